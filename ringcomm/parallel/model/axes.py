@@ -38,9 +38,8 @@ class Axes(NamedTuple):
             if group is not None and group.size() > 1:
                 held[param] = of._replace(groups=(group, *of.groups))
                 found[group] = None
-        return self._replace(held=held).in_order(
-            [*(g for g in found if g not in self.groups), *self.groups]
-        )
+        others = [group for group in found if group not in self.groups]
+        return self._replace(held=held).in_order([*others, *self.groups])
 
     def in_order(self, groups: Iterable[dist.ProcessGroup]) -> Axes:
         """The axes with these groups, in whose order the elements of each parameter are summed."""

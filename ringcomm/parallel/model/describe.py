@@ -73,8 +73,7 @@ class Weight:
             mesh, placements = self.tensor.device_mesh, enumerate(self.tensor.placements)
             groups = [mesh.get_group(dim) for dim, p in placements if not p.is_replicate()]
         elif (shards := find_shards(self.tensor)) is not None:
-            groups = [shards.unit_of(self.tensor).group]
-            span = span or shards.range_of(self.tensor)
+            groups, span = [shards.unit_of(self.tensor).group], span or shards.range_of(self.tensor)
         if self.layer is not None:
             groups.append(self.layer.group)
         return cut_of(self.tensor, self.split, groups, span)

@@ -220,8 +220,7 @@ _WEIGHTS = (
     _Row(
         _FSDP,
         lambda w, a: (
-            w.experts is not None
-            and (isinstance(w.tensor, DTensor) or a.options.grad_dtype == torch.float16)
+            w.experts and (isinstance(w.tensor, DTensor) or a.options.grad_dtype == torch.float16)
         ),
         "{name} is of sharded experts, which stage 3 takes as plain tensors, with a reduce_dtype of"
         " torch.float32 or torch.bfloat16",

@@ -211,9 +211,8 @@ class Stage(TorchStage):
         if not isinstance(self.submod, FSDPModule):
             return
         by_mesh: dict[Any, dict[int, Any]] = {}  # experts have another
-        of_stage: Any = self.submod.parameters()
-        for idx, param in enumerate(of_stage):
-            by_mesh.setdefault(param.device_mesh, {})[idx] = param
+        for idx, param in enumerate(self.submod.parameters()):
+            by_mesh.setdefault(param.device_mesh, {})[idx] = param  # type: ignore[attr-defined]
         for mesh, params in by_mesh.items():
             facts = [idx in self._used for idx in params]
             used = torch.tensor(facts, dtype=torch.uint8, device=self.device)

@@ -1,6 +1,6 @@
 """Units of a model, which are gathered together, and their materialization from the meta device."""
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,17 +21,15 @@ def default_units(model: nn.Module) -> list[nn.Module]:
 
     None inside of sharded experts, which differ between ranks.
     """
-    apart = {*split_experts(model).values()}
-    return _entries(model, nn.ModuleList, apart) or _entries(model, nn.Sequential, apart)
+    return _entries(model, nn.ModuleList) or _entries(model, nn.Sequential)
 
 
-def _entries(
-    module: nn.Module, kind: type[nn.Module], apart: Collection[nn.Module]
-) -> list[nn.Module]:
+def _entries(module: nn.Module, kind: type[nn.Module]) -> list[nn.Module]:
+    if isinstance(module, LocalExperts) and module.group.size() > 1:
+        return []
     if isinstance(module, kind):
         return [unit for entry in module.children() for unit in _callable_parts(entry)]
-    children = [child for child in module.children() if child not in apart]
-    return [unit for child in children for unit in _entries(child, kind, apart)]
+    return [unit for child in module.children() for unit in _entries(child, kind)]
 
 
 def _callable_parts(module: nn.Module) -> list[nn.Module]:

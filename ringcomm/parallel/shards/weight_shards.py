@@ -103,9 +103,8 @@ class WeightShards:
         for module, params in found:
             materialize(model, params, torch.device("cpu"))
             start_equal_over_data(described, self.group, params)
-            ranks = data_group_of(module, self.group)
-            alone = alone or (new_group_alone() if ranks is None else None)
-            self.units.append(ShardedUnit(module, params, ranks or alone, self._home))
+            ranks = data_group_of(module, self.group) or alone or (alone := new_group_alone())
+            self.units.append(ShardedUnit(module, params, ranks, self._home))
         # Buffers on the meta device have been replaced.
         start_equal_over_data(describe(model), self.group, model.buffers())
         for unit in self.units:

@@ -13,7 +13,7 @@ from torch import nn
 
 from ringcomm.ops.updates.fused_update import shard_range
 from ringcomm.parallel.clip import bytes_over_all_ranks
-from ringcomm.parallel.expert.local_experts import LocalExperts, split_experts
+from ringcomm.parallel.expert.local_experts import split_experts
 from ringcomm.parallel.flat_collectives import place_in
 from ringcomm.parallel.model.describe import describe
 from ringcomm.parallel.shards.sharded_unit import PACKED_BYTES
@@ -308,12 +308,8 @@ def _of_unit(
 
 def _with_experts(unit: nn.Module, by_unit: Mapping[nn.Module, Memory]) -> int:
     """The buffers of a unit, and of the largest experts that it runs, which are other units."""
-    inside = [by_unit[m].buffers for m in _experts_in(unit) if m in by_unit]
-    return by_unit[unit].buffers + max(inside, default=0)
-
-
-def _experts_in(unit: nn.Module) -> list[LocalExperts]:
-    return [module for module in split_experts(unit).values() if module is not unit]
+    inside = {*split_experts(unit).values()} & by_unit.keys() - {unit}
+    return by_unit[unit].buffers + max((by_unit[m].buffers for m in inside), default=0)
 
 
 def _of_infinity(
@@ -335,6 +331,7 @@ def _of_infinity(
         wholes[module], extras[module] = sum(p.nbytes for p in params), 2 * shards + largest
     peaks = []
     for module, extra in extras.items():
-        inside = [wholes[m] + extras[m] for m in _experts_in(module) if m in extras]
-        peaks.append((module is not model) * wholes[module] + max([extra, *inside]))
+        inside = {*split_experts(module).values()} & extras.keys() - {module}
+        most = max([extra, *(wholes[m] + extras[m] for m in inside)])
+        peaks.append((module is not model) * wholes[module] + most)
     return Memory(resident, gradients, 0, wholes.get(model, 0) + max(peaks))
