@@ -365,12 +365,26 @@ def is_attribute_of_torch(key: str) -> bool:
 # ---- fully_shard
 
 
-def fsdp_params(module: Any) -> list[list[Any]]:
-    """fully_shard's objects for the weights of a unit, by group of ranks."""
+def fsdp_groups(module: Any) -> list[Any]:
+    """fully_shard's objects for a unit, by group of ranks."""
     state = module._get_fsdp_state()
     # One group before torch 2.13.
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-    return [group.fsdp_params for group in groups if group is not None]
+    return [group for group in groups if group is not None]
+
+
+def fsdp_params(module: Any) -> list[list[Any]]:
+    """fully_shard's objects for the weights of a unit, by group of ranks."""
+    return [group.fsdp_params for group in fsdp_groups(module)]
+
+
+def gather_when_needed(unit: Any) -> None:
+    """Makes a unit of fully_shard neither prefetched in a backward pass nor prefetch another.
+
+    For units that some ranks lack: the others would gather the next unit at another time.
+    """
+    for group in fsdp_groups(unit):
+        group._record_post_forward = lambda: None
 
 
 def is_gathered(module: Any) -> bool:

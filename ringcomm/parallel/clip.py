@@ -128,10 +128,9 @@ def over_all_ranks(axes: Axes, own: Mapping[Held, Tensor], zeros: Tensor, num_su
     return total
 
 
-def bytes_over_all_ranks(axes: Axes, row_bytes: int, num_shards: int = 1) -> int:
-    """Bytes that a rank sends in over_all_ranks() after axes.sharded_over() with num_shards."""
-    pools = _pools_of(axes)
-    num_sent = (num_shards - 1) * len({(), *(held.groups for held in axes.held.values())})
+def bytes_over_all_ranks(axes: Axes, row_bytes: int) -> int:
+    """Bytes that a rank sends in over_all_ranks()."""
+    pools, num_sent = _pools_of(axes), 0
     for group in axes.groups:
         num_sent += (group.size() - 1) * sum(pool[:1] == (group,) for pool in pools)
     if axes.stages is not None:

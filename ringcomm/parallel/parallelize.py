@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from ringcomm.parallel import zero
@@ -24,7 +23,7 @@ from ringcomm.parallel.parallelized import Parallelized
 from ringcomm.parallel.shards.units import default_units
 from ringcomm.parallel.tensor.replicas import check_replicas
 from ringcomm.parallel.zero.elementwise import REFUSED, WHOLE, optimizers_of
-from ringcomm.torch_names import reduce_unused
+from ringcomm.parallel.zero.stage3 import shard_units
 
 _SHARD_OPTIONS = [*parameters_of(zero.shard)][5:]  # but for the model, optimizer, stage and group
 MakeOptimizer = Callable[
@@ -84,7 +83,7 @@ def parallelize(
             with the class weights of nn.CrossEntropyLoss; for other targets the rows.
         zero_stage: 0: gradients are averaged over dims["batch"]. 1, 2: state, and gradients, are
             sharded over dims["batch"]. 3: weights too, over dims["fsdp"], with dims["dp"] replicas
-            (HSDP). Default: 3 if fsdp is above 1, otherwise 0.
+            (HSDP); experts over dims["edp"]. Default: 3 if fsdp is above 1, otherwise 0.
         sequence_parallel: shard the tokens over the tensor-parallel ranks between layers.
         schedule: the pipeline's schedule; see pipeline.Pipeline.
         num_microbatches: the number of micro-batches of a step. Default: 1, or with a pipeline 2
@@ -173,8 +172,7 @@ def _wrap_stage(stage: nn.Module, *, dims: ParallelDims, mesh: Any, was_meta: bo
     if was_meta:
         start_equal(describe(stage), _groups_of(dims, "tp", "batch", "edp"))
     if mesh is not None:
-        made: Any = fully_shard(stage, mesh=mesh)
-        reduce_unused(made)
+        shard_units(describe(stage), dims.group("batch"), mesh, ())
     return stage
 
 
@@ -241,8 +239,6 @@ def _check_options(
         "zero_stage 3 shards over fsdp, which is 1: use a larger fsdp and a smaller dp": (
             stage == 3 and dims.fsdp == 1
         ),
-        f"zero_stage 3 does not support expert parallelism (ep {dims.ep}): use zero_stage 0, 1 or"
-        " 2, or ep 1": stage == 3 and dims.ep > 1,
         "sequence_parallel shards tokens over the ranks of tp, which is 1: use a larger tp": (
             sequence_parallel and dims.tp == 1
         ),

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import clip_grad
 
 _modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -36,8 +36,8 @@ def _check_torch() -> None:
 
     _check(
         clip_grad,
-        "_clip_grads_with_norm_",  # also what clip_grad_norm_() ends with
-        lambda params, *_, **__: [params] if isinstance(params, Tensor) else list(params),
+        "_get_total_norm",  # which clip_grad_norm_() calls; of DTensors on two meshes it fails
+        lambda grads, *_, **__: _params_with({*map(id, grads)}),
         "torch.nn.utils.clip_grad_norm_ counts only the gradients of this rank, which has a part"
         " of the model: use ringcomm.parallel.clip_grad_norm_(model, max_norm)",
     )
@@ -75,6 +75,11 @@ def _check_torch() -> None:
 
 def _params_of(optimizer: Any, *_: Any, **__: Any) -> list[Any]:
     return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _params_with(grads: set[int]) -> list[Any]:
+    params = {param for module in list(_modules) for param in module.parameters()}
+    return [param for param in params if id(param.grad) in grads]
 
 
 def _split_params_of(optimizer: Any, *_: Any, **__: Any) -> list[Any]:

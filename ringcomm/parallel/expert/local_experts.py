@@ -25,6 +25,7 @@ from ringcomm.parallel.expert.dispatch import (
     rows_of_tokens,
     sums_of_rows,
 )
+from ringcomm.parallel.model.owners import find_trainer
 from ringcomm.parallel.model.saving import refuse_copy, refuse_part
 from ringcomm.torch_names import all_reduce_coalesced_
 
@@ -198,8 +199,8 @@ def average_gradients(
 
     Raises:
         ValueError: a layer's group and replica_group do not make up the group; nothing was written.
-        RuntimeError: gradients of experts were already averaged, or a backward pass added to
-            averaged ones: they would be divided twice. Nothing was written.
+        RuntimeError: gradients of experts were already averaged, as zero.shard() does, or a
+            backward pass added to averaged ones: they would be divided twice. Nothing was written.
 
     Collective: over the group 2(N-1)/N of the replicated gradients' bytes and of a byte for each
     parameter, over a replica_group likewise of its experts'; nothing where experts have no replica.
@@ -212,22 +213,28 @@ def average_gradients(
     resolved = resolve_group(group, mesh)
     check_data_ranks(model, resolved, "average_gradients()")
     layers = split_experts(model)
+    params = list(model.parameters())
+    if layers and any(isinstance(p, DTensor) and find_trainer(p) is not None for p in params):
+        raise RuntimeError(
+            "the gradients are in the optimizer of zero.shard(), which averages them: leave"
+            " average_gradients() out"
+        )
     of_experts = set(expert_parameters(model).values())
-    handled = [*(of_experts if ddp is not None else model.parameters())] if layers else []
+    handled = [*(of_experts if ddp is not None else params)] if layers else []
     if any(_has_average(param.grad) for param in handled):
         raise RuntimeError(
             "average_gradients() has already averaged these gradients: call it once per step,"
             " after the last backward() and before step() and zero_grad()"
         )
     if ddp is None:
-        others = [param for param in model.parameters() if param not in of_experts]
+        others = [param for param in params if param not in of_experts]
         replicated = [param for param in others if not isinstance(param, DTensor)]
         _average(replicated, resolved)
     for experts in layers.values():
-        params = list(experts.parameters())
+        own = list(experts.parameters())
         if experts.replica_group is not None:
-            _average(params, experts.replica_group)
-        for param in params:
+            _average(own, experts.replica_group)
+        for param in own:
             if param.grad is not None:
                 param.grad.div_(experts.group.size())
     for param in handled:

@@ -5,7 +5,7 @@ Replicated data parallelism is not recorded and not needed: gradients are the sa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -38,7 +38,17 @@ class Axes(NamedTuple):
             if group is not None and group.size() > 1:
                 held[param] = of._replace(groups=(group, *of.groups))
                 found[group] = None
-        return self._replace(held=held, groups=tuple(dict.fromkeys((*found, *self.groups))))
+        others = [group for group in found if group not in self.groups]
+        return self._replace(held=held).in_order([*others, *self.groups])
+
+    def in_order(self, groups: Iterable[dist.ProcessGroup]) -> Axes:
+        """The axes with these groups, in whose order the elements of each parameter are summed."""
+        order = {group: place for place, group in enumerate(dict.fromkeys(groups))}
+        held = {
+            param: of._replace(groups=tuple(sorted(of.groups, key=order.__getitem__)))
+            for param, of in self.held.items()
+        }
+        return self._replace(held=held, groups=(*order,))
 
 
 def mesh_of(param: nn.Parameter) -> tuple[list[dist.ProcessGroup], int]:

@@ -36,6 +36,7 @@ class Weight:
         places: the modules that have it, each with its name there.
         layer, split: for a part of a tensor-parallel layer, that layer and the part.
         experts: the sharded experts that it belongs to.
+        is_mixed: whether it is also elsewhere in the model.
     """
 
     tensor: Tensor
@@ -44,6 +45,7 @@ class Weight:
     layer: SplitModule | None = None
     split: Split | None = None
     experts: LocalExperts | None = None
+    is_mixed: bool = False
 
     @property
     def name(self) -> str:
@@ -71,7 +73,7 @@ class Weight:
             mesh, placements = self.tensor.device_mesh, enumerate(self.tensor.placements)
             groups = [mesh.get_group(dim) for dim, p in placements if not p.is_replicate()]
         elif (shards := find_shards(self.tensor)) is not None:
-            groups, span = [shards.group], span or shards.range_of(self.tensor)
+            groups, span = [shards.unit_of(self.tensor).group], span or shards.range_of(self.tensor)
         if self.layer is not None:
             groups.append(self.layer.group)
         return cut_of(self.tensor, self.split, groups, span)
@@ -96,6 +98,7 @@ class Model:
                     if tensor is None:
                         continue
                     weight = found.setdefault(tensor, Weight(tensor, experts=experts))  # type: ignore[arg-type]
+                    weight.is_mixed |= weight.experts is not experts
                     weight.names.append(prefix + key)
                     weight.places.append((owner, key))
                     if key in splits:
@@ -172,8 +175,9 @@ class Model:
         # A rank may have no weight of theirs.
         parts = [m for m in self.module.modules() if isinstance(m, LocalExperts)]
         of_experts = [part.group for part in parts if part.group.size() > 1]
-        order = [*mesh_groups, *self.tensor_groups, *of_experts]
-        return Axes(held, tuple(dict.fromkeys(order)), self.stage.group if self.stage else None)
+        others = [g for g in (*mesh_groups, *self.tensor_groups) if g not in of_experts]
+        axes = Axes(held, (), self.stage.group if self.stage else None)
+        return axes.in_order([*others, *of_experts])
 
 
 def describe(module: nn.Module) -> Model:

@@ -96,10 +96,10 @@ _MODULES = (
         "{name} produces sparse gradients: make it with sparse=False",
     ),
     _Row(
-        _TRAINERS - _SERVER - _FLAT - _LOMO,  # a rank may have no weight of theirs
+        _TRAINERS - _SERVER - _ZERO - _LOMO,  # a rank may have no weight of theirs
         lambda m, a: a.is_replicated and isinstance(m, LocalExperts) and m.group.size() > 1,
         "each rank has different experts in {name}, but {asked.name} would treat them as replicas:"
-        " use zero.shard() at stage 1 or 2, Lomo, or an optimizer of torch and"
+        " use zero.shard(), Lomo, or an optimizer of torch and"
         " ringcomm.parallel.expert.average_gradients()",
     ),
     _Row(
@@ -210,6 +210,20 @@ _WEIGHTS = (
         lambda w, a: w.tensor.requires_grad and not _is_trained(w, a),
         "{name} requires grad and is in no parameter group of the optimizer, so that its replicas"
         " would diverge: add it, or call requires_grad_(False)",
+    ),
+    _Row(
+        _ZERO,
+        lambda w, _: w.is_mixed,
+        "{name} is in sharded experts and elsewhere in the model, but ranks have different"
+        " experts: use two parameters",
+    ),
+    _Row(
+        _FSDP,
+        lambda w, a: (
+            w.experts and (isinstance(w.tensor, DTensor) or a.options.grad_dtype == torch.float16)
+        ),
+        "{name} is of sharded experts, which stage 3 takes as plain tensors, with a reduce_dtype of"
+        " torch.float32 or torch.bfloat16",
     ),
     _Row(
         _FSDP,

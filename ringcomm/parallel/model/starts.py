@@ -28,11 +28,22 @@ def start_equal(
         take_from_rank0(map(local_of, shared), group)
 
 
-def start_experts_equal(model: Model) -> None:
+def start_experts_equal(model: Model, tensors: Iterable[Tensor] | None = None) -> None:
     """start_equal() of sharded experts over the ranks with the same ones. Collective."""
+    known: dict[Any, Weight] = {**model.weights, **model.buffers}
     found: dict[dist.ProcessGroup, list[Tensor]] = {}
-    for tensor, weight in (*model.weights.items(), *model.buffers.items()):
-        if weight.experts is not None and weight.experts.replica_group is not None:
-            found.setdefault(weight.experts.replica_group, []).append(tensor)
-    for group, tensors in found.items():
-        start_equal(model, [group], tensors)
+    for tensor in known if tensors is None else tensors:
+        experts = known[tensor].experts
+        if experts is not None and experts.replica_group is not None:
+            found.setdefault(experts.replica_group, []).append(tensor)
+    for group, own in found.items():
+        start_equal(model, [group], own)
+
+
+def start_equal_over_data(
+    model: Model, group: dist.ProcessGroup, tensors: Iterable[Tensor] | None = None
+) -> None:
+    """start_equal() over data-parallel ranks; of experts over those with the same ones."""
+    chosen = None if tensors is None else [*tensors]
+    start_equal(model, [group], chosen)
+    start_experts_equal(model, chosen)

@@ -210,14 +210,17 @@ class Stage(TorchStage):
         """After a step: drops zeros that fully_shard has reduced for weights that no rank uses."""
         if not isinstance(self.submod, FSDPModule):
             return
-        params: list[Any] = list(self.submod.parameters())
-        facts = [idx in self._used for idx in range(len(params))]
-        used = torch.tensor(facts, dtype=torch.uint8, device=self.device)
-        for dim in range(params[0].device_mesh.ndim):
-            dist.all_reduce(used, dist.ReduceOp.MAX, group=params[0].device_mesh.get_group(dim))
-        for param, is_used in zip(params, used.tolist(), strict=True):
-            if not is_used:
-                param.grad = None
+        by_mesh: dict[Any, dict[int, Any]] = {}  # experts have another
+        for idx, param in enumerate(self.submod.parameters()):
+            by_mesh.setdefault(param.device_mesh, {})[idx] = param  # type: ignore[attr-defined]
+        for mesh, params in by_mesh.items():
+            facts = [idx in self._used for idx in params]
+            used = torch.tensor(facts, dtype=torch.uint8, device=self.device)
+            for dim in range(mesh.ndim):
+                dist.all_reduce(used, dist.ReduceOp.MAX, group=mesh.get_group(dim))
+            for param, is_used in zip(params.values(), used.tolist(), strict=True):
+                if not is_used:
+                    param.grad = None
 
     def _note_used(self) -> None:
         """Notes the weights with a gradient, of which fully_shard may have the whole now."""

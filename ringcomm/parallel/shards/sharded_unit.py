@@ -68,6 +68,7 @@ class ShardedUnit:
     Attributes:
         module: the module whose forward needs them.
         params: dense, on one device; equal in shapes and dtypes on all ranks of the group.
+        group: the ranks that have pieces.
         shards: this rank's piece of each parameter, of one dimension.
         large: the parameters that are sent separately.
         packed_row: this rank's pieces of the others, concatenated as bytes.
@@ -84,7 +85,7 @@ class ShardedUnit:
         group: dist.ProcessGroup,
         home: Any = None,
     ) -> None:
-        self.module, self.params, self._group = module, list(params), group
+        self.module, self.params, self.group = module, list(params), group
         self.is_full, self.is_held = True, False
         self._is_padded = not takes_uneven(group, params[0].device)
         self._flats = {param: _own_memory(param) for param in params}
@@ -117,7 +118,7 @@ class ShardedUnit:
 
     def _piece(self, param: Tensor, rank: int) -> Tensor:
         """A rank's elements of the gathered weight."""
-        begin, end = shard_range(param.numel(), self._group.size(), rank)
+        begin, end = shard_range(param.numel(), self.group.size(), rank)
         return self._flats[param][begin:end]  # type: ignore[index]
 
     def is_away(self, param: nn.Parameter) -> bool:
@@ -170,14 +171,14 @@ class ShardedUnit:
         if not self._is_padded:
             self._gather_uneven(rows)
         elif rows.numel():
-            torch_names.all_gather_single(rows, self.packed_row, group=self._group)
+            torch_names.all_gather_single(rows, self.packed_row, group=self.group)
         for row, targets in zip(rows.split(self._row_bytes), self._targets, strict=True):
             if targets:
                 torch._foreach_copy_(targets, _split(row, targets))
 
     def _gather_uneven(self, rows: Tensor) -> None:
         """One call for the packed pieces and the large ones, which are received in place."""
-        world_size = self._group.size()
+        world_size = self.group.size()
         inputs = [self.shards[param] for param in self.large]
         outputs = [
             self._flats[param].split(shard_sizes(param.numel(), world_size)) for param in self.large
@@ -189,7 +190,7 @@ class ShardedUnit:
             options = torch_names.AllgatherOptions()
             options.asyncOp = False
             by_rank = [[pieces[rank] for pieces in outputs] for rank in range(world_size)]
-            work = self._group.allgather_coalesced(by_rank, inputs, options)
+            work = self.group.allgather_coalesced(by_rank, inputs, options)
             if work is not None:  # backends need none for a call that is over
                 work.wait()
 

@@ -4,8 +4,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from ringcomm.parallel.expert.local_experts import LocalExperts, split_experts
 from ringcomm.torch_names import gather_outside_inference_mode, untraced
 
 
@@ -15,11 +17,16 @@ def _has_forward(module: nn.Module) -> bool:
 
 
 def default_units(model: nn.Module) -> list[nn.Module]:
-    """The entries of every outermost ModuleList, or of every outermost Sequential without one."""
+    """The entries of every outermost ModuleList, or of every outermost Sequential without one.
+
+    None inside of sharded experts, which differ between ranks.
+    """
     return _entries(model, nn.ModuleList) or _entries(model, nn.Sequential)
 
 
 def _entries(module: nn.Module, kind: type[nn.Module]) -> list[nn.Module]:
+    if isinstance(module, LocalExperts) and module.group.size() > 1:
+        return []
     if isinstance(module, kind):
         return [unit for entry in module.children() for unit in _callable_parts(entry)]
     return [unit for child in module.children() for unit in _entries(child, kind)]
@@ -38,11 +45,12 @@ def params_of_units(
     """The parameters of each unit, the model first; units without parameters are left out.
 
     A parameter belongs to the innermost unit around it. One that several units share belongs to
-    the model: it is needed wherever one of them runs. None for default_units(). Raises TypeError
-    and ValueError for a unit that is no module, not of the model, or cannot be called.
+    the model: it is needed wherever one of them runs. None for default_units(). Sharded experts are
+    units, which other ranks share, and have none inside. Raises TypeError and ValueError for a unit
+    that is no module, not of the model, or cannot be called.
     """
     params: dict[nn.Module, list[nn.Parameter]] = {model: []}
-    units = list(default_units(model) if units is None else units)
+    units = _with_experts(model, units)
     params |= {unit: [] for unit in units}
     for param, found in _units_of_params(model, units).items():
         params[found.pop() if len(found) == 1 else model].append(param)
@@ -61,9 +69,10 @@ def fsdp_units(
     """The modules for fully_shard and the parameters that each shards, the model last.
 
     A unit that shares a parameter with another, or with the rest of the model, is not one of them:
-    its parameters are the model's. Raises as params_of_units() does.
+    its parameters are the model's. Sharded experts are units as in params_of_units(), and it raises
+    as that does.
     """
-    units = list(default_units(model) if units is None else units)
+    units = _with_experts(model, units)
     units_of_params = _units_of_params(model, units)
     done: set[nn.Parameter] = set()
     found = []
@@ -75,6 +84,25 @@ def fsdp_units(
             done.update(own)
             found.append((module, own))
     return found
+
+
+def _with_experts(model: nn.Module, units: Iterable[nn.Module] | None) -> list[nn.Module]:
+    apart = [*split_experts(model).values()]
+    inside = {part for experts in apart for part in experts.modules()}
+    given = default_units(model) if units is None else units
+    return [*apart, *(unit for unit in given if unit not in inside)]
+
+
+def data_group_of(unit: Any, group: dist.ProcessGroup) -> dist.ProcessGroup | None:
+    """The ranks of a group that share a unit; None if this one is alone, with its experts."""
+    is_apart = isinstance(unit, LocalExperts) and unit.group.size() > 1
+    return unit.replica_group if is_apart else group
+
+
+def new_group_alone() -> dist.ProcessGroup:
+    """A group of this rank."""
+    made: Any = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    return made
 
 
 def _units_of_params(
@@ -104,13 +132,20 @@ def materialize(model: nn.Module, params: Sequence[nn.Parameter], device: torch.
 
     Parameters keep their identity. Modules are processed in the order of model.modules(); each
     reset_parameters() sees all parameters of its module. Modules with only buffers are initialized
-    too.
+    too. Values of an expert do not depend on the rank that has it.
     """
     wanted = {param for param in params if param.is_meta}
     # All modules of a shared weight are processed together: a later reset_parameters() would
     # overwrite it.
     shares = {m for m in model.modules() if not wanted.isdisjoint(m.parameters(recurse=False))}
     for module in model.modules():
+        if isinstance(module, LocalExperts) and any(param.is_meta for param in module.parameters()):
+            # Ranks with one seed have different experts.
+            seed = int(torch.randint(1 << 62, (), dtype=torch.int64, device="cpu"))
+            for number, expert in module.items():
+                with torch.random.fork_rng([device] if device.type == "cuda" else []):
+                    torch.manual_seed(seed + int(number))
+                    materialize(expert, params, device)
         own = dict(module.named_parameters(recurse=False))
         buffers = module.buffers(recurse=False)
         has_wanted = module in shares and any(param.is_meta for param in own.values())

@@ -20,10 +20,15 @@ from ringcomm.parallel.model.describe import describe
 from ringcomm.parallel.model.owners import note_shards
 from ringcomm.parallel.model.refuse import Asked, refuse
 from ringcomm.parallel.model.saving import refuse_copy, save_full
-from ringcomm.parallel.model.starts import start_equal
+from ringcomm.parallel.model.starts import start_equal_over_data
 from ringcomm.parallel.shards.sharded_unit import ShardedUnit
 from ringcomm.parallel.shards.unit_hooks import UnitHooks, in_backward
-from ringcomm.parallel.shards.units import materialize, params_of_units
+from ringcomm.parallel.shards.units import (
+    data_group_of,
+    materialize,
+    new_group_alone,
+    params_of_units,
+)
 from ringcomm.torch_names import ignore_in_ddp, ignored_in_ddp
 
 
@@ -94,12 +99,14 @@ class WeightShards:
         self._model = model
         self._hooks: dict[nn.Parameter, UnitHooks] = {}
         self.units: list[ShardedUnit] = []
+        alone: Any = None
         for module, params in found:
             materialize(model, params, torch.device("cpu"))
-            start_equal(described, [self.group], params)
-            self.units.append(ShardedUnit(module, params, self.group, self._home))
+            start_equal_over_data(described, self.group, params)
+            ranks = data_group_of(module, self.group) or alone or (alone := new_group_alone())
+            self.units.append(ShardedUnit(module, params, ranks, self._home))
         # Buffers on the meta device have been replaced.
-        start_equal(describe(model), [self.group], model.buffers())
+        start_equal_over_data(describe(model), self.group, model.buffers())
         for unit in self.units:
             hooks = UnitHooks(unit, is_root=unit.module is model)
             self._hooks.update(dict.fromkeys(unit.params, hooks))
@@ -142,8 +149,8 @@ class WeightShards:
 
     def range_of(self, param: Tensor) -> tuple[int, int]:
         """The elements [begin, end) of the flat parameter in shard_of(), by shard_range()."""
-        self.unit_of(param)
-        return shard_range(param.numel(), self.group.size(), self.group.rank())
+        group = self.unit_of(param).group
+        return shard_range(param.numel(), group.size(), group.rank())
 
     def reduce_scatter(self, param: Tensor, grad: Tensor) -> Tensor:
         """Elements range_of(param) of the mean of the ranks' gradients, in their dtype.
@@ -154,14 +161,16 @@ class WeightShards:
 
         Collective; sends (N-1)/N of the gradient.
         """
-        self.unit_of(param)
+        group = self.unit_of(param).group
         if grad.shape != param.shape or grad.device != param.device or grad.is_sparse:
             kind = "sparse" if grad.is_sparse else "dense"
             raise ValueError(
                 f"the gradient must be dense, {tuple(param.shape)} on {param.device}, got {kind},"
                 f" {tuple(grad.shape)} on {grad.device}"
             )
-        return reduce_scatter_mean(grad.detach().reshape(-1), self.group)
+        mean = reduce_scatter_mean(grad.detach().reshape(-1), group)
+        # Gradients of experts are sums over the tokens of all ranks that share the layer.
+        return mean if group is self.group else mean.mul_(group.size() / self.group.size())
 
     # ---- gathered weights
 

@@ -85,7 +85,8 @@ def shard(
             first (HSDP). Weights that are DTensors of torch's tensor parallelism
             (parallelize_module) need stage 3 and dimensions of the same DeviceMesh.
         group: None for the default group; of any backend. With ringcomm shards differ by one
-            element; with other backends they are padded when they are sent.
+            element; with other backends they are padded when they are sent. Experts of
+            ringcomm.nn.MixtureOfExperts are sharded over their replica_group instead.
         units: at stage 3 the modules whose weights are gathered together. Default: the entries of
             every outermost ModuleList, or Sequential without one. Weights that several units share
             belong to the root. All ranks must run the same units in the same order. fully_shard

@@ -24,7 +24,7 @@ from ringcomm.parallel.flat_collectives import (
 from ringcomm.parallel.gradient_placeholder import weakly
 from ringcomm.parallel.model.describe import describe
 from ringcomm.parallel.model.stage_part import StagePart
-from ringcomm.parallel.model.starts import start_equal, start_experts_equal
+from ringcomm.parallel.model.starts import start_equal_over_data
 from ringcomm.parallel.offload.optimizers import Operands
 from ringcomm.parallel.shards.units import materialize
 from ringcomm.parallel.zero.bucket import BackwardPasses, Bucket, plan_buckets
@@ -60,9 +60,8 @@ class FlatZero(ZeroOptimizer):
         model, group, options = given.model.module, self.group, self.options
         materialize(model, [*given.model.weights], device_of(group))
         described = describe(model)
-        start_equal(described, [group])
+        start_equal_over_data(described, group)
         self._group_of = {p: w.data_group(group) for p, w in described.weights.items()}
-        start_experts_equal(described)
         self.stage = stage = given.stage
         dtype = options.param_dtype
         whole = [param for param, inner in self._inner_by_param.items() if inner.is_whole]

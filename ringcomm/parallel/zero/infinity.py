@@ -17,7 +17,12 @@ from torch import Tensor, nn
 
 from ringcomm.ops.updates.fused_update import shard_range
 from ringcomm.parallel.flat_collectives import all_gathered, takes_uneven
-from ringcomm.parallel.gradient_placeholder import GradientHooks, check_same_gradients, progress
+from ringcomm.parallel.gradient_placeholder import (
+    GradientHooks,
+    check_same_gradients,
+    largest_of,
+    progress,
+)
 from ringcomm.parallel.offload.tiers import FileTier, make_tier
 from ringcomm.parallel.offload.transfers import BufferPool
 from ringcomm.parallel.shards import WeightShards
@@ -65,10 +70,13 @@ class ZeroInfinity(ZeroOptimizer):
         else:
             self._commit()
         self._hooks = GradientHooks(self.all_params(), self)
-        self._names = [given.model.weights[param].name for param in self._own]
+        self._names = {param: given.model.weights[param].name for param in self._own}
+        # All ranks last. Ranks may have different experts.
+        others = [unit.group for unit in self._weights.units if unit.group is not group]
+        self._groups = [*dict.fromkeys(others), group]
         # Since the last step: the number of gradients, and the passes that were compared.
         self._num_grads = dict.fromkeys(self._own, 0)
-        self._compared: set[int] = set()
+        self._compared: set[tuple[int, dist.ProcessGroup]] = set()
 
     # ---- files of an earlier run
 
@@ -149,9 +157,9 @@ class ZeroInfinity(ZeroOptimizer):
 
     def take_gradient(self, param: nn.Parameter, grad: Tensor) -> None:
         """See GradientHooks; the gradient is offloaded here. Collective."""
-        task = graph_task()
-        if task != NO_BACKWARD and task not in self._compared:
-            self._compare(task)
+        task, group = graph_task(), self.group_of(param)
+        if task != NO_BACKWARD and (task, group) not in self._compared:
+            self._compare(group, task)
         self._num_grads[param] += 1
         mine = self._weights.reduce_scatter(param, grad.to(self.options.grad_dtype))
         self._home.add_grad(self._own[param], mine)
@@ -161,20 +169,23 @@ class ZeroInfinity(ZeroOptimizer):
         self._num_grads[param] = 0
         self._home.drop_grad(self._own[param])
 
-    def _compare(self, task: int = NO_BACKWARD) -> None:
+    def _compare(self, group: dist.ProcessGroup, task: int = NO_BACKWARD) -> None:
         """Raises RuntimeError on all ranks if gradients are of different weights. Collective."""
-        self._compared.add(task)
-        mine = []
+        self._compared.add((task, group))
+        names, mine = [], []
         for param in self._own:
+            if self.group_of(param) is not group:
+                continue
+            names.append(self._names[param])
             num_before, node = self._num_grads[param], self._hooks.nodes[param]
             is_coming = task != NO_BACKWARD and will_run(node)
             is_by_hand = num_before == 0 and param.grad is not None
             mine.append(progress(num_before, is_coming=is_coming, is_by_hand=is_by_hand))
         try:
             check_same_gradients(
-                self._names,
+                names,
                 mine,
-                (self.group,),
+                (group,),
                 torch.device("cpu"),
                 who="zero.shard(offload_weights=True)",
                 instead="use stage 1 or 2",
@@ -184,9 +195,11 @@ class ZeroInfinity(ZeroOptimizer):
             raise
 
     def _agree(self) -> bool:
-        self._compare()
+        for group in self._groups:
+            self._compare(group)
         self._hooks.collect()
-        return any(map(self._home.has_grad, self._own.values()))
+        has = any(map(self._home.has_grad, self._own.values()))
+        return largest_of([has], [self.group], torch.device("cpu"))[0] > 0
 
     def _set_sync(self, is_on: bool) -> None:
         if not is_on:
@@ -237,8 +250,12 @@ class ZeroInfinity(ZeroOptimizer):
 
     def range_of(self, param: Any, rank: int | None = None) -> tuple[int, int]:
         """The elements [begin, end) of a flat parameter on a rank; by default this rank."""
-        rank = self.group.rank() if rank is None else rank
-        return shard_range(param.numel(), self.group.size(), rank)
+        group = self.group_of(param)
+        return shard_range(param.numel(), group.size(), group.rank() if rank is None else rank)
+
+    def group_of(self, param: Any) -> dist.ProcessGroup:
+        """See States; with experts of its own this rank is in a group."""
+        return self._weights.unit_of(param).group
 
     @property
     def io_bytes(self) -> tuple[int, int]:

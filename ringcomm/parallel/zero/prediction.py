@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ringcomm.ops.updates.fused_update import shard_range
 from ringcomm.parallel.clip import bytes_over_all_ranks
-from ringcomm.parallel.expert.local_experts import LocalExperts, split_experts
+from ringcomm.parallel.expert.local_experts import split_experts
 from ringcomm.parallel.flat_collectives import place_in
-from ringcomm.parallel.model.describe import Model, describe
+from ringcomm.parallel.model.describe import describe
 from ringcomm.parallel.shards.sharded_unit import PACKED_BYTES
 from ringcomm.parallel.shards.units import fsdp_units, params_of_units
 from ringcomm.parallel.zero.bucket import BucketPlan, plan_buckets
@@ -71,17 +73,18 @@ def predict_memory(
     Raises:
         ValueError: there is no such stage or rank.
     """
-    ranks = _Ranks(stage, world_size, rank, ShardOptions(**options))
+    ranks = _Ranks(model, stage, world_size, rank, ShardOptions(**options))
     if ranks.options.offload_weights:
         return _of_infinity(ranks, params_of_units(model, units), model)
     optimizers = optimizers_of(optimizer)
     states = _states_of(optimizers, whole)
     if stage < 3:
-        buckets = _planned(model, optimizers, whole, ranks)
+        buckets = _planned(optimizers, whole, ranks)
         parts = [_of_bucket(ranks, bucket, states) for bucket in buckets]
     else:
-        owners = _owners(describe(model), optimizers, whole, ranks)
-        parts = [_of_unit(ranks, own, states, owners) for _, own in fsdp_units(model, units)]
+        owners = _owners(optimizers, whole, ranks)
+        by_unit = {m: _of_unit(ranks, own, states, owners) for m, own in fsdp_units(model, units)}
+        parts = [of._replace(buffers=_with_experts(unit, by_unit)) for unit, of in by_unit.items()]
     parameters, gradients, kept, buffers = zip(*parts, strict=True)
     # With sharded experts stage 2 reduces at the end of a pass.
     all_at_once = stage == 2 and split_experts(model)
@@ -110,116 +113,131 @@ def predict_traffic(
         ValueError: there is no such stage or rank.
     """
     chosen = ShardOptions(**options)
-    ranks, others = _Ranks(stage, world_size, rank, chosen), world_size - 1
+    ranks, others = _Ranks(model, stage, world_size, rank, chosen), world_size - 1
     if stage == 0:
         raise ValueError(
             "stage must be 1, 2 or 3, got 0, which shards nothing and sends what all_reduce sends"
         )
-    total = bytes_over_all_ranks(describe(model).axes(), 8, world_size) if chosen.looks_first else 0
+    optimizers = optimizers_of(optimizer)
+    params = [p for one in optimizers for group in one.param_groups for p in group["params"]]
+    total = ranks.bytes_of_norm() if chosen.looks_first else 0
     # Whether a step on whole weights has failed.
-    total += others * sum(needs_whole(each, whole) for each in optimizers_of(optimizer))
+    total += others * sum(needs_whole(each, whole) for each in optimizers)
     if stage < 3:
-        buckets = _planned(model, optimizers_of(optimizer), whole, ranks)
+        buckets = _planned(optimizers, whole, ranks)
         # Whether a pass begins, which weights have a gradient, and which buckets are to be reduced.
         num_shares = 1 + num_backwards if stage == 2 else 1
-        of_group: dict[Any, int] = {None: others}
+        total += num_shares * ranks.bytes_of_facts([*params, *(b.params[0] for b in buckets)])
         for bucket in buckets:
-            replicas = None if bucket.experts is None else bucket.experts.replica_group
-            is_apart = bucket.experts is not None
-            key = (replicas,) if is_apart else None
-            of_group.setdefault(key, len(bucket.sizes) - 1)
-            of_group[key] += (len(bucket.sizes) - 1) * (1 + len(bucket.params))
-        total += num_shares * sum(of_group.values())
-        for bucket in buckets:
-            num_elems, mine = sum(bucket.sizes), bucket.sizes[ranks.place(bucket)]
-            others = len(bucket.sizes) - 1
+            place, num_ranks = ranks.place(bucket.params[0])
+            num_elems, mine = sum(bucket.sizes), bucket.sizes[place]
             # Gradients: all but the own shard; weights: the own shard to all others.
             num_reductions = 1 if stage == 1 else num_backwards
             total += num_reductions * ranks.grad_itemsize * (num_elems - mine)
-            total += ranks.itemsize(bucket.params[0]) * others * mine
+            total += ranks.itemsize(bucket.params[0]) * (num_ranks - 1) * mine
         return total
-    num_facts = 8 * (num_backwards + 1) if chosen.offload_weights else 1
-    groups = [group for one in optimizers_of(optimizer) for group in one.param_groups]
-    total += others * num_facts * sum(len(group["params"]) for group in groups)
+    if chosen.offload_weights:
+        num_compared = (num_backwards + 1) * sum(ranks.place(param)[1] - 1 for param in params)
+        total += 8 * num_compared + 4 * others
+    else:
+        total += ranks.bytes_of_facts(params)
     for param in model.parameters():
         grad_bytes = ranks.grad_itemsize if param.requires_grad else 0
+        num_others = ranks.place(param)[1] - 1
         if chosen.offload_weights:
-            mine = ranks.shard(param.numel())
-            sent = 2 * param.element_size() * others * mine + grad_bytes * (param.numel() - mine)
+            mine = ranks.shard(param)
+            weights = 2 * param.element_size() * num_others * mine
+            sent = weights + grad_bytes * (param.numel() - mine)
         else:  # two gathers and one reduction of a gradient, with shards padded to the longest
-            sent = (2 * ranks.itemsize(param) + grad_bytes) * others * ranks.rows(param)
+            sent = (2 * ranks.itemsize(param) + grad_bytes) * num_others * ranks.rows(param)
         total += num_backwards * sent
-    for param, owner in _owners(describe(model), optimizers_of(optimizer), whole, ranks).items():
-        begin, end = rows_of(param, world_size, rank)
+    for param, owner in _owners(optimizers, whole, ranks).items():
+        place, num_ranks = ranks.place(param)
+        begin, end = rows_of(param, num_ranks, place)
         mine = (end - begin) * (param.numel() // param.shape[0])
         # A weight and its gradient to the owner, and the new weight back.
-        total += param.element_size() * (2 * mine if owner != rank else param.numel() - mine)
+        total += param.element_size() * (2 * mine if owner != place else param.numel() - mine)
     return total
 
 
 class _Ranks:
-    """A rank's shares of weights; raises ValueError for an invalid stage or rank."""
+    """A rank's shares of weights; raises ValueError for an invalid stage or rank.
 
-    def __init__(self, stage: int, world_size: int, rank: int, options: ShardOptions) -> None:
+    It has the methods of the group of all data ranks, which may not be there yet.
+    """
+
+    def __init__(
+        self, model: nn.Module, stage: int, world_size: int, rank: int, options: ShardOptions
+    ) -> None:
         if stage not in (0, 1, 2, 3):
             raise ValueError(f"stage must be 0, 1, 2 or 3, got {stage!r}")
         if not 0 <= rank < world_size:
             raise ValueError(f"rank must be in [0, {world_size}), got {rank}")
-        self.stage, self.world_size, self.rank, self.options = stage, world_size, rank, options
+        self.model, self.stage, self.options = describe(model), stage, options
         self.grad_itemsize = options.grad_dtype.itemsize
+        self.size, self.rank = (lambda: world_size), (lambda: rank)
+
+    def group_of(self, param: nn.Parameter) -> Any:
+        """The ranks that share a weight; None if this one is alone."""
+        everyone: Any = self
+        return self.model.weights[param].data_group(everyone)
+
+    def place(self, param: nn.Parameter) -> tuple[int, int]:
+        """This rank's number among those that share a weight, and their number."""
+        return place_in(self.group_of(param))
 
     def itemsize(self, param: nn.Parameter) -> int:
         """Bytes of an element that the model computes with."""
         return (self.options.param_dtype or param.dtype).itemsize
 
-    def shard(self, num_elems: int) -> int:
+    def shard(self, param: nn.Parameter) -> int:
         """The elements of this rank's shard."""
-        begin, end = shard_range(num_elems, self.world_size, self.rank)
-        return end - begin if self.stage else num_elems
-
-    def place(self, bucket: BucketPlan) -> int:
-        """This rank's number among those that share a bucket."""
-        return self.rank if bucket.experts is None else place_in(bucket.experts.replica_group)[0]
+        place, num_ranks = self.place(param)
+        begin, end = shard_range(param.numel(), num_ranks, place)
+        return end - begin if self.stage else param.numel()
 
     def rows(self, param: nn.Parameter) -> int:
         """The elements of a rank's shard of whole rows, padded to the longest."""
         num_rows = param.shape[0] if param.dim() else 1
-        return -(-num_rows // self.world_size) * (param.numel() // max(1, num_rows))
+        return -(-num_rows // self.place(param)[1]) * (param.numel() // max(1, num_rows))
+
+    def bytes_of_facts(self, params: Iterable[nn.Parameter]) -> int:
+        """Sent in an agreement, of a byte for each of the parameters and each group of ranks."""
+        num_facts: Any = Counter([self, *map(self.group_of, params)])
+        num_facts += Counter(num_facts.keys() - {self})
+        return sum(num * (place_in(group)[1] - 1) for group, num in num_facts.items())
+
+    def bytes_of_norm(self) -> int:
+        """Sent for the norm of all gradients."""
+        axes = self.model.axes()
+        groups = {param: self.group_of(param) for param in axes.held}
+        if dist.is_initialized() and dist.get_world_size() == self.size():
+            world: Any = dist.group.WORLD  # which may be the group of experts
+            groups = {p: world if group is self else group for p, group in groups.items()}
+        return bytes_over_all_ranks(axes.sharded_over(groups), 8)
 
 
 def _owners(
-    model: Model,
-    optimizers: Sequence[torch.optim.Optimizer],
-    asked: Collection[type],
-    ranks: _Ranks,
+    optimizers: Sequence[torch.optim.Optimizer], asked: Collection[type], ranks: _Ranks
 ) -> dict[nn.Parameter, int]:
-    whole = [
-        param
-        for optimizer in optimizers
-        if ranks.stage and needs_whole(optimizer, asked)
-        for group in optimizer.param_groups
-        for param in group["params"]
-    ]
-    by_experts: dict[LocalExperts | None, list[nn.Parameter]] = {}
-    for param in whole:
-        by_experts.setdefault(model.weights[param].experts, []).append(param)
+    by_group: dict[Any, list[nn.Parameter]] = {}
+    for optimizer in optimizers:
+        if ranks.stage and needs_whole(optimizer, asked):
+            for group in optimizer.param_groups:
+                for param in group["params"]:
+                    by_group.setdefault(ranks.group_of(param), []).append(param)
     found: dict[nn.Parameter, int] = {}
-    for experts, params in by_experts.items():
-        num = ranks.world_size if experts is None else place_in(experts.replica_group)[1]
-        found |= owners_of(params, num)
+    for of_group, params in by_group.items():
+        found |= owners_of(params, place_in(of_group)[1])
     return found
 
 
 def _planned(
-    model: nn.Module,
-    optimizers: Sequence[torch.optim.Optimizer],
-    asked: Collection[type],
-    ranks: _Ranks,
+    optimizers: Sequence[torch.optim.Optimizer], asked: Collection[type], ranks: _Ranks
 ) -> list[BucketPlan]:
     groups = [optimizer.param_groups for optimizer in optimizers]
-    described = describe(model)
-    owners = _owners(described, optimizers, asked, ranks)
-    return plan_buckets(described, groups, ranks.stage, ranks.options, owners, ranks.world_size)
+    owners = _owners(optimizers, asked, ranks)
+    return plan_buckets(ranks.model, groups, ranks.stage, ranks.options, owners, ranks.size())
 
 
 def _states_of(
@@ -237,7 +255,8 @@ def _states_of(
 def _of_bucket(ranks: _Ranks, bucket: BucketPlan, states: dict[nn.Parameter, int]) -> Memory:
     params, num_elems = bucket.params, sum(bucket.sizes)
     itemsize = ranks.itemsize(params[0])
-    mine = bucket.sizes[ranks.place(bucket)] if ranks.stage else num_elems
+    place, _ = ranks.place(params[0])
+    mine = bucket.sizes[place] if ranks.stage else num_elems
     whole = (ranks.grad_itemsize if ranks.stage else itemsize) * num_elems
     of_states = 0
     if states:
@@ -245,7 +264,7 @@ def _of_bucket(ranks: _Ranks, bucket: BucketPlan, states: dict[nn.Parameter, int
         if not ranks.stage:
             of_states = sum(states[param] for param in params)
         elif bucket.is_whole:
-            begin = sum(bucket.sizes[: ranks.place(bucket)])
+            begin = sum(bucket.sizes[:place])
             ends = accumulate(param.numel() for param in params)
             own = [p for p, end in zip(params, ends, strict=True) if begin < end <= begin + mine]
             of_states = sum(states[param] for param in own)
@@ -270,31 +289,38 @@ def _of_unit(
     parameters = gradients = of_states = buffers = 0
     for param in params:
         rows, itemsize = ranks.rows(param), ranks.itemsize(param)
+        place, num_ranks = ranks.place(param)
         parameters += 4 * rows
-        buffers += itemsize * ranks.world_size * rows
+        buffers += itemsize * num_ranks * rows
         if param.requires_grad:
             gradients += 4 * rows
-            first = min(param.numel(), ranks.rank * rows)
+            first = min(param.numel(), place * rows)
             num_states = states.get(param, 0)
             if param in owners:
-                of_states += 4 * num_states * (owners[param] == ranks.rank)
+                of_states += 4 * num_states * (owners[param] == place)
             else:
                 mine = min(rows, param.numel() - first)
                 of_states += 4 * (num_states // max(1, param.numel())) * mine
             grad_bytes = itemsize + ranks.grad_itemsize * (ranks.grad_itemsize != itemsize)
-            buffers += grad_bytes * ranks.world_size * rows
+            buffers += grad_bytes * num_ranks * rows
     return Memory(parameters, gradients, of_states, buffers)
+
+
+def _with_experts(unit: nn.Module, by_unit: Mapping[nn.Module, Memory]) -> int:
+    """The buffers of a unit, and of the largest experts that it runs, which are other units."""
+    inside = {*split_experts(unit).values()} & by_unit.keys() - {unit}
+    return by_unit[unit].buffers + max((by_unit[m].buffers for m in inside), default=0)
 
 
 def _of_infinity(
     ranks: _Ranks, units: list[tuple[nn.Module, list[nn.Parameter]]], model: nn.Module
 ) -> Memory:
-    resident = gradients = root = buffers = 0
+    resident = gradients = 0
+    wholes, extras = dict[nn.Module, int](), dict[nn.Module, int]()  # gathered, and besides
     for module, params in units:
-        whole = shards = largest = 0
+        shards = largest = 0
         for param in params:
-            mine = ranks.shard(param.numel())
-            whole += param.nbytes
+            mine = ranks.shard(param)
             is_cast = ranks.options.grad_dtype != param.dtype
             largest = max(largest, param.nbytes + is_cast * ranks.grad_itemsize * param.numel())
             if param.nbytes >= PACKED_BYTES:
@@ -302,7 +328,10 @@ def _of_infinity(
             else:
                 resident += mine * param.element_size()
                 gradients += ranks.grad_itemsize * mine if param.requires_grad else 0
-        if module is model:
-            root, whole = whole, 0
-        buffers = max(buffers, whole + 2 * shards + largest)
-    return Memory(resident, gradients, 0, root + buffers)
+        wholes[module], extras[module] = sum(p.nbytes for p in params), 2 * shards + largest
+    peaks = []
+    for module, extra in extras.items():
+        inside = {*split_experts(module).values()} & extras.keys() - {module}
+        most = max([extra, *(wholes[m] + extras[m] for m in inside)])
+        peaks.append((module is not model) * wholes[module] + most)
+    return Memory(resident, gradients, 0, wholes.get(model, 0) + max(peaks))

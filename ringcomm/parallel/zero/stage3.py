@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any
@@ -19,18 +19,24 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from ringcomm.parallel.flat_collectives import device_of, local_of
+from ringcomm.parallel.flat_collectives import device_of, local_of, place_in
 from ringcomm.parallel.gradient_placeholder import hookable, weakly
-from ringcomm.parallel.model.describe import describe
+from ringcomm.parallel.model.describe import Model, describe
 from ringcomm.parallel.model.refuse import HOOK_AT_STAGE_3
 from ringcomm.parallel.model.saving import refuse_parts, save_full
-from ringcomm.parallel.model.starts import start_equal
+from ringcomm.parallel.model.starts import start_equal_over_data
 from ringcomm.parallel.shards.unit_hooks import (
     refuse_create_graph,
     tensors_in,
     with_own_memory,
 )
-from ringcomm.parallel.shards.units import fsdp_units, materialize, watch_whole_weights
+from ringcomm.parallel.shards.units import (
+    data_group_of,
+    fsdp_units,
+    materialize,
+    new_group_alone,
+    watch_whole_weights,
+)
 from ringcomm.parallel.shards.weight_shards import refuse_moves
 from ringcomm.parallel.zero.optimizer import Given, Inner, ZeroOptimizer
 from ringcomm.parallel.zero.whole import Owners
@@ -39,6 +45,7 @@ from ringcomm.torch_names import (
     drop_accumulated,
     fill_accumulated,
     fsdp_params,
+    gather_when_needed,
     gathered_weights,
     graph_task,
     is_gathered,
@@ -59,8 +66,10 @@ class Zero3(ZeroOptimizer):
 
     def __init__(self, given: Given) -> None:
         """The ranks of the group are those of the mesh. Collective."""
-        model = given.model.module
-        _shard_units(given)
+        model, options = given.model.module, given.options
+        policy = MixedPrecisionPolicy(options.param_dtype, options.grad_dtype)
+        fully = {"mp_policy": policy, "reshard_after_forward": True}
+        shard_units(given.model, given.group, given.mesh, given.units, **fully)
         for own in given.groups:
             places = [given.model.weights[param].places[0] for param in own["params"]]
             before, own["params"] = own["params"], [m.get_parameter(name) for m, name in places]
@@ -70,8 +79,15 @@ class Zero3(ZeroOptimizer):
         self._own = {param: param for param in self.all_params()}
         if self._is_offloaded:
             self._inner = given.optimizer.over(self.param_groups)
+        self._group_of = {
+            param: self.group if weight.experts is None else param.device_mesh.get_group()  # type: ignore[attr-defined]
+            for param, weight in describe(model).weights.items()
+        }
         whole = [param for param, inner in self._inner_by_param.items() if inner.is_whole]
-        self._owners = Owners(whole, self.group)
+        self._owners = {
+            group: Owners([param for param in whole if self._group_of[param] is group], group)
+            for group in dict.fromkeys(self._group_of.values())
+        }
         self._begun: set[int] = set()  # backward passes that have not ended
         self._is_in_forward = False  # also after a forward that has raised
         self._awaits_backward = False  # a forward pass has made a graph, and no backward pass began
@@ -172,9 +188,7 @@ class Zero3(ZeroOptimizer):
         if self._scale is None or model is None:
             return
         for module in _fsdp_modules(model):
-            # Gloo supports only SUM; with one rank, torch 2.13 would divide twice by the scale.
-            module.set_force_sum_reduction_for_comms(self.group.size() > 1)
-            module.set_gradient_divide_factor(self.group.size() * self.loss_scale)
+            _divide_gradients(module, self.group, self.loss_scale)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """See ZeroOptimizer."""
@@ -191,29 +205,33 @@ class Zero3(ZeroOptimizer):
 
     def _agree(self) -> bool:
         """Drops zeros that fully_shard has reduced for weights without a gradient on any rank."""
-        params = self.all_params()
-        mine = [2 if param in self._kept else self._has_gradient(param) for param in params]
-        facts = torch.tensor(mine, dtype=torch.uint8, device=device_of(self.group))
-        dist.all_reduce(facts, dist.ReduceOp.MAX, group=self.group)
-        found = facts.tolist()
+        found, most = dict[nn.Parameter, int](), 0
+        # All ranks last: they learn what is true of some rank's experts.
+        for group in [*(of for of in self._owners if of is not self.group), self.group]:
+            params = [param for param in self.all_params() if self._group_of[param] is group]
+            has = [2 if param in self._kept else self._has_gradient(param) for param in params]
+            facts = torch.tensor([most, *has], dtype=torch.uint8, device=device_of(group))
+            dist.all_reduce(facts, dist.ReduceOp.MAX, group=group)
+            found |= zip(params, facts[1:].tolist(), strict=True)
+            most = int(facts.max())
         is_unreached, self._awaits_backward = self._awaits_backward, False
-        if is_unreached and not any(found):
+        if is_unreached and not most:
             raise RuntimeError(
                 "no backward pass has reached the outputs of the model since its forward pass:"
                 " backward(inputs=weights) does nothing at stage 3, where gradients belong to"
                 " gathered weights. Leave inputs= out, and freeze other weights by requires_grad_()"
             )
-        if 2 in found:
+        if most == 2:
             raise RuntimeError(
                 "gradients from no_sync() were not reduced at stage 3: run the last backward"
                 " pass before step() outside no_sync(), through the same weights"
             )
-        for param, has in zip(params, found, strict=True):
-            if not has:
+        for param, has_any in found.items():
+            if not has_any:
                 param.grad = None
-            elif param.grad is None and param in self._owners.ranks:
+            elif param.grad is None and self.owner_of(param) is not None:
                 param.grad = torch.zeros_like(param)  # the owner gets all rows
-        return any(found)
+        return most > 0
 
     def _has_gradient(self, param: nn.Parameter) -> bool:
         """Whether a gradient has arrived on this rank, from autograd or the user."""
@@ -266,16 +284,20 @@ class Zero3(ZeroOptimizer):
     def _run_whole(
         self, inner: Inner, method: str, grads: Mapping[Any, Tensor | None], factor: float
     ) -> None:
-        if not grads:  # on all ranks
-            return
-        rows = {param: local_of(param.detach()) for param in grads}
-        wholes = self._owners.gathered(rows)
-        of_grads = {param: grad for param, grad in grads.items() if grad is not None}
-        whole_grads: Mapping[Any, Tensor | None] = dict.fromkeys(wholes)
-        if of_grads:
-            whole_grads = self._owners.gathered(of_grads)
-        self._run_owned(inner, method, wholes, whole_grads, factor)
-        self._owners.spread(rows, wholes)
+        rows: dict[Owners, dict[Any, Tensor]] = {}
+        wholes: dict[Any, Tensor] = {}
+        whole_grads: dict[Any, Tensor | None] = {}
+        for group, owners in self._owners.items():
+            of_group = {p: grad for p, grad in grads.items() if self._group_of[p] is group}
+            if not of_group:
+                continue
+            rows[owners] = {param: local_of(param.detach()) for param in of_group}
+            wholes |= owners.gathered(rows[owners])
+            if of_grads := {param: grad for param, grad in of_group.items() if grad is not None}:
+                whole_grads |= owners.gathered(of_grads)
+        self._run_owned(inner, method, wholes, dict.fromkeys(wholes) | whole_grads, factor)
+        for owners, mine in rows.items():
+            owners.spread(mine, {param: wholes[param] for param in mine if param in wholes})
 
     def _forget_gradients(self) -> None:
         self.zero_grad()
@@ -297,7 +319,11 @@ class Zero3(ZeroOptimizer):
 
     def owner_of(self, param: Any) -> int | None:
         """See States."""
-        return self._owners.ranks.get(param)
+        return self._owners[self._group_of[param]].ranks.get(param)
+
+    def group_of(self, param: Any) -> dist.ProcessGroup:
+        """See States; with experts of its own this rank is in a group."""
+        return self._group_of[param]
 
     def _set_state(self, param: Any, state: dict[str, Any]) -> None:
         if not self.updates(param):
@@ -312,22 +338,42 @@ class Zero3(ZeroOptimizer):
         self._tell_scale()  # which has been loaded too
 
 
-def _shard_units(given: Given) -> None:
-    """Shards unit by unit: initializes those on the meta device and broadcasts rank 0's values."""
-    group, options = given.group, given.options
-    device = next(iter(given.model.weights)).device
+def shard_units(
+    model: Model,
+    group: dist.ProcessGroup,
+    mesh: DeviceMesh | None,
+    units: Iterable[nn.Module] | None,
+    **options: Any,
+) -> None:
+    """Shards unit by unit: initializes those on the meta device and broadcasts rank 0's values.
+
+    Sharded experts are sharded over the ranks with the same ones. `options` are fully_shard's.
+    """
+    device = next(iter(model.weights)).device
     device = device_of(group) if device.type == "meta" else device
-    mesh = given.mesh or DeviceMesh.from_group(group, device.type)
-    policy = MixedPrecisionPolicy(param_dtype=options.param_dtype, reduce_dtype=options.grad_dtype)
-    whole = given.model.module
-    for module, params in fsdp_units(whole, given.units):
+    meshes: dict[Any, DeviceMesh] = {} if mesh is None else {group: mesh}
+    for module, params in fsdp_units(model.module, units):
         materialize(module, params, device)
-        start_equal(given.model, [group], params)
-        made: Any = fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+        start_equal_over_data(model, group, params)
+        ranks = data_group_of(module, group)
+        if ranks not in meshes:
+            meshes[ranks] = DeviceMesh.from_group(ranks or new_group_alone(), device.type)
+        made: Any = fully_shard(module, mesh=meshes[ranks], **options)
         # Ranks may use different weights of a unit that all of them run.
         reduce_unused(made)
+        if ranks is not group:
+            gather_when_needed(made)
+            _divide_gradients(made, group)
     # Buffers on the meta device have been replaced.
-    start_equal(describe(whole), [group], whole.buffers())
+    start_equal_over_data(describe(model.module), group, model.module.buffers())
+
+
+def _divide_gradients(module: Any, group: dist.ProcessGroup, scale: float = 1.0) -> None:
+    """Makes fully_shard divide by the ranks that gradients are sums over, and a loss scale."""
+    _, num_ranks = place_in(data_group_of(module, group))
+    # Gloo supports only SUM; with one rank, torch 2.13 would divide twice.
+    module.set_force_sum_reduction_for_comms(num_ranks > 1)
+    module.set_gradient_divide_factor(group.size() * scale)
 
 
 def _through_hooks(module: nn.Module) -> Callable[..., Any]:

@@ -2,115 +2,48 @@
 
 from __future__ import annotations
 
+import itertools
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from full_states import full_state, full_weights, load_full_state
+from expert_zero_models import ROWS, STEPS, Net, alone, make_optimizer, mesh, train
+from full_states import full_state, full_weights, load_full_state, load_full_weights
 from ranks import in_ranks, run_ranks
 from torch import Tensor, nn
-from whole_optimizers import Muon64, by_dimensions
 from zero_models import assert_close, live_bytes, same, sent_bytes
 
-from ringcomm.nn import MixtureOfExperts
-from ringcomm.parallel import ParallelDims, expert, parallelize, zero
-from ringcomm.parallel.zero.elementwise import optimizers_of
-
-STEPS, ROWS = 4, 24
-
-
-class Net(nn.Module):
-    """Layers of odd sizes around experts, in a mesh of expert-parallel ranks and replicas."""
-
-    def __init__(self, num_experts: int, *groups: dist.ProcessGroup | None) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        group, replicas = groups
-        self.first = nn.Linear(6, 7)
-        self.moe = MixtureOfExperts(
-            7, self.make_expert, num_experts, group=group, replica_group=replicas
-        )
-        self.last = nn.Linear(7, 3)
-
-    @staticmethod
-    def make_expert() -> nn.Module:
-        return nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 7))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.first(x))
-        out: Tensor = self.last(x + self.moe(x))
-        return out
-
-
-def alone(rank: int) -> dist.ProcessGroup:
-    made: Any = dist.new_group([rank], use_local_synchronization=True)
-    return made
-
-
-def mesh(rank: int, world_size: int, num_shards: int) -> tuple[Any, Any]:
-    """The ranks that share the experts, and those with the same."""
-    rows = [dist.new_group([*range(i, i + num_shards)]) for i in range(0, world_size, num_shards)]
-    columns = [dist.new_group([*range(j, world_size, num_shards)]) for j in range(num_shards)]
-    has_replicas = num_shards < world_size
-    return rows[rank // num_shards], columns[rank % num_shards] if has_replicas else None
-
-
-def make_optimizer(kind: str, model: nn.Module) -> Any:
-    params = [*model.parameters()]
-    if kind == "adamw":
-        return torch.optim.AdamW(params, 0.02, eps=1e-3)
-    if kind == "sgd":
-        return torch.optim.SGD(params, 0.1, momentum=0.9)
-    if kind == "adafactor":
-        return torch.optim.Adafactor(params, 0.02, eps=(1e-6, 1e-3))
-    return by_dimensions(
-        [{"params": params}], Muon64, lambda own: torch.optim.AdamW(own, 0.02, eps=1e-3)
-    )
-
-
-def train(
-    model: Any, optimizer: Any, steps: range, place: tuple[int, int], clip: float | None = None
-) -> None:
-    """Two micro-batches a step; `clip` for one process."""
-    rank, world_size = place
-    for step in steps:
-        generator = torch.Generator().manual_seed(step)
-        x, y = (torch.randn(2, ROWS, size, generator=generator) for size in (6, 3))
-        for part, target in zip(x, y, strict=True):
-            own, wanted = part.chunk(world_size)[rank], target.chunk(world_size)[rank]
-            loss = nn.functional.mse_loss(model(own).float(), wanted)
-            (optimizer.scale(loss) if hasattr(optimizer, "scale") else loss).backward()
-        if clip is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
-        for each in optimizers_of(optimizer):
-            each.step()
-            each.zero_grad()
+from ringcomm.nn import ColumnParallelLinear, MixtureOfExperts
+from ringcomm.parallel import ParallelDims, clip_grad_norm_, expert, offload, parallelize, zero
 
 
 def compare(
     rank: int, world_size: int, num_shards: int, num_experts: int, stage: int, kind: str, clip: Any
 ) -> None:
-    plain = Net(num_experts, alone(rank), None)
-    given = make_optimizer(kind, plain)
+    plain, is_infinity = Net(num_experts, alone(rank), None), kind == "offloaded"
+    given = make_optimizer("adamw" if is_infinity else kind, plain)
     train(plain, given, range(STEPS), (0, 1), clip)
     place = rank, world_size
     groups = mesh(rank, world_size, num_shards)
     model = Net(num_experts, *groups)
     own = make_optimizer(kind, model)
-    options = {"loss_scale": 64.0, "clip_grad_norm": clip} if clip is not None else {}
+    options: dict[str, Any] = {"loss_scale": 64.0, "clip_grad_norm": clip} if clip else {}
+    options |= {"offload_weights": True} if is_infinity else {}
     arguments = model, own, stage
-    memory = zero.predict_memory(*arguments, world_size=world_size, rank=rank)
+    memory = zero.predict_memory(*arguments, world_size=world_size, rank=rank, **options)
     optimizer = zero.shard(*arguments, bucket_bytes=300, **options)
     train(model, optimizer, range(2), place)
     state = full_state(optimizer)
     train(model, optimizer, range(2, STEPS), place)
     assert_close(full_weights(model), full_weights(plain), 2e-6)
     assert live_bytes(optimizer.state_tensors()) == pytest.approx(memory.states, rel=0.05)
-    # A whole state goes on where ranks have other experts, and in one process.
-    again = Net(num_experts, alone(rank), None)
-    resumed = zero.shard(again, make_optimizer(kind, again), stage, group=alone(rank), **options)
-    again.load_state_dict(full_weights(plain_after(num_experts, kind, clip, rank)))
+    # A whole state goes on where ranks have other experts, at another stage, and in one process.
+    again, next_stage = Net(num_experts, alone(rank), None), 3 if is_infinity else stage % 3 + 1
+    made = make_optimizer(kind, again)
+    resumed = zero.shard(again, made, next_stage, group=alone(rank), **options)
+    of_plain = plain_after(num_experts, "adamw" if is_infinity else kind, clip, rank)
+    load_full_weights(again, full_weights(of_plain))
     load_full_state(resumed, state)
     train(again, resumed, range(2, STEPS), (0, 1))
     assert_close(full_weights(again), full_weights(plain), 2e-6)
@@ -134,6 +67,15 @@ def plain_after(num_experts: int, kind: str, clip: Any, rank: int) -> Net:
         (4, 2, 4, 2, "adamw", 0.1),
         (4, 4, 3, 2, "muon", None),  # a rank without experts
         (4, 2, 4, 2, "adafactor", None),
+        (2, 2, 4, 3, "adamw", None),
+        (2, 2, 3, 3, "sgd", 0.1),
+        (4, 2, 3, 3, "muon", 0.1),
+        (4, 2, 4, 3, "adamw", 0.1),
+        (4, 4, 3, 3, "muon", None),
+        (4, 2, 4, 3, "adafactor", None),
+        (2, 2, 3, 3, "offloaded", None),
+        (4, 2, 4, 3, "offloaded", 0.1),
+        (4, 4, 3, 3, "offloaded", 0.1),
     ],
 )
 def test_steps_are_those_of_one_process(
@@ -142,11 +84,15 @@ def test_steps_are_those_of_one_process(
     run_ranks(world_size, compare, world_size, num_shards, num_experts, stage, kind, clip)
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize(
+    ("stage", "sizes"),
+    [(1, {}), (2, {}), (3, {"dp": 1, "fsdp": 4}), (3, {"dp": 2, "fsdp": 2})],
+    ids=str,
+)
 @in_ranks(4)
-def test_parallelize(rank: int, stage: int) -> None:
-    """One call: experts over 2 ranks, 2 replicas."""
-    dims = ParallelDims(dp=4, ep=2)
+def test_parallelize(rank: int, stage: int, sizes: dict[str, Any]) -> None:
+    """One call: experts over 2 ranks, 2 replicas; at stage 3 also with replicas of the rest."""
+    dims = ParallelDims(**sizes, ep=2)
     plain = Net(4, alone(rank), None)
     given = make_optimizer("adamw", plain)
     model = Net(4, dims.group("ep"), dims.group("edp"))
@@ -169,19 +115,129 @@ def test_parallelize(rank: int, stage: int) -> None:
     assert_close(full_weights(job), full_weights(plain), 2e-6)
 
 
-@pytest.mark.parametrize("kind", ["adamw", "muon"])
+@pytest.mark.parametrize("num_shards", [2, 4])
+@pytest.mark.parametrize(
+    ("kind", "stage"),
+    [*itertools.product(("adamw", "muon"), (1, 2, 3)), ("offloaded", 3)],
+)
 @in_ranks(4)
-def test_bytes_of_a_step(rank: int, kind: str) -> None:
-    """At stage 1, where the tokens go in the passes and the gradients in the step."""
-    model = Net(3, *mesh(rank, 4, 2))
-    arguments = model, make_optimizer(kind, model), 1
-    expected = zero.predict_traffic(*arguments, world_size=4, rank=rank)
-    optimizer = zero.shard(*arguments)
+def test_bytes_of_a_step(rank: int, kind: str, stage: int, num_shards: int) -> None:
+    """Without the tokens; the passes send these and gradients, the step also rows to owners."""
+    model = Net(3, *mesh(rank, 4, num_shards))
+    arguments = model, make_optimizer(kind, model), stage
+    options: dict[str, Any] = {"clip_grad_norm": 0.1, "offload_weights": kind == "offloaded"}
+    expected = zero.predict_traffic(*arguments, world_size=4, rank=rank, **options)
+    optimizer = zero.shard(*arguments, **options)
     train(model, optimizer, range(1), (rank, 4))
+    before = sent_bytes()
     model(torch.ones(4, 6)).square().mean().backward()
-    before = sum(sent_bytes().values())
+    passed = sent_bytes()
+    tokens = sum(passed[name] - before[name] for name in passed if "all_to_all" in name)
     optimizer.step()
-    assert sum(sent_bytes().values()) - before == expected
+    assert sum(sent_bytes().values()) - sum(before.values()) - tokens == expected
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@in_ranks(4)
+def test_memory_is_what_was_predicted(rank: int, stage: int) -> None:
+    torch.manual_seed(0)
+    make_expert = lambda: nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64))  # noqa: E731
+    groups: Any = dict(zip(("group", "replica_group"), mesh(rank, 4, 2), strict=True))
+    layer = MixtureOfExperts(64, make_expert, 3, **groups)
+    model: Any = nn.Sequential(nn.Linear(64, 64), layer, nn.Linear(64, 64))
+    arguments = model, torch.optim.AdamW(model.parameters()), stage
+    expected = zero.predict_memory(*arguments, world_size=4, rank=rank)
+    optimizer = zero.shard(*arguments)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.randn(4, 64)).square().mean().backward()
+        grads = [param.grad for param in model.parameters() if param.grad is not None]
+        found = live_bytes(grads if stage == 3 else optimizer.gradient_tensors())
+        optimizer.step()
+    assert found == pytest.approx(expected.gradients, rel=0.05)
+    assert live_bytes(model.parameters()) == pytest.approx(expected.parameters, rel=0.05)
+    assert live_bytes(optimizer.state_tensors()) == pytest.approx(expected.states, rel=0.05)
+
+
+def prepare(model: Any, variant: str) -> None:
+    layer = model.moe
+    if variant == "an expert without tokens":  # equal probabilities: the first two get all
+        layer.router.weight.requires_grad_(False).zero_()
+    if variant == "frozen experts":
+        layer.experts.requires_grad_(False)
+    if variant == "only experts":
+        model.requires_grad_(False)
+        layer.experts.requires_grad_(True)
+
+
+def train_variant(model: Any, optimizer: Any, parts: list[int], num_ranks: int) -> None:
+    """Each step has two micro-batches; `parts` are those of this process."""
+    for step in range(3):
+        for micro_batch in range(2):
+            generator = torch.Generator().manual_seed(2 * step + micro_batch)
+            x, y = (torch.randn(ROWS, size, generator=generator) for size in (6, 3))
+            is_kept = micro_batch == 0 and getattr(optimizer, "keeps", False)
+            with optimizer.no_sync() if is_kept else nullcontext():
+                for part in parts:
+                    loss = nn.functional.mse_loss(
+                        model(x.chunk(num_ranks)[part]), y.chunk(num_ranks)[part]
+                    )
+                    loss = loss + 0.1 * model.moe.routing.router_z_loss
+                    (loss / len(parts)).backward()
+        if not hasattr(optimizer, "no_sync"):
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("num_shards", "variant"),
+    [(2, "all"), (4, "an expert without tokens"), (2, "frozen experts"), (4, "only experts")],
+)
+@pytest.mark.parametrize("stage", [1, 2, 3, "infinity"])
+@in_ranks(4)
+def test_what_is_trained(rank: int, num_shards: int, stage: Any, variant: str) -> None:
+    """With no_sync(), the routers' loss, which does not pass the experts, and clipping.
+
+    Ranks that wait for an expert without tokens or for a rank without experts:
+    https://github.com/deepspeedai/DeepSpeed/issues/4808,
+    https://github.com/ScienceOne-AI/DeepSeek-671B-SFT-Guide/issues/7. Gradients of experts that
+    are divided by too few ranks: https://github.com/NVIDIA/Megatron-LM/pull/5956.
+    """
+    plain = Net(3, alone(rank), None)
+    prepare(plain, variant)
+    train_variant(plain, torch.optim.SGD(plain.parameters(), 0.5), [*range(4)], 4)
+    model = Net(3, *mesh(rank, 4, num_shards))
+    prepare(model, variant)
+    own: Any = torch.optim.SGD(model.parameters(), 0.5)
+    options: dict[str, Any] = {"bucket_bytes": 300} if stage in (1, 2) else {"units": [model.moe]}
+    if stage == "infinity":
+        own = offload.SGD(model.parameters(), 0.5, to="cpu")
+        options["offload_weights"] = True
+    stage = 3 if stage == "infinity" else stage
+    optimizer: Any = zero.shard(model, own, stage, clip_grad_norm=0.1, **options)
+    optimizer.keeps = "offload_weights" not in options
+    train_variant(model, optimizer, [rank], 4)
+    assert_close(full_weights(model), full_weights(plain), 2e-6)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@in_ranks(4)
+def test_norm_beside_tensor_parallelism(rank: int, stage: int) -> None:
+    """The ranks of the experts are all data ranks, by the same group: one sum of both."""
+    plain = Net(4, alone(rank), None)
+    x = torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(0))
+    plain(x).square().mean().backward()
+    grads: Any = [param.grad for param in plain.parameters()]
+    expected = nn.utils.get_total_norm(grads)
+    data, tensors = mesh(rank, 4, 2)
+    model: Any = Net(4, data, None)
+    model.first = ColumnParallelLinear.from_linear(model.first, group=tensors, gather_output=True)
+    own = torch.optim.SGD(model.parameters(), 0.1)
+    options: dict[str, Any] = {"loss_scale": 2.0}
+    optimizer = zero.shard(model, own, stage, group=data, **options)
+    optimizer.scale(model(x[data.rank()]).square().mean()).backward()
+    torch.testing.assert_close(optimizer.clip_grad_norm_(torch.inf), expected)
 
 
 def with_unused_layers(rank: int, stage: int) -> dict[str, Tensor]:
@@ -209,6 +265,30 @@ def test_ranks_use_different_layers() -> None:
         assert_close(weights, found[0][0], 2e-6)
 
 
+@in_ranks(2)
+def test_errors_at_stage_3(rank: int) -> None:
+    model: Any = Net(2, *mesh(rank, 2, 2))
+    params = [*model.parameters()]
+    half = {"param_dtype": torch.float16, "reduce_dtype": torch.float16}
+    with pytest.raises(ValueError, match=r"a reduce_dtype of torch\.float32 or torch\.bfloat16"):
+        zero.shard(model, torch.optim.SGD(params), 3, **half)  # type: ignore[arg-type]
+    model.tied = model.moe.experts[f"{rank}"][2]
+    for stage in (1, 2, 3):
+        with pytest.raises(ValueError, match="is in sharded experts and elsewhere in the model"):
+            zero.shard(model, torch.optim.SGD(params), stage)
+    del model.tied
+    optimizer = zero.shard(model, torch.optim.SGD(params), 3)
+    model(torch.ones(2, 6)).square().mean().backward()
+    before = [param.grad.to_local().clone() for param in model.parameters()]
+    with pytest.raises(RuntimeError, match="gradients are in the optimizer"):
+        expert.average_gradients(model)
+    with pytest.raises(RuntimeError, match=r"use ringcomm\.parallel\.clip_grad_norm_"):
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    after = [param.grad.to_local() for param in model.parameters()]
+    assert all(map(torch.equal, before, after))
+    assert clip_grad_norm_(model, torch.inf) == pytest.approx(float(optimizer.clip_grad_norm_(1.0)))
+
+
 @in_ranks(4)
 def test_errors(rank: int) -> None:
     shards, replicas = mesh(rank, 4, 2)
@@ -217,8 +297,6 @@ def test_errors(rank: int) -> None:
     with pytest.raises(ValueError, match=r"4 data-parallel ranks, but moe\.experts.* in 1 rep"):
         zero.shard(model, torch.optim.SGD(model.parameters()), 2)
     known = Net(4, shards, replicas)
-    with pytest.raises(ValueError, match="each rank has different experts in moe"):
-        zero.shard(known, torch.optim.SGD(known.parameters()), 3)
     optimizer = zero.shard(known, torch.optim.SGD(known.parameters()), 2)
     with pytest.raises(ValueError, match="already has an optimizer that takes its gradients"):
         zero.shard(known, torch.optim.SGD(known.parameters()), 2)

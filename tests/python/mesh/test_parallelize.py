@@ -93,6 +93,15 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"ep": 2, "pp": 2},
         {"zero_stage": 1},
     ),
+    "ep, edp, fsdp": ("Mixtral", {"dp": 1, "fsdp": 4, "ep": 2}, {"clip_grad_norm": MAX_NORM}),
+    "ep, hsdp": ("Mixtral", {"dp": 2, "fsdp": 2, "ep": 4}, {"num_microbatches": 2}),
+    "ep, edp, hsdp, recompute": ("Mixtral", {"dp": 2, "fsdp": 2, "ep": 2}, {"recompute": True}),
+    "ep, fsdp, tp": ("Mixtral", {"dp": 1, "fsdp": 2, "ep": 2, "tp": 2}, {}),
+    "ep, fsdp, pp": (
+        "Mixtral, one expert a token",
+        {"dp": 1, "fsdp": 2, "ep": 2, "pp": 2},
+        {},
+    ),
     "tp, whole experts": ("Mixtral", {"tp": 2}, {}),
     "ep, edp, Qwen3": ("Qwen3Moe", {"ep": 2}, {}),
     "ep, tp, Qwen3": ("Qwen3Moe", {"ep": 2, "tp": 2}, {}),
@@ -247,7 +256,6 @@ def test_what_does_not_go_together_is_an_error_on_all_ranks(rank: int) -> None:
     refused("zero_stage 3 shards over fsdp, which is 1", {}, llama, zero_stage=3)
     refused("zero_stage must be 0, 1, 2 or 3, got 4", {}, llama, zero_stage=4)
     refused("num_microbatches must be a positive number, got 0", {}, llama, num_microbatches=0)
-    refused("expert parallelism (ep 2)", {**fsdp, "ep": 2, "tp": 2}, make("Mixtral"), zero_stage=3)
     refused("over the ranks of tp, which is 1", {}, llama, sequence_parallel=True)
     refused("sums gradients of norms", {**fsdp, "tp": 2}, llama, sequence_parallel=True)
     refused(

@@ -56,7 +56,6 @@ OTHER_MESHES = {
 
 PIPELINE = ("pipeline 2 x data 2", "pipeline 2 x tensor 2", "pipeline 2 x sequence 2")
 PIPELINES = " or ".join(PIPELINE)
-EXPERTS = "experts 2 x data 4 or experts 4 x data 4"
 ZERO = ("zero 1", "zero 2", "zero 3")
 OF_TORCH = ("optimizer", "DDP", "fully_shard")
 
@@ -76,11 +75,6 @@ TABLE = Table(
         "backend": ("ringcomm", "gloo"),
     },
     refused=(
-        Refused(
-            f"mesh: {EXPERTS}; trained by: zero 3",
-            "ValueError: different experts",
-            "zero.shard() at stage 1 or 2, Lomo, or expert.average_gradients()",
-        ),
         Refused(
             f"mesh: {PIPELINES}; trained by: zero 3",
             "ValueError: which a pipeline does not call",
@@ -142,6 +136,7 @@ TABLE = Table(
         condition("trained by: optimizer or DDP or fully_shard; loss scale: fixed or dynamic"),
         condition("trained by: Lomo; optimizer: adamw"),
     ),
+    also=({"mesh": "experts 4 x data 4", "trained by": "zero 3", "recompute": "yes"},),
 )
 
 

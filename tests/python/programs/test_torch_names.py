@@ -147,7 +147,7 @@ IN_TORCH = (
     "torch.distributed.tensor._utils.compute_local_shape_and_global_offset",
     "torch.multiprocessing._prctl_pr_set_pdeathsig",
     "torch.nn.parallel.DistributedDataParallel._get_active_ddp_module",
-    "torch.nn.utils.clip_grad._clip_grads_with_norm_",
+    "torch.nn.utils.clip_grad._get_total_norm",
     "torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model",
     "torch.utils._python_dispatch.TorchDispatchMode",
     "torch.utils._pytree.tree_leaves",
@@ -174,7 +174,7 @@ IN_TORCH = (
 # Found on objects, which the test below makes.
 ON_OBJECTS = {
     *("_cdata", "_timeout", "_module_parameters", "_ddp_params_and_buffers_to_ignore"),
-    *("_ddp_ignored", "_get_fsdp_state", "_unsharded_param", "_spec"),
+    *("_ddp_ignored", "_get_fsdp_state", "_unsharded_param", "_spec", "_record_post_forward"),
 }
 # Of older versions of torch, which torch_stage.py and torch_names.py ask for by version.
 OF_VERSIONS = {
@@ -239,6 +239,11 @@ def test_objects_have_the_names(rank: int) -> None:
     assert torch_names.flat_mesh(mesh).size() == dist.get_world_size()
     assert torch_names.root_mesh(mesh["b"]) == mesh
     unit: Any = fully_shard(nn.Linear(4, 4), mesh=mesh["b"])
+    gone += [
+        "FSDPParamGroup._record_post_forward"
+        for group in torch_names.fsdp_groups(unit)
+        if not hasattr(type(group), "_record_post_forward")
+    ]
     unit(torch.ones(1, 4)).sum().backward()
     for param in (param for params in torch_names.fsdp_params(unit) for param in params):
         names = ("_unsharded_param", "unsharded_accumulated_grad", "sharded_param", "reduce_dtype")

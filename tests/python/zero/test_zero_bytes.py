@@ -58,7 +58,7 @@ def test_formulas_by_hand() -> None:
     model: Any = nn.Sequential(nn.Linear(16, 8, bias=False), nn.Linear(8, 16, bias=False))
     optimizer = torch.optim.AdamW(model.parameters())
     for stage, parts in ((1, 2), (2, 2), (3, 3)):
-        facts = 3 * {1: 4, 2: 2 * 4, 3: 2}[stage]  # two weights, a bucket, whether a pass begins
+        facts = 3 * {1: 4, 2: 2 * 4, 3: 3}[stage]  # two weights, a bucket, whether a pass begins
         found = zero.predict_traffic(model, optimizer, stage, world_size=4)
         assert found == parts * 3 * 4 * 256 // 4 + facts
         if stage > 1:  # reduced in each backward pass
