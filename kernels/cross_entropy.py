@@ -39,28 +39,15 @@ def stats_at(stats, row):
 
 
 @triton.jit
-def store_stats(stats, row, row_max, row_sum, target, weighted, entropy, argmax):
+def store_stats(stats, row, row_max, row_sum, target, weighted, entropy, argmax, mask=None):
     """Six words."""
     entry, argmax_at = stats_at(stats, row)
-    tl.store(entry, row_max)
-    tl.store(entry + 1, row_sum)
-    tl.store(entry + 2, target)
-    tl.store(entry + 3, weighted)
-    tl.store(entry + 4, entropy)
-    tl.store(argmax_at, argmax)
-
-
-@triton.jit
-def store_no_logits(stats, row):
-    """An ignored token's stats."""
-    store_stats(stats, row, float("-inf"), 0.0, 0.0, 0.0, 0.0, NO_INDEX)
-
-
-@triton.jit
-def store_shard(stats, row, num_classes, way, digest):
-    """The entry after the last token, as shard_entry in csrc/ops/softmax_stats.cc makes it."""
-    size = num_classes.to(tl.float32)
-    store_stats(stats, row, 0.0, digest.to(tl.float32), size, way, 0.0, digest)
+    tl.store(entry, row_max, mask=mask)
+    tl.store(entry + 1, row_sum, mask=mask)
+    tl.store(entry + 2, target, mask=mask)
+    tl.store(entry + 3, weighted, mask=mask)
+    tl.store(entry + 4, entropy, mask=mask)
+    tl.store(argmax_at, argmax, mask=mask)
 
 
 @triton.jit
@@ -161,9 +148,10 @@ def stats_kernel(
         argmax = tl.where(argmax == NO_INDEX, NO_INDEX, argmax + vocab_start)
         store_stats(stats, row, row_max, row_sum, z, row_weighted, entropy, argmax)
     elif is_token:
-        store_no_logits(stats, row)
-    else:
-        store_shard(stats, row, num_classes, way, digest)
+        store_stats(stats, row, float("-inf"), 0.0, 0.0, 0.0, 0.0, NO_INDEX)
+    else:  # as shard_entry in csrc/ops/softmax_stats.cc makes it
+        size = num_classes.to(tl.float32)
+        store_stats(stats, row, 0.0, digest.to(tl.float32), size, way, 0.0, digest)
 
 
 @triton.jit(do_not_specialize=VARYING)

@@ -36,9 +36,12 @@ def exp(x):
 
 
 @triton.jit
-def base_of(tensor, lead):
-    """The 16-byte boundary that is `lead` elements before the tensor."""
-    return tl.multiple_of(tensor - lead, 16)
+def base_of(tensor, lead, IS_ALIGNED: tl.constexpr = True):
+    """The address `lead` elements before the tensor; IS_ALIGNED: it is a 16-byte boundary."""
+    base = tensor - lead
+    if IS_ALIGNED:
+        base = tl.multiple_of(base, 16)
+    return base
 
 
 @triton.jit
@@ -61,9 +64,12 @@ def edge_columns(num_head, num_bulk, num_elems, VEC: tl.constexpr):
 
 
 @triton.jit
-def bulk_at(base, begin, num_head, VEC: tl.constexpr):
-    """The address of a row's bulk."""
-    return base + tl.multiple_of(begin + num_head, VEC)
+def bulk_at(base, begin, num_head, VEC: tl.constexpr, IS_ALIGNED: tl.constexpr = True):
+    """The address of a row's bulk; not IS_ALIGNED: of what another row has in its bulk."""
+    place = begin + num_head
+    if IS_ALIGNED:
+        place = tl.multiple_of(place, VEC)
+    return base + place
 
 
 @triton.jit
@@ -283,7 +289,7 @@ def write_gradient(
     """
     lanes = tl.arange(0, BLOCK)
     bulk = bulk_at(base, begin, num_head, VEC)
-    to_bulk = to_bulk_at(to_base, to_begin, num_head, VEC, IS_ALIGNED)
+    to_bulk = bulk_at(to_base, to_begin, num_head, VEC, IS_ALIGNED)
     num_blocks = tl.cdiv(num_bulk, BLOCK)
     for i in range(num_blocks):
         at = (num_blocks - 1 - i) * BLOCK + lanes
@@ -306,16 +312,6 @@ def write_gradient(
 
 
 @triton.jit
-def to_bulk_at(to_base, to_begin, num_head, VEC: tl.constexpr, IS_ALIGNED: tl.constexpr):
-    """Where the bulk of a row is written to."""
-    if IS_ALIGNED:
-        bulk = bulk_at(to_base, to_begin, num_head, VEC)
-    else:
-        bulk = to_base + (to_begin + num_head)
-    return bulk
-
-
-@triton.jit
 def write_zeros(
     to_base,
     to_begin,
@@ -328,7 +324,7 @@ def write_zeros(
 ):
     """An ignored token's gradients."""
     lanes = tl.arange(0, BLOCK)
-    to_bulk = to_bulk_at(to_base, to_begin, num_head, VEC, IS_ALIGNED)
+    to_bulk = bulk_at(to_base, to_begin, num_head, VEC, IS_ALIGNED)
     zeros = tl.zeros([BLOCK], to_base.dtype.element_ty)
     for offset in range(0, num_bulk, BLOCK):
         tl.store(to_bulk + offset + lanes, zeros, mask=offset + lanes < num_bulk)

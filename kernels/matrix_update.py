@@ -79,10 +79,7 @@ def update_squares_kernel(
     u = update_direction(
         grad, row_factor, col_factor, row, column, elem, mask, num_rows, num_cols, scale, clip_value
     )
-    low_at = None
-    if low is not None:
-        low_at = low + elem
-    w = tl.where(mask, load_weight(weight + elem, low_at, mask), 0.0)
+    w = tl.where(mask, load_weight(weight, low, elem, mask), 0.0)
     tl.store(sums + tl.program_id(0), tl.sum(tl.sum(u * u, 1).to(tl.float64), 0))
     of_weights = sums + tl.num_programs(0) + tl.program_id(0)
     tl.store(of_weights, tl.sum(tl.sum(w * w, 1).to(tl.float64), 0))
@@ -113,9 +110,5 @@ def adalomo_kernel(
     u = update_direction(
         grad, row_factor, col_factor, row, column, elem, mask, num_rows, num_cols, scale, clip_value
     )
-    low_at = None
-    if low is not None:
-        low_at = low + elem
-    updated = load_weight(weight + elem, low_at, mask) * decay
-    updated = multiply_add(u, -step, updated)
-    store_weight(weight + elem, low_at, updated, key, first_elem + elem, mask, IS_STOCHASTIC)
+    updated = multiply_add(u, -step, load_weight(weight, low, elem, mask) * decay)
+    store_weight(weight, low, elem, updated, key, first_elem + elem, mask, IS_STOCHASTIC)

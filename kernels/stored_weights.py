@@ -59,43 +59,38 @@ def used_gradient(grad, scale, clip_value):
 # ---- memory
 
 
+# `low` is the address of what bfloat16 weights miss of the bits of fp32, or None.
+
+
 @triton.jit
-def fp32_weight(high, low):
-    """The fp32 weight; `low` is what its bfloat16 misses of the bits, or None."""
+def load_weight(weight, low, at, mask):
+    """The weights at some places, in fp32; masked-out elements are undefined."""
+    high = tl.load(weight + at, mask=mask)
     if low is None:
-        weight = high.to(tl.float32)
+        value = high.to(tl.float32)
     else:
         bits = high.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
-        weight = (bits + low.to(tl.int32).to(tl.uint32, bitcast=True)).to(tl.float32, bitcast=True)
-    return weight
+        rest = tl.load(low + at, mask=mask).to(tl.int32).to(tl.uint32, bitcast=True)
+        value = (bits + rest).to(tl.float32, bitcast=True)
+    return value
 
 
 @triton.jit
-def load_weight(weight_at, low_at, mask):
-    """In fp32; masked-out elements are undefined."""
-    high = tl.load(weight_at, mask=mask)
-    low = None
-    if low_at is not None:
-        low = tl.load(low_at, mask=mask)
-    return fp32_weight(high, low)
-
-
-@triton.jit
-def store_weight(weight_at, low_at, weight, key, elem, mask, IS_STOCHASTIC: tl.constexpr):
-    """Rounds once: split if there is `low_at`, else by the element's random bits or to nearest."""
-    if weight_at.dtype.element_ty == tl.bfloat16:
-        bits = weight.to(tl.uint32, bitcast=True)
-        bits = tl.where(weight == weight, bits, NAN_BITS).to(tl.uint32)
-        if low_at is not None:
+def store_weight(weight, low, at, value, key, elem, mask, IS_STOCHASTIC: tl.constexpr):
+    """Rounds once: split if there is `low`, else by the element's random bits or to nearest."""
+    if weight.dtype.element_ty == tl.bfloat16:
+        bits = value.to(tl.uint32, bitcast=True)
+        bits = tl.where(value == value, bits, NAN_BITS).to(tl.uint32)
+        if low is not None:
             rounded = bits + 0x8000
         elif IS_STOCHASTIC:
             rounded = bits + random_bits(key, elem)
         else:
             rounded = bits + 0x7FFF + ((bits >> 16) & 1)
         high = (rounded >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
-        tl.store(weight_at, high, mask=mask)
-        if low_at is not None:
+        tl.store(weight + at, high, mask=mask)
+        if low is not None:
             # The lower half of bits - (high << 16), whose lower half is that of bits.
-            tl.store(low_at, bits.to(tl.uint16).to(tl.int16, bitcast=True), mask=mask)
+            tl.store(low + at, bits.to(tl.uint16).to(tl.int16, bitcast=True), mask=mask)
     else:
-        tl.store(weight_at, weight.to(weight_at.dtype.element_ty), mask=mask)
+        tl.store(weight + at, value.to(weight.dtype.element_ty), mask=mask)

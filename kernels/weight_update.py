@@ -19,25 +19,14 @@ from ringcomm.kernels.stored_weights import (
 
 
 @triton.jit
-def aligned_base(tensor, lead, IS_ALIGNED: tl.constexpr):
-    """The address of position 0; IS_ALIGNED: it is on a 16-byte boundary, like the weight's."""
-    if IS_ALIGNED:
-        base = base_of(tensor, lead)
-    else:
-        base = tensor - lead
-    return base
-
-
-@triton.jit
 def step_elements(
-    weight_at, low_at, grad_at, decay, step, scale, clip_value, key, elem, mask,
+    weight, low, grad, at, decay, step, scale, clip_value, key, elem, mask,
     IS_STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
     """w <- w * decay + g * step."""
-    grad = used_gradient(tl.load(grad_at, mask=mask), scale, clip_value)
-    weight = load_weight(weight_at, low_at, mask)
-    weight = multiply_add(grad, step, weight * decay)
-    store_weight(weight_at, low_at, weight, key, elem, mask, IS_STOCHASTIC)
+    g = used_gradient(tl.load(grad + at, mask=mask), scale, clip_value)
+    updated = multiply_add(g, step, load_weight(weight, low, at, mask) * decay)
+    store_weight(weight, low, at, updated, key, elem, mask, IS_STOCHASTIC)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -63,22 +52,21 @@ def sgd_kernel(
     """
     begin = tl.program_id(0).to(tl.int64) * BLOCK
     position = begin + tl.arange(0, BLOCK)
-    weight_at = base_of(weight, lead) + position
-    grad_at = aligned_base(grad, lead, IS_ALIGNED) + position
-    low_at = None
+    weight = base_of(weight, lead)
+    grad = base_of(grad, lead, IS_ALIGNED)
     if low is not None:
-        low_at = aligned_base(low, lead, IS_ALIGNED) + position
+        low = base_of(low, lead, IS_ALIGNED)
     end = num_elems + lead
     elem = first_elem + (position - lead)
     if (begin >= lead) & (begin + BLOCK <= end):
         step_elements(
-            weight_at, low_at, grad_at, decay, step, scale, clip_value, key, elem, None,
+            weight, low, grad, position, decay, step, scale, clip_value, key, elem, None,
             IS_STOCHASTIC,
         )  # fmt: skip
     else:
         mask = (position >= lead) & (position < end)
         step_elements(
-            weight_at, low_at, grad_at, decay, step, scale, clip_value, key, elem, mask,
+            weight, low, grad, position, decay, step, scale, clip_value, key, elem, mask,
             IS_STOCHASTIC,
         )  # fmt: skip
 
@@ -133,10 +121,6 @@ def embedding_kernel(
                 here = column < tl.where(is_token, width, 0)
                 total += tl.load(at, mask=here, other=0.0).to(tl.float32)
         elem = row * width + column
-        low_at = None
-        if low is not None:
-            low_at = low + elem
-        updated = load_weight(weight + elem, low_at, mask) * decay
         grad = used_gradient(total, scale, clip_value)
-        updated = multiply_add(grad, step, updated)
-        store_weight(weight + elem, low_at, updated, key, elem, mask, IS_STOCHASTIC)
+        updated = multiply_add(grad, step, load_weight(weight, low, elem, mask) * decay)
+        store_weight(weight, low, elem, updated, key, elem, mask, IS_STOCHASTIC)
