@@ -206,7 +206,7 @@ def square_sums(
     row_sums = grad.new_empty([tiles_across, grad.shape[0]], dtype=torch.float64)
     col_sums = grad.new_empty([tiles_down, grad.shape[1]], dtype=torch.float64)
     if grad.numel():
-        kernel = kernels().matrix_update.square_sums_kernel
+        kernel = kernels().weight_update.square_sums_kernel
         given = (grad, row_sums, col_sums, *grad.shape, step.scale, step.limit)
         launch(kernel, (tiles_down * tiles_across,), *given, **_TILE)
     return row_sums.sum(0).float(), col_sums.sum(0).float()
@@ -238,7 +238,7 @@ def adalomo_squares(
     tiles_down, tiles_across = _tiles(weight)
     sums = grad.new_empty([2, tiles_down * tiles_across], dtype=torch.float64)
     if weight.numel():
-        kernel = kernels().matrix_update.update_squares_kernel
+        kernel = kernels().weight_update.update_squares_kernel
         given = (weight, low, *factored, sums, *weight.shape, step.scale, step.limit)
         launch(kernel, sums.shape[1:], *given, **_TILE)
     return sums.sum(1).float()
@@ -266,7 +266,7 @@ def adalomo_update_(
     check_writable(op, weight, low, *factored, step_and_decay)
     tiles_down, tiles_across = _tiles(weight)
     if weight.numel():
-        kernel = kernels().matrix_update.adalomo_kernel
+        kernel = kernels().weight_update.adalomo_kernel
         options = (step.scale, step.limit, step.key, first_elem)
         given = (weight, low, *factored, step_and_decay.contiguous(), *weight.shape, *options)
         is_stochastic = step.is_stochastic
