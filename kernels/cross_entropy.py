@@ -58,8 +58,9 @@ def index_in_row(token_target, vocab_start, num_classes):
 
 
 @triton.jit
-def target_of(base, begin, target_idx):
+def target_of(span, target_idx):
     """The target's logit as it is in memory; 0, whose z is 0, where it is in another shard."""
+    base, begin, _, _, _ = span
     return tl.load(base + begin + target_idx, mask=target_idx >= 0, other=0.0)
 
 
@@ -137,14 +138,13 @@ def stats_kernel(
     is_token = row < num_tokens
     token_target = tl.load(target + row, mask=is_token, other=0)
     if is_token & (token_target != ignore_index):
-        base = base_of(logits, lead)
-        begin, num_head, num_bulk = span_of(lead, row, stride, num_classes, VEC)
+        span = span_of(logits, lead, row, stride, num_classes, VEC)
+        scaling = (logit_scale, softcap)
         target_idx = index_in_row(token_target, vocab_start, num_classes)
-        z = logit(target_of(base, begin, target_idx), logit_scale, softcap, HAS_SOFTCAP)
+        z = logit(target_of(span, target_idx), scaling, HAS_SOFTCAP)
         row_max, row_sum, row_weighted, entropy, argmax = scan_row(
-            base, begin, num_classes, num_head, num_bulk, shard_weight, logit_scale, softcap,
-            VEC, BLOCK, HAS_SOFTCAP, WANTS_WEIGHTED, WANTS_MORE, "",
-        )  # fmt: skip
+            span, shard_weight, scaling, VEC, BLOCK, HAS_SOFTCAP, WANTS_WEIGHTED, WANTS_MORE, ""
+        )
         argmax = tl.where(argmax == NO_INDEX, NO_INDEX, argmax + vocab_start)
         store_stats(stats, row, row_max, row_sum, z, row_weighted, entropy, argmax)
     elif is_token:
@@ -192,31 +192,30 @@ def grad_kernel(
     token_target = tl.load(target + row)
     to_base = base_of(to, to_lead)
     to_begin = to_lead + row * to_stride
-    begin, num_head, num_bulk = span_of(lead, row, stride, width, VEC)
+    span = span_of(logits, lead, row, stride, width, VEC)
     if token_target == ignore_index:
-        write_zeros(to_base, to_begin, width, num_head, num_bulk, VEC, BLOCK, IS_ALIGNED)
+        write_zeros(span, to_base, to_begin, VEC, BLOCK, IS_ALIGNED)
     else:
         entry, _ = stats_at(stats, row)
         row_max = tl.load(entry)
         upstream = tl.load(grad_loss + row * grad_loss_stride)
-        prob, smooth, target_part = coefficients(
+        factors = coefficients(
             token_target, row_max, tl.load(entry + 1), weight, weight_sum,
             tl.div_rn(upstream, tl.load(denominator).to(tl.float32)) * logit_scale,
             found_vocab_size(stats, num_tokens, vocab_size), label_smoothing, z_loss, SMOOTHS,
         )  # fmt: skip
         target_idx = index_in_row(token_target, vocab_start, num_classes)
-        base = base_of(logits, lead)
-        x = target_of(base, begin, target_idx)
+        x = target_of(span, target_idx)
+        scaling = (logit_scale, softcap)
         tl.debug_barrier()  # all threads have read it before one overwrites it
         write_gradient(
-            base, begin, to_base, to_begin, width, num_classes, num_head, num_bulk,
-            row_max, prob, smooth, shard_weight, logit_scale, softcap,
+            span, to_base, to_begin, num_classes, row_max, factors, shard_weight, scaling,
             VEC, BLOCK, HAS_SOFTCAP, SMOOTHS, HAS_PADDING, IS_ALIGNED,
         )  # fmt: skip
+        to_row = to_base + to_begin
         write_target(
-            to_base + to_begin, target_idx, x, row_max, prob, smooth, target_part, shard_weight,
-            logit_scale, softcap, HAS_SOFTCAP, SMOOTHS,
-        )  # fmt: skip
+            to_row, target_idx, x, row_max, factors, shard_weight, scaling, HAS_SOFTCAP, SMOOTHS
+        )
 
 
 @triton.jit(do_not_specialize=("lead",))
@@ -225,8 +224,8 @@ def scale_kernel(tensor, factor, lead, stride, width, VEC: tl.constexpr, BLOCK: 
     value = tl.load(factor).to(tl.float32)
     if value != 1.0:
         row = tl.program_id(0).to(tl.int64)
-        base = base_of(tensor, lead)
-        begin, num_head, num_bulk = span_of(lead, row, stride, width, VEC)
+        span = span_of(tensor, lead, row, stride, width, VEC)
+        base, begin, _, num_head, num_bulk = span
         lanes = tl.arange(0, BLOCK)
         bulk = bulk_at(base, begin, num_head, VEC)
         for offset in range(0, num_bulk, BLOCK):
@@ -234,6 +233,6 @@ def scale_kernel(tensor, factor, lead, stride, width, VEC: tl.constexpr, BLOCK: 
             x = tl.load(bulk + at, mask=at < num_bulk, other=0.0)
             scaled = (x.to(tl.float32) * value).to(x.dtype)
             tl.store(bulk + at, scaled, mask=at < num_bulk)
-        column, mask = edge_columns(num_head, num_bulk, width, VEC)
+        column, mask = edge_columns(span, VEC)
         x = tl.load(base + begin + column, mask=mask, other=0.0)
         tl.store(base + begin + column, (x.to(tl.float32) * value).to(x.dtype), mask=mask)
