@@ -24,7 +24,7 @@ def want(
 
 
 def _mix(x: int) -> int:
-    """`mix` of kernels/stored_weights.py."""
+    """`mix` of kernels/weight_update.py."""
     x ^= x >> 16
     x = x * 0x7FEB352D & _MASK
     x ^= x >> 15

@@ -31,7 +31,7 @@ def kernels() -> ModuleType:
             "cross_entropy and weight updates on CUDA tensors use Triton kernels, but `import"
             f" triton` failed ({error}): pip install triton"
         ) from error
-    for name in ("cross_entropy", "cross_entropy_in_place", "token_losses", "weight_update"):
+    for name in ("cross_entropy", "token_losses", "weight_update"):
         importlib.import_module(f"ringcomm.kernels.{name}")
     return importlib.import_module("ringcomm.kernels")
 

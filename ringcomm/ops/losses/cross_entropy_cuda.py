@@ -302,7 +302,7 @@ def cross_entropy_and_grad_(
     held = held_plan(rows.width, (softcap != 0) + (weight is not None) + wants_more)
     plan = held or twice_plan(logits.element_size())
     launch(
-        kernels().cross_entropy_in_place.stats_and_grad_kernel,
+        kernels().cross_entropy.stats_and_grad_kernel,
         (rows.num_tokens + 1,),
         *(logits, rows.target, rows.weight, _weight_sum_of(rows.weight, label_smoothing)),
         *(stats, denominator, lead_of(logits), logits.stride(0)),
