@@ -86,7 +86,6 @@ def run(options: argparse.Namespace) -> int:
     if disturbed > MAX_OTHERS_PERCENT:
         print(f"Other programs used up to {disturbed:.0f} % of this machine meanwhile.")
     if options.html is not None:
-        options.html.parent.mkdir(parents=True, exist_ok=True)
         options.html.write_text(page(rows, options.world_size, machine), encoding="utf-8")
         print(f"written: {options.html}")
     return ranks.EXIT_OK
