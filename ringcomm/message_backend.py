@@ -7,11 +7,11 @@ name; its environment variable GLOO_SOCKET_IFNAME selects another one.
 """
 
 import datetime
-import functools
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, NoReturn, TypeVar
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -84,22 +84,21 @@ def make(
 
     def in_time(ask: Callable[[], _Answer]) -> _Answer:
         """What `ask` returns, in a thread: the store may not answer."""
-        outcome: list[Callable[[], _Answer]] = []
+        outcome: Future[_Answer] = Future()
 
         def run() -> None:
             try:
-                answer = ask()
-                outcome.append(lambda: answer)
+                outcome.set_result(ask())
             except Exception as error:
-                outcome.append(functools.partial(_raise, error))
+                outcome.set_exception(error)
 
         asking = threading.Thread(target=run, name="ringcomm-connect", daemon=True)
         asking.start()
-        while not outcome:
+        while not outcome.done():
             asking.join(0.05)
-            if not outcome and not goes_on(missing):
+            if not outcome.done() and not goes_on(missing):
                 raise RuntimeError("the group's store does not answer")
-        return outcome[0]()
+        return outcome.result()
 
     def new_store() -> dist.Store:
         # A group has a backend for each device on which a rank has tensors, made in one order.
@@ -174,10 +173,6 @@ def make(
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, 0.05)
     return ends[0], contacts
-
-
-def _raise(error: Exception) -> NoReturn:
-    raise error
 
 
 def _make_own(name: str, opts: Any) -> Any:
