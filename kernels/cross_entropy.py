@@ -133,7 +133,6 @@ def stats_kernel(
     softcap,
     VEC: tl.constexpr,
     BLOCK: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
     WANTS_WEIGHTED: tl.constexpr,
     WANTS_MORE: tl.constexpr,
 ):
@@ -145,9 +144,9 @@ def stats_kernel(
         span = span_of(logits, lead, row, stride, num_classes, VEC)
         scaling = (logit_scale, softcap)
         target_idx = index_in_row(token_target, vocab_start, num_classes)
-        z = logit(target_of(span, target_idx), scaling, HAS_SOFTCAP)
+        z = logit(target_of(span, target_idx), scaling)
         row_max, row_sum, row_weighted, entropy, argmax = scan_row(
-            span, shard_weight, scaling, VEC, BLOCK, HAS_SOFTCAP, WANTS_WEIGHTED, WANTS_MORE, ""
+            span, shard_weight, scaling, VEC, BLOCK, WANTS_WEIGHTED, WANTS_MORE, ""
         )
         argmax = tl.where(argmax == NO_INDEX, NO_INDEX, argmax + vocab_start)
         store_stats(stats, row, row_max, row_sum, z, row_weighted, entropy, argmax)
@@ -186,7 +185,6 @@ def grad_kernel(
     z_loss,
     VEC: tl.constexpr,
     BLOCK: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
     SMOOTHS: tl.constexpr,
     HAS_PADDING: tl.constexpr,
     IS_ALIGNED: tl.constexpr,
@@ -203,7 +201,7 @@ def grad_kernel(
         entry, _ = stats_at(stats, row)
         row_max = tl.load(entry)
         upstream = tl.load(grad_loss + row * grad_loss_stride)
-        factors = coefficients(
+        prob, smooth, target_part = coefficients(
             token_target, row_max, tl.load(entry + 1), weight, weight_sum,
             tl.div_rn(upstream, tl.load(denominator).to(tl.float32)) * logit_scale,
             found_vocab_size(stats, num_tokens, vocab_size), label_smoothing, z_loss, SMOOTHS,
@@ -211,15 +209,14 @@ def grad_kernel(
         target_idx = index_in_row(token_target, vocab_start, num_classes)
         x = target_of(span, target_idx)
         scaling = (logit_scale, softcap)
+        smoothing = (smooth, shard_weight) if SMOOTHS else None
         tl.debug_barrier()  # all threads have read it before one overwrites it
         write_gradient(
-            span, to_base, to_begin, num_classes, row_max, factors, shard_weight, scaling,
-            VEC, BLOCK, HAS_SOFTCAP, SMOOTHS, HAS_PADDING, IS_ALIGNED,
+            span, to_base, to_begin, num_classes, row_max, prob, smoothing, scaling,
+            VEC, BLOCK, HAS_PADDING, IS_ALIGNED,
         )  # fmt: skip
         to_row = to_base + to_begin
-        write_target(
-            to_row, target_idx, x, row_max, factors, shard_weight, scaling, HAS_SOFTCAP, SMOOTHS
-        )
+        write_target(to_row, target_idx, x, row_max, prob, target_part, smoothing, scaling)
 
 
 # ---- rows of logits that become their own gradient
@@ -238,7 +235,6 @@ def differentiate_held_row(
     z_loss,
     VEC: tl.constexpr,
     BLOCK: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
     SMOOTHS: tl.constexpr,
     HAS_PADDING: tl.constexpr,
     WANTS_MORE: tl.constexpr,
@@ -255,8 +251,8 @@ def differentiate_held_row(
     edge_x = tl.load(edge_at, mask=edge_mask, other=0.0)
     classes = mask & (column < num_classes)
     edge_classes = edge_mask & (edge_column < num_classes)
-    z = tl.where(classes, logit(x, scaling, HAS_SOFTCAP), float("-inf"))
-    edge = tl.where(edge_classes, logit(edge_x, scaling, HAS_SOFTCAP), float("-inf"))
+    z = tl.where(classes, logit(x, scaling), float("-inf"))
+    edge = tl.where(edge_classes, logit(edge_x, scaling), float("-inf"))
     row_max = tl.maximum(tl.max(z, 0), tl.max(edge, 0))
     # If all logits are -infinity, their distance to the largest is undefined.
     reference = tl.where(row_max == float("-inf"), 0.0, row_max)
@@ -280,13 +276,12 @@ def differentiate_held_row(
         token_target, row_max, row_sum, weight, weight_sum, scale, num_classes, label_smoothing,
         z_loss, SMOOTHS,
     )  # fmt: skip
-    grad = gradient(
-        x, power, column, mask, factors, weight, scaling, num_classes,
-        HAS_SOFTCAP, SMOOTHS, HAS_PADDING,
-    )  # fmt: skip
+    prob, smooth, _ = factors
+    smoothing = (smooth, weight) if SMOOTHS else None
+    grad = gradient(x, power, column, mask, prob, smoothing, scaling, num_classes, HAS_PADDING)
     edge_grad = gradient(
-        edge_x, edge_power, edge_column, edge_mask, factors, weight, scaling, num_classes,
-        HAS_SOFTCAP, SMOOTHS, HAS_PADDING,
+        edge_x, edge_power, edge_column, edge_mask, prob, smoothing, scaling, num_classes,
+        HAS_PADDING,
     )  # fmt: skip
     tl.store(bulk, grad.to(base.dtype.element_ty), mask=mask)
     tl.store(edge_at, edge_grad.to(base.dtype.element_ty), mask=edge_mask)
@@ -313,7 +308,6 @@ def stats_and_grad_kernel(
     z_loss,
     VEC: tl.constexpr,
     BLOCK: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
     SMOOTHS: tl.constexpr,
     HAS_PADDING: tl.constexpr,
     WANTS_MORE: tl.constexpr,
@@ -339,25 +333,26 @@ def stats_and_grad_kernel(
         if IS_HELD:
             row_max, row_sum, row_weighted, entropy, argmax, factors = differentiate_held_row(
                 span, num_classes, token_target, weight, weight_sum, scale, scaling,
-                label_smoothing, z_loss, VEC, BLOCK, HAS_SOFTCAP, SMOOTHS, HAS_PADDING, WANTS_MORE,
+                label_smoothing, z_loss, VEC, BLOCK, SMOOTHS, HAS_PADDING, WANTS_MORE,
             )  # fmt: skip
+            prob, smooth, target_part = factors
+            smoothing = (smooth, weight) if SMOOTHS else None
         else:
             classes = span_of(logits, lead, row, stride, num_classes, VEC)
             row_max, row_sum, row_weighted, entropy, argmax = scan_row(
-                classes, weight, scaling, VEC, BLOCK, HAS_SOFTCAP, SMOOTHS, WANTS_MORE, "evict_last"
+                classes, weight, scaling, VEC, BLOCK, SMOOTHS, WANTS_MORE, "evict_last"
             )
-            factors = coefficients(
+            prob, smooth, target_part = coefficients(
                 token_target, row_max, row_sum, weight, weight_sum, scale, num_classes,
                 label_smoothing, z_loss, SMOOTHS,
             )  # fmt: skip
+            smoothing = (smooth, weight) if SMOOTHS else None
             write_gradient(
-                span, base, begin, num_classes, row_max, factors, weight, scaling,
-                VEC, BLOCK, HAS_SOFTCAP, SMOOTHS, HAS_PADDING, True,
+                span, base, begin, num_classes, row_max, prob, smoothing, scaling,
+                VEC, BLOCK, HAS_PADDING, True,
             )  # fmt: skip
-        write_target(
-            base + begin, target_idx, x, row_max, factors, weight, scaling, HAS_SOFTCAP, SMOOTHS
-        )
-        z = logit(x, scaling, HAS_SOFTCAP)
+        write_target(base + begin, target_idx, x, row_max, prob, target_part, smoothing, scaling)
+        z = logit(x, scaling)
         store_stats(stats, row, row_max, row_sum, z, row_weighted, entropy, argmax)
     else:
         if is_token:

@@ -9,8 +9,8 @@ Positions are elements from `base`, the last 16-byte boundary at or before the t
 64-bit; columns count from the row's beginning and are 32-bit.
 
 Functions take a row as its `span` (base, begin, num_elems, num_head, num_bulk), `scaling`
-(logit_scale, softcap), which makes z of what is in memory, and the `factors` (prob, smooth, target)
-of the row's gradient.
+(logit_scale, softcap or None), which makes z of what is in memory, and `smoothing` (smooth, weights
+of the row's classes or None), or None.
 """
 
 import triton
@@ -94,19 +94,21 @@ def tanh(x):
 
 
 @triton.jit
-def slope(x, scaling):
-    """The softcap's derivative, sech^2. 1 - tanh^2 would cancel where |x| is large."""
+def through_softcap(grad, x, scaling):
+    """Times the softcap's derivative, sech^2. 1 - tanh^2 would cancel where |x| is large."""
     logit_scale, softcap = scaling
-    power = exp(-2.0 * tl.abs(x.to(tl.float32) * logit_scale / softcap))
-    return 4.0 * power / ((1.0 + power) * (1.0 + power))
+    if softcap is not None:
+        power = exp(-2.0 * tl.abs(x.to(tl.float32) * logit_scale / softcap))
+        grad *= 4.0 * power / ((1.0 + power) * (1.0 + power))
+    return grad
 
 
 @triton.jit
-def logit(x, scaling, HAS_SOFTCAP: tl.constexpr):
+def logit(x, scaling):
     """z of what is in memory, in fp32."""
     logit_scale, softcap = scaling
     z = x.to(tl.float32) * logit_scale
-    if HAS_SOFTCAP:
+    if softcap is not None:
         z = tanh(z / softcap) * softcap
     return z
 
@@ -118,7 +120,6 @@ def scan_row(
     scaling,
     VEC: tl.constexpr,
     BLOCK: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
     WANTS_WEIGHTED: tl.constexpr,
     WANTS_MORE: tl.constexpr,
     KEEP: tl.constexpr,
@@ -141,7 +142,7 @@ def scan_row(
         at = offset + lanes
         mask = at < num_bulk
         x = tl.load(bulk + at, mask=mask, other=0.0, eviction_policy=KEEP)
-        z = tl.where(mask, logit(x, scaling, HAS_SOFTCAP), float("-inf"))
+        z = tl.where(mask, logit(x, scaling), float("-inf"))
         above = z - lane_max
         is_new = above > 0
         distance = -tl.abs(above)
@@ -158,7 +159,7 @@ def scan_row(
 
     column, mask = edge_columns(span, VEC)
     x = tl.load(base + begin + column, mask=mask, other=0.0)
-    edge = tl.where(mask, logit(x, scaling, HAS_SOFTCAP), float("-inf"))
+    edge = tl.where(mask, logit(x, scaling), float("-inf"))
     row_max = tl.maximum(tl.max(lane_max, 0), tl.max(edge, 0))
     factor = exp(lane_max - row_max)
     power = exp(edge - row_max)
@@ -200,62 +201,40 @@ def first_index(found, num_elems):
 
 @triton.jit
 def gradient(
-    x,
-    power,
-    column,
-    mask,
-    factors,
-    weight,
-    scaling,
-    num_classes,
-    HAS_SOFTCAP: tl.constexpr,
-    SMOOTHS: tl.constexpr,
-    HAS_PADDING: tl.constexpr,
+    x, power, column, mask, prob, smoothing, scaling, num_classes, HAS_PADDING: tl.constexpr
 ):
     """(prob * e^(z - max) - smooth * weight) * dz/dx / logit_scale: all but the target's part."""
-    prob, smooth, _ = factors
     grad = power * prob
-    if SMOOTHS:
+    if smoothing is not None:
+        smooth, weight = smoothing
         if weight is None:
             grad -= smooth
         else:
             classes = mask & (column < num_classes)
             grad -= smooth * tl.load(weight + column, mask=classes, other=0.0)
-    if HAS_SOFTCAP:
-        grad *= slope(x, scaling)
+    grad = through_softcap(grad, x, scaling)
     if HAS_PADDING:
         grad = tl.where(column < num_classes, grad, 0.0)
     return grad
 
 
 @triton.jit
-def write_target(
-    to_row,
-    target_idx,
-    x,
-    row_max,
-    factors,
-    weight,
-    scaling,
-    HAS_SOFTCAP: tl.constexpr,
-    SMOOTHS: tl.constexpr,
-):
+def write_target(to_row, target_idx, x, row_max, prob, target, smoothing, scaling):
     """The target's own gradient, over what the row's threads have written there.
 
     This is separate because comparing each column with the target's would cost every element of the
     row two instructions and a register.
     """
-    prob, smooth, target = factors
     is_here = target_idx >= 0
-    grad = exp(logit(x, scaling, HAS_SOFTCAP) - row_max) * prob
-    if SMOOTHS:
+    grad = exp(logit(x, scaling) - row_max) * prob
+    if smoothing is not None:
+        smooth, weight = smoothing
         if weight is None:
             grad -= smooth
         else:
             grad -= smooth * tl.load(weight + target_idx, mask=is_here, other=0.0)
     grad -= target
-    if HAS_SOFTCAP:
-        grad *= slope(x, scaling)
+    grad = through_softcap(grad, x, scaling)
     tl.debug_barrier()
     tl.store(to_row + target_idx, grad.to(to_row.dtype.element_ty), mask=is_here)
 
@@ -267,13 +246,11 @@ def write_gradient(
     to_begin,
     num_classes,
     row_max,
-    factors,
-    weight,
+    prob,
+    smoothing,
     scaling,
     VEC: tl.constexpr,
     BLOCK: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    SMOOTHS: tl.constexpr,
     HAS_PADDING: tl.constexpr,
     IS_ALIGNED: tl.constexpr,
 ):
@@ -291,19 +268,15 @@ def write_gradient(
         at = (num_blocks - 1 - i) * BLOCK + lanes
         mask = at < num_bulk
         x = tl.load(bulk + at, mask=mask, other=0.0, eviction_policy="evict_first")
-        power = exp(logit(x, scaling, HAS_SOFTCAP) - row_max)
+        power = exp(logit(x, scaling) - row_max)
         grad = gradient(
-            x, power, num_head + at, mask, factors, weight, scaling, num_classes,
-            HAS_SOFTCAP, SMOOTHS, HAS_PADDING,
-        )  # fmt: skip
+            x, power, num_head + at, mask, prob, smoothing, scaling, num_classes, HAS_PADDING
+        )
         tl.store(to_bulk + at, grad.to(to_base.dtype.element_ty), mask=mask)
     column, mask = edge_columns(span, VEC)
     x = tl.load(base + begin + column, mask=mask, other=0.0)
-    power = exp(logit(x, scaling, HAS_SOFTCAP) - row_max)
-    grad = gradient(
-        x, power, column, mask, factors, weight, scaling, num_classes,
-        HAS_SOFTCAP, SMOOTHS, HAS_PADDING,
-    )  # fmt: skip
+    power = exp(logit(x, scaling) - row_max)
+    grad = gradient(x, power, column, mask, prob, smoothing, scaling, num_classes, HAS_PADDING)
     tl.store(to_base + to_begin + column, grad.to(to_base.dtype.element_ty), mask=mask)
 
 
