@@ -83,14 +83,14 @@ def load_weight(weight, low, at, mask):
 
 
 @triton.jit
-def store_weight(weight, low, at, value, key, elem, mask, IS_STOCHASTIC: tl.constexpr):
-    """Rounds once: split if there is `low`, else by the element's random bits or to nearest."""
+def store_weight(weight, low, at, value, key, elem, mask):
+    """Rounds once: split if there is `low`, by random bits if there is a key, or to nearest."""
     if weight.dtype.element_ty == tl.bfloat16:
         bits = value.to(tl.uint32, bitcast=True)
         bits = tl.where(value == value, bits, NAN_BITS).to(tl.uint32)
         if low is not None:
             rounded = bits + 0x8000
-        elif IS_STOCHASTIC:
+        elif key is not None:
             rounded = bits + random_bits(key, elem)
         else:
             rounded = bits + 0x7FFF + ((bits >> 16) & 1)
@@ -107,14 +107,11 @@ def store_weight(weight, low, at, value, key, elem, mask, IS_STOCHASTIC: tl.cons
 
 
 @triton.jit
-def step_elements(
-    weight, low, grad, at, decay, step, scale, clip_value, key, elem, mask,
-    IS_STOCHASTIC: tl.constexpr,
-):  # fmt: skip
+def step_elements(weight, low, grad, at, decay, step, scale, clip_value, key, elem, mask):
     """w <- w * decay + g * step."""
     g = used_gradient(tl.load(grad + at, mask=mask), scale, clip_value)
     updated = multiply_add(g, step, load_weight(weight, low, at, mask) * decay)
-    store_weight(weight, low, at, updated, key, elem, mask, IS_STOCHASTIC)
+    store_weight(weight, low, at, updated, key, elem, mask)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -132,7 +129,6 @@ def sgd_kernel(
     first_elem,
     BLOCK: tl.constexpr,
     IS_ALIGNED: tl.constexpr,
-    IS_STOCHASTIC: tl.constexpr,
 ):
     """sgd_update_: one program per block of positions from the boundary before the weight.
 
@@ -147,16 +143,10 @@ def sgd_kernel(
     end = num_elems + lead
     elem = first_elem + (position - lead)
     if (begin >= lead) & (begin + BLOCK <= end):
-        step_elements(
-            weight, low, grad, position, decay, step, scale, clip_value, key, elem, None,
-            IS_STOCHASTIC,
-        )  # fmt: skip
+        step_elements(weight, low, grad, position, decay, step, scale, clip_value, key, elem, None)
     else:
         mask = (position >= lead) & (position < end)
-        step_elements(
-            weight, low, grad, position, decay, step, scale, clip_value, key, elem, mask,
-            IS_STOCHASTIC,
-        )  # fmt: skip
+        step_elements(weight, low, grad, position, decay, step, scale, clip_value, key, elem, mask)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -178,7 +168,6 @@ def embedding_kernel(
     key,
     BLOCK: tl.constexpr,
     UNROLL: tl.constexpr,
-    IS_STOCHASTIC: tl.constexpr,
 ):
     """embedding_sgd_update_: a row of the weight by the tokens order[begin:end], summed in order.
 
@@ -211,7 +200,7 @@ def embedding_kernel(
         elem = row * width + column
         grad = used_gradient(total, scale, clip_value)
         updated = multiply_add(grad, step, load_weight(weight, low, elem, mask) * decay)
-        store_weight(weight, low, elem, updated, key, elem, mask, IS_STOCHASTIC)
+        store_weight(weight, low, elem, updated, key, elem, mask)
 
 
 # ---- AdaLomo
@@ -304,7 +293,6 @@ def adalomo_kernel(
     first_elem,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
-    IS_STOCHASTIC: tl.constexpr,
 ):
     """adalomo_update_: w <- w * decay - u * step, with numbers read on the device."""
     row, column, elem, mask = tile_of(num_rows, num_cols, BLOCK_ROWS, BLOCK_COLS)
@@ -314,4 +302,4 @@ def adalomo_kernel(
         grad, row_factor, col_factor, row, column, elem, mask, num_rows, num_cols, scale, clip_value
     )
     updated = multiply_add(u, -step, load_weight(weight, low, elem, mask) * decay)
-    store_weight(weight, low, elem, updated, key, first_elem + elem, mask, IS_STOCHASTIC)
+    store_weight(weight, low, elem, updated, key, first_elem + elem, mask)
