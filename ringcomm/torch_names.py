@@ -213,9 +213,8 @@ def renumber_groups(kept: list[int], leave: Container[Any]) -> None:
                 options.global_ranks_in_group = sorted(ranks, key=ranks.__getitem__)
 
 
-def die_with_parent(signal: int) -> None:
-    """Makes the kernel send a signal to this process when its parent dies."""
-    torch.multiprocessing._prctl_pr_set_pdeathsig(signal)  # type: ignore[attr-defined]
+# Makes the kernel send a signal to this process when its parent dies.
+die_with_parent = torch.multiprocessing._prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 
 
 # ---- Gloo's backend
