@@ -89,18 +89,14 @@ def found_vocab_size(stats, num_tokens, vocab_size):
 
 @triton.jit
 def coefficients(
-    token_target,
-    row_max,
-    row_sum,
-    weight,
-    weight_sum,
-    scale,
-    vocab_size,
-    label_smoothing,
-    z_loss,
-    SMOOTHS: tl.constexpr,
+    token_target, row_max, row_sum, weights, scale, vocab_size, penalties, SMOOTHS: tl.constexpr
 ):
-    """prob, smooth and target of LogitGrad times `scale`; NaN where the target is not a class."""
+    """prob, smooth and target of LogitGrad times `scale`; NaN where the target is not a class.
+
+    `weights` (of the classes, their sum) may be None, `penalties` are (label_smoothing, z_loss).
+    """
+    weight, weight_sum = weights
+    label_smoothing, z_loss = penalties
     is_class = (token_target >= 0) & (token_target < vocab_size)
     scale = tl.where(is_class, scale, float("nan"))
     target = (1.0 - label_smoothing) * weight_of(weight, token_target, is_class)
@@ -202,9 +198,9 @@ def grad_kernel(
         row_max = tl.load(entry)
         upstream = tl.load(grad_loss + row * grad_loss_stride)
         prob, smooth, target_part = coefficients(
-            token_target, row_max, tl.load(entry + 1), weight, weight_sum,
+            token_target, row_max, tl.load(entry + 1), (weight, weight_sum),
             tl.div_rn(upstream, tl.load(denominator).to(tl.float32)) * logit_scale,
-            found_vocab_size(stats, num_tokens, vocab_size), label_smoothing, z_loss, SMOOTHS,
+            found_vocab_size(stats, num_tokens, vocab_size), (label_smoothing, z_loss), SMOOTHS,
         )  # fmt: skip
         target_idx = index_in_row(token_target, vocab_start, num_classes)
         x = target_of(span, target_idx)
@@ -227,12 +223,10 @@ def differentiate_held_row(
     span,
     num_classes,
     token_target,
-    weight,
-    weight_sum,
+    weights,
     scale,
     scaling,
-    label_smoothing,
-    z_loss,
+    penalties,
     VEC: tl.constexpr,
     BLOCK: tl.constexpr,
     SMOOTHS: tl.constexpr,
@@ -240,6 +234,7 @@ def differentiate_held_row(
     WANTS_MORE: tl.constexpr,
 ):
     """The stats of a row that one block holds in registers; its gradient overwrites the row."""
+    weight, _ = weights
     base, begin, _, num_head, num_bulk = span
     at = tl.arange(0, BLOCK)
     bulk = bulk_at(base, begin, num_head, VEC) + at
@@ -273,9 +268,8 @@ def differentiate_held_row(
         edge_idx = tl.where(edge_classes & (edge == row_max), edge_column, NO_INDEX)
         argmax = first_index(tl.minimum(argmax, tl.min(edge_idx, 0)), num_classes)
     factors = coefficients(
-        token_target, row_max, row_sum, weight, weight_sum, scale, num_classes, label_smoothing,
-        z_loss, SMOOTHS,
-    )  # fmt: skip
+        token_target, row_max, row_sum, weights, scale, num_classes, penalties, SMOOTHS
+    )
     prob, smooth, _ = factors
     smoothing = (smooth, weight) if SMOOTHS else None
     grad = gradient(x, power, column, mask, prob, smoothing, scaling, num_classes, HAS_PADDING)
@@ -330,10 +324,12 @@ def stats_and_grad_kernel(
         x = target_of(span, target_idx)
         scaling = (logit_scale, softcap)
         scale = (logit_scale / tl.load(denominator)).to(tl.float32)
+        weights = (weight, weight_sum)
+        penalties = (label_smoothing, z_loss)
         if IS_HELD:
             row_max, row_sum, row_weighted, entropy, argmax, factors = differentiate_held_row(
-                span, num_classes, token_target, weight, weight_sum, scale, scaling,
-                label_smoothing, z_loss, VEC, BLOCK, SMOOTHS, HAS_PADDING, WANTS_MORE,
+                span, num_classes, token_target, weights, scale, scaling, penalties,
+                VEC, BLOCK, SMOOTHS, HAS_PADDING, WANTS_MORE,
             )  # fmt: skip
             prob, smooth, target_part = factors
             smoothing = (smooth, weight) if SMOOTHS else None
@@ -343,9 +339,8 @@ def stats_and_grad_kernel(
                 classes, weight, scaling, VEC, BLOCK, SMOOTHS, WANTS_MORE, "evict_last"
             )
             prob, smooth, target_part = coefficients(
-                token_target, row_max, row_sum, weight, weight_sum, scale, num_classes,
-                label_smoothing, z_loss, SMOOTHS,
-            )  # fmt: skip
+                token_target, row_max, row_sum, weights, scale, num_classes, penalties, SMOOTHS
+            )
             smoothing = (smooth, weight) if SMOOTHS else None
             write_gradient(
                 span, base, begin, num_classes, row_max, prob, smoothing, scaling,
