@@ -112,6 +112,9 @@ broadcast_coalesced_ = dist._broadcast_coalesced
 # The group of this process with torch's name for it.
 group_named = _c10d._resolve_process_group
 
+# The backends of dist.Backend.register_backend, by their names in upper case.
+BACKEND_PLUGINS: dict[str, Any] = dist.Backend._plugins
+
 # What a backend's creator takes as its first argument.
 new_backend_options = _c10d._DistributedBackendOptions
 
@@ -143,11 +146,6 @@ def devices_of(group: dist.ProcessGroup) -> list[torch.device]:
 def all_groups() -> list[dist.ProcessGroup]:
     """The groups of this process that have not been destroyed."""
     return list(_c10d._world.pg_map)
-
-
-def backend_plugins() -> dict[str, Any]:
-    """The backends of dist.Backend.register_backend, by their names in upper case."""
-    return dist.Backend._plugins
 
 
 def timeout_of(backend: Any) -> Any:
