@@ -282,12 +282,7 @@ def write_gradient(
 
 @triton.jit
 def write_zeros(
-    span,
-    to_base,
-    to_begin,
-    VEC: tl.constexpr,
-    BLOCK: tl.constexpr,
-    IS_ALIGNED: tl.constexpr,
+    span, to_base, to_begin, VEC: tl.constexpr, BLOCK: tl.constexpr, IS_ALIGNED: tl.constexpr
 ):
     """An ignored token's gradients."""
     _, _, _, num_head, num_bulk = span

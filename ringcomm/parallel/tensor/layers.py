@@ -232,10 +232,8 @@ class RowParallelLinear(_ParallelLinear):
     Attributes:
         features: the input features [begin, end) of this rank.
 
-    Raises:
-        ValueError: in_features is not a multiple of shard_multiple.
-
-    Collective if it has a bias, which becomes that of rank 0.
+    Raises ValueError if in_features is not a multiple of shard_multiple. Collective if it has a
+    bias, which becomes that of rank 0.
     """
 
     def __init__(

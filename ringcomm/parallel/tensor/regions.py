@@ -82,10 +82,8 @@ def reduce_from_tp(
     Returns:
         The sum over the ranks; with `sequence_dim` this rank's part of it.
 
-    Raises:
-        ValueError: the ranks do not divide the tokens.
-
-    Collective; sends what copy_to_tp() sends, with forward and backward exchanged.
+    Raises ValueError if the ranks do not divide the tokens. Collective; sends what copy_to_tp()
+    sends, with forward and backward exchanged.
     """
     resolved = resolve_group(group, mesh)
     if resolved.size() == 1:
