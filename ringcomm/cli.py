@@ -27,6 +27,7 @@ from ringcomm.measure.screen import (
 )
 
 VERDICT_S = 30
+NUM_RANKS = max(2, min(4, len(os.sched_getaffinity(0))))
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 # Packages that collectives do not need: what needs them, and their names for pip.
 _WANTED_FOR = {
@@ -63,10 +64,12 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
 
     The command starts its own ranks. `torchrun ... -m ringcomm bench OP` uses torchrun's ranks.
     """
-    from ringcomm.measure import bench
-
-    parser.add_argument("op", nargs="?", metavar="OP", help="an operation, with options of its own")
-    bench.add_arguments(parser)
+    add = parser.add_argument
+    add("op", nargs="?", metavar="OP", help="an operation, with options of its own")
+    about = "ranks to start, 2 to 64; by default one per CPU, 2 to 4"
+    add("--world-size", type=int, default=NUM_RANKS, help=about)
+    add("--seconds", type=float, default=20.0, help="of measurement in all")
+    add("--html", type=Path, metavar="FILE", help="write a page with one picture (one file)")
 
 
 def _bench(options: argparse.Namespace) -> int:
@@ -103,9 +106,8 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
     """
     add = parser.add_argument
     add("--job", type=int, metavar="PID", help="of torchrun, or of any rank of a job that runs")
-    num_ranks = max(2, min(4, len(os.sched_getaffinity(0))))
     about = "ranks to start, 1 to 64; by default one per CPU, 2 to 4"
-    add("--world-size", type=int, default=num_ranks, help=about)
+    add("--world-size", type=int, default=NUM_RANKS, help=about)
     add("--seconds", type=float, default=0.3, help="seconds of measurement per size")
     add("--json", action="store_true", help="print the report as one JSON object")
     add("--verdict", action="store_true", help="with --job: print one line, the cause of a hang")
