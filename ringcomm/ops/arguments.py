@@ -23,18 +23,14 @@ def want(
 # ---- numbers
 
 
-def _mix(x: int) -> int:
-    """`mix` of kernels/weight_update.py."""
-    x ^= x >> 16
+def rounding_key(seed: int) -> int:
+    """The seed's part of the random bits, as a signed 32-bit number."""
+    x = (seed + 0x9E3779B9) & _MASK
+    x ^= x >> 16  # as mix() of kernels/weight_update.py
     x = x * 0x7FEB352D & _MASK
     x ^= x >> 15
     x = x * 0x846CA68B & _MASK
-    return x ^ (x >> 16)
-
-
-def rounding_key(seed: int) -> int:
-    """The seed's part of the random bits, as a signed 32-bit number."""
-    key = _mix((seed + 0x9E3779B9) & _MASK) ^ (seed >> 32 & _MASK)
+    key = x ^ (x >> 16) ^ (seed >> 32 & _MASK)
     return key - (key >> 31 << 32)
 
 

@@ -135,9 +135,7 @@ class Agreement:
     def _propose(self, meeting: Meeting) -> None:
         """As the coordinator, of the ranks that have joined."""
         ranks = sorted({self._contacts.rank, *meeting.joined})
-        attempt = max(
-            self.attempt, *(int(other["attempt"]) for other in meeting.joined.values()), -1
-        )
+        attempt = max([self.attempt, *(int(x["attempt"]) for x in meeting.joined.values())])
         error = ""
         if attempt + 1 >= MAX_ATTEMPTS:
             error = (
