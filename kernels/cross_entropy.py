@@ -15,9 +15,13 @@ from ringcomm.kernels.logit_rows import (
     base_of,
     bulk_at,
     edge_columns,
+    exp,
+    first_index,
+    gradient,
     logit,
     scan_row,
     span_of,
+    weighted,
     write_gradient,
     write_target,
     write_zeros,
@@ -39,28 +43,15 @@ def stats_at(stats, row):
 
 
 @triton.jit
-def store_stats(stats, row, row_max, row_sum, target, weighted, entropy, argmax):
+def store_stats(stats, row, row_max, row_sum, target, weighted, entropy, argmax, mask=None):
     """Six words."""
     entry, argmax_at = stats_at(stats, row)
-    tl.store(entry, row_max)
-    tl.store(entry + 1, row_sum)
-    tl.store(entry + 2, target)
-    tl.store(entry + 3, weighted)
-    tl.store(entry + 4, entropy)
-    tl.store(argmax_at, argmax)
-
-
-@triton.jit
-def store_no_logits(stats, row):
-    """An ignored token's stats."""
-    store_stats(stats, row, float("-inf"), 0.0, 0.0, 0.0, 0.0, NO_INDEX)
-
-
-@triton.jit
-def store_shard(stats, row, num_classes, way, digest):
-    """The entry after the last token, as shard_entry in csrc/ops/softmax_stats.cc makes it."""
-    size = num_classes.to(tl.float32)
-    store_stats(stats, row, 0.0, digest.to(tl.float32), size, way, 0.0, digest)
+    tl.store(entry, row_max, mask=mask)
+    tl.store(entry + 1, row_sum, mask=mask)
+    tl.store(entry + 2, target, mask=mask)
+    tl.store(entry + 3, weighted, mask=mask)
+    tl.store(entry + 4, entropy, mask=mask)
+    tl.store(argmax_at, argmax, mask=mask)
 
 
 @triton.jit
@@ -71,8 +62,9 @@ def index_in_row(token_target, vocab_start, num_classes):
 
 
 @triton.jit
-def target_of(base, begin, target_idx):
+def target_of(span, target_idx):
     """The target's logit as it is in memory; 0, whose z is 0, where it is in another shard."""
+    base, begin, _, _, _ = span
     return tl.load(base + begin + target_idx, mask=target_idx >= 0, other=0.0)
 
 
@@ -97,18 +89,14 @@ def found_vocab_size(stats, num_tokens, vocab_size):
 
 @triton.jit
 def coefficients(
-    token_target,
-    row_max,
-    row_sum,
-    weight,
-    weight_sum,
-    scale,
-    vocab_size,
-    label_smoothing,
-    z_loss,
-    SMOOTHS: tl.constexpr,
+    token_target, row_max, row_sum, weights, scale, vocab_size, penalties, SMOOTHS: tl.constexpr
 ):
-    """prob, smooth and target of LogitGrad times `scale`; NaN where the target is not a class."""
+    """prob, smooth and target of LogitGrad times `scale`; NaN where the target is not a class.
+
+    `weights` (of the classes, their sum) may be None, `penalties` are (label_smoothing, z_loss).
+    """
+    weight, weight_sum = weights
+    label_smoothing, z_loss = penalties
     is_class = (token_target >= 0) & (token_target < vocab_size)
     scale = tl.where(is_class, scale, float("nan"))
     target = (1.0 - label_smoothing) * weight_of(weight, token_target, is_class)
@@ -141,7 +129,6 @@ def stats_kernel(
     softcap,
     VEC: tl.constexpr,
     BLOCK: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
     WANTS_WEIGHTED: tl.constexpr,
     WANTS_MORE: tl.constexpr,
 ):
@@ -150,20 +137,20 @@ def stats_kernel(
     is_token = row < num_tokens
     token_target = tl.load(target + row, mask=is_token, other=0)
     if is_token & (token_target != ignore_index):
-        base = base_of(logits, lead)
-        begin, num_head, num_bulk = span_of(lead, row, stride, num_classes, VEC)
+        span = span_of(logits, lead, row, stride, num_classes, VEC)
+        scaling = (logit_scale, softcap)
         target_idx = index_in_row(token_target, vocab_start, num_classes)
-        z = logit(target_of(base, begin, target_idx), logit_scale, softcap, HAS_SOFTCAP)
+        z = logit(target_of(span, target_idx), scaling)
         row_max, row_sum, row_weighted, entropy, argmax = scan_row(
-            base, begin, num_classes, num_head, num_bulk, shard_weight, logit_scale, softcap,
-            VEC, BLOCK, HAS_SOFTCAP, WANTS_WEIGHTED, WANTS_MORE, "",
-        )  # fmt: skip
+            span, shard_weight, scaling, VEC, BLOCK, WANTS_WEIGHTED, WANTS_MORE, ""
+        )
         argmax = tl.where(argmax == NO_INDEX, NO_INDEX, argmax + vocab_start)
         store_stats(stats, row, row_max, row_sum, z, row_weighted, entropy, argmax)
     elif is_token:
-        store_no_logits(stats, row)
-    else:
-        store_shard(stats, row, num_classes, way, digest)
+        store_stats(stats, row, float("-inf"), 0.0, 0.0, 0.0, 0.0, NO_INDEX)
+    else:  # as shard_entry in csrc/ops/softmax_stats.cc makes it
+        size = num_classes.to(tl.float32)
+        store_stats(stats, row, 0.0, digest.to(tl.float32), size, way, 0.0, digest)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -194,7 +181,6 @@ def grad_kernel(
     z_loss,
     VEC: tl.constexpr,
     BLOCK: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
     SMOOTHS: tl.constexpr,
     HAS_PADDING: tl.constexpr,
     IS_ALIGNED: tl.constexpr,
@@ -204,31 +190,171 @@ def grad_kernel(
     token_target = tl.load(target + row)
     to_base = base_of(to, to_lead)
     to_begin = to_lead + row * to_stride
-    begin, num_head, num_bulk = span_of(lead, row, stride, width, VEC)
+    span = span_of(logits, lead, row, stride, width, VEC)
     if token_target == ignore_index:
-        write_zeros(to_base, to_begin, width, num_head, num_bulk, VEC, BLOCK, IS_ALIGNED)
+        write_zeros(span, to_base, to_begin, VEC, BLOCK, IS_ALIGNED)
     else:
         entry, _ = stats_at(stats, row)
         row_max = tl.load(entry)
         upstream = tl.load(grad_loss + row * grad_loss_stride)
         prob, smooth, target_part = coefficients(
-            token_target, row_max, tl.load(entry + 1), weight, weight_sum,
+            token_target, row_max, tl.load(entry + 1), (weight, weight_sum),
             tl.div_rn(upstream, tl.load(denominator).to(tl.float32)) * logit_scale,
-            found_vocab_size(stats, num_tokens, vocab_size), label_smoothing, z_loss, SMOOTHS,
+            found_vocab_size(stats, num_tokens, vocab_size), (label_smoothing, z_loss), SMOOTHS,
         )  # fmt: skip
         target_idx = index_in_row(token_target, vocab_start, num_classes)
-        base = base_of(logits, lead)
-        x = target_of(base, begin, target_idx)
+        x = target_of(span, target_idx)
+        scaling = (logit_scale, softcap)
+        smoothing = (smooth, shard_weight) if SMOOTHS else None
         tl.debug_barrier()  # all threads have read it before one overwrites it
         write_gradient(
-            base, begin, to_base, to_begin, width, num_classes, num_head, num_bulk,
-            row_max, prob, smooth, shard_weight, logit_scale, softcap,
-            VEC, BLOCK, HAS_SOFTCAP, SMOOTHS, HAS_PADDING, IS_ALIGNED,
+            span, to_base, to_begin, num_classes, row_max, prob, smoothing, scaling,
+            VEC, BLOCK, HAS_PADDING, IS_ALIGNED,
         )  # fmt: skip
-        write_target(
-            to_base + to_begin, target_idx, x, row_max, prob, smooth, target_part, shard_weight,
-            logit_scale, softcap, HAS_SOFTCAP, SMOOTHS,
-        )  # fmt: skip
+        to_row = to_base + to_begin
+        write_target(to_row, target_idx, x, row_max, prob, target_part, smoothing, scaling)
+
+
+# ---- rows of logits that become their own gradient
+
+
+@triton.jit
+def differentiate_held_row(
+    span,
+    num_classes,
+    token_target,
+    weights,
+    scale,
+    scaling,
+    penalties,
+    VEC: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SMOOTHS: tl.constexpr,
+    HAS_PADDING: tl.constexpr,
+    WANTS_MORE: tl.constexpr,
+):
+    """The stats of a row that one block holds in registers; its gradient overwrites the row."""
+    weight, _ = weights
+    base, begin, _, num_head, num_bulk = span
+    at = tl.arange(0, BLOCK)
+    bulk = bulk_at(base, begin, num_head, VEC) + at
+    column = num_head + at
+    mask = at < num_bulk
+    edge_column, edge_mask = edge_columns(span, VEC)
+    edge_at = base + begin + edge_column
+    x = tl.load(bulk, mask=mask, other=0.0)
+    edge_x = tl.load(edge_at, mask=edge_mask, other=0.0)
+    classes = mask & (column < num_classes)
+    edge_classes = edge_mask & (edge_column < num_classes)
+    z = tl.where(classes, logit(x, scaling), float("-inf"))
+    edge = tl.where(edge_classes, logit(edge_x, scaling), float("-inf"))
+    row_max = tl.maximum(tl.max(z, 0), tl.max(edge, 0))
+    # If all logits are -infinity, their distance to the largest is undefined.
+    reference = tl.where(row_max == float("-inf"), 0.0, row_max)
+    power = exp(z - reference)
+    edge_power = exp(edge - reference)
+    row_sum = tl.sum(power, 0) + tl.sum(edge_power, 0)
+    row_weighted = 0.0
+    if SMOOTHS:
+        row_weighted = tl.sum(weighted(z, weight, column, classes), 0)
+        row_weighted += tl.sum(weighted(edge, weight, edge_column, edge_classes), 0)
+    entropy = 0.0
+    argmax = NO_INDEX
+    if WANTS_MORE:
+        entropy = tl.sum(tl.where(power == 0, 0.0, power * (z - reference)), 0)
+        edge_terms = tl.where(edge_power == 0, 0.0, edge_power * (edge - reference))
+        entropy += tl.sum(edge_terms, 0)
+        argmax = tl.min(tl.where(classes & (z == row_max), column, NO_INDEX), 0)
+        edge_idx = tl.where(edge_classes & (edge == row_max), edge_column, NO_INDEX)
+        argmax = first_index(tl.minimum(argmax, tl.min(edge_idx, 0)), num_classes)
+    factors = coefficients(
+        token_target, row_max, row_sum, weights, scale, num_classes, penalties, SMOOTHS
+    )
+    prob, smooth, _ = factors
+    smoothing = (smooth, weight) if SMOOTHS else None
+    grad = gradient(x, power, column, mask, prob, smoothing, scaling, num_classes, HAS_PADDING)
+    edge_grad = gradient(
+        edge_x, edge_power, edge_column, edge_mask, prob, smoothing, scaling, num_classes,
+        HAS_PADDING,
+    )  # fmt: skip
+    tl.store(bulk, grad.to(base.dtype.element_ty), mask=mask)
+    tl.store(edge_at, edge_grad.to(base.dtype.element_ty), mask=edge_mask)
+    return row_max, row_sum, row_weighted, entropy, argmax, factors
+
+
+@triton.jit(do_not_specialize=VARYING)
+def stats_and_grad_kernel(
+    logits,
+    target,
+    weight,
+    weight_sum,
+    stats,
+    denominator,
+    lead,
+    stride,
+    num_tokens,
+    width,
+    num_classes,
+    ignore_index,
+    logit_scale,
+    softcap,
+    label_smoothing,
+    z_loss,
+    VEC: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SMOOTHS: tl.constexpr,
+    HAS_PADDING: tl.constexpr,
+    WANTS_MORE: tl.constexpr,
+    IS_HELD: tl.constexpr,
+):
+    """cross_entropy_and_grad_ up to the stats: the logits of all classes become their gradient.
+
+    IS_HELD: a row fits into one BLOCK and is read once. Otherwise it is read twice; the second read
+    hits in L2, where the first asked to keep the row.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    is_token = row < num_tokens
+    token_target = tl.load(target + row, mask=is_token, other=0)
+    span = span_of(logits, lead, row, stride, width, VEC)
+    base, begin, _, _, _ = span
+    if is_token & (token_target != ignore_index):
+        target_idx = index_in_row(token_target, 0, num_classes)
+        # All threads have read it before one overwrites it: the row's reductions are between the
+        # two.
+        x = target_of(span, target_idx)
+        scaling = (logit_scale, softcap)
+        scale = (logit_scale / tl.load(denominator)).to(tl.float32)
+        weights = (weight, weight_sum)
+        penalties = (label_smoothing, z_loss)
+        if IS_HELD:
+            row_max, row_sum, row_weighted, entropy, argmax, factors = differentiate_held_row(
+                span, num_classes, token_target, weights, scale, scaling, penalties,
+                VEC, BLOCK, SMOOTHS, HAS_PADDING, WANTS_MORE,
+            )  # fmt: skip
+            prob, smooth, target_part = factors
+            smoothing = (smooth, weight) if SMOOTHS else None
+        else:
+            classes = span_of(logits, lead, row, stride, num_classes, VEC)
+            row_max, row_sum, row_weighted, entropy, argmax = scan_row(
+                classes, weight, scaling, VEC, BLOCK, SMOOTHS, WANTS_MORE, "evict_last"
+            )
+            prob, smooth, target_part = coefficients(
+                token_target, row_max, row_sum, weights, scale, num_classes, penalties, SMOOTHS
+            )
+            smoothing = (smooth, weight) if SMOOTHS else None
+            write_gradient(
+                span, base, begin, num_classes, row_max, prob, smoothing, scaling,
+                VEC, BLOCK, HAS_PADDING, True,
+            )  # fmt: skip
+        write_target(base + begin, target_idx, x, row_max, prob, target_part, smoothing, scaling)
+        z = logit(x, scaling)
+        store_stats(stats, row, row_max, row_sum, z, row_weighted, entropy, argmax)
+    else:
+        if is_token:
+            write_zeros(span, base, begin, VEC, BLOCK, True)
+        # After the last token is the number of classes, the only field needed without a merge.
+        size = tl.where(is_token, 0.0, num_classes.to(tl.float32))
+        store_stats(stats, row, float("-inf"), 0.0, size, 0.0, 0.0, NO_INDEX)
 
 
 @triton.jit(do_not_specialize=("lead",))
@@ -237,8 +363,8 @@ def scale_kernel(tensor, factor, lead, stride, width, VEC: tl.constexpr, BLOCK: 
     value = tl.load(factor).to(tl.float32)
     if value != 1.0:
         row = tl.program_id(0).to(tl.int64)
-        base = base_of(tensor, lead)
-        begin, num_head, num_bulk = span_of(lead, row, stride, width, VEC)
+        span = span_of(tensor, lead, row, stride, width, VEC)
+        base, begin, _, num_head, num_bulk = span
         lanes = tl.arange(0, BLOCK)
         bulk = bulk_at(base, begin, num_head, VEC)
         for offset in range(0, num_bulk, BLOCK):
@@ -246,6 +372,6 @@ def scale_kernel(tensor, factor, lead, stride, width, VEC: tl.constexpr, BLOCK: 
             x = tl.load(bulk + at, mask=at < num_bulk, other=0.0)
             scaled = (x.to(tl.float32) * value).to(x.dtype)
             tl.store(bulk + at, scaled, mask=at < num_bulk)
-        column, mask = edge_columns(num_head, num_bulk, width, VEC)
+        column, mask = edge_columns(span, VEC)
         x = tl.load(base + begin + column, mask=mask, other=0.0)
         tl.store(base + begin + column, (x.to(tl.float32) * value).to(x.dtype), mask=mask)

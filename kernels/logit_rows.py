@@ -7,6 +7,10 @@ and stores of 16 bytes of them. The fewer than VEC elements before and after the
 
 Positions are elements from `base`, the last 16-byte boundary at or before the tensor, and are
 64-bit; columns count from the row's beginning and are 32-bit.
+
+Functions take a row as its `span` (base, begin, num_elems, num_head, num_bulk), `scaling`
+(logit_scale, softcap or None), which makes z of what is in memory, and `smoothing` (smooth, weights
+of the row's classes or None), or None.
 """
 
 import triton
@@ -36,24 +40,29 @@ def exp(x):
 
 
 @triton.jit
-def base_of(tensor, lead):
-    """The 16-byte boundary that is `lead` elements before the tensor."""
-    return tl.multiple_of(tensor - lead, 16)
+def base_of(tensor, lead, IS_ALIGNED: tl.constexpr = True):
+    """The address `lead` elements before the tensor; IS_ALIGNED: it is a 16-byte boundary."""
+    base = tensor - lead
+    if IS_ALIGNED:
+        base = tl.multiple_of(base, 16)
+    return base
 
 
 @triton.jit
-def span_of(lead, row, stride, num_elems, VEC: tl.constexpr):
-    """The begin of a row, the number of elements before its bulk, and the number in its bulk."""
+def span_of(tensor, lead, row, stride, num_elems, VEC: tl.constexpr):
+    """A row's base, its begin, and the numbers of its elements, before its bulk and in its bulk."""
     begin = lead + row * stride
     first = (begin + VEC - 1) // VEC * VEC
     num_bulk = (begin + num_elems) // VEC * VEC - first
     num_head = (first - begin).to(tl.int32)
-    return begin, num_head, tl.multiple_of(tl.maximum(num_bulk, 0).to(tl.int32), VEC)
+    num_bulk = tl.multiple_of(tl.maximum(num_bulk, 0).to(tl.int32), VEC)
+    return base_of(tensor, lead), begin, num_elems, num_head, num_bulk
 
 
 @triton.jit
-def edge_columns(num_head, num_bulk, num_elems, VEC: tl.constexpr):
+def edge_columns(span, VEC: tl.constexpr):
     """The columns of both edges, and which lanes have one."""
+    _, _, num_elems, num_head, num_bulk = span
     lane = tl.arange(0, 2 * VEC)
     column = tl.where(lane < VEC, lane, num_head + num_bulk + lane - VEC)
     end = tl.where(lane < VEC, tl.minimum(num_head, num_elems), num_elems)
@@ -61,9 +70,12 @@ def edge_columns(num_head, num_bulk, num_elems, VEC: tl.constexpr):
 
 
 @triton.jit
-def bulk_at(base, begin, num_head, VEC: tl.constexpr):
-    """The address of a row's bulk."""
-    return base + tl.multiple_of(begin + num_head, VEC)
+def bulk_at(base, begin, num_head, VEC: tl.constexpr, IS_ALIGNED: tl.constexpr = True):
+    """The address of a row's bulk; not IS_ALIGNED: of what another row has in its bulk."""
+    place = begin + num_head
+    if IS_ALIGNED:
+        place = tl.multiple_of(place, VEC)
+    return base + place
 
 
 @triton.jit
@@ -82,34 +94,32 @@ def tanh(x):
 
 
 @triton.jit
-def slope(x, logit_scale, softcap):
-    """The softcap's derivative, sech^2. 1 - tanh^2 would cancel where |x| is large."""
-    power = exp(-2.0 * tl.abs(x.to(tl.float32) * logit_scale / softcap))
-    return 4.0 * power / ((1.0 + power) * (1.0 + power))
+def through_softcap(grad, x, scaling):
+    """Times the softcap's derivative, sech^2. 1 - tanh^2 would cancel where |x| is large."""
+    logit_scale, softcap = scaling
+    if softcap is not None:
+        power = exp(-2.0 * tl.abs(x.to(tl.float32) * logit_scale / softcap))
+        grad *= 4.0 * power / ((1.0 + power) * (1.0 + power))
+    return grad
 
 
 @triton.jit
-def logit(x, logit_scale, softcap, HAS_SOFTCAP: tl.constexpr):
+def logit(x, scaling):
     """z of what is in memory, in fp32."""
+    logit_scale, softcap = scaling
     z = x.to(tl.float32) * logit_scale
-    if HAS_SOFTCAP:
+    if softcap is not None:
         z = tanh(z / softcap) * softcap
     return z
 
 
 @triton.jit
 def scan_row(
-    base,
-    begin,
-    num_elems,
-    num_head,
-    num_bulk,
+    span,
     weight,
-    logit_scale,
-    softcap,
+    scaling,
     VEC: tl.constexpr,
     BLOCK: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
     WANTS_WEIGHTED: tl.constexpr,
     WANTS_MORE: tl.constexpr,
     KEEP: tl.constexpr,
@@ -120,6 +130,7 @@ def scan_row(
     has no barrier and one exponential per element, e^-|z - max|, which rescales either the sum or
     the new element. `weight` is that of the row's first class, or None.
     """
+    base, begin, num_elems, num_head, num_bulk = span
     lanes = tl.arange(0, BLOCK)
     lane_max = tl.full([BLOCK], LOWEST, tl.float32)
     lane_sum = tl.zeros([BLOCK], tl.float32)
@@ -131,7 +142,7 @@ def scan_row(
         at = offset + lanes
         mask = at < num_bulk
         x = tl.load(bulk + at, mask=mask, other=0.0, eviction_policy=KEEP)
-        z = tl.where(mask, logit(x, logit_scale, softcap, HAS_SOFTCAP), float("-inf"))
+        z = tl.where(mask, logit(x, scaling), float("-inf"))
         above = z - lane_max
         is_new = above > 0
         distance = -tl.abs(above)
@@ -146,9 +157,9 @@ def scan_row(
         if WANTS_WEIGHTED:
             lane_weighted += weighted(z, weight, num_head + at, mask)
 
-    column, mask = edge_columns(num_head, num_bulk, num_elems, VEC)
+    column, mask = edge_columns(span, VEC)
     x = tl.load(base + begin + column, mask=mask, other=0.0)
-    edge = tl.where(mask, logit(x, logit_scale, softcap, HAS_SOFTCAP), float("-inf"))
+    edge = tl.where(mask, logit(x, scaling), float("-inf"))
     row_max = tl.maximum(tl.max(lane_max, 0), tl.max(edge, 0))
     factor = exp(lane_max - row_max)
     power = exp(edge - row_max)
@@ -190,89 +201,56 @@ def first_index(found, num_elems):
 
 @triton.jit
 def gradient(
-    x,
-    power,
-    column,
-    mask,
-    prob,
-    smooth,
-    weight,
-    logit_scale,
-    softcap,
-    num_classes,
-    HAS_SOFTCAP: tl.constexpr,
-    SMOOTHS: tl.constexpr,
-    HAS_PADDING: tl.constexpr,
+    x, power, column, mask, prob, smoothing, scaling, num_classes, HAS_PADDING: tl.constexpr
 ):
     """(prob * e^(z - max) - smooth * weight) * dz/dx / logit_scale: all but the target's part."""
     grad = power * prob
-    if SMOOTHS:
+    if smoothing is not None:
+        smooth, weight = smoothing
         if weight is None:
             grad -= smooth
         else:
             classes = mask & (column < num_classes)
             grad -= smooth * tl.load(weight + column, mask=classes, other=0.0)
-    if HAS_SOFTCAP:
-        grad *= slope(x, logit_scale, softcap)
+    grad = through_softcap(grad, x, scaling)
     if HAS_PADDING:
         grad = tl.where(column < num_classes, grad, 0.0)
     return grad
 
 
 @triton.jit
-def write_target(
-    to_row,
-    target_idx,
-    x,
-    row_max,
-    prob,
-    smooth,
-    target,
-    weight,
-    logit_scale,
-    softcap,
-    HAS_SOFTCAP: tl.constexpr,
-    SMOOTHS: tl.constexpr,
-):
+def write_target(to_row, target_idx, x, row_max, prob, target, smoothing, scaling):
     """The target's own gradient, over what the row's threads have written there.
 
     This is separate because comparing each column with the target's would cost every element of the
     row two instructions and a register.
     """
     is_here = target_idx >= 0
-    grad = exp(logit(x, logit_scale, softcap, HAS_SOFTCAP) - row_max) * prob
-    if SMOOTHS:
+    grad = exp(logit(x, scaling) - row_max) * prob
+    if smoothing is not None:
+        smooth, weight = smoothing
         if weight is None:
             grad -= smooth
         else:
             grad -= smooth * tl.load(weight + target_idx, mask=is_here, other=0.0)
     grad -= target
-    if HAS_SOFTCAP:
-        grad *= slope(x, logit_scale, softcap)
+    grad = through_softcap(grad, x, scaling)
     tl.debug_barrier()
     tl.store(to_row + target_idx, grad.to(to_row.dtype.element_ty), mask=is_here)
 
 
 @triton.jit
 def write_gradient(
-    base,
-    begin,
+    span,
     to_base,
     to_begin,
-    width,
     num_classes,
-    num_head,
-    num_bulk,
     row_max,
     prob,
-    smooth,
-    weight,
-    logit_scale,
-    softcap,
+    smoothing,
+    scaling,
     VEC: tl.constexpr,
     BLOCK: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    SMOOTHS: tl.constexpr,
     HAS_PADDING: tl.constexpr,
     IS_ALIGNED: tl.constexpr,
 ):
@@ -281,57 +259,38 @@ def write_gradient(
     `to` may be the logits: each element is read by the thread that writes it. Where rows of both
     begin at different places in their vectors (not IS_ALIGNED), stores are of single elements.
     """
+    base, begin, _, num_head, num_bulk = span
     lanes = tl.arange(0, BLOCK)
     bulk = bulk_at(base, begin, num_head, VEC)
-    to_bulk = to_bulk_at(to_base, to_begin, num_head, VEC, IS_ALIGNED)
+    to_bulk = bulk_at(to_base, to_begin, num_head, VEC, IS_ALIGNED)
     num_blocks = tl.cdiv(num_bulk, BLOCK)
     for i in range(num_blocks):
         at = (num_blocks - 1 - i) * BLOCK + lanes
         mask = at < num_bulk
         x = tl.load(bulk + at, mask=mask, other=0.0, eviction_policy="evict_first")
-        z = logit(x, logit_scale, softcap, HAS_SOFTCAP)
+        power = exp(logit(x, scaling) - row_max)
         grad = gradient(
-            x, exp(z - row_max), num_head + at, mask, prob, smooth, weight, logit_scale, softcap,
-            num_classes, HAS_SOFTCAP, SMOOTHS, HAS_PADDING,
-        )  # fmt: skip
+            x, power, num_head + at, mask, prob, smoothing, scaling, num_classes, HAS_PADDING
+        )
         tl.store(to_bulk + at, grad.to(to_base.dtype.element_ty), mask=mask)
-    column, mask = edge_columns(num_head, num_bulk, width, VEC)
+    column, mask = edge_columns(span, VEC)
     x = tl.load(base + begin + column, mask=mask, other=0.0)
-    z = logit(x, logit_scale, softcap, HAS_SOFTCAP)
-    grad = gradient(
-        x, exp(z - row_max), column, mask, prob, smooth, weight, logit_scale, softcap,
-        num_classes, HAS_SOFTCAP, SMOOTHS, HAS_PADDING,
-    )  # fmt: skip
+    power = exp(logit(x, scaling) - row_max)
+    grad = gradient(x, power, column, mask, prob, smoothing, scaling, num_classes, HAS_PADDING)
     tl.store(to_base + to_begin + column, grad.to(to_base.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def to_bulk_at(to_base, to_begin, num_head, VEC: tl.constexpr, IS_ALIGNED: tl.constexpr):
-    """Where the bulk of a row is written to."""
-    if IS_ALIGNED:
-        bulk = bulk_at(to_base, to_begin, num_head, VEC)
-    else:
-        bulk = to_base + (to_begin + num_head)
-    return bulk
-
-
-@triton.jit
 def write_zeros(
-    to_base,
-    to_begin,
-    width,
-    num_head,
-    num_bulk,
-    VEC: tl.constexpr,
-    BLOCK: tl.constexpr,
-    IS_ALIGNED: tl.constexpr,
+    span, to_base, to_begin, VEC: tl.constexpr, BLOCK: tl.constexpr, IS_ALIGNED: tl.constexpr
 ):
     """An ignored token's gradients."""
+    _, _, _, num_head, num_bulk = span
     lanes = tl.arange(0, BLOCK)
-    to_bulk = to_bulk_at(to_base, to_begin, num_head, VEC, IS_ALIGNED)
+    to_bulk = bulk_at(to_base, to_begin, num_head, VEC, IS_ALIGNED)
     zeros = tl.zeros([BLOCK], to_base.dtype.element_ty)
     for offset in range(0, num_bulk, BLOCK):
         tl.store(to_bulk + offset + lanes, zeros, mask=offset + lanes < num_bulk)
-    column, mask = edge_columns(num_head, num_bulk, width, VEC)
+    column, mask = edge_columns(span, VEC)
     edge = tl.zeros([2 * VEC], to_base.dtype.element_ty)
     tl.store(to_base + to_begin + column, edge, mask=mask)

@@ -2,7 +2,7 @@
 
 import triton
 import triton.language as tl
-from ringcomm.kernels.cross_entropy import found_vocab_size, stats_at, weight_of
+from ringcomm.kernels.cross_entropy import found_vocab_size, stats_at, store_stats, weight_of
 from ringcomm.kernels.logit_rows import NO_INDEX
 
 # Values in place of the number of classes that encode errors of the shards.
@@ -53,13 +53,7 @@ def merge_kernel(gathered, merged, num_entries, NUM_RANKS: tl.constexpr, BLOCK: 
     is_whole = weighted == scatter(target) - scatter(tl.zeros([BLOCK], tl.float32))
     is_wrong = (token == num_entries - 1) & ~(agrees & is_whole)
     target = tl.where(is_wrong, tl.where(agrees, GAP, DISAGREEMENT), target)
-    entry, argmax_at = stats_at(merged, token)
-    tl.store(entry, row_max, mask=mask)
-    tl.store(entry + 1, row_sum, mask=mask)
-    tl.store(entry + 2, target, mask=mask)
-    tl.store(entry + 3, weighted, mask=mask)
-    tl.store(entry + 4, entropy, mask=mask)
-    tl.store(argmax_at, argmax, mask=mask)
+    store_stats(merged, token, row_max, row_sum, target, weighted, entropy, argmax, mask)
 
 
 @triton.jit(do_not_specialize=("num_tokens", "vocab_size", "ignore_index"))

@@ -52,6 +52,4 @@ __all__ = [
 ]
 
 _SUBPACKAGES = ("integrations", "nn", "ops", "optim", "parallel", "planner")
-__getattr__, __dir__ = lazy.attributes(
-    __name__, {name: f"{__name__}.{name}" for name in _SUBPACKAGES}
-)
+__getattr__, __dir__ = lazy.attributes(__name__, *_SUBPACKAGES)

@@ -1,7 +1,7 @@
 """The command `ringcomm`, or `python -m ringcomm`: bench, doctor, plan, trace, tune.
 
-Each sub-command has a function that adds its options to a parser and returns the function that runs
-it. The latter imports what it needs and returns the exit status.
+Each sub-command has a function that adds its options to a parser, and one that runs it, imports
+what it needs and returns the exit status.
 """
 
 import argparse
@@ -10,7 +10,6 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable
 from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
@@ -27,8 +26,8 @@ from ringcomm.measure.screen import (
     words,
 )
 
-Run = Callable[[argparse.Namespace], int]
 VERDICT_S = 30
+NUM_RANKS = max(2, min(4, len(os.sched_getaffinity(0))))
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 # Packages that collectives do not need: what needs them, and their names for pip.
 _WANTED_FOR = {
@@ -55,7 +54,7 @@ class OneLineParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
-def _add_bench(parser: argparse.ArgumentParser) -> Run:
+def _add_bench(parser: argparse.ArgumentParser) -> None:
     """Compares ringcomm with Gloo on this machine, in half a minute; verifies the results.
 
     `ringcomm bench OP` measures one operation in depth. OP is one of all_reduce, all_reduce_apart,
@@ -65,11 +64,12 @@ def _add_bench(parser: argparse.ArgumentParser) -> Run:
 
     The command starts its own ranks. `torchrun ... -m ringcomm bench OP` uses torchrun's ranks.
     """
-    from ringcomm.measure import bench
-
-    parser.add_argument("op", nargs="?", metavar="OP", help="an operation, with options of its own")
-    bench.add_arguments(parser)
-    return _bench
+    add = parser.add_argument
+    add("op", nargs="?", metavar="OP", help="an operation, with options of its own")
+    about = "ranks to start, 2 to 64; by default one per CPU, 2 to 4"
+    add("--world-size", type=int, default=NUM_RANKS, help=about)
+    add("--seconds", type=float, default=20.0, help="of measurement in all")
+    add("--html", type=Path, metavar="FILE", help="write a page with one picture (one file)")
 
 
 def _bench(options: argparse.Namespace) -> int:
@@ -93,7 +93,7 @@ def _bench(options: argparse.Namespace) -> int:
     return int(chosen.run(chosen))
 
 
-def _add_doctor(parser: argparse.ArgumentParser) -> Run:
+def _add_doctor(parser: argparse.ArgumentParser) -> None:
     """Examines this machine and a group of ringcomm on it, and lists problems.
 
     Reads the cores, the container's limits, versions and RINGCOMM_* variables. Then it starts
@@ -106,16 +106,14 @@ def _add_doctor(parser: argparse.ArgumentParser) -> Run:
     """
     add = parser.add_argument
     add("--job", type=int, metavar="PID", help="of torchrun, or of any rank of a job that runs")
-    num_ranks = max(2, min(4, len(os.sched_getaffinity(0))))
     about = "ranks to start, 1 to 64; by default one per CPU, 2 to 4"
-    add("--world-size", type=int, default=num_ranks, help=about)
+    add("--world-size", type=int, default=NUM_RANKS, help=about)
     add("--seconds", type=float, default=0.3, help="seconds of measurement per size")
     add("--json", action="store_true", help="print the report as one JSON object")
     add("--verdict", action="store_true", help="with --job: print one line, the cause of a hang")
     add("--dump", type=Path, metavar="FOLDER", help="with --job: also write a dump of each rank")
     about = "of the dumps: torch is for torch's analyser torchfrtrace, as FOLDER/rank0"
     add("--format", choices=("json", "torch"), default="json", help=about)
-    return _doctor
 
 
 def _doctor(options: argparse.Namespace) -> int:
@@ -159,7 +157,7 @@ def _doctor_of_job(options: argparse.Namespace) -> int:
     return 0
 
 
-def _add_plan(parser: argparse.ArgumentParser) -> Run:
+def _add_plan(parser: argparse.ArgumentParser) -> None:
     """Ranks training systems and meshes for a model by predicted step time.
 
     No rank is started. For every system and mesh it predicts memory by part, traffic, the pipeline
@@ -199,7 +197,6 @@ def _add_plan(parser: argparse.ArgumentParser) -> Run:
     about = "split tokens over ranks of tp; by default where they divide sequences"
     is_flag = argparse.BooleanOptionalAction
     add("--sequence-parallel", dest="is_sequence_split", action=is_flag, help=about)
-    return _plan
 
 
 def _plan(options: argparse.Namespace) -> int:
@@ -241,7 +238,7 @@ def _plan(options: argparse.Namespace) -> int:
     return 0 if plans.ranked else 1
 
 
-def _add_trace(parser: argparse.ArgumentParser) -> Run:
+def _add_trace(parser: argparse.ArgumentParser) -> None:
     """Records every rank of a program and writes one trace for https://ui.perfetto.dev.
 
         ringcomm trace -o job.json -- torchrun --nproc-per-node 2 train.py
@@ -266,7 +263,6 @@ def _add_trace(parser: argparse.ArgumentParser) -> Run:
     add("--steps", help="print the ring steps of this trace", **of_file)
     add("--seq", type=int, metavar="N", help="with --steps: the call's number (default: the first)")
     add("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the program to record")
-    return _trace
 
 
 def _trace(options: argparse.Namespace) -> int:
@@ -292,7 +288,7 @@ def _trace(options: argparse.Namespace) -> int:
     return merge.run_recorded(command, options.events, options.output)
 
 
-def _add_tune(parser: argparse.ArgumentParser) -> Run:
+def _add_tune(parser: argparse.ArgumentParser) -> None:
     """Measures the algorithms of all_reduce on this machine and writes a tuning file for groups.
 
     For each number of ranks the file has a cost model (alpha per transfer, beta per MiB) and the
@@ -310,7 +306,6 @@ def _add_tune(parser: argparse.ArgumentParser) -> Run:
     add("--repeats", type=int, default=2, help=about)
     path = Path("ringcomm-tuning.json")
     add("--json", type=Path, metavar="FILE", default=path, help="the file to write")
-    return _tune
 
 
 def _tune(options: argparse.Namespace) -> int:
@@ -336,11 +331,11 @@ def _tune(options: argparse.Namespace) -> int:
 
 
 _COMMANDS = {
-    "bench": (_add_bench, "compare ringcomm with Gloo on this machine"),
-    "doctor": (_add_doctor, "examine this machine and a group on it"),
-    "plan": (_add_plan, "rank training systems and meshes for a model by predicted time"),
-    "trace": (_add_trace, "record all ranks of a program and write one trace for Perfetto"),
-    "tune": (_add_tune, "measure the algorithms of all_reduce and write a tuning file"),
+    "bench": (_add_bench, _bench, "compare ringcomm with Gloo on this machine"),
+    "doctor": (_add_doctor, _doctor, "examine this machine and a group on it"),
+    "plan": (_add_plan, _plan, "rank training systems and meshes for a model by predicted time"),
+    "trace": (_add_trace, _trace, "record all ranks of a program and write one trace for Perfetto"),
+    "tune": (_add_tune, _tune, "measure the algorithms of all_reduce and write a tuning file"),
 }
 
 
@@ -350,10 +345,11 @@ def run(argv: list[str]) -> int:
     parser = OneLineParser(prog="ringcomm", description=about)
     parser.add_argument("--version", action="version", version=f"ringcomm {__version__}")
     choices = parser.add_subparsers(metavar="COMMAND", required=True)
-    for name, (add_arguments, about) in _COMMANDS.items():
+    for name, (add_arguments, run_command, about) in _COMMANDS.items():
         sub = choices.add_parser(name, help=about, description=inspect.getdoc(add_arguments))
         sub.formatter_class = _HelpFormatter
-        sub.set_defaults(parser=sub, run=add_arguments(sub))
+        add_arguments(sub)
+        sub.set_defaults(parser=sub, run=run_command)
     # What follows an operation of `bench` is for that operation's parser.
     is_operation = argv[:1] == ["bench"] and len(argv) > 1 and not argv[1].startswith("-")
     num_own = 2 if is_operation else len(argv)

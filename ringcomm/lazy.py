@@ -9,23 +9,22 @@ import torch
 
 
 def attributes(
-    package: str, where: dict[str, str]
+    package: str, *modules: str, **where: str
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """`__getattr__` and `__dir__` of a package that imports some of its attributes at first use.
 
-    `where` has the attributes with the modules that they are taken from. A module that ends in the
-    attribute's own name is the attribute.
+    They are `modules` of the package, and in `where` attributes of its module of that name.
     """
 
     def get(name: str) -> Any:
-        if name not in where:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        module = import_module(where[name])
-        is_module = where[name] == f"{package}.{name}"
-        return module if is_module else getattr(module, name)
+        if name in modules:
+            return import_module(f"{package}.{name}")
+        if name in where:
+            return getattr(import_module(f"{package}.{where[name]}"), name)
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     def names() -> list[str]:
-        return sorted({*vars(sys.modules[package]), *where})
+        return sorted({*vars(sys.modules[package]), *modules, *where})
 
     return get, names
 

@@ -17,11 +17,7 @@ class LossScale:
     growth_interval = 2000
 
     def __init__(self, given: str | float) -> None:
-        """`given` is "dynamic" or the factor.
-
-        Raises:
-            ValueError: it is neither.
-        """
+        """`given` is "dynamic" or the factor; raises ValueError for others."""
         self.is_dynamic = given == "dynamic"
         if not self.is_dynamic and (
             isinstance(given, str) or not math.isfinite(given) or given <= 0

@@ -7,17 +7,17 @@ name; its environment variable GLOO_SOCKET_IFNAME selects another one.
 """
 
 import datetime
-import functools
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, NoReturn, TypeVar
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from ringcomm.contacts import Contacts
 from ringcomm.options import Options
-from ringcomm.torch_names import backend_plugins, new_backend_options, set_timeout
+from ringcomm.torch_names import BACKEND_PLUGINS, new_backend_options, set_timeout
 
 # The first line of what a rank writes to the store after it has made its backend, before its
 # contact; any other text is an error.
@@ -29,7 +29,7 @@ _Answer = TypeVar("_Answer")
 
 def checked(name: str) -> str:
     """The name in lower case: "gloo", or one of register_backend; raises ValueError for others."""
-    known = {other.lower() for other in backend_plugins()}
+    known = {other.lower() for other in BACKEND_PLUGINS}
     if dist.is_gloo_available():
         known.add("gloo")
     if name.lower() not in known:
@@ -50,7 +50,7 @@ def for_device(asked: str, device_type: str) -> str:
         # ringcomm itself is excluded: it sends device tensors through the backend chosen here.
         if device_type not in dist.Backend.backend_capability.get(name, []) or name == "ringcomm":
             continue
-        if name.upper() in backend_plugins() or (name == "nccl" and dist.is_nccl_available()):
+        if name.upper() in BACKEND_PLUGINS or (name == "nccl" and dist.is_nccl_available()):
             return name
     raise ValueError(
         f"ringcomm: torch.distributed has no backend here that can send tensors on {device_type} "
@@ -84,22 +84,21 @@ def make(
 
     def in_time(ask: Callable[[], _Answer]) -> _Answer:
         """What `ask` returns, in a thread: the store may not answer."""
-        outcome: list[Callable[[], _Answer]] = []
+        outcome: Future[_Answer] = Future()
 
         def run() -> None:
             try:
-                answer = ask()
-                outcome.append(lambda: answer)
+                outcome.set_result(ask())
             except Exception as error:
-                outcome.append(functools.partial(_raise, error))
+                outcome.set_exception(error)
 
         asking = threading.Thread(target=run, name="ringcomm-connect", daemon=True)
         asking.start()
-        while not outcome:
+        while not outcome.done():
             asking.join(0.05)
-            if not outcome and not goes_on(missing):
+            if not outcome.done() and not goes_on(missing):
                 raise RuntimeError("the group's store does not answer")
-        return outcome[0]()
+        return outcome.result()
 
     def new_store() -> dist.Store:
         # A group has a backend for each device on which a rank has tensors, made in one order.
@@ -176,16 +175,12 @@ def make(
     return ends[0], contacts
 
 
-def _raise(error: Exception) -> NoReturn:
-    raise error
-
-
 def _make_own(name: str, opts: Any) -> Any:
     """Makes this rank's backend, which may or may not need the other ranks."""
     place = opts.store, opts.group_rank, opts.group_size
     if name == "gloo":
         return dist.ProcessGroupGloo(*place, timeout=opts.timeout)
-    plugin = backend_plugins().get(name.upper())
+    plugin = BACKEND_PLUGINS.get(name.upper())
     if plugin is None:
         nccl_opts: Any = dist.ProcessGroupNCCL.Options()
         set_timeout(nccl_opts, opts.timeout)

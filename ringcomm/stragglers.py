@@ -7,12 +7,10 @@ from typing import Any
 _MOST_ROWS = 16
 
 
-def report(
-    name: str, ranks: Sequence[int], num_calls: int, views: Sequence[Sequence[dict[str, Any]]]
-) -> None:
-    """Writes text() to stderr; the engine calls it on one rank when its group ends."""
+def report(*counted: Any) -> None:
+    """Writes text(*counted) to stderr; the engine calls it on one rank when its group ends."""
     if sys.stderr is not None:  # as it is where a daemon has closed it
-        sys.stderr.write(text(name, ranks, num_calls, views))
+        sys.stderr.write(text(*counted))
         sys.stderr.flush()
 
 

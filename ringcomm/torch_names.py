@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,8 +33,6 @@ __all__ = [
     "tree_map_only",
 ]
 
-T = TypeVar("T")
-
 NEWEST_TRIED = (2, 15)  # a later torch is warned about when ringcomm is imported
 TORCH_VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
@@ -54,30 +52,26 @@ no_torch_function: Any = torch._C._disabled_torch_function_impl
 without_torch_function: Any = torch._C.DisableTorchFunctionSubclass
 
 
-def graph_task() -> int:
-    """The id of the backward pass that runs in this thread; NO_BACKWARD without one."""
-    return torch._C._current_graph_task_id()
+# The id of the backward pass that runs in this thread; NO_BACKWARD without one.
+graph_task = torch._C._current_graph_task_id
 
+# Whether the current backward pass will run a node; raises RuntimeError if it cannot tell.
+will_run = torch._C._will_engine_execute_node
 
-def will_run(node: Any) -> bool:
-    """Whether the current backward pass will run a node; raises RuntimeError if it cannot tell."""
-    return torch._C._will_engine_execute_node(node)
+# The node of a graph that runs in this thread; None without one.
+current_node = torch._C._current_autograd_node
 
+# Whether the current backward pass retains its graph.
+keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 
-def current_node() -> Any:
-    """The node of a graph that runs in this thread; None without one."""
-    return torch._C._current_autograd_node()
+# A tensor of a subclass, the first argument, without memory.
+make_wrapper: Any = Tensor._make_wrapper_subclass
 
 
 def in_transform() -> bool:
     """Whether a transformation of torch.func, such as vmap, or forward-mode AD is active."""
     is_forward_mode = torch.autograd.forward_ad._current_level >= 0
     return is_forward_mode or torch._C._are_functorch_transforms_active()
-
-
-def keeps_graph() -> bool:
-    """Whether the current backward pass retains its graph."""
-    return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def at_end_of_backward(call: Callable[[], None]) -> None:
@@ -94,12 +88,6 @@ def clones_saved_tensors() -> bool:
 def is_traced() -> bool:
     """Whether the caller runs under torch.compile; call it in an untraced function."""
     return torch._C._dynamo.eval_frame.get_eval_frame_callback() not in (None, False)
-
-
-def make_wrapper(kind: type[T], *args: Any, **kwargs: Any) -> T:
-    """A tensor of a subclass, without memory."""
-    make: Any = Tensor._make_wrapper_subclass
-    return make(kind, *args, **kwargs)
 
 
 def storage_id(tensor: Tensor) -> int:
@@ -120,6 +108,18 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 # Replaces tensors of any dtypes and shapes with those of a rank of a group, in buckets, as
 # DistributedDataParallel does: (group, tensors, bytes of a bucket, rank).
 broadcast_coalesced_ = dist._broadcast_coalesced
+
+# The group of this process with torch's name for it.
+group_named = _c10d._resolve_process_group
+
+# The backends of dist.Backend.register_backend, by their names in upper case.
+BACKEND_PLUGINS: dict[str, Any] = dist.Backend._plugins
+
+# What a backend's creator takes as its first argument.
+new_backend_options = _c10d._DistributedBackendOptions
+
+# Makes a group of all ranks the default group; the one before stays as an ordinary group.
+replace_default_group = _c10d._update_default_pg
 
 
 def all_reduce_coalesced_(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
@@ -146,21 +146,6 @@ def devices_of(group: dist.ProcessGroup) -> list[torch.device]:
 def all_groups() -> list[dist.ProcessGroup]:
     """The groups of this process that have not been destroyed."""
     return list(_c10d._world.pg_map)
-
-
-def group_named(name: str) -> dist.ProcessGroup:
-    """The group of this process with torch's name for it."""
-    return _c10d._resolve_process_group(name)
-
-
-def backend_plugins() -> dict[str, Any]:
-    """The backends of dist.Backend.register_backend, by their names in upper case."""
-    return dist.Backend._plugins
-
-
-def new_backend_options() -> Any:
-    """What a backend's creator takes as its first argument."""
-    return _c10d._DistributedBackendOptions()
 
 
 def timeout_of(backend: Any) -> Any:
@@ -211,11 +196,6 @@ def new_process_group(
     return made
 
 
-def replace_default_group(group: dist.ProcessGroup) -> None:
-    """Makes a group of all ranks the default group; the one before stays as an ordinary group."""
-    _c10d._update_default_pg(group)
-
-
 def renumber_groups(kept: list[int], leave: Container[Any]) -> None:
     """Numbers global ranks anew, but in the groups to leave: kept[i] becomes i, others go."""
     number_of = {old: new for new, old in enumerate(kept)}
@@ -231,9 +211,8 @@ def renumber_groups(kept: list[int], leave: Container[Any]) -> None:
                 options.global_ranks_in_group = sorted(ranks, key=ranks.__getitem__)
 
 
-def die_with_parent(signal: int) -> None:
-    """Makes the kernel send a signal to this process when its parent dies."""
-    torch.multiprocessing._prctl_pr_set_pdeathsig(signal)  # type: ignore[attr-defined]
+# Makes the kernel send a signal to this process when its parent dies.
+die_with_parent = torch.multiprocessing._prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 
 
 # ---- Gloo's backend
@@ -249,9 +228,11 @@ GLOO_OPTIONS = ("_devices", "_threads")
 _ddp: Any = DistributedDataParallel
 
 
-def active_ddp() -> Any:
-    """The DistributedDataParallel whose forward pass runs; None without one."""
-    return _ddp._get_active_ddp_module()
+# The DistributedDataParallel whose forward pass runs; None without one.
+active_ddp = _ddp._get_active_ddp_module
+
+# Replaces ignored_in_ddp(): takes a model and the names.
+ignore_in_ddp = _ddp._set_params_and_buffers_to_ignore_for_model
 
 
 def params_of_ddp(ddp: Any) -> list[nn.Parameter]:
@@ -262,11 +243,6 @@ def params_of_ddp(ddp: Any) -> list[nn.Parameter]:
 def ignored_in_ddp(model: nn.Module) -> list[str]:
     """The names of parameters and buffers that DistributedDataParallel will leave alone."""
     return list(getattr(model, "_ddp_params_and_buffers_to_ignore", []))
-
-
-def ignore_in_ddp(model: nn.Module, names: list[str]) -> None:
-    """Replaces ignored_in_ddp(model)."""
-    _ddp._set_params_and_buffers_to_ignore_for_model(model, names)
 
 
 def is_ignored_in_ddp(param: nn.Parameter) -> bool:

@@ -11,10 +11,5 @@ if TYPE_CHECKING:
     from ringcomm.integrations import transformers as transformers
     from ringcomm.integrations import vllm as vllm
 
-__getattr__, __dir__ = lazy.attributes(
-    __name__,
-    {
-        name: f"{__name__}.{name}"
-        for name in ("accelerate", "deepspeed", "sglang", "transformers", "vllm")
-    },
-)
+_LIBRARIES = ("accelerate", "deepspeed", "sglang", "transformers", "vllm")
+__getattr__, __dir__ = lazy.attributes(__name__, *_LIBRARIES)

@@ -43,11 +43,6 @@ class SizeTimes:
     ratio: float  # two_shot's time over one_shot's: the median of neighbouring blocks' ratios
     others_percent: float  # share of the machine that other programs used
 
-    @property
-    def is_quiet(self) -> bool:
-        """Whether other programs left the machine idle."""
-        return self.others_percent <= MAX_OTHERS_PERCENT
-
 
 def _measure_size(
     team: Team, groups: dict[str, Any], num_bytes: int, seconds: float, max_repeats: int
@@ -115,7 +110,7 @@ def world_of(world_size: int, times: list[SizeTimes]) -> World:
     cost = fit_cost([point for point in points if point.algorithm != "ring"], world_size)
     return World(
         world_size=world_size,
-        quiet=all(size.is_quiet for size in times),
+        quiet=all(size.others_percent <= MAX_OTHERS_PERCENT for size in times),
         one_shot_max_bytes=cross_over_bytes({t.points[0].bytes: t.ratio for t in times}),
         points=tuple(points),
         **rounded(cost),

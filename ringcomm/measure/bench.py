@@ -6,11 +6,9 @@ verified with whole numbers before and after.
 
 import argparse
 import html
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,16 +37,6 @@ class Row:
     times_us: dict[str, dict[str, float]]  # by backend, as of Timings.summary_us()
     ratio: float  # Gloo's time over ringcomm's, the speed-up: the median of neighbouring blocks
     others_percent: float  # share of the machine that other programs used
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of the short comparison."""
-    add = parser.add_argument
-    num_ranks = max(2, min(4, len(os.sched_getaffinity(0))))
-    about = "ranks to start, 2 to 64; by default one per CPU, 2 to 4"
-    add("--world-size", type=int, default=num_ranks, help=about)
-    add("--seconds", type=float, default=20.0, help="of measurement in all")
-    add("--html", type=Path, metavar="FILE", help="write a page with one picture (one file)")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -86,7 +74,6 @@ def run(options: argparse.Namespace) -> int:
     if disturbed > MAX_OTHERS_PERCENT:
         print(f"Other programs used up to {disturbed:.0f} % of this machine meanwhile.")
     if options.html is not None:
-        options.html.parent.mkdir(parents=True, exist_ok=True)
         options.html.write_text(page(rows, options.world_size, machine), encoding="utf-8")
         print(f"written: {options.html}")
     return ranks.EXIT_OK

@@ -31,19 +31,10 @@ class JobError(Exception):
     """The job cannot be examined; the text says why, and what to do."""
 
 
-def _stat_fields(pid: int) -> list[str]:
-    """What /proc/PID/stat has after the name. Raises OSError if the process has ended."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-
-
-def _stat(pid: int) -> tuple[str, int]:
-    """The state of a process, and its ticks of CPU time. Raises OSError if it has ended."""
-    fields = _stat_fields(pid)
-    return fields[0], int(fields[11]) + int(fields[12])
-
-
-def _parent(pid: int) -> int:
-    return int(_stat_fields(pid)[1])
+def _stat(pid: int) -> tuple[str, int, int]:
+    """A process's state, parent and ticks of CPU time. Raises OSError if it has ended."""
+    state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return state, int(fields[0]), int(fields[10]) + int(fields[11])
 
 
 def _descendants(pid: int) -> list[int]:
@@ -52,7 +43,7 @@ def _descendants(pid: int) -> list[int]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(OSError):
-                children.setdefault(_parent(int(entry.name)), []).append(int(entry.name))
+                children.setdefault(_stat(int(entry.name))[1], []).append(int(entry.name))
     found = [pid]
     for each in found:
         found += children.get(each, [])
@@ -133,7 +124,8 @@ def find_ranks(pid: int) -> list[Rank]:
         raise JobError(f"there is no process {pid}")
     try:
         is_rank = _record(pid) is not None
-        root = _parent(pid) if is_rank and _parent(pid) > 1 else pid
+        parent = _stat(pid)[1] if is_rank else 0
+        root = parent if parent > 1 else pid
     except (OSError, ValueError) as error:
         raise JobError(_why_unreadable(pid, error)) from error
     ranks: dict[int, Rank] = {}
@@ -182,8 +174,8 @@ def _sample(ranks: list[Rank]) -> list[Rank]:
     found = []
     for rank in ranks:
         with contextlib.suppress(OSError, ValueError, KeyError):
-            _, ticks, num_calls = before[rank.pid]
-            rank.state, now = _stat(rank.pid)
+            _, _, ticks, num_calls = before[rank.pid]
+            rank.state, _, now = _stat(rank.pid)
             rank.cpu_percent = 100 * (now - ticks) / TICKS_PER_S / (time.monotonic() - began)
             rank.record = _record(rank.pid) or rank.record
             rank.num_calls = rank.record.num_calls - num_calls

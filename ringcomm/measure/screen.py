@@ -108,9 +108,8 @@ def amount(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b)?", text.strip().lower())
     count = 0.0
     if match is not None:
-        count = float(match[1]) * (1000 if match[3] == "b" else 1024) ** " kmgt".index(
-            match[2] or " "
-        )
+        base = 1000 if match[3] == "b" else 1024
+        count = float(match[1]) * base ** " kmgt".index(match[2] or " ")
     if count < 1 or count != int(count):
         raise ValueError(
             f"{text!r} is not a number with an optional unit, such as 4096, 16k, 4M, 80GiB or 80GB"

@@ -103,12 +103,11 @@ def _counted(calls: list[Call]) -> list[Call]:
 
 def _named(numbers: list[int]) -> str:
     """Ranks: "rank 3", "ranks 1, 2 and 3"."""
-    texts = [str(number) for number in sorted(numbers)]
-    if len(texts) > _NUM_NAMED:
-        texts[_NUM_NAMED:] = [f"{len(texts) - _NUM_NAMED} more"]
-    return (
-        f"rank {texts[0]}" if len(texts) == 1 else f"ranks {', '.join(texts[:-1])} and {texts[-1]}"
-    )
+    *texts, last = [str(number) for number in sorted(numbers)]
+    if len(texts) >= _NUM_NAMED:
+        texts = texts[:_NUM_NAMED]
+        last = f"{len(numbers) - _NUM_NAMED} more"
+    return f"ranks {', '.join(texts)} and {last}" if texts else f"rank {last}"
 
 
 def number_of(group: Group, member: int) -> int:
@@ -166,16 +165,14 @@ def _blame(rank: Rank, what: str) -> str:
     return f"rank {rank.number} is the cause: {what}"
 
 
-def _end_of_stopped(end: Rank) -> str:
-    return _blame(
-        end,
-        f"its process {end.pid} is stopped (SIGSTOP or a debugger); kill -CONT {end.pid} "
-        "continues it",
-    )
+def _end(end: Rank, group: Group | None) -> str:
+    """Of a rank that is stopped, or in no call.
 
-
-def _end_of_outside(end: Rank, group: Group | None) -> str:
-    """Of a rank in no call; `group` is that of the call that waits for it, as it knows it."""
+    `group` is that of the call that waits for it, as it knows it.
+    """
+    if end.is_stopped:
+        why = f"its process {end.pid} is stopped (SIGSTOP or a debugger)"
+        return _blame(end, f"{why}; kill -CONT {end.pid} continues it")
     why = _why_outside(end)
     if group is not None and group.state == "left":
         return _blame(end, f"it has left group {group.name}, and {why}")
@@ -281,14 +278,12 @@ def _of_wait(ranks: list[Rank], rank: Rank) -> tuple[str, int | None]:
         path.append(peer)
     end = path[-1]
     if len(path) == 1:
-        return _end_of_stopped(end), end.number
+        return _end(end, None), end.number
     before = path[-2]
     call = before.call
     assert call is not None
     waits = f"Rank {before.number} waits for it in {_wait_text(ranks, before, call)}"
-    if end.is_stopped:
-        return f"{_end_of_stopped(end)}. {waits}", end.number
-    return f"{_end_of_outside(end, end.group_with(before.group_of(call).id))}. {waits}", end.number
+    return f"{_end(end, end.group_with(before.group_of(call).id))}. {waits}", end.number
 
 
 def _of_progress(ranks: list[Rank]) -> tuple[str, int | None]:
@@ -379,11 +374,5 @@ def verdict(ranks: list[Rank], num_lost: int) -> tuple[str, int | None]:
     found = _of_failures(ranks) or _of_lost(ranks)
     if found is None and waiting:  # for any rank, or for no long time
         return _of_wait(ranks, waiting[0][1])
-    return (
-        found
-        or _behind_on_devices(ranks)
-        or (
-            "no rank is in a call of ringcomm: the job does not wait for a collective",
-            None,
-        )
-    )
+    nothing = "no rank is in a call of ringcomm: the job does not wait for a collective"
+    return found or _behind_on_devices(ranks) or (nothing, None)

@@ -23,18 +23,14 @@ def want(
 # ---- numbers
 
 
-def _mix(x: int) -> int:
-    """`mix` of kernels/stored_weights.py."""
-    x ^= x >> 16
+def rounding_key(seed: int) -> int:
+    """The seed's part of the random bits, as a signed 32-bit number."""
+    x = (seed + 0x9E3779B9) & _MASK
+    x ^= x >> 16  # as mix() of kernels/weight_update.py
     x = x * 0x7FEB352D & _MASK
     x ^= x >> 15
     x = x * 0x846CA68B & _MASK
-    return x ^ (x >> 16)
-
-
-def rounding_key(seed: int) -> int:
-    """The seed's part of the random bits, as a signed 32-bit number."""
-    key = _mix((seed + 0x9E3779B9) & _MASK) ^ (seed >> 32 & _MASK)
+    key = x ^ (x >> 16) ^ (seed >> 32 & _MASK)
     return key - (key >> 31 << 32)
 
 
@@ -45,13 +41,7 @@ class Step(NamedTuple):
     minus_lr: float
     scale: float
     limit: float
-    key: int
-    is_stochastic: bool
-
-    @property
-    def numbers(self) -> tuple[float | int, ...]:
-        """The run-time arguments of the kernels."""
-        return self[:5]
+    key: int | None  # of the random bits; None rounds to nearest
 
 
 def step_of(
@@ -69,8 +59,8 @@ def step_of(
     want(rounding_seed >= -1, op, "rounding_seed to be 0 or more, or -1 for none", rounding_seed)
     limit = math.inf if clip_value is None else clip_value
     want(limit > 0, op, "clip_value to be positive or None", clip_value)
-    key = rounding_key(rounding_seed)
-    return Step(1.0 - lr * weight_decay, -lr, scale, limit, key, rounding_seed >= 0)
+    key = rounding_key(rounding_seed) if rounding_seed >= 0 else None
+    return Step(1.0 - lr * weight_decay, -lr, scale, limit, key)
 
 
 # ---- the weight
@@ -86,10 +76,10 @@ def check_weight(
 ) -> None:
     """Raises TypeError or ValueError if the weight does not support the rounding or `low`."""
     check_float(op, "weight", weight, weight.device)
-    is_plain = low is None and not step.is_stochastic
+    is_plain = low is None and step.key is None
     is_split_or_plain = is_plain or weight.dtype == torch.bfloat16
     want(is_split_or_plain, op, "low and rounding_seed for weights of bfloat16 only", weight.dtype)
-    want(low is None or not step.is_stochastic, op, "at most one of low and rounding_seed", "both")
+    want(low is None or step.key is None, op, "at most one of low and rounding_seed", "both")
     if is_matrix:
         layout = "of two dimensions, contiguous"
         is_laid_out = weight.dim() == 2 and weight.is_contiguous()

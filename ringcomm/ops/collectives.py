@@ -131,12 +131,8 @@ def _world_size(group_name: str) -> int:
     return group_named(group_name).size()
 
 
-def _fake_like(input: Tensor, *options: Any) -> Tensor:
-    return torch.empty_like(input, memory_format=torch.contiguous_format)
-
-
 for _name in ("all_reduce", "broadcast", "reduce"):
-    torch.library.register_fake(f"ringcomm::{_name}", _fake_like)
+    torch.library.register_fake(f"ringcomm::{_name}", lambda x, *_: x.new_empty(x.shape))
 for _name in ("all_reduce_", "broadcast_", "ring_all_reduce_"):
     torch.library.register_fake(f"ringcomm::{_name}", lambda *_: None)
 
@@ -169,24 +165,15 @@ def _adjoint_of_reduce_scatter(grad: Tensor, reduce_op: str, group_name: str) ->
     return gathered / _world_size(group_name) if reduce_op == "avg" else gathered
 
 
-# By operator the reductions that have a gradient, and the adjoint: of the gradient and the
-# operator's arguments after its tensor.
-_ADJOINTS: dict[str, tuple[tuple[str, ...], Callable[..., Tensor]]] = {
-    "all_reduce": (("sum", "avg"), _ops.all_reduce),
-    "reduce_scatter": (("sum", "avg"), _adjoint_of_reduce_scatter),
-    "all_gather": ((), lambda grad, name: _ops.reduce_scatter(grad, "sum", name)),
-    "broadcast": ((), lambda grad, src, name: _ops.reduce(grad, src, "sum", name)),
-    "reduce": (("sum",), lambda grad, dst, _, name: _ops.broadcast(grad, dst, name)),
-}
+def _register_adjoint(name: str, adjoint: Callable[..., Tensor], *reductions: str) -> None:
+    """The adjoint of the gradient and the operator's arguments after its tensor.
 
+    `reductions` are those that have a gradient, if the operator takes one.
+    """
 
-def _save_options(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.options = inputs[1:]
+    def save_options(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.options = inputs[1:]
 
-
-def _register_adjoint(
-    name: str, reductions: tuple[str, ...], adjoint: Callable[..., Tensor]
-) -> None:
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if reductions and ctx.options[-2] not in reductions:
             raise NotImplementedError(
@@ -195,8 +182,46 @@ def _register_adjoint(
             )
         return adjoint(grad, *ctx.options), *[None] * len(ctx.options)
 
-    torch.library.register_autograd(f"ringcomm::{name}", backward, setup_context=_save_options)
+    torch.library.register_autograd(f"ringcomm::{name}", backward, setup_context=save_options)
 
 
-for _name, _given in _ADJOINTS.items():
-    _register_adjoint(_name, *_given)
+_register_adjoint("all_reduce", _ops.all_reduce, "sum", "avg")
+_register_adjoint("reduce_scatter", _adjoint_of_reduce_scatter, "sum", "avg")
+_register_adjoint("all_gather", lambda grad, name: _ops.reduce_scatter(grad, "sum", name))
+_register_adjoint("broadcast", lambda grad, src, name: _ops.reduce(grad, src, "sum", name))
+_register_adjoint("reduce", lambda grad, dst, _, name: _ops.broadcast(grad, dst, name), "sum")
+
+# Fixed overloads, because the selection of an overload takes several microseconds per call.
+_all_reduce, _all_reduce_ = _ops.all_reduce.default, _ops.all_reduce_.default
+
+
+def _summed(x: Tensor, group_name: str, inplace: bool) -> Tensor:
+    if inplace and x.is_contiguous():
+        _all_reduce_(x, "sum", group_name)
+        return x
+    return _all_reduce(x, "sum", group_name)
+
+
+class SumOneWay(torch.autograd.Function):
+    """The sum over the ranks in one direction, and the identity in the other."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group_name: str, is_forward: bool, inplace: bool) -> Tensor:
+        """The sum, or `x`."""
+        ctx.group_name, ctx.is_forward, ctx.inplace = group_name, is_forward, inplace
+        if not is_forward:
+            return x.view_as(x)
+        result = _summed(x, group_name, inplace)
+        if result is x:
+            ctx.mark_dirty(x)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        """The identity, or the sum."""
+        (grad,) = grads
+        if torch.is_grad_enabled():
+            grad = SumOneWay.apply(grad, ctx.group_name, not ctx.is_forward, False)
+        elif not ctx.is_forward:
+            grad = _summed(grad, ctx.group_name, ctx.inplace)
+        return grad, None, None, None

@@ -31,8 +31,7 @@ def kernels() -> ModuleType:
             "cross_entropy and weight updates on CUDA tensors use Triton kernels, but `import"
             f" triton` failed ({error}): pip install triton"
         ) from error
-    modules = "cross_entropy cross_entropy_in_place token_losses"
-    for name in f"{modules} weight_update matrix_update".split():
+    for name in ("cross_entropy", "token_losses", "weight_update"):
         importlib.import_module(f"ringcomm.kernels.{name}")
     return importlib.import_module("ringcomm.kernels")
 

@@ -32,10 +32,5 @@ __all__ = [
 
 # torch.distributed.pipelining and .checkpoint, which these need, are slow to import.
 __getattr__, __dir__ = lazy.attributes(
-    __name__,
-    {
-        "pipeline": "ringcomm.parallel.pipeline",
-        "get_state_dict": "ringcomm.parallel.state",
-        "set_state_dict": "ringcomm.parallel.state",
-    },
+    __name__, "pipeline", get_state_dict="state", set_state_dict="state"
 )

@@ -45,22 +45,16 @@ class Hardware:
     new_memory_rate: float = 0.0  # of first writes to new pages; 0 with a caching allocator
 
     def __post_init__(self) -> None:
-        peaks = self.peak_flops
+        peaks, what = self.peak_flops, f"hardware {self.name}"
         if not isinstance(peaks, Mapping) or not {"bf16", "fp32"} <= set(peaks):
-            raise ValueError(
-                f"hardware {self.name}: peak_flops must be an object with bf16 and fp32"
-            )
+            raise ValueError(f"{what}: peak_flops must be an object with bf16 and fp32")
         for name, value in {**vars(self), **peaks}.items():
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             is_in_range = is_number and value >= (0 if name in _MAY_BE_ZERO else 1e-30)
             if not is_in_range and name not in ("name", "peak_flops", "is_host"):
-                raise ValueError(
-                    f"hardware {self.name}: {name} must be a positive number, got {value!r}"
-                )
+                raise ValueError(f"{what}: {name} must be a positive number, got {value!r}")
         if self.utilisation > 1 or self.overlap > 1:
-            raise ValueError(
-                f"hardware {self.name}: utilisation and overlap must be fractions up to 1"
-            )
+            raise ValueError(f"{what}: utilisation and overlap must be fractions up to 1")
 
 
 _MAY_BE_ZERO = (

@@ -116,10 +116,8 @@ class Job:
                 if one not in names:
                     raise ValueError(f"{name} must be one of {', '.join(names)}, got {one!r}")
         for name in ("dp", "pp", "tp", "ep"):
-            if getattr(self, name) < 0:
-                raise ValueError(
-                    f"{name} must be positive, or 0 for all, got {getattr(self, name)}"
-                )
+            if (size := getattr(self, name)) < 0:
+                raise ValueError(f"{name} must be positive, or 0 for all, got {size}")
 
     @property
     def itemsize(self) -> int:

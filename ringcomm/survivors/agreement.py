@@ -7,7 +7,7 @@ import select
 import socket
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -20,8 +20,7 @@ MAX_ATTEMPTS = 8
 _CONNECT_S = 5.0  # to the new store, whose process was alive a moment ago
 
 
-@dataclass(frozen=True)
-class Proposal:
+class Proposal(NamedTuple):
     """The ranks that are to make a group; `name` is random."""
 
     name: str
@@ -77,8 +76,7 @@ class Agreement:
                         continue
                     self._propose(meeting)
                 elif "proposal" in message:
-                    name, attempt, ranks, store = message["proposal"]
-                    self._proposal = Proposal(name, attempt, ranks, tuple(store))
+                    self._proposal = Proposal(*message["proposal"])
                     self._coordinator = meeting.keep_coordinator()
                 else:
                     continue  # a decision on a group that this rank has given up
@@ -137,9 +135,7 @@ class Agreement:
     def _propose(self, meeting: Meeting) -> None:
         """As the coordinator, of the ranks that have joined."""
         ranks = sorted({self._contacts.rank, *meeting.joined})
-        attempt = max(
-            self.attempt, *(int(other["attempt"]) for other in meeting.joined.values()), -1
-        )
+        attempt = max([self.attempt, *(int(x["attempt"]) for x in meeting.joined.values())])
         error = ""
         if attempt + 1 >= MAX_ATTEMPTS:
             error = (
@@ -166,7 +162,7 @@ class Agreement:
         self._coordinator = None
         self._members = meeting.keep_members()
         for member in self._members.values():
-            member.send(proposal=[self._proposal.name, attempt + 1, ranks, store])
+            member.send(proposal=self._proposal)
 
     def _may_go_on(self, ranks: list[int]) -> bool:
         """Whether no other set of ranks may: of those not surely gone it has more than half.

@@ -151,8 +151,7 @@ def on_death(
         A handle. After its `remove()` no further call begins.
 
     Raises:
-        ValueError: the group has another backend for CPU tensors, was destroyed, or this rank is
-            not in it.
+        ValueError: as health().
     """
     watched = resolve_group(group)
     _C.health(backend_of(watched, torch.device("cpu")))  # raises if there is none

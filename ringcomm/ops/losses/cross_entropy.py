@@ -265,7 +265,7 @@ class _InPlace(torch.autograd.Function):
 
 
 def _fake_losses(
-    reduction_at: int, logits: Tensor, target: Tensor, *options: Any
+    reduction_at: int, _: Tensor, target: Tensor, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     tokens = target.numel()
     return (
@@ -275,26 +275,14 @@ def _fake_losses(
     )
 
 
-for _at, _name in ((-1, "cross_entropy_loss"), (-2, "cross_entropy_and_grad_")):
-    torch.library.register_fake(f"ringcomm::{_name}", partial(_fake_losses, _at))
-
-
-@torch.library.register_fake("ringcomm::softmax_stats")
-def _(logits: Tensor, *options: Any) -> Tensor:
-    return logits.new_empty([logits.size(0) + 1, 6], dtype=torch.float32)
-
-
-@torch.library.register_fake("ringcomm::merge_softmax_stats")
-def _(stats: Tensor, group_name: str) -> Tensor:
-    return torch.empty_like(stats)
-
-
-@torch.library.register_fake("ringcomm::cross_entropy_grad")
-def _(grad_loss: Tensor, logits: Tensor, *options: Any) -> Tensor:
-    return torch.empty_like(logits, memory_format=torch.contiguous_format)
-
-
-@torch.library.register_fake("ringcomm::cross_entropy_grad_")
-@torch.library.register_fake("ringcomm::scale_")
-def _(*given: Any) -> None:
-    return None
+_FAKES: dict[str, Any] = {
+    "softmax_stats": lambda x, *_: x.new_empty([x.size(0) + 1, 6], dtype=torch.float32),
+    "merge_softmax_stats": lambda stats, _: torch.empty_like(stats),
+    "cross_entropy_loss": partial(_fake_losses, -1),
+    "cross_entropy_grad": lambda _, x, *__: x.new_empty(x.shape),
+    "cross_entropy_grad_": lambda *_: None,
+    "cross_entropy_and_grad_": partial(_fake_losses, -2),
+    "scale_": lambda *_: None,
+}
+for _name, _fake in _FAKES.items():
+    torch.library.register_fake(f"ringcomm::{_name}", _fake)

@@ -101,8 +101,7 @@ def softmax_stats(logits: Tensor, target: Tensor, weight: Tensor | None, *given:
         (num_entries,),
         *(logits, rows.target, shard_weight, stats),
         *(lead_of(logits), logits.stride(0), rows.num_tokens, rows.num_classes),
-        *(vocab_start, way, digest, *options),
-        HAS_SOFTCAP=softcap != 0,
+        *(vocab_start, way, digest, ignore_index, scale, softcap or None),
         WANTS_WEIGHTED=wants_weighted,
         WANTS_MORE=wants_more,
         **stats_plan(rows.width).constants(logits),
@@ -232,7 +231,7 @@ def _differentiate(
     *options: Any,
 ) -> None:
     """Writes the gradient into `to`, which may be the logits."""
-    vocab_start, vocab_size, _, _, softcap, label_smoothing, _ = options
+    vocab_start, vocab_size, ignore_index, scale, softcap, label_smoothing, z_loss = options
     rows = _rows_of(logits, target, weight, vocab_start, vocab_size)
     if not logits.numel():
         return
@@ -247,8 +246,7 @@ def _differentiate(
         *(grad_loss, int(grad_loss.dim() != 0), logits, to, rows.target),
         *(rows.weight, shard_weight, weight_sum, stats, denominator.to(torch.float64)),
         *(lead, stride, to_lead, to_stride, rows.num_tokens, rows.width, rows.num_classes),
-        *options,
-        HAS_SOFTCAP=softcap != 0,
+        *(vocab_start, vocab_size, ignore_index, scale, softcap or None, label_smoothing, z_loss),
         SMOOTHS=label_smoothing != 0,
         HAS_PADDING=rows.num_classes < rows.width,
         IS_ALIGNED=lead == to_lead and (stride - to_stride) * element_bytes % VECTOR_BYTES == 0,
@@ -302,13 +300,12 @@ def cross_entropy_and_grad_(
     held = held_plan(rows.width, (softcap != 0) + (weight is not None) + wants_more)
     plan = held or twice_plan(logits.element_size())
     launch(
-        kernels().cross_entropy_in_place.stats_and_grad_kernel,
+        kernels().cross_entropy.stats_and_grad_kernel,
         (rows.num_tokens + 1,),
         *(logits, rows.target, rows.weight, _weight_sum_of(rows.weight, label_smoothing)),
         *(stats, denominator, lead_of(logits), logits.stride(0)),
         *(rows.num_tokens, rows.width, rows.num_classes),
-        *(ignore_index, logit_scale, softcap, label_smoothing, z_loss),
-        HAS_SOFTCAP=softcap != 0,
+        *(ignore_index, logit_scale, softcap or None, label_smoothing, z_loss),
         SMOOTHS=label_smoothing != 0,
         HAS_PADDING=rows.num_classes < rows.width,
         WANTS_MORE=wants_more,

@@ -67,7 +67,7 @@ class LayerGradients:
 
     The weight's gradient is summed in `sum_dtype`. None means float32 on a CPU, and on CUDA the
     weight's dtype: a product accumulates in fp32 and rounds once per block. The bias's is in
-    float32.
+    float32. Gradients that are not wanted are None.
     """
 
     def __init__(
@@ -96,10 +96,6 @@ class LayerGradients:
             add_product(self.weight, grad_logits.t(), rows[block], beta=beta)
         if self.bias is not None:
             self.bias += grad_logits.sum(0, dtype=torch.float32)
-
-    def tensors(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """The gradients of hidden states, weight and bias; None if not required."""
-        return self.rows, self.weight, self.bias
 
 
 def scaled(grad: Tensor | None, factor: Tensor, dtype: torch.dtype) -> Tensor | None:

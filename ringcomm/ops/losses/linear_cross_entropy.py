@@ -22,6 +22,7 @@ from typing_extensions import Unpack
 
 from ringcomm.backend import resolve_group
 from ringcomm.ops.arguments import DTYPES
+from ringcomm.ops.collectives import SumOneWay
 from ringcomm.ops.losses.cross_entropy import cross_entropy, loss_of_all_classes
 from ringcomm.ops.losses.linear_blocks import (
     LayerGradients,
@@ -141,7 +142,8 @@ def linear_cross_entropy(
     if sequence_parallel:
         hidden = _ops.all_gather(hidden, shard.group_name)
     elif shard.group_name is not None:
-        hidden = _SumGradients.apply(hidden, shard.group_name)
+        # Each rank has the part of hidden's gradient that is of its classes.
+        hidden = SumOneWay.apply(hidden, shard.group_name, False, False)
     rows = hidden.reshape(target.numel(), hidden.shape[-1])
     with _without_autocast(hidden.device):
         how = (shard, checked, fused_update, accumulate_dtype, torch.is_grad_enabled())
@@ -197,19 +199,6 @@ def _check_layer(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
                 f"hidden and the {name} must be on the same device, got {hidden.device} and"
                 f" {tensor.device}"
             )
-
-
-class _SumGradients(torch.autograd.Function):
-    """Sums hidden's gradient over the ranks, each of which has the part of its classes."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, group_name: str) -> Tensor:
-        ctx.group_name = group_name
-        return hidden.view_as(hidden)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return _ops.all_reduce(grad, "sum", ctx.group_name), None
 
 
 # ---- autograd
@@ -287,7 +276,7 @@ def _with_gradients(
         sums.add(logits, rows, weight, block)
         del logits  # before the next block's
     by_token = torch.cat(parts, 1) if parts else rows.new_empty([4, 0], dtype=torch.float32)
-    ctx.save_for_backward(*sums.tensors())
+    ctx.save_for_backward(sums.rows, sums.weight, sums.bias)
     ctx.dtype = rows.dtype
     return (by_token[0].sum(dtype=torch.float64) / denominator).float(), by_token
 
@@ -330,7 +319,7 @@ def _grads_by_token(
         differentiate(logits, block, ctx.shard)
         sums.add(logits, rows, weight, block)
         del logits  # before the next block's
-    return sums.tensors()
+    return sums.rows, sums.weight, sums.bias
 
 
 def _update_by_class(

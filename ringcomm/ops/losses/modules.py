@@ -19,15 +19,9 @@ class CrossEntropyLoss(nn.Module):
     """ringcomm.ops.cross_entropy with its options, as torch.nn.CrossEntropyLoss.
 
     Args:
-        weight: as there.
-        group: the ranks that shard the vocabulary; None if this rank has all of it.
-        mesh: a one-dimensional DeviceMesh of them, instead of a group.
         num_columns: needed with a group and without vocab_start: this rank's number of classes,
             padding included. The constructor is collective then.
-        vocab_start: this rank's first class, as there.
-        vocab_size: the number of classes without padding, as there.
-        inplace: the gradient replaces the logits, as there.
-        options: as there.
+        weight, group, mesh, vocab_start, vocab_size, inplace, options: as there.
 
     A copy has the same group. A pickled module keeps the group's name, and looks for the group of
     that name where it is loaded. Class weights are not in state dicts; those in a state dict of
@@ -96,14 +90,8 @@ class LinearCrossEntropyLoss(CrossEntropyLoss):
     """ringcomm.ops.linear_cross_entropy with its options.
 
     Args:
-        class_weight: as there.
-        sequence_parallel: hidden states are this rank's share, as there.
-        fused_update: takes the weight's gradient, as there.
-        accumulate_dtype: the dtype in which the weight's gradient is summed, as there.
-        options: those of CrossEntropyLoss, without inplace.
-
-    Raises:
-        ValueError: options are out of their range, or do not fit each other.
+        class_weight, sequence_parallel, fused_update, accumulate_dtype: as there.
+        options: those of CrossEntropyLoss, without inplace. It raises the same errors.
     """
 
     def __init__(

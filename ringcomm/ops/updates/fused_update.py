@@ -71,9 +71,7 @@ def shard_range(num_elems: int, world_size: int, rank: int) -> tuple[int, int]:
     """The elements [begin, end) of a flat buffer that `rank` owns.
 
     Shards are contiguous, in rank order, and differ by one element at most, the longer ones first.
-
-    Raises:
-        ValueError: `rank` is not in [0, world_size), or num_elems is negative.
+    Raises ValueError if `rank` is not in [0, world_size), or num_elems is negative.
     """
     if not 0 <= rank < world_size or num_elems < 0:
         raise ValueError(f"rank {rank} of {world_size} has no shard of {num_elems} elements")

@@ -77,10 +77,9 @@ def _update_elements(
     launch(
         kernels().weight_update.sgd_kernel,
         (-(-(lead + num_elems) // plans.SGD_BLOCK),),
-        *(weight, low, grad, lead, num_elems, *step.numbers, first_elem),
+        *(weight, low, grad, lead, num_elems, *step, first_elem),
         BLOCK=plans.SGD_BLOCK,
         IS_ALIGNED=is_aligned,
-        IS_STOCHASTIC=step.is_stochastic,
         num_warps=plans.SGD_WARPS,
     )
 
@@ -105,7 +104,7 @@ def linear_sgd_update_(
     check_weight(op, weight, low, step)
     tokens, grads = arguments.tokens_of(op, weight, x, grad_out)
     check_writable(op, weight, low, tokens, grads)
-    is_plain = low is None and clip_value is None and not step.is_stochastic
+    is_plain = low is None and clip_value is None and step.key is None
     if is_plain and tokens.dtype == weight.dtype:
         alpha = step.minus_lr * step.scale
         torch.addmm(weight, grads.t(), tokens, beta=step.decay, alpha=alpha, out=weight)
@@ -174,10 +173,9 @@ def embedding_sgd_update_(
             grad_out.contiguous(),  # (tokens, width), whatever its shape
             order,
             ids if weight_decay == 0 else None,
-            *(*ends, num_rows, width, padding_idx, *step.numbers),
+            *(*ends, num_rows, width, padding_idx, *step),
             BLOCK=plans.EMBEDDING_BLOCK,
             UNROLL=plans.EMBEDDING_UNROLL,
-            IS_STOCHASTIC=step.is_stochastic,
             num_warps=plans.EMBEDDING_WARPS,
         )
     mark_written(weight, low)
@@ -206,7 +204,7 @@ def square_sums(
     row_sums = grad.new_empty([tiles_across, grad.shape[0]], dtype=torch.float64)
     col_sums = grad.new_empty([tiles_down, grad.shape[1]], dtype=torch.float64)
     if grad.numel():
-        kernel = kernels().matrix_update.square_sums_kernel
+        kernel = kernels().weight_update.square_sums_kernel
         given = (grad, row_sums, col_sums, *grad.shape, step.scale, step.limit)
         launch(kernel, (tiles_down * tiles_across,), *given, **_TILE)
     return row_sums.sum(0).float(), col_sums.sum(0).float()
@@ -238,7 +236,7 @@ def adalomo_squares(
     tiles_down, tiles_across = _tiles(weight)
     sums = grad.new_empty([2, tiles_down * tiles_across], dtype=torch.float64)
     if weight.numel():
-        kernel = kernels().matrix_update.update_squares_kernel
+        kernel = kernels().weight_update.update_squares_kernel
         given = (weight, low, *factored, sums, *weight.shape, step.scale, step.limit)
         launch(kernel, sums.shape[1:], *given, **_TILE)
     return sums.sum(1).float()
@@ -266,9 +264,8 @@ def adalomo_update_(
     check_writable(op, weight, low, *factored, step_and_decay)
     tiles_down, tiles_across = _tiles(weight)
     if weight.numel():
-        kernel = kernels().matrix_update.adalomo_kernel
+        kernel = kernels().weight_update.adalomo_kernel
         options = (step.scale, step.limit, step.key, first_elem)
         given = (weight, low, *factored, step_and_decay.contiguous(), *weight.shape, *options)
-        is_stochastic = step.is_stochastic
-        launch(kernel, (tiles_down * tiles_across,), *given, IS_STOCHASTIC=is_stochastic, **_TILE)
+        launch(kernel, (tiles_down * tiles_across,), *given, **_TILE)
     mark_written(weight, low)

@@ -42,8 +42,7 @@ class partition(SavedTensors):  # noqa: N801  # a context, as torch's saved_tens
     sharded. The context may be entered repeatedly and recursively.
 
     Args:
-        group: None for the default group.
-        mesh: a one-dimensional DeviceMesh, instead of a group.
+        group, mesh: the ranks, a group or a one-dimensional DeviceMesh; by default all.
         offload: "cpu" keeps the shards in host memory (pinned if the device is a GPU), also with a
             single rank, whose shard is the whole tensor.
         min_elems: smaller tensors are not sharded.

@@ -155,8 +155,7 @@ class ParameterServer:
     def serve(self) -> None:
         """Serves until all workers have closed. On a dedicated server, once.
 
-        Raises:
-            RuntimeError: this rank is a worker, which serves in a thread.
+        Raises RuntimeError on a worker, which serves in a thread.
         """
         if self._ports:
             raise RuntimeError("serve() is for dedicated servers; a worker serves without it")

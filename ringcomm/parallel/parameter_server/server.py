@@ -39,14 +39,14 @@ class ServerOptimizer:
         keeps_master: bool,
     ) -> None:
         self._keeps_master = keeps_master
-        self._params = {
+        self.params = {
             name: nn.Parameter(value.detach().to("cpu", copy=True))
             for name, value in values.items()
         }
         # In the order of the optimizer's groups.
         self._names = [[name for name in group["params"] if name in values] for group in groups]
         here = [
-            {**group, "params": [self._params[name] for name in names]}
+            {**group, "params": [self.params[name] for name in names]}
             for group, names in zip(groups, self._names, strict=True)
         ]
         self._optimizer = make(here)
@@ -62,17 +62,12 @@ class ServerOptimizer:
                 " use the parameters that it gets as its argument"
             )
 
-    @property
-    def weights(self) -> list[Tensor]:
-        """In the order of keys."""
-        return [param.detach() for param in self._params.values()]
-
     def step(self, gradient: Sequence[Tensor | None]) -> None:
         """One update, with a gradient by key, cast to its parameter's dtype.
 
         A parameter with None is not updated, as in torch's optimizers.
         """
-        for param, part in zip(self._params.values(), gradient, strict=True):
+        for param, part in zip(self.params.values(), gradient, strict=True):
             param.grad = None if part is None else part.to(param.dtype)
         self._optimizer.step()
         self._optimizer.zero_grad()
@@ -82,7 +77,7 @@ class ServerOptimizer:
         own = self._optimizer.state_dict()
         order = list(chain(*self._names))  # torch's numbers are places in it
         state = {order[number]: dict(values) for number, values in own["state"].items()}
-        for name, param in self._params.items():
+        for name, param in self.params.items():
             if self._keeps_master:
                 state.setdefault(name, {})["master"] = param.detach()
         for group, names in zip(own["param_groups"], self._names, strict=True):
@@ -97,7 +92,7 @@ class ServerOptimizer:
         A state's "master" comes before a weight.
         """
         given = state.get("state", {})
-        for name, param in self._params.items():
+        for name, param in self.params.items():
             param.copy_(given.get(name, {}).get("master", weights[name]))
         if not state.get("param_groups"):
             return
@@ -293,7 +288,7 @@ class Server:
                 answer_pull((Header(Kind.ANSWER, self.version), None))
             else:
                 if self._packed is None:
-                    self._packed = self._packing.pack(self._optimizer.weights)
+                    self._packed = self._packing.pack([*self._optimizer.params.values()])
                 num_bytes = self._packed.numel()
                 answer_pull((Header(Kind.ANSWER, self.version, num_bytes=num_bytes), self._packed))
 

@@ -244,13 +244,11 @@ def default_costs(blocks: Sequence[nn.Module]) -> list[float]:
 
     A weight costs six operations per token, a table none; a head that is tied to a table counts.
     """
-
-    def cost(block: nn.Module) -> float:
-        kinds = nn.Embedding | nn.EmbeddingBag
+    costs, kinds = [], nn.Embedding | nn.EmbeddingBag
+    for block in blocks:
         tables = {module.weight for module in block.modules() if isinstance(module, kinds)}
-        return 1.0 + sum(p.numel() for p in block.parameters() if p not in tables)
-
-    return [cost(block) for block in blocks]
+        costs.append(1.0 + sum(p.numel() for p in block.parameters() if p not in tables))
+    return costs
 
 
 # ---- weights tied between stages on several ranks

@@ -80,8 +80,7 @@ class Pipeline:
             first the gradients of inputs, for which the previous stage waits, and later those of
             weights.
         num_microbatches: the number of micro-batches, along a batch's first dimension.
-        group: the pipeline's ranks; None for the default group.
-        mesh: a one-dimensional DeviceMesh, instead of a group.
+        group, mesh: the pipeline's ranks, a group or a one-dimensional DeviceMesh; by default all.
         num_stages_per_rank: default 2 for "interleaved" and "zbv", otherwise 1.
         costs: one per block, for the cut, such as forward times. Default: numbers of parameters,
             without embedding tables. See `pipeline.cut`.
@@ -296,10 +295,7 @@ class Pipeline:
     def timeline(self) -> Timeline:
         """The timeline of all ranks in the last recorded step. All ranks must be on one host.
 
-        Raises:
-            RuntimeError: the last step was not recorded.
-
-        Collective: exchanges one object.
+        Raises RuntimeError if the last step was not recorded. Collective: exchanges one object.
         """
         everyone = all_gathered(self._log, self.group)
         if not all(everyone):

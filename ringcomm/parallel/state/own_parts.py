@@ -47,7 +47,11 @@ class ModelParts:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        _refuse_flat_parameters(module)
+        if any(isinstance(part, FullyShardedDataParallel) for part in module.modules()):
+            raise ValueError(
+                "FullyShardedDataParallel has its own parts of flattened weights: use fully_shard,"
+                " or torch.distributed.checkpoint.state_dict"
+            )
         found = (find_shards(param) for param in module.parameters())
         self.shards: list[WeightShards] = list(dict.fromkeys(s for s in found if s is not None))
         # First: fully_shard replaces gathered parameters by its DTensors here.
@@ -142,14 +146,6 @@ class ModelParts:
         if span is not None:
             is_copy = self._is_replica if split is None else split.rank % split.num_replicas > 0
         return TensorPart(local_of(value), cut.boxes, cut.shape, is_copy=is_copy)
-
-
-def _refuse_flat_parameters(module: nn.Module) -> None:
-    if any(isinstance(part, FullyShardedDataParallel) for part in module.modules()):
-        raise ValueError(
-            "FullyShardedDataParallel has its own parts of flattened weights: use fully_shard, or"
-            " torch.distributed.checkpoint.state_dict"
-        )
 
 
 class OptimizerParts:

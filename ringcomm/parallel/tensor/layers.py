@@ -140,6 +140,13 @@ class _ParallelLinear(SplitModule):
         of_bias = self.splits.get("bias")
         self.bias = draw(shape[:1], of_bias, lambda x: nn.init.uniform_(x, -bound, bound))
 
+    def extra_repr(self) -> str:
+        """As nn.Linear has it."""
+        sizes: list[Any] = [self.out_features, self.in_features]
+        dim, (begin, end) = self.splits["weight"].dim, self.features
+        sizes[dim] = f"{begin}:{end} of {sizes[dim]}"
+        return "in_features={1}, out_features={0}".format(*sizes)
+
 
 class ColumnParallelLinear(_ParallelLinear):
     """nn.Linear whose output features are sharded over ranks.
@@ -211,11 +218,6 @@ class ColumnParallelLinear(_ParallelLinear):
         sizes = [end - begin for begin, end in self.splits["weight"].ranges]
         return gather_from_tp(out, sizes, self.group)
 
-    def extra_repr(self) -> str:
-        """As nn.Linear has it."""
-        begin, end = self.features
-        return f"in_features={self.in_features}, out_features={begin}:{end} of {self.out_features}"
-
 
 class RowParallelLinear(_ParallelLinear):
     """nn.Linear whose input features are sharded over ranks, as after a column-parallel layer.
@@ -230,10 +232,8 @@ class RowParallelLinear(_ParallelLinear):
     Attributes:
         features: the input features [begin, end) of this rank.
 
-    Raises:
-        ValueError: in_features is not a multiple of shard_multiple.
-
-    Collective if it has a bias, which becomes that of rank 0.
+    Raises ValueError if in_features is not a multiple of shard_multiple. Collective if it has a
+    bias, which becomes that of rank 0.
     """
 
     def __init__(
@@ -264,11 +264,6 @@ class RowParallelLinear(_ParallelLinear):
         part = F.linear(x, self.weight)
         out = reduce_from_tp(part, self.group, sequence_dim=self.sequence_dim, inplace=True)
         return out if self.bias is None else out + self.bias
-
-    def extra_repr(self) -> str:
-        """As nn.Linear has it."""
-        begin, end = self.features
-        return f"in_features={begin}:{end} of {self.in_features}, out_features={self.out_features}"
 
 
 # ---- embeddings

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringcomm.backend import resolve_group
+from ringcomm.ops.collectives import SumOneWay
 from ringcomm.parallel.gradient_placeholder import hookable
 
 _ops: Any = torch.ops.ringcomm
 # A fixed overload, because the selection of an overload takes several microseconds per call.
-_all_reduce, _all_reduce_ = _ops.all_reduce.default, _ops.all_reduce_.default
 _all_gather, _reduce_scatter = _ops.all_gather.default, _ops.reduce_scatter.default
 _SUMMED_OVER = "_ringcomm_summed_over"
 
@@ -56,7 +56,7 @@ def copy_to_tp(
         return x
     name = resolved.group_name
     if sequence_dim is None:
-        return _Sum.apply(x, name, False, inplace)
+        return SumOneWay.apply(x, name, False, inplace)
     whole: Tensor = _all_gather(x.movedim(sequence_dim, 0).contiguous(), name)
     return whole.movedim(0, sequence_dim).contiguous()
 
@@ -82,17 +82,15 @@ def reduce_from_tp(
     Returns:
         The sum over the ranks; with `sequence_dim` this rank's part of it.
 
-    Raises:
-        ValueError: the ranks do not divide the tokens.
-
-    Collective; sends what copy_to_tp() sends, with forward and backward exchanged.
+    Raises ValueError if the ranks do not divide the tokens. Collective; sends what copy_to_tp()
+    sends, with forward and backward exchanged.
     """
     resolved = resolve_group(group, mesh)
     if resolved.size() == 1:
         return x
     name = resolved.group_name
     if sequence_dim is None:
-        return _Sum.apply(x, name, True, inplace)
+        return SumOneWay.apply(x, name, True, inplace)
     if x.shape[sequence_dim] % resolved.size():
         raise ValueError(
             f"{resolved.size()} ranks cannot split {x.shape[sequence_dim]} tokens evenly: pad the"
@@ -163,36 +161,6 @@ def give_memory(param: Tensor, value: Tensor, device: torch.device | str | None 
         all_reduce_grad_(param, summed)
 
 
-def _summed(x: Tensor, group_name: str, inplace: bool) -> Tensor:
-    if inplace and x.is_contiguous():
-        _all_reduce_(x, "sum", group_name)
-        return x
-    return _all_reduce(x, "sum", group_name)
-
-
-class _Sum(torch.autograd.Function):
-    """The sum over the ranks in one direction, and the identity in the other."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group_name: str, is_forward: bool, inplace: bool) -> Tensor:
-        ctx.group_name, ctx.is_forward, ctx.inplace = group_name, is_forward, inplace
-        if not is_forward:
-            return x.view_as(x)
-        result = _summed(x, group_name, inplace)
-        if result is x:
-            ctx.mark_dirty(x)
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        (grad,) = grads
-        if torch.is_grad_enabled():
-            grad = _Sum.apply(grad, ctx.group_name, not ctx.is_forward, False)
-        elif not ctx.is_forward:
-            grad = _summed(grad, ctx.group_name, ctx.inplace)
-        return grad, None, None, None
-
-
 class _GatherFromTp(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -209,5 +177,5 @@ class _GatherFromTp(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         # Equal on all ranks: its own gradient is a partial sum.
-        grad = _Sum.apply(grads[0], ctx.group_name, False, False)
+        grad = SumOneWay.apply(grads[0], ctx.group_name, False, False)
         return grad.narrow(ctx.dim, ctx.begin, ctx.num), None, None, None, None
