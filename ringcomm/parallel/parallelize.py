@@ -20,10 +20,10 @@ from ringcomm.parallel.mesh import ParallelDims
 from ringcomm.parallel.model.describe import Model, describe
 from ringcomm.parallel.model.refuse import Asked, refuse
 from ringcomm.parallel.model.starts import start_equal
+from ringcomm.parallel.optimizer_classes import REFUSED, WHOLE, optimizers_of
 from ringcomm.parallel.parallelized import Parallelized
 from ringcomm.parallel.shards.units import default_units
 from ringcomm.parallel.tensor.replicas import check_replicas
-from ringcomm.parallel.zero.elementwise import REFUSED, WHOLE, optimizers_of
 from ringcomm.torch_names import reduce_unused
 
 _SHARD_OPTIONS = [*parameters_of(zero.shard)][5:]  # but for the model, optimizer, stage and group

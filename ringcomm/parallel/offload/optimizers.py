@@ -7,7 +7,7 @@ Ren et al. 2021 (arXiv 2101.06840, section 5.1) for the host, Rajbhandari et al.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count, zip_longest
 from typing import Any, Literal, NamedTuple
@@ -38,10 +38,10 @@ class Operands:
     def start(self, param: Tensor) -> None:
         """Called ahead of get()."""
 
-    def get(self, param: Tensor) -> tuple[Tensor, Tensor]:
-        """The weights, to be written in place, and their gradient; one-dimensional."""
-        grad = param if param.grad is None else param.grad
-        return local_of(param.detach()).view(-1), local_of(grad.detach()).reshape(-1)
+    def get(self, param: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The weights, to be written in place, and their gradient if there is one."""
+        grad = None if param.grad is None else local_of(param.grad.detach())
+        return local_of(param.detach()), grad
 
     def done(self, param: Tensor) -> None:
         """Called after the last get() of a step."""
@@ -82,8 +82,138 @@ class _Chunk(NamedTuple):
     step: int
 
 
-class _Offloaded(torch.optim.Optimizer):
-    """The base of the optimizers in this file."""
+class OffloadedOptimizer(torch.optim.Optimizer):
+    """The base of optimizers with states in a tier.
+
+    Attributes:
+        to, path: as given.
+        tier: where the states are.
+        steps: by parameter that has a state, the number of its updates.
+        counts: by group, the options that the class changes in a step.
+        is_whole: whether each parameter is updated as a whole, by itself.
+    """
+
+    to: Literal["cpu", "nvme"]
+    path: Any
+    tier: Tier
+    steps: dict[Tensor, int]
+    counts: list[dict[str, Any]]
+    is_whole = False
+
+    def _begin(
+        self, tier: Tier | None = None, operands: Operands | None = None, first: int = 0
+    ) -> None:
+        """Starts without states. `first` is the number of the first parameter in the tier."""
+        self.tier = tier or make_tier(self.to, self.path, keep=False, pool=BufferPool())
+        self.steps, self.counts = {}, [{} for _ in self.param_groups]
+        self._operands, self._first = operands or Operands(), first
+
+    def over(
+        self, groups: list[dict[str, Any]], operands: Operands, tier: Tier | None, first: int
+    ) -> Any:
+        """The same optimizer over other parameters, such as shards; by default in the same tier.
+
+        This optimizer releases its tier and must not be used afterwards.
+        """
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Updates the parameters that have a gradient.
+
+        While one part is updated, the next is read and the previous one is written.
+
+        Raises:
+            OSError: the file system failed. Some parts of parameters have been updated and the
+                optimizer can no longer be used: continue from a checkpoint.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.run("step", [*filter(self._operands.has_grad, self._places())])
+        return loss
+
+    def run(
+        self,
+        method: str,
+        params: Sequence[Tensor],
+        grad_scale: float = 1.0,
+        before: Sequence[dict[str, Any]] | None = None,
+    ) -> None:
+        """A method of the class on some parameters, with gradients multiplied by a factor.
+
+        `before` has the options of the groups at the beginning of a step of several calls.
+        """
+        raise NotImplementedError
+
+    def state_of(self, param: Tensor) -> dict[str, Any]:
+        """A copy of a parameter's state in memory, as torch.optim keeps it; {} before a step.
+
+        16-bit weights also have "master".
+        """
+        raise NotImplementedError
+
+    def set_state_of(self, param: Tensor, state: dict[str, Any]) -> None:
+        """Takes a parameter's state; the inverse of state_of()."""
+        raise NotImplementedError
+
+    def saved_of(self, param: Tensor) -> Any:
+        """What is not in the tier of a parameter's state, for JSON."""
+        return self.steps.get(param)
+
+    def restore(self, param: Tensor, saved: Any) -> None:
+        """Takes what saved_of() returned, not None, for a state in the tier."""
+        self.steps[param] = saved
+
+    def saved_counts(self) -> Any:
+        """What the class has changed in its groups, for JSON."""
+        return []
+
+    def restore_counts(self, saved: Any) -> None:
+        """Takes what saved_counts() returned."""
+
+    def _places(self) -> dict[Tensor, tuple[int, dict[str, Any]]]:
+        """By parameter, its number and its group."""
+        params = ((param, group) for group in self.param_groups for param in group["params"])
+        return {param: (idx, group) for idx, (param, group) in enumerate(params)}
+
+    @property
+    def state(self) -> Any:
+        """Copies of the states by parameter; read-only."""
+        return StatesView(self.steps, self.state_of)
+
+    @state.setter
+    def state(self, states: Any) -> None:
+        if states:
+            raise AttributeError("`state` has copies: use load_state_dict() to replace states")
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's, with copies of all states in memory."""
+        states = {idx: self.state_of(param) for param, (idx, _) in self._places().items()}
+        return {
+            "state": {idx: state for idx, state in states.items() if state},
+            "param_groups": numbered_groups(self),
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a state_dict() of torch's optimizer, or of this one."""
+        groups = self.param_groups
+        super().load_state_dict({**state_dict, "state": {}})
+        for group, loaded in zip(groups, self.param_groups, strict=True):
+            group.update(loaded)
+        self.param_groups = groups  # which schedulers may share
+        for param, (idx, _) in self._places().items():
+            self.set_state_of(param, state_dict["state"].get(idx, {}))
+
+    def close(self) -> None:
+        """Releases memory and files; the optimizer must not be used afterwards."""
+        self.tier.close()
+
+
+class _Chunked(OffloadedOptimizer):
+    """Updates parts of parameters by the kernels of ringcomm.ops."""
 
     def __init__(
         self,
@@ -101,11 +231,8 @@ class _Offloaded(torch.optim.Optimizer):
             raise ValueError(f"chunk_elems must be positive, got {chunk_elems}")
         for group in self.param_groups:
             self._check_group(group)
-        self.to: Literal["cpu", "nvme"] = to
-        self.path, self._chunk_elems = path, chunk_elems
-        self.steps: dict[Tensor, int] = {}
-        self.tier = make_tier(to, path, keep=False, pool=BufferPool())
-        self._operands = Operands()
+        self.to, self.path, self._chunk_elems = to, path, chunk_elems
+        self._begin()
 
     def _check_group(self, group: dict[str, Any]) -> None:
         _rule_of(self, group)
@@ -120,20 +247,13 @@ class _Offloaded(torch.optim.Optimizer):
                 )
 
     def over(
-        self,
-        groups: list[dict[str, Any]],
-        tier: Tier | None = None,
-        operands: Operands | None = None,
-    ) -> _Offloaded:
-        """The same optimizer over other parameters, such as shards; by default in the same tier.
-
-        This optimizer releases its tier and must not be used afterwards.
-        """
+        self, groups: list[dict[str, Any]], operands: Operands, tier: Tier | None, first: int
+    ) -> _Chunked:
+        """See OffloadedOptimizer."""
         self.tier.close()
-        to, path = (self.to, self.path) if tier is None else ("cpu", None)
-        made = type(self)(groups, to=to, path=path, chunk_elems=self._chunk_elems)
-        made.tier = tier or made.tier
-        made._operands = operands or made._operands
+        made = type(self)(groups, chunk_elems=self._chunk_elems)
+        made.to, made.path = self.to, self.path
+        made._begin(tier, operands, first)
         return made
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -143,31 +263,21 @@ class _Offloaded(torch.optim.Optimizer):
             self._check_group(self.param_groups[-1])
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates the parameters that have a gradient, chunk by chunk.
-
-        While a chunk is updated, the next is read and the previous one is written.
-
-        Raises:
-            OSError: the file system failed. Some chunks of parameters have been updated and the
-                optimizer can no longer be used: continue from a checkpoint.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self.update(1.0)
-        return loss
-
-    @torch.no_grad()
-    def update(self, grad_scale: float) -> None:
-        """step() with gradients multiplied by a factor."""
-        steps: dict[Tensor, int] = {}
-        chunks: list[_Chunk] = []
-        for param, (idx, group) in self._places().items():
-            if self._operands.has_grad(param):
-                steps[param] = self.steps.get(param, 0) + 1
-                chunks += self._chunks_of(param, idx, group, steps[param])
+    def run(
+        self,
+        method: str,
+        params: Sequence[Tensor],
+        grad_scale: float = 1.0,
+        before: Sequence[dict[str, Any]] | None = None,
+    ) -> None:
+        """See OffloadedOptimizer."""
+        places = self._places()
+        steps = {param: self.steps.get(param, 0) + 1 for param in params}
+        chunks = [
+            chunk
+            for param, step in steps.items()
+            for chunk in self._chunks_of(param, *places[param], step)
+        ]
         ahead: Loan | None = None
         for chunk, following in zip_longest(chunks, chunks[1:]):
             loan = ahead or self._start(chunk)
@@ -183,11 +293,6 @@ class _Offloaded(torch.optim.Optimizer):
             self._operands.start(chunk.param)
         return self._fetch(chunk)
 
-    def _places(self) -> dict[Tensor, tuple[int, dict[str, Any]]]:
-        """By parameter, its number and its group."""
-        params = ((param, group) for group in self.param_groups for param in group["params"])
-        return {param: (idx, group) for idx, (param, group) in enumerate(params)}
-
     def _chunks_of(
         self, param: Tensor, idx: int, group: dict[str, Any], step: int
     ) -> Iterator[_Chunk]:
@@ -195,7 +300,7 @@ class _Offloaded(torch.optim.Optimizer):
         names = _state_names(rule, param)
         for begin in range(0, num_elems, self._chunk_elems):
             end = min(begin + self._chunk_elems, num_elems)
-            yield _Chunk(param, rule, names, begin, end, f"state.{idx}.{begin}", step)
+            yield _Chunk(param, rule, names, begin, end, f"state.{self._first + idx}.{begin}", step)
 
     def _fetch(self, chunk: _Chunk) -> Loan:
         if chunk.key in self.tier:
@@ -207,9 +312,10 @@ class _Offloaded(torch.optim.Optimizer):
 
     def _update(self, chunk: _Chunk, state: dict[str, Tensor], grad_scale: float) -> None:
         whole, grads = self._operands.get(chunk.param)
-        weights = whole[chunk.begin : chunk.end]
+        assert grads is not None
+        weights = whole.view(-1)[chunk.begin : chunk.end]
         on_host = weights.to("cpu")
-        grad = grads[chunk.begin : chunk.end].to("cpu")
+        grad = grads.reshape(-1)[chunk.begin : chunk.end].to("cpu")
         master = state.get("master")
         if master is not None:
             # All rows are new at the first step, later only those that load_state_dict() has
@@ -224,10 +330,7 @@ class _Offloaded(torch.optim.Optimizer):
             weights.copy_(on_host)
 
     def state_of(self, param: Tensor) -> dict[str, Any]:
-        """A copy of a parameter's state in memory, as torch.optim keeps it; {} before a step.
-
-        16-bit weights also have "master".
-        """
+        """See OffloadedOptimizer."""
         step = self.steps.get(param)
         if step is None:
             return {}
@@ -255,7 +358,7 @@ class _Offloaded(torch.optim.Optimizer):
         return state
 
     def set_state_of(self, param: Tensor, state: dict[str, Any]) -> None:
-        """Takes a parameter's state; the inverse of state_of()."""
+        """See OffloadedOptimizer."""
         if not state:
             self.steps.pop(param, None)
             return
@@ -269,36 +372,8 @@ class _Offloaded(torch.optim.Optimizer):
             self.tier.give_back(loan, is_written=True)
         self.steps[param] = step
 
-    @property
-    def state(self) -> Any:
-        """Copies of the states by parameter; read-only."""
-        return StatesView(self.steps, self.state_of)
 
-    @state.setter
-    def state(self, states: Any) -> None:
-        if states:
-            raise AttributeError("`state` has copies: use load_state_dict() to replace states")
-
-    def state_dict(self) -> dict[str, Any]:
-        """torch's, with copies of all states in memory."""
-        states = {idx: self.state_of(param) for param, (idx, _) in self._places().items()}
-        return {
-            "state": {idx: state for idx, state in states.items() if state},
-            "param_groups": numbered_groups(self),
-        }
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state_dict() of torch's optimizer, or of this one."""
-        super().load_state_dict({**state_dict, "state": {}})
-        for param, (idx, _) in self._places().items():
-            self.set_state_of(param, state_dict["state"].get(idx, {}))
-
-    def close(self) -> None:
-        """Releases memory and files; the optimizer must not be used afterwards."""
-        self.tier.close()
-
-
-class AdamW(_Offloaded, torch.optim.AdamW):
+class AdamW(_Chunked, torch.optim.AdamW):
     """torch.optim.AdamW with exp_avg and exp_avg_sq in host memory, or in files.
 
         optimizer = offload.AdamW(model.parameters(), lr=1e-3, to="nvme", path="/mnt/nvme")
@@ -321,7 +396,7 @@ class AdamW(_Offloaded, torch.optim.AdamW):
     """
 
 
-class SGD(_Offloaded, torch.optim.SGD):
+class SGD(_Chunked, torch.optim.SGD):
     """torch.optim.SGD with its momentum in host memory, or in files; see AdamW."""
 
 

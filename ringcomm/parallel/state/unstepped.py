@@ -7,11 +7,11 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ringcomm.parallel.offload.optimizers import OffloadedOptimizer
+from ringcomm.parallel.optimizer_classes import new_state
 from ringcomm.parallel.zero import ZeroOptimizer
-from ringcomm.parallel.zero.elementwise import is_offloaded, over_groups
 
 State = dict[str, Any]
 
@@ -34,20 +34,14 @@ class Unstepped:
         is_zero = isinstance(optimizer, ZeroOptimizer)
         for group in optimizer.param_groups:
             for param in group["params"]:
+                if is_zero and optimizer.is_offloaded(param):
+                    continue
                 known = optimizer._state_of(param) if is_zero else optimizer.state.get(param, {})
                 if not param.requires_grad or known.keys() - {MASTER}:
                     continue
                 if is_zero and not optimizer.updates(param):
                     continue
-                # By a step of another weight, which must not count.
-                other = nn.Parameter(_value_of(optimizer, param))
-                other.grad = torch.zeros_like(other)
-                still = {"lr": 0 * group["lr"]} if group.get("lr") is not None else {}
-                inner = _inner_of(optimizer, param)
-                copy = over_groups(inner, [{**group, **still, "params": [other]}])
-                copy.step()
-                made: State = copy.state.get(other, {})
-                new = {key: value * 0 if key == "step" else value for key, value in made.items()}
+                new = new_state(_inner_of(optimizer, param), group, _value_of(optimizer, param))
                 if new and is_zero:
                     optimizer._set_state(param, new)
                 elif new:
@@ -78,8 +72,10 @@ def _value_of(optimizer: Any, param: Any) -> Any:
 
 
 def _inner_of(optimizer: Any, param: Any) -> Any:
-    """The optimizer, or that of zero.shard()'s which updates a weight."""
-    return optimizer.inner_of(param) if isinstance(optimizer, ZeroOptimizer) else optimizer
+    """The optimizer of a class that updates a weight, in that of zero.shard() or Offloaded."""
+    if isinstance(optimizer, ZeroOptimizer):
+        return optimizer.inner_of(param)
+    return getattr(optimizer, "inner", optimizer)
 
 
 _unstepped: WeakKeyDictionary[Any, Unstepped] = WeakKeyDictionary()
@@ -95,7 +91,7 @@ def make_states(optimizer: Any) -> Unstepped:
             optimizer.register_step_pre_hook(_drop_states)
     if hasattr(optimizer, "make_states"):  # it applies gradients in the backward pass
         optimizer.make_states()
-    elif not is_elsewhere(optimizer):
+    elif not isinstance(optimizer, OffloadedOptimizer):
         _unstepped[optimizer].make_states(optimizer)
     return _unstepped[optimizer]
 
@@ -105,6 +101,8 @@ def _drop_states(optimizer: Any, *_: Any) -> None:
     for param in params:
         if isinstance(optimizer, ZeroOptimizer):
             optimizer._set_state(param, {})
+        elif isinstance(optimizer, OffloadedOptimizer):
+            optimizer.set_state_of(param, {})
         else:
             optimizer.state.pop(param, None)
     params.clear()
@@ -112,4 +110,6 @@ def _drop_states(optimizer: Any, *_: Any) -> None:
 
 def is_elsewhere(optimizer: Any) -> bool:
     """Whether states are in another tier than device memory."""
-    return is_offloaded(getattr(optimizer, "_inner", optimizer))
+    if isinstance(optimizer, ZeroOptimizer):
+        return optimizer.has_offloaded
+    return isinstance(optimizer, OffloadedOptimizer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,8 @@ from ringcomm.parallel.flat_collectives import check_agreement, place_in
 from ringcomm.parallel.model.describe import Model, describe
 from ringcomm.parallel.model.owners import note_trainer
 from ringcomm.parallel.model.refuse import Asked, refuse
-from ringcomm.parallel.zero.elementwise import is_offloaded, needs_whole, takes_empty_groups
+from ringcomm.parallel.offload.optimizers import OffloadedOptimizer
+from ringcomm.parallel.optimizer_classes import needs_whole, retire, takes_empty_groups
 from ringcomm.parallel.zero.flat import FlatZero
 from ringcomm.parallel.zero.infinity import ZeroInfinity as ZeroInfinity
 from ringcomm.parallel.zero.optimizer import Given, Inner, ShardOptions, ZeroOptimizer
@@ -171,7 +172,7 @@ def shard(
     else:
         made = FlatZero(given)
     for inner in inners:
-        _retire(inner.optimizer)
+        retire(inner.optimizer, "zero.shard()")
     note_trainer(made.all_params(), made)
     if state["state"]:
         made.load_state_dict(state)
@@ -209,22 +210,6 @@ def _joined_state(inners: Sequence[Inner]) -> dict[str, Any]:
     return joined
 
 
-def _retire(optimizer: torch.optim.Optimizer) -> None:
-    """Makes the optimizer that was given to zero.shard() raise before it writes anything."""
-    optimizer.register_step_pre_hook(_refuse_use)  # a scheduler has replaced `step`
-    for name in {"train", "eval"} & {*dir(optimizer)}:
-        setattr(optimizer, name, _refuse_use)
-    for name in ("zero_grad", "add_param_group", "state_dict", "load_state_dict"):
-        setattr(optimizer, name, _refuse_use)
-
-
-def _refuse_use(*_: Any, **__: Any) -> NoReturn:
-    raise RuntimeError(
-        "this optimizer was given to zero.shard() and no longer has the weights: use the"
-        " optimizer that zero.shard() returned"
-    )
-
-
 # ---- checks, before anything is sent or changed
 
 
@@ -246,10 +231,12 @@ def _described(
             "expected an optimizer, or a list of them, as the second argument, got a"
             f" {type(optimizers).__name__}"
         )
-    if len(optimizers) > 1 and any(map(is_offloaded, optimizers)):
-        raise ValueError("an optimizer of ringcomm.parallel.offload must be the only one")
-    if options.offload_weights and not any(map(is_offloaded, optimizers)):
-        raise ValueError("offload_weights needs an optimizer of ringcomm.parallel.offload")
+    if options.offload_weights:
+        offloaded = [x for x in optimizers if isinstance(x, OffloadedOptimizer)]
+        if len(offloaded) < max(1, len(optimizers)):
+            raise ValueError("offload_weights needs optimizers of ringcomm.parallel.offload")
+        if len({(each.to, str(each.path)) for each in offloaded}) > 1:
+            raise ValueError("offload_weights needs optimizers with equal `to` and `path`")
     described = describe(model)
     trained = [p for one in optimizers for group in one.param_groups for p in group["params"]]
     params = {*trained}
@@ -279,7 +266,7 @@ def _described(
             optimizer,
             optimizer.param_groups,
             needs_whole(optimizer, whole),
-            not is_offloaded(optimizer) and takes_empty_groups(optimizer),
+            isinstance(optimizer, OffloadedOptimizer) or takes_empty_groups(optimizer),
         )
         for optimizer in optimizers
     ]

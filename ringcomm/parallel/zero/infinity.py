@@ -6,7 +6,7 @@ weights are gathered when it runs, and the next unit's are prefetched.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,14 @@ from torch import Tensor, nn
 from ringcomm.ops.updates.fused_update import shard_range
 from ringcomm.parallel.flat_collectives import all_gathered, takes_uneven
 from ringcomm.parallel.gradient_placeholder import GradientHooks, check_same_gradients, progress
+from ringcomm.parallel.offload.optimizers import Operands
 from ringcomm.parallel.offload.tiers import FileTier, make_tier
 from ringcomm.parallel.offload.transfers import BufferPool
+from ringcomm.parallel.optimizer_classes import options_of
 from ringcomm.parallel.shards import WeightShards
 from ringcomm.parallel.zero.home import Home
-from ringcomm.parallel.zero.optimizer import Given, ZeroOptimizer
+from ringcomm.parallel.zero.optimizer import Given, Inner, ZeroOptimizer
+from ringcomm.parallel.zero.whole import Owners
 from ringcomm.torch_names import NO_BACKWARD, graph_task, will_run
 
 
@@ -36,7 +39,7 @@ class ZeroInfinity(ZeroOptimizer):
     def __init__(self, given: Given) -> None:
         """Collective: a broadcast per unit."""
         super().__init__(given)
-        optimizer, group, resume = given.optimizer, given.group, given.options.resume
+        optimizer, group, resume = self._inners[0].optimizer, given.group, given.options.resume
         if not takes_uneven(group, torch.device("cpu")):
             raise ValueError("offload_weights needs a group of backend ringcomm")
         device = self._device()
@@ -58,11 +61,13 @@ class ZeroInfinity(ZeroOptimizer):
         self._home = Home(self._tier, self._grads, self._replacing, is_filled=resume)
         self._weights = _HomedShards(self._home, given.model.module, group, units=given.units)
         self._own = {param: self._weights.shard_of(param) for param in self.all_params()}
-        groups = [{**g, "params": [*map(self._own.get, g["params"])]} for g in self.param_groups]
-        self._inner = optimizer.over(groups, tier=self._tier, operands=self._home)
+        whole = [param for param, inner in self._inner_by_param.items() if inner.is_whole]
+        self._owners = Owners(whole, group, self.range_of)
+        self._place_offloaded(self._tier)
         if resume:
             self._resume()
         else:
+            self._make_masters(whole)
             self._commit()
         self._hooks = GradientHooks(self.all_params(), self)
         self._names = [given.model.weights[param].name for param in self._own]
@@ -100,13 +105,18 @@ class ZeroInfinity(ZeroOptimizer):
     def _resume(self) -> None:
         assert self._store is not None
         info = self._store.info
-        if info["shapes"] != self._shapes:
-            raise ValueError("the files are from another model, or from other units")
+        if info["shapes"] != self._shapes or info.get("updates", self._updates) != self._updates:
+            raise ValueError("the files are from another model, other units or another optimizer")
         for key, packed in self._packed.items():
             with self._tier.row(key) as row:
                 packed.copy_(row)
-        steps = zip(self._own.values(), info["steps"], strict=True)
-        self._inner.steps.update((shard, step) for shard, step in steps if step is not None)
+        for (param, shard), saved in zip(self._own.items(), info["steps"], strict=True):
+            if saved is not None:
+                self._inner_by_param[param].optimizer.restore(shard, saved)
+        for inner, counts in zip(self._inners, info.get("counts", ()), strict=False):
+            inner.optimizer.restore_counts(counts)
+            for own, group in zip(inner.optimizer.param_groups, inner.groups, strict=True):
+                group.update({key: own[key] for key in own.keys() - {"params"}})
         if self._scale is not None and info["loss_scale"] is not None:
             self._scale.load(info["loss_scale"])
 
@@ -119,17 +129,26 @@ class ZeroInfinity(ZeroOptimizer):
     def _shapes(self) -> list[list[int]]:
         return [list(self._home.shape(shard)) for shard in self._own.values()]
 
+    @property
+    def _updates(self) -> list[list[Any]]:
+        """Of each weight the class that updates it, and its owner."""
+        return [[type(self.inner_of(p)).__name__, self.owner_of(p)] for p in self._own]
+
     def _commit(self) -> None:
         if self._store is None:
             return
         for key, packed in self._packed.items():
             self._tier.put(key, packed)
-        steps = [self._inner.steps.get(shard) for shard in self._own.values()]
         self._store.commit(
             {
                 "num_steps": self.num_steps,
-                "steps": steps,
+                "steps": [
+                    self._inner_by_param[param].optimizer.saved_of(shard)
+                    for param, shard in self._own.items()
+                ],
+                "counts": [inner.optimizer.saved_counts() for inner in self._inners],
                 "shapes": self._shapes,
+                "updates": self._updates,
                 "loss_scale": None if self._scale is None else self._scale.state(),
             }
         )
@@ -224,9 +243,48 @@ class ZeroInfinity(ZeroOptimizer):
 
     def _update(self, factor: float) -> None:
         self._home.step_begins()
-        self._update_offloaded(factor)
+        own = self._own.items()
+        self._step_inner({p: None for p, shard in own if self._home.has_grad(shard)}, factor)
         self.num_steps += 1
         self._commit()
+
+    def _operands_of(self, inner: Inner) -> Operands:
+        return self._parts if inner.is_whole else self._home
+
+    def _run_parts(
+        self, inner: Inner, method: str, grads: Mapping[Any, Tensor | None], factor: float
+    ) -> None:
+        self._run_offloaded(inner, method, grads, factor)
+
+    def _run_whole(
+        self, inner: Inner, method: str, grads: Mapping[Any, Tensor | None], factor: float
+    ) -> None:
+        """In rounds: a rank has one whole weight in memory, and its gradient."""
+        inner = inner._replace(before=[options_of(group) for group in inner.groups])
+        for params in self._owners.rounds(grads):
+            for param in params:
+                if self.updates(param):
+                    inner.optimizer.start(self._own[param])
+            parts = {param: self._part_of(param) for param in params}
+            wholes, whole_grads = self._owners.gathered(parts), dict[Any, Tensor | None]()
+            of_grads = {p: self._grad_of(p) for p in params if self._home.has_grad(self._own[p])}
+            if of_grads:
+                whole_grads |= self._owners.gathered(of_grads, self.options.grad_dtype)
+            whole_grads = dict.fromkeys(wholes) | whole_grads
+            self._run_owned(inner, method, wholes, whole_grads, factor)
+            self._owners.spread(parts, wholes)
+            for param, part in parts.items():
+                self._weights.unit_of(param).write_shard(param, part)
+            inner = inner._replace(takes_empty=False)
+
+    def _grad_of(self, param: Any) -> Tensor:
+        with self._home.gradient(self._own[param]) as grad:
+            return grad.clone()
+
+    def _change_mode(self, mode: str) -> None:
+        self._home.step_begins()
+        with self._replacing():
+            super()._change_mode(mode)
 
     def close(self) -> None:
         """Restores ordinary, unsharded weights in memory and releases the files. Collective."""
@@ -247,6 +305,10 @@ class ZeroInfinity(ZeroOptimizer):
         return sum(s.read_bytes for s in stores), sum(s.written_bytes for s in stores)
 
     # ---- state
+
+    def owner_of(self, param: Any) -> int | None:
+        """See States."""
+        return self._owners.ranks.get(param)
 
     def _part_of(self, param: Any) -> Tensor:
         return self._weights.unit_of(param).read_shard(param)

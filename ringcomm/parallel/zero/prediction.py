@@ -14,15 +14,15 @@ from ringcomm.parallel.clip import bytes_over_all_ranks
 from ringcomm.parallel.expert.local_experts import LocalExperts, split_experts
 from ringcomm.parallel.flat_collectives import place_in
 from ringcomm.parallel.model.describe import Model, describe
-from ringcomm.parallel.shards.sharded_unit import PACKED_BYTES
-from ringcomm.parallel.shards.units import fsdp_units, params_of_units
-from ringcomm.parallel.zero.bucket import BucketPlan, plan_buckets
-from ringcomm.parallel.zero.elementwise import (
-    is_offloaded,
+from ringcomm.parallel.offload.optimizers import OffloadedOptimizer
+from ringcomm.parallel.optimizer_classes import (
     needs_whole,
     optimizers_of,
     state_elems,
 )
+from ringcomm.parallel.shards.sharded_unit import PACKED_BYTES
+from ringcomm.parallel.shards.units import fsdp_units, params_of_units
+from ringcomm.parallel.zero.bucket import BucketPlan, plan_buckets
 from ringcomm.parallel.zero.optimizer import ShardOptions
 from ringcomm.parallel.zero.whole import owners_of, rows_of
 
@@ -225,9 +225,11 @@ def _planned(
 def _states_of(
     optimizers: Sequence[torch.optim.Optimizer], asked: Collection[type]
 ) -> dict[nn.Parameter, int]:
-    """The number of elements of states; empty if they and masters are offloaded."""
+    """The number of elements of states, without those that are offloaded."""
     found: dict[nn.Parameter, int] = {}
-    for optimizer in optimizers if not any(map(is_offloaded, optimizers)) else ():
+    for optimizer in optimizers:
+        if isinstance(optimizer, OffloadedOptimizer):
+            continue
         is_whole = needs_whole(optimizer, asked)
         for group in optimizer.param_groups:
             found |= state_elems(optimizer, group, is_whole=is_whole)
@@ -240,7 +242,7 @@ def _of_bucket(ranks: _Ranks, bucket: BucketPlan, states: dict[nn.Parameter, int
     mine = bucket.sizes[ranks.place(bucket)] if ranks.stage else num_elems
     whole = (ranks.grad_itemsize if ranks.stage else itemsize) * num_elems
     of_states = 0
-    if states:
+    if params[0] in states:
         num_masters = 1 if itemsize == 2 and ranks.stage else 0
         if not ranks.stage:
             of_states = sum(states[param] for param in params)

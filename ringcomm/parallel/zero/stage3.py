@@ -65,11 +65,10 @@ class Zero3(ZeroOptimizer):
             places = [given.model.weights[param].places[0] for param in own["params"]]
             own["params"] = [module.get_parameter(name) for module, name in places]
         super().__init__(given)
-        self._own = {param: param for param in self.all_params()}
-        if self._is_offloaded:
-            self._inner = given.optimizer.over(self.param_groups)
+        self._place_offloaded()
         whole = [param for param, inner in self._inner_by_param.items() if inner.is_whole]
         self._owners = Owners(whole, self.group)
+        self._make_masters(whole)
         self._begun: set[int] = set()  # backward passes that have not ended
         self._is_in_forward = False  # also after a forward that has raised
         self._awaits_backward = False  # a forward pass has made a graph, and no backward pass began
@@ -256,10 +255,7 @@ class Zero3(ZeroOptimizer):
             self._begun.clear()
 
     def _update(self, factor: float) -> None:
-        if self._is_offloaded:
-            self._update_offloaded(factor)
-        else:
-            self._step_inner(dict(self._shards()), factor)
+        self._step_inner(dict(self._shards()), factor)
 
     def _run_whole(
         self, inner: Inner, method: str, grads: Mapping[Any, Tensor | None], factor: float
@@ -300,7 +296,9 @@ class Zero3(ZeroOptimizer):
     def _set_state(self, param: Any, state: dict[str, Any]) -> None:
         if not self.updates(param):
             state = {}
-        if not self._is_offloaded:  # "master" of 16-bit weights: the weights themselves
+        if not self._inner_by_param[
+            param
+        ].is_offloaded:  # "master" of 16-bit weights: the weights themselves
             state = {key: local_of(value) for key, value in state.items() if key != "master"}
         super()._set_state(param, state)
 

@@ -15,7 +15,7 @@ from zero_models import assert_close, live_bytes, same, sent_bytes
 
 from ringcomm.nn import MixtureOfExperts
 from ringcomm.parallel import ParallelDims, expert, parallelize, zero
-from ringcomm.parallel.zero.elementwise import optimizers_of
+from ringcomm.parallel.optimizer_classes import optimizers_of
 
 STEPS, ROWS = 4, 24
 

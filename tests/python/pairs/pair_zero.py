@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from whole_optimizers import SmoothMuon, Together, by_dimensions
 
 from ringcomm.parallel import offload, zero
-from ringcomm.parallel.zero.elementwise import optimizers_of
+from ringcomm.parallel.optimizer_classes import optimizers_of
 
 # What ZeRO-Infinity wants; other stages take it too.
 HOST_STATE = {"state": ("host",)}

@@ -21,7 +21,7 @@ from whole_optimizers import Averaged, Muon64, by_dimensions, orthogonal
 from ringcomm.parallel import get_state_dict as get_whole_state
 from ringcomm.parallel import set_state_dict as set_whole_state
 from ringcomm.parallel import zero
-from ringcomm.parallel.zero.elementwise import optimizers_of
+from ringcomm.parallel.optimizer_classes import optimizers_of
 
 WIDTH = 8
 
