@@ -7,19 +7,31 @@ Ren et al. 2021 (arXiv 2101.06840, section 5.1) for the host, Rajbhandari et al.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
-from itertools import count, zip_longest
-from typing import Any, Literal, NamedTuple
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import count
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from ringcomm import ops
 from ringcomm.ops.updates.fused_update import Rule, rule_of
 from ringcomm.parallel.flat_collectives import local_of
-from ringcomm.parallel.offload.tiers import Loan, Tier, make_tier, split_row
+from ringcomm.parallel.offload.state_rows import StateRows, decoded, encoded
+from ringcomm.parallel.offload.tiers import Loan, Tier, make_tier
 from ringcomm.parallel.offload.transfers import BufferPool
+from ringcomm.parallel.optimizer_classes import (
+    attributes_of,
+    needs_whole,
+    new_state,
+    options_of,
+    over_groups,
+    retire,
+    takes_empty_groups,
+)
+from ringcomm.torch_names import mark_stepped, move_step_hooks, tree_map_only
 
 
 class Operands:
@@ -70,18 +82,6 @@ def numbered_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     return [{**group, "params": [next(number) for _ in group["params"]]} for group in groups]
 
 
-class _Chunk(NamedTuple):
-    """A part of a parameter; its states, `names`, are one row."""
-
-    param: Tensor
-    rule: Rule
-    names: list[str]
-    begin: int
-    end: int
-    key: str
-    step: int
-
-
 class OffloadedOptimizer(torch.optim.Optimizer):
     """The base of optimizers with states in a tier.
 
@@ -89,24 +89,46 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         to, path: as given.
         tier: where the states are.
         steps: by parameter that has a state, the number of its updates.
-        counts: by group, the options that the class changes in a step.
-        is_whole: whether each parameter is updated as a whole, by itself.
+        inner: a torch optimizer of the class that updates, without groups.
+        is_whole: whether each parameter is updated as a whole, by itself; else by pieces.
     """
 
     to: Literal["cpu", "nvme"]
     path: Any
     tier: Tier
     steps: dict[Tensor, int]
-    counts: list[dict[str, Any]]
+    inner: Any
     is_whole = False
+    _chunk_elems: int
+    _takes_empty = False
 
     def _begin(
         self, tier: Tier | None = None, operands: Operands | None = None, first: int = 0
     ) -> None:
         """Starts without states. `first` is the number of the first parameter in the tier."""
+        if self._chunk_elems < 1:
+            raise ValueError(f"chunk_elems must be positive, got {self._chunk_elems}")
+        self._note_groups()
         self.tier = tier or make_tier(self.to, self.path, keep=False, pool=BufferPool())
-        self.steps, self.counts = {}, [{} for _ in self.param_groups]
-        self._operands, self._first = operands or Operands(), first
+        self.steps, self._rows = {}, StateRows(self.tier, first)
+        self._operands = operands or Operands()
+        self._ahead: dict[tuple[int, int], Loan | None] = {}
+
+    def _note_groups(self) -> None:
+        for group in self.param_groups:
+            self._check_group(group)
+        groups = enumerate(self.param_groups)
+        params = [(param, number) for number, group in groups for param in group["params"]]
+        self._places = {param: (idx, number) for idx, (param, number) in enumerate(params)}
+        self._counts: list[dict[str, Any]] = [{} for _ in self.param_groups]
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        for param in () if self.is_whole else group["params"]:
+            if not local_of(param.detach()).is_contiguous():
+                raise ValueError(
+                    f"a weight of shape {tuple(param.shape)} is not contiguous: call contiguous()"
+                    " on it first"
+                )
 
     def over(
         self, groups: list[dict[str, Any]], operands: Operands, tier: Tier | None, first: int
@@ -115,25 +137,40 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
         This optimizer releases its tier and must not be used afterwards.
         """
-        raise NotImplementedError
+        self.tier.close()
+        made = object.__new__(type(self))
+        vars(made).update(attributes_of(self))
+        made.__setstate__({"param_groups": groups})
+        made._begin(tier, operands, first)
+        return made
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch."""
+        super().add_param_group(param_group)
+        if hasattr(self, "tier"):
+            self._note_groups()
+
+    # ---- the step
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates the parameters that have a gradient.
+        """Updates the parameters that have a gradient, piece by piece.
 
-        While one part is updated, the next is read and the previous one is written.
+        While a piece is updated, the states of the next are read and those of the previous one are
+        written.
 
         Raises:
-            OSError: the file system failed. Some parts of parameters have been updated and the
+            OSError: the file system failed. Some pieces of parameters have been updated and the
                 optimizer can no longer be used: continue from a checkpoint.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.run("step", [*filter(self._operands.has_grad, self._places())])
+        self.run("step", [*filter(self._operands.has_grad, self._places)])
         return loss
 
+    @torch.no_grad()
     def run(
         self,
         method: str,
@@ -143,40 +180,172 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     ) -> None:
         """A method of the class on some parameters, with gradients multiplied by a factor.
 
-        `before` has the options of the groups at the beginning of a step of several calls.
+        Each piece begins with the same options of its group, so that what a class counts there
+        counts once. `before` has these options in a step of several calls.
         """
-        raise NotImplementedError
+        if not hasattr(self.inner, method):
+            return
+        before = before or [*map(options_of, self.param_groups)]
+        pieces = [(param, *piece) for param in params for piece in self._pieces(param)]
+        after: dict[int, dict[str, Any]] = {}
+        try:
+            for place, (param, begin, end) in enumerate(pieces):
+                for ahead, first, _ in pieces[place : place + 2]:
+                    self.start(ahead, first)
+                number = self._places[param][1]
+                after[number] = options_of(before[number])
+                self._run_piece(method, param, slice(begin, end), after[number], grad_scale)
+                if place + 1 == len(pieces) or pieces[place + 1][0] is not param:
+                    self._operands.done(param)
+                    self.steps[param] = self.steps.get(param, 0) + (method == "step")
+            others = [i for i in range(len(before)) if i not in after]
+            if others and self._takes_empty:
+                after |= {i: {**options_of(before[i]), "params": []} for i in others}
+                self._call(method, [after[i] for i in others])
+        finally:
+            for loan in self._ahead.values():
+                self._rows.give_back(loan)
+            self._ahead = {}
+        for number, options in after.items():
+            old = {key: encoded(value) for key, value in before[number].items()}
+            for key, value in options.items():
+                if key != "params" and (key not in old or encoded(value) != old[key]):
+                    self.param_groups[number][key] = self._counts[number][key] = value
+
+    def start(self, param: Tensor, begin: int = 0) -> None:
+        """Starts reading the state of a piece."""
+        piece = self._places[param][0], begin
+        if piece not in self._ahead:
+            if begin == 0:
+                self._operands.start(param)
+            self._ahead[piece] = self._rows.fetch(piece)
+
+    def _pieces(self, param: Tensor) -> list[tuple[int, int | None]]:
+        """The first and last elements of what is updated together."""
+        if self.is_whole:
+            return [(0, None)]
+        num_elems, size = self._operands.shape(param).numel(), self._chunk_elems
+        return [(b, min(b + size, num_elems)) for b in range(0, max(1, num_elems), size)]
+
+    def _run_piece(
+        self, method: str, param: Tensor, place: slice, options: dict[str, Any], grad_scale: float
+    ) -> None:
+        """Updates `options` too."""
+        piece = self._places[param][0], place.start
+        loan = self._ahead.pop(piece)
+        state = self._rows.view(piece, loan)  # before anything is written
+        weight, grad = self._operands.get(param)
+        if not self.is_whole:
+            weight = weight.view(-1)[place]
+            grad = None if grad is None else grad.reshape(-1)[place]
+        master = state.get("master")
+        if weight.dtype != _dtype_of(weight):
+            if master is None:
+                master = state["master"] = weight.to("cpu", torch.float32)
+            # As the user, or load_state_dict() of the model, may have.
+            on_host = weight.to("cpu")
+            is_written = master.to(weight.dtype) != on_host
+            if is_written.any():
+                master[is_written] = on_host[is_written].float()
+        self._rows.keep(piece, self._update(method, weight, grad, state, options, grad_scale), loan)
+
+    def _update(
+        self,
+        method: str,
+        weight: Tensor,
+        grad: Tensor | None,
+        state: dict[str, Any],
+        options: dict[str, Any],
+        grad_scale: float,
+    ) -> dict[str, Any]:
+        """Calls the class; updates the weight and the options, and returns the state."""
+        master = state.pop("master", None)
+        state = tree_map_only(Tensor, lambda x: x.to(weight.device) if x.dim() else x, state)
+        part = weight if master is None else master.to(weight.device)
+        if grad is not None:
+            part.grad = grad.to(part.dtype).view(part.shape)
+            if grad_scale != 1:
+                part.grad *= grad_scale
+        options["params"] = [part]
+        states = self._call(method, [options], {part: state} if state else {})
+        part.grad = None
+        found = dict(states.get(part, {}))
+        if master is not None:
+            weight.copy_(part)
+            found["master"] = part
+        return found
+
+    def _call(self, method: str, groups: list[dict[str, Any]], states: Any = ()) -> Any:
+        self.inner.param_groups, self.inner.state = groups, defaultdict(dict, states)
+        try:
+            getattr(self.inner, method)()
+            return self.inner.state
+        finally:
+            self.inner.param_groups, self.inner.state = [], {}
+
+    # ---- states
 
     def state_of(self, param: Tensor) -> dict[str, Any]:
         """A copy of a parameter's state in memory, as torch.optim keeps it; {} before a step.
 
         16-bit weights also have "master".
         """
-        raise NotImplementedError
+        number, pieces = self._places[param][0], self._pieces(param)
+        if param not in self.steps:
+            return {}
+        found = self._rows.copy((number, 0))
+        if self.is_whole:
+            return found
+        shape = self._operands.shape(param)
+        parts = [found, *(self._rows.copy((number, begin)) for begin, _ in pieces[1:])]
+        for name, value in found.items():
+            if isinstance(value, Tensor) and value.dim():
+                found[name] = torch.cat([part[name] for part in parts]).view(shape)
+        return found
 
+    def new_state_of(self, param: Tensor, weight: Tensor) -> dict[str, Any]:
+        """The value of state_of() before the first step, for a parameter with values `weight`."""
+        value = weight.detach().to("cpu", _dtype_of(param), copy=True)
+        state = new_state(self.inner, self.param_groups[self._places[param][1]], value.clone())
+        return {**state, "master": value} if value.dtype != param.dtype else state
+
+    @torch.no_grad()
     def set_state_of(self, param: Tensor, state: dict[str, Any]) -> None:
-        """Takes a parameter's state; the inverse of state_of()."""
-        raise NotImplementedError
+        """Takes a parameter's state; the inverse of state_of(). A master stays if it has none."""
+        number, dtype = self._places[param][0], _dtype_of(param)
+        for begin, end in self._pieces(param):
 
-    def saved_of(self, param: Tensor) -> Any:
-        """What is not in the tier of a parameter's state, for JSON."""
-        return self.steps.get(param)
+            def cut(value: Tensor, place: slice = slice(begin, end)) -> Tensor:
+                if not value.dim():
+                    return value
+                value = local_of(value).to(dtype if value.is_floating_point() else value.dtype)
+                return value if self.is_whole else value.reshape(-1)[place]
 
-    def restore(self, param: Tensor, saved: Any) -> None:
-        """Takes what saved_of() returned, not None, for a state in the tier."""
-        self.steps[param] = saved
+            given = tree_map_only(Tensor, cut, {**state})
+            old = self._rows.drop((number, begin))
+            if dtype == param.dtype:
+                given.pop("master", None)
+            elif "master" in old:
+                given.setdefault("master", old["master"])
+            if given:
+                self._rows.keep((number, begin), given)
+        self.steps.pop(param, None)
+        if state:
+            self.steps[param] = 0 if state.keys() == {"master"} else 1
 
-    def saved_counts(self) -> Any:
-        """What the class has changed in its groups, for JSON."""
-        return []
+    def saved(self) -> dict[str, Any]:
+        """For JSON, what is not in the tier: values of states, and what the class counts."""
+        steps = [self.steps.get(param) for param in self._places]
+        return {"steps": steps, "rows": self._rows.saved(), "counts": [*map(encoded, self._counts)]}
 
-    def restore_counts(self, saved: Any) -> None:
-        """Takes what saved_counts() returned."""
-
-    def _places(self) -> dict[Tensor, tuple[int, dict[str, Any]]]:
-        """By parameter, its number and its group."""
-        params = ((param, group) for group in self.param_groups for param in group["params"])
-        return {param: (idx, group) for idx, (param, group) in enumerate(params)}
+    def restore(self, saved: Any) -> None:
+        """Takes what saved() returned, for a tier with its rows."""
+        steps = zip(self._places, saved["steps"], strict=True)
+        self.steps = {param: step for param, step in steps if step is not None}
+        self._rows.restore(saved["rows"])
+        self._counts = [*map(decoded, saved["counts"])]
+        for group, counts in zip(self.param_groups, self._counts, strict=True):
+            group.update(counts)
 
     @property
     def state(self) -> Any:
@@ -190,13 +359,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """torch's, with copies of all states in memory."""
-        states = {idx: self.state_of(param) for param, (idx, _) in self._places().items()}
+        states = {idx: self.state_of(param) for param, (idx, _) in self._places.items()}
         return {
             "state": {idx: state for idx, state in states.items() if state},
             "param_groups": numbered_groups(self),
         }
 
-    @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state_dict() of torch's optimizer, or of this one."""
         groups = self.param_groups
@@ -204,7 +372,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         for group, loaded in zip(groups, self.param_groups, strict=True):
             group.update(loaded)
         self.param_groups = groups  # which schedulers may share
-        for param, (idx, _) in self._places().items():
+        for param, (idx, _) in self._places.items():
             self.set_state_of(param, state_dict["state"].get(idx, {}))
 
     def close(self) -> None:
@@ -212,8 +380,95 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self.tier.close()
 
 
-class _Chunked(OffloadedOptimizer):
-    """Updates parts of parameters by the kernels of ringcomm.ops."""
+def _dtype_of(param: Tensor) -> torch.dtype:
+    """In which it is updated: that of a master, or its own."""
+    return torch.float32 if param.dtype in (torch.float16, torch.bfloat16) else param.dtype
+
+
+class Offloaded(OffloadedOptimizer):
+    """An optimizer of any class, with its states in host memory or in files.
+
+        muon = offload.Offloaded(torch.optim.Muon(matrices), to="nvme", path="/mnt/nvme")
+        adamw = offload.AdamW(others, to="nvme", path="/mnt/nvme")
+        optimizer = zero.shard(model, [muon, adamw], stage=2)
+
+    It works alone, under DistributedDataParallel, and with zero.shard() at any stage. A step
+    updates one weight at a time, or pieces of weights by classes that update each element by
+    itself; the states of the next one are read and those of the previous one are written at the
+    same time. Tensors of one or more dimensions are offloaded. As with offload.AdamW, 16-bit
+    weights have float32 masters, with which the class computes, and files are deleted with the
+    process.
+
+    The given optimizer's parameter groups are shared, so that schedulers made for it work. Its
+    state and step hooks move here, and its methods raise afterwards.
+
+    Args:
+        optimizer: of any class that updates each weight by itself. This is tried, as zero.shard()
+            does.
+        to: "cpu" or "nvme".
+        path: for "nvme", a folder on the disk to use.
+        chunk_elems: the maximum size of a piece.
+        whole: classes of optimizers that need whole weights, and are not tried.
+
+    Raises:
+        TypeError: the optimizer does not update each weight by itself, or is offloaded or sharded.
+        ValueError: it was given away before, or needs whole weights of which this rank has shards;
+            or an option is out of range, or a weight is not supported.
+        OSError: no file can be created at the path.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        to: Literal["cpu", "nvme"] = "cpu",
+        path: str | os.PathLike[str] | None = None,
+        chunk_elems: int = 1 << 20,
+        whole: Collection[type] = (),
+    ) -> None:
+        is_ours = isinstance(optimizer, OffloadedOptimizer) or hasattr(optimizer, "load_parts")
+        if not isinstance(optimizer, torch.optim.Optimizer) or is_ours:
+            raise TypeError(
+                "offload.Offloaded() takes an optimizer that is neither offloaded nor sharded, got"
+                f" {type(optimizer).__name__}"
+            )
+        if "state_dict" in vars(optimizer):  # see retire()
+            raise ValueError(f"this {type(optimizer).__name__} was given to another optimizer")
+        self.is_whole = needs_whole(optimizer, whole)
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        if self.is_whole and any(isinstance(param, DTensor) for param in params):
+            raise ValueError(
+                f"{type(optimizer).__name__} needs whole weights, and this rank has shards: give"
+                " offload.Offloaded() to zero.shard(), which shards the model itself"
+            )
+        super().__init__(optimizer.param_groups, {})
+        self.defaults, self.to, self.path = optimizer.defaults, to, path
+        self.given, self.inner = optimizer, over_groups(optimizer, [])
+        self._chunk_elems, self._takes_empty = chunk_elems, takes_empty_groups(optimizer)
+        self._begin()
+        for param, state in optimizer.state.items():
+            self.set_state_of(param, state)
+        optimizer.state = defaultdict(dict)
+        move_step_hooks(optimizer, self)
+        retire(optimizer, "offload.Offloaded()")
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """See OffloadedOptimizer."""
+        loss = super().step(closure)
+        mark_stepped(self.given)  # for schedulers that were made for it
+        return loss
+
+    def train(self) -> None:
+        """For schedule-free optimizers."""
+        self.run("train", [*self._places])
+
+    def eval(self) -> None:
+        """For schedule-free optimizers."""
+        self.run("eval", [*self._places])
+
+
+class _Fused(OffloadedOptimizer):
+    """Updates by the kernels of ringcomm.ops, by one read and one write of each state."""
 
     def __init__(
         self,
@@ -227,153 +482,46 @@ class _Chunked(OffloadedOptimizer):
         if options.get("fused"):  # GradScaler would expect such an optimizer to unscale gradients
             raise ValueError("fused is not supported with offloaded state")
         super().__init__(params, *args, **options)
-        if chunk_elems < 1:
-            raise ValueError(f"chunk_elems must be positive, got {chunk_elems}")
-        for group in self.param_groups:
-            self._check_group(group)
+        kind = torch.optim.AdamW if isinstance(self, torch.optim.AdamW) else torch.optim.SGD
+        self.inner = kind([torch.zeros(1, dtype=torch.float32, device="cpu")], *args, **options)
         self.to, self.path, self._chunk_elems = to, path, chunk_elems
         self._begin()
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        _rule_of(self, group)
+        _rule_of(self.inner, group)
         for param in group["params"]:
-            local = local_of(param.detach())
-            if local.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-                raise ValueError(f"weights must be float32, float16 or bfloat16, got {local.dtype}")
-            if not local.is_contiguous():
-                raise ValueError(
-                    f"a weight of shape {tuple(param.shape)} is not contiguous: call contiguous()"
-                    " on it first"
-                )
+            if _dtype_of(param) != torch.float32:
+                raise ValueError(f"weights must be float32, float16 or bfloat16, got {param.dtype}")
+        super()._check_group(group)
 
-    def over(
-        self, groups: list[dict[str, Any]], operands: Operands, tier: Tier | None, first: int
-    ) -> _Chunked:
-        """See OffloadedOptimizer."""
-        self.tier.close()
-        made = type(self)(groups, chunk_elems=self._chunk_elems)
-        made.to, made.path = self.to, self.path
-        made._begin(tier, operands, first)
-        return made
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch."""
-        super().add_param_group(param_group)
-        if hasattr(self, "tier"):
-            self._check_group(self.param_groups[-1])
-
-    @torch.no_grad()
-    def run(
+    def _update(
         self,
         method: str,
-        params: Sequence[Tensor],
-        grad_scale: float = 1.0,
-        before: Sequence[dict[str, Any]] | None = None,
-    ) -> None:
-        """See OffloadedOptimizer."""
-        places = self._places()
-        steps = {param: self.steps.get(param, 0) + 1 for param in params}
-        chunks = [
-            chunk
-            for param, step in steps.items()
-            for chunk in self._chunks_of(param, *places[param], step)
-        ]
-        ahead: Loan | None = None
-        for chunk, following in zip_longest(chunks, chunks[1:]):
-            loan = ahead or self._start(chunk)
-            ahead = None if following is None else self._start(following)
-            self._update(chunk, split_row(loan.wait(), chunk.names), grad_scale)
-            self.tier.give_back(loan, is_written=True)
-            if following is None or following.param is not chunk.param:
-                self._operands.done(chunk.param)
-        self.steps |= steps
-
-    def _start(self, chunk: _Chunk) -> Loan:
-        if chunk.begin == 0:
-            self._operands.start(chunk.param)
-        return self._fetch(chunk)
-
-    def _chunks_of(
-        self, param: Tensor, idx: int, group: dict[str, Any], step: int
-    ) -> Iterator[_Chunk]:
-        num_elems, rule = self._operands.shape(param).numel(), _rule_of(self, group)
-        names = _state_names(rule, param)
-        for begin in range(0, num_elems, self._chunk_elems):
-            end = min(begin + self._chunk_elems, num_elems)
-            yield _Chunk(param, rule, names, begin, end, f"state.{self._first + idx}.{begin}", step)
-
-    def _fetch(self, chunk: _Chunk) -> Loan:
-        if chunk.key in self.tier:
-            return self.tier.fetch(chunk.key)
-        num_elems = (chunk.end - chunk.begin) * len(chunk.names)
-        loan = self.tier.new(chunk.key, num_elems, torch.float32)
-        loan.wait().zero_()
-        return loan
-
-    def _update(self, chunk: _Chunk, state: dict[str, Tensor], grad_scale: float) -> None:
-        whole, grads = self._operands.get(chunk.param)
-        assert grads is not None
-        weights = whole.view(-1)[chunk.begin : chunk.end]
-        on_host = weights.to("cpu")
-        grad = grads.reshape(-1)[chunk.begin : chunk.end].to("cpu")
-        master = state.get("master")
-        if master is not None:
-            # All rows are new at the first step, later only those that load_state_dict() has
-            # replaced.
-            is_written = master.to(on_host.dtype) != on_host
-            if is_written.any():
-                master[is_written] = on_host[is_written].float()
+        weight: Tensor,
+        grad: Tensor | None,
+        state: dict[str, Any],
+        options: dict[str, Any],
+        grad_scale: float,
+    ) -> dict[str, Any]:
+        assert grad is not None
+        rule, on_host = _rule_of(self.inner, options), weight.to("cpu")
+        # Of SGD it only matters whether there was a step.
+        step = int(state.get("step", "momentum_buffer" in state)) + 1
+        for name in rule.state_names:
+            if name not in state:
+                state[name] = torch.zeros_like(on_host, dtype=torch.float32)
+        tensors = {key: value for key, value in state.items() if key != "step"}
         ops.optimizer_update_(
-            on_host, grad, state, optimizer=chunk.rule, step=chunk.step, grad_scale=grad_scale
+            on_host, grad.to("cpu"), tensors, optimizer=rule, step=step, grad_scale=grad_scale
         )
-        if on_host is not weights:
-            weights.copy_(on_host)
-
-    def state_of(self, param: Tensor) -> dict[str, Any]:
-        """See OffloadedOptimizer."""
-        step = self.steps.get(param)
-        if step is None:
-            return {}
-        state = self.new_state_of(param)
-        for chunk in self._chunks_of(param, *self._places()[param], step):
-            with self.tier.row(chunk.key) as row:
-                for name, part in split_row(row, chunk.names).items():
-                    state[name].view(-1)[chunk.begin : chunk.end] = part
-        if step == 0:
-            return {"master": state["master"]} if "master" in state else {}
-        if "step" in state:
-            state["step"].fill_(step)
+        if on_host is not weight:
+            weight.copy_(on_host)
+        if isinstance(rule, ops.AdamWStep):
+            state["step"] = torch.tensor(float(step), dtype=torch.float32, device="cpu")
         return state
 
-    def new_state_of(self, param: Tensor, weight: Tensor | None = None) -> dict[str, Any]:
-        """The value of state_of() before the first step, for a parameter with values `weight`."""
-        shape = self._operands.shape(param)
-        names = _state_names(_rule_of(self, self._places()[param][1]), param)
-        on_host = partial(torch.zeros, dtype=torch.float32, device="cpu")
-        state: dict[str, Any] = {name: on_host(shape) for name in names}
-        if "master" in state and weight is not None:
-            state["master"] = weight.detach().float().reshape(shape)
-        if isinstance(self, torch.optim.AdamW):
-            state["step"] = on_host([])
-        return state
 
-    def set_state_of(self, param: Tensor, state: dict[str, Any]) -> None:
-        """See OffloadedOptimizer."""
-        if not state:
-            self.steps.pop(param, None)
-            return
-        # SGD has no step count: it only matters whether there was a step.
-        step = int(state.get("step", 0 if state.keys() == {"master"} else 1))
-        for chunk in self._chunks_of(param, *self._places()[param], step):
-            loan = self._fetch(chunk)
-            row = split_row(loan.wait(), chunk.names)
-            for name in row.keys() & state.keys():
-                row[name].copy_(local_of(state[name]).reshape(-1)[chunk.begin : chunk.end])
-            self.tier.give_back(loan, is_written=True)
-        self.steps[param] = step
-
-
-class AdamW(_Chunked, torch.optim.AdamW):
+class AdamW(_Fused, torch.optim.AdamW):
     """torch.optim.AdamW with exp_avg and exp_avg_sq in host memory, or in files.
 
         optimizer = offload.AdamW(model.parameters(), lr=1e-3, to="nvme", path="/mnt/nvme")
@@ -396,12 +544,8 @@ class AdamW(_Chunked, torch.optim.AdamW):
     """
 
 
-class SGD(_Chunked, torch.optim.SGD):
+class SGD(_Fused, torch.optim.SGD):
     """torch.optim.SGD with its momentum in host memory, or in files; see AdamW."""
-
-
-def _state_names(rule: Rule, param: Tensor) -> list[str]:
-    return [*rule.state_names, *(["master"] if param.dtype != torch.float32 else [])]
 
 
 def _rule_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Rule:

@@ -105,16 +105,13 @@ class ZeroInfinity(ZeroOptimizer):
     def _resume(self) -> None:
         assert self._store is not None
         info = self._store.info
-        if info["shapes"] != self._shapes or info.get("updates", self._updates) != self._updates:
+        if info["shapes"] != self._shapes or info.get("updates") != self._updates:
             raise ValueError("the files are from another model, other units or another optimizer")
         for key, packed in self._packed.items():
             with self._tier.row(key) as row:
                 packed.copy_(row)
-        for (param, shard), saved in zip(self._own.items(), info["steps"], strict=True):
-            if saved is not None:
-                self._inner_by_param[param].optimizer.restore(shard, saved)
-        for inner, counts in zip(self._inners, info.get("counts", ()), strict=False):
-            inner.optimizer.restore_counts(counts)
+        for inner, saved in zip(self._inners, info["optimizers"], strict=True):
+            inner.optimizer.restore(saved)
             for own, group in zip(inner.optimizer.param_groups, inner.groups, strict=True):
                 group.update({key: own[key] for key in own.keys() - {"params"}})
         if self._scale is not None and info["loss_scale"] is not None:
@@ -142,11 +139,7 @@ class ZeroInfinity(ZeroOptimizer):
         self._store.commit(
             {
                 "num_steps": self.num_steps,
-                "steps": [
-                    self._inner_by_param[param].optimizer.saved_of(shard)
-                    for param, shard in self._own.items()
-                ],
-                "counts": [inner.optimizer.saved_counts() for inner in self._inners],
+                "optimizers": [inner.optimizer.saved() for inner in self._inners],
                 "shapes": self._shapes,
                 "updates": self._updates,
                 "loss_scale": None if self._scale is None else self._scale.state(),

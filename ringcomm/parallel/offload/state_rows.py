@@ -1,0 +1,149 @@
+"""Optimizer states in a tier: the tensors of a piece of a parameter are one row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ringcomm.parallel.offload.tiers import Loan, Tier
+from ringcomm.torch_names import tree_leaves, tree_map_only
+
+
+def _in_row(tensors: Sequence[Tensor]) -> list[int]:
+    """Where tensors begin in a row of bytes, and where the last one ends."""
+    edges, end = list[int](), 0
+    for tensor in tensors:
+        edges.append(-(-end // tensor.itemsize) * tensor.itemsize)
+        end = edges[-1] + tensor.nbytes
+    return [*edges, end]
+
+
+def _views(row: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors like these in a row of bytes."""
+    return [
+        row[begin : begin + like.nbytes].view(like.dtype).view(like.shape)
+        for begin, like in zip(_in_row(tensors), tensors, strict=False)
+    ]
+
+
+def _large(values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.dim()]
+
+
+class StateRows:
+    """States by the number of a parameter and the first element of a piece.
+
+    Tensors of one or more dimensions are in the tier, in memory only on the meta device. Other
+    values are in memory.
+    """
+
+    def __init__(self, tier: Tier, first: int) -> None:
+        """`first` is the number of parameter 0 in the tier, which optimizers may share."""
+        self._tier, self._first = tier, first
+        self._kept: dict[tuple[int, int], tuple[str, dict[str, Any]]] = {}
+
+    def __contains__(self, piece: tuple[int, int]) -> bool:
+        return piece in self._kept
+
+    def fetch(self, piece: tuple[int, int]) -> Loan | None:
+        """Starts reading a state; None if it has no row."""
+        key, _ = self._kept.get(piece, ("", None))
+        return self._tier.fetch(key) if key else None
+
+    def give_back(self, loan: Loan | None) -> None:
+        """Ends a loan whose state is not kept."""
+        if loan is not None:
+            self._tier.give_back(loan, is_written=False)
+
+    def view(self, piece: tuple[int, int], loan: Loan | None) -> dict[str, Any]:
+        """A state of which fetch() returned the row; waits for it."""
+        _, values = self._kept.get(piece, ("", {}))
+        nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
+        views = iter(_views(nothing if loan is None else loan.wait(), _large(values)))
+        found: dict[str, Any] = tree_map_only(
+            Tensor, lambda value: next(views) if value.dim() else value, values
+        )
+        return found
+
+    def copy(self, piece: tuple[int, int]) -> dict[str, Any]:
+        """A copy of a state; {} if there is none."""
+        loan = self.fetch(piece)
+        found: dict[str, Any] = tree_map_only(Tensor, torch.clone, self.view(piece, loan))
+        self.give_back(loan)
+        return found
+
+    def keep(self, piece: tuple[int, int], state: dict[str, Any], loan: Loan | None = None) -> None:
+        """Replaces a state, of which `loan` has the old row; tensors may be views of it.
+
+        Raises TypeError for a tensor of another kind than torch's dense ones.
+        """
+        tensors = _large(state)
+        for value in tensors:
+            if type(value) not in (Tensor, nn.Parameter) or value.layout != torch.strided:
+                kind = f"{type(value).__name__} of layout {value.layout}"
+                raise TypeError(f"an optimizer's state is a {kind}, which cannot be offloaded")
+        num_bytes = _in_row(tensors)[-1]
+        key = f"state.{self._first + piece[0]}.{piece[1]}.{num_bytes}" if num_bytes else ""
+        self._kept[piece] = key, tree_map_only(Tensor, _without_values, state)
+        new = loan if loan is not None and loan.key == key else None
+        if new is None and num_bytes:
+            new = self._tier.new(key, num_bytes, torch.uint8)
+        if new is not None:
+            pairs = zip(_views(new.wait(), tensors), tensors, strict=True)
+            moved = [
+                (p, x) for p, x in pairs if p.data_ptr() != x.data_ptr() or p.stride() != x.stride()
+            ]
+            # What a class has replaced may share memory with another part of the row.
+            for place, value in [(p, x.clone() if new is loan else x) for p, x in moved]:
+                place.copy_(value)
+            self._tier.give_back(new, is_written=True)
+        if new is not loan:
+            self.give_back(loan)
+
+    def drop(self, piece: tuple[int, int]) -> dict[str, Any]:
+        """Forgets a state, of which it returns a copy."""
+        found = self.copy(piece)
+        self._kept.pop(piece, None)
+        return found
+
+    def saved(self) -> Any:
+        """For JSON, what is not in the tier."""
+        return [[piece, key, encoded(values)] for piece, (key, values) in self._kept.items()]
+
+    def restore(self, saved: Any) -> None:
+        """Takes what saved() returned, for a tier with its rows."""
+        self._kept = {tuple(piece): (key, decoded(values)) for piece, key, values in saved}
+
+
+def _without_values(value: Tensor) -> Tensor:
+    if value.dim():
+        return torch.empty(value.shape, dtype=value.dtype, device="meta")
+    return value.detach().clone()
+
+
+def encoded(value: Any) -> Any:
+    """Options and values of states for JSON."""
+    if isinstance(value, Tensor):
+        number = None if value.is_meta else value.tolist()
+        return {"tensor": [number, str(value.dtype), list(value.shape)]}
+    if isinstance(value, dict):
+        return {"dict": [[key, encoded(each)] for key, each in value.items()]}
+    return [*map(encoded, value)] if isinstance(value, (list, tuple)) else value
+
+
+def decoded(value: Any) -> Any:
+    """The inverse of encoded(), with lists for tuples."""
+    if isinstance(value, list):
+        return [*map(decoded, value)]
+    if not isinstance(value, dict):
+        return value
+    if "dict" in value:
+        return {key: decoded(each) for key, each in value["dict"]}
+    number, name, shape = value["tensor"]
+    dtype = getattr(torch, name.removeprefix("torch."))
+    if number is None:
+        return torch.empty(shape, dtype=dtype, device="meta")
+    return torch.tensor(number, dtype=dtype, device="cpu")
