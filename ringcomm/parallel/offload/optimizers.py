@@ -10,7 +10,7 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import count
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from ringcomm import ops
 from ringcomm.ops.updates.fused_update import Rule, rule_of
 from ringcomm.parallel.flat_collectives import local_of
-from ringcomm.parallel.offload.state_rows import StateRows, decoded, encoded
+from ringcomm.parallel.offload.state_rows import StateRows, from_json, to_json
 from ringcomm.parallel.offload.tiers import Loan, Tier, make_tier
 from ringcomm.parallel.offload.transfers import BufferPool
 from ringcomm.parallel.optimizer_classes import (
@@ -82,6 +82,15 @@ def numbered_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     return [{**group, "params": [next(number) for _ in group["params"]]} for group in groups]
 
 
+class _Piece(NamedTuple):
+    """What is updated together: a whole weight, or elements of one."""
+
+    weight: Tensor
+    grad: Tensor | None
+    grad_scale: float
+    state: dict[str, Any]
+
+
 class OffloadedOptimizer(torch.optim.Optimizer):
     """The base of optimizers with states in a tier.
 
@@ -90,17 +99,14 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         tier: where the states are.
         steps: by parameter that has a state, the number of its updates.
         inner: a torch optimizer of the class that updates, without groups.
-        is_whole: whether each parameter is updated as a whole, by itself; else by pieces.
+        is_whole: whether it updates whole weights, each by itself; else pieces of weights.
     """
 
     to: Literal["cpu", "nvme"]
     path: Any
-    tier: Tier
-    steps: dict[Tensor, int]
     inner: Any
-    is_whole = False
+    is_whole = _takes_empty = False
     _chunk_elems: int
-    _takes_empty = False
 
     def _begin(
         self, tier: Tier | None = None, operands: Operands | None = None, first: int = 0
@@ -110,7 +116,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             raise ValueError(f"chunk_elems must be positive, got {self._chunk_elems}")
         self._note_groups()
         self.tier = tier or make_tier(self.to, self.path, keep=False, pool=BufferPool())
-        self.steps, self._rows = {}, StateRows(self.tier, first)
+        self.steps: dict[Tensor, int] = {}
+        self._rows = StateRows(self.tier, first)
         self._operands = operands or Operands()
         self._ahead: dict[tuple[int, int], Loan | None] = {}
 
@@ -172,11 +179,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def run(
-        self,
-        method: str,
-        params: Sequence[Tensor],
-        grad_scale: float = 1.0,
-        before: Sequence[dict[str, Any]] | None = None,
+        self, method: str, params: Sequence[Tensor], grad_scale: float = 1.0, before: Any = None
     ) -> None:
         """A method of the class on some parameters, with gradients multiplied by a factor.
 
@@ -207,10 +210,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 self._rows.give_back(loan)
             self._ahead = {}
         for number, options in after.items():
-            old = {key: encoded(value) for key, value in before[number].items()}
-            for key, value in options.items():
-                if key != "params" and (key not in old or encoded(value) != old[key]):
-                    self.param_groups[number][key] = self._counts[number][key] = value
+            for key in options.keys() - {"params"}:
+                if to_json(options[key]) != to_json(before[number].get(key)):
+                    self.param_groups[number][key] = self._counts[number][key] = options[key]
 
     def start(self, param: Tensor, begin: int = 0) -> None:
         """Starts reading the state of a piece."""
@@ -247,18 +249,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             is_written = master.to(weight.dtype) != on_host
             if is_written.any():
                 master[is_written] = on_host[is_written].float()
-        self._rows.keep(piece, self._update(method, weight, grad, state, options, grad_scale), loan)
+        given = _Piece(weight, grad, grad_scale, state)
+        self._rows.keep(piece, self._update(method, given, options), loan)
 
-    def _update(
-        self,
-        method: str,
-        weight: Tensor,
-        grad: Tensor | None,
-        state: dict[str, Any],
-        options: dict[str, Any],
-        grad_scale: float,
-    ) -> dict[str, Any]:
+    def _update(self, method: str, piece: _Piece, options: dict[str, Any]) -> dict[str, Any]:
         """Calls the class; updates the weight and the options, and returns the state."""
+        weight, grad, grad_scale, state = piece
         master = state.pop("master", None)
         state = tree_map_only(Tensor, lambda x: x.to(weight.device) if x.dim() else x, state)
         part = weight if master is None else master.to(weight.device)
@@ -322,7 +318,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 return value if self.is_whole else value.reshape(-1)[place]
 
             given = tree_map_only(Tensor, cut, {**state})
-            old = self._rows.drop((number, begin))
+            old = self._rows.copy((number, begin))
+            self._rows.kept.pop((number, begin), None)
             if dtype == param.dtype:
                 given.pop("master", None)
             elif "master" in old:
@@ -333,17 +330,17 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if state:
             self.steps[param] = 0 if state.keys() == {"master"} else 1
 
-    def saved(self) -> dict[str, Any]:
-        """For JSON, what is not in the tier: values of states, and what the class counts."""
+    def saved(self) -> str:
+        """As JSON, what is not in the tier: values of states, and what the class counts."""
         steps = [self.steps.get(param) for param in self._places]
-        return {"steps": steps, "rows": self._rows.saved(), "counts": [*map(encoded, self._counts)]}
+        return to_json([steps, [*self._rows.kept.items()], self._counts])
 
-    def restore(self, saved: Any) -> None:
+    def restore(self, saved: str) -> None:
         """Takes what saved() returned, for a tier with its rows."""
-        steps = zip(self._places, saved["steps"], strict=True)
-        self.steps = {param: step for param, step in steps if step is not None}
-        self._rows.restore(saved["rows"])
-        self._counts = [*map(decoded, saved["counts"])]
+        steps, kept, self._counts = from_json(saved)
+        found = zip(self._places, steps, strict=True)
+        self.steps = {param: step for param, step in found if step is not None}
+        self._rows.kept = {tuple(piece): (key, values) for piece, (key, values) in kept}
         for group, counts in zip(self.param_groups, self._counts, strict=True):
             group.update(counts)
 
@@ -392,28 +389,27 @@ class Offloaded(OffloadedOptimizer):
         adamw = offload.AdamW(others, to="nvme", path="/mnt/nvme")
         optimizer = zero.shard(model, [muon, adamw], stage=2)
 
-    It works alone, under DistributedDataParallel, and with zero.shard() at any stage. A step
-    updates one weight at a time, or pieces of weights by classes that update each element by
-    itself; the states of the next one are read and those of the previous one are written at the
-    same time. Tensors of one or more dimensions are offloaded. As with offload.AdamW, 16-bit
-    weights have float32 masters, with which the class computes, and files are deleted with the
-    process.
+    It works alone, under DistributedDataParallel, and with zero.shard() at any stage: it then has
+    the states of this rank's shards, or of the weights that this rank owns. A step updates one
+    weight at a time, or pieces of weights by classes that update each element by itself. It reads
+    and writes each state once, while others are updated. In memory are the states of some pieces.
+    16-bit weights have float32 masters, with which the class computes. Files are unnamed and
+    deleted with the process: use state_dict() for checkpoints.
 
     The given optimizer's parameter groups are shared, so that schedulers made for it work. Its
     state and step hooks move here, and its methods raise afterwards.
 
     Args:
-        optimizer: of any class that updates each weight by itself. This is tried, as zero.shard()
-            does.
+        optimizer: of any class that updates each weight by itself, which is tried.
         to: "cpu" or "nvme".
         path: for "nvme", a folder on the disk to use.
-        chunk_elems: the maximum size of a piece.
+        chunk_elems: the maximum number of weights in a piece.
         whole: classes of optimizers that need whole weights, and are not tried.
 
     Raises:
         TypeError: the optimizer does not update each weight by itself, or is offloaded or sharded.
         ValueError: it was given away before, or needs whole weights of which this rank has shards;
-            or an option is out of range, or a weight is not supported.
+            or an option is out of range, or a weight is not contiguous.
         OSError: no file can be created at the path.
     """
 
@@ -494,15 +490,8 @@ class _Fused(OffloadedOptimizer):
                 raise ValueError(f"weights must be float32, float16 or bfloat16, got {param.dtype}")
         super()._check_group(group)
 
-    def _update(
-        self,
-        method: str,
-        weight: Tensor,
-        grad: Tensor | None,
-        state: dict[str, Any],
-        options: dict[str, Any],
-        grad_scale: float,
-    ) -> dict[str, Any]:
+    def _update(self, method: str, piece: _Piece, options: dict[str, Any]) -> dict[str, Any]:
+        weight, grad, grad_scale, state = piece
         assert grad is not None
         rule, on_host = _rule_of(self.inner, options), weight.to("cpu")
         # Of SGD it only matters whether there was a step.
@@ -522,25 +511,19 @@ class _Fused(OffloadedOptimizer):
 
 
 class AdamW(_Fused, torch.optim.AdamW):
-    """torch.optim.AdamW with exp_avg and exp_avg_sq in host memory, or in files.
+    """torch.optim.AdamW with exp_avg and exp_avg_sq in host memory, or in files: see Offloaded.
 
         optimizer = offload.AdamW(model.parameters(), lr=1e-3, to="nvme", path="/mnt/nvme")
 
-    It also works with zero.shard(), at any stage: it then has the states of this rank's shards. A
-    step reads and writes each state once, by chunks: 8 bytes each way per float32 weight, 12 per
-    16-bit weight, which includes its fp32 master. State in files needs three chunks of memory. The
-    files are unnamed and deleted with the process: use state_dict() for checkpoints.
+    A step reads and writes 8 bytes each way per float32 weight, 12 per 16-bit weight. State in
+    files needs three chunks of memory.
 
     Args:
         params, *args, **options: as in torch, except amsgrad and similar options; weights must be
             contiguous, and float32, float16 or bfloat16.
-        to: "cpu" or "nvme".
-        path: for "nvme", a folder on the disk to use.
-        chunk_elems: the number of weights that are updated at a time.
+        to, path, chunk_elems: see Offloaded.
 
-    Raises:
-        ValueError: an option is out of range, or a weight is not supported.
-        OSError: no file can be created at the path.
+    Raises ValueError and OSError as Offloaded.
     """
 
 

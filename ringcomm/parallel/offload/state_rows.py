@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,21 +37,18 @@ def _large(values: Any) -> list[Tensor]:
 class StateRows:
     """States by the number of a parameter and the first element of a piece.
 
-    Tensors of one or more dimensions are in the tier, in memory only on the meta device. Other
-    values are in memory.
+    Tensors of one or more dimensions are in the tier. `kept` has the row's key and all values, with
+    these tensors on the meta device.
     """
 
     def __init__(self, tier: Tier, first: int) -> None:
         """`first` is the number of parameter 0 in the tier, which optimizers may share."""
         self._tier, self._first = tier, first
-        self._kept: dict[tuple[int, int], tuple[str, dict[str, Any]]] = {}
-
-    def __contains__(self, piece: tuple[int, int]) -> bool:
-        return piece in self._kept
+        self.kept: dict[tuple[int, int], tuple[str, dict[str, Any]]] = {}
 
     def fetch(self, piece: tuple[int, int]) -> Loan | None:
         """Starts reading a state; None if it has no row."""
-        key, _ = self._kept.get(piece, ("", None))
+        key, _ = self.kept.get(piece, ("", None))
         return self._tier.fetch(key) if key else None
 
     def give_back(self, loan: Loan | None) -> None:
@@ -60,7 +58,7 @@ class StateRows:
 
     def view(self, piece: tuple[int, int], loan: Loan | None) -> dict[str, Any]:
         """A state of which fetch() returned the row; waits for it."""
-        _, values = self._kept.get(piece, ("", {}))
+        _, values = self.kept.get(piece, ("", {}))
         nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
         views = iter(_views(nothing if loan is None else loan.wait(), _large(values)))
         found: dict[str, Any] = tree_map_only(
@@ -87,7 +85,7 @@ class StateRows:
                 raise TypeError(f"an optimizer's state is a {kind}, which cannot be offloaded")
         num_bytes = _in_row(tensors)[-1]
         key = f"state.{self._first + piece[0]}.{piece[1]}.{num_bytes}" if num_bytes else ""
-        self._kept[piece] = key, tree_map_only(Tensor, _without_values, state)
+        self.kept[piece] = key, tree_map_only(Tensor, _without_values, state)
         new = loan if loan is not None and loan.key == key else None
         if new is None and num_bytes:
             new = self._tier.new(key, num_bytes, torch.uint8)
@@ -103,20 +101,6 @@ class StateRows:
         if new is not loan:
             self.give_back(loan)
 
-    def drop(self, piece: tuple[int, int]) -> dict[str, Any]:
-        """Forgets a state, of which it returns a copy."""
-        found = self.copy(piece)
-        self._kept.pop(piece, None)
-        return found
-
-    def saved(self) -> Any:
-        """For JSON, what is not in the tier."""
-        return [[piece, key, encoded(values)] for piece, (key, values) in self._kept.items()]
-
-    def restore(self, saved: Any) -> None:
-        """Takes what saved() returned, for a tier with its rows."""
-        self._kept = {tuple(piece): (key, decoded(values)) for piece, key, values in saved}
-
 
 def _without_values(value: Tensor) -> Tensor:
     if value.dim():
@@ -124,26 +108,28 @@ def _without_values(value: Tensor) -> Tensor:
     return value.detach().clone()
 
 
-def encoded(value: Any) -> Any:
-    """Options and values of states for JSON."""
-    if isinstance(value, Tensor):
+def to_json(value: Any) -> str:
+    """Options and values of states as JSON."""
+
+    def encoded(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return repr(value)
         number = None if value.is_meta else value.tolist()
         return {"tensor": [number, str(value.dtype), list(value.shape)]}
-    if isinstance(value, dict):
-        return {"dict": [[key, encoded(each)] for key, each in value.items()]}
-    return [*map(encoded, value)] if isinstance(value, (list, tuple)) else value
+
+    return json.dumps(value, default=encoded)
 
 
-def decoded(value: Any) -> Any:
-    """The inverse of encoded(), with lists for tuples."""
-    if isinstance(value, list):
-        return [*map(decoded, value)]
-    if not isinstance(value, dict):
-        return value
-    if "dict" in value:
-        return {key: decoded(each) for key, each in value["dict"]}
-    number, name, shape = value["tensor"]
-    dtype = getattr(torch, name.removeprefix("torch."))
-    if number is None:
-        return torch.empty(shape, dtype=dtype, device="meta")
-    return torch.tensor(number, dtype=dtype, device="cpu")
+def from_json(text: str) -> Any:
+    """The inverse of to_json(), with lists for tuples."""
+
+    def decoded(found: dict[str, Any]) -> Any:
+        if "tensor" not in found:
+            return found
+        number, name, shape = found["tensor"]
+        dtype = getattr(torch, name.removeprefix("torch."))
+        if number is None:
+            return torch.empty(shape, dtype=dtype, device="meta")
+        return torch.tensor(number, dtype=dtype, device="cpu")
+
+    return json.loads(text, object_hook=decoded)
