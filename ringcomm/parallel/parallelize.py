@@ -143,7 +143,9 @@ def parallelize(
     own, reasons = describe(model), WHOLE | REFUSED
     for each in optimizers_of(made):
         given = {param for group in each.param_groups for param in group["params"]}
-        names = reasons.keys() & {kind.__name__ for kind in type(each).__mro__}
+        names = reasons.keys() & {
+            kind.__name__ for kind in type(getattr(each, "inner", each)).__mro__
+        }
         needs_whole = " and ".join(f"{name} {reasons[name]}" for name in names)
         given -= {*whole.parameters()} - own.weights.keys()  # of other stages
         refuse(own, Asked("optimizer", needs_whole, trained=given))

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from ringcomm import ops
 from ringcomm.ops.updates.fused_update import Rule, rule_of
 from ringcomm.parallel.flat_collectives import local_of
-from ringcomm.parallel.offload.state_rows import StateRows, from_json, to_json
+from ringcomm.parallel.offload.state_rows import StateRows, from_json, large_tensors, to_json
 from ringcomm.parallel.offload.tiers import Loan, Tier, make_tier
 from ringcomm.parallel.offload.transfers import BufferPool
 from ringcomm.parallel.optimizer_classes import (
@@ -289,14 +289,14 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         number, pieces = self._places[param][0], self._pieces(param)
         if param not in self.steps:
             return {}
-        found = self._rows.copy((number, 0))
+        parts = [self._rows.copy((number, begin)) for begin, _ in pieces]
         if self.is_whole:
-            return found
-        shape = self._operands.shape(param)
-        parts = [found, *(self._rows.copy((number, begin)) for begin, _ in pieces[1:])]
-        for name, value in found.items():
-            if isinstance(value, Tensor) and value.dim():
-                found[name] = torch.cat([part[name] for part in parts]).view(shape)
+            return parts[0]
+        shape, columns = self._operands.shape(param), zip(*map(large_tensors, parts), strict=True)
+        joined = (torch.cat(column).view(shape) for column in columns)
+        found: dict[str, Any] = tree_map_only(
+            Tensor, lambda value: next(joined) if value.dim() else value, parts[0]
+        )
         return found
 
     def new_state_of(self, param: Tensor, weight: Tensor) -> dict[str, Any]:
@@ -422,6 +422,7 @@ class Offloaded(OffloadedOptimizer):
         chunk_elems: int = 1 << 20,
         whole: Collection[type] = (),
     ) -> None:
+        # The latter is of zero.shard().
         is_ours = isinstance(optimizer, OffloadedOptimizer) or hasattr(optimizer, "load_parts")
         if not isinstance(optimizer, torch.optim.Optimizer) or is_ours:
             raise TypeError(

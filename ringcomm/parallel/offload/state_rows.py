@@ -30,7 +30,8 @@ def _views(row: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     ]
 
 
-def _large(values: Any) -> list[Tensor]:
+def large_tensors(values: Any) -> list[Tensor]:
+    """The tensors of one or more dimensions in a state."""
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.dim()]
 
 
@@ -60,7 +61,7 @@ class StateRows:
         """A state of which fetch() returned the row; waits for it."""
         _, values = self.kept.get(piece, ("", {}))
         nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
-        views = iter(_views(nothing if loan is None else loan.wait(), _large(values)))
+        views = iter(_views(nothing if loan is None else loan.wait(), large_tensors(values)))
         found: dict[str, Any] = tree_map_only(
             Tensor, lambda value: next(views) if value.dim() else value, values
         )
@@ -78,7 +79,7 @@ class StateRows:
 
         Raises TypeError for a tensor of another kind than torch's dense ones.
         """
-        tensors = _large(state)
+        tensors = large_tensors(state)
         for value in tensors:
             if type(value) not in (Tensor, nn.Parameter) or value.layout != torch.strided:
                 kind = f"{type(value).__name__} of layout {value.layout}"

@@ -34,7 +34,7 @@ class Unstepped:
         is_zero = isinstance(optimizer, ZeroOptimizer)
         for group in optimizer.param_groups:
             for param in group["params"]:
-                if is_zero and optimizer.is_offloaded(param):
+                if is_zero and optimizer._inner_by_param[param].is_offloaded:
                     continue
                 known = optimizer._state_of(param) if is_zero else optimizer.state.get(param, {})
                 if not param.requires_grad or known.keys() - {MASTER}:

@@ -197,6 +197,8 @@ class ZeroOptimizer(States):
         # Before fully_shard's hook, which replaces the weights.
         given.model.module.register_forward_pre_hook(_refuse_ddp, prepend=True)
 
+    _owners: Any  # of weights that are updated as a whole
+
     # It refers to the model, hooks and a process group.
     __deepcopy__ = __reduce_ex__ = _refuse_copy
 

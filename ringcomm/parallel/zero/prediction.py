@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -116,8 +117,12 @@ def predict_traffic(
             "stage must be 1, 2 or 3, got 0, which shards nothing and sends what all_reduce sends"
         )
     total = bytes_over_all_ranks(describe(model).axes(), 8, world_size) if chosen.looks_first else 0
-    # Whether a step on whole weights has failed.
-    total += others * sum(needs_whole(each, whole) for each in optimizers_of(optimizer))
+    # Whether a step on whole weights has failed; with offload_weights in each of its rounds.
+    owners = _owners(describe(model), optimizers_of(optimizer), whole, ranks)
+    for each in optimizers_of(optimizer):
+        own = [p for group in each.param_groups for p in group["params"] if p in owners]
+        num_rounds = max(Counter(map(owners.__getitem__, own)).values(), default=0)
+        total += others * (num_rounds if chosen.offload_weights else needs_whole(each, whole))
     if stage < 3:
         buckets = _planned(model, optimizers_of(optimizer), whole, ranks)
         # Whether a pass begins, which weights have a gradient, and which buckets are to be reduced.
@@ -149,11 +154,15 @@ def predict_traffic(
         else:  # two gathers and one reduction of a gradient, with shards padded to the longest
             sent = (2 * ranks.itemsize(param) + grad_bytes) * others * ranks.rows(param)
         total += num_backwards * sent
-    for param, owner in _owners(describe(model), optimizers_of(optimizer), whole, ranks).items():
+    for param, owner in owners.items():
         begin, end = rows_of(param, world_size, rank)
-        mine = (end - begin) * (param.numel() // param.shape[0])
+        mine, grad_bytes = (end - begin) * (param.numel() // param.shape[0]), param.element_size()
+        if chosen.offload_weights:
+            mine, grad_bytes = ranks.shard(param.numel()), ranks.grad_itemsize
         # A weight and its gradient to the owner, and the new weight back.
-        total += param.element_size() * (2 * mine if owner != rank else param.numel() - mine)
+        sent = mine * grad_bytes if owner != rank else 0
+        num_elems = mine if owner != rank else param.numel() - mine
+        total += sent + num_elems * param.element_size()
     return total
 
 

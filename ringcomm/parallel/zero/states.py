@@ -68,10 +68,6 @@ class States(torch.optim.Optimizer):
             )
         self._states = states
 
-    def is_offloaded(self, param: Any) -> bool:
-        """Whether the state of a weight is offloaded."""
-        return bool(self._inner_by_param[param].is_offloaded)
-
     @property
     def has_offloaded(self) -> bool:
         """Whether states of any weights are offloaded."""

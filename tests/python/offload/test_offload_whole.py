@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler
 from whole_optimizers import Averaged, Muon64, SmoothMuon, by_dimensions
-from zero_models import Net, assert_close, batch, loss_of, same, weights
+from zero_models import Net, assert_close, batch, loss_of, same, sent_bytes, weights
 
 from ringcomm.parallel import offload, zero
 from ringcomm.parallel.optimizer_classes import optimizers_of
@@ -123,7 +123,8 @@ def shard(model: nn.Module, given: Any, system: str, **options: Any) -> zero.Zer
 def test_alone_it_has_the_bits_of_its_class(kind: str, to: str, tmp_path: Path) -> None:
     """And its state goes to the class, and comes from there."""
     theirs, ours, third = Net(), Net(), Net()
-    expected, found = plain(theirs, kind), plain(ours, kind)
+    expected: list[Any] = plain(theirs, kind)
+    found: list[Any] = plain(ours, kind)
     found[0] = own = offload.Offloaded(found[0], **place(to, tmp_path))
     train(theirs, expected, range(3))
     train(ours, found, range(3))
@@ -132,7 +133,7 @@ def test_alone_it_has_the_bits_of_its_class(kind: str, to: str, tmp_path: Path) 
     assert repr(state["state"]) == repr(expected[0].state_dict()["state"])
     assert state["param_groups"] == expected[0].state_dict()["param_groups"]
     third.load_state_dict(theirs.state_dict())
-    again = plain(third, kind)
+    again: list[Any] = plain(third, kind)
     for each, of in zip(again[1:], found[1:], strict=True):
         each.load_state_dict(copy.deepcopy(of.state_dict()))
     again[0] = offload.Offloaded(again[0], **place(to, tmp_path / "again"))
@@ -140,12 +141,12 @@ def test_alone_it_has_the_bits_of_its_class(kind: str, to: str, tmp_path: Path) 
     begun = plain(ours, kind)  # that has a state already
     begun[0].load_state_dict(own.state_dict())
     found[0] = offload.Offloaded(begun[0], **place(to, tmp_path / "begun"))
-    for model, each in ((theirs, expected), (ours, found), (third, again)):
-        train(model, each, range(3, STEPS))
+    for model, given in ((theirs, expected), (ours, found), (third, again)):
+        train(model, given, range(3, STEPS))
     assert same(weights(ours), weights(theirs))
     assert same(weights(third), weights(theirs))
-    for each in (own, again[0], found[0]):
-        each.close()
+    for offloading in (own, again[0], found[0]):
+        offloading.close()
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
@@ -485,6 +486,21 @@ def test_a_run_continues_after_its_last_commit(
             assert same_state(state, of_other)
 
 
+@in_ranks(3)
+def test_bytes_of_infinity_are_the_formulas(rank: int, tmp_path: Path) -> None:
+    model = Net(width=WIDTH)
+    given = offloaded(model, "Muon64", to="nvme", path=tmp_path)
+    options: dict[str, Any] = {"world_size": 3, "rank": rank, "offload_weights": True}
+    expected = zero.predict_traffic(model, given, 3, **options)
+    memory = zero.predict_memory(model, given, 3, **options)
+    optimizer: Any = shard(model, given, "infinity")
+    train(model, optimizer, range(1), rank, 3)
+    before = sum(sent_bytes().values())
+    train(model, optimizer, range(1, 2), rank, 3)
+    assert sum(sent_bytes().values()) - before == expected
+    assert memory.states == 0 == len(optimizer.state_tensors())
+
+
 class Failing(SmoothMuon):
     def direction(self, mean: Tensor) -> Tensor:
         if mean.shape[0] == 3 and self.param_groups[0]["lr"] < 0.02:
@@ -574,7 +590,7 @@ def test_what_infinity_refuses(rank: int, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=text):
             shard(model, given, "infinity")
     assert same(weights(model), before)
-    optimizer = shard(model, [own, offload.AdamW(adamw.param_groups)], "infinity")
+    optimizer: Any = shard(model, [own, offload.AdamW(adamw.param_groups)], "infinity")
     with pytest.raises(RuntimeError, match=r"was given to zero\.shard"):
         own.step()
     optimizer.close()
