@@ -256,7 +256,8 @@ def test_ctrl_c_while_a_group_is_made(rank: int, tmp_path: Path) -> None:
         error = caught(init_group, 1, 3, path, 120)
         assert error["type"] == "RingcommError", error
         assert "rank 0 (pid " in error["text"], error
-        assert "interrupted by a signal while the group was made" in error["text"], error
+        # It may have asked its store at that moment.
+        assert "interrupted by a signal while the group" in error["text"], error
     dist.FileStore(path + "-end", -1).set(str(rank), "")
     dist.FileStore(path + "-end", -1).wait(["0", "1", "2"])
 

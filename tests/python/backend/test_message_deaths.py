@@ -7,6 +7,7 @@ tests/cpp/test_deaths.cc; in calls: test_faults.py.
 from __future__ import annotations
 
 import datetime
+import fcntl
 import os
 import signal
 import time
@@ -39,7 +40,10 @@ class CountingStore(dist.Store):
         whole = self._whole
         whole.num_operations += 1
         if whole.num_operations == self._end_behind:
-            end_process(self._how)
+            with open(whole._store.path) as file:
+                # A program that exec() starts would keep the lock that a thread may hold here.
+                fcntl.flock(file, fcntl.LOCK_EX)
+                end_process(self._how)
 
     def clone(self) -> Any:
         copy = CountingStore(self._store.clone(), self._end_behind, self._how, self._whole)

@@ -13,18 +13,17 @@ from pair_model import DTYPES, GRADIENTS, params_in_groups
 from pair_table import Case, Refused, Table, condition
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from whole_optimizers import SmoothMuon, Together, by_dimensions
+from whole_optimizers import Averaged, Kron, SmoothMuon, Together, by_dimensions
 
 from ringcomm.parallel import offload, zero
 from ringcomm.parallel.optimizer_classes import optimizers_of
 
-# What ZeRO-Infinity wants; other stages take it too.
-HOST_STATE = {"state": ("host",)}
+OPTIMIZERS = ("sgd", "adamw", "muon and adamw", "adafactor", "shampoo", "schedule-free")
 
 TABLE = Table(
     axes={
         "stage": ("1", "2", "3", "infinity"),
-        "optimizer": ("sgd", "adamw", "muon and adamw", "adafactor"),
+        "optimizer": OPTIMIZERS,
         "state": ("device", "host", "file"),
         "dtype": ("float32", "bfloat16", "float16", "bfloat16 weights"),
         "reduce dtype": ("default", "16 bits"),
@@ -125,7 +124,7 @@ TABLE = Table(
     ),
     meaningless=(
         condition("dtype: float32; reduce dtype: 16 bits"),
-        condition("optimizer: muon and adamw or adafactor; state: host or file"),
+        condition(f"optimizer: {' or '.join(OPTIMIZERS[2:])}; state: host or file"),
         condition("accumulation: 1; gradients: none in the first micro-batch"),
         condition("accumulation: 3 with no_sync; around: Accelerate or Trainer"),
     ),
@@ -141,12 +140,18 @@ def torch_optimizer(case: Case, groups: list[dict[str, Any]]) -> Any:
             return by_dimensions(groups, partial(SmoothMuon, lr=0.1), adamw)
         case "adafactor":
             return torch.optim.Adafactor(groups, 0.05, eps=(1e-6, 1e-3))
+        case "shampoo":
+            return Kron(groups, 0.05)
+        case "schedule-free":
+            return Averaged(groups, 0.2)
     return adamw(groups)
 
 
 def oracle(case: Case, groups: list[dict[str, Any]]) -> Any:
     """What makes the same steps in one process."""
-    return Together(optimizers_of(torch_optimizer(case, groups)))
+    together = Together(optimizers_of(torch_optimizer(case, groups)))
+    together.train()
+    return together
 
 
 def _optimizer(case: Case, model: nn.Module, folder: Path) -> Any:
@@ -176,8 +181,17 @@ class ZeroTraining(Training):
         optimizer = _optimizer(case, self.model, folder)
         self.optimizer = zero.shard(self.model, optimizer, stage, group=group, **options)
         self.wrap()
+        self.optimizer.train()  # for schedule-free ones
 
     def snapshot(self) -> list[Tensor]:
         if isinstance(self.optimizer, zero.ZeroInfinity):  # whose weights are elsewhere
             return [torch.tensor(self.optimizer.num_steps)]
         return super().snapshot()
+
+    def saved(self) -> Any:
+        self.optimizer.eval()
+        return super().saved()
+
+    def load(self, saved: Any) -> None:
+        super().load(saved)
+        self.optimizer.train()

@@ -52,6 +52,28 @@ def orthogonal(matrix: Tensor) -> Tensor:
     return (max(1, matrix.shape[0] / matrix.shape[1]) ** 0.5 * x).to(matrix.dtype)
 
 
+class Kron(torch.optim.Optimizer):
+    """A preconditioner of rows and one of columns, as users write Shampoo."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state, grad = self.state[param], param.grad.view(len(param), -1)
+                if not state:
+                    state["left"] = 0.1 * torch.eye(grad.shape[0])
+                    state["right"] = 0.1 * torch.eye(grad.shape[1])
+                state["left"] += grad @ grad.T
+                state["right"] += grad.T @ grad
+                roots = [torch.linalg.inv(torch.linalg.cholesky(x)) for x in state.values()]
+                param.sub_(group["lr"] * (roots[0] @ grad @ roots[1].T).view_as(param))
+
+
 class Averaged(torch.optim.Optimizer):
     """Defazio et al. 2024: gradients at an interpolation of the iterates and of their mean."""
 
@@ -106,6 +128,12 @@ class Together:
     def zero_grad(self) -> None:
         for each in self.optimizers:
             each.zero_grad()
+
+    def train(self) -> None:
+        """The mode in which schedule-free ones step."""
+        for each in self.optimizers:
+            if hasattr(each, "train"):
+                each.train()
 
 
 def by_dimensions(

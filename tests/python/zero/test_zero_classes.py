@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_optimizer_state_dict,
 )
-from whole_optimizers import by_dimensions
+from whole_optimizers import Kron, by_dimensions
 from zero_models import BUCKET_BYTES, Net, Towers, assert_close, batch, loss_of, weights
 
 from ringcomm.parallel import zero
@@ -86,28 +86,6 @@ class Rows(torch.optim.SGD):
         for group in self.param_groups:
             for param in group["params"]:
                 self.state[param]["rows"] = torch.zeros(len(param))
-
-
-class Kron(torch.optim.Optimizer):
-    """A preconditioner of rows and one of columns, as users write Shampoo."""
-
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                state, grad = self.state[param], param.grad.view(len(param), -1)
-                if not state:
-                    state["left"] = 0.1 * torch.eye(grad.shape[0])
-                    state["right"] = 0.1 * torch.eye(grad.shape[1])
-                state["left"] += grad @ grad.T
-                state["right"] += grad.T @ grad
-                roots = [torch.linalg.inv(torch.linalg.cholesky(x)) for x in state.values()]
-                param.sub_(group["lr"] * (roots[0] @ grad @ roots[1].T).view_as(param))
 
 
 class Joint(torch.optim.SGD):
