@@ -435,8 +435,8 @@ class Offloaded(OffloadedOptimizer):
         params = [param for group in optimizer.param_groups for param in group["params"]]
         if self.is_whole and any(isinstance(param, DTensor) for param in params):
             raise ValueError(
-                f"{type(optimizer).__name__} needs whole weights, and this rank has shards: give"
-                " offload.Offloaded() to zero.shard(), which shards the model itself"
+                f"{type(optimizer).__name__} needs whole weights, and the model is already sharded:"
+                " give offload.Offloaded() to zero.shard(), which shards a model itself"
             )
         super().__init__(optimizer.param_groups, {})
         self.defaults, self.to, self.path = optimizer.defaults, to, path

@@ -71,11 +71,12 @@ def shard(
             stage 3 they become DTensors, and fully_shard is applied to the model. It may be on the
             meta device: modules are then initialized by reset_parameters(), at stage 3 unit by
             unit, and rank 0's values are used.
-        optimizer: over the model's weights, with any parameter groups and hyper-parameters: AdamW
-            or SGD of torch.optim or ringcomm.parallel.offload, or any other class that updates each
-            weight by itself; or several over different weights, such as [muon, adamw]. shard()
-            makes three steps of other classes on a small weight and on its parts. If the results
-            differ, as for Muon, each weight is updated as a whole by one rank.
+        optimizer: over the model's weights, with any parameter groups and hyper-parameters: of
+            torch.optim, or any other class that updates each weight by itself; or several over
+            different weights, such as [muon, adamw]. shard() makes three steps of other classes
+            than AdamW and SGD on a small weight and on its parts. If the results differ, as for
+            Muon, each weight is updated as a whole by one rank. States of those that are of
+            ringcomm.parallel.offload, such as Offloaded(muon), are in host memory or in files.
             Step hooks and state move to the returned optimizer. The given ones raise afterwards,
             but have the same parameter groups: schedulers made for them work.
         stage: 1, 2 or 3. Stages 2 and 3 reduce each micro-batch, except in the optimizer's
@@ -101,13 +102,15 @@ def shard(
             traffic.
         loss_scale: a factor for float16, or "dynamic": starts at 2**16, halves after an overflow,
             doubles after 2000 good steps. An overflow on any rank skips the step on all ranks.
-        offload_weights: at stage 3 keep weights and gradients in the same tier as the state of an
-            optimizer of ringcomm.parallel.offload (ZeRO-Infinity). The model must be on the CPU or
-            the meta device; it may have 16-bit weights, for which there are float32 masters. With a
-            path, every step ends with a commit. All ranks must use the same weights in each
-            backward pass; otherwise all ranks raise.
+        offload_weights: at stage 3 keep weights and gradients in the same tier as the states
+            (ZeRO-Infinity). All optimizers are of ringcomm.parallel.offload, with equal `to` and
+            `path`: AdamW, SGD, or Offloaded of any class. Of weights that are updated as a whole a
+            rank has one at a time in memory. The model must be on the CPU or the meta device; it
+            may have 16-bit weights, for which there are float32 masters. With a path, every step
+            ends with a commit. All ranks must use the same weights in each backward pass;
+            otherwise all ranks raise.
         resume: with offload_weights, continue after the last step with complete files; from the
-            initial weights if there is none.
+            initial weights if there is none. Options that users and schedulers set are not saved.
         clip_grad_norm: multiply all gradients by min(1, clip_grad_norm / norm), with the norm over
             all ranks and dimensions of a mesh. Without loss_scale, a norm that is not finite
             raises. Alternatively call the optimizer's clip_grad_norm_().
