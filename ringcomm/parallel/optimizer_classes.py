@@ -86,7 +86,8 @@ def needs_whole(optimizer: torch.optim.Optimizer, asked: Collection[type]) -> bo
     """Whether an optimizer needs whole weights, each by itself; else it takes parts of weights.
 
     It makes steps of the optimizer's class on a weight of 4,608 elements and on its parts, and, if
-    these differ, on two small weights together and alone. `asked` has classes that need whole weights.
+    these differ, on two small weights together and alone. `asked` has classes that need whole
+    weights.
 
     Raises:
         TypeError: neither is so.

@@ -369,8 +369,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         for group, loaded in zip(groups, self.param_groups, strict=True):
             group.update(loaded)
         self.param_groups = groups  # which schedulers may share
-        for param, (idx, _) in self._places.items():
-            self.set_state_of(param, state_dict["state"].get(idx, {}))
+        # torch.distributed.checkpoint has names for numbers.
+        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+        for param, key in zip(self._places, keys, strict=True):
+            self.set_state_of(param, state_dict["state"].get(key, {}))
 
     def close(self) -> None:
         """Releases memory and files; the optimizer must not be used afterwards."""

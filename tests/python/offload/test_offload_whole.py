@@ -14,6 +14,10 @@ import torch.distributed as dist
 from full_states import full_state, full_weights, load_full_state, load_full_weights
 from ranks import in_ranks, run_ranks
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler
 from whole_optimizers import Averaged, Muon64, SmoothMuon, by_dimensions
@@ -232,6 +236,86 @@ def test_under_data_parallel(rank: int) -> None:
     train(replicated, offloaded(model), rank=rank, world_size=2)
     train(alone, plain(alone))
     assert_close(weights(model), weights(alone))
+
+
+# ---- what users of other libraries reported
+
+
+def test_schedulers_and_frozen_weights() -> None:
+    """https://github.com/pytorch/ao/issues/959 and /1209: an offloading optimizer was no Optimizer
+    and had no defaults, and refused weights that do not require grad."""
+    theirs, ours = Net(is_frozen=True), Net(is_frozen=True)
+    expected = torch.optim.NAdam(theirs.parameters(), 0.01)
+    own = offload.Offloaded(torch.optim.NAdam(ours.parameters(), 0.01), chunk_elems=50)
+    assert own.defaults["lr"] == 0.01
+    assert own.defaults == expected.defaults
+    for each in (expected, own):
+        schedulers = [
+            lr_scheduler.LambdaLR(each, lambda step: 1 / (1 + step)),
+            lr_scheduler.CosineAnnealingLR(each, 9),
+        ]
+        model = theirs if each is expected else ours
+        for step in range(4):
+            train(model, each, range(step, step + 1))
+            for scheduler in schedulers:
+                scheduler.step()
+    assert same(weights(ours), weights(theirs))
+
+
+def test_a_saved_state_has_its_steps(tmp_path: Path) -> None:
+    """https://github.com/NovaSky-AI/SkyRL/pull/1403: with offloading, a checkpoint needed more than
+    weights_only=True, and the step count of Adam was stale after a load."""
+    theirs, ours, again = Net(), Net(), Net()
+    expected = torch.optim.Adam(theirs.parameters(), 0.01)
+    own = offload.Offloaded(torch.optim.Adam(ours.parameters(), 0.01), chunk_elems=50)
+    train(theirs, expected, range(3))
+    train(ours, own, range(3))
+    torch.save([ours.state_dict(), own.state_dict()], tmp_path / "saved")
+    saved = torch.load(tmp_path / "saved", weights_only=True)
+    again.load_state_dict(saved[0])
+    resumed = offload.Offloaded(torch.optim.Adam(again.parameters(), 0.01))
+    resumed.load_state_dict(saved[1])
+    train(theirs, expected, range(3, STEPS))
+    train(again, resumed, range(3, STEPS))
+    assert same(weights(again), weights(theirs))
+    assert {int(state["step"]) for state in resumed.state.values()} == {STEPS}
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "SGD", "Adafactor", "offload.AdamW"])
+def test_torch_saves_and_loads_it(kind: str) -> None:
+    """https://github.com/PrimeIntellect-ai/prime-rl/pull/2729: torch's own functions, of optimizers
+    that have made a step or not."""
+    options = {"momentum": 0.9} if kind == "SGD" else {}
+
+    def made(model: nn.Module) -> Any:
+        if kind == "offload.AdamW":
+            return offload.AdamW(model.parameters(), 0.01, chunk_elems=50)
+        given = getattr(torch.optim, kind)(model.parameters(), lr=0.01, **options)
+        return offload.Offloaded(given, chunk_elems=50)
+
+    theirs, ours, again = Net(), Net(), Net()
+    expected, own = made(theirs), made(ours)
+    train(theirs, expected, range(3))
+    train(ours, own, range(3))
+    saved = get_optimizer_state_dict(ours, own)
+    again.load_state_dict(ours.state_dict())
+    resumed = made(again)
+    set_optimizer_state_dict(again, resumed, saved)
+    train(theirs, expected, range(3, STEPS))
+    train(again, resumed, range(3, STEPS))
+    assert same(weights(again), weights(theirs))
+
+
+def test_states_of_8_bits_stay_so() -> None:
+    """As of https://github.com/bitsandbytes-foundation/bitsandbytes: a load casts no integers."""
+    model = Net()
+    own = offload.Offloaded(plain(model, "Counting")[0])
+    train(model, own, range(2))
+    saved = own.state_dict()
+    own.load_state_dict(saved)
+    state = own.state[model.first.weight]
+    assert state["signs"].dtype == torch.int8
+    assert torch.equal(state["signs"], saved["state"][0]["signs"])
 
 
 def test_errors(tmp_path: Path) -> None:
