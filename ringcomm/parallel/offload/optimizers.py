@@ -91,22 +91,83 @@ class _Piece(NamedTuple):
     state: dict[str, Any]
 
 
-class OffloadedOptimizer(torch.optim.Optimizer):
-    """The base of optimizers with states in a tier.
+def _dtype_of(param: Tensor) -> torch.dtype:
+    """In which it is updated: that of a master, or its own."""
+    return torch.float32 if param.dtype in (torch.float16, torch.bfloat16) else param.dtype
+
+
+class Offloaded(torch.optim.Optimizer):
+    """An optimizer of any class, with its states in host memory or in files.
+
+        muon = offload.Offloaded(torch.optim.Muon(matrices), to="nvme", path="/mnt/nvme")
+        adamw = offload.AdamW(others, to="nvme", path="/mnt/nvme")
+        optimizer = zero.shard(model, [muon, adamw], stage=2)
+
+    It works alone, under DistributedDataParallel, and with zero.shard() at any stage: it then has
+    the states of this rank's shards, or of the weights that this rank owns. A step updates one
+    weight at a time, or pieces of weights by classes that update each element by itself. It reads
+    and writes each state once, while others are updated. In memory are the states of some pieces.
+    16-bit weights have float32 masters, with which the class computes. Files are unnamed and
+    deleted with the process: use state_dict() for checkpoints.
+
+    The given optimizer's parameter groups are shared, so that schedulers made for it work. Its
+    state and step hooks move here, and its methods raise afterwards.
 
     Attributes:
-        to, path: as given.
         tier: where the states are.
         steps: by parameter that has a state, the number of its updates.
-        inner: a torch optimizer of the class that updates, without groups.
-        is_whole: whether it updates whole weights, each by itself; else pieces of weights.
+        inner: a copy of the optimizer, without groups.
+        is_whole: whether it updates whole weights; else pieces of weights.
+
+    Args:
+        optimizer: of any class that updates each weight by itself, which is tried.
+        to: "cpu" or "nvme".
+        path: for "nvme", a folder on the disk to use.
+        chunk_elems: the maximum number of weights in a piece.
+        whole: classes of optimizers that need whole weights, and are not tried.
+
+    Raises:
+        TypeError: the optimizer does not update each weight by itself, or is offloaded or sharded.
+        ValueError: it was given away before, or needs whole weights of which this rank has shards;
+            or an option is out of range, or a weight is not contiguous.
+        OSError: no file can be created at the path.
     """
 
-    to: Literal["cpu", "nvme"]
-    path: Any
-    inner: Any
-    is_whole = _takes_empty = False
-    _chunk_elems: int
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        to: Literal["cpu", "nvme"] = "cpu",
+        path: str | os.PathLike[str] | None = None,
+        chunk_elems: int = 1 << 20,
+        whole: Collection[type] = (),
+    ) -> None:
+        # The latter is of zero.shard().
+        is_ours = isinstance(optimizer, Offloaded) or hasattr(optimizer, "load_parts")
+        if not isinstance(optimizer, torch.optim.Optimizer) or is_ours:
+            raise TypeError(
+                "offload.Offloaded() takes an optimizer that is neither offloaded nor sharded, got"
+                f" {type(optimizer).__name__}"
+            )
+        if "state_dict" in vars(optimizer):  # see retire()
+            raise ValueError(f"this {type(optimizer).__name__} was given to another optimizer")
+        self.is_whole = needs_whole(optimizer, whole)
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        if self.is_whole and any(isinstance(param, DTensor) for param in params):
+            raise ValueError(
+                f"{type(optimizer).__name__} needs whole weights, and the model is already sharded:"
+                " give offload.Offloaded() to zero.shard(), which shards a model itself"
+            )
+        torch.optim.Optimizer.__init__(self, optimizer.param_groups, {})
+        self.defaults, self.to, self.path = optimizer.defaults, to, path
+        self.given, self.inner = optimizer, over_groups(optimizer, [])
+        self._chunk_elems, self._takes_empty = chunk_elems, takes_empty_groups(optimizer)
+        self._begin()
+        for param, state in optimizer.state.items():
+            self.set_state_of(param, state)
+        optimizer.state = defaultdict(dict)
+        move_step_hooks(optimizer, self)
+        retire(optimizer, "offload.Offloaded()")
 
     def _begin(
         self, tier: Tier | None = None, operands: Operands | None = None, first: int = 0
@@ -122,15 +183,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._ahead: dict[tuple[int, int], Loan | None] = {}
 
     def _note_groups(self) -> None:
-        for group in self.param_groups:
-            self._check_group(group)
         groups = enumerate(self.param_groups)
         params = [(param, number) for number, group in groups for param in group["params"]]
         self._places = {param: (idx, number) for idx, (param, number) in enumerate(params)}
         self._counts: list[dict[str, Any]] = [{} for _ in self.param_groups]
-
-    def _check_group(self, group: dict[str, Any]) -> None:
-        for param in () if self.is_whole else group["params"]:
+        for param in () if self.is_whole else self._places:
             if not local_of(param.detach()).is_contiguous():
                 raise ValueError(
                     f"a weight of shape {tuple(param.shape)} is not contiguous: call contiguous()"
@@ -175,7 +232,16 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.run("step", [*filter(self._operands.has_grad, self._places)])
+        mark_stepped(self.given)  # for schedulers that were made for it
         return loss
+
+    def train(self) -> None:
+        """For schedule-free optimizers."""
+        self.run("train", [*self._places])
+
+    def eval(self) -> None:
+        """For schedule-free optimizers."""
+        self.run("eval", [*self._places])
 
     @torch.no_grad()
     def run(
@@ -255,6 +321,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def _update(self, method: str, piece: _Piece, options: dict[str, Any]) -> dict[str, Any]:
         """Calls the class; updates the weight and the options, and returns the state."""
         weight, grad, grad_scale, state = piece
+        if method == "step" and (rule := self._rule_of(options, weight.dtype)) is not None:
+            return _update_by_kernel(piece, rule)
         master = state.pop("master", None)
         state = tree_map_only(Tensor, lambda x: x.to(weight.device) if x.dim() else x, state)
         part = weight if master is None else master.to(weight.device)
@@ -270,6 +338,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             weight.copy_(part)
             found["master"] = part
         return found
+
+    def _rule_of(self, options: dict[str, Any], dtype: torch.dtype) -> Rule | None:
+        """The rule of a kernel with the same update, if there is one."""
+        is_known = type(self.inner) in (torch.optim.AdamW, torch.optim.SGD)
+        if not is_known or dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            return None
+        return rule_of(self.inner, {**options, "lr": float(options["lr"])})
 
     def _call(self, method: str, groups: list[dict[str, Any]], states: Any = ()) -> Any:
         self.inner.param_groups, self.inner.state = groups, defaultdict(dict, states)
@@ -379,95 +454,30 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self.tier.close()
 
 
-def _dtype_of(param: Tensor) -> torch.dtype:
-    """In which it is updated: that of a master, or its own."""
-    return torch.float32 if param.dtype in (torch.float16, torch.bfloat16) else param.dtype
+def _update_by_kernel(piece: _Piece, rule: Rule) -> dict[str, Any]:
+    weight, grad, grad_scale, state = piece
+    assert grad is not None
+    on_host = weight.to("cpu")
+    # Of SGD it only matters whether there was a step.
+    step = int(state.get("step", "momentum_buffer" in state)) + 1
+    for name in rule.state_names:
+        if name not in state:
+            state[name] = torch.zeros_like(on_host, dtype=torch.float32)
+    tensors = {key: value for key, value in state.items() if key != "step"}
+    ops.optimizer_update_(
+        on_host, grad.to("cpu"), tensors, optimizer=rule, step=step, grad_scale=grad_scale
+    )
+    if on_host is not weight:
+        weight.copy_(on_host)
+    if isinstance(rule, ops.AdamWStep):
+        state["step"] = torch.tensor(float(step), dtype=torch.float32, device="cpu")
+    return state
 
 
-class Offloaded(OffloadedOptimizer):
-    """An optimizer of any class, with its states in host memory or in files.
+class _OfTorch(Offloaded):
+    """Makes the given optimizer itself."""
 
-        muon = offload.Offloaded(torch.optim.Muon(matrices), to="nvme", path="/mnt/nvme")
-        adamw = offload.AdamW(others, to="nvme", path="/mnt/nvme")
-        optimizer = zero.shard(model, [muon, adamw], stage=2)
-
-    It works alone, under DistributedDataParallel, and with zero.shard() at any stage: it then has
-    the states of this rank's shards, or of the weights that this rank owns. A step updates one
-    weight at a time, or pieces of weights by classes that update each element by itself. It reads
-    and writes each state once, while others are updated. In memory are the states of some pieces.
-    16-bit weights have float32 masters, with which the class computes. Files are unnamed and
-    deleted with the process: use state_dict() for checkpoints.
-
-    The given optimizer's parameter groups are shared, so that schedulers made for it work. Its
-    state and step hooks move here, and its methods raise afterwards.
-
-    Args:
-        optimizer: of any class that updates each weight by itself, which is tried.
-        to: "cpu" or "nvme".
-        path: for "nvme", a folder on the disk to use.
-        chunk_elems: the maximum number of weights in a piece.
-        whole: classes of optimizers that need whole weights, and are not tried.
-
-    Raises:
-        TypeError: the optimizer does not update each weight by itself, or is offloaded or sharded.
-        ValueError: it was given away before, or needs whole weights of which this rank has shards;
-            or an option is out of range, or a weight is not contiguous.
-        OSError: no file can be created at the path.
-    """
-
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        *,
-        to: Literal["cpu", "nvme"] = "cpu",
-        path: str | os.PathLike[str] | None = None,
-        chunk_elems: int = 1 << 20,
-        whole: Collection[type] = (),
-    ) -> None:
-        # The latter is of zero.shard().
-        is_ours = isinstance(optimizer, OffloadedOptimizer) or hasattr(optimizer, "load_parts")
-        if not isinstance(optimizer, torch.optim.Optimizer) or is_ours:
-            raise TypeError(
-                "offload.Offloaded() takes an optimizer that is neither offloaded nor sharded, got"
-                f" {type(optimizer).__name__}"
-            )
-        if "state_dict" in vars(optimizer):  # see retire()
-            raise ValueError(f"this {type(optimizer).__name__} was given to another optimizer")
-        self.is_whole = needs_whole(optimizer, whole)
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        if self.is_whole and any(isinstance(param, DTensor) for param in params):
-            raise ValueError(
-                f"{type(optimizer).__name__} needs whole weights, and the model is already sharded:"
-                " give offload.Offloaded() to zero.shard(), which shards a model itself"
-            )
-        super().__init__(optimizer.param_groups, {})
-        self.defaults, self.to, self.path = optimizer.defaults, to, path
-        self.given, self.inner = optimizer, over_groups(optimizer, [])
-        self._chunk_elems, self._takes_empty = chunk_elems, takes_empty_groups(optimizer)
-        self._begin()
-        for param, state in optimizer.state.items():
-            self.set_state_of(param, state)
-        optimizer.state = defaultdict(dict)
-        move_step_hooks(optimizer, self)
-        retire(optimizer, "offload.Offloaded()")
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """See OffloadedOptimizer."""
-        loss = super().step(closure)
-        mark_stepped(self.given)  # for schedulers that were made for it
-        return loss
-
-    def train(self) -> None:
-        """For schedule-free optimizers."""
-        self.run("train", [*self._places])
-
-    def eval(self) -> None:
-        """For schedule-free optimizers."""
-        self.run("eval", [*self._places])
-
-
-class _Fused(OffloadedOptimizer):
-    """Updates by the kernels of ringcomm.ops, by one read and one write of each state."""
+    _kind: Any
 
     def __init__(
         self,
@@ -478,66 +488,29 @@ class _Fused(OffloadedOptimizer):
         chunk_elems: int = 1 << 20,
         **options: Any,
     ) -> None:
-        if options.get("fused"):  # GradScaler would expect such an optimizer to unscale gradients
-            raise ValueError("fused is not supported with offloaded state")
-        super().__init__(params, *args, **options)
-        kind = torch.optim.AdamW if isinstance(self, torch.optim.AdamW) else torch.optim.SGD
-        self.inner = kind([torch.zeros(1, dtype=torch.float32, device="cpu")], *args, **options)
-        self.to, self.path, self._chunk_elems = to, path, chunk_elems
-        self._begin()
-
-    def _check_group(self, group: dict[str, Any]) -> None:
-        _rule_of(self.inner, group)
-        for param in group["params"]:
-            if _dtype_of(param) != torch.float32:
-                raise ValueError(f"weights must be float32, float16 or bfloat16, got {param.dtype}")
-        super()._check_group(group)
-
-    def _update(self, method: str, piece: _Piece, options: dict[str, Any]) -> dict[str, Any]:
-        weight, grad, grad_scale, state = piece
-        assert grad is not None
-        rule, on_host = _rule_of(self.inner, options), weight.to("cpu")
-        # Of SGD it only matters whether there was a step.
-        step = int(state.get("step", "momentum_buffer" in state)) + 1
-        for name in rule.state_names:
-            if name not in state:
-                state[name] = torch.zeros_like(on_host, dtype=torch.float32)
-        tensors = {key: value for key, value in state.items() if key != "step"}
-        ops.optimizer_update_(
-            on_host, grad.to("cpu"), tensors, optimizer=rule, step=step, grad_scale=grad_scale
-        )
-        if on_host is not weight:
-            weight.copy_(on_host)
-        if isinstance(rule, ops.AdamWStep):
-            state["step"] = torch.tensor(float(step), dtype=torch.float32, device="cpu")
-        return state
+        given = self._kind(params, *args, **options)
+        super().__init__(given, to=to, path=path, chunk_elems=chunk_elems)
 
 
-class AdamW(_Fused, torch.optim.AdamW):
+class AdamW(_OfTorch, torch.optim.AdamW):
     """torch.optim.AdamW with exp_avg and exp_avg_sq in host memory, or in files: see Offloaded.
 
         optimizer = offload.AdamW(model.parameters(), lr=1e-3, to="nvme", path="/mnt/nvme")
 
     A step reads and writes 8 bytes each way per float32 weight, 12 per 16-bit weight. State in
-    files needs three chunks of memory.
+    files needs three chunks of memory. With amsgrad and maximize torch's own step runs.
 
     Args:
-        params, *args, **options: as in torch, except amsgrad and similar options; weights must be
-            contiguous, and float32, float16 or bfloat16.
+        params, *args, **options: as in torch.
         to, path, chunk_elems: see Offloaded.
 
     Raises ValueError and OSError as Offloaded.
     """
 
+    _kind = torch.optim.AdamW
 
-class SGD(_Fused, torch.optim.SGD):
+
+class SGD(_OfTorch, torch.optim.SGD):
     """torch.optim.SGD with its momentum in host memory, or in files; see AdamW."""
 
-
-def _rule_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Rule:
-    for name in ("maximize", "amsgrad", "differentiable", "capturable"):
-        if group.get(name):
-            raise ValueError(f"{name} is not supported with offloaded state")
-    rule = rule_of(optimizer, {**group, "lr": float(group["lr"])})
-    assert rule is not None
-    return rule
+    _kind = torch.optim.SGD

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from ringcomm.parallel.flat_collectives import all_gathered, local_of
 from ringcomm.parallel.model.cut import Box, cut_of
 from ringcomm.parallel.model.describe import Weight, describe, plain_name
-from ringcomm.parallel.offload.optimizers import OffloadedOptimizer, numbered_groups
+from ringcomm.parallel.offload.optimizers import Offloaded, numbered_groups
 from ringcomm.parallel.shards import WeightShards, find_shards
 from ringcomm.parallel.state.tensor_part import (
     Path,
@@ -181,7 +181,7 @@ class OptimizerParts:
             )
         if isinstance(optimizer, ZeroOptimizer):
             self._native: State = {"param_groups": optimizer.numbered_groups()}
-        elif isinstance(optimizer, OffloadedOptimizer):  # whose state_dict() has copies
+        elif isinstance(optimizer, Offloaded):  # whose state_dict() has copies
             self._native = {"param_groups": numbered_groups(optimizer)}
         else:
             self._native = optimizer.state_dict()
@@ -243,7 +243,7 @@ class OptimizerParts:
         optimizer = self._optimizer
         if isinstance(optimizer, ZeroOptimizer):
             return optimizer.part_state_of(param)
-        if isinstance(optimizer, OffloadedOptimizer):
+        if isinstance(optimizer, Offloaded):
             if optimizer.steps:
                 return optimizer.state_of(param)
             return optimizer.new_state_of(param, local_of(param.detach()))
@@ -278,7 +278,7 @@ class OptimizerParts:
         """A part's value for the optimizer's load: its own tensor, overwritten, or a new one."""
         if not isinstance(part, Tensor):
             return value
-        if isinstance(self._optimizer, (ZeroOptimizer, OffloadedOptimizer)):
+        if isinstance(self._optimizer, (ZeroOptimizer, Offloaded)):
             return own_elements(part, value)
         fill(part, value)
         return self._state_of(param)[key]

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.distributed.tensor import DTensor
 
-from ringcomm.parallel.offload.optimizers import OffloadedOptimizer
+from ringcomm.parallel.offload.optimizers import Offloaded
 from ringcomm.parallel.optimizer_classes import new_state
 from ringcomm.parallel.zero import ZeroOptimizer
 
@@ -91,7 +91,7 @@ def make_states(optimizer: Any) -> Unstepped:
             optimizer.register_step_pre_hook(_drop_states)
     if hasattr(optimizer, "make_states"):  # it applies gradients in the backward pass
         optimizer.make_states()
-    elif not isinstance(optimizer, OffloadedOptimizer):
+    elif not isinstance(optimizer, Offloaded):
         _unstepped[optimizer].make_states(optimizer)
     return _unstepped[optimizer]
 
@@ -101,7 +101,7 @@ def _drop_states(optimizer: Any, *_: Any) -> None:
     for param in params:
         if isinstance(optimizer, ZeroOptimizer):
             optimizer._set_state(param, {})
-        elif isinstance(optimizer, OffloadedOptimizer):
+        elif isinstance(optimizer, Offloaded):
             optimizer.set_state_of(param, {})
         else:
             optimizer.state.pop(param, None)
@@ -110,6 +110,4 @@ def _drop_states(optimizer: Any, *_: Any) -> None:
 
 def is_elsewhere(optimizer: Any) -> bool:
     """Whether states are in another tier than device memory."""
-    if isinstance(optimizer, ZeroOptimizer):
-        return optimizer.has_offloaded
-    return isinstance(optimizer, OffloadedOptimizer)
+    return isinstance(optimizer, Offloaded) or getattr(optimizer, "has_offloaded", False)

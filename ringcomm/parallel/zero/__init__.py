@@ -17,7 +17,7 @@ from ringcomm.parallel.flat_collectives import check_agreement, place_in
 from ringcomm.parallel.model.describe import Model, describe
 from ringcomm.parallel.model.owners import note_trainer
 from ringcomm.parallel.model.refuse import Asked, refuse
-from ringcomm.parallel.offload.optimizers import OffloadedOptimizer
+from ringcomm.parallel.offload.optimizers import Offloaded
 from ringcomm.parallel.optimizer_classes import needs_whole, retire, takes_empty_groups
 from ringcomm.parallel.zero.flat import FlatZero
 from ringcomm.parallel.zero.infinity import ZeroInfinity as ZeroInfinity
@@ -235,7 +235,7 @@ def _described(
             f" {type(optimizers).__name__}"
         )
     if options.offload_weights:
-        offloaded = [x for x in optimizers if isinstance(x, OffloadedOptimizer)]
+        offloaded = [x for x in optimizers if isinstance(x, Offloaded)]
         if len(offloaded) < max(1, len(optimizers)):
             raise ValueError("offload_weights needs optimizers of ringcomm.parallel.offload")
         if len({(each.to, str(each.path)) for each in offloaded}) > 1:
@@ -269,7 +269,7 @@ def _described(
             optimizer,
             optimizer.param_groups,
             needs_whole(optimizer, whole),
-            isinstance(optimizer, OffloadedOptimizer) or takes_empty_groups(optimizer),
+            isinstance(optimizer, Offloaded) or takes_empty_groups(optimizer),
         )
         for optimizer in optimizers
     ]

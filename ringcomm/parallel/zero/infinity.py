@@ -259,11 +259,11 @@ class ZeroInfinity(ZeroOptimizer):
                 if self.updates(param):
                     inner.optimizer.start(self._own[param])
             parts = {param: self._part_of(param) for param in params}
-            wholes, whole_grads = self._owners.gathered(parts), dict[Any, Tensor | None]()
+            wholes = self._owners.gathered(parts)
+            whole_grads: dict[Any, Any] = dict.fromkeys(wholes)
             of_grads = {p: self._grad_of(p) for p in params if self._home.has_grad(self._own[p])}
             if of_grads:
                 whole_grads |= self._owners.gathered(of_grads, self.options.grad_dtype)
-            whole_grads = dict.fromkeys(wholes) | whole_grads
             self._run_owned(inner, method, wholes, whole_grads, factor)
             self._owners.spread(parts, wholes)
             for param, part in parts.items():

@@ -24,7 +24,7 @@ from ringcomm.parallel.flat_collectives import device_of, local_of
 from ringcomm.parallel.model.axes import Axes, Held
 from ringcomm.parallel.model.describe import Model, describe
 from ringcomm.parallel.model.owners import find_trainer
-from ringcomm.parallel.offload.optimizers import OffloadedOptimizer, Operands
+from ringcomm.parallel.offload.optimizers import Offloaded, Operands
 from ringcomm.parallel.offload.tiers import Tier
 from ringcomm.parallel.optimizer_classes import over_groups
 from ringcomm.parallel.zero.states import States
@@ -95,7 +95,7 @@ class Inner(NamedTuple):
     @property
     def is_offloaded(self) -> bool:
         """Whether its states are in a tier."""
-        return isinstance(self.optimizer, OffloadedOptimizer)
+        return isinstance(self.optimizer, Offloaded)
 
     @property
     def plain(self) -> Any:

@@ -15,7 +15,7 @@ from ringcomm.parallel.clip import bytes_over_all_ranks
 from ringcomm.parallel.expert.local_experts import LocalExperts, split_experts
 from ringcomm.parallel.flat_collectives import place_in
 from ringcomm.parallel.model.describe import Model, describe
-from ringcomm.parallel.offload.optimizers import OffloadedOptimizer
+from ringcomm.parallel.offload.optimizers import Offloaded
 from ringcomm.parallel.optimizer_classes import (
     needs_whole,
     optimizers_of,
@@ -237,7 +237,7 @@ def _states_of(
     """The number of elements of states, without those that are offloaded."""
     found: dict[nn.Parameter, int] = {}
     for optimizer in optimizers:
-        if isinstance(optimizer, OffloadedOptimizer):
+        if isinstance(optimizer, Offloaded):
             continue
         is_whole = needs_whole(optimizer, asked)
         for group in optimizer.param_groups:
