@@ -19,7 +19,13 @@ from torch.distributed.tensor import DTensor
 from ringcomm import ops
 from ringcomm.ops.updates.fused_update import Rule, rule_of
 from ringcomm.parallel.flat_collectives import local_of
-from ringcomm.parallel.offload.state_rows import StateRows, from_json, large_tensors, to_json
+from ringcomm.parallel.offload.state_rows import (
+    StateRows,
+    from_json,
+    large_tensors,
+    map_tensors,
+    to_json,
+)
 from ringcomm.parallel.offload.tiers import Loan, Tier, make_tier
 from ringcomm.parallel.offload.transfers import BufferPool
 from ringcomm.parallel.optimizer_classes import (
@@ -31,7 +37,7 @@ from ringcomm.parallel.optimizer_classes import (
     retire,
     takes_empty_groups,
 )
-from ringcomm.torch_names import mark_stepped, move_step_hooks, tree_map_only
+from ringcomm.torch_names import mark_stepped, move_step_hooks
 
 
 class Operands:
@@ -258,13 +264,13 @@ class Offloaded(torch.optim.Optimizer):
         pieces = [(param, *piece) for param in params for piece in self._pieces(param)]
         after: dict[int, dict[str, Any]] = {}
         try:
-            for place, (param, begin, end) in enumerate(pieces):
-                for ahead, first, _ in pieces[place : place + 2]:
+            for i, (param, begin, end) in enumerate(pieces):
+                for ahead, first, _ in pieces[i : i + 2]:
                     self.start(ahead, first)
                 number = self._places[param][1]
-                after[number] = options_of(before[number])
-                self._run_piece(method, param, slice(begin, end), after[number], grad_scale)
-                if place + 1 == len(pieces) or pieces[place + 1][0] is not param:
+                place = slice(begin, end)
+                after[number] = self._run_piece(method, param, place, before[number], grad_scale)
+                if i + 1 == len(pieces) or pieces[i + 1][0] is not param:
                     self._operands.done(param)
                     self.steps[param] = self.steps.get(param, 0) + (method == "step")
             others = [i for i in range(len(before)) if i not in after]
@@ -297,8 +303,8 @@ class Offloaded(torch.optim.Optimizer):
 
     def _run_piece(
         self, method: str, param: Tensor, place: slice, options: dict[str, Any], grad_scale: float
-    ) -> None:
-        """Updates `options` too."""
+    ) -> dict[str, Any]:
+        """Returns the options of the group after the call."""
         piece = self._places[param][0], place.start
         loan = self._ahead.pop(piece)
         state = self._rows.view(piece, loan)  # before anything is written
@@ -316,28 +322,34 @@ class Offloaded(torch.optim.Optimizer):
             if is_written.any():
                 master[is_written] = on_host[is_written].float()
         given = _Piece(weight, grad, grad_scale, state)
-        self._rows.keep(piece, self._update(method, given, options), loan)
+        rule = self._rule_of(options, weight.dtype) if method == "step" else None
+        if rule is not None:
+            self._rows.keep(piece, _update_by_kernel(given, rule), loan)
+            return options
+        state, options = self._update(method, given, options)
+        self._rows.keep(piece, state, loan)
+        return options
 
-    def _update(self, method: str, piece: _Piece, options: dict[str, Any]) -> dict[str, Any]:
-        """Calls the class; updates the weight and the options, and returns the state."""
+    def _update(
+        self, method: str, piece: _Piece, before: dict[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Calls the class; returns the state and the options."""
         weight, grad, grad_scale, state = piece
-        if method == "step" and (rule := self._rule_of(options, weight.dtype)) is not None:
-            return _update_by_kernel(piece, rule)
         master = state.pop("master", None)
-        state = tree_map_only(Tensor, lambda x: x.to(weight.device) if x.dim() else x, state)
+        state = map_tensors(lambda x: x.to(weight.device) if x.dim() else x, state)
         part = weight if master is None else master.to(weight.device)
         if grad is not None:
             part.grad = grad.to(part.dtype).view(part.shape)
             if grad_scale != 1:
                 part.grad *= grad_scale
-        options["params"] = [part]
+        options = {**options_of(before), "params": [part]}
         states = self._call(method, [options], {part: state} if state else {})
         part.grad = None
         found = dict(states.get(part, {}))
         if master is not None:
             weight.copy_(part)
             found["master"] = part
-        return found
+        return found, options
 
     def _rule_of(self, options: dict[str, Any], dtype: torch.dtype) -> Rule | None:
         """The rule of a kernel with the same update, if there is one."""
@@ -369,9 +381,7 @@ class Offloaded(torch.optim.Optimizer):
             return parts[0]
         shape, columns = self._operands.shape(param), zip(*map(large_tensors, parts), strict=True)
         joined = (torch.cat(column).view(shape) for column in columns)
-        found: dict[str, Any] = tree_map_only(
-            Tensor, lambda value: next(joined) if value.dim() else value, parts[0]
-        )
+        found: dict[str, Any] = map_tensors(lambda x: next(joined) if x.dim() else x, parts[0])
         return found
 
     def new_state_of(self, param: Tensor, weight: Tensor) -> dict[str, Any]:
@@ -392,7 +402,7 @@ class Offloaded(torch.optim.Optimizer):
                 value = local_of(value).to(dtype if value.is_floating_point() else value.dtype)
                 return value if self.is_whole else value.reshape(-1)[place]
 
-            given = tree_map_only(Tensor, cut, {**state})
+            given = map_tensors(cut, {**state})
             old = self._rows.copy((number, begin))
             self._rows.kept.pop((number, begin), None)
             if dtype == param.dtype:

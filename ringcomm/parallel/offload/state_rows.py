@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ringcomm.parallel.offload.tiers import Loan, Tier
-from ringcomm.torch_names import tree_leaves, tree_map_only
 
 
 def _in_row(tensors: Sequence[Tensor]) -> list[int]:
@@ -30,9 +29,22 @@ def _views(row: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     ]
 
 
-def large_tensors(values: Any) -> list[Tensor]:
+def map_tensors(fn: Callable[[Tensor], Any], value: Any) -> Any:
+    """A state with other values for its tensors, also in dicts, lists and tuples."""
+    if isinstance(value, Tensor):
+        return fn(value)
+    if isinstance(value, dict):
+        return {key: map_tensors(fn, each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map_tensors(fn, each) for each in value)
+    return value
+
+
+def large_tensors(state: Any) -> list[Tensor]:
     """The tensors of one or more dimensions in a state."""
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.dim()]
+    found: list[Tensor] = []
+    map_tensors(lambda value: found.append(value) if value.dim() else None, state)
+    return found
 
 
 class StateRows:
@@ -62,15 +74,13 @@ class StateRows:
         _, values = self.kept.get(piece, ("", {}))
         nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
         views = iter(_views(nothing if loan is None else loan.wait(), large_tensors(values)))
-        found: dict[str, Any] = tree_map_only(
-            Tensor, lambda value: next(views) if value.dim() else value, values
-        )
+        found: dict[str, Any] = map_tensors(lambda x: next(views) if x.dim() else x, values)
         return found
 
     def copy(self, piece: tuple[int, int]) -> dict[str, Any]:
         """A copy of a state; {} if there is none."""
         loan = self.fetch(piece)
-        found: dict[str, Any] = tree_map_only(Tensor, torch.clone, self.view(piece, loan))
+        found: dict[str, Any] = map_tensors(torch.clone, self.view(piece, loan))
         self.give_back(loan)
         return found
 
@@ -86,7 +96,7 @@ class StateRows:
                 raise TypeError(f"an optimizer's state is a {kind}, which cannot be offloaded")
         num_bytes = _in_row(tensors)[-1]
         key = f"state.{self._first + piece[0]}.{piece[1]}.{num_bytes}" if num_bytes else ""
-        self.kept[piece] = key, tree_map_only(Tensor, _without_values, state)
+        self.kept[piece] = key, map_tensors(_without_values, state)
         new = loan if loan is not None and loan.key == key else None
         if new is None and num_bytes:
             new = self._tier.new(key, num_bytes, torch.uint8)
