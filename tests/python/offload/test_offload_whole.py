@@ -52,9 +52,13 @@ class Counting(Muon64):
                     state.update(step=torch.tensor(0.0), num=0, rows=[torch.zeros(len(param))])
                     state.update(signs=torch.zeros_like(param, dtype=torch.int8))
                     state.update(mean=torch.zeros_like(param), none=torch.zeros(0))
+                    state.update(odd=torch.zeros_like(param), even=torch.zeros_like(param))
                 state["step"] += 1
                 state["num"] += 1
                 # Two that change places, and one that is new.
+                state["odd"], state["even"] = state["even"], state["odd"]
+                state["odd"].add_(param.grad)
+                param.sub_(state["odd"], alpha=0.01)
                 state["mean"] = 0.9 * state["mean"] + param.grad
                 state["rows"][0].mul_(0.9).add_(param.grad.square().sum(1))
                 state["signs"] += param.grad.sign().to(torch.int8)
