@@ -589,6 +589,24 @@ def test_bytes_of_infinity_are_the_formulas(rank: int, tmp_path: Path) -> None:
     assert memory.states == 0 == len(optimizer.state_tensors())
 
 
+@in_ranks(2)
+def test_optimizers_of_equal_weights_share_files(rank: int, tmp_path: Path) -> None:
+    models = Net(width=WIDTH), Net(width=WIDTH)
+    given: list[list[Any]] = [
+        [torch.optim.Adam(each.blocks[i].parameters(), 0.001 * (i + 1), eps=1e-3) for i in range(3)]
+        for each in models
+    ]
+    for model, own in zip(models, given, strict=True):
+        for part in (model.first, model.last):
+            part.requires_grad_(False)
+        own[0].add_param_group({"params": [model.scale]})
+    sharded = [offload.Offloaded(each, to="nvme", path=tmp_path) for each in given[1]]
+    optimizer = shard(models[1], sharded, "infinity")
+    train(models[0], given[0])
+    train(models[1], optimizer, rank=rank, world_size=2)
+    assert_close(full_weights(models[1]), weights(models[0]), 1e-5)
+
+
 class Failing(SmoothMuon):
     def direction(self, mean: Tensor) -> Tensor:
         if mean.shape[0] == 3 and self.param_groups[0]["lr"] < 0.02:
