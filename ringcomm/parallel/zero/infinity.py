@@ -67,7 +67,11 @@ class ZeroInfinity(ZeroOptimizer):
         if resume:
             self._resume()
         else:
-            self._make_masters(whole)
+            # Masters of parts are made from the parts, when they are needed.
+            for params in self._owners.rounds({param for param in whole if param.itemsize == 2}):
+                wholes = self._owners.gathered({param: self._part_of(param) for param in params})
+                for param, value in wholes.items():
+                    self._set_state(param, {"master": value.float()})
             self._commit()
         self._hooks = GradientHooks(self.all_params(), self)
         self._names = [given.model.weights[param].name for param in self._own]

@@ -197,8 +197,6 @@ class ZeroOptimizer(States):
         # Before fully_shard's hook, which replaces the weights.
         given.model.module.register_forward_pre_hook(_refuse_ddp, prepend=True)
 
-    _owners: Any  # of weights that are updated as a whole
-
     # It refers to the model, hooks and a process group.
     __deepcopy__ = __reduce_ex__ = _refuse_copy
 
@@ -380,14 +378,6 @@ class ZeroOptimizer(States):
         for group in inner.groups:
             self._parts.shapes |= {p: self._part_of(p).shape for p in group["params"]}
         return self._parts
-
-    def _make_masters(self, whole: Iterable[Any]) -> None:
-        """Offloads float32 masters of 16-bit weights that `_owners` update. Collective."""
-        halves = {p for p in whole if self._inner_by_param[p].is_offloaded and p.itemsize == 2}
-        for params in self._owners.rounds(halves):
-            wholes = self._owners.gathered({param: self._part_of(param) for param in params})
-            for param, value in wholes.items():
-                self._set_state(param, {"master": value.float()})
 
     def _step_inner(self, grads: Mapping[Any, Tensor | None], factor: float) -> None:
         """Steps of the given classes on parts of weights, by their gradients times a factor."""

@@ -68,7 +68,6 @@ class Zero3(ZeroOptimizer):
         self._place_offloaded()
         whole = [param for param, inner in self._inner_by_param.items() if inner.is_whole]
         self._owners = Owners(whole, self.group)
-        self._make_masters(whole)
         self._begun: set[int] = set()  # backward passes that have not ended
         self._is_in_forward = False  # also after a forward that has raised
         self._awaits_backward = False  # a forward pass has made a graph, and no backward pass began

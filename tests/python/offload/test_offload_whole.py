@@ -574,6 +574,26 @@ def test_a_run_continues_after_its_last_commit(
             assert same_state(state, of_other)
 
 
+@in_ranks(2)
+def test_masters_are_loaded_before_the_first_step(rank: int) -> None:
+    states = []
+    for _ in range(2):
+        model = Net(width=WIDTH).to(torch.bfloat16)
+        optimizer = shard(model, offloaded(model), "infinity")
+        master = full_state(optimizer)["state"]["first.weight"]["master"]
+        assert torch.equal(master, full_weights(model)["first.weight"].float())
+        if states:
+            load_full_state(optimizer, states[0])
+        else:
+            x, y = batch(0, rank, 2)
+            loss_of(model, x.to(torch.bfloat16), y).backward()
+            optimizer.step()
+            saved = full_weights(model)
+        load_full_weights(model, saved)
+        states.append(full_state(optimizer))
+    assert same_state(states[1], states[0])
+
+
 @in_ranks(3)
 def test_bytes_of_infinity_are_the_formulas(rank: int, tmp_path: Path) -> None:
     model = Net(width=WIDTH)
