@@ -1,4 +1,4 @@
-"""AdamW and SGD with state in host memory or in files: ZeRO-Offload's optimizer.
+"""Optimizers with states in host memory or in files: ZeRO-Offload's.
 
 Ren et al. 2021 (arXiv 2101.06840, section 5.1) for the host, Rajbhandari et al. 2021 (arXiv
 2104.07857, section 5.2) for files.
@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import count
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -19,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from ringcomm import ops
 from ringcomm.ops.updates.fused_update import Rule, rule_of
 from ringcomm.parallel.flat_collectives import local_of
+from ringcomm.parallel.offload.operands import Operands, StatesView, numbered_groups
 from ringcomm.parallel.offload.state_rows import (
     StateRows,
     from_json,
@@ -38,54 +38,6 @@ from ringcomm.parallel.optimizer_classes import (
     takes_empty_groups,
 )
 from ringcomm.torch_names import mark_stepped, move_step_hooks
-
-
-class Operands:
-    """Access to a parameter and its gradient; subclasses store them elsewhere."""
-
-    def shape(self, param: Tensor) -> torch.Size:
-        """The shape of this rank's part of a parameter."""
-        return local_of(param).shape
-
-    def has_grad(self, param: Tensor) -> bool:
-        """Whether a parameter has a gradient. Raises ValueError for a sparse gradient."""
-        if param.grad is not None and param.grad.is_sparse:
-            raise ValueError("gradients must be dense: make the embedding with sparse=False")
-        return param.grad is not None
-
-    def start(self, param: Tensor) -> None:
-        """Called ahead of get()."""
-
-    def get(self, param: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The weights, to be written in place, and their gradient if there is one."""
-        grad = None if param.grad is None else local_of(param.grad.detach())
-        return local_of(param.detach()), grad
-
-    def done(self, param: Tensor) -> None:
-        """Called after the last get() of a step."""
-
-
-class StatesView(Mapping[Any, dict[str, Any]]):
-    """Copies of offloaded states by parameter, made on lookup; {} before the first update."""
-
-    def __init__(self, stepped: Iterable[Any], state_of: Callable[[Any], dict[str, Any]]) -> None:
-        self._stepped, self._state_of = list(stepped), state_of
-
-    def __getitem__(self, param: Any) -> dict[str, Any]:
-        """A copy: use load_state_dict() to replace it."""
-        return self._state_of(param)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._stepped)
-
-    def __len__(self) -> int:
-        return len(self._stepped)
-
-
-def numbered_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The parameter groups as in torch's state_dict()."""
-    number, groups = count(), optimizer.param_groups
-    return [{**group, "params": [next(number) for _ in group["params"]]} for group in groups]
 
 
 class _Piece(NamedTuple):

@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor
 from ringcomm.parallel.flat_collectives import all_gathered, local_of
 from ringcomm.parallel.model.cut import Box, cut_of
 from ringcomm.parallel.model.describe import Weight, describe, plain_name
-from ringcomm.parallel.offload.optimizers import Offloaded, numbered_groups
+from ringcomm.parallel.offload.operands import numbered_groups
+from ringcomm.parallel.offload.optimizers import Offloaded
 from ringcomm.parallel.shards import WeightShards, find_shards
 from ringcomm.parallel.state.tensor_part import (
     Path,

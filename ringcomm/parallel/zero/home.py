@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor
 
-from ringcomm.parallel.offload.optimizers import Operands
+from ringcomm.parallel.offload.operands import Operands
 from ringcomm.parallel.offload.tiers import Loan, Tier
 from ringcomm.parallel.shards.sharded_unit import ShardedUnit
 

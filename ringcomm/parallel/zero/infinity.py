@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ringcomm.ops.updates.fused_update import shard_range
 from ringcomm.parallel.flat_collectives import all_gathered, takes_uneven
 from ringcomm.parallel.gradient_placeholder import GradientHooks, check_same_gradients, progress
-from ringcomm.parallel.offload.optimizers import Operands
+from ringcomm.parallel.offload.operands import Operands
 from ringcomm.parallel.offload.tiers import FileTier, make_tier
 from ringcomm.parallel.offload.transfers import BufferPool
 from ringcomm.parallel.optimizer_classes import options_of

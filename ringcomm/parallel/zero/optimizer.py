@@ -24,7 +24,8 @@ from ringcomm.parallel.flat_collectives import device_of, local_of
 from ringcomm.parallel.model.axes import Axes, Held
 from ringcomm.parallel.model.describe import Model, describe
 from ringcomm.parallel.model.owners import find_trainer
-from ringcomm.parallel.offload.optimizers import Offloaded, Operands
+from ringcomm.parallel.offload.operands import Operands
+from ringcomm.parallel.offload.optimizers import Offloaded
 from ringcomm.parallel.offload.tiers import Tier
 from ringcomm.parallel.optimizer_classes import over_groups
 from ringcomm.parallel.zero.states import States

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from ringcomm.loss_scale import LossScale
 from ringcomm.parallel.flat_collectives import all_gather_shards, all_gathered, local_of, place_in
-from ringcomm.parallel.offload.optimizers import StatesView, numbered_groups
+from ringcomm.parallel.offload.operands import StatesView, numbered_groups
 from ringcomm.torch_names import shape_and_offset
 
 # A key of parameter groups in a state_dict() for the loss scale, which torch's format lacks.

@@ -576,7 +576,7 @@ def test_a_run_continues_after_its_last_commit(
 
 @in_ranks(2)
 def test_masters_are_loaded_before_the_first_step(rank: int) -> None:
-    states = []
+    states: list[dict[str, Any]] = []
     for _ in range(2):
         model = Net(width=WIDTH).to(torch.bfloat16)
         optimizer = shard(model, offloaded(model), "infinity")
