@@ -340,12 +340,20 @@ def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
     vars(optimizer)["_opt_called"] = True
 
 
-def move_step_hooks(optimizer: torch.optim.Optimizer, other: torch.optim.Optimizer) -> None:
-    """Moves the hooks that users registered around step() to another optimizer."""
-    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-        hooks = getattr(optimizer, name)
-        getattr(other, name).update(hooks)
-        hooks.clear()
+def move_hooks(optimizer: torch.optim.Optimizer, other: torch.optim.Optimizer) -> None:
+    """Moves the hooks of users, of step(), state_dict() and load_state_dict(), to another one."""
+    for name, hooks in vars(optimizer).items():
+        if name.startswith("_optimizer_") and name.endswith("_hooks"):
+            getattr(other, name).update(hooks)
+            hooks.clear()
+
+
+def run_state_hooks(optimizer: torch.optim.Optimizer, when: str, *state: Any) -> Any:
+    """Runs hooks, "state_dict_pre" for example; a state may be replaced, and is returned."""
+    for hook in getattr(optimizer, f"_optimizer_{when}_hooks").values():
+        found = hook(optimizer, *state)
+        state = state if found is None else (found,)
+    return state[0] if state else None
 
 
 def is_attribute_of_torch(key: str) -> bool:

@@ -6,6 +6,7 @@ collectives, or average gradients of different weights.
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 
@@ -26,20 +27,23 @@ def _coming(slots: Iterable[Slot], arrived: Slot | None) -> set[Slot]:
 
 
 class Replicas:
-    """A data-parallel group and the weights that it reduces in this pass, in a common order.
+    """A group, the weights whose gradients it averages, and those of this pass in a common order.
 
     The order is that of rank 0's gradients in its last pass; in the first pass, the reverse of the
     order in which rank 0's layers ran. A gradient that arrives before its turn waits. With
     `overlap` the backward pass continues while one gradient is reduced.
 
     Attributes:
+        slots: the weights, with the same indices on all ranks.
         one_pass_name: the group's name for the operator that reduces, updates and gathers; None if
             it is not supported.
         has_agreed: whether the ranks have agreed since forget().
     """
 
-    def __init__(self, group: dist.ProcessGroup, overlap: bool) -> None:
-        self._group, self._overlap = group, overlap
+    def __init__(self, group: dist.ProcessGroup, slots: list[Slot], overlap: bool) -> None:
+        self._group, self.slots, self._overlap = group, slots, overlap
+        for slot in slots:
+            slot.replicas = weakref.proxy(self)
         cpu = torch.device("cpu")
         is_one_pass = not overlap and cpu in devices_of(group) and takes_uneven(group, cpu)
         self.one_pass_name = group.group_name if is_one_pass else None
@@ -58,12 +62,13 @@ class Replicas:
         """Whether all reductions of the pass are done."""
         return not self._due
 
-    def agree(self, slots: list[Slot], arrived: Slot | None) -> None:
+    def agree(self, arrived: Slot | None) -> None:
         """Begins a pass: selects the weights that have a gradient on any rank.
 
         `arrived` is the weight whose gradient has just arrived; None outside a backward pass.
         Collective.
         """
+        slots = self.slots
         if len(self._order) != len(slots):
             uses = sorted(slots, key=lambda slot: (-slot.first_use, -slot.index))
             self._order = [slot.index for slot in uses]

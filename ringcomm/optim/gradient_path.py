@@ -20,6 +20,7 @@ from ringcomm.optim.options import StepOptions
 from ringcomm.optim.slot import Groups, Slot, in_function
 from ringcomm.parallel.model.axes import Axes
 from ringcomm.torch_names import (
+    NO_BACKWARD,
     at_end_of_backward,
     clones_saved_tensors,
     graph_task,
@@ -32,12 +33,12 @@ class GradientPath:
 
     Attributes:
         slots: the weights, in the order of the parameter groups.
-        replicas: the ranks over which gradients are averaged; None without replicas.
+        replicas: the groups over which gradients are averaged, in the order of all ranks.
         axes: the axes over which norms are summed.
         loss_scale: None where losses are not scaled.
         is_scaled: whether this step's loss was.
         waits_for_step: whether replicas reduce in step() only, because a micro-batch has several
-            backward passes.
+            backward passes, or because ranks wait in them for each other's tokens.
         grad_norm: of the last step that computed it.
     """
 
@@ -53,7 +54,7 @@ class GradientPath:
         self._optimizer, self._options = optimizer, options
         self._mode, self._num_parts = options.mode, options.accumulation_steps
         self.slots: list[Slot] = []
-        self.replicas: Replicas | None = None
+        self.replicas: list[Replicas] = []
         self._same: dict[Groups, SameWeights] = {}
         self.axes = Axes({}, (), None)
         self.loss_scale = LossScale(options.loss_scale) if options.loss_scale else None
@@ -95,8 +96,8 @@ class GradientPath:
                 slot.add(gradient.dense())  # micro-batches, or uses that autograd sees
             if not is_last and not awaits_more:
                 slot.mark(is_spent=False)
-            if self.replicas is not None and not awaits_more:
-                self._arrived_on_replica(self.replicas, slot)
+            if slot.replicas is not None and not awaits_more:
+                self._arrived_on_replica(slot.replicas, slot)
             elif is_last:
                 if slot.shards is not None:
                     self._same[slot.peers].expect(slot)
@@ -141,9 +142,9 @@ class GradientPath:
 
     def _close_pass(self, task: int, *, is_nested: bool) -> None:
         """At the end of a backward pass: expected gradients that are missing count as zeros."""
-        if self.replicas is not None and not is_nested:
+        for replicas in () if is_nested else self.replicas:
             with exact(self.slots[0].param.device):
-                self._take_turns(self.replicas, all_of_them=True)
+                self._take_turns(replicas, all_of_them=True)
         self._open_passes.pop(task, None)
         self._updated = self.updated()
         for slot in () if is_nested else self.slots:
@@ -176,7 +177,7 @@ class GradientPath:
             is_last = slot.num_arrived == self._num_parts
             if self.waits_for_step or not is_last or not replicas.is_over:
                 return  # a later gradient of this pass ends its step, or step() does
-            replicas.agree(self.slots, slot)
+            replicas.agree(slot)
         self._take_turns(replicas)
 
     def _take_turns(self, replicas: Replicas, *, all_of_them: bool = False) -> None:
@@ -199,16 +200,20 @@ class GradientPath:
             grad = gradient.dense().to(slot.grad_dtype)
             gradient = Gradient(slot.shards.reduce_scatter(slot.param, grad))
             slot.shards.release(slot.param)
-        if self.replicas is None:
+        if slot.replicas is None:
+            is_waiting = slot.divisor > 1 and graph_task() != NO_BACKWARD
+            if is_waiting and self._mode == "immediate" and not gradient.is_finite():
+                slot.add(gradient.dense())  # step() checks a gradient of all ranks before
+                return
             self._reduced(slot, gradient)
             return
-        grad, name = gradient.dense(), self.replicas.one_pass_name
+        grad, name = gradient.dense(), slot.replicas.one_pass_name
         if name and (self._is_checked or self._pass == "update"):
             self._is_due = slot.is_written = True
-            if self._optimizer.update_replicas(name, slot, grad, self._factor):
+            if self._optimizer.update_replicas(name, slot, grad, self._factor / slot.divisor):
                 slot.hide()
                 return
-        self.replicas.average(grad, lambda mean: self._reduced(slot, Gradient(mean)))
+        slot.replicas.average(grad, lambda mean: self._reduced(slot, Gradient(mean)))
 
     # ---- kept or applied
 
@@ -225,7 +230,7 @@ class GradientPath:
             is_kept = mode == "deferred"
             self._facts.add(gradient, slot.parts, with_norm=with_norm, is_kept=is_kept)
             return
-        if mode == "immediate" and not self._is_checked:
+        if mode == "immediate" and not (self._is_checked or slot.divisor > 1):
             # A NaN loss appears in the first gradient, before anything is written.
             if not gradient.is_finite():
                 raise RuntimeError(
@@ -234,7 +239,7 @@ class GradientPath:
                 )
             self._is_checked = True
         slot.is_written = True
-        self._optimizer.update(slot, gradient, self._factor)
+        self._optimizer.update(slot, gradient, self._factor / slot.divisor)
         slot.hide()
 
     # ---- the step as a whole
@@ -289,18 +294,17 @@ class GradientPath:
                 self.check_pass()
             # Other ranks may have had gradients; two passes agree in backward() alone.
             expects = self._mode != "two_pass" or self._pass != "plain"
-            if self.replicas is None:
-                for same in self._same.values():
-                    if expects and not same.has_agreed:
-                        same.agree(None)
-                self._complete_what_is_left(self.slots)
-                return
-            self._take_turns(self.replicas, all_of_them=True)
-            is_left = any(slot.has_grad for slot in self.slots)
-            if is_left or (expects and not self.replicas.has_agreed):
-                self.replicas.agree(self.slots, None)
-                self._take_turns(self.replicas, all_of_them=True)
-            self.replicas.drain()
+            for same in self._same.values():
+                if expects and not same.has_agreed:
+                    same.agree(None)
+            for replicas in self.replicas:
+                self._take_turns(replicas, all_of_them=True)
+                is_left = any(slot.has_grad for slot in replicas.slots)
+                if is_left or (expects and not replicas.has_agreed):
+                    replicas.agree(None)
+                    self._take_turns(replicas, all_of_them=True)
+                replicas.drain()
+            self._complete_what_is_left(slot for slot in self.slots if slot.replicas is None)
 
     def finish(self) -> bool:
         """Applies deferred gradients; returns whether the step was made or skipped."""
@@ -318,7 +322,7 @@ class GradientPath:
                 for slot in self.slots:
                     held, slot.held = slot.held, None
                     if factor is not None and held is not None:
-                        self._optimizer.update(slot, held, factor)
+                        self._optimizer.update(slot, held, factor / slot.divisor)
         if self.loss_scale is not None:
             self.loss_scale.update(self._has_overflow)
         return not self._has_overflow
@@ -348,9 +352,10 @@ class GradientPath:
             self._forget_gradients()
 
     def _forget_agreements(self) -> None:
-        for agreement in (self.replicas, *self._same.values()):
-            if agreement is not None:
-                agreement.forget()
+        for replicas in self.replicas:
+            replicas.forget()
+        for same in self._same.values():
+            same.forget()
 
     def _forget_gradients(self) -> None:
         self._forget_agreements()

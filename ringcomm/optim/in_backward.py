@@ -270,14 +270,17 @@ class InBackwardOptimizer(torch.optim.Optimizer):
                 new.append(Slot(param, name, index, group_idx, cut, kind, options.reduce_dtype))
         slots = [*path.slots, *new]
         weights.check_ranks(slots, options.group)
-        if options.looks_ahead:
-            path.axes = weights.place_parts(slots)
         if isinstance(options.group, dist.ProcessGroup):
             weights.check_replicas(slots, options.group)
             on_cpu = slots[0].param.device.type == "cpu"  # where no core is free for it
             is_overlapped = not on_cpu if options.overlap is None else options.overlap
-            path.replicas = Replicas(options.group, is_overlapped)
-            path.waits_for_step = weights.has_several_stages
+            path.replicas = [
+                Replicas(group, sharing, is_overlapped)
+                for group, sharing in weights.share(slots, options.group).items()
+            ]
+            path.waits_for_step = weights.has_several_stages or weights.has_experts
+        if options.looks_ahead:
+            path.axes = weights.place_parts(slots)
         _check_dtypes(slots, options)
         for slot in new:
             self._lr_of(slot)  # before there is a hook
@@ -286,7 +289,7 @@ class InBackwardOptimizer(torch.optim.Optimizer):
         for slot in new:
             self._state_of(slot)
             # A gradient that is reduced over ranks must be materialized anyway.
-            may_fuse = path.replicas is None and slot.shards is None
+            may_fuse = slot.replicas is None and slot.shards is None
             arrived = partial(GradientPath.arrived, told)
             self._undo += weights.attach(slot, arrived, may_fuse=may_fuse)
         self._undo += weights.watch_units(new, partial(GradientPath.whole_arrived, told))

@@ -61,7 +61,9 @@ class Lomo(InBackwardOptimizer):
                 a weight without a gradient on all ranks is not updated. Required for
                 replicated weights in a job of several ranks; "none" trains this rank's model
                 independently of the others. Shards of fully_shard or WeightShards have their own
-                group.
+                group. If experts of the model are sharded over some of these ranks, their
+                gradients are averaged over the ranks with the same experts, and a gradient that
+                several ranks share is kept until step().
             mesh (None): a DeviceMesh of one dimension, instead of a group.
             overlap (None): continue the backward pass while a gradient is reduced; two gradients
                 are then in memory. None: enabled unless the ranks are on CPUs.

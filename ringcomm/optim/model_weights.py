@@ -15,13 +15,14 @@ from torch.distributed.tensor import DTensor
 
 from ringcomm.optim.fused_layers import fuse, is_fusable, plain_class, unfuse
 from ringcomm.optim.slot import Slot
+from ringcomm.parallel.expert.local_experts import check_data_ranks, split_experts
 from ringcomm.parallel.model.axes import Axes, Held, overlap
 from ringcomm.parallel.model.cut import Cut
 from ringcomm.parallel.model.describe import Weight, describe
 from ringcomm.parallel.model.owners import find_shards, find_trainer, note_trainer
 from ringcomm.parallel.model.refuse import Asked, refuse
 from ringcomm.parallel.model.stage_part import StagePart, has_several_stages
-from ringcomm.parallel.model.starts import start_equal
+from ringcomm.parallel.model.starts import start_equal, start_experts_equal
 from ringcomm.parallel.shards.units import watch_whole_weights
 
 
@@ -41,6 +42,7 @@ class ModelWeights:
         self._model, self._optimizer, self._is_whole = model, optimizer, is_whole
         self.has_several_stages = has_several_stages(model)
         self._described = describe(nn.Module() if model is None else model)
+        self.has_experts = bool(split_experts(self._described.module))
         weights = self._described.weights
         refuse(self._described, Asked("Lomo", optimizer, is_replicated=False))
         # The modules that have a parameter, each with the parameter's name in it.
@@ -83,11 +85,25 @@ class ModelWeights:
     def check_replicas(self, slots: Iterable[Slot], group: dist.ProcessGroup) -> None:
         """Raises for weights that differ between the ranks of a data-parallel group."""
         self._refuse_replicas()
+        check_data_ranks(self._described.module, group, self._optimizer)
         for slot in slots:
             if slot.shards is not None or any(overlap(g, group) for g in slot.cut.groups):
                 raise ValueError(
                     f"{slot.name} is sharded, and its shards have their own group: leave group= out"
                 )
+
+    def share(
+        self, slots: Iterable[Slot], group: dist.ProcessGroup
+    ) -> dict[dist.ProcessGroup, list[Slot]]:
+        """Numbers the weights of each group that averages gradients; experts have their own."""
+        found: dict[dist.ProcessGroup | None, list[Slot]] = {group: []}
+        for slot in slots:
+            weight = self._described.weights.get(slot.param, Weight(slot.param))
+            slot.divisor = 1 if weight.experts is None else weight.experts.group.size()
+            sharing = found.setdefault(weight.data_group(group), [])
+            slot.index = len(sharing)  # ranks may have different numbers of experts
+            sharing.append(slot)
+        return {of: sharing for of, sharing in found.items() if of is not None and sharing}
 
     def check_ranks(self, slots: Iterable[Slot], group: dist.ProcessGroup | str | None) -> None:
         """Raises if ranks of a job would train replicas that diverge."""
@@ -100,7 +116,14 @@ class ModelWeights:
                 "ranks, and cannot see DistributedDataParallel or fully_shard: give the model, or "
                 "model= beside the parameters"
             )
-        plain = [s for s in slots if s.shards is None and not isinstance(s.param, DTensor)]
+        every = list(slots)
+        plain = [s for s in every if s.shards is None and not isinstance(s.param, DTensor)]
+        is_plain = isinstance(group, dist.ProcessGroup) and len(plain) == len(every)
+        if self.has_experts and not is_plain:
+            raise ValueError(
+                f"{self._optimizer} trains models with sharded experts over data-parallel ranks"
+                " only: pass their group=, without WeightShards and fully_shard"
+            )
         if group is not None or not plain:
             return
         self._refuse_replicas()
@@ -168,6 +191,9 @@ class ModelWeights:
                 group = slot.shards.group
                 slot.parts = slot.parts._replace(groups=(group, *slot.parts.groups))
                 shard_groups.append(group)
+            # Its squares are those of a gradient that is not divided yet.
+            num_copies = slot.parts.num_copies * slot.divisor**2
+            slot.parts = slot.parts._replace(num_copies=num_copies)
         held = {**axes.held, **{slot.param: slot.parts for slot in slots}}
         return axes._replace(held=held, groups=(*dict.fromkeys(shard_groups), *axes.groups))
 
@@ -180,6 +206,7 @@ class ModelWeights:
         groups = dict.fromkeys([*replicas, *(peer for slot in slots for peer in slot.peers)])
         if self._model is not None:
             start_equal(self._described, groups)
+            start_experts_equal(self._described)
 
     # ---- hooks; each returns functions that remove it, which the optimizer calls at its end
 

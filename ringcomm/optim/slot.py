@@ -100,6 +100,9 @@ class Slot:
         parts: the ranks with the others, for norms.
         peers: for a shard, the groups of the mesh whose ranks have gradients of the same weights.
         whole: the parameter for autograd's gradients, which differs with fully_shard.
+        replicas: the ranks over which its gradient is averaged, with whatever orders them; None
+            without any.
+        divisor: of the gradient after that. An expert's is a sum over the ranks of its layer.
         placeholder: in .grad from a gradient's arrival until forget().
     """
 
@@ -117,6 +120,8 @@ class Slot:
         self.shards = find_shards(param)
         self.cut = cut
         self.parts = Held((), 1)
+        self.replicas: Any = None
+        self.divisor = 1
         self.peers: Groups = () if self.shards is None else (self.shards.group,)
         self.whole = param
         self.grad_dtype = torch.promote_types(param.dtype, reduce_dtype or torch.float32)

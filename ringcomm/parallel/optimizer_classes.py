@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -27,6 +27,7 @@ REFUSED = {
     "LBFGS": "needs dot products over all weights",
     "SparseAdam": "needs sparse gradients",
 }
+BY_WEIGHT = ("params", "param_names")  # lists in parameter groups
 # More elements than a block of optimizers with quantized states, in parts of different sizes.
 _SHAPE, _SIZES = (72, 64), (1, 1500, 3107)
 # Steps of a trial: of any class, and of one that a user says to need whole weights, which may begin
@@ -44,17 +45,33 @@ def over_groups(optimizer: Any, groups: list[dict[str, Any]]) -> Any:
     return made
 
 
+def of_parts(group: dict[str, Any], parts: Mapping[Any, Any]) -> dict[str, Any]:
+    """A parameter group of those weights that have parts."""
+    here = [i for i, param in enumerate(group["params"]) if param in parts]
+    lists = {key: [group[key][i] for i in here] for key in BY_WEIGHT if key in group}
+    return {**group, **lists, "params": [parts[param] for param in lists["params"]]}
+
+
 def options_of(group: dict[str, Any]) -> dict[str, Any]:
-    """A copy of a parameter group without its parameters."""
-    return {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+    """A copy of a parameter group without its parameters and their names."""
+    return {key: copy.deepcopy(value) for key, value in group.items() if key not in BY_WEIGHT}
 
 
-def new_state(optimizer: Any, group: dict[str, Any], value: Tensor) -> dict[str, Any]:
+def like_weight(part: Tensor, param: Any) -> nn.Parameter:
+    """A weight in the memory of a part, with attributes that users have set."""
+    made = nn.Parameter(part.detach(), param.requires_grad)
+    vars(made).update(vars(param))
+    return made
+
+
+def new_state(optimizer: Any, group: dict[str, Any], param: Any, value: Tensor) -> dict[str, Any]:
     """The state before the first step, by a step of a weight with these values that it keeps."""
     other = nn.Parameter(value)
     other.grad = torch.zeros_like(other)
     still = {"lr": 0 * group["lr"]} if group.get("lr") is not None else {}
-    twin = over_groups(optimizer, [{**options_of(group), **still, "params": [other]}])
+    twin = over_groups(
+        optimizer, [{**of_parts(group, {param: other}), **options_of(group), **still}]
+    )
     twin.step()
     made: dict[str, Any] = twin.state.get(other, {})
     return {key: value * 0 if key == "step" else value for key, value in made.items()}
@@ -86,8 +103,7 @@ def needs_whole(optimizer: torch.optim.Optimizer, asked: Collection[type]) -> bo
     """Whether an optimizer needs whole weights, each by itself; else it takes parts of weights.
 
     It makes steps of the optimizer's class on a weight of 4,608 elements and on its parts, and, if
-    these differ, on two small weights together and alone. `asked` has classes that need whole
-    weights.
+    these differ, on two small weights together and alone. `asked`: classes that need whole ones.
 
     Raises:
         TypeError: neither is so.
@@ -109,6 +125,8 @@ def needs_whole(optimizer: torch.optim.Optimizer, asked: Collection[type]) -> bo
         isinstance(x, Tensor) and x.is_meta for s in optimizer.state.values() for x in s.values()
     ):
         reasons.append("already has state on the meta device")
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        reasons.append("is asked for a graph through its updates, by differentiable=True")
     if not reasons:
         num_steps = _NUM_ASKED_STEPS if is_asked else _NUM_STEPS
         is_known = type(optimizer) in _KNOWN or known is not None
@@ -137,6 +155,8 @@ def _takes_parts(optimizer: torch.optim.Optimizer, num_steps: int) -> bool:
                 for group in optimizer.param_groups
                 for shape in dict.fromkeys((_SHAPE, _shape_of(group)))
             )
+    except _OtherStates as error:
+        raise TypeError(str(error)) from None
     except Exception:  # it may refuse weights of one dimension
         return False
 
@@ -144,7 +164,7 @@ def _takes_parts(optimizer: torch.optim.Optimizer, num_steps: int) -> bool:
 def takes_empty_groups(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer's step does nothing where its groups have no weights."""
     try:
-        over_groups(optimizer, [{**g, "params": []} for g in optimizer.param_groups]).step()
+        over_groups(optimizer, [of_parts(g, {}) for g in optimizer.param_groups]).step()
     except Exception:
         return False
     return True
@@ -155,6 +175,10 @@ def _shape_of(group: dict[str, Any]) -> tuple[int, ...]:
     num_dims = max((param.dim() for param in group["params"]), default=2)
     known: dict[int, tuple[int, ...]] = {0: (4608,), 1: (4608,), 2: _SHAPE, 3: (18, 16, 16)}
     return known.get(num_dims, (18, 16, 4, 4, *[1] * (num_dims - 4)))
+
+
+class _OtherStates(Exception):
+    pass
 
 
 class _NoCollectives(TorchDispatchMode):
@@ -247,8 +271,10 @@ def _difference(
             if value.shape != weight.shape:
                 return f"keeps a state {key!r} that does not have the weight's shape"
             values.append((key, value, [state[key] for state in of_parts]))
+        elif any(isinstance(leaf, Tensor) and leaf.dim() for leaf in tree_leaves(value)):
+            return f"keeps tensors in a {type(value).__name__} {key!r}"
     for key, whole, found in values:
-        joined = torch.cat([part.reshape(-1) for part in found]).view(_SHAPE)
+        joined = torch.cat([part.reshape(-1) for part in found]).view_as(whole)
         if not torch.allclose(joined, whole, rtol=1e-4, atol=1e-6, equal_nan=True):
             return f"gives other {key!r} on parts of a weight than on the whole weight"
     return ""
@@ -262,6 +288,7 @@ def _steps(
 ) -> list[dict[str, Any]]:
     """The states of weights after steps of a copy of the optimizer with the options of a group."""
     options = options_of(group)
+    options |= {key: group[key][:1] * len(weights) for key in group.keys() & {"param_names"}}
     lr = options.get("lr")
     if lr is not None and float(lr) == 0:  # as a scheduler's warm-up may begin
         options["lr"] = 1e-3
@@ -277,11 +304,18 @@ def _steps(
             twin.state[weight] = {key: _like(value, weight) for key, value in state.items()}
         for of_step in zip(*grads, strict=True):
             for weight, grad in zip(weights, of_step, strict=True):
-                weight.grad = grad.clone()
+                weight.requires_grad_().grad = grad.clone()
             twin.step()
+        for key in twin.state:
+            if not isinstance(key, Tensor):
+                raise _OtherStates(
+                    f"zero.shard() has no place for a state of no weight, {key!r} of"
+                    f" {type(optimizer).__name__}: keep it in the parameter groups"
+                )
         return [twin.state.get(weight, {}) for weight in weights]
 
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+    eager = torch.compiler.set_stance("force_eager")  # compiled functions refuse modes
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), eager:
         try:
             return stepped({})
         except Exception:

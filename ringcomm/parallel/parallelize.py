@@ -63,10 +63,10 @@ def parallelize(
 
     Args:
         model: of the same layers on all ranks; changed in place. Weights and buffers start from
-            those of rank 0. A causal language model of transformers (Llama, Qwen, Mistral, Mixtral,
-            Phi, Gemma), which has plans for its parallelism. Or any model whose layers were already
-            made for dims["tp"] and dims["ep"]; for a pipeline it must be an nn.Sequential, or a
-            dict of blocks by name.
+            those of rank 0. A causal language model of transformers (Llama, Qwen, Mistral, Phi,
+            Gemma; with experts Mixtral, Qwen3-MoE, OLMoE, DeepSeek-V3), which has plans for its
+            parallelism. Or any model whose layers were already made for dims["tp"] and dims["ep"];
+            for a pipeline it must be an nn.Sequential, or a dict of blocks by name.
         dims: the mesh.
         optimizer: a function that returns a torch optimizer for this rank's parameters, or with
             ZeRO a list of them. With tensor parallelism it must update each element of a weight by

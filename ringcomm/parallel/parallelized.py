@@ -14,8 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ringcomm.parallel.batches import Batch, make_batch
 from ringcomm.parallel.clip import clip_grad_norm_
-from ringcomm.parallel.expert.layer import MixtureOfExperts
-from ringcomm.parallel.expert.local_experts import average_gradients
+from ringcomm.parallel.expert.local_experts import LocalExperts, average_gradients
 from ringcomm.parallel.flat_collectives import device_of
 from ringcomm.parallel.loss import Labels, LossError, PartLoss
 from ringcomm.parallel.mesh import ParallelDims
@@ -46,7 +45,7 @@ class Parallelized:
             loss.model = model
         self._num_parts = 1 if pipe is None else num_microbatches  # outside of step()
         averages = stage == 0 and dims["batch"].size() > 1
-        has_experts = any(isinstance(module, MixtureOfExperts) for module in model.modules())
+        has_experts = any(isinstance(module, LocalExperts) for module in model.modules())
         self._has_ddp = averages and pipe is None and not has_experts
         self._averages = averages and not self._has_ddp
         self._trained: list[bool] = []

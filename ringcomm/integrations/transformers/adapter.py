@@ -14,11 +14,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ringcomm.integrations.transformers import expert_parallelize, tensor_parallelize
+from ringcomm.integrations.transformers.experts import is_stacked
 from ringcomm.integrations.transformers.pipeline import pipeline_blocks, problem_of_blocks
 from ringcomm.integrations.transformers.training import is_causal_lm_loss
 from ringcomm.parallel.asked_loss import is_integer
 from ringcomm.parallel.batches import Batch
-from ringcomm.parallel.expert.layer import MixtureOfExperts
+from ringcomm.parallel.expert.local_experts import LocalExperts
 from ringcomm.parallel.loss import PartLoss
 from ringcomm.parallel.mesh import ParallelDims
 from ringcomm.parallel.model.describe import Model
@@ -37,8 +38,8 @@ class Adapter:
         name: of its class, for messages.
         has_loss: whether its own loss is asked for.
         is_row: whether it is a sequence of blocks itself.
-        is_split, has_experts: whether it has tensor-parallel layers, or layers of MixtureOfExperts.
-        is_mixtral: whether it has experts for expert_parallelize().
+        is_split, has_experts: whether it has tensor-parallel layers, or sharded experts.
+        has_stacked: whether it has experts for expert_parallelize().
         config: of a model of transformers; None for others.
         has_tensor_plan, has_pipeline_plan, has_router_loss: what that config says.
         is_peft, adds_tokens: whether PEFT has changed it, and puts learned tokens before a batch's.
@@ -54,9 +55,8 @@ class Adapter:
         self.is_row = isinstance(model, nn.Sequential | nn.ModuleList | Mapping)
         kinds = {type(module) for module in described.module.modules()}
         self.is_split = any(issubclass(kind, SplitModule) for kind in kinds)
-        self.has_experts = any(issubclass(kind, MixtureOfExperts) for kind in kinds)
-        has_mixtral = any(kind.__name__ == "MixtralSparseMoeBlock" for kind in kinds)
-        self.is_mixtral = has_mixtral and hasattr(self._model, "config")
+        self.has_experts = any(issubclass(kind, LocalExperts) for kind in kinds)
+        self.has_stacked = any(is_stacked(module) for module in described.module.modules())
         self.systems = {axis for axis in ("tp", "pp", "ep") if getattr(dims, axis) > 1}
         self.systems |= {"Pipeline"} if dims.pp > 1 else set()
         self.systems |= {"tensor_parallelize"} if dims.tp > 1 and not self.is_split else set()
@@ -85,7 +85,7 @@ class Adapter:
         """
         dims = self.dims
         # With all experts on each tensor-parallel rank, layers have groups of one rank.
-        if self.is_mixtral and (dims.ep > 1 or dims.tp > 1):
+        if self.has_stacked and (dims.ep > 1 or dims.tp > 1):
             replicas = dims.group("edp") if dims.ep > 1 and dims["edp"].size() > 1 else None
             expert_parallelize(self._model, group=dims.group("ep"), replica_group=replicas)
         if "tensor_parallelize" in self.systems:

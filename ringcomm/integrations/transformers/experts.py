@@ -1,7 +1,9 @@
-"""Expert parallelism for Mixtral models of Hugging Face transformers."""
+"""Expert parallelism for mixtures of experts of Hugging Face transformers."""
 
 from __future__ import annotations
 
+import copy
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -11,24 +13,54 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringcomm.backend import resolve_group
-from ringcomm.parallel.expert.layer import MixtureOfExperts
+from ringcomm.parallel.expert.layer import check_layer, sum_of, within_capacity
+from ringcomm.parallel.expert.local_experts import LocalExperts
+from ringcomm.parallel.parts_of_models import register_part
 
 
-class MixtralExpert(nn.Module):
-    """One expert, with copies of its slices of the block's stacked weights."""
+class GatedExpert(nn.Module):
+    """One expert, of its slices of a layer's stacked weights."""
 
     def __init__(
         self, gate_up_proj: Tensor, down_proj: Tensor, act_fn: Callable[[Tensor], Tensor]
     ) -> None:
         super().__init__()
-        self.gate_up_proj = nn.Parameter(gate_up_proj.detach().clone(), gate_up_proj.requires_grad)
-        self.down_proj = nn.Parameter(down_proj.detach().clone(), down_proj.requires_grad)
+        self.gate_up_proj = nn.Parameter(gate_up_proj.detach(), gate_up_proj.requires_grad)
+        self.down_proj = nn.Parameter(down_proj.detach(), down_proj.requires_grad)
         self.act_fn = act_fn
 
     def forward(self, x: Tensor) -> Tensor:
         """(rows, hidden) to the same shape."""
         gate, up = F.linear(x, self.gate_up_proj).chunk(2, dim=-1)
         return F.linear(self.act_fn(gate) * up, self.down_proj)
+
+
+class ChosenExperts(LocalExperts):
+    """This rank's experts of a block of transformers, which keeps its router."""
+
+    capacity_factor: float | None = None
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """See LocalExperts; of the choices beyond the capacity, none."""
+        is_kept = within_capacity(top_k_index, self.num_experts, self.capacity_factor)
+        kept = top_k_index.where(is_kept, self.num_experts)
+        return super().forward(hidden_states, kept, top_k_weights)
+
+
+def is_stacked(module: nn.Module) -> bool:
+    """Whether a module is experts of transformers >= 5.0 that GatedExpert computes."""
+    found: Any = module
+    names = [name for name, _ in module.named_parameters()]
+    if sorted(names) != ["down_proj", "gate_up_proj"] or not hasattr(module, "act_fn"):
+        return False
+    num_experts, hidden, size = found.down_proj.shape
+    gate = getattr(found, "_apply_gate", None)
+    return (
+        found.gate_up_proj.shape == (num_experts, 2 * size, hidden)
+        and [*inspect.signature(found.forward).parameters]
+        == ["hidden_states", "top_k_index", "top_k_weights"]
+        and (gate is None or gate.__name__ == "_default_apply_gate")
+    )
 
 
 def expert_parallelize(
@@ -39,14 +71,15 @@ def expert_parallelize(
     replica_group: dist.ProcessGroup | None = None,
     capacity_factor: float | None = None,
 ) -> Any:
-    """Distributes the experts of a Mixtral model over the ranks of a group, in place.
+    """Distributes the experts of a model over the ranks of a group, in place.
 
-    Each MixtralSparseMoeBlock becomes a MixtureOfExperts with the same results; its router computes
-    in float32. The model's own load-balancing loss no longer finds routers: add
-    `load_balancing_loss` of the layers' `routing` to the loss.
+    Blocks keep their routers, and whatever else they have besides experts: normalized weights,
+    groups of experts, shared experts. The loss of routers with output_router_logits is that of this
+    rank's tokens.
 
     Args:
-        model: MixtralForCausalLM or another model with such blocks, of transformers >= 5.0, with
+        model: MixtralForCausalLM, Qwen3MoeForCausalLM or another model of transformers >= 5.0 whose
+            blocks have stacked experts of gated linear layers (Qwen2-MoE, OLMoE, DeepSeek-V3), with
             the same values on all ranks.
         group: the ranks that share the experts; None for the default group.
         mesh: a one-dimensional DeviceMesh of them, instead of a group.
@@ -57,46 +90,34 @@ def expert_parallelize(
         `model`.
 
     Raises:
-        ValueError: the model has no such block, or has router_jitter_noise or output_router_logits
-            set. The model is unchanged.
+        ValueError: the model has no such block. The model is unchanged. Or, on all ranks, the ranks
+            have different values.
 
     Collective.
     """
-    blocks = {
-        name: module
-        for name, module in model.named_modules()
-        if type(module).__name__ == "MixtralSparseMoeBlock"
-        and hasattr(module.gate, "weight")
-        and hasattr(module.experts, "gate_up_proj")
-    }
-    if not blocks:
+    layers = {name: module for name, module in model.named_modules() if is_stacked(module)}
+    if not layers:
         raise ValueError(
-            f"{type(model).__name__} has no MixtralSparseMoeBlock of transformers >= 5.0"
-        )
-    if any(block.jitter_noise > 0 for block in blocks.values()):
-        raise ValueError("expert parallelism does not support router_jitter_noise: set it to 0")
-    if getattr(model.config, "output_router_logits", False):
-        raise ValueError(
-            "output_router_logits finds no routers in sharded layers: set it to False, and add"
-            " load_balancing_loss of the layers' routing to the loss"
+            f"{type(model).__name__} has no stacked experts of transformers >= 5.0, such as"
+            " Mixtral's, Qwen3-MoE's and DeepSeek-V3's"
         )
     resolved = resolve_group(group, mesh)
-    for name, block in blocks.items():
-        weight, of_experts = block.gate.weight, block.experts
-        router = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-        router.weight = weight
-        weights = zip(of_experts.gate_up_proj, of_experts.down_proj, strict=True)
-        layer = MixtureOfExperts.from_experts(
-            router,
-            [MixtralExpert(gate_up, down, of_experts.act_fn) for gate_up, down in weights],
-            block.top_k,
-            group=resolved,
-            replica_group=replica_group,
-            capacity_factor=capacity_factor,
-            normalize_weights=block.top_k > 1,
-        )
-        # As in transformers, where the weight of a token's only expert is 1. TopKRouter refuses it.
-        layer.router.normalize_weights = True
+    for name, whole in layers.items():
         parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, layer)
+        block = model.get_submodule(parent)
+        weights = zip(whole.gate_up_proj, whole.down_proj, strict=True)
+        every = (GatedExpert(gate_up, down, whole.act_fn) for gate_up, down in weights)
+        experts = ChosenExperts(every, len(whole.down_proj), resolved, replica_group)
+        experts.capacity_factor = capacity_factor
+        # A slice keeps the stacked weights in memory, and shares their version counter.
+        experts.update({idx: copy.deepcopy(expert) for idx, expert in experts.items()})
+        setattr(block, child, experts)
+        block.group = resolved
+        register_part(block)  # not the experts: a rank may have none of them
+        sums = sum_of(param for param in block.parameters() if param not in {*experts.parameters()})
+        alike = {
+            "experts of a layer": (name, experts.num_experts, capacity_factor),
+            "sum of the router's values, which seeds make alike": sums,
+        }
+        check_layer(experts, alike)
     return model

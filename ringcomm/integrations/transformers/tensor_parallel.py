@@ -17,10 +17,10 @@ from ringcomm.backend import resolve_group
 from ringcomm.integrations.transformers.training import causal_lm_loss, loss_options_of
 from ringcomm.nn import (
     ColumnParallelLinear,
-    MixtureOfExperts,
     RowParallelLinear,
     VocabParallelEmbedding,
 )
+from ringcomm.parallel.expert.local_experts import LocalExperts
 from ringcomm.parallel.model.describe import describe
 from ringcomm.parallel.model.refuse import Asked, refuse
 from ringcomm.parallel.model.saving import save_full
@@ -210,11 +210,12 @@ class _Blocks:
         self.summed: list[nn.Module] = []  # what all ranks have, on activations that differ
         # Ranks of the group all have the complete experts and send the same tokens.
         experts = tuple(
-            f"{name}." for name, m in base.named_modules() if isinstance(m, MixtureOfExperts)
+            f"{name}." for name, m in base.named_modules() if isinstance(m, LocalExperts)
         )
         for name, module in [*base.named_modules(), *base.named_parameters()]:
             # As transformers does: a number is any number.
-            style = None if name.startswith(experts) else plan.get(re.sub(r"\b\d+\b", "*", name))
+            is_expert = f"{name}.".startswith(experts)
+            style = None if is_expert else plan.get(re.sub(r"\b\d+\b", "*", name))
             is_module = isinstance(module, nn.Module)
             if style == SUMMED and is_module:
                 self.summed.append(module)
@@ -362,12 +363,15 @@ def _split_block(
     """An attention or a feed-forward network; its input passes enter() once for all layers."""
     width = 1 if heads is None else block.head_dim
     num_together, num_replicas = heads or (1, 1)
+    num_heads = 1 if heads is None else block.q_proj.out_features // width
     for name in blocks.columns[block]:
-        is_shared = heads is not None and name != "q_proj"
+        whole = getattr(block, name)
+        is_shared = heads is not None and name in ("k_proj", "v_proj")
+        of_head = 1 if heads is None else whole.out_features // num_heads  # 1 of a gate per head
         columns = ColumnParallelLinear.from_linear(
-            getattr(block, name),
+            whole,
             group=where["group"],
-            shard_multiple=width if is_shared else num_together * width,
+            shard_multiple=width if is_shared else num_together * of_head,
             num_replicas=num_replicas if is_shared else 1,
             copy_input=False,
         )

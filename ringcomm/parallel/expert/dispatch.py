@@ -49,6 +49,12 @@ def sums_of_rows(rows: Tensor, slots: Tensor, num_tokens: int, num_choices: int)
     return spread.view(num_tokens, num_choices, rows.shape[1]).sum(1)
 
 
+def counts_of(numbers: Tensor, num_kinds: int) -> Tensor:
+    """Counts each number below num_kinds; unlike bincount(), without waiting for the device."""
+    flat = numbers.reshape(-1)
+    return flat.new_zeros(num_kinds).scatter_add_(0, flat, torch.ones_like(flat))
+
+
 # The header before a rank's counts: whether it needs gradients, and its index in DTYPES.
 NO_GRAD, NEEDS_NO_GRADIENT, NEEDS_GRADIENT = 0, 1, 2
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

@@ -5,7 +5,7 @@ Shazeer et al. 2017; Lepikhin et al. 2021; Fedus et al. 2022.
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import Self
 
 from ringcomm.backend import resolve_group
-from ringcomm.parallel.expert.dispatch import plan_dispatch, rows_of_tokens, sums_of_rows
+from ringcomm.parallel.expert.dispatch import counts_of
 from ringcomm.parallel.expert.local_experts import LocalExperts
 from ringcomm.parallel.flat_collectives import check_agreement
 from ringcomm.parallel.model.saving import refuse_copy
@@ -36,12 +36,6 @@ class Routing:
     tokens_per_expert: Tensor  # (experts,), int64
     num_dropped_tokens: Tensor  # scalar, int64: the number of dropped choices
 
-    def slots_by_expert(self) -> Tensor:
-        """The choices, token * top_k + choice, by expert and then by token; dropped ones last."""
-        num_experts = self.logits.shape[1]
-        found = torch.where(self.is_kept, self.experts, num_experts)
-        return found.flatten().argsort(stable=True)
-
     @property
     def load_balancing_loss(self) -> Tensor:
         """experts * sum(f * P), 1 where balanced (Fedus et al. 2022, eq. 4, without alpha).
@@ -50,7 +44,7 @@ class Routing:
         probabilities; over this rank's tokens. 0 without any.
         """
         num_experts = self.logits.shape[1]
-        shares = _counts(self.experts, num_experts) / max(self.experts.numel(), 1)
+        shares = counts_of(self.experts, num_experts) / max(self.experts.numel(), 1)
         mean = self.probabilities.sum(0) / max(self.probabilities.shape[0], 1)
         return num_experts * (shares.to(mean.dtype) * mean).sum()
 
@@ -110,26 +104,13 @@ class TopKRouter(nn.Linear):
         weights, experts = weights[:, : self.top_k], experts[:, : self.top_k]
         if self.normalize_weights:
             weights = weights / weights.sum(-1, keepdim=True)
-        is_kept = self._within_capacity(experts)
+        is_kept = within_capacity(experts, self.num_experts, self.capacity_factor)
         kept = torch.where(is_kept, experts, self.num_experts)
         return Routing(
             *(logits, probabilities, experts, weights, is_kept),
-            tokens_per_expert=_counts(kept, self.num_experts + 1)[:-1],
+            tokens_per_expert=counts_of(kept, self.num_experts + 1)[:-1],
             num_dropped_tokens=(~is_kept).sum(),
         )
-
-    def _within_capacity(self, experts: Tensor) -> Tensor:
-        """Which choices are within the capacity."""
-        if self.capacity_factor is None:
-            return torch.ones_like(experts, dtype=torch.bool)
-        capacity = math.ceil(self.capacity_factor * experts.numel() / self.num_experts)
-        choices = experts.t().flatten()  # all first ones, then all second ones
-        order = choices.argsort(stable=True)
-        counts = _counts(choices, self.num_experts)
-        begins = counts.cumsum(0) - counts
-        places = torch.empty_like(choices)
-        places[order] = torch.arange(len(order), device=order.device) - begins[choices[order]]
-        return (places < capacity).view(self.top_k, -1).t()
 
     def extra_repr(self) -> str:
         """As in nn.Linear, plus options that are not the default."""
@@ -141,10 +122,30 @@ class TopKRouter(nn.Linear):
         return ", ".join(words)
 
 
-def _counts(numbers: Tensor, num_kinds: int) -> Tensor:
-    """Counts each number below num_kinds; unlike bincount(), without waiting for the device."""
-    flat = numbers.reshape(-1)
-    return flat.new_zeros(num_kinds).scatter_add_(0, flat, torch.ones_like(flat))
+def within_capacity(experts: Tensor, num_experts: int, factor: float | None) -> Tensor:
+    """Which choices, (tokens, choices), are within capacity_factor; see MixtureOfExperts."""
+    if factor is None:
+        return torch.ones_like(experts, dtype=torch.bool)
+    capacity = math.ceil(factor * experts.numel() / num_experts)
+    choices = experts.t().flatten()  # all first ones, then all second ones
+    order = choices.argsort(stable=True)
+    counts = counts_of(choices, num_experts)
+    begins = counts.cumsum(0) - counts
+    places = torch.empty_like(choices)
+    places[order] = torch.arange(len(order), device=order.device) - begins[choices[order]]
+    return (places < capacity).view(experts.shape[1], -1).t()
+
+
+def check_layer(experts: LocalExperts, alike: dict[str, Any]) -> None:
+    """Raises ValueError on all ranks unless values, and the experts of replicas, are the same.
+
+    Collective.
+    """
+    check_agreement(alike, experts.group)
+    if experts.replica_group is not None:
+        alike["experts of replicas"] = experts.range
+        alike["sum of the experts' values, which seeds make alike"] = sum_of(experts.parameters())
+        check_agreement(alike, experts.replica_group)
 
 
 class MixtureOfExperts(nn.Module):
@@ -235,13 +236,9 @@ class MixtureOfExperts(nn.Module):
         alike = {
             "number of experts": num_experts,
             "arguments of the router": repr(self.router),
-            "sum of the router's values, which seeds make alike": _sum_of(self.router),
+            "sum of the router's values, which seeds make alike": sum_of(self.router.parameters()),
         }
-        check_agreement(alike, resolved)
-        if replica_group is not None:
-            alike["experts of replicas"] = self.experts.range
-            alike["sum of the experts' values, which seeds make alike"] = _sum_of(self.experts)
-            check_agreement(alike, replica_group)
+        check_layer(self.experts, alike)
 
     @classmethod
     def from_experts(
@@ -280,24 +277,11 @@ class MixtureOfExperts(nn.Module):
         tokens = x.reshape(-1, x.shape[-1])
         routing: Routing = self.router(tokens)
         self.routing = routing
-        kind = x.device.type
-        is_cast = torch.is_autocast_enabled(kind) and x.dtype != torch.float64
-        wire = tokens.to(torch.get_autocast_dtype(kind)) if is_cast else tokens
-        is_trained = any(param.requires_grad for param in self.parameters())
-        plan = plan_dispatch(
-            routing.tokens_per_expert,
-            wire.dtype,
-            self.experts.group,
-            is_grad_needed=x.requires_grad or is_trained,
-        )
-        slots = routing.slots_by_expert()[: sum(plan.sent)]
-        top_k = self.router.top_k
-        results = self.experts(rows_of_tokens(wire, slots, top_k), plan)
-        weighted = results * routing.weights.reshape(-1).index_select(0, slots)[:, None]
-        return sums_of_rows(weighted, slots, tokens.shape[0], top_k).to(x.dtype).view(x.shape)
+        kept = torch.where(routing.is_kept, routing.experts, self.router.num_experts)
+        return self.experts(tokens, kept, routing.weights).view(x.shape)
 
 
-def _sum_of(module: nn.Module) -> str:
+def sum_of(params: Iterable[Tensor]) -> str:
     """The sum of all values, as text, because NaN is not equal to itself."""
-    params = [param.detach() for param in module.parameters() if not param.is_meta]
-    return repr(float(sum(param.double().sum() for param in params)))
+    found = [param.detach() for param in params if not param.is_meta]
+    return repr(float(sum(param.double().sum() for param in found)))

@@ -15,7 +15,16 @@ from torch.nn.parallel import DistributedDataParallel
 from ringcomm import torch_names
 from ringcomm.backend import resolve_group
 from ringcomm.ops.updates.fused_update import shard_range
-from ringcomm.parallel.expert.dispatch import DispatchPlan, by_expert, combine, dispatch
+from ringcomm.parallel.expert.dispatch import (
+    DispatchPlan,
+    by_expert,
+    combine,
+    counts_of,
+    dispatch,
+    plan_dispatch,
+    rows_of_tokens,
+    sums_of_rows,
+)
 from ringcomm.parallel.model.saving import refuse_copy, refuse_part
 from ringcomm.torch_names import all_reduce_coalesced_
 
@@ -60,13 +69,42 @@ class LocalExperts(nn.ModuleDict):
             if self.range[0] <= idx < self.range[1]:
                 self[str(idx)] = expert
 
-    def forward(self, rows: Tensor, plan: DispatchPlan) -> Tensor:
+    def forward(self, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """Each token's weighted sum of the results of its experts, which may be on any rank.
+
+        Args:
+            tokens: (tokens, width), any number of them. Under autocast they are sent in its dtype,
+                as for linear layers.
+            chosen: (tokens, choices), int64: the experts' numbers; num_experts for no expert.
+            weights: (tokens, choices), of the results. Sums are in float32 for 16-bit weights.
+
+        Returns the shape and dtype of the tokens.
+
+        Raises ValueError on all ranks if the dtype of tokens, or the need for gradients, differs
+        between ranks. Collective, and so is its backward pass, on all ranks if some rank needs it.
+        """
+        self._check_ddp()
+        kind, num_choices = tokens.device.type, chosen.shape[1]
+        is_cast = torch.is_autocast_enabled(kind) and tokens.dtype != torch.float64
+        wire = tokens.to(torch.get_autocast_dtype(kind)) if is_cast else tokens
+        trained = (tokens, weights, *self.parameters())
+        plan = plan_dispatch(
+            counts_of(chosen, self.num_experts + 1)[:-1],
+            wire.dtype,
+            self.group,
+            is_grad_needed=any(tensor.requires_grad for tensor in trained),
+        )
+        slots = chosen.flatten().argsort(stable=True)[: sum(plan.sent)]
+        results = self._run(rows_of_tokens(wire, slots, num_choices), plan)
+        wide = weights.to(torch.promote_types(weights.dtype, torch.float32))
+        weighted = results * wide.reshape(-1).index_select(0, slots)[:, None]
+        return sums_of_rows(weighted, slots, len(tokens), num_choices).to(tokens.dtype)
+
+    def _run(self, rows: Tensor, plan: DispatchPlan) -> Tensor:
         """Sends each row through its expert on any rank; returns rows in the same order and dtype.
 
         Every expert runs, even on no rows, so that its parameters have gradients in every step.
-        Collective, forward and backward.
         """
-        self._check_ddp()
         received = dispatch(rows, plan)
         results = []
         for (idx, expert), part in zip(self.items(), by_expert(received, plan), strict=True):
@@ -101,6 +139,18 @@ def split_experts(model: nn.Module) -> dict[str, LocalExperts]:
         for name, module in model.named_modules()
         if isinstance(module, LocalExperts) and module.group.size() > 1
     }
+
+
+def check_data_ranks(model: nn.Module, group: dist.ProcessGroup, who: str) -> None:
+    """Raises ValueError unless the ranks of sharded experts and their replicas are the group's."""
+    for name, experts in split_experts(model).items():
+        num_replicas = 1 if experts.replica_group is None else experts.replica_group.size()
+        if experts.group.size() * num_replicas != group.size():
+            raise ValueError(
+                f"{who} is given {group.size()} data-parallel ranks, but {name or 'the model'} has"
+                f" experts over {experts.group.size()} ranks in {num_replicas} replicas: give the"
+                f" layer its replica_group, and {who} the group of all ranks with different tokens"
+            )
 
 
 def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -160,15 +210,8 @@ def average_gradients(
     if ddp is not None and group is None and mesh is None:
         group = ddp.process_group
     resolved = resolve_group(group, mesh)
+    check_data_ranks(model, resolved, "average_gradients()")
     layers = split_experts(model)
-    for name, experts in layers.items():
-        num_replicas = 1 if experts.replica_group is None else experts.replica_group.size()
-        if experts.group.size() * num_replicas != resolved.size():
-            raise ValueError(
-                f"{resolved.size()} ranks average gradients, but {name or 'the model'} has experts"
-                f" over {experts.group.size()} ranks in {num_replicas} replicas: give the layer its"
-                " replica_group, and pass as group here all ranks that have different tokens"
-            )
     of_experts = set(expert_parameters(model).values())
     handled = [*(of_experts if ddp is not None else model.parameters())] if layers else []
     if any(_has_average(param.grad) for param in handled):

@@ -96,10 +96,10 @@ _MODULES = (
         "{name} produces sparse gradients: make it with sparse=False",
     ),
     _Row(
-        _TRAINERS - _SERVER - _FLAT,  # a rank may have no weight of theirs
+        _TRAINERS - _SERVER - _FLAT - _LOMO,  # a rank may have no weight of theirs
         lambda m, a: a.is_replicated and isinstance(m, LocalExperts) and m.group.size() > 1,
         "each rank has different experts in {name}, but {asked.name} would treat them as replicas:"
-        " use zero.shard() at stage 1 or 2, or an optimizer of torch and"
+        " use zero.shard() at stage 1 or 2, Lomo, or an optimizer of torch and"
         " ringcomm.parallel.expert.average_gradients()",
     ),
     _Row(
@@ -219,6 +219,11 @@ _WEIGHTS = (
     ),
     _Row(
         _FSDP,
+        lambda w, a: a.options.param_dtype and str(w.tensor.dtype).startswith("torch.float8"),
+        "stage 3 would cast {name}, {w.tensor.dtype}, without its scales: use stage 1 or 2",
+    ),
+    _Row(
+        _FSDP,
         _is_on_shared_mesh,
         "{name} is a DTensor on {w.tensor.device_mesh}: mesh= must be other dimensions of the same"
         " DeviceMesh, got {asked.mesh}",
@@ -326,9 +331,9 @@ _MODELS = (
     ),
     _Row(
         {"ep"},
-        lambda _, a: not (a.adapter.is_mixtral or a.adapter.has_experts),
-        "ep is {own.dims.ep}, but {own.name} has neither experts of Mixtral nor layers of"
-        " ringcomm.nn.MixtureOfExperts",
+        lambda _, a: not (a.adapter.has_stacked or a.adapter.has_experts),
+        "ep is {own.dims.ep}, but {own.name} has neither stacked experts of transformers, such as"
+        " Mixtral's and Qwen3-MoE's, nor layers of ringcomm.nn.MixtureOfExperts",
         TypeError,
     ),
     _Row(

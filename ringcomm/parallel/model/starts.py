@@ -26,3 +26,13 @@ def start_equal(
     for group in groups:
         shared = (t for t in chosen if not known[t].is_apart(group))
         take_from_rank0(map(local_of, shared), group)
+
+
+def start_experts_equal(model: Model) -> None:
+    """start_equal() of sharded experts over the ranks with the same ones. Collective."""
+    found: dict[dist.ProcessGroup, list[Tensor]] = {}
+    for tensor, weight in (*model.weights.items(), *model.buffers.items()):
+        if weight.experts is not None and weight.experts.replica_group is not None:
+            found.setdefault(weight.experts.replica_group, []).append(tensor)
+    for group, tensors in found.items():
+        start_equal(model, [group], tensors)

@@ -29,20 +29,24 @@ from ringcomm.parallel.offload.state_rows import (
 from ringcomm.parallel.offload.tiers import Loan, Tier, make_tier
 from ringcomm.parallel.offload.transfers import BufferPool
 from ringcomm.parallel.optimizer_classes import (
+    BY_WEIGHT,
     attributes_of,
+    like_weight,
     needs_whole,
     new_state,
+    of_parts,
     options_of,
     over_groups,
     retire,
     takes_empty_groups,
 )
-from ringcomm.torch_names import mark_stepped, move_step_hooks
+from ringcomm.torch_names import mark_stepped, move_hooks, run_state_hooks
 
 
 class _Piece(NamedTuple):
     """What is updated together: a whole weight, or elements of one."""
 
+    param: Tensor
     weight: Tensor
     grad: Tensor | None
     grad_scale: float
@@ -124,7 +128,7 @@ class Offloaded(torch.optim.Optimizer):
         for param, state in optimizer.state.items():
             self.set_state_of(param, state)
         optimizer.state = defaultdict(dict)
-        move_step_hooks(optimizer, self)
+        move_hooks(optimizer, self)
         retire(optimizer, "offload.Offloaded()")
 
     def _begin(
@@ -227,14 +231,15 @@ class Offloaded(torch.optim.Optimizer):
                     self.steps[param] = self.steps.get(param, 0) + (method == "step")
             others = [i for i in range(len(before)) if i not in after]
             if others and self._takes_empty:
-                after |= {i: {**options_of(before[i]), "params": []} for i in others}
+                empty = {i: of_parts(self.param_groups[i], {}) for i in others}
+                after |= {i: {**empty[i], **options_of(before[i])} for i in others}
                 self._call(method, [after[i] for i in others])
         finally:
             for loan in self._ahead.values():
                 self._rows.give_back(loan)
             self._ahead = {}
         for number, options in after.items():
-            for key in options.keys() - {"params"}:
+            for key in options.keys() - {*BY_WEIGHT}:
                 if to_json(options[key]) != to_json(before[number].get(key)):
                     self.param_groups[number][key] = self._counts[number][key] = options[key]
 
@@ -273,7 +278,7 @@ class Offloaded(torch.optim.Optimizer):
             is_written = master.to(weight.dtype) != on_host
             if is_written.any():
                 master[is_written] = on_host[is_written].float()
-        given = _Piece(weight, grad, grad_scale, state)
+        given = _Piece(param, weight, grad, grad_scale, state)
         rule = self._rule_of(options, weight.dtype) if method == "step" else None
         if rule is not None:
             self._rows.keep(piece, _update_by_kernel(given, rule), loan)
@@ -286,21 +291,24 @@ class Offloaded(torch.optim.Optimizer):
         self, method: str, piece: _Piece, before: dict[str, Any]
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Calls the class; returns the state and the options."""
-        weight, grad, grad_scale, state = piece
+        param, weight, grad, grad_scale, state = piece
         master = state.pop("master", None)
         state = map_tensors(lambda x: x.to(weight.device) if x.dim() else x, state)
-        part = weight if master is None else master.to(weight.device)
+        home = weight if master is None else master.to(weight.device)
+        part = like_weight(home, param)
         if grad is not None:
             part.grad = grad.to(part.dtype).view(part.shape)
             if grad_scale != 1:
                 part.grad *= grad_scale
-        options = {**options_of(before), "params": [part]}
+        group = self.param_groups[self._places[param][1]]
+        options = {**of_parts(group, {param: part}), **options_of(before)}
         states = self._call(method, [options], {part: state} if state else {})
-        part.grad = None
+        if part.data_ptr() != home.data_ptr():  # the class has set `.data`
+            home.copy_(part)
         found = dict(states.get(part, {}))
         if master is not None:
-            weight.copy_(part)
-            found["master"] = part
+            weight.copy_(home)
+            found["master"] = home
         return found, options
 
     def _rule_of(self, options: dict[str, Any], dtype: torch.dtype) -> Rule | None:
@@ -339,7 +347,8 @@ class Offloaded(torch.optim.Optimizer):
     def new_state_of(self, param: Tensor, weight: Tensor) -> dict[str, Any]:
         """The value of state_of() before the first step, for a parameter with values `weight`."""
         value = weight.detach().to("cpu", _dtype_of(param), copy=True)
-        state = new_state(self.inner, self.param_groups[self._places[param][1]], value.clone())
+        group = self.param_groups[self._places[param][1]]
+        state = new_state(self.inner, group, param, value.clone())
         return {**state, "master": value} if value.dtype != param.dtype else state
 
     @torch.no_grad()
@@ -391,13 +400,15 @@ class Offloaded(torch.optim.Optimizer):
         if states:
             raise AttributeError("`state` has copies: use load_state_dict() to replace states")
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Any:
         """torch's, with copies of all states in memory."""
+        run_state_hooks(self, "state_dict_pre")
         states = {idx: self.state_of(param) for param, (idx, _) in self._places.items()}
-        return {
+        found = {
             "state": {idx: state for idx, state in states.items() if state},
             "param_groups": numbered_groups(self),
         }
+        return run_state_hooks(self, "state_dict_post", found)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state_dict() of torch's optimizer, or of this one."""
@@ -417,7 +428,7 @@ class Offloaded(torch.optim.Optimizer):
 
 
 def _update_by_kernel(piece: _Piece, rule: Rule) -> dict[str, Any]:
-    weight, grad, grad_scale, state = piece
+    _, weight, grad, grad_scale, state = piece
     assert grad is not None
     on_host = weight.to("cpu")
     # Of SGD it only matters whether there was a step.

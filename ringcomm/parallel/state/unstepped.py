@@ -41,7 +41,8 @@ class Unstepped:
                     continue
                 if is_zero and not optimizer.updates(param):
                     continue
-                new = new_state(_inner_of(optimizer, param), group, _value_of(optimizer, param))
+                own = _value_of(optimizer, param)
+                new = new_state(_inner_of(optimizer, param), group, param, own)
                 if new and is_zero:
                     optimizer._set_state(param, new)
                 elif new:

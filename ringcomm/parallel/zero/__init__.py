@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ringcomm.backend import resolve_group
-from ringcomm.parallel.flat_collectives import check_agreement, place_in
+from ringcomm.parallel.expert.local_experts import check_data_ranks
+from ringcomm.parallel.flat_collectives import check_agreement
 from ringcomm.parallel.model.describe import Model, describe
 from ringcomm.parallel.model.owners import note_trainer
 from ringcomm.parallel.model.refuse import Asked, refuse
@@ -77,7 +78,7 @@ def shard(
             than AdamW and SGD on a small weight and on its parts. If the results differ, as for
             Muon, each weight is updated as a whole by one rank. States of those that are of
             ringcomm.parallel.offload, such as Offloaded(muon), are in host memory or in files.
-            Step hooks and state move to the returned optimizer. The given ones raise afterwards,
+            Hooks and state move to the returned optimizer. The given ones raise afterwards,
             but have the same parameter groups: schedulers made for them work.
         stage: 1, 2 or 3. Stages 2 and 3 reduce each micro-batch, except in the optimizer's
             no_sync(), and stage 3 gathers weights for each.
@@ -152,7 +153,7 @@ def shard(
             "a mesh of two dimensions needs stage 3, without group and offload_weights"
         )
     resolved = flat_mesh(mesh).get_group() if is_grid else resolve_group(group, mesh)
-    _check_experts(described, resolved)
+    check_data_ranks(model, resolved, "zero.shard()")
     # Ranks have different experts.
     shared = [[p for p in g["params"] if described.weights[p].experts is None] for g in groups]
     buffers = [value for value, of in described.buffers.items() if of.experts is None]
@@ -182,23 +183,6 @@ def shard(
     return made
 
 
-def _check_experts(model: Model, group: dist.ProcessGroup) -> None:
-    """Raises ValueError unless the ranks of sharded experts and their replicas are the group's."""
-    for weight in model.weights.values():
-        if weight.experts is None:
-            continue
-        num_experts, (_, num_replicas) = (
-            weight.experts.group.size(),
-            place_in(weight.experts.replica_group),
-        )
-        if num_experts * num_replicas != group.size():
-            raise ValueError(
-                f"zero.shard() is given {group.size()} data-parallel ranks, but {weight.name} is of"
-                f" experts over {num_experts} ranks in {num_replicas} replicas: give the layer its"
-                " replica_group, and zero.shard() the group of all ranks with different tokens"
-            )
-
-
 def _joined_state(inners: Sequence[Inner]) -> dict[str, Any]:
     """The state of several optimizers as of one, in torch's format."""
     joined: dict[str, Any] = {"state": {}, "param_groups": []}
@@ -207,8 +191,8 @@ def _joined_state(inners: Sequence[Inner]) -> dict[str, Any]:
         state = inner.optimizer.state_dict()
         joined["state"] |= {begin + number: value for number, value in state["state"].items()}
         for group in state["param_groups"]:
-            own = {**group, "params": [begin + number for number in group["params"]]}
-            joined["param_groups"].append(own)
+            # Without options: the dicts stay, and with them tensors that a user may hold.
+            joined["param_groups"].append({"params": [begin + n for n in group["params"]]})
         begin += sum(len(group["params"]) for group in inner.groups)
     return joined
 
@@ -241,7 +225,10 @@ def _described(
         if len({(each.to, str(each.path)) for each in offloaded}) > 1:
             raise ValueError("offload_weights needs optimizers with equal `to` and `path`")
     described = describe(model)
-    trained = [p for one in optimizers for group in one.param_groups for p in group["params"]]
+    groups = [group for one in optimizers for group in one.param_groups]
+    if len({"param_names" in group for group in groups}) > 1:
+        raise ValueError("pass named parameters to all optimizers, or to none")
+    trained = [param for group in groups for param in group["params"]]
     params = {*trained}
     if not params:
         raise ValueError("the optimizer has no parameters")

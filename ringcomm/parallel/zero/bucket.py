@@ -341,41 +341,38 @@ class BackwardPasses:
 
     # ---- agreement of all ranks
 
-    def agree(self) -> tuple[set[nn.Parameter], list[Bucket]]:
-        """The weights with a gradient on any rank, and the buckets with one that is not reduced.
+    def agree(self) -> tuple[int, set[nn.Parameter], list[Bucket]]:
+        """Whether any rank has a gradient; weights with one, and buckets with a fresh one.
 
         Collective: one MAX all_reduce for each group of buckets, and each backward pass that only
         other ranks make.
         """
-        while (found := self._share_facts(is_pass=False))[0]:
+        while (found := self._share_facts(is_pass=False))[0] == 2:
             self._reduce_rest()
             self.forget()
-        return found[1], found[2]
+        return found
 
-    def _share_facts(self, *, is_pass: bool) -> tuple[bool, set[nn.Parameter], list[Bucket]]:
-        """Of any rank: whether a pass begins, weights with a gradient, fresh buckets."""
-        is_any_pass = False
+    def _share_facts(self, *, is_pass: bool) -> tuple[int, set[nn.Parameter], list[Bucket]]:
+        """Of any rank: 2 if a pass begins, 1 if a gradient is there, or 0; see agree()."""
+        what = 2 if is_pass else int(any(b.arrived | b.reduced for b in self._buckets))
+        found = 0
         present: set[nn.Parameter] = set()
         due: set[Bucket] = set()
         for group in self._groups:
             buckets = [bucket for bucket in self._buckets if bucket.group is group]
             params = [param for bucket in buckets for param in bucket.params]
             has_gradient = {param for b in buckets for param in b.arrived | b.reduced}
-            mine = [is_pass, *(param in has_gradient for param in params)]
+            mine = [what, *(param in has_gradient for param in params)]
             mine += [bool(bucket.arrived) for bucket in buckets]
             if group is not None:
                 facts = torch.tensor(mine, dtype=torch.uint8, device=device_of(group))
                 dist.all_reduce(facts, dist.ReduceOp.MAX, group=group)
                 mine = facts.tolist()
-            first, by_weight, by_bucket = (
-                mine[0],
-                mine[1 : 1 + len(params)],
-                mine[1 + len(params) :],
-            )
-            is_any_pass |= bool(first)
+            by_weight, by_bucket = mine[1 : 1 + len(params)], mine[1 + len(params) :]
+            found = max(found, mine[0])
             present |= {param for param, has in zip(params, by_weight, strict=True) if has}
             due |= {bucket for bucket, is_due in zip(buckets, by_bucket, strict=True) if is_due}
-        return is_any_pass, present, [bucket for bucket in self._buckets if bucket in due]
+        return found, present, [bucket for bucket in self._buckets if bucket in due]
 
     # ---- by pass
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ringcomm import ops
 from ringcomm.ops.updates.fused_update import Rule, rule_of
-from ringcomm.parallel.expert.local_experts import LocalExperts, split_experts
+from ringcomm.parallel.expert.local_experts import split_experts
 from ringcomm.parallel.flat_collectives import (
     device_of,
     place_in,
@@ -22,9 +22,9 @@ from ringcomm.parallel.flat_collectives import (
     with_own_storage,
 )
 from ringcomm.parallel.gradient_placeholder import weakly
-from ringcomm.parallel.model.describe import Model, describe
+from ringcomm.parallel.model.describe import describe
 from ringcomm.parallel.model.stage_part import StagePart
-from ringcomm.parallel.model.starts import start_equal
+from ringcomm.parallel.model.starts import start_equal, start_experts_equal
 from ringcomm.parallel.shards.units import materialize
 from ringcomm.parallel.zero.bucket import BackwardPasses, Bucket, plan_buckets
 from ringcomm.parallel.zero.optimizer import Given, ZeroOptimizer
@@ -48,8 +48,7 @@ class FlatZero(ZeroOptimizer):
         described = describe(model)
         start_equal(described, [group])
         self._group_of = {p: w.data_group(group) for p, w in described.weights.items()}
-        for tensors, replicas in _replicas_of(described).items():
-            start_equal(described, [replicas], tensors)
+        start_experts_equal(described)
         self.stage = stage = given.stage
         dtype = options.param_dtype
         whole = [param for param, inner in self._inner_by_param.items() if inner.is_whole]
@@ -98,7 +97,7 @@ class FlatZero(ZeroOptimizer):
     def _part_of(self, param: Any) -> Tensor:
         bucket = self._bucket_of[param]
         part = bucket.shard[bucket.place_in_shard(param)]
-        is_all = bucket.is_whole and part.numel() == param.numel()
+        is_all = part.numel() == param.numel() and (bucket.is_whole or not param.numel())
         return part.view(param.shape) if is_all else part
 
     # ---- gradients
@@ -118,8 +117,8 @@ class FlatZero(ZeroOptimizer):
 
     def _agree(self) -> bool:
         self._passes.hooks.collect()
-        self._present, self._due = self._passes.agree()
-        return bool(self._present)
+        found, self._present, self._due = self._passes.agree()
+        return bool(found)  # also where only ranks with other experts have a gradient
 
     def _reduce(self) -> None:
         for bucket in self._due:
@@ -307,24 +306,11 @@ class FlatZero(ZeroOptimizer):
                 bucket.gather()
 
 
-def _replicas_of(model: Model) -> dict[tuple[Tensor, ...], dist.ProcessGroup]:
-    """The weights and buffers of each layer of sharded experts, and the ranks with the same."""
-    found: dict[LocalExperts, list[Tensor]] = {}
-    for tensor, weight in (*model.weights.items(), *model.buffers.items()):
-        if weight.experts is not None and weight.experts.replica_group is not None:
-            found.setdefault(weight.experts, []).append(tensor)
-    return {
-        tuple(tensors): experts.replica_group
-        for experts, tensors in found.items()
-        if experts.replica_group is not None
-    }
-
-
 def _compute_in(model: nn.Module, dtype: torch.dtype) -> None:
     """Casts frozen weights and the model's inputs to the dtype too, as fully_shard does."""
     for param in model.parameters():
-        if param.is_floating_point() and param.dtype != dtype:
-            param.data = param.data.to(dtype)
+        if param.is_floating_point() and param.dtype.itemsize > 1 and param.dtype != dtype:
+            param.data = param.data.to(dtype)  # not float8, which has scales elsewhere
     model.register_forward_pre_hook(partial(_cast_inputs, dtype), with_kwargs=True)
 
 

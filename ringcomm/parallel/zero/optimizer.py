@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
+from itertools import islice
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -27,9 +28,9 @@ from ringcomm.parallel.model.owners import find_trainer
 from ringcomm.parallel.offload.operands import Operands
 from ringcomm.parallel.offload.optimizers import Offloaded
 from ringcomm.parallel.offload.tiers import Tier
-from ringcomm.parallel.optimizer_classes import over_groups
+from ringcomm.parallel.optimizer_classes import BY_WEIGHT, like_weight, of_parts, over_groups
 from ringcomm.parallel.zero.states import States
-from ringcomm.torch_names import active_ddp, mark_stepped, move_step_hooks, tree_leaves
+from ringcomm.torch_names import active_ddp, mark_stepped, move_hooks, tree_leaves
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -190,7 +191,7 @@ class ZeroOptimizer(States):
         self.defaults = {}
         for inner in given.optimizers:
             self.defaults = {**inner.optimizer.defaults, **self.defaults}
-            move_step_hooks(inner.optimizer, self)
+            move_hooks(inner.optimizer, self)
         for key in ("betas", "momentum"):  # which OneCycleLR then expects in all groups
             if not all(key in group for group in self.param_groups):
                 self.defaults.pop(key, None)
@@ -351,6 +352,9 @@ class ZeroOptimizer(States):
 
     def _check_unchanged(self) -> None:
         """Raises ValueError if the model has new weights that are not sharded."""
+        groups = iter(self.param_groups)  # which users may have replaced
+        for inner in self._inners:
+            inner.groups[:] = islice(groups, len(inner.groups))
         model, known = self._model(), set(self.all_params())
         for name, param in model.named_parameters() if model is not None else ():
             if param.requires_grad and param not in known:
@@ -397,7 +401,7 @@ class ZeroOptimizer(States):
                 continue
             if inner.is_whole:
                 self._run_whole(inner, method, own, factor)
-            else:
+            elif own or inner.takes_empty:
                 self._run_parts(inner, method, own, factor)
 
     def _run_parts(
@@ -457,15 +461,13 @@ class ZeroOptimizer(States):
             self._run_offloaded(given, method, parts, factor)
             self._parts.of = {}
             return
+        homes, parts = parts, {param: like_weight(part, param) for param, part in parts.items()}
         for param, part in parts.items():
             if (grad := grads[param]) is not None:
                 part.grad = grad.to(part.dtype).view(part.shape)
                 if factor != 1:
                     part.grad *= factor
-        groups = [
-            (group, {**group, "params": [parts[p] for p in group["params"] if p in parts]})
-            for group in given.groups
-        ]
+        groups = [(group, of_parts(group, parts)) for group in given.groups]
         groups = [pair for pair in groups if pair[1]["params"] or given.takes_empty]
         inner.param_groups = [own for _, own in groups]
         states, inner.state = self._states, defaultdict(dict)
@@ -475,8 +477,10 @@ class ZeroOptimizer(States):
                 inner.state[part] = state
         getattr(inner, method)()
         for group, own in groups:
-            group.update({key: value for key, value in own.items() if key != "params"})
+            group.update({key: value for key, value in own.items() if key not in BY_WEIGHT})
         for param, part in parts.items():
+            if part.data_ptr() != homes[param].data_ptr():  # the class has set `.data`
+                homes[param].copy_(part)
             if part in inner.state:
                 states[param] = inner.state[part]
         inner.param_groups, inner.state = [], {}

@@ -63,7 +63,9 @@ class Zero3(ZeroOptimizer):
         _shard_units(given)
         for own in given.groups:
             places = [given.model.weights[param].places[0] for param in own["params"]]
-            own["params"] = [module.get_parameter(name) for module, name in places]
+            before, own["params"] = own["params"], [m.get_parameter(name) for m, name in places]
+            for param, made in zip(before, own["params"], strict=True):
+                vars(made).update({**vars(param), **vars(made)})
         super().__init__(given)
         self._place_offloaded()
         whole = [param for param, inner in self._inner_by_param.items() if inner.is_whole]

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from ringcomm.loss_scale import LossScale
 from ringcomm.parallel.flat_collectives import all_gather_shards, all_gathered, local_of, place_in
 from ringcomm.parallel.offload.operands import StatesView, numbered_groups
-from ringcomm.torch_names import shape_and_offset
+from ringcomm.torch_names import run_state_hooks, shape_and_offset
 
 # A key of parameter groups in a state_dict() for the loss scale, which torch's format lacks.
 SCALE_KEYS = {"value": "loss_scale", "num_good_steps": "loss_scale_good_steps"}
@@ -93,15 +93,17 @@ class States(torch.optim.Optimizer):
         Collective at stages 1 and 2 and with offload_weights: states are gathered one at a time and
         split into rows.
         """
+        run_state_hooks(self, "state_dict_pre")
         with torch.no_grad():
             specs = self._specs_of_whole()
             states = [self._row_state(param, specs) for param in self.all_params()]
-        return {
+        found = {
             "state": {number: state for number, state in enumerate(states) if state},
             "param_groups": self.numbered_groups(),
             "rank": self.group.rank(),
             "world_size": self.group.size(),
         }
+        return run_state_hooks(self, "state_dict_post", found)
 
     @torch.inference_mode(False)  # updates must be able to write states
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -112,7 +114,9 @@ class States(torch.optim.Optimizer):
 
         Collective if states are DTensors, or weights have float32 masters.
         """
-        self._load(state_dict["param_groups"], self._checked_states(state_dict), self._cut)
+        given = run_state_hooks(self, "load_state_dict_pre", state_dict.copy())
+        self._load(given["param_groups"], self._checked_states(given), self._cut)
+        run_state_hooks(self, "load_state_dict_post")
 
     def load_parts(self, groups: list[dict[str, Any]], states: dict[Any, dict[str, Any]]) -> None:
         """Loads this rank's parts of states, by weight, as from part_state_of().
@@ -168,7 +172,7 @@ class States(torch.optim.Optimizer):
         for number, param in zip(numbers, self.all_params(), strict=True):
             state = state_dict["state"].get(number, {})
             for key, value in state.items():
-                if not isinstance(value, Tensor) or key == "step":
+                if not isinstance(value, Tensor) or not value.dim():
                     continue
                 if value.shape != param.shape and self.owner_of(param) is None:
                     raise ValueError(

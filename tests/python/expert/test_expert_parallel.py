@@ -60,7 +60,7 @@ def test_means(rank: int) -> None:
     # One shot: 3 peers get a small buffer whole; in a pair one does.
     assert sent == 3 * (4 * num_elems + len(others)) + 4 * of_experts + len(local)
     with pytest.raises(
-        ValueError, match=r"2 ranks average gradients, but moe.experts has experts over 2"
+        ValueError, match=r"2 data-parallel ranks, but moe.experts has experts over 2"
     ):
         expert.average_gradients(net, net.moe.experts.group)
 

@@ -33,6 +33,36 @@ KINDS: dict[str, dict[str, Any]] = {
     "Mistral": {"sliding_window": 5},
     "Mixtral": {"num_local_experts": 4, "sliding_window": None},
     "Mixtral, one expert a token": {"num_local_experts": 4, "num_experts_per_tok": 1},
+    "Qwen3Moe": {
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 20,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+        "head_dim": 12,
+    },
+    "Qwen2Moe": {  # with a shared expert and its gate
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 20,
+        "shared_expert_intermediate_size": 28,
+        "decoder_sparse_step": 2,
+    },
+    "Olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "DeepseekV3": {  # whose sigmoid gates choose in groups, with a bias
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_group": 4,
+        "topk_group": 2,
+        "moe_intermediate_size": 20,
+        "first_k_dense_replace": 1,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 12,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+    },
     "Gemma2": {"head_dim": 12, "sliding_window": 4},
     "Phi": {"resid_pdrop": 0.0, "embd_pdrop": 0.0},
 }
@@ -64,6 +94,13 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"zero_stage": 1},
     ),
     "tp, whole experts": ("Mixtral", {"tp": 2}, {}),
+    "ep, edp, Qwen3": ("Qwen3Moe", {"ep": 2}, {}),
+    "ep, tp, Qwen3": ("Qwen3Moe", {"ep": 2, "tp": 2}, {}),
+    "ep, zero 2, Qwen3": ("Qwen3Moe", {"ep": 4}, {"zero_stage": 2, "recompute": True}),
+    "ep, pp, zero 1, Qwen3": ("Qwen3Moe", {"ep": 2, "pp": 2}, {"zero_stage": 1}),
+    "ep, tp, Qwen2": ("Qwen2Moe", {"ep": 2, "tp": 2}, {}),
+    "ep, zero 1, Olmoe": ("Olmoe", {"ep": 2}, {"zero_stage": 1}),
+    "ep, edp, DeepSeek": ("DeepseekV3", {"ep": 2}, {}),
     "fsdp, tp, whole experts": ("Mixtral", {"dp": 1, "fsdp": 2, "tp": 2}, {}),
     "pp, tp, whole experts": ("Mixtral", {"pp": 2, "tp": 2}, {}),
 }
@@ -72,7 +109,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 def make(kind: str) -> Any:
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind.split(',', maxsplit=1)[0]}Config")(
-        **SIZES, **KINDS[kind]
+        **{**SIZES, **KINDS[kind]}
     )
     return transformers.AutoModelForCausalLM.from_config(config)
 
@@ -198,7 +235,7 @@ def test_what_does_not_go_together_is_an_error_on_all_ranks(rank: int) -> None:
     llama, own = make("Llama"), own_model()
     fsdp = {"dp": 1, "fsdp": 2}
     mse: dict[str, Any] = {"loss_fn": nn.functional.mse_loss}
-    refused("ep is 2, but LlamaForCausalLM has neither experts of Mixtral", {"ep": 2}, llama)
+    refused("ep is 2, but LlamaForCausalLM has neither stacked experts", {"ep": 2}, llama)
     refused("tp is 2, but Sequential has neither a tensor-parallel plan", {"tp": 2}, own, **mse)
     refused("pp is 2, but Block is neither an nn.Sequential", {"pp": 2}, Block(), **mse)
     refused(

@@ -6,13 +6,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from full_states import full_weights
+from ranks import run_ranks
 from torch import Tensor, nn
 
 from ringcomm.integrations.transformers import expert_parallelize, patch_loss
 from ringcomm.integrations.transformers.pipeline import problem_of_blocks
 from ringcomm.integrations.transformers.training import causal_lm_loss
+from ringcomm.optim import Lomo
 
 transformers = pytest.importorskip("transformers")
+assert transformers.Qwen3MoeForCausalLM  # imported before ranks are forked
 
 SIZES = {
     "vocab_size": 131,
@@ -94,15 +99,61 @@ def test_other_models_are_refused() -> None:
 
 
 def test_experts_that_are_refused() -> None:
-    with pytest.raises(ValueError, match="Linear has no MixtralSparseMoeBlock"):
+    with pytest.raises(ValueError, match="Linear has no stacked experts"):
         expert_parallelize(nn.Linear(2, 2))
-    for option, value, words in (
-        ("router_jitter_noise", 0.1, "set it to 0"),
-        ("output_router_logits", True, "set it to False, and add load_balancing"),
-    ):
-        config = transformers.MixtralConfig(**SIZES, num_local_experts=2, **{option: value})
-        with pytest.raises(ValueError, match=f"{option}.*{words}"):
-            expert_parallelize(transformers.MixtralForCausalLM(config))
+    # Interleaved, transposed, and with biases.
+    options = {"num_local_experts": 2, "num_experts_per_tok": 1, "layer_types": None}
+    config = transformers.GptOssConfig(**SIZES, **options)
+    with pytest.raises(ValueError, match="GptOssForCausalLM has no stacked experts"):
+        expert_parallelize(transformers.GptOssForCausalLM(config))
+
+
+def qwen() -> Any:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 31, "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+    experts = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+    config = transformers.Qwen3MoeConfig(**sizes, **heads, **experts, norm_topk_prob=False)
+    return transformers.Qwen3MoeForCausalLM(config)
+
+
+def train_qwen(rank: int, world_size: int, options: dict[str, Any]) -> dict[str, Tensor]:
+    """Of one process the mean over the rows; stacked as in transformers."""
+    model = qwen()
+    if world_size > 1:
+        expert_parallelize(model)
+    for name, param in model.named_parameters():
+        param.requires_grad_(options.get("frozen", "-") not in name)
+    if options.get("recomputes"):
+        enable = "activation_checkpointing_enable", "gradient_checkpointing_enable"
+        next(getattr(model, name) for name in enable if hasattr(model, name))()
+    params = [param for param in model.parameters() if param.requires_grad]
+    group = dist.group.WORLD
+    opt: Any = Lomo(model, 0.2, group=group) if world_size > 1 else torch.optim.SGD(params, 0.2)
+    for step in range(3):
+        ids = torch.randint(31, (4, 6), generator=torch.Generator().manual_seed(step))
+        own = ids.chunk(world_size)[rank]
+        model(input_ids=own, labels=own, use_cache=False).loss.backward()
+        opt.step()
+        opt.zero_grad()
+    found = full_weights(model)
+    for name in qwen().state_dict().keys() - found.keys():
+        block, last = name.rsplit(".", 1)
+        found[name] = torch.stack([found.pop(f"{block}.{idx}.{last}") for idx in range(5)])
+    return found
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"recomputes": True}, {"frozen": ".gate."}, {"frozen": ".experts."}],
+    ids=lambda options: "-".join(map(str, options.values())),
+)
+def test_a_model_of_transformers(options: dict[str, Any]) -> None:
+    """With the router or the experts frozen: https://github.com/huggingface/transformers/48687."""
+    expected = train_qwen(0, 1, options)
+    for found in run_ranks(2, train_qwen, 2, options):
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=0, atol=2e-6, msg=name)
 
 
 def test_models_that_are_no_chain_of_blocks_are_refused() -> None:

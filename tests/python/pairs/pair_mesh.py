@@ -77,9 +77,9 @@ TABLE = Table(
     },
     refused=(
         Refused(
-            f"mesh: {EXPERTS}; trained by: zero 3 or Lomo",
+            f"mesh: {EXPERTS}; trained by: zero 3",
             "ValueError: different experts",
-            "zero.shard() at stage 1 or 2, or expert.average_gradients()",
+            "zero.shard() at stage 1 or 2, Lomo, or expert.average_gradients()",
         ),
         Refused(
             f"mesh: {PIPELINES}; trained by: zero 3",

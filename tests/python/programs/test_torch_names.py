@@ -36,7 +36,7 @@ FUNCTIONS = (
 )
 # Of named tuples, of transformers, and of Accelerate.
 OF_OTHERS = {"_replace", "_attn_implementation", "_current_frames", "_mixed_mesh_grads"}
-OF_OTHERS |= {"_prepare_backend"}
+OF_OTHERS |= {"_prepare_backend", "_apply_gate"}
 ANYWHERE = {*TENSOR, *MODULE, *(name.rpartition(".")[2] for name in FUNCTIONS), *OF_OTHERS}
 
 

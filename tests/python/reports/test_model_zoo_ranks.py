@@ -41,13 +41,16 @@ REFUSALS = {
     "pp": "is no chain of blocks that a pipeline can run|has no pipeline plan of its modules",
     "zero 3": "has no dimensions, or no elements",
     "dp": "has a loss of its own, which is not the mean over labels",
+    "ep": "has neither stacked experts of transformers|has a loss of its own, which is not",
 }
 # Known models that a system refuses; all others are right.
 NO_PLAN = (
     "bloom falcon gpt2 gptj mamba mpt opt stablelm albert bert deberta-v2 distilbert electra esm"
     " roberta bart marian mbart mt5 pegasus t5"
 )
-KNOWN_REFUSED = {"tp": NO_PLAN + " olmo2 qwen2_moe", "pp": NO_PLAN}
+MIXTURES = {"deepseek_v3", "mixtral", "qwen2_moe", "qwen3_moe"}
+DENSE = " ".join({*" ".join(KNOWN.values()).split()} - MIXTURES)
+KNOWN_REFUSED = {"tp": NO_PLAN + " olmo2", "pp": NO_PLAN, "ep": DENSE}
 
 Trained = tuple[Callable[[Tensor], object], Any]  # a step on all rows; what has the weights
 
@@ -82,13 +85,13 @@ def lomo(model: Any) -> Trained:
 
 
 def on_mesh(axis: str, model: Any) -> Trained:
-    sizes: dict[str, Any] = {axis: 2}
+    sizes: dict[str, Any] = {"dp": 2, "ep": 2} if axis == "ep" else {axis: 2}
     dims = ParallelDims(**sizes)
-    made = parallelize(model, dims, sgd, num_microbatches=1 if axis == "dp" else 2)
+    made = parallelize(model, dims, sgd, num_microbatches=2 if axis in ("tp", "pp") else 1)
     owner = made.pipeline or made.model
 
     def step(ids: Tensor) -> None:
-        own = ids.chunk(2)[dist.get_rank()] if axis == "dp" else ids
+        own = ids.chunk(2)[dist.get_rank()] if "dp" in sizes else ids
         made.step({"input_ids": own, "labels": own})
         made.optimizer.step()
         made.optimizer.zero_grad()
@@ -103,6 +106,7 @@ SYSTEMS: dict[str, Callable[[Any], Trained]] = {
     "tp": partial(on_mesh, "tp"),
     "dp": partial(on_mesh, "dp"),
     "pp": partial(on_mesh, "pp"),
+    "ep": partial(on_mesh, "ep"),
     "lomo": lomo,
 }
 
@@ -168,14 +172,11 @@ def compare(_: int, family: str, kind: str, system: str) -> tuple[str, str]:
 
 
 def as_named(found: Weights, wanted: Weights) -> Weights:
-    """Under the names of transformers, also routers and experts of expert_parallelize()."""
+    """Under the names of transformers, also experts of expert_parallelize()."""
     for name in wanted.keys() - found.keys():
         block, _, last = name.rpartition(".experts.")
-        if block:
-            every = range(len(wanted[name]))
-            found[name] = torch.stack([found[f"{block}.experts.{idx}.{last}"] for idx in every])
-        else:
-            found[name] = found[name.replace(".gate.", ".router.")]
+        every = range(len(wanted[name]))
+        found[name] = torch.stack([found[f"{block}.experts.{idx}.{last}"] for idx in every])
     return found
 
 

@@ -333,21 +333,37 @@ def test_models_with_and_without_a_shift(rank: int) -> None:
 
 
 @in_ranks(2)
-def test_the_routers_loss_is_not_multiplied_by_the_number_of_ranks(rank: int) -> None:
-    """https://github.com/huggingface/transformers/pull/48706"""
+@pytest.mark.parametrize("ep", [1, 2])
+@pytest.mark.parametrize("kind", ["Mixtral", "Qwen3Moe"])
+def test_the_routers_loss_is_not_multiplied_by_the_number_of_ranks(
+    rank: int, kind: str, ep: int
+) -> None:
+    """https://github.com/huggingface/transformers/pull/48706 and issues/48690.
+
+    With a dense layer among the sparse ones (issues/39203).
+    """
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4}
-    config = transformers.MixtralConfig(
-        vocab_size=VOCAB, **sizes, **heads, output_router_logits=True, router_aux_loss_coef=0.5
-    )
-    model = transformers.MixtralForCausalLM(config)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_experts": 4}
+    own = {"mlp_only_layers": [0], "moe_intermediate_size": 8} if kind == "Qwen3Moe" else {}
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=VOCAB, **sizes, **heads, **own, output_router_logits=True,
+        router_aux_loss_coef=0.5, num_experts_per_tok=2,
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config)
     alone, x = copy.deepcopy(model), tokens(-100)[0]
     halves = [alone(input_ids=half, labels=half).loss for half in x.chunk(2)]
     (sum(halves) / 2).backward()
-    train = parallelize(model, ParallelDims(dp=2), sgd)
+    train = parallelize(model, ParallelDims(dp=2, ep=ep), sgd)
     mine = x.chunk(2)[rank]
     loss = train.step({"input_ids": mine, "labels": mine})
     torch.testing.assert_close(loss, torch.stack(halves).mean().detach())
-    for param, other in zip(train.model.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(param.grad, other.grad, rtol=1e-4, atol=1e-6)
+    wanted = {name: param.grad for name, param in alone.named_parameters()}
+    for name, param in train.model.named_parameters():
+        block, _, number = name.rpartition(".experts.")
+        if ep > 1 and block:
+            idx, last = number.split(".")
+            other = wanted[f"{block}.experts.{last}"][int(idx)]
+        else:
+            other = wanted[name]
+        torch.testing.assert_close(param.grad, other, rtol=1e-4, atol=1e-6)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from full_states import full_weights
+from one_process import WIDTH, network, same, train
 from ranks import in_ranks, run_ranks
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -21,34 +22,6 @@ from whole_optimizers import Averaged, Muon64, by_dimensions, orthogonal
 from ringcomm.parallel import get_state_dict as get_whole_state
 from ringcomm.parallel import set_state_dict as set_whole_state
 from ringcomm.parallel import zero
-from ringcomm.parallel.optimizer_classes import optimizers_of
-
-WIDTH = 8
-
-
-def network() -> Any:
-    torch.manual_seed(0)
-    layers = [nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 12), nn.Tanh()]
-    return nn.Sequential(*layers, nn.Linear(12, 3, bias=False))
-
-
-def rows(step: int, rank: int, world_size: int) -> Tensor:
-    generator = torch.Generator().manual_seed(step)
-    return torch.randn(12, WIDTH, generator=generator).chunk(world_size)[rank]
-
-
-def train(model: Any, optimizer: Any, steps: range, rank: int = 0, world_size: int = 1) -> None:
-    for step in steps:
-        x = rows(step, rank, world_size)
-        (model(x).float() - x[:, :3]).square().mean().backward()
-        for each in optimizers_of(optimizer):
-            each.step()
-            each.zero_grad()
-
-
-def same(found: dict[str, Tensor], expected: dict[str, Tensor], atol: float = 1e-6) -> None:
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name].float(), value.float(), rtol=0, atol=atol)
 
 
 def pair(model: nn.Module, lr: float = 0.02) -> list[torch.optim.Optimizer]:

@@ -44,8 +44,8 @@ SIZE_OF = {name: size for names, size in SIZES for name in names}
 # A skip of one of these is a failure.
 KNOWN = {
     "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES": (
-        "bloom falcon gemma2 gpt2 gpt_neox gptj llama mamba mistral mixtral mpt olmo2 opt phi qwen2"
-        " qwen2_moe qwen3 stablelm"
+        "bloom deepseek_v3 falcon gemma2 gpt2 gpt_neox gptj llama mamba mistral mixtral mpt olmo2"
+        " opt phi qwen2 qwen2_moe qwen3 qwen3_moe stablelm"
     ),
     "MODEL_FOR_MASKED_LM_MAPPING_NAMES": "albert bert deberta-v2 distilbert electra esm roberta",
     "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES": "bart marian mbart mt5 pegasus t5",

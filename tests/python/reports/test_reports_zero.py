@@ -1,0 +1,354 @@
+"""What users of other libraries reported of sharded training: weights, states and loops."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from full_states import full_weights
+from one_process import WIDTH, network, pair, rows, same, train
+from ranks import in_ranks
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from whole_optimizers import Muon64, by_dimensions
+
+from ringcomm.parallel import get_state_dict as get_whole_state
+from ringcomm.parallel import set_state_dict as set_whole_state
+from ringcomm.parallel import zero
+
+STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
+
+
+def adamw(model: Any, **options: Any) -> Any:
+    return torch.optim.AdamW(model.parameters(), 0.02, eps=1e-3, **options)
+
+
+def muon(model: Any) -> Any:
+    groups = [{"params": [*model.parameters()]}]
+    return by_dimensions(groups, Muon64, lambda own: torch.optim.AdamW(own, 0.02, eps=1e-3))
+
+
+# ---- weights
+
+
+class WithStored(nn.Module):
+    """Frozen weights of 8 bits, which forward scales."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        stored = torch.randn(WIDTH, WIDTH).to(torch.float8_e4m3fn), torch.arange(8).byte()
+        self.floats, self.bytes = (nn.Parameter(x, requires_grad=False) for x in stored)
+        self.last = nn.Linear(WIDTH, 3)
+        self.dtypes: Any = ()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.dtypes = self.floats.dtype, self.bytes.dtype
+        return self.last(x @ self.floats.to(x.dtype) + self.bytes.to(x.dtype) / 8)
+
+
+@STAGES
+@in_ranks(2)
+def test_stored_weights_are_not_cast(rank: int, stage: int) -> None:
+    """https://github.com/deepspeedai/DeepSpeed/issues/8414: float8 has its scales elsewhere."""
+
+    def make(model: Any) -> Any:
+        return torch.optim.AdamW(model.last.parameters(), 0.02, eps=1e-3)
+
+    def check(model: Any) -> None:
+        assert model.dtypes == (torch.float8_e4m3fn, torch.uint8)
+
+    both = pair(stage, make, WithStored)
+    both.train(range(3), rank, between=check)
+    model = WithStored()
+    if stage == 3:
+        with pytest.raises(ValueError, match="would cast floats"):
+            zero.shard(model, make(model), stage, param_dtype=torch.bfloat16)
+        return
+    optimizer = zero.shard(model, make(model), stage, param_dtype=torch.bfloat16)
+    train(model, optimizer, range(1), rank, 2, between=check)
+
+
+class WithNothing(nn.Module):
+    """A layer without outputs, a weight without dimensions, and one of one element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.none = nn.Parameter(torch.zeros(0, WIDTH))
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
+        self.scale, self.one = nn.Parameter(torch.tensor(0.7)), nn.Parameter(torch.ones(1, 1))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = torch.tanh(self.first(x)) * self.scale
+        return self.last(x + nn.functional.linear(x, self.none).sum(-1, keepdim=True)) * self.one
+
+
+@pytest.mark.parametrize("make", [adamw, muon])
+@pytest.mark.parametrize("stage", [1, 2])
+@in_ranks(2)
+def test_weights_without_elements_or_dimensions(rank: int, stage: int, make: Any) -> None:
+    """https://github.com/deepspeedai/DeepSpeed/issues/8297,
+    https://github.com/deepspeedai/DeepSpeed/pull/8467,
+    https://github.com/pytorch/pytorch/issues/130810: states after loading."""
+    both = pair(stage, make, WithNothing)
+    get_whole_state(both.model, both.optimizer, full=True)  # before the first step
+    both.train(range(2), rank)
+    both.optimizer.load_state_dict(both.optimizer.state_dict())
+    values, state = get_whole_state(both.model, both.optimizer, full=True)
+    again = WithNothing()
+    optimizer = zero.shard(again, make(again), 3 - stage)
+    set_whole_state(again, optimizer, values, state)
+    both.train(range(2, 4), rank)
+    train(again, optimizer, range(2, 4), rank, 2)
+    same(full_weights(again), full_weights(both.plain))
+
+
+# ---- options
+
+
+@STAGES
+@pytest.mark.parametrize("make", [torch.optim.AdamW, Muon64])
+@in_ranks(2)
+def test_tensors_as_learning_rates(rank: int, stage: int, make: Any) -> None:
+    """https://github.com/deepspeedai/DeepSpeed/pull/8202, .../pull/7633: the user keeps the tensor,
+    and a scheduler sets it."""
+    rates = []
+
+    def of(model: Any) -> Any:
+        rates.append(torch.tensor(0.05))
+        options = {"foreach": False, "eps": 1e-3} if make is torch.optim.AdamW else {}
+        params = [param for param in model.parameters() if param.dim() == 2]
+        for param in model.parameters():
+            param.requires_grad_(param.dim() == 2)
+        return make(params, rates[-1], **options)
+
+    both = pair(stage, of, num_steps_before=1)
+    made = (both.given, both.optimizer)
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(each, 0.5) for each in made]
+    for step in range(2):
+        both.train(range(step, step + 1), rank)
+        for each in schedulers:
+            each.step()
+    for rate in rates:
+        rate.fill_(0.1)
+    both.train(range(2, 4), rank)
+
+
+@STAGES
+@in_ranks(2)
+def test_options_that_change_between_steps(rank: int, stage: int) -> None:
+    """https://github.com/facebookresearch/fairscale/issues/66: others than the learning rate, and
+    whole parameter groups."""
+
+    def sgd(model: Any) -> Any:
+        groups = [{"params": [p], "lr": 0.1 * 0.8**i} for i, p in enumerate(model.parameters())]
+        return torch.optim.SGD(groups)
+
+    both = pair(stage, sgd)
+    for step in range(6):
+        both.train(range(step, step + 1), rank)
+        for each in (both.given, both.optimizer):
+            for group in each.param_groups[::2]:
+                group["momentum"] = (0.9, 0.5, 0.0)[step % 3]
+                group.update(weight_decay=0.1 * step, nesterov=step % 3 == 0, maximize=step == 4)
+            each.param_groups[1] = {**each.param_groups[1], "lr": 0.05 * step}
+
+
+@STAGES
+@in_ranks(2)
+def test_a_graph_through_updates_is_refused(rank: int, stage: int) -> None:
+    """https://github.com/pytorch/xla/pull/6454: differentiable=True would be ignored."""
+    model = network()
+    with pytest.raises(TypeError, match="differentiable=True"):
+        zero.shard(model, torch.optim.SGD(model.parameters(), 0.1, differentiable=True), stage)
+
+
+# ---- states that are saved and loaded
+
+
+class Bits(torch.optim.Optimizer):
+    """Whose states are integers and booleans."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state, is_up = self.state[param], param.grad > 0
+                signs = state.setdefault("signs", torch.zeros_like(param, dtype=torch.uint8))
+                flips = state.setdefault("flips", torch.zeros_like(param, dtype=torch.bool))
+                state["signs"] = (signs << 1) | is_up.byte()
+                state["flips"] = flips ^ is_up
+                factor = torch.where(state["flips"], 1.0, -0.5) * (1 + (state["signs"] & 3))
+                param.sub_(group["lr"] * factor * param.grad)
+
+
+def nadam(model: Any) -> Any:
+    return torch.optim.NAdam(model.parameters(), 0.02, eps=1e-3)
+
+
+def asgd(model: Any) -> Any:
+    return torch.optim.ASGD(model.parameters(), 0.1, t0=1)
+
+
+def adagrad(model: Any) -> Any:
+    return torch.optim.Adagrad(model.parameters(), 0.1, initial_accumulator_value=0.3)
+
+
+def bits(model: Any) -> Any:
+    return Bits(model.parameters())
+
+
+@STAGES
+@pytest.mark.parametrize("make", [bits, nadam, asgd, adagrad])
+@in_ranks(2)
+def test_states_go_on(rank: int, stage: int, make: Any) -> None:
+    """https://github.com/pytorch/ao/issues/3314, https://github.com/pytorch/pytorch/issues/43706:
+    states that are no floats; https://github.com/pytorch/pytorch/pull/74215: tensors without
+    dimensions other than the step; https://github.com/huggingface/accelerate/issues/3855,
+    https://github.com/hpcaitech/ColossalAI/pull/6433: states from before the first step.
+    """
+    both = pair(stage, make, num_steps_before=1)
+    both.train(range(2), rank)
+    values, state = get_whole_state(both.model, both.optimizer, full=True)
+    again = network()
+    optimizer = zero.shard(again, make(again), stage % 3 + 1)
+    set_whole_state(again, optimizer, values, copy.deepcopy(state))
+    both.optimizer.load_state_dict(both.optimizer.state_dict())
+    both.train(range(2, 4), rank)
+    train(again, optimizer, range(2, 4), rank, 2)
+    same(full_weights(again), full_weights(both.plain), 2e-6)
+
+
+@STAGES
+@in_ranks(2)
+def test_groups_in_another_order_than_the_model(rank: int, stage: int) -> None:
+    """https://github.com/pytorch/pytorch/pull/54736, https://github.com/facebookresearch/fairscale/issues/601"""
+
+    def make(model: Any) -> Any:
+        params: list[Any] = [*model.parameters()][::-1]
+        groups: list[Any] = [{"params": params[::2], "lr": 0.05}, {"params": params[1::2]}]
+        return torch.optim.AdamW(groups)
+
+    both, alone = pair(stage, make), network()
+    both.train(range(2), rank)
+    values, state = get_whole_state(both.model, both.optimizer, full=True)
+    given = make(alone)
+    set_whole_state(alone, given, values, copy.deepcopy(state))
+    both.train(range(2, 4), rank)
+    train(alone, given, range(2, 4))
+    same(full_weights(alone), full_weights(both.plain))
+
+
+@STAGES
+@in_ranks(2)
+def test_saved_while_frozen(rank: int, stage: int) -> None:
+    """https://github.com/pytorch/pytorch/issues/104148: a layer is thawed after some steps, also
+    where it has been trained before the state is loaded."""
+
+    def make() -> Any:
+        model = network()
+        model[0].requires_grad_(False)
+        return model
+
+    both, again = pair(stage, adamw, make), make()
+    both.train(range(2), rank)
+    values, state = get_whole_state(both.model, both.optimizer, full=True)
+    optimizer = zero.shard(again, adamw(again), stage)
+    again[0].requires_grad_(True)
+    train(again, optimizer, range(7, 9), rank, 2)
+    set_whole_state(again, optimizer, values, copy.deepcopy(state))
+    for model in (both.plain, both.model):
+        model[0].requires_grad_(True)
+    both.train(range(2, 4), rank)
+    train(again, optimizer, range(2, 4), rank, 2)
+    same(full_weights(again), full_weights(both.plain))
+
+
+@STAGES
+@in_ranks(2)
+def test_a_learning_rate_finder(rank: int, stage: int) -> None:
+    """https://github.com/fastai/fastai/issues/3185: states from before the first step come back."""
+    both = pair(stage, adamw)
+    saved = copy.deepcopy((both.model.state_dict(), both.optimizer.state_dict()))
+    for group in both.optimizer.param_groups:
+        group["lr"] *= 3
+    train(both.model, both.optimizer, range(5, 8), rank, 2)
+    both.model.load_state_dict(saved[0])
+    both.optimizer.load_state_dict(saved[1])
+    both.train(range(3), rank)
+
+
+@STAGES
+@in_ranks(2)
+def test_evaluated_in_16_bits_and_saved(rank: int, stage: int) -> None:
+    """https://github.com/pytorch/pytorch/issues/104770: a forward pass without a backward
+    pass, then a checkpoint, which must have the float32 values."""
+    models = network(), network()
+    made = [zero.shard(m, adamw(m), stage, param_dtype=torch.bfloat16) for m in models]
+    train(models[0], made[0], range(2), rank, 2)
+    models[0].eval()
+    with torch.inference_mode():
+        expected = models[0](rows(5))
+    values, state = get_state_dict(models[0], made[0])
+    set_state_dict(
+        models[1], made[1], model_state_dict=values, optim_state_dict=copy.deepcopy(state)
+    )
+    with torch.inference_mode():
+        assert torch.equal(models[1](rows(5)), expected)
+    for model, optimizer in zip(models, made, strict=True):
+        train(model.train(), optimizer, range(2, 4), rank, 2)
+    same(full_weights(models[1]), full_weights(models[0]), 0)
+
+
+# ---- loops
+
+
+@in_ranks(3)
+def test_largest_gradients(rank: int) -> None:
+    """https://github.com/meta-pytorch/torchrec/pull/3199: at stage 3."""
+
+    def clip(model: Any) -> None:
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01, norm_type=float("inf"))
+        nn.utils.clip_grad_value_(model.parameters(), 0.008)
+
+    both = pair(3, lambda model: torch.optim.SGD(model.parameters(), 1.0))
+    both.train(range(3), rank, 3, between=clip)
+
+
+@STAGES
+@in_ranks(2)
+def test_two_models_through_each_other(rank: int, stage: int) -> None:
+    """https://github.com/deepspeedai/DeepSpeed/issues/4923, https://github.com/Lightning-AI/pytorch-lightning/issues/19773:
+    a generator's gradients pass a discriminator that has its own optimizer."""
+
+    def trained(rank: int, world_size: int) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        models = [
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, size))
+            for size in (WIDTH, 1)
+        ]
+        made = [adamw(model) for model in models]
+        if world_size > 1:
+            made = [zero.shard(*each, stage) for each in zip(models, made, strict=True)]
+        maker, judge = models
+        for step in range(3):
+            x = rows(step, rank, world_size)
+            made[1].zero_grad()
+            fake = maker(x)
+            (judge(x).mean() - judge(fake.detach()).mean()).backward()
+            made[1].step()
+            made[0].zero_grad()
+            judge(fake).mean().backward()
+            made[0].step()
+        found = [full_weights(model) for model in models]
+        return found[0] | {f"judge.{name}": value for name, value in found[1].items()}
+
+    same(trained(rank, 2), trained(0, 1))
