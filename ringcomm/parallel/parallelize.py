@@ -19,10 +19,10 @@ from ringcomm.parallel.mesh import ParallelDims
 from ringcomm.parallel.model.describe import Model, describe
 from ringcomm.parallel.model.refuse import Asked, refuse
 from ringcomm.parallel.model.starts import start_equal
+from ringcomm.parallel.optimizer_classes import REFUSED, WHOLE, optimizers_of
 from ringcomm.parallel.parallelized import Parallelized
 from ringcomm.parallel.shards.units import default_units
 from ringcomm.parallel.tensor.replicas import check_replicas
-from ringcomm.parallel.zero.elementwise import REFUSED, WHOLE, optimizers_of
 from ringcomm.parallel.zero.stage3 import shard_units
 
 _SHARD_OPTIONS = [*parameters_of(zero.shard)][5:]  # but for the model, optimizer, stage and group
@@ -142,7 +142,9 @@ def parallelize(
     own, reasons = describe(model), WHOLE | REFUSED
     for each in optimizers_of(made):
         given = {param for group in each.param_groups for param in group["params"]}
-        names = reasons.keys() & {kind.__name__ for kind in type(each).__mro__}
+        names = reasons.keys() & {
+            kind.__name__ for kind in type(getattr(each, "inner", each)).__mro__
+        }
         needs_whole = " and ".join(f"{name} {reasons[name]}" for name in names)
         given -= {*whole.parameters()} - own.weights.keys()  # of other stages
         refuse(own, Asked("optimizer", needs_whole, trained=given))

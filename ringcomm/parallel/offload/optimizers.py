@@ -1,4 +1,4 @@
-"""AdamW and SGD with state in host memory or in files: ZeRO-Offload's optimizer.
+"""Optimizers with states in host memory or in files: ZeRO-Offload's.
 
 Ren et al. 2021 (arXiv 2101.06840, section 5.1) for the host, Rajbhandari et al. 2021 (arXiv
 2104.07857, section 5.2) for files.
@@ -7,267 +7,388 @@ Ren et al. 2021 (arXiv 2101.06840, section 5.1) for the host, Rajbhandari et al.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
-from itertools import count, zip_longest
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from ringcomm import ops
 from ringcomm.ops.updates.fused_update import Rule, rule_of
 from ringcomm.parallel.flat_collectives import local_of
-from ringcomm.parallel.offload.tiers import Loan, Tier, make_tier, split_row
+from ringcomm.parallel.offload.operands import Operands, StatesView, numbered_groups
+from ringcomm.parallel.offload.state_rows import (
+    StateRows,
+    from_json,
+    large_tensors,
+    map_tensors,
+    to_json,
+)
+from ringcomm.parallel.offload.tiers import Loan, Tier, make_tier
 from ringcomm.parallel.offload.transfers import BufferPool
+from ringcomm.parallel.optimizer_classes import (
+    BY_WEIGHT,
+    attributes_of,
+    like_weight,
+    needs_whole,
+    new_state,
+    of_parts,
+    options_of,
+    over_groups,
+    retire,
+    takes_empty_groups,
+)
+from ringcomm.torch_names import mark_stepped, move_hooks, run_state_hooks
 
 
-class Operands:
-    """Access to a parameter and its gradient; subclasses store them elsewhere."""
-
-    def shape(self, param: Tensor) -> torch.Size:
-        """The shape of this rank's part of a parameter."""
-        return local_of(param).shape
-
-    def has_grad(self, param: Tensor) -> bool:
-        """Whether a parameter has a gradient. Raises ValueError for a sparse gradient."""
-        if param.grad is not None and param.grad.is_sparse:
-            raise ValueError("gradients must be dense: make the embedding with sparse=False")
-        return param.grad is not None
-
-    def start(self, param: Tensor) -> None:
-        """Called ahead of get()."""
-
-    def get(self, param: Tensor) -> tuple[Tensor, Tensor]:
-        """The weights, to be written in place, and their gradient; one-dimensional."""
-        grad = param if param.grad is None else param.grad
-        return local_of(param.detach()).view(-1), local_of(grad.detach()).reshape(-1)
-
-    def done(self, param: Tensor) -> None:
-        """Called after the last get() of a step."""
-
-
-class StatesView(Mapping[Any, dict[str, Any]]):
-    """Copies of offloaded states by parameter, made on lookup; {} before the first update."""
-
-    def __init__(self, stepped: Iterable[Any], state_of: Callable[[Any], dict[str, Any]]) -> None:
-        self._stepped, self._state_of = list(stepped), state_of
-
-    def __getitem__(self, param: Any) -> dict[str, Any]:
-        """A copy: use load_state_dict() to replace it."""
-        return self._state_of(param)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._stepped)
-
-    def __len__(self) -> int:
-        return len(self._stepped)
-
-
-def numbered_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The parameter groups as in torch's state_dict()."""
-    number, groups = count(), optimizer.param_groups
-    return [{**group, "params": [next(number) for _ in group["params"]]} for group in groups]
-
-
-class _Chunk(NamedTuple):
-    """A part of a parameter; its states, `names`, are one row."""
+class _Piece(NamedTuple):
+    """What is updated together: a whole weight, or elements of one."""
 
     param: Tensor
-    rule: Rule
-    names: list[str]
-    begin: int
-    end: int
-    key: str
-    step: int
+    weight: Tensor
+    grad: Tensor | None
+    grad_scale: float
+    state: dict[str, Any]
 
 
-class _Offloaded(torch.optim.Optimizer):
-    """The base of the optimizers in this file."""
+def _dtype_of(param: Tensor) -> torch.dtype:
+    """In which it is updated: that of a master, or its own."""
+    return torch.float32 if param.dtype in (torch.float16, torch.bfloat16) else param.dtype
+
+
+class Offloaded(torch.optim.Optimizer):
+    """An optimizer of any class, with its states in host memory or in files.
+
+        muon = offload.Offloaded(torch.optim.Muon(matrices), to="nvme", path="/mnt/nvme")
+        adamw = offload.AdamW(others, to="nvme", path="/mnt/nvme")
+        optimizer = zero.shard(model, [muon, adamw], stage=2)
+
+    It works alone, under DistributedDataParallel, and with zero.shard() at any stage: it then has
+    the states of this rank's shards, or of the weights that this rank owns. A step updates one
+    weight at a time, or pieces of weights by classes that update each element by itself. It reads
+    and writes each state once, while others are updated. In memory are the states of some pieces.
+    16-bit weights have float32 masters, with which the class computes. Files are unnamed and
+    deleted with the process: use state_dict() for checkpoints.
+
+    The given optimizer's parameter groups are shared, so that schedulers made for it work. Its
+    state and step hooks move here, and its methods raise afterwards.
+
+    Attributes:
+        tier: where the states are.
+        steps: by parameter that has a state, the number of its updates.
+        inner: a copy of the optimizer, without groups.
+        is_whole: whether it updates whole weights; else pieces of weights.
+
+    Args:
+        optimizer: of any class that updates each weight by itself, which is tried.
+        to: "cpu" or "nvme".
+        path: for "nvme", a folder on the disk to use.
+        chunk_elems: the maximum number of weights in a piece.
+        whole: classes of optimizers that need whole weights, and are not tried.
+
+    Raises:
+        TypeError: the optimizer does not update each weight by itself, or is offloaded or sharded.
+        ValueError: it was given away before, or needs whole weights of which this rank has shards;
+            or an option is out of range, or a weight is not contiguous.
+        OSError: no file can be created at the path.
+    """
 
     def __init__(
         self,
-        params: Any,
-        *args: Any,
+        optimizer: torch.optim.Optimizer,
+        *,
         to: Literal["cpu", "nvme"] = "cpu",
         path: str | os.PathLike[str] | None = None,
         chunk_elems: int = 1 << 20,
-        **options: Any,
+        whole: Collection[type] = (),
     ) -> None:
-        if options.get("fused"):  # GradScaler would expect such an optimizer to unscale gradients
-            raise ValueError("fused is not supported with offloaded state")
-        super().__init__(params, *args, **options)
-        if chunk_elems < 1:
-            raise ValueError(f"chunk_elems must be positive, got {chunk_elems}")
-        for group in self.param_groups:
-            self._check_group(group)
-        self.to: Literal["cpu", "nvme"] = to
-        self.path, self._chunk_elems = path, chunk_elems
-        self.steps: dict[Tensor, int] = {}
-        self.tier = make_tier(to, path, keep=False, pool=BufferPool())
-        self._operands = Operands()
+        # The latter is of zero.shard().
+        is_ours = isinstance(optimizer, Offloaded) or hasattr(optimizer, "load_parts")
+        if not isinstance(optimizer, torch.optim.Optimizer) or is_ours:
+            raise TypeError(
+                "offload.Offloaded() takes an optimizer that is neither offloaded nor sharded, got"
+                f" {type(optimizer).__name__}"
+            )
+        if "state_dict" in vars(optimizer):  # see retire()
+            raise ValueError(f"this {type(optimizer).__name__} was given to another optimizer")
+        self.is_whole = needs_whole(optimizer, whole)
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        if self.is_whole and any(isinstance(param, DTensor) for param in params):
+            raise ValueError(
+                f"{type(optimizer).__name__} needs whole weights, and the model is already sharded:"
+                " give offload.Offloaded() to zero.shard(), which shards a model itself"
+            )
+        torch.optim.Optimizer.__init__(self, optimizer.param_groups, {})
+        self.defaults, self.to, self.path = optimizer.defaults, to, path
+        self.given, self.inner = optimizer, over_groups(optimizer, [])
+        self._chunk_elems, self._takes_empty = chunk_elems, takes_empty_groups(optimizer)
+        self._begin()
+        for param, state in optimizer.state.items():
+            self.set_state_of(param, state)
+        optimizer.state = defaultdict(dict)
+        move_hooks(optimizer, self)
+        retire(optimizer, "offload.Offloaded()")
 
-    def _check_group(self, group: dict[str, Any]) -> None:
-        _rule_of(self, group)
-        for param in group["params"]:
-            local = local_of(param.detach())
-            if local.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-                raise ValueError(f"weights must be float32, float16 or bfloat16, got {local.dtype}")
-            if not local.is_contiguous():
+    def _begin(
+        self, tier: Tier | None = None, operands: Operands | None = None, first: int = 0
+    ) -> None:
+        """Starts without states. `first` is the number of the first parameter in the tier."""
+        if self._chunk_elems < 1:
+            raise ValueError(f"chunk_elems must be positive, got {self._chunk_elems}")
+        self._note_groups()
+        self.tier = tier or make_tier(self.to, self.path, keep=False, pool=BufferPool())
+        self.steps: dict[Tensor, int] = {}
+        self._rows = StateRows(self.tier, first)
+        self._operands = operands or Operands()
+        self._ahead: dict[tuple[int, int], Loan | None] = {}
+
+    def _note_groups(self) -> None:
+        groups = enumerate(self.param_groups)
+        params = [(param, number) for number, group in groups for param in group["params"]]
+        self._places = {param: (idx, number) for idx, (param, number) in enumerate(params)}
+        self._counts: list[dict[str, Any]] = [{} for _ in self.param_groups]
+        for param in () if self.is_whole else self._places:
+            if not local_of(param.detach()).is_contiguous():
                 raise ValueError(
                     f"a weight of shape {tuple(param.shape)} is not contiguous: call contiguous()"
                     " on it first"
                 )
 
     def over(
-        self,
-        groups: list[dict[str, Any]],
-        tier: Tier | None = None,
-        operands: Operands | None = None,
-    ) -> _Offloaded:
+        self, groups: list[dict[str, Any]], operands: Operands, tier: Tier | None, first: int
+    ) -> Any:
         """The same optimizer over other parameters, such as shards; by default in the same tier.
 
         This optimizer releases its tier and must not be used afterwards.
         """
         self.tier.close()
-        to, path = (self.to, self.path) if tier is None else ("cpu", None)
-        made = type(self)(groups, to=to, path=path, chunk_elems=self._chunk_elems)
-        made.tier = tier or made.tier
-        made._operands = operands or made._operands
+        made = object.__new__(type(self))
+        vars(made).update(attributes_of(self))
+        made.__setstate__({"param_groups": groups})
+        made._begin(tier, operands, first)
         return made
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch."""
         super().add_param_group(param_group)
         if hasattr(self, "tier"):
-            self._check_group(self.param_groups[-1])
+            self._note_groups()
+
+    # ---- the step
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates the parameters that have a gradient, chunk by chunk.
+        """Updates the parameters that have a gradient, piece by piece.
 
-        While a chunk is updated, the next is read and the previous one is written.
+        While a piece is updated, the states of the next are read and those of the previous one are
+        written.
 
         Raises:
-            OSError: the file system failed. Some chunks of parameters have been updated and the
+            OSError: the file system failed. Some pieces of parameters have been updated and the
                 optimizer can no longer be used: continue from a checkpoint.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.update(1.0)
+        self.run("step", [*filter(self._operands.has_grad, self._places)])
+        mark_stepped(self.given)  # for schedulers that were made for it
         return loss
 
+    def train(self) -> None:
+        """For schedule-free optimizers."""
+        self.run("train", [*self._places])
+
+    def eval(self) -> None:
+        """For schedule-free optimizers."""
+        self.run("eval", [*self._places])
+
     @torch.no_grad()
-    def update(self, grad_scale: float) -> None:
-        """step() with gradients multiplied by a factor."""
-        steps: dict[Tensor, int] = {}
-        chunks: list[_Chunk] = []
-        for param, (idx, group) in self._places().items():
-            if self._operands.has_grad(param):
-                steps[param] = self.steps.get(param, 0) + 1
-                chunks += self._chunks_of(param, idx, group, steps[param])
-        ahead: Loan | None = None
-        for chunk, following in zip_longest(chunks, chunks[1:]):
-            loan = ahead or self._start(chunk)
-            ahead = None if following is None else self._start(following)
-            self._update(chunk, split_row(loan.wait(), chunk.names), grad_scale)
-            self.tier.give_back(loan, is_written=True)
-            if following is None or following.param is not chunk.param:
-                self._operands.done(chunk.param)
-        self.steps |= steps
+    def run(
+        self, method: str, params: Sequence[Tensor], grad_scale: float = 1.0, before: Any = None
+    ) -> None:
+        """A method of the class on some parameters, with gradients multiplied by a factor.
 
-    def _start(self, chunk: _Chunk) -> Loan:
-        if chunk.begin == 0:
-            self._operands.start(chunk.param)
-        return self._fetch(chunk)
+        Each piece begins with the same options of its group, so that what a class counts there
+        counts once. `before` has these options in a step of several calls.
+        """
+        if not hasattr(self.inner, method):
+            return
+        before = before or [*map(options_of, self.param_groups)]
+        pieces = [(param, *piece) for param in params for piece in self._pieces(param)]
+        after: dict[int, dict[str, Any]] = {}
+        try:
+            for i, (param, begin, end) in enumerate(pieces):
+                for ahead, first, _ in pieces[i : i + 2]:
+                    self.start(ahead, first)
+                number = self._places[param][1]
+                place = slice(begin, end)
+                after[number] = self._run_piece(method, param, place, before[number], grad_scale)
+                if i + 1 == len(pieces) or pieces[i + 1][0] is not param:
+                    self._operands.done(param)
+                    self.steps[param] = self.steps.get(param, 0) + (method == "step")
+            others = [i for i in range(len(before)) if i not in after]
+            if others and self._takes_empty:
+                empty = {i: of_parts(self.param_groups[i], {}) for i in others}
+                after |= {i: {**empty[i], **options_of(before[i])} for i in others}
+                self._call(method, [after[i] for i in others])
+        finally:
+            for loan in self._ahead.values():
+                self._rows.give_back(loan)
+            self._ahead = {}
+        for number, options in after.items():
+            for key in options.keys() - {*BY_WEIGHT}:
+                if to_json(options[key]) != to_json(before[number].get(key)):
+                    self.param_groups[number][key] = self._counts[number][key] = options[key]
 
-    def _places(self) -> dict[Tensor, tuple[int, dict[str, Any]]]:
-        """By parameter, its number and its group."""
-        params = ((param, group) for group in self.param_groups for param in group["params"])
-        return {param: (idx, group) for idx, (param, group) in enumerate(params)}
+    def start(self, param: Tensor, begin: int = 0) -> None:
+        """Starts reading the state of a piece."""
+        piece = self._places[param][0], begin
+        if piece not in self._ahead:
+            if begin == 0:
+                self._operands.start(param)
+            self._ahead[piece] = self._rows.fetch(piece)
 
-    def _chunks_of(
-        self, param: Tensor, idx: int, group: dict[str, Any], step: int
-    ) -> Iterator[_Chunk]:
-        num_elems, rule = self._operands.shape(param).numel(), _rule_of(self, group)
-        names = _state_names(rule, param)
-        for begin in range(0, num_elems, self._chunk_elems):
-            end = min(begin + self._chunk_elems, num_elems)
-            yield _Chunk(param, rule, names, begin, end, f"state.{idx}.{begin}", step)
+    def _pieces(self, param: Tensor) -> list[tuple[int, int | None]]:
+        """The first and last elements of what is updated together."""
+        if self.is_whole:
+            return [(0, None)]
+        num_elems, size = self._operands.shape(param).numel(), self._chunk_elems
+        return [(b, min(b + size, num_elems)) for b in range(0, max(1, num_elems), size)]
 
-    def _fetch(self, chunk: _Chunk) -> Loan:
-        if chunk.key in self.tier:
-            return self.tier.fetch(chunk.key)
-        num_elems = (chunk.end - chunk.begin) * len(chunk.names)
-        loan = self.tier.new(chunk.key, num_elems, torch.float32)
-        loan.wait().zero_()
-        return loan
-
-    def _update(self, chunk: _Chunk, state: dict[str, Tensor], grad_scale: float) -> None:
-        whole, grads = self._operands.get(chunk.param)
-        weights = whole[chunk.begin : chunk.end]
-        on_host = weights.to("cpu")
-        grad = grads[chunk.begin : chunk.end].to("cpu")
+    def _run_piece(
+        self, method: str, param: Tensor, place: slice, options: dict[str, Any], grad_scale: float
+    ) -> dict[str, Any]:
+        """Returns the options of the group after the call."""
+        piece = self._places[param][0], place.start
+        loan = self._ahead.pop(piece)
+        state = self._rows.view(piece, loan)  # before anything is written
+        weight, grad = self._operands.get(param)
+        if not self.is_whole:
+            weight = weight.view(-1)[place]
+            grad = None if grad is None else grad.reshape(-1)[place]
         master = state.get("master")
-        if master is not None:
-            # All rows are new at the first step, later only those that load_state_dict() has
-            # replaced.
-            is_written = master.to(on_host.dtype) != on_host
+        if weight.dtype != _dtype_of(weight):
+            if master is None:
+                master = state["master"] = weight.to("cpu", torch.float32)
+            # As the user, or load_state_dict() of the model, may have.
+            on_host = weight.to("cpu")
+            is_written = master.to(weight.dtype) != on_host
             if is_written.any():
                 master[is_written] = on_host[is_written].float()
-        ops.optimizer_update_(
-            on_host, grad, state, optimizer=chunk.rule, step=chunk.step, grad_scale=grad_scale
-        )
-        if on_host is not weights:
-            weights.copy_(on_host)
+        given = _Piece(param, weight, grad, grad_scale, state)
+        rule = self._rule_of(options, weight.dtype) if method == "step" else None
+        if rule is not None:
+            self._rows.keep(piece, _update_by_kernel(given, rule), loan)
+            return options
+        state, options = self._update(method, given, options)
+        self._rows.keep(piece, state, loan)
+        return options
+
+    def _update(
+        self, method: str, piece: _Piece, before: dict[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Calls the class; returns the state and the options."""
+        param, weight, grad, grad_scale, state = piece
+        master = state.pop("master", None)
+        state = map_tensors(lambda x: x.to(weight.device) if x.dim() else x, state)
+        home = weight if master is None else master.to(weight.device)
+        part = like_weight(home, param)
+        if grad is not None:
+            part.grad = grad.to(part.dtype).view(part.shape)
+            if grad_scale != 1:
+                part.grad *= grad_scale
+        group = self.param_groups[self._places[param][1]]
+        options = {**of_parts(group, {param: part}), **options_of(before)}
+        states = self._call(method, [options], {part: state} if state else {})
+        if part.data_ptr() != home.data_ptr():  # the class has set `.data`
+            home.copy_(part)
+        found = dict(states.get(part, {}))
+        if master is not None:
+            weight.copy_(home)
+            found["master"] = home
+        return found, options
+
+    def _rule_of(self, options: dict[str, Any], dtype: torch.dtype) -> Rule | None:
+        """The rule of a kernel with the same update, if there is one."""
+        is_known = type(self.inner) in (torch.optim.AdamW, torch.optim.SGD)
+        if not is_known or dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            return None
+        return rule_of(self.inner, {**options, "lr": float(options["lr"])})
+
+    def _call(self, method: str, groups: list[dict[str, Any]], states: Any = ()) -> Any:
+        self.inner.param_groups, self.inner.state = groups, defaultdict(dict, states)
+        try:
+            getattr(self.inner, method)()
+            return self.inner.state
+        finally:
+            self.inner.param_groups, self.inner.state = [], {}
+
+    # ---- states
 
     def state_of(self, param: Tensor) -> dict[str, Any]:
         """A copy of a parameter's state in memory, as torch.optim keeps it; {} before a step.
 
         16-bit weights also have "master".
         """
-        step = self.steps.get(param)
-        if step is None:
+        number, pieces = self._places[param][0], self._pieces(param)
+        if param not in self.steps:
             return {}
-        state = self.new_state_of(param)
-        for chunk in self._chunks_of(param, *self._places()[param], step):
-            with self.tier.row(chunk.key) as row:
-                for name, part in split_row(row, chunk.names).items():
-                    state[name].view(-1)[chunk.begin : chunk.end] = part
-        if step == 0:
-            return {"master": state["master"]} if "master" in state else {}
-        if "step" in state:
-            state["step"].fill_(step)
-        return state
+        parts = [self._rows.copy((number, begin)) for begin, _ in pieces]
+        if self.is_whole:
+            return parts[0]
+        shape, columns = self._operands.shape(param), zip(*map(large_tensors, parts), strict=True)
+        joined = (torch.cat(column).view(shape) for column in columns)
+        found: dict[str, Any] = map_tensors(lambda x: next(joined) if x.dim() else x, parts[0])
+        return found
 
-    def new_state_of(self, param: Tensor, weight: Tensor | None = None) -> dict[str, Any]:
+    def new_state_of(self, param: Tensor, weight: Tensor) -> dict[str, Any]:
         """The value of state_of() before the first step, for a parameter with values `weight`."""
-        shape = self._operands.shape(param)
-        names = _state_names(_rule_of(self, self._places()[param][1]), param)
-        on_host = partial(torch.zeros, dtype=torch.float32, device="cpu")
-        state: dict[str, Any] = {name: on_host(shape) for name in names}
-        if "master" in state and weight is not None:
-            state["master"] = weight.detach().float().reshape(shape)
-        if isinstance(self, torch.optim.AdamW):
-            state["step"] = on_host([])
-        return state
+        value = weight.detach().to("cpu", _dtype_of(param), copy=True)
+        group = self.param_groups[self._places[param][1]]
+        state = new_state(self.inner, group, param, value.clone())
+        return {**state, "master": value} if value.dtype != param.dtype else state
 
+    @torch.no_grad()
     def set_state_of(self, param: Tensor, state: dict[str, Any]) -> None:
-        """Takes a parameter's state; the inverse of state_of()."""
-        if not state:
-            self.steps.pop(param, None)
-            return
-        # SGD has no step count: it only matters whether there was a step.
-        step = int(state.get("step", 0 if state.keys() == {"master"} else 1))
-        for chunk in self._chunks_of(param, *self._places()[param], step):
-            loan = self._fetch(chunk)
-            row = split_row(loan.wait(), chunk.names)
-            for name in row.keys() & state.keys():
-                row[name].copy_(local_of(state[name]).reshape(-1)[chunk.begin : chunk.end])
-            self.tier.give_back(loan, is_written=True)
-        self.steps[param] = step
+        """Takes a parameter's state; the inverse of state_of(). A master stays if it has none."""
+        number, dtype = self._places[param][0], _dtype_of(param)
+        for begin, end in self._pieces(param):
+
+            def cut(value: Tensor, place: slice = slice(begin, end)) -> Tensor:
+                if not value.dim():
+                    return value
+                value = local_of(value).to(dtype if value.is_floating_point() else value.dtype)
+                return value if self.is_whole else value.reshape(-1)[place]
+
+            given = map_tensors(cut, {**state})
+            old = self._rows.copy((number, begin))
+            self._rows.kept.pop((number, begin), None)
+            if dtype == param.dtype:
+                given.pop("master", None)
+            elif "master" in old:
+                given.setdefault("master", old["master"])
+            if given:
+                self._rows.keep((number, begin), given)
+        self.steps.pop(param, None)
+        if state:
+            self.steps[param] = 0 if state.keys() == {"master"} else 1
+
+    def saved(self) -> str:
+        """As JSON, what is not in the tier: values of states, and what the class counts."""
+        steps = [self.steps.get(param) for param in self._places]
+        return to_json([steps, [*self._rows.kept.items()], self._counts])
+
+    def restore(self, saved: str) -> None:
+        """Takes what saved() returned, for a tier with its rows."""
+        steps, kept, self._counts = from_json(saved)
+        found = zip(self._places, steps, strict=True)
+        self.steps = {param: step for param, step in found if step is not None}
+        self._rows.kept = {tuple(piece): (key, values) for piece, (key, values) in kept}
+        for group, counts in zip(self.param_groups, self._counts, strict=True):
+            group.update(counts)
 
     @property
     def state(self) -> Any:
@@ -279,60 +400,90 @@ class _Offloaded(torch.optim.Optimizer):
         if states:
             raise AttributeError("`state` has copies: use load_state_dict() to replace states")
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Any:
         """torch's, with copies of all states in memory."""
-        states = {idx: self.state_of(param) for param, (idx, _) in self._places().items()}
-        return {
+        run_state_hooks(self, "state_dict_pre")
+        states = {idx: self.state_of(param) for param, (idx, _) in self._places.items()}
+        found = {
             "state": {idx: state for idx, state in states.items() if state},
             "param_groups": numbered_groups(self),
         }
+        return run_state_hooks(self, "state_dict_post", found)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state_dict() of torch's optimizer, or of this one."""
+        groups = self.param_groups
         super().load_state_dict({**state_dict, "state": {}})
-        for param, (idx, _) in self._places().items():
-            self.set_state_of(param, state_dict["state"].get(idx, {}))
+        for group, loaded in zip(groups, self.param_groups, strict=True):
+            group.update(loaded)
+        self.param_groups = groups  # which schedulers may share
+        # torch.distributed.checkpoint has names for numbers.
+        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+        for param, key in zip(self._places, keys, strict=True):
+            self.set_state_of(param, state_dict["state"].get(key, {}))
 
     def close(self) -> None:
         """Releases memory and files; the optimizer must not be used afterwards."""
         self.tier.close()
 
 
-class AdamW(_Offloaded, torch.optim.AdamW):
-    """torch.optim.AdamW with exp_avg and exp_avg_sq in host memory, or in files.
+def _update_by_kernel(piece: _Piece, rule: Rule) -> dict[str, Any]:
+    _, weight, grad, grad_scale, state = piece
+    assert grad is not None
+    on_host = weight.to("cpu")
+    # Of SGD it only matters whether there was a step.
+    step = int(state.get("step", "momentum_buffer" in state)) + 1
+    for name in rule.state_names:
+        if name not in state:
+            state[name] = torch.zeros_like(on_host, dtype=torch.float32)
+    tensors = {key: value for key, value in state.items() if key != "step"}
+    ops.optimizer_update_(
+        on_host, grad.to("cpu"), tensors, optimizer=rule, step=step, grad_scale=grad_scale
+    )
+    if on_host is not weight:
+        weight.copy_(on_host)
+    if isinstance(rule, ops.AdamWStep):
+        state["step"] = torch.tensor(float(step), dtype=torch.float32, device="cpu")
+    return state
+
+
+class _OfTorch(Offloaded):
+    """Makes the given optimizer itself."""
+
+    _kind: Any
+
+    def __init__(
+        self,
+        params: Any,
+        *args: Any,
+        to: Literal["cpu", "nvme"] = "cpu",
+        path: str | os.PathLike[str] | None = None,
+        chunk_elems: int = 1 << 20,
+        **options: Any,
+    ) -> None:
+        given = self._kind(params, *args, **options)
+        super().__init__(given, to=to, path=path, chunk_elems=chunk_elems)
+
+
+class AdamW(_OfTorch, torch.optim.AdamW):
+    """torch.optim.AdamW with exp_avg and exp_avg_sq in host memory, or in files: see Offloaded.
 
         optimizer = offload.AdamW(model.parameters(), lr=1e-3, to="nvme", path="/mnt/nvme")
 
-    It also works with zero.shard(), at any stage: it then has the states of this rank's shards. A
-    step reads and writes each state once, by chunks: 8 bytes each way per float32 weight, 12 per
-    16-bit weight, which includes its fp32 master. State in files needs three chunks of memory. The
-    files are unnamed and deleted with the process: use state_dict() for checkpoints.
+    A step reads and writes 8 bytes each way per float32 weight, 12 per 16-bit weight. State in
+    files needs three chunks of memory. With amsgrad and maximize torch's own step runs.
 
     Args:
-        params, *args, **options: as in torch, except amsgrad and similar options; weights must be
-            contiguous, and float32, float16 or bfloat16.
-        to: "cpu" or "nvme".
-        path: for "nvme", a folder on the disk to use.
-        chunk_elems: the number of weights that are updated at a time.
+        params, *args, **options: as in torch.
+        to, path, chunk_elems: see Offloaded.
 
-    Raises:
-        ValueError: an option is out of range, or a weight is not supported.
-        OSError: no file can be created at the path.
+    Raises ValueError and OSError as Offloaded.
     """
 
+    _kind = torch.optim.AdamW
 
-class SGD(_Offloaded, torch.optim.SGD):
+
+class SGD(_OfTorch, torch.optim.SGD):
     """torch.optim.SGD with its momentum in host memory, or in files; see AdamW."""
 
-
-def _state_names(rule: Rule, param: Tensor) -> list[str]:
-    return [*rule.state_names, *(["master"] if param.dtype != torch.float32 else [])]
-
-
-def _rule_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Rule:
-    for name in ("maximize", "amsgrad", "differentiable", "capturable"):
-        if group.get(name):
-            raise ValueError(f"{name} is not supported with offloaded state")
-    rule = rule_of(optimizer, {**group, "lr": float(group["lr"])})
-    assert rule is not None
-    return rule
+    _kind = torch.optim.SGD

@@ -1,7 +1,7 @@
 """Storage for training state that is not in use: host memory or files."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -118,10 +118,3 @@ def make_tier(to: Literal["cpu", "nvme"], path: Any, *, keep: bool, pool: Buffer
     if (to == "nvme") != (path is not None):
         raise ValueError('"nvme" needs path=, a folder on the disk; "cpu" must have no path')
     return Tier() if to == "cpu" else FileTier(FileStore(path, keep=keep), pool)
-
-
-def split_row(row: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
-    """Splits a row into equal parts, by name."""
-    if not names:
-        return {}
-    return dict(zip(names, row.view(len(names), -1), strict=True))

@@ -26,6 +26,8 @@ _ALIGNMENT = 4096
 # From this size on, huge pages: a block is one memory segment for the disk, instead of 256.
 _HUGE_BYTES = 2 << 20
 _MAX_IDLE = 2  # buffers of one size
+# Of all sizes together, if they are many bytes: so many times the largest.
+_MANY_BYTES, _MAX_LARGEST = 1 << 20, 4
 # A thread handles one block at a time; more threads than this bring no gain.
 _MAX_THREADS = 4
 # The program's 8 MiB would count in full against RLIMIT_DATA.
@@ -293,11 +295,12 @@ class Transfer:
 class BufferPool:
     """Buffers by size; a buffer that is being written is free again after the write.
 
-    At most two buffers of a size are kept or being written: the next one waits for the oldest.
+    At most two buffers of a size are kept or being written: the next one waits for the oldest. All
+    together have at most four times the bytes of the largest, or 1 MiB.
     """
 
     def __init__(self) -> None:
-        # By bytes, the first to be free first.
+        # By bytes, the size that was used last at the end; of a size the first to be free first.
         self._idle: dict[int, deque[tuple[Transfer | None, Tensor]]] = {}
 
     def take(self, num_elems: int, dtype: torch.dtype) -> Tensor:
@@ -315,10 +318,13 @@ class BufferPool:
     def give(self, buffer: Tensor, transfer: Transfer | None) -> None:
         """Returns a buffer, which is free when the transfer ends. Raises OSError: see take()."""
         whole = torch.empty(0, dtype=torch.uint8, device="cpu").set_(buffer.untyped_storage())
-        idle = self._idle.setdefault(aligned_size(buffer.nbytes), deque())
+        size = aligned_size(buffer.nbytes)
+        idle = self._idle[size] = self._idle.pop(size, deque())
         idle.append((transfer, whole))
         while len(idle) > _MAX_IDLE:
             _oldest(idle)
+        while self.num_bytes > max(_MANY_BYTES, _MAX_LARGEST * max(self._idle)):
+            _oldest(next(filter(None, self._idle.values())))
 
     @property
     def num_bytes(self) -> int:

@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor
 from ringcomm.parallel.flat_collectives import all_gathered, local_of
 from ringcomm.parallel.model.cut import Box, cut_of
 from ringcomm.parallel.model.describe import Weight, describe, plain_name
-from ringcomm.parallel.offload.optimizers import numbered_groups
+from ringcomm.parallel.offload.operands import numbered_groups
+from ringcomm.parallel.offload.optimizers import Offloaded
 from ringcomm.parallel.shards import WeightShards, find_shards
 from ringcomm.parallel.state.tensor_part import (
     Path,
@@ -27,7 +28,6 @@ from ringcomm.parallel.state.tensor_part import (
 )
 from ringcomm.parallel.state.unstepped import State, is_elsewhere, make_states
 from ringcomm.parallel.zero import ZeroOptimizer
-from ringcomm.parallel.zero.elementwise import OFFLOADED
 from ringcomm.parallel.zero.states import SCALE_KEYS
 from ringcomm.torch_names import tree_leaves
 
@@ -178,7 +178,7 @@ class OptimizerParts:
             )
         if isinstance(optimizer, ZeroOptimizer):
             self._native: State = {"param_groups": optimizer.numbered_groups()}
-        elif isinstance(optimizer, OFFLOADED):  # whose state_dict() has copies
+        elif isinstance(optimizer, Offloaded):  # whose state_dict() has copies
             self._native = {"param_groups": numbered_groups(optimizer)}
         else:
             self._native = optimizer.state_dict()
@@ -226,11 +226,11 @@ class OptimizerParts:
             elif isinstance(value, Tensor):
                 is_flat = key in getattr(optimizer, "flat_states", ())
                 part = self._model.of_state(value, param, key, span, is_flat=is_flat)
-                if stored is not None and part.dim():
-                    read = partial(lambda key: local_of(stored(param)[key]), key)
-                    part = part_of(part).like(local_of(part), read)
             elif not has_owner:
                 self._model.check_state(value, param, key, span)
+            if stored is not None and isinstance(part, Tensor) and part.dim():
+                read = partial(lambda key: local_of(stored(param)[key]), key)
+                part = part_of(part).like(local_of(part), read)
             if value is not None:
                 found["optimizer", name, key] = part
         return found
@@ -240,7 +240,7 @@ class OptimizerParts:
         optimizer = self._optimizer
         if isinstance(optimizer, ZeroOptimizer):
             return optimizer.part_state_of(param)
-        if isinstance(optimizer, OFFLOADED):
+        if isinstance(optimizer, Offloaded):
             if optimizer.steps:
                 return optimizer.state_of(param)
             return optimizer.new_state_of(param, local_of(param.detach()))
@@ -275,7 +275,7 @@ class OptimizerParts:
         """A part's value for the optimizer's load: its own tensor, overwritten, or a new one."""
         if not isinstance(part, Tensor):
             return value
-        if isinstance(self._optimizer, (ZeroOptimizer, *OFFLOADED)):
+        if isinstance(self._optimizer, (ZeroOptimizer, Offloaded)):
             return own_elements(part, value)
         fill(part, value)
         return self._state_of(param)[key]

@@ -7,11 +7,11 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ringcomm.parallel.offload.optimizers import Offloaded
+from ringcomm.parallel.optimizer_classes import new_state
 from ringcomm.parallel.zero import ZeroOptimizer
-from ringcomm.parallel.zero.elementwise import is_offloaded, of_parts, over_groups
 
 State = dict[str, Any]
 
@@ -34,20 +34,15 @@ class Unstepped:
         is_zero = isinstance(optimizer, ZeroOptimizer)
         for group in optimizer.param_groups:
             for param in group["params"]:
+                if is_zero and optimizer._inner_by_param[param].is_offloaded:
+                    continue
                 known = optimizer._state_of(param) if is_zero else optimizer.state.get(param, {})
                 if not param.requires_grad or known.keys() - {MASTER}:
                     continue
                 if is_zero and not optimizer.updates(param):
                     continue
-                # By a step of another weight, which must not count.
-                other = nn.Parameter(_value_of(optimizer, param))
-                other.grad = torch.zeros_like(other)
-                still = {"lr": 0 * group["lr"]} if group.get("lr") is not None else {}
-                inner = _inner_of(optimizer, param)
-                copy = over_groups(inner, [{**of_parts(group, {param: other}), **still}])
-                copy.step()
-                made: State = copy.state.get(other, {})
-                new = {key: value * 0 if key == "step" else value for key, value in made.items()}
+                own = _value_of(optimizer, param)
+                new = new_state(_inner_of(optimizer, param), group, param, own)
                 if new and is_zero:
                     optimizer._set_state(param, new)
                 elif new:
@@ -78,8 +73,10 @@ def _value_of(optimizer: Any, param: Any) -> Any:
 
 
 def _inner_of(optimizer: Any, param: Any) -> Any:
-    """The optimizer, or that of zero.shard()'s which updates a weight."""
-    return optimizer.inner_of(param) if isinstance(optimizer, ZeroOptimizer) else optimizer
+    """The optimizer of a class that updates a weight, in that of zero.shard() or Offloaded."""
+    if isinstance(optimizer, ZeroOptimizer):
+        return optimizer.inner_of(param)
+    return getattr(optimizer, "inner", optimizer)
 
 
 _unstepped: WeakKeyDictionary[Any, Unstepped] = WeakKeyDictionary()
@@ -95,7 +92,7 @@ def make_states(optimizer: Any) -> Unstepped:
             optimizer.register_step_pre_hook(_drop_states)
     if hasattr(optimizer, "make_states"):  # it applies gradients in the backward pass
         optimizer.make_states()
-    elif not is_elsewhere(optimizer):
+    elif not isinstance(optimizer, Offloaded):
         _unstepped[optimizer].make_states(optimizer)
     return _unstepped[optimizer]
 
@@ -105,6 +102,8 @@ def _drop_states(optimizer: Any, *_: Any) -> None:
     for param in params:
         if isinstance(optimizer, ZeroOptimizer):
             optimizer._set_state(param, {})
+        elif isinstance(optimizer, Offloaded):
+            optimizer.set_state_of(param, {})
         else:
             optimizer.state.pop(param, None)
     params.clear()
@@ -112,4 +111,4 @@ def _drop_states(optimizer: Any, *_: Any) -> None:
 
 def is_elsewhere(optimizer: Any) -> bool:
     """Whether states are in another tier than device memory."""
-    return is_offloaded(getattr(optimizer, "_inner", optimizer))
+    return isinstance(optimizer, Offloaded) or getattr(optimizer, "has_offloaded", False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,8 @@ from ringcomm.parallel.flat_collectives import check_agreement
 from ringcomm.parallel.model.describe import Model, describe
 from ringcomm.parallel.model.owners import note_trainer
 from ringcomm.parallel.model.refuse import Asked, refuse
-from ringcomm.parallel.zero.elementwise import is_offloaded, needs_whole, takes_empty_groups
+from ringcomm.parallel.offload.optimizers import Offloaded
+from ringcomm.parallel.optimizer_classes import needs_whole, retire, takes_empty_groups
 from ringcomm.parallel.zero.flat import FlatZero
 from ringcomm.parallel.zero.infinity import ZeroInfinity as ZeroInfinity
 from ringcomm.parallel.zero.optimizer import Given, Inner, ShardOptions, ZeroOptimizer
@@ -71,11 +72,12 @@ def shard(
             stage 3 they become DTensors, and fully_shard is applied to the model. It may be on the
             meta device: modules are then initialized by reset_parameters(), at stage 3 unit by
             unit, and rank 0's values are used.
-        optimizer: over the model's weights, with any parameter groups and hyper-parameters: AdamW
-            or SGD of torch.optim or ringcomm.parallel.offload, or any other class that updates each
-            weight by itself; or several over different weights, such as [muon, adamw]. shard()
-            makes three steps of other classes on a small weight and on its parts. If the results
-            differ, as for Muon, each weight is updated as a whole by one rank.
+        optimizer: over the model's weights, with any parameter groups and hyper-parameters: of
+            torch.optim, or any other class that updates each weight by itself; or several over
+            different weights, such as [muon, adamw]. shard() makes three steps of other classes
+            than AdamW and SGD on a small weight and on its parts. If the results differ, as for
+            Muon, each weight is updated as a whole by one rank. States of those that are of
+            ringcomm.parallel.offload, such as Offloaded(muon), are in host memory or in files.
             Hooks and state move to the returned optimizer. The given ones raise afterwards,
             but have the same parameter groups: schedulers made for them work.
         stage: 1, 2 or 3. Stages 2 and 3 reduce each micro-batch, except in the optimizer's
@@ -102,13 +104,15 @@ def shard(
             traffic.
         loss_scale: a factor for float16, or "dynamic": starts at 2**16, halves after an overflow,
             doubles after 2000 good steps. An overflow on any rank skips the step on all ranks.
-        offload_weights: at stage 3 keep weights and gradients in the same tier as the state of an
-            optimizer of ringcomm.parallel.offload (ZeRO-Infinity). The model must be on the CPU or
-            the meta device; it may have 16-bit weights, for which there are float32 masters. With a
-            path, every step ends with a commit. All ranks must use the same weights in each
-            backward pass; otherwise all ranks raise.
+        offload_weights: at stage 3 keep weights and gradients in the same tier as the states
+            (ZeRO-Infinity). All optimizers are of ringcomm.parallel.offload, with equal `to` and
+            `path`: AdamW, SGD, or Offloaded of any class. Of weights that are updated as a whole a
+            rank has one at a time in memory. The model must be on the CPU or the meta device; it
+            may have 16-bit weights, for which there are float32 masters. With a path, every step
+            ends with a commit. All ranks must use the same weights in each backward pass;
+            otherwise all ranks raise.
         resume: with offload_weights, continue after the last step with complete files; from the
-            initial weights if there is none.
+            initial weights if there is none. Options that users and schedulers set are not saved.
         clip_grad_norm: multiply all gradients by min(1, clip_grad_norm / norm), with the norm over
             all ranks and dimensions of a mesh. Without loss_scale, a norm that is not finite
             raises. Alternatively call the optimizer's clip_grad_norm_().
@@ -173,7 +177,7 @@ def shard(
     else:
         made = FlatZero(given)
     for inner in inners:
-        _retire(inner.optimizer)
+        retire(inner.optimizer, "zero.shard()")
     note_trainer(made.all_params(), made)
     if state["state"]:
         made.load_state_dict(state)
@@ -192,22 +196,6 @@ def _joined_state(inners: Sequence[Inner]) -> dict[str, Any]:
             joined["param_groups"].append({"params": [begin + n for n in group["params"]]})
         begin += sum(len(group["params"]) for group in inner.groups)
     return joined
-
-
-def _retire(optimizer: torch.optim.Optimizer) -> None:
-    """Makes the optimizer that was given to zero.shard() raise before it writes anything."""
-    optimizer.register_step_pre_hook(_refuse_use)  # a scheduler has replaced `step`
-    for name in {"train", "eval"} & {*dir(optimizer)}:
-        setattr(optimizer, name, _refuse_use)
-    for name in ("zero_grad", "add_param_group", "state_dict", "load_state_dict"):
-        setattr(optimizer, name, _refuse_use)
-
-
-def _refuse_use(*_: Any, **__: Any) -> NoReturn:
-    raise RuntimeError(
-        "this optimizer was given to zero.shard() and no longer has the weights: use the"
-        " optimizer that zero.shard() returned"
-    )
 
 
 # ---- checks, before anything is sent or changed
@@ -231,10 +219,12 @@ def _described(
             "expected an optimizer, or a list of them, as the second argument, got a"
             f" {type(optimizers).__name__}"
         )
-    if len(optimizers) > 1 and any(map(is_offloaded, optimizers)):
-        raise ValueError("an optimizer of ringcomm.parallel.offload must be the only one")
-    if options.offload_weights and not any(map(is_offloaded, optimizers)):
-        raise ValueError("offload_weights needs an optimizer of ringcomm.parallel.offload")
+    if options.offload_weights:
+        offloaded = [x for x in optimizers if isinstance(x, Offloaded)]
+        if len(offloaded) < max(1, len(optimizers)):
+            raise ValueError("offload_weights needs optimizers of ringcomm.parallel.offload")
+        if len({(each.to, str(each.path)) for each in offloaded}) > 1:
+            raise ValueError("offload_weights needs optimizers with equal `to` and `path`")
     described = describe(model)
     groups = [group for one in optimizers for group in one.param_groups]
     if len({"param_names" in group for group in groups}) > 1:
@@ -267,7 +257,7 @@ def _described(
             optimizer,
             optimizer.param_groups,
             needs_whole(optimizer, whole),
-            not is_offloaded(optimizer) and takes_empty_groups(optimizer),
+            isinstance(optimizer, Offloaded) or takes_empty_groups(optimizer),
         )
         for optimizer in optimizers
     ]

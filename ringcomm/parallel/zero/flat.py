@@ -25,25 +25,11 @@ from ringcomm.parallel.gradient_placeholder import weakly
 from ringcomm.parallel.model.describe import describe
 from ringcomm.parallel.model.stage_part import StagePart
 from ringcomm.parallel.model.starts import start_equal_over_data
-from ringcomm.parallel.offload.optimizers import Operands
 from ringcomm.parallel.shards.units import materialize
 from ringcomm.parallel.zero.bucket import BackwardPasses, Bucket, plan_buckets
 from ringcomm.parallel.zero.optimizer import Given, ZeroOptimizer
 from ringcomm.parallel.zero.whole import owners_of
 from ringcomm.torch_names import tree_map_only
-
-
-class _Gradients(Operands):
-    """Gradients for an offloaded optimizer; their dtype may differ from that of the weights."""
-
-    def __init__(self) -> None:
-        self.of: dict[Tensor, Tensor] = {}
-
-    def has_grad(self, param: Tensor) -> bool:
-        return param in self.of
-
-    def get(self, param: Tensor) -> tuple[Tensor, Tensor]:
-        return param, self.of[param]
 
 
 class FlatZero(ZeroOptimizer):
@@ -93,21 +79,19 @@ class FlatZero(ZeroOptimizer):
         self._present: set[nn.Parameter] = set()
         self._due: list[Bucket] = []
         self._buffers: dict[Bucket, dict[str, Tensor]] = {bucket: {} for bucket in self._buckets}
-        if self._is_offloaded:
-            self._offload(given.optimizer)
-
-    def _offload(self, optimizer: Any) -> None:
-        """Makes the inner optimizer, which keeps masters with its states."""
-        halves = [param for param, bucket in self._bucket_of.items() if bucket.has_master]
-        masters = {param: self._part_of(param) for param in halves}
+        # Offloaded optimizers keep masters with their states.
+        offloaded = {p for p, inner in self._inner_by_param.items() if inner.is_offloaded}
+        masters = {
+            param: self._part_of(param)
+            for param, bucket in self._bucket_of.items()
+            if param in offloaded and bucket.has_master and self.updates(param)
+        }
         for bucket in self._buckets:
-            bucket.give_up_master()
-        self._own = {param: self._part_of(param) for param in self._bucket_of}
-        groups = [{**g, "params": [self._own[p] for p in g["params"]]} for g in self.param_groups]
-        self._gradients = _Gradients()
-        self._inner = optimizer.over(groups, operands=self._gradients)
+            if bucket.params[0] in offloaded:
+                bucket.give_up_master()
+        self._place_offloaded()
         for param, master in masters.items():
-            self._inner.set_state_of(self._own[param], {"step": 0, "master": master})
+            self._set_state(param, {"master": master})
 
     def _part_of(self, param: Any) -> Tensor:
         bucket = self._bucket_of[param]
@@ -187,7 +171,9 @@ class FlatZero(ZeroOptimizer):
         rest = [bucket for bucket in reduced if not self._updated_by_rules(bucket, rules, factor)]
         # Ranks may have different experts, and agree on a step of whole weights.
         if rest or any(inner.is_whole for inner in self._inners):
-            self._update_by_inner(rest, factor)
+            params = {p for bucket in rest for p in bucket.params if p in self._present}
+            grads = {param: grad for param, grad in self._shards() if param in params}
+            self._step_inner(grads, factor)
         for bucket in reduced:
             bucket.shard_grad = None
             bucket.gather()
@@ -242,17 +228,6 @@ class FlatZero(ZeroOptimizer):
                 torch._foreach_add_([self._states[param]["step"] for param in params], 1)
         return True
 
-    def _update_by_inner(self, buckets: list[Bucket], factor: float) -> None:
-        """Updates by the inner optimizer: other classes, rules not in ringcomm.ops, offloading."""
-        params = {p for bucket in buckets for p in bucket.params if p in self._present}
-        grads = {param: grad for param, grad in self._shards() if param in params}
-        if not self._is_offloaded:
-            self._step_inner(grads, factor)
-            return
-        self._gradients.of = {self._own[param]: grad for param, grad in grads.items()}
-        self._update_offloaded(factor)
-        self._gradients.of = {}
-
     # ---- state
 
     def _begun_states(
@@ -290,7 +265,7 @@ class FlatZero(ZeroOptimizer):
         bucket, given = self._bucket_of[param], dict(state)
         if not self.updates(param):
             given = {}
-        if not self._is_offloaded or not bucket.is_half:
+        if not self._inner_by_param[param].is_offloaded or not bucket.is_half:
             master = given.pop("master", None)
             if bucket.has_master and master is not None:
                 self._part_of(param).copy_(master)

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor
 
-from ringcomm.parallel.offload.optimizers import Operands
+from ringcomm.parallel.offload.operands import Operands
 from ringcomm.parallel.offload.tiers import Loan, Tier
 from ringcomm.parallel.shards.sharded_unit import ShardedUnit
 
@@ -41,7 +41,7 @@ class Home(Operands):
         self._ahead: tuple[ShardedUnit, dict[Tensor, Loan]] | None = None
         self._fresh: set[Tensor] = set()  # shards that have a gradient
         self.small_grads: dict[Tensor, Tensor] = {}
-        self._of_update: dict[Tensor, tuple[Loan, Loan]] = {}
+        self._of_update: dict[Tensor, tuple[Loan, Loan | None]] = {}
 
     # ---- weights
 
@@ -136,18 +136,20 @@ class Home(Operands):
     def start(self, param: Tensor) -> None:
         """Starts reading a large shard and its gradient."""
         if (key := self._keys.get(param)) is not None:
-            self._of_update[param] = self._weights.fetch(key), self._grads.fetch(key)
+            grad = self._grads.fetch(key) if param in self._fresh else None
+            self._of_update[param] = self._weights.fetch(key), grad
 
-    def get(self, param: Tensor) -> tuple[Tensor, Tensor]:
+    def get(self, param: Tensor) -> tuple[Tensor, Tensor | None]:
         """Waits for them."""
         if param in self._of_update:
             weights, grads = self._of_update[param]
-            return weights.wait(), grads.wait()
-        return param.view(-1), self.small_grads[param].view(-1)
+            return weights.wait(), None if grads is None else grads.wait()
+        return param, self.small_grads.get(param)
 
     def done(self, param: Tensor) -> None:
         """Writes the current weights back."""
         if param in self._of_update:
             weights, grads = self._of_update.pop(param)
             self._weights.give_back(weights, is_written=True)
-            self._grads.give_back(grads, is_written=False)
+            if grads is not None:
+                self._grads.give_back(grads, is_written=False)

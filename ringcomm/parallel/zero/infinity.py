@@ -6,8 +6,9 @@ weights are gathered when it runs, and the next unit's are prefetched.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ringcomm.ops.updates.fused_update import shard_range
+from ringcomm.parallel.expert.local_experts import split_experts
 from ringcomm.parallel.flat_collectives import all_gathered, takes_uneven
 from ringcomm.parallel.gradient_placeholder import (
     GradientHooks,
@@ -23,11 +25,14 @@ from ringcomm.parallel.gradient_placeholder import (
     largest_of,
     progress,
 )
+from ringcomm.parallel.offload.operands import Operands
 from ringcomm.parallel.offload.tiers import FileTier, make_tier
 from ringcomm.parallel.offload.transfers import BufferPool
+from ringcomm.parallel.optimizer_classes import options_of
 from ringcomm.parallel.shards import WeightShards
 from ringcomm.parallel.zero.home import Home
-from ringcomm.parallel.zero.optimizer import Given, ZeroOptimizer
+from ringcomm.parallel.zero.optimizer import Given, Inner, ZeroOptimizer
+from ringcomm.parallel.zero.whole import Owners
 from ringcomm.torch_names import NO_BACKWARD, graph_task, will_run
 
 
@@ -41,7 +46,7 @@ class ZeroInfinity(ZeroOptimizer):
     def __init__(self, given: Given) -> None:
         """Collective: a broadcast per unit."""
         super().__init__(given)
-        optimizer, group, resume = given.optimizer, given.group, given.options.resume
+        optimizer, group, resume = self._inners[0].optimizer, given.group, given.options.resume
         if not takes_uneven(group, torch.device("cpu")):
             raise ValueError("offload_weights needs a group of backend ringcomm")
         device = self._device()
@@ -63,17 +68,29 @@ class ZeroInfinity(ZeroOptimizer):
         self._home = Home(self._tier, self._grads, self._replacing, is_filled=resume)
         self._weights = _HomedShards(self._home, given.model.module, group, units=given.units)
         self._own = {param: self._weights.shard_of(param) for param in self.all_params()}
-        groups = [{**g, "params": [*map(self._own.get, g["params"])]} for g in self.param_groups]
-        self._inner = optimizer.over(groups, tier=self._tier, operands=self._home)
-        if resume:
-            self._resume()
-        else:
-            self._commit()
-        self._hooks = GradientHooks(self.all_params(), self)
-        self._names = {param: given.model.weights[param].name for param in self._own}
+        whole = [param for param, inner in self._inner_by_param.items() if inner.is_whole]
         # All ranks last. Ranks may have different experts.
         others = [unit.group for unit in self._weights.units if unit.group is not group]
         self._groups = [*dict.fromkeys(others), group]
+        self._has_experts = bool(split_experts(given.model.module))  # on any rank
+        self._owners = {
+            of: Owners([param for param in whole if self.group_of(param) is of], of, self.range_of)
+            for of in self._groups
+        }
+        self._place_offloaded(self._tier)
+        if resume:
+            self._resume()
+        else:
+            # Masters of parts are made from the parts, when they are needed.
+            halves = {param for param in whole if param.itemsize == 2}
+            for owners in self._owners.values():
+                for params in owners.rounds(halves):
+                    wholes = owners.gathered({param: self._part_of(param) for param in params})
+                    for param, value in wholes.items():
+                        self._set_state(param, {"master": value.float()})
+            self._commit()
+        self._hooks = GradientHooks(self.all_params(), self)
+        self._names = {param: given.model.weights[param].name for param in self._own}
         # Since the last step: the number of gradients, and the passes that were compared.
         self._num_grads = dict.fromkeys(self._own, 0)
         self._compared: set[tuple[int, dist.ProcessGroup]] = set()
@@ -108,13 +125,15 @@ class ZeroInfinity(ZeroOptimizer):
     def _resume(self) -> None:
         assert self._store is not None
         info = self._store.info
-        if info["shapes"] != self._shapes:
-            raise ValueError("the files are from another model, or from other units")
+        if info["shapes"] != self._shapes or info.get("updates") != self._updates:
+            raise ValueError("the files are from another model, other units or another optimizer")
         for key, packed in self._packed.items():
             with self._tier.row(key) as row:
                 packed.copy_(row)
-        steps = zip(self._own.values(), info["steps"], strict=True)
-        self._inner.steps.update((shard, step) for shard, step in steps if step is not None)
+        for inner, saved in zip(self._inners, info["optimizers"], strict=True):
+            inner.optimizer.restore(saved)
+            for own, group in zip(inner.optimizer.param_groups, inner.groups, strict=True):
+                group.update({key: own[key] for key in own.keys() - {"params"}})
         if self._scale is not None and info["loss_scale"] is not None:
             self._scale.load(info["loss_scale"])
 
@@ -127,17 +146,22 @@ class ZeroInfinity(ZeroOptimizer):
     def _shapes(self) -> list[list[int]]:
         return [list(self._home.shape(shard)) for shard in self._own.values()]
 
+    @property
+    def _updates(self) -> list[list[Any]]:
+        """Of each weight the class that updates it, and its owner."""
+        return [[type(self.inner_of(p)).__name__, self.owner_of(p)] for p in self._own]
+
     def _commit(self) -> None:
         if self._store is None:
             return
         for key, packed in self._packed.items():
             self._tier.put(key, packed)
-        steps = [self._inner.steps.get(shard) for shard in self._own.values()]
         self._store.commit(
             {
                 "num_steps": self.num_steps,
-                "steps": steps,
+                "optimizers": [inner.optimizer.saved() for inner in self._inners],
                 "shapes": self._shapes,
+                "updates": self._updates,
                 "loss_scale": None if self._scale is None else self._scale.state(),
             }
         )
@@ -237,9 +261,66 @@ class ZeroInfinity(ZeroOptimizer):
 
     def _update(self, factor: float) -> None:
         self._home.step_begins()
-        self._update_offloaded(factor)
+        own = self._own.items()
+        self._step_inner({p: None for p, shard in own if self._home.has_grad(shard)}, factor)
         self.num_steps += 1
         self._commit()
+
+    def _operands_of(self, inner: Inner) -> Operands:
+        return self._parts if inner.is_whole else self._home
+
+    def _run_parts(
+        self, inner: Inner, method: str, grads: Mapping[Any, Tensor | None], factor: float
+    ) -> None:
+        self._run_offloaded(inner, method, grads, factor)
+
+    def _run_whole(
+        self, inner: Inner, method: str, grads: Mapping[Any, Tensor | None], factor: float
+    ) -> None:
+        """In rounds: a rank has one whole weight of each group in memory, and its gradient."""
+        inner = inner._replace(before=[options_of(group) for group in inner.groups])
+        rounds = [*zip_longest(*(owners.rounds(grads) for owners in self._owners.values()))]
+        num_rounds = len(rounds)
+        if self._has_experts:  # ranks with others may have more
+            num_rounds = largest_of([num_rounds], [self.group], torch.device("cpu"))[0]
+        for number in range(num_rounds):
+            of_groups = rounds[number] if number < len(rounds) else ()
+            mine = [
+                (owners, {param: self._part_of(param) for param in params})
+                for owners, params in zip(self._owners.values(), of_groups, strict=False)
+                if params
+            ]
+            wholes, whole_grads = dict[Any, Any](), dict[Any, Any]()
+            for owners, parts in mine:
+                wholes |= self._wholes_of(inner, owners, parts, whole_grads)
+            self._run_owned(inner, method, wholes, dict.fromkeys(wholes) | whole_grads, factor)
+            for owners, parts in mine:
+                owners.spread(parts, {p: wholes[p] for p in parts if p in wholes})
+                for param, part in parts.items():
+                    self._weights.unit_of(param).write_shard(param, part)
+            inner = inner._replace(takes_empty=False)
+
+    def _wholes_of(
+        self, inner: Inner, owners: Owners, parts: dict[Any, Tensor], grads: dict[Any, Tensor]
+    ) -> dict[Any, Tensor]:
+        """The weights of a round that this rank owns; their gradients go to `grads`. Collective."""
+        for param in parts:
+            if self.updates(param):
+                inner.optimizer.start(self._own[param])
+        wholes = owners.gathered(parts)
+        own_grads = {p: self._grad_of(p) for p in parts if self._home.has_grad(self._own[p])}
+        if own_grads:
+            grads |= owners.gathered(own_grads, self.options.grad_dtype)
+        return wholes
+
+    def _grad_of(self, param: Any) -> Tensor:
+        with self._home.gradient(self._own[param]) as grad:
+            return grad.clone()
+
+    def _change_mode(self, mode: str) -> None:
+        self._home.step_begins()
+        with self._replacing():
+            super()._change_mode(mode)
 
     def close(self) -> None:
         """Restores ordinary, unsharded weights in memory and releases the files. Collective."""
@@ -264,6 +345,10 @@ class ZeroInfinity(ZeroOptimizer):
         return sum(s.read_bytes for s in stores), sum(s.written_bytes for s in stores)
 
     # ---- state
+
+    def owner_of(self, param: Any) -> int | None:
+        """See States."""
+        return self._owners[self.group_of(param)].ranks.get(param)
 
     def _part_of(self, param: Any) -> Tensor:
         return self._weights.unit_of(param).read_shard(param)

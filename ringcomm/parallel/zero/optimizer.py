@@ -25,7 +25,10 @@ from ringcomm.parallel.flat_collectives import device_of, local_of
 from ringcomm.parallel.model.axes import Axes, Held
 from ringcomm.parallel.model.describe import Model, describe
 from ringcomm.parallel.model.owners import find_trainer
-from ringcomm.parallel.zero.elementwise import BY_WEIGHT, is_offloaded, of_parts, over_groups
+from ringcomm.parallel.offload.operands import Operands
+from ringcomm.parallel.offload.optimizers import Offloaded
+from ringcomm.parallel.offload.tiers import Tier
+from ringcomm.parallel.optimizer_classes import BY_WEIGHT, like_weight, of_parts, over_groups
 from ringcomm.parallel.zero.states import States
 from ringcomm.torch_names import active_ddp, mark_stepped, move_hooks, tree_leaves
 
@@ -82,12 +85,40 @@ class Inner(NamedTuple):
         groups: its parameter groups, which are those of the returned optimizer.
         is_whole: whether each of its weights is updated as a whole, by one rank.
         takes_empty: whether it can step where it has no weights, which may count a group's steps.
+        before: in a step of several calls, the options of the groups at its beginning.
     """
 
     optimizer: Any
     groups: list[dict[str, Any]]
     is_whole: bool
     takes_empty: bool
+    before: list[dict[str, Any]] | None = None
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether its states are in a tier."""
+        return isinstance(self.optimizer, Offloaded)
+
+    @property
+    def plain(self) -> Any:
+        """The optimizer of the class that updates weights, which an Offloaded one contains."""
+        return getattr(self.optimizer, "inner", self.optimizer)
+
+
+class Parts(Operands):
+    """Operands of offloaded optimizers: parts of weights and their gradients, during a step."""
+
+    def __init__(self) -> None:
+        self.shapes: dict[Any, torch.Size] = {}
+        self.of: dict[Any, tuple[Tensor, Tensor | None]] = {}
+
+    def shape(self, param: Any) -> torch.Size:
+        """See Operands."""
+        return self.shapes[param]
+
+    def get(self, param: Any) -> tuple[Tensor, Tensor | None]:
+        """See Operands."""
+        return self.of[param]
 
 
 class Given(NamedTuple):
@@ -100,11 +131,6 @@ class Given(NamedTuple):
     mesh: DeviceMesh | None
     units: Iterable[nn.Module] | None
     options: ShardOptions
-
-    @property
-    def optimizer(self) -> Any:
-        """The first, for systems that take one."""
-        return self.optimizers[0].optimizer
 
     @property
     def groups(self) -> list[dict[str, Any]]:
@@ -129,13 +155,6 @@ def _refuse_ddp(model: nn.Module, *_: Any) -> None:
         )
 
 
-def _like_weight(part: Tensor, param: Any) -> nn.Parameter:
-    """A weight in the memory of a part, with attributes that users have set."""
-    made = nn.Parameter(part.detach(), param.requires_grad)
-    vars(made).update(vars(param))
-    return made
-
-
 class ZeroOptimizer(States):
     """A torch optimizer in which each rank updates 1/N of the weights.
 
@@ -156,17 +175,19 @@ class ZeroOptimizer(States):
         self._scale = LossScale(scale) if scale is not None else None
         self.grad_norm: float | None = None
         self._model = weakref.ref(given.model.module)
-        self._is_offloaded = is_offloaded(given.optimizer)
         self._is_made = False
-        self._given = [weakref.ref(inner.optimizer) for inner in given.optimizers]
+        makers = [inner.optimizer for inner in given.optimizers]
+        makers += [maker.given for maker in makers if hasattr(maker, "given")]
+        self._given = [weakref.ref(maker) for maker in makers]
         self._inners = [
-            inner._replace(optimizer=over_groups(inner.optimizer, []))
-            for inner in ([] if self._is_offloaded else given.optimizers)
+            inner if inner.is_offloaded else inner._replace(optimizer=over_groups(inner.plain, []))
+            for inner in given.optimizers
         ]
-        self._inner = None
+        self._parts = Parts()
         self._mode, self._told = "", set()
         # The same dicts: a learning-rate scheduler of the given optimizer sets these options.
         super().__init__(given.groups, {})
+        self._own = {param: param for param in self.all_params()}
         self.defaults = {}
         for inner in given.optimizers:
             self.defaults = {**inner.optimizer.defaults, **self.defaults}
@@ -293,7 +314,8 @@ class ZeroOptimizer(States):
 
     def state_tensors(self) -> list[Tensor]:
         """The state tensors of this rank, with the float32 masters of 16-bit weights."""
-        states = [] if self._is_offloaded else [*map(self._state_of, self.all_params())]
+        params = (p for p in self.all_params() if not self._inner_by_param[p].is_offloaded)
+        states = [*map(self._state_of, params)]
         values = (local_of(leaf) for leaf in tree_leaves(states) if isinstance(leaf, Tensor))
         return [value for value in values if value.dim()]
 
@@ -341,13 +363,28 @@ class ZeroOptimizer(States):
                     " would not be updated: change the model before"
                 )
 
-    def _update_offloaded(self, factor: float) -> None:
-        """An update by an offloaded inner optimizer, with the hyper-parameters of these groups."""
-        for inner, outer in zip(self._inner.param_groups, self.param_groups, strict=True):
-            inner.update({key: value for key, value in outer.items() if key != "params"})
-        self._inner.update(factor)
+    def _place_offloaded(self, tier: Tier | None = None) -> None:
+        """Makes the offloaded optimizers over the tensors `_own`."""
+        num_before, inners = 0, []
+        for inner in self._inners:
+            groups = [{**g, "params": [*map(self._own.get, g["params"])]} for g in inner.groups]
+            own, first = inner, num_before
+            num_before += sum(len(group["params"]) for group in groups)
+            if inner.is_offloaded:
+                operands = self._operands_of(inner)
+                made = inner.optimizer.over(groups, operands, tier, first)
+                own = inner._replace(optimizer=made)
+            inners.append(own)
+        self._inners = inners
+        vars(self).pop("_inner_by_param", None)
 
-    def _step_inner(self, grads: dict[Any, Tensor], factor: float) -> None:
+    def _operands_of(self, inner: Inner) -> Operands:
+        """Where an offloaded optimizer finds weights and gradients."""
+        for group in inner.groups:
+            self._parts.shapes |= {p: self._part_of(p).shape for p in group["params"]}
+        return self._parts
+
+    def _step_inner(self, grads: Mapping[Any, Tensor | None], factor: float) -> None:
         """Steps of the given classes on parts of weights, by their gradients times a factor."""
         self._run_inners("step", grads, factor)
         whole = {param for param in grads if self._inner_by_param[param].is_whole}
@@ -360,12 +397,18 @@ class ZeroOptimizer(States):
         """Calls a method of the given classes that have it, on parts of weights."""
         for inner in self._inners:
             own = {p: grads[p] for group in inner.groups for p in group["params"] if p in grads}
-            if not hasattr(inner.optimizer, method):
+            if not hasattr(inner.plain, method):
                 continue
             if inner.is_whole:
                 self._run_whole(inner, method, own, factor)
             elif own or inner.takes_empty:
-                self._run_one(inner, method, {p: self._part_of(p) for p in own}, own, factor)
+                self._run_parts(inner, method, own, factor)
+
+    def _run_parts(
+        self, inner: Inner, method: str, grads: Mapping[Any, Tensor | None], factor: float
+    ) -> None:
+        """As _run_one(), on this rank's parts."""
+        self._run_one(inner, method, {p: self._part_of(p) for p in grads}, grads, factor)
 
     def _run_whole(
         self, inner: Inner, method: str, grads: Mapping[Any, Tensor | None], factor: float
@@ -413,7 +456,12 @@ class ZeroOptimizer(States):
         factor: float,
     ) -> None:
         inner = given.optimizer
-        homes, parts = parts, {param: _like_weight(part, param) for param, part in parts.items()}
+        if given.is_offloaded:
+            self._parts.of = {self._own[p]: (part, grads[p]) for p, part in parts.items()}
+            self._run_offloaded(given, method, parts, factor)
+            self._parts.of = {}
+            return
+        homes, parts = parts, {param: like_weight(part, param) for param, part in parts.items()}
         for param, part in parts.items():
             if (grad := grads[param]) is not None:
                 part.grad = grad.to(part.dtype).view(part.shape)
@@ -437,9 +485,19 @@ class ZeroOptimizer(States):
                 states[param] = inner.state[part]
         inner.param_groups, inner.state = [], {}
 
+    def _run_offloaded(
+        self, given: Inner, method: str, params: Iterable[Any], factor: float
+    ) -> None:
+        inner = given.optimizer
+        for own, group in zip(inner.param_groups, given.groups, strict=True):
+            own.update({key: value for key, value in group.items() if key != "params"})
+        inner.run(method, [self._own[param] for param in params], factor, given.before)
+        for own, group in zip(inner.param_groups, given.groups, strict=True):
+            group.update({key: value for key, value in own.items() if key != "params"})
+
     def _set_mode(self, mode: str) -> None:
         """Calls train() or eval() of the given classes that have it, once. Collective."""
-        if mode == self._mode or not any(hasattr(x.optimizer, mode) for x in self._inners):
+        if mode == self._mode or not any(hasattr(x.plain, mode) for x in self._inners):
             return
         self._mode = mode  # Trainer calls train() for each micro-batch
         with torch.no_grad():
@@ -450,7 +508,7 @@ class ZeroOptimizer(States):
 
     def inner_of(self, param: Any) -> Any:
         """The optimizer, of the given class, that updates a weight."""
-        return self._inner if self._is_offloaded else self._inner_by_param[param].optimizer
+        return self._inner_by_param[param].plain
 
     @cached_property
     def _inner_by_param(self) -> dict[Any, Inner]:

@@ -16,15 +16,11 @@ from ringcomm.parallel.clip import bytes_over_all_ranks
 from ringcomm.parallel.expert.local_experts import split_experts
 from ringcomm.parallel.flat_collectives import place_in
 from ringcomm.parallel.model.describe import describe
+from ringcomm.parallel.offload.optimizers import Offloaded
+from ringcomm.parallel.optimizer_classes import needs_whole, optimizers_of, state_elems
 from ringcomm.parallel.shards.sharded_unit import PACKED_BYTES
 from ringcomm.parallel.shards.units import fsdp_units, params_of_units
 from ringcomm.parallel.zero.bucket import BucketPlan, plan_buckets
-from ringcomm.parallel.zero.elementwise import (
-    is_offloaded,
-    needs_whole,
-    optimizers_of,
-    state_elems,
-)
 from ringcomm.parallel.zero.optimizer import ShardOptions
 from ringcomm.parallel.zero.whole import owners_of, rows_of
 
@@ -106,8 +102,10 @@ def predict_traffic(
     """Predicts the bytes of weights and gradients that a rank sends in a step with ringcomm.
 
     The result is exact: it includes uneven shards, stage 3's padding, and the agreement on
-    gradients. Arguments are those of predict_memory(); `num_backwards` is the number of backward
-    passes before step(): stages 2 and 3 reduce in each, and stage 3 gathers.
+    gradients. With offload_weights and optimizers that need whole weights, a few bytes are missing
+    on ranks with fewer experts than others. Arguments are those of predict_memory();
+    `num_backwards` is the number of backward passes before step(): stages 2 and 3 reduce in each,
+    and stage 3 gathers.
 
     Raises:
         ValueError: there is no such stage or rank.
@@ -121,8 +119,14 @@ def predict_traffic(
     optimizers = optimizers_of(optimizer)
     params = [p for one in optimizers for group in one.param_groups for p in group["params"]]
     total = ranks.bytes_of_norm() if chosen.looks_first else 0
-    # Whether a step on whole weights has failed.
-    total += others * sum(needs_whole(each, whole) for each in optimizers)
+    # Whether a step on whole weights has failed; with offload_weights in each of its rounds.
+    owners = _owners(optimizers, whole, ranks)
+    for each in optimizers:
+        own = [p for group in each.param_groups for p in group["params"] if p in owners]
+        num_rounds = max(Counter((ranks.group_of(p), owners[p]) for p in own).values(), default=0)
+        total += others * (num_rounds if chosen.offload_weights else needs_whole(each, whole))
+        if num_rounds and chosen.offload_weights and split_experts(model):
+            total += 4 * others  # the number of rounds
     if stage < 3:
         buckets = _planned(optimizers, whole, ranks)
         # Whether a pass begins, which weights have a gradient, and which buckets are to be reduced.
@@ -151,12 +155,16 @@ def predict_traffic(
         else:  # two gathers and one reduction of a gradient, with shards padded to the longest
             sent = (2 * ranks.itemsize(param) + grad_bytes) * num_others * ranks.rows(param)
         total += num_backwards * sent
-    for param, owner in _owners(optimizers, whole, ranks).items():
+    for param, owner in owners.items():
         place, num_ranks = ranks.place(param)
         begin, end = rows_of(param, num_ranks, place)
-        mine = (end - begin) * (param.numel() // param.shape[0])
+        mine, grad_bytes = (end - begin) * (param.numel() // param.shape[0]), param.element_size()
+        if chosen.offload_weights:
+            mine, grad_bytes = ranks.shard(param), ranks.grad_itemsize
         # A weight and its gradient to the owner, and the new weight back.
-        total += param.element_size() * (2 * mine if owner != place else param.numel() - mine)
+        sent = mine * grad_bytes if owner != place else 0
+        num_elems = mine if owner != place else param.numel() - mine
+        total += sent + num_elems * param.element_size()
     return total
 
 
@@ -243,9 +251,11 @@ def _planned(
 def _states_of(
     optimizers: Sequence[torch.optim.Optimizer], asked: Collection[type]
 ) -> dict[nn.Parameter, int]:
-    """The number of elements of states; empty if they and masters are offloaded."""
+    """The number of elements of states, without those that are offloaded."""
     found: dict[nn.Parameter, int] = {}
-    for optimizer in optimizers if not any(map(is_offloaded, optimizers)) else ():
+    for optimizer in optimizers:
+        if isinstance(optimizer, Offloaded):
+            continue
         is_whole = needs_whole(optimizer, asked)
         for group in optimizer.param_groups:
             found |= state_elems(optimizer, group, is_whole=is_whole)
@@ -259,7 +269,7 @@ def _of_bucket(ranks: _Ranks, bucket: BucketPlan, states: dict[nn.Parameter, int
     mine = bucket.sizes[place] if ranks.stage else num_elems
     whole = (ranks.grad_itemsize if ranks.stage else itemsize) * num_elems
     of_states = 0
-    if states:
+    if params[0] in states:
         num_masters = 1 if itemsize == 2 and ranks.stage else 0
         if not ranks.stage:
             of_states = sum(states[param] for param in params)

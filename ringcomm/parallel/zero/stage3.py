@@ -76,9 +76,7 @@ class Zero3(ZeroOptimizer):
             for param, made in zip(before, own["params"], strict=True):
                 vars(made).update({**vars(param), **vars(made)})
         super().__init__(given)
-        self._own = {param: param for param in self.all_params()}
-        if self._is_offloaded:
-            self._inner = given.optimizer.over(self.param_groups)
+        self._place_offloaded()
         self._group_of = {
             param: self.group if weight.experts is None else param.device_mesh.get_group()  # type: ignore[attr-defined]
             for param, weight in describe(model).weights.items()
@@ -276,10 +274,7 @@ class Zero3(ZeroOptimizer):
             self._begun.clear()
 
     def _update(self, factor: float) -> None:
-        if self._is_offloaded:
-            self._update_offloaded(factor)
-        else:
-            self._step_inner(dict(self._shards()), factor)
+        self._step_inner(dict(self._shards()), factor)
 
     def _run_whole(
         self, inner: Inner, method: str, grads: Mapping[Any, Tensor | None], factor: float
@@ -328,7 +323,9 @@ class Zero3(ZeroOptimizer):
     def _set_state(self, param: Any, state: dict[str, Any]) -> None:
         if not self.updates(param):
             state = {}
-        if not self._is_offloaded:  # "master" of 16-bit weights: the weights themselves
+        if not self._inner_by_param[
+            param
+        ].is_offloaded:  # "master" of 16-bit weights: the weights themselves
             state = {key: local_of(value) for key, value in state.items() if key != "master"}
         super()._set_state(param, state)
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from ringcomm.loss_scale import LossScale
 from ringcomm.parallel.flat_collectives import all_gather_shards, all_gathered, local_of, place_in
-from ringcomm.parallel.offload.optimizers import StatesView, numbered_groups
+from ringcomm.parallel.offload.operands import StatesView, numbered_groups
 from ringcomm.torch_names import run_state_hooks, shape_and_offset
 
 # A key of parameter groups in a state_dict() for the loss scale, which torch's format lacks.
@@ -26,15 +26,15 @@ _ROWS = (Shard(0),)
 class States(torch.optim.Optimizer):
     """The states for ringcomm.parallel.get_state_dict() and torch.distributed.checkpoint.
 
-    An offloaded `_inner` has the states of the tensors `_own`, by weight.
+    Offloaded optimizers have the states of the tensors `_own`, by weight.
     """
 
     group: dist.ProcessGroup
     options: Any
     _scale: LossScale | None
-    _inner: Any
+    _inners: list[Any]
+    _inner_by_param: Any
     inner_of: Callable[[Any], Any]
-    _is_offloaded: bool
     _is_made: bool
     _own: dict[Any, Any]
     _states: dict[Any, dict[str, Any]]
@@ -53,19 +53,25 @@ class States(torch.optim.Optimizer):
                 " get_state_dict() cannot find them: use ringcomm.parallel.get_state_dict(), or"
                 " resume=True"
             )
-        if self._is_offloaded:
-            stepped = [param for param in self.all_params() if self._has_stepped(param)]
-            return StatesView(stepped, self._state_of)
-        return self._states
+        if not self.has_offloaded:
+            return self._states
+        params = self.all_params()
+        stepped = [p for p in params if p in self._states or self._has_stepped(p)]
+        return StatesView(stepped, lambda param: self._states.get(param) or self._state_of(param))
 
     @state.setter
     def state(self, states: Any) -> None:
-        if self._is_offloaded and self._is_made:
+        if self._is_made and self.has_offloaded:
             raise AttributeError(
                 "the states are offloaded, and `state` has copies: use load_state_dict() to"
                 " replace them"
             )
         self._states = states
+
+    @property
+    def has_offloaded(self) -> bool:
+        """Whether states of any weights are offloaded."""
+        return any(inner.is_offloaded for inner in self._inners)
 
     def all_params(self) -> list[Any]:
         """The parameters of all groups, as torch's state_dict() numbers them."""
@@ -223,13 +229,19 @@ class States(torch.optim.Optimizer):
         torch.distributed.checkpoint asks `state` on each rank what there is to save or to load.
         Collective over the groups that share such weights, by default all, or one of `wanted`.
         """
+        if self.options.offload_weights:  # see `state`
+            return
         params = self.all_params()
         for group, numbers in self._owned_numbers().items():
             own = [params[number] for number in numbers]
             if wanted is not None and wanted.isdisjoint(own):
                 continue
             self._told -= {*own}
-            mine = {i: [*self._states.get(p, {})] for i, p in enumerate(own) if self.updates(p)}
+            mine = {
+                i: [*(self._states.get(param) or self._state_of(param))]
+                for i, param in enumerate(own)
+                if self.updates(param)
+            }
             for of_rank in all_gathered(mine, group):
                 for place, keys in of_rank.items():
                     param = own[place]
@@ -295,8 +307,9 @@ class States(torch.optim.Optimizer):
         """This rank's part of a weight's state, as DTensors for a DTensor."""
         if not self.updates(param):
             return {}
-        if self._is_offloaded:
-            state = self._inner.state_of(self._own[param])
+        inner = self._inner_by_param[param]
+        if inner.is_offloaded:
+            state = inner.optimizer.state_of(self._own[param])
         else:
             state = self._states.get(param, {})
         found = {key: value for key, value in state.items() if value is not None}
@@ -327,10 +340,13 @@ class States(torch.optim.Optimizer):
 
     def part_state_of(self, param: Any) -> dict[str, Any]:
         """This rank's part of a weight's state; an offloaded one has values before a step, too."""
-        state = self._state_of(param)
-        if not self._is_offloaded or self._has_stepped(param):
+        state, inner = self._state_of(param), self._inner_by_param[param]
+        if not inner.is_offloaded or not self.updates(param) or self._has_stepped(param):
             return state
-        new = self._inner.new_state_of(self._own[param], self._part_of(param))
+        if self.owner_of(param) is not None:  # the shape is enough; `state` has the master
+            part = torch.zeros(param.shape, dtype=param.dtype, device="cpu")
+            return {**inner.optimizer.new_state_of(self._own[param], part), **state}
+        new = inner.optimizer.new_state_of(self._own[param], self._part_of(param))
         return {**{key: _spread(value, param) for key, value in new.items()}, **state}
 
     def _part_of(self, param: Any) -> Tensor:
@@ -339,7 +355,8 @@ class States(torch.optim.Optimizer):
 
     def _has_stepped(self, param: Any) -> bool:
         """Whether a weight with offloaded state has been updated, or its state loaded."""
-        return bool(self._inner.steps.get(self._own[param], 0) > 0)
+        inner = self._inner_by_param[param]
+        return inner.is_offloaded and inner.optimizer.steps.get(self._own[param], 0) > 0
 
     @contextmanager
     def _replacing(self) -> Iterator[None]:
@@ -363,10 +380,11 @@ class States(torch.optim.Optimizer):
 
     def _set_state(self, param: Any, state: dict[str, Any]) -> None:
         """Replaces this rank's part of a weight's state."""
-        if self._is_offloaded:
-            self._inner.set_state_of(self._own[param], state)
-            return
+        inner = self._inner_by_param[param]
         self._states.pop(param, None)
+        if inner.is_offloaded:
+            inner.optimizer.set_state_of(self._own[param], state)
+            return
         if state:
             self._states[param] = state
 

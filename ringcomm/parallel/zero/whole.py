@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import reduce
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -40,20 +42,29 @@ def rows_of(param: nn.Parameter, num_shards: int, shard: int) -> tuple[int, int]
 
 
 class Owners:
-    """Weights of fully_shard, of which each rank has rows, and the ranks that update them whole.
+    """Weights of which each rank has a range of elements, and the ranks that update them whole.
 
-    On a mesh of two dimensions, replicas and shards, each rank owns some: the shards of its own
-    replica send it rows, and it sends the new ones to all.
+    With fully_shard the ranges are rows. On a mesh of two dimensions, replicas and shards, each
+    rank owns some: the shards of its own replica send it rows, and it sends the new ones to all.
+
+    Attributes:
+        ranks: the owner of each weight.
     """
 
-    def __init__(self, params: Iterable[Any], group: dist.ProcessGroup) -> None:
-        """`params` are DTensors on one mesh over the ranks of the group."""
+    def __init__(
+        self,
+        params: Iterable[Any],
+        group: dist.ProcessGroup,
+        range_of: Callable[[Any, int], tuple[int, int]] | None = None,
+    ) -> None:
+        """`params` are DTensors on one mesh over the ranks of the group, or have ranges."""
         self.ranks = owners_of(params, group.size())
-        self._group, self._num_shards = group, 1
-        self._places: list[tuple[int, int]] = []  # of each rank: its replica and shard
+        self._group, self._range_of = group, range_of
+        # Of each rank: its replica and shard.
+        self._num_shards, self._places = group.size(), [(0, rank) for rank in range(group.size())]
         first: list[Any] = [*self.ranks][:1]
-        for param in first:
-            self._nothing = torch.empty(0, dtype=param.dtype, device=param.device)
+        self._dtype = reduce(torch.promote_types, {param.dtype for param in self.ranks}, torch.bool)
+        for param in first if range_of is None else ():
             grid = param.device_mesh.mesh
             grid = grid.reshape(-1, grid.shape[-1])
             self._num_shards = grid.shape[1]
@@ -63,10 +74,21 @@ class Owners:
             }
             self._places = [places[rank] for rank in order]
 
-    def gathered(self, parts: Mapping[Any, Tensor]) -> dict[Any, Tensor]:
+    def rounds(self, params: Collection[Any]) -> list[list[Any]]:
+        """The weights in rounds with at most one of each owner, heaviest first."""
+        by_rank: dict[int, list[Any]] = {}
+        for param, owner in self.ranks.items():
+            if param in params:
+                by_rank.setdefault(owner, []).append(param)
+        rounds = zip_longest(*by_rank.values())
+        return [[param for param in found if param is not None] for found in rounds]
+
+    def gathered(
+        self, parts: Mapping[Any, Tensor], dtype: torch.dtype | None = None
+    ) -> dict[Any, Tensor]:
         """Of weights, or others of their shape, those that this rank owns, whole. Collective.
 
-        `parts` has this rank's rows, in the same order on all ranks.
+        `parts` has this rank's elements, in the same order on all ranks, which are sent in `dtype`.
         """
         me, everyone = self._group.rank(), range(self._group.size())
         replica = self._places[me][0]
@@ -79,37 +101,52 @@ class Owners:
             for to in everyone
         ]
         sizes = [[self._size(param, rank) for param in own] for rank in everyone]
-        found = self._exchange(sent, [sizes[rank] if rank in near else [] for rank in everyone])
+        received = [sizes[rank] if rank in near else [] for rank in everyone]
+        found = self._exchange(sent, received, dtype or self._dtype, parts)
         pieces = [found[rank] for rank in sorted(near, key=self._places.__getitem__)]
         return {
-            param: torch.cat([of_rank[number] for of_rank in pieces]).view(param.shape)
-            for number, param in enumerate(own)
+            param: torch.cat([of_rank[i] for of_rank in pieces]).view(param.shape).to(like.dtype)
+            for i, (param, like) in enumerate((param, parts[param]) for param in own)
         }
 
-    def spread(self, rows: Mapping[Any, Tensor], wholes: Mapping[Any, Tensor]) -> None:
-        """Writes this rank's rows of weights from their owners' `wholes`. Collective."""
+    def spread(self, parts: Mapping[Any, Tensor], wholes: Mapping[Any, Tensor]) -> None:
+        """Writes this rank's elements of weights from their owners' `wholes`. Collective."""
         everyone = range(self._group.size())
         sent = [
-            [whole[slice(*self._rows(param, rank))].reshape(-1) for param, whole in wholes.items()]
+            [whole.view(-1)[slice(*self._range(param, rank))] for param, whole in wholes.items()]
             for rank in everyone
         ]
-        from_rank = [[param for param in rows if self.ranks[param] == r] for r in everyone]
+        from_rank = [[param for param in parts if self.ranks[param] == r] for r in everyone]
         me = self._group.rank()
         sizes = [[self._size(param, me) for param in owned] for owned in from_rank]
-        for owned, values in zip(from_rank, self._exchange(sent, sizes), strict=True):
+        found = self._exchange(sent, sizes, self._dtype, parts)
+        for owned, values in zip(from_rank, found, strict=True):
             for param, value in zip(owned, values, strict=True):
-                rows[param].copy_(value.view(rows[param].shape))
+                parts[param].copy_(value.view(parts[param].shape))
 
-    def _rows(self, param: Any, rank: int) -> tuple[int, int]:
-        return rows_of(param, self._num_shards, self._places[rank][1])
+    def _range(self, param: Any, rank: int) -> tuple[int, int]:
+        """A rank's elements [begin, end)."""
+        if self._range_of is not None:
+            return self._range_of(param, rank)
+        begin, end = rows_of(param, self._num_shards, self._places[rank][1])
+        num_columns = param.numel() // param.shape[0]
+        return begin * num_columns, end * num_columns
 
     def _size(self, param: Any, rank: int) -> int:
-        begin, end = self._rows(param, rank)
-        return (end - begin) * (param.numel() // param.shape[0])
+        begin, end = self._range(param, rank)
+        return end - begin
 
-    def _exchange(self, sent: list[list[Tensor]], sizes: list[list[int]]) -> list[list[Tensor]]:
+    def _exchange(
+        self,
+        sent: list[list[Tensor]],
+        sizes: list[list[int]],
+        dtype: torch.dtype,
+        like: Mapping[Any, Tensor],
+    ) -> list[list[Tensor]]:
         """What each rank sends to this one, in parts of the given sizes."""
-        flat = torch.cat([self._nothing, *(part for to_rank in sent for part in to_rank)])
+        device = next(iter(like.values())).device
+        nothing = torch.empty(0, dtype=dtype, device=device)
+        flat = torch.cat([nothing, *(part.to(dtype) for to_rank in sent for part in to_rank)])
         totals = [sum(of_rank) for of_rank in sizes]
         output = flat.new_empty(sum(totals))
         sent_totals = [sum(part.numel() for part in to_rank) for to_rank in sent]

@@ -11,7 +11,7 @@ from whole_optimizers import Muon64, by_dimensions
 
 from ringcomm.nn import MixtureOfExperts
 from ringcomm.parallel import offload
-from ringcomm.parallel.zero.elementwise import optimizers_of
+from ringcomm.parallel.optimizer_classes import optimizers_of
 
 STEPS, ROWS = 4, 24
 
@@ -62,9 +62,10 @@ def make_optimizer(kind: str, model: nn.Module) -> Any:
         return torch.optim.SGD(params, 0.1, momentum=0.9)
     if kind == "adafactor":
         return torch.optim.Adafactor(params, 0.02, eps=(1e-6, 1e-3))
-    return by_dimensions(
+    both = by_dimensions(
         [{"params": params}], Muon64, lambda own: torch.optim.AdamW(own, 0.02, eps=1e-3)
     )
+    return [offload.Offloaded(each) for each in both] if kind == "muon offloaded" else both
 
 
 def train(

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from whole_optimizers import Averaged, Kron, SmoothMuon, Together, by_dimensions
 
 from ringcomm.parallel import offload, zero
-from ringcomm.parallel.zero.elementwise import optimizers_of
+from ringcomm.parallel.optimizer_classes import optimizers_of
 
 OPTIMIZERS = ("sgd", "adamw", "muon and adamw", "adafactor", "shampoo", "schedule-free")
 
@@ -124,7 +124,6 @@ TABLE = Table(
     ),
     meaningless=(
         condition("dtype: float32; reduce dtype: 16 bits"),
-        condition(f"optimizer: {' or '.join(OPTIMIZERS[2:])}; state: host or file"),
         condition("accumulation: 1; gradients: none in the first micro-batch"),
         condition("accumulation: 3 with no_sync; around: Accelerate or Trainer"),
     ),
@@ -163,7 +162,9 @@ def _optimizer(case: Case, model: nn.Module, folder: Path) -> Any:
         place = {"to": "nvme", "path": folder}
     if case["optimizer"] == "sgd":
         return offload.SGD(groups, 0.2, momentum=0.9, weight_decay=0.01, **place)
-    return offload.AdamW(groups, 0.02, eps=1e-3, **place)
+    if case["optimizer"] == "adamw":
+        return offload.AdamW(groups, 0.02, eps=1e-3, **place)
+    return [offload.Offloaded(x, **place) for x in optimizers_of(torch_optimizer(case, groups))]
 
 
 class ZeroTraining(Training):

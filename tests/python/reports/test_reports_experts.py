@@ -17,7 +17,7 @@ from whole_optimizers import Averaged, Muon64, by_dimensions
 
 from ringcomm.nn import MixtureOfExperts
 from ringcomm.parallel import zero
-from ringcomm.parallel.zero.elementwise import optimizers_of
+from ringcomm.parallel.optimizer_classes import optimizers_of
 
 ROWS = 24
 STAGES = pytest.mark.parametrize("stage", [1, 2])

@@ -10,7 +10,7 @@ from full_states import full_weights
 from torch import Tensor, nn
 
 from ringcomm.parallel import zero
-from ringcomm.parallel.zero.elementwise import optimizers_of
+from ringcomm.parallel.optimizer_classes import optimizers_of
 
 WIDTH, ROWS = 8, 12
 

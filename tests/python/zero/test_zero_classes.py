@@ -21,7 +21,7 @@ from whole_optimizers import Kron, by_dimensions
 from zero_models import BUCKET_BYTES, Net, Towers, assert_close, batch, loss_of, weights
 
 from ringcomm.parallel import zero
-from ringcomm.parallel.zero.elementwise import optimizers_of
+from ringcomm.parallel.optimizer_classes import optimizers_of
 
 HALF = 3  # steps before the states are saved
 STEPS = 6

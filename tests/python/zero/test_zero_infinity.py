@@ -139,7 +139,7 @@ def test_errors(rank: int, tmp_path: Path) -> None:
             zero.shard(model, optimizer, stage, **{"offload_weights": True, **options})
 
     check("is for stage 3", stage=2)
-    check("needs an optimizer of ringcomm", {})
+    check("needs optimizers of ringcomm", {})
     check("cast the model itself", param_dtype=torch.bfloat16)
     check("resume is for offload_weights", offload_weights=False, resume=True)
     check("nothing to resume", resume=True)

@@ -19,7 +19,7 @@ from zero_models import STAGES, Net, assert_close, batch, live_bytes, loss_of, s
 
 from ringcomm.nn import ColumnParallelLinear
 from ringcomm.parallel import offload, zero
-from ringcomm.parallel.zero.elementwise import optimizers_of
+from ringcomm.parallel.optimizer_classes import optimizers_of
 from ringcomm.parallel.zero.whole import owners_of
 
 STEPS = 5
@@ -304,13 +304,12 @@ def test_errors(rank: int) -> None:
     muon, adamw = muon_and_adamw(model)
     others = [p for p in model.parameters() if p.dim() != 2]
     split = nn.Sequential(ColumnParallelLinear(6, 4, bias=False, gather_output=True))
-    placed, again = [muon, offload.AdamW(others)], torch.optim.SGD([model.scale])
+    again = torch.optim.SGD([model.scale])
     cases: list[tuple[nn.Module, Any, dict[str, Any], type[Exception], str]] = [
         (model, [], {}, ValueError, "the optimizer has no parameters"),
         (model, [muon], {}, ValueError, "scale requires grad and is in no param"),
         (model, [muon, adamw, again], {}, ValueError, "two optimizers have scale: leave"),
         (model, [muon, model], {}, TypeError, "expected an optimizer, or a list of them"),
-        (model, placed, {}, ValueError, "offload must be the only one"),
         (model, [muon, adamw], {"whole": {torch.optim.AdamW}}, ValueError, "whole= names AdamW"),
         (split, torch.optim.Muon(split.parameters()), {}, TypeError, "Muon .* 0.weight is split"),
         (split, torch.optim.Adafactor(split.parameters()), {}, TypeError, "Adafactor .* is split"),

@@ -5,12 +5,11 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from ringcomm.parallel import offload
 from ringcomm.torch_names import (
     FakeTensorMode,
     TorchDispatchMode,
@@ -18,8 +17,7 @@ from ringcomm.torch_names import (
     tree_leaves,
 )
 
-OFFLOADED = (offload.AdamW, offload.SGD)
-_KNOWN = (torch.optim.AdamW, torch.optim.SGD, *OFFLOADED)
+_KNOWN = (torch.optim.AdamW, torch.optim.SGD)
 # Of torch: what needs whole weights, and what zero.shard() refuses at all.
 WHOLE = {
     "Adafactor": "keeps sums over rows and columns of a weight",
@@ -37,15 +35,10 @@ _SHAPE, _SIZES = (72, 64), (1, 1500, 3107)
 _NUM_STEPS, _NUM_ASKED_STEPS = 3, 25
 
 
-def is_offloaded(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its state is offloaded."""
-    return isinstance(optimizer, OFFLOADED)
-
-
 def over_groups(optimizer: Any, groups: list[dict[str, Any]]) -> Any:
     """A copy of an optimizer over other parameter groups, without state and hooks."""
     made = object.__new__(type(optimizer))
-    vars(made).update(_attributes_of(optimizer))
+    vars(made).update(attributes_of(optimizer))
     made.__setstate__({"state": defaultdict(dict), "param_groups": groups})
     if hasattr(made, "train"):  # schedule-free; its step raises in the other mode
         made.train()
@@ -59,7 +52,48 @@ def of_parts(group: dict[str, Any], parts: Mapping[Any, Any]) -> dict[str, Any]:
     return {**group, **lists, "params": [parts[param] for param in lists["params"]]}
 
 
-def _attributes_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def options_of(group: dict[str, Any]) -> dict[str, Any]:
+    """A copy of a parameter group without its parameters and their names."""
+    return {key: copy.deepcopy(value) for key, value in group.items() if key not in BY_WEIGHT}
+
+
+def like_weight(part: Tensor, param: Any) -> nn.Parameter:
+    """A weight in the memory of a part, with attributes that users have set."""
+    made = nn.Parameter(part.detach(), param.requires_grad)
+    vars(made).update(vars(param))
+    return made
+
+
+def new_state(optimizer: Any, group: dict[str, Any], param: Any, value: Tensor) -> dict[str, Any]:
+    """The state before the first step, by a step of a weight with these values that it keeps."""
+    other = nn.Parameter(value)
+    other.grad = torch.zeros_like(other)
+    still = {"lr": 0 * group["lr"]} if group.get("lr") is not None else {}
+    twin = over_groups(
+        optimizer, [{**of_parts(group, {param: other}), **options_of(group), **still}]
+    )
+    twin.step()
+    made: dict[str, Any] = twin.state.get(other, {})
+    return {key: value * 0 if key == "step" else value for key, value in made.items()}
+
+
+def retire(optimizer: torch.optim.Optimizer, new_owner: str) -> None:
+    """Makes an optimizer that was given away raise before it writes anything."""
+
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise RuntimeError(
+            f"this optimizer was given to {new_owner} and no longer has the weights: use the"
+            f" optimizer that {new_owner} returned"
+        )
+
+    optimizer.register_step_pre_hook(refuse)  # a scheduler has replaced `step`
+    for name in {"train", "eval"} & {*dir(optimizer)}:
+        setattr(optimizer, name, refuse)
+    for name in ("zero_grad", "add_param_group", "state_dict", "load_state_dict"):
+        setattr(optimizer, name, refuse)
+
+
+def attributes_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """What the optimizer's class keeps beside groups and state."""
     own = vars(optimizer).items()
     return {key: value for key, value in own if not is_attribute_of_torch(key)}
@@ -76,12 +110,15 @@ def needs_whole(optimizer: torch.optim.Optimizer, asked: Collection[type]) -> bo
         ValueError: `asked` has its class, which takes parts in many steps, too.
     """
     name, is_asked = type(optimizer).__name__, isinstance(optimizer, tuple(asked))
+    known: bool | None = getattr(optimizer, "is_whole", None)  # an offloaded one has been tried
+    if known or (known is not None and not is_asked):
+        return known
     reasons = [
         reason
         for known, reason in REFUSED.items()
         if isinstance(optimizer, getattr(torch.optim, known, ()))
     ]
-    leaves = tree_leaves({**_attributes_of(optimizer), "defaults": None})
+    leaves = tree_leaves({**attributes_of(optimizer), "defaults": None})
     if any(isinstance(leaf, (Tensor, nn.Module, torch.optim.Optimizer)) for leaf in leaves):
         reasons.append("keeps tensors, a module or an optimizer outside of its groups and state")
     if any(
@@ -92,7 +129,8 @@ def needs_whole(optimizer: torch.optim.Optimizer, asked: Collection[type]) -> bo
         reasons.append("is asked for a graph through its updates, by differentiable=True")
     if not reasons:
         num_steps = _NUM_ASKED_STEPS if is_asked else _NUM_STEPS
-        if type(optimizer) in _KNOWN or _takes_parts(optimizer, num_steps):
+        is_known = type(optimizer) in _KNOWN or known is not None
+        if is_known or _takes_parts(optimizer, num_steps):
             if is_asked:
                 raise ValueError(
                     f"whole= names {name}, which updates each element of a weight by itself: leave"
@@ -102,8 +140,8 @@ def needs_whole(optimizer: torch.optim.Optimizer, asked: Collection[type]) -> bo
         reasons = [] if is_asked else [_coupling(optimizer, g) for g in optimizer.param_groups]
     if any(reasons):
         raise TypeError(
-            f"zero.shard() needs an optimizer that updates each weight by itself, such as AdamW or"
-            f" Muon, but {name} {next(filter(None, reasons))}: use another optimizer, or"
+            "an optimizer to shard or to offload must update each weight by itself, as AdamW and"
+            f" Muon do, but {name} {next(filter(None, reasons))}: use another optimizer, or"
             " DistributedDataParallel"
         )
     return True
@@ -249,7 +287,7 @@ def _steps(
     grads: Sequence[Sequence[Tensor]],
 ) -> list[dict[str, Any]]:
     """The states of weights after steps of a copy of the optimizer with the options of a group."""
-    options = {key: copy.deepcopy(value) for key, value in group.items() if key not in BY_WEIGHT}
+    options = options_of(group)
     options |= {key: group[key][:1] * len(weights) for key in group.keys() & {"param_names"}}
     lr = options.get("lr")
     if lr is not None and float(lr) == 0:  # as a scheduler's warm-up may begin

@@ -1,0 +1,146 @@
+"""Optimizer states in a tier: the tensors of a piece of a parameter are one row."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ringcomm.parallel.offload.tiers import Loan, Tier
+
+
+def _in_row(tensors: Sequence[Tensor]) -> list[int]:
+    """Where tensors begin in a row of bytes, and where the last one ends."""
+    edges, end = list[int](), 0
+    for tensor in tensors:
+        edges.append(-(-end // tensor.itemsize) * tensor.itemsize)
+        end = edges[-1] + tensor.nbytes
+    return [*edges, end]
+
+
+def _views(row: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors like these in a row of bytes."""
+    return [
+        row[begin : begin + like.nbytes].view(like.dtype).view(like.shape)
+        for begin, like in zip(_in_row(tensors), tensors, strict=False)
+    ]
+
+
+def map_tensors(fn: Callable[[Tensor], Any], value: Any) -> Any:
+    """A state with other values for its tensors, also in dicts, lists and tuples."""
+    if isinstance(value, Tensor):
+        return fn(value)
+    if isinstance(value, dict):
+        return {key: map_tensors(fn, each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map_tensors(fn, each) for each in value)
+    return value
+
+
+def large_tensors(state: Any) -> list[Tensor]:
+    """The tensors of one or more dimensions in a state."""
+    found: list[Tensor] = []
+    map_tensors(lambda value: found.append(value) if value.dim() else None, state)
+    return found
+
+
+class StateRows:
+    """States by the number of a parameter and the first element of a piece.
+
+    Tensors of one or more dimensions are in the tier. `kept` has the row's key and all values, with
+    these tensors on the meta device.
+    """
+
+    def __init__(self, tier: Tier, first: int) -> None:
+        """`first` is the number of parameter 0 in the tier, which optimizers may share."""
+        self._tier, self._first = tier, first
+        self.kept: dict[tuple[int, int], tuple[str, dict[str, Any]]] = {}
+
+    def fetch(self, piece: tuple[int, int]) -> Loan | None:
+        """Starts reading a state; None if it has no row."""
+        key, _ = self.kept.get(piece, ("", None))
+        return self._tier.fetch(key) if key else None
+
+    def give_back(self, loan: Loan | None) -> None:
+        """Ends a loan whose state is not kept."""
+        if loan is not None:
+            self._tier.give_back(loan, is_written=False)
+
+    def view(self, piece: tuple[int, int], loan: Loan | None) -> dict[str, Any]:
+        """A state of which fetch() returned the row; waits for it."""
+        _, values = self.kept.get(piece, ("", {}))
+        nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
+        views = iter(_views(nothing if loan is None else loan.wait(), large_tensors(values)))
+        found: dict[str, Any] = map_tensors(lambda x: next(views) if x.dim() else x, values)
+        return found
+
+    def copy(self, piece: tuple[int, int]) -> dict[str, Any]:
+        """A copy of a state; {} if there is none."""
+        loan = self.fetch(piece)
+        found: dict[str, Any] = map_tensors(torch.clone, self.view(piece, loan))
+        self.give_back(loan)
+        return found
+
+    def keep(self, piece: tuple[int, int], state: dict[str, Any], loan: Loan | None = None) -> None:
+        """Replaces a state, of which `loan` has the old row; tensors may be views of it.
+
+        Raises TypeError for a tensor of another kind than torch's dense ones.
+        """
+        tensors = large_tensors(state)
+        for value in tensors:
+            if type(value) not in (Tensor, nn.Parameter) or value.layout != torch.strided:
+                kind = f"{type(value).__name__} of layout {value.layout}"
+                raise TypeError(f"an optimizer's state is a {kind}, which cannot be offloaded")
+        num_bytes = _in_row(tensors)[-1]
+        key = f"state.{self._first + piece[0]}.{piece[1]}.{num_bytes}" if num_bytes else ""
+        self.kept[piece] = key, map_tensors(_without_values, state)
+        new = loan if loan is not None and loan.key == key else None
+        if new is None and num_bytes:
+            new = self._tier.new(key, num_bytes, torch.uint8)
+        if new is not None:
+            pairs = zip(_views(new.wait(), tensors), tensors, strict=True)
+            moved = [
+                (p, x) for p, x in pairs if p.data_ptr() != x.data_ptr() or p.stride() != x.stride()
+            ]
+            # What a class has replaced may share memory with another part of the row.
+            for place, value in [(p, x.clone() if new is loan else x) for p, x in moved]:
+                place.copy_(value)
+            self._tier.give_back(new, is_written=True)
+        if new is not loan:
+            self.give_back(loan)
+
+
+def _without_values(value: Tensor) -> Tensor:
+    if value.dim():
+        return torch.empty(value.shape, dtype=value.dtype, device="meta")
+    return value.detach().clone()
+
+
+def to_json(value: Any) -> str:
+    """Options and values of states as JSON."""
+
+    def encoded(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return repr(value)
+        number = None if value.is_meta else value.tolist()
+        return {"tensor": [number, str(value.dtype), list(value.shape)]}
+
+    return json.dumps(value, default=encoded)
+
+
+def from_json(text: str) -> Any:
+    """The inverse of to_json(), with lists for tuples."""
+
+    def decoded(found: dict[str, Any]) -> Any:
+        if "tensor" not in found:
+            return found
+        number, name, shape = found["tensor"]
+        dtype = getattr(torch, name.removeprefix("torch."))
+        if number is None:
+            return torch.empty(shape, dtype=dtype, device="meta")
+        return torch.tensor(number, dtype=dtype, device="cpu")
+
+    return json.loads(text, object_hook=decoded)

@@ -1,0 +1,723 @@
+"""offload.Offloaded: optimizers of any class with states in host memory or in files, alone, under
+zero.shard() at all stages, and in ZeRO-Infinity."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from full_states import full_state, full_weights, load_full_state, load_full_weights
+from ranks import in_ranks, run_ranks
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import lr_scheduler
+from whole_optimizers import Averaged, Muon64, SmoothMuon, by_dimensions
+from zero_models import Net, assert_close, batch, loss_of, same, sent_bytes, weights
+
+from ringcomm.parallel import offload, zero
+from ringcomm.parallel.optimizer_classes import optimizers_of
+
+STEPS = 5
+WIDTH = 129  # matrices of the blocks are above 64 KiB, others below
+SYSTEMS = ["1", "2", "3", "infinity"]
+
+
+class Counting(Muon64):
+    """Counts its steps in a group and, as a number and as a tensor, in a state; replaces a state,
+    keeps one of integers, one in a list, and one without elements."""
+
+    def __init__(self, params: Any, lr: float = 0.02) -> None:
+        super().__init__(params, lr)
+        for group in self.param_groups:
+            group["num_calls"] = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["num_calls"] += 1
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                if not state:
+                    state.update(step=torch.tensor(0.0), num=0, rows=[torch.zeros(len(param))])
+                    state.update(signs=torch.zeros_like(param, dtype=torch.int8))
+                    state.update(mean=torch.zeros_like(param), none=torch.zeros(0))
+                    state.update(odd=torch.zeros_like(param), even=torch.zeros_like(param))
+                state["step"] += 1
+                state["num"] += 1
+                # Two that change places, and one that is new.
+                state["odd"], state["even"] = state["even"], state["odd"]
+                state["odd"].add_(param.grad)
+                param.sub_(state["odd"], alpha=0.01)
+                state["mean"] = 0.9 * state["mean"] + param.grad
+                state["rows"][0].mul_(0.9).add_(param.grad.square().sum(1))
+                state["signs"] += param.grad.sign().to(torch.int8)
+                scale = (state["rows"][0][:, None] + 1e-3).rsqrt() + 0.01 * state["signs"]
+                param.sub_(state["mean"] * scale, alpha=group["lr"] / group["num_calls"])
+
+
+KINDS: dict[str, Any] = {
+    "Muon64": Muon64,
+    "Muon": functools.partial(torch.optim.Muon, lr=0.02),
+    "Adafactor": functools.partial(torch.optim.Adafactor, lr=0.02),
+    "Counting": Counting,
+    "Adam": functools.partial(torch.optim.Adam, lr=0.01, eps=1e-3),
+}
+
+
+def place(to: str, folder: Path) -> dict[str, Any]:
+    return {"to": to, **({"path": folder / "states"} if to == "nvme" else {})}
+
+
+def plain(model: nn.Module, kind: str = "Muon64") -> list[torch.optim.Optimizer]:
+    """One of matrices and one of others, in two groups if it can be."""
+    groups: list[Any] = [{"params": [*model.parameters()]}]
+    if kind == "Adam":
+        return [KINDS[kind](groups)]
+    return by_dimensions(
+        groups, KINDS[kind], functools.partial(torch.optim.AdamW, lr=0.01, eps=1e-3)
+    )
+
+
+def offloaded(model: nn.Module, kind: str = "Muon64", **where: Any) -> list[Any]:
+    """All offloaded; AdamW by chunks."""
+    first, *rest = plain(model, kind)
+    found: list[Any] = [offload.Offloaded(first, **where)]
+    return found + [offload.AdamW(each.param_groups, 0.01, eps=1e-3, **where) for each in rest]
+
+
+def train(
+    model: Any,
+    optimizer: Any,
+    steps: range = range(STEPS),
+    rank: int = 0,
+    world_size: int = 1,
+    num_micro_batches: int = 1,
+    clip: float | None = None,
+) -> None:
+    for step in steps:
+        for part in range(num_micro_batches):
+            rows = batch(num_micro_batches * step + part, rank, world_size)
+            loss_of(model, *rows).backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        for each in optimizers_of(optimizer):
+            each.step()
+        for each in optimizers_of(optimizer):
+            each.zero_grad()
+
+
+def shard(model: nn.Module, given: Any, system: str, **options: Any) -> zero.ZeroOptimizer:
+    if system == "infinity":
+        return zero.shard(model, given, 3, offload_weights=True, **options)
+    return zero.shard(model, given, int(system), **options)
+
+
+# ---- alone
+
+
+@pytest.mark.parametrize("to", ["cpu", "nvme"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_alone_it_has_the_bits_of_its_class(kind: str, to: str, tmp_path: Path) -> None:
+    """And its state goes to the class, and comes from there."""
+    theirs, ours, third = Net(), Net(), Net()
+    expected: list[Any] = plain(theirs, kind)
+    found: list[Any] = plain(ours, kind)
+    found[0] = own = offload.Offloaded(found[0], **place(to, tmp_path))
+    train(theirs, expected, range(3))
+    train(ours, found, range(3))
+    assert same(weights(ours), weights(theirs))
+    state = own.state_dict()
+    assert repr(state["state"]) == repr(expected[0].state_dict()["state"])
+    assert state["param_groups"] == expected[0].state_dict()["param_groups"]
+    third.load_state_dict(theirs.state_dict())
+    again: list[Any] = plain(third, kind)
+    for each, of in zip(again[1:], found[1:], strict=True):
+        each.load_state_dict(copy.deepcopy(of.state_dict()))
+    again[0] = offload.Offloaded(again[0], **place(to, tmp_path / "again"))
+    again[0].load_state_dict(own.state_dict())
+    begun = plain(ours, kind)  # that has a state already
+    begun[0].load_state_dict(own.state_dict())
+    found[0] = offload.Offloaded(begun[0], **place(to, tmp_path / "begun"))
+    for model, given in ((theirs, expected), (ours, found), (third, again)):
+        train(model, given, range(3, STEPS))
+    assert same(weights(ours), weights(theirs))
+    assert same(weights(third), weights(theirs))
+    for offloading in (own, again[0], found[0]):
+        offloading.close()
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_16_bit_weights_have_masters(tmp_path: Path) -> None:
+    """What is written into a weight between steps replaces its own masters only."""
+    half, whole = Net().to(torch.bfloat16), Net()
+    load_full_weights(whole, {name: x.float() for name, x in weights(half).items()})
+    ours = offload.Offloaded(plain(half)[0], to="nvme", path=tmp_path)
+    theirs = plain(whole)[0]
+    for step in range(4):
+        for i, (low, full) in enumerate(zip(half.parameters(), whole.parameters(), strict=True)):
+            generator = torch.Generator().manual_seed(10 * step + i)
+            low.grad = torch.randn(low.shape, generator=generator).to(torch.bfloat16)
+            full.grad = low.grad.float()
+            if step == 2:
+                with torch.no_grad():
+                    low.view(-1)[0] = full.view(-1)[0] = 0.5
+        ours.step()
+        theirs.step()
+    for low, full in zip(half.parameters(), whole.parameters(), strict=True):
+        if low.dim() == 2:
+            assert torch.equal(low, full.to(torch.bfloat16))
+            assert torch.equal(ours.state[low]["master"], full.detach())
+
+
+def test_few_states_are_in_memory(tmp_path: Path) -> None:
+    """Not those of all weights, also where no two have one shape."""
+    model = nn.ModuleList(nn.Linear(100 + i, 512, bias=False) for i in range(40))
+    optimizer = offload.Offloaded(torch.optim.Muon(model.parameters()), to="nvme", path=tmp_path)
+    for _ in range(2):
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        largest = 4 * 139 * 512
+        assert optimizer.tier.memory_bytes <= 4 * largest + 4096
+        assert sum(param.nbytes for param in model.parameters()) > 25 * largest
+
+
+def test_a_damaged_byte_is_an_error_before_its_weight_is_written(tmp_path: Path) -> None:
+    model = Net(width=WIDTH)
+    first, *_ = optimizers = offloaded(model, "Muon", to="nvme", path=tmp_path)
+    train(model, optimizers, range(1))
+    store: Any = first.tier.store
+    store._settle_all()  # writes may be under way
+    begun = weights(model)
+    number = first._places[model.blocks[1].weight][0]
+    (entry,) = (e for key, e in store._index.entries.items() if key.startswith(f"state.{number}."))
+    path = f"/proc/self/fd/{store._fd}"
+    with open(path, "r+b", buffering=0) as file:
+        file.seek(entry.places[0].offset + 7)
+        value = file.read(1)[0]
+        file.seek(entry.places[0].offset + 7)
+        file.write(bytes([value ^ 64]))
+    loss_of(model, *batch(1)).backward()
+    with pytest.raises(OSError, match=r"of its file is not what was written"):
+        first.step()
+    for name in ("blocks.1.weight", "blocks.2.weight", "last.weight"):
+        assert torch.equal(weights(model)[name], begun[name])
+
+
+def test_a_class_that_raises_leaves_the_step_to_be_repeated(tmp_path: Path) -> None:
+    theirs, ours = Net(), Net()
+    expected = Averaged(theirs.parameters())
+    own = offload.Offloaded(Averaged(ours.parameters()), to="nvme", path=tmp_path)
+    for step in range(4):
+        for each in (expected, own):
+            each.eval()
+        with pytest.raises(RuntimeError, match="call train"):
+            train(ours, own, range(1))
+        own.zero_grad()
+        for each in (expected, own):
+            each.train()
+        train(theirs, expected, range(step, step + 1))
+        train(ours, own, range(step, step + 1))
+        assert same(weights(ours), weights(theirs))
+    assert own.param_groups[0]["k"] == 4
+
+
+@in_ranks(2)
+def test_under_data_parallel(rank: int) -> None:
+    model, alone = Net(), Net()
+    replicated = DistributedDataParallel(model)
+    train(replicated, offloaded(model), rank=rank, world_size=2)
+    train(alone, plain(alone))
+    assert_close(weights(model), weights(alone))
+
+
+# ---- what users of other libraries reported
+
+
+def test_schedulers_and_frozen_weights() -> None:
+    """https://github.com/pytorch/ao/issues/959 and /1209: an offloading optimizer was no Optimizer
+    and had no defaults, and refused weights that do not require grad."""
+    theirs, ours = Net(is_frozen=True), Net(is_frozen=True)
+    expected = torch.optim.NAdam(theirs.parameters(), 0.01)
+    own = offload.Offloaded(torch.optim.NAdam(ours.parameters(), 0.01), chunk_elems=50)
+    assert own.defaults["lr"] == 0.01
+    assert own.defaults == expected.defaults
+    for each in (expected, own):
+        schedulers = [
+            lr_scheduler.LambdaLR(each, lambda step: 1 / (1 + step)),
+            lr_scheduler.CosineAnnealingLR(each, 9),
+        ]
+        model = theirs if each is expected else ours
+        for step in range(4):
+            train(model, each, range(step, step + 1))
+            for scheduler in schedulers:
+                scheduler.step()
+    assert same(weights(ours), weights(theirs))
+
+
+def test_a_saved_state_has_its_steps(tmp_path: Path) -> None:
+    """https://github.com/NovaSky-AI/SkyRL/pull/1403: with offloading, a checkpoint needed more than
+    weights_only=True, and the step count of Adam was stale after a load."""
+    theirs, ours, again = Net(), Net(), Net()
+    expected = torch.optim.Adam(theirs.parameters(), 0.01)
+    own = offload.Offloaded(torch.optim.Adam(ours.parameters(), 0.01), chunk_elems=50)
+    train(theirs, expected, range(3))
+    train(ours, own, range(3))
+    torch.save([ours.state_dict(), own.state_dict()], tmp_path / "saved")
+    saved = torch.load(tmp_path / "saved", weights_only=True)
+    again.load_state_dict(saved[0])
+    resumed = offload.Offloaded(torch.optim.Adam(again.parameters(), 0.01))
+    resumed.load_state_dict(saved[1])
+    train(theirs, expected, range(3, STEPS))
+    train(again, resumed, range(3, STEPS))
+    assert same(weights(again), weights(theirs))
+    assert {int(state["step"]) for state in resumed.state.values()} == {STEPS}
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "SGD", "Adafactor", "offload.AdamW"])
+def test_torch_saves_and_loads_it(kind: str) -> None:
+    """https://github.com/PrimeIntellect-ai/prime-rl/pull/2729: torch's own functions, of optimizers
+    that have made a step or not."""
+    options = {"momentum": 0.9} if kind == "SGD" else {}
+
+    def made(model: nn.Module) -> Any:
+        if kind == "offload.AdamW":
+            return offload.AdamW(model.parameters(), 0.01, chunk_elems=50)
+        given = getattr(torch.optim, kind)(model.parameters(), lr=0.01, **options)
+        return offload.Offloaded(given, chunk_elems=50)
+
+    theirs, ours, again = Net(), Net(), Net()
+    expected, own = made(theirs), made(ours)
+    train(theirs, expected, range(3))
+    train(ours, own, range(3))
+    saved = get_optimizer_state_dict(ours, own)
+    again.load_state_dict(ours.state_dict())
+    resumed = made(again)
+    set_optimizer_state_dict(again, resumed, saved)
+    train(theirs, expected, range(3, STEPS))
+    train(again, resumed, range(3, STEPS))
+    assert same(weights(again), weights(theirs))
+
+
+def test_states_of_8_bits_stay_so() -> None:
+    """As of https://github.com/bitsandbytes-foundation/bitsandbytes: a load casts no integers."""
+    model = Net()
+    own = offload.Offloaded(plain(model, "Counting")[0])
+    train(model, own, range(2))
+    saved = own.state_dict()
+    own.load_state_dict(saved)
+    state = own.state[model.first.weight]
+    assert state["signs"].dtype == torch.int8
+    assert torch.equal(state["signs"], saved["state"][0]["signs"])
+
+
+def test_errors(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    muon = torch.optim.Muon(model.parameters())
+    own = offload.Offloaded(muon)
+    with pytest.raises(RuntimeError, match=r"given to offload.Offloaded\(\) and no longer"):
+        muon.step()
+    with pytest.raises(ValueError, match="this Muon was given to another optimizer"):
+        offload.Offloaded(muon)
+    for given in (own, offload.SGD(model.parameters()), model):
+        with pytest.raises(TypeError, match="neither offloaded nor sharded, got"):
+            offload.Offloaded(given)  # type: ignore[arg-type]
+    for kind, text in ((torch.optim.LBFGS, "dot products"), (torch.optim.SparseAdam, "sparse")):
+        with pytest.raises(TypeError, match=f"{kind.__name__} needs {text}"):
+            offload.Offloaded(kind(model.parameters()))
+    with pytest.raises(ValueError, match=r"must have no path|needs path="):
+        offload.Offloaded(torch.optim.SGD(model.parameters()), to="nvme")
+    sgd = torch.optim.SGD(model.parameters())
+    with pytest.raises(ValueError, match="leave it out"):
+        offload.Offloaded(sgd, whole={torch.optim.SGD})
+    with pytest.raises(AttributeError, match="has copies"):
+        own.state = {model[0].weight: {}}
+
+
+# ---- in zero.shard()
+
+
+@functools.cache
+def alone(kind: str, width: int, options: str = "") -> dict[str, Tensor]:
+    model = Net(width=width)
+    more: dict[str, Any] = {"clip": 0.1} if "clip" in options else {}
+    train(model, plain(model, kind), num_micro_batches=2 if "micro" in options else 1, **more)
+    return full_weights(model)
+
+
+def train_ranks(
+    rank: int, world_size: int, system: str, kind: str, options: str, where: dict[str, Any]
+) -> dict[str, Tensor]:
+    width = WIDTH if system == "infinity" else 13
+    model = Net(width=width)
+    given = offloaded(model, kind, **where)
+    if "mixed" in options:  # not all are offloaded
+        given[1:] = plain(model, kind)[1:]
+    more: dict[str, Any] = {"clip_grad_norm": 0.1} if "clip" in options else {}
+    if "scale" in options:
+        more["loss_scale"] = 1.0
+    optimizer = shard(model, given, system, **more)
+    num = 2 if "micro" in options else 1
+    train(model, optimizer, rank=rank, world_size=world_size, num_micro_batches=num)
+    found = full_weights(model)
+    tolerance = 1e-5 if system == "infinity" else 2e-6
+    assert_close(found, alone(kind, width, options.replace("scale", "")), tolerance)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world_size", "system", "kind", "options", "to"),
+    [
+        (2, "1", "Muon64", "", "cpu"),
+        (3, "1", "Adafactor", "mixed", "nvme"),
+        (2, "2", "Counting", "mixed clip", "nvme"),
+        (3, "2", "Adam", "micro", "cpu"),
+        (6, "2", "Muon64", "scale", "cpu"),  # more ranks than matrices
+        (3, "3", "Muon64", "micro scale", "nvme"),
+        (2, "3", "Adafactor", "clip", "cpu"),
+        (2, "3", "Adam", "mixed", "nvme"),
+        (1, "infinity", "Counting", "", "nvme"),
+        (2, "infinity", "Muon64", "", "cpu"),
+        (3, "infinity", "Muon64", "clip micro", "nvme"),
+        (2, "infinity", "Adafactor", "scale", "nvme"),
+        (3, "infinity", "Counting", "micro", "cpu"),
+        (2, "infinity", "Adam", "clip", "nvme"),
+        (6, "infinity", "Muon64", "", "nvme"),
+    ],
+)
+def test_steps_are_those_of_one_process(
+    world_size: int, system: str, kind: str, options: str, to: str, tmp_path: Path
+) -> None:
+    arguments = system, kind, options, place(to, tmp_path)
+    results = run_ranks(world_size, train_ranks, world_size, *arguments)
+    for found in results:
+        assert same(found, results[0])
+
+
+def average_of_halves(width: int, num_steps: int) -> dict[str, Tensor]:
+    """One process that averages the gradients of two halves, as two ranks do."""
+    model = Net(width=width)
+    optimizers = plain(model, "Muon")
+    for step in range(num_steps):
+        halves: list[list[Any]] = []
+        for rank in range(2):
+            model.zero_grad()
+            loss_of(model, *batch(step, rank, 2)).backward()
+            halves.append([param.grad for param in model.parameters()])
+        for param, first, second in zip(model.parameters(), *halves, strict=True):
+            param.grad = (first + second) / 2
+        for each in optimizers:
+            each.step()
+    return full_weights(model)
+
+
+def train_bits(
+    rank: int, system: str, width: int, num_steps: int, where: dict[str, Any]
+) -> dict[str, Tensor]:
+    model = Net(width=width)
+    given = offloaded(model, "Muon", **where)
+    if system != "infinity":
+        given[1:] = plain(model, "Muon")[1:]
+    train(model, shard(model, given, system), range(num_steps), rank, 2)
+    return full_weights(model)
+
+
+@pytest.mark.parametrize(
+    ("system", "width", "num_steps"),
+    [*((system, 13, STEPS) for system in SYSTEMS[:3]), *((system, WIDTH, 1) for system in SYSTEMS)],
+)
+def test_matrices_have_the_bits_of_one_process(
+    system: str, width: int, num_steps: int, tmp_path: Path
+) -> None:
+    """In Infinity for a step: AdamW by chunks rounds otherwise than torch's, as gradients show."""
+    expected = average_of_halves(width, num_steps)
+    matrices = {name: x for name, x in expected.items() if x.dim() == 2}
+    arguments = system, width, num_steps, place("nvme", tmp_path)
+    for found in run_ranks(2, train_bits, *arguments):
+        assert same(found, matrices)
+
+
+# ---- saves and loads
+
+
+def save(rank: int, system: str, kind: str, where: dict[str, Any], num_steps: int = 3) -> Any:
+    model = Net(width=WIDTH)
+    optimizer = shard(model, offloaded(model, kind, **where), system)
+    first = full_state(optimizer)["state"]  # before a step, what stands for none
+    assert {*first} == {name for name, _ in model.named_parameters()}
+    train(model, optimizer, range(num_steps), rank, 2)
+    native = optimizer.state_dict()
+    optimizer.load_state_dict(native)
+    again = full_state(optimizer)
+    train(model, optimizer, range(num_steps, STEPS), rank, 2)
+    return full_weights(model), again
+
+
+def load(
+    rank: int, world_size: int, system: str, kind: str, where: dict[str, Any], state: Any
+) -> dict[str, Tensor]:
+    model = Net(width=WIDTH)
+    train(model, plain(model, kind), range(3))
+    optimizer = shard(model, offloaded(model, kind, **where), system)
+    load_full_state(optimizer, state)
+    train(model, optimizer, range(3, STEPS), rank, world_size)
+    return full_weights(model)
+
+
+@pytest.mark.parametrize(
+    ("system", "kind", "to", "other"),
+    [
+        ("1", "Muon64", "nvme", "infinity"),
+        ("2", "Adam", "cpu", "3"),
+        ("3", "Counting", "nvme", "1"),
+        ("infinity", "Muon64", "nvme", "2"),
+        ("infinity", "Adam", "cpu", "infinity"),
+        ("infinity", "Counting", "cpu", "3"),
+        ("2", "Adafactor", "nvme", "infinity"),
+    ],
+)
+def test_states_of_2_ranks_go_to_3_and_to_one_process(
+    system: str, kind: str, to: str, other: str, tmp_path: Path
+) -> None:
+    expected = alone(kind, WIDTH)
+    (found, state), _ = run_ranks(2, save, system, kind, place(to, tmp_path / "two"))
+    assert_close(found, expected, 2e-5)
+    where = place(to, tmp_path / "three")
+    for mine in run_ranks(3, load, 3, other, kind, where, state):
+        assert_close(mine, expected, 2e-5)
+    model = Net(width=WIDTH)
+    optimizers: list[Any] = plain(model, kind)
+    train(model, optimizers, range(3))
+    optimizers = plain(model, kind)
+    optimizers[0] = offload.Offloaded(optimizers[0])
+    for each in optimizers:
+        names = {p: name for name, p in model.named_parameters()}
+        load_full_state_alone(each, names, state)
+    train(model, optimizers, range(3, STEPS))
+    assert_close(weights(model), expected, 2e-5)
+
+
+def load_full_state_alone(optimizer: Any, names: dict[Any, str], state: Any) -> None:
+    native = optimizer.state_dict()
+    own = {}
+    for group, saved in zip(optimizer.param_groups, native["param_groups"], strict=True):
+        for number, param in zip(saved["params"], group["params"], strict=True):
+            own[number] = copy.deepcopy(state["state"][names[param]])
+        for given in state["param_groups"]:
+            if names[group["params"][0]] in given["params"]:
+                saved |= {
+                    key: value for key, value in given.items() if key in saved.keys() - {"params"}
+                }
+    optimizer.load_state_dict({"state": own, "param_groups": native["param_groups"]})
+
+
+# ---- Infinity
+
+
+def resume(
+    rank: int, folder: Path, kind: str, dtype: torch.dtype, num_steps: int, resumes: bool
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    model = Net(width=WIDTH).to(dtype)
+    given = offloaded(model, kind, to="nvme", path=folder)
+    scheduler = lr_scheduler.StepLR(given[0], 1, 0.9)
+    optimizer: Any = shard(model, given, "infinity", resume=resumes)
+    for _ in range(optimizer.num_steps if resumes else 0):
+        scheduler.step()
+    for step in range(optimizer.num_steps, num_steps):
+        x, y = batch(step, rank, 2)
+        loss_of(model, x.to(dtype), y).backward()
+        optimizer.step()
+        scheduler.step()
+    found = full_weights(model), full_state(optimizer)
+    assert optimizer.num_steps == num_steps
+    optimizer.close()
+    return found
+
+
+def same_state(found: dict[str, Any], expected: dict[str, Any]) -> bool:
+    return repr(found["param_groups"]) == repr(expected["param_groups"]) and all(
+        repr(value) == repr(expected["state"][name][key])
+        and (not isinstance(value, Tensor) or torch.equal(value, expected["state"][name][key]))
+        for name, state in found["state"].items()
+        for key, value in state.items()
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["Muon64", "Adafactor", "Counting", "Adam"])
+def test_a_run_continues_after_its_last_commit(
+    kind: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Also a rank whose last commit another rank has not made."""
+    run = functools.partial(run_ranks, 2, resume)
+    expected = run(tmp_path / "whole", kind, dtype, 5, False)
+    first = run(tmp_path / "parts", kind, dtype, 3, False)
+    again = run(tmp_path / "parts", kind, dtype, 3, True)
+    store = offload.FileStore(tmp_path / "parts" / "rank1of2")
+    store.roll_back()
+    store.close()
+    found = run(tmp_path / "parts", kind, dtype, 5, True)
+    for ours, theirs in ((again, first), (found, expected)):
+        for (mine, state), (other, of_other) in zip(ours, theirs, strict=True):
+            assert same(mine, other)
+            assert same_state(state, of_other)
+
+
+@in_ranks(2)
+def test_masters_are_loaded_before_the_first_step(rank: int) -> None:
+    states: list[dict[str, Any]] = []
+    for _ in range(2):
+        model = Net(width=WIDTH).to(torch.bfloat16)
+        optimizer = shard(model, offloaded(model), "infinity")
+        master = full_state(optimizer)["state"]["first.weight"]["master"]
+        assert torch.equal(master, full_weights(model)["first.weight"].float())
+        if states:
+            load_full_state(optimizer, states[0])
+        else:
+            x, y = batch(0, rank, 2)
+            loss_of(model, x.to(torch.bfloat16), y).backward()
+            optimizer.step()
+            saved = full_weights(model)
+        load_full_weights(model, saved)
+        states.append(full_state(optimizer))
+    assert same_state(states[1], states[0])
+
+
+@in_ranks(3)
+def test_bytes_of_infinity_are_the_formulas(rank: int, tmp_path: Path) -> None:
+    model = Net(width=WIDTH)
+    given = offloaded(model, "Muon64", to="nvme", path=tmp_path)
+    options: dict[str, Any] = {"world_size": 3, "rank": rank, "offload_weights": True}
+    expected = zero.predict_traffic(model, given, 3, **options)
+    memory = zero.predict_memory(model, given, 3, **options)
+    optimizer: Any = shard(model, given, "infinity")
+    train(model, optimizer, range(1), rank, 3)
+    before = sum(sent_bytes().values())
+    train(model, optimizer, range(1, 2), rank, 3)
+    assert sum(sent_bytes().values()) - before == expected
+    assert memory.states == 0 == len(optimizer.state_tensors())
+
+
+@in_ranks(2)
+def test_optimizers_of_equal_weights_share_files(rank: int, tmp_path: Path) -> None:
+    models = Net(width=WIDTH), Net(width=WIDTH)
+    given: list[list[Any]] = [
+        [torch.optim.Adam(each.blocks[i].parameters(), 0.001 * (i + 1), eps=1e-3) for i in range(3)]
+        for each in models
+    ]
+    for model, own in zip(models, given, strict=True):
+        for part in (model.first, model.last):
+            part.requires_grad_(False)
+        own[0].add_param_group({"params": [model.scale]})
+    sharded = [offload.Offloaded(each, to="nvme", path=tmp_path) for each in given[1]]
+    optimizer = shard(models[1], sharded, "infinity")
+    train(models[0], given[0])
+    train(models[1], optimizer, rank=rank, world_size=2)
+    assert_close(full_weights(models[1]), weights(models[0]), 1e-5)
+
+
+class Failing(SmoothMuon):
+    def direction(self, mean: Tensor) -> Tensor:
+        if mean.shape[0] == 3 and self.param_groups[0]["lr"] < 0.02:
+            raise ArithmeticError("no direction")
+        return super().direction(mean)
+
+
+@pytest.mark.parametrize("system", ["2", "3", "infinity"])
+@in_ranks(2)
+def test_an_error_of_one_owner_is_everybodys(rank: int, system: str, tmp_path: Path) -> None:
+    model = Net(width=WIDTH)
+    matrices = Failing([p for p in model.parameters() if p.dim() == 2])
+    where: dict[str, Any] = {"to": "nvme", "path": tmp_path}
+    others = offload.SGD([p for p in model.parameters() if p.dim() != 2], 0.1, **where)
+    optimizer = shard(model, [offload.Offloaded(matrices, **where), others], system)
+    train(model, optimizer, range(1), rank, 2)
+    optimizer.param_groups[0]["lr"] = 0.01
+    with pytest.raises((ArithmeticError, RuntimeError), match=r"no direction|on another rank, for"):
+        train(model, optimizer, range(1, 2), rank, 2)
+
+
+def frozen(rank: int, system: str, where: dict[str, Any]) -> None:
+    """A weight without a gradient, one that is frozen and thawed, and halves with masters."""
+    width = WIDTH if system == "infinity" else 13
+    model, alone = Net(width=width), Net(width=width)
+    for each in (model, alone):
+        torch.manual_seed(1)
+        each.unused = nn.Linear(5, 5)
+        each.blocks[0].requires_grad_(False)
+    given, expected = offloaded(model, **where), plain(alone)
+    schedulers = [lr_scheduler.StepLR(each, 2, 0.5) for each in (given[0], expected[0])]
+    optimizer = shard(model, given, system)
+    for step in range(STEPS):
+        if step == 2:
+            for each in (model, alone):
+                each.blocks[0].requires_grad_(True)
+                each.blocks[1].requires_grad_(False)
+        train(model, optimizer, range(step, step + 1), rank, 2)
+        train(alone, expected, range(step, step + 1))
+        for scheduler in schedulers:
+            scheduler.step()
+    assert_close(full_weights(model), weights(alone), 2e-5)
+    state = full_state(optimizer)["state"]
+    assert state["unused.weight"].keys() == state["first.weight"].keys()
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_weights_without_gradients(system: str, tmp_path: Path) -> None:
+    run_ranks(2, frozen, system, place("nvme", tmp_path))
+
+
+def schedule_free(rank: int, system: str, where: dict[str, Any]) -> None:
+    width = WIDTH if system == "infinity" else 13
+    model, alone = Net(width=width), Net(width=width)
+    expected, own = Averaged(alone.parameters()), Averaged(model.parameters())
+    optimizer = shard(model, offload.Offloaded(own, **where), system)
+    for step in range(4):
+        for each in (expected, optimizer):
+            each.train()
+        train(alone, expected, range(step, step + 1))
+        train(model, optimizer, range(step, step + 1), rank, 2)
+        for each in (expected, optimizer):
+            each.eval()
+        assert_close(full_weights(model), weights(alone), 1e-5)
+    with pytest.raises(RuntimeError, match="call train"):
+        train(model, optimizer, range(1), rank, 2)
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_schedule_free(system: str, tmp_path: Path) -> None:
+    run_ranks(2, schedule_free, system, place("nvme", tmp_path))
+
+
+@in_ranks(2)
+def test_what_infinity_refuses(rank: int, tmp_path: Path) -> None:
+    model = Net()
+    muon, adamw = plain(model, "Muon")
+    before = weights(model)
+    own = offload.Offloaded(muon)
+    nvme: dict[str, Any] = {"to": "nvme", "path": tmp_path}
+    cases: list[tuple[Any, str]] = [
+        ([own, adamw], "offload_weights needs optimizers of ringcomm.parallel.offload"),
+        ([own, offload.Offloaded(adamw, **nvme)], "with equal `to` and `path`"),
+        ([own, own, offload.AdamW(adamw.param_groups)], "two optimizers have"),
+    ]
+    for given, text in cases:
+        with pytest.raises(ValueError, match=text):
+            shard(model, given, "infinity")
+    assert same(weights(model), before)
+    optimizer: Any = shard(model, [own, offload.AdamW(adamw.param_groups)], "infinity")
+    with pytest.raises(RuntimeError, match=r"was given to zero\.shard"):
+        own.step()
+    optimizer.close()
+    dist.barrier()
