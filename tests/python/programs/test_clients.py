@@ -24,7 +24,7 @@ ADDRESS = {"LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "
 SYSTEMS = ("DDP", "zero 2", "zero 3", "Lomo")
 REFUSED = {
     ("zero 3", "predict_with_generate"): "use zero.shard() at stage 1 or 2, or predict_with",
-    ("zero 3", "EMA"): "FSDP does not support deepcopy",
+    ("zero 3", "EMA"): "copy the model before it is sharded",
 }
 IS_INSTALLED = "ringcomm" in [
     e.name for e in importlib.metadata.entry_points(group="torch.backends")
