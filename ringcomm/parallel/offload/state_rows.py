@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -58,6 +59,7 @@ class StateRows:
         """`first` is the number of parameter 0 in the tier, which optimizers may share."""
         self._tier, self._first = tier, first
         self.kept: dict[tuple[int, int], tuple[str, dict[str, Any]]] = {}
+        self._known: dict[str, list[Tensor]] = {}  # views of rows that stay where they are
 
     def fetch(self, piece: tuple[int, int]) -> Loan | None:
         """Starts reading a state; None if it has no row."""
@@ -71,11 +73,20 @@ class StateRows:
 
     def view(self, piece: tuple[int, int], loan: Loan | None) -> dict[str, Any]:
         """A state of which fetch() returned the row; waits for it."""
-        _, values = self.kept.get(piece, ("", {}))
-        nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
-        views = iter(_views(nothing if loan is None else loan.wait(), large_tensors(values)))
+        key, values = self.kept.get(piece, ("", {}))
+        views = iter([] if loan is None else self._views(key, loan, large_tensors(values)))
         found: dict[str, Any] = map_tensors(lambda x: next(views) if x.dim() else x, values)
         return found
+
+    def _views(self, key: str, loan: Loan, tensors: list[Tensor]) -> list[Tensor]:
+        """Tensors like these in a row."""
+        known = self._known.get(key, [])
+        kinds = [[(x.shape, x.dtype) for x in of] for of in (known, tensors)]
+        if not known or kinds[0] != kinds[1]:
+            known = _views(loan.wait(), tensors)
+            if self._tier.keeps_memory:
+                self._known[key] = known
+        return known
 
     def copy(self, piece: tuple[int, int]) -> dict[str, Any]:
         """A copy of a state; {} if there is none."""
@@ -101,9 +112,11 @@ class StateRows:
         if new is None and num_bytes:
             new = self._tier.new(key, num_bytes, torch.uint8)
         if new is not None:
-            pairs = zip(_views(new.wait(), tensors), tensors, strict=True)
+            pairs = zip(self._views(key, new, tensors), tensors, strict=True)
             moved = [
-                (p, x) for p, x in pairs if p.data_ptr() != x.data_ptr() or p.stride() != x.stride()
+                (p, x)
+                for p, x in pairs
+                if p is not x and (p.data_ptr() != x.data_ptr() or p.stride() != x.stride())
             ]
             # What a class has replaced may share memory with another part of the row.
             for place, value in [(p, x.clone() if new is loan else x) for p, x in moved]:
@@ -114,9 +127,12 @@ class StateRows:
 
 
 def _without_values(value: Tensor) -> Tensor:
-    if value.dim():
-        return torch.empty(value.shape, dtype=value.dtype, device="meta")
-    return value.detach().clone()
+    return _meta(value.shape, value.dtype) if value.dim() else value.detach().clone()
+
+
+@cache
+def _meta(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def to_json(value: Any) -> str:

@@ -35,6 +35,8 @@ class Tier:
     and put() combine these calls.
     """
 
+    keeps_memory = True  # a row is in the same memory every time
+
     def __init__(self) -> None:
         self._rows: dict[str, Tensor] = {}
 
@@ -79,6 +81,8 @@ class Tier:
 
 class FileTier(Tier):
     """Rows in a FileStore, transferred through a few buffers; tiers may share a pool."""
+
+    keeps_memory = False
 
     def __init__(self, store: FileStore, pool: BufferPool) -> None:
         self.store, self._pool = store, pool
