@@ -74,12 +74,14 @@ class StateRows:
     def view(self, piece: tuple[int, int], loan: Loan | None) -> dict[str, Any]:
         """A state of which fetch() returned the row; waits for it."""
         key, values = self.kept.get(piece, ("", {}))
-        views = iter([] if loan is None else self._views(key, loan, large_tensors(values)))
+        views = iter(self._views(key, loan, large_tensors(values)))
         found: dict[str, Any] = map_tensors(lambda x: next(views) if x.dim() else x, values)
         return found
 
-    def _views(self, key: str, loan: Loan, tensors: list[Tensor]) -> list[Tensor]:
-        """Tensors like these in a row."""
+    def _views(self, key: str, loan: Loan | None, tensors: list[Tensor]) -> list[Tensor]:
+        """Tensors like these in a row; there is none for tensors without elements."""
+        if loan is None:
+            return _views(torch.empty(0, dtype=torch.uint8, device="cpu"), tensors)
         known = self._known.get(key, [])
         kinds = [[(x.shape, x.dtype) for x in of] for of in (known, tensors)]
         if not known or kinds[0] != kinds[1]:
