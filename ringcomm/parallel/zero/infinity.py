@@ -31,7 +31,8 @@ from ringcomm.parallel.offload.transfers import BufferPool
 from ringcomm.parallel.optimizer_classes import options_of
 from ringcomm.parallel.shards import WeightShards
 from ringcomm.parallel.zero.home import Home
-from ringcomm.parallel.zero.optimizer import Given, Inner, ZeroOptimizer
+from ringcomm.parallel.zero.inner import Inner
+from ringcomm.parallel.zero.optimizer import Given, ZeroOptimizer
 from ringcomm.parallel.zero.whole import Owners
 from ringcomm.torch_names import NO_BACKWARD, graph_task, will_run
 

@@ -38,7 +38,8 @@ from ringcomm.parallel.shards.units import (
     watch_whole_weights,
 )
 from ringcomm.parallel.shards.weight_shards import refuse_moves
-from ringcomm.parallel.zero.optimizer import Given, Inner, ZeroOptimizer
+from ringcomm.parallel.zero.inner import Inner
+from ringcomm.parallel.zero.optimizer import Given, ZeroOptimizer
 from ringcomm.parallel.zero.whole import Owners
 from ringcomm.torch_names import (
     at_end_of_backward,
