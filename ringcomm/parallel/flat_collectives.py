@@ -97,9 +97,7 @@ def all_gather_shards(
 ) -> None:
     """Fills a buffer with the ranks' shards; this rank's shard is already in place.
 
-    `flat` has one dimension, and the same size on all ranks. `sizes` has the elements of each
-    rank's shard; by default shard_sizes(). Without a group the rank is alone. Collective, unless
-    the buffer is empty.
+    Arguments are those of reduce_scatter_mean(). Collective, unless the buffer is empty.
     """
     if group is None or flat.numel() == 0:
         return
