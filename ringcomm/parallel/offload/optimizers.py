@@ -270,7 +270,10 @@ class Offloaded(torch.optim.Optimizer):
             is_written = master.to(weight.dtype) != on_host
             if is_written.any():
                 master[is_written] = on_host[is_written].float()
-        rule = self._rule_of(options, weight.dtype) if method == "step" else None
+        is_known = type(self.inner) in (torch.optim.AdamW, torch.optim.SGD)
+        rule: Rule | None = None  # of a kernel with the same update
+        if is_known and method == "step" and _dtype_of(weight) == torch.float32:
+            rule = rule_of(self.inner, {**options, "lr": float(options["lr"])})
         if rule is not None and grad is not None:
             _update_by_kernel(rule, weight, grad, grad_scale, state)
         else:
@@ -286,13 +289,6 @@ class Offloaded(torch.optim.Optimizer):
                 state["master"] = home
         self._rows.keep(piece, state, loan)
         return options
-
-    def _rule_of(self, options: dict[str, Any], dtype: torch.dtype) -> Rule | None:
-        """The rule of a kernel with the same update, if there is one."""
-        is_known = type(self.inner) in (torch.optim.AdamW, torch.optim.SGD)
-        if not is_known or dtype not in (torch.float32, torch.float16, torch.bfloat16):
-            return None
-        return rule_of(self.inner, {**options, "lr": float(options["lr"])})
 
     # ---- states
 

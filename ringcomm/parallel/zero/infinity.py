@@ -67,7 +67,7 @@ class ZeroInfinity(ZeroOptimizer):
         self._home = Home(self._tier, self._grads, self._replacing, is_filled=resume)
         self._weights = _HomedShards(self._home, given.model.module, group, units=given.units)
         self._own = {param: self._weights.shard_of(param) for param in self.all_params()}
-        self._share_out({param: self._weights.unit_of(param).group for param in self._own})
+        self._share_out({p: unit.group for unit in self._weights.units for p in unit.params})
         self._has_experts = bool(split_experts(given.model.module))  # on any rank
         self._place_offloaded(self._tier)
         if resume:

@@ -237,41 +237,36 @@ class States(torch.optim.Optimizer):
                     nothing = torch.empty(0, dtype=param.dtype, device=param.device)
                     self._states[param] = {key: nothing.clone() for key in keys}
 
-    def _from_owner(self, param: Any, owner: int, spec: dict[str, Any]) -> dict[str, Any]:
-        """The state of a weight that has an owner, whole on every rank. Collective."""
-        own, found = self._state_of(param), dict(spec)
-        for key, value in spec.items():
-            if isinstance(value, Tensor) and value.dim():
-                whole = (
-                    own[key].contiguous().to(param.device)
-                    if self.updates(param)
-                    else torch.empty(value.shape, dtype=value.dtype, device=param.device)
-                )
-                if (group := self.group_of(param)) is not None:
-                    dist.broadcast(whole, group=group, group_src=owner)
-                found[key] = whole
-        return found
-
     def _row_state(self, param: Any, specs: dict[Any, dict[str, Any]]) -> dict[str, Any]:
         """A weight's state as this rank's rows, split as torch does. Collective."""
-        owner = self.owner_of(param)
-        if owner is not None:
-            state = self._from_owner(param, owner, specs[param])
-            for key, value in state.items():
-                if isinstance(value, Tensor) and value.dim() and value.shape == param.shape:
-                    state[key] = self._as_rows(param, value)
-            return state
-        state = self._state_of(param)
-        for key, value in state.items():
+        own = self._state_of(param)
+        found = dict(specs.get(param, own))
+        for key, value in found.items():
             # fully_shard splits between rows too.
             if isinstance(value, Tensor) and value.dim() and not isinstance(value, DTensor):
-                group = self.group_of(param)
-                ranges = [self.range_of(param, rank) for rank in range(place_in(group)[1])]
-                whole = value.new_empty(param.numel())
-                whole[slice(*self.range_of(param))] = value
-                all_gather_shards(whole, group, [end - begin for begin, end in ranges])
-                state[key] = self._as_rows(param, whole.view(param.shape))
-        return state
+                whole = self._whole(param, value, own.get(key))
+                found[key] = self._as_rows(param, whole) if whole.shape == param.shape else whole
+        return found
+
+    def _whole(self, param: Any, like: Tensor, mine: Any) -> Tensor:
+        """A tensor of a state, whole on every rank: its owner's, or all ranks' parts. Collective.
+
+        `like` has the dtype, and of an owner's the shape.
+        """
+        group, owner = self.group_of(param), self.owner_of(param)
+        if owner is None:
+            ranges = [self.range_of(param, rank) for rank in range(place_in(group)[1])]
+            whole = like.new_empty(param.numel())
+            whole[slice(*self.range_of(param))] = mine
+            all_gather_shards(whole, group, [end - begin for begin, end in ranges])
+            return whole.view(param.shape)
+        if self.updates(param):
+            whole = mine.contiguous().to(param.device)
+        else:
+            whole = torch.empty(like.shape, dtype=like.dtype, device=param.device)
+        if group is not None:
+            dist.broadcast(whole, group=group, group_src=owner)
+        return whole
 
     def _as_rows(self, param: Any, whole: Tensor) -> Any:
         """This rank's rows of a value that every rank has, as of the weight."""
