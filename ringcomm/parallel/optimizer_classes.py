@@ -90,23 +90,17 @@ def run_on_parts(
             if factor != 1:
                 weight.grad *= factor
     called = [of_parts(group, made) for group in groups]
-    found = call(optimizer, method, called, {made[p]: of for p, of in states.items() if of})
+    found = defaultdict[Any, Any](dict, {made[p]: of for p, of in states.items() if of})
+    optimizer.param_groups, optimizer.state = called, found
+    try:
+        getattr(optimizer, method)()
+        found = optimizer.state
+    finally:
+        optimizer.param_groups, optimizer.state = [], {}
     for param, weight in made.items():
         if weight.data_ptr() != parts[param].data_ptr():  # the class has set `.data`
             parts[param].copy_(weight)
     return {p: found[weight] for p, weight in made.items() if weight in found}, called
-
-
-def call(
-    optimizer: Any, method: str, groups: list[dict[str, Any]], states: Any = ()
-) -> dict[Any, dict[str, Any]]:
-    """Calls a method of a copy without groups on groups and states; returns the new states."""
-    optimizer.param_groups, optimizer.state = groups, defaultdict(dict, states)
-    try:
-        getattr(optimizer, method)()
-        return optimizer.state
-    finally:
-        optimizer.param_groups, optimizer.state = [], {}
 
 
 def new_state(optimizer: Any, group: dict[str, Any], param: Any, value: Tensor) -> dict[str, Any]:

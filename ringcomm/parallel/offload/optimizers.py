@@ -31,10 +31,8 @@ from ringcomm.parallel.offload.transfers import BufferPool
 from ringcomm.parallel.optimizer_classes import (
     BY_WEIGHT,
     attributes_of,
-    call,
     needs_whole,
     new_state,
-    of_parts,
     options_of,
     over_groups,
     params_in,
@@ -223,9 +221,9 @@ class Offloaded(torch.optim.Optimizer):
                     self.steps[param] = self.steps.get(param, 0) + (method == "step")
             others = [i for i in range(len(before)) if i not in after]
             if others and self._takes_empty:
-                empty = {i: of_parts(self.param_groups[i], {}) for i in others}
-                after |= {i: {**empty[i], **options_of(before[i])} for i in others}
-                call(self.inner, method, [after[i] for i in others])
+                groups = [{**self.param_groups[i], **options_of(before[i])} for i in others]
+                _, called = run_on_parts(self.inner, method, groups, {}, {}, grad_scale, {})
+                after |= zip(others, called, strict=True)
         finally:
             for loan in self._ahead.values():
                 self._rows.give_back(loan)

@@ -96,11 +96,9 @@ class Bucket:
         self._mine, self.is_half = mine, self.weights.dtype != torch.float32
         self.has_master = self.is_half
         self.shard = values[mine].float().clone() if self.is_half else self.weights[mine]
-        begin = 0
-        self._places: dict[nn.Parameter, tuple[int, int]] = {}
+        ends = accumulate(param.numel() for param in self.params)
+        self._places = {p: (e - p.numel(), e) for p, e in zip(self.params, ends, strict=True)}
         for param in self.params:
-            self._places[param] = begin, begin + param.numel()
-            begin += param.numel()
             param.grad = None
             param.data = with_own_storage(self._view(self.weights, param))
         self.shard_grad: Tensor | None = None
