@@ -52,6 +52,13 @@ def with_own_storage(part: Tensor) -> Tensor:
     return torch.from_dlpack(part.view(-1)).view(part.shape)
 
 
+def take_written(master: Tensor, half: Tensor) -> None:
+    """Updates a master after 16-bit weights were modified, as by a loaded state_dict."""
+    is_written = half != master.to(half.dtype)
+    if is_written.any():
+        master[is_written] = half[is_written].float()
+
+
 def reduce_scatter_mean(
     flat: Tensor, group: dist.ProcessGroup | None, sizes: list[int] | None = None
 ) -> Tensor:

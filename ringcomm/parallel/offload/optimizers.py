@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from ringcomm import ops
 from ringcomm.ops.updates.fused_update import Rule, rule_of
-from ringcomm.parallel.flat_collectives import local_of
+from ringcomm.parallel.flat_collectives import local_of, take_written
 from ringcomm.parallel.offload.operands import Operands, StatesView, numbered_groups
 from ringcomm.parallel.offload.state_rows import (
     StateRows,
@@ -263,11 +263,7 @@ class Offloaded(torch.optim.Optimizer):
         if weight.dtype != _dtype_of(weight):
             if master is None:
                 master = state["master"] = weight.to("cpu", torch.float32)
-            # As the user, or load_state_dict() of the model, may have.
-            on_host = weight.to("cpu")
-            is_written = master.to(weight.dtype) != on_host
-            if is_written.any():
-                master[is_written] = on_host[is_written].float()
+            take_written(master, weight.to("cpu"))
         is_known = type(self.inner) in (torch.optim.AdamW, torch.optim.SGD)
         rule: Rule | None = None  # of a kernel with the same update
         if is_known and method == "step" and _dtype_of(weight) == torch.float32:

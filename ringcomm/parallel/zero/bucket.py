@@ -21,14 +21,10 @@ from ringcomm.parallel.flat_collectives import (
     place_in,
     reduce_scatter_mean,
     shard_sizes,
+    take_written,
     with_own_storage,
 )
-from ringcomm.parallel.gradient_placeholder import (
-    GradientHooks,
-    largest_of,
-    remove_hooks,
-    weakly,
-)
+from ringcomm.parallel.gradient_placeholder import GradientHooks, largest_of, remove_hooks, weakly
 from ringcomm.parallel.model.describe import Model
 from ringcomm.parallel.zero.optimizer import ShardOptions
 from ringcomm.torch_names import NO_BACKWARD, at_end_of_backward, current_node, graph_task, will_run
@@ -192,12 +188,9 @@ class Bucket:
     # ---- around the update
 
     def see_written_weights(self) -> None:
-        """Updates masters after 16-bit weights were modified, as by a loaded state_dict."""
+        """See take_written()."""
         if self.has_master:
-            mine = self.weights[self._mine]
-            is_written = mine != self.shard.to(mine.dtype)
-            if is_written.any():
-                self.shard[is_written] = mine[is_written].float()
+            take_written(self.shard, self.weights[self._mine])
 
     def gather(self) -> None:
         """Gathers the new weights on all ranks. Collective."""

@@ -14,11 +14,7 @@ from torch import Tensor, nn
 from ringcomm import ops
 from ringcomm.ops.updates.fused_update import Rule, rule_of
 from ringcomm.parallel.expert.local_experts import split_experts
-from ringcomm.parallel.flat_collectives import (
-    device_of,
-    takes_uneven,
-    with_own_storage,
-)
+from ringcomm.parallel.flat_collectives import device_of, takes_uneven, with_own_storage
 from ringcomm.parallel.gradient_placeholder import weakly
 from ringcomm.parallel.model.describe import describe
 from ringcomm.parallel.model.stage_part import StagePart

@@ -25,11 +25,7 @@ from ringcomm.parallel.model.describe import Model, describe
 from ringcomm.parallel.model.refuse import HOOK_AT_STAGE_3
 from ringcomm.parallel.model.saving import refuse_parts, save_full
 from ringcomm.parallel.model.starts import start_equal_over_data
-from ringcomm.parallel.shards.unit_hooks import (
-    refuse_create_graph,
-    tensors_in,
-    with_own_memory,
-)
+from ringcomm.parallel.shards.unit_hooks import refuse_create_graph, tensors_in, with_own_memory
 from ringcomm.parallel.shards.units import (
     data_group_of,
     fsdp_units,
