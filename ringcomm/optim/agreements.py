@@ -158,16 +158,15 @@ class SameWeights:
         """
         self._expected = _coming(self._slots, arrived)
         task = graph_task()
-        mine = [
-            progress(
+        mine = {
+            slot.name: progress(
                 slot.num_arrived - (slot.num_arrived > 0 and slot.arrived_in == task),
                 is_coming=slot is arrived or slot in self._expected,
                 is_by_hand=slot.num_arrived == 0 and slot.has_grad,
             )
             for slot in self._slots
-        ]
+        }
         check_same_gradients(
-            [slot.name for slot in self._slots],
             mine,
             self._slots[0].peers,
             self._slots[0].local.device,

@@ -43,19 +43,20 @@ class ModelWeights:
         self.has_several_stages = has_several_stages(model)
         self._described = describe(nn.Module() if model is None else model)
         self.has_experts = bool(split_experts(self._described.module))
-        weights = self._described.weights
         refuse(self._described, Asked("Lomo", optimizer, is_replicated=False))
-        # The modules that have a parameter, each with the parameter's name in it.
-        self._places = {param: weight.places for param, weight in weights.items()}
-        self._names = {param: weight.name for param, weight in weights.items()}
+
+    def _weight_of(self, param: nn.Parameter) -> Weight:
+        """Its description; without names and places if no model has it."""
+        return self._described.weights.get(param, Weight(param))
 
     def name_of(self, param: nn.Parameter, index: int) -> str:
         """Its name in messages."""
-        return self._names.get(param, f"parameter {index} of shape {tuple(param.shape)}")
+        names = self._weight_of(param).names
+        return names[0] if names else f"parameter {index} of shape {tuple(param.shape)}"
 
     def cut_of(self, param: nn.Parameter) -> Cut:
         """Its elements on this rank."""
-        return self._described.weights.get(param, Weight(param)).cut()
+        return self._weight_of(param).cut()
 
     # ---- checks, which raise ValueError
 
@@ -63,7 +64,7 @@ class ModelWeights:
         """Raises for a parameter that is not supported."""
         steps = zip(param.shape, param.stride(), strict=True)
         span = 1 + sum((size - 1) * step for size, step in steps)
-        if self._model is not None and param not in self._names:
+        if self._model is not None and param not in self._described.weights:
             why = "is not a parameter of the model"
         elif isinstance(self._model, StagePart) and param in self._model.tied:
             why = (
@@ -98,7 +99,7 @@ class ModelWeights:
         """Numbers the weights of each group that averages gradients; experts have their own."""
         found: dict[dist.ProcessGroup | None, list[Slot]] = {group: []}
         for slot in slots:
-            weight = self._described.weights.get(slot.param, Weight(slot.param))
+            weight = self._weight_of(slot.param)
             slot.divisor = 1 if weight.experts is None else weight.experts.group.size()
             sharing = found.setdefault(weight.data_group(group), [])
             slot.index = len(sharing)  # ranks may have different numbers of experts
@@ -142,11 +143,11 @@ class ModelWeights:
     def check_unchanged(self, slots: Sequence[Slot]) -> None:
         """Raises for a weight that was replaced or unfrozen since the optimizer was made."""
         mine = {slot.param for slot in slots}
-        for own, name in self._names.items() if self._is_whole else ():
+        for own, weight in self._described.weights.items() if self._is_whole else ():
             if own.requires_grad and own not in mine and find_trainer(own) is None:
                 raise ValueError(
-                    f"{name} requires grad since {self._optimizer} was made, which does not train"
-                    " it: call add_param_group(), or give the optimizer parameters and model="
+                    f"{weight.name} requires grad since {self._optimizer} was made, which does not"
+                    " train it: call add_param_group(), or give the optimizer parameters and model="
                 )
         modules = set() if self._model is None else set(self._model.modules())
         for slot in slots:
@@ -158,7 +159,7 @@ class ModelWeights:
                     f"{slot.name} was cast to {param.dtype} after {self._optimizer} was made: cast"
                     " the model before"
                 )
-            for module, attribute in self._places.get(param, []):
+            for module, attribute in self._weight_of(param).places:
                 if module not in modules or module._parameters.get(attribute) is not param:
                     raise ValueError(
                         f"{slot.name} was replaced or removed after {self._optimizer} was made,"
@@ -214,7 +215,7 @@ class ModelWeights:
         self, slot: Slot, arrived: Callable[[Slot], None], *, may_fuse: bool
     ) -> list[Callable[[], Any]]:
         """Reports a weight's gradients, and uses by its layers."""
-        param, owners = slot.param, [module for module, _ in self._places.get(slot.param, [])]
+        param, owners = slot.param, [module for module, _ in self._weight_of(slot.param).places]
         hook = param.register_post_accumulate_grad_hook(lambda _: arrived(slot))
         slot.hook_id = hook.id
         undo = [hook.remove, lambda: note_trainer([param], None), slot.show]
@@ -232,7 +233,7 @@ class ModelWeights:
     ) -> list[Callable[[], Any]]:
         """Reports unsharded gradients, which fully_shard will reduce."""
         undo: list[Callable[[], Any]] = []
-        slot_at = {place: slot for slot in slots for place in self._places.get(slot.param, [])}
+        slot_at = {place: slot for slot in slots for place in self._weight_of(slot.param).places}
 
         def seen(module: nn.Module, name: str, param: nn.Parameter) -> None:
             slot = slot_at.get((module, name))

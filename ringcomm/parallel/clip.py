@@ -66,7 +66,7 @@ def clip_grad_norm_(
         )
     axes = describe(module).axes()
     grads = {param: param.grad for param in module.parameters() if param.grad is not None}
-    norm = total_norm(axes, {param: _own(grad) for param, grad in grads.items()}, norm_type)
+    norm = _total_norm(axes, {param: _own(grad) for param, grad in grads.items()}, norm_type)
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(f"the norm of the gradients is {float(norm)}")
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -76,11 +76,8 @@ def clip_grad_norm_(
     return norm
 
 
-def total_norm(axes: Axes, grads: dict[nn.Parameter, Tensor], norm_type: float = 2.0) -> Tensor:
-    """The norm of the whole model's gradient; `grads` has this rank's elements.
-
-    Returns a float64 scalar tensor, bitwise equal on all ranks. Collective.
-    """
+def _total_norm(axes: Axes, grads: dict[nn.Parameter, Tensor], norm_type: float) -> Tensor:
+    """The norm of the whole model's gradient; `grads` has this rank's elements. Collective."""
     is_max = norm_type == math.inf
     device = next((grad.device for grad in grads.values()), torch.device("cpu"))
     by_held: dict[Held, list[Tensor]] = {}

@@ -52,6 +52,13 @@ def with_own_storage(part: Tensor) -> Tensor:
     return torch.from_dlpack(part.view(-1)).view(part.shape)
 
 
+def take_written(master: Tensor, half: Tensor) -> None:
+    """Updates a master after 16-bit weights were modified, as by a loaded state_dict."""
+    is_written = half != master.to(half.dtype)
+    if is_written.any():
+        master[is_written] = half[is_written].float()
+
+
 def reduce_scatter_mean(
     flat: Tensor, group: dist.ProcessGroup | None, sizes: list[int] | None = None
 ) -> Tensor:
@@ -97,9 +104,7 @@ def all_gather_shards(
 ) -> None:
     """Fills a buffer with the ranks' shards; this rank's shard is already in place.
 
-    `flat` has one dimension, and the same size on all ranks. `sizes` has the elements of each
-    rank's shard; by default shard_sizes(). Without a group the rank is alone. Collective, unless
-    the buffer is empty.
+    Arguments are those of reduce_scatter_mean(). Collective, unless the buffer is empty.
     """
     if group is None or flat.numel() == 0:
         return

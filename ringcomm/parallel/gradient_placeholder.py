@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -174,10 +174,13 @@ def remove_hooks(handles: list[Any]) -> None:
 
 
 def largest_of(
-    values: list[int], groups: Sequence[dist.ProcessGroup], device: torch.device
+    values: list[int],
+    groups: Sequence[dist.ProcessGroup],
+    device: torch.device,
+    dtype: torch.dtype = torch.int32,
 ) -> list[int]:
     """The elementwise maximum over all ranks of a mesh with these groups. Collective."""
-    tensor = torch.tensor(values, dtype=torch.int32, device=device)
+    tensor = torch.tensor(values, dtype=dtype, device=device)
     if isinstance(tensor, FakeTensor):
         return values
     for group in groups:
@@ -195,21 +198,20 @@ def progress(num_before: int, *, is_coming: bool, is_by_hand: bool) -> int:
 
 
 def check_same_gradients(
-    names: Collection[str],
-    mine: list[int],
+    mine: Mapping[str, int],
     groups: Sequence[dist.ProcessGroup],
     device: torch.device,
     *,
     who: str,
     instead: str,
 ) -> None:
-    """Raises RuntimeError on all ranks if progress() of a weight, `mine` here, differs.
+    """Raises RuntimeError on all ranks if progress() of a weight, by name, differs.
 
     The message says that `who` cannot reduce such gradients, and what to use `instead`. Collective
     over each of the groups, which are those of a mesh.
     """
-    found = largest_of([*mine, *(-value for value in mine)], groups, device)
-    for name, most, least in zip(names, found[: len(mine)], found[len(mine) :], strict=True):
+    found = largest_of([*mine.values(), *(-value for value in mine.values())], groups, device)
+    for name, most, least in zip(mine, found[: len(mine)], found[len(mine) :], strict=True):
         if most != -least:
             raise RuntimeError(
                 f"{name} has a gradient on some ranks only, which {who} cannot reduce. No weight"

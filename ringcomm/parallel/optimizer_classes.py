@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -35,6 +35,11 @@ _SHAPE, _SIZES = (72, 64), (1, 1500, 3107)
 _NUM_STEPS, _NUM_ASKED_STEPS = 3, 25
 
 
+def params_in(groups: Iterable[dict[str, Any]]) -> list[Any]:
+    """The parameters of all groups."""
+    return [param for group in groups for param in group["params"]]
+
+
 def over_groups(optimizer: Any, groups: list[dict[str, Any]]) -> Any:
     """A copy of an optimizer over other parameter groups, without state and hooks."""
     made = object.__new__(type(optimizer))
@@ -57,11 +62,45 @@ def options_of(group: dict[str, Any]) -> dict[str, Any]:
     return {key: copy.deepcopy(value) for key, value in group.items() if key not in BY_WEIGHT}
 
 
-def like_weight(part: Tensor, param: Any) -> nn.Parameter:
-    """A weight in the memory of a part, with attributes that users have set."""
-    made = nn.Parameter(part.detach(), param.requires_grad)
-    vars(made).update(vars(param))
-    return made
+def take_options(group: dict[str, Any], of: dict[str, Any]) -> None:
+    """Sets the options of a parameter group to those of another."""
+    group.update({key: value for key, value in of.items() if key not in BY_WEIGHT})
+
+
+def run_on_parts(
+    optimizer: Any,
+    method: str,
+    groups: Iterable[dict[str, Any]],
+    parts: Mapping[Any, Tensor],
+    grads: Mapping[Any, Tensor | None],
+    factor: float,
+    states: Mapping[Any, dict[str, Any]],
+) -> tuple[dict[Any, dict[str, Any]], list[dict[str, Any]]]:
+    """Calls a method of a copy without groups on parts of weights, which it writes.
+
+    `grads` and `states` are those of the parts; gradients are multiplied by the factor. Returns the
+    new states, and the groups with their new options.
+    """
+    made: dict[Any, nn.Parameter] = {}
+    for param, part in parts.items():
+        made[param] = weight = nn.Parameter(part.detach(), param.requires_grad)
+        vars(weight).update(vars(param))  # attributes that users have set
+        if (grad := grads[param]) is not None:
+            weight.grad = grad.to(part.dtype).view(part.shape)
+            if factor != 1:
+                weight.grad *= factor
+    called = [of_parts(group, made) for group in groups]
+    found = defaultdict[Any, Any](dict, {made[p]: of for p, of in states.items() if of})
+    optimizer.param_groups, optimizer.state = called, found
+    try:
+        getattr(optimizer, method)()
+        found = optimizer.state
+    finally:
+        optimizer.param_groups, optimizer.state = [], {}
+    for param, weight in made.items():
+        if weight.data_ptr() != parts[param].data_ptr():  # the class has set `.data`
+            parts[param].copy_(weight)
+    return {p: found[weight] for p, weight in made.items() if weight in found}, called
 
 
 def new_state(optimizer: Any, group: dict[str, Any], param: Any, value: Tensor) -> dict[str, Any]:
@@ -87,9 +126,8 @@ def retire(optimizer: torch.optim.Optimizer, new_owner: str) -> None:
         )
 
     optimizer.register_step_pre_hook(refuse)  # a scheduler has replaced `step`
-    for name in {"train", "eval"} & {*dir(optimizer)}:
-        setattr(optimizer, name, refuse)
-    for name in ("zero_grad", "add_param_group", "state_dict", "load_state_dict"):
+    names = {"zero_grad", "add_param_group", "state_dict", "load_state_dict"}
+    for name in names | ({"train", "eval"} & {*dir(optimizer)}):
         setattr(optimizer, name, refuse)
 
 
@@ -150,8 +188,8 @@ def needs_whole(optimizer: torch.optim.Optimizer, asked: Collection[type]) -> bo
 def _takes_parts(optimizer: torch.optim.Optimizer, num_steps: int) -> bool:
     try:
         with _NoCollectives():
-            return not any(
-                _difference(optimizer, group, shape, num_steps)
+            return all(
+                _is_same_on_parts(optimizer, group, shape, num_steps)
                 for group in optimizer.param_groups
                 for shape in dict.fromkeys((_SHAPE, _shape_of(group)))
             )
@@ -245,13 +283,10 @@ def state_elems(
     return {param: of_shapes[param.shape] for param in group["params"]}
 
 
-def _difference(
-    optimizer: torch.optim.Optimizer,
-    group: dict[str, Any],
-    shape: tuple[int, ...],
-    num_steps: int,
-) -> str:
-    """What steps on parts do differently; "" if nothing."""
+def _is_same_on_parts(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], shape: Sequence[int], num_steps: int
+) -> bool:
+    """Whether steps on parts of a weight, and states, are as on the whole weight."""
     generator = torch.Generator().manual_seed(0)
     sizes = (1 + num_steps, *shape)
     weight, *grads = torch.randn(sizes, dtype=torch.float32, device="cpu", generator=generator)
@@ -265,19 +300,17 @@ def _difference(
     of_parts = [
         _steps(optimizer, group, [part], [own])[0] for part, own in zip(parts, by_part, strict=True)
     ]
-    values = [("weights", weight, parts)]
+    values = [(weight, parts)]
     for key, value in of_whole.items():
-        if isinstance(value, Tensor) and value.dim():
-            if value.shape != weight.shape:
-                return f"keeps a state {key!r} that does not have the weight's shape"
-            values.append((key, value, [state[key] for state in of_parts]))
+        if isinstance(value, Tensor) and value.shape == weight.shape:
+            values.append((value, [state[key] for state in of_parts]))
         elif any(isinstance(leaf, Tensor) and leaf.dim() for leaf in tree_leaves(value)):
-            return f"keeps tensors in a {type(value).__name__} {key!r}"
-    for key, whole, found in values:
-        joined = torch.cat([part.reshape(-1) for part in found]).view_as(whole)
-        if not torch.allclose(joined, whole, rtol=1e-4, atol=1e-6, equal_nan=True):
-            return f"gives other {key!r} on parts of a weight than on the whole weight"
-    return ""
+            return False
+    for whole, found in values:
+        joined = torch.cat([part.reshape(-1) for part in found])
+        if not torch.allclose(joined, whole.view(-1), rtol=1e-4, atol=1e-6, equal_nan=True):
+            return False
+    return True
 
 
 def _steps(

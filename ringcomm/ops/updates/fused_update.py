@@ -232,6 +232,8 @@ Rule = AdamWStep | SGDStep
 
 def rule_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Rule | None:
     """The update rule of a parameter group of torch's AdamW or SGD; None if it is not supported."""
+    if type(optimizer) not in (torch.optim.AdamW, torch.optim.SGD):
+        return None
     if group["maximize"] or group.get("amsgrad") or isinstance(group["lr"], Tensor):
         return None
     if isinstance(optimizer, torch.optim.AdamW):

@@ -265,10 +265,8 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(..., in_features) to the same shape and dtype.
 
-        Each rank may have any number of tokens, including none. Under autocast tokens are sent in
-        its dtype, as for linear layers; results are weighted and summed in float32. Raises
-        ValueError on all ranks if the dtype of tokens, or the need for gradients, differs between
-        ranks. Collective, and so is its backward pass, on all ranks if some rank needs it.
+        Each rank may have any number of tokens, including none. Autocast, errors and what is
+        collective are as in LocalExperts.forward().
         """
         if x.dim() == 0 or x.shape[-1] != self.router.in_features:
             raise ValueError(

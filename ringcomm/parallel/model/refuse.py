@@ -395,7 +395,16 @@ def refuse(model: Model, asked: Asked) -> None:
     for weight in model.weights.values():
         for row in rows:
             if row.is_so(weight, asked):
-                raise row.kind(_text_of(row, weight, asked))
+                tensor = weight.tensor
+                facts = {
+                    "name": weight.name,
+                    "w": weight,
+                    "asked": asked,
+                    "trainer": type(find_trainer(tensor)).__name__,
+                    "type": type(tensor.data if "{type}" in row.text else tensor).__name__,
+                    "dtype": None if asked.options is None else _dtype_of(weight, asked),
+                }
+                raise row.kind(row.text.format(**facts))
     for row in _rows(_MODELS, asked):
         if found := row.is_so(model, asked):
             raise row.kind(row.text.format(found=found, asked=asked, own=asked.adapter))
@@ -404,15 +413,3 @@ def refuse(model: Model, asked: Asked) -> None:
 def _rows(table: tuple[_Row, ...], asked: Asked) -> list[_Row]:
     systems = {asked.system, *(asked.adapter.systems if asked.adapter else ())}
     return [row for row in table if not systems.isdisjoint(row.systems)]
-
-
-def _text_of(row: _Row, weight: Weight, asked: Asked) -> str:
-    tensor = weight.tensor
-    return row.text.format(
-        name=weight.name,
-        w=weight,
-        asked=asked,
-        trainer=type(find_trainer(tensor)).__name__,
-        type=type(tensor.data if "{type}" in row.text else tensor).__name__,
-        dtype=None if asked.options is None else _dtype_of(weight, asked),
-    )

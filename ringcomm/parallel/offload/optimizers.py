@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from ringcomm import ops
 from ringcomm.ops.updates.fused_update import Rule, rule_of
-from ringcomm.parallel.flat_collectives import local_of
+from ringcomm.parallel.flat_collectives import local_of, take_written
 from ringcomm.parallel.offload.operands import Operands, StatesView, numbered_groups
 from ringcomm.parallel.offload.state_rows import (
     StateRows,
@@ -31,26 +31,16 @@ from ringcomm.parallel.offload.transfers import BufferPool
 from ringcomm.parallel.optimizer_classes import (
     BY_WEIGHT,
     attributes_of,
-    like_weight,
     needs_whole,
     new_state,
-    of_parts,
     options_of,
     over_groups,
+    params_in,
     retire,
+    run_on_parts,
     takes_empty_groups,
 )
 from ringcomm.torch_names import mark_stepped, move_hooks, run_state_hooks
-
-
-class _Piece(NamedTuple):
-    """What is updated together: a whole weight, or elements of one."""
-
-    param: Tensor
-    weight: Tensor
-    grad: Tensor | None
-    grad_scale: float
-    state: dict[str, Any]
 
 
 def _dtype_of(param: Tensor) -> torch.dtype:
@@ -114,7 +104,7 @@ class Offloaded(torch.optim.Optimizer):
         if "state_dict" in vars(optimizer):  # see retire()
             raise ValueError(f"this {type(optimizer).__name__} was given to another optimizer")
         self.is_whole = needs_whole(optimizer, whole)
-        params = [param for group in optimizer.param_groups for param in group["params"]]
+        params = params_in(optimizer.param_groups)
         if self.is_whole and any(isinstance(param, DTensor) for param in params):
             raise ValueError(
                 f"{type(optimizer).__name__} needs whole weights, and the model is already sharded:"
@@ -231,9 +221,9 @@ class Offloaded(torch.optim.Optimizer):
                     self.steps[param] = self.steps.get(param, 0) + (method == "step")
             others = [i for i in range(len(before)) if i not in after]
             if others and self._takes_empty:
-                empty = {i: of_parts(self.param_groups[i], {}) for i in others}
-                after |= {i: {**empty[i], **options_of(before[i])} for i in others}
-                self._call(method, [after[i] for i in others])
+                groups = [{**self.param_groups[i], **options_of(before[i])} for i in others]
+                _, called = run_on_parts(self.inner, method, groups, {}, {}, grad_scale, {})
+                after |= zip(others, called, strict=True)
         finally:
             for loan in self._ahead.values():
                 self._rows.give_back(loan)
@@ -273,58 +263,26 @@ class Offloaded(torch.optim.Optimizer):
         if weight.dtype != _dtype_of(weight):
             if master is None:
                 master = state["master"] = weight.to("cpu", torch.float32)
-            # As the user, or load_state_dict() of the model, may have.
-            on_host = weight.to("cpu")
-            is_written = master.to(weight.dtype) != on_host
-            if is_written.any():
-                master[is_written] = on_host[is_written].float()
-        given = _Piece(param, weight, grad, grad_scale, state)
-        rule = self._rule_of(options, weight.dtype) if method == "step" else None
-        if rule is not None:
-            self._rows.keep(piece, _update_by_kernel(given, rule), loan)
-            return options
-        state, options = self._update(method, given, options)
+            take_written(master, weight.to("cpu"))
+        is_known = type(self.inner) in (torch.optim.AdamW, torch.optim.SGD)
+        rule: Rule | None = None  # of a kernel with the same update
+        if is_known and method == "step" and _dtype_of(weight) == torch.float32:
+            rule = rule_of(self.inner, {**options, "lr": float(options["lr"])})
+        if rule is not None and grad is not None:
+            _update_by_kernel(rule, weight, grad, grad_scale, state)
+        else:
+            state.pop("master", None)
+            state = map_tensors(lambda x: x.to(weight.device) if x.dim() else x, state)
+            home = weight if master is None else master.to(weight.device)
+            group = {**self.param_groups[self._places[param][1]], **options_of(options)}
+            given = {param: home}, {param: grad}, grad_scale, {param: state}
+            states, (options,) = run_on_parts(self.inner, method, [group], *given)
+            state = dict(states.get(param, {}))
+            if master is not None:
+                weight.copy_(home)
+                state["master"] = home
         self._rows.keep(piece, state, loan)
         return options
-
-    def _update(
-        self, method: str, piece: _Piece, before: dict[str, Any]
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Calls the class; returns the state and the options."""
-        param, weight, grad, grad_scale, state = piece
-        master = state.pop("master", None)
-        state = map_tensors(lambda x: x.to(weight.device) if x.dim() else x, state)
-        home = weight if master is None else master.to(weight.device)
-        part = like_weight(home, param)
-        if grad is not None:
-            part.grad = grad.to(part.dtype).view(part.shape)
-            if grad_scale != 1:
-                part.grad *= grad_scale
-        group = self.param_groups[self._places[param][1]]
-        options = {**of_parts(group, {param: part}), **options_of(before)}
-        states = self._call(method, [options], {part: state} if state else {})
-        if part.data_ptr() != home.data_ptr():  # the class has set `.data`
-            home.copy_(part)
-        found = dict(states.get(part, {}))
-        if master is not None:
-            weight.copy_(home)
-            found["master"] = home
-        return found, options
-
-    def _rule_of(self, options: dict[str, Any], dtype: torch.dtype) -> Rule | None:
-        """The rule of a kernel with the same update, if there is one."""
-        is_known = type(self.inner) in (torch.optim.AdamW, torch.optim.SGD)
-        if not is_known or dtype not in (torch.float32, torch.float16, torch.bfloat16):
-            return None
-        return rule_of(self.inner, {**options, "lr": float(options["lr"])})
-
-    def _call(self, method: str, groups: list[dict[str, Any]], states: Any = ()) -> Any:
-        self.inner.param_groups, self.inner.state = groups, defaultdict(dict, states)
-        try:
-            getattr(self.inner, method)()
-            return self.inner.state
-        finally:
-            self.inner.param_groups, self.inner.state = [], {}
 
     # ---- states
 
@@ -418,7 +376,7 @@ class Offloaded(torch.optim.Optimizer):
             group.update(loaded)
         self.param_groups = groups  # which schedulers may share
         # torch.distributed.checkpoint has names for numbers.
-        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+        keys = params_in(state_dict["param_groups"])
         for param, key in zip(self._places, keys, strict=True):
             self.set_state_of(param, state_dict["state"].get(key, {}))
 
@@ -427,9 +385,9 @@ class Offloaded(torch.optim.Optimizer):
         self.tier.close()
 
 
-def _update_by_kernel(piece: _Piece, rule: Rule) -> dict[str, Any]:
-    _, weight, grad, grad_scale, state = piece
-    assert grad is not None
+def _update_by_kernel(
+    rule: Rule, weight: Tensor, grad: Tensor, grad_scale: float, state: dict[str, Any]
+) -> None:
     on_host = weight.to("cpu")
     # Of SGD it only matters whether there was a step.
     step = int(state.get("step", "momentum_buffer" in state)) + 1
@@ -444,4 +402,3 @@ def _update_by_kernel(piece: _Piece, rule: Rule) -> dict[str, Any]:
         weight.copy_(on_host)
     if isinstance(rule, ops.AdamWStep):
         state["step"] = torch.tensor(float(step), dtype=torch.float32, device="cpu")
-    return state

@@ -147,10 +147,13 @@ class WeightShards:
         """
         return self.unit_of(param).shards[param]  # type: ignore[index]
 
-    def range_of(self, param: Tensor) -> tuple[int, int]:
-        """The elements [begin, end) of the flat parameter in shard_of(), by shard_range()."""
+    def range_of(self, param: Tensor, rank: int | None = None) -> tuple[int, int]:
+        """The elements [begin, end) of the flat parameter in a rank's shard_of(), by shard_range().
+
+        `rank`: of the unit's group; by default this one.
+        """
         group = self.unit_of(param).group
-        return shard_range(param.numel(), group.size(), group.rank())
+        return shard_range(param.numel(), group.size(), group.rank() if rank is None else rank)
 
     def reduce_scatter(self, param: Tensor, grad: Tensor) -> Tensor:
         """Elements range_of(param) of the mean of the ranks' gradients, in their dtype.

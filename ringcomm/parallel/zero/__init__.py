@@ -19,7 +19,13 @@ from ringcomm.parallel.model.describe import Model, describe
 from ringcomm.parallel.model.owners import note_trainer
 from ringcomm.parallel.model.refuse import Asked, refuse
 from ringcomm.parallel.offload.optimizers import Offloaded
-from ringcomm.parallel.optimizer_classes import needs_whole, retire, takes_empty_groups
+from ringcomm.parallel.optimizer_classes import (
+    needs_whole,
+    optimizers_of,
+    params_in,
+    retire,
+    takes_empty_groups,
+)
 from ringcomm.parallel.zero.flat import FlatZero
 from ringcomm.parallel.zero.infinity import ZeroInfinity as ZeroInfinity
 from ringcomm.parallel.zero.inner import Inner
@@ -146,8 +152,7 @@ def shard(
         raise ValueError("units= is for stage 3 only")
     if offload_weights and stage != 3:
         raise ValueError("offload_weights is for stage 3 only")
-    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
-    described, inners = _described(model, optimizers, options, stage, mesh, whole)
+    described, inners = _described(model, optimizers_of(optimizer), options, stage, mesh, whole)
     groups = [group for inner in inners for group in inner.groups]
     is_grid = mesh is not None and mesh.ndim == 2
     if is_grid and (stage != 3 or offload_weights or group is not None):
@@ -195,7 +200,7 @@ def _joined_state(inners: Sequence[Inner]) -> dict[str, Any]:
         for group in state["param_groups"]:
             # Without options: the dicts stay, and with them tensors that a user may hold.
             joined["param_groups"].append({"params": [begin + n for n in group["params"]]})
-        begin += sum(len(group["params"]) for group in inner.groups)
+        begin += len(params_in(inner.groups))
     return joined
 
 
@@ -230,7 +235,7 @@ def _described(
     groups = [group for one in optimizers for group in one.param_groups]
     if len({"param_names" in group for group in groups}) > 1:
         raise ValueError("pass named parameters to all optimizers, or to none")
-    trained = [param for group in groups for param in group["params"]]
+    trained = params_in(groups)
     params = {*trained}
     if not params:
         raise ValueError("the optimizer has no parameters")
@@ -241,11 +246,10 @@ def _described(
     twice, num_uses = Counter(trained).most_common(1)[0]
     if num_uses > 1:
         raise ValueError(f"two optimizers have {described.weights[twice].name}: leave it to one")
-    for param in params:
-        name = described.weights[param].name
-        if isinstance(param, DTensor) and any(optimizer.state for optimizer in optimizers):
+    for weight in described.weights.values() if any(each.state for each in optimizers) else ():
+        if isinstance(weight.tensor, DTensor) and weight.tensor in params:
             raise ValueError(
-                f"{name} is a DTensor, and the optimizer has already made"
+                f"{weight.name} is a DTensor, and the optimizer has already made"
                 " a step: pass a new optimizer to zero.shard()"
             )
     if system == "zero 3" and options.loss_scale and options.grad_dtype == torch.float16:
@@ -265,6 +269,5 @@ def _described(
     for inner in inners:
         if inner.is_whole:
             reason = f"{type(inner.optimizer).__name__} needs whole weights"
-            of_inner = {param for group in inner.groups for param in group["params"]}
-            refuse(described, Asked("optimizer", reason, trained=of_inner))
+            refuse(described, Asked("optimizer", reason, trained={*params_in(inner.groups)}))
     return described, inners

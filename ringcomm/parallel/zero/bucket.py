@@ -21,9 +21,10 @@ from ringcomm.parallel.flat_collectives import (
     place_in,
     reduce_scatter_mean,
     shard_sizes,
+    take_written,
     with_own_storage,
 )
-from ringcomm.parallel.gradient_placeholder import GradientHooks, remove_hooks, weakly
+from ringcomm.parallel.gradient_placeholder import GradientHooks, largest_of, remove_hooks, weakly
 from ringcomm.parallel.model.describe import Model
 from ringcomm.parallel.zero.optimizer import ShardOptions
 from ringcomm.torch_names import NO_BACKWARD, at_end_of_backward, current_node, graph_task, will_run
@@ -91,11 +92,9 @@ class Bucket:
         self._mine, self.is_half = mine, self.weights.dtype != torch.float32
         self.has_master = self.is_half
         self.shard = values[mine].float().clone() if self.is_half else self.weights[mine]
-        begin = 0
-        self._places: dict[nn.Parameter, tuple[int, int]] = {}
+        ends = accumulate(param.numel() for param in self.params)
+        self._places = {p: (e - p.numel(), e) for p, e in zip(self.params, ends, strict=True)}
         for param in self.params:
-            self._places[param] = begin, begin + param.numel()
-            begin += param.numel()
             param.grad = None
             param.data = with_own_storage(self._view(self.weights, param))
         self.shard_grad: Tensor | None = None
@@ -189,12 +188,9 @@ class Bucket:
     # ---- around the update
 
     def see_written_weights(self) -> None:
-        """Updates masters after 16-bit weights were modified, as by a loaded state_dict."""
+        """See take_written()."""
         if self.has_master:
-            mine = self.weights[self._mine]
-            is_written = mine != self.shard.to(mine.dtype)
-            if is_written.any():
-                self.shard[is_written] = mine[is_written].float()
+            take_written(self.shard, self.weights[self._mine])
 
     def gather(self) -> None:
         """Gathers the new weights on all ranks. Collective."""
@@ -226,16 +222,12 @@ def plan_buckets(
     position = {param: i for i, param in enumerate(model.weights)}
     experts_of = {param: weight.experts for param, weight in model.weights.items()}
 
-    def sharing(experts: LocalExperts | None) -> Any:
-        return experts and (experts.group, experts.replica_group)
-
     buckets: list[list[nn.Parameter]] = []
     filling: dict[Any, tuple[list[nn.Parameter], int]] = {}
     for param in sorted(group_of, key=position.__getitem__, reverse=True):
-        kind = (
-            *(param.dtype, param.device, group_of[param], param in owners),
-            sharing(experts_of[param]),
-        )
+        experts = experts_of[param]
+        shared = experts and (experts.group, experts.replica_group)
+        kind = param.dtype, param.device, group_of[param], param in owners, shared
         num_bytes = param.numel() * (options.param_dtype or param.dtype).itemsize
         bucket, filled = filling.get(kind, ([], 0))
         if not bucket or filled + num_bytes > options.bucket_bytes:
@@ -335,8 +327,7 @@ class BackwardPasses:
         if not self._has_passed:
             with torch.no_grad():
                 self._share_facts(is_pass=True)
-                self._reduce_rest()
-            self.forget()
+                self._end_pass()
         self._has_passed = False
 
     # ---- agreement of all ranks
@@ -348,8 +339,7 @@ class BackwardPasses:
         other ranks make.
         """
         while (found := self._share_facts(is_pass=False))[0] == 2:
-            self._reduce_rest()
-            self.forget()
+            self._end_pass()
         return found
 
     def _share_facts(self, *, is_pass: bool) -> tuple[int, set[nn.Parameter], list[Bucket]]:
@@ -365,9 +355,7 @@ class BackwardPasses:
             mine = [what, *(param in has_gradient for param in params)]
             mine += [bool(bucket.arrived) for bucket in buckets]
             if group is not None:
-                facts = torch.tensor(mine, dtype=torch.uint8, device=device_of(group))
-                dist.all_reduce(facts, dist.ReduceOp.MAX, group=group)
-                mine = facts.tolist()
+                mine = largest_of(mine, [group], device_of(group), torch.uint8)
             by_weight, by_bucket = mine[1 : 1 + len(params)], mine[1 + len(params) :]
             found = max(found, mine[0])
             present |= {param for param, has in zip(params, by_weight, strict=True) if has}
@@ -380,9 +368,10 @@ class BackwardPasses:
         self._next += 1
         self._buckets[self._next - 1].reduce()
 
-    def _reduce_rest(self) -> None:
+    def _end_pass(self) -> None:
         while self._next < len(self._buckets):
             self._reduce_next()
+        self.forget()
 
     def _pass_over(self, idx: int) -> None:
         """Reduces the buckets before `idx` that get no more gradients in this graph task."""
@@ -412,8 +401,7 @@ class BackwardPasses:
             with torch.no_grad():
                 if self._waits:
                     self._share_facts(is_pass=True)
-                self._reduce_rest()
-            self.forget()
+                self._end_pass()
             return
         # A node of the outer task has run this one. Later nodes run in the outer task.
         for node, _ in outer.next_functions:

@@ -9,26 +9,20 @@ from itertools import groupby
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ringcomm import ops
 from ringcomm.ops.updates.fused_update import Rule, rule_of
 from ringcomm.parallel.expert.local_experts import split_experts
-from ringcomm.parallel.flat_collectives import (
-    device_of,
-    place_in,
-    takes_uneven,
-    with_own_storage,
-)
+from ringcomm.parallel.flat_collectives import device_of, takes_uneven, with_own_storage
 from ringcomm.parallel.gradient_placeholder import weakly
 from ringcomm.parallel.model.describe import describe
 from ringcomm.parallel.model.stage_part import StagePart
 from ringcomm.parallel.model.starts import start_equal_over_data
 from ringcomm.parallel.shards.units import materialize
 from ringcomm.parallel.zero.bucket import BackwardPasses, Bucket, plan_buckets
+from ringcomm.parallel.zero.inner import Inner
 from ringcomm.parallel.zero.optimizer import Given, ZeroOptimizer
-from ringcomm.parallel.zero.whole import owners_of
 from ringcomm.torch_names import tree_map_only
 
 
@@ -47,16 +41,11 @@ class FlatZero(ZeroOptimizer):
         materialize(model, [*given.model.weights], device_of(group))
         described = describe(model)
         start_equal_over_data(described, group)
-        self._group_of = {p: w.data_group(group) for p, w in described.weights.items()}
+        self._share_out({p: w.data_group(group) for p, w in described.weights.items()})
         self.stage = stage = given.stage
         dtype = options.param_dtype
-        whole = [param for param, inner in self._inner_by_param.items() if inner.is_whole]
-        self._owners = dict[Any, int]()
-        for of_group in dict.fromkeys(self._group_of.values()):
-            own = [param for param in whole if self._group_of[param] is of_group]
-            self._owners |= owners_of(own, place_in(of_group)[1])
         by_optimizer = [inner.groups for inner in given.optimizers]
-        plans = plan_buckets(described, by_optimizer, stage, options, self._owners, group.size())
+        plans = plan_buckets(described, by_optimizer, stage, options, self._owner_of, group.size())
         self._buckets = [
             Bucket(plan, group, dtype, options.grad_dtype, keeps_buffer=stage == 1)
             for plan in plans
@@ -92,6 +81,10 @@ class FlatZero(ZeroOptimizer):
         self._place_offloaded()
         for param, master in masters.items():
             self._set_state(param, {"master": master})
+
+    def _run_whole(self, inner: Inner, method: str, grads: Any, factor: float) -> None:
+        parts = {p: part for p in grads if (part := self._part_of(p)).numel()}
+        self._run_owned(inner, method, parts, grads, factor)
 
     def _part_of(self, param: Any) -> Tensor:
         bucket = self._bucket_of[param]
@@ -159,10 +152,8 @@ class FlatZero(ZeroOptimizer):
         self._see_written_weights()
         rules: dict[nn.Parameter, Rule | None] = {}
         for inner in self._inners:
-            has_rules = type(inner.optimizer) in (torch.optim.AdamW, torch.optim.SGD)
             for group in inner.groups:
-                rule = rule_of(inner.optimizer, group) if has_rules else None
-                rules |= dict.fromkeys(group["params"], rule)
+                rules |= dict.fromkeys(group["params"], rule_of(inner.optimizer, group))
         waiting = [bucket for bucket in self._due if bucket.shard_grad is None]
         done = [bucket for bucket in waiting if self._updated_by_rules(bucket, rules, factor)]
         self._due = [bucket for bucket in self._due if bucket not in done]
@@ -263,11 +254,9 @@ class FlatZero(ZeroOptimizer):
 
     def _set_state(self, param: Any, state: dict[str, Any]) -> None:
         bucket, given = self._bucket_of[param], dict(state)
-        if not self.updates(param):
-            given = {}
         if not self._inner_by_param[param].is_offloaded or not bucket.is_half:
             master = given.pop("master", None)
-            if bucket.has_master and master is not None:
+            if bucket.has_master and master is not None and self.updates(param):
                 self._part_of(param).copy_(master)
         super()._set_state(param, given)
         self._show_master(param)
@@ -279,14 +268,6 @@ class FlatZero(ZeroOptimizer):
         state, own = self._states.setdefault(param, {}), self._part_of(param)
         if "master" not in state or state["master"].data_ptr() != own.data_ptr():
             state["master"] = with_own_storage(own)
-
-    def owner_of(self, param: Any) -> int | None:
-        """See States."""
-        return self._owners.get(param)
-
-    def group_of(self, param: Any) -> dist.ProcessGroup | None:
-        """See States."""
-        return self._group_of[param]
 
     def range_of(self, param: Any, rank: int | None = None) -> tuple[int, int]:
         """See ZeroOptimizer."""

@@ -6,7 +6,7 @@ weights are gathered when it runs, and the next unit's are prefetched.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import zip_longest
 from pathlib import Path
@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ringcomm.ops.updates.fused_update import shard_range
 from ringcomm.parallel.expert.local_experts import split_experts
 from ringcomm.parallel.flat_collectives import all_gathered, takes_uneven
 from ringcomm.parallel.gradient_placeholder import (
@@ -28,12 +27,11 @@ from ringcomm.parallel.gradient_placeholder import (
 from ringcomm.parallel.offload.operands import Operands
 from ringcomm.parallel.offload.tiers import FileTier, make_tier
 from ringcomm.parallel.offload.transfers import BufferPool
-from ringcomm.parallel.optimizer_classes import options_of
+from ringcomm.parallel.optimizer_classes import take_options
 from ringcomm.parallel.shards import WeightShards
 from ringcomm.parallel.zero.home import Home
-from ringcomm.parallel.zero.inner import Inner
+from ringcomm.parallel.zero.inner import Grads, Inner
 from ringcomm.parallel.zero.optimizer import Given, ZeroOptimizer
-from ringcomm.parallel.zero.whole import Owners
 from ringcomm.torch_names import NO_BACKWARD, graph_task, will_run
 
 
@@ -69,21 +67,14 @@ class ZeroInfinity(ZeroOptimizer):
         self._home = Home(self._tier, self._grads, self._replacing, is_filled=resume)
         self._weights = _HomedShards(self._home, given.model.module, group, units=given.units)
         self._own = {param: self._weights.shard_of(param) for param in self.all_params()}
-        whole = [param for param, inner in self._inner_by_param.items() if inner.is_whole]
-        # All ranks last. Ranks may have different experts.
-        others = [unit.group for unit in self._weights.units if unit.group is not group]
-        self._groups = [*dict.fromkeys(others), group]
+        self._share_out({p: unit.group for unit in self._weights.units for p in unit.params})
         self._has_experts = bool(split_experts(given.model.module))  # on any rank
-        self._owners = {
-            of: Owners([param for param in whole if self.group_of(param) is of], of, self.range_of)
-            for of in self._groups
-        }
         self._place_offloaded(self._tier)
         if resume:
             self._resume()
         else:
             # Masters of parts are made from the parts, when they are needed.
-            halves = {param for param in whole if param.itemsize == 2}
+            halves = {param for param in self._owner_of if param.itemsize == 2}
             for owners in self._owners.values():
                 for params in owners.rounds(halves):
                     wholes = owners.gathered({param: self._part_of(param) for param in params})
@@ -126,7 +117,7 @@ class ZeroInfinity(ZeroOptimizer):
     def _resume(self) -> None:
         assert self._store is not None
         info = self._store.info
-        if info["shapes"] != self._shapes or info.get("updates") != self._updates:
+        if any(info.get(key) != value for key, value in self._layout.items()):
             raise ValueError("the files are from another model, other units or another optimizer")
         for key, packed in self._packed.items():
             with self._tier.row(key) as row:
@@ -134,7 +125,7 @@ class ZeroInfinity(ZeroOptimizer):
         for inner, saved in zip(self._inners, info["optimizers"], strict=True):
             inner.optimizer.restore(saved)
             for own, group in zip(inner.optimizer.param_groups, inner.groups, strict=True):
-                group.update({key: own[key] for key in own.keys() - {"params"}})
+                take_options(group, own)
         if self._scale is not None and info["loss_scale"] is not None:
             self._scale.load(info["loss_scale"])
 
@@ -144,13 +135,12 @@ class ZeroInfinity(ZeroOptimizer):
         return {key: row for key, row in rows.items() if row.numel()}
 
     @property
-    def _shapes(self) -> list[list[int]]:
-        return [list(self._home.shape(shard)) for shard in self._own.values()]
-
-    @property
-    def _updates(self) -> list[list[Any]]:
-        """Of each weight the class that updates it, and its owner."""
-        return [[type(self.inner_of(p)).__name__, self.owner_of(p)] for p in self._own]
+    def _layout(self) -> dict[str, Any]:
+        """Of each weight the shape, the class that updates it, and its owner."""
+        return {
+            "shapes": [list(self._home.shape(shard)) for shard in self._own.values()],
+            "updates": [[type(self.inner_of(p)).__name__, self.owner_of(p)] for p in self._own],
+        }
 
     def _commit(self) -> None:
         if self._store is None:
@@ -161,8 +151,7 @@ class ZeroInfinity(ZeroOptimizer):
             {
                 "num_steps": self.num_steps,
                 "optimizers": [inner.optimizer.saved() for inner in self._inners],
-                "shapes": self._shapes,
-                "updates": self._updates,
+                **self._layout,
                 "loss_scale": None if self._scale is None else self._scale.state(),
             }
         )
@@ -197,18 +186,16 @@ class ZeroInfinity(ZeroOptimizer):
     def _compare(self, group: dist.ProcessGroup, task: int = NO_BACKWARD) -> None:
         """Raises RuntimeError on all ranks if gradients are of different weights. Collective."""
         self._compared.add((task, group))
-        names, mine = [], []
+        mine = {}
         for param in self._own:
-            if self.group_of(param) is not group:
-                continue
-            names.append(self._names[param])
-            num_before, node = self._num_grads[param], self._hooks.nodes[param]
-            is_coming = task != NO_BACKWARD and will_run(node)
-            is_by_hand = num_before == 0 and param.grad is not None
-            mine.append(progress(num_before, is_coming=is_coming, is_by_hand=is_by_hand))
+            if self.group_of(param) is group:
+                num_before, node = self._num_grads[param], self._hooks.nodes[param]
+                is_coming = task != NO_BACKWARD and will_run(node)
+                is_by_hand = num_before == 0 and param.grad is not None
+                found = progress(num_before, is_coming=is_coming, is_by_hand=is_by_hand)
+                mine[self._names[param]] = found
         try:
             check_same_gradients(
-                names,
                 mine,
                 (group,),
                 torch.device("cpu"),
@@ -270,53 +257,32 @@ class ZeroInfinity(ZeroOptimizer):
     def _operands_of(self, inner: Inner) -> Operands:
         return self._parts if inner.is_whole else self._home
 
-    def _run_parts(
-        self, inner: Inner, method: str, grads: Mapping[Any, Tensor | None], factor: float
-    ) -> None:
+    def _run_parts(self, inner: Inner, method: str, grads: Grads, factor: float) -> None:
         self._run_offloaded(inner, method, grads, factor)
 
-    def _run_whole(
-        self, inner: Inner, method: str, grads: Mapping[Any, Tensor | None], factor: float
-    ) -> None:
-        """In rounds: a rank has one whole weight of each group in memory, and its gradient."""
-        inner = inner._replace(before=[options_of(group) for group in inner.groups])
+    def _rounds(self, grads: Collection[Any]) -> list[Any]:
+        """A rank has one whole weight of each group in memory, and its gradient. Collective."""
         rounds = [*zip_longest(*(owners.rounds(grads) for owners in self._owners.values()))]
         num_rounds = len(rounds)
         if self._has_experts:  # ranks with others may have more
             num_rounds = largest_of([num_rounds], [self.group], torch.device("cpu"))[0]
-        for number in range(num_rounds):
-            of_groups = rounds[number] if number < len(rounds) else ()
-            mine = [
-                (owners, {param: self._part_of(param) for param in params})
-                for owners, params in zip(self._owners.values(), of_groups, strict=False)
-                if params
-            ]
-            wholes, whole_grads = dict[Any, Any](), dict[Any, Any]()
-            for owners, parts in mine:
-                wholes |= self._wholes_of(inner, owners, parts, whole_grads)
-            self._run_owned(inner, method, wholes, dict.fromkeys(wholes) | whole_grads, factor)
-            for owners, parts in mine:
-                owners.spread(parts, {p: wholes[p] for p in parts if p in wholes})
-                for param, part in parts.items():
-                    self._weights.unit_of(param).write_shard(param, part)
-            inner = inner._replace(takes_empty=False)
+        return [*rounds, *[()] * (num_rounds - len(rounds))]
 
-    def _wholes_of(
-        self, inner: Inner, owners: Owners, parts: dict[Any, Tensor], grads: dict[Any, Tensor]
-    ) -> dict[Any, Tensor]:
-        """The weights of a round that this rank owns; their gradients go to `grads`. Collective."""
-        for param in parts:
+    def _read(
+        self, inner: Inner, params: Iterable[Any], grads: Grads
+    ) -> tuple[dict[Any, Tensor], dict[Any, Tensor]]:
+        found = {}
+        for param in params:
             if self.updates(param):
                 inner.optimizer.start(self._own[param])
-        wholes = owners.gathered(parts)
-        own_grads = {p: self._grad_of(p) for p in parts if self._home.has_grad(self._own[p])}
-        if own_grads:
-            grads |= owners.gathered(own_grads, self.options.grad_dtype)
-        return wholes
+            if self._home.has_grad(self._own[param]):
+                with self._home.gradient(self._own[param]) as grad:
+                    found[param] = grad.clone()
+        return {param: self._part_of(param) for param in params}, found
 
-    def _grad_of(self, param: Any) -> Tensor:
-        with self._home.gradient(self._own[param]) as grad:
-            return grad.clone()
+    def _write(self, parts: Mapping[Any, Tensor]) -> None:
+        for param, part in parts.items():
+            self._weights.unit_of(param).write_shard(param, part)
 
     def _change_mode(self, mode: str) -> None:
         self._home.step_begins()
@@ -331,13 +297,8 @@ class ZeroInfinity(ZeroOptimizer):
         self._grads.close()
 
     def range_of(self, param: Any, rank: int | None = None) -> tuple[int, int]:
-        """The elements [begin, end) of a flat parameter on a rank; by default this rank."""
-        group = self.group_of(param)
-        return shard_range(param.numel(), group.size(), group.rank() if rank is None else rank)
-
-    def group_of(self, param: Any) -> dist.ProcessGroup:
-        """See States; with experts of its own this rank is in a group."""
-        return self._weights.unit_of(param).group
+        """See WeightShards."""
+        return self._weights.range_of(param, rank)
 
     @property
     def io_bytes(self) -> tuple[int, int]:
@@ -346,10 +307,6 @@ class ZeroInfinity(ZeroOptimizer):
         return sum(s.read_bytes for s in stores), sum(s.written_bytes for s in stores)
 
     # ---- state
-
-    def owner_of(self, param: Any) -> int | None:
-        """See States."""
-        return self._owners[self.group_of(param)].ranks.get(param)
 
     def _part_of(self, param: Any) -> Tensor:
         return self._weights.unit_of(param).read_shard(param)

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ringcomm.parallel.flat_collectives import device_of
+from ringcomm.parallel.gradient_placeholder import largest_of
 from ringcomm.parallel.offload.operands import Operands
 from ringcomm.parallel.offload.optimizers import Offloaded
 from ringcomm.parallel.offload.tiers import Tier
-from ringcomm.parallel.optimizer_classes import BY_WEIGHT, like_weight, of_parts
+from ringcomm.parallel.optimizer_classes import (
+    of_parts,
+    options_of,
+    params_in,
+    run_on_parts,
+    take_options,
+)
 from ringcomm.parallel.zero.states import States
+from ringcomm.parallel.zero.whole import Owners, owners_by_group
+
+Grads = Mapping[Any, Tensor | None]  # by weight
 
 
 class Inner(NamedTuple):
@@ -70,38 +78,31 @@ class InnerSteps(States):
 
     def _place_offloaded(self, tier: Tier | None = None) -> None:
         """Makes the offloaded optimizers over the tensors `_own`."""
-        num_before, inners = 0, []
-        for inner in self._inners:
-            groups = [{**g, "params": [*map(self._own.get, g["params"])]} for g in inner.groups]
-            own, first = inner, num_before
-            num_before += sum(len(group["params"]) for group in groups)
+        first = 0
+        for i, inner in enumerate(self._inners):
             if inner.is_offloaded:
-                operands = self._operands_of(inner)
-                made = inner.optimizer.over(groups, operands, tier, first)
-                own = inner._replace(optimizer=made)
-            inners.append(own)
-        self._inners = inners
+                groups = [{**g, "params": [*map(self._own.get, g["params"])]} for g in inner.groups]
+                made = inner.optimizer.over(groups, self._operands_of(inner), tier, first)
+                self._inners[i] = inner._replace(optimizer=made)
+            first += len(params_in(inner.groups))
         vars(self).pop("_inner_by_param", None)
 
     def _operands_of(self, inner: Inner) -> Operands:
         """Where an offloaded optimizer finds weights and gradients."""
-        for group in inner.groups:
-            self._parts.shapes |= {p: self._part_of(p).shape for p in group["params"]}
+        self._parts.shapes |= {p: self._part_of(p).shape for p in params_in(inner.groups)}
         return self._parts
 
-    def _step_inner(self, grads: Mapping[Any, Tensor | None], factor: float) -> None:
+    def _step_inner(self, grads: Grads, factor: float) -> None:
         """Steps of the given classes on parts of weights, by their gradients times a factor."""
         self._run_inners("step", grads, factor)
         whole = {param for param in grads if self._inner_by_param[param].is_whole}
         self.share_keys(whole - self._told)
         self._told |= whole
 
-    def _run_inners(
-        self, method: str, grads: Mapping[Any, Tensor | None], factor: float = 1.0
-    ) -> None:
+    def _run_inners(self, method: str, grads: Grads, factor: float = 1.0) -> None:
         """Calls a method of the given classes that have it, on parts of weights."""
         for inner in self._inners:
-            own = {p: grads[p] for group in inner.groups for p in group["params"] if p in grads}
+            own = {param: grads[param] for param in params_in(inner.groups) if param in grads}
             if not hasattr(inner.plain, method):
                 continue
             if inner.is_whole:
@@ -109,26 +110,43 @@ class InnerSteps(States):
             elif own or inner.takes_empty:
                 self._run_parts(inner, method, own, factor)
 
-    def _run_parts(
-        self, inner: Inner, method: str, grads: Mapping[Any, Tensor | None], factor: float
-    ) -> None:
+    def _run_parts(self, inner: Inner, method: str, grads: Grads, factor: float) -> None:
         """As _run_one(), on this rank's parts."""
         self._run_one(inner, method, {p: self._part_of(p) for p in grads}, grads, factor)
 
-    def _run_whole(
-        self, inner: Inner, method: str, grads: Mapping[Any, Tensor | None], factor: float
-    ) -> None:
-        """As _run_owned(); `grads` has all weights. Collective."""
-        parts = {p: part for p in grads if (part := self._part_of(p)).numel()}
-        self._run_owned(inner, method, parts, grads, factor)
+    def _run_whole(self, inner: Inner, method: str, grads: Grads, factor: float) -> None:
+        """As _run_one(), on weights that their owners gather, in rounds. Collective."""
+        inner = inner._replace(before=[options_of(group) for group in inner.groups])
+        for of_groups in self._rounds(grads):
+            mine: dict[Owners, dict[Any, Tensor]] = {}
+            wholes, whole_grads = dict[Any, Tensor](), dict[Any, Tensor]()
+            for owners, params in zip(self._owners.values(), of_groups, strict=False):
+                if params:
+                    mine[owners], own_grads = self._read(inner, params, grads)
+                    wholes |= owners.gathered(mine[owners])
+                    whole_grads |= owners.gathered(own_grads) if own_grads else {}
+            self._run_owned(inner, method, wholes, dict.fromkeys(wholes) | whole_grads, factor)
+            for owners, parts in mine.items():
+                owners.spread(parts, {p: wholes[p] for p in parts if p in wholes})
+                self._write(parts)
+            inner = inner._replace(takes_empty=False)
+
+    def _rounds(self, grads: Collection[Any]) -> list[Any]:
+        """The weights that are gathered together, by group, in the order of `_owners`."""
+        return [[[p for p in grads if self.group_of(p) is group] for group in self._owners]]
+
+    def _read(
+        self, inner: Inner, params: Iterable[Any], grads: Grads
+    ) -> tuple[dict[Any, Tensor], dict[Any, Tensor]]:
+        """This rank's parts of weights, and of the gradients that there are."""
+        found = {p: grad for p in params if (grad := grads[p]) is not None}
+        return {param: self._part_of(param) for param in params}, found
+
+    def _write(self, parts: Mapping[Any, Tensor]) -> None:
+        """Takes the new values of what _read() has returned."""
 
     def _run_owned(
-        self,
-        inner: Inner,
-        method: str,
-        parts: dict[Any, Tensor],
-        grads: Mapping[Any, Tensor | None],
-        factor: float,
+        self, inner: Inner, method: str, parts: dict[Any, Tensor], grads: Grads, factor: float
     ) -> None:
         """As _run_one() on the weights that this rank owns. Collective.
 
@@ -140,12 +158,11 @@ class InnerSteps(States):
                 self._run_one(inner, method, parts, grads, factor)
         except Exception as error:
             failure = error
-        mine = [failure is not None]
-        has_failed = torch.tensor(mine, dtype=torch.uint8, device=device_of(self.group))
-        dist.all_reduce(has_failed, dist.ReduceOp.MAX, group=self.group)
+        device = device_of(self.group)
+        has_failed = largest_of([failure is not None], [self.group], device, torch.uint8)
         if failure is not None:
             raise failure
-        if has_failed.any():
+        if has_failed[0]:
             raise RuntimeError(
                 f"{method}() of {type(inner.optimizer).__name__} has raised an error on another"
                 " rank, for a weight that it owns: go on from a checkpoint, because the others may"
@@ -153,52 +170,33 @@ class InnerSteps(States):
             )
 
     def _run_one(
-        self,
-        given: Inner,
-        method: str,
-        parts: dict[Any, Tensor],
-        grads: Mapping[Any, Tensor | None],
-        factor: float,
+        self, given: Inner, method: str, parts: dict[Any, Tensor], grads: Grads, factor: float
     ) -> None:
-        inner = given.optimizer
         if given.is_offloaded:
             self._parts.of = {self._own[p]: (part, grads[p]) for p, part in parts.items()}
             self._run_offloaded(given, method, parts, factor)
             self._parts.of = {}
             return
-        homes, parts = parts, {param: like_weight(part, param) for param, part in parts.items()}
-        for param, part in parts.items():
-            if (grad := grads[param]) is not None:
-                part.grad = grad.to(part.dtype).view(part.shape)
-                if factor != 1:
-                    part.grad *= factor
-        groups = [(group, of_parts(group, parts)) for group in given.groups]
-        groups = [pair for pair in groups if pair[1]["params"] or given.takes_empty]
-        inner.param_groups = [own for _, own in groups]
-        states, inner.state = self._states, defaultdict(dict)
-        for param, part in parts.items():
-            state = {key: x for key, x in states.get(param, {}).items() if key != "master"}
-            if state:
-                inner.state[part] = state
-        getattr(inner, method)()
-        for group, own in groups:
-            group.update({key: value for key, value in own.items() if key not in BY_WEIGHT})
-        for param, part in parts.items():
-            if part.data_ptr() != homes[param].data_ptr():  # the class has set `.data`
-                homes[param].copy_(part)
-            if part in inner.state:
-                states[param] = inner.state[part]
-        inner.param_groups, inner.state = [], {}
+        groups = [g for g in given.groups if given.takes_empty or of_parts(g, parts)["params"]]
+        states = {
+            param: {key: x for key, x in self._states.get(param, {}).items() if key != "master"}
+            for param in parts
+        }
+        own = given.optimizer, method, groups, parts, grads, factor, states
+        states, called = run_on_parts(*own)
+        self._states.update(states)
+        for group, after in zip(groups, called, strict=True):
+            take_options(group, after)
 
     def _run_offloaded(
         self, given: Inner, method: str, params: Iterable[Any], factor: float
     ) -> None:
         inner = given.optimizer
         for own, group in zip(inner.param_groups, given.groups, strict=True):
-            own.update({key: value for key, value in group.items() if key != "params"})
+            take_options(own, group)
         inner.run(method, [self._own[param] for param in params], factor, given.before)
         for own, group in zip(inner.param_groups, given.groups, strict=True):
-            group.update({key: value for key, value in own.items() if key != "params"})
+            take_options(group, own)
 
     def _set_mode(self, mode: str) -> None:
         """Calls train() or eval() of the given classes that have it, once. Collective."""
@@ -217,5 +215,26 @@ class InnerSteps(States):
 
     @cached_property
     def _inner_by_param(self) -> dict[Any, Inner]:
-        found = ((p, inner) for inner in self._inners for g in inner.groups for p in g["params"])
-        return dict(found)
+        return {param: inner for inner in self._inners for param in params_in(inner.groups)}
+
+    # ---- the ranks that share weights, and those that own them
+
+    def _share_out(self, group_of: dict[Any, Any]) -> None:
+        """Takes the ranks that share each weight; chooses the owners of weights that need one."""
+        self._group_of = group_of
+        whole = [param for param, inner in self._inner_by_param.items() if inner.is_whole]
+        self._owner_of = owners_by_group(whole, group_of.__getitem__)
+
+    @cached_property
+    def _groups(self) -> list[Any]:
+        """The groups that share weights, that of all ranks last; experts may have others."""
+        found = dict.fromkeys(map(self.group_of, self.all_params()))
+        return [*(group for group in found if group is not self.group), self.group]
+
+    @cached_property
+    def _owners(self) -> dict[Any, Owners]:
+        """By group, for those that have parts of all weights."""
+        by_group: dict[Any, dict[Any, int]] = {group: {} for group in self._groups}
+        for param, rank in self._owner_of.items():
+            by_group[self.group_of(param)][param] = rank
+        return {group: Owners(own, group, self.range_of) for group, own in by_group.items()}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -17,12 +16,12 @@ from ringcomm.parallel.expert.local_experts import split_experts
 from ringcomm.parallel.flat_collectives import place_in
 from ringcomm.parallel.model.describe import describe
 from ringcomm.parallel.offload.optimizers import Offloaded
-from ringcomm.parallel.optimizer_classes import needs_whole, optimizers_of, state_elems
+from ringcomm.parallel.optimizer_classes import needs_whole, optimizers_of, params_in, state_elems
 from ringcomm.parallel.shards.sharded_unit import PACKED_BYTES
 from ringcomm.parallel.shards.units import fsdp_units, params_of_units
 from ringcomm.parallel.zero.bucket import BucketPlan, plan_buckets
 from ringcomm.parallel.zero.optimizer import ShardOptions
-from ringcomm.parallel.zero.whole import owners_of, rows_of
+from ringcomm.parallel.zero.whole import owners_by_group, rows_of
 
 
 class Memory(NamedTuple):
@@ -73,12 +72,11 @@ def predict_memory(
     if ranks.options.offload_weights:
         return _of_infinity(ranks, params_of_units(model, units), model)
     optimizers = optimizers_of(optimizer)
-    states = _states_of(optimizers, whole)
+    states, owners = _states_of(optimizers, whole), _owners(optimizers, whole, ranks)
     if stage < 3:
-        buckets = _planned(optimizers, whole, ranks)
-        parts = [_of_bucket(ranks, bucket, states) for bucket in buckets]
+        buckets = _planned(optimizers, owners, ranks)
+        parts = [_of_bucket(ranks, bucket, states, owners) for bucket in buckets]
     else:
-        owners = _owners(optimizers, whole, ranks)
         by_unit = {m: _of_unit(ranks, own, states, owners) for m, own in fsdp_units(model, units)}
         parts = [of._replace(buffers=_with_experts(unit, by_unit)) for unit, of in by_unit.items()]
     parameters, gradients, kept, buffers = zip(*parts, strict=True)
@@ -117,18 +115,18 @@ def predict_traffic(
             "stage must be 1, 2 or 3, got 0, which shards nothing and sends what all_reduce sends"
         )
     optimizers = optimizers_of(optimizer)
-    params = [p for one in optimizers for group in one.param_groups for p in group["params"]]
+    params = [param for one in optimizers for param in params_in(one.param_groups)]
     total = ranks.bytes_of_norm() if chosen.looks_first else 0
     # Whether a step on whole weights has failed; with offload_weights in each of its rounds.
     owners = _owners(optimizers, whole, ranks)
     for each in optimizers:
-        own = [p for group in each.param_groups for p in group["params"] if p in owners]
+        own = [param for param in params_in(each.param_groups) if param in owners]
         num_rounds = max(Counter((ranks.group_of(p), owners[p]) for p in own).values(), default=0)
         total += others * (num_rounds if chosen.offload_weights else needs_whole(each, whole))
         if num_rounds and chosen.offload_weights and split_experts(model):
             total += 4 * others  # the number of rounds
     if stage < 3:
-        buckets = _planned(optimizers, whole, ranks)
+        buckets = _planned(optimizers, owners, ranks)
         # Whether a pass begins, which weights have a gradient, and which buckets are to be reduced.
         num_shares = 1 + num_backwards if stage == 2 else 1
         total += num_shares * ranks.bytes_of_facts([*params, *(b.params[0] for b in buckets)])
@@ -228,23 +226,15 @@ class _Ranks:
 def _owners(
     optimizers: Sequence[torch.optim.Optimizer], asked: Collection[type], ranks: _Ranks
 ) -> dict[nn.Parameter, int]:
-    by_group: dict[Any, list[nn.Parameter]] = {}
-    for optimizer in optimizers:
-        if ranks.stage and needs_whole(optimizer, asked):
-            for group in optimizer.param_groups:
-                for param in group["params"]:
-                    by_group.setdefault(ranks.group_of(param), []).append(param)
-    found: dict[nn.Parameter, int] = {}
-    for of_group, params in by_group.items():
-        found |= owners_of(params, place_in(of_group)[1])
-    return found
+    wholes = [one for one in optimizers if ranks.stage and needs_whole(one, asked)]
+    params = [param for one in wholes for param in params_in(one.param_groups)]
+    return owners_by_group(params, ranks.group_of)
 
 
 def _planned(
-    optimizers: Sequence[torch.optim.Optimizer], asked: Collection[type], ranks: _Ranks
+    optimizers: Sequence[torch.optim.Optimizer], owners: Mapping[nn.Parameter, int], ranks: _Ranks
 ) -> list[BucketPlan]:
     groups = [optimizer.param_groups for optimizer in optimizers]
-    owners = _owners(optimizers, asked, ranks)
     return plan_buckets(ranks.model, groups, ranks.stage, ranks.options, owners, ranks.size())
 
 
@@ -262,7 +252,12 @@ def _states_of(
     return found
 
 
-def _of_bucket(ranks: _Ranks, bucket: BucketPlan, states: dict[nn.Parameter, int]) -> Memory:
+def _of_bucket(
+    ranks: _Ranks,
+    bucket: BucketPlan,
+    states: Mapping[nn.Parameter, int],
+    owners: Mapping[nn.Parameter, int],
+) -> Memory:
     params, num_elems = bucket.params, sum(bucket.sizes)
     itemsize = ranks.itemsize(params[0])
     place, _ = ranks.place(params[0])
@@ -274,10 +269,7 @@ def _of_bucket(ranks: _Ranks, bucket: BucketPlan, states: dict[nn.Parameter, int
         if not ranks.stage:
             of_states = sum(states[param] for param in params)
         elif bucket.is_whole:
-            begin = sum(bucket.sizes[:place])
-            ends = accumulate(param.numel() for param in params)
-            own = [p for p, end in zip(params, ends, strict=True) if begin < end <= begin + mine]
-            of_states = sum(states[param] for param in own)
+            of_states = sum(states[param] for param in params if owners[param] == place)
         else:
             of_states = max(states[param] // max(1, param.numel()) for param in params) * mine
         of_states += num_masters * mine

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any
@@ -20,16 +20,12 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from ringcomm.parallel.flat_collectives import device_of, local_of, place_in
-from ringcomm.parallel.gradient_placeholder import hookable, weakly
+from ringcomm.parallel.gradient_placeholder import hookable, largest_of, weakly
 from ringcomm.parallel.model.describe import Model, describe
 from ringcomm.parallel.model.refuse import HOOK_AT_STAGE_3
 from ringcomm.parallel.model.saving import refuse_parts, save_full
 from ringcomm.parallel.model.starts import start_equal_over_data
-from ringcomm.parallel.shards.unit_hooks import (
-    refuse_create_graph,
-    tensors_in,
-    with_own_memory,
-)
+from ringcomm.parallel.shards.unit_hooks import refuse_create_graph, tensors_in, with_own_memory
 from ringcomm.parallel.shards.units import (
     data_group_of,
     fsdp_units,
@@ -38,9 +34,7 @@ from ringcomm.parallel.shards.units import (
     watch_whole_weights,
 )
 from ringcomm.parallel.shards.weight_shards import refuse_moves
-from ringcomm.parallel.zero.inner import Inner
 from ringcomm.parallel.zero.optimizer import Given, ZeroOptimizer
-from ringcomm.parallel.zero.whole import Owners
 from ringcomm.torch_names import (
     at_end_of_backward,
     drop_accumulated,
@@ -78,15 +72,12 @@ class Zero3(ZeroOptimizer):
                 vars(made).update({**vars(param), **vars(made)})
         super().__init__(given)
         self._place_offloaded()
-        self._group_of = {
-            param: self.group if weight.experts is None else param.device_mesh.get_group()  # type: ignore[attr-defined]
-            for param, weight in describe(model).weights.items()
-        }
-        whole = [param for param, inner in self._inner_by_param.items() if inner.is_whole]
-        self._owners = {
-            group: Owners([param for param in whole if self._group_of[param] is group], group)
-            for group in dict.fromkeys(self._group_of.values())
-        }
+        self._share_out(
+            {
+                param: self.group if weight.experts is None else param.device_mesh.get_group()  # type: ignore[attr-defined]
+                for param, weight in describe(model).weights.items()
+            }
+        )
         self._begun: set[int] = set()  # backward passes that have not ended
         self._is_in_forward = False  # also after a forward that has raised
         self._awaits_backward = False  # a forward pass has made a graph, and no backward pass began
@@ -206,13 +197,12 @@ class Zero3(ZeroOptimizer):
         """Drops zeros that fully_shard has reduced for weights without a gradient on any rank."""
         found, most = dict[nn.Parameter, int](), 0
         # All ranks last: they learn what is true of some rank's experts.
-        for group in [*(of for of in self._owners if of is not self.group), self.group]:
+        for group in self._groups:
             params = [param for param in self.all_params() if self._group_of[param] is group]
             has = [2 if param in self._kept else self._has_gradient(param) for param in params]
-            facts = torch.tensor([most, *has], dtype=torch.uint8, device=device_of(group))
-            dist.all_reduce(facts, dist.ReduceOp.MAX, group=group)
-            found |= zip(params, facts[1:].tolist(), strict=True)
-            most = int(facts.max())
+            facts = largest_of([most, *has], [group], device_of(group), torch.uint8)
+            found |= zip(params, facts[1:], strict=True)
+            most = max(facts)
         is_unreached, self._awaits_backward = self._awaits_backward, False
         if is_unreached and not most:
             raise RuntimeError(
@@ -277,24 +267,6 @@ class Zero3(ZeroOptimizer):
     def _update(self, factor: float) -> None:
         self._step_inner(dict(self._shards()), factor)
 
-    def _run_whole(
-        self, inner: Inner, method: str, grads: Mapping[Any, Tensor | None], factor: float
-    ) -> None:
-        rows: dict[Owners, dict[Any, Tensor]] = {}
-        wholes: dict[Any, Tensor] = {}
-        whole_grads: dict[Any, Tensor | None] = {}
-        for group, owners in self._owners.items():
-            of_group = {p: grad for p, grad in grads.items() if self._group_of[p] is group}
-            if not of_group:
-                continue
-            rows[owners] = {param: local_of(param.detach()) for param in of_group}
-            wholes |= owners.gathered(rows[owners])
-            if of_grads := {param: grad for param, grad in of_group.items() if grad is not None}:
-                whole_grads |= owners.gathered(of_grads)
-        self._run_owned(inner, method, wholes, dict.fromkeys(wholes) | whole_grads, factor)
-        for owners, mine in rows.items():
-            owners.spread(mine, {param: wholes[param] for param in mine if param in wholes})
-
     def _forget_gradients(self) -> None:
         self.zero_grad()
 
@@ -313,20 +285,9 @@ class Zero3(ZeroOptimizer):
 
     # ---- state
 
-    def owner_of(self, param: Any) -> int | None:
-        """See States."""
-        return self._owners[self._group_of[param]].ranks.get(param)
-
-    def group_of(self, param: Any) -> dist.ProcessGroup:
-        """See States; with experts of its own this rank is in a group."""
-        return self._group_of[param]
-
     def _set_state(self, param: Any, state: dict[str, Any]) -> None:
-        if not self.updates(param):
-            state = {}
-        if not self._inner_by_param[
-            param
-        ].is_offloaded:  # "master" of 16-bit weights: the weights themselves
+        if not self._inner_by_param[param].is_offloaded:
+            # "master" of 16-bit weights: the weights themselves.
             state = {key: local_of(value) for key, value in state.items() if key != "master"}
         super()._set_state(param, state)
 

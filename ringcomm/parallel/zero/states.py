@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from ringcomm.loss_scale import LossScale
 from ringcomm.parallel.flat_collectives import all_gather_shards, all_gathered, local_of, place_in
 from ringcomm.parallel.offload.operands import StatesView, numbered_groups
+from ringcomm.parallel.optimizer_classes import params_in
 from ringcomm.torch_names import run_state_hooks, shape_and_offset
 
 # A key of parameter groups in a state_dict() for the loss scale, which torch's format lacks.
@@ -39,6 +40,8 @@ class States(torch.optim.Optimizer):
     _own: dict[Any, Any]
     _states: dict[Any, dict[str, Any]]
     _mode: str  # the last of train() and eval()
+    _group_of: dict[Any, Any]
+    _owner_of: dict[Any, int]
     _told: set[Any]  # weights whose owners' keys all ranks know
 
     @property
@@ -75,7 +78,7 @@ class States(torch.optim.Optimizer):
 
     def all_params(self) -> list[Any]:
         """The parameters of all groups, as torch's state_dict() numbers them."""
-        return [param for group in self.param_groups for param in group["params"]]
+        return params_in(self.param_groups)
 
     def numbered_groups(self) -> list[dict[str, Any]]:
         """The parameter groups as in torch's state_dict(), with the loss scale in each."""
@@ -95,7 +98,7 @@ class States(torch.optim.Optimizer):
         """
         run_state_hooks(self, "state_dict_pre")
         with torch.no_grad():
-            specs = self._specs_of_whole()
+            specs = dict(self._told_by_owners(self._specs_of))
             states = [self._row_state(param, specs) for param in self.all_params()]
         found = {
             "state": {number: state for number, state in enumerate(states) if state},
@@ -167,9 +170,8 @@ class States(torch.optim.Optimizer):
                 f"the state has parameter groups of {sizes[0]} parameters, but the optimizer has"
                 f" {sizes[1]}"
             )
-        numbers = [number for group in given for number in group["params"]]
         states = {}
-        for number, param in zip(numbers, self.all_params(), strict=True):
+        for number, param in zip(params_in(given), self.all_params(), strict=True):
             state = state_dict["state"].get(number, {})
             for key, value in state.items():
                 if not isinstance(value, Tensor) or not value.dim():
@@ -193,35 +195,26 @@ class States(torch.optim.Optimizer):
         shape, _ = shape_and_offset(value.shape, mesh, placements)
         return value.placements == placements and tuple(value.to_local().shape) == tuple(shape)
 
-    def _specs_of_whole(self) -> dict[int, dict[str, Any]]:
-        """Of weights that have an owner, by number: its values, without those of tensors.
+    def _specs_of(self, param: Any) -> dict[str, Any]:
+        return {key: _without_values(value) for key, value in self._state_of(param).items()}
 
-        Collective if there are such weights.
+    def _told_by_owners(
+        self, fact_of: Callable[[Any], Any], wanted: set[Any] | None = None
+    ) -> Iterator[tuple[Any, Any]]:
+        """Weights that have an owner, and what their owners know of them. Collective.
+
+        Of the groups that share such weights, by default all, or one of `wanted`.
         """
-        params, found = self.all_params(), dict[int, dict[str, Any]]()
-
-        def spec_of(value: Any) -> Any:
-            if not isinstance(value, Tensor):
-                return value
-            return value.cpu() if not value.dim() else value.new_empty(value.shape, device="meta")
-
-        for group, numbers in self._owned_numbers().items():
-            mine = {
-                place: {key: spec_of(value) for key, value in self._state_of(params[i]).items()}
-                for place, i in enumerate(numbers)
-                if self.updates(params[i])
-            }
-            for of_rank in all_gathered(mine, group):
-                found |= {numbers[place]: spec for place, spec in of_rank.items()}
-        return found
-
-    def _owned_numbers(self) -> dict[dist.ProcessGroup | None, list[int]]:
-        """Of the weights that have an owner, by the ranks that share them."""
-        found: dict[dist.ProcessGroup | None, list[int]] = {}
-        for number, param in enumerate(self.all_params()):
+        shared: dict[Any, list[Any]] = {}
+        for param in self.all_params():
             if self.owner_of(param) is not None:
-                found.setdefault(self.group_of(param), []).append(number)
-        return found
+                shared.setdefault(self.group_of(param), []).append(param)
+        for group, params in shared.items():
+            if wanted is None or not wanted.isdisjoint(params):
+                mine = {i: fact_of(p) for i, p in enumerate(params) if self.updates(p)}
+                for of_rank in all_gathered(mine, group):
+                    for number, fact in of_rank.items():
+                        yield params[number], fact
 
     def share_keys(self, wanted: set[Any] | None = None) -> None:
         """Gives `state` of weights that others own the owners' keys, with empty tensors.
@@ -231,63 +224,49 @@ class States(torch.optim.Optimizer):
         """
         if self.options.offload_weights:  # see `state`
             return
-        params = self.all_params()
-        for group, numbers in self._owned_numbers().items():
-            own = [params[number] for number in numbers]
-            if wanted is not None and wanted.isdisjoint(own):
-                continue
-            self._told -= {*own}
-            mine = {
-                i: [*(self._states.get(param) or self._state_of(param))]
-                for i, param in enumerate(own)
-                if self.updates(param)
-            }
-            for of_rank in all_gathered(mine, group):
-                for place, keys in of_rank.items():
-                    param = own[place]
-                    self._told |= {param} if keys else set()
-                    if self.updates(param):
-                        continue
-                    self._states.pop(param, None)
-                    if keys:
-                        nothing = torch.empty(0, dtype=param.dtype, device=param.device)
-                        self._states[param] = {key: nothing.clone() for key in keys}
 
-    def _from_owner(self, param: Any, owner: int, spec: dict[str, Any]) -> dict[str, Any]:
-        """The state of a weight that has an owner, whole on every rank. Collective."""
-        own, found = self._state_of(param), dict(spec)
-        for key, value in spec.items():
-            if isinstance(value, Tensor) and value.dim():
-                whole = (
-                    own[key].contiguous().to(param.device)
-                    if self.updates(param)
-                    else torch.empty(value.shape, dtype=value.dtype, device=param.device)
-                )
-                if (group := self.group_of(param)) is not None:
-                    dist.broadcast(whole, group=group, group_src=owner)
-                found[key] = whole
-        return found
+        def keys_of(param: Any) -> list[str]:
+            return [*(self._states.get(param) or self._state_of(param))]
 
-    def _row_state(self, param: Any, specs: dict[int, dict[str, Any]]) -> dict[str, Any]:
+        for param, keys in self._told_by_owners(keys_of, wanted):
+            self._told -= {param}
+            self._told |= {param} if keys else set()
+            if not self.updates(param):
+                self._states.pop(param, None)
+                if keys:
+                    nothing = torch.empty(0, dtype=param.dtype, device=param.device)
+                    self._states[param] = {key: nothing.clone() for key in keys}
+
+    def _row_state(self, param: Any, specs: dict[Any, dict[str, Any]]) -> dict[str, Any]:
         """A weight's state as this rank's rows, split as torch does. Collective."""
-        owner = self.owner_of(param)
-        if owner is not None:
-            state = self._from_owner(param, owner, specs[self._number_of(param)])
-            for key, value in state.items():
-                if isinstance(value, Tensor) and value.dim() and value.shape == param.shape:
-                    state[key] = self._as_rows(param, value)
-            return state
-        state = self._state_of(param)
-        for key, value in state.items():
+        own = self._state_of(param)
+        found = dict(specs.get(param, own))
+        for key, value in found.items():
             # fully_shard splits between rows too.
             if isinstance(value, Tensor) and value.dim() and not isinstance(value, DTensor):
-                group = self.group_of(param)
-                ranges = [self.range_of(param, rank) for rank in range(place_in(group)[1])]
-                whole = value.new_empty(param.numel())
-                whole[slice(*self.range_of(param))] = value
-                all_gather_shards(whole, group, [end - begin for begin, end in ranges])
-                state[key] = self._as_rows(param, whole.view(param.shape))
-        return state
+                whole = self._whole(param, value, own.get(key))
+                found[key] = self._as_rows(param, whole) if whole.shape == param.shape else whole
+        return found
+
+    def _whole(self, param: Any, like: Tensor, mine: Any) -> Tensor:
+        """A tensor of a state, whole on every rank: its owner's, or all ranks' parts. Collective.
+
+        `like` has the dtype, and of an owner's the shape.
+        """
+        group, owner = self.group_of(param), self.owner_of(param)
+        if owner is None:
+            ranges = [self.range_of(param, rank) for rank in range(place_in(group)[1])]
+            whole = like.new_empty(param.numel())
+            whole[slice(*self.range_of(param))] = mine
+            all_gather_shards(whole, group, [end - begin for begin, end in ranges])
+            return whole.view(param.shape)
+        if self.updates(param):
+            whole = mine.contiguous().to(param.device)
+        else:
+            whole = torch.empty(like.shape, dtype=like.dtype, device=param.device)
+        if group is not None:
+            dist.broadcast(whole, group=group, group_src=owner)
+        return whole
 
     def _as_rows(self, param: Any, whole: Tensor) -> Any:
         """This rank's rows of a value that every rank has, as of the weight."""
@@ -312,10 +291,18 @@ class States(torch.optim.Optimizer):
             state = inner.optimizer.state_of(self._own[param])
         else:
             state = self._states.get(param, {})
-        found = {key: value for key, value in state.items() if value is not None}
-        if self.owner_of(param) is None:
-            found = {key: _spread(value, param) for key, value in found.items()}
-        return found
+        return self._shown({key: x for key, x in state.items() if x is not None}, param)
+
+    def _shown(self, state: dict[str, Any], param: Any) -> dict[str, Any]:
+        """A state with DTensors for this rank's shards of a DTensor; others as they are."""
+        if self.owner_of(param) is not None or not isinstance(param, DTensor):
+            return state
+        shards = {
+            key: _joined(value, param.device_mesh, param.placements, param)
+            for key, value in state.items()
+            if isinstance(value, Tensor) and value.dim() and not isinstance(value, DTensor)
+        }
+        return state | shards
 
     def range_of(self, param: Any, rank: int | None = None) -> Any:
         """The elements [begin, end) of a flat weight that a rank updates; by default this rank.
@@ -323,20 +310,17 @@ class States(torch.optim.Optimizer):
         None for DTensors.
         """
 
-    def group_of(self, param: Any) -> dist.ProcessGroup | None:
+    def group_of(self, param: Any) -> Any:
         """The ranks that share a weight; None if this one is alone, with experts of its own."""
-        return self.group
+        return self._group_of[param]
 
     def owner_of(self, param: Any) -> int | None:
         """The rank that updates a weight as a whole; None if all update parts of it."""
-        return None
+        return self._owner_of.get(param)
 
     def updates(self, param: Any) -> bool:
         """Whether this rank updates a weight, or its part of one."""
         return self.owner_of(param) in (None, place_in(self.group_of(param))[0])
-
-    def _number_of(self, param: Any) -> int:
-        return next(i for i, other in enumerate(self.all_params()) if other is param)
 
     def part_state_of(self, param: Any) -> dict[str, Any]:
         """This rank's part of a weight's state; an offloaded one has values before a step, too."""
@@ -345,9 +329,10 @@ class States(torch.optim.Optimizer):
             return state
         if self.owner_of(param) is not None:  # the shape is enough; `state` has the master
             part = torch.zeros(param.shape, dtype=param.dtype, device="cpu")
-            return {**inner.optimizer.new_state_of(self._own[param], part), **state}
-        new = inner.optimizer.new_state_of(self._own[param], self._part_of(param))
-        return {**{key: _spread(value, param) for key, value in new.items()}, **state}
+        else:
+            part = self._part_of(param)
+        new = inner.optimizer.new_state_of(self._own[param], part)
+        return {**self._shown(new, param), **state}
 
     def _part_of(self, param: Any) -> Tensor:
         """This rank's part of a weight, which the optimizer updates."""
@@ -379,8 +364,9 @@ class States(torch.optim.Optimizer):
         return value.detach().reshape(-1)[slice(*self.range_of(param))]
 
     def _set_state(self, param: Any, state: dict[str, Any]) -> None:
-        """Replaces this rank's part of a weight's state."""
+        """Replaces this rank's part of a weight's state; it has none of weights of others."""
         inner = self._inner_by_param[param]
+        state = state if self.updates(param) else {}
         self._states.pop(param, None)
         if inner.is_offloaded:
             inner.optimizer.set_state_of(self._own[param], state)
@@ -407,12 +393,11 @@ def _joined(part: Tensor, mesh: DeviceMesh, placements: Any, like: Any) -> DTens
     return DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
-def _spread(value: Any, param: Any) -> Any:
-    """A state of a DTensor as one, from this rank's shard; other states as they are."""
-    is_part = isinstance(param, DTensor) and isinstance(value, Tensor) and value.dim()
-    if not is_part or isinstance(value, DTensor):
+def _without_values(value: Any) -> Any:
+    """A value of a state; a tensor with dimensions is on the meta device."""
+    if not isinstance(value, Tensor):
         return value
-    return _joined(value, param.device_mesh, param.placements, param)
+    return value.new_empty(value.shape, device="meta") if value.dim() else value.cpu()
 
 
 def _owned(value: Tensor, param: Any, cut: Callable[[Any, Tensor], Tensor]) -> Tensor:
