@@ -72,7 +72,8 @@ def predict_memory(
     if ranks.options.offload_weights:
         return _of_infinity(ranks, params_of_units(model, units), model)
     optimizers = optimizers_of(optimizer)
-    states, owners = _states_of(optimizers, whole), _owners(optimizers, whole, ranks)
+    wholes = [each for each in optimizers if needs_whole(each, whole)]
+    states, owners = _states_of(optimizers, wholes), _owners(wholes, ranks)
     if stage < 3:
         buckets = _planned(optimizers, owners, ranks)
         parts = [_of_bucket(ranks, bucket, states, owners) for bucket in buckets]
@@ -118,11 +119,12 @@ def predict_traffic(
     params = [param for one in optimizers for param in params_in(one.param_groups)]
     total = ranks.bytes_of_norm() if chosen.looks_first else 0
     # Whether a step on whole weights has failed; with offload_weights in each of its rounds.
-    owners = _owners(optimizers, whole, ranks)
-    for each in optimizers:
+    wholes = [each for each in optimizers if needs_whole(each, whole)]
+    owners = _owners(wholes, ranks)
+    for each in wholes:
         own = [param for param in params_in(each.param_groups) if param in owners]
         num_rounds = max(Counter((ranks.group_of(p), owners[p]) for p in own).values(), default=0)
-        total += others * (num_rounds if chosen.offload_weights else needs_whole(each, whole))
+        total += others * (num_rounds if chosen.offload_weights else 1)
         if num_rounds and chosen.offload_weights and split_experts(model):
             total += 4 * others  # the number of rounds
     if stage < 3:
@@ -223,12 +225,10 @@ class _Ranks:
         return bytes_over_all_ranks(axes.sharded_over(groups), 8)
 
 
-def _owners(
-    optimizers: Sequence[torch.optim.Optimizer], asked: Collection[type], ranks: _Ranks
-) -> dict[nn.Parameter, int]:
-    wholes = [one for one in optimizers if ranks.stage and needs_whole(one, asked)]
-    params = [param for one in wholes for param in params_in(one.param_groups)]
-    return owners_by_group(params, ranks.group_of)
+def _owners(wholes: Sequence[torch.optim.Optimizer], ranks: _Ranks) -> dict[nn.Parameter, int]:
+    """Of weights of these optimizers, which need whole ones."""
+    params = [param for each in wholes for param in params_in(each.param_groups)]
+    return owners_by_group(params, ranks.group_of) if ranks.stage else {}
 
 
 def _planned(
@@ -239,16 +239,15 @@ def _planned(
 
 
 def _states_of(
-    optimizers: Sequence[torch.optim.Optimizer], asked: Collection[type]
+    optimizers: Sequence[torch.optim.Optimizer], wholes: Sequence[torch.optim.Optimizer]
 ) -> dict[nn.Parameter, int]:
     """The number of elements of states, without those that are offloaded."""
     found: dict[nn.Parameter, int] = {}
     for optimizer in optimizers:
         if isinstance(optimizer, Offloaded):
             continue
-        is_whole = needs_whole(optimizer, asked)
         for group in optimizer.param_groups:
-            found |= state_elems(optimizer, group, is_whole=is_whole)
+            found |= state_elems(optimizer, group, is_whole=optimizer in wholes)
     return found
 
 

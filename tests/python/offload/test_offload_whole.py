@@ -21,7 +21,16 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler
 from whole_optimizers import Averaged, Muon64, SmoothMuon, by_dimensions
-from zero_models import Net, assert_close, batch, loss_of, same, sent_bytes, weights
+from zero_models import (
+    Net,
+    assert_close,
+    batch,
+    loss_of,
+    same,
+    sent_bytes,
+    train_on_halves,
+    weights,
+)
 
 from ringcomm.parallel import offload, zero
 from ringcomm.parallel.optimizer_classes import optimizers_of
@@ -405,23 +414,6 @@ def test_steps_are_those_of_one_process(
         assert same(found, results[0])
 
 
-def average_of_halves(width: int, num_steps: int) -> dict[str, Tensor]:
-    """One process that averages the gradients of two halves, as two ranks do."""
-    model = Net(width=width)
-    optimizers = plain(model, "Muon")
-    for step in range(num_steps):
-        halves: list[list[Any]] = []
-        for rank in range(2):
-            model.zero_grad()
-            loss_of(model, *batch(step, rank, 2)).backward()
-            halves.append([param.grad for param in model.parameters()])
-        for param, first, second in zip(model.parameters(), *halves, strict=True):
-            param.grad = (first + second) / 2
-        for each in optimizers:
-            each.step()
-    return full_weights(model)
-
-
 def train_bits(
     rank: int, system: str, width: int, num_steps: int, where: dict[str, Any]
 ) -> dict[str, Tensor]:
@@ -441,7 +433,9 @@ def test_matrices_have_the_bits_of_one_process(
     system: str, width: int, num_steps: int, tmp_path: Path
 ) -> None:
     """In Infinity for a step: AdamW by chunks rounds otherwise than torch's, as gradients show."""
-    expected = average_of_halves(width, num_steps)
+    alone = Net(width=width)
+    train_on_halves(alone, plain(alone, "Muon"), num_steps)
+    expected = full_weights(alone)
     matrices = {name: x for name, x in expected.items() if x.dim() == 2}
     arguments = system, width, num_steps, place("nvme", tmp_path)
     for found in run_ranks(2, train_bits, *arguments):

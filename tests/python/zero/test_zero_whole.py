@@ -15,7 +15,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import lr_scheduler
 from whole_optimizers import Averaged, Muon64, by_dimensions
-from zero_models import STAGES, Net, assert_close, batch, live_bytes, loss_of, same, sent_bytes
+from zero_models import (
+    STAGES,
+    Net,
+    assert_close,
+    batch,
+    live_bytes,
+    loss_of,
+    same,
+    sent_bytes,
+    train_on_halves,
+)
 
 from ringcomm.nn import ColumnParallelLinear
 from ringcomm.parallel import offload, zero
@@ -90,23 +100,6 @@ def test_steps_are_those_of_one_process(
     run_ranks(world_size, train_mesh, world_size, stage, options)
 
 
-def average_of_halves() -> dict[str, Tensor]:
-    """One process that averages the gradients of two halves, as two ranks do."""
-    model = Net()
-    optimizers = muon_and_adamw(model, torch.optim.Muon)
-    for step in range(STEPS):
-        halves = []
-        for rank in range(2):
-            model.zero_grad()
-            loss_of(model, *batch(step, rank, 2)).backward()
-            halves.append([param.grad for param in model.parameters()])
-        for param, first, second in zip(model.parameters(), *halves, strict=True):
-            param.grad = (first + second) / 2
-        for each in optimizers:
-            each.step()
-    return full_weights(model)
-
-
 def train_bits(rank: int, stage: int) -> dict[str, Tensor]:
     model = Net()
     optimizer = zero.shard(model, muon_and_adamw(model, torch.optim.Muon), stage)
@@ -117,7 +110,9 @@ def train_bits(rank: int, stage: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("stage", STAGES)
 def test_matrices_have_the_bits_of_one_process(stage: int) -> None:
     """Iterations in bfloat16, too, because a matrix is on one rank."""
-    expected = {name: x for name, x in average_of_halves().items() if x.dim() == 2}
+    alone = Net()
+    train_on_halves(alone, muon_and_adamw(alone, torch.optim.Muon), STEPS)
+    expected = {name: x for name, x in full_weights(alone).items() if x.dim() == 2}
     for found in run_ranks(2, train_bits, stage):
         assert same(found, expected)
 
