@@ -31,6 +31,7 @@ LIMIT_S = 900.0
 CURVE = "1k,4k,16k,64k,256k,1m,4m,16m,64m"
 APART = "reduce_scatter,all_gather,all_to_all,broadcast,round_trip,barrier"
 LONG = "--seconds 4 --repeats 3"
+MUON = "muon ddp;muon zero-1;muon zero-2;muon zero-3"
 # Scripts, or the command ringcomm, with their arguments by name, in order.
 JOBS: dict[str, list[str]] = {
     "all_reduce": [
@@ -51,6 +52,7 @@ JOBS: dict[str, list[str]] = {
         "ringcomm bench systems --over gloo,fake --width 256 --layers 5 --seconds 120",
         "ringcomm bench systems --over gloo,fake --width 256 --layers 5 --rows 4 --tokens 128"
         " --seconds 180",
+        f"ringcomm bench systems --systems '{MUON}' --width 128 --rows 4 --seconds 60 --repeats 0",
     ],
     "tensor_parallel": ["tensor_parallel.py"],
     "inference": ["inference.py", "inference.py --dtype float32"],
