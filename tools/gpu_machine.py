@@ -191,8 +191,10 @@ def check_size(kit: Path, sources: Iterable[Path]) -> int:
         print(f"[gpu-kit] {name}: {mib:.1f} MiB")
     kit_mib = sum(parts.values())
     all_mib = kit_mib + sum(path.stat().st_size for path in sources) / (1 << 20)
-    print(f"[gpu-kit] {kit_mib:.1f} MiB of {KIT_MIB}, with the checkout {all_mib:.1f}"
-          f" of {TRANSFER_MIB}")
+    print(
+        f"[gpu-kit] {kit_mib:.1f} MiB of {KIT_MIB}, with the checkout {all_mib:.1f}"
+        f" of {TRANSFER_MIB}"
+    )
     return int(kit_mib > KIT_MIB or all_mib > TRANSFER_MIB)
 
 

@@ -120,7 +120,16 @@ def run_layout(name: str, num_gpus: int, arguments: list[str], limit_s: float) -
         arguments = ["tests/python", *(f"--ignore={path}" for path in groups), *arguments]
     elif not any((ROOT / word.partition("::")[0]).exists() for word in arguments):
         arguments = [*map(str, groups), *arguments]
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", f"--maxfail={MAX_FAILED}", *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-m",
+        "gpu",
+        "-q",
+        f"--maxfail={MAX_FAILED}",
+        *arguments,
+    ]
     print(f"== {name}: {num_ranks} ranks", flush=True)
     with Mps() if with_mps else contextlib.nullcontext():
         ranks = {"GPU_TEST_RANKS": str(num_ranks or 2), "GPU_TEST_LAYOUT": where}

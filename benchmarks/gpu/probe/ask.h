@@ -57,8 +57,9 @@ inline void wait_for(std::array<pid_t, 2> pids, Page& page, int limit_s) {
       if (pid <= 0 || waitpid(pid, &status, WNOHANG) == 0) continue;
       pid = 0;
       if (status == 0) continue;
-      Side(role, page).answer("none: ended by signal " + std::to_string(WTERMSIG(status)) + ", " +
-                              Side::where(role, page));
+      Side(role, page)
+          .answer("none: ended by signal " + std::to_string(WTERMSIG(status)) + ", " +
+                  Side::where(role, page));
       page.has_failed = true;
     }
     if (Clock::now() > deadline) {
@@ -86,7 +87,8 @@ inline bool ask(const Question& question, int limit_s) {
   std::string text = page.is_answered ? page.answer.data() : "none";
   for (char& letter : text)
     if (letter == '"' || letter == '\\' || letter == '\n') letter = '\'';
-  std::printf(R"({"op":"probe","question":"%s","mps":%s,"answer":"%s","s":%.2f})" "\n",
+  std::printf(R"({"op":"probe","question":"%s","mps":%s,"answer":"%s","s":%.2f})"
+              "\n",
               question.name, page.has_mps ? "true" : "false", text.c_str(), us_since(began) / 1e6);
   std::fflush(stdout);
   for (const int end : page.sockets) ::close(end);

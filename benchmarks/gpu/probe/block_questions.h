@@ -44,12 +44,12 @@ inline void multiprocessors(Side& side, Gpu& gpu) {
   const auto& [first, second] = page.ran;
   const bool overlaps = first[0] < second[1] && second[0] < first[1];
   const std::uint64_t pause_us = std::max(first[2], second[2]) / 1000;
-  const std::string when = !overlaps                   ? "one after the other"
+  const std::string when = !overlaps                 ? "one after the other"
                            : pause_us < kTimeSliceUs ? "at the same time"
                                                      : "in time slices";
   side.answer(std::to_string(counts[0]) + " and " + std::to_string(counts[1]) + " of " +
-              std::to_string(num_all) + ", " + std::to_string(counts[2]) + " in common, " +
-              when + ", longest pause " + std::to_string(pause_us) + " us");
+              std::to_string(num_all) + ", " + std::to_string(counts[2]) + " in common, " + when +
+              ", longest pause " + std::to_string(pause_us) + " us");
   side.meet();
 }
 
@@ -58,8 +58,7 @@ inline cuda::Result run_clusters(Gpu& gpu, unsigned num_blocks, unsigned cluster
   cuda::LaunchAttribute attribute = {.id = cuda::kClusterDimension, .value = {}};
   std::fill_n(attribute.value.cluster, 3, 1u);
   attribute.value.cluster[0] = cluster_blocks;
-  const cuda::LaunchConfig config = {
-      {num_blocks, 1, 1}, {1, 1, 1}, 0, gpu.stream(), &attribute, 1};
+  const cuda::LaunchConfig config = {{num_blocks, 1, 1}, {1, 1, 1}, 0, gpu.stream(), &attribute, 1};
   Work work = gpu.work(0);
   void* parameters[] = {&work};
   const cuda::Function cluster = gpu.load(kClusterPtx, "probe_cluster");
@@ -76,10 +75,11 @@ inline void clusters(Side& side, Gpu& gpu) {
     side.step("a launch with clusters");
     const cuda::Result result = run_clusters(gpu, kBlocks, size);
     bool is_right = true;
-    for (unsigned i = 0; i < kBlocks; ++i)
-      is_right = is_right && gpu.block(i).number == size;
+    for (unsigned i = 0; i < kBlocks; ++i) is_right = is_right && gpu.block(i).number == size;
     text += (text.empty() ? "" : ", ") + std::to_string(size) + " blocks: " +
-            (result != cuda::kSuccess ? name_of(result) : is_right ? "run" : "wrong");
+            (result != cuda::kSuccess ? name_of(result)
+             : is_right               ? "run"
+                                      : "wrong");
   }
   side.answer(text);
   side.meet();

@@ -88,9 +88,8 @@ inline void freed_while_open(Side& side, Gpu& gpu) {
   close(address);
   side.meet();
   side.meet();
-  side.answer("reads " + read + "; the free gives back " +
-              more_mib(numbers[0], numbers[1]) + " MiB of 32, the close " +
-              more_mib(numbers[1], numbers[2]));
+  side.answer("reads " + read + "; the free gives back " + more_mib(numbers[0], numbers[1]) +
+              " MiB of 32, the close " + more_mib(numbers[1], numbers[2]));
   side.meet();
 }
 

@@ -38,8 +38,8 @@ struct Page {
   /// By role: a bit for each multiprocessor; when a kernel began and ended, and its longest pause.
   std::array<std::array<std::uint64_t, 8>, 2> multiprocessors = {};
   std::array<std::array<std::uint64_t, 3>, 2> ran = {};
-  std::array<int, 2> sockets = {};                   // the exporter's end, and the importer's
-  std::array<std::array<char, 40>, 2> steps = {};    // by role: the call it is in
+  std::array<int, 2> sockets = {};                 // the exporter's end, and the importer's
+  std::array<std::array<char, 40>, 2> steps = {};  // by role: the call it is in
   std::array<char, 300> answer = {};
 };
 
@@ -82,8 +82,8 @@ class Side {
   }
   std::string where() const { return where(role_, page); }
   static std::string where(Role role, const Page& page) {
-    return std::string("the ") + kRoleNames[role] + " at: " +
-           page.steps[static_cast<std::size_t>(role)].data();
+    return std::string("the ") + kRoleNames[role] +
+           " at: " + page.steps[static_cast<std::size_t>(role)].data();
   }
 
  private:

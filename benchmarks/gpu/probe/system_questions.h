@@ -36,8 +36,7 @@ inline void attribute_cost(Side& side, Gpu& gpu) {
     std::string text;
     for (const auto& [name, address] : {std::pair{"own", own}, std::pair{", opened", opened}}) {
       const Clock::time_point began = Clock::now();
-      for (int i = 0; i < kCalls; ++i)
-        cuda::allocation_of(reinterpret_cast<const void*>(address));
+      for (int i = 0; i < kCalls; ++i) cuda::allocation_of(reinterpret_cast<const void*>(address));
       text += name + (" " + std::to_string(static_cast<long>(us_since(began) * 1e3 / kCalls)));
     }
     side.answer(text + " ns");

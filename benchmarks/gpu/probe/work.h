@@ -18,7 +18,7 @@ struct Words {
   std::uint64_t value;        ///< by the kernel: the 4 bytes there
   std::uint64_t has_read;     ///< by the kernel
   std::uint64_t unused[4];
-  Block blocks[kMaxBlocks];   ///< by probe_hold and probe_cluster
+  Block blocks[kMaxBlocks];  ///< by probe_hold and probe_cluster
 };
 static_assert(sizeof(Words::Block) == 32 && sizeof(Words) == 64 + 32 * Words::kMaxBlocks);
 

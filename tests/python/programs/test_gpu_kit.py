@@ -64,9 +64,7 @@ def checkout(tmp_path: Path) -> Path:
     rows = [f"| {name} | what | `{how}` | {s} | | not run |" for name, (how, s) in ROWS.items()]
     questions = ["", "## Aims", "", "| question | answer |", *[
         f"| {name} | not asked |" for name in QUESTIONS], ""]  # fmt: skip
-    page.write_text(
-        "\n".join(["| entry | | | s | needs | last run |", "|---|", *rows, *questions])
-    )
+    page.write_text("\n".join(["| entry | | | s | needs | last run |", "|---|", *rows, *questions]))
     kit = root / "gpu-kit"
     kit.mkdir()
     shutil.copy2(root / "tools" / "gpu_kit_run", kit / "run")
@@ -120,7 +118,7 @@ def answers_of(root: Path) -> dict[str, str]:
 
 @emulated_gpu.needs_emulated_gpu
 def test_the_first_part_runs_over_the_emulator(checkout: Path) -> None:
-    driver, _ = emulated_gpu.build()
+    driver = emulated_gpu.build_driver()
     sweep = emulated_gpu.build_sweep()
     old = time.time() - 1e6
     for program in (sweep, sweep.with_name("probe")):
