@@ -228,7 +228,7 @@ COLD = "ring_any sm_90"
 def test_where_a_cold_kernel_spills_is_not_compared() -> None:
     """nvcc does not make the same code of ring_any everywhere; all else of it is compared."""
     before = facts(SUM_CODE)
-    other = facts([*SUM_CODE[:-1], "STL [R1], R4", *NOPS, *sum_loop(14), "EXIT"], stack=32)
+    other = facts(kernel(*SUM_LOOPS, sum_loop(14), more=("STL [R1], R4",)), stack=32)
     assert other.loops != before.loops
     assert (other.stack, other.local) == (32, 1)
     assert gate.problems_of(RING, other, before)

@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT / "tests" / "python" / "device"))
 
 import emulated_gpu  # noqa: E402
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 240.0
 SMI = """#!/bin/sh
 case "$*" in
 *compute_cap) echo 9.0 ;;
@@ -30,12 +30,12 @@ case "$*" in
 *) exit 6 ;;
 esac
 """
-PROBE = "build/gpu/probe > $OUT/probe.jsonl"
+PROBE = "build/gpu/probe --limit-s 30 > $OUT/probe.jsonl"
 SWEEP = "build/gpu/kernel_sweep --ranks 2 --rounds 1 --sizes 1024 > $OUT/kernel_sweep.jsonl"
 ROWS = {
     "build": ("false", 20),
-    "probe": (PROBE, 100),
-    "kernel-sweep": (SWEEP, 100),
+    "probe": (PROBE, 200),
+    "kernel-sweep": (SWEEP, 200),
     "collectives": ("exit 3", 20),
     "cross-entropy-clusters": ("kill -SEGV $$", 20),
     "kernel-sweep-4": ("true", 40),
@@ -62,7 +62,7 @@ def checkout(tmp_path: Path) -> Path:
     page = root / "docs" / "gpu-verification.md"
     page.parent.mkdir()
     rows = [f"| {name} | what | `{how}` | {s} | | not run |" for name, (how, s) in ROWS.items()]
-    questions = ["", "## Aims", "", "| question | answer |", *[
+    questions = ["", "## Aims", "", "## What the driver answers", "", "| question | answer |", *[
         f"| {name} | not asked |" for name in QUESTIONS], ""]  # fmt: skip
     page.write_text("\n".join(["| entry | | | s | needs | last run |", "|---|", *rows, *questions]))
     kit = root / "gpu-kit"
@@ -271,7 +271,7 @@ def test_a_part_says_what_remains(checkout: Path) -> None:
     page = checkout / "docs" / "gpu-verification.md"
     page.write_text(page.read_text().replace("| `true` | 40 |", "| `sleep 600` | 40 |"))
     status, said = run(checkout, "2", BUDGET_S="3")
-    assert status == 0, said
+    assert status == 1, said
     assert "kernel-sweep-4: stopped" in said
     left = "kernel-sweep-8,speed-2,speed-shared-2"
     assert said.endswith(f"go on with: gpu-kit/run {left} (90 s at most)\nthen: gpu-kit/run 3\n")
