@@ -62,8 +62,8 @@ def checkout(tmp_path: Path) -> Path:
     page = root / "docs" / "gpu-verification.md"
     page.parent.mkdir()
     rows = [f"| {name} | what | `{how}` | {s} | | not run |" for name, (how, s) in ROWS.items()]
-    questions = ["", "## Aims", "", "## What the driver answers", "", "| question | answer |", *[
-        f"| {name} | not asked |" for name in QUESTIONS], ""]  # fmt: skip
+    headings = ["", "## Aims", "", "## What the driver answers", "", "| question | what | answer |"]
+    questions = [*headings, *(f"| {name} | asked | not asked |" for name in QUESTIONS), ""]
     page.write_text("\n".join(["| entry | | | s | needs | last run |", "|---|", *rows, *questions]))
     kit = root / "gpu-kit"
     kit.mkdir()
@@ -112,7 +112,7 @@ def last_runs(root: Path) -> dict[str, str]:
 def answers_of(root: Path) -> dict[str, str]:
     """The driver's answers on the page."""
     text = (root / "docs" / "gpu-verification.md").read_text()
-    found = dict(re.findall(r"(?m)^\| (\S+) \| ([^|]*) \|$", text))
+    found = dict(re.findall(r"(?m)^\| (\S+) \| asked \| ([^|]*) \|$", text))
     return {name: found[name] for name in QUESTIONS}
 
 
