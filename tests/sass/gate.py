@@ -7,7 +7,8 @@ Reads the images in build/cuda, and compiles them first where they are missing o
 says which number of which kernel or of which of its loops, where one has become worse. Whatever the
 table says, no kernel may have a trap, hot ones no stack, generic or local access, and so no spill,
 which is both; packets are exchanged by accesses of 16 bytes, and sums and copies have at least as
-many loads under way as the source asks for. With --update it writes the table. The table is of one
+many loads under way as the source asks for. Of cold kernels the stack, local accesses and loops are
+not compared: they are "-" in the table, or not there. With --update it writes the table. The table is of one
 release of nvcc: with another only these rules are checked. Where there is no nvcc it says so, and
 fails if RINGCOMM_NVCC=required. Nothing runs on a GPU.
 """
