@@ -8,9 +8,9 @@ says which number of which kernel or of which of its loops, where one has become
 table says, no kernel may have a trap, hot ones no stack, generic or local access, and so no spill,
 which is both; packets are exchanged by accesses of 16 bytes, and sums and copies have at least as
 many loads under way as the source asks for. Of cold kernels the stack, local accesses and loops are
-not compared: they are "-" in the table, or not there. With --update it writes the table. The table is of one
-release of nvcc: with another only these rules are checked. Where there is no nvcc it says so, and
-fails if RINGCOMM_NVCC=required. Nothing runs on a GPU.
+not compared: the table has "-" for them, and no loops. With --update it writes the table. The table
+is of one release of nvcc: with another only these rules are checked. Where there is no nvcc it says
+so, and fails if RINGCOMM_NVCC=required. Nothing runs on a GPU.
 """
 
 from __future__ import annotations
