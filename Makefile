@@ -71,7 +71,7 @@ kernels: check-python  ## compile the CUDA kernels with nvcc, and compare their 
 	@$(PREPARE) --need test -- tests/sass/gate.py
 
 # A kit (make gpu-kit) has it: nothing is compiled again there, whatever the times of files are.
-kernel-sweep: check-python  ## build build/gpu/kernel_sweep, which times and verifies the CUDA kernels without torch (HELD=8)
+kernel-sweep: check-python  ## build build/gpu/kernel_sweep, which times and verifies the CUDA kernels, and build/gpu/probe, without torch (HELD=8)
 ifndef RINGCOMM_PREBUILT
 	@cd "$(ROOT)" && "$(PYTHON)" tools/cuda_kernels.py $(HELD)
 	@$(MAKE) --no-print-directory -C "$(ROOT)/benchmarks/gpu" HELD=$(HELD)

@@ -70,7 +70,7 @@ def _condition(text: str) -> Condition:
 
 def read_aims(page: Path) -> list[Aim]:
     """The aims of the page. Raises ValueError that shows what of a line makes no sense."""
-    table = page.read_text(encoding="utf-8").partition(HEADING)[2]
+    table = page.read_text(encoding="utf-8").partition(HEADING)[2].partition("\n## ")[0]
     lines = [line for line in table.splitlines() if line[:2] == "| "]
     aims = []
     for line in lines[1:]:

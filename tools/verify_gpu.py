@@ -5,11 +5,12 @@ Usage: python tools/verify_gpu.py [--only NAME,... | --from NAME] [--budget-s S]
        python tools/verify_gpu.py --take FOLDER
 
 The rows of docs/gpu-verification.md run one after the other, each within its limit and what is left
-of the budget: the last line printed is the command that goes on. The active Python and its torch
-are used. The folder, $OUT by default, gets verify.log, records and plots. Records are compared with
-the page's aims (gpu_aims.py): each is printed as met, or by how much it is missed. The page gets
-each row's "last run", and so does rows.jsonl in the folder: --take writes what it has into the page
-of another checkout, also of a run that was cut off.
+of the budget. The last lines printed are the commands that run what remains. The active Python and
+its torch are used. The folder, $OUT by default, gets verify.log, records and plots. Records are
+compared with the page's aims (gpu_aims.py): each is printed as met, or by how much it is missed.
+The page gets each row's "last run" and the driver's answers (gpu_page.py), and so do rows.jsonl and
+probe.jsonl in the folder: --take writes those into the page of another checkout, also of a run that
+was cut off.
 
 With --layout, the GPU tests (or the given ones) run with so many ranks on one GPU or on all, under
 NVIDIA's Multi-Process Service or without. The status is 1 when something failed, or when there is a
@@ -22,7 +23,6 @@ import argparse
 import contextlib
 import datetime
 import importlib.util
-import json
 import os
 import re
 import shlex
@@ -31,7 +31,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "gpu-verification.md"
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from gpu_aims import HEADING, Records, Verdict, judge, read_aims, summary  # noqa: E402
+from gpu_aims import Records, Verdict, judge, read_aims, summary  # noqa: E402
+from gpu_page import ROWS, Row, note, read_rows, take, write_answers, write_row  # noqa: E402
 from mps import FOLDERS, Mps, find_control, find_program  # noqa: E402
 from placement import count_devices  # noqa: E402
 
@@ -48,7 +48,9 @@ MIN_SHARE = 0.5  # of a row's limit: with less time left, the next command runs 
 LAYOUT_S = 420.0  # of a layout, if no row says another limit
 MIN_DRIVER = 580  # of CUDA 13, for which torch and the kernels are built
 MIN_FREE_MIB = 8 << 10
+GO_ON = "python tools/verify_gpu.py --only build,"
 END_S = 45.0  # for a program to end its children, including MPS
+MAX_FAILED = 3  # tests of a command: 25 that time out would be a whole row
 NO_TESTS = 5  # pytest's status where no test was selected
 # Ranks (0: tests that start none; None: one for each GPU, two under MPS), the GPUs, and MPS.
 LAYOUTS: dict[str, tuple[int | None, str, bool]] = {
@@ -63,43 +65,6 @@ LAYOUTS: dict[str, tuple[int | None, str, bool]] = {
 }
 
 
-@dataclass(frozen=True)
-class Row:
-    """A row of the page: a shell command, or why there is none; seconds; what it needs.
-
-    That is "MPS", "2 GPUs", a module or a program.
-    """
-
-    name: str
-    how: str
-    limit_s: float
-    needs: tuple[str, ...]
-
-    @property
-    def command(self) -> str:
-        """The command, "" where there is none."""
-        return self.how.strip("`") if self.how.startswith("`") else ""
-
-
-def read_rows(page: Path = PAGE) -> list[Row]:
-    """The first table of the page."""
-    table = page.read_text(encoding="utf-8").partition(HEADING)[0]
-    lines = [line for line in table.splitlines() if line[:2] == "| "]
-    rows = []
-    for line in lines[1:]:
-        name, _, how, limit, needs, _ = (cell.strip() for cell in line.strip("|").split("|"))
-        rows.append(Row(name, how, float(limit or 0), tuple(needs.split(", ")) if needs else ()))
-    return rows
-
-
-def write_row(page: Path, name: str, found: str) -> None:
-    """Replaces the last cell of a row of the first table."""
-    pattern = rf"^(\| {re.escape(name)} \|.*\| )[^|]*( \|)$"
-    text = page.read_text(encoding="utf-8")
-    text = re.sub(pattern, rf"\g<1>{found}\g<2>", text, count=1, flags=re.M)
-    page.write_text(text, encoding="utf-8")
-
-
 def lacks(needs: tuple[str, ...], num_gpus: int) -> str | None:
     """What a machine with so many GPUs lacks; None if it has everything."""
     if num_gpus == 0:
@@ -108,14 +73,16 @@ def lacks(needs: tuple[str, ...], num_gpus: int) -> str | None:
         return "one GPU here"
     if "MPS" in needs and find_control() is None:
         return "MPS is missing: no nvidia-cuda-mps-control; it comes with the driver's programs"
-    missing = [
-        name
-        for name in needs
-        if name not in ("2 GPUs", "MPS")
-        and not importlib.util.find_spec(name)
-        and not shutil.which(name)
-    ]
-    return f"{missing[0]} is not installed" if missing else None
+    for name in needs:
+        if "/" in name:
+            if not (ROOT / name).exists():
+                held = re.match(r"build/gpu-(\d+)/", name)
+                return f"no {name}: make kernel-sweep" + (f" HELD={held[1]}" if held else "")
+        elif name not in ("2 GPUs", "MPS") and not (
+            importlib.util.find_spec(name) or shutil.which(name)
+        ):
+            return f"{name} is not installed"
+    return None
 
 
 def run(command: list[str], limit_s: float, **options: Any) -> int | None:
@@ -153,7 +120,16 @@ def run_layout(name: str, num_gpus: int, arguments: list[str], limit_s: float) -
         arguments = ["tests/python", *(f"--ignore={path}" for path in groups), *arguments]
     elif not any((ROOT / word.partition("::")[0]).exists() for word in arguments):
         arguments = [*map(str, groups), *arguments]
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "--maxfail=25", *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-m",
+        "gpu",
+        "-q",
+        f"--maxfail={MAX_FAILED}",
+        *arguments,
+    ]
     print(f"== {name}: {num_ranks} ranks", flush=True)
     with Mps() if with_mps else contextlib.nullcontext():
         ranks = {"GPU_TEST_RANKS": str(num_ranks or 2), "GPU_TEST_LAYOUT": where}
@@ -244,6 +220,7 @@ def environment(archs: list[str], out: Path) -> dict[str, str]:
         **os.environ,
         "PYTHON": sys.executable,
         "PYTHONUNBUFFERED": "1",
+        "PYTEST_ADDOPTS": f"--maxfail={MAX_FAILED}",
         "RINGCOMM_USE_ENV": "1",
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).strip(":"),
         "OUT": str(out),
@@ -284,30 +261,14 @@ def verify(
             elif status != "not run":
                 write_row(page, row.name, f"{status}, {today}{summary(verdicts)}")
             note(out, row.name, f"{status}, {today}{summary(verdicts)}")
+            if row.name == "probe":
+                write_answers(page, out)
             num_run += row.name != "build"
         found[row.name] = status
         print(f"{row.name}: {status}", flush=True)
         if row.name == "build" and status in ("failed", "stopped"):
             break
     return found, left
-
-
-def note(out: Path, name: str, found: str) -> None:
-    """Keeps what became of a row for --take."""
-    with (out / "rows.jsonl").open("a", encoding="utf-8") as output:
-        print(json.dumps({"row": name, "found": found}), file=output)
-
-
-def take(out: Path, page: Path) -> dict[str, str]:
-    """Writes into the page what became of each row; a line that was cut off is left out."""
-    found: dict[str, str] = {}
-    for line in (out / "rows.jsonl").read_text(encoding="utf-8").splitlines():
-        with contextlib.suppress(json.JSONDecodeError):
-            one = json.loads(line)
-            found[one["row"]] = one["found"]
-    for name, text in found.items():
-        write_row(page, name, text)
-    return found
 
 
 def tell(verdicts: list[Verdict], log: Path) -> None:
@@ -334,7 +295,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """The command line, with the rows in `rows`; ends the process when it makes no sense."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
-    rows = {row.name: row for row in read_rows()}
+    rows = {row.name: row for row in read_rows(PAGE)}
     out = Path(os.environ.get("OUT") or ROOT / "build" / "gpu-verification")
     add("--only", metavar="NAME,...", help="these rows alone")
     add("--from", dest="first", metavar="NAME", help="the build, this row and those after it")
@@ -342,6 +303,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--take", type=Path, metavar="FOLDER", help="write its rows into the page, and run none")
     add("--budget-s", type=float, default=BUDGET_S, help="of all rows")
     add("--out", type=Path, default=out, metavar="FOLDER", help="for results")
+    add("--go-on", default=GO_ON, help="the command that the names of rows that are left follow")
+    add("--then", metavar="COMMAND", help="what to run after the rows that are left")
     add("arguments", nargs="*", metavar="PYTEST ARGS", help="with --layout")
     options = parser.parse_args(argv)
     names = list(rows)
@@ -354,7 +317,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if unknown:
         parser.error(f"unknown names {', '.join(sorted(unknown))}")
     options.layout = list(LAYOUTS) if layouts == ["every"] else layouts
-    options.rows = [row for name, row in rows.items() if name in only]
+    options.rows = [rows[name] for name in only]  # in the order asked for
     return options
 
 
@@ -364,7 +327,7 @@ def main(argv: list[str]) -> int:
     if options.layout:
         return run_layouts(options.layout, options.arguments)
     if options.take:
-        if not (options.take / "rows.jsonl").exists():
+        if not (options.take / ROWS).exists():
             print(f"there is no rows.jsonl in {options.take}: it is no folder of results")
             return 1
         for name, text in take(options.take, PAGE).items():
@@ -379,7 +342,11 @@ def main(argv: list[str]) -> int:
         return 1
     print(f"results: {out}")
     if left:
-        print(f"go on with: python tools/verify_gpu.py --only {','.join(['build', *left])}")
+        limits = {row.name: row.limit_s for row in options.rows}
+        seconds = sum(limits[name] for name in left)
+        print(f"go on with: {options.go_on}{','.join(left)} ({seconds:.0f} s at most)")
+    if options.then:
+        print(f"then: {options.then}")
     return int(any(status in ("failed", "stopped") for status in found.values()))
 
 

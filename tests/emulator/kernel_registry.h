@@ -104,5 +104,7 @@ struct FunctionCall {
 
 /// Null if there is no kernel of this name.
 const Kernel* find_kernel(std::string_view name);
+/// The same for the kernels of benchmarks/gpu/probe, which are no part of ringcomm.
+const Kernel* find_probe_kernel(std::string_view name);
 
 }  // namespace ringcomm::emulator

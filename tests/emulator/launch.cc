@@ -213,6 +213,7 @@ Result api::module_get_function(Function* function, Module module, const char* n
   const std::shared_ptr<ModuleTag> found = Handles<ModuleTag>::all().find(module);
   if (found == nullptr) return kInvalidHandle;
   const Kernel* kernel = kFunction.name == std::string_view(name) ? &kFunction : find_kernel(name);
+  if (kernel == nullptr) kernel = find_probe_kernel(name);
   if (kernel == nullptr) return kNotFound;
   const std::lock_guard lock(found->mutex);
   std::shared_ptr<FunctionTag>& known = found->functions[kernel->name];

@@ -7,9 +7,10 @@ Reads the images in build/cuda, and compiles them first where they are missing o
 says which number of which kernel or of which of its loops, where one has become worse. Whatever the
 table says, no kernel may have a trap, hot ones no stack, generic or local access, and so no spill,
 which is both; packets are exchanged by accesses of 16 bytes, and sums and copies have at least as
-many loads under way as the source asks for. With --update it writes the table. The table is of one
-release of nvcc: with another only these rules are checked. Where there is no nvcc it says so, and
-fails if RINGCOMM_NVCC=required. Nothing runs on a GPU.
+many loads under way as the source asks for. Of cold kernels the stack, local accesses and loops are
+not compared: the table has "-" for them, and no loops. With --update it writes the table. The table
+is of one release of nvcc: with another only these rules are checked. Where there is no nvcc it says
+so, and fails if RINGCOMM_NVCC=required. Nothing runs on a GPU.
 """
 
 from __future__ import annotations
@@ -35,9 +36,8 @@ from loops import Loop, loops_of  # noqa: E402
 
 ARCHITECTURES = ("90", "100")
 IMAGES = ROOT / "build" / "cuda"
-# Of types that nobody reduces in bulk, and of what runs once in a call, a table says enough.
-# One release of nvcc makes either of two codes of ring_any for sm_90: the table has the larger
-# number of each pair, which --update does not know.
+# Types that are not reduced in bulk, and kernels that run once in a call. Where they spill is not
+# compared, nor their loops: one release of nvcc makes different codes of ring_any on two machines.
 COLD = re.compile(r"\w+_any|where|sum_losses")
 WITH_PACKETS = re.compile(r"one_shot_\w+")
 # They load 4 vectors at once or more wherever they load any; sums of 2, 4 and 8 sources 8, which is
@@ -49,6 +49,8 @@ AT_ONCE_OF_SUMS = (8, 8, 8)
 COLUMNS = ("registers", "stack", "generic", "local", "fences", "words", "packets", "traps")
 # Fewer are worse, which the rules check.
 NOT_WORSE = ("packets",)
+NOT_OF_COLD = ("stack", "local")
+NOT_COMPARED = "-"
 LOOP = "  loop"
 # Instructions of a turn that benchmarks/gpu/latency_model.h goes by: the kernel for sm_90, and what
 # its loop has at once, loads and stores. Of several such loops it is the longest, kAlso's the
@@ -95,7 +97,8 @@ class Facts:
     def parse(text: str) -> Facts:
         """The other way."""
         numbers, *rows = text.splitlines()
-        columns = dict(zip(COLUMNS, map(int, numbers.split()), strict=True))
+        cells = (0 if cell == NOT_COMPARED else int(cell) for cell in numbers.split())
+        columns = dict(zip(COLUMNS, cells, strict=True))
         return Facts(**columns, loops=tuple(Loop.parse(row.removeprefix(LOOP)) for row in rows))
 
     def worse_than(self, before: Facts) -> list[str]:
@@ -178,13 +181,30 @@ def is_hot(name: str) -> bool:
     return COLD.fullmatch(name) is None
 
 
+def compared(name: str, found: Facts) -> Facts:
+    """What is compared with the table, or written to it."""
+    if is_hot(name):
+        return found
+    return dataclasses.replace(found, **dict.fromkeys(NOT_OF_COLD, 0), loops=())
+
+
+def row_of(name: str, found: Facts) -> str:
+    """The columns of a kernel in the table, and the rows of its loops."""
+    numbers, *loops = compared(name, found).text().splitlines()
+    cells = [
+        NOT_COMPARED if not is_hot(name) and column in NOT_OF_COLD else cell
+        for column, cell in zip(COLUMNS, numbers.split(), strict=True)
+    ]
+    return "\n".join([" ".join(f"{cell:>9}" for cell in cells), *loops])
+
+
 def write_table(release: str, facts: dict[str, Facts]) -> None:
     head = f"{'# kernel':36}{'arch':8}{'kind':6}" + " ".join(f"{c:>9}" for c in COLUMNS)
     loop = f"#{LOOP[1:]}" + " ".join(f"{name:>{len(name) + 1}}" for name, _ in Loop().named())
     lines = [f"# {release}", head, loop]
     for key, found in facts.items():
         name, arch = key.split()
-        lines.append(f"{name:36}{arch:8}{'hot' if is_hot(name) else '-':6}{found.text()}")
+        lines.append(f"{name:36}{arch:8}{'hot' if is_hot(name) else '-':6}{row_of(name, found)}")
     TABLE.write_text("\n".join(lines) + "\n")
 
 
@@ -247,8 +267,9 @@ def broken_rules(name: str, found: Facts) -> list[str]:
 
 def problems_of(key: str, found: Facts, before: Facts | None) -> list[str]:
     """What is wrong with a kernel; `before` is None where the table is of another nvcc."""
-    problems = found.worse_than(before) if before else []
-    problems += broken_rules(key.split(maxsplit=1)[0], found)
+    name = key.split(maxsplit=1)[0]
+    problems = compared(name, found).worse_than(compared(name, before)) if before else []
+    problems += broken_rules(name, found)
     return [f"{key}: {problem}" for problem in problems]
 
 
@@ -290,7 +311,11 @@ def main() -> int:
     problems = compare(facts, table)
     if table and "90" in {key[-2:] for key in facts} and COUNTS.read_text() != counts_of(facts):
         problems.append(f"{COUNTS.name} is not of these kernels (--update writes it)")
-    better = [key for key in facts if key in table and table[key].worse_than(facts[key])]
+    better = [
+        key
+        for key, found in facts.items()
+        if key in table and table[key].worse_than(compared(key.split()[0], found))
+    ]
     print("\n".join(problems) or f"[sass] {len(facts)} kernels are as the table says, or better")
     if better:
         print("[sass] better than the table (--update writes it): " + ", ".join(better))

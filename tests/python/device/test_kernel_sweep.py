@@ -24,7 +24,7 @@ PATHS = {"copy", "packets", "staged", "shared", "ring"}
 
 def command(box: Path, *arguments: str, **settings: str) -> dict[str, Any]:
     """The program and its environment, with settings of the emulator (RINGCOMM_EMULATOR_...)."""
-    driver, _ = emulated_gpu.build()
+    driver = emulated_gpu.build_driver()
     env = {
         **os.environ,
         **emulated_gpu.with_kernels(),

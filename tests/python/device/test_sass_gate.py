@@ -222,6 +222,37 @@ def test_fails_where_a_number_grows(column: str) -> None:
     assert gate.problems_of(RING, before, dataclasses.replace(before, fences=8)) == []
 
 
+COLD = "ring_any sm_90"
+
+
+def test_where_a_cold_kernel_spills_is_not_compared() -> None:
+    """nvcc does not make the same code of ring_any everywhere; all else of it is compared."""
+    before = facts(SUM_CODE)
+    other = facts(kernel(*SUM_LOOPS, sum_loop(14), more=("STL [R1], R4",)), stack=32)
+    assert other.loops != before.loops
+    assert (other.stack, other.local) == (32, 1)
+    assert gate.problems_of(RING, other, before)
+    assert gate.problems_of(COLD, other, before) == []
+    for column in ("registers", "generic", "fences", "words"):
+        worse = dataclasses.replace(before, **{column: getattr(before, column) + 1})
+        assert [f"{column} " in problem for problem in gate.problems_of(COLD, worse, before)] == [
+            True
+        ]
+    assert gate.problems_of(COLD, dataclasses.replace(before, traps=1), before)
+
+
+def test_the_table_says_what_is_not_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gate, "TABLE", tmp_path / "table.txt")
+    found = {RING: facts(SUM_CODE), COLD: facts(SUM_CODE, stack=32)}
+    gate.write_table("release 13.0", found)
+    cold = dataclasses.replace(found[COLD], stack=0, loops=())
+    assert gate.read_table() == ("release 13.0", {RING: found[RING], COLD: cold})
+    (row,) = [line for line in gate.TABLE.read_text().splitlines() if line.startswith("ring_any")]
+    assert row.split()[:7] == ["ring_any", "sm_90", "-", "40", "-", "0", "-"]
+
+
 def test_another_nvcc_has_the_rules_alone() -> None:
     more = dataclasses.replace(facts(SUM_CODE), registers=41)
     assert gate.problems_of(SUM, more, None) == []

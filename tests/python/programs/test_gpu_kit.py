@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import gpu_machine
+import gpu_page
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -21,7 +22,7 @@ sys.path.insert(0, str(ROOT / "tests" / "python" / "device"))
 
 import emulated_gpu  # noqa: E402
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 240.0
 SMI = """#!/bin/sh
 case "$*" in
 *compute_cap) echo 9.0 ;;
@@ -29,20 +30,26 @@ case "$*" in
 *) exit 6 ;;
 esac
 """
-SWEEP = (
-    "make kernel-sweep && build/gpu/kernel_sweep --ranks 2 --rounds 1 --sizes 1024 "
-    "> $OUT/kernel_sweep.jsonl"
-)
+PROBE = "build/gpu/probe --limit-s 30 > $OUT/probe.jsonl"
+SWEEP = "build/gpu/kernel_sweep --ranks 2 --rounds 1 --sizes 1024 > $OUT/kernel_sweep.jsonl"
 ROWS = {
     "build": ("false", 20),
-    "kernel-sweep": (SWEEP, 100),
+    "probe": (PROBE, 200),
+    "kernel-sweep": (SWEEP, 200),
     "collectives": ("exit 3", 20),
     "cross-entropy-clusters": ("kill -SEGV $$", 20),
+    "kernel-sweep-4": ("true", 40),
+    "kernel-sweep-8": ("true", 50),
+    "speed-2": ("true", 20),
+    "speed-shared-2": ("true", 20),
+    "llama-memory": ("true", 20),
+    "llama-largest": ("true", 20),
     "update-plans": ("true", 20),
     "profile": ("echo '{\"us\": 1}' >> $OUT/records.jsonl", 20),
     "faults": ("sleep 600", 2),
     "without-mps": ("sleep 600 & echo $! > $OUT/pid; wait", 100),
 }
+QUESTIONS = ("open-twice", "freed-while-open")
 
 
 @pytest.fixture
@@ -55,12 +62,15 @@ def checkout(tmp_path: Path) -> Path:
     page = root / "docs" / "gpu-verification.md"
     page.parent.mkdir()
     rows = [f"| {name} | what | `{how}` | {s} | | not run |" for name, (how, s) in ROWS.items()]
-    page.write_text("\n".join(["| entry | | | s | needs | last run |", "|---|", *rows, ""]))
+    headings = ["", "## Aims", "", "## What the driver answers", "", "| question | what | answer |"]
+    questions = [*headings, *(f"| {name} | asked | not asked |" for name in QUESTIONS), ""]
+    page.write_text("\n".join(["| entry | | | s | needs | last run |", "|---|", *rows, *questions]))
     kit = root / "gpu-kit"
     kit.mkdir()
     shutil.copy2(root / "tools" / "gpu_kit_run", kit / "run")
     (kit / "_C.cpython-312-x86_64-linux-gnu.so").write_text("not loaded here")
-    (kit / "kernel_sweep").write_text("")
+    for name in ("kernel_sweep", "probe"):
+        (kit / name).write_text("")
     (root / "bin").mkdir()
     (root / "bin" / "nvidia-smi").write_text(SMI)
     (root / "bin" / "nvidia-smi").chmod(0o755)
@@ -99,24 +109,44 @@ def last_runs(root: Path) -> dict[str, str]:
     return {name: re.sub(r", 20\d\d-\d\d-\d\d", "", last) for name, last in found}
 
 
+def answers_of(root: Path) -> dict[str, str]:
+    """The driver's answers on the page."""
+    text = (root / "docs" / "gpu-verification.md").read_text()
+    found = dict(re.findall(r"(?m)^\| (\S+) \| asked \| ([^|]*) \|$", text))
+    return {name: found[name] for name in QUESTIONS}
+
+
 @emulated_gpu.needs_emulated_gpu
 def test_the_first_part_runs_over_the_emulator(checkout: Path) -> None:
-    driver, _ = emulated_gpu.build()
-    shutil.copy2(emulated_gpu.build_sweep(), checkout / "gpu-kit" / "kernel_sweep")
+    driver = emulated_gpu.build_driver()
+    sweep = emulated_gpu.build_sweep()
     old = time.time() - 1e6
-    os.utime(checkout / "gpu-kit" / "kernel_sweep", (old, old))  # older than any source
+    for program in (sweep, sweep.with_name("probe")):
+        shutil.copy2(program, checkout / "gpu-kit")
+        os.utime(checkout / "gpu-kit" / program.name, (old, old))  # older than any source
     env = {"RINGCOMM_CUDA_DRIVER": str(driver), **emulated_gpu.with_kernels()}
     status, said = run(checkout, "1", **env)
     assert status == 1, said
     assert "kernel-sweep: passed" in said, (checkout / "out/verify.log").read_text()
+    assert said.endswith("then: gpu-kit/run 2\n")
     points = (checkout / "out" / "kernel_sweep.jsonl").read_text().splitlines()
     assert {json.loads(point).get("num_wrong", 0) for point in points} == {0}
     assert last_runs(checkout) == {
         **dict.fromkeys(ROWS, "not run"),
+        "probe": "passed",
         "kernel-sweep": "passed",
         "collectives": "failed",
         "cross-entropy-clusters": "failed",
     }
+    answers = answers_of(checkout)
+    assert all(answer.startswith("MPS: ") for answer in answers.values()), answers
+    # Another checkout gets the same answers from the folder.
+    page = checkout / "docs" / "gpu-verification.md"
+    page.write_text(re.sub(r"\| MPS: [^|]* \|$", "| not asked |", page.read_text(), flags=re.M))
+    assert set(answers_of(checkout).values()) == {"not asked"}
+    take = [sys.executable, str(checkout / "tools" / "verify_gpu.py"), "--take"]
+    subprocess.run([*take, str(checkout / "out")], check=True, timeout=TIMEOUT_S, cwd=checkout)
+    assert answers_of(checkout) == answers
     log = (checkout / "out" / "verify.log").read_text()
     assert "compiling" not in log
     assert not list((checkout / "build").rglob("*.o"))
@@ -205,13 +235,60 @@ def test_a_library_keeps_the_kernels_of_one_architecture(tmp_path: Path) -> None
     assert b"SASS80..SASS80..\0" in found  # elsewhere it stays
 
 
-def test_parts_are_named(checkout: Path) -> None:
-    status, said = run(checkout, "6")
-    assert status == 2
-    assert "usage: gpu-kit/run 1|2|3|4|5" in said
+def parts_of_the_kit() -> list[tuple[str, float]]:
+    """The rows of each part, and the seconds that it takes at most."""
     text = (ROOT / "tools" / "gpu_kit_run").read_text()
-    parts = re.findall(r"rows=(\S+) ;;", text)
-    page = (ROOT / "docs" / "gpu-verification.md").read_text()
-    assert len(parts) == 5
-    for name in ",".join(parts).split(","):
-        assert f"\n| {name} | " in page
+    (usual,) = re.findall(r"(?m)^budget=(\d+)$", text)
+    cases = re.findall(r"(?m)^  \d\) rows=(\S+)(?: budget=(\d+))?(?: next=(\d))? ;;$", text)
+    assert [following for _, _, following in cases] == ["2", "3", "4", "5", ""]
+    return [(rows, float(budget or usual)) for rows, budget, _ in cases]
+
+
+def test_parts_are_named(checkout: Path) -> None:
+    for wrong in ("6", "", "-x"):
+        status, said = run(checkout, wrong)
+        assert status == 2
+        assert "usage: gpu-kit/run 1|2|3|4|5" in said
+    parts = parts_of_the_kit()
+    rows = {row.name: row for row in gpu_page.read_rows(ROOT / "docs" / "gpu-verification.md")}
+    for names, budget_s in parts:
+        assert budget_s <= 540
+        for name in names.split(","):
+            assert "make" not in rows[name].command
+    # A lease of 15 minutes has the first two, and the start of the machine.
+    first, second = (names.split(",") for names, _ in parts[:2])
+    assert sum(budget_s for _, budget_s in parts[:2]) <= 14 * 60
+    order = [*first, *second]
+    wanted = "probe kernel-sweep collectives cross-entropy-clusters kernel-sweep-4 kernel-sweep-8"
+    assert order[:6] == wanted.split()
+    assert all(name.startswith("speed-") for name in order[6:])
+    # The page has them in this order too.
+    assert [name for name in rows if name in order] == order
+
+
+def test_a_part_says_what_remains(checkout: Path) -> None:
+    """Rows without time, and how to run them; then the next part."""
+    page = checkout / "docs" / "gpu-verification.md"
+    page.write_text(page.read_text().replace("| `true` | 40 |", "| `sleep 600` | 40 |"))
+    status, said = run(checkout, "2", BUDGET_S="3")
+    assert status == 1, said
+    assert "kernel-sweep-4: stopped" in said
+    left = "kernel-sweep-8,speed-2,speed-shared-2"
+    assert said.endswith(f"go on with: gpu-kit/run {left} (90 s at most)\nthen: gpu-kit/run 3\n")
+    status, said = run(checkout, left)
+    assert status == 0, said
+    assert [f"{name}: passed" in said for name in left.split(",")] == [True] * 3
+    assert "then: " not in said
+
+
+@pytest.mark.parametrize(("kit_mib", "checkout_mib", "status"), [(3, 4, 0), (6, 1, 1), (4, 7, 1)])
+def test_a_kit_that_is_too_large_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kit_mib: int, checkout_mib: int, status: int
+) -> None:
+    monkeypatch.setattr(gpu_machine, "KIT_MIB", 5)
+    monkeypatch.setattr(gpu_machine, "TRANSFER_MIB", 10)
+    (tmp_path / "kit").mkdir()
+    for name, mib in {"kit/part": kit_mib, "source": checkout_mib}.items():
+        with (tmp_path / name).open("wb") as file:
+            file.truncate(mib << 20)
+    assert gpu_machine.check_size(tmp_path / "kit", [tmp_path / "source"]) == status
