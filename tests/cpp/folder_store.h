@@ -58,7 +58,7 @@ class FolderStore final : public KeyValueStore {
   std::string write(const std::string& key, const std::string& value) const {
     static std::atomic<int> num_written = 0;
     const std::string path =
-        path_of(key) + "." + std::to_string(::getpid()) + "." + std::to_string(num_written++);
+        path_of(key) + "." + std::to_string(::gettid()) + "." + std::to_string(num_written++);
     std::ofstream(path) << value;
     return path;
   }
