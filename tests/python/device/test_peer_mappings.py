@@ -4,6 +4,8 @@ them, and how memory that was freed is given back.
 
 from __future__ import annotations
 
+import ctypes
+import os
 import time
 from collections.abc import Callable
 
@@ -13,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from emulated_gpu import run_on_gpus, with_kernels
+from emulator_driver import Handle
 from gpu_ranks import meet
 from test_lent_memory import used_bytes
 from test_peer_allocations import (
@@ -105,6 +108,42 @@ def check_group_without_calls(rank: int) -> None:
         del tensor
         emugpu.empty_cache()
     assert num_same > 0, "a test of nothing: no address was used again"
+
+
+def check_refused_for_a_while(rank: int) -> None:
+    """What the driver refuses to map is staged, and mapped once it no longer does."""
+    driver = ctypes.CDLL(os.environ["RINGCOMM_CUDA_DRIVER"])
+    handle, address = Handle(), ctypes.c_uint64()
+    tensor = new_tensor()
+    if rank == 0:
+        source = ctypes.c_uint64(tensor.data_ptr())
+        assert driver.cuIpcGetMemHandle(ctypes.byref(handle), source) == 0
+        store().set("handle", bytes(handle).hex())
+    else:  # the program holds it, which ringcomm does not know
+        handle = Handle.from_buffer_copy(bytes.fromhex(store().get("handle").decode()))
+        assert driver.cuIpcOpenMemHandle_v2(ctypes.byref(address), handle, 1) == 0
+    meet()
+    place = tensor.data_ptr()
+    if rank == 0:  # the same address again, after some attempts
+        others = [new_tensor()]
+        for _ in range(64):
+            del tensor
+            emugpu.empty_cache()
+            tensor = new_tensor()
+            if tensor.data_ptr() == place:
+                break
+            others.append(new_tensor())
+        assert tensor.data_ptr() == place, "a test of nothing: the address was not used again"
+    for turn in range(2 * FEW_CALLS):
+        check_sum(tensor, turn)
+    assert bytes_read_of_peers(tensor) == 0
+    if rank == 1:
+        assert driver.cuIpcCloseMemHandle(address) == 0
+    for _ in range(70):  # it tries every 64 calls
+        dist.all_reduce(torch.ones(10, device=GPU))
+    for turn in range(6 * FEW_CALLS):  # some are staged yet
+        check_sum(tensor, turn)
+    assert bytes_read_of_peers(tensor) > 0
 
 
 # ---- which kernels may use them
@@ -244,6 +283,7 @@ def check_release_during_a_call(rank: int) -> None:
     [
         check_two_groups,
         check_group_without_calls,
+        check_refused_for_a_while,
         check_launched_before,
         check_messages_of_another_group,
         check_freed_without_calls,
