@@ -202,7 +202,8 @@ void DeviceGroup::read_facts() {
       if (other.device != place.device) continue;
       ++sharing;
       // Processes whose contexts the driver gives the GPU in turns.
-      if (other.process != place.process && !(place.has_mps && other.has_mps)) facts_.takes_turns = true;
+      if (other.process != place.process && !(place.has_mps && other.has_mps))
+        facts_.takes_turns = true;
     }
     facts_.max_ranks_per_device = std::max(facts_.max_ranks_per_device, sharing);
     facts_.free_places = std::min(facts_.free_places, place.free_places);

@@ -122,8 +122,8 @@ Traffic Engine::enqueue(const Collective& call, const CallHeader& header,
   PlannedCall& planned = plan_call(call, header, words);
   lent_.collect();
   follow_peers();
-  lent_.find_buffers(call, planned.plan, {.number = num_calls_++, .is_captured = place.capture != 0},
-                     planned.call);
+  lent_.find_buffers(call, planned.plan,
+                     {.number = num_calls_++, .is_captured = place.capture != 0}, planned.call);
   collectives_.wait(place);
   planned.call.launch = GroupFrame::kNoNumber;
   if (place.capture == 0) {
