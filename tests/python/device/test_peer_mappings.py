@@ -187,7 +187,8 @@ def check_messages_of_another_group(rank: int) -> None:
     """While one is under way nothing is mapped: it may wait for a peer that is in a collective."""
     other = dist.new_group()
     message = torch.full((1 << 20,), rank, dtype=torch.int32, device=GPU)
-    dist.send(message, 1, other) if rank == 0 else dist.recv(message, 0, other)  # connects
+    dist.all_reduce(message[:10])  # connects, as the next line does
+    dist.send(message, 1, other) if rank == 0 else dist.recv(message, 0, other)
     emugpu.synchronize()
     received = dist.irecv(message, 0, other) if rank == 1 else None
     meet()
@@ -294,7 +295,8 @@ def check_release_during_a_call(rank: int) -> None:
     ids=lambda check: check.__name__,
 )
 def test_peer_mappings(check: Callable[[int], None]) -> None:
-    room = {"RINGCOMM_EMULATOR_SMS": "48"}  # for the places of several groups
+    # Places for several groups, and a queue for each stream.
+    room = {"RINGCOMM_EMULATOR_SMS": "48", "RINGCOMM_EMULATOR_QUEUES": "0"}
     run_on_gpus(2, check, env=with_kernels() | room, fresh=True)
 
 
