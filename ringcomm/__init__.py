@@ -16,6 +16,7 @@ from ringcomm.backend import monitored_barrier, peer_stats, stats
 from ringcomm.errors import CollectiveTimeoutError, MismatchError, PeerDiedError, RingcommError
 from ringcomm.memory import empty_shared
 from ringcomm.memory import is_shared as is_shared
+from ringcomm.memory import release
 from ringcomm.options import Options
 from ringcomm.survivors import Health, health, on_death, shrink
 from ringcomm.trace.dumps import flight_dump
@@ -47,6 +48,7 @@ __all__ = [
     "on_death",
     "ops",
     "peer_stats",
+    "release",
     "shrink",
     "stats",
 ]

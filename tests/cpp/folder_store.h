@@ -15,6 +15,7 @@
 
 #include "core/annotations.h"
 #include "transport/membership.h"
+#include "transport/shm/fd.h"
 
 namespace ringcomm::testing {
 
@@ -57,8 +58,9 @@ class FolderStore final : public KeyValueStore {
  private:
   std::string write(const std::string& key, const std::string& value) const {
     static std::atomic<int> num_written = 0;
-    const std::string path =
-        path_of(key) + "." + std::to_string(::getpid()) + "." + std::to_string(num_written++);
+    // Processes of two PID namespaces may have equal pids.
+    const std::string path = path_of(key) + "." + std::to_string(shm::process_identity()) + "." +
+                             std::to_string(num_written++);
     std::ofstream(path) << value;
     return path;
   }
