@@ -3,7 +3,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
@@ -57,10 +56,8 @@ class FolderStore final : public KeyValueStore {
 
  private:
   std::string write(const std::string& key, const std::string& value) const {
-    static std::atomic<int> num_written = 0;
     // Processes of two PID namespaces may have equal pids.
-    const std::string path = path_of(key) + "." + std::to_string(shm::process_identity()) + "." +
-                             std::to_string(num_written++);
+    const std::string path = path_of(key) + "." + shm::random_text();
     std::ofstream(path) << value;
     return path;
   }

@@ -19,7 +19,9 @@
 #include "cuda/collectives/events.h"
 #include "cuda/collectives/kernels.h"
 #include "transport/membership.h"
+#include "transport/process.h"
 #include "transport/shm/bootstrap.h"
+#include "transport/shm/fd.h"
 
 namespace ringcomm::cuda {
 namespace {
@@ -28,6 +30,15 @@ constexpr std::chrono::milliseconds kFetchTimeout{10'000};
 
 // The signature that every rank writes into its own part and checks in the others'.
 std::uint64_t signature(int rank) { return 0x52494e47434f4d4dU + static_cast<unsigned>(rank); }
+
+// Bits of this process, other ones after a fork: processes of two containers may have equal pids.
+std::uint64_t process_identity() {
+  struct Identity {
+    std::uint64_t number = shm::random_number();
+  };
+  static constinit PerProcess<Identity> identity;
+  return identity.get().number;
+}
 
 // A file descriptor that other ranks' processes can fetch while this object lives.
 class Offer {
@@ -169,7 +180,7 @@ std::string DeviceGroup::describe() const {
 void DeviceGroup::find_places() {
   RankPlace mine;
   mine.host_id = RecordText<64>(host_id());
-  mine.process = shm::process_identity();
+  mine.process = process_identity();
   mine.problem = attempt([&] {
     mine.bootstrap_address = RecordText<112>(shm::Bootstrap::instance().address());
     check(driver().device_get_uuid(&mine.device, device_), "ask the GPU for its name");

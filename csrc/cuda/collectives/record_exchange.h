@@ -139,7 +139,7 @@ struct RankPlace {
   DeviceUuid device = {};
   RecordText<64> host_id;
   RecordText<112> bootstrap_address;
-  std::uint64_t process = 0;  ///< process_identity()
+  std::uint64_t process = 0;  ///< random bits of it, not its pid
   int num_multiprocessors = 0;
   bool has_mps = false;
   bool maps_tensors = true;

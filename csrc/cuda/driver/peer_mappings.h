@@ -14,7 +14,7 @@ namespace ringcomm::cuda {
 
 /// An allocation of another process, as that process knows it.
 struct PeerAllocation {
-  std::uint64_t process = 0;  ///< process_identity()
+  std::uint64_t process = 0;  ///< random bits of it, not its pid
   std::uint64_t id = 0;       ///< the driver's number of it, which is never used again
   DevicePtr base = 0;
   std::uint64_t num_bytes = 0;

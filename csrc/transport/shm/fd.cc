@@ -237,14 +237,6 @@ std::string random_text() {
   return text;
 }
 
-std::uint64_t process_identity() {
-  struct Identity {
-    std::uint64_t number = random_number();
-  };
-  static constinit PerProcess<Identity> identity;
-  return identity.get().number;
-}
-
 int try_send(int socket, std::string text, int fd) {
   Envelope envelope(text.data(), text.size());
   if (fd < 0) {

@@ -137,8 +137,6 @@ std::string why_untrusted(int socket);
 std::uint64_t random_number();
 /// 32 hexadecimal digits of 128 such bits.
 std::string random_text();
-/// Bits of this process, other ones after a fork: processes of two containers may have equal pids.
-std::uint64_t process_identity();
 
 /// Whether a message, or the end of the connection, arrived in time (days at most).
 bool is_readable(int socket, std::chrono::milliseconds timeout);
