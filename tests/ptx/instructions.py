@@ -34,6 +34,7 @@ ORDERS = {
 SCOPES = {"cta": "kCta", "cluster": "kCluster", "gpu": "kGpu", "sys": "kSys"}
 # Hints of caches, which change no result.
 HINTS = re.compile(r"nc|ca|cg|cs|cv|lu|wb|wt|(L1|L2)::\w+")
+INTEGER = re.compile(r"[sub]\d+")
 SPACES = ("param", "global", "shared", "const", "local")
 COMPARE = {
     **{"eq": "std::equal_to", "ne": "std::not_equal_to", "lt": "std::less", "gt": "std::greater"},
@@ -491,7 +492,27 @@ def _call(f: Function, op: Opcode, function: str, operands: list[str]) -> str:
     return f"{function}({', '.join(operands)})"
 
 
+SIGNS = {"add": "+", "sub": "-", "mul": "*", "and": "&", "or": "|", "xor": "^"}
+
+
+def _integers(f: Function, op: Opcode, args: list[str]) -> bool:
+    """Emits the frequent operations on integers and predicates as operators: they compile faster.
+
+    At least 32 bits wide, so that products of u16 do not overflow int.
+    """
+    is_integer = op.type == "pred" or INTEGER.fullmatch(op.type)
+    if op.base not in SIGNS or not is_integer or {"cc", "hi", "wide"} & set(op.modifiers):
+        return False
+    op.only("lo")
+    width = "bool" if op.type == "pred" else f"u{max(32, WIDTH[op.type])}"
+    left, right = (f"({width}){f.integer(op.type, arg)}" for arg in args[1:])
+    f.set_integer(args[0], f"({CPP[op.type]})({left} {SIGNS[op.base]} {right})")
+    return True
+
+
 def _arithmetic(f: Function, op: Opcode, args: list[str]) -> None:
+    if _integers(f, op, args):
+        return None
     function, kinds, known = ARITHMETIC[op.base]
     if op.base == "add" and op.has("cc"):
         op.only("cc")
@@ -517,7 +538,12 @@ def _addc(f: Function, op: Opcode, args: list[str]) -> None:
 
 @_opcode("mul")
 def _mul(f: Function, op: Opcode, args: list[str]) -> None:
+    if _integers(f, op, args):
+        return
     op.only(*ROUNDED, "lo", "hi", "wide")
+    if op.has("wide"):
+        left, right = (f"({op.type[0]}{2 * WIDTH[op.type]}){f.integer(op.type, arg)}" for arg in args[1:])
+        return f.set_integer(args[0], f"{left} * {right}")
     function = {"wide": "mul_wide", "hi": "mul_hi"}.get(op.one_of(("wide", "hi"), ""), "mul")
     operands = [f.get(op.type, arg) for arg in args[1:]]
     f.set(args[0], _call(f, op, f"{function}<{CPP[op.type]}>", operands))
@@ -589,20 +615,29 @@ def _mov(f: Function, op: Opcode, args: list[str]) -> None:
             f.set(part, f"(u{each})(v >> {i * each})")
         f.emit("}")
     elif op.type == "pred":
-        f.set(to, f"(bool)({f.value(source)})")
+        f.set_integer(to, f.value(source))
     else:
-        f.set(to, f.get(f"b{width}", source))
+        f.set_integer(to, f.integer(f"b{width}", source))
 
 
 @_opcode("selp")
 def _selp(f: Function, op: Opcode, args: list[str]) -> None:
     op.only()
-    yes, no = (f.get(f"b{WIDTH[op.type]}", arg) for arg in args[1:3])
-    f.set(args[0], f"({f.value(args[3])} ? {yes} : {no})")
+    yes, no = (f.integer(f"b{WIDTH[op.type]}", arg) for arg in args[1:3])
+    f.set_integer(args[0], f"{f.value(args[3])} ? {yes} : {no}")
+
+
+INTEGER_SIGNS = {
+    **{"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="},
+    **{"lo": "<", "ls": "<=", "hi": ">", "hs": ">="},
+}
 
 
 def _comparison(f: Function, op: Opcode, left: str, right: str) -> str:
     name = op.modifiers[0]
+    if INTEGER.fullmatch(op.type) and name in INTEGER_SIGNS:
+        operands = (f.integer(op.type, operand) for operand in (left, right))
+        return f"({f' {INTEGER_SIGNS[name]} '.join(operands)})"
     operands = f"{f.get(op.type, left)}, {f.get(op.type, right)}"
     if _flushes(op):
         operands = f"flush({f.get(op.type, left)}), flush({f.get(op.type, right)})"
@@ -627,15 +662,15 @@ def _setp(f: Function, op: Opcode, args: list[str]) -> None:
     to, _, inverse = args[0].partition("|")
     join = op.one_of(JOINS, "")
     tail = f" {JOINS[join]} (bool){f.value(args[3])}" if join else ""
+    if not inverse:
+        return f.set_integer(to, f"{_comparison(f, op, args[1], args[2])}{tail}")
     f.emit(f"{{ const bool is_true = {_comparison(f, op, args[1], args[2])};")
     if to == inverse:
         raise UnknownPtx(op.text)
-    if inverse:
-        f.emit(f"const bool second = !is_true{tail};")
+    f.emit(f"const bool second = !is_true{tail};")
     f.set(to, f"(bool)(is_true{tail})")
-    if inverse:
-        f.set(inverse, "second")
-    f.emit("}")
+    f.set(inverse, "second")
+    return f.emit("}")
 
 
 @_opcode("set")
@@ -680,5 +715,7 @@ def _cvt(f: Function, op: Opcode, args: list[str]) -> None:
         raise UnknownPtx(op.text)
     if op.has("sat") and (from_float or "f" in to):
         raise UnknownPtx(op.text)
+    if not from_float and "f" not in to and not op.has("sat"):
+        return f.set_integer(args[0], f"({CPP[to]}){f.integer(source, args[1])}")
     function = "cvt_sat" if op.has("sat") else "cvt"
     return f.set(args[0], f"{function}<{CPP[to]}>({value})")

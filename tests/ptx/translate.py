@@ -54,6 +54,7 @@ class Function:
         self.variables: list[str] = []
         self.static_shared_bytes = 0
         self._num_names = 0
+        self._storage: dict[str, str] = {}  # of each register
         self._label = ""
         self._tables: dict[str, list[str]] = {}
         # Names of PTX and their C++, by scope; the outermost is the module's.
@@ -130,6 +131,7 @@ class Function:
         for each in names:
             self._num_names += 1
             self._scopes[-1][each] = f"{_cpp_name(each)}_{self._num_names}"
+            self._storage[self._scopes[-1][each]] = storage
             self.variables.append(f"{storage} {self._scopes[-1][each]} = 0;")
 
     # ---- operands
@@ -158,6 +160,10 @@ class Function:
         """An operand as a C++ value of the type."""
         return f"get<{instructions.CPP[type_]}>({self.value(text)})"
 
+    def integer(self, type_: str, text: str) -> str:
+        """An operand of an integer type or a predicate, without a template: these are most."""
+        return f"({instructions.CPP[type_]}){self.value(text)}"
+
     def address(self, text: str) -> str:
         """The address of [register+offset]."""
         inner = text.strip().removeprefix("[").removesuffix("]").strip()
@@ -184,6 +190,11 @@ class Function:
             self.emit(f"(void)({expression});")
         else:
             self.emit(f"set({self.value(to)}, {expression});")
+
+    def set_integer(self, to: str, expression: str) -> None:
+        """Assigns an integer, which is extended as its type says."""
+        register = self.value(to)
+        self.emit(f"{register} = ({self._storage[register]})({expression});")
 
     def note_line(self) -> None:
         """For what the machine says when the next call fails."""
