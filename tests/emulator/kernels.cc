@@ -18,13 +18,12 @@ using namespace ringcomm::cuda;
 static_assert(sizeof(HostBlock::Shared) <= BlockContext::kSharedBytes);
 
 #define RINGCOMM_BARE(...) __VA_ARGS__
-#define RINGCOMM_HOST_KERNEL(name, Call, body)                                                 \
-  {#name,                                                                                      \
-   {#name, sizeof(Call), [](const Kernel&, const void* parameter, BlockContext& context) {     \
-      const auto& call = *static_cast<const Call*>(parameter);                                 \
-      HostBlock block(call, context, *static_cast<HostBlock::Shared*>(context.shared));        \
-      RINGCOMM_BARE body(block, call);                                                         \
-    }}},
+#define RINGCOMM_HOST_KERNEL(name, Call, body)                                                    \
+  {#name, {#name, sizeof(Call), [](const Kernel&, const void* parameter, BlockContext& context) { \
+             const auto& call = *static_cast<const Call*>(parameter);                             \
+             HostBlock block(call, context, *static_cast<HostBlock::Shared*>(context.shared));    \
+             RINGCOMM_BARE body(block, call);                                                     \
+           }}},
 
 /// A thread of the host has all that a block's threads have in registers.
 using RowBlock = HostRowBlock<kLossThreads * kVectorsPerThread>;

@@ -143,8 +143,7 @@ void Thread::copy_async(u32 to, u64 from, u32 num_bytes, u32 used_bytes) {
 }
 
 void Thread::copy_wait(u32 num_left) {
-  while (!copies_.empty() &&
-         (num_left == 0 || copy_group_ - copies_.front().group > num_left)) {
+  while (!copies_.empty() && (num_left == 0 || copy_group_ - copies_.front().group > num_left)) {
     const Copy& made = copies_.front();
     std::byte* const to = shared_at(made.shared, made.num_bytes);
     std::memset(to, 0, made.num_bytes);

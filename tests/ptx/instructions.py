@@ -37,9 +37,16 @@ HINTS = re.compile(r"nc|ca|cg|cs|cv|lu|wb|wt|(L1|L2)::\w+")
 INTEGER = re.compile(r"[sub]\d+")
 SPACES = ("param", "global", "shared", "const", "local")
 COMPARE = {
-    **{"eq": "std::equal_to", "ne": "std::not_equal_to", "lt": "std::less", "gt": "std::greater"},
-    **{"le": "std::less_equal", "ge": "std::greater_equal", "lo": "std::less"},
-    **{"ls": "std::less_equal", "hi": "std::greater", "hs": "std::greater_equal"},
+    "eq": "std::equal_to",
+    "ne": "std::not_equal_to",
+    "lt": "std::less",
+    "gt": "std::greater",
+    "le": "std::less_equal",
+    "ge": "std::greater_equal",
+    "lo": "std::less",
+    "ls": "std::less_equal",
+    "hi": "std::greater",
+    "hs": "std::greater_equal",
 }
 # Function of numbers.h, its operands ("t" of the instruction's type, "u" of u32), modifiers.
 ROUNDED = ("rn", "ftz")
@@ -224,6 +231,7 @@ def _st(f: Function, op: Opcode, args: list[str]) -> None:
         f.emit(f"store(t, {address}, v, {_access(f, op, num)}); }}")
     else:
         f.emit(f"std::memcpy((void*){address}, v, sizeof v); }}")
+    return None
 
 
 def _st_async(f: Function, op: Opcode, args: list[str]) -> None:
@@ -421,9 +429,7 @@ def _shfl(f: Function, op: Opcode, args: list[str]) -> None:
     value, operand, control, mask = (f.get("b32", arg) for arg in args[1:])
     f.note_line()
     f.emit("{ bool is_in_range = false;")
-    f.set(
-        to, f"t.shfl(Shuffle::k{kind}, {value}, {operand}, {control}, {mask}, is_in_range)"
-    )
+    f.set(to, f"t.shfl(Shuffle::k{kind}, {value}, {operand}, {control}, {mask}, is_in_range)")
     if in_range:
         f.set(in_range, "is_in_range")
     f.emit("}")
@@ -539,14 +545,17 @@ def _addc(f: Function, op: Opcode, args: list[str]) -> None:
 @_opcode("mul")
 def _mul(f: Function, op: Opcode, args: list[str]) -> None:
     if _integers(f, op, args):
-        return
+        return None
     op.only(*ROUNDED, "lo", "hi", "wide")
     if op.has("wide"):
-        left, right = (f"({op.type[0]}{2 * WIDTH[op.type]}){f.integer(op.type, arg)}" for arg in args[1:])
+        left, right = (
+            f"({op.type[0]}{2 * WIDTH[op.type]}){f.integer(op.type, arg)}" for arg in args[1:]
+        )
         return f.set_integer(args[0], f"{left} * {right}")
     function = {"wide": "mul_wide", "hi": "mul_hi"}.get(op.one_of(("wide", "hi"), ""), "mul")
     operands = [f.get(op.type, arg) for arg in args[1:]]
     f.set(args[0], _call(f, op, f"{function}<{CPP[op.type]}>", operands))
+    return None
 
 
 @_opcode("mad")
@@ -605,7 +614,9 @@ def _mov(f: Function, op: Opcode, args: list[str]) -> None:
     if source.startswith("{"):
         parts = f.vector(source)
         each = width // len(parts)
-        shifted = (f"u64{{{f.get(f'b{each}', part)}}} << {i * each}" for i, part in enumerate(parts))
+        shifted = (
+            f"u64{{{f.get(f'b{each}', part)}}} << {i * each}" for i, part in enumerate(parts)
+        )
         f.set(to, f"(u{width})({' | '.join(shifted)})")
     elif to.startswith("{"):
         parts = f.vector(to)
@@ -628,8 +639,16 @@ def _selp(f: Function, op: Opcode, args: list[str]) -> None:
 
 
 INTEGER_SIGNS = {
-    **{"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="},
-    **{"lo": "<", "ls": "<=", "hi": ">", "hs": ">="},
+    "eq": "==",
+    "ne": "!=",
+    "lt": "<",
+    "le": "<=",
+    "gt": ">",
+    "ge": ">=",
+    "lo": "<",
+    "ls": "<=",
+    "hi": ">",
+    "hs": ">=",
 }
 
 

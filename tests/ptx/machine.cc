@@ -230,8 +230,8 @@ u32 Block::meet(Thread& thread, u32 number, u32 num_threads, bool value, bool wa
   Barrier& barrier = barriers_[number];
   if (barrier.num_arrived == 0) barrier.num_expected = num_threads;
   if (barrier.num_expected != num_threads)
-    fail(thread, thread.line, "barrier %u is of %u and of %u threads", number,
-         barrier.num_expected, num_threads);
+    fail(thread, thread.line, "barrier %u is of %u and of %u threads", number, barrier.num_expected,
+         num_threads);
   barrier.num_true += value ? 1 : 0;
   thread.barrier_ = number;
   thread.barrier_threads_ = num_threads;
@@ -346,7 +346,8 @@ u32 Thread::shfl(Shuffle kind, u32 value, u32 operand, u32 control, u32 mask, bo
       break;
   }
   if (!is_in_range) return value;
-  if ((mask >> (from & 31) & 1) == 0) fail(*this, line, "shfl reads lane %u, not in its mask", from);
+  if ((mask >> (from & 31) & 1) == 0)
+    fail(*this, line, "shfl reads lane %u, not in its mask", from);
   return lanes_[from & 31];
 }
 
@@ -404,13 +405,12 @@ std::byte* Thread::shared_at(u32 address, u32 num_bytes) {
   return facts.cluster_shared[rank] + offset;
 }
 
-u64 Thread::shared_to_generic(u32 address) {
-  return reinterpret_cast<u64>(shared_at(address, 0));
-}
+u64 Thread::shared_to_generic(u32 address) { return reinterpret_cast<u64>(shared_at(address, 0)); }
 
 u32 Thread::generic_to_shared(u64 address) {
   const Launch& facts = launch();
-  return static_cast<u32>(address - reinterpret_cast<u64>(facts.cluster_shared[facts.cluster_rank]));
+  return static_cast<u32>(address -
+                          reinterpret_cast<u64>(facts.cluster_shared[facts.cluster_rank]));
 }
 
 u32 Thread::mapa(u32 address, u32 rank) {

@@ -56,10 +56,18 @@ void load(Thread& thread, u64 address, void* to, const Access& access) {
     const u32 offset = i * access.element_bytes;
     char* const element = static_cast<char*>(to) + offset;
     switch (access.element_bytes) {
-      case 1: load_word<u8>(address + offset, element, order); break;
-      case 2: load_word<u16>(address + offset, element, order); break;
-      case 4: load_word<u32>(address + offset, element, order); break;
-      default: load_word<u64>(address + offset, element, order); break;
+      case 1:
+        load_word<u8>(address + offset, element, order);
+        break;
+      case 2:
+        load_word<u16>(address + offset, element, order);
+        break;
+      case 4:
+        load_word<u32>(address + offset, element, order);
+        break;
+      default:
+        load_word<u64>(address + offset, element, order);
+        break;
     }
   }
 }
@@ -75,10 +83,18 @@ void store(Thread& thread, u64 address, const void* from, const Access& access) 
     const u32 offset = i * access.element_bytes;
     const char* const element = static_cast<const char*>(from) + offset;
     switch (access.element_bytes) {
-      case 1: store_word<u8>(address + offset, element, order); break;
-      case 2: store_word<u16>(address + offset, element, order); break;
-      case 4: store_word<u32>(address + offset, element, order); break;
-      default: store_word<u64>(address + offset, element, order); break;
+      case 1:
+        store_word<u8>(address + offset, element, order);
+        break;
+      case 2:
+        store_word<u16>(address + offset, element, order);
+        break;
+      case 4:
+        store_word<u32>(address + offset, element, order);
+        break;
+      default:
+        store_word<u64>(address + offset, element, order);
+        break;
     }
   }
 }
@@ -87,9 +103,12 @@ u64 atomic(Thread& thread, u64 address, const Access& access,
            const std::function<u64(u64)>& update) {
   check_alignment(thread, address, access);
   switch (access.element_bytes) {
-    case 2: return update_word<u16>(address, update);
-    case 4: return update_word<u32>(address, update);
-    default: return update_word<u64>(address, update);
+    case 2:
+      return update_word<u16>(address, update);
+    case 4:
+      return update_word<u32>(address, update);
+    default:
+      return update_word<u64>(address, update);
   }
 }
 

@@ -50,7 +50,11 @@ MUTANTS = {
         SUMS,
         "trap",
         (
-            ("core/wait_policy.h", "#include <cstdint>\n", "#include <algorithm>\n#include <cstdint>\n"),
+            (
+                "core/wait_policy.h",
+                "#include <cstdint>\n",
+                "#include <algorithm>\n#include <cstdint>\n",
+            ),
             (
                 "core/wait_policy.h",
                 "    if (num_pauses_ < kMinPauses) num_pauses_ = kMinPauses;\n",
@@ -65,10 +69,15 @@ MUTANTS = {
         SUMS,
         "the oracle's result",
         (
-            ("cuda/kernels/reducers.h", "#include <cstdint>\n", "#include <bit>\n#include <cstdint>\n"),
             (
                 "cuda/kernels/reducers.h",
-                "bits_as<float>((254u << 23) - bits_as<std::uint32_t>(static_cast<float>(divisor)))",
+                "#include <cstdint>\n",
+                "#include <bit>\n#include <cstdint>\n",
+            ),
+            (
+                "cuda/kernels/reducers.h",
+                "bits_as<float>((254u << 23) - "
+                "bits_as<std::uint32_t>(static_cast<float>(divisor)))",
                 "bits_as<float>((127u - static_cast<std::uint32_t>(std::countr_zero("
                 "static_cast<unsigned>(divisor)))) << 23)",
             ),

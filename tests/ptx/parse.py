@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 WIDTH = {
-    **{name: 8 for name in ("b8", "u8", "s8")},
-    **{name: 16 for name in ("b16", "u16", "s16", "f16", "bf16")},
-    **{name: 32 for name in ("b32", "u32", "s32", "f32", "f16x2", "bf16x2", "s16x2", "u16x2")},
-    **{name: 64 for name in ("b64", "u64", "s64", "f64", "f32x2")},
+    **dict.fromkeys(("b8", "u8", "s8"), 8),
+    **dict.fromkeys(("b16", "u16", "s16", "f16", "bf16"), 16),
+    **dict.fromkeys(("b32", "u32", "s32", "f32", "f16x2", "bf16x2", "s16x2", "u16x2"), 32),
+    **dict.fromkeys(("b64", "u64", "s64", "f64", "f32x2"), 64),
     "pred": 1,
     "b128": 128,
 }

@@ -25,7 +25,8 @@ TEST_CASE("numbers: 16-bit floats are those of the oracle") {
     // Numbers around it, so that ties and the limits of the exponent are among them.
     for (const float number : {of_f16, of_bf16}) {
       if (is_nan(number)) continue;
-      const auto near = std::bit_cast<float>(std::bit_cast<u32>(number) + static_cast<u32>(random() & 0x1ffff));
+      const auto near =
+          std::bit_cast<float>(std::bit_cast<u32>(number) + static_cast<u32>(random() & 0x1ffff));
       if (is_nan(near)) continue;
       CHECK(round_to<f16>(near).bits == oracle::kFormatFloat16.encode(near));
       CHECK(round_to<bf16>(near).bits == oracle::kFormatBFloat16.encode(near));

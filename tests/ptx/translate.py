@@ -2,9 +2,9 @@
 
     python translate.py FILE.ptx FOLDER [KERNEL...]
 
-writes FOLDER/KERNEL.cc for all kernels or those that are named, prints their names, and keeps a file
-whose text has not changed. Registers are local variables, labels are labels. Everything that is not known by its full
-name is an error.
+writes FOLDER/KERNEL.cc for all kernels or those that are named, and prints their names. A file
+whose text has not changed is kept. Registers become local variables, labels become labels. What is
+not known by its full name is an error.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Function:
         self._tables: dict[str, list[str]] = {}
         # Names of PTX and their C++, by scope; the outermost is the module's.
         self._scopes: list[dict[str, str]] = [
-            {name: "t.launch().dynamic_at" for name in module.dynamic}
+            dict.fromkeys(module.dynamic, "t.launch().dynamic_at")
             | {array.name: f"(u64){array.name}_memory" for array in module.arrays}
             | {name: f"((u64)t.launch().params + {at})" for name, at in kernel.params.items()}
         ]
@@ -235,7 +235,7 @@ def kernel_text(kernel: Kernel, module: Module) -> str:
     name = _cpp_name(kernel.name)
     arrays = [
         f"alignas(16) {STORAGE[WIDTH[array.type]]} {array.name}_memory[{array.num_elements}]"
-        f" = {{{array.values}}};"
+        f" = {{{re.sub('0[fFdD](?=[0-9a-fA-F]{8})', '0x', array.values)}}};"
         for array in module.arrays
     ]
     return "\n".join(
