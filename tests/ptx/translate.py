@@ -225,7 +225,8 @@ def _cpp_name(name: str) -> str:
 
 
 def _label(name: str) -> str:
-    return f"label_{_cpp_name(name)}"
+    # nvcc numbers the kernels of a file: a label must not change with the others.
+    return f"label_{_cpp_name(re.sub(r'BB[0-9]+_', 'BB_', name))}"
 
 
 def kernel_text(kernel: Kernel, module: Module) -> str:
