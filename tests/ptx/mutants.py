@@ -57,10 +57,16 @@ MUTANTS = {
             ),
             (
                 "core/wait_policy.h",
-                "    if (num_pauses_ < kMinPauses) num_pauses_ = kMinPauses;\n",
-                "    num_pauses_ = std::max(num_pauses_, kMinPauses);\n",
+                "/// A wait of threads that do not sleep, and",
+                "inline constexpr int kLeastPeer = 0;\n"
+                "constexpr int counted(int peer) { return std::max(peer, kLeastPeer); }\n"
+                "/// A wait of threads that do not sleep, and",
             ),
-            ("core/wait_policy.h", "RINGCOMM_HD constexpr void miss(", "constexpr void miss("),
+            (
+                "core/wait_policy.h",
+                "arch.stopped(peer);\n    // After the reason to stop; see below.",
+                "arch.stopped(counted(peer));\n    // After the reason to stop; see below.",
+            ),
         ),
     ),
     # nvcc takes the compiler's builtin for a constant.
