@@ -19,7 +19,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help train build test test-all test-cpp test-deaths test-tsan test-asan test-checker test-python \
-        test-bare test-user stress test-gpu test-torch test-clients test-emulator kernels kernel-sweep lint format types compat packaging \
+        test-bare test-user stress test-gpu test-torch test-clients test-emulator test-ptx kernels kernel-sweep lint format types compat packaging \
         wheels gpu-machine gpu-kit docs coverage bench clean distclean check-python
 
 help:  ## list the targets
@@ -65,6 +65,9 @@ test-emulator: check-python  ## test the emulator of CUDA's driver, and compare 
 	@$(MAKE) --no-print-directory -C "$(ROOT)/tests/emulator" abi
 	@$(PREPARE) --need train --need test --extension -- \
 	    -m pytest tests/python/device/test_emulator.py tests/python/device/test_emulator_on_cuda.py $(ARGS)
+
+test-ptx: check-python  ## run nvcc's PTX of the CUDA kernels on the CPU: twelve kernels, or all and broken ones (ARGS=all)
+	@$(MAKE) --no-print-directory -C "$(ROOT)/tests/ptx" run FORM=$(or $(ARGS),short) ARGS= PYTHON="$(PYTHON)"
 
 kernels: check-python  ## compile the CUDA kernels with nvcc, and compare their machine code with the table
 	@cd "$(ROOT)" && "$(PYTHON)" tools/cuda_kernels.py

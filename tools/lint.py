@@ -29,7 +29,7 @@ def run(*command: str) -> bool:
 
 def cpp_files() -> list[str]:
     """Our C++ and CUDA files; third_party is left as it came."""
-    folders = ("csrc", "tests/cpp", "tests/emulator", "benchmarks/gpu")
+    folders = ("csrc", "tests/cpp", "tests/emulator", "tests/ptx", "benchmarks/gpu")
     paths = [p for name in folders for p in (ROOT / name).rglob("*")]
     kinds = (".h", ".cc", ".cu", ".cuh")
     return [str(p) for p in paths if p.suffix in kinds and "third_party" not in p.parts]

@@ -31,6 +31,10 @@ struct BlockContext {
   std::byte* const* cluster_shared = nullptr;
   std::function<void()> meet_cluster = {};
   BlockCache* cache = nullptr;  ///< the block's; null: plain accesses take effect at once
+  /// Of the launch; a width of 0: a test calls the kernel without one.
+  unsigned block_width = 0;
+  unsigned block_height = 1;
+  std::size_t shared_bytes = 0;  ///< of each block in cluster_shared
 };
 
 /// The state that the threads of a cluster of blocks share; without clusters, the threads of one
@@ -40,6 +44,7 @@ class ClusterState {
   ClusterState(unsigned num_blocks, unsigned num_threads, std::size_t shared_bytes,
                bool is_late = false)
       : num_threads_(num_threads),
+        shared_bytes_(shared_bytes),
         is_late_(is_late),
         all_(static_cast<std::ptrdiff_t>(num_blocks * num_threads)) {
     for (unsigned rank = 0; rank < num_blocks; ++rank) {
@@ -62,7 +67,8 @@ class ClusterState {
             .cluster_blocks = num_blocks(),
             .cluster_shared = shared_.data(),
             .meet_cluster = [this] { all_.arrive_and_wait(); },
-            .cache = is_late_ ? &block.cache : nullptr};
+            .cache = is_late_ ? &block.cache : nullptr,
+            .shared_bytes = shared_bytes_};
   }
 
  private:
@@ -81,18 +87,25 @@ class ClusterState {
   };
 
   unsigned num_threads_;
+  std::size_t shared_bytes_;
   bool is_late_;
   std::barrier<> all_;
   std::vector<std::unique_ptr<Block>> blocks_;
   std::vector<std::byte*> shared_;
 };
 
-/// A kernel of csrc/cuda/kernels, compiled by the host's compiler. It takes one parameter, a struct
-/// of `param_bytes`, which each of its threads reads where the launch has copied it to.
+/// A kernel of csrc/cuda/kernels, compiled by the host's compiler or, for tests/ptx, by nvcc. It
+/// takes one parameter, a struct of `param_bytes`, which each of its threads reads where the launch
+/// has copied it to.
 struct Kernel {
   const char* name;
   std::size_t param_bytes;
-  void (*run)(const void* parameter, BlockContext& context);
+  void (*body)(const Kernel& kernel, const void* parameter, BlockContext& context);
+  const void* code = nullptr;  ///< for a body that several kernels share
+  /// One thread runs all threads of a block, of every threadIdx.y.
+  bool runs_whole_blocks = false;
+
+  void run(const void* parameter, BlockContext& context) const { body(*this, parameter, context); }
 };
 
 /// The parameter of a kernel that every image has: calls a function of the host.

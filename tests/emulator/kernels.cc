@@ -18,21 +18,22 @@ using namespace ringcomm::cuda;
 static_assert(sizeof(HostBlock::Shared) <= BlockContext::kSharedBytes);
 
 #define RINGCOMM_BARE(...) __VA_ARGS__
-#define RINGCOMM_HOST_KERNEL(name, Call, body)                                                 \
-  {#name, {#name, sizeof(Call), [](const void* parameter, BlockContext& context) {             \
-             const auto& call = *static_cast<const Call*>(parameter);                          \
-             HostBlock block(call, context, *static_cast<HostBlock::Shared*>(context.shared)); \
-             RINGCOMM_BARE body(block, call);                                                  \
+#define RINGCOMM_HOST_KERNEL(name, Call, body)                                                    \
+  {#name, {#name, sizeof(Call), [](const Kernel&, const void* parameter, BlockContext& context) { \
+             const auto& call = *static_cast<const Call*>(parameter);                             \
+             HostBlock block(call, context, *static_cast<HostBlock::Shared*>(context.shared));    \
+             RINGCOMM_BARE body(block, call);                                                     \
            }}},
 
 /// A thread of the host has all that a block's threads have in registers.
 using RowBlock = HostRowBlock<kLossThreads * kVectorsPerThread>;
-#define RINGCOMM_HOST_LOSS_KERNEL(name, body)                                          \
-  {#name, {#name, sizeof(LossCall), [](const void* parameter, BlockContext& context) { \
-             const auto& call = *static_cast<const LossCall*>(parameter);              \
-             RowBlock block(context);                                                  \
-             RINGCOMM_BARE body(block, call);                                          \
-           }}},
+#define RINGCOMM_HOST_LOSS_KERNEL(name, body)                                                  \
+  {#name,                                                                                      \
+   {#name, sizeof(LossCall), [](const Kernel&, const void* parameter, BlockContext& context) { \
+      const auto& call = *static_cast<const LossCall*>(parameter);                             \
+      RowBlock block(context);                                                                 \
+      RINGCOMM_BARE body(block, call);                                                         \
+    }}},
 
 const std::map<std::string_view, Kernel> kKernels = {
     RINGCOMM_ALL_KERNELS(RINGCOMM_HOST_KERNEL) RINGCOMM_LOSS_KERNELS(RINGCOMM_HOST_LOSS_KERNEL)};

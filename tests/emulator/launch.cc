@@ -120,7 +120,7 @@ shm::UniqueFd take_slots(int device, int num_slots) {
 // ---- kernels
 
 /// Runs a host function at the place of a kernel, for torch's operators.
-void run_function(const void* parameter, BlockContext& context) {
+void run_function(const Kernel&, const void* parameter, BlockContext& context) {
   const auto& p = *static_cast<const FunctionCall*>(parameter);
   if (context.thread_idx == 0) p.function(p.data);
 }
@@ -141,6 +141,7 @@ struct Grid {
   unsigned num_threads = 0;
   unsigned cluster_blocks = 1;
   unsigned num_parts = 1;  // of a block: those of one threadIdx.y are as a block of their own
+  unsigned block_width = 1, block_height = 1;
   std::size_t shared_bytes = 0;
 };
 
@@ -167,6 +168,8 @@ void run_cluster(const Grid& grid, unsigned cluster) {
   run_at_once(num_parts * grid.num_threads, [&](unsigned thread) {
     BlockContext context = state.context(cluster, grid.num_blocks / grid.cluster_blocks,
                                          thread / grid.num_threads, thread % grid.num_threads);
+    context.block_width = grid.block_width;
+    context.block_height = grid.block_height;
     grid.kernel->run(grid.parameter.data(), context);
   });
 }
@@ -277,19 +280,21 @@ Result api::launch_kernel_ex(const LaunchConfig* config, Function function, void
   if (config->grid[0] == 0 || extra != nullptr || cluster_blocks == 0 ||
       num_resident < cluster_blocks)
     return kInvalidValue;
-  const std::size_t param_bytes = found->kernel->param_bytes;
-  Grid grid{.kernel = found->kernel,
+  const Kernel& kernel = *found->kernel;
+  const auto real_threads = static_cast<unsigned>(settings().threads_per_block);
+  Grid grid{.kernel = &kernel,
             .context = stream->context,
             .num_blocks = config->grid[0],
             .num_resident = num_resident,
             .slots_per_block = settings().blocks_per_sm / per_sm,
-            .num_threads =
-                std::min(static_cast<unsigned>(settings().threads_per_block), config->block[0]),
+            .num_threads = kernel.runs_whole_blocks ? 1 : std::min(real_threads, config->block[0]),
             .cluster_blocks = cluster_blocks,
-            .num_parts = config->block[1],
+            .num_parts = kernel.runs_whole_blocks ? 1 : config->block[1],
+            .block_width = config->block[0],
+            .block_height = config->block[1],
             .shared_bytes = config->shared_bytes};
-  grid.parameter.resize(param_bytes / sizeof(ParameterLine) + 1);
-  std::memcpy(grid.parameter.data(), parameters[0], param_bytes);
+  grid.parameter.resize(kernel.param_bytes / sizeof(ParameterLine) + 1);
+  std::memcpy(grid.parameter.data(), parameters[0], kernel.param_bytes);
   return submit(*stream, [grid = std::move(grid)] { run_grid(grid); });
 }
 

@@ -37,6 +37,8 @@ import buildconfig  # noqa: E402
 EXTENSION = "ringcomm_emulated_gpu"
 # A first build takes one to two minutes of a core; another test run may be at it.
 BUILD_TIMEOUT_S = 900.0
+# "short" or "all": kernels of nvcc's PTX instead of those of g++ (tests/ptx/Makefile).
+PTX_FORM = os.environ.get("RINGCOMM_TEST_PTX", "")
 
 SKIP_REASON = next(
     (
@@ -67,19 +69,27 @@ def build() -> tuple[Path, Path]:
     libs = " ".join(f"-L{path}" for path in cpp_extension.library_paths())
     libs += "".join(f" -l{name}" for name in names)
     driver = build_driver()
+    # It is linked with the driver whose GPUs it uses.
+    extension = out / f"{EXTENSION}{f'-ptx-{PTX_FORM}' if PTX_FORM else ''}.so"
     with _locked():
         _make(
             TESTS / "emulator" / "torch",
             f"OUT={out}",
+            f"LIBRARY={extension}",
+            f"EMULATOR={driver}",
             f"TORCH_FLAGS={flags}",
             f"TORCH_LIBS={libs}",
         )
-    return driver, out / f"{EXTENSION}.so"
+    return driver, extension
 
 
 @functools.cache
 def build_driver() -> Path:
     """Returns the emulator of CUDA's driver, up to date."""
+    if PTX_FORM:
+        with _locked():
+            _make(TESTS / "ptx", "library", f"FORM={PTX_FORM}", f"PYTHON={sys.executable}")
+        return TESTS.parent / "build" / "ptx" / PTX_FORM / "libcuda_emulator.so"
     with _locked():
         _make(TESTS / "emulator", "library")
     return TESTS.parent / "build" / "emulator" / "plain" / "libcuda_emulator.so"

@@ -1,0 +1,73 @@
+// The kernels of nvcc's PTX in place of those of the host's compiler (tests/emulator/kernels.cc).
+
+#include <cstdio>
+#include <cstdlib>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string_view>
+#include <vector>
+
+#include "cuda/kernels/call.h"
+#include "emulator/kernel_registry.h"
+#include "ptx/machine.h"
+
+namespace ringcomm::emulator {
+namespace {
+
+using ptx::Launch;
+using ptx::u32;
+
+/// The memory of .shared variables, with anything in it, for a launch that brings none.
+struct StaticShared {
+  static constexpr std::size_t kAlignment = 128;
+  explicit StaticShared(std::size_t num_bytes) : memory(num_bytes + kAlignment, std::byte{0xab}) {
+    void* begin = memory.data();
+    std::size_t space = memory.size();
+    aligned = static_cast<std::byte*>(std::align(kAlignment, num_bytes, begin, space));
+  }
+  std::vector<std::byte> memory;
+  std::byte* aligned;
+};
+
+/// The first thread that the emulator gives to a block runs all of its fibers.
+void run(const Kernel& entry, const void* parameter, BlockContext& context) {
+  if (context.thread_idx != 0) return;
+  const ptx::Kernel& kernel = *static_cast<const ptx::Kernel*>(entry.code);
+  if (kernel.static_shared_bytes != 0 && context.shared_bytes != 0) {
+    std::fprintf(stderr, "ptx: %s has shared memory of its own and of its launch\n", kernel.name);
+    std::abort();
+  }
+  StaticShared memory(kernel.static_shared_bytes);
+  Launch launch{.kernel = &kernel,
+                .params = parameter,
+                .ntid = {context.block_width, context.block_height, 1},
+                .ctaid = {context.block_idx, 0, 0},
+                .nctaid = {context.num_blocks, 1, 1},
+                .cluster_shared = &memory.aligned,
+                .shared_bytes = kernel.static_shared_bytes};
+  // A test that calls a kernel without the driver gives it one part of a block.
+  if (context.block_width == 0) launch.ntid = {cuda::kBlockThreads, 1, 1};
+  if (kernel.static_shared_bytes == 0) {
+    launch.cluster_rank = context.cluster_rank;
+    launch.cluster_blocks = context.cluster_blocks;
+    launch.cluster_shared = context.cluster_shared;
+    launch.shared_bytes = static_cast<u32>(context.shared_bytes);
+    launch.meet_cluster = context.meet_cluster;
+  }
+  ptx::run_block(launch);
+}
+
+}  // namespace
+
+const Kernel* find_kernel(std::string_view name) {
+  static std::mutex mutex;
+  static std::map<const ptx::Kernel*, Kernel> entries;
+  const ptx::Kernel* const kernel = ptx::find_translated(name);
+  if (kernel == nullptr) return nullptr;
+  const std::lock_guard lock(mutex);
+  const Kernel entry{kernel->name, kernel->param_bytes, run, kernel, true};
+  return &entries.try_emplace(kernel, entry).first->second;
+}
+
+}  // namespace ringcomm::emulator

@@ -1,0 +1,468 @@
+#include "ptx/machine.h"
+
+#include <sched.h>
+#include <sys/mman.h>
+
+#include <chrono>
+#include <cstdarg>
+#include <cstdio>
+#include <cstdlib>
+#include <map>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+// Saves the registers that a function must keep, and continues where the other fiber stopped.
+#if !defined(__x86_64__)
+#error "the fibers of tests/ptx are written for x86-64"
+#endif
+__asm__(R"(
+.text
+.globl ringcomm_ptx_switch
+.hidden ringcomm_ptx_switch
+.type ringcomm_ptx_switch,@function
+ringcomm_ptx_switch:
+  pushq %rbp
+  pushq %rbx
+  pushq %r12
+  pushq %r13
+  pushq %r14
+  pushq %r15
+  movq %rsp, (%rdi)
+  movq %rsi, %rsp
+  popq %r15
+  popq %r14
+  popq %r13
+  popq %r12
+  popq %rbx
+  popq %rbp
+  ret
+.size ringcomm_ptx_switch, .-ringcomm_ptx_switch
+)");
+extern "C" void ringcomm_ptx_switch(void** from, void* to);
+
+namespace ringcomm::ptx {
+namespace {
+
+// Registers of a kernel are locals of its function: at most some 16 KiB (Makefile:
+// -Wframe-larger-than).
+constexpr std::size_t kStackBytes = 64 << 10;
+constexpr std::size_t kMaxBlockThreads = 1024;
+constexpr u32 kPollsPerSleep = 50;
+
+thread_local Block* current = nullptr;
+
+/// Stacks for a block's fibers, kept for the next block.
+class Stacks {
+ public:
+  Stacks() {
+    const std::lock_guard lock(mutex());
+    if (!free().empty()) {
+      memory_ = free().back();
+      free().pop_back();
+      return;
+    }
+    void* const mapped = mmap(nullptr, kStackBytes * kMaxBlockThreads, PROT_READ | PROT_WRITE,
+                              MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (mapped == MAP_FAILED) {
+      std::perror("ptx: mmap of stacks");
+      std::abort();
+    }
+    memory_ = static_cast<std::byte*>(mapped);
+  }
+  ~Stacks() {
+    const std::lock_guard lock(mutex());
+    free().push_back(memory_);
+  }
+  Stacks(const Stacks&) = delete;
+  Stacks& operator=(const Stacks&) = delete;
+
+  void** top(u32 fiber) const {
+    return reinterpret_cast<void**>(memory_ + (fiber + 1) * kStackBytes - 64);
+  }
+
+ private:
+  // Never destroyed: blocks may run while the process ends.
+  static std::mutex& mutex() {
+    static auto& mutex = *new std::mutex;
+    return mutex;
+  }
+  static std::vector<std::byte*>& free() {
+    static auto& free = *new std::vector<std::byte*>;
+    return free;
+  }
+  std::byte* memory_;
+};
+
+u64 seed_of(const Launch& launch) {
+  const char* const text = std::getenv("RINGCOMM_PTX_SEED");
+  const u64 seed = text == nullptr ? 0 : std::strtoull(text, nullptr, 10);
+  return (seed + 1) * 0x9e3779b97f4a7c15u + launch.ctaid.x + 1;
+}
+
+}  // namespace
+
+u64 take_ns() {
+  return static_cast<u64>(std::chrono::duration_cast<std::chrono::nanoseconds>(
+                              std::chrono::steady_clock::now().time_since_epoch())
+                              .count());
+}
+
+void fail(const Thread& thread, u32 line, const char* format, ...) {
+  const Launch& launch = thread.launch();
+  std::va_list arguments;
+  va_start(arguments, format);
+  std::fprintf(stderr, "ptx: %s, line %u, block %u, thread (%u, %u): ", launch.kernel->name, line,
+               launch.ctaid.x, thread.tid.x, thread.tid.y);
+  std::vfprintf(stderr, format, arguments);
+  std::fputc('\n', stderr);
+  va_end(arguments);
+  std::abort();
+}
+
+// ---- fibers
+
+Block::Block(const Launch& facts)
+    : launch(facts),
+      num_threads_(facts.ntid.count()),
+      threads_(std::make_unique<Thread[]>(num_threads_)),
+      random_(seed_of(facts)) {
+  for (u32 i = 0; i < num_threads_; ++i) {
+    Thread& thread = threads_[i];
+    thread.block = this;
+    thread.linear = i;
+    thread.tid = {i % facts.ntid.x, i / facts.ntid.x % facts.ntid.y,
+                  i / facts.ntid.x / facts.ntid.y};
+  }
+}
+
+bool Block::coin() {
+  random_ ^= random_ << 13;
+  random_ ^= random_ >> 7;
+  random_ ^= random_ << 17;
+  return (random_ >> 32 & 1) != 0;
+}
+
+void Block::enter() {
+  Block& block = *current;
+  Thread& thread = *block.running_;
+  block.launch.kernel->run(thread);
+  thread.end();
+  block.leave(thread);
+  std::abort();  // nothing switches to a fiber that has ended
+}
+
+void Block::switch_to(Thread& thread) {
+  running_ = &thread;
+  ringcomm_ptx_switch(&scheduler_, thread.stack_pointer_);
+}
+
+void Block::leave(Thread& thread) { ringcomm_ptx_switch(&thread.stack_pointer_, scheduler_); }
+
+void Block::run() {
+  const Stacks stacks;
+  current = this;
+  for (u32 i = 0; i < num_threads_; ++i) {
+    void** top = stacks.top(i);
+    *--top = nullptr;  // a function's stack is aligned as after a call
+    *--top = reinterpret_cast<void*>(&Block::enter);
+    for (int saved = 0; saved < 6; ++saved) *--top = nullptr;
+    threads_[i].stack_pointer_ = top;
+  }
+  const bool is_random = std::getenv("RINGCOMM_PTX_SEED") != nullptr;
+  u32 num_idle = 0;
+  while (num_done_ < num_threads_) {
+    const u64 polls_before = num_polls_;
+    u32 num_ran = 0;
+    const u32 first = is_random ? static_cast<u32>(random_ >> 32) % num_threads_ : 0;
+    const bool is_backward = is_random && coin();
+    for (u32 i = 0; i < num_threads_; ++i) {
+      const u32 at = (first + (is_backward ? num_threads_ - i : i)) % num_threads_;
+      if (threads_[at].state_ != Thread::State::kReady) continue;
+      ++num_ran;
+      switch_to(threads_[at]);
+    }
+    complete_loads();
+    if (num_ran == 0 && num_done_ < num_threads_) report_deadlock();
+    // All that ran only polled: what they wait for is on other threads of the host.
+    if (num_ran == 0 || num_polls_ - polls_before < num_ran) continue;
+    if (++num_idle % kPollsPerSleep == 0)
+      std::this_thread::sleep_for(std::chrono::microseconds(20));
+    else
+      sched_yield();
+  }
+  current = nullptr;
+}
+
+void Block::report_deadlock() {
+  for (u32 i = 0; i < num_threads_; ++i) {
+    const Thread& thread = threads_[i];
+    if (thread.state_ != Thread::State::kDone)
+      fail(thread, thread.line, "deadlock: this thread waits at a barrier; %u of %u have ended",
+           num_done_, num_threads_);
+  }
+  std::abort();
+}
+
+void Thread::poll() {
+  ++block->num_polls_;
+  block->leave(*this);
+}
+
+void Thread::end() {
+  if (!bulk_stores_.empty()) fail(*this, bulk_stores_.front().line, "a bulk store is not awaited");
+  copy_wait(0);
+  state_ = State::kDone;
+  ++block->num_done_;
+  pass(*this, Event::kThreadEnd);
+  // An exited lane is not waited for.
+  const u32 warp = linear - lane();
+  for (u32 i = warp; i < std::min(warp + 32, block->num_threads_); ++i)
+    if (block->threads_[i].state_ == State::kAtWarp) block->release_warp(block->threads_[i]);
+}
+
+// ---- barriers of a block
+
+u32 Block::meet(Thread& thread, u32 number, u32 num_threads, bool value, bool waits) {
+  if (number >= barriers_.size()) fail(thread, thread.line, "there is no barrier %u", number);
+  if (num_threads == 0 || num_threads % 32 != 0 || num_threads > (num_threads_ + 31) / 32 * 32)
+    fail(thread, thread.line, "a barrier of %u threads", num_threads);
+  Barrier& barrier = barriers_[number];
+  if (barrier.num_arrived == 0) barrier.num_expected = num_threads;
+  if (barrier.num_expected != num_threads)
+    fail(thread, thread.line, "barrier %u is of %u and of %u threads", number, barrier.num_expected,
+         num_threads);
+  barrier.num_true += value ? 1 : 0;
+  thread.barrier_ = number;
+  thread.barrier_threads_ = num_threads;
+  if (++barrier.num_arrived == std::min(num_threads, num_threads_)) {
+    for (u32 i = 0; i < num_threads_; ++i) {
+      Thread& other = threads_[i];
+      if (other.state_ != Thread::State::kAtBarrier || other.barrier_ != number) continue;
+      other.barrier_count_ = barrier.num_true;
+      other.state_ = Thread::State::kReady;
+    }
+    thread.barrier_count_ = barrier.num_true;
+    barrier = {};
+    if (waits) leave(thread);  // others may go first
+  } else if (waits) {
+    thread.state_ = Thread::State::kAtBarrier;
+    leave(thread);
+  }
+  if (waits) pass(thread, Event::kBlockBarrier);
+  return thread.barrier_count_;
+}
+
+void Thread::bar_arrive(u32 barrier, u32 num_threads) {
+  block->meet(*this, barrier, num_threads, false, false);
+}
+void Thread::bar_sync(u32 barrier, u32 num_threads) {
+  block->meet(*this, barrier, num_threads, false, true);
+}
+bool Thread::bar_or(u32 barrier, u32 num_threads, bool value) {
+  return block->meet(*this, barrier, num_threads, value, true) != 0;
+}
+bool Thread::bar_and(u32 barrier, u32 num_threads, bool value) {
+  return block->meet(*this, barrier, num_threads, value, true) ==
+         std::min(num_threads, block->num_threads_);
+}
+u32 Thread::bar_popc(u32 barrier, u32 num_threads, bool value) {
+  return block->meet(*this, barrier, num_threads, value, true);
+}
+
+void Thread::cluster_wait() {
+  // The last thread of this block meets the other blocks for all.
+  if (++block->num_at_cluster_ == block->num_threads_) {
+    block->num_at_cluster_ = 0;
+    launch().meet_cluster();
+    for (u32 i = 0; i < block->num_threads_; ++i) {
+      Thread& other = block->threads_[i];
+      if (other.state_ == State::kAtBarrier && other.barrier_ == ~0u) other.state_ = State::kReady;
+    }
+    block->leave(*this);
+  } else {
+    barrier_ = ~0u;
+    state_ = State::kAtBarrier;
+    block->leave(*this);
+  }
+  pass(*this, Event::kClusterBarrier);
+}
+
+// ---- warps
+
+/// Lets the lanes go on that wait for the same lanes as this one, if all of them are there.
+void Block::release_warp(Thread& thread) {
+  const u32 warp = thread.linear - thread.lane();
+  const u32 mask = thread.warp_mask_;
+  std::array<u32, 32> values = {};
+  for (u32 lane = 0; lane < 32 && warp + lane < num_threads_; ++lane) {
+    const Thread& other = threads_[warp + lane];
+    if ((mask >> lane & 1) == 0 || other.state_ == Thread::State::kDone) continue;
+    if (other.state_ != Thread::State::kAtWarp || other.warp_mask_ != mask) return;
+    values[lane] = other.warp_value_;
+  }
+  for (u32 lane = 0; lane < 32 && warp + lane < num_threads_; ++lane) {
+    Thread& other = threads_[warp + lane];
+    if ((mask >> lane & 1) == 0 || other.state_ == Thread::State::kDone) continue;
+    other.lanes_ = values;
+    other.state_ = Thread::State::kReady;
+  }
+}
+
+void Thread::meet_warp(u32 mask, u32 value) {
+  if ((mask >> lane() & 1) == 0) fail(*this, line, "a lane is not in its own mask %#x", mask);
+  warp_mask_ = mask;
+  warp_value_ = value;
+  state_ = State::kAtWarp;
+  block->release_warp(*this);
+  if (state_ == State::kAtWarp) block->leave(*this);
+  pass(*this, Event::kWarpBarrier);
+}
+
+void Thread::warp_sync(u32 mask) { meet_warp(mask, 0); }
+
+u32 Thread::shfl(Shuffle kind, u32 value, u32 operand, u32 control, u32 mask, bool& is_in_range) {
+  meet_warp(mask, value);
+  const u32 segment = control >> 8 & 31;
+  const u32 first = lane() & segment;
+  const u32 limit = first | (control & 31 & ~segment);
+  u32 from = 0;
+  switch (kind) {
+    case Shuffle::kUp:
+      from = lane() - operand;
+      is_in_range = static_cast<s32>(from) >= static_cast<s32>(limit);
+      break;
+    case Shuffle::kDown:
+      from = lane() + operand;
+      is_in_range = from <= limit;
+      break;
+    case Shuffle::kBfly:
+      from = lane() ^ operand;
+      is_in_range = from <= limit;
+      break;
+    case Shuffle::kIdx:
+      from = first | (operand & 31 & ~segment);
+      is_in_range = from <= limit;
+      break;
+  }
+  if (!is_in_range) return value;
+  if ((mask >> (from & 31) & 1) == 0)
+    fail(*this, line, "shfl reads lane %u, not in its mask", from);
+  return lanes_[from & 31];
+}
+
+u32 Thread::ballot(bool value, u32 mask) {
+  meet_warp(mask, value ? 1 : 0);
+  u32 result = 0;
+  for (u32 lane = 0; lane < 32; ++lane) result |= (mask >> lane & lanes_[lane] & 1) << lane;
+  return result;
+}
+
+u32 Thread::matrix_element(u32 matrix, bool is_transposed, u32 element) const {
+  const u32 major = lane() / 4, minor = 2 * (lane() % 4) + element;
+  const u32 row = is_transposed ? minor : major;
+  const u32 column = is_transposed ? major : minor;
+  return lanes_[8 * matrix + row] + 2 * column;
+}
+
+void Thread::ldmatrix(u32 address, bool is_transposed, u32 num_matrices, u32* to) {
+  meet_warp(~0u, address);
+  for (u32 matrix = 0; matrix < num_matrices; ++matrix) {
+    to[matrix] = 0;
+    for (u32 element = 0; element < 2; ++element) {
+      u16 value = 0;
+      load_shared(matrix_element(matrix, is_transposed, element), &value, 1);
+      to[matrix] |= u32{value} << (16 * element);
+    }
+  }
+}
+
+void Thread::stmatrix(u32 address, bool is_transposed, u32 num_matrices, const u32* from) {
+  meet_warp(~0u, address);
+  for (u32 matrix = 0; matrix < num_matrices; ++matrix)
+    for (u32 element = 0; element < 2; ++element) {
+      const u16 value = static_cast<u16>(from[matrix] >> (16 * element));
+      store_shared(matrix_element(matrix, is_transposed, element), &value, 1);
+    }
+}
+
+// ---- shared memory
+
+namespace {
+// An address in shared memory: the rank of the block of the cluster plus one, or 0 for this block,
+// above 24 bits.
+constexpr u32 kRankShift = 24;
+constexpr u32 kOffsetMask = (1u << kRankShift) - 1;
+}  // namespace
+
+std::byte* Thread::shared_at(u32 address, u32 num_bytes) {
+  const Launch& facts = launch();
+  const u32 rank = address >> kRankShift == 0 ? facts.cluster_rank : (address >> kRankShift) - 1;
+  const u32 offset = address & kOffsetMask;
+  if (rank >= facts.cluster_blocks || offset + num_bytes > facts.shared_bytes)
+    fail(*this, line, "%u bytes at the shared address %#x, of %u", num_bytes, address,
+         facts.shared_bytes);
+  return facts.cluster_shared[rank] + offset;
+}
+
+u64 Thread::shared_to_generic(u32 address) { return reinterpret_cast<u64>(shared_at(address, 0)); }
+
+u32 Thread::generic_to_shared(u64 address) {
+  const Launch& facts = launch();
+  return static_cast<u32>(address -
+                          reinterpret_cast<u64>(facts.cluster_shared[facts.cluster_rank]));
+}
+
+u32 Thread::mapa(u32 address, u32 rank) {
+  return (rank + 1) << kRankShift | (address & kOffsetMask);
+}
+
+void Thread::check_alignment(u64 address, u64 num_bytes) const {
+  if (address % num_bytes != 0)
+    fail(*this, line, "an access of %llu bytes at the misaligned shared address %#llx",
+         static_cast<unsigned long long>(num_bytes), static_cast<unsigned long long>(address));
+}
+
+// ---- launches
+
+void run_block(const Launch& launch) { Block(launch).run(); }
+
+void run_grid(const Kernel& kernel, const void* params, Dim nctaid, Dim ntid,
+              u32 dynamic_shared_bytes) {
+  constexpr u32 kAlignment = 128;
+  const u32 dynamic_at = (kernel.static_shared_bytes + kAlignment - 1) / kAlignment * kAlignment;
+  const u32 num_bytes = dynamic_at + dynamic_shared_bytes;
+  std::vector<std::byte> memory(num_bytes + kAlignment);
+  void* begin = memory.data();
+  std::size_t space = memory.size();
+  auto* const shared = static_cast<std::byte*>(std::align(kAlignment, num_bytes, begin, space));
+  for (u32 z = 0; z < nctaid.z; ++z)
+    for (u32 y = 0; y < nctaid.y; ++y)
+      for (u32 x = 0; x < nctaid.x; ++x) {
+        std::memset(shared, 0xab, num_bytes);
+        run_block({.kernel = &kernel,
+                   .params = params,
+                   .ntid = ntid,
+                   .ctaid = {x, y, z},
+                   .nctaid = nctaid,
+                   .cluster_shared = &shared,
+                   .shared_bytes = num_bytes,
+                   .dynamic_at = dynamic_at});
+      }
+}
+
+namespace {
+std::map<std::string_view, const Kernel*>& kernels() {
+  static std::map<std::string_view, const Kernel*> all;
+  return all;
+}
+}  // namespace
+
+Registration::Registration(const Kernel& kernel) { kernels()[kernel.name] = &kernel; }
+
+const Kernel* find_translated(std::string_view name) {
+  const auto found = kernels().find(name);
+  return found == kernels().end() ? nullptr : found->second;
+}
+
+}  // namespace ringcomm::ptx

@@ -1,0 +1,48 @@
+#pragma once
+
+#include <functional>
+
+#include "ptx/types.h"
+
+namespace ringcomm::ptx {
+
+class Thread;
+
+/// The order of an access or a fence, as its PTX instruction names it.
+enum class Order : u8 { kWeak, kRelaxed, kAcquire, kRelease, kAcqRel, kSeqCst, kVolatile };
+/// Of weak and volatile accesses: kSys.
+enum class Scope : u8 { kCta, kCluster, kGpu, kSys };
+/// The memory proxy: kAsync for bulk copies.
+enum class Proxy : u8 { kGeneric, kAsync };
+
+/// One access of an instruction to global or generic memory. The elements of a vector follow each
+/// other; each of them is atomic where PTX says so, the vector is not.
+struct Access {
+  u32 line = 0;  ///< of the instruction, counted from its kernel's .entry
+  u8 element_bytes = 0;
+  u32 num_elements = 1;
+  Order order = Order::kWeak;
+  Scope scope = Scope::kSys;
+  Proxy proxy = Proxy::kGeneric;
+
+  u32 num_bytes() const { return element_bytes * num_elements; }
+};
+
+/// Every access of a kernel to global or generic memory is one of these calls, and every fence.
+/// Those to .shared, .param, .const and .local memory are not: the machine does them at once.
+/// A generic address may point to shared, local or parameter memory, which is host memory too.
+/// Aborts, with the kernel and the line, where the address is not a multiple of num_bytes().
+void load(Thread& thread, u64 address, void* to, const Access& access);
+void store(Thread& thread, u64 address, const void* from, const Access& access);
+/// Replaces the element by update(element), and returns what was there. `update` may run more than
+/// once. A comparison that fails returns its argument.
+u64 atomic(Thread& thread, u64 address, const Access& access,
+           const std::function<u64(u64)>& update);
+void fence(Thread& thread, Order order, Scope scope, u32 line);
+
+/// What the machine tells the memory: a thread has passed a barrier of its block, of its warp or of
+/// its cluster with all threads that it waited for, or its kernel has ended.
+enum class Event : u8 { kBlockBarrier, kWarpBarrier, kClusterBarrier, kThreadEnd };
+void pass(Thread& thread, Event event);
+
+}  // namespace ringcomm::ptx
