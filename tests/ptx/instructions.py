@@ -655,8 +655,8 @@ INTEGER_SIGNS = {
 def _comparison(f: Function, op: Opcode, left: str, right: str) -> str:
     name = op.modifiers[0]
     if INTEGER.fullmatch(op.type) and name in INTEGER_SIGNS:
-        operands = (f.integer(op.type, operand) for operand in (left, right))
-        return f"({f' {INTEGER_SIGNS[name]} '.join(operands)})"
+        integers = [f.integer(op.type, operand) for operand in (left, right)]
+        return f"({f' {INTEGER_SIGNS[name]} '.join(integers)})"
     operands = f"{f.get(op.type, left)}, {f.get(op.type, right)}"
     if _flushes(op):
         operands = f"flush({f.get(op.type, left)}), flush({f.get(op.type, right)})"
