@@ -48,7 +48,8 @@ namespace {
 // -Wframe-larger-than).
 constexpr std::size_t kStackBytes = 64 << 10;
 constexpr std::size_t kMaxBlockThreads = 1024;
-constexpr u32 kPollsPerSleep = 50;
+// Beside busy processes a yield loses a whole slice of the scheduler, a sleep does not.
+constexpr u32 kPollsPerSleep = 2;
 
 thread_local Block* current = nullptr;
 
