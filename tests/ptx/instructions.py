@@ -8,20 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
 
+from function import CPP, Function
 from parse import WIDTH, UnknownPtx
 
-if TYPE_CHECKING:
-    from translate import Function
-
-CPP = {
-    **{name: name for name in WIDTH if name not in ("b128", "pred")},
-    **{f"b{width}": f"u{width}" for width in (8, 16, 32, 64)},
-    "pred": "bool",
-    "f32": "float",
-    "f64": "double",
-}
 ORDERS = {
     "weak": "kWeak",
     "relaxed": "kRelaxed",
@@ -107,7 +97,7 @@ class Opcode:
         return next((name for name in self.modifiers if name in names), otherwise)
 
 
-Emit = Callable[["Function", Opcode, list[str]], None]
+Emit = Callable[[Function, Opcode, list[str]], None]
 _EMIT: dict[str, Emit] = {}
 
 
