@@ -13,8 +13,10 @@ import re
 import sys
 from pathlib import Path
 
-import instructions
+import arithmetic  # noqa: F401  (registers its opcodes)
+import instructions  # noqa: F401
 from function import STORAGE, Function, cpp_name
+from opcodes import emit
 from parse import WIDTH, Kernel, Module, Statement, UnknownPtx, parse, split
 
 
@@ -51,7 +53,7 @@ def _translate_instruction(function: Function, text: str) -> None:
     guard = re.match(r"@(!?)([%\w$]+)\s+(.*)", text)
     first = len(function.lines)
     opcode, _, operands = (guard[3] if guard else text).partition(" ")
-    instructions.emit(function, opcode, split(operands))
+    emit(function, opcode, split(operands))
     if guard:
         condition = f"{guard[1]}{function.value(guard[2])}"
         lines = function.lines
