@@ -84,8 +84,8 @@ def parse(text: str) -> Module:
     for found in re.finditer(rf"{variable}(?:\[(\d*)\])?(?:\s*=\s*([^;]*))?;", text):
         values = (found[4] or "").strip().strip("{}")
         module.arrays.append(Array(found[2], found[1], int(found[3] or 1), values))
-    if found := re.search(r"(?m)^\s*(?:\.\w+\s+)*\.func\b[^\n]*", text):
-        raise UnknownPtx(f"line {_line_at(text, found.start())}: {found[0].strip()}")
+    if func := re.search(r"(?m)^\s*(?:\.\w+\s+)*\.func\b[^\n]*", text):
+        raise UnknownPtx(f"line {_line_at(text, func.start())}: {func[0].strip()}")
     for found in re.finditer(r"\.entry\s+([\w$]+)\s*\(([^)]*)\)[^{]*\{", text):
         end = _end_of_body(text, found.end())
         params, num_bytes = _layout(found[2])
