@@ -1,7 +1,7 @@
 """Cases for weight updates, on the CPU and by the Triton kernels, compared with update_oracle.py.
 
-Run as a script with TRITON_INTERPRET=1 it works through them by the kernels on CPU tensors, and
-prints what is wrong with each as JSON; test_triton.py runs them on a GPU as well.
+Run as a script it works through them by the kernels' PTX on CPU tensors, and prints what is wrong
+with each as JSON (triton_scripts.py); test_triton.py runs them on a GPU as well.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 import torch
 import update_oracle as oracle
 from torch import Tensor
-from triton_scripts import interpret
+from triton_scripts import work_through
 from update_oracle import BF16, FP16, FP32, Step
 
 import ringcomm.ops.updates.weight_update as launchers
@@ -80,6 +80,8 @@ CASES = [
     *(Case(f"sgd-{n}", "sgd", (n,), step=RANDOM, shift=n % 5) for n in (0, 1, 7, 2048, 2051)),
     Case("sgd-scalar", "sgd", (), FP32),
     Case("sgd-4d", "sgd", (4, 6, 5, 3), strided=True, is_split=True),
+    # A whole block of a kernel between two partial ones, its gradient at other vectors' places.
+    Case("sgd-far-from-a-vector", "sgd", (5000,), shift=3),
     Case("sgd-shift-split", "sgd", (300, 7), is_split=True, shift=3),
     Case("sgd-transposed", "sgd", (40, 70), FP32, step=PLAIN, strided=True),
     Case("sgd-far", "sgd", (2050,), step=FAR, shift=1),
@@ -304,8 +306,6 @@ def ids_out_of_range(ops: Any, device: str) -> None:
 
 BESIDES = (beyond_32_bits, ids_out_of_range)
 NAMES = [*(case.name for case in CASES), *(check.__name__ for check in BESIDES)]
-# The interpreter rounds a product before it adds, so that it overflows too early.
-INTERPRETED = [name for name in NAMES if "special" not in name]
 
 
 def check(name: str, ops: Any, device: str) -> None:
@@ -316,5 +316,14 @@ def check(name: str, ops: Any, device: str) -> None:
     return {beside.__name__: beside for beside in BESIDES}[name](ops, device)
 
 
+def check_by_name(name: str) -> None:
+    """A case on CPU tensors, by the launchers of GPUs."""
+    check(name, launchers, "cpu")
+
+
+def main() -> None:
+    work_through(check_by_name, NAMES)
+
+
 if __name__ == "__main__":
-    interpret(INTERPRETED, lambda name: check(name, launchers, "cpu"))
+    main()

@@ -1,0 +1,84 @@
+"""The Triton kernels run on this CPU, by the PTX that Triton compiles for GPUs (tests/ptx)."""
+
+from __future__ import annotations
+
+import json
+
+import loss_cases
+import pytest
+import update_cases
+from triton_mutants import MUTANTS
+from triton_scripts import run, runs_ptx, start
+
+pytestmark = runs_ptx
+NAMES: dict[str, list[str]] = {
+    "loss_cases": list(loss_cases.CHECKS),
+    "update_cases": update_cases.NAMES,
+}
+# Every kernel once; the others run in the slow test.
+FEW = {
+    "loss_cases": ["beyond_32_bits", "no_class", "wrong_shards"],
+    "update_cases": [
+        "sgd-2500-bfloat16-bfloat16-random",
+        "sgd-shift-split",
+        "embedding-padded",
+        "adalomo-row",
+    ],
+}
+# From nothing a kernel takes some three seconds of a core, and there are some hundred.
+TIMEOUT_S = 3600.0
+CHECKS = ("arguments", "grid")
+REFUSED = {
+    "load": "a load of 4 bytes outside of all tensors",
+    "store": "a store of 4 bytes outside of all tensors",
+    "race": "a race: ",
+    "opcode": "vabsdiff.s32.s32.s32",
+}
+
+
+def check_cases(script: str, arch: int, variant: str, names: list[str]) -> None:
+    said = json.loads(run(f"{script}.py", str(arch), variant, *names, timeout_s=TIMEOUT_S))
+    assert sorted(said) == sorted(names)
+    assert {name: text for name, text in said.items() if text} == {}
+
+
+@pytest.mark.parametrize("script", FEW)
+def test_some_cases(script: str) -> None:
+    check_cases(script, 90, "exact", FEW[script])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", [90, 80, 100])
+@pytest.mark.parametrize("script", NAMES)
+def test_kernels_do_what_the_cpu_and_the_oracle_do(script: str, arch: int) -> None:
+    check_cases(script, arch, "exact", NAMES[script])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["larger", "smaller"])
+def test_approximate_instructions_may_be_wrong(variant: str) -> None:
+    """By what PTX allows. Updates have none."""
+    check_cases("loss_cases", 90, variant, NAMES["loss_cases"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CHECKS)
+def test_small_kernels(name: str) -> None:
+    assert run("triton_small.py", name) == "right\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_kernel_that_breaks_a_rule_is_refused(name: str) -> None:
+    done = start("triton_small.py", name)
+    assert done.returncode != 0, done.stdout
+    assert REFUSED[name] in done.stderr
+
+
+@pytest.mark.slow
+def test_faults_in_kernels_are_found() -> None:
+    """By wrong results, or by the machine."""
+    found = json.loads(run("triton_mutants.py", timeout_s=TIMEOUT_S))
+    wanted = {name: mutant.said for name, mutant in MUTANTS.items()}
+    assert {name: text for name, text in found.items() if wanted[name] not in text} == {}
+    assert sorted(found) == sorted(wanted)
