@@ -1,0 +1,224 @@
+#include "ptx/weak_accesses.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "ptx/machine.h"
+#include "ptx/weak_memory.h"
+
+namespace ringcomm::ptx::weak {
+namespace {
+
+const char* setting(const char* name) {
+  const char* const text = std::getenv(name);
+  return text != nullptr && *text != '\0' ? text : nullptr;
+}
+
+WeakMemory& memory() {
+  // Never destroyed: kernels may run while the process ends.
+  static auto& memory =
+      *new WeakMemory(std::strtoull(setting("RINGCOMM_PTX_MEMORY"), nullptr, 10));
+  return memory;
+}
+
+// ---- mutants
+
+struct Mutant {
+  std::string kernel, change;
+  std::vector<u32> lines;
+
+  bool has(u32 line) const { return std::find(lines.begin(), lines.end(), line) != lines.end(); }
+};
+
+Mutant read_mutant() {
+  const char* const text = setting("RINGCOMM_PTX_MUTANT");
+  if (text == nullptr) return {};
+  Mutant mutant;
+  std::istringstream parts(text);
+  std::string lines, line;
+  std::getline(parts, mutant.kernel, ':');
+  std::getline(parts, lines, ':');
+  std::getline(parts, mutant.change);
+  std::istringstream numbers(lines);
+  while (std::getline(numbers, line, ','))
+    mutant.lines.push_back(static_cast<u32>(std::strtoul(line.c_str(), nullptr, 10)));
+  return mutant;
+}
+
+/// The order and scope of an instruction after the change.
+struct Strength {
+  Order order;
+  Scope scope;
+};
+
+Strength weakened(const std::string& change, Strength strength) {
+  if (change == "weak") return {Order::kWeak, strength.scope};
+  if (change == "relaxed") return {Order::kRelaxed, strength.scope};
+  if (change == "cta") return {strength.order, Scope::kCta};
+  if (change == "cluster") return {strength.order, Scope::kCluster};
+  if (change == "gpu") return {strength.order, Scope::kGpu};
+  std::fprintf(stderr, "ptx: RINGCOMM_PTX_MUTANT has no change %s\n", change.c_str());
+  std::abort();
+}
+
+// ---- blocks
+
+/// Threads with the same tid.y have barriers of their own, as if they were a block.
+struct Memory final : BlockMemory {
+  explicit Memory(const Launch& launch) {
+    static const Mutant known = read_mutant();
+    if (known.kernel == launch.kernel->name) mutant = &known;
+    static std::atomic<u64> next_block = 0;
+    const u64 block = next_block++;
+    // Blocks of a cluster have their array of shared memories in common.
+    const Place place{launch.gpu, reinterpret_cast<u64>(launch.cluster_shared), block};
+    part_threads = launch.ntid.x;
+    for (u32 y = 0; y < launch.ntid.y * launch.ntid.z; ++y)
+      parts.push_back(memory().begin_block(place, part_threads));
+  }
+  ~Memory() override {
+    for (const auto& part : parts) memory().end_block(*part);
+  }
+
+  WeakThread& state(const Thread& thread) {
+    return parts[thread.linear / part_threads]->threads[thread.linear % part_threads];
+  }
+  /// The thread itself, or what its bulk copies are done by.
+  WeakThread& state(const Thread& thread, Proxy proxy) {
+    WeakThread& issuer = state(thread);
+    if (proxy == Proxy::kGeneric) return issuer;
+    WeakThread& copier = issuer.block->copier;
+    copier.view = join(copier.view, issuer.async_view);
+    return copier;
+  }
+  Strength strength(Strength written, u32 line) const {
+    if (mutant == nullptr || !mutant->has(line)) return written;
+    return weakened(mutant->change, written);
+  }
+  bool orders_nothing(u32 line) const {
+    return mutant != nullptr && mutant->change == "none" && mutant->has(line);
+  }
+
+  const Mutant* mutant = nullptr;
+  u32 part_threads = 0;
+  std::vector<std::unique_ptr<WeakBlock>> parts;
+};
+
+Memory& memory_of(const Thread& thread) { return static_cast<Memory&>(*thread.block->memory); }
+
+/// Calls access(offset, bytes) for each part of at most 8 bytes.
+template <class F>
+void for_each_part(const Access& access, const F& call) {
+  const u32 size = std::min<u32>(access.element_bytes, 8);
+  for (u32 offset = 0; offset < access.num_bytes(); offset += size) call(offset, size);
+}
+
+}  // namespace
+
+bool is_chosen() {
+  static const bool is_chosen = setting("RINGCOMM_PTX_MEMORY") != nullptr;
+  return is_chosen;
+}
+
+std::unique_ptr<BlockMemory> begin_block(const Launch& launch) {
+  return std::make_unique<Memory>(launch);
+}
+
+void load(Thread& thread, u64 address, void* to, const Access& access) {
+  Memory& block = memory_of(thread);
+  const Strength strength = block.strength({access.order, access.scope}, access.line);
+  WeakThread& state = block.state(thread, access.proxy);
+  for_each_part(access, [&](u32 offset, u32 size) {
+    const u64 value =
+        memory().load(state, address + offset, size, strength.order, strength.scope);
+    std::memcpy(static_cast<char*>(to) + offset, &value, size);
+  });
+}
+
+void store(Thread& thread, u64 address, const void* from, const Access& access) {
+  Memory& block = memory_of(thread);
+  const Strength strength = block.strength({access.order, access.scope}, access.line);
+  WeakThread& state = block.state(thread, access.proxy);
+  for_each_part(access, [&](u32 offset, u32 size) {
+    u64 value = 0;
+    std::memcpy(&value, static_cast<const char*>(from) + offset, size);
+    memory().store(state, address + offset, value, size, strength.order, strength.scope,
+                   access.is_shared);
+  });
+}
+
+u64 atomic(Thread& thread, u64 address, const Access& access,
+           const std::function<u64(u64)>& update) {
+  Memory& block = memory_of(thread);
+  const Strength strength = block.strength({access.order, access.scope}, access.line);
+  return memory().update(block.state(thread), address, access.element_bytes, strength.order,
+                         strength.scope, update);
+}
+
+void fence(Thread& thread, Order order, Scope scope, u32 line) {
+  Memory& block = memory_of(thread);
+  if (block.orders_nothing(line)) return;
+  const Strength strength = block.strength({order, scope}, line);
+  memory().fence(block.state(thread), strength.order, strength.scope);
+}
+
+void fence_proxy(Thread& thread, u32 line) {
+  Memory& block = memory_of(thread);
+  if (!block.orders_nothing(line)) memory().fence_proxy(block.state(thread));
+}
+
+void fence_mbarrier_init(Thread& thread, u32 line) {
+  Memory& block = memory_of(thread);
+  if (!block.orders_nothing(line))
+    memory().fence(block.state(thread), Order::kRelease, Scope::kCluster);
+}
+
+bool orders_nothing(const Thread& thread, u32 line) {
+  return memory_of(thread).orders_nothing(line);
+}
+
+void arrive_at_cluster(Thread& thread, Order order) {
+  Memory& block = memory_of(thread);
+  const Strength strength = block.strength({order, Scope::kCluster}, thread.line);
+  memory().arrive_at_cluster(block.state(thread), strength.order);
+}
+
+void at_mbarrier(Thread& thread, u64 address, MbarrierEvent event, Order order, Scope scope) {
+  Memory& block = memory_of(thread);
+  WeakThread& state = block.state(thread);
+  if (event == MbarrierEvent::kInit) return memory().init_mbarrier(state, address);
+  if (!memory().knows_mbarrier(state, address))
+    fail(thread, thread.line, "an mbarrier that need not be initialized for this thread");
+  if (event == MbarrierEvent::kComplete)
+    return memory().arrive_at_mbarrier(state.block->copier, address, order, scope);
+  const Strength strength = block.strength({order, scope}, thread.line);
+  if (event == MbarrierEvent::kPass)
+    memory().pass_mbarrier(state, address, strength.order, strength.scope);
+  else
+    memory().arrive_at_mbarrier(state, address, strength.order, strength.scope);
+}
+
+void pass(Thread& thread, Barrier barrier, u32 num_threads, Order order) {
+  Memory& block = memory_of(thread);
+  WeakThread& state = block.state(thread);
+  if (barrier == Barrier::kCluster) {
+    const Strength strength = block.strength({order, Scope::kCluster}, thread.line);
+    return memory().pass_cluster(state, strength.order);
+  }
+  if (block.orders_nothing(thread.line)) return;
+  if (barrier == Barrier::kWarp) {
+    // The lanes of other masks would have to be known.
+    if (num_threads == 32) state.block->pass_warp_barrier(state);
+    return;
+  }
+  if (num_threads != block.part_threads)
+    fail(thread, thread.line, "the weak memory has no barriers of %u threads", num_threads);
+  state.block->pass_barrier(state);
+}
+
+}  // namespace ringcomm::ptx::weak

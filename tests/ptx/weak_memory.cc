@@ -1,0 +1,472 @@
+#include "ptx/weak_memory.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace ringcomm::ptx {
+namespace {
+
+constexpr u32 kWarpThreads = 32;
+constexpr std::size_t kMaxStores = 8;  // of a cell's history
+
+u64 mixed(u64 x) {
+  x ^= x >> 31, x *= 0x7fb5d329728ea185u;
+  x ^= x >> 27, x *= 0x81dadef4bc2dd44du;
+  return x ^ x >> 33;
+}
+
+u64 physical(u64 cell) { return __atomic_load_n(reinterpret_cast<const u64*>(cell), __ATOMIC_ACQUIRE); }
+
+/// The bytes of `value`, `num_bytes` at `offset`, in place of those of `cell`.
+u64 composed(u64 cell, u64 value, u32 offset, u32 num_bytes) {
+  std::memcpy(reinterpret_cast<char*>(&cell) + offset, &value, num_bytes);
+  return cell;
+}
+u64 extracted(u64 cell, u32 offset, u32 num_bytes) {
+  u64 value = 0;
+  std::memcpy(&value, reinterpret_cast<const char*>(&cell) + offset, num_bytes);
+  return value;
+}
+
+bool is_strong(Order order) { return order != Order::kWeak; }
+bool acquires(Order order) {
+  return order == Order::kAcquire || order == Order::kAcqRel || order == Order::kSeqCst;
+}
+bool releases(Order order) {
+  return order == Order::kRelease || order == Order::kAcqRel || order == Order::kSeqCst;
+}
+std::size_t idx_of(Scope scope) { return static_cast<std::size_t>(scope); }
+
+}  // namespace
+
+// ---- blocks
+
+WeakBlock::WeakBlock(const Place& where, u32 in_slot, const Stamp& before, u32 num_threads,
+                     u64 seed, PendingCells& pending_cells)
+    : place(where),
+      slot(in_slot),
+      barriers(before.barriers),
+      threads(num_threads),
+      pending(pending_cells),
+      random_state_(mixed(seed) | 1),
+      warp_barriers_((num_threads + kWarpThreads - 1) / kWarpThreads) {
+  for (u32 i = 0; i <= num_threads; ++i) {
+    WeakThread& thread = i < num_threads ? threads[i] : copier;
+    thread.block = this;
+    thread.idx = i;
+    thread.releases = before.releases;
+  }
+}
+
+u64 WeakBlock::random() {
+  random_state_ ^= random_state_ << 13;
+  random_state_ ^= random_state_ >> 7;
+  random_state_ ^= random_state_ << 17;
+  return random_state_ >> 11;
+}
+
+// The first thread to pass finds all others as they were when they arrived.
+void WeakBlock::pass_barrier(WeakThread& thread) {
+  if (thread.block_barriers++ == block_barrier_.num) {
+    ++block_barrier_.num;
+    std::vector<ViewRef> views, async_views;
+    for (WeakThread& each : threads) {
+      views.push_back(each.view);
+      async_views.push_back(each.async_view);
+      each.has_stored = false;
+    }
+    block_barrier_.view = with_barrier(join_all(views), slot, ++barriers);
+    block_barrier_.async_view = join_all(async_views);
+  }
+  thread.view = block_barrier_.view;
+  thread.async_view = block_barrier_.async_view;
+}
+
+void WeakBlock::pass_warp_barrier(WeakThread& thread) {
+  Passed& barrier = warp_barriers_[thread.idx / kWarpThreads];
+  if (thread.warp_barriers++ == barrier.num) {
+    ++barrier.num;
+    std::vector<WeakThread*> warp;
+    const u32 first = thread.idx / kWarpThreads * kWarpThreads;
+    for (u32 i = first; i < first + kWarpThreads && i < threads.size(); ++i)
+      warp.push_back(&threads[i]);
+    barrier.view = view_after_meeting(warp);
+    std::vector<ViewRef> async_views;
+    for (const WeakThread* each : warp) async_views.push_back(each->async_view);
+    barrier.async_view = join_all(async_views);
+  }
+  thread.view = barrier.view;
+  thread.async_view = barrier.async_view;
+}
+
+ViewRef WeakBlock::view_after_meeting(std::span<WeakThread* const> meeting) {
+  std::vector<ViewRef> views;
+  for (const WeakThread* thread : meeting) views.push_back(thread->view);
+  ViewRef view = join_all(views);
+  for (WeakThread* thread : meeting) {
+    if (!thread->has_stored) continue;
+    view = with_release(view, stamp(*thread));
+    ++thread->releases;
+    thread->has_stored = false;
+  }
+  return view;
+}
+
+std::unique_ptr<WeakBlock> WeakMemory::begin_block(const Place& place, u32 num_threads) {
+  const std::lock_guard lock(blocks_mutex_);
+  if (num_running_++ == 0) {
+    const std::lock_guard pages_lock(pages_mutex_);
+    pages_.clear();
+    ++generation_;
+    ended_ = nullptr;
+    mbarriers_.clear();
+    clusters_.clear();
+  }
+  const auto free = std::find(slots_in_use_.begin(), slots_in_use_.end(), false);
+  const auto slot = static_cast<u32>(free - slots_in_use_.begin());
+  if (free == slots_in_use_.end()) {
+    slots_in_use_.push_back(false);
+    slots_.push_back({slot, 0, 0, 0});
+  }
+  slots_in_use_[slot] = true;
+  std::unique_ptr<PendingCells>& pending = pending_[place.gpu];
+  if (pending == nullptr) pending = std::make_unique<PendingCells>();
+  auto block = std::make_unique<WeakBlock>(place, slot, slots_[slot], num_threads,
+                                           seed_ * 1'000'003 + ++num_begun_, *pending);
+  for (WeakThread& thread : block->threads) thread.view = thread.async_view = ended_;
+  block->copier.view = ended_;
+  return block;
+}
+
+void WeakMemory::end_block(WeakBlock& block) {
+  write_back_pending(block.pending);
+  const std::lock_guard lock(blocks_mutex_);
+  const WeakThread& copier = block.copier;
+  std::vector<ViewRef> views{ended_};
+  Stamp& last = slots_[block.slot];
+  for (const WeakThread& thread : block.threads) {
+    views.push_back(thread.view);
+    last.releases = std::max(last.releases, thread.releases);
+  }
+  last.releases = std::max(last.releases, copier.releases) + 1;
+  last.barriers = ++block.barriers;
+  ended_ = with_release(with_barrier(join_all(views), block.slot, block.barriers),
+                        block.stamp(copier));
+  slots_in_use_[block.slot] = false;
+  --num_running_;
+}
+
+// ---- cells
+
+WeakMemory::Page& WeakMemory::page_of(u64 address) {
+  struct Known {
+    u64 generation = 0;
+    u64 number = 0;
+    Page* page = nullptr;
+  };
+  static thread_local std::array<Known, 64> known;
+  const u64 number = address / kPageBytes;
+  Known& entry = known[number % known.size()];
+  const u64 generation = generation_.load(std::memory_order_acquire);
+  if (entry.generation == generation && entry.number == number) return *entry.page;
+  const std::lock_guard lock(pages_mutex_);
+  std::unique_ptr<Page>& page = pages_[number];
+  if (page == nullptr) page = std::make_unique<Page>();
+  entry = {generation, number, page.get()};
+  return *page;
+}
+
+WeakMemory::Cell& WeakMemory::cell_for_store(Page& page, u64 address) {
+  std::unique_ptr<Cell>& cell = page.cells[address % kPageBytes / kCellBytes];
+  if (cell == nullptr) {
+    cell = std::make_unique<Cell>();
+    cell->in_memory = physical(address);
+    cell->stores.push_back({0, cell->in_memory, {}, {}, false, Scope::kSys, nullptr});
+  }
+  notice_others(*cell, address);
+  return *cell;
+}
+
+void WeakMemory::notice_others(Cell& cell, u64 address) {
+  const u64 now = physical(address);
+  if (now == cell.in_memory) return;
+  u64 value = cell.stores.back().value;
+  for (u32 i = 0; i < kCellBytes; ++i) {
+    if (extracted(now, i, 1) == extracted(cell.in_memory, i, 1)) continue;
+    value = composed(value, extracted(now, i, 1), i, 1);
+    cell.dirty_bytes &= static_cast<u8>(~(1u << i));
+  }
+  cell.in_memory = now;
+  cell.stores.push_back(
+      {cell.stores.back().time + 1, value, {}, {}, false, Scope::kSys, nullptr});
+}
+
+void WeakMemory::write_back(Cell& cell, u64 address) {
+  notice_others(cell, address);
+  const u64 value = cell.stores.back().value;
+  const auto put = [&]<class Word>(u32 offset, Word) {
+    const auto word = static_cast<Word>(extracted(value, offset, sizeof(Word)));
+    __atomic_store_n(reinterpret_cast<Word*>(address + offset), word, __ATOMIC_RELEASE);
+    cell.in_memory = composed(cell.in_memory, word, offset, sizeof word);
+  };
+  // As wide as they were stored, so that no atomic word tears.
+  if (cell.dirty_bytes == 0xff) {
+    put(0, u64{});
+  } else {
+    for (const u32 half : {0u, 4u}) {
+      const u32 dirty = cell.dirty_bytes >> half & 0xf;
+      if (dirty == 0xf) put(half, u32{});
+      for (u32 i = 0; i < 4 && dirty != 0xf; ++i)
+        if (dirty >> i & 1) put(half + i, u8{});
+    }
+  }
+  cell.dirty_bytes = 0;
+}
+
+void WeakMemory::write_back_pending(PendingCells& pending) {
+  std::vector<u64> addresses;
+  {
+    const std::lock_guard lock(pending.mutex);
+    addresses.swap(pending.addresses);
+  }
+  for (const u64 address : addresses) {
+    Page& page = page_of(address);
+    const std::lock_guard lock(page.mutex);
+    write_back(*page.cells[address % kPageBytes / kCellBytes], address);
+  }
+}
+
+// ---- accesses
+
+std::size_t WeakMemory::choose(WeakThread& thread, const Cell& cell, u64 address, Order order,
+                               Scope scope) {
+  WeakBlock& block = *thread.block;
+  const auto& stores = cell.stores;
+  const u64 seen = thread.view == nullptr ? 0 : thread.view->seen_at(address);
+  const auto is_known = [&](const Store& store) {
+    return store.time <= seen || store.by.slot == Stamp::kEveryone ||
+           (store.by.slot == block.slot && store.by.thread == thread.idx) ||
+           (thread.view != nullptr && thread.view->knows(store.by));
+  };
+  const std::size_t newest = stores.size() - 1;
+  std::size_t oldest = newest;
+  while (oldest > 0 && !is_known(stores[oldest])) --oldest;
+  if (oldest == newest) return newest;
+  // What strong loads see in the end: morally strong stores. Others may stay hidden for ever.
+  std::size_t promised = oldest;
+  for (std::size_t i = newest; i > oldest && is_strong(order); --i) {
+    const Scope needed = block.place.scope_with(stores[i].place);
+    if (!stores[i].is_strong || stores[i].scope < needed || scope < needed) continue;
+    promised = i;
+    break;
+  }
+  const u64 line = address / 32;
+  const bool is_hidden =
+      mixed(seed_ + mixed(line * 64 + block.slot) + stores[oldest].time) % 4 == 0;
+  const std::size_t last = is_hidden ? promised : newest;
+  return block.random() % 2 == 0 ? last : oldest + block.random() % (last - oldest + 1);
+}
+
+void WeakMemory::observe(WeakThread& thread, const Store& store, u64 address, Order order,
+                         Scope scope) {
+  if (!is_strong(order) || store.by.slot == Stamp::kEveryone) return;
+  const WeakBlock& block = *thread.block;
+  const Scope needed = block.place.scope_with(store.place);
+  if (!store.is_strong || store.scope < needed || scope < needed) return;
+  const bool is_own = store.by.slot == block.slot && store.by.thread == thread.idx;
+  if (!is_own && (thread.view == nullptr || !thread.view->knows(store.by)))
+    thread.view = with_seen(thread.view, address, store.time);
+  if (thread.observed_cell != address) {
+    thread.observed_cell = address;
+    thread.observed_there = {};
+  }
+  if (store.released != nullptr)
+    for (ScopedViews* views : {&thread.observed, &thread.observed_there}) {
+      ViewRef& view = (*views)[idx_of(needed)];
+      view = join(view, (*store.released)[idx_of(needed)]);
+    }
+  if (!acquires(order)) return;
+  for (std::size_t s = 0; s <= idx_of(scope); ++s)
+    thread.view = join(thread.view, thread.observed_there[s]);
+}
+
+std::shared_ptr<const ScopedViews> WeakMemory::released_by(WeakThread& thread, const Cell& cell,
+                                                           Order order, Scope scope) {
+  if (!is_strong(order)) return nullptr;
+  const WeakBlock& block = *thread.block;
+  ScopedViews views = thread.fenced;
+  const auto add = [&](const ScopedViews& more) {
+    for (std::size_t s = 0; s < kNumScopes; ++s) views[s] = join(views[s], more[s]);
+  };
+  // A thread's strong stores after a release of the same word release that too.
+  for (const Store& store : cell.stores)
+    if (store.by.slot == block.slot && store.by.thread == thread.idx && store.released != nullptr)
+      add(*store.released);
+  if (releases(order)) {
+    ScopedViews own;
+    const ViewRef view = with_release(thread.view, block.stamp(thread));
+    for (std::size_t s = 0; s <= idx_of(scope); ++s) own[s] = view;
+    add(own);
+  }
+  if (views[0] == nullptr) return nullptr;
+  return std::make_shared<ScopedViews>(std::move(views));
+}
+
+void WeakMemory::append(WeakThread& thread, Cell& cell, u64 address, u64 value, u32 num_bytes,
+                        Order order, Scope scope, std::shared_ptr<const ScopedViews> released) {
+  const u32 offset = address % kCellBytes;
+  const Store& before = cell.stores.back();
+  cell.stores.push_back({before.time + 1, composed(before.value, value, offset, num_bytes),
+                         thread.block->stamp(thread), thread.block->place, is_strong(order), scope,
+                         std::move(released)});
+  if (cell.stores.size() > kMaxStores) cell.stores.erase(cell.stores.begin());
+  cell.dirty_bytes |= static_cast<u8>(((1u << num_bytes) - 1) << offset);
+  thread.has_stored = true;
+  if (releases(order)) {
+    ++thread.releases;
+    thread.has_stored = false;
+  }
+}
+
+u64 WeakMemory::load(WeakThread& thread, u64 address, u32 num_bytes, Order order, Scope scope) {
+  const u32 offset = address % kCellBytes;
+  const u64 begin = address - offset;
+  Page& page = page_of(begin);
+  const std::lock_guard lock(page.mutex);
+  Cell* const cell = page.cells[begin % kPageBytes / kCellBytes].get();
+  if (cell == nullptr) return extracted(physical(begin), offset, num_bytes);
+  notice_others(*cell, begin);
+  const Store& store = cell->stores[choose(thread, *cell, begin, order, scope)];
+  const u64 value = extracted(store.value, offset, num_bytes);
+  observe(thread, store, begin, order, scope);
+  return value;
+}
+
+void WeakMemory::store(WeakThread& thread, u64 address, u64 value, u32 num_bytes, Order order,
+                       Scope scope, bool is_shared) {
+  const u64 begin = address / kCellBytes * kCellBytes;
+  if (releases(order) && scope == Scope::kSys) write_back_pending(thread.block->pending);
+  {
+    Page& page = page_of(begin);
+    const std::lock_guard lock(page.mutex);
+    Cell& cell = cell_for_store(page, begin);
+    append(thread, cell, address, value, num_bytes, order, scope,
+           released_by(thread, cell, order, scope));
+    if (is_shared || (is_strong(order) && scope == Scope::kSys)) return write_back(cell, begin);
+  }
+  const std::lock_guard lock(thread.block->pending.mutex);
+  thread.block->pending.addresses.push_back(begin);
+}
+
+u64 WeakMemory::update(WeakThread& thread, u64 address, u32 num_bytes, Order order, Scope scope,
+                       const std::function<u64(u64)>& function) {
+  const u32 offset = address % kCellBytes;
+  const u64 begin = address - offset;
+  if (releases(order) && scope == Scope::kSys) write_back_pending(thread.block->pending);
+  Page& page = page_of(begin);
+  const std::lock_guard lock(page.mutex);
+  Cell& cell = cell_for_store(page, begin);
+  write_back(cell, begin);
+  u64 before = cell.in_memory;
+  // Other processes change the word too.
+  for (;;) {
+    const u64 after = composed(before, function(extracted(before, offset, num_bytes)), offset,
+                               num_bytes);
+    if (__atomic_compare_exchange_n(reinterpret_cast<u64*>(begin), &before, after, false,
+                                    __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
+      break;
+    notice_others(cell, begin);
+  }
+  const Store last = cell.stores.back();
+  const u64 value = extracted(before, offset, num_bytes);
+  observe(thread, last, begin, order, scope);
+  // A chain of updates keeps what the first one released.
+  auto released = released_by(thread, cell, order, scope);
+  if (last.released != nullptr && last.is_strong) {
+    auto both = std::make_shared<ScopedViews>(*last.released);
+    for (std::size_t s = 0; released != nullptr && s < kNumScopes; ++s)
+      (*both)[s] = join((*both)[s], (*released)[s]);
+    released = both;
+  }
+  append(thread, cell, address, function(value), num_bytes, order, scope, std::move(released));
+  cell.in_memory = cell.stores.back().value;
+  cell.dirty_bytes = 0;
+  return value;
+}
+
+void WeakMemory::fence(WeakThread& thread, Order order, Scope scope) {
+  if (order == Order::kSeqCst) {
+    const std::lock_guard lock(fences_mutex_);
+    const ViewRef own = with_release(thread.view, thread.block->stamp(thread));
+    ++thread.releases;
+    thread.view = fences_ = join(fences_, own);
+  }
+  for (std::size_t s = 0; s <= idx_of(scope) && acquires(order); ++s)
+    thread.view = join(thread.view, thread.observed[s]);
+  if (!releases(order)) return;
+  if (scope == Scope::kSys) write_back_pending(thread.block->pending);
+  const ViewRef view = with_release(thread.view, thread.block->stamp(thread));
+  ++thread.releases;
+  thread.has_stored = false;
+  for (std::size_t s = 0; s <= idx_of(scope); ++s) thread.fenced[s] = view;
+}
+
+void WeakMemory::fence_proxy(WeakThread& thread) {
+  thread.async_view =
+      join(thread.async_view, with_release(thread.view, thread.block->stamp(thread)));
+  ++thread.releases;
+}
+
+// ---- clusters and mbarriers
+
+void WeakMemory::arrive_at_cluster(WeakThread& thread, Order order) {
+  const std::lock_guard lock(barriers_mutex_);
+  ViewRef& view = clusters_[thread.block->place.cluster];
+  view = join(view, thread.fenced[idx_of(Scope::kCluster)]);
+  if (!releases(order)) return;
+  view = join(view, with_release(thread.view, thread.block->stamp(thread)));
+  ++thread.releases;
+}
+
+void WeakMemory::pass_cluster(WeakThread& thread, Order order) {
+  const std::lock_guard lock(barriers_mutex_);
+  if (acquires(order)) thread.view = join(thread.view, clusters_[thread.block->place.cluster]);
+}
+
+void WeakMemory::init_mbarrier(WeakThread& thread, u64 address) {
+  const std::lock_guard lock(barriers_mutex_);
+  const WeakBlock& block = *thread.block;
+  mbarriers_[address] = {block.stamp(thread), block.place, nullptr, nullptr};
+  thread.has_stored = true;
+}
+
+bool WeakMemory::knows_mbarrier(const WeakThread& thread, u64 address) {
+  const std::lock_guard lock(barriers_mutex_);
+  const Stamp& init = mbarriers_.at(address).init;
+  const bool is_own = init.slot == thread.block->slot && init.thread == thread.idx;
+  return is_own || (thread.view != nullptr && thread.view->knows(init));
+}
+
+void WeakMemory::arrive_at_mbarrier(WeakThread& thread, u64 address, Order order, Scope scope) {
+  const std::lock_guard lock(barriers_mutex_);
+  Mbarrier& barrier = mbarriers_.at(address);
+  const WeakBlock& block = *thread.block;
+  const Scope needed = block.place.scope_with(barrier.place);
+  if (!releases(order) || scope < needed) return;
+  // Copies release what they have stored, not what their thread knows.
+  const bool is_copier = &thread == &block.copier;
+  const ViewRef view = with_release(is_copier ? nullptr : thread.view, block.stamp(thread));
+  ++thread.releases;
+  ViewRef& known = needed == Scope::kCta ? barrier.from_block : barrier.from_cluster;
+  known = join(known, view);
+}
+
+void WeakMemory::pass_mbarrier(WeakThread& thread, u64 address, Order order, Scope scope) {
+  const std::lock_guard lock(barriers_mutex_);
+  const Mbarrier& barrier = mbarriers_.at(address);
+  if (!acquires(order)) return;
+  thread.view = join(thread.view, barrier.from_block);
+  if (scope >= Scope::kCluster) thread.view = join(thread.view, barrier.from_cluster);
+}
+
+}  // namespace ringcomm::ptx
