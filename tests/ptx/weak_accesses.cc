@@ -1,9 +1,12 @@
 #include "ptx/weak_accesses.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <mutex>
+#include <set>
 #include <sstream>
 #include <string>
 #include <vector>
@@ -66,11 +69,37 @@ Strength weakened(const std::string& change, Strength strength) {
   std::abort();
 }
 
+// ---- executed lines
+
+class Lines {
+ public:
+  static Lines& all() {
+    static auto& lines = *new Lines;
+    return lines;
+  }
+  bool is_wanted() const { return file_ != nullptr; }
+  void add(const char* kernel, const std::set<u32>& executed) {
+    const std::lock_guard lock(mutex_);
+    for (const u32 line : executed)
+      if (known_.emplace(kernel, line).second) {
+        std::fprintf(file_, "%s %u\n", kernel, line);
+        std::fflush(file_);
+      }
+  }
+
+ private:
+  std::mutex mutex_;
+  std::set<std::pair<std::string, u32>> known_;
+  std::FILE* const file_ = setting("RINGCOMM_PTX_LINES") == nullptr
+                               ? nullptr
+                               : std::fopen(setting("RINGCOMM_PTX_LINES"), "a");
+};
+
 // ---- blocks
 
 /// Threads with the same tid.y have barriers of their own, as if they were a block.
 struct Memory final : BlockMemory {
-  explicit Memory(const Launch& launch) {
+  explicit Memory(const Launch& launch) : kernel(launch.kernel->name) {
     static const Mutant known = read_mutant();
     if (known.kernel == launch.kernel->name) mutant = &known;
     static std::atomic<u64> next_block = 0;
@@ -83,6 +112,7 @@ struct Memory final : BlockMemory {
   }
   ~Memory() override {
     for (const auto& part : parts) memory().end_block(*part);
+    if (Lines::all().is_wanted()) Lines::all().add(kernel, executed);
   }
 
   WeakThread& state(const Thread& thread) {
@@ -96,14 +126,18 @@ struct Memory final : BlockMemory {
     copier.view = join(copier.view, issuer.async_view);
     return copier;
   }
-  Strength strength(Strength written, u32 line) const {
+  Strength strength(Strength written, u32 line) {
+    if (written.order != Order::kWeak && Lines::all().is_wanted()) executed.insert(line);
     if (mutant == nullptr || !mutant->has(line)) return written;
     return weakened(mutant->change, written);
   }
-  bool orders_nothing(u32 line) const {
+  bool orders_nothing(u32 line) {
+    if (Lines::all().is_wanted()) executed.insert(line);
     return mutant != nullptr && mutant->change == "none" && mutant->has(line);
   }
 
+  const char* const kernel;
+  std::set<u32> executed;
   const Mutant* mutant = nullptr;
   u32 part_threads = 0;
   std::vector<std::unique_ptr<WeakBlock>> parts;

@@ -117,7 +117,8 @@ std::unique_ptr<WeakBlock> WeakMemory::begin_block(const Place& place, u32 num_t
   if (num_running_++ == 0) {
     const std::lock_guard pages_lock(pages_mutex_);
     pages_.clear();
-    ++generation_;
+    static std::atomic<u64> last_generation = 0;  // of all memories: threads keep pages
+    generation_ = ++last_generation;
     ended_ = nullptr;
     mbarriers_.clear();
     clusters_.clear();

@@ -159,7 +159,7 @@ class WeakMemory {
   const u64 seed_;
   std::mutex pages_mutex_;
   std::unordered_map<u64, std::unique_ptr<Page>> pages_;
-  std::atomic<u64> generation_ = 1;  ///< of the pages, which go when no kernel runs
+  std::atomic<u64> generation_ = 0;  ///< of the pages, which go when no kernel runs
 
   std::mutex blocks_mutex_;
   std::vector<bool> slots_in_use_;
