@@ -5,10 +5,12 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <map>
 #include <mutex>
 #include <set>
 #include <sstream>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "ptx/machine.h"
@@ -95,6 +97,67 @@ class Lines {
                                : std::fopen(setting("RINGCOMM_PTX_LINES"), "a");
 };
 
+// ---- stores before loads
+
+/// A release that a mutant made relaxed may take effect before earlier loads of its block. This
+/// guesses it: a cursor gets the next number. A run in which that store does not come shows nothing.
+class EarlyStores {
+ public:
+  /// A thread has loaded with acquire: maybe the wait that the next store depends on.
+  void acquired(u32 thread, u64 address) { acquired_[thread] = address; }
+  /// All waits before a barrier of the block are over.
+  void passed_barrier() {
+    for (auto& [key, cursor] : cursors_) {
+      const auto last = acquired_.find(key.first);
+      if (last != acquired_.end() && last->second == cursor.awaits) cursor.may_be_early = true;
+    }
+    acquired_.clear();
+  }
+  /// Whether the store has been made early.
+  bool is_made(u32 thread, u64 address, u64 value) {
+    Cursor& cursor = cursors_[{thread, address}];
+    const bool was_early = cursor.is_early;
+    if (was_early && value != cursor.value + 1) end_without_result();
+    const auto last = last_awaited_.find(thread);
+    cursor = {value, last == last_awaited_.end() ? 0 : last->second, false, false};
+    return was_early;
+  }
+  void note_wait(u32 thread, u64 address) { last_awaited_[thread] = address; }
+  /// At a load: calls store(thread, address, value) once per block, for one that may be early.
+  template <class F>
+  bool make_one(u64 random, const F& store) {
+    if (has_made_one_ || random % kLoadsPerStore != 0) return false;
+    for (auto& [key, cursor] : cursors_) {
+      if (!cursor.may_be_early) continue;
+      cursor.is_early = has_made_one_ = true;
+      store(key.first, key.second, cursor.value + 1);
+      return true;
+    }
+    return false;
+  }
+  void end() const {
+    for (const auto& [key, cursor] : cursors_)
+      if (cursor.is_early) end_without_result();
+  }
+
+ private:
+  static constexpr u64 kLoadsPerStore = 500;
+  struct Cursor {
+    u64 value = 0;
+    u64 awaits = 0;  ///< what its thread waited for before it
+    bool may_be_early = false;
+    bool is_early = false;
+  };
+  [[noreturn]] static void end_without_result() {
+    std::fputs("ptx: a store was made early and did not come\n", stderr);
+    std::_Exit(77);
+  }
+
+  std::map<std::pair<u32, u64>, Cursor> cursors_;  // by thread and address
+  std::map<u32, u64> acquired_, last_awaited_;
+  bool has_made_one_ = false;
+};
+
 // ---- blocks
 
 /// Threads with the same tid.y have barriers of their own, as if they were a block.
@@ -111,6 +174,7 @@ struct Memory final : BlockMemory {
       parts.push_back(memory().begin_block(place, part_threads));
   }
   ~Memory() override {
+    early.end();
     for (const auto& part : parts) memory().end_block(*part);
     if (Lines::all().is_wanted()) Lines::all().add(kernel, executed);
   }
@@ -139,11 +203,16 @@ struct Memory final : BlockMemory {
   const char* const kernel;
   std::set<u32> executed;
   const Mutant* mutant = nullptr;
+  bool makes_early() const { return mutant != nullptr && mutant->change == "relaxed"; }
+
+  EarlyStores early;
   u32 part_threads = 0;
   std::vector<std::unique_ptr<WeakBlock>> parts;
 };
 
 Memory& memory_of(const Thread& thread) { return static_cast<Memory&>(*thread.block->memory); }
+
+constexpr std::chrono::milliseconds kTimeToSeeEarlyStore{3};
 
 /// Calls access(offset, bytes) for each part of at most 8 bytes.
 template <class F>
@@ -167,6 +236,20 @@ void load(Thread& thread, u64 address, void* to, const Access& access) {
   Memory& block = memory_of(thread);
   const Strength strength = block.strength({access.order, access.scope}, access.line);
   WeakThread& state = block.state(thread, access.proxy);
+  if (block.makes_early()) {
+    if (access.order == Order::kAcquire) {
+      block.early.acquired(thread.linear, address);
+      block.early.note_wait(thread.linear, address);
+    }
+    const auto early_store = [&](u32 linear, u64 to, u64 value) {
+      const auto& part = block.parts[linear / block.part_threads];
+      WeakThread& storing = part->threads[linear % block.part_threads];
+      memory().store(storing, to, value, sizeof value, Order::kRelaxed, Scope::kSys);
+    };
+    if (access.order == Order::kWeak && !access.is_shared &&
+        block.early.make_one(state.block->random(), early_store))
+      std::this_thread::sleep_for(kTimeToSeeEarlyStore);
+  }
   for_each_part(access, [&](u32 offset, u32 size) {
     const u64 value =
         memory().load(state, address + offset, size, strength.order, strength.scope);
@@ -178,6 +261,11 @@ void store(Thread& thread, u64 address, const void* from, const Access& access) 
   Memory& block = memory_of(thread);
   const Strength strength = block.strength({access.order, access.scope}, access.line);
   WeakThread& state = block.state(thread, access.proxy);
+  if (block.makes_early() && block.mutant->has(access.line) && access.num_bytes() == sizeof(u64)) {
+    u64 value = 0;
+    std::memcpy(&value, from, sizeof value);
+    if (block.early.is_made(thread.linear, address, value)) return;
+  }
   for_each_part(access, [&](u32 offset, u32 size) {
     u64 value = 0;
     std::memcpy(&value, static_cast<const char*>(from) + offset, size);
@@ -252,7 +340,8 @@ void pass(Thread& thread, Barrier barrier, u32 num_threads, Order order) {
   }
   if (num_threads != block.part_threads)
     fail(thread, thread.line, "the weak memory has no barriers of %u threads", num_threads);
-  state.block->pass_barrier(state);
+  const bool is_first = state.block->pass_barrier(state);
+  if (is_first && block.makes_early()) block.early.passed_barrier();
 }
 
 }  // namespace ringcomm::ptx::weak

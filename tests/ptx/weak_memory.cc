@@ -66,8 +66,9 @@ u64 WeakBlock::random() {
 }
 
 // The first thread to pass finds all others as they were when they arrived.
-void WeakBlock::pass_barrier(WeakThread& thread) {
-  if (thread.block_barriers++ == block_barrier_.num) {
+bool WeakBlock::pass_barrier(WeakThread& thread) {
+  const bool is_first = thread.block_barriers++ == block_barrier_.num;
+  if (is_first) {
     ++block_barrier_.num;
     std::vector<ViewRef> views, async_views;
     for (WeakThread& each : threads) {
@@ -80,6 +81,7 @@ void WeakBlock::pass_barrier(WeakThread& thread) {
   }
   thread.view = block_barrier_.view;
   thread.async_view = block_barrier_.async_view;
+  return is_first;
 }
 
 void WeakBlock::pass_warp_barrier(WeakThread& thread) {
@@ -323,10 +325,7 @@ void WeakMemory::append(WeakThread& thread, Cell& cell, u64 address, u64 value, 
   if (cell.stores.size() > kMaxStores) cell.stores.erase(cell.stores.begin());
   cell.dirty_bytes |= static_cast<u8>(((1u << num_bytes) - 1) << offset);
   thread.has_stored = true;
-  if (releases(order)) {
-    ++thread.releases;
-    thread.has_stored = false;
-  }
+  if (releases(order)) ++thread.releases;
 }
 
 u64 WeakMemory::load(WeakThread& thread, u64 address, u32 num_bytes, Order order, Scope scope) {
@@ -408,7 +407,6 @@ void WeakMemory::fence(WeakThread& thread, Order order, Scope scope) {
   if (scope == Scope::kSys) write_back_pending(thread.block->pending);
   const ViewRef view = with_release(thread.view, thread.block->stamp(thread));
   ++thread.releases;
-  thread.has_stored = false;
   for (std::size_t s = 0; s <= idx_of(scope); ++s) thread.fenced[s] = view;
 }
 

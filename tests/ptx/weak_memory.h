@@ -43,7 +43,7 @@ struct WeakThread {
   WeakBlock* block = nullptr;
   u32 idx = 0;
   u32 releases = 0;
-  bool has_stored = false;  ///< since its last release
+  bool has_stored = false;  ///< since its last barrier
   ViewRef view;
   ViewRef async_view;    ///< what bulk copies that it issues know
   ScopedViews fenced;    ///< what its stores release since a fence
@@ -81,8 +81,9 @@ class WeakBlock {
   }
   u64 random();
 
-  /// Called by each thread that has passed a barrier of all threads of the block; of its warp.
-  void pass_barrier(WeakThread& thread);
+  /// Called by each thread that has passed a barrier of all threads of the block, whether it is the
+  /// first; of its warp.
+  bool pass_barrier(WeakThread& thread);
   void pass_warp_barrier(WeakThread& thread);
   /// A barrier of some threads: what all of them know, with their own stores.
   ViewRef view_after_meeting(std::span<WeakThread* const> meeting);
