@@ -76,7 +76,7 @@ TEST_CASE("memory: move") {
 }
 
 TEST_CASE("memory: exchange") {
-  constexpr std::size_t kBytes = 150'001;  // more than the slots of all channels
+  constexpr std::size_t kBytes = 400'001;  // several times the slots of all channels
   GpuRanks ranks(2, {.world_size = 2, .min_multiprocessors = 4}, 1);
   ranks.timeout = timeout();
   run_threads(2, [&](int rank) {

@@ -141,7 +141,7 @@ class EarlyStores {
   }
 
  private:
-  static constexpr u64 kLoadsPerStore = 500;
+  static constexpr u64 kLoadsPerStore = 2000;
   struct Cursor {
     u64 value = 0;
     u64 awaits = 0;  ///< what its thread waited for before it
