@@ -12,6 +12,8 @@ store: this memory gives a load its value when it executes.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import random
 import re
 import subprocess
@@ -201,9 +203,11 @@ def main() -> int:
     parser.add_argument("--random", type=int, default=200)
     parser.add_argument("--runs", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--quiet", action="store_true", help="says only what is wrong, and a total")
     options = parser.parse_args()
-    wrong = check_files(options.runner, options.runs, options.seed)
-    wrong += check_textbook(options.runner, options.runs, options.seed)
+    with contextlib.redirect_stdout(io.StringIO()) if options.quiet else contextlib.nullcontext():
+        wrong = check_files(options.runner, options.runs, options.seed)
+        wrong += check_textbook(options.runner, options.runs, options.seed)
     wrong += check_random(options.runner, options.random, options.runs, options.seed)
     print("\n".join(wrong))
     return 1 if wrong else 0

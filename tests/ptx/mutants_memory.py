@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Weakens each instruction that orders memory, in the PTX of the kernels, and demands a failure.
 
-    mutants_memory.py TESTS PTX... [--seeds NUM] [--kernels PATTERN] [--only TEXT] [--list] [--table FILE]
+    mutants_memory.py TESTS PTX... [--seeds NUM] [--whole NUM] [--kernels PATTERN] [--only PATTERN]
+                       [--jobs NUM] [--list] [--table FILE]
 
 TESTS is the program of the C++ tests (tests/ptx/Makefile). Every executed access with an order,
 fence and barrier of the kernels below gets each weaker form, one at a time: the memory is told
@@ -37,7 +38,7 @@ TESTS = {
     "ringcomm_exchange": ["memory: exchange"],
     "ringcomm_loss_rows_bfloat16": ["loss rows: more rows*"],
 }
-TIMEOUT_S = 60  # of a run; a kernel's own is KERNEL_TIMEOUT_S
+TIMEOUT_S = {True: 60, False: 200}  # of a run with a mutant; a kernel's own is KERNEL_TIMEOUT_S
 KERNEL_TIMEOUT_S = 4
 NOT_VALID = 77  # the exit status of a run that showed nothing
 
@@ -182,7 +183,7 @@ def run(tests: str, case: str, seed: int, mutant: Mutant | None, **more: str) ->
     try:
         done = subprocess.run(
             [tests, f"-tc={case}"], env=environment, capture_output=True, text=True,
-            errors="replace", timeout=TIMEOUT_S, check=False,
+            errors="replace", timeout=TIMEOUT_S[mutant is not None], check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         return "does not end"
@@ -213,6 +214,15 @@ def num_found(tests: str, mutant: Mutant, num_seeds: int) -> tuple[int, int]:
     return found, valid
 
 
+def is_whole(tests: str, kernel: str, case: str, num_seeds: int) -> bool:
+    """Whether a test without a mutant fails in any seed; it must not."""
+    failed = [seed for seed in range(1, num_seeds + 1) if run(tests, case, seed, None)]
+    print(f"{kernel}, {case}: {num_seeds - len(failed)} of {num_seeds} seeds pass", flush=True)
+    for seed in failed:
+        print(f"  failed: RINGCOMM_PTX_MEMORY={seed} RINGCOMM_PTX_SEED={seed}")
+    return bool(failed)
+
+
 def reason_of(mutant: Mutant) -> str:
     name = f"{mutant.site.kernel} {mutant.site.opcode} {mutant.site.place} {mutant.change}"
     return next((why for pattern, why in REDUNDANT if re.search(pattern, name)), "")
@@ -224,7 +234,8 @@ def main() -> int:
     parser.add_argument("ptx", nargs="+", type=Path)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--kernels", default="", help="a regular expression of their names")
-    parser.add_argument("--only", default="", help="a part of the mutants' names")
+    parser.add_argument("--only", default="", help="the same of the mutants' names")
+    parser.add_argument("--whole", type=int, default=1, help="seeds without a mutant")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--table", type=Path, help="where to write what was found, as Markdown")
@@ -241,14 +252,16 @@ def main() -> int:
         if site.line in executed[site.kernel] and not NO_ORDER.match(site.place)
         for change in changes_of(site.opcode)
     ]
-    mutants = [mutant for mutant in mutants if options.only in mutant.name]
+    mutants = [mutant for mutant in mutants if re.search(options.only, mutant.name)]
     if options.list:
         for mutant in mutants:
             print(f"{mutant.site.line}: {mutant.name}")
         return 0
-    wrong = 0
     rows = []
     with ThreadPoolExecutor(options.jobs) as pool:
+        wrong = sum(pool.map(lambda each: is_whole(options.tests, *each, options.whole), [
+            (kernel, case) for kernel in wanted for case in TESTS[kernel]
+        ]))  # fmt: skip
         results = pool.map(lambda each: num_found(options.tests, each, options.seeds), mutants)
         for mutant, (found, valid) in zip(mutants, results, strict=True):
             reason = reason_of(mutant)

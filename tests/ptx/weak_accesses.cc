@@ -99,8 +99,9 @@ class Lines {
 
 // ---- stores before loads
 
-/// A release that a mutant made relaxed may take effect before earlier loads of its block. This
-/// guesses it: a cursor gets the next number. A run in which that store does not come shows nothing.
+/// A release that a mutant made relaxed may take effect before earlier loads of its block; so may
+/// one for those who acquire by a load that a mutant made relaxed. This guesses it: a cursor gets the
+/// next number. A run in which that store does not come, or is acquired before, shows nothing.
 class EarlyStores {
  public:
   /// A thread has loaded with acquire: maybe the wait that the next store depends on.
@@ -148,14 +149,30 @@ class EarlyStores {
     bool may_be_early = false;
     bool is_early = false;
   };
-  [[noreturn]] static void end_without_result() {
-    std::fputs("ptx: a store was made early and did not come\n", stderr);
-    std::_Exit(77);
-  }
-
   std::map<std::pair<u32, u64>, Cursor> cursors_;  // by thread and address
   std::map<u32, u64> acquired_, last_awaited_;
   bool has_made_one_ = false;
+};
+
+/// What a weakened acquire has loaded.
+class WeaklyAcquired {
+ public:
+  static WeaklyAcquired& all() {
+    static auto& all = *new WeaklyAcquired;
+    return all;
+  }
+  void add(u64 address) {
+    const std::lock_guard lock(mutex_);
+    addresses_.insert(address);
+  }
+  bool has(u64 address) {
+    const std::lock_guard lock(mutex_);
+    return addresses_.count(address) != 0;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::set<u64> addresses_;
 };
 
 // ---- blocks
@@ -203,7 +220,13 @@ struct Memory final : BlockMemory {
   const char* const kernel;
   std::set<u32> executed;
   const Mutant* mutant = nullptr;
-  bool makes_early() const { return mutant != nullptr && mutant->change == "relaxed"; }
+  bool makes_early() const { return mutant != nullptr && mutant->change != "none"; }
+  /// Whether a store may take effect before earlier loads, for some of those who see it.
+  bool may_be_early(const Access& access, u64 address) const {
+    if (access.num_bytes() != sizeof(u64) || access.order != Order::kRelease) return false;
+    if (mutant->has(access.line)) return mutant->change == "relaxed";
+    return WeaklyAcquired::all().has(address);
+  }
 
   EarlyStores early;
   u32 part_threads = 0;
@@ -238,13 +261,14 @@ void load(Thread& thread, u64 address, void* to, const Access& access) {
   WeakThread& state = block.state(thread, access.proxy);
   if (block.makes_early()) {
     if (access.order == Order::kAcquire) {
+      if (block.mutant->has(access.line)) WeaklyAcquired::all().add(address);
       block.early.acquired(thread.linear, address);
       block.early.note_wait(thread.linear, address);
     }
     const auto early_store = [&](u32 linear, u64 to, u64 value) {
       const auto& part = block.parts[linear / block.part_threads];
       WeakThread& storing = part->threads[linear % block.part_threads];
-      memory().store(storing, to, value, sizeof value, Order::kRelaxed, Scope::kSys);
+      memory().store_early(storing, to, value, WeaklyAcquired::all().has(to));
     };
     if (access.order == Order::kWeak && !access.is_shared &&
         block.early.make_one(state.block->random(), early_store))
@@ -261,10 +285,11 @@ void store(Thread& thread, u64 address, const void* from, const Access& access) 
   Memory& block = memory_of(thread);
   const Strength strength = block.strength({access.order, access.scope}, access.line);
   WeakThread& state = block.state(thread, access.proxy);
-  if (block.makes_early() && block.mutant->has(access.line) && access.num_bytes() == sizeof(u64)) {
+  if (block.makes_early() && block.may_be_early(access, address)) {
     u64 value = 0;
     std::memcpy(&value, from, sizeof value);
-    if (block.early.is_made(thread.linear, address, value)) return;
+    if (block.early.is_made(thread.linear, address, value))
+      return memory().release_early(state, address, strength.order, strength.scope);
   }
   for_each_part(access, [&](u32 offset, u32 size) {
     u64 value = 0;

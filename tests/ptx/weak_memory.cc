@@ -1,6 +1,8 @@
 #include "ptx/weak_memory.h"
 
 #include <algorithm>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
 
 namespace ringcomm::ptx {
@@ -289,6 +291,7 @@ void WeakMemory::observe(WeakThread& thread, const Store& store, u64 address, Or
       view = join(view, (*store.released)[idx_of(needed)]);
     }
   if (!acquires(order)) return;
+  if (store.is_early) end_without_result();
   for (std::size_t s = 0; s <= idx_of(scope); ++s)
     thread.view = join(thread.view, thread.observed_there[s]);
 }
@@ -356,6 +359,34 @@ void WeakMemory::store(WeakThread& thread, u64 address, u64 value, u32 num_bytes
   }
   const std::lock_guard lock(thread.block->pending.mutex);
   thread.block->pending.addresses.push_back(begin);
+}
+
+void WeakMemory::store_early(WeakThread& thread, u64 address, u64 value, bool releases) {
+  Page& page = page_of(address);
+  const std::lock_guard lock(page.mutex);
+  Cell& cell = cell_for_store(page, address);
+  append(thread, cell, address, value, sizeof value, Order::kRelaxed, Scope::kSys, nullptr);
+  cell.stores.back().is_early = releases;
+  write_back(cell, address);
+}
+
+void WeakMemory::release_early(WeakThread& thread, u64 address, Order order, Scope scope) {
+  if (releases(order) && scope == Scope::kSys) write_back_pending(thread.block->pending);
+  Page& page = page_of(address);
+  const std::lock_guard lock(page.mutex);
+  Cell& cell = cell_for_store(page, address);
+  auto released = released_by(thread, cell, order, scope);
+  ++thread.releases;
+  for (Store& store : cell.stores) {
+    if (!store.is_early) continue;
+    store.is_early = false;
+    store.released = released;
+  }
+}
+
+void end_without_result() {
+  std::fputs("ptx: a store was made early and could not have been\n", stderr);
+  std::_Exit(77);
 }
 
 u64 WeakMemory::update(WeakThread& thread, u64 address, u32 num_bytes, Order order, Scope scope,

@@ -33,6 +33,9 @@ struct Place {
   }
 };
 
+/// Ends the process: a store that was made early (weak_accesses.cc) should not have been.
+[[noreturn]] void end_without_result();
+
 inline constexpr std::size_t kNumScopes = 4;
 /// By scope: what operations of that scope or a wider one have released or may still acquire.
 using ScopedViews = std::array<ViewRef, kNumScopes>;
@@ -108,6 +111,9 @@ class WeakMemory {
 
   /// Of one element, which is within 8 aligned bytes.
   u64 load(WeakThread& thread, u64 address, u32 num_bytes, Order order, Scope scope);
+  /// A relaxed store. If it `releases`, no load may acquire it before release_early().
+  void store_early(WeakThread& thread, u64 address, u64 value, bool releases);
+  void release_early(WeakThread& thread, u64 address, Order order, Scope scope);
   /// `is_shared`: neither the host nor another process will look.
   void store(WeakThread& thread, u64 address, u64 value, u32 num_bytes, Order order, Scope scope,
              bool is_shared = false);
@@ -133,6 +139,7 @@ class WeakMemory {
     bool is_strong;
     Scope scope;
     std::shared_ptr<const ScopedViews> released;
+    bool is_early = false;
   };
   struct Cell {
     std::vector<Store> stores;  ///< the last ones, in coherence order
