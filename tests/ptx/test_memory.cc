@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "gpu_ranks.h"
+#include "loss_case.h"
 #include "third_party/doctest/doctest.h"
 
 namespace {
@@ -96,6 +97,15 @@ TEST_CASE("memory: exchange") {
       expect(received == expected, "the peer's message");
     }
   });
+}
+
+TEST_CASE("memory: loss_rows") {
+  // More rows than slots, each over two blocks, with edges in the middle of vectors.
+  for (const unsigned cluster_blocks : {1u, 2u}) {
+    LossCase c({.width = 1027, .num_tokens = 7, .cluster_blocks = cluster_blocks});
+    c.run();
+    c.check();
+  }
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -30,6 +31,8 @@ WeakMemory& memory() {
       *new WeakMemory(std::strtoull(setting("RINGCOMM_PTX_MEMORY"), nullptr, 10));
   return memory;
 }
+
+constexpr std::chrono::milliseconds kTimeToSeeEarlyStore{3}, kTimeOfLastStores{3};
 
 // ---- mutants
 
@@ -154,25 +157,29 @@ class EarlyStores {
   bool has_made_one_ = false;
 };
 
-/// What a weakened acquire has loaded.
+/// What a weakened acquire has loaded, by the GPU that did.
 class WeaklyAcquired {
  public:
   static WeaklyAcquired& all() {
     static auto& all = *new WeaklyAcquired;
     return all;
   }
-  void add(u64 address) {
+  void add(u64 address, u32 gpu) {
     const std::lock_guard lock(mutex_);
-    addresses_.insert(address);
+    loads_.emplace(address, gpu);
   }
-  bool has(u64 address) {
+  /// Whether another GPU than this one has.
+  bool has(u64 address, u32 gpu) {
     const std::lock_guard lock(mutex_);
-    return addresses_.count(address) != 0;
+    const auto first = loads_.lower_bound({address, 0});
+    for (auto load = first; load != loads_.end() && load->first == address; ++load)
+      if (load->second != gpu) return true;
+    return false;
   }
 
  private:
   std::mutex mutex_;
-  std::set<u64> addresses_;
+  std::set<std::pair<u64, u32>> loads_;
 };
 
 // ---- blocks
@@ -192,6 +199,8 @@ struct Memory final : BlockMemory {
   }
   ~Memory() override {
     early.end();
+    // What a block has not released may become visible long after it has told that it has ended.
+    if (parts[0]->random() % 4 == 0) std::this_thread::sleep_for(kTimeOfLastStores);
     for (const auto& part : parts) memory().end_block(*part);
     if (Lines::all().is_wanted()) Lines::all().add(kernel, executed);
   }
@@ -225,7 +234,7 @@ struct Memory final : BlockMemory {
   bool may_be_early(const Access& access, u64 address) const {
     if (access.num_bytes() != sizeof(u64) || access.order != Order::kRelease) return false;
     if (mutant->has(access.line)) return mutant->change == "relaxed";
-    return WeaklyAcquired::all().has(address);
+    return WeaklyAcquired::all().has(address, parts[0]->place.gpu);
   }
 
   EarlyStores early;
@@ -234,8 +243,6 @@ struct Memory final : BlockMemory {
 };
 
 Memory& memory_of(const Thread& thread) { return static_cast<Memory&>(*thread.block->memory); }
-
-constexpr std::chrono::milliseconds kTimeToSeeEarlyStore{3};
 
 /// Calls access(offset, bytes) for each part of at most 8 bytes.
 template <class F>
@@ -261,14 +268,15 @@ void load(Thread& thread, u64 address, void* to, const Access& access) {
   WeakThread& state = block.state(thread, access.proxy);
   if (block.makes_early()) {
     if (access.order == Order::kAcquire) {
-      if (block.mutant->has(access.line)) WeaklyAcquired::all().add(address);
+      if (block.mutant->has(access.line)) WeaklyAcquired::all().add(address, state.block->place.gpu);
       block.early.acquired(thread.linear, address);
       block.early.note_wait(thread.linear, address);
     }
     const auto early_store = [&](u32 linear, u64 to, u64 value) {
       const auto& part = block.parts[linear / block.part_threads];
       WeakThread& storing = part->threads[linear % block.part_threads];
-      memory().store_early(storing, to, value, WeaklyAcquired::all().has(to));
+      const bool releases = WeaklyAcquired::all().has(to, part->place.gpu);
+      memory().store_early(storing, to, value, releases);
     };
     if (access.order == Order::kWeak && !access.is_shared &&
         block.early.make_one(state.block->random(), early_store))

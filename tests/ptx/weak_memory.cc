@@ -1,9 +1,11 @@
 #include "ptx/weak_memory.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <thread>
 
 namespace ringcomm::ptx {
 namespace {
@@ -334,6 +336,7 @@ void WeakMemory::append(WeakThread& thread, Cell& cell, u64 address, u64 value, 
 u64 WeakMemory::load(WeakThread& thread, u64 address, u32 num_bytes, Order order, Scope scope) {
   const u32 offset = address % kCellBytes;
   const u64 begin = address - offset;
+  if (acquires(order)) await_release(begin);
   Page& page = page_of(begin);
   const std::lock_guard lock(page.mutex);
   Cell* const cell = page.cells[begin % kPageBytes / kCellBytes].get();
@@ -382,6 +385,22 @@ void WeakMemory::release_early(WeakThread& thread, u64 address, Order order, Sco
     store.is_early = false;
     store.released = released;
   }
+}
+
+void WeakMemory::await_release(u64 address) {
+  constexpr int kMostLooks = 2000;
+  for (int i = 0; i < kMostLooks; ++i) {
+    {
+      Page& page = page_of(address);
+      const std::lock_guard lock(page.mutex);
+      const Cell* const cell = page.cells[address % kPageBytes / kCellBytes].get();
+      if (cell == nullptr || std::none_of(cell->stores.begin(), cell->stores.end(),
+                                          [](const Store& store) { return store.is_early; }))
+        return;
+    }
+    std::this_thread::sleep_for(std::chrono::microseconds(100));
+  }
+  end_without_result();
 }
 
 void end_without_result() {

@@ -153,6 +153,8 @@ class WeakMemory {
   };
   Page& page_of(u64 address);
   Cell& cell_for_store(Page& page, u64 address);
+  /// Waits while the cell has a store that is early.
+  void await_release(u64 address);
   /// Makes a store of the host or another process, if there was one, part of the history.
   void notice_others(Cell& cell, u64 address);
   void write_back(Cell& cell, u64 address);
