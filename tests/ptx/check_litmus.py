@@ -54,7 +54,8 @@ TEXTBOOK = {
     ),
     "independent reads of independent writes": (
         "P0@cta 0,gpu 0 | P1@cta 1,gpu 1 | P2@cta 2,gpu 2 | P3@cta 3,gpu 3 ;\n"
-        " st.relaxed.sys x, 1 | st.relaxed.sys y, 1 | ld.acquire.sys r0, x | ld.acquire.sys r2, y ;\n"
+        " st.relaxed.sys x, 1 | st.relaxed.sys y, 1 |"
+        " ld.acquire.sys r0, x | ld.acquire.sys r2, y ;\n"
         " | | ld.relaxed.sys r1, y | ld.relaxed.sys r3, x ;",
         {("P2:r0", 1), ("P2:r1", 0), ("P3:r2", 1), ("P3:r3", 0)},
     ),
@@ -133,9 +134,7 @@ def random_program(generator: random.Random) -> ptx_model.Program:
             cells.insert(generator.randint(0, num), ("B", "7", "weak", "", ""))
         for kind_, place, order, scope, operand in cells:
             used = "" if order == "weak" else scope
-            events.append(
-                ptx_model.Event(len(events), thread, kind_, place, order, used, operand)
-            )
+            events.append(ptx_model.Event(len(events), thread, kind_, place, order, used, operand))
     return ptx_model.Program(tuple(events), tuple(places), False, ())
 
 
@@ -160,8 +159,10 @@ def check_files(runner: str, num_runs: int, seed: int) -> list[str]:
                 wrong.append(f"{change}: forbidden, but seen: {sorted(map(sorted, extra))[:3]}")
             if not old:
                 continue
-            is_modelled = not any(new.startswith(each) if each else not new
-                                  for each in NEEDS_LATER_STORES.get(name, ()))
+            is_modelled = not any(
+                new.startswith(each) if each else not new
+                for each in NEEDS_LATER_STORES.get(name, ())
+            )
             if is_modelled and count == 0:
                 wrong.append(f"{change}: the outcome was not seen")
     return wrong

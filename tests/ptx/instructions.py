@@ -302,7 +302,8 @@ def _fence(f: Function, op: Opcode, args: list[str]) -> None:
     if op.has("mbarrier_init") or op.has("proxy"):
         op.only("mbarrier_init", "release", "cluster", "proxy", "async", "shared::cta", "global")
         name = "fence_mbarrier_init" if op.has("mbarrier_init") else "fence_proxy"
-        return f.emit(f"{name}(t, {f.line});")
+        f.emit(f"{name}(t, {f.line});")
+        return
     op.only(*ORDERS, *SCOPES)
     order, scope = ORDERS[op.one_of(ORDERS, "acq_rel")], SCOPES[op.one_of(SCOPES, "sys")]
     f.emit(f"fence(t, Order::{order}, Scope::{scope}, {f.line});")

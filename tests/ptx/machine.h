@@ -42,7 +42,7 @@ struct Launch {
   std::byte* const* cluster_shared = nullptr;
   u32 shared_bytes = 0;
   u32 dynamic_at = 0;
-  u32 gpu = 0;  ///< for the scopes of accesses
+  u32 gpu = 0;                                 ///< for the scopes of accesses
   std::function<void()> meet_cluster = [] {};  ///< returns when all blocks of the cluster called it
 };
 

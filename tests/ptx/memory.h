@@ -55,8 +55,8 @@ bool orders_nothing(const Thread& thread, u32 line);
 enum class Barrier : u8 { kBlock, kWarp, kCluster };
 void pass(Thread& thread, Barrier barrier, u32 num_threads, Order order = Order::kAcqRel);
 void arrive_at_cluster(Thread& thread, Order order);
-/// An mbarrier, by the host's address of its word: a thread initializes it; a thread has arrived, or
-/// bytes of its copies have; a thread's test has found that a phase is over.
+/// An mbarrier, by the host's address of its word: a thread initializes it; a thread has arrived,
+/// or bytes of its copies have; a thread's test has found that a phase is over.
 enum class MbarrierEvent : u8 { kInit, kArrive, kComplete, kPass };
 void at_mbarrier(Thread& thread, u64 address, MbarrierEvent event, Order order, Scope scope);
 

@@ -65,10 +65,16 @@ REDUNDANT = [
     (r"unclaim ", "the stream orders kernels; a claim detects programs in which it does not"),
     (r"sync < end ", "the stream orders kernels; a claim detects programs in which it does not"),
     (r"sync < agree ", "any word but zero says the same; a failed call has no result"),
-    (r"bar\.red\S* agree < (run|exchange_lane|compare)", "the value is the barrier's; others order"),
+    (
+        r"bar\.red\S* agree < (run|exchange_lane|compare)",
+        "the value is the barrier's; others order",
+    ),
     (r"end_of_loads ", "it is for the assembler's order of loads"),
     (r"load_packet < reduce < run", "its flag is checked; await_packet loads again"),
-    (r"wait_all < rejoin ", "only a later kernel reads what it acquires; those know all kernels here"),
+    (
+        r"wait_all < rejoin ",
+        "only a later kernel reads what it acquires; those know all kernels here",
+    ),
     (r"agree < each < wait_all_at_least < wait_all < rejoin", "the kernel's end follows"),
 ]
 
@@ -120,9 +126,7 @@ def short_name(name: str) -> str:
 
 def function_names(text: str) -> dict[str, str]:
     found = {}
-    for label, data in re.findall(
-        r"(\$L__info_string\d+):\s*((?:\.b8[^\n]*\n|\s*\n)+)", text
-    ):
+    for label, data in re.findall(r"(\$L__info_string\d+):\s*((?:\.b8[^\n]*\n|\s*\n)+)", text):
         codes = [int(code) for code in re.findall(r"\d+", data.replace(".b8", ""))]
         found[label] = bytes(codes).split(b"\0")[0].decode()
     return dict(zip(found, demangled(list(found.values())), strict=True)) if found else {}
@@ -167,9 +171,7 @@ def ordered(instruction: str) -> str:
     return ""
 
 
-def chain(
-    at: tuple[str, ...], inlined: dict[tuple[str, ...], tuple[str, tuple[str, ...]]]
-) -> str:
+def chain(at: tuple[str, ...], inlined: dict[tuple[str, ...], tuple[str, tuple[str, ...]]]) -> str:
     names: list[str] = []
     while at in inlined and len(names) < 20:
         name, at = inlined[at]
@@ -227,10 +229,10 @@ def num_found(tests: str, mutant: Mutant, num_seeds: int) -> tuple[int, int]:
     return found, valid
 
 
-def is_whole(tests: str, kernel: str, case: str, num_seeds: int) -> bool:
+def fails(tests: str, case: str, num_seeds: int) -> bool:
     """Whether a test without a mutant fails in any seed; it must not."""
     failed = [seed for seed in range(1, num_seeds + 1) if run(tests, case, seed, None)]
-    print(f"{kernel}, {case}: {num_seeds - len(failed)} of {num_seeds} seeds pass", flush=True)
+    print(f"{case}: {num_seeds - len(failed)} of {num_seeds} seeds pass", flush=True)
     for seed in failed:
         print(f"  failed: RINGCOMM_PTX_MEMORY={seed} RINGCOMM_PTX_SEED={seed}")
     return bool(failed)
@@ -272,9 +274,8 @@ def main() -> int:
         return 0
     rows = []
     with ThreadPoolExecutor(options.jobs) as pool:
-        wrong = sum(pool.map(lambda each: is_whole(options.tests, *each, options.whole), [
-            (kernel, case) for kernel in wanted for case in TESTS[kernel]
-        ]))  # fmt: skip
+        cases = [case for kernel in wanted for case in TESTS[kernel]]
+        wrong = sum(pool.map(lambda case: fails(options.tests, case, options.whole), cases))
         results = pool.map(lambda each: num_found(options.tests, each, options.seeds), mutants)
         for mutant, (found, valid) in zip(mutants, results, strict=True):
             reason = reason_of(mutant)

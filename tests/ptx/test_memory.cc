@@ -51,8 +51,7 @@ TEST_CASE("memory: two_shot in lent buffers") {
 }
 
 TEST_CASE("memory: reduce_scatter") {
-  run_calls(2,
-            {.op = OpKind::kReduceScatter, .dtype = DType::kBFloat16, .num_elems = 15'001});
+  run_calls(2, {.op = OpKind::kReduceScatter, .dtype = DType::kBFloat16, .num_elems = 15'001});
 }
 
 TEST_CASE("memory: reduce_scatter in lent buffers") {
@@ -91,8 +90,8 @@ TEST_CASE("memory: exchange") {
         expected[i] = byte_of(1 - rank);
       }
       const auto peer = static_cast<std::int16_t>(1 - rank);
-      ranks.exchange(rank, {{sent.data(), kBytes, 0, peer, true},
-                            {received.data(), kBytes, 0, peer, false}});
+      ranks.exchange(
+          rank, {{sent.data(), kBytes, 0, peer, true}, {received.data(), kBytes, 0, peer, false}});
       expect(ranks.control(rank).stop == 0, "a kernel that does not fail");
       expect(received == expected, "the peer's message");
     }

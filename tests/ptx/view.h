@@ -13,8 +13,8 @@ namespace ringcomm::ptx {
 struct Stamp {
   u32 slot = kEveryone;  ///< of the block, among those that run
   u32 thread = 0;
-  u32 barriers = 0;  ///< that the block had passed
-  u32 releases = 0;  ///< that the thread had made
+  u32 barriers = 0;                          ///< that the block had passed
+  u32 releases = 0;                          ///< that the thread had made
   static constexpr u32 kEveryone = ~u32{0};  ///< the host: known to all
 };
 
