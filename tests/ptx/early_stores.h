@@ -24,22 +24,23 @@ class EarlyStores {
     }
     acquired_.clear();
   }
-  /// Whether the store has been made early.
-  bool is_made(u32 thread, u64 address, u64 value) {
+  /// Whether the store, which `may_be` made early, has been.
+  bool is_made(u32 thread, u64 address, u64 value, bool may_be) {
     Cursor& cursor = cursors_[{thread, address}];
     const bool was_early = cursor.is_early;
-    if (was_early && value != cursor.value + 1) end_without_result();
+    if (was_early && (!may_be || value != cursor.value + 1)) end_without_result();
     const auto last = last_awaited_.find(thread);
     cursor = {value, last == last_awaited_.end() ? 0 : last->second, false, false};
     return was_early;
   }
   void note_wait(u32 thread, u64 address) { last_awaited_[thread] = address; }
-  /// At a load: calls store(thread, address, value) once per block, for one that may be early.
-  template <class F>
-  bool make_one(u64 random, const F& store) {
+  /// At a load: calls store(thread, address, value) once per block, for one that may be early and
+  /// whose address is_wanted().
+  template <class Wanted, class F>
+  bool make_one(u64 random, const Wanted& is_wanted, const F& store) {
     if (has_made_one_ || random % kLoadsPerStore != 0) return false;
     for (auto& [key, cursor] : cursors_) {
-      if (!cursor.may_be_early) continue;
+      if (!cursor.may_be_early || !is_wanted(key.second)) continue;
       cursor.is_early = has_made_one_ = true;
       store(key.first, key.second, cursor.value + 1);
       return true;
@@ -70,6 +71,10 @@ class WeaklyAcquired {
   static WeaklyAcquired& all() {
     static auto& all = *new WeaklyAcquired;
     return all;
+  }
+  bool is_empty() {
+    const std::lock_guard lock(mutex_);
+    return loads_.empty();
   }
   void add(u64 address, u32 gpu) {
     const std::lock_guard lock(mutex_);

@@ -12,6 +12,8 @@
 #include <thread>
 #include <vector>
 
+#include "ptx/weak_accesses.h"
+
 // Saves the registers that a function must keep, and continues where the other fiber stopped.
 #if !defined(__x86_64__)
 #error "the fibers of tests/ptx are written for x86-64"
@@ -258,6 +260,7 @@ void Thread::bar_arrive(u32 barrier, u32 num_threads) {
   block->meet(*this, barrier, num_threads, false, false);
 }
 void Thread::bar_sync(u32 barrier, u32 num_threads) {
+  if (weak::skips(*this, line)) return poll();
   block->meet(*this, barrier, num_threads, false, true);
 }
 bool Thread::bar_or(u32 barrier, u32 num_threads, bool value) {

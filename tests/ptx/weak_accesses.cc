@@ -31,7 +31,7 @@ WeakMemory& memory() {
   return memory;
 }
 
-constexpr std::chrono::milliseconds kTimeToSeeEarlyStore{3}, kTimeOfLastStores{3};
+constexpr std::chrono::milliseconds kTimeToSeeEarlyStore{8}, kTimeOfLastStores{3};
 
 // ---- mutants
 
@@ -146,10 +146,14 @@ struct Memory final : BlockMemory {
   const char* const kernel;
   std::set<u32> executed;
   const Mutant* mutant = nullptr;
-  bool makes_early() const { return mutant != nullptr && mutant->change != "none"; }
+  bool makes_early() const {
+    return mutant != nullptr && mutant->change != "none" && mutant->change != "skip";
+  }
+  bool stores_cursor(const Access& access) const {
+    return access.num_bytes() == sizeof(u64) && access.order == Order::kRelease;
+  }
   /// Whether a store may take effect before earlier loads, for some of those who see it.
   bool may_be_early(const Access& access, u64 address) const {
-    if (access.num_bytes() != sizeof(u64) || access.order != Order::kRelease) return false;
     if (mutant->has(access.line)) return mutant->change == "relaxed";
     return WeaklyAcquired::all().has(address, parts[0]->place.gpu);
   }
@@ -190,6 +194,11 @@ void load(Thread& thread, u64 address, void* to, const Access& access) {
       block.early.acquired(thread.linear, address);
       block.early.note_wait(thread.linear, address);
     }
+    // Of a weakened release any cursor: a wrong guess is found.
+    const auto is_wanted = [&](u64 to) {
+      WeaklyAcquired& all = WeaklyAcquired::all();
+      return all.is_empty() || all.has(to, state.block->place.gpu);
+    };
     const auto early_store = [&](u32 linear, u64 to, u64 value) {
       const auto& part = block.parts[linear / block.part_threads];
       WeakThread& storing = part->threads[linear % block.part_threads];
@@ -197,7 +206,7 @@ void load(Thread& thread, u64 address, void* to, const Access& access) {
       memory().store_early(storing, to, value, releases);
     };
     if (access.order == Order::kWeak && !access.is_shared &&
-        block.early.make_one(state.block->random(), early_store))
+        block.early.make_one(state.block->random(), is_wanted, early_store))
       std::this_thread::sleep_for(kTimeToSeeEarlyStore);
   }
   for_each_part(access, [&](u32 offset, u32 size) {
@@ -210,10 +219,11 @@ void store(Thread& thread, u64 address, const void* from, const Access& access) 
   Memory& block = memory_of(thread);
   const Strength strength = block.strength({access.order, access.scope}, access.line);
   WeakThread& state = block.state(thread, access.proxy);
-  if (block.makes_early() && block.may_be_early(access, address)) {
+  if (block.makes_early() && block.stores_cursor(access)) {
     u64 value = 0;
     std::memcpy(&value, from, sizeof value);
-    if (block.early.is_made(thread.linear, address, value))
+    const bool may_be = block.may_be_early(access, address);
+    if (block.early.is_made(thread.linear, address, value, may_be))
       return memory().release_early(state, address, strength.order, strength.scope);
   }
   for_each_part(access, [&](u32 offset, u32 size) {
@@ -248,6 +258,17 @@ void fence_mbarrier_init(Thread& thread, u32 line) {
   Memory& block = memory_of(thread);
   if (!block.orders_nothing(line))
     memory().fence(block.state(thread), Order::kRelease, Scope::kCluster);
+}
+
+bool skips(const Thread& thread, u32 line) {
+  if (!is_chosen()) return false;
+  Memory& block = memory_of(thread);
+  if (block.mutant == nullptr || block.mutant->change != "skip" || !block.mutant->has(line))
+    return false;
+  // Other blocks may do much before the next thread of this one runs.
+  if (block.state(thread).block->random() % 256 == 0)
+    std::this_thread::sleep_for(kTimeToSeeEarlyStore);
+  return true;
 }
 
 bool orders_nothing(const Thread& thread, u32 line) {

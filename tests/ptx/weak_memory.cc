@@ -248,7 +248,7 @@ void WeakMemory::append(WeakThread& thread, Cell& cell, u64 address, u64 value, 
 u64 WeakMemory::load(WeakThread& thread, u64 address, u32 num_bytes, Order order, Scope scope) {
   const u32 offset = address % kCellBytes;
   const u64 begin = address - offset;
-  if (acquires(order)) await_release(begin);
+  if (acquires(order) && scope == Scope::kSys) await_release(begin);
   Page& page = page_of(begin);
   const std::lock_guard lock(page.mutex);
   Cell* const cell = page.cells[begin % kPageBytes / kCellBytes].get();
