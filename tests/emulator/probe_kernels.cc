@@ -23,7 +23,7 @@ std::uint64_t now_ns() {
   return static_cast<std::uint64_t>(std::chrono::nanoseconds(since).count());
 }
 
-void hold(const void* parameter, BlockContext& context) {
+void hold(const Kernel&, const void* parameter, BlockContext& context) {
   const auto& work = *static_cast<const Work*>(parameter);
   probe::Words::Block& block = work.words->blocks[context.block_idx];
   store(block.began_ns, now_ns());
@@ -34,7 +34,7 @@ void hold(const void* parameter, BlockContext& context) {
   store(block.ended_ns, now_ns());
 }
 
-void follow(const void* parameter, BlockContext&) {
+void follow(const Kernel&, const void* parameter, BlockContext&) {
   const auto& work = *static_cast<const Work*>(parameter);
   const std::uint64_t began = now_ns();
   store(work.words->has_started, 1);
@@ -47,7 +47,7 @@ void follow(const void* parameter, BlockContext&) {
   store(work.words->has_read, 1);
 }
 
-void cluster(const void* parameter, BlockContext& context) {
+void cluster(const Kernel&, const void* parameter, BlockContext& context) {
   const auto& work = *static_cast<const Work*>(parameter);
   context.meet_cluster();
   store(work.words->blocks[context.block_idx].number, context.cluster_blocks);

@@ -1,5 +1,6 @@
 // mbarrier objects, and copies that go on while their thread does.
 #include <cstdlib>
+#include <vector>
 
 #include "ptx/machine.h"
 
@@ -25,7 +26,9 @@ static_assert(sizeof(Mbarrier) == sizeof(u64));
 void Thread::mbarrier_init(u32 address, u32 num_arrivals) {
   check_alignment(address, sizeof(u64));
   const auto word = std::bit_cast<u64>(Mbarrier{0, num_arrivals, num_arrivals, 0});
-  __atomic_store_n(reinterpret_cast<u64*>(shared_at(address, sizeof word)), word, __ATOMIC_SEQ_CST);
+  auto* const place = reinterpret_cast<u64*>(shared_at(address, sizeof word));
+  __atomic_store_n(place, word, __ATOMIC_SEQ_CST);
+  at_mbarrier(*this, reinterpret_cast<u64>(place), MbarrierEvent::kInit, Order::kWeak, Scope::kCta);
 }
 
 void Thread::change_mbarrier(u32 address, u32 num_arrivals, s64 num_bytes) {
@@ -53,6 +56,8 @@ void Thread::change_mbarrier(u32 address, u32 num_arrivals, s64 num_bytes) {
 }
 
 void Thread::mbarrier_arrive(u32 address, u32 expected_bytes) {
+  at_mbarrier(*this, reinterpret_cast<u64>(shared_at(address, sizeof(u64))), MbarrierEvent::kArrive,
+              Order::kRelease, Scope::kCta);
   change_mbarrier(address, 1, expected_bytes);
 }
 
@@ -60,12 +65,13 @@ void Thread::mbarrier_expect(u32 address, u32 expected_bytes) {
   change_mbarrier(address, 0, expected_bytes);
 }
 
-bool Thread::mbarrier_test(u32 address, u32 parity) {
+bool Thread::mbarrier_test(u32 address, u32 parity, Order order, Scope scope) {
   check_alignment(address, sizeof(u64));
   auto* const word = reinterpret_cast<u64*>(shared_at(address, sizeof(u64)));
   const auto seen = std::bit_cast<Mbarrier>(__atomic_load_n(word, __ATOMIC_ACQUIRE));
   if (seen.phase != (parity & 1)) {
     first_failed_test_ns_ = 0;
+    at_mbarrier(*this, reinterpret_cast<u64>(word), MbarrierEvent::kPass, order, scope);
     return true;
   }
   const u64 now = take_ns();
@@ -82,8 +88,28 @@ void Thread::store_async(u32 to, const void* from, u32 element_bytes, u32 num_el
                          u32 barrier) {
   const u32 num_bytes = element_bytes * num_elements;
   check_alignment(to, num_bytes);
-  std::memcpy(shared_at(to, num_bytes), from, num_bytes);
+  put_async(to, from, num_bytes, line);
+  complete_bytes(barrier, num_bytes);
+}
+
+/// Bytes of this thread's copies arrive in shared memory, maybe another block's; at its barrier.
+void Thread::put_async(u32 to, const void* from, u32 num_bytes, u32 at_line) {
+  std::byte* const place = shared_at(to, num_bytes);
+  if (!has_weak_memory()) return void(std::memcpy(place, from, num_bytes));
+  store(*this, reinterpret_cast<u64>(place), from, async_access(num_bytes, at_line, true));
+}
+void Thread::complete_bytes(u32 barrier, u32 num_bytes) {
+  at_mbarrier(*this, reinterpret_cast<u64>(shared_at(barrier, sizeof(u64))),
+              MbarrierEvent::kComplete, Order::kRelease, Scope::kCluster);
   change_mbarrier(barrier, 0, -s64{num_bytes});
+}
+
+Access Thread::async_access(u32 num_bytes, u32 at_line, bool is_shared) {
+  return {.line = at_line,
+          .element_bytes = kBulkAlignment,
+          .num_elements = num_bytes / kBulkAlignment,
+          .proxy = Proxy::kAsync,
+          .is_shared = is_shared};
 }
 
 // ---- bulk copies
@@ -100,13 +126,11 @@ void Thread::bulk_load(u32 to, u64 from, u32 num_bytes, u32 barrier) {
 }
 
 void Block::complete(const Load& made) {
-  std::byte* const to = made.thread->shared_at(made.to, made.num_bytes);
-  load(*made.thread, made.from, to,
-       {.line = made.line,
-        .element_bytes = kBulkAlignment,
-        .num_elements = made.num_bytes / kBulkAlignment,
-        .proxy = Proxy::kAsync});
-  made.thread->change_mbarrier(made.barrier, 0, -s64{made.num_bytes});
+  std::vector<std::byte> loaded(made.num_bytes);
+  load(*made.thread, made.from, loaded.data(),
+       Thread::async_access(made.num_bytes, made.line, false));
+  made.thread->put_async(made.to, loaded.data(), made.num_bytes, made.line);
+  made.thread->complete_bytes(made.barrier, made.num_bytes);
 }
 
 void Block::complete_loads() {
@@ -124,13 +148,18 @@ void Thread::bulk_store(u64 to, u32 from, u32 num_bytes) {
 }
 
 void Thread::bulk_wait(u32 num_left) {
+  if (orders_nothing(*this, line)) return;
   while (!bulk_stores_.empty() && bulk_group_ - bulk_stores_.front().group > num_left) {
     const Copy& made = bulk_stores_.front();
-    store(*this, made.global, shared_at(made.shared, made.num_bytes),
-          {.line = made.line,
-           .element_bytes = kBulkAlignment,
-           .num_elements = made.num_bytes / kBulkAlignment,
-           .proxy = Proxy::kAsync});
+    std::byte* const from = shared_at(made.shared, made.num_bytes);
+    if (has_weak_memory()) {
+      std::vector<std::byte> read(made.num_bytes);
+      load(*this, reinterpret_cast<u64>(from), read.data(),
+           async_access(made.num_bytes, made.line, true));
+      store(*this, made.global, read.data(), async_access(made.num_bytes, made.line, false));
+    } else {
+      store(*this, made.global, from, async_access(made.num_bytes, made.line, false));
+    }
     bulk_stores_.pop_front();
   }
 }

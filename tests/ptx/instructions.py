@@ -72,6 +72,11 @@ def _access(f: Function, op: Opcode, num_elements: int) -> str:
     return f"{{{f.line}, {size}, {num_elements}, Order::{order}, Scope::{scope}}}"
 
 
+def _shared_order(op: Opcode) -> str:
+    order = ORDERS[op.one_of(ORDERS, "weak")]
+    return "" if order == "kWeak" else f", Order::{order}"
+
+
 def _may_poll(op: Opcode) -> bool:
     """A loop that waits has such an access, after which other threads may run."""
     return any(order in op.modifiers for order in ORDERS if order != "weak")
@@ -90,7 +95,7 @@ def _ld(f: Function, op: Opcode, args: list[str]) -> None:
     f.emit(f"{{ {type_} v[{num}];")
     if space == "shared":
         f.note_line()
-        f.emit(f"t.load_shared((u32){address}, v, {num});")
+        f.emit(f"t.load_shared((u32){address}, v, {num}{_shared_order(op)});")
     elif space in ("global", "generic"):
         f.emit(f"load(t, {address}, v, {_access(f, op, num)});")
     else:
@@ -115,7 +120,7 @@ def _st(f: Function, op: Opcode, args: list[str]) -> None:
     f.emit(f"{{ const u{WIDTH[op.type]} v[] = {{{values}}};")
     if space == "shared":
         f.note_line()
-        f.emit(f"t.store_shared((u32){address}, v, {num}); }}")
+        f.emit(f"t.store_shared((u32){address}, v, {num}{_shared_order(op)}); }}")
     elif space in ("global", "generic"):
         f.emit(f"store(t, {address}, v, {_access(f, op, num)}); }}")
     else:
@@ -184,8 +189,9 @@ def _red(f: Function, op: Opcode, args: list[str]) -> None:
 @opcode("fence")
 def _fence(f: Function, op: Opcode, args: list[str]) -> None:
     if op.has("mbarrier_init") or op.has("proxy"):
-        # Initialized mbarriers and the accesses of proxies are seen at once here.
         op.only("mbarrier_init", "release", "cluster", "proxy", "async", "shared::cta", "global")
+        name = "fence_mbarrier_init" if op.has("mbarrier_init") else "fence_proxy"
+        f.emit(f"{name}(t, {f.line});")
         return
     op.only(*ORDERS, *SCOPES)
     order, scope = ORDERS[op.one_of(ORDERS, "acq_rel")], SCOPES[op.one_of(SCOPES, "sys")]
@@ -236,7 +242,9 @@ def _bar(f: Function, op: Opcode, args: list[str]) -> None:
     words = [m for m in op.modifiers if m not in ("cta", "aligned", "pred")]
     if words[:1] == ["cluster"]:
         op.only("cluster", "arrive", "wait", "release", "acquire", "relaxed", "aligned")
-        return f.emit(f"t.cluster_{words[1]}();")
+        default = {"arrive": "release", "wait": "acquire"}[words[1]]
+        order = ORDERS[op.one_of(ORDERS, default)]
+        return f.emit(f"t.cluster_{words[1]}(Order::{order});")
     if words == ["warp", "sync"]:
         return f.emit(f"t.warp_sync({f.value(args[0])});")
     everyone = "t.launch().ntid.count()"
@@ -266,7 +274,9 @@ def _mbarrier(f: Function, op: Opcode, args: list[str]) -> None:
     elif op.has("expect_tx"):
         f.emit(f"t.mbarrier_expect((u32){f.address(args[0])}, (u32){f.value(args[1])});")
     elif op.has("parity"):
-        f.set(args[0], f"t.mbarrier_test((u32){f.address(args[1])}, (u32){f.value(args[2])})")
+        strength = f"Order::kAcquire, Scope::{SCOPES[op.one_of(SCOPES, 'cta')]}"
+        barrier, parity = f.address(args[1]), f.value(args[2])
+        f.set(args[0], f"t.mbarrier_test((u32){barrier}, (u32){parity}, {strength})")
     elif not op.has("inval"):
         raise UnknownPtx(op.text)
 

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "cuda/kernels/call.h"
+#include "cuda/kernels/loss_call.h"
 #include "emulator/kernel_registry.h"
 #include "ptx/machine.h"
 
@@ -46,6 +47,10 @@ void run(const Kernel& entry, const void* parameter, BlockContext& context) {
                 .nctaid = {context.num_blocks, 1, 1},
                 .cluster_shared = &memory.aligned,
                 .shared_bytes = kernel.static_shared_bytes};
+  // Ranks are on different GPUs: no narrower scope than .sys has two of them.
+  static_assert(sizeof(cuda::LossCall) < sizeof(cuda::GroupFrame));
+  if (kernel.param_bytes >= sizeof(cuda::GroupFrame))
+    launch.gpu = static_cast<u32>(static_cast<const cuda::GroupFrame*>(parameter)->rank);
   // A test that calls a kernel without the driver gives it one part of a block.
   if (context.block_width == 0) launch.ntid = {cuda::kBlockThreads, 1, 1};
   if (kernel.static_shared_bytes == 0) {

@@ -125,6 +125,7 @@ void fail(const Thread& thread, u32 line, const char* format, ...) {
 
 Block::Block(const Launch& facts)
     : launch(facts),
+      memory(begin_block(facts)),
       num_threads_(facts.ntid.count()),
       threads_(std::make_unique<Thread[]>(num_threads_)),
       random_(seed_of(facts)) {
@@ -215,7 +216,6 @@ void Thread::end() {
   copy_wait(0);
   state_ = State::kDone;
   ++block->num_done_;
-  pass(*this, Event::kThreadEnd);
   // An exited lane is not waited for.
   const u32 warp = linear - lane();
   for (u32 i = warp; i < std::min(warp + 32, block->num_threads_); ++i)
@@ -228,7 +228,7 @@ u32 Block::meet(Thread& thread, u32 number, u32 num_threads, bool value, bool wa
   if (number >= barriers_.size()) fail(thread, thread.line, "there is no barrier %u", number);
   if (num_threads == 0 || num_threads % 32 != 0 || num_threads > (num_threads_ + 31) / 32 * 32)
     fail(thread, thread.line, "a barrier of %u threads", num_threads);
-  Barrier& barrier = barriers_[number];
+  NamedBarrier& barrier = barriers_[number];
   if (barrier.num_arrived == 0) barrier.num_expected = num_threads;
   if (barrier.num_expected != num_threads)
     fail(thread, thread.line, "barrier %u is of %u and of %u threads", number, barrier.num_expected,
@@ -250,7 +250,7 @@ u32 Block::meet(Thread& thread, u32 number, u32 num_threads, bool value, bool wa
     thread.state_ = Thread::State::kAtBarrier;
     leave(thread);
   }
-  if (waits) pass(thread, Event::kBlockBarrier);
+  if (waits) pass(thread, Barrier::kBlock, std::min(num_threads, num_threads_));
   return thread.barrier_count_;
 }
 
@@ -258,6 +258,7 @@ void Thread::bar_arrive(u32 barrier, u32 num_threads) {
   block->meet(*this, barrier, num_threads, false, false);
 }
 void Thread::bar_sync(u32 barrier, u32 num_threads) {
+  if (skips(*this, line)) return poll();
   block->meet(*this, barrier, num_threads, false, true);
 }
 bool Thread::bar_or(u32 barrier, u32 num_threads, bool value) {
@@ -271,7 +272,7 @@ u32 Thread::bar_popc(u32 barrier, u32 num_threads, bool value) {
   return block->meet(*this, barrier, num_threads, value, true);
 }
 
-void Thread::cluster_wait() {
+void Thread::cluster_wait(Order order) {
   // The last thread of this block meets the other blocks for all.
   if (++block->num_at_cluster_ == block->num_threads_) {
     block->num_at_cluster_ = 0;
@@ -286,7 +287,7 @@ void Thread::cluster_wait() {
     state_ = State::kAtBarrier;
     block->leave(*this);
   }
-  pass(*this, Event::kClusterBarrier);
+  pass(*this, Barrier::kCluster, block->num_threads_, order);
 }
 
 // ---- shared memory

@@ -42,6 +42,7 @@ struct Launch {
   std::byte* const* cluster_shared = nullptr;
   u32 shared_bytes = 0;
   u32 dynamic_at = 0;
+  u32 gpu = 0;                                 ///< for the scopes of accesses
   std::function<void()> meet_cluster = [] {};  ///< returns when all blocks of the cluster called it
 };
 
@@ -78,8 +79,8 @@ class Thread {
   bool bar_or(u32 barrier, u32 num_threads, bool value);
   bool bar_and(u32 barrier, u32 num_threads, bool value);
   u32 bar_popc(u32 barrier, u32 num_threads, bool value);
-  void cluster_arrive() {}
-  void cluster_wait();
+  void cluster_arrive(Order order) { arrive_at_cluster(*this, order); }
+  void cluster_wait(Order order);
 
   void warp_sync(u32 mask);
   u32 shfl(Shuffle kind, u32 value, u32 operand, u32 control, u32 mask, bool& is_in_range);
@@ -107,14 +108,20 @@ class Thread {
   u32 mapa(u32 address, u32 rank);
 
   template <class T>
-  void load_shared(u32 address, T* to, u32 num_elements) {
+  void load_shared(u32 address, T* to, u32 num_elements, Order order = Order::kWeak) {
     check_alignment(address, num_elements * sizeof(T));
-    std::memcpy(to, shared_at(address, num_elements * sizeof(T)), num_elements * sizeof(T));
+    const std::byte* const from = shared_at(address, num_elements * sizeof(T));
+    if (has_weak_memory())
+      return load(*this, reinterpret_cast<u64>(from), to, shared_access<T>(num_elements, order));
+    std::memcpy(to, from, num_elements * sizeof(T));
   }
   template <class T>
-  void store_shared(u32 address, const T* from, u32 num_elements) {
+  void store_shared(u32 address, const T* from, u32 num_elements, Order order = Order::kWeak) {
     check_alignment(address, num_elements * sizeof(T));
-    std::memcpy(shared_at(address, num_elements * sizeof(T)), from, num_elements * sizeof(T));
+    std::byte* const to = shared_at(address, num_elements * sizeof(T));
+    if (has_weak_memory())
+      return store(*this, reinterpret_cast<u64>(to), from, shared_access<T>(num_elements, order));
+    std::memcpy(to, from, num_elements * sizeof(T));
   }
 
   // ---- asynchronous copies (async.cc)
@@ -122,7 +129,7 @@ class Thread {
   void mbarrier_init(u32 address, u32 num_arrivals);
   void mbarrier_arrive(u32 address, u32 expected_bytes);
   void mbarrier_expect(u32 address, u32 expected_bytes);
-  bool mbarrier_test(u32 address, u32 parity);
+  bool mbarrier_test(u32 address, u32 parity, Order order, Scope scope);
   /// st.async: stores and completes the bytes on a barrier, both maybe of another block.
   void store_async(u32 to, const void* from, u32 element_bytes, u32 num_elements, u32 barrier);
   /// cp.async.bulk to shared memory. Takes effect at once, or after other threads ran.
@@ -148,10 +155,22 @@ class Thread {
     u32 line;
   };
 
+  bool has_weak_memory() const;
+  template <class T>
+  Access shared_access(u32 num_elements, Order order) const {
+    return {.line = line,
+            .element_bytes = sizeof(T),
+            .num_elements = num_elements,
+            .order = order,
+            .is_shared = true};
+  }
   void meet_warp(u32 mask, u32 value);
   u32 matrix_element(u32 matrix, bool is_transposed, u32 element) const;
   void check_alignment(u64 address, u64 num_bytes) const;
   void change_mbarrier(u32 address, u32 num_arrivals, s64 num_bytes);
+  void put_async(u32 to, const void* from, u32 num_bytes, u32 at_line);
+  void complete_bytes(u32 barrier, u32 num_bytes);
+  static Access async_access(u32 num_bytes, u32 at_line, bool is_shared);
   void end();
 
   void* stack_pointer_ = nullptr;
@@ -175,6 +194,7 @@ class Block {
   void run();
 
   const Launch launch;
+  const std::unique_ptr<BlockMemory> memory;
   u32 num_threads() const { return num_threads_; }
   /// True at random, the same way each run for a RINGCOMM_PTX_SEED.
   bool coin();
@@ -182,7 +202,7 @@ class Block {
  private:
   friend class Thread;
   friend u64 take_ns();
-  struct Barrier {
+  struct NamedBarrier {
     u32 num_arrived = 0;
     u32 num_expected = 0;
     u32 num_true = 0;
@@ -207,7 +227,7 @@ class Block {
 
   u32 num_threads_;
   std::unique_ptr<Thread[]> threads_;
-  std::array<Barrier, 16> barriers_ = {};
+  std::array<NamedBarrier, 16> barriers_ = {};
   u32 num_at_cluster_ = 0;
   u32 num_done_ = 0;
   std::deque<Load> loads_;
@@ -218,6 +238,7 @@ class Block {
 };
 
 inline const Launch& Thread::launch() const { return block->launch; }
+inline bool Thread::has_weak_memory() const { return block->memory != nullptr; }
 
 /// %globaltimer
 u64 take_ns();

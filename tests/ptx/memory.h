@@ -1,11 +1,13 @@
 #pragma once
 
 #include <functional>
+#include <memory>
 
 #include "ptx/types.h"
 
 namespace ringcomm::ptx {
 
+struct Launch;
 class Thread;
 
 /// The order of an access or a fence, as its PTX instruction names it.
@@ -24,12 +26,14 @@ struct Access {
   Order order = Order::kWeak;
   Scope scope = Scope::kSys;
   Proxy proxy = Proxy::kGeneric;
+  bool is_shared = false;  ///< `address` is the host's of shared memory
 
   u32 num_bytes() const { return element_bytes * num_elements; }
 };
 
 /// Every access of a kernel to global or generic memory is one of these calls, and every fence.
-/// Those to .shared, .param, .const and .local memory are not: the machine does them at once.
+/// Those to .param, .const and .local memory are not: the machine does them at once; nor are those
+/// to .shared memory, where the block has no BlockMemory.
 /// A generic address may point to shared, local or parameter memory, which is host memory too.
 /// Aborts, with the kernel and the line, where the address is not a multiple of num_bytes().
 void load(Thread& thread, u64 address, void* to, const Access& access);
@@ -39,10 +43,29 @@ void store(Thread& thread, u64 address, const void* from, const Access& access);
 u64 atomic(Thread& thread, u64 address, const Access& access,
            const std::function<u64(u64)>& update);
 void fence(Thread& thread, Order order, Scope scope, u32 line);
+/// fence.proxy.async: bulk copies that are issued later see what the thread has stored.
+void fence_proxy(Thread& thread, u32 line);
+/// fence.mbarrier_init.release.cluster
+void fence_mbarrier_init(Thread& thread, u32 line);
+/// Whether a mutant leaves out the order of the instruction in this line.
+bool orders_nothing(const Thread& thread, u32 line);
+/// Whether it leaves out the barrier in this line.
+bool skips(const Thread& thread, u32 line);
 
 /// What the machine tells the memory: a thread has passed a barrier of its block, of its warp or of
-/// its cluster with all threads that it waited for, or its kernel has ended.
-enum class Event : u8 { kBlockBarrier, kWarpBarrier, kClusterBarrier, kThreadEnd };
-void pass(Thread& thread, Event event);
+/// its cluster with all threads that it waited for.
+enum class Barrier : u8 { kBlock, kWarp, kCluster };
+void pass(Thread& thread, Barrier barrier, u32 num_threads, Order order = Order::kAcqRel);
+void arrive_at_cluster(Thread& thread, Order order);
+/// An mbarrier, by the host's address of its word: a thread initializes it; a thread has arrived,
+/// or bytes of its copies have; a thread's test has found that a phase is over.
+enum class MbarrierEvent : u8 { kInit, kArrive, kComplete, kPass };
+void at_mbarrier(Thread& thread, u64 address, MbarrierEvent event, Order order, Scope scope);
+
+/// What the memory knows of a block from its start to its end.
+struct BlockMemory {
+  virtual ~BlockMemory() = default;
+};
+std::unique_ptr<BlockMemory> begin_block(const Launch& launch);
 
 }  // namespace ringcomm::ptx

@@ -16,8 +16,11 @@ import translate
 
 HERE = Path(__file__).resolve().parent
 KEPT = HERE.parents[1] / "build" / "ptx" / "triton"
-TRANSLATOR = ("translate.py", "instructions.py", "parse.py")
-MACHINE = ("machine.cc", "async.cc", "triton_memory.cc", "triton_grid.cc")
+TRANSLATOR = tuple(
+    f"{name}.py"
+    for name in ("translate", "function", "opcodes", "arithmetic", "instructions", "parse")
+)
+MACHINE = ("machine.cc", "warp.cc", "async.cc", "triton_memory.cc", "triton_grid.cc")
 FLAGS = ("-std=c++20", "-fPIC", "-shared", "-pthread", "-ffp-contract=off", f"-I{HERE.parent}")
 # Compiling a kernel takes longer than running it, and reading the headers as long as the rest of
 # compiling it: they are precompiled.

@@ -117,10 +117,19 @@ u64 atomic(Thread& thread, u64, const Access& access, const std::function<u64(u6
   fail(thread, access.line, "an atomic: no kernel here has one, so that results are deterministic");
 }
 
+// Threads run one after the other.
 void fence(Thread&, Order, Scope, u32) {}
+void fence_proxy(Thread&, u32) {}
+void fence_mbarrier_init(Thread&, u32) {}
+void arrive_at_cluster(Thread&, Order) {}
+void at_mbarrier(Thread&, u64, MbarrierEvent, Order, Scope) {}
+std::unique_ptr<BlockMemory> begin_block(const Launch&) { return nullptr; }
 
-void pass(Thread& thread, Event event) {
-  if (event != Event::kBlockBarrier && event != Event::kClusterBarrier) return;
+bool orders_nothing(const Thread&, u32) { return false; }
+bool skips(const Thread&, u32) { return false; }
+
+void pass(Thread& thread, Barrier barrier, u32, Order) {
+  if (barrier == Barrier::kWarp) return;
   epoch_of(thread);
   ++state().epochs[thread.linear];
 }

@@ -1,4 +1,6 @@
 // What the lanes of a warp do together.
+#include <bit>
+
 #include "ptx/machine.h"
 
 namespace ringcomm::ptx {
@@ -29,10 +31,13 @@ void Thread::meet_warp(u32 mask, u32 value) {
   state_ = State::kAtWarp;
   block->release_warp(*this);
   if (state_ == State::kAtWarp) block->leave(*this);
-  pass(*this, Event::kWarpBarrier);
 }
 
-void Thread::warp_sync(u32 mask) { meet_warp(mask, 0); }
+// Shuffles and votes order no memory.
+void Thread::warp_sync(u32 mask) {
+  meet_warp(mask, 0);
+  pass(*this, Barrier::kWarp, static_cast<u32>(std::popcount(mask)));
+}
 
 u32 Thread::shfl(Shuffle kind, u32 value, u32 operand, u32 control, u32 mask, bool& is_in_range) {
   meet_warp(mask, value);

@@ -1,0 +1,97 @@
+#pragma once
+
+#include <map>
+#include <mutex>
+#include <set>
+#include <utility>
+
+#include "ptx/weak_memory.h"
+
+namespace ringcomm::ptx::weak {
+
+/// A release that a mutant made relaxed may take effect before earlier loads of its block; so may
+/// one for those who acquire by a load that a mutant made relaxed. This guesses it: a cursor gets
+/// the next number. A run in which that store does not come, or is acquired before, shows nothing.
+class EarlyStores {
+ public:
+  /// A thread has loaded with acquire: maybe the wait that the next store depends on.
+  void acquired(u32 thread, u64 address) { acquired_[thread] = address; }
+  /// All waits before a barrier of the block are over.
+  void passed_barrier() {
+    for (auto& [key, cursor] : cursors_) {
+      const auto last = acquired_.find(key.first);
+      if (last != acquired_.end() && last->second == cursor.awaits) cursor.may_be_early = true;
+    }
+    acquired_.clear();
+  }
+  /// Whether the store, which `may_be` made early, has been.
+  bool is_made(u32 thread, u64 address, u64 value, bool may_be) {
+    Cursor& cursor = cursors_[{thread, address}];
+    const bool was_early = cursor.is_early;
+    if (was_early && (!may_be || value != cursor.value + 1)) end_without_result();
+    const auto last = last_awaited_.find(thread);
+    cursor = {value, last == last_awaited_.end() ? 0 : last->second, false, false};
+    return was_early;
+  }
+  void note_wait(u32 thread, u64 address) { last_awaited_[thread] = address; }
+  /// At a load: calls store(thread, address, value) once per block, for one that may be early and
+  /// whose address is_wanted().
+  template <class Wanted, class F>
+  bool make_one(u64 random, const Wanted& is_wanted, const F& store) {
+    if (has_made_one_ || random % kLoadsPerStore != 0) return false;
+    for (auto& [key, cursor] : cursors_) {
+      if (!cursor.may_be_early || !is_wanted(key.second)) continue;
+      cursor.is_early = has_made_one_ = true;
+      store(key.first, key.second, cursor.value + 1);
+      return true;
+    }
+    return false;
+  }
+  void end() const {
+    for (const auto& [key, cursor] : cursors_)
+      if (cursor.is_early) end_without_result();
+  }
+
+ private:
+  static constexpr u64 kLoadsPerStore = 2000;
+  struct Cursor {
+    u64 value = 0;
+    u64 awaits = 0;  ///< what its thread waited for before it
+    bool may_be_early = false;
+    bool is_early = false;
+  };
+  std::map<std::pair<u32, u64>, Cursor> cursors_;  // by thread and address
+  std::map<u32, u64> acquired_, last_awaited_;
+  bool has_made_one_ = false;
+};
+
+/// What a weakened acquire has loaded, by the GPU that did.
+class WeaklyAcquired {
+ public:
+  static WeaklyAcquired& all() {
+    static auto& all = *new WeaklyAcquired;
+    return all;
+  }
+  bool is_empty() {
+    const std::lock_guard lock(mutex_);
+    return loads_.empty();
+  }
+  void add(u64 address, u32 gpu) {
+    const std::lock_guard lock(mutex_);
+    loads_.emplace(address, gpu);
+  }
+  /// Whether another GPU than this one has.
+  bool has(u64 address, u32 gpu) {
+    const std::lock_guard lock(mutex_);
+    const auto first = loads_.lower_bound({address, 0});
+    for (auto load = first; load != loads_.end() && load->first == address; ++load)
+      if (load->second != gpu) return true;
+    return false;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::set<std::pair<u64, u32>> loads_;
+};
+
+}  // namespace ringcomm::ptx::weak

@@ -1,0 +1,305 @@
+#!/usr/bin/env python3
+"""Weakens each instruction that orders memory, in the PTX of the kernels, and demands a failure.
+
+    mutants_memory.py TESTS PTX... [--seeds NUM] [--whole NUM] [--kernels PATTERN] [--only PATTERN]
+                       [--jobs NUM] [--list] [--table FILE]
+
+TESTS is the program of the C++ tests (tests/ptx/Makefile). Every executed access with an order,
+fence and barrier of the kernels below gets each weaker form, one at a time: the memory is told
+which line of the kernel's PTX to weaken (weak_accesses.h), so nothing is compiled. A mutant is
+found in a seed if a test fails, or does not end. Those of REDUNDANT are known not to matter, with
+the reason; every other one must be found in one seed at least.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import parse
+
+TESTS = {
+    "ringcomm_one_shot_bfloat16": ["memory: one_shot"],
+    "ringcomm_two_shot_bfloat16": ["memory: two_shot", "memory: two_shot in lent buffers"],
+    "ringcomm_reduce_scatter_bfloat16": [
+        "memory: reduce_scatter",
+        "memory: reduce_scatter in lent buffers",
+    ],
+    "ringcomm_ring_bfloat16": ["memory: ring"],
+    "ringcomm_move_same": ["memory: move_same", "memory: move_same in lent buffers"],
+    "ringcomm_move": ["memory: move"],
+    "ringcomm_exchange": ["memory: exchange"],
+    "ringcomm_loss_rows_bfloat16": ["memory: loss_rows"],
+}
+TIMEOUT_S = {True: 60, False: 200}  # of a run with a mutant; a kernel's own is KERNEL_TIMEOUT_S
+KERNEL_TIMEOUT_S = 4
+NOT_VALID = 77  # the exit status of a run that showed nothing
+
+# What an instruction may become.
+CHANGES = [
+    (r"ld\.acquire\.sys\.global", ["relaxed", "gpu"]),
+    (r"st\.release\.sys\.global", ["relaxed", "gpu"]),
+    (r"(ld|st)\.volatile\.global", ["weak", "gpu"]),
+    (r"(ld|st)\.relaxed\.sys\.global\.u64", ["weak"]),
+    (r"bar\.sync|barrier\.sync", ["skip"]),
+    (r"bar\.red|barrier\.red|bar\.warp\.sync", ["none"]),
+    (r"fence\.", ["none"]),
+    (r"barrier\.cluster\.(arrive\.release|wait\.acquire)", ["relaxed"]),
+    (r"mbarrier\.try_wait\.parity\.acquire\.cluster", ["relaxed", "cta"]),
+    (r"mbarrier\.(try_wait|arrive)", ["relaxed"]),
+    (r"cp\.async\.bulk\.wait_group", ["none"]),
+]
+
+# Of "KERNEL OPCODE PLACE CHANGE", a regular expression: why no test can find it, or need not. These
+# may be found all the same.
+OWN = "this rank's earlier kernel stored it, and the stream orders kernels"
+REDUNDANT = [
+    (r"ld\.acquire\S* load_acquire < (Board|SendLink|RecvLink) ", OWN),
+    (r"sync < GpuBlock ", "another barrier comes before the first wait"),
+    (r"unclaim ", "the stream orders kernels; a claim detects programs in which it does not"),
+    (r"sync < end ", "the stream orders kernels; a claim detects programs in which it does not"),
+    (r"sync < agree ", "any word but zero says the same; a failed call has no result"),
+    (
+        r"bar\.red\S* agree < (run|exchange_lane|compare)",
+        "the value is the barrier's; others order",
+    ),
+    (r"end_of_loads ", "it is for the assembler's order of loads"),
+    (r"load_packet < reduce < run", "its flag is checked; await_packet loads again"),
+    (
+        r"wait_all < rejoin ",
+        "only a later kernel reads what it acquires; those know all kernels here",
+    ),
+    (r"agree < each < wait_all_at_least < wait_all < rejoin", "the kernel's end follows"),
+]
+
+
+# These order nothing (docs/design/gpu_orders.md): what the host sees of a wait, and claims.
+NO_ORDER = re.compile("note_wait|claim")
+
+
+@dataclass(frozen=True)
+class Site:
+    kernel: str
+    line: int
+    opcode: str
+    place: str  # the functions that it is in, the innermost first
+
+
+@dataclass(frozen=True)
+class Mutant:
+    site: Site
+    change: str
+
+    @property
+    def name(self) -> str:
+        kernel = self.site.kernel.removeprefix("ringcomm_")
+        return f"{kernel}: {self.site.opcode} in {self.site.place}: {self.change}"
+
+
+# ---- the instructions of a PTX file
+
+
+def demangled(names: list[str]) -> list[str]:
+    done = subprocess.run(
+        ["c++filt"], input="\n".join(names), capture_output=True, text=True, check=True
+    )
+    return [short_name(name) for name in done.stdout.splitlines()]
+
+
+def short_name(name: str) -> str:
+    """The name of a function without namespaces, template arguments and parameters."""
+    depth, text = 0, ""
+    for char in name.replace("operator()", "operator"):
+        depth += char in "<({"
+        if depth == 0:
+            text += char
+        depth -= char in ">)}"
+    words = re.findall(r"[\w~]+", text.split(" const")[0])
+    return words[-1] if words else name
+
+
+def function_names(text: str) -> dict[str, str]:
+    found = {}
+    for label, data in re.findall(r"(\$L__info_string\d+):\s*((?:\.b8[^\n]*\n|\s*\n)+)", text):
+        codes = [int(code) for code in re.findall(r"\d+", data.replace(".b8", ""))]
+        found[label] = bytes(codes).split(b"\0")[0].decode()
+    return dict(zip(found, demangled(list(found.values())), strict=True)) if found else {}
+
+
+def sites_of(text: str) -> list[Site]:
+    names = function_names(text)
+    sites: list[Site] = []
+    kernel = ""
+    # As the translator counts lines.
+    lines = {
+        each.name: [s.line for s in each.statements if s.kind == "instruction" and ordered(s.text)]
+        for each in parse.parse(text).kernels
+    }
+    # Where a place of the source was inlined, by file, line and column.
+    inlined: dict[tuple[str, ...], tuple[str, tuple[str, ...]]] = {}
+    now: tuple[str, ...] = ()
+    for line in text.split("\n"):
+        if entry := re.search(r"\.entry\s+([\w$]+)", line):
+            kernel = entry[1]
+        if loc := re.match(
+            r"\s*\.loc\s+(\d+)\s+(\d+)\s+(\d+)"
+            r"(?:,\s*function_name\s+([$\w]+)(?:\s*\+\s*\d+)?,\s*inlined_at\s+(\d+)\s+(\d+)\s+(\d+))?",
+            line,
+        ):
+            now = loc.groups()[:3]
+            if loc[4]:
+                inlined[now] = (names.get(loc[4], ""), loc.groups()[4:])
+            else:
+                inlined.pop(now, None)
+        for part in re.sub(r"//.*", "", line).split(";"):
+            if opcode := ordered(part):
+                sites.append(Site(kernel, lines[kernel].pop(0), opcode, chain(now, inlined)))
+    return sites
+
+
+def ordered(instruction: str) -> str:
+    """The opcode, if it is one that CHANGES has."""
+    opcode = re.match(r"\s*\{?\s*(?:@!?[%\w$]+\s+)?([\w.:]+)", instruction)
+    if opcode and any(re.match(pattern, opcode[1]) for pattern, _ in CHANGES):
+        return opcode[1]
+    return ""
+
+
+def chain(at: tuple[str, ...], inlined: dict[tuple[str, ...], tuple[str, tuple[str, ...]]]) -> str:
+    names: list[str] = []
+    while at in inlined and len(names) < 20:
+        name, at = inlined[at]
+        if name not in ("operator", "") and name not in names[-1:]:
+            names.append(name)
+    return " < ".join(names)
+
+
+def changes_of(opcode: str) -> list[str]:
+    return next(changes for pattern, changes in CHANGES if re.match(pattern, opcode))
+
+
+# ---- runs
+
+
+def run(tests: str, case: str, seed: int, mutant: Mutant | None, **more: str) -> str:
+    """What was seen: "" if the test passes."""
+    environment = os.environ | more
+    environment |= {"RINGCOMM_PTX_MEMORY": str(seed), "RINGCOMM_PTX_SEED": str(seed)}
+    if mutant is not None:
+        site = mutant.site
+        environment["RINGCOMM_PTX_MUTANT"] = f"{site.kernel}:{site.line}:{mutant.change}"
+        environment["RINGCOMM_PTX_TIMEOUT_S"] = str(KERNEL_TIMEOUT_S)
+    try:
+        done = subprocess.run(
+            [tests, f"-tc={case}"], env=environment, capture_output=True, text=True,
+            errors="replace", timeout=TIMEOUT_S[mutant is not None], check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return "does not end"
+    if done.returncode == NOT_VALID:
+        return "not valid"
+    return f"status {done.returncode}" if done.returncode != 0 else ""
+
+
+def executed_lines(tests: str, kernel: str) -> set[int]:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "lines")
+        for case in TESTS[kernel]:
+            if seen := run(tests, case, 1, None, RINGCOMM_PTX_LINES=str(file)):
+                raise SystemExit(f"{case} without a mutant: {seen}")
+        lines = [line.split() for line in file.read_text().splitlines()]
+    return {int(line) for name, line in lines if name == kernel}
+
+
+def num_found(tests: str, mutant: Mutant, num_seeds: int) -> tuple[int, int]:
+    """In how many seeds a test failed, and in how many it showed anything."""
+    found = valid = 0
+    for seed in range(1, num_seeds + 1):
+        seen = [run(tests, case, seed, mutant) for case in TESTS[mutant.site.kernel]]
+        if all(each == "not valid" for each in seen):
+            continue
+        valid += 1
+        found += any(each not in ("", "not valid") for each in seen)
+    return found, valid
+
+
+def fails(tests: str, case: str, num_seeds: int) -> bool:
+    """Whether a test without a mutant fails in any seed; it must not."""
+    failed = [seed for seed in range(1, num_seeds + 1) if run(tests, case, seed, None)]
+    print(f"{case}: {num_seeds - len(failed)} of {num_seeds} seeds pass", flush=True)
+    for seed in failed:
+        print(f"  failed: RINGCOMM_PTX_MEMORY={seed} RINGCOMM_PTX_SEED={seed}")
+    return bool(failed)
+
+
+def reason_of(mutant: Mutant) -> str:
+    name = f"{mutant.site.kernel} {mutant.site.opcode} {mutant.site.place} {mutant.change}"
+    return next((why for pattern, why in REDUNDANT if re.search(pattern, name)), "")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("tests")
+    parser.add_argument("ptx", nargs="+", type=Path)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--kernels", default="", help="a regular expression of their names")
+    parser.add_argument("--only", default="", help="the same of the mutants' names")
+    parser.add_argument("--whole", type=int, default=1, help="seeds without a mutant")
+    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--table", type=Path, help="where to write what was found, as Markdown")
+    options = parser.parse_args()
+    sites = [site for path in options.ptx for site in sites_of(path.read_text())]
+    wanted = [kernel for kernel in TESTS if re.search(options.kernels, kernel)]
+    sites = [site for site in sites if site.kernel in wanted]
+    executed = {
+        kernel: executed_lines(options.tests, kernel) for kernel in {s.kernel for s in sites}
+    }
+    mutants = [
+        Mutant(site, change)
+        for site in sites
+        if site.line in executed[site.kernel] and not NO_ORDER.match(site.place)
+        for change in changes_of(site.opcode)
+    ]
+    mutants = [mutant for mutant in mutants if re.search(options.only, mutant.name)]
+    if options.list:
+        for mutant in mutants:
+            print(f"{mutant.site.line}: {mutant.name}")
+        return 0
+    rows = []
+    with ThreadPoolExecutor(options.jobs) as pool:
+        cases = [case for kernel in wanted for case in TESTS[kernel]]
+        wrong = sum(pool.map(lambda case: fails(options.tests, case, options.whole), cases))
+        results = pool.map(lambda each: num_found(options.tests, each, options.seeds), mutants)
+        for mutant, (found, valid) in zip(mutants, results, strict=True):
+            reason = reason_of(mutant)
+            is_expected = found > 0 or bool(reason)
+            wrong += not is_expected
+            verdict = "" if is_expected else "  NOT EXPECTED"
+            print(f"{mutant.site.line}: {mutant.name}: {found} of {valid}{verdict}", flush=True)
+            rows.append((mutant, found, valid, reason))
+    if options.table:
+        write_table(options.table, rows)
+    print(f"{len(mutants)} mutants, {wrong} not as expected")
+    return 1 if wrong else 0
+
+
+def write_table(path: Path, rows: list[tuple[Mutant, int, int, str]]) -> None:
+    lines = ["| kernel | instruction, in the function | becomes | found |", "|---|---|---|---|"]
+    for mutant, found, valid, reason in rows:
+        kernel = mutant.site.kernel.removeprefix("ringcomm_")
+        place = " < ".join(mutant.site.place.split(" < ")[:5])
+        result = f"{found} of {valid}" if found else f"no: {reason or 'not found'}"
+        lines.append(f"| {kernel} | `{mutant.site.opcode}`, {place} | {mutant.change} | {result} |")
+    path.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

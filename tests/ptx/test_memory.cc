@@ -1,0 +1,110 @@
+// Collectives by nvcc's PTX that mutants_memory.py runs on the weak memory: small, with enough
+// phases that each region, slot and packet is used again. They pass on any memory.
+#include <cstdint>
+#include <cstdlib>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "gpu_ranks.h"
+#include "loss_case.h"
+#include "third_party/doctest/doctest.h"
+
+namespace {
+
+using namespace ringcomm;
+using namespace ringcomm::testing;
+
+/// A kernel that waits for what it will never see ends after this.
+std::chrono::seconds timeout() {
+  const char* const text = std::getenv("RINGCOMM_PTX_TIMEOUT_S");
+  return std::chrono::seconds(text == nullptr ? 50 : std::atoi(text));
+}
+
+constexpr int kNumCalls = 3;
+
+void run_calls(int world_size, const Case& c, bool lends = false) {
+  GpuRanks ranks(world_size, {.world_size = world_size, .min_multiprocessors = 2}, 1);
+  ranks.timeout = timeout();
+  run_threads(world_size, [&](int rank) {
+    for (int call = 0; call < kNumCalls; ++call) {
+      Case again = c;
+      again.salt = c.salt + static_cast<std::uint32_t>(call);
+      ranks.run_case(rank, again, false, lends);
+    }
+  });
+}
+
+TEST_CASE("memory: one_shot") {
+  run_calls(2, {.dtype = DType::kBFloat16, .algorithm = Algorithm::kOneShot, .num_elems = 1021});
+  run_calls(3, {.dtype = DType::kBFloat16, .algorithm = Algorithm::kOneShot, .num_elems = 77});
+}
+
+TEST_CASE("memory: two_shot") {
+  run_calls(2, {.dtype = DType::kBFloat16, .algorithm = Algorithm::kTwoShot, .num_elems = 30'001});
+  run_calls(3, {.dtype = DType::kBFloat16, .algorithm = Algorithm::kTwoShot, .num_elems = 20'001});
+}
+
+TEST_CASE("memory: two_shot in lent buffers") {
+  run_calls(2, {.dtype = DType::kBFloat16, .algorithm = Algorithm::kTwoShot, .num_elems = 60'001},
+            true);
+}
+
+TEST_CASE("memory: reduce_scatter") {
+  run_calls(2, {.op = OpKind::kReduceScatter, .dtype = DType::kBFloat16, .num_elems = 15'001});
+}
+
+TEST_CASE("memory: reduce_scatter in lent buffers") {
+  run_calls(2, {.op = OpKind::kReduceScatter, .dtype = DType::kBFloat16, .num_elems = 60'001},
+            true);
+}
+
+TEST_CASE("memory: ring") {
+  run_calls(3, {.dtype = DType::kBFloat16, .algorithm = Algorithm::kRing, .num_elems = 40'001});
+}
+
+TEST_CASE("memory: move_same") {
+  run_calls(3, {.op = OpKind::kAllGather, .dtype = DType::kByte, .num_elems = 50'001});
+}
+
+TEST_CASE("memory: move_same in lent buffers") {
+  run_calls(2, {.op = OpKind::kAllGather, .dtype = DType::kByte, .num_elems = 90'001}, true);
+}
+
+TEST_CASE("memory: move") {
+  run_calls(3, {.op = OpKind::kAllToAll, .dtype = DType::kByte, .num_elems = 60'001});
+}
+
+TEST_CASE("memory: exchange") {
+  constexpr std::size_t kBytes = 400'001;  // several times the slots of all channels
+  GpuRanks ranks(2, {.world_size = 2, .min_multiprocessors = 4}, 1);
+  ranks.timeout = timeout();
+  run_threads(2, [&](int rank) {
+    for (int call = 0; call < kNumCalls; ++call) {
+      std::vector<std::byte> sent(kBytes), received(kBytes), expected(kBytes);
+      for (std::size_t i = 0; i < kBytes; ++i) {
+        const auto byte_of = [&](int from) {
+          return static_cast<std::byte>(i * 31 + i / 251 + static_cast<std::size_t>(call + from));
+        };
+        sent[i] = byte_of(rank);
+        expected[i] = byte_of(1 - rank);
+      }
+      const auto peer = static_cast<std::int16_t>(1 - rank);
+      ranks.exchange(
+          rank, {{sent.data(), kBytes, 0, peer, true}, {received.data(), kBytes, 0, peer, false}});
+      expect(ranks.control(rank).stop == 0, "a kernel that does not fail");
+      expect(received == expected, "the peer's message");
+    }
+  });
+}
+
+TEST_CASE("memory: loss_rows") {
+  // More rows than slots, each over two blocks, with edges in the middle of vectors.
+  for (const unsigned cluster_blocks : {1u, 2u}) {
+    LossCase c({.width = 1027, .num_tokens = 7, .cluster_blocks = cluster_blocks});
+    c.run();
+    c.check();
+  }
+}
+
+}  // namespace
