@@ -312,10 +312,10 @@ def opened_twice(gpu: Driver, peer: Peer) -> None:
     address = gpu.made("IpcOpenMemHandle_v2", handle, 1)
     assert gpu.made("IpcOpenMemHandle_v2", handle, 1) == address
     peer.tell(0)
-    new = peer.hear(0)
+    handle = Handle.from_buffer_copy(peer.hear(0))
     refused = ctypes.c_uint64()
     for expected in (cuda.ALREADY_MAPPED, cuda.ALREADY_MAPPED, cuda.SUCCESS):
-        arguments = (ctypes.byref(refused), Handle.from_buffer_copy(new), 1)
+        arguments = (ctypes.byref(refused), handle, 1)
         assert gpu.call("IpcOpenMemHandle_v2", *arguments) == expected
         if expected != cuda.SUCCESS:
             gpu.check("IpcCloseMemHandle", address)
