@@ -96,7 +96,7 @@ class Stacks {
 };
 
 u64 seed_of(const Launch& launch) {
-  const char* const text = std::getenv("RINGCOMM_PTX_SEED");
+  const char* const text = std::getenv("RINGCOMM_TEST_PTX_SEED");
   const u64 seed = text == nullptr ? 0 : std::strtoull(text, nullptr, 10);
   return (seed + 1) * 0x9e3779b97f4a7c15u + launch.ctaid.x + 1;
 }
@@ -171,7 +171,7 @@ void Block::run() {
     for (int saved = 0; saved < 6; ++saved) *--top = nullptr;
     threads_[i].stack_pointer_ = top;
   }
-  const bool is_random = std::getenv("RINGCOMM_PTX_SEED") != nullptr;
+  const bool is_random = std::getenv("RINGCOMM_TEST_PTX_SEED") != nullptr;
   u32 num_idle = 0;
   while (num_done_ < num_threads_) {
     const u64 polls_before = num_polls_;

@@ -196,7 +196,7 @@ class Block {
   const Launch launch;
   const std::unique_ptr<BlockMemory> memory;
   u32 num_threads() const { return num_threads_; }
-  /// True at random, the same way each run for a RINGCOMM_PTX_SEED.
+  /// True at random, the same way each run for a RINGCOMM_TEST_PTX_SEED.
   bool coin();
 
  private:

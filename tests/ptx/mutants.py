@@ -241,7 +241,7 @@ def main() -> int:
         wrong = check(name)
         failed += bool(wrong)
         print(f"  mutant {name}: {wrong or 'found'}", flush=True)
-        if not wrong and "RINGCOMM_KEEP_MUTANTS" not in os.environ:
+        if not wrong and "RINGCOMM_TEST_KEEP_MUTANTS" not in os.environ:
             shutil.rmtree(OUT / name)
     return int(failed > 0)
 
