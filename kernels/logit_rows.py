@@ -20,9 +20,6 @@ from triton.language.extra import libdevice
 # Means "no logit" where a difference must not be NaN. Smaller than any number but -infinity.
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 NO_INDEX = tl.constexpr(1 << 30)
-
-
-IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -32,11 +29,7 @@ def exp(x):
 
     tl.exp keeps denormals, which costs 3 more instructions per element, of about 17.
     """
-    if IS_INTERPRETED:  # knows no libdevice
-        power = tl.exp(x)
-    else:
-        power = libdevice.exp2(x * LOG2_E)
-    return power
+    return libdevice.exp2(x * LOG2_E)
 
 
 @triton.jit

@@ -4,9 +4,8 @@ Each element is read once, updated in fp32 and written once. There are no atomic
 call gives the same bits. Elements count from the weight's first, in memory order.
 
 Weights are stored with one rounding, by the formulas of docs/design/optim.md and of
-csrc/kernels/update_kernels.h, to the last bit. bfloat16 is rounded by integers: the interpreter's
-own conversion truncates, a GPU's has another NaN, and a memory-bound kernel has the instructions to
-spare.
+csrc/kernels/update_kernels.h, to the last bit. bfloat16 is rounded by integers: a GPU's conversion
+has another NaN, and a memory-bound kernel has the instructions to spare.
 
 AdaLomo passes over a matrix and its gradient tile by tile. Sums within a tile are of fp32 and in a
 fixed order; those of tiles, in float64, are the launcher's.
@@ -14,7 +13,7 @@ fixed order; those of tiles, in float64, are the launcher's.
 
 import triton
 import triton.language as tl
-from ringcomm.kernels.logit_rows import IS_INTERPRETED, base_of
+from ringcomm.kernels.logit_rows import base_of
 
 NAN_BITS = tl.constexpr(0x7FC00000)
 
@@ -43,16 +42,6 @@ def random_bits(key, elem):
 
 
 # ---- the numbers of an update
-
-
-@triton.jit
-def multiply_add(a, b, c):
-    """a * b + c rounded once."""
-    if IS_INTERPRETED:  # whose fma rounds twice; the product of two fp32 is exact in fp64
-        total = (a.to(tl.float64) * b + c).to(tl.float32)
-    else:
-        total = tl.fma(a, b, c)
-    return total
 
 
 @triton.jit
@@ -110,7 +99,7 @@ def store_weight(weight, low, at, value, key, elem, mask):
 def step_elements(weight, low, grad, at, decay, step, scale, clip_value, key, elem, mask):
     """w <- w * decay + g * step."""
     g = used_gradient(tl.load(grad + at, mask=mask), scale, clip_value)
-    updated = multiply_add(g, step, load_weight(weight, low, at, mask) * decay)
+    updated = tl.fma(g, step, load_weight(weight, low, at, mask) * decay)
     store_weight(weight, low, at, updated, key, elem, mask)
 
 
@@ -199,7 +188,7 @@ def embedding_kernel(
                 total += tl.load(at, mask=here, other=0.0).to(tl.float32)
         elem = row * width + column
         grad = used_gradient(total, scale, clip_value)
-        updated = multiply_add(grad, step, load_weight(weight, low, elem, mask) * decay)
+        updated = tl.fma(grad, step, load_weight(weight, low, elem, mask) * decay)
         store_weight(weight, low, elem, updated, key, elem, mask)
 
 
@@ -301,5 +290,5 @@ def adalomo_kernel(
     u = update_direction(
         grad, row_factor, col_factor, row, column, elem, mask, num_rows, num_cols, scale, clip_value
     )
-    updated = multiply_add(u, -step, load_weight(weight, low, elem, mask) * decay)
+    updated = tl.fma(u, -step, load_weight(weight, low, elem, mask) * decay)
     store_weight(weight, low, elem, updated, key, first_elem + elem, mask)

@@ -1,9 +1,9 @@
 """Builds and tests ringcomm in the environment of a machine with GPUs, as far as one can be had.
 
 That is Python 3.12, torch 2.11 for CUDA 13 and the Triton that it names; the extension has the
-kernels' images for sm_90. Nothing runs on a GPU: tests of GPUs run over the emulator, Triton's
-kernels are interpreted, and every command of docs/gpu-verification.md is started, up to its first
-look for a GPU.
+kernels' images for sm_90. Nothing runs on a GPU: tests of GPUs run over the emulator, the PTX of
+Triton's kernels runs on the CPU, and every command of docs/gpu-verification.md is started, up to
+its first look for a GPU.
 
 The environment (8 GB of disk, 3 GB to download) and a copy of the files that git knows or does not
 ignore are kept in .cache/gpu-machine, so that another run compiles what changed.

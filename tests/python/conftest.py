@@ -18,7 +18,7 @@ import pytest
 
 # For tests and their ranks. Names of modules are unique over all folders of tests.
 _HERE = Path(__file__).parent
-_OTHERS = ("benchmarks", "tools", "tests/clients")
+_OTHERS = ("benchmarks", "tools", "tests/clients", "tests/ptx")
 _FOLDERS = [*_HERE.iterdir(), *(_HERE.parents[1] / name for name in _OTHERS)]
 sys.path[:0] = [str(folder) for folder in _FOLDERS if folder.is_dir()]
 # A shell ignores SIGINT in its background jobs, and what they start would inherit that.

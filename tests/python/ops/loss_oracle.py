@@ -100,7 +100,7 @@ def evaluate_layer(layer: list[Tensor], target: Tensor, upstream: Any, **options
 
 # ---- comparisons
 
-# Of 16 bits; Triton's interpreter cuts off, which is 1.
+# Of 16 bits.
 ROUNDING_ULPS = 0.51
 
 

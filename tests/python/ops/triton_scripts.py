@@ -1,16 +1,15 @@
-"""Scripts of which each has a Triton of its own: interpreting, or compiling for a GPU elsewhere."""
+"""Scripts of which each has a Triton of its own: one that runs PTX on this CPU, or compiles only."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import json
 import os
+import platform
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,51 +17,54 @@ import torch
 HERE = Path(__file__).resolve().parent
 
 needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="triton is not installed"
+    importlib.util.find_spec("triton") is None,
+    reason="triton is not installed: its kernels are neither compiled nor run",
 )
+runs_ptx = [
+    needs_triton,
+    pytest.mark.skipif(platform.machine() != "x86_64", reason="PTX runs on x86-64 only"),
+]
 gpu = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
 ]
 
 
-def run(script: str, *arguments: str, **variables: str) -> str:
-    """What a script prints."""
-    done = subprocess.run(
+def start(
+    script: str, *arguments: str, timeout_s: float = 300, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs a script to its end, whatever that is."""
+    return subprocess.run(
         [sys.executable, "-W", "ignore", script, *arguments],
         cwd=HERE,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **variables},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=timeout_s,
         check=False,
     )
+
+
+def run(script: str, *arguments: str, timeout_s: float = 300, **variables: str) -> str:
+    """What a script prints."""
+    done = start(script, *arguments, timeout_s=timeout_s, **variables)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
 
 
-def interpreted(script: str) -> dict[str, str]:
-    """What is wrong with each case of a script that calls `interpret`."""
-    version = importlib.metadata.version("triton").split(".")
-    if tuple(map(int, version[:2])) < (3, 7):
-        pytest.skip("the interpreter of Triton 3.6 fails with NumPy 2.4")
-    said: dict[str, str] = json.loads(run(script, TRITON_INTERPRET="1"))
-    return said
+def work_through(check: Callable[[str], None], names: Iterable[str]) -> None:
+    """Runs cases by the PTX of the kernels that they launch, and prints what is wrong as JSON.
 
+    The script's arguments are the GPU's architecture, such as 90, and the names of cases, all
+    without any. Where the machine ends the process, its last words are the case's name and why.
+    """
+    import triton_launch
 
-def interpret(names: Iterable[str], check: Callable[[str], None]) -> None:
-    """Prints what is wrong with each case under the interpreter, as JSON."""
-    from triton.runtime.interpreter import TensorHandle
-
-    def set_attr(handle: Any, key: str, values: list[int]) -> None:
-        """The interpreter trusts multiple_of; a GPU that gets a wrong one faults."""
-        assert key == "tt.divisibility"
-        remainders = handle.data.astype("int64") % values[0]
-        assert not remainders.any(), f"no multiple of {values[0]}"
-
-    TensorHandle.set_attr = set_attr
+    arch, *wanted = sys.argv[1:]
+    triton_launch.install(int(arch))
     said = {}
-    for name in names:
+    for name in wanted or names:
+        print(name, file=sys.stderr, flush=True)
         try:
             check(name)
             said[name] = ""

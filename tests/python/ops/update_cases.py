@@ -1,7 +1,7 @@
 """Cases for weight updates, on the CPU and by the Triton kernels, compared with update_oracle.py.
 
-Run as a script with TRITON_INTERPRET=1 it works through them by the kernels on CPU tensors, and
-prints what is wrong with each as JSON; test_triton.py runs them on a GPU as well.
+Run as a script it works through them by the kernels' PTX on CPU tensors, and prints what is wrong
+with each as JSON (triton_scripts.py); test_triton.py runs them on a GPU as well.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 import torch
 import update_oracle as oracle
 from torch import Tensor
-from triton_scripts import interpret
+from triton_scripts import work_through
 from update_oracle import BF16, FP16, FP32, Step
 
 import ringcomm.ops.updates.weight_update as launchers
@@ -304,8 +304,6 @@ def ids_out_of_range(ops: Any, device: str) -> None:
 
 BESIDES = (beyond_32_bits, ids_out_of_range)
 NAMES = [*(case.name for case in CASES), *(check.__name__ for check in BESIDES)]
-# The interpreter rounds a product before it adds, so that it overflows too early.
-INTERPRETED = [name for name in NAMES if "special" not in name]
 
 
 def check(name: str, ops: Any, device: str) -> None:
@@ -316,5 +314,9 @@ def check(name: str, ops: Any, device: str) -> None:
     return {beside.__name__: beside for beside in BESIDES}[name](ops, device)
 
 
+def main() -> None:
+    work_through(lambda name: check(name, launchers, "cpu"), NAMES)
+
+
 if __name__ == "__main__":
-    interpret(INTERPRETED, lambda name: check(name, launchers, "cpu"))
+    main()
