@@ -1,9 +1,8 @@
-"""The Triton kernels run on this CPU by the PTX that Triton compiles for GPUs (tests/ptx)."""
+"""The Triton kernels run on this CPU, by the PTX that Triton compiles for GPUs (tests/ptx)."""
 
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import loss_cases
 import pytest
@@ -16,19 +15,25 @@ NAMES: dict[str, list[str]] = {
     "loss_cases": list(loss_cases.CHECKS),
     "update_cases": update_cases.NAMES,
 }
-# Every kernel; the others run in the slow test.
+# Every kernel once; the others run in the slow test.
 FEW = {
-    "loss_cases": ["beyond_32_bits", "no_class"],
+    "loss_cases": ["beyond_32_bits", "no_class", "wrong_shards"],
     "update_cases": [
         "sgd-2500-bfloat16-bfloat16-random",
         "sgd-shift-split",
         "embedding-padded",
-        "beyond_32_bits",
         "adalomo-row",
     ],
 }
-# From nothing, a kernel takes three seconds of a core, and there are some hundred.
-TIMEOUT_S = 1800
+# From nothing a kernel takes some three seconds of a core, and there are some hundred.
+TIMEOUT_S = 3600.0
+CHECKS = ("arguments", "grid")
+REFUSED = {
+    "load": "a load of 4 bytes outside of all tensors",
+    "store": "a store of 4 bytes outside of all tensors",
+    "race": "a race: ",
+    "opcode": "vabsdiff.s32.s32.s32",
+}
 
 
 def check_cases(script: str, arch: int, names: list[str]) -> None:
@@ -47,3 +52,31 @@ def test_some_cases(script: str) -> None:
 @pytest.mark.parametrize("script", NAMES)
 def test_kernels_do_what_the_cpu_and_the_oracle_do(script: str, arch: int) -> None:
     check_cases(script, arch, NAMES[script])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CHECKS)
+def test_small_kernels(name: str) -> None:
+    assert run("triton_small.py", name) == "right\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_kernel_that_breaks_a_rule_is_refused(name: str) -> None:
+    done = start("triton_small.py", name)
+    assert done.returncode != 0, done.stdout
+    assert REFUSED[name] in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", triton_mutants.MUTANTS)
+def test_a_fault_in_a_kernel_is_found(name: str) -> None:
+    """By a wrong result, or by the machine, which ends the process."""
+    mutant = triton_mutants.MUTANTS[name]
+    done = start("triton_mutants.py", name, timeout_s=TIMEOUT_S, **mutant.variables)
+    if done.returncode == 0:
+        said = json.loads(done.stdout)[mutant.case]
+        assert said, "not found"
+    else:
+        assert mutant.said, done.stderr[-2000:]
+        assert mutant.said in done.stderr, done.stderr[-2000:]

@@ -20,7 +20,8 @@ class Mutant(NamedTuple):
     new: str
     script: str
     case: str
-    said: str  # a part of what is said of it
+    said: str = ""  # a part of what the machine says, where it finds the fault
+    variables: dict[str, str] = {}  # of the environment
 
 
 MUTANTS = {
@@ -30,15 +31,15 @@ MUTANTS = {
     ),
     "a row's maximum is a minimum": Mutant(
         "logit_rows.scan_row", "tl.max(lane_max, 0)", "tl.min(lane_max, 0)", "loss_cases",
-        "shards", "",
+        "shards",
     ),
     "the sum of a row is its largest part": Mutant(
         "logit_rows.scan_row", "tl.sum(lane_sum * factor, 0)", "tl.max(lane_sum * factor, 0)",
-        "loss_cases", "shards", "",
+        "loss_cases", "shards",
     ),
     "no barrier before the target is overwritten": Mutant(
         "logit_rows.write_target", "    tl.debug_barrier()\n", "", "loss_cases", "beyond_32_bits",
-        "a race",
+        variables={"RINGCOMM_PTX_SEED": "1"},
     ),
     "rows are counted in 32 bits": Mutant(
         "cross_entropy.stats_and_grad_kernel", ".to(tl.int64)", "", "loss_cases",
@@ -50,15 +51,15 @@ MUTANTS = {
     ),
     "ties are rounded up": Mutant(
         "weight_update.store_weight", "bits + 0x7FFF + ((bits >> 16) & 1)", "bits + 0x8000",
-        "update_cases", "sgd-121-bfloat16-bfloat16-nearest", "",
+        "update_cases", "sgd-121-bfloat16-bfloat16-nearest",
     ),
     "the random bits are of another element": Mutant(
         "weight_update.random_bits", "elem.to(tl.uint32)", "(elem + 1).to(tl.uint32)",
-        "update_cases", "sgd-2051", "",
+        "update_cases", "sgd-2051",
     ),
     "a row's last token is left out": Mutant(
         "weight_update.embedding_kernel", "end = tl.load(ends + i)", "end = tl.load(ends + i) - 1",
-        "update_cases", "embedding-padded", "",
+        "update_cases", "embedding-padded",
     ),
     "a tile has a row too many": Mutant(
         "weight_update.tile_of", "(row < num_rows)", "(row <= num_rows)", "update_cases",
@@ -66,7 +67,7 @@ MUTANTS = {
     ),
     "sums of rows are of columns": Mutant(
         "weight_update.square_sums_kernel", "tl.sum(square, 1)", "tl.max(square, 1)",
-        "update_cases", "adalomo-row", "",
+        "update_cases", "adalomo-row",
     ),
 }  # fmt: skip
 
