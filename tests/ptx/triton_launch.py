@@ -76,8 +76,10 @@ def memory_of(tensor: Tensor) -> TensorMemory:
     return TensorMemory(tensor.data_ptr(), 1, span, span)
 
 
-def run(kernel: Any, compiled: Any, grid: tuple[int, ...], args: Any, options: Any) -> None:
-    """Runs a compiled kernel on the grid."""
+def run(
+    kernel: Any, compiled: Any, ptx: str, grid: tuple[int, ...], args: Any, options: Any
+) -> None:
+    """Runs the PTX of a compiled kernel on the grid."""
     metadata = compiled.metadata
     assert metadata.num_ctas == 1, "no kernel here has clusters"
     passed = passed_arguments(kernel, compiled, args, options)
@@ -85,7 +87,7 @@ def run(kernel: Any, compiled: Any, grid: tuple[int, ...], args: Any, options: A
     for device in {value.device for value in tensors if value.device.type != "cpu"}:
         torch.get_device_module(device).synchronize()  # of an emulated GPU, whose memory is the host's
     x, y, z = (*grid, 1, 1)[:3]
-    triton_library.load(metadata.name, compiled.asm["ptx"]).launch(
+    triton_library.load(metadata.name, ptx).launch(
         packed(passed + NO_SCRATCH),
         [memory_of(tensor) for tensor in tensors],
         grid=(x, y, z),
@@ -94,12 +96,12 @@ def run(kernel: Any, compiled: Any, grid: tuple[int, ...], args: Any, options: A
     )
 
 
-def install(arch: int, seen: Callable[[str, str], None] | None = None) -> None:
+def install(arch: int, change: Callable[[str], str] = str) -> None:
     """From now on launches of this process run on the CPU.
 
     Args:
         arch: whose PTX runs, such as 90.
-        seen: is told the name and the PTX of each kernel before it runs.
+        change: makes the PTX that runs of a kernel's.
     """
 
     class Driver:
@@ -115,9 +117,7 @@ def install(arch: int, seen: Callable[[str, str], None] | None = None) -> None:
     def getitem(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*args: Any, **options: Any) -> None:
             compiled = kernel.run(*args, grid=grid, warmup=True, **options)
-            if seen is not None:
-                seen(compiled.metadata.name, compiled.asm["ptx"])
-            run(kernel, compiled, grid, args, options)
+            run(kernel, compiled, change(compiled.asm["ptx"]), grid, args, options)
 
         return launch
 

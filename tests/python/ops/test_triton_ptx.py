@@ -6,8 +6,8 @@ import json
 
 import loss_cases
 import pytest
-import triton_mutants
 import update_cases
+from triton_mutants import MUTANTS
 from triton_scripts import run, runs_ptx, start
 
 pytestmark = runs_ptx
@@ -36,22 +36,29 @@ REFUSED = {
 }
 
 
-def check_cases(script: str, arch: int, names: list[str]) -> None:
-    said = json.loads(run(f"{script}.py", str(arch), *names, timeout_s=TIMEOUT_S))
+def check_cases(script: str, arch: int, variant: str, names: list[str]) -> None:
+    said = json.loads(run(f"{script}.py", str(arch), variant, *names, timeout_s=TIMEOUT_S))
     assert sorted(said) == sorted(names)
     assert {name: text for name, text in said.items() if text} == {}
 
 
 @pytest.mark.parametrize("script", FEW)
 def test_some_cases(script: str) -> None:
-    check_cases(script, 90, FEW[script])
+    check_cases(script, 90, "exact", FEW[script])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", [90, 80, 100])
 @pytest.mark.parametrize("script", NAMES)
 def test_kernels_do_what_the_cpu_and_the_oracle_do(script: str, arch: int) -> None:
-    check_cases(script, arch, NAMES[script])
+    check_cases(script, arch, "exact", NAMES[script])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["larger", "smaller"])
+def test_approximate_instructions_may_be_wrong(variant: str) -> None:
+    """By what PTX allows. Updates have none."""
+    check_cases("loss_cases", 90, variant, NAMES["loss_cases"])
 
 
 @pytest.mark.slow
@@ -69,14 +76,9 @@ def test_a_kernel_that_breaks_a_rule_is_refused(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", triton_mutants.MUTANTS)
-def test_a_fault_in_a_kernel_is_found(name: str) -> None:
-    """By a wrong result, or by the machine, which ends the process."""
-    mutant = triton_mutants.MUTANTS[name]
-    done = start("triton_mutants.py", name, timeout_s=TIMEOUT_S, **mutant.variables)
-    if done.returncode == 0:
-        said = json.loads(done.stdout)[mutant.case]
-        assert said, "not found"
-    else:
-        assert mutant.said, done.stderr[-2000:]
-        assert mutant.said in done.stderr, done.stderr[-2000:]
+def test_faults_in_kernels_are_found() -> None:
+    """By wrong results, or by the machine."""
+    found = json.loads(run("triton_mutants.py", timeout_s=TIMEOUT_S))
+    wanted = {name: mutant.said for name, mutant in MUTANTS.items()}
+    assert {name: text for name, text in found.items() if wanted[name] not in text} == {}
+    assert sorted(found) == sorted(wanted)

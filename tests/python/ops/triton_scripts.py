@@ -55,13 +55,15 @@ def run(script: str, *arguments: str, timeout_s: float = 300, **variables: str) 
 def work_through(check: Callable[[str], None], names: Iterable[str]) -> None:
     """Runs cases by the PTX of the kernels that they launch, and prints what is wrong as JSON.
 
-    The script's arguments are the GPU's architecture, such as 90, and the names of cases, all
-    without any. Where the machine ends the process, its last words are the case's name and why.
+    The script's arguments are the GPU's architecture, such as 90, a variant of the PTX
+    (triton_variants.py), and the names of cases, all without any. Where the machine ends the
+    process, its last words are the case's name and why.
     """
     import triton_launch
+    from triton_variants import VARIANTS
 
-    arch, *wanted = sys.argv[1:]
-    triton_launch.install(int(arch))
+    arch, variant, *wanted = sys.argv[1:]
+    triton_launch.install(int(arch), VARIANTS[variant])
     said = {}
     for name in wanted or names:
         print(name, file=sys.stderr, flush=True)

@@ -314,8 +314,13 @@ def check(name: str, ops: Any, device: str) -> None:
     return {beside.__name__: beside for beside in BESIDES}[name](ops, device)
 
 
+def check_by_name(name: str) -> None:
+    """A case on CPU tensors, by the launchers of GPUs."""
+    check(name, launchers, "cpu")
+
+
 def main() -> None:
-    work_through(lambda name: check(name, launchers, "cpu"), NAMES)
+    work_through(check_by_name, NAMES)
 
 
 if __name__ == "__main__":
