@@ -66,8 +66,10 @@ test-emulator: check-python  ## test the emulator of CUDA's driver, and compare 
 	@$(PREPARE) --need train --need test --extension -- \
 	    -m pytest tests/python/device/test_emulator.py tests/python/device/test_emulator_on_cuda.py $(ARGS)
 
-test-ptx: check-python  ## run nvcc's PTX of the CUDA kernels on the CPU: twelve kernels, or all and broken ones (ARGS=all)
+test-ptx: check-python  ## run nvcc's PTX of the CUDA kernels and Triton's on the CPU: some kernels, or all and broken ones (ARGS=all)
 	@$(MAKE) --no-print-directory -C "$(ROOT)/tests/ptx" run FORM=$(or $(ARGS),short) ARGS= PYTHON="$(PYTHON)"
+	@$(PREPARE) --need train --need test --extension -- -m pytest -q tests/python/ops/test_triton_ptx.py \
+	    $(if $(filter all,$(ARGS)),,-m 'not slow')
 
 kernels: check-python  ## compile the CUDA kernels with nvcc, and compare their machine code with the table
 	@cd "$(ROOT)" && "$(PYTHON)" tools/cuda_kernels.py

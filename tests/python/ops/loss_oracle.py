@@ -311,6 +311,6 @@ def assert_saturated(grad: Tensor, logits: Tensor, target: Tensor) -> None:
     ratio = logits.double() / SATURATED_CAP
     probabilities = torch.softmax(SATURATED_CAP * ratio.tanh(), -1)
     expected = (probabilities - F.one_hot(target, logits.shape[1])) / ratio.cosh().square()
-    rounding = 4e-6 if grad.dtype == torch.float32 else 2**-7  # Triton's interpreter cuts off
+    rounding = 4e-6 if grad.dtype == torch.float32 else 2**-7
     # Below the smallest normal number results may be 0.
     torch.testing.assert_close(grad.cpu().double(), expected, rtol=rounding, atol=4e-38)
