@@ -23,9 +23,19 @@ from triton_library import TensorMemory
 WARP_SIZE = 32
 # How numbers are passed; pointers have types that begin with "*".
 FORMATS = {
-    **{"i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q"},
-    **{"u1": "B", "u8": "B", "u16": "H", "u32": "I", "u64": "Q"},
-    **{"fp16": "e", "fp32": "f", "fp64": "d"},
+    "i1": "b",
+    "i8": "b",
+    "i16": "h",
+    "i32": "i",
+    "i64": "q",
+    "u1": "B",
+    "u8": "B",
+    "u16": "H",
+    "u32": "I",
+    "u64": "Q",
+    "fp16": "e",
+    "fp32": "f",
+    "fp64": "d",
 }
 # Triton appends two pointers, to memory of the grid and to a profiler's, which no kernel here uses.
 NO_SCRATCH = [("*i8", 0), ("*i8", 0)]
@@ -85,7 +95,7 @@ def run(
     passed = passed_arguments(kernel, compiled, args, options)
     tensors = [value for _, value in passed if isinstance(value, Tensor) and value.numel()]
     for device in {value.device for value in tensors if value.device.type != "cpu"}:
-        torch.get_device_module(device).synchronize()  # of an emulated GPU, whose memory is the host's
+        torch.get_device_module(device).synchronize()  # emulated: its memory is the host's
     x, y, z = (*grid, 1, 1)[:3]
     triton_library.load(metadata.name, ptx).launch(
         packed(passed + NO_SCRATCH),

@@ -19,8 +19,8 @@ KEPT = HERE.parents[1] / "build" / "ptx" / "triton"
 TRANSLATOR = ("translate.py", "instructions.py", "parse.py")
 MACHINE = ("machine.cc", "async.cc", "triton_memory.cc", "triton_grid.cc")
 FLAGS = ("-std=c++20", "-fPIC", "-shared", "-pthread", "-ffp-contract=off", f"-I{HERE.parent}")
-# The code of a kernel runs a few times: compiling it takes longer. So does reading the headers, which
-# are therefore precompiled.
+# Compiling a kernel takes longer than running it, and reading the headers as long as the rest of
+# compiling it: they are precompiled.
 MACHINE_FLAGS, KERNEL_FLAGS = ("-O2", "-Wall", "-Wextra"), ("-O1", "-w")
 HEADERS = ("ptx/machine.h", "ptx/numbers.h")
 COMPILE_TIMEOUT_S = 600.0

@@ -77,8 +77,8 @@ void read(const Thread& thread, u64 at, u32 line) {
 void write(const Thread& thread, u64 at, u32 line) {
   const u32 epoch = epoch_of(thread), block = state().block;
   Granule& granule = state().granules[at];
-  const bool is_own = granule.write_block == block && (granule.write_thread == thread.linear ||
-                                                       granule.write_epoch != epoch);
+  const bool is_own = granule.write_block == block &&
+                      (granule.write_thread == thread.linear || granule.write_epoch != epoch);
   if (granule.write_block != kNobody && !is_own)
     fail(thread, line, "a race: thread %u of block %u stores there too", granule.write_thread,
          granule.write_block);
@@ -103,15 +103,13 @@ void begin_launch(std::span<const TensorMemory> tensors) {
 
 void load(Thread& thread, u64 address, void* to, const Access& access) {
   check_bounds(thread, address, access, "a load");
-  each_granule(address, access.num_bytes(),
-               [&](u64 at) { read(thread, at, access.line); });
+  each_granule(address, access.num_bytes(), [&](u64 at) { read(thread, at, access.line); });
   std::memcpy(to, reinterpret_cast<const void*>(address), access.num_bytes());
 }
 
 void store(Thread& thread, u64 address, const void* from, const Access& access) {
   check_bounds(thread, address, access, "a store");
-  each_granule(address, access.num_bytes(),
-               [&](u64 at) { write(thread, at, access.line); });
+  each_granule(address, access.num_bytes(), [&](u64 at) { write(thread, at, access.line); });
   std::memcpy(reinterpret_cast<void*>(address), from, access.num_bytes());
 }
 

@@ -1,5 +1,5 @@
-"""Vocab-parallel cross-entropy on GPUs, against float64: Triton's kernels, on emulated GPUs by their
-PTX, and the exchange of their stats between the ranks."""
+"""Vocab-parallel cross-entropy on GPUs, against float64: Triton's kernels and the exchange of their
+stats between the ranks. On emulated GPUs the kernels run by their PTX."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scripts of which each has a Triton of its own: one that runs PTX on this CPU, or compiles only."""
+"""Scripts of which each has a Triton of its own, which runs PTX on this CPU or only compiles."""
 
 from __future__ import annotations
 

@@ -95,6 +95,7 @@ def refused(what: str) -> None:
 
 CHECKS: dict[str, Any] = {"arguments": check_arguments, "grid": check_grid}
 
+
 def main() -> None:
     name = sys.argv[1]
     triton_launch.install(90)
