@@ -43,7 +43,7 @@ MUTANTS = {
     ),
     "no barrier before the target is overwritten": Mutant(
         "logit_rows.write_target", "    tl.debug_barrier()\n", "",
-        "loss_cases", "beyond_32_bits", "a race",
+        "loss_cases", "saturated", "a race",
     ),
     "rows are counted in 32 bits": Mutant(
         "cross_entropy.stats_and_grad_kernel", ".to(tl.int64)", "",
@@ -51,7 +51,7 @@ MUTANTS = {
     ),
     "a gradient is promised to be aligned": Mutant(
         "logit_rows.base_of", "if IS_ALIGNED:", "if True:",
-        "update_cases", "linear-odd-1", "misaligned",
+        "update_cases", "sgd-far-from-a-vector", "misaligned",
     ),
     "ties are rounded up": Mutant(
         "weight_update.store_weight", "bits + 0x7FFF + ((bits >> 16) & 1)", "bits + 0x8000",

@@ -18,8 +18,17 @@ import triton_launch
 
 @triton.jit(do_not_specialize=("varying",))
 def arguments_kernel(
-    out, pair, absent, one, sixteen, varying, wide, flag, number, COUNT: tl.constexpr
-):
+    out: Any,
+    pair: Any,
+    absent: Any,
+    one: Any,
+    sixteen: Any,
+    varying: Any,
+    wide: Any,
+    flag: Any,
+    number: Any,
+    COUNT: tl.constexpr,
+) -> None:
     """Stores what it is given, at places that tell which."""
     numbers = pair[1]
     added, scale = numbers
@@ -50,7 +59,7 @@ def check_arguments() -> None:
 
 
 @triton.jit
-def grid_kernel(out, BLOCK: tl.constexpr):
+def grid_kernel(out: Any, BLOCK: tl.constexpr) -> None:
     """Each element is made of the program's numbers and its lane."""
     x, y, z = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     program = (z * tl.num_programs(1) + y) * tl.num_programs(0) + x
@@ -73,7 +82,7 @@ def check_grid() -> None:
 
 
 @triton.jit
-def refused_kernel(out, WHAT: tl.constexpr):
+def refused_kernel(out: Any, WHAT: tl.constexpr) -> None:
     """Breaks one rule."""
     lane = tl.arange(0, 32)
     if WHAT == "load":

@@ -80,6 +80,8 @@ CASES = [
     *(Case(f"sgd-{n}", "sgd", (n,), step=RANDOM, shift=n % 5) for n in (0, 1, 7, 2048, 2051)),
     Case("sgd-scalar", "sgd", (), FP32),
     Case("sgd-4d", "sgd", (4, 6, 5, 3), strided=True, is_split=True),
+    # A whole block of a kernel between two partial ones, its gradient at other vectors' places.
+    Case("sgd-far-from-a-vector", "sgd", (5000,), shift=3),
     Case("sgd-shift-split", "sgd", (300, 7), is_split=True, shift=3),
     Case("sgd-transposed", "sgd", (40, 70), FP32, step=PLAIN, strided=True),
     Case("sgd-far", "sgd", (2050,), step=FAR, shift=1),
