@@ -16,8 +16,10 @@ import translate
 
 HERE = Path(__file__).resolve().parent
 KEPT = HERE.parents[1] / "build" / "ptx" / "triton"
-TRANSLATOR = ("translate.py", "instructions.py", "parse.py")
-MACHINE = ("machine.cc", "async.cc", "triton_memory.cc", "triton_grid.cc")
+TRANSLATOR = tuple(
+    path.name for path in HERE.glob("*.py") if not path.name.startswith(("triton_", "mutants"))
+)
+MACHINE = ("machine.cc", "warp.cc", "async.cc", "triton_memory.cc", "triton_grid.cc")
 FLAGS = ("-std=c++20", "-fPIC", "-shared", "-pthread", "-ffp-contract=off", f"-I{HERE.parent}")
 # Compiling a kernel takes longer than running it, and reading the headers as long as the rest of
 # compiling it: they are precompiled.
