@@ -12,8 +12,8 @@
 /// RINGCOMM_PTX_MUTANT=KERNEL:LINES:CHANGE makes the instructions in these lines (a comma between
 /// two) of a kernel's PTX weaker: "weak", "relaxed", "cta", "cluster" or "gpu" in place of their
 /// order or scope. "none" is a fence that orders nothing, and a barrier at which threads meet
-/// without order; "skip" a barrier that is not there. RINGCOMM_PTX_LINES=FILE gets the kernel and line of every instruction that could
-/// be weakened and was executed.
+/// without order; "skip" a barrier that is not there. RINGCOMM_PTX_LINES=FILE gets the kernel and
+/// line of every instruction that could be weakened and was executed.
 namespace ringcomm::ptx::weak {
 
 bool is_chosen();
