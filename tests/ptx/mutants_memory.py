@@ -73,10 +73,12 @@ REDUNDANT = [
     (r"end_of_loads ", "it is for the assembler's order of loads"),
     (r"load_packet < reduce < run", "its flag is checked; await_packet loads again"),
     (
-        r"wait_all < rejoin ",
+        r"wait_all_at_least < wait_all < rejoin ",
         "only a later kernel reads what it acquires; those know all kernels here",
     ),
-    (r"agree < each < wait_all_at_least < wait_all < rejoin", "the kernel's end follows"),
+    (r"fence\.mbarrier_init", "barrier.cluster.arrive.release orders the same"),
+    (r"barrier\.cluster\.arrive", "fence.mbarrier_init orders the same"),
+    (r"mbarrier\.arrive", "who waits reads nothing that the arriving thread has stored"),
 ]
 
 

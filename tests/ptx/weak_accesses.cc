@@ -147,7 +147,7 @@ struct Memory final : BlockMemory {
   std::set<u32> executed;
   const Mutant* mutant = nullptr;
   bool makes_early() const {
-    return mutant != nullptr && mutant->change != "none" && mutant->change != "skip";
+    return mutant != nullptr && (mutant->change == "relaxed" || mutant->change == "gpu");
   }
   bool stores_cursor(const Access& access) const {
     return access.num_bytes() == sizeof(u64) && access.order == Order::kRelease;
@@ -197,7 +197,8 @@ void load(Thread& thread, u64 address, void* to, const Access& access) {
     // Of a weakened release any cursor: a wrong guess is found.
     const auto is_wanted = [&](u64 to) {
       WeaklyAcquired& all = WeaklyAcquired::all();
-      return all.is_empty() || all.has(to, state.block->place.gpu);
+      const bool is_release = all.is_empty() && block.mutant->change == "relaxed";
+      return is_release || all.has(to, state.block->place.gpu);
     };
     const auto early_store = [&](u32 linear, u64 to, u64 value) {
       const auto& part = block.parts[linear / block.part_threads];
