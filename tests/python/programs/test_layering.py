@@ -68,9 +68,10 @@ def test_the_architecture_page_draws_the_tree() -> None:
     """Each folder of code with its page, and no page besides."""
     design = ROOT / "docs" / "design"
     text = (design / "architecture.md").read_text(encoding="utf-8")
-    drawn = dict(re.findall(r"^((?:csrc|kernels|ringcomm)\S*)/ +(\w+\.md)", text, re.MULTILINE))
+    tops = ("csrc", "kernels", "ringcomm", "tests/ptx")
+    drawn = dict(re.findall(rf"^((?:{'|'.join(tops)})\S*)/ +(\w+\.md)", text, re.MULTILINE))
     code = {".h", ".cuh", ".cc", ".cu", ".py"}
-    paths = [p for top in ("csrc", "kernels", "ringcomm") for p in (ROOT / top).rglob("*")]
+    paths = [p for top in tops for p in (ROOT / top).rglob("*")]
     assert drawn.keys() == {name_of(path.parent) for path in paths if path.suffix in code}
     assert set(drawn.values()) == {page.name for page in design.glob("*.md")}
 
