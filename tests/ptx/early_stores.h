@@ -24,11 +24,11 @@ class EarlyStores {
     }
     acquired_.clear();
   }
-  /// Whether the store, which `may_be` made early, has been.
-  bool is_made(u32 thread, u64 address, u64 value, bool may_be) {
+  /// Whether the store has been made early.
+  bool is_made(u32 thread, u64 address, u64 value) {
     Cursor& cursor = cursors_[{thread, address}];
     const bool was_early = cursor.is_early;
-    if (was_early && (!may_be || value != cursor.value + 1)) end_without_result();
+    if (was_early && value != cursor.value + 1) end_without_result();
     const auto last = last_awaited_.find(thread);
     cursor = {value, last == last_awaited_.end() ? 0 : last->second, false, false};
     return was_early;

@@ -194,7 +194,6 @@ void load(Thread& thread, u64 address, void* to, const Access& access) {
       block.early.acquired(thread.linear, address);
       block.early.note_wait(thread.linear, address);
     }
-    // Of a weakened release any cursor: a wrong guess is found.
     const auto is_wanted = [&](u64 to) {
       WeaklyAcquired& all = WeaklyAcquired::all();
       const bool is_release = all.is_empty() && block.mutant->change == "relaxed";
@@ -220,11 +219,10 @@ void store(Thread& thread, u64 address, const void* from, const Access& access) 
   Memory& block = memory_of(thread);
   const Strength strength = block.strength({access.order, access.scope}, access.line);
   WeakThread& state = block.state(thread, access.proxy);
-  if (block.makes_early() && block.stores_cursor(access)) {
+  if (block.makes_early() && block.stores_cursor(access) && block.may_be_early(access, address)) {
     u64 value = 0;
     std::memcpy(&value, from, sizeof value);
-    const bool may_be = block.may_be_early(access, address);
-    if (block.early.is_made(thread.linear, address, value, may_be))
+    if (block.early.is_made(thread.linear, address, value))
       return memory().release_early(state, address, strength.order, strength.scope);
   }
   for_each_part(access, [&](u32 offset, u32 size) {
