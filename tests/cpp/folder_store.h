@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
@@ -14,7 +15,6 @@
 
 #include "core/annotations.h"
 #include "transport/membership.h"
-#include "transport/shm/fd.h"
 
 namespace ringcomm::testing {
 
@@ -56,8 +56,9 @@ class FolderStore final : public KeyValueStore {
 
  private:
   std::string write(const std::string& key, const std::string& value) const {
-    // Processes of two PID namespaces may have equal pids.
-    const std::string path = path_of(key) + "." + shm::random_text();
+    static std::atomic<int> num_written = 0;
+    const std::string path =
+        path_of(key) + "." + std::to_string(::getpid()) + "." + std::to_string(num_written++);
     std::ofstream(path) << value;
     return path;
   }
