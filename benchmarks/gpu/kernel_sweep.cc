@@ -155,7 +155,7 @@ class Sweep {
   void add_points(std::size_t num_bytes) {
     add({.num_bytes = num_bytes, .path = Path::kCopy});
     for (const DType dtype : kTypes)
-      for (const Path path : {Path::kPackets, Path::kStaged, Path::kShared, Path::kRing})
+      for (const Path path : {Path::kPackets, Path::kStaged, Path::kShared})
         add({.dtype = dtype, .num_bytes = num_bytes, .path = path});
     for (const OpKind op : {OpKind::kReduceScatter, OpKind::kAllGather})
       for (const Path path : {Path::kStaged, Path::kShared})
@@ -214,7 +214,6 @@ class Sweep {
     const Collective call{.op = point.op,
                           .dtype = point.dtype,
                           .algorithm = point.path == Path::kPackets ? Algorithm::kOneShot
-                                       : point.path == Path::kRing  ? Algorithm::kRing
                                                                     : Algorithm::kTwoShot,
                           .num_elems = num_elems,
                           .inputs = inputs.data(),

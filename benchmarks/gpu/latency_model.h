@@ -21,8 +21,8 @@
 
 namespace ringcomm::benchmarks {
 
-enum class Path { kCopy, kPackets, kStaged, kShared, kRing };
-inline constexpr const char* kPathNames[] = {"copy", "packets", "staged", "shared", "ring"};
+enum class Path { kCopy, kPackets, kStaged, kShared };
+inline constexpr const char* kPathNames[] = {"copy", "packets", "staged", "shared"};
 
 /// What the model needs of a call and of its plan.
 struct PlannedCall {
@@ -54,11 +54,6 @@ inline PlannedCall planned_call(const Collective& call, Path path, std::size_t n
                       .num_slices = static_cast<double>(kernel.num_slices)};
   planned.slice_bytes = static_cast<double>(
       is_reduction(call.op) ? kernel.slice_elems * element_bytes(call.dtype) : kernel.part_bytes);
-  if (path == Path::kRing) {
-    const double chunk_bytes = planned.num_bytes / kernel.world_size;
-    planned.slice_bytes = std::min<double>(kernel.staging.layout.ring_slot_bytes(), chunk_bytes);
-    planned.num_slices = std::ceil(chunk_bytes / planned.slice_bytes);
-  }
   return planned;
 }
 
@@ -81,8 +76,6 @@ class LatencyModel {
         return copy_us(call);
       case Path::kPackets:
         return packets_us(call);
-      case Path::kRing:
-        return ring_us(call);
       case Path::kShared:
         return is_reduction(call.op) ? shared_reduction_us(call) : shared_move_us(call);
       default:
@@ -340,22 +333,6 @@ class LatencyModel {
     work.l2_loads = work.loads * (call.num_ranks - 1) / call.num_ranks;
     work.loads /= call.num_ranks;
     return shared_us(call, work, kBarrierUs, shares_each_us(call));
-  }
-
-  /// Every slice goes around twice but for a step, one slice of a block after the other: half of
-  /// the steps add.
-  double ring_us(const PlannedCall& call) const {
-    const double num_vectors = call.slice_bytes / 16;
-    const Work added{.instructions = turns(num_vectors, 2) * loops::kRingSum,
-                     .loads = turns(num_vectors, 2)};
-    const Work both = added + copies(call.slice_bytes, false, false);
-    const double num = num_steps(call) * (call.num_ranks - 1);
-    return slower_ * (kLaunchUs + kMemoryUs) + 2 * hand_over_us(call) +
-           num * step_us(call, 2 * hand_over_us(call), both, ring_each_us(call));
-  }
-  double ring_each_us(const PlannedCall& call) const {
-    const double bytes_of_step = 2 * call.slice_bytes;
-    return memory_us(2 * bytes_of_step, bytes_of_step, call);
   }
 
   static constexpr double kBarrierUs = 0.2;

@@ -11,7 +11,6 @@ inline constexpr double kSumOfEight = 234;
 inline constexpr double kSumOfFew = 154;
 inline constexpr double kStoreSum = 156;
 inline constexpr double kAlsoStore = 7;
-inline constexpr double kRingSum = 159;
 inline constexpr double kAdamW = 514;
 inline constexpr double kLossRow = 1375;
 

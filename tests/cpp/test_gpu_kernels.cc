@@ -81,7 +81,7 @@ TEST_CASE("kernels: every type, reduction and algorithm of all_reduce") {
   std::uint32_t salt = 0;
   for (int d = 0; d < kNumDTypes; ++d)
     for (int r = 0; r < kNumReductions; ++r)
-      for (const Algorithm algorithm : {Algorithm::kOneShot, Algorithm::kTwoShot, Algorithm::kRing})
+      for (const Algorithm algorithm : {Algorithm::kOneShot, Algorithm::kTwoShot})
         // Records of softmax are merged by torch's operators there.
         if (static_cast<DType>(d) != DType::kSoftmaxStats &&
             oracle::has_meaning(static_cast<Reduction>(r), static_cast<DType>(d)))
@@ -98,7 +98,7 @@ TEST_CASE("kernels: threads of a block, and blocks, share the work of every algo
   std::vector<Case> cases;
   std::uint32_t salt = 0;
   for (const DType dtype : {DType::kFloat32, DType::kFloat16, DType::kInt64})
-    for (const Algorithm algorithm : {Algorithm::kOneShot, Algorithm::kTwoShot, Algorithm::kRing})
+    for (const Algorithm algorithm : {Algorithm::kOneShot, Algorithm::kTwoShot})
       for (const std::size_t num_elems : {std::size_t{100}, std::size_t{20'011}})
         cases.push_back({.dtype = dtype,
                          .algorithm = algorithm,
@@ -160,7 +160,7 @@ TEST_CASE("kernels: plain accesses may take effect as late as releases and acqui
                        .root = rooted(op) ? 1 : -1,
                        .num_elems = num_elems,
                        .salt = ++salt});
-    for (const Algorithm algorithm : {Algorithm::kOneShot, Algorithm::kTwoShot, Algorithm::kRing})
+    for (const Algorithm algorithm : {Algorithm::kOneShot, Algorithm::kTwoShot})
       cases.push_back({.algorithm = algorithm, .num_elems = num_elems, .salt = ++salt});
   }
   run_cases(3, 2, 2, cases, Late::kYes);
@@ -217,12 +217,12 @@ void meet_another_call(Algorithm algorithm) {
 }
 
 TEST_CASE("kernels: a different call is reported to the host with both headers") {
-  for (const Algorithm algorithm : {Algorithm::kOneShot, Algorithm::kTwoShot, Algorithm::kRing})
+  for (const Algorithm algorithm : {Algorithm::kOneShot, Algorithm::kTwoShot})
     meet_another_call(algorithm);
 }
 
 TEST_CASE("kernels: a rank that does not arrive is a timeout that names it, in all algorithms") {
-  for (const Algorithm algorithm : {Algorithm::kOneShot, Algorithm::kTwoShot, Algorithm::kRing}) {
+  for (const Algorithm algorithm : {Algorithm::kOneShot, Algorithm::kTwoShot}) {
     GpuRanks ranks(3, facts_of(3, 2), 2);
     ranks.timeout = std::chrono::seconds(1);
     std::latch start(2);  // of the two that do arrive none is late
@@ -336,7 +336,6 @@ bool fails_on_late_rank(GpuRanks& ranks, bool is_after, const FirstOfRank0& firs
 TEST_CASE("kernels: after a kernel has failed, a late peer gets no data of the rank's next one") {
   const Case cases[] = {{.algorithm = Algorithm::kOneShot, .num_elems = 300},
                         {.algorithm = Algorithm::kTwoShot, .num_elems = 500},
-                        {.algorithm = Algorithm::kRing, .num_elems = 9000},
                         {.op = OpKind::kReduceScatter, .num_elems = 20'000},
                         {.op = OpKind::kAllGather, .dtype = DType::kByte, .num_elems = 99'000}};
   for (const bool is_after : {false, true}) {

@@ -36,8 +36,6 @@ from loops import Loop, loops_of  # noqa: E402
 ARCHITECTURES = ("90", "100")
 IMAGES = ROOT / "build" / "cuda"
 # Of types that nobody reduces in bulk, and of what runs once in a call, a table says enough.
-# One release of nvcc makes either of two codes of ring_any for sm_90: the table has the larger
-# number of each pair, which --update does not know.
 COLD = re.compile(r"\w+_any|where|sum_losses")
 WITH_PACKETS = re.compile(r"one_shot_\w+")
 # They load 4 vectors at once or more wherever they load any; sums of 2, 4 and 8 sources 8, which is
@@ -61,7 +59,6 @@ COUNTED = {
     "kSumOfFew": ("two_shot_bfloat16", (4, 4, 0)),
     "kStoreSum": ("two_shot_bfloat16", (0, 0, 1)),
     "kAlsoStore": ("two_shot_bfloat16", (0, 0, 1)),
-    "kRingSum": ("ring_bfloat16", (4, 4, 2)),
     "kAdamW": ("update_adamw_bfloat16_float32", (4, 4, 4)),
     "kLossRow": ("loss_rows_bfloat16", (0, 0, 0)),
 }

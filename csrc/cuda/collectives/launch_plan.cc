@@ -123,20 +123,6 @@ void plan_reduction(const Collective& call, KernelCall& kernel_call, LaunchPlan&
   }
 }
 
-void plan_ring(const Collective& call, KernelCall& kernel_call, LaunchPlan& plan) {
-  plan.can_lend = false;
-  const std::size_t elem_bytes = element_bytes(call.dtype);
-  const StagingLayout& layout = kernel_call.staging.layout;
-  const ChunkLayout chunks(call.num_elems, kernel_call.world_size);
-  use_blocks(plan, num_slices(chunks.max_chunk_elems(), layout.ring_slot_bytes() / elem_bytes),
-             layout);
-  const RingSchedule schedule(kernel_call.rank, kernel_call.world_size);
-  for (int step = 0; step < schedule.num_steps(); ++step)
-    plan.traffic.sent_bytes += (chunks.chunk(schedule.reduce_scatter_send_chunk(step)).num_elems +
-                                chunks.chunk(schedule.all_gather_send_chunk(step)).num_elems) *
-                               elem_bytes;
-}
-
 // Data of one block's packets.
 std::size_t block_packet_bytes(const StagingLayout& layout) {
   return (layout.packets_per_block - kHeaderPackets) * kWordBytes;
@@ -244,10 +230,6 @@ bool sends_packets(const Choice& of) {
   return of.asked != Algorithm::kTwoShot && of.asked != Algorithm::kRing && !of.takes_turns &&
          of.call.num_bytes() <= most;
 }
-// Only on request. It does not add in rank order.
-bool goes_round(const Choice& of) {
-  return of.asked == Algorithm::kRing && !of.takes_turns && !of.options.is_rank_ordered;
-}
 bool always(const Choice&) { return true; }
 
 // The kernel of an operation by an algorithm, when it is used, and what sets its parameters.
@@ -265,7 +247,6 @@ using enum Algorithm;
 // The first of an operation that is chosen.
 constexpr KernelChoice kKernels[] = {
     {kAllReduce, kOneShot, "ringcomm_one_shot_", sends_packets, plan_one_shot},
-    {kAllReduce, kRing, "ringcomm_ring_", goes_round, plan_ring},
     {kAllReduce, kTwoShot, "ringcomm_two_shot_", always, plan_reduction<ReduceShape::kAllReduce>},
     {kReduceScatter, kDirect, "ringcomm_reduce_scatter_", always,
      plan_reduction<ReduceShape::kReduceScatter>},

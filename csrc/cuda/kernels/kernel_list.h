@@ -3,7 +3,6 @@
 #include "cuda/kernels/move.h"
 #include "cuda/kernels/one_shot.h"
 #include "cuda/kernels/reduce_gather.h"
-#include "cuda/kernels/ring.h"
 #include "cuda/kernels/send_recv.h"
 #include "cuda/kernels/update.h"
 
@@ -14,8 +13,7 @@
   X(ringcomm_two_shot_##suffix, KernelCall, (reduce_gather<Reducer, ReduceShape::kAllReduce>)) \
   X(ringcomm_reduce_scatter_##suffix, KernelCall,                                              \
     (reduce_gather<Reducer, ReduceShape::kReduceScatter>))                                     \
-  X(ringcomm_reduce_##suffix, KernelCall, (reduce_gather<Reducer, ReduceShape::kReduce>))      \
-  X(ringcomm_ring_##suffix, KernelCall, (all_reduce_ring<Reducer>))
+  X(ringcomm_reduce_##suffix, KernelCall, (reduce_gather<Reducer, ReduceShape::kReduce>))
 
 /// float64, integers and booleans share one kernel of each: "any"; large ones are rare.
 #define RINGCOMM_REDUCTION_KERNELS(X)                                   \

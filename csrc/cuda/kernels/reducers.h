@@ -96,7 +96,7 @@ class AnyReducer {
 
   /// outputs[...][i] = sources[0][i] (+) ... by all threads of a block. Both have num() and
   /// at(idx).
-  template <int kMaxVectors = 8, class B, class To, class Sources>
+  template <class B, class To, class Sources>
   RINGCOMM_HD void combine(const B& block, const To& outputs, const Sources& sources,
                            std::uint32_t num_elems, int divisor) const {
     const std::size_t num_bytes = num_elems * elem_bytes();
@@ -309,8 +309,8 @@ class TypedReducer {
            std::uint64_t{Element::store_32_bits(mean.of + Element::kPer32Bits)} << 32;
   }
 
-  /// As AnyReducer's, of a slice. A thread holds `kMaxVectors` of 16 bytes.
-  template <int kMaxVectors = 8, class B, class To, class Sources>
+  /// As AnyReducer's, of a slice. A thread holds up to 8 vectors of 16 bytes.
+  template <class B, class To, class Sources>
   RINGCOMM_HD void combine(const B& block, const To& outputs, const Sources& sources,
                            std::uint32_t num_elems, int divisor) const {
     constexpr std::uint32_t kElems = sizeof(Vector) / sizeof(Stored);
@@ -333,11 +333,11 @@ class TypedReducer {
       for (int o = 0; o < outputs.num(); ++o)
         store_pack<Cached::kYes>(outputs.at(o) + offset, stored);
     }
-    if (num_vectors > 0) sum<kMaxVectors>(block, outputs, sources, num_vectors, divisor);
+    if (num_vectors > 0) sum(block, outputs, sources, num_vectors, divisor);
   }
 
  private:
-  template <int kMaxVectors, class B, class To, class Sources>
+  template <class B, class To, class Sources>
   RINGCOMM_HD static void sum(const B& block, const To& outputs, const Sources& sources,
                               std::uint32_t num_vectors, int divisor) {
     const bool is_power = (divisor & (divisor - 1)) == 0;
@@ -347,9 +347,9 @@ class TypedReducer {
     const float scale =
         bits_as<float>((254u << 23) - bits_as<std::uint32_t>(static_cast<float>(divisor)));
     if (num == 2)
-      ExactSums<Element, 2, kMaxVectors / 2>::run(block, outputs, sources, num_vectors, scale);
+      ExactSums<Element, 2, 4>::run(block, outputs, sources, num_vectors, scale);
     else if (num == 4)
-      ExactSums<Element, 4, kMaxVectors / 4>::run(block, outputs, sources, num_vectors, scale);
+      ExactSums<Element, 4, 2>::run(block, outputs, sources, num_vectors, scale);
     else if (num == 8)
       ExactSums<Element, 8, 1>::run(block, outputs, sources, num_vectors, scale);
     else

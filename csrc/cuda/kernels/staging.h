@@ -94,23 +94,15 @@ struct StagingLayout {
   RINGCOMM_HD constexpr std::uint32_t num_places() const { return num_blocks / kBlocksPerPlace; }
 
   static constexpr std::uint32_t kP2pSlots = 2;
-  /// The slots of a ring's link share the two regions of a block.
-  static constexpr std::uint32_t kRingSlots = 2;
-  RINGCOMM_HD constexpr std::uint32_t ring_slot_bytes() const {
-    return 2 * region_bytes / kRingSlots / kLineBytes * kLineBytes;
-  }
 
   /// Precedes everything: the word for the first block that failed.
   RINGCOMM_HD constexpr std::size_t published_offset(std::uint32_t block,
                                                      std::uint32_t writer) const {
     return kLineBytes + std::size_t{block * world_size + writer} * sizeof(Cursor);
   }
-  RINGCOMM_HD constexpr std::size_t ring_offset(std::uint32_t block) const {
-    return published_offset(num_blocks, 0) + std::size_t{block} * sizeof(LinkCursors);
-  }
   /// Numbers of calls by packets, one per block.
   RINGCOMM_HD constexpr std::size_t packet_calls_offset(std::uint32_t block) const {
-    return ring_offset(num_blocks) + std::size_t{block} * kLineBytes;
+    return published_offset(num_blocks, 0) + std::size_t{block} * kLineBytes;
   }
   /// Words of Claim: for each block of collectives, then for each channel of messages to a rank and
   /// from one.
@@ -135,7 +127,7 @@ struct StagingLayout {
            std::size_t{((block * 2 + turn) * world_size + sender) * packets_per_block} *
                sizeof(Packet);
   }
-  /// In front of both regions of a block, which so are one piece of memory for a ring's slots.
+  /// In front of both regions of a block.
   RINGCOMM_HD constexpr std::size_t phase_header_offset(std::uint32_t block,
                                                         std::uint64_t phase) const {
     return packets_offset(num_packet_blocks, 0, 0) +
@@ -169,14 +161,8 @@ struct Staging {
   RINGCOMM_HD PhaseHeader& phase_header(int rank, unsigned block, std::uint64_t phase) const {
     return *reinterpret_cast<PhaseHeader*>(of[rank] + layout.phase_header_offset(block, phase));
   }
-  /// The link of a ring that ends at `to`: slots and tail are in the memory of `to`, which waits
-  /// for the tail; the head is in the sender's.
-  RINGCOMM_HD LinkGeometry ring_link(int from, int to, unsigned block) const {
-    return {&reinterpret_cast<LinkCursors*>(of[to] + layout.ring_offset(block))->tail,
-            &reinterpret_cast<LinkCursors*>(of[from] + layout.ring_offset(block))->head,
-            of[to] + layout.region_offset(block, 0), StagingLayout::kRingSlots,
-            layout.ring_slot_bytes()};
-  }
+  /// Slots and tail are in the memory of `to`, which waits for the tail; the head is in the
+  /// sender's.
   RINGCOMM_HD LinkGeometry p2p_link(int from, int to, unsigned channel) const {
     auto* there = of[to] + layout.p2p_offset(static_cast<std::uint32_t>(from), channel);
     auto* here = of[from] + layout.p2p_offset(static_cast<std::uint32_t>(to), channel);

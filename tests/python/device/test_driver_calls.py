@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from emulated_gpu import driver_calls, run_on_gpus, with_kernels
 
-import ringcomm
 from ringcomm.torch_names import TORCH_VERSION, all_gather_single
 
 pytestmark = emulated_gpu.needs_emulated_gpu
@@ -57,11 +56,9 @@ def check_synchronous(rank: int) -> None:
     small, large = torch.ones(10, device=GPU), torch.ones(100_000, device=GPU)
     mapped = torch.ones(1 << 20, device=GPU)
     gathered = torch.empty(world_size * 10, device=GPU)
-    ring = dist.new_group(pg_options=ringcomm.Options(algorithm="ring"))
     bodies: list[tuple[Callable[[], Any], int]] = [
         (lambda: dist.all_reduce(small), 0),
         (lambda: dist.all_reduce(large), 1),
-        (lambda: dist.all_reduce(large, group=ring), 0),
         (lambda: dist.broadcast(large, 0), 0),
         (lambda: all_gather_single(gathered, small), 0),
         (lambda: dist.all_reduce(mapped), 4),

@@ -19,7 +19,7 @@ pytestmark = emulated_gpu.needs_emulated_gpu
 
 TIMEOUT_S = 120.0
 TABLE = Path(__file__).resolve().parents[3] / "benchmarks" / "sweep_table.py"
-PATHS = {"copy", "packets", "staged", "shared", "ring"}
+PATHS = {"copy", "packets", "staged", "shared"}
 
 
 def command(box: Path, *arguments: str, **settings: str) -> dict[str, Any]:

@@ -24,7 +24,7 @@ SPEC.loader.exec_module(gate)
 
 USAGE = "  REG:40 STACK:{stack} SHARED:5744 LOCAL:0 CONSTANT[0]:2464 TEXTURE:0 SURFACE:0 SAMPLER:0"
 SUM = "two_shot_bfloat16 sm_90"
-RING = "ring_bfloat16 sm_90"
+UPDATE = "update_sgd_bfloat16_bfloat16 sm_90"
 COPY = "move sm_90"
 PACKETS = "one_shot_bfloat16 sm_90"
 
@@ -152,8 +152,8 @@ STORE = "STG.E.128 desc[UR4][R2.64], R4"
 FAULTS: dict[str, tuple[str, list[str], Callable[[list[str]], list[str]], str]] = {
     "50 instructions behind the loads": (
         SUM, SUM_CODE, lambda c: after(c, "WARPSYNC", *NOPS), "loop 0: instructions"),
-    "50 instructions in the ring": (
-        RING, SUM_CODE, lambda c: after(c, "WARPSYNC", *NOPS), "loop 0: instructions"),
+    "50 instructions in an update": (
+        UPDATE, SUM_CODE, lambda c: after(c, "WARPSYNC", *NOPS), "loop 0: instructions"),
     "one instruction more": (
         SUM, SUM_CODE, lambda c: after(c, "WARPSYNC", NOPS[0]), "loop 0: instructions"),
     "a loop unrolled twice": (
@@ -186,8 +186,8 @@ FAULTS: dict[str, tuple[str, list[str], Callable[[list[str]], list[str]], str]] 
         SUM, SUM_CODE, lambda c: after(c, "WARPSYNC", "MEMBAR.ALL.SYS"), "fences 0 -> 1"),
     "a spill in a hot kernel": (
         SUM, SUM_CODE, lambda c: after(c, "WARPSYNC", "STL [R1], R4"), "local 1, of a hot kernel"),
-    "a spill in the ring": (
-        RING, SUM_CODE, lambda c: after(c, "WARPSYNC", "STL [R1], R4"), "local 0 -> 1"),
+    "a spill in an update": (
+        UPDATE, SUM_CODE, lambda c: after(c, "WARPSYNC", "STL [R1], R4"), "local 0 -> 1"),
     "a generic access": (
         SUM, SUM_CODE, lambda c: replaced(c, STORE, STORE.replace("STG", "ST")), "generic 0 -> 1"),
     "a trap, in table and code": (
@@ -218,24 +218,24 @@ def test_faults_of_code_generation_are_seen(fault: str) -> None:
 def test_fails_where_a_number_grows(column: str) -> None:
     before = facts(SUM_CODE)
     worse = dataclasses.replace(before, **{column: getattr(before, column) + 1})
-    assert any(f"{column} " in problem for problem in gate.problems_of(RING, worse, before))
-    assert gate.problems_of(RING, before, dataclasses.replace(before, fences=8)) == []
+    assert any(f"{column} " in problem for problem in gate.problems_of(UPDATE, worse, before))
+    assert gate.problems_of(UPDATE, before, dataclasses.replace(before, fences=8)) == []
 
 
 def test_another_nvcc_has_the_rules_alone() -> None:
     more = dataclasses.replace(facts(SUM_CODE), registers=41)
     assert gate.problems_of(SUM, more, None) == []
     assert gate.problems_of(SUM, dataclasses.replace(more, stack=8), None)
-    assert gate.problems_of(RING, dataclasses.replace(more, stack=8), None)
-    assert gate.problems_of("ring_any sm_90", dataclasses.replace(more, stack=8), None) == []
+    assert gate.problems_of(UPDATE, dataclasses.replace(more, stack=8), None)
+    assert gate.problems_of("two_shot_any sm_90", dataclasses.replace(more, stack=8), None) == []
 
 
 def test_every_kernel_is_compared() -> None:
     few = facts(["EXIT"])
-    table = {"where sm_90": few, "ring_any sm_90": few, "ring_any sm_100": few}
-    assert gate.compare({"where sm_90": few, "ring_any sm_90": few}, table) == []
+    table = {"where sm_90": few, "two_shot_any sm_90": few, "two_shot_any sm_100": few}
+    assert gate.compare({"where sm_90": few, "two_shot_any sm_90": few}, table) == []
     (problem,) = gate.compare({"where sm_90": few}, table)
-    assert "ring_any sm_90: in the table, but" in problem
+    assert "two_shot_any sm_90: in the table, but" in problem
     (problem,) = gate.compare({**table, "new sm_90": few}, table)
     assert problem == "new sm_90: not in the table"
 
