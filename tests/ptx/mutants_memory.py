@@ -196,11 +196,11 @@ def changes_of(opcode: str) -> list[str]:
 def run(tests: str, case: str, seed: int, mutant: Mutant | None, **more: str) -> str:
     """What was seen: "" if the test passes."""
     environment = os.environ | more
-    environment |= {"RINGCOMM_PTX_MEMORY": str(seed), "RINGCOMM_PTX_SEED": str(seed)}
+    environment |= {"RINGCOMM_TEST_PTX_MEMORY": str(seed), "RINGCOMM_TEST_PTX_SEED": str(seed)}
     if mutant is not None:
         site = mutant.site
-        environment["RINGCOMM_PTX_MUTANT"] = f"{site.kernel}:{site.line}:{mutant.change}"
-        environment["RINGCOMM_PTX_TIMEOUT_S"] = str(KERNEL_TIMEOUT_S)
+        environment["RINGCOMM_TEST_PTX_MUTANT"] = f"{site.kernel}:{site.line}:{mutant.change}"
+        environment["RINGCOMM_TEST_PTX_TIMEOUT_S"] = str(KERNEL_TIMEOUT_S)
     try:
         done = subprocess.run(
             [tests, f"-tc={case}"], env=environment, capture_output=True, text=True,
@@ -217,7 +217,7 @@ def executed_lines(tests: str, kernel: str) -> set[int]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "lines")
         for case in TESTS[kernel]:
-            if seen := run(tests, case, 1, None, RINGCOMM_PTX_LINES=str(file)):
+            if seen := run(tests, case, 1, None, RINGCOMM_TEST_PTX_LINES=str(file)):
                 raise SystemExit(f"{case} without a mutant: {seen}")
         lines = [line.split() for line in file.read_text().splitlines()]
     return {int(line) for name, line in lines if name == kernel}
@@ -240,7 +240,7 @@ def fails(tests: str, case: str, num_seeds: int) -> bool:
     failed = [seed for seed in range(1, num_seeds + 1) if run(tests, case, seed, None)]
     print(f"{case}: {num_seeds - len(failed)} of {num_seeds} seeds pass", flush=True)
     for seed in failed:
-        print(f"  failed: RINGCOMM_PTX_MEMORY={seed} RINGCOMM_PTX_SEED={seed}")
+        print(f"  failed: RINGCOMM_TEST_PTX_MEMORY={seed} RINGCOMM_TEST_PTX_SEED={seed}")
     return bool(failed)
 
 

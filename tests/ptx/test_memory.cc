@@ -17,7 +17,7 @@ using namespace ringcomm::testing;
 
 /// A kernel that waits for what it will never see ends after this.
 std::chrono::seconds timeout() {
-  const char* const text = std::getenv("RINGCOMM_PTX_TIMEOUT_S");
+  const char* const text = std::getenv("RINGCOMM_TEST_PTX_TIMEOUT_S");
   return std::chrono::seconds(text == nullptr ? 50 : std::atoi(text));
 }
 

@@ -27,7 +27,8 @@ const char* setting(const char* name) {
 
 WeakMemory& memory() {
   // Never destroyed: kernels may run while the process ends.
-  static auto& memory = *new WeakMemory(std::strtoull(setting("RINGCOMM_PTX_MEMORY"), nullptr, 10));
+  static auto& memory =
+      *new WeakMemory(std::strtoull(setting("RINGCOMM_TEST_PTX_MEMORY"), nullptr, 10));
   return memory;
 }
 
@@ -43,7 +44,7 @@ struct Mutant {
 };
 
 Mutant read_mutant() {
-  const char* const text = setting("RINGCOMM_PTX_MUTANT");
+  const char* const text = setting("RINGCOMM_TEST_PTX_MUTANT");
   if (text == nullptr) return {};
   Mutant mutant;
   std::istringstream parts(text);
@@ -69,7 +70,7 @@ Strength weakened(const std::string& change, Strength strength) {
   if (change == "cta") return {strength.order, Scope::kCta};
   if (change == "cluster") return {strength.order, Scope::kCluster};
   if (change == "gpu") return {strength.order, Scope::kGpu};
-  std::fprintf(stderr, "ptx: RINGCOMM_PTX_MUTANT has no change %s\n", change.c_str());
+  std::fprintf(stderr, "ptx: RINGCOMM_TEST_PTX_MUTANT has no change %s\n", change.c_str());
   std::abort();
 }
 
@@ -94,9 +95,9 @@ class Lines {
  private:
   std::mutex mutex_;
   std::set<std::pair<std::string, u32>> known_;
-  std::FILE* const file_ = setting("RINGCOMM_PTX_LINES") == nullptr
+  std::FILE* const file_ = setting("RINGCOMM_TEST_PTX_LINES") == nullptr
                                ? nullptr
-                               : std::fopen(setting("RINGCOMM_PTX_LINES"), "a");
+                               : std::fopen(setting("RINGCOMM_TEST_PTX_LINES"), "a");
 };
 
 // ---- blocks
@@ -175,7 +176,7 @@ void for_each_part(const Access& access, const F& call) {
 }  // namespace
 
 bool is_chosen() {
-  static const bool is_chosen = setting("RINGCOMM_PTX_MEMORY") != nullptr;
+  static const bool is_chosen = setting("RINGCOMM_TEST_PTX_MEMORY") != nullptr;
   return is_chosen;
 }
 

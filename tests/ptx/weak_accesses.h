@@ -5,15 +5,15 @@
 
 #include "ptx/memory.h"
 
-/// The functions of memory.h on the weak memory (weak_memory.h), where RINGCOMM_PTX_MEMORY has its
-/// seed. It is of one process: what another process has stored is seen at once, and what this one
-/// stores is seen there late.
+/// The functions of memory.h on the weak memory (weak_memory.h), where RINGCOMM_TEST_PTX_MEMORY has
+/// its seed. It is of one process: what another process has stored is seen at once, and what this
+/// one stores is seen there late.
 ///
-/// RINGCOMM_PTX_MUTANT=KERNEL:LINES:CHANGE makes the instructions in these lines (a comma between
-/// two) of a kernel's PTX weaker: "weak", "relaxed", "cta", "cluster" or "gpu" in place of their
-/// order or scope. "none" is a fence that orders nothing, and a barrier at which threads meet
-/// without order; "skip" a barrier that is not there. RINGCOMM_PTX_LINES=FILE gets the kernel and
-/// line of every instruction that could be weakened and was executed.
+/// RINGCOMM_TEST_PTX_MUTANT=KERNEL:LINES:CHANGE makes the instructions in these lines (a comma
+/// between two) of a kernel's PTX weaker: "weak", "relaxed", "cta", "cluster" or "gpu" in place of
+/// their order or scope. "none" is a fence that orders nothing, and a barrier at which threads meet
+/// without order; "skip" a barrier that is not there. RINGCOMM_TEST_PTX_LINES=FILE gets the kernel
+/// and line of every instruction that could be weakened and was executed.
 namespace ringcomm::ptx::weak {
 
 bool is_chosen();
