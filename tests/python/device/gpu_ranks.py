@@ -87,6 +87,7 @@ class Gpus:
         *args: Any,
         backend: str | None = "",
         group_timeout_s: float = 30.0,
+        timeout_s: float = 120.0,
         env: dict[str, str] | None = None,
         fresh: bool = False,
         may_die: Collection[int] = (),
@@ -94,6 +95,7 @@ class Gpus:
         """fn(rank, *args) on every rank, whose current device is its own; results by rank.
 
         `backend`: of the default group; "" for this kind's; None for no group.
+        `timeout_s`: of the whole call, on emulated GPUs.
         """
         __tracebackhide__ = True
         name = self.backend if backend == "" else backend
@@ -101,6 +103,7 @@ class Gpus:
             "fresh": fresh or bool(may_die),
             "may_die": may_die,
             "grace_s": GRACE_S,
+            "timeout_s": timeout_s,
             "module": fn.__module__,
         }
         rank_env: dict[str, str] = {}

@@ -31,7 +31,7 @@ gpu = [
 
 
 def start(
-    script: str, *arguments: str, timeout_s: float = 300, **variables: str
+    script: str, *arguments: str, timeout_s: float = 900, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """Runs a script to its end, whatever that is."""
     return subprocess.run(
@@ -45,7 +45,7 @@ def start(
     )
 
 
-def run(script: str, *arguments: str, timeout_s: float = 300, **variables: str) -> str:
+def run(script: str, *arguments: str, timeout_s: float = 900, **variables: str) -> str:
     """What a script prints."""
     done = start(script, *arguments, timeout_s=timeout_s, **variables)
     assert done.returncode == 0, done.stderr[-2000:]
