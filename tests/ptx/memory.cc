@@ -15,33 +15,32 @@ void check_alignment(const Thread& thread, u64 address, const Access& access) {
          access.num_bytes(), static_cast<unsigned long long>(address));
 }
 
-template <class Word>
-void load_word(u64 address, void* to, int order) {
-  const auto* word = reinterpret_cast<const Word*>(address);
-  const Word value = order == __ATOMIC_ACQUIRE ? __atomic_load_n(word, __ATOMIC_ACQUIRE)
-                                               : __atomic_load_n(word, __ATOMIC_RELAXED);
-  std::memcpy(to, &value, sizeof value);
-}
-
-template <class Word>
-void store_word(u64 address, const void* from, int order) {
-  Word value;
-  std::memcpy(&value, from, sizeof value);
-  auto* word = reinterpret_cast<Word*>(address);
-  if (order == __ATOMIC_RELEASE)
-    __atomic_store_n(word, value, __ATOMIC_RELEASE);
-  else
-    __atomic_store_n(word, value, __ATOMIC_RELAXED);
-}
-
-template <class Word>
-u64 update_word(u64 address, const std::function<u64(u64)>& update) {
-  auto* word = reinterpret_cast<Word*>(address);
-  Word seen = __atomic_load_n(word, __ATOMIC_RELAXED);
-  while (!__atomic_compare_exchange_n(word, &seen, static_cast<Word>(update(seen)), false,
-                                      __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
+/// body(Word{}) with the unsigned type of an element.
+template <class Body>
+auto with_word(u32 num_bytes, const Body& body) {
+  switch (num_bytes) {
+    case 1:
+      return body(u8{});
+    case 2:
+      return body(u16{});
+    case 4:
+      return body(u32{});
+    default:
+      return body(u64{});
   }
-  return seen;
+}
+
+/// body(offset, Word{}) for each element.
+template <class Body>
+void for_elements(const Access& access, const Body& body) {
+  with_word(access.element_bytes, [&](auto word) {
+    for (u32 i = 0; i < access.num_elements; ++i) body(i * access.element_bytes, word);
+  });
+}
+
+template <class Word>
+Word* at(u64 address) {
+  return reinterpret_cast<Word*>(address);
 }
 
 }  // namespace
@@ -49,71 +48,43 @@ u64 update_word(u64 address, const std::function<u64(u64)>& update) {
 void load(Thread& thread, u64 address, void* to, const Access& access) {
   check_alignment(thread, address, access);
   if (weak::is_chosen()) return weak::load(thread, address, to, access);
-  if (access.proxy == Proxy::kAsync) {
-    std::memcpy(to, reinterpret_cast<const void*>(address), access.num_bytes());
-    return;
-  }
-  const int order = access.order == Order::kAcquire ? __ATOMIC_ACQUIRE : __ATOMIC_RELAXED;
-  for (u32 i = 0; i < access.num_elements; ++i) {
-    const u32 offset = i * access.element_bytes;
-    char* const element = static_cast<char*>(to) + offset;
-    switch (access.element_bytes) {
-      case 1:
-        load_word<u8>(address + offset, element, order);
-        break;
-      case 2:
-        load_word<u16>(address + offset, element, order);
-        break;
-      case 4:
-        load_word<u32>(address + offset, element, order);
-        break;
-      default:
-        load_word<u64>(address + offset, element, order);
-        break;
-    }
-  }
+  if (access.proxy == Proxy::kAsync)
+    return void(std::memcpy(to, at<const void>(address), access.num_bytes()));
+  for_elements(access, [&](u32 offset, auto word) {
+    const auto* const from = at<const decltype(word)>(address + offset);
+    word = access.order == Order::kAcquire ? __atomic_load_n(from, __ATOMIC_ACQUIRE)
+                                           : __atomic_load_n(from, __ATOMIC_RELAXED);
+    std::memcpy(static_cast<char*>(to) + offset, &word, sizeof word);
+  });
 }
 
 void store(Thread& thread, u64 address, const void* from, const Access& access) {
   check_alignment(thread, address, access);
   if (weak::is_chosen()) return weak::store(thread, address, from, access);
-  if (access.proxy == Proxy::kAsync) {
-    std::memcpy(reinterpret_cast<void*>(address), from, access.num_bytes());
-    return;
-  }
-  const int order = access.order == Order::kRelease ? __ATOMIC_RELEASE : __ATOMIC_RELAXED;
-  for (u32 i = 0; i < access.num_elements; ++i) {
-    const u32 offset = i * access.element_bytes;
-    const char* const element = static_cast<const char*>(from) + offset;
-    switch (access.element_bytes) {
-      case 1:
-        store_word<u8>(address + offset, element, order);
-        break;
-      case 2:
-        store_word<u16>(address + offset, element, order);
-        break;
-      case 4:
-        store_word<u32>(address + offset, element, order);
-        break;
-      default:
-        store_word<u64>(address + offset, element, order);
-        break;
-    }
-  }
+  if (access.proxy == Proxy::kAsync)
+    return void(std::memcpy(at<void>(address), from, access.num_bytes()));
+  for_elements(access, [&](u32 offset, auto word) {
+    std::memcpy(&word, static_cast<const char*>(from) + offset, sizeof word);
+    auto* const to = at<decltype(word)>(address + offset);
+    if (access.order == Order::kRelease)
+      __atomic_store_n(to, word, __ATOMIC_RELEASE);
+    else
+      __atomic_store_n(to, word, __ATOMIC_RELAXED);
+  });
 }
 
 u64 atomic(Thread& thread, u64 address, const Access& access,
            const std::function<u64(u64)>& update) {
   check_alignment(thread, address, access);
   if (weak::is_chosen()) return weak::atomic(thread, address, access, update);
-  switch (access.element_bytes) {
-    case 2:
-      return update_word<u16>(address, update);
-    case 4:
-      return update_word<u32>(address, update);
-    default:
-      return update_word<u64>(address, update);
-  }
+  return with_word(access.element_bytes, [&](auto seen) -> u64 {
+    auto* const word = at<decltype(seen)>(address);
+    seen = __atomic_load_n(word, __ATOMIC_RELAXED);
+    while (!__atomic_compare_exchange_n(word, &seen, static_cast<decltype(seen)>(update(seen)),
+                                        false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
+    }
+    return seen;
+  });
 }
 
 void fence(Thread& thread, Order order, Scope scope, u32 line) {
