@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -136,8 +137,13 @@ def nccl_variables(ranks_of_a_gpu: int) -> dict[str, str]:
 
 
 def nccl_version() -> tuple[int, ...]:
-    """Of the NCCL that this process would use, which LD_PRELOAD may have exchanged."""
-    return tuple(torch.cuda.nccl.version()[:3])
+    """Of the NCCL that this process uses, which LD_PRELOAD may have exchanged."""
+    found = ctypes.c_int()
+    try:  # torch tells which one it was built with
+        ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(found))
+    except (OSError, AttributeError):
+        return tuple(torch.cuda.nccl.version()[:3])
+    return found.value // 10000, found.value // 100 % 100, found.value % 100
 
 
 def why_nccl_cannot(placement: Placement, world_size: int) -> str | None:

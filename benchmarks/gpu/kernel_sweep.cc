@@ -25,6 +25,7 @@ constexpr std::chrono::seconds kKernelTimeout{3};
 constexpr int kLaunchesPerVisit = 5;
 // Of sweeps over blocks and regions: smaller calls use few blocks, larger ones are as these.
 constexpr std::size_t kMinSweptBytes = 1 << 20, kMaxSweptBytes = 64 << 20;
+constexpr double kWarmUpSeconds = 0.3;
 // Of copies that tell the rate of a GPU's memory: no cache holds them.
 constexpr std::size_t kMinRateBytes = 64 << 20;
 
@@ -98,26 +99,27 @@ class Sweep {
   }
 
  private:
+  // Results are checked before the times and after them: a GPU that waits for its host's checks
+  // lowers its clocks.
   void visit_all() {
     std::mt19937 random(1);  // on all ranks
     std::vector<std::size_t> order(points_.size());
     for (std::size_t i = 0; i < order.size(); ++i) order[i] = i;
     const Clock::time_point began = Clock::now();
-    bool is_last = false;
-    for (int round = 0; !is_last; ++round) {
-      // As many rounds as leave half of the time for the last one, its checks, and the end.
-      const double spent_s = page_.slowest(rank_, us_since(began)) / 1e6;
-      is_last = round == options_.rounds - 1 || spent_s > options_.limit_s / 2.0;
+    const auto elapsed_s = [&] { return page_.slowest(rank_, us_since(began)) / 1e6; };
+    check_all();
+    const double checked_s = elapsed_s();
+    while (elapsed_s() < checked_s + kWarmUpSeconds) time_graph(points_.back());
+    for (int round = 0; round < options_.rounds; ++round) {
+      if (round > 0 && elapsed_s() > options_.limit_s / 2.0) break;
       std::shuffle(order.begin(), order.end(), random);
       for (const std::size_t i : order) {
         last_ = i;
-        Point& point = points_[i];
-        if (round == 0) point.num_wrong += check(point);
         for (int launch = 0; launch < kLaunchesPerVisit; ++launch)
-          point.us.push_back(time_graph(point));
-        if (is_last) point.num_wrong += check(point);
+          points_[i].us.push_back(time_graph(points_[i]));
       }
     }
+    check_all();
   }
   static int attribute(cuda::DeviceAttribute which) {
     int value = 0;
@@ -242,33 +244,62 @@ class Sweep {
     memory_.finish();
     return page_.slowest(rank_, us_since(began) / point.num_calls);
   }
+  void check_all() {
+    for (last_ = 0; last_ < points_.size(); ++last_)
+      points_[last_].num_wrong += check(points_[last_]);
+    last_ = 0;
+  }
   /// Elements of this rank's output that are wrong after a call. Collective.
   std::uint64_t check(const Point& point) {
     memory_.fill(memory_.output(), 0xff, memory_.buffer_bytes());
     time_graph(point);
-    const std::size_t elem_bytes = element_bytes(point.dtype);
-    const std::size_t all = point.num_bytes / elem_bytes;
+    return point.dtype == DType::kFloat32 ? count_wrong<std::uint32_t>(point)
+                                          : count_wrong<std::uint16_t>(point);
+  }
+  template <class Word>
+  std::uint64_t count_wrong(const Point& point) {
+    const std::size_t all = point.num_bytes / sizeof(Word);
     const std::size_t share = all / static_cast<std::size_t>(page_.num_ranks);
-    const std::size_t num_elems = point.op == OpKind::kReduceScatter ? share : all;
-    const std::size_t at_once = RankMemory::kPieceBytes / elem_bytes;
+    const auto wanted_by = [&](const auto& value_of) {
+      std::vector<Word> words(kPeriod);
+      for (std::size_t i = 0; i < kPeriod; ++i)
+        words[i] = static_cast<Word>(bits_of(point.dtype, value_of(phase_of(i))));
+      return words;
+    };
+    const auto of_rank = [&](int rank) {
+      return wanted_by([&](std::size_t phase) { return value_at(rank, phase); });
+    };
+    if (point.path == Path::kCopy) return count_wrong(0, all, 0, of_rank(rank_));
     std::uint64_t num_wrong = 0;
-    for (std::size_t done = 0; done < num_elems; done += at_once) {
-      const std::size_t num = std::min(at_once, num_elems - done);
-      memory_.download(memory_.output() + done * elem_bytes, num * elem_bytes);
-      if (rank_ == options_.spoil && done == 0) *memory_.piece() ^= std::byte{64};
-      for (std::size_t i = 0; i < num; ++i) {
-        const std::uint32_t wanted = bits_of(point.dtype, result_at(point, done + i, share));
-        num_wrong += std::memcmp(memory_.piece() + i * elem_bytes, &wanted, elem_bytes) != 0;
+    if (point.op == OpKind::kAllGather) {
+      for (int rank = 0; rank < page_.num_ranks; ++rank)
+        num_wrong += count_wrong(static_cast<std::size_t>(rank) * share, share, 0, of_rank(rank));
+      return num_wrong;
+    }
+    const auto sums = wanted_by([&](std::size_t phase) { return sums_[phase]; });
+    if (point.op == OpKind::kAllReduce) return count_wrong(0, all, 0, sums);
+    return count_wrong(0, share, static_cast<std::size_t>(rank_) * share, sums);
+  }
+  /// Of elements from `begin` on, which should be as those from element `first` of inputs on, of
+  /// which `wanted` has a period.
+  template <class Word>
+  std::uint64_t count_wrong(std::size_t begin, std::size_t num_elems, std::size_t first,
+                            const std::vector<Word>& wanted) {
+    constexpr std::size_t kAtOnce = RankMemory::kPieceBytes / sizeof(Word);
+    std::uint64_t num_wrong = 0;
+    for (std::size_t done = 0; done < num_elems; done += kAtOnce) {
+      const std::size_t num = std::min(kAtOnce, num_elems - done);
+      memory_.download(memory_.output() + (begin + done) * sizeof(Word), num * sizeof(Word));
+      if (rank_ == options_.spoil && begin + done == 0) *memory_.piece() ^= std::byte{64};
+      const auto* found = reinterpret_cast<const Word*>(memory_.piece());
+      for (std::size_t i = 0, at = 0; i < num; i += at) {
+        const Word* expected = wanted.data() + (first + done + i) % kPeriod;
+        at = std::min(num - i, static_cast<std::size_t>(wanted.data() + kPeriod - expected));
+        if (std::memcmp(found + i, expected, at * sizeof(Word)) == 0) continue;
+        for (std::size_t k = 0; k < at; ++k) num_wrong += found[i + k] != expected[k];
       }
     }
     return num_wrong;
-  }
-  int result_at(const Point& point, std::size_t idx, std::size_t share) const {
-    if (point.path == Path::kCopy) return value_at(rank_, phase_of(idx));
-    if (point.op == OpKind::kAllGather)
-      return value_at(static_cast<int>(idx / share), phase_of(idx % share));
-    if (point.op == OpKind::kReduceScatter) idx += static_cast<std::size_t>(rank_) * share;
-    return sums_[phase_of(idx)];
   }
 
   // ---- output

@@ -18,7 +18,10 @@ inline constexpr DType kTypes[] = {DType::kBFloat16, DType::kFloat32};
 /// Inputs have small integers, whose sums are exact in each of the types. They depend on the rank,
 /// and on the phase of the element's place.
 inline constexpr std::size_t kNumPhases = 31;
-inline std::size_t phase_of(std::size_t idx) { return (idx * 7 + idx / 997) % kNumPhases; }
+inline constexpr std::size_t kRun = 997;
+inline std::size_t phase_of(std::size_t idx) { return (idx * 7 + idx / kRun) % kNumPhases; }
+/// The phases repeat after so many elements.
+inline constexpr std::size_t kPeriod = kRun * kNumPhases;
 inline int value_at(int rank, std::size_t phase) {
   return static_cast<int>((phase + static_cast<std::size_t>(rank) * 13) % kNumPhases) - 15;
 }

@@ -140,8 +140,7 @@ class GpuBlock {
   __device__ void note_core(std::uint32_t&) const {}
   __device__ void leave_core(const std::uint32_t&) const {}
 
-  /// A block polls the host at most every 0.13 ms: each poll is two writes and a read over PCIe,
-  /// and every waiting block polls. The answer to one thread is valid for all.
+  /// Asks now and then whether to go on. The answer to one thread is valid for all of the block.
   __device__ Stop stopped(int peer) {
     Clock& clock = shared_.clock;
     if (clock.stop != 0) return static_cast<Stop>(clock.stop);
@@ -151,11 +150,8 @@ class GpuBlock {
     if (clock.began == 0) clock.began = clock.asked = now;
     if (now - clock.asked < kAskEveryTicks) return Stop::kNone;
     clock.asked = now;
-    call_.control->note_wait(peer, now);
-    std::uint32_t abort;
-    asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(abort) : "l"(&call_.control->abort));
     Stop stop = Stop::kNone;
-    if (abort != 0)
+    if (ask(peer, now))
       stop = Stop::kAborted;
     else if (std::uint64_t{now - clock.began} << kTickBits > call_.timeout_ns)
       stop = Stop::kTimeout;
@@ -179,7 +175,27 @@ class GpuBlock {
  private:
   // Times are in ticks of 65.5 us; a register holds three days.
   static constexpr int kTickBits = 16;
-  static constexpr std::uint32_t kAskEveryTicks = 2;
+  static constexpr std::uint32_t kAskEveryTicks = 8;
+
+  /// Whether the host ends all waits. One block of the rank at a time asks, over PCIe, and tells
+  /// the others: on an H200 the questions of all blocks, each for itself, were most of a long
+  /// call's time (docs/experiments.md).
+  __device__ bool ask(int peer, std::uint32_t now) const {
+    RankWords& words = call_.staging.words(call_.rank);
+    if (load_relaxed(words.is_aborted) != 0) return true;
+    const std::uint32_t last = load_relaxed(words.asked_at);
+    const bool is_recent = now - last < kAskEveryTicks || last - now < kAskEveryTicks;
+    if (is_recent || atomicCAS(&words.asked_at, last, now) != last) return false;
+    call_.control->note_wait(peer, now);
+    if (load_relaxed(call_.control->abort) == 0) return false;
+    *static_cast<volatile std::uint32_t*>(&words.is_aborted) = 1;
+    return true;
+  }
+  __device__ static std::uint32_t load_relaxed(const std::uint32_t& word) {
+    std::uint32_t value;
+    asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(&word));
+    return value;
+  }
 
   __device__ static void store_release(std::uint64_t& word, std::uint64_t value) {
     asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(&word), "l"(value) : "memory");

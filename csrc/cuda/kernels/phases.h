@@ -24,7 +24,7 @@ template <Block B, class WordOf>
 RINGCOMM_HD void tell_alone(B& block, const GroupFrame& call, std::uint32_t stop, int peer,
                             const WordOf& word_of) {
   Control& control = *call.control;
-  if (block.claim(call.staging.claim(call.rank))) {
+  if (block.claim(call.staging.words(call.rank).is_reported)) {
     control.peer = peer;
     control.launch = call.launch;
     RINGCOMM_ROLLED
@@ -225,7 +225,7 @@ RINGCOMM_HD Stop begin_step(B& block, const KernelCall& call, Phases<B>& phases,
 template <Block B>
 RINGCOMM_HD void finish(B& block, const GroupFrame& call, Stop stop) {
   if (stop == Stop::kAborted && block.thread_idx() == 0)
-    block.claim(call.staging.claim(call.rank));  // so that later kernels report no consequence
+    block.claim(call.staging.words(call.rank).is_reported);  // so that later kernels report no consequence
   if (stop != Stop::kNone && stop != Stop::kAborted)
     tell(block, call, static_cast<std::uint32_t>(stop), block.awaited_peer(), FewWords());
 }

@@ -52,6 +52,13 @@ struct Control {
   }
 };
 
+/// The words of a rank's kernels in front of its staging.
+struct RankWords {
+  std::uint32_t is_reported;  ///< by the first block that failed
+  std::uint32_t asked_at;     ///< when a block last read Control::abort
+  std::uint32_t is_aborted;   ///< what it read
+};
+
 /// In Control::stop: a peer made another call.
 inline constexpr std::uint32_t kMismatch = 100;
 /// Ranks theirs[0] and theirs[1] disagree on the first's bytes for the second: two words of each.
@@ -100,7 +107,7 @@ struct StagingLayout {
     return 2 * region_bytes / kRingSlots / kLineBytes * kLineBytes;
   }
 
-  /// Precedes everything: the word for the first block that failed.
+  /// After the line of RankWords.
   RINGCOMM_HD constexpr std::size_t published_offset(std::uint32_t block,
                                                      std::uint32_t writer) const {
     return kLineBytes + std::size_t{block * world_size + writer} * sizeof(Cursor);
@@ -157,7 +164,7 @@ struct Staging {
   RINGCOMM_HD std::uint32_t& word_at(int rank, std::size_t offset) const {
     return *reinterpret_cast<std::uint32_t*>(of[rank] + offset);
   }
-  RINGCOMM_HD std::uint32_t& claim(int rank) const { return word_at(rank, 0); }
+  RINGCOMM_HD RankWords& words(int rank) const { return *reinterpret_cast<RankWords*>(of[rank]); }
   RINGCOMM_HD std::uint32_t& busy(int rank, unsigned block) const {
     return word_at(rank, layout.busy_offset(block));
   }
