@@ -72,7 +72,7 @@ inline void print_line(const Point& point, double copy_us, double predicted_us,
                        std::uint64_t num_wrong) {
   const double p50 = point.quantile(0.5);
   std::printf(
-      R"({"op":"%s","dtype":"%s","ranks":%d,"bytes":%zu,"path":"%s","blocks":%u,)"
+      R"({"kind":"kernels","op":"%s","dtype":"%s","ranks":%d,"bytes":%zu,"path":"%s","blocks":%u,)"
       R"("region_bytes":%u,"held_vectors":%u,"is_plan":%s,"calls":%d,"samples":%zu,)"
       R"("p50_us":%.2f,"p99_us":%.2f,"predicted_us":%.2f,"gb_per_s":%.4g,"copy_share":%.4g,"num_wrong":%llu})"
       "\n",
