@@ -145,6 +145,32 @@ TEST_CASE("block reservation: a killed process has nothing, and the last one lea
   CHECK(::stat(path_of(device).c_str(), &status) != 0);
 }
 
+// https://github.com/NVIDIA/Megatron-LM/pull/3684: a worker that a rank has forked outlives it.
+TEST_CASE("block reservation: a forked child keeps nothing of a process that was killed") {
+  const DeviceUuid device = own_device(6);
+  BlockReservation reservation(device, 5);
+  int ready[2];
+  REQUIRE(::pipe(ready) == 0);
+  const pid_t child = ::fork();
+  if (child == 0) {
+    BlockReservation theirs(device, 5);
+    if (!theirs.reserve(5)) ::_exit(1);
+    const pid_t orphan = ::fork();
+    if (orphan != 0 && ::write(ready[1], &orphan, sizeof orphan) != sizeof orphan) ::_exit(1);
+    for (;;) ::pause();
+  }
+  REQUIRE(child > 0);
+  ::close(ready[1]);
+  pid_t orphan = 0;
+  REQUIRE(::read(ready[0], &orphan, sizeof orphan) == sizeof orphan);
+  CHECK(reservation.num_free() == 0);
+  ::kill(child, SIGKILL);
+  ::waitpid(child, nullptr, 0);
+  CHECK(reservation.reserve(5));
+  ::kill(orphan, SIGKILL);
+  ::close(ready[0]);
+}
+
 TEST_CASE(
     "block reservation: a removed file is not replaced while reservations of the process use it") {
   const DeviceUuid device = own_device(5);

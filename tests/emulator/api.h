@@ -48,7 +48,6 @@ inline constexpr int kCaptureGlobal = 0;
 #define RINGCOMM_EXTRA_DRIVER_FUNCTIONS(X)                                            \
   X(device_get_count, "cuDeviceGetCount", (int* count))                               \
   X(stream_query, "cuStreamQuery", (StreamHandle stream))                             \
-  X(ctx_synchronize, "cuCtxSynchronize", ())                                          \
   X(launch_host_func, "cuLaunchHostFunc",                                             \
     (StreamHandle stream, void (*function)(void*), void* data))                       \
   X(stream_begin_capture, "cuStreamBeginCapture_v2", (StreamHandle stream, int mode)) \

@@ -314,6 +314,11 @@ std::shared_ptr<DeviceUse> DeviceGroup::enqueue(c10::Device device, bool is_asyn
   if (stream != home) DeviceEvent::record(home).block(stream);
   cuda::DeviceCarrier& used = carrier(device);
   const cuda::StreamPlace place = place_of(stream);
+  // Nothing can be launched in it, on this rank alone: the group goes on.
+  if (place.capture == cuda::kFailedCapture)
+    throw std::runtime_error(
+        "ringcomm: the capture of this stream had failed before this call: end it, and begin "
+        "again");
   std::shared_ptr<const cuda::Event> end;
   recorded_.clear();
   try {

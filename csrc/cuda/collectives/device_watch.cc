@@ -128,6 +128,7 @@ void DeviceWatch::look_at_wait() {
 }
 
 void DeviceWatch::compare_calls() {
+  if (words_.has_captured != 0) return;  // then the numbers of calls say nothing
   const int rank = communicator_.rank();
   for (; num_compared_ < num_noted(rank); ++num_compared_) {
     HeaderWords own, words;

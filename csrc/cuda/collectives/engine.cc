@@ -40,7 +40,8 @@ Engine::~Engine() {
     const ContextGuard guard(group_->device());
     const RelaxedCapture relaxed;
     if (communicator_.failure().has_failed()) watch_.end_waits();
-    // Captured work may run later; the program must not replay it.
+    // A program must not replay graphs of the group later, but replays may be running.
+    if (has_captured_) check(driver().ctx_synchronize(), "wait for the GPU");
     collectives_.synchronize();
     for (auto& [peer, messages] : messages_) messages.synchronize();
   } catch (const Error&) {
@@ -128,6 +129,8 @@ Traffic Engine::enqueue(const Collective& call, const CallHeader& header,
   if (place.capture == 0) {
     planned.call.launch = num_launches_;
     watch_.note_call(num_launches_++, words);
+  } else {
+    note_capture();
   }
   if (group_->takes_turns())
     launch_in_turns(planned, place.stream);
@@ -137,6 +140,12 @@ Traffic Engine::enqueue(const Collective& call, const CallHeader& header,
   collectives_.note(last_end_, place);
   watch_.note_launch();
   return planned.plan.traffic;
+}
+
+// Replays are not counted, and another rank may make the same calls eagerly.
+void Engine::note_capture() {
+  has_captured_ = true;
+  group_->words().has_captured = 1;
 }
 
 // ---- ranks that take turns
@@ -209,8 +218,10 @@ void Engine::exchange(const std::vector<P2pMessage>& messages, const StreamPlace
   for (const int peer : peers)
     places_per_lane = std::min(places_per_lane, places_of_messages(peer));
   const LaunchPlan plan = plan_exchange(messages, places_per_lane, call);
-  if (place.capture != 0)
+  if (place.capture != 0) {
+    note_capture();
     for (const P2pMessage& message : messages) lent_.keep_for_graph(message.data);
+  }
   for (const int peer : peers) messages_[peer].wait(place);
   kernels_.launch(kernels_.find(plan.kernel), plan, call, place.stream);
   last_end_ = events_.record(place.stream);

@@ -75,6 +75,7 @@ class Engine final : public DeviceCarrier {
   bool has_no_messages() const;
   void look_at_peer(int peer, RunningClock::time_point deadline);
   void check_alive();
+  void note_capture();
   /// Throws std::invalid_argument where ranks take turns.
   void refuse_turns(const char* what) const;
 
@@ -89,6 +90,7 @@ class Engine final : public DeviceCarrier {
   LentMemory lent_;
   DeviceWatch watch_;
   std::uint64_t num_launches_ = 0;
+  bool has_captured_ = false;
   std::shared_ptr<const Event> last_end_;
   StreamOrder collectives_;
   std::map<int, StreamOrder> messages_;  // with each peer

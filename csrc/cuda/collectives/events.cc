@@ -42,9 +42,7 @@ std::uint64_t capture_of(StreamHandle stream) {
   unsigned long long id = 0;
   check(driver().stream_get_capture_info(stream, &status, &id, nullptr, nullptr, nullptr),
         "ask a stream whether it is captured");
-  // One that is broken has no number any more.
-  constexpr std::uint64_t kBroken = ~std::uint64_t{0};
-  return status == kCaptureNone ? 0 : status == kCaptureActive ? id : kBroken;
+  return status == kCaptureNone ? 0 : status == kCaptureActive ? id : kFailedCapture;
 }
 
 void StreamOrder::wait(const StreamPlace& place) const {

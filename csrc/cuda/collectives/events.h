@@ -56,7 +56,9 @@ class EventPool {
 /// error.
 void copy_and_wait(void* to, const void* from, std::size_t num_bytes, const char* what);
 
-/// The number of the capture that a stream is part of; 0 if none.
+/// The number of the capture that a stream is part of; 0 if none. One that has failed has no number
+/// any more.
+inline constexpr std::uint64_t kFailedCapture = ~std::uint64_t{0};
 std::uint64_t capture_of(StreamHandle stream);
 
 /// A stream, and the capture that it is part of during one call.

@@ -126,6 +126,7 @@ struct GroupWords {
   };
 
   OfRank ranks[kMaxRanks];
+  std::atomic<std::uint32_t> has_captured;  ///< whether any rank has captured a call
   std::atomic<std::uint32_t> pair_places[kMaxRanks][kMaxRanks];  ///< of DeviceGroup
   OfSegment segments[kMaxSegments];
   alignas(kLineBytes) std::atomic<std::uint64_t> num_announced;  ///< versions of all allocations

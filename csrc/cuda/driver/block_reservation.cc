@@ -1,6 +1,7 @@
 #include "cuda/driver/block_reservation.h"
 
 #include <fcntl.h>
+#include <pthread.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -45,7 +46,7 @@ struct flock lock_of(int byte, short type) {
 // Those of this process.
 struct Reservations {
   std::mutex mutex;
-  std::set<const BlockReservation*> all;
+  std::set<BlockReservation*> all;
 };
 
 Reservations& reservations() {
@@ -54,6 +55,17 @@ Reservations& reservations() {
 }
 
 }  // namespace
+
+// Locks belong to the open file, and a fork shares it: a child that outlives this process would
+// keep its places.
+void BlockReservation::close_in_children() {
+  ::pthread_atfork([] { reservations().mutex.lock(); }, [] { reservations().mutex.unlock(); },
+                   [] {
+                     for (BlockReservation* each : reservations().all) each->file_.reset();
+                     reservations().all.clear();
+                     reservations().mutex.unlock();
+                   });
+}
 
 BlockReservation::BlockReservation(const DeviceUuid& device, int capacity)
     : path_(path_of(device)), is_reserved_(static_cast<std::size_t>(capacity)) {
@@ -77,6 +89,7 @@ BlockReservation::BlockReservation(const DeviceUuid& device, int capacity)
 // If the others of this process had another file, places would be counted twice.
 void BlockReservation::check_same_file() {
   const std::lock_guard guard(reservations().mutex);
+  [[maybe_unused]] static const bool is_registered = (close_in_children(), true);
   for (const BlockReservation* other : reservations().all)
     if (other->path_ == path_ && !other->is_current())
       throw Error({.kind = ErrorKind::kSystem},

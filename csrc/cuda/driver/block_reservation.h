@@ -34,6 +34,7 @@ class BlockReservation {
   void release_all();
 
  private:
+  static void close_in_children();
   void open_file();
   bool has_locks() const;
   void check_same_file();

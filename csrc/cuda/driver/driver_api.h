@@ -110,6 +110,7 @@ enum CaptureMode : int { kCaptureRelaxed = 2 };
   X(device_primary_ctx_retain, "cuDevicePrimaryCtxRetain", (Context*, DeviceOrdinal))            \
   X(ctx_get_current, "cuCtxGetCurrent", (Context*))                                              \
   X(ctx_set_current, "cuCtxSetCurrent", (Context))                                               \
+  X(ctx_synchronize, "cuCtxSynchronize", ())                                                     \
   X(mem_get_allocation_granularity, "cuMemGetAllocationGranularity",                             \
     (std::size_t* granularity, const MemAllocationProp*, int flags))                             \
   X(mem_create, "cuMemCreate",                                                                   \

@@ -195,7 +195,7 @@ struct EmulatedGpuGuard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceIndex deviceCount() const noexcept override { return num_devices(); }
   void synchronizeDevice(const c10::DeviceIndex device) const override {
     const ContextGuard context(device);
-    check(extra::ctx_synchronize(), "wait for an emulated GPU");
+    check(driver().ctx_synchronize(), "wait for an emulated GPU");
   }
 
   c10::Stream getStream(c10::Device device) const override {

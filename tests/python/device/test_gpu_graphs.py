@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from gpu_ranks import (
     device,
     in_gpu_ranks,
     kind,
+    meet,
     module,
     on_all_gpus,
     on_gpus,
@@ -116,6 +118,65 @@ def test_calls_on_two_streams_of_a_graph(rank: int, sizes: tuple[int, int]) -> N
         total = world_size * (world_size - 1) // 2
         assert sums[0].tolist() == [world_size * turn + total] * sizes[0], turn
         assert sums[1].tolist() == [2 * world_size * turn - total] * sizes[1], turn
+
+
+@in_gpu_ranks(on_one_gpu, no_turns="there are no graphs", fresh=True)
+def test_a_replay_meets_the_same_calls_of_another_rank(rank: int) -> None:
+    """One rank replays while another calls (https://github.com/vllm-project/vllm/pull/25906)."""
+    world_size = dist.get_world_size()
+    tensors = [torch.zeros(size, device=device()) for size in (1000, 60_000, 3000)]
+
+    def calls() -> None:
+        for tensor in tensors:
+            dist.all_reduce(tensor)
+
+    graph = captured(calls)
+    for turn in range(6):
+        for tensor in tensors:
+            tensor.fill_(float(turn + rank))
+        graph.replay() if (turn + rank) % 2 == 0 else calls()
+        total = float(world_size * turn + world_size * (world_size - 1) // 2)
+        assert all(torch.equal(tensor, torch.full_like(tensor, total)) for tensor in tensors), turn
+        dist.all_reduce(torch.ones(20_000, device=device()))
+        time.sleep(0.05)  # the hosts compare calls every 20 ms
+
+
+@in_gpu_ranks(on_one_gpu, no_turns="there are no graphs", fresh=True)
+@pytest.mark.parametrize("num_elems", [1000, 300_007])
+def test_a_group_ends_after_its_replays(rank: int, num_elems: int) -> None:
+    """It is destroyed as one begins (https://github.com/meta-pytorch/torchcomms/pull/4201)."""
+    world_size = dist.get_world_size()
+    group = dist.new_group()
+    tensor = torch.zeros(num_elems, device=device())
+    graph = captured(lambda: dist.all_reduce(tensor, group=group))
+    tensor.fill_(float(rank))
+    module().synchronize()
+    meet()
+    time.sleep(0.3 * rank)
+    graph.replay()
+    dist.destroy_process_group(group)
+    assert tensor.tolist() == [world_size * (world_size - 1) / 2] * num_elems
+    one = torch.ones(10, device=device())
+    dist.all_reduce(one)
+    assert one.tolist() == [world_size] * 10
+
+
+@in_gpu_ranks(on_one_gpu, no_turns="there are no graphs", fresh=True)
+def test_a_call_in_a_failed_capture_is_refused(rank: int) -> None:
+    """And the group goes on (https://github.com/pie-project/pie/issues/499)."""
+    tensor = ones()
+    dist.all_reduce(tensor)
+    graph = module().CUDAGraph()
+    with pytest.raises(RuntimeError), module().graph(graph):  # noqa: PT012
+        dist.all_reduce(tensor)
+        with pytest.raises(RuntimeError):
+            tensor.tolist()  # which waits for the stream
+        with pytest.raises(RuntimeError, match="the capture of this stream had failed"):
+            dist.all_reduce(tensor)
+        dist.all_reduce(tensor)
+    one = ones()
+    dist.all_reduce(one)
+    assert holds(one, dist.get_world_size())
 
 
 @on_all_gpus
