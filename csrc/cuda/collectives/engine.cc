@@ -32,8 +32,10 @@ Engine::Engine(Communicator& communicator, DeviceOrdinal device, const WaitLimit
       group_(std::make_unique<DeviceGroup>(exchange_, device)),
       kernels_(Kernels::of(device)),
       events_(EventPool::of(device)),
+      running_(RunningKernels::of(device)),
       lent_(exchange_, *group_),
-      watch_(communicator, group_->control(), group_->words(), limits.timeout, std::move(report)) {}
+      watch_(communicator, group_->control(), group_->words(), limits.timeout, std::move(report),
+             [this] { lent_.allocations().look(); }) {}
 
 Engine::~Engine() {
   try {
@@ -43,6 +45,7 @@ Engine::~Engine() {
     // Captured work may run later; the program must not replay it.
     collectives_.synchronize();
     for (auto& [peer, messages] : messages_) messages.synchronize();
+    running_.forget(this);
   } catch (const Error&) {
     // The process is ending, and the driver was unloaded before.
   }
@@ -118,25 +121,34 @@ Traffic Engine::enqueue(const Collective& call, const CallHeader& header,
   const HeaderWords words = to_words(header);
   PlannedCall& planned = plan_call(call, header, words);
   lent_.collect();
-  if (lent_.allocations().has_news() && has_no_messages()) {
-    const RelaxedCapture relaxed;
-    lent_.allocations().follow();
-  }
-  lent_.find_buffers(call, planned.plan, place.capture != 0, planned.call);
+  follow_peers();
+  lent_.find_buffers(call, planned.plan,
+                     {.number = num_calls_++, .is_captured = place.capture != 0}, planned.call);
   collectives_.wait(place);
   planned.call.launch = GroupFrame::kNoNumber;
   if (place.capture == 0) {
     planned.call.launch = num_launches_;
     watch_.note_call(num_launches_++, words);
   }
+  const RunningKernels::Launch launch(running_);
   if (group_->takes_turns())
     launch_in_turns(planned, place.stream);
   else
     kernels_.launch(planned.kernel, planned.plan, planned.call, place.stream);
   last_end_ = events_.record(place.stream);
   collectives_.note(last_end_, place);
+  if (place.capture == 0) running_.note(this, RunningKernels::kCollective, last_end_);
   watch_.note_launch();
   return planned.plan.traffic;
+}
+
+// Mapping waits for collectives at most, which all ranks call in the same order. Unmapping waits
+// for this group's alone.
+void Engine::follow_peers() {
+  if (!lent_.allocations().has_news()) return;
+  const RelaxedCapture relaxed;
+  if (running_.are_messages_over())
+    lent_.allocations().follow(num_calls_, running_.is_over_but_of(this));
 }
 
 // ---- ranks that take turns
@@ -192,12 +204,6 @@ unsigned Engine::places_of_messages(int peer) {
 
 bool Engine::has_room_for_messages(int peer) { return places_of_messages(peer) > 0; }
 
-// One may wait for a peer that is in the collective that this rank is about to enter.
-bool Engine::has_no_messages() const {
-  const RelaxedCapture relaxed;
-  return std::ranges::all_of(messages_, [](const auto& of) { return of.second.is_over(); });
-}
-
 void Engine::exchange(const std::vector<P2pMessage>& messages, const StreamPlace& place) {
   if (messages.empty()) return;
   check_alive();
@@ -212,9 +218,13 @@ void Engine::exchange(const std::vector<P2pMessage>& messages, const StreamPlace
   if (place.capture != 0)
     for (const P2pMessage& message : messages) lent_.keep_for_graph(message.data);
   for (const int peer : peers) messages_[peer].wait(place);
+  const RunningKernels::Launch launch(running_);
   kernels_.launch(kernels_.find(plan.kernel), plan, call, place.stream);
   last_end_ = events_.record(place.stream);
-  for (const int peer : peers) messages_[peer].note(last_end_, place);
+  for (const int peer : peers) {
+    messages_[peer].note(last_end_, place);
+    if (place.capture == 0) running_.note(this, peer, last_end_);
+  }
   for (const P2pMessage& message : messages)
     communicator_.stats().count(message.is_send ? OpKind::kSend : OpKind::kRecv,
                                 {.sent_bytes = message.is_send ? message.num_bytes : 0});

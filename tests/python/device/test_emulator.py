@@ -295,6 +295,33 @@ def opened(gpu: Driver, peer: Peer, is_closed: bool) -> None:
     time.sleep(0.0 if is_closed else 1.0)
 
 
+def opened_twice(gpu: Driver, peer: Peer) -> None:
+    """Rank 1 has one mapping, counted. Until it is closed, what comes to the address is refused."""
+    if peer.rank == 0:
+        data = gpu.memory(PIECE)
+        peer.tell(1, bytes(handle_of(gpu, data)))
+        peer.hear(1)
+        gpu.check("MemFree_v2", data)
+        # What fits elsewhere better may come first.
+        others = (gpu.memory(PIECE) for _ in range(256))
+        new = next(address for address in others if address == data)
+        peer.tell(1, bytes(handle_of(gpu, new)))
+        peer.hear(1)
+        return
+    handle = Handle.from_buffer_copy(peer.hear(0))
+    address = gpu.made("IpcOpenMemHandle_v2", handle, 1)
+    assert gpu.made("IpcOpenMemHandle_v2", handle, 1) == address
+    peer.tell(0)
+    handle = Handle.from_buffer_copy(peer.hear(0))
+    refused = ctypes.c_uint64()
+    for expected in (cuda.ALREADY_MAPPED, cuda.ALREADY_MAPPED, cuda.SUCCESS):
+        arguments = (ctypes.byref(refused), handle, 1)
+        assert gpu.call("IpcOpenMemHandle_v2", *arguments) == expected
+        if expected != cuda.SUCCESS:
+            gpu.check("IpcCloseMemHandle", address)
+    peer.tell(0)
+
+
 def cannot_open(gpu: Driver, peer: Peer, expected: int) -> None:
     """Rank 1 may not open what rank 0 has on device 1."""
     if peer.rank == 0:
@@ -393,6 +420,10 @@ def test_a_process_that_dies_in_a_kernel_gives_the_gpu_back(tmp_path: Path) -> N
 def test_handles(is_closed: bool, tmp_path: Path) -> None:
     dead = [] if is_closed else [0]
     run(opened, is_closed, world_size=2, folder=tmp_path, may_die=dead)
+
+
+def test_handles_are_counted(tmp_path: Path) -> None:
+    run(opened_twice, world_size=2, folder=tmp_path)
 
 
 @pytest.mark.parametrize(
