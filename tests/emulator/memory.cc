@@ -204,8 +204,7 @@ pid_t own_pid() {
   return readlink("/proc/self", link, sizeof(link) - 1) > 0 ? std::atoi(link) : 0;
 }
 
-/// As CUDA does, counts one more use of memory that this context has open, and refuses memory at an
-/// owner's addresses of which an older allocation is still open. kNotFound: it is not open.
+/// As CUDA does, counts one more use of memory that this context has open. kNotFound: it has not.
 Result reopen(Context context, const IpcHandle& handle, std::size_t num_bytes, DevicePtr* address) {
   const std::lock_guard lock(space_mutex);
   for (auto& [base, piece] : pieces) {
@@ -216,7 +215,7 @@ Result reopen(Context context, const IpcHandle& handle, std::size_t num_bytes, D
       *address = base;
       return kSuccess;
     }
-    if (handle.base < piece.owners_base + piece.num_bytes &&
+    if (settings().refuses_reused && handle.base < piece.owners_base + piece.num_bytes &&
         piece.owners_base < handle.base + num_bytes)
       return kAlreadyMapped;
   }

@@ -142,8 +142,9 @@ Traffic Engine::enqueue(const Collective& call, const CallHeader& header,
   return planned.plan.traffic;
 }
 
-// Mapping waits for collectives at most, which all ranks call in the same order. Unmapping waits
-// for this group's alone.
+// Mapping copies addresses to the device, which may have to wait behind a kernel in a queue of the
+// hardware. A message there may wait for a peer that waits for this rank. Unmapping waits for all
+// kernels: they must be collectives of this group, which all ranks call in the same order.
 void Engine::follow_peers() {
   if (!lent_.allocations().has_news()) return;
   const RelaxedCapture relaxed;

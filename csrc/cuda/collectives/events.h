@@ -54,9 +54,9 @@ class EventPool {
   std::vector<std::unique_ptr<Event>> free_;  // guarded by mutex_
 };
 
-/// The last kernels of each group of this process on a device: the driver may wait for all of them
-/// when memory is mapped or unmapped. Replays of graphs are not known. From any thread; kept as
-/// long as the process.
+/// The last kernels of each group of this process on a device: the driver waits for all of them
+/// when memory is unmapped. Replays of graphs are not known. From any thread; kept as long as the
+/// process.
 class RunningKernels {
  public:
   static RunningKernels& of(DeviceOrdinal device);
@@ -117,8 +117,6 @@ class StreamOrder {
   void wait(const StreamPlace& place) const;
   /// Call it after work was enqueued and `end` recorded after it.
   void note(std::shared_ptr<const Event> end, const StreamPlace& place);
-  /// Whether all of it has ended, but what is captured. In a relaxed capture mode.
-  bool is_over() const { return run_.end == nullptr || run_.end->is_over(); }
   /// The host waits for all of it but what is captured.
   void synchronize() const;
 

@@ -87,11 +87,7 @@ void PeerAllocations::announce(const std::byte* data) {
   const Allocation allocation = allocation_of(data);  // which may have changed since the call
   if (!allocation.has_ipc_handle || find(allocation.id) != kMaxRows) return;
   if (num_failures_ % kFailuresPerTry != 0) return void(++num_failures_);
-  for (std::size_t row = 0; row < own_.size(); ++row) {
-    retire_if_freed(row);
-    // It may have had the same address, which peers are to unmap first.
-    if (is_freed(row)) return wanted_.push_back(data);
-  }
+  for (std::size_t row = 0; row < own_.size(); ++row) retire_if_freed(row);
   const std::size_t row = free_row();
   bool is_announced = false;
   if (row != kMaxRows && !is_memory_scarce()) try {
@@ -100,7 +96,6 @@ void PeerAllocations::announce(const std::byte* data) {
       mine.process = group_.place(rank_).process;
       mine.id = allocation.id;
       mine.base = allocation.base;
-      mine.num_bytes = allocation.num_bytes;
       write_base_(row, rank_, reinterpret_cast<std::byte*>(allocation.base));
       if (own_.size() <= row) own_.resize(row + 1);
       own_[row] = {.id = allocation.id, .base = allocation.base};
@@ -180,7 +175,7 @@ void PeerAllocations::follow(std::uint64_t call, bool may_unmap) {
     unmap_retired();
   else
     has_postponed_ = has_retired();
-  for_news(true, [&](int rank, std::size_t row) { map(rank, row, call, may_unmap); });
+  for_news(true, [&](int rank, std::size_t row) { map(rank, row, call); });
   for (const std::byte* data : std::exchange(wanted_, {})) announce(data);
 }
 
@@ -202,15 +197,14 @@ void PeerAllocations::unmap_retired() {
 }
 
 // One that could not be mapped is tried again.
-void PeerAllocations::map(int rank, std::size_t row, std::uint64_t call, bool may_unmap) {
+void PeerAllocations::map(int rank, std::size_t row, std::uint64_t call) {
   GroupWords::OfAllocation& source = row_of(rank, row);
   Theirs& theirs = theirs_[static_cast<std::size_t>(rank)][row];
   const std::uint64_t version = source.version;
   const std::uint32_t bit = std::uint32_t{1} << rank_;
   std::byte* base = nullptr;
   try {
-    base = map(rank, source, theirs, may_unmap);
-    if (base == nullptr) return void(has_postponed_ = true);
+    base = map(rank, source, theirs);
     write_base_(row, rank, base);
   } catch (const Error&) {  // such as of memory that has been freed meanwhile
     base = nullptr;
@@ -230,14 +224,13 @@ void PeerAllocations::map(int rank, std::size_t row, std::uint64_t call, bool ma
     ++source.num_following;  // last: the owner then counts this rank
 }
 
-// Null if that is postponed. Throws Error.
-std::byte* PeerAllocations::map(int rank, const GroupWords::OfAllocation& source, Theirs& theirs,
-                                bool may_unmap) {
+// Throws Error.
+std::byte* PeerAllocations::map(int rank, const GroupWords::OfAllocation& source, Theirs& theirs) {
   const RankPlace& place = group_.place(rank);
   const RankPlace& own = group_.place(rank_);
   if (place.process != own.process) {
-    theirs.mapping = mappings_.map(source.allocation, may_unmap);
-    return theirs.mapping != nullptr ? theirs.mapping->data() : nullptr;
+    theirs.mapping = mappings_.map(source.allocation);
+    return theirs.mapping->data();
   }
   if (place.device != own.device)
     throw Error({.kind = ErrorKind::kSystem},

@@ -45,8 +45,8 @@ class PeerAllocations {
   /// Of a buffer of this rank, for a call that is about to be launched.
   Place place_of(const std::byte* data, std::size_t num_bytes, std::uint64_t call);
   bool has_news();
-  /// Unmaps what peers have retired, if it may, maps what they have announced, and announces what
-  /// this rank's last calls used. The driver may wait for all of this rank's kernels.
+  /// Unmaps what peers have retired, if it may, which waits for the kernels of this process. Maps
+  /// what they have announced, and announces what this rank's last calls used.
   void follow(std::uint64_t call, bool may_unmap);
 
   /// By the watchdog, again and again: retires what has been freed if no call does, and unmaps what
@@ -83,8 +83,8 @@ class PeerAllocations {
   void for_news(bool exists, const Body& body);
   bool has_retired();
   void unmap_retired();
-  void map(int rank, std::size_t row, std::uint64_t call, bool may_unmap);
-  std::byte* map(int rank, const GroupWords::OfAllocation& source, Theirs& theirs, bool may_unmap);
+  void map(int rank, std::size_t row, std::uint64_t call);
+  std::byte* map(int rank, const GroupWords::OfAllocation& source, Theirs& theirs);
   bool release();
 
   DeviceGroup& group_;
@@ -100,7 +100,7 @@ class PeerAllocations {
   std::vector<const std::byte*> wanted_;  // buffers in no row
   std::uint64_t num_failures_ = 0;        // to announce, one after the other
   std::uint64_t num_followed_ = 0;        // versions
-  bool has_postponed_ = false;            // some of these
+  bool has_postponed_ = false;            // some of these are to be unmapped
   int num_failed_ = 0;                    // rows of peers that could not be mapped
   std::uint64_t num_waits_ = 0;           // for the next attempt
   std::uint64_t num_looks_ = 0;           // at rows of this rank by calls, in turn

@@ -17,15 +17,11 @@ struct PeerAllocation {
   std::uint64_t process = 0;  ///< random bits of it, not its pid
   std::uint64_t id = 0;       ///< the driver's number of it, which is never used again
   DevicePtr base = 0;
-  std::uint64_t num_bytes = 0;
   IpcMemHandle handle = {};
 };
 
 /// The allocations of other processes that this process has mapped on a device, each once for all
 /// of its groups. From any thread; kept as long as the process.
-///
-/// The driver maps no allocation of a peer at whose address it still has an older one mapped, so
-/// one that has been freed is unmapped for all groups at once: no kernel of any group uses it.
 class PeerMappings {
  public:
   /// One allocation. It is unmapped with its last owner, unless it was before.
@@ -35,23 +31,21 @@ class PeerMappings {
 
    private:
     friend class PeerMappings;
-    PeerAllocation source_;
     std::byte* data_ = nullptr;
     std::optional<DeviceMemory> memory_;
   };
 
   static PeerMappings& of(DeviceOrdinal device);
 
-  /// Maps it, or finds the mapping that another group has. What was mapped of the same addresses
-  /// has been freed, and is unmapped first; null where that is needed and not `may_unmap`. Throws
-  /// Error if the driver refuses.
-  std::shared_ptr<Mapping> map(const PeerAllocation& source, bool may_unmap);
-  /// Of memory that its owner has freed.
+  /// Maps it, or finds the mapping that another group has. Throws Error if the driver refuses, as
+  /// older ones do while memory that had the same address is mapped.
+  std::shared_ptr<Mapping> map(const PeerAllocation& source);
+  /// Of memory that its owner has freed, which no kernel uses: for all groups, of which some may
+  /// make no more calls. Waits for the kernels of this process.
   void unmap(Mapping& mapping);
 
  private:
   explicit PeerMappings(DeviceOrdinal device) : device_(device) {}
-  bool make_way(const PeerAllocation& source, bool may_unmap);
 
   DeviceOrdinal device_;
   std::mutex mutex_;

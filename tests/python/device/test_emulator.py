@@ -295,16 +295,20 @@ def opened(gpu: Driver, peer: Peer, is_closed: bool) -> None:
     time.sleep(0.0 if is_closed else 1.0)
 
 
-def opened_twice(gpu: Driver, peer: Peer) -> None:
-    """Rank 1 has one mapping, counted. Until it is closed, what comes to the address is refused."""
+def opened_twice(gpu: Driver, peer: Peer, refuses: bool) -> None:
+    """Rank 1 has one mapping, counted. What comes to the address has another one, or is refused
+    until the first is closed.
+    """
     if peer.rank == 0:
         data = gpu.memory(PIECE)
         peer.tell(1, bytes(handle_of(gpu, data)))
         peer.hear(1)
+        put(data, 9)
         gpu.check("MemFree_v2", data)
         # What fits elsewhere better may come first.
         others = (gpu.memory(PIECE) for _ in range(256))
         new = next(address for address in others if address == data)
+        put(new, 8)
         peer.tell(1, bytes(handle_of(gpu, new)))
         peer.hear(1)
         return
@@ -312,12 +316,17 @@ def opened_twice(gpu: Driver, peer: Peer) -> None:
     address = gpu.made("IpcOpenMemHandle_v2", handle, 1)
     assert gpu.made("IpcOpenMemHandle_v2", handle, 1) == address
     peer.tell(0)
-    handle = Handle.from_buffer_copy(peer.hear(0))
-    refused = ctypes.c_uint64()
-    for expected in (cuda.ALREADY_MAPPED, cuda.ALREADY_MAPPED, cuda.SUCCESS):
-        arguments = (ctypes.byref(refused), handle, 1)
-        assert gpu.call("IpcOpenMemHandle_v2", *arguments) == expected
-        if expected != cuda.SUCCESS:
+    new = Handle.from_buffer_copy(peer.hear(0))
+    opened = ctypes.c_uint64()
+    for num_closed in range(3):
+        is_refused = refuses and num_closed < 2
+        result = gpu.call("IpcOpenMemHandle_v2", ctypes.byref(opened), new, 1)
+        assert result == (cuda.ALREADY_MAPPED if is_refused else cuda.SUCCESS)
+        if not is_refused:
+            assert number(opened.value) == 8
+            gpu.check("IpcCloseMemHandle", opened.value)
+        if num_closed < 2:
+            assert number(address) == 9
             gpu.check("IpcCloseMemHandle", address)
     peer.tell(0)
 
@@ -422,8 +431,10 @@ def test_handles(is_closed: bool, tmp_path: Path) -> None:
     run(opened, is_closed, world_size=2, folder=tmp_path, may_die=dead)
 
 
-def test_handles_are_counted(tmp_path: Path) -> None:
-    run(opened_twice, world_size=2, folder=tmp_path)
+@pytest.mark.parametrize("refuses", [False, True])
+def test_handles_are_counted(refuses: bool, tmp_path: Path) -> None:
+    env = {"RINGCOMM_EMULATOR_REFUSES_REUSED": str(int(refuses))}
+    run(opened_twice, refuses, world_size=2, folder=tmp_path, env=env)
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,8 @@ import ringcomm
 pytestmark = emulated_gpu.needs_emulated_gpu
 
 PATIENCE_S = 60.0  # for what takes less than a second
+# Places for several groups, and a queue for each stream.
+ROOM = {"RINGCOMM_EMULATOR_SMS": "48", "RINGCOMM_EMULATOR_QUEUES": "0"}
 
 
 def store() -> dist.Store:
@@ -55,11 +57,11 @@ def mapped_tensor() -> Tensor:
     return tensor
 
 
-def wait_until_none_is_mapped() -> None:
+def wait_until_mapped(num: int) -> None:
     deadline = time.monotonic() + PATIENCE_S
-    while num_mapped() > 0 and time.monotonic() < deadline:
+    while num_mapped() > num and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert num_mapped() == 0
+    assert num_mapped() == num
 
 
 # ---- one for all groups
@@ -94,7 +96,7 @@ def check_group_without_calls(rank: int) -> None:
         tensor = new_tensor()
         for turn in range(FEW_CALLS):
             check_sum(tensor, turn, other)
-        assert num_mapped() == 1
+        wait_until_mapped(1)
         place = tensor.data_ptr()
         meet()
         del tensor
@@ -104,7 +106,7 @@ def check_group_without_calls(rank: int) -> None:
         for turn in range(2 * FEW_CALLS):
             check_sum(tensor, turn)
         assert bytes_read_of_peers(tensor) > 0
-        assert num_mapped() == 1
+        wait_until_mapped(1)
         meet()
         del tensor
         emugpu.empty_cache()
@@ -240,7 +242,7 @@ def check_freed_without_calls(rank: int) -> None:
     meet()
     del tensor
     emugpu.empty_cache()
-    wait_until_none_is_mapped()
+    wait_until_mapped(0)
     meet()
 
 
@@ -286,7 +288,6 @@ def check_release_during_a_call(rank: int) -> None:
     [
         check_two_groups,
         check_group_without_calls,
-        check_refused_for_a_while,
         check_launched_before,
         check_messages_of_another_group,
         check_freed_without_calls,
@@ -296,9 +297,17 @@ def check_release_during_a_call(rank: int) -> None:
     ids=lambda check: check.__name__,
 )
 def test_peer_mappings(check: Callable[[int], None]) -> None:
-    # Places for several groups, and a queue for each stream.
-    room = {"RINGCOMM_EMULATOR_SMS": "48", "RINGCOMM_EMULATOR_QUEUES": "0"}
-    run_on_gpus(2, check, env=with_kernels() | room, fresh=True)
+    run_on_gpus(2, check, env=with_kernels() | ROOM, fresh=True)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [check_two_groups, check_refused_for_a_while],
+    ids=lambda check: check.__name__,
+)
+def test_a_driver_that_refuses_an_address_that_is_mapped(check: Callable[[int], None]) -> None:
+    refuses = {"RINGCOMM_EMULATOR_REFUSES_REUSED": "1"}
+    run_on_gpus(2, check, env=with_kernels() | ROOM | refuses, fresh=True)
 
 
 def check_switched_off(rank: int) -> None:
