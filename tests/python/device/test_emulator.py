@@ -316,11 +316,11 @@ def opened_twice(gpu: Driver, peer: Peer, refuses: bool) -> None:
     address = gpu.made("IpcOpenMemHandle_v2", handle, 1)
     assert gpu.made("IpcOpenMemHandle_v2", handle, 1) == address
     peer.tell(0)
-    new = Handle.from_buffer_copy(peer.hear(0))
+    later = Handle.from_buffer_copy(peer.hear(0))
     opened = ctypes.c_uint64()
     for num_closed in range(3):
         is_refused = refuses and num_closed < 2
-        result = gpu.call("IpcOpenMemHandle_v2", ctypes.byref(opened), new, 1)
+        result = gpu.call("IpcOpenMemHandle_v2", ctypes.byref(opened), later, 1)
         assert result == (cuda.ALREADY_MAPPED if is_refused else cuda.SUCCESS)
         if not is_refused:
             assert number(opened.value) == 8
