@@ -14,7 +14,7 @@ from ringcomm import _extension as _extension  # first: its error says what to d
 from ringcomm import lazy
 from ringcomm.backend import monitored_barrier, peer_stats, stats
 from ringcomm.errors import CollectiveTimeoutError, MismatchError, PeerDiedError, RingcommError
-from ringcomm.memory import empty_shared
+from ringcomm.memory import empty_shared, release
 from ringcomm.memory import is_shared as is_shared
 from ringcomm.options import Options
 from ringcomm.survivors import Health, health, on_death, shrink
@@ -47,6 +47,7 @@ __all__ = [
     "on_death",
     "ops",
     "peer_stats",
+    "release",
     "shrink",
     "stats",
 ]

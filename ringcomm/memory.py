@@ -1,5 +1,6 @@
 """Tensors that other ranks of this host can read in place; docs/design/shared_buffers.md."""
 
+import sys
 from typing import Any
 
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor
 from ringcomm import _C
 from ringcomm.backend import resolve_group
 from ringcomm.torch_names import backend_of
+
+_LONGEST_S = 86400.0
 
 
 def empty_shared(
@@ -84,6 +87,36 @@ def is_shared(tensor: Tensor) -> bool:
     belong to the parent, and for empty tensors, which have no memory.
     """
     return _C.is_shared(tensor)
+
+
+def release(timeout: float = 1.0) -> bool:
+    """Gives freed GPU memory back that ranks of a ringcomm group had mapped; after `empty_cache()`.
+
+    Collectives run directly on tensors in memory that the other ranks have mapped, and the driver
+    keeps what a program frees, as by `torch.cuda.empty_cache()`, until they have unmapped it. They
+    do so by themselves: in their next call of the group, or within a second while none of their
+    collectives runs. This unmaps at once what other ranks have freed, in all groups of this
+    process, tells them of what it has freed itself, and waits until they have unmapped that.
+
+    Not collective: the other ranks need not call it. One with a kernel of ringcomm under way
+    unmaps nothing until that has ended.
+
+    Args:
+        timeout: seconds to wait at most.
+
+    Returns:
+        Whether no rank has mapped what this process has freed, and the reverse, any longer.
+
+    Raises:
+        ValueError: the timeout is negative.
+    """
+    if not timeout >= 0:
+        raise ValueError(f"the timeout of ringcomm.release must not be negative, got {timeout!r}")
+    if "ringcomm._cuda" not in sys.modules:
+        return True
+    from ringcomm import _cuda
+
+    return _cuda.release(min(float(timeout), _LONGEST_S))
 
 
 def _whole(size: object) -> int:

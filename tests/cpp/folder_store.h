@@ -3,7 +3,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
@@ -15,6 +14,7 @@
 
 #include "core/annotations.h"
 #include "transport/membership.h"
+#include "transport/shm/fd.h"
 
 namespace ringcomm::testing {
 
@@ -56,9 +56,8 @@ class FolderStore final : public KeyValueStore {
 
  private:
   std::string write(const std::string& key, const std::string& value) const {
-    static std::atomic<int> num_written = 0;
-    const std::string path =
-        path_of(key) + "." + std::to_string(::getpid()) + "." + std::to_string(num_written++);
+    // Processes of two PID namespaces may have equal pids.
+    const std::string path = path_of(key) + "." + shm::random_text();
     std::ofstream(path) << value;
     return path;
   }

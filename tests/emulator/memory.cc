@@ -100,6 +100,11 @@ struct Piece {
   Origin origin = Origin::kAllocated;
   std::shared_ptr<PhysicalMemory> memory;  // none for the host's, nor for what is only reserved
   std::uint64_t id = 0;                    // never used again, but with REUSES_IDS
+  // Of one by a handle: where its owner has it, which context opened it, and how often.
+  pid_t owner = 0;
+  DevicePtr owners_base = 0;
+  Context opened_in = nullptr;
+  int num_opens = 1;
 };
 
 // Never destroyed.
@@ -160,7 +165,7 @@ std::size_t mapped_bytes(std::size_t num_bytes) {
 
 /// Maps all of the memory, or if there is none memory of the host, as a piece of its own.
 Result map_piece(std::shared_ptr<PhysicalMemory> memory, std::size_t num_bytes, Origin origin,
-                 DevicePtr* address) {
+                 DevicePtr* address, Piece piece = {}) {
   const std::size_t reserved_bytes = mapped_bytes(num_bytes);
   *address = reserve(reserved_bytes);
   if (*address == 0) return kErrorOutOfMemory;
@@ -170,7 +175,11 @@ Result map_piece(std::shared_ptr<PhysicalMemory> memory, std::size_t num_bytes, 
     munmap(as_pointer(*address), reserved_bytes);
     return kMapFailed;
   }
-  add_piece({*address, num_bytes, origin, std::move(memory)});
+  piece.base = *address;
+  piece.num_bytes = num_bytes;
+  piece.origin = origin;
+  piece.memory = std::move(memory);
+  add_piece(std::move(piece));
   return kSuccess;
 }
 
@@ -183,10 +192,35 @@ struct IpcHandle {
   pid_t pid;
   int fd;
   ino_t inode;
-  std::uint8_t reserved[40];
+  DevicePtr base;  // in that process
+  std::uint8_t reserved[32];
 };
 static_assert(sizeof(IpcHandle) == sizeof(IpcMemHandle));
 constexpr char kMagic[8] = "emu-ipc";
+
+/// Of this process in /proc, whatever getpid() says.
+pid_t own_pid() {
+  char link[32] = {};
+  return readlink("/proc/self", link, sizeof(link) - 1) > 0 ? std::atoi(link) : 0;
+}
+
+/// As CUDA does, counts one more use of memory that this context has open. kNotFound: it has not.
+Result reopen(Context context, const IpcHandle& handle, std::size_t num_bytes, DevicePtr* address) {
+  const std::lock_guard lock(space_mutex);
+  for (auto& [base, piece] : pieces) {
+    if (piece.origin != Origin::kIpc || piece.owner != handle.pid || piece.opened_in != context)
+      continue;
+    if (inode_of(piece.memory->fd.get()) == handle.inode) {
+      ++piece.num_opens;
+      *address = base;
+      return kSuccess;
+    }
+    if (settings().refuses_reused && handle.base < piece.owners_base + piece.num_bytes &&
+        piece.owners_base < handle.base + num_bytes)
+      return kAlreadyMapped;
+  }
+  return kNotFound;
+}
 
 /// Takes the piece that begins at `base` away.
 Result unmap_piece(DevicePtr base, Origin origin) {
@@ -265,7 +299,7 @@ Result api::ipc_get_mem_handle(IpcMemHandle* handle, DevicePtr address) {
   }
   if (!settings().has_ipc) return kNotSupported;
   const int fd = piece.memory->fd.get();
-  IpcHandle made = {{}, getpid(), fd, inode_of(fd), {}};
+  IpcHandle made = {{}, own_pid(), fd, inode_of(fd), piece.base, {}};
   std::memcpy(made.magic, kMagic, sizeof(kMagic));
   *handle = std::bit_cast<IpcMemHandle>(made);
   return kSuccess;
@@ -279,7 +313,7 @@ Result api::ipc_open_mem_handle(DevicePtr* address, IpcMemHandle handle, unsigne
   if (!settings().has_ipc) return kNotSupported;
   const auto made = std::bit_cast<IpcHandle>(handle);
   if (std::memcmp(made.magic, kMagic, sizeof(kMagic)) != 0) return kInvalidValue;
-  if (made.pid == getpid()) return kInvalidContext;
+  if (made.pid == own_pid()) return kInvalidContext;
   const std::string path = "/proc/" + std::to_string(made.pid) + "/fd/" + std::to_string(made.fd);
   const shm::UniqueFd fd(open(path.c_str(), O_RDWR | O_CLOEXEC));
   // Where its maker is gone, or has freed it.
@@ -288,10 +322,23 @@ Result api::ipc_open_mem_handle(DevicePtr* address, IpcMemHandle handle, unsigne
   RINGCOMM_TRY(PhysicalMemory::import(fd.get(), &memory));
   if (!can_map(context, memory->device)) return kPeerAccessUnsupported;
   const std::size_t num_bytes = memory->num_bytes;
-  return map_piece(std::move(memory), num_bytes, Origin::kIpc, address);
+  const Result reopened = reopen(context, made, num_bytes, address);
+  if (reopened != kNotFound) return reopened;
+  Piece piece;
+  piece.owner = made.pid;
+  piece.owners_base = made.base;
+  piece.opened_in = context;
+  return map_piece(std::move(memory), num_bytes, Origin::kIpc, address, std::move(piece));
 }
 
-Result api::ipc_close_mem_handle(DevicePtr address) { return unmap_piece(address, Origin::kIpc); }
+Result api::ipc_close_mem_handle(DevicePtr address) {
+  bool is_last = false;
+  RINGCOMM_TRY(change_piece(address, Origin::kIpc, [&](Piece& piece) {
+    is_last = --piece.num_opens == 0;
+    return kSuccess;
+  }));
+  return is_last ? unmap_piece(address, Origin::kIpc) : kSuccess;
+}
 
 Result api::mem_host_alloc(void** address, std::size_t num_bytes, unsigned flags) {
   RINGCOMM_TRY(require_context());

@@ -48,6 +48,9 @@ struct Settings {
   bool has_peer_access = flag("PEER_ACCESS", true);  ///< GPUs can map each other's memory
   bool has_vmm = flag("VMM", true);                  ///< cuMemCreate and what belongs to it
   bool has_ipc = flag("IPC", true);                  ///< the cuIpc functions
+  /// Memory of an owner is not opened while what the owner had at its address before is still open,
+  /// as by older drivers.
+  bool refuses_reused = flag("REFUSES_REUSED", false);
   /// The number of an allocation is its address, which others get later: a control for tests of
   /// what knows allocations by their numbers.
   bool reuses_ids = flag("REUSES_IDS", false);

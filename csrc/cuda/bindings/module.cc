@@ -9,6 +9,7 @@
 #include <array>
 #include <bit>
 #include <cfloat>
+#include <chrono>
 #include <memory>
 #include <optional>
 #include <string>
@@ -19,6 +20,7 @@
 #include "cuda/bindings/device_group.h"
 #include "cuda/bindings/driver_device.h"
 #include "cuda/collectives/kernels.h"
+#include "cuda/collectives/peer_allocations.h"
 #include "cuda/driver/driver.h"
 #include "cuda/kernels/loss_call.h"
 
@@ -204,6 +206,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   make_devices = [](auto... arguments) -> std::shared_ptr<Devices> {
     return std::make_shared<DeviceGroup>(std::move(arguments)...);
   };
+  m.def(
+      "release",
+      [](double timeout_s) {
+        return cuda::PeerAllocations::release(
+            std::chrono::milliseconds(static_cast<std::int64_t>(1000 * timeout_s)));
+      },
+      pybind11::call_guard<pybind11::gil_scoped_release>());
   m.def("cross_entropy_by_clusters", &cross_entropy_by_clusters,
         pybind11::call_guard<pybind11::gil_scoped_release>());
 }

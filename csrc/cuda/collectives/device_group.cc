@@ -1,7 +1,5 @@
 #include "cuda/collectives/device_group.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -21,7 +19,9 @@
 #include "cuda/collectives/events.h"
 #include "cuda/collectives/kernels.h"
 #include "transport/membership.h"
+#include "transport/process.h"
 #include "transport/shm/bootstrap.h"
+#include "transport/shm/fd.h"
 
 namespace ringcomm::cuda {
 namespace {
@@ -30,6 +30,15 @@ constexpr std::chrono::milliseconds kFetchTimeout{10'000};
 
 // The signature that every rank writes into its own part and checks in the others'.
 std::uint64_t signature(int rank) { return 0x52494e47434f4d4dU + static_cast<unsigned>(rank); }
+
+// Bits of this process, other ones after a fork: processes of two containers may have equal pids.
+std::uint64_t process_identity() {
+  struct Identity {
+    std::uint64_t number = shm::random_number();
+  };
+  static constinit PerProcess<Identity> identity;
+  return identity.get().number;
+}
 
 // A file descriptor that other ranks' processes can fetch while this object lives.
 class Offer {
@@ -171,12 +180,14 @@ std::string DeviceGroup::describe() const {
 void DeviceGroup::find_places() {
   RankPlace mine;
   mine.host_id = RecordText<64>(host_id());
-  mine.pid = ::getpid();
+  mine.process = process_identity();
   mine.problem = attempt([&] {
     mine.bootstrap_address = RecordText<112>(shm::Bootstrap::instance().address());
     check(driver().device_get_uuid(&mine.device, device_), "ask the GPU for its name");
     mine.num_multiprocessors = attribute_of(device_, kMultiprocessorCount);
     mine.has_mps = attribute_of(device_, kMpsEnabled) != 0;
+    const char* maps = std::getenv("RINGCOMM_MAP_TENSORS");
+    mine.maps_tensors = maps == nullptr || std::strcmp(maps, "0") != 0;
     if (attribute_of(device_, kVirtualMemoryManagementSupported) == 0 ||
         attribute_of(device_, kHandleTypePosixFdSupported) == 0)
       throw std::runtime_error("the GPU does not share memory by file descriptors");
@@ -196,12 +207,14 @@ void DeviceGroup::read_facts() {
     if (place.host_id.str() != places_[0].host_id.str())
       throw Unavailable("rank 0 and rank " + std::to_string(rank) + " are on different hosts");
     facts_.min_multiprocessors = std::min(facts_.min_multiprocessors, place.num_multiprocessors);
+    maps_tensors_ = maps_tensors_ && place.maps_tensors;
     int sharing = 0;
     for (const RankPlace& other : places_) {
       if (other.device != place.device) continue;
       ++sharing;
       // Processes whose contexts the driver gives the GPU in turns.
-      if (other.pid != place.pid && !(place.has_mps && other.has_mps)) facts_.takes_turns = true;
+      if (other.process != place.process && !(place.has_mps && other.has_mps))
+        facts_.takes_turns = true;
     }
     facts_.max_ranks_per_device = std::max(facts_.max_ranks_per_device, sharing);
     facts_.free_places = std::min(facts_.free_places, place.free_places);

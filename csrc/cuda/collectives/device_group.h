@@ -63,6 +63,8 @@ class DeviceGroup {
   bool takes_turns() const { return facts_.takes_turns; }
   /// Why, and what to do: the end of an error's text.
   const std::string& why_turns() const { return why_turns_; }
+  /// Whether ranks map each other's ordinary tensors: all do, or none (RINGCOMM_MAP_TENSORS).
+  bool maps_tensors() const { return maps_tensors_; }
   GroupWords& words() const { return *reinterpret_cast<GroupWords*>(host_memory_.data()); }
   /// A number for each rank, between host and device; for one copy at a time.
   MappedHostMemory& words_for_copies() const { return *words_for_copies_; }
@@ -93,6 +95,7 @@ class DeviceGroup {
   DeviceOrdinal device_;
   DeviceFacts facts_;
   std::string why_turns_;
+  bool maps_tensors_ = true;
   /// For blocks of this group's collectives.
   std::unique_ptr<BlockReservation> reservation_;
   std::vector<RankPlace> places_;

@@ -27,12 +27,14 @@ std::string describe_message(const std::uint32_t* words) {
 
 DeviceWatch::DeviceWatch(Communicator& communicator, Control& control, GroupWords& words,
                          std::chrono::milliseconds timeout,
-                         std::function<void(const std::string&)> report)
+                         std::function<void(const std::string&)> report,
+                         std::function<void()> look_at_memory)
     : communicator_(communicator),
       control_(control),
       words_(words),
       timeout_(timeout),
       report_(std::move(report)),
+      look_at_memory_(std::move(look_at_memory)),
       thread_("ringcomm-gpu", kPace, [this] { return goes_on(); }) {}
 
 void DeviceWatch::note_call(std::uint64_t number, const HeaderWords& header) {
@@ -97,6 +99,7 @@ void DeviceWatch::look() {
   look_at_record();
   look_at_wait();
   compare_calls();
+  look_at_memory_();
 }
 
 void DeviceWatch::look_at_record() {

@@ -19,9 +19,11 @@ namespace ringcomm::cuda {
 /// launch.
 class DeviceWatch {
  public:
-  /// `report` is called once, with the error that ends the group. The others outlive the watchdog.
+  /// `report` is called once, with the error that ends the group, and `look_at_memory` again and
+  /// again until then. The others outlive the watchdog.
   DeviceWatch(Communicator& communicator, Control& control, GroupWords& words,
-              std::chrono::milliseconds timeout, std::function<void(const std::string&)> report);
+              std::chrono::milliseconds timeout, std::function<void(const std::string&)> report,
+              std::function<void()> look_at_memory);
 
   /// Records the launch of call `number`, counted from 0, where the other ranks read it. There is
   /// one writer per rank; entries are overwritten, and a late reader skips the comparison.
@@ -50,6 +52,7 @@ class DeviceWatch {
   GroupWords& words_;
   std::chrono::milliseconds timeout_;
   std::function<void(const std::string&)> report_;
+  std::function<void()> look_at_memory_;
   std::uint64_t num_compared_ = 0;
   std::uint32_t asked_at_ = 0;
 

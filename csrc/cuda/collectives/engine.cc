@@ -32,8 +32,10 @@ Engine::Engine(Communicator& communicator, DeviceOrdinal device, const WaitLimit
       group_(std::make_unique<DeviceGroup>(exchange_, device)),
       kernels_(Kernels::of(device)),
       events_(EventPool::of(device)),
+      running_(RunningKernels::of(device)),
       lent_(exchange_, *group_),
-      watch_(communicator, group_->control(), group_->words(), limits.timeout, std::move(report)) {}
+      watch_(communicator, group_->control(), group_->words(), limits.timeout, std::move(report),
+             [this] { lent_.allocations().look(); }) {}
 
 Engine::~Engine() {
   try {
@@ -44,6 +46,7 @@ Engine::~Engine() {
     if (has_captured_) check(driver().ctx_synchronize(), "wait for the GPU");
     collectives_.synchronize();
     for (auto& [peer, messages] : messages_) messages.synchronize();
+    running_.forget(this);
   } catch (const Error&) {
     // The process is ending, and the driver was unloaded before.
   }
@@ -119,11 +122,9 @@ Traffic Engine::enqueue(const Collective& call, const CallHeader& header,
   const HeaderWords words = to_words(header);
   PlannedCall& planned = plan_call(call, header, words);
   lent_.collect();
-  if (lent_.allocations().has_news() && has_no_messages()) {
-    const RelaxedCapture relaxed;
-    lent_.allocations().follow();
-  }
-  lent_.find_buffers(call, planned.plan, place.capture != 0, planned.call);
+  follow_peers();
+  lent_.find_buffers(call, planned.plan,
+                     {.number = num_calls_++, .is_captured = place.capture != 0}, planned.call);
   collectives_.wait(place);
   planned.call.launch = GroupFrame::kNoNumber;
   if (place.capture == 0) {
@@ -132,12 +133,14 @@ Traffic Engine::enqueue(const Collective& call, const CallHeader& header,
   } else {
     note_capture();
   }
+  const RunningKernels::Launch launch(running_);
   if (group_->takes_turns())
     launch_in_turns(planned, place.stream);
   else
     kernels_.launch(planned.kernel, planned.plan, planned.call, place.stream);
   last_end_ = events_.record(place.stream);
   collectives_.note(last_end_, place);
+  if (place.capture == 0) running_.note(this, RunningKernels::kCollective, last_end_);
   watch_.note_launch();
   return planned.plan.traffic;
 }
@@ -146,6 +149,16 @@ Traffic Engine::enqueue(const Collective& call, const CallHeader& header,
 void Engine::note_capture() {
   has_captured_ = true;
   group_->words().has_captured = 1;
+}
+
+// Mapping copies addresses to the device, which may have to wait behind a kernel in a queue of the
+// hardware. A message there may wait for a peer that waits for this rank. Unmapping waits for all
+// kernels: they must be collectives of this group, which all ranks call in the same order.
+void Engine::follow_peers() {
+  if (!lent_.allocations().has_news()) return;
+  const RelaxedCapture relaxed;
+  if (running_.are_messages_over())
+    lent_.allocations().follow(num_calls_, running_.is_over_but_of(this));
 }
 
 // ---- ranks that take turns
@@ -201,12 +214,6 @@ unsigned Engine::places_of_messages(int peer) {
 
 bool Engine::has_room_for_messages(int peer) { return places_of_messages(peer) > 0; }
 
-// One may wait for a peer that is in the collective that this rank is about to enter.
-bool Engine::has_no_messages() const {
-  const RelaxedCapture relaxed;
-  return std::ranges::all_of(messages_, [](const auto& of) { return of.second.is_over(); });
-}
-
 void Engine::exchange(const std::vector<P2pMessage>& messages, const StreamPlace& place) {
   if (messages.empty()) return;
   check_alive();
@@ -223,9 +230,13 @@ void Engine::exchange(const std::vector<P2pMessage>& messages, const StreamPlace
     for (const P2pMessage& message : messages) lent_.keep_for_graph(message.data);
   }
   for (const int peer : peers) messages_[peer].wait(place);
+  const RunningKernels::Launch launch(running_);
   kernels_.launch(kernels_.find(plan.kernel), plan, call, place.stream);
   last_end_ = events_.record(place.stream);
-  for (const int peer : peers) messages_[peer].note(last_end_, place);
+  for (const int peer : peers) {
+    messages_[peer].note(last_end_, place);
+    if (place.capture == 0) running_.note(this, peer, last_end_);
+  }
   for (const P2pMessage& message : messages)
     communicator_.stats().count(message.is_send ? OpKind::kSend : OpKind::kRecv,
                                 {.sent_bytes = message.is_send ? message.num_bytes : 0});

@@ -69,10 +69,10 @@ class Engine final : public DeviceCarrier {
   /// Valid until the next call of this function. Throws as plan_launch().
   PlannedCall& plan_call(const Collective& call, const CallHeader& header,
                          const HeaderWords& words);
+  void follow_peers();
   void launch_in_turns(PlannedCall& planned, StreamHandle stream);
   std::uint64_t meet(std::uint64_t value);
   unsigned places_of_messages(int peer);
-  bool has_no_messages() const;
   void look_at_peer(int peer, RunningClock::time_point deadline);
   void check_alive();
   void note_capture();
@@ -85,11 +85,13 @@ class Engine final : public DeviceCarrier {
   std::unique_ptr<DeviceGroup> group_;
   const Kernels& kernels_;
   EventPool& events_;
+  RunningKernels& running_;
   std::map<HeaderWords, PlannedCall> plans_;  // of all_reduces
   PlannedCall other_plan_;                    // of the last other call
   LentMemory lent_;
   DeviceWatch watch_;
-  std::uint64_t num_launches_ = 0;
+  std::uint64_t num_launches_ = 0;  // of kernels that run at once
+  std::uint64_t num_calls_ = 0;     // of these, and of those that graphs have captured
   bool has_captured_ = false;
   std::shared_ptr<const Event> last_end_;
   StreamOrder collectives_;

@@ -25,6 +25,62 @@ std::shared_ptr<Event> EventPool::record(StreamHandle stream) {
           }};
 }
 
+RunningKernels& RunningKernels::of(DeviceOrdinal device) {
+  return per_device<RunningKernels>(
+      device, [] { return std::unique_ptr<RunningKernels>(new RunningKernels); });
+}
+
+RunningKernels::Launch::Launch(RunningKernels& kernels) : kernels_(kernels) {
+  const std::lock_guard lock(kernels_.mutex_);
+  ++kernels_.num_launching_;
+}
+
+RunningKernels::Launch::~Launch() {
+  const std::lock_guard lock(kernels_.mutex_);
+  --kernels_.num_launching_;
+}
+
+void RunningKernels::note(const void* group, int peer, std::shared_ptr<const Event> end) {
+  const std::lock_guard lock(mutex_);
+  ends_[{group, peer}] = std::move(end);
+}
+
+void RunningKernels::forget(const void* group) {
+  const std::lock_guard lock(mutex_);
+  std::erase_if(ends_, [&](const auto& entry) { return entry.first.first == group; });
+}
+
+bool RunningKernels::are_messages_over() {
+  const std::lock_guard lock(mutex_);
+  return are_over([](const void*, int peer) { return peer != kCollective; });
+}
+
+bool RunningKernels::is_over_but_of(const void* group) {
+  const std::lock_guard lock(mutex_);
+  return num_launching_ == 0 && are_over([&](const void* other, int peer) {
+           return other != group || peer != kCollective;
+         });
+}
+
+bool RunningKernels::if_over(const std::function<void()>& body) {
+  const std::lock_guard lock(mutex_);
+  if (num_launching_ > 0 || !are_over([](const void*, int) { return true; })) return false;
+  body();
+  return true;
+}
+
+bool RunningKernels::are_over(const std::function<bool(const void* group, int peer)>& which) {
+  for (auto entry = ends_.begin(); entry != ends_.end();) {
+    if (!which(entry->first.first, entry->first.second)) {
+      ++entry;
+      continue;
+    }
+    if (!entry->second->is_over()) return false;
+    entry = ends_.erase(entry);
+  }
+  return true;
+}
+
 void copy_and_wait(void* to, const void* from, std::size_t num_bytes, const char* what) {
   const auto address = [](const void* data) { return reinterpret_cast<DevicePtr>(data); };
   StreamHandle stream = nullptr;

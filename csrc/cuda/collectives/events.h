@@ -2,9 +2,11 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "cuda/driver/driver.h"
@@ -52,6 +54,46 @@ class EventPool {
   std::vector<std::unique_ptr<Event>> free_;  // guarded by mutex_
 };
 
+/// The last kernels of each group of this process on a device: the driver waits for all of them
+/// when memory is unmapped. Replays of graphs are not known. From any thread; kept as long as the
+/// process.
+class RunningKernels {
+ public:
+  static RunningKernels& of(DeviceOrdinal device);
+
+  /// Exists while a kernel is launched: nothing is unmapped meanwhile by if_over().
+  class Launch {
+   public:
+    explicit Launch(RunningKernels& kernels);
+    ~Launch();
+    Launch(const Launch&) = delete;
+    Launch& operator=(const Launch&) = delete;
+
+   private:
+    RunningKernels& kernels_;
+  };
+  /// The end of a group's last collective, or of its last message with `peer`.
+  void note(const void* group, int peer, std::shared_ptr<const Event> end);
+  void forget(const void* group);
+
+  static constexpr int kCollective = -1;
+  // The following are called in a relaxed capture mode.
+  /// Whether no messages are under way: one may wait for a peer that is in a collective.
+  bool are_messages_over();
+  /// Whether all is over but the collectives of one group.
+  bool is_over_but_of(const void* group);
+  /// Calls `body` if all is over; nothing is launched meanwhile. Returns whether it did.
+  bool if_over(const std::function<void()>& body);
+
+ private:
+  RunningKernels() = default;
+  bool are_over(const std::function<bool(const void* group, int peer)>& which);
+
+  std::mutex mutex_;  // guards what follows
+  int num_launching_ = 0;
+  std::map<std::pair<const void*, int>, std::shared_ptr<const Event>> ends_;  // by group and peer
+};
+
 /// Copies, or clears where `from` is null, on a stream of its own, and blocks; `what` is for an
 /// error.
 void copy_and_wait(void* to, const void* from, std::size_t num_bytes, const char* what);
@@ -77,8 +119,6 @@ class StreamOrder {
   void wait(const StreamPlace& place) const;
   /// Call it after work was enqueued and `end` recorded after it.
   void note(std::shared_ptr<const Event> end, const StreamPlace& place);
-  /// Whether all of it has ended, but what is captured. In a relaxed capture mode.
-  bool is_over() const { return run_.end == nullptr || run_.end->is_over(); }
   /// The host waits for all of it but what is captured.
   void synchronize() const;
 

@@ -37,6 +37,7 @@ void Loan::give_back(const std::vector<StreamHandle>& streams) const noexcept {
 LentMemory::LentMemory(RecordExchange& exchange, DeviceGroup& group)
     : exchange_(exchange),
       group_(group),
+      maps_tensors_(group.maps_tensors() && !group.takes_turns()),
       returns_(std::make_shared<Loan::Returns>()),
       allocations_(exchange, group, [this](std::size_t row, int rank, std::byte* base) {
         tell_kernels(kMaxSegments + row, rank, {base});
@@ -124,10 +125,10 @@ void LentMemory::free_unused() {
   }
 }
 
-void LentMemory::find_buffers(const Collective& call, const LaunchPlan& plan, bool is_captured,
+void LentMemory::find_buffers(const Collective& call, const LaunchPlan& plan, Turn turn,
                               KernelCall& kernel_call) {
   // A replay uses all buffers of the call, lent or not.
-  if (is_captured) {
+  if (turn.is_captured) {
     for (int rank = 0; rank < kernel_call.world_size; ++rank) {
       keep_for_graph(kernel_call.inputs[rank]);
       keep_for_graph(kernel_call.outputs[rank]);
@@ -140,8 +141,8 @@ void LentMemory::find_buffers(const Collective& call, const LaunchPlan& plan, bo
       [&](const std::byte* data, std::size_t num_bytes) -> std::uint64_t {
         if (const std::uint64_t place = place_in_segments(data, num_bytes); place != 0)
           return place;
-        if (group_.takes_turns() || num_bytes < kMinMappedBytes) return 0;
-        const PeerAllocations::Place found = allocations_.place_of(data, num_bytes);
+        if (!maps_tensors_ || num_bytes < kMinMappedBytes) return 0;
+        const PeerAllocations::Place found = allocations_.place_of(data, num_bytes, turn.number);
         return found.is_lent ? Lent::place(kMaxSegments + found.row, found.offset) : 0;
       },
       kernel_call);

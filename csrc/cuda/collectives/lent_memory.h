@@ -57,13 +57,19 @@ class LentMemory {
  public:
   static constexpr std::size_t kMaxSegments = GroupWords::kMaxSegments;
 
+  /// Of a call among the group's.
+  struct Turn {
+    std::uint64_t number;
+    bool is_captured;
+  };
+
   LentMemory(RecordExchange& exchange, DeviceGroup& group);
   ~LentMemory();
 
   /// Collective. Throws Unavailable, Error, std::invalid_argument.
   std::shared_ptr<const Loan> lend(std::size_t num_bytes);
   /// Tells the kernel of a planned call which of its buffers are in segments.
-  void find_buffers(const Collective& call, const LaunchPlan& plan, bool is_captured,
+  void find_buffers(const Collective& call, const LaunchPlan& plan, Turn turn,
                     KernelCall& kernel_call);
   /// A graph uses this address: if it is in a segment, that stays as long as the group.
   void keep_for_graph(const void* data);
@@ -89,6 +95,7 @@ class LentMemory {
 
   RecordExchange& exchange_;
   DeviceGroup& group_;
+  bool maps_tensors_;
   std::vector<Entry> entries_;  // by row, of the rows that were ever in use
   int num_lent_ = 0;
   std::vector<Loan::Return> returning_;  // that streams have yet to pass

@@ -1,7 +1,8 @@
 #include "cuda/collectives/peer_allocations.h"
 
-#include <unistd.h>
-
+#include <algorithm>
+#include <set>
+#include <thread>
 #include <utility>
 
 #include "core/errors.h"
@@ -9,10 +10,28 @@
 namespace ringcomm::cuda {
 namespace {
 
-// A rank that cannot announce tries again after so many buffers.
+// A rank that cannot announce tries again after so many buffers, and one that could not map an
+// allocation after so many calls.
 constexpr std::uint64_t kFailuresPerTry = 64;
+// After a buffer that cannot be lent, so many that can are staged as well.
+constexpr std::uint64_t kGoodBuffers = 16;
+// The watchdog looks for freed memory after so many looks without a call, at so many rows a look.
+constexpr int kIdleLooks = 25;
+constexpr std::size_t kRowsPerLook = 16;
+constexpr std::chrono::milliseconds kReleasePoll{2};
 
 bool exists(std::uint64_t version) { return version % 2 == 1; }
+
+// Those of all groups of this process.
+struct Registry {
+  std::mutex mutex;
+  std::set<PeerAllocations*> all;
+};
+
+Registry& registry() {
+  static auto& all = *new Registry();
+  return all;
+}
 
 }  // namespace
 
@@ -22,19 +41,35 @@ PeerAllocations::PeerAllocations(const RecordExchange& exchange, DeviceGroup& gr
       rank_(exchange.rank()),
       world_size_(exchange.world_size()),
       write_base_(std::move(write_base)),
-      theirs_(static_cast<std::size_t>(world_size_)) {}
+      mappings_(PeerMappings::of(group.device())),
+      running_(RunningKernels::of(group.device())),
+      theirs_(static_cast<std::size_t>(world_size_)),
+      num_good_(kGoodBuffers) {
+  const std::lock_guard lock(registry().mutex);
+  registry().all.insert(this);
+}
 
-PeerAllocations::Place PeerAllocations::place_of(const std::byte* data, std::size_t num_bytes) {
+PeerAllocations::~PeerAllocations() {
+  const std::lock_guard lock(registry().mutex);
+  registry().all.erase(this);
+}
+
+// ---- this rank's allocations
+
+PeerAllocations::Place PeerAllocations::place_of(const std::byte* data, std::size_t num_bytes,
+                                                 std::uint64_t call) {
+  const std::lock_guard lock(mutex_);
   // Freed ones are found even if the program allocates nothing more.
-  if (!own_.empty()) retire_if_freed(next_look_++ % own_.size());
+  if (!own_.empty()) retire_if_freed(num_looks_++ % own_.size());
   const Allocation allocation = allocation_of(data);
   const std::uint64_t offset = reinterpret_cast<DevicePtr>(data) - allocation.base;
-  const bool can_lend = allocation.has_ipc_handle && offset + num_bytes <= allocation.num_bytes;
-  const std::size_t row = can_lend ? find(allocation.id) : kMaxRows;
-  const bool is_new = can_lend && row == kMaxRows;
+  const bool has_handle = allocation.has_ipc_handle && offset + num_bytes <= allocation.num_bytes;
+  const std::size_t row = has_handle ? find(allocation.id) : kMaxRows;
+  const bool is_new = has_handle && row == kMaxRows;
   if (is_new && wanted_.size() < kMaxRows) wanted_.push_back(data);
-  if (!is_new) refuse(!can_lend || row_of(rank_, row).num_failed > 0);
-  const bool is_lent = row != kMaxRows && is_known_to_all(row) && group_.words().num_refusing == 0;
+  refuse_by(is_new ? num_failures_ == 0 : has_handle && row_of(rank_, row).failed == 0);
+  const bool is_lent = row != kMaxRows && is_known_to_all(row) &&
+                       call >= row_of(rank_, row).first_call && group_.words().num_refusing == 0;
   return {.row = row, .offset = offset, .is_lent = is_lent};
 }
 
@@ -52,16 +87,14 @@ void PeerAllocations::announce(const std::byte* data) {
   const Allocation allocation = allocation_of(data);  // which may have changed since the call
   if (!allocation.has_ipc_handle || find(allocation.id) != kMaxRows) return;
   if (num_failures_ % kFailuresPerTry != 0) return void(++num_failures_);
-  for (std::size_t row = 0; row < own_.size(); ++row) {
-    retire_if_freed(row);
-    // It may have had the same address, which peers are to unmap first.
-    if (is_freed(row)) return wanted_.push_back(data);
-  }
+  for (std::size_t row = 0; row < own_.size(); ++row) retire_if_freed(row);
   const std::size_t row = free_row();
   bool is_announced = false;
   if (row != kMaxRows && !is_memory_scarce()) try {
-      GroupWords::OfAllocation& mine = row_of(rank_, row);
+      PeerAllocation& mine = row_of(rank_, row).allocation;
       check(driver().ipc_get_mem_handle(&mine.handle, allocation.base), "hand out GPU memory");
+      mine.process = group_.place(rank_).process;
+      mine.id = allocation.id;
       mine.base = allocation.base;
       write_base_(row, rank_, reinterpret_cast<std::byte*>(allocation.base));
       if (own_.size() <= row) own_.resize(row + 1);
@@ -71,7 +104,7 @@ void PeerAllocations::announce(const std::byte* data) {
     } catch (const Error&) {  // the buffer is staged
     }
   num_failures_ = is_announced ? 0 : num_failures_ + 1;
-  refuse(!is_announced);
+  refuse_by(is_announced);
 }
 
 // kMaxRows if there is none.
@@ -95,53 +128,160 @@ void PeerAllocations::retire_if_freed(std::size_t row) {
 // Only when all peers know the row's last version.
 void PeerAllocations::publish(std::size_t row) {
   GroupWords::OfAllocation& mine = row_of(rank_, row);
-  mine.num_following = mine.num_failed = 0;
+  mine.num_following = mine.failed = 0;
+  mine.first_call = 0;
   ++mine.version;
   ++group_.words().num_announced;
 }
 
-void PeerAllocations::follow() {
-  num_followed_ = group_.words().num_announced;
-  // The driver may refuse an address of a peer at which it has an older allocation mapped.
-  for (const bool maps : {false, true})
-    for (int rank = 0; rank < world_size_; ++rank) {
-      if (rank == rank_) continue;
-      std::vector<Theirs>& all = theirs_[static_cast<std::size_t>(rank)];
-      for (std::size_t row = 0; row < kMaxRows; ++row) {
-        const std::uint64_t version = row_of(rank, row).version;
-        if (version == 0) break;  // nor has any later row been in use
-        if (all.size() <= row) all.resize(row + 1);
-        if (version != all[row].version && exists(version) == maps) follow(rank, row);
-      }
+// If one rank stages its buffers all do: otherwise every call begins again with staging. By a state
+// that outlasts a buffer, because a program uses buffers of both kinds in turn.
+void PeerAllocations::refuse_by(bool can_lend) {
+  num_good_ = can_lend ? std::min(num_good_ + 1, kGoodBuffers) : 0;
+  if (is_refusing_ == (num_good_ < kGoodBuffers)) return;
+  is_refusing_ = !is_refusing_;
+  group_.words().num_refusing += is_refusing_ ? 1 : -1;
+}
+
+// ---- those of its peers
+
+bool PeerAllocations::has_news() {
+  const std::lock_guard lock(mutex_);
+  return !wanted_.empty() || has_postponed_ || group_.words().num_announced != num_followed_ ||
+         (num_failed_ > 0 && ++num_waits_ % kFailuresPerTry == 0);
+}
+
+// Calls body(rank, row) for rows of peers whose last version is to be followed.
+template <class Body>
+void PeerAllocations::for_news(bool exist, const Body& body) {
+  for (int rank = 0; rank < world_size_; ++rank) {
+    if (rank == rank_) continue;
+    std::vector<Theirs>& all = theirs_[static_cast<std::size_t>(rank)];
+    for (std::size_t row = 0; row < kMaxRows; ++row) {
+      const std::uint64_t version = row_of(rank, row).version;
+      if (version == 0) break;  // nor has any later row been in use
+      if (all.size() <= row) all.resize(row + 1);
+      if ((version != all[row].version || all[row].has_failed) && exists(version) == exist)
+        body(rank, row);
     }
+  }
+}
+
+void PeerAllocations::follow(std::uint64_t call, bool may_unmap) {
+  const std::lock_guard lock(mutex_);
+  num_followed_ = group_.words().num_announced;
+  has_postponed_ = false;
+  if (may_unmap)
+    unmap_retired();
+  else
+    has_postponed_ = has_retired();
+  for_news(true, [&](int rank, std::size_t row) { map(rank, row, call); });
   for (const std::byte* data : std::exchange(wanted_, {})) announce(data);
 }
 
-void PeerAllocations::follow(int rank, std::size_t row) {
-  GroupWords::OfAllocation& source = row_of(rank, row);
-  Theirs& theirs = theirs_[static_cast<std::size_t>(rank)][row];
-  theirs.memory.reset();
-  if (exists(source.version)) try {
-      std::byte* base = reinterpret_cast<std::byte*>(source.base);
-      if (group_.place(rank).pid != ::getpid()) {
-        theirs.memory = std::make_unique<DeviceMemory>(group_.device(), source.handle);
-        base = theirs.memory->data();
-      } else if (group_.place(rank).device != group_.place(rank_).device) {
-        ++source.num_failed;  // threads would need the peer access of two contexts
-      }
-      write_base_(row, rank, base);
-    } catch (const Error&) {  // such as of memory that has been freed meanwhile
-      ++source.num_failed;
-    }
-  theirs.version = source.version;
-  ++source.num_following;  // last: the owner then counts this rank
+bool PeerAllocations::has_retired() {
+  bool found = false;
+  for_news(false, [&](int, std::size_t) { found = true; });
+  return found;
 }
 
-// If one rank stages its buffers all do: otherwise every call begins again with staging.
-void PeerAllocations::refuse(bool is_refusing) {
-  if (is_refusing == is_refusing_) return;
-  is_refusing_ = is_refusing;
-  group_.words().num_refusing += is_refusing ? 1 : -1;
+void PeerAllocations::unmap_retired() {
+  for_news(false, [&](int rank, std::size_t row) {
+    GroupWords::OfAllocation& source = row_of(rank, row);
+    Theirs& theirs = theirs_[static_cast<std::size_t>(rank)][row];
+    if (theirs.mapping != nullptr) mappings_.unmap(*theirs.mapping);
+    num_failed_ -= theirs.has_failed ? 1 : 0;
+    theirs = {.version = source.version};
+    ++source.num_following;  // last: the owner then counts this rank
+  });
+}
+
+// One that could not be mapped is tried again.
+void PeerAllocations::map(int rank, std::size_t row, std::uint64_t call) {
+  GroupWords::OfAllocation& source = row_of(rank, row);
+  Theirs& theirs = theirs_[static_cast<std::size_t>(rank)][row];
+  const std::uint64_t version = source.version;
+  const std::uint32_t bit = std::uint32_t{1} << rank_;
+  std::byte* base = nullptr;
+  try {
+    base = map(rank, source, theirs);
+    write_base_(row, rank, base);
+  } catch (const Error&) {  // such as of memory that has been freed meanwhile
+    base = nullptr;
+  }
+  if (base != nullptr) {
+    std::uint64_t first = source.first_call;
+    while (first < call && !source.first_call.compare_exchange_weak(first, call)) {
+    }
+    source.failed &= ~bit;
+  } else {
+    theirs.mapping = nullptr;
+    source.failed |= bit;
+  }
+  num_failed_ += (base == nullptr ? 1 : 0) - (theirs.has_failed ? 1 : 0);
+  theirs.has_failed = base == nullptr;
+  if (std::exchange(theirs.version, version) != version)
+    ++source.num_following;  // last: the owner then counts this rank
+}
+
+// Throws Error.
+std::byte* PeerAllocations::map(int rank, const GroupWords::OfAllocation& source, Theirs& theirs) {
+  const RankPlace& place = group_.place(rank);
+  const RankPlace& own = group_.place(rank_);
+  if (place.process != own.process) {
+    theirs.mapping = mappings_.map(source.allocation);
+    return theirs.mapping->data();
+  }
+  if (place.device != own.device)
+    throw Error({.kind = ErrorKind::kSystem},
+                "ringcomm: threads would need the peer access of two contexts");
+  return reinterpret_cast<std::byte*>(source.allocation.base);
+}
+
+// ---- without a call
+
+void PeerAllocations::look() noexcept {
+  const std::unique_lock lock(mutex_, std::try_to_lock);
+  if (!lock) return;
+  const std::uint64_t num_announced = group_.words().num_announced;
+  num_idle_ = num_looks_ == num_looks_seen_ ? std::min(num_idle_ + 1, kIdleLooks) : 0;
+  num_looks_seen_ = num_looks_;
+  const bool looks_at_own = num_idle_ == kIdleLooks && !own_.empty();
+  if (!looks_at_own && num_announced == num_seen_) return;
+  try {
+    const ContextGuard guard(group_.device());
+    const RelaxedCapture relaxed;
+    for (std::size_t i = 0; looks_at_own && i < std::min(kRowsPerLook, own_.size()); ++i)
+      retire_if_freed(next_row_++ % own_.size());
+    if (!has_retired() || running_.if_over([this] { unmap_retired(); })) num_seen_ = num_announced;
+  } catch (const Error&) {
+    // The next call meets it, or the process is ending and the driver was unloaded before.
+  }
+}
+
+bool PeerAllocations::release(std::chrono::milliseconds patience) {
+  const auto deadline = std::chrono::steady_clock::now() + patience;
+  for (;; std::this_thread::sleep_for(kReleasePoll)) {
+    bool is_done = true;
+    {
+      const std::lock_guard lock(registry().mutex);
+      for (PeerAllocations* one : registry().all) is_done = one->release() && is_done;
+    }
+    if (is_done || std::chrono::steady_clock::now() >= deadline) return is_done;
+  }
+}
+
+bool PeerAllocations::release() {
+  const std::unique_lock lock(mutex_, std::try_to_lock);
+  if (!lock) return false;
+  const ContextGuard guard(group_.device());
+  const RelaxedCapture relaxed;
+  bool is_done = true;
+  for (std::size_t row = 0; row < own_.size(); ++row) {
+    retire_if_freed(row);
+    is_done = is_done && (own_[row].id == 0 ? is_known_to_all(row) : !is_freed(row));
+  }
+  return (!has_retired() || running_.if_over([this] { unmap_retired(); })) && is_done;
 }
 
 }  // namespace ringcomm::cuda

@@ -1,26 +1,32 @@
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <vector>
 
 #include "cuda/collectives/device_group.h"
-#include "cuda/driver/device_memory.h"
+#include "cuda/collectives/events.h"
+#include "cuda/driver/peer_mappings.h"
 
 namespace ringcomm::cuda {
 
 /// Allocations of the ranks' own programs, such as the segments of torch's caching allocator, in
 /// which peers access the buffers of collectives directly. The call after the first that uses one
 /// announces it in the group's host memory; peers map it in their next call. It is lent from the
-/// call on in which its owner sees that all have.
+/// call on in which its owner sees that all have, and which no peer launched before it had mapped.
 ///
 /// An allocation is known by the driver's number of it, which is never used again. When the number
 /// at its address has changed, the owner retires the row and peers unmap it. By then no kernel uses
 /// it: the owner freed it after its own kernels, which end after their peers' last access.
 ///
-/// The driver keeps freed memory until peers have unmapped it. One thread at a time.
+/// The driver keeps freed memory until peers have unmapped it. They do so in a call, in release(),
+/// or in the watchdog's thread while no kernel of ringcomm runs in their process.
+///
+/// place_of(), has_news() and follow() by one thread at a time.
 class PeerAllocations {
  public:
   static constexpr std::size_t kMaxRows = GroupWords::kMaxAllocations;
@@ -34,15 +40,21 @@ class PeerAllocations {
   };
 
   PeerAllocations(const RecordExchange& exchange, DeviceGroup& group, WriteBase write_base);
+  ~PeerAllocations();
 
-  /// Of a buffer of this rank.
-  Place place_of(const std::byte* data, std::size_t num_bytes);
-  bool has_news() const {
-    return !wanted_.empty() || group_.words().num_announced != num_followed_;
-  }
-  /// Unmaps what peers have retired, maps what they have announced, and announces what this rank's
-  /// last calls used. The driver may wait for all of this rank's kernels.
-  void follow();
+  /// Of a buffer of this rank, for a call that is about to be launched.
+  Place place_of(const std::byte* data, std::size_t num_bytes, std::uint64_t call);
+  bool has_news();
+  /// Unmaps what peers have retired, if it may, which waits for the kernels of this process. Maps
+  /// what they have announced, and announces what this rank's last calls used.
+  void follow(std::uint64_t call, bool may_unmap);
+
+  /// By the watchdog, again and again: retires what has been freed if no call does, and unmaps what
+  /// peers have retired.
+  void look() noexcept;
+  /// Retires all that this process has freed and unmaps all that peers have, in all groups. Waits
+  /// until peers have unmapped it as well. False if one had not in time. From any thread.
+  static bool release(std::chrono::milliseconds patience);
 
  private:
   struct Own {
@@ -51,7 +63,8 @@ class PeerAllocations {
   };
   struct Theirs {
     std::uint64_t version = 0;
-    std::unique_ptr<DeviceMemory> memory = nullptr;  // null in the owner's own process
+    bool has_failed = false;
+    std::shared_ptr<PeerMappings::Mapping> mapping = nullptr;  // null in the owner's own process
   };
 
   GroupWords::OfAllocation& row_of(int rank, std::size_t row) const {
@@ -64,20 +77,40 @@ class PeerAllocations {
   void retire_if_freed(std::size_t row);
   void publish(std::size_t row);
   bool is_known_to_all(std::size_t row) const;
-  void follow(int rank, std::size_t row);
-  void refuse(bool is_refusing);
+  void refuse_by(bool can_lend);
+
+  template <class Body>
+  void for_news(bool exists, const Body& body);
+  bool has_retired();
+  void unmap_retired();
+  void map(int rank, std::size_t row, std::uint64_t call);
+  std::byte* map(int rank, const GroupWords::OfAllocation& source, Theirs& theirs);
+  bool release();
 
   DeviceGroup& group_;
   int rank_;
   int world_size_;
   WriteBase write_base_;
+  PeerMappings& mappings_;
+  RunningKernels& running_;
+
+  std::mutex mutex_;      // guards what follows
   std::vector<Own> own_;  // by row
   std::vector<std::vector<Theirs>> theirs_;
   std::vector<const std::byte*> wanted_;  // buffers in no row
   std::uint64_t num_failures_ = 0;        // to announce, one after the other
-  std::uint64_t num_followed_ = 0;
-  std::size_t next_look_ = 0;  // at a row of this rank, in turn
+  std::uint64_t num_followed_ = 0;        // versions
+  bool has_postponed_ = false;            // some of these are to be unmapped
+  int num_failed_ = 0;                    // rows of peers that could not be mapped
+  std::uint64_t num_waits_ = 0;           // for the next attempt
+  std::uint64_t num_looks_ = 0;           // at rows of this rank by calls, in turn
+  std::uint64_t num_good_;                // buffers in a row that can be lent
   bool is_refusing_ = false;
+  // Of the watchdog:
+  std::uint64_t num_looks_seen_ = 0;
+  int num_idle_ = 0;
+  std::size_t next_row_ = 0;
+  std::uint64_t num_seen_ = 0;  // versions without any that is to be unmapped
 };
 
 }  // namespace ringcomm::cuda

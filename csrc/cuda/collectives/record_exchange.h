@@ -14,6 +14,7 @@
 #include "collectives/communicator.h"
 #include "core/arch.h"
 #include "cuda/driver/driver_api.h"
+#include "cuda/driver/peer_mappings.h"
 #include "cuda/kernels/staging.h"
 
 namespace ringcomm::cuda {
@@ -120,9 +121,9 @@ struct GroupWords {
   struct OfAllocation {                        ///< of PeerAllocations, written by its owner
     std::atomic<std::uint64_t> version;        ///< odd while there is one
     std::atomic<std::uint32_t> num_following;  ///< peers that know this version
-    std::atomic<std::uint32_t> num_failed;     ///< peers of these that could not map it
-    IpcMemHandle handle;
-    DevicePtr base;  ///< in the owner's process
+    std::atomic<std::uint32_t> failed;         ///< a bit for each of these that could not map it
+    std::atomic<std::uint64_t> first_call;     ///< the last of the calls in which peers mapped it
+    PeerAllocation allocation;
   };
 
   OfRank ranks[kMaxRanks];
@@ -139,9 +140,10 @@ struct RankPlace {
   DeviceUuid device = {};
   RecordText<64> host_id;
   RecordText<112> bootstrap_address;
-  std::int64_t pid = 0;
+  std::uint64_t process = 0;  ///< random bits of it, not its pid
   int num_multiprocessors = 0;
   bool has_mps = false;
+  bool maps_tensors = true;
   int free_places = 0;
   RecordText<256> problem;
 };

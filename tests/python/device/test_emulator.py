@@ -295,6 +295,42 @@ def opened(gpu: Driver, peer: Peer, is_closed: bool) -> None:
     time.sleep(0.0 if is_closed else 1.0)
 
 
+def opened_twice(gpu: Driver, peer: Peer, refuses: bool) -> None:
+    """Rank 1 has one mapping, counted. What comes to the address has another one, or is refused
+    until the first is closed.
+    """
+    if peer.rank == 0:
+        data = gpu.memory(PIECE)
+        peer.tell(1, bytes(handle_of(gpu, data)))
+        peer.hear(1)
+        put(data, 9)
+        gpu.check("MemFree_v2", data)
+        # What fits elsewhere better may come first.
+        others = (gpu.memory(PIECE) for _ in range(256))
+        new = next(address for address in others if address == data)
+        put(new, 8)
+        peer.tell(1, bytes(handle_of(gpu, new)))
+        peer.hear(1)
+        return
+    handle = Handle.from_buffer_copy(peer.hear(0))
+    address = gpu.made("IpcOpenMemHandle_v2", handle, 1)
+    assert gpu.made("IpcOpenMemHandle_v2", handle, 1) == address
+    peer.tell(0)
+    later = Handle.from_buffer_copy(peer.hear(0))
+    opened = ctypes.c_uint64()
+    for num_closed in range(3):
+        is_refused = refuses and num_closed < 2
+        result = gpu.call("IpcOpenMemHandle_v2", ctypes.byref(opened), later, 1)
+        assert result == (cuda.ALREADY_MAPPED if is_refused else cuda.SUCCESS)
+        if not is_refused:
+            assert number(opened.value) == 8
+            gpu.check("IpcCloseMemHandle", opened.value)
+        if num_closed < 2:
+            assert number(address) == 9
+            gpu.check("IpcCloseMemHandle", address)
+    peer.tell(0)
+
+
 def cannot_open(gpu: Driver, peer: Peer, expected: int) -> None:
     """Rank 1 may not open what rank 0 has on device 1."""
     if peer.rank == 0:
@@ -393,6 +429,12 @@ def test_a_process_that_dies_in_a_kernel_gives_the_gpu_back(tmp_path: Path) -> N
 def test_handles(is_closed: bool, tmp_path: Path) -> None:
     dead = [] if is_closed else [0]
     run(opened, is_closed, world_size=2, folder=tmp_path, may_die=dead)
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_handles_are_counted(refuses: bool, tmp_path: Path) -> None:
+    env = {"RINGCOMM_EMULATOR_REFUSES_REUSED": str(int(refuses))}
+    run(opened_twice, refuses, world_size=2, folder=tmp_path, env=env)
 
 
 @pytest.mark.parametrize(

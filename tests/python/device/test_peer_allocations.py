@@ -50,7 +50,7 @@ def num_mapped() -> int:
     return calls["cuIpcOpenMemHandle_v2"] - calls["cuIpcCloseMemHandle"]
 
 
-def check_sum(tensor: Tensor, turn: int = 0) -> None:
+def check_sum(tensor: Tensor, turn: int = 0, group: dist.ProcessGroup | None = None) -> None:
     """Exact, of different values at each place and turn."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     own = (torch.arange(tensor.numel()) % 1001 + turn).to(tensor.dtype)
@@ -58,7 +58,7 @@ def check_sum(tensor: Tensor, turn: int = 0) -> None:
     for part, piece in zip(tensor.split(1 << 20), own.split(1 << 20), strict=True):
         part.copy_(piece * (rank + 1))
         emugpu.synchronize()
-    dist.all_reduce(tensor)
+    dist.all_reduce(tensor, group=group)
     assert torch.equal(tensor.cpu(), own * (world_size * (world_size + 1) // 2))
 
 
@@ -122,6 +122,7 @@ def check_reuse_by_the_driver(rank: int) -> None:
         for i in range(FEW_CALLS):
             check_sum(tensor, 10 * turn + i)
         assert bytes_read_of_peers(tensor) > 0
+        meet()  # a rank unmaps what another has freed before its own next call
         if rank == 0 or turn % 2 == 0:
             del tensor
             emugpu.empty_cache()

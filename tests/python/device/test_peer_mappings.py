@@ -1,0 +1,331 @@
+"""Mappings of peers' ordinary GPU memory: one for all groups of a process, when kernels may use
+them, and how memory that was freed is given back.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from collections.abc import Callable
+
+import emugpu
+import emulated_gpu
+import pytest
+import torch
+import torch.distributed as dist
+from emulated_gpu import run_on_gpus, with_kernels
+from emulator_driver import Handle
+from gpu_ranks import meet
+from test_lent_memory import used_bytes
+from test_peer_allocations import (
+    FEW_CALLS,
+    GPU,
+    MEMORY,
+    NUM_BYTES,
+    NUM_ELEMS,
+    bytes_read_of_peers,
+    check_staged,
+    check_sum,
+    num_mapped,
+)
+from torch import Tensor
+
+import ringcomm
+
+pytestmark = emulated_gpu.needs_emulated_gpu
+
+PATIENCE_S = 60.0  # for what takes less than a second
+# Places for several groups, and a queue for each stream.
+ROOM = {"RINGCOMM_EMULATOR_SMS": "48", "RINGCOMM_EMULATOR_QUEUES": "0"}
+
+
+def store() -> dist.Store:
+    return dist.distributed_c10d._get_default_store()
+
+
+def new_tensor() -> Tensor:
+    """In an allocation of its own."""
+    return torch.empty(NUM_ELEMS, dtype=torch.int32, device=GPU)
+
+
+def mapped_tensor() -> Tensor:
+    tensor = new_tensor()
+    for turn in range(FEW_CALLS):
+        check_sum(tensor, turn)
+    assert num_mapped() == 1
+    return tensor
+
+
+def wait_until_mapped(num: int) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while num_mapped() > num and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert num_mapped() == num
+
+
+# ---- one for all groups
+
+
+def check_two_groups(rank: int) -> None:
+    """Over one allocation, which is freed and comes again at its address: both go on in place."""
+    groups = [dist.group.WORLD, dist.new_group()]
+    num_same = 0
+    tensor = new_tensor()
+    for turn in range(4):
+        place = tensor.data_ptr()
+        for num_used, (group, half) in enumerate(zip(groups, tensor.chunk(2), strict=True), 1):
+            for i in range(FEW_CALLS):
+                check_sum(half, 10 * turn + i, group)
+            # Half of the half, and nothing of what was there before.
+            least = num_used * NUM_BYTES // 4
+            assert least <= bytes_read_of_peers(tensor) < 1.1 * least + (1 << 16)
+            assert num_mapped() == 1
+        meet()  # a rank unmaps what another has freed before its own next call
+        del tensor, half
+        emugpu.empty_cache()
+        tensor = new_tensor()
+        num_same += tensor.data_ptr() == place
+    assert num_same > 0, "a test of nothing: no address was used again"
+
+
+def check_group_without_calls(rank: int) -> None:
+    """One that has mapped what was freed, and makes no more calls, keeps no other from mapping."""
+    num_same = 0
+    for other in [dist.new_group() for _ in range(3)]:
+        tensor = new_tensor()
+        for turn in range(FEW_CALLS):
+            check_sum(tensor, turn, other)
+        wait_until_mapped(1)
+        place = tensor.data_ptr()
+        meet()
+        del tensor
+        emugpu.empty_cache()
+        tensor = new_tensor()
+        num_same += tensor.data_ptr() == place
+        for turn in range(2 * FEW_CALLS):
+            check_sum(tensor, turn)
+        assert bytes_read_of_peers(tensor) > 0
+        wait_until_mapped(1)
+        meet()
+        del tensor
+        emugpu.empty_cache()
+    assert num_same > 0, "a test of nothing: no address was used again"
+
+
+def check_refused_for_a_while(rank: int) -> None:
+    """What the driver refuses to map is staged, and mapped once it no longer does."""
+    driver = ctypes.CDLL(os.environ["RINGCOMM_CUDA_DRIVER"])
+    handle, address = Handle(), ctypes.c_uint64()
+    tensor = new_tensor()
+    if rank == 0:
+        source = ctypes.c_uint64(tensor.data_ptr())
+        assert driver.cuIpcGetMemHandle(ctypes.byref(handle), source) == 0
+        store().set("handle", bytes(handle).hex())
+    else:  # the program holds it, which ringcomm does not know
+        handle = Handle.from_buffer_copy(bytes.fromhex(store().get("handle").decode()))
+        assert driver.cuIpcOpenMemHandle_v2(ctypes.byref(address), handle, 1) == 0
+    meet()
+    place = tensor.data_ptr()
+    others: list[Tensor] = []
+    if rank == 0:  # the same address again, after some attempts
+        for _ in range(64):
+            del tensor
+            emugpu.empty_cache()
+            tensor = new_tensor()
+            if tensor.data_ptr() == place:
+                break
+            others.append(new_tensor())
+        assert tensor.data_ptr() == place, "a test of nothing: the address was not used again"
+    for turn in range(2 * FEW_CALLS):
+        check_sum(tensor, turn)
+    assert bytes_read_of_peers(tensor, *others) == 0
+    if rank == 1:
+        assert driver.cuIpcCloseMemHandle(address) == 0
+    for _ in range(70):  # it tries every 64 calls
+        dist.all_reduce(torch.ones(10, device=GPU))
+    for turn in range(6 * FEW_CALLS):  # some are staged yet
+        check_sum(tensor, turn)
+    assert bytes_read_of_peers(tensor, *others) > 0
+
+
+# ---- which kernels may use them
+
+
+def check_launched_before(rank: int) -> None:
+    """A kernel that was launched before its rank mapped an allocation does not use it."""
+    tensor = new_tensor().fill_(7 - 7 * rank)
+    dist.all_reduce(torch.ones(10, device=GPU))  # connects
+    emugpu.synchronize()
+    if rank == 1:
+        for _ in range(4):
+            dist.broadcast(tensor, 0)
+        store().set("launched", "")
+        store().wait(["announced"])
+        dist.broadcast(tensor, 0)
+        assert num_mapped() == 1
+        store().set("mapped", "")
+        store().wait(["third"])
+        assert bytes_read_of_peers(tensor) == 0
+        store().set("seen", "")
+    else:
+        store().wait(["launched"])
+        for _ in range(2):  # in the second it announces its allocation
+            dist.broadcast(tensor, 0)
+        store().set("announced", "")
+        store().wait(["mapped"])
+        dist.broadcast(tensor, 0)
+        emugpu.synchronize()
+        store().set("third", "")
+        store().wait(["seen"])
+        for _ in range(2):
+            dist.broadcast(tensor, 0)
+    emugpu.synchronize()
+    assert tensor[::1000].unique().tolist() == [7]
+    assert rank == 0 or bytes_read_of_peers(tensor) >= NUM_BYTES
+
+
+def check_messages_of_another_group(rank: int) -> None:
+    """While one is under way nothing is mapped: it may wait for a peer that is in a collective."""
+    other = dist.new_group()
+    message = torch.full((1 << 20,), rank, dtype=torch.int32, device=GPU)
+    dist.all_reduce(message[:10])  # connects, as the next line does
+    dist.send(message, 1, other) if rank == 0 else dist.recv(message, 0, other)
+    emugpu.synchronize()
+    received = dist.irecv(message, 0, other) if rank == 1 else None
+    meet()
+    tensor = new_tensor()
+    for turn in range(2 * FEW_CALLS):  # of which none waits for the whole device
+        dist.all_reduce(tensor.fill_(turn))
+        assert tensor[::1000].unique().tolist() == [2 * turn]
+    assert num_mapped() == 0  # nor does rank 1 announce anything
+    meet()
+    if received is None:
+        dist.send(message, 1, other)
+    else:
+        received.wait()
+    emugpu.synchronize()
+    meet()
+    for turn in range(FEW_CALLS):
+        check_sum(tensor, turn)
+    assert num_mapped() == 1
+
+
+def check_scarce_for_one(rank: int) -> None:
+    """While one buffer in turn cannot be mapped, because memory is scarce, others are staged."""
+    tensor, other = new_tensor(), new_tensor()
+    first, second = tensor.chunk(2)
+    for turn in range(FEW_CALLS):
+        check_sum(first, turn)
+    assert num_mapped() == 1
+    small = []
+    while 16 * (MEMORY - used_bytes()) >= MEMORY:
+        small.append(torch.empty(1 << 20, dtype=torch.uint8, device=GPU))
+    meet()
+    for turn in range(FEW_CALLS):
+        check_sum(other, turn)
+    before = bytes_read_of_peers(tensor, other)
+    assert before > 0
+    for turn in range(FEW_CALLS):
+        check_sum(second, turn)
+        check_sum(other, turn)
+    assert num_mapped() == 1
+    assert bytes_read_of_peers(tensor, other) == before
+
+
+# ---- what was freed
+
+
+def check_freed_without_calls(rank: int) -> None:
+    """Peers unmap it though no group makes a call."""
+    tensor = mapped_tensor()
+    meet()
+    del tensor
+    emugpu.empty_cache()
+    wait_until_mapped(0)
+    meet()
+
+
+def check_release(rank: int) -> None:
+    """Of rank 0: rank 1 has it unmapped by then, and keeps its own."""
+    tensor = mapped_tensor()
+    meet()
+    if rank == 0:
+        del tensor
+        emugpu.empty_cache()
+        assert ringcomm.release(PATIENCE_S)
+    meet()
+    assert num_mapped() == 1 - rank
+    assert ringcomm.release(PATIENCE_S)  # again: there is nothing more
+    meet()
+    assert num_mapped() == 1 - rank
+
+
+def check_release_during_a_call(rank: int) -> None:
+    """A peer whose kernel runs unmaps nothing, and release() says so."""
+    tensor = mapped_tensor()
+    meet()
+    if rank == 1:
+        dist.all_reduce(tensor.fill_(1))  # waits for rank 0
+    meet()
+    if rank == 0:
+        del tensor
+        emugpu.empty_cache()
+        assert not ringcomm.release(0.3)
+        tensor = new_tensor().fill_(2)
+        dist.all_reduce(tensor)
+    emugpu.synchronize()
+    assert tensor[::1000].unique().tolist() == [3]
+    meet()
+    if rank == 0:
+        assert ringcomm.release(PATIENCE_S)
+    meet()
+    assert num_mapped() == 1 - rank
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        check_two_groups,
+        check_group_without_calls,
+        check_launched_before,
+        check_messages_of_another_group,
+        check_freed_without_calls,
+        check_release,
+        check_release_during_a_call,
+    ],
+    ids=lambda check: check.__name__,
+)
+def test_peer_mappings(check: Callable[[int], None]) -> None:
+    run_on_gpus(2, check, env=with_kernels() | ROOM, fresh=True)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [check_two_groups, check_refused_for_a_while],
+    ids=lambda check: check.__name__,
+)
+def test_a_driver_that_refuses_an_address_that_is_mapped(check: Callable[[int], None]) -> None:
+    refuses = {"RINGCOMM_EMULATOR_REFUSES_REUSED": "1"}
+    run_on_gpus(2, check, env=with_kernels() | ROOM | refuses, fresh=True)
+
+
+def check_switched_off(rank: int) -> None:
+    check_staged(rank)
+    assert num_mapped() == 0
+
+
+def test_one_rank_that_switches_it_off() -> None:
+    off = with_kernels() | {"RINGCOMM_MAP_TENSORS": "0"}
+    run_on_gpus(2, check_switched_off, env=[with_kernels(), off], fresh=True)
+
+
+def test_scarce_memory_for_one_buffer() -> None:
+    few = with_kernels() | {"RINGCOMM_EMULATOR_MEMORY": str(MEMORY)}
+    run_on_gpus(2, check_scarce_for_one, env=few, fresh=True)
+
+
+def test_release_without_anything_mapped() -> None:
+    assert ringcomm.release()
+    with pytest.raises(ValueError, match="must not be negative, got -1"):
+        ringcomm.release(-1)
