@@ -205,7 +205,7 @@ def grad_kernel(
         target_idx = index_in_row(token_target, vocab_start, num_classes)
         x = target_of(span, target_idx)
         scaling = (logit_scale, softcap)
-        smoothing = (smooth, shard_weight) if SMOOTHS else None
+        smoothing = (smooth if SMOOTHS else None, shard_weight)
         tl.debug_barrier()  # all threads have read it before one overwrites it
         write_gradient(
             span, to_base, to_begin, num_classes, row_max, prob, smoothing, scaling,
@@ -271,7 +271,7 @@ def differentiate_held_row(
         token_target, row_max, row_sum, weights, scale, num_classes, penalties, SMOOTHS
     )
     prob, smooth, _ = factors
-    smoothing = (smooth, weight) if SMOOTHS else None
+    smoothing = (smooth if SMOOTHS else None, weight)
     grad = gradient(x, power, column, mask, prob, smoothing, scaling, num_classes, HAS_PADDING)
     edge_grad = gradient(
         edge_x, edge_power, edge_column, edge_mask, prob, smoothing, scaling, num_classes,
@@ -332,7 +332,7 @@ def stats_and_grad_kernel(
                 VEC, BLOCK, SMOOTHS, HAS_PADDING, WANTS_MORE,
             )  # fmt: skip
             prob, smooth, target_part = factors
-            smoothing = (smooth, weight) if SMOOTHS else None
+            smoothing = (smooth if SMOOTHS else None, weight)
         else:
             classes = span_of(logits, lead, row, stride, num_classes, VEC)
             row_max, row_sum, row_weighted, entropy, argmax = scan_row(
@@ -341,7 +341,7 @@ def stats_and_grad_kernel(
             prob, smooth, target_part = coefficients(
                 token_target, row_max, row_sum, weights, scale, num_classes, penalties, SMOOTHS
             )
-            smoothing = (smooth, weight) if SMOOTHS else None
+            smoothing = (smooth if SMOOTHS else None, weight)
             write_gradient(
                 span, base, begin, num_classes, row_max, prob, smoothing, scaling,
                 VEC, BLOCK, HAS_PADDING, True,

@@ -9,8 +9,8 @@ Positions are elements from `base`, the last 16-byte boundary at or before the t
 64-bit; columns count from the row's beginning and are 32-bit.
 
 Functions take a row as its `span` (base, begin, num_elems, num_head, num_bulk), `scaling`
-(logit_scale, softcap or None), which makes z of what is in memory, and `smoothing` (smooth, weights
-of the row's classes or None), or None.
+(logit_scale, softcap or None), which makes z of what is in memory, and `smoothing` (smooth or None,
+weights of the row's classes or None). Triton 3.6 cannot compare a tuple with None.
 """
 
 import triton
@@ -198,8 +198,8 @@ def gradient(
 ):
     """(prob * e^(z - max) - smooth * weight) * dz/dx / logit_scale: all but the target's part."""
     grad = power * prob
-    if smoothing is not None:
-        smooth, weight = smoothing
+    smooth, weight = smoothing
+    if smooth is not None:
         if weight is None:
             grad -= smooth
         else:
@@ -220,8 +220,8 @@ def write_target(to_row, target_idx, x, row_max, prob, target, smoothing, scalin
     """
     is_here = target_idx >= 0
     grad = exp(logit(x, scaling) - row_max) * prob
-    if smoothing is not None:
-        smooth, weight = smoothing
+    smooth, weight = smoothing
+    if smooth is not None:
         if weight is None:
             grad -= smooth
         else:

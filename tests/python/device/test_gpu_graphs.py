@@ -170,7 +170,7 @@ def test_a_call_in_a_failed_capture_is_refused(rank: int) -> None:
     with pytest.raises(RuntimeError), module().graph(graph):  # noqa: PT012
         dist.all_reduce(tensor)
         with pytest.raises(RuntimeError):
-            tensor.tolist()  # which waits for the stream
+            module().synchronize()  # not allowed, and fails the capture
         with pytest.raises(RuntimeError, match="the capture of this stream had failed"):
             dist.all_reduce(tensor)
         dist.all_reduce(tensor)

@@ -73,11 +73,13 @@ def report(compiled: Any) -> dict[str, Any]:
 # ---- launches
 
 
-def launch_loss(vocab: int, dtype: torch.dtype, weight: Tensor | None) -> None:
-    """Every operator of the losses on three tokens: all options, or none of them."""
+def launch_loss(
+    vocab: int, dtype: torch.dtype, weight: Tensor | None, label_smoothing: float
+) -> None:
+    """Every operator of the losses on three tokens: with weights, all options."""
     logits, target = torch.zeros(3, vocab, dtype=dtype), torch.zeros(3, dtype=torch.int64)
     wants = weight is not None
-    terms = (0.1 if wants else 0.0, 0.0)
+    terms = (label_smoothing, 0.0)
     options = (vocab, -100, 1.0, 30.0 if wants else 0.0)
     stats = losses.softmax_stats(logits, target, weight, 0, *options, wants, wants)
     losses.merge_gathered(torch.cat([stats, stats]), 2)
@@ -112,9 +114,13 @@ def launches(arch: int) -> Iterator[tuple[str, Callable[[], None]]]:
     """What each is for. Other GPUs than the H200 get the kinds that differ there."""
     # Rows that are read twice, held by a whole SM, and by a few warps of an odd length.
     for vocab in (128256, 32000, 1001) if arch == 90 else (128256, 1001):
-        for weight in (None, torch.ones(vocab)):
-            name = f"loss {vocab} {'plain' if weight is None else 'all options'}"
-            yield name, partial(launch_loss, vocab, BF16, weight)
+        weights = torch.ones(vocab)
+        for name, weight, smoothing in (
+            ("plain", None, 0.0),
+            ("label smoothing", None, 0.1),
+            ("all options", weights, 0.1),
+        ):
+            yield f"loss {vocab} {name}", partial(launch_loss, vocab, BF16, weight, smoothing)
     for kind in ((BF16, BF16, 5, False), (BF16, BF16, -1, True), (FP32, BF16, -1, False)):
         yield f"update 4096 {kind}", partial(launch_updates, 4096, *kind)
     yield "update 1001", partial(launch_updates, 1001, BF16, BF16, 5, False)
