@@ -336,10 +336,9 @@ class Sweep {
     for (int rank = 0; rank < page_.num_ranks; ++rank) {
       page_.barrier();
       if (rank != rank_) continue;
-      std::printf(
-          R"({"kind":"kernels","op":"where","ranks":%d,"rank":%d,)"
-          R"("multiprocessors":%d,"of_blocks":)",
-          page_.num_ranks, rank, attribute(cuda::kMultiprocessorCount));
+      std::printf(R"({"kind":"kernels","op":"where","ranks":%d,"rank":%d,)"
+                  R"("multiprocessors":%d,"of_blocks":)",
+                  page_.num_ranks, rank, attribute(cuda::kMultiprocessorCount));
       for (unsigned block = 0; block < num_blocks; ++block)
         std::printf("%c%u", block == 0 ? '[' : ',', places[block]);
       std::puts("]}");

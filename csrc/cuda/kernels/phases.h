@@ -225,7 +225,8 @@ RINGCOMM_HD Stop begin_step(B& block, const KernelCall& call, Phases<B>& phases,
 template <Block B>
 RINGCOMM_HD void finish(B& block, const GroupFrame& call, Stop stop) {
   if (stop == Stop::kAborted && block.thread_idx() == 0)
-    block.claim(call.staging.words(call.rank).is_reported);  // so that later kernels report no consequence
+    block.claim(
+        call.staging.words(call.rank).is_reported);  // so that later kernels report no consequence
   if (stop != Stop::kNone && stop != Stop::kAborted)
     tell(block, call, static_cast<std::uint32_t>(stop), block.awaited_peer(), FewWords());
 }
