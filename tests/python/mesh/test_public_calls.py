@@ -35,7 +35,7 @@ MODULES = (
     *("ringcomm.parallel.expert", "ringcomm.parallel.offload", "ringcomm.parallel.pipeline"),
     *("ringcomm.parallel.tensor", "ringcomm.parallel.zero"),
 )
-MOST_NAMES = 75
+MOST_NAMES = 76
 # What takes a group and no mesh.
 WITHOUT = {
     # As torch.distributed.
