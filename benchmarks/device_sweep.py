@@ -84,7 +84,10 @@ def device_table(records: list[Record]) -> Table:
     """The table of a sweep on devices."""
     headers = ["op", "bytes", "count", "type", "redop", "mode", "backend", "p50 µs", "p99 µs"]
     headers += ["algbw GB/s", "busbw GB/s", "of floor", "#wrong", "time / ringcomm's"]
-    clocks = {"events": "events between calls", "host": "the host's clock around a synchronize"}
+    clocks = {
+        "events": "events between every few calls",
+        "host": "the host's clock around a synchronize",
+    }
     said = ", ".join(clocks[name] for name in sorted({record["clock"] for record in records}))
     caption = (
         f"Clock: {said}. Floor: time of a copy of the bytes in this run. Buffers rotate, so that no"
