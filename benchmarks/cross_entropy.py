@@ -42,6 +42,7 @@ from ringcomm.measure.screen import (
 from ringcomm.measure.timing import Contender, measure, open_default_group
 
 RINGCOMM, IN_PLACE, ONE_RANK, FLOOR = "ringcomm", "in place", "one rank", "copy"
+BY_TRITON = "triton"  # in place, a peer of the kernels for clusters
 # Rows whose gradient is verified; their float64 takes 8 bytes per class.
 NUM_CHECKED_ROWS = 16
 # Relative to the largest gradient of those rows.
@@ -57,7 +58,7 @@ class Losses:
 
     Attributes:
         placement: of the ranks.
-        peers: of torch, compile, liger, quack; with one rank.
+        peers: of triton, torch, compile, liger, quack; with one rank.
         num_threads: of each rank.
     """
 
@@ -75,7 +76,7 @@ class Losses:
         """Raises ValueError naming an invalid option."""
         if self.placement.num_devices == 0:
             raise ValueError(f"this torch has no {self.placement.kind} device here")
-        known = [name for name in PEERS if name != RINGCOMM]
+        known = [name for name in PEERS if name not in (RINGCOMM, IN_PLACE)]
         unknown = [name for name in self.peers if name not in known]
         if unknown:
             raise ValueError(
@@ -117,6 +118,18 @@ def _in_place(leaf: Tensor, target: Tensor, **shard: Any) -> Tensor:
     return loss
 
 
+def _in_place_by_triton(leaf: Tensor, target: Tensor) -> Tensor:
+    """In place by the Triton kernels also where those for clusters serve."""
+    from ringcomm import _cuda
+
+    by_clusters = _cuda.cross_entropy_by_clusters
+    _cuda.cross_entropy_by_clusters = lambda *given: None
+    try:
+        return _in_place(leaf, target)
+    finally:
+        _cuda.cross_entropy_by_clusters = by_clusters
+
+
 def _compiled() -> Callable[[Tensor, Tensor], Tensor]:
     return torch.compile(lambda logits, target: functional.cross_entropy(logits.float(), target))
 
@@ -136,13 +149,14 @@ def _quack() -> Callable[[Tensor, Tensor], Tensor]:
 PEERS: dict[str, Callable[[], Callable[[Tensor, Tensor], Tensor]]] = {
     RINGCOMM: lambda: ops.cross_entropy,
     IN_PLACE: lambda: _in_place,
+    BY_TRITON: lambda: _in_place_by_triton,
     "torch": lambda: functional.cross_entropy,
     "compile": _compiled,
     "liger": _liger,
     "quack": _quack,
 }
 # The gradient that an in-place way leaves in the logits.
-OVERWRITING = (IN_PLACE, "liger")
+OVERWRITING = (IN_PLACE, BY_TRITON, "liger")
 
 
 def _ways(losses: Losses, target: Tensor) -> dict[str, Way]:
@@ -310,7 +324,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tokens", type=int, default=2048, help="rows of logits")
     add("--vocabularies", type=as_option(whole_numbers), default="8000,32000,50257,128256")
     add("--dtypes", type=as_option(words), default="float32,bfloat16")
-    peers = "of torch, compile, liger, quack; with one rank"
+    peers = "of triton (on a GPU), torch, compile, liger, quack; with one rank"
     add("--peers", type=as_option(words), default="torch", help=peers)
     add("--device", default="cpu", help="cpu, or cuda, to which the next two apply")
     layout = "all: rank i on GPU i mod their number; one: all ranks on the first"

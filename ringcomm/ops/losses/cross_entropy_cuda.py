@@ -317,10 +317,23 @@ def cross_entropy_and_grad_(
     return _losses_of(stats, rows.target, rows.weight, denominator, *terms)
 
 
+def _has_rows(matrix: Tensor) -> bool:
+    """Whether its rows are contiguous and do not overlap."""
+    num_rows, width = matrix.shape
+    return (width <= 1 or matrix.stride(1) == 1) and (num_rows <= 1 or matrix.stride(0) >= width)
+
+
 @on_cuda
 def scale_(tensor: Tensor, factor: Tensor) -> None:
-    """Multiplies rows in place by a number read on the device; the factor 1 writes nothing."""
+    """Multiplies in place by a number read on the device; the factor 1 writes nothing.
+
+    A matrix may have contiguous rows or, as the gradient of a transposed tensor, columns.
+    """
     rows = tensor if tensor.dim() == 2 else tensor.view(1, -1)
+    if not _has_rows(rows):
+        rows = rows.t()
+    if not _has_rows(rows):
+        raise ValueError(f"scale_ needs rows or columns without gaps, got {tensor.stride()}")
     if rows.numel():
         launch(
             kernels().cross_entropy.scale_kernel,
@@ -328,4 +341,3 @@ def scale_(tensor: Tensor, factor: Tensor) -> None:
             *(rows, factor.to(rows.device), lead_of(rows), rows.stride(0), rows.shape[1]),
             **grad_plan(rows.shape[1], rows.element_size()).constants(rows),
         )
-    mark_written(tensor)

@@ -26,6 +26,7 @@ from triton_scripts import work_through
 
 import ringcomm.ops.losses.cross_entropy_cuda as launchers
 from ringcomm.ops import cross_entropy
+from ringcomm.ops.losses import linear_blocks
 from ringcomm.ops.losses.cross_entropy_cuda import merge_gathered
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -173,8 +174,33 @@ def wrong_shards(ops: Any, device: str) -> None:
                 ops.cross_entropy_loss(stats, target, None, None, *terms)
 
 
+def scale(ops: Any, device: str) -> None:
+    """Rows, columns, parts of either and one row; what is between them stays as it is."""
+    whole = torch.arange(1.0, 1 + 40 * 70).view(40, 70)
+    for part in (
+        (..., ...),
+        (slice(3, 20), slice(1, 60)),
+        (slice(0, 1), ...),
+        (..., slice(5, 6)),
+        (slice(2, 3), slice(4, 5)),
+        (slice(0), ...),
+        (7, slice(2, 69)),
+    ):
+        for turn in (lambda x: x, torch.Tensor.t):
+            buffer = whole.to(device)
+            expected = whole.clone()
+            expected[part] *= 2
+            view = buffer[part]
+            ops.scale_(turn(view) if view.dim() == 2 else view, torch.tensor(2.0, device=device))
+            assert torch.equal(buffer.cpu(), expected), part
+    for gaps in (whole[:, ::2], whole[:1].expand(40, 70), whole.as_strided([6, 24], [1, 2])):
+        with pytest.raises(ValueError, match="without gaps"):
+            launchers.scale_(gaps, torch.ones([]))
+
+
 BESIDES = {
-    check.__name__: check for check in (in_place, shards, beyond_32_bits, no_class, wrong_shards)
+    check.__name__: check
+    for check in (in_place, shards, beyond_32_bits, no_class, wrong_shards, scale)
 }
 
 
@@ -186,7 +212,8 @@ def hard_cases() -> list[dict[str, str]]:
 CHECKS: dict[str, Callable[[], None]] = {
     **{
         loss_oracle.named(case): partial(cpu_tests.test_against_float64, case, "cpu")
-        for case in cpu_tests.LOGITS
+        for case in cpu_tests.CASES
+        if case["path"] != "probabilities"  # which have no kernel
     },
     **{loss_oracle.named(case): partial(edges.test_error_bound, case) for case in hard_cases()},
     **{
@@ -201,7 +228,9 @@ CHECKS: dict[str, Callable[[], None]] = {
 
 def check_by_name(name: str) -> None:
     """A case on CPU tensors, by the launchers of GPUs."""
-    importlib.import_module("ringcomm.ops.losses.cross_entropy")._ops = launchers  # type: ignore[attr-defined]
+    for module in ("cross_entropy", "linear_cross_entropy", "linear_blocks"):
+        importlib.import_module(f"ringcomm.ops.losses.{module}")._ops = launchers  # type: ignore[attr-defined]
+    linear_blocks._is_on_gpu = lambda tensor: True  # type: ignore[attr-defined]
     CHECKS[name]()
 
 

@@ -149,15 +149,23 @@ def assert_close(
 
 
 def assert_near(
-    actual: Tensor, exact: Tensor, torchs: Tensor, dtype: torch.dtype, what: str
+    actual: Tensor,
+    exact: Tensor,
+    torchs: Tensor,
+    dtype: torch.dtype,
+    what: str,
+    least_size: float = 1e-3,
 ) -> None:
-    """No further off than torch in the same dtype, half as much again and a rounding."""
+    """No further off than torch in the same dtype, half as much again and a rounding.
+
+    The rounding is one of the largest number, or of `least_size` if that is larger.
+    """
     assert actual.shape == exact.shape, (actual.shape, exact.shape)
     finite = exact.isfinite()
     actual, exact, torchs = (t.detach().cpu().double() for t in (actual, exact, torchs))
     torch.testing.assert_close(actual[~finite], exact[~finite], equal_nan=True)
     if finite.any():
-        size = exact[finite].abs().max().clamp(min=1e-3)
+        size = exact[finite].abs().max().clamp(min=least_size)
         allowed = 1.5 * (torchs - exact)[finite].abs().max()
         allowed += (torch.finfo(dtype).eps + 16 * torch.finfo(torch.float32).eps) * size
         error = (actual - exact)[finite].abs().max()

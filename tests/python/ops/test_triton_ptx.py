@@ -17,7 +17,7 @@ NAMES: dict[str, list[str]] = {
 }
 # Every kernel once; the others run in the slow test.
 FEW = {
-    "loss_cases": ["beyond_32_bits", "no_class", "wrong_shards"],
+    "loss_cases": ["beyond_32_bits", "no_class", "wrong_shards", "scale"],
     "update_cases": [
         "sgd-2500-bfloat16-bfloat16-random",
         "sgd-shift-split",
