@@ -1,13 +1,12 @@
-// The kernels of csrc/cuda/kernels by the host's compiler.
+// The kernels of csrc/cuda/kernels by the host's compiler, but for those of cross-entropy's
+// clusters, which only nvcc compiles: tests/ptx runs them.
 
 #include <cstring>
 #include <map>
 #include <string_view>
 
 #include "cuda/kernels/kernel_list.h"
-#include "cuda/kernels/loss_rows.h"
 #include "emulator/host_block.h"
-#include "emulator/host_row_block.h"
 #include "emulator/kernel_registry.h"
 
 namespace ringcomm::emulator {
@@ -25,18 +24,7 @@ static_assert(sizeof(HostBlock::Shared) <= BlockContext::kSharedBytes);
              RINGCOMM_BARE body(block, call);                                                     \
            }}},
 
-/// A thread of the host has all that a block's threads have in registers.
-using RowBlock = HostRowBlock<kLossThreads * kVectorsPerThread>;
-#define RINGCOMM_HOST_LOSS_KERNEL(name, body)                                                  \
-  {#name,                                                                                      \
-   {#name, sizeof(LossCall), [](const Kernel&, const void* parameter, BlockContext& context) { \
-      const auto& call = *static_cast<const LossCall*>(parameter);                             \
-      RowBlock block(context);                                                                 \
-      RINGCOMM_BARE body(block, call);                                                         \
-    }}},
-
-const std::map<std::string_view, Kernel> kKernels = {
-    RINGCOMM_ALL_KERNELS(RINGCOMM_HOST_KERNEL) RINGCOMM_LOSS_KERNELS(RINGCOMM_HOST_LOSS_KERNEL)};
+const std::map<std::string_view, Kernel> kKernels = {RINGCOMM_ALL_KERNELS(RINGCOMM_HOST_KERNEL)};
 
 }  // namespace
 

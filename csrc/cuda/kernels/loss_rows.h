@@ -29,8 +29,7 @@ struct LossFactors {
   float target;  ///< and less this of the target
 };
 
-/// `B` is a block of threads of a cluster, with asynchronous copies: on GPUs GpuRowBlock, in tests
-/// host threads.
+/// `B` is a block of threads of a cluster, with asynchronous copies (loss_kernels.cu):
 ///
 /// - kVectorsPerThread times num_threads vectors are no less than a call's segment_vectors.
 /// - sync is the barrier of the block's threads, start() one of all threads of the cluster.

@@ -1,7 +1,8 @@
 """Cross-entropy's kernels for clusters, by the operator's launcher: on emulated GPUs.
 
-The kernels themselves are tested in tests/cpp/test_loss_rows.cc. Here: which calls they serve, what
+The kernels themselves are tested in tests/ptx/test_loss_rows.cc. Here: which calls they serve, what
 they are launched with, streams and graphs. The right results are those of the CPU's operator.
+Only nvcc compiles these kernels, so most of it runs in `make test-ptx`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from ringcomm import _cuda
 FATBIN = b"\x50\xed\x55\xba"  # nvcc's images begin so
 
 pytestmark = emulated_gpu.needs_emulated_gpu
+by_ptx = pytest.mark.skipif(not emulated_gpu.PTX_FORM, reason="without RINGCOMM_TEST_PTX")
 
 
 def check_all_served(rank: int) -> None:
@@ -28,6 +30,7 @@ def check_all_served(rank: int) -> None:
         check_served(name, "emugpu")
 
 
+@by_ptx
 def test_calls_that_are_served_have_the_cpus_results() -> None:
     run_on_gpus(1, check_all_served, backend=None, env=with_kernels())
 
@@ -58,6 +61,7 @@ def check_refused(rank: int) -> None:
     assert by_clusters(logits, target) is not None
 
 
+@by_ptx
 def test_calls_that_are_not_served_change_nothing() -> None:
     run_on_gpus(1, check_refused, backend=None, env=with_kernels())
 
@@ -116,5 +120,6 @@ def check_stream_and_graph(rank: int) -> None:
         assert torch.equal(rows.cpu(), eager.cpu())
 
 
+@by_ptx
 def test_it_goes_to_the_current_stream_and_into_graphs() -> None:
     run_on_gpus(1, check_stream_and_graph, backend=None, env=with_kernels())

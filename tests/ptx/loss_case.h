@@ -1,6 +1,6 @@
 #pragma once
 
-// A call of cross-entropy's kernel for clusters of blocks, on threads, and its results in float64.
+// A call of cross-entropy's kernel for clusters of blocks, and its results in float64.
 
 #include <cmath>
 #include <cstdint>
@@ -12,8 +12,6 @@
 #include <vector>
 
 #include "cuda/kernels/loss_call.h"
-#include "cuda/kernels/loss_rows.h"
-#include "emulator/host_row_block.h"
 #include "emulator/kernel_registry.h"
 #include "reduce_oracle.h"
 #include "third_party/doctest/doctest.h"
@@ -22,17 +20,9 @@ namespace ringcomm::testing {
 
 using cuda::LossCall;
 using Doubles = std::vector<double>;
-using Block = emulator::HostRowBlock<cuda::kVectorsPerThread>;
-// Defined by tests/ptx: the kernels are those of find_kernel, which have a GPU's threads.
-#ifdef RINGCOMM_LOSS_BY_NAME
-inline constexpr bool kByName = true;
-#else
-inline constexpr bool kByName = false;
-#endif
 
 inline constexpr float kInf = std::numeric_limits<float>::infinity();
 inline constexpr double kUnit = 0x1p-24;
-inline constexpr unsigned kThreads = kByName ? cuda::kLossThreads : 5;  // here each is a warp
 inline constexpr std::int64_t kIgnore = -100;
 
 // ---- a call, and what it is to give
@@ -120,16 +110,14 @@ class LossCase {
         .logit_scale = options_.logit_scale,
         .label_smoothing = options_.label_smoothing,
         .z_loss = options_.z_loss};
-    REQUIRE(call.segment_vectors <= kThreads * cuda::kVectorsPerThread);
+    REQUIRE(call.segment_vectors <= cuda::kLossThreads * cuda::kVectorsPerThread);
     const unsigned shared_bytes =
         cuda::LossPlan{options_.cluster_blocks, call.segment_vectors}.shared_bytes();
     for (unsigned cluster = 0; cluster < options_.num_clusters; ++cluster)
       run_cluster(call, cluster, shared_bytes);
     emulator::ClusterState one(1, 1, shared_bytes);
     emulator::BlockContext context = one.context(0, 1, 0, 0);
-    if (kByName) return run_named("sum_losses", call, context);
-    Block block(context);
-    cuda::sum_losses(block, call);
+    run_named("sum_losses", call, context);
   }
 
   /// Everything against float64.
@@ -173,17 +161,16 @@ class LossCase {
   }
 
   void run_cluster(const LossCall& call, unsigned cluster, unsigned shared_bytes) const {
-    const unsigned num_threads = kByName ? 1 : kThreads;  // one runs the others of its block
-    emulator::ClusterState state(options_.cluster_blocks, num_threads, shared_bytes);
-    std::vector<std::thread> threads;
+    emulator::ClusterState state(options_.cluster_blocks, 1, shared_bytes);
+    std::vector<std::thread> blocks;
     for (unsigned rank = 0; rank < options_.cluster_blocks; ++rank)
-      for (unsigned thread = 0; thread < num_threads; ++thread)
-        threads.emplace_back([&, rank, thread] {
-          emulator::BlockContext context =
-              state.context(cluster, options_.num_clusters, rank, thread);
-          run_kernel(call, context);
-        });
-    for (std::thread& thread : threads) thread.join();
+      blocks.emplace_back([&, rank] {
+        emulator::BlockContext context = state.context(cluster, options_.num_clusters, rank, 0);
+        const bool smooths = options_.label_smoothing != 0;
+        const std::string type = options_.is_float ? "float32" : "bfloat16";
+        run_named((smooths ? "smooth_loss_rows_" : "loss_rows_") + type, call, context);
+      });
+    for (std::thread& block : blocks) block.join();
   }
   static void run_named(const std::string& name, const LossCall& call,
                         emulator::BlockContext& context) {
@@ -191,19 +178,6 @@ class LossCase {
     REQUIRE(kernel != nullptr);
     context.block_width = cuda::kLossThreads;
     kernel->run(&call, context);
-  }
-  void run_kernel(const LossCall& call, emulator::BlockContext& context) const {
-    using namespace cuda;
-    const bool smooths = options_.label_smoothing != 0;
-    if (kByName) {
-      const std::string type = options_.is_float ? "float32" : "bfloat16";
-      return run_named((smooths ? "smooth_loss_rows_" : "loss_rows_") + type, call, context);
-    }
-    Block block(context);
-    if (options_.is_float && smooths) loss_rows<FloatLogits, true>(block, call);
-    if (options_.is_float && !smooths) loss_rows<FloatLogits, false>(block, call);
-    if (!options_.is_float && smooths) loss_rows<BFloat16Logits, true>(block, call);
-    if (!options_.is_float && !smooths) loss_rows<BFloat16Logits, false>(block, call);
   }
 
   double check_row(int row, double divisor) const {

@@ -1,5 +1,5 @@
-// Cross-entropy's kernel for clusters of blocks, on threads: loss and gradient against float64, for
-// every option that it has, rows that begin anywhere, and any division of a row over blocks.
+// Cross-entropy's kernel for clusters of blocks: loss and gradient against float64, for every
+// option that it has, rows that begin anywhere, and any division of a row over blocks.
 #include <cmath>
 #include <cstdint>
 #include <limits>
@@ -29,11 +29,10 @@ TEST_CASE("loss rows: rows of any width that begin anywhere, over any number of 
 }
 
 TEST_CASE("loss rows: the longest row that the registers of the threads hold") {
-  run_and_check({.width = static_cast<int>(8 * (kThreads * 8 * 4 - 2)), .cluster_blocks = 4});
-  run_and_check({.is_float = true,
-                 .width = static_cast<int>(4 * (kThreads * 8 * 2 - 2)),
-                 .lead_bytes = 4,
-                 .cluster_blocks = 2});
+  const int threads = cuda::kLossThreads;
+  run_and_check({.width = 8 * (threads * 8 * 4 - 2), .cluster_blocks = 4});
+  run_and_check(
+      {.is_float = true, .width = 4 * (threads * 8 * 2 - 2), .lead_bytes = 4, .cluster_blocks = 2});
 }
 
 TEST_CASE("loss rows: every option, alone and together") {
@@ -136,28 +135,6 @@ TEST_CASE("loss rows: nothing counts") {
   CHECK(std::isnan(test.loss()));
   for (int row = 0; row < 3; ++row)
     for (int i = 0; i < 50; ++i) CHECK(test.logit(row, i) == 0);
-}
-
-TEST_CASE("loss rows: the smallest cluster whose registers and shared memory hold a row") {
-  const auto blocks_for = [](std::int64_t row_bytes, bool is_aligned) {
-    const auto plan = cuda::plan_loss(row_bytes, is_aligned);
-    if (!plan.has_value()) return 0U;
-    const auto num_vectors = (row_bytes + 15) / 16 + (is_aligned ? 0 : 1);
-    CHECK(plan->segment_vectors * plan->cluster_blocks >= num_vectors);
-    CHECK(plan->segment_vectors <= cuda::kLossThreads * cuda::kVectorsPerThread);
-    CHECK(plan->shared_bytes() <= 227 << 10);
-    return plan->cluster_blocks;
-  };
-  CHECK(blocks_for(2 * 8192, true) == 0);
-  CHECK(blocks_for(2 * 32000, true) == 1);
-  CHECK(blocks_for(2 * 32768, true) == 1);
-  CHECK(blocks_for(2 * 32768, false) == 2);
-  CHECK(blocks_for(2 * 50257, false) == 2);
-  CHECK(blocks_for(2 * 128256, true) == 4);
-  CHECK(blocks_for(2 * 151936, true) == 8);
-  CHECK(blocks_for(4 * 128256, true) == 8);
-  CHECK(blocks_for(2 * 262144, true) == 8);
-  CHECK(blocks_for(2 * 262144, false) == 0);
 }
 
 }  // namespace
