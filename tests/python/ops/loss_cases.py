@@ -230,7 +230,7 @@ def check_by_name(name: str) -> None:
     """A case on CPU tensors, by the launchers of GPUs."""
     for module in ("cross_entropy", "linear_cross_entropy", "linear_blocks"):
         importlib.import_module(f"ringcomm.ops.losses.{module}")._ops = launchers  # type: ignore[attr-defined]
-    linear_blocks._is_on_gpu = lambda tensor: True  # type: ignore[attr-defined]
+    linear_blocks._is_on_gpu = lambda tensor: True
     CHECKS[name]()
 
 
