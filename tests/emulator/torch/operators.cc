@@ -30,8 +30,10 @@ namespace {
 
 using at::Tensor;
 
-/// The same memory as a CPU tensor. The caller must respect the stream's order.
+/// The same memory as a CPU tensor, which the stream's thread may change also where the caller is in
+/// inference mode. The caller must respect the stream's order.
 Tensor seen_by_host(const Tensor& tensor) {
+  const c10::InferenceMode guard(false);
   return at::from_blob(const_cast<void*>(tensor.const_data_ptr()), tensor.sizes(), tensor.strides(),
                        tensor.options().device(at::kCPU));
 }
@@ -136,6 +138,20 @@ std::optional<Stack> make_results(const c10::OperatorHandle& op,
   return results;
 }
 
+/// The arguments for the host. A tensor of out= is an empty one, which the operator may resize on its
+/// way to the shape of its result.
+Stack host_arguments(const c10::FunctionSchema& schema, c10::ArrayRef<c10::IValue> arguments) {
+  const c10::InferenceMode guard(false);
+  Stack stack = *with_tensors(arguments, seen_by_host);
+  for (std::size_t i = 0; i < stack.size(); ++i) {
+    const c10::Argument& argument = schema.arguments()[i];
+    const bool is_written = argument.alias_info() != nullptr && argument.alias_info()->isWrite();
+    if (argument.kwarg_only() && is_written && stack[i].isTensor())
+      stack[i] = at::empty({0}, stack[i].toTensor().options());
+  }
+  return stack;
+}
+
 /// Runs on the stream. `results` is the memory of what was returned.
 void calculate(const c10::OperatorHandle& op, Stack operands, const std::vector<Tensor>& results) {
   const at::NoGradGuard no_grad;
@@ -174,7 +190,7 @@ bool enqueue_operator(const c10::OperatorHandle& op, Stack* stack) {
     memory.push_back(result.toTensor().defined() ? seen_by_host(result.toTensor()) : Tensor());
   launch(
       current_stream(device->index()),
-      [op, operands = *with_tensors(arguments, seen_by_host), memory] {
+      [op, operands = host_arguments(schema, arguments), memory] {
         calculate(op, operands, memory);
       },
       /*is_operator=*/true);

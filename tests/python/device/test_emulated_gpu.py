@@ -103,7 +103,23 @@ def _captured(rank: int) -> None:
     assert x.sum().item() == 4 * 99
 
 
-@pytest.mark.parametrize("check", [_asynchronous, _freed_on_its_own_stream, _captured])
+def _in_inference_mode(rank: int) -> None:
+    with torch.inference_mode():
+        x = torch.arange(12.0, device="emugpu").view(3, 4).t()
+        x[1].fill_(7)
+        x[::2].add_(x[1::2]).mul_(2)
+        loss = torch.nn.functional.mse_loss(x, torch.zeros_like(x))
+    right = torch.arange(12.0).view(3, 4).t()
+    right[1] = 7
+    right[::2] = (right[::2] + right[1::2]) * 2
+    assert torch.equal(x.cpu(), right)
+    assert loss.item() == right.square().mean().item()
+
+
+CHECKS = (_asynchronous, _freed_on_its_own_stream, _captured, _in_inference_mode)
+
+
+@pytest.mark.parametrize("check", CHECKS)
 def test_streams(check: Callable[[int], None]) -> None:
     run(check)
 

@@ -1,7 +1,4 @@
-"""DDP, FSDP2 and compiled functions with models on GPUs: what one process makes of them.
-
-On CUDA's devices alone, but for DDP: emulated ones lack operators of the loss.
-"""
+"""DDP, FSDP2 and compiled functions with models on GPUs: what one process makes of them."""
 
 from __future__ import annotations
 
@@ -50,7 +47,7 @@ def trained_in_double(rank: int, device: str) -> list[Tensor]:
 
 
 def check_ddp(rank: int) -> list[bytes]:
-    """Without a loss of torch's, whose operators emulated GPUs lack: the CPU's weights."""
+    """The CPU's weights."""
     on_cpu, on_gpu = trained_in_double(rank, "cpu"), trained_in_double(rank, str(device()))
     for expected, actual in zip(on_cpu, on_gpu, strict=True):
         assert torch.allclose(actual, expected, rtol=1e-12, atol=1e-12)
@@ -75,7 +72,7 @@ def run_fsdp2(rank: int, from_group: bool) -> Run:
     return Run(losses, {name: value.cpu() for name, value in weights_of(model).items()})
 
 
-@on_cuda
+@on_all_gpus
 @pytest.mark.parametrize("from_group", [False, True], ids=["torch's memory", "the group's"])
 def test_fsdp2(gpus: Gpus, from_group: bool) -> None:
     def data(step: int, share: int, num_shares: int) -> tuple[Tensor, Tensor]:
