@@ -76,9 +76,14 @@ def check_synchronous(rank: int) -> None:
 
 def check_asynchronous(rank: int) -> None:
     """Six calls of the driver each, and two of wait(); two or three more where earlier ones are not
-    waited for.
+    waited for. The first makes no stream: a driver may wait with that until kernels have ended.
     """
     tensor = torch.ones(100_000, device=GPU)
+    dist.all_reduce(tensor)
+    before = driver_calls()
+    dist.all_reduce(tensor, async_op=True).wait()
+    assert (driver_calls() - before)["cuStreamCreate"] == 0
+    assert before["cuStreamCreate"] > 0
 
     def one() -> None:
         work: Any = dist.all_reduce(tensor, async_op=True)
