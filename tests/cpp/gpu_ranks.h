@@ -23,31 +23,18 @@
 
 namespace ringcomm::testing {
 
-/// How late plain accesses of kernels take effect: at once, as late as a GPU allows
-/// (block_cache.h), or, as in kernels without releases, when the kernels of all ranks have ended.
-enum class Late { kNo, kYes, kWithoutReleases };
-
-struct ForgetfulCache final : emulator::BlockCache {
-  void write_back() override {}
-};
-
-/// Runs a kernel to its end. Without releases, meet() waits for the kernels of all ranks.
-inline void run_kernel(
-    const emulator::Kernel& kernel, const cuda::GroupFrame& call, unsigned num_blocks,
-    unsigned num_threads, Late late = Late::kNo, const std::function<void()>& meet = [] {}) {
+/// Runs a kernel to its end.
+inline void run_kernel(const emulator::Kernel& kernel, const cuda::GroupFrame& call,
+                       unsigned num_blocks, unsigned num_threads) {
   std::vector<std::thread> threads;
   struct Block {
     explicit Block(unsigned size) : barrier(static_cast<std::ptrdiff_t>(size)) {}
     std::barrier<> barrier;
     alignas(16) std::array<std::byte, emulator::BlockContext::kSharedBytes> shared = {};
-    std::unique_ptr<emulator::BlockCache> cache;
   };
   std::vector<std::unique_ptr<Block>> blocks;
-  for (unsigned block = 0; block < num_blocks; ++block) {
+  for (unsigned block = 0; block < num_blocks; ++block)
     blocks.push_back(std::make_unique<Block>(num_threads));
-    if (late == Late::kYes) blocks.back()->cache = std::make_unique<emulator::BlockCache>();
-    if (late == Late::kWithoutReleases) blocks.back()->cache = std::make_unique<ForgetfulCache>();
-  }
   for (unsigned block = 0; block < num_blocks; ++block)
     for (unsigned thread = 0; thread < num_threads; ++thread)
       threads.emplace_back([&, block, thread] {
@@ -57,22 +44,17 @@ inline void run_kernel(
                                        .block_idx = block,
                                        .num_blocks = num_blocks,
                                        .sync = [&mine] { mine.barrier.arrive_and_wait(); },
-                                       .shared = mine.shared.data(),
-                                       .cache = mine.cache.get()};
+                                       .shared = mine.shared.data()};
         kernel.run(&call, context);
       });
   for (std::thread& thread : threads) thread.join();
-  if (late != Late::kWithoutReleases) return;
-  meet();
-  for (const auto& block : blocks) block->cache->BlockCache::write_back();
 }
 
-inline void run_kernel(
-    const std::string& name, const cuda::GroupFrame& call, unsigned num_blocks,
-    unsigned num_threads, Late late = Late::kNo, const std::function<void()>& meet = [] {}) {
+inline void run_kernel(const std::string& name, const cuda::GroupFrame& call, unsigned num_blocks,
+                       unsigned num_threads) {
   const emulator::Kernel* kernel = emulator::find_kernel(name);
   expect(kernel != nullptr, "a kernel " + name);
-  run_kernel(*kernel, call, num_blocks, num_threads, late, meet);
+  run_kernel(*kernel, call, num_blocks, num_threads);
 }
 
 /// The shared state of a group and the state of each rank.
@@ -106,7 +88,6 @@ class GpuRanks {
   /// Synchronizations of a rank's first block over all calls: its published phases.
   std::uint64_t num_hand_overs(int rank) const { return staging_.published(rank, rank, 0).value; }
   std::chrono::nanoseconds timeout = std::chrono::seconds(50);
-  Late late = Late::kNo;
 
   cuda::KernelCall kernel_call(int rank) {
     cuda::KernelCall call;
@@ -131,8 +112,7 @@ class GpuRanks {
           return cuda::Lent::place(segment, static_cast<std::uint64_t>(rank));
         },
         kernel);
-    const auto meet = [this] { turn_.arrive_and_wait(); };
-    run_kernel(plan.kernel, kernel, plan.num_blocks, num_threads_, late, meet);
+    run_kernel(plan.kernel, kernel, plan.num_blocks, num_threads_);
     return plan.traffic;
   }
   /// The same as ranks do that take turns: a launch for each step, between which they meet.
@@ -146,7 +126,7 @@ class GpuRanks {
     }
     for (std::uint32_t turn = 0; turn < plan.num_turns; ++turn) {
       kernel.first_step = kernel.last_step = turn;
-      run_kernel(plan.kernel, kernel, plan.num_blocks, num_threads_, late);
+      run_kernel(plan.kernel, kernel, plan.num_blocks, num_threads_);
       turn_.arrive_and_wait();
     }
   }
@@ -166,7 +146,7 @@ class GpuRanks {
     cuda::P2pCall call;
     fill(rank, call);
     const cuda::LaunchPlan plan = cuda::plan_exchange(messages, 2, call);
-    run_kernel(plan.kernel, call, plan.num_blocks, num_threads_, late);
+    run_kernel(plan.kernel, call, plan.num_blocks, num_threads_);
   }
   void run_case(int rank, const Case& c, bool takes_turns = false, bool lends = false) {
     CaseBuffers buffers(c, rank, world_size_);

@@ -24,9 +24,8 @@ cuda::DeviceFacts facts_of(int world_size, int num_multiprocessors) {
 constexpr std::uint64_t kManyBytes = 10 << 20;
 
 void run_cases(int world_size, int num_multiprocessors, unsigned num_threads,
-               const std::vector<Case>& cases, Late late = Late::kNo) {
+               const std::vector<Case>& cases) {
   GpuRanks ranks(world_size, facts_of(world_size, num_multiprocessors), num_threads);
-  ranks.late = late;
   run_threads(world_size, [&](int rank) {
     for (const Case& c : cases) ranks.run_case(rank, c);
   });
@@ -144,56 +143,6 @@ TEST_CASE("kernels: ranks that take turns do a step at a time") {
   run_threads(3, [&](int rank) {
     for (const Case& c : cases) ranks.run_case(rank, c, true);
   });
-}
-
-// ThreadSanitizer sees more without the cache, whose lock orders the threads of a block.
-TEST_CASE("kernels: plain accesses may take effect as late as releases and acquires allow" *
-          doctest::skip(kHasThreadSanitizer)) {
-  std::uint32_t salt = 0;
-  std::vector<Case> cases;
-  for (const std::size_t num_elems : {std::size_t{517}, std::size_t{30'000}}) {
-    for (const OpKind op :
-         {OpKind::kAllReduce, OpKind::kReduce, OpKind::kReduceScatter, OpKind::kAllGather,
-          OpKind::kBroadcast, OpKind::kGather, OpKind::kScatter, OpKind::kAllToAll})
-      cases.push_back({.op = op,
-                       .dtype = reduces(op) ? DType::kFloat32 : DType::kByte,
-                       .root = rooted(op) ? 1 : -1,
-                       .num_elems = num_elems,
-                       .salt = ++salt});
-    for (const Algorithm algorithm : {Algorithm::kOneShot, Algorithm::kTwoShot, Algorithm::kRing})
-      cases.push_back({.algorithm = algorithm, .num_elems = num_elems, .salt = ++salt});
-  }
-  run_cases(3, 2, 2, cases, Late::kYes);
-  for (const Case& c : cases) {
-    if (c.algorithm == Algorithm::kOneShot) continue;  // packets need no release
-    CAPTURE(c.to_text());
-    CHECK_THROWS_WITH(run_cases(3, 2, 2, {c}, Late::kWithoutReleases),
-                      doctest::Contains("the oracle's result"));
-  }
-}
-
-TEST_CASE("late: a store waits for a release, a second load for an acquire") {
-  emulator::BlockCache writer, reader;
-  int word = 1;
-  const auto load = [&](emulator::BlockCache& cache) {
-    int value = 0;
-    cache.load(&value, &word, sizeof word);
-    return value;
-  };
-  CHECK(load(reader) == 1);
-  const int stored = 2;
-  writer.store(&word, &stored, sizeof word);
-  CHECK(load(writer) == 2);
-  CHECK(word == 1);
-  writer.write_back();
-  CHECK(word == 2);
-  CHECK(load(reader) == 1);
-  reader.acquire();
-  CHECK(load(reader) == 2);
-  for (const bool is_late : {false, true}) {
-    emulator::ClusterState block(1, 1, 0, is_late);
-    CHECK((block.context(0, 1, 0, 0).cache != nullptr) == is_late);
-  }
 }
 
 // Packets are also tested with data of different lengths, so that some data never arrives.

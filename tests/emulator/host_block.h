@@ -14,8 +14,7 @@
 
 namespace ringcomm::emulator {
 
-/// A block of a GPU on threads of the host: gpu_block.cuh in terms of this machine. While it is
-/// there, plain accesses of this thread are those of its block; its end is the block's. What a GPU
+/// A block of a GPU on threads of the host: gpu_block.cuh in terms of this machine. What a GPU
 /// orders by its barriers and by acquire and release, this does with a barrier of threads and the
 /// host's atomics, so that ThreadSanitizer sees what is ordered by nothing.
 class HostBlock {
@@ -28,15 +27,7 @@ class HostBlock {
   };
 
   HostBlock(const cuda::GroupFrame& call, BlockContext& context, Shared& shared)
-      : call_(call), context_(context), shared_(shared) {
-    BlockCache::current = context.cache;
-  }
-  ~HostBlock() {
-    BlockCache::current = nullptr;
-    if (context_.cache == nullptr) return;
-    context_.sync();
-    context_.cache->write_back();
-  }
+      : call_(call), context_(context), shared_(shared) {}
   HostBlock(const HostBlock&) = delete;
   HostBlock& operator=(const HostBlock&) = delete;
 
@@ -83,9 +74,7 @@ class HostBlock {
     return __atomic_load_n(&word, __ATOMIC_RELAXED);
   }
   std::uint64_t load_acquire(const std::uint64_t& word) const {
-    const std::uint64_t value = __atomic_load_n(&word, __ATOMIC_ACQUIRE);
-    if (context_.cache != nullptr) context_.cache->acquire();
-    return value;
+    return __atomic_load_n(&word, __ATOMIC_ACQUIRE);
   }
   std::uint64_t load_seq_cst(const std::uint64_t& word) const { return load_relaxed(word); }
   std::uint32_t load_seq_cst(const std::uint32_t&) const { return 0; }
@@ -151,7 +140,6 @@ class HostBlock {
  private:
   template <class Word>
   void store_release(Word& word, Word value) const {
-    if (context_.cache != nullptr) context_.cache->write_back();
     __atomic_store_n(&word, value, __ATOMIC_RELEASE);
   }
 

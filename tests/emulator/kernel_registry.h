@@ -9,8 +9,6 @@
 #include <string_view>
 #include <vector>
 
-#include "emulator/block_cache.h"
-
 namespace ringcomm::emulator {
 
 /// The interface between a kernel and the thread that runs it. Threads of a block are threads of
@@ -30,7 +28,6 @@ struct BlockContext {
   unsigned cluster_blocks = 1;
   std::byte* const* cluster_shared = nullptr;
   std::function<void()> meet_cluster = {};
-  BlockCache* cache = nullptr;  ///< the block's; null: plain accesses take effect at once
   /// Of the launch; a width of 0: a test calls the kernel without one.
   unsigned block_width = 0;
   unsigned block_height = 1;
@@ -41,11 +38,9 @@ struct BlockContext {
 /// block.
 class ClusterState {
  public:
-  ClusterState(unsigned num_blocks, unsigned num_threads, std::size_t shared_bytes,
-               bool is_late = false)
+  ClusterState(unsigned num_blocks, unsigned num_threads, std::size_t shared_bytes)
       : num_threads_(num_threads),
         shared_bytes_(shared_bytes),
-        is_late_(is_late),
         all_(static_cast<std::ptrdiff_t>(num_blocks * num_threads)) {
     for (unsigned rank = 0; rank < num_blocks; ++rank) {
       blocks_.push_back(std::make_unique<Block>(num_threads, shared_bytes));
@@ -67,7 +62,6 @@ class ClusterState {
             .cluster_blocks = num_blocks(),
             .cluster_shared = shared_.data(),
             .meet_cluster = [this] { all_.arrive_and_wait(); },
-            .cache = is_late_ ? &block.cache : nullptr,
             .shared_bytes = shared_bytes_};
   }
 
@@ -83,12 +77,10 @@ class ClusterState {
     std::barrier<> barrier;
     alignas(16) std::array<std::byte, BlockContext::kSharedBytes> memory = {};
     std::unique_ptr<std::byte[], Free> launch_memory;
-    BlockCache cache;
   };
 
   unsigned num_threads_;
   std::size_t shared_bytes_;
-  bool is_late_;
   std::barrier<> all_;
   std::vector<std::unique_ptr<Block>> blocks_;
   std::vector<std::byte*> shared_;

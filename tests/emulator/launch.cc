@@ -158,7 +158,7 @@ void run_at_once(unsigned num, const F& function) {
 void run_cluster(const Grid& grid, unsigned cluster) {
   static std::mutex mutex;
   const unsigned num_parts = grid.cluster_blocks * grid.num_parts;
-  ClusterState state(num_parts, grid.num_threads, grid.shared_bytes, settings().is_late);
+  ClusterState state(num_parts, grid.num_threads, grid.shared_bytes);
   std::unique_lock lock(mutex, std::defer_lock);
   if (grid.cluster_blocks > 1) lock.lock();
   std::vector<shm::UniqueFd> slots;

@@ -62,9 +62,6 @@ struct Settings {
   int num_queues = number("QUEUES", has_mps ? 2 : 8);
   /// A kernel is loaded at its first use, which waits until the device is idle.
   bool is_lazy = flag("LAZY", false);
-  /// Plain accesses of kernels take effect as late as a GPU allows (block_cache.h), except those of
-  /// headers of phases, and within a cluster.
-  bool is_late = flag("LATE", false);
   /// The call of the driver at which the process kills itself; 0: it does not.
   long long dies_at = setting("DIE_AT", 0, 0, LLONG_MAX);
   int max_delay_us = number("DELAY_US", 0);  ///< a stream sleeps up to this before each step

@@ -4,13 +4,6 @@
 #include <cstdint>
 
 #include "core/annotations.h"
-// On the host, where tests run kernels: a header by which their plain accesses go through a cache.
-#ifdef RINGCOMM_HOST_MEMORY
-#include RINGCOMM_HOST_MEMORY
-#else
-#define RINGCOMM_HOST_LOAD(P, from) (*static_cast<const P*>(from))
-#define RINGCOMM_HOST_STORE(P, to, value) (*static_cast<P*>(to) = (value))
-#endif
 
 // How the threads of a block move bytes together. A thread hides memory latency by issuing several
 // loads before it uses the first. The compiler keeps that order only without a branch, or a store
@@ -110,7 +103,7 @@ RINGCOMM_HD inline Vector load_vector(const std::byte* from, bool is_wanted) {
     RINGCOMM_LOAD_VECTOR("ld.global.cs", v, from, is_wanted);
   return v;
 #else
-  return is_wanted ? RINGCOMM_HOST_LOAD(Vector, static_cast<const void*>(from)) : Vector{};
+  return is_wanted ? *reinterpret_cast<const Vector*>(from) : Vector{};
 #endif
 }
 
@@ -122,7 +115,7 @@ RINGCOMM_HD inline void store_vector(std::byte* to, const Vector& v, bool is_wan
   else
     RINGCOMM_STORE_VECTOR("st.global.cs", v, to, is_wanted);
 #else
-  if (is_wanted) RINGCOMM_HOST_STORE(Vector, static_cast<void*>(to), v);
+  if (is_wanted) *reinterpret_cast<Vector*>(to) = v;
 #endif
 }
 
@@ -147,7 +140,7 @@ RINGCOMM_HD inline P load_pack(const void* from, bool is_wanted = true) {
   __builtin_memcpy(&pack, words, sizeof pack);
 #else
   __builtin_memset(&pack, 0, sizeof pack);
-  if (is_wanted) pack = RINGCOMM_HOST_LOAD(P, from);
+  if (is_wanted) pack = *static_cast<const P*>(from);
 #endif
   return pack;
 }
@@ -169,7 +162,7 @@ RINGCOMM_HD inline void store_pack(void* to, const P& pack, bool is_wanted = tru
   else
     RINGCOMM_STORE_WORD("u8", words[0], to, is_wanted);
 #else
-  if (is_wanted) RINGCOMM_HOST_STORE(P, to, pack);
+  if (is_wanted) *static_cast<P*>(to) = pack;
 #endif
 }
 

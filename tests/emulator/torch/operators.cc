@@ -30,8 +30,8 @@ namespace {
 
 using at::Tensor;
 
-/// The same memory as a CPU tensor, which the stream's thread may change also where the caller is in
-/// inference mode. The caller must respect the stream's order.
+/// The same memory as a CPU tensor, which the stream's thread may change also where the caller is
+/// in inference mode. The caller must respect the stream's order.
 Tensor seen_by_host(const Tensor& tensor) {
   const c10::InferenceMode guard(false);
   return at::from_blob(const_cast<void*>(tensor.const_data_ptr()), tensor.sizes(), tensor.strides(),
@@ -138,8 +138,8 @@ std::optional<Stack> make_results(const c10::OperatorHandle& op,
   return results;
 }
 
-/// The arguments for the host. A tensor of out= is an empty one, which the operator may resize on its
-/// way to the shape of its result.
+/// The arguments for the host. A tensor of out= is an empty one, which the operator may resize on
+/// its way to the shape of its result.
 Stack host_arguments(const c10::FunctionSchema& schema, c10::ArrayRef<c10::IValue> arguments) {
   const c10::InferenceMode guard(false);
   Stack stack = *with_tensors(arguments, seen_by_host);
