@@ -25,7 +25,7 @@ FLAGS = ("-std=c++20", "-fPIC", "-shared", "-pthread", "-ffp-contract=off", f"-I
 # Compiling a kernel takes longer than running it, and reading the headers as long as the rest of
 # compiling it: they are precompiled.
 MACHINE_FLAGS, KERNEL_FLAGS = ("-O2", "-Wall", "-Wextra"), ("-O1", "-w")
-HEADERS = ("ptx/machine.h", "ptx/numbers.h")
+HEADERS = ("ptx/bits.h", "ptx/machine.h", "ptx/numbers.h")
 COMPILE_TIMEOUT_S = 600.0
 
 
