@@ -95,7 +95,7 @@ void Thread::store_async(u32 to, const void* from, u32 element_bytes, u32 num_el
 /// Bytes of this thread's copies arrive in shared memory, maybe another block's; at its barrier.
 void Thread::put_async(u32 to, const void* from, u32 num_bytes, u32 at_line) {
   std::byte* const place = shared_at(to, num_bytes);
-  if (!has_weak_memory()) return void(std::memcpy(place, from, num_bytes));
+  if (!has_memory()) return void(std::memcpy(place, from, num_bytes));
   store(*this, reinterpret_cast<u64>(place), from, async_access(num_bytes, at_line, true));
 }
 void Thread::complete_bytes(u32 barrier, u32 num_bytes) {
@@ -152,7 +152,7 @@ void Thread::bulk_wait(u32 num_left) {
   while (!bulk_stores_.empty() && bulk_group_ - bulk_stores_.front().group > num_left) {
     const Copy& made = bulk_stores_.front();
     std::byte* const from = shared_at(made.shared, made.num_bytes);
-    if (has_weak_memory()) {
+    if (has_memory()) {
       std::vector<std::byte> read(made.num_bytes);
       load(*this, reinterpret_cast<u64>(from), read.data(),
            async_access(made.num_bytes, made.line, true));

@@ -111,7 +111,7 @@ class Thread {
   void load_shared(u32 address, T* to, u32 num_elements, Order order = Order::kWeak) {
     check_alignment(address, num_elements * sizeof(T));
     const std::byte* const from = shared_at(address, num_elements * sizeof(T));
-    if (has_weak_memory())
+    if (has_memory())
       return load(*this, reinterpret_cast<u64>(from), to, shared_access<T>(num_elements, order));
     std::memcpy(to, from, num_elements * sizeof(T));
   }
@@ -119,7 +119,7 @@ class Thread {
   void store_shared(u32 address, const T* from, u32 num_elements, Order order = Order::kWeak) {
     check_alignment(address, num_elements * sizeof(T));
     std::byte* const to = shared_at(address, num_elements * sizeof(T));
-    if (has_weak_memory())
+    if (has_memory())
       return store(*this, reinterpret_cast<u64>(to), from, shared_access<T>(num_elements, order));
     std::memcpy(to, from, num_elements * sizeof(T));
   }
@@ -155,7 +155,7 @@ class Thread {
     u32 line;
   };
 
-  bool has_weak_memory() const;
+  bool has_memory() const;
   template <class T>
   Access shared_access(u32 num_elements, Order order) const {
     return {.line = line,
@@ -238,7 +238,7 @@ class Block {
 };
 
 inline const Launch& Thread::launch() const { return block->launch; }
-inline bool Thread::has_weak_memory() const { return block->memory != nullptr; }
+inline bool Thread::has_memory() const { return block->memory != nullptr; }
 
 /// %globaltimer
 u64 take_ns();

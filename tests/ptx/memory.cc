@@ -1,8 +1,9 @@
-// Memory accesses: at once, by atomics of the host, or of the weak memory.
+// Memory accesses: at once, by atomics of the host, and counted if wanted; or of the weak memory.
 #include "ptx/memory.h"
 
 #include <cstring>
 
+#include "ptx/counts.h"
 #include "ptx/machine.h"
 #include "ptx/weak_accesses.h"
 
@@ -48,6 +49,7 @@ Word* at(u64 address) {
 void load(Thread& thread, u64 address, void* to, const Access& access) {
   check_alignment(thread, address, access);
   if (weak::is_chosen()) return weak::load(thread, address, to, access);
+  count_access(thread, address, access, false);
   if (access.proxy == Proxy::kAsync)
     return void(std::memcpy(to, at<const void>(address), access.num_bytes()));
   for_elements(access, [&](u32 offset, auto word) {
@@ -61,6 +63,7 @@ void load(Thread& thread, u64 address, void* to, const Access& access) {
 void store(Thread& thread, u64 address, const void* from, const Access& access) {
   check_alignment(thread, address, access);
   if (weak::is_chosen()) return weak::store(thread, address, from, access);
+  count_access(thread, address, access, true);
   if (access.proxy == Proxy::kAsync)
     return void(std::memcpy(at<void>(address), from, access.num_bytes()));
   for_elements(access, [&](u32 offset, auto word) {
@@ -77,6 +80,7 @@ u64 atomic(Thread& thread, u64 address, const Access& access,
            const std::function<u64(u64)>& update) {
   check_alignment(thread, address, access);
   if (weak::is_chosen()) return weak::atomic(thread, address, access, update);
+  count_access(thread, address, access, true);
   return with_word(access.element_bytes, [&](auto seen) -> u64 {
     auto* const word = at<decltype(seen)>(address);
     seen = __atomic_load_n(word, __ATOMIC_RELAXED);
@@ -109,7 +113,8 @@ bool skips(const Thread& thread, u32 line) {
 }
 
 void pass(Thread& thread, Barrier barrier, u32 num_threads, Order order) {
-  if (weak::is_chosen()) weak::pass(thread, barrier, num_threads, order);
+  if (weak::is_chosen()) return weak::pass(thread, barrier, num_threads, order);
+  count_barrier(thread, barrier);
 }
 
 void arrive_at_cluster(Thread& thread, Order order) {
@@ -121,7 +126,7 @@ void at_mbarrier(Thread& thread, u64 address, MbarrierEvent event, Order order, 
 }
 
 std::unique_ptr<BlockMemory> begin_block(const Launch& launch) {
-  return weak::is_chosen() ? weak::begin_block(launch) : nullptr;
+  return weak::is_chosen() ? weak::begin_block(launch) : begin_counted_block(launch);
 }
 
 }  // namespace ringcomm::ptx
