@@ -85,9 +85,10 @@ struct Lane {
   std::map<std::pair<u32, Counted>, u32> executed = {};
 };
 
-struct CountedBlock final : BlockMemory {
+struct CountedBlock final : Memory {
   explicit CountedBlock(const Launch& launch)
-      : kernel(launch.kernel->name),
+      : Memory(true),
+        kernel(launch.kernel->name),
         lanes(launch.ntid.count()),
         warps((lanes.size() + kLanes - 1) / kLanes) {}
   ~CountedBlock() override {
@@ -108,7 +109,28 @@ struct CountedBlock final : BlockMemory {
     open.erase(at);
   }
 
-  void access(const Thread& thread, u64 address, const Access& access, bool is_store) {
+  void load(Thread& thread, u64 address, void* to, const Access& access) override {
+    count(thread, address, access, false);
+    Memory::load(thread, address, to, access);
+  }
+  void store(Thread& thread, u64 address, const void* from, const Access& access) override {
+    count(thread, address, access, true);
+    Memory::store(thread, address, from, access);
+  }
+  u64 atomic(Thread& thread, u64 address, const Access& access,
+             const std::function<u64(u64)>& update) override {
+    count(thread, address, access, true);
+    return Memory::atomic(thread, address, access, update);
+  }
+  void pass(Thread& thread, Barrier barrier, u32, Order) override {
+    if (barrier == Barrier::kBlock && thread.tid.x == 0)
+      counts[{thread.line, Counted::kBarrier}] += {.num = 1};
+    Lane& lane = lanes[thread.linear];
+    ++lane.barriers;
+    lane.executed.clear();
+  }
+
+  void count(const Thread& thread, u64 address, const Access& access, bool is_store) {
     const Counted what = kind_of(access, is_store);
     const u32 num_bytes = access.num_bytes();
     // By one thread alone.
@@ -130,23 +152,11 @@ struct CountedBlock final : BlockMemory {
     if (open.size() > kMaxOpen) close(open, open.begin());
   }
 
-  void pass(const Thread& thread, Barrier barrier) {
-    if (barrier == Barrier::kBlock && thread.tid.x == 0)
-      counts[{thread.line, Counted::kBarrier}] += {.num = 1};
-    Lane& lane = lanes[thread.linear];
-    ++lane.barriers;
-    lane.executed.clear();
-  }
-
   const char* const kernel;
   std::vector<Lane> lanes;
   std::vector<Open> warps;
   std::map<std::pair<u32, Counted>, Count> counts;
 };
-
-CountedBlock& block_of(const Thread& thread) {
-  return static_cast<CountedBlock&>(*thread.block->memory);
-}
 
 }  // namespace
 
@@ -174,14 +184,8 @@ Counts stop_counting() {
   return std::move(all_counts);
 }
 
-std::unique_ptr<BlockMemory> begin_counted_block(const Launch& launch) {
+std::unique_ptr<Memory> begin_counted_block(const Launch& launch) {
   return is_counting ? std::make_unique<CountedBlock>(launch) : nullptr;
-}
-void count_access(Thread& thread, u64 address, const Access& access, bool is_store) {
-  if (thread.block->memory != nullptr) block_of(thread).access(thread, address, access, is_store);
-}
-void count_barrier(Thread& thread, Barrier barrier) {
-  if (thread.block->memory != nullptr) block_of(thread).pass(thread, barrier);
 }
 
 }  // namespace ringcomm::ptx

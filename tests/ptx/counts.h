@@ -54,9 +54,7 @@ Counts stop_counting();
 /// Of all lines and kernels.
 Count total(const Counts& counts, Counted what);
 
-/// What memory.cc calls: null unless accesses are counted.
-std::unique_ptr<BlockMemory> begin_counted_block(const Launch& launch);
-void count_access(Thread& thread, u64 address, const Access& access, bool is_store);
-void count_barrier(Thread& thread, Barrier barrier);
+/// Null unless accesses are counted.
+std::unique_ptr<Memory> begin_counted_block(const Launch& launch);
 
 }  // namespace ringcomm::ptx
