@@ -48,7 +48,7 @@ struct CountedLine {
 };
 using Counts = std::map<CountedLine, Count>;
 
-/// Blocks that begin between the two calls are counted. Not with the weak memory.
+/// Blocks that begin between the two calls are counted. Their memory is strong.
 void start_counting();
 Counts stop_counting();
 /// Of all lines and kernels.
