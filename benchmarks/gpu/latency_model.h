@@ -3,7 +3,8 @@
 // How long calls of ranks should take that share one GPU, or have one each: launches, hand-overs,
 // loads that wait for others, turns of a block's threads, and bytes, by the plan of a call, the
 // instructions of loops (loop_counts.h) and a few latencies. tests/cpp/test_gpu_latency.cc compares
-// it with the aims, kernel_sweep prints it beside what it measures.
+// it with the aims, tests/ptx/test_counts.cc its steps with what nvcc's code does, and kernel_sweep
+// prints it beside what it measures.
 
 #include <algorithm>
 #include <cmath>
@@ -60,6 +61,31 @@ inline PlannedCall planned_call(const Collective& call, Path path, std::size_t n
     planned.num_slices = std::ceil(chunk_bytes / planned.slice_bytes);
   }
   return planned;
+}
+
+/// What a block does in a step: slices that go through to memory at least, and all that its threads
+/// load and store; barriers, and publications to other ranks or its own. tests/ptx/test_counts.cc
+/// counts all but the first in nvcc's code.
+struct StepCounts {
+  double memory_slices = 0, moved_slices = 0;
+  double barriers = 0, publications = 0;
+};
+
+inline StepCounts count_step(OpKind op, Path path, int num_ranks) {
+  const double num = num_ranks;
+  const bool is_shared = path == Path::kShared;
+  const double barriers = is_shared ? 1 : 2, publications = is_shared ? 0 : num;
+  // A step passes a slice on twice, and reads those results again that it does not send first.
+  if (path == Path::kRing) return {2 * num / (num - 1), (7 * num - 6) / (num - 1), 8, 4};
+  switch (op) {
+    case OpKind::kAllReduce:
+    case OpKind::kReduceUpdateGather:
+      return {2 * num, is_shared ? 2 * num : 5 * num - 2, barriers, publications};
+    case OpKind::kReduceScatter:
+      return {num + 1, is_shared ? num + 1 : 3 * num - 1, barriers, publications};
+    default:  // all ranks read a part, from memory once; its owner reads it twice if it stages it
+      return {num + 1, is_shared ? 2 * num : 2 * num + 2, barriers, publications};
+  }
 }
 
 class LatencyModel {
@@ -193,8 +219,11 @@ class LatencyModel {
   static constexpr double kReleaseUs = 0.7;  // a fence of the system until all stores are done
   static constexpr double kL2Us = 0.3;
   static constexpr double kMemoryUs = 0.6;
-  static constexpr double kLatencyGrowth = 0.5;    // while all of the memory's bandwidth is in use
-  static constexpr double kShareOfCopy = 0.92;     // of its rate, with reads and writes mixed
+  static constexpr double kLatencyGrowth = 0.5;  // while all of the memory's bandwidth is in use
+  static constexpr double kShareOfCopy = 0.92;   // of its rate, with reads and writes mixed
+  // Between L2 and multiprocessors: a staged all_reduce of 256 MiB of two ranks moved 2.15 GB in
+  // 488 us (benchmarks/results/2026-11-27-kernels.jsonl). Calls without staging moved 5.2 TB/s.
+  static constexpr double kStagingBytesPerUs = 4.4e6;
   static constexpr double kClusterExchangeUs = 1;  // and two barriers of a block
   static constexpr double kSlotUs = 0.35;          // a look at a cursor that is there, a barrier
   // Between GPUs of their own: what reads reach of NVLink's 450 GB/s, hand-over and fence.
@@ -230,11 +259,18 @@ class LatencyModel {
   double bytes_us(double bytes_of_rank, const PlannedCall& call) const {
     return (call.has_own_gpus ? 1 : call.num_ranks) * bytes_of_rank / copy_bytes_per_us_;
   }
-  /// Of all blocks of all ranks at once, of which so many bytes come from other ranks.
-  double memory_us(double bytes_of_block, double bytes_of_others, const PlannedCall& call) const {
-    const double own_us = bytes_us(bytes_of_block * call.num_blocks, call) / kShareOfCopy;
-    if (!call.has_own_gpus) return own_us;
-    return std::max(own_us, bytes_of_others * call.num_blocks / kLinkBytesPerUs);
+  /// Of a step of all blocks of all ranks at once, of which so many slices come from other ranks.
+  double traffic_us(const PlannedCall& call, double others_slices, double state_bytes = 0) const {
+    const StepCounts step = count_step(call.op, call.path, call.num_ranks);
+    const auto bytes = [&](double num_slices) {
+      return (num_slices * call.slice_bytes + state_bytes) * call.num_blocks;
+    };
+    const double memory_us = bytes_us(bytes(step.memory_slices), call) / kShareOfCopy;
+    if (call.has_own_gpus)
+      return std::max(memory_us,
+                      others_slices * call.slice_bytes * call.num_blocks / kLinkBytesPerUs);
+    if (call.path == Path::kShared) return memory_us;
+    return std::max(memory_us, call.num_ranks * bytes(step.moved_slices) / kStagingBytesPerUs);
   }
   static double num_steps(const PlannedCall& call) {
     return std::ceil(call.num_slices / call.num_blocks);
@@ -244,8 +280,8 @@ class LatencyModel {
            (call.has_own_gpus ? kLinkHandOverUs + kLinkReleaseUs : kHandOverUs + kReleaseUs);
   }
   /// Of a step of a block, which waits for `wait_us` and then works beside traffic of all blocks
-  /// that takes `each_us`: the longer one. Of two blocks at a
-  /// place, one works while the other waits.
+  /// that takes `each_us`: the longer one. Of two blocks at a place, one works while the other
+  /// waits.
   double step_us(const PlannedCall& call, double wait_us, const Work& work, double each_us) const {
     const bool is_alone = call.blocks_per_place == 1;
     const double latency_us = work.loads * kMemoryUs + work.l2_loads * kL2Us;
@@ -291,9 +327,7 @@ class LatencyModel {
   double on_boards_us(const PlannedCall& call, const Work& owned, double state_bytes) const {
     const double others = (call.num_ranks - 1) * call.slice_bytes;
     const Work work = copies(others, false, true) + owned + copies(others, true, false);
-    // Of every block of every rank: its input and its output, of all ranks' chunks.
-    const double each_us =
-        memory_us(2 * call.num_ranks * call.slice_bytes + state_bytes, 2 * others, call);
+    const double each_us = traffic_us(call, 2 * (call.num_ranks - 1), state_bytes);
     // Two more steps drain the pipeline, without memory's part.
     return slower_ * (kLaunchUs + kMemoryUs) +
            num_steps(call) * step_us(call, hand_over_us(call), work, each_us) +
@@ -308,38 +342,33 @@ class LatencyModel {
     return staged_shares_us(call, copies(call.slice_bytes, false, true) +
                                       copies(call.num_ranks * call.slice_bytes, true, false));
   }
-  /// Of every block of every rank: a part of all ranks in and one out, or the other way.
-  double shares_each_us(const PlannedCall& call) const {
-    return memory_us((call.num_ranks + 1) * call.slice_bytes,
-                     (call.num_ranks - 1) * call.slice_bytes, call);
-  }
   double staged_shares_us(const PlannedCall& call, const Work& work) const {
     return slower_ * (kLaunchUs + kMemoryUs) +
-           num_steps(call) * step_us(call, hand_over_us(call), work, shares_each_us(call)) +
+           num_steps(call) *
+               step_us(call, hand_over_us(call), work, traffic_us(call, call.num_ranks - 1)) +
            step_us(call, hand_over_us(call), work, 0);
   }
 
   /// Where all ranks' buffers are shared: two hand-overs, and turns of loads and stores, with
   /// barriers between slices.
-  double shared_us(const PlannedCall& call, const Work& work, double barriers_us,
-                   double each_us) const {
+  double shared_us(const PlannedCall& call, const Work& work, double others_slices) const {
+    const double barriers_us =
+        slower_ * kBarrierUs * count_step(call.op, call.path, call.num_ranks).barriers;
     return slower_ * (kLaunchUs + 3 * kMemoryUs) + 2 * hand_over_us(call) +
-           num_steps(call) * step_us(call, slower_ * barriers_us, work, each_us);
+           num_steps(call) * step_us(call, barriers_us, work, traffic_us(call, others_slices));
   }
   double shared_reduction_us(const PlannedCall& call) const {
-    if (call.op != OpKind::kAllReduce)
-      return shared_us(call, sums(call, 1), kBarrierUs, shares_each_us(call));
-    // It stores to all ranks.
-    return shared_us(call, sums(call, call.num_ranks), 2 * kBarrierUs,
-                     memory_us(2 * call.num_ranks * call.slice_bytes,
-                               2 * (call.num_ranks - 1) * call.slice_bytes, call));
+    // An all_reduce stores to all ranks.
+    const bool is_all = call.op == OpKind::kAllReduce;
+    return shared_us(call, sums(call, is_all ? call.num_ranks : 1),
+                     (is_all ? 2 : 1) * (call.num_ranks - 1));
   }
   /// Of the ranks that gather an input one is the first, and brings it into the cache.
   double shared_move_us(const PlannedCall& call) const {
     Work work = copies(call.num_ranks * call.slice_bytes, false, false);
     work.l2_loads = work.loads * (call.num_ranks - 1) / call.num_ranks;
     work.loads /= call.num_ranks;
-    return shared_us(call, work, kBarrierUs, shares_each_us(call));
+    return shared_us(call, work, call.num_ranks - 1);
   }
 
   /// Every slice goes around twice but for a step, one slice of a block after the other: half of
@@ -351,11 +380,7 @@ class LatencyModel {
     const Work both = added + copies(call.slice_bytes, false, false);
     const double num = num_steps(call) * (call.num_ranks - 1);
     return slower_ * (kLaunchUs + kMemoryUs) + 2 * hand_over_us(call) +
-           num * step_us(call, 2 * hand_over_us(call), both, ring_each_us(call));
-  }
-  double ring_each_us(const PlannedCall& call) const {
-    const double bytes_of_step = 2 * call.slice_bytes;
-    return memory_us(2 * bytes_of_step, bytes_of_step, call);
+           num * step_us(call, 2 * hand_over_us(call), both, traffic_us(call, 2));
   }
 
   static constexpr double kBarrierUs = 0.2;

@@ -1,4 +1,4 @@
-"""The C++ of arithmetic, comparisons, moves and conversions: operators, and calls of numbers.h."""
+"""The C++ of arithmetic, comparisons, moves and conversions: operators and calls of functions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COMPARE = {
     "hi": "std::greater",
     "hs": "std::greater_equal",
 }
-# Function of numbers.h, its operands ("t" of the instruction's type, "u" of u32), modifiers.
+# Function of numbers.h or bits.h, operands ("t" of the instruction's type, "u" of u32), modifiers.
 ROUNDED = ("rn", "ftz")
 APPROXIMATE = ("approx", "full", "rn", "ftz")
 ARITHMETIC: dict[str, tuple[str, str, tuple[str, ...]]] = {

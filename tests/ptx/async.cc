@@ -28,7 +28,8 @@ void Thread::mbarrier_init(u32 address, u32 num_arrivals) {
   const auto word = std::bit_cast<u64>(Mbarrier{0, num_arrivals, num_arrivals, 0});
   auto* const place = reinterpret_cast<u64*>(shared_at(address, sizeof word));
   __atomic_store_n(place, word, __ATOMIC_SEQ_CST);
-  at_mbarrier(*this, reinterpret_cast<u64>(place), MbarrierEvent::kInit, Order::kWeak, Scope::kCta);
+  memory().at_mbarrier(*this, reinterpret_cast<u64>(place), MbarrierEvent::kInit, Order::kWeak,
+                       Scope::kCta);
 }
 
 void Thread::change_mbarrier(u32 address, u32 num_arrivals, s64 num_bytes) {
@@ -56,8 +57,8 @@ void Thread::change_mbarrier(u32 address, u32 num_arrivals, s64 num_bytes) {
 }
 
 void Thread::mbarrier_arrive(u32 address, u32 expected_bytes) {
-  at_mbarrier(*this, reinterpret_cast<u64>(shared_at(address, sizeof(u64))), MbarrierEvent::kArrive,
-              Order::kRelease, Scope::kCta);
+  memory().at_mbarrier(*this, reinterpret_cast<u64>(shared_at(address, sizeof(u64))),
+                       MbarrierEvent::kArrive, Order::kRelease, Scope::kCta);
   change_mbarrier(address, 1, expected_bytes);
 }
 
@@ -71,7 +72,7 @@ bool Thread::mbarrier_test(u32 address, u32 parity, Order order, Scope scope) {
   const auto seen = std::bit_cast<Mbarrier>(__atomic_load_n(word, __ATOMIC_ACQUIRE));
   if (seen.phase != (parity & 1)) {
     first_failed_test_ns_ = 0;
-    at_mbarrier(*this, reinterpret_cast<u64>(word), MbarrierEvent::kPass, order, scope);
+    memory().at_mbarrier(*this, reinterpret_cast<u64>(word), MbarrierEvent::kPass, order, scope);
     return true;
   }
   const u64 now = take_ns();
@@ -95,12 +96,12 @@ void Thread::store_async(u32 to, const void* from, u32 element_bytes, u32 num_el
 /// Bytes of this thread's copies arrive in shared memory, maybe another block's; at its barrier.
 void Thread::put_async(u32 to, const void* from, u32 num_bytes, u32 at_line) {
   std::byte* const place = shared_at(to, num_bytes);
-  if (!has_weak_memory()) return void(std::memcpy(place, from, num_bytes));
-  store(*this, reinterpret_cast<u64>(place), from, async_access(num_bytes, at_line, true));
+  if (!memory().has_shared) return void(std::memcpy(place, from, num_bytes));
+  memory().store(*this, reinterpret_cast<u64>(place), from, async_access(num_bytes, at_line, true));
 }
 void Thread::complete_bytes(u32 barrier, u32 num_bytes) {
-  at_mbarrier(*this, reinterpret_cast<u64>(shared_at(barrier, sizeof(u64))),
-              MbarrierEvent::kComplete, Order::kRelease, Scope::kCluster);
+  memory().at_mbarrier(*this, reinterpret_cast<u64>(shared_at(barrier, sizeof(u64))),
+                       MbarrierEvent::kComplete, Order::kRelease, Scope::kCluster);
   change_mbarrier(barrier, 0, -s64{num_bytes});
 }
 
@@ -127,8 +128,8 @@ void Thread::bulk_load(u32 to, u64 from, u32 num_bytes, u32 barrier) {
 
 void Block::complete(const Load& made) {
   std::vector<std::byte> loaded(made.num_bytes);
-  load(*made.thread, made.from, loaded.data(),
-       Thread::async_access(made.num_bytes, made.line, false));
+  made.thread->memory().load(*made.thread, made.from, loaded.data(),
+                             Thread::async_access(made.num_bytes, made.line, false));
   made.thread->put_async(made.to, loaded.data(), made.num_bytes, made.line);
   made.thread->complete_bytes(made.barrier, made.num_bytes);
 }
@@ -148,17 +149,18 @@ void Thread::bulk_store(u64 to, u32 from, u32 num_bytes) {
 }
 
 void Thread::bulk_wait(u32 num_left) {
-  if (orders_nothing(*this, line)) return;
+  if (memory().orders_nothing(*this, line)) return;
   while (!bulk_stores_.empty() && bulk_group_ - bulk_stores_.front().group > num_left) {
     const Copy& made = bulk_stores_.front();
     std::byte* const from = shared_at(made.shared, made.num_bytes);
-    if (has_weak_memory()) {
+    if (memory().has_shared) {
       std::vector<std::byte> read(made.num_bytes);
-      load(*this, reinterpret_cast<u64>(from), read.data(),
-           async_access(made.num_bytes, made.line, true));
-      store(*this, made.global, read.data(), async_access(made.num_bytes, made.line, false));
+      memory().load(*this, reinterpret_cast<u64>(from), read.data(),
+                    async_access(made.num_bytes, made.line, true));
+      memory().store(*this, made.global, read.data(),
+                     async_access(made.num_bytes, made.line, false));
     } else {
-      store(*this, made.global, from, async_access(made.num_bytes, made.line, false));
+      memory().store(*this, made.global, from, async_access(made.num_bytes, made.line, false));
     }
     bulk_stores_.pop_front();
   }
@@ -177,7 +179,8 @@ void Thread::copy_wait(u32 num_left) {
     std::byte* const to = shared_at(made.shared, made.num_bytes);
     std::memset(to, 0, made.num_bytes);
     for (u32 offset = 0; offset < made.used_bytes; offset += 4)
-      load(*this, made.global + offset, to + offset, {.line = made.line, .element_bytes = 4});
+      memory().load(*this, made.global + offset, to + offset,
+                    {.line = made.line, .element_bytes = 4});
     copies_.pop_front();
   }
 }

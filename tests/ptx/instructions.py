@@ -97,7 +97,7 @@ def _ld(f: Function, op: Opcode, args: list[str]) -> None:
         f.note_line()
         f.emit(f"t.load_shared((u32){address}, v, {num}{_shared_order(op)});")
     elif space in ("global", "generic"):
-        f.emit(f"load(t, {address}, v, {_access(f, op, num)});")
+        f.emit(f"t.memory().load(t, {address}, v, {_access(f, op, num)});")
     else:
         f.emit(f"std::memcpy(v, (const void*){address}, sizeof v);")
     for i, register in enumerate(registers):
@@ -122,7 +122,7 @@ def _st(f: Function, op: Opcode, args: list[str]) -> None:
         f.note_line()
         f.emit(f"t.store_shared((u32){address}, v, {num}{_shared_order(op)}); }}")
     elif space in ("global", "generic"):
-        f.emit(f"store(t, {address}, v, {_access(f, op, num)}); }}")
+        f.emit(f"t.memory().store(t, {address}, v, {_access(f, op, num)}); }}")
     else:
         f.emit(f"std::memcpy((void*){address}, v, sizeof v); }}")
     return None
@@ -169,7 +169,7 @@ def _atomic(f: Function, op: Opcode, args: list[str], to: str) -> None:
         address = f"reinterpret_cast<u64>({place})"
     else:
         address = f.address(args[0])
-    f.emit(f"const u64 old = atomic(t, {address}, {_access(f, op, 1)}, update);")
+    f.emit(f"const u64 old = t.memory().atomic(t, {address}, {_access(f, op, 1)}, update);")
     f.set(to, f"get<{type_}>(old)")
     f.emit("}")
     f.note_line()
@@ -191,18 +191,18 @@ def _fence(f: Function, op: Opcode, args: list[str]) -> None:
     if op.has("mbarrier_init") or op.has("proxy"):
         op.only("mbarrier_init", "release", "cluster", "proxy", "async", "shared::cta", "global")
         name = "fence_mbarrier_init" if op.has("mbarrier_init") else "fence_proxy"
-        f.emit(f"{name}(t, {f.line});")
+        f.emit(f"t.memory().{name}(t, {f.line});")
         return
     op.only(*ORDERS, *SCOPES)
     order, scope = ORDERS[op.one_of(ORDERS, "acq_rel")], SCOPES[op.one_of(SCOPES, "sys")]
-    f.emit(f"fence(t, Order::{order}, Scope::{scope}, {f.line});")
+    f.emit(f"t.memory().fence(t, Order::{order}, Scope::{scope}, {f.line});")
 
 
 @opcode("membar")
 def _membar(f: Function, op: Opcode, args: list[str]) -> None:
     op.only("cta", "gl", "sys")
     scope = {"cta": "kCta", "gl": "kGpu", "sys": "kSys"}[op.type]
-    f.emit(f"fence(t, Order::kSeqCst, Scope::{scope}, {f.line});")
+    f.emit(f"t.memory().fence(t, Order::kSeqCst, Scope::{scope}, {f.line});")
 
 
 @opcode("cvta")

@@ -11,7 +11,9 @@
 #include "cuda/kernels/call.h"
 #include "cuda/kernels/loss_call.h"
 #include "emulator/kernel_registry.h"
+#include "ptx/counts.h"
 #include "ptx/machine.h"
+#include "ptx/weak_accesses.h"
 
 namespace ringcomm::emulator {
 namespace {
@@ -76,3 +78,13 @@ const Kernel* find_kernel(std::string_view name) {
 }
 
 }  // namespace ringcomm::emulator
+
+namespace ringcomm::ptx {
+
+std::unique_ptr<Memory> begin_block(const Launch& launch) {
+  if (auto counted = begin_counted_block(launch)) return counted;
+  if (auto weak = weak::begin_block(launch)) return weak;
+  return std::make_unique<Memory>();
+}
+
+}  // namespace ringcomm::ptx

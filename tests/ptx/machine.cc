@@ -250,7 +250,8 @@ u32 Block::meet(Thread& thread, u32 number, u32 num_threads, bool value, bool wa
     thread.state_ = Thread::State::kAtBarrier;
     leave(thread);
   }
-  if (waits) pass(thread, Barrier::kBlock, std::min(num_threads, num_threads_));
+  if (waits)
+    memory->pass(thread, Barrier::kBlock, std::min(num_threads, num_threads_), Order::kAcqRel);
   return thread.barrier_count_;
 }
 
@@ -258,7 +259,7 @@ void Thread::bar_arrive(u32 barrier, u32 num_threads) {
   block->meet(*this, barrier, num_threads, false, false);
 }
 void Thread::bar_sync(u32 barrier, u32 num_threads) {
-  if (skips(*this, line)) return poll();
+  if (memory().skips(*this, line)) return poll();
   block->meet(*this, barrier, num_threads, false, true);
 }
 bool Thread::bar_or(u32 barrier, u32 num_threads, bool value) {
@@ -287,7 +288,7 @@ void Thread::cluster_wait(Order order) {
     state_ = State::kAtBarrier;
     block->leave(*this);
   }
-  pass(*this, Barrier::kCluster, block->num_threads_, order);
+  memory().pass(*this, Barrier::kCluster, block->num_threads_, order);
 }
 
 // ---- shared memory

@@ -68,6 +68,7 @@ class Thread {
   u32 linear = 0;
 
   const Launch& launch() const;
+  Memory& memory() const;
   u32 lane() const { return linear % 32; }
 
   // ---- barriers and warps
@@ -79,7 +80,7 @@ class Thread {
   bool bar_or(u32 barrier, u32 num_threads, bool value);
   bool bar_and(u32 barrier, u32 num_threads, bool value);
   u32 bar_popc(u32 barrier, u32 num_threads, bool value);
-  void cluster_arrive(Order order) { arrive_at_cluster(*this, order); }
+  void cluster_arrive(Order order) { memory().arrive_at_cluster(*this, order); }
   void cluster_wait(Order order);
 
   void warp_sync(u32 mask);
@@ -111,16 +112,18 @@ class Thread {
   void load_shared(u32 address, T* to, u32 num_elements, Order order = Order::kWeak) {
     check_alignment(address, num_elements * sizeof(T));
     const std::byte* const from = shared_at(address, num_elements * sizeof(T));
-    if (has_weak_memory())
-      return load(*this, reinterpret_cast<u64>(from), to, shared_access<T>(num_elements, order));
+    if (memory().has_shared)
+      return memory().load(*this, reinterpret_cast<u64>(from), to,
+                           shared_access<T>(num_elements, order));
     std::memcpy(to, from, num_elements * sizeof(T));
   }
   template <class T>
   void store_shared(u32 address, const T* from, u32 num_elements, Order order = Order::kWeak) {
     check_alignment(address, num_elements * sizeof(T));
     std::byte* const to = shared_at(address, num_elements * sizeof(T));
-    if (has_weak_memory())
-      return store(*this, reinterpret_cast<u64>(to), from, shared_access<T>(num_elements, order));
+    if (memory().has_shared)
+      return memory().store(*this, reinterpret_cast<u64>(to), from,
+                            shared_access<T>(num_elements, order));
     std::memcpy(to, from, num_elements * sizeof(T));
   }
 
@@ -155,7 +158,6 @@ class Thread {
     u32 line;
   };
 
-  bool has_weak_memory() const;
   template <class T>
   Access shared_access(u32 num_elements, Order order) const {
     return {.line = line,
@@ -194,7 +196,7 @@ class Block {
   void run();
 
   const Launch launch;
-  const std::unique_ptr<BlockMemory> memory;
+  const std::unique_ptr<Memory> memory;
   u32 num_threads() const { return num_threads_; }
   /// True at random, the same way each run for a RINGCOMM_TEST_PTX_SEED.
   bool coin();
@@ -238,7 +240,7 @@ class Block {
 };
 
 inline const Launch& Thread::launch() const { return block->launch; }
-inline bool Thread::has_weak_memory() const { return block->memory != nullptr; }
+inline Memory& Thread::memory() const { return *block->memory; }
 
 /// %globaltimer
 u64 take_ns();

@@ -1,10 +1,9 @@
-// Memory accesses: at once, by atomics of the host, or of the weak memory.
+// Memory whose accesses take effect at once.
 #include "ptx/memory.h"
 
 #include <cstring>
 
 #include "ptx/machine.h"
-#include "ptx/weak_accesses.h"
 
 namespace ringcomm::ptx {
 namespace {
@@ -45,9 +44,8 @@ Word* at(u64 address) {
 
 }  // namespace
 
-void load(Thread& thread, u64 address, void* to, const Access& access) {
+void Memory::load(Thread& thread, u64 address, void* to, const Access& access) {
   check_alignment(thread, address, access);
-  if (weak::is_chosen()) return weak::load(thread, address, to, access);
   if (access.proxy == Proxy::kAsync)
     return void(std::memcpy(to, at<const void>(address), access.num_bytes()));
   for_elements(access, [&](u32 offset, auto word) {
@@ -58,9 +56,8 @@ void load(Thread& thread, u64 address, void* to, const Access& access) {
   });
 }
 
-void store(Thread& thread, u64 address, const void* from, const Access& access) {
+void Memory::store(Thread& thread, u64 address, const void* from, const Access& access) {
   check_alignment(thread, address, access);
-  if (weak::is_chosen()) return weak::store(thread, address, from, access);
   if (access.proxy == Proxy::kAsync)
     return void(std::memcpy(at<void>(address), from, access.num_bytes()));
   for_elements(access, [&](u32 offset, auto word) {
@@ -73,10 +70,9 @@ void store(Thread& thread, u64 address, const void* from, const Access& access) 
   });
 }
 
-u64 atomic(Thread& thread, u64 address, const Access& access,
-           const std::function<u64(u64)>& update) {
+u64 Memory::atomic(Thread& thread, u64 address, const Access& access,
+                   const std::function<u64(u64)>& update) {
   check_alignment(thread, address, access);
-  if (weak::is_chosen()) return weak::atomic(thread, address, access, update);
   return with_word(access.element_bytes, [&](auto seen) -> u64 {
     auto* const word = at<decltype(seen)>(address);
     seen = __atomic_load_n(word, __ATOMIC_RELAXED);
@@ -87,41 +83,6 @@ u64 atomic(Thread& thread, u64 address, const Access& access,
   });
 }
 
-void fence(Thread& thread, Order order, Scope scope, u32 line) {
-  if (weak::is_chosen()) return weak::fence(thread, order, scope, line);
-  __atomic_thread_fence(__ATOMIC_SEQ_CST);
-}
-
-void fence_proxy(Thread& thread, u32 line) {
-  if (weak::is_chosen()) weak::fence_proxy(thread, line);
-}
-
-void fence_mbarrier_init(Thread& thread, u32 line) {
-  if (weak::is_chosen()) weak::fence_mbarrier_init(thread, line);
-}
-
-bool orders_nothing(const Thread& thread, u32 line) {
-  return weak::is_chosen() && weak::orders_nothing(thread, line);
-}
-
-bool skips(const Thread& thread, u32 line) {
-  return weak::is_chosen() && weak::skips(thread, line);
-}
-
-void pass(Thread& thread, Barrier barrier, u32 num_threads, Order order) {
-  if (weak::is_chosen()) weak::pass(thread, barrier, num_threads, order);
-}
-
-void arrive_at_cluster(Thread& thread, Order order) {
-  if (weak::is_chosen()) weak::arrive_at_cluster(thread, order);
-}
-
-void at_mbarrier(Thread& thread, u64 address, MbarrierEvent event, Order order, Scope scope) {
-  if (weak::is_chosen()) weak::at_mbarrier(thread, address, event, order, scope);
-}
-
-std::unique_ptr<BlockMemory> begin_block(const Launch& launch) {
-  return weak::is_chosen() ? weak::begin_block(launch) : nullptr;
-}
+void Memory::fence(Thread&, Order, Scope, u32) { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 
 }  // namespace ringcomm::ptx

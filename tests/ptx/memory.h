@@ -31,41 +31,46 @@ struct Access {
   u32 num_bytes() const { return element_bytes * num_elements; }
 };
 
-/// Every access of a kernel to global or generic memory is one of these calls, and every fence.
-/// Those to .param, .const and .local memory are not: the machine does them at once; nor are those
-/// to .shared memory, where the block has no BlockMemory.
-/// A generic address may point to shared, local or parameter memory, which is host memory too.
-/// Aborts, with the kernel and the line, where the address is not a multiple of num_bytes().
-void load(Thread& thread, u64 address, void* to, const Access& access);
-void store(Thread& thread, u64 address, const void* from, const Access& access);
-/// Replaces the element by update(element), and returns what was there. `update` may run more than
-/// once. A comparison that fails returns its argument.
-u64 atomic(Thread& thread, u64 address, const Access& access,
-           const std::function<u64(u64)>& update);
-void fence(Thread& thread, Order order, Scope scope, u32 line);
-/// fence.proxy.async: bulk copies that are issued later see what the thread has stored.
-void fence_proxy(Thread& thread, u32 line);
-/// fence.mbarrier_init.release.cluster
-void fence_mbarrier_init(Thread& thread, u32 line);
-/// Whether a mutant leaves out the order of the instruction in this line.
-bool orders_nothing(const Thread& thread, u32 line);
-/// Whether it leaves out the barrier in this line.
-bool skips(const Thread& thread, u32 line);
-
 /// What the machine tells the memory: a thread has passed a barrier of its block, of its warp or of
 /// its cluster with all threads that it waited for.
 enum class Barrier : u8 { kBlock, kWarp, kCluster };
-void pass(Thread& thread, Barrier barrier, u32 num_threads, Order order = Order::kAcqRel);
-void arrive_at_cluster(Thread& thread, Order order);
 /// An mbarrier, by the host's address of its word: a thread initializes it; a thread has arrived,
 /// or bytes of its copies have; a thread's test has found that a phase is over.
 enum class MbarrierEvent : u8 { kInit, kArrive, kComplete, kPass };
-void at_mbarrier(Thread& thread, u64 address, MbarrierEvent event, Order order, Scope scope);
 
-/// What the memory knows of a block from its start to its end.
-struct BlockMemory {
-  virtual ~BlockMemory() = default;
+/// The memory of a block from its start to its end. Every access of a kernel to global or generic
+/// memory is one of these calls, and every fence. Those to .param, .const and .local memory are
+/// not: the machine does them at once. A generic address may point to shared, local or parameter
+/// memory, which is host memory too.
+/// By itself it is strong: accesses take effect at once, by atomics of the host.
+class Memory {
+ public:
+  /// With `has_shared`, accesses to .shared memory are calls, too.
+  explicit Memory(bool shared = false) : has_shared(shared) {}
+  virtual ~Memory() = default;
+  const bool has_shared;
+
+  /// Aborts, with the kernel and the line, where the address is not a multiple of num_bytes().
+  virtual void load(Thread& thread, u64 address, void* to, const Access& access);
+  virtual void store(Thread& thread, u64 address, const void* from, const Access& access);
+  /// Replaces the element by update(element), and returns what was there. `update` may run more
+  /// than once. A comparison that fails returns its argument.
+  virtual u64 atomic(Thread& thread, u64 address, const Access& access,
+                     const std::function<u64(u64)>& update);
+  virtual void fence(Thread& thread, Order order, Scope scope, u32 line);
+  /// fence.proxy.async: bulk copies that are issued later see what the thread has stored.
+  virtual void fence_proxy(Thread&, u32 /*line*/) {}
+  /// fence.mbarrier_init.release.cluster
+  virtual void fence_mbarrier_init(Thread&, u32 /*line*/) {}
+  /// Whether a mutant leaves out the order of the instruction in this line.
+  virtual bool orders_nothing(const Thread&, u32 /*line*/) { return false; }
+  /// Whether it leaves out the barrier in this line.
+  virtual bool skips(const Thread&, u32 /*line*/) { return false; }
+
+  virtual void pass(Thread&, Barrier, u32 /*num_threads*/, Order) {}
+  virtual void arrive_at_cluster(Thread&, Order) {}
+  virtual void at_mbarrier(Thread&, u64 /*address*/, MbarrierEvent, Order, Scope) {}
 };
-std::unique_ptr<BlockMemory> begin_block(const Launch& launch);
+std::unique_ptr<Memory> begin_block(const Launch& launch);
 
 }  // namespace ringcomm::ptx

@@ -2,6 +2,7 @@
 #include <cstdint>
 #include <random>
 
+#include "ptx/bits.h"
 #include "ptx/numbers.h"
 #include "reduce_oracle.h"
 #include "third_party/doctest/doctest.h"

@@ -72,6 +72,7 @@ def kernel_text(kernel: Kernel, module: Module) -> str:
     ]
     return "\n".join(
         [
+            '#include "ptx/bits.h"',
             '#include "ptx/machine.h"',
             '#include "ptx/numbers.h"',
             "namespace ringcomm::ptx {",

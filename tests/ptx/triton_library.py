@@ -20,12 +20,14 @@ TRANSLATOR = tuple(
     f"{name}.py"
     for name in ("translate", "function", "opcodes", "arithmetic", "instructions", "parse")
 )
-MACHINE = ("machine.cc", "warp.cc", "async.cc", "triton_memory.cc", "triton_grid.cc")
+MACHINE = tuple(
+    f"{name}.cc" for name in ("machine", "warp", "async", "memory", "triton_memory", "triton_grid")
+)
 FLAGS = ("-std=c++20", "-fPIC", "-shared", "-pthread", "-ffp-contract=off", f"-I{HERE.parent}")
 # Compiling a kernel takes longer than running it, and reading the headers as long as the rest of
 # compiling it: they are precompiled.
 MACHINE_FLAGS, KERNEL_FLAGS = ("-O2", "-Wall", "-Wextra"), ("-O1", "-w")
-HEADERS = ("ptx/machine.h", "ptx/numbers.h")
+HEADERS = ("ptx/bits.h", "ptx/machine.h", "ptx/numbers.h")
 COMPILE_TIMEOUT_S = 600.0
 
 

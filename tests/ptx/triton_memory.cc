@@ -101,37 +101,34 @@ void begin_launch(std::span<const TensorMemory> tensors) {
   state().block = kNobody;
 }
 
-void load(Thread& thread, u64 address, void* to, const Access& access) {
-  check_bounds(thread, address, access, "a load");
-  each_granule(address, access.num_bytes(), [&](u64 at) { read(thread, at, access.line); });
-  std::memcpy(to, reinterpret_cast<const void*>(address), access.num_bytes());
-}
+namespace {
 
-void store(Thread& thread, u64 address, const void* from, const Access& access) {
-  check_bounds(thread, address, access, "a store");
-  each_granule(address, access.num_bytes(), [&](u64 at) { write(thread, at, access.line); });
-  std::memcpy(reinterpret_cast<void*>(address), from, access.num_bytes());
-}
+struct CheckedMemory final : Memory {
+  void load(Thread& thread, u64 address, void* to, const Access& access) override {
+    check_bounds(thread, address, access, "a load");
+    each_granule(address, access.num_bytes(), [&](u64 at) { read(thread, at, access.line); });
+    std::memcpy(to, reinterpret_cast<const void*>(address), access.num_bytes());
+  }
+  void store(Thread& thread, u64 address, const void* from, const Access& access) override {
+    check_bounds(thread, address, access, "a store");
+    each_granule(address, access.num_bytes(), [&](u64 at) { write(thread, at, access.line); });
+    std::memcpy(reinterpret_cast<void*>(address), from, access.num_bytes());
+  }
+  u64 atomic(Thread& thread, u64, const Access& access, const std::function<u64(u64)>&) override {
+    fail(thread, access.line,
+         "an atomic: no kernel here has one, so that results are deterministic");
+  }
+  // Threads run one after the other.
+  void fence(Thread&, Order, Scope, u32) override {}
+  void pass(Thread& thread, Barrier barrier, u32, Order) override {
+    if (barrier == Barrier::kWarp) return;
+    epoch_of(thread);
+    ++state().epochs[thread.linear];
+  }
+};
 
-u64 atomic(Thread& thread, u64, const Access& access, const std::function<u64(u64)>&) {
-  fail(thread, access.line, "an atomic: no kernel here has one, so that results are deterministic");
-}
+}  // namespace
 
-// Threads run one after the other.
-void fence(Thread&, Order, Scope, u32) {}
-void fence_proxy(Thread&, u32) {}
-void fence_mbarrier_init(Thread&, u32) {}
-void arrive_at_cluster(Thread&, Order) {}
-void at_mbarrier(Thread&, u64, MbarrierEvent, Order, Scope) {}
-std::unique_ptr<BlockMemory> begin_block(const Launch&) { return nullptr; }
-
-bool orders_nothing(const Thread&, u32) { return false; }
-bool skips(const Thread&, u32) { return false; }
-
-void pass(Thread& thread, Barrier barrier, u32, Order) {
-  if (barrier == Barrier::kWarp) return;
-  epoch_of(thread);
-  ++state().epochs[thread.linear];
-}
+std::unique_ptr<Memory> begin_block(const Launch&) { return std::make_unique<CheckedMemory>(); }
 
 }  // namespace ringcomm::ptx

@@ -36,7 +36,7 @@ void Thread::meet_warp(u32 mask, u32 value) {
 // Shuffles and votes order no memory.
 void Thread::warp_sync(u32 mask) {
   meet_warp(mask, 0);
-  pass(*this, Barrier::kWarp, static_cast<u32>(std::popcount(mask)));
+  memory().pass(*this, Barrier::kWarp, static_cast<u32>(std::popcount(mask)), Order::kAcqRel);
 }
 
 u32 Thread::shfl(Shuffle kind, u32 value, u32 operand, u32 control, u32 mask, bool& is_in_range) {

@@ -103,8 +103,8 @@ class Lines {
 // ---- blocks
 
 /// Threads with the same tid.y have barriers of their own, as if they were a block.
-struct Memory final : BlockMemory {
-  explicit Memory(const Launch& launch) : kernel(launch.kernel->name) {
+struct Accesses final : Memory {
+  explicit Accesses(const Launch& launch) : Memory(true), kernel(launch.kernel->name) {
     static const Mutant known = read_mutant();
     if (known.kernel == launch.kernel->name) mutant = &known;
     static std::atomic<u64> next_block = 0;
@@ -115,7 +115,7 @@ struct Memory final : BlockMemory {
     for (u32 y = 0; y < launch.ntid.y * launch.ntid.z; ++y)
       parts.push_back(memory().begin_block(place, part_threads));
   }
-  ~Memory() override {
+  ~Accesses() override {
     early.end();
     // What a block has not released may become visible long after it has told that it has ended.
     if (parts[0]->random() % 4 == 0) std::this_thread::sleep_for(kTimeOfLastStores);
@@ -123,18 +123,18 @@ struct Memory final : BlockMemory {
     if (Lines::all().is_wanted()) Lines::all().add(kernel, executed);
   }
 
-  WeakThread& state(const Thread& thread) {
+  WeakThread& state_of(const Thread& thread) {
     return parts[thread.linear / part_threads]->threads[thread.linear % part_threads];
   }
   /// The thread itself, or what its bulk copies are done by.
-  WeakThread& state(const Thread& thread, Proxy proxy) {
-    WeakThread& issuer = state(thread);
+  WeakThread& state_of(const Thread& thread, Proxy proxy) {
+    WeakThread& issuer = state_of(thread);
     if (proxy == Proxy::kGeneric) return issuer;
     WeakThread& copier = issuer.block->copier;
     copier.view = join(copier.view, issuer.async_view);
     return copier;
   }
-  Strength strength(Strength written, u32 line) {
+  Strength strength_of(Strength written, u32 line) {
     if (written.order != Order::kWeak && Lines::all().is_wanted()) executed.insert(line);
     if (mutant == nullptr || !mutant->has(line)) return written;
     return weakened(mutant->change, written);
@@ -159,12 +159,24 @@ struct Memory final : BlockMemory {
     return WeaklyAcquired::all().has(address, parts[0]->place.gpu);
   }
 
+  void load(Thread& thread, u64 address, void* to, const Access& access) override;
+  void store(Thread& thread, u64 address, const void* from, const Access& access) override;
+  u64 atomic(Thread& thread, u64 address, const Access& access,
+             const std::function<u64(u64)>& update) override;
+  void fence(Thread& thread, Order order, Scope scope, u32 line) override;
+  void fence_proxy(Thread& thread, u32 line) override;
+  void fence_mbarrier_init(Thread& thread, u32 line) override;
+  bool orders_nothing(const Thread&, u32 line) override { return orders_nothing(line); }
+  bool skips(const Thread& thread, u32 line) override;
+  void pass(Thread& thread, Barrier barrier, u32 num_threads, Order order) override;
+  void arrive_at_cluster(Thread& thread, Order order) override;
+  void at_mbarrier(Thread& thread, u64 address, MbarrierEvent event, Order order,
+                   Scope scope) override;
+
   EarlyStores early;
   u32 part_threads = 0;
   std::vector<std::unique_ptr<WeakBlock>> parts;
 };
-
-Memory& memory_of(const Thread& thread) { return static_cast<Memory&>(*thread.block->memory); }
 
 /// Calls access(offset, bytes) for each part of at most 8 bytes.
 template <class F>
@@ -173,41 +185,28 @@ void for_each_part(const Access& access, const F& call) {
   for (u32 offset = 0; offset < access.num_bytes(); offset += size) call(offset, size);
 }
 
-}  // namespace
-
-bool is_chosen() {
-  static const bool is_chosen = setting("RINGCOMM_TEST_PTX_MEMORY") != nullptr;
-  return is_chosen;
-}
-
-std::unique_ptr<BlockMemory> begin_block(const Launch& launch) {
-  return std::make_unique<Memory>(launch);
-}
-
-void load(Thread& thread, u64 address, void* to, const Access& access) {
-  Memory& block = memory_of(thread);
-  const Strength strength = block.strength({access.order, access.scope}, access.line);
-  WeakThread& state = block.state(thread, access.proxy);
-  if (block.makes_early()) {
+void Accesses::load(Thread& thread, u64 address, void* to, const Access& access) {
+  const Strength strength = strength_of({access.order, access.scope}, access.line);
+  WeakThread& state = state_of(thread, access.proxy);
+  if (makes_early()) {
     if (access.order == Order::kAcquire) {
-      if (block.mutant->has(access.line))
-        WeaklyAcquired::all().add(address, state.block->place.gpu);
-      block.early.acquired(thread.linear, address);
-      block.early.note_wait(thread.linear, address);
+      if (mutant->has(access.line)) WeaklyAcquired::all().add(address, state.block->place.gpu);
+      early.acquired(thread.linear, address);
+      early.note_wait(thread.linear, address);
     }
     const auto is_wanted = [&](u64 to) {
       WeaklyAcquired& all = WeaklyAcquired::all();
-      const bool is_release = all.is_empty() && block.mutant->change == "relaxed";
+      const bool is_release = all.is_empty() && mutant->change == "relaxed";
       return is_release || all.has(to, state.block->place.gpu);
     };
     const auto early_store = [&](u32 linear, u64 to, u64 value) {
-      const auto& part = block.parts[linear / block.part_threads];
-      WeakThread& storing = part->threads[linear % block.part_threads];
+      const auto& part = parts[linear / part_threads];
+      WeakThread& storing = part->threads[linear % part_threads];
       const bool releases = WeaklyAcquired::all().has(to, part->place.gpu);
       memory().store_early(storing, to, value, releases);
     };
     if (access.order == Order::kWeak && !access.is_shared &&
-        block.early.make_one(state.block->random(), is_wanted, early_store))
+        early.make_one(state.block->random(), is_wanted, early_store))
       std::this_thread::sleep_for(kTimeToSeeEarlyStore);
   }
   for_each_part(access, [&](u32 offset, u32 size) {
@@ -216,14 +215,13 @@ void load(Thread& thread, u64 address, void* to, const Access& access) {
   });
 }
 
-void store(Thread& thread, u64 address, const void* from, const Access& access) {
-  Memory& block = memory_of(thread);
-  const Strength strength = block.strength({access.order, access.scope}, access.line);
-  WeakThread& state = block.state(thread, access.proxy);
-  if (block.makes_early() && block.stores_cursor(access) && block.may_be_early(access, address)) {
+void Accesses::store(Thread& thread, u64 address, const void* from, const Access& access) {
+  const Strength strength = strength_of({access.order, access.scope}, access.line);
+  WeakThread& state = state_of(thread, access.proxy);
+  if (makes_early() && stores_cursor(access) && may_be_early(access, address)) {
     u64 value = 0;
     std::memcpy(&value, from, sizeof value);
-    if (block.early.is_made(thread.linear, address, value))
+    if (early.is_made(thread.linear, address, value))
       return memory().release_early(state, address, strength.order, strength.scope);
   }
   for_each_part(access, [&](u32 offset, u32 size) {
@@ -234,84 +232,78 @@ void store(Thread& thread, u64 address, const void* from, const Access& access) 
   });
 }
 
-u64 atomic(Thread& thread, u64 address, const Access& access,
-           const std::function<u64(u64)>& update) {
-  Memory& block = memory_of(thread);
-  const Strength strength = block.strength({access.order, access.scope}, access.line);
-  return memory().update(block.state(thread), address, access.element_bytes, strength.order,
+u64 Accesses::atomic(Thread& thread, u64 address, const Access& access,
+                     const std::function<u64(u64)>& update) {
+  const Strength strength = strength_of({access.order, access.scope}, access.line);
+  return memory().update(state_of(thread), address, access.element_bytes, strength.order,
                          strength.scope, update);
 }
 
-void fence(Thread& thread, Order order, Scope scope, u32 line) {
-  Memory& block = memory_of(thread);
-  if (block.orders_nothing(line)) return;
-  const Strength strength = block.strength({order, scope}, line);
-  memory().fence(block.state(thread), strength.order, strength.scope);
+void Accesses::fence(Thread& thread, Order order, Scope scope, u32 line) {
+  if (orders_nothing(line)) return;
+  const Strength strength = strength_of({order, scope}, line);
+  memory().fence(state_of(thread), strength.order, strength.scope);
 }
 
-void fence_proxy(Thread& thread, u32 line) {
-  Memory& block = memory_of(thread);
-  if (!block.orders_nothing(line)) memory().fence_proxy(block.state(thread));
+void Accesses::fence_proxy(Thread& thread, u32 line) {
+  if (!orders_nothing(line)) memory().fence_proxy(state_of(thread));
 }
 
-void fence_mbarrier_init(Thread& thread, u32 line) {
-  Memory& block = memory_of(thread);
-  if (!block.orders_nothing(line))
-    memory().fence(block.state(thread), Order::kRelease, Scope::kCluster);
+void Accesses::fence_mbarrier_init(Thread& thread, u32 line) {
+  if (!orders_nothing(line)) memory().fence(state_of(thread), Order::kRelease, Scope::kCluster);
 }
 
-bool skips(const Thread& thread, u32 line) {
-  Memory& block = memory_of(thread);
-  if (block.mutant == nullptr || block.mutant->change != "skip" || !block.mutant->has(line))
-    return false;
+bool Accesses::skips(const Thread& thread, u32 line) {
+  if (mutant == nullptr || mutant->change != "skip" || !mutant->has(line)) return false;
   // Other blocks may do much before the next thread of this one runs.
-  if (block.state(thread).block->random() % 256 == 0)
+  if (state_of(thread).block->random() % 256 == 0)
     std::this_thread::sleep_for(kTimeToSeeEarlyStore);
   return true;
 }
 
-bool orders_nothing(const Thread& thread, u32 line) {
-  return memory_of(thread).orders_nothing(line);
+void Accesses::arrive_at_cluster(Thread& thread, Order order) {
+  const Strength strength = strength_of({order, Scope::kCluster}, thread.line);
+  memory().arrive_at_cluster(state_of(thread), strength.order);
 }
 
-void arrive_at_cluster(Thread& thread, Order order) {
-  Memory& block = memory_of(thread);
-  const Strength strength = block.strength({order, Scope::kCluster}, thread.line);
-  memory().arrive_at_cluster(block.state(thread), strength.order);
-}
-
-void at_mbarrier(Thread& thread, u64 address, MbarrierEvent event, Order order, Scope scope) {
-  Memory& block = memory_of(thread);
-  WeakThread& state = block.state(thread);
+void Accesses::at_mbarrier(Thread& thread, u64 address, MbarrierEvent event, Order order,
+                           Scope scope) {
+  WeakThread& state = state_of(thread);
   if (event == MbarrierEvent::kInit) return memory().init_mbarrier(state, address);
   if (!memory().knows_mbarrier(state, address))
     fail(thread, thread.line, "an mbarrier that need not be initialized for this thread");
   if (event == MbarrierEvent::kComplete)
     return memory().arrive_at_mbarrier(state.block->copier, address, order, scope);
-  const Strength strength = block.strength({order, scope}, thread.line);
+  const Strength strength = strength_of({order, scope}, thread.line);
   if (event == MbarrierEvent::kPass)
     memory().pass_mbarrier(state, address, strength.order, strength.scope);
   else
     memory().arrive_at_mbarrier(state, address, strength.order, strength.scope);
 }
 
-void pass(Thread& thread, Barrier barrier, u32 num_threads, Order order) {
-  Memory& block = memory_of(thread);
-  WeakThread& state = block.state(thread);
+void Accesses::pass(Thread& thread, Barrier barrier, u32 num_threads, Order order) {
+  WeakThread& state = state_of(thread);
   if (barrier == Barrier::kCluster) {
-    const Strength strength = block.strength({order, Scope::kCluster}, thread.line);
+    const Strength strength = strength_of({order, Scope::kCluster}, thread.line);
     return memory().pass_cluster(state, strength.order);
   }
-  if (block.orders_nothing(thread.line)) return;
+  if (orders_nothing(thread.line)) return;
   if (barrier == Barrier::kWarp) {
     // The lanes of other masks would have to be known.
     if (num_threads == 32) state.block->pass_warp_barrier(state);
     return;
   }
-  if (num_threads != block.part_threads)
+  if (num_threads != part_threads)
     fail(thread, thread.line, "the weak memory has no barriers of %u threads", num_threads);
   const bool is_first = state.block->pass_barrier(state);
-  if (is_first && block.makes_early()) block.early.passed_barrier();
+  if (is_first && makes_early()) early.passed_barrier();
+}
+
+}  // namespace
+
+std::unique_ptr<Memory> begin_block(const Launch& launch) {
+  static const bool is_chosen = setting("RINGCOMM_TEST_PTX_MEMORY") != nullptr;
+  return is_chosen ? std::make_unique<Accesses>(launch) : nullptr;
 }
 
 }  // namespace ringcomm::ptx::weak
