@@ -4,10 +4,6 @@
 
 namespace ringcomm::cuda {
 
-EventPool& EventPool::of(DeviceOrdinal device) {
-  return per_device<EventPool>(device, [] { return std::unique_ptr<EventPool>(new EventPool); });
-}
-
 std::shared_ptr<Event> EventPool::record(StreamHandle stream) {
   std::unique_ptr<Event> event;
   {
@@ -23,11 +19,6 @@ std::shared_ptr<Event> EventPool::record(StreamHandle stream) {
             const std::lock_guard lock(mutex_);
             free_.emplace_back(used);
           }};
-}
-
-RunningKernels& RunningKernels::of(DeviceOrdinal device) {
-  return per_device<RunningKernels>(
-      device, [] { return std::unique_ptr<RunningKernels>(new RunningKernels); });
 }
 
 RunningKernels::Launch::Launch(RunningKernels& kernels) : kernels_(kernels) {

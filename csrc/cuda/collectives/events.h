@@ -40,16 +40,15 @@ class Event {
 };
 
 /// The events of a device that are used again. From any thread; kept as long as the process.
-class EventPool {
+class EventPool : public PerDevice<EventPool> {
  public:
-  static EventPool& of(DeviceOrdinal device);
-
   /// Records an event after the work that the stream holds now. It is reused after its last owner
   /// has released it; a stream that waits for it keeps waiting for the earlier recording.
   std::shared_ptr<Event> record(StreamHandle stream);
 
  private:
-  EventPool() = default;
+  friend PerDevice;
+  explicit EventPool(DeviceOrdinal) {}
   std::mutex mutex_;
   std::vector<std::unique_ptr<Event>> free_;  // guarded by mutex_
 };
@@ -57,10 +56,8 @@ class EventPool {
 /// The last kernels of each group of this process on a device: the driver waits for all of them
 /// when memory is unmapped. Replays of graphs are not known. From any thread; kept as long as the
 /// process.
-class RunningKernels {
+class RunningKernels : public PerDevice<RunningKernels> {
  public:
-  static RunningKernels& of(DeviceOrdinal device);
-
   /// Exists while a kernel is launched: nothing is unmapped meanwhile by if_over().
   class Launch {
    public:
@@ -86,7 +83,8 @@ class RunningKernels {
   bool if_over(const std::function<void()>& body);
 
  private:
-  RunningKernels() = default;
+  friend PerDevice;
+  explicit RunningKernels(DeviceOrdinal) {}
   bool are_over(const std::function<bool(const void* group, int peer)>& which);
 
   std::mutex mutex_;  // guards what follows

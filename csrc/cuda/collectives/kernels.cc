@@ -3,7 +3,6 @@
 #include <cstdlib>
 #include <fstream>
 #include <iterator>
-#include <memory>
 #include <span>
 #include <string>
 
@@ -80,11 +79,6 @@ Function find_kernel(const std::vector<Module>& modules, const char* name) {
   for (Module module : modules)
     if (driver().module_get_function(&function, module, name) == kSuccess) return function;
   return nullptr;
-}
-
-const Kernels& Kernels::of(DeviceOrdinal device) {
-  return per_device<const Kernels>(
-      device, [&] { return std::unique_ptr<const Kernels>(new Kernels(device)); });
 }
 
 // The driver loads a function at its first use and may then wait for the GPU, perhaps for a kernel

@@ -55,8 +55,6 @@ class Loan {
 /// the group.
 class LentMemory {
  public:
-  static constexpr std::size_t kMaxSegments = GroupWords::kMaxSegments;
-
   /// Of a call among the group's.
   struct Turn {
     std::uint64_t number;
@@ -68,13 +66,12 @@ class LentMemory {
 
   /// Collective. Throws Unavailable, Error, std::invalid_argument.
   std::shared_ptr<const Loan> lend(std::size_t num_bytes);
-  /// Tells the kernel of a planned call which of its buffers are in segments.
+  /// Frees segments that no rank uses, and tells the kernel of a planned call which of its buffers
+  /// peers can use where they are.
   void find_buffers(const Collective& call, const LaunchPlan& plan, Turn turn,
                     KernelCall& kernel_call);
   /// A graph uses this address: if it is in a segment, that stays as long as the group.
   void keep_for_graph(const void* data);
-  /// Frees segments that no rank uses.
-  void collect();
   /// Memory of the ranks' own allocators.
   PeerAllocations& allocations() { return allocations_; }
 

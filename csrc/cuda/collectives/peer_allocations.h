@@ -10,7 +10,7 @@
 
 #include "cuda/collectives/device_group.h"
 #include "cuda/collectives/events.h"
-#include "cuda/driver/peer_mappings.h"
+#include "cuda/driver/device_memory.h"
 
 namespace ringcomm::cuda {
 
@@ -84,7 +84,6 @@ class PeerAllocations {
   bool has_retired();
   void unmap_retired();
   void map(int rank, std::size_t row, std::uint64_t call);
-  std::byte* map(int rank, const GroupWords::OfAllocation& source, Theirs& theirs);
   bool release();
 
   DeviceGroup& group_;
