@@ -65,9 +65,7 @@ class DeviceGroup {
   /// The blocks of messages with `peer` in each direction; 0 where messages are refused.
   ///
   /// The first rank of a pair decides for both, for the life of the group, and reserves the blocks
-  /// of both: no kernel waits for a message that its peer has refused. On a GPU that both share the
-  /// blocks of one rank are enough, because only one of the two ends of a direction waits.
-  ///
+  /// of both: no kernel waits for a message that its peer has refused.
   /// `look` is called again and again while the peer decides; what it throws ends the wait. By one
   /// thread at a time. Throws Error.
   unsigned places_of_messages(int peer, const std::function<void()>& look);

@@ -130,7 +130,7 @@ Traffic Engine::enqueue(const Collective& call, const CallHeader& header,
   } else {
     note_capture();
   }
-  const RunningKernels::Launch launch(running_);
+  const auto launching = running_.launching();
   if (group_->takes_turns())
     launch_in_turns(planned, place.stream);
   else
@@ -227,7 +227,7 @@ void Engine::exchange(const std::vector<P2pMessage>& messages, const StreamPlace
     for (const P2pMessage& message : messages) lent_.keep_for_graph(message.data);
   }
   for (const int peer : peers) messages_[peer].wait(place);
-  const RunningKernels::Launch launch(running_);
+  const auto launching = running_.launching();
   kernels_.launch(kernels_.find(plan.kernel), plan, call, place.stream);
   last_end_ = events_.record(place.stream);
   for (const int peer : peers) {

@@ -6,6 +6,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <shared_mutex>
 #include <utility>
 #include <vector>
 
@@ -58,17 +59,8 @@ class EventPool : public PerDevice<EventPool> {
 /// process.
 class RunningKernels : public PerDevice<RunningKernels> {
  public:
-  /// Exists while a kernel is launched: nothing is unmapped meanwhile by if_over().
-  class Launch {
-   public:
-    explicit Launch(RunningKernels& kernels);
-    ~Launch();
-    Launch(const Launch&) = delete;
-    Launch& operator=(const Launch&) = delete;
-
-   private:
-    RunningKernels& kernels_;
-  };
+  /// Held while a kernel is launched: nothing is unmapped meanwhile by if_over().
+  std::shared_lock<std::shared_mutex> launching() { return std::shared_lock(launching_); }
   /// The end of a group's last collective, or of its last message with `peer`.
   void note(const void* group, int peer, std::shared_ptr<const Event> end);
   void forget(const void* group);
@@ -87,8 +79,8 @@ class RunningKernels : public PerDevice<RunningKernels> {
   explicit RunningKernels(DeviceOrdinal) {}
   bool are_over(const std::function<bool(const void* group, int peer)>& which);
 
-  std::mutex mutex_;  // guards what follows
-  int num_launching_ = 0;
+  std::shared_mutex launching_;  // taken before the other
+  std::mutex mutex_;             // guards what follows
   std::map<std::pair<const void*, int>, std::shared_ptr<const Event>> ends_;  // by group and peer
 };
 

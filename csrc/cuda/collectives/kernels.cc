@@ -93,11 +93,8 @@ Kernels::Kernels(DeviceOrdinal device) {
         "ringcomm: this build has no kernels for GPUs; put CUDA's nvcc on PATH and build them: "
         "RINGCOMM_CUDA=1 pip install --no-build-isolation --force-reinstall --no-deps .");
   for (const char* name : kNames) {
-    functions_[name] = find_kernel(modules, name);
-    if (functions_[name] == nullptr)
-      throw Error({.kind = ErrorKind::kSystem},
-                  std::string("ringcomm: there is no kernel ") + name);
-    check_residency(name, functions_[name]);
+    if (const Function kernel = find_kernel(modules, name)) functions_[name] = kernel;
+    check_residency(name, find(name));
   }
 }
 

@@ -49,10 +49,8 @@ class Loan {
 /// row on all ranks. One thread at a time.
 ///
 /// A rank's part is unused when its owner has returned it and the streams that used it have passed
-/// that point: a kernel accesses a peer's part only until that peer's kernel of the same call ends.
-/// Each rank counts its unused parts in the group's host memory. When a segment's parts are all
-/// unused, each rank frees it in its next call. Parts that a graph has captured exist as long as
-/// the group.
+/// that point. When all parts of a segment are, each rank frees it in its next call. Parts that a
+/// graph has captured exist as long as the group.
 class LentMemory {
  public:
   /// Of a call among the group's.
