@@ -33,7 +33,6 @@ struct Options {
   int ranks = 2;
   int rounds = 10;
   int limit_s = 120;
-  cuda::HandleKind handles = cuda::HandleKind::kFd;
   int spoil = -1;  // a rank that spoils an element of what it reads back: a test of the check
   std::vector<std::size_t> sizes = {1 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20,
                                     4 << 20, 16 << 20, 64 << 20, 256 << 20};
@@ -41,7 +40,6 @@ struct Options {
 
 constexpr const char* kUsage =
     "usage: kernel_sweep [--ranks N] [--sizes BYTES,...] [--rounds N] [--limit-s S]\n"
-    "                    [--handles fd|ipc]\n"
     "Prints a line of JSON for each operation, type, size, path, number of blocks and size of\n"
     "regions. Each round visits the points in another random order; there are fewer rounds where\n"
     "half of the limit (120 s) is spent. A time is that of a graph of `calls` calls on the\n"
@@ -63,8 +61,8 @@ class Sweep {
         guard_(0),
         kernels_(cuda::Kernels::of(0)),
         layouts_(make_layouts()),
-        memory_(rank, page, layouts_, *std::max_element(options.sizes.begin(), options.sizes.end()),
-                options.handles) {
+        memory_(rank, page, layouts_,
+                *std::max_element(options.sizes.begin(), options.sizes.end())) {
     for (std::size_t phase = 0; phase < kNumPhases; ++phase)
       for (int peer = 0; peer < page.num_ranks; ++peer) sums_[phase] += value_at(peer, phase);
     for (const std::size_t num_bytes : options.sizes) add_points(num_bytes);
@@ -136,7 +134,6 @@ class Sweep {
     const cuda::StagingLayout plan =
         cuda::make_staging_layout({.world_size = page_.num_ranks,
                                    .max_ranks_per_device = page_.num_ranks,
-                                   .is_on_one_device = true,
                                    .min_multiprocessors = multiprocessors});
     const int places = multiprocessors * cuda::kPlacesPerMultiprocessor;
     const auto room = static_cast<unsigned>(places * 7 / 8 / page_.num_ranks);
@@ -366,11 +363,6 @@ std::vector<std::size_t> parse_sizes(const std::string& text) {
   return sizes;
 }
 
-cuda::HandleKind parse_handles(const std::string& name) {
-  if (name != "fd" && name != "ipc") throw std::invalid_argument("--handles is fd or ipc");
-  return name == "fd" ? cuda::HandleKind::kFd : cuda::HandleKind::kIpc;
-}
-
 Options parse(int argc, char** argv) {
   Options options;
   const std::map<std::string, int*> numbers = {{"--ranks", &options.ranks},
@@ -382,8 +374,6 @@ Options parse(int argc, char** argv) {
       *found->second = std::stoi(argv[i + 1]);
     else if (argv[i] == std::string("--sizes"))
       options.sizes = parse_sizes(argv[i + 1]);
-    else if (argv[i] == std::string("--handles"))
-      options.handles = parse_handles(argv[i + 1]);
     else
       throw std::invalid_argument(std::string("there is no option ") + argv[i]);
   }

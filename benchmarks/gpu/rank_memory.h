@@ -38,7 +38,7 @@ class RankMemory {
 
   /// Collective.
   RankMemory(int rank, Page& page, const std::vector<cuda::StagingLayout>& layouts,
-             std::size_t buffer_bytes, cuda::HandleKind kind)
+             std::size_t buffer_bytes)
       : rank_(static_cast<std::size_t>(rank)), buffer_bytes_(in_pages(buffer_bytes)) {
     cuda::check(cuda::driver().stream_create(&stream_, cuda::kStreamNonBlocking), "make a stream");
     for (const cuda::StagingLayout& layout : layouts) {
@@ -46,14 +46,13 @@ class RankMemory {
       staging_bytes_ += in_pages(layout.num_bytes());
     }
     const std::size_t num_bytes = staging_bytes_ + (std::size(kTypes) + 1) * buffer_bytes_;
-    own_ = std::make_unique<cuda::DeviceMemory>(0, num_bytes, kind);
+    own_ = std::make_unique<cuda::DeviceMemory>(0, num_bytes);
     control_ = std::make_unique<cuda::MappedHostMemory>(0, sizeof(cuda::Control));
     abort_word = &(new (control_->host()) cuda::Control)->abort;
     piece_ = std::make_unique<cuda::MappedHostMemory>(0, kPieceBytes);
     fill(own_->data(), 0, num_bytes);
-    exchange(page, kind, num_bytes);
-    bases_ =
-        std::make_unique<cuda::DeviceMemory>(0, sizeof(cuda::Staging::of), cuda::HandleKind::kIpc);
+    exchange(page, num_bytes);
+    bases_ = std::make_unique<cuda::DeviceMemory>(0, sizeof(cuda::Staging::of));
     std::memcpy(piece(), parts_.data(), parts_.size() * sizeof(std::byte*));
     upload(bases_->data(), parts_.size() * sizeof(std::byte*));
     for (const DType dtype : kTypes) fill_input(dtype);
@@ -118,28 +117,18 @@ class RankMemory {
 
  private:
   // Maps the peers' memory.
-  void exchange(Page& page, cuda::HandleKind kind, std::size_t num_bytes) {
+  void exchange(Page& page, std::size_t num_bytes) {
     const auto num_ranks = static_cast<std::size_t>(page.num_ranks);
     theirs_.resize(num_ranks);
-    if (kind == cuda::HandleKind::kIpc) {
-      cuda::check(cuda::driver().ipc_get_mem_handle(
-                      &page.handles[rank_], reinterpret_cast<cuda::DevicePtr>(own_->data())),
-                  "hand out memory of the GPU");
-      page.barrier();
-      for (std::size_t peer = 0; peer < num_ranks; ++peer)
-        if (peer != rank_)
-          theirs_[peer] = std::make_unique<cuda::DeviceMemory>(0, page.handles[peer]);
-    } else {
-      const shm::UniqueFd fd = own_->export_fd();
-      for (std::size_t peer = 0; peer < num_ranks; ++peer)
-        if (peer != rank_)
-          shm::send_message(page.mailboxes[peer][1], std::to_string(rank_), fd.get());
-      for (std::size_t i = 1; i < num_ranks; ++i) {
-        const auto message = shm::recv_message(page.mailboxes[rank_][0], Page::kBarrierTimeout);
-        if (!message) throw std::runtime_error("a rank did not hand over its memory in 60 s");
-        theirs_[std::stoul(message->text)] =
-            std::make_unique<cuda::DeviceMemory>(0, num_bytes, message->fd);
-      }
+    const shm::UniqueFd fd = own_->export_fd();
+    for (std::size_t peer = 0; peer < num_ranks; ++peer)
+      if (peer != rank_)
+        shm::send_message(page.mailboxes[peer][1], std::to_string(rank_), fd.get());
+    for (std::size_t i = 1; i < num_ranks; ++i) {
+      const auto message = shm::recv_message(page.mailboxes[rank_][0], Page::kBarrierTimeout);
+      if (!message) throw std::runtime_error("a rank did not hand over its memory in 60 s");
+      theirs_[std::stoul(message->text)] =
+          std::make_unique<cuda::DeviceMemory>(0, num_bytes, message->fd);
     }
     for (std::size_t peer = 0; peer < num_ranks; ++peer)
       parts_.push_back(peer == rank_ ? own_->data() : theirs_[peer]->data());

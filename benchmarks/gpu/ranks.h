@@ -42,7 +42,6 @@ struct Page {
   std::atomic<int> num_arrived = 0;
   std::atomic<int> num_barriers = 0;
   std::atomic<bool> has_failed = false;
-  std::array<cuda::IpcMemHandle, cuda::kMaxRanks> handles = {};
   /// By rank: one end to read from, which is the rank's, and one that its peers write to.
   std::array<std::array<int, 2>, cuda::kMaxRanks> mailboxes = {};
   std::array<double, cuda::kMaxRanks> us = {};

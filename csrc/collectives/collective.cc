@@ -105,6 +105,24 @@ void check_overlap(const Collective& call, int rank, int world_size) {
   }
 }
 
+std::optional<CallPart> part_given(const Collective& call, int rank, int to) {
+  const bool has_shares = call.op == OpKind::kReduceScatter || call.op == OpKind::kAllToAll ||
+                          (call.op == OpKind::kScatter && rank == call.root);
+  if (has_shares) return CallPart{const_cast<void*>(call.inputs[to]), call.input_share(to)};
+  if (call.op == OpKind::kAllGather || (call.op == OpKind::kGather && to == call.root))
+    return CallPart{const_cast<void*>(call.inputs[0]), call.num_elems};
+  return std::nullopt;
+}
+
+std::optional<CallPart> part_taken(const Collective& call, int rank, int from) {
+  const bool has_shares = call.op == OpKind::kAllGather || call.op == OpKind::kAllToAll ||
+                          (call.op == OpKind::kGather && rank == call.root);
+  if (has_shares) return CallPart{call.outputs[from], call.output_share(from)};
+  if (call.op == OpKind::kReduceScatter || (call.op == OpKind::kScatter && from == call.root))
+    return CallPart{call.outputs[0], call.num_elems};
+  return std::nullopt;
+}
+
 CallHeader header_of(const Collective& call, std::uint64_t seq, int world_size) {
   return {.seq = seq,
           .num_elems = call.num_elems,

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <stdexcept>
 #include <string>
 
@@ -117,6 +118,16 @@ struct Collective {
 };
 
 // ---- for what runs a collective
+
+/// What one rank of a collective with shares has for another one, or expects from it.
+struct CallPart {
+  void* data;
+  std::size_t num_elems;
+};
+/// Nothing where there is no transfer between the two: beside the root of a gather or scatter, and
+/// in a collective without shares.
+std::optional<CallPart> part_given(const Collective& call, int rank, int to);
+std::optional<CallPart> part_taken(const Collective& call, int rank, int from);
 
 /// The reduction operator of a call. Throws std::invalid_argument where the reduction has no
 /// meaning for the type.

@@ -56,7 +56,8 @@ enum class Yielded : std::uint8_t { kCoreIdle, kShort, kLong };
 /// - note_core stores this rank's processor; leave_core moves this thread away from that one.
 /// - stopped returns why this rank should no longer wait for `peer`, or Stop::kNone: before every
 ///   slice of sleep, and before a wait ends without its condition.
-/// - record_wait and load_relaxed may be missing (see wait_policy.h).
+/// - record_wait may be missing, and look_until, which is the wait of a machine that never sleeps
+///   (see wait_policy.h).
 template <class A>
 concept Arch = requires(A arch, std::uint64_t& word, std::uint32_t& count, std::uint64_t value,
                         void* to, const void* from, std::size_t num_bytes, int peer,

@@ -80,20 +80,6 @@ RINGCOMM_HD auto record_wait(A& arch, int peer) {
     return 0;
 }
 
-/// A wait of threads that do not sleep, and for which each acquire has a price: on a GPU it empties
-/// L1. An acquire follows the relaxed look that found the value.
-template <Arch A>
-RINGCOMM_HD Stop look_until_at_least(A& arch, const Cursor& cursor, std::uint64_t target,
-                                     int peer) {
-  for (;; arch.pause()) {
-    const Stop stop = arch.stopped(peer);
-    // After the reason to stop; see below.
-    if (arch.load_relaxed(cursor.value) >= target && arch.load_acquire(cursor.value) >= target)
-      return Stop::kNone;
-    if (stop != Stop::kNone) return stop;
-  }
-}
-
 /// A wait of threads that sleep, after a first look.
 template <Arch A>
 RINGCOMM_HD Stop spin_and_sleep(A& arch, SpinBudget& budget, Cursor& cursor, std::uint64_t target,
@@ -145,8 +131,8 @@ template <Arch A>
 RINGCOMM_HD Stop wait_in_one_thread(A& arch, SpinBudget& budget, Cursor& cursor,
                                     std::uint64_t target, int peer) {
   if (arch.load_acquire(cursor.value) >= target) return Stop::kNone;
-  if constexpr (requires { arch.load_relaxed(cursor.value); })
-    return look_until_at_least(arch, cursor, target, peer);
+  if constexpr (requires { arch.look_until(cursor, target, peer); })
+    return arch.look_until(cursor, target, peer);
   else
     return spin_and_sleep(arch, budget, cursor, target, peer);
 }

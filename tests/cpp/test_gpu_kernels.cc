@@ -322,7 +322,6 @@ TEST_CASE("kernels: any number of groups leaves room on a GPU") {
       for (int sharing = is_on_one_device ? 2 : 1; sharing <= 8; ++sharing) {
         cuda::DeviceFacts facts{.world_size = is_on_one_device ? sharing : 2 * sharing,
                                 .max_ranks_per_device = sharing,
-                                .is_on_one_device = is_on_one_device,
                                 .min_multiprocessors = num_sms};
         facts.free_places = cuda::max_waiting_places(num_sms);
         int num_waiting = 0, num_resident = 0;
@@ -363,11 +362,8 @@ TEST_CASE("kernels: blocks share places only if there is none for each, and then
   CHECK(has_paired);
   for (int world_size = 2; world_size <= cuda::kMaxRanks; ++world_size)
     for (const int sharing : {1, world_size}) {
-      const cuda::StagingLayout of_group =
-          cuda::make_staging_layout({.world_size = world_size,
-                                     .max_ranks_per_device = sharing,
-                                     .is_on_one_device = sharing > 1,
-                                     .min_multiprocessors = 132});
+      const cuda::StagingLayout of_group = cuda::make_staging_layout(
+          {.world_size = world_size, .max_ranks_per_device = sharing, .min_multiprocessors = 132});
       CHECK(of_group.num_blocks % cuda::kBlocksPerPlace == 0);
       CHECK(of_group.num_packet_blocks % cuda::kBlocksPerPlace == 0);
       CHECK(of_group.num_packet_blocks <= of_group.num_blocks);
@@ -447,11 +443,8 @@ TEST_CASE("kernels: the host's abort word ends their waits") {
 TEST_CASE("kernels: staging for all ranks on one device, and its part for messages") {
   const std::size_t most_pieces[] = {4, 6, 4, 4, 4, 4, 4, 4};
   for (int world_size = 1; world_size <= 12; ++world_size) {
-    const cuda::StagingLayout layout =
-        cuda::make_staging_layout({.world_size = world_size,
-                                   .max_ranks_per_device = world_size,
-                                   .is_on_one_device = true,
-                                   .min_multiprocessors = 132});
+    const cuda::StagingLayout layout = cuda::make_staging_layout(
+        {.world_size = world_size, .max_ranks_per_device = world_size, .min_multiprocessors = 132});
     const std::size_t piece = 2 << 20, num_ranks = layout.world_size;
     const std::size_t num_pieces = (layout.num_bytes() + piece - 1) / piece;
     cuda::StagingLayout without_p2p = layout;

@@ -27,7 +27,6 @@ LatencyModel model_of(double slower) { return LatencyModel(4.28e6, slower); }
 cuda::StagingLayout layout_of(int num_ranks, bool has_own_gpus = false) {
   return cuda::make_staging_layout({.world_size = num_ranks,
                                     .max_ranks_per_device = has_own_gpus ? 1 : num_ranks,
-                                    .is_on_one_device = !has_own_gpus,
                                     .min_multiprocessors = kMultiprocessors});
 }
 

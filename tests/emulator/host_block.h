@@ -70,6 +70,9 @@ class HostBlock {
     return static_cast<Stop>(agreed & 0xff);
   }
 
+  Stop look_until(const Cursor& cursor, std::uint64_t target, int peer) {
+    return cuda::look_until_at_least(*this, cursor, target, peer);
+  }
   std::uint64_t load_relaxed(const std::uint64_t& word) const {
     return __atomic_load_n(&word, __ATOMIC_RELAXED);
   }

@@ -12,7 +12,7 @@ namespace ringcomm::probe {
 /// Memory by file descriptor, as groups share it.
 inline void descriptors(Side& side, Gpu& gpu) {
   if (side.exports()) {
-    const cuda::DeviceMemory memory(0, kBytes, cuda::HandleKind::kFd);
+    const cuda::DeviceMemory memory(0, kBytes);
     gpu.fill(reinterpret_cast<cuda::DevicePtr>(memory.data()), kOld, kBytes);
     side.step("cuMemExportToShareableHandle");
     shm::send_message(side.socket(), "memory", memory.export_fd().get());

@@ -2,7 +2,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <optional>
 #include <vector>
 
 #include "collectives/collective.h"
@@ -42,15 +41,5 @@ struct MessageShares {
     return slice_of({0, of(rank).num_elems}, slice_idx, slice_elems);
   }
 };
-
-/// What one rank of a collective with shares has for another one, or expects from it.
-struct CallPart {
-  void* data;
-  std::size_t num_elems;
-};
-/// Nothing where there is no transfer between the two: beside the root of a gather or scatter, and
-/// in a collective without shares.
-std::optional<CallPart> part_given(const Collective& call, int rank, int to);
-std::optional<CallPart> part_taken(const Collective& call, int rank, int from);
 
 }  // namespace ringcomm

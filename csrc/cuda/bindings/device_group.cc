@@ -89,8 +89,7 @@ cuda::DeviceCarrier& DeviceGroup::carrier(c10::Device device) {
   // Without the lock: it waits for other ranks.
   CarrierPtr made;
   try {
-    own_stream(device,
-               /*peer=*/-1);  // torch's first stream of its pools waits for kernels that run
+    own_stream(device, /*peer=*/-1);  // torch's first pooled stream waits for running kernels
     made = make_carrier(*communicator(), device);
   } catch (const std::exception&) {
     check();  // throws the reason if a watchdog ended the group

@@ -143,15 +143,6 @@ bool DeviceWork::isSuccess() const {
   return !use_->failure().has_value();
 }
 
-std::exception_ptr DeviceWork::exception() const {
-  try {
-    check_whole();
-  } catch (...) {
-    return std::current_exception();
-  }
-  return nullptr;
-}
-
 bool DeviceWork::wait(std::chrono::milliseconds timeout) {
   with_python_errors([&] {
     check_whole();

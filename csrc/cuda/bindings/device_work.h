@@ -13,6 +13,7 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <vector>
 
+#include "collectives/failure.h"
 #include "collectives/flight.h"
 #include "cuda/bindings/driver_device.h"
 #include "cuda/collectives/device_carrier.h"
@@ -85,7 +86,9 @@ class DeviceWork final : public c10d::Work {
   bool isCompleted() override;
   /// Whether it has not failed yet.
   bool isSuccess() const override;
-  std::exception_ptr exception() const override;
+  std::exception_ptr exception() const override {
+    return error_of([&] { check_whole(); });
+  }
   /// Makes the current stream wait; with a timeout, and for a barrier, the host as well. Throws
   /// CollectiveTimeoutError, or the error that ended the group.
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;

@@ -47,13 +47,8 @@ LaunchConfig config_of(unsigned num_clusters, unsigned cluster_blocks, unsigned 
 }
 
 /// The kernels of losses on a GPU: loaded by their first call, and kept.
-class LossKernels {
+class LossKernels : public cuda::PerDevice<LossKernels> {
  public:
-  static const LossKernels& of(cuda::DeviceOrdinal device) {
-    return cuda::per_device<const LossKernels>(
-        device, [&] { return std::unique_ptr<const LossKernels>(new LossKernels(device)); });
-  }
-
   /// Of a plan, as many as the GPU runs at the same time; 0 if it has no room or no such kernels.
   int num_clusters(const LossPlan& plan) const {
     return num_clusters_[static_cast<std::size_t>(std::countr_zero(plan.cluster_blocks))];
@@ -62,6 +57,7 @@ class LossKernels {
   void launch(const LossPlan& plan, LossCall& call, bool is_float, const c10::Stream& stream) const;
 
  private:
+  friend PerDevice;
   explicit LossKernels(cuda::DeviceOrdinal device) {
     const cuda::ContextGuard guard(device);
     // Loading may wait for the device; nothing of it is for a capture.

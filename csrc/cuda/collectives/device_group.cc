@@ -88,59 +88,58 @@ constexpr const char* kNoRoom =
     "other groups use all of the GPU's room for kernels that wait for other ranks: destroy groups "
     "that are no longer used, or use this one first";
 
-}  // namespace
-
-struct Segment::Part {
+// A rank's record of its part of a segment.
+struct Part {
   RecordText<160> offer_key;
   std::uint64_t num_bytes = 0;
   RecordText<256> problem;
 };
 
-Segment::Segment(RecordExchange& exchange, DeviceOrdinal device,
-                 const std::vector<RankPlace>& places, std::size_t num_bytes,
-                 MappedHostMemory& word)
-    : device_(device),
-      num_bytes_(num_bytes),
-      word_(word),
-      theirs_(places.size()),
-      parts_(places.size()) {
-  std::optional<Offer> offer;  // until all have mapped it
-  Part mine;
-  mine.problem = attempt([&] {
-    own_ = std::make_shared<DeviceMemory>(device_, num_bytes_, HandleKind::kFd);
-    mine.num_bytes = own_->num_bytes();
-    parts_[static_cast<std::size_t>(exchange.rank())] = own_->data();
-    const std::uint64_t value = signature(exchange.rank());
-    std::memcpy(word_.host(), &value, sizeof value);
-    copy_and_wait(own_->data(), word_.device(), sizeof value, "write to memory of the GPU");
-    mine.offer_key = RecordText<160>(offer.emplace(own_->export_fd()).key());
-  });
-  const std::vector<Part> parts = exchange.all_gather(mine);
-  check_problems(parts);
-  agree(exchange, attempt([&] {
-          for (int peer = 0; peer < exchange.world_size(); ++peer) {
-            const auto idx = static_cast<std::size_t>(peer);
-            if (peer != exchange.rank()) map(peer, places[idx], parts[idx]);
-          }
-        }));
-  // Zeroed, including the signatures, before any rank uses it.
-  agree(exchange, attempt([&] {
-          copy_and_wait(own_->data(), nullptr, own_->num_bytes(), "clear memory of the GPU");
-        }));
-}
-
-void Segment::map(int peer, const RankPlace& place, const Part& part) {
-  const auto idx = static_cast<std::size_t>(peer);
-  theirs_[idx] = std::make_shared<DeviceMemory>(device_, part.num_bytes,
-                                                Offer::fetch(place, peer, part.offer_key.str()));
-  parts_[idx] = theirs_[idx]->data();
-  copy_and_wait(word_.device(), parts_[idx], sizeof(std::uint64_t), "read another rank's memory");
+// Maps a peer's part, and throws where it has not the peer's signature.
+std::shared_ptr<DeviceMemory> map_part(DeviceOrdinal device, int peer, const RankPlace& place,
+                                       const Part& part, MappedHostMemory& word) {
+  auto memory = std::make_shared<DeviceMemory>(device, part.num_bytes,
+                                               Offer::fetch(place, peer, part.offer_key.str()));
+  copy_and_wait(word.device(), memory->data(), sizeof(std::uint64_t), "read another rank's memory");
   std::uint64_t value = 0;
-  std::memcpy(&value, word_.host(), sizeof value);
+  std::memcpy(&value, word.host(), sizeof value);
   if (value != signature(peer))
     throw Error({.kind = ErrorKind::kSystem, .rank = peer},
                 "ringcomm: the memory that rank " + std::to_string(peer) +
                     " handed over is not the memory that it has written to");
+  return memory;
+}
+
+}  // namespace
+
+Segment::Segment(RecordExchange& exchange, DeviceOrdinal device,
+                 const std::vector<RankPlace>& places, std::size_t num_bytes,
+                 MappedHostMemory& word)
+    : parts_(places.size()) {
+  std::optional<Offer> offer;  // until all have mapped it
+  auto& own = parts_[static_cast<std::size_t>(exchange.rank())];
+  Part mine;
+  mine.problem = attempt([&] {
+    own = std::make_shared<DeviceMemory>(device, num_bytes);
+    mine.num_bytes = own->num_bytes();
+    const std::uint64_t value = signature(exchange.rank());
+    std::memcpy(word.host(), &value, sizeof value);
+    copy_and_wait(own->data(), word.device(), sizeof value, "write to memory of the GPU");
+    mine.offer_key = RecordText<160>(offer.emplace(own->export_fd()).key());
+  });
+  const std::vector<Part> all = exchange.all_gather(mine);
+  check_problems(all);
+  agree(exchange, attempt([&] {
+          for (int peer = 0; peer < exchange.world_size(); ++peer) {
+            const auto idx = static_cast<std::size_t>(peer);
+            if (peer != exchange.rank())
+              parts_[idx] = map_part(device, peer, places[idx], all[idx], word);
+          }
+        }));
+  // Zeroed, including the signatures, before any rank uses it.
+  agree(exchange, attempt([&] {
+          copy_and_wait(own->data(), nullptr, own->num_bytes(), "clear memory of the GPU");
+        }));
 }
 
 DeviceGroup::DeviceGroup(RecordExchange& exchange, DeviceOrdinal device)
@@ -219,7 +218,6 @@ void DeviceGroup::read_facts() {
     facts_.max_ranks_per_device = std::max(facts_.max_ranks_per_device, sharing);
     facts_.free_places = std::min(facts_.free_places, place.free_places);
   }
-  facts_.is_on_one_device = facts_.max_ranks_per_device == facts_.world_size;
   if (facts_.takes_turns) why_turns_ = kNoMps;
 }
 

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <cstddef>
-#include <cstdint>
 #include <functional>
 #include <memory>
 #include <string>
@@ -26,24 +25,14 @@ class Segment {
           std::size_t num_bytes, MappedHostMemory& word);
 
   /// The local address of a rank's part; zeroed at first.
-  std::byte* of(int rank) const { return parts_[static_cast<std::size_t>(rank)]; }
-  /// Of all ranks.
-  const std::vector<std::byte*>& parts() const { return parts_; }
-  /// The size of this rank's part.
-  std::size_t num_bytes() const { return num_bytes_; }
-  /// This rank's part alone, which may outlive the segment.
-  const std::shared_ptr<DeviceMemory>& own() const { return own_; }
+  std::byte* of(int rank) const { return part(rank)->data(); }
+  /// A rank's part; this rank's own may outlive the segment.
+  const std::shared_ptr<DeviceMemory>& part(int rank) const {
+    return parts_[static_cast<std::size_t>(rank)];
+  }
 
  private:
-  struct Part;  // a rank's record of its part
-  void map(int peer, const RankPlace& place, const Part& part);
-
-  DeviceOrdinal device_;
-  std::size_t num_bytes_;
-  MappedHostMemory& word_;
-  std::shared_ptr<DeviceMemory> own_;
-  std::vector<std::shared_ptr<DeviceMemory>> theirs_;
-  std::vector<std::byte*> parts_;
+  std::vector<std::shared_ptr<DeviceMemory>> parts_;
 };
 
 /// The devices of a group's ranks, and the memory through which their kernels communicate: every
@@ -76,9 +65,7 @@ class DeviceGroup {
   /// The blocks of messages with `peer` in each direction; 0 where messages are refused.
   ///
   /// The first rank of a pair decides for both, for the life of the group, and reserves the blocks
-  /// of both: no kernel waits for a message that its peer has refused. On a GPU that both share the
-  /// blocks of one rank are enough, because only one of the two ends of a direction waits.
-  ///
+  /// of both: no kernel waits for a message that its peer has refused.
   /// `look` is called again and again while the peer decides; what it throws ends the wait. By one
   /// thread at a time. Throws Error.
   unsigned places_of_messages(int peer, const std::function<void()>& look);

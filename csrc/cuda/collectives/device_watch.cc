@@ -12,9 +12,8 @@ std::uint64_t two_words(const std::uint32_t* words) {
 }
 
 std::string describe_sizes(const std::uint32_t* words) {
-  return "rank " + std::to_string(words[0]) + " has " + std::to_string(two_words(words + 2)) +
-         " bytes for rank " + std::to_string(words[1]) + ", which has room for " +
-         std::to_string(two_words(words + 4));
+  return size_difference(static_cast<int>(words[0]), two_words(words + 2),
+                         static_cast<int>(words[1]), two_words(words + 4));
 }
 
 std::string describe_message(const std::uint32_t* words) {

@@ -57,8 +57,6 @@ void Engine::plan(const Collective& call, CallHeader& header) const {
               header);
 }
 
-void Engine::check_alive() { communicator_.failure().rethrow_if_any(); }
-
 GroupFrame Engine::frame() const {
   GroupFrame frame;
   frame.staging = group_->staging();
@@ -87,7 +85,7 @@ void Engine::check_messages(const std::vector<P2pMessage>& messages) const {
 }
 
 std::shared_ptr<const Loan> Engine::lend(std::size_t num_bytes) {
-  check_alive();
+  communicator_.failure().rethrow_if_any();
   refuse_turns(
       "ranks that take turns on a GPU cannot use each other's buffers; use torch.empty instead: "
       "calls on it are staged; ");
@@ -118,10 +116,9 @@ PlannedCall& Engine::plan_call(const Collective& call, const CallHeader& header,
 
 Traffic Engine::enqueue(const Collective& call, const CallHeader& header,
                         const StreamPlace& place) {
-  check_alive();
+  communicator_.failure().rethrow_if_any();
   const HeaderWords words = to_words(header);
   PlannedCall& planned = plan_call(call, header, words);
-  lent_.collect();
   follow_peers();
   lent_.find_buffers(call, planned.plan,
                      {.number = num_calls_++, .is_captured = place.capture != 0}, planned.call);
@@ -133,7 +130,7 @@ Traffic Engine::enqueue(const Collective& call, const CallHeader& header,
   } else {
     note_capture();
   }
-  const RunningKernels::Launch launch(running_);
+  const auto launching = running_.launching();
   if (group_->takes_turns())
     launch_in_turns(planned, place.stream);
   else
@@ -197,7 +194,7 @@ std::uint64_t Engine::meet(std::uint64_t value) {
 
 // Throws if the rank that this host waits for cannot arrive.
 void Engine::look_at_peer(int peer, RunningClock::time_point deadline) {
-  check_alive();
+  communicator_.failure().rethrow_if_any();
   const Stop state = communicator_.members()->state_of(peer);
   const bool is_late = RunningClock::now() >= deadline;
   if (state != Stop::kNone || is_late)
@@ -216,7 +213,7 @@ bool Engine::has_room_for_messages(int peer) { return places_of_messages(peer) >
 
 void Engine::exchange(const std::vector<P2pMessage>& messages, const StreamPlace& place) {
   if (messages.empty()) return;
-  check_alive();
+  communicator_.failure().rethrow_if_any();
   P2pCall call;
   static_cast<GroupFrame&>(call) = frame();
   std::set<int> peers;
@@ -230,7 +227,7 @@ void Engine::exchange(const std::vector<P2pMessage>& messages, const StreamPlace
     for (const P2pMessage& message : messages) lent_.keep_for_graph(message.data);
   }
   for (const int peer : peers) messages_[peer].wait(place);
-  const RunningKernels::Launch launch(running_);
+  const auto launching = running_.launching();
   kernels_.launch(kernels_.find(plan.kernel), plan, call, place.stream);
   last_end_ = events_.record(place.stream);
   for (const int peer : peers) {

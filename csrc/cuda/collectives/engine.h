@@ -1,6 +1,5 @@
 #pragma once
 
-#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -74,7 +73,6 @@ class Engine final : public DeviceCarrier {
   std::uint64_t meet(std::uint64_t value);
   unsigned places_of_messages(int peer);
   void look_at_peer(int peer, RunningClock::time_point deadline);
-  void check_alive();
   void note_capture();
   /// Throws std::invalid_argument where ranks take turns.
   void refuse_turns(const char* what) const;

@@ -4,10 +4,6 @@
 
 namespace ringcomm::cuda {
 
-EventPool& EventPool::of(DeviceOrdinal device) {
-  return per_device<EventPool>(device, [] { return std::unique_ptr<EventPool>(new EventPool); });
-}
-
 std::shared_ptr<Event> EventPool::record(StreamHandle stream) {
   std::unique_ptr<Event> event;
   {
@@ -23,21 +19,6 @@ std::shared_ptr<Event> EventPool::record(StreamHandle stream) {
             const std::lock_guard lock(mutex_);
             free_.emplace_back(used);
           }};
-}
-
-RunningKernels& RunningKernels::of(DeviceOrdinal device) {
-  return per_device<RunningKernels>(
-      device, [] { return std::unique_ptr<RunningKernels>(new RunningKernels); });
-}
-
-RunningKernels::Launch::Launch(RunningKernels& kernels) : kernels_(kernels) {
-  const std::lock_guard lock(kernels_.mutex_);
-  ++kernels_.num_launching_;
-}
-
-RunningKernels::Launch::~Launch() {
-  const std::lock_guard lock(kernels_.mutex_);
-  --kernels_.num_launching_;
 }
 
 void RunningKernels::note(const void* group, int peer, std::shared_ptr<const Event> end) {
@@ -56,15 +37,17 @@ bool RunningKernels::are_messages_over() {
 }
 
 bool RunningKernels::is_over_but_of(const void* group) {
+  const std::unique_lock none(launching_, std::try_to_lock);
   const std::lock_guard lock(mutex_);
-  return num_launching_ == 0 && are_over([&](const void* other, int peer) {
+  return none && are_over([&](const void* other, int peer) {
            return other != group || peer != kCollective;
          });
 }
 
 bool RunningKernels::if_over(const std::function<void()>& body) {
+  const std::unique_lock none(launching_, std::try_to_lock);
   const std::lock_guard lock(mutex_);
-  if (num_launching_ > 0 || !are_over([](const void*, int) { return true; })) return false;
+  if (!none || !are_over([](const void*, int) { return true; })) return false;
   body();
   return true;
 }

@@ -6,6 +6,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <shared_mutex>
 #include <utility>
 #include <vector>
 
@@ -40,16 +41,15 @@ class Event {
 };
 
 /// The events of a device that are used again. From any thread; kept as long as the process.
-class EventPool {
+class EventPool : public PerDevice<EventPool> {
  public:
-  static EventPool& of(DeviceOrdinal device);
-
   /// Records an event after the work that the stream holds now. It is reused after its last owner
   /// has released it; a stream that waits for it keeps waiting for the earlier recording.
   std::shared_ptr<Event> record(StreamHandle stream);
 
  private:
-  EventPool() = default;
+  friend PerDevice;
+  explicit EventPool(DeviceOrdinal) {}
   std::mutex mutex_;
   std::vector<std::unique_ptr<Event>> free_;  // guarded by mutex_
 };
@@ -57,21 +57,10 @@ class EventPool {
 /// The last kernels of each group of this process on a device: the driver waits for all of them
 /// when memory is unmapped. Replays of graphs are not known. From any thread; kept as long as the
 /// process.
-class RunningKernels {
+class RunningKernels : public PerDevice<RunningKernels> {
  public:
-  static RunningKernels& of(DeviceOrdinal device);
-
-  /// Exists while a kernel is launched: nothing is unmapped meanwhile by if_over().
-  class Launch {
-   public:
-    explicit Launch(RunningKernels& kernels);
-    ~Launch();
-    Launch(const Launch&) = delete;
-    Launch& operator=(const Launch&) = delete;
-
-   private:
-    RunningKernels& kernels_;
-  };
+  /// Held while a kernel is launched: nothing is unmapped meanwhile by if_over().
+  std::shared_lock<std::shared_mutex> launching() { return std::shared_lock(launching_); }
   /// The end of a group's last collective, or of its last message with `peer`.
   void note(const void* group, int peer, std::shared_ptr<const Event> end);
   void forget(const void* group);
@@ -86,11 +75,12 @@ class RunningKernels {
   bool if_over(const std::function<void()>& body);
 
  private:
-  RunningKernels() = default;
+  friend PerDevice;
+  explicit RunningKernels(DeviceOrdinal) {}
   bool are_over(const std::function<bool(const void* group, int peer)>& which);
 
-  std::mutex mutex_;  // guards what follows
-  int num_launching_ = 0;
+  std::shared_mutex launching_;  // taken before the other
+  std::mutex mutex_;             // guards what follows
   std::map<std::pair<const void*, int>, std::shared_ptr<const Event>> ends_;  // by group and peer
 };
 

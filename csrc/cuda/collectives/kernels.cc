@@ -3,7 +3,6 @@
 #include <cstdlib>
 #include <fstream>
 #include <iterator>
-#include <memory>
 #include <span>
 #include <string>
 
@@ -82,11 +81,6 @@ Function find_kernel(const std::vector<Module>& modules, const char* name) {
   return nullptr;
 }
 
-const Kernels& Kernels::of(DeviceOrdinal device) {
-  return per_device<const Kernels>(
-      device, [&] { return std::unique_ptr<const Kernels>(new Kernels(device)); });
-}
-
 // The driver loads a function at its first use and may then wait for the GPU, perhaps for a kernel
 // that waits for the one to be loaded: a deadlock. So all functions are loaded here.
 Kernels::Kernels(DeviceOrdinal device) {
@@ -99,11 +93,8 @@ Kernels::Kernels(DeviceOrdinal device) {
         "ringcomm: this build has no kernels for GPUs; put CUDA's nvcc on PATH and build them: "
         "RINGCOMM_CUDA=1 pip install --no-build-isolation --force-reinstall --no-deps .");
   for (const char* name : kNames) {
-    functions_[name] = find_kernel(modules, name);
-    if (functions_[name] == nullptr)
-      throw Error({.kind = ErrorKind::kSystem},
-                  std::string("ringcomm: there is no kernel ") + name);
-    check_residency(name, functions_[name]);
+    if (const Function kernel = find_kernel(modules, name)) functions_[name] = kernel;
+    check_residency(name, find(name));
   }
 }
 

@@ -21,19 +21,17 @@ std::vector<Module> load_kernels(KernelsOf kernels);
 Function find_kernel(const std::vector<Module>& modules, const char* name);
 
 /// The kernels of this process on a device: loaded with the first group that uses it, and kept.
-/// From any thread.
-class Kernels {
+/// From any thread. of() throws Error where there are none, the device is too old for them, or less
+/// than kPlacesPerMultiprocessor places of one of them fit a multiprocessor.
+class Kernels : public PerDevice<Kernels> {
  public:
-  /// Throws Error where there are none, the device is too old for them, or less than
-  /// kPlacesPerMultiprocessor places of one of them fit a multiprocessor.
-  static const Kernels& of(DeviceOrdinal device);
-
   /// Throws Error if there is no kernel of this name.
   Function find(std::string_view name) const;
   /// `call` is the kernel's parameter; its device's context is current.
   void launch(Function kernel, const LaunchPlan& plan, GroupFrame& call, StreamHandle stream) const;
 
  private:
+  friend PerDevice;
   explicit Kernels(DeviceOrdinal device);
 
   std::unordered_map<std::string_view, Function> functions_;

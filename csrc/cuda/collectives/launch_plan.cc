@@ -151,41 +151,20 @@ void plan_one_shot(const Collective& call, KernelCall& kernel_call, LaunchPlan& 
 
 void fill_shares(const Collective& call, KernelCall& kernel_call) {
   const std::size_t elem_bytes = element_bytes(call.dtype);
-  const bool is_root = call.root == kernel_call.rank;
+  const int own = kernel_call.rank;
   for (int rank = 0; rank < kernel_call.world_size; ++rank) {
-    const auto send = [&](const void* data, std::size_t num_elems) {
-      kernel_call.inputs[rank] = static_cast<const std::byte*>(data);
-      kernel_call.input_bytes[rank] = num_elems * elem_bytes;
-    };
-    const auto receive = [&](void* data, std::size_t num_elems) {
-      kernel_call.outputs[rank] = static_cast<std::byte*>(data);
-      kernel_call.output_bytes[rank] = num_elems * elem_bytes;
-    };
-    switch (call.op) {
-      case OpKind::kAllGather:
-        send(call.inputs[0], call.output_share(kernel_call.rank));
-        receive(call.outputs[rank], call.output_share(rank));
-        break;
-      case OpKind::kBroadcast:
-        if (is_root) send(call.inputs[0], call.num_elems);
-        if (rank == call.root && !is_root) receive(call.outputs[0], call.num_elems);
-        break;
-      case OpKind::kGather:
-        if (rank == call.root)
-          send(call.inputs[0], is_root ? call.output_share(rank) : call.num_elems);
-        if (is_root) receive(call.outputs[rank], call.output_share(rank));
-        break;
-      case OpKind::kScatter:
-        if (is_root) send(call.inputs[rank], call.input_share(rank));
-        if (rank == call.root)
-          receive(call.outputs[0], is_root ? call.input_share(rank) : call.num_elems);
-        break;
-      case OpKind::kAllToAll:
-        send(call.inputs[rank], call.input_share(rank));
-        receive(call.outputs[rank], call.output_share(rank));
-        break;
-      default:
-        break;
+    auto given = part_given(call, own, rank), taken = part_taken(call, own, rank);
+    if (call.op == OpKind::kBroadcast && own == call.root)
+      given = {const_cast<void*>(call.inputs[0]), call.num_elems};
+    else if (call.op == OpKind::kBroadcast && rank == call.root)
+      taken = {call.outputs[0], call.num_elems};
+    if (given) {
+      kernel_call.inputs[rank] = static_cast<const std::byte*>(given->data);
+      kernel_call.input_bytes[rank] = given->num_elems * elem_bytes;
+    }
+    if (taken) {
+      kernel_call.outputs[rank] = static_cast<std::byte*>(taken->data);
+      kernel_call.output_bytes[rank] = taken->num_elems * elem_bytes;
     }
   }
 }

@@ -11,6 +11,7 @@ namespace ringcomm::cuda {
 
 // Of a buffer for which the driver is asked whose memory it is in.
 constexpr std::size_t kMinMappedBytes = std::size_t{64} << 10;
+constexpr std::size_t kMaxSegments = GroupWords::kMaxSegments;
 
 void Loan::give_back(const std::vector<StreamHandle>& streams) const noexcept {
   try {
@@ -58,13 +59,19 @@ std::shared_ptr<const Loan> LentMemory::lend(std::size_t num_bytes) {
                                 " tensors at a time; tensors that all ranks have released and no "
                                 "graph has captured do not count");
   auto segment = group_.make_segment(std::max<std::size_t>(num_bytes, 1));
-  agree(exchange_, attempt([&] { tell_kernels(idx, 0, segment->parts()); }));
+  agree(exchange_, attempt([&] {
+          std::vector<std::byte*> bases;
+          for (int rank = 0; rank < exchange_.world_size(); ++rank)
+            bases.push_back(segment->of(rank));
+          tell_kernels(idx, 0, bases);
+        }));
   ++row(idx).num_users;
   exchange_.all_gather(0);  // no rank may treat the row as free before all have entered it
   if (entries_.size() <= idx) entries_.resize(idx + 1);
   entries_[idx].segment = std::move(segment);
   ++num_lent_;
-  return std::make_shared<Loan>(group_.device(), idx, entries_[idx].segment->own(), returns_);
+  return std::make_shared<Loan>(group_.device(), idx, entries_[idx].segment->part(exchange_.rank()),
+                                returns_);
 }
 
 // Rank 0 chooses the first row that no rank uses, or kMaxSegments.
@@ -80,19 +87,13 @@ void LentMemory::tell_kernels(std::size_t row, int first_rank,
   const auto world_size = static_cast<std::size_t>(exchange_.world_size());
   constexpr std::size_t kRows = kMaxSegments + PeerAllocations::kMaxRows;
   if (bases_ == nullptr)
-    bases_ = std::make_unique<DeviceMemory>(
-        group_.device(), kRows * world_size * sizeof(std::byte*), HandleKind::kIpc);
+    bases_ =
+        std::make_unique<DeviceMemory>(group_.device(), kRows * world_size * sizeof(std::byte*));
   const MappedHostMemory& words = group_.words_for_copies();
   std::copy(bases.begin(), bases.end(), static_cast<std::byte**>(words.host()));
   const std::size_t first = row * world_size + static_cast<std::size_t>(first_rank);
   copy_and_wait(bases_->data() + first * sizeof(std::byte*), words.device(),
                 bases.size() * sizeof(std::byte*), "tell kernels of shared memory");
-}
-
-void LentMemory::collect() {
-  if (num_lent_ == 0) return;
-  take_returns();
-  free_unused();
 }
 
 void LentMemory::take_returns() {
@@ -127,6 +128,10 @@ void LentMemory::free_unused() {
 
 void LentMemory::find_buffers(const Collective& call, const LaunchPlan& plan, Turn turn,
                               KernelCall& kernel_call) {
+  if (num_lent_ > 0) {
+    take_returns();
+    free_unused();
+  }
   // A replay uses all buffers of the call, lent or not.
   if (turn.is_captured) {
     for (int rank = 0; rank < kernel_call.world_size; ++rank) {
@@ -162,9 +167,9 @@ std::uint64_t LentMemory::place_in_segments(const std::byte* data, std::size_t n
   for (std::size_t idx = 0; idx < entries_.size() && num_lent_ > 0; ++idx) {
     const Entry& entry = entries_[idx];
     if (entry.segment == nullptr) continue;
-    const std::byte* base = entry.segment->of(exchange_.rank());
-    if (data < base || data + num_bytes > base + entry.segment->num_bytes()) continue;
-    return Lent::place(idx, static_cast<std::uint64_t>(data - base));
+    const DeviceMemory& own = *entry.segment->part(exchange_.rank());
+    if (data < own.data() || data + num_bytes > own.data() + own.num_bytes()) continue;
+    return Lent::place(idx, static_cast<std::uint64_t>(data - own.data()));
   }
   return 0;
 }

@@ -49,14 +49,10 @@ class Loan {
 /// row on all ranks. One thread at a time.
 ///
 /// A rank's part is unused when its owner has returned it and the streams that used it have passed
-/// that point: a kernel accesses a peer's part only until that peer's kernel of the same call ends.
-/// Each rank counts its unused parts in the group's host memory. When a segment's parts are all
-/// unused, each rank frees it in its next call. Parts that a graph has captured exist as long as
-/// the group.
+/// that point. When all parts of a segment are, each rank frees it in its next call. Parts that a
+/// graph has captured exist as long as the group.
 class LentMemory {
  public:
-  static constexpr std::size_t kMaxSegments = GroupWords::kMaxSegments;
-
   /// Of a call among the group's.
   struct Turn {
     std::uint64_t number;
@@ -68,13 +64,12 @@ class LentMemory {
 
   /// Collective. Throws Unavailable, Error, std::invalid_argument.
   std::shared_ptr<const Loan> lend(std::size_t num_bytes);
-  /// Tells the kernel of a planned call which of its buffers are in segments.
+  /// Frees segments that no rank uses, and tells the kernel of a planned call which of its buffers
+  /// peers can use where they are.
   void find_buffers(const Collective& call, const LaunchPlan& plan, Turn turn,
                     KernelCall& kernel_call);
   /// A graph uses this address: if it is in a segment, that stays as long as the group.
   void keep_for_graph(const void* data);
-  /// Frees segments that no rank uses.
-  void collect();
   /// Memory of the ranks' own allocators.
   PeerAllocations& allocations() { return allocations_; }
 

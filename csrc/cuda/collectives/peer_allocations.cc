@@ -202,10 +202,16 @@ void PeerAllocations::map(int rank, std::size_t row, std::uint64_t call) {
   Theirs& theirs = theirs_[static_cast<std::size_t>(rank)][row];
   const std::uint64_t version = source.version;
   const std::uint32_t bit = std::uint32_t{1} << rank_;
+  const RankPlace &place = group_.place(rank), &own = group_.place(rank_);
   std::byte* base = nullptr;
   try {
-    base = map(rank, source, theirs);
-    write_base_(row, rank, base);
+    if (place.process != own.process) {
+      theirs.mapping = mappings_.map(source.allocation);
+      base = theirs.mapping->data();
+    } else if (place.device == own.device) {
+      base = reinterpret_cast<std::byte*>(source.allocation.base);
+    }  // or else threads would need the peer access of two contexts
+    if (base != nullptr) write_base_(row, rank, base);
   } catch (const Error&) {  // such as of memory that has been freed meanwhile
     base = nullptr;
   }
@@ -222,20 +228,6 @@ void PeerAllocations::map(int rank, std::size_t row, std::uint64_t call) {
   theirs.has_failed = base == nullptr;
   if (std::exchange(theirs.version, version) != version)
     ++source.num_following;  // last: the owner then counts this rank
-}
-
-// Throws Error.
-std::byte* PeerAllocations::map(int rank, const GroupWords::OfAllocation& source, Theirs& theirs) {
-  const RankPlace& place = group_.place(rank);
-  const RankPlace& own = group_.place(rank_);
-  if (place.process != own.process) {
-    theirs.mapping = mappings_.map(source.allocation);
-    return theirs.mapping->data();
-  }
-  if (place.device != own.device)
-    throw Error({.kind = ErrorKind::kSystem},
-                "ringcomm: threads would need the peer access of two contexts");
-  return reinterpret_cast<std::byte*>(source.allocation.base);
 }
 
 // ---- without a call

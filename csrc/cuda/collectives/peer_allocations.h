@@ -10,21 +10,14 @@
 
 #include "cuda/collectives/device_group.h"
 #include "cuda/collectives/events.h"
-#include "cuda/driver/peer_mappings.h"
+#include "cuda/driver/device_memory.h"
 
 namespace ringcomm::cuda {
 
 /// Allocations of the ranks' own programs, such as the segments of torch's caching allocator, in
-/// which peers access the buffers of collectives directly. The call after the first that uses one
-/// announces it in the group's host memory; peers map it in their next call. It is lent from the
-/// call on in which its owner sees that all have, and which no peer launched before it had mapped.
-///
-/// An allocation is known by the driver's number of it, which is never used again. When the number
-/// at its address has changed, the owner retires the row and peers unmap it. By then no kernel uses
-/// it: the owner freed it after its own kernels, which end after their peers' last access.
-///
-/// The driver keeps freed memory until peers have unmapped it. They do so in a call, in release(),
-/// or in the watchdog's thread while no kernel of ringcomm runs in their process.
+/// which peers access the buffers of collectives directly: announced in the group's host memory by
+/// the call after the first that uses one, mapped by the peers' next calls, then lent, and retired
+/// when the driver's number of the allocation has changed (docs/design/gpu.md, "Memory").
 ///
 /// place_of(), has_news() and follow() by one thread at a time.
 class PeerAllocations {
@@ -84,7 +77,6 @@ class PeerAllocations {
   bool has_retired();
   void unmap_retired();
   void map(int rank, std::size_t row, std::uint64_t call);
-  std::byte* map(int rank, const GroupWords::OfAllocation& source, Theirs& theirs);
   bool release();
 
   DeviceGroup& group_;

@@ -13,8 +13,7 @@
 #include "collectives/collective.h"
 #include "collectives/communicator.h"
 #include "core/arch.h"
-#include "cuda/driver/driver_api.h"
-#include "cuda/driver/peer_mappings.h"
+#include "cuda/driver/device_memory.h"
 #include "cuda/kernels/staging.h"
 
 namespace ringcomm::cuda {

@@ -38,7 +38,8 @@ constexpr std::size_t kPacketBytesOfAll = 4 << 10;
 constexpr std::size_t kMaxPacketBytes = 1 << 10;
 // The number of a device's ranks that reserve their blocks.
 int num_reserving(const DeviceFacts& facts) {
-  return facts.max_ranks_per_device - (facts.is_on_one_device && facts.world_size > 1 ? 1 : 0);
+  const bool is_on_one_device = facts.max_ranks_per_device == facts.world_size;
+  return facts.max_ranks_per_device - (is_on_one_device && facts.world_size > 1 ? 1 : 0);
 }
 
 int free_places_of(const DeviceFacts& facts) {

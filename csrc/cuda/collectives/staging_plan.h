@@ -10,8 +10,7 @@ namespace ringcomm::cuda {
 struct DeviceFacts {
   int world_size = 1;
   int max_ranks_per_device = 1;  ///< of this group
-  bool is_on_one_device = false;
-  int min_multiprocessors = 1;  ///< of any of the devices
+  int min_multiprocessors = 1;   ///< of any of the devices
   /// Places for blocks that wait (BlockReservation) that are free on every device.
   int free_places = std::numeric_limits<int>::max();
   /// No kernel waits: larger pieces, as no cache keeps them from one turn to the next.

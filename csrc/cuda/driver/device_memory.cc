@@ -2,16 +2,15 @@
 
 #include <cstring>
 
+#include "core/chunk_layout.h"
+#include "core/errors.h"
+
 namespace ringcomm::cuda {
 namespace {
 
 // The driver takes smaller allocations from pieces of this size. A handle exports the whole piece,
 // and with it other allocations.
 constexpr std::size_t kIpcGranularity = std::size_t{2} << 20;
-
-std::size_t round_up(std::size_t num_bytes, std::size_t granularity) {
-  return (num_bytes + granularity - 1) / granularity * granularity;
-}
 
 MemAllocationProp prop_of(DeviceOrdinal device) {
   MemAllocationProp prop = {};
@@ -37,7 +36,7 @@ std::size_t rounded_up(DeviceOrdinal device, std::size_t num_bytes) {
   const MemAllocationProp prop = prop_of(device);
   check(driver().mem_get_allocation_granularity(&granularity, &prop, kGranularityMinimum),
         "ask for the granularity of device memory");
-  return round_up(num_bytes, granularity);
+  return num_slices(num_bytes, granularity) * granularity;
 }
 
 }  // namespace
@@ -62,25 +61,16 @@ bool is_memory_scarce() {
   return result != kSuccess || num_free < num_total / 16;
 }
 
-DeviceMemory::DeviceMemory(DeviceOrdinal device, std::size_t num_bytes, HandleKind kind)
-    : device_(device), num_bytes_(num_bytes), kind_(kind), is_own_(true) {
+DeviceMemory::DeviceMemory(DeviceOrdinal device, std::size_t num_bytes)
+    : device_(device), num_bytes_(rounded_up(device, num_bytes)) {
   const ContextGuard guard(device);
-  if (kind == HandleKind::kIpc) {
-    num_bytes_ = round_up(num_bytes, kIpcGranularity);
-    check(driver().mem_alloc(&address_, num_bytes_), "allocate staging memory on the GPU");
-    return;
-  }
-  num_bytes_ = rounded_up(device, num_bytes);
   const MemAllocationProp prop = prop_of(device);
   check(driver().mem_create(&handle_, num_bytes_, &prop, 0), "allocate staging memory on the GPU");
   map();
 }
 
 DeviceMemory::DeviceMemory(DeviceOrdinal device, std::size_t num_bytes, const shm::UniqueFd& fd)
-    : device_(device),
-      num_bytes_(rounded_up(device, num_bytes)),
-      kind_(HandleKind::kFd),
-      is_own_(false) {
+    : device_(device), num_bytes_(rounded_up(device, num_bytes)) {
   const ContextGuard guard(device);
   auto* shareable = reinterpret_cast<void*>(static_cast<std::intptr_t>(fd.get()));
   check(driver().mem_import_from_shareable_handle(&handle_, shareable, kHandlePosixFd),
@@ -88,8 +78,7 @@ DeviceMemory::DeviceMemory(DeviceOrdinal device, std::size_t num_bytes, const sh
   map();
 }
 
-DeviceMemory::DeviceMemory(DeviceOrdinal device, const IpcMemHandle& handle)
-    : device_(device), kind_(HandleKind::kIpc), is_own_(false) {
+DeviceMemory::DeviceMemory(DeviceOrdinal device, const IpcMemHandle& handle) : device_(device) {
   const ContextGuard guard(device);
   check(driver().ipc_open_mem_handle(&address_, handle, kIpcLazyPeerAccess),
         "open another rank's memory");
@@ -115,14 +104,13 @@ DeviceMemory::~DeviceMemory() {
 }
 
 void DeviceMemory::release() noexcept {
-  if (kind_ == HandleKind::kIpc) {
-    if (address_ != 0)
-      is_own_ ? driver().mem_free(address_) : driver().ipc_close_mem_handle(address_);
+  if (handle_ == 0) {
+    driver().ipc_close_mem_handle(address_);
     return;
   }
   if (is_mapped_) driver().mem_unmap(address_, num_bytes_);
   if (address_ != 0) driver().mem_address_free(address_, num_bytes_);
-  if (handle_ != 0) driver().mem_release(handle_);
+  driver().mem_release(handle_);
 }
 
 shm::UniqueFd DeviceMemory::export_fd() const {
@@ -144,6 +132,23 @@ MappedHostMemory::MappedHostMemory(DeviceOrdinal device, std::size_t num_bytes) 
 
 MappedHostMemory::~MappedHostMemory() {
   free_in_context(ordinal_, [this] { driver().mem_free_host(host_); });
+}
+
+std::shared_ptr<PeerMappings::Mapping> PeerMappings::map(const PeerAllocation& source) {
+  const std::lock_guard lock(mutex_);
+  std::erase_if(all_, [](const auto& entry) { return entry.second.expired(); });
+  std::weak_ptr<Mapping>& entry = all_[{source.process, source.id}];
+  if (auto found = entry.lock(); found != nullptr && found->memory_.has_value()) return found;
+  auto made = std::make_shared<Mapping>();
+  made->memory_.emplace(device_, source.handle);
+  made->data_ = made->memory_->data();
+  entry = made;
+  return made;
+}
+
+void PeerMappings::unmap(Mapping& mapping) {
+  const std::lock_guard lock(mutex_);
+  mapping.memory_.reset();
 }
 
 }  // namespace ringcomm::cuda

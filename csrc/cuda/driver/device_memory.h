@@ -2,18 +2,16 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <utility>
 
-#include "core/errors.h"
 #include "cuda/driver/driver.h"
 #include "transport/shm/fd.h"
 
 namespace ringcomm::cuda {
-
-/// How device memory is shared with other processes.
-enum class HandleKind : std::uint8_t {
-  kFd,  ///< virtual memory management, by file descriptor
-  kIpc  ///< cuMemAlloc's memory; its owner must not free it while another process has it open
-};
 
 /// What the driver knows of the allocation that an address is in.
 struct Allocation {
@@ -27,12 +25,13 @@ Allocation allocation_of(const void* address);
 /// the driver says.
 bool is_memory_scarce();
 
-/// Memory of a device that other processes can map. With kFd it exists until its owner has freed it
-/// and every process has unmapped it. All functions throw Error.
+/// Memory of a device that other processes can map, by a file descriptor (virtual memory
+/// management): it exists until its owner has freed it and every process has unmapped it. Or memory
+/// that another process has allocated by cuMemAlloc. All functions throw Error.
 class DeviceMemory {
  public:
   /// Allocates at least `num_bytes`, rounded up to the driver's granularity.
-  DeviceMemory(DeviceOrdinal device, std::size_t num_bytes, HandleKind kind);
+  DeviceMemory(DeviceOrdinal device, std::size_t num_bytes);
   /// Maps memory for `device`, from the result of export_fd() or a handle of another process.
   DeviceMemory(DeviceOrdinal device, std::size_t num_bytes, const shm::UniqueFd& fd);
   DeviceMemory(DeviceOrdinal device, const IpcMemHandle& handle);
@@ -51,9 +50,7 @@ class DeviceMemory {
 
   DeviceOrdinal device_;
   std::size_t num_bytes_ = 0;  // of what was opened by a handle: unknown
-  HandleKind kind_;
-  bool is_own_;
-  MemoryHandle handle_ = 0;
+  MemoryHandle handle_ = 0;    // the same
   DevicePtr address_ = 0;
   bool is_mapped_ = false;
 };
@@ -74,6 +71,45 @@ class MappedHostMemory {
   DeviceOrdinal ordinal_;
   void* host_ = nullptr;
   void* device_ = nullptr;
+};
+
+/// An allocation of another process, as that process knows it.
+struct PeerAllocation {
+  std::uint64_t process = 0;  ///< random bits of it, not its pid
+  std::uint64_t id = 0;       ///< the driver's number of it, which is never used again
+  DevicePtr base = 0;
+  IpcMemHandle handle = {};
+};
+
+/// The allocations of other processes that this process has mapped on a device, each once for all
+/// of its groups. From any thread; kept as long as the process.
+class PeerMappings : public PerDevice<PeerMappings> {
+ public:
+  /// One allocation. It is unmapped with its last owner, unless it was before.
+  class Mapping {
+   public:
+    std::byte* data() const { return data_; }
+
+   private:
+    friend class PeerMappings;
+    std::byte* data_ = nullptr;
+    std::optional<DeviceMemory> memory_;
+  };
+
+  /// Maps it, or finds the mapping that another group has. Throws Error if the driver refuses, as
+  /// older ones do while memory that had the same address is mapped.
+  std::shared_ptr<Mapping> map(const PeerAllocation& source);
+  /// Of memory that its owner has freed, which no kernel uses: for all groups, of which some may
+  /// make no more calls. Waits for the kernels of this process.
+  void unmap(Mapping& mapping);
+
+ private:
+  friend PerDevice;
+  explicit PeerMappings(DeviceOrdinal device) : device_(device) {}
+
+  DeviceOrdinal device_;
+  std::mutex mutex_;
+  std::map<std::pair<std::uint64_t, std::uint64_t>, std::weak_ptr<Mapping>> all_;
 };
 
 }  // namespace ringcomm::cuda

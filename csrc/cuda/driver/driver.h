@@ -3,7 +3,6 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <string>
 
 #include "cuda/driver/driver_api.h"
 
@@ -46,16 +45,20 @@ class RelaxedCapture {
   int mode_ = kCaptureRelaxed;
 };
 
-/// The T of a device, from the first call's `make` (a unique_ptr); if that throws, the next call
-/// tries again. Never destroyed: threads may use it until the process ends.
-template <class T, class Make>
-T& per_device(DeviceOrdinal device, const Make& make) {
-  static auto& mutex = *new std::mutex;
-  static auto& all = *new std::map<DeviceOrdinal, std::unique_ptr<T>>;
-  const std::lock_guard lock(mutex);
-  std::unique_ptr<T>& found = all[device];
-  if (found == nullptr) found = make();
-  return *found;
-}
+/// A base of T, of which there is one object for each device.
+template <class T>
+class PerDevice {
+ public:
+  /// Made by the first call, T(device); if that throws, the next call tries again. Never destroyed:
+  /// threads may use it until the process ends.
+  static T& of(DeviceOrdinal device) {
+    static auto& mutex = *new std::mutex;
+    static auto& all = *new std::map<DeviceOrdinal, std::unique_ptr<T>>;
+    const std::lock_guard lock(mutex);
+    std::unique_ptr<T>& found = all[device];
+    if (found == nullptr) found.reset(new T(device));
+    return *found;
+  }
+};
 
 }  // namespace ringcomm::cuda

@@ -72,4 +72,18 @@ concept Block = Arch<B> && requires(B block, Packet& packet, const Packet& there
   block.note_awaited(int{});
 };
 
+/// The wait of a block's thread, its look_until(). It does not sleep, and each acquire has a price:
+/// on a GPU it empties L1. An acquire follows the relaxed look that found the value.
+template <class B>
+RINGCOMM_HD Stop look_until_at_least(B& block, const Cursor& cursor, std::uint64_t target,
+                                     int peer) {
+  for (;; block.pause()) {
+    const Stop stop = block.stopped(peer);
+    // After the reason to stop: a peer may publish and then die or leave.
+    if (block.load_relaxed(cursor.value) >= target && block.load_acquire(cursor.value) >= target)
+      return Stop::kNone;
+    if (stop != Stop::kNone) return stop;
+  }
+}
+
 }  // namespace ringcomm::cuda

@@ -90,6 +90,9 @@ class GpuBlock {
     return static_cast<Stop>(agreed);
   }
 
+  __device__ Stop look_until(const Cursor& cursor, std::uint64_t target, int peer) {
+    return look_until_at_least(*this, cursor, target, peer);
+  }
   __device__ std::uint64_t load_relaxed(const std::uint64_t& word) const {
     std::uint64_t value;
     asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(&word) : "memory");

@@ -4,8 +4,6 @@
 #include <cstdint>
 #include <optional>
 
-#include "core/annotations.h"
-
 namespace ringcomm::cuda {
 
 /// One call of cross_entropy_and_grad_: rows of logits that become their own gradient.

@@ -92,43 +92,19 @@ RINGCOMM_HD inline std::uint32_t product_high(std::uint32_t a, std::uint32_t b) 
                : "memory")
 #endif
 
-/// The vector at `from` if it `is_wanted`, else zeros.
-template <Cached kCached>
-RINGCOMM_HD inline Vector load_vector(const std::byte* from, bool is_wanted) {
-#ifdef __CUDA_ARCH__
-  Vector v;
-  if constexpr (kCached == Cached::kYes)
-    RINGCOMM_LOAD_VECTOR("ld.global", v, from, is_wanted);
-  else
-    RINGCOMM_LOAD_VECTOR("ld.global.cs", v, from, is_wanted);
-  return v;
-#else
-  return is_wanted ? *reinterpret_cast<const Vector*>(from) : Vector{};
-#endif
-}
-
-template <Cached kCached>
-RINGCOMM_HD inline void store_vector(std::byte* to, const Vector& v, bool is_wanted) {
-#ifdef __CUDA_ARCH__
-  if constexpr (kCached == Cached::kYes)
-    RINGCOMM_STORE_VECTOR("st.global", v, to, is_wanted);
-  else
-    RINGCOMM_STORE_VECTOR("st.global.cs", v, to, is_wanted);
-#else
-  if (is_wanted) *reinterpret_cast<Vector*>(to) = v;
-#endif
-}
-
-/// The same for any size that one instruction moves. The compiler does not know that the pointers,
-/// which it reads from memory, are global; each access states it.
+/// What is at `from`, of any size that one instruction moves, if it `is_wanted`, else zeros. The
+/// compiler does not know that the pointers, which it reads from memory, are global; each access
+/// states it.
 template <Cached kCached, class P>
 RINGCOMM_HD inline P load_pack(const void* from, bool is_wanted = true) {
   P pack;
 #ifdef __CUDA_ARCH__
   Vector v = {};
   std::uint32_t (&words)[4] = v.words;
-  if constexpr (sizeof(P) == 16)
-    v = load_vector<kCached>(static_cast<const std::byte*>(from), is_wanted);
+  if constexpr (sizeof(P) == 16 && kCached == Cached::kYes)
+    RINGCOMM_LOAD_VECTOR("ld.global", v, from, is_wanted);
+  else if constexpr (sizeof(P) == 16)
+    RINGCOMM_LOAD_VECTOR("ld.global.cs", v, from, is_wanted);
   else if constexpr (sizeof(P) == 8)
     RINGCOMM_LOAD_TWO_WORDS(words, from, is_wanted);
   else if constexpr (sizeof(P) == 4)
@@ -151,8 +127,10 @@ RINGCOMM_HD inline void store_pack(void* to, const P& pack, bool is_wanted = tru
   Vector v = {};
   std::uint32_t (&words)[4] = v.words;
   __builtin_memcpy(words, &pack, sizeof pack);
-  if constexpr (sizeof(P) == 16)
-    store_vector<kCached>(static_cast<std::byte*>(to), v, is_wanted);
+  if constexpr (sizeof(P) == 16 && kCached == Cached::kYes)
+    RINGCOMM_STORE_VECTOR("st.global", v, to, is_wanted);
+  else if constexpr (sizeof(P) == 16)
+    RINGCOMM_STORE_VECTOR("st.global.cs", v, to, is_wanted);
   else if constexpr (sizeof(P) == 8)
     RINGCOMM_STORE_TWO_WORDS(words, to, is_wanted);
   else if constexpr (sizeof(P) == 4)
@@ -241,7 +219,7 @@ class HeldVectors {
     RINGCOMM_UNROLL
     for (std::uint32_t u = 0; u < kHeldVectors; ++u) {
       const auto place = list.at(opaque(first + u * block.num_threads() + block.thread_idx()));
-      held_[u] = load_vector<kFrom>(place.from, place.is_there);
+      held_[u] = load_pack<kFrom, Vector>(place.from, place.is_there);
     }
   }
   template <class B>
@@ -249,7 +227,7 @@ class HeldVectors {
     RINGCOMM_UNROLL
     for (std::uint32_t u = 0; u < kHeldVectors; ++u) {
       const auto place = list.at(opaque(first + u * block.num_threads() + block.thread_idx()));
-      store_vector<kTo>(place.to, held_[u], place.is_there);
+      store_pack<kTo>(place.to, held_[u], place.is_there);
     }
   }
 
@@ -291,10 +269,10 @@ RINGCOMM_HD void copy_all(const B& block, const CopyList& list, std::uint32_t fi
       places[u] = list.at(opaque(first + u * block.num_threads() + block.thread_idx()));
     RINGCOMM_UNROLL
     for (std::uint32_t u = 0; u < kHeldVectors; ++u)
-      held[u] = load_vector<kFrom>(places[u].from, places[u].is_there);
+      held[u] = load_pack<kFrom, Vector>(places[u].from, places[u].is_there);
     RINGCOMM_UNROLL
     for (std::uint32_t u = 0; u < kHeldVectors; ++u)
-      store_vector<kTo>(places[u].to, held[u], places[u].is_there);
+      store_pack<kTo>(places[u].to, held[u], places[u].is_there);
   }
   RINGCOMM_ROLLED
   for (unsigned k = 0; k < list.num(); ++k) copy_rest(block, list[k]);

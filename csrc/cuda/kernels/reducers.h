@@ -192,10 +192,10 @@ RINGCOMM_HD void store_sums(const To& outputs, std::uint32_t idx, const float* a
   for (int w = 0; w < 4; ++w)
     vector.words[w] = Element::store_32_bits(acc + w * Element::kPer32Bits);
   const std::size_t offset = std::size_t{idx} * sizeof(Vector);
-  store_vector<Cached::kNo>(outputs.at(0) + offset, vector, is_wanted);
+  store_pack<Cached::kNo>(outputs.at(0) + offset, vector, is_wanted);
   RINGCOMM_ROLLED
   for (int o = 1; o < outputs.num(); ++o)
-    store_vector<Cached::kYes>(outputs.at(o) + offset, vector, is_wanted);
+    store_pack<Cached::kYes>(outputs.at(o) + offset, vector, is_wanted);
 }
 
 /// Sums, times the inverse of a power of two for an average, which is exact: of 2, 4 or 8 ranks. A
@@ -224,8 +224,8 @@ struct ExactSums {
       RINGCOMM_UNROLL
       for (int u = 0; u < kUnroll; ++u) {
         const std::uint32_t idx = opaque(first + static_cast<unsigned>(u) * block.num_threads());
-        loaded[u][s] = load_vector<Cached::kYes>(source + std::size_t{idx} * sizeof(Vector),
-                                                 idx < num_vectors);
+        loaded[u][s] = load_pack<Cached::kYes, Vector>(source + std::size_t{idx} * sizeof(Vector),
+                                                       idx < num_vectors);
       }
     }
     end_of_loads();
@@ -259,8 +259,8 @@ RINGCOMM_HD void sum_any(const B& block, const To& outputs, const Sources& sourc
       for (int s = 0; s < kAtOnce; ++s) {
         const bool is_there = first + s < num_sources;
         const int source = is_there ? first + s : 0;
-        loaded[s] = load_vector<Cached::kYes>(sources.at(source) + std::size_t{i} * sizeof(Vector),
-                                              is_there);
+        loaded[s] = load_pack<Cached::kYes, Vector>(
+            sources.at(source) + std::size_t{i} * sizeof(Vector), is_there);
       }
       RINGCOMM_UNROLL
       for (int s = 0; s < kAtOnce; ++s)

@@ -1,7 +1,5 @@
 #pragma once
 
-#include <algorithm>
-
 #include "core/chunk_layout.h"
 #include "core/link_protocol.h"
 #include "cuda/kernels/phases.h"

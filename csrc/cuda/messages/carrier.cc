@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <iterator>
 #include <mutex>
 #include <optional>
 #include <ranges>
@@ -254,17 +253,15 @@ void compare(Communicator::Steps& steps, const CallHeader& header, std::size_t r
     theirs.seq = header.seq;
     raise(peer, describe_difference(static_cast<int>(peer), theirs, name_of(header.op)));
   }
-  const auto in_bytes = [&](std::uint64_t num_elems) {
-    return std::to_string(num_elems * element_bytes(header.dtype)) + " bytes";
-  };
+  const std::size_t elem_bytes = element_bytes(header.dtype);
   for (std::size_t from = 0; from < num_ranks; ++from)
     for (std::size_t to = 0; to < num_ranks; ++to) {
       const std::uint64_t given = all[from][kHeader + to];
       const std::uint64_t expected = all[to][kHeader + num_ranks + from];
       if (given != expected)
-        raise(from == rank ? to : from, "rank " + std::to_string(from) + " has " + in_bytes(given) +
-                                            " for rank " + std::to_string(to) + ", which expects " +
-                                            in_bytes(expected));
+        raise(from == rank ? to : from,
+              size_difference(static_cast<int>(from), given * elem_bytes, static_cast<int>(to),
+                              expected * elem_bytes));
     }
 }
 

@@ -59,12 +59,11 @@ DeviceEngine::Batch DeviceEngine::post() {
                           : backend_->recv(tensors, message.peer, message.tag));
     }
   } catch (...) {
-    const std::exception_ptr error = std::current_exception();
     try {
       if (is_coalesced) backend_->endCoalescing();
     } catch (...) {  // of the same cause
     }
-    std::rethrow_exception(error);
+    throw;
   }
   if (is_coalesced) {
     works.clear();  // they are parts of the one that follows

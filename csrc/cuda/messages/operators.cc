@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <iterator>
 #include <limits>
 
 #include "cuda/bindings/driver_device.h"
@@ -17,34 +18,28 @@ bool is_unsigned(DType dtype) {
   return dtype == DType::kUint16 || dtype == DType::kUint32 || dtype == DType::kUint64;
 }
 
-// The type in which torch computes with elements of ours: unsigned integers of 16 bits and more
-// have the operators of the signed ones.
-at::ScalarType scalar_type_of(DType dtype) {
-  switch (dtype) {
-    case DType::kFloat16:
-      return at::kHalf;
-    case DType::kBFloat16:
-      return at::kBFloat16;
-    case DType::kFloat32:
-      return at::kFloat;
-    case DType::kFloat64:
-      return at::kDouble;
-    case DType::kInt8:
-      return at::kChar;
-    default:
-      break;
-  }
-  switch (element_bytes(dtype)) {
-    case 1:
-      return at::kByte;
-    case 2:
-      return at::kShort;
-    case 4:
-      return at::kInt;
-    default:
-      return at::kLong;
-  }
+// The type in which torch computes with elements of ours, by DType: unsigned integers of 16 bits
+// and more have the operators of the signed ones.
+constexpr at::ScalarType kScalarTypes[] = {
+    at::kByte,  at::kByte, at::kByte, at::kChar, at::kShort,    at::kInt,   at::kLong,
+    at::kShort, at::kInt,  at::kLong, at::kHalf, at::kBFloat16, at::kFloat, at::kDouble};
+static_assert(std::size(kScalarTypes) == static_cast<std::size_t>(DType::kSoftmaxStats));
+
+at::Tensor& add_out(at::Tensor& to, const at::Tensor& a, const at::Tensor& b) {
+  return at::add_out(to, a, b);
 }
+
+// By Reduction.
+using Operator = at::Tensor& (*)(at::Tensor& to, const at::Tensor& a, const at::Tensor& b);
+constexpr Operator kOperators[] = {add_out,
+                                   add_out,
+                                   at::mul_out,
+                                   at::minimum_out,
+                                   at::maximum_out,
+                                   at::bitwise_and_out,
+                                   at::bitwise_or_out,
+                                   at::bitwise_xor_out};
+static_assert(std::size(kOperators) == static_cast<std::size_t>(Reduction::kMerge));
 
 // The sign bit of the signed type, as a number of that type.
 std::int64_t sign_bit(DType dtype) {
@@ -81,25 +76,6 @@ at::Tensor DeviceReduceOp::readable(const at::Tensor& array) const {
   return needs_flip() ? at::bitwise_xor(array, sign_bit(dtype_)) : array;
 }
 
-void DeviceReduceOp::apply(at::Tensor& to, const at::Tensor& a, const at::Tensor& b) const {
-  switch (reduction_) {
-    case Reduction::kProduct:
-      return static_cast<void>(at::mul_out(to, a, b));
-    case Reduction::kMin:
-      return static_cast<void>(at::minimum_out(to, a, b));
-    case Reduction::kMax:
-      return static_cast<void>(at::maximum_out(to, a, b));
-    case Reduction::kBitAnd:
-      return static_cast<void>(at::bitwise_and_out(to, a, b));
-    case Reduction::kBitOr:
-      return static_cast<void>(at::bitwise_or_out(to, a, b));
-    case Reduction::kBitXor:
-      return static_cast<void>(at::bitwise_xor_out(to, a, b));
-    default:
-      at::add_out(to, a, b);
-  }
-}
-
 at::Tensor DeviceReduceOp::divided(const at::Tensor& sum, int divisor) const {
   if (sum.is_floating_point()) return at::div(sum, divisor);
   if (dtype_ == DType::kUint64) return divided_unsigned(sum, divisor);
@@ -112,8 +88,9 @@ void DeviceReduceOp::combine(void* to, const std::vector<const void*>& srcs, std
                              int divisor) const {
   if (num_elems == 0) return;
   const auto array = [&](const void* data) {
-    return device_array(data, num_elems, scalar_type_of(dtype_), device_);
+    return device_array(data, num_elems, kScalarTypes[static_cast<std::size_t>(dtype_)], device_);
   };
+  const Operator apply = kOperators[static_cast<std::size_t>(reduction_)];
   at::Tensor result = array(to);
   if (srcs.size() == 2 && divisor == 1 && dtype_ != DType::kBool && !needs_flip()) {
     // Torch's own operators compute with 16-bit floats in fp32, too.

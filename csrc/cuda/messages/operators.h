@@ -35,7 +35,6 @@ class DeviceReduceOp {
   bool needs_flip() const;
   /// In a type in which torch computes as we do.
   at::Tensor readable(const at::Tensor& array) const;
-  void apply(at::Tensor& to, const at::Tensor& a, const at::Tensor& b) const;
   at::Tensor divided(const at::Tensor& sum, int divisor) const;
 
   Reduction reduction_;
