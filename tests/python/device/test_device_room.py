@@ -198,21 +198,21 @@ def check_overlap(rank: int) -> str:
     with emugpu.graph(graph):
         dist.all_reduce(x)
     store = dist.distributed_c10d._get_default_store()
-    if rank == 1:
-        store.wait(["rank 0 runs both"])
-        time.sleep(SLOW_S)
-    else:
-        with emugpu.stream(emugpu.Stream()):
-            graph.replay()
-        time.sleep(SLOW_S)
-        store.set("rank 0 runs both", "yes")
 
     def call() -> None:
-        for _ in range(50):
-            dist.all_reduce(y)
-            time.sleep(0.05)
+        """One, because each kernel that is enqueued takes its time to see that the group ended."""
+        work: Any = dist.all_reduce(y, async_op=True)
+        work.wait(datetime.timedelta(seconds=60))
 
-    return str(caught(call).get("text"))
+    if rank == 0:  # whose kernels both wait for rank 1, until one of them finds the other
+        with emugpu.stream(emugpu.Stream()):
+            graph.replay()
+        said = caught(call)
+        store.set("rank 0 has heard", "yes")
+    else:
+        store.wait(["rank 0 has heard"])
+        said = caught(call)
+    return str(said.get("text"))
 
 
 def test_a_replay_beside_a_call_on_another_stream_is_an_error() -> None:
