@@ -70,7 +70,7 @@ test-ptx: check-python  ## run nvcc's PTX of the CUDA kernels and Triton's on th
 	@$(MAKE) --no-print-directory -C "$(ROOT)/tests/ptx" run FORM=$(or $(ARGS),short) ARGS= PYTHON="$(PYTHON)"
 	@$(PREPARE) --need train --need test --extension -- -m pytest -q tests/python/ops/test_triton_ptx.py \
 	    $(if $(filter all,$(ARGS)),,-m 'not slow')
-	@export RINGCOMM_TEST_PTX=$(or $(ARGS),short); [ ! -e build/ptx/$$RINGCOMM_TEST_PTX/libcuda_emulator.so ] || $(PREPARE) --need train --need test --extension -- -m pytest -q \
+	@export RINGCOMM_TEST_PTX=$(or $(ARGS),short); [ ! -e "$(ROOT)/build/ptx/$$RINGCOMM_TEST_PTX/libcuda_emulator.so" ] || $(PREPARE) --need train --need test --extension -- -m pytest -q \
 	    $(if $(filter all,$(ARGS)),tests/python/device/test_gpu_*.py) tests/python/device/test_device_losses.py
 
 kernels: check-python  ## compile the CUDA kernels with nvcc, and compare their machine code with the table

@@ -27,6 +27,7 @@ from ringcomm.ops.losses.options import (
     checked_weight,
     find_shard,
     first_order_only,
+    has_rows,
     shard_of_dtensor,
     with_outputs,
 )
@@ -164,7 +165,7 @@ def _rows_of(logits: Tensor, inplace: bool) -> Tensor:
         except RuntimeError:
             pass
         else:
-            if shape[0] <= 1 or rows.stride(0) >= shape[1]:  # else rows overlap
+            if has_rows(rows):  # else rows overlap
                 return rows
     raise ValueError(
         f"inplace needs contiguous rows of logits, got strides {tuple(logits.stride())}"

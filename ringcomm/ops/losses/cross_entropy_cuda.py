@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ringcomm import _kernels
 from ringcomm._extension import HAS_CUDA
+from ringcomm.ops.losses.options import has_rows
 from ringcomm.ops.losses.soft_targets import check_classes
 from ringcomm.ops.triton_kernels import (
     COUNT_BLOCK,
@@ -317,12 +318,6 @@ def cross_entropy_and_grad_(
     return _losses_of(stats, rows.target, rows.weight, denominator, *terms)
 
 
-def _has_rows(matrix: Tensor) -> bool:
-    """Whether its rows are contiguous and do not overlap."""
-    num_rows, width = matrix.shape
-    return (width <= 1 or matrix.stride(1) == 1) and (num_rows <= 1 or matrix.stride(0) >= width)
-
-
 @on_cuda
 def scale_(tensor: Tensor, factor: Tensor) -> None:
     """Multiplies in place by a number read on the device; the factor 1 writes nothing.
@@ -330,9 +325,9 @@ def scale_(tensor: Tensor, factor: Tensor) -> None:
     A matrix may have contiguous rows or, as the gradient of a transposed tensor, columns.
     """
     rows = tensor if tensor.dim() == 2 else tensor.view(1, -1)
-    if not _has_rows(rows):
+    if not has_rows(rows):
         rows = rows.t()
-    if not _has_rows(rows):
+    if not has_rows(rows):
         raise ValueError(f"scale_ needs rows or columns without gaps, got {tensor.stride()}")
     if rows.numel():
         launch(

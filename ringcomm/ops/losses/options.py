@@ -233,6 +233,12 @@ def checked_weight(
     return weight.to(torch.promote_types(logits.dtype, torch.float32))
 
 
+def has_rows(matrix: Tensor) -> bool:
+    """Whether the rows of a matrix are contiguous and do not overlap."""
+    num_rows, width = matrix.shape
+    return (width <= 1 or matrix.stride(1) == 1) and (num_rows <= 1 or matrix.stride(0) >= width)
+
+
 def check_targets(target: Tensor, shape: torch.Size, device: torch.device) -> None:
     """Raises ValueError or TypeError unless targets are class indices of the given shape."""
     if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
