@@ -198,9 +198,36 @@ def scale(ops: Any, device: str) -> None:
             launchers.scale_(gaps, torch.ones([]))
 
 
+def strided(ops: Any, device: str) -> None:
+    """Logits, targets and the gradients of losses in layouts that others' kernels misread.
+
+    https://github.com/NVIDIA/TransformerEngine/issues/2734 (batches that are transposed),
+    https://github.com/unslothai/unsloth/pull/10713 (strided targets, parts of the columns),
+    https://github.com/ROCm/TransformerEngine/pull/623 (an expanded gradient),
+    https://github.com/pytorch/pytorch/issues/194719 (a gradient that is a part of another).
+    """
+    logits = random_logits((4, 6, 80)).to(device).transpose(0, 1)[..., 7:71]
+    target = random_targets((4, 12), 64).to(device).t()[::2]
+    factors = torch.linspace(0.1, 2, 48, device=device).view(6, 8)
+    ends_of_losses: tuple[Callable[[Tensor], Tensor], ...] = (
+        lambda loss: loss.sum(),
+        lambda loss: (torch.cat([loss, 2 * loss], 1) * factors).sum(),
+        lambda loss: loss.t()[1::2].sum(),
+    )
+    for ends in ends_of_losses:
+        found, right = logits.detach().requires_grad_(), logits.clone().requires_grad_()
+        ends(cross_entropy(found, target, reduction="none")).backward()
+        plain = torch.nn.functional.cross_entropy(
+            right.reshape(24, 64), target.reshape(24), reduction="none"
+        )
+        ends(plain.view(6, 4)).backward()
+        assert found.grad is not None
+        torch.testing.assert_close(found.grad, right.grad, rtol=1e-5, atol=1e-6)
+
+
 BESIDES = {
     check.__name__: check
-    for check in (in_place, shards, beyond_32_bits, no_class, wrong_shards, scale)
+    for check in (in_place, shards, beyond_32_bits, no_class, wrong_shards, scale, strided)
 }
 
 
