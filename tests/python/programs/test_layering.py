@@ -76,6 +76,21 @@ def test_the_architecture_page_draws_the_tree() -> None:
     assert set(drawn.values()) == {page.name for page in design.glob("*.md")}
 
 
+def test_every_page_names_its_tests() -> None:
+    """In a line "tests:", as paths or patterns; each test is on a page."""
+    found: set[Path] = set()
+    for page in (ROOT / "docs" / "design").glob("*.md"):
+        lines = re.findall(r"^tests: (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+        assert len(lines) == 1, page.name
+        for pattern in re.findall(r"`([^`]+)`", lines[0]):
+            paths = list(ROOT.glob(pattern))
+            assert paths, f"{page.name}: {pattern} is nothing"
+            found.update(paths)
+    tests = [*(ROOT / "tests").rglob("test_*.py"), *(ROOT / "tests").rglob("test_*.cc")]
+    missing = [name_of(test) for test in tests if found.isdisjoint({test, *test.parents})]
+    assert not missing, f"no page in docs/design names {missing}"
+
+
 def test_includes_point_left() -> None:
     wrong = []
     for path in CPP_FILES:
