@@ -150,8 +150,10 @@ def _mad(f: Function, op: Opcode, args: list[str]) -> None:
 def _min_max(f: Function, op: Opcode, args: list[str]) -> None:
     op.only("ftz", "NaN")
     function = f"{op.base}_nan" if op.has("NaN") else op.base
-    operands = [f.get(op.type, arg) for arg in args[1:]]
-    f.set(args[0], _call(f, op, f"{function}<{CPP[op.type]}>", operands))
+    result, *others = (f.get(op.type, arg) for arg in args[1:])
+    for other in others:  # two from sm_100 on, for numbers of 32 bits
+        result = _call(f, op, f"{function}<{CPP[op.type]}>", [result, other])
+    f.set(args[0], result)
 
 
 @opcode("shf")

@@ -6,7 +6,7 @@
 
 TESTS is the program of the C++ tests (tests/ptx/Makefile). Every executed access with an order,
 fence and barrier of the kernels below gets each weaker form, one at a time: the memory is told
-which line of the kernel's PTX to weaken (weak_accesses.h), so nothing is compiled. A mutant is
+which lines of the kernel's PTX to weaken (weak_accesses.h), so nothing is compiled. A mutant is
 found in a seed if a test fails, or does not end. Those of REDUNDANT are known not to matter, with
 the reason; every other one must be found in one seed at least.
 """
@@ -34,13 +34,14 @@ TESTS = {
     ],
     "ringcomm_ring_bfloat16": ["memory: ring"],
     "ringcomm_move_same": ["memory: move_same", "memory: move_same in lent buffers"],
-    "ringcomm_move": ["memory: move"],
+    "ringcomm_move": ["memory: move", "memory: move in lent buffers"],
     "ringcomm_exchange": ["memory: exchange"],
     "ringcomm_loss_rows_bfloat16": ["memory: loss_rows"],
 }
 TIMEOUT_S = {True: 60, False: 200}  # of a run with a mutant; a kernel's own is KERNEL_TIMEOUT_S
 KERNEL_TIMEOUT_S = 4
 NOT_VALID = 77  # the exit status of a run that showed nothing
+TRIES_PER_SEED = 8
 
 # What an instruction may become.
 CHANGES = [
@@ -79,6 +80,7 @@ REDUNDANT = [
     # These are needed. To find them, loads would have to take values of later stores.
     (r"sync < store_seq_cst_each < store_seq_cst < advance < release ", "other threads' loads"),
     (r"publish < rejoin ", "loads from lent buffers"),
+    (r"wait_all < open < meet ", "loads of the peers' earlier kernels"),
     (r"fence\.mbarrier_init", "barrier.cluster.arrive.release orders the same"),
     (r"barrier\.cluster\.arrive", "fence.mbarrier_init orders the same"),
     (r"mbarrier\.arrive", "who waits reads nothing that the arriving thread has stored"),
@@ -87,6 +89,8 @@ REDUNDANT = [
 
 # These order nothing (docs/design/gpu_orders.md): what the host sees of a wait, and claims.
 NO_ORDER = re.compile("note_wait|claim")
+# The operations of a link. One change of such a function is a change wherever it was inlined.
+LINK = re.compile(r".*?(?:advance < publish|advance < release|wait_at_least < wait(?:_drained)?)\b")
 
 
 @dataclass(frozen=True)
@@ -99,13 +103,44 @@ class Site:
 
 @dataclass(frozen=True)
 class Mutant:
-    site: Site
+    """A change of all `sites`: one instruction of the source, where it was inlined."""
+
+    sites: list[Site]
     change: str
 
     @property
+    def kernel(self) -> str:
+        return self.sites[0].kernel
+
+    @property
+    def lines(self) -> str:
+        return ",".join(str(site.line) for site in self.sites)
+
+    @property
+    def place(self) -> str:
+        return function_of(self.sites[0]) if len(self.sites) > 1 else self.sites[0].place
+
+    @property
     def name(self) -> str:
-        kernel = self.site.kernel.removeprefix("ringcomm_")
-        return f"{kernel}: {self.site.opcode} in {self.site.place}: {self.change}"
+        kernel = self.kernel.removeprefix("ringcomm_")
+        return f"{kernel}: {self.sites[0].opcode} in {self.place}: {self.change}"
+
+
+def function_of(site: Site) -> str:
+    """What is weakened at once: an operation of a link, or else the site's own place."""
+    operation = LINK.match(site.place)
+    return operation[0] if operation else f"{site.place} {site.line}"
+
+
+def mutants_of(sites: list[Site]) -> list[Mutant]:
+    groups: dict[tuple[str, str, str], list[Site]] = {}
+    for site in sites:
+        groups.setdefault((site.kernel, site.opcode, function_of(site)), []).append(site)
+    return [
+        Mutant(group, change)
+        for group in groups.values()
+        for change in changes_of(group[0].opcode)
+    ]
 
 
 # ---- the instructions of a PTX file
@@ -198,8 +233,7 @@ def run(tests: str, case: str, seed: int, mutant: Mutant | None, **more: str) ->
     environment = os.environ | more
     environment |= {"RINGCOMM_TEST_PTX_MEMORY": str(seed), "RINGCOMM_TEST_PTX_SEED": str(seed)}
     if mutant is not None:
-        site = mutant.site
-        environment["RINGCOMM_TEST_PTX_MUTANT"] = f"{site.kernel}:{site.line}:{mutant.change}"
+        environment["RINGCOMM_TEST_PTX_MUTANT"] = f"{mutant.kernel}:{mutant.lines}:{mutant.change}"
         environment["RINGCOMM_TEST_PTX_TIMEOUT_S"] = str(KERNEL_TIMEOUT_S)
     try:
         done = subprocess.run(
@@ -224,10 +258,12 @@ def executed_lines(tests: str, kernel: str) -> set[int]:
 
 
 def num_found(tests: str, mutant: Mutant, num_seeds: int) -> tuple[int, int]:
-    """In how many seeds a test failed, and in how many it showed anything."""
+    """In how many seeds a test failed, and in how many it showed anything: `num_seeds` if it can."""
     found = valid = 0
-    for seed in range(1, num_seeds + 1):
-        seen = [run(tests, case, seed, mutant) for case in TESTS[mutant.site.kernel]]
+    for seed in range(1, TRIES_PER_SEED * num_seeds + 1):
+        if valid == num_seeds:
+            break
+        seen = [run(tests, case, seed, mutant) for case in TESTS[mutant.kernel]]
         if all(each == "not valid" for each in seen):
             continue
         valid += 1
@@ -245,7 +281,7 @@ def fails(tests: str, case: str, num_seeds: int) -> bool:
 
 
 def reason_of(mutant: Mutant) -> str:
-    name = f"{mutant.site.kernel} {mutant.site.opcode} {mutant.site.place} {mutant.change}"
+    name = f"{mutant.kernel} {mutant.sites[0].opcode} {mutant.place} {mutant.change}"
     return next((why for pattern, why in REDUNDANT if re.search(pattern, name)), "")
 
 
@@ -267,16 +303,13 @@ def main() -> int:
     executed = {
         kernel: executed_lines(options.tests, kernel) for kernel in {s.kernel for s in sites}
     }
-    mutants = [
-        Mutant(site, change)
-        for site in sites
-        if site.line in executed[site.kernel] and not NO_ORDER.match(site.place)
-        for change in changes_of(site.opcode)
-    ]
+    mutants = mutants_of(
+        [s for s in sites if s.line in executed[s.kernel] and not NO_ORDER.match(s.place)]
+    )
     mutants = [mutant for mutant in mutants if re.search(options.only, mutant.name)]
     if options.list:
         for mutant in mutants:
-            print(f"{mutant.site.line}: {mutant.name}")
+            print(f"{mutant.lines}: {mutant.name}")
         return 0
     rows = []
     with ThreadPoolExecutor(options.jobs) as pool:
@@ -288,7 +321,7 @@ def main() -> int:
             is_expected = found > 0 or bool(reason)
             wrong += not is_expected
             verdict = "" if is_expected else "  NOT EXPECTED"
-            print(f"{mutant.site.line}: {mutant.name}: {found} of {valid}{verdict}", flush=True)
+            print(f"{mutant.lines}: {mutant.name}: {found} of {valid}{verdict}", flush=True)
             rows.append((mutant, found, valid, reason))
     if options.table:
         write_table(options.table, rows)
@@ -299,10 +332,11 @@ def main() -> int:
 def write_table(path: Path, rows: list[tuple[Mutant, int, int, str]]) -> None:
     lines = ["| kernel | instruction, in the function | becomes | found |", "|---|---|---|---|"]
     for mutant, found, valid, reason in rows:
-        kernel = mutant.site.kernel.removeprefix("ringcomm_")
-        place = " < ".join(mutant.site.place.split(" < ")[:5])
+        kernel = mutant.kernel.removeprefix("ringcomm_")
+        place = " < ".join(mutant.place.split(" < ")[:5])
+        opcode = mutant.sites[0].opcode
         result = f"{found} of {valid}" if found else f"no: {reason or 'not found'}"
-        lines.append(f"| {kernel} | `{mutant.site.opcode}`, {place} | {mutant.change} | {result} |")
+        lines.append(f"| {kernel} | `{opcode}`, {place} | {mutant.change} | {result} |")
     path.write_text("\n".join(lines) + "\n")
 
 

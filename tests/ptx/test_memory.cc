@@ -75,6 +75,10 @@ TEST_CASE("memory: move") {
   run_calls(3, {.op = OpKind::kAllToAll, .dtype = DType::kByte, .num_elems = 60'001});
 }
 
+TEST_CASE("memory: move in lent buffers") {
+  run_calls(2, {.op = OpKind::kAllToAll, .dtype = DType::kByte, .num_elems = 90'001}, true);
+}
+
 TEST_CASE("memory: exchange") {
   constexpr std::size_t kBytes = 400'001;  // several times the slots of all channels
   GpuRanks ranks(2, {.world_size = 2, .min_multiprocessors = 4}, 1);
