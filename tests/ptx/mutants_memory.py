@@ -258,7 +258,7 @@ def executed_lines(tests: str, kernel: str) -> set[int]:
 
 
 def num_found(tests: str, mutant: Mutant, num_seeds: int) -> tuple[int, int]:
-    """In how many seeds a test failed, and in how many it showed anything: `num_seeds` if it can."""
+    """In how many seeds a test failed, and in how many it showed anything, which should be all."""
     found = valid = 0
     for seed in range(1, TRIES_PER_SEED * num_seeds + 1):
         if valid == num_seeds:
