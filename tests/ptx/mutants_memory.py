@@ -137,9 +137,7 @@ def mutants_of(sites: list[Site]) -> list[Mutant]:
     for site in sites:
         groups.setdefault((site.kernel, site.opcode, function_of(site)), []).append(site)
     return [
-        Mutant(group, change)
-        for group in groups.values()
-        for change in changes_of(group[0].opcode)
+        Mutant(group, change) for group in groups.values() for change in changes_of(group[0].opcode)
     ]
 
 
