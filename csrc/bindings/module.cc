@@ -237,7 +237,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     const std::shared_ptr<Communicator> engine = engine_of(backend);
     return counts_by_peer(*engine, engine->rank());
   });
-  m.def("transport_of", [](const BackendPtr& backend) { return engine_of(backend)->transport(); });
+  m.def("transport_of",
+        [](const BackendPtr& backend) { return engine_of(backend)->transport_description(); });
   m.def("mapped_bytes",
         [](const BackendPtr& backend) { return engine_of(backend)->mapped_bytes(); });
   m.def(

@@ -129,7 +129,7 @@ ProcessGroupRingcomm::ProcessGroupRingcomm(const c10::intrusive_ptr<c10d::Store>
       last_split_(c10::intrusive_ptr<c10d::Backend>()) {
   const World world = world_over(store);
   const auto timeout = std::min(options_->timeout, kLongestTimeout);
-  const MakeMessages make_messages = [&](const std::string& key, const LookForRanks& look) {
+  const MakeMessenger make_messenger = [&](const std::string& key, const LookForRanks& look) {
     auto [backend, contacts] = make_message_backend(options_->engine.p2p_backend, store, key, rank,
                                                     size, *options_, look, "the group's messages");
     contacts_ = std::move(contacts);
@@ -140,7 +140,7 @@ ProcessGroupRingcomm::ProcessGroupRingcomm(const c10::intrusive_ptr<c10d::Store>
                      deadline_after(timeout));
     communicator_ = std::make_shared<Communicator>(
         timed, rank, size, options_->engine, timeout,
-        options_->engine.p2p_backend.empty() ? MakeMessages{} : make_messages,
+        options_->engine.p2p_backend.empty() ? MakeMessenger{} : make_messenger,
         KnownRanks{ask_world(world, options_->global_ranks_in_group),
                    options_->global_ranks_in_group});
   });
@@ -270,7 +270,7 @@ void ProcessGroupRingcomm::eagerConnectSingleDevice(at::Device device) {
   try {
     with_python_errors([&] { devices()->connect(device); });
   } catch (const c10::ValueError&) {
-    // No carrier supports such tensors; a call with one raises.
+    // No transport supports such tensors; a call with one raises.
   }
 }
 

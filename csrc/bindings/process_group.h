@@ -127,7 +127,7 @@ class ProcessGroupRingcomm final : public c10d::Backend {
   void abort() override;
   void shutdown() override { leave(/*is_asked=*/true); }
 
-  /// Makes the carrier of the device's tensors. torch calls it on all ranks of a group that is
+  /// Makes the transport of the device's tensors. torch calls it on all ranks of a group that is
   /// bound to devices.
   void eagerConnectSingleDevice(at::Device device) override;
   /// A device tensor in memory that the other ranks map. Collective; throws like Devices::lend().

@@ -39,9 +39,9 @@ const char* name_of(OpKind op);
 /// Whether the elements of the ranks become one.
 bool is_reduction(OpKind op);
 const char* name_of(Algorithm algorithm);
-/// One that users may request for all_reduce: the first four, which every carrier has. A carrier of
-/// device tensors may run a different one if the buffers do not allow it; Stats show which one ran.
-/// Throws std::invalid_argument naming the known ones.
+/// One that users may request for all_reduce: the first four, which every transport has. A
+/// transport of device tensors may run a different one if the buffers do not allow it; Stats show
+/// which one ran. Throws std::invalid_argument naming the known ones.
 Algorithm algorithm_from_name(const std::string& name);
 
 /// The options of a group; must be equal on all its ranks.

@@ -7,8 +7,8 @@
 #include <utility>
 
 #include "collectives/fused_update.h"
-#include "collectives/shm/carrier.h"
-#include "transport/messages/message_transport.h"
+#include "collectives/shm/transport.h"
+#include "transport/messages/messenger.h"
 #include "transport/shm/rendezvous.h"
 
 namespace ringcomm {
@@ -16,9 +16,10 @@ namespace {
 
 // Chooses the transport of a group of at least 2 ranks, and says in words which and why;
 // collective.
-std::pair<std::unique_ptr<Carrier>, std::string> make_carrier(
+std::pair<std::unique_ptr<Transport>, std::string> make_transport(
     KeyValueStore& store, int rank, int world_size, const CommunicatorOptions& options,
-    const MakeMessages& make_messages, const KnownRanks& known, std::chrono::milliseconds timeout) {
+    const MakeMessenger& make_messenger, const KnownRanks& known,
+    std::chrono::milliseconds timeout) {
   const bool is_p2p = options.transport == "p2p";
   shm::Rendezvous rendezvous(store,
                              {.rank = rank,
@@ -35,20 +36,21 @@ std::pair<std::unique_ptr<Carrier>, std::string> make_carrier(
     const PeerTable peer_table = rendezvous.find_ranks();
     const std::string hosts = peer_table.describe();
     if (peer_table.num_hosts() == 1 && !is_p2p)
-      return {std::make_unique<ShmCarrier>(rendezvous, peer_table, rank, options), "shm: " + hosts};
+      return {std::make_unique<ShmTransport>(rendezvous, peer_table, rank, options),
+              "shm: " + hosts};
 
-    if (!make_messages)
+    if (!make_messenger)
       throw std::invalid_argument((is_p2p ? "the transport is p2p" : hosts) +
                                   ", but no backend for messages is available");
     const bool is_flat = is_p2p || peer_table.num_hosts() == world_size;
-    auto carrier =
-        make_message_carrier(store, rendezvous, peer_table, options, make_messages, is_flat);
-    return {std::move(carrier), (is_flat ? "p2p over " : "shm inside a host, p2p over ") +
-                                    options.p2p_backend +
-                                    (is_p2p    ? ", as requested; "
-                                     : is_flat ? ", because no two ranks share a host; "
-                                               : " between them; ") +
-                                    hosts};
+    auto transport =
+        make_message_transport(store, rendezvous, peer_table, options, make_messenger, is_flat);
+    return {std::move(transport), (is_flat ? "p2p over " : "shm inside a host, p2p over ") +
+                                      options.p2p_backend +
+                                      (is_p2p    ? ", as requested; "
+                                       : is_flat ? ", because no two ranks share a host; "
+                                                 : " between them; ") +
+                                      hosts};
   } catch (const std::invalid_argument&) {
     throw;  // on all ranks
   } catch (const std::exception& error) {
@@ -87,28 +89,29 @@ trace::Event event_of(const Collective& call, const CallHeader& header, std::uin
 
 Communicator::Communicator(KeyValueStore& store, int rank, int world_size,
                            const CommunicatorOptions& options, std::chrono::milliseconds timeout,
-                           const MakeMessages& make_messages, const KnownRanks& known)
+                           const MakeMessenger& make_messenger, const KnownRanks& known)
     : rank_(rank), world_size_(world_size), options_(options) {
   if (!options.transport.empty() && options.transport != "shm" && options.transport != "p2p")
     throw std::invalid_argument("transport must be shm or p2p, got '" + options.transport + "'");
   if (world_size > 1) {
     flight::start();  // before a peer asks for it
-    std::tie(carrier_, transport_) =
-        make_carrier(store, rank, world_size, options, make_messages, known, timeout);
-    if (!carrier_->shares_memory()) queue_.leave_to_thread();
+    std::tie(transport_, transport_description_) =
+        make_transport(store, rank, world_size, options, make_messenger, known, timeout);
+    if (!transport_->shares_memory()) queue_.leave_to_thread();
   }
-  failure_ = std::make_unique<Failure>(carrier_ != nullptr ? &carrier_->membership() : nullptr,
+  failure_ = std::make_unique<Failure>(transport_ != nullptr ? &transport_->membership() : nullptr,
                                        rank, world_size);
-  if (carrier_ != nullptr) p2p_ = carrier_->make_p2p(*failure_, stats_);
+  if (transport_ != nullptr) p2p_ = transport_->make_p2p(*failure_, stats_);
 }
 
 Communicator::~Communicator() { trace::leave_group(trace_group_); }
 
 void Communicator::record_as(const std::string& name, const std::vector<std::uint64_t>& ranks) {
-  if (trace::is_on()) trace_group_ = trace::add_group(name, rank_, ranks, transport_);
-  if (carrier_ == nullptr) return;
-  Membership& members = carrier_->membership();
-  log_ = flight::Log::make(name, rank_, ranks, transport_, members, options_.says_waits);
+  if (trace::is_on()) trace_group_ = trace::add_group(name, rank_, ranks, transport_description_);
+  if (transport_ == nullptr) return;
+  Membership& members = transport_->membership();
+  log_ =
+      flight::Log::make(name, rank_, ranks, transport_description_, members, options_.says_waits);
   p2p_->record_as(trace_group_, log_.get());
   if (log_ == nullptr) return;
   failure_->record_in(log_.get());
@@ -184,7 +187,7 @@ void Communicator::validate(const Collective& call) const {
 
 Algorithm Communicator::algorithm_of(const Collective& call) const {
   CallHeader header{.algorithm = Algorithm::kDirect};
-  if (carrier_ != nullptr) carrier_->plan(call, header);
+  if (transport_ != nullptr) transport_->plan(call, header);
   return header.algorithm;
 }
 
@@ -196,7 +199,7 @@ CallHeader Communicator::issue(const Collective& call) {
 
 CallHeader Communicator::planned(const Collective& call) {
   CallHeader header = header_of(call, num_run_++, world_size_);
-  if (carrier_ != nullptr) carrier_->plan(call, header);
+  if (transport_ != nullptr) transport_->plan(call, header);
   return header;
 }
 
@@ -204,7 +207,7 @@ void Communicator::execute(const Collective& call, const WaitLimits& limits) {
   failure_->rethrow_if_any();
   const CallHeader header = planned(call);
   trace::Span span([&] { return event_of(call, header, trace_group_); });
-  if (carrier_ == nullptr) {
+  if (transport_ == nullptr) {
     run_alone(call);
     stats_.count(header.op, {});
     return;
@@ -220,12 +223,12 @@ void Communicator::execute(const Collective& call, const WaitLimits& limits) {
   const auto run_part = [&](const Collective& part) {
     const CallHeader header_of_part = planned(part);
     const trace::Span span_of_part([&] { return event_of(part, header_of_part, trace_group_); });
-    return carrier_->run(part, header_of_part, limits);
+    return transport_->run(part, header_of_part, limits);
   };
   try {
-    const bool is_in_parts = call.op == OpKind::kReduceUpdateGather && !carrier_->shares_memory();
+    const bool is_in_parts = call.op == OpKind::kReduceUpdateGather && !transport_->shares_memory();
     const Traffic traffic = is_in_parts ? update_in_parts(call, rank_, world_size_, run_part)
-                                        : carrier_->run(call, header, limits);
+                                        : transport_->run(call, header, limits);
     span.set_algorithm(name_of(traffic.algorithm));
     if (call.is_counted) stats_.count(header.op, traffic);
   } catch (const Stopped& stopped) {

@@ -9,13 +9,13 @@
 #include <string>
 #include <vector>
 
-#include "collectives/carrier.h"
 #include "collectives/collective.h"
 #include "collectives/failure.h"
 #include "collectives/flight.h"
 #include "collectives/ordered_queue.h"
 #include "collectives/p2p.h"
 #include "collectives/trace.h"
+#include "collectives/transport.h"
 #include "transport/membership.h"
 #include "transport/process.h"
 
@@ -55,7 +55,7 @@ class Communicator {
 
   /// Collective over the group. Throws Error.
   Communicator(KeyValueStore& store, int rank, int world_size, const CommunicatorOptions& options,
-               std::chrono::milliseconds timeout, const MakeMessages& make_messages = {},
+               std::chrono::milliseconds timeout, const MakeMessenger& make_messenger = {},
                const KnownRanks& known = {});
   /// Calls close() without a way to interrupt it, then leaves the group.
   ~Communicator();
@@ -69,7 +69,7 @@ class Communicator {
   /// The algorithm that a call gets.
   Algorithm algorithm_of(const Collective& call) const;
   /// A readable description of the transport and the reason for its choice.
-  const std::string& transport() const { return transport_; }
+  const std::string& transport_description() const { return transport_description_; }
   /// Adds the group to the flight recorder, and to a recording if there is one, with its name and
   /// its ranks' numbers in the job. Call it before all collectives.
   void record_as(const std::string& name, const std::vector<std::uint64_t>& ranks);
@@ -78,7 +78,9 @@ class Communicator {
   /// The group's number in the recording.
   std::uint32_t trace_group() const { return trace_group_; }
   /// Bytes of shared memory mapped for the group, touched or not.
-  std::size_t mapped_bytes() const { return carrier_ != nullptr ? carrier_->mapped_bytes() : 0; }
+  std::size_t mapped_bytes() const {
+    return transport_ != nullptr ? transport_->mapped_bytes() : 0;
+  }
 
   /// Runs a collective, or in its place a sequence, to its end, in this thread when no other is
   /// before it. Throws Error, std::invalid_argument.
@@ -117,7 +119,7 @@ class Communicator {
   }
   Failure& failure() { return *failure_; }
   /// Null in a group of one.
-  Membership* members() { return carrier_ != nullptr ? &carrier_->membership() : nullptr; }
+  Membership* members() { return transport_ != nullptr ? &transport_->membership() : nullptr; }
 
  private:
   void validate(const Collective& call) const;
@@ -130,10 +132,10 @@ class Communicator {
   int world_size_;
   CommunicatorOptions options_;
   Stats stats_;
-  std::string transport_ = "none: a group of one";
+  std::string transport_description_ = "none: a group of one";
   std::uint32_t trace_group_ = trace::kNoGroup;
-  std::unique_ptr<Carrier> carrier_;  // null in a group of one, as is p2p_
-  std::unique_ptr<flight::Log> log_;  // null without a recorder
+  std::unique_ptr<Transport> transport_;  // null in a group of one, as is p2p_
+  std::unique_ptr<flight::Log> log_;      // null without a recorder
   std::unique_ptr<Failure> failure_;
   std::unique_ptr<PointToPoint> p2p_;
   std::atomic<std::uint64_t> num_issued_ = 0;

@@ -64,7 +64,7 @@ class Failure {
   bool has_failed() const { return has_failed_.load(std::memory_order_acquire); }
 
   // Both only in a group of several.
-  /// A wait for `peer` ended early; `detail` is the transport's message.
+  /// A wait for `peer` ended early; `detail` is the messenger's message.
   [[noreturn]] void raise_stopped(Stop stop, int peer, const Activity& activity,
                                   const std::string& detail = {});
   /// `peer` made a different call than this rank; `difference` describes both.

@@ -19,7 +19,7 @@
 namespace ringcomm {
 
 class MessageMembers;
-class MessageTransport;
+class Messenger;
 namespace shm {
 class Group;
 }
@@ -111,7 +111,7 @@ class PointToPoint {
   Stats& stats_;
   int rank_;
   int world_size_;
-  std::mutex mutex_;                  // guards the rest, and what the carriers add
+  std::mutex mutex_;                  // guards the rest, and what the transports add
   std::condition_variable has_news_;  // an operation has ended
   bool is_stopping_ = false;
 
@@ -130,7 +130,7 @@ Activity activity_of(const P2pOp& op);
 /// Over links in shared memory. All arguments must live as long, also of the next one.
 std::unique_ptr<PointToPoint> make_shm_p2p(shm::Group& group, Failure& failure, Stats& stats);
 /// Over messages. A send is complete when its receiver has taken it, so its process may end then.
-std::unique_ptr<PointToPoint> make_message_p2p(MessageTransport& transport, MessageMembers& members,
+std::unique_ptr<PointToPoint> make_message_p2p(Messenger& messenger, MessageMembers& members,
                                                Failure& failure, Stats& stats);
 
 }  // namespace ringcomm

@@ -146,7 +146,7 @@ struct WaitLimits {
   std::function<bool()> is_interrupted;
 };
 
-/// Called about every kLookInterval while the message transport connects, with the ranks that have
+/// Called about every kLookInterval while the messenger connects, with the ranks that have
 /// not arrived yet. Throws Error if one cannot arrive any more; the caller then checks a last time
 /// whether all have arrived, because one may have arrived and ended since.
 using LookForRanks = std::function<void(const std::vector<int>& missing)>;

@@ -332,7 +332,7 @@ inline void run_case(Communicator& communicator, const Case& c) {
   buffers.check();
 }
 
-/// The algorithms of all_reduce that every carrier supports.
+/// The algorithms of all_reduce that every transport supports.
 inline constexpr Algorithm kAlgorithms[] = {Algorithm::kOneShot, Algorithm::kTwoShot,
                                             Algorithm::kRing};
 

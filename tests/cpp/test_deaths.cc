@@ -210,9 +210,8 @@ void count_step(const char* what) {
 }
 
 // As ringcomm.message_backend does: no rank has its messages before all have made theirs.
-std::unique_ptr<MessageTransport> make_messages(KeyValueStore& store, int rank,
-                                                testing::SocketMesh& mesh, const std::string& key,
-                                                const LookForRanks& look) {
+std::unique_ptr<Messenger> make_messenger(KeyValueStore& store, int rank, testing::SocketMesh& mesh,
+                                          const std::string& key, const LookForRanks& look) {
   auto messages = std::make_unique<testing::SocketMessages>(rank, mesh.take(rank));
   store.set(key + "/made/" + std::to_string(rank), "");
   for (int peer = 0; peer < plan.world_size; ++peer) {
@@ -238,7 +237,7 @@ std::unique_ptr<Communicator> make_group(KeyValueStore& store, int rank, testing
   return std::make_unique<Communicator>(
       store, rank, plan.world_size, options, timeout,
       [&](const std::string& key, const LookForRanks& look) {
-        return make_messages(store, rank, mesh, key, look);
+        return make_messenger(store, rank, mesh, key, look);
       },
       KnownRanks{known, {}});
 }

@@ -54,8 +54,8 @@ TEST_CASE("hosts: every collective, shares even and uneven, wherever the ranks a
     CAPTURE(placement);
     MemoryNetwork network(static_cast<int>(placement.size()), std::chrono::microseconds(100));
     run_hosts_ranks(network, placement, [&](Communicator& communicator) {
-      expect(communicator.transport().find("between them") != std::string::npos,
-             communicator.transport());
+      expect(communicator.transport_description().find("between them") != std::string::npos,
+             communicator.transport_description());
       std::uint32_t salt = 0;
       for (const std::size_t num_elems : {0U, 1U, 5U, 7U, 1001U, 17'011U}) {
         for (const OpKind op : kOps) {
@@ -121,7 +121,7 @@ std::size_t mixed_elems(std::uint32_t salt, int from, int to) {
   return kLimits[1 + random % 2] / kWord + random / 8 % 2;
 }
 
-// With a share over 1 MiB carriers of two hosts waited for each other in a circle. How often each
+// With a share over 1 MiB transports of two hosts waited for each other in a circle. How often each
 // layout gets other shares: RINGCOMM_HOSTS_ROUNDS (`make stress`).
 TEST_CASE("hosts: shares on both sides of every limit end on every layout" *
           doctest::skip(testing::kHasThreadSanitizer)) {

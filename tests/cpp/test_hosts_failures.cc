@@ -180,7 +180,7 @@ TEST_CASE("hosts: a rank that cannot make the group tells its host which rank is
     MemoryNetwork network(3);
     testing::run_threads(3, [&](int rank) {
       const auto messages = [&](const std::string&,
-                                const LookForRanks&) -> std::unique_ptr<MessageTransport> {
+                                const LookForRanks&) -> std::unique_ptr<Messenger> {
         if (rank != 0) return network.join(rank);
         throw Error({.kind = ErrorKind::kPeerDied, .rank = 2}, "rank 2 died");
       };

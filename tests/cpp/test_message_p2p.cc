@@ -1,4 +1,4 @@
-// Users' messages over a transport of messages: matching, sizes, order, and how they end.
+// Users' messages over a messenger: matching, sizes, order, and how they end.
 #include <atomic>
 #include <chrono>
 #include <cstddef>

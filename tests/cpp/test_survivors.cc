@@ -90,7 +90,7 @@ std::unique_ptr<Communicator> make_group(const std::string& folder, const std::s
                                          const PeerProcesses& known = {}) {
   FolderStore store(folder, [] {}, prefix);
   return std::make_unique<Communicator>(store, rank, world_size, CommunicatorOptions{}, timeout,
-                                        MakeMessages{}, KnownRanks{known, {}});
+                                        MakeMessenger{}, KnownRanks{known, {}});
 }
 
 shm::Group& group_of(Communicator& communicator) {

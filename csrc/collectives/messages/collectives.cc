@@ -169,7 +169,7 @@ class HostsCollective {
   // `table`, which is of the shares' bytes.
   void meet(const std::vector<std::uint64_t>& table = {}) {
     const std::size_t num_bytes = table.size() * sizeof(std::uint64_t);
-    // The engine's: the transport may still use it when an exception has left this function.
+    // The engine's: the messenger may still use it when an exception has left this function.
     std::byte* const theirs = messages_.stage(2 * num_bytes);
     if (num_bytes > 0) std::memcpy(theirs + num_bytes, table.data(), num_bytes);
     MessageExchange exchange(messages_, header_);
@@ -606,7 +606,7 @@ class HostsCollective {
   }
 
   const HostsView& hosts_;
-  Carrier* local_;  // null where this rank is alone on its host
+  Transport* local_;  // null where this rank is alone on its host
   MessageEngine& messages_;
   const Collective& call_;
   const CallHeader& header_;

@@ -3,11 +3,11 @@
 #include <cstdint>
 #include <vector>
 
-#include "collectives/carrier.h"
 #include "collectives/collective.h"
 #include "collectives/messages/engine.h"
 #include "collectives/messages/shares.h"
 #include "collectives/ring.h"
+#include "collectives/transport.h"
 #include "transport/membership.h"
 #include "transport/process.h"
 
@@ -42,7 +42,7 @@ struct HostsView {
 struct MessageGroup {
   const HostsView& hosts;  ///< flat if the group uses messages only
   const HostsView& flat;
-  Carrier* local;           ///< of this host's ranks; null if there is one, or messages only
+  Transport* local;         ///< of this host's ranks; null if there is one, or messages only
   MessageEngine& messages;  ///< in an operation
 };
 

@@ -16,14 +16,14 @@ constexpr std::uint64_t kLateTimes = 10;
 
 MessageEngine::Handle MessageEngine::irecv(int peer, int tag, void* data, std::size_t num_bytes) {
   return posted_.insert(
-      posted_.end(), {transport_.irecv(peer, tag, static_cast<std::byte*>(data), num_bytes), peer});
+      posted_.end(), {messenger_.irecv(peer, tag, static_cast<std::byte*>(data), num_bytes), peer});
 }
 
 MessageEngine::Handle MessageEngine::isend(int peer, int tag, const void* data,
                                            std::size_t num_bytes) {
   return posted_.insert(
       posted_.end(),
-      {transport_.isend(peer, tag, static_cast<const std::byte*>(data), num_bytes), peer});
+      {messenger_.isend(peer, tag, static_cast<const std::byte*>(data), num_bytes), peer});
 }
 
 void MessageEngine::wait(Handle message, bool is_arrival) {

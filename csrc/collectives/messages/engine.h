@@ -8,17 +8,17 @@
 #include <optional>
 #include <vector>
 
-#include "collectives/carrier.h"
 #include "collectives/collective.h"
 #include "collectives/messages/members.h"
-#include "transport/messages/message_transport.h"
+#include "collectives/transport.h"
+#include "transport/messages/messenger.h"
 
 namespace ringcomm {
 
-/// The tags of ringcomm's own messages, above the users'. A transport orders messages by pair and
+/// The tags of ringcomm's own messages, above the users'. A messenger orders messages by pair and
 /// tag.
 struct MessageTags {
-  static constexpr int kEnvelope = MessageTransport::kFirstReservedTag;
+  static constexpr int kEnvelope = Messenger::kFirstReservedTag;
   static constexpr int kData = kEnvelope + 1;
   static constexpr int kReduceScatter = kEnvelope + 2;
   static constexpr int kAllGather = kEnvelope + 3;
@@ -38,10 +38,10 @@ struct MessageTags {
   static constexpr std::uint64_t kNumInternal = 0x100000;
   /// The tags of users' long messages of a pair, used in turn; messages with one tag are in order.
   static constexpr std::uint32_t kNumLong = 1U << 20;
-  static constexpr int kFirstLong = MessageTransport::kMaxTag - static_cast<int>(kNumLong);
+  static constexpr int kFirstLong = Messenger::kMaxTag - static_cast<int>(kNumLong);
 
   static constexpr bool is_internal(std::uint64_t tag) { return tag >> 32U != 0; }
-  /// The transport's tag for a tag of a send or receive. Internal ones are numbered; two of a pair
+  /// The messenger's tag for a tag of a send or receive. Internal ones are numbered; two of a pair
   /// that are a million apart share a tag and are in order.
   static constexpr int of(std::uint64_t tag) {
     return is_internal(tag) ? kFirstInternal + static_cast<int>(tag % kNumInternal)
@@ -50,26 +50,26 @@ struct MessageTags {
 };
 
 /// The messages and staging memory of one collective. They belong to the engine and not to the
-/// functions that use them: an exception must not free what the transport still reads or writes. So
-/// after one the transport is aborted before the engine's end.
+/// functions that use them: an exception must not free what the messenger still reads or writes. So
+/// after one the messenger is aborted before the engine's end.
 class MessageEngine {
  public:
   struct Posted {
-    MessageTransport::MessagePtr message;
+    Messenger::MessagePtr message;
     int peer;
   };
   /// A message that has been started and not been waited for.
   using Handle = std::list<Posted>::iterator;
 
   /// Both must live as long.
-  MessageEngine(MessageTransport& transport, MessageMembers& members,
+  MessageEngine(Messenger& messenger, MessageMembers& members,
                 MessageMembers::Clock::time_point deadline)
-      : transport_(transport), members_(members), operation_(members, deadline) {
+      : messenger_(messenger), members_(members), operation_(members, deadline) {
     step() = {};
   }
 
-  int rank() const { return transport_.rank(); }
-  int world_size() const { return transport_.world_size(); }
+  int rank() const { return messenger_.rank(); }
+  int world_size() const { return messenger_.world_size(); }
 
   CallStep& step() { return members_.step(); }
 
@@ -95,7 +95,7 @@ class MessageEngine {
   }
 
  private:
-  MessageTransport& transport_;
+  Messenger& messenger_;
   MessageMembers& members_;
   MessageMembers::Operation operation_;
   bool is_arriving_ = true;

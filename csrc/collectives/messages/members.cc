@@ -129,7 +129,7 @@ void MessageMembers::keep(const AbortReason& reason) {
   }
   has_reason_.notify_all();
   if (on_abort_) on_abort_();
-  if (transport_ != nullptr) transport_->abort();
+  if (messenger_ != nullptr) messenger_->abort();
 }
 
 AbortReason MessageMembers::abort_reason() const {
@@ -214,7 +214,7 @@ Stop MessageMembers::Operation::stop_of(MessageEnd end, int peer) {
 }
 
 bool MessageMembers::is_gone(int peer) const {
-  if (peer != MessageTransport::kAnySource) return peer >= 0 && has_died(peer);
+  if (peer != Messenger::kAnySource) return peer >= 0 && has_died(peer);
   for (int rank = 0; rank < static_cast<int>(processes_.size()); ++rank)
     if (rank != rank_ && !has_died(rank)) return false;
   return true;
@@ -224,7 +224,7 @@ bool MessageMembers::is_gone(int peer) const {
 bool MessageMembers::must_end(Operation& operation) const {
   if (operation.stop_ != Stop::kNone) return false;
   if (Clock::now() >= operation.deadline_) operation.stop_ = Stop::kTimeout;
-  const bool is_orphan = operation.is_orphan_ && operation.peer_ == MessageTransport::kAnySource;
+  const bool is_orphan = operation.is_orphan_ && operation.peer_ == Messenger::kAnySource;
   if ((is_orphan || is_gone(operation.peer_)) && ++operation.num_looks_gone_ > kLooksForLastWords)
     operation.stop_ = Stop::kPeerDied;
   return operation.stop_ != Stop::kNone;
@@ -238,7 +238,7 @@ void MessageMembers::watch_operations() {
     watch_->wake();  // and looks again
     for (Operation* operation : operations_) must_abort |= must_end(*operation);
   }
-  if (must_abort) transport_->abort();
+  if (must_abort) messenger_->abort();
   if (++num_looks_ % kLooksPerQuestion == 0) look_patiently();
 }
 

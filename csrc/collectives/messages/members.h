@@ -15,7 +15,7 @@
 
 #include "core/arch.h"
 #include "transport/membership.h"
-#include "transport/messages/message_transport.h"
+#include "transport/messages/messenger.h"
 #include "transport/process.h"
 #include "transport/shm/rendezvous.h"
 #include "transport/timed_store.h"
@@ -39,9 +39,9 @@ class MessageMembers final : public Membership {
 
   /// Called with the reason when the group ends; set once, before anything may end it.
   void on_abort(std::function<void()> callback) { on_abort_ = std::move(callback); }
-  /// The messages that end with the group; set once, before the first of them. `transport` must
+  /// The messages that end with the group; set once, before the first of them. `messenger` must
   /// live until leave().
-  void watch(MessageTransport& transport) { transport_ = &transport; }
+  void watch(Messenger& messenger) { messenger_ = &messenger; }
 
   /// This rank begins collective `seq`.
   void note_call(std::uint64_t seq) {
@@ -105,7 +105,7 @@ class MessageMembers final : public Membership {
   std::string address_;  // of this rank's process
   std::string prefix_;   // of this group's keys: the store may hold those of an earlier group
   std::function<void()> on_abort_;
-  MessageTransport* transport_ = nullptr;
+  Messenger* messenger_ = nullptr;
   std::atomic<std::int64_t> num_calls_ = 0;
 
   mutable std::mutex mutex_;  // guards the next ones

@@ -13,7 +13,7 @@
 
 #include "collectives/messages/engine.h"
 #include "collectives/messages/members.h"
-#include "transport/messages/message_transport.h"
+#include "transport/messages/messenger.h"
 #include "transport/process.h"
 
 namespace ringcomm {
@@ -35,19 +35,19 @@ struct Item {
   P2pOpPtr op;
   UserEnvelope envelope = {};
   MessageMembers::Operation watched;
-  MessageTransport::MessagePtr envelope_message;
-  MessageTransport::MessagePtr data_message;
+  Messenger::MessagePtr envelope_message;
+  Messenger::MessagePtr data_message;
 };
 
-// A transport's messages can be waited for but not polled. So threads wait: one for each lane, the
+// A messenger's messages can be waited for but not polled. So threads wait: one for each lane, the
 // messages of one peer, tag and direction. The lanes posted first have threads, and each caller
 // that waits may add one. A receive from any source fails when all other ranks have left: a thread
 // per peer waits for a message that is never sent.
 class MessageP2p final : public PointToPoint {
  public:
-  MessageP2p(MessageTransport& transport, MessageMembers& members, Failure& failure, Stats& stats)
-      : PointToPoint(failure, stats, transport.rank(), transport.world_size()),
-        transport_(transport),
+  MessageP2p(Messenger& messenger, MessageMembers& members, Failure& failure, Stats& stats)
+      : PointToPoint(failure, stats, messenger.rank(), messenger.world_size()),
+        messenger_(messenger),
         members_(members),
         num_long_sends_(static_cast<std::size_t>(world_size_)) {}
   ~MessageP2p() override { close({}); }
@@ -62,7 +62,7 @@ class MessageP2p final : public PointToPoint {
     is_stopping_ = true;
     const bool must_abort = !lanes_.empty() || !guards_.empty();
     lock.unlock();
-    if (must_abort) transport_.abort();
+    if (must_abort) messenger_.abort();
     lock.lock();
     has_news_.wait(lock, [this] { return lanes_.empty(); });
     lock.unlock();
@@ -77,13 +77,13 @@ class MessageP2p final : public PointToPoint {
 
   void start(const P2pOpPtr& op) override {
     if (!MessageTags::is_internal(op->tag) &&
-        op->tag >= static_cast<std::uint64_t>(MessageTransport::kFirstReservedTag))
+        op->tag >= static_cast<std::uint64_t>(Messenger::kFirstReservedTag))
       throw std::invalid_argument("tags over the p2p transport must be 0 to " +
-                                  std::to_string(MessageTransport::kFirstReservedTag - 1) +
-                                  ", got " + std::to_string(static_cast<std::int32_t>(op->tag)));
+                                  std::to_string(Messenger::kFirstReservedTag - 1) + ", got " +
+                                  std::to_string(static_cast<std::int32_t>(op->tag)));
     const Lock lock(mutex_);
     check_open(*op);
-    // All steps that may fail come before the message starts, because from then on the transport
+    // All steps that may fail come before the message starts, because from then on the messenger
     // uses the caller's memory.
     std::list<Item> items;
     items.emplace_back(op, members_);
@@ -123,7 +123,7 @@ class MessageP2p final : public PointToPoint {
     auto* bytes = reinterpret_cast<std::byte*>(&envelope);
     const int tag = MessageTags::of(op.tag);
     if (!op.is_send()) {
-      item.envelope_message = transport_.irecv(op.peer, tag, bytes, sizeof(envelope));
+      item.envelope_message = messenger_.irecv(op.peer, tag, bytes, sizeof(envelope));
       return;
     }
     envelope.num_bytes = op.num_bytes;
@@ -133,10 +133,10 @@ class MessageP2p final : public PointToPoint {
     } else if (op.num_bytes > 0) {
       std::memcpy(envelope.data.data(), op.data, op.num_bytes);
     }
-    item.envelope_message = transport_.isend(op.peer, tag, bytes, sizeof(envelope));
+    item.envelope_message = messenger_.isend(op.peer, tag, bytes, sizeof(envelope));
     if (!envelope.is_whole())
       item.data_message =
-          transport_.isend(op.peer, static_cast<int>(envelope.header), op.data, op.num_bytes);
+          messenger_.isend(op.peer, static_cast<int>(envelope.header), op.data, op.num_bytes);
   }
 
   void start_thread() {
@@ -204,7 +204,7 @@ class MessageP2p final : public PointToPoint {
     } catch (const std::exception&) {
       item.op->error = std::current_exception();
       // The group has ended, and with it the other half of a long message.
-      transport_.abort();
+      messenger_.abort();
     }
   }
 
@@ -221,7 +221,7 @@ class MessageP2p final : public PointToPoint {
     if (!fits) raise_misfit(op, envelope.num_bytes);
     if (!envelope.is_whole())
       item.data_message =
-          transport_.irecv(op.peer, static_cast<int>(envelope.header), op.data, op.num_bytes);
+          messenger_.irecv(op.peer, static_cast<int>(envelope.header), op.data, op.num_bytes);
     else if (op.num_bytes > 0)
       std::memcpy(op.data, envelope.data.data(), op.num_bytes);
   }
@@ -249,7 +249,7 @@ class MessageP2p final : public PointToPoint {
     while (guard_threads_.size() < num_peers) {
       const int peer = (rank_ + 1 + static_cast<int>(guard_threads_.size())) % world_size_;
       if (guards_.size() == guard_threads_.size())
-        guards_.push_back(transport_.irecv(peer, MessageTags::kGuard, &guarded_byte_, 1));
+        guards_.push_back(messenger_.irecv(peer, MessageTags::kGuard, &guarded_byte_, 1));
       guard_threads_.push_back(
           start_background_thread("ringcomm-guard", [this, message = guards_.back().get()] {
             const MessageEnd end = message->wait();
@@ -270,7 +270,7 @@ class MessageP2p final : public PointToPoint {
         for (Item& item : items) item.watched.no_source_is_left();
   }
 
-  MessageTransport& transport_;
+  Messenger& messenger_;
   MessageMembers& members_;
 
   // The lock guards what follows.
@@ -282,16 +282,16 @@ class MessageP2p final : public PointToPoint {
   std::vector<BackgroundThread> threads_;
   std::byte guarded_byte_ = {};
   // One for each peer that a receive from any source waits for.
-  std::vector<MessageTransport::MessagePtr> guards_;
+  std::vector<Messenger::MessagePtr> guards_;
   std::vector<BackgroundThread> guard_threads_;
   int num_gone_ = 0;  // peers
 };
 
 }  // namespace
 
-std::unique_ptr<PointToPoint> make_message_p2p(MessageTransport& transport, MessageMembers& members,
+std::unique_ptr<PointToPoint> make_message_p2p(Messenger& messenger, MessageMembers& members,
                                                Failure& failure, Stats& stats) {
-  return std::make_unique<MessageP2p>(transport, members, failure, stats);
+  return std::make_unique<MessageP2p>(messenger, members, failure, stats);
 }
 
 }  // namespace ringcomm

@@ -10,10 +10,10 @@
 #include <utility>
 #include <vector>
 
-#include "collectives/carrier.h"
 #include "collectives/collective.h"
 #include "collectives/flight.h"
 #include "collectives/trace.h"
+#include "collectives/transport.h"
 #include "core/board_protocol.h"
 #include "core/chunk_layout.h"
 #include "reduce/reduce_op.h"
@@ -176,7 +176,7 @@ class Engine {
   /// In the first phase, waits for all headers, and throws Mismatched when a peer made another
   /// call. Returns false if a peer has staged no data because its buffers are shared. A staged
   /// collective then returns without a result. Every rank sees the same notes, so all ranks
-  /// continue in the same way (ShmCarrier::run_or_share).
+  /// continue in the same way (ShmTransport::run_or_share).
   [[nodiscard]] bool publish();
   /// The data of `peer` in the published phase, or its shared input.
   const std::byte* wait(int peer);

@@ -15,7 +15,7 @@
 #include <utility>
 
 #include "core/errors.h"
-#include "cuda/collectives/device_carrier.h"
+#include "cuda/collectives/device_transport.h"
 #include "cuda/collectives/events.h"
 #include "cuda/collectives/kernels.h"
 #include "transport/membership.h"

@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "collectives/communicator.h"
-#include "cuda/collectives/device_carrier.h"
 #include "cuda/collectives/device_group.h"
+#include "cuda/collectives/device_transport.h"
 #include "cuda/collectives/device_watch.h"
 #include "cuda/collectives/kernels.h"
 #include "transport/process.h"
@@ -27,7 +27,7 @@ struct PlannedCall {
 /// another rank's, so a call is launched step by step, and all hosts wait for each step.
 ///
 /// Calls of a group run in the order in which they are made, also on different streams.
-class Engine final : public DeviceCarrier {
+class Engine final : public DeviceTransport {
  public:
   /// Collective over the group. Throws Unavailable, Error. `limits` are those of a wait for another
   /// host. `report` is called from another thread with the error that ended the group.

@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
-#include "collectives/carrier.h"
 #include "collectives/collective.h"
+#include "collectives/transport.h"
 #include "cuda/kernels/call.h"
 
 namespace ringcomm::cuda {

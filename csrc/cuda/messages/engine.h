@@ -16,7 +16,7 @@
 
 #include "bindings/devices.h"
 #include "collectives/communicator.h"
-#include "cuda/collectives/device_carrier.h"
+#include "cuda/collectives/device_transport.h"
 
 namespace ringcomm {
 
@@ -37,7 +37,7 @@ class DeviceEngine {
 
   /// A batch that has been posted; empty after wait(), or without messages.
   using Batch = std::vector<c10::intrusive_ptr<c10d::Work>>;
-  using Outcomes = std::vector<cuda::DeviceCarrier::Outcome>;
+  using Outcomes = std::vector<cuda::DeviceTransport::Outcome>;
 
   /// What one rank sends or receives in a collective.
   struct Part {
@@ -124,7 +124,7 @@ void run_device_collective(DeviceEngine& engine, const Collective& call, Algorit
 /// Collectives of device tensors over another backend, which ringcomm.message_backend chooses, for
 /// ranks that cannot map each other's memory. Takes every group. Collective over it; takes the GIL.
 /// Throws Error, and ValueError if no backend supports the device.
-std::unique_ptr<cuda::DeviceCarrier> make_message_device_carrier(
+std::unique_ptr<cuda::DeviceTransport> make_message_device_transport(
     const c10::intrusive_ptr<c10d::Store>& store, Communicator& communicator,
     const GroupOptions& options, c10::Device device);
 

@@ -1,4 +1,4 @@
-"""Every operation with every type and reduction over each carrier, and what is special of tensors.
+"""Every operation with every type and reduction over each transport; what is special of tensors.
 
 A table covers operations, types and reductions with sizes at which paths change, groups, layouts
 and roots. Its calls and their model are in sequence_calls.py and sequence_side.py; combinations of

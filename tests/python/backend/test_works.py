@@ -206,7 +206,7 @@ def test_tags(rank: int) -> None:
     dist.barrier()
 
 
-def test_carriers_of_devices() -> None:
+def test_transports_of_devices() -> None:
     with pytest.raises(ValueError, match=r"xpu .*cpu:ringcomm,cuda:nccl"):
         message_backend.for_device("gloo", "xpu")
 

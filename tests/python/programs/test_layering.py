@@ -27,7 +27,7 @@ LAYERS = (
 )
 # A transport's folder in csrc/collectives, and whose it may include besides; of the files beside
 # the folders only the Communicator knows what transports there are.
-CARRIERS = {"shm": {"shm"}, "messages": {"messages", "shm"}}
+TRANSPORTS = {"shm": {"shm"}, "messages": {"messages", "shm"}}
 REGISTRY = "communicator.cc"
 KNOW_TORCH = ("csrc/bindings", "csrc/ops", "csrc/cuda/bindings", "csrc/cuda/messages")
 TORCH_FOLDERS = {"torch", "ATen", "c10", "caffe2", "pybind11"}
@@ -83,10 +83,12 @@ def test_includes_point_left() -> None:
         allowed = LAYERS[: LAYERS.index(layer) + 1]
         quoted, angled = includes_of(path)
         folders = (*path.relative_to(CSRC).parts, "")
-        own = CARRIERS.get(folders[1], set()) if folders[0] == "collectives" else CARRIERS.keys()
+        own = (
+            TRANSPORTS.get(folders[1], set()) if folders[0] == "collectives" else TRANSPORTS.keys()
+        )
         for name in quoted:
             layers = name.split("/")
-            is_foreign = layers[0] == "collectives" and layers[1] in CARRIERS.keys() - own
+            is_foreign = layers[0] == "collectives" and layers[1] in TRANSPORTS.keys() - own
             if is_foreign and path.name != REGISTRY:
                 wrong.append(f'{name_of(path)}: "{name}" is of another transport')
             if not (CSRC / name).is_file():
@@ -181,8 +183,8 @@ WALK = (
     ("bindings/all_reduce.cc", "ProcessGroupRingcomm::allreduce(", "engine->run(call"),
     ("collectives/communicator.cc", "void Communicator::run(const Collective", "queue_.run("),
     ("collectives/ordered_queue.cc", "void OrderedQueue::run(", "task()"),
-    ("collectives/communicator.cc", "void Communicator::execute(", "carrier_->run("),
-    ("collectives/shm/carrier.cc", "Traffic ShmCarrier::run(", "entry.run("),
+    ("collectives/communicator.cc", "void Communicator::execute(", "transport_->run("),
+    ("collectives/shm/transport.cc", "Traffic ShmTransport::run(", "entry.run("),
     ("collectives/shm/all_reduce.cc", "all_reduce_one_shot(Engine&", "engine.stage("),
     ("collectives/shm/engine.cc", "bool Engine::publish()", "board_.publish()"),
     ("core/board_protocol.h", "void publish()", "advance("),

@@ -14,23 +14,23 @@
 
 namespace ringcomm {
 
-class MessageTransport;
+class Messenger;
 namespace shm {
 class Rendezvous;
 }
 
-/// Creates the message transport of a group. Collective: it returns on no rank before all ranks
+/// Creates the messenger of a group. Collective: it returns on no rank before all ranks
 /// have created theirs. Called at most once, and only if ranks share no memory or messages are
 /// requested. Throws Error, and what its LookForRanks throws. Empty if there is no backend for
 /// messages. `key` is Membership::key().
-using MakeMessages = std::function<std::unique_ptr<MessageTransport>(const std::string& key,
-                                                                     const LookForRanks& look)>;
+using MakeMessenger =
+    std::function<std::unique_ptr<Messenger>(const std::string& key, const LookForRanks& look)>;
 
 /// A wait that ended without what it waited for; the Communicator turns it into an Error.
 struct Stopped {
   Stop stop;
   int peer = -1;            ///< the rank waited for
-  std::string detail = {};  ///< the transport's message
+  std::string detail = {};  ///< the messenger's message
 };
 
 /// A peer that made another call.
@@ -41,10 +41,10 @@ struct Mismatched {
 };
 
 /// Moves the data of a group: over shared memory, messages, or both. The Communicator handles order
-/// and failures, a carrier moves the bytes.
-class Carrier {
+/// and failures, a transport moves the bytes.
+class Transport {
  public:
-  virtual ~Carrier() = default;
+  virtual ~Transport() = default;
 
   virtual Membership& membership() = 0;
   /// The sends and receives of this rank; called once.
@@ -66,13 +66,14 @@ class Carrier {
   virtual std::size_t mapped_bytes() const = 0;
 };
 
-/// A carrier for ranks that do not all share memory: messages, and shared memory inside the hosts
+/// A transport for ranks that do not all share memory: messages, and shared memory inside the hosts
 /// that have several ranks. Users' sends all go over messages, so that a receive from any source
 /// sees every rank. With `is_flat` everything does. Collective over the group, whose ranks have
 /// been found. Throws Error.
-std::unique_ptr<Carrier> make_message_carrier(KeyValueStore& store, shm::Rendezvous& ranks,
-                                              const PeerTable& peer_table,
-                                              const CommunicatorOptions& options,
-                                              const MakeMessages& make_messages, bool is_flat);
+std::unique_ptr<Transport> make_message_transport(KeyValueStore& store, shm::Rendezvous& ranks,
+                                                  const PeerTable& peer_table,
+                                                  const CommunicatorOptions& options,
+                                                  const MakeMessenger& make_messenger,
+                                                  bool is_flat);
 
 }  // namespace ringcomm

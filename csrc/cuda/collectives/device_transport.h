@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "collectives/carrier.h"
+#include "collectives/transport.h"
 #include "cuda/collectives/lent_memory.h"
 
 namespace ringcomm::cuda {
@@ -18,12 +18,12 @@ inline constexpr const char* kFewQueues = "2 hardware queues (set CUDA_DEVICE_MA
 
 /// Runs the collectives of a group's tensors on one device, in the order of streams; the host does
 /// not wait. One thread at a time, except plan() and what says so.
-class DeviceCarrier {
+class DeviceTransport {
  public:
   /// The error of work that was enqueued; null while it has none.
   using Outcome = std::function<std::exception_ptr()>;
 
-  virtual ~DeviceCarrier() = default;
+  virtual ~DeviceTransport() = default;
 
   /// "cuda_ipc ...", "p2p over nccl"
   virtual const std::string& description() const = 0;
@@ -43,7 +43,7 @@ class DeviceCarrier {
                           const StreamPlace& place) = 0;
   /// Sends and receives that must not wait for each other: two ranks may both send first.
   virtual void exchange(const std::vector<P2pMessage>& messages, const StreamPlace& place) = 0;
-  /// The event after the last of these two calls, if the carrier has recorded one.
+  /// The event after the last of these two calls, if the transport has recorded one.
   virtual std::shared_ptr<const Event> last_end() const { return nullptr; }
   /// Of what was enqueued since the last call of this function and can fail by itself.
   virtual std::vector<Outcome> take_outcomes() { return {}; }

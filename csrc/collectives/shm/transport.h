@@ -1,8 +1,8 @@
 #pragma once
 
-#include "collectives/carrier.h"
 #include "collectives/collective.h"
 #include "collectives/shm/collectives.h"
+#include "collectives/transport.h"
 #include "transport/membership.h"
 #include "transport/shm/group.h"
 #include "transport/shm/rendezvous.h"
@@ -11,11 +11,11 @@ namespace ringcomm {
 
 /// Collectives of ranks that share memory: on boards, on the links of a ring, or on buffers that
 /// all ranks can access directly (SharedArena).
-class ShmCarrier final : public Carrier {
+class ShmTransport final : public Transport {
  public:
   /// Collective over the ranks on the host of `rank`, which have been found. Throws Error.
-  ShmCarrier(shm::Rendezvous& rendezvous, const PeerTable& peer_table, int rank,
-             const CommunicatorOptions& options);
+  ShmTransport(shm::Rendezvous& rendezvous, const PeerTable& peer_table, int rank,
+               const CommunicatorOptions& options);
 
   Membership& membership() override { return group_; }
   std::unique_ptr<PointToPoint> make_p2p(Failure& failure, Stats& stats) override;

@@ -27,11 +27,11 @@ namespace {
 // Reports of ranks on other hosts are in the store, which all ranks poll.
 constexpr int kLooksPerQuestion = 4;
 
-class MessageDeviceCarrier final : public cuda::DeviceCarrier {
+class MessageDeviceTransport final : public cuda::DeviceTransport {
  public:
   // `backend` as for DeviceEngine. Collective over the group.
-  MessageDeviceCarrier(c10::intrusive_ptr<c10d::Backend> backend, Communicator& communicator,
-                       const GroupOptions& options, c10::Device device)
+  MessageDeviceTransport(c10::intrusive_ptr<c10d::Backend> backend, Communicator& communicator,
+                         const GroupOptions& options, c10::Device device)
       : communicator_(communicator),
         options_(options.engine),
         timeout_(std::min(options.timeout, kLongestTimeout)),
@@ -267,10 +267,10 @@ void compare(Communicator::Steps& steps, const CallHeader& header, std::size_t r
 
 }  // namespace
 
-std::unique_ptr<cuda::DeviceCarrier> make_message_device_carrier(
+std::unique_ptr<cuda::DeviceTransport> make_message_device_transport(
     const c10::intrusive_ptr<c10d::Store>& store, Communicator& communicator,
     const GroupOptions& options, c10::Device device) {
-  return std::make_unique<MessageDeviceCarrier>(
+  return std::make_unique<MessageDeviceTransport>(
       communicator.world_size() > 1 ? make_backend(store, communicator, options, device) : nullptr,
       communicator, options, device);
 }

@@ -1,4 +1,4 @@
-#include "collectives/shm/carrier.h"
+#include "collectives/shm/transport.h"
 
 #include <algorithm>
 #include <stdexcept>
@@ -74,18 +74,18 @@ std::size_t min_direct_bytes(OpKind op, int world_size) {
   return std::size_t{world_size <= 2 ? 8U : 64U} << 10;
 }
 
-ShmCarrier::ShmCarrier(shm::Rendezvous& rendezvous, const PeerTable& peer_table, int rank,
-                       const CommunicatorOptions& options)
+ShmTransport::ShmTransport(shm::Rendezvous& rendezvous, const PeerTable& peer_table, int rank,
+                           const CommunicatorOptions& options)
     : options_(options),
       group_(rendezvous, peer_table.ranks_on(peer_table.host_of(rank)), {}),
       scope_(group_),
       engine_(group_, scope_) {}
 
-std::unique_ptr<PointToPoint> ShmCarrier::make_p2p(Failure& failure, Stats& stats) {
+std::unique_ptr<PointToPoint> ShmTransport::make_p2p(Failure& failure, Stats& stats) {
   return make_shm_p2p(group_, failure, stats);
 }
 
-void ShmCarrier::plan(const Collective& call, CallHeader& header) const {
+void ShmTransport::plan(const Collective& call, CallHeader& header) const {
   Algorithm asked = call.algorithm != Algorithm::kAuto ? call.algorithm : options_.algorithm;
   // The ring does not reduce in rank order; two_shot does.
   if (asked == Algorithm::kRing && options_.is_rank_ordered) asked = Algorithm::kTwoShot;
@@ -98,8 +98,8 @@ void ShmCarrier::plan(const Collective& call, CallHeader& header) const {
             : choose_all_reduce(call.num_bytes(), group_.world_size(), options_.one_shot_max_bytes);
 }
 
-Traffic ShmCarrier::run(const Collective& call, const CallHeader& header,
-                        const WaitLimits& limits) {
+Traffic ShmTransport::run(const Collective& call, const CallHeader& header,
+                          const WaitLimits& limits) {
   if (const int gone = group_.gone_before(header.seq); gone >= 0)
     throw Stopped{group_.state_of(gone), gone};
   group_.note_call(header.seq);
@@ -119,7 +119,7 @@ Traffic ShmCarrier::run(const Collective& call, const CallHeader& header,
 }
 
 // The note of this rank's buffers, if they are shared and the call may run on them.
-BufferNote ShmCarrier::note_of(const Collective& call) const {
+BufferNote ShmTransport::note_of(const Collective& call) const {
   const shm::SharedArena* arena = shm::SharedArena::find();
   const int world_size = group_.world_size();
   const std::size_t num_bytes = call.num_bytes();
@@ -142,7 +142,7 @@ BufferNote ShmCarrier::note_of(const Collective& call) const {
 // shared buffers publishes a note in place of data. All ranks read all notes and make
 // the same decision. If all buffers are shared, the collective runs on them; if some are, it is
 // staged from the second phase on; if none are, it has run as usual. docs/design/shared_buffers.md
-Traffic ShmCarrier::run_or_share(const Collective& call, const CallHeader& header) {
+Traffic ShmTransport::run_or_share(const Collective& call, const CallHeader& header) {
   const Entry& entry = entry_of(header);
   const auto staged = [&](std::uint64_t sent_bytes) {
     engine_.store_kinds().end();

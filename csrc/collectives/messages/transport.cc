@@ -1,4 +1,4 @@
-#include "collectives/carrier.h"
+#include "collectives/transport.h"
 
 #include <algorithm>
 #include <cstddef>
@@ -9,8 +9,8 @@
 
 #include "collectives/messages/collectives.h"
 #include "collectives/messages/members.h"
-#include "collectives/shm/carrier.h"
-#include "transport/messages/message_transport.h"
+#include "collectives/shm/transport.h"
+#include "transport/messages/messenger.h"
 
 namespace ringcomm {
 
@@ -53,18 +53,18 @@ namespace {
 
 // A rank that fails reports it twice: in its host's shared memory, for the ranks of its host, and
 // in the store. Every rank's watchdog reads the store and copies the report to its host's memory.
-class MessageCarrier final : public Carrier {
+class MessageTransport final : public Transport {
  public:
-  MessageCarrier(KeyValueStore& store, shm::Rendezvous& ranks, const PeerTable& peer_table,
-                 const CommunicatorOptions& options, const MakeMessages& make_messages,
-                 bool is_flat)
+  MessageTransport(KeyValueStore& store, shm::Rendezvous& ranks, const PeerTable& peer_table,
+                   const CommunicatorOptions& options, const MakeMessenger& make_messenger,
+                   bool is_flat)
       : options_(options),
         flat_(HostsView::flat(ranks.world_size(), ranks.rank())),
         hosts_(is_flat ? flat_ : HostsView(peer_table, ranks.rank())),
         members_(store, ranks) {
     try {
       if (hosts_.local_ranks.size() > 1) {
-        local_ = std::make_unique<ShmCarrier>(ranks, peer_table, ranks.rank(), options);
+        local_ = std::make_unique<ShmTransport>(ranks, peer_table, ranks.rank(), options);
         local_->membership().on_note(
             [this](const PeerNote& note, CallStep) { members_.note(note); });
       }
@@ -72,7 +72,7 @@ class MessageCarrier final : public Carrier {
       members_.on_abort([this] {
         if (local_ != nullptr) local_->membership().abort(members_.abort_reason());
       });
-      transport_ = make_messages(members_.key(), [&ranks](const std::vector<int>& missing) {
+      messenger_ = make_messenger(members_.key(), [&ranks](const std::vector<int>& missing) {
         ranks.look(missing, "did not connect to the others");
       });
     } catch (const std::exception& error) {
@@ -80,10 +80,10 @@ class MessageCarrier final : public Carrier {
       members_.abort(AbortReason::of(error, ranks.rank()));
       throw;
     }
-    members_.watch(*transport_);
+    members_.watch(*messenger_);
   }
 
-  ~MessageCarrier() override { members_.leave(); }
+  ~MessageTransport() override { members_.leave(); }
 
   Membership& membership() override { return members_; }
   bool shares_memory() const override { return false; }
@@ -91,7 +91,7 @@ class MessageCarrier final : public Carrier {
     return local_ != nullptr ? local_->mapped_bytes() : 0;
   }
   std::unique_ptr<PointToPoint> make_p2p(Failure& failure, Stats& stats) override {
-    return make_message_p2p(*transport_, members_, failure, stats);
+    return make_message_p2p(*messenger_, members_, failure, stats);
   }
 
   void plan(const Collective& call, CallHeader& header) const override {
@@ -103,7 +103,7 @@ class MessageCarrier final : public Carrier {
 
   Traffic run(const Collective& call, const CallHeader& header, const WaitLimits& limits) override {
     members_.note_call(header.seq);
-    MessageEngine messages(*transport_, members_, deadline_after(limits.timeout));
+    MessageEngine messages(*messenger_, members_, deadline_after(limits.timeout));
     try {
       const Traffic traffic = run_message_collective(
           {.hosts = hosts_, .flat = flat_, .local = local_.get(), .messages = messages}, call,
@@ -115,7 +115,7 @@ class MessageCarrier final : public Carrier {
       if (local_ != nullptr && local_->membership().is_given_up(false))
         members_.abort(local_->membership().abort_reason());
       // Messages on their way would go on using the call's buffers, which end with it.
-      transport_->abort();
+      messenger_->abort();
       throw;
     }
   }
@@ -135,18 +135,19 @@ class MessageCarrier final : public Carrier {
   HostsView flat_;
   HostsView hosts_;  // flat_ if all goes over messages
   MessageMembers members_;
-  std::unique_ptr<Carrier> local_;  // null where this rank is alone on its host
-  std::unique_ptr<MessageTransport> transport_;
+  std::unique_ptr<Transport> local_;  // null where this rank is alone on its host
+  std::unique_ptr<Messenger> messenger_;
 };
 
 }  // namespace
 
-std::unique_ptr<Carrier> make_message_carrier(KeyValueStore& store, shm::Rendezvous& ranks,
-                                              const PeerTable& peer_table,
-                                              const CommunicatorOptions& options,
-                                              const MakeMessages& make_messages, bool is_flat) {
-  return std::make_unique<MessageCarrier>(store, ranks, peer_table, options, make_messages,
-                                          is_flat);
+std::unique_ptr<Transport> make_message_transport(KeyValueStore& store, shm::Rendezvous& ranks,
+                                                  const PeerTable& peer_table,
+                                                  const CommunicatorOptions& options,
+                                                  const MakeMessenger& make_messenger,
+                                                  bool is_flat) {
+  return std::make_unique<MessageTransport>(store, ranks, peer_table, options, make_messenger,
+                                            is_flat);
 }
 
 }  // namespace ringcomm
