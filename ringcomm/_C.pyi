@@ -49,7 +49,7 @@ class ProcessGroupRingcomm:
     def perform_nocolor_split(self, device: Any) -> None: ...
 
 class Survivors:
-    """One rank's part in the agreement of a failed group's ranks (csrc/transport/shm)."""
+    """One rank's part in the agreement of a failed group's ranks (csrc/host)."""
 
     attempt: int
     def agree(self) -> list[int]: ...

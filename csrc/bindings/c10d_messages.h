@@ -6,8 +6,8 @@
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
-#include "transport/messages/messenger.h"
-#include "transport/process.h"
+#include "host/process.h"
+#include "transport/messenger.h"
 
 namespace ringcomm {
 

@@ -9,12 +9,12 @@
 #include "collectives/collective.h"
 #include "collectives/flight.h"
 #include "collectives/trace.h"
+#include "host/bootstrap.h"
+#include "host/group.h"
+#include "host/process.h"
+#include "host/shared_arena.h"
+#include "host/survivors.h"
 #include "reduce/reduce_op.h"
-#include "transport/process.h"
-#include "transport/shm/bootstrap.h"
-#include "transport/shm/group.h"
-#include "transport/shm/shared_arena.h"
-#include "transport/shm/survivors.h"
 
 namespace py = pybind11;
 using namespace py::literals;

@@ -12,9 +12,9 @@
 #include "bindings/c10d_messages.h"
 #include "bindings/python_errors.h"
 #include "core/errors.h"
-#include "transport/process.h"
-#include "transport/shm/rendezvous.h"
-#include "transport/timed_store.h"
+#include "host/process.h"
+#include "host/rendezvous.h"
+#include "host/timed_store.h"
 
 namespace ringcomm {
 namespace {

@@ -10,7 +10,7 @@
 #include <utility>
 
 #include "core/errors.h"
-#include "transport/messages/messenger.h"
+#include "transport/messenger.h"
 
 namespace py = pybind11;
 

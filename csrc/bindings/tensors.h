@@ -12,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "collectives/communicator.h"
+#include "communicator/communicator.h"
 
 struct _object;  // Python's PyObject
 

@@ -16,7 +16,7 @@
 
 #include "bindings/process_group.h"
 #include "bindings/python_errors.h"
-#include "transport/process.h"
+#include "host/process.h"
 
 namespace ringcomm {
 namespace {

@@ -9,9 +9,9 @@
 #include <string>
 
 #include "core/types.h"
+#include "host/membership.h"
 #include "reduce/reduce_op.h"
 #include "reduce/update_op.h"
-#include "transport/membership.h"
 
 namespace ringcomm {
 

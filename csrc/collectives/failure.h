@@ -9,8 +9,8 @@
 
 #include "core/arch.h"
 #include "core/errors.h"
-#include "transport/membership.h"
-#include "transport/process.h"
+#include "host/membership.h"
+#include "host/process.h"
 
 namespace ringcomm {
 

@@ -11,8 +11,8 @@
 #include <thread>
 
 #include "core/errors.h"
-#include "transport/process.h"
-#include "transport/shm/bootstrap.h"
+#include "host/bootstrap.h"
+#include "host/process.h"
 
 #if defined(__x86_64__)
 #include <cpuid.h>

@@ -14,8 +14,8 @@
 #include <vector>
 
 #include "collectives/collective.h"
-#include "transport/membership.h"
-#include "transport/shm/fd.h"
+#include "host/fd.h"
+#include "host/membership.h"
 
 /// The flight recorder: the last calls of this process, always on. They are in a memfd of the
 /// process that its peers map, so it outlives the process, and which a process of the same user

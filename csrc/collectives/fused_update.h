@@ -4,7 +4,7 @@
 #include <functional>
 #include <vector>
 
-#include "collectives/transport.h"
+#include "collectives/collective.h"
 #include "core/chunk_layout.h"
 #include "reduce/update_op.h"
 

@@ -14,7 +14,7 @@
 #include "collectives/failure.h"
 #include "collectives/flight.h"
 #include "collectives/trace.h"
-#include "transport/process.h"
+#include "host/process.h"
 
 namespace ringcomm {
 

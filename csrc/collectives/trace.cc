@@ -14,7 +14,7 @@
 #include <sstream>
 #include <utility>
 
-#include "transport/process.h"
+#include "host/process.h"
 
 namespace ringcomm::trace {
 namespace {

@@ -14,12 +14,12 @@
 #include <utility>
 #include <vector>
 
-#include "collectives/communicator.h"
+#include "communicator/communicator.h"
 #include "core/arch.h"
 #include "core/types.h"
+#include "host/group.h"
 #include "reduce_oracle.h"
 #include "thread_ranks.h"
-#include "transport/shm/group.h"
 
 namespace ringcomm::testing {
 

@@ -25,9 +25,9 @@
 #include <utility>
 #include <vector>
 
-#include "collectives/communicator.h"
+#include "communicator/communicator.h"
 #include "thread_ranks.h"
-#include "transport/messages/messenger.h"
+#include "transport/messenger.h"
 
 namespace ringcomm::testing {
 

@@ -12,9 +12,9 @@
 #include <string>
 #include <vector>
 
-#include "collectives/communicator.h"
+#include "communicator/communicator.h"
+#include "host/group.h"
 #include "thread_ranks.h"
-#include "transport/shm/group.h"
 
 namespace ringcomm::testing {
 

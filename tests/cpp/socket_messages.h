@@ -21,7 +21,7 @@
 #include <vector>
 
 #include "core/annotations.h"
-#include "transport/messages/messenger.h"
+#include "transport/messenger.h"
 
 namespace ringcomm::testing {
 

@@ -33,11 +33,11 @@
 #include "collectives/p2p.h"
 #include "core/annotations.h"
 #include "folder_store.h"
+#include "host/process.h"
+#include "host/shared_arena.h"
 #include "sanitizers.h"
 #include "socket_messages.h"
 #include "third_party/doctest/doctest.h"
-#include "transport/process.h"
-#include "transport/shm/shared_arena.h"
 
 namespace {
 

@@ -10,11 +10,11 @@
 #include <vector>
 
 #include "collective_case.h"
-#include "collectives/shm/collectives.h"
+#include "host/shared_arena.h"
 #include "sanitizers.h"
 #include "third_party/doctest/doctest.h"
 #include "thread_ranks.h"
-#include "transport/shm/shared_arena.h"
+#include "transport/shm/collectives.h"
 
 namespace {
 thread_local int num_throws = 0;

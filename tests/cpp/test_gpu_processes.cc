@@ -12,9 +12,9 @@
 #include "cuda/collectives/engine.h"
 #include "cuda/driver/driver.h"
 #include "folder_store.h"
+#include "host/fd.h"
 #include "third_party/doctest/doctest.h"
 #include "thread_ranks.h"
-#include "transport/shm/fd.h"
 
 namespace {
 

@@ -8,10 +8,10 @@
 #include <vector>
 
 #include "collective_case.h"
-#include "collectives/messages/engine.h"
 #include "hosts_ranks.h"
 #include "sanitizers.h"
 #include "third_party/doctest/doctest.h"
+#include "transport/messages/engine.h"
 
 namespace {
 

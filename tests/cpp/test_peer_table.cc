@@ -10,10 +10,10 @@
 #include <thread>
 #include <vector>
 
+#include "host/membership.h"
+#include "host/rendezvous.h"
 #include "third_party/doctest/doctest.h"
 #include "thread_ranks.h"
-#include "transport/membership.h"
-#include "transport/shm/rendezvous.h"
 
 namespace {
 

@@ -8,10 +8,10 @@
 #include <vector>
 
 #include "collective_case.h"
-#include "collectives/shm/collectives.h"
 #include "sanitizers.h"
 #include "third_party/doctest/doctest.h"
 #include "thread_ranks.h"
+#include "transport/shm/collectives.h"
 
 namespace {
 

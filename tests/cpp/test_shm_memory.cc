@@ -16,12 +16,12 @@
 #include <vector>
 
 #include "core/errors.h"
+#include "host/fd.h"
+#include "host/group.h"
+#include "host/membership.h"
+#include "host/process.h"
 #include "third_party/doctest/doctest.h"
 #include "thread_ranks.h"
-#include "transport/membership.h"
-#include "transport/process.h"
-#include "transport/shm/fd.h"
-#include "transport/shm/group.h"
 
 namespace {
 

@@ -23,13 +23,13 @@
 #include <thread>
 #include <vector>
 
-#include "collectives/communicator.h"
+#include "communicator/communicator.h"
 #include "core/annotations.h"
 #include "folder_store.h"
+#include "host/group.h"
+#include "host/process.h"
+#include "host/survivors.h"
 #include "third_party/doctest/doctest.h"
-#include "transport/process.h"
-#include "transport/shm/group.h"
-#include "transport/shm/survivors.h"
 
 namespace {
 

@@ -11,8 +11,8 @@
 #include <vector>
 
 #include "collectives/trace.h"
+#include "host/process.h"
 #include "third_party/doctest/doctest.h"
-#include "transport/process.h"
 
 namespace {
 

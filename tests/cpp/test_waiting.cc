@@ -7,9 +7,9 @@
 #include <vector>
 
 #include "core/wait_policy.h"
+#include "host/host_arch.h"
+#include "host/process.h"
 #include "third_party/doctest/doctest.h"
-#include "transport/process.h"
-#include "transport/shm/host_arch.h"
 
 namespace {
 

@@ -21,10 +21,10 @@
 #include <utility>
 #include <vector>
 
-#include "collectives/communicator.h"
+#include "communicator/communicator.h"
 #include "core/errors.h"
-#include "transport/membership.h"
-#include "transport/shm/group.h"
+#include "host/group.h"
+#include "host/membership.h"
 
 namespace ringcomm::testing {
 

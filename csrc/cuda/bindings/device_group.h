@@ -17,7 +17,7 @@
 #include <vector>
 
 #include "bindings/devices.h"
-#include "collectives/communicator.h"
+#include "communicator/communicator.h"
 #include "cuda/bindings/device_work.h"
 
 namespace ringcomm {

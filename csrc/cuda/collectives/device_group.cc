@@ -18,10 +18,10 @@
 #include "cuda/collectives/device_transport.h"
 #include "cuda/collectives/events.h"
 #include "cuda/collectives/kernels.h"
-#include "transport/membership.h"
-#include "transport/process.h"
-#include "transport/shm/bootstrap.h"
-#include "transport/shm/fd.h"
+#include "host/bootstrap.h"
+#include "host/fd.h"
+#include "host/membership.h"
+#include "host/process.h"
 
 namespace ringcomm::cuda {
 namespace {

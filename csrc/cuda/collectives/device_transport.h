@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
-#include "collectives/transport.h"
 #include "cuda/collectives/lent_memory.h"
+#include "transport/transport.h"
 
 namespace ringcomm::cuda {
 

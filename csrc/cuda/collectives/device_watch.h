@@ -5,11 +5,11 @@
 #include <functional>
 #include <string>
 
-#include "collectives/communicator.h"
+#include "communicator/communicator.h"
 #include "cuda/collectives/launch_plan.h"
 #include "cuda/collectives/record_exchange.h"
 #include "cuda/kernels/staging.h"
-#include "transport/process.h"
+#include "host/process.h"
 
 namespace ringcomm::cuda {
 

@@ -7,12 +7,12 @@
 #include <string>
 #include <vector>
 
-#include "collectives/communicator.h"
+#include "communicator/communicator.h"
 #include "cuda/collectives/device_group.h"
 #include "cuda/collectives/device_transport.h"
 #include "cuda/collectives/device_watch.h"
 #include "cuda/collectives/kernels.h"
-#include "transport/process.h"
+#include "host/process.h"
 
 namespace ringcomm::cuda {
 

@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "collectives/collective.h"
-#include "collectives/transport.h"
 #include "cuda/kernels/call.h"
+#include "transport/transport.h"
 
 namespace ringcomm::cuda {
 

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "collectives/collective.h"
-#include "collectives/communicator.h"
+#include "communicator/communicator.h"
 #include "core/arch.h"
 #include "cuda/driver/device_memory.h"
 #include "cuda/kernels/staging.h"

@@ -1,4 +1,4 @@
-#include "collectives/messages/collectives.h"
+#include "transport/messages/collectives.h"
 
 #include <algorithm>
 #include <cstddef>
@@ -9,11 +9,11 @@
 #include <vector>
 
 #include "collectives/fused_update.h"
-#include "collectives/messages/shares.h"
 #include "collectives/ring.h"
 #include "core/chunk_layout.h"
 #include "cuda/messages/engine.h"
 #include "cuda/messages/operators.h"
+#include "transport/messages/shares.h"
 
 namespace ringcomm {
 namespace {

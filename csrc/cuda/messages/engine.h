@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "bindings/devices.h"
-#include "collectives/communicator.h"
+#include "communicator/communicator.h"
 #include "cuda/collectives/device_transport.h"
 
 namespace ringcomm {

@@ -14,12 +14,12 @@
 
 #include "bindings/c10d_messages.h"
 #include "bindings/python_errors.h"
-#include "collectives/messages/shares.h"
 #include "core/arch.h"
 #include "cuda/collectives/launch_plan.h"
 #include "cuda/messages/engine.h"
 #include "cuda/messages/operators.h"
-#include "transport/process.h"
+#include "host/process.h"
+#include "transport/messages/shares.h"
 
 namespace ringcomm {
 namespace {

@@ -353,19 +353,19 @@ ENGINE_MUTANTS = (
     # Two ranks of a host wait for each other there, and for ranks of another host that do the same.
     EngineMutant(
         "hosts_inside_last",
-        "csrc/collectives/messages/collectives.cc",
+        "csrc/transport/messages/collectives.cc",
         (("rank_, world_size_, is_all_to_all, inside,", "rank_, world_size_, false, inside,"),),
         "hosts: shares on both sides of every limit end on every layout",
     ),
     EngineMutant(
         "in_place_not_kept",
-        "csrc/collectives/shm/share_exchange.cc",
+        "csrc/transport/shm/share_exchange.cc",
         (("        keep_inputs();\n", ""),),
         "uneven shares in place*",
     ),
     EngineMutant(
         "phases_of_own_sizes",
-        "csrc/collectives/shm/share_exchange.cc",
+        "csrc/transport/shm/share_exchange.cc",
         (("num_phases = layout_.num_phases();", "num_phases = layout_.num_pieces[rank_];"),),
         "uneven shares in place*",
     ),
