@@ -28,7 +28,7 @@ class GroupOptions:
         is_rank_ordered: bool,
         one_shot_max_bytes: int,
         transport: str,
-        p2p_backend: str,
+        message_backend: str,
         says_waits: bool,
         report_stragglers: bool,
     ) -> None: ...

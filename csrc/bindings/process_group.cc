@@ -130,8 +130,9 @@ ProcessGroupRingcomm::ProcessGroupRingcomm(const c10::intrusive_ptr<c10d::Store>
   const World world = world_over(store);
   const auto timeout = std::min(options_->timeout, kLongestTimeout);
   const MakeMessenger make_messenger = [&](const std::string& key, const LookForRanks& look) {
-    auto [backend, contacts] = make_message_backend(options_->engine.p2p_backend, store, key, rank,
-                                                    size, *options_, look, "the group's messages");
+    auto [backend, contacts] =
+        make_message_backend(options_->engine.message_backend, store, key, rank, size, *options_,
+                             look, "the group's messages");
     contacts_ = std::move(contacts);
     return messages_over(std::move(backend));
   };
@@ -140,7 +141,7 @@ ProcessGroupRingcomm::ProcessGroupRingcomm(const c10::intrusive_ptr<c10d::Store>
                      deadline_after(timeout));
     communicator_ = std::make_shared<Communicator>(
         timed, rank, size, options_->engine, timeout,
-        options_->engine.p2p_backend.empty() ? MakeMessenger{} : make_messenger,
+        options_->engine.message_backend.empty() ? MakeMessenger{} : make_messenger,
         KnownRanks{ask_world(world, options_->global_ranks_in_group),
                    options_->global_ranks_in_group});
   });

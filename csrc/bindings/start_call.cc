@@ -239,12 +239,13 @@ struct Answer {
 };
 
 // A message with its memory, which so lives as long as the engine needs it.
-struct Note : P2pOp {
+struct Note : SendRecvOp {
   Answer answer;
 };
 
-std::shared_ptr<Note> post_note(Communicator& group, P2pOp::Kind kind, int peer, std::uint64_t tag,
-                                milliseconds timeout, const Answer& answer = {}) {
+std::shared_ptr<Note> post_note(Communicator& group, SendRecvOp::Kind kind, int peer,
+                                std::uint64_t tag, milliseconds timeout,
+                                const Answer& answer = {}) {
   const auto note = std::make_shared<Note>();
   note->answer = answer;
   note->kind = kind;
@@ -253,13 +254,13 @@ std::shared_ptr<Note> post_note(Communicator& group, P2pOp::Kind kind, int peer,
   note->data = reinterpret_cast<std::byte*>(&note->answer);
   note->num_bytes = sizeof(note->answer);
   note->timeout = timeout;
-  group.p2p()->post(note);
+  group.send_recv()->post(note);
   return note;
 }
 
 bool has_come(Communicator& group, const std::shared_ptr<Note>& note,
-              PointToPoint::Clock::time_point deadline) {
-  if (!group.p2p()->wait(note, deadline, is_interrupted)) return false;
+              SendRecv::Clock::time_point deadline) {
+  if (!group.send_recv()->wait(note, deadline, is_interrupted)) return false;
   if (note->error != nullptr) std::rethrow_exception(note->error);
   return true;
 }
@@ -268,10 +269,10 @@ bool has_come(Communicator& group, const std::shared_ptr<Note>& note,
 // posted; it takes the note of a late rank, which also gets its answer. Returns that answer.
 Answer lead(Communicator& group, std::uint64_t tag, milliseconds timeout, milliseconds patience,
             bool waits_for_all) {
-  const auto deadline = PointToPoint::Clock::now() + timeout;
+  const auto deadline = SendRecv::Clock::now() + timeout;
   std::vector<std::shared_ptr<Note>> arrivals;
   for (int peer = 1; peer < group.world_size(); ++peer)
-    arrivals.push_back(post_note(group, P2pOp::Kind::kRecv, peer, tag, kLongestTimeout));
+    arrivals.push_back(post_note(group, SendRecvOp::Kind::kRecv, peer, tag, kLongestTimeout));
   Answer answer;
   std::string missing;
   for (const auto& arrival : arrivals) {
@@ -284,7 +285,7 @@ Answer lead(Communicator& group, std::uint64_t tag, milliseconds timeout, millis
                                     " failed to pass monitoredBarrier in ", timeout.count(), " ms");
   text.copy(answer.text.data(), answer.text.size() - 1);
   for (int peer = 1; peer < group.world_size(); ++peer)
-    post_note(group, P2pOp::Kind::kSend, peer, tag, patience, answer);
+    post_note(group, SendRecvOp::Kind::kSend, peer, tag, patience, answer);
   return answer;
 }
 
@@ -315,16 +316,16 @@ void ProcessGroupRingcomm::monitoredBarrier(const c10d::BarrierOptions& opts, bo
     group->failure().rethrow_if_any();
     if (timeout <= milliseconds(0))
       raise(getRank(), c10::str(": Rank ", getRank(), " timed out in monitoredBarrier after 0 ms"));
-    if (group->p2p() == nullptr) return;
+    if (group->send_recv() == nullptr) return;
     const std::uint64_t tag = kBarrierTag + num_monitored_barriers_.fetch_add(1);
     if (getRank() == 0) {
       const Answer answer = lead(*group, tag, timeout, patience, waitAllRanks);
       if (answer.missing_rank >= 0) raise(answer.missing_rank, who + answer.text.data());
       return;
     }
-    const auto deadline = PointToPoint::Clock::now() + patience;
-    post_note(*group, P2pOp::Kind::kSend, 0, tag, patience);
-    const auto note = post_note(*group, P2pOp::Kind::kRecv, 0, tag, kLongestTimeout);
+    const auto deadline = SendRecv::Clock::now() + patience;
+    post_note(*group, SendRecvOp::Kind::kSend, 0, tag, patience);
+    const auto note = post_note(*group, SendRecvOp::Kind::kRecv, 0, tag, kLongestTimeout);
     if (!has_come(*group, note, deadline))
       raise(0, c10::str(reached, "it did not answer in ", patience.count(), " ms"));
     if (note->answer.missing_rank >= 0)

@@ -47,7 +47,7 @@ std::string CommunicatorOptions::to_text() const {
        << " deterministic=" << (is_rank_ordered ? "rank_order" : "none")
        << " one_shot_max_bytes=" << one_shot_max_bytes
        << " transport=" << (transport.empty() ? "auto" : transport);
-  if (!p2p_backend.empty()) text << " p2p_backend=" << p2p_backend;
+  if (!message_backend.empty()) text << " message_backend=" << message_backend;
   return text.str();
 }
 

@@ -20,7 +20,7 @@ std::pair<std::unique_ptr<Transport>, std::string> make_transport(
     KeyValueStore& store, int rank, int world_size, const CommunicatorOptions& options,
     const MakeMessenger& make_messenger, const KnownRanks& known,
     std::chrono::milliseconds timeout) {
-  const bool is_p2p = options.transport == "p2p";
+  const bool is_messages_only = options.transport == "messages";
   shm::Rendezvous rendezvous(store,
                              {.rank = rank,
                               .world_size = world_size,
@@ -28,29 +28,30 @@ std::pair<std::unique_ptr<Transport>, std::string> make_transport(
                               .host_id = options.host_id,
                               .global_ranks = known.global_ranks,
                               .known = known.processes,
-                              .shares_memory = !is_p2p,
+                              .shares_memory = !is_messages_only,
                               .is_one_host = options.transport == "shm",
                               .says_waits = options.says_waits},
                              timeout);
   try {
     const PeerTable peer_table = rendezvous.find_ranks();
     const std::string hosts = peer_table.describe();
-    if (peer_table.num_hosts() == 1 && !is_p2p)
+    if (peer_table.num_hosts() == 1 && !is_messages_only)
       return {std::make_unique<ShmTransport>(rendezvous, peer_table, rank, options),
               "shm: " + hosts};
 
     if (!make_messenger)
-      throw std::invalid_argument((is_p2p ? "the transport is p2p" : hosts) +
+      throw std::invalid_argument((is_messages_only ? "the transport is messages" : hosts) +
                                   ", but no backend for messages is available");
-    const bool is_flat = is_p2p || peer_table.num_hosts() == world_size;
+    const bool is_flat = is_messages_only || peer_table.num_hosts() == world_size;
     auto transport =
         make_message_transport(store, rendezvous, peer_table, options, make_messenger, is_flat);
-    return {std::move(transport), (is_flat ? "p2p over " : "shm inside a host, p2p over ") +
-                                      options.p2p_backend +
-                                      (is_p2p    ? ", as requested; "
-                                       : is_flat ? ", because no two ranks share a host; "
-                                                 : " between them; ") +
-                                      hosts};
+    return {std::move(transport),
+            (is_flat ? "messages over " : "shm inside a host, messages over ") +
+                options.message_backend +
+                (is_messages_only ? ", as requested; "
+                 : is_flat        ? ", because no two ranks share a host; "
+                                  : " between them; ") +
+                hosts};
   } catch (const std::invalid_argument&) {
     throw;  // on all ranks
   } catch (const std::exception& error) {
@@ -91,8 +92,9 @@ Communicator::Communicator(KeyValueStore& store, int rank, int world_size,
                            const CommunicatorOptions& options, std::chrono::milliseconds timeout,
                            const MakeMessenger& make_messenger, const KnownRanks& known)
     : rank_(rank), world_size_(world_size), options_(options) {
-  if (!options.transport.empty() && options.transport != "shm" && options.transport != "p2p")
-    throw std::invalid_argument("transport must be shm or p2p, got '" + options.transport + "'");
+  if (!options.transport.empty() && options.transport != "shm" && options.transport != "messages")
+    throw std::invalid_argument("transport must be shm or messages, got '" + options.transport +
+                                "'");
   if (world_size > 1) {
     flight::start();  // before a peer asks for it
     std::tie(transport_, transport_description_) =
@@ -101,7 +103,7 @@ Communicator::Communicator(KeyValueStore& store, int rank, int world_size,
   }
   failure_ = std::make_unique<Failure>(transport_ != nullptr ? &transport_->membership() : nullptr,
                                        rank, world_size);
-  if (transport_ != nullptr) p2p_ = transport_->make_p2p(*failure_, stats_);
+  if (transport_ != nullptr) send_recv_ = transport_->make_send_recv(*failure_, stats_);
 }
 
 Communicator::~Communicator() { trace::leave_group(trace_group_); }
@@ -112,7 +114,7 @@ void Communicator::record_as(const std::string& name, const std::vector<std::uin
   Membership& members = transport_->membership();
   log_ =
       flight::Log::make(name, rank_, ranks, transport_description_, members, options_.says_waits);
-  p2p_->record_as(trace_group_, log_.get());
+  send_recv_->record_as(trace_group_, log_.get());
   if (log_ == nullptr) return;
   failure_->record_in(log_.get());
   members.on_note([log = log_.get()](const auto&... note) { log->keep(note...); });
@@ -120,7 +122,7 @@ void Communicator::record_as(const std::string& name, const std::vector<std::uin
 
 void Communicator::close(const std::function<bool()>& is_interrupted) {
   queue_.drain([&] { abort_if(is_interrupted); });
-  if (p2p_ != nullptr) p2p_->close(is_interrupted);
+  if (send_recv_ != nullptr) send_recv_->close(is_interrupted);
 }
 
 void Communicator::run(const Collective& call, const WaitLimits& limits, const Sequence& sequence) {

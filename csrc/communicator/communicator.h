@@ -12,7 +12,7 @@
 #include "collectives/collective.h"
 #include "collectives/failure.h"
 #include "collectives/flight.h"
-#include "collectives/p2p.h"
+#include "collectives/send_recv.h"
 #include "collectives/trace.h"
 #include "communicator/ordered_queue.h"
 #include "host/membership.h"
@@ -103,7 +103,7 @@ class Communicator {
   }
 
   /// Sends and receives; null in a group of one.
-  PointToPoint* p2p() { return p2p_.get(); }
+  SendRecv* send_recv() { return send_recv_.get(); }
 
   /// Call it before the destructor, after the last call. Returns when the submitted collectives and
   /// sends are complete, and ends the receives with an error. `is_interrupted` is called about
@@ -134,10 +134,10 @@ class Communicator {
   Stats stats_;
   std::string transport_description_ = "none: a group of one";
   std::uint32_t trace_group_ = trace::kNoGroup;
-  std::unique_ptr<Transport> transport_;  // null in a group of one, as is p2p_
+  std::unique_ptr<Transport> transport_;  // null in a group of one, as is send_recv_
   std::unique_ptr<flight::Log> log_;      // null without a recorder
   std::unique_ptr<Failure> failure_;
-  std::unique_ptr<PointToPoint> p2p_;
+  std::unique_ptr<SendRecv> send_recv_;
   std::atomic<std::uint64_t> num_issued_ = 0;
   std::uint64_t num_run_ = 0;  // counted where they run, which is in one order on all ranks
   OrderedQueue queue_;         // last, so first to go: it runs what is left

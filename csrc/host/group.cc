@@ -42,10 +42,11 @@ SegmentLayout::SegmentLayout(int world_size, const SegmentConfig& config)
       whole_pages(sizeof(AbortRecord) + sizeof(SurvivorChoices) + world * sizeof(std::uint32_t));
   boards_offset_bytes_ = control_offset_bytes_ + world * whole_pages(sizeof(RankControl));
   rings_offset_bytes_ = boards_offset_bytes_ + world * 2 * whole_pages(config.board_bytes);
-  p2p_offset_bytes_ =
+  send_recv_offset_bytes_ =
       rings_offset_bytes_ + world * link_bytes(config.ring_num_slots, config.ring_slot_bytes);
-  num_bytes_ = p2p_offset_bytes_ +
-               world * (world - 1) * link_bytes(config.p2p_num_slots, config.p2p_slot_bytes);
+  num_bytes_ =
+      send_recv_offset_bytes_ +
+      world * (world - 1) * link_bytes(config.send_recv_num_slots, config.send_recv_slot_bytes);
 }
 
 std::uint32_t& SegmentLayout::has_joined(std::byte* base, int rank) const {
@@ -72,9 +73,10 @@ LinkGeometry SegmentLayout::ring_link(std::byte* base, int rank) const {
   return link_at(base + rings_offset_bytes_, rank, config_.ring_num_slots, config_.ring_slot_bytes);
 }
 
-LinkGeometry SegmentLayout::p2p_link(std::byte* base, int from, int to) const {
+LinkGeometry SegmentLayout::send_recv_link(std::byte* base, int from, int to) const {
   const int pair_idx = from * (world_size_ - 1) + (to < from ? to : to - 1);
-  return link_at(base + p2p_offset_bytes_, pair_idx, config_.p2p_num_slots, config_.p2p_slot_bytes);
+  return link_at(base + send_recv_offset_bytes_, pair_idx, config_.send_recv_num_slots,
+                 config_.send_recv_slot_bytes);
 }
 
 Group::Group(Rendezvous& rendezvous, const std::vector<int>& ranks, const SegmentConfig& config)
@@ -107,7 +109,7 @@ Group::Group(Rendezvous& rendezvous, const std::vector<int>& ranks, const Segmen
   }
 }
 
-// The pages that this rank writes, but for those of messages (reserve_p2p()).
+// The pages that this rank writes, but for those of messages (reserve_send_recv()).
 void Group::reserve_own_memory() {
   const BoardGeometry geometry = board();
   reserve_pages(memory_->data(), static_cast<std::size_t>(geometry.cursors - memory_->data()));
@@ -116,7 +118,7 @@ void Group::reserve_own_memory() {
   reserve_link(ring_link(rank_));
 }
 
-void Group::reserve_p2p(int to) { reserve_link(p2p_link(rank_, to)); }
+void Group::reserve_send_recv(int to) { reserve_link(send_recv_link(rank_, to)); }
 
 void Group::join() {
   __atomic_store_n(&layout_.has_joined(memory_->data(), rank_), 1U, __ATOMIC_RELEASE);

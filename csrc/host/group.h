@@ -25,8 +25,8 @@ struct SegmentConfig {
   std::size_t board_bytes = (std::size_t{1} << 20) + 4096;
   std::uint32_t ring_num_slots = 2;
   std::size_t ring_slot_bytes = std::size_t{256} << 10;
-  std::uint32_t p2p_num_slots = 8;
-  std::size_t p2p_slot_bytes = std::size_t{64} << 10;
+  std::uint32_t send_recv_num_slots = 8;
+  std::size_t send_recv_slot_bytes = std::size_t{64} << 10;
 };
 
 /// The reason of the first rank that fails, written once and read by all others.
@@ -85,7 +85,7 @@ class SegmentLayout {
   BoardGeometry board(std::byte* base) const;
   /// The link from `rank` to the next one.
   LinkGeometry ring_link(std::byte* base, int rank) const;
-  LinkGeometry p2p_link(std::byte* base, int from, int to) const;
+  LinkGeometry send_recv_link(std::byte* base, int from, int to) const;
 
  private:
   int world_size_;
@@ -93,7 +93,7 @@ class SegmentLayout {
   std::size_t control_offset_bytes_;
   std::size_t boards_offset_bytes_;
   std::size_t rings_offset_bytes_;
-  std::size_t p2p_offset_bytes_;
+  std::size_t send_recv_offset_bytes_;
   std::size_t num_bytes_;
 };
 
@@ -134,11 +134,11 @@ class Group final : public Membership {
 
   BoardGeometry board() const { return layout_.board(memory_->data()); }
   LinkGeometry ring_link(int from) const { return layout_.ring_link(memory_->data(), from); }
-  LinkGeometry p2p_link(int from, int to) const {
-    return layout_.p2p_link(memory_->data(), from, to);
+  LinkGeometry send_recv_link(int from, int to) const {
+    return layout_.send_recv_link(memory_->data(), from, to);
   }
   /// Before the first message to `to`. Throws Error if the system has no memory for messages.
-  void reserve_p2p(int to);
+  void reserve_send_recv(int to);
   Cursor& doorbell(int rank) const { return control(rank).doorbell; }
 
   /// Whether this object was inherited by fork(): it belongs to the parent and must not be used.

@@ -7,7 +7,7 @@
 
 #include "collectives/collective.h"
 #include "collectives/failure.h"
-#include "collectives/p2p.h"
+#include "collectives/send_recv.h"
 #include "core/arch.h"
 #include "host/membership.h"
 #include "host/process.h"
@@ -48,7 +48,7 @@ class Transport {
 
   virtual Membership& membership() = 0;
   /// The sends and receives of this rank; called once.
-  virtual std::unique_ptr<PointToPoint> make_p2p(Failure& failure, Stats& stats) = 0;
+  virtual std::unique_ptr<SendRecv> make_send_recv(Failure& failure, Stats& stats) = 0;
 
   /// Whether run() is quick and polls, so that the caller's thread may run it, and knows
   /// reduce_scatter_update_all_gather. Otherwise a thread of the group runs it while the caller

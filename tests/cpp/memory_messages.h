@@ -346,7 +346,7 @@ inline void run_message_ranks(MemoryNetwork& network, int world_size,
                               const std::function<void(Communicator&)>& body,
                               CommunicatorOptions options = {}) {
   MemoryStore store;
-  options.transport = "p2p";
+  options.transport = "messages";
   run_threads(world_size, [&](int rank) {
     Communicator communicator(
         store, rank, world_size, options, kBound,

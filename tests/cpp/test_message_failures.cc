@@ -212,7 +212,7 @@ TEST_CASE("messages: options that differ") {
   testing::MemoryStore store;
   testing::run_threads(2, [&](int rank) {
     const CommunicatorOptions options{.one_shot_max_bytes = rank == 0 ? 0U : 4096U,
-                                      .transport = "p2p"};
+                                      .transport = "messages"};
     expect_error(error_of([&] {
                    Communicator(
                        store, rank, 2, options, testing::kBound,
@@ -269,7 +269,7 @@ TEST_CASE("messages: a group after an attempt in which one rank failed before th
     testing::run_threads(3, [&](int rank) {
       const auto make = [&](KeyValueStore& over) {
         return std::make_unique<Communicator>(
-            over, rank, 3, CommunicatorOptions{.transport = "p2p"}, testing::kBound,
+            over, rank, 3, CommunicatorOptions{.transport = "messages"}, testing::kBound,
             [&](const std::string&, const LookForRanks&) { return network.join(rank); });
       };
       AttemptStore own(store, attempt, rank);
@@ -295,7 +295,7 @@ TEST_CASE("messages: groups made again over one store") {
     MemoryNetwork network(2);
     testing::run_threads(2, [&](int rank) {
       Communicator communicator(
-          store, rank, 2, {.transport = "p2p"}, testing::kBound,
+          store, rank, 2, {.transport = "messages"}, testing::kBound,
           [&](const std::string&, const LookForRanks&) { return network.join(rank); });
       testing::barrier(communicator);
       if (round % 2 == 0) communicator.abort("enough");

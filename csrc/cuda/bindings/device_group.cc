@@ -50,8 +50,8 @@ TransportPtr make_engine(Communicator& communicator, const GroupOptions& options
     reason = "a group of one";
   else if (!is_of_driver(device))
     reason = "not a CUDA device";
-  else if (options.engine.transport == "p2p")
-    reason = "the transport is p2p";
+  else if (options.engine.transport == "messages")
+    reason = "the transport is messages";
   if (!reason.empty()) return nullptr;
   const std::string name = "ringcomm: group " + options.group_name;
   try {

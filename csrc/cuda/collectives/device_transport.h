@@ -25,7 +25,7 @@ class DeviceTransport {
 
   virtual ~DeviceTransport() = default;
 
-  /// "cuda_ipc ...", "p2p over nccl"
+  /// "cuda_ipc ...", "messages over nccl"
   virtual const std::string& description() const = 0;
   /// Sets the algorithm of a header from values that are equal on all ranks.
   virtual void plan(const Collective& call, CallHeader& header) const = 0;

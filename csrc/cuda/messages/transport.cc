@@ -35,12 +35,12 @@ class MessageDeviceTransport final : public cuda::DeviceTransport {
       : communicator_(communicator),
         options_(options.engine),
         timeout_(std::min(options.timeout, kLongestTimeout)),
-        description_(backend != nullptr ? "p2p over " + backend->getBackendName()
+        description_(backend != nullptr ? "messages over " + backend->getBackendName()
                                         : "none: a group of one"),
         engine_(std::move(backend), communicator.rank(), communicator.world_size(), device) {
     if (communicator.world_size() == 1) return;
     watch_.emplace(
-        "ringcomm-p2p",
+        "ringcomm-messages",
         WatchThread::Pace{.interval = kLookInterval, .num_looks = timeout_ / kLookInterval + 1},
         [this] { return look_at_peers(); });
     watch_->wake();  // what follows waits for all
@@ -196,7 +196,7 @@ c10::intrusive_ptr<c10d::Backend> make_backend(const c10::intrusive_ptr<c10d::St
   std::string name;
   try {
     name = py::module_::import("ringcomm.message_backend")
-               .attr("for_device")(options.engine.p2p_backend,
+               .attr("for_device")(options.engine.message_backend,
                                    c10::DeviceTypeName(device.type(), /*lower_case=*/true))
                .cast<std::string>();
   } catch (const py::error_already_set& error) {

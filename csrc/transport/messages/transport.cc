@@ -90,8 +90,8 @@ class MessageTransport final : public Transport {
   std::size_t mapped_bytes() const override {
     return local_ != nullptr ? local_->mapped_bytes() : 0;
   }
-  std::unique_ptr<PointToPoint> make_p2p(Failure& failure, Stats& stats) override {
-    return make_message_p2p(*messenger_, members_, failure, stats);
+  std::unique_ptr<SendRecv> make_send_recv(Failure& failure, Stats& stats) override {
+    return make_message_send_recv(*messenger_, members_, failure, stats);
   }
 
   void plan(const Collective& call, CallHeader& header) const override {

@@ -81,8 +81,8 @@ ShmTransport::ShmTransport(shm::Rendezvous& rendezvous, const PeerTable& peer_ta
       scope_(group_),
       engine_(group_, scope_) {}
 
-std::unique_ptr<PointToPoint> ShmTransport::make_p2p(Failure& failure, Stats& stats) {
-  return make_shm_p2p(group_, failure, stats);
+std::unique_ptr<SendRecv> ShmTransport::make_send_recv(Failure& failure, Stats& stats) {
+  return make_shm_send_recv(group_, failure, stats);
 }
 
 void ShmTransport::plan(const Collective& call, CallHeader& header) const {

@@ -18,7 +18,7 @@ class ShmTransport final : public Transport {
                const CommunicatorOptions& options);
 
   Membership& membership() override { return group_; }
-  std::unique_ptr<PointToPoint> make_p2p(Failure& failure, Stats& stats) override;
+  std::unique_ptr<SendRecv> make_send_recv(Failure& failure, Stats& stats) override;
   bool shares_memory() const override { return true; }
   void plan(const Collective& call, CallHeader& header) const override;
   Traffic run(const Collective& call, const CallHeader& header, const WaitLimits& limits) override;

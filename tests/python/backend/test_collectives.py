@@ -104,12 +104,12 @@ def check_world(rank: int) -> None:
     assert wrong == []
 
 
-# Each letter is the host of its rank.
-@pytest.mark.parametrize("hosts", ["a", "aaaaa", "aaaaaaaa", "abab", "abbccc", "p2p p"])
+# Each letter is the host of its rank; with - all goes over messages.
+@pytest.mark.parametrize("hosts", ["a", "aaaaa", "aaaaaaaa", "abab", "abbccc", "-----"])
 def test_worlds_and_placements(hosts: str) -> None:
     env: Any = [{"RINGCOMM_HOST_ID": f"host-{host}"} for host in hosts]
-    if hosts == "p2p p":
-        env = {"RINGCOMM_TRANSPORT": "p2p"}
+    if "-" in hosts:
+        env = {"RINGCOMM_TRANSPORT": "messages"}
     run_ranks(len(hosts), check_world, fresh=True, env=env)
 
 

@@ -1,4 +1,4 @@
-#include "collectives/p2p.h"
+#include "collectives/send_recv.h"
 
 #include <algorithm>
 #include <atomic>
@@ -9,7 +9,7 @@
 
 namespace ringcomm {
 
-void PointToPoint::post(const P2pOpPtr& op) {
+void SendRecv::post(const SendRecvOpPtr& op) {
   const int least = op->is_send() ? 0 : -1;  // -1: from any source
   if (op->peer < least || op->peer >= world_size_ || op->peer == rank_)
     throw std::invalid_argument(
@@ -32,7 +32,7 @@ void PointToPoint::post(const P2pOpPtr& op) {
   }
 }
 
-flight::Call PointToPoint::record(const P2pOp& op) const {
+flight::Call SendRecv::record(const SendRecvOp& op) const {
   if (log_ == nullptr || !op.is_users()) return {};
   return log_->begin({.seq = op.tag,
                       .num_bytes = op.num_bytes,
@@ -40,7 +40,7 @@ flight::Call PointToPoint::record(const P2pOp& op) const {
                       .op = op.is_send() ? OpKind::kSend : OpKind::kRecv});
 }
 
-void PointToPoint::trace_begin(P2pOp& op) const {
+void SendRecv::trace_begin(SendRecvOp& op) const {
   static std::atomic<std::uint64_t> num_messages = 0;
   op.traced = {.begin_ns = trace::now_ns(),
                .seq = num_messages.fetch_add(1, std::memory_order_relaxed),
@@ -54,7 +54,7 @@ void PointToPoint::trace_begin(P2pOp& op) const {
   trace::add(op.traced);  // without an end: of a process that is killed there is nothing else
 }
 
-void PointToPoint::record_end(const P2pOp& op) {
+void SendRecv::record_end(const SendRecvOp& op) {
   flight::Log::end(op.recorded);
   if (op.traced.group == trace::kNoGroup) return;
   trace::Event event = op.traced;
@@ -63,8 +63,8 @@ void PointToPoint::record_end(const P2pOp& op) {
   trace::add(event);
 }
 
-bool PointToPoint::wait(const P2pOpPtr& op, Clock::time_point deadline,
-                        const Interrupted& is_interrupted) {
+bool SendRecv::wait(const SendRecvOpPtr& op, Clock::time_point deadline,
+                    const Interrupted& is_interrupted) {
   failure_.check_not_inherited();
   // Later calls may have taken its place since it was posted.
   const flight::Call shown = op->recorded.is_there() ? op->recorded : record(*op);
@@ -85,20 +85,20 @@ bool PointToPoint::wait(const P2pOpPtr& op, Clock::time_point deadline,
   return is_done;
 }
 
-void PointToPoint::check_open(const P2pOp& op) const {
+void SendRecv::check_open(const SendRecvOp& op) const {
   failure_.rethrow_if_any();
   if (is_stopping_) std::rethrow_exception(orphaned(op));
 }
 
-void PointToPoint::abort_if(Lock& lock, const Interrupted& is_interrupted) {
+void SendRecv::abort_if(Lock& lock, const Interrupted& is_interrupted) {
   lock.unlock();
   if (is_interrupted && is_interrupted())
     failure_.abort("interrupted by a signal in a send or receive");
   lock.lock();
 }
 
-void PointToPoint::conclude(Lock& lock, std::span<const P2pOpPtr> ops) {
-  for (const P2pOpPtr& op : ops) {
+void SendRecv::conclude(Lock& lock, std::span<const SendRecvOpPtr> ops) {
+  for (const SendRecvOpPtr& op : ops) {
     if (op->error != nullptr || !op->is_users()) continue;
     const std::uint64_t sent = op->is_send() ? op->num_bytes : 0;
     stats_.count(op->is_send() ? OpKind::kSend : OpKind::kRecv, {.sent_bytes = sent});
@@ -106,14 +106,14 @@ void PointToPoint::conclude(Lock& lock, std::span<const P2pOpPtr> ops) {
   }
   has_news_.notify_all();
   lock.unlock();
-  for (const P2pOpPtr& op : ops) {
+  for (const SendRecvOpPtr& op : ops) {
     record_end(*op);
     if (const auto done = std::exchange(op->done, nullptr)) done();
   }
   lock.lock();
 }
 
-void PointToPoint::raise_misfit(const P2pOp& receive, std::uint64_t sent_bytes) {
+void SendRecv::raise_misfit(const SendRecvOp& receive, std::uint64_t sent_bytes) {
   failure_.raise_mismatch(receive.peer,
                           "rank " + std::to_string(receive.peer) + " sent " +
                               std::to_string(sent_bytes) + " bytes with this tag, where rank " +
@@ -122,7 +122,7 @@ void PointToPoint::raise_misfit(const P2pOp& receive, std::uint64_t sent_bytes) 
                           activity_of(receive));
 }
 
-std::exception_ptr PointToPoint::orphaned(const P2pOp& op) const {
+std::exception_ptr SendRecv::orphaned(const SendRecvOp& op) const {
   const Activity activity = activity_of(op);
   return std::make_exception_ptr(
       Error({.kind = ErrorKind::kAborted, .rank = rank_, .op = activity.op},
@@ -130,7 +130,7 @@ std::exception_ptr PointToPoint::orphaned(const P2pOp& op) const {
                 (op.is_send() ? "it was sent" : "a message arrived")));
 }
 
-Activity activity_of(const P2pOp& op) {
+Activity activity_of(const SendRecvOp& op) {
   const std::string peer = op.peer >= 0 ? "rank " + std::to_string(op.peer) : "any rank";
   return {.op = op.is_send() ? "send" : "recv",
           .description = (op.is_send() ? "send to " : "recv from ") + peer + " (tag " +

@@ -10,7 +10,7 @@
 #include <thread>
 #include <utility>
 
-#include "p2p_messages.h"
+#include "send_recv_messages.h"
 #include "third_party/doctest/doctest.h"
 #include "thread_ranks.h"
 
@@ -87,8 +87,8 @@ TEST_CASE("a send that is not received times out, also without a waiting thread"
       wait_until([&] { return is_over.load(); }, "the sender's time-out");
       return;
     }
-    const Message sent = post_send(communicator, 1, 6, Bytes(2 * kP2pLinkBytes), milliseconds(100),
-                                   [&] { is_over = true; });
+    const Message sent = post_send(communicator, 1, 6, Bytes(2 * kSendRecvLinkBytes),
+                                   milliseconds(100), [&] { is_over = true; });
     wait_until([&] { return is_over.load(); }, "a time-out without a wait");
     expect_error(error_of([&] { finish(communicator, sent); }), ErrorKind::kTimeout,
                  {"send to rank 1"});
@@ -103,9 +103,9 @@ TEST_CASE("wait returns at its own deadline and leaves the operation unchanged")
       return;
     }
     const Message received = post_recv(communicator, 1, 2, 8);
-    const auto deadline = PointToPoint::Clock::now() + milliseconds(60);
-    expect(!communicator.p2p()->wait(received.op, deadline, {}), "nothing yet");
-    expect(PointToPoint::Clock::now() >= deadline, "the full timeout");
+    const auto deadline = SendRecv::Clock::now() + milliseconds(60);
+    expect(!communicator.send_recv()->wait(received.op, deadline, {}), "nothing yet");
+    expect(SendRecv::Clock::now() >= deadline, "the full timeout");
     barrier(communicator);
     finish(communicator, received);
     expect_message(received, 1, 2, 0);
@@ -119,7 +119,7 @@ TEST_CASE("a peer that leaves fails what waits for it, after what it sent") {
       send_and_finish(communicator, 0, 1, 0, 1000);
       return;
     }
-    wait_until([&] { return communicator.p2p() != nullptr; }, "messages");
+    wait_until([&] { return communicator.send_recv() != nullptr; }, "messages");
     std::this_thread::sleep_for(milliseconds(50));  // until the peer has left
     recv_and_check(communicator, 1, 1, 0, 1000);
     expect_error(error_of([&] { recv_and_check(communicator, 1, 1, 1, 1000); }),
@@ -150,7 +150,7 @@ TEST_CASE("a message sent right before its sender left is received") {
       wait_until([&] { return has_left.load(); }, "the sender's end");
       return false;
     };
-    communicator->p2p()->wait(received.op, PointToPoint::Clock::now() + kBound, look);
+    communicator->send_recv()->wait(received.op, SendRecv::Clock::now() + kBound, look);
     finish(*communicator, received);
     expect_message(received, 1, 1, 0);
   });
@@ -160,8 +160,8 @@ TEST_CASE("is_interrupted ends a wait for a message") {
   run_ranks(2, [](Communicator& communicator) {
     const Message received = post_recv(communicator, 1 - communicator.rank(), 1, 64);
     const bool is_interrupted = communicator.rank() == 0;
-    communicator.p2p()->wait(received.op, PointToPoint::Clock::now() + kBound,
-                             [&] { return is_interrupted; });
+    communicator.send_recv()->wait(received.op, SendRecv::Clock::now() + kBound,
+                                   [&] { return is_interrupted; });
     expect_error(error_of([&] { finish(communicator, received); }), ErrorKind::kAborted,
                  {"interrupted"});
   });
@@ -189,9 +189,9 @@ TEST_CASE("a receive times out in the midst of other traffic") {
     Message late;
     if (rank == 0)
       late = post_recv(communicator, 2, 1, 8, milliseconds(100), [&] { is_over = true; });
-    const auto deadline = PointToPoint::Clock::now() + std::chrono::seconds(5);
+    const auto deadline = SendRecv::Clock::now() + std::chrono::seconds(5);
     const Error error = error_of([&] {
-      for (std::uint64_t turn = 0; PointToPoint::Clock::now() < deadline; ++turn) {
+      for (std::uint64_t turn = 0; SendRecv::Clock::now() < deadline; ++turn) {
         const Message sent = post_send(communicator, 1 - rank, 7, message(rank, 7, turn, 100));
         recv_and_check(communicator, 1 - rank, 7, turn, 100);
         finish(communicator, sent);
@@ -205,7 +205,7 @@ TEST_CASE("a receive times out in the midst of other traffic") {
 // Half of a large message has arrived when its receive times out. The rest arrives while the
 // receiver's program is notified, which may then free the buffer.
 TEST_CASE("the buffer of a receive that has timed out is left alone") {
-  constexpr std::size_t kNumBytes = 3 * kP2pLinkBytes;
+  constexpr std::size_t kNumBytes = 3 * kSendRecvLinkBytes;
   std::atomic<bool> is_stalled = false, is_sent = false, may_go_on = false, is_over = false;
   run_ranks(2, [&](Communicator& communicator) {
     if (communicator.rank() == 1) {
@@ -226,20 +226,20 @@ TEST_CASE("the buffer of a receive that has timed out is left alone") {
     barrier(communicator);
     send_and_finish(communicator, 1, 9, 0, 1);
     wait_until([&] { return is_sent.load(); }, "a sender that stands still");
-    Message received{.bytes = Bytes(kNumBytes), .op = std::make_shared<P2pOp>()};
+    Message received{.bytes = Bytes(kNumBytes), .op = std::make_shared<SendRecvOp>()};
     const auto told = [&] {  // in lieu of freeing it
       std::fill(received.bytes.begin(), received.bytes.end(), std::byte{0xee});
       may_go_on = true;
       std::this_thread::sleep_for(milliseconds(150));
     };
-    *received.op = {.kind = P2pOp::Kind::kRecv,
+    *received.op = {.kind = SendRecvOp::Kind::kRecv,
                     .peer = 1,
                     .tag = 1,
                     .data = received.bytes.data(),
                     .num_bytes = kNumBytes,
                     .timeout = milliseconds(100),
                     .done = told};
-    communicator.p2p()->post(received.op);
+    communicator.send_recv()->post(received.op);
     expect_error(error_of([&] { finish(communicator, other); }), ErrorKind::kTimeout);
     is_over = true;
     expect(received.bytes == Bytes(kNumBytes, std::byte{0xee}), "an untouched buffer");

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "collective_case.h"
-#include "p2p_messages.h"
+#include "send_recv_messages.h"
 #include "third_party/doctest/doctest.h"
 #include "thread_ranks.h"
 
@@ -24,13 +24,13 @@ using testing::Message;
 // more than a link holds.
 constexpr std::size_t kSizes[] = {0,
                                   1,
-                                  kP2pSlotBytes - kP2pHeaderBytes - 1,
-                                  kP2pSlotBytes - kP2pHeaderBytes,
-                                  kP2pSlotBytes - kP2pHeaderBytes + 1,
-                                  2 * kP2pSlotBytes - kP2pHeaderBytes,
-                                  kP2pLinkBytes,
-                                  kP2pLinkBytes + 1,
-                                  5 * kP2pLinkBytes + 3};
+                                  kSendRecvSlotBytes - kSendRecvHeaderBytes - 1,
+                                  kSendRecvSlotBytes - kSendRecvHeaderBytes,
+                                  kSendRecvSlotBytes - kSendRecvHeaderBytes + 1,
+                                  2 * kSendRecvSlotBytes - kSendRecvHeaderBytes,
+                                  kSendRecvLinkBytes,
+                                  kSendRecvLinkBytes + 1,
+                                  5 * kSendRecvLinkBytes + 3};
 
 TEST_CASE("messages of every size arrive") {
   run_ranks(2, [](Communicator& communicator) {
@@ -52,7 +52,7 @@ TEST_CASE("both directions at once, more than the links hold") {
   run_ranks(2, [](Communicator& communicator) {
     const int peer = 1 - communicator.rank();
     for (std::uint64_t turn = 0; turn < 4; ++turn) {
-      const std::size_t num_bytes = 3 * kP2pLinkBytes + turn;
+      const std::size_t num_bytes = 3 * kSendRecvLinkBytes + turn;
       const Message sent =
           post_send(communicator, peer, turn, message(communicator.rank(), turn, turn, num_bytes));
       const Message received = post_recv(communicator, peer, turn, num_bytes);
@@ -86,7 +86,7 @@ TEST_CASE("messages of a pair with one tag keep their order, many and small") {
 
 TEST_CASE("receives in another order of tags than the sends, small and large") {
   constexpr std::uint64_t kNumTags = 6;
-  for (const std::size_t num_bytes : {std::size_t{10}, kP2pLinkBytes + 100}) {
+  for (const std::size_t num_bytes : {std::size_t{10}, kSendRecvLinkBytes + 100}) {
     run_ranks(2, [&](Communicator& communicator) {
       if (communicator.rank() == 0) {
         std::vector<Message> sent;
@@ -147,7 +147,7 @@ TEST_CASE("a receive posted first gets the message, be it for any source or for 
 TEST_CASE("a send that fits the link completes before it is received") {
   run_ranks(2, [](Communicator& communicator) {
     if (communicator.rank() == 0) {
-      const Message sent = post_send(communicator, 1, 0, message(0, 0, 0, kP2pLinkBytes));
+      const Message sent = post_send(communicator, 1, 0, message(0, 0, 0, kSendRecvLinkBytes));
       expect(is_done(communicator, sent), "done when posted");
       const Message waiting = post_send(communicator, 1, 0, message(0, 0, 1, 1));
       expect(!is_done(communicator, waiting), "no room for another");
@@ -155,7 +155,7 @@ TEST_CASE("a send that fits the link completes before it is received") {
       finish(communicator, waiting);
     } else {
       barrier(communicator);
-      recv_and_check(communicator, 0, 0, 0, kP2pLinkBytes);
+      recv_and_check(communicator, 0, 0, 0, kSendRecvLinkBytes);
       recv_and_check(communicator, 0, 0, 1, 1);
     }
   });
@@ -163,7 +163,7 @@ TEST_CASE("a send that fits the link completes before it is received") {
 
 TEST_CASE("operations make progress without a waiting thread") {
   run_ranks(2, [](Communicator& communicator) {
-    constexpr std::size_t kNumBytes = 4 * kP2pLinkBytes;
+    constexpr std::size_t kNumBytes = 4 * kSendRecvLinkBytes;
     std::atomic<bool> is_done = false;
     const int peer = 1 - communicator.rank();
     Message received, sent;
@@ -179,19 +179,19 @@ TEST_CASE("operations make progress without a waiting thread") {
 
 TEST_CASE("sends without a wait are delivered by the destructor") {
   run_ranks(3, [](Communicator& communicator) {
-    constexpr std::size_t kNumBytes = 3 * kP2pLinkBytes;
+    constexpr std::size_t kNumBytes = 3 * kSendRecvLinkBytes;
     if (communicator.rank() == 0) {
       // Their buffers live until they are done: with the communicator, so in `done`.
       for (const int peer : {1, 2}) {
         auto bytes = std::make_shared<Bytes>(message(0, 4, 0, kNumBytes));
-        auto op = std::make_shared<P2pOp>();
+        auto op = std::make_shared<SendRecvOp>();
         *op = {.peer = peer,
                .tag = 4,
                .data = bytes->data(),
                .num_bytes = kNumBytes,
                .timeout = kBound,
                .done = [bytes] {}};
-        communicator.p2p()->post(op);
+        communicator.send_recv()->post(op);
       }
       return;
     }
@@ -204,14 +204,14 @@ TEST_CASE("receives without a wait do not block the destructor") {
   const auto begin = std::chrono::steady_clock::now();
   run_ranks(2, [](Communicator& communicator) {
     const auto bytes = std::make_shared<Bytes>(10);
-    auto op = std::make_shared<P2pOp>();
-    *op = {.kind = P2pOp::Kind::kRecv,
+    auto op = std::make_shared<SendRecvOp>();
+    *op = {.kind = SendRecvOp::Kind::kRecv,
            .peer = 1 - communicator.rank(),
            .data = bytes->data(),
            .num_bytes = 10,
            .timeout = kBound,
            .done = [bytes] {}};
-    communicator.p2p()->post(op);
+    communicator.send_recv()->post(op);
   });
   CHECK(std::chrono::steady_clock::now() - begin < std::chrono::seconds(20));
 }
@@ -223,7 +223,7 @@ TEST_CASE("threads of one rank wait for operations of their own") {
     run_threads(kNumThreads, [&](int thread) {
       const auto tag = static_cast<std::uint64_t>(thread);
       for (std::uint64_t turn = 0; turn < 15; ++turn) {
-        const std::size_t num_bytes = turn % 5 == 4 ? kP2pLinkBytes + 77 : 40 * turn;
+        const std::size_t num_bytes = turn % 5 == 4 ? kSendRecvLinkBytes + 77 : 40 * turn;
         const Message sent =
             post_send(communicator, peer, tag, message(communicator.rank(), tag, turn, num_bytes));
         recv_and_check(communicator, peer, tag, turn, num_bytes);
@@ -250,7 +250,8 @@ TEST_CASE("messages beside collectives") {
 }
 
 TEST_CASE("a group of one has no messages") {
-  run_ranks(1, [](Communicator& communicator) { expect(communicator.p2p() == nullptr, "none"); });
+  run_ranks(
+      1, [](Communicator& communicator) { expect(communicator.send_recv() == nullptr, "none"); });
 }
 
 }  // namespace

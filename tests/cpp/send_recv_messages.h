@@ -18,11 +18,11 @@
 
 namespace ringcomm::testing {
 
-inline constexpr std::size_t kP2pSlotBytes = shm::SegmentConfig{}.p2p_slot_bytes;
-inline constexpr std::size_t kP2pHeaderBytes = 64;
+inline constexpr std::size_t kSendRecvSlotBytes = shm::SegmentConfig{}.send_recv_slot_bytes;
+inline constexpr std::size_t kSendRecvHeaderBytes = 64;
 /// The bytes of one message that a link holds before the receiver drains it.
-inline constexpr std::size_t kP2pLinkBytes =
-    shm::SegmentConfig{}.p2p_num_slots * kP2pSlotBytes - kP2pHeaderBytes;
+inline constexpr std::size_t kSendRecvLinkBytes =
+    shm::SegmentConfig{}.send_recv_num_slots * kSendRecvSlotBytes - kSendRecvHeaderBytes;
 
 using Bytes = std::vector<std::byte>;
 
@@ -40,13 +40,13 @@ inline Bytes message(int source, std::uint64_t tag, std::uint64_t turn, std::siz
 /// An operation and its buffer.
 struct Message {
   Bytes bytes;
-  P2pOpPtr op;
+  SendRecvOpPtr op;
 };
 
-inline Message post(Communicator& communicator, P2pOp::Kind kind, int peer, std::uint64_t tag,
+inline Message post(Communicator& communicator, SendRecvOp::Kind kind, int peer, std::uint64_t tag,
                     Bytes bytes, std::chrono::milliseconds timeout = kBound,
                     std::function<void()> done = {}) {
-  Message posted{.bytes = std::move(bytes), .op = std::make_shared<P2pOp>()};
+  Message posted{.bytes = std::move(bytes), .op = std::make_shared<SendRecvOp>()};
   posted.op->kind = kind;
   posted.op->peer = peer;
   posted.op->tag = tag;
@@ -54,14 +54,14 @@ inline Message post(Communicator& communicator, P2pOp::Kind kind, int peer, std:
   posted.op->num_bytes = posted.bytes.size();
   posted.op->timeout = timeout;
   posted.op->done = std::move(done);
-  communicator.p2p()->post(posted.op);
+  communicator.send_recv()->post(posted.op);
   return posted;
 }
 
 inline Message post_send(Communicator& communicator, int peer, std::uint64_t tag, Bytes bytes,
                          std::chrono::milliseconds timeout = kBound,
                          std::function<void()> done = {}) {
-  return post(communicator, P2pOp::Kind::kSend, peer, tag, std::move(bytes), timeout,
+  return post(communicator, SendRecvOp::Kind::kSend, peer, tag, std::move(bytes), timeout,
               std::move(done));
 }
 
@@ -69,18 +69,18 @@ inline Message post_send(Communicator& communicator, int peer, std::uint64_t tag
 inline Message post_recv(Communicator& communicator, int peer, std::uint64_t tag,
                          std::size_t num_bytes, std::chrono::milliseconds timeout = kBound,
                          std::function<void()> done = {}) {
-  return post(communicator, P2pOp::Kind::kRecv, peer, tag, Bytes(num_bytes, std::byte{0xee}),
+  return post(communicator, SendRecvOp::Kind::kRecv, peer, tag, Bytes(num_bytes, std::byte{0xee}),
               timeout, std::move(done));
 }
 
 inline bool is_done(Communicator& communicator, const Message& message) {
-  return communicator.p2p()->wait(message.op, PointToPoint::Clock::now(), {});
+  return communicator.send_recv()->wait(message.op, SendRecv::Clock::now(), {});
 }
 
 /// Waits until it is done, and throws its error if it has one.
 inline void finish(Communicator& communicator, const Message& posted) {
-  const auto deadline = PointToPoint::Clock::now() + kBound;
-  expect(communicator.p2p()->wait(posted.op, deadline, {}), "an operation done in time");
+  const auto deadline = SendRecv::Clock::now() + kBound;
+  expect(communicator.send_recv()->wait(posted.op, deadline, {}), "an operation done in time");
   if (posted.op->error != nullptr) std::rethrow_exception(posted.op->error);
 }
 

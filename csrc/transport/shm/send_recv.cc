@@ -1,4 +1,4 @@
-#include "collectives/p2p.h"
+#include "collectives/send_recv.h"
 
 #include <algorithm>
 #include <atomic>
@@ -26,7 +26,7 @@ constexpr int kMaxIdleLooks = 100;
 
 // A receive matched a message of a different size.
 struct SizeMismatch {
-  P2pOpPtr receive;
+  SendRecvOpPtr receive;
   std::uint64_t sent_bytes;
 };
 
@@ -48,13 +48,13 @@ class OneSlice final : public shm::StopSource {
 /// Messages of a pair arrive in order, and match the first receive posted for their source (or any)
 /// and tag. One without a receive stays in the link and blocks the sender, until a receive needs a
 /// later one: then it is moved off and kept, so no order of tags deadlocks.
-class P2pMailbox {
+class SendRecvMailbox {
  public:
-  using Receives = std::list<P2pOpPtr>;
+  using Receives = std::list<SendRecvOpPtr>;
 
   /// `ring` tells the peer that a slot was filled or drained.
-  P2pMailbox(shm::HostArch& arch, int peer, const LinkGeometry& to, const LinkGeometry& from,
-             std::function<void()> ring)
+  SendRecvMailbox(shm::HostArch& arch, int peer, const LinkGeometry& to, const LinkGeometry& from,
+                  std::function<void()> ring)
       : peer_(peer),
         ring_(std::move(ring)),
         arch_(arch),
@@ -63,11 +63,11 @@ class P2pMailbox {
         num_slots_(to.num_slots),
         slot_bytes_(to.slot_bytes) {}
 
-  void post_send(const P2pOpPtr& op) { sends_.push_back(op); }
+  void post_send(const SendRecvOpPtr& op) { sends_.push_back(op); }
 
   /// Completes the receive with the first kept message that matches; false if there is none. Throws
   /// SizeMismatch.
-  bool match_kept(const P2pOpPtr& op) {
+  bool match_kept(const SendRecvOpPtr& op) {
     const auto found = std::ranges::find_if(arrivals_, [&](const Arrival& arrival) {
       return arrival.receive == nullptr && arrival.header.tag == op->tag;
     });
@@ -86,7 +86,7 @@ class P2pMailbox {
     std::byte* slot = nullptr;
     std::uint32_t num_moved = 0;
     for (; num_moved < num_slots_ && !sends_.empty() && to_.try_acquire(slot); ++num_moved) {
-      P2pOp& op = *sends_.front();
+      SendRecvOp& op = *sends_.front();
       std::size_t room_bytes = slot_bytes_;
       if (!has_begun_sending_) {
         const MessageHeader header{.tag = op.tag, .num_bytes = op.num_bytes};
@@ -147,36 +147,38 @@ class P2pMailbox {
   struct Arrival {
     MessageHeader header;
     std::size_t moved_bytes = 0;
-    P2pOpPtr receive = {};
+    SendRecvOpPtr receive = {};
     std::unique_ptr<std::byte[]> kept = {};
 
     bool is_complete() const { return moved_bytes == header.num_bytes; }
     std::byte* data() { return receive != nullptr ? receive->data : kept.get(); }
   };
 
-  bool may_match(const P2pOp& receive) const { return receive.peer == peer_ || receive.peer < 0; }
+  bool may_match(const SendRecvOp& receive) const {
+    return receive.peer == peer_ || receive.peer < 0;
+  }
 
   bool wants_more(const Receives& receives) const {
     if (!arrivals_.empty() && !arrivals_.back().is_complete() &&
         arrivals_.back().receive != nullptr)
       return true;
-    return std::ranges::any_of(receives, [&](const P2pOpPtr& op) { return may_match(*op); });
+    return std::ranges::any_of(receives, [&](const SendRecvOpPtr& op) { return may_match(*op); });
   }
 
   void begin_arrival(const MessageHeader& header, Receives& receives) {
     arrivals_.push_back({.header = header});
     const auto found = std::ranges::find_if(
-        receives, [&](const P2pOpPtr& op) { return may_match(*op) && op->tag == header.tag; });
+        receives, [&](const SendRecvOpPtr& op) { return may_match(*op) && op->tag == header.tag; });
     if (found == receives.end()) {
       arrivals_.back().kept = std::make_unique_for_overwrite<std::byte[]>(header.num_bytes);
       return;
     }
-    const P2pOpPtr op = *found;
+    const SendRecvOpPtr op = *found;
     receives.erase(found);
     assign(arrivals_.back(), op);
   }
 
-  void assign(Arrival& arrival, const P2pOpPtr& op) const {
+  void assign(Arrival& arrival, const SendRecvOpPtr& op) const {
     op->peer = peer_;
     if (!op->takes(arrival.header.num_bytes)) throw SizeMismatch{op, arrival.header.num_bytes};
     if (arrival.moved_bytes > 0) std::memcpy(op->data, arrival.kept.get(), arrival.moved_bytes);
@@ -191,7 +193,7 @@ class P2pMailbox {
   RecvLink<shm::HostArch> from_;
   std::uint32_t num_slots_;
   std::size_t slot_bytes_;
-  std::deque<P2pOpPtr> sends_;
+  std::deque<SendRecvOpPtr> sends_;
   bool has_begun_sending_ = false;  // the first of sends_
   std::list<Arrival> arrivals_;     // in the order of sending; only the last may be incomplete
 };
@@ -199,14 +201,14 @@ class P2pMailbox {
 /// Over links in shared memory. A thread that waits drives all operations of the rank; if none does
 /// for a millisecond, the engine's own thread. Peers ring this rank's doorbell (a cursor in shared
 /// memory) whenever they fill or drain a slot, so one wait covers all links.
-class P2pEngine final : public PointToPoint {
+class SendRecvQueue final : public SendRecv {
  public:
-  P2pEngine(shm::Group& group, Failure& failure, Stats& stats)
-      : PointToPoint(failure, stats, group.rank(), group.world_size()),
+  SendRecvQueue(shm::Group& group, Failure& failure, Stats& stats)
+      : SendRecv(failure, stats, group.rank(), group.world_size()),
         group_(group),
         arch_(slice_, group.rank(), group.world_size()),
         mailboxes_(static_cast<std::size_t>(group.world_size())) {}
-  ~P2pEngine() override { close({}); }
+  ~SendRecvQueue() override { close({}); }
 
   void close(const Interrupted& is_interrupted) override {
     Lock lock(mutex_);
@@ -218,7 +220,7 @@ class P2pEngine final : public PointToPoint {
       thread_.join();
       lock.lock();
     }
-    for (const P2pOpPtr& op : pending_)
+    for (const SendRecvOpPtr& op : pending_)
       if (!op->is_send() && !op->is_done) end(*op, orphaned(*op));
     receives_.clear();
     settle(lock);
@@ -226,7 +228,7 @@ class P2pEngine final : public PointToPoint {
   }
 
  private:
-  void start(const P2pOpPtr& op) override {
+  void start(const SendRecvOpPtr& op) override {
     Lock lock = enter();
     check_open(*op);
     // An operation that completes immediately needs no check for signals, which may call Python.
@@ -236,7 +238,7 @@ class P2pEngine final : public PointToPoint {
     if (!op->is_done) {
       try {
         if (!thread_.joinable())
-          thread_ = start_background_thread("ringcomm-p2p", [this] { run_thread(); });
+          thread_ = start_background_thread("ringcomm-messages", [this] { run_thread(); });
       } catch (const std::system_error&) {
         // No thread can be started. Waiting threads drive all operations; without a waiting thread
         // they make no progress.
@@ -246,7 +248,7 @@ class P2pEngine final : public PointToPoint {
     settle(lock);
   }
 
-  bool await(const P2pOpPtr& op, Clock::time_point deadline,
+  bool await(const SendRecvOpPtr& op, Clock::time_point deadline,
              const Interrupted& is_interrupted) override {
     Lock lock = enter();
     if (!op->is_done && is_driving_ && driving_thread_ == std::this_thread::get_id())
@@ -257,18 +259,18 @@ class P2pEngine final : public PointToPoint {
     return op->is_done;
   }
 
-  static void end(P2pOp& op, std::exception_ptr error) {
+  static void end(SendRecvOp& op, std::exception_ptr error) {
     op.error = std::move(error);
     op.is_done = true;
   }
 
-  P2pMailbox& mailbox(int rank) {
+  SendRecvMailbox& mailbox(int rank) {
     auto& mailbox = mailboxes_[static_cast<std::size_t>(rank)];
     if (mailbox == nullptr) {
-      group_.reserve_p2p(rank);
-      mailbox =
-          std::make_unique<P2pMailbox>(arch_, rank, group_.p2p_link(rank_, rank),
-                                       group_.p2p_link(rank, rank_), [this, rank] { ring(rank); });
+      group_.reserve_send_recv(rank);
+      mailbox = std::make_unique<SendRecvMailbox>(arch_, rank, group_.send_recv_link(rank_, rank),
+                                                  group_.send_recv_link(rank, rank_),
+                                                  [this, rank] { ring(rank); });
     }
     return *mailbox;
   }
@@ -290,7 +292,7 @@ class P2pEngine final : public PointToPoint {
     }
   }
 
-  void begin(const P2pOpPtr& op) {
+  void begin(const SendRecvOpPtr& op) {
     if (op->is_send()) return mailbox(op->peer).post_send(op);
     for (int rank = 0; rank < world_size_; ++rank) {
       if (rank == rank_ || (op->peer >= 0 && op->peer != rank)) continue;
@@ -315,7 +317,7 @@ class P2pEngine final : public PointToPoint {
       }
       return has_moved;
     } catch (const SizeMismatch& mismatch) {
-      P2pOp& receive = *mismatch.receive;
+      SendRecvOp& receive = *mismatch.receive;
       end(receive, error_of([&] { raise_misfit(receive, mismatch.sent_bytes); }));
     } catch (const std::exception& error) {  // no memory for a message that is to be kept
       failure_.abort(std::string("send or receive: ") + error.what());
@@ -386,12 +388,12 @@ class P2pEngine final : public PointToPoint {
   void fail_stuck() {
     const Clock::time_point now = Clock::now();
     struct Stuck {
-      P2pOpPtr op;
+      SendRecvOpPtr op;
       Stop stop;
       int peer;
     };
     std::vector<Stuck> stuck;
-    for (const P2pOpPtr& op : pending_) {
+    for (const SendRecvOpPtr& op : pending_) {
       const int peer = awaited_peer(*op);
       const Stop state = group_.state_of(peer >= 0 ? peer : rank_);
       if (state != Stop::kNone || now >= op->deadline)
@@ -410,7 +412,7 @@ class P2pEngine final : public PointToPoint {
 
   // The rank that an operation depends on: its peer, or none (-1) for a receive from any source,
   // unless all ranks have left.
-  int awaited_peer(const P2pOp& op) const {
+  int awaited_peer(const SendRecvOp& op) const {
     int peer = op.peer;
     for (int rank = 0; op.peer < 0 && rank < world_size_; ++rank) {
       if (rank == rank_) continue;
@@ -422,8 +424,8 @@ class P2pEngine final : public PointToPoint {
 
   // Removes finished operations from the list and tells who waits for them.
   void settle(Lock& lock) {
-    std::vector<P2pOpPtr> finished;
-    std::erase_if(pending_, [&](const P2pOpPtr& op) {
+    std::vector<SendRecvOpPtr> finished;
+    std::erase_if(pending_, [&](const SendRecvOpPtr& op) {
       if (op->is_done) finished.push_back(op);
       return op->is_done;
     });
@@ -433,7 +435,7 @@ class P2pEngine final : public PointToPoint {
   void run_thread() {
     Lock lock(mutex_);
     int num_idle_looks = 0;
-    const P2pOp* last_oldest = nullptr;  // to compare with only
+    const SendRecvOp* last_oldest = nullptr;  // to compare with only
     while (!is_stopping_) {
       if (num_idle_looks == kMaxIdleLooks) {
         is_thread_asleep_ = true;
@@ -450,7 +452,7 @@ class P2pEngine final : public PointToPoint {
       num_idle_looks = 0;
       // A new operation may be waited for soon. The thread drives only if the oldest one is the
       // same in two checks.
-      const P2pOp* oldest = pending_.front().get();
+      const SendRecvOp* oldest = pending_.front().get();
       if (std::exchange(last_oldest, oldest) != oldest) continue;
       drive(lock, [this] { return pending_.empty() || num_waiting_ > 0 || is_stopping_; }, {});
     }
@@ -463,9 +465,9 @@ class P2pEngine final : public PointToPoint {
   std::atomic<int> num_at_door_ = 0;  // threads that request the lock while another one drives
   // The lock guards what follows, and the links.
   // By rank, null until needed: links cost memory once looked at.
-  std::vector<std::unique_ptr<P2pMailbox>> mailboxes_;
-  std::list<P2pOpPtr> receives_;  // that no message has matched, in the order of posting
-  std::list<P2pOpPtr> pending_;
+  std::vector<std::unique_ptr<SendRecvMailbox>> mailboxes_;
+  std::list<SendRecvOpPtr> receives_;  // that no message has matched, in the order of posting
+  std::list<SendRecvOpPtr> pending_;
   std::condition_variable
       has_work_;  // the thread sleeps here, waiters that do not drive at has_news_
   bool is_driving_ = false;
@@ -478,8 +480,8 @@ class P2pEngine final : public PointToPoint {
 
 }  // namespace
 
-std::unique_ptr<PointToPoint> make_shm_p2p(shm::Group& group, Failure& failure, Stats& stats) {
-  return std::make_unique<P2pEngine>(group, failure, stats);
+std::unique_ptr<SendRecv> make_shm_send_recv(shm::Group& group, Failure& failure, Stats& stats) {
+  return std::make_unique<SendRecvQueue>(group, failure, stats);
 }
 
 }  // namespace ringcomm

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "memory_messages.h"
-#include "p2p_messages.h"
+#include "send_recv_messages.h"
 #include "third_party/doctest/doctest.h"
 
 namespace {
@@ -20,7 +20,7 @@ using ringcomm::ErrorKind;
 // Around what an envelope holds.
 constexpr std::size_t kSizes[] = {0, 1, 4079, 4080, 4081, 300'000};
 
-TEST_CASE("message p2p: sizes, both ways at once, beside collectives") {
+TEST_CASE("message sends and receives: sizes, both ways at once, beside collectives") {
   MemoryNetwork network(3, 200us);
   run_message_ranks(network, 3, [](Communicator& communicator) {
     const int next = (communicator.rank() + 1) % 3;
@@ -40,7 +40,7 @@ TEST_CASE("message p2p: sizes, both ways at once, beside collectives") {
 }
 
 // More lanes than threads: an operation that is waited for has a thread, in any order.
-TEST_CASE("message p2p: many tags, waited for in the opposite order") {
+TEST_CASE("message sends and receives: many tags, waited for in the opposite order") {
   constexpr int kNum = 100;
   MemoryNetwork network(2, 100us);
   run_message_ranks(network, 2, [](Communicator& communicator) {
@@ -64,7 +64,7 @@ TEST_CASE("message p2p: many tags, waited for in the opposite order") {
   CHECK(network.num_misfits() == 0);
 }
 
-TEST_CASE("message p2p: from any source, with the sender's rank") {
+TEST_CASE("message sends and receives: from any source, with the sender's rank") {
   MemoryNetwork network(3, 200us);
   run_message_ranks(network, 3, [](Communicator& communicator) {
     if (communicator.rank() != 0) {
@@ -83,7 +83,8 @@ TEST_CASE("message p2p: from any source, with the sender's rank") {
   });
 }
 
-TEST_CASE("message p2p: another size is a mismatch on both sides, and touches nothing") {
+TEST_CASE(
+    "message sends and receives: another size is a mismatch on both sides, and touches nothing") {
   MemoryNetwork network(2);
   run_message_ranks(network, 2, [](Communicator& communicator) {
     if (communicator.rank() == 0) {
@@ -100,7 +101,7 @@ TEST_CASE("message p2p: another size is a mismatch on both sides, and touches no
   CHECK(network.num_misfits() == 0);
 }
 
-TEST_CASE("message p2p: a rank does not arrive, a rank dies") {
+TEST_CASE("message sends and receives: a rank does not arrive, a rank dies") {
   MemoryNetwork network(2);
   run_message_ranks(network, 2, [](Communicator& communicator) {
     if (communicator.rank() == 1) {
@@ -128,7 +129,7 @@ TEST_CASE("message p2p: a rank does not arrive, a rank dies") {
 }
 
 // The end of a group sends what is to be sent, and ends what waits for nothing.
-TEST_CASE("message p2p: destruction") {
+TEST_CASE("message sends and receives: destruction") {
   MemoryNetwork network(3);
   Message orphan, sent;
   std::atomic<int> num_done = 0;
@@ -148,7 +149,7 @@ TEST_CASE("message p2p: destruction") {
   expect_error(error, ErrorKind::kAborted, {"destroyed before a message arrived"});
 }
 
-TEST_CASE("message p2p: what cannot be") {
+TEST_CASE("message sends and receives: what cannot be") {
   MemoryNetwork network(2);
   run_message_ranks(network, 2, [](Communicator& communicator) {
     CHECK_THROWS_AS(post_send(communicator, communicator.rank(), 1, Bytes(1)),

@@ -25,7 +25,7 @@ class Group;
 }
 
 /// A message on its way, as its sender or its receiver sees it.
-struct P2pOp {
+struct SendRecvOp {
   enum class Kind : std::uint8_t { kSend, kRecv };
 
   Kind kind = Kind::kSend;
@@ -55,24 +55,24 @@ struct P2pOp {
     return sent_bytes == num_bytes;
   }
 };
-using P2pOpPtr = std::shared_ptr<P2pOp>;
+using SendRecvOpPtr = std::shared_ptr<SendRecvOp>;
 
 /// Point-to-point messages of one rank. Neither a send nor a receive blocks where it is issued.
 /// All functions may be called from any thread.
-class PointToPoint {
+class SendRecv {
  public:
   using Clock = RunningClock;
   using Interrupted = std::function<bool()>;
 
-  virtual ~PointToPoint() = default;
+  virtual ~SendRecv() = default;
 
   /// Starts an operation; its buffer must live until it is done. Throws what ended the group, and
   /// std::invalid_argument where `peer` is no other rank.
-  void post(const P2pOpPtr& op);
+  void post(const SendRecvOpPtr& op);
   /// Returns true when the operation has ended (with or without an error), false if `deadline`
   /// passes before. `is_interrupted` is called about every 50 ms, true ends the group; may be
   /// empty.
-  bool wait(const P2pOpPtr& op, Clock::time_point deadline, const Interrupted& is_interrupted);
+  bool wait(const SendRecvOpPtr& op, Clock::time_point deadline, const Interrupted& is_interrupted);
   /// Call it before the destructor, after the last post. Returns when every send is received, its
   /// receiver has left, or its timeout has passed; ends the receives with an error.
   /// `is_interrupted` as in wait(). A second call does nothing.
@@ -88,24 +88,24 @@ class PointToPoint {
  protected:
   using Lock = std::unique_lock<std::mutex>;
 
-  PointToPoint(Failure& failure, Stats& stats, int rank, int world_size)
+  SendRecv(Failure& failure, Stats& stats, int rank, int world_size)
       : failure_(failure), stats_(stats), rank_(rank), world_size_(world_size) {}
 
   /// post() and wait() of an operation with a valid peer, in the process that made the group.
-  virtual void start(const P2pOpPtr& op) = 0;
-  virtual bool await(const P2pOpPtr& op, Clock::time_point deadline,
+  virtual void start(const SendRecvOpPtr& op) = 0;
+  virtual bool await(const SendRecvOpPtr& op, Clock::time_point deadline,
                      const Interrupted& is_interrupted) = 0;
 
   /// Throws what ended the group, or that it is being destroyed. With the lock.
-  void check_open(const P2pOp& op) const;
+  void check_open(const SendRecvOp& op) const;
   /// Ends the group if `is_interrupted`, which is called without the lock.
   void abort_if(Lock& lock, const Interrupted& is_interrupted);
   /// Counts operations that have ended, wakes who waits, and calls each `done` without the lock.
-  void conclude(Lock& lock, std::span<const P2pOpPtr> ops);
+  void conclude(Lock& lock, std::span<const SendRecvOpPtr> ops);
   /// A message of `sent_bytes` matched a receive of another size: ends the group.
-  [[noreturn]] void raise_misfit(const P2pOp& receive, std::uint64_t sent_bytes);
+  [[noreturn]] void raise_misfit(const SendRecvOp& receive, std::uint64_t sent_bytes);
   /// The error of an operation whose group is destroyed.
-  std::exception_ptr orphaned(const P2pOp& op) const;
+  std::exception_ptr orphaned(const SendRecvOp& op) const;
 
   Failure& failure_;
   Stats& stats_;
@@ -116,21 +116,21 @@ class PointToPoint {
   bool is_stopping_ = false;
 
  private:
-  flight::Call record(const P2pOp& op) const;
-  void trace_begin(P2pOp& op) const;
-  static void record_end(const P2pOp& op);
+  flight::Call record(const SendRecvOp& op) const;
+  void trace_begin(SendRecvOp& op) const;
+  static void record_end(const SendRecvOp& op);
 
   std::uint32_t trace_group_ = trace::kNoGroup;
   flight::Log* log_ = nullptr;
 };
 
 /// "recv from rank 2 (tag 6, 44 bytes)"
-Activity activity_of(const P2pOp& op);
+Activity activity_of(const SendRecvOp& op);
 
 /// Over links in shared memory. All arguments must live as long, also of the next one.
-std::unique_ptr<PointToPoint> make_shm_p2p(shm::Group& group, Failure& failure, Stats& stats);
+std::unique_ptr<SendRecv> make_shm_send_recv(shm::Group& group, Failure& failure, Stats& stats);
 /// Over messages. A send is complete when its receiver has taken it, so its process may end then.
-std::unique_ptr<PointToPoint> make_message_p2p(Messenger& messenger, MessageMembers& members,
-                                               Failure& failure, Stats& stats);
+std::unique_ptr<SendRecv> make_message_send_recv(Messenger& messenger, MessageMembers& members,
+                                                 Failure& failure, Stats& stats);
 
 }  // namespace ringcomm

@@ -1,4 +1,4 @@
-#include "collectives/p2p.h"
+#include "collectives/send_recv.h"
 
 #include <algorithm>
 #include <cstring>
@@ -29,10 +29,10 @@ constexpr std::size_t kMaxThreads = 32;
 using UserEnvelope = Envelope<std::int64_t>;
 
 struct Item {
-  Item(const P2pOpPtr& operation, MessageMembers& members)
+  Item(const SendRecvOpPtr& operation, MessageMembers& members)
       : op(operation), watched(members, operation->deadline) {}
 
-  P2pOpPtr op;
+  SendRecvOpPtr op;
   UserEnvelope envelope = {};
   MessageMembers::Operation watched;
   Messenger::MessagePtr envelope_message;
@@ -43,19 +43,19 @@ struct Item {
 // messages of one peer, tag and direction. The lanes posted first have threads, and each caller
 // that waits may add one. A receive from any source fails when all other ranks have left: a thread
 // per peer waits for a message that is never sent.
-class MessageP2p final : public PointToPoint {
+class MessageSendRecv final : public SendRecv {
  public:
-  MessageP2p(Messenger& messenger, MessageMembers& members, Failure& failure, Stats& stats)
-      : PointToPoint(failure, stats, messenger.rank(), messenger.world_size()),
+  MessageSendRecv(Messenger& messenger, MessageMembers& members, Failure& failure, Stats& stats)
+      : SendRecv(failure, stats, messenger.rank(), messenger.world_size()),
         messenger_(messenger),
         members_(members),
         num_long_sends_(static_cast<std::size_t>(world_size_)) {}
-  ~MessageP2p() override { close({}); }
+  ~MessageSendRecv() override { close({}); }
 
   void close(const Interrupted& is_interrupted) override {
     Lock lock(mutex_);
     if (is_stopping_) return;
-    while (!lanes_.empty() && std::get<0>(lanes_.begin()->first) == P2pOp::Kind::kSend) {
+    while (!lanes_.empty() && std::get<0>(lanes_.begin()->first) == SendRecvOp::Kind::kSend) {
       has_news_.wait_for(lock, kLookInterval);
       abort_if(lock, is_interrupted);
     }
@@ -73,12 +73,12 @@ class MessageP2p final : public PointToPoint {
 
  private:
   // By direction (sends first), peer and tag.
-  using Lanes = std::map<std::tuple<P2pOp::Kind, int, std::uint64_t>, std::list<Item>>;
+  using Lanes = std::map<std::tuple<SendRecvOp::Kind, int, std::uint64_t>, std::list<Item>>;
 
-  void start(const P2pOpPtr& op) override {
+  void start(const SendRecvOpPtr& op) override {
     if (!MessageTags::is_internal(op->tag) &&
         op->tag >= static_cast<std::uint64_t>(Messenger::kFirstReservedTag))
-      throw std::invalid_argument("tags over the p2p transport must be 0 to " +
+      throw std::invalid_argument("tags over the message transport must be 0 to " +
                                   std::to_string(Messenger::kFirstReservedTag - 1) + ", got " +
                                   std::to_string(static_cast<std::int32_t>(op->tag)));
     const Lock lock(mutex_);
@@ -104,7 +104,7 @@ class MessageP2p final : public PointToPoint {
     end_orphans();
   }
 
-  bool await(const P2pOpPtr& op, Clock::time_point deadline,
+  bool await(const SendRecvOpPtr& op, Clock::time_point deadline,
              const Interrupted& is_interrupted) override {
     Lock lock(mutex_);
     if (!op->is_done) hurry(*op);
@@ -118,7 +118,7 @@ class MessageP2p final : public PointToPoint {
   // In the order of the calls, with the lock held: messages of a lane match in that order. Throws
   // Unsupported before anything has started.
   void start_message(Item& item) {
-    const P2pOp& op = *item.op;
+    const SendRecvOp& op = *item.op;
     UserEnvelope& envelope = item.envelope;
     auto* bytes = reinterpret_cast<std::byte*>(&envelope);
     const int tag = MessageTags::of(op.tag);
@@ -141,7 +141,7 @@ class MessageP2p final : public PointToPoint {
 
   void start_thread() {
     threads_.reserve(threads_.size() + 1);  // a thread that has no place could not be joined
-    threads_.push_back(start_background_thread("ringcomm-p2p", [this] { run_thread(); }));
+    threads_.push_back(start_background_thread("ringcomm-messages", [this] { run_thread(); }));
   }
 
   void need_thread(std::size_t max_threads) {
@@ -158,7 +158,7 @@ class MessageP2p final : public PointToPoint {
   }
 
   // Gives an operation's lane a thread, whatever their number.
-  void hurry(const P2pOp& op) {
+  void hurry(const SendRecvOp& op) {
     const auto place =
         std::find(ready_.begin(), ready_.end(), lanes_.find({op.kind, op.peer, op.tag}));
     if (place == ready_.end()) return;
@@ -181,7 +181,7 @@ class MessageP2p final : public PointToPoint {
       const auto lane = ready_.front();
       ready_.pop_front();
       Item& item = lane->second.front();
-      const P2pOpPtr op = item.op;
+      const SendRecvOpPtr op = item.op;
       lock.unlock();
       complete(item);
       lock.lock();
@@ -210,7 +210,7 @@ class MessageP2p final : public PointToPoint {
 
   // A receive has its envelope.
   void open(Item& item) {
-    P2pOp& op = *item.op;
+    SendRecvOp& op = *item.op;
     const UserEnvelope& envelope = item.envelope;
     bool fits = false;
     {
@@ -289,9 +289,9 @@ class MessageP2p final : public PointToPoint {
 
 }  // namespace
 
-std::unique_ptr<PointToPoint> make_message_p2p(Messenger& messenger, MessageMembers& members,
-                                               Failure& failure, Stats& stats) {
-  return std::make_unique<MessageP2p>(messenger, members, failure, stats);
+std::unique_ptr<SendRecv> make_message_send_recv(Messenger& messenger, MessageMembers& members,
+                                                 Failure& failure, Stats& stats) {
+  return std::make_unique<MessageSendRecv>(messenger, members, failure, stats);
 }
 
 }  // namespace ringcomm
