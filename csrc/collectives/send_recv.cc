@@ -68,7 +68,7 @@ bool SendRecv::wait(const SendRecvOpPtr& op, Clock::time_point deadline,
   failure_.check_not_inherited();
   // Later calls may have taken its place since it was posted.
   const flight::Call shown = op->recorded.is_there() ? op->recorded : record(*op);
-  shown.note_wait(op->awaited);
+  shown.record_wait(op->awaited);
   const trace::Span waits([&] {
     return trace::Event{.group = trace_group_,
                         .from = op->is_send() ? op->peer : op->traced.from,
@@ -77,7 +77,7 @@ bool SendRecv::wait(const SendRecvOpPtr& op, Clock::time_point deadline,
   });
   const std::uint64_t begin = flight::ticks();
   const bool is_done = await(op, deadline, is_interrupted);
-  if (!is_done) shown.note_wait(flight::kNobody);
+  if (!is_done) shown.record_wait(flight::kNobody);
   if (shown.number != op->recorded.number) flight::Log::end(shown);
   // Once it is done, no other thread sets the peer.
   if (log_ != nullptr)

@@ -117,7 +117,8 @@ void Communicator::record_as(const std::string& name, const std::vector<std::uin
   send_recv_->record_as(trace_group_, log_.get());
   if (log_ == nullptr) return;
   failure_->record_in(log_.get());
-  members.on_note([log = log_.get()](const auto&... note) { log->keep(note...); });
+  members.on_peer_event(
+      [log = log_.get()](const PeerEvent& event, CallStep step) { log->record(event, step); });
 }
 
 void Communicator::close(const std::function<bool()>& is_interrupted) {

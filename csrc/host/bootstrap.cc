@@ -26,14 +26,14 @@ namespace {
 // The request of a connecting process: a key, or this one, which keeps the connection open.
 constexpr const char* kWatchRequest = "watch";
 // What a process answers: that it is there, what comes with a descriptor, and that there is none.
-constexpr const char* kWatchedNote = "\x03";
-constexpr const char* kSharedNote = "\x05";
-constexpr const char* kMemoryNote = "\x06";
-constexpr const char* kNothingNote = "\x07";
+constexpr const char* kWatchedMessage = "\x03";
+constexpr const char* kSharedMessage = "\x05";
+constexpr const char* kMemoryMessage = "\x06";
+constexpr const char* kNothingMessage = "\x07";
 // What a process sends before it exits. Last words are printable, so they are never this.
-constexpr const char* kExitNote = "\x04";
+constexpr const char* kExitMessage = "\x04";
 // Why a process accepts no connections follows; nothing where it does again.
-constexpr const char* kRefusalNote = "\x08";
+constexpr const char* kRefusalMessage = "\x08";
 // The reason follows, in a message without a secret.
 constexpr const char* kRefusal = "refused ";
 constexpr std::size_t kMaxLastWords = 256;
@@ -156,13 +156,13 @@ bool Bootstrap::Watch::has_ended() {
         return socket.reset();
       }
       process->is_confirmed = true;
-      if (*text == kSharedNote)
+      if (*text == kSharedMessage)
         process->keep_flight(message->fd.get());
-      else if (*text == kExitNote)
+      else if (*text == kExitMessage)
         process->has_exited = true;
-      else if (text->starts_with(kRefusalNote))
+      else if (text->starts_with(kRefusalMessage))
         process->keep_refusal(text->substr(1));
-      else if (*text != kWatchedNote)
+      else if (*text != kWatchedMessage)
         process->keep_last_words(*text);
     }
   });
@@ -212,7 +212,7 @@ void Bootstrap::try_out() {
   UniqueFd other;
   for (int i = 0; !other && i < kMaxRequests; ++i) other = accept_at(listener_);
   if (!other) throw_errno("accept4");
-  send_message(one.get(), kWatchedNote);
+  send_message(one.get(), kWatchedMessage);
   recv_message(other.get(), kNow);
 }
 
@@ -262,7 +262,7 @@ UniqueFd Bootstrap::fetch(const std::string& address, const std::string& key,
     if (const auto why = refusal_in(message->text))
       throw Refused(credentials_of_peer(socket.get()).pid, *why);
     // No descriptor where it offers none, or where another process has taken its name.
-    const bool is_its = after_secret(at.answer_secret, message->text) == kMemoryNote;
+    const bool is_its = after_secret(at.answer_secret, message->text) == kMemoryMessage;
     return is_its ? std::move(message->fd) : UniqueFd();
   }
   return UniqueFd();
@@ -322,7 +322,7 @@ void Bootstrap::tell_watchers(const std::string& text) noexcept {
     if (connection.is_proven) succeeds([&] { answer(connection.socket.get(), text); });
 }
 
-void Bootstrap::say_exit() noexcept { say_last_words(kExitNote); }
+void Bootstrap::say_exit() noexcept { say_last_words(kExitMessage); }
 
 void Bootstrap::run() {
   for (;;) {
@@ -394,7 +394,7 @@ bool Bootstrap::accept_to_refuse() {
 void Bootstrap::set_refusal(const std::string& why) {
   if (why == refusal_) return;
   refusal_ = why;
-  tell_watchers(kRefusalNote + why);
+  tell_watchers(kRefusalMessage + why);
 }
 
 std::string Bootstrap::refusal() {
@@ -441,12 +441,12 @@ bool Bootstrap::serve(Connection& connection) {
   if (!asked) return false;
   connection.is_proven = true;
   if (*asked == kWatchRequest) {
-    answer(socket, shared_fd_ >= 0 ? kSharedNote : kWatchedNote, shared_fd_);
+    answer(socket, shared_fd_ >= 0 ? kSharedMessage : kWatchedMessage, shared_fd_);
     return true;
   }
   const auto found = offers_.find(*asked);
   if (found != offers_.end()) RINGCOMM_STEP("before memory is sent");
-  answer(socket, found != offers_.end() ? kMemoryNote : kNothingNote,
+  answer(socket, found != offers_.end() ? kMemoryMessage : kNothingMessage,
          found != offers_.end() ? found->second.get() : -1);
   return false;
 }

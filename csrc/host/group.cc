@@ -200,7 +200,7 @@ int Group::gone_before(std::uint64_t seq) {
   return -1;
 }
 
-void Group::note_call(std::uint64_t seq) {
+void Group::record_call(std::uint64_t seq) {
   __atomic_store_n(&control(rank_).num_calls, seq + 1, __ATOMIC_RELAXED);
 }
 
@@ -275,7 +275,7 @@ Stop WaitScope::stopped(int peer) {
     awaited_peer_ = missing;
     return group_.state_of(missing);
   }
-  group_.note({group_.whole_rank(peer)});
+  group_.record({group_.whole_rank(peer)});
   const Clock::time_point now = Clock::now();
   if (!has_waited_) {
     has_waited_ = true;

@@ -157,7 +157,7 @@ class Group final : public Membership {
   /// known. Reads two words unless a process has ended or a rank has left since it last looked.
   int gone_before(std::uint64_t seq);
   /// This rank begins collective `seq`.
-  void note_call(std::uint64_t seq);
+  void record_call(std::uint64_t seq);
   /// A rank that ended or left before it published as many phases as this rank, and so cannot
   /// complete the current collective (on boards: all ranks publish the same phases); -1 if none.
   int missing_rank() const;

@@ -111,7 +111,7 @@ void HostArch::wake(std::uint64_t& word) const {
   ::syscall(SYS_futex, low_half(word), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
 
-void HostArch::note_core(std::uint32_t& core) const {
+void HostArch::record_core(std::uint32_t& core) const {
   // Stored plus one, so that 0 means none.
   __atomic_store_n(&core, static_cast<std::uint32_t>(::sched_getcpu()) + 1, __ATOMIC_RELAXED);
 }

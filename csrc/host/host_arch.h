@@ -88,8 +88,8 @@ class HostArch {
   void park(std::uint64_t& word, std::uint64_t expected) const;
   void wake(std::uint64_t& word) const;
 
-  void note_core(std::uint32_t& core) const;
-  /// Does nothing if there are fewer cores than ranks, or if no core was noted.
+  void record_core(std::uint32_t& core) const;
+  /// Does nothing if there are fewer cores than ranks, or if no core was recorded.
   void leave_core(const std::uint32_t& core) const;
 
   Stop stopped(int peer) const { return source_->stopped(peer); }

@@ -121,7 +121,7 @@ struct AbortReason {
 
 /// What this rank has just done with `rank` in a collective: waited, or exchanged messages. With
 /// nothing but the rank: it waits, for long already.
-struct PeerNote {
+struct PeerEvent {
   int rank;
   std::uint64_t waited_ticks = 0;  ///< of flight::ticks()
   bool is_arrival = false;         ///< it waited for the rank to begin the collective
@@ -169,11 +169,13 @@ class Membership {
   /// The number of collectives that `rank` has begun; -1 if that is not known.
   virtual std::int64_t num_calls_of(int rank) const = 0;
   /// Called in the thread of a collective; set once.
-  void on_note(std::function<void(const PeerNote&, CallStep)> keep) { keep_ = std::move(keep); }
-  void note(const PeerNote& note) const {
-    if (keep_) keep_(note, step_);
+  void on_peer_event(std::function<void(const PeerEvent&, CallStep)> record) {
+    record_ = std::move(record);
   }
-  /// That the next notes are of; in the thread of a collective.
+  void record(const PeerEvent& event) const {
+    if (record_) record_(event, step_);
+  }
+  /// Of the events to come; in the thread of a collective.
   CallStep& step() { return step_; }
 
   /// Whether a rank has begun to abort the group: as this rank knows or, with `asks`, can read.
@@ -189,7 +191,7 @@ class Membership {
   std::string key_;
 
  private:
-  std::function<void(const PeerNote&, CallStep)> keep_;
+  std::function<void(const PeerEvent&, CallStep)> record_;
   CallStep step_;
 };
 

@@ -86,7 +86,7 @@ REDUNDANT = [
 
 
 # These order nothing (docs/design/gpu_orders.md): what the host sees of a wait, and claims.
-NO_ORDER = re.compile("note_wait|claim")
+NO_ORDER = re.compile("record_wait|claim")
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ bool DeviceUse::is_over() {
     // Checked after the event has passed, because a failing transport sets this first.
     is_broken_ = is_broken_ || (transport_ != nullptr && transport_->may_have_given_up());
     ended.swap(outcomes_);
-    for (const auto& outcome : ended) note_failure(outcome());
+    for (const auto& outcome : ended) record_failure(outcome());
     std::ranges::for_each(recorded_, flight::Log::end);
   }
   if (is_over_ && !is_captured_) freed.swap(tensors_);
@@ -88,7 +88,7 @@ void DeviceUse::block_current_stream() {
 }
 
 // With the lock held.
-void DeviceUse::note_failure(const std::exception_ptr& error) {
+void DeviceUse::record_failure(const std::exception_ptr& error) {
   if (error == nullptr || !failure_.empty()) return;
   is_broken_ = true;
   try {

@@ -56,7 +56,7 @@ class DeviceUse {
   std::optional<std::string> failure();
 
  private:
-  void note_failure(const std::exception_ptr& error);
+  void record_failure(const std::exception_ptr& error);
 
   const c10::Stream stream_;
   const c10::Stream home_;

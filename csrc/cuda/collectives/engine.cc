@@ -126,9 +126,9 @@ Traffic Engine::enqueue(const Collective& call, const CallHeader& header,
   planned.call.launch = GroupFrame::kNoNumber;
   if (place.capture == 0) {
     planned.call.launch = num_launches_;
-    watch_.note_call(num_launches_++, words);
+    watch_.record_call(num_launches_++, words);
   } else {
-    note_capture();
+    record_capture();
   }
   const auto launching = running_.launching();
   if (group_->takes_turns())
@@ -136,14 +136,14 @@ Traffic Engine::enqueue(const Collective& call, const CallHeader& header,
   else
     kernels_.launch(planned.kernel, planned.plan, planned.call, place.stream);
   last_end_ = events_.record(place.stream);
-  collectives_.note(last_end_, place);
-  if (place.capture == 0) running_.note(this, RunningKernels::kCollective, last_end_);
-  watch_.note_launch();
+  collectives_.record(last_end_, place);
+  if (place.capture == 0) running_.record(this, RunningKernels::kCollective, last_end_);
+  watch_.record_launch();
   return planned.plan.traffic;
 }
 
 // Replays are not counted, and another rank may make the same calls eagerly.
-void Engine::note_capture() {
+void Engine::record_capture() {
   has_captured_ = true;
   group_->words().has_captured = 1;
 }
@@ -223,7 +223,7 @@ void Engine::exchange(const std::vector<P2pMessage>& messages, const StreamPlace
     places_per_lane = std::min(places_per_lane, places_of_messages(peer));
   const LaunchPlan plan = plan_exchange(messages, places_per_lane, call);
   if (place.capture != 0) {
-    note_capture();
+    record_capture();
     for (const P2pMessage& message : messages) lent_.keep_for_graph(message.data);
   }
   for (const int peer : peers) messages_[peer].wait(place);
@@ -231,13 +231,13 @@ void Engine::exchange(const std::vector<P2pMessage>& messages, const StreamPlace
   kernels_.launch(kernels_.find(plan.kernel), plan, call, place.stream);
   last_end_ = events_.record(place.stream);
   for (const int peer : peers) {
-    messages_[peer].note(last_end_, place);
-    if (place.capture == 0) running_.note(this, peer, last_end_);
+    messages_[peer].record(last_end_, place);
+    if (place.capture == 0) running_.record(this, peer, last_end_);
   }
   for (const P2pMessage& message : messages)
     communicator_.stats().count(message.is_send ? OpKind::kSend : OpKind::kRecv,
                                 {.sent_bytes = message.is_send ? message.num_bytes : 0});
-  watch_.note_launch();
+  watch_.record_launch();
 }
 
 }  // namespace ringcomm::cuda

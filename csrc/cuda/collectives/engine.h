@@ -73,7 +73,7 @@ class Engine final : public DeviceTransport {
   std::uint64_t meet(std::uint64_t value);
   unsigned places_of_messages(int peer);
   void look_at_peer(int peer, RunningClock::time_point deadline);
-  void note_capture();
+  void record_capture();
   /// Throws std::invalid_argument where ranks take turns.
   void refuse_turns(const char* what) const;
 

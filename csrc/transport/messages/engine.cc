@@ -31,14 +31,15 @@ void MessageEngine::wait(Handle message, bool is_arrival) {
     return trace::Event{
         .from = message->peer, .kind = trace::Kind::kWait, .name = trace::name_number("wait")};
   });
-  members_.note({message->peer});
+  members_.record({message->peer});
   operation_.await(message->peer);
   const std::uint64_t begin = flight::ticks();
   const MessageEnd end = message->message->wait();
   if (const std::uint64_t waited = flight::long_wait_since(begin); waited > 0)
-    members_.note({message->peer, waited,
-                   is_arrival && is_arriving_ &&
-                       waited >= kLateTimes * static_cast<std::uint64_t>(flight::long_wait_ticks)});
+    members_.record(
+        {message->peer, waited,
+         is_arrival && is_arriving_ &&
+             waited >= kLateTimes * static_cast<std::uint64_t>(flight::long_wait_ticks)});
   if (end != MessageEnd::kDone)
     throw Stopped{.stop = operation_.stop_of(end, message->peer),
                   .peer = message->peer,

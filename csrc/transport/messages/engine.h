@@ -83,7 +83,7 @@ class MessageEngine {
   /// Counts bytes of the call's data.
   void count(int peer, std::uint64_t sent, std::uint64_t received) {
     if (sent + received > 0)
-      members_.note({.rank = peer, .sent_bytes = sent, .received_bytes = received});
+      members_.record({.rank = peer, .sent_bytes = sent, .received_bytes = received});
   }
 
   /// Memory as long as the engine's, aligned for any element.

@@ -44,7 +44,7 @@ class MessageMembers final : public Membership {
   void watch(Messenger& messenger) { messenger_ = &messenger; }
 
   /// This rank begins collective `seq`.
-  void note_call(std::uint64_t seq) {
+  void record_call(std::uint64_t seq) {
     num_calls_.store(static_cast<std::int64_t>(seq) + 1, std::memory_order_relaxed);
   }
   /// Tells the peers that this rank has left, and after how many calls, before its connections

@@ -65,8 +65,8 @@ class MessageTransport final : public Transport {
     try {
       if (hosts_.local_ranks.size() > 1) {
         local_ = std::make_unique<ShmTransport>(ranks, peer_table, ranks.rank(), options);
-        local_->membership().on_note(
-            [this](const PeerNote& note, CallStep) { members_.note(note); });
+        local_->membership().on_peer_event(
+            [this](const PeerEvent& event, CallStep) { members_.record(event); });
       }
       // Before this rank leaves the memory of its host, where others may be in a call already.
       members_.on_abort([this] {
@@ -102,7 +102,7 @@ class MessageTransport final : public Transport {
   }
 
   Traffic run(const Collective& call, const CallHeader& header, const WaitLimits& limits) override {
-    members_.note_call(header.seq);
+    members_.record_call(header.seq);
     MessageEngine messages(*messenger_, members_, deadline_after(limits.timeout));
     try {
       const Traffic traffic = run_message_collective(

@@ -94,7 +94,7 @@ class TwoShot {
         [&](const ElemRange& piece) {
           reduce_own(piece);
           engine_.step().step = 2;
-          static_cast<void>(engine_.publish());  // no notes after the first phase
+          static_cast<void>(engine_.publish());  // no handles after the first phase
           gather_results(piece);
         },
         2);
@@ -199,10 +199,10 @@ std::uint64_t all_reduce_shared(Engine& engine, const Collective& call) {
   std::vector<const std::byte*> inputs;
   std::vector<std::byte*> outputs;
   for (int peer = 0; peer < world_size; ++peer) {
-    const BufferNote& note = engine.note_of(peer);
+    const BufferHandle& handle = engine.handle_of(peer);
     const std::size_t begin_bytes = own.begin_elems * bytes;
-    inputs.push_back(engine.find_shared(peer, note.input, begin_bytes, own.num_elems * bytes));
-    outputs.push_back(engine.find_shared(peer, note.output, begin_bytes, own.num_elems * bytes));
+    inputs.push_back(engine.find_shared(peer, handle.input, begin_bytes, own.num_elems * bytes));
+    outputs.push_back(engine.find_shared(peer, handle.output, begin_bytes, own.num_elems * bytes));
   }
   const auto output_of = [&](int distance) {
     return outputs[static_cast<std::size_t>((rank + distance) % world_size)];

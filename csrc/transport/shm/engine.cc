@@ -56,10 +56,10 @@ Engine::Engine(shm::Group& group, shm::WaitScope& scope)
       arch_(scope, group),
       board_(arch_, group.board(), group.rank()),
       sources_(static_cast<std::size_t>(group.world_size())),
-      notes_(static_cast<std::size_t>(group.world_size())),
+      handles_(static_cast<std::size_t>(group.world_size())),
       memories_(static_cast<std::size_t>(group.world_size())) {}
 
-void Engine::begin(const CallHeader& header, const BufferNote& note) {
+void Engine::begin(const CallHeader& header, const BufferHandle& handle) {
   // A call over several hosts has many parts here.
   arch_.set_arriving(num_calls_ != header.seq + 1);
   num_calls_ = header.seq + 1;
@@ -67,7 +67,7 @@ void Engine::begin(const CallHeader& header, const BufferNote& note) {
   first_ = First::kClosed;
   shared_bytes_ = 0;
   step() = {};
-  notes_[static_cast<std::size_t>(rank())] = note;
+  handles_[static_cast<std::size_t>(rank())] = handle;
 }
 
 std::byte* Engine::open() {
@@ -82,7 +82,7 @@ bool Engine::publish() {
     board_.publish();
     return true;
   }
-  const BufferNote& mine = note_of(rank());
+  const BufferHandle& mine = handle_of(rank());
   if (first_ == First::kClosed) {
     std::byte* region = open();
     if (mine.is_given()) std::memcpy(region, &mine, sizeof(mine));
@@ -100,19 +100,19 @@ bool Engine::publish() {
     const Told told = told_by(peer);
     if (!(has_own_sizes ? is_same_call(*header_, told.header) : *header_ == told.header))
       throw Mismatched{peer, told.header};
-    BufferNote& note = notes_[static_cast<std::size_t>(peer)];
-    note = {};
-    if (told.has_note) std::memcpy(&note, region, sizeof(note));
+    BufferHandle& handle = handles_[static_cast<std::size_t>(peer)];
+    handle = {};
+    if (told.has_handle) std::memcpy(&handle, region, sizeof(handle));
     if (peer == 0) store_kinds_.follow(told.is_next_streaming);
   }
   store_kinds_.resume();
   arch_.set_arriving(false);
   first_ = First::kOver;
-  return !has_notes();
+  return !has_handles();
 }
 
 const std::byte* Engine::wait(int peer) {
-  if (is_sharing()) return find_shared(peer, note_of(peer).input, 0, shared_bytes_);
+  if (is_sharing()) return find_shared(peer, handle_of(peer).input, 0, shared_bytes_);
   const std::byte* region = nullptr;
   check(board_.wait(peer, region));
   return region;
@@ -132,10 +132,11 @@ CallHeader Engine::header_of(int rank) {
   return told_by(rank).header;
 }
 
-bool Engine::has_notes() const { return std::ranges::any_of(notes_, &BufferNote::is_given); }
+bool Engine::has_handles() const { return std::ranges::any_of(handles_, &BufferHandle::is_given); }
 
-bool Engine::has_all_notes(int rank) const {
-  return rank >= 0 ? note_of(rank).is_given() : std::ranges::all_of(notes_, &BufferNote::is_given);
+bool Engine::has_all_handles(int rank) const {
+  return rank >= 0 ? handle_of(rank).is_given()
+                   : std::ranges::all_of(handles_, &BufferHandle::is_given);
 }
 
 std::byte* Engine::find_shared(int rank, const shm::ArenaLocation& location,

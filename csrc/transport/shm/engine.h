@@ -67,7 +67,7 @@ class TracedArch final : public shm::HostArch {
   }
   Stop stopped(int peer) {
     start_clock();
-    trace::note_alive();
+    trace::record_alive();
     return HostArch::stopped(peer);
   }
 
@@ -79,7 +79,7 @@ class TracedArch final : public shm::HostArch {
   }
   void end_wait(int peer) const {
     if (const std::uint64_t waited = flight::long_wait_since(begin_ticks_); waited > 0)
-      group_.note({group_.whole_rank(peer), waited, is_arriving_});
+      group_.record({group_.whole_rank(peer), waited, is_arriving_});
   }
 
   const shm::Group& group_;
@@ -91,7 +91,7 @@ static_assert(Arch<TracedArch>);
 
 /// The locations of a rank's buffers in memory that its peers can map. Published in the region of
 /// the first phase, in place of data.
-struct BufferNote {
+struct BufferHandle {
   shm::ArenaLocation input = {};
   shm::ArenaLocation output = {};
 
@@ -166,8 +166,8 @@ class Engine {
   std::size_t phase_bytes() const { return board_.region_bytes(); }
 
   /// Starts a collective: its first phase will carry the header, which must live until its end, and
-  /// the note.
-  void begin(const CallHeader& header, const BufferNote& note = {});
+  /// the handle.
+  void begin(const CallHeader& header, const BufferHandle& handle = {});
   const CallHeader& header() const { return *header_; }
 
   /// Room for this rank's data of the next phase.
@@ -175,18 +175,18 @@ class Engine {
   /// All ranks may read the opened region, or know that this rank has finished the phases before.
   /// In the first phase, waits for all headers, and throws Mismatched when a peer made another
   /// call. Returns false if a peer has staged no data because its buffers are shared. A staged
-  /// collective then returns without a result. Every rank sees the same notes, so all ranks
+  /// collective then returns without a result. Every rank sees the same handles, so all ranks
   /// continue in the same way (ShmTransport::run_or_share).
   [[nodiscard]] bool publish();
   /// The data of `peer` in the published phase, or its shared input.
   const std::byte* wait(int peer);
   /// The header of a rank, while the first phase is the last that was published.
   CallHeader header_of(int rank);
-  const BufferNote& note_of(int rank) const { return notes_[static_cast<std::size_t>(rank)]; }
-  /// Whether any rank gave a note.
-  bool has_notes() const;
+  const BufferHandle& handle_of(int rank) const { return handles_[static_cast<std::size_t>(rank)]; }
+  /// Whether any rank gave a handle.
+  bool has_handles() const;
   /// Whether `rank` did, or every rank (-1).
-  bool has_all_notes(int rank) const;
+  bool has_all_handles(int rank) const;
 
   /// Runs over `num_elems` elements, at most `max_elems` in a phase and at least one phase, because
   /// headers are exchanged even without data: `stage(piece)`, a publication, `take(piece)`. While
@@ -208,7 +208,7 @@ class Engine {
     }
   }
 
-  /// From now on wait() gives the peers' own inputs of `num_bytes`, whose notes all ranks have
+  /// From now on wait() gives the peers' own inputs of `num_bytes`, whose handles all ranks have
   /// read, until rejoin(); see Board.
   void share_inputs(std::size_t num_bytes) { shared_bytes_ = num_bytes; }
   bool is_sharing() const { return shared_bytes_ > 0; }
@@ -240,7 +240,7 @@ class Engine {
   // What a rank tells beside the cursor of the first phase: with it, it fits a line of 64 bytes
   // unless the call updates weights.
   struct Told {
-    bool has_note = false;
+    bool has_handle = false;
     bool is_next_streaming = false;  // of rank 0: the kind of stores in the next such call
     CallHeader header;
 
@@ -266,7 +266,7 @@ class Engine {
   First first_ = First::kOver;
   std::size_t shared_bytes_ = 0;  // of each rank's input; 0 where data is staged
   std::vector<const void*> sources_;
-  std::vector<BufferNote> notes_;                           // of the current call, by rank
+  std::vector<BufferHandle> handles_;                       // of the current call, by rank
   std::vector<std::shared_ptr<shm::PeerMemory>> memories_;  // by rank; null until needed
 };
 

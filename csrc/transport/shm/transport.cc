@@ -50,7 +50,7 @@ std::size_t size_class_bytes(const Collective& call, const CallHeader& header, i
   return elems / static_cast<std::size_t>(world_size) * element_bytes(call.dtype);
 }
 
-// The bytes that a note of the input describes.
+// The bytes that a handle of the input describes.
 std::size_t input_bytes(const Collective& call, int world_size) {
   const bool has_shares = call.op == OpKind::kReduceScatter;
   return (has_shares ? static_cast<std::size_t>(world_size) : 1) * call.num_bytes();
@@ -102,7 +102,7 @@ Traffic ShmTransport::run(const Collective& call, const CallHeader& header,
                           const WaitLimits& limits) {
   if (const int gone = group_.gone_before(header.seq); gone >= 0)
     throw Stopped{group_.state_of(gone), gone};
-  group_.note_call(header.seq);
+  group_.record_call(header.seq);
   scope_.begin(limits);
   engine_.store_kinds().begin(call.op, size_class_bytes(call, header, group_.world_size()));
   engine_.take_copied_bytes();  // of a call that failed
@@ -118,8 +118,8 @@ Traffic ShmTransport::run(const Collective& call, const CallHeader& header,
   }
 }
 
-// The note of this rank's buffers, if they are shared and the call may run on them.
-BufferNote ShmTransport::note_of(const Collective& call) const {
+// The handle of this rank's buffers, if they are shared and the call may run on them.
+BufferHandle ShmTransport::handle_of(const Collective& call) const {
   const shm::SharedArena* arena = shm::SharedArena::find();
   const int world_size = group_.world_size();
   const std::size_t num_bytes = call.num_bytes();
@@ -133,13 +133,13 @@ BufferNote ShmTransport::note_of(const Collective& call) const {
       (call.op == OpKind::kBroadcast && group_.rank() != call.root) ||
       (call.op == OpKind::kReduceScatter && !is_contiguous(call.inputs, world_size, num_bytes)))
     return {};
-  BufferNote note{.input = arena->locate(call.inputs[0], input_bytes(call, world_size))};
-  if (is_all_reduce) note.output = arena->locate(call.outputs[0], num_bytes);
-  return is_all_reduce && !note.output.is_somewhere() ? BufferNote{} : note;
+  BufferHandle handle{.input = arena->locate(call.inputs[0], input_bytes(call, world_size))};
+  if (is_all_reduce) handle.output = arena->locate(call.outputs[0], num_bytes);
+  return is_all_reduce && !handle.output.is_somewhere() ? BufferHandle{} : handle;
 }
 
 // Ranks do not know whether the peers' buffers are shared, so the first phase tells: a rank with
-// shared buffers publishes a note in place of data. All ranks read all notes and make
+// shared buffers publishes a handle in place of data. All ranks read all handles and make
 // the same decision. If all buffers are shared, the collective runs on them; if some are, it is
 // staged from the second phase on; if none are, it has run as usual. docs/design/shared_buffers.md
 Traffic ShmTransport::run_or_share(const Collective& call, const CallHeader& header) {
@@ -148,15 +148,15 @@ Traffic ShmTransport::run_or_share(const Collective& call, const CallHeader& hea
     engine_.store_kinds().end();
     return Traffic{.sent_bytes = sent_bytes, .algorithm = header.algorithm};
   };
-  const BufferNote mine = entry.run_shared != nullptr ? note_of(call) : BufferNote{};
+  const BufferHandle mine = entry.run_shared != nullptr ? handle_of(call) : BufferHandle{};
   engine_.begin(header, mine);
   if (!mine.is_given()) {
     const std::uint64_t sent_bytes = entry.run(engine_, call);
-    if (!engine_.has_notes()) return staged(sent_bytes);
+    if (!engine_.has_handles()) return staged(sent_bytes);
   }
   try {
     if (mine.is_given()) static_cast<void>(engine_.publish());
-    if (engine_.has_all_notes(call.op == OpKind::kBroadcast ? call.root : -1)) {
+    if (engine_.has_all_handles(call.op == OpKind::kBroadcast ? call.root : -1)) {
       engine_.step() = {};  // of what was staged in vain
       engine_.share_inputs(input_bytes(call, group_.world_size()));
       return {.sent_bytes = entry.run_shared(engine_, call), .algorithm = Algorithm::kDirect};

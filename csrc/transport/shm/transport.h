@@ -25,7 +25,7 @@ class ShmTransport final : public Transport {
   std::size_t mapped_bytes() const override { return group_.num_bytes(); }
 
  private:
-  BufferNote note_of(const Collective& call) const;
+  BufferHandle handle_of(const Collective& call) const;
   Traffic run_or_share(const Collective& call, const CallHeader& header);
 
   CommunicatorOptions options_;
