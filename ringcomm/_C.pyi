@@ -11,7 +11,7 @@ BUILT_FOR: str
 def create_process_group(
     store: Any, rank: int, size: int, options: GroupOptions
 ) -> ProcessGroupRingcomm: ...
-def tell_failure(
+def report_failure(
     store: Any, rank: int, size: int, global_ranks: Sequence[int], text: str
 ) -> None: ...
 

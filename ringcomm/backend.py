@@ -45,7 +45,7 @@ def create(dist_backend_opts: Any, pg_options: Any) -> Any:
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
         if size > 1:
-            _C.tell_failure(store, dist_backend_opts.group_rank, size, global_ranks, text)
+            _C.report_failure(store, dist_backend_opts.group_rank, size, global_ranks, text)
         raise
     options.global_ranks_in_group = global_ranks
     backend = _C.create_process_group(
@@ -120,7 +120,7 @@ def _tell_exception(error: BaseException | None) -> None:
         _C.say_last_words(text.encode("ascii", "backslashreplace").decode())
 
 
-def tell_handled_exception() -> None:
+def report_handled_exception() -> None:
     """Before this rank leaves a group, tells its peers which exception it handles; for the engine.
 
     They already know an error of ringcomm, or wait for nothing.

@@ -156,13 +156,13 @@ ProcessGroupRingcomm::ProcessGroupRingcomm(const c10::intrusive_ptr<c10d::Store>
   }
 }
 
-void ProcessGroupRingcomm::tell_failure(const c10::intrusive_ptr<c10d::Store>& store, int rank,
-                                        int size, const std::vector<uint64_t>& global_ranks,
-                                        const std::string& text) {
+void ProcessGroupRingcomm::report_failure(const c10::intrusive_ptr<c10d::Store>& store, int rank,
+                                          int size, const std::vector<uint64_t>& global_ranks,
+                                          const std::string& text) {
   StoreAdapter adapter(store, {});
   shm::Rendezvous(adapter, {.rank = rank, .world_size = size, .global_ranks = global_ranks},
                   std::chrono::milliseconds(0))
-      .tell(Error({.kind = ErrorKind::kSystem, .rank = rank}, text));
+      .report_failure(Error({.kind = ErrorKind::kSystem, .rank = rank}, text));
 }
 
 ProcessGroupRingcomm::~ProcessGroupRingcomm() {
@@ -229,7 +229,7 @@ void ProcessGroupRingcomm::leave(bool is_asked) {
   if (is_asked && is_in_call()) {
     // A signal handler: the call below it ends, and uses the communicator until then. The rest is
     // done when nothing refers to the group.
-    with_python_errors([&] { tell_handled_exception(); });
+    with_python_errors([&] { report_handled_exception(); });
     return abort("the group was destroyed in a signal handler");
   }
   std::shared_ptr<Communicator> communicator;
@@ -260,7 +260,7 @@ void ProcessGroupRingcomm::leave(bool is_asked) {
     communicator.reset();
   };
   with_python_errors([&] {
-    if (is_asked) tell_handled_exception();
+    if (is_asked) report_handled_exception();
     without_gil(end);
   });
 }

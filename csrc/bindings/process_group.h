@@ -43,8 +43,8 @@ class ProcessGroupRingcomm final : public c10d::Backend {
 
   /// Tells the other ranks that this one cannot make the group, and why. For one that has not
   /// tried.
-  static void tell_failure(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-                           const std::vector<uint64_t>& global_ranks, const std::string& text);
+  static void report_failure(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                             const std::vector<uint64_t>& global_ranks, const std::string& text);
 
   const std::string getBackendName() const override { return "ringcomm"; }
   /// The engine; throws once the group has been destroyed.

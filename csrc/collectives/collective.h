@@ -170,7 +170,7 @@ struct CallHeader {
   UpdateSpec update = {};  ///< of reduce_scatter_update_all_gather, and of its parts
 
   /// The bytes that peers need. Most calls omit the last member, which would cost a cache line.
-  std::size_t told_bytes() const {
+  std::size_t num_wire_bytes() const {
     return has_update ? sizeof(CallHeader) : offsetof(CallHeader, update);
   }
 

@@ -38,8 +38,8 @@ struct Activity {
   std::int64_t num_calls = -1;  ///< the collectives that this rank has begun; -1 if not counted
 };
 
-/// Why a group is no more, as one rank knows it: words the errors, tells the other ranks, keeps the
-/// first cause. May be used from any thread.
+/// Why a group is no more, as one rank knows it: words the errors, reports it to the other ranks,
+/// keeps the first cause. May be used from any thread.
 class Failure {
  public:
   /// `members` is null in a group of one.
@@ -78,7 +78,7 @@ class Failure {
 
  private:
   [[noreturn]] void raise(ErrorKind kind, int culprit, const std::string& text,
-                          const Activity& activity, bool is_told_by_peer = false);
+                          const Activity& activity, bool is_reported_by_peer = false);
   std::exception_ptr keep(const ErrorInfo& info, const std::string& text);
   std::string calls_missed(int peer, const Activity& activity) const;
   std::string name_of_peer(int peer) const;

@@ -55,7 +55,7 @@ std::pair<std::unique_ptr<Transport>, std::string> make_transport(
   } catch (const std::invalid_argument&) {
     throw;  // on all ranks
   } catch (const std::exception& error) {
-    rendezvous.tell(error);
+    rendezvous.report_failure(error);
     throw;
   }
 }

@@ -25,7 +25,7 @@ inline constexpr std::size_t kLineBytes = 128;
 /// comparison. Plain words: every access goes through an Arch, which defines its memory order.
 struct Cursor {
   alignas(kLineBytes) std::uint64_t value = 0;
-  /// What the writer tells together with the value reaches the readers in the same cache line.
+  /// What the writer publishes together with the value reaches the readers in the same cache line.
   std::byte beside[kLineBytes - sizeof(std::uint64_t)] = {};
   /// Ranks about to sleep on `value`; in the writer's cache while none is.
   alignas(kLineBytes) std::uint32_t sleepers = 0;

@@ -314,10 +314,10 @@ void Bootstrap::say_last_words(const std::string& text) noexcept {
   current->accept_all();  // its thread may not have
   current->serve_all();
   const std::lock_guard lock(current->mutex_);
-  current->tell_watchers(text.substr(0, kMaxLastWords));
+  current->notify_watchers(text.substr(0, kMaxLastWords));
 }
 
-void Bootstrap::tell_watchers(const std::string& text) noexcept {
+void Bootstrap::notify_watchers(const std::string& text) noexcept {
   for (const Connection& connection : connections_)
     if (connection.is_proven) succeeds([&] { answer(connection.socket.get(), text); });
 }
@@ -394,7 +394,7 @@ bool Bootstrap::accept_to_refuse() {
 void Bootstrap::set_refusal(const std::string& why) {
   if (why == refusal_) return;
   refusal_ = why;
-  tell_watchers(kRefusalMessage + why);
+  notify_watchers(kRefusalMessage + why);
 }
 
 std::string Bootstrap::refusal() {

@@ -103,7 +103,7 @@ class Bootstrap {
   void open_reserve();
   void serve_all() noexcept;
   bool serve(Connection& connection);
-  void tell_watchers(const std::string& text) noexcept;
+  void notify_watchers(const std::string& text) noexcept;
   void answer(int socket, const std::string& text, int fd = -1) const;
   void close_all_in_child();
 

@@ -103,7 +103,7 @@ Group::Group(Rendezvous& rendezvous, const std::vector<int>& ranks, const Segmen
   } catch (const Error& error) {
     // Of the others some wait in the memory, and some have yet to fetch it: those find the reason
     // in this rank's record.
-    abort(rendezvous.tell(error));
+    abort(rendezvous.report_failure(error));
     join();  // if it had no memory: its peers do not wait for it
     throw;
   }
@@ -137,7 +137,7 @@ void Group::wait_until_joined(Rendezvous& rendezvous) {
     const bool is_aborted = state_of(rank_) == Stop::kAborted;
     const auto rank = static_cast<int>(found - ranks_.begin());
     if (load_acquire(layout_.has_joined(memory_->data(), rank)) != 0) return true;
-    if (is_aborted) rendezvous.throw_told(abort_reason());
+    if (is_aborted) rendezvous.throw_reported(abort_reason());
     if (dead >= 0) rendezvous.throw_died(dead);
     return false;
   };

@@ -107,16 +107,16 @@ void Rendezvous::count_attempts() {
   }
 }
 
-AbortReason Rendezvous::tell(const std::exception& error) {
+AbortReason Rendezvous::report_failure(const std::exception& error) {
   if (mine_.failure.text.empty()) mine_.failure = AbortReason::of(error, rank());
-  if (has_told_) return mine_.failure;
+  if (has_reported_) return mine_.failure;
   try {
     if (bootstrap_ == nullptr)
       count_attempts();
     else if (is_replaced())
       return mine_.failure;
     store_.set(rank_key(rank()), mine_.to_text());
-    has_told_ = true;
+    has_reported_ = true;
   } catch (const std::exception&) {
     // The store is lost, and the others notice it themselves.
   }
@@ -262,7 +262,7 @@ bool Rendezvous::meet(int peer) {
   if (!has_met(peer))
     processes_[static_cast<std::size_t>(peer)] =
         std::make_shared<PeerProcess>(theirs.pid, theirs.host);
-  throw_told(theirs.failure);
+  throw_reported(theirs.failure);
 }
 
 // Whether a failure is of this attempt to make the group. Ranks count their attempts; and what was
@@ -413,7 +413,7 @@ void Rendezvous::throw_died(int peer) {
        name_of(peer) + process.how_it_ended(" while the group was made", {}));
 }
 
-void Rendezvous::throw_told(const AbortReason& reason) {
+void Rendezvous::throw_reported(const AbortReason& reason) {
   mine_.failure = reason;  // who reads this rank's record learns of the same
   // A faulty peer may have written any number.
   const auto is_rank = [this](int rank) { return rank >= 0 && rank < world_size(); };

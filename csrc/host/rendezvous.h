@@ -73,10 +73,10 @@ class Rendezvous {
   /// Throws Error of kPeerDied, or what the rank failed with before it ended.
   [[noreturn]] void throw_died(int peer);
   /// Throws Error of what another rank has failed with.
-  [[noreturn]] void throw_told(const AbortReason& reason);
+  [[noreturn]] void throw_reported(const AbortReason& reason);
   /// Adds the reason why this rank fails to its record, at any time; the first is kept. Returns it:
   /// that of another rank, if this one fails because of that.
-  AbortReason tell(const std::exception& error);
+  AbortReason report_failure(const std::exception& error);
 
   int rank() const { return terms_.rank; }
   int world_size() const { return terms_.world_size; }
@@ -136,7 +136,7 @@ class Rendezvous {
   std::vector<int> sharing_;   // the ranks of this host, from share_memory() on
   Clock::time_point next_look_ = Clock::now() + kLookInterval;  // at the other ranks' records
   int next_looked_at_ = 0;
-  bool has_told_ = false;
+  bool has_reported_ = false;
   Clock::time_point says_at_ = Clock::now() + kSaidAfter;
   bool says_;  // has yet to
 };

@@ -90,7 +90,7 @@ inline shm::Group make_group(KeyValueStore& store, const shm::GroupTerms& terms,
     std::iota(ranks.begin(), ranks.end(), 0);
     return shm::Group(rendezvous, ranks, config);
   } catch (const Error& error) {
-    rendezvous.tell(error);
+    rendezvous.report_failure(error);
     throw;
   }
 }

@@ -88,8 +88,8 @@ bool Engine::publish() {
     if (mine.is_given()) std::memcpy(region, &mine, sizeof(mine));
   }
   // Directly before the publication: peers poll the line that this writes.
-  const Told told{mine.is_given(), store_kinds_.is_next_streaming(), *header_};
-  std::memcpy(board_.beside(rank()), &told, told.num_bytes());
+  const HeaderLine line{mine.is_given(), store_kinds_.is_next_streaming(), *header_};
+  std::memcpy(board_.beside(rank()), &line, line.num_bytes());
   board_.publish();
   store_kinds_.pause();
   // Sizes of shares that may differ are compared by ShareExchange.
@@ -97,13 +97,13 @@ bool Engine::publish() {
   for (int distance = 1; distance < world_size(); ++distance) {
     const int peer = (rank() + distance) % world_size();
     const std::byte* region = wait(peer);
-    const Told told = told_by(peer);
-    if (!(has_own_sizes ? is_same_call(*header_, told.header) : *header_ == told.header))
-      throw Mismatched{peer, told.header};
+    const HeaderLine line = header_line_of(peer);
+    if (!(has_own_sizes ? is_same_call(*header_, line.header) : *header_ == line.header))
+      throw Mismatched{peer, line.header};
     BufferHandle& handle = handles_[static_cast<std::size_t>(peer)];
     handle = {};
-    if (told.has_handle) std::memcpy(&handle, region, sizeof(handle));
-    if (peer == 0) store_kinds_.follow(told.is_next_streaming);
+    if (line.has_handle) std::memcpy(&handle, region, sizeof(handle));
+    if (peer == 0) store_kinds_.follow(line.is_next_streaming);
   }
   store_kinds_.resume();
   arch_.set_arriving(false);
@@ -118,18 +118,18 @@ const std::byte* Engine::wait(int peer) {
   return region;
 }
 
-Engine::Told Engine::told_by(int peer) {
+Engine::HeaderLine Engine::header_line_of(int peer) {
   const std::byte* place = board_.beside(peer);
-  Told told;
-  std::memcpy(&told, place, told.num_bytes());
-  if (told.header.has_update) std::memcpy(&told, place, sizeof(told));
-  return told;
+  HeaderLine line;
+  std::memcpy(&line, place, line.num_bytes());
+  if (line.header.has_update) std::memcpy(&line, place, sizeof(line));
+  return line;
 }
 
 CallHeader Engine::header_of(int rank) {
   if (rank == this->rank()) return *header_;
   static_cast<void>(wait(rank));
-  return told_by(rank).header;
+  return header_line_of(rank).header;
 }
 
 bool Engine::has_handles() const { return std::ranges::any_of(handles_, &BufferHandle::is_given); }

@@ -102,15 +102,15 @@ struct BufferHandle {
 /// share a cache, and otherwise 2 to 3 times slower (docs/experiments.md, "stores"). A virtual
 /// machine switches between the two cases, and no counter shows it. So the collectives are timed,
 /// by operation and size class. The first calls of a class try both kinds, the others use the
-/// faster, until the time doubles or 512 calls are made. Rank 0 tells the kind of the class's next
-/// call in each call: a rank that tried alone would disturb the others' times.
+/// faster, until the time doubles or 512 calls are made. Rank 0 publishes the kind of the class's
+/// next call in each call: a rank that tried alone would disturb the others' times.
 class StoreKindChooser {
  public:
   /// Starts a collective of `num_bytes` per rank.
   void begin(OpKind op, std::size_t num_bytes);
   host::StoreKind kind() const { return kind_; }
   bool is_next_streaming() const { return class_ != nullptr && class_->is_next_streaming; }
-  /// What rank 0 told.
+  /// What rank 0 has published.
   void follow(bool is_next_streaming) {
     if (class_ != nullptr) class_->is_next_streaming = is_next_streaming;
   }
@@ -147,9 +147,9 @@ class StoreKindChooser {
 
 /// The state in which collectives of one group run, one after another, on one thread at a time.
 ///
-/// Each collective starts with a board phase that tells the call's header beside its cursor. A rank
-/// checks every peer's header before it reads a byte of data. So every rank detects a different
-/// call, with any algorithm and without an extra message or cache line.
+/// Each collective starts with a board phase that publishes the call's header beside its cursor. A
+/// rank checks every peer's header before it reads a byte of data. So every rank detects a
+/// different call, with any algorithm and without an extra message or cache line.
 class Engine {
  public:
   using Arch = TracedArch;
@@ -237,20 +237,21 @@ class Engine {
   }
 
  private:
-  // What a rank tells beside the cursor of the first phase: with it, it fits a line of 64 bytes
+  // What a rank publishes beside the cursor of the first phase: with it, it fits a line of 64 bytes
   // unless the call updates weights.
-  struct Told {
+  struct HeaderLine {
     bool has_handle = false;
     bool is_next_streaming = false;  // of rank 0: the kind of stores in the next such call
     CallHeader header;
 
-    std::size_t num_bytes() const { return offsetof(Told, header) + header.told_bytes(); }
+    std::size_t num_bytes() const { return offsetof(HeaderLine, header) + header.num_wire_bytes(); }
   };
-  static_assert(sizeof(Told) <= sizeof(Cursor::beside));
-  static_assert(sizeof(Cursor::value) + offsetof(Told, header) + offsetof(CallHeader, update) <=
+  static_assert(sizeof(HeaderLine) <= sizeof(Cursor::beside));
+  static_assert(sizeof(Cursor::value) + offsetof(HeaderLine, header) +
+                    offsetof(CallHeader, update) <=
                 64);
 
-  Told told_by(int peer);
+  HeaderLine header_line_of(int peer);
 
   // Of the first phase.
   enum class First : std::uint8_t { kClosed, kOpen, kOver };

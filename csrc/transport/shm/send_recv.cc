@@ -52,7 +52,7 @@ class SendRecvMailbox {
  public:
   using Receives = std::list<SendRecvOpPtr>;
 
-  /// `ring` tells the peer that a slot was filled or drained.
+  /// `ring` notifies the peer that a slot was filled or drained.
   SendRecvMailbox(shm::HostArch& arch, int peer, const LinkGeometry& to, const LinkGeometry& from,
                   std::function<void()> ring)
       : peer_(peer),

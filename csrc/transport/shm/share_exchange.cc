@@ -89,7 +89,7 @@ class ShareExchange {
   const CallHeader& header_of(int rank) const { return headers_[static_cast<std::size_t>(rank)]; }
 
   // Entry `entry` of the tables of `rank`, or num_elems of its header if it has no tables.
-  std::size_t told(int rank, int entry) {
+  std::size_t published(int rank, int entry) {
     if (!header_of(rank).is_uneven) return header_of(rank).num_elems;
     std::uint64_t elems = 0;
     std::memcpy(
@@ -107,9 +107,9 @@ class ShareExchange {
       case OpKind::kGather:
         return to == call_.root ? header_of(from).num_elems : 0;
       case OpKind::kScatter:
-        return from == call_.root ? told(from, to) : 0;
+        return from == call_.root ? published(from, to) : 0;
       default:
-        return told(from, to);
+        return published(from, to);
     }
   }
 
@@ -117,13 +117,13 @@ class ShareExchange {
   std::size_t expected(int from, int to) {
     switch (call_.op) {
       case OpKind::kAllGather:
-        return told(to, from);
+        return published(to, from);
       case OpKind::kGather:
-        return to == call_.root ? told(to, from) : 0;
+        return to == call_.root ? published(to, from) : 0;
       case OpKind::kScatter:
         return from == call_.root ? header_of(to).num_elems : 0;
       case OpKind::kAllToAll:
-        return told(to, world_size_ + from);
+        return published(to, world_size_ + from);
       default:
         return header_of(to).num_elems;
     }

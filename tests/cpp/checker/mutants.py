@@ -249,20 +249,20 @@ MUTANTS = (
         "geometry_.region(peer, phase_)",
         (Run("board2", "unowned"), Run("board2", "race", (NO_OWNER,))),
     ),
-    # What is told in the next phase overwrites what a slow peer has not read.
+    # What is published beside a cursor in the next phase overwrites what a slow peer has not read.
     Mutant(
-        "told_at_one_cursor",
+        "beside_one_cursor",
         "board_protocol.h",
         "geometry_.cursor(rank_, rank, rank == rank_ ? phase_ : phase_ - 1).beside",
         "geometry_.cursor(rank_, rank, 0).beside",
-        (Run("board2_told", "unowned"), Run("board2_told", "race", (NO_OWNER,))),
+        (Run("board2_beside", "unowned"), Run("board2_beside", "race", (NO_OWNER,))),
     ),
     Mutant(
-        "told_read_of_next",
+        "beside_read_of_next",
         "board_protocol.h",
         "rank == rank_ ? phase_ : phase_ - 1).beside",
         "phase_).beside",
-        (Run("board2_told", "unowned"), Run("board3_told", "race", (NO_OWNER,))),
+        (Run("board2_beside", "unowned"), Run("board3_beside", "race", (NO_OWNER,))),
     ),
     Mutant(
         "shares_fewest_phases",
