@@ -111,7 +111,7 @@ WorkPtr ProcessGroupRingcomm::profiled(c10::Device device, const CallInfo& info,
     for (const at::Tensor& tensor : tensors) sum += tensor.numel();
     return sum;
   };
-  // The elements of each share of the last call, if they differ.
+  // The elements of each shard of the last call, if they differ.
   const auto splits = [&](std::vector<std::size_t> TensorCall::* uneven) {
     std::vector<std::int64_t> result;
     if (calls.empty()) return result;

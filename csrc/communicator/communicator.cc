@@ -68,7 +68,7 @@ void run_alone(const Collective& call) {
     return;
   }
   if (call.op == OpKind::kBarrier) return;
-  const std::size_t num_bytes = call.input_share(0) * element_bytes(call.dtype);
+  const std::size_t num_bytes = call.input_shard(0) * element_bytes(call.dtype);
   if (num_bytes == 0 || call.inputs[0] == call.outputs[0]) return;
   std::memcpy(call.outputs[0], call.inputs[0], num_bytes);
 }
@@ -174,9 +174,9 @@ void Communicator::validate(const Collective& call) const {
     throw std::invalid_argument("root must be a rank of the group, 0 to " +
                                 std::to_string(world_size_ - 1) + ", got " +
                                 std::to_string(call.root));
-  // A rank's share for itself is an argument error of that rank, not a mismatch between ranks.
-  const std::size_t given = call.input_share(rank_);
-  const std::size_t taken = call.output_share(rank_);
+  // A rank's shard for itself is an argument error of that rank, not a mismatch between ranks.
+  const std::size_t given = call.input_shard(rank_);
+  const std::size_t taken = call.output_shard(rank_);
   if (given != taken)
     throw std::invalid_argument(std::string(name_of(call.op)) + ": rank " + std::to_string(rank_) +
                                 " has " + std::to_string(given * element_bytes(call.dtype)) +

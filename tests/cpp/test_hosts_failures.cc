@@ -93,7 +93,7 @@ TEST_CASE("hosts: both calls are named, and the ranks in the group's numbers") {
 }
 
 // Inside a host (ranks 1 and 3) and between two.
-TEST_CASE("hosts: shares that do not fit, in the group's numbers") {
+TEST_CASE("hosts: shards that do not fit, in the group's numbers") {
   for (const int odd : {3, 0}) {
     MemoryNetwork network(4);
     run_hosts_ranks(network, "abcb", [&](Communicator& communicator) {

@@ -32,9 +32,9 @@ class Call {
         num_elems_(num_elems),
         data_(std::make_shared<std::vector<float>>(num_elems *
                                                    static_cast<std::size_t>(world_size) * 2)) {
-    for (int share = 0; share < world_size; ++share) {
-      inputs_.push_back(data_->data() + num_elems * static_cast<std::size_t>(share));
-      outputs_.push_back(data_->data() + num_elems * static_cast<std::size_t>(world_size + share));
+    for (int shard = 0; shard < world_size; ++shard) {
+      inputs_.push_back(data_->data() + num_elems * static_cast<std::size_t>(shard));
+      outputs_.push_back(data_->data() + num_elems * static_cast<std::size_t>(world_size + shard));
     }
   }
   Collective collective() const {
@@ -123,7 +123,7 @@ TEST_CASE("messages: both calls are named") {
   });
 }
 
-TEST_CASE("messages: shares that do not fit") {
+TEST_CASE("messages: shards that do not fit") {
   MemoryNetwork network(3);
   run_message_ranks(network, 3, [&](Communicator& communicator) {
     const Call call(OpKind::kAllGather, 3, communicator.rank() == 1 ? 20 : 24);

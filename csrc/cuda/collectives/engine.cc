@@ -164,7 +164,7 @@ void Engine::launch_in_turns(PlannedCall& planned, StreamHandle stream) {
   const RelaxedCapture relaxed;  // another stream may be captured
   KernelCall& call = planned.call;
   if (call.num_slices == 0)  // ranks may know different sizes
-    set_longest_share(call, planned.plan, meet(longest_share(call)));
+    set_longest_shard(call, planned.plan, meet(longest_shard(call)));
   for (std::uint32_t turn = 0; turn < planned.plan.num_turns; ++turn) {
     call.first_step = call.last_step = turn;
     kernels_.launch(planned.kernel, planned.plan, call, stream);

@@ -82,7 +82,7 @@ struct alignas(kLineBytes) PhaseHeader {
   Lends lends;
   std::uint64_t lent_inputs[kMaxRanks];
   std::uint64_t lent_output;
-  /// Bytes of the shares for and from each rank, where they may differ from rank to rank.
+  /// Bytes of the shards for and from each rank, where they may differ from rank to rank.
   std::uint64_t input_bytes[kMaxRanks];
   std::uint64_t output_bytes[kMaxRanks];
 };

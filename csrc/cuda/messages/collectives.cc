@@ -13,7 +13,7 @@
 #include "core/chunk_layout.h"
 #include "cuda/messages/engine.h"
 #include "cuda/messages/operators.h"
-#include "transport/messages/shares.h"
+#include "transport/messages/shard_table.h"
 
 namespace ringcomm {
 namespace {
@@ -41,14 +41,13 @@ Batch post_exchange(DeviceEngine& engine, const SentTo& sent_to,
   return engine.all_to_all(sent, received);
 }
 
-// Every rank gets the inputs of its share, in pieces: one is received while another is reduced.
-void exchange_and_reduce(DeviceEngine& engine, const Collective& call,
-                         const MessageShares& shares) {
-  const std::size_t most_elems = shares.max_elems();
+// Every rank gets the inputs of its shard, in pieces: one is received while another is reduced.
+void exchange_and_reduce(DeviceEngine& engine, const Collective& call, const ShardTable& shards) {
+  const std::size_t most_elems = shards.max_elems();
   if (most_elems == 0) return;
   const int rank = engine.rank();
   const auto num_ranks = static_cast<std::size_t>(engine.world_size());
-  const std::size_t bytes = shares.element_bytes;
+  const std::size_t bytes = shards.element_bytes;
   const std::size_t piece_bytes = std::min(DeviceEngine::kNumSlots * DeviceEngine::kSlotBytes,
                                            kMaxStagingBytes / (2 * num_ranks));
   const std::size_t piece_elems =
@@ -59,7 +58,7 @@ void exchange_and_reduce(DeviceEngine& engine, const Collective& call,
     return staging + (piece % 2 * num_ranks + static_cast<std::size_t>(peer)) * piece_elems * bytes;
   };
   const auto slice = [&](int of, std::size_t piece) {
-    return shares.slice(of, piece, piece_elems);
+    return shards.slice(of, piece, piece_elems);
   };
   const auto post = [&](std::size_t piece) {
     const std::size_t own_bytes = slice(rank, piece).num_elems * bytes;
@@ -67,7 +66,7 @@ void exchange_and_reduce(DeviceEngine& engine, const Collective& call,
         engine,
         [&](int peer) {
           const ElemRange theirs = slice(peer, piece);
-          return part(shares.input(peer, theirs), theirs.num_elems * bytes);
+          return part(shards.input(peer, theirs), theirs.num_elems * bytes);
         },
         [&](int peer) { return part(received(peer, piece), own_bytes); });
   };
@@ -80,8 +79,8 @@ void exchange_and_reduce(DeviceEngine& engine, const Collective& call,
     const ElemRange own = slice(rank, piece);
     std::vector<const void*> sources;
     for (int peer = 0; peer < engine.world_size(); ++peer)
-      sources.push_back(peer == rank ? shares.input(rank, own) : received(peer, piece));
-    op.combine(shares.output(rank, own), sources, own.num_elems, shares.divisor);
+      sources.push_back(peer == rank ? shards.input(rank, own) : received(peer, piece));
+    op.combine(shards.output(rank, own), sources, own.num_elems, shards.divisor);
     current = std::move(next);
   }
 }
@@ -91,16 +90,16 @@ void exchange_and_reduce(DeviceEngine& engine, const Collective& call,
 // expected, after the sum is in the stream.
 class DeviceLinks {
  public:
-  DeviceLinks(DeviceEngine& engine, const Collective& call, const MessageShares& shares,
+  DeviceLinks(DeviceEngine& engine, const Collective& call, const ShardTable& shards,
               const RingHalves& halves)
       : engine_(engine),
-        shares_(shares),
+        shards_(shards),
         reduce_(call.reduction, call.dtype, engine.device()),
         schedule_(engine.rank(), engine.world_size()),
-        slice_elems_(DeviceEngine::kSlotBytes / shares.element_bytes),
+        slice_elems_(DeviceEngine::kSlotBytes / shards.element_bytes),
         batches_(DeviceEngine::kNumSlots) {
-    const std::size_t slots_bytes = depth() * slice_elems_ * shares.element_bytes;
-    if (shares.max_elems() == 0 || !halves.has_reduce_scatter) return;
+    const std::size_t slots_bytes = depth() * slice_elems_ * shards.element_bytes;
+    if (shards.max_elems() == 0 || !halves.has_reduce_scatter) return;
     received_ = engine.stage(slots_bytes);
     if (!halves.has_all_gather) sums_ = engine.stage(slots_bytes);
   }
@@ -109,9 +108,9 @@ class DeviceLinks {
   std::size_t depth() const { return batches_.size(); }
   bool sends_early() const { return false; }  // the receive of a batch must follow its send
   std::size_t slice_elems() const { return slice_elems_; }
-  std::size_t input_element_bytes() const { return shares_.element_bytes; }
-  std::size_t output_element_bytes() const { return shares_.element_bytes; }
-  const RingChunk& chunk(int rank) const { return shares_.of(rank); }
+  std::size_t input_element_bytes() const { return shards_.element_bytes; }
+  std::size_t output_element_bytes() const { return shards_.element_bytes; }
+  const RingChunk& chunk(int rank) const { return shards_.of(rank); }
 
   void expect(const RingPart& part) {
     engine_.recv(part.is_gather ? part.output : place(received_, part), part.input_bytes,
@@ -127,7 +126,7 @@ class DeviceLinks {
     engine_.wait(batches_[slot_of(part)]);
     std::byte* sum = part.output != nullptr ? part.output : place(sums_, part);
     reduce_.combine(sum, {place(received_, part), part.input}, part.num_elems,
-                    part.is_last ? shares_.divisor : 1);
+                    part.is_last ? shards_.divisor : 1);
     if (part.is_sent) engine_.send(sum, part.input_bytes, schedule_.next());
   }
 
@@ -139,11 +138,11 @@ class DeviceLinks {
  private:
   std::size_t slot_of(const RingPart& part) const { return part.slice_idx % depth(); }
   std::byte* place(std::byte* slots, const RingPart& part) const {
-    return slots + slot_of(part) * slice_elems_ * shares_.element_bytes;
+    return slots + slot_of(part) * slice_elems_ * shards_.element_bytes;
   }
 
   DeviceEngine& engine_;
-  const MessageShares& shares_;
+  const ShardTable& shards_;
   DeviceReduceOp reduce_;
   RingSchedule schedule_;
   std::size_t slice_elems_;
@@ -153,47 +152,47 @@ class DeviceLinks {
 };
 
 // Around the ring of collectives/ring.h.
-void device_ring(DeviceEngine& engine, const Collective& call, const MessageShares& shares,
+void device_ring(DeviceEngine& engine, const Collective& call, const ShardTable& shards,
                  const RingHalves& halves) {
-  DeviceLinks links(engine, call, shares, halves);
+  DeviceLinks links(engine, call, shards, halves);
   Ring(links, halves).run();
 }
 
-void reduce_shares(DeviceEngine& engine, const Collective& call, Algorithm algorithm,
-                   const MessageShares& shares) {
+void reduce_shards(DeviceEngine& engine, const Collective& call, Algorithm algorithm,
+                   const ShardTable& shards) {
   if (algorithm == Algorithm::kRing)
-    device_ring(engine, call, shares, {.has_reduce_scatter = true, .has_all_gather = false});
+    device_ring(engine, call, shards, {.has_reduce_scatter = true, .has_all_gather = false});
   else
-    exchange_and_reduce(engine, call, shares);
+    exchange_and_reduce(engine, call, shards);
 }
 
-// This rank's own share is in its output. The backend's all_gather needs one buffer for all
+// This rank's own shard is in its output. The backend's all_gather needs one buffer for all
 // outputs.
-void gather_shares(DeviceEngine& engine, const Collective& call, Algorithm algorithm,
-                   const MessageShares& shares) {
+void gather_shards(DeviceEngine& engine, const Collective& call, Algorithm algorithm,
+                   const ShardTable& shards) {
   if (algorithm == Algorithm::kRing)
-    return device_ring(engine, call, shares, {.has_reduce_scatter = false, .has_all_gather = true});
-  const auto of = [&](int rank) { return part(shares.of(rank).output, shares.num_bytes(rank)); };
+    return device_ring(engine, call, shards, {.has_reduce_scatter = false, .has_all_gather = true});
+  const auto of = [&](int rank) { return part(shards.of(rank).output, shards.num_bytes(rank)); };
   engine.wait(post_exchange(engine, [&](int) { return of(engine.rank()); }, of));
 }
 
 void all_reduce(DeviceEngine& engine, const Collective& call, Algorithm algorithm) {
-  MessageShares shares = MessageShares::of_call(call, engine.rank(), engine.world_size());
+  ShardTable shards = ShardTable::of_call(call, engine.rank(), engine.world_size());
   if (algorithm == Algorithm::kOneShot) {  // every rank gets the whole buffers of all
-    std::ranges::fill(shares.shares, RingChunk{at(call.inputs[0], 0, 1), at(call.outputs[0], 0, 1),
+    std::ranges::fill(shards.shards, RingChunk{at(call.inputs[0], 0, 1), at(call.outputs[0], 0, 1),
                                                call.num_elems});
-    return exchange_and_reduce(engine, call, shares);
+    return exchange_and_reduce(engine, call, shards);
   }
   if (algorithm == Algorithm::kRing)
-    return device_ring(engine, call, shares, {.has_reduce_scatter = true, .has_all_gather = true});
-  exchange_and_reduce(engine, call, shares);
-  gather_shares(engine, call, algorithm, shares);
+    return device_ring(engine, call, shards, {.has_reduce_scatter = true, .has_all_gather = true});
+  exchange_and_reduce(engine, call, shards);
+  gather_shards(engine, call, algorithm, shards);
 }
 
 void all_gather(DeviceEngine& engine, const Collective& call, Algorithm algorithm) {
-  const auto shares = MessageShares::of_call(call, engine.rank(), engine.world_size());
-  engine.copy(call.outputs[engine.rank()], call.inputs[0], shares.num_bytes(engine.rank()));
-  gather_shares(engine, call, algorithm, shares);
+  const auto shards = ShardTable::of_call(call, engine.rank(), engine.world_size());
+  engine.copy(call.outputs[engine.rank()], call.inputs[0], shards.num_bytes(engine.rank()));
+  gather_shards(engine, call, algorithm, shards);
 }
 
 // Gather and scatter: parts of no bytes in an all_to_all would be messages, too.
@@ -223,10 +222,10 @@ void reduce(DeviceEngine& engine, const Collective& call, Algorithm algorithm) {
   const bool is_root = engine.rank() == call.root;
   Part own = chunk_of(engine.rank());
   if (!is_root) own.data = engine.stage(own.num_bytes);
-  MessageShares shares = MessageShares::of_call(call, engine.rank(), engine.world_size());
-  for (RingChunk& share : shares.shares) share.output = nullptr;
-  shares.shares[static_cast<std::size_t>(engine.rank())].output = at(own.data, 0, 1);
-  reduce_shares(engine, call, algorithm, shares);
+  ShardTable shards = ShardTable::of_call(call, engine.rank(), engine.world_size());
+  for (RingChunk& shard : shards.shards) shard.output = nullptr;
+  shards.shards[static_cast<std::size_t>(engine.rank())].output = at(own.data, 0, 1);
+  reduce_shards(engine, call, algorithm, shards);
   if (!is_root) engine.send(own.data, own.num_bytes, call.root);
   for (int peer = 0; is_root && peer < engine.world_size(); ++peer)
     if (peer != call.root) engine.recv(chunk_of(peer).data, chunk_of(peer).num_bytes, peer);
@@ -262,8 +261,8 @@ void all_to_all(DeviceEngine& engine, const Collective& call) {
   const std::size_t bytes = element_bytes(call.dtype);
   Parts inputs, outputs;
   for (int peer = 0; peer < engine.world_size(); ++peer) {
-    inputs.push_back(part(call.inputs[peer], call.input_share(peer) * bytes));
-    outputs.push_back(part(call.outputs[peer], call.output_share(peer) * bytes));
+    inputs.push_back(part(call.inputs[peer], call.input_shard(peer) * bytes));
+    outputs.push_back(part(call.outputs[peer], call.output_shard(peer) * bytes));
   }
   const bool is_in_place = std::ranges::any_of(inputs, [&](const Part& input) {
     return std::ranges::any_of(outputs, [&](const Part& output) { return overlap(input, output); });
@@ -286,7 +285,7 @@ void run_alone(DeviceEngine& engine, const Collective& call) {
   if (call.op == OpKind::kReduceUpdateGather)
     update_chunk(call, call.inputs[0], call.outputs[0], call.num_elems, engine.device());
   else if (call.op != OpKind::kBarrier)
-    engine.copy(call.outputs[0], call.inputs[0], call.input_share(0) * element_bytes(call.dtype));
+    engine.copy(call.outputs[0], call.inputs[0], call.input_shard(0) * element_bytes(call.dtype));
 }
 
 }  // namespace
@@ -315,8 +314,8 @@ void run_device_collective(DeviceEngine& engine, const Collective& call, Algorit
     case OpKind::kReduce:
       return reduce(engine, call, algorithm);
     case OpKind::kReduceScatter:
-      return reduce_shares(engine, call, algorithm,
-                           MessageShares::of_call(call, engine.rank(), engine.world_size()));
+      return reduce_shards(engine, call, algorithm,
+                           ShardTable::of_call(call, engine.rank(), engine.world_size()));
     case OpKind::kAllGather:
       return all_gather(engine, call, algorithm);
     case OpKind::kBroadcast: {

@@ -128,7 +128,7 @@ std::unique_ptr<cuda::DeviceTransport> make_message_device_transport(
     const c10::intrusive_ptr<c10d::Store>& store, Communicator& communicator,
     const GroupOptions& options, c10::Device device);
 
-/// Starts to compare a call's header, and the sizes of the shares of each pair, between the hosts:
+/// Starts to compare a call's header, and the sizes of the shards of each pair, between the hosts:
 /// the data has no headers. A difference, or a rank that does not make the call in time, ends the
 /// group. `done` is called from another thread, with whether that has happened.
 void check_header(Communicator& communicator, const Collective& call, const CallHeader& header,

@@ -19,7 +19,7 @@
 #include "cuda/messages/engine.h"
 #include "cuda/messages/operators.h"
 #include "host/process.h"
-#include "transport/messages/shares.h"
+#include "transport/messages/shard_table.h"
 
 namespace ringcomm {
 namespace {

@@ -18,7 +18,7 @@ namespace {
 // (docs/design/messages.md); half and double of each differ by less than the noise.
 
 // From this size of the whole call, bandwidth costs more than latency, so every link should be busy
-// with its share.
+// with its shard.
 constexpr std::size_t kRingMinBytes = std::size_t{1} << 20;
 
 // one_shot sends N/2 times the bytes of two_shot, and saves one of its two steps: with two ranks
@@ -39,7 +39,7 @@ std::size_t total_bytes(const Collective& call, int world_size) {
   if (is_gathered || call.op == OpKind::kReduceScatter) {
     elems = 0;
     for (int rank = 0; rank < world_size; ++rank)
-      elems += is_gathered ? call.output_share(rank) : call.input_share(rank);
+      elems += is_gathered ? call.output_shard(rank) : call.input_shard(rank);
   }
   return elems * element_bytes(call.dtype);
 }
@@ -55,14 +55,14 @@ std::size_t leader_max_bytes(int num_hosts) {
 // pieces. The latency of a message is small next to what it takes on a fast network.
 constexpr std::size_t kStagingBytes = std::size_t{8} << 20;
 
-// From this size, a share is received before the next one is sent to another rank: many connections
+// From this size, a shard is received before the next one is sent to another rank: many connections
 // at a time lose packets on a shared cable.
 constexpr std::size_t kSteppedBytes = std::size_t{256} << 10;
 
-// Where two ranks have other bytes for the share of `owner`.
+// Where two ranks have other bytes for the shard of `owner`.
 std::string table_difference(std::size_t owner, int a, std::uint64_t a_bytes, int b,
                              std::uint64_t b_bytes) {
-  return "the share of rank " + std::to_string(owner) + " has " + std::to_string(a_bytes) +
+  return "the shard of rank " + std::to_string(owner) + " has " + std::to_string(a_bytes) +
          " bytes for rank " + std::to_string(a) + ", and " + std::to_string(b_bytes) +
          " bytes for rank " + std::to_string(b);
 }
@@ -104,7 +104,7 @@ class HostsCollective {
 
   // ---- The same call everywhere.
 
-  // Compares the calls of this host's ranks, and their sizes: whole tables of shares, or the pairs
+  // Compares the calls of this host's ranks, and their sizes: whole tables of shards, or the pairs
   // of ranks on this host. Pairs on two hosts are compared when the data arrives. All ranks of the
   // host throw the same Mismatched, and none returns before all have arrived.
   void agree() {
@@ -166,7 +166,7 @@ class HostsCollective {
   }
 
   // Before messages that carry no header: the leaders compare their neighbours', in one step, and
-  // `table`, which is of the shares' bytes.
+  // `table`, which is of the shards' bytes.
   void meet(const std::vector<std::uint64_t>& table = {}) {
     const std::size_t num_bytes = table.size() * sizeof(std::uint64_t);
     // The engine's: the messenger may still use it when an exception has left this function.
@@ -223,10 +223,10 @@ class HostsCollective {
       case OpKind::kAllReduce:
         return all_reduce();
       case OpKind::kReduceScatter:
-        return reduce_scatter(MessageShares::of_call(call_, rank_, world_size_));
+        return reduce_scatter(ShardTable::of_call(call_, rank_, world_size_));
       case OpKind::kAllGather:
         copy_own(call_.num_elems, call_.inputs[0], call_.outputs[rank_]);
-        return all_gather(MessageShares::of_call(call_, rank_, world_size_));
+        return all_gather(ShardTable::of_call(call_, rank_, world_size_));
       case OpKind::kReduce:
         return is_ring() ? chain() : reduce();
       case OpKind::kBroadcast:
@@ -275,15 +275,15 @@ class HostsCollective {
       reduce();
       return broadcast_inside(0, call_.outputs[0]);
     }
-    const MessageShares shares = MessageShares::of_call(call_, rank_, world_size_);
-    if (is_ring()) return ring(shares, {});
-    reduce_scatter(shares);
-    all_gather(shares);
+    const ShardTable shards = ShardTable::of_call(call_, rank_, world_size_);
+    if (is_ring()) return ring(shards, {});
+    reduce_scatter(shards);
+    all_gather(shards);
   }
 
-  void ring(const MessageShares& shares, const RingHalves& halves) {
-    meet(shares.table());
-    count_sent(run_message_ring(messages_, shares, halves));
+  void ring(const ShardTable& shards, const RingHalves& halves) {
+    meet(shards.table());
+    count_sent(run_message_ring(messages_, shards, halves));
   }
 
   void chain() {
@@ -417,7 +417,7 @@ class HostsCollective {
         move_step, [&] { exchange.finish(); });
   }
 
-  // The call as this host's ranks see it: the others' shares left out.
+  // The call as this host's ranks see it: the others' shards left out.
   void move_inside() {
     if (local_ == nullptr) {
       const auto given = part_given(call_, rank_, rank_);
@@ -450,8 +450,8 @@ class HostsCollective {
 
   // The elements of a piece of all chunks. Two pieces are staged at the same time. Over messages
   // alone there is nothing to do in a host meanwhile, and an all_gather stages nothing.
-  std::size_t piece_elems(const MessageShares& shares, OpKind op) const {
-    const std::size_t most_elems = std::max<std::size_t>(1, shares.max_elems());
+  std::size_t piece_elems(const ShardTable& shards, OpKind op) const {
+    const std::size_t most_elems = std::max<std::size_t>(1, shards.max_elems());
     if (hosts_.is_flat() && op == OpKind::kAllGather) return most_elems;
     return std::clamp<std::size_t>(
         kStagingBytes / (2 * static_cast<std::size_t>(world_size_) * element_bytes_), 1,
@@ -478,9 +478,9 @@ class HostsCollective {
   // Leaves this rank's chunk, reduced over all ranks, in its output. The ranks of a host reduce
   // what they have for each rank, its courier sends that, and the owner adds up the hosts in their
   // order: one rounding inside a host, and one between them.
-  void reduce_scatter(const MessageShares& shares) {
-    if (is_ring()) return ring(shares, {.has_all_gather = false});
-    const std::size_t max_elems = piece_elems(shares, OpKind::kReduceScatter);
+  void reduce_scatter(const ShardTable& shards) {
+    if (is_ring()) return ring(shards, {.has_all_gather = false});
+    const std::size_t max_elems = piece_elems(shards, OpKind::kReduceScatter);
     // Two halves, each with room for what comes from each host, and what is sent in each round.
     const std::size_t num_sent = local_ != nullptr ? hosts_.rounds.size() : 0;
     const std::size_t num_slots = num_sent + static_cast<std::size_t>(num_hosts());
@@ -494,70 +494,70 @@ class HostsCollective {
     const auto post = [&](MessageExchange& exchange, std::size_t idx) {
       for (const int host : hosts_.other_hosts)
         recv(exchange, hosts_.courier_of(rank_, host), received(idx, host),
-             shares.slice(rank_, idx, max_elems).num_elems);
+             shards.slice(rank_, idx, max_elems).num_elems);
       for (std::size_t round = 0; round < hosts_.rounds.size(); ++round) {
         const std::vector<int>& owners = hosts_.rounds[round];
-        run_for(OpKind::kReduceScatter, owners, shares, max_elems, idx, slot(idx, round));
+        run_for(OpKind::kReduceScatter, owners, shards, max_elems, idx, slot(idx, round));
         const int owner = of(owners, hosts_.local_rank);
         if (owner < 0) continue;
-        const ElemRange part = shares.slice(owner, idx, max_elems);
-        send(exchange, owner, local_ != nullptr ? slot(idx, round) : shares.input(owner, part),
+        const ElemRange part = shards.slice(owner, idx, max_elems);
+        send(exchange, owner, local_ != nullptr ? slot(idx, round) : shards.input(owner, part),
              part.num_elems);
       }
     };
     const auto complete = [&](MessageExchange& exchange, std::size_t idx) {
-      const ElemRange own = shares.slice(rank_, idx, max_elems);
-      std::byte* output = shares.output(rank_, own);
-      run_for(OpKind::kReduceScatter, hosts_.local_ranks, shares, max_elems, idx, output);
+      const ElemRange own = shards.slice(rank_, idx, max_elems);
+      std::byte* output = shards.output(rank_, own);
+      run_for(OpKind::kReduceScatter, hosts_.local_ranks, shards, max_elems, idx, output);
       exchange.finish();
       if (own.num_elems == 0) return;
       std::vector<const void*> sources;
       for (int host = 0; host < num_hosts(); ++host) sources.push_back(received(idx, host));
-      of(sources, hosts_.host) = local_ != nullptr ? output : shares.input(rank_, own);
-      shares.op->combine(output, nullptr, sources.data(), num_hosts(), own.num_elems,
-                         shares.divisor);
+      of(sources, hosts_.host) = local_ != nullptr ? output : shards.input(rank_, own);
+      shards.op->combine(output, nullptr, sources.data(), num_hosts(), own.num_elems,
+                         shards.divisor);
     };
-    in_pieces(1, shares.max_elems(), max_elems, post, complete);
+    in_pieces(1, shards.max_elems(), max_elems, post, complete);
   }
 
   // Every rank's chunk is in its own output before, and in all ranks' after. A rank sends its chunk
   // to its courier on each other host, and the ranks there copy it.
-  void all_gather(const MessageShares& shares) {
-    if (is_ring()) return ring(shares, {.has_reduce_scatter = false});
-    const std::size_t max_elems = piece_elems(shares, OpKind::kAllGather);
+  void all_gather(const ShardTable& shards) {
+    if (is_ring()) return ring(shards, {.has_reduce_scatter = false});
+    const std::size_t max_elems = piece_elems(shards, OpKind::kAllGather);
     const auto post = [&](MessageExchange& exchange, std::size_t idx) {
-      const ElemRange own = shares.slice(rank_, idx, max_elems);
+      const ElemRange own = shards.slice(rank_, idx, max_elems);
       for (const auto& owners : hosts_.rounds) {
         const int owner = of(owners, hosts_.local_rank);
         if (owner < 0) continue;
-        const ElemRange theirs = shares.slice(owner, idx, max_elems);
-        recv(exchange, owner, shares.output(owner, theirs), theirs.num_elems);
+        const ElemRange theirs = shards.slice(owner, idx, max_elems);
+        recv(exchange, owner, shards.output(owner, theirs), theirs.num_elems);
       }
       for (const int host : hosts_.other_hosts)
-        send(exchange, hosts_.courier_of(rank_, host), shares.output(rank_, own), own.num_elems);
-      run_for(OpKind::kAllGather, hosts_.local_ranks, shares, max_elems, idx, nullptr);
+        send(exchange, hosts_.courier_of(rank_, host), shards.output(rank_, own), own.num_elems);
+      run_for(OpKind::kAllGather, hosts_.local_ranks, shards, max_elems, idx, nullptr);
     };
     const auto complete = [&](MessageExchange& exchange, std::size_t idx) {
       exchange.finish();
       for (const auto& owners : hosts_.rounds)
-        run_for(OpKind::kAllGather, owners, shares, max_elems, idx, nullptr);
+        run_for(OpKind::kAllGather, owners, shards, max_elems, idx, nullptr);
     };
-    in_pieces(2, shares.max_elems(), max_elems, post, complete);
+    in_pieces(2, shards.max_elems(), max_elems, post, complete);
   }
 
   // A collective of piece `idx` of the owners' chunks, one for each rank of this host: each rank
   // reduces its owner's into `to`, or all copy all.
-  void run_for(OpKind op, const std::vector<int>& owners, const MessageShares& shares,
+  void run_for(OpKind op, const std::vector<int>& owners, const ShardTable& shards,
                std::size_t max_elems, std::size_t idx, std::byte* to) {
     if (local_ == nullptr) return;
     const bool reduces = op == OpKind::kReduceScatter;
     std::vector<void*> parts;
     std::vector<std::size_t> elems;
     for (const int owner : owners) {
-      const ElemRange part = owner < 0 ? ElemRange{} : shares.slice(owner, idx, max_elems);
+      const ElemRange part = owner < 0 ? ElemRange{} : shards.slice(owner, idx, max_elems);
       parts.push_back(owner < 0 ? nullptr
-                      : reduces ? const_cast<std::byte*>(shares.input(owner, part))
-                                : shares.output(owner, part));
+                      : reduces ? const_cast<std::byte*>(shards.input(owner, part))
+                                : shards.output(owner, part));
       elems.push_back(part.num_elems);
     }
     if (std::ranges::all_of(elems, [](std::size_t n) { return n == 0; })) return;

@@ -8,7 +8,7 @@
 #include "host/membership.h"
 #include "host/process.h"
 #include "transport/messages/engine.h"
-#include "transport/messages/shares.h"
+#include "transport/messages/shard_table.h"
 #include "transport/transport.h"
 
 namespace ringcomm {
@@ -59,7 +59,7 @@ Traffic run_message_collective(const MessageGroup& group, const Collective& call
 
 /// The ring over messages, after headers and sizes have been compared. An all_gather starts with
 /// this rank's chunk in its output. Returns the bytes that the next rank consumed.
-std::uint64_t run_message_ring(MessageEngine& engine, const MessageShares& shares,
+std::uint64_t run_message_ring(MessageEngine& engine, const ShardTable& shards,
                                const RingHalves& halves);
 /// A large broadcast or reduce in slices along the chain of `ranks`, in the same way: from the root
 /// to the rank before it, or from the rank after the root to the root.

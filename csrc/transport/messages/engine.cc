@@ -110,9 +110,9 @@ void MessageExchange::open(Incoming& incoming) {
 }
 
 bool is_compatible(const CallHeader& a, const CallHeader& b) {
-  const bool has_shares =
+  const bool has_shards =
       a.op == OpKind::kReduceScatter || a.op == OpKind::kAllGather || has_private_sizes(a.op);
-  return has_shares ? is_same_call(a, b) : a == b;
+  return has_shards ? is_same_call(a, b) : a == b;
 }
 
 }  // namespace ringcomm

@@ -156,7 +156,7 @@ class MessageExchange {
   std::size_t num_used_ = 0;                 // the first of them are in use until finish()
 };
 
-/// Whether two ranks' headers may be of one call. Where ranks may have shares of different sizes,
+/// Whether two ranks' headers may be of one call. Where ranks may have shards of different sizes,
 /// those are compared elsewhere.
 bool is_compatible(const CallHeader& a, const CallHeader& b);
 

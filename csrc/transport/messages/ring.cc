@@ -22,16 +22,16 @@ constexpr std::size_t kSliceBytes = std::size_t{1} << 20;
 // that send is posted by a rank that is one step behind, or in a chain waits for later slots only.
 class MessageLinks {
  public:
-  MessageLinks(MessageEngine& engine, const MessageShares& shares, int previous, int next,
+  MessageLinks(MessageEngine& engine, const ShardTable& shards, int previous, int next,
                const RingHalves& halves)
       : engine_(engine),
-        shares_(shares),
+        shards_(shards),
         previous_(previous),
         next_(next),
         receives_(kNumSlots),
         sends_(kNumSlots) {
-    const std::size_t slots_bytes = kNumSlots * slice_elems() * shares.element_bytes;
-    if (shares.max_elems() == 0 || !halves.has_reduce_scatter) return;
+    const std::size_t slots_bytes = kNumSlots * slice_elems() * shards.element_bytes;
+    if (shards.max_elems() == 0 || !halves.has_reduce_scatter) return;
     received_ = engine.stage(slots_bytes);
     if (!halves.has_all_gather) sums_ = engine.stage(slots_bytes);
   }
@@ -41,10 +41,10 @@ class MessageLinks {
   CallStep& step() { return engine_.step(); }
   std::size_t depth() const { return kNumSlots; }
   bool sends_early() const { return true; }
-  std::size_t slice_elems() const { return kSliceBytes / shares_.element_bytes; }
-  std::size_t input_element_bytes() const { return shares_.element_bytes; }
-  std::size_t output_element_bytes() const { return shares_.element_bytes; }
-  const RingChunk& chunk(int rank) const { return shares_.of(rank); }
+  std::size_t slice_elems() const { return kSliceBytes / shards_.element_bytes; }
+  std::size_t input_element_bytes() const { return shards_.element_bytes; }
+  std::size_t output_element_bytes() const { return shards_.element_bytes; }
+  const RingChunk& chunk(int rank) const { return shards_.of(rank); }
 
   void expect(const RingPart& part) {
     if (part.num_elems == 0) return;
@@ -66,8 +66,8 @@ class MessageLinks {
     if (!has_room) wait(send);
     std::byte* sum = has_room ? part.output : place(sums_, part);
     const void* sources[] = {place(received_, part), part.input};
-    shares_.op->combine(sum, nullptr, sources, 2, part.num_elems,
-                        part.is_last ? shares_.divisor : 1);
+    shards_.op->combine(sum, nullptr, sources, 2, part.num_elems,
+                        part.is_last ? shards_.divisor : 1);
     if (!part.is_sent) return;
     const Message sent = post(part, sum, part.is_last);
     if (!has_room) send = sent;
@@ -86,7 +86,7 @@ class MessageLinks {
   }
   std::size_t slot_of(const RingPart& part) const { return part.slice_idx % kNumSlots; }
   std::byte* place(std::byte* slots, const RingPart& part) const {
-    return slots + slot_of(part) * slice_elems() * shares_.element_bytes;
+    return slots + slot_of(part) * slice_elems() * shards_.element_bytes;
   }
 
   // Chunks differ in size; of a short one the last slices are empty, and no message.
@@ -102,7 +102,7 @@ class MessageLinks {
   }
 
   MessageEngine& engine_;
-  const MessageShares& shares_;
+  const ShardTable& shards_;
   int previous_;
   int next_;
   std::byte* received_ = nullptr;
@@ -113,10 +113,10 @@ class MessageLinks {
 
 }  // namespace
 
-std::uint64_t run_message_ring(MessageEngine& engine, const MessageShares& shares,
+std::uint64_t run_message_ring(MessageEngine& engine, const ShardTable& shards,
                                const RingHalves& halves) {
   const RingSchedule ring(engine.rank(), engine.world_size());
-  MessageLinks links(engine, shares, ring.previous(), ring.next(), halves);
+  MessageLinks links(engine, shards, ring.previous(), ring.next(), halves);
   return Ring(links, halves).run();
 }
 
@@ -132,8 +132,8 @@ std::uint64_t run_message_chain(MessageEngine& engine, const Collective& call,
   const bool is_last = reduces ? engine.rank() == call.root : next == call.root;
   void* const own = const_cast<void*>(reduces || is_first ? call.inputs[0] : call.outputs[0]);
   void* const result = !reduces ? own : is_last ? call.outputs[0] : nullptr;
-  const MessageShares whole{
-      .shares = {{at(own, 0, 1), static_cast<std::byte*>(result), call.num_elems}},
+  const ShardTable whole{
+      .shards = {{at(own, 0, 1), static_cast<std::byte*>(result), call.num_elems}},
       .element_bytes = element_bytes(call.dtype),
       .op = reduces ? &reduce_op_of(call) : nullptr,
       .divisor = divisor_of(call, engine.world_size())};

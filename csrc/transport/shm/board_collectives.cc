@@ -35,9 +35,9 @@ std::uint64_t broadcast(Engine& engine, const Collective& call) {
   return is_root ? num_peers_of(engine) * call.num_bytes() : 0;
 }
 
-// Every rank stages its share; all copy all.
+// Every rank stages its shard; all copy all.
 std::uint64_t all_gather(Engine& engine, const Collective& call) {
-  if (engine.header().is_uneven) return exchange_shares(engine, call);
+  if (engine.header().is_uneven) return alltoallv(engine, call);
   const std::size_t bytes = element_bytes(call.dtype);
   const std::size_t result_bytes = static_cast<std::size_t>(engine.world_size()) * call.num_bytes();
   const auto input = [&](const ElemRange& piece) {
@@ -61,7 +61,7 @@ std::uint64_t all_gather(Engine& engine, const Collective& call) {
 
 // Every rank stages a slice of each peer's chunk; each reduces its own from all.
 std::uint64_t reduce_scatter(Engine& engine, const Collective& call) {
-  if (engine.header().is_uneven) return exchange_shares(engine, call);
+  if (engine.header().is_uneven) return alltoallv(engine, call);
   const int rank = engine.rank();
   const int world_size = engine.world_size();
   const std::size_t bytes = element_bytes(call.dtype);

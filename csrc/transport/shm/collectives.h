@@ -23,17 +23,17 @@ ShmCollective run_two_shot, run_ring;
 Algorithm choose_all_reduce(std::size_t num_bytes, int world_size, std::size_t one_shot_max_bytes);
 
 /// board_collectives.cc: one phase per piece; each byte is staged once, regardless of the number of
-/// readers. While the engine shares inputs, they run on these.
+/// readers. While the engine shards inputs, they run on these.
 ShmCollective barrier, broadcast, all_gather, reduce_scatter;
 
-/// From this size of a rank's share, a collective runs on the ranks' own buffers if all of them can
+/// From this size of a rank's shard, a collective runs on the ranks' own buffers if all of them can
 /// be read.
 std::size_t min_direct_bytes(OpKind op, int world_size);
 
-/// share_exchange.cc: a rank has a share for each other one, or for some, and the shares may differ
+/// alltoallv.cc: a rank has a shard for each other one, or for some, and the shards may differ
 /// in size.
-ShmCollective exchange_shares;
-/// Throws Mismatched with the sizes that differ, for a call in which the shares of some ranks are
+ShmCollective alltoallv;
+/// Throws Mismatched with the sizes that differ, for a call in which the shards of some ranks are
 /// uneven and those of others are not. The first phase must have been published.
 void explain_mismatch(Engine& engine, const Collective& call);
 

@@ -92,7 +92,7 @@ bool Engine::publish() {
   std::memcpy(board_.beside(rank()), &line, line.num_bytes());
   board_.publish();
   store_kinds_.pause();
-  // Sizes of shares that may differ are compared by ShareExchange.
+  // Sizes of shards that may differ are compared by Alltoallv.
   const bool has_own_sizes = header_->is_uneven || has_private_sizes(header_->op);
   for (int distance = 1; distance < world_size(); ++distance) {
     const int peer = (rank() + distance) % world_size();

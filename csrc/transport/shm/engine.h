@@ -220,7 +220,7 @@ class Engine {
   /// Stages `num_bytes` for peers with the kind of stores that fits this machine now.
   void stage(void* to, const void* from, std::size_t num_bytes);
   StoreKindChooser& store_kinds() { return store_kinds_; }
-  /// Copies what a peer staged, or this rank's own share, into a result of `result_bytes` in all.
+  /// Copies what a peer staged, or this rank's own shard, into a result of `result_bytes` in all.
   void copy_result(void* to, const void* from, std::size_t num_bytes, std::size_t result_bytes);
 
   /// Room for a pointer for each rank.

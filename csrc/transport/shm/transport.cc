@@ -24,9 +24,9 @@ constexpr Entry kCollectives[] = {
     {OpKind::kReduceScatter, Algorithm::kDirect, reduce_scatter, reduce_scatter},
     {OpKind::kAllGather, Algorithm::kDirect, all_gather, all_gather},
     {OpKind::kBroadcast, Algorithm::kDirect, broadcast, broadcast},
-    {OpKind::kGather, Algorithm::kDirect, exchange_shares},
-    {OpKind::kScatter, Algorithm::kDirect, exchange_shares},
-    {OpKind::kAllToAll, Algorithm::kDirect, exchange_shares},
+    {OpKind::kGather, Algorithm::kDirect, alltoallv},
+    {OpKind::kScatter, Algorithm::kDirect, alltoallv},
+    {OpKind::kAllToAll, Algorithm::kDirect, alltoallv},
     {OpKind::kReduceUpdateGather, Algorithm::kDirect, run_two_shot},
     {OpKind::kReduceUpdateGather, Algorithm::kRing, run_ring},
 };
@@ -46,17 +46,17 @@ const Entry& entry_of(const CallHeader& header) {
 std::size_t size_class_bytes(const Collective& call, const CallHeader& header, int world_size) {
   if (!header.is_uneven) return call.num_bytes();
   std::size_t elems = 0;
-  for (int rank = 0; rank < world_size; ++rank) elems += call.input_share(rank);
+  for (int rank = 0; rank < world_size; ++rank) elems += call.input_shard(rank);
   return elems / static_cast<std::size_t>(world_size) * element_bytes(call.dtype);
 }
 
 // The bytes that a handle of the input describes.
 std::size_t input_bytes(const Collective& call, int world_size) {
-  const bool has_shares = call.op == OpKind::kReduceScatter;
-  return (has_shares ? static_cast<std::size_t>(world_size) : 1) * call.num_bytes();
+  const bool has_shards = call.op == OpKind::kReduceScatter;
+  return (has_shards ? static_cast<std::size_t>(world_size) : 1) * call.num_bytes();
 }
 
-// Whether the shares of an array of buffers are contiguous, so that one location describes all.
+// Whether the shards of an array of buffers are contiguous, so that one location describes all.
 bool is_contiguous(const void* const* buffers, int num_buffers, std::size_t num_bytes) {
   for (int i = 1; i < num_buffers; ++i)
     if (buffers[i] != at(buffers[0], static_cast<std::size_t>(i), num_bytes)) return false;
@@ -111,7 +111,7 @@ Traffic ShmTransport::run(const Collective& call, const CallHeader& header,
     traffic.copied_bytes = engine_.take_copied_bytes();
     return traffic;
   } catch (const Mismatched& mismatched) {
-    // The headers do not show the sizes of a peer whose shares are uneven.
+    // The headers do not show the sizes of a peer whose shards are uneven.
     if (is_same_call(header, mismatched.theirs) && !header.is_uneven && mismatched.theirs.is_uneven)
       explain_mismatch(engine_, call);
     throw;

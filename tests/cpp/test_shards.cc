@@ -27,14 +27,14 @@ using testing::run_ranks;
 constexpr OpKind kUneven[] = {OpKind::kReduceScatter, OpKind::kAllGather, OpKind::kGather,
                               OpKind::kScatter, OpKind::kAllToAll};
 
-TEST_CASE("uneven shares, worlds 1 to 8") {
+TEST_CASE("uneven shards, worlds 1 to 8") {
   const auto counts_of = [](int) { return std::vector<std::size_t>{1, 3, 500}; };
   testing::run_cases_of_worlds(kUneven, counts_of, true);
 }
 
 // Shares with no, some and many pieces in one call, followed by calls of one size, which check the
 // state of the boards.
-TEST_CASE("uneven shares in several pieces" * doctest::skip(testing::kHasThreadSanitizer)) {
+TEST_CASE("uneven shards in several pieces" * doctest::skip(testing::kHasThreadSanitizer)) {
   run_ranks(3, [&](Communicator& communicator) {
     std::uint32_t salt = 0;
     for (const OpKind op : kUneven)
@@ -48,8 +48,8 @@ TEST_CASE("uneven shares in several pieces" * doctest::skip(testing::kHasThreadS
   });
 }
 
-// A peer that sends less in all has fewer pieces, and so longer slices of its share.
-TEST_CASE("uneven shares in place: ranks with one, two and many pieces" *
+// A peer that sends less in all has fewer pieces, and so longer slices of its shard.
+TEST_CASE("uneven shards in place: ranks with one, two and many pieces" *
           doctest::skip(testing::kHasThreadSanitizer)) {
   static constexpr std::size_t kRoomElems = (kPhaseBytes - kLineBytes) / sizeof(std::int32_t);
   static std::size_t large_elems;  // of ranks 0 and 2; rank 1 has a fifth of a piece for each
@@ -72,7 +72,7 @@ TEST_CASE("uneven shares in place: ranks with one, two and many pieces" *
   });
 }
 
-TEST_CASE("uneven shares are counted, whatever their size") {
+TEST_CASE("uneven shards are counted, whatever their size") {
   run_ranks(3, [&](Communicator& communicator) {
     const int rank = communicator.rank();
     const Case c{.op = OpKind::kAllToAll, .num_elems = 1000, .salt = 5, .is_uneven = true};
@@ -81,10 +81,10 @@ TEST_CASE("uneven shares are counted, whatever their size") {
     std::size_t received = 0;
     for (int peer = 0; peer < 3; ++peer) {
       if (peer == rank) continue;
-      sent += testing::share_elems(c, rank, peer) * sizeof(float);
-      received += testing::share_elems(c, peer, rank) * sizeof(float);
+      sent += testing::shard_elems(c, rank, peer) * sizeof(float);
+      received += testing::shard_elems(c, peer, rank) * sizeof(float);
     }
-    const std::size_t own = testing::share_elems(c, rank, rank) * sizeof(float);
+    const std::size_t own = testing::shard_elems(c, rank, rank) * sizeof(float);
     const Stats::Counts counts = communicator.stats().counts(c.op, Algorithm::kDirect);
     expect(counts.sent_bytes == sent, "the bytes that peers read");
     expect(counts.copied_bytes == sent + received + own, "the bytes that this rank copied");
@@ -136,14 +136,14 @@ void expect_few_phases(OpKind op, const Pattern& pattern, int rank, shm::Group& 
   };
   const std::uint64_t before = num_published();
   engine.begin(header);
-  exchange_shares(engine, call);
+  alltoallv(engine, call);
   buffers.check();
   std::size_t most = 0;
   for (int from = 0; from < kManyRanks; ++from) {
     std::size_t sum = 0;
     for (int to = 0; to < kManyRanks; ++to) {
       if (to == from || (op == OpKind::kScatter && from != 0)) continue;
-      const std::size_t elems = testing::share_elems(c, from, to);
+      const std::size_t elems = testing::shard_elems(c, from, to);
       sum = op == OpKind::kGather || op == OpKind::kAllGather ? elems : sum + elems;
     }
     most = std::max(most, sum);
@@ -155,10 +155,10 @@ void expect_few_phases(OpKind op, const Pattern& pattern, int rank, shm::Group& 
                                   std::to_string(num_phases));
 }
 
-TEST_CASE("the phases of uneven shares are those of the rank with the most to send") {
+TEST_CASE("the phases of uneven shards are those of the rank with the most to send") {
   testing::MemoryStore store;
   testing::run_threads(kManyRanks, [&](int rank) {
-    const shm::GroupTerms identity{.rank = rank, .world_size = kManyRanks, .options = "shares"};
+    const shm::GroupTerms identity{.rank = rank, .world_size = kManyRanks, .options = "shards"};
     shm::Group group =
         testing::make_group(store, identity, {.board_bytes = kSmallBoardBytes}, testing::kBound);
     shm::WaitScope scope(group);
@@ -246,7 +246,7 @@ TEST_CASE("sizes that do not fit are an error on every rank, which names both") 
                 {"rank 0 has 2 bytes for rank 1, which expects 4 bytes"});
 }
 
-TEST_CASE("a rank's share for itself has one size, or the call fails at once") {
+TEST_CASE("a rank's shard for itself has one size, or the call fails at once") {
   for (const int world_size : {1, 3}) {
     run_ranks(world_size, [&](Communicator& communicator) {
       const Sizes wrong{.num_elems = 4, .inputs = {5, 5, 5}};
@@ -258,7 +258,7 @@ TEST_CASE("a rank's share for itself has one size, or the call fails at once") {
           what = error.what();
         }
         expect(what.find("5 bytes for itself, and room for 4") != std::string::npos,
-               "a word on the own share: " + what);
+               "a word on the own shard: " + what);
       }
       run_case(communicator, {.num_elems = 9});
     });

@@ -2,13 +2,13 @@
 #include <vector>
 
 #include "collectives/collective.h"
-#include "core/share_layout.h"
+#include "core/shard_layout.h"
 #include "transport/shm/collectives.h"
 
 namespace ringcomm {
 namespace {
 
-// One call whose shares may differ in size: their sizes, and the addresses of the shares in this
+// One call whose shards may differ in size: their sizes, and the addresses of the shards in this
 // rank's buffers and, piece by piece, in the regions.
 //
 // A rank knows only its own sizes, and a mismatch is between two ranks. So every rank publishes its
@@ -16,10 +16,10 @@ namespace {
 // all_to_all: sizes to send and to receive), or nothing if the header's num_elems is sufficient.
 // Every rank then compares all pairs, so all ranks fail with the same message and need not notify
 // each other. The room for the tables is there even where they are not filled: ranks with even and
-// with uneven shares may be of one call, and must agree on where data begins.
-class ShareExchange {
+// with uneven shards may be of one call, and must agree on where data begins.
+class Alltoallv {
  public:
-  ShareExchange(Engine& engine, const Collective& call)
+  Alltoallv(Engine& engine, const Collective& call)
       : engine_(engine),
         call_(call),
         rank_(engine.rank()),
@@ -33,15 +33,15 @@ class ShareExchange {
         regions_(static_cast<std::size_t>(world_size_)),
         sizes_(static_cast<std::size_t>(world_size_ * world_size_)),
         num_pieces_(static_cast<std::size_t>(world_size_)),
-        layout_{call.op == OpKind::kAllGather ? ShareLayout::Kind::kToAll
-                : is_reduction(call.op)       ? ShareLayout::Kind::kReduced
-                                              : ShareLayout::Kind::kToEach,
+        layout_{call.op == OpKind::kAllGather ? ShardLayout::Kind::kToAll
+                : is_reduction(call.op)       ? ShardLayout::Kind::kReduced
+                                              : ShardLayout::Kind::kToEach,
                 world_size_, (engine.phase_bytes() - tables_bytes_) / element_bytes_, sizes_.data(),
                 num_pieces_.data()} {
     const bool is_silent = call.op == OpKind::kScatter && rank_ != call.root;
     for (int to = 0; to < world_size_ && !is_silent; ++to)
       if (call.op != OpKind::kGather || to == call.root)
-        layout_.elems(rank_, to) = call.input_share(to);
+        layout_.elems(rank_, to) = call.input_shard(to);
     layout_.count_pieces(rank_);
   }
 
@@ -227,19 +227,19 @@ class ShareExchange {
   std::vector<const std::byte*> regions_;  // by rank: where the tables of the first phase are
   std::vector<std::size_t> sizes_;         // of the layout
   std::vector<std::size_t> num_pieces_;    // of the layout
-  ShareLayout layout_;
+  ShardLayout layout_;
   std::vector<std::vector<std::byte>> kept_;  // by rank, if any: see keep_inputs()
   bool is_first_ = true;
 };
 
 }  // namespace
 
-std::uint64_t exchange_shares(Engine& engine, const Collective& call) {
-  return ShareExchange(engine, call).run();
+std::uint64_t alltoallv(Engine& engine, const Collective& call) {
+  return Alltoallv(engine, call).run();
 }
 
 void explain_mismatch(Engine& engine, const Collective& call) {
-  ShareExchange(engine, call).compare_sizes();
+  Alltoallv(engine, call).compare_sizes();
 }
 
 }  // namespace ringcomm

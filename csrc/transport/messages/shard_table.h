@@ -14,18 +14,18 @@ namespace ringcomm {
 /// The addresses of a collective's chunks on this rank: one chunk per rank, of any sizes. An
 /// algorithm treats all_reduce, which splits one buffer, and reduce_scatter and all_gather, which
 /// have one buffer per rank, the same way.
-struct MessageShares {
-  std::vector<RingChunk> shares;  ///< by rank
+struct ShardTable {
+  std::vector<RingChunk> shards;  ///< by rank
   std::size_t element_bytes = 0;
   const ReduceOp* op = nullptr;  ///< null where nothing is reduced
   int divisor = 1;
 
-  /// The shares of a reduce_scatter (a chunk for each rank, and this rank's own result) or an
+  /// The shards of a reduce_scatter (a chunk for each rank, and this rank's own result) or an
   /// all_gather (room for each rank's chunk, whose own one is to be copied there first), or all
   /// chunks of the one buffer of another call.
-  static MessageShares of_call(const Collective& call, int rank, int world_size);
+  static ShardTable of_call(const Collective& call, int rank, int world_size);
 
-  const RingChunk& of(int rank) const { return shares[static_cast<std::size_t>(rank)]; }
+  const RingChunk& of(int rank) const { return shards[static_cast<std::size_t>(rank)]; }
   std::size_t max_elems() const;
   std::size_t num_bytes(int rank) const { return of(rank).num_elems * element_bytes; }
   /// The bytes of each chunk, which is the same on all ranks.

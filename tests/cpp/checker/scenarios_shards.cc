@@ -3,13 +3,13 @@
 
 #include "checker_arch.h"
 #include "core/board_protocol.h"
-#include "core/share_layout.h"
+#include "core/shard_layout.h"
 #include "scenarios.h"
 
 namespace ringcomm::checker {
 namespace {
 
-/// Shares of different sizes, as ShareExchange moves them: a rank knows its own sizes until the
+/// Shares of different sizes, as Alltoallv moves them: a rank knows its own sizes until the
 /// first phase tells it the others', and all must go through one number of phases.
 struct Exchange {
   int num_ranks;
@@ -164,11 +164,11 @@ class RankExchange {
   std::size_t sizes_[kMaxRanks * kMaxRanks] = {};
   std::size_t num_pieces_[kMaxRanks] = {};
   bool is_kept_[kMaxRanks] = {};
-  ShareLayout layout_{ShareLayout::Kind::kToEach, exchange_.num_ranks, exchange_.room_blocks(),
+  ShardLayout layout_{ShardLayout::Kind::kToEach, exchange_.num_ranks, exchange_.room_blocks(),
                       sizes_, num_pieces_};
 };
 
-Scenario shares(std::string name, int num_ranks, bool is_in_place,
+Scenario shards(std::string name, int num_ranks, bool is_in_place,
                 std::array<std::array<int, 3>, 3> sizes, bool has_death = false) {
   auto shape = std::make_shared<Exchange>();
   shape->num_ranks = num_ranks;
@@ -177,7 +177,7 @@ Scenario shares(std::string name, int num_ranks, bool is_in_place,
   Scenario scenario;
   scenario.name = std::move(name);
   scenario.text =
-      "uneven shares, " + std::to_string(num_ranks) + " ranks" + (is_in_place ? ", in place" : "");
+      "uneven shards, " + std::to_string(num_ranks) + " ranks" + (is_in_place ? ", in place" : "");
   scenario.num_ranks = num_ranks;
   scenario.has_death = has_death;
   scenario.steps_on_payload = num_ranks == 2;
@@ -194,11 +194,11 @@ Scenario shares(std::string name, int num_ranks, bool is_in_place,
 std::vector<Scenario> share_scenarios() {
   return {
       // One piece on one rank, several on the other.
-      shares("shares2", 2, false, {{{0, 4}, {2, 0}}}),
-      shares("shares2_in_place", 2, true, {{{0, 4}, {2, 0}}}),
-      shares("shares2_death", 2, true, {{{0, 3}, {1, 0}}}, true),
-      shares("shares3", 3, false, {{{0, 3, 2}, {2, 0, 0}, {0, 2, 0}}}),
-      shares("shares3_in_place", 3, true, {{{0, 3, 2}, {2, 0, 0}, {0, 2, 0}}}),
+      shards("shards2", 2, false, {{{0, 4}, {2, 0}}}),
+      shards("shards2_in_place", 2, true, {{{0, 4}, {2, 0}}}),
+      shards("shards2_death", 2, true, {{{0, 3}, {1, 0}}}, true),
+      shards("shards3", 3, false, {{{0, 3, 2}, {2, 0, 0}, {0, 2, 0}}}),
+      shards("shards3_in_place", 3, true, {{{0, 3, 2}, {2, 0, 0}, {0, 2, 0}}}),
   };
 }
 

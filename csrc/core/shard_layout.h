@@ -7,13 +7,13 @@
 
 namespace ringcomm {
 
-/// How shares of different sizes are cut into pieces, one for each phase of the boards: the same on
+/// How shards of different sizes are cut into pieces, one for each phase of the boards: the same on
 /// every rank that knows all sizes.
 ///
-/// A rank's region is divided among those that it has something for, in proportion to their shares,
+/// A rank's region is divided among those that it has something for, in proportion to their shards,
 /// so that the number of phases is that of the rank with the most to send. The slices of a region
 /// are contiguous, so that small ones share cache lines.
-struct ShareLayout {
+struct ShardLayout {
   /// A slice for each peer; one slice that all peers read; a slice for each peer, and a piece is
   /// the same part of each source.
   enum class Kind { kToEach, kToAll, kReduced };
@@ -36,7 +36,7 @@ struct ShareLayout {
   /// than its part by less than one element.
   void count_pieces(int from) const {
     std::size_t sum = 0;
-    for (int to = 0; to < world_size; ++to)  // of a reduction the own share counts, too
+    for (int to = 0; to < world_size; ++to)  // of a reduction the own shard counts, too
       if (is_staged(from, to) || kind == Kind::kReduced) sum += elems(from, to);
     const auto max_excess = static_cast<std::size_t>(world_size);
     num_pieces[from] = sum <= room_elems ? 1 : num_slices(sum, room_elems - max_excess);
@@ -45,10 +45,10 @@ struct ShareLayout {
   /// The pieces of the rank that has the most, once all are counted.
   std::size_t num_phases() const { return *std::max_element(num_pieces, num_pieces + world_size); }
 
-  /// The part of the share from `from` to `to` that belongs to the piece.
+  /// The part of the shard from `from` to `to` that belongs to the piece.
   ElemRange slice(int from, int to, std::size_t piece_idx) const {
-    const std::size_t share = elems(from, to);
-    return slice_of({0, share}, piece_idx, num_slices(share, num_pieces[from]));
+    const std::size_t shard = elems(from, to);
+    return slice_of({0, shard}, piece_idx, num_slices(shard, num_pieces[from]));
   }
 
   /// Where that part begins in the data of the region of `from`.
