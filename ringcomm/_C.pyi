@@ -11,7 +11,7 @@ BUILT_FOR: str
 def create_process_group(
     store: Any, rank: int, size: int, options: GroupOptions
 ) -> ProcessGroupRingcomm: ...
-def tell_failure(
+def report_failure(
     store: Any, rank: int, size: int, global_ranks: Sequence[int], text: str
 ) -> None: ...
 
@@ -28,7 +28,7 @@ class GroupOptions:
         is_rank_ordered: bool,
         one_shot_max_bytes: int,
         transport: str,
-        p2p_backend: str,
+        message_backend: str,
         says_waits: bool,
         report_stragglers: bool,
     ) -> None: ...
@@ -49,7 +49,7 @@ class ProcessGroupRingcomm:
     def perform_nocolor_split(self, device: Any) -> None: ...
 
 class Survivors:
-    """One rank's part in the agreement of a failed group's ranks (csrc/transport/shm)."""
+    """One rank's part in the agreement of a failed group's ranks (csrc/host)."""
 
     attempt: int
     def agree(self) -> list[int]: ...

@@ -45,7 +45,7 @@ def create(dist_backend_opts: Any, pg_options: Any) -> Any:
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
         if size > 1:
-            _C.tell_failure(store, dist_backend_opts.group_rank, size, global_ranks, text)
+            _C.report_failure(store, dist_backend_opts.group_rank, size, global_ranks, text)
         raise
     options.global_ranks_in_group = global_ranks
     backend = _C.create_process_group(
@@ -120,7 +120,7 @@ def _tell_exception(error: BaseException | None) -> None:
         _C.say_last_words(text.encode("ascii", "backslashreplace").decode())
 
 
-def tell_handled_exception() -> None:
+def report_handled_exception() -> None:
     """Before this rank leaves a group, tells its peers which exception it handles; for the engine.
 
     They already know an error of ringcomm, or wait for nothing.
@@ -149,8 +149,8 @@ def _engine_options(pg_options: Any, world_size: int) -> _C.GroupOptions:
         )
     tuned = tuning.load(options.tuning).one_shot_max_bytes(world_size) if options.tuning else None
     # The backend for messages between ranks without shared memory: a group on one host needs none.
-    has_gloo = options.p2p_backend != "gloo" or dist.is_gloo_available()
-    has_messages = options.transport == "p2p" or (options.transport is None and has_gloo)
+    has_gloo = options.message_backend != "gloo" or dist.is_gloo_available()
+    has_messages = options.transport == "messages" or (options.transport is None and has_gloo)
     return _C.GroupOptions(
         algorithm=options.algorithm,
         is_rank_ordered=options.deterministic == "rank_order",
@@ -158,7 +158,7 @@ def _engine_options(pg_options: Any, world_size: int) -> _C.GroupOptions:
         transport=options.transport or "",
         says_waits=options.says_waits,
         report_stragglers=options.report_stragglers,
-        p2p_backend=message_backend.checked(options.p2p_backend) if has_messages else "",
+        message_backend=message_backend.checked(options.message_backend) if has_messages else "",
     )
 
 

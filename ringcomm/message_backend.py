@@ -1,4 +1,4 @@
-"""The backend of torch.distributed that sends a group's messages: transport "p2p".
+"""The backend of torch.distributed that sends a group's messages: transport "messages".
 
 CPU tensors use the backend that the options name. Device tensors use the same backend if it
 supports them, else torch's default for the device. Each backend object is used by one group only,
@@ -34,8 +34,8 @@ def checked(name: str) -> str:
         known.add("gloo")
     if name.lower() not in known:
         raise ValueError(
-            f"p2p_backend of ringcomm.Options must be one of {', '.join(sorted(known))} here, got"
-            f" {name!r}"
+            f"message_backend of ringcomm.Options must be one of {', '.join(sorted(known))} here,"
+            f" got {name!r}"
         )
     return name.lower()
 
@@ -55,7 +55,7 @@ def for_device(asked: str, device_type: str) -> str:
     raise ValueError(
         f"ringcomm: torch.distributed has no backend here that can send tensors on {device_type} "
         'between ranks. Use "cpu:ringcomm,cuda:nccl" as the backend, or name one that '
-        "is registered for them as p2p_backend of ringcomm.Options"
+        "is registered for them as message_backend of ringcomm.Options"
     )
 
 
@@ -189,5 +189,5 @@ def _make_own(name: str, opts: Any) -> Any:
         return dist.ProcessGroupNCCL(*place, nccl_opts)
     if not plugin.extended_api:
         return plugin.creator_fn(*place, opts.timeout)
-    # shm for this group itself: the environment may select p2p for all groups.
+    # shm for this group itself: the environment may select messages for all groups.
     return plugin.creator_fn(opts, Options(transport="shm") if name == "ringcomm" else None)

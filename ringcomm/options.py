@@ -45,9 +45,9 @@ class Options:
         deterministic: with "rank_order" every reduction equals the left-to-right sum over the ranks
             bitwise, for every algorithm, size and transport. With None results are bitwise equal on
             all ranks, and in every run with the same options.
-        transport: "shm" (shared memory, for ranks on one host) or "p2p" (messages of another
+        transport: "shm" (shared memory, for ranks on one host) or "messages" (messages of another
             backend). None uses shared memory inside each host, and messages between hosts.
-        p2p_backend: the backend for messages: "gloo", or another one registered with
+        message_backend: the backend for messages: "gloo", or another one registered with
             torch.distributed that supports CPU tensors. For tensors of a device that it supports,
             it must have all_to_all, all_gather_into_tensor and broadcast as well.
         tuning: the path of a file of `ringcomm tune`, whose sizes select the algorithm.
@@ -59,8 +59,8 @@ class Options:
 
     algorithm: Literal["auto", "one_shot", "two_shot", "ring"] = "auto"
     deterministic: Literal["rank_order"] | None = None
-    transport: Literal["shm", "p2p"] | None = None
-    p2p_backend: str = "gloo"
+    transport: Literal["shm", "messages"] | None = None
+    message_backend: str = "gloo"
     tuning: str | None = None
     says_waits: bool = True
     report_stragglers: bool = False

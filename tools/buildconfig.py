@@ -48,7 +48,12 @@ class Extension:
 
 # The first is communication on CPUs; the others link it.
 EXTENSIONS = (
-    Extension("_C", ("reduce",), ("core", "transport", "collectives"), ("bindings",)),
+    Extension(
+        "_C",
+        ("reduce",),
+        ("core", "host", "collectives", "transport", "communicator"),
+        ("bindings",),
+    ),
     Extension("_kernels", ("kernels",), (), ("ops",)),
     Extension(
         "_cuda",

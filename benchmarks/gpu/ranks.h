@@ -23,7 +23,7 @@
 
 #include "cuda/driver/driver_api.h"
 #include "cuda/kernels/staging.h"
-#include "transport/shm/fd.h"
+#include "host/fd.h"
 
 namespace ringcomm::benchmarks {
 

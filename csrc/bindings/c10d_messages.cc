@@ -29,7 +29,7 @@ std::string first_line(const char* text) {
   return all.substr(0, all.find('\n'));
 }
 
-class C10dMessages final : public MessageTransport {
+class C10dMessages final : public Messenger {
  public:
   explicit C10dMessages(c10::intrusive_ptr<c10d::Backend> backend) : backend_(std::move(backend)) {
     try {
@@ -152,7 +152,7 @@ void forget(PyObject* object) {
 
 }  // namespace
 
-std::unique_ptr<MessageTransport> messages_over(c10::intrusive_ptr<c10d::Backend> backend) {
+std::unique_ptr<Messenger> messages_over(c10::intrusive_ptr<c10d::Backend> backend) {
   return std::make_unique<C10dMessages>(std::move(backend));
 }
 

@@ -6,8 +6,8 @@
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
-#include "transport/messages/message_transport.h"
-#include "transport/process.h"
+#include "host/process.h"
+#include "transport/messenger.h"
 
 namespace ringcomm {
 
@@ -17,7 +17,7 @@ struct GroupOptions;
 /// MPI, another package's. Messages with one tag must match in the order of their calls, and
 /// Work::abort() (as Gloo's) or Backend::abort() (as most others') must end waits: time-outs are
 /// not used, because Gloo's end all messages of a group. The backend is for these messages alone.
-std::unique_ptr<MessageTransport> messages_over(c10::intrusive_ptr<c10d::Backend> backend);
+std::unique_ptr<Messenger> messages_over(c10::intrusive_ptr<c10d::Backend> backend);
 
 /// A new backend of torch.distributed for the messages of one group, created by
 /// ringcomm.message_backend, and the ringcomm.contacts.Contacts of its ranks. `purpose` is for

@@ -19,7 +19,7 @@ void check_pair(const at::Tensor& output, const at::Tensor& input, const char* o
 }
 
 // One tensor per rank, of any sizes.
-void check_shares(const Tensors& tensors, int world_size, const at::Tensor& reference,
+void check_shards(const Tensors& tensors, int world_size, const at::Tensor& reference,
                   const char* op) {
   TORCH_CHECK_VALUE(tensors.size() == static_cast<std::size_t>(world_size), "ringcomm: ", op,
                     " needs one tensor for each of the ", world_size, " ranks, got ",
@@ -99,13 +99,13 @@ void add_rows(const at::Tensor& buffer, std::vector<int64_t> splits, int world_s
       num_rows == 0 ? 0 : buffer.nbytes() / static_cast<std::size_t>(num_rows);
   auto* data = static_cast<std::byte*>(buffer.data_ptr());
   int64_t rows_left = num_rows;
-  for (const int64_t share_rows : splits) {
-    TORCH_CHECK_VALUE(share_rows >= 0 && share_rows <= rows_left, op, ": the split sizes of its ",
+  for (const int64_t shard_rows : splits) {
+    TORCH_CHECK_VALUE(shard_rows >= 0 && shard_rows <= rows_left, op, ": the split sizes of its ",
                       what, ", ", at::IntArrayRef(splits), ", do not fit its ", num_rows, " rows");
     parts.push_back(data);
-    num_bytes.push_back(static_cast<std::size_t>(share_rows) * row_bytes);
+    num_bytes.push_back(static_cast<std::size_t>(shard_rows) * row_bytes);
     data += num_bytes.back();
-    rows_left -= share_rows;
+    rows_left -= shard_rows;
   }
   TORCH_CHECK_VALUE(rows_left == 0, op, ": the split sizes of its ", what, ", ",
                     at::IntArrayRef(splits), ", add up to ", num_rows - rows_left,
@@ -145,7 +145,7 @@ TensorCall gather_call(OpKind op, const Tensors* outputs, const at::Tensor& inpu
                        int root = -1) {
   TensorCall item{.call = moving(op, input, root)};
   if (outputs != nullptr) {
-    check_shares(*outputs, world_size, input, name_of(op));
+    check_shards(*outputs, world_size, input, name_of(op));
     add_outputs(*outputs, item);
   }
   item.inputs = {readable(input, item)};
@@ -192,7 +192,7 @@ WorkPtr ProcessGroupRingcomm::reduce_scatter(Tensors& outputTensors, TensorLists
                                              const c10d::ReduceScatterOptions& opts) {
   const at::Tensor& output = only_tensor(outputTensors, "reduce_scatter");
   const Tensors& inputs = *only_list(inputTensors, true, "reduce_scatter");
-  check_shares(inputs, getSize(), output, "reduce_scatter");
+  check_shards(inputs, getSize(), output, "reduce_scatter");
   TensorCall item;
   const at::Tensor buffer = as_real(writable(output, item), opts.reduceOp);
   item.call = reducing(OpKind::kReduceScatter, buffer, opts.reduceOp, "reduce_scatter");
@@ -284,7 +284,7 @@ WorkPtr ProcessGroupRingcomm::scatter(Tensors& outputTensors, TensorLists& input
   TensorCall item{.call = moving(OpKind::kScatter, output, root)};
   item.outputs = {writable(output, item).data_ptr()};
   if (inputs != nullptr) {
-    check_shares(*inputs, getSize(), output, "scatter");
+    check_shards(*inputs, getSize(), output, "scatter");
     add_inputs(*inputs, item);
   }
   return start({c10d::OpType::SCATTER, "ringcomm:scatter", opts}, std::move(item), outputTensors);
@@ -293,8 +293,8 @@ WorkPtr ProcessGroupRingcomm::scatter(Tensors& outputTensors, TensorLists& input
 WorkPtr ProcessGroupRingcomm::alltoall(Tensors& outputTensors, Tensors& inputTensors,
                                        const c10d::AllToAllOptions& opts) {
   TORCH_CHECK_VALUE(!inputTensors.empty(), "ringcomm: all_to_all got no inputs");
-  check_shares(inputTensors, getSize(), inputTensors[0], "all_to_all");
-  check_shares(outputTensors, getSize(), inputTensors[0], "all_to_all");
+  check_shards(inputTensors, getSize(), inputTensors[0], "all_to_all");
+  check_shards(outputTensors, getSize(), inputTensors[0], "all_to_all");
   TensorCall item{.call = moving(OpKind::kAllToAll, inputTensors[0])};
   add_inputs(inputTensors, item);
   add_outputs(outputTensors, item);

@@ -12,7 +12,7 @@
 
 #include "bindings/process_group.h"
 #include "bindings/python_errors.h"
-#include "transport/shm/shared_arena.h"
+#include "host/shared_arena.h"
 
 namespace ringcomm {
 namespace {

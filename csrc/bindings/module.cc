@@ -9,12 +9,12 @@
 #include "collectives/collective.h"
 #include "collectives/flight.h"
 #include "collectives/trace.h"
+#include "host/bootstrap.h"
+#include "host/group.h"
+#include "host/process.h"
+#include "host/shared_arena.h"
+#include "host/survivors.h"
 #include "reduce/reduce_op.h"
-#include "transport/process.h"
-#include "transport/shm/bootstrap.h"
-#include "transport/shm/group.h"
-#include "transport/shm/shared_arena.h"
-#include "transport/shm/survivors.h"
 
 namespace py = pybind11;
 using namespace py::literals;
@@ -159,20 +159,21 @@ void bind_classes(py::module_& m) {
   py::module_::import("torch.distributed");
   py::class_<GroupOptions, c10d::Backend::Options, c10::intrusive_ptr<GroupOptions>> options(
       m, "GroupOptions");
-  options.def(py::init([](const std::string& algorithm, bool is_rank_ordered,
-                          std::size_t one_shot_max_bytes, const std::string& transport,
-                          const std::string& p2p_backend, bool says_waits, bool report_stragglers) {
-                const CommunicatorOptions engine{.algorithm = algorithm_from_name(algorithm),
-                                                 .is_rank_ordered = is_rank_ordered,
-                                                 .one_shot_max_bytes = one_shot_max_bytes,
-                                                 .transport = transport,
-                                                 .p2p_backend = p2p_backend,
-                                                 .says_waits = says_waits,
-                                                 .report_stragglers = report_stragglers};
-                return c10::make_intrusive<GroupOptions>(engine, kBackendDefaultTimeout);
-              }),
-              py::kw_only(), "algorithm"_a, "is_rank_ordered"_a, "one_shot_max_bytes"_a,
-              "transport"_a, "p2p_backend"_a, "says_waits"_a, "report_stragglers"_a);
+  options.def(
+      py::init([](const std::string& algorithm, bool is_rank_ordered,
+                  std::size_t one_shot_max_bytes, const std::string& transport,
+                  const std::string& message_backend, bool says_waits, bool report_stragglers) {
+        const CommunicatorOptions engine{.algorithm = algorithm_from_name(algorithm),
+                                         .is_rank_ordered = is_rank_ordered,
+                                         .one_shot_max_bytes = one_shot_max_bytes,
+                                         .transport = transport,
+                                         .message_backend = message_backend,
+                                         .says_waits = says_waits,
+                                         .report_stragglers = report_stragglers};
+        return c10::make_intrusive<GroupOptions>(engine, kBackendDefaultTimeout);
+      }),
+      py::kw_only(), "algorithm"_a, "is_rank_ordered"_a, "one_shot_max_bytes"_a, "transport"_a,
+      "message_backend"_a, "says_waits"_a, "report_stragglers"_a);
   options.def("__deepcopy__", [](const GroupOptions& given, const py::object&) {
     return c10::make_intrusive<GroupOptions>(given);
   });
@@ -228,7 +229,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   const py::call_guard<py::gil_scoped_release> without_gil;
   m.def("create_process_group", &create_process_group, "store"_a, "rank"_a, "size"_a, "options"_a,
         without_gil);
-  m.def("tell_failure", &ProcessGroupRingcomm::tell_failure, "store"_a, "rank"_a, "size"_a,
+  m.def("report_failure", &ProcessGroupRingcomm::report_failure, "store"_a, "rank"_a, "size"_a,
         "global_ranks"_a, "text"_a, without_gil);
   m.def("stats", [] { return counts_of(Stats::process_wide()); });
   m.def("group_stats",
@@ -237,7 +238,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     const std::shared_ptr<Communicator> engine = engine_of(backend);
     return counts_by_peer(*engine, engine->rank());
   });
-  m.def("transport_of", [](const BackendPtr& backend) { return engine_of(backend)->transport(); });
+  m.def("transport_of",
+        [](const BackendPtr& backend) { return engine_of(backend)->transport_description(); });
   m.def("mapped_bytes",
         [](const BackendPtr& backend) { return engine_of(backend)->mapped_bytes(); });
   m.def(

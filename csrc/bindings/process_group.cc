@@ -12,9 +12,9 @@
 #include "bindings/c10d_messages.h"
 #include "bindings/python_errors.h"
 #include "core/errors.h"
-#include "transport/process.h"
-#include "transport/shm/rendezvous.h"
-#include "transport/timed_store.h"
+#include "host/process.h"
+#include "host/rendezvous.h"
+#include "host/timed_store.h"
 
 namespace ringcomm {
 namespace {
@@ -129,9 +129,10 @@ ProcessGroupRingcomm::ProcessGroupRingcomm(const c10::intrusive_ptr<c10d::Store>
       last_split_(c10::intrusive_ptr<c10d::Backend>()) {
   const World world = world_over(store);
   const auto timeout = std::min(options_->timeout, kLongestTimeout);
-  const MakeMessages make_messages = [&](const std::string& key, const LookForRanks& look) {
-    auto [backend, contacts] = make_message_backend(options_->engine.p2p_backend, store, key, rank,
-                                                    size, *options_, look, "the group's messages");
+  const MakeMessenger make_messenger = [&](const std::string& key, const LookForRanks& look) {
+    auto [backend, contacts] =
+        make_message_backend(options_->engine.message_backend, store, key, rank, size, *options_,
+                             look, "the group's messages");
     contacts_ = std::move(contacts);
     return messages_over(std::move(backend));
   };
@@ -140,7 +141,7 @@ ProcessGroupRingcomm::ProcessGroupRingcomm(const c10::intrusive_ptr<c10d::Store>
                      deadline_after(timeout));
     communicator_ = std::make_shared<Communicator>(
         timed, rank, size, options_->engine, timeout,
-        options_->engine.p2p_backend.empty() ? MakeMessages{} : make_messages,
+        options_->engine.message_backend.empty() ? MakeMessenger{} : make_messenger,
         KnownRanks{ask_world(world, options_->global_ranks_in_group),
                    options_->global_ranks_in_group});
   });
@@ -155,13 +156,13 @@ ProcessGroupRingcomm::ProcessGroupRingcomm(const c10::intrusive_ptr<c10d::Store>
   }
 }
 
-void ProcessGroupRingcomm::tell_failure(const c10::intrusive_ptr<c10d::Store>& store, int rank,
-                                        int size, const std::vector<uint64_t>& global_ranks,
-                                        const std::string& text) {
+void ProcessGroupRingcomm::report_failure(const c10::intrusive_ptr<c10d::Store>& store, int rank,
+                                          int size, const std::vector<uint64_t>& global_ranks,
+                                          const std::string& text) {
   StoreAdapter adapter(store, {});
   shm::Rendezvous(adapter, {.rank = rank, .world_size = size, .global_ranks = global_ranks},
                   std::chrono::milliseconds(0))
-      .tell(Error({.kind = ErrorKind::kSystem, .rank = rank}, text));
+      .report_failure(Error({.kind = ErrorKind::kSystem, .rank = rank}, text));
 }
 
 ProcessGroupRingcomm::~ProcessGroupRingcomm() {
@@ -228,7 +229,7 @@ void ProcessGroupRingcomm::leave(bool is_asked) {
   if (is_asked && is_in_call()) {
     // A signal handler: the call below it ends, and uses the communicator until then. The rest is
     // done when nothing refers to the group.
-    with_python_errors([&] { tell_handled_exception(); });
+    with_python_errors([&] { report_handled_exception(); });
     return abort("the group was destroyed in a signal handler");
   }
   std::shared_ptr<Communicator> communicator;
@@ -259,7 +260,7 @@ void ProcessGroupRingcomm::leave(bool is_asked) {
     communicator.reset();
   };
   with_python_errors([&] {
-    if (is_asked) tell_handled_exception();
+    if (is_asked) report_handled_exception();
     without_gil(end);
   });
 }
@@ -270,7 +271,7 @@ void ProcessGroupRingcomm::eagerConnectSingleDevice(at::Device device) {
   try {
     with_python_errors([&] { devices()->connect(device); });
   } catch (const c10::ValueError&) {
-    // No carrier supports such tensors; a call with one raises.
+    // No transport supports such tensors; a call with one raises.
   }
 }
 

@@ -43,8 +43,8 @@ class ProcessGroupRingcomm final : public c10d::Backend {
 
   /// Tells the other ranks that this one cannot make the group, and why. For one that has not
   /// tried.
-  static void tell_failure(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-                           const std::vector<uint64_t>& global_ranks, const std::string& text);
+  static void report_failure(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                             const std::vector<uint64_t>& global_ranks, const std::string& text);
 
   const std::string getBackendName() const override { return "ringcomm"; }
   /// The engine; throws once the group has been destroyed.
@@ -127,7 +127,7 @@ class ProcessGroupRingcomm final : public c10d::Backend {
   void abort() override;
   void shutdown() override { leave(/*is_asked=*/true); }
 
-  /// Makes the carrier of the device's tensors. torch calls it on all ranks of a group that is
+  /// Makes the transport of the device's tensors. torch calls it on all ranks of a group that is
   /// bound to devices.
   void eagerConnectSingleDevice(at::Device device) override;
   /// A device tensor in memory that the other ranks map. Collective; throws like Devices::lend().

@@ -10,7 +10,7 @@
 #include <utility>
 
 #include "core/errors.h"
-#include "transport/messages/message_transport.h"
+#include "transport/messenger.h"
 
 namespace py = pybind11;
 
@@ -73,11 +73,11 @@ void throw_wait_timeout(const char* what, std::chrono::milliseconds timeout) {
                        " ms); it continues, so you can wait for it again"));
 }
 
-void tell_handled_exception() {
+void report_handled_exception() {
   if (!Py_IsInitialized()) return;
   const py::gil_scoped_acquire gil;
   try {
-    py::module_::import("ringcomm.backend").attr("tell_handled_exception")();
+    py::module_::import("ringcomm.backend").attr("report_handled_exception")();
   } catch (py::error_already_set&) {
     // Leaving goes on without it.
   }

@@ -42,7 +42,7 @@ void with_python_errors(const Body& body) {
 
 /// Tells the peers which exception this thread handles, if any: of a group that is destroyed in
 /// `finally`, that is the reason.
-void tell_handled_exception();
+void report_handled_exception();
 
 /// Runs `body` without Python's lock, which the caller may hold or not: for what waits for threads
 /// that may need it.

@@ -111,7 +111,7 @@ WorkPtr ProcessGroupRingcomm::profiled(c10::Device device, const CallInfo& info,
     for (const at::Tensor& tensor : tensors) sum += tensor.numel();
     return sum;
   };
-  // The elements of each share of the last call, if they differ.
+  // The elements of each shard of the last call, if they differ.
   const auto splits = [&](std::vector<std::size_t> TensorCall::* uneven) {
     std::vector<std::int64_t> result;
     if (calls.empty()) return result;
@@ -239,39 +239,40 @@ struct Answer {
 };
 
 // A message with its memory, which so lives as long as the engine needs it.
-struct Note : P2pOp {
+struct BarrierMessage : SendRecvOp {
   Answer answer;
 };
 
-std::shared_ptr<Note> post_note(Communicator& group, P2pOp::Kind kind, int peer, std::uint64_t tag,
-                                milliseconds timeout, const Answer& answer = {}) {
-  const auto note = std::make_shared<Note>();
-  note->answer = answer;
-  note->kind = kind;
-  note->peer = peer;
-  note->tag = tag;
-  note->data = reinterpret_cast<std::byte*>(&note->answer);
-  note->num_bytes = sizeof(note->answer);
-  note->timeout = timeout;
-  group.p2p()->post(note);
-  return note;
+std::shared_ptr<BarrierMessage> post_message(Communicator& group, SendRecvOp::Kind kind, int peer,
+                                             std::uint64_t tag, milliseconds timeout,
+                                             const Answer& answer = {}) {
+  const auto message = std::make_shared<BarrierMessage>();
+  message->answer = answer;
+  message->kind = kind;
+  message->peer = peer;
+  message->tag = tag;
+  message->data = reinterpret_cast<std::byte*>(&message->answer);
+  message->num_bytes = sizeof(message->answer);
+  message->timeout = timeout;
+  group.send_recv()->post(message);
+  return message;
 }
 
-bool has_come(Communicator& group, const std::shared_ptr<Note>& note,
-              PointToPoint::Clock::time_point deadline) {
-  if (!group.p2p()->wait(note, deadline, is_interrupted)) return false;
-  if (note->error != nullptr) std::rethrow_exception(note->error);
+bool has_come(Communicator& group, const std::shared_ptr<BarrierMessage>& message,
+              SendRecv::Clock::time_point deadline) {
+  if (!group.send_recv()->wait(message, deadline, is_interrupted)) return false;
+  if (message->error != nullptr) std::rethrow_exception(message->error);
   return true;
 }
 
-// Rank 0 waits for a note from each rank and then answers all. A receive without a note stays
-// posted; it takes the note of a late rank, which also gets its answer. Returns that answer.
+// Rank 0 waits for a message from each rank and then answers all. A receive without a message stays
+// posted; it takes the message of a late rank, which also gets its answer. Returns that answer.
 Answer lead(Communicator& group, std::uint64_t tag, milliseconds timeout, milliseconds patience,
             bool waits_for_all) {
-  const auto deadline = PointToPoint::Clock::now() + timeout;
-  std::vector<std::shared_ptr<Note>> arrivals;
+  const auto deadline = SendRecv::Clock::now() + timeout;
+  std::vector<std::shared_ptr<BarrierMessage>> arrivals;
   for (int peer = 1; peer < group.world_size(); ++peer)
-    arrivals.push_back(post_note(group, P2pOp::Kind::kRecv, peer, tag, kLongestTimeout));
+    arrivals.push_back(post_message(group, SendRecvOp::Kind::kRecv, peer, tag, kLongestTimeout));
   Answer answer;
   std::string missing;
   for (const auto& arrival : arrivals) {
@@ -284,7 +285,7 @@ Answer lead(Communicator& group, std::uint64_t tag, milliseconds timeout, millis
                                     " failed to pass monitoredBarrier in ", timeout.count(), " ms");
   text.copy(answer.text.data(), answer.text.size() - 1);
   for (int peer = 1; peer < group.world_size(); ++peer)
-    post_note(group, P2pOp::Kind::kSend, peer, tag, patience, answer);
+    post_message(group, SendRecvOp::Kind::kSend, peer, tag, patience, answer);
   return answer;
 }
 
@@ -315,20 +316,20 @@ void ProcessGroupRingcomm::monitoredBarrier(const c10d::BarrierOptions& opts, bo
     group->failure().rethrow_if_any();
     if (timeout <= milliseconds(0))
       raise(getRank(), c10::str(": Rank ", getRank(), " timed out in monitoredBarrier after 0 ms"));
-    if (group->p2p() == nullptr) return;
+    if (group->send_recv() == nullptr) return;
     const std::uint64_t tag = kBarrierTag + num_monitored_barriers_.fetch_add(1);
     if (getRank() == 0) {
       const Answer answer = lead(*group, tag, timeout, patience, waitAllRanks);
       if (answer.missing_rank >= 0) raise(answer.missing_rank, who + answer.text.data());
       return;
     }
-    const auto deadline = PointToPoint::Clock::now() + patience;
-    post_note(*group, P2pOp::Kind::kSend, 0, tag, patience);
-    const auto note = post_note(*group, P2pOp::Kind::kRecv, 0, tag, kLongestTimeout);
-    if (!has_come(*group, note, deadline))
+    const auto deadline = SendRecv::Clock::now() + patience;
+    post_message(*group, SendRecvOp::Kind::kSend, 0, tag, patience);
+    const auto message = post_message(*group, SendRecvOp::Kind::kRecv, 0, tag, kLongestTimeout);
+    if (!has_come(*group, message, deadline))
       raise(0, c10::str(reached, "it did not answer in ", patience.count(), " ms"));
-    if (note->answer.missing_rank >= 0)
-      raise(note->answer.missing_rank, reached + note->answer.text.data());
+    if (message->answer.missing_rank >= 0)
+      raise(message->answer.missing_rank, reached + message->answer.text.data());
   });
 }
 

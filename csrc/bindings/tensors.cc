@@ -151,12 +151,12 @@ void TensorCall::take_even_size() {
   output_elems.clear();
 }
 
-Collective moving(OpKind op, const at::Tensor& share, int root) {
+Collective moving(OpKind op, const at::Tensor& shard, int root) {
   // In torch's words: "Float8_e5m2".
   return {.op = op,
-          .element_name = element_name(c10::getDtypeNames(share.scalar_type()).first),
+          .element_name = element_name(c10::getDtypeNames(shard.scalar_type()).first),
           .root = root,
-          .num_elems = share.nbytes()};
+          .num_elems = shard.nbytes()};
 }
 
 Collective reducing(OpKind op, const at::Tensor& buffer, const c10d::ReduceOp& reduction,

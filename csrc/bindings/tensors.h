@@ -12,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "collectives/communicator.h"
+#include "communicator/communicator.h"
 
 struct _object;  // Python's PyObject
 
@@ -51,7 +51,7 @@ struct TensorCall {
   Collective call;
   std::vector<const void*> inputs;
   std::vector<void*> outputs;
-  std::vector<std::size_t> input_elems;            ///< empty, or of each share
+  std::vector<std::size_t> input_elems;            ///< empty, or of each shard
   std::vector<std::size_t> output_elems;           ///< the same
   std::shared_ptr<const ShardUpdate> update = {};  ///< null where the call updates nothing
   Tensors kept;      ///< everything `inputs`, `outputs` and `update` point into
@@ -62,7 +62,7 @@ struct TensorCall {
 
   /// Makes `call` point to the vectors, which must not be moved afterwards.
   void link();
-  /// Gives up the sizes of an all_to_all's shares for call.num_elems if all are equal.
+  /// Gives up the sizes of an all_to_all's shards for call.num_elems if all are equal.
   void take_even_size();
   /// What a message reads or writes.
   void* message_data() const {
@@ -70,8 +70,8 @@ struct TensorCall {
   }
 };
 
-/// The engine's call that moves `share` of each rank, as bytes with the name of their type.
-Collective moving(OpKind op, const at::Tensor& share, int root = -1);
+/// The engine's call that moves `shard` of each rank, as bytes with the name of their type.
+Collective moving(OpKind op, const at::Tensor& shard, int root = -1);
 /// The engine's call that reduces; `buffer` is what one rank gets.
 Collective reducing(OpKind op, const at::Tensor& buffer, const c10d::ReduceOp& reduction,
                     const char* name, int root = -1);

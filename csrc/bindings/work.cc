@@ -16,7 +16,7 @@
 
 #include "bindings/process_group.h"
 #include "bindings/python_errors.h"
-#include "transport/process.h"
+#include "host/process.h"
 
 namespace ringcomm {
 namespace {
@@ -157,8 +157,9 @@ class EngineWork final : public c10d::Work {
   // Starts the message.
   void post(Communicator& communicator, int peer, int tag, std::chrono::milliseconds timeout) {
     const TensorCall& item = calls_.front();
-    message_ = std::make_shared<P2pOp>();
-    message_->kind = opType_ == c10d::OpType::SEND ? P2pOp::Kind::kSend : P2pOp::Kind::kRecv;
+    message_ = std::make_shared<SendRecvOp>();
+    message_->kind =
+        opType_ == c10d::OpType::SEND ? SendRecvOp::Kind::kSend : SendRecvOp::Kind::kRecv;
     message_->peer = peer;
     message_->tag = static_cast<std::uint32_t>(tag);
     message_->data = static_cast<std::byte*>(item.message_data());
@@ -169,7 +170,7 @@ class EngineWork final : public c10d::Work {
     message_->takes_shorter = as_gloo != nullptr && std::string_view(as_gloo) == "1";
     message_->done = [self = self()] { self->end_call(0, self->message_->error); };
     try {
-      with_python_errors([&] { communicator.p2p()->post(message_); });
+      with_python_errors([&] { communicator.send_recv()->post(message_); });
     } catch (...) {
       message_->done = nullptr;  // it holds this work
       finish(std::current_exception());
@@ -221,8 +222,9 @@ class EngineWork final : public c10d::Work {
   // Waits in the engine, for `timeout` unless it is kNoTimeout; false if that passes before.
   bool await(Communicator& communicator, std::chrono::milliseconds timeout) {
     const auto deadline =
-        timeout == kNoTimeout ? PointToPoint::Clock::time_point::max() : deadline_after(timeout);
-    if (message_ != nullptr) return communicator.p2p()->wait(message_, deadline, is_interrupted);
+        timeout == kNoTimeout ? SendRecv::Clock::time_point::max() : deadline_after(timeout);
+    if (message_ != nullptr)
+      return communicator.send_recv()->wait(message_, deadline, is_interrupted);
     communicator.failure().check_not_inherited();
     return communicator.queue().wait(
         last_ticket_, [&] { communicator.abort_if(is_interrupted); }, deadline);
@@ -260,7 +262,7 @@ class EngineWork final : public c10d::Work {
   const std::uint64_t seq_;  // messages have no common order, so no number
   std::vector<TensorCall> calls_;
   Tensors results_;
-  P2pOpPtr message_;
+  SendRecvOpPtr message_;
   OrderedQueue::Ticket last_ticket_;  // of collectives
   std::exception_ptr first_error_;    // of the calls so far; touched in their order only
   const int level_;                   // of its future's continuations

@@ -47,14 +47,14 @@ std::string CommunicatorOptions::to_text() const {
        << " deterministic=" << (is_rank_ordered ? "rank_order" : "none")
        << " one_shot_max_bytes=" << one_shot_max_bytes
        << " transport=" << (transport.empty() ? "auto" : transport);
-  if (!p2p_backend.empty()) text << " p2p_backend=" << p2p_backend;
+  if (!message_backend.empty()) text << " message_backend=" << message_backend;
   return text.str();
 }
 
 bool Collective::is_uneven(int world_size) const {
   if (input_elems == nullptr && output_elems == nullptr) return false;
   for (int rank = 0; rank < world_size; ++rank)
-    if (input_share(rank) != num_elems || output_share(rank) != num_elems) return true;
+    if (input_shard(rank) != num_elems || output_shard(rank) != num_elems) return true;
   return false;
 }
 
@@ -70,10 +70,10 @@ void check_overlap(const Collective& call, int rank, int world_size) {
   const std::size_t output_bytes =
       call.update != nullptr ? element_bytes(call.update->spec.param_dtype) : input_bytes;
   const auto end_of_input = [&](int idx) {
-    return at(call.inputs[idx], call.input_share(idx), input_bytes);
+    return at(call.inputs[idx], call.input_shard(idx), input_bytes);
   };
   const auto end_of_output = [&](int idx) -> const std::byte* {
-    return at(call.outputs[idx], call.output_share(idx), output_bytes);
+    return at(call.outputs[idx], call.output_shard(idx), output_bytes);
   };
   const auto check = [&](int in, int out) {
     const bool is_in_place = call.inputs[in] == call.outputs[out] &&
@@ -96,7 +96,7 @@ void check_overlap(const Collective& call, int rank, int world_size) {
   }
   std::vector<int> outputs;  // disjoint, in the order of memory
   for (int out = 0; out < num_outputs; ++out)
-    if (call.output_share(out) > 0) outputs.push_back(out);
+    if (call.output_shard(out) > 0) outputs.push_back(out);
   std::ranges::sort(outputs, {}, end_of_output);
   for (int in = 0; in < num_inputs; ++in) {
     const auto* begin = static_cast<const std::byte*>(call.inputs[in]);
@@ -106,18 +106,18 @@ void check_overlap(const Collective& call, int rank, int world_size) {
 }
 
 std::optional<CallPart> part_given(const Collective& call, int rank, int to) {
-  const bool has_shares = call.op == OpKind::kReduceScatter || call.op == OpKind::kAllToAll ||
+  const bool has_shards = call.op == OpKind::kReduceScatter || call.op == OpKind::kAllToAll ||
                           (call.op == OpKind::kScatter && rank == call.root);
-  if (has_shares) return CallPart{const_cast<void*>(call.inputs[to]), call.input_share(to)};
+  if (has_shards) return CallPart{const_cast<void*>(call.inputs[to]), call.input_shard(to)};
   if (call.op == OpKind::kAllGather || (call.op == OpKind::kGather && to == call.root))
     return CallPart{const_cast<void*>(call.inputs[0]), call.num_elems};
   return std::nullopt;
 }
 
 std::optional<CallPart> part_taken(const Collective& call, int rank, int from) {
-  const bool has_shares = call.op == OpKind::kAllGather || call.op == OpKind::kAllToAll ||
+  const bool has_shards = call.op == OpKind::kAllGather || call.op == OpKind::kAllToAll ||
                           (call.op == OpKind::kGather && rank == call.root);
-  if (has_shares) return CallPart{call.outputs[from], call.output_share(from)};
+  if (has_shards) return CallPart{call.outputs[from], call.output_shard(from)};
   if (call.op == OpKind::kReduceScatter || (call.op == OpKind::kScatter && from == call.root))
     return CallPart{call.outputs[0], call.num_elems};
   return std::nullopt;

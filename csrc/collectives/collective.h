@@ -9,9 +9,9 @@
 #include <string>
 
 #include "core/types.h"
+#include "host/membership.h"
 #include "reduce/reduce_op.h"
 #include "reduce/update_op.h"
-#include "transport/membership.h"
 
 namespace ringcomm {
 
@@ -39,9 +39,9 @@ const char* name_of(OpKind op);
 /// Whether the elements of the ranks become one.
 bool is_reduction(OpKind op);
 const char* name_of(Algorithm algorithm);
-/// One that users may request for all_reduce: the first four, which every carrier has. A carrier of
-/// device tensors may run a different one if the buffers do not allow it; Stats show which one ran.
-/// Throws std::invalid_argument naming the known ones.
+/// One that users may request for all_reduce: the first four, which every transport has. A
+/// transport of device tensors may run a different one if the buffers do not allow it; Stats show
+/// which one ran. Throws std::invalid_argument naming the known ones.
 Algorithm algorithm_from_name(const std::string& name);
 
 /// The options of a group; must be equal on all its ranks.
@@ -49,8 +49,8 @@ struct CommunicatorOptions {
   Algorithm algorithm = Algorithm::kAuto;  ///< of all_reduce
   bool is_rank_ordered = false;            ///< reductions equal to the left-to-right sum over ranks
   std::size_t one_shot_max_bytes = 0;      ///< where one_shot ends; 0: as was measured for us
-  std::string transport = {};              ///< "shm", "p2p", or "": by where the ranks are
-  std::string p2p_backend = {};            ///< what carries messages, where anything does
+  std::string transport = {};              ///< "shm", "messages", or "": by where the ranks are
+  std::string message_backend = {};        ///< what carries messages, where anything does
   /// Where this rank is; empty: found out. This and the next one may differ between ranks.
   std::string host_id = {};
   bool says_waits = true;          ///< long waits are written to stderr (flight.h)
@@ -75,14 +75,14 @@ struct ShardUpdate {
 /// One call of a collective, as one rank makes it.
 ///
 /// `num_elems` is what one rank contributes or receives: the whole buffer of all_reduce, reduce and
-/// broadcast, this rank's share of reduce_scatter, all_gather, gather, scatter and all_to_all.
+/// broadcast, this rank's shard of reduce_scatter, all_gather, gather, scatter and all_to_all.
 /// Buffers are contiguous. `inputs` and `outputs` are arrays of one pointer if the call has one
-/// buffer, and of world_size pointers in rank order if it has a share for every rank: inputs of
+/// buffer, and of world_size pointers in rank order if it has a shard for every rank: inputs of
 /// reduce_scatter, all_to_all and (at the root) scatter; outputs of all_gather, all_to_all and (at
 /// the root) gather. An output may be the input it corresponds to, and otherwise shares no memory
 /// with inputs: check_overlap().
 ///
-/// If the shares differ, `input_elems` and `output_elems` give the number of elements of each of
+/// If the shards differ, `input_elems` and `output_elems` give the number of elements of each of
 /// `inputs` and `outputs`: both in all_to_all (whose num_elems is then 0), input_elems in
 /// reduce_scatter and scatter, output_elems in all_gather and gather. The sizes are checked for
 /// each pair of ranks.
@@ -106,26 +106,26 @@ struct Collective {
   bool is_counted = true;                     ///< in Stats: of the program, not of the library
 
   std::size_t num_bytes() const { return num_elems * element_bytes(dtype); }
-  /// Elements of the share for, or from, a rank.
-  std::size_t input_share(int rank) const {
+  /// Elements of the shard for, or from, a rank.
+  std::size_t input_shard(int rank) const {
     return input_elems != nullptr ? input_elems[rank] : num_elems;
   }
-  std::size_t output_share(int rank) const {
+  std::size_t output_shard(int rank) const {
     return output_elems != nullptr ? output_elems[rank] : num_elems;
   }
-  /// Whether some share of this rank's has another size than num_elems.
+  /// Whether some shard of this rank's has another size than num_elems.
   bool is_uneven(int world_size) const;
 };
 
 // ---- for what runs a collective
 
-/// What one rank of a collective with shares has for another one, or expects from it.
+/// What one rank of a collective with shards has for another one, or expects from it.
 struct CallPart {
   void* data;
   std::size_t num_elems;
 };
 /// Nothing where there is no transfer between the two: beside the root of a gather or scatter, and
-/// in a collective without shares.
+/// in a collective without shards.
 std::optional<CallPart> part_given(const Collective& call, int rank, int to);
 std::optional<CallPart> part_taken(const Collective& call, int rank, int from);
 
@@ -154,7 +154,7 @@ inline std::byte* at(void* buffer, std::size_t elems, std::size_t element_bytes)
   return static_cast<std::byte*>(buffer) + elems * element_bytes;
 }
 
-/// The values that must be equal on all ranks of a collective, except sizes of uneven shares. It
+/// The values that must be equal on all ranks of a collective, except sizes of uneven shards. It
 /// precedes the data of the first phase.
 struct CallHeader {
   std::uint64_t seq = 0;
@@ -164,13 +164,13 @@ struct CallHeader {
   DType dtype = DType::kByte;
   Reduction reduction = Reduction::kSum;
   Algorithm algorithm = Algorithm::kAuto;
-  bool is_uneven = false;  ///< this rank's shares differ in size, and follow in the first phase
+  bool is_uneven = false;  ///< this rank's shards differ in size, and follow in the first phase
   bool has_update = false;
   ElementName element_name = {};
   UpdateSpec update = {};  ///< of reduce_scatter_update_all_gather, and of its parts
 
   /// The bytes that peers need. Most calls omit the last member, which would cost a cache line.
-  std::size_t told_bytes() const {
+  std::size_t num_wire_bytes() const {
     return has_update ? sizeof(CallHeader) : offsetof(CallHeader, update);
   }
 
@@ -189,7 +189,7 @@ CallHeader header_of(const Collective& call, std::uint64_t seq, int world_size);
 /// Whether ranks with these headers made the same call, whatever the sizes.
 bool is_same_call(CallHeader a, CallHeader b);
 
-/// Whether a rank may have shares of sizes that no other rank knows.
+/// Whether a rank may have shards of sizes that no other rank knows.
 bool has_private_sizes(OpKind op);
 
 /// "all_reduce #118 (sum, bfloat16, 8388608 bytes, two_shot)"

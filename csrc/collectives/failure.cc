@@ -87,19 +87,19 @@ void Failure::abort(const std::string& why, int culprit) {
 }
 
 void Failure::raise(ErrorKind kind, int culprit, const std::string& text, const Activity& activity,
-                    bool is_told_by_peer) {
-  const std::string told = activity.description + ": " + text;
+                    bool is_reported_by_peer) {
+  const std::string report = activity.description + ": " + text;
   ErrorInfo info{.kind = kind, .rank = culprit, .op = activity.op, .seq = activity.seq};
   if (culprit >= 0) {
     info.pid = members_->process_of(culprit).pid;
     info.host = members_->process_of(culprit).host;
   }
-  const std::exception_ptr error = keep(info, told);
+  const std::exception_ptr error = keep(info, report);
   // Only the rank that saw the failure reports it, so that the others' messages carry the cause.
   // The error is kept first, because this rank's other threads stop waiting as soon as it is
   // reported.
-  if (!is_told_by_peer)
-    members_->abort({.kind = kind, .origin = rank_, .culprit = culprit, .text = told});
+  if (!is_reported_by_peer)
+    members_->abort({.kind = kind, .origin = rank_, .culprit = culprit, .text = report});
   std::rethrow_exception(error);
 }
 

@@ -9,8 +9,8 @@
 
 #include "core/arch.h"
 #include "core/errors.h"
-#include "transport/membership.h"
-#include "transport/process.h"
+#include "host/membership.h"
+#include "host/process.h"
 
 namespace ringcomm {
 
@@ -38,8 +38,8 @@ struct Activity {
   std::int64_t num_calls = -1;  ///< the collectives that this rank has begun; -1 if not counted
 };
 
-/// Why a group is no more, as one rank knows it: words the errors, tells the other ranks, keeps the
-/// first cause. May be used from any thread.
+/// Why a group is no more, as one rank knows it: words the errors, reports it to the other ranks,
+/// keeps the first cause. May be used from any thread.
 class Failure {
  public:
   /// `members` is null in a group of one.
@@ -64,7 +64,7 @@ class Failure {
   bool has_failed() const { return has_failed_.load(std::memory_order_acquire); }
 
   // Both only in a group of several.
-  /// A wait for `peer` ended early; `detail` is the transport's message.
+  /// A wait for `peer` ended early; `detail` is the messenger's message.
   [[noreturn]] void raise_stopped(Stop stop, int peer, const Activity& activity,
                                   const std::string& detail = {});
   /// `peer` made a different call than this rank; `difference` describes both.
@@ -78,7 +78,7 @@ class Failure {
 
  private:
   [[noreturn]] void raise(ErrorKind kind, int culprit, const std::string& text,
-                          const Activity& activity, bool is_told_by_peer = false);
+                          const Activity& activity, bool is_reported_by_peer = false);
   std::exception_ptr keep(const ErrorInfo& info, const std::string& text);
   std::string calls_missed(int peer, const Activity& activity) const;
   std::string name_of_peer(int peer) const;

@@ -11,8 +11,8 @@
 #include <thread>
 
 #include "core/errors.h"
-#include "transport/process.h"
-#include "transport/shm/bootstrap.h"
+#include "host/bootstrap.h"
+#include "host/process.h"
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -249,11 +249,11 @@ void Log::end_running() {
   if (late != kNobody) add(counts_[late].num_late, 1);
 }
 
-void Log::keep(const PeerNote& note, CallStep step) {
-  if (note.is_arrival) last_late_ = note.rank;
-  if (note.waited_ticks > 0) return count_wait(note.rank, note.waited_ticks);
-  if (note.sent_bytes + note.received_bytes == 0) return running_.note_wait(note.rank, step);
-  count_bytes(note.rank, note.sent_bytes, note.received_bytes);
+void Log::record(const PeerEvent& event, CallStep step) {
+  if (event.is_arrival) last_late_ = event.rank;
+  if (event.waited_ticks > 0) return count_wait(event.rank, event.waited_ticks);
+  if (event.sent_bytes + event.received_bytes == 0) return running_.record_wait(event.rank, step);
+  count_bytes(event.rank, event.sent_bytes, event.received_bytes);
 }
 
 void Log::count_wait(int peer, std::uint64_t ticks) {

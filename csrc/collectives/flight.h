@@ -14,8 +14,8 @@
 #include <vector>
 
 #include "collectives/collective.h"
-#include "transport/membership.h"
-#include "transport/shm/fd.h"
+#include "host/fd.h"
+#include "host/membership.h"
 
 /// The flight recorder: the last calls of this process, always on. They are in a memfd of the
 /// process that its peers map, so it outlives the process, and which a process of the same user
@@ -186,7 +186,7 @@ struct Call {
   bool is_there() const {
     return event != nullptr && __atomic_load_n(&event->number, __ATOMIC_RELAXED) == number;
   }
-  void note_wait(std::int32_t peer, CallStep step = {}) const {
+  void record_wait(std::int32_t peer, CallStep step = {}) const {
     if (!is_there()) return;
     __atomic_store_n(&event->waits_for, peer, __ATOMIC_RELAXED);
     __atomic_store(&event->step, &step, __ATOMIC_RELAXED);
@@ -213,7 +213,7 @@ class Log {
   void fail(const std::string& why, int culprit);
 
   /// Of the collective that runs; in its thread.
-  void keep(const PeerNote& note, CallStep step);
+  void record(const PeerEvent& event, CallStep step);
   /// From any thread. `ticks` may be 0.
   void count_wait(int peer, std::uint64_t ticks);
   void count_bytes(int peer, std::uint64_t sent, std::uint64_t received);

@@ -11,7 +11,7 @@
 #include <utility>
 
 #include "collectives/flight.h"
-#include "transport/process.h"
+#include "host/process.h"
 
 namespace ringcomm::flight {
 namespace {

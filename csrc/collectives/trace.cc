@@ -14,7 +14,7 @@
 #include <sstream>
 #include <utility>
 
-#include "transport/process.h"
+#include "host/process.h"
 
 namespace ringcomm::trace {
 namespace {
@@ -223,7 +223,7 @@ void add_failure(const std::string& why) {
     recorder->log({{"failure", json_text(why)}, {"time_ns", std::to_string(now_ns())}});
 }
 
-void note_alive() {
+void record_alive() {
   if (!is_on()) return;
   if (const Buffer* buffer = Recorder::find_buffer())
     __atomic_store_n(&buffer->header->alive_ns, now_ns(), __ATOMIC_RELAXED);

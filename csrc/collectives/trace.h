@@ -70,7 +70,7 @@ void leave_group(std::uint32_t group);
 void add_failure(const std::string& why);
 /// Records that this thread still waits, so that the wait of a killed process is known to have
 /// lasted until then.
-void note_alive();
+void record_alive();
 
 /// The number of a string literal. Call while is_on().
 std::uint8_t name_number(const char* literal);

@@ -25,7 +25,7 @@ inline constexpr std::size_t kLineBytes = 128;
 /// comparison. Plain words: every access goes through an Arch, which defines its memory order.
 struct Cursor {
   alignas(kLineBytes) std::uint64_t value = 0;
-  /// What the writer tells together with the value reaches the readers in the same cache line.
+  /// What the writer publishes together with the value reaches the readers in the same cache line.
   std::byte beside[kLineBytes - sizeof(std::uint64_t)] = {};
   /// Ranks about to sleep on `value`; in the writer's cache while none is.
   alignas(kLineBytes) std::uint32_t sleepers = 0;
@@ -53,7 +53,7 @@ enum class Yielded : std::uint8_t { kCoreIdle, kShort, kLong };
 /// - pause is one step of waiting; yield offers the processor and returns what happened.
 /// - park sleeps while the low half of the word equals that of `expected`, for one slice at most;
 ///   wake wakes all that are parked on the word.
-/// - note_core stores this rank's processor; leave_core moves this thread away from that one.
+/// - record_core stores this rank's processor; leave_core moves this thread away from that one.
 /// - stopped returns why this rank should no longer wait for `peer`, or Stop::kNone: before every
 ///   slice of sleep, and before a wait ends without its condition.
 /// - record_wait may be missing, and look_until, which is the wait of a machine that never sleeps
@@ -75,7 +75,7 @@ concept Arch = requires(A arch, std::uint64_t& word, std::uint32_t& count, std::
   { arch.yield() } -> std::same_as<Yielded>;
   arch.park(word, value);
   arch.wake(word);
-  arch.note_core(count);
+  arch.record_core(count);
   arch.leave_core(count);
   { arch.stopped(peer) } -> std::same_as<Stop>;
 };

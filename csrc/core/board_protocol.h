@@ -38,7 +38,7 @@ struct BoardGeometry {
 /// Collectives on boards are a sequence of phases that every rank runs through in the same order.
 /// In phase k a rank may fill its own region k % 2, publishes, waits for the peers it needs and
 /// reads their regions k % 2. Its cursor of phase k is set to k + 1, the number of phases that it
-/// has published, which also tells what it has finished reading:
+/// has published, which also shows what it has finished reading:
 ///
 ///   cursor of phase k of q >= k + 1   q's region of phase k may be read
 ///   cursor of phase k - 1 of q >= k   q has finished reading phase k - 2: region k % 2 is free
@@ -54,8 +54,8 @@ struct BoardGeometry {
 /// A geometry has world_size, region_bytes, region(rank, phase), and cursor(reader, writer, phase):
 /// where the reader finds what the writer has published. With kHasCopies each reader has its own
 /// copy in memory close to it, one for all phases, and a publication stores to every copy; without,
-/// all readers share one, and cursors alternate with the phases like regions. What is told beside a
-/// cursor then stays until its next phase but one is open.
+/// all readers share one, and cursors alternate with the phases like regions. What is published
+/// beside a cursor then stays until its next phase but one is open.
 template <Arch A, class Geometry = BoardGeometry>
 class Board {
  public:
@@ -81,7 +81,7 @@ class Board {
     return wait_all();
   }
 
-  /// What `rank` tells beside its publication: this rank, after open(), of the next phase; others,
+  /// What `rank` publishes beside its cursor: this rank, after open(), of the next phase; others,
   /// after wait(), of the last.
   RINGCOMM_HD std::byte* beside(int rank) const {
     return geometry_.cursor(rank_, rank, rank == rank_ ? phase_ : phase_ - 1).beside;

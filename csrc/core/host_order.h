@@ -2,7 +2,7 @@
 
 namespace ringcomm {
 
-/// The order in which a rank moves the shares of a gather, scatter or all_to_all over several
+/// The order in which a rank moves the shards of a gather, scatter or all_to_all over several
 /// hosts: in step d to the rank d places on, and inside its host at once.
 ///
 /// `inside` returns when all ranks of the host have called it. `move` starts the messages of a

@@ -173,7 +173,7 @@ RINGCOMM_HD Stop wait_all_at_least(A& arch, int world_size, int rank, const Curs
 template <Arch A>
 RINGCOMM_HD void wake_sleepers(A& arch, Cursor& cursor) {
   if (arch.load_seq_cst(cursor.sleepers) == 0) return;
-  arch.note_core(cursor.waker_core);
+  arch.record_core(cursor.waker_core);
   arch.wake(cursor.value);
 }
 

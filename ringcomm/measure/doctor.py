@@ -75,7 +75,7 @@ def _trip_us(peer: int, num_bytes: int, is_first: bool) -> float:
 def _pairs(team: Team, said: str) -> list[dict[str, Any]]:
     """Transport and message times of every pair, or of neighbours if there are many. Collective.
 
-    `said` are the engine's words: "shm: one host, ..." or "p2p over gloo, as asked for; ...".
+    `said` are the engine's words: "shm: one host, ..." or "messages over gloo, as asked for; ...".
     """
     transport, why = said[:3], said[3:].strip(": ")
     found = []

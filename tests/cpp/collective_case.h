@@ -14,12 +14,12 @@
 #include <utility>
 #include <vector>
 
-#include "collectives/communicator.h"
+#include "communicator/communicator.h"
 #include "core/arch.h"
 #include "core/types.h"
+#include "host/group.h"
 #include "reduce_oracle.h"
 #include "thread_ranks.h"
-#include "transport/shm/group.h"
 
 namespace ringcomm::testing {
 
@@ -38,8 +38,8 @@ struct Case {
   bool is_in_place = false;
   bool is_random = false;  ///< floats of any size, where small integers make results exact else
   std::uint32_t salt = 0;  ///< other data in every call
-  bool is_uneven = false;  ///< shares of 0 to 2 num_elems
-  std::function<std::size_t(int from, int to)> elems_of = {};  ///< instead, of uneven shares
+  bool is_uneven = false;  ///< shards of 0 to 2 num_elems
+  std::function<std::size_t(int from, int to)> elems_of = {};  ///< instead, of uneven shards
 
   std::string to_text() const {
     std::ostringstream text;
@@ -152,7 +152,7 @@ inline void append_integer(oracle::Bytes& bytes, DType dtype, int value) {
 }
 
 /// The elements that rank `from` has for rank `to`.
-inline std::size_t share_elems(const Case& c, int from, int to) {
+inline std::size_t shard_elems(const Case& c, int from, int to) {
   if (!c.is_uneven) return c.num_elems;
   const bool is_of_source = c.op == OpKind::kAllGather || c.op == OpKind::kGather;
   const bool is_of_target = c.op == OpKind::kReduceScatter || c.op == OpKind::kScatter;
@@ -166,13 +166,13 @@ inline std::size_t share_elems(const Case& c, int from, int to) {
   return random % 4 == 0 ? 0 : random / 4 % (2 * c.num_elems + 1);
 }
 
-/// The input of `rank` for rank `share`, if its shares differ.
-inline oracle::Bytes input_of(const Case& c, int rank, int share) {
+/// The input of `rank` for rank `shard`, if its shards differ.
+inline oracle::Bytes input_of(const Case& c, int rank, int shard) {
   oracle::Bytes bytes;
-  const std::size_t num_elems = share_elems(c, rank, share);
+  const std::size_t num_elems = shard_elems(c, rank, shard);
   bytes.reserve(num_elems * element_bytes(c.dtype));
   const auto seed = mixed(c.salt * 4096U + static_cast<std::uint32_t>(rank) * 64U +
-                          static_cast<std::uint32_t>(share) + 1U);
+                          static_cast<std::uint32_t>(shard) + 1U);
   std::mt19937 random(seed);
   for (std::size_t i = 0; i < num_elems; ++i) {
     if (c.dtype == DType::kSoftmaxStats) {
@@ -191,11 +191,11 @@ inline oracle::Bytes input_of(const Case& c, int rank, int share) {
   return bytes;
 }
 
-/// The oracle's result of share `share` over all ranks.
-inline oracle::Bytes reduced(const Case& c, int world_size, int share) {
+/// The oracle's result of shard `shard` over all ranks.
+inline oracle::Bytes reduced(const Case& c, int world_size, int shard) {
   std::vector<oracle::Bytes> inputs;
-  for (int rank = 0; rank < world_size; ++rank) inputs.push_back(input_of(c, rank, share));
-  return oracle::reduce(c.reduction, c.dtype, inputs, share_elems(c, 0, share),
+  for (int rank = 0; rank < world_size; ++rank) inputs.push_back(input_of(c, rank, shard));
+  return oracle::reduce(c.reduction, c.dtype, inputs, shard_elems(c, 0, shard),
                         c.reduction == Reduction::kAvg ? world_size : 1);
 }
 
@@ -206,18 +206,18 @@ class CaseBuffers {
       : case_(c), rank_(rank), world_size_(world_size) {
     // An element off the alignment of vectors, in every second call.
     const std::size_t offset_bytes = c.salt % 2 == 0 ? 0 : element_bytes(c.dtype);
-    for (int share = 0; share < num_inputs(); ++share) {
-      const oracle::Bytes content = input_of(c, rank, share);
+    for (int shard = 0; shard < num_inputs(); ++shard) {
+      const oracle::Bytes content = input_of(c, rank, shard);
       inputs_.emplace_back(content.size(), offset_bytes);
       inputs_.back().fill(content);
       input_pointers_.push_back(inputs_.back().data());
-      input_elems_.push_back(share_elems(c, rank, share));
+      input_elems_.push_back(shard_elems(c, rank, shard));
     }
-    for (int share = 0; share < num_outputs(); ++share) {
-      const int from = num_outputs() == 1 ? rank : share;
-      const std::size_t num_elems = share_elems(c, from, rank);
+    for (int shard = 0; shard < num_outputs(); ++shard) {
+      const int from = num_outputs() == 1 ? rank : shard;
+      const std::size_t num_elems = shard_elems(c, from, rank);
       outputs_.emplace_back(num_elems * element_bytes(c.dtype), offset_bytes);
-      const int input = input_below(share);
+      const int input = input_below(shard);
       output_pointers_.push_back(input >= 0 ? inputs_[static_cast<std::size_t>(input)].data()
                                             : outputs_.back().data());
       output_elems_.push_back(num_elems);
@@ -235,7 +235,7 @@ class CaseBuffers {
             .reduction = case_.reduction,
             .algorithm = case_.algorithm,
             .root = case_.root,
-            .num_elems = has_both ? 0 : share_elems(case_, rank_, rank_),
+            .num_elems = has_both ? 0 : shard_elems(case_, rank_, rank_),
             .inputs = input_pointers_.data(),
             .outputs = output_pointers_.data(),
             .input_elems = has_input_sizes ? input_elems_.data() : nullptr,
@@ -248,20 +248,20 @@ class CaseBuffers {
   /// Throws unless every buffer holds what it must after the call.
   void check() const {
     const std::string where = case_.to_text();
-    for (int share = 0; share < num_outputs(); ++share) {
-      if (input_below(share) >= 0 || is_written())
-        expect(output(share).holds(expected(share)), "the oracle's result of " + where);
+    for (int shard = 0; shard < num_outputs(); ++shard) {
+      if (input_below(shard) >= 0 || is_written())
+        expect(output(shard).holds(expected(shard)), "the oracle's result of " + where);
       else
-        expect(output(share).is_untouched(), "an untouched output of " + where);
-      expect(output(share).is_guarded(), "untouched guards around the output of " + where);
+        expect(output(shard).is_untouched(), "an untouched output of " + where);
+      expect(output(shard).is_guarded(), "untouched guards around the output of " + where);
     }
-    for (int share = 0; share < num_inputs(); ++share) {
+    for (int shard = 0; shard < num_inputs(); ++shard) {
       bool is_output = false;
       for (int other = 0; other < num_outputs(); ++other)
-        is_output = is_output || input_below(other) == share;
+        is_output = is_output || input_below(other) == shard;
       if (is_output) continue;
-      const Guarded& input = inputs_[static_cast<std::size_t>(share)];
-      expect(input.holds(input_of(case_, rank_, share)), "an unchanged input of " + where);
+      const Guarded& input = inputs_[static_cast<std::size_t>(shard)];
+      expect(input.holds(input_of(case_, rank_, shard)), "an unchanged input of " + where);
       expect(input.is_guarded(), "untouched guards around the input of " + where);
     }
   }
@@ -277,17 +277,17 @@ class CaseBuffers {
     if (case_.op == OpKind::kGather) return rank_ == case_.root ? world_size_ : 0;
     return 1;
   }
-  // The input that is also output `share`, or -1.
-  int input_below(int share) const {
+  // The input that is also output `shard`, or -1.
+  int input_below(int shard) const {
     if (!case_.is_in_place || num_inputs() == 0) return -1;
-    if (case_.op == OpKind::kAllToAll) return share;
-    if (num_outputs() > 1 && share != rank_) return -1;
+    if (case_.op == OpKind::kAllToAll) return shard;
+    if (num_outputs() > 1 && shard != rank_) return -1;
     return num_inputs() == 1 ? 0 : rank_;
   }
-  const Guarded& output(int share) const {
-    const int input = input_below(share);
+  const Guarded& output(int shard) const {
+    const int input = input_below(shard);
     return input >= 0 ? inputs_[static_cast<std::size_t>(input)]
-                      : outputs_[static_cast<std::size_t>(share)];
+                      : outputs_[static_cast<std::size_t>(shard)];
   }
   // Whether this rank's outputs are written: a group of one copies.
   bool is_written() const {
@@ -295,14 +295,14 @@ class CaseBuffers {
     if (case_.op == OpKind::kReduce) return rank_ == case_.root;
     return case_.op != OpKind::kBroadcast || rank_ != case_.root;
   }
-  oracle::Bytes expected(int share) const {
+  oracle::Bytes expected(int shard) const {
     if (world_size_ == 1) return input_of(case_, 0, 0);
     switch (case_.op) {
       case OpKind::kAllGather:
       case OpKind::kGather:
-        return input_of(case_, share, 0);
+        return input_of(case_, shard, 0);
       case OpKind::kAllToAll:
-        return input_of(case_, share, rank_);
+        return input_of(case_, shard, rank_);
       case OpKind::kScatter:
         return input_of(case_, case_.root, rank_);
       case OpKind::kBroadcast:
@@ -332,7 +332,7 @@ inline void run_case(Communicator& communicator, const Case& c) {
   buffers.check();
 }
 
-/// The algorithms of all_reduce that every carrier supports.
+/// The algorithms of all_reduce that every transport supports.
 inline constexpr Algorithm kAlgorithms[] = {Algorithm::kOneShot, Algorithm::kTwoShot,
                                             Algorithm::kRing};
 

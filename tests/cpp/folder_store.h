@@ -13,8 +13,8 @@
 #include <utility>
 
 #include "core/annotations.h"
-#include "transport/membership.h"
-#include "transport/shm/fd.h"
+#include "host/fd.h"
+#include "host/membership.h"
 
 namespace ringcomm::testing {
 

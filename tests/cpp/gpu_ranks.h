@@ -120,9 +120,9 @@ class GpuRanks {
     cuda::KernelCall kernel = kernel_call(rank);
     cuda::LaunchPlan plan = plan_call(call, true, kernel);
     if (kernel.num_slices == 0) {  // ranks may know different sizes
-      raise_longest(cuda::longest_share(kernel));
+      raise_longest(cuda::longest_shard(kernel));
       turn_.arrive_and_wait();
-      cuda::set_longest_share(kernel, plan, longest_bytes_);
+      cuda::set_longest_shard(kernel, plan, longest_bytes_);
     }
     for (std::uint32_t turn = 0; turn < plan.num_turns; ++turn) {
       kernel.first_step = kernel.last_step = turn;
@@ -159,7 +159,7 @@ class GpuRanks {
   }
 
  private:
-  // For the longest share of any call; more turns than a call needs are harmless.
+  // For the longest shard of any call; more turns than a call needs are harmless.
   void raise_longest(std::uint64_t num_bytes) {
     std::uint64_t longest = longest_bytes_;
     while (longest < num_bytes && !longest_bytes_.compare_exchange_weak(longest, num_bytes)) {

@@ -25,13 +25,13 @@
 #include <utility>
 #include <vector>
 
-#include "collectives/communicator.h"
+#include "communicator/communicator.h"
 #include "thread_ranks.h"
-#include "transport/messages/message_transport.h"
+#include "transport/messenger.h"
 
 namespace ringcomm::testing {
 
-/// Connects the ranks; outlives their transports.
+/// Connects the ranks; outlives their messengers.
 class MemoryNetwork {
  public:
   using Clock = std::chrono::steady_clock;
@@ -55,7 +55,7 @@ class MemoryNetwork {
   MemoryNetwork(const MemoryNetwork&) = delete;
   MemoryNetwork& operator=(const MemoryNetwork&) = delete;
 
-  std::unique_ptr<MessageTransport> join(int rank) { return std::make_unique<End>(*this, rank); }
+  std::unique_ptr<Messenger> join(int rank) { return std::make_unique<End>(*this, rank); }
 
   /// Simulates the end of the rank's process: messages in flight from or to it fail.
   void kill(int rank) {
@@ -71,7 +71,7 @@ class MemoryNetwork {
     on_start_ = std::move(hook);
   }
 
-  /// Messages that met a receive of another size; a transport may crash then.
+  /// Messages that met a receive of another size; a messenger may crash then.
   int num_misfits() const {
     const std::lock_guard lock(mutex_);
     return num_misfits_;
@@ -133,7 +133,7 @@ class MemoryNetwork {
     PostPtr post_;
   };
 
-  class End final : public MessageTransport {
+  class End final : public Messenger {
    public:
     End(MemoryNetwork& network, int rank) : network_(network), rank_(rank) {}
     ~End() override {
@@ -346,7 +346,7 @@ inline void run_message_ranks(MemoryNetwork& network, int world_size,
                               const std::function<void(Communicator&)>& body,
                               CommunicatorOptions options = {}) {
   MemoryStore store;
-  options.transport = "p2p";
+  options.transport = "messages";
   run_threads(world_size, [&](int rank) {
     Communicator communicator(
         store, rank, world_size, options, kBound,

@@ -21,7 +21,7 @@
 #include <vector>
 
 #include "core/annotations.h"
-#include "transport/messages/message_transport.h"
+#include "transport/messenger.h"
 
 namespace ringcomm::testing {
 
@@ -58,7 +58,7 @@ class SocketMesh {
   std::vector<std::vector<int>> ends_;
 };
 
-class SocketMessages final : public MessageTransport {
+class SocketMessages final : public Messenger {
  public:
   SocketMessages(int rank, const std::vector<int>& sockets) : rank_(rank), peers_(sockets.size()) {
     for (std::size_t i = 0; i < sockets.size(); ++i) {

@@ -9,10 +9,10 @@
 #include <vector>
 
 #include "core/board_protocol.h"
+#include "host/host_arch.h"
 #include "test_stop.h"
 #include "third_party/doctest/doctest.h"
 #include "thread_ranks.h"
-#include "transport/shm/host_arch.h"
 
 namespace {
 

@@ -14,10 +14,10 @@
 #include <utility>
 
 #include "core/errors.h"
+#include "host/bootstrap.h"
+#include "host/fd.h"
 #include "third_party/doctest/doctest.h"
 #include "thread_ranks.h"
-#include "transport/shm/bootstrap.h"
-#include "transport/shm/fd.h"
 
 namespace {
 

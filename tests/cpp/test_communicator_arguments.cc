@@ -74,7 +74,8 @@ TEST_CASE("wrong options are refused before the group is made") {
   const auto make = [&](const CommunicatorOptions& options) {
     Communicator(store, 0, 2, options, std::chrono::milliseconds(1));
   };
-  expect_invalid([&] { make({.transport = "tcp"}); }, "transport must be shm or p2p, got 'tcp'");
+  expect_invalid([&] { make({.transport = "tcp"}); },
+                 "transport must be shm or messages, got 'tcp'");
   std::string value;
   CHECK_FALSE(store.get("ringcomm/rank/0", std::chrono::milliseconds(0), value));
   for (const char* unknown : {"tree", "direct", "hierarchical"})

@@ -2,9 +2,9 @@
 #include <cstring>
 #include <vector>
 
-#include "collectives/shm/engine.h"
 #include "reduce/reduce_op.h"
 #include "third_party/doctest/doctest.h"
+#include "transport/shm/context.h"
 
 namespace {
 

@@ -39,8 +39,8 @@ constexpr bool is_chained(int world) {
   return true;
 }
 
-// Plays the ring with sets of contributors: bit r of parts[rank][chunk] means that rank r's share
-// of the chunk is included. Each share is added once, and in the end every rank has all complete
+// Plays the ring with sets of contributors: bit r of parts[rank][chunk] means that rank r's shard
+// of the chunk is included. Each shard is added once, and in the end every rank has all complete
 // chunks.
 constexpr bool is_complete(int world) {
   std::array<std::array<std::uint64_t, kMaxWorld>, kMaxWorld> parts{};
@@ -54,7 +54,7 @@ constexpr bool is_complete(int world) {
       const RingSchedule mine(rank, world);
       const int chunk = mine.reduce_scatter_recv_chunk(step);
       const std::uint64_t received = before[mine.previous()][chunk];
-      if ((received & parts[rank][chunk]) != 0) return false;  // a share would count twice
+      if ((received & parts[rank][chunk]) != 0) return false;  // a shard would count twice
       parts[rank][chunk] |= received;
     }
   }

@@ -30,14 +30,14 @@
 #include <vector>
 
 #include "collective_case.h"
-#include "collectives/p2p.h"
+#include "collectives/send_recv.h"
 #include "core/annotations.h"
 #include "folder_store.h"
+#include "host/process.h"
+#include "host/shared_arena.h"
 #include "sanitizers.h"
 #include "socket_messages.h"
 #include "third_party/doctest/doctest.h"
-#include "transport/process.h"
-#include "transport/shm/shared_arena.h"
 
 namespace {
 
@@ -138,29 +138,30 @@ void run_collectives(Communicator& communicator, const WaitLimits& limits) {
   call(communicator, {.op = OpKind::kAllToAll, .num_elems = 50, .is_uneven = true}, limits);
 }
 
-P2pOpPtr post(Communicator& communicator, P2pOp::Kind kind, int peer, std::vector<std::byte>& data,
-              const WaitLimits& limits) {
-  auto made = std::make_shared<P2pOp>();
+SendRecvOpPtr post(Communicator& communicator, SendRecvOp::Kind kind, int peer,
+                   std::vector<std::byte>& data, const WaitLimits& limits) {
+  auto made = std::make_shared<SendRecvOp>();
   made->kind = kind;
   made->peer = peer;
   made->data = data.data();
   made->num_bytes = data.size();
   made->timeout = limits.timeout;
-  communicator.p2p()->post(made);
+  communicator.send_recv()->post(made);
   return made;
 }
 
-void finish(Communicator& communicator, const P2pOpPtr& op) {
-  communicator.p2p()->wait(op, PointToPoint::Clock::time_point::max(), {});
+void finish(Communicator& communicator, const SendRecvOpPtr& op) {
+  communicator.send_recv()->wait(op, SendRecv::Clock::time_point::max(), {});
   if (op->error != nullptr) std::rethrow_exception(op->error);
 }
 
 void send_around(Communicator& communicator, const WaitLimits& limits) {
   const int rank = communicator.rank(), world_size = communicator.world_size();
   std::vector<std::byte> out(300'000), in(out.size());  // more than a link holds, in two pieces
-  const auto sent = post(communicator, P2pOp::Kind::kSend, (rank + 1) % world_size, out, limits);
+  const auto sent =
+      post(communicator, SendRecvOp::Kind::kSend, (rank + 1) % world_size, out, limits);
   const auto received =
-      post(communicator, P2pOp::Kind::kRecv, (rank + world_size - 1) % world_size, in, limits);
+      post(communicator, SendRecvOp::Kind::kRecv, (rank + world_size - 1) % world_size, in, limits);
   for (const auto& waited : {received, sent}) finish(communicator, waited);
 }
 
@@ -171,10 +172,10 @@ void send_and_call(Communicator& communicator, int to, const WaitLimits& limits)
   for (const std::size_t num_bytes : {std::size_t{4}, std::size_t{300'000}}) {
     std::vector<std::byte> data(num_bytes);
     if (communicator.rank() != to)
-      finish(communicator, post(communicator, P2pOp::Kind::kSend, to, data, limits));
+      finish(communicator, post(communicator, SendRecvOp::Kind::kSend, to, data, limits));
     for (int peer = 0; peer < communicator.world_size() && communicator.rank() == to; ++peer)
       if (peer != to)
-        finish(communicator, post(communicator, P2pOp::Kind::kRecv, peer, data, limits));
+        finish(communicator, post(communicator, SendRecvOp::Kind::kRecv, peer, data, limits));
   }
   const int root = (to + 1) % communicator.world_size();
   call(communicator, {.op = OpKind::kBroadcast, .root = root, .num_elems = 100}, limits);
@@ -210,9 +211,8 @@ void count_step(const char* what) {
 }
 
 // As ringcomm.message_backend does: no rank has its messages before all have made theirs.
-std::unique_ptr<MessageTransport> make_messages(KeyValueStore& store, int rank,
-                                                testing::SocketMesh& mesh, const std::string& key,
-                                                const LookForRanks& look) {
+std::unique_ptr<Messenger> make_messenger(KeyValueStore& store, int rank, testing::SocketMesh& mesh,
+                                          const std::string& key, const LookForRanks& look) {
   auto messages = std::make_unique<testing::SocketMessages>(rank, mesh.take(rank));
   store.set(key + "/made/" + std::to_string(rank), "");
   for (int peer = 0; peer < plan.world_size; ++peer) {
@@ -233,12 +233,12 @@ std::unique_ptr<MessageTransport> make_messages(KeyValueStore& store, int rank,
 std::unique_ptr<Communicator> make_group(KeyValueStore& store, int rank, testing::SocketMesh& mesh,
                                          milliseconds timeout, const PeerProcesses& known) {
   CommunicatorOptions options;
-  if (plan.over == Over::kMessages) options.transport = "p2p";
+  if (plan.over == Over::kMessages) options.transport = "messages";
   if (plan.over == Over::kHosts) options.host_id = kPlacements[plan.world_size][rank];
   return std::make_unique<Communicator>(
       store, rank, plan.world_size, options, timeout,
       [&](const std::string& key, const LookForRanks& look) {
-        return make_messages(store, rank, mesh, key, look);
+        return make_messenger(store, rank, mesh, key, look);
       },
       KnownRanks{known, {}});
 }

@@ -10,11 +10,11 @@
 #include <vector>
 
 #include "collective_case.h"
-#include "collectives/shm/collectives.h"
+#include "host/shared_arena.h"
 #include "sanitizers.h"
 #include "third_party/doctest/doctest.h"
 #include "thread_ranks.h"
-#include "transport/shm/shared_arena.h"
+#include "transport/shm/collectives.h"
 
 namespace {
 thread_local int num_throws = 0;
@@ -77,21 +77,21 @@ void run_on_buffers(Communicator& communicator, const Case& c, bool is_shared,
                     const WaitLimits& limits = kPatient) {
   const int rank = communicator.rank();
   const int world_size = communicator.world_size();
-  const std::size_t share_bytes = c.num_elems * element_bytes(c.dtype);
+  const std::size_t shard_bytes = c.num_elems * element_bytes(c.dtype);
   const int num_inputs = c.op == OpKind::kReduceScatter ? world_size : 1;
   const int num_outputs = c.op == OpKind::kAllGather ? world_size : 1;
-  Buffer input(share_bytes * static_cast<std::size_t>(num_inputs), is_shared);
-  Buffer output(share_bytes * static_cast<std::size_t>(num_outputs), is_shared);
+  Buffer input(shard_bytes * static_cast<std::size_t>(num_inputs), is_shared);
+  Buffer output(shard_bytes * static_cast<std::size_t>(num_outputs), is_shared);
   std::vector<const void*> inputs;
   std::vector<void*> outputs;
-  for (int share = 0; share < num_inputs; ++share) {
-    std::byte* data = input.data() + static_cast<std::size_t>(share) * share_bytes;
-    const oracle::Bytes content = input_of(c, rank, share);
+  for (int shard = 0; shard < num_inputs; ++shard) {
+    std::byte* data = input.data() + static_cast<std::size_t>(shard) * shard_bytes;
+    const oracle::Bytes content = input_of(c, rank, shard);
     std::copy_n(reinterpret_cast<const std::byte*>(content.data()), content.size(), data);
     inputs.push_back(data);
   }
-  for (int share = 0; share < num_outputs; ++share)
-    outputs.push_back(output.data() + static_cast<std::size_t>(share) * share_bytes);
+  for (int shard = 0; shard < num_outputs; ++shard)
+    outputs.push_back(output.data() + static_cast<std::size_t>(shard) * shard_bytes);
   if (c.is_in_place) outputs[0] = const_cast<void*>(inputs[0]);
   communicator.run({.op = c.op,
                     .dtype = c.dtype,
@@ -101,15 +101,15 @@ void run_on_buffers(Communicator& communicator, const Case& c, bool is_shared,
                     .inputs = inputs.data(),
                     .outputs = outputs.data()},
                    limits);
-  for (int share = 0; share < num_outputs; ++share) {
+  for (int shard = 0; shard < num_outputs; ++shard) {
     const Buffer& result = c.is_in_place ? input : output;
     const oracle::Bytes found =
-        result.content(static_cast<std::size_t>(share) * share_bytes, share_bytes);
+        result.content(static_cast<std::size_t>(shard) * shard_bytes, shard_bytes);
     oracle::Bytes expected;
     if (c.op == OpKind::kAllGather)
-      expected = input_of(c, share, 0);
+      expected = input_of(c, shard, 0);
     else if (c.op == OpKind::kBroadcast)
-      expected = rank == c.root && !c.is_in_place ? oracle::Bytes(share_bytes, 0x5a)
+      expected = rank == c.root && !c.is_in_place ? oracle::Bytes(shard_bytes, 0x5a)
                                                   : input_of(c, c.root, 0);
     else
       expected = testing::reduced(c, world_size, c.op == OpKind::kReduceScatter ? rank : 0);

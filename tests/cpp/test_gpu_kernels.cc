@@ -57,7 +57,7 @@ TEST_CASE("kernels: every op moves or reduces what the oracle says") {
   }
 }
 
-TEST_CASE("kernels: shares of different sizes") {
+TEST_CASE("kernels: shards of different sizes") {
   for (const int world_size : {2, 4}) {
     std::uint32_t salt = 0;
     std::vector<Case> cases;

@@ -43,11 +43,11 @@ Planned plan(int num_ranks, std::size_t num_bytes, Path path, OpKind op = OpKind
   kernel.staging.layout = layout_of(num_ranks, has_own_gpus);
   const std::vector<const void*> inputs(cuda::kMaxRanks);
   const std::vector<void*> outputs(cuda::kMaxRanks);
-  const std::size_t num_shares = op == OpKind::kAllReduce ? 1 : static_cast<std::size_t>(num_ranks);
+  const std::size_t num_shards = op == OpKind::kAllReduce ? 1 : static_cast<std::size_t>(num_ranks);
   const Collective call{.op = op,
                         .dtype = DType::kBFloat16,
                         .algorithm = path == Path::kStaged ? Algorithm::kAuto : Algorithm::kTwoShot,
-                        .num_elems = num_bytes / 2 / num_shares,
+                        .num_elems = num_bytes / 2 / num_shards,
                         .inputs = inputs.data(),
                         .outputs = outputs.data()};
   CallHeader header{.num_elems = call.num_elems, .op = call.op, .dtype = call.dtype};

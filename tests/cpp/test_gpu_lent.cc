@@ -90,7 +90,7 @@ TEST_CASE("lent buffers: every op uses them if all ranks lend, and stages otherw
   }
 }
 
-TEST_CASE("lent buffers: shares of different sizes, some of none") {
+TEST_CASE("lent buffers: shards of different sizes, some of none") {
   std::uint32_t salt = 0;
   for (const int world_size : {2, 4}) {
     GpuRanks ranks(world_size, facts_of(world_size), 2);

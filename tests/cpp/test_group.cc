@@ -18,12 +18,12 @@
 #include <vector>
 
 #include "core/annotations.h"
+#include "host/fd.h"
+#include "host/group.h"
+#include "host/membership.h"
+#include "host/process.h"
 #include "third_party/doctest/doctest.h"
 #include "thread_ranks.h"
-#include "transport/membership.h"
-#include "transport/process.h"
-#include "transport/shm/fd.h"
-#include "transport/shm/group.h"
 
 namespace {
 thread_local bool gets_pages = true, fetches_late = false;
@@ -202,7 +202,7 @@ TEST_CASE("a rank that fails to make a group is heard by all others, and they ma
       std::this_thread::sleep_for(milliseconds((rank + attempt) % 3 * 20));
       Rendezvous rendezvous(store, mine, testing::kBound);
       if (fails) {
-        rendezvous.tell(Error({.kind = ErrorKind::kSystem, .rank = rank}, "no room"));
+        rendezvous.report_failure(Error({.kind = ErrorKind::kSystem, .rank = rank}, "no room"));
         return;
       }
       const Error error = error_of([&] { testing::make_group(store, mine, {}, testing::kBound); });
@@ -439,7 +439,7 @@ TEST_CASE("a rank that meets rank 0 only after its failure reads the reason") {
                           testing::kBound);
     if (rank == 0) {
       rendezvous.find_ranks();
-      rendezvous.tell(Error({.kind = ErrorKind::kSystem, .rank = 0}, "no room"));
+      rendezvous.report_failure(Error({.kind = ErrorKind::kSystem, .rank = 0}, "no room"));
       return;
     }
     expect_error(error_of([&] { rendezvous.find_ranks(); }), ErrorKind::kSystem,

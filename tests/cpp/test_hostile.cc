@@ -29,15 +29,15 @@
 #include "collectives/failure.h"
 #include "collectives/flight.h"
 #include "core/errors.h"
+#include "host/bootstrap.h"
+#include "host/fd.h"
+#include "host/group.h"
+#include "host/host_arch.h"
+#include "host/membership.h"
+#include "host/shared_arena.h"
 #include "sanitizers.h"
 #include "third_party/doctest/doctest.h"
 #include "thread_ranks.h"
-#include "transport/membership.h"
-#include "transport/shm/bootstrap.h"
-#include "transport/shm/fd.h"
-#include "transport/shm/group.h"
-#include "transport/shm/host_arch.h"
-#include "transport/shm/shared_arena.h"
 
 namespace {
 

@@ -8,10 +8,10 @@
 #include <vector>
 
 #include "collective_case.h"
-#include "collectives/messages/engine.h"
 #include "hosts_ranks.h"
 #include "sanitizers.h"
 #include "third_party/doctest/doctest.h"
+#include "transport/messages/context.h"
 
 namespace {
 
@@ -37,7 +37,7 @@ bool rooted(OpKind op) {
          op == OpKind::kScatter;
 }
 
-bool has_shares(OpKind op) {
+bool has_shards(OpKind op) {
   return op != OpKind::kAllReduce && op != OpKind::kReduce && op != OpKind::kBroadcast;
 }
 
@@ -49,13 +49,13 @@ Case case_of(OpKind op, std::uint32_t salt, std::size_t num_elems, int world_siz
           .salt = salt};
 }
 
-TEST_CASE("hosts: every collective, shares even and uneven, wherever the ranks are") {
+TEST_CASE("hosts: every collective, shards even and uneven, wherever the ranks are") {
   for (const std::string& placement : kPlacements) {
     CAPTURE(placement);
     MemoryNetwork network(static_cast<int>(placement.size()), std::chrono::microseconds(100));
     run_hosts_ranks(network, placement, [&](Communicator& communicator) {
-      expect(communicator.transport().find("between them") != std::string::npos,
-             communicator.transport());
+      expect(communicator.transport_description().find("between them") != std::string::npos,
+             communicator.transport_description());
       std::uint32_t salt = 0;
       for (const std::size_t num_elems : {0U, 1U, 5U, 7U, 1001U, 17'011U}) {
         for (const OpKind op : kOps) {
@@ -63,7 +63,7 @@ TEST_CASE("hosts: every collective, shares even and uneven, wherever the ranks a
           const bool is_long = op == OpKind::kAllReduce && num_elems > 10'000;
           Case c = case_of(op, ++salt, is_long ? kLongElems : num_elems, communicator.world_size());
           run_case(communicator, c);
-          c.is_uneven = has_shares(op);
+          c.is_uneven = has_shards(op);
           if (c.is_uneven) run_case(communicator, c);
         }
         testing::barrier(communicator);
@@ -105,7 +105,7 @@ TEST_CASE("hosts: large buffers in pieces" * doctest::skip(testing::kHasThreadSa
 }
 
 // The limits at which the code takes another way, in bytes: what an envelope carries, what is
-// received before the next share is sent, what has a tag of its size, what goes through leaders of
+// received before the next shard is sent, what has a tag of its size, what goes through leaders of
 // two and of three hosts, and what is staged at a time in groups of 3 to 6 ranks.
 constexpr std::size_t kLimits[] = {sizeof(MessageEnvelope::data), std::size_t{256} << 10,
                                    MessageTags::kMaxSized,        (std::size_t{2} << 20) / 3,
@@ -121,9 +121,9 @@ std::size_t mixed_elems(std::uint32_t salt, int from, int to) {
   return kLimits[1 + random % 2] / kWord + random / 8 % 2;
 }
 
-// With a share over 1 MiB carriers of two hosts waited for each other in a circle. How often each
-// layout gets other shares: RINGCOMM_HOSTS_ROUNDS (`make stress`).
-TEST_CASE("hosts: shares on both sides of every limit end on every layout" *
+// With a shard over 1 MiB transports of two hosts waited for each other in a circle. How often each
+// layout gets other shards: RINGCOMM_HOSTS_ROUNDS (`make stress`).
+TEST_CASE("hosts: shards on both sides of every limit end on every layout" *
           doctest::skip(testing::kHasThreadSanitizer)) {
   const char* asked = std::getenv("RINGCOMM_HOSTS_ROUNDS");
   const auto num_rounds = static_cast<std::uint32_t>(asked != nullptr ? std::atoi(asked) : 1);
@@ -224,11 +224,11 @@ TEST_CASE("hosts: what crosses between the hosts") {
   };
   for (const Expectation& expectation : {
            Expectation{OpKind::kAllReduce, 2 * kBytes},      // of the buffer: 2(H - 1)
-           Expectation{OpKind::kReduceScatter, 4 * kBytes},  // of a share: N(H - 1)
+           Expectation{OpKind::kReduceScatter, 4 * kBytes},  // of a shard: N(H - 1)
            Expectation{OpKind::kAllGather, 4 * kBytes},      // the same
            Expectation{OpKind::kBroadcast, kBytes},          // H - 1
            Expectation{OpKind::kReduce, kBytes},             // H - 1
-           Expectation{OpKind::kGather, 2 * kBytes},         // of a share, between hosts
+           Expectation{OpKind::kGather, 2 * kBytes},         // of a shard, between hosts
            Expectation{OpKind::kScatter, 2 * kBytes},        // the same
            Expectation{OpKind::kAllToAll, 8 * kBytes},       // pairs of ranks on two hosts
        }) {

@@ -93,7 +93,7 @@ TEST_CASE("hosts: both calls are named, and the ranks in the group's numbers") {
 }
 
 // Inside a host (ranks 1 and 3) and between two.
-TEST_CASE("hosts: shares that do not fit, in the group's numbers") {
+TEST_CASE("hosts: shards that do not fit, in the group's numbers") {
   for (const int odd : {3, 0}) {
     MemoryNetwork network(4);
     run_hosts_ranks(network, "abcb", [&](Communicator& communicator) {
@@ -180,7 +180,7 @@ TEST_CASE("hosts: a rank that cannot make the group tells its host which rank is
     MemoryNetwork network(3);
     testing::run_threads(3, [&](int rank) {
       const auto messages = [&](const std::string&,
-                                const LookForRanks&) -> std::unique_ptr<MessageTransport> {
+                                const LookForRanks&) -> std::unique_ptr<Messenger> {
         if (rank != 0) return network.join(rank);
         throw Error({.kind = ErrorKind::kPeerDied, .rank = 2}, "rank 2 died");
       };

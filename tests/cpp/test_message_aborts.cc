@@ -11,7 +11,7 @@
 #include "collective_case.h"
 #include "hosts_ranks.h"
 #include "memory_messages.h"
-#include "p2p_messages.h"
+#include "send_recv_messages.h"
 #include "third_party/doctest/doctest.h"
 
 namespace {

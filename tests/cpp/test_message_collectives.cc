@@ -125,10 +125,10 @@ std::uint8_t element_of(int from, int to, std::size_t i) {
   return static_cast<std::uint8_t>(from * 89 + to * 31 + static_cast<int>(i % 251));
 }
 
-std::vector<std::uint8_t> share_of(int from, int to, std::size_t num_elems) {
-  std::vector<std::uint8_t> share(num_elems);
-  for (std::size_t i = 0; i < num_elems; ++i) share[i] = element_of(from, to, i);
-  return share;
+std::vector<std::uint8_t> shard_of(int from, int to, std::size_t num_elems) {
+  std::vector<std::uint8_t> shard(num_elems);
+  for (std::size_t i = 0; i < num_elems; ++i) shard[i] = element_of(from, to, i);
+  return shard;
 }
 
 // Some empty, some longer than an envelope, all different.
@@ -174,7 +174,7 @@ void run_all_to_all(Communicator& communicator) {
   const auto taken = sizes(world_size, [&](int from) { return size_of(from, rank); });
 
   Shares inputs(world_size, given);
-  for (int to = 0; to < world_size; ++to) inputs.set(to, share_of(rank, to, size_of(rank, to)));
+  for (int to = 0; to < world_size; ++to) inputs.set(to, shard_of(rank, to, size_of(rank, to)));
   Shares outputs(world_size, taken);
   communicator.run({.op = OpKind::kAllToAll,
                     .inputs = inputs.inputs(),
@@ -183,14 +183,14 @@ void run_all_to_all(Communicator& communicator) {
                     .output_elems = outputs.elems()},
                    testing::kPatient);
   for (int from = 0; from < world_size; ++from)
-    expect(outputs.of(from) == share_of(from, rank, size_of(from, rank)), "all_to_all");
+    expect(outputs.of(from) == shard_of(from, rank, size_of(from, rank)), "all_to_all");
 }
 
 void run_gathers(Communicator& communicator) {
   const int rank = communicator.rank();
   const int world_size = communicator.world_size();
   Shares gathered(world_size, sizes(world_size, [](int from) { return size_of(from, 1); }));
-  const std::vector<std::uint8_t> mine = share_of(rank, 7, size_of(rank, 1));
+  const std::vector<std::uint8_t> mine = shard_of(rank, 7, size_of(rank, 1));
   const void* input[] = {mine.data()};
   for (const OpKind op : {OpKind::kAllGather, OpKind::kGather}) {
     const int root = op == OpKind::kGather ? 1 : -1;
@@ -204,7 +204,7 @@ void run_gathers(Communicator& communicator) {
                       .output_elems = root < 0 || root == rank ? gathered.elems() : nullptr},
                      testing::kPatient);
     for (int from = 0; from < world_size && (root < 0 || root == rank); ++from)
-      expect(gathered.of(from) == share_of(from, 7, size_of(from, 1)), name_of(op));
+      expect(gathered.of(from) == shard_of(from, 7, size_of(from, 1)), name_of(op));
   }
 }
 
@@ -213,7 +213,7 @@ void run_scatters(Communicator& communicator) {
   const int world_size = communicator.world_size();
   const auto scattered = sizes(world_size, [](int to) { return size_of(0, to); });
   Shares parts(world_size, scattered);
-  for (int to = 0; to < world_size; ++to) parts.set(to, share_of(0, to, size_of(0, to)));
+  for (int to = 0; to < world_size; ++to) parts.set(to, shard_of(0, to, size_of(0, to)));
   std::vector<std::uint8_t> part(size_of(0, rank));
   void* output[] = {part.data()};
   communicator.run({.op = OpKind::kScatter,
@@ -223,10 +223,10 @@ void run_scatters(Communicator& communicator) {
                     .outputs = output,
                     .input_elems = rank == 0 ? parts.elems() : nullptr},
                    testing::kPatient);
-  expect(part == share_of(0, rank, part.size()), "scatter");
+  expect(part == shard_of(0, rank, part.size()), "scatter");
 
   Shares terms(world_size, scattered);
-  for (int to = 0; to < world_size; ++to) terms.set(to, share_of(rank, to, size_of(0, to)));
+  for (int to = 0; to < world_size; ++to) terms.set(to, shard_of(rank, to, size_of(0, to)));
   communicator.run({.op = OpKind::kReduceScatter,
                     .dtype = DType::kUint8,
                     .num_elems = part.size(),
@@ -242,7 +242,7 @@ void run_scatters(Communicator& communicator) {
   }
 }
 
-TEST_CASE("messages: shares of different sizes, worlds 2 to 5") {
+TEST_CASE("messages: shards of different sizes, worlds 2 to 5") {
   for (int world_size = 2; world_size <= 5; ++world_size) {
     MemoryNetwork network(world_size, std::chrono::microseconds(100));
     run_message_ranks(network, world_size, [](Communicator& communicator) {

@@ -32,9 +32,9 @@ class Call {
         num_elems_(num_elems),
         data_(std::make_shared<std::vector<float>>(num_elems *
                                                    static_cast<std::size_t>(world_size) * 2)) {
-    for (int share = 0; share < world_size; ++share) {
-      inputs_.push_back(data_->data() + num_elems * static_cast<std::size_t>(share));
-      outputs_.push_back(data_->data() + num_elems * static_cast<std::size_t>(world_size + share));
+    for (int shard = 0; shard < world_size; ++shard) {
+      inputs_.push_back(data_->data() + num_elems * static_cast<std::size_t>(shard));
+      outputs_.push_back(data_->data() + num_elems * static_cast<std::size_t>(world_size + shard));
     }
   }
   Collective collective() const {
@@ -123,7 +123,7 @@ TEST_CASE("messages: both calls are named") {
   });
 }
 
-TEST_CASE("messages: shares that do not fit") {
+TEST_CASE("messages: shards that do not fit") {
   MemoryNetwork network(3);
   run_message_ranks(network, 3, [&](Communicator& communicator) {
     const Call call(OpKind::kAllGather, 3, communicator.rank() == 1 ? 20 : 24);
@@ -212,7 +212,7 @@ TEST_CASE("messages: options that differ") {
   testing::MemoryStore store;
   testing::run_threads(2, [&](int rank) {
     const CommunicatorOptions options{.one_shot_max_bytes = rank == 0 ? 0U : 4096U,
-                                      .transport = "p2p"};
+                                      .transport = "messages"};
     expect_error(error_of([&] {
                    Communicator(
                        store, rank, 2, options, testing::kBound,
@@ -269,7 +269,7 @@ TEST_CASE("messages: a group after an attempt in which one rank failed before th
     testing::run_threads(3, [&](int rank) {
       const auto make = [&](KeyValueStore& over) {
         return std::make_unique<Communicator>(
-            over, rank, 3, CommunicatorOptions{.transport = "p2p"}, testing::kBound,
+            over, rank, 3, CommunicatorOptions{.transport = "messages"}, testing::kBound,
             [&](const std::string&, const LookForRanks&) { return network.join(rank); });
       };
       AttemptStore own(store, attempt, rank);
@@ -295,7 +295,7 @@ TEST_CASE("messages: groups made again over one store") {
     MemoryNetwork network(2);
     testing::run_threads(2, [&](int rank) {
       Communicator communicator(
-          store, rank, 2, {.transport = "p2p"}, testing::kBound,
+          store, rank, 2, {.transport = "messages"}, testing::kBound,
           [&](const std::string&, const LookForRanks&) { return network.join(rank); });
       testing::barrier(communicator);
       if (round % 2 == 0) communicator.abort("enough");

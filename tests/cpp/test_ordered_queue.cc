@@ -9,7 +9,7 @@
 #include <thread>
 #include <vector>
 
-#include "collectives/ordered_queue.h"
+#include "communicator/ordered_queue.h"
 #include "core/errors.h"
 #include "third_party/doctest/doctest.h"
 #include "thread_ranks.h"

@@ -10,10 +10,10 @@
 #include <thread>
 #include <vector>
 
+#include "host/membership.h"
+#include "host/rendezvous.h"
 #include "third_party/doctest/doctest.h"
 #include "thread_ranks.h"
-#include "transport/membership.h"
-#include "transport/shm/rendezvous.h"
 
 namespace {
 
@@ -167,7 +167,8 @@ TEST_CASE("options of an earlier group in the same store are waited out, between
 
 TEST_CASE("a group says which transport it has, and several hosts without messages are refused") {
   testing::run_ranks(2, [](Communicator& communicator) {
-    expect(communicator.transport().find("shm: 1 host: ") == 0, communicator.transport());
+    expect(communicator.transport_description().find("shm: 1 host: ") == 0,
+           communicator.transport_description());
   });
   MemoryStore store;
   run_threads(2, [&](int rank) {

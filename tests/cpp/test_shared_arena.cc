@@ -11,10 +11,10 @@
 #include <vector>
 
 #include "core/errors.h"
+#include "host/bootstrap.h"
+#include "host/shared_arena.h"
 #include "third_party/doctest/doctest.h"
 #include "thread_ranks.h"
-#include "transport/shm/bootstrap.h"
-#include "transport/shm/shared_arena.h"
 
 namespace {
 

@@ -16,12 +16,12 @@
 #include <vector>
 
 #include "core/errors.h"
+#include "host/fd.h"
+#include "host/group.h"
+#include "host/membership.h"
+#include "host/process.h"
 #include "third_party/doctest/doctest.h"
 #include "thread_ranks.h"
-#include "transport/membership.h"
-#include "transport/process.h"
-#include "transport/shm/fd.h"
-#include "transport/shm/group.h"
 
 namespace {
 
@@ -267,7 +267,7 @@ std::vector<Region> regions_of(const SegmentLayout& layout, int world_size, std:
     }
     add_link(regions, layout.ring_link(base, rank));
     for (int peer = 0; peer < world_size; ++peer)
-      if (peer != rank) add_link(regions, layout.p2p_link(base, rank, peer));
+      if (peer != rank) add_link(regions, layout.send_recv_link(base, rank, peer));
   }
   return regions;
 }
@@ -278,13 +278,13 @@ TEST_CASE("the parts of a segment lie inside it and apart from each other") {
   const SegmentConfig odd{.board_bytes = 5000,
                           .ring_num_slots = 3,
                           .ring_slot_bytes = 192,
-                          .p2p_num_slots = 5,
-                          .p2p_slot_bytes = 4160};
+                          .send_recv_num_slots = 5,
+                          .send_recv_slot_bytes = 4160};
   const SegmentConfig large{.board_bytes = std::size_t{1} << 20,
                             .ring_num_slots = 64,
                             .ring_slot_bytes = std::size_t{64} << 20,
-                            .p2p_num_slots = 4,
-                            .p2p_slot_bytes = std::size_t{128} << 10};
+                            .send_recv_num_slots = 4,
+                            .send_recv_slot_bytes = std::size_t{128} << 10};
   for (const SegmentConfig& config : {SegmentConfig{}, odd, large}) {
     for (int world_size = 2; world_size <= 9; ++world_size) {
       CAPTURE(world_size);

@@ -1,5 +1,5 @@
 // Merging the stats of parts of a row: directly, and by an all_reduce with every algorithm and
-// carrier.
+// transport.
 #include <algorithm>
 #include <cmath>
 #include <cstddef>

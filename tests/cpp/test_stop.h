@@ -5,7 +5,7 @@
 #include <chrono>
 
 #include "core/arch.h"
-#include "transport/shm/host_arch.h"
+#include "host/host_arch.h"
 
 namespace ringcomm::testing {
 

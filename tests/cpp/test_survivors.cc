@@ -23,13 +23,13 @@
 #include <thread>
 #include <vector>
 
-#include "collectives/communicator.h"
+#include "communicator/communicator.h"
 #include "core/annotations.h"
 #include "folder_store.h"
+#include "host/group.h"
+#include "host/process.h"
+#include "host/survivors.h"
 #include "third_party/doctest/doctest.h"
-#include "transport/process.h"
-#include "transport/shm/group.h"
-#include "transport/shm/survivors.h"
 
 namespace {
 
@@ -90,7 +90,7 @@ std::unique_ptr<Communicator> make_group(const std::string& folder, const std::s
                                          const PeerProcesses& known = {}) {
   FolderStore store(folder, [] {}, prefix);
   return std::make_unique<Communicator>(store, rank, world_size, CommunicatorOptions{}, timeout,
-                                        MakeMessages{}, KnownRanks{known, {}});
+                                        MakeMessenger{}, KnownRanks{known, {}});
 }
 
 shm::Group& group_of(Communicator& communicator) {

@@ -9,7 +9,7 @@
 #include "collective_case.h"
 #include "core/errors.h"
 #include "memory_messages.h"
-#include "p2p_messages.h"
+#include "send_recv_messages.h"
 #include "third_party/doctest/doctest.h"
 #include "thread_limit.h"
 
@@ -76,7 +76,7 @@ TEST_CASE("no threads: sends and receives") {
             testing::post_send(communicator, peer, 5, testing::message(0, 5, 0, kLong)));
       for (const auto& message : posted) testing::finish(communicator, message);
       for (const auto& message : posted)
-        if (message.op->kind == P2pOp::Kind::kRecv)
+        if (message.op->kind == SendRecvOp::Kind::kRecv)
           testing::expect_message(message, message.op->peer, 7, 0);
     });
     CHECK(network.num_misfits() == 0);

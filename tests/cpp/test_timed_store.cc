@@ -6,9 +6,9 @@
 #include <string>
 
 #include "core/errors.h"
+#include "host/timed_store.h"
 #include "third_party/doctest/doctest.h"
 #include "thread_ranks.h"
-#include "transport/timed_store.h"
 
 namespace {
 

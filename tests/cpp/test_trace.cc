@@ -11,8 +11,8 @@
 #include <vector>
 
 #include "collectives/trace.h"
+#include "host/process.h"
 #include "third_party/doctest/doctest.h"
-#include "transport/process.h"
 
 namespace {
 
@@ -156,7 +156,7 @@ TEST_CASE("trace: a forked child writes nothing to its parent's files") {
     if (child == 0) {
       const trace::Span span([] { return step(1); });
       trace::add_group("the child's", 0, {0}, "");
-      trace::note_alive();
+      trace::record_alive();
       ::_exit(0);
     }
     ::waitpid(child, nullptr, 0);

@@ -7,9 +7,9 @@
 #include <vector>
 
 #include "core/wait_policy.h"
+#include "host/host_arch.h"
+#include "host/process.h"
 #include "third_party/doctest/doctest.h"
-#include "transport/process.h"
-#include "transport/shm/host_arch.h"
 
 namespace {
 
@@ -53,7 +53,7 @@ struct ScriptedArch {
     cursor.value = value_on_waking;
   }
   void wake(std::uint64_t&) {}
-  void note_core(std::uint32_t&) {}
+  void record_core(std::uint32_t&) {}
   void leave_core(const std::uint32_t&) {}
   Stop stopped(int) { return Stop::kNone; }
 };
@@ -99,7 +99,7 @@ TEST_CASE("a rank woken on its waker's core leaves it, if there are enough cores
   // The kernel may move the thread at any time, so it must have left at least once.
   bool has_left = false;
   for (int i = 0; i < 100 && !has_left; ++i) {
-    arch.note_core(core);
+    arch.record_core(core);
     arch.leave_core(core);
     has_left = ::sched_getcpu() + 1 != static_cast<int>(core);
     const cpu_set_t after = allowed_cores();
@@ -112,7 +112,7 @@ TEST_CASE("a rank woken on its waker's core leaves it, if there are enough cores
   CPU_ZERO(&only_core);
   CPU_SET(::sched_getcpu(), &only_core);
   pin_to(only_core);
-  arch.note_core(core);
+  arch.record_core(core);
   arch.leave_core(core);
   const cpu_set_t pinned = allowed_cores();
   CHECK(CPU_EQUAL(&pinned, &only_core));

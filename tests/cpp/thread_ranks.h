@@ -21,10 +21,10 @@
 #include <utility>
 #include <vector>
 
-#include "collectives/communicator.h"
+#include "communicator/communicator.h"
 #include "core/errors.h"
-#include "transport/membership.h"
-#include "transport/shm/group.h"
+#include "host/group.h"
+#include "host/membership.h"
 
 namespace ringcomm::testing {
 
@@ -90,7 +90,7 @@ inline shm::Group make_group(KeyValueStore& store, const shm::GroupTerms& terms,
     std::iota(ranks.begin(), ranks.end(), 0);
     return shm::Group(rendezvous, ranks, config);
   } catch (const Error& error) {
-    rendezvous.tell(error);
+    rendezvous.report_failure(error);
     throw;
   }
 }

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "emulator/api.h"
-#include "transport/shm/fd.h"
+#include "host/fd.h"
 
 /// A device's primary context: the only one it has.
 struct ringcomm::cuda::ContextTag {

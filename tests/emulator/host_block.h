@@ -117,21 +117,21 @@ class HostBlock {
   Yielded yield() const { return Yielded::kShort; }
   void park(const std::uint64_t&, std::uint64_t) const {}
   void wake(const std::uint64_t&) const {}
-  void note_core(std::uint32_t&) const {}
+  void record_core(std::uint32_t&) const {}
   void leave_core(const std::uint32_t&) const {}
 
   Stop stopped(int peer) {
     using Clock = std::chrono::steady_clock;
     awaited_peer_ = peer;
     const auto now_ns = static_cast<std::uint64_t>(Clock::now().time_since_epoch().count());
-    call_.control->note_wait(peer, static_cast<std::uint32_t>(now_ns >> 10) | 1);
+    call_.control->record_wait(peer, static_cast<std::uint32_t>(now_ns >> 10) | 1);
     if (__atomic_load_n(&call_.control->abort, __ATOMIC_RELAXED) != 0) return Stop::kAborted;
     if (began_ == Clock::time_point{}) began_ = Clock::now();
     return Clock::now() - began_ > std::chrono::nanoseconds(call_.timeout_ns) ? Stop::kTimeout
                                                                               : Stop::kNone;
   }
   int awaited_peer() const { return awaited_peer_; }
-  void note_awaited(int peer) { awaited_peer_ = peer; }
+  void record_awaited(int peer) { awaited_peer_ = peer; }
 
   // Not stronger than on a GPU, so that ThreadSanitizer detects code that relies on more.
   bool claim(std::uint32_t& word) const {

@@ -88,7 +88,7 @@ REDUNDANT = [
 
 
 # These order nothing (docs/design/gpu_orders.md): what the host sees of a wait, and claims.
-NO_ORDER = re.compile("note_wait|claim")
+NO_ORDER = re.compile("record_wait|claim")
 # The operations of a link. One change of such a function is a change wherever it was inlined.
 LINK = re.compile(r".*?(?:advance < publish|advance < release|wait_at_least < wait(?:_drained)?)\b")
 

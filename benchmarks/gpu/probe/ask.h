@@ -13,7 +13,7 @@
 
 #include "gpu/probe/gpu.h"
 #include "gpu/probe/pair.h"
-#include "transport/shm/fd.h"
+#include "host/fd.h"
 
 namespace ringcomm::probe {
 

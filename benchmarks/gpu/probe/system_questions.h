@@ -5,7 +5,7 @@
 #include <cerrno>
 
 #include "gpu/probe/opened_memory.h"
-#include "transport/shm/fd.h"
+#include "host/fd.h"
 
 namespace ringcomm::probe {
 

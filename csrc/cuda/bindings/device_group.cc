@@ -14,13 +14,13 @@
 
 #include "bindings/python_errors.h"
 #include "core/errors.h"
-#include "cuda/collectives/engine.h"
-#include "cuda/messages/engine.h"
+#include "cuda/collectives/ipc_transport.h"
+#include "cuda/messages/context.h"
 
 namespace ringcomm {
 namespace {
 
-using CarrierPtr = std::unique_ptr<cuda::DeviceCarrier>;
+using TransportPtr = std::unique_ptr<cuda::DeviceTransport>;
 
 // Of a device, to end aborted work, before its memory is leaked.
 constexpr std::chrono::seconds kAbortPatience{10};
@@ -44,18 +44,18 @@ SharedDeviceMemory to_memory(std::shared_ptr<const cuda::Loan> loan) {
 }
 
 // Null on all ranks, with the reason, if the ranks cannot map each other's memory.
-CarrierPtr make_engine(Communicator& communicator, const GroupOptions& options, c10::Device device,
-                       std::string& reason) {
+TransportPtr make_ipc_transport(Communicator& communicator, const GroupOptions& options,
+                                c10::Device device, std::string& reason) {
   if (communicator.world_size() == 1)
     reason = "a group of one";
   else if (!is_of_driver(device))
     reason = "not a CUDA device";
-  else if (options.engine.transport == "p2p")
-    reason = "the transport is p2p";
+  else if (options.engine.transport == "messages")
+    reason = "the transport is messages";
   if (!reason.empty()) return nullptr;
   const std::string name = "ringcomm: group " + options.group_name;
   try {
-    return cuda::Engine::make(
+    return cuda::IpcTransport::make(
         communicator, device.index(),
         {.timeout = std::min(options.timeout, kLongestTimeout), .is_interrupted = is_interrupted},
         [name](const std::string& error) { LOG(ERROR) << name << " failed: " << error; });
@@ -80,36 +80,36 @@ DeviceGroup::~DeviceGroup() {
   for (const auto& use : uses_) use->give_up();
 }
 
-cuda::DeviceCarrier& DeviceGroup::carrier(c10::Device device) {
+cuda::DeviceTransport& DeviceGroup::transport(c10::Device device) {
   {
     const std::lock_guard lock(mutex_);
-    for (const auto& [known, carrier] : carriers_)
-      if (known == device) return *carrier;
+    for (const auto& [known, transport] : transports_)
+      if (known == device) return *transport;
   }
   // Without the lock: it waits for other ranks.
-  CarrierPtr made;
+  TransportPtr made;
   try {
     own_stream(device, /*peer=*/-1);  // torch's first pooled stream waits for running kernels
-    made = make_carrier(*communicator(), device);
+    made = make_transport(*communicator(), device);
   } catch (const std::exception&) {
     check();  // throws the reason if a watchdog ended the group
     throw;
   }
   const std::lock_guard lock(mutex_);
   if (is_aborted_) made->abort();
-  return *carriers_.emplace_back(device, std::move(made)).second;
+  return *transports_.emplace_back(device, std::move(made)).second;
 }
 
-CarrierPtr DeviceGroup::make_carrier(Communicator& communicator, c10::Device device) const {
+TransportPtr DeviceGroup::make_transport(Communicator& communicator, c10::Device device) const {
   const c10::DeviceGuard guard(device);
   // The faster one first; the other takes every group.
   std::string reason;
-  CarrierPtr carrier = make_engine(communicator, *options_, device, reason);
+  TransportPtr transport = make_ipc_transport(communicator, *options_, device, reason);
   std::string not_by;
-  if (carrier == nullptr) {
+  if (transport == nullptr) {
     not_by = "not by cuda_ipc: " + reason;
     try {
-      carrier = make_message_device_carrier(store_, communicator, *options_, device);
+      transport = make_message_device_transport(store_, communicator, *options_, device);
     } catch (c10::Error& error) {
       error.add_context(not_by);
       throw;
@@ -123,18 +123,18 @@ CarrierPtr DeviceGroup::make_carrier(Communicator& communicator, c10::Device dev
       .attr("getLogger")("ringcomm")
       .attr("info")("group %s, rank %d of %d: tensors on %s go by %s", options_->group_name,
                     communicator.rank(), communicator.world_size(), device.str(),
-                    carrier->description() + not_by);
-  if (carrier->description().find(cuda::kFewQueues) != std::string::npos) {
+                    transport->description() + not_by);
+  if (transport->description().find(cuda::kFewQueues) != std::string::npos) {
     TORCH_WARN_ONCE("ringcomm: MPS gives this process ", cuda::kFewQueues,
                     ": streams whose kernels wait for other ranks hold up the others");
   }
-  return carrier;
+  return transport;
 }
 
 SharedDeviceMemory DeviceGroup::lend(c10::Device device, std::size_t num_bytes) {
   const std::lock_guard order(order_);
   check();
-  cuda::DeviceCarrier& used = carrier(device);
+  cuda::DeviceTransport& used = transport(device);
   if (auto loan = used.lend(num_bytes)) return to_memory(std::move(loan));
   C10_THROW_ERROR(
       NotImplementedError,
@@ -144,14 +144,15 @@ SharedDeviceMemory DeviceGroup::lend(c10::Device device, std::size_t num_bytes) 
 
 Algorithm DeviceGroup::algorithm_of(const Collective& call, c10::Device device) {
   CallHeader header;
-  carrier(device).plan(call, header);
+  transport(device).plan(call, header);
   return header.algorithm;
 }
 
 std::map<std::string, std::string> DeviceGroup::transports() {
   const std::lock_guard lock(mutex_);
   std::map<std::string, std::string> names;
-  for (const auto& [device, carrier] : carriers_) names[device.str()] = carrier->description();
+  for (const auto& [device, transport] : transports_)
+    names[device.str()] = transport->description();
   return names;
 }
 
@@ -159,7 +160,7 @@ void DeviceGroup::abort() noexcept {
   const std::lock_guard lock(mutex_);
   if (std::exchange(is_aborted_, true)) return;
   for (const auto& use : uses_) use->give_up();
-  for (const auto& [device, carrier] : carriers_) carrier->abort();
+  for (const auto& [device, transport] : transports_) transport->abort();
 }
 
 std::shared_ptr<Communicator> DeviceGroup::communicator() const {
@@ -280,13 +281,13 @@ void DeviceGroup::ending_on_failure(c10::function_ref<std::string()> what,
   }
 }
 
-void DeviceGroup::run(const Collective& call, cuda::DeviceCarrier& carrier,
+void DeviceGroup::run(const Collective& call, cuda::DeviceTransport& transport,
                       const cuda::StreamPlace& place, const std::function<void()>& finish) {
   const std::shared_ptr<Communicator> engine = communicator();
-  carrier.check_collective(place);
+  transport.check_collective(place);
   CallHeader header = engine->issue(call);
-  carrier.plan(call, header);
-  if (world_size_ > 1 && !carrier.finds_mismatches()) {
+  transport.plan(call, header);
+  if (world_size_ > 1 && !transport.finds_mismatches()) {
     check_header(*engine, call, header, options_->timeout,
                  [weak = weak_from_this()](bool has_failed) {
                    const auto group = weak.lock();
@@ -299,7 +300,7 @@ void DeviceGroup::run(const Collective& call, cuda::DeviceCarrier& carrier,
   recorded_.push_back(engine->record_on_device(flight::event_of(call, header)));
   ending_on_failure([&] { return describe(header); },
                     [&] {
-                      engine->stats().count(call.op, carrier.enqueue(call, header, place));
+                      engine->stats().count(call.op, transport.enqueue(call, header, place));
                       if (finish) finish();
                     });
 }
@@ -313,7 +314,7 @@ std::shared_ptr<DeviceUse> DeviceGroup::enqueue(c10::Device device, bool is_asyn
   const c10::StreamGuard guard(stream);
   const DeviceContext context(device);
   if (stream != home) DeviceEvent::record(home).block(stream);
-  cuda::DeviceCarrier& used = carrier(device);
+  cuda::DeviceTransport& used = transport(device);
   const cuda::StreamPlace place = place_of(stream);
   // Nothing can be launched in it, on this rank alone: the group goes on.
   if (place.capture == cuda::kFailedCapture)
@@ -357,8 +358,8 @@ WorkPtr DeviceGroup::enqueue_work(c10::Device device, const CallInfo& info, cons
 void DeviceGroup::run_at_once(c10::Device device, const Collective& call, Tensors tensors) {
   with_python_errors([&] {
     enqueue(device, /*is_async=*/false, /*peer=*/-1, std::move(tensors),
-            [&](cuda::DeviceCarrier& carrier, const cuda::StreamPlace& place) {
-              run(call, carrier, place);
+            [&](cuda::DeviceTransport& transport, const cuda::StreamPlace& place) {
+              run(call, transport, place);
               return true;
             });
     check();
@@ -373,9 +374,9 @@ WorkPtr DeviceGroup::start(c10::Device device, const CallInfo& info, std::vector
     take_tensors(item, kept, inputs);
   }
   return enqueue_work(device, info, inputs, std::move(kept), std::move(results),
-                      [&](cuda::DeviceCarrier& carrier, const cuda::StreamPlace& place) {
+                      [&](cuda::DeviceTransport& transport, const cuda::StreamPlace& place) {
                         for (const TensorCall& item : calls)
-                          run(item.call, carrier, place, item.finish);
+                          run(item.call, transport, place, item.finish);
                         return !calls.empty() && !calls.back().finish;
                       });
 }
@@ -397,9 +398,9 @@ WorkPtr DeviceGroup::exchange(CallInfo info, std::vector<DeviceMessage> calls, T
   }
   std::set<int> refused;
   const auto is_refused = [&](const auto& message) { return refused.contains(message.peer); };
-  const auto post = [&](cuda::DeviceCarrier& carrier, const cuda::StreamPlace& place) {
+  const auto post = [&](cuda::DeviceTransport& transport, const cuda::StreamPlace& place) {
     for (const cuda::P2pMessage& message : messages)
-      if (!carrier.has_room_for_messages(message.peer)) refused.insert(message.peer);
+      if (!transport.has_room_for_messages(message.peer)) refused.insert(message.peer);
     std::erase_if(messages, is_refused);
     for (const cuda::P2pMessage& message : messages)
       recorded_.push_back(communicator()->record_on_device(
@@ -407,7 +408,7 @@ WorkPtr DeviceGroup::exchange(CallInfo info, std::vector<DeviceMessage> calls, T
            .num_bytes = message.num_bytes,
            .peer = message.peer,
            .op = message.is_send ? OpKind::kSend : OpKind::kRecv}));
-    if (!messages.empty()) carrier.exchange(messages, place);
+    if (!messages.empty()) transport.exchange(messages, place);
     bool is_last = !messages.empty();
     for (const DeviceMessage& call : calls) {
       if (!call.item.finish || is_refused(call.info)) continue;
@@ -417,11 +418,11 @@ WorkPtr DeviceGroup::exchange(CallInfo info, std::vector<DeviceMessage> calls, T
     return is_last;
   };
   auto work = enqueue_work(*calls[0].info.device, info, inputs, std::move(kept), std::move(results),
-                           [&](cuda::DeviceCarrier& carrier, const cuda::StreamPlace& place) {
-                             carrier.check_messages(messages);
+                           [&](cuda::DeviceTransport& transport, const cuda::StreamPlace& place) {
+                             transport.check_messages(messages);
                              bool is_last = false;
                              ending_on_failure([] { return "sends and receives"; },
-                                               [&] { is_last = post(carrier, place); });
+                                               [&] { is_last = post(transport, place); });
                              return is_last;
                            });
   if (refused.empty()) return work;

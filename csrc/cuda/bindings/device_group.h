@@ -17,12 +17,12 @@
 #include <vector>
 
 #include "bindings/devices.h"
-#include "collectives/communicator.h"
+#include "communicator/communicator.h"
 #include "cuda/bindings/device_work.h"
 
 namespace ringcomm {
 
-/// Assigns the order, streams and carrier of a group's calls on device tensors, and keeps the
+/// Assigns the order, streams and transport of a group's calls on device tensors, and keeps the
 /// tensors that they use alive.
 class DeviceGroup final : public Devices, public std::enable_shared_from_this<DeviceGroup> {
  public:
@@ -34,7 +34,7 @@ class DeviceGroup final : public Devices, public std::enable_shared_from_this<De
                 Tensors results) override;
   void run_at_once(c10::Device device, const Collective& call, Tensors tensors) override;
   WorkPtr exchange(CallInfo info, std::vector<DeviceMessage> messages, Tensors results) override;
-  void connect(c10::Device device) override { carrier(device); }
+  void connect(c10::Device device) override { transport(device); }
   Algorithm algorithm_of(const Collective& call, c10::Device device) override;
   std::map<std::string, std::string> transports() override;
   SharedDeviceMemory lend(c10::Device device, std::size_t num_bytes) override;
@@ -53,20 +53,20 @@ class DeviceGroup final : public Devices, public std::enable_shared_from_this<De
   bool has_another_given_up();
 
  private:
-  /// The carrier of a device. The first call makes it and is collective over the group.
-  cuda::DeviceCarrier& carrier(c10::Device device);
+  /// The transport of a device. The first call makes it and is collective over the group.
+  cuda::DeviceTransport& transport(c10::Device device);
   /// Kernels in memory that all ranks have mapped, or else messages. Takes the GIL, and blocks.
   /// Throws Error, and ValueError if neither supports the device.
-  std::unique_ptr<cuda::DeviceCarrier> make_carrier(Communicator& communicator,
-                                                    c10::Device device) const;
-  /// Whether the last that it has enqueued was the carrier's.
-  using Body = c10::function_ref<bool(cuda::DeviceCarrier&, const cuda::StreamPlace&)>;
+  std::unique_ptr<cuda::DeviceTransport> make_transport(Communicator& communicator,
+                                                        c10::Device device) const;
+  /// Whether the last that it has enqueued was the transport's.
+  using Body = c10::function_ref<bool(cuda::DeviceTransport&, const cuda::StreamPlace&)>;
 
   std::shared_ptr<DeviceUse> enqueue(c10::Device device, bool is_async, int peer, Tensors kept,
                                      const Body& body);
   WorkPtr enqueue_work(c10::Device device, const CallInfo& info, const Tensors& inputs,
                        Tensors kept, Tensors results, const Body& body);
-  void run(const Collective& call, cuda::DeviceCarrier& carrier, const cuda::StreamPlace& place,
+  void run(const Collective& call, cuda::DeviceTransport& transport, const cuda::StreamPlace& place,
            const std::function<void()>& finish = {});
   std::shared_ptr<Communicator> communicator() const;
   c10::Stream own_stream(c10::Device device, int peer);
@@ -91,7 +91,7 @@ class DeviceGroup final : public Devices, public std::enable_shared_from_this<De
   std::deque<std::shared_ptr<DeviceUse>> uses_;  // perhaps not waited for yet
   std::vector<at::Tensor> lost_;  // of calls that failed half-way: they may still be in use
   // Never shrinks.
-  std::vector<std::pair<c10::Device, std::unique_ptr<cuda::DeviceCarrier>>> carriers_;
+  std::vector<std::pair<c10::Device, std::unique_ptr<cuda::DeviceTransport>>> transports_;
   bool is_aborted_ = false;
 };
 

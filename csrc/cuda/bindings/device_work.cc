@@ -24,12 +24,12 @@ constexpr std::chrono::microseconds kLongestNap{2000};
 
 DeviceUse::DeviceUse(const c10::Stream& stream, const c10::Stream& home, bool is_captured,
                      DeviceEvent end, std::vector<at::Tensor> tensors,
-                     const cuda::DeviceCarrier& carrier, Outcomes outcomes, Recorded recorded)
+                     const cuda::DeviceTransport& transport, Outcomes outcomes, Recorded recorded)
     : stream_(stream),
       home_(home),
       is_captured_(is_captured),
       end_(std::move(end)),
-      carrier_(&carrier),
+      transport_(&transport),
       outcomes_(std::move(outcomes)),
       recorded_(std::move(recorded)),
       is_over_(is_captured),
@@ -45,10 +45,10 @@ bool DeviceUse::is_over() {
   const std::lock_guard lock(mutex_);
   if (!is_over_ && end_.is_over()) {
     is_over_ = true;
-    // Checked after the event has passed, because a failing carrier sets this first.
-    is_broken_ = is_broken_ || (carrier_ != nullptr && carrier_->may_have_given_up());
+    // Checked after the event has passed, because a failing transport sets this first.
+    is_broken_ = is_broken_ || (transport_ != nullptr && transport_->may_have_given_up());
     ended.swap(outcomes_);
-    for (const auto& outcome : ended) note_failure(outcome());
+    for (const auto& outcome : ended) record_failure(outcome());
     std::ranges::for_each(recorded_, flight::Log::end);
   }
   if (is_over_ && !is_captured_) freed.swap(tensors_);
@@ -59,7 +59,7 @@ void DeviceUse::look_for_failure() {
   {
     const std::lock_guard lock(mutex_);
     if (is_over_) return;
-    if (outcomes_.empty() && (carrier_ == nullptr || !carrier_->may_have_given_up())) return;
+    if (outcomes_.empty() && (transport_ == nullptr || !transport_->may_have_given_up())) return;
   }
   is_over();
 }
@@ -88,7 +88,7 @@ void DeviceUse::block_current_stream() {
 }
 
 // With the lock held.
-void DeviceUse::note_failure(const std::exception_ptr& error) {
+void DeviceUse::record_failure(const std::exception_ptr& error) {
   if (error == nullptr || !failure_.empty()) return;
   is_broken_ = true;
   try {
@@ -103,7 +103,7 @@ void DeviceUse::note_failure(const std::exception_ptr& error) {
 void DeviceUse::give_up() {
   const std::lock_guard lock(mutex_);
   is_broken_ = is_broken_ || !is_over_;
-  carrier_ = nullptr;
+  transport_ = nullptr;
 }
 
 void DeviceUse::doubt() {

@@ -16,7 +16,7 @@
 #include "collectives/failure.h"
 #include "collectives/flight.h"
 #include "cuda/bindings/driver_device.h"
-#include "cuda/collectives/device_carrier.h"
+#include "cuda/collectives/device_transport.h"
 
 namespace ringcomm {
 
@@ -26,16 +26,16 @@ class DeviceGroup;
 /// has failed by then: an aborted call ends with it, too. Thread-safe.
 class DeviceUse {
  public:
-  using Outcomes = std::vector<cuda::DeviceCarrier::Outcome>;
+  using Outcomes = std::vector<cuda::DeviceTransport::Outcome>;
   using Recorded = std::vector<flight::Call>;
 
   /// `end` is after the work enqueued on `stream`. Allocators reuse freed memory for later work on
   /// `home`, the current stream at the call. Captured work cannot be queried, and counts as
-  /// complete at once. `carrier` must live until give_up(); `outcomes` are its.
+  /// complete at once. `transport` must live until give_up(); `outcomes` are its.
   /// `recorded`: its calls in the flight recorder, which end when it is seen to be over.
   DeviceUse(const c10::Stream& stream, const c10::Stream& home, bool is_captured, DeviceEvent end,
-            std::vector<at::Tensor> tensors, const cuda::DeviceCarrier& carrier, Outcomes outcomes,
-            Recorded recorded);
+            std::vector<at::Tensor> tensors, const cuda::DeviceTransport& transport,
+            Outcomes outcomes, Recorded recorded);
 
   const c10::Stream& stream() const { return stream_; }
   /// Whether the device is through; lets the tensors go then, and finds out whether it is broken.
@@ -56,15 +56,15 @@ class DeviceUse {
   std::optional<std::string> failure();
 
  private:
-  void note_failure(const std::exception_ptr& error);
+  void record_failure(const std::exception_ptr& error);
 
   const c10::Stream stream_;
   const c10::Stream home_;
   const bool is_captured_;
   const DeviceEvent end_;
-  std::mutex mutex_;                    // guards the rest
-  const cuda::DeviceCarrier* carrier_;  // null from give_up() on
-  Outcomes outcomes_;                   // until it is over
+  std::mutex mutex_;                        // guards the rest
+  const cuda::DeviceTransport* transport_;  // null from give_up() on
+  Outcomes outcomes_;                       // until it is over
   Recorded recorded_;
   bool is_over_;
   bool is_broken_ = false;

@@ -15,13 +15,13 @@
 #include <utility>
 
 #include "core/errors.h"
-#include "cuda/collectives/device_carrier.h"
+#include "cuda/collectives/device_transport.h"
 #include "cuda/collectives/events.h"
 #include "cuda/collectives/kernels.h"
-#include "transport/membership.h"
-#include "transport/process.h"
-#include "transport/shm/bootstrap.h"
-#include "transport/shm/fd.h"
+#include "host/bootstrap.h"
+#include "host/fd.h"
+#include "host/membership.h"
+#include "host/process.h"
 
 namespace ringcomm::cuda {
 namespace {

@@ -11,7 +11,7 @@
 #include "cuda/driver/block_reservation.h"
 #include "cuda/driver/device_memory.h"
 #include "cuda/kernels/staging.h"
-#include "transport/shm/fd.h"
+#include "host/fd.h"
 
 namespace ringcomm::cuda {
 

@@ -36,7 +36,7 @@ DeviceWatch::DeviceWatch(Communicator& communicator, Control& control, GroupWord
       look_at_memory_(std::move(look_at_memory)),
       thread_("ringcomm-gpu", kPace, [this] { return goes_on(); }) {}
 
-void DeviceWatch::note_call(std::uint64_t number, const HeaderWords& header) {
+void DeviceWatch::record_call(std::uint64_t number, const HeaderWords& header) {
   GroupWords::OfRank& mine = words_.ranks[communicator_.rank()];
   GroupWords::Launch& entry = mine.launches[number % GroupWords::kNumLaunches];
   // A reader that sees the same even state before and after has read one entry: no word of the next
@@ -75,7 +75,7 @@ Activity DeviceWatch::activity_of(std::uint64_t number) const {
 }
 
 Activity DeviceWatch::last_activity() const {
-  const std::uint64_t num = num_noted(communicator_.rank());
+  const std::uint64_t num = num_recorded(communicator_.rank());
   return activity_of(num > 0 ? num - 1 : 0);
 }
 
@@ -132,12 +132,12 @@ void DeviceWatch::look_at_wait() {
 void DeviceWatch::compare_calls() {
   if (words_.has_captured != 0) return;  // then the numbers of calls say nothing
   const int rank = communicator_.rank();
-  for (; num_compared_ < num_noted(rank); ++num_compared_) {
+  for (; num_compared_ < num_recorded(rank); ++num_compared_) {
     HeaderWords own, words;
     if (!read(rank, num_compared_, own)) continue;
     for (int peer = 0; peer < communicator_.world_size(); ++peer) {
       if (peer == rank) continue;
-      if (num_noted(peer) <= num_compared_) return;  // it has not launched that call yet
+      if (num_recorded(peer) <= num_compared_) return;  // it has not launched that call yet
       if (!read(peer, num_compared_, words) || words == own) continue;
       CallHeader theirs = from_words(words.data());
       theirs.seq = num_compared_;

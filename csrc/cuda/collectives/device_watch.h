@@ -5,11 +5,11 @@
 #include <functional>
 #include <string>
 
-#include "collectives/communicator.h"
+#include "communicator/communicator.h"
 #include "cuda/collectives/launch_plan.h"
 #include "cuda/collectives/record_exchange.h"
 #include "cuda/kernels/staging.h"
-#include "transport/process.h"
+#include "host/process.h"
 
 namespace ringcomm::cuda {
 
@@ -27,14 +27,14 @@ class DeviceWatch {
 
   /// Records the launch of call `number`, counted from 0, where the other ranks read it. There is
   /// one writer per rank; entries are overwritten, and a late reader skips the comparison.
-  void note_call(std::uint64_t number, const HeaderWords& header);
+  void record_call(std::uint64_t number, const HeaderWords& header);
   /// After a kernel launch. The kernel may start at any time, so the watchdog sleeps no more.
-  void note_launch() { thread_.stay_awake(); }
+  void record_launch() { thread_.stay_awake(); }
 
   /// Ends all waits of kernels, now.
   void end_waits() { __atomic_store_n(&control_.abort, 1u, __ATOMIC_RELEASE); }
 
-  /// The last call that was noted, for an error.
+  /// The last call that was recorded, for an error.
   Activity last_activity() const;
 
  private:
@@ -43,7 +43,7 @@ class DeviceWatch {
   void look_at_record();
   void look_at_wait();
   void compare_calls();
-  std::uint64_t num_noted(int rank) const { return words_.ranks[rank].num_launches; }
+  std::uint64_t num_recorded(int rank) const { return words_.ranks[rank].num_launches; }
   bool read(int rank, std::uint64_t number, HeaderWords& header) const;
   Activity activity_of(std::uint64_t number) const;
 

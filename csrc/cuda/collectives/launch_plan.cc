@@ -35,11 +35,11 @@ std::uint64_t digest_with(std::uint64_t digest, std::uint64_t word) {
 }
 
 // Of sizes that must be equal on all ranks, for which the header has no room.
-std::uint64_t digest_of_shares(const Collective& call, int world_size) {
+std::uint64_t digest_of_shards(const Collective& call, int world_size) {
   std::uint64_t digest = 1;
   for (int rank = 0; rank < world_size; ++rank)
     digest = digest_with(
-        digest, call.op == OpKind::kAllGather ? call.output_share(rank) : call.input_share(rank));
+        digest, call.op == OpKind::kAllGather ? call.output_shard(rank) : call.input_shard(rank));
   return digest;
 }
 
@@ -88,12 +88,12 @@ void deal_slices(KernelCall& call, LaunchPlan& plan) {
 
 }  // namespace
 
-std::uint64_t longest_share(const KernelCall& call) {
+std::uint64_t longest_shard(const KernelCall& call) {
   return std::max(*std::max_element(call.input_bytes, call.input_bytes + call.world_size),
                   *std::max_element(call.output_bytes, call.output_bytes + call.world_size));
 }
 
-void set_longest_share(KernelCall& call, LaunchPlan& plan, std::uint64_t longest_bytes) {
+void set_longest_shard(KernelCall& call, LaunchPlan& plan, std::uint64_t longest_bytes) {
   call.num_slices = std::max<std::uint64_t>(num_slices(longest_bytes, call.part_bytes), 1);
   deal_slices(call, plan);
 }
@@ -149,7 +149,7 @@ void plan_one_shot(const Collective& call, KernelCall& kernel_call, LaunchPlan& 
   plan.traffic.sent_bytes = static_cast<std::size_t>(kernel_call.world_size - 1) * call.num_bytes();
 }
 
-void fill_shares(const Collective& call, KernelCall& kernel_call) {
+void fill_shards(const Collective& call, KernelCall& kernel_call) {
   const std::size_t elem_bytes = element_bytes(call.dtype);
   const int own = kernel_call.rank;
   for (int rank = 0; rank < kernel_call.world_size; ++rank) {
@@ -171,11 +171,11 @@ void fill_shares(const Collective& call, KernelCall& kernel_call) {
 
 template <bool kIsShared>
 void plan_move(const Collective& call, KernelCall& kernel_call, LaunchPlan& plan) {
-  fill_shares(call, kernel_call);
+  fill_shards(call, kernel_call);
   for (int rank = 0; rank < kernel_call.world_size; ++rank)
     if (rank != kernel_call.rank) plan.traffic.sent_bytes += kernel_call.input_bytes[rank];
   const StagingLayout& layout = kernel_call.staging.layout;
-  const std::uint64_t longest = longest_share(kernel_call);
+  const std::uint64_t longest = longest_shard(kernel_call);
   std::size_t part_bytes = move_part_bytes(layout, kIsShared);
   // Where all ranks know the sizes, a short call is cut for all blocks, in whole rounds of threads.
   if (!has_private_sizes(call.op)) {
@@ -188,7 +188,7 @@ void plan_move(const Collective& call, KernelCall& kernel_call, LaunchPlan& plan
   if (has_private_sizes(call.op))
     use_blocks(plan, layout.num_blocks, layout);
   else
-    set_longest_share(kernel_call, plan, longest);
+    set_longest_shard(kernel_call, plan, longest);
 }
 
 void fill_update(const Collective& call, KernelCall& kernel_call, LaunchPlan& plan) {
@@ -266,7 +266,7 @@ void plan_header(const Collective& call, const CommunicatorOptions& options,
     header.num_elems = 0;
     header.is_uneven = false;
   } else if (header.is_uneven) {
-    header.num_elems = digest_of_shares(call, static_cast<int>(layout.world_size));
+    header.num_elems = digest_of_shards(call, static_cast<int>(layout.world_size));
   }
   const Algorithm asked = call.algorithm != kAuto ? call.algorithm : options.algorithm;
   const Choice choice{call, options, layout, takes_turns, asked};
@@ -306,7 +306,7 @@ LaunchPlan plan_launch(const Collective& call, const CallHeader& header, KernelC
     const int num_inputs = call.op == OpKind::kReduceScatter ? kernel_call.world_size : 1;
     for (int rank = 0; rank < num_inputs; ++rank) {
       kernel_call.inputs[rank] = static_cast<const std::byte*>(call.inputs[rank]);
-      kernel_call.input_bytes[rank] = call.input_share(rank) * element_bytes(call.dtype);
+      kernel_call.input_bytes[rank] = call.input_shard(rank) * element_bytes(call.dtype);
     }
     kernel_call.outputs[0] = static_cast<std::byte*>(call.outputs[0]);
   }
@@ -351,7 +351,7 @@ Buffer input_for(const Collective& call, const KernelCall& kernel_call, int rank
   return {kernel_call.inputs[idx], kernel_call.input_bytes[idx]};
 }
 
-// Whether this rank's kernel writes to a buffer that a peer reads. Its own share of a move may be
+// Whether this rank's kernel writes to a buffer that a peer reads. Its own shard of a move may be
 // in place: it is not copied then.
 bool is_written(const Collective& call, const KernelCall& kernel_call, const Buffer& input) {
   const int own = kernel_call.rank;

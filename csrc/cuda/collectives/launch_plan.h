@@ -7,9 +7,9 @@
 #include <string>
 #include <vector>
 
-#include "collectives/carrier.h"
 #include "collectives/collective.h"
 #include "cuda/kernels/call.h"
+#include "transport/transport.h"
 
 namespace ringcomm::cuda {
 
@@ -38,10 +38,10 @@ void plan_header(const Collective& call, const CommunicatorOptions& options,
 /// there is no kernel.
 LaunchPlan plan_launch(const Collective& call, const CallHeader& header, KernelCall& kernel_call);
 
-/// The longest share of a move that this rank knows.
-std::uint64_t longest_share(const KernelCall& call);
-/// Sets the slices of a move; where ranks take turns, from the longest share of all.
-void set_longest_share(KernelCall& call, LaunchPlan& plan, std::uint64_t longest_bytes);
+/// The longest shard of a move that this rank knows.
+std::uint64_t longest_shard(const KernelCall& call);
+/// Sets the slices of a move; where ranks take turns, from the longest shard of all.
+void set_longest_shard(KernelCall& call, LaunchPlan& plan, std::uint64_t longest_bytes);
 
 /// The place at which peers have mapped a buffer of this rank (Lent::place); 0 if they have not.
 using PlaceOf = std::function<std::uint64_t(const std::byte* data, std::size_t num_bytes)>;

@@ -14,7 +14,7 @@
 #include <thread>
 
 #include "core/errors.h"
-#include "transport/shm/fd.h"
+#include "host/fd.h"
 
 namespace ringcomm::cuda {
 namespace {

@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "cuda/driver/driver_api.h"
-#include "transport/shm/fd.h"
+#include "host/fd.h"
 
 namespace ringcomm::cuda {
 

@@ -9,7 +9,7 @@
 #include <utility>
 
 #include "cuda/driver/driver.h"
-#include "transport/shm/fd.h"
+#include "host/fd.h"
 
 namespace ringcomm::cuda {
 

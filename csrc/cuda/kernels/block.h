@@ -52,7 +52,7 @@ struct Tables {
 /// - claim sets a word of device memory to 1, and tells whether it was 0; unclaim sets it to 0.
 /// - publish_word makes a word of the control block, and all that this thread wrote before, visible
 ///   to the host.
-/// - awaited_peer is the rank of the first stopped() that told to stop, or of note_awaited().
+/// - awaited_peer is the rank of the first stopped() that told to stop, or of record_awaited().
 template <class B>
 concept Block = Arch<B> && requires(B block, Packet& packet, const Packet& there,
                                     std::uint64_t& word, std::uint32_t& flag) {
@@ -69,7 +69,7 @@ concept Block = Arch<B> && requires(B block, Packet& packet, const Packet& there
   block.unclaim(flag);
   block.publish_word(flag, std::uint32_t{});
   { block.awaited_peer() } -> std::same_as<int>;
-  block.note_awaited(int{});
+  block.record_awaited(int{});
 };
 
 /// The wait of a block's thread, its look_until(). It does not sleep, and each acquire has a price:

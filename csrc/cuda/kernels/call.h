@@ -44,7 +44,7 @@ struct GroupFrame {
   int world_size = 1;
 };
 
-/// One call of a collective, as one rank makes it: shares for and from each rank. Of a call with
+/// One call of a collective, as one rank makes it: shards for and from each rank. Of a call with
 /// one buffer the first pointer is that.
 struct KernelCall : GroupFrame {
   std::uint32_t header[kHeaderWords] = {};

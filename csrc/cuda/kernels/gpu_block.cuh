@@ -140,7 +140,7 @@ class GpuBlock {
   __device__ Yielded yield() const { return Yielded::kCoreIdle; }
   __device__ void park(const std::uint64_t&, std::uint64_t) const {}
   __device__ void wake(const std::uint64_t&) const {}
-  __device__ void note_core(std::uint32_t&) const {}
+  __device__ void record_core(std::uint32_t&) const {}
   __device__ void leave_core(const std::uint32_t&) const {}
 
   /// Asks now and then whether to go on. The answer to one thread is valid for all of the block.
@@ -160,12 +160,12 @@ class GpuBlock {
       stop = Stop::kTimeout;
     if (stop != Stop::kNone) {
       clock.stop = static_cast<std::uint32_t>(stop);
-      note_awaited(peer);
+      record_awaited(peer);
     }
     return stop;
   }
   __device__ int awaited_peer() const { return shared_.awaited_peer; }
-  __device__ void note_awaited(int peer) { shared_.awaited_peer = peer; }
+  __device__ void record_awaited(int peer) { shared_.awaited_peer = peer; }
 
   __device__ bool claim(std::uint32_t& word) const { return atomicExch_system(&word, 1u) == 0; }
   __device__ void unclaim(std::uint32_t& word) const {
@@ -189,7 +189,7 @@ class GpuBlock {
     const std::uint32_t last = load_relaxed(words.asked_at);
     const bool is_recent = now - last < kAskEveryTicks || last - now < kAskEveryTicks;
     if (is_recent || atomicCAS(&words.asked_at, last, now) != last) return false;
-    call_.control->note_wait(peer, now);
+    call_.control->record_wait(peer, now);
     if (load_relaxed(call_.control->abort) == 0) return false;
     *static_cast<volatile std::uint32_t*>(&words.is_aborted) = 1;
     return true;

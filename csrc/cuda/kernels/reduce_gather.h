@@ -111,7 +111,7 @@ class Chunks {
   RINGCOMM_HD std::byte* output(const ElemRange& elems) const {
     return call_.outputs[0] + output_offset(elems);
   }
-  /// The offset from the start of a buffer, or of a share of a reduce_scatter.
+  /// The offset from the start of a buffer, or of a shard of a reduce_scatter.
   RINGCOMM_HD std::size_t input_offset(const ElemRange& elems) const {
     return elems.begin_elems * input_elem_bytes_;
   }

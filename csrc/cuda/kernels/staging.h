@@ -41,7 +41,7 @@ struct Control {
   std::uint32_t asked_at = 0;
   std::uint32_t theirs[kHeaderWords] = {};  ///< with kMismatch: the peer's header
 
-  RINGCOMM_HD void note_wait(int peer_waited_for, std::uint32_t now) {
+  RINGCOMM_HD void record_wait(int peer_waited_for, std::uint32_t now) {
 #ifdef __CUDA_ARCH__
     *static_cast<volatile std::int32_t*>(&awaited_peer) = peer_waited_for;
     *static_cast<volatile std::uint32_t*>(&asked_at) = now;
@@ -82,7 +82,7 @@ struct alignas(kLineBytes) PhaseHeader {
   Lends lends;
   std::uint64_t lent_inputs[kMaxRanks];
   std::uint64_t lent_output;
-  /// Bytes of the shares for and from each rank, where they may differ from rank to rank.
+  /// Bytes of the shards for and from each rank, where they may differ from rank to rank.
   std::uint64_t input_bytes[kMaxRanks];
   std::uint64_t output_bytes[kMaxRanks];
 };

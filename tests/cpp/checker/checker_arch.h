@@ -118,7 +118,7 @@ class CheckerArch {
     machine_.point(rank_);
     machine_.wake(rank_, machine_.memory.word_idx(&word));
   }
-  void note_core(std::uint32_t&) {}
+  void record_core(std::uint32_t&) {}
   void leave_core(const std::uint32_t&) {}
   Stop stopped(int peer) {
     // Without a victim the answer never changes, so no interleaving point is needed.

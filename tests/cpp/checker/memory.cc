@@ -38,7 +38,7 @@ const char* name_of(ViolationKind kind) {
 
 void Memory::clear(int num_ranks) {
   num_ranks_ = num_ranks;
-  num_words_ = num_cells_ = num_told_ = 0;
+  num_words_ = num_cells_ = num_beside_ = 0;
   owners_.clear();
   violation.reset();
   state = MemoryState{};
@@ -77,9 +77,9 @@ std::byte* Memory::add_shared(int num_blocks, const std::string& name) {
 }
 
 void Memory::add_beside(Cursor* first, int num_cursors, const std::string& name) {
-  told_begin_ = first;
-  num_told_ = num_cursors;
-  told_cell_idx_ = num_cells_;
+  beside_begin_ = first;
+  num_beside_ = num_cursors;
+  beside_cell_idx_ = num_cells_;
   add_cells(num_cursors, name, -1);
 }
 
@@ -115,8 +115,8 @@ int Memory::word_idx(const void* word) const {
 }
 
 int Memory::cell_idx(const void* block) const {
-  for (int i = 0; i < num_told_; ++i)
-    if (block == told_begin_[i].beside) return told_cell_idx_ + i;
+  for (int i = 0; i < num_beside_; ++i)
+    if (block == beside_begin_[i].beside) return beside_cell_idx_ + i;
   const auto offset = static_cast<const std::byte*>(block) - payload_.data();
   if (offset < 0 || offset >= num_cells_ * static_cast<std::ptrdiff_t>(kBlockBytes) ||
       offset % 8 != 0) {

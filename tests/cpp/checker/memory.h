@@ -147,9 +147,9 @@ class Memory {
   int num_ranks_ = 0;
   int num_words_ = 0;
   int num_cells_ = 0;
-  Cursor* told_begin_ = nullptr;  ///< the cursors beside which something is told
-  int num_told_ = 0;
-  int told_cell_idx_ = 0;  ///< of the first one
+  Cursor* beside_begin_ = nullptr;  ///< the cursors beside which something is published
+  int num_beside_ = 0;
+  int beside_cell_idx_ = 0;  ///< of the first one
   std::array<std::string, kMaxWords> word_names_;
   std::array<CellInfo, kMaxCells> cell_infos_;
   std::vector<Owner> owners_;

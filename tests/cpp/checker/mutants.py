@@ -249,38 +249,38 @@ MUTANTS = (
         "geometry_.region(peer, phase_)",
         (Run("board2", "unowned"), Run("board2", "race", (NO_OWNER,))),
     ),
-    # What is told in the next phase overwrites what a slow peer has not read.
+    # What is published beside a cursor in the next phase overwrites what a slow peer has not read.
     Mutant(
-        "told_at_one_cursor",
+        "beside_one_cursor",
         "board_protocol.h",
         "geometry_.cursor(rank_, rank, rank == rank_ ? phase_ : phase_ - 1).beside",
         "geometry_.cursor(rank_, rank, 0).beside",
-        (Run("board2_told", "unowned"), Run("board2_told", "race", (NO_OWNER,))),
+        (Run("board2_beside", "unowned"), Run("board2_beside", "race", (NO_OWNER,))),
     ),
     Mutant(
-        "told_read_of_next",
+        "beside_read_of_next",
         "board_protocol.h",
         "rank == rank_ ? phase_ : phase_ - 1).beside",
         "phase_).beside",
-        (Run("board2_told", "unowned"), Run("board3_told", "race", (NO_OWNER,))),
+        (Run("board2_beside", "unowned"), Run("board3_beside", "race", (NO_OWNER,))),
     ),
     Mutant(
-        "shares_fewest_phases",
-        "share_layout.h",
+        "shards_fewest_phases",
+        "shard_layout.h",
         "*std::max_element(",
         "*std::min_element(",
-        (Run("shares2", "wrong_data"), Run("shares3", "wrong_data")),
+        (Run("shards2", "wrong_data"), Run("shards3", "wrong_data")),
     ),
     # All-to-all in place: a longer slice comes in than has gone out.
     Mutant(
-        "shares_not_kept",
-        "share_layout.h",
+        "shards_not_kept",
+        "shard_layout.h",
         "return num_pieces[peer] < num_pieces[rank] || elems(peer, rank) != elems(rank, peer);",
         "return false;",
         (
-            Run("shares2", "ok"),
-            Run("shares2_in_place", "wrong_data"),
-            Run("shares3_in_place", "wrong_data"),
+            Run("shards2", "ok"),
+            Run("shards2_in_place", "wrong_data"),
+            Run("shards3_in_place", "wrong_data"),
         ),
     ),
     # Ranks of a host wait for each other there, and for a rank of the other one in a circle.
@@ -353,20 +353,20 @@ ENGINE_MUTANTS = (
     # Two ranks of a host wait for each other there, and for ranks of another host that do the same.
     EngineMutant(
         "hosts_inside_last",
-        "csrc/collectives/messages/collectives.cc",
+        "csrc/transport/messages/collectives.cc",
         (("rank_, world_size_, is_all_to_all, inside,", "rank_, world_size_, false, inside,"),),
-        "hosts: shares on both sides of every limit end on every layout",
+        "hosts: shards on both sides of every limit end on every layout",
     ),
     EngineMutant(
         "in_place_not_kept",
-        "csrc/collectives/shm/share_exchange.cc",
+        "csrc/transport/shm/alltoallv.cc",
         (("        keep_inputs();\n", ""),),
-        "uneven shares in place*",
+        "uneven shards in place*",
     ),
     EngineMutant(
         "phases_of_own_sizes",
-        "csrc/collectives/shm/share_exchange.cc",
+        "csrc/transport/shm/alltoallv.cc",
         (("num_phases = layout_.num_phases();", "num_phases = layout_.num_pieces[rank_];"),),
-        "uneven shares in place*",
+        "uneven shards in place*",
     ),
 )

@@ -27,7 +27,7 @@ namespace ringcomm::emulator {
 using std::chrono::milliseconds;
 
 /// What carries a group's messages, by way of its store; shared with what its streams have to do.
-class P2pCarrier {
+class P2pTransport {
  public:
   struct Message {
     bool is_send;
@@ -37,7 +37,7 @@ class P2pCarrier {
     std::size_t num_bytes;
   };
 
-  P2pCarrier(c10::intrusive_ptr<c10d::Store> store, int rank, milliseconds timeout)
+  P2pTransport(c10::intrusive_ptr<c10d::Store> store, int rank, milliseconds timeout)
       : store_(std::move(store)), rank_(rank) {
     const char* text = std::getenv("RINGCOMM_EMULATOR_P2P_TIMEOUT_MS");
     timeout_ = std::min(timeout, milliseconds(text != nullptr ? std::stoi(text) : 20'000));
@@ -108,10 +108,10 @@ class P2pCarrier {
 
 class P2pWork final : public c10d::Work {
  public:
-  P2pWork(int rank, c10d::OpType op_type, std::shared_ptr<P2pCarrier> carrier,
+  P2pWork(int rank, c10d::OpType op_type, std::shared_ptr<P2pTransport> transport,
           std::shared_ptr<std::atomic<bool>> is_done, c10::Stream stream)
       : Work(rank, op_type),
-        carrier_(std::move(carrier)),
+        transport_(std::move(transport)),
         is_done_(std::move(is_done)),
         end_(kEmulatedGpu) {
     end_.record(stream);
@@ -120,7 +120,7 @@ class P2pWork final : public c10d::Work {
   bool isCompleted() override { return end_.query() || exception() != nullptr; }
   bool isSuccess() const override { return end_.query() && *is_done_; }
   std::exception_ptr exception() const override {
-    return *is_done_ ? nullptr : carrier_->failure();
+    return *is_done_ ? nullptr : transport_->failure();
   }
   bool wait(milliseconds) override {
     synchronize();
@@ -132,7 +132,7 @@ class P2pWork final : public c10d::Work {
   }
 
  private:
-  const std::shared_ptr<P2pCarrier> carrier_;
+  const std::shared_ptr<P2pTransport> transport_;
   const std::shared_ptr<std::atomic<bool>> is_done_;
   c10::Event end_;
 };
@@ -155,7 +155,7 @@ class EmulatedP2p final : public c10d::Backend {
 
   EmulatedP2p(c10::intrusive_ptr<c10d::Store> store, int rank, int size, milliseconds timeout)
       : Backend(rank, size),
-        carrier_(std::make_shared<P2pCarrier>(std::move(store), rank, timeout)) {}
+        transport_(std::make_shared<P2pTransport>(std::move(store), rank, timeout)) {}
 
   const std::string getBackendName() const override { return "emup2p"; }
   bool supportsCoalescing() const override { return true; }
@@ -185,20 +185,20 @@ class EmulatedP2p final : public c10d::Backend {
     return submit(c10d::OpType::BROADCAST);
   }
   void abort() override {
-    carrier_->fail(std::make_exception_ptr(
+    transport_->fail(std::make_exception_ptr(
         C10_BUILD_ERROR(DistBackendError, "emup2p: the group was aborted")));
   }
   void shutdown() override { abort(); }
 
  private:
   struct Batch {
-    std::vector<P2pCarrier::Message> messages;
+    std::vector<P2pTransport::Message> messages;
     Tensors tensors;
   };
 
   /// Whether it is to be submitted at once.
   bool add(bool is_send, const at::Tensor& tensor, int peer) {
-    carrier_->check();
+    transport_->check();
     TORCH_CHECK_VALUE(tensor.device().type() == kEmulatedGpu && tensor.is_contiguous(),
                       "emup2p: contiguous tensors of emulated GPUs only, got one on ",
                       tensor.device());
@@ -222,13 +222,13 @@ class EmulatedP2p final : public c10d::Backend {
     for (const at::Tensor& tensor : batch.tensors)
       record_stream(tensor.storage().data_ptr(), *stream_);
     auto is_done = std::make_shared<std::atomic<bool>>();
-    launch(*stream_, [carrier = carrier_, messages = std::move(batch.messages), is_done] {
-      carrier->move(messages, *is_done);
+    launch(*stream_, [transport = transport_, messages = std::move(batch.messages), is_done] {
+      transport->move(messages, *is_done);
     });
-    return c10::make_intrusive<P2pWork>(rank_, op_type, carrier_, is_done, *stream_);
+    return c10::make_intrusive<P2pWork>(rank_, op_type, transport_, is_done, *stream_);
   }
 
-  const std::shared_ptr<P2pCarrier> carrier_;
+  const std::shared_ptr<P2pTransport> transport_;
   std::map<std::pair<bool, int>, std::uint64_t> num_messages_;  // by direction and peer
   std::optional<c10::Stream> stream_;
   Batch batch_;  // of the next work

@@ -81,7 +81,7 @@ class Transport:
 
 TRANSPORTS = {
     "memory": Transport("aa"),
-    "messages": Transport("aa", "p2p"),
+    "messages": Transport("aa", "messages"),
     "hosts": Transport("aab"),
 }
 

@@ -40,7 +40,7 @@ FAMILY: list[tuple[tuple[int, ...], dict[str, Any]]] = [
 # The environment of each rank.
 POOLS: dict[str, list[dict[str, str]]] = {
     "shm": [{}] * WORLD,
-    "p2p": [{"RINGCOMM_TRANSPORT": "p2p"}] * WORLD,
+    "messages": [{"RINGCOMM_TRANSPORT": "messages"}] * WORLD,
     "hosts": [{"RINGCOMM_HOST_ID": f"host-{host}"} for host in "aabb"],
 }
 # A call that is not over by then never will be.

@@ -39,22 +39,22 @@ def use_everything_that_opens_files(rank: int, folder: Path, transport: str) -> 
     contacts = Contacts(rank, WORLD_SIZE)
     file, _ = open_file(folder / f"file-{rank}", keep=True, direct=False)
     found = [files_at_standard_descriptors(), contacts.listener.fileno() > 2, file > 2]
-    options = ringcomm.Options(transport="p2p" if transport else None)
+    options = ringcomm.Options(transport="messages" if transport else None)
     init_group(rank, WORLD_SIZE, folder / "store", 60, options)
     ringcomm.on_death(print)
     dist.all_reduce(buffer)
     ringcomm.flight_dump(str(folder / "dump"))
-    if transport != "p2p":  # Gloo's sockets may have them
+    if transport != "messages":  # Gloo's sockets may have them
         found.append(files_at_standard_descriptors())
     found.append([value.item() for value in buffer.aminmax()])
     dist.destroy_process_group()
     return found
 
 
-@pytest.mark.parametrize("transport", ["", "p2p"])
+@pytest.mark.parametrize("transport", ["", "messages"])
 def test_no_file_takes_the_number_of_a_standard_descriptor(transport: str, tmp_path: Path) -> None:
     sums = [7 * WORLD_SIZE, 7 * WORLD_SIZE]
-    expected = [{}, True, True, sums] if transport == "p2p" else [{}, True, True, {}, sums]
+    expected = [{}, True, True, sums] if transport == "messages" else [{}, True, True, {}, sums]
     assert (
         run_ranks(
             WORLD_SIZE,

@@ -1,4 +1,4 @@
-"""Every operation with every type and reduction over each carrier, and what is special of tensors.
+"""Every operation with every type and reduction over each transport; what is special of tensors.
 
 A table covers operations, types and reductions with sizes at which paths change, groups, layouts
 and roots. Its calls and their model are in sequence_calls.py and sequence_side.py; combinations of
@@ -104,12 +104,12 @@ def check_world(rank: int) -> None:
     assert wrong == []
 
 
-# Each letter is the host of its rank.
-@pytest.mark.parametrize("hosts", ["a", "aaaaa", "aaaaaaaa", "abab", "abbccc", "p2p p"])
+# Each letter is the host of its rank; with - all goes over messages.
+@pytest.mark.parametrize("hosts", ["a", "aaaaa", "aaaaaaaa", "abab", "abbccc", "-----"])
 def test_worlds_and_placements(hosts: str) -> None:
     env: Any = [{"RINGCOMM_HOST_ID": f"host-{host}"} for host in hosts]
-    if hosts == "p2p p":
-        env = {"RINGCOMM_TRANSPORT": "p2p"}
+    if "-" in hosts:
+        env = {"RINGCOMM_TRANSPORT": "messages"}
     run_ranks(len(hosts), check_world, fresh=True, env=env)
 
 

@@ -61,7 +61,7 @@ def train_ddp(rank: int, options: dict[str, Any]) -> Run:
     [
         ({"gradient_as_bucket_view": True}, "shm"),
         ({"static_graph": True}, "shm"),
-        ({"find_unused_parameters": True}, "p2p"),
+        ({"find_unused_parameters": True}, "messages"),
         ({}, "hosts"),
     ],
     ids=str,

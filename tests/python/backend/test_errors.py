@@ -20,7 +20,7 @@ import ringcomm
 from ringcomm import _C, CollectiveTimeoutError, MismatchError, Options, RingcommError
 from ringcomm.torch_names import TORCH_VERSION
 
-TRANSPORTS: dict[str, Any] = {"shm": None, "p2p": {"RINGCOMM_TRANSPORT": "p2p"}}
+TRANSPORTS: dict[str, Any] = {"shm": None, "messages": {"RINGCOMM_TRANSPORT": "messages"}}
 # Of three ranks.
 ENVS: dict[str, Any] = {
     **TRANSPORTS,
@@ -187,8 +187,9 @@ def test_an_error_keeps_no_variables(rank: int, waits_for: str) -> None:
 
 BAD: list[tuple[Any, dict[str, str], str, str]] = [
     (Options(algorithm="tree"), {}, "ValueError", "one_shot"),  # type: ignore[arg-type]
-    (Options(transport="tcp"), {}, "ValueError", "shm or p2p"),  # type: ignore[arg-type]
-    (Options(transport="p2p", p2p_backend="none"), {}, "ValueError", "p2p_backend"),
+    (Options(transport="tcp"), {}, "ValueError", "shm or messages"),  # type: ignore[arg-type]
+    (None, {"RINGCOMM_TRANSPORT": "p2p"}, "ValueError", "shm or messages, got 'p2p'"),
+    (Options(transport="messages", message_backend="none"), {}, "ValueError", "message_backend"),
     ({"algorithm": "ring"}, {}, "TypeError", "ringcomm.Options"),
     (None, {"RINGCOMM_ALGORITHM": "tree"}, "ValueError", "one_shot"),
 ]

@@ -30,7 +30,7 @@ def make_group(
     transport: str | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> None:
-    options = ringcomm.Options(transport="p2p" if transport else None)
+    options = ringcomm.Options(transport="messages" if transport else None)
     init_group(rank, world_size, folder / "store", timeout_s, options, keeps_file=True)
 
 
@@ -97,7 +97,7 @@ def fail_and_try_again(
     return [*found, failure_of(use)]
 
 
-@pytest.mark.parametrize("transport", [None, "p2p"])
+@pytest.mark.parametrize("transport", [None, "messages"])
 @pytest.mark.parametrize(
     ("cause", "failing"), [("no memory", 1), ("no descriptors", 0), ("a wrong option", 2)]
 )
@@ -105,7 +105,7 @@ def test_the_others_hear_why_a_rank_failed(
     cause: str, failing: int, transport: str | None, tmp_path: Path
 ) -> None:
     """Its process lives on, as in a notebook: https://github.com/rwth-i6/returnn/issues/1484."""
-    if transport == "p2p" and cause == "no memory":
+    if transport == "messages" and cause == "no memory":
         pytest.skip("a group over messages needs none of its own")
     outcomes = run_ranks(
         3,

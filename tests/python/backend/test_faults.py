@@ -121,7 +121,7 @@ def in_all_waits(rank: int, names: list[str], how: str, timeout_s: float, path: 
     ("env", "how"),
     [
         *((env, "kill") for env in ENVS),
-        *(("shm", "exit"), ("hosts", "destroy"), ("p2p", "destroy"), ("shm", "exec")),
+        *(("shm", "exit"), ("hosts", "destroy"), ("messages", "destroy"), ("shm", "exec")),
     ],
 )
 def test_a_rank_that_is_lost(env: str, how: str, tmp_path: Path) -> None:
@@ -190,11 +190,11 @@ def die_in_the_middle(
 @pytest.mark.parametrize(
     ("env", "algorithm", "victim"),
     [
-        ([ENVS["p2p"]] * 5, "ring", 3),
-        ([ENVS["p2p"]] * 5, "auto", 0),
+        ([ENVS["messages"]] * 5, "ring", 3),
+        ([ENVS["messages"]] * 5, "auto", 0),
         ([{"RINGCOMM_HOST_ID": f"host-{host}"} for host in "abbccc"], "auto", 4),
     ],
-    ids=["p2p", "store", "hosts"],
+    ids=["messages", "store", "hosts"],
 )
 def test_killed_in_the_middle(env: Any, algorithm: Any, victim: int) -> None:
     with socket.socket() as probe:

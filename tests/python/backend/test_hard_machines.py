@@ -329,8 +329,8 @@ MACHINES = {
     # As reported at https://github.com/vllm-project/vllm/issues/7074 of a name that is unknown.
     "host-name-newline": Machine(partial(with_host_name, b"two\nlines", "shm")),
     "host-name-not-utf8": Machine(partial(with_host_name, b"b\xffse", "shm")),
-    "host-name-dots-p2p": Machine(partial(with_host_name, b"a..b", "p2p")),
-    "host-name-not-utf8-p2p": Machine(partial(with_host_name, b"b\xffse", "p2p")),
+    "host-name-dots-messages": Machine(partial(with_host_name, b"a..b", "messages")),
+    "host-name-not-utf8-messages": Machine(partial(with_host_name, b"b\xffse", "messages")),
     "one-rank-not-as-root": Machine(
         in_rank_1(become_other_user), has_files=False, error="run all ranks of a host as one user"
     ),

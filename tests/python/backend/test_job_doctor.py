@@ -109,7 +109,7 @@ def test_the_peer_over_messages(
 
 
 RINGS = {"shm": {"RINGCOMM_ALGORITHM": "ring"}}
-RINGS["p2p"] = {**RINGS["shm"], "RINGCOMM_TRANSPORT": "p2p"}
+RINGS["messages"] = {**RINGS["shm"], "RINGCOMM_TRANSPORT": "messages"}
 
 
 def waits_in_a_ring(report: dict[str, Any], num_steps: int) -> dict[int, int] | None:

@@ -258,7 +258,11 @@ def init_but_do_not_connect(rank: int, path: str, late: tuple[int, ...]) -> dict
 
 
 def test_only_ranks_that_do_not_connect_are_named(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"backend": None, "fresh": True, "env": {"RINGCOMM_TRANSPORT": "p2p"}}
+    options: dict[str, Any] = {
+        "backend": None,
+        "fresh": True,
+        "env": {"RINGCOMM_TRANSPORT": "messages"},
+    }
     errors = run_ranks(4, init_but_do_not_connect, str(tmp_path / "store"), (1, 2), **options)
     for error in errors[::3]:
         assert (error["type"], error["rank"]) == ("CollectiveTimeoutError", 1), error

@@ -89,7 +89,7 @@ def make_group_and_die(rank: int, path: str, victim: int, end_behind: int, how: 
 
 @pytest.mark.parametrize(
     ("env", "victim", "how"),
-    [("shm", 0, "kill"), ("shm", 2, "kill"), ("p2p", 1, "exec"), ("hosts", 2, "kill")],
+    [("shm", 0, "kill"), ("shm", 2, "kill"), ("messages", 1, "exec"), ("hosts", 2, "kill")],
 )
 def test_end_behind_operations_of_the_store(
     tmp_path: Path, env: str, victim: int, how: str
@@ -140,8 +140,8 @@ def end_in_connecting(rank: int, path: str, how: str, when: str) -> dict[str, An
 @pytest.mark.parametrize(
     ("env", "how", "when"),
     [
-        ("p2p", "kill", "before"),
-        ("p2p", "kill", "after"),
+        ("messages", "kill", "before"),
+        ("messages", "kill", "after"),
         ("hosts", "exec", "before"),
     ],
 )
@@ -153,7 +153,7 @@ def test_end_while_gloo_connects(tmp_path: Path, env: str, how: str, when: str) 
         assert error["seconds"] < 1 + SOON_S, error
 
 
-@in_ranks(2, env=ENVS["p2p"], backend=None, fresh=True)
+@in_ranks(2, env=ENVS["messages"], backend=None, fresh=True)
 @pytest.mark.parametrize("victim", [0, 1])
 def test_ctrl_c_while_gloo_connects(rank: int, victim: int, tmp_path: Path) -> None:
     """Rank 1 is late for Gloo's connecting. The other rank learns who is interrupted."""

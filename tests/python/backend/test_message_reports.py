@@ -21,7 +21,7 @@ from test_faults import timed
 import ringcomm
 
 SOON_S = 10.0
-MESSAGES = ("p2p", "hosts")
+MESSAGES = ("messages", "hosts")
 
 
 def first_call_of_a_subgroup(rank: int) -> Any:
@@ -123,7 +123,7 @@ if how == "served":
         store = dist.TCPStore("127.0.0.1", int(open(port).read()), 2, False)
 else:
     store = dist.FileStore(folder + "/store", 2)
-options = ringcomm.Options(transport="p2p")
+options = ringcomm.Options(transport="messages")
 dist.init_process_group("ringcomm", store=store, rank=rank, world_size=2, pg_options=options)
 dist.barrier()
 if how == "served":

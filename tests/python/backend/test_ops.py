@@ -82,7 +82,7 @@ def test_opcheck(rank: int) -> None:
     [
         (Options(algorithm="one_shot"), {}),
         (Options(deterministic="rank_order", algorithm="ring"), {}),
-        (Options(), {"RINGCOMM_TRANSPORT": "p2p"}),
+        (Options(), {"RINGCOMM_TRANSPORT": "messages"}),
     ],
     ids=str,
 )

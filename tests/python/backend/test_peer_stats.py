@@ -21,7 +21,7 @@ import ringcomm
 from ringcomm import stragglers
 
 LIMIT_S = 120
-TRANSPORTS = {"shm": {}, "p2p": {"RINGCOMM_TRANSPORT": "p2p"}}
+TRANSPORTS = {"shm": {}, "messages": {"RINGCOMM_TRANSPORT": "messages"}}
 NUM_CALLS = 20
 DELAY_S = 0.02
 
@@ -79,7 +79,7 @@ MESSAGES: dict[str, tuple[Any, ...]] = {
 @in_ranks((2, 3), TRANSPORTS)
 def test_calls_and_bytes_of_each_collective(rank: int) -> None:
     size = dist.get_world_size()
-    over_messages = os.environ.get("RINGCOMM_TRANSPORT") == "p2p"
+    over_messages = os.environ.get("RINGCOMM_TRANSPORT") == "messages"
     for op in (*MESSAGES, "broadcast"):
         group = own_group()
         for turn in range(1, 4):
@@ -107,7 +107,7 @@ def test_calls_and_bytes_of_each_collective(rank: int) -> None:
 @in_ranks(3, TRANSPORTS)
 def test_a_ring_has_bytes_for_its_neighbours(rank: int) -> None:
     group: Any = dist.new_group(
-        backend="ringcomm", pg_options=ringcomm.Options(algorithm="ring", transport="p2p")
+        backend="ringcomm", pg_options=ringcomm.Options(algorithm="ring", transport="messages")
     )
     dist.all_reduce(torch.ones(3_000_000), group=group)
     peers = ringcomm.peer_stats(group)
@@ -175,7 +175,7 @@ def test_a_straggler_is_named(rank: int, op: str) -> None:
             time.sleep(DELAY_S)
         call(op, group)
     peers = ringcomm.peer_stats(group)
-    sees = rank == 0 or (rank == 1 and os.environ.get("RINGCOMM_TRANSPORT") != "p2p")
+    sees = rank == 0 or (rank == 1 and os.environ.get("RINGCOMM_TRANSPORT") != "messages")
     if sees:
         assert NUM_CALLS * 0.7 <= peers[2]["num_late"] <= NUM_CALLS
         assert peers[2]["num_waits"] >= peers[2]["num_late"]

@@ -168,7 +168,9 @@ def pieces(of_ci: dict[str, int], shares: dict[str, float]) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("pool", "num_cases", "piece"),
-    pieces({"shm": 220, "p2p": 40, "hosts": 40}, {"shm": 0.7, "p2p": 0.15, "hosts": 0.15}),
+    pieces(
+        {"shm": 220, "messages": 40, "hosts": 40}, {"shm": 0.7, "messages": 0.15, "hosts": 0.15}
+    ),
 )
 def test_sequences(pool: str, num_cases: int, piece: int, marks: str) -> None:
     explore(cases(pool), num_cases, piece, marks)
@@ -176,7 +178,7 @@ def test_sequences(pool: str, num_cases: int, piece: int, marks: str) -> None:
 
 @pytest.mark.parametrize(
     ("pool", "num_cases", "piece"),
-    pieces({"shm": 20, "p2p": 5, "hosts": 5}, {"shm": 0.05, "p2p": 0.02, "hosts": 0.02}),
+    pieces({"shm": 20, "messages": 5, "hosts": 5}, {"shm": 0.05, "messages": 0.02, "hosts": 0.02}),
 )
 def test_calls_that_differ(pool: str, num_cases: int, piece: int, marks: str) -> None:
     """A rank that makes another call: MismatchError on all ranks, and no wrong result before."""

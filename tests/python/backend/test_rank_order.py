@@ -27,7 +27,7 @@ def group_with(algorithm: str, deterministic: str | None = "rank_order") -> Any:
 # Each letter is the host of a rank.
 ENVS: dict[str, Any] = {
     "shm": None,
-    "p2p": {"RINGCOMM_TRANSPORT": "p2p"},
+    "messages": {"RINGCOMM_TRANSPORT": "messages"},
     "aba": [{"RINGCOMM_HOST_ID": host} for host in "aba"],
 }
 

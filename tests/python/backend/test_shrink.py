@@ -385,7 +385,7 @@ def refusals(rank: int) -> dict[str, dict[str, Any]]:
 
 
 def test_refusals() -> None:
-    for found in run_ranks(2, refusals, fresh=True, env=ENVS["p2p"]):
+    for found in run_ranks(2, refusals, fresh=True, env=ENVS["messages"]):
         assert found["one"]["type"] == "ValueError"
         assert found["health"]["ranks"] == ("alive", "alive")
 

@@ -1,4 +1,4 @@
-"""ringcomm.shrink() of groups over messages: over several hosts, or with transport="p2p".
+"""ringcomm.shrink() of groups over messages: over several hosts, or with transport="messages".
 
 What the ranks do is that of test_shrink.py, whose groups share memory. Two hosts are two identities
 on this machine (RINGCOMM_HOST_ID).
@@ -67,7 +67,7 @@ def test_a_death(places: str, victims: list[int]) -> None:
 
 
 def test_a_death_over_messages_on_one_host() -> None:
-    results = run_ranks(4, lose, [0], fresh=True, may_die=[0], env=ENVS["p2p"])
+    results = run_ranks(4, lose, [0], fresh=True, may_die=[0], env=ENVS["messages"])
     assert [result["ranks"] for result in results[1:]] == [[1, 2, 3]] * 3
 
 

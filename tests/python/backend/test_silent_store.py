@@ -212,7 +212,8 @@ def results_of(tmp_path: Path, env: str, how: str, step: str) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("env", "how"), [("p2p", "stopped"), ("p2p", "dead"), ("p2p", "slow"), ("hosts", "stopped")]
+    ("env", "how"),
+    [("messages", "stopped"), ("messages", "dead"), ("messages", "slow"), ("hosts", "stopped")],
 )
 @pytest.mark.parametrize("step", ["late", "in_wait"])
 def test_a_late_rank_is_named_at_the_timeout(env: str, how: str, step: str, tmp_path: Path) -> None:
@@ -227,7 +228,7 @@ def test_a_late_rank_is_named_at_the_timeout(env: str, how: str, step: str, tmp_
 
 
 @pytest.mark.parametrize(
-    ("env", "how"), [("p2p", "stopped"), ("p2p", "slow"), ("hosts", "stopped")]
+    ("env", "how"), [("messages", "stopped"), ("messages", "slow"), ("hosts", "stopped")]
 )
 def test_calls_and_the_end_of_a_group(env: str, how: str, tmp_path: Path) -> None:
     for result in results_of(tmp_path, env, how, "between_calls"):
@@ -237,7 +238,7 @@ def test_calls_and_the_end_of_a_group(env: str, how: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("how", ["stopped", "dead", "slow"])
 def test_an_abort(how: str, tmp_path: Path) -> None:
-    first, second = results_of(tmp_path, "p2p", how, "aborted")
+    first, second = results_of(tmp_path, "messages", how, "aborted")
     assert first["seconds"] < SOON_S
     # Whoever waits hears of it by the store alone, or sees that its messages have ended.
     assert second["type"] in ("PeerDiedError", "RingcommError", "CollectiveTimeoutError"), second
@@ -247,7 +248,7 @@ def test_an_abort(how: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["stopped", "dead"])
 def test_a_new_group(how: str, tmp_path: Path) -> None:
-    for errors in results_of(tmp_path, "p2p", how, "new_group"):
+    for errors in results_of(tmp_path, "messages", how, "new_group"):
         for error in errors:
             assert error["seconds"] < TIMEOUT_S + SOON_S
             if how == "stopped":
@@ -257,7 +258,7 @@ def test_a_new_group(how: str, tmp_path: Path) -> None:
                 assert error["type"] == "DistNetworkError", error
 
 
-@pytest.mark.parametrize("env", ["shm", "p2p"])
+@pytest.mark.parametrize("env", ["shm", "messages"])
 def test_the_first_group(env: str, tmp_path: Path) -> None:
     for error in results_of(tmp_path, env, "stopped", "init"):
         assert error["type"] == "CollectiveTimeoutError", error
@@ -267,7 +268,7 @@ def test_the_first_group(env: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["stopped", "dead", "slow"])
 def test_a_death_and_shrink(how: str, tmp_path: Path) -> None:
-    (error, size, seconds), _ = results_of(tmp_path, "p2p", how, "shrunk")
+    (error, size, seconds), _ = results_of(tmp_path, "messages", how, "shrunk")
     assert (error["type"], error["rank"]) == ("PeerDiedError", 1), error
     assert error["seconds"] < SOON_S
     assert size == 1

@@ -124,7 +124,9 @@ def run_nodes(folder: Path, address: str, port: int, in_network: list[str] | Non
                 process.wait()
     assert [process.returncode for process in processes] == [0] * len(processes), outputs
     for text in assert_curve(folder, 4, attempt=0, debug="DETAIL"):
-        assert text.startswith("shm inside a host, p2p over gloo between them; 2 hosts: "), text
+        assert text.startswith("shm inside a host, messages over gloo between them; 2 hosts: "), (
+            text
+        )
         assert "(ranks 0 1)" in text
         assert "(ranks 2 3)" in text
 

@@ -1,4 +1,4 @@
-"""Works and futures; send and recv; transport "p2p" and what carries it.
+"""Works and futures; send and recv; transport "messages" and what carries it.
 
 Works waited for in any order; sizes, matching by source, tag and order, layouts, types and objects
 of messages: test_collectives.py and test_random_sequences.py.
@@ -189,24 +189,24 @@ def test_sends_without_wait_arrive(rank: int) -> None:
     dist.destroy_process_group()
 
 
-# ---- transport "p2p"
+# ---- transport "messages"
 
 
-@in_ranks(2, pg_options=Options(transport="p2p", p2p_backend="ringcomm"))
+@in_ranks(2, pg_options=Options(transport="messages", message_backend="ringcomm"))
 def test_over_another_backend(rank: int) -> None:
     """ringcomm's own shared memory as a stranger: a backend with Backend.abort() only."""
     kinds = [kind for kind in KINDS if kind != "barrier"]
     assert run_calls([call for kind in kinds for call in covering_calls(kind)[::10]]) == []
 
 
-@in_ranks(2, env=TRANSPORTS["p2p"])
+@in_ranks(2, env=TRANSPORTS["messages"])
 def test_tags(rank: int) -> None:
-    with pytest.raises(ValueError, match="tags over the p2p transport"):
+    with pytest.raises(ValueError, match="tags over the message transport"):
         dist.send(torch.ones(1), 1 - rank, tag=0x7F000000)
     dist.barrier()
 
 
-def test_carriers_of_devices() -> None:
+def test_transports_of_devices() -> None:
     with pytest.raises(ValueError, match=r"xpu .*cpu:ringcomm,cuda:nccl"):
         message_backend.for_device("gloo", "xpu")
 
@@ -230,5 +230,5 @@ def make_late(rank: int) -> float:
 
 def test_no_rank_has_a_group_before_all_have() -> None:
     """A rank that leaves it at once would close connections that others are making."""
-    made_s, *others = run_ranks(3, make_late, fresh=True, env=TRANSPORTS["p2p"])
+    made_s, *others = run_ranks(3, make_late, fresh=True, env=TRANSPORTS["messages"])
     assert all(had_s >= made_s for had_s in others)

@@ -161,13 +161,13 @@ _two_on_one, _three_on_two, _in_turns, _messages = (
         (Gpus(EMULATED, 2), "emu2on1"),
         (Gpus(EMULATED, 3, 2), "emu3on2"),
         (Gpus(EMULATED, 2, mps=False), "emu2on1-turns"),
-        (Gpus(EMULATED, 3, kernels=False), "emu3on1-p2p"),
+        (Gpus(EMULATED, 3, kernels=False), "emu3on1-messages"),
     )
 )
 _messages_and_kernels = pytest.param(
     Gpus(EMULATED, 3, fds=False),
     marks=emulated_gpu.needs_emulated_gpu,
-    id="emu3on1-p2p-kernels",
+    id="emu3on1-messages-kernels",
 )
 on_cuda = pytest.mark.parametrize("gpus", [_real])
 on_gpus = pytest.mark.parametrize("gpus", [_real, _two_on_one, _three_on_two])

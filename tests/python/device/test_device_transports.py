@@ -1,7 +1,7 @@
 """Collectives of device tensors in each way in which ranks may share memory and devices.
 
 On emulated GPUs: by kernels in memory that all ranks map, or over messages and collectives that
-behave as NCCL's ("p2p over emup2p"). More of both: test_gpu_*.py.
+behave as NCCL's ("messages over emup2p"). More of both: test_gpu_*.py.
 """
 
 from __future__ import annotations
@@ -49,15 +49,17 @@ BOXES = [
     Box("one GPU without MPS", ("taking turns",), env={"RINGCOMM_EMULATOR_MPS": "0"}),
     Box("two GPUs", ("2 ranks on a GPU",), num_devices=2),
     Box("a GPU for each", ("1 ranks on a GPU",), num_devices=3),
-    Box("no file descriptors", ("p2p over emup2p",), env={"RINGCOMM_EMULATOR_VMM": "0"}),
+    Box("no file descriptors", ("messages over emup2p",), env={"RINGCOMM_EMULATOR_VMM": "0"}),
     Box(
         "no peer access",
-        ("p2p over emup2p",),
+        ("messages over emup2p",),
         num_devices=3,
         env={"RINGCOMM_EMULATOR_PEER_ACCESS": "0"},
     ),
     # Fewer than any GPU has, and than room on it is counted with.
-    Box("a block at a time", ("p2p over emup2p",), env={"RINGCOMM_EMULATOR_BLOCKS_PER_SM": "1"}),
+    Box(
+        "a block at a time", ("messages over emup2p",), env={"RINGCOMM_EMULATOR_BLOCKS_PER_SM": "1"}
+    ),
     Box("threads of blocks", ("cuda_ipc",), env={"RINGCOMM_EMULATOR_THREADS": "3"}),
     Box(
         "late accesses, lazy loading, eight queues",
@@ -82,8 +84,8 @@ def check_box(rank: int) -> str:
     name = transport(rank)
     if name.startswith("cuda_ipc"):  # CUDA_DEVICE_MAX_CONNECTIONS is not set
         assert ("2 hardware queues" in name) == ("no MPS" not in name)
-    if "p2p" in name or "taking turns" in name:
-        words = "share no memory" if "p2p" in name else "take turns"
+    if "messages" in name or "taking turns" in name:
+        words = "share no memory" if "messages" in name else "take turns"
         words += ".*use torch.empty instead"
         with pytest.raises((NotImplementedError, ValueError), match=words):
             ringcomm.empty_shared(4, device=GPU)
@@ -207,7 +209,7 @@ def test_roots_and_places_over_messages() -> None:
 
 
 def test_what_carries_messages() -> None:
-    assert run_on_gpus(2, transport, num_devices=2) == ["p2p over emup2p"] * 2
+    assert run_on_gpus(2, transport, num_devices=2) == ["messages over emup2p"] * 2
 
 
 # ---- by kernels

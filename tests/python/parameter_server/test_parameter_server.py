@@ -24,7 +24,7 @@ from ringcomm.parallel import ParameterServer
         (1, "all", {"loss_scale": "dynamic"}, {}, 1),
         (2, "dedicated", {"loss_scale": 1024.0}, {"is_tied": True}, 2),
         (2, "one that works", {}, {"is_frozen": True}, 1),
-        (2, "all", {"p2p": True}, {}, 1),
+        (2, "all", {"messages": True}, {}, 1),
         (3, "all", {"wire_dtype": torch.bfloat16}, {}, 1),
         (3, "all", {"loss_scale": "dynamic"}, {}, 2),
         (4, "two dedicated", {}, {}, 1),
@@ -39,11 +39,11 @@ def test_steps_are_those_of_one_process(
     model_options: dict[str, Any],
     num_micro_batches: int,
 ) -> None:
-    """With "p2p" the default group's options are those of the server's own group."""
-    p2p = ringcomm.Options(transport="p2p") if options.get("p2p") else None
-    options = {name: value for name, value in options.items() if name != "p2p"}
+    """With "messages" the default group's options are those of the server's own group."""
+    over_messages = ringcomm.Options(transport="messages") if options.get("messages") else None
+    options = {name: value for name, value in options.items() if name != "messages"}
     args = (device, world_size, layout, options, model_options, num_micro_batches)
-    results = run_ranks(world_size, ps_runs.train, *args, pg_options=p2p)
+    results = run_ranks(world_size, ps_runs.train, *args, pg_options=over_messages)
     workers, is_narrow = workers_of(layout, world_size), "wire_dtype" in options
     expected = train_alone("momentum", None, num_micro_batches, **model_options)
     atol = 5e-3 if is_narrow else 1e-6 if device == "cpu" else 1e-4

@@ -185,7 +185,7 @@ def test_doctor_says_why_a_group_cannot_be_made() -> None:
     """And tells the rest all the same."""
     status, out, err = run("doctor", "--world-size", "2", RINGCOMM_TRANSPORT="tcp")
     assert (status, err) == (EXIT_FAILED, "")
-    cause = "rank 1: ValueError: ringcomm: transport must be shm or p2p, got 'tcp'"
+    cause = "rank 1: ValueError: ringcomm: transport must be shm or messages, got 'tcp'"
     assert f"  ✗ the group could not be created: {cause}\n    fix: look the message up" in out
     assert "cores" in out
     assert "all_reduce" not in out

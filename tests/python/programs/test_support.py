@@ -48,7 +48,7 @@ def claims() -> list[tuple[list[str], list[str], str]]:
     ]
 
 
-@pytest.mark.parametrize("transport", ["shm", "p2p"])
+@pytest.mark.parametrize("transport", ["shm", "messages"])
 def test_what_the_table_claims(transport: str, tmp_path: Path) -> None:
     calls = []
     for names, transports, dtypes in claims():

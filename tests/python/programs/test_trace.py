@@ -34,7 +34,7 @@ Event = dict[str, Any]
 RING = Options(algorithm="ring")
 ENVS: dict[str, list[dict[str, str]]] = {
     "shm": [{}] * 3,
-    "p2p": [{"RINGCOMM_TRANSPORT": "p2p"}] * 3,
+    "messages": [{"RINGCOMM_TRANSPORT": "messages"}] * 3,
     "hosts": [{"RINGCOMM_HOST_ID": host} for host in "aab"],
 }
 PAGES = """
@@ -69,7 +69,7 @@ if rank == 1:
 assert os.wait()[1] == 0
 """
 # Chunks of two slices and a half.
-CHUNK_ELEMS = {"shm": 5 * (256 << 10) // 8, "p2p": 5 * (1 << 20) // 8}
+CHUNK_ELEMS = {"shm": 5 * (256 << 10) // 8, "messages": 5 * (1 << 20) // 8}
 NUM_SLICES = 3
 
 
@@ -138,7 +138,7 @@ def reduce_around_a_ring(rank: int, num_elems: int) -> int:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("env", ["shm", "p2p"])
+@pytest.mark.parametrize("env", ["shm", "messages"])
 def test_every_step_of_a_ring_is_there_once(env: str, world_size: int, tmp_path: Path) -> None:
     """2(N-1) steps of each slice: each receives a chunk of the rank before, all but the last send
     it on. Which chunk, written down here once more."""
@@ -180,7 +180,7 @@ def gather_around_a_ring(rank: int, num_elems: int) -> None:
 
 def test_a_ring_of_an_all_gather_passes_on_only(tmp_path: Path) -> None:
     """Over messages, from 1 MiB in all."""
-    record(tmp_path, gather_around_a_ring, 100_000, env=ENVS["p2p"])
+    record(tmp_path, gather_around_a_ring, 100_000, env=ENVS["messages"])
     for rank in range(3):
         found = of(merged(tmp_path)[0], "step", rank)
         names = [f"all_gather {what}" for what in ("first send", "step 0", "step 1")]
@@ -262,7 +262,7 @@ def die_in_the_middle(rank: int) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("env", ["shm", "p2p"])
+@pytest.mark.parametrize("env", ["shm", "messages"])
 def test_a_killed_rank_leaves_what_it_has_recorded(env: str, tmp_path: Path) -> None:
     errors = record(tmp_path, die_in_the_middle, may_die=[1], env=ENVS[env])
     events, notes = merged(tmp_path)

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 # Each letter is the host of a rank.
 ENVS: dict[str, Any] = {
     "shm": None,
-    "p2p": {"RINGCOMM_TRANSPORT": "p2p"},
+    "messages": {"RINGCOMM_TRANSPORT": "messages"},
     "aaba": [{"RINGCOMM_HOST_ID": host} for host in "aaba"],
 }
 in_four = partial(in_ranks, 4, ENVS)

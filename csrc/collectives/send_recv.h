@@ -1,0 +1,136 @@
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <span>
+
+#include "collectives/collective.h"
+#include "collectives/failure.h"
+#include "collectives/flight.h"
+#include "collectives/trace.h"
+#include "host/process.h"
+
+namespace ringcomm {
+
+class MessageMembers;
+class Messenger;
+namespace shm {
+class Group;
+}
+
+/// A message on its way, as its sender or its receiver sees it.
+struct SendRecvOp {
+  enum class Kind : std::uint8_t { kSend, kRecv };
+
+  Kind kind = Kind::kSend;
+  int peer = -1;  ///< the other rank; of a receive from any source -1 until it is matched
+  std::uint64_t tag = 0;
+  std::byte* data = nullptr;  ///< only read by a send
+  std::size_t num_bytes = 0;
+  std::chrono::milliseconds timeout{0};
+  bool takes_shorter = false;  ///< a receive: a shorter message fills its beginning, as Gloo's
+  /// Called once, on any thread and without locks, when `is_done` has become true.
+  std::function<void()> done = {};
+
+  RunningClock::time_point deadline = {};
+  std::size_t moved_bytes = 0;
+  bool is_done = false;
+  std::exception_ptr error = {};
+  trace::Event traced = {};  ///< its begin; of no group while nothing is recorded
+  flight::Call recorded = {};
+  int awaited = flight::kAnyRank;  ///< `peer` as it was given; that of any source is set later
+
+  bool is_send() const { return kind == Kind::kSend; }
+  /// Not one of the library's own, whose tags are above the users' 32 bits.
+  bool is_users() const { return tag >> 32U == 0; }
+  /// A receive has met a message of so many bytes: whether it takes it, and then has its size.
+  bool takes(std::uint64_t sent_bytes) {
+    if (takes_shorter && sent_bytes < num_bytes) num_bytes = sent_bytes;
+    return sent_bytes == num_bytes;
+  }
+};
+using SendRecvOpPtr = std::shared_ptr<SendRecvOp>;
+
+/// Point-to-point messages of one rank. Neither a send nor a receive blocks where it is issued.
+/// All functions may be called from any thread.
+class SendRecv {
+ public:
+  using Clock = RunningClock;
+  using Interrupted = std::function<bool()>;
+
+  virtual ~SendRecv() = default;
+
+  /// Starts an operation; its buffer must live until it is done. Throws what ended the group, and
+  /// std::invalid_argument where `peer` is no other rank.
+  void post(const SendRecvOpPtr& op);
+  /// Returns true when the operation has ended (with or without an error), false if `deadline`
+  /// passes before. `is_interrupted` is called about every 50 ms, true ends the group; may be
+  /// empty.
+  bool wait(const SendRecvOpPtr& op, Clock::time_point deadline, const Interrupted& is_interrupted);
+  /// Call it before the destructor, after the last post. Returns when every send is received, its
+  /// receiver has left, or its timeout has passed; ends the receives with an error.
+  /// `is_interrupted` as in wait(). A second call does nothing.
+  virtual void close(const Interrupted& is_interrupted) = 0;
+
+  /// Records the messages from now on; `group` is the recording's number of the group, `log` may be
+  /// null and lives as long.
+  void record_as(std::uint32_t group, flight::Log* log) {
+    trace_group_ = group;
+    log_ = log;
+  }
+
+ protected:
+  using Lock = std::unique_lock<std::mutex>;
+
+  SendRecv(Failure& failure, Stats& stats, int rank, int world_size)
+      : failure_(failure), stats_(stats), rank_(rank), world_size_(world_size) {}
+
+  /// post() and wait() of an operation with a valid peer, in the process that made the group.
+  virtual void start(const SendRecvOpPtr& op) = 0;
+  virtual bool await(const SendRecvOpPtr& op, Clock::time_point deadline,
+                     const Interrupted& is_interrupted) = 0;
+
+  /// Throws what ended the group, or that it is being destroyed. With the lock.
+  void check_open(const SendRecvOp& op) const;
+  /// Ends the group if `is_interrupted`, which is called without the lock.
+  void abort_if(Lock& lock, const Interrupted& is_interrupted);
+  /// Counts operations that have ended, wakes who waits, and calls each `done` without the lock.
+  void conclude(Lock& lock, std::span<const SendRecvOpPtr> ops);
+  /// A message of `sent_bytes` matched a receive of another size: ends the group.
+  [[noreturn]] void raise_misfit(const SendRecvOp& receive, std::uint64_t sent_bytes);
+  /// The error of an operation whose group is destroyed.
+  std::exception_ptr orphaned(const SendRecvOp& op) const;
+
+  Failure& failure_;
+  Stats& stats_;
+  int rank_;
+  int world_size_;
+  std::mutex mutex_;                  // guards the rest, and what the transports add
+  std::condition_variable has_news_;  // an operation has ended
+  bool is_stopping_ = false;
+
+ private:
+  flight::Call record(const SendRecvOp& op) const;
+  void trace_begin(SendRecvOp& op) const;
+  static void record_end(const SendRecvOp& op);
+
+  std::uint32_t trace_group_ = trace::kNoGroup;
+  flight::Log* log_ = nullptr;
+};
+
+/// "recv from rank 2 (tag 6, 44 bytes)"
+Activity activity_of(const SendRecvOp& op);
+
+/// Over links in shared memory. All arguments must live as long, also of the next one.
+std::unique_ptr<SendRecv> make_shm_send_recv(shm::Group& group, Failure& failure, Stats& stats);
+/// Over messages. A send is complete when its receiver has taken it, so its process may end then.
+std::unique_ptr<SendRecv> make_message_send_recv(Messenger& messenger, MessageMembers& members,
+                                                 Failure& failure, Stats& stats);
+
+}  // namespace ringcomm

@@ -1,0 +1,280 @@
+#include "communicator/communicator.h"
+
+#include <cstring>
+#include <stdexcept>
+#include <system_error>
+#include <tuple>
+#include <utility>
+
+#include "collectives/fused_update.h"
+#include "host/rendezvous.h"
+#include "transport/messenger.h"
+#include "transport/shm/transport.h"
+
+namespace ringcomm {
+namespace {
+
+// Chooses the transport of a group of at least 2 ranks, and says in words which and why;
+// collective.
+std::pair<std::unique_ptr<Transport>, std::string> make_transport(
+    KeyValueStore& store, int rank, int world_size, const CommunicatorOptions& options,
+    const MakeMessenger& make_messenger, const KnownRanks& known,
+    std::chrono::milliseconds timeout) {
+  const bool is_messages_only = options.transport == "messages";
+  shm::Rendezvous rendezvous(store,
+                             {.rank = rank,
+                              .world_size = world_size,
+                              .options = options.to_text(),
+                              .host_id = options.host_id,
+                              .global_ranks = known.global_ranks,
+                              .known = known.processes,
+                              .shares_memory = !is_messages_only,
+                              .is_one_host = options.transport == "shm",
+                              .says_waits = options.says_waits},
+                             timeout);
+  try {
+    const PeerTable peer_table = rendezvous.find_ranks();
+    const std::string hosts = peer_table.describe();
+    if (peer_table.num_hosts() == 1 && !is_messages_only)
+      return {std::make_unique<ShmTransport>(rendezvous, peer_table, rank, options),
+              "shm: " + hosts};
+
+    if (!make_messenger)
+      throw std::invalid_argument((is_messages_only ? "the transport is messages" : hosts) +
+                                  ", but no backend for messages is available");
+    const bool is_flat = is_messages_only || peer_table.num_hosts() == world_size;
+    auto transport =
+        make_message_transport(store, rendezvous, peer_table, options, make_messenger, is_flat);
+    return {std::move(transport),
+            (is_flat ? "messages over " : "shm inside a host, messages over ") +
+                options.message_backend +
+                (is_messages_only ? ", as requested; "
+                 : is_flat        ? ", because no two ranks share a host; "
+                                  : " between them; ") +
+                hosts};
+  } catch (const std::invalid_argument&) {
+    throw;  // on all ranks
+  } catch (const std::exception& error) {
+    rendezvous.report_failure(error);
+    throw;
+  }
+}
+
+// In a group of one every output is its input, or that updated.
+void run_alone(const Collective& call) {
+  if (call.op == OpKind::kReduceUpdateGather) {
+    const void* grad = call.inputs[0];
+    OwnerUpdate(call, 0, 1).run(&grad, 1, {0, call.num_elems}, nullptr);
+    return;
+  }
+  if (call.op == OpKind::kBarrier) return;
+  const std::size_t num_bytes = call.input_shard(0) * element_bytes(call.dtype);
+  if (num_bytes == 0 || call.inputs[0] == call.outputs[0]) return;
+  std::memcpy(call.outputs[0], call.inputs[0], num_bytes);
+}
+
+trace::Event event_of(const Collective& call, const CallHeader& header, std::uint32_t group) {
+  return {.seq = header.seq,
+          .num_bytes = call.num_bytes(),
+          .group = group,
+          .root = header.root,
+          .kind = trace::Kind::kCollective,
+          .name = trace::name_number(name_of(header.op)),
+          .dtype = trace::name_number(name_of(header.dtype)),
+          .reduction = is_reduction(header.op) ? trace::name_number(name_of(header.reduction))
+                                               : std::uint8_t{0},
+          .algorithm = trace::name_number(name_of(header.algorithm))};
+}
+
+}  // namespace
+
+Communicator::Communicator(KeyValueStore& store, int rank, int world_size,
+                           const CommunicatorOptions& options, std::chrono::milliseconds timeout,
+                           const MakeMessenger& make_messenger, const KnownRanks& known)
+    : rank_(rank), world_size_(world_size), options_(options) {
+  if (!options.transport.empty() && options.transport != "shm" && options.transport != "messages")
+    throw std::invalid_argument("transport must be shm or messages, got '" + options.transport +
+                                "'");
+  if (world_size > 1) {
+    flight::start();  // before a peer asks for it
+    std::tie(transport_, transport_description_) =
+        make_transport(store, rank, world_size, options, make_messenger, known, timeout);
+    if (!transport_->shares_memory()) queue_.leave_to_thread();
+  }
+  failure_ = std::make_unique<Failure>(transport_ != nullptr ? &transport_->membership() : nullptr,
+                                       rank, world_size);
+  if (transport_ != nullptr) send_recv_ = transport_->make_send_recv(*failure_, stats_);
+}
+
+Communicator::~Communicator() { trace::leave_group(trace_group_); }
+
+void Communicator::record_as(const std::string& name, const std::vector<std::uint64_t>& ranks) {
+  if (trace::is_on()) trace_group_ = trace::add_group(name, rank_, ranks, transport_description_);
+  if (transport_ == nullptr) return;
+  Membership& members = transport_->membership();
+  log_ =
+      flight::Log::make(name, rank_, ranks, transport_description_, members, options_.says_waits);
+  send_recv_->record_as(trace_group_, log_.get());
+  if (log_ == nullptr) return;
+  failure_->record_in(log_.get());
+  members.on_peer_event(
+      [log = log_.get()](const PeerEvent& event, CallStep step) { log->record(event, step); });
+}
+
+void Communicator::close(const std::function<bool()>& is_interrupted) {
+  queue_.drain([&] { abort_if(is_interrupted); });
+  if (send_recv_ != nullptr) send_recv_->close(is_interrupted);
+}
+
+void Communicator::run(const Collective& call, const WaitLimits& limits, const Sequence& sequence) {
+  if (!sequence) validate(call);
+  failure_->rethrow_if_any();
+  num_issued_.fetch_add(1, std::memory_order_relaxed);
+  std::exception_ptr error;
+  const auto task = [&] {
+    error = error_of([&] { sequence ? execute_steps(sequence, limits) : execute(call, limits); });
+  };
+  const auto poll = [&] { abort_if(limits.is_interrupted); };
+  try {
+    queue_.run(std::ref(task), std::ref(poll));  // by reference: a copy would allocate
+  } catch (const std::system_error& no_thread) {
+    end_without(no_thread, call);
+  } catch (...) {  // it is not in the queue, and so was not called
+    num_issued_.fetch_sub(1, std::memory_order_relaxed);
+    throw;
+  }
+  if (error != nullptr) std::rethrow_exception(error);
+}
+
+OrderedQueue::Ticket Communicator::submit(const Collective& call, const WaitLimits& limits,
+                                          Done done, Sequence sequence) {
+  if (!sequence) validate(call);
+  failure_->rethrow_if_any();
+  num_issued_.fetch_add(1, std::memory_order_relaxed);
+  try {
+    return queue_.submit([this, call, limits, done = std::move(done),
+                          sequence = std::move(sequence)] {
+      done(error_of([&] { sequence ? execute_steps(sequence, limits) : execute(call, limits); }));
+    });
+  } catch (const std::system_error& no_thread) {
+    end_without(no_thread, call);
+  }
+}
+
+// The other ranks have continued, so the group ends: this rank's process may live on.
+void Communicator::end_without(const std::system_error& no_thread, const Collective& call) {
+  failure_->abort(std::string(name_of(call.op)) + ": " + no_thread.what());
+  throw no_thread;
+}
+
+void Communicator::validate(const Collective& call) const {
+  const bool has_root = call.op == OpKind::kBroadcast || call.op == OpKind::kReduce ||
+                        call.op == OpKind::kGather || call.op == OpKind::kScatter;
+  if (has_root && (call.root < 0 || call.root >= world_size_))
+    throw std::invalid_argument("root must be a rank of the group, 0 to " +
+                                std::to_string(world_size_ - 1) + ", got " +
+                                std::to_string(call.root));
+  // A rank's shard for itself is an argument error of that rank, not a mismatch between ranks.
+  const std::size_t given = call.input_shard(rank_);
+  const std::size_t taken = call.output_shard(rank_);
+  if (given != taken)
+    throw std::invalid_argument(std::string(name_of(call.op)) + ": rank " + std::to_string(rank_) +
+                                " has " + std::to_string(given * element_bytes(call.dtype)) +
+                                " bytes for itself, and room for " +
+                                std::to_string(taken * element_bytes(call.dtype)));
+  check_overlap(call, rank_, world_size_);
+  if (is_reduction(call.op)) reduce_op_of(call);
+  if (call.op == OpKind::kReduceUpdateGather)
+    make_update_op(call.update != nullptr ? call.update->spec : UpdateSpec{}, call.dtype);
+}
+
+Algorithm Communicator::algorithm_of(const Collective& call) const {
+  CallHeader header{.algorithm = Algorithm::kDirect};
+  if (transport_ != nullptr) transport_->plan(call, header);
+  return header.algorithm;
+}
+
+CallHeader Communicator::issue(const Collective& call) {
+  validate(call);
+  failure_->rethrow_if_any();
+  return header_of(call, num_issued_.fetch_add(1, std::memory_order_relaxed), world_size_);
+}
+
+CallHeader Communicator::planned(const Collective& call) {
+  CallHeader header = header_of(call, num_run_++, world_size_);
+  if (transport_ != nullptr) transport_->plan(call, header);
+  return header;
+}
+
+void Communicator::execute(const Collective& call, const WaitLimits& limits) {
+  failure_->rethrow_if_any();
+  const CallHeader header = planned(call);
+  trace::Span span([&] { return event_of(call, header, trace_group_); });
+  if (transport_ == nullptr) {
+    run_alone(call);
+    stats_.count(header.op, {});
+    return;
+  }
+  const flight::Run run(log_.get(), flight::event_of(call, header));
+  const auto activity = [&] {
+    return Activity{.op = name_of(header.op),
+                    .seq = static_cast<std::int64_t>(header.seq),
+                    .description = describe(header),
+                    .timeout = limits.timeout,
+                    .num_calls = static_cast<std::int64_t>(header.seq) + 1};
+  };
+  const auto run_part = [&](const Collective& part) {
+    const CallHeader header_of_part = planned(part);
+    const trace::Span span_of_part([&] { return event_of(part, header_of_part, trace_group_); });
+    return transport_->run(part, header_of_part, limits);
+  };
+  try {
+    const bool is_in_parts = call.op == OpKind::kReduceUpdateGather && !transport_->shares_memory();
+    const Traffic traffic = is_in_parts ? update_in_parts(call, rank_, world_size_, run_part)
+                                        : transport_->run(call, header, limits);
+    span.set_algorithm(name_of(traffic.algorithm));
+    if (call.is_counted) stats_.count(header.op, traffic);
+  } catch (const Stopped& stopped) {
+    failure_->raise_stopped(stopped.stop, stopped.peer, activity(), stopped.detail);
+  } catch (const Mismatched& mismatched) {
+    failure_->raise_mismatch(
+        mismatched.peer,
+        !mismatched.difference.empty()
+            ? mismatched.difference
+            : describe_difference(mismatched.peer, mismatched.theirs, name_of(header.op)),
+        activity());
+  } catch (const std::exception& error) {
+    // Probably out of memory. The other ranks have continued, so the group ends.
+    failure_->abort(activity().description + ": " + error.what(),
+                    AbortReason::of(error, rank_).culprit);
+    throw;
+  }
+}
+
+void Communicator::execute_steps(const Sequence& sequence, const WaitLimits& limits) {
+  Steps steps{*this, limits};
+  try {
+    sequence(steps);
+  } catch (const Error&) {  // from a step, which has ended the group
+    throw;
+  } catch (const std::exception& error) {
+    // The other ranks have continued, so the group ends.
+    failure_->abort(error.what());
+    throw;
+  }
+}
+
+void Communicator::Steps::run(const Collective& call) {
+  communicator.validate(call);
+  communicator.execute(call, limits);
+}
+
+void Communicator::Steps::raise_mismatch(const char* op, int peer, const std::string& difference,
+                                         std::string description) {
+  const auto seq = static_cast<std::int64_t>(communicator.num_run_) - 1;
+  if (description.empty()) description = std::string(op) + " #" + std::to_string(seq);
+  communicator.failure_->raise_mismatch(
+      peer, difference, {.op = op, .seq = seq, .description = std::move(description)});
+}
+
+}  // namespace ringcomm

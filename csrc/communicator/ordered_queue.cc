@@ -1,0 +1,161 @@
+#include "communicator/ordered_queue.h"
+
+#include <algorithm>
+#include <optional>
+#include <utility>
+
+#include "collectives/trace.h"
+#include "core/errors.h"
+
+namespace ringcomm {
+namespace {
+
+thread_local const OrderedQueue* polled = nullptr;  // the queue whose wait calls its poll
+
+}  // namespace
+
+OrderedQueue::~OrderedQueue() {
+  drain({});
+  {
+    const std::lock_guard lock(mutex_);
+    is_stopping_ = true;
+  }
+  has_work_.notify_all();
+  if (progress_thread_.joinable()) progress_thread_.join();
+}
+
+// Runs tasks until `is_over`, or sleeps while another thread does and if there is a deadline.
+template <class IsOver>
+void OrderedQueue::run_or_sleep(std::unique_lock<std::mutex>& lock, const IsOver& is_over,
+                                const Poll& poll, Clock::time_point deadline) {
+  const bool may_run = deadline == Clock::time_point::max() && !is_left_to_thread_;
+  std::optional<trace::Span> traced;
+  ++num_waiting_;
+  state_.fetch_or(kShared);
+  while (!is_over() && Clock::now() < deadline) {
+    if (may_run && !is_running() && !entries_.empty()) {
+      traced.reset();
+      run_front(lock);
+      continue;
+    }
+    if (!traced)
+      traced.emplace([] {
+        return trace::Event{.kind = trace::Kind::kWait, .name = trace::name_number("queue")};
+      });
+    const auto until = std::min(deadline, Clock::now() + kLookInterval);
+    if (has_news_.wait_until(lock, until) == std::cv_status::timeout && poll) {
+      lock.unlock();
+      const OrderedQueue* const outer = std::exchange(polled, this);
+      poll();
+      polled = outer;
+      lock.lock();
+    }
+  }
+  --num_waiting_;
+  end_sharing();
+}
+
+bool OrderedQueue::is_inside() const { return polled == this || is_in_task(); }
+
+void OrderedQueue::check_not_in_task() const {
+  if (is_in_task())
+    throw Error({.kind = ErrorKind::kSystem},
+                "ringcomm: a collective was called inside another one of its group, perhaps from "
+                "a signal handler; this would deadlock");
+}
+
+// With the mutex.
+void OrderedQueue::end_sharing() {
+  if (entries_.empty() && num_waiting_ == 0) state_.fetch_and(~kShared);
+}
+
+// With the mutex. Wakes other threads only if there is work for them, because a wake-up costs more
+// than a small collective.
+void OrderedQueue::end_task() {
+  state_.fetch_and(~kRunning);
+  if (num_waiting_ > 0) has_news_.notify_all();
+  if (!entries_.empty()) has_work_.notify_one();
+}
+
+// Runs the task if no other thread uses the queue.
+bool OrderedQueue::run_alone(const Task& task) {
+  std::uint32_t state = 0;
+  if (!state_.compare_exchange_strong(state, kRunning, std::memory_order_acquire)) return false;
+  running_thread_.store(std::this_thread::get_id(), std::memory_order_relaxed);
+  task();
+  running_thread_.store({}, std::memory_order_relaxed);
+  state = kRunning;
+  if (!state_.compare_exchange_strong(state, 0, std::memory_order_release)) {
+    const std::lock_guard lock(mutex_);
+    end_task();
+  }
+  return true;
+}
+
+// Called and left with the lock held; the task runs without it.
+void OrderedQueue::run_front(std::unique_lock<std::mutex>& lock) {
+  const Ticket entry = std::move(entries_.front());
+  entries_.pop_front();
+  state_.fetch_or(kRunning);  // kShared is set: there was an entry
+  running_thread_.store(std::this_thread::get_id(), std::memory_order_relaxed);
+  lock.unlock();
+  entry->task();
+  entry->task = nullptr;  // frees what it holds (tensors)
+  running_thread_.store({}, std::memory_order_relaxed);
+  lock.lock();
+  entry->is_done = true;
+  end_task();
+  end_sharing();
+}
+
+void OrderedQueue::run(const Task& task, const Poll& poll) {
+  if (is_left_to_thread_) {
+    check_not_in_task();  // before a reference to this caller's stack is in the queue
+    wait(submit(task), poll);
+    return;
+  }
+  if (run_alone(task)) return;
+  std::unique_lock lock(mutex_);
+  check_not_in_task();
+  const auto ticket = std::make_shared<Entry>(Entry{.task = task});
+  entries_.push_back(ticket);
+  state_.fetch_or(kShared);
+  run_or_sleep(lock, [&] { return ticket->is_done; }, poll);
+}
+
+OrderedQueue::Ticket OrderedQueue::submit(Task task) {
+  auto ticket = std::make_shared<Entry>(Entry{.task = std::move(task)});
+  {
+    const std::lock_guard lock(mutex_);
+    if (!progress_thread_.joinable())
+      progress_thread_ = start_background_thread("ringcomm-queue", [this] { progress(); });
+    entries_.push_back(ticket);
+    state_.fetch_or(kShared);
+  }
+  has_work_.notify_one();
+  return ticket;
+}
+
+bool OrderedQueue::wait(const Ticket& ticket, const Poll& poll, Clock::time_point deadline) {
+  std::unique_lock lock(mutex_);
+  if (!ticket->is_done && deadline == Clock::time_point::max()) check_not_in_task();
+  run_or_sleep(lock, [&] { return ticket->is_done; }, poll, deadline);
+  return ticket->is_done;
+}
+
+void OrderedQueue::drain(const Poll& poll) {
+  std::unique_lock lock(mutex_);
+  run_or_sleep(lock, [this] { return !is_running() && entries_.empty(); }, poll);
+}
+
+void OrderedQueue::progress() {
+  std::unique_lock lock(mutex_);
+  while (!is_stopping_) {
+    if (!is_running() && !entries_.empty())
+      run_front(lock);
+    else
+      has_work_.wait(lock);
+  }
+}
+
+}  // namespace ringcomm

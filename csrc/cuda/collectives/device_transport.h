@@ -1,0 +1,64 @@
+#pragma once
+
+#include <cstddef>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "cuda/collectives/lent_memory.h"
+#include "transport/transport.h"
+
+namespace ringcomm::cuda {
+
+/// In the description of a group whose streams share hardware queues: under MPS a process has 2
+/// unless the variable says another number, and a kernel that waits for a peer blocks its queue.
+inline constexpr const char* kFewQueues = "2 hardware queues (set CUDA_DEVICE_MAX_CONNECTIONS=8)";
+
+/// Runs the collectives of a group's tensors on one device, in the order of streams; the host does
+/// not wait. One thread at a time, except plan() and what says so.
+class DeviceTransport {
+ public:
+  /// The error of work that was enqueued; null while it has none.
+  using Outcome = std::function<std::exception_ptr()>;
+
+  virtual ~DeviceTransport() = default;
+
+  /// "cuda_ipc ...", "messages over nccl"
+  virtual const std::string& description() const = 0;
+  /// Sets the algorithm of a header from values that are equal on all ranks.
+  virtual void plan(const Collective& call, CallHeader& header) const = 0;
+
+  /// Throw std::invalid_argument for what cannot be enqueued; the group goes on then.
+  virtual void check_collective(const StreamPlace&) const {}
+  virtual void check_messages(const std::vector<P2pMessage>&) const {}
+  /// Whether messages with `peer` can be enqueued: the same on both ranks, for the group's life.
+  /// Throws Error.
+  virtual bool has_room_for_messages(int) { return true; }
+
+  /// Enqueues one collective, with the device's context and the place's stream current; all ranks
+  /// enqueue in the same order.
+  virtual Traffic enqueue(const Collective& call, const CallHeader& header,
+                          const StreamPlace& place) = 0;
+  /// Sends and receives that must not wait for each other: two ranks may both send first.
+  virtual void exchange(const std::vector<P2pMessage>& messages, const StreamPlace& place) = 0;
+  /// The event after the last of these two calls, if the transport has recorded one.
+  virtual std::shared_ptr<const Event> last_end() const { return nullptr; }
+  /// Of what was enqueued since the last call of this function and can fail by itself.
+  virtual std::vector<Outcome> take_outcomes() { return {}; }
+
+  /// Whether its data has headers, so that kernels detect different calls.
+  virtual bool finds_mismatches() const { return false; }
+
+  /// Memory in which peers access the buffers of collectives. Collective; null if there is none.
+  virtual std::shared_ptr<const Loan> lend(std::size_t) { return nullptr; }
+
+  /// Whether work may end without being complete, because a rank has failed. Work that ended while
+  /// this was false is complete. From any thread.
+  virtual bool may_have_given_up() const noexcept = 0;
+  /// Ends enqueued work for ever. From any thread.
+  virtual void abort() noexcept = 0;
+};
+
+}  // namespace ringcomm::cuda

@@ -1,0 +1,99 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "communicator/communicator.h"
+#include "cuda/collectives/device_group.h"
+#include "cuda/collectives/device_transport.h"
+#include "cuda/collectives/device_watch.h"
+#include "cuda/collectives/kernels.h"
+#include "host/process.h"
+
+namespace ringcomm::cuda {
+
+/// A collective as it is launched.
+struct PlannedCall {
+  LaunchPlan plan;
+  Function kernel = nullptr;
+  KernelCall call;
+};
+
+/// Collectives on GPU tensors, by kernels. If ranks take turns on a device, no kernel may wait for
+/// another rank's, so a call is launched step by step, and all hosts wait for each step.
+///
+/// Calls of a group run in the order in which they are made, also on different streams.
+class IpcTransport final : public DeviceTransport {
+ public:
+  /// Collective over the group. Throws Unavailable, Error. `limits` are those of a wait for another
+  /// host. `report` is called from another thread with the error that ended the group.
+  static std::unique_ptr<IpcTransport> make(Communicator& communicator, DeviceOrdinal device,
+                                            const WaitLimits& limits,
+                                            std::function<void(const std::string&)> report);
+  /// Waits for what was launched.
+  ~IpcTransport() override;
+
+  const std::string& description() const override { return group_->description(); }
+
+  void plan(const Collective& call, CallHeader& header) const override;
+  void check_collective(const StreamPlace& place) const override;
+  void check_messages(const std::vector<P2pMessage>& messages) const override;
+  /// Decided by both ranks together. Throws Error if the peer ends during the decision.
+  bool has_room_for_messages(int peer) override;
+  Traffic enqueue(const Collective& call, const CallHeader& header,
+                  const StreamPlace& place) override;
+  /// Of messages that check_messages() takes, with ranks that there is room for.
+  void exchange(const std::vector<P2pMessage>& messages, const StreamPlace& place) override;
+  std::shared_ptr<const Event> last_end() const override { return last_end_; }
+  bool finds_mismatches() const override { return true; }
+  /// Throws Unavailable, Error, std::invalid_argument.
+  std::shared_ptr<const Loan> lend(std::size_t num_bytes) override;
+
+  void abort() noexcept override { watch_.end_waits(); }
+  bool may_have_given_up() const noexcept override {
+    return __atomic_load_n(&group_->control().abort, __ATOMIC_ACQUIRE) != 0 ||
+           communicator_.members()->is_given_up(/*asks=*/false);
+  }
+
+ private:
+  IpcTransport(Communicator& communicator, DeviceOrdinal device, const WaitLimits& limits,
+               std::function<void(const std::string&)> report);
+
+  /// The part of the parameters that all kernels share.
+  GroupFrame frame() const;
+  /// Valid until the next call of this function. Throws as plan_launch().
+  PlannedCall& plan_call(const Collective& call, const CallHeader& header,
+                         const HeaderWords& words);
+  void follow_peers();
+  void launch_in_turns(PlannedCall& planned, StreamHandle stream);
+  std::uint64_t meet(std::uint64_t value);
+  unsigned places_of_messages(int peer);
+  void look_at_peer(int peer, RunningClock::time_point deadline);
+  void record_capture();
+  /// Throws std::invalid_argument where ranks take turns.
+  void refuse_turns(const char* what) const;
+
+  Communicator& communicator_;
+  WaitLimits limits_;
+  RecordExchange exchange_;
+  std::unique_ptr<DeviceGroup> group_;
+  const Kernels& kernels_;
+  EventPool& events_;
+  RunningKernels& running_;
+  std::map<HeaderWords, PlannedCall> plans_;  // of all_reduces
+  PlannedCall other_plan_;                    // of the last other call
+  LentMemory lent_;
+  DeviceWatch watch_;
+  std::uint64_t num_launches_ = 0;  // of kernels that run at once
+  std::uint64_t num_calls_ = 0;     // of these, and of those that graphs have captured
+  bool has_captured_ = false;
+  std::shared_ptr<const Event> last_end_;
+  StreamOrder collectives_;
+  std::map<int, StreamOrder> messages_;  // with each peer
+};
+
+}  // namespace ringcomm::cuda

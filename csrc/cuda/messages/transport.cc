@@ -1,0 +1,290 @@
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/util/Exception.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <mutex>
+#include <optional>
+#include <ranges>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "bindings/c10d_messages.h"
+#include "bindings/python_errors.h"
+#include "core/arch.h"
+#include "cuda/collectives/launch_plan.h"
+#include "cuda/messages/context.h"
+#include "cuda/messages/operators.h"
+#include "host/process.h"
+#include "transport/messages/shard_table.h"
+
+namespace ringcomm {
+namespace {
+
+// Reports of ranks on other hosts are in the store, which all ranks poll.
+constexpr int kLooksPerQuestion = 4;
+
+class MessageDeviceTransport final : public cuda::DeviceTransport {
+ public:
+  // `backend` as for DeviceMessageContext. Collective over the group.
+  MessageDeviceTransport(c10::intrusive_ptr<c10d::Backend> backend, Communicator& communicator,
+                         const GroupOptions& options, c10::Device device)
+      : communicator_(communicator),
+        options_(options.context),
+        timeout_(std::min(options.timeout, kLongestTimeout)),
+        description_(backend != nullptr ? "messages over " + backend->getBackendName()
+                                        : "none: a group of one"),
+        context_(std::move(backend), communicator.rank(), communicator.world_size(), device) {
+    if (communicator.world_size() == 1) return;
+    watch_.emplace(
+        "ringcomm-messages",
+        WatchThread::Pace{.interval = kLookInterval, .num_looks = timeout_ / kLookInterval + 1},
+        [this] { return look_at_peers(); });
+    watch_->wake();  // what follows waits for all
+    connect();
+  }
+
+  const std::string& description() const override { return description_; }
+
+  void plan(const Collective& call, CallHeader& header) const override {
+    if (call.op == OpKind::kReduceUpdateGather) update_kernels(context_.device());  // or throws
+    plan_device_collective(context_.world_size(), call, options_, header);
+  }
+
+  Traffic enqueue(const Collective& call, const CallHeader& header,
+                  const cuda::StreamPlace& place) override {
+    watch(header, place.capture != 0);
+    return {.sent_bytes = in_order(
+                [&] { run_device_collective(context_, call, header.algorithm, options_); }),
+            .algorithm = header.algorithm};
+  }
+
+  void exchange(const std::vector<cuda::P2pMessage>& messages,
+                const cuda::StreamPlace& place) override {
+    watch(std::nullopt, place.capture != 0);
+    in_order([&] {
+      for (const cuda::P2pMessage& message : messages) {
+        if (message.is_send)
+          context_.send(message.data, message.num_bytes, message.peer, message.tag);
+        else
+          context_.recv(message.data, message.num_bytes, message.peer, message.tag);
+      }
+      context_.wait(context_.post());
+    });
+  }
+
+  std::vector<Outcome> take_outcomes() override { return context_.take_outcomes(); }
+
+  // A rank reports that it fails before it aborts: its streams may still send incomplete data.
+  bool may_have_given_up() const noexcept override {
+    Membership* const members = communicator_.members();
+    return context_.is_aborted() || (members != nullptr && members->is_given_up(/*asks=*/false));
+  }
+
+  void abort() noexcept override { context_.abort(); }
+
+ private:
+  // NCCL blocks the host in the first use of a connection: here, where all ranks arrive.
+  void connect() {
+    try {
+      in_order([&] {
+        const auto num_ranks = static_cast<std::size_t>(context_.world_size());
+        std::byte* const bytes = context_.stage(2 * num_ranks);
+        DeviceMessageContext::Parts sent, received;
+        for (std::size_t peer = 0; peer < num_ranks; ++peer) {
+          sent.push_back({bytes + peer, 1});
+          received.push_back({bytes + num_ranks + peer, 1});
+        }
+        context_.wait(context_.all_to_all(sent, received));
+        context_.wait(context_.broadcast(bytes, 1, 0));
+      });
+    } catch (...) {
+      context_.abort();
+      throw;
+    }
+  }
+
+  // Returns the bytes that were sent. After an exception messages are incomplete: the group ends.
+  template <class Body>
+  std::uint64_t in_order(const Body& body) {
+    const at::AutoDispatchBelowADInplaceOrView unseen;  // by autograd, as all of a collective
+    try {
+      body();
+    } catch (...) {
+      context_.abandon();
+      throw;
+    }
+    return context_.finish();
+  }
+
+  // Call it when messages start, of a collective or, without `header`, of a user.
+  void watch(const std::optional<CallHeader>& header, bool is_captured) {
+    if (!watch_) return;
+    {
+      const std::lock_guard lock(mutex_);
+      last_ = header;
+    }
+    if (is_captured) watch_->stay_awake();  // they may start at any time
+    watch_->wake();
+  }
+
+  // The watchdog: ends the group when a rank dies or fails while messages are in flight, because
+  // the backend may wait for it without end. A rank that has left has ended its calls before.
+  bool look_at_peers() {
+    Membership& members = *communicator_.members();
+    std::ignore = members.is_given_up(/*asks=*/++num_looks_ % kLooksPerQuestion == 0);
+    for (int peer = 0; peer < context_.world_size(); ++peer) {
+      if (peer == context_.rank()) continue;
+      const Stop state = members.state_of(peer);
+      if (state != Stop::kPeerDied && state != Stop::kAborted) continue;
+      try {
+        communicator_.failure().raise_stopped(state, peer, activity());
+      } catch (const std::exception&) {
+        // The error is kept for the next call or wait.
+      }
+      context_.abort();
+      return false;
+    }
+    return true;
+  }
+
+  Activity activity() {
+    const std::lock_guard lock(mutex_);
+    if (!last_) return {.op = "send", .description = "sends and receives", .timeout = timeout_};
+    return {.op = name_of(last_->op),
+            .seq = static_cast<std::int64_t>(last_->seq),
+            .description = describe(*last_),
+            .timeout = timeout_};
+  }
+
+  Communicator& communicator_;
+  CommunicatorOptions options_;
+  std::chrono::milliseconds timeout_;
+  std::string description_;
+  DeviceMessageContext context_;
+  int num_looks_ = 0;  // the watchdog's
+  std::mutex mutex_;
+  std::optional<CallHeader> last_;    // guarded by mutex_
+  std::optional<WatchThread> watch_;  // not of a group of one; last: it uses all of the above
+};
+
+// Ends the group on all ranks if a rank cannot arrive.
+LookForRanks look_for(Communicator& communicator, const GroupOptions& options, c10::Device device) {
+  const auto deadline = deadline_after(std::min(options.timeout, kLongestTimeout));
+  return [&communicator, &options, device, deadline](const std::vector<int>& missing) {
+    const Activity activity{.op = "init",
+                            .description = "connecting tensors on " + device.str(),
+                            .timeout = options.timeout};
+    for (int rank = 0; rank < communicator.world_size(); ++rank)
+      if (communicator.members()->has_died(rank))
+        communicator.failure().raise_stopped(Stop::kPeerDied, rank, activity);
+    if (is_interrupted())
+      communicator.failure().raise_stopped(Stop::kInterrupted, missing.front(), activity);
+    if (RunningClock::now() >= deadline)
+      communicator.failure().raise_stopped(Stop::kTimeout, missing.front(), activity);
+  };
+}
+
+c10::intrusive_ptr<c10d::Backend> make_backend(const c10::intrusive_ptr<c10d::Store>& store,
+                                               Communicator& communicator,
+                                               const GroupOptions& options, c10::Device device) {
+  namespace py = pybind11;
+  const py::gil_scoped_acquire acquired;
+  std::string name;
+  try {
+    name = py::module_::import("ringcomm.message_backend")
+               .attr("for_device")(options.context.message_backend,
+                                   c10::DeviceTypeName(device.type(), /*lower_case=*/true))
+               .cast<std::string>();
+  } catch (const py::error_already_set& error) {
+    TORCH_CHECK_VALUE(!error.matches(PyExc_ValueError), py::str(error.value()).cast<std::string>());
+    throw;
+  }
+  return make_message_backend(name, store, communicator.members()->key(), communicator.rank(),
+                              communicator.world_size(), options,
+                              look_for(communicator, options, device), "tensors on " + device.str())
+      .first;
+}
+
+// ---- headers
+
+// What a rank tells all others: the header of its call, then the elements that it has for each
+// rank, then those that it expects from each.
+using Record = std::vector<std::uint64_t>;
+constexpr std::size_t kHeader = cuda::kHeaderWords;
+
+Record record_of(const Collective& call, CallHeader header, int rank, int world_size) {
+  if (has_private_sizes(header.op) || header.is_uneven) {
+    header.num_elems = 0;
+    header.is_uneven = false;
+  }
+  const cuda::HeaderWords words = cuda::to_words(header);
+  Record record(words.begin(), words.end());
+  const auto add = [&](const std::optional<CallPart>& part) {
+    record.push_back(part ? part->num_elems : 0);
+  };
+  for (int to = 0; to < world_size; ++to) add(part_given(call, rank, to));
+  for (int from = 0; from < world_size; ++from) add(part_taken(call, rank, from));
+  return record;
+}
+
+void compare(Communicator::Steps& steps, const CallHeader& header, std::size_t rank,
+             std::size_t num_ranks, const Record& mine) {
+  const auto raise = [&](std::size_t peer, const std::string& difference) {
+    steps.raise_mismatch(name_of(header.op), static_cast<int>(peer), difference, describe(header));
+  };
+  std::vector<Record> all(num_ranks, Record(mine.size()));
+  const void* input = mine.data();
+  std::vector<void*> outputs;
+  for (Record& record : all) outputs.push_back(record.data());
+  steps.run({.op = OpKind::kAllGather,
+             .num_elems = mine.size() * sizeof mine[0],
+             .inputs = &input,
+             .outputs = outputs.data(),
+             .is_counted = false});
+  for (std::size_t peer = 0; peer < num_ranks; ++peer) {
+    cuda::HeaderWords words;
+    std::copy_n(all[peer].begin(), kHeader, words.begin());
+    if (std::ranges::equal(words, mine | std::views::take(kHeader))) continue;
+    CallHeader theirs = cuda::from_words(words.data());
+    theirs.seq = header.seq;
+    raise(peer, describe_difference(static_cast<int>(peer), theirs, name_of(header.op)));
+  }
+  const std::size_t elem_bytes = element_bytes(header.dtype);
+  for (std::size_t from = 0; from < num_ranks; ++from)
+    for (std::size_t to = 0; to < num_ranks; ++to) {
+      const std::uint64_t given = all[from][kHeader + to];
+      const std::uint64_t expected = all[to][kHeader + num_ranks + from];
+      if (given != expected)
+        raise(from == rank ? to : from,
+              size_difference(static_cast<int>(from), given * elem_bytes, static_cast<int>(to),
+                              expected * elem_bytes));
+    }
+}
+
+}  // namespace
+
+std::unique_ptr<cuda::DeviceTransport> make_message_device_transport(
+    const c10::intrusive_ptr<c10d::Store>& store, Communicator& communicator,
+    const GroupOptions& options, c10::Device device) {
+  return std::make_unique<MessageDeviceTransport>(
+      communicator.world_size() > 1 ? make_backend(store, communicator, options, device) : nullptr,
+      communicator, options, device);
+}
+
+void check_header(Communicator& communicator, const Collective& call, const CallHeader& header,
+                  std::chrono::milliseconds timeout, std::function<void(bool)> done) {
+  const int rank = communicator.rank(), world_size = communicator.world_size();
+  communicator.submit(
+      call, {.timeout = timeout, .is_interrupted = {}},
+      [done = std::move(done)](const std::exception_ptr& error) { done(error != nullptr); },
+      [=, mine = record_of(call, header, rank, world_size)](Communicator::Steps& steps) {
+        compare(steps, header, static_cast<std::size_t>(rank), static_cast<std::size_t>(world_size),
+                mine);
+      });
+}
+
+}  // namespace ringcomm

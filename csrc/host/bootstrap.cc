@@ -1,0 +1,458 @@
+#include "host/bootstrap.h"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <pthread.h>
+#include <sys/eventfd.h>
+#include <sys/syscall.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <exception>
+#include <optional>
+#include <sstream>
+#include <system_error>
+#include <thread>
+#include <utility>
+
+#include "core/annotations.h"
+#include "core/errors.h"
+#include "host/process.h"
+
+namespace ringcomm::shm {
+namespace {
+
+// The request of a connecting process: a key, or this one, which keeps the connection open.
+constexpr const char* kWatchRequest = "watch";
+// What a process answers: that it is there, what comes with a descriptor, and that there is none.
+constexpr const char* kWatchedMessage = "\x03";
+constexpr const char* kSharedMessage = "\x05";
+constexpr const char* kMemoryMessage = "\x06";
+constexpr const char* kNothingMessage = "\x07";
+// What a process sends before it exits. Last words are printable, so they are never this.
+constexpr const char* kExitMessage = "\x04";
+// Why a process accepts no connections follows; nothing where it does again.
+constexpr const char* kRefusalMessage = "\x08";
+// The reason follows, in a message without a secret.
+constexpr const char* kRefusal = "refused ";
+constexpr std::size_t kMaxLastWords = 256;
+
+constexpr std::chrono::milliseconds kNow{0};
+constexpr int kLookMs = 2000;
+constexpr std::chrono::milliseconds kRetryPause{10};
+// What fails so often in a row does not pass by itself.
+constexpr int kMaxAcceptRetries = 20;
+// A peer that sends without end must not block the bootstrap's other work.
+constexpr int kMaxTextsAtOnce = 16;
+// Nor one that connects without end.
+constexpr int kMaxAcceptsAtOnce = 64;
+// Connections that have not shown the secret: how many may stay, and how long.
+constexpr std::ptrdiff_t kMaxUnproven = 32;
+constexpr std::chrono::seconds kMaxSilence{5};
+// A connection that was closed unread is made again so often.
+constexpr int kMaxRequests = 5;
+
+std::mutex current_mutex;
+Bootstrap* current = nullptr;  // again in a forked child, which has no such thread
+
+// None on kernels before 5.3, and of a hidden process: there the socket has to do.
+UniqueFd open_pidfd(pid_t pid) {
+  return pid > 0 ? UniqueFd(static_cast<int>(::syscall(SYS_pidfd_open, pid, 0))) : UniqueFd();
+}
+
+// Whether the action threw no error: the bootstrap's thread has no caller to throw to.
+template <class Action>
+bool succeeds(const Action& action) noexcept {
+  try {
+    action();
+    return true;
+  } catch (const std::exception&) {
+    return false;
+  }
+}
+
+// An address, as Bootstrap::address() has it.
+struct Address {
+  explicit Address(const std::string& text) {
+    std::istringstream(text) >> name >> request_secret >> answer_secret;
+  }
+  std::string name, request_secret, answer_secret;
+};
+
+// What follows the secret in a message; nothing if it begins with another. The time that this takes
+// does not tell how much of a guess is right.
+std::optional<std::string> after_secret(const std::string& secret, const std::string& message) {
+  if (message.size() <= secret.size()) return std::nullopt;
+  unsigned difference = secret.empty() ? 1U : 0U;
+  for (std::size_t i = 0; i < secret.size(); ++i)
+    difference |= static_cast<unsigned char>(secret[i]) ^ static_cast<unsigned char>(message[i]);
+  if (difference != 0) return std::nullopt;
+  return message.substr(secret.size() + 1);
+}
+
+// Why the other end closes the connection; nothing if it does not say so.
+std::optional<std::string> refusal_in(const std::string& message) {
+  if (!message.starts_with(kRefusal)) return std::nullopt;
+  return message.substr(std::strlen(kRefusal));
+}
+
+void refuse(int socket, const std::string& why) noexcept {
+  succeeds([&] { try_send(socket, kRefusal + why); });
+}
+
+// A connection to the bootstrap at `address`, over which `text` was sent; none like connect_to().
+UniqueFd request(const Address& address, const std::string& text) {
+  UniqueFd socket = connect_to(address.name);
+  RINGCOMM_STEP("before a request");
+  if (!socket) return socket;
+  const int code = try_send(socket.get(), address.request_secret + " " + text);
+  if (code == 0) return socket;
+  if (code != EPIPE && code != ECONNRESET && code != EAGAIN)
+    throw Error({.kind = ErrorKind::kSystem}, describe_errno("send on a Unix socket", code));
+  errno = EAGAIN;  // closed by the other end, which may have too many
+  return UniqueFd();
+}
+
+UniqueFd accept_at(const UniqueFd& listener) {
+  errno = EBADF;
+  if (!listener.has_its_file()) return UniqueFd();
+  return UniqueFd(::accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+}
+
+// poll() skips one whose descriptor has become another file's.
+pollfd entry_of(const UniqueFd& fd) {
+  return {.fd = fd.has_its_file() ? fd.get() : -1, .events = POLLIN | POLLRDHUP, .revents = 0};
+}
+
+// What has happened at a descriptor, as poll() reports it; nothing at an empty one.
+short events_of(const UniqueFd& fd) {
+  pollfd entry = entry_of(fd);
+  return ::poll(&entry, 1, 0) > 0 ? entry.revents : short{0};
+}
+
+}  // namespace
+
+// Whether the process has ended. Text that it sent before can still be read afterwards.
+bool Bootstrap::Watch::has_ended() {
+  const bool is_lost = socket && !socket.has_its_file();
+  if (is_lost) process->gone = PeerProcess::Gone::kUnwatched;
+  bool is_over = is_lost || events_of(pidfd) != 0 || (events_of(socket) & ~POLLIN) != 0;
+  const bool is_read = succeeds([&] {
+    for (int i = 0; socket.has_its_file() && i < kMaxTextsAtOnce; ++i) {
+      const auto message = recv_message(socket.get(), kNow);
+      if (!message) break;
+      if (message->text.empty()) {  // where poll() is refused, this alone tells
+        is_over = true;
+        break;
+      }
+      const auto text = after_secret(secret, message->text);
+      if (!text) {
+        const auto why = refusal_in(message->text);
+        // One that refuses has not ended: its pidfd goes on to tell. Another has taken its name.
+        is_over = !why || !pidfd || events_of(pidfd) != 0;
+        process->keep_last_words(is_over ? why.value_or("") : "");
+        process->keep_refusal(why.value_or(""));
+        return socket.reset();
+      }
+      process->is_confirmed = true;
+      if (*text == kSharedMessage)
+        process->keep_flight(message->fd.get());
+      else if (*text == kExitMessage)
+        process->has_exited = true;
+      else if (text->starts_with(kRefusalMessage))
+        process->keep_refusal(text->substr(1));
+      else if (*text != kWatchedMessage)
+        process->keep_last_words(*text);
+    }
+  });
+  if (!is_read) std::this_thread::sleep_for(kRetryPause);  // poll() would return at once
+  if (is_over) process->end(pidfd.get());
+  return is_over;
+}
+
+Bootstrap& Bootstrap::instance() {
+  const std::lock_guard lock(current_mutex);
+  // Both locks are held across a fork, so that the child finds consistent tables.
+  [[maybe_unused]] static const int registered = ::pthread_atfork(
+      [] {
+        current_mutex.lock();
+        if (current != nullptr) current->mutex_.lock();
+      },
+      [] {
+        if (current != nullptr) current->mutex_.unlock();
+        current_mutex.unlock();
+      },
+      [] {
+        if (Bootstrap* parents = std::exchange(current, nullptr)) parents->close_all_in_child();
+        current_mutex.unlock();
+      });
+  if (current == nullptr) current = new Bootstrap();
+  return *current;
+}
+
+Bootstrap::Bootstrap() : listener_(listen_at(name_)) {
+  open_reserve();
+  wake_event_.reset(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  if (!wake_event_) throw_errno("eventfd");
+  // Two threads may accept (say_last_words()), and one of them then finds no connection.
+  if (::fcntl(listener_.get(), F_SETFL, O_NONBLOCK) != 0) throw_errno("fcntl(O_NONBLOCK)");
+  try_out();
+  try {
+    start_background_thread("ringcomm-boot", [this] { run(); }).detach();
+  } catch (const std::system_error& error) {
+    throw Error({.kind = ErrorKind::kSystem}, error.what());
+  }
+}
+
+// Whether the system lets this process do what its thread, which has nobody to tell, has to.
+void Bootstrap::try_out() {
+  const UniqueFd one = connect_to(name_);
+  if (!one) throw_errno("connect to the abstract Unix socket " + name_);
+  UniqueFd other;
+  for (int i = 0; !other && i < kMaxRequests; ++i) other = accept_at(listener_);
+  if (!other) throw_errno("accept4");
+  send_message(one.get(), kWatchedMessage);
+  recv_message(other.get(), kNow);
+}
+
+// In a forked child the allocator may be locked: this frees nothing, and leaves the mutex locked.
+void Bootstrap::close_all_in_child() {
+  listener_.reset();
+  wake_event_.reset();
+  reserve_.reset();
+  for (auto& [key, fd] : offers_) fd.reset();
+  for (auto& [address, watch] : watches_) {
+    watch.socket.reset();
+    watch.pidfd.reset();
+  }
+  for (Connection& connection : connections_) connection.socket.reset();
+}
+
+void Bootstrap::offer(const std::string& key, UniqueFd fd) {
+  const std::lock_guard lock(mutex_);
+  offers_[key] = std::move(fd);
+}
+
+void Bootstrap::withdraw(const std::string& key) {
+  const std::lock_guard lock(mutex_);
+  offers_.erase(key);
+}
+
+UniqueFd Bootstrap::fetch(const std::string& address, const std::string& key,
+                          std::chrono::milliseconds timeout, const std::function<void()>& look) {
+  const Address at(address);
+  const auto deadline = deadline_after(timeout);
+  for (int num_closed = 0; num_closed < kMaxRequests;) {
+    const UniqueFd socket = request(at, key);
+    if (!socket && errno != EAGAIN) return UniqueFd();
+    while (!socket || !is_readable(socket.get(), std::min(timeout, kLookInterval))) {
+      if (look) look();
+      check_accepts(address);
+      if (RunningClock::now() >= deadline) return UniqueFd();
+      if (!socket) break;
+    }
+    if (!socket) continue;
+    RINGCOMM_STEP("before memory is received");
+    auto message = recv_message(socket.get(), kNow);
+    if (!message || message->text.empty()) {
+      ++num_closed;
+      continue;
+    }
+    if (const auto why = refusal_in(message->text))
+      throw Refused(credentials_of_peer(socket.get()).pid, *why);
+    // No descriptor where it offers none, or where another process has taken its name.
+    const bool is_its = after_secret(at.answer_secret, message->text) == kMemoryMessage;
+    return is_its ? std::move(message->fd) : UniqueFd();
+  }
+  return UniqueFd();
+}
+
+std::shared_ptr<PeerProcess> Bootstrap::watch(const std::string& address, pid_t pid,
+                                              const std::string& host,
+                                              const std::string& pid_namespace) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (const auto found = watches_.find(address); found != watches_.end() && found->second.socket)
+      return found->second.process;
+  }
+  const Address at(address);
+  UniqueFd socket = request(at, kWatchRequest);
+  if (!socket) return errno == EAGAIN ? std::make_shared<PeerProcess>(pid, host) : nullptr;
+  const pid_t seen_pid = credentials_of_peer(socket.get()).pid;
+  const bool is_comparable = !pid_namespace.empty() && pid_namespace == ringcomm::pid_namespace();
+  if (is_comparable && seen_pid != pid) return nullptr;  // another process has taken its name
+  const std::lock_guard lock(mutex_);
+  ::eventfd_write(wake_event_.get(), 1);  // the thread watches it, too
+  // If another thread was faster, its watch is kept.
+  auto [found, is_new] = watches_.try_emplace(address);
+  Watch& watch = found->second;
+  if (is_new) {
+    watch.process = std::make_shared<PeerProcess>(seen_pid > 0 ? seen_pid : pid, host, address);
+    watch.process->is_pid_hidden = seen_pid == 0;
+    watch.process->is_confirmed = is_comparable;
+    watch.pidfd = open_pidfd(seen_pid);
+    watch.secret = at.answer_secret;
+  }
+  if (!watch.socket) {
+    watch.socket = std::move(socket);
+    watch.process->keep_refusal({});
+  }
+  return watch.process;
+}
+
+void Bootstrap::share_with_watchers(int fd, std::function<void()> look) {
+  const std::lock_guard lock(mutex_);
+  shared_fd_ = fd;
+  look_ = std::move(look);
+  ::eventfd_write(wake_event_.get(), 1);
+}
+
+void Bootstrap::say_last_words(const std::string& text) noexcept {
+  const std::lock_guard current_lock(current_mutex);
+  if (current == nullptr) return;
+  current->accept_all();  // its thread may not have
+  current->serve_all();
+  const std::lock_guard lock(current->mutex_);
+  current->notify_watchers(text.substr(0, kMaxLastWords));
+}
+
+void Bootstrap::notify_watchers(const std::string& text) noexcept {
+  for (const Connection& connection : connections_)
+    if (connection.is_proven) succeeds([&] { answer(connection.socket.get(), text); });
+}
+
+void Bootstrap::say_exit() noexcept { say_last_words(kExitMessage); }
+
+void Bootstrap::run() {
+  for (;;) {
+    std::vector<pollfd> entries{entry_of(listener_), entry_of(wake_event_)};
+    std::function<void()> look;
+    bool has_unproven = false;
+    {
+      const std::lock_guard lock(mutex_);
+      look = look_;
+      for (const auto& [address, watch] : watches_)
+        entries.insert(entries.end(), {entry_of(watch.pidfd), entry_of(watch.socket)});
+      for (const Connection& connection : connections_) {
+        entries.push_back(entry_of(connection.socket));
+        has_unproven |= !connection.is_proven;
+      }
+    }
+    // It refuses more entries than a lowered RLIMIT_NOFILE. Each is looked at by itself below.
+    if (::poll(entries.data(), entries.size(), look || has_unproven ? kLookMs : -1) < 0 &&
+        errno != EINTR)
+      std::this_thread::sleep_for(kLookInterval);
+    if (look) succeeds(look);
+    eventfd_t count = 0;
+    if (wake_event_.has_its_file()) ::eventfd_read(wake_event_.get(), &count);
+    accept_all();
+    serve_all();
+    const std::lock_guard lock(mutex_);
+    for (auto next = watches_.begin(); next != watches_.end();)
+      next = next->second.has_ended() ? watches_.erase(next) : std::next(next);
+  }
+}
+
+void Bootstrap::accept_all() noexcept {
+  for (int i = 0; i < kMaxAcceptsAtOnce; ++i) {
+    UniqueFd socket = accept_at(listener_);
+    int code = socket ? 0 : errno;
+    if (code == EAGAIN) return;
+    if (code == EINTR) continue;
+    succeeds([&] {
+      const std::lock_guard lock(mutex_);
+      if ((code == EMFILE || code == ENFILE) && accept_to_refuse()) code = 0;
+      num_refused_ = code == 0 ? 0 : num_refused_ + 1;
+      if (num_refused_ == 0) set_refusal({});
+      if (num_refused_ == kMaxAcceptRetries || code == EBADF)
+        set_refusal("accepts no connections: " + describe_errno("accept4", code));
+      if (!socket) return;
+      if (const std::string why = why_untrusted(socket.get()); !why.empty())
+        refuse(socket.get(), why);
+      else
+        connections_.push_back({std::move(socket), std::chrono::steady_clock::now()});
+    });
+    if (code == 0) continue;
+    std::this_thread::sleep_for(kRetryPause);  // poll() would return at once
+    return;
+  }
+}
+
+// Where there is no descriptor for it. With the lock held; false if another thread was faster.
+bool Bootstrap::accept_to_refuse() {
+  reserve_.reset();
+  UniqueFd socket = accept_at(listener_);
+  if (socket) refuse(socket.get(), "is out of file descriptors; raise its limit (ulimit -n)");
+  const bool is_refused = static_cast<bool>(socket);
+  socket.reset();
+  open_reserve();
+  return is_refused;
+}
+
+// With the lock held. Who watches this process may wait for its answer at a new connection.
+void Bootstrap::set_refusal(const std::string& why) {
+  if (why == refusal_) return;
+  refusal_ = why;
+  notify_watchers(kRefusalMessage + why);
+}
+
+std::string Bootstrap::refusal() {
+  const std::lock_guard lock(mutex_);
+  return refusal_;
+}
+
+// Throws Refused if the process at `address` says to who watches it that it accepts nobody.
+void Bootstrap::check_accepts(const std::string& address) {
+  const std::lock_guard lock(mutex_);
+  const auto found = watches_.find(address);
+  if (found == watches_.end() || !found->second.socket) return;
+  const PeerProcess& process = *found->second.process;
+  if (const std::string why = process.refusal(); !why.empty()) throw Refused(process.pid, why);
+}
+
+void Bootstrap::open_reserve() { reserve_.reset(::open("/", O_PATH | O_CLOEXEC)); }
+
+void Bootstrap::serve_all() noexcept {
+  const std::lock_guard lock(mutex_);
+  std::erase_if(connections_, [this](Connection& connection) {
+    try {
+      return !serve(connection);
+    } catch (const std::exception& error) {
+      refuse(connection.socket.get(), std::string("failed: ") + error.what());
+      return true;
+    }
+  });
+  auto num_unproven = std::ranges::count(connections_, false, &Connection::is_proven);
+  std::erase_if(connections_, [&](const Connection& connection) {  // the oldest
+    return !connection.is_proven && num_unproven-- > kMaxUnproven;
+  });
+}
+
+// Answers one request if there is one, with the lock held. False if the connection can be closed.
+bool Bootstrap::serve(Connection& connection) {
+  if (!connection.socket.has_its_file()) return false;
+  const int socket = connection.socket.get();
+  const auto message = recv_message(socket, kNow);
+  if (!message)
+    return connection.is_proven ||
+           std::chrono::steady_clock::now() < connection.since + kMaxSilence;
+  const auto asked = after_secret(request_secret_, message->text);
+  if (!asked) return false;
+  connection.is_proven = true;
+  if (*asked == kWatchRequest) {
+    answer(socket, shared_fd_ >= 0 ? kSharedMessage : kWatchedMessage, shared_fd_);
+    return true;
+  }
+  const auto found = offers_.find(*asked);
+  if (found != offers_.end()) RINGCOMM_STEP("before memory is sent");
+  answer(socket, found != offers_.end() ? kMemoryMessage : kNothingMessage,
+         found != offers_.end() ? found->second.get() : -1);
+  return false;
+}
+
+void Bootstrap::answer(int socket, const std::string& text, int fd) const {
+  send_message(socket, answer_secret_ + " " + text, fd);
+}
+
+}  // namespace ringcomm::shm

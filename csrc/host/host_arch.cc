@@ -1,0 +1,142 @@
+#include "host/host_arch.h"
+
+#include <linux/futex.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <climits>
+#include <ctime>
+#include <mutex>
+#include <set>
+
+#include "host/process.h"
+
+namespace ringcomm::shm {
+namespace {
+
+// How late a time-out, a death or an abort may be noticed. Halving it doubles the wake-ups of an
+// idle rank (50 a second now); doubling it brings nothing measurable.
+constexpr long kParkSliceNs = 20'000'000;
+
+// A yield takes 0.2-0.5 us if no other thread runs, and 2-5 us if a waiting rank does.
+constexpr std::chrono::microseconds kIdleYield{1};
+// A waiting rank yields again within microseconds; a thread that runs for this long computes.
+constexpr std::chrono::microseconds kLongYield{500};
+
+// A futex is 32 bits wide and its comparison is for equality: the half of the cursor that changes
+// with every step.
+std::uint32_t* low_half(std::uint64_t& word) {
+  auto* halves = reinterpret_cast<std::uint32_t*>(&word);
+  return __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__ ? halves : halves + 1;
+}
+
+// The numbers of ranks of this process's groups now, and the largest of them.
+struct GroupSizes {
+  std::mutex mutex;
+  std::multiset<int> all;
+  std::atomic<int> largest = 0;
+
+  template <class Change>
+  void change(const Change& change_all) {
+    const std::lock_guard lock(mutex);
+    change_all(all);
+    largest = all.empty() ? 0 : *all.rbegin();
+  }
+};
+constinit PerProcess<GroupSizes> group_sizes;
+
+// Whether each rank of the largest group may have a core of its own.
+bool are_enough(int num_cores) { return num_cores >= group_sizes.get().largest; }
+
+// As many of `num_cores` as the cgroup gives time for.
+int within_quota(int num_cores) {
+  const auto& quota = cgroup_limits().cpu_cores;
+  return quota && quota->value < num_cores ? static_cast<int>(quota->value) : num_cores;
+}
+
+// How many cores this thread may use; 0 where there are too many to tell.
+int count_cores() {
+  cpu_set_t allowed;
+  const bool is_known = ::sched_getaffinity(0, sizeof(allowed), &allowed) == 0;
+  return is_known ? within_quota(CPU_COUNT(&allowed)) : 0;
+}
+
+// Restores the thread's cores. If it was not pinned, it gets all cores, so that a cpuset that grows
+// later applies to it.
+void unpin(const cpu_set_t& allowed) {
+  cpu_set_t all;
+  std::memset(&all, 0xff, sizeof(all));
+  cpu_set_t now;
+  if (::sched_setaffinity(0, sizeof(all), &all) != 0 ||
+      ::sched_getaffinity(0, sizeof(now), &now) != 0 || !CPU_EQUAL(&now, &allowed))
+    ::sched_setaffinity(0, sizeof(allowed), &allowed);
+}
+
+}  // namespace
+
+HostArch::HostArch(StopSource& source, int rank, int num_ranks)
+    : source_(&source), rank_(rank), num_ranks_(num_ranks), num_cores_(count_cores()) {
+  group_sizes.get().change([&](auto& all) { all.insert(num_ranks); });
+}
+
+HostArch::~HostArch() {
+  group_sizes.get().change([&](auto& all) {
+    if (const auto found = all.find(num_ranks_); found != all.end()) all.erase(found);
+  });
+}
+
+// If ranks share cores, a yield that returns at once does not prove that the core is idle: the
+// scheduler may not have found another thread eligible.
+Yielded HostArch::yield() const {
+  const auto begin = std::chrono::steady_clock::now();
+  ::sched_yield();
+  const auto away = std::chrono::steady_clock::now() - begin;
+  if (away > kLongYield) return Yielded::kLong;
+  return away <= kIdleYield && are_enough(num_cores_) ? Yielded::kCoreIdle : Yielded::kShort;
+}
+
+// FUTEX_WAIT and FUTEX_WAKE without the PRIVATE flag, because the word is in memory shared between
+// processes. Results are ignored: the caller checks the word again in every case.
+
+void HostArch::park(std::uint64_t& word, std::uint64_t expected) const {
+  const timespec slice{.tv_sec = 0, .tv_nsec = kParkSliceNs};
+  ::syscall(SYS_futex, low_half(word), FUTEX_WAIT, static_cast<std::uint32_t>(expected), &slice,
+            nullptr, 0);
+}
+
+void HostArch::wake(std::uint64_t& word) const {
+  ::syscall(SYS_futex, low_half(word), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
+
+void HostArch::record_core(std::uint32_t& core) const {
+  // Stored plus one, so that 0 means none.
+  __atomic_store_n(&core, static_cast<std::uint32_t>(::sched_getcpu()) + 1, __ATOMIC_RELAXED);
+}
+
+// Linux may place a woken thread on its waker's core although another core is idle (virtual
+// machines report idle cores as busy), and leave both there for seconds. A round trip then takes 20
+// us instead of 8, and computation takes twice as long. Pinning the thread to another core and
+// unpinning it moves it immediately. Each rank chooses a different core, because several may wake
+// at the same time.
+void HostArch::leave_core(const std::uint32_t& core) const {
+  const int here = ::sched_getcpu();
+  if (here < 0 || static_cast<std::uint32_t>(here) + 1 != __atomic_load_n(&core, __ATOMIC_RELAXED))
+    return;
+  cpu_set_t allowed;
+  if (::sched_getaffinity(0, sizeof(allowed), &allowed) != 0) return;
+  const int num_cores = CPU_COUNT(&allowed);
+  if (num_cores < 2 || !are_enough(within_quota(num_cores))) return;
+  int next = here;
+  for (int num_steps = 1 + rank_ % (num_cores - 1); num_steps > 0; --num_steps) do
+      next = (next + 1) % CPU_SETSIZE;
+    while (!CPU_ISSET(next, &allowed));
+  cpu_set_t only_next;
+  CPU_ZERO(&only_next);
+  CPU_SET(next, &only_next);
+  if (::sched_setaffinity(0, sizeof(only_next), &only_next) == 0) unpin(allowed);
+}
+
+}  // namespace ringcomm::shm

@@ -1,0 +1,433 @@
+#include "host/rendezvous.h"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <deque>
+#include <utility>
+
+#include "host/process.h"
+
+namespace ringcomm::shm {
+namespace {
+
+// How long a record that does not fit may be that of an earlier group.
+constexpr std::chrono::milliseconds kStaleGrace{1000};
+
+std::string rank_key(int rank) { return "ringcomm/rank/" + std::to_string(rank); }
+// Where `rank` says that it reads the record of `peer` and cannot connect to it.
+std::string apart_key(int rank, int peer) {
+  return "ringcomm/apart/" + std::to_string(rank) + "/" + std::to_string(peer);
+}
+
+// How many records of other ranks are read again at a look.
+constexpr int kRecordsAtOnce = 16;
+
+// "rank 1", "ranks 1 and 2", "ranks 1, 2 and 3"; of more than eight "... and 5 more"
+std::string list_of(const char* noun, const std::vector<int>& ranks) {
+  std::string text = std::string(noun) + (ranks.size() == 1 ? " " : "s ");
+  for (std::size_t i = 0; i < ranks.size(); ++i) {
+    if (i == 8) return text + " and " + std::to_string(ranks.size() - i) + " more";
+    if (i > 0) text += i + 1 < ranks.size() ? ", " : " and ";
+    text += std::to_string(ranks[i]);
+  }
+  return text;
+}
+
+// "0-3, 8", in the order of the ranks.
+std::string ranges_of(const std::vector<std::uint64_t>& ranks) {
+  std::string text;
+  for (std::size_t begin = 0, end = 0; begin < ranks.size(); begin = end) {
+    for (end = begin + 1; end < ranks.size() && ranks[end] == ranks[end - 1] + 1;) ++end;
+    if (begin > 0) text += ", ";
+    text += std::to_string(ranks[begin]);
+    if (end > begin + 1) text += "-" + std::to_string(ranks[end - 1]);
+  }
+  return text;
+}
+
+// Fails early: later, a peer would wait for this rank, and torch's FileStore end the process.
+void check_descriptors(std::size_t num_peers) {
+  // Some of this rank; for each peer a pidfd, a socket in each direction and one for memory. Peers
+  // on other hosts need none: no more than 16 are counted.
+  std::vector<UniqueFd> files(7 + 4 * std::min(num_peers, std::size_t{16}));
+  for (UniqueFd& file : files) {
+    file.reset(::open("/", O_PATH | O_CLOEXEC));
+    if (!file) throw_errno("opening " + std::to_string(files.size()) + " files for a group");
+  }
+}
+
+}  // namespace
+
+Rendezvous::Rendezvous(KeyValueStore& store, const GroupTerms& terms,
+                       std::chrono::milliseconds timeout)
+    : store_(store),
+      terms_(terms),
+      timeout_(timeout),
+      deadline_(deadline_after(timeout)),
+      mine_{.host_id = terms.host_id.empty() ? host_id() : terms.host_id,
+            .host = host_name(),
+            .pid = ::getpid(),
+            .options = terms.options,
+            .machine_id = machine_id(),
+            .world_size = terms.world_size,
+            .global_ranks = ranges_of(terms.global_ranks),
+            .pid_namespace = pid_namespace()},
+      peers_(static_cast<std::size_t>(terms.world_size)),
+      processes_(terms.known),
+      says_(terms.says_waits) {
+  processes_.resize(peers_.size());
+  processes_[static_cast<std::size_t>(rank())] =
+      std::make_shared<PeerProcess>(mine_.pid, mine_.host);
+  for (auto& process : processes_)
+    if (process == nullptr) process = std::make_shared<PeerProcess>();
+}
+
+Rendezvous::~Rendezvous() {
+  if (bootstrap_ != nullptr) bootstrap_->withdraw(mine_.memory_key);
+}
+
+// Whether another process of this rank has replaced its record.
+bool Rendezvous::is_replaced() {
+  const auto record = store_.try_get(rank_key(rank()));
+  return record && *record != peer_of(rank()).text;
+}
+
+// Failures of other ranks' earlier attempts have smaller numbers.
+void Rendezvous::count_attempts() {
+  const auto text = store_.try_get(rank_key(rank()));
+  if (!text) return;
+  try {
+    const RankRecord last = RankRecord::from_text(*text);
+    const bool is_same = last.world_size == world_size() && last.global_ranks == mine_.global_ranks;
+    mine_.attempt = is_same ? last.attempt + 1 : 1;
+  } catch (const Error&) {
+    // Of another version.
+  }
+}
+
+AbortReason Rendezvous::report_failure(const std::exception& error) {
+  if (mine_.failure.text.empty()) mine_.failure = AbortReason::of(error, rank());
+  if (has_reported_) return mine_.failure;
+  try {
+    if (bootstrap_ == nullptr)
+      count_attempts();
+    else if (is_replaced())
+      return mine_.failure;
+    store_.set(rank_key(rank()), mine_.to_text());
+    has_reported_ = true;
+  } catch (const std::exception&) {
+    // The store is lost, and the others notice it themselves.
+  }
+  return mine_.failure;
+}
+
+void Rendezvous::wait_for_all(const std::function<bool(int peer)>& has_come, const char* what) {
+  std::deque<int> missing;
+  for (int peer = 0; peer < world_size(); ++peer)
+    if (peer != rank()) missing.push_back(peer);
+  for (Backoff backoff; !missing.empty();) {
+    const int peer = missing.front();
+    missing.pop_front();
+    if (has_come(peer)) {
+      backoff.reset();
+      continue;
+    }
+    missing.push_back(peer);
+    try {
+      look({missing.begin(), missing.end()}, what);
+    } catch (const Error&) {
+      // Those that have come meanwhile may complete the group, also a dead rank before it ended.
+      std::erase_if(missing, has_come);
+      if (!missing.empty()) throw;
+    }
+    backoff.sleep();
+  }
+}
+
+PeerTable Rendezvous::find_ranks() {
+  count_attempts();
+  check_descriptors(peers_.size() - std::max<std::size_t>(terms_.known.size(), 1));
+  bootstrap_ = &Bootstrap::instance();
+  mine_.bootstrap_address = bootstrap_->address();
+  mine_.memory_key = random_text();
+  peer_of(rank()) = {.text = mine_.to_text(), .record = mine_};
+  store_.set(rank_key(rank()), mine_.to_text());
+  wait_for_all([this](int peer) { return meet(peer); });
+  std::vector<RankRecord> records;
+  for (const Peer& peer : peers_) records.push_back(peer.record);
+  return PeerTable(records);
+}
+
+std::string Rendezvous::key_of(int rank) {
+  meet(rank);
+  return peer_of(rank).record.memory_key;
+}
+
+SharedMemory Rendezvous::share_memory(const std::vector<int>& ranks, std::size_t num_bytes) {
+  sharing_ = ranks;
+  memory_key_ = mine_.memory_key;
+  if (rank() != ranks.front()) return fetch_memory(ranks.front(), num_bytes);
+  UniqueFd fd = create_memfd(num_bytes);
+  SharedMemory memory(fd.get(), num_bytes);
+  if (ranks.size() > 1) bootstrap_->offer(mine_.memory_key, std::move(fd));
+  return memory;
+}
+
+SharedMemory Rendezvous::fetch_memory(int leader, std::size_t num_bytes) {
+  const char* const what = "did not hand over the group's memory";
+  const auto look_at_leader = [&] {
+    if (has_died(leader)) throw_died(leader);
+    check_time({leader}, what);
+  };
+  for (Backoff backoff;; backoff.sleep()) {
+    if (!meet(leader)) {  // it had died, and its new record is not confirmed yet
+      check_time({leader}, what);
+      continue;
+    }
+    const RankRecord record = peer_of(leader).record;  // which look_at_leader() may replace
+    UniqueFd fd;
+    try {
+      fd = bootstrap_->fetch(record.bootstrap_address, record.memory_key, timeout_, look_at_leader);
+    } catch (const Refused& refused) {
+      fail(ErrorKind::kSystem, leader, name_of(leader) + " " + refused.why);
+    }
+    if (fd) {
+      SharedMemory memory = SharedMemory::of_peer(fd.get());
+      memory_key_ = record.memory_key;
+      if (memory.num_bytes() == num_bytes) return memory;
+      throw Error({.kind = ErrorKind::kMismatch, .rank = leader, .op = "init"},
+                  "ringcomm: the group's shared memory does not have the size that this rank "
+                  "expects");
+    }
+    // The leader has yet to find all ranks, or its record is of an earlier group.
+    look_at_leader();
+    if (const int dead = dead_rank(); dead >= 0) throw_died(dead);
+  }
+}
+
+void Rendezvous::look(const std::vector<int>& missing, const std::string& what) {
+  if (const int dead = dead_rank(); dead >= 0) throw_died(dead);
+  check_time(missing, what);
+}
+
+// Whether a rank that was found has ended, and no other process has replaced it.
+bool Rendezvous::has_died(int peer) {
+  return process_of(peer).is_dead && meet(peer) && process_of(peer).is_dead;
+}
+
+// A rank that has ended, as another group knows where it has no record yet; -1 if there is none.
+int Rendezvous::dead_rank() {
+  for (int peer = 0; peer < world_size(); ++peer)
+    if (has_met(peer) ? has_died(peer) : process_of(peer).is_dead.load()) return peer;
+  return -1;
+}
+
+// Reads the record of `peer` if it is there. False when it is not, or does not fit yet.
+bool Rendezvous::meet(int peer) {
+  Peer& known = peer_of(peer);
+  const auto found = store_.try_get(rank_key(peer));
+  const std::string text = found.value_or("");
+  if (!known.first_text) known.first_text = text;
+  if (!found) return false;
+  if (text == known.text) return true;
+  if (!known.doubted_since) known.doubted_since = Clock::now();
+  const bool is_believed = Clock::now() >= std::min(deadline_, *known.doubted_since + kStaleGrace);
+  RankRecord theirs;
+  bool is_expected = true;
+  try {
+    theirs = RankRecord::from_text(text);
+    check_same_group(theirs, peer);
+    is_expected =
+        expected_keys_.empty() || expected_keys_.find(theirs.memory_key) != std::string::npos;
+    if (theirs.failure.text.empty() && is_expected) {
+      check_compatible(theirs, peer);
+      auto process = find_process(theirs, peer, is_believed);
+      if (process == nullptr) return false;
+      processes_[static_cast<std::size_t>(peer)] = std::move(process);
+      known.text = text;
+      known.record = std::move(theirs);
+      known.doubted_since.reset();
+      return true;
+    }
+  } catch (const Error&) {
+    if (is_believed) throw;
+    return false;
+  }
+  if (!is_expected && theirs.failure.text.empty())
+    fail(ErrorKind::kAborted, peer, name_of(peer) + " has failed and makes the group again");
+  known.record.failure = theirs.failure;
+  if (!is_current(theirs, text, peer)) return false;
+  if (!has_met(peer))
+    processes_[static_cast<std::size_t>(peer)] =
+        std::make_shared<PeerProcess>(theirs.pid, theirs.host);
+  throw_reported(theirs.failure);
+}
+
+// Whether a failure is of this attempt to make the group. Ranks count their attempts; and what was
+// not there when this rank looked first is not of an earlier one.
+bool Rendezvous::is_current(const RankRecord& theirs, const std::string& text, int peer) const {
+  return theirs.attempt >= mine_.attempt || text != peer_of(peer).first_text;
+}
+
+void Rendezvous::look_for_failures() {
+  if (Clock::now() < next_look_) return;
+  next_look_ = Clock::now() + kLookInterval;
+  for (int i = 0; i < std::min(kRecordsAtOnce, world_size()); ++i) {
+    next_looked_at_ = (next_looked_at_ + 1) % world_size();
+    if (next_looked_at_ != rank() && has_met(next_looked_at_)) meet(next_looked_at_);
+  }
+}
+
+// Once, on the first rank that is there.
+void Rendezvous::say_missing(const std::vector<int>& missing, const std::string& what) {
+  if (!says_ || Clock::now() < says_at_) return;
+  says_ = false;
+  for (int lower = 0; lower < rank(); ++lower)
+    if (!std::binary_search(missing.begin(), missing.end(), lower)) return;
+  say_line(prefix_of(rank(), world_size(), global_rank_of(rank())) + listed(missing) + " " + what +
+           " in " + std::to_string(kSaidAfter.count()) + " s; the group is still being made\n");
+}
+
+int Rendezvous::global_rank_of(int rank) const {
+  const auto idx = static_cast<std::size_t>(rank);
+  return idx < terms_.global_ranks.size() ? static_cast<int>(terms_.global_ranks[idx]) : -1;
+}
+
+std::string Rendezvous::name_of(int rank) const {
+  return name_of_process(rank, global_rank_of(rank), process_of(rank));
+}
+
+// "ranks 1 and 2", or "ranks 1 and 2 of the group (global ranks 4 and 7)"
+std::string Rendezvous::listed(const std::vector<int>& ranks) const {
+  std::vector<int> global_ranks;
+  for (const int rank : ranks) global_ranks.push_back(global_rank_of(rank));
+  const bool is_alike = global_ranks == ranks || terms_.global_ranks.empty();
+  return list_of("rank", ranks) +
+         (is_alike ? "" : " of the group (" + list_of("global rank", global_ranks) + ")");
+}
+
+// Watches the process of a record, if it is on this machine. Null if it had ended before, and its
+// record is not believed.
+std::shared_ptr<PeerProcess> Rendezvous::find_process(const RankRecord& theirs, int peer,
+                                                      bool is_believed) {
+  // Abstract sockets must reach the peer also if the user declares that memory is shared.
+  const bool can_watch = theirs.machine_id == mine_.machine_id ||
+                         (terms_.shares_memory && theirs.host_id == mine_.host_id);
+  if (can_watch)
+    if (auto process = bootstrap_->watch(theirs.bootstrap_address, theirs.pid, theirs.host,
+                                         theirs.pid_namespace))
+      return process->is_confirmed ? process : nullptr;
+  auto process = std::make_shared<PeerProcess>(theirs.pid, theirs.host);
+  if (!can_watch) return process;
+
+  store_.set(apart_key(rank(), peer), theirs.bootstrap_address);
+  // Where the peer has read this rank's address, which is random, and cannot connect to it either,
+  // sockets do not reach it, whatever the machines' names.
+  if (store_.try_get(apart_key(peer, rank())) == mine_.bootstrap_address) {
+    if (theirs.host_id != mine_.host_id) return process;
+    fail(ErrorKind::kSystem, peer,
+         "rank " + std::to_string(peer) + " (on " + theirs.host +
+             ") has the host identity of this rank (on " + mine_.host + "), " + mine_.host_id +
+             ", but is on another machine, as after a start from copies of one memory image; set "
+             "RINGCOMM_HOST_ID to another value on each machine");
+  }
+  if (!is_believed && (has_met(peer) || !process_of(peer).is_dead)) return nullptr;
+  process->is_dead = true;
+  return process;
+}
+
+void Rendezvous::throw_different(const RankRecord& theirs, int peer, ErrorKind kind,
+                                 const std::string& text) const {
+  throw Error(
+      {.kind = kind, .rank = peer, .pid = theirs.pid, .host = theirs.host, .op = "init"},
+      "ringcomm: rank " + std::to_string(rank()) + " and rank " + std::to_string(peer) + text);
+}
+
+void Rendezvous::check_same_group(const RankRecord& theirs, int peer) const {
+  if (mine_.world_size != theirs.world_size)
+    throw_different(theirs, peer, ErrorKind::kMismatch,
+                    " made a group of different sizes: " + std::to_string(mine_.world_size) +
+                        " and " + std::to_string(theirs.world_size) +
+                        " ranks; start all ranks with the same world size");
+  if (mine_.global_ranks != theirs.global_ranks)
+    throw_different(theirs, peer, ErrorKind::kMismatch,
+                    " made groups of different ranks under one name: the global ranks {" +
+                        mine_.global_ranks + "} and {" + theirs.global_ranks +
+                        "}; let all ranks call new_group() for all groups, in the same order");
+}
+
+void Rendezvous::check_compatible(const RankRecord& theirs, int peer) const {
+  if (terms_.is_one_host && mine_.host_id != theirs.host_id)
+    throw_different(
+        theirs, peer, ErrorKind::kSystem,
+        " share no memory: host " + mine_.host + " [" + mine_.host_id + "] and host " +
+            theirs.host + " [" + theirs.host_id +
+            "]; the shm transport needs all ranks of a group on one host and in one network "
+            "namespace; transport=None also supports several hosts, over messages");
+  if (mine_.options != theirs.options)
+    throw_different(theirs, peer, ErrorKind::kMismatch,
+                    " made the group with different options: {" + mine_.options + "} and {" +
+                        theirs.options + "}");
+}
+
+void Rendezvous::check_time(std::vector<int> missing, const std::string& what) {
+  if (store_.is_interrupted())
+    fail(ErrorKind::kInterrupted, rank(), "interrupted by a signal while the group was made");
+  look_for_failures();
+  for (int peer = 0; peer < world_size(); ++peer)
+    if (const std::string why = process_of(peer).refusal(); has_met(peer) && !why.empty())
+      fail(ErrorKind::kSystem, peer, name_of(peer) + " " + why);
+  if (const std::string why = bootstrap_->refusal(); !why.empty())
+    fail(ErrorKind::kSystem, rank(), "this process " + why);
+  // Ranks of one host may share their memory while one of another host cannot join any more.
+  for (int other = 0; !sharing_.empty() && other < world_size(); ++other)
+    if (!std::binary_search(sharing_.begin(), sharing_.end(), other) && has_died(other))
+      throw_died(other);
+  std::sort(missing.begin(), missing.end());
+  say_missing(missing, what);
+  if (Clock::now() < deadline_) return;
+  const std::string after =
+      listed(missing) + " " + what + " in " + std::to_string(timeout_.count()) + " ms";
+  // The rank waited for may itself wait for that one, in another group.
+  for (int stopped = 0; stopped < world_size(); ++stopped)
+    if (process_of(stopped).is_stopped())
+      fail(ErrorKind::kTimeout, stopped,
+           after + ", and the process of " + name_of(stopped) + " is stopped");
+  if (is_replaced())
+    fail(ErrorKind::kTimeout, missing.front(),
+         after + "; another process joined as rank " + std::to_string(rank()) +
+             " too: give each process a rank of its own");
+  const std::string& failure = peer_of(missing.front()).record.failure.text;
+  fail(ErrorKind::kTimeout, missing.front(),
+       after + "; start " + std::to_string(world_size()) +
+           " ranks, read the errors of the missing ones, or raise the group's timeout" +
+           (failure.empty() ? "" : "; at its last attempt it failed: " + failure));
+}
+
+void Rendezvous::throw_died(int peer) {
+  if (has_met(peer)) meet(peer);  // throws if it had failed before
+  const PeerProcess& process = process_of(peer);
+  fail(ErrorKind::kPeerDied, peer,
+       name_of(peer) + process.how_it_ended(" while the group was made", {}));
+}
+
+void Rendezvous::throw_reported(const AbortReason& reason) {
+  mine_.failure = reason;  // who reads this rank's record learns of the same
+  // A faulty peer may have written any number.
+  const auto is_rank = [this](int rank) { return rank >= 0 && rank < world_size(); };
+  fail(reason.kind, is_rank(reason.culprit) ? reason.culprit : -1,
+       (is_rank(reason.origin) ? name_of(reason.origin) : "a rank") + " failed: " + reason.text);
+}
+
+void Rendezvous::fail(ErrorKind kind, int peer, const std::string& text) const {
+  ErrorInfo info{.kind = kind, .rank = peer, .op = "init"};
+  if (peer >= 0) {
+    info.pid = process_of(peer).pid;
+    info.host = process_of(peer).host;
+  }
+  throw Error(info, prefix_of(rank(), world_size(), global_rank_of(rank())) + text);
+}
+
+}  // namespace ringcomm::shm

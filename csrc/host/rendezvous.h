@@ -1,0 +1,144 @@
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "core/errors.h"
+#include "host/bootstrap.h"
+#include "host/fd.h"
+#include "host/membership.h"
+#include "host/process.h"
+
+namespace ringcomm::shm {
+
+struct GroupTerms {
+  int rank = 0;
+  int world_size = 1;
+  /// The options that must be equal on all ranks, in readable form ("algorithm=auto num_slots=2").
+  std::string options = {};
+  std::string host_id = {};                      ///< the host's identity; empty for host_id()
+  std::vector<std::uint64_t> global_ranks = {};  ///< of the ranks, if they have such numbers
+  PeerProcesses known = {};  ///< the ranks' processes, from another group; null or missing: unknown
+  bool shares_memory = true;  ///< whether ranks of one host will; implies that sockets reach them
+  bool is_one_host = true;    ///< whether another host is an error
+  bool says_waits = false;    ///< whether one rank says for whom it waits for long
+};
+
+/// How the ranks of a group find each other, and how the ranks of one host come to share memory.
+///
+/// Every rank publishes a record in the store, reads the others', and starts watching the processes
+/// on its own machine. The first rank of each host offers the memory that its ranks share. A record
+/// that does not fit may be of an earlier group, and is read again for a second. Every wait checks
+/// at least every 50 ms the processes found so far, the deadline, and signals, and within a second
+/// whether a rank has failed.
+class Rendezvous {
+ public:
+  /// `store` must outlive this object.
+  Rendezvous(KeyValueStore& store, const GroupTerms& terms, std::chrono::milliseconds timeout);
+  /// Withdraws the memory from the bootstrap.
+  ~Rendezvous();
+  Rendezvous(const Rendezvous&) = delete;
+  Rendezvous& operator=(const Rendezvous&) = delete;
+
+  /// Collective, first. Throws Error: kTimeout for a rank that does not appear, kPeerDied for one
+  /// that ended, kInterrupted, kMismatch for other options, kSystem for a host that may not be.
+  PeerTable find_ranks();
+  /// Collective over the ranks of a host (`ranks`, ascending), after find_ranks(): maps the memory
+  /// of the first of them. Throws the same.
+  SharedMemory share_memory(const std::vector<int>& ranks, std::size_t num_bytes);
+  /// Random, of the attempt of `rank` to make this group that its record is of now. Throws like
+  /// find_ranks().
+  std::string key_of(int rank);
+  /// From now on a record whose key is not among these is an error: the rank has failed meanwhile.
+  void expect(const std::string& keys) { expected_keys_ = keys; }
+  /// Of the rank whose memory share_memory() has mapped.
+  const std::string& memory_key() const { return memory_key_; }
+  /// Waits until `has_come` is true of every other rank. Throws like find_ranks().
+  void wait_for_all(const std::function<bool(int peer)>& has_come,
+                    const char* what = "did not join the group");
+
+  /// For polls until all ranks have joined. Throws kPeerDied if any has ended, and like
+  /// check_time().
+  void look(const std::vector<int>& missing, const std::string& what);
+  /// Throws Error: what another rank has failed with, kPeerDied for a rank of another host than
+  /// this one's, kInterrupted, or once time is up kTimeout, which says that the ranks `missing` did
+  /// not do `what`. It blames a stopped rank, or else the first of them.
+  void check_time(std::vector<int> missing, const std::string& what);
+  /// Throws Error of kPeerDied, or what the rank failed with before it ended.
+  [[noreturn]] void throw_died(int peer);
+  /// Throws Error of what another rank has failed with.
+  [[noreturn]] void throw_reported(const AbortReason& reason);
+  /// Adds the reason why this rank fails to its record, at any time; the first is kept. Returns it:
+  /// that of another rank, if this one fails because of that.
+  AbortReason report_failure(const std::exception& error);
+
+  int rank() const { return terms_.rank; }
+  int world_size() const { return terms_.world_size; }
+  RunningClock::time_point deadline() const { return deadline_; }
+  const RankRecord& mine() const { return mine_; }
+  const PeerProcesses& processes() const { return processes_; }
+  /// The number of a rank in the default group; -1 if there is none.
+  int global_rank_of(int rank) const;
+
+ private:
+  using Clock = RunningClock;
+  static constexpr std::chrono::seconds kSaidAfter{10};
+
+  struct Peer {
+    std::string text = {};  // its record, once it is accepted
+    RankRecord record = {};
+    std::optional<std::string> first_text = {};           // what was there at the first look
+    std::optional<Clock::time_point> doubted_since = {};  // when one was first seen that was not
+  };
+
+  SharedMemory fetch_memory(int leader, std::size_t num_bytes);
+
+  Peer& peer_of(int rank) { return peers_[static_cast<std::size_t>(rank)]; }
+  const Peer& peer_of(int rank) const { return peers_[static_cast<std::size_t>(rank)]; }
+  const PeerProcess& process_of(int rank) const {
+    return *processes_[static_cast<std::size_t>(rank)];
+  }
+  bool has_met(int peer) const { return !peer_of(peer).text.empty(); }
+  bool meet(int peer);
+  bool is_current(const RankRecord& theirs, const std::string& text, int peer) const;
+  std::shared_ptr<PeerProcess> find_process(const RankRecord& theirs, int peer, bool is_believed);
+  void check_same_group(const RankRecord& theirs, int peer) const;
+  void check_compatible(const RankRecord& theirs, int peer) const;
+  [[noreturn]] void throw_different(const RankRecord& theirs, int peer, ErrorKind kind,
+                                    const std::string& text) const;
+  void look_for_failures();
+  void say_missing(const std::vector<int>& missing, const std::string& what);
+  void count_attempts();
+  std::string name_of(int rank) const;
+  std::string listed(const std::vector<int>& ranks) const;
+  bool is_replaced();
+  bool has_died(int peer);
+  int dead_rank();
+
+  [[noreturn]] void fail(ErrorKind kind, int peer, const std::string& text) const;
+
+  KeyValueStore& store_;
+  GroupTerms terms_;
+  std::chrono::milliseconds timeout_;
+  Clock::time_point deadline_;
+  Bootstrap* bootstrap_ = nullptr;  // from find_ranks() on
+  RankRecord mine_;
+  std::vector<Peer> peers_;  // by rank
+  PeerProcesses processes_;
+  std::string memory_key_;
+  std::string expected_keys_;  // empty until all are known
+  std::vector<int> sharing_;   // the ranks of this host, from share_memory() on
+  Clock::time_point next_look_ = Clock::now() + kLookInterval;  // at the other ranks' records
+  int next_looked_at_ = 0;
+  bool has_reported_ = false;
+  Clock::time_point says_at_ = Clock::now() + kSaidAfter;
+  bool says_;  // has yet to
+};
+
+}  // namespace ringcomm::shm

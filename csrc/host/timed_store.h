@@ -1,0 +1,53 @@
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "host/membership.h"
+#include "host/process.h"
+
+namespace ringcomm {
+
+/// A store whose calls end in time, whatever the store does: a thread ("ringcomm-store") makes
+/// them, one after another. Where the store does not answer, the thread is left behind with all
+/// that it uses.
+///
+/// A call waits until the deadline, and at least until the thread's call has taken kSilentAfter: of
+/// several calls to a silent store the first one waits. Then it throws Error, of kTimeout. What was
+/// to be written is written once the store answers.
+class TimedStore final : public KeyValueStore {
+ public:
+  using Clock = RunningClock;
+
+  /// Where the thread cannot start, the callers make the calls.
+  explicit TimedStore(std::shared_ptr<KeyValueStore> store, Clock::time_point deadline = {});
+  ~TimedStore() override;
+  /// Later calls have the second alone.
+  void forget_deadline() { deadline_ = {}; }
+
+  void set(const std::string& key, const std::string& value) override;
+  std::optional<std::string> try_get(const std::string& key) override;
+  void set_first(const std::string& key, const std::string& value) override;
+  bool is_interrupted() override;
+  /// Of the store itself, without limits.
+  std::unique_ptr<KeyValueStore> clone() override;
+
+  /// try_get() as of when the store last answered; asks again, and waits for nothing. One key for
+  /// each object.
+  std::optional<std::string> peek(const std::string& key);
+
+ private:
+  struct Queue;
+
+  template <class Ask>
+  auto call(Ask ask);
+
+  Clock::time_point deadline_;
+  std::shared_ptr<Queue> queue_;
+  BackgroundThread thread_;
+};
+
+}  // namespace ringcomm

@@ -1,0 +1,119 @@
+#include "transport/messages/context.h"
+
+#include <cstring>
+#include <new>
+
+#include "collectives/flight.h"
+#include "collectives/trace.h"
+
+namespace ringcomm {
+namespace {
+
+// A message takes as long as a long wait, so a rank whose message took ten times that was late.
+constexpr std::uint64_t kLateTimes = 10;
+
+}  // namespace
+
+MessageContext::Handle MessageContext::irecv(int peer, int tag, void* data, std::size_t num_bytes) {
+  return posted_.insert(
+      posted_.end(), {messenger_.irecv(peer, tag, static_cast<std::byte*>(data), num_bytes), peer});
+}
+
+MessageContext::Handle MessageContext::isend(int peer, int tag, const void* data,
+                                             std::size_t num_bytes) {
+  return posted_.insert(
+      posted_.end(),
+      {messenger_.isend(peer, tag, static_cast<const std::byte*>(data), num_bytes), peer});
+}
+
+void MessageContext::wait(Handle message, bool is_arrival) {
+  const trace::Span traced([&] {
+    return trace::Event{
+        .from = message->peer, .kind = trace::Kind::kWait, .name = trace::name_number("wait")};
+  });
+  members_.record({message->peer});
+  operation_.await(message->peer);
+  const std::uint64_t begin = flight::ticks();
+  const MessageEnd end = message->message->wait();
+  if (const std::uint64_t waited = flight::long_wait_since(begin); waited > 0)
+    members_.record(
+        {message->peer, waited,
+         is_arrival && is_arriving_ &&
+             waited >= kLateTimes * static_cast<std::uint64_t>(flight::long_wait_ticks)});
+  if (end != MessageEnd::kDone)
+    throw Stopped{.stop = operation_.stop_of(end, message->peer),
+                  .peer = message->peer,
+                  .detail = end == MessageEnd::kFailed ? message->message->failure() : ""};
+  posted_.erase(message);
+}
+
+std::byte* MessageContext::stage(std::size_t num_bytes) {
+  staging_.push_back(std::make_unique_for_overwrite<std::byte[]>(num_bytes));
+  return staging_.back().get();
+}
+
+MessageEnvelope& MessageExchange::free_envelope() {
+  if (num_used_ == envelopes_.size())
+    envelopes_.push_back(new (context_.stage(sizeof(MessageEnvelope))) MessageEnvelope{});
+  return *envelopes_[num_used_++];
+}
+
+void MessageExchange::send(int peer, const void* data, std::size_t num_bytes) {
+  MessageEnvelope& envelope = free_envelope();
+  envelope.header = header_;
+  envelope.num_bytes = num_bytes;
+  if (envelope.is_whole() && num_bytes > 0) std::memcpy(envelope.data.data(), data, num_bytes);
+  sends_.push_back(
+      context_.isend(peer, MessageTags::kEnvelope, &envelope, sizeof(MessageEnvelope)));
+  if (!envelope.is_whole())
+    sends_.push_back(context_.isend(peer, MessageTags::of_data(num_bytes), data, num_bytes));
+}
+
+void MessageExchange::recv(int peer, void* data, std::size_t num_bytes) {
+  MessageEnvelope& envelope = free_envelope();
+  incoming_.push_back({.peer = peer,
+                       .data = data,
+                       .num_bytes = num_bytes,
+                       .envelope = &envelope,
+                       .envelope_message = context_.irecv(peer, MessageTags::kEnvelope, &envelope,
+                                                          sizeof(MessageEnvelope)),
+                       .data_message = {}});
+  if (num_bytes > sizeof(envelope.data) && num_bytes <= MessageTags::kMaxSized)
+    incoming_.back().data_message =
+        context_.irecv(peer, MessageTags::of_data(num_bytes), data, num_bytes);
+}
+
+void MessageExchange::finish() {
+  for (Incoming& incoming : incoming_) open(incoming);
+  if (!incoming_.empty()) context_.end_arrivals();
+  for (const Incoming& incoming : incoming_)
+    if (incoming.data_message) context_.wait(*incoming.data_message);
+  for (const MessageContext::Handle send : sends_) context_.wait(send);
+  incoming_.clear();
+  sends_.clear();
+  num_used_ = 0;
+}
+
+void MessageExchange::open(Incoming& incoming) {
+  const auto& [peer, data, num_bytes, envelope, envelope_message, data_message] = incoming;
+  context_.wait(envelope_message, /*is_arrival=*/true);
+  if (!is_compatible(envelope->header, header_))
+    throw Mismatched{.peer = peer, .theirs = envelope->header};
+  if (envelope->num_bytes != num_bytes)
+    throw Mismatched{
+        .peer = peer,
+        .theirs = envelope->header,
+        .difference = size_difference(peer, envelope->num_bytes, context_.rank(), num_bytes)};
+  if (envelope->is_whole() && num_bytes > 0)
+    std::memcpy(data, envelope->data.data(), num_bytes);
+  else if (!envelope->is_whole() && !data_message)
+    incoming.data_message = context_.irecv(peer, MessageTags::of_data(num_bytes), data, num_bytes);
+}
+
+bool is_compatible(const CallHeader& a, const CallHeader& b) {
+  const bool has_shards =
+      a.op == OpKind::kReduceScatter || a.op == OpKind::kAllGather || has_private_sizes(a.op);
+  return has_shards ? is_same_call(a, b) : a == b;
+}
+
+}  // namespace ringcomm

@@ -1,0 +1,163 @@
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <list>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "collectives/collective.h"
+#include "transport/messages/members.h"
+#include "transport/messenger.h"
+#include "transport/transport.h"
+
+namespace ringcomm {
+
+/// The tags of ringcomm's own messages, above the users'. A messenger orders messages by pair and
+/// tag.
+struct MessageTags {
+  static constexpr int kEnvelope = Messenger::kFirstReservedTag;
+  static constexpr int kData = kEnvelope + 1;
+  static constexpr int kReduceScatter = kEnvelope + 2;
+  static constexpr int kAllGather = kEnvelope + 3;
+
+  /// Data of so many bytes at most has a tag of its size, so its receive may be posted before the
+  /// envelope is checked: a message of another size does not match it.
+  static constexpr std::size_t kMaxSized = std::size_t{1} << 20;
+  static constexpr int kFirstSized = kEnvelope + 0x200000;
+  static constexpr int of_data(std::size_t num_bytes) {
+    return num_bytes <= kMaxSized ? kFirstSized + static_cast<int>(num_bytes) : kData;
+  }
+
+  /// Never sent: a receive of it ends with the connection.
+  static constexpr int kGuard = kEnvelope + 0xffff;
+  /// Sends and receives of the context's own, whose tags are above the users' 32 bits.
+  static constexpr int kFirstInternal = kEnvelope + 0x100000;
+  static constexpr std::uint64_t kNumInternal = 0x100000;
+  /// The tags of users' long messages of a pair, used in turn; messages with one tag are in order.
+  static constexpr std::uint32_t kNumLong = 1U << 20;
+  static constexpr int kFirstLong = Messenger::kMaxTag - static_cast<int>(kNumLong);
+
+  static constexpr bool is_internal(std::uint64_t tag) { return tag >> 32U != 0; }
+  /// The messenger's tag for a tag of a send or receive. Internal ones are numbered; two of a pair
+  /// that are a million apart share a tag and are in order.
+  static constexpr int of(std::uint64_t tag) {
+    return is_internal(tag) ? kFirstInternal + static_cast<int>(tag % kNumInternal)
+                            : static_cast<int>(tag);
+  }
+};
+
+/// The messages and staging memory of one collective. They belong to the context and not to the
+/// functions that use them: an exception must not free what the messenger still reads or writes. So
+/// after one the messenger is aborted before the context's end.
+class MessageContext {
+ public:
+  struct Posted {
+    Messenger::MessagePtr message;
+    int peer;
+  };
+  /// A message that has been started and not been waited for.
+  using Handle = std::list<Posted>::iterator;
+
+  /// Both must live as long.
+  MessageContext(Messenger& messenger, MessageMembers& members,
+                 MessageMembers::Clock::time_point deadline)
+      : messenger_(messenger), members_(members), operation_(members, deadline) {
+    step() = {};
+  }
+
+  int rank() const { return messenger_.rank(); }
+  int world_size() const { return messenger_.world_size(); }
+
+  CallStep& step() { return members_.step(); }
+
+  Handle irecv(int peer, int tag, void* data, std::size_t num_bytes);
+  Handle isend(int peer, int tag, const void* data, std::size_t num_bytes);
+  /// Returns when the message is done, and forgets it. Throws Stopped naming the peer.
+  void wait(Handle message, bool is_arrival = false);
+  /// All peers whose calls this rank sees directly have begun theirs.
+  void end_arrivals() { is_arriving_ = false; }
+
+  /// Counts bytes of the call's data.
+  void count(int peer, std::uint64_t sent, std::uint64_t received) {
+    if (sent + received > 0)
+      members_.record({.rank = peer, .sent_bytes = sent, .received_bytes = received});
+  }
+
+  /// Memory as long as the context's, aligned for any element.
+  std::byte* stage(std::size_t num_bytes);
+
+  /// Waits for all messages left. Throws as wait() does.
+  void finish() {
+    while (!posted_.empty()) wait(posted_.begin());
+  }
+
+ private:
+  Messenger& messenger_;
+  MessageMembers& members_;
+  MessageMembers::Operation operation_;
+  bool is_arriving_ = true;
+  std::vector<std::unique_ptr<std::byte[]>> staging_;  // outlives the messages of this context
+  std::list<Posted> posted_;
+};
+
+/// Precedes data that one rank sends to another, with its size: a message must fit its receive, and
+/// the envelope always does. Small data is part of it.
+template <class Header>
+struct Envelope {
+  Header header;
+  std::uint64_t num_bytes;
+  // A page in total, copied in about 1 us; a separate message costs about 100 us.
+  std::array<std::byte, 4096 - sizeof(Header) - sizeof(std::uint64_t)> data;
+
+  bool is_whole() const { return num_bytes <= sizeof(data); }
+};
+using MessageEnvelope = Envelope<CallHeader>;
+
+/// Direct transfers from one rank to another, any number at the same time. May be used again after
+/// finish().
+///
+/// In every collective a rank first receives an envelope from the previous rank. So different calls
+/// are detected even if their communication patterns have nothing in common.
+class MessageExchange {
+ public:
+  MessageExchange(MessageContext& context, const CallHeader& header)
+      : context_(context), header_(header) {}
+
+  /// Starts a transfer. `data` is read until finish().
+  void send(int peer, const void* data, std::size_t num_bytes);
+  /// Fills `data` until finish() returns, which waits for the peers in the order of these calls.
+  /// Where both are to be posted, receives come first: Gloo then sends without a round trip.
+  void recv(int peer, void* data, std::size_t num_bytes);
+  /// Returns when all transfers have ended. Throws Stopped, and Mismatched if a peer made a
+  /// different call or sends a different size.
+  void finish();
+
+ private:
+  struct Incoming {
+    int peer;
+    void* data;
+    std::size_t num_bytes;
+    MessageEnvelope* envelope;
+    MessageContext::Handle envelope_message;
+    std::optional<MessageContext::Handle> data_message;
+  };
+
+  MessageEnvelope& free_envelope();
+  void open(Incoming& incoming);
+
+  MessageContext& context_;
+  const CallHeader& header_;
+  std::vector<Incoming> incoming_;
+  std::vector<MessageContext::Handle> sends_;
+  std::vector<MessageEnvelope*> envelopes_;  // of the context's memory
+  std::size_t num_used_ = 0;                 // the first of them are in use until finish()
+};
+
+/// Whether two ranks' headers may be of one call. Where ranks may have shards of different sizes,
+/// those are compared elsewhere.
+bool is_compatible(const CallHeader& a, const CallHeader& b);
+
+}  // namespace ringcomm

@@ -1,0 +1,260 @@
+#include "transport/messages/members.h"
+
+#include <algorithm>
+#include <cstdlib>
+
+#include "core/errors.h"
+
+namespace ringcomm {
+namespace {
+
+constexpr std::chrono::milliseconds kWatchInterval{20};  // how late a wait may end
+constexpr int kLooksPerQuestion = 5;                     // to the store: has another rank failed?
+// After so many looks with nothing to watch, the watchdog sleeps until an operation wakes it, which
+// costs that operation some microseconds.
+constexpr int kIdleLooks = 50;
+// Messages that a process sent before its end arrive within so many looks on the same machine: half
+// a second, or more on a busy machine, where any time may pass without a thread's turn.
+constexpr int kLooksForLastWords = 25;
+// A store that is unreachable for this long is lost.
+constexpr std::chrono::milliseconds kStoreGrace{1000};
+// How long a live rank that has closed its connection may take to report why, and the reason for an
+// abort to get here after the abort.
+constexpr std::chrono::milliseconds kReasonGrace{2000};
+
+}  // namespace
+
+MessageMembers::MessageMembers(KeyValueStore& store, shm::Rendezvous& ranks)
+    : rank_(ranks.rank()),
+      store_(store.clone(), ranks.deadline()),
+      address_(ranks.mine().bootstrap_address) {
+  // Each attempt of a rank to make the group has a key of its own, which its record has. Rank 0
+  // names the group to the others' attempts, they enter it, and once all have, rank 0 says which.
+  // What an earlier group or attempt over this store has left, also on some ranks only, has other
+  // keys.
+  const std::string& mine = ranks.mine().memory_key;
+  const auto name_for = [](const std::string& attempt) {
+    return "ringcomm/messages/for/" + attempt;
+  };
+  const auto entry_of = [&](int rank) { return prefix_ + "rank/" + std::to_string(rank); };
+  const auto enter = [&](const std::string& name) {
+    key_ = name;
+    prefix_ = "ringcomm/messages/" + name + "/";
+    store_.set(entry_of(rank_), mine);
+  };
+  std::vector<std::string> attempts(static_cast<std::size_t>(ranks.world_size()), mine);
+  std::string all;
+  if (rank_ == 0) enter(mine);
+  ranks.wait_for_all([&](int peer) {
+    if (rank_ == 0) {
+      // The record first: a peer that has entered is in no later attempt then.
+      const std::string attempt = attempts[static_cast<std::size_t>(peer)] = ranks.key_of(peer);
+      if (store_.try_get(entry_of(peer)) == attempt) return true;
+      store_.set(name_for(attempt), key_);
+      return false;
+    }
+    if (peer == 0)
+      if (const auto name = store_.try_get(name_for(mine)); name && name != key_) enter(*name);
+    if (key_.empty()) return false;
+    const auto found = store_.try_get(peer == 0 ? prefix_ + "all" : entry_of(peer));
+    if (peer == 0) all = found.value_or("");
+    return found.has_value();
+  });
+  if (rank_ == 0) {
+    for (const std::string& attempt : attempts) all += attempt + " ";
+    store_.set(prefix_ + "all", all);
+  }
+  ranks.expect(all);
+  processes_ = ranks.processes();
+  for (int rank = 0; rank < ranks.world_size(); ++rank)
+    global_ranks_.push_back(ranks.global_rank_of(rank));
+  store_.forget_deadline();
+}
+
+void MessageMembers::leave() {
+  watch_.reset();
+  if (state_of(rank_) == Stop::kAborted) return;  // they know, and the store may be lost
+  try {
+    store_.set(prefix_ + "left/" + std::to_string(rank_), std::to_string(num_calls_.load()));
+  } catch (const std::exception&) {
+    // The store is lost, and most likely the program with it.
+  }
+}
+
+Stop MessageMembers::state_of(int) const {
+  const std::lock_guard lock(mutex_);
+  return reason_.has_value() ? Stop::kAborted : Stop::kNone;
+}
+
+// Whether the process of `rank` is known to live.
+bool MessageMembers::is_alive(int rank) const {
+  // If a rank is a thread of this process, the process does not tell whether the rank lives.
+  const std::string& address = process_of(rank).bootstrap_address;
+  return !address.empty() && address != address_ && !has_died(rank);
+}
+
+// Whether `rank` has destroyed its side of the group.
+bool MessageMembers::ask_left(int rank) {
+  const auto text = store_.try_get(prefix_ + "left/" + std::to_string(rank));
+  if (!text) return false;
+  const std::lock_guard lock(mutex_);
+  num_calls_of_[rank] = std::strtoll(text->c_str(), nullptr, 10);
+  return true;
+}
+
+std::int64_t MessageMembers::num_calls_of(int rank) const {
+  const std::lock_guard lock(mutex_);
+  const auto found = num_calls_of_.find(rank);
+  return found != num_calls_of_.end() ? found->second : -1;
+}
+
+// ---- The end of the group.
+
+void MessageMembers::abort(const AbortReason& reason) {
+  if (state_of(rank_) == Stop::kAborted) return;
+  // This rank's waits end first, because the store may be slow or lost.
+  keep(reason);
+  try {
+    store_.set_first(prefix_ + "abort", reason.to_text());
+  } catch (const std::exception&) {
+    // The other ranks notice the failure themselves.
+  }
+}
+
+void MessageMembers::keep(const AbortReason& reason) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (reason_) return;
+    reason_ = reason;
+  }
+  has_reason_.notify_all();
+  if (on_abort_) on_abort_();
+  if (messenger_ != nullptr) messenger_->abort();
+}
+
+AbortReason MessageMembers::abort_reason() const {
+  std::unique_lock lock(mutex_);
+  has_reason_.wait_for(lock, kReasonGrace, [this] { return reason_.has_value(); });
+  if (reason_) return *reason_;
+  return {.kind = ErrorKind::kAborted,
+          .origin = rank_,
+          .culprit = rank_,
+          .text = "its messages were aborted, and no rank has reported why"};
+}
+
+bool MessageMembers::is_given_up(bool asks) noexcept {
+  try {
+    if (asks) return look(/*waits=*/false);
+  } catch (const std::exception&) {
+    // No store, no news.
+  }
+  return state_of(rank_) == Stop::kAborted;
+}
+
+// Looks in the store, or at its last answer. Whether the group has ended; throws what the store
+// does.
+bool MessageMembers::look(bool waits) {
+  if (state_of(rank_) == Stop::kAborted) return true;
+  const std::string key = prefix_ + "abort";
+  const auto text = waits ? store_.try_get(key) : store_.peek(key);
+  if (text) keep(AbortReason::from_text(*text));
+  return text.has_value();
+}
+
+// ---- The watchdog.
+
+MessageMembers::Operation::Operation(MessageMembers& members, Clock::time_point deadline)
+    : members_(members), deadline_(deadline) {
+  const std::lock_guard lock(members.mutex_);
+  if (!members.watch_)
+    members.watch_.emplace("ringcomm-watch",
+                           WatchThread::Pace{.interval = kWatchInterval, .num_looks = kIdleLooks},
+                           [&members] {
+                             members.watch_operations();
+                             return true;
+                           });
+  members.operations_.insert(this);
+  members.watch_->wake();
+}
+
+MessageMembers::Operation::~Operation() {
+  const std::lock_guard lock(members_.mutex_);
+  members_.operations_.erase(this);
+}
+
+void MessageMembers::Operation::await(int peer) {
+  const std::lock_guard lock(members_.mutex_);
+  peer_ = peer;
+  num_looks_gone_ = 0;
+}
+
+void MessageMembers::Operation::no_source_is_left() {
+  const std::lock_guard lock(members_.mutex_);
+  is_orphan_ = true;
+}
+
+Stop MessageMembers::Operation::stop_of(MessageEnd end, int peer) {
+  if (end == MessageEnd::kAborted) {
+    const std::lock_guard lock(members_.mutex_);
+    if (stop_ != Stop::kPeerDied) return stop_ != Stop::kNone ? stop_ : Stop::kAborted;
+  }
+  // A rank that fails or leaves reports it before it closes its connections.
+  const auto deadline = Clock::now() + kReasonGrace;
+  try {
+    for (Backoff backoff;; backoff.sleep()) {
+      const bool may_say_why = peer >= 0 && members_.is_alive(peer) && Clock::now() < deadline;
+      if (members_.look(/*waits=*/true)) return Stop::kAborted;
+      if (peer >= 0 && members_.ask_left(peer)) return Stop::kPeerLeft;
+      if (!may_say_why) break;
+    }
+  } catch (const std::exception&) {
+    // No store, or none that answers: its host may be the peer that died.
+  }
+  return Stop::kPeerDied;
+}
+
+bool MessageMembers::is_gone(int peer) const {
+  if (peer != Messenger::kAnySource) return peer >= 0 && has_died(peer);
+  for (int rank = 0; rank < static_cast<int>(processes_.size()); ++rank)
+    if (rank != rank_ && !has_died(rank)) return false;
+  return true;
+}
+
+// Whether it is over now, with the lock held.
+bool MessageMembers::must_end(Operation& operation) const {
+  if (operation.stop_ != Stop::kNone) return false;
+  if (Clock::now() >= operation.deadline_) operation.stop_ = Stop::kTimeout;
+  const bool is_orphan = operation.is_orphan_ && operation.peer_ == Messenger::kAnySource;
+  if ((is_orphan || is_gone(operation.peer_)) && ++operation.num_looks_gone_ > kLooksForLastWords)
+    operation.stop_ = Stop::kPeerDied;
+  return operation.stop_ != Stop::kNone;
+}
+
+void MessageMembers::watch_operations() {
+  bool must_abort = false;
+  {
+    const std::lock_guard lock(mutex_);
+    if (operations_.empty()) return;
+    watch_->wake();  // and looks again
+    for (Operation* operation : operations_) must_abort |= must_end(*operation);
+  }
+  if (must_abort) messenger_->abort();
+  if (++num_looks_ % kLooksPerQuestion == 0) look_patiently();
+}
+
+void MessageMembers::look_patiently() {
+  try {
+    look(/*waits=*/false);  // not at the store of a group that has ended
+    store_fails_since_ = Clock::time_point::max();
+  } catch (const std::exception& error) {
+    store_fails_since_ = std::min(store_fails_since_, Clock::now());
+    if (Clock::now() - store_fails_since_ < kStoreGrace) return;
+    keep({.kind = ErrorKind::kSystem,
+          .origin = rank_,
+          .culprit = -1,
+          .text = std::string("the group's store can no longer be reached (") + error.what() +
+                  "); the process that serves it, usually rank 0, has probably ended"});
+  }
+}
+
+}  // namespace ringcomm

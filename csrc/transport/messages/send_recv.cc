@@ -1,0 +1,297 @@
+#include "collectives/send_recv.h"
+
+#include <algorithm>
+#include <cstring>
+#include <deque>
+#include <list>
+#include <map>
+#include <stdexcept>
+#include <string>
+#include <system_error>
+#include <tuple>
+#include <vector>
+
+#include "host/process.h"
+#include "transport/messages/context.h"
+#include "transport/messages/members.h"
+#include "transport/messenger.h"
+
+namespace ringcomm {
+namespace {
+
+// The maximum number of threads for lanes without a waiting caller; further lanes start when
+// another one ends.
+constexpr std::size_t kMaxThreads = 32;
+
+// A user's message is an envelope with the user's tag. Long data follows with a tag of its own, the
+// header of the envelope. So different sizes are an error instead of corruption, and a receive from
+// any source knows the sender of the second message.
+using UserEnvelope = Envelope<std::int64_t>;
+
+struct Item {
+  Item(const SendRecvOpPtr& operation, MessageMembers& members)
+      : op(operation), watched(members, operation->deadline) {}
+
+  SendRecvOpPtr op;
+  UserEnvelope envelope = {};
+  MessageMembers::Operation watched;
+  Messenger::MessagePtr envelope_message;
+  Messenger::MessagePtr data_message;
+};
+
+// A messenger's messages can be waited for but not polled. So threads wait: one for each lane, the
+// messages of one peer, tag and direction. The lanes posted first have threads, and each caller
+// that waits may add one. A receive from any source fails when all other ranks have left: a thread
+// per peer waits for a message that is never sent.
+class MessageSendRecv final : public SendRecv {
+ public:
+  MessageSendRecv(Messenger& messenger, MessageMembers& members, Failure& failure, Stats& stats)
+      : SendRecv(failure, stats, messenger.rank(), messenger.world_size()),
+        messenger_(messenger),
+        members_(members),
+        num_long_sends_(static_cast<std::size_t>(world_size_)) {}
+  ~MessageSendRecv() override { close({}); }
+
+  void close(const Interrupted& is_interrupted) override {
+    Lock lock(mutex_);
+    if (is_stopping_) return;
+    while (!lanes_.empty() && std::get<0>(lanes_.begin()->first) == SendRecvOp::Kind::kSend) {
+      has_news_.wait_for(lock, kLookInterval);
+      abort_if(lock, is_interrupted);
+    }
+    is_stopping_ = true;
+    const bool must_abort = !lanes_.empty() || !guards_.empty();
+    lock.unlock();
+    if (must_abort) messenger_.abort();
+    lock.lock();
+    has_news_.wait(lock, [this] { return lanes_.empty(); });
+    lock.unlock();
+    has_work_.notify_all();
+    for (BackgroundThread& thread : threads_) thread.join();
+    for (BackgroundThread& thread : guard_threads_) thread.join();
+  }
+
+ private:
+  // By direction (sends first), peer and tag.
+  using Lanes = std::map<std::tuple<SendRecvOp::Kind, int, std::uint64_t>, std::list<Item>>;
+
+  void start(const SendRecvOpPtr& op) override {
+    if (!MessageTags::is_internal(op->tag) &&
+        op->tag >= static_cast<std::uint64_t>(Messenger::kFirstReservedTag))
+      throw std::invalid_argument("tags over the message transport must be 0 to " +
+                                  std::to_string(Messenger::kFirstReservedTag - 1) + ", got " +
+                                  std::to_string(static_cast<std::int32_t>(op->tag)));
+    const Lock lock(mutex_);
+    check_open(*op);
+    // All steps that may fail come before the message starts, because from then on the messenger
+    // uses the caller's memory.
+    std::list<Item> items;
+    items.emplace_back(op, members_);
+    if (threads_.empty()) start_thread();
+    if (op->peer < 0) guard_sources();
+    const auto lane = lanes_.try_emplace({op->kind, op->peer, op->tag}).first;
+    try {
+      start_message(items.back());
+    } catch (...) {  // Unsupported
+      if (lane->second.empty()) lanes_.erase(lane);
+      throw;
+    }
+    lane->second.splice(lane->second.end(), items);
+    if (lane->second.size() == 1) {
+      ready_.push_back(lane);
+      need_thread(kMaxThreads);
+    }
+    end_orphans();
+  }
+
+  bool await(const SendRecvOpPtr& op, Clock::time_point deadline,
+             const Interrupted& is_interrupted) override {
+    Lock lock(mutex_);
+    if (!op->is_done) hurry(*op);
+    while (!op->is_done && Clock::now() < deadline) {
+      has_news_.wait_until(lock, std::min(deadline, Clock::now() + kLookInterval));
+      if (!op->is_done) abort_if(lock, is_interrupted);
+    }
+    return op->is_done;
+  }
+
+  // In the order of the calls, with the lock held: messages of a lane match in that order. Throws
+  // Unsupported before anything has started.
+  void start_message(Item& item) {
+    const SendRecvOp& op = *item.op;
+    UserEnvelope& envelope = item.envelope;
+    auto* bytes = reinterpret_cast<std::byte*>(&envelope);
+    const int tag = MessageTags::of(op.tag);
+    if (!op.is_send()) {
+      item.envelope_message = messenger_.irecv(op.peer, tag, bytes, sizeof(envelope));
+      return;
+    }
+    envelope.num_bytes = op.num_bytes;
+    if (!envelope.is_whole()) {
+      std::uint32_t& count = num_long_sends_[static_cast<std::size_t>(op.peer)];
+      envelope.header = MessageTags::kFirstLong + static_cast<int>(count++ % MessageTags::kNumLong);
+    } else if (op.num_bytes > 0) {
+      std::memcpy(envelope.data.data(), op.data, op.num_bytes);
+    }
+    item.envelope_message = messenger_.isend(op.peer, tag, bytes, sizeof(envelope));
+    if (!envelope.is_whole())
+      item.data_message =
+          messenger_.isend(op.peer, static_cast<int>(envelope.header), op.data, op.num_bytes);
+  }
+
+  void start_thread() {
+    threads_.reserve(threads_.size() + 1);  // a thread that has no place could not be joined
+    threads_.push_back(start_background_thread("ringcomm-messages", [this] { run_thread(); }));
+  }
+
+  void need_thread(std::size_t max_threads) {
+    if (num_idle_ >= ready_.size()) {
+      has_work_.notify_one();
+      return;
+    }
+    if (threads_.size() >= max_threads) return;
+    try {
+      start_thread();
+    } catch (const std::system_error&) {
+      // post() has started one at least: the lane has its turn later.
+    }
+  }
+
+  // Gives an operation's lane a thread, whatever their number.
+  void hurry(const SendRecvOp& op) {
+    const auto place =
+        std::find(ready_.begin(), ready_.end(), lanes_.find({op.kind, op.peer, op.tag}));
+    if (place == ready_.end()) return;
+    const auto lane = *place;
+    ready_.erase(place);
+    ready_.push_front(lane);
+    need_thread(threads_.size() + 1);
+  }
+
+  void run_thread() {
+    Lock lock(mutex_);
+    for (;;) {
+      if (ready_.empty()) {
+        if (is_stopping_ && lanes_.empty()) return;
+        ++num_idle_;
+        has_work_.wait(lock);
+        --num_idle_;
+        continue;
+      }
+      const auto lane = ready_.front();
+      ready_.pop_front();
+      Item& item = lane->second.front();
+      const SendRecvOpPtr op = item.op;
+      lock.unlock();
+      complete(item);
+      lock.lock();
+      lane->second.pop_front();  // the messages end before `done` may free their memory
+      if (lane->second.empty())
+        lanes_.erase(lane);
+      else
+        ready_.push_back(lane);
+      op->is_done = true;
+      conclude(lock, {&op, 1});
+    }
+  }
+
+  // Runs without the lock, on one thread per lane. A failure becomes the operation's error.
+  void complete(Item& item) {
+    try {
+      wait_for(item, *item.envelope_message, item.op->peer);
+      if (!item.op->is_send()) open(item);
+      if (item.data_message != nullptr) wait_for(item, *item.data_message, item.op->peer);
+    } catch (const std::exception&) {
+      item.op->error = std::current_exception();
+      // The group has ended, and with it the other half of a long message.
+      messenger_.abort();
+    }
+  }
+
+  // A receive has its envelope.
+  void open(Item& item) {
+    SendRecvOp& op = *item.op;
+    const UserEnvelope& envelope = item.envelope;
+    bool fits = false;
+    {
+      const Lock lock(mutex_);  // waiting threads read both
+      op.peer = item.envelope_message->source();
+      fits = op.takes(envelope.num_bytes);
+    }
+    if (!fits) raise_misfit(op, envelope.num_bytes);
+    if (!envelope.is_whole())
+      item.data_message =
+          messenger_.irecv(op.peer, static_cast<int>(envelope.header), op.data, op.num_bytes);
+    else if (op.num_bytes > 0)
+      std::memcpy(op.data, envelope.data.data(), op.num_bytes);
+  }
+
+  void wait_for(Item& item, Message& message, int peer) {
+    item.watched.await(peer);
+    const MessageEnd end = message.wait();
+    if (end == MessageEnd::kDone) return;
+    {
+      const Lock lock(mutex_);
+      if (is_stopping_) std::rethrow_exception(orphaned(*item.op));
+    }
+    // For a receive from any source, all other ranks have ended.
+    const bool is_orphan = peer < 0 && item.watched.stop_of(end, peer) == Stop::kPeerDied;
+    if (is_orphan) peer = (rank_ + 1) % world_size_;
+    failure_.raise_stopped(item.watched.stop_of(end, peer), peer, activity_of(*item.op),
+                           end == MessageEnd::kFailed ? message.failure() : "");
+  }
+
+  // One message and one thread for each peer. If a thread cannot be started, the next call
+  // continues there.
+  void guard_sources() {
+    const auto num_peers = static_cast<std::size_t>(world_size_ - 1);
+    guard_threads_.reserve(num_peers);
+    while (guard_threads_.size() < num_peers) {
+      const int peer = (rank_ + 1 + static_cast<int>(guard_threads_.size())) % world_size_;
+      if (guards_.size() == guard_threads_.size())
+        guards_.push_back(messenger_.irecv(peer, MessageTags::kGuard, &guarded_byte_, 1));
+      guard_threads_.push_back(
+          start_background_thread("ringcomm-guard", [this, message = guards_.back().get()] {
+            const MessageEnd end = message->wait();
+            const Lock lock(mutex_);
+            if (end != MessageEnd::kFailed) return;
+            ++num_gone_;
+            end_orphans();
+          }));
+    }
+  }
+
+  // Ends receives from any source if no rank is left to send. The watchdog does, a moment later,
+  // because what has been sent may be on its way through this process.
+  void end_orphans() {
+    if (num_gone_ < world_size_ - 1) return;
+    for (auto& [key, items] : lanes_)
+      if (std::get<1>(key) < 0)
+        for (Item& item : items) item.watched.no_source_is_left();
+  }
+
+  Messenger& messenger_;
+  MessageMembers& members_;
+
+  // The lock guards what follows.
+  Lanes lanes_;
+  std::deque<Lanes::iterator> ready_;  // with something to wait for, and no thread that does
+  std::vector<std::uint32_t> num_long_sends_;  // by peer
+  std::size_t num_idle_ = 0;                   // threads
+  std::condition_variable has_work_;
+  std::vector<BackgroundThread> threads_;
+  std::byte guarded_byte_ = {};
+  // One for each peer that a receive from any source waits for.
+  std::vector<Messenger::MessagePtr> guards_;
+  std::vector<BackgroundThread> guard_threads_;
+  int num_gone_ = 0;  // peers
+};
+
+}  // namespace
+
+std::unique_ptr<SendRecv> make_message_send_recv(Messenger& messenger, MessageMembers& members,
+                                                 Failure& failure, Stats& stats) {
+  return std::make_unique<MessageSendRecv>(messenger, members, failure, stats);
+}
+
+}  // namespace ringcomm

@@ -1,0 +1,153 @@
+#include "transport/transport.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "transport/messages/collectives.h"
+#include "transport/messages/members.h"
+#include "transport/messenger.h"
+#include "transport/shm/transport.h"
+
+namespace ringcomm {
+
+HostsView::HostsView(const PeerTable& peer_table, int own_rank)
+    : table(peer_table),
+      rank(own_rank),
+      host(table.host_of(rank)),
+      local_rank(table.local_rank_of(rank)),
+      local_ranks(table.ranks_on(host)) {
+  for (int distance = 1; distance < num_hosts(); ++distance) {
+    other_hosts.push_back((host + num_hosts() - distance) % num_hosts());
+    const std::vector<int>& theirs = table.ranks_on(other_hosts.back());
+    for (std::size_t first = 0; first < theirs.size(); first += local_ranks.size()) {
+      rounds.emplace_back(local_ranks.size(), -1);
+      std::copy_n(theirs.begin() + static_cast<std::ptrdiff_t>(first),
+                  std::min(local_ranks.size(), theirs.size() - first), rounds.back().begin());
+    }
+  }
+}
+
+HostsView HostsView::flat(int world_size, int own_rank) {
+  std::vector<RankRecord> records(static_cast<std::size_t>(world_size));
+  for (RankRecord& record : records) record.host_id = std::to_string(&record - records.data());
+  return {PeerTable(std::move(records)), own_rank};
+}
+
+int HostsView::courier_of(int other_rank, int on_host) const {
+  const int place = table.local_rank_of(other_rank) % table.num_ranks_on(on_host);
+  return table.ranks_on(on_host)[static_cast<std::size_t>(place)];
+}
+
+std::vector<int> HostsView::representatives(int root) const {
+  std::vector<int> ranks;
+  for (int other = 0; other < num_hosts(); ++other) ranks.push_back(table.leader_of(other));
+  if (root >= 0) ranks[static_cast<std::size_t>(table.host_of(root))] = root;
+  return ranks;
+}
+
+namespace {
+
+// A rank that fails reports it twice: in its host's shared memory, for the ranks of its host, and
+// in the store. Every rank's watchdog reads the store and copies the report to its host's memory.
+class MessageTransport final : public Transport {
+ public:
+  MessageTransport(KeyValueStore& store, shm::Rendezvous& ranks, const PeerTable& peer_table,
+                   const CommunicatorOptions& options, const MakeMessenger& make_messenger,
+                   bool is_flat)
+      : options_(options),
+        flat_(HostsView::flat(ranks.world_size(), ranks.rank())),
+        hosts_(is_flat ? flat_ : HostsView(peer_table, ranks.rank())),
+        members_(store, ranks) {
+    try {
+      if (hosts_.local_ranks.size() > 1) {
+        local_ = std::make_unique<ShmTransport>(ranks, peer_table, ranks.rank(), options);
+        local_->membership().on_peer_event(
+            [this](const PeerEvent& event, CallStep) { members_.record(event); });
+      }
+      // Before this rank leaves the memory of its host, where others may be in a call already.
+      members_.on_abort([this] {
+        if (local_ != nullptr) local_->membership().abort(members_.abort_reason());
+      });
+      messenger_ = make_messenger(members_.key(), [&ranks](const std::vector<int>& missing) {
+        ranks.look(missing, "did not connect to the others");
+      });
+    } catch (const std::exception& error) {
+      // The other ranks may have made the group already, and wait for this rank.
+      members_.abort(AbortReason::of(error, ranks.rank()));
+      throw;
+    }
+    members_.watch(*messenger_);
+  }
+
+  ~MessageTransport() override { members_.leave(); }
+
+  Membership& membership() override { return members_; }
+  bool shares_memory() const override { return false; }
+  std::size_t mapped_bytes() const override {
+    return local_ != nullptr ? local_->mapped_bytes() : 0;
+  }
+  std::unique_ptr<SendRecv> make_send_recv(Failure& failure, Stats& stats) override {
+    return make_message_send_recv(*messenger_, members_, failure, stats);
+  }
+
+  void plan(const Collective& call, CallHeader& header) const override {
+    if (is_flat(call))
+      plan_message_collective(hosts_.table.world_size(), call, options_, header);
+    else
+      header.algorithm = Algorithm::kHierarchical;
+  }
+
+  Traffic run(const Collective& call, const CallHeader& header, const WaitLimits& limits) override {
+    members_.record_call(header.seq);
+    MessageContext messages(*messenger_, members_, deadline_after(limits.timeout));
+    try {
+      const Traffic traffic = run_message_collective(
+          {.hosts = hosts_, .flat = flat_, .local = local_.get(), .messages = messages}, call,
+          header, limits);
+      messages.finish();
+      return traffic;
+    } catch (...) {
+      // The store may not have it yet.
+      if (local_ != nullptr && local_->membership().is_given_up(false))
+        members_.abort(local_->membership().abort_reason());
+      // Messages on their way would go on using the call's buffers, which end with it.
+      messenger_->abort();
+      throw;
+    }
+  }
+
+ private:
+  // Whether the hosts are ignored: left-to-right sums over the ranks cannot be computed host by
+  // host, and an algorithm that the user names works on ranks.
+  bool is_flat(const Collective& call) const {
+    if (hosts_.is_flat()) return true;
+    if (!is_reduction(call.op)) return false;
+    if (options_.is_rank_ordered) return true;
+    return call.op == OpKind::kAllReduce &&
+           (call.algorithm != Algorithm::kAuto || options_.algorithm != Algorithm::kAuto);
+  }
+
+  CommunicatorOptions options_;
+  HostsView flat_;
+  HostsView hosts_;  // flat_ if all goes over messages
+  MessageMembers members_;
+  std::unique_ptr<Transport> local_;  // null where this rank is alone on its host
+  std::unique_ptr<Messenger> messenger_;
+};
+
+}  // namespace
+
+std::unique_ptr<Transport> make_message_transport(KeyValueStore& store, shm::Rendezvous& ranks,
+                                                  const PeerTable& peer_table,
+                                                  const CommunicatorOptions& options,
+                                                  const MakeMessenger& make_messenger,
+                                                  bool is_flat) {
+  return std::make_unique<MessageTransport>(store, ranks, peer_table, options, make_messenger,
+                                            is_flat);
+}
+
+}  // namespace ringcomm

@@ -1,0 +1,80 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+
+namespace ringcomm {
+
+/// How the wait for a message ended.
+enum class [[nodiscard]] MessageEnd : std::uint8_t {
+  kDone,     ///< sent and no longer read, or received
+  kAborted,  ///< abort() was called
+  kFailed,   ///< the connection to the peer failed; Message::failure() has the messenger's message
+};
+
+/// A send or a receive on its way.
+class Message {
+ public:
+  /// Allowed once wait() has returned kDone or kFailed, or abort() of the messenger has returned.
+  /// Not after kAborted alone: the messenger may still use the buffer.
+  virtual ~Message() = default;
+
+  /// Blocks until the message has ended, without a deadline: the caller's watchdog ends waits by
+  /// Messenger::abort(). One thread may wait, once.
+  virtual MessageEnd wait() = 0;
+  /// The sender of a received message; only after wait() returned kDone.
+  virtual int source() const = 0;
+  /// The messenger's error message for kFailed.
+  virtual const std::string& failure() const = 0;
+};
+
+/// The messenger does not support a call. Thrown before anything is exchanged.
+class Unsupported : public std::logic_error {
+ public:
+  using std::logic_error::logic_error;
+};
+
+/// Messages between the ranks of a group. bindings/c10d_messages.h adapts any backend of torch.
+///
+/// Messages of one sender, receiver and tag match in the order of their calls, and must be of equal
+/// size on both sides. Others may overtake each other. A send may wait for its receive to be posted
+/// (as Gloo's does): no rank may wait for a send that a peer will only receive after something else
+/// of this rank. All functions may be called from any thread.
+class Messenger {
+ public:
+  using MessagePtr = std::unique_ptr<Message>;
+
+  /// Tags are 0 to kMaxTag. Users' messages have those under kFirstReservedTag.
+  static constexpr int kMaxTag = 0x7fffffff;
+  static constexpr int kFirstReservedTag = 0x7f000000;
+  static constexpr int kAnySource = -1;
+
+  virtual ~Messenger() = default;
+
+  virtual int rank() const = 0;
+  virtual int world_size() const = 0;
+
+  /// Start a message; neither blocks nor throws, errors are wait()'s. The buffer is the messenger's
+  /// until the message has ended. No bytes at all are a message as well.
+  virtual MessagePtr isend(int peer, int tag, const std::byte* data, std::size_t num_bytes) = 0;
+  /// `peer` may be kAnySource; that alone throws, Unsupported, where the messenger cannot do it.
+  virtual MessagePtr irecv(int peer, int tag, std::byte* data, std::size_t num_bytes) = 0;
+
+  /// Ends all unfinished messages, also later ones, with kAborted; permanent. Every caller returns
+  /// after the first call is complete, and may then destroy its messages and free their buffers.
+  void abort() {
+    std::call_once(aborted_, [this] { end_messages(); });
+  }
+
+ private:
+  /// The implementation of abort(); called once. When it returns, the messages may be destroyed.
+  virtual void end_messages() noexcept = 0;
+
+  std::once_flag aborted_;
+};
+
+}  // namespace ringcomm

@@ -1,0 +1,180 @@
+#include "transport/shm/context.h"
+
+#include <bit>
+#include <cstring>
+#include <thread>
+
+#include "core/errors.h"
+#include "host/bootstrap.h"
+
+namespace ringcomm {
+
+using host::StoreKind;
+
+namespace {
+
+// From this size, the result is not in a cache when the caller reads it, and non-temporal stores
+// save the read of the overwritten lines (docs/experiments.md, "all_gather"). Below, they cost as
+// much as they save.
+constexpr std::size_t kStreamedResultBytes = std::size_t{16} << 20;
+
+// How long one request for a peer's memory may take before this rank looks whether it should go on.
+constexpr std::chrono::milliseconds kFetchSlice{500};
+constexpr std::chrono::milliseconds kFetchPause{1};
+
+}  // namespace
+
+void StoreKindChooser::begin(OpKind op, std::size_t num_bytes) {
+  class_ = nullptr;
+  kind_ = StoreKind::kCached;
+  const auto width = static_cast<std::size_t>(std::bit_width(num_bytes >> 14));
+  if (width == 0) return;  // it is over before its lines have left the cache
+  auto& classes = classes_[static_cast<std::size_t>(op)];
+  class_ = &classes[std::min(width, classes.size()) - 1];
+  if (class_->is_next_streaming) kind_ = StoreKind::kStreaming;
+  // 512: when the cores come to share a cache, the time of streaming stores hardly changes.
+  auto& [best, recent_best, num_calls, is_next] = *class_;
+  const bool is_look = num_calls % 64 == 0;
+  if (num_calls == 512 || (is_look && recent_best > 2 * std::ranges::min(best))) *class_ = {};
+  if (is_look) recent_best = kNever;
+  const std::uint32_t idx = num_calls++;
+  is_next = idx >= 3 && (idx < 7 || best[1] < best[0]);
+  elapsed_ = {};
+  resume();
+}
+
+void StoreKindChooser::count(float seconds) {
+  if (class_ == nullptr) return;
+  float& best = class_->best[kind_ == StoreKind::kStreaming ? 1 : 0];
+  best = std::min(best, seconds);
+  class_->recent_best = std::min(class_->recent_best, seconds);
+}
+
+ShmContext::ShmContext(shm::Group& group, shm::WaitScope& scope)
+    : group_(group),
+      scope_(scope),
+      arch_(scope, group),
+      board_(arch_, group.board(), group.rank()),
+      sources_(static_cast<std::size_t>(group.world_size())),
+      handles_(static_cast<std::size_t>(group.world_size())),
+      memories_(static_cast<std::size_t>(group.world_size())) {}
+
+void ShmContext::begin(const CallHeader& header, const BufferHandle& handle) {
+  // A call over several hosts has many parts here.
+  arch_.set_arriving(num_calls_ != header.seq + 1);
+  num_calls_ = header.seq + 1;
+  header_ = &header;
+  first_ = First::kClosed;
+  shared_bytes_ = 0;
+  step() = {};
+  handles_[static_cast<std::size_t>(rank())] = handle;
+}
+
+std::byte* ShmContext::open() {
+  std::byte* region = nullptr;
+  check(board_.open(region));
+  if (first_ == First::kClosed) first_ = First::kOpen;
+  return region;
+}
+
+bool ShmContext::publish() {
+  if (first_ == First::kOver) {
+    board_.publish();
+    return true;
+  }
+  const BufferHandle& mine = handle_of(rank());
+  if (first_ == First::kClosed) {
+    std::byte* region = open();
+    if (mine.is_given()) std::memcpy(region, &mine, sizeof(mine));
+  }
+  // Directly before the publication: peers poll the line that this writes.
+  const HeaderLine line{mine.is_given(), store_kinds_.is_next_streaming(), *header_};
+  std::memcpy(board_.beside(rank()), &line, line.num_bytes());
+  board_.publish();
+  store_kinds_.pause();
+  // Sizes of shards that may differ are compared by Alltoallv.
+  const bool has_own_sizes = header_->is_uneven || has_private_sizes(header_->op);
+  for (int distance = 1; distance < world_size(); ++distance) {
+    const int peer = (rank() + distance) % world_size();
+    const std::byte* region = wait(peer);
+    const HeaderLine line = header_line_of(peer);
+    if (!(has_own_sizes ? is_same_call(*header_, line.header) : *header_ == line.header))
+      throw Mismatched{peer, line.header};
+    BufferHandle& handle = handles_[static_cast<std::size_t>(peer)];
+    handle = {};
+    if (line.has_handle) std::memcpy(&handle, region, sizeof(handle));
+    if (peer == 0) store_kinds_.follow(line.is_next_streaming);
+  }
+  store_kinds_.resume();
+  arch_.set_arriving(false);
+  first_ = First::kOver;
+  return !has_handles();
+}
+
+const std::byte* ShmContext::wait(int peer) {
+  if (is_sharing()) return find_shared(peer, handle_of(peer).input, 0, shared_bytes_);
+  const std::byte* region = nullptr;
+  check(board_.wait(peer, region));
+  return region;
+}
+
+ShmContext::HeaderLine ShmContext::header_line_of(int peer) {
+  const std::byte* place = board_.beside(peer);
+  HeaderLine line;
+  std::memcpy(&line, place, line.num_bytes());
+  if (line.header.has_update) std::memcpy(&line, place, sizeof(line));
+  return line;
+}
+
+CallHeader ShmContext::header_of(int rank) {
+  if (rank == this->rank()) return *header_;
+  static_cast<void>(wait(rank));
+  return header_line_of(rank).header;
+}
+
+bool ShmContext::has_handles() const {
+  return std::ranges::any_of(handles_, &BufferHandle::is_given);
+}
+
+bool ShmContext::has_all_handles(int rank) const {
+  return rank >= 0 ? handle_of(rank).is_given()
+                   : std::ranges::all_of(handles_, &BufferHandle::is_given);
+}
+
+std::byte* ShmContext::find_shared(int rank, const shm::ArenaLocation& location,
+                                   std::size_t offset_bytes, std::size_t num_bytes) {
+  const shm::ArenaLocation place{.region_id = location.region_id,
+                                 .offset_bytes = location.offset_bytes + offset_bytes};
+  if (rank == this->rank()) return shm::SharedArena::instance().address_of(place);
+  auto& memory = memories_[static_cast<std::size_t>(rank)];
+  if (memory == nullptr) memory = group_.process_of(rank).memory();
+  for (;;) {
+    try {
+      if (std::byte* data = memory->find(place, num_bytes, kFetchSlice)) return data;
+    } catch (const shm::Refused& refused) {
+      const int whole_rank = group_.whole_rank(rank);
+      throw Error(
+          {.kind = ErrorKind::kSystem, .rank = whole_rank, .pid = refused.info().pid},
+          "ringcomm: " +
+              name_of_process(whole_rank, group_.global_rank_of(rank), group_.process_of(rank)) +
+              " " + refused.why);
+    }
+    check(arch_.stopped(rank));  // its process has stopped or ended
+    std::this_thread::sleep_for(kFetchPause);
+  }
+}
+
+void ShmContext::stage(void* to, const void* from, std::size_t num_bytes) {
+  if (num_bytes > 0) host::copy_bytes(to, from, num_bytes, store_kinds_.kind());
+  copied_bytes_ += num_bytes;
+}
+
+void ShmContext::copy_result(void* to, const void* from, std::size_t num_bytes,
+                             std::size_t result_bytes) {
+  if (num_bytes == 0 || to == from) return;
+  const bool is_streamed = result_bytes >= kStreamedResultBytes;
+  host::copy_bytes(to, from, num_bytes, is_streamed ? StoreKind::kStreaming : StoreKind::kCached);
+  copied_bytes_ += num_bytes;
+}
+
+}  // namespace ringcomm

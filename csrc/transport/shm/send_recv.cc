@@ -1,0 +1,487 @@
+#include "collectives/send_recv.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <deque>
+#include <list>
+#include <string>
+#include <system_error>
+#include <thread>
+#include <vector>
+
+#include "core/link_protocol.h"
+#include "host/group.h"
+#include "host/host_arch.h"
+#include "host/process.h"
+
+namespace ringcomm {
+namespace {
+
+// How long operations may make no progress before the queue's thread drives them.
+constexpr std::chrono::milliseconds kGrace{1};
+// How often in a row the thread finds nothing to do before it sleeps for good. Until then no post
+// has to wake it: a thread woken for every message takes the core from the rank that waits.
+constexpr int kMaxIdleLooks = 100;
+
+// A receive matched a message of a different size.
+struct SizeMismatch {
+  SendRecvOpPtr receive;
+  std::uint64_t sent_bytes;
+};
+
+// Ends each sleep at the doorbell after one slice: the driver itself looks at deadlines and at all
+// peers.
+class OneSlice final : public shm::StopSource {
+ public:
+  void begin() { is_over_ = false; }
+  Stop stopped(int) override {
+    return std::exchange(is_over_, true) ? Stop::kTimeout : Stop::kNone;
+  }
+
+ private:
+  bool is_over_ = false;
+};
+
+/// The two links between this rank and one peer, and the messages on them. Not thread-safe.
+///
+/// Messages of a pair arrive in order, and match the first receive posted for their source (or any)
+/// and tag. One without a receive stays in the link and blocks the sender, until a receive needs a
+/// later one: then it is moved off and kept, so no order of tags deadlocks.
+class SendRecvMailbox {
+ public:
+  using Receives = std::list<SendRecvOpPtr>;
+
+  /// `ring` notifies the peer that a slot was filled or drained.
+  SendRecvMailbox(shm::HostArch& arch, int peer, const LinkGeometry& to, const LinkGeometry& from,
+                  std::function<void()> ring)
+      : peer_(peer),
+        ring_(std::move(ring)),
+        arch_(arch),
+        to_(arch, to, peer),
+        from_(arch, from, peer),
+        num_slots_(to.num_slots),
+        slot_bytes_(to.slot_bytes) {}
+
+  void post_send(const SendRecvOpPtr& op) { sends_.push_back(op); }
+
+  /// Completes the receive with the first kept message that matches; false if there is none. Throws
+  /// SizeMismatch.
+  bool match_kept(const SendRecvOpPtr& op) {
+    const auto found = std::ranges::find_if(arrivals_, [&](const Arrival& arrival) {
+      return arrival.receive == nullptr && arrival.header.tag == op->tag;
+    });
+    if (found == arrivals_.end()) return false;
+    assign(*found, op);
+    if (found->is_complete()) {
+      op->is_done = true;
+      arrivals_.erase(found);
+    }
+    return true;
+  }
+
+  /// Fills free slots with pending sends, at most as many as the link has, so that a fast receiver
+  /// does not keep a posting caller here. True if anything was sent.
+  bool progress_sends() {
+    std::byte* slot = nullptr;
+    std::uint32_t num_moved = 0;
+    for (; num_moved < num_slots_ && !sends_.empty() && to_.try_acquire(slot); ++num_moved) {
+      SendRecvOp& op = *sends_.front();
+      std::size_t room_bytes = slot_bytes_;
+      if (!has_begun_sending_) {
+        const MessageHeader header{.tag = op.tag, .num_bytes = op.num_bytes};
+        std::memcpy(slot, &header, sizeof(header));
+        slot += kHeaderBytes;
+        room_bytes -= kHeaderBytes;
+      }
+      const std::size_t num_bytes = std::min(room_bytes, op.num_bytes - op.moved_bytes);
+      arch_.copy(slot, op.data + op.moved_bytes, num_bytes);
+      to_.publish();
+      ring_();
+      op.moved_bytes += num_bytes;
+      has_begun_sending_ = op.moved_bytes < op.num_bytes;
+      if (has_begun_sending_) continue;
+      op.is_done = true;
+      sends_.pop_front();
+    }
+    return num_moved > 0;
+  }
+
+  /// Drains at most as many slots while a receive needs a message from this link; a match is
+  /// removed from `receives`. True if anything was received. Throws SizeMismatch.
+  bool progress_receives(Receives& receives) {
+    const std::byte* slot = nullptr;
+    std::uint32_t num_moved = 0;
+    for (; num_moved < num_slots_ && wants_more(receives) && from_.try_wait(slot); ++num_moved) {
+      std::size_t available_bytes = slot_bytes_;
+      if (arrivals_.empty() || arrivals_.back().is_complete()) {
+        MessageHeader header;
+        std::memcpy(&header, slot, sizeof(header));
+        begin_arrival(header, receives);
+        slot += kHeaderBytes;
+        available_bytes -= kHeaderBytes;
+      }
+      Arrival& arrival = arrivals_.back();
+      const std::size_t num_bytes =
+          std::min<std::size_t>(available_bytes, arrival.header.num_bytes - arrival.moved_bytes);
+      arch_.copy(arrival.data() + arrival.moved_bytes, slot, num_bytes);
+      from_.release();
+      ring_();
+      arrival.moved_bytes += num_bytes;
+      if (arrival.receive == nullptr || !arrival.is_complete()) continue;
+      arrival.receive->is_done = true;
+      arrivals_.pop_back();
+    }
+    return num_moved > 0;
+  }
+
+ private:
+  struct MessageHeader {
+    std::uint64_t tag = 0;
+    std::uint64_t num_bytes = 0;
+  };
+  // The header in a message's first slot; a whole line, so that data keeps its alignment.
+  static constexpr std::size_t kHeaderBytes = 64;
+
+  // A message that has begun to arrive: into its receive's buffer, or kept.
+  struct Arrival {
+    MessageHeader header;
+    std::size_t moved_bytes = 0;
+    SendRecvOpPtr receive = {};
+    std::unique_ptr<std::byte[]> kept = {};
+
+    bool is_complete() const { return moved_bytes == header.num_bytes; }
+    std::byte* data() { return receive != nullptr ? receive->data : kept.get(); }
+  };
+
+  bool may_match(const SendRecvOp& receive) const {
+    return receive.peer == peer_ || receive.peer < 0;
+  }
+
+  bool wants_more(const Receives& receives) const {
+    if (!arrivals_.empty() && !arrivals_.back().is_complete() &&
+        arrivals_.back().receive != nullptr)
+      return true;
+    return std::ranges::any_of(receives, [&](const SendRecvOpPtr& op) { return may_match(*op); });
+  }
+
+  void begin_arrival(const MessageHeader& header, Receives& receives) {
+    arrivals_.push_back({.header = header});
+    const auto found = std::ranges::find_if(
+        receives, [&](const SendRecvOpPtr& op) { return may_match(*op) && op->tag == header.tag; });
+    if (found == receives.end()) {
+      arrivals_.back().kept = std::make_unique_for_overwrite<std::byte[]>(header.num_bytes);
+      return;
+    }
+    const SendRecvOpPtr op = *found;
+    receives.erase(found);
+    assign(arrivals_.back(), op);
+  }
+
+  void assign(Arrival& arrival, const SendRecvOpPtr& op) const {
+    op->peer = peer_;
+    if (!op->takes(arrival.header.num_bytes)) throw SizeMismatch{op, arrival.header.num_bytes};
+    if (arrival.moved_bytes > 0) std::memcpy(op->data, arrival.kept.get(), arrival.moved_bytes);
+    arrival.receive = op;
+    arrival.kept = nullptr;
+  }
+
+  int peer_;
+  std::function<void()> ring_;  // after every slot: the peer copies it during the next
+  shm::HostArch& arch_;
+  SendLink<shm::HostArch> to_;
+  RecvLink<shm::HostArch> from_;
+  std::uint32_t num_slots_;
+  std::size_t slot_bytes_;
+  std::deque<SendRecvOpPtr> sends_;
+  bool has_begun_sending_ = false;  // the first of sends_
+  std::list<Arrival> arrivals_;     // in the order of sending; only the last may be incomplete
+};
+
+/// Over links in shared memory. A thread that waits drives all operations of the rank; if none does
+/// for a millisecond, the queue's own thread. Peers ring this rank's doorbell (a cursor in shared
+/// memory) whenever they fill or drain a slot, so one wait covers all links.
+class SendRecvQueue final : public SendRecv {
+ public:
+  SendRecvQueue(shm::Group& group, Failure& failure, Stats& stats)
+      : SendRecv(failure, stats, group.rank(), group.world_size()),
+        group_(group),
+        arch_(slice_, group.rank(), group.world_size()),
+        mailboxes_(static_cast<std::size_t>(group.world_size())) {}
+  ~SendRecvQueue() override { close({}); }
+
+  void close(const Interrupted& is_interrupted) override {
+    Lock lock(mutex_);
+    if (std::exchange(is_stopping_, true)) return;  // nothing is received after this
+    has_work_.notify_all();
+    if (thread_.joinable()) {
+      ring(rank_);  // a driving thread notices
+      lock.unlock();
+      thread_.join();
+      lock.lock();
+    }
+    for (const SendRecvOpPtr& op : pending_)
+      if (!op->is_send() && !op->is_done) end(*op, orphaned(*op));
+    receives_.clear();
+    settle(lock);
+    drive_or_sleep(lock, [this] { return pending_.empty(); }, is_interrupted);
+  }
+
+ private:
+  void start(const SendRecvOpPtr& op) override {
+    Lock lock = enter();
+    check_open(*op);
+    // An operation that completes immediately needs no check for signals, which may call Python.
+    if (pending_.empty()) next_look_ = Clock::now() + kLookInterval;
+    pending_.push_back(op);
+    progress([&] { begin(op); });
+    if (!op->is_done) {
+      try {
+        if (!thread_.joinable())
+          thread_ = start_background_thread("ringcomm-messages", [this] { run_thread(); });
+      } catch (const std::system_error&) {
+        // No thread can be started. Waiting threads drive all operations; without a waiting thread
+        // they make no progress.
+      }
+      if (is_thread_asleep_ && !is_driving_) has_work_.notify_one();
+    }
+    settle(lock);
+  }
+
+  bool await(const SendRecvOpPtr& op, Clock::time_point deadline,
+             const Interrupted& is_interrupted) override {
+    Lock lock = enter();
+    if (!op->is_done && is_driving_ && driving_thread_ == std::this_thread::get_id())
+      throw Error({.kind = ErrorKind::kSystem},
+                  "ringcomm: wait() of a send or receive was called inside another one of its "
+                  "group, perhaps from a signal handler; this would deadlock");
+    drive_or_sleep(lock, [&] { return op->is_done || Clock::now() >= deadline; }, is_interrupted);
+    return op->is_done;
+  }
+
+  static void end(SendRecvOp& op, std::exception_ptr error) {
+    op.error = std::move(error);
+    op.is_done = true;
+  }
+
+  SendRecvMailbox& mailbox(int rank) {
+    auto& mailbox = mailboxes_[static_cast<std::size_t>(rank)];
+    if (mailbox == nullptr) {
+      group_.reserve_send_recv(rank);
+      mailbox = std::make_unique<SendRecvMailbox>(arch_, rank, group_.send_recv_link(rank_, rank),
+                                                  group_.send_recv_link(rank, rank_),
+                                                  [this, rank] { ring(rank); });
+    }
+    return *mailbox;
+  }
+
+  Lock enter() {
+    num_at_door_.fetch_add(1, std::memory_order_relaxed);
+    Lock lock(mutex_);
+    num_at_door_.fetch_sub(1, std::memory_order_relaxed);
+    return lock;
+  }
+
+  // A driver with continuous progress would hold the lock for a whole large message. It lets other
+  // threads in for about the time of a wake-up.
+  void let_in(Lock& lock) const {
+    for (int i = 0; i < 100 && num_at_door_.load(std::memory_order_relaxed) > 0; ++i) {
+      lock.unlock();
+      std::this_thread::yield();
+      lock.lock();
+    }
+  }
+
+  void begin(const SendRecvOpPtr& op) {
+    if (op->is_send()) return mailbox(op->peer).post_send(op);
+    for (int rank = 0; rank < world_size_; ++rank) {
+      if (rank == rank_ || (op->peer >= 0 && op->peer != rank)) continue;
+      if (mailbox(rank).match_kept(op)) return;
+    }
+    receives_.push_back(op);
+  }
+
+  // Runs `first`, then moves what can be moved; true if anything was. A failure ends the group,
+  // because this may be a thread without a caller.
+  bool progress(const std::function<void()>& first = {}) {
+    bool has_moved = false;
+    try {
+      if (first) first();
+      // Moves nothing once the group has ended: an operation that failed is done, its buffer
+      // perhaps freed, and yet half of its message may be in a mailbox.
+      if (failure_.has_failed()) return false;
+      for (const auto& mailbox : mailboxes_) {
+        if (mailbox == nullptr) continue;
+        has_moved |= mailbox->progress_sends();
+        if (!is_stopping_) has_moved |= mailbox->progress_receives(receives_);
+      }
+      return has_moved;
+    } catch (const SizeMismatch& mismatch) {
+      SendRecvOp& receive = *mismatch.receive;
+      end(receive, error_of([&] { raise_misfit(receive, mismatch.sent_bytes); }));
+    } catch (const std::exception& error) {  // no memory for a message that is to be kept
+      failure_.abort(std::string("send or receive: ") + error.what());
+    }
+    return false;
+  }
+
+  void ring(int rank) {
+    Cursor& doorbell = group_.doorbell(rank);
+    // The only cursor with several writers. Only the change matters, so each adds one.
+    __atomic_fetch_add(&doorbell.value, 1, __ATOMIC_SEQ_CST);
+    wake_sleepers(arch_, doorbell);
+  }
+
+  // Runs with the lock held, except while it sleeps or calls `done` and `is_interrupted`.
+  void drive(Lock& lock, const std::function<bool()>& is_enough,
+             const Interrupted& is_interrupted) {
+    is_driving_ = true;
+    driving_thread_ = std::this_thread::get_id();
+    Cursor& doorbell = group_.doorbell(rank_);
+    SpinBudget no_spin = SpinBudget::none();
+    bool has_slept = false;  // a slice of the wait has passed; the wait counts as one miss only
+    while (!is_enough()) {
+      const std::uint64_t seen = arch_.load_acquire(doorbell.value);
+      const bool has_moved = progress();
+      settle(lock);
+      // By the clock and not after an unsuccessful sleep, so that one peer's traffic does not hide
+      // another's silence.
+      if (Clock::now() >= next_look_) {
+        abort_if(lock, is_interrupted);
+        next_look_ = Clock::now() + kLookInterval;
+        fail_stuck();
+        settle(lock);
+      }
+      if (has_moved || is_enough()) {
+        has_slept = false;
+        let_in(lock);
+        continue;
+      }
+      lock.unlock();
+      slice_.begin();
+      has_slept = wait_at_least(arch_, has_slept ? no_spin : arch_.budget(), doorbell, seen + 1,
+                                rank_) != Stop::kNone;
+      lock.lock();
+    }
+    is_driving_ = false;
+    if (num_waiting_ > 0) has_news_.notify_all();
+    if (is_thread_asleep_ && !pending_.empty()) has_work_.notify_one();
+  }
+
+  // Drives until `is_over`, or sleeps while another thread does.
+  void drive_or_sleep(Lock& lock, const std::function<bool()>& is_over,
+                      const Interrupted& is_interrupted) {
+    while (!is_over()) {
+      if (!is_driving_) {
+        drive(lock, is_over, is_interrupted);
+        continue;
+      }
+      ++num_waiting_;
+      ring(rank_);  // the queue's thread hands over
+      has_news_.wait_for(lock, kLookInterval);
+      --num_waiting_;
+      abort_if(lock, is_interrupted);
+    }
+  }
+
+  // Ends operations that cannot complete: past their deadline, or with a peer that has left.
+  void fail_stuck() {
+    const Clock::time_point now = Clock::now();
+    struct Stuck {
+      SendRecvOpPtr op;
+      Stop stop;
+      int peer;
+    };
+    std::vector<Stuck> stuck;
+    for (const SendRecvOpPtr& op : pending_) {
+      const int peer = awaited_peer(*op);
+      const Stop state = group_.state_of(peer >= 0 ? peer : rank_);
+      if (state != Stop::kNone || now >= op->deadline)
+        stuck.push_back({op, state != Stop::kNone ? state : Stop::kTimeout, peer});
+    }
+    if (stuck.empty()) return;
+    // A peer that sent and then left has still sent: the links have the last word, and are read
+    // after the reason to stop.
+    progress();
+    for (const auto& [op, stop, peer] : stuck) {
+      if (op->is_done) continue;
+      end(*op, error_of([&] { failure_.raise_stopped(stop, peer, activity_of(*op)); }));
+      receives_.remove(op);
+    }
+  }
+
+  // The rank that an operation depends on: its peer, or none (-1) for a receive from any source,
+  // unless all ranks have left.
+  int awaited_peer(const SendRecvOp& op) const {
+    int peer = op.peer;
+    for (int rank = 0; op.peer < 0 && rank < world_size_; ++rank) {
+      if (rank == rank_) continue;
+      if (group_.state_of(rank) == Stop::kNone) return -1;
+      peer = rank;
+    }
+    return peer;
+  }
+
+  // Removes finished operations from the list and tells who waits for them.
+  void settle(Lock& lock) {
+    std::vector<SendRecvOpPtr> finished;
+    std::erase_if(pending_, [&](const SendRecvOpPtr& op) {
+      if (op->is_done) finished.push_back(op);
+      return op->is_done;
+    });
+    if (!finished.empty()) conclude(lock, finished);
+  }
+
+  void run_thread() {
+    Lock lock(mutex_);
+    int num_idle_looks = 0;
+    const SendRecvOp* last_oldest = nullptr;  // to compare with only
+    while (!is_stopping_) {
+      if (num_idle_looks == kMaxIdleLooks) {
+        is_thread_asleep_ = true;
+        has_work_.wait(lock);
+        is_thread_asleep_ = false;
+        num_idle_looks = 0;
+        continue;
+      }
+      has_work_.wait_for(lock, kGrace);
+      if (pending_.empty() || is_driving_) {
+        ++num_idle_looks;
+        continue;
+      }
+      num_idle_looks = 0;
+      // A new operation may be waited for soon. The thread drives only if the oldest one is the
+      // same in two checks.
+      const SendRecvOp* oldest = pending_.front().get();
+      if (std::exchange(last_oldest, oldest) != oldest) continue;
+      drive(lock, [this] { return pending_.empty() || num_waiting_ > 0 || is_stopping_; }, {});
+    }
+  }
+
+  shm::Group& group_;
+  OneSlice slice_;
+  shm::HostArch arch_;
+
+  std::atomic<int> num_at_door_ = 0;  // threads that request the lock while another one drives
+  // The lock guards what follows, and the links.
+  // By rank, null until needed: links cost memory once looked at.
+  std::vector<std::unique_ptr<SendRecvMailbox>> mailboxes_;
+  std::list<SendRecvOpPtr> receives_;  // that no message has matched, in the order of posting
+  std::list<SendRecvOpPtr> pending_;
+  std::condition_variable
+      has_work_;  // the thread sleeps here, waiters that do not drive at has_news_
+  bool is_driving_ = false;
+  std::thread::id driving_thread_;
+  Clock::time_point next_look_ = {};
+  int num_waiting_ = 0;
+  bool is_thread_asleep_ = false;
+  BackgroundThread thread_;
+};
+
+}  // namespace
+
+std::unique_ptr<SendRecv> make_shm_send_recv(shm::Group& group, Failure& failure, Stats& stats) {
+  return std::make_unique<SendRecvQueue>(group, failure, stats);
+}
+
+}  // namespace ringcomm

@@ -1,0 +1,205 @@
+#include <array>
+#include <memory>
+
+#include "checker_arch.h"
+#include "core/board_protocol.h"
+#include "core/shard_layout.h"
+#include "scenarios.h"
+
+namespace ringcomm::checker {
+namespace {
+
+/// Shares of different sizes, as Alltoallv moves them: a rank knows its own sizes until the
+/// first phase tells it the others', and all must go through one number of phases.
+struct Exchange {
+  int num_ranks;
+  bool is_in_place;
+  std::array<std::array<int, 3>, 3> sizes;  ///< in blocks, by sender and receiver
+
+  BoardGeometry geometry;
+  std::vector<std::byte*> tables;                ///< per rank: its sizes in one block
+  std::vector<std::byte*> seen;                  ///< per rank: room for a peer's table
+  std::vector<std::vector<std::byte*>> inputs;   ///< by sender and receiver
+  std::vector<std::vector<std::byte*>> outputs;  ///< by receiver and sender
+  std::vector<std::vector<std::byte*>> kept;     ///< as inputs
+
+  /// Of data, in a region; the layout wants more than there are ranks.
+  std::size_t room_blocks() const { return static_cast<std::size_t>(num_ranks) + 1; }
+  std::uint64_t value(int from, int to, int block_idx) const {
+    return input_of(from, static_cast<std::size_t>(16 * to + block_idx));
+  }
+  std::size_t size(int from, int to) const { return static_cast<std::size_t>(sizes[from][to]); }
+
+  void lay_out(Memory& memory) {
+    const int region_blocks = 1 + static_cast<int>(room_blocks());
+    geometry = lay_out_boards(memory, num_ranks, region_blocks);
+    tables.clear();
+    seen.clear();
+    for (auto* buffers : {&inputs, &outputs, &kept})
+      buffers->assign(num_ranks, std::vector<std::byte*>(num_ranks));
+    for (int rank = 0; rank < num_ranks; ++rank) {
+      memory.own_as_board(geometry.region(rank, 0), region_blocks, &geometry.cursor(0, 0, 0), rank,
+                          false);
+      tables.push_back(memory.add_private(rank, 1, "sizes"));
+      seen.push_back(memory.add_private(rank, 1, "sizes seen"));
+      std::uint64_t table = 0;
+      for (int peer = 0; peer < num_ranks; ++peer) {
+        table |= static_cast<std::uint64_t>(sizes[rank][peer]) << (8 * peer);
+        if (peer == rank) continue;
+        const int longer = std::max(sizes[rank][peer], sizes[peer][rank]);
+        inputs[rank][peer] = memory.add_private(rank, longer, "buffer");
+        outputs[rank][peer] =
+            is_in_place ? inputs[rank][peer] : memory.add_private(rank, longer, "output");
+        if (is_in_place) kept[rank][peer] = memory.add_private(rank, longer, "kept");
+        for (int i = 0; i < sizes[rank][peer]; ++i)
+          memory.poke(inputs[rank][peer] + i * kBlockBytes, value(rank, peer, i));
+      }
+      memory.poke(tables[rank], table);
+    }
+  }
+
+  std::string check(const Memory& memory, int rank) const {
+    for (int from = 0; from < num_ranks; ++from)
+      for (int i = 0; from != rank && i < sizes[from][rank]; ++i) {
+        const std::string fault =
+            compare(memory, outputs[rank][from] + i * kBlockBytes, value(from, rank, i));
+        if (!fault.empty()) return fault;
+      }
+    return {};
+  }
+};
+
+/// One call of one rank.
+class RankExchange {
+ public:
+  RankExchange(CheckerArch& arch, const Exchange& exchange, int rank)
+      : arch_(arch), exchange_(exchange), rank_(rank), board_(arch, exchange.geometry, rank) {
+    for (int to = 0; to < exchange.num_ranks; ++to)
+      layout_.elems(rank, to) = exchange.size(rank, to);
+    layout_.count_pieces(rank);
+  }
+
+  Stop run() {
+    std::size_t num_phases = 1;
+    for (std::size_t piece_idx = 0; piece_idx < num_phases; ++piece_idx) {
+      arch_.checkpoint(piece_idx);
+      if (const Stop stop = stage(piece_idx); stop != Stop::kNone) return stop;
+      board_.publish();
+      if (piece_idx == 0) {
+        if (const Stop stop = learn_sizes(); stop != Stop::kNone) return stop;
+        num_phases = layout_.num_phases();
+        keep_inputs();
+      }
+      if (const Stop stop = take(piece_idx); stop != Stop::kNone) return stop;
+    }
+    return Stop::kNone;
+  }
+
+ private:
+  const std::byte* input(int to) const {
+    return (is_kept_[to] ? exchange_.kept : exchange_.inputs)[rank_][to];
+  }
+
+  Stop stage(std::size_t piece_idx) {
+    std::byte* place = nullptr;
+    for (int to = 0; to < exchange_.num_ranks; ++to) {
+      const ElemRange part = layout_.slice(rank_, to, piece_idx);
+      const bool has_part = layout_.is_staged(rank_, to) && part.num_elems > 0;
+      if (place == nullptr && (has_part || piece_idx == 0)) {
+        if (const Stop stop = board_.open(place); stop != Stop::kNone) return stop;
+        if (piece_idx == 0) {
+          arch_.copy(place, exchange_.tables[rank_], kBlockBytes);
+          place += kBlockBytes;
+        }
+      }
+      if (!has_part) continue;
+      arch_.copy(place, input(to) + part.begin_elems * kBlockBytes, part.num_elems * kBlockBytes);
+      place += part.num_elems * kBlockBytes;
+    }
+    return Stop::kNone;
+  }
+
+  Stop learn_sizes() {
+    for (int from = 0; from < exchange_.num_ranks; ++from) {
+      if (from == rank_) continue;
+      const std::byte* region = nullptr;
+      if (const Stop stop = board_.wait(from, region); stop != Stop::kNone) return stop;
+      arch_.copy(exchange_.seen[rank_], region, kBlockBytes);
+      const std::uint64_t table = arch_.value_of(exchange_.seen[rank_]);
+      for (int to = 0; to < exchange_.num_ranks; ++to)
+        layout_.elems(from, to) = table >> (8 * to) & 0xff;
+    }
+    for (int from = 0; from < exchange_.num_ranks; ++from) layout_.count_pieces(from);
+    return Stop::kNone;
+  }
+
+  void keep_inputs() {
+    for (int peer = 0; peer < exchange_.num_ranks; ++peer) {
+      if (peer == rank_ || !exchange_.is_in_place || !layout_.overwrites(rank_, peer)) continue;
+      arch_.copy(exchange_.kept[rank_][peer], input(peer),
+                 layout_.elems(rank_, peer) * kBlockBytes);
+      is_kept_[peer] = true;
+    }
+  }
+
+  Stop take(std::size_t piece_idx) {
+    for (int distance = 1; distance < exchange_.num_ranks; ++distance) {
+      const int from = (rank_ + distance) % exchange_.num_ranks;
+      const ElemRange part = layout_.slice(from, rank_, piece_idx);
+      if (part.num_elems == 0) continue;
+      const std::byte* region = nullptr;
+      if (const Stop stop = board_.wait(from, region); stop != Stop::kNone) return stop;
+      const std::size_t skipped =
+          (piece_idx == 0 ? 1 : 0) + layout_.offset_elems(from, rank_, piece_idx);
+      arch_.copy(exchange_.outputs[rank_][from] + part.begin_elems * kBlockBytes,
+                 region + skipped * kBlockBytes, part.num_elems * kBlockBytes);
+    }
+    return Stop::kNone;
+  }
+
+  CheckerArch& arch_;
+  const Exchange& exchange_;
+  int rank_;
+  Board<CheckerArch> board_;
+  std::size_t sizes_[kMaxRanks * kMaxRanks] = {};
+  std::size_t num_pieces_[kMaxRanks] = {};
+  bool is_kept_[kMaxRanks] = {};
+  ShardLayout layout_{ShardLayout::Kind::kToEach, exchange_.num_ranks, exchange_.room_blocks(),
+                      sizes_, num_pieces_};
+};
+
+Scenario shards(std::string name, int num_ranks, bool is_in_place,
+                std::array<std::array<int, 3>, 3> sizes, bool has_death = false) {
+  auto shape = std::make_shared<Exchange>();
+  shape->num_ranks = num_ranks;
+  shape->is_in_place = is_in_place;
+  shape->sizes = sizes;
+  Scenario scenario;
+  scenario.name = std::move(name);
+  scenario.text =
+      "uneven shards, " + std::to_string(num_ranks) + " ranks" + (is_in_place ? ", in place" : "");
+  scenario.num_ranks = num_ranks;
+  scenario.has_death = has_death;
+  scenario.steps_on_payload = num_ranks == 2;
+  scenario.setup = [shape](Memory& memory) { shape->lay_out(memory); };
+  scenario.body = [shape](CheckerArch& arch, int rank) {
+    return RankExchange(arch, *shape, rank).run();
+  };
+  scenario.check = [shape](const Memory& memory, int rank) { return shape->check(memory, rank); };
+  return scenario;
+}
+
+}  // namespace
+
+std::vector<Scenario> share_scenarios() {
+  return {
+      // One piece on one rank, several on the other.
+      shards("shards2", 2, false, {{{0, 4}, {2, 0}}}),
+      shards("shards2_in_place", 2, true, {{{0, 4}, {2, 0}}}),
+      shards("shards2_death", 2, true, {{{0, 3}, {1, 0}}}, true),
+      shards("shards3", 3, false, {{{0, 3, 2}, {2, 0, 0}, {0, 2, 0}}}),
+      shards("shards3_in_place", 3, true, {{{0, 3, 2}, {2, 0, 0}, {0, 2, 0}}}),
+  };
+}
+
+}  // namespace ringcomm::checker

@@ -1,0 +1,273 @@
+// Failures of messages: the rank that the error names, and no access to a buffer after its
+// operation has ended.
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <thread>
+#include <utility>
+
+#include "send_recv_messages.h"
+#include "third_party/doctest/doctest.h"
+#include "thread_ranks.h"
+
+namespace {
+
+using namespace ringcomm;
+using namespace ringcomm::testing;
+using std::chrono::milliseconds;
+using testing::error_of;
+using testing::Message;
+
+TEST_CASE("a receive and a message of different sizes are a mismatch, posted in either order") {
+  for (const bool is_recv_first : {true, false}) {
+    run_ranks(2, [&](Communicator& communicator) {
+      if (communicator.rank() == 0) {
+        if (is_recv_first) barrier(communicator);
+        const Message sent = post_send(communicator, 1, 3, Bytes(20));
+        if (!is_recv_first) barrier(communicator);
+        expect_error(error_of([&] { recv_and_check(communicator, 1, 9, 0, 1); }),
+                     ErrorKind::kMismatch, {"failed", "20 bytes"});
+        return;
+      }
+      if (!is_recv_first) barrier(communicator);
+      const Message received = post_recv(communicator, 0, 3, 10);
+      if (is_recv_first) barrier(communicator);
+      expect_error(error_of([&] { finish(communicator, received); }), ErrorKind::kMismatch,
+                   {"rank 0 sent 20 bytes", "rank 1 receives 10", "tag 3"});
+    });
+  }
+}
+
+// The message that did not fit is still in the link, and another receive needs the next one.
+TEST_CASE("receives behind a mismatch fail with it and touch nothing") {
+  run_ranks(2, [](Communicator& communicator) {
+    if (communicator.rank() == 0) {
+      barrier(communicator);
+      const Message large = post_send(communicator, 1, 3, Bytes(200'000));
+      const Message small = post_send(communicator, 1, 4, Bytes(10));
+      expect_error(error_of([&] { recv_and_check(communicator, 1, 9, 0, 1); }),
+                   ErrorKind::kMismatch);
+      return;
+    }
+    const Message first = post_recv(communicator, 0, 3, 10);
+    const Message any = post_recv(communicator, -1, 4, 10);
+    barrier(communicator);
+    expect_error(error_of([&] { finish(communicator, any); }), ErrorKind::kMismatch,
+                 {"200000 bytes"});
+    expect_error(error_of([&] { finish(communicator, first); }), ErrorKind::kMismatch);
+    expect(first.bytes == Bytes(10, std::byte{0xee}), "an untouched buffer");
+  });
+}
+
+TEST_CASE("a receive without a send times out, and names the sender") {
+  run_ranks(3, [](Communicator& communicator) {
+    if (communicator.rank() != 0) {
+      expect_error(error_of([&] { recv_and_check(communicator, 0, 1, 0, 4); }), ErrorKind::kTimeout,
+                   {"rank 0", "failed", "recv from rank 2 (tag 6, 44 bytes)"});
+      return;
+    }
+    const Message received = post_recv(communicator, 2, 6, 44, milliseconds(100));
+    const Error error = error_of([&] { finish(communicator, received); });
+    expect_error(error, ErrorKind::kTimeout, {"recv from rank 2 (tag 6, 44 bytes)", "100 ms"});
+    expect(error.info().rank == 2, "rank 2 to be blamed");
+    expect_error(error_of([&] { barrier(communicator); }), ErrorKind::kTimeout, {error.what()});
+    expect_error(error_of([&] { post_send(communicator, 1, 0, Bytes(1)); }), ErrorKind::kTimeout,
+                 {error.what()});
+  });
+}
+
+TEST_CASE("a send that is not received times out, also without a waiting thread") {
+  std::atomic<bool> is_over = false;
+  run_ranks(2, [&](Communicator& communicator) {
+    if (communicator.rank() == 1) {
+      wait_until([&] { return is_over.load(); }, "the sender's time-out");
+      return;
+    }
+    const Message sent = post_send(communicator, 1, 6, Bytes(2 * kSendRecvLinkBytes),
+                                   milliseconds(100), [&] { is_over = true; });
+    wait_until([&] { return is_over.load(); }, "a time-out without a wait");
+    expect_error(error_of([&] { finish(communicator, sent); }), ErrorKind::kTimeout,
+                 {"send to rank 1"});
+  });
+}
+
+TEST_CASE("wait returns at its own deadline and leaves the operation unchanged") {
+  run_ranks(2, [](Communicator& communicator) {
+    if (communicator.rank() == 1) {
+      barrier(communicator);
+      send_and_finish(communicator, 0, 2, 0, 8);
+      return;
+    }
+    const Message received = post_recv(communicator, 1, 2, 8);
+    const auto deadline = SendRecv::Clock::now() + milliseconds(60);
+    expect(!communicator.send_recv()->wait(received.op, deadline, {}), "nothing yet");
+    expect(SendRecv::Clock::now() >= deadline, "the full timeout");
+    barrier(communicator);
+    finish(communicator, received);
+    expect_message(received, 1, 2, 0);
+  });
+}
+
+TEST_CASE("a peer that leaves fails what waits for it, after what it sent") {
+  std::atomic<bool> is_told = false;
+  run_ranks(2, [&](Communicator& communicator) {
+    if (communicator.rank() == 1) {
+      send_and_finish(communicator, 0, 1, 0, 1000);
+      return;
+    }
+    wait_until([&] { return communicator.send_recv() != nullptr; }, "messages");
+    std::this_thread::sleep_for(milliseconds(50));  // until the peer has left
+    recv_and_check(communicator, 1, 1, 0, 1000);
+    expect_error(error_of([&] { recv_and_check(communicator, 1, 1, 1, 1000); }),
+                 ErrorKind::kPeerDied, {"rank 1", "has destroyed", "recv"});
+    is_told = true;
+  });
+  CHECK(is_told);
+}
+
+// The message and the end arrive between the engine's last check of the link and its check of the
+// peer.
+TEST_CASE("a message sent right before its sender left is received") {
+  std::atomic<bool> may_send = false, has_left = false;
+  MemoryStore store;
+  run_threads(2, [&](int rank) {
+    auto communicator =
+        std::make_unique<Communicator>(store, rank, 2, CommunicatorOptions{}, kBound);
+    if (rank == 1) {
+      wait_until([&] { return may_send.load(); }, "the receiver's look");
+      send_and_finish(*communicator, 0, 1, 0, 64);
+      communicator.reset();
+      has_left = true;
+      return;
+    }
+    const Message received = post_recv(*communicator, 1, 1, 64);
+    const auto look = [&] {  // called after a slice of sleep without a message
+      may_send = true;
+      wait_until([&] { return has_left.load(); }, "the sender's end");
+      return false;
+    };
+    communicator->send_recv()->wait(received.op, SendRecv::Clock::now() + kBound, look);
+    finish(*communicator, received);
+    expect_message(received, 1, 1, 0);
+  });
+}
+
+TEST_CASE("is_interrupted ends a wait for a message") {
+  run_ranks(2, [](Communicator& communicator) {
+    const Message received = post_recv(communicator, 1 - communicator.rank(), 1, 64);
+    const bool is_interrupted = communicator.rank() == 0;
+    communicator.send_recv()->wait(received.op, SendRecv::Clock::now() + kBound,
+                                   [&] { return is_interrupted; });
+    expect_error(error_of([&] { finish(communicator, received); }), ErrorKind::kAborted,
+                 {"interrupted"});
+  });
+}
+
+TEST_CASE("abort fails messages that wait") {
+  run_ranks(3, [](Communicator& communicator) {
+    const Message received = post_recv(communicator, (communicator.rank() + 1) % 3, 1, 64);
+    barrier(communicator);
+    if (communicator.rank() == 1) communicator.abort("enough");
+    expect_error(error_of([&] { finish(communicator, received); }), ErrorKind::kAborted,
+                 {"enough"});
+  });
+}
+
+// Traffic with one peer must not hide that another one is late.
+TEST_CASE("a receive times out in the midst of other traffic") {
+  std::atomic<bool> is_over = false;
+  run_ranks(3, [&](Communicator& communicator) {
+    const int rank = communicator.rank();
+    if (rank == 2) {
+      wait_until([&] { return is_over.load(); }, "the time-out");
+      return;
+    }
+    Message late;
+    if (rank == 0)
+      late = post_recv(communicator, 2, 1, 8, milliseconds(100), [&] { is_over = true; });
+    const auto deadline = SendRecv::Clock::now() + std::chrono::seconds(5);
+    const Error error = error_of([&] {
+      for (std::uint64_t turn = 0; SendRecv::Clock::now() < deadline; ++turn) {
+        const Message sent = post_send(communicator, 1 - rank, 7, message(rank, 7, turn, 100));
+        recv_and_check(communicator, 1 - rank, 7, turn, 100);
+        finish(communicator, sent);
+      }
+    });
+    expect_error(error, ErrorKind::kTimeout, {"recv from rank 2"});
+    wait_until([&] { return is_over.load(); }, "the late receive's end");
+  });
+}
+
+// Half of a large message has arrived when its receive times out. The rest arrives while the
+// receiver's program is notified, which may then free the buffer.
+TEST_CASE("the buffer of a receive that has timed out is left alone") {
+  constexpr std::size_t kNumBytes = 3 * kSendRecvLinkBytes;
+  std::atomic<bool> is_stalled = false, is_sent = false, may_go_on = false, is_over = false;
+  run_ranks(2, [&](Communicator& communicator) {
+    if (communicator.rank() == 1) {
+      // No progress is made during this call of `done`, except for the slots that are filled when
+      // the message is posted.
+      const Message trigger = post_recv(communicator, 0, 9, 1, kBound, [&] {
+        is_stalled = true;
+        wait_until([&] { return may_go_on.load(); }, "the receiver's time-out");
+      });
+      barrier(communicator);  // the trigger after its receive: else `done` ran in this thread
+      wait_until([&] { return is_stalled.load(); }, "the trigger");
+      const Message sent = post_send(communicator, 0, 1, message(1, 1, 0, kNumBytes));
+      is_sent = true;
+      wait_until([&] { return is_over.load(); }, "the receiver's end");
+      return;
+    }
+    const Message other = post_recv(communicator, 1, 77, 8);  // keeps the engine at work
+    barrier(communicator);
+    send_and_finish(communicator, 1, 9, 0, 1);
+    wait_until([&] { return is_sent.load(); }, "a sender that stands still");
+    Message received{.bytes = Bytes(kNumBytes), .op = std::make_shared<SendRecvOp>()};
+    const auto told = [&] {  // in lieu of freeing it
+      std::fill(received.bytes.begin(), received.bytes.end(), std::byte{0xee});
+      may_go_on = true;
+      std::this_thread::sleep_for(milliseconds(150));
+    };
+    *received.op = {.kind = SendRecvOp::Kind::kRecv,
+                    .peer = 1,
+                    .tag = 1,
+                    .data = received.bytes.data(),
+                    .num_bytes = kNumBytes,
+                    .timeout = milliseconds(100),
+                    .done = told};
+    communicator.send_recv()->post(received.op);
+    expect_error(error_of([&] { finish(communicator, other); }), ErrorKind::kTimeout);
+    is_over = true;
+    expect(received.bytes == Bytes(kNumBytes, std::byte{0xee}), "an untouched buffer");
+  });
+}
+
+TEST_CASE("a peer that is no other rank is refused") {
+  run_ranks(2, [](Communicator& communicator) {
+    for (const int peer : {communicator.rank(), 2, 99})
+      CHECK_THROWS_AS(post_send(communicator, peer, 0, Bytes(1)), std::invalid_argument);
+    CHECK_THROWS_AS(post_send(communicator, -1, 0, Bytes(1)), std::invalid_argument);
+    CHECK_THROWS_AS(post_recv(communicator, 2, 0, 1), std::invalid_argument);
+    CHECK_THROWS_AS(post_recv(communicator, communicator.rank(), 0, 1), std::invalid_argument);
+    barrier(communicator);
+  });
+}
+
+TEST_CASE("a message's time-out without end is one") {
+  run_ranks(2, [](Communicator& communicator) {
+    if (communicator.rank() == 0) {
+      std::this_thread::sleep_for(milliseconds(60));
+      send_and_finish(communicator, 1, 0, 0, 10);
+      return;
+    }
+    const Message received = post_recv(communicator, 0, 0, 10, milliseconds::max());
+    finish(communicator, received);
+    expect_message(received, 0, 0, 0);
+  });
+}
+
+}  // namespace

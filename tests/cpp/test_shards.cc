@@ -1,0 +1,280 @@
+// Shares that differ in size: results, bytes, and sizes that do not fit each other.
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "collective_case.h"
+#include "sanitizers.h"
+#include "third_party/doctest/doctest.h"
+#include "thread_ranks.h"
+#include "transport/shm/collectives.h"
+
+namespace {
+
+using namespace ringcomm;
+using testing::Case;
+using testing::expect;
+using testing::kPatient;
+using testing::kPhaseBytes;
+using testing::rooted;
+using testing::run_case;
+using testing::run_ranks;
+
+constexpr OpKind kUneven[] = {OpKind::kReduceScatter, OpKind::kAllGather, OpKind::kGather,
+                              OpKind::kScatter, OpKind::kAllToAll};
+
+TEST_CASE("uneven shards, worlds 1 to 8") {
+  const auto counts_of = [](int) { return std::vector<std::size_t>{1, 3, 500}; };
+  testing::run_cases_of_worlds(kUneven, counts_of, true);
+}
+
+// Shares with no, some and many pieces in one call, followed by calls of one size, which check the
+// state of the boards.
+TEST_CASE("uneven shards in several pieces" * doctest::skip(testing::kHasThreadSanitizer)) {
+  run_ranks(3, [&](Communicator& communicator) {
+    std::uint32_t salt = 0;
+    for (const OpKind op : kUneven)
+      for (const bool is_uneven : {true, false, true})
+        run_case(communicator, {.op = op,
+                                .dtype = DType::kBFloat16,
+                                .root = rooted(op) ? 1 : -1,
+                                .num_elems = kPhaseBytes,
+                                .salt = ++salt,
+                                .is_uneven = is_uneven});
+  });
+}
+
+// A peer that sends less in all has fewer pieces, and so longer slices of its shard.
+TEST_CASE("uneven shards in place: ranks with one, two and many pieces" *
+          doctest::skip(testing::kHasThreadSanitizer)) {
+  static constexpr std::size_t kRoomElems = (kPhaseBytes - kLineBytes) / sizeof(std::int32_t);
+  static std::size_t large_elems;  // of ranks 0 and 2; rank 1 has a fifth of a piece for each
+  run_ranks(3, [&](Communicator& communicator) {
+    std::uint32_t salt = 0;
+    for (const std::size_t elems : {std::size_t{1000}, kRoomElems - kRoomElems / 5 - 1,
+                                    kRoomElems - kRoomElems / 5, kRoomElems, 5 * kRoomElems + 3}) {
+      if (communicator.rank() == 0) large_elems = elems;
+      testing::barrier(communicator);
+      run_case(communicator, {.op = OpKind::kAllToAll,
+                              .dtype = DType::kInt32,
+                              .is_in_place = true,
+                              .salt = ++salt,
+                              .is_uneven = true,
+                              .elems_of = [](int from, int to) {
+                                return from == 0 && to == 2 ? large_elems : kRoomElems / 5;
+                              }});
+      testing::barrier(communicator);
+    }
+  });
+}
+
+TEST_CASE("uneven shards are counted, whatever their size") {
+  run_ranks(3, [&](Communicator& communicator) {
+    const int rank = communicator.rank();
+    const Case c{.op = OpKind::kAllToAll, .num_elems = 1000, .salt = 5, .is_uneven = true};
+    run_case(communicator, c);
+    std::size_t sent = 0;
+    std::size_t received = 0;
+    for (int peer = 0; peer < 3; ++peer) {
+      if (peer == rank) continue;
+      sent += testing::shard_elems(c, rank, peer) * sizeof(float);
+      received += testing::shard_elems(c, peer, rank) * sizeof(float);
+    }
+    const std::size_t own = testing::shard_elems(c, rank, rank) * sizeof(float);
+    const Stats::Counts counts = communicator.stats().counts(c.op, Algorithm::kDirect);
+    expect(counts.sent_bytes == sent, "the bytes that peers read");
+    expect(counts.copied_bytes == sent + received + own, "the bytes that this rank copied");
+  });
+}
+
+// ---- how many phases a call takes
+
+constexpr std::size_t kSmallBoardBytes = std::size_t{64} << 10;
+constexpr int kManyRanks = 16;
+
+struct Pattern {
+  const char* name;
+  std::size_t (*elems_of)(int from, int to);
+};
+constexpr Pattern kPatterns[] = {
+    {"nothing", [](int, int) { return std::size_t{0}; }},
+    {"one long", [](int from, int to) { return from + to == 3 ? std::size_t{1} << 20 : 0; }},
+    {"one long, others short",
+     [](int from, int to) { return from == 0 && to == 3 ? std::size_t{1} << 20 : 60U + to; }},
+    {"two long, one of medium size",
+     [](int, int to) {
+       return std::size_t{to < 2 ? 300'000U : to == 2 ? 5'000U : 0U};
+     }},
+    {"equal but for one",
+     [](int from, int to) { return std::size_t{from == 1 && to == 2 ? 9'999U : 10'000U}; }},
+};
+
+// A region is filled as long as its rank has anything to send: the phases are those of the rank
+// with the most bytes, and an eighth.
+void expect_few_phases(OpKind op, const Pattern& pattern, int rank, shm::Group& group,
+                       ShmContext& context) {
+  const Case c{.op = op,
+               .dtype = DType::kUint8,
+               .root = rooted(op) ? 0 : -1,
+               .salt = 4,
+               .is_uneven = true,
+               .elems_of = pattern.elems_of};
+  testing::CaseBuffers buffers(c, rank, kManyRanks);
+  const Collective call = buffers.call();
+  const CallHeader header{.num_elems = call.num_elems,
+                          .root = c.root,
+                          .op = op,
+                          .dtype = c.dtype,
+                          .is_uneven = call.is_uneven(kManyRanks)};
+  const auto num_published = [&] {
+    const BoardGeometry board = group.board();
+    return std::max(board.cursor(rank, rank, 0).value, board.cursor(rank, rank, 1).value);
+  };
+  const std::uint64_t before = num_published();
+  context.begin(header);
+  alltoallv(context, call);
+  buffers.check();
+  std::size_t most = 0;
+  for (int from = 0; from < kManyRanks; ++from) {
+    std::size_t sum = 0;
+    for (int to = 0; to < kManyRanks; ++to) {
+      if (to == from || (op == OpKind::kScatter && from != 0)) continue;
+      const std::size_t elems = testing::shard_elems(c, from, to);
+      sum = op == OpKind::kGather || op == OpKind::kAllGather ? elems : sum + elems;
+    }
+    most = std::max(most, sum);
+  }
+  const std::uint64_t num_phases = num_published() - before;
+  const std::size_t limit = 2 + most / kSmallBoardBytes * 9 / 8;
+  expect(num_phases <= limit, std::string(name_of(op)) + ", " + pattern.name + ": at most " +
+                                  std::to_string(limit) + " phases, not " +
+                                  std::to_string(num_phases));
+}
+
+TEST_CASE("the phases of uneven shards are those of the rank with the most to send") {
+  testing::MemoryStore store;
+  testing::run_threads(kManyRanks, [&](int rank) {
+    const shm::GroupTerms identity{.rank = rank, .world_size = kManyRanks, .options = "shards"};
+    shm::Group group =
+        testing::make_group(store, identity, {.board_bytes = kSmallBoardBytes}, testing::kBound);
+    shm::WaitScope scope(group);
+    scope.begin(kPatient);
+    ShmContext context(group, scope);
+    for (const OpKind op : kUneven)
+      for (const Pattern& pattern : kPatterns) expect_few_phases(op, pattern, rank, group, context);
+    const CallHeader last{.op = OpKind::kBarrier};
+    context.begin(last);
+    barrier(context, {});
+  });
+}
+
+// ---- sizes that do not fit
+
+// A call of 3 ranks, given by its sizes in bytes.
+struct Sizes {
+  std::size_t num_elems = 0;
+  std::vector<std::size_t> inputs = {};
+  std::vector<std::size_t> outputs = {};
+};
+
+void run_sizes(Communicator& communicator, OpKind op, int root, const Sizes& sizes) {
+  std::vector<std::vector<std::byte>> buffers(6, std::vector<std::byte>(100));
+  std::vector<const void*> inputs;
+  std::vector<void*> outputs;
+  for (std::size_t i = 0; i < 3; ++i) {
+    inputs.push_back(buffers[i].data());
+    outputs.push_back(buffers[3 + i].data());
+  }
+  communicator.run({.op = op,
+                    .dtype = op == OpKind::kReduceScatter ? DType::kUint8 : DType::kByte,
+                    .root = root,
+                    .num_elems = sizes.num_elems,
+                    .inputs = inputs.data(),
+                    .outputs = outputs.data(),
+                    .input_elems = sizes.inputs.empty() ? nullptr : sizes.inputs.data(),
+                    .output_elems = sizes.outputs.empty() ? nullptr : sizes.outputs.data()},
+                   kPatient);
+}
+
+// Every rank's error names both sizes and both ranks, and the group has ended.
+void expect_misfit(OpKind op, int root, const std::vector<Sizes>& sizes,
+                   const std::vector<std::string>& texts) {
+  run_ranks(3, [&](Communicator& communicator) {
+    testing::barrier(communicator);
+    const auto rank = static_cast<std::size_t>(communicator.rank());
+    for (int turn = 0; turn < 2; ++turn)
+      testing::expect_error(
+          testing::error_of([&] { run_sizes(communicator, op, root, sizes[rank]); }),
+          ErrorKind::kMismatch, texts);
+  });
+}
+
+TEST_CASE("sizes that do not fit are an error on every rank, which names both") {
+  const Sizes even{.num_elems = 4};
+  expect_misfit(OpKind::kAllToAll, -1,
+                {{.inputs = {1, 2, 3}, .outputs = {1, 2, 3}},
+                 {.inputs = {2, 0, 5}, .outputs = {2, 0, 6}},
+                 {.inputs = {3, 6, 1}, .outputs = {3, 4, 1}}},
+                {"rank 1 has 5 bytes for rank 2, which expects 4 bytes", "all_to_all"});
+  expect_misfit(OpKind::kAllToAll, -1, {even, even, {.inputs = {4, 4, 4}, .outputs = {3, 4, 4}}},
+                {"rank 0 has 4 bytes for rank 2, which expects 3 bytes"});
+  expect_misfit(OpKind::kAllToAll, -1, {even, even, {.num_elems = 5}},
+                {"rank 0 has 4 bytes for rank 2, which expects 5 bytes"});
+  expect_misfit(OpKind::kAllGather, -1,
+                {{.num_elems = 4, .outputs = {4, 5, 6}},
+                 {.num_elems = 5, .outputs = {4, 5, 6}},
+                 {.num_elems = 7, .outputs = {4, 5, 7}}},
+                {"rank 2 has 7 bytes for rank 0, which expects 6 bytes"});
+  expect_misfit(OpKind::kAllGather, -1, {even, even, {.num_elems = 4, .outputs = {4, 9, 4}}},
+                {"rank 1 has 4 bytes for rank 2, which expects 9 bytes"});
+  expect_misfit(OpKind::kReduceScatter, -1,
+                {{.num_elems = 4, .inputs = {4, 5, 6}},
+                 {.num_elems = 5, .inputs = {4, 5, 5}},
+                 {.num_elems = 6, .inputs = {4, 5, 6}}},
+                {"rank 1 has 5 bytes for rank 2, which expects 6 bytes", "uint8"});
+  expect_misfit(OpKind::kReduceScatter, -1, {even, {.num_elems = 4, .inputs = {4, 4, 5}}, even},
+                {"rank 1 has 5 bytes for rank 2, which expects 4 bytes"});
+  expect_misfit(OpKind::kGather, 1,
+                {even, {.num_elems = 4, .outputs = {4, 4, 4}}, {.num_elems = 7}},
+                {"rank 2 has 7 bytes for rank 1, which expects 4 bytes", "root 1"});
+  expect_misfit(OpKind::kScatter, 0,
+                {{.num_elems = 4, .inputs = {4, 2, 3}}, even, {.num_elems = 3}},
+                {"rank 0 has 2 bytes for rank 1, which expects 4 bytes"});
+}
+
+TEST_CASE("a rank's shard for itself has one size, or the call fails at once") {
+  for (const int world_size : {1, 3}) {
+    run_ranks(world_size, [&](Communicator& communicator) {
+      const Sizes wrong{.num_elems = 4, .inputs = {5, 5, 5}};
+      for (const OpKind op : {OpKind::kReduceScatter, OpKind::kScatter, OpKind::kAllToAll}) {
+        std::string what;
+        try {
+          run_sizes(communicator, op, rooted(op) ? 0 : -1, wrong);
+        } catch (const std::invalid_argument& error) {
+          what = error.what();
+        }
+        expect(what.find("5 bytes for itself, and room for 4") != std::string::npos,
+               "a word on the own shard: " + what);
+      }
+      run_case(communicator, {.num_elems = 9});
+    });
+  }
+}
+
+// One rank's sizes are all equal and the others' are not; all_to_all allows both together.
+TEST_CASE("even and uneven ranks in one all_to_all") {
+  run_ranks(3, [&](Communicator& communicator) {
+    const std::vector<Sizes> sizes = {{.num_elems = 4},
+                                      {.inputs = {4, 9, 1}, .outputs = {4, 9, 2}},
+                                      {.inputs = {4, 2, 0}, .outputs = {4, 1, 0}}};
+    for (int turn = 0; turn < 3; ++turn)
+      run_sizes(communicator, OpKind::kAllToAll, -1,
+                sizes[static_cast<std::size_t>(communicator.rank())]);
+  });
+}
+
+}  // namespace
