@@ -8,9 +8,11 @@ says which number of which kernel or of which of its loops, where one has become
 table says, no kernel may have a trap, hot ones no stack, generic or local access, and so no spill,
 which is both; packets are exchanged by accesses of 16 bytes, and sums and copies have at least as
 many loads under way as the source asks for. Of cold kernels the stack, local accesses and loops are
-not compared: the table has "-" for them, and no loops. With --update it writes the table. The table
-is of one release of nvcc: with another only these rules are checked. Where there is no nvcc it says
-so, and fails if RINGCOMM_NVCC=required. Nothing runs on a GPU.
+not compared: the table has "-" for them, and no loops. With --update it writes the table, which has
+a row for each kernel and for each different loop of it, with how many there are: "64/62" is 64 for
+sm_90 and 62 for sm_100. The table is of one release of nvcc: with another only these rules are
+checked. Where there is no nvcc it says so, and fails if RINGCOMM_NVCC=required. Nothing runs on a
+GPU.
 """
 
 from __future__ import annotations
@@ -23,7 +25,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections import Counter
+from collections.abc import Iterable
+from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TABLE = Path(__file__).with_name("table.txt")
@@ -44,14 +50,12 @@ WITH_PACKETS = re.compile(r"one_shot_\w+")
 # N * U (cuda/kernels/reducers.h).
 SUMS = re.compile(r"(two_shot|reduce_scatter|reduce)_(float16|bfloat16|float32)")
 COPIES = re.compile(r"move(_same)?")
-AT_ONCE = 4
-AT_ONCE_OF_SUMS = (8, 8, 8)
+AT_ONCE, AT_ONCE_OF_SUMS = 4, 8
 COLUMNS = ("registers", "stack", "generic", "local", "fences", "words", "packets", "traps")
 # Fewer are worse, which the rules check.
 NOT_WORSE = ("packets",)
-NOT_OF_COLD = ("stack", "local")
 NOT_COMPARED = "-"
-LOOP = "  loop"
+LOOP = "loop"
 # Instructions of a turn that benchmarks/gpu/latency_model.h goes by: the kernel for sm_90, and what
 # its loop has at once, loads and stores. Of several such loops it is the longest, kAlso's the
 # shortest.
@@ -79,34 +83,21 @@ class Facts:
     """
 
     registers: int
-    stack: int
+    stack: int | None
     generic: int
-    local: int
+    local: int | None
     fences: int
     words: int
     packets: int
     traps: int
     loops: tuple[Loop, ...]
 
-    def text(self) -> str:
-        """The columns of the table, and the rows of loops."""
-        numbers = " ".join(f"{getattr(self, name):>9}" for name in COLUMNS)
-        return "\n".join([numbers, *(f"{LOOP}{loop.text()}" for loop in self.loops)])
-
-    @staticmethod
-    def parse(text: str) -> Facts:
-        """The other way."""
-        numbers, *rows = text.splitlines()
-        cells = (0 if cell == NOT_COMPARED else int(cell) for cell in numbers.split())
-        columns = dict(zip(COLUMNS, cells, strict=True))
-        return Facts(**columns, loops=tuple(Loop.parse(row.removeprefix(LOOP)) for row in rows))
-
     def worse_than(self, before: Facts) -> list[str]:
         """Which numbers have become worse, with both."""
         found = [
             f"{name} {getattr(before, name)} -> {getattr(self, name)}"
             for name in COLUMNS
-            if name not in NOT_WORSE and getattr(self, name) > getattr(before, name)
+            if name not in NOT_WORSE and (getattr(self, name) or 0) > (getattr(before, name) or 0)
         ]
         if len(self.loops) != len(before.loops):
             return [*found, f"{len(before.loops)} loops -> {len(self.loops)}"]
@@ -167,16 +158,6 @@ def facts_of_image(image: Path, cuobjdump: str, nvdisasm: str) -> dict[str, Fact
     return dict(sorted(found.items()))
 
 
-def read_table() -> tuple[str, dict[str, Facts]]:
-    """The release of nvcc, and facts by "name sm_90"."""
-    text = TABLE.read_text()
-    found = {}
-    for row in re.findall(rf"(?m)^[a-z].*(?:\n{LOOP}.*)*", text):
-        name, arch, _, facts = row.split(maxsplit=3)
-        found[f"{name} {arch}"] = Facts.parse(facts)
-    return text.splitlines()[0].removeprefix("# "), found
-
-
 def is_hot(name: str) -> bool:
     return COLD.fullmatch(name) is None
 
@@ -185,38 +166,66 @@ def compared(name: str, found: Facts) -> Facts:
     """What is compared with the table, or written to it."""
     if is_hot(name):
         return found
-    return dataclasses.replace(found, **dict.fromkeys(NOT_OF_COLD, 0), loops=())
+    return dataclasses.replace(found, stack=None, local=None, loops=())
 
 
-def row_of(name: str, found: Facts) -> str:
-    """The columns of a kernel in the table, and the rows of its loops."""
-    numbers, *loops = compared(name, found).text().splitlines()
-    cells = [
-        NOT_COMPARED if not is_hot(name) and column in NOT_OF_COLD else cell
-        for column, cell in zip(COLUMNS, numbers.split(), strict=True)
-    ]
-    return "\n".join([" ".join(f"{cell:>9}" for cell in cells), *loops])
+def read_table() -> tuple[str, dict[str, Facts]]:
+    """The release of nvcc, and facts by "name sm_90"."""
+    release, _, _, *rows = TABLE.read_text().splitlines()
+    found: dict[str, Facts] = {}
+    kernel = ""
+    for row in rows:
+        title, *cells = row.split()
+        kernel = kernel if title == LOOP else title
+        for idx, arch in enumerate(ARCHITECTURES):
+            texts = ((cell.split("/") * 2)[idx] for cell in cells)
+            numbers: list[Any] = [None if text == NOT_COMPARED else int(text) for text in texts]
+            key = f"{kernel} sm_{arch}"
+            if title == LOOP:
+                times, *loop = numbers
+                loops = (*found[key].loops, *[Loop(*loop)] * times)
+                found[key] = dataclasses.replace(found[key], loops=loops)
+            else:
+                found[key] = Facts(**dict(zip(COLUMNS, numbers, strict=True)), loops=())
+    return release.removeprefix("# "), found
+
+
+def row_of(title: str, cells: Iterable[object]) -> str:
+    return " ".join([f"{title:30}", *(f"{cell:>12}" for cell in cells)])
+
+
+def both(numbers: tuple[int | None, ...]) -> str:
+    """A cell of the table: each architecture's number, where it has one; once if all are equal."""
+    texts = dict.fromkeys(str(number) for number in numbers if number is not None)
+    return "/".join(texts) or NOT_COMPARED
 
 
 def write_table(release: str, facts: dict[str, Facts]) -> None:
-    head = f"{'# kernel':36}{'arch':8}{'kind':6}" + " ".join(f"{c:>9}" for c in COLUMNS)
-    loop = f"#{LOOP[1:]}" + " ".join(f"{name:>{len(name) + 1}}" for name, _ in Loop().named())
-    lines = [f"# {release}", head, loop]
-    for key, found in facts.items():
-        name, arch = key.split()
-        lines.append(f"{name:36}{arch:8}{'hot' if is_hot(name) else '-':6}{row_of(name, found)}")
-    TABLE.write_text("\n".join(lines) + "\n")
+    loop_names = ("times", *(field.name for field in dataclasses.fields(Loop)))
+    rows = [f"# {release}", row_of("# kernel", COLUMNS), row_of(f"#   {LOOP}", loop_names)]
+    for name in dict.fromkeys(key.split()[0] for key in facts):
+        found = [compared(name, facts[f"{name} sm_{arch}"]) for arch in ARCHITECTURES]
+        rows.append(row_of(name, (both(tuple(getattr(f, c) for f in found)) for c in COLUMNS)))
+        for kind in sorted({loop.kind for f in found for loop in f.loops}, reverse=True):
+            of_archs = (
+                [
+                    (n, *dataclasses.astuple(l))
+                    for l, n in Counter(f.loops).items()
+                    if l.kind == kind
+                ]
+                for f in found
+            )
+            absent = (0, *[None] * (len(loop_names) - 1))
+            for pair in zip_longest(*of_archs, fillvalue=absent):
+                rows.append(row_of(f"  {LOOP}", map(both, zip(*pair, strict=True))))
+    TABLE.write_text("\n".join(rows) + "\n")
 
 
 def counts_of(facts: dict[str, Facts]) -> str:
     """The text of COUNTS."""
     lines = []
     for name, (kernel, kind) in COUNTED.items():
-        found = [
-            loop.instructions
-            for loop in facts[f"{kernel} sm_90"].loops
-            if (loop.at_once, loop.loads, loop.stores) == kind
-        ]
+        found = [loop.instructions for loop in facts[f"{kernel} sm_90"].loops if loop.kind == kind]
         count = min(found) if name.startswith("kAlso") else max(found)
         lines.append(f"inline constexpr double {name} = {count};")
     return "\n".join([
@@ -242,26 +251,21 @@ def broken_rules(name: str, found: Facts) -> list[str]:
             "such as of a constexpr function without RINGCOMM_HD that refers to a constant"
         )
     if is_hot(name):
-        rules = ("stack", "generic", "local")
-        problems += [
-            f"{r} {getattr(found, r)}, of a hot kernel" for r in rules if getattr(found, r)
-        ]
+        numbers = {rule: getattr(found, rule) for rule in ("stack", "generic", "local")}
+        problems += [f"{rule} {n}, of a hot kernel" for rule, n in numbers.items() if n]
     if WITH_PACKETS.fullmatch(name) and (found.packets == 0 or found.words > 0):
         problems.append(
             f"packets are not exchanged by 16-byte accesses alone: {found.packets} of these, "
             f"{found.words} of 8 bytes"
         )
-    at_once = tuple(loop.at_once for loop in found.loops if loop.loads)
-    least = AT_ONCE_OF_SUMS if SUMS.fullmatch(name) else (AT_ONCE,)
-    if (SUMS.fullmatch(name) or COPIES.fullmatch(name)) and (
-        len(at_once) < len(least)
-        or any(n < m for n, m in zip(at_once, least, strict=False))
-        or min(at_once) < AT_ONCE
-    ):
-        problems.append(
-            f"loads at once {at_once} in its loops, where the first are to be {least} and none "
-            f"less than {AT_ONCE}"
-        )
+    if SUMS.fullmatch(name) or COPIES.fullmatch(name):
+        at_once = tuple(loop.at_once for loop in found.loops if loop.loads)  # the most first
+        num, least = (3, AT_ONCE_OF_SUMS) if SUMS.fullmatch(name) else (1, AT_ONCE)
+        if len(at_once) < num or at_once[num - 1] < least or at_once[-1] < AT_ONCE:
+            problems.append(
+                f"loads at once {at_once} in its loops, where the first {num} are to have {least} "
+                f"and none less than {AT_ONCE}"
+            )
     return problems
 
 
@@ -296,20 +300,21 @@ def main() -> int:
     facts: dict[str, Facts] = {}
     for source in cuda_kernels.sources():
         facts |= facts_of_image(IMAGES / f"{source.stem}.fatbin", **tools)
+    without = [arch for arch in ARCHITECTURES if not any(k.endswith(f" sm_{arch}") for k in facts)]
+    for arch in without:
+        print(f"[sass] RINGCOMM_CUDA_ARCHS has no {arch}: sm_{arch} NOT compared")
     release = cuda_kernels.release_of(nvcc)
     if sys.argv[1:] == ["--update"]:
-        write_table(release, facts)
-        COUNTS.write_text(counts_of(facts))
-        return 0
+        if not without:
+            write_table(release, facts)
+            COUNTS.write_text(counts_of(facts))
+        return int(bool(without))
     made_by, table = read_table()
     if made_by != release:
         print(f"[sass] the table is of nvcc {made_by}, this is {release}: numbers NOT compared")
         table = {}
-    for arch in ARCHITECTURES:
-        if not any(key.endswith(f" sm_{arch}") for key in facts):
-            print(f"[sass] RINGCOMM_CUDA_ARCHS has no {arch}: sm_{arch} NOT compared")
     problems = compare(facts, table)
-    if table and "90" in {key[-2:] for key in facts} and COUNTS.read_text() != counts_of(facts):
+    if table and "90" not in without and COUNTS.read_text() != counts_of(facts):
         problems.append(f"{COUNTS.name} is not of these kernels (--update writes it)")
     better = [
         key

@@ -33,14 +33,10 @@ class Loop:
     barriers: int = 0
     fences: int = 0
 
-    def text(self) -> str:
-        """A row of the table."""
-        return " ".join(f"{number:>{len(n) + 1}}" for n, number in self.named())
-
-    @staticmethod
-    def parse(text: str) -> Loop:
-        """The other way."""
-        return Loop(*(int(number) for number in text.split()))
+    @property
+    def kind(self) -> tuple[int, int, int]:
+        """What does not depend on the architecture, of most loops."""
+        return self.at_once, self.loads, self.stores
 
     def named(self) -> list[tuple[str, int]]:
         """The numbers by their names."""
@@ -67,9 +63,8 @@ def blocks_of(sass: str) -> list[Block]:
     """Of one function. The ways that BRA.DIV takes for parts of a warp are left out."""
     blocks = [Block()]
     label_of: dict[str, int] = {}
-    ends: dict[
-        int, tuple[str | None, bool]
-    ] = {}  # where a block branches to; whether it also goes on
+    # Where a block branches to, and whether it also goes on.
+    ends: dict[int, tuple[str | None, bool]] = {}
     for line in sass.splitlines():
         if match := re.match(r"(\.L_x_\d+):", line):
             if blocks[-1].code:
@@ -93,50 +88,31 @@ def blocks_of(sass: str) -> list[Block]:
     return blocks
 
 
-def dominators(blocks: list[Block]) -> list[int]:
-    """Of each block that is reached, the set of those on every way to it, as bits; else 0."""
-    reached = [0]
-    for i in reached:
-        reached += [n for n in dict.fromkeys(blocks[i].next) if n not in reached]
-    before: dict[int, list[int]] = {i: [] for i in reached}
-    for i in reached:
-        for n in blocks[i].next:
-            before[n].append(i)
-    every = (1 << len(blocks)) - 1
-    found = [0] * len(blocks)
-    for i in reached:
-        found[i] = 1 if i == 0 else every
-    changed = True
-    while changed:
-        changed = False
-        for i in reached[1:]:
-            common = every
-            for earlier in before[i]:
-                common &= found[earlier]
-            changed |= found[i] != common | 1 << i
-            found[i] = common | 1 << i
+def reached(start: int, following: list[list[int]], without: int = -1) -> set[int]:
+    """The blocks on all ways from `start` that do not pass `without`."""
+    found: set[int] = set()
+    coming = [start]
+    while coming:
+        if (i := coming.pop()) not in found and i != without:
+            found.add(i)
+            coming += following[i]
     return found
 
 
 def natural_loops(blocks: list[Block]) -> list[set[int]]:
     """The blocks of every loop; those with one head are one."""
-    dominated_by = dominators(blocks)
-    before: dict[int, list[int]] = {i: [] for i in range(len(blocks))}
-    for i, block in enumerate(blocks):
-        for n in block.next if dominated_by[i] else ():
+    following = [block.next for block in blocks]
+    before: list[list[int]] = [[] for _ in blocks]
+    for i in reached(0, following):
+        for n in following[i]:
             before[n].append(i)
-    loops: dict[int, set[int]] = {}
-    for tail, block in enumerate(blocks):
-        for head in block.next:
-            if not dominated_by[tail] >> head & 1:
-                continue
-            body = loops.setdefault(head, {head})
-            coming = [tail]
-            while coming:
-                if (i := coming.pop()) not in body:
-                    body.add(i)
-                    coming += before[i]
-    return list(loops.values())
+    loops = []
+    for head in range(len(blocks)):
+        elsewhere = reached(0, following, without=head)
+        tails = [i for i in before[head] if i not in elsewhere]  # every way to them passes the head
+        if tails:
+            loops.append({head}.union(*(reached(i, before, without=head) for i in tails)))
+    return loops
 
 
 def is_vector(instruction: str) -> bool:

@@ -41,29 +41,12 @@ def empty_cache() -> None:
     _extension().empty_cache()
 
 
-def current_device() -> int:
-    return torch.accelerator.current_device_index()
-
-
-def set_device(device: torch.device | str | int) -> None:
-    torch.accelerator.set_device_index(device)
-
-
-def device(index: int) -> Any:
-    """A context in which this is the current device."""
-    return torch.accelerator.device_index(index)
-
-
-def synchronize(device: DeviceLike = None) -> None:
-    torch.accelerator.synchronize(device)
-
-
-def current_stream(device: DeviceLike = None) -> torch.Stream:
-    return torch.accelerator.current_stream(device)
-
-
-def set_stream(stream: torch.Stream) -> None:
-    torch.accelerator.set_stream(stream)
+current_device = torch.accelerator.current_device_index
+set_device = torch.accelerator.set_device_index
+device = torch.accelerator.device_index
+synchronize = torch.accelerator.synchronize
+current_stream = torch.accelerator.current_stream
+set_stream = torch.accelerator.set_stream
 
 
 def stream(stream: torch.Stream) -> Any:

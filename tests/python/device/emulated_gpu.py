@@ -95,14 +95,6 @@ def build_driver() -> Path:
     return TESTS.parent / "build" / "emulator" / "plain" / "libcuda_emulator.so"
 
 
-@functools.cache
-def build_sweep() -> Path:
-    """Returns the program benchmarks/gpu/kernel_sweep, up to date."""
-    with _locked():
-        _make(TESTS.parent / "benchmarks" / "gpu")
-    return TESTS.parent / "build" / "gpu" / "kernel_sweep"
-
-
 @contextmanager
 def _locked() -> Iterator[None]:
     """Test runs build one after the other; a killed one leaves no lock."""
@@ -167,6 +159,28 @@ def with_kernels() -> dict[str, str]:
     return {"RINGCOMM_CUDA_IMAGE": str(image)}
 
 
+def program(name: str, box: Path, *arguments: str, **settings: str) -> dict[str, Any]:
+    """A program of benchmarks/gpu, and its environment, as subprocess.run() takes them.
+
+    Args:
+        name: of its file.
+        box: whose GPUs it has.
+        arguments: its own.
+        settings: the emulator's, without RINGCOMM_EMULATOR_ before their names.
+    """
+    with _locked():
+        _make(TESTS.parent / "benchmarks" / "gpu")
+    env = {
+        **os.environ,
+        **with_kernels(),
+        "RINGCOMM_CUDA_DRIVER": str(build_driver()),
+        "RINGCOMM_EMULATOR_BOX": str(box),
+        **{f"RINGCOMM_EMULATOR_{setting}": value for setting, value in settings.items()},
+    }
+    path = TESTS.parent / "build" / "gpu" / name
+    return {"args": [str(path), *arguments], "env": env, "text": True}
+
+
 def driver_calls() -> Counter[str]:
     """How often this process has called each function of CUDA's driver."""
     library, num_calls = ctypes.CDLL(os.environ["RINGCOMM_CUDA_DRIVER"]), ctypes.c_longlong()
@@ -226,6 +240,26 @@ def run_on_gpus(
     call = (build() if libraries is None else libraries, num_devices, group, fn, args)
     options = {"module": fn.__module__, **options}
     return ranks.run_ranks(world_size, _call_on_gpu, *call, backend=None, env=rank_env, **options)
+
+
+def in_emulated_ranks(
+    world_size: int, *, kernels: bool = True, env: dict[str, str] | None = None, **options: Any
+) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Makes a test of a function that every rank runs, as ranks.in_ranks() does.
+
+    Args:
+        world_size: the number of ranks.
+        kernels: whether there are ringcomm's; without, groups are over messages.
+        env: more settings.
+        options: run_on_gpus()'s.
+    """
+
+    def run(body: ranks.Body, *args: Any) -> None:
+        __tracebackhide__ = True
+        settings = {**(with_kernels() if kernels else {}), **(env or {})}
+        run_on_gpus(world_size, body, *args, env=settings, **options)
+
+    return lambda body: ranks.make_test(body, run, [])
 
 
 def _call_on_gpu(

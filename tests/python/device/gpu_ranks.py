@@ -64,13 +64,12 @@ class Gpus:
         """Whether processes share a GPU without MPS: then the hosts meet in each call."""
         if not self.is_cuda:
             return not self.mps
-        return self.share_cuda and "CUDA_MPS_PIPE_DIRECTORY" not in os.environ
+        return self.num_cuda < self.world_size and "CUDA_MPS_PIPE_DIRECTORY" not in os.environ
 
     @property
-    def share_cuda(self) -> bool:
-        """Whether several ranks are on one of CUDA's devices."""
-        num_devices = 1 if LAYOUT == "one" else torch.cuda.device_count()
-        return self.is_cuda and num_devices < self.world_size
+    def num_cuda(self) -> int:
+        """Of CUDA's devices, those with ranks."""
+        return 1 if LAYOUT == "one" else torch.cuda.device_count()
 
     def skip_if_they_take_turns(self, why: str) -> None:
         if self.take_turns:
@@ -86,32 +85,21 @@ class Gpus:
         fn: Callable[..., Any],
         *args: Any,
         backend: str | None = "",
-        group_timeout_s: float = 30.0,
-        timeout_s: float = 120.0,
         env: dict[str, str] | None = None,
         fresh: bool = False,
         may_die: Collection[int] = (),
+        **options: Any,
     ) -> list[Any]:
         """fn(rank, *args) on every rank, whose current device is its own; results by rank.
 
         `backend`: of the default group; "" for this kind's; None for no group.
-        `timeout_s`: of the whole call, on emulated GPUs.
+        `options`: the others of run_on_gpus(); timeout_s is of emulated GPUs.
         """
         __tracebackhide__ = True
-        name = self.backend if backend == "" else backend
-        options: dict[str, Any] = {
-            "fresh": fresh or bool(may_die),
-            "may_die": may_die,
-            "grace_s": GRACE_S,
-            "timeout_s": timeout_s,
-            "module": fn.__module__,
-        }
         rank_env: dict[str, str] = {}
         if self.is_cuda:
-            num_devices = 1 if LAYOUT == "one" else torch.cuda.device_count()
             options |= {"libraries": (), "timeout_s": CUDA_TIMEOUT_S}
         else:
-            num_devices = self.num_devices
             rank_env["RINGCOMM_EMULATOR_MPS"] = str(int(self.mps))
             rank_env["RINGCOMM_EMULATOR_VMM"] = str(int(self.fds))
             if self.world_size > 2:  # room for messages with several peers
@@ -125,10 +113,13 @@ class Gpus:
             _call,
             fn,
             args,
-            backend=name,
-            num_devices=num_devices,
+            backend=self.backend if backend == "" else backend,
+            num_devices=self.num_cuda if self.is_cuda else self.num_devices,
             env={**rank_env, **(env or {})},
-            group_timeout_s=group_timeout_s,
+            fresh=fresh or bool(may_die),
+            may_die=may_die,
+            grace_s=GRACE_S,
+            module=fn.__module__,
             **options,
         )
 
@@ -155,28 +146,21 @@ cuda_marks = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
 ]
 _real = pytest.param(Gpus(CUDA, NUM_RANKS), marks=cuda_marks, id=f"cuda{NUM_RANKS}")
-_two_on_one, _three_on_two, _in_turns, _messages = (
+_two_on_one, _three_on_two, _in_turns, _messages, _messages_and_kernels = (
     pytest.param(gpus, marks=emulated_gpu.needs_emulated_gpu, id=name)
     for gpus, name in (
         (Gpus(EMULATED, 2), "emu2on1"),
         (Gpus(EMULATED, 3, 2), "emu3on2"),
         (Gpus(EMULATED, 2, mps=False), "emu2on1-turns"),
         (Gpus(EMULATED, 3, kernels=False), "emu3on1-messages"),
+        (Gpus(EMULATED, 3, fds=False), "emu3on1-messages-kernels"),
     )
 )
-_messages_and_kernels = pytest.param(
-    Gpus(EMULATED, 3, fds=False),
-    marks=emulated_gpu.needs_emulated_gpu,
-    id="emu3on1-messages-kernels",
-)
+_most = [_real, _two_on_one, _three_on_two]
 on_cuda = pytest.mark.parametrize("gpus", [_real])
-on_gpus = pytest.mark.parametrize("gpus", [_real, _two_on_one, _three_on_two])
-on_all_gpus = pytest.mark.parametrize(
-    "gpus", [_real, _two_on_one, _three_on_two, _in_turns, _messages]
-)
-on_gpus_with_kernels = pytest.mark.parametrize(
-    "gpus", [_real, _two_on_one, _three_on_two, _in_turns, _messages_and_kernels]
-)
+on_gpus = pytest.mark.parametrize("gpus", _most)
+on_all_gpus = pytest.mark.parametrize("gpus", [*_most, _in_turns, _messages])
+on_gpus_with_kernels = pytest.mark.parametrize("gpus", [*_most, _in_turns, _messages_and_kernels])
 # Of what takes its time and does not depend on the number of ranks.
 on_some_gpus = pytest.mark.parametrize("gpus", [_real, _two_on_one, _messages])
 on_one_gpu = pytest.mark.parametrize("gpus", [_real, _two_on_one])

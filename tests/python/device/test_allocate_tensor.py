@@ -9,16 +9,12 @@ import emulated_gpu
 import pytest
 import torch
 import torch.distributed as dist
-from emulated_gpu import run_on_gpus, with_kernels
+from emulated_gpu import in_emulated_ranks
 from test_lent_memory import TABLE_BYTES, few_calls, used_bytes
 from test_peer_allocations import num_mapped
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
-    ProcessGroupAllocAllGather,
-    ProcessGroupAllocReduceScatter,
-)
 
 pytestmark = emulated_gpu.needs_emulated_gpu
 
@@ -26,7 +22,8 @@ GPU = "emugpu"
 MIB = 1 << 20
 
 
-def check_allocate_tensor(rank: int) -> None:
+@in_emulated_ranks(2)
+def test_allocate_tensor(rank: int) -> None:
     group: Any = dist.group.WORLD
     backend = group._get_backend(torch.device(GPU, 0))
     for device in (torch.device(GPU), torch.device(GPU, emugpu.current_device())):
@@ -36,56 +33,6 @@ def check_allocate_tensor(rank: int) -> None:
     assert backend.supports_tensor_alloc(device)
     with pytest.raises(ValueError, match="-5"):
         backend.allocate_tensor(-5, dtype=torch.uint8, device=device)
-
-
-def test_allocate_tensor() -> None:
-    run_on_gpus(2, check_allocate_tensor, env=with_kernels())
-
-
-def check_fsdp2(rank: int) -> None:
-    """Its calls of a training step, on its streams, with layers of two sizes."""
-    few_calls()
-    world_size, device = dist.get_world_size(), torch.device(GPU, emugpu.current_device())
-    group: Any = dist.group.WORLD
-    gather, scatter = ProcessGroupAllocAllGather(group), ProcessGroupAllocReduceScatter(group)
-    side, compute = emugpu.Stream(), emugpu.current_stream()
-    layers = [120_000, 400_000, 120_000, 400_000]
-
-    def unshard(shard: Tensor) -> Tensor:
-        with emugpu.stream(side):
-            num = shard.numel()
-            whole = gather.allocate((num * world_size,), dtype=shard.dtype, device=device)
-            own = whole.narrow(0, num * rank, num)
-            own.copy_(shard)
-            gather(whole, own, group)
-        compute.wait_stream(side)
-        whole.record_stream(compute)  # FSDP2 keeps it until an event instead
-        return whole
-
-    used = []
-    for step in range(1, 5):
-        for num in layers:
-            shard = torch.full((num,), 10.0 * rank + step, device=device)
-            side.wait_stream(compute)
-            weights = unshard(shard).view(world_size, num)
-            for r in range(world_size):
-                assert weights[r, ::999].unique().tolist() == [10.0 * r + step]
-            grads = scatter.allocate((world_size * num,), dtype=torch.float32, device=device)
-            grads.copy_(weights.flatten() + rank)
-            del weights
-            reduced = torch.empty(num, device=device)
-            scatter(reduced, grads, group, dist.ReduceOp.SUM)
-            expected = sum(10.0 * rank + step + r for r in range(world_size))
-            assert reduced[::999].unique().tolist() == [expected]
-            del grads, shard, reduced
-        emugpu.synchronize()
-        used.append(used_bytes())
-    assert max(used[1:]) - min(used[1:]) < MIB + TABLE_BYTES, used
-    assert num_mapped() > 0
-
-
-def test_fsdp2_allocates_from_the_group() -> None:
-    run_on_gpus(2, check_fsdp2, env=with_kernels(), fresh=True)
 
 
 def trained(rank: int, kind: str, from_group: bool) -> tuple[list[Tensor], list[int]]:
@@ -111,7 +58,9 @@ def trained(rank: int, kind: str, from_group: bool) -> tuple[list[Tensor], list[
     return [parameter.full_tensor().cpu() for parameter in model.parameters()], used
 
 
-def check_real_fsdp2(rank: int) -> None:
+@in_emulated_ranks(2, fresh=True)
+def test_fsdp2_allocates_from_the_group(rank: int) -> None:
+    """Memory in use is the same after each step, and its buffers are mapped."""
     few_calls()
     expected, _ = trained(rank, "cpu", False)
     for from_group in (False, True):
@@ -120,13 +69,11 @@ def check_real_fsdp2(rank: int) -> None:
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
         if from_group:
             assert max(used[1:]) - min(used[1:]) < MIB + TABLE_BYTES, used
+            assert num_mapped() > 0
 
 
-def test_fsdp2() -> None:
-    run_on_gpus(2, check_real_fsdp2, env=with_kernels(), fresh=True)
-
-
-def check_ddp(rank: int) -> None:
+@in_emulated_ranks(2, env={"DDP_DISABLE_COMM_MEM": "0"}, fresh=True)
+def test_ddp_allocates_from_the_group(rank: int) -> None:
     """Its reducer asks the group for buckets, as FSDP2 does, where the environment lets it."""
     group: Any = dist.group.WORLD
     group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)  # as of "ringcomm" alone
@@ -148,8 +95,3 @@ def check_ddp(rank: int) -> None:
         assert model.weight.grad is not None
         assert model.weight.grad[::99].cpu().unique().tolist() == [expected]
     assert num_mapped() >= world_size - 1  # its first buckets and the rebuilt ones
-
-
-def test_ddp_allocates_from_the_group() -> None:
-    env = with_kernels() | {"DDP_DISABLE_COMM_MEM": "0"}
-    run_on_gpus(2, check_ddp, env=env, fresh=True)

@@ -15,27 +15,27 @@ import emulated_gpu
 import pytest
 import torch
 from cluster_cases import BF16, FP16, SERVED, by_clusters, check_served, options_of, random_rows
-from emulated_gpu import run_on_gpus, with_kernels
+from emulated_gpu import in_emulated_ranks
 
 from ringcomm import _cuda
 
 FATBIN = b"\x50\xed\x55\xba"  # nvcc's images begin so
 
 pytestmark = emulated_gpu.needs_emulated_gpu
+alone = in_emulated_ranks(1, backend=None)
 by_ptx = pytest.mark.skipif(not emulated_gpu.PTX_FORM, reason="without RINGCOMM_TEST_PTX")
 
 
-def check_all_served(rank: int) -> None:
+@by_ptx
+@alone
+def test_calls_that_are_served_have_the_cpus_results(rank: int) -> None:
     for name in SERVED:
         check_served(name, "emugpu")
 
 
 @by_ptx
-def test_calls_that_are_served_have_the_cpus_results() -> None:
-    run_on_gpus(1, check_all_served, backend=None, env=with_kernels())
-
-
-def check_refused(rank: int) -> None:
+@alone
+def test_calls_that_are_not_served_change_nothing(rank: int) -> None:
     logits, target = (tensor.to("emugpu") for tensor in random_rows(16384, BF16))
     before = logits.clone()
     weight = torch.ones(16384, device="emugpu")
@@ -61,23 +61,18 @@ def check_refused(rank: int) -> None:
     assert by_clusters(logits, target) is not None
 
 
-@by_ptx
-def test_calls_that_are_not_served_change_nothing() -> None:
-    run_on_gpus(1, check_refused, backend=None, env=with_kernels())
-
-
-def check_no_kernels(rank: int) -> None:
+@pytest.mark.skipif(
+    FATBIN in Path(_cuda.__file__).read_bytes(),
+    reason="the emulator cannot run this build's kernels",
+)
+@in_emulated_ranks(1, backend=None, env={"RINGCOMM_CUDA_IMAGE": ""})
+def test_a_build_without_kernels_serves_nothing(rank: int) -> None:
     logits, target = (tensor.to("emugpu") for tensor in random_rows(16384, BF16))
     assert by_clusters(logits, target) is None
 
 
-def test_a_build_without_kernels_serves_nothing() -> None:
-    if FATBIN in Path(_cuda.__file__).read_bytes():
-        pytest.skip("this build has kernels, which the emulator cannot run")
-    run_on_gpus(1, check_no_kernels, backend=None, env={"RINGCOMM_CUDA_IMAGE": ""})
-
-
-def check_unreadable(rank: int) -> None:
+@in_emulated_ranks(1, backend=None, env={"RINGCOMM_CUDA_IMAGE": "/nowhere"})
+def test_an_image_that_cannot_be_read_is_an_error(rank: int) -> None:
     logits, target = (tensor.to("emugpu") for tensor in random_rows(16384, BF16))
     before = logits.clone()
     for _ in range(2):  # no error is kept as "no kernels"
@@ -86,11 +81,9 @@ def check_unreadable(rank: int) -> None:
     assert torch.equal(logits.cpu(), before.cpu())
 
 
-def test_an_image_that_cannot_be_read_is_an_error() -> None:
-    run_on_gpus(1, check_unreadable, backend=None, env={"RINGCOMM_CUDA_IMAGE": "/nowhere"})
-
-
-def check_stream_and_graph(rank: int) -> None:
+@by_ptx
+@alone
+def test_it_goes_to_the_current_stream_and_into_graphs(rank: int) -> None:
     logits, target = random_rows(16384, BF16)
     source, there = logits.to("emugpu"), target.to("emugpu")
     right = by_clusters(source.clone(), there)
@@ -118,8 +111,3 @@ def check_stream_and_graph(rank: int) -> None:
         for found, wanted in zip(results, by_clusters(eager, there), strict=True):
             assert torch.equal(found.cpu(), wanted.cpu())
         assert torch.equal(rows.cpu(), eager.cpu())
-
-
-@by_ptx
-def test_it_goes_to_the_current_stream_and_into_graphs() -> None:
-    run_on_gpus(1, check_stream_and_graph, backend=None, env=with_kernels())

@@ -17,7 +17,7 @@ import emugpu
 import pytest
 import torch
 import torch.distributed as dist
-from emulated_gpu import needs_emulated_gpu, run_on_gpus, with_kernels
+from emulated_gpu import in_emulated_ranks, needs_emulated_gpu, run_on_gpus, with_kernels
 from ranks import remove_gpu_file
 from test_errors import caught
 
@@ -121,7 +121,8 @@ def test_on_a_gpu_with_fewer_multiprocessors_than_it_says_they_leave_none() -> N
     assert all("1500 ms" in text for text in said), said
 
 
-def check_refusals(rank: int) -> None:
+@in_emulated_ranks(2, env={"RINGCOMM_EMULATOR_SMS": "12"}, fresh=True)
+def test_what_has_no_room_is_refused_until_groups_are_destroyed(rank: int) -> None:
     groups = groups_in_use(6)
     last = groups[-1]
     assert "taking turns (no room)" in transport(last)
@@ -149,10 +150,6 @@ def check_refusals(rank: int) -> None:
     assert work is not None
     work.wait()
     assert received.tolist() == [2.0] * 10
-
-
-def test_what_has_no_room_is_refused_until_groups_are_destroyed() -> None:
-    run(2, check_refusals, env={"RINGCOMM_EMULATOR_SMS": "12"})
 
 
 def exchange_with_all(rank: int) -> tuple[list[int], dict[int, list[float]]]:

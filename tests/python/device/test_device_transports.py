@@ -18,7 +18,7 @@ import oracle
 import pytest
 import torch
 import torch.distributed as dist
-from emulated_gpu import needs_emulated_gpu, run_on_gpus, with_kernels
+from emulated_gpu import in_emulated_ranks, needs_emulated_gpu, run_on_gpus, with_kernels
 from test_gpu_collectives import (
     barrier_and_operators,
     check_every_operation,
@@ -62,12 +62,9 @@ BOXES = [
     ),
     Box("threads of blocks", ("cuda_ipc",), env={"RINGCOMM_EMULATOR_THREADS": "3"}),
     Box(
-        "late accesses, lazy loading, eight queues",
+        "lazy loading, eight queues",
         ("cuda_ipc",),
-        env={
-            f"RINGCOMM_EMULATOR_{k}": v
-            for k, v in {"LATE": "1", "LAZY": "1", "QUEUES": "8"}.items()
-        },
+        env={"RINGCOMM_EMULATOR_LAZY": "1", "RINGCOMM_EMULATOR_QUEUES": "8"},
     ),
 ]
 
@@ -103,40 +100,6 @@ def test_boxes(box: Box) -> None:
     results = run_on_gpus(3, check_box, num_devices=box.num_devices, env=env)
     assert len(set(results)) == 1
     assert all(text in results[0] for text in box.said), results[0]
-
-
-def check_full_blocks(rank: int) -> str:
-    """All_reduces by packets, staged, around a ring and of shared tensors; moves and messages."""
-    world_size = dist.get_world_size()
-    name = transport(rank)
-    # By packets, then on boards: less than a turn of the threads, and several steps.
-    for num_elems in (100, 9001, 150_007):
-        inputs = inputs_of(num_elems)
-        tensor = inputs[rank].to(GPU)
-        dist.all_reduce(tensor)
-        oracle.assert_equal(tensor.cpu(), oracle.total(inputs))
-    barrier_and_operators(rank, 9001)
-    send_and_receive(rank, 50_003)
-    num_elems = 60_000  # of a rank: a reduce_scatter of two steps
-    inputs = inputs_of(num_elems * world_size)
-    share = torch.zeros(num_elems, device=GPU)
-    dist.reduce_scatter_tensor(share, inputs[rank].to(GPU))
-    expected = oracle.total(inputs)
-    oracle.assert_equal(share.cpu(), expected[rank * num_elems : (rank + 1) * num_elems])
-    whole = torch.zeros(num_elems * world_size, device=GPU)
-    dist.all_gather_into_tensor(whole, share)
-    oracle.assert_equal(whole.cpu(), expected)
-    check_shared(rank, [True] * world_size)
-    return name
-
-
-@pytest.mark.slow
-def test_blocks_of_all_threads_that_a_gpu_gives_them() -> None:
-    """256 threads as on a GPU: each has its own vectors, and a warp's divide as they do there."""
-    few = {"RINGCOMM_EMULATOR_SMS": "6", "RINGCOMM_EMULATOR_THREADS": "512"}
-    env = {**with_kernels(), **few}
-    results = run_on_gpus(2, check_full_blocks, env=env, timeout_s=240.0, group_timeout_s=120.0)
-    assert all("cuda_ipc" in name for name in results)
 
 
 # ---- over messages
@@ -179,7 +142,8 @@ def test_algorithms_over_messages(world_size: int) -> None:
     assert all(found == results[0] for found in results)
 
 
-def check_roots_and_places(rank: int) -> None:
+@in_emulated_ranks(3, kernels=False)
+def test_roots_and_places_over_messages(rank: int) -> None:
     """Every root, in one piece and in many; outputs of all_gather lie differently on each rank."""
     world_size = dist.get_world_size()
     for deterministic, num_elems in product((None, "rank_order"), (1, 1001, 6_300_001)):
@@ -204,10 +168,6 @@ def check_roots_and_places(rank: int) -> None:
             oracle.assert_equal(part.cpu(), expected)
 
 
-def test_roots_and_places_over_messages() -> None:
-    run_on_gpus(3, check_roots_and_places)
-
-
 def test_what_carries_messages() -> None:
     assert run_on_gpus(2, transport, num_devices=2) == ["messages over emup2p"] * 2
 
@@ -215,7 +175,8 @@ def test_what_carries_messages() -> None:
 # ---- by kernels
 
 
-def check_capture(rank: int) -> None:
+@in_emulated_ranks(2, fresh=True)
+def test_calls_of_another_thread_leave_a_capture_whole(rank: int) -> None:
     """Queries, waits, works that are dropped, and a group that goes, while this thread captures."""
     world_size = dist.get_world_size()
     other, gone = dist.new_group(), dist.new_group()
@@ -257,16 +218,14 @@ def check_capture(rank: int) -> None:
     assert z.tolist() == [float(world_size)] * 1000
 
 
-def test_calls_of_another_thread_leave_a_capture_whole() -> None:
-    run_on_gpus(2, check_capture, env=with_kernels(), fresh=True)
-
-
 # ---- ringcomm.empty_shared
 
 NUM_ELEMS = 100_003  # more than packets take
 
 
-def check_shared(rank: int, sharing: list[bool]) -> None:
+@pytest.mark.parametrize("sharing", [[True, False, True], [True, True, True]], ids=str)
+@in_emulated_ranks(3)
+def test_shared_tensors(rank: int, sharing: list[bool]) -> None:
     """All_reduces of buffers where they are; a view will do."""
     world_size = dist.get_world_size()
     shared = ringcomm.empty_shared(NUM_ELEMS + 8, dtype=torch.int64, device=GPU)
@@ -281,8 +240,3 @@ def check_shared(rank: int, sharing: list[bool]) -> None:
         alone = inputs[rank].to(GPU)  # the same call, of memory that is not shared
         dist.all_reduce(alone)
         assert torch.equal(alone.cpu(), oracle.total(inputs))
-
-
-@pytest.mark.parametrize("sharing", [[True, False, True], [True, True, True]], ids=str)
-def test_shared_tensors(sharing: list[bool]) -> None:
-    run_on_gpus(3, check_shared, sharing, env=with_kernels())

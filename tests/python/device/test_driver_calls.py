@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import emugpu
 import emulated_gpu
-import pytest
 import torch
 import torch.distributed as dist
-from emulated_gpu import driver_calls, run_on_gpus, with_kernels
+from emulated_gpu import driver_calls, in_emulated_ranks
 from gpu_ranks import meet
 
 import ringcomm
@@ -38,6 +38,9 @@ OWN_STREAM = ("cuEventRecord", "cuStreamWaitEvent", "cuCtxGetCurrent", "cuStream
 ONE_LOOK = ("cuThreadExchangeStreamCaptureMode", "cuEventQuery")
 
 
+counted = partial(in_emulated_ranks, env={"RINGCOMM_EMULATOR_SMS": "48"}, fresh=True)
+
+
 def calls_of(body: Callable[[], Any], times: int) -> Counter[str]:
     """The driver's calls of `times` calls, after four that make what is used again and map it."""
     for _ in range(4):
@@ -50,7 +53,8 @@ def calls_of(body: Callable[[], Any], times: int) -> Counter[str]:
     return driver_calls() - before
 
 
-def check_synchronous(rank: int) -> None:
+@counted(2)
+def test_synchronous_calls(rank: int) -> None:
     """Four calls of the driver each, and none more as calls add up. Long ones look at each buffer
     of which all before it can be lent, and as often whether one that is mapped has been freed.
     """
@@ -74,7 +78,8 @@ def check_synchronous(rank: int) -> None:
         meet()  # what one cannot lend, the others stage as well, also in earlier calls
 
 
-def check_asynchronous(rank: int) -> None:
+@counted(2)
+def test_asynchronous_calls(rank: int) -> None:
     """Six calls of the driver each, and two of wait(); two or three more where earlier ones are not
     waited for. The first makes no stream: a driver may wait with that until kernels have ended.
     """
@@ -103,7 +108,8 @@ def check_asynchronous(rank: int) -> None:
     assert found["cuThreadExchangeStreamCaptureMode"] == 2 * found["cuEventQuery"]
 
 
-def check_messages(rank: int) -> None:
+@counted(3)
+def test_messages(rank: int) -> None:
     """A batch of messages is one kernel and one event, whatever ranks they are with."""
     world_size = dist.get_world_size()
     peers = [peer for peer in range(world_size) if peer != rank]
@@ -121,23 +127,9 @@ def check_messages(rank: int) -> None:
     assert found["cuEventCreate"] == found["cuEventDestroy_v2"] == 0
 
 
-def check_batches(rank: int) -> None:
+@in_emulated_ranks(2, kernels=False)
+def test_batches_over_messages(rank: int) -> None:
     """Over messages: a batch for each 4 MiB of a chunk and step, not for each 256 KiB."""
     tensor = torch.ones(4 << 20, device=GPU)  # 16 MiB: two chunks of two slots, two steps
     found = calls_of(lambda: dist.all_reduce(tensor), 1)
     assert found["cuLaunchHostFunc"] == 4
-
-
-def test_batches_over_messages() -> None:
-    run_on_gpus(2, check_batches)
-
-
-@pytest.mark.parametrize(
-    ("check", "world_size"),
-    [(check_synchronous, 2), (check_asynchronous, 2), (check_messages, 3)],
-    ids=["synchronous", "asynchronous", "messages"],
-)
-def test_calls(check: Callable[[int], None], world_size: int) -> None:
-    run_on_gpus(
-        world_size, check, env={**with_kernels(), "RINGCOMM_EMULATOR_SMS": "48"}, fresh=True
-    )

@@ -40,22 +40,9 @@ ANSWERS = {
 }
 
 
-def command(box: Path, *arguments: str, **settings: str) -> dict[str, Any]:
-    """The program and its environment, with settings of the emulator (RINGCOMM_EMULATOR_...)."""
-    env = {
-        **os.environ,
-        **emulated_gpu.with_kernels(),
-        "RINGCOMM_CUDA_DRIVER": str(emulated_gpu.build_driver()),
-        "RINGCOMM_EMULATOR_BOX": str(box),
-        **{f"RINGCOMM_EMULATOR_{name}": value for name, value in settings.items()},
-    }
-    program = emulated_gpu.build_sweep().with_name("probe")
-    return {"args": [str(program), *arguments], "env": env, "text": True}
-
-
 def ask(box: Path, *arguments: str, **settings: str) -> tuple[int, dict[str, Any]]:
     """The status, and the lines by question."""
-    options = command(box, *arguments, **settings)
+    options = emulated_gpu.program("probe", box, *arguments, **settings)
     done = subprocess.run(capture_output=True, timeout=TIMEOUT_S, check=False, **options)
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     return done.returncode, {line["question"]: line for line in lines}
@@ -102,7 +89,7 @@ def test_a_process_that_dies_or_stops_has_no_answer(tmp_path: Path) -> None:
     assert found["open-twice"]["answer"].startswith("none: ended by signal 9, the ")
 
     # It holds a kernel for 200 ms twice, so that there is time to stop it.
-    options = command(tmp_path, "--only", "own-kernel", "--limit-s", "1")
+    options = emulated_gpu.program("probe", tmp_path, "--only", "own-kernel", "--limit-s", "1")
     with subprocess.Popen(stdout=PIPE, **options) as program:
         children = Path(f"/proc/{program.pid}/task/{program.pid}/children")
         deadline = time.monotonic() + TIMEOUT_S

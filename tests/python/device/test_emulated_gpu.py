@@ -5,7 +5,6 @@ Streams are held by hold(), so that what is asynchronous shows without a clock.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import emugpu
@@ -13,7 +12,7 @@ import emulated_gpu
 import pytest
 import torch
 import torch.distributed as dist
-from emulated_gpu import run_on_gpus
+from emulated_gpu import in_emulated_ranks, run_on_gpus
 
 pytestmark = emulated_gpu.needs_emulated_gpu
 
@@ -21,11 +20,12 @@ pytestmark = emulated_gpu.needs_emulated_gpu
 SETTINGS = {"RINGCOMM_EMULATOR_DELAY_US": "500", "RINGCOMM_EMULATOR_QUEUES": "0"}
 
 
-def run(fn: Callable[..., Any], *args: Any) -> Any:
-    return run_on_gpus(1, fn, *args, backend=None, num_devices=2, env=SETTINGS)[0]
+OPTIONS: dict[str, Any] = {"backend": None, "num_devices": 2, "env": SETTINGS}
+alone = in_emulated_ranks(1, kernels=False, **OPTIONS)
 
 
-def _asynchronous(rank: int) -> None:
+@alone
+def test_asynchronous(rank: int) -> None:
     side = torch.Stream(device="emugpu")
     x = torch.arange(1000, device="emugpu")
     y = torch.zeros_like(x)
@@ -70,7 +70,8 @@ def _freed_memory(rank: int, is_recorded: bool) -> list[int]:
     return y.tolist()
 
 
-def _freed_on_its_own_stream(rank: int) -> None:
+@alone
+def test_memory_freed_on_its_own_stream(rank: int) -> None:
     side = torch.Stream(device="emugpu")
     with side:
         held = emugpu.hold(side)
@@ -83,7 +84,8 @@ def _freed_on_its_own_stream(rank: int) -> None:
         assert z.tolist() == [0] * 1000
 
 
-def _captured(rank: int) -> None:
+@alone
+def test_captures(rank: int) -> None:
     x, total = torch.zeros(4, device="emugpu"), torch.zeros(4, device="emugpu")
     graph = emugpu.CUDAGraph()
     with emugpu.graph(graph):
@@ -103,7 +105,8 @@ def _captured(rank: int) -> None:
     assert x.sum().item() == 4 * 99
 
 
-def _in_inference_mode(rank: int) -> None:
+@alone
+def test_inference_mode(rank: int) -> None:
     with torch.inference_mode():
         x = torch.arange(12.0, device="emugpu").view(3, 4).t()
         x[1].fill_(7)
@@ -116,23 +119,20 @@ def _in_inference_mode(rank: int) -> None:
     assert loss.item() == right.square().mean().item()
 
 
-CHECKS = (_asynchronous, _freed_on_its_own_stream, _captured, _in_inference_mode)
-
-
-@pytest.mark.parametrize("check", CHECKS)
-def test_streams(check: Callable[[int], None]) -> None:
-    run(check)
-
-
 def test_memory_lives_until_streams_on_which_it_was_recorded_are_done() -> None:
-    assert run(_freed_memory, True) == list(range(1000))
-    assert run(_freed_memory, False) in ([-1] * 1000, [0] * 1000)
+    (recorded,), (other,) = (run_on_gpus(1, _freed_memory, r, **OPTIONS) for r in (True, False))
+    assert recorded == list(range(1000))
+    assert other in ([-1] * 1000, [0] * 1000)
 
 
 # ---- emup2p, which stands in for NCCL where there is no GPU
 
 
-def _in_order(rank: int) -> None:
+MESSAGES: dict[str, Any] = {"kernels": False, "backend": "emugpu:emup2p", "env": SETTINGS}
+
+
+@in_emulated_ranks(2, **MESSAGES)
+def test_messages_match_in_the_order_of_calls(rank: int) -> None:
     tensors = [torch.full((numel,), numel, device="emugpu") for numel in (3, 1, 2)]
     for tag, tensor in enumerate(tensors):
         if rank == 0:
@@ -143,7 +143,8 @@ def _in_order(rank: int) -> None:
             assert torch.equal(received.cpu(), tensor.cpu())
 
 
-def _both_send_first(rank: int) -> None:
+@in_emulated_ranks(2, group_timeout_s=0.7, fresh=True, **MESSAGES)
+def test_messages_wait_for_each_other_outside_of_batches(rank: int) -> None:
     x, y = torch.ones(4, device="emugpu"), torch.zeros(4, device="emugpu")
     sent = dist.isend(x, 1 - rank)
     received = dist.irecv(y, 1 - rank)
@@ -160,7 +161,8 @@ def _both_send_first(rank: int) -> None:
         dist.isend(x, 1 - rank)
 
 
-def _collectives(rank: int) -> None:
+@in_emulated_ranks(3, **MESSAGES)
+def test_collectives_of_the_backend(rank: int) -> None:
     """Of bytes in the backend's own order; parts differ in size, and have none."""
     world_size = dist.get_world_size()
     sizes = [(sender + 2 * receiver) % 3 for sender in range(3) for receiver in range(3)]
@@ -173,13 +175,3 @@ def _collectives(rank: int) -> None:
         tensor = torch.full((5,), float(rank), device="emugpu")
         dist.broadcast(tensor, root)
         assert tensor.tolist() == [root] * 5
-
-
-def test_collectives_of_the_backend() -> None:
-    run_on_gpus(3, _collectives, backend="emugpu:emup2p", env=SETTINGS)
-
-
-def test_messages_match_in_the_order_of_calls_and_wait_for_each_other_outside_of_batches() -> None:
-    options: dict[str, Any] = {"backend": "emugpu:emup2p", "env": SETTINGS}
-    run_on_gpus(2, _in_order, **options)
-    run_on_gpus(2, _both_send_first, group_timeout_s=0.7, fresh=True, **options)

@@ -22,22 +22,9 @@ TABLE = Path(__file__).resolve().parents[3] / "benchmarks" / "sweep_table.py"
 PATHS = {"copy", "packets", "staged", "shared", "ring"}
 
 
-def command(box: Path, *arguments: str, **settings: str) -> dict[str, Any]:
-    """The program and its environment, with settings of the emulator (RINGCOMM_EMULATOR_...)."""
-    driver = emulated_gpu.build_driver()
-    env = {
-        **os.environ,
-        **emulated_gpu.with_kernels(),
-        "RINGCOMM_CUDA_DRIVER": str(driver),
-        "RINGCOMM_EMULATOR_BOX": str(box),
-        **{f"RINGCOMM_EMULATOR_{name}": value for name, value in settings.items()},
-    }
-    return {"args": [str(emulated_gpu.build_sweep()), *arguments], "env": env, "text": True}
-
-
 def sweep(box: Path, *arguments: str, **settings: str) -> subprocess.CompletedProcess[str]:
     """Runs the program to its end."""
-    options = command(box, *arguments, **settings)
+    options = emulated_gpu.program("kernel_sweep", box, *arguments, **settings)
     return subprocess.run(capture_output=True, timeout=TIMEOUT_S, check=False, **options)
 
 
@@ -118,7 +105,8 @@ def sweep_until(
     signal_number: int, rank: int, box: Path, *arguments: str, after_s: float = 0.5
 ) -> tuple[str, str]:
     """What is printed where a rank gets a signal in the middle; nothing is left of it."""
-    options = command(box, "--rounds", "1000000", "--sizes", "1024", *arguments)
+    asked = ("--rounds", "1000000", "--sizes", "1024", *arguments)
+    options = emulated_gpu.program("kernel_sweep", box, *asked)
     with subprocess.Popen(stdout=PIPE, stderr=PIPE, **options) as program:
         children = Path(f"/proc/{program.pid}/task/{program.pid}/children")
         deadline = time.monotonic() + TIMEOUT_S

@@ -9,7 +9,7 @@ import emulated_gpu
 import pytest
 import torch
 import torch.distributed as dist
-from emulated_gpu import run_on_gpus, with_kernels
+from emulated_gpu import in_emulated_ranks
 from test_lent_memory import few_calls
 from torch import Tensor
 
@@ -127,7 +127,13 @@ def check_all_to_all(buffers: Buffers, turn: int) -> None:
     assert torch.equal(got.cpu(), torch.cat(whole))
 
 
-def check_all(rank: int, sharing: list[bool]) -> None:
+@pytest.mark.parametrize(
+    "sharing",
+    [[True] * 3, [False, True, False], pytest.param([True, False, True], marks=pytest.mark.slow)],
+    ids=str,
+)
+@in_emulated_ranks(3)
+def test_collectives_of_shared_tensors(rank: int, sharing: list[bool]) -> None:
     buffers = Buffers(sharing[rank])
     for turn in (1, 2):
         check_reduce_scatter(buffers, turn)
@@ -136,16 +142,8 @@ def check_all(rank: int, sharing: list[bool]) -> None:
         check_all_to_all(buffers, turn)
 
 
-@pytest.mark.parametrize(
-    "sharing",
-    [[True] * 3, [False, True, False], pytest.param([True, False, True], marks=pytest.mark.slow)],
-    ids=str,
-)
-def test_collectives_of_shared_tensors(sharing: list[bool]) -> None:
-    run_on_gpus(3, check_all, sharing, env=with_kernels())
-
-
-def check_captured(rank: int) -> None:
+@in_emulated_ranks(2)
+def test_a_graph_keeps_what_it_has_captured(rank: int) -> None:
     """A graph's calls use shared tensors whose owners have dropped them."""
     world_size = dist.get_world_size()
     buffers = Buffers(True)
@@ -168,7 +166,3 @@ def check_captured(rank: int) -> None:
         assert torch.equal(
             result.cpu(), torch.cat([total(world_size, s, turn) for s in range(world_size)])
         )
-
-
-def test_a_graph_keeps_what_it_has_captured() -> None:
-    run_on_gpus(2, check_captured, env=with_kernels())

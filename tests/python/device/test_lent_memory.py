@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable
 
 import emugpu
 import emulated_gpu
-import pytest
 import torch
 import torch.distributed as dist
-from emulated_gpu import run_on_gpus, with_kernels
+from emulated_gpu import in_emulated_ranks
 from torch import Tensor
 
 import ringcomm
@@ -49,7 +47,8 @@ def few_calls() -> None:
         dist.all_reduce(torch.ones(1))  # of the host: nobody goes on before all are here
 
 
-def check_freed(rank: int) -> None:
+@in_emulated_ranks(3)
+def test_memory_is_freed_when_all_ranks_have_dropped_it(rank: int) -> None:
     """When the last rank has dropped its part, by the next calls."""
     few_calls()
     before = used_bytes()
@@ -71,7 +70,8 @@ def check_freed(rank: int) -> None:
     assert used_bytes() <= before + 3 * TABLE_BYTES
 
 
-def check_many(rank: int) -> None:
+@in_emulated_ranks(2)
+def test_many(rank: int) -> None:
     """More than there can be at a time."""
     for _ in range(300):
         ringcomm.empty_shared(10, device=GPU)
@@ -80,7 +80,8 @@ def check_many(rank: int) -> None:
         few.tolist()
 
 
-def check_pending(rank: int) -> None:
+@in_emulated_ranks(2)
+def test_pending_calls(rank: int) -> None:
     """What is still to run keeps the memory; what is freed meanwhile does not wait for it."""
     world_size = dist.get_world_size()
     ringcomm.empty_shared(NUM_ELEMS, device=GPU)
@@ -100,25 +101,8 @@ def check_pending(rank: int) -> None:
     few_calls()
 
 
-def check_captured(rank: int) -> None:
-    """What a graph has captured stays as long as the group."""
-    world_size = dist.get_world_size()
-    shared = ringcomm.empty_shared(NUM_ELEMS, device=GPU)
-    x, y = (torch.zeros(NUM_ELEMS, device=GPU) for _ in range(2))
-    graph = emugpu.CUDAGraph()
-    with emugpu.graph(graph):
-        shared.copy_(x)
-        dist.all_reduce(shared)
-        y.copy_(shared)
-    del shared
-    few_calls()
-    for turn in range(1, 4):
-        x.fill_(turn)
-        graph.replay()
-        assert y[::1000].tolist() == [turn * world_size] * len(y[::1000])
-
-
-def check_captured_send(rank: int) -> None:
+@in_emulated_ranks(2)
+def test_a_captured_send(rank: int) -> None:
     """What a captured send reads stays, though its tensor goes."""
     few_calls()
     shared = ringcomm.empty_shared(NUM_ELEMS, dtype=torch.uint8, device=GPU).fill_(rank + 5)
@@ -136,7 +120,8 @@ def check_captured_send(rank: int) -> None:
     assert received.unique().tolist() == [0 if rank == 0 else 5]
 
 
-def check_graph_before_any_piece(rank: int) -> None:
+@in_emulated_ranks(2)
+def test_a_graph_from_before_any_piece(rank: int) -> None:
     """A graph from before the first shared tensor meets a peer's eager call of one."""
     few_calls()
     given = torch.full((NUM_ELEMS,), rank + 1.0, device=GPU)
@@ -153,8 +138,9 @@ def check_graph_before_any_piece(rank: int) -> None:
     assert (given if rank == 0 else shared).unique().tolist() == [3.0]
 
 
-def check_after_the_group(rank: int) -> None:
-    """A tensor outlives its group; its memory goes with it."""
+@in_emulated_ranks(2)
+def test_a_tensor_outlives_its_group(rank: int) -> None:
+    """Its memory goes with the tensor."""
     before = used_bytes()
     group = dist.new_group()
     shared = ringcomm.empty_shared(NUM_ELEMS, device=GPU, group=group)
@@ -165,23 +151,3 @@ def check_after_the_group(rank: int) -> None:
     assert used_bytes() >= before + NUM_BYTES
     del shared
     assert used_bytes() <= before
-
-
-@pytest.mark.parametrize(
-    "check",
-    [
-        check_many,
-        check_pending,
-        check_captured,
-        check_captured_send,
-        check_graph_before_any_piece,
-        check_after_the_group,
-    ],
-    ids=lambda check: check.__name__,
-)
-def test_lent_memory(check: Callable[[int], None]) -> None:
-    run_on_gpus(2, check, env=with_kernels())
-
-
-def test_memory_is_freed_when_all_ranks_have_dropped_it() -> None:
-    run_on_gpus(3, check_freed, env=with_kernels())

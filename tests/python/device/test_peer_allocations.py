@@ -13,7 +13,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from emulated_gpu import driver_calls, run_on_gpus, with_kernels
+from emulated_gpu import driver_calls, in_emulated_ranks, run_on_gpus, with_kernels
 from gpu_ranks import meet
 from test_lent_memory import used_bytes
 from torch import Tensor
@@ -26,6 +26,7 @@ GPU = "emugpu"
 NUM_BYTES = 8 << 20  # of an allocation of its own, unlike any other
 NUM_ELEMS = NUM_BYTES // 4
 MEMORY = 64 << 20  # of a GPU on which it is scarce
+in_two = in_emulated_ranks(2, fresh=True)
 FEW_CALLS = 4  # announced in the second, mapped in the third, used by then or in the fourth
 
 
@@ -98,7 +99,8 @@ def check_moves(rank: int) -> None:
     assert num_mapped() > 0
 
 
-def check_reuse_by_the_allocator(rank: int) -> None:
+@in_two
+def test_reuse_by_the_allocator(rank: int) -> None:
     """Of a block while peers have it mapped: by another tensor on this rank only."""
     for turn in range(3 * FEW_CALLS):
         tensor = torch.empty(NUM_ELEMS, dtype=torch.int32, device=GPU)
@@ -134,7 +136,8 @@ def check_reuse_by_the_driver(rank: int) -> None:
     assert num_mapped() == dist.get_world_size() - 1  # those of before are unmapped
 
 
-def check_freed_before_it_is_mapped(rank: int) -> None:
+@in_two
+def test_freed_before_it_is_mapped(rank: int) -> None:
     """Peers cannot open what has been freed since it was announced; what follows is mapped."""
     store = dist.distributed_c10d._get_default_store()
     tensor = torch.empty(NUM_ELEMS, dtype=torch.int32, device=GPU).fill_(1)
@@ -156,7 +159,8 @@ def check_freed_before_it_is_mapped(rank: int) -> None:
     assert bytes_read_of_peers(tensor) > 0
 
 
-def check_many(rank: int) -> None:
+@in_two
+def test_many(rank: int) -> None:
     """More allocations than a rank may announce."""
     tensors = [torch.empty(1 << 20, dtype=torch.int32, device=GPU) for _ in range(140)]
     for turn in range(3):
@@ -168,7 +172,8 @@ def check_many(rank: int) -> None:
     assert num_mapped() == 128
 
 
-def check_captured(rank: int) -> None:
+@in_two
+def test_captured(rank: int) -> None:
     """Calls in a graph map allocations and use them in place as eager ones do, also of the graph's
     own pool. When the graph is gone, its memory is used again.
     """
@@ -197,7 +202,8 @@ def check_captured(rank: int) -> None:
         check_sum(torch.empty_like(x), turn)
 
 
-def check_captured_where_one_rank_lends(rank: int) -> None:
+@in_two
+def test_captured_where_one_rank_lends(rank: int) -> None:
     """For as long as there is the graph, its call is staged on all ranks."""
     tensor = torch.empty(NUM_ELEMS, dtype=torch.int32, device=GPU)
     for turn in range(FEW_CALLS):
@@ -215,7 +221,8 @@ def check_captured_where_one_rank_lends(rank: int) -> None:
         check_sum(torch.empty_like(x), turn)
 
 
-def check_messages_under_way(rank: int) -> None:
+@in_two
+def test_messages_under_way(rank: int) -> None:
     """One that waits for a peer that is in a collective: nothing is mapped before it has ended."""
     tensor = torch.empty(NUM_ELEMS, dtype=torch.int32, device=GPU)
     message = torch.full((1 << 20,), rank, dtype=torch.int32, device=GPU)
@@ -239,7 +246,8 @@ def check_staged(rank: int) -> None:
     assert bytes_read_of_peers(tensor) == 0
 
 
-def check_scarce(rank: int) -> None:
+@in_emulated_ranks(2, env={"RINGCOMM_EMULATOR_MEMORY": str(MEMORY)}, fresh=True)
+def test_scarce_memory_is_not_held_for_others(rank: int) -> None:
     """Less than a sixteenth of the GPU's memory is free from the second call on."""
     tensor = torch.empty(NUM_ELEMS, dtype=torch.int32, device=GPU)
     check_sum(tensor)
@@ -251,21 +259,8 @@ def check_scarce(rank: int) -> None:
     assert num_mapped() == 0
 
 
-@pytest.mark.parametrize(
-    "check",
-    [
-        check_reuse_by_the_allocator,
-        check_reuse_by_the_driver,
-        check_freed_before_it_is_mapped,
-        check_many,
-        check_captured,
-        check_captured_where_one_rank_lends,
-        check_messages_under_way,
-    ],
-    ids=lambda check: check.__name__,
-)
-def test_peer_allocations(check: Callable[[int], None]) -> None:
-    run_on_gpus(2, check, env=with_kernels(), fresh=True)
+def test_reuse_by_the_driver() -> None:
+    run_on_gpus(2, check_reuse_by_the_driver, env=with_kernels(), fresh=True)
 
 
 def test_numbers_that_are_used_again_give_wrong_sums() -> None:
@@ -284,8 +279,3 @@ def test_ordinary_tensors_are_used_in_place(check: Callable[[int], None], num_de
 def test_one_rank_that_cannot_hand_out_its_memory() -> None:
     without = with_kernels() | {"RINGCOMM_EMULATOR_IPC": "0"}
     run_on_gpus(2, check_staged, env=[with_kernels(), without], fresh=True)
-
-
-def test_scarce_memory_is_not_held_for_others() -> None:
-    few = with_kernels() | {"RINGCOMM_EMULATOR_MEMORY": str(MEMORY)}
-    run_on_gpus(2, check_scarce, env=few, fresh=True)

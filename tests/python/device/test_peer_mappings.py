@@ -7,14 +7,13 @@ from __future__ import annotations
 import ctypes
 import os
 import time
-from collections.abc import Callable
 
 import emugpu
 import emulated_gpu
 import pytest
 import torch
 import torch.distributed as dist
-from emulated_gpu import run_on_gpus, with_kernels
+from emulated_gpu import in_emulated_ranks, run_on_gpus, with_kernels
 from emulator_driver import Handle
 from gpu_ranks import meet
 from test_lent_memory import used_bytes
@@ -38,6 +37,7 @@ pytestmark = emulated_gpu.needs_emulated_gpu
 PATIENCE_S = 60.0  # for what takes less than a second
 # Places for several groups, and a queue for each stream.
 ROOM = {"RINGCOMM_EMULATOR_SMS": "48", "RINGCOMM_EMULATOR_QUEUES": "0"}
+in_two = in_emulated_ranks(2, env=ROOM, fresh=True)
 
 
 def store() -> dist.Store:
@@ -89,7 +89,8 @@ def check_two_groups(rank: int) -> None:
     assert num_same > 0, "a test of nothing: no address was used again"
 
 
-def check_group_without_calls(rank: int) -> None:
+@in_two
+def test_a_group_without_calls(rank: int) -> None:
     """One that has mapped what was freed, and makes no more calls, keeps no other from mapping."""
     num_same = 0
     for other in [dist.new_group() for _ in range(3)]:
@@ -113,7 +114,8 @@ def check_group_without_calls(rank: int) -> None:
     assert num_same > 0, "a test of nothing: no address was used again"
 
 
-def check_refused_for_a_while(rank: int) -> None:
+@in_emulated_ranks(2, env=ROOM | {"RINGCOMM_EMULATOR_REFUSES_REUSED": "1"}, fresh=True)
+def test_a_driver_that_refuses_for_a_while(rank: int) -> None:
     """What the driver refuses to map is staged, and mapped once it no longer does."""
     driver = ctypes.CDLL(os.environ["RINGCOMM_CUDA_DRIVER"])
     handle, address = Handle(), ctypes.c_uint64()
@@ -152,7 +154,8 @@ def check_refused_for_a_while(rank: int) -> None:
 # ---- which kernels may use them
 
 
-def check_launched_before(rank: int) -> None:
+@in_two
+def test_launched_before(rank: int) -> None:
     """A kernel that was launched before its rank mapped an allocation does not use it."""
     tensor = new_tensor().fill_(7 - 7 * rank)
     dist.all_reduce(torch.ones(10, device=GPU))  # connects
@@ -185,7 +188,8 @@ def check_launched_before(rank: int) -> None:
     assert rank == 0 or bytes_read_of_peers(tensor) >= NUM_BYTES
 
 
-def check_messages_of_another_group(rank: int) -> None:
+@in_two
+def test_messages_of_another_group(rank: int) -> None:
     """While one is under way nothing is mapped: it may wait for a peer that is in a collective."""
     other = dist.new_group()
     message = torch.full((1 << 20,), rank, dtype=torch.int32, device=GPU)
@@ -211,7 +215,8 @@ def check_messages_of_another_group(rank: int) -> None:
     assert num_mapped() == 1
 
 
-def check_scarce_for_one(rank: int) -> None:
+@in_emulated_ranks(2, env={"RINGCOMM_EMULATOR_MEMORY": str(MEMORY)}, fresh=True)
+def test_scarce_memory_for_one_buffer(rank: int) -> None:
     """While one buffer in turn cannot be mapped, because memory is scarce, others are staged."""
     tensor, other = new_tensor(), new_tensor()
     first, second = tensor.chunk(2)
@@ -236,7 +241,8 @@ def check_scarce_for_one(rank: int) -> None:
 # ---- what was freed
 
 
-def check_freed_without_calls(rank: int) -> None:
+@in_two
+def test_freed_without_calls(rank: int) -> None:
     """Peers unmap it though no group makes a call."""
     tensor = mapped_tensor()
     meet()
@@ -246,7 +252,8 @@ def check_freed_without_calls(rank: int) -> None:
     meet()
 
 
-def check_release(rank: int) -> None:
+@in_two
+def test_release(rank: int) -> None:
     """Of rank 0: rank 1 has it unmapped by then, and keeps its own."""
     tensor = mapped_tensor()
     meet()
@@ -261,7 +268,8 @@ def check_release(rank: int) -> None:
     assert num_mapped() == 1 - rank
 
 
-def check_release_during_a_call(rank: int) -> None:
+@in_two
+def test_release_during_a_call(rank: int) -> None:
     """A peer whose kernel runs unmaps nothing, and release() says so."""
     tensor = mapped_tensor()
     meet()
@@ -283,31 +291,10 @@ def check_release_during_a_call(rank: int) -> None:
     assert num_mapped() == 1 - rank
 
 
-@pytest.mark.parametrize(
-    "check",
-    [
-        check_two_groups,
-        check_group_without_calls,
-        check_launched_before,
-        check_messages_of_another_group,
-        check_freed_without_calls,
-        check_release,
-        check_release_during_a_call,
-    ],
-    ids=lambda check: check.__name__,
-)
-def test_peer_mappings(check: Callable[[int], None]) -> None:
-    run_on_gpus(2, check, env=with_kernels() | ROOM, fresh=True)
-
-
-@pytest.mark.parametrize(
-    "check",
-    [check_two_groups, check_refused_for_a_while],
-    ids=lambda check: check.__name__,
-)
-def test_a_driver_that_refuses_an_address_that_is_mapped(check: Callable[[int], None]) -> None:
-    refuses = {"RINGCOMM_EMULATOR_REFUSES_REUSED": "1"}
-    run_on_gpus(2, check, env=with_kernels() | ROOM | refuses, fresh=True)
+@pytest.mark.parametrize("refuses", ["0", "1"])
+def test_two_groups(refuses: str) -> None:
+    env = with_kernels() | ROOM | {"RINGCOMM_EMULATOR_REFUSES_REUSED": refuses}
+    run_on_gpus(2, check_two_groups, env=env, fresh=True)
 
 
 def check_switched_off(rank: int) -> None:
@@ -318,11 +305,6 @@ def check_switched_off(rank: int) -> None:
 def test_one_rank_that_switches_it_off() -> None:
     off = with_kernels() | {"RINGCOMM_MAP_TENSORS": "0"}
     run_on_gpus(2, check_switched_off, env=[with_kernels(), off], fresh=True)
-
-
-def test_scarce_memory_for_one_buffer() -> None:
-    few = with_kernels() | {"RINGCOMM_EMULATOR_MEMORY": str(MEMORY)}
-    run_on_gpus(2, check_scarce_for_one, env=few, fresh=True)
 
 
 def test_release_without_anything_mapped() -> None:
