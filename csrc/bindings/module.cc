@@ -161,18 +161,18 @@ void bind_classes(py::module_& m) {
       m, "GroupOptions");
   options.def(py::init([](const std::string& algorithm, bool is_rank_ordered,
                           std::size_t one_shot_max_bytes, const std::string& transport,
-                          const std::string& p2p_backend, bool says_waits, bool report_stragglers) {
+                          const std::string& p2p_backend, bool log_waits, bool report_stragglers) {
                 const CommunicatorOptions engine{.algorithm = algorithm_from_name(algorithm),
                                                  .is_rank_ordered = is_rank_ordered,
                                                  .one_shot_max_bytes = one_shot_max_bytes,
                                                  .transport = transport,
                                                  .p2p_backend = p2p_backend,
-                                                 .says_waits = says_waits,
+                                                 .log_waits = log_waits,
                                                  .report_stragglers = report_stragglers};
                 return c10::make_intrusive<GroupOptions>(engine, kBackendDefaultTimeout);
               }),
               py::kw_only(), "algorithm"_a, "is_rank_ordered"_a, "one_shot_max_bytes"_a,
-              "transport"_a, "p2p_backend"_a, "says_waits"_a, "report_stragglers"_a);
+              "transport"_a, "p2p_backend"_a, "log_waits"_a, "report_stragglers"_a);
   options.def("__deepcopy__", [](const GroupOptions& given, const py::object&) {
     return c10::make_intrusive<GroupOptions>(given);
   });

@@ -29,7 +29,7 @@ std::pair<std::unique_ptr<Carrier>, std::string> make_carrier(
                               .known = known.processes,
                               .shares_memory = !is_p2p,
                               .is_one_host = options.transport == "shm",
-                              .says_waits = options.says_waits},
+                              .log_waits = options.log_waits},
                              timeout);
   try {
     const PeerTable peer_table = rendezvous.find_ranks();
@@ -108,7 +108,7 @@ void Communicator::record_as(const std::string& name, const std::vector<std::uin
   if (trace::is_on()) trace_group_ = trace::add_group(name, rank_, ranks, transport_);
   if (carrier_ == nullptr) return;
   Membership& members = carrier_->membership();
-  log_ = flight::Log::make(name, rank_, ranks, transport_, members, options_.says_waits);
+  log_ = flight::Log::make(name, rank_, ranks, transport_, members, options_.log_waits);
   p2p_->record_as(trace_group_, log_.get());
   if (log_ == nullptr) return;
   failure_->record_in(log_.get());
