@@ -225,10 +225,10 @@ class GradientPath:
             if mode == "deferred":  # in the smaller of its forms
                 if gradient.nbytes > slot.local.nbytes:
                     gradient = Gradient(gradient.dense())
-                slot.held = gradient
+                slot.deferred = gradient
             with_norm = self._options.clip_grad_norm is not None
             is_kept = mode == "deferred"
-            self._facts.add(gradient, slot.parts, with_norm=with_norm, is_kept=is_kept)
+            self._facts.add(gradient, slot.sharding, with_norm=with_norm, is_kept=is_kept)
             return
         if mode == "immediate" and not (self._is_checked or slot.divisor > 1):
             # A NaN loss appears in the first gradient, before anything is written.
@@ -314,15 +314,15 @@ class GradientPath:
             if self._mode == "deferred":
                 own = {storage_id(slot.local) for slot in self.slots}
                 for slot in self.slots:
-                    if slot.held is not None:
-                        slot.held.check_unmodified(slot.name)
-                        if any(storage_id(part) in own for part in slot.held.parts):
-                            slot.held = Gradient(slot.held.dense())  # of a weight as input
+                    if slot.deferred is not None:
+                        slot.deferred.check_unmodified(slot.name)
+                        if any(storage_id(part) in own for part in slot.deferred.parts):
+                            slot.deferred = Gradient(slot.deferred.dense())  # of a weight as input
                 factor = self._factor_of_facts()
                 for slot in self.slots:
-                    held, slot.held = slot.held, None
-                    if factor is not None and held is not None:
-                        self._optimizer.update(slot, held, factor / slot.divisor)
+                    deferred, slot.deferred = slot.deferred, None
+                    if factor is not None and deferred is not None:
+                        self._optimizer.update(slot, deferred, factor / slot.divisor)
         if self.loss_scale is not None:
             self.loss_scale.update(self._has_overflow)
         return not self._has_overflow

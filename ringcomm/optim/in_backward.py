@@ -66,7 +66,7 @@ class InBackwardOptimizer(torch.optim.Optimizer):
     @property
     def held_bytes(self) -> int:
         """Bytes of gradients in memory that wait for accumulation, their turn, or step()."""
-        waiting = (kept for slot in self._path.slots for kept in (slot.total, slot.held))
+        waiting = (kept for slot in self._path.slots for kept in (slot.total, slot.deferred))
         return sum(kept.nbytes for kept in waiting if kept is not None)
 
     def scale(self, loss: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from ringcomm.optim.fused_layers import fuse, is_fusable, plain_class, unfuse
 from ringcomm.optim.slot import Slot
 from ringcomm.parallel.expert.local_experts import check_data_ranks, split_experts
-from ringcomm.parallel.model.axes import Axes, Held, overlap
+from ringcomm.parallel.model.axes import Axes, Sharding, overlap
 from ringcomm.parallel.model.cut import Cut
 from ringcomm.parallel.model.describe import Weight, describe
 from ringcomm.parallel.model.owners import find_shards, find_trainer, note_trainer
@@ -187,16 +187,18 @@ class ModelWeights:
             )
         shard_groups: list[dist.ProcessGroup] = []
         for slot in slots:
-            slot.parts = axes.held.get(slot.param, Held((), 1))
+            slot.sharding = axes.shardings.get(slot.param, Sharding((), 1))
             if slot.shards is not None and slot.shards.group.size() > 1:
                 group = slot.shards.group
-                slot.parts = slot.parts._replace(groups=(group, *slot.parts.groups))
+                slot.sharding = slot.sharding._replace(groups=(group, *slot.sharding.groups))
                 shard_groups.append(group)
             # Its squares are those of a gradient that is not divided yet.
-            num_copies = slot.parts.num_copies * slot.divisor**2
-            slot.parts = slot.parts._replace(num_copies=num_copies)
-        held = {**axes.held, **{slot.param: slot.parts for slot in slots}}
-        return axes._replace(held=held, groups=(*dict.fromkeys(shard_groups), *axes.groups))
+            num_copies = slot.sharding.num_copies * slot.divisor**2
+            slot.sharding = slot.sharding._replace(num_copies=num_copies)
+        shardings = {**axes.shardings, **{slot.param: slot.sharding for slot in slots}}
+        return axes._replace(
+            shardings=shardings, groups=(*dict.fromkeys(shard_groups), *axes.groups)
+        )
 
     def take_values_of_rank0(self, slots: Iterable[Slot], group: Any) -> None:
         """Makes replicated weights, and buffers, those of rank 0, as DistributedDataParallel does.

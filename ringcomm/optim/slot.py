@@ -17,7 +17,7 @@ from ringcomm.optim.fused_layers import Handle
 from ringcomm.optim.gradients import Gradient
 from ringcomm.parallel.flat_collectives import local_of
 from ringcomm.parallel.gradient_placeholder import GradientPlaceholder
-from ringcomm.parallel.model.axes import Held
+from ringcomm.parallel.model.axes import Sharding
 from ringcomm.parallel.model.cut import Cut
 from ringcomm.parallel.shards import find_shards
 from ringcomm.torch_names import (
@@ -90,14 +90,14 @@ class Slot:
     Attributes:
         num_arrived: gradients that have arrived in this step; `total` is their sum so far.
         is_written: whether the weight has been updated in this step.
-        held: its complete gradient, if that waits for step().
+        deferred: its complete gradient, if that waits for step().
         arrived_in: the id of the backward pass of the last gradient.
         first_use: the sequence number of its first use by a layer in this step; 0 if not used.
         num_unseen_uses: uses by first runs of reentrant checkpoints, until they are recomputed.
         has_plain_use: whether there is a use in the graph of the outer backward pass, too.
         grad_dtype: the dtype in which gradients are accumulated, and reduced over ranks.
         cut: the weight's elements on this rank.
-        parts: the ranks with the others, for norms.
+        sharding: the ranks with the others, for norms.
         peers: for a shard, the groups of the mesh whose ranks have gradients of the same weights.
         whole: the parameter for autograd's gradients, which differs with fully_shard.
         replicas: the ranks over which its gradient is averaged, with whatever orders them; None
@@ -119,7 +119,7 @@ class Slot:
         self.param, self.name, self.index, self.group_idx = param, name, index, group_idx
         self.shards = find_shards(param)
         self.cut = cut
-        self.parts = Held((), 1)
+        self.sharding = Sharding((), 1)
         self.replicas: Any = None
         self.divisor = 1
         self.peers: Groups = () if self.shards is None else (self.shards.group,)
@@ -154,7 +154,7 @@ class Slot:
             False
         )
         self.total: Tensor | None = None
-        self.held: Gradient | None = None
+        self.deferred: Gradient | None = None
         if self.param.grad is self.placeholder:
             self.param.grad = None
         if self.handle is not None:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from ringcomm.parallel.expert.local_experts import LocalExperts
 from ringcomm.parallel.flat_collectives import local_of
-from ringcomm.parallel.model.axes import Axes, Held, mesh_of, overlap
+from ringcomm.parallel.model.axes import Axes, Sharding, mesh_of, overlap
 from ringcomm.parallel.model.cut import Cut, cut_of
 from ringcomm.parallel.model.owners import find_shards
 from ringcomm.parallel.model.stage_part import StagePart, stage_part_of
@@ -157,7 +157,7 @@ class Model:
         # Each rank of a tensor-parallel group counts a fraction of a replicated gradient, because
         # gradients may differ between ranks in the last bit.
         replicas = max(self.tensor_groups, key=lambda group: group.size(), default=None)
-        held, mesh_groups = {}, []
+        shardings, mesh_groups = {}, []
         for param, weight in self.weights.items():
             if self.stage is not None and self.stage.is_counted_elsewhere(param):
                 continue
@@ -171,12 +171,14 @@ class Model:
                 groups, num_copies = [*groups, replicas], num_copies * replicas.size()
             if experts is not None:
                 groups = [*groups, experts]
-            held[param] = Held(tuple(group for group in groups if group.size() > 1), num_copies)
+            shardings[param] = Sharding(
+                tuple(group for group in groups if group.size() > 1), num_copies
+            )
         # A rank may have no weight of theirs.
         parts = [m for m in self.module.modules() if isinstance(m, LocalExperts)]
         of_experts = [part.group for part in parts if part.group.size() > 1]
         others = [g for g in (*mesh_groups, *self.tensor_groups) if g not in of_experts]
-        axes = Axes(held, (), self.stage.group if self.stage else None)
+        axes = Axes(shardings, (), self.stage.group if self.stage else None)
         return axes.in_order([*others, *of_experts])
 
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from ringcomm.loss_scale import LossScale, clip_factor
 from ringcomm.parallel.clip import over_all_ranks
 from ringcomm.parallel.flat_collectives import local_of
-from ringcomm.parallel.model.axes import Axes, Held
+from ringcomm.parallel.model.axes import Axes, Sharding
 from ringcomm.parallel.model.describe import Model, describe
 from ringcomm.parallel.model.owners import find_trainer
 from ringcomm.parallel.optimizer_classes import over_groups
@@ -284,18 +284,18 @@ class ZeroOptimizer(InnerSteps):
         axes = describe(model).axes()
         # DTensors, as at stage 3, have their own sharding.
         is_flat = not any(isinstance(param, DTensor) for param in self.all_params())
-        return axes.sharded_over({p: self.group_of(p) for p in axes.held}) if is_flat else axes
+        return axes.sharded_over({p: self.group_of(p) for p in axes.shardings}) if is_flat else axes
 
     def _look(self) -> float:
         """The norm of all gradients, reduced, without the loss scale. Collective."""
         self._reduce()
         zero = torch.zeros(1, dtype=torch.float64, device=self._device())
-        own: dict[Held, Tensor] = {}
+        own: dict[Sharding, Tensor] = {}
         for param, grad in self._shards():
-            held = self._axes.held.get(param)
-            if held is not None and grad.numel():  # else tied, and counted by an earlier stage
+            sharding = self._axes.shardings.get(param)
+            if sharding is not None and grad.numel():  # else tied, and counted by an earlier stage
                 norm = torch.linalg.vector_norm(grad, dtype=torch.float32).double()
-                own[held] = own.get(held, zero) + norm.square()
+                own[sharding] = own.get(sharding, zero) + norm.square()
         return float(over_all_ranks(self._axes, own, zero, num_sums=1)) ** 0.5 / self._grad_scale
 
     def _refuse_not_finite(self, norm: float) -> None:

@@ -218,7 +218,7 @@ class _Ranks:
     def bytes_of_norm(self) -> int:
         """Sent for the norm of all gradients."""
         axes = self.model.axes()
-        groups = {param: self.group_of(param) for param in axes.held}
+        groups = {param: self.group_of(param) for param in axes.shardings}
         if dist.is_initialized() and dist.get_world_size() == self.size():
             world: Any = dist.group.WORLD  # which may be the group of experts
             groups = {p: world if group is self else group for p, group in groups.items()}
