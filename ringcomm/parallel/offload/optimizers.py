@@ -273,14 +273,14 @@ class Offloaded(torch.optim.Optimizer):
         else:
             state.pop("master", None)
             state = map_tensors(lambda x: x.to(weight.device) if x.dim() else x, state)
-            home = weight if master is None else master.to(weight.device)
+            updated = weight if master is None else master.to(weight.device)
             group = {**self.param_groups[self._places[param][1]], **options_of(options)}
-            given = {param: home}, {param: grad}, grad_scale, {param: state}
+            given = {param: updated}, {param: grad}, grad_scale, {param: state}
             states, (options,) = run_on_parts(self.inner, method, [group], *given)
             state = dict(states.get(param, {}))
             if master is not None:
-                weight.copy_(home)
-                state["master"] = home
+                weight.copy_(updated)
+                state["master"] = updated
         self._rows.keep(piece, state, handle)
         return options
 

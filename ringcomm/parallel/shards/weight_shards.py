@@ -80,7 +80,7 @@ class WeightShards:
     Collective: one broadcast per unit.
     """
 
-    _home: Any = None  # of ZeRO-Infinity
+    _shard_store: Any = None  # of ZeRO-Infinity
 
     @torch.inference_mode(False)  # what it makes is trained later
     def __init__(
@@ -93,7 +93,7 @@ class WeightShards:
     ) -> None:
         self.group = resolve_group(group, mesh)
         described = describe(model)
-        if self._home is None:  # zero.shard() has asked
+        if self._shard_store is None:  # zero.shard() has asked
             refuse(described, Asked("WeightShards", "WeightShards"))
         found = params_of_units(model, units)
         self._model = model
@@ -104,7 +104,7 @@ class WeightShards:
             materialize(model, params, torch.device("cpu"))
             start_equal_over_data(described, self.group, params)
             ranks = data_group_of(module, self.group) or alone or (alone := new_group_alone())
-            self.units.append(ShardedUnit(module, params, ranks, self._home))
+            self.units.append(ShardedUnit(module, params, ranks, self._shard_store))
         # Buffers on the meta device have been replaced.
         start_equal_over_data(describe(model), self.group, model.buffers())
         for unit in self.units:
@@ -253,7 +253,7 @@ class WeightShards:
                 " outside"
             )
         self.release_all()
-        with nullcontext() if self._home is None else self._home.replacing():
+        with nullcontext() if self._shard_store is None else self._shard_store.replacing():
             yield
 
     def _refuse_load(self, *_: Any) -> NoReturn:

@@ -13,7 +13,7 @@ from ringcomm.parallel.offload.tiers import RowHandle, Tier
 from ringcomm.parallel.shards.sharded_unit import ShardedUnit
 
 
-class Home(Operands):
+class ShardStore(Operands):
     """Large shards are rows of the tier `weights`, gradients of `grads`; small ones stay in memory.
 
     `is_filled`: whether the tier has the shards. Units are prefetched in the order of the previous
@@ -37,7 +37,7 @@ class Home(Operands):
         self._keys: dict[Tensor, str] = {}
         self._shapes: dict[Tensor, torch.Size] = {}
         self._order: list[ShardedUnit] = []  # of the last step
-        self._came: list[ShardedUnit] = []  # of this one
+        self._used: list[ShardedUnit] = []  # of this one
         self._ahead: tuple[ShardedUnit, dict[Tensor, RowHandle]] | None = None
         self._fresh: set[Tensor] = set()  # shards that have a gradient
         self.small_grads: dict[Tensor, Tensor] = {}
@@ -62,12 +62,12 @@ class Home(Operands):
         else:
             self.forget_ahead()
             handles = self._fetch(unit)
-        self._came.append(unit)
+        self._used.append(unit)
         for shard, handle in handles.items():
             shard.data = handle.wait()
-        num_came = len(self._came)
-        if self._came == self._order[:num_came] and num_came < len(self._order):
-            following = self._order[num_came]
+        num_used = len(self._used)
+        if self._used == self._order[:num_used] and num_used < len(self._order):
+            following = self._order[num_used]
             self._ahead = following, self._fetch(following)
         try:
             yield
@@ -84,7 +84,7 @@ class Home(Operands):
     def step_begins(self) -> None:
         """Called before weights are written, after which the model repeats its order of units."""
         self.forget_ahead()
-        self._order, self._came = self._came, []
+        self._order, self._used = self._used, []
 
     def forget_ahead(self) -> None:
         """Releases prefetched rows that are not needed now."""
