@@ -315,7 +315,7 @@ class ZeroInfinity(ZeroOptimizer):
 
 
 class _StoredShards(WeightShards):
-    """WeightShards in a ShardStore. Of a model on the meta device, units are materialized one by one."""
+    """WeightShards in a ShardStore; a model on the meta device is materialized unit by unit."""
 
     def __init__(self, shard_store: ShardStore, *args: Any, **options: Any) -> None:
         self._shard_store = shard_store
