@@ -91,10 +91,10 @@ def weakly(method: Callable[..., None]) -> Callable[..., None]:
 
     Garbage collection does not traverse the hooks of parameters and of graphs.
     """
-    told = weakref.WeakMethod(method)
+    reference = weakref.WeakMethod(method)
 
     def call(*args: Any) -> None:
-        if (found := told()) is not None:
+        if (found := reference()) is not None:
             found(*args)
 
     return call
@@ -110,21 +110,21 @@ def hookable(param: Tensor) -> Iterator[None]:
 
 
 class GradientHooks:
-    """Passes each gradient from autograd to `taker` and leaves a GradientPlaceholder.
+    """Passes each gradient from autograd to `consumer` and leaves a GradientPlaceholder.
 
-    It calls taker.take_gradient(param, grad), which accumulates the gradient, and
-    taker.drop_gradient(param) if the user has set `param.grad` to None or no gradient has arrived
-    yet. The hooks live as long as the taker and refer to it weakly. Gradients of `late` parameters
-    are ordinary until collect(), because other code adds to them after autograd.
+    It calls consumer.take_gradient(param, grad), which accumulates the gradient, and
+    consumer.drop_gradient(param) if the user has set `param.grad` to None or no gradient has
+    arrived yet. The hooks live as long as the consumer and refer to it weakly. Gradients of `late`
+    parameters are ordinary until collect(), because other code adds to them after autograd.
     """
 
     def __init__(
         self,
         params: Iterable[nn.Parameter],
-        taker: Any,
+        consumer: Any,
         late: Collection[nn.Parameter] = (),
     ) -> None:
-        self._taker = weakref.proxy(taker)
+        self._consumer = weakref.proxy(consumer)
         self._late = list(late)
         self._placeholders = {p: GradientPlaceholder(p, _MESSAGE) for p in params if p not in late}
         for placeholder in self._placeholders.values():
@@ -146,13 +146,13 @@ class GradientHooks:
         if isinstance(param.grad, GradientPlaceholder):
             param.grad = None
         else:  # None or another gradient, by the user
-            self._taker.drop_gradient(param)
+            self._consumer.drop_gradient(param)
 
     def after(self, param: nn.Parameter) -> None:
         """Takes the gradient that autograd has stored."""
         if param.grad is not None:
             with torch.no_grad():
-                self._taker.take_gradient(param, param.grad)
+                self._consumer.take_gradient(param, param.grad)
             param.grad = self._placeholders[param]
 
     def collect(self) -> None:
@@ -163,7 +163,7 @@ class GradientHooks:
                 self.after(param)
         for param in self._late:
             if param.grad is not None:
-                self._taker.take_gradient(param, param.grad)
+                self._consumer.take_gradient(param, param.grad)
                 param.grad = None
 
 
