@@ -256,7 +256,7 @@ class InBackwardOptimizer(torch.optim.Optimizer):
     def _manage(self) -> None:
         """Adds hooks to the parameters that have none yet."""
         path, weights, options = self._path, self._weights, self.options
-        told = weakref.proxy(path)
+        proxy = weakref.proxy(path)
         known = {slot.param for slot in path.slots}
         new: list[Slot] = []
         for group_idx, group in enumerate(self.param_groups):
@@ -290,9 +290,9 @@ class InBackwardOptimizer(torch.optim.Optimizer):
             self._state_of(slot)
             # A gradient that is reduced over ranks must be materialized anyway.
             may_fuse = slot.replicas is None and slot.shards is None
-            arrived = partial(GradientPath.arrived, told)
+            arrived = partial(GradientPath.arrived, proxy)
             self._undo += weights.attach(slot, arrived, may_fuse=may_fuse)
-        self._undo += weights.watch_units(new, partial(GradientPath.whole_arrived, told))
+        self._undo += weights.watch_units(new, partial(GradientPath.whole_arrived, proxy))
         path.watch_shards()
 
 

@@ -247,9 +247,9 @@ def scatter_whole(
     `wanted` has the parts of this rank, which determine its elements; other paths get None.
     Collective: sends one object, and each full tensor once.
     """
-    told: list[Any] = [{path: _entry_of(value) for path, value in given.items()}, more]
-    dist.broadcast_object_list(told, group=group, group_src=0)
-    entries, more = told
+    table: list[Any] = [{path: _entry_of(value) for path, value in given.items()}, more]
+    dist.broadcast_object_list(table, group=group, group_src=0)
+    entries, more = table
     found: dict[Path, Any] = {}
     for path, entry in entries.items():
         if entry.dtype is None:
