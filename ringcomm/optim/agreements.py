@@ -49,7 +49,7 @@ class Replicas:
         self.one_pass_name = group.group_name if is_one_pass else None
         self._order: list[int] = []  # indices of slots; rank 0's counts
         self._arrived: list[int] = []
-        self._due: deque[Slot] = deque()
+        self._to_reduce: deque[Slot] = deque()  # of this pass
         self._awaited: set[Slot] = set()
         # The reduction in progress: the gradient, and the callback for its mean.
         self._pending: tuple[dist.Work, Tensor, Callable[[Tensor], None]] | None = None
@@ -60,7 +60,7 @@ class Replicas:
     @property
     def is_over(self) -> bool:
         """Whether all reductions of the pass are done."""
-        return not self._due
+        return not self._to_reduce
 
     def agree(self, arrived: Slot | None) -> None:
         """Begins a pass: selects the weights that have a gradient on any rank.
@@ -86,11 +86,11 @@ class Replicas:
                 positions[slot.index] = len(slots)
         found = largest_of(has + positions, (self._group,), slots[0].local.device)
         union = [slot for slot in slots if found[slot.index]]
-        self._due = deque(sorted(union, key=lambda slot: found[len(slots) + slot.index]))
+        self._to_reduce = deque(sorted(union, key=lambda slot: found[len(slots) + slot.index]))
         self._arrived = [] if arrived is None else [arrived.index]
         self.has_agreed = True
 
-    def came(self, slot: Slot) -> bool:
+    def note_arrival(self, slot: Slot) -> bool:
         """Notes this rank's gradient; returns whether the pass awaited it."""
         if slot not in self._awaited:
             return False
@@ -98,10 +98,10 @@ class Replicas:
         self._arrived.append(slot.index)
         return True
 
-    def due(self, *, all_of_them: bool) -> Iterator[Slot]:
-        """The weights whose turn it is, up to the first whose gradient has not arrived."""
-        while self._due and (all_of_them or self._due[0] not in self._awaited):
-            slot = self._due.popleft()
+    def take_ready(self, *, all_of_them: bool) -> Iterator[Slot]:
+        """Yields and removes the next weights in order, up to the first whose gradient is missing."""
+        while self._to_reduce and (all_of_them or self._to_reduce[0] not in self._awaited):
+            slot = self._to_reduce.popleft()
             self._awaited.discard(slot)
             yield slot
 
@@ -126,7 +126,7 @@ class Replicas:
     def forget(self) -> None:
         """Before a step, or the second of two passes; after a pass that raised, drops its rest."""
         self.drain()
-        self._due.clear()
+        self._to_reduce.clear()
         self._awaited.clear()
         self.has_agreed = False
 

@@ -44,7 +44,7 @@ class GradientPath:
 
     _facts: StepFacts
     _is_checked: bool  # whether the first gradient was checked
-    _is_due: bool  # whether a gradient has come, so that step() ends a step
+    _has_gradient: bool  # whether this step has a reduced gradient, so that step() ends it
     _has_overflow: bool
     _open_passes: dict[int, bool]  # whether a backward pass with a gradient is nested, by its id
     _updated: list[str]  # weights, when the last backward pass ended
@@ -173,7 +173,7 @@ class GradientPath:
     # ---- reduced over the ranks
 
     def _arrived_on_replica(self, replicas: Replicas, slot: Slot) -> None:
-        if not replicas.came(slot):
+        if not replicas.note_arrival(slot):
             is_last = slot.num_arrived == self._num_parts
             if self.waits_for_step or not is_last or not replicas.is_over:
                 return  # a later gradient of this pass ends its step, or step() does
@@ -181,8 +181,8 @@ class GradientPath:
         self._take_turns(replicas)
 
     def _take_turns(self, replicas: Replicas, *, all_of_them: bool = False) -> None:
-        """Reduces the weights that are due; zeros for one with a gradient on other ranks only."""
-        for slot in replicas.due(all_of_them=all_of_them):
+        """Reduces the weights that are ready; zeros for one with a gradient on other ranks only."""
+        for slot in replicas.take_ready(all_of_them=all_of_them):
             slot.num_arrived = self._num_parts
             grad = slot.take() if slot.has_grad else torch.zeros_like(slot.param)
             self._complete(slot, Gradient(grad.to(slot.grad_dtype)))
@@ -209,7 +209,7 @@ class GradientPath:
             return
         grad, name = gradient.dense(), slot.replicas.one_pass_name
         if name and (self._is_checked or self._pass == "update"):
-            self._is_due = slot.is_written = True
+            self._has_gradient = slot.is_written = True
             if self._optimizer.update_replicas(name, slot, grad, self._factor / slot.divisor):
                 slot.hide()
                 return
@@ -219,7 +219,7 @@ class GradientPath:
 
     def _reduced(self, slot: Slot, gradient: Gradient) -> None:
         """The gradient of all ranks."""
-        self._is_due = True
+        self._has_gradient = True
         mode = self._pass if self._pass != "plain" else self._mode
         if mode in ("facts", "deferred"):
             if mode == "deferred":  # in the smaller of its forms
@@ -276,7 +276,7 @@ class GradientPath:
         except BaseException:  # what waits for a turn has no factor
             is_written, open_passes = self._pass == "update", self._open_passes
             self.forget()
-            self._is_due, self._open_passes = is_written, open_passes
+            self._has_gradient, self._open_passes = is_written, open_passes
             raise
         finally:
             self._pass, self._factor = "plain", 1.0
@@ -308,7 +308,7 @@ class GradientPath:
 
     def finish(self) -> bool:
         """Applies deferred gradients; returns whether the step was made or skipped."""
-        if not self._is_due:
+        if not self._has_gradient:
             return False
         with exact(self.slots[0].param.device):
             if self._mode == "deferred":
@@ -362,4 +362,4 @@ class GradientPath:
         for slot in self.slots:
             slot.forget()
         self._facts, self._open_passes, self._updated = StepFacts(), {}, []
-        self._is_checked = self._is_due = self._has_overflow = self.is_scaled = False
+        self._is_checked = self._has_gradient = self._has_overflow = self.is_scaled = False

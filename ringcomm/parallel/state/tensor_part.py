@@ -247,9 +247,9 @@ def scatter_whole(
     `wanted` has the parts of this rank, which determine its elements; other paths get None.
     Collective: sends one object, and each full tensor once.
     """
-    table: list[Any] = [{path: _entry_of(value) for path, value in given.items()}, more]
-    dist.broadcast_object_list(table, group=group, group_src=0)
-    entries, more = table
+    objects: list[Any] = [{path: _entry_of(value) for path, value in given.items()}, more]
+    dist.broadcast_object_list(objects, group=group, group_src=0)
+    entries, more = objects
     found: dict[Path, Any] = {}
     for path, entry in entries.items():
         if entry.dtype is None:

@@ -347,7 +347,7 @@ class BackwardPasses:
         what = 2 if is_pass else int(any(b.arrived | b.reduced for b in self._buckets))
         found = 0
         present: set[nn.Parameter] = set()
-        due: set[Bucket] = set()
+        fresh: set[Bucket] = set()
         for group in self._groups:
             buckets = [bucket for bucket in self._buckets if bucket.group is group]
             params = [param for bucket in buckets for param in bucket.params]
@@ -359,8 +359,10 @@ class BackwardPasses:
             by_weight, by_bucket = mine[1 : 1 + len(params)], mine[1 + len(params) :]
             found = max(found, mine[0])
             present |= {param for param, has in zip(params, by_weight, strict=True) if has}
-            due |= {bucket for bucket, is_due in zip(buckets, by_bucket, strict=True) if is_due}
-        return found, present, [bucket for bucket in self._buckets if bucket in due]
+            fresh |= {
+                bucket for bucket, is_fresh in zip(buckets, by_bucket, strict=True) if is_fresh
+            }
+        return found, present, [bucket for bucket in self._buckets if bucket in fresh]
 
     # ---- by pass
 

@@ -66,7 +66,7 @@ class FlatZero(ZeroOptimizer):
             model.after_backward.append(weakly(self._passes.join))
         # Facts of this step that all ranks share, from _agree().
         self._present: set[nn.Parameter] = set()
-        self._due: list[Bucket] = []
+        self._unreduced: list[Bucket] = []
         self._buffers: dict[Bucket, dict[str, Tensor]] = {bucket: {} for bucket in self._buckets}
         # Offloaded optimizers keep masters with their states.
         offloaded = {p for p, inner in self._inner_by_param.items() if inner.is_offloaded}
@@ -109,13 +109,13 @@ class FlatZero(ZeroOptimizer):
 
     def _agree(self) -> bool:
         self._passes.hooks.collect()
-        found, self._present, self._due = self._passes.agree()
+        found, self._present, self._unreduced = self._passes.agree()
         return bool(found)  # also where only ranks with other experts have a gradient
 
     def _reduce(self) -> None:
-        for bucket in self._due:
+        for bucket in self._unreduced:
             bucket.reduce()
-        self._due = []
+        self._unreduced = []
 
     def _shards(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         for bucket in self._buckets:
@@ -127,7 +127,7 @@ class FlatZero(ZeroOptimizer):
         for bucket in self._buckets:
             bucket.forget_gradients()
         self._passes.forget()
-        self._present, self._due = set(), []
+        self._present, self._unreduced = set(), []
         for param in self._bucket_of:
             param.grad = None
 
@@ -154,9 +154,9 @@ class FlatZero(ZeroOptimizer):
         for inner in self._inners:
             for group in inner.groups:
                 rules |= dict.fromkeys(group["params"], rule_of(inner.optimizer, group))
-        waiting = [bucket for bucket in self._due if bucket.shard_grad is None]
+        waiting = [bucket for bucket in self._unreduced if bucket.shard_grad is None]
         done = [bucket for bucket in waiting if self._updated_by_rules(bucket, rules, factor)]
-        self._due = [bucket for bucket in self._due if bucket not in done]
+        self._unreduced = [bucket for bucket in self._unreduced if bucket not in done]
         self._reduce()
         reduced = [bucket for bucket in self._buckets if bucket.shard_grad is not None]
         rest = [bucket for bucket in reduced if not self._updated_by_rules(bucket, rules, factor)]
