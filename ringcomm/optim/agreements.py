@@ -99,7 +99,7 @@ class Replicas:
         return True
 
     def take_ready(self, *, all_of_them: bool) -> Iterator[Slot]:
-        """Yields and removes the next weights in order, up to the first whose gradient is missing."""
+        """Removes and yields weights in order, up to the first whose gradient is missing."""
         while self._to_reduce and (all_of_them or self._to_reduce[0] not in self._awaited):
             slot = self._to_reduce.popleft()
             self._awaited.discard(slot)
@@ -170,8 +170,8 @@ class SameWeights:
             mine,
             self._slots[0].peers,
             self._slots[0].local.device,
-            who="WeightShards or fully_shard",
-            instead="train replicas with group=",
+            system="WeightShards or fully_shard",
+            alternative="train replicas with group=",
         )
         self.has_agreed = True
 

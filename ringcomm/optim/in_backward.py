@@ -279,7 +279,7 @@ class InBackwardOptimizer(torch.optim.Optimizer):
                 for group, sharing in weights.share(slots, options.group).items()
             ]
             path.waits_for_step = weights.has_several_stages or weights.has_experts
-        if options.looks_ahead:
+        if options.needs_all_gradients:
             path.axes = weights.place_parts(slots)
         _check_dtypes(slots, options)
         for slot in new:

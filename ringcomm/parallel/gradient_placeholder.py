@@ -202,19 +202,19 @@ def check_same_gradients(
     groups: Sequence[dist.ProcessGroup],
     device: torch.device,
     *,
-    who: str,
-    instead: str,
+    system: str,
+    alternative: str,
 ) -> None:
     """Raises RuntimeError on all ranks if progress() of a weight, by name, differs.
 
-    The message says that `who` cannot reduce such gradients, and what to use `instead`. Collective
-    over each of the groups, which are those of a mesh.
+    The message says that `system` cannot reduce such gradients, and names the `alternative`.
+    Collective over each of the groups, which are those of a mesh.
     """
     found = largest_of([*mine.values(), *(-value for value in mine.values())], groups, device)
     for name, most, least in zip(mine, found[: len(mine)], found[len(mine) :], strict=True):
         if most != -least:
             raise RuntimeError(
-                f"{name} has a gradient on some ranks only, which {who} cannot reduce. No weight"
+                f"{name} has a gradient on some ranks only, which {system} cannot reduce. No weight"
                 " has been written. Use the weight on every rank in every backward pass (add 0"
-                f" times it to the loss), or {instead}"
+                f" times it to the loss), or {alternative}"
             )

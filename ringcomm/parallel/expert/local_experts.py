@@ -142,15 +142,15 @@ def split_experts(model: nn.Module) -> dict[str, LocalExperts]:
     }
 
 
-def check_data_ranks(model: nn.Module, group: dist.ProcessGroup, who: str) -> None:
+def check_data_ranks(model: nn.Module, group: dist.ProcessGroup, system: str) -> None:
     """Raises ValueError unless the ranks of sharded experts and their replicas are the group's."""
     for name, experts in split_experts(model).items():
         num_replicas = 1 if experts.replica_group is None else experts.replica_group.size()
         if experts.group.size() * num_replicas != group.size():
             raise ValueError(
-                f"{who} is given {group.size()} data-parallel ranks, but {name or 'the model'} has"
+                f"{system} is given {group.size()} data-parallel ranks, but {name or 'the model'} has"
                 f" experts over {experts.group.size()} ranks in {num_replicas} replicas: give the"
-                f" layer its replica_group, and {who} the group of all ranks with different tokens"
+                f" layer its replica_group, and {system} the group of all ranks with different tokens"
             )
 
 

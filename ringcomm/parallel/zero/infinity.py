@@ -201,8 +201,8 @@ class ZeroInfinity(ZeroOptimizer):
                 mine,
                 (group,),
                 torch.device("cpu"),
-                who="zero.shard(offload_weights=True)",
-                instead="use stage 1 or 2",
+                system="zero.shard(offload_weights=True)",
+                alternative="use stage 1 or 2",
             )
         except RuntimeError:
             self._forget_gradients()

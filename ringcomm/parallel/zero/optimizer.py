@@ -68,7 +68,7 @@ class ShardOptions:
         return self.reduce_dtype or torch.float32
 
     @property
-    def looks_first(self) -> bool:
+    def needs_all_gradients(self) -> bool:
         """Whether all gradients must be known before a weight is written."""
         return self.clip_grad_norm is not None or self.loss_scale is not None
 
@@ -322,7 +322,7 @@ class ZeroOptimizer(InnerSteps):
 
     def _step(self) -> None:
         factor = 1 / self._grad_scale
-        if self.options.looks_first:
+        if self.options.needs_all_gradients:
             self.grad_norm = self._look()
             is_overflow = not math.isfinite(self.grad_norm)
             if self._scale is not None:

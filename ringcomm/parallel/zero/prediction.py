@@ -117,7 +117,7 @@ def predict_traffic(
         )
     optimizers = optimizers_of(optimizer)
     params = [param for one in optimizers for param in params_in(one.param_groups)]
-    total = ranks.bytes_of_norm() if chosen.looks_first else 0
+    total = ranks.bytes_of_norm() if chosen.needs_all_gradients else 0
     # Whether a step on whole weights has failed; with offload_weights in each of its rounds.
     wholes = [each for each in optimizers if needs_whole(each, whole)]
     owners = _owners(wholes, ranks)
