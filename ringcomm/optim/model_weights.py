@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from ringcomm.optim.fused_layers import fuse, is_fusable, plain_class, unfuse
 from ringcomm.optim.slot import Slot
-from ringcomm.parallel.expert.local_experts import check_data_ranks, split_experts
+from ringcomm.parallel.expert.local_experts import check_data_ranks, expert_parallel_modules
 from ringcomm.parallel.model.axes import Axes, Sharding, overlap
 from ringcomm.parallel.model.cut import Cut
 from ringcomm.parallel.model.describe import Weight, describe
@@ -42,7 +42,7 @@ class ModelWeights:
         self._model, self._optimizer, self._is_whole = model, optimizer, is_whole
         self.has_several_stages = has_several_stages(model)
         self._described = describe(nn.Module() if model is None else model)
-        self.has_experts = bool(split_experts(self._described.module))
+        self.has_experts = bool(expert_parallel_modules(self._described.module))
         refuse(self._described, Asked("Lomo", optimizer, is_replicated=False))
 
     def _weight_of(self, param: nn.Parameter) -> Weight:

@@ -25,7 +25,7 @@ from ringcomm.ops.losses.options import (
     checked_num_items,
     checked_options,
     checked_weight,
-    find_shard,
+    find_vocab_shard,
     first_order_only,
     has_rows,
     shard_of_dtensor,
@@ -133,13 +133,13 @@ def cross_entropy(
     if target.is_floating_point():
         if group is not None or inplace or checked.outputs:
             raise ValueError("probabilities as targets do not support group, inplace or outputs")
-        find_shard(logits.shape[-1], None, vocab_start, vocab_size, weight)
+        find_vocab_shard(logits.shape[-1], None, vocab_start, vocab_size, weight)
         return soft_cross_entropy(logits, target, weight, divisor, checked, vocab_size)
 
     if logits.dim() > 2 and logits.shape[:-1] != target.shape == logits.movedim(1, -1).shape[:-1]:
         raise ValueError("classes must be the last dimension of logits: use logits.movedim(1, -1)")
     check_targets(target, logits.shape[:-1], logits.device)
-    shard = find_shard(logits.shape[-1], group, vocab_start, vocab_size, weight)
+    shard = find_vocab_shard(logits.shape[-1], group, vocab_start, vocab_size, weight)
     apply = _InPlace.apply if inplace else _CrossEntropy.apply
     if logits.dtype == torch.float64:
         apply, inplace = float64_cross_entropy, False

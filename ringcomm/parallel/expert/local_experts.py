@@ -133,7 +133,7 @@ class LocalExperts(nn.ModuleDict):
         return f"{self.range[0]}:{self.range[1]} of {self.num_experts}"
 
 
-def split_experts(model: nn.Module) -> dict[str, LocalExperts]:
+def expert_parallel_modules(model: nn.Module) -> dict[str, LocalExperts]:
     """The expert-parallel modules of a model, by name."""
     return {
         name: module
@@ -144,13 +144,14 @@ def split_experts(model: nn.Module) -> dict[str, LocalExperts]:
 
 def check_data_ranks(model: nn.Module, group: dist.ProcessGroup, system: str) -> None:
     """Raises ValueError unless the ranks of sharded experts and their replicas are the group's."""
-    for name, experts in split_experts(model).items():
+    for name, experts in expert_parallel_modules(model).items():
         num_replicas = 1 if experts.replica_group is None else experts.replica_group.size()
         if experts.group.size() * num_replicas != group.size():
             raise ValueError(
-                f"{system} is given {group.size()} data-parallel ranks, but {name or 'the model'} has"
-                f" experts over {experts.group.size()} ranks in {num_replicas} replicas: give the"
-                f" layer its replica_group, and {system} the group of all ranks with different tokens"
+                f"{system} is given {group.size()} data-parallel ranks, but {name or 'the model'}"
+                f" has experts over {experts.group.size()} ranks in {num_replicas} replicas: give"
+                f" the layer its replica_group, and {system} the group of all ranks with different"
+                " tokens"
             )
 
 
@@ -162,7 +163,7 @@ def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """
     return {
         name: param
-        for prefix, experts in split_experts(model).items()
+        for prefix, experts in expert_parallel_modules(model).items()
         for name, param in experts.named_parameters(prefix)
     }
 
@@ -173,7 +174,7 @@ def ignore_in_ddp(model: nn.Module) -> None:
     Their gradients need average_gradients(), or a separate optimizer.
     """
     names = [*expert_parameters(model), *torch_names.ignored_in_ddp(model)]
-    for prefix, experts in split_experts(model).items():
+    for prefix, experts in expert_parallel_modules(model).items():
         names += [name for name, _ in experts.named_buffers(prefix)]
     torch_names.ignore_in_ddp(model, names)
 
@@ -212,7 +213,7 @@ def average_gradients(
         group = ddp.process_group
     resolved = resolve_group(group, mesh)
     check_data_ranks(model, resolved, "average_gradients()")
-    layers = split_experts(model)
+    layers = expert_parallel_modules(model)
     params = list(model.parameters())
     if layers and any(isinstance(p, DTensor) and find_trainer(p) is not None for p in params):
         raise RuntimeError(

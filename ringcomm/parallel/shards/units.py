@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ringcomm.parallel.expert.local_experts import LocalExperts, split_experts
+from ringcomm.parallel.expert.local_experts import LocalExperts, expert_parallel_modules
 from ringcomm.torch_names import gather_outside_inference_mode, untraced
 
 
@@ -87,7 +87,7 @@ def fsdp_units(
 
 
 def _with_experts(model: nn.Module, units: Iterable[nn.Module] | None) -> list[nn.Module]:
-    apart = [*split_experts(model).values()]
+    apart = [*expert_parallel_modules(model).values()]
     inside = {part for experts in apart for part in experts.modules()}
     given = default_units(model) if units is None else units
     return [*apart, *(unit for unit in given if unit not in inside)]

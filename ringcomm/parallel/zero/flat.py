@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ringcomm import ops
 from ringcomm.ops.updates.fused_update import Rule, rule_of
-from ringcomm.parallel.expert.local_experts import split_experts
+from ringcomm.parallel.expert.local_experts import expert_parallel_modules
 from ringcomm.parallel.flat_collectives import device_of, takes_uneven, with_own_storage
 from ringcomm.parallel.gradient_placeholder import weakly
 from ringcomm.parallel.model.describe import describe
@@ -60,7 +60,7 @@ class FlatZero(ZeroOptimizer):
             self.all_params(),
             late,
             reduces=stage == 2,
-            waits=bool(split_experts(model)),
+            waits=bool(expert_parallel_modules(model)),
         )
         if isinstance(model, StagePart) and stage == 2:
             model.after_backward.append(weakly(self._passes.join))

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ringcomm.parallel.expert.local_experts import split_experts
+from ringcomm.parallel.expert.local_experts import expert_parallel_modules
 from ringcomm.parallel.flat_collectives import all_gathered, takes_uneven
 from ringcomm.parallel.gradient_placeholder import (
     GradientHooks,
@@ -70,7 +70,7 @@ class ZeroInfinity(ZeroOptimizer):
         )
         self._own = {param: self._weights.shard_of(param) for param in self.all_params()}
         self._share_out({p: unit.group for unit in self._weights.units for p in unit.params})
-        self._has_experts = bool(split_experts(given.model.module))  # on any rank
+        self._has_experts = bool(expert_parallel_modules(given.model.module))  # on any rank
         self._place_offloaded(self._tier)
         if resume:
             self._resume()
