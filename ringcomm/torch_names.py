@@ -8,7 +8,9 @@ running torch has each name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Container, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -16,16 +18,15 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from torch import Tensor, nn
-from torch._C._distributed_c10d import AllgatherOptions
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
+from torch._utils import _take_tensors
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 # Of torch, by their own names.
 __all__ = [
-    "AllgatherOptions",
     "FakeTensor",
     "FakeTensorMode",
     "TorchDispatchMode",
@@ -90,20 +91,116 @@ def is_traced() -> bool:
     return torch._C._dynamo.eval_frame.get_eval_frame_callback() not in (None, False)
 
 
+# ---- tensors
+
+foreach_add_ = torch._foreach_add_
+foreach_copy_ = torch._foreach_copy_
+foreach_div_ = torch._foreach_div_
+foreach_mul_ = torch._foreach_mul_
+foreach_norm = torch._foreach_norm
+to_copy = torch.ops.aten._to_copy
+unsafe_view = torch.ops.aten._unsafe_view
+
+# Raises RuntimeError unless a condition holds, which may be one of symbolic shapes.
+check_shapes = torch._check
+
+
 def storage_id(tensor: Tensor) -> int:
     """The same for tensors that share their memory."""
     return int(tensor.untyped_storage()._cdata)
 
 
+def version_of(tensor: Tensor) -> int:
+    """The number of writes to a tensor's memory, as autograd counts them."""
+    return tensor._version
+
+
+def base_of(tensor: Tensor) -> Tensor | None:
+    """The tensor that a tensor is a view of; None if it is not a view."""
+    return tensor._base
+
+
+def backward_hooks_of(tensor: Tensor) -> Any:
+    """The hooks of register_hook(), by number; None or empty without one."""
+    return tensor._backward_hooks
+
+
+def forget_backward_hooks(tensor: Tensor) -> None:
+    """Removes the hooks of register_hook()."""
+    tensor._backward_hooks = None
+
+
+def accumulate_hooks_of(tensor: Tensor) -> Any:
+    """The hooks of register_post_accumulate_grad_hook(), by number; None or empty without one."""
+    return tensor._post_accumulate_grad_hooks
+
+
+# ---- modules
+
+APPLY = "_apply"  # the method that to(), half() and similar methods call
+FORWARD_PRE_HOOKS = "_forward_pre_hooks"  # in the state of a module
+EXTRA_STATE = nn.modules.module._EXTRA_STATE_KEY_SUFFIX  # the key of what get_extra_state() returns
+
+
+def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    """The children by name, each time that one occurs, which named_children() does not give."""
+    return module._modules
+
+
+def forward_pre_hooks_of(module: nn.Module) -> Mapping[int, Callable[..., Any]]:
+    """The hooks of register_forward_pre_hook(), by number."""
+    return module._forward_pre_hooks
+
+
+def has_forward_hooks(module: nn.Module) -> bool:
+    """Whether a module has hooks that run before or after its forward."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def shallow_copy(
+    module: nn.Module,
+    replaced: Mapping[str, nn.Module],
+    keeps: Callable[[Callable[..., Any]], bool],
+) -> nn.Module:
+    """A copy with the same parameters and children, but for some that are replaced.
+
+    It has the hooks before the forward that it `keeps`, and none after it.
+    """
+    made = copy.copy(module)
+    made._modules = {**module._modules, **replaced}
+    made._forward_hooks = OrderedDict()
+    made._forward_pre_hooks = OrderedDict(
+        (key, hook) for key, hook in module._forward_pre_hooks.items() if keeps(hook)
+    )
+    return made
+
+
+# ---- functions that are replaced, as (owner, name)
+
+TOTAL_NORM = clip_grad, "_get_total_norm"  # which clip_grad_norm_() calls
+UNSCALE = torch.amp.GradScaler, "_unscale_grads_"
+
+
+def optimizer_state_dict() -> tuple[Any, str]:
+    """What torch.distributed.checkpoint.state_dict makes an optimizer's state with."""
+    from torch.distributed.checkpoint import state_dict  # slow
+
+    return state_dict, "_get_optim_state_dict"
+
+
 # ---- process groups
 
 _c10d: Any = dist.distributed_c10d
+AllgatherOptions = _c10d.AllgatherOptions
 
 # torch 2.13 renamed these; 2.11 has only the old names, and the new torch warns about
 # them on every call.
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
+
+# The namespaces of operators that are collectives.
+COLLECTIVES = ("c10d", "_c10d_functional")
 
 # Replaces tensors of any dtypes and shapes with those of a rank of a group, in buckets, as
 # DistributedDataParallel does: (group, tensors, bytes of a bucket, rank).
@@ -128,9 +225,11 @@ def all_reduce_coalesced_(tensors: Iterable[Tensor], group: dist.ProcessGroup) -
     Collective, unless there is no tensor.
     """
     for bucket in _take_tensors(tensors, BUCKET_BYTES):
-        flat = _flatten_dense_tensors(bucket)
+        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
         dist.all_reduce(flat, group=group)
-        torch._foreach_copy_(bucket, _unflatten_dense_tensors(flat, bucket))
+        parts = flat.split([tensor.numel() for tensor in bucket])
+        reduced = [part.view(tensor.shape) for part, tensor in zip(parts, bucket, strict=True)]
+        foreach_copy_(bucket, reduced)
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
@@ -160,7 +259,7 @@ def set_timeout(options: Any, timeout: Any) -> None:
 
 def global_ranks_of(group: dist.ProcessGroup) -> dict[int, int]:
     """The ranks of a group in the default group, by their rank in the group."""
-    return {rank: number for number, rank in _c10d._world.pg_group_ranks[group].items()}
+    return dict(enumerate(dist.get_process_group_ranks(group)))
 
 
 def new_process_group(
@@ -205,7 +304,7 @@ def renumber_groups(kept: list[int], leave: Container[Any]) -> None:
         ranks = {number_of[old]: rank for old, rank in old_ranks.items() if old in number_of}
         _c10d._world.pg_group_ranks[group] = ranks
         for device in devices_of(group) if len(ranks) == group.size() else ():
-            # What a group that is split from this one is told.
+            # A group that is split from this one gets these options.
             options = getattr(backend_of(group, device), "options", None)
             if options is not None:
                 options.global_ranks_in_group = sorted(ranks, key=ranks.__getitem__)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ringcomm.parallel.clip import over_all_ranks
 from ringcomm.parallel.model.axes import Axes, Sharding
+from ringcomm.torch_names import version_of
 
 # Rows of a product's smaller matrix per block when only the sum of squares is needed.
 _BLOCK_BYTES = 32 << 20
@@ -24,7 +25,7 @@ class Gradient:
 
     def __init__(self, *parts: Tensor) -> None:
         self.parts = parts
-        self._versions = [part._version for part in parts]
+        self._versions = [version_of(part) for part in parts]
 
     @property
     def nbytes(self) -> int:
@@ -33,7 +34,7 @@ class Gradient:
 
     def check_unmodified(self, name: str) -> None:
         """Raises RuntimeError if its tensors, which users may have too, were modified since."""
-        if self._versions != [part._version for part in self.parts]:
+        if self._versions != [version_of(part) for part in self.parts]:
             raise RuntimeError(
                 f"the input of the layer of {name}, or its output's gradient, was modified in place"
                 " between the layer's backward and the update of the weight, which needs it:"

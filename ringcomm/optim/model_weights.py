@@ -24,6 +24,7 @@ from ringcomm.parallel.model.refuse import Asked, refuse
 from ringcomm.parallel.model.stage_part import StagePart, has_several_stages
 from ringcomm.parallel.model.starts import start_equal, start_experts_equal
 from ringcomm.parallel.shards.units import watch_whole_weights
+from ringcomm.torch_names import FORWARD_PRE_HOOKS, forward_pre_hooks_of
 
 
 class ModelWeights:
@@ -160,7 +161,7 @@ class ModelWeights:
                     " the model before"
                 )
             for module, attribute in self._weight_of(param).places:
-                if module not in modules or module._parameters.get(attribute) is not param:
+                if module not in modules or getattr(module, attribute, None) is not param:
                     raise ValueError(
                         f"{slot.name} was replaced or removed after {self._optimizer} was made,"
                         " which would train the old one: close() it, change the model, and make"
@@ -264,9 +265,9 @@ def _reduce_plain(module: nn.Module, protocol: Any) -> Any:
         make, args = plain.__new__, (plain,)
     if isinstance(state, dict):
         state = {key: value for key, value in state.items() if key != "__reduce_ex__"}
-        hooks = module._forward_pre_hooks.items()
+        hooks = forward_pre_hooks_of(module).items()
         mine = [k for k, hook in hooks if isinstance(getattr(hook, "__self__", None), Slot)]
-        state["_forward_pre_hooks"] = OrderedDict((k, hook) for k, hook in hooks if k not in mine)
+        state[FORWARD_PRE_HOOKS] = OrderedDict((k, hook) for k, hook in hooks if k not in mine)
     return make, args, state, *rest
 
 

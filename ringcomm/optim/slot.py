@@ -22,6 +22,7 @@ from ringcomm.parallel.model.cut import Cut
 from ringcomm.parallel.shards import find_shards
 from ringcomm.torch_names import (
     NO_BACKWARD,
+    accumulate_hooks_of,
     active_ddp,
     graph_task,
     like_dtensor,
@@ -259,7 +260,7 @@ class Slot:
         if self.is_written and graph_task() != NO_BACKWARD:
             raise RuntimeError(_read_after_update(self.name))
         if not self.is_last_hook:  # others must see the gradient first
-            hooks = self.param._post_accumulate_grad_hooks
+            hooks = accumulate_hooks_of(self.param)
             hooks[self.hook_id] = hooks.pop(self.hook_id)
         ddp = active_ddp()
         if ddp is not None and any(self.param is param for param in params_of_ddp(ddp)):
@@ -282,7 +283,7 @@ class Slot:
     @property
     def is_last_hook(self) -> bool:
         """Whether the hook that reports gradients runs after users'; WeightShards adds its own."""
-        hooks = self.param._post_accumulate_grad_hooks
+        hooks = accumulate_hooks_of(self.param)
         return self.shards is not None or next(reversed(hooks)) == self.hook_id
 
     def awaits_more(self, *, is_nested: bool) -> bool:

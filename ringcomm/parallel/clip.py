@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from ringcomm.parallel.flat_collectives import device_of, local_of
 from ringcomm.parallel.model.axes import Axes, Sharding
 from ringcomm.parallel.model.describe import describe
-from ringcomm.torch_names import all_gather_single
+from ringcomm.torch_names import all_gather_single, foreach_mul_, foreach_norm
 
 
 @torch.no_grad()
@@ -72,7 +72,7 @@ def clip_grad_norm_(
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     parts = [local_of(grad) for grad in grads.values()]
     for of_kind in _by_kind(parts):
-        torch._foreach_mul_(of_kind, factor.to(of_kind[0].device))
+        foreach_mul_(of_kind, factor.to(of_kind[0].device))
     return norm
 
 
@@ -166,7 +166,7 @@ def _power(grads: list[Tensor], norm_type: float, device: torch.device) -> Tenso
     found = [torch.zeros(1, dtype=torch.float64, device=device)]
     for of_kind in _by_kind([grad for grad in grads if grad.numel()]):
         wide = torch.promote_types(of_kind[0].dtype, torch.float32)
-        norms = torch.stack(torch._foreach_norm(of_kind, norm_type, dtype=wide))
+        norms = torch.stack(foreach_norm(of_kind, norm_type, dtype=wide))
         found.append(norms.to(device, torch.float64))
     every = torch.cat(found)
     return every.amax() if norm_type == math.inf else every.pow(norm_type).sum()

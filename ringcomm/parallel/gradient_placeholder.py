@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from ringcomm.torch_names import FakeTensor, make_wrapper, no_torch_function, tree_leaves
+from ringcomm.torch_names import FakeTensor, make_wrapper, no_torch_function, to_copy, tree_leaves
 
 _aten: Any = torch.ops.aten
 _NO_VALUES = (
@@ -27,7 +27,7 @@ _MESSAGE = (
 _MESSAGES = {
     _aten.zero_: f"{_NO_VALUES}: call optimizer.zero_grad(), which drops them, instead of"
     " model.zero_grad(set_to_none=False)",
-    _aten._to_copy: "the model was cast or moved after zero.shard(): do it before",
+    to_copy: "the model was cast or moved after zero.shard(): do it before",
 }
 
 

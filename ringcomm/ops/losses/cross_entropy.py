@@ -32,6 +32,7 @@ from ringcomm.ops.losses.options import (
     with_outputs,
 )
 from ringcomm.ops.losses.soft_targets import float64_cross_entropy, soft_cross_entropy
+from ringcomm.torch_names import base_of
 
 _ops: Any = torch.ops.ringcomm
 
@@ -174,7 +175,7 @@ def _rows_of(logits: Tensor, inplace: bool) -> Tensor:
 
 def _check_inplace(logits: Tensor) -> None:
     # In a compiled function, inputs do not count as views.
-    base = None if torch.compiler.is_compiling() else logits._base
+    base = None if torch.compiler.is_compiling() else base_of(logits)
     if any(x is not None and x.is_leaf and x.requires_grad for x in (logits, base)):
         raise ValueError(
             "inplace overwrites the logits, which must not be a leaf that requires grad or a"

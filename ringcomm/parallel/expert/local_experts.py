@@ -27,7 +27,7 @@ from ringcomm.parallel.expert.dispatch import (
 )
 from ringcomm.parallel.model.owners import find_trainer
 from ringcomm.parallel.model.saving import refuse_copy, refuse_part
-from ringcomm.torch_names import all_reduce_coalesced_
+from ringcomm.torch_names import all_reduce_coalesced_, foreach_div_, version_of
 
 _AVERAGED = "_ringcomm_averaged"
 
@@ -243,14 +243,14 @@ def average_gradients(
 
 
 def _has_average(grad: Tensor | None) -> bool:
-    return grad is not None and getattr(grad, _AVERAGED, None) == grad._version
+    return grad is not None and getattr(grad, _AVERAGED, None) == version_of(grad)
 
 
 def _note_average(param: nn.Parameter) -> None:
     """Marks an averaged gradient with its version, which zero_grad() changes."""
     if param.grad is None or not param.requires_grad:
         return
-    setattr(param.grad, _AVERAGED, param.grad._version)
+    setattr(param.grad, _AVERAGED, version_of(param.grad))
     if not hasattr(param, _AVERAGED):
         setattr(param, _AVERAGED, True)
         param.register_hook(partial(_before_accumulation, weakref.ref(param)))
@@ -259,7 +259,7 @@ def _note_average(param: nn.Parameter) -> None:
 def _before_accumulation(of: weakref.ref[nn.Parameter], _: Tensor) -> None:
     grad: Any = getattr(of(), "grad", None)
     if _has_average(grad):
-        setattr(grad, _AVERAGED, grad._version + 1)
+        setattr(grad, _AVERAGED, version_of(grad) + 1)
 
 
 def _average(params: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
@@ -278,4 +278,4 @@ def _average(params: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
             grads.append(param.grad)
     all_reduce_coalesced_(grads, group)
     if grads:
-        torch._foreach_div_(grads, group.size())
+        foreach_div_(grads, group.size())

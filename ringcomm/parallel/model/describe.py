@@ -24,7 +24,7 @@ from ringcomm.parallel.model.cut import Cut, cut_of
 from ringcomm.parallel.model.owners import find_shards
 from ringcomm.parallel.model.stage_part import StagePart, stage_part_of
 from ringcomm.parallel.tensor.splits import Split, SplitModule, tensor_groups_of
-from ringcomm.torch_names import WRAPPERS
+from ringcomm.torch_names import WRAPPERS, children_of
 
 
 @dataclass(eq=False)
@@ -93,10 +93,10 @@ class Model:
         self.buffers: dict[Tensor, Weight] = {}
         for prefix, owner, experts in _walk(module, "", None):
             splits = owner.splits if isinstance(owner, SplitModule) else {}
-            for found, own in ((self.weights, owner._parameters), (self.buffers, owner._buffers)):
-                for key, tensor in own.items():
-                    if tensor is None:
-                        continue
+            params = owner.named_parameters(recurse=False, remove_duplicate=False)
+            buffers = owner.named_buffers(recurse=False, remove_duplicate=False)
+            for found, own in ((self.weights, params), (self.buffers, buffers)):
+                for key, tensor in own:
                     weight = found.setdefault(tensor, Weight(tensor, experts=experts))  # type: ignore[arg-type]
                     weight.is_mixed |= weight.experts is not experts
                     weight.names.append(prefix + key)
@@ -231,6 +231,6 @@ def _walk(
         experts = module
     yield prefix, module, experts
     wrapped = wrapped_attribute(module)
-    for name, child in module._modules.items():
+    for name, child in children_of(module).items():
         if child is not None:
             yield from _walk(child, prefix if name == wrapped else f"{prefix}{name}.", experts)

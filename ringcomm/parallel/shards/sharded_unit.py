@@ -176,7 +176,7 @@ class ShardedUnit:
             torch_names.all_gather_single(rows, self.packed_row, group=self.group)
         for row, targets in zip(rows.split(self._row_bytes), self._targets, strict=True):
             if targets:
-                torch._foreach_copy_(targets, _split(row, targets))
+                torch_names.foreach_copy_(targets, _split(row, targets))
 
     def _gather_uneven(self, rows: Tensor) -> None:
         """One call for the packed pieces and the large ones, which are received in place."""

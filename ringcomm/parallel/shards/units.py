@@ -157,7 +157,7 @@ def materialize(model: nn.Module, params: Sequence[nn.Parameter], device: torch.
                 new = nn.Parameter(value, requires_grad=param.requires_grad)
                 torch.utils.swap_tensors(param, new)
         for name, buffer in module.named_buffers(recurse=False):
-            module._buffers[name] = torch.empty_like(buffer, device=device)
+            setattr(module, name, torch.empty_like(buffer, device=device))
         module.reset_parameters()  # type: ignore[operator]
 
 

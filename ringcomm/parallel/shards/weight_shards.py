@@ -29,7 +29,7 @@ from ringcomm.parallel.shards.units import (
     new_group_alone,
     params_of_units,
 )
-from ringcomm.torch_names import ignore_in_ddp, ignored_in_ddp
+from ringcomm.torch_names import APPLY, ignore_in_ddp, ignored_in_ddp
 
 
 class WeightShards:
@@ -234,7 +234,7 @@ class WeightShards:
             del param.__deepcopy__, param.__reduce_ex__
         note_shards(self._hooks, None)
         for module in self._model.modules():
-            vars(module).pop("_apply", None)
+            vars(module).pop(APPLY, None)
         for handle in self._handles:
             handle.remove()
         self._end_save_full()
@@ -267,7 +267,7 @@ def refuse_moves(model: nn.Module) -> None:
     """
     for module in model.modules():
         if next(module.parameters(), None) is not None:
-            module._apply = _refuse_move  # type: ignore[method-assign]
+            setattr(module, APPLY, _refuse_move)
 
 
 def _refuse_move(*_: Any) -> NoReturn:

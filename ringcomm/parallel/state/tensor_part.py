@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from ringcomm.parallel.flat_collectives import all_gathered, device_of, local_of
 from ringcomm.parallel.model.cut import Box, cut_of, pieces_of
-from ringcomm.torch_names import make_wrapper
+from ringcomm.torch_names import make_wrapper, to_copy
 
 Path = tuple[str, ...]
 Read = Callable[[], Tensor]
@@ -29,7 +29,7 @@ _aten = torch.ops.aten
 _BY_PART = {
     _aten.detach.default,
     _aten.clone.default,
-    _aten._to_copy.default,
+    to_copy.default,
     _aten.empty_like.default,
     _aten.zeros_like.default,
 }

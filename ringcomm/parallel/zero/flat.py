@@ -23,7 +23,7 @@ from ringcomm.parallel.shards.units import materialize
 from ringcomm.parallel.zero.bucket import BackwardPasses, Bucket, plan_buckets
 from ringcomm.parallel.zero.inner import Inner
 from ringcomm.parallel.zero.optimizer import Given, ZeroOptimizer
-from ringcomm.torch_names import tree_map_only
+from ringcomm.torch_names import foreach_add_, tree_map_only
 
 
 class FlatZero(ZeroOptimizer):
@@ -216,7 +216,7 @@ class FlatZero(ZeroOptimizer):
                     **options,
                 )
             if isinstance(rule, ops.AdamWStep):
-                torch._foreach_add_([self._states[param]["step"] for param in params], 1)
+                foreach_add_([self._states[param]["step"] for param in params], 1)
         return True
 
     # ---- state

@@ -26,7 +26,7 @@ from ringcomm.parallel.model.describe import Model, describe
 from ringcomm.parallel.model.owners import find_trainer
 from ringcomm.parallel.optimizer_classes import over_groups
 from ringcomm.parallel.zero.inner import Inner, InnerSteps, Parts
-from ringcomm.torch_names import active_ddp, mark_stepped, move_hooks, tree_leaves
+from ringcomm.torch_names import active_ddp, foreach_mul_, mark_stepped, move_hooks, tree_leaves
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -351,7 +351,7 @@ class ZeroOptimizer(InnerSteps):
     def _scale_gradients(self, factor: float) -> None:
         """Multiplies reduced gradients."""
         if factor != 1 and (grads := [grad for _, grad in self._shards()]):
-            torch._foreach_mul_(grads, factor)
+            foreach_mul_(grads, factor)
 
     @abstractmethod
     def _shards(self) -> Iterator[tuple[nn.Parameter, Tensor]]:

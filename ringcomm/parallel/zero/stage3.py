@@ -37,6 +37,7 @@ from ringcomm.parallel.shards.weight_shards import refuse_moves
 from ringcomm.parallel.zero.optimizer import Given, ZeroOptimizer
 from ringcomm.torch_names import (
     at_end_of_backward,
+    backward_hooks_of,
     drop_accumulated,
     fill_accumulated,
     fsdp_params,
@@ -86,7 +87,8 @@ class Zero3(ZeroOptimizer):
         model.register_forward_pre_hook(untraced(weakly(self._forward_begins)))
         meshes = {getattr(param, "device_mesh", None) for param in model.parameters()}
         for module in model.modules():
-            if not isinstance(module, FSDPModule) and module._parameters:
+            has_weights = next(module.parameters(recurse=False), None) is not None
+            if has_weights and not isinstance(module, FSDPModule):
                 module.register_forward_pre_hook(partial(_check_gathered, meshes))
         model.register_forward_hook(untraced(weakly(self._watch_outputs)))
         refuse_moves(model)
@@ -253,7 +255,7 @@ class Zero3(ZeroOptimizer):
                     " use_reentrant=False"
                 )
         super()._check_unchanged()
-        if any(param._backward_hooks for param in self.all_params()):
+        if any(map(backward_hooks_of, self.all_params())):
             raise ValueError(f"a weight {HOOK_AT_STAGE_3}")
 
     def _reset_units(self) -> None:
@@ -353,7 +355,7 @@ def _check_gathered(meshes: set[Any], module: nn.Module, _: Any) -> None:
 
     With torch's tensor parallelism gathered weights are DTensors too, of other meshes.
     """
-    own: Any = () if torch.compiler.is_compiling() else module._parameters.values()
+    own: Any = () if torch.compiler.is_compiling() else module.parameters(recurse=False)
     for param in own:
         if isinstance(param, DTensor) and param.device_mesh in meshes:
             raise RuntimeError(
