@@ -37,7 +37,7 @@ __all__ = [
 NEWEST_TRIED = (2, 15)  # a later torch is warned about when ringcomm is imported
 TORCH_VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
-NO_BACKWARD = -1  # of graph_task()
+NO_GRAPH_TASK = -1  # of graph_task()
 BUCKET_BYTES = 25 << 20  # of coalesced collectives, as DistributedDataParallel has it
 
 # ---- autograd
@@ -53,17 +53,18 @@ no_torch_function: Any = torch._C._disabled_torch_function_impl
 without_torch_function: Any = torch._C.DisableTorchFunctionSubclass
 
 
-# The id of the backward pass that runs in this thread; NO_BACKWARD without one.
+# Of the backward pass that runs in this thread: see backward_pass.py, which alone uses them.
 graph_task = torch._C._current_graph_task_id
-
-# Whether the current backward pass will run a node; raises RuntimeError if it cannot tell.
 will_run = torch._C._will_engine_execute_node
-
-# The node of a graph that runs in this thread; None without one.
-current_node = torch._C._current_autograd_node
-
-# Whether the current backward pass retains its graph.
+running_node = torch._C._current_autograd_node
 keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
+
+
+def queue_callback(call: Callable[[], None]) -> None:
+    """Makes the engine call a function at the end of the current backward pass."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(call)
+
 
 # A tensor of a subclass, the first argument, without memory.
 make_wrapper: Any = Tensor._make_wrapper_subclass
@@ -73,12 +74,6 @@ def in_transform() -> bool:
     """Whether a transformation of torch.func, such as vmap, or forward-mode AD is active."""
     is_forward_mode = torch.autograd.forward_ad._current_level >= 0
     return is_forward_mode or torch._C._are_functorch_transforms_active()
-
-
-def at_end_of_backward(call: Callable[[], None]) -> None:
-    """Makes the engine call a function at the end of the current backward pass."""
-    engine: Any = torch.autograd.Variable._execution_engine
-    engine.queue_callback(call)
 
 
 def clones_saved_tensors() -> bool:

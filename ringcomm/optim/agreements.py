@@ -14,16 +14,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ringcomm.backward_pass import current_pass
 from ringcomm.optim.slot import Slot
 from ringcomm.parallel.flat_collectives import takes_uneven
 from ringcomm.parallel.gradient_placeholder import check_same_gradients, largest_of, progress
-from ringcomm.torch_names import devices_of, graph_task
+from ringcomm.torch_names import devices_of
 
 
 def _coming(slots: Iterable[Slot], arrived: Slot | None) -> set[Slot]:
     """The weights whose gradient this backward pass will still produce after `arrived`, if any."""
-    task = graph_task()
-    return {slot for slot in slots if arrived not in (None, slot) and slot.will_come(task)}
+    if arrived is None:
+        return set()
+    current = current_pass()
+    return {slot for slot in slots if slot is not arrived and slot.will_come(current)}
 
 
 class Replicas:
@@ -157,10 +160,10 @@ class SameWeights:
         Collective.
         """
         self._expected = _coming(self._slots, arrived)
-        task = graph_task()
+        current = current_pass()
         mine = {
             slot.name: progress(
-                slot.num_arrived - (slot.num_arrived > 0 and slot.arrived_in == task),
+                slot.num_arrived - (slot.num_arrived > 0 and slot.arrived_in == current),
                 is_coming=slot is arrived or slot in self._expected,
                 is_by_hand=slot.num_arrived == 0 and slot.has_grad,
             )

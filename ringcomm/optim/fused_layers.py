@@ -16,15 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ringcomm.backward_pass import BackwardPass, current_pass, will_run
 from ringcomm.optim.gradients import EmbeddingGradient, Gradient, LinearGradient
-from ringcomm.torch_names import (
-    accumulate_hooks_of,
-    backward_hooks_of,
-    base_of,
-    graph_task,
-    in_transform,
-    will_run,
-)
+from ringcomm.torch_names import accumulate_hooks_of, backward_hooks_of, base_of, in_transform
 
 
 class Handle:
@@ -32,7 +26,7 @@ class Handle:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self._uses: dict[int, list[Gradient]] = {}  # by the id of the backward pass
+        self._uses: dict[BackwardPass | None, list[Gradient]] = {}
 
     def forget(self) -> None:
         """Drops the uses of a backward pass that failed."""
@@ -58,7 +52,7 @@ class Handle:
         root = given if base is None else base
         if root.grad_fn is None:  # the user's own buffer, or a weight: it may be written any time
             given = given.clone()
-        self._uses.setdefault(graph_task(), []).append(self._gradient(given, grad_out))
+        self._uses.setdefault(current_pass(), []).append(self._gradient(given, grad_out))
         return None
 
     def take(self, name: str) -> Gradient | None:
@@ -66,7 +60,7 @@ class Handle:
 
         Raises RuntimeError if their tensors were modified in place.
         """
-        uses = self._uses.pop(graph_task(), [])
+        uses = self._uses.pop(current_pass(), [])
         for use in uses:
             use.check_unmodified(name)
         if len(uses) > 1:

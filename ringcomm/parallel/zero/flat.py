@@ -20,7 +20,7 @@ from ringcomm.parallel.model.describe import describe
 from ringcomm.parallel.model.stage_part import StagePart
 from ringcomm.parallel.model.starts import start_equal_over_data
 from ringcomm.parallel.shards.units import materialize
-from ringcomm.parallel.zero.bucket import BackwardPasses, Bucket, plan_buckets
+from ringcomm.parallel.zero.bucket import Bucket, GradientReducer, plan_buckets
 from ringcomm.parallel.zero.inner import Inner
 from ringcomm.parallel.zero.optimizer import Given, ZeroOptimizer
 from ringcomm.torch_names import foreach_add_, tree_map_only
@@ -54,7 +54,7 @@ class FlatZero(ZeroOptimizer):
         if dtype is not None:
             _compute_in(model, dtype)
         late = frozenset(model.late) if isinstance(model, StagePart) else frozenset()
-        self._passes = BackwardPasses(
+        self._reducer = GradientReducer(
             self._buckets,
             group,
             self.all_params(),
@@ -63,7 +63,7 @@ class FlatZero(ZeroOptimizer):
             waits=bool(expert_parallel_modules(model)),
         )
         if isinstance(model, StagePart) and stage == 2:
-            model.after_backward.append(weakly(self._passes.join))
+            model.after_backward.append(weakly(self._reducer.join))
         # Facts of this step that all ranks share, from _agree().
         self._present: set[nn.Parameter] = set()
         self._unreduced: list[Bucket] = []
@@ -105,11 +105,11 @@ class FlatZero(ZeroOptimizer):
                 )
 
     def _set_sync(self, is_on: bool) -> None:
-        self._passes.reduces = is_on and self.stage == 2
+        self._reducer.reduces = is_on and self.stage == 2
 
     def _agree(self) -> bool:
-        self._passes.hooks.collect()
-        found, self._present, self._unreduced = self._passes.agree()
+        self._reducer.hooks.collect()
+        found, self._present, self._unreduced = self._reducer.agree()
         return bool(found)  # also where only ranks with other experts have a gradient
 
     def _reduce(self) -> None:
@@ -126,7 +126,7 @@ class FlatZero(ZeroOptimizer):
     def _forget_gradients(self) -> None:
         for bucket in self._buckets:
             bucket.forget_gradients()
-        self._passes.forget()
+        self._reducer.forget()
         self._present, self._unreduced = set(), []
         for param in self._bucket_of:
             param.grad = None

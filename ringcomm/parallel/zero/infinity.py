@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ringcomm.backward_pass import BackwardPass, current_pass, will_run
 from ringcomm.parallel.expert.local_experts import expert_parallel_modules
 from ringcomm.parallel.flat_collectives import all_gathered, takes_uneven
 from ringcomm.parallel.gradient_placeholder import (
@@ -32,7 +33,6 @@ from ringcomm.parallel.shards import WeightShards
 from ringcomm.parallel.zero.inner import Grads, Inner
 from ringcomm.parallel.zero.optimizer import Given, ZeroOptimizer
 from ringcomm.parallel.zero.shard_store import ShardStore
-from ringcomm.torch_names import NO_BACKWARD, graph_task, will_run
 
 
 class ZeroInfinity(ZeroOptimizer):
@@ -87,7 +87,7 @@ class ZeroInfinity(ZeroOptimizer):
         self._names = {param: given.model.weights[param].name for param in self._own}
         # Since the last step: the number of gradients, and the passes that were compared.
         self._num_grads = dict.fromkeys(self._own, 0)
-        self._compared: set[tuple[int, dist.ProcessGroup]] = set()
+        self._compared: set[tuple[BackwardPass | None, dist.ProcessGroup]] = set()
 
     # ---- files of an earlier run
 
@@ -173,9 +173,9 @@ class ZeroInfinity(ZeroOptimizer):
 
     def take_gradient(self, param: nn.Parameter, grad: Tensor) -> None:
         """See GradientHooks; the gradient is offloaded here. Collective."""
-        task, group = graph_task(), self.group_of(param)
-        if task != NO_BACKWARD and (task, group) not in self._compared:
-            self._compare(group, task)
+        current, group = current_pass(), self.group_of(param)
+        if current is not None and (current, group) not in self._compared:
+            self._compare(group, current)
         self._num_grads[param] += 1
         mine = self._weights.reduce_scatter(param, grad.to(self.options.grad_dtype))
         self._shard_store.add_grad(self._own[param], mine)
@@ -185,14 +185,14 @@ class ZeroInfinity(ZeroOptimizer):
         self._num_grads[param] = 0
         self._shard_store.drop_grad(self._own[param])
 
-    def _compare(self, group: dist.ProcessGroup, task: int = NO_BACKWARD) -> None:
+    def _compare(self, group: dist.ProcessGroup, current: BackwardPass | None = None) -> None:
         """Raises RuntimeError on all ranks if gradients are of different weights. Collective."""
-        self._compared.add((task, group))
+        self._compared.add((current, group))
         mine = {}
         for param in self._own:
             if self.group_of(param) is group:
                 num_before, node = self._num_grads[param], self._hooks.nodes[param]
-                is_coming = task != NO_BACKWARD and will_run(node)
+                is_coming = current is not None and will_run(node)
                 is_by_hand = num_before == 0 and param.grad is not None
                 found = progress(num_before, is_coming=is_coming, is_by_hand=is_by_hand)
                 mine[self._names[param]] = found

@@ -153,6 +153,26 @@ def test_other_names_are_not_found(code: str) -> None:
     assert not names_of_torch(ast.parse(code))
 
 
+def test_one_file_asks_the_engine_for_its_backward_pass() -> None:
+    of_engine = {"graph_task", "NO_GRAPH_TASK", "queue_callback", "running_node", "keeps_graph"}
+    of_engine |= {"will_run"}
+    users = {
+        path.relative_to(PACKAGE).as_posix()
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.ImportFrom) and node.module == "ringcomm.torch_names"
+        if of_engine & {alias.name for alias in node.names}
+    }
+    users |= {
+        path.relative_to(PACKAGE).as_posix()
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "torch_names"
+        if node.attr in of_engine
+    }
+    assert users == {"backward_pass.py"}
+
+
 def test_no_other_file_overrides_private_methods_of_stages() -> None:
     of_torch = {name for base in PipelineStage.__mro__ for name in vars(base) if private(name)}
     for path in {*(PACKAGE / "parallel" / "pipeline").glob("*.py")} - GATHERED:
