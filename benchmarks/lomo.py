@@ -75,23 +75,26 @@ def _ours(
 def _without_agreement(model: nn.Module, group: dist.ProcessGroup | None) -> torch.optim.Optimizer:
     """Lomo whose ranks assume, after two steps, that the weights with gradients do not change."""
     made = Lomo(model, LEARNING_RATE, group=group)
-    turns: Any = made._path.replicas
-    if turns is None:
-        return made
-    agree = turns.agree
+    for replicas in made._path.replicas:
+        _keep_order(replicas)
+    return made
+
+
+def _keep_order(replicas: Any) -> None:
+    """Makes replicas repeat the order of their second step without an agreement."""
+    agree = replicas.agree
     orders: list[Any] = []
 
-    def again(slots: Any, arrived: Any) -> None:
+    def again(arrived: Any) -> None:
         if len(orders) < 2:
-            agree(slots, arrived)
-            orders.append(list(turns._due))
+            agree(arrived)
+            orders.append(list(replicas._to_reduce))
             return
-        turns._due.extend(orders[-1])
-        turns._awaited = {*slots} - {arrived}
-        turns.has_agreed = True
+        replicas._to_reduce.extend(orders[-1])
+        replicas._awaited = {*replicas.slots} - {arrived}
+        replicas.has_agreed = True
 
-    turns.agree = again
-    return made
+    replicas.agree = again
 
 
 NO_AGREEMENT = "Lomo, no agreement"

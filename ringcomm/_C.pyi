@@ -29,7 +29,7 @@ class GroupOptions:
         one_shot_max_bytes: int,
         transport: str,
         message_backend: str,
-        says_waits: bool,
+        log_waits: bool,
         report_stragglers: bool,
     ) -> None: ...
 

@@ -77,7 +77,7 @@ class Contacts:
         return " ".join(map(str, self.addresses[self.rank]))
 
     def add(self, rank: int, text: str) -> None:
-        """Keeps what another rank has told."""
+        """Stores the to_text() of another rank."""
         host, port, key = text.split(" ")
         self.addresses[rank] = Address(host, int(port), key)
 

@@ -121,13 +121,13 @@ def make(
     contacts = Contacts(rank, size)
 
     def make_own() -> None:
-        told = f"{_MADE}\n{contacts.to_text()}"
+        status = f"{_MADE}\n{contacts.to_text()}"
         try:
             ends.append(_make_own(name, opts))
         except Exception as error:
             ends.append(error)
-            told = str(error) or type(error).__name__
-        own_store.set(f"made/{rank}", told)
+            status = str(error) or type(error).__name__
+        own_store.set(f"made/{rank}", status)
 
     if name == "gloo":
         # Gloo's connect ends only at its own timeout. If this rank fails earlier, the thread is
@@ -141,9 +141,9 @@ def make(
         for other in tuple(missing):
             if not own.check([f"made/{other}"]):
                 continue
-            told, _, contact = own.get(f"made/{other}").decode().partition("\n")
-            if told != _MADE:
-                raise ends[0] if other == rank else RuntimeError(f"rank {other}: {told}")
+            status, _, contact = own.get(f"made/{other}").decode().partition("\n")
+            if status != _MADE:
+                raise ends[0] if other == rank else RuntimeError(f"rank {other}: {status}")
             missing.remove(other)
             contacts.add(other, contact)
         return not missing

@@ -32,7 +32,7 @@ _OF_EMULATOR, _OF_TEST_RANKS = "RINGCOMM_EMULATOR_", "RINGCOMM_TEST_"
 class Options:
     """Options of a group: `dist.init_process_group("ringcomm", pg_options=ringcomm.Options(...))`.
 
-    All ranks must have the same options, but for says_waits and report_stragglers. They are
+    All ranks must have the same options, but for log_waits and report_stragglers. They are
     compared when the group is made, and a difference raises MismatchError on every rank. A field
     that is left at its default is taken from the environment variable RINGCOMM_<FIELD>, if that is
     set.
@@ -51,7 +51,7 @@ class Options:
             torch.distributed that supports CPU tensors. For tensors of a device that it supports,
             it must have all_to_all, all_gather_into_tensor and broadcast as well.
         tuning: the path of a file of `ringcomm tune`, whose sizes select the algorithm.
-        says_waits: whether a rank that has waited for 10, 60 and 300 s in a call writes a line to
+        log_waits: whether a rank that has waited for 10, 60 and 300 s in a call writes a line to
             stderr that names the call and the rank that it waits for. It may differ between ranks.
         report_stragglers: whether destroy_process_group writes to stderr which ranks the others
             have waited for. Rank 0 does it for all; if it has died, the first rank that is alive.
@@ -62,7 +62,7 @@ class Options:
     transport: Literal["shm", "messages"] | None = None
     message_backend: str = "gloo"
     tuning: str | None = None
-    says_waits: bool = True
+    log_waits: bool = True
     report_stragglers: bool = False
 
     def with_environment(self) -> "Options":

@@ -8,7 +8,9 @@ running torch has each name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Container, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -16,16 +18,15 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from torch import Tensor, nn
-from torch._C._distributed_c10d import AllgatherOptions
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
+from torch._utils import _take_tensors
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 # Of torch, by their own names.
 __all__ = [
-    "AllgatherOptions",
     "FakeTensor",
     "FakeTensorMode",
     "TorchDispatchMode",
@@ -36,7 +37,7 @@ __all__ = [
 NEWEST_TRIED = (2, 15)  # a later torch is warned about when ringcomm is imported
 TORCH_VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
-NO_BACKWARD = -1  # of graph_task()
+NO_GRAPH_TASK = -1  # of graph_task()
 BUCKET_BYTES = 25 << 20  # of coalesced collectives, as DistributedDataParallel has it
 
 # ---- autograd
@@ -52,17 +53,18 @@ no_torch_function: Any = torch._C._disabled_torch_function_impl
 without_torch_function: Any = torch._C.DisableTorchFunctionSubclass
 
 
-# The id of the backward pass that runs in this thread; NO_BACKWARD without one.
+# Of the backward pass that runs in this thread: see backward_pass.py, which alone uses them.
 graph_task = torch._C._current_graph_task_id
-
-# Whether the current backward pass will run a node; raises RuntimeError if it cannot tell.
 will_run = torch._C._will_engine_execute_node
-
-# The node of a graph that runs in this thread; None without one.
-current_node = torch._C._current_autograd_node
-
-# Whether the current backward pass retains its graph.
+running_node = torch._C._current_autograd_node
 keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
+
+
+def queue_callback(call: Callable[[], None]) -> None:
+    """Makes the engine call a function at the end of the current backward pass."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(call)
+
 
 # A tensor of a subclass, the first argument, without memory.
 make_wrapper: Any = Tensor._make_wrapper_subclass
@@ -72,12 +74,6 @@ def in_transform() -> bool:
     """Whether a transformation of torch.func, such as vmap, or forward-mode AD is active."""
     is_forward_mode = torch.autograd.forward_ad._current_level >= 0
     return is_forward_mode or torch._C._are_functorch_transforms_active()
-
-
-def at_end_of_backward(call: Callable[[], None]) -> None:
-    """Makes the engine call a function at the end of the current backward pass."""
-    engine: Any = torch.autograd.Variable._execution_engine
-    engine.queue_callback(call)
 
 
 def clones_saved_tensors() -> bool:
@@ -90,20 +86,116 @@ def is_traced() -> bool:
     return torch._C._dynamo.eval_frame.get_eval_frame_callback() not in (None, False)
 
 
+# ---- tensors
+
+foreach_add_ = torch._foreach_add_
+foreach_copy_ = torch._foreach_copy_
+foreach_div_ = torch._foreach_div_
+foreach_mul_ = torch._foreach_mul_
+foreach_norm = torch._foreach_norm
+to_copy = torch.ops.aten._to_copy
+unsafe_view = torch.ops.aten._unsafe_view
+
+# Raises RuntimeError unless a condition holds, which may be one of symbolic shapes.
+check_shapes = torch._check
+
+
 def storage_id(tensor: Tensor) -> int:
     """The same for tensors that share their memory."""
     return int(tensor.untyped_storage()._cdata)
 
 
+def version_of(tensor: Tensor) -> int:
+    """The number of writes to a tensor's memory, as autograd counts them."""
+    return tensor._version
+
+
+def base_of(tensor: Tensor) -> Tensor | None:
+    """The tensor that a tensor is a view of; None if it is not a view."""
+    return tensor._base
+
+
+def backward_hooks_of(tensor: Tensor) -> Any:
+    """The hooks of register_hook(), by number; None or empty without one."""
+    return tensor._backward_hooks
+
+
+def forget_backward_hooks(tensor: Tensor) -> None:
+    """Removes the hooks of register_hook()."""
+    tensor._backward_hooks = None
+
+
+def accumulate_hooks_of(tensor: Tensor) -> Any:
+    """The hooks of register_post_accumulate_grad_hook(), by number; None or empty without one."""
+    return tensor._post_accumulate_grad_hooks
+
+
+# ---- modules
+
+APPLY = "_apply"  # the method that to(), half() and similar methods call
+FORWARD_PRE_HOOKS = "_forward_pre_hooks"  # in the state of a module
+EXTRA_STATE = nn.modules.module._EXTRA_STATE_KEY_SUFFIX  # the key of what get_extra_state() returns
+
+
+def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    """The children by name, each time that one occurs, which named_children() does not give."""
+    return module._modules
+
+
+def forward_pre_hooks_of(module: nn.Module) -> Mapping[int, Callable[..., Any]]:
+    """The hooks of register_forward_pre_hook(), by number."""
+    return module._forward_pre_hooks
+
+
+def has_forward_hooks(module: nn.Module) -> bool:
+    """Whether a module has hooks that run before or after its forward."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def shallow_copy(
+    module: nn.Module,
+    replaced: Mapping[str, nn.Module],
+    keeps: Callable[[Callable[..., Any]], bool],
+) -> nn.Module:
+    """A copy with the same parameters and children, but for some that are replaced.
+
+    It has the hooks before the forward that it `keeps`, and none after it.
+    """
+    made = copy.copy(module)
+    made._modules = {**module._modules, **replaced}
+    made._forward_hooks = OrderedDict()
+    made._forward_pre_hooks = OrderedDict(
+        (key, hook) for key, hook in module._forward_pre_hooks.items() if keeps(hook)
+    )
+    return made
+
+
+# ---- functions that are replaced, as (owner, name)
+
+TOTAL_NORM = clip_grad, "_get_total_norm"  # which clip_grad_norm_() calls
+UNSCALE = torch.amp.GradScaler, "_unscale_grads_"
+
+
+def optimizer_state_dict() -> tuple[Any, str]:
+    """What torch.distributed.checkpoint.state_dict makes an optimizer's state with."""
+    from torch.distributed.checkpoint import state_dict  # slow
+
+    return state_dict, "_get_optim_state_dict"
+
+
 # ---- process groups
 
 _c10d: Any = dist.distributed_c10d
+AllgatherOptions = _c10d.AllgatherOptions
 
 # torch 2.13 renamed these; 2.11 has only the old names, and the new torch warns about
 # them on every call.
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
+
+# The namespaces of operators that are collectives.
+COLLECTIVES = ("c10d", "_c10d_functional")
 
 # Replaces tensors of any dtypes and shapes with those of a rank of a group, in buckets, as
 # DistributedDataParallel does: (group, tensors, bytes of a bucket, rank).
@@ -128,9 +220,11 @@ def all_reduce_coalesced_(tensors: Iterable[Tensor], group: dist.ProcessGroup) -
     Collective, unless there is no tensor.
     """
     for bucket in _take_tensors(tensors, BUCKET_BYTES):
-        flat = _flatten_dense_tensors(bucket)
+        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
         dist.all_reduce(flat, group=group)
-        torch._foreach_copy_(bucket, _unflatten_dense_tensors(flat, bucket))
+        parts = flat.split([tensor.numel() for tensor in bucket])
+        reduced = [part.view(tensor.shape) for part, tensor in zip(parts, bucket, strict=True)]
+        foreach_copy_(bucket, reduced)
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
@@ -160,7 +254,7 @@ def set_timeout(options: Any, timeout: Any) -> None:
 
 def global_ranks_of(group: dist.ProcessGroup) -> dict[int, int]:
     """The ranks of a group in the default group, by their rank in the group."""
-    return {rank: number for number, rank in _c10d._world.pg_group_ranks[group].items()}
+    return dict(enumerate(dist.get_process_group_ranks(group)))
 
 
 def new_process_group(
@@ -205,7 +299,7 @@ def renumber_groups(kept: list[int], leave: Container[Any]) -> None:
         ranks = {number_of[old]: rank for old, rank in old_ranks.items() if old in number_of}
         _c10d._world.pg_group_ranks[group] = ranks
         for device in devices_of(group) if len(ranks) == group.size() else ():
-            # What a group that is split from this one is told.
+            # A group that is split from this one gets these options.
             options = getattr(backend_of(group, device), "options", None)
             if options is not None:
                 options.global_ranks_in_group = sorted(ranks, key=ranks.__getitem__)

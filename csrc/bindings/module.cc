@@ -162,18 +162,18 @@ void bind_classes(py::module_& m) {
   options.def(
       py::init([](const std::string& algorithm, bool is_rank_ordered,
                   std::size_t one_shot_max_bytes, const std::string& transport,
-                  const std::string& message_backend, bool says_waits, bool report_stragglers) {
+                  const std::string& message_backend, bool log_waits, bool report_stragglers) {
         const CommunicatorOptions engine{.algorithm = algorithm_from_name(algorithm),
                                          .is_rank_ordered = is_rank_ordered,
                                          .one_shot_max_bytes = one_shot_max_bytes,
                                          .transport = transport,
                                          .message_backend = message_backend,
-                                         .says_waits = says_waits,
+                                         .log_waits = log_waits,
                                          .report_stragglers = report_stragglers};
         return c10::make_intrusive<GroupOptions>(engine, kBackendDefaultTimeout);
       }),
       py::kw_only(), "algorithm"_a, "is_rank_ordered"_a, "one_shot_max_bytes"_a, "transport"_a,
-      "message_backend"_a, "says_waits"_a, "report_stragglers"_a);
+      "message_backend"_a, "log_waits"_a, "report_stragglers"_a);
   options.def("__deepcopy__", [](const GroupOptions& given, const py::object&) {
     return c10::make_intrusive<GroupOptions>(given);
   });

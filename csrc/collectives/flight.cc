@@ -168,7 +168,7 @@ int descriptor() {
 std::unique_ptr<Log> Log::make(const std::string& name, int rank,
                                const std::vector<std::uint64_t>& global_ranks,
                                const std::string& transport, const Membership& members,
-                               bool says_waits) {
+                               bool log_waits) {
   if (descriptor() < 0) return nullptr;
   Recorder* recorder = Recorder::of_process.find();
   const std::uint32_t place = recorder->take_place();
@@ -183,7 +183,7 @@ std::unique_ptr<Log> Log::make(const std::string& name, int rank,
   long_wait_ticks =
       static_cast<std::int64_t>(Clock(recorder->memory().header()).ticks_of(kLongWait_us * 1000));
   log->processes_ = members.processes();
-  log->says_waits_ = says_waits;
+  log->log_waits_ = log_waits;
   GroupEntry& entry = recorder->memory().groups()[log->place_];
   entry.rank = rank;
   entry.world_size = static_cast<std::int32_t>(world_size);

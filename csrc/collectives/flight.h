@@ -196,12 +196,12 @@ struct Call {
 /// This rank's side of a group in the recorder. Its calls may begin and end in any thread.
 class Log {
  public:
-  /// Null if there is no recorder, or no place for another group. `says_waits`: long waits are
+  /// Null if there is no recorder, or no place for another group. `log_waits`: long waits are
   /// written to stderr.
   static std::unique_ptr<Log> make(const std::string& name, int rank,
                                    const std::vector<std::uint64_t>& global_ranks,
                                    const std::string& transport, const Membership& members,
-                                   bool says_waits);
+                                   bool log_waits);
   /// The rank has left the group.
   ~Log();
   Log(const Log&) = delete;
@@ -241,7 +241,7 @@ class Log {
   int last_late_ = kNobody;             // in the collective that runs
   std::atomic<std::uint64_t> num_calls_ = 0;
   PeerProcesses processes_;
-  bool says_waits_ = false;
+  bool log_waits_ = false;
   bool has_said_idle_ = false, has_asked_idle_ = false;  // LongWaits'
   Call running_;
 };

@@ -102,7 +102,7 @@ void LongWaits::look(const Memory& memory, const std::set<Log*>& logs) {
     const std::optional<Event> event = read(memory.events()[i]);
     if (!event || !event->is_waiting()) continue;
     const auto found = std::ranges::find(logs, event->group, &Log::place_);
-    if (found == logs.end() || !(*found)->says_waits_) continue;
+    if (found == logs.end() || !(*found)->log_waits_) continue;
     Log& log = **found;
     const bool is_new = !waits_.contains(event->number);
     Wait& wait = still[event->number] = waits_[event->number];

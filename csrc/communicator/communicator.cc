@@ -30,7 +30,7 @@ std::pair<std::unique_ptr<Transport>, std::string> make_transport(
                               .known = known.processes,
                               .shares_memory = !is_messages_only,
                               .is_one_host = options.transport == "shm",
-                              .says_waits = options.says_waits},
+                              .log_waits = options.log_waits},
                              timeout);
   try {
     const PeerTable peer_table = rendezvous.find_ranks();
@@ -113,7 +113,7 @@ void Communicator::record_as(const std::string& name, const std::vector<std::uin
   if (transport_ == nullptr) return;
   Membership& members = transport_->membership();
   log_ =
-      flight::Log::make(name, rank_, ranks, transport_description_, members, options_.says_waits);
+      flight::Log::make(name, rank_, ranks, transport_description_, members, options_.log_waits);
   send_recv_->record_as(trace_group_, log_.get());
   if (log_ == nullptr) return;
   failure_->record_in(log_.get());

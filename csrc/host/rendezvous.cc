@@ -76,7 +76,7 @@ Rendezvous::Rendezvous(KeyValueStore& store, const GroupTerms& terms,
             .pid_namespace = pid_namespace()},
       peers_(static_cast<std::size_t>(terms.world_size)),
       processes_(terms.known),
-      says_(terms.says_waits) {
+      says_(terms.log_waits) {
   processes_.resize(peers_.size());
   processes_[static_cast<std::size_t>(rank())] =
       std::make_shared<PeerProcess>(mine_.pid, mine_.host);

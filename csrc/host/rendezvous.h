@@ -27,7 +27,7 @@ struct GroupTerms {
   PeerProcesses known = {};  ///< the ranks' processes, from another group; null or missing: unknown
   bool shares_memory = true;  ///< whether ranks of one host will; implies that sockets reach them
   bool is_one_host = true;    ///< whether another host is an error
-  bool says_waits = false;    ///< whether one rank says for whom it waits for long
+  bool log_waits = false;     ///< whether one rank says for whom it waits for long
 };
 
 /// How the ranks of a group find each other, and how the ranks of one host come to share memory.

@@ -201,8 +201,8 @@ def _machine_facts(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """(check, what was found) of the machine and the environment."""
     versions, known, cpus = report["versions"], report["machine"], report["cpus"]
     names = ("ringcomm", "torch", "python", "kernel")
-    told = ", ".join(f"{name} {versions[name]}" for name in names)
-    yield "versions", f"{told}, {versions['os']}, {versions['simd']} instructions"
+    text = ", ".join(f"{name} {versions[name]}" for name in names)
+    yield "versions", f"{text}, {versions['os']}, {versions['simd']} instructions"
     cores = "" if cpus["num_cores"] is None else f", {cpus['num_cores']} cores"
     yield "cpus", f"{known['cpu']}: {known['cores']} of {cpus['num_online']} CPUs usable{cores}"
     total, available = in_gib(known["total_bytes"]), in_gib(known["available_bytes"])
@@ -224,9 +224,9 @@ def _group_facts(group: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "group", f"made in {in_seconds(group['init_s'])}"
     for point in group.get("all_reduce", []):
         times = [in_seconds(point[name] / 1e6) for name in ("p50_us", "p99_us")]
-        told = f"{times[0]}, 99th percentile {times[1]}, {point['busbw_gb_per_s']:.3g} GB/s"
+        text = f"{times[0]}, 99th percentile {times[1]}, {point['busbw_gb_per_s']:.3g} GB/s"
         how = " and ".join(point["algorithms"]) or "no algorithm: one rank"
-        yield "all_reduce", f"all_reduce of {byte_count(point['bytes'])}: {told} ({how})"
+        yield "all_reduce", f"all_reduce of {byte_count(point['bytes'])}: {text} ({how})"
     pairs = group.get("pairs", [])
     if pairs:
         yield "transport", f"transport {pairs[0]['transport']}, {pairs[0]['why']}"

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ringcomm import _C
 from ringcomm.backend import resolve_group
-from ringcomm.torch_names import group_named
+from ringcomm.torch_names import check_shapes, group_named
 
 _ops: Any = torch.ops.ringcomm
 
@@ -141,19 +141,19 @@ for _name in ("all_reduce_", "broadcast_", "ring_all_reduce_"):
 def _(input: Tensor, out: Tensor, reduce_op: str, group_name: str) -> None:
     for what in ("device", "dtype", "shape"):
         ours, theirs = getattr(input, what), getattr(out, what)
-        torch._check(ours == theirs, lambda: f"all_reduce: {what} {ours} into {theirs}")  # noqa: B023
+        check_shapes(ours == theirs, lambda: f"all_reduce: {what} {ours} into {theirs}")  # noqa: B023
 
 
 @torch.library.register_fake("ringcomm::reduce_scatter")
 def _(input: Tensor, reduce_op: str, group_name: str) -> Tensor:
     world_size = _world_size(group_name)
-    torch._check(input.dim() > 0 and input.size(0) % world_size == 0)
+    check_shapes(input.dim() > 0 and input.size(0) % world_size == 0)
     return input.new_empty([input.size(0) // world_size, *input.shape[1:]])
 
 
 @torch.library.register_fake("ringcomm::all_gather")
 def _(input: Tensor, group_name: str) -> Tensor:
-    torch._check(input.dim() > 0)
+    check_shapes(input.dim() > 0)
     return input.new_empty([input.size(0) * _world_size(group_name), *input.shape[1:]])
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ringcomm import _kernels
 from ringcomm.backend import resolve_group
+from ringcomm.torch_names import check_shapes
 
 _ops: Any = torch.ops.ringcomm
 
@@ -65,5 +66,5 @@ def all_reduce_add_rms_norm_(
 
 @torch.library.register_fake("ringcomm::all_reduce_add_rms_norm_")
 def _(input: Tensor, residual: Tensor, weight: Tensor, eps: float, group_name: str) -> None:
-    torch._check(input.dim() > 0 and input.shape == residual.shape)
-    torch._check(weight.shape == input.shape[-1:])
+    check_shapes(input.dim() > 0 and input.shape == residual.shape)
+    check_shapes(weight.shape == input.shape[-1:])

@@ -14,16 +14,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ringcomm.backward_pass import current_pass
 from ringcomm.optim.slot import Slot
 from ringcomm.parallel.flat_collectives import takes_uneven
 from ringcomm.parallel.gradient_placeholder import check_same_gradients, largest_of, progress
-from ringcomm.torch_names import devices_of, graph_task
+from ringcomm.torch_names import devices_of
 
 
 def _coming(slots: Iterable[Slot], arrived: Slot | None) -> set[Slot]:
     """The weights whose gradient this backward pass will still produce after `arrived`, if any."""
-    task = graph_task()
-    return {slot for slot in slots if arrived not in (None, slot) and slot.will_come(task)}
+    if arrived is None:
+        return set()
+    current = current_pass()
+    return {slot for slot in slots if slot is not arrived and slot.will_come(current)}
 
 
 class Replicas:
@@ -49,7 +52,7 @@ class Replicas:
         self.one_pass_name = group.group_name if is_one_pass else None
         self._order: list[int] = []  # indices of slots; rank 0's counts
         self._arrived: list[int] = []
-        self._due: deque[Slot] = deque()
+        self._to_reduce: deque[Slot] = deque()  # of this pass
         self._awaited: set[Slot] = set()
         # The reduction in progress: the gradient, and the callback for its mean.
         self._pending: tuple[dist.Work, Tensor, Callable[[Tensor], None]] | None = None
@@ -60,7 +63,7 @@ class Replicas:
     @property
     def is_over(self) -> bool:
         """Whether all reductions of the pass are done."""
-        return not self._due
+        return not self._to_reduce
 
     def agree(self, arrived: Slot | None) -> None:
         """Begins a pass: selects the weights that have a gradient on any rank.
@@ -86,11 +89,11 @@ class Replicas:
                 positions[slot.index] = len(slots)
         found = largest_of(has + positions, (self._group,), slots[0].local.device)
         union = [slot for slot in slots if found[slot.index]]
-        self._due = deque(sorted(union, key=lambda slot: found[len(slots) + slot.index]))
+        self._to_reduce = deque(sorted(union, key=lambda slot: found[len(slots) + slot.index]))
         self._arrived = [] if arrived is None else [arrived.index]
         self.has_agreed = True
 
-    def came(self, slot: Slot) -> bool:
+    def note_arrival(self, slot: Slot) -> bool:
         """Notes this rank's gradient; returns whether the pass awaited it."""
         if slot not in self._awaited:
             return False
@@ -98,10 +101,10 @@ class Replicas:
         self._arrived.append(slot.index)
         return True
 
-    def due(self, *, all_of_them: bool) -> Iterator[Slot]:
-        """The weights whose turn it is, up to the first whose gradient has not arrived."""
-        while self._due and (all_of_them or self._due[0] not in self._awaited):
-            slot = self._due.popleft()
+    def take_ready(self, *, all_of_them: bool) -> Iterator[Slot]:
+        """Removes and yields weights in order, up to the first whose gradient is missing."""
+        while self._to_reduce and (all_of_them or self._to_reduce[0] not in self._awaited):
+            slot = self._to_reduce.popleft()
             self._awaited.discard(slot)
             yield slot
 
@@ -126,7 +129,7 @@ class Replicas:
     def forget(self) -> None:
         """Before a step, or the second of two passes; after a pass that raised, drops its rest."""
         self.drain()
-        self._due.clear()
+        self._to_reduce.clear()
         self._awaited.clear()
         self.has_agreed = False
 
@@ -157,10 +160,10 @@ class SameWeights:
         Collective.
         """
         self._expected = _coming(self._slots, arrived)
-        task = graph_task()
+        current = current_pass()
         mine = {
             slot.name: progress(
-                slot.num_arrived - (slot.num_arrived > 0 and slot.arrived_in == task),
+                slot.num_arrived - (slot.num_arrived > 0 and slot.arrived_in == current),
                 is_coming=slot is arrived or slot in self._expected,
                 is_by_hand=slot.num_arrived == 0 and slot.has_grad,
             )
@@ -170,8 +173,8 @@ class SameWeights:
             mine,
             self._slots[0].peers,
             self._slots[0].local.device,
-            who="WeightShards or fully_shard",
-            instead="train replicas with group=",
+            system="WeightShards or fully_shard",
+            alternative="train replicas with group=",
         )
         self.has_agreed = True
 

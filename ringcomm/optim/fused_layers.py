@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ringcomm.backward_pass import BackwardPass, current_pass, will_run
 from ringcomm.optim.gradients import EmbeddingGradient, Gradient, LinearGradient
-from ringcomm.torch_names import graph_task, in_transform, will_run
+from ringcomm.torch_names import accumulate_hooks_of, backward_hooks_of, base_of, in_transform
 
 
 class Handle:
@@ -25,7 +26,7 @@ class Handle:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self._uses: dict[int, list[Gradient]] = {}  # by the id of the backward pass
+        self._uses: dict[BackwardPass | None, list[Gradient]] = {}
 
     def forget(self) -> None:
         """Drops the uses of a backward pass that failed."""
@@ -44,13 +45,14 @@ class Handle:
         except RuntimeError:  # of torch.autograd.grad(), for the weight
             return self._gradient(given, grad_out).dense()
         # With create_graph, hooks of users, or an optimizer that was closed since.
-        num_late = len(weight._post_accumulate_grad_hooks or ())
-        if torch.is_grad_enabled() or weight._backward_hooks or num_late != 1:
+        num_late = len(accumulate_hooks_of(weight) or ())
+        if torch.is_grad_enabled() or backward_hooks_of(weight) or num_late != 1:
             return self._gradient(given, grad_out).dense()
-        root = given if given._base is None else given._base
+        base = base_of(given)
+        root = given if base is None else base
         if root.grad_fn is None:  # the user's own buffer, or a weight: it may be written any time
             given = given.clone()
-        self._uses.setdefault(graph_task(), []).append(self._gradient(given, grad_out))
+        self._uses.setdefault(current_pass(), []).append(self._gradient(given, grad_out))
         return None
 
     def take(self, name: str) -> Gradient | None:
@@ -58,7 +60,7 @@ class Handle:
 
         Raises RuntimeError if their tensors were modified in place.
         """
-        uses = self._uses.pop(graph_task(), [])
+        uses = self._uses.pop(current_pass(), [])
         for use in uses:
             use.check_unmodified(name)
         if len(uses) > 1:
@@ -109,7 +111,7 @@ class _Fused(torch.autograd.Function):
         else:
             out = nn.functional.embedding(given, weight)
         # A view as a tensor of its own, which users may modify in place.
-        if out._base is None:
+        if base_of(out) is None:
             return out
         memory = out.untyped_storage()
         return out.new_empty(0).set_(memory, out.storage_offset(), out.shape, out.stride())

@@ -7,25 +7,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ringcomm.backward_pass import OpenPasses, current_pass, in_backward
 from ringcomm.loss_scale import LossScale, clip_factor
 from ringcomm.optim.agreements import Replicas, SameWeights
 from ringcomm.optim.gradients import Gradient, StepFacts, exact
 from ringcomm.optim.options import StepOptions
 from ringcomm.optim.slot import Groups, Slot, in_function
 from ringcomm.parallel.model.axes import Axes
-from ringcomm.torch_names import (
-    NO_BACKWARD,
-    at_end_of_backward,
-    clones_saved_tensors,
-    graph_task,
-    storage_id,
-)
+from ringcomm.torch_names import clones_saved_tensors, storage_id
 
 
 class GradientPath:
@@ -44,9 +38,8 @@ class GradientPath:
 
     _facts: StepFacts
     _is_checked: bool  # whether the first gradient was checked
-    _is_due: bool  # whether a gradient has come, so that step() ends a step
+    _has_gradient: bool  # whether this step has a reduced gradient, so that step() ends it
     _has_overflow: bool
-    _open_passes: dict[int, bool]  # whether a backward pass with a gradient is nested, by its id
     _updated: list[str]  # weights, when the last backward pass ended
 
     def __init__(self, optimizer: Any, options: StepOptions) -> None:
@@ -60,7 +53,8 @@ class GradientPath:
         self.loss_scale = LossScale(options.loss_scale) if options.loss_scale else None
         self.grad_norm: float | None = None
         self.waits_for_step = False
-        self._pass = "plain"  # of a backward() with two passes: "facts", then "update"
+        self._passes: OpenPasses[bool] = OpenPasses()  # with a gradient; whether they are nested
+        self._phase = "plain"  # of a backward() with two passes: "facts", then "update"
         self._factor = 1.0  # of gradients that are applied in the backward pass
         self._forget_gradients()
 
@@ -79,7 +73,7 @@ class GradientPath:
     def arrived(self, slot: Slot) -> None:
         """Autograd has run all of a backward pass that leads to the parameter."""
         with exact(slot.param.device):
-            is_nested = self._open_pass()
+            is_nested = self._enter_pass()
             slot.see_dropped()
             gradient = None if slot.handle is None else slot.handle.take(slot.name)
             is_new = slot.collect()
@@ -105,7 +99,7 @@ class GradientPath:
 
     def whole_arrived(self, slot: Slot) -> None:
         """Autograd has made a whole gradient, which fully_shard will reduce."""
-        if self._open_pass() and slot.num_unseen_uses:
+        if self._enter_pass() and slot.num_unseen_uses:
             raise RuntimeError(
                 f"{slot.name} is used by several segments of a reentrant checkpoint, and"
                 " fully_shard loses gradients of all but one: say use_reentrant=False"
@@ -114,38 +108,35 @@ class GradientPath:
 
     def updated(self) -> list[str]:
         """The weights that were updated in backward passes, except in one that has raised."""
-        if self._open_passes:
+        if self._passes:
             return self._updated
         return [slot.name for slot in self.slots if slot.is_written]
 
     def check_continues(self) -> None:
         """Raises RuntimeError if a backward pass has raised under fully_shard."""
-        if self._open_passes and any(slot.whole is not slot.param for slot in self.slots):
+        if self._passes and any(slot.whole is not slot.param for slot in self.slots):
             raise RuntimeError(
                 "a backward pass raised an error under fully_shard, which cannot continue: make the"
                 " model and its optimizer again from a checkpoint"
             )
 
-    def _open_pass(self) -> bool:
+    def _enter_pass(self) -> bool:
         """Notes the current backward pass; returns whether it is nested."""
-        task = graph_task()
-        if task not in self._open_passes:
-            if clones_saved_tensors():
-                raise RuntimeError(
-                    "allow_mutation_on_saved_tensors() is active in a backward pass that updates"
-                    " weights, and would clone them: leave it before backward()"
-                )
-            is_nested = in_function("backward") or bool(self._open_passes)
-            at_end_of_backward(partial(self._close_pass, task, is_nested=is_nested))
-            self._open_passes[task] = is_nested
-        return self._open_passes[task]
+        return self._passes.enter(self._pass_ends, begin=self._pass_begins)
 
-    def _close_pass(self, task: int, *, is_nested: bool) -> None:
-        """At the end of a backward pass: expected gradients that are missing count as zeros."""
+    def _pass_begins(self) -> bool:
+        if clones_saved_tensors():
+            raise RuntimeError(
+                "allow_mutation_on_saved_tensors() is active in a backward pass that updates"
+                " weights, and would clone them: leave it before backward()"
+            )
+        return in_function("backward") or bool(self._passes)
+
+    def _pass_ends(self, is_nested: bool) -> None:
+        """Expected gradients that are missing count as zeros."""
         for replicas in () if is_nested else self.replicas:
             with exact(self.slots[0].param.device):
                 self._take_turns(replicas, all_of_them=True)
-        self._open_passes.pop(task, None)
         self._updated = self.updated()
         for slot in () if is_nested else self.slots:
             slot.show()
@@ -163,17 +154,17 @@ class GradientPath:
             )
         slot.refuse_second(slot.num_arrived == self._num_parts)
         slot.num_arrived += 1
-        slot.arrived_in = graph_task()
+        slot.arrived_in = current_pass()
 
     def check_pass(self) -> None:
         """Raises RuntimeError for a gradient outside the two passes of clip_mode="two_pass"."""
-        if self._mode == "two_pass" and self._pass == "plain":
+        if self._mode == "two_pass" and self._phase == "plain":
             raise RuntimeError('with clip_mode="two_pass", call opt.backward(loss)')
 
     # ---- reduced over the ranks
 
     def _arrived_on_replica(self, replicas: Replicas, slot: Slot) -> None:
-        if not replicas.came(slot):
+        if not replicas.note_arrival(slot):
             is_last = slot.num_arrived == self._num_parts
             if self.waits_for_step or not is_last or not replicas.is_over:
                 return  # a later gradient of this pass ends its step, or step() does
@@ -181,8 +172,8 @@ class GradientPath:
         self._take_turns(replicas)
 
     def _take_turns(self, replicas: Replicas, *, all_of_them: bool = False) -> None:
-        """Reduces the weights that are due; zeros for one with a gradient on other ranks only."""
-        for slot in replicas.due(all_of_them=all_of_them):
+        """Reduces the weights that are ready; zeros for one with a gradient on other ranks only."""
+        for slot in replicas.take_ready(all_of_them=all_of_them):
             slot.num_arrived = self._num_parts
             grad = slot.take() if slot.has_grad else torch.zeros_like(slot.param)
             self._complete(slot, Gradient(grad.to(slot.grad_dtype)))
@@ -194,22 +185,22 @@ class GradientPath:
 
     def _complete(self, slot: Slot, gradient: Gradient) -> None:
         """This rank's gradient is complete. Collective if ranks share the work."""
-        if self._pass != "facts":  # which leaves a gradient for the next one
+        if self._phase != "facts":  # which leaves a gradient for the next one
             slot.mark(is_spent=True)
         if slot.shards is not None:
             grad = gradient.dense().to(slot.grad_dtype)
             gradient = Gradient(slot.shards.reduce_scatter(slot.param, grad))
             slot.shards.release(slot.param)
         if slot.replicas is None:
-            is_waiting = slot.divisor > 1 and graph_task() != NO_BACKWARD
+            is_waiting = slot.divisor > 1 and in_backward()
             if is_waiting and self._mode == "immediate" and not gradient.is_finite():
                 slot.add(gradient.dense())  # step() checks a gradient of all ranks before
                 return
             self._reduced(slot, gradient)
             return
         grad, name = gradient.dense(), slot.replicas.one_pass_name
-        if name and (self._is_checked or self._pass == "update"):
-            self._is_due = slot.is_written = True
+        if name and (self._is_checked or self._phase == "update"):
+            self._has_gradient = slot.is_written = True
             if self._optimizer.update_replicas(name, slot, grad, self._factor / slot.divisor):
                 slot.hide()
                 return
@@ -219,16 +210,16 @@ class GradientPath:
 
     def _reduced(self, slot: Slot, gradient: Gradient) -> None:
         """The gradient of all ranks."""
-        self._is_due = True
-        mode = self._pass if self._pass != "plain" else self._mode
+        self._has_gradient = True
+        mode = self._phase if self._phase != "plain" else self._mode
         if mode in ("facts", "deferred"):
             if mode == "deferred":  # in the smaller of its forms
                 if gradient.nbytes > slot.local.nbytes:
                     gradient = Gradient(gradient.dense())
-                slot.held = gradient
+                slot.deferred = gradient
             with_norm = self._options.clip_grad_norm is not None
             is_kept = mode == "deferred"
-            self._facts.add(gradient, slot.parts, with_norm=with_norm, is_kept=is_kept)
+            self._facts.add(gradient, slot.sharding, with_norm=with_norm, is_kept=is_kept)
             return
         if mode == "immediate" and not (self._is_checked or slot.divisor > 1):
             # A NaN loss appears in the first gradient, before anything is written.
@@ -251,7 +242,7 @@ class GradientPath:
         """
         uses = [(slot.num_unseen_uses, slot.has_plain_use) for slot in self.slots]
         try:
-            self._pass = "facts"
+            self._phase = "facts"
             try:
                 loss.backward(retain_graph=True)
             except RuntimeError as error:
@@ -269,17 +260,17 @@ class GradientPath:
                 slot.num_unseen_uses, slot.has_plain_use = known
             self._forget_agreements()
             if factor is not None:
-                self._pass, self._factor = "update", factor
+                self._phase, self._factor = "update", factor
                 loss.backward()
                 self.end_pass()
                 self._forget_agreements()
         except BaseException:  # what waits for a turn has no factor
-            is_written, open_passes = self._pass == "update", self._open_passes
-            self.forget()
-            self._is_due, self._open_passes = is_written, open_passes
+            is_written = self._phase == "update"
+            self._forget_step()
+            self._has_gradient = is_written
             raise
         finally:
-            self._pass, self._factor = "plain", 1.0
+            self._phase, self._factor = "plain", 1.0
 
     def end_pass(self) -> None:
         """Completes weights that had no gradient in the whole backward pass.
@@ -288,12 +279,12 @@ class GradientPath:
         ranks share the work; a rank without any gradient participates.
         """
         with exact(self.slots[0].param.device):
-            if self._open_passes:  # one has raised: gradients that it expected will not come
+            if self._passes:  # one has raised: gradients that it expected will not come
                 self._forget_agreements()
             if any(slot.has_grad for slot in self.slots):
                 self.check_pass()
             # Other ranks may have had gradients; two passes agree in backward() alone.
-            expects = self._mode != "two_pass" or self._pass != "plain"
+            expects = self._mode != "two_pass" or self._phase != "plain"
             for same in self._same.values():
                 if expects and not same.has_agreed:
                     same.agree(None)
@@ -308,21 +299,21 @@ class GradientPath:
 
     def finish(self) -> bool:
         """Applies deferred gradients; returns whether the step was made or skipped."""
-        if not self._is_due:
+        if not self._has_gradient:
             return False
         with exact(self.slots[0].param.device):
             if self._mode == "deferred":
                 own = {storage_id(slot.local) for slot in self.slots}
                 for slot in self.slots:
-                    if slot.held is not None:
-                        slot.held.check_unmodified(slot.name)
-                        if any(storage_id(part) in own for part in slot.held.parts):
-                            slot.held = Gradient(slot.held.dense())  # of a weight as input
+                    if slot.deferred is not None:
+                        slot.deferred.check_unmodified(slot.name)
+                        if any(storage_id(part) in own for part in slot.deferred.parts):
+                            slot.deferred = Gradient(slot.deferred.dense())  # of a weight as input
                 factor = self._factor_of_facts()
                 for slot in self.slots:
-                    held, slot.held = slot.held, None
-                    if factor is not None and held is not None:
-                        self._optimizer.update(slot, held, factor / slot.divisor)
+                    deferred, slot.deferred = slot.deferred, None
+                    if factor is not None and deferred is not None:
+                        self._optimizer.update(slot, deferred, factor / slot.divisor)
         if self.loss_scale is not None:
             self.loss_scale.update(self._has_overflow)
         return not self._has_overflow
@@ -345,6 +336,10 @@ class GradientPath:
 
     def forget(self) -> None:
         """Discards the state of this step. Not inside a backward pass."""
+        self._passes.forget()
+        self._forget_step()
+
+    def _forget_step(self) -> None:
         for shards in {slot.shards for slot in self.slots}:
             if shards is not None:
                 shards.release_all()
@@ -361,5 +356,5 @@ class GradientPath:
         self._forget_agreements()
         for slot in self.slots:
             slot.forget()
-        self._facts, self._open_passes, self._updated = StepFacts(), {}, []
-        self._is_checked = self._is_due = self._has_overflow = self.is_scaled = False
+        self._facts, self._updated = StepFacts(), []
+        self._is_checked = self._has_gradient = self._has_overflow = self.is_scaled = False

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ringcomm.parallel.clip import over_all_ranks
-from ringcomm.parallel.model.axes import Axes, Held
+from ringcomm.parallel.model.axes import Axes, Sharding
+from ringcomm.torch_names import version_of
 
 # Rows of a product's smaller matrix per block when only the sum of squares is needed.
 _BLOCK_BYTES = 32 << 20
@@ -24,7 +25,7 @@ class Gradient:
 
     def __init__(self, *parts: Tensor) -> None:
         self.parts = parts
-        self._versions = [part._version for part in parts]
+        self._versions = [version_of(part) for part in parts]
 
     @property
     def nbytes(self) -> int:
@@ -33,7 +34,7 @@ class Gradient:
 
     def check_unmodified(self, name: str) -> None:
         """Raises RuntimeError if its tensors, which users may have too, were modified since."""
-        if self._versions != [part._version for part in self.parts]:
+        if self._versions != [version_of(part) for part in self.parts]:
             raise RuntimeError(
                 f"the input of the layer of {name}, or its output's gradient, was modified in place"
                 " between the layer's backward and the update of the weight, which needs it:"
@@ -159,22 +160,24 @@ class StepFacts:
     """Facts needed before a step is made, summed over gradients as they arrive."""
 
     def __init__(self) -> None:
-        self._sums: dict[Held, Tensor] = {}  # (squares, gradients that are not finite), float64
-        self._grams: list[tuple[Held, LinearGradient, Tensor]] = []
+        self._sums: dict[Sharding, Tensor] = {}  # (squares, gradients that are not finite), float64
+        self._grams: list[tuple[Sharding, LinearGradient, Tensor]] = []
 
-    def add(self, gradient: Gradient, held: Held, *, with_norm: bool, is_kept: bool) -> None:
-        """Adds a weight's gradient, or this rank's part; `held`: the ranks with the rest.
+    def add(
+        self, gradient: Gradient, sharding: Sharding, *, with_norm: bool, is_kept: bool
+    ) -> None:
+        """Adds a weight's gradient, or this rank's part; `sharding`: the ranks with the rest.
 
         A gradient that `is_kept` until finish() costs no synchronization before.
         """
         not_finite = (~gradient.is_finite()).double()
         square = torch.zeros_like(not_finite)
         if with_norm and isinstance(gradient, LinearGradient) and gradient.has_few_tokens:
-            self._grams.append((held, gradient, gradient.gram_sums()))
+            self._grams.append((sharding, gradient, gradient.gram_sums()))
         elif with_norm:
             square = gradient.square_sum()
         sums = torch.stack([square, not_finite])
-        self._sums[held] = self._sums[held] + sums if held in self._sums else sums
+        self._sums[sharding] = self._sums[sharding] + sums if sharding in self._sums else sums
         if not is_kept:
             self._add_grams()
 
@@ -186,21 +189,21 @@ class StepFacts:
         found = torch.stack([sums.to(device) for *_, sums in self._grams]).tolist()
         # With less than fp32 in products, as with TF32, cancelling tokens are more often noise.
         least = 1e-4 if torch.get_float32_matmul_precision() == "highest" else 0.1
-        squares: dict[Held, float] = {}
-        for (held, gradient, _), (square, norms) in zip(self._grams, found, strict=True):
+        squares: dict[Sharding, float] = {}
+        for (sharding, gradient, _), (square, norms) in zip(self._grams, found, strict=True):
             is_right = square >= least * norms**2  # not if one is NaN
             # In float64: a product in fp32 would be noise where tokens cancel.
             found_square = square if is_right else float(gradient.square_sum(torch.float64))
-            squares[held] = squares.get(held, 0.0) + found_square
-        for held, square in squares.items():
-            self._sums[held][0] += square
+            squares[sharding] = squares.get(sharding, 0.0) + found_square
+        for sharding, square in squares.items():
+            self._sums[sharding][0] += square
         self._grams = []
 
     def finish(self, axes: Axes, device: torch.device) -> tuple[float, bool]:
         """The norm of all gradients, and whether they are finite. Collective over the axes."""
         self._add_grams()
         zeros = torch.zeros(2, dtype=torch.float64, device=device)
-        own = {held: sums.to(device) for held, sums in self._sums.items()}
+        own = {sharding: sums.to(device) for sharding, sums in self._sums.items()}
         square, num_not_finite = over_all_ranks(axes, own, zeros, 2).tolist()
         return float(square) ** 0.5, num_not_finite == 0
 

@@ -66,7 +66,7 @@ class InBackwardOptimizer(torch.optim.Optimizer):
     @property
     def held_bytes(self) -> int:
         """Bytes of gradients in memory that wait for accumulation, their turn, or step()."""
-        waiting = (kept for slot in self._path.slots for kept in (slot.total, slot.held))
+        waiting = (kept for slot in self._path.slots for kept in (slot.total, slot.deferred))
         return sum(kept.nbytes for kept in waiting if kept is not None)
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -256,7 +256,7 @@ class InBackwardOptimizer(torch.optim.Optimizer):
     def _manage(self) -> None:
         """Adds hooks to the parameters that have none yet."""
         path, weights, options = self._path, self._weights, self.options
-        told = weakref.proxy(path)
+        proxy = weakref.proxy(path)
         known = {slot.param for slot in path.slots}
         new: list[Slot] = []
         for group_idx, group in enumerate(self.param_groups):
@@ -279,7 +279,7 @@ class InBackwardOptimizer(torch.optim.Optimizer):
                 for group, sharing in weights.share(slots, options.group).items()
             ]
             path.waits_for_step = weights.has_several_stages or weights.has_experts
-        if options.looks_ahead:
+        if options.needs_all_gradients:
             path.axes = weights.place_parts(slots)
         _check_dtypes(slots, options)
         for slot in new:
@@ -290,9 +290,9 @@ class InBackwardOptimizer(torch.optim.Optimizer):
             self._state_of(slot)
             # A gradient that is reduced over ranks must be materialized anyway.
             may_fuse = slot.replicas is None and slot.shards is None
-            arrived = partial(GradientPath.arrived, told)
+            arrived = partial(GradientPath.arrived, proxy)
             self._undo += weights.attach(slot, arrived, may_fuse=may_fuse)
-        self._undo += weights.watch_units(new, partial(GradientPath.whole_arrived, told))
+        self._undo += weights.watch_units(new, partial(GradientPath.whole_arrived, proxy))
         path.watch_shards()
 
 

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from ringcomm.optim.fused_layers import fuse, is_fusable, plain_class, unfuse
 from ringcomm.optim.slot import Slot
-from ringcomm.parallel.expert.local_experts import check_data_ranks, split_experts
-from ringcomm.parallel.model.axes import Axes, Held, overlap
+from ringcomm.parallel.expert.local_experts import check_data_ranks, expert_parallel_modules
+from ringcomm.parallel.model.axes import Axes, Sharding, overlap
 from ringcomm.parallel.model.cut import Cut
 from ringcomm.parallel.model.describe import Weight, describe
 from ringcomm.parallel.model.owners import find_shards, find_trainer, note_trainer
@@ -24,6 +24,7 @@ from ringcomm.parallel.model.refuse import Asked, refuse
 from ringcomm.parallel.model.stage_part import StagePart, has_several_stages
 from ringcomm.parallel.model.starts import start_equal, start_experts_equal
 from ringcomm.parallel.shards.units import watch_whole_weights
+from ringcomm.torch_names import FORWARD_PRE_HOOKS, forward_pre_hooks_of
 
 
 class ModelWeights:
@@ -42,7 +43,7 @@ class ModelWeights:
         self._model, self._optimizer, self._is_whole = model, optimizer, is_whole
         self.has_several_stages = has_several_stages(model)
         self._described = describe(nn.Module() if model is None else model)
-        self.has_experts = bool(split_experts(self._described.module))
+        self.has_experts = bool(expert_parallel_modules(self._described.module))
         refuse(self._described, Asked("Lomo", optimizer, is_replicated=False))
 
     def _weight_of(self, param: nn.Parameter) -> Weight:
@@ -160,7 +161,7 @@ class ModelWeights:
                     " the model before"
                 )
             for module, attribute in self._weight_of(param).places:
-                if module not in modules or module._parameters.get(attribute) is not param:
+                if module not in modules or getattr(module, attribute, None) is not param:
                     raise ValueError(
                         f"{slot.name} was replaced or removed after {self._optimizer} was made,"
                         " which would train the old one: close() it, change the model, and make"
@@ -187,16 +188,18 @@ class ModelWeights:
             )
         shard_groups: list[dist.ProcessGroup] = []
         for slot in slots:
-            slot.parts = axes.held.get(slot.param, Held((), 1))
+            slot.sharding = axes.shardings.get(slot.param, Sharding((), 1))
             if slot.shards is not None and slot.shards.group.size() > 1:
                 group = slot.shards.group
-                slot.parts = slot.parts._replace(groups=(group, *slot.parts.groups))
+                slot.sharding = slot.sharding._replace(groups=(group, *slot.sharding.groups))
                 shard_groups.append(group)
             # Its squares are those of a gradient that is not divided yet.
-            num_copies = slot.parts.num_copies * slot.divisor**2
-            slot.parts = slot.parts._replace(num_copies=num_copies)
-        held = {**axes.held, **{slot.param: slot.parts for slot in slots}}
-        return axes._replace(held=held, groups=(*dict.fromkeys(shard_groups), *axes.groups))
+            num_copies = slot.sharding.num_copies * slot.divisor**2
+            slot.sharding = slot.sharding._replace(num_copies=num_copies)
+        shardings = {**axes.shardings, **{slot.param: slot.sharding for slot in slots}}
+        return axes._replace(
+            shardings=shardings, groups=(*dict.fromkeys(shard_groups), *axes.groups)
+        )
 
     def take_values_of_rank0(self, slots: Iterable[Slot], group: Any) -> None:
         """Makes replicated weights, and buffers, those of rank 0, as DistributedDataParallel does.
@@ -262,9 +265,9 @@ def _reduce_plain(module: nn.Module, protocol: Any) -> Any:
         make, args = plain.__new__, (plain,)
     if isinstance(state, dict):
         state = {key: value for key, value in state.items() if key != "__reduce_ex__"}
-        hooks = module._forward_pre_hooks.items()
+        hooks = forward_pre_hooks_of(module).items()
         mine = [k for k, hook in hooks if isinstance(getattr(hook, "__self__", None), Slot)]
-        state["_forward_pre_hooks"] = OrderedDict((k, hook) for k, hook in hooks if k not in mine)
+        state[FORWARD_PRE_HOOKS] = OrderedDict((k, hook) for k, hook in hooks if k not in mine)
     return make, args, state, *rest
 
 

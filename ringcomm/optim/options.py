@@ -50,7 +50,7 @@ class StepOptions:
             raise ValueError(f"seed must be a number of 32 bits, got {self.seed}")
         if self.clip_grad_norm is not None and self.clip_grad_value is not None:
             raise ValueError("clip_grad_norm and clip_grad_value cannot be used together")
-        if self.clip_mode is not None and not self.looks_ahead:
+        if self.clip_mode is not None and not self.needs_all_gradients:
             raise ValueError(
                 "clip_mode has no effect without clip_grad_norm or loss_scale: set one of them"
             )
@@ -66,14 +66,14 @@ class StepOptions:
             )
 
     @property
-    def looks_ahead(self) -> bool:
+    def needs_all_gradients(self) -> bool:
         """Whether the whole step's gradients must be known before it is made."""
         return self.clip_grad_norm is not None or self.loss_scale is not None
 
     @property
     def mode(self) -> str:
         """When weights are written: "immediate" (in the backward), "deferred" or "two_pass"."""
-        return (self.clip_mode or "deferred") if self.looks_ahead else "immediate"
+        return (self.clip_mode or "deferred") if self.needs_all_gradients else "immediate"
 
 
 def _check_word(name: str, value: str | None, *allowed: str) -> None:

@@ -13,21 +13,20 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.distributed.tensor import DTensor
 
+from ringcomm.backward_pass import BackwardPass, in_backward, will_run
 from ringcomm.optim.fused_layers import Handle
 from ringcomm.optim.gradients import Gradient
 from ringcomm.parallel.flat_collectives import local_of
 from ringcomm.parallel.gradient_placeholder import GradientPlaceholder
-from ringcomm.parallel.model.axes import Held
+from ringcomm.parallel.model.axes import Sharding
 from ringcomm.parallel.model.cut import Cut
 from ringcomm.parallel.shards import find_shards
 from ringcomm.torch_names import (
-    NO_BACKWARD,
+    accumulate_hooks_of,
     active_ddp,
-    graph_task,
     like_dtensor,
     params_of_ddp,
     tree_leaves,
-    will_run,
     without_torch_function,
 )
 
@@ -50,7 +49,7 @@ class _UpdatedWeight(nn.Parameter):
         """Runs the function; raises if that returns values."""
         with without_torch_function():
             result = func(*args, **(kwargs or {}))
-        if graph_task() == NO_BACKWARD or func == _grad.__get__:
+        if not in_backward() or func == _grad.__get__:
             return result
         for found in tree_leaves(result):
             if isinstance(found, (Tensor, float)) and not isinstance(found, cls):
@@ -90,14 +89,14 @@ class Slot:
     Attributes:
         num_arrived: gradients that have arrived in this step; `total` is their sum so far.
         is_written: whether the weight has been updated in this step.
-        held: its complete gradient, if that waits for step().
-        arrived_in: the id of the backward pass of the last gradient.
+        deferred: its complete gradient, if that waits for step().
+        arrived_in: the backward pass of the last gradient.
         first_use: the sequence number of its first use by a layer in this step; 0 if not used.
         num_unseen_uses: uses by first runs of reentrant checkpoints, until they are recomputed.
         has_plain_use: whether there is a use in the graph of the outer backward pass, too.
         grad_dtype: the dtype in which gradients are accumulated, and reduced over ranks.
         cut: the weight's elements on this rank.
-        parts: the ranks with the others, for norms.
+        sharding: the ranks with the others, for norms.
         peers: for a shard, the groups of the mesh whose ranks have gradients of the same weights.
         whole: the parameter for autograd's gradients, which differs with fully_shard.
         replicas: the ranks over which its gradient is averaged, with whatever orders them; None
@@ -119,7 +118,7 @@ class Slot:
         self.param, self.name, self.index, self.group_idx = param, name, index, group_idx
         self.shards = find_shards(param)
         self.cut = cut
-        self.parts = Held((), 1)
+        self.sharding = Sharding((), 1)
         self.replicas: Any = None
         self.divisor = 1
         self.peers: Groups = () if self.shards is None else (self.shards.group,)
@@ -149,12 +148,12 @@ class Slot:
         """Resets the slot for the next step."""
         self.show()
         self.num_arrived = self.num_unseen_uses = self.first_use = 0
-        self.arrived_in = NO_BACKWARD
+        self.arrived_in: BackwardPass | None = None
         self.has_plain_use = self.is_written = self._is_spent = self._is_marked = self._is_new = (
             False
         )
         self.total: Tensor | None = None
-        self.held: Gradient | None = None
+        self.deferred: Gradient | None = None
         if self.param.grad is self.placeholder:
             self.param.grad = None
         if self.handle is not None:
@@ -171,7 +170,7 @@ class Slot:
     def hide(self) -> None:
         """After an update in a backward pass: reading the weight there raises until show()."""
         kind: Any = type(self.param)
-        if kind is nn.Parameter and self.shards is None and graph_task() != NO_BACKWARD:
+        if kind is nn.Parameter and self.shards is None and in_backward():
             self.param.name_in_model = self.name
             self.param.__class__ = _UpdatedWeight
 
@@ -256,10 +255,10 @@ class Slot:
         """The forward pre-hook of a layer that has the weight."""
         if torch.compiler.is_compiling():
             return
-        if self.is_written and graph_task() != NO_BACKWARD:
+        if self.is_written and in_backward():
             raise RuntimeError(_read_after_update(self.name))
         if not self.is_last_hook:  # others must see the gradient first
-            hooks = self.param._post_accumulate_grad_hooks
+            hooks = accumulate_hooks_of(self.param)
             hooks[self.hook_id] = hooks.pop(self.hook_id)
         ddp = active_ddp()
         if ddp is not None and any(self.param is param for param in params_of_ddp(ddp)):
@@ -271,7 +270,7 @@ class Slot:
             )
         if not self.first_use:
             self.first_use = next(_uses)
-        if graph_task() != NO_BACKWARD:
+        if in_backward():
             if torch.is_grad_enabled() and self.num_unseen_uses and in_function("backward"):
                 self.num_unseen_uses -= 1
         elif torch.is_grad_enabled():
@@ -282,7 +281,7 @@ class Slot:
     @property
     def is_last_hook(self) -> bool:
         """Whether the hook that reports gradients runs after users'; WeightShards adds its own."""
-        hooks = self.param._post_accumulate_grad_hooks
+        hooks = accumulate_hooks_of(self.param)
         return self.shards is not None or next(reversed(hooks)) == self.hook_id
 
     def awaits_more(self, *, is_nested: bool) -> bool:
@@ -296,11 +295,11 @@ class Slot:
             self.has_plain_use = False
         return self.num_unseen_uses > 0 or self.has_plain_use
 
-    def will_come(self, task: int) -> bool:
-        """Whether a backward pass, by torch's id, will still produce a gradient of the weight."""
+    def will_come(self, current: BackwardPass | None) -> bool:
+        """Whether the current backward pass will still produce a gradient of the weight."""
         if self.num_unseen_uses > 0 or (self.has_plain_use and self.total is not None):
             return True
-        return self.arrived_in != task and self.autograd_will_bring()
+        return self.arrived_in != current and self.autograd_will_bring()
 
     def autograd_will_bring(self) -> bool:
         """Whether the current backward pass produces a gradient for the parameter itself."""

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from ringcomm.parallel.flat_collectives import device_of, local_of
-from ringcomm.parallel.model.axes import Axes, Held
+from ringcomm.parallel.model.axes import Axes, Sharding
 from ringcomm.parallel.model.describe import describe
-from ringcomm.torch_names import all_gather_single
+from ringcomm.torch_names import all_gather_single, foreach_mul_, foreach_norm
 
 
 @torch.no_grad()
@@ -72,7 +72,7 @@ def clip_grad_norm_(
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     parts = [local_of(grad) for grad in grads.values()]
     for of_kind in _by_kind(parts):
-        torch._foreach_mul_(of_kind, factor.to(of_kind[0].device))
+        foreach_mul_(of_kind, factor.to(of_kind[0].device))
     return norm
 
 
@@ -80,14 +80,14 @@ def _total_norm(axes: Axes, grads: dict[nn.Parameter, Tensor], norm_type: float)
     """The norm of the whole model's gradient; `grads` has this rank's elements. Collective."""
     is_max = norm_type == math.inf
     device = next((grad.device for grad in grads.values()), torch.device("cpu"))
-    by_held: dict[Held, list[Tensor]] = {}
-    for param, held in axes.held.items():
+    by_sharding: dict[Sharding, list[Tensor]] = {}
+    for param, sharding in axes.shardings.items():
         if param in grads:
-            by_held.setdefault(held, []).append(grads[param])
+            by_sharding.setdefault(sharding, []).append(grads[param])
     own = {}
-    for held, of_held in by_held.items():
-        power = _power(of_held, norm_type, device)
-        own[held] = torch.stack([torch.full_like(power, len(of_held)), power])
+    for sharding, of_sharding in by_sharding.items():
+        power = _power(of_sharding, norm_type, device)
+        own[sharding] = torch.stack([torch.full_like(power, len(of_sharding)), power])
     zeros = torch.zeros(2, dtype=torch.float64, device=device)
     num_grads, power = over_all_ranks(axes, own, zeros, num_sums=1 if is_max else 2)
     # A rank with a gradient skips the check, and so does not wait for its device.
@@ -100,7 +100,9 @@ def _total_norm(axes: Axes, grads: dict[nn.Parameter, Tensor], norm_type: float)
     return power if is_max else power ** (1 / norm_type)
 
 
-def over_all_ranks(axes: Axes, own: Mapping[Held, Tensor], zeros: Tensor, num_sums: int) -> Tensor:
+def over_all_ranks(
+    axes: Axes, own: Mapping[Sharding, Tensor], zeros: Tensor, num_sums: int
+) -> Tensor:
     """Sums and maxima over the whole model; every element counts once.
 
     `own` has rows for this rank's elements, grouped by the ranks with the other elements:
@@ -109,9 +111,9 @@ def over_all_ranks(axes: Axes, own: Mapping[Held, Tensor], zeros: Tensor, num_su
     or a few rows over each group of the axes.
     """
     pools = dict.fromkeys(_pools_of(axes), zeros)
-    for held, row in own.items():
-        share = torch.cat([row[:num_sums] / held.num_copies, row[num_sums:]])
-        pools[held.groups] = _joined([pools[held.groups], share], num_sums)
+    for sharding, row in own.items():
+        share = torch.cat([row[:num_sums] / sharding.num_copies, row[num_sums:]])
+        pools[sharding.groups] = _joined([pools[sharding.groups], share], num_sums)
     for group in axes.groups:
         # All ranks of the group have the same pools in the same order, because they have the same
         # modules. The exception is a group of experts, which is last and therefore has one pool.
@@ -137,7 +139,7 @@ def bytes_over_all_ranks(axes: Axes, row_bytes: int) -> int:
 
 def _pools_of(axes: Axes) -> list[tuple[dist.ProcessGroup, ...]]:
     """The groups over which elements remain to be summed; their sums are kept separate."""
-    of_params = (held.groups for held in axes.held.values())
+    of_params = (sharding.groups for sharding in axes.shardings.values())
     every = [(), *((group,) for group in axes.groups), *of_params]
     return list(dict.fromkeys(groups[idx:] for groups in every for idx in range(len(groups) + 1)))
 
@@ -164,7 +166,7 @@ def _power(grads: list[Tensor], norm_type: float, device: torch.device) -> Tenso
     found = [torch.zeros(1, dtype=torch.float64, device=device)]
     for of_kind in _by_kind([grad for grad in grads if grad.numel()]):
         wide = torch.promote_types(of_kind[0].dtype, torch.float32)
-        norms = torch.stack(torch._foreach_norm(of_kind, norm_type, dtype=wide))
+        norms = torch.stack(foreach_norm(of_kind, norm_type, dtype=wide))
         found.append(norms.to(device, torch.float64))
     every = torch.cat(found)
     return every.amax() if norm_type == math.inf else every.pow(norm_type).sum()

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from ringcomm.torch_names import FakeTensor, make_wrapper, no_torch_function, tree_leaves
+from ringcomm.torch_names import FakeTensor, make_wrapper, no_torch_function, to_copy, tree_leaves
 
 _aten: Any = torch.ops.aten
 _NO_VALUES = (
@@ -27,7 +27,7 @@ _MESSAGE = (
 _MESSAGES = {
     _aten.zero_: f"{_NO_VALUES}: call optimizer.zero_grad(), which drops them, instead of"
     " model.zero_grad(set_to_none=False)",
-    _aten._to_copy: "the model was cast or moved after zero.shard(): do it before",
+    to_copy: "the model was cast or moved after zero.shard(): do it before",
 }
 
 
@@ -91,10 +91,10 @@ def weakly(method: Callable[..., None]) -> Callable[..., None]:
 
     Garbage collection does not traverse the hooks of parameters and of graphs.
     """
-    told = weakref.WeakMethod(method)
+    reference = weakref.WeakMethod(method)
 
     def call(*args: Any) -> None:
-        if (found := told()) is not None:
+        if (found := reference()) is not None:
             found(*args)
 
     return call
@@ -110,21 +110,21 @@ def hookable(param: Tensor) -> Iterator[None]:
 
 
 class GradientHooks:
-    """Passes each gradient from autograd to `taker` and leaves a GradientPlaceholder.
+    """Passes each gradient from autograd to `consumer` and leaves a GradientPlaceholder.
 
-    It calls taker.take_gradient(param, grad), which accumulates the gradient, and
-    taker.drop_gradient(param) if the user has set `param.grad` to None or no gradient has arrived
-    yet. The hooks live as long as the taker and refer to it weakly. Gradients of `late` parameters
-    are ordinary until collect(), because other code adds to them after autograd.
+    It calls consumer.take_gradient(param, grad), which accumulates the gradient, and
+    consumer.drop_gradient(param) if the user has set `param.grad` to None or no gradient has
+    arrived yet. The hooks live as long as the consumer and refer to it weakly. Gradients of `late`
+    parameters are ordinary until collect(), because other code adds to them after autograd.
     """
 
     def __init__(
         self,
         params: Iterable[nn.Parameter],
-        taker: Any,
+        consumer: Any,
         late: Collection[nn.Parameter] = (),
     ) -> None:
-        self._taker = weakref.proxy(taker)
+        self._consumer = weakref.proxy(consumer)
         self._late = list(late)
         self._placeholders = {p: GradientPlaceholder(p, _MESSAGE) for p in params if p not in late}
         for placeholder in self._placeholders.values():
@@ -146,13 +146,13 @@ class GradientHooks:
         if isinstance(param.grad, GradientPlaceholder):
             param.grad = None
         else:  # None or another gradient, by the user
-            self._taker.drop_gradient(param)
+            self._consumer.drop_gradient(param)
 
     def after(self, param: nn.Parameter) -> None:
         """Takes the gradient that autograd has stored."""
         if param.grad is not None:
             with torch.no_grad():
-                self._taker.take_gradient(param, param.grad)
+                self._consumer.take_gradient(param, param.grad)
             param.grad = self._placeholders[param]
 
     def collect(self) -> None:
@@ -163,7 +163,7 @@ class GradientHooks:
                 self.after(param)
         for param in self._late:
             if param.grad is not None:
-                self._taker.take_gradient(param, param.grad)
+                self._consumer.take_gradient(param, param.grad)
                 param.grad = None
 
 
@@ -202,19 +202,19 @@ def check_same_gradients(
     groups: Sequence[dist.ProcessGroup],
     device: torch.device,
     *,
-    who: str,
-    instead: str,
+    system: str,
+    alternative: str,
 ) -> None:
     """Raises RuntimeError on all ranks if progress() of a weight, by name, differs.
 
-    The message says that `who` cannot reduce such gradients, and what to use `instead`. Collective
-    over each of the groups, which are those of a mesh.
+    The message says that `system` cannot reduce such gradients, and names the `alternative`.
+    Collective over each of the groups, which are those of a mesh.
     """
     found = largest_of([*mine.values(), *(-value for value in mine.values())], groups, device)
     for name, most, least in zip(mine, found[: len(mine)], found[len(mine) :], strict=True):
         if most != -least:
             raise RuntimeError(
-                f"{name} has a gradient on some ranks only, which {who} cannot reduce. No weight"
+                f"{name} has a gradient on some ranks only, which {system} cannot reduce. No weight"
                 " has been written. Use the weight on every rank in every backward pass (add 0"
-                f" times it to the loss), or {instead}"
+                f" times it to the loss), or {alternative}"
             )

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ringcomm.torch_names import (
+    COLLECTIVES,
     FakeTensorMode,
     TorchDispatchMode,
     is_attribute_of_torch,
@@ -223,7 +224,7 @@ class _NoCollectives(TorchDispatchMode):
     """Raises TypeError for a collective: owners of weights make other steps than other ranks."""
 
     def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional"):
+        if func.namespace in COLLECTIVES:
             raise TypeError("it calls collectives itself")
         return func(*args, **(kwargs or {}))
 

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.utils import clip_grad
+
+from ringcomm.torch_names import TOTAL_NORM, UNSCALE, optimizer_state_dict
 
 _modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -32,18 +33,14 @@ def register_part(module: nn.Module) -> None:
 @functools.cache
 def _check_torch() -> None:
     """Installs the check around torch's functions, once per process."""
-    from torch.distributed.checkpoint import state_dict  # slow
-
     _check(
-        clip_grad,
-        "_get_total_norm",  # which clip_grad_norm_() calls; of DTensors on two meshes it fails
+        *TOTAL_NORM,  # of DTensors on two meshes it fails
         lambda grads, *_, **__: _params_with({*map(id, grads)}),
         "torch.nn.utils.clip_grad_norm_ counts only the gradients of this rank, which has a part"
         " of the model: use ringcomm.parallel.clip_grad_norm_(model, max_norm)",
     )
     _check(
-        torch.amp.GradScaler,
-        "_unscale_grads_",  # ShardedGradScaler, which synchronizes overflows, overrides it
+        *UNSCALE,  # ShardedGradScaler, which synchronizes overflows, overrides it
         lambda _, optimizer, *__, **___: _params_of(optimizer),
         "torch.amp.GradScaler sees only the overflows of this rank, which has a part of the"
         " model, so ranks would skip different steps: use ShardedGradScaler of"
@@ -51,8 +48,7 @@ def _check_torch() -> None:
         " Lomo, or bfloat16",
     )
     _check(
-        state_dict,
-        "_get_optim_state_dict",  # its weights may be under full names, with this rank's state
+        *optimizer_state_dict(),  # its weights may be under full names, with this rank's state
         lambda model, *_, **__: [
             param
             for module in model.modules()
@@ -86,7 +82,7 @@ def _split_params_of(optimizer: Any, *_: Any, **__: Any) -> list[Any]:
     """Those of tensor-parallel layers: a stage and experts have whole weights."""
     parts: list[Any] = [module for module in _modules if hasattr(module, "splits")]
     layers = [module for module in parts if module.group.size() > 1]
-    split = {id(layer._parameters[name]) for layer in layers for name in layer.splits}
+    split = {id(getattr(layer, name)) for layer in layers for name in layer.splits}
     return [param for param in _params_of(optimizer) if id(param) in split]
 
 

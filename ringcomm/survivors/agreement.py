@@ -103,15 +103,15 @@ class Agreement:
         """Whether the attempt has failed already, as far as this rank knows; never waits."""
         for connection in self._connections():
             connection.pump()
-            told = connection.inbox[-1] if connection.inbox else {}
-            if (connection.is_over and "made" not in told) or told.get("made") is False:
+            last = connection.inbox[-1] if connection.inbox else {}
+            if (connection.is_over and "made" not in last) or last.get("made") is False:
                 return True
-            if told.get("all_made") is False:
+            if last.get("all_made") is False:
                 return True
         return False
 
     def confirm(self, has_made: bool) -> bool:
-        """Whether all ranks have made the new group, as all of them are told."""
+        """Whether all ranks have made the new group, as the coordinator tells all of them."""
         assert self._proposal is not None
         try:
             if self._coordinator is None:
@@ -180,10 +180,10 @@ class Agreement:
         while waiting:
             for rank, member in list(waiting.items()):
                 member.pump()
-                told = [message["made"] for message in member.inbox if "made" in message]
-                if told == [True]:
+                answers = [message["made"] for message in member.inbox if "made" in message]
+                if answers == [True]:
                     del waiting[rank]
-                elif told or member.is_over:
+                elif answers or member.is_over:
                     return False
             now = _C.running_s()
             if now > deadline:

@@ -59,7 +59,7 @@ def health(group: dist.ProcessGroup | None = None) -> Health:
 class _Registered:
     group: weakref.ref[dist.ProcessGroup]
     callback: Callable[[int], object]
-    told: set[int] = field(default_factory=set)  # ranks that it was called with
+    reported: set[int] = field(default_factory=set)  # ranks that it was called with
 
 
 # In the order of the calls; RemovableHandle needs an OrderedDict, and takes entries out.
@@ -103,9 +103,9 @@ class _Thread(threading.Thread):
             _registered.pop(number, None)
             return
         for rank, state in enumerate(ranks):
-            if state != "dead" or rank in registered.told:
+            if state != "dead" or rank in registered.reported:
                 continue
-            registered.told.add(rank)
+            registered.reported.add(rank)
             if self._is_over or number not in _registered:
                 return
             try:

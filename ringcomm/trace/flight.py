@@ -132,7 +132,14 @@ def _group(data: bytes, place: int, seconds_ago: Callable[[int], float]) -> Grou
     numbers = struct.unpack(f"={2 * _NUM_MEMBERS}i", members)
     num = min(max(world_size, 0), _NUM_MEMBERS)
     return Group(
-        *(name, id_, _STATES[state], rank, world_size, transport, failure, culprit),
+        name=name,
+        id=id_,
+        state=_STATES[state],
+        rank=rank,
+        world_size=world_size,
+        transport=transport,
+        failure=failure,
+        culprit=culprit,
         failed_s=seconds_ago(failed_ticks) if failure else None,
         pids=list(numbers[: 2 * num : 2]),
         global_ranks=list(numbers[1 : 2 * num : 2]),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -14,6 +12,7 @@ from torch import Tensor, nn
 from ringcomm.integrations.transformers.tensor_parallel import refuse_embeddings
 from ringcomm.parallel.model.describe import unwrapped
 from ringcomm.parallel.tensor.layers import RowParallelLinear
+from ringcomm.torch_names import shallow_copy
 
 
 def pipeline_blocks(model: Any) -> dict[str, nn.Module]:
@@ -118,15 +117,7 @@ def _output(model: Any, head_name: str, run: Callable[[Tensor], Tensor]) -> Any:
 
 def _shell_of(module: Any, replaced: dict[str, nn.Module]) -> Any:
     """A shallow copy with the same parameters and submodules, some of which are replaced."""
-    shell = copy.copy(module)
-    shell._modules = {**module._modules, **replaced}
-    shell._forward_hooks = OrderedDict()
-    shell._forward_pre_hooks = OrderedDict(
-        (key, hook)
-        for key, hook in module._forward_pre_hooks.items()
-        if hook is not refuse_embeddings
-    )
-    return shell
+    return shallow_copy(module, replaced, lambda hook: hook is not refuse_embeddings)
 
 
 def _sequence_ranks(layer: nn.Module) -> int:

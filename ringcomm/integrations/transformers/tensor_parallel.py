@@ -35,7 +35,7 @@ from ringcomm.parallel.tensor.regions import (
 )
 from ringcomm.parallel.tensor.replicas import are_same, check_replicas
 from ringcomm.parallel.tensor.splits import SplitModule, mesh_of
-from ringcomm.torch_names import TORCH_VERSION, AsDTensor
+from ringcomm.torch_names import TORCH_VERSION, AsDTensor, has_forward_hooks
 
 Change = Callable[..., Tensor]
 COLUMNS, ROWS, SUMMED = "colwise", "rowwise", "replicated_with_grad_allreduce"
@@ -246,7 +246,7 @@ class _Blocks:
 def _check_plain(module: nn.Module, kind: type[nn.Module], name: str) -> None:
     """A shard must compute what torch's own layer computes; hooks would be lost."""
     is_plain = type(module).forward is kind.forward and "forward" not in vars(module)
-    if not is_plain or module._forward_hooks or module._forward_pre_hooks:
+    if not is_plain or has_forward_hooks(module):
         raise ValueError(
             f"{name}, a {type(module).__name__}, does not compute what {kind.__name__} computes, "
             "or has hooks, which its shards would not run"

@@ -25,13 +25,14 @@ from ringcomm.ops.losses.options import (
     checked_num_items,
     checked_options,
     checked_weight,
-    find_shard,
+    find_vocab_shard,
     first_order_only,
     has_rows,
     shard_of_dtensor,
     with_outputs,
 )
 from ringcomm.ops.losses.soft_targets import float64_cross_entropy, soft_cross_entropy
+from ringcomm.torch_names import base_of
 
 _ops: Any = torch.ops.ringcomm
 
@@ -133,13 +134,13 @@ def cross_entropy(
     if target.is_floating_point():
         if group is not None or inplace or checked.outputs:
             raise ValueError("probabilities as targets do not support group, inplace or outputs")
-        find_shard(logits.shape[-1], None, vocab_start, vocab_size, weight)
+        find_vocab_shard(logits.shape[-1], None, vocab_start, vocab_size, weight)
         return soft_cross_entropy(logits, target, weight, divisor, checked, vocab_size)
 
     if logits.dim() > 2 and logits.shape[:-1] != target.shape == logits.movedim(1, -1).shape[:-1]:
         raise ValueError("classes must be the last dimension of logits: use logits.movedim(1, -1)")
     check_targets(target, logits.shape[:-1], logits.device)
-    shard = find_shard(logits.shape[-1], group, vocab_start, vocab_size, weight)
+    shard = find_vocab_shard(logits.shape[-1], group, vocab_start, vocab_size, weight)
     apply = _InPlace.apply if inplace else _CrossEntropy.apply
     if logits.dtype == torch.float64:
         apply, inplace = float64_cross_entropy, False
@@ -174,7 +175,7 @@ def _rows_of(logits: Tensor, inplace: bool) -> Tensor:
 
 def _check_inplace(logits: Tensor) -> None:
     # In a compiled function, inputs do not count as views.
-    base = None if torch.compiler.is_compiling() else logits._base
+    base = None if torch.compiler.is_compiling() else base_of(logits)
     if any(x is not None and x.is_leaf and x.requires_grad for x in (logits, base)):
         raise ValueError(
             "inplace overwrites the logits, which must not be a leaf that requires grad or a"

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ringcomm.backward_pass import keeps_graph
 from ringcomm.ops.products import add_product
-from ringcomm.torch_names import keeps_graph
 
 _ops: Any = torch.ops.ringcomm
 

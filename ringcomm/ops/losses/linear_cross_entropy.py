@@ -38,7 +38,7 @@ from ringcomm.ops.losses.options import (
     checked_num_items,
     checked_options,
     checked_weight,
-    find_shard,
+    find_vocab_shard,
     first_order_only,
     with_outputs,
 )
@@ -138,7 +138,7 @@ def linear_cross_entropy(
         given64: Any = {"vocab_start": vocab_start, "vocab_size": vocab_size, **options}
         logits = linear(hidden, weight, bias)
         return cross_entropy(logits, target, weight=class_weight, num_items=num_items, **given64)
-    shard = find_shard(weight.shape[0], group, vocab_start, vocab_size, class_weight)
+    shard = find_vocab_shard(weight.shape[0], group, vocab_start, vocab_size, class_weight)
     if sequence_parallel:
         hidden = _ops.all_gather(hidden, shard.group_name)
     elif shard.group_name is not None:

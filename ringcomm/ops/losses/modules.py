@@ -11,7 +11,7 @@ from typing_extensions import Unpack
 from ringcomm.backend import resolve_group
 from ringcomm.ops.losses.cross_entropy import cross_entropy
 from ringcomm.ops.losses.linear_cross_entropy import FusedUpdate, linear_cross_entropy
-from ringcomm.ops.losses.options import LossArguments, checked_options, find_shard
+from ringcomm.ops.losses.options import LossArguments, checked_options, find_vocab_shard
 from ringcomm.torch_names import group_named
 
 
@@ -54,7 +54,7 @@ class CrossEntropyLoss(nn.Module):
                 raise ValueError(
                     "a group needs num_columns, this rank's number of classes, or vocab_start"
                 )
-            shard = find_shard(num_columns, group, None, vocab_size, weight)
+            shard = find_vocab_shard(num_columns, group, None, vocab_size, weight)
             vocab_start, vocab_size = shard.start, shard.size
         self.register_buffer("weight", weight, persistent=False)
         self._group: Any = group

@@ -31,7 +31,7 @@ class VocabShard(NamedTuple):
 MAX_VOCAB_SIZE = 1 << 24
 
 
-def find_shard(
+def find_vocab_shard(
     num_columns: int,
     group: dist.ProcessGroup | None,
     vocab_start: int | None,

@@ -113,7 +113,9 @@ class arena(SavedTensors):  # noqa: N801  # a context, as torch's saved_tensors_
                     _log.warning(
                         "an arena of %d bytes has no room for %d more and grows to %d. Set"
                         " block_bytes to the bytes that a step saves, so that one block suffices",
-                        *(before, num_bytes, self.reserved_bytes),
+                        before,
+                        num_bytes,
+                        self.reserved_bytes,
                     )
         assert place is not None
         kept.flat = place[: flat.nbytes].view(flat.dtype).copy_(flat)

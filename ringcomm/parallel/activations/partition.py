@@ -251,7 +251,10 @@ class auto(partition):  # noqa: N801
             _log.warning(
                 "checkpoints of %d bytes do not fit in %d: activations.auto() keeps 1/%d of them"
                 " on each rank, %d bytes%s",
-                *(plan, self.limit_bytes, self._group.size(), shard_bytes),
+                plan,
+                self.limit_bytes,
+                self._group.size(),
+                shard_bytes,
                 ", in host memory" if self._goes_to_host else "",
             )
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from typing_extensions import Self
 
-from ringcomm.torch_names import storage_id
+from ringcomm.torch_names import base_of, storage_id, version_of
 
 
 class Kept:
@@ -76,9 +76,9 @@ class SavedTensors(ABC):
         if not self._takes(tensor):
             # An output referenced by its own node would never be freed.
             whole = tensor if tensor.is_leaf else tensor.detach()
-            return whole, whole, whole._version
+            return whole, whole, version_of(whole)
         place = storage_id(tensor), tensor.storage_offset()
-        key = *place, tensor.shape, tensor.stride(), tensor.dtype, tensor._version
+        key = *place, tensor.shape, tensor.stride(), tensor.dtype, version_of(tensor)
         kept = self._known.get(key)
         if kept is None:
             kept = Kept(tensor.detach())
@@ -88,16 +88,16 @@ class SavedTensors(ABC):
         # counter.
         alias = tensor.detach()
         alias.data = tensor.new_empty(0)
-        return kept, alias, alias._version
+        return kept, alias, version_of(alias)
 
     def _unpack(self, packed: tuple[Kept | Tensor, Tensor, int]) -> Tensor:
         kept, alias, version = packed
         found = self._restore(kept) if isinstance(kept, Kept) else kept
-        if alias._version != version:
+        if version_of(alias) != version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an"
                 f" inplace operation: [{found.type()} {list(found.shape)}] is at version"
-                f" {alias._version}; expected version {version} instead"
+                f" {version_of(alias)}; expected version {version} instead"
             )
         return found
 
@@ -107,10 +107,11 @@ def is_plain(tensor: Tensor) -> bool:
 
     False for parameters and their views, subclasses, sparse and quantized tensors.
     """
-    base = tensor._base if tensor._base is not None else tensor
+    base = base_of(tensor)
+    root = tensor if base is None else base
     return (
         type(tensor) is Tensor
-        and not isinstance(base, nn.Parameter)
+        and not isinstance(root, nn.Parameter)
         and tensor.layout == torch.strided
         and not tensor.is_quantized
         and tensor.numel() > 0

@@ -107,7 +107,11 @@ class TopKRouter(nn.Linear):
         is_kept = within_capacity(experts, self.num_experts, self.capacity_factor)
         kept = torch.where(is_kept, experts, self.num_experts)
         return Routing(
-            *(logits, probabilities, experts, weights, is_kept),
+            logits=logits,
+            probabilities=probabilities,
+            experts=experts,
+            weights=weights,
+            is_kept=is_kept,
             tokens_per_expert=counts_of(kept, self.num_experts + 1)[:-1],
             num_dropped_tokens=(~is_kept).sum(),
         )
@@ -221,7 +225,9 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         resolved = resolve_group(group, mesh)
         self.router = TopKRouter(
-            *(in_features, num_experts, top_k),
+            in_features,
+            num_experts,
+            top_k,
             capacity_factor=capacity_factor,
             normalize_weights=normalize_weights,
             device=device,

@@ -27,7 +27,7 @@ from ringcomm.parallel.expert.dispatch import (
 )
 from ringcomm.parallel.model.owners import find_trainer
 from ringcomm.parallel.model.saving import refuse_copy, refuse_part
-from ringcomm.torch_names import all_reduce_coalesced_
+from ringcomm.torch_names import all_reduce_coalesced_, foreach_div_, version_of
 
 _AVERAGED = "_ringcomm_averaged"
 
@@ -133,7 +133,7 @@ class LocalExperts(nn.ModuleDict):
         return f"{self.range[0]}:{self.range[1]} of {self.num_experts}"
 
 
-def split_experts(model: nn.Module) -> dict[str, LocalExperts]:
+def expert_parallel_modules(model: nn.Module) -> dict[str, LocalExperts]:
     """The expert-parallel modules of a model, by name."""
     return {
         name: module
@@ -142,15 +142,16 @@ def split_experts(model: nn.Module) -> dict[str, LocalExperts]:
     }
 
 
-def check_data_ranks(model: nn.Module, group: dist.ProcessGroup, who: str) -> None:
+def check_data_ranks(model: nn.Module, group: dist.ProcessGroup, system: str) -> None:
     """Raises ValueError unless the ranks of sharded experts and their replicas are the group's."""
-    for name, experts in split_experts(model).items():
+    for name, experts in expert_parallel_modules(model).items():
         num_replicas = 1 if experts.replica_group is None else experts.replica_group.size()
         if experts.group.size() * num_replicas != group.size():
             raise ValueError(
-                f"{who} is given {group.size()} data-parallel ranks, but {name or 'the model'} has"
-                f" experts over {experts.group.size()} ranks in {num_replicas} replicas: give the"
-                f" layer its replica_group, and {who} the group of all ranks with different tokens"
+                f"{system} is given {group.size()} data-parallel ranks, but {name or 'the model'}"
+                f" has experts over {experts.group.size()} ranks in {num_replicas} replicas: give"
+                f" the layer its replica_group, and {system} the group of all ranks with different"
+                " tokens"
             )
 
 
@@ -162,7 +163,7 @@ def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """
     return {
         name: param
-        for prefix, experts in split_experts(model).items()
+        for prefix, experts in expert_parallel_modules(model).items()
         for name, param in experts.named_parameters(prefix)
     }
 
@@ -173,7 +174,7 @@ def ignore_in_ddp(model: nn.Module) -> None:
     Their gradients need average_gradients(), or a separate optimizer.
     """
     names = [*expert_parameters(model), *torch_names.ignored_in_ddp(model)]
-    for prefix, experts in split_experts(model).items():
+    for prefix, experts in expert_parallel_modules(model).items():
         names += [name for name, _ in experts.named_buffers(prefix)]
     torch_names.ignore_in_ddp(model, names)
 
@@ -212,7 +213,7 @@ def average_gradients(
         group = ddp.process_group
     resolved = resolve_group(group, mesh)
     check_data_ranks(model, resolved, "average_gradients()")
-    layers = split_experts(model)
+    layers = expert_parallel_modules(model)
     params = list(model.parameters())
     if layers and any(isinstance(p, DTensor) and find_trainer(p) is not None for p in params):
         raise RuntimeError(
@@ -242,14 +243,14 @@ def average_gradients(
 
 
 def _has_average(grad: Tensor | None) -> bool:
-    return grad is not None and getattr(grad, _AVERAGED, None) == grad._version
+    return grad is not None and getattr(grad, _AVERAGED, None) == version_of(grad)
 
 
 def _note_average(param: nn.Parameter) -> None:
     """Marks an averaged gradient with its version, which zero_grad() changes."""
     if param.grad is None or not param.requires_grad:
         return
-    setattr(param.grad, _AVERAGED, param.grad._version)
+    setattr(param.grad, _AVERAGED, version_of(param.grad))
     if not hasattr(param, _AVERAGED):
         setattr(param, _AVERAGED, True)
         param.register_hook(partial(_before_accumulation, weakref.ref(param)))
@@ -258,7 +259,7 @@ def _note_average(param: nn.Parameter) -> None:
 def _before_accumulation(of: weakref.ref[nn.Parameter], _: Tensor) -> None:
     grad: Any = getattr(of(), "grad", None)
     if _has_average(grad):
-        setattr(grad, _AVERAGED, grad._version + 1)
+        setattr(grad, _AVERAGED, version_of(grad) + 1)
 
 
 def _average(params: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
@@ -277,4 +278,4 @@ def _average(params: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
             grads.append(param.grad)
     all_reduce_coalesced_(grads, group)
     if grads:
-        torch._foreach_div_(grads, group.size())
+        foreach_div_(grads, group.size())

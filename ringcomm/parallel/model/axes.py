@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 
-class Held(NamedTuple):
+class Sharding(NamedTuple):
     """The ranks with the elements of a parameter.
 
     A sum over each of `groups` in turn includes all elements, each `num_copies` times.
@@ -26,29 +26,29 @@ class Held(NamedTuple):
 class Axes(NamedTuple):
     """The distribution of a model over ranks."""
 
-    held: dict[nn.Parameter, Held]  # each parameter of this rank that counts here
+    shardings: dict[nn.Parameter, Sharding]  # each parameter of this rank that counts here
     groups: tuple[dist.ProcessGroup, ...]  # all of them, in the order in which every rank sums
     stages: dist.ProcessGroup | None  # the group of a pipeline, which is summed last
 
     def sharded_over(self, groups: Mapping[nn.Parameter, dist.ProcessGroup | None]) -> Axes:
         """The axes where the ranks of a group have disjoint pieces of a parameter's gradient."""
-        held, found = dict(self.held), dict[dist.ProcessGroup, None]()
-        for param, of in self.held.items():
+        shardings, found = dict(self.shardings), dict[dist.ProcessGroup, None]()
+        for param, of in self.shardings.items():
             group = groups[param]
             if group is not None and group.size() > 1:
-                held[param] = of._replace(groups=(group, *of.groups))
+                shardings[param] = of._replace(groups=(group, *of.groups))
                 found[group] = None
         others = [group for group in found if group not in self.groups]
-        return self._replace(held=held).in_order([*others, *self.groups])
+        return self._replace(shardings=shardings).in_order([*others, *self.groups])
 
     def in_order(self, groups: Iterable[dist.ProcessGroup]) -> Axes:
         """The axes with these groups, in whose order the elements of each parameter are summed."""
         order = {group: place for place, group in enumerate(dict.fromkeys(groups))}
-        held = {
+        shardings = {
             param: of._replace(groups=tuple(sorted(of.groups, key=order.__getitem__)))
-            for param, of in self.held.items()
+            for param, of in self.shardings.items()
         }
-        return self._replace(held=held, groups=(*order,))
+        return self._replace(shardings=shardings, groups=(*order,))
 
 
 def mesh_of(param: nn.Parameter) -> tuple[list[dist.ProcessGroup], int]:

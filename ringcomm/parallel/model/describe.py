@@ -19,12 +19,12 @@ from torch.distributed.tensor import DTensor
 
 from ringcomm.parallel.expert.local_experts import LocalExperts
 from ringcomm.parallel.flat_collectives import local_of
-from ringcomm.parallel.model.axes import Axes, Held, mesh_of, overlap
+from ringcomm.parallel.model.axes import Axes, Sharding, mesh_of, overlap
 from ringcomm.parallel.model.cut import Cut, cut_of
 from ringcomm.parallel.model.owners import find_shards
 from ringcomm.parallel.model.stage_part import StagePart, stage_part_of
 from ringcomm.parallel.tensor.splits import Split, SplitModule, tensor_groups_of
-from ringcomm.torch_names import WRAPPERS
+from ringcomm.torch_names import WRAPPERS, children_of
 
 
 @dataclass(eq=False)
@@ -93,10 +93,10 @@ class Model:
         self.buffers: dict[Tensor, Weight] = {}
         for prefix, owner, experts in _walk(module, "", None):
             splits = owner.splits if isinstance(owner, SplitModule) else {}
-            for found, own in ((self.weights, owner._parameters), (self.buffers, owner._buffers)):
-                for key, tensor in own.items():
-                    if tensor is None:
-                        continue
+            params = owner.named_parameters(recurse=False, remove_duplicate=False)
+            buffers = owner.named_buffers(recurse=False, remove_duplicate=False)
+            for found, own in ((self.weights, params), (self.buffers, buffers)):
+                for key, tensor in own:
                     weight = found.setdefault(tensor, Weight(tensor, experts=experts))  # type: ignore[arg-type]
                     weight.is_mixed |= weight.experts is not experts
                     weight.names.append(prefix + key)
@@ -157,7 +157,7 @@ class Model:
         # Each rank of a tensor-parallel group counts a fraction of a replicated gradient, because
         # gradients may differ between ranks in the last bit.
         replicas = max(self.tensor_groups, key=lambda group: group.size(), default=None)
-        held, mesh_groups = {}, []
+        shardings, mesh_groups = {}, []
         for param, weight in self.weights.items():
             if self.stage is not None and self.stage.is_counted_elsewhere(param):
                 continue
@@ -171,12 +171,14 @@ class Model:
                 groups, num_copies = [*groups, replicas], num_copies * replicas.size()
             if experts is not None:
                 groups = [*groups, experts]
-            held[param] = Held(tuple(group for group in groups if group.size() > 1), num_copies)
+            shardings[param] = Sharding(
+                tuple(group for group in groups if group.size() > 1), num_copies
+            )
         # A rank may have no weight of theirs.
         parts = [m for m in self.module.modules() if isinstance(m, LocalExperts)]
         of_experts = [part.group for part in parts if part.group.size() > 1]
         others = [g for g in (*mesh_groups, *self.tensor_groups) if g not in of_experts]
-        axes = Axes(held, (), self.stage.group if self.stage else None)
+        axes = Axes(shardings, (), self.stage.group if self.stage else None)
         return axes.in_order([*others, *of_experts])
 
 
@@ -229,6 +231,6 @@ def _walk(
         experts = module
     yield prefix, module, experts
     wrapped = wrapped_attribute(module)
-    for name, child in module._modules.items():
+    for name, child in children_of(module).items():
         if child is not None:
             yield from _walk(child, prefix if name == wrapped else f"{prefix}{name}.", experts)

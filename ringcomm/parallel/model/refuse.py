@@ -17,7 +17,7 @@ from ringcomm.parallel.model.describe import Model, Weight
 from ringcomm.parallel.model.owners import find_shards, find_trainer
 from ringcomm.parallel.model.stage_part import StagePart
 from ringcomm.parallel.tensor.regions import summed_over
-from ringcomm.torch_names import root_mesh
+from ringcomm.torch_names import accumulate_hooks_of, backward_hooks_of, root_mesh
 
 # Of a weight with hooks of users that gradients at stage 3 do not pass.
 HOOK_AT_STAGE_3 = (
@@ -138,8 +138,8 @@ def _sizes_on_ranks(weight: Weight) -> list[int]:
     return [weight.tensor.numel(), *(end - begin for begin, end in ranges)]
 
 
-def _has_hook(weight: Weight, asked: Asked, name: str) -> bool:
-    return _is_trained(weight, asked) and bool(getattr(weight.tensor, name))
+def _has_hook(weight: Weight, asked: Asked, hooks_of: Callable[[Tensor], Any]) -> bool:
+    return _is_trained(weight, asked) and bool(hooks_of(weight.tensor))
 
 
 def _is_on_shared_mesh(weight: Weight, asked: Asked) -> bool:
@@ -248,10 +248,10 @@ _WEIGHTS = (
         "the gradient of {name} is summed over the ranks of a tensor-parallel group, which stage 3"
         " does not support: use stage 1 or 2",
     ),
-    _Row(_FSDP, lambda w, a: _has_hook(w, a, "_backward_hooks"), "{name} " + HOOK_AT_STAGE_3),
+    _Row(_FSDP, lambda w, a: _has_hook(w, a, backward_hooks_of), "{name} " + HOOK_AT_STAGE_3),
     _Row(
         _ZERO,
-        lambda w, a: _has_hook(w, a, "_post_accumulate_grad_hooks"),
+        lambda w, a: _has_hook(w, a, accumulate_hooks_of),
         "{name} has a hook of register_post_accumulate_grad_hook(), which would see the gradient of"
         " one rank and one backward pass: remove it, or use register_hook()",
     ),

@@ -26,7 +26,7 @@ from ringcomm.parallel.offload.state_rows import (
     map_tensors,
     to_json,
 )
-from ringcomm.parallel.offload.tiers import Loan, Tier, make_tier
+from ringcomm.parallel.offload.tiers import RowHandle, Tier, make_tier
 from ringcomm.parallel.offload.transfers import BufferPool
 from ringcomm.parallel.optimizer_classes import (
     BY_WEIGHT,
@@ -132,7 +132,7 @@ class Offloaded(torch.optim.Optimizer):
         self.steps: dict[Tensor, int] = {}
         self._rows = StateRows(self.tier, first)
         self._operands = operands or Operands()
-        self._ahead: dict[tuple[int, int], Loan | None] = {}
+        self._ahead: dict[tuple[int, int], RowHandle | None] = {}
 
     def _note_groups(self) -> None:
         groups = enumerate(self.param_groups)
@@ -225,8 +225,8 @@ class Offloaded(torch.optim.Optimizer):
                 _, called = run_on_parts(self.inner, method, groups, {}, {}, grad_scale, {})
                 after |= zip(others, called, strict=True)
         finally:
-            for loan in self._ahead.values():
-                self._rows.give_back(loan)
+            for handle in self._ahead.values():
+                self._rows.release(handle)
             self._ahead = {}
         for number, options in after.items():
             for key in options.keys() - {*BY_WEIGHT}:
@@ -253,8 +253,8 @@ class Offloaded(torch.optim.Optimizer):
     ) -> dict[str, Any]:
         """Returns the options of the group after the call."""
         piece = self._places[param][0], place.start
-        loan = self._ahead.pop(piece)
-        state = self._rows.view(piece, loan)  # before anything is written
+        handle = self._ahead.pop(piece)
+        state = self._rows.view(piece, handle)  # before anything is written
         weight, grad = self._operands.get(param)
         if not self.is_whole:
             weight = weight.view(-1)[place]
@@ -273,15 +273,15 @@ class Offloaded(torch.optim.Optimizer):
         else:
             state.pop("master", None)
             state = map_tensors(lambda x: x.to(weight.device) if x.dim() else x, state)
-            home = weight if master is None else master.to(weight.device)
+            updated = weight if master is None else master.to(weight.device)
             group = {**self.param_groups[self._places[param][1]], **options_of(options)}
-            given = {param: home}, {param: grad}, grad_scale, {param: state}
+            given = {param: updated}, {param: grad}, grad_scale, {param: state}
             states, (options,) = run_on_parts(self.inner, method, [group], *given)
             state = dict(states.get(param, {}))
             if master is not None:
-                weight.copy_(home)
-                state["master"] = home
-        self._rows.keep(piece, state, loan)
+                weight.copy_(updated)
+                state["master"] = updated
+        self._rows.keep(piece, state, handle)
         return options
 
     # ---- states

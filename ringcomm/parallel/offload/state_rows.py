@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ringcomm.parallel.offload.tiers import Loan, Tier
+from ringcomm.parallel.offload.tiers import RowHandle, Tier
 
 
 def _in_row(tensors: Sequence[Tensor]) -> list[int]:
@@ -61,44 +61,46 @@ class StateRows:
         self.kept: dict[tuple[int, int], tuple[str, dict[str, Any]]] = {}
         self._known: dict[str, list[Tensor]] = {}  # views of rows that stay where they are
 
-    def fetch(self, piece: tuple[int, int]) -> Loan | None:
+    def fetch(self, piece: tuple[int, int]) -> RowHandle | None:
         """Starts reading a state; None if it has no row."""
         key, _ = self.kept.get(piece, ("", None))
         return self._tier.fetch(key) if key else None
 
-    def give_back(self, loan: Loan | None) -> None:
-        """Ends a loan whose state is not kept."""
-        if loan is not None:
-            self._tier.give_back(loan, is_written=False)
+    def release(self, handle: RowHandle | None) -> None:
+        """Releases a row whose state is not kept."""
+        if handle is not None:
+            self._tier.release(handle, is_written=False)
 
-    def view(self, piece: tuple[int, int], loan: Loan | None) -> dict[str, Any]:
+    def view(self, piece: tuple[int, int], handle: RowHandle | None) -> dict[str, Any]:
         """A state of which fetch() returned the row; waits for it."""
         key, values = self.kept.get(piece, ("", {}))
-        views = iter(self._views(key, loan, large_tensors(values)))
+        views = iter(self._views(key, handle, large_tensors(values)))
         found: dict[str, Any] = map_tensors(lambda x: next(views) if x.dim() else x, values)
         return found
 
-    def _views(self, key: str, loan: Loan | None, tensors: list[Tensor]) -> list[Tensor]:
+    def _views(self, key: str, handle: RowHandle | None, tensors: list[Tensor]) -> list[Tensor]:
         """Tensors like these in a row; there is none for tensors without elements."""
-        if loan is None:
+        if handle is None:
             return _views(torch.empty(0, dtype=torch.uint8, device="cpu"), tensors)
         known = self._known.get(key, [])
         kinds = [[(x.shape, x.dtype) for x in of] for of in (known, tensors)]
         if not known or kinds[0] != kinds[1]:
-            known = _views(loan.wait(), tensors)
+            known = _views(handle.wait(), tensors)
             if self._tier.keeps_memory:
                 self._known[key] = known
         return known
 
     def copy(self, piece: tuple[int, int]) -> dict[str, Any]:
         """A copy of a state; {} if there is none."""
-        loan = self.fetch(piece)
-        found: dict[str, Any] = map_tensors(torch.clone, self.view(piece, loan))
-        self.give_back(loan)
+        handle = self.fetch(piece)
+        found: dict[str, Any] = map_tensors(torch.clone, self.view(piece, handle))
+        self.release(handle)
         return found
 
-    def keep(self, piece: tuple[int, int], state: dict[str, Any], loan: Loan | None = None) -> None:
-        """Replaces a state, of which `loan` has the old row; tensors may be views of it.
+    def keep(
+        self, piece: tuple[int, int], state: dict[str, Any], handle: RowHandle | None = None
+    ) -> None:
+        """Replaces a state, of which `handle` has the old row; tensors may be views of it.
 
         Raises TypeError for a tensor of another kind than torch's dense ones.
         """
@@ -110,7 +112,7 @@ class StateRows:
         num_bytes = _in_row(tensors)[-1]
         key = f"state.{self._first + piece[0]}.{piece[1]}.{num_bytes}" if num_bytes else ""
         self.kept[piece] = key, map_tensors(_without_values, state)
-        new = loan if loan is not None and loan.key == key else None
+        new = handle if handle is not None and handle.key == key else None
         if new is None and num_bytes:
             new = self._tier.new(key, num_bytes, torch.uint8)
         if new is not None:
@@ -121,11 +123,11 @@ class StateRows:
                 if p is not x and (p.data_ptr() != x.data_ptr() or p.stride() != x.stride())
             ]
             # What a class has replaced may share memory with another part of the row.
-            for place, value in [(p, x.clone() if new is loan else x) for p, x in moved]:
+            for place, value in [(p, x.clone() if new is handle else x) for p, x in moved]:
                 place.copy_(value)
-            self._tier.give_back(new, is_written=True)
-        if new is not loan:
-            self.give_back(loan)
+            self._tier.release(new, is_written=True)
+        if new is not handle:
+            self.release(handle)
 
 
 def _without_values(value: Tensor) -> Tensor:

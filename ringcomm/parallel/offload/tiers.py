@@ -13,8 +13,8 @@ from ringcomm.parallel.offload.transfers import BufferPool, Transfer, aligned_si
 
 
 @dataclasses.dataclass(eq=False)
-class Loan:
-    """A row that is temporarily in memory, or being read."""
+class RowHandle:
+    """A fetched row: in memory until it is released, or being read."""
 
     key: str
     _row: Tensor
@@ -31,7 +31,7 @@ class Loan:
 class Tier:
     """Named rows: one-dimensional tensors, in this class in memory outside torch's allocator.
 
-    fetch() begins to read a row, wait() of its loan returns it, give_back() ends the loan. row()
+    fetch() begins to read a row, wait() of its handle returns it, and release() ends its use. row()
     and put() combine these calls.
     """
 
@@ -43,31 +43,31 @@ class Tier:
     def __contains__(self, key: str) -> bool:
         return key in self._rows
 
-    def new(self, key: str, num_elems: int, dtype: torch.dtype) -> Loan:
+    def new(self, key: str, num_elems: int, dtype: torch.dtype) -> RowHandle:
         """A row to be fully written, which replaces an old one: its values are undefined."""
         if key not in self._rows:
             self._rows[key] = empty_row(num_elems, dtype)
         return self.fetch(key)
 
-    def fetch(self, key: str) -> Loan:
+    def fetch(self, key: str) -> RowHandle:
         """Starts reading a row. Raises KeyError for an unknown name, OSError if a write failed."""
-        return Loan(key, self._rows[key])
+        return RowHandle(key, self._rows[key])
 
-    def give_back(self, loan: Loan, *, is_written: bool) -> None:
-        """Ends a loan; its row must not be used afterwards. Raises OSError: see FileStore."""
+    def release(self, handle: RowHandle, *, is_written: bool) -> None:
+        """Ends the use of a row. Raises OSError: see FileStore."""
 
     @contextmanager
     def row(self, key: str, *, is_written: bool = False) -> Iterator[Tensor]:
-        """A context with a row to read or write. Raises as fetch() and give_back() do."""
-        loan = self.fetch(key)
-        yield loan.wait()
-        self.give_back(loan, is_written=is_written)
+        """A context with a row to read or write. Raises as fetch() and release() do."""
+        handle = self.fetch(key)
+        yield handle.wait()
+        self.release(handle, is_written=is_written)
 
     def put(self, key: str, value: Tensor) -> None:
-        """Adds or replaces a row. Raises as give_back() does."""
-        loan = self.new(key, value.numel(), value.dtype)
-        loan.wait().copy_(value)
-        self.give_back(loan, is_written=True)
+        """Adds or replaces a row. Raises as release() does."""
+        handle = self.new(key, value.numel(), value.dtype)
+        handle.wait().copy_(value)
+        self.release(handle, is_written=True)
 
     def close(self) -> None:
         """Releases everything."""
@@ -90,20 +90,20 @@ class FileTier(Tier):
     def __contains__(self, key: str) -> bool:
         return key in self.store
 
-    def new(self, key: str, num_elems: int, dtype: torch.dtype) -> Loan:
+    def new(self, key: str, num_elems: int, dtype: torch.dtype) -> RowHandle:
         """See Tier."""
-        return Loan(key, self._pool.take(num_elems, dtype))
+        return RowHandle(key, self._pool.take(num_elems, dtype))
 
-    def fetch(self, key: str) -> Loan:
+    def fetch(self, key: str) -> RowHandle:
         """See Tier."""
         dtype, shape = self.store.spec(key)
         row = self._pool.take(shape.numel(), dtype)
-        return Loan(key, row, self.store.get(key, row))
+        return RowHandle(key, row, self.store.get(key, row))
 
-    def give_back(self, loan: Loan, *, is_written: bool) -> None:
+    def release(self, handle: RowHandle, *, is_written: bool) -> None:
         """See Tier."""
-        row = loan.wait()
-        self._pool.give(row, self.store.put(loan.key, row) if is_written else None)
+        row = handle.wait()
+        self._pool.give(row, self.store.put(handle.key, row) if is_written else None)
 
     def close(self) -> None:
         """See Tier."""

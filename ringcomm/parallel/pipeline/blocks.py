@@ -20,6 +20,7 @@ from ringcomm.parallel.model.describe import describe
 from ringcomm.parallel.model.refuse import Asked, refuse
 from ringcomm.parallel.model.stage_part import StagePart
 from ringcomm.parallel.pipeline.schedules import Log, Plan
+from ringcomm.torch_names import base_of, children_of, unsafe_view
 
 Blocks = Mapping[str, nn.Module] | Sequence[nn.Module] | nn.Sequential | nn.ModuleList
 
@@ -27,7 +28,7 @@ Blocks = Mapping[str, nn.Module] | Sequence[nn.Module] | nn.Sequential | nn.Modu
 def named_blocks(blocks: Blocks) -> dict[str, nn.Module]:
     """The blocks by their names in state dicts; raises TypeError or ValueError if invalid."""
     if isinstance(blocks, nn.Sequential | nn.ModuleList):
-        found: dict[str, Any] = dict(blocks._modules)
+        found: dict[str, Any] = dict(children_of(blocks))
     elif isinstance(blocks, Mapping):
         found = dict(blocks)
     elif isinstance(blocks, Sequence):
@@ -75,7 +76,7 @@ def part_of(
         parent: nn.Module = part
         *outer, last = name.split(".")
         for key in outer:
-            if key not in parent._modules:
+            if key not in children_of(parent):
                 parent.add_module(key, nn.Module())
             parent = parent.get_submodule(key)
         parent.add_module(last, named[name])
@@ -137,7 +138,7 @@ def problem_of(
                 " would fail alone: use fewer ranks, other costs=, or join these blocks to others"
             )
     whole = nn.Module()
-    whole._modules.update(named)
+    children_of(whole).update(named)
     devices = {str(p.device) for p in module.parameters() if not p.is_meta}
     if len(devices) > 1:
         return f"the blocks are on several devices, {', '.join(sorted(devices))}: move them to one"
@@ -194,7 +195,7 @@ def _as_message(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     value = value.contiguous()
-    return torch.ops.aten._unsafe_view(value, value.shape) if value._is_view() else value
+    return value if base_of(value) is None else unsafe_view(value, value.shape)
 
 
 def cut(costs: Sequence[float], num_stages: int) -> list[range]:

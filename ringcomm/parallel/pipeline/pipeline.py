@@ -388,16 +388,28 @@ class Pipeline:
 
     def _make(self, metas: Metas, names: Collection[str]) -> _Made:
         """The stages for inputs and keyword arguments, which have the last of the metas."""
-        place = self.device, self.group
         num_inputs = len(metas) - len(names)
         kwargs = dict(zip(names, metas[num_inputs:], strict=True))
         boundaries = find_boundaries(
-            *(self.plan, self._modules, metas[:num_inputs], kwargs, *place), computes=not self._made
+            self.plan,
+            self._modules,
+            metas[:num_inputs],
+            kwargs,
+            self.device,
+            self.group,
+            computes=not self._made,
         )
         stages = [
             Stage(
-                *(self._modules[idx], module, idx, self.plan.num_stages, *place),
-                *(boundaries[idx], boundaries[idx + 1], self.module.after_backward),
+                own=self._modules[idx],
+                module=module,
+                stage_idx=idx,
+                num_stages=self.plan.num_stages,
+                device=self.device,
+                group=self.group,
+                inputs=boundaries[idx],
+                outputs=boundaries[idx + 1],
+                after_backward=self.module.after_backward,
             )
             for idx, module in self._wrapped.items()
         ]

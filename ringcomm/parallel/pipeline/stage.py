@@ -15,7 +15,7 @@ from torch.func import functional_call
 from ringcomm.parallel.pipeline.blocks import StageModule
 from ringcomm.parallel.pipeline.schedules import Kind, Plan
 from ringcomm.parallel.pipeline.torch_stage import HAS_HALVES, TorchStage, meta_like
-from ringcomm.torch_names import FakeTensorMode, gather_outside_inference_mode
+from ringcomm.torch_names import FakeTensorMode, gather_outside_inference_mode, version_of
 
 Metas = tuple[Tensor, ...]  # of one micro-batch, on the meta device
 
@@ -88,7 +88,7 @@ def _computed(module: StageModule, inputs: Metas, device: torch.device) -> Metas
     with torch.enable_grad(), torch.random.fork_rng(devices):
         values = tuple(value.clone() for value in zeros(inputs, device))
         outputs = functional_call(module, _copied_buffers(module), values)
-    module.writes_inputs |= any(value._version > 0 for value in values)
+    module.writes_inputs |= any(version_of(value) > 0 for value in values)
     return _metas_of(outputs)
 
 

@@ -75,7 +75,7 @@ class ShardedUnit:
         is_full: whether the parameters are gathered.
         is_held: whether free() has no effect.
 
-    With `home`, ZeRO-Infinity's Home, the pieces of large parameters are there.
+    With `shard_store`, ZeRO-Infinity's ShardStore, the pieces of large parameters are there.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class ShardedUnit:
         module: nn.Module,
         params: Sequence[nn.Parameter],
         group: dist.ProcessGroup,
-        home: Any = None,
+        shard_store: Any = None,
     ) -> None:
         self.module, self.params, self.group = module, list(params), group
         self.is_full, self.is_held = True, False
@@ -111,10 +111,10 @@ class ShardedUnit:
         for param in params:
             piece = self._piece(param, rank)
             self.shards.setdefault(param, torch.empty_like(piece)).copy_(piece)
-        self._home = home
-        if home is not None:
+        self._shard_store = shard_store
+        if shard_store is not None:
             self.free()
-            home.keep(self.shards[param] for param in self.large)
+            shard_store.keep(self.shards[param] for param in self.large)
 
     def _piece(self, param: Tensor, rank: int) -> Tensor:
         """A rank's elements of the gathered weight."""
@@ -123,20 +123,22 @@ class ShardedUnit:
 
     def is_away(self, param: nn.Parameter) -> bool:
         """Whether this rank's piece is offloaded, so that read_shard() makes a copy."""
-        return self._home is not None and any(param is large for large in self.large)
+        return self._shard_store is not None and any(param is large for large in self.large)
 
     def read_shard(self, param: nn.Parameter) -> Tensor:
         """This rank's piece, from any storage."""
         if not self.is_away(param):
             return self.shards[param]
-        with self._home.row(self.shards[param], is_written=False) as row:
+        with self._shard_store.row(self.shards[param], is_written=False) as row:
             return row.clone()
 
     def write_shard(self, param: nn.Parameter, value: Tensor) -> None:
         """Replaces this rank's piece; inside WeightShards.writing()."""
         piece = self.shards[param]
         is_away = self.is_away(param)
-        with self._home.row(piece, is_written=True) if is_away else nullcontext(piece) as row:
+        with (
+            self._shard_store.row(piece, is_written=True) if is_away else nullcontext(piece) as row
+        ):
             row.copy_(value)
 
     def gather(self) -> None:
@@ -151,7 +153,7 @@ class ShardedUnit:
             param.__class__ = self._classes[param]
         self.is_full = True
         try:
-            with nullcontext() if self._home is None else self._home.in_memory(self):
+            with nullcontext() if self._shard_store is None else self._shard_store.in_memory(self):
                 self._exchange()
         except BaseException:
             self.free()
@@ -174,7 +176,7 @@ class ShardedUnit:
             torch_names.all_gather_single(rows, self.packed_row, group=self.group)
         for row, targets in zip(rows.split(self._row_bytes), self._targets, strict=True):
             if targets:
-                torch._foreach_copy_(targets, _split(row, targets))
+                torch_names.foreach_copy_(targets, _split(row, targets))
 
     def _gather_uneven(self, rows: Tensor) -> None:
         """One call for the packed pieces and the large ones, which are received in place."""

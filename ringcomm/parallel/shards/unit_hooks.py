@@ -18,18 +18,14 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ringcomm import torch_names
+from ringcomm.backward_pass import BackwardPass, OpenPasses, current_pass, in_backward, will_run
 from ringcomm.parallel.gradient_placeholder import weakly
 from ringcomm.parallel.model.saving import refuse_copy
 from ringcomm.parallel.shards.sharded_unit import ShardedUnit
-from ringcomm.torch_names import graph_task, tree_map_only, untraced
+from ringcomm.torch_names import tree_map_only, untraced
 
 # Containers that a module may change in place.
 _CHANGEABLE = (list, dict)
-
-
-def in_backward() -> bool:
-    """Whether a backward pass runs in this thread."""
-    return graph_task() != torch_names.NO_BACKWARD
 
 
 @untraced
@@ -63,7 +59,7 @@ class _Use:
     """One forward of a unit."""
 
     num_inputs: int = 0  # that require grad
-    graph_task: int = -1  # the last backward that came through
+    last_pass: BackwardPass | None = None  # the last backward pass that came through
 
 
 class UnitHooks:
@@ -82,6 +78,7 @@ class UnitHooks:
         self._params = set(unit.params)
         self._running: list[_Use] = []
         self._watched: set[nn.Parameter] = set()
+        self._passes: OpenPasses[None] = OpenPasses()
         self.forget_backward()
         module = unit.module
         self._handles: list[RemovableHandle] = [
@@ -194,21 +191,19 @@ class UnitHooks:
 
     def forget_backward(self) -> None:
         """As before any backward."""
-        self._graph_tasks: list[int] = []
+        self._passes.forget()
         self._num_inputs = 0  # of the uses that the backward has reached, and not left
         self._missing: set[Tensor] | None = None  # without gradient; None before any use
 
     def _gather_in_backward(self) -> None:
-        task = graph_task()
-        if task not in self._graph_tasks:
-            self._graph_tasks.append(task)
-            torch_names.at_end_of_backward(partial(self._backward_ends, task))
+        self._passes.enter(self._pass_ends)
         self.unit.gather()
 
     def _backward_comes(self, use: _Use, grad: Tensor) -> None:
-        if use.graph_task == graph_task():
+        current = current_pass()
+        if use.last_pass == current:
             return  # through another output
-        use.graph_task = graph_task()
+        use.last_pass = current
         self._gather_in_backward()
         self._num_inputs += use.num_inputs
         if self._missing is None:
@@ -221,7 +216,7 @@ class UnitHooks:
 
     def _backward_left(self, use: _Use, grad: Tensor) -> None:
         refuse_create_graph("WeightShards and offload_weights=True")
-        if use.graph_task == graph_task():
+        if use.last_pass == current_pass():
             self._num_inputs -= 1
             self._free_if_done()
 
@@ -236,11 +231,9 @@ class UnitHooks:
             self._missing = None
             self.unit.free()
 
-    def _backward_ends(self, graph_task: int) -> None:
+    def _pass_ends(self, _: None) -> None:
         """Frees weights without a gradient; a nested backward pass leaves this to the outer one."""
-        if graph_task in self._graph_tasks:
-            self._graph_tasks.remove(graph_task)
-        if not self._graph_tasks:
+        if not self._passes:
             self.forget_backward()
             self.unit.free()
 
@@ -277,7 +270,7 @@ def _may_get_grad(param: nn.Parameter) -> bool:
     """Whether the current backward computes the parameter's gradient; True if unknown."""
     node = torch.autograd.graph.get_gradient_edge(param).node
     try:
-        return torch_names.will_run(node)
+        return will_run(node)
     except RuntimeError:  # torch.autograd.grad() of the parameter
         return True
 

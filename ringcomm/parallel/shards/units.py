@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ringcomm.parallel.expert.local_experts import LocalExperts, split_experts
+from ringcomm.parallel.expert.local_experts import LocalExperts, expert_parallel_modules
 from ringcomm.torch_names import gather_outside_inference_mode, untraced
 
 
@@ -87,7 +87,7 @@ def fsdp_units(
 
 
 def _with_experts(model: nn.Module, units: Iterable[nn.Module] | None) -> list[nn.Module]:
-    apart = [*split_experts(model).values()]
+    apart = [*expert_parallel_modules(model).values()]
     inside = {part for experts in apart for part in experts.modules()}
     given = default_units(model) if units is None else units
     return [*apart, *(unit for unit in given if unit not in inside)]
@@ -157,7 +157,7 @@ def materialize(model: nn.Module, params: Sequence[nn.Parameter], device: torch.
                 new = nn.Parameter(value, requires_grad=param.requires_grad)
                 torch.utils.swap_tensors(param, new)
         for name, buffer in module.named_buffers(recurse=False):
-            module._buffers[name] = torch.empty_like(buffer, device=device)
+            setattr(module, name, torch.empty_like(buffer, device=device))
         module.reset_parameters()  # type: ignore[operator]
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringcomm.backend import resolve_group
+from ringcomm.backward_pass import in_backward
 from ringcomm.ops.updates.fused_update import shard_range
 from ringcomm.parallel.flat_collectives import reduce_scatter_mean
 from ringcomm.parallel.model.describe import describe
@@ -22,14 +23,14 @@ from ringcomm.parallel.model.refuse import Asked, refuse
 from ringcomm.parallel.model.saving import refuse_copy, save_full
 from ringcomm.parallel.model.starts import start_equal_over_data
 from ringcomm.parallel.shards.sharded_unit import ShardedUnit
-from ringcomm.parallel.shards.unit_hooks import UnitHooks, in_backward
+from ringcomm.parallel.shards.unit_hooks import UnitHooks
 from ringcomm.parallel.shards.units import (
     data_group_of,
     materialize,
     new_group_alone,
     params_of_units,
 )
-from ringcomm.torch_names import ignore_in_ddp, ignored_in_ddp
+from ringcomm.torch_names import APPLY, ignore_in_ddp, ignored_in_ddp
 
 
 class WeightShards:
@@ -80,7 +81,7 @@ class WeightShards:
     Collective: one broadcast per unit.
     """
 
-    _home: Any = None  # of ZeRO-Infinity
+    _shard_store: Any = None  # of ZeRO-Infinity
 
     @torch.inference_mode(False)  # what it makes is trained later
     def __init__(
@@ -93,7 +94,7 @@ class WeightShards:
     ) -> None:
         self.group = resolve_group(group, mesh)
         described = describe(model)
-        if self._home is None:  # zero.shard() has asked
+        if self._shard_store is None:  # zero.shard() has asked
             refuse(described, Asked("WeightShards", "WeightShards"))
         found = params_of_units(model, units)
         self._model = model
@@ -104,7 +105,7 @@ class WeightShards:
             materialize(model, params, torch.device("cpu"))
             start_equal_over_data(described, self.group, params)
             ranks = data_group_of(module, self.group) or alone or (alone := new_group_alone())
-            self.units.append(ShardedUnit(module, params, ranks, self._home))
+            self.units.append(ShardedUnit(module, params, ranks, self._shard_store))
         # Buffers on the meta device have been replaced.
         start_equal_over_data(describe(model), self.group, model.buffers())
         for unit in self.units:
@@ -234,7 +235,7 @@ class WeightShards:
             del param.__deepcopy__, param.__reduce_ex__
         note_shards(self._hooks, None)
         for module in self._model.modules():
-            vars(module).pop("_apply", None)
+            vars(module).pop(APPLY, None)
         for handle in self._handles:
             handle.remove()
         self._end_save_full()
@@ -253,7 +254,7 @@ class WeightShards:
                 " outside"
             )
         self.release_all()
-        with nullcontext() if self._home is None else self._home.replacing():
+        with nullcontext() if self._shard_store is None else self._shard_store.replacing():
             yield
 
     def _refuse_load(self, *_: Any) -> NoReturn:
@@ -267,7 +268,7 @@ def refuse_moves(model: nn.Module) -> None:
     """
     for module in model.modules():
         if next(module.parameters(), None) is not None:
-            module._apply = _refuse_move  # type: ignore[method-assign]
+            setattr(module, APPLY, _refuse_move)
 
 
 def _refuse_move(*_: Any) -> NoReturn:

@@ -29,10 +29,9 @@ from ringcomm.parallel.state.tensor_part import (
 from ringcomm.parallel.state.unstepped import State, is_elsewhere, make_states
 from ringcomm.parallel.zero import ZeroOptimizer
 from ringcomm.parallel.zero.states import SCALE_KEYS
-from ringcomm.torch_names import tree_leaves
+from ringcomm.torch_names import EXTRA_STATE, tree_leaves
 
 USER_NAMES = "param_names"  # of an optimizer made from named_parameters()
-EXTRA_STATE = "_extra_state"  # torch's key for what get_extra_state() returns
 
 
 class ModelParts:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from ringcomm.parallel.flat_collectives import all_gathered, device_of, local_of
 from ringcomm.parallel.model.cut import Box, cut_of, pieces_of
-from ringcomm.torch_names import make_wrapper
+from ringcomm.torch_names import make_wrapper, to_copy
 
 Path = tuple[str, ...]
 Read = Callable[[], Tensor]
@@ -29,7 +29,7 @@ _aten = torch.ops.aten
 _BY_PART = {
     _aten.detach.default,
     _aten.clone.default,
-    _aten._to_copy.default,
+    to_copy.default,
     _aten.empty_like.default,
     _aten.zeros_like.default,
 }
@@ -247,9 +247,9 @@ def scatter_whole(
     `wanted` has the parts of this rank, which determine its elements; other paths get None.
     Collective: sends one object, and each full tensor once.
     """
-    told: list[Any] = [{path: _entry_of(value) for path, value in given.items()}, more]
-    dist.broadcast_object_list(told, group=group, group_src=0)
-    entries, more = told
+    objects: list[Any] = [{path: _entry_of(value) for path, value in given.items()}, more]
+    dist.broadcast_object_list(objects, group=group, group_src=0)
+    entries, more = objects
     found: dict[Path, Any] = {}
     for path, entry in entries.items():
         if entry.dtype is None:

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ringcomm.backend import resolve_group
 from ringcomm.ops.collectives import SumOneWay
 from ringcomm.parallel.gradient_placeholder import hookable
+from ringcomm.torch_names import forget_backward_hooks
 
 _ops: Any = torch.ops.ringcomm
 # A fixed overload, because the selection of an overload takes several microseconds per call.
@@ -157,7 +158,7 @@ def give_memory(param: Tensor, value: Tensor, device: torch.device | str | None 
         param, nn.Parameter(made, requires_grad=param.requires_grad) if is_param else made
     )
     if summed is not None:
-        param._backward_hooks = None  # of the memory before
+        forget_backward_hooks(param)  # of the memory before
         all_reduce_grad_(param, summed)
 
 

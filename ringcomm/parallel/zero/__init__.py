@@ -239,7 +239,7 @@ def _described(
     params = {*trained}
     if not params:
         raise ValueError("the optimizer has no parameters")
-    if options.looks_first:
+    if options.needs_all_gradients:
         _ = described.stage  # raises for a piece of a pipeline
     system = "infinity" if options.offload_weights else f"zero {stage}"
     refuse(described, Asked(system, "zero.shard", params, options, mesh))

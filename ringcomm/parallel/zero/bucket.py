@@ -14,6 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ringcomm.backward_pass import (
+    BackwardPass,
+    OpenPasses,
+    current_pass,
+    in_backward,
+    running_node,
+    will_run,
+)
 from ringcomm.parallel.expert.local_experts import LocalExperts
 from ringcomm.parallel.flat_collectives import (
     all_gather_shards,
@@ -27,7 +35,6 @@ from ringcomm.parallel.flat_collectives import (
 from ringcomm.parallel.gradient_placeholder import GradientHooks, largest_of, remove_hooks, weakly
 from ringcomm.parallel.model.describe import Model
 from ringcomm.parallel.zero.optimizer import ShardOptions
-from ringcomm.torch_names import NO_BACKWARD, at_end_of_backward, current_node, graph_task, will_run
 
 
 class BucketPlan(NamedTuple):
@@ -251,7 +258,7 @@ def plan_buckets(
     return plans
 
 
-class BackwardPasses:
+class GradientReducer:
     """Collects the gradients of buckets' weights.
 
     With `reduces` each backward pass reduces every bucket once, in the same order on all ranks,
@@ -279,6 +286,7 @@ class BackwardPasses:
         self.hooks = GradientHooks(params, self, late)
         self._outer_hooks: list[Any] = []
         self._has_passed = False  # since the last call of join()
+        self._passes: OpenPasses[None] = OpenPasses()  # also nested ones
         self.forget()
 
     def forget(self) -> None:
@@ -286,9 +294,9 @@ class BackwardPasses:
         remove_hooks(self._outer_hooks)
         self._outer_hooks = []
         self._has_begun, self._next = False, 0  # the bucket to reduce next
-        self._tasks: set[int] = set()  # graph tasks that call _task_ended()
-        # What the next bucket waits for, in a graph task.
-        self._expected: tuple[int, nn.Parameter] | None = None
+        self._passes.forget()
+        # What the next bucket waits for, in a backward pass.
+        self._expected: tuple[BackwardPass | None, nn.Parameter] | None = None
         # By bucket, the weights whose gradient is missing in this pass.
         self._left = [set(bucket.params) for bucket in self._buckets]
 
@@ -297,7 +305,7 @@ class BackwardPasses:
     def take_gradient(self, param: nn.Parameter, grad: Tensor) -> None:
         """See GradientHooks. In a backward pass collective with `reduces`."""
         idx = self._index[param]
-        is_in_pass = self.reduces and graph_task() != NO_BACKWARD
+        is_in_pass = self.reduces and in_backward()
         if is_in_pass:
             if not self._has_begun:
                 self._has_begun = self._has_passed = True
@@ -347,7 +355,7 @@ class BackwardPasses:
         what = 2 if is_pass else int(any(b.arrived | b.reduced for b in self._buckets))
         found = 0
         present: set[nn.Parameter] = set()
-        due: set[Bucket] = set()
+        fresh: set[Bucket] = set()
         for group in self._groups:
             buckets = [bucket for bucket in self._buckets if bucket.group is group]
             params = [param for bucket in buckets for param in bucket.params]
@@ -359,8 +367,10 @@ class BackwardPasses:
             by_weight, by_bucket = mine[1 : 1 + len(params)], mine[1 + len(params) :]
             found = max(found, mine[0])
             present |= {param for param, has in zip(params, by_weight, strict=True) if has}
-            due |= {bucket for bucket, is_due in zip(buckets, by_bucket, strict=True) if is_due}
-        return found, present, [bucket for bucket in self._buckets if bucket in due]
+            fresh |= {
+                bucket for bucket, is_fresh in zip(buckets, by_bucket, strict=True) if is_fresh
+            }
+        return found, present, [bucket for bucket in self._buckets if bucket in fresh]
 
     # ---- by pass
 
@@ -374,36 +384,33 @@ class BackwardPasses:
         self.forget()
 
     def _pass_over(self, idx: int) -> None:
-        """Reduces the buckets before `idx` that get no more gradients in this graph task."""
-        task = graph_task()
+        """Reduces the buckets before `idx` that get no more gradients in this backward pass."""
+        current = current_pass()
         while self._next < idx:
             left, expected = self._left[self._next], self._expected
-            if expected and expected[0] == task and expected[1] in left:
+            if expected and expected[0] == current and expected[1] in left:
                 return
             for param in left:
                 node = self.hooks.nodes.get(param)
                 if node is not None and will_run(node):
-                    self._expected = task, param
+                    self._expected = current, param
                     return
             self._reduce_next()
 
     def _watch(self, *_: Any) -> None:
-        """Makes the engine call _task_ended() at the end of the current graph task."""
-        task = graph_task()
-        if task not in self._tasks:
-            self._tasks.add(task)
-            at_end_of_backward(weakly(self._task_ended))
+        """Makes the engine call _pass_ended() at the end of the current backward pass."""
+        self._passes.enter(weakly(self._pass_ended))
 
-    def _task_ended(self) -> None:
+    def _pass_ended(self, _: None) -> None:
         """Called at the end of a backward pass, or of the nested one of a reentrant checkpoint."""
-        outer: Any = current_node()
+        outer: Any = running_node()
         if outer is None:
             with torch.no_grad():
                 if self._waits:
                     self._share_facts(is_pass=True)
                 self._end_pass()
             return
-        # A node of the outer task has run this one. Later nodes run in the outer task.
+        # A node of the outer pass has run this one. Later nodes run in the outer pass.
         for node, _ in outer.next_functions:
             if node is not None:
                 self._outer_hooks.append(node.register_prehook(weakly(self._watch)))

@@ -13,17 +13,17 @@ from torch import Tensor, nn
 
 from ringcomm import ops
 from ringcomm.ops.updates.fused_update import Rule, rule_of
-from ringcomm.parallel.expert.local_experts import split_experts
+from ringcomm.parallel.expert.local_experts import expert_parallel_modules
 from ringcomm.parallel.flat_collectives import device_of, takes_uneven, with_own_storage
 from ringcomm.parallel.gradient_placeholder import weakly
 from ringcomm.parallel.model.describe import describe
 from ringcomm.parallel.model.stage_part import StagePart
 from ringcomm.parallel.model.starts import start_equal_over_data
 from ringcomm.parallel.shards.units import materialize
-from ringcomm.parallel.zero.bucket import BackwardPasses, Bucket, plan_buckets
+from ringcomm.parallel.zero.bucket import Bucket, GradientReducer, plan_buckets
 from ringcomm.parallel.zero.inner import Inner
 from ringcomm.parallel.zero.optimizer import Given, ZeroOptimizer
-from ringcomm.torch_names import tree_map_only
+from ringcomm.torch_names import foreach_add_, tree_map_only
 
 
 class FlatZero(ZeroOptimizer):
@@ -54,19 +54,19 @@ class FlatZero(ZeroOptimizer):
         if dtype is not None:
             _compute_in(model, dtype)
         late = frozenset(model.late) if isinstance(model, StagePart) else frozenset()
-        self._passes = BackwardPasses(
+        self._reducer = GradientReducer(
             self._buckets,
             group,
             self.all_params(),
             late,
             reduces=stage == 2,
-            waits=bool(split_experts(model)),
+            waits=bool(expert_parallel_modules(model)),
         )
         if isinstance(model, StagePart) and stage == 2:
-            model.after_backward.append(weakly(self._passes.join))
+            model.after_backward.append(weakly(self._reducer.join))
         # Facts of this step that all ranks share, from _agree().
         self._present: set[nn.Parameter] = set()
-        self._due: list[Bucket] = []
+        self._unreduced: list[Bucket] = []
         self._buffers: dict[Bucket, dict[str, Tensor]] = {bucket: {} for bucket in self._buckets}
         # Offloaded optimizers keep masters with their states.
         offloaded = {p for p, inner in self._inner_by_param.items() if inner.is_offloaded}
@@ -105,17 +105,17 @@ class FlatZero(ZeroOptimizer):
                 )
 
     def _set_sync(self, is_on: bool) -> None:
-        self._passes.reduces = is_on and self.stage == 2
+        self._reducer.reduces = is_on and self.stage == 2
 
     def _agree(self) -> bool:
-        self._passes.hooks.collect()
-        found, self._present, self._due = self._passes.agree()
+        self._reducer.hooks.collect()
+        found, self._present, self._unreduced = self._reducer.agree()
         return bool(found)  # also where only ranks with other experts have a gradient
 
     def _reduce(self) -> None:
-        for bucket in self._due:
+        for bucket in self._unreduced:
             bucket.reduce()
-        self._due = []
+        self._unreduced = []
 
     def _shards(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         for bucket in self._buckets:
@@ -126,8 +126,8 @@ class FlatZero(ZeroOptimizer):
     def _forget_gradients(self) -> None:
         for bucket in self._buckets:
             bucket.forget_gradients()
-        self._passes.forget()
-        self._present, self._due = set(), []
+        self._reducer.forget()
+        self._present, self._unreduced = set(), []
         for param in self._bucket_of:
             param.grad = None
 
@@ -154,9 +154,9 @@ class FlatZero(ZeroOptimizer):
         for inner in self._inners:
             for group in inner.groups:
                 rules |= dict.fromkeys(group["params"], rule_of(inner.optimizer, group))
-        waiting = [bucket for bucket in self._due if bucket.shard_grad is None]
+        waiting = [bucket for bucket in self._unreduced if bucket.shard_grad is None]
         done = [bucket for bucket in waiting if self._updated_by_rules(bucket, rules, factor)]
-        self._due = [bucket for bucket in self._due if bucket not in done]
+        self._unreduced = [bucket for bucket in self._unreduced if bucket not in done]
         self._reduce()
         reduced = [bucket for bucket in self._buckets if bucket.shard_grad is not None]
         rest = [bucket for bucket in reduced if not self._updated_by_rules(bucket, rules, factor)]
@@ -216,7 +216,7 @@ class FlatZero(ZeroOptimizer):
                     **options,
                 )
             if isinstance(rule, ops.AdamWStep):
-                torch._foreach_add_([self._states[param]["step"] for param in params], 1)
+                foreach_add_([self._states[param]["step"] for param in params], 1)
         return True
 
     # ---- state

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ringcomm.parallel.expert.local_experts import split_experts
+from ringcomm.backward_pass import BackwardPass, current_pass, will_run
+from ringcomm.parallel.expert.local_experts import expert_parallel_modules
 from ringcomm.parallel.flat_collectives import all_gathered, takes_uneven
 from ringcomm.parallel.gradient_placeholder import (
     GradientHooks,
@@ -29,10 +30,9 @@ from ringcomm.parallel.offload.tiers import FileTier, make_tier
 from ringcomm.parallel.offload.transfers import BufferPool
 from ringcomm.parallel.optimizer_classes import take_options
 from ringcomm.parallel.shards import WeightShards
-from ringcomm.parallel.zero.home import Home
 from ringcomm.parallel.zero.inner import Grads, Inner
 from ringcomm.parallel.zero.optimizer import Given, ZeroOptimizer
-from ringcomm.torch_names import NO_BACKWARD, graph_task, will_run
+from ringcomm.parallel.zero.shard_store import ShardStore
 
 
 class ZeroInfinity(ZeroOptimizer):
@@ -64,11 +64,13 @@ class ZeroInfinity(ZeroOptimizer):
             self._tier.close()
             self._grads.close()
             raise
-        self._home = Home(self._tier, self._grads, self._replacing, is_filled=resume)
-        self._weights = _HomedShards(self._home, given.model.module, group, units=given.units)
+        self._shard_store = ShardStore(self._tier, self._grads, self._replacing, is_filled=resume)
+        self._weights = _StoredShards(
+            self._shard_store, given.model.module, group, units=given.units
+        )
         self._own = {param: self._weights.shard_of(param) for param in self.all_params()}
         self._share_out({p: unit.group for unit in self._weights.units for p in unit.params})
-        self._has_experts = bool(split_experts(given.model.module))  # on any rank
+        self._has_experts = bool(expert_parallel_modules(given.model.module))  # on any rank
         self._place_offloaded(self._tier)
         if resume:
             self._resume()
@@ -85,7 +87,7 @@ class ZeroInfinity(ZeroOptimizer):
         self._names = {param: given.model.weights[param].name for param in self._own}
         # Since the last step: the number of gradients, and the passes that were compared.
         self._num_grads = dict.fromkeys(self._own, 0)
-        self._compared: set[tuple[int, dist.ProcessGroup]] = set()
+        self._compared: set[tuple[BackwardPass | None, dist.ProcessGroup]] = set()
 
     # ---- files of an earlier run
 
@@ -138,7 +140,7 @@ class ZeroInfinity(ZeroOptimizer):
     def _layout(self) -> dict[str, Any]:
         """Of each weight the shape, the class that updates it, and its owner."""
         return {
-            "shapes": [list(self._home.shape(shard)) for shard in self._own.values()],
+            "shapes": [list(self._shard_store.shape(shard)) for shard in self._own.values()],
             "updates": [[type(self.inner_of(p)).__name__, self.owner_of(p)] for p in self._own],
         }
 
@@ -159,7 +161,7 @@ class ZeroInfinity(ZeroOptimizer):
     @contextmanager
     def _replacing(self) -> Iterator[None]:
         """A context for replacing weights or states outside a step. Collective."""
-        self._home.forget_ahead()
+        self._shard_store.forget_ahead()
         # A write removes the commit before the last, which may be another rank's last one: all
         # ranks wait.
         if self._store is not None:
@@ -171,26 +173,26 @@ class ZeroInfinity(ZeroOptimizer):
 
     def take_gradient(self, param: nn.Parameter, grad: Tensor) -> None:
         """See GradientHooks; the gradient is offloaded here. Collective."""
-        task, group = graph_task(), self.group_of(param)
-        if task != NO_BACKWARD and (task, group) not in self._compared:
-            self._compare(group, task)
+        current, group = current_pass(), self.group_of(param)
+        if current is not None and (current, group) not in self._compared:
+            self._compare(group, current)
         self._num_grads[param] += 1
         mine = self._weights.reduce_scatter(param, grad.to(self.options.grad_dtype))
-        self._home.add_grad(self._own[param], mine)
+        self._shard_store.add_grad(self._own[param], mine)
 
     def drop_gradient(self, param: nn.Parameter) -> None:
         """See GradientHooks."""
         self._num_grads[param] = 0
-        self._home.drop_grad(self._own[param])
+        self._shard_store.drop_grad(self._own[param])
 
-    def _compare(self, group: dist.ProcessGroup, task: int = NO_BACKWARD) -> None:
+    def _compare(self, group: dist.ProcessGroup, current: BackwardPass | None = None) -> None:
         """Raises RuntimeError on all ranks if gradients are of different weights. Collective."""
-        self._compared.add((task, group))
+        self._compared.add((current, group))
         mine = {}
         for param in self._own:
             if self.group_of(param) is group:
                 num_before, node = self._num_grads[param], self._hooks.nodes[param]
-                is_coming = task != NO_BACKWARD and will_run(node)
+                is_coming = current is not None and will_run(node)
                 is_by_hand = num_before == 0 and param.grad is not None
                 found = progress(num_before, is_coming=is_coming, is_by_hand=is_by_hand)
                 mine[self._names[param]] = found
@@ -199,8 +201,8 @@ class ZeroInfinity(ZeroOptimizer):
                 mine,
                 (group,),
                 torch.device("cpu"),
-                who="zero.shard(offload_weights=True)",
-                instead="use stage 1 or 2",
+                system="zero.shard(offload_weights=True)",
+                alternative="use stage 1 or 2",
             )
         except RuntimeError:
             self._forget_gradients()
@@ -210,7 +212,7 @@ class ZeroInfinity(ZeroOptimizer):
         for group in self._groups:
             self._compare(group)
         self._hooks.collect()
-        has = any(map(self._home.has_grad, self._own.values()))
+        has = any(map(self._shard_store.has_grad, self._own.values()))
         return largest_of([has], [self.group], torch.device("cpu"))[0] > 0
 
     def _set_sync(self, is_on: bool) -> None:
@@ -222,8 +224,8 @@ class ZeroInfinity(ZeroOptimizer):
 
     def _shards(self, *, is_written: bool = False) -> Iterator[tuple[nn.Parameter, Tensor]]:
         for param, shard in self._own.items():
-            if self._home.has_grad(shard):
-                with self._home.gradient(shard, is_written=is_written) as grad:
+            if self._shard_store.has_grad(shard):
+                with self._shard_store.gradient(shard, is_written=is_written) as grad:
                     yield param, grad
 
     def _scale_gradients(self, factor: float) -> None:
@@ -243,19 +245,19 @@ class ZeroInfinity(ZeroOptimizer):
 
     def gradient_tensors(self) -> list[Tensor]:
         """See ZeroOptimizer."""
-        return list(self._home.small_grads.values())
+        return list(self._shard_store.small_grads.values())
 
     # ---- the update
 
     def _update(self, factor: float) -> None:
-        self._home.step_begins()
+        self._shard_store.step_begins()
         own = self._own.items()
-        self._step_inner({p: None for p, shard in own if self._home.has_grad(shard)}, factor)
+        self._step_inner({p: None for p, shard in own if self._shard_store.has_grad(shard)}, factor)
         self.num_steps += 1
         self._commit()
 
     def _operands_of(self, inner: Inner) -> Operands:
-        return self._parts if inner.is_whole else self._home
+        return self._parts if inner.is_whole else self._shard_store
 
     def _run_parts(self, inner: Inner, method: str, grads: Grads, factor: float) -> None:
         self._run_offloaded(inner, method, grads, factor)
@@ -275,8 +277,8 @@ class ZeroInfinity(ZeroOptimizer):
         for param in params:
             if self.updates(param):
                 inner.optimizer.start(self._own[param])
-            if self._home.has_grad(self._own[param]):
-                with self._home.gradient(self._own[param]) as grad:
+            if self._shard_store.has_grad(self._own[param]):
+                with self._shard_store.gradient(self._own[param]) as grad:
                     found[param] = grad.clone()
         return {param: self._part_of(param) for param in params}, found
 
@@ -285,13 +287,13 @@ class ZeroInfinity(ZeroOptimizer):
             self._weights.unit_of(param).write_shard(param, part)
 
     def _change_mode(self, mode: str) -> None:
-        self._home.step_begins()
+        self._shard_store.step_begins()
         with self._replacing():
             super()._change_mode(mode)
 
     def close(self) -> None:
         """Restores ordinary, unsharded weights in memory and releases the files. Collective."""
-        self._home.forget_ahead()
+        self._shard_store.forget_ahead()
         self._weights.close()
         self._tier.close()
         self._grads.close()
@@ -312,9 +314,9 @@ class ZeroInfinity(ZeroOptimizer):
         return self._weights.unit_of(param).read_shard(param)
 
 
-class _HomedShards(WeightShards):
-    """WeightShards in a Home. Models may be on the meta device: each unit is materialized alone."""
+class _StoredShards(WeightShards):
+    """WeightShards in a ShardStore; a model on the meta device is materialized unit by unit."""
 
-    def __init__(self, home: Home, *args: Any, **options: Any) -> None:
-        self._home = home
+    def __init__(self, shard_store: ShardStore, *args: Any, **options: Any) -> None:
+        self._shard_store = shard_store
         super().__init__(*args, **options)

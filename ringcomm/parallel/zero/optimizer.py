@@ -21,12 +21,12 @@ from torch.distributed.tensor import DTensor
 from ringcomm.loss_scale import LossScale, clip_factor
 from ringcomm.parallel.clip import over_all_ranks
 from ringcomm.parallel.flat_collectives import local_of
-from ringcomm.parallel.model.axes import Axes, Held
+from ringcomm.parallel.model.axes import Axes, Sharding
 from ringcomm.parallel.model.describe import Model, describe
 from ringcomm.parallel.model.owners import find_trainer
 from ringcomm.parallel.optimizer_classes import over_groups
 from ringcomm.parallel.zero.inner import Inner, InnerSteps, Parts
-from ringcomm.torch_names import active_ddp, mark_stepped, move_hooks, tree_leaves
+from ringcomm.torch_names import active_ddp, foreach_mul_, mark_stepped, move_hooks, tree_leaves
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ class ShardOptions:
         return self.reduce_dtype or torch.float32
 
     @property
-    def looks_first(self) -> bool:
+    def needs_all_gradients(self) -> bool:
         """Whether all gradients must be known before a weight is written."""
         return self.clip_grad_norm is not None or self.loss_scale is not None
 
@@ -284,18 +284,18 @@ class ZeroOptimizer(InnerSteps):
         axes = describe(model).axes()
         # DTensors, as at stage 3, have their own sharding.
         is_flat = not any(isinstance(param, DTensor) for param in self.all_params())
-        return axes.sharded_over({p: self.group_of(p) for p in axes.held}) if is_flat else axes
+        return axes.sharded_over({p: self.group_of(p) for p in axes.shardings}) if is_flat else axes
 
     def _look(self) -> float:
         """The norm of all gradients, reduced, without the loss scale. Collective."""
         self._reduce()
         zero = torch.zeros(1, dtype=torch.float64, device=self._device())
-        own: dict[Held, Tensor] = {}
+        own: dict[Sharding, Tensor] = {}
         for param, grad in self._shards():
-            held = self._axes.held.get(param)
-            if held is not None and grad.numel():  # else tied, and counted by an earlier stage
+            sharding = self._axes.shardings.get(param)
+            if sharding is not None and grad.numel():  # else tied, and counted by an earlier stage
                 norm = torch.linalg.vector_norm(grad, dtype=torch.float32).double()
-                own[held] = own.get(held, zero) + norm.square()
+                own[sharding] = own.get(sharding, zero) + norm.square()
         return float(over_all_ranks(self._axes, own, zero, num_sums=1)) ** 0.5 / self._grad_scale
 
     def _refuse_not_finite(self, norm: float) -> None:
@@ -322,7 +322,7 @@ class ZeroOptimizer(InnerSteps):
 
     def _step(self) -> None:
         factor = 1 / self._grad_scale
-        if self.options.looks_first:
+        if self.options.needs_all_gradients:
             self.grad_norm = self._look()
             is_overflow = not math.isfinite(self.grad_norm)
             if self._scale is not None:
@@ -351,7 +351,7 @@ class ZeroOptimizer(InnerSteps):
     def _scale_gradients(self, factor: float) -> None:
         """Multiplies reduced gradients."""
         if factor != 1 and (grads := [grad for _, grad in self._shards()]):
-            torch._foreach_mul_(grads, factor)
+            foreach_mul_(grads, factor)
 
     @abstractmethod
     def _shards(self) -> Iterator[tuple[nn.Parameter, Tensor]]:

@@ -12,7 +12,7 @@ from torch import nn
 
 from ringcomm.ops.updates.fused_update import shard_range
 from ringcomm.parallel.clip import bytes_over_all_ranks
-from ringcomm.parallel.expert.local_experts import split_experts
+from ringcomm.parallel.expert.local_experts import expert_parallel_modules
 from ringcomm.parallel.flat_collectives import place_in
 from ringcomm.parallel.model.describe import describe
 from ringcomm.parallel.offload.optimizers import Offloaded
@@ -82,7 +82,7 @@ def predict_memory(
         parts = [of._replace(buffers=_with_experts(unit, by_unit)) for unit, of in by_unit.items()]
     parameters, gradients, kept, buffers = zip(*parts, strict=True)
     # With sharded experts stage 2 reduces at the end of a pass.
-    all_at_once = stage == 2 and split_experts(model)
+    all_at_once = stage == 2 and expert_parallel_modules(model)
     total = sum(buffers) if all_at_once else max(buffers)
     return Memory(sum(parameters), sum(gradients), sum(kept), total)
 
@@ -117,7 +117,7 @@ def predict_traffic(
         )
     optimizers = optimizers_of(optimizer)
     params = [param for one in optimizers for param in params_in(one.param_groups)]
-    total = ranks.bytes_of_norm() if chosen.looks_first else 0
+    total = ranks.bytes_of_norm() if chosen.needs_all_gradients else 0
     # Whether a step on whole weights has failed; with offload_weights in each of its rounds.
     wholes = [each for each in optimizers if needs_whole(each, whole)]
     owners = _owners(wholes, ranks)
@@ -125,7 +125,7 @@ def predict_traffic(
         own = [param for param in params_in(each.param_groups) if param in owners]
         num_rounds = max(Counter((ranks.group_of(p), owners[p]) for p in own).values(), default=0)
         total += others * (num_rounds if chosen.offload_weights else 1)
-        if num_rounds and chosen.offload_weights and split_experts(model):
+        if num_rounds and chosen.offload_weights and expert_parallel_modules(model):
             total += 4 * others  # the number of rounds
     if stage < 3:
         buckets = _planned(optimizers, owners, ranks)
@@ -218,7 +218,7 @@ class _Ranks:
     def bytes_of_norm(self) -> int:
         """Sent for the norm of all gradients."""
         axes = self.model.axes()
-        groups = {param: self.group_of(param) for param in axes.held}
+        groups = {param: self.group_of(param) for param in axes.shardings}
         if dist.is_initialized() and dist.get_world_size() == self.size():
             world: Any = dist.group.WORLD  # which may be the group of experts
             groups = {p: world if group is self else group for p, group in groups.items()}
@@ -309,7 +309,7 @@ def _of_unit(
 
 def _with_experts(unit: nn.Module, by_unit: Mapping[nn.Module, Memory]) -> int:
     """The buffers of a unit, and of the largest experts that it runs, which are other units."""
-    inside = {*split_experts(unit).values()} & by_unit.keys() - {unit}
+    inside = {*expert_parallel_modules(unit).values()} & by_unit.keys() - {unit}
     return by_unit[unit].buffers + max((by_unit[m].buffers for m in inside), default=0)
 
 
@@ -332,7 +332,7 @@ def _of_infinity(
         wholes[module], extras[module] = sum(p.nbytes for p in params), 2 * shards + largest
     peaks = []
     for module, extra in extras.items():
-        inside = {*split_experts(module).values()} & extras.keys() - {module}
+        inside = {*expert_parallel_modules(module).values()} & extras.keys() - {module}
         most = max([extra, *(wholes[m] + extras[m] for m in inside)])
         peaks.append((module is not model) * wholes[module] + most)
     return Memory(resident, gradients, 0, wholes.get(model, 0) + max(peaks))

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
+from ringcomm.backward_pass import OpenPasses
 from ringcomm.parallel.flat_collectives import device_of, local_of, place_in
 from ringcomm.parallel.gradient_placeholder import hookable, largest_of, weakly
 from ringcomm.parallel.model.describe import Model, describe
@@ -36,13 +37,12 @@ from ringcomm.parallel.shards.units import (
 from ringcomm.parallel.shards.weight_shards import refuse_moves
 from ringcomm.parallel.zero.optimizer import Given, ZeroOptimizer
 from ringcomm.torch_names import (
-    at_end_of_backward,
+    backward_hooks_of,
     drop_accumulated,
     fill_accumulated,
     fsdp_params,
     gather_when_needed,
     gathered_weights,
-    graph_task,
     is_gathered,
     reduce_unused,
     root_mesh,
@@ -78,7 +78,7 @@ class Zero3(ZeroOptimizer):
                 for param, weight in describe(model).weights.items()
             }
         )
-        self._begun: set[int] = set()  # backward passes that have not ended
+        self._passes: OpenPasses[None] = OpenPasses()
         self._is_in_forward = False  # also after a forward that has raised
         self._awaits_backward = False  # a forward pass has made a graph, and no backward pass began
         named = model.named_parameters()
@@ -86,7 +86,8 @@ class Zero3(ZeroOptimizer):
         model.register_forward_pre_hook(untraced(weakly(self._forward_begins)))
         meshes = {getattr(param, "device_mesh", None) for param in model.parameters()}
         for module in model.modules():
-            if not isinstance(module, FSDPModule) and module._parameters:
+            has_weights = next(module.parameters(recurse=False), None) is not None
+            if has_weights and not isinstance(module, FSDPModule):
                 module.register_forward_pre_hook(partial(_check_gathered, meshes))
         model.register_forward_hook(untraced(weakly(self._watch_outputs)))
         refuse_moves(model)
@@ -160,10 +161,7 @@ class Zero3(ZeroOptimizer):
     def _pass_begins(self, _: tuple[Tensor, ...]) -> None:
         refuse_create_graph("stage 3 of zero.shard()")
         self._awaits_backward = False
-        task = graph_task()
-        if task not in self._begun:
-            self._begun.add(task)
-            at_end_of_backward(partial(self._begun.discard, task))
+        self._passes.enter()
 
     @property
     def _grad_scale(self) -> float:
@@ -233,7 +231,7 @@ class Zero3(ZeroOptimizer):
                 yield param, local_of(param.grad)
 
     def _check_unchanged(self) -> None:
-        if self._begun:
+        if self._passes:
             raise RuntimeError(
                 "a backward pass raised an error at stage 3: call zero_grad() before the next one,"
                 " or, before torch 2.13, make the model and its optimizer again from a checkpoint"
@@ -253,7 +251,7 @@ class Zero3(ZeroOptimizer):
                     " use_reentrant=False"
                 )
         super()._check_unchanged()
-        if any(param._backward_hooks for param in self.all_params()):
+        if any(map(backward_hooks_of, self.all_params())):
             raise ValueError(f"a weight {HOOK_AT_STAGE_3}")
 
     def _reset_units(self) -> None:
@@ -262,7 +260,7 @@ class Zero3(ZeroOptimizer):
         if hasattr(model, "reset_iter_state"):  # from torch 2.13 on
             model.reset_iter_state()
             self._is_in_forward = False
-            self._begun.clear()
+            self._passes.forget()
 
     def _update(self, factor: float) -> None:
         self._step_inner(dict(self._shards()), factor)
@@ -272,7 +270,7 @@ class Zero3(ZeroOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops all gradients, for any `set_to_none`, and those of no_sync() or a failed pass."""
-        model, has_failed = self._model(), bool(self._begun)
+        model, has_failed = self._model(), bool(self._passes)
         if has_failed:
             self._reset_units()
         has_whole = has_failed or bool(self._kept)
@@ -353,7 +351,7 @@ def _check_gathered(meshes: set[Any], module: nn.Module, _: Any) -> None:
 
     With torch's tensor parallelism gathered weights are DTensors too, of other meshes.
     """
-    own: Any = () if torch.compiler.is_compiling() else module._parameters.values()
+    own: Any = () if torch.compiler.is_compiling() else module.parameters(recurse=False)
     for param in own:
         if isinstance(param, DTensor) and param.device_mesh in meshes:
             raise RuntimeError(

@@ -138,7 +138,7 @@ def use(rank: int, world_size: int) -> None:
 def run_phase(phase: str, rank: int, world_size: int, transport: Transport, store: str) -> None:
     if phase == "init":
         os.environ["RINGCOMM_HOST_ID"] = transport.hosts[rank]
-        options = ringcomm.Options(transport=transport.option, says_waits=False)  # type: ignore[arg-type]
+        options = ringcomm.Options(transport=transport.option, log_waits=False)  # type: ignore[arg-type]
         init_group(rank, world_size, store, TIMEOUT_S, options)
     elif phase == "destroy":
         dist.destroy_process_group()

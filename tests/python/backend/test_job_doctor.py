@@ -50,7 +50,7 @@ def late_jobs(
     """The folder and the pids of jobs whose waits are long, while other tests run."""
     own = Launcher()  # the other one ends all of its jobs at once
     jobs = {}
-    silent = {"RINGCOMM_SAYS_WAITS": "0"}
+    silent = {"RINGCOMM_LOG_WAITS": "0"}
     for name, case, env in (
         *((name, "late", env) for name, env in ENVS.items()),
         ("silent", "late", silent),

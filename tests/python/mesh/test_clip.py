@@ -26,7 +26,7 @@ from ringcomm.nn import (
     VocabParallelEmbedding,
 )
 from ringcomm.parallel import clip_grad_norm_, expert, pipeline, tensor
-from ringcomm.parallel.expert.local_experts import split_experts
+from ringcomm.parallel.expert.local_experts import expert_parallel_modules
 from ringcomm.parallel.model.describe import describe
 
 DIM, VOCAB = 6, 11
@@ -148,7 +148,7 @@ def make_model(case: Case) -> Any:
         whole = Whole(blocks)
         mine = set(expert.expert_parameters(whole).values())
         if mine and case.dp > 1:
-            for layer in split_experts(whole).values():
+            for layer in expert_parallel_modules(whole).values():
                 for one in layer.values():
                     fully_shard(one, mesh=mesh["dp"])
             mine = set(expert.expert_parameters(whole).values())

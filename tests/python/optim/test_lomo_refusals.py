@@ -91,10 +91,10 @@ def test_few_tokens_hold_what_a_layer_had_and_many_its_gradient() -> None:
         layer = nn.Linear(64, 64, bias=False)
         opt = Lomo(layer, LR, clip_grad_norm=1.0)
         layer(torch.randn(tokens, 64)).sum().backward()
-        held = opt._path.slots[0].held
-        assert held is not None
-        assert (len(held.parts) == 1) is is_dense
-        assert held.nbytes == (64 * 64 * 4 if is_dense else tokens * 128 * 4)
+        deferred = opt._path.slots[0].deferred
+        assert deferred is not None
+        assert (len(deferred.parts) == 1) is is_dense
+        assert deferred.nbytes == (64 * 64 * 4 if is_dense else tokens * 128 * 4)
 
 
 CUT_OFF: list[tuple[int, dict[str, Any]]] = [  # micro-batches before the exception, and options

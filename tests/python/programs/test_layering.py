@@ -148,6 +148,15 @@ def test_package_imports_none_of_its_users() -> None:
     assert not wrong, "\n".join(f"{name_of(path)} imports {module}" for path, module in wrong)
 
 
+def test_parallel_does_not_import_optim() -> None:
+    wrong = [
+        f"{name_of(path)} imports {module} {names}"
+        for path, module, names in imports_of("ringcomm/parallel")
+        if module.startswith("ringcomm.optim") or (module == "ringcomm" and "optim" in names)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
 @pytest.mark.parametrize(("folder", "root"), [("ringcomm", "."), ("benchmarks", "benchmarks")])
 def test_python_imports_make_no_circle(folder: str, root: str) -> None:
     """Imports inside functions count too: they would hide a circle. Lint forbids relative ones."""

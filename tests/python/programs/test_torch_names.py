@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import pytest
 import torch
@@ -26,18 +26,14 @@ ROOT = Path(__file__).resolve().parents[3]
 PACKAGE = ROOT / "ringcomm"
 GATHERED = {PACKAGE / "torch_names.py", PACKAGE / "parallel" / "pipeline" / "torch_stage.py"}
 
-# Used anywhere: documented, or unchanged since torch 1.x and used by all libraries.
-TENSOR = ("_version", "_base", "_is_view", "_backward_hooks", "_post_accumulate_grad_hooks")
-MODULE = ("_modules", "_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks", "_apply")
-FUNCTIONS = (
-    *("torch._check", "torch._foreach_add_", "torch._foreach_copy_", "torch._foreach_div_"),
-    *("torch._foreach_mul_", "torch._foreach_norm"),
-    *("torch.ops.aten._to_copy", "torch.ops.aten._unsafe_view"),
-)
-# Of named tuples, of transformers, and of Accelerate.
+TENSOR = ("_version", "_base", "_backward_hooks", "_post_accumulate_grad_hooks")
+MODULE = ("_modules", "_forward_hooks", "_forward_pre_hooks", "_apply")
+# Of named tuples, sys, transformers, Accelerate and vLLM.
 OF_OTHERS = {"_replace", "_attn_implementation", "_current_frames", "_mixed_mesh_grads"}
-OF_OTHERS |= {"_prepare_backend", "_apply_gate"}
-ANYWHERE = {*TENSOR, *MODULE, *(name.rpartition(".")[2] for name in FUNCTIONS), *OF_OTHERS}
+OF_OTHERS |= {"_prepare_backend", "_apply_gate", "_default_apply_gate", "_CPUSHMDistributed"}
+# Strings that are no names of torch: suffixes, and attributes that ringcomm adds to tensors.
+OWN_STRINGS = {"_bytes", "_col", "_rate", "_ratio", "_update_"}
+OWN_STRINGS |= {"_ringcomm_averaged", "_ringcomm_summed_over"}
 
 
 @cache
@@ -49,9 +45,14 @@ def private(text: str) -> bool:
     return any(re.match("_(?!_)", part) for part in text.split("."))
 
 
-def names_in(path: Path) -> Iterator[tuple[int, str]]:
-    """(line, name) of private names that a file imports of torch or reads of another object."""
-    for node in ast.walk(parsed(path)):
+def is_name(value: Any) -> TypeGuard[str]:
+    """Whether a constant is a string that may name something, such as "_apply" or "torch._C"."""
+    return isinstance(value, str) and re.fullmatch(r"[A-Za-z_][\w.]*", value) is not None
+
+
+def names_in(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """(line, name) of private names that code imports of torch, reads of an object, or spells."""
+    for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
             whole = [f"{node.module}.{alias.name}" for alias in node.names]
             yield from ((node.lineno, name) for name in whole if private(name))
@@ -59,12 +60,11 @@ def names_in(path: Path) -> Iterator[tuple[int, str]]:
             whole = [alias.name for alias in node.names]
             yield from ((node.lineno, x) for x in whole if x.startswith("torch.") and private(x))
         elif isinstance(node, ast.Attribute) and private(node.attr):
-            if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")):
+            # super(): methods that nn.Module documents for overriding.
+            if ast.unparse(node.value) not in ("self", "cls", "super()"):
                 yield node.lineno, ast.unparse(node)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
-            name = node.args[1]
-            if isinstance(name, ast.Constant) and private(str(name.value)):
-                yield node.lineno, str(name.value)
+        elif isinstance(node, ast.Constant) and is_name(node.value) and private(node.value):
+            yield node.lineno, node.value
 
 
 def is_stored_in_self(node: ast.Attribute) -> bool:
@@ -86,16 +86,91 @@ def own_names() -> set[str]:
     return found
 
 
+@cache
+def allowed_names() -> set[str]:
+    own = own_names() | {"_C", "_cuda", "_kernels"}
+    # Also names of the package, where its own classes have them.
+    of_torch = {name for kind in (torch.Tensor, nn.Module()) for name in dir(kind)}
+    return own - of_torch | OF_OTHERS | OWN_STRINGS
+
+
+def names_of_torch(tree: ast.Module) -> list[tuple[int, str]]:
+    """(line, name) of each private name of torch."""
+    found = []
+    for line, name in names_in(tree):
+        is_torchs = name.startswith(("torch.", "dist."))
+        if is_torchs or name.rpartition(".")[2] not in allowed_names():
+            found.append((line, name))
+    return found
+
+
 def test_private_names_of_torch_are_gathered() -> None:
-    own, found = own_names() | {"_C"}, []
-    for path in sorted({*PACKAGE.rglob("*.py")} - GATHERED):
-        for line, name in names_in(path):
-            last = name.rpartition(".")[2]
-            is_torchs = name.startswith(("torch.", "dist."))
-            if last not in ANYWHERE and (is_torchs or last not in own):
-                found.append(f"{path.relative_to(ROOT)}:{line}: {name}")
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {name}"
+        for path in sorted({*PACKAGE.rglob("*.py")} - GATHERED)
+        for line, name in names_of_torch(parsed(path))
+    ]
     text = "\n".join(found)
     assert not found, f"private names of torch; put them into ringcomm/torch_names.py:\n{text}"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from torch._utils import _take_tensors",
+        "import torch._dynamo",
+        "from torch import _C",
+        "torch._C._current_graph_task_id()",
+        "torch._foreach_add_(tensors, 1)",
+        "dist.distributed_c10d._world.pg_map",
+        "torch.autograd.graph._allow_mutation_on_saved_tensors_enabled",
+        "torch.distributed.tensor._utils.compute_local_shape_and_global_offset(*args)",
+        "tensor._version",
+        "module._modules",
+        "module._buffers[name] = tensor",
+        'getattr(group, "_get_backend")(device)',
+        'vars(module).pop("_apply", None)',
+        'replace(torch.amp.GradScaler, "_unscale_grads_", check)',
+        'find("torch.distributed.tensor._utils")',
+    ],
+)
+def test_a_private_name_is_found(code: str) -> None:
+    assert names_of_torch(ast.parse(code))
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "self._modules",
+        "from ringcomm import _C",
+        "axes._replace(groups=())",
+        "tensor.__class__",
+        "dist.get_process_group_ranks(group)",
+        'message = "call torch._C._current_graph_task_id() instead"',
+    ],
+)
+def test_other_names_are_not_found(code: str) -> None:
+    assert not names_of_torch(ast.parse(code))
+
+
+def test_one_file_asks_the_engine_for_its_backward_pass() -> None:
+    of_engine = {"graph_task", "NO_GRAPH_TASK", "queue_callback", "running_node", "keeps_graph"}
+    of_engine |= {"will_run"}
+    users = {
+        path.relative_to(PACKAGE).as_posix()
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.ImportFrom) and node.module == "ringcomm.torch_names"
+        if of_engine & {alias.name for alias in node.names}
+    }
+    users |= {
+        path.relative_to(PACKAGE).as_posix()
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "torch_names"
+        if node.attr in of_engine
+    }
+    assert users == {"backward_pass.py"}
 
 
 def test_no_other_file_overrides_private_methods_of_stages() -> None:
@@ -124,22 +199,24 @@ def is_reached(name: str) -> bool:
 
 IN_TORCH = (
     "torch.autograd.graph._allow_mutation_on_saved_tensors_enabled",
-    *FUNCTIONS,
+    *("torch._check", "torch._foreach_add_", "torch._foreach_copy_", "torch._foreach_div_"),
+    *("torch._foreach_mul_", "torch._foreach_norm"),
+    *("torch.ops.aten._to_copy", "torch.ops.aten._unsafe_view"),
+    "torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX",
+    "torch.ops._c10d_functional.all_reduce",
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.ActivationWrapper",
     "torch.autograd.forward_ad._current_level",
     "torch._C._are_functorch_transforms_active",
     "torch._C._autograd._get_current_graph_task_keep_graph",
     "torch._C._current_autograd_node",
     "torch._C._current_graph_task_id",
     "torch._C._disabled_torch_function_impl",
-    "torch._C._distributed_c10d.AllgatherOptions",
     "torch._C._dynamo.eval_frame.get_eval_frame_callback",
     "torch._C._will_engine_execute_node",
     "torch._disable_dynamo",
     "torch._subclasses.fake_tensor.FakeTensor",
     "torch._subclasses.fake_tensor.FakeTensorMode",
-    "torch._utils._flatten_dense_tensors",
     "torch._utils._take_tensors",
-    "torch._utils._unflatten_dense_tensors",
     "torch.Tensor._make_wrapper_subclass",
     "torch.autograd.Variable._execution_engine.queue_callback",
     "torch.amp.GradScaler._unscale_grads_",
@@ -175,6 +252,8 @@ IN_TORCH = (
 ON_OBJECTS = {
     *("_cdata", "_timeout", "_module_parameters", "_ddp_params_and_buffers_to_ignore"),
     *("_ddp_ignored", "_get_fsdp_state", "_unsharded_param", "_spec", "_record_post_forward"),
+    *("_opt_called", "_zero_grad_profile_name", "_optimizer_", "_hooks"),
+    *("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"),
 }
 # Of older versions of torch, which torch_stage.py and torch_names.py ask for by version.
 OF_VERSIONS = {
@@ -191,7 +270,7 @@ def test_every_gathered_name_is_checked() -> None:
     used = {
         part
         for path in GATHERED
-        for _, name in names_in(path)
+        for _, name in names_in(parsed(path))
         for part in re.findall(r"\b_(?!_)\w+", name)
     }
     unknown = used - known - {"_aten", "_c10d", "_ddp", "_utils", "_C", "_cuda", "_kernels"}
@@ -201,6 +280,8 @@ def test_every_gathered_name_is_checked() -> None:
 def test_the_running_torch_has_every_name() -> None:
     import torch.distributed.checkpoint.state_dict
     import torch.distributed.tensor._utils
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+    from torch.distributed.fsdp._common_utils import FSDP_WRAPPED_MODULE
 
     gone = [name for name in IN_TORCH if not is_reached(name)]
     tensor, module = torch.ones(1), nn.Linear(1, 1)
@@ -208,6 +289,20 @@ def test_the_running_torch_has_every_name() -> None:
     gone += [f"nn.Module.{name}" for name in MODULE if not hasattr(module, name)]
     if not hasattr(tensor.untyped_storage(), "_cdata"):
         gone.append("UntypedStorage._cdata")
+    optimizer: Any = torch.optim.SGD(module.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    optimizer.step()
+    scheduler.step()
+    names = ["_opt_called", "_zero_grad_profile_name", "_optimizer_step_pre_hooks"]
+    names += ["_optimizer_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks"]
+    gone += [f"Optimizer.{name}" for name in names if not hasattr(optimizer, name)]
+    wrapped = {
+        "_orig_mod": torch.compile(module),
+        "_checkpoint_wrapped_module": checkpoint_wrapper(module),
+    }
+    gone += [name for name, wrapper in wrapped.items() if not hasattr(wrapper, name)]
+    if FSDP_WRAPPED_MODULE != "_fsdp_wrapped_module":
+        gone.append("FullyShardedDataParallel._fsdp_wrapped_module")
     stage = {name for base in PipelineStage.__mro__ for name in vars(base)}
     gone += [f"PipelineStage.{name}" for name in sorted(OF_VERSIONS - stage) if "infra" in name]
     assert not gone, f"torch {torch.__version__} has no {', '.join(gone)}: see torch_names.py"

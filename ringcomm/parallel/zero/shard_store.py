@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from ringcomm.parallel.offload.operands import Operands
-from ringcomm.parallel.offload.tiers import Loan, Tier
+from ringcomm.parallel.offload.tiers import RowHandle, Tier
 from ringcomm.parallel.shards.sharded_unit import ShardedUnit
 
 
-class Home(Operands):
+class ShardStore(Operands):
     """Large shards are rows of the tier `weights`, gradients of `grads`; small ones stay in memory.
 
     `is_filled`: whether the tier has the shards. Units are prefetched in the order of the previous
@@ -37,11 +37,11 @@ class Home(Operands):
         self._keys: dict[Tensor, str] = {}
         self._shapes: dict[Tensor, torch.Size] = {}
         self._order: list[ShardedUnit] = []  # of the last step
-        self._came: list[ShardedUnit] = []  # of this one
-        self._ahead: tuple[ShardedUnit, dict[Tensor, Loan]] | None = None
+        self._used: list[ShardedUnit] = []  # of this one
+        self._ahead: tuple[ShardedUnit, dict[Tensor, RowHandle]] | None = None
         self._fresh: set[Tensor] = set()  # shards that have a gradient
         self.small_grads: dict[Tensor, Tensor] = {}
-        self._of_update: dict[Tensor, tuple[Loan, Loan | None]] = {}
+        self._of_update: dict[Tensor, tuple[RowHandle, RowHandle | None]] = {}
 
     # ---- weights
 
@@ -58,22 +58,22 @@ class Home(Operands):
     def in_memory(self, unit: ShardedUnit) -> Iterator[None]:
         """A context in which a unit's shards are in memory; prefetches those of the next unit."""
         if self._ahead is not None and self._ahead[0] is unit:
-            loans, self._ahead = self._ahead[1], None
+            handles, self._ahead = self._ahead[1], None
         else:
             self.forget_ahead()
-            loans = self._fetch(unit)
-        self._came.append(unit)
-        for shard, loan in loans.items():
-            shard.data = loan.wait()
-        num_came = len(self._came)
-        if self._came == self._order[:num_came] and num_came < len(self._order):
-            following = self._order[num_came]
+            handles = self._fetch(unit)
+        self._used.append(unit)
+        for shard, handle in handles.items():
+            shard.data = handle.wait()
+        num_used = len(self._used)
+        if self._used == self._order[:num_used] and num_used < len(self._order):
+            following = self._order[num_used]
             self._ahead = following, self._fetch(following)
         try:
             yield
         finally:
-            for shard, loan in loans.items():
-                self._weights.give_back(loan, is_written=False)
+            for shard, handle in handles.items():
+                self._weights.release(handle, is_written=False)
                 shard.data = shard.new_empty(0)
 
     def row(self, shard: Tensor, *, is_written: bool) -> AbstractContextManager[Tensor]:
@@ -84,16 +84,16 @@ class Home(Operands):
     def step_begins(self) -> None:
         """Called before weights are written, after which the model repeats its order of units."""
         self.forget_ahead()
-        self._order, self._came = self._came, []
+        self._order, self._used = self._used, []
 
     def forget_ahead(self) -> None:
         """Releases prefetched rows that are not needed now."""
         if self._ahead is not None:
-            for loan in self._ahead[1].values():
-                self._weights.give_back(loan, is_written=False)
+            for handle in self._ahead[1].values():
+                self._weights.release(handle, is_written=False)
             self._ahead = None
 
-    def _fetch(self, unit: ShardedUnit) -> dict[Tensor, Loan]:
+    def _fetch(self, unit: ShardedUnit) -> dict[Tensor, RowHandle]:
         shards = (unit.shards[param] for param in unit.large)
         return {shard: self._weights.fetch(self._keys[shard]) for shard in shards}
 
@@ -150,6 +150,6 @@ class Home(Operands):
         """Writes the current weights back."""
         if param in self._of_update:
             weights, grads = self._of_update.pop(param)
-            self._weights.give_back(weights, is_written=True)
+            self._weights.release(weights, is_written=True)
             if grads is not None:
-                self._grads.give_back(grads, is_written=False)
+                self._grads.release(grads, is_written=False)
