@@ -11,35 +11,30 @@ benchmarks/results; plot.py draws them.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from bisect import bisect_left
-from functools import partial
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-# isort: off
 import harness  # before torch: it sets the number of threads
 import torch
-import torch.distributed as dist
-
-# isort: on
-from groups import open_groups, run_ranks
+from groups import open_groups
+from harness import Bench, Options, flag
 from operations import OPERATIONS, RINGCOMM
-from point import Bench, algorithms_used, make_bench, make_buffers, measure_point, num_calls
-from report import Report, comparison, state_of, table_of
+from point import algorithms_used, make_buffers, measure_point, num_calls
 
-from ringcomm import Options
-from ringcomm.measure.ranks import Team, run_main
-from ringcomm.measure.screen import as_option, byte_count, byte_counts, microseconds, whole_numbers
+import ringcomm
+from ringcomm.measure.ranks import run_main
+from ringcomm.measure.screen import byte_counts, whole_numbers
 
 DIRECT = "direct"  # its group has no fixed algorithm
 ALGORITHMS = {
-    "one_shot": Options(algorithm="one_shot"),
-    "two_shot": Options(algorithm="two_shot"),
-    "ring": Options(algorithm="ring"),
-    DIRECT: Options(),
+    "one_shot": ringcomm.Options(algorithm="one_shot"),
+    "two_shot": ringcomm.Options(algorithm="two_shot"),
+    "ring": ringcomm.Options(algorithm="ring"),
+    DIRECT: ringcomm.Options(),
 }
 OPS = ("all_reduce", "all_reduce_shared")
 ELEM_BYTES = 4
@@ -66,59 +61,48 @@ def changes(bench: Bench, op: str, sizes: list[int]) -> list[dict[str, Any]]:
     return found
 
 
-def run_rank(team: Team, options: argparse.Namespace) -> None:
-    """One rank of one world; rank 0 reports each size's records to the parent."""
+def run_rank(bench: Bench, options: Options) -> None:
+    """Every size in turn; rank 0 reports each one's records."""
     os.environ.pop("RINGCOMM_TUNING", None)
-    groups = open_groups(team, dict.fromkeys(ALGORITHMS, RINGCOMM), ALGORITHMS)
-    bench = make_bench(team, groups, torch.device("cpu"))
-    common: dict[str, Any] = {"world_size": team.world_size}
+    groups = open_groups(bench.team, dict.fromkeys(ALGORITHMS, RINGCOMM), ALGORITHMS)
+    bench = replace(bench, groups=groups)
+    common: dict[str, Any] = {"world_size": bench.team.world_size}
     common["changes"] = [change for op in OPS for change in changes(bench, op, options.sizes)]
-    measure = partial(measure_point, bench, OPS[1], dtype=torch.float32)
     for num_bytes in options.sizes:
-        records = measure(num_bytes, seconds=options.seconds, max_repeats=options.repeats)
+        records = measure_point(bench, OPS[1], num_bytes, torch.float32)
         # Buffers that are too small to run in place are staged like the others.
         ran = [r for r in records if r["backend"] != DIRECT or r["algorithms"] == [DIRECT]]
-        if ran:
-            team.report([{"algorithm": r.pop("backend"), **r, **common} for r in ran])
-    dist.destroy_process_group()
+        bench.report([{"algorithm": r.pop("backend"), **r, **common} for r in ran])
 
 
-def row_of(record: dict[str, Any]) -> list[str]:
-    """Formats a record as a table row."""
-    return [
-        *(str(record["world_size"]), byte_count(record["bytes"]), record["algorithm"]),
-        *(microseconds(record[f"{p}_us"]) for p in ("p50", "p90", "p99")),
-        comparison(record),
-        state_of(record),
-    ]
-
-
-def parse(argv: list[str]) -> argparse.Namespace:
-    """Parses the command line; exits with a message for invalid options."""
-    parser = harness.make_parser(__doc__, seconds=4.0, per="world and size, for all algorithms")
-    add = parser.add_argument
-    sizes = "1k,4k,8k,16k,32k,64k,128k,256k,512k,1m,4m,16m,64m"
-    add("--worlds", type=as_option(whole_numbers), default="2,4", help="numbers of ranks")
-    add("--sizes", type=as_option(byte_counts), default=sizes, help="bytes of a buffer")
-    options = parser.parse_args(argv)
+def check(options: Options) -> None:
+    """Raises ValueError for invalid options."""
     if min(options.worlds) < 2:
-        parser.error("--worlds must be 2 or more")
-    options.json = options.json or harness.default_path("algorithms")
-    return options
+        raise ValueError("--worlds must be 2 or more")
 
 
-def main(argv: list[str]) -> int:
-    """Runs all worlds; returns the exit code, 3 when any result was wrong."""
-    options = parse(argv)
-    report = Report("algorithm", options.json, dtype="float32", device="cpu")
-    for world_size in options.worlds:
-        run_ranks(world_size, lambda team: run_rank(team, options), report.add)
-    headers = ["ranks", "bytes", "algorithm", "p50 µs", "p90 µs", "p99 µs"]
-    headers += ["time / one_shot's", "state"]
-    caption = "Time / one_shot's: median, in parentheses the 10th to 90th percentile."
-    section = ("world_size", "bytes")
-    return report.finish(table_of(headers, caption, report.records, row_of, section))
-
+SIZES = "1k,4k,8k,16k,32k,64k,128k,256k,512k,1m,4m,16m,64m"
+PROGRAM = harness.Program(
+    doc=__doc__,
+    kind="algorithm",
+    rank=run_rank,
+    seconds=4.0,
+    per="world and size, for all algorithms",
+    flags=[
+        flag("--worlds", whole_numbers, "2,4", "numbers of ranks"),
+        flag("--sizes", byte_counts, SIZES, "bytes of a buffer"),
+    ],
+    check=check,
+    file=lambda options: "algorithms",
+    facts=lambda options: {"dtype": "float32", "device": "cpu"},
+    columns=[
+        *("ranks", "bytes", "algorithm", "p50 µs", "p90 µs", "p99 µs"),
+        *("time / one_shot's", "state"),
+    ],
+    section=("world_size", "bytes"),
+    caption="Time / one_shot's: median, in parentheses the 10th to 90th percentile.",
+)
+parse, main = PROGRAM.parse, PROGRAM.main
 
 if __name__ == "__main__":
     sys.exit(run_main("algorithms.py", main))

@@ -7,18 +7,21 @@ rank. Several collectives, separated by commas, are measured in one run.
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
+import device_sweep
+import placement
 import torch.distributed as dist
 from device_point import CLOCKS
 from groups import MPI, labelled, open_groups, run_ranks
 from operations import RINGCOMM
-from placement import LAYOUTS, preload
-from point import make_bench, measure_point
-from report import BUSY, Report, before_after, comparison, make_table, state_of
-from sweep import DEFAULT_SIZES, Sweep
+from point import measure_point
+from race import Bench, make_bench
+from report import BUSY, Record, Report, before_after, comparison, make_table, state_of
+from sweep import DEFAULT_SIZES, DEVICE_KIND, check, points
 
 from ringcomm.measure.ranks import Team, joined_world_size
 from ringcomm.measure.screen import (
@@ -51,73 +54,47 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--repeats", type=int, default=1, help="of a point disturbed by other programs, at most")
     add("--device", default="cpu", help="cpu, or cuda, to which the options below apply")
-    layout = "all: rank i on GPU i mod their number; one: all ranks on the first"
-    add("--layout", choices=LAYOUTS, default="all", help=layout)
+    placement.add_sharing(parser)
+    name, how = placement.NCCL_FLAG
+    add(name, **how)
     clock = "for eager calls: the device's events, or the host's clock around a synchronize"
     add("--clock", choices=CLOCKS, default="events", help=clock)
     graph = "also measure CUDA graphs of this many calls"
     add("--graph", type=int, default=0, metavar="CALLS", help=graph)
-    mps = "run NVIDIA's Multi-Process Service during the measurement"
-    add("--mps", action=argparse.BooleanOptionalAction, default=False, help=mps)
-    add(
-        "--nccl-library",
-        type=Path,
-        metavar="FILE",
-        help="a libnccl.so.2 to use instead of torch's",
-    )
     add("--plot", type=Path, metavar="FILE", help="draw bus bandwidth by size (PNG, SVG)")
     add("--html", type=Path, metavar="FILE", help="write a page of charts (HTML, one file)")
 
 
-def sweep_of(options: argparse.Namespace) -> Sweep:
-    """The sweep of a command line. Raises ValueError for invalid options.
+def prepare(options: argparse.Namespace) -> None:
+    """Completes the options of a command line. Raises ValueError for invalid ones.
 
     With another NCCL library the program restarts itself.
     """
     if options.nccl_library is not None:
-        preload(options.nccl_library)
+        placement.preload(options.nccl_library)
     started = joined_world_size()
     if started not in (None, options.world_size):
         raise ValueError(f"torchrun has started {started} ranks, not {options.world_size}")
-    sweep = Sweep(
-        ops=options.op.split(","),
-        backends=[RINGCOMM, *([] if options.peers == ["none"] else options.peers)],
-        world_size=options.world_size,
-        sizes=options.sizes,
-        dtypes=options.dtype,
-        seconds=options.seconds,
-        repeats=options.repeats,
-        device=options.device,
-        layout=options.layout,
-        clock=options.clock,
-        graph=options.graph,
-        mps=options.mps,
-        plot=options.plot,
-        html=options.html,
-    )
-    sweep.check()
+    options.backends = [RINGCOMM, *([] if options.peers == ["none"] else options.peers)]
+    check(options)
+    options.placement = placement.placement_of(options)
     check_writable(options.json, options.html, options.plot)
-    return sweep
 
 
-def run(options: argparse.Namespace) -> int:
-    """Measures; returns status 3 if a result was wrong."""
-    try:
-        sweep = sweep_of(options)
-    except ValueError as error:
-        options.parser.error(str(error))
-    return run_sweep(sweep, options.json)
-
-
-def _run_rank(team: Team, sweep: Sweep) -> None:
-    """One rank: every point in turn; rank 0 reports each point's records."""
-    bench = make_bench(team, open_groups(team, labelled(sweep.backends)), torch.device("cpu"))
+def run_rank(bench: Bench, options: argparse.Namespace) -> None:
+    """Every point in turn; rank 0 reports each one's records."""
     versions = {"mpi": bench.groups[MPI].version} if MPI in bench.groups else {}
-    for name, dtype, num_bytes in sweep.points():
-        records = measure_point(bench, name, num_bytes, dtype, sweep.seconds, sweep.repeats)
-        if records:
-            named = {**versions, "dtype": str(dtype).removeprefix("torch.")}
-            team.report([{**named, **record} for record in records])
+    for name, dtype, num_bytes in points(options):
+        records = measure_point(bench, name, num_bytes, dtype)
+        named = {**versions, "dtype": str(dtype).removeprefix("torch.")}
+        bench.report([{**named, **record} for record in records])
+
+
+def _start_rank(team: Team, options: argparse.Namespace) -> None:
+    bench = make_bench(team, options)
+    groups = open_groups(team, labelled(options.backends))
+    on_device = not options.placement.is_cpu
+    (device_sweep.run_rank if on_device else run_rank)(replace(bench, groups=groups), options)
     dist.destroy_process_group()
 
 
@@ -179,10 +156,22 @@ def _machine_table(records: list[dict[str, Any]]) -> Table:
     return table
 
 
-def run_sweep(sweep: Sweep, path: Path | None) -> int:
-    """Measures and prints; appends the records to ``path`` if there is one.
+def _show_on_cpu(options: argparse.Namespace, records: list[Record]) -> list[Any]:
+    title = f"{options.world_size} ranks, {', '.join(options.dtype)}, {options.device}"
+    return [title, _results_table(records), _machine_table(records)]
 
-    Under torchrun rank 0 prints and writes.
+
+def _exclude(options: argparse.Namespace, report: Report) -> None:
+    """Says which backends the devices do not support, and leaves them out."""
+    for name in list(options.backends):
+        reason = device_sweep.why_not(name, options.placement, options.world_size)
+        if reason is not None:
+            report.console.print(f"not available: {name}: {reason}")
+            options.backends.remove(name)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measures and prints; appends the records to --json. Under torchrun rank 0 does so.
 
     Returns:
         The exit code: EXIT_WRONG_RESULTS when any result was wrong.
@@ -191,21 +180,39 @@ def run_sweep(sweep: Sweep, path: Path | None) -> int:
         RankError: a rank failed.
         OSError: the records cannot be written.
     """
-    if sweep.device != "cpu":
-        from device_sweep import run_device_sweep
+    try:
+        prepare(options)
+    except ValueError as error:
+        options.parser.error(str(error))
+    where, world_size = options.placement, options.world_size
+    facts = {"device": "cpu"} if where.is_cpu else placement.facts(where)
+    kind = "collective" if where.is_cpu else DEVICE_KIND
+    report = Report(kind, options.json, options.html, world_size=world_size, **facts)
+    used = f"{where.num_used(world_size)} {facts.get('gpu') or where.kind}"
+    title = f"{world_size} ranks on {used}{', MPS' if where.mps else ''}"
+    if not where.is_cpu:
+        if not report.console.is_terminal:
+            report.console.width = device_sweep.FILE_COLUMNS
+        _exclude(options, report)
 
-        return run_device_sweep(sweep, path, _progress_line)
-    facts = {"world_size": sweep.world_size, "device": sweep.device}
-    report = Report("collective", path, sweep.html, **facts)
-
-    def on_message(records: list[dict[str, Any]]) -> None:
+    def on_message(records: list[Record]) -> None:
         report.add(records)
         report.console.print(_progress_line(records))
 
     def show() -> list[Any]:
-        title = f"{sweep.world_size} ranks, {', '.join(sweep.dtypes)}, {sweep.device}"
-        return [title, _results_table(report.records), _machine_table(report.records)]
+        if where.is_cpu:
+            return _show_on_cpu(options, report.records)
+        return [title, device_sweep.device_table(report.records)]
 
-    with report.measuring(show):
-        run_ranks(sweep.world_size, lambda team: _run_rank(team, sweep), on_message)
-    return report.finish(*show())
+    with placement.shared(options.mps, where, world_size), report.measuring(show):
+        run_ranks(world_size, partial(_start_rank, options=options), on_message)
+    status = report.finish(*show())
+    if options.plot is not None and report.records:
+        from plot import draw_bandwidths
+
+        try:
+            draw_bandwidths(report.records, options.plot, title)
+            report.console.print(f"plot: {options.plot}")
+        except ModuleNotFoundError as error:
+            report.console.print(f"no plot: {error.name} is not installed")
+    return status

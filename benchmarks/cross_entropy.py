@@ -8,8 +8,6 @@ against float64. On GPUs times are from event to event.
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,29 +16,19 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import harness
+import placement
 import torch
 import torch.distributed as dist
-from device_point import EventContender, align
-from groups import run_ranks
-from mps import Mps, find_control
-from placement import LAYOUTS, Placement, count_devices
-from placement import facts as facts_of_devices
-from report import BUSY, Report, comparison, records_of, table_of
+from harness import Bench, Options, flag
+from report import BUSY
 from torch import Tensor
 from torch.nn import functional
-from weather import WeatherWatch
 
 from ringcomm import ops
 from ringcomm.measure.ranks import Team
-from ringcomm.measure.screen import (
-    as_option,
-    byte_count,
-    check_writable,
-    microseconds,
-    whole_numbers,
-    words,
-)
-from ringcomm.measure.timing import Contender, measure, open_default_group
+from ringcomm.measure.screen import byte_count, whole_numbers, words
+from ringcomm.measure.timing import Contender, open_default_group
 from ringcomm.ops.losses import cross_entropy_cuda
 
 RINGCOMM, IN_PLACE, ONE_RANK, FLOOR = "ringcomm", "in place", "one rank", "copy"
@@ -54,43 +42,19 @@ TOLERANCES = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 1e-2}
 Way = Callable[[Tensor], Tensor]
 
 
-@dataclass(frozen=True)
-class Losses:
-    """What is measured.
-
-    Attributes:
-        placement: of the ranks.
-        peers: of triton, torch, compile, liger, quack; with one rank.
-        num_threads: of each rank.
-    """
-
-    world_size: int
-    placement: Placement
-    num_tokens: int
-    vocab_sizes: list[int]
-    dtypes: list[str]
-    peers: list[str]
-    num_threads: int
-    seconds: float
-    repeats: int
-
-    def check(self) -> None:
-        """Raises ValueError naming an invalid option."""
-        if self.placement.num_devices == 0:
-            raise ValueError(f"this torch has no {self.placement.kind} device here")
-        known = [name for name in PEERS if name not in (RINGCOMM, IN_PLACE)]
-        unknown = [name for name in self.peers if name not in known]
-        if unknown:
-            raise ValueError(
-                f"--peers must be some of {', '.join(known)}, got {', '.join(unknown)}"
-            )
-        wrong = [name for name in self.dtypes if getattr(torch, name, None) not in TOLERANCES]
-        if wrong:
-            raise ValueError(
-                f"--dtypes must be float32, float16 or bfloat16, got {', '.join(wrong)}"
-            )
-        if self.num_tokens < 1 or min(self.vocab_sizes) < self.world_size:
-            raise ValueError("every rank needs at least one token and one class")
+def check(options: Options) -> None:
+    """Raises ValueError naming an invalid option; completes the number of threads."""
+    known = [name for name in PEERS if name not in (RINGCOMM, IN_PLACE)]
+    unknown = [name for name in options.peers if name not in known]
+    if unknown:
+        raise ValueError(f"--peers must be some of {', '.join(known)}, got {', '.join(unknown)}")
+    wrong = [name for name in options.dtypes if getattr(torch, name, None) not in TOLERANCES]
+    if wrong:
+        raise ValueError(f"--dtypes must be float32, float16 or bfloat16, got {', '.join(wrong)}")
+    if options.tokens < 1 or min(options.vocabularies) < options.world_size:
+        raise ValueError("every rank needs at least one token and one class")
+    cores = len(os.sched_getaffinity(0)) if options.world_size == 1 else 1
+    options.threads = options.threads or cores
 
 
 # ---- ways of one rank
@@ -155,8 +119,8 @@ PEERS: dict[str, Callable[[], Callable[[Tensor, Tensor], Tensor]]] = {
 OVERWRITING = (IN_PLACE, BY_TRITON, "liger")
 
 
-def _ways(losses: Losses, target: Tensor) -> dict[str, Way]:
-    names = [RINGCOMM, IN_PLACE, *losses.peers]
+def _ways(peers: list[str], target: Tensor) -> dict[str, Way]:
+    names = [RINGCOMM, IN_PLACE, *peers]
     return {name: partial(_backward, PEERS[name](), target) for name in names}
 
 
@@ -238,14 +202,14 @@ def _inputs(num_tokens: int, vocab_size: int, dtype: torch.dtype, device: torch.
 
 
 def _contenders(
-    losses: Losses, team: Team, inputs: _Inputs
+    bench: Bench, peers: list[str], inputs: _Inputs
 ) -> tuple[dict[str, Contender], dict[str, int], dict[str, int]]:
     """The contenders of a point; wrong elements and memory by way. Collective."""
-    vocab_size = inputs.logits.shape[1]
+    team, vocab_size = bench.team, inputs.logits.shape[1]
     columns = _shard(team, vocab_size)
     is_shared = team.world_size > 1
     ways = (
-        _shared_ways(team, inputs.target, vocab_size) if is_shared else _ways(losses, inputs.target)
+        _shared_ways(team, inputs.target, vocab_size) if is_shared else _ways(peers, inputs.target)
     )
     mine = inputs.logits[:, columns].contiguous() if is_shared else inputs.logits
     contenders, wrong, memory = {}, {}, {}
@@ -263,132 +227,77 @@ def _contenders(
         call: Callable[[], Any] = (lambda: None) if is_idle else partial(way, logits)
         wrong[name] = sum(team.share(bad))
         memory[name] = max(team.share(peak_extra_bytes(call, logits.device)))
-        contenders[name] = _contender(team, call, logits.device)
+        contenders[name] = bench.contender(call)
     copy: Callable[[], Any] = partial(torch.empty_like(mine).copy_, mine)
-    contenders[FLOOR] = _contender(team, copy, mine.device)
+    contenders[FLOOR] = bench.contender(copy)
     wrong[FLOOR], memory[FLOOR] = 0, 0
     return contenders, wrong, memory
 
 
-def _contender(team: Team, call: Callable[[], Any], device: torch.device) -> Contender:
-    if device.type != "cpu":
-        return EventContender(call, align(team, device), device=device)
-    return Contender(call, dist.barrier if team.world_size > 1 else lambda: None)
-
-
-def _points(losses: Losses) -> Iterator[tuple[int, torch.dtype]]:
-    for dtype in losses.dtypes:
-        for vocab_size in losses.vocab_sizes:
+def _points(options: Options) -> Iterator[tuple[int, torch.dtype]]:
+    for dtype in options.dtypes:
+        for vocab_size in options.vocabularies:
             yield vocab_size, getattr(torch, dtype)
 
 
-def run_rank(losses: Losses, team: Team) -> None:
-    """One rank: every point in turn; rank 0 reports each one's records. Collective."""
-    device = losses.placement.take(team.rank)
-    if team.world_size > 1:
-        open_default_group(team, "ringcomm")
-    torch.set_num_threads(losses.num_threads)
-    watch = WeatherWatch(team)
-    for vocab_size, dtype in _points(losses):
-        inputs = _inputs(losses.num_tokens, vocab_size, dtype, device)
-        contenders, wrong, memory = _contenders(losses, team, inputs)
-        timings, weather = watch.calmest(
-            partial(measure, team, contenders, losses.seconds), losses.repeats
-        )
-        if timings is not None:
-            point = {
-                "num_tokens": losses.num_tokens,
-                "vocab_size": vocab_size,
-                "dtype": str(dtype).removeprefix("torch."),
-                **weather.record(),
-            }
-            records = records_of(timings, RINGCOMM, wrong, name="way")
-            team.report([r | point | {"extra_bytes": memory[r["way"]]} for r in records])
+def run_rank(bench: Bench, options: Options) -> None:
+    """Every point in turn; rank 0 reports each one's records."""
+    if bench.team.world_size > 1:
+        open_default_group(bench.team, "ringcomm")
+    torch.set_num_threads(options.threads)
+    for vocab_size, dtype in _points(options):
+        inputs = _inputs(options.tokens, vocab_size, dtype, bench.device)
+        contenders, wrong, memory = _contenders(bench, options.peers, inputs)
+        point = {
+            "num_tokens": options.tokens,
+            "vocab_size": vocab_size,
+            "dtype": str(dtype).removeprefix("torch."),
+        }
+        records = bench.race(contenders, RINGCOMM, wrong, **point)
+        bench.report([r | {"extra_bytes": memory[r["way"]]} for r in records])
         del inputs, contenders
-    if team.world_size > 1:
-        dist.destroy_process_group()
 
 
-# ---- the command line
+def facts_of(options: Options) -> dict[str, Any]:
+    """The fields of all records."""
+    where = options.placement
+    return {
+        "world_size": options.world_size,
+        "num_threads": options.threads,
+        **({"device": "cpu"} if where.is_cpu else placement.facts(where)),
+    }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds options for ranks, sizes, peers and time."""
-    add = parser.add_argument
-    add("--world-size", type=int, default=1, help="ranks that share the vocabulary")
-    add("--threads", type=int, help="of each rank (default: the cores, or 1 with several ranks)")
-    add("--tokens", type=int, default=2048, help="rows of logits")
-    add("--vocabularies", type=as_option(whole_numbers), default="8000,32000,50257,128256")
-    add("--dtypes", type=as_option(words), default="float32,bfloat16")
-    peers = "of triton (on a GPU), torch, compile, liger, quack; with one rank"
-    add("--peers", type=as_option(words), default="torch", help=peers)
-    add("--device", default="cpu", help="cpu, or cuda, to which the next two apply")
-    layout = "all: rank i on GPU i mod their number; one: all ranks on the first"
-    add("--layout", choices=LAYOUTS, default="all", help=layout)
-    mps = "run NVIDIA's Multi-Process Service during the measurement"
-    add("--mps", action=argparse.BooleanOptionalAction, default=False, help=mps)
-    add(
-        "--seconds",
-        type=float,
-        default=4.0,
-        help="per vocabulary and dtype, for all contenders",
-    )
-    add("--repeats", type=int, default=2, help="of a point disturbed by other programs, at most")
-    add("--json", type=Path, metavar="FILE", help="append one record per contender and point here")
-
-
-def _row(record: dict[str, Any]) -> list[str]:
-    return [
-        record["dtype"],
-        f"{record['vocab_size']:,}",
-        record["way"],
-        *(microseconds(record[f"{p}_us"]) for p in ("p50", "p99")),
-        byte_count(record["extra_bytes"] >> 20 << 20),
-        comparison(record),
-        f"{record['others_busy_percent']:.1f}",
-    ]
-
-
-def run(options: argparse.Namespace) -> int:
-    """Measures; returns status 3 if a gradient was wrong."""
-    cores = len(os.sched_getaffinity(0)) if options.world_size == 1 else 1
-    has_mps = options.mps or "CUDA_MPS_PIPE_DIRECTORY" in os.environ
-    num_devices = count_devices(options.device)
-    losses = Losses(
-        world_size=options.world_size,
-        placement=Placement(options.device, num_devices, options.layout, has_mps),
-        num_tokens=options.tokens,
-        vocab_sizes=options.vocabularies,
-        dtypes=options.dtypes,
-        peers=options.peers,
-        num_threads=options.threads or cores,
-        seconds=options.seconds,
-        repeats=options.repeats,
-    )
-    try:
-        losses.check()
-        if options.mps and losses.placement.is_cpu:
-            raise ValueError("--mps is for GPUs: add --device cuda")
-        if options.mps and find_control() is None:
-            Mps()  # which says what is missing
-        check_writable(options.json)
-    except ValueError as error:
-        options.parser.error(str(error))
-    report = Report(
-        "cross_entropy",
-        options.json,
-        world_size=losses.world_size,
-        num_threads=losses.num_threads,
-        **({"device": "cpu"} if losses.placement.is_cpu else facts_of_devices(losses.placement)),
-    )
-    headers = ["type", "classes", "way", "p50 µs", "p99 µs", "memory", "time / ringcomm's"]
-    headers += ["others %"]
-    caption = f"Memory: the most in use besides the logits. * {BUSY}."
-
-    def show() -> list[Any]:
-        table = table_of(headers, caption, report.records, _row, ("dtype", "vocab_size"))
-        return [f"{losses.num_tokens} tokens, {losses.world_size} rank(s)", table]
-
-    with Mps() if options.mps else contextlib.nullcontext(), report.measuring(show):
-        run_ranks(losses.world_size, partial(run_rank, losses), report.add)
-    return report.finish(*show())
+THREADS = "of each rank (default: the cores, or 1 with several ranks)"
+PEERS_HELP = "of triton (on a GPU), torch, compile, liger, quack; with one rank"
+PROGRAM = harness.Program(
+    doc=__doc__,
+    kind="cross_entropy",
+    rank=run_rank,
+    seconds=4.0,
+    per="vocabulary and dtype, for all contenders",
+    repeats=2,
+    device="cpu",
+    has_sharing=True,
+    flags=[
+        flag("--world-size", int, 1, "ranks that share the vocabulary"),
+        flag("--threads", int, None, THREADS),
+        flag("--tokens", int, 2048, "rows of logits"),
+        flag("--vocabularies", whole_numbers, "8000,32000,50257,128256"),
+        flag("--dtypes", words, "float32,bfloat16"),
+        flag("--peers", words, "torch", PEERS_HELP),
+    ],
+    check=check,
+    facts=facts_of,
+    columns=[
+        "type",
+        ("classes", lambda r: f"{r['vocab_size']:,}"),
+        *("way", "p50 µs", "p99 µs"),
+        ("memory", lambda r: byte_count(r["extra_bytes"] >> 20 << 20)),
+        *("time / ringcomm's", "others %"),
+    ],
+    section=("dtype", "vocab_size"),
+    caption=f"Memory: the most in use besides the logits. * {BUSY}.",
+    title=lambda options: f"{options.tokens} tokens, {options.world_size} rank(s)",
+)
+add_arguments, run = PROGRAM.add_arguments, PROGRAM.run

@@ -12,7 +12,6 @@ into docs/reliability.md.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import random
@@ -29,24 +28,21 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-# isort: off
 import harness  # before torch: it sets the number of threads
 import numpy as np
 import torch
 import torch.distributed as dist
-
-# isort: on
 from deaths_mpi import CALL, PID, RAISED
-from report import Report, grid, table_of
+from harness import Options, Report, flag
+from report import Cell, grid_of
 from run_all import find_mpiexec
 from table import Layout, Record, Run, read_results, tables, with_tables
-from waiting import Strangers
 from weather import Weather
 
 import ringcomm
 from ringcomm.measure.machine import OthersWatch
 from ringcomm.measure.ranks import run_main
-from ringcomm.measure.screen import as_option, whole_numbers, words
+from ringcomm.measure.screen import whole_numbers, words
 from ringcomm.measure.timing import percentiles
 from ringcomm.torch_names import die_with_parent
 
@@ -89,6 +85,35 @@ class Death:
     group_s: float | None
     num_raised: int
     is_right: bool
+
+
+# ---- the load
+
+# From the start of a stranger's interpreter until it computes, with room to spare.
+STRANGER_START_S = 0.3
+# Ends by itself when its parent is gone; looks at it once in some 20 ms.
+STRANGER = "import os\np = os.getppid()\nwhile os.getppid() == p:\n  for _ in range(10**6): pass"
+
+
+class Strangers:
+    """CPU-bound processes of the usual priority, while the context lasts."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> Strangers:
+        command = [sys.executable, "-I", "-S", "-c", STRANGER]
+        self._processes = [subprocess.Popen(command) for _ in range(self._count)]
+        if self._count:
+            time.sleep(STRANGER_START_S)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.wait()  # from then on its time counts as this run's own
 
 
 # ---- a rank
@@ -265,7 +290,7 @@ def die_under_mpi(board: Any, _backend: str, _moment: str, source: random.Random
 # ---- points and their records
 
 
-def measure(
+def measure_point(
     backend: str, world_size: int, moment: str, num_deaths: int, num_strangers: int, seed: int
 ) -> dict[str, Any]:
     """The record of one point."""
@@ -302,7 +327,7 @@ def summary(seconds: list[float]) -> dict[str, float]:
     return {"p50": found["p50_ms"], "p99": found["p99_ms"], "max": 1000 * max(seconds)}
 
 
-def points(options: argparse.Namespace) -> Iterator[tuple[str, int, str, int]]:
+def points(options: Options) -> Iterator[tuple[str, int, str, int]]:
     """Backend, ranks, moment and number of deaths."""
     for backend in options.backends:
         num_deaths = options.deaths if BACKENDS[backend] == SHRINK else options.peer_deaths
@@ -321,41 +346,39 @@ def figures(found: dict[str, float] | None) -> str:
     return " / ".join(f"{found[name]:,.1f}" for name in ("p50", "p99", "max"))
 
 
-HEADERS = [
-    "backend",
-    "killed in a",
-    "ranks",
-    "deaths",
-    "death to last error, ms",
-    "call to last error, ms",
-    "then to the new group, ms",
-    "ranks with an error",
+def moments_of(name: str) -> Cell:
+    """The figures of a summary."""
+    return lambda record: figures(record[name])
+
+
+COLUMNS: list[tuple[str, Cell]] = [
+    ("backend", lambda r: NAMES.get(r["backend"], str(r["backend"]))),
+    ("killed in a", lambda r: r["moment"]),
+    ("ranks", lambda r: str(r["world_size"])),
+    ("deaths", lambda r: str(r["num_deaths"])),
+    (
+        "death to last error, ms",
+        lambda r: figures(r["aware"]) + ("" if r["quiet"] else " *"),
+    ),
+    ("call to last error, ms", moments_of("after_call")),
+    ("then to the new group, ms", moments_of("new_group")),
+    ("ranks with an error", lambda r: f"{100 * r['raised_share']:.0f} %"),
 ]
 
 
-def row_of(record: dict[str, Any]) -> list[str]:
+def row_of(record: Record) -> list[str]:
     """Formats a record as a table row."""
-    mark = "" if record["quiet"] else " *"
-    return [
-        NAMES.get(record["backend"], record["backend"]),
-        record["moment"],
-        str(record["world_size"]),
-        str(record["num_deaths"]),
-        figures(record["aware"]) + mark,
-        figures(record["after_call"]),
-        figures(record["new_group"]),
-        f"{100 * record['raised_share']:.0f} %",
-    ]
+    return [cell(record) for _, cell in COLUMNS]
 
 
 def _lines(runs: list[Run]) -> list[str]:
     num_strangers = runs[0][0]["strangers"]
     beside = f"Beside {num_strangers} CPU-bound processes" if num_strangers else "Ranks alone"
     title = f"{beside}; median / 99th percentile / most:"
-    return [title, *grid(HEADERS, 2, [row_of(record) for run in runs for record in run])]
+    return [title, *grid_of(COLUMNS, 2, [record for run in runs for record in run])]
 
 
-LAYOUT = Layout("deaths", ("strangers",), ("backend", "moment", "world_size"), _lines)
+LAYOUT = Layout("Deaths", "deaths", ("strangers",), ("backend", "moment", "world_size"), _lines)
 
 
 def page_tables(records: list[Record]) -> list[str]:
@@ -363,43 +386,47 @@ def page_tables(records: list[Record]) -> list[str]:
     return tables(records, LAYOUT)
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    """Parses the command line; exits with a message for invalid options."""
-    parser = harness.make_parser(__doc__)
-    add = parser.add_argument
-    add("--backends", type=as_option(words), default=",".join(BACKENDS))
-    add("--worlds", type=as_option(whole_numbers), default="2,4,8", help="numbers of ranks")
-    add("--deaths", type=int, default=100, help="of each point over ringcomm")
-    add("--peer-deaths", type=int, default=10, help="of each point over others")
-    cores = len(os.sched_getaffinity(0))
-    add("--strangers", type=int, default=cores, help="CPU-bound processes beside the ranks")
-    add("--seed", type=int, default=1, help="of calls, victims and moments")
-    add("--write", action="store_true", help="renew docs/reliability.md")
-    options = parser.parse_args(argv)
+def check(options: Options) -> None:
+    """Raises ValueError for invalid options; leaves MPI out where it is not installed."""
     for name in set(options.backends) - set(BACKENDS):
-        parser.error(f"--backends: {name!r} is none of {', '.join(BACKENDS)}")
+        raise ValueError(f"--backends: {name!r} is none of {', '.join(BACKENDS)}")
     if min(options.worlds) < 2 or min(options.deaths, options.peer_deaths) < 1:
-        parser.error("--worlds must be 2 or more, --deaths and --peer-deaths 1 or more")
+        raise ValueError("--worlds must be 2 or more, --deaths and --peer-deaths 1 or more")
     if "mpi" in options.backends and find_mpiexec() is None:
         options.backends.remove("mpi")
         print("without MPI; for Intel's: pip install impi-rt mpi4py")
-    options.json = options.json or harness.default_path("deaths")
-    return options
 
 
-def main(argv: list[str]) -> int:
-    """Measures every point; returns the exit code."""
-    options = parse(argv)
-    report = Report("deaths", options.json)
+def measure(options: Options, report: Report) -> None:
+    """Every point in turn."""
     for point in points(options):
-        record = measure(*point, options.strangers, options.seed)
+        record = measure_point(*point, options.strangers, options.seed)
         report.add([record])
         print(" | ".join(row_of(record)), flush=True)
     if options.write:
         text = PAGE.read_text(encoding="utf-8")
         PAGE.write_text(with_tables(text, page_tables(read_results([]))), encoding="utf-8")
-    return report.finish(table_of(HEADERS, "", report.records, row_of, ("backend",)))
 
+
+CORES = len(os.sched_getaffinity(0))
+PROGRAM = harness.Program(
+    doc=__doc__,
+    kind="deaths",
+    measure=measure,
+    flags=[
+        flag("--backends", words, ",".join(BACKENDS)),
+        flag("--worlds", whole_numbers, "2,4,8", "numbers of ranks"),
+        flag("--deaths", int, 100, "of each point over ringcomm"),
+        flag("--peer-deaths", int, 10, "of each point over others"),
+        flag("--strangers", int, CORES, "CPU-bound processes beside the ranks"),
+        flag("--seed", int, 1, "of calls, victims and moments"),
+        ("--write", {"action": "store_true", "help": "renew docs/reliability.md"}),
+    ],
+    check=check,
+    columns=COLUMNS,
+    section=("backend",),
+)
+parse, main = PROGRAM.parse, PROGRAM.main
 
 if __name__ == "__main__":
     sys.exit(run_main("deaths.py", main))

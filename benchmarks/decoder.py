@@ -86,43 +86,72 @@ class Decoder(nn.Module):
         return {"tokens": self.tokens, **layers, "norm": self.norm, "head": self.head}
 
 
+class Splitter:
+    """Makes the modules of a model tensor-parallel, and sequence-parallel with `shares_tokens`.
+
+    Norms, which the layers in parts follow, enter the region where ranks compute different things.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, *, shares_tokens: bool) -> None:
+        self._group = group
+        self._dim = 1 if shares_tokens else None
+
+    def columns(self, linear: Any, unit: int = 1, num_copies: int = 1) -> ColumnParallelLinear:
+        """A linear layer whose outputs are split, by `unit` of them at least."""
+        return ColumnParallelLinear.from_linear(
+            linear,
+            group=self._group,
+            shard_multiple=unit,
+            num_replicas=num_copies,
+            copy_input=False,
+        )
+
+    def rows(self, linear: Any, unit: int = 1) -> RowParallelLinear:
+        """A linear layer whose inputs are split."""
+        return RowParallelLinear.from_linear(
+            linear, group=self._group, shard_multiple=unit, sequence_dim=self._dim
+        )
+
+    def embedding(self, whole: Any) -> VocabParallelEmbedding:
+        """An embedding whose vocabulary is split."""
+        return VocabParallelEmbedding.from_embedding(
+            whole, group=self._group, sequence_dim=self._dim
+        )
+
+    def loss(self, head: ColumnParallelLinear) -> CrossEntropyLoss:
+        """Cross-entropy over the classes of such a head."""
+        return CrossEntropyLoss(
+            group=self._group, vocab_start=head.features[0], vocab_size=head.out_features
+        )
+
+    def norms(self, model: nn.Module) -> None:
+        """All RMSNorms."""
+        for module in model.modules():
+            if isinstance(module, nn.RMSNorm):
+                module.register_forward_hook(self._enter)
+                if self._dim is not None:
+                    tensor.all_reduce_grad_(module.weight, self._group)
+
+    def _enter(self, _: nn.Module, __: Any, output: Tensor) -> Tensor:
+        return tensor.copy_to_tp(output, self._group, sequence_dim=self._dim, inplace=True)
+
+
 def split_layers(model: Decoder, group: dist.ProcessGroup, *, shares_tokens: bool) -> None:
     """Applies tensor parallelism, and with `shares_tokens` sequence parallelism."""
-    dim = 1 if shares_tokens else None
-
-    def enter(_: nn.Module, __: Any, output: Tensor) -> Tensor:
-        return tensor.copy_to_tp(output, group, sequence_dim=dim, inplace=True)
-
-    def columns(linear: Any, unit: int = 1) -> ColumnParallelLinear:
-        return ColumnParallelLinear.from_linear(
-            linear, group=group, shard_multiple=unit, copy_input=False
-        )
-
-    def rows(linear: Any, unit: int = 1) -> RowParallelLinear:
-        return RowParallelLinear.from_linear(
-            linear, group=group, shard_multiple=unit, sequence_dim=dim
-        )
-
+    split = Splitter(group, shares_tokens=shares_tokens)
     layers: Any = model.layers
     for layer in layers:
         for name in ("q", "k", "v"):
-            setattr(layer, name, columns(getattr(layer, name), HEAD_WIDTH))
+            setattr(layer, name, split.columns(getattr(layer, name), HEAD_WIDTH))
         layer.o, layer.up, layer.down = (
-            rows(layer.o, HEAD_WIDTH),
-            columns(layer.up),
-            rows(layer.down),
+            split.rows(layer.o, HEAD_WIDTH),
+            split.columns(layer.up),
+            split.rows(layer.down),
         )
-    whole: Any = model.tokens
-    model.tokens = VocabParallelEmbedding.from_embedding(whole, group=group, sequence_dim=dim)
-    model.head = head = columns(model.head)
-    model.loss = CrossEntropyLoss(
-        group=group, vocab_start=head.features[0], vocab_size=head.out_features
-    )
-    for module in model.modules():
-        if isinstance(module, nn.RMSNorm):
-            module.register_forward_hook(enter)
-            if shares_tokens:
-                tensor.all_reduce_grad_(module.weight, group)
+    model.tokens = split.embedding(model.tokens)
+    model.head = head = split.columns(model.head)
+    model.loss = split.loss(head)
+    split.norms(model)
 
 
 def split_bytes(width: int, num_layers: int, num_tokens: int, *, shares_tokens: bool) -> int:

@@ -19,7 +19,6 @@ Results are not verified here: the tests of the operators do that.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,23 +26,16 @@ from functools import partial
 from typing import Any
 from unittest.mock import patch
 
-# isort: off
 import harness  # before torch: it sets the number of threads
 import torch
-
-# isort: on
-from device_point import EventContender, align
-from groups import run_ranks
-from placement import Placement, count_devices, facts
-from report import Report, comparison, records_of, table_of
+from harness import Bench, Options, flag
+from placement import facts
 from torch import Tensor
 from torch.nn import functional
-from weather import WeatherWatch
 
 from ringcomm import ops
-from ringcomm.measure.ranks import Team, run_main
-from ringcomm.measure.screen import as_option, microseconds, words
-from ringcomm.measure.timing import Contender, measure
+from ringcomm.measure.ranks import run_main
+from ringcomm.measure.screen import words
 from ringcomm.ops import triton_kernels as plans
 
 LR = 1e-4
@@ -176,71 +168,52 @@ def extra_bytes(call: Callable[[], object], device: torch.device) -> int | None:
     return torch.cuda.max_memory_allocated(device) - left
 
 
-def run_rank(team: Team, options: argparse.Namespace, placement: Placement) -> None:
+def run_rank(bench: Bench, options: Options) -> None:
     """The one rank: every case in turn."""
-    device = placement.take(team.rank)
-    watch = WeatherWatch(team)
     for name in options.only:
         make, shapes = CASES[name]
         for shape in (shape.scaled(options.scale) for shape in shapes):
-            ways = make(shape, device)
-            memory = {way: extra_bytes(call, device) for way, call in ways.items()}
-            contenders = {way: _contender(team, call, device) for way, call in ways.items()}
-            time_all = partial(measure, team, contenders, options.seconds)
-            timings, weather = watch.calmest(time_all, 0)
-            assert timings is not None
-            subject = next(iter(ways))
-            point = {"case": name, "shape": shape.text(), **weather.record()}
-            found = records_of(timings, subject, dict.fromkeys(ways, 0), name="way")
-            team.report([{**r, **point, "extra_bytes": memory[r["way"]]} for r in found])
-            del ways, contenders, time_all
+            ways = make(shape, bench.device)
+            memory = {way: extra_bytes(call, bench.device) for way, call in ways.items()}
+            records = bench.race(ways, next(iter(ways)), case=name, shape=shape.text())
+            bench.report([{**r, "extra_bytes": memory[r["way"]]} for r in records])
+            del ways
 
 
-def _contender(team: Team, call: Callable[[], object], device: torch.device) -> Contender:
-    if device.type == "cpu":
-        return Contender(call, lambda: None)
-    return EventContender(call, align(team, device), device=device)
-
-
-def row_of(record: dict[str, Any]) -> list[str]:
-    """Formats a record as a table row."""
+def more_mib(record: dict[str, Any]) -> str:
+    """The memory of a call."""
     extra = record["extra_bytes"]
-    return [
-        *(record["case"], record["shape"], record["way"]),
-        *(microseconds(record[f"{p}_us"]) for p in ("p50", "p99")),
-        "?" if extra is None else f"{extra / 2**20:,.0f}",
-        comparison(record),
-    ]
+    return "?" if extra is None else f"{extra / 2**20:,.0f}"
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    """Parses the command line; exits with a message for invalid options."""
-    parser = harness.make_parser(__doc__)
-    add = parser.add_argument
-    add("--device", default="cuda")
-    add("--only", type=as_option(words), default=",".join(CASES), help="of the cases")
-    add("--seconds", type=float, default=2.0, help="per case and shape, for all ways")
-    add("--scale", type=int, default=1, help="divides all sizes")
-    options = parser.parse_args(argv)
+def check(options: Options) -> None:
+    """Raises ValueError for an unknown case."""
     unknown = set(options.only) - CASES.keys()
     if unknown:
-        parser.error(f"--only: unknown names {', '.join(sorted(unknown))}")
-    if count_devices(options.device) == 0:
-        parser.error(f"this torch finds no {options.device} device here")
-    options.json = options.json or harness.default_path("device_kernels")
-    return options
+        raise ValueError(f"--only: unknown names {', '.join(sorted(unknown))}")
 
 
-def main(argv: list[str]) -> int:
-    """Runs the cases; returns the exit code."""
-    options = parse(argv)
-    placement = Placement(options.device, count_devices(options.device))
-    report = Report("device_kernels", options.json, dtype="bfloat16", **facts(placement))
-    run_ranks(1, lambda team: run_rank(team, options, placement), report.add)
-    headers = ["case", "shape", "way", "p50 µs", "p99 µs", "MiB more", "time / the first's"]
-    table = table_of(headers, "", report.records, row_of, ("case", "shape"))
-    return report.finish(f"bfloat16, {options.device}", table)
-
+PROGRAM = harness.Program(
+    doc=__doc__,
+    kind="device_kernels",
+    rank=run_rank,
+    device="cuda",
+    flags=[
+        flag("--only", words, ",".join(CASES), "of the cases"),
+        flag("--seconds", float, 2.0, "per case and shape, for all ways"),
+        flag("--scale", int, 1, "divides all sizes"),
+    ],
+    check=check,
+    facts=lambda options: {"dtype": "bfloat16", **facts(options.placement)},
+    columns=[
+        *("case", "shape", "way", "p50 µs", "p99 µs"),
+        ("MiB more", more_mib),
+        "time / the first's",
+    ],
+    section=("case", "shape"),
+    title=lambda options: f"bfloat16, {options.device}",
+)
+parse, main = PROGRAM.parse, PROGRAM.main
 
 if __name__ == "__main__":
     sys.exit(run_main("device_kernels.py", main))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,68 +12,18 @@ import torch
 import torch.distributed as dist
 from groups import Communicator
 from operations import OPERATIONS, Buffers, Operation
-from placement import Placement, Speeds, measure_speeds, memory_bytes
-from point import GB, Bench, algorithms_used, make_buffers, num_calls
+from placement import Placement, measure_speeds, memory_bytes
+from point import make_buffers, measure_verified, speeds_of, subject_of, time_once
+from race import Bench, EventContender
 from report import records_of
 
-from ringcomm.measure.ranks import Team
-from ringcomm.measure.timing import Contender, Timings, measure
+from ringcomm.measure.timing import Contender
 
 # Before a capture, of each call: a backend connects, and maps or registers its buffers.
 NUM_ROUNDS_BEFORE_CAPTURE = 4
 
 
-@dataclass
-class EventContender(Contender):
-    """One backend's calls on a device; the time from an event after some to that after the next.
-
-    The host does not wait between calls. If the device is faster than the host, this is the host's
-    time per call.
-
-    Attributes:
-        device: the device whose current stream has the events.
-        num_calls: the calls in one ``call``.
-    """
-
-    device: torch.device | str = "cuda"
-    num_calls: int = 1
-
-    def first_call_s(self) -> float:
-        """Seconds of a call until the device has completed it."""
-        begin = time.perf_counter()
-        self.call()
-        torch.get_device_module(self.device).synchronize(self.device)
-        return time.perf_counter() - begin
-
-    def block(self) -> list[float]:
-        """Seconds of each call of a block, on this rank's device. Collective."""
-        module: Any = torch.get_device_module(self.device)
-        events = [module.Event(enable_timing=True) for _ in range(self.calls_per_block + 1)]
-        self.align()
-        self.call()
-        call = self.call
-        events[0].record()
-        for event in events[1:]:
-            call()
-            event.record()
-        module.synchronize(self.device)
-        return [
-            begin.elapsed_time(end) / 1e3 / self.num_calls
-            for begin, end in itertools.pairwise(events)
-        ]
-
-
-def align(team: Team, device: torch.device) -> Callable[[], None]:
-    """Aligns ranks before a block: they wait for their devices, then for each other."""
-
-    def wait() -> None:
-        torch.get_device_module(device).synchronize(device)
-        team.share(None)
-
-    return wait
-
-
-def captured(calls: list[Callable[[], None]], device: torch.device) -> Callable[[], None]:
+def captured(calls: list[Callable[[], object]], device: torch.device) -> Callable[[], object]:
     """A CUDA graph of calls on the current device, in order; replays it. Collective."""
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
@@ -87,11 +36,11 @@ def captured(calls: list[Callable[[], None]], device: torch.device) -> Callable[
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for call in calls:
             call()
-    replay: Callable[[], None] = graph.replay
+    replay: Callable[[], object] = graph.replay
     return replay
 
 
-def rotating(calls: Sequence[Callable[[], None]]) -> Callable[[], None]:
+def rotating(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
     """A call that cycles through ``calls``."""
     turns = itertools.cycle(calls)
 
@@ -146,13 +95,6 @@ class Point:
         return OPERATIONS[self.name]
 
 
-@dataclass(frozen=True)
-class _Attempt:
-    timings: dict[str, Timings] | None
-    speeds: Speeds
-    algorithms: dict[str, list[str]]
-
-
 def _make_sets(bench: Bench, placement: Placement, point: Point) -> list[Buffers]:
     """Enough buffers that the ranks of a device exceed its caches."""
     together = point.num_bytes * placement.max_ranks(bench.team.world_size)
@@ -171,7 +113,7 @@ def _groups(bench: Bench, method: Method) -> dict[str, Any]:
     }
 
 
-def _once(bench: Bench, point: Point, calls: list[Callable[[], None]]) -> Callable[[], None]:
+def _once(bench: Bench, point: Point, calls: list[Callable[[], object]]) -> Callable[[], object]:
     """The calls in turn; in graph mode a graph of one round."""
     if not point.method.graph_calls:
         return rotating(calls)
@@ -188,13 +130,13 @@ def _count_wrong(bench: Bench, point: Point, buffers: Buffers) -> dict[str, int]
     return wrong
 
 
-def _repeat(call: Callable[[], None], times: int) -> None:
+def _repeat(call: Callable[[], object], times: int) -> None:
     for _ in range(times):
         call()
 
 
 def _contender(bench: Bench, point: Point, sets: list[Buffers], group: Any) -> Contender:
-    wait = align(bench.team, bench.device)
+    wait = bench.align
     calls = [point.operation.bound(buffers, group) for buffers in sets]
     if point.method.graph_calls:
         in_turn = [calls[position % len(calls)] for position in range(point.method.graph_calls)]
@@ -212,42 +154,34 @@ def _contender(bench: Bench, point: Point, sets: list[Buffers], group: Any) -> C
     return Contender(until_done, wait)
 
 
-def _time_once(
-    bench: Bench, placement: Placement, point: Point, sets: list[Buffers], seconds: float
-) -> _Attempt:
-    groups = _groups(bench, point.method)
-    counts = {label: num_calls(group) for label, group in groups.items()}
-    contenders = {label: _contender(bench, point, sets, group) for label, group in groups.items()}
-    speeds = measure_speeds(bench.team, placement)
-    timings = measure(bench.team, contenders, seconds)
-    algorithms = {
-        label: algorithms_used(counts[label], num_calls(group)) for label, group in groups.items()
-    }
-    return _Attempt(timings, speeds, algorithms)
-
-
-def measure_device_point(
-    bench: Bench, placement: Placement, point: Point, seconds: float, max_repeats: int
-) -> list[dict[str, Any]]:
-    """Verifies, times (again while the machine is disturbed) and verifies again. Collective.
+def measure_device_point(bench: Bench, placement: Placement, point: Point) -> list[dict[str, Any]]:
+    """Verifies and times a point. Collective.
 
     Returns:
         On rank 0 one record per backend that can be called this way; else nothing.
     """
-    if not _groups(bench, point.method):
+    groups = _groups(bench, point.method)
+    if not groups:
         return []
     sets = _make_sets(bench, placement, point)
     num_bytes = sets[0].place.num_elems * point.dtype.itemsize
     point = replace(point, num_bytes=num_bytes)
-    wrong = _count_wrong(bench, point, sets[0])
-    attempt, weather = bench.watch.calmest(
-        lambda: _time_once(bench, placement, point, sets, seconds), max_repeats
+    attempt, weather, wrong = measure_verified(
+        bench,
+        lambda: _count_wrong(bench, point, sets[0]),
+        lambda: time_once(
+            bench,
+            groups,
+            partial(_contender, bench, point, sets),
+            lambda: measure_speeds(bench.team, placement),
+        ),
     )
-    for label, count in _count_wrong(bench, point, sets[0]).items():
-        wrong[label] += count
     if attempt.timings is None:
         return []
-    subject = bench.subject if bench.subject in wrong else next(iter(wrong))
+    subject = subject_of(bench) if subject_of(bench) in wrong else next(iter(wrong))
+    operation, world_size, speeds = point.operation, bench.team.world_size, attempt.floors[0]
+    in_memory = memory_bytes(point.name, num_bytes, placement, world_size)
+    floor_us = speeds.floor_us(in_memory, operation.bus_factor(world_size) * num_bytes)
     facts = {
         "op": point.name,
         "bytes": num_bytes,
@@ -256,29 +190,16 @@ def measure_device_point(
         "reduction": "sum",
         **point.method.record(),
         "num_buffers": len(sets),
-        **attempt.speeds.record(),
+        **speeds.record(),
         **weather.record(),
-    }
-    found = records_of(attempt.timings, subject, wrong)
-    return [
-        {**facts, **record, **_bandwidths(bench, placement, point, attempt, record)}
-        for record in found
-    ]
-
-
-def _bandwidths(
-    bench: Bench, placement: Placement, point: Point, attempt: _Attempt, record: dict[str, Any]
-) -> dict[str, Any]:
-    """The bandwidths from a backend's median call."""
-    world_size, num_bytes = bench.team.world_size, point.num_bytes
-    algbw = num_bytes / (record["p50_us"] / 1e6) / GB
-    bus_factor = point.operation.bus_factor(world_size)
-    in_memory = memory_bytes(point.name, num_bytes, placement, world_size)
-    floor_us = attempt.speeds.floor_us(in_memory, bus_factor * num_bytes)
-    return {
-        "algbw_gb_per_s": algbw,
-        "busbw_gb_per_s": algbw * bus_factor,
         "floor_us": floor_us,
-        "share_of_floor": floor_us / record["p50_us"],
-        "algorithms": attempt.algorithms[record["backend"]],
     }
+    return [
+        {
+            **facts,
+            **record,
+            **speeds_of(bench, operation, num_bytes, attempt, record),
+            "share_of_floor": floor_us / record["p50_us"],
+        }
+        for record in records_of(attempt.timings, subject, wrong)
+    ]

@@ -11,7 +11,6 @@ quantity and backend is appended to benchmarks/results.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
 import re
@@ -22,19 +21,17 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-# isort: off
 import harness  # before torch: it sets the number of threads
 import torch
 import torch.distributed as dist
-
-# isort: on
 from groups import labelled, open_groups, run_ranks
-from report import Report, amount, table_of
+from harness import Options, Report, flag
+from report import amount
 from weather import WeatherWatch
 
 from ringcomm.measure.machine import mapped_memory
 from ringcomm.measure.ranks import Team, run_main
-from ringcomm.measure.screen import as_option, byte_count, words
+from ringcomm.measure.screen import byte_count, words
 from ringcomm.measure.timing import open_default_group
 
 SMALL_BYTES = 1024
@@ -57,7 +54,7 @@ def counts() -> list[int]:
     return [int(resident[1]) << 10, *map(len, folders)]
 
 
-def run_idle(team: Team, options: argparse.Namespace, backend: str) -> None:
+def run_idle(team: Team, options: Options, backend: str) -> None:
     """Rank 0 reports the resources of idle groups on the rank with the largest increase."""
 
     def added() -> list[int]:
@@ -150,7 +147,7 @@ def wait_once(team: Team, group: dist.ProcessGroup, pids: list[int], seconds: fl
     return percent
 
 
-def run_waiting(team: Team, options: argparse.Namespace) -> None:
+def run_waiting(team: Team, options: Options) -> None:
     """Rank 0 reports the cost of waiting with each backend."""
     groups = open_groups(team, labelled(options.backends))
     watch = WeatherWatch(team)
@@ -171,24 +168,14 @@ def run_waiting(team: Team, options: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    """Parses the command line; exits with a message for invalid options."""
-    parser = harness.make_parser(__doc__, seconds=1.0, per="wait")
-    add = parser.add_argument
-    add("--backends", type=as_option(words), default="ringcomm,gloo")
-    add("--world", type=int, default=4, help="ranks, all on this machine")
-    add("--groups", type=int, default=64, help="number of idle groups")
-    options = parser.parse_args(argv)
+def check(options: Options) -> None:
+    """Raises ValueError for invalid options."""
     if options.world < 2 or options.groups < 1 or options.seconds <= 0:
-        parser.error("needs at least 2 ranks, 1 group and more than 0 seconds")
-    options.json = options.json or harness.default_path(f"footprint-w{options.world}")
-    return options
+        raise ValueError("needs at least 2 ranks, 1 group and more than 0 seconds")
 
 
-def main(argv: list[str]) -> int:
-    """Measures everything; returns the exit code."""
-    options = parse(argv)
-    report = Report("footprint", options.json, world_size=options.world)
+def measure(options: Options, report: Report) -> None:
+    """Everything, each in ranks of its own."""
 
     def add(records: list[dict[str, Any]]) -> None:
         """Others can change times, and no other counts."""
@@ -200,11 +187,24 @@ def main(argv: list[str]) -> int:
     run_ranks(options.world, run_mapped, add)
     run_ranks(options.world, partial(run_waiting, options=options), add)
 
-    def row_of(record: dict[str, Any]) -> list[str]:
-        return [record["quantity"], record["backend"], amount(record["value"], record["unit"])]
 
-    return report.finish(table_of(["quantity", "backend", "value"], "", report.records, row_of))
-
+PROGRAM = harness.Program(
+    doc=__doc__,
+    kind="footprint",
+    measure=measure,
+    seconds=1.0,
+    per="wait",
+    flags=[
+        flag("--backends", words, "ringcomm,gloo"),
+        flag("--world", int, 4, "ranks, all on this machine"),
+        flag("--groups", int, 64, "number of idle groups"),
+    ],
+    check=check,
+    file=lambda options: f"footprint-w{options.world}",
+    facts=lambda options: {"world_size": options.world},
+    columns=["quantity", "backend", ("value", lambda r: amount(r["value"], r["unit"]))],
+)
+parse, main = PROGRAM.parse, PROGRAM.main
 
 if __name__ == "__main__":
     sys.exit(run_main("footprint.py", main))

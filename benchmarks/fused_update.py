@@ -20,41 +20,23 @@ line per way and size is appended to benchmarks/results.
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import os
 import sys
-from functools import partial
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
-# isort: off
 import harness  # before torch: it sets the number of threads
+import placement
 import torch
 import torch.distributed as dist
+from groups import labelled, open_groups
+from harness import Bench, Options, Report, flag
+from placement import Placement
+from torch import Tensor
 
-# isort: on
-from device_point import EventContender, align
-from groups import labelled, open_groups, run_ranks
-from mps import Mps, find_control
-from placement import (
-    LAYOUTS,
-    Placement,
-    count_devices,
-    facts,
-    measure_speeds,
-    nccl_variables,
-    nccl_version,
-    preload,
-    why_nccl_cannot,
-)
-from report import Report, comparison, records_of, table_of
-from update_ways import OPTIMIZERS, Way, count_wrong, floor_bytes, keeps_master, torch_optimizer
-from weather import WeatherWatch
-
+from ringcomm import ops
 from ringcomm.measure.ranks import Team, run_main
-from ringcomm.measure.screen import byte_count, microseconds, whole_numbers
-from ringcomm.measure.timing import Contender, measure
+from ringcomm.measure.screen import byte_count, whole_numbers
+from ringcomm.torch_names import all_gather_single, reduce_scatter_single
 
 DEFAULT_SIZES = "1048576,4194304,16777216,67108864"
 DTYPES = ("float32", "bfloat16")
@@ -62,54 +44,207 @@ WAYS = ("fused", "zero1", "ringcomm", "gloo")  # the others are compared with th
 DEVICE_WAYS = ("fused", "zero1", "nccl")
 
 
-def _contender(team: Team, way: Way, placement: Placement, device: torch.device) -> Contender:
-    if placement.is_cpu:
-        return Contender(way.step, partial(dist.barrier, group=way.group))
-    return EventContender(way.step, align(team, device), device=device)
+OPTIMIZERS = ("sgd", "momentum", "adamw", "lomo")
+LR = 1e-3
+# Steps of the check: enough for every term of the update to matter.
+NUM_CHECKED_STEPS = 3
+# Allowed after those steps between ways that round differently.
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7}
+
+_OURS: dict[str, ops.SGDStep | ops.AdamWStep | ops.LomoStep] = {
+    "sgd": ops.SGDStep(lr=LR),
+    "momentum": ops.SGDStep(lr=LR, momentum=0.9),
+    "adamw": ops.AdamWStep(lr=LR),
+    "lomo": ops.LomoStep(lr=LR),
+}
 
 
-def run_rank(
-    team: Team, options: argparse.Namespace, placement: Placement, names: tuple[str, ...]
-) -> None:
-    """One rank: every size in turn; rank 0 reports each size's records to the parent."""
-    device = placement.take(team.rank)
+def torch_optimizer(kind: str, param: Tensor) -> torch.optim.Optimizer:
+    """torch's own, in one pass over memory; of LOMO, plain descent."""
+    if kind == "adamw":
+        return torch.optim.AdamW([param], lr=LR, fused=True)
+    return torch.optim.SGD([param], lr=LR, momentum=0.9 if kind == "momentum" else 0.0, fused=True)
+
+
+def keeps_master(kind: str, dtype: torch.dtype) -> bool:
+    """Whether there are fp32 masters: for 16-bit weights, except with LOMO."""
+    return dtype != torch.float32 and kind != "lomo"
+
+
+def start(num_elems: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The parameters before the first step."""
+    return torch.linspace(-1, 1, num_elems, device=device).to(dtype)
+
+
+def gradient_of(rank: int, num_elems: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Multiples of 1/64 that differ from rank to rank: sums over a few ranks are exact."""
+    index = torch.arange(num_elems, device=device)
+    return ((index * (rank + 3) % 97 - 48).float() / 64).to(dtype)
+
+
+class Way:
+    """Parameters, a gradient, and the step.
+
+    Attributes:
+        state_bytes: of this rank's optimizer state, master weights included.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        kind: str,
+        num_elems: int,
+        team: Team,
+        groups: Any,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | None = None,
+    ) -> None:
+        device = device or torch.device("cpu")
+        self.param = start(num_elems, dtype, device)
+        self.grad = gradient_of(team.rank, num_elems, dtype, device)
+        self.group = groups[name if name in groups else "ringcomm"]
+        self.state_bytes = 0
+        self._num_steps = 0
+        self._world_size = team.world_size
+        self._kind = kind
+        self._has_master = keeps_master(kind, dtype)
+        make: Callable[[], Callable[[], None]] = {
+            "fused": self._fused,
+            "zero1": self._zero1,
+            "nccl": self._zero1,
+        }.get(name, self._whole)
+        self.step = make()
+
+    def _fused(self) -> Callable[[], None]:
+        optimizer = _OURS[self._kind]
+        state = ops.new_shard_state(self.param, optimizer, self.group, master=self._has_master)
+        self.state_bytes = sum(tensor.nbytes for tensor in state.values())
+
+        def step() -> None:
+            self._num_steps += 1
+            ops.reduce_scatter_update_all_gather_(
+                self.param,
+                self.grad,
+                state,
+                optimizer=optimizer,
+                step=self._num_steps,
+                group=self.group,
+            )
+
+        return step
+
+    def _zero1(self) -> Callable[[], None]:
+        begin, end = ops.shard_range(
+            self.param.numel(), self._world_size, dist.get_rank(self.group)
+        )
+        shard = self.param[begin:end]
+        reduced = torch.empty_like(shard)
+        weight = shard.float() if self._has_master else shard
+        weight.grad = torch.empty_like(weight) if self._has_master else reduced
+        optimizer = torch_optimizer(self._kind, weight)
+
+        def step() -> None:
+            reduce_scatter_single(reduced, self.grad, group=self.group)
+            if self._has_master:
+                assert weight.grad is not None
+                weight.grad.copy_(reduced)
+            assert weight.grad is not None
+            weight.grad.div_(self._world_size)
+            optimizer.step()
+            if self._has_master:
+                shard.copy_(weight)
+            all_gather_single(self.param, shard, group=self.group)
+
+        return step
+
+    def _whole(self) -> Callable[[], None]:
+        weight = self.param.float() if self._has_master else self.param
+        optimizer = torch_optimizer(self._kind, weight)
+        averaged = self.grad.clone()
+        weight.grad = averaged.float() if self._has_master else averaged
+
+        def step() -> None:
+            # In place: from the second step on each rank has the average, which stays what it is.
+            dist.all_reduce(averaged, group=self.group)
+            averaged.div_(self._world_size)
+            assert weight.grad is not None
+            if self._has_master:
+                weight.grad.copy_(averaged)
+            optimizer.step()
+            if self._has_master:
+                self.param.copy_(weight)
+
+        return step
+
+
+def count_wrong(ways: dict[str, Way], kind: str, team: Team) -> dict[str, int]:
+    """Elements of all ranks that differ from a single process's, after some steps. Collective."""
+    param = next(iter(ways.values())).param
+    num_elems, dtype, device = param.numel(), param.dtype, param.device
+    whole = start(num_elems, dtype, device)
+    expected = whole.float() if keeps_master(kind, dtype) else whole
+    total = torch.zeros(num_elems, device=device)
+    for rank in range(team.world_size):
+        total += gradient_of(rank, num_elems, dtype, device).float()
+    expected.grad = (total / team.world_size).to(expected.dtype)
+    del total
+    optimizer = torch_optimizer(kind, expected)
+    for _ in range(NUM_CHECKED_STEPS):
+        optimizer.step()
+    tolerance = TOLERANCES[dtype]
+    wrong = {}
+    for name, way in ways.items():
+        for _ in range(NUM_CHECKED_STEPS):
+            way.step()
+        is_close = torch.isclose(way.param, expected.to(dtype), rtol=tolerance, atol=tolerance)
+        wrong[name] = sum(team.share(int((~is_close).sum())))
+    return wrong
+
+
+def floor_bytes(param: Tensor, state_bytes: int, world_size: int, has_master: bool) -> int:
+    """What the ranks together read and write: gradients, parameters, and the states twice.
+
+    Without a master copy the parameters are read too, each once.
+    """
+    read_once = 0 if has_master else param.nbytes
+    return 2 * world_size * param.nbytes + 2 * state_bytes + read_once
+
+
+# ---- a point
+
+
+def run_rank(bench: Bench, options: Options) -> None:
+    """Every size in turn; rank 0 reports each one's records."""
+    team, names, kind = bench.team, options.names, options.optimizer
     backends = ["ringcomm", *(name for name in ("gloo", "nccl") if name in names)]
     groups = open_groups(team, labelled(backends))
-    watch = WeatherWatch(team)
     dtype = getattr(torch, options.dtype)
-    versions = {"nccl": ".".join(map(str, nccl_version()))} if "nccl" in names else {}
+    versions = {"nccl": ".".join(map(str, placement.nccl_version()))} if "nccl" in names else {}
     for num_bytes in options.sizes:
         num_elems = num_bytes // dtype.itemsize // team.world_size * team.world_size
         ways = {
-            name: Way(name, options.optimizer, num_elems, team, groups, dtype, device)
-            for name in names
+            name: Way(name, kind, num_elems, team, groups, dtype, bench.device) for name in names
         }
-        wrong = count_wrong(ways, options.optimizer, team)
-        contenders = {n: _contender(team, way, placement, device) for n, way in ways.items()}
-        floor = _floor(team, ways["fused"], placement, options.optimizer)
-        time_all = partial(measure, team, contenders, options.seconds)
-        timings, weather = watch.calmest(time_all, options.repeats)
-        if timings is not None:
-            point = {"bytes": num_elems * dtype.itemsize, **versions, **floor, **weather.record()}
-            records = records_of(timings, names[0], wrong, name="way")
-            if floor:
-                records = [
-                    {**r, "share_of_floor": floor["floor_us"] / r["p50_us"]} for r in records
-                ]
-            team.report([record | point for record in records])
-        del ways, contenders, time_all
-    dist.destroy_process_group()
+        wrong = count_wrong(ways, kind, team)
+        contenders = {name: bench.contender(way.step, way.group) for name, way in ways.items()}
+        floor = _floor(team, ways["fused"], options.placement, kind)
+        facts = {"bytes": num_elems * dtype.itemsize, **versions, **floor}
+        records = bench.race(contenders, names[0], wrong, **facts)
+        if floor:
+            records = [r | {"share_of_floor": floor["floor_us"] / r["p50_us"]} for r in records]
+        bench.report(records)
+        del ways, contenders
 
 
-def _floor(team: Team, way: Way, placement: Placement, kind: str) -> dict[str, Any]:
+def _floor(team: Team, way: Way, where: Placement, kind: str) -> dict[str, Any]:
     """The least µs of a step on devices, and what it follows from; nothing on CPUs. Collective."""
-    if placement.is_cpu:
+    if where.is_cpu:
         return {}
-    speeds = measure_speeds(team, placement)
+    speeds = placement.measure_speeds(team, where)
     state_bytes = sum(team.share(way.state_bytes))
     has_master = keeps_master(kind, way.param.dtype)
     moved = floor_bytes(way.param, state_bytes, team.world_size, has_master)
-    on_a_device = moved * placement.max_ranks(team.world_size) / team.world_size
+    on_a_device = moved * where.max_ranks(team.world_size) / team.world_size
     over_a_link = 2 * (team.world_size - 1) / team.world_size * way.param.nbytes
     return {
         "floor_us": speeds.floor_us(on_a_device, over_a_link),
@@ -118,83 +253,73 @@ def _floor(team: Team, way: Way, placement: Placement, kind: str) -> dict[str, A
     }
 
 
-def row_of(record: dict[str, Any]) -> list[str]:
-    """Formats a record as a table row."""
-    return [
-        *(byte_count(record["bytes"]), record["way"]),
-        *(microseconds(record[f"{p}_us"]) for p in ("p50", "p90", "p99")),
-        f"{record['share_of_floor']:.0%}" if "share_of_floor" in record else "",
-        comparison(record),
-        f"{record['others_busy_percent']:.1f}",
-    ]
+def check(options: Options) -> None:
+    """Raises ValueError for invalid options; with another NCCL the program restarts itself.
 
-
-def parse(argv: list[str]) -> argparse.Namespace:
-    """Parses the command line; exits with a message for invalid options."""
-    parser = harness.make_parser(__doc__, seconds=4.0, per="size, for all ways")
-    add = parser.add_argument
-    add("--world", type=int, default=2, help="ranks, all on this machine")
-    add("--sizes", type=whole_numbers, default=DEFAULT_SIZES, help="bytes of the parameters")
-    add("--optimizer", choices=OPTIMIZERS, default="adamw")
-    add("--dtype", choices=DTYPES, default="float32", help="of parameters and gradients")
-    add("--device", default="cpu", help="cuda for GPUs, which the options below are of")
-    layout = "all: rank i on GPU i mod their number; one: all ranks on the first"
-    add("--layout", choices=LAYOUTS, default="all", help=layout)
-    add("--mps", action=argparse.BooleanOptionalAction, default=False, help="run MPS meanwhile")
-    add(
-        "--nccl-library", type=Path, metavar="FILE", help="a libnccl.so.2 to use instead of torch's"
-    )
-    options = parser.parse_args(argv)
+    Chooses the ways that are supported, and prints why NCCL is not.
+    """
     if options.world < 2 or min(options.sizes) < 4 * options.world:
-        parser.error("--world must be 2 or more, and each size at least one parameter per rank")
-    if options.mps and options.device == "cpu":
-        parser.error("--mps is for GPUs only: add --device cuda")
-    if options.mps and find_control() is None:
-        parser.error("--mps: nvidia-cuda-mps-control is not installed")
-    if count_devices(options.device) == 0:
-        parser.error(f"this torch finds no {options.device} device here")
-    where = "" if options.device == "cpu" else f"-{options.device}-{options.layout}"
-    name = f"fused_update-{options.optimizer}-w{options.world}{where}"
-    options.json = options.json or harness.default_path(name)
-    return options
-
-
-def ways_on(placement: Placement, world_size: int) -> tuple[str, ...]:
-    """The ways that are supported there; prints why NCCL is not."""
-    if placement.is_cpu:
-        return WAYS
-    reason = why_nccl_cannot(placement, world_size)
-    if reason is not None:
-        print(f"not available: nccl: {reason}")
-    return tuple(name for name in DEVICE_WAYS if name != "nccl" or reason is None)
-
-
-def main(argv: list[str]) -> int:
-    """Runs the comparison; returns the exit code, 3 when any result was wrong."""
-    options = parse(argv)
+        raise ValueError("--world must be 2 or more, and each size at least one parameter per rank")
     if options.nccl_library is not None:
-        preload(options.nccl_library)
-    has_mps = options.mps or "CUDA_MPS_PIPE_DIRECTORY" in os.environ
-    num_devices = count_devices(options.device)
-    placement = Placement(options.device, num_devices, options.layout, has_mps)
-    dimensions = {"world_size": options.world, "optimizer": options.optimizer}
-    dimensions["dtype"] = options.dtype
-    kind = "fused_update"
-    if not placement.is_cpu:
-        kind, dimensions = "fused_update_on_device", {**dimensions, **facts(placement)}
-        for name, value in nccl_variables(placement.max_ranks(options.world)).items():
-            os.environ.setdefault(name, value)
-    report = Report(kind, options.json, **dimensions)
-    names = ways_on(placement, options.world)
-    torch_optimizer(options.optimizer, torch.zeros(1))  # imports seconds' worth before the fork
-    with Mps() if options.mps else contextlib.nullcontext():
-        run_ranks(options.world, lambda team: run_rank(team, options, placement, names), report.add)
-    headers = ["parameters", "way", "p50 µs", "p90 µs", "p99 µs", "of floor", "time / fused"]
-    caption = "* other programs used the machine."
-    table = table_of([*headers, "others %"], caption, report.records, row_of, ("bytes",))
-    title = f"{options.world} ranks, {options.optimizer}, {options.dtype}, {options.device}"
-    return report.finish(title, table)
+        placement.preload(options.nccl_library)
+    options.names = WAYS
+    if not options.placement.is_cpu:
+        reason = placement.why_nccl_cannot(options.placement, options.world)
+        if reason is not None:
+            print(f"not available: nccl: {reason}")
+        options.names = tuple(name for name in DEVICE_WAYS if name != "nccl" or reason is None)
 
+
+def measure(options: Options, report: Report) -> None:
+    """In ranks that need not import for seconds."""
+    torch_optimizer(options.optimizer, torch.zeros(1))
+    PROGRAM.run_worlds(options, report)
+
+
+def facts_of(options: Options) -> dict[str, Any]:
+    """The fields of all records."""
+    found = {"world_size": options.world, "optimizer": options.optimizer, "dtype": options.dtype}
+    if options.placement.is_cpu:
+        return found
+    return {"kind": "fused_update_on_device", **found, **placement.facts(options.placement)}
+
+
+def file_of(options: Options) -> str:
+    """The name of the records' file."""
+    where = "" if options.device == "cpu" else f"-{options.device}-{options.layout}"
+    return f"fused_update-{options.optimizer}-w{options.world}{where}"
+
+
+PROGRAM = harness.Program(
+    doc=__doc__,
+    kind="fused_update",
+    rank=run_rank,
+    measure=measure,
+    seconds=4.0,
+    per="size, for all ways",
+    device="cpu",
+    has_sharing=True,
+    flags=[
+        flag("--world", int, 2, "ranks, all on this machine"),
+        flag("--sizes", whole_numbers, DEFAULT_SIZES, "bytes of the parameters"),
+        flag("--optimizer", str, "adamw", choices=OPTIMIZERS),
+        flag("--dtype", str, "float32", "of parameters and gradients", choices=DTYPES),
+        placement.NCCL_FLAG,
+    ],
+    check=check,
+    file=file_of,
+    facts=facts_of,
+    columns=[
+        ("parameters", lambda r: byte_count(r["bytes"])),
+        *("way", "p50 µs", "p90 µs", "p99 µs"),
+        ("of floor", lambda r: f"{r['share_of_floor']:.0%}" if "share_of_floor" in r else ""),
+        *("time / fused", "others %"),
+    ],
+    section=("bytes",),
+    caption="* other programs used the machine.",
+    title=lambda o: f"{o.world} ranks, {o.optimizer}, {o.dtype}, {o.device}",
+)
+parse, main = PROGRAM.parse, PROGRAM.main
 
 if __name__ == "__main__":
     sys.exit(run_main("fused_update.py", main))

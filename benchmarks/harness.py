@@ -1,7 +1,10 @@
-"""Record files, common options, and setup that must run before scripts import torch.
+"""The harness: ranks, flags, records and the printed table of a benchmark.
+
+A benchmark is a ``Program``: what it measures on a rank, which flags it has, and what its table
+shows. `race` times contenders in turn, `report` has records and tables.
 
 Import this before torch and ``model``, the examples' model, which it puts on the path: it allows
-one thread per rank. Ranks and timing are in ``ringcomm.measure``.
+one thread per rank.
 """
 
 from __future__ import annotations
@@ -9,7 +12,11 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[_name] = "1"
@@ -17,27 +24,143 @@ for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
 # Last: programs there have the same names as scripts here.
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
 
+import placement  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from groups import run_ranks  # noqa: E402
+from race import Bench, make_bench  # noqa: E402
 from report import CHECKOUT as ROOT  # noqa: E402
-from report import RESULTS, default_path  # noqa: E402
+from report import RESULTS, Columns, Report, default_path, table_of  # noqa: E402
 
-__all__ = ["RESULTS", "ROOT", "default_path", "make_parser"]
+from ringcomm.measure.ranks import Team  # noqa: E402
+from ringcomm.measure.screen import as_option, check_writable  # noqa: E402
+
+__all__ = ["RESULTS", "ROOT", "Bench", "Program", "Report", "default_path", "flag"]
+
+Options = argparse.Namespace
+Flag = tuple[str, dict[str, Any]]
 
 
-def make_parser(
-    doc: str | None, seconds: float | None = None, per: str = ""
-) -> argparse.ArgumentParser:
-    """A parser with the scripts' common options.
+def flag(
+    name: str, parse: Callable[[str], Any], default: Any, text: str | None = None, **more: Any
+) -> Flag:
+    """An option of a command line with its value's parser, its default and its help."""
+    return name, {"type": as_option(parse), "default": default, "help": text, **more}
 
-    The first line of ``doc``, the script's, describes it. ``seconds`` is the default of --seconds,
-    which each ``per`` is given; without it there are neither --seconds nor --repeats.
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """A benchmark: what differs from the others.
+
+    Attributes:
+        doc: its module's text, whose first line describes the command.
+        kind: of its records.
+        columns: of the printed table.
+        rank: measures on one of the forked ranks, where rank 0 reports records. Collective.
+        measure: for one that forks ranks itself or has none; by default ``run_worlds``.
+        world: the number of ranks, unless there is --worlds, --world or --world-size.
+        seconds: the default of --seconds, given to each ``per``; None is no such option.
+        repeats: the default of --repeats, which comes with --seconds.
+        device: the default of --device; "" is no such option.
+        has_sharing: whether it has options for ranks that share a GPU.
+        flags: its own options.
+        check: raises ValueError for options that cannot be measured here; may complete them.
+        file: the file of the records, without date and ending, unless --json names one; by
+            default the kind.
+        facts: fields of all records; also another ``kind``.
+        section: fields where the table has a rule when they change.
+        caption: below the table.
+        title: above it.
     """
-    parser = argparse.ArgumentParser(
-        description=(doc or "").splitlines()[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    add = parser.add_argument
-    if seconds is not None:
-        add("--seconds", type=float, default=seconds, help=f"per {per}")
-        add("--repeats", type=int, default=3, help="at most, while others disturb the machine")
-    add("--json", type=Path, help="append records here (default: benchmarks/results/DATE-...)")
-    return parser
+
+    doc: str | None
+    kind: str
+    columns: Columns
+    rank: Callable[[Bench, Options], None] = lambda bench, options: None
+    measure: Callable[[Options, Report], None] | None = None
+    world: int = 1
+    seconds: float | None = None
+    per: str = ""
+    repeats: int = 3
+    device: str = ""
+    has_sharing: bool = False
+    flags: Sequence[Flag] = ()
+    check: Callable[[Options], None] = lambda options: None
+    file: Callable[[Options], str] | None = None
+    facts: Callable[[Options], Mapping[str, Any]] = lambda options: {}
+    section: tuple[str, ...] = ()
+    caption: str = ""
+    title: Callable[[Options], str] | None = None
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Adds all options: those that many have, and its own."""
+        add = parser.add_argument
+        if self.seconds is not None:
+            add("--seconds", type=float, default=self.seconds, help=f"per {self.per}")
+            text = "at most, while other programs disturb the machine"
+            add("--repeats", type=int, default=self.repeats, help=text)
+        if self.device:
+            add("--device", default=self.device, help="cpu, or cuda for GPUs")
+        if self.has_sharing:
+            placement.add_sharing(parser)
+        for name, how in self.flags:
+            add(name, **how)
+        add("--json", type=Path, metavar="FILE", help="append one record per contender here")
+        parser.set_defaults(parser=parser)
+
+    def parse(self, argv: list[str]) -> Options:
+        """Parses a script's command line; exits with a message for invalid options."""
+        parser = argparse.ArgumentParser(
+            description=(self.doc or "").splitlines()[0],
+            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        )
+        self.add_arguments(parser)
+        options = parser.parse_args(argv)
+        self._complete(options)
+        file = self.file(options) if self.file else self.kind
+        options.json = options.json or default_path(file)
+        return options
+
+    def _complete(self, options: Options) -> None:
+        try:
+            options.placement = placement.placement_of(options)
+            self.check(options)
+            check_writable(options.json)
+        except ValueError as error:
+            options.parser.error(str(error))
+
+    def run(self, options: Options) -> int:
+        """Checks options and measures: an operation of ``ringcomm bench``."""
+        self._complete(options)
+        return self._measure(options)
+
+    def main(self, argv: list[str]) -> int:
+        """Measures, prints and appends records; returns the exit code, 3 when any was wrong."""
+        return self._measure(self.parse(argv))
+
+    def _measure(self, options: Options) -> int:
+        report = Report(path=options.json, **{"kind": self.kind, **self.facts(options)})
+
+        def show() -> list[Any]:
+            title = [self.title(options)] if self.title else []
+            return [*title, table_of(self.columns, self.caption, report.records, self.section)]
+
+        mps, num_ranks = getattr(options, "mps", False), max(self._worlds(options))
+        sharing = placement.shared(mps, options.placement, num_ranks)
+        with sharing, report.measuring(show):
+            (self.measure or self.run_worlds)(options, report)
+        return report.finish(*show())
+
+    def run_worlds(self, options: Options, report: Report) -> None:
+        """Runs ``rank`` on each number of ranks in turn, and adds what rank 0 reports."""
+        for world_size in self._worlds(options):
+            run_ranks(world_size, partial(self._run_rank, options=options), report.add)
+
+    def _worlds(self, options: Options) -> list[int]:
+        given = vars(options)
+        one = given.get("world", given.get("world_size", self.world))
+        return given.get("worlds") or [one]
+
+    def _run_rank(self, team: Team, options: Options) -> None:
+        self.rank(make_bench(team, options), options)
+        if dist.is_initialized():
+            dist.destroy_process_group()

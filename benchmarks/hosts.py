@@ -10,35 +10,30 @@ What separate machines differ in, such as the latency of a switch, is not in the
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-# isort: off
 import harness  # before torch: it sets the number of threads
 import torch
-import torch.distributed as dist
-
-# isort: on
-from groups import labelled, open_groups, run_ranks
+from groups import labelled, open_groups
+from harness import Bench, Options, flag
 from operations import OPERATIONS
-from point import make_bench, measure_point
+from point import measure_point
 from programs import environment, missing_programs
-from report import Report, comparison, state_of, table_of
 
 from ringcomm.measure.ranks import (
     EXIT_OK,
     EXIT_WRONG_RESULTS,
     RankError,
-    Team,
     joined_world_size,
     run_main,
 )
-from ringcomm.measure.screen import as_option, byte_count, byte_counts, microseconds, words
+from ringcomm.measure.screen import byte_counts, whole_numbers, words
 
 OPS = "all_reduce,reduce_scatter,all_gather,all_to_all,broadcast"
 TOOLS = ("unshare", "nsenter", "ip", "tc")
@@ -48,46 +43,12 @@ LIMIT_S = 1800.0
 START_S = 60.0  # of a command, and until the second host has ended, on a busy machine
 
 
-def run_rank(team: Team, options: argparse.Namespace) -> None:
+def run_rank(bench: Bench, options: Options) -> None:
     """Times each operation and size; rank 0 reports records. Collective."""
-    groups = open_groups(team, labelled(["ringcomm", "gloo"]))
-    bench = make_bench(team, groups, torch.device("cpu"))
+    bench = replace(bench, groups=open_groups(bench.team, labelled(["ringcomm", "gloo"])))
     for op in options.ops:
         for num_bytes in options.sizes:
-            seconds, repeats = options.seconds, options.repeats
-            records = measure_point(bench, op, num_bytes, torch.float32, seconds, repeats)
-            if team.rank == 0:
-                team.report(records)
-    dist.destroy_process_group()
-
-
-def be_rank(options: argparse.Namespace) -> int:
-    """One rank of torchrun; rank 0 writes the records."""
-    world_size = joined_world_size() or 1
-    dimensions: dict[str, Any] = {
-        "world_size": world_size,
-        "ranks_per_host": world_size // len(ADDRESSES),
-        "cable": options.cable,
-        "device": "cpu",
-        "dtype": "float32",
-    }
-    report = Report("hosts", options.json if os.environ["RANK"] == "0" else None, **dimensions)
-    run_ranks(world_size, lambda team: run_rank(team, options), report.add)
-    headers = ["op", "bytes", "backend", "p50 µs", "p99 µs", "time over", "others %", "state"]
-    return report.finish(table_of(headers, "", report.records, row_of, ("op",)))
-
-
-def row_of(record: dict[str, Any]) -> list[str]:
-    """Formats a record as a table row."""
-    return [
-        record["op"],
-        byte_count(record["bytes"]),
-        record["backend"],
-        *(microseconds(record[f"{p}_us"]) for p in ("p50", "p99")),
-        comparison(record),
-        f"{record['others_busy_percent']:.1f}",
-        state_of(record),
-    ]
+            bench.report(measure_point(bench, op, num_bytes, torch.float32))
 
 
 def join_hosts(cable: str) -> subprocess.Popen[bytes]:
@@ -118,7 +79,7 @@ def join_hosts(cable: str) -> subprocess.Popen[bytes]:
     return other
 
 
-def race(num_ranks: int, options: argparse.Namespace, argv: list[str]) -> int:
+def race(num_ranks: int, options: Options, argv: list[str]) -> int:
     """Starts torchrun on both hosts; returns the first one's status."""
     other = join_hosts(options.cable)
     job = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"]
@@ -147,34 +108,54 @@ def race(num_ranks: int, options: argparse.Namespace, argv: list[str]) -> int:
             process.wait()
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    """Parses the command line; exits with a message for invalid options."""
-    parser = harness.make_parser(__doc__, seconds=2.0, per="operation and size")
-    add = parser.add_argument
-    add("--ranks-per-host", type=as_option(words), default="1,2", help="on each of two hosts")
-    add("--cable", default="1gbit", help="its rate, as tc names it, or none for no limit")
-    add("--ops", type=as_option(words), default=OPS, help="operations")
-    add("--sizes", type=as_option(byte_counts), default="1k,64k,1m,16m", help="bytes")
-    options = parser.parse_args(argv)
+def check(options: Options) -> None:
+    """Raises ValueError for invalid options, and where a tool is missing."""
     for op in set(options.ops) - set(OPERATIONS):
-        parser.error(f"--ops: no operation {op!r}: {', '.join(OPERATIONS)}")
-    try:
-        options.ranks_per_host = [int(word) for word in options.ranks_per_host]
-    except ValueError as error:
-        parser.error(f"--ranks-per-host: {error}")
+        raise ValueError(f"--ops: no operation {op!r}: {', '.join(OPERATIONS)}")
     if min(options.ranks_per_host) < 1:
-        parser.error("--ranks-per-host must be 1 or more")
+        raise ValueError("--ranks-per-host must be 1 or more")
     if missing := missing_programs(*TOOLS):
-        parser.error(f"not installed: {', '.join(missing)} (Debian: util-linux, iproute2)")
-    options.json = options.json or harness.default_path("hosts")
-    return options
+        raise ValueError(f"not installed: {', '.join(missing)} (Debian: util-linux, iproute2)")
+
+
+def facts_of(options: Options) -> dict[str, Any]:
+    """The fields of all records."""
+    world_size = joined_world_size() or 1
+    return {
+        "world_size": world_size,
+        "ranks_per_host": world_size // len(ADDRESSES),
+        "cable": options.cable,
+        "device": "cpu",
+        "dtype": "float32",
+    }
+
+
+PROGRAM = harness.Program(
+    doc=__doc__,
+    kind="hosts",
+    rank=run_rank,
+    world=joined_world_size() or 1,
+    seconds=2.0,
+    per="operation and size",
+    flags=[
+        flag("--ranks-per-host", whole_numbers, "1,2", "on each of two hosts"),
+        flag("--cable", str, "1gbit", "its rate, as tc names it, or none for no limit"),
+        flag("--ops", words, OPS, "operations"),
+        flag("--sizes", byte_counts, "1k,64k,1m,16m", "bytes"),
+    ],
+    check=check,
+    facts=facts_of,
+    columns=["op", "bytes", "backend", "p50 µs", "p99 µs", "time over", "others %", "state"],
+    section=("op",),
+)
+parse = PROGRAM.parse
 
 
 def main(argv: list[str]) -> int:
     """Measures each number of ranks in namespaces of its own; returns the exit code."""
+    if joined_world_size() is not None:  # a rank of torchrun
+        return PROGRAM.main(argv)
     options = parse(argv)
-    if joined_world_size() is not None:
-        return be_rank(options)
     if os.environ.get(IN_NAMESPACE):
         return race(options.ranks_per_host[0], options, argv)
     statuses = []

@@ -13,7 +13,6 @@ logits go over ringcomm in all ways. One JSON line per way is appended to benchm
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import itertools
 import os
@@ -24,22 +23,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-# isort: off
 import harness  # before torch: it sets the number of threads
 import torch
 import torch.distributed as dist
-
-# isort: on
 from decode import AddNorm, Decoder, make_model
-from groups import run_ranks
-from report import Report, comparison, records_of, table_of
+from harness import Bench, Options, flag
 from torch import Tensor
 from torch.nn import functional as F
-from weather import WeatherWatch
 
 from ringcomm import ops
 from ringcomm.measure.ranks import Team, run_main
-from ringcomm.measure.timing import Contender, measure, open_default_group
+from ringcomm.measure.timing import open_default_group
 
 WORLD_SIZE = 2
 EPS = 1e-5
@@ -107,7 +101,7 @@ def vllm_way(team: Team, file: Path) -> AddNorm:
     return in_two(partial(library.shm_allreduce, handle), library.fused_add_rms_norm)
 
 
-def peers_of(team: Team, options: argparse.Namespace) -> dict[str, AddNorm]:
+def peers_of(team: Team, options: Options) -> dict[str, AddNorm]:
     """The ways of other projects, of those that are given."""
     makers = {"DeepSpeed": (deepspeed_way, options.deepspeed), "vLLM": (vllm_way, options.vllm)}
     return {name: make(team, file) for name, (make, file) in makers.items() if file is not None}
@@ -129,12 +123,10 @@ def check_call(team: Team, add_norm: AddNorm, dtype: torch.dtype) -> int:
     return sum(team.share(num_wrong))
 
 
-def measure_calls(
-    team: Team, watch: WeatherWatch, ways: dict[str, AddNorm], options: argparse.Namespace
-) -> None:
+def measure_calls(bench: Bench, ways: dict[str, AddNorm], options: Options) -> None:
     """Each size in turn; rank 0 reports."""
     dtype = getattr(torch, options.dtype)
-    wrong = {name: check_call(team, way, dtype) for name, way in ways.items()}
+    wrong = {name: check_call(bench.team, way, dtype) for name, way in ways.items()}
     weight = torch.ones(FEATURES, dtype=dtype)
     for size in SIZES_BYTES:
         shape = (max(1, size // dtype.itemsize // FEATURES), min(FEATURES, size // dtype.itemsize))
@@ -143,18 +135,11 @@ def measure_calls(
             x, residual = torch.ones(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
             return partial(way, x, residual, weight[: shape[1]], EPS)
 
-        contenders = {name: Contender(call(way), dist.barrier) for name, way in ways.items()}
-        timings, weather = watch.calmest(
-            partial(measure, team, contenders, options.seconds), options.repeats
-        )
-        if timings is not None:
-            records = records_of(timings, FUSED, wrong, name="way")
-            for record in records:
-                record.update(what="call", size_bytes=size, **weather.record())
-            team.report(records)
+        calls = {name: call(way) for name, way in ways.items()}
+        bench.report(bench.race(calls, FUSED, wrong, what="call", size_bytes=size))
 
 
-def decoding(add_norm: AddNorm, options: argparse.Namespace) -> Callable[[], int]:
+def decoding(add_norm: AddNorm, options: Options) -> Callable[[], int]:
     """A call that decodes one token."""
     model = make_model(options.hidden, options.layers, getattr(torch, options.dtype))
     decoder = Decoder(model, add_norm)
@@ -163,79 +148,62 @@ def decoding(add_norm: AddNorm, options: argparse.Namespace) -> Callable[[], int
     return itertools.chain.from_iterable(texts).__next__
 
 
-def measure_decoding(
-    team: Team, watch: WeatherWatch, ways: dict[str, AddNorm], options: argparse.Namespace
-) -> None:
+def measure_decoding(bench: Bench, ways: dict[str, AddNorm], options: Options) -> None:
     """All ways in turn; rank 0 reports. Tokens must be those of the first."""
     calls = {name: decoding(way, options) for name, way in ways.items()}
     written = {name: [call() for _ in range(CONTEXT)] for name, call in calls.items()}
     wrong = {
-        name: sum(team.share(name != NONE and tokens != written[FUSED]))
+        name: sum(bench.team.share(name != NONE and tokens != written[FUSED]))
         for name, tokens in written.items()
     }
-    contenders = {name: Contender(call, dist.barrier) for name, call in calls.items()}
-    timings, weather = watch.calmest(
-        partial(measure, team, contenders, options.decode_seconds), options.repeats
-    )
-    if timings is not None:
-        records = records_of(timings, FUSED, wrong, name="way")
-        for record in records:
-            record.update(what="token", size_bytes=None, **weather.record())
-            record["tokens_per_s"] = 1e6 / record["p50_us"]
-        team.report(records)
+    facts: dict[str, Any] = {"what": "token", "size_bytes": None}
+    records = bench.race(calls, FUSED, wrong, seconds=options.decode_seconds, **facts)
+    bench.report([record | {"tokens_per_s": 1e6 / record["p50_us"]} for record in records])
 
 
-def run_rank(team: Team, options: argparse.Namespace) -> None:
-    """One rank: both parts, in one set of processes."""
-    open_default_group(team, "ringcomm")
+def run_rank(bench: Bench, options: Options) -> None:
+    """Both parts, in one set of processes."""
+    open_default_group(bench.team, "ringcomm")
     alone, _ = dist.new_subgroups(1)
     gloo = dist.new_group(backend="gloo", timeout=timedelta(seconds=120))
     ways = own_ways(alone)
-    peers = peers_of(team, options)
-    watch = WeatherWatch(team)
+    peers = peers_of(bench.team, options)
     with torch.inference_mode():
-        measure_calls(team, watch, {**ways, **peers}, options)
+        measure_calls(bench, {**ways, **peers}, options)
     ways |= {"Gloo": in_two(lambda x: dist.all_reduce(x, group=gloo)), **peers}
-    measure_decoding(team, watch, {**ways, NONE: in_two(lambda x: x)}, options)
-    dist.destroy_process_group()
+    measure_decoding(bench, {**ways, NONE: in_two(lambda x: x)}, options)
 
 
-def row_of(record: dict[str, Any]) -> list[str]:
-    """Formats a record as a table row."""
-    return [
-        "token" if record["size_bytes"] is None else f"{record['size_bytes'] >> 10} KiB",
-        record["way"],
-        *(f"{record[name]:.2f}" for name in ("p50_us", "p99_us")),
-        comparison(record),
-        f"{record['others_busy_percent']:.1f}",
-    ]
+def size_of(record: dict[str, Any]) -> str:
+    """The bytes of a call, or a token."""
+    return "token" if record["size_bytes"] is None else f"{record['size_bytes'] >> 10} KiB"
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    """Parses the command line."""
-    parser = harness.make_parser(__doc__, seconds=4.0, per="size")
-    add = parser.add_argument
-    add("--decode-seconds", type=float, default=40.0, help="of decoding, all ways together")
-    add("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
-    add("--hidden", type=int, default=512, help="of the decoder")
-    add("--layers", type=int, default=4, help="of the decoder")
-    add("--deepspeed", type=Path, help="DeepSpeed's shared-memory extension")
-    add("--vllm", type=Path, help="a library of vLLM's shared-memory operators")
-    options = parser.parse_args(argv)
-    options.json = options.json or harness.default_path(f"inference-w{WORLD_SIZE}")
-    return options
-
-
-def main(argv: list[str]) -> int:
-    """Measures; returns the exit code, 3 when results differ."""
-    options = parse(argv)
-    dimensions = {name: getattr(options, name) for name in ("dtype", "hidden", "layers")}
-    report = Report("inference", options.json, world_size=WORLD_SIZE, **dimensions)
-    run_ranks(WORLD_SIZE, lambda team: run_rank(team, options), report.add)
-    headers = ["bytes", "way", "p50 µs", "p99 µs", "time over", "others %"]
-    caption = "A call, and decoding a token, on two ranks."
-    return report.finish(table_of(headers, caption, report.records, row_of, ("size_bytes",)))
-
+PROGRAM = harness.Program(
+    doc=__doc__,
+    kind="inference",
+    rank=run_rank,
+    world=WORLD_SIZE,
+    seconds=4.0,
+    per="size",
+    flags=[
+        flag("--decode-seconds", float, 40.0, "of decoding, all ways together"),
+        flag("--dtype", str, "bfloat16", choices=("float32", "bfloat16")),
+        flag("--hidden", int, 512, "of the decoder"),
+        flag("--layers", int, 4, "of the decoder"),
+        flag("--deepspeed", Path, None, "DeepSpeed's shared-memory extension"),
+        flag("--vllm", Path, None, "a library of vLLM's shared-memory operators"),
+    ],
+    file=lambda options: f"inference-w{WORLD_SIZE}",
+    facts=lambda options: {
+        "world_size": WORLD_SIZE,
+        **{name: getattr(options, name) for name in ("dtype", "hidden", "layers")},
+    },
+    columns=[("bytes", size_of), "way", "p50 µs", "p99 µs", "time over", "others %"],
+    section=("size_bytes",),
+    caption="A call, and decoding a token, on two ranks.",
+)
+parse, main = PROGRAM.parse, PROGRAM.main
 
 if __name__ == "__main__":
     sys.exit(run_main("inference.py", main))

@@ -15,25 +15,21 @@ appended to benchmarks/results.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
-# isort: off
 import harness  # before torch: it sets the number of threads
 import torch
-
-# isort: on
 from groups import run_ranks
-from placement import Placement, count_devices, facts
-from report import Report, table_of
+from harness import Options, Report, flag
+from placement import facts
 from torch import Tensor, nn
 
 from ringcomm.measure.ranks import RankError, Team, run_main
-from ringcomm.measure.screen import as_option, words
+from ringcomm.measure.screen import words
 from ringcomm.optim import AdaLomo, InBackwardOptimizer, Lomo
 
 LR = 1e-3
@@ -94,9 +90,7 @@ def make_model(size: str, num_layers: int, num_tokens: int, device: torch.device
     return model
 
 
-def train(
-    way: str, options: argparse.Namespace, num_layers: int, device: torch.device
-) -> dict[str, Any]:
+def train(way: str, options: Options, num_layers: int, device: torch.device) -> dict[str, Any]:
     """Runs some steps; returns the fastest one's seconds, peak memory, and losses."""
     rows, num_tokens = (1, 2 * options.tokens) if options.grow else (options.rows, options.tokens)
     torch.manual_seed(0)
@@ -155,9 +149,7 @@ def _step(optimizer: Any, loss: torch.Tensor) -> None:
     optimizer.zero_grad()
 
 
-def attempt(
-    way: str, options: argparse.Namespace, num_layers: int, placement: Placement
-) -> dict[str, Any] | None:
+def attempt(way: str, options: Options, num_layers: int) -> dict[str, Any] | None:
     """Runs ``train`` in a separate process; returns None if memory ran out.
 
     Raises:
@@ -166,7 +158,7 @@ def attempt(
     found: list[dict[str, Any]] = []
 
     def main(team: Team) -> None:
-        team.report(train(way, options, num_layers, placement.take(0)))
+        team.report(train(way, options, num_layers, options.placement.take(0)))
 
     try:
         run_ranks(1, main, found.append)
@@ -177,12 +169,12 @@ def attempt(
     return found[0]
 
 
-def grow(way: str, options: argparse.Namespace, placement: Placement) -> dict[str, Any] | None:
+def grow(way: str, options: Options) -> dict[str, Any] | None:
     """The result with the most layers that fit."""
     best, fits, limit = None, 0, MAX_LAYERS
     num_layers = FIRST_LAYERS
     while fits < num_layers < limit and num_layers - fits >= max(1, fits // 16):
-        found = attempt(way, options, num_layers, placement)
+        found = attempt(way, options, num_layers)
         if found is None:
             limit = num_layers
         else:
@@ -191,7 +183,7 @@ def grow(way: str, options: argparse.Namespace, placement: Placement) -> dict[st
     return best
 
 
-def run(options: argparse.Namespace, placement: Placement, report: Report) -> None:
+def measure(options: Options, report: Report) -> None:
     """Runs every way in turn and reports each result at once."""
     from transformers import LlamaForCausalLM  # noqa: F401 - seconds' worth, before the forks
 
@@ -200,62 +192,57 @@ def run(options: argparse.Namespace, placement: Placement, report: Report) -> No
             report.console.print("not available: lomo_optim is not installed")
             continue
         if options.grow:
-            found = grow(name, options, placement)
+            found = grow(name, options)
         else:
-            found = attempt(name, options, options.layers, placement)
+            found = attempt(name, options, options.layers)
         if found is None:
             report.console.print(f"{name}: out of memory")
             continue
         report.add([{"way": name, "grown": options.grow, **found, "verified": True}])
 
 
-def row_of(record: dict[str, Any]) -> list[str]:
-    """Formats a record as a table row."""
-    peak, share = record["peak_bytes"], record["weights_share"]
-    return [
-        *(record["way"], f"{record['num_params']:,}", f"{record['tokens']:,}"),
-        f"{record['step_s'] * 1e3:,.0f}",
-        "?" if peak is None else f"{peak / 2**30:.2f}",
-        f"{record['one_grad_bytes'] / 2**30:.2f}",
-        "?" if share is None else f"{share:.0%}",
-        f"{record['losses'][0]:.3f} → {record['losses'][-1]:.3f}",
-    ]
-
-
-def parse(argv: list[str]) -> argparse.Namespace:
-    """Parses the command line; exits with a message for invalid options."""
-    parser = harness.make_parser(__doc__)
-    add = parser.add_argument
-    add("--device", default="cuda")
-    add("--size", choices=list(SIZES), default="1.1b", help="of a layer")
-    add("--layers", type=int, default=22)
-    add("--rows", type=int, default=8)
-    add("--tokens", type=int, default=1024, help="of a row")
-    add("--ways", type=as_option(words), help="some of them, separated by commas")
-    add("--grow", action="store_true", help="find the largest model that fits instead")
-    options = parser.parse_args(argv)
-    if count_devices(options.device) == 0:
-        parser.error(f"this torch finds no {options.device} device here")
+def check(options: Options) -> None:
+    """Raises ValueError for what cannot run here."""
     unknown = set(options.ways or ()) - WAYS.keys()
     if unknown:
-        parser.error(f"--ways: unknown names {', '.join(sorted(unknown))}")
+        raise ValueError(f"--ways: unknown names {', '.join(sorted(unknown))}")
     if importlib.util.find_spec("transformers") is None:
-        parser.error("transformers is not installed")
-    options.json = options.json or harness.default_path("llama_memory")
-    return options
+        raise ValueError("transformers is not installed")
 
 
-def main(argv: list[str]) -> int:
-    """Runs all ways; returns the exit code."""
-    options = parse(argv)
-    placement = Placement(options.device, count_devices(options.device))
-    report = Report("llama_memory", options.json, dtype="bfloat16", **facts(placement))
-    run(options, placement, report)
-    headers = ["way", "weights", "tokens", "step ms", "peak GiB", "one gradient GiB"]
-    headers += ["weights of the GPU's memory", "loss"]
-    table = table_of(headers, "", report.records, row_of)
-    return report.finish(f"bfloat16, {options.device}", table)
+def or_unknown(name: str, how: Callable[[float], str]) -> Callable[[dict[str, Any]], str]:
+    """A cell, with a question mark for what could not be counted."""
+    return lambda record: "?" if record[name] is None else how(record[name])
 
+
+PROGRAM = harness.Program(
+    doc=__doc__,
+    kind="llama_memory",
+    measure=measure,
+    device="cuda",
+    flags=[
+        flag("--size", str, "1.1b", "of a layer", choices=list(SIZES)),
+        flag("--layers", int, 22),
+        flag("--rows", int, 8),
+        flag("--tokens", int, 1024, "of a row"),
+        flag("--ways", words, None, "some of them, separated by commas"),
+        ("--grow", {"action": "store_true", "help": "find the largest model that fits instead"}),
+    ],
+    check=check,
+    facts=lambda options: {"dtype": "bfloat16", **facts(options.placement)},
+    columns=[
+        "way",
+        ("weights", lambda r: f"{r['num_params']:,}"),
+        ("tokens", lambda r: f"{r['tokens']:,}"),
+        ("step ms", lambda r: f"{r['step_s'] * 1e3:,.0f}"),
+        ("peak GiB", or_unknown("peak_bytes", lambda peak: f"{peak / 2**30:.2f}")),
+        ("one gradient GiB", lambda r: f"{r['one_grad_bytes'] / 2**30:.2f}"),
+        ("weights of the GPU's memory", or_unknown("weights_share", lambda s: f"{s:.0%}")),
+        ("loss", lambda r: f"{r['losses'][0]:.3f} → {r['losses'][-1]:.3f}"),
+    ],
+    title=lambda options: f"bfloat16, {options.device}",
+)
+parse, main = PROGRAM.parse, PROGRAM.main
 
 if __name__ == "__main__":
     sys.exit(run_main("llama_memory.py", main))

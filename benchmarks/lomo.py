@@ -12,30 +12,22 @@ appended to benchmarks/results.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-# isort: off
 import harness  # before torch: it sets the number of threads
 import torch
 import torch.distributed as dist
-
-# isort: on
 from gradient_watch import GradientWatch
-from groups import run_ranks
+from harness import Bench, Options, flag
 from model import PRESETS, Llama
-from report import Report, comparison, records_of, table_of
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from weather import WeatherWatch
 
 from ringcomm.measure.ranks import Team, run_main
-from ringcomm.measure.screen import as_option
-from ringcomm.measure.timing import Contender, measure, open_default_group
+from ringcomm.measure.timing import open_default_group
 from ringcomm.optim import AdaLomo, InBackwardOptimizer, Lomo
 
 LEARNING_RATE = 0.01
@@ -72,32 +64,6 @@ def _ours(
     return make
 
 
-def _without_agreement(model: nn.Module, group: dist.ProcessGroup | None) -> torch.optim.Optimizer:
-    """Lomo whose ranks assume, after two steps, that the weights with gradients do not change."""
-    made = Lomo(model, LEARNING_RATE, group=group)
-    for replicas in made._path.replicas:
-        _keep_order(replicas)
-    return made
-
-
-def _keep_order(replicas: Any) -> None:
-    """Makes replicas repeat the order of their second step without an agreement."""
-    agree = replicas.agree
-    orders: list[Any] = []
-
-    def again(arrived: Any) -> None:
-        if len(orders) < 2:
-            agree(arrived)
-            orders.append(list(replicas._to_reduce))
-            return
-        replicas._to_reduce.extend(orders[-1])
-        replicas._awaited = {*replicas.slots} - {arrived}
-        replicas.has_agreed = True
-
-    replicas.agree = again
-
-
-NO_AGREEMENT = "Lomo, no agreement"
 WAYS: dict[str, Way] = {
     SUBJECT: Way(_ours(Lomo), "SGD"),
     "Lomo, overlapped": Way(_ours(Lomo, overlap=True), "SGD"),
@@ -109,14 +75,13 @@ WAYS: dict[str, Way] = {
     "SGD": Way(_torch("sgd"), "SGD"),
     "SGD, clip": Way(_torch("sgd"), "SGD, clip", clips=True),
     "AdamW": Way(_torch("adamw")),
-    NO_AGREEMENT: Way(_without_agreement, "SGD"),
 }
 
 
 class Trainer:
     """One rank's model and optimizer, trained repeatedly on the same rows."""
 
-    def __init__(self, name: str, team: Team, options: argparse.Namespace) -> None:
+    def __init__(self, name: str, team: Team, options: Options) -> None:
         way = WAYS[name]
         model = Llama(PRESETS[options.size])
         self._params = list(model.parameters())
@@ -160,67 +125,21 @@ def differing(team: Team, losses: dict[str, list[float]]) -> dict[str, int]:
     return wrong
 
 
-def run_rank(team: Team, options: argparse.Namespace) -> None:
-    """One rank: all ways in turn; rank 0 reports each one's records."""
+def run_rank(bench: Bench, options: Options) -> None:
+    """All ways in turn; rank 0 reports each one's record."""
+    team = bench.team
+    torch.set_num_threads(1)
     if team.world_size > 1:
         open_default_group(team, "ringcomm")
-    torch.set_num_threads(1)
-    watch = WeatherWatch(team)
     trainers, losses, grad_bytes = {}, {}, {}
     for name in options.ways:
         trainer = Trainer(name, team, options)
         losses[name] = [trainer.step() for _ in range(CHECKED_STEPS)]
         grad_bytes[name] = max(team.share(trainer.watch.stop()))
         trainers[name] = trainer
-    wrong = differing(team, losses)
-    align = dist.barrier if team.world_size > 1 else lambda: None
-    steps = {name: Contender(trainer.step, align) for name, trainer in trainers.items()}
-    timings, weather = watch.calmest(
-        partial(measure, team, steps, options.seconds), options.repeats
-    )
-    if timings is not None:
-        records = records_of(timings, SUBJECT, wrong, name="way")
-        for record in records:
-            record["grad_bytes"] = grad_bytes[record["way"]]
-        team.report([record | weather.record() for record in records])
-    if team.world_size > 1:
-        dist.destroy_process_group()
-
-
-def row_of(record: dict[str, Any]) -> list[str]:
-    """Formats a record as a table row."""
-    return [
-        record["way"],
-        *(f"{record[name] / 1e3:.1f}" for name in ("p50_us", "p99_us")),
-        f"{record['grad_bytes'] >> 10:,} KiB",
-        comparison(record),
-        f"{record['others_busy_percent']:.1f}",
-    ]
-
-
-def parse(argv: list[str]) -> argparse.Namespace:
-    """Parses the command line; exits with a message for invalid options."""
-    parser = harness.make_parser(__doc__, seconds=60.0, per="run, for all ways")
-    add = parser.add_argument
-    add(
-        "--ways",
-        type=as_option(words_of_ways),
-        default=";".join(w for w in WAYS if w != NO_AGREEMENT),
-        help="separated by ;",
-    )
-    add("--world", type=int, default=2, help="ranks, all on this machine")
-    add("--size", choices=list(PRESETS), default="4.6M", help="parameters of the model")
-    add("--rows", type=int, default=4, help="rows of a rank's batch")
-    add("--context", type=int, default=128, help="tokens of a row")
-    options = parser.parse_args(argv)
-    for name in set(options.ways) - set(WAYS):
-        parser.error(f"--ways: {name!r} is not one of {'; '.join(WAYS)}")
-    if SUBJECT not in options.ways:
-        parser.error(f"--ways must include {SUBJECT}, because the others are compared with it")
-    if min(options.world, options.rows, options.context) < 1:
-        parser.error("needs at least 1 rank, 1 row and 1 token")
-    options.json = options.json or harness.default_path(f"lomo-w{options.world}")
-    return options
+    steps = {name: trainer.step for name, trainer in trainers.items()}
+    records = bench.race(steps, SUBJECT, differing(team, losses))
+    bench.report([record | {"grad_bytes": grad_bytes[record["way"]]} for record in records])
 
 
 def words_of_ways(text: str) -> list[str]:
@@ -228,28 +147,56 @@ def words_of_ways(text: str) -> list[str]:
     return [name.strip() for name in text.split(";") if name.strip()]
 
 
-def main(argv: list[str]) -> int:
-    """Measures; returns the exit code, 3 if losses differ from those of SGD."""
-    options = parse(argv)
+def check(options: Options) -> None:
+    """Raises ValueError for invalid options; one rank has nothing to overlap."""
+    for name in set(options.ways) - set(WAYS):
+        raise ValueError(f"--ways: {name!r} is not one of {'; '.join(WAYS)}")
+    if SUBJECT not in options.ways:
+        raise ValueError(f"--ways must include {SUBJECT}: the others are compared with it")
+    if min(options.world, options.rows, options.context) < 1:
+        raise ValueError("needs at least 1 rank, 1 row and 1 token")
     if options.world == 1:
         options.ways = [name for name in options.ways if "overlapped" not in name]
+
+
+def facts_of(options: Options) -> dict[str, Any]:
+    """The fields of all records."""
     weights = list(Llama(PRESETS[options.size]).parameters())
-    num_params, largest = sum(p.numel() for p in weights), max(p.nbytes for p in weights)
-    dimensions = {
+    return {
         "world_size": options.world,
         "size": options.size,
-        "num_params": num_params,
-        "largest_weight_bytes": largest,
+        "num_params": sum(p.numel() for p in weights),
+        "largest_weight_bytes": max(p.nbytes for p in weights),
         "rows_per_rank": options.rows,
         "tokens_per_row": options.context,
     }
-    report = Report("lomo", options.json, **dimensions)
-    run_ranks(options.world, lambda team: run_rank(team, options), report.add)
-    headers = ["optimizer", "p50 ms", "p99 ms", "gradients", "time / Lomo's"]
-    caption = "Gradients: the most memory of a rank for gradients during a step."
-    table = table_of([*headers, "others %"], caption, report.records, row_of)
-    return report.finish(table)
 
+
+PROGRAM = harness.Program(
+    doc=__doc__,
+    kind="lomo",
+    rank=run_rank,
+    seconds=60.0,
+    per="run, for all ways",
+    flags=[
+        flag("--ways", words_of_ways, ";".join(WAYS), "separated by ;"),
+        flag("--world", int, 2, "ranks, all on this machine"),
+        flag("--size", str, "4.6M", "parameters of the model", choices=list(PRESETS)),
+        flag("--rows", int, 4, "rows of a rank's batch"),
+        flag("--context", int, 128, "tokens of a row"),
+    ],
+    check=check,
+    file=lambda options: f"lomo-w{options.world}",
+    facts=facts_of,
+    columns=[
+        ("optimizer", lambda r: r["way"]),
+        *("p50 ms", "p99 ms"),
+        ("gradients", lambda r: f"{r['grad_bytes'] >> 10:,} KiB"),
+        *("time / Lomo's", "others %"),
+    ],
+    caption="Gradients: the most memory of a rank for gradients during a step.",
+)
+parse, main = PROGRAM.parse, PROGRAM.main
 
 if __name__ == "__main__":
     sys.exit(run_main("lomo.py", main))

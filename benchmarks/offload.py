@@ -17,7 +17,6 @@ Everything takes turns, round by round. JSON lines are appended to benchmarks/re
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -25,20 +24,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 from unittest import mock
 
-# isort: off
 import harness  # before torch: it sets the number of threads
 import torch
 import torch.distributed as dist
-
-# isort: on
-from report import Report, table_of
+from harness import Options, Report, flag
+from system_tables import plain_ratio, predicted
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from weather import Weather
@@ -58,20 +55,26 @@ BLOCK_BYTES, QUEUE_DEPTH = 1 << 20, 16
 ADAM_SIZES = (1 << 16, 1 << 20, 1 << 24)
 LAYERS, WIDTH, ROWS = 12, 1024, (64, 512, 2048)
 
-Round = dict[str, float]
+Record = dict[str, Any]
 
 
-def rounds(once: Callable[[bool], Round], seconds: float) -> dict[str, list[float]]:
-    """Values by name of some rounds, whose order of turns changes."""
-    once(False)  # first touches
-    found: dict[str, list[float]] = {}
-    begin = time.monotonic()
-    number = 0
+def rounds(turns: Mapping[str, Callable[[], float]], seconds: float) -> dict[str, list[float]]:
+    """Values by name of some rounds; every second one has its turns in reverse order."""
+    names = list(turns)
+    found: dict[str, list[float]] = {name: [] for name in names}
+    for name in names:  # first touches
+        turns[name]()
+    begin, number = time.monotonic(), 0
     while number < MIN_ROUNDS or time.monotonic() - begin < seconds:
-        for name, value in once(number % 2 == 1).items():
-            found.setdefault(name, []).append(value)
+        for name in names if number % 2 == 0 else names[::-1]:
+            found[name].append(turns[name]())
         number += 1
     return found
+
+
+def rounds_of(turns: Mapping[str, Callable[[], Any]], seconds: float) -> dict[str, list[float]]:
+    """The seconds of calls, as ``rounds`` has them."""
+    return rounds({name: partial(timed, call) for name, call in turns.items()}, seconds)
 
 
 def timed(call: Callable[[], Any]) -> float:
@@ -113,9 +116,7 @@ def fio(folder: Path, direction: str) -> float:
     return float(found[direction]["bw_bytes"])
 
 
-def file_record(
-    store: offload.FileStore, direction: str, with_fio: bool, seconds: float
-) -> dict[str, Any]:
+def file_record(store: offload.FileStore, direction: str, with_fio: bool, seconds: float) -> Record:
     """One direction, ringcomm's and fio's in turn."""
     row = empty_row(FILE_BYTES, torch.uint8)
     row.copy_((torch.arange(FILE_BYTES // 8) * 2654435761).view(torch.uint8))
@@ -129,12 +130,7 @@ def file_record(
     turns: dict[str, Callable[[], float]] = {"ringcomm": mine}
     if with_fio:
         turns["fio"] = partial(fio, store.path, direction)
-
-    def once(is_swapped: bool) -> Round:
-        names = list(turns)[::-1] if is_swapped else list(turns)
-        return {name: turns[name]() for name in names}
-
-    found = rounds(once, seconds)
+    found = rounds(turns, seconds)
     return {
         "part": "files",
         "name": f"{direction}, threads",
@@ -147,7 +143,7 @@ def file_record(
     }
 
 
-def measure_files(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+def measure_files(options: Options, folder: Path) -> list[Record]:
     """A record per direction."""
     store = offload.FileStore(folder, keep=False, block_bytes=BLOCK_BYTES, queue_depth=QUEUE_DEPTH)
     records = [
@@ -161,7 +157,7 @@ def measure_files(options: argparse.Namespace, folder: Path) -> list[dict[str, A
 # ---- AdamW
 
 
-def adam_record(num_elems: int, num_threads: int, seconds: float) -> dict[str, Any]:
+def adam_record(num_elems: int, num_threads: int, seconds: float) -> Record:
     """Both optimizers on separate weights."""
     param, grad = torch.randn(num_elems), torch.randn(num_elems)
     state = {name: torch.zeros(num_elems) for name in ("exp_avg", "exp_avg_sq")}
@@ -176,18 +172,16 @@ def adam_record(num_elems: int, num_threads: int, seconds: float) -> dict[str, A
         ops.optimizer_update_(param, grad, state, optimizer=rule, step=num_steps)
 
     theirs = torch.optim.AdamW([other], lr=1e-3, fused=True)
-    turns: dict[str, Callable[[], Any]] = {"ringcomm": mine, "torch": theirs.step}
     num_calls = max(1, (1 << 22) // num_elems)
 
-    def repeated(call: Callable[[], Any]) -> None:
+    def repeated(call: Callable[[], Any]) -> float:
+        begin = time.perf_counter()
         for _ in range(num_calls):
             call()
+        return 1e6 * (time.perf_counter() - begin) / num_calls
 
-    def once(is_swapped: bool) -> Round:
-        names = list(turns)[::-1] if is_swapped else list(turns)
-        return {name: 1e6 * timed(partial(repeated, turns[name])) / num_calls for name in names}
-
-    found = rounds(once, seconds)
+    turns = {"ringcomm": partial(repeated, mine), "torch": partial(repeated, theirs.step)}
+    found = rounds(turns, seconds)
     return {
         "part": "adam",
         "name": f"{num_elems:,} weights, {num_threads} thread{'s' if num_threads > 1 else ''}",
@@ -200,7 +194,7 @@ def adam_record(num_elems: int, num_threads: int, seconds: float) -> dict[str, A
     }
 
 
-def measure_adam(options: argparse.Namespace) -> list[dict[str, Any]]:
+def measure_adam(options: Options) -> list[Record]:
     """A record per size and number of threads."""
     records = []
     for num_threads in dict.fromkeys((1, os.cpu_count() or 1)):
@@ -228,127 +222,141 @@ class Stack(nn.Module):
         return x
 
 
-def measure_steps(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """Two records per number of tokens: forward and backward, and the update after them."""
+class Steps:
+    """A model, its optimizer, and the two halves of a step, with the bytes that each moves."""
+
+    def __init__(self, x: Tensor, folder: Path | None) -> None:
+        """Everything is in files of a folder, or in memory."""
+        self.model, self._x = Stack(), x
+        self.moved = {"compute": 0, "update": 0}
+        self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), fused=True)
+        if folder is not None:
+            own = offload.AdamW(self.model.parameters(), to="nvme", path=folder)
+            self.optimizer = zero.shard(self.model, own, 3, offload_weights=True)
+            assert isinstance(self.optimizer, zero.ZeroInfinity)
+
+    def compute(self) -> None:
+        """Forward and backward."""
+        self._count("compute", lambda: self.model(self._x).square().mean().backward())
+
+    def update(self) -> None:
+        """The optimizer's step."""
+        self._count("update", self.optimizer.step)
+        self.optimizer.zero_grad()
+
+    def whole(self) -> None:
+        """Both."""
+        self.compute()
+        self.update()
+
+    def values(self) -> list[Tensor]:
+        """The weights, which files are read for."""
+        return [*get_state_dict(self.model, full=True)[0].values()]
+
+    def _count(self, half: str, call: Callable[[], Any]) -> None:
+        before = self._io_bytes()
+        call()
+        self.moved[half] = self._io_bytes() - before
+
+    def _io_bytes(self) -> int:
+        return sum(getattr(self.optimizer, "io_bytes", ()))
+
+
+def measure_steps(options: Options, folder: Path) -> list[Record]:
+    """Records by number of tokens: of the phases of a step, of checksums and of checkpoints."""
     store = dist.FileStore(str(folder / "store"), 1)
     dist.init_process_group("ringcomm", store=store, rank=0, world_size=1)
-    records = []
-    for tokens in ROWS:
-        model, plain = Stack(), Stack()
-        own = offload.AdamW(model.parameters(), to="nvme", path=folder / f"steps{tokens}")
-        optimizer = zero.shard(model, own, 3, offload_weights=True)
-        assert isinstance(optimizer, zero.ZeroInfinity)
-        other = torch.optim.AdamW(plain.parameters(), fused=True)
-        x = torch.randn(tokens, WIDTH)
-        moved: Round = {}
-
-        def compute(model: nn.Module, x: Tensor = x) -> None:
-            model(x).square().mean().backward()
-
-        def once(
-            is_swapped: bool,
-            model: Stack = model,
-            plain: Stack = plain,
-            optimizer: zero.ZeroInfinity = optimizer,
-            other: Any = other,
-            moved: Round = moved,
-        ) -> Round:
-            found: Round = {}
-            for name in ("plain", "files") if is_swapped else ("files", "plain"):
-                trained, stepper = (model, optimizer) if name == "files" else (plain, other)
-                before = sum(optimizer.io_bytes)
-                found[f"{name} compute"] = timed(lambda trained=trained: compute(trained))  # type: ignore[misc]
-                middle = sum(optimizer.io_bytes)
-                found[f"{name} update"] = timed(stepper.step)
-                if name == "files":
-                    moved.update(compute=middle - before, update=sum(optimizer.io_bytes) - middle)
-                stepper.zero_grad()
-            return found
-
-        found = rounds(once, options.seconds)
-        flop = 8 * tokens * LAYERS * WIDTH**2
-        peak = flop / median(found["plain compute"])
-        for phase in ("compute", "update"):
-            # The time in memory counts as computing; of the update that is AdamW's own.
-            alone, whole = found[f"plain {phase}"], found[f"files {phase}"]
-            bandwidth = options.bandwidth[phase]
-            moving_s = moved[phase] / bandwidth
-            predicted = median(alone) / (median(alone) + moving_s)
-            records.append(
-                {
-                    "part": "steps",
-                    "name": f"{'forward, backward' if phase == 'compute' else 'update'},"
-                    f" {tokens} tokens",
-                    **percentiles((1e6 * s for s in whole), "us"),
-                    "peer": "in memory",
-                    "peer_p50_us": 1e6 * median(alone),
-                    "ratio": ratio_of(alone, whole),
-                    "predicted_efficiency": predicted,
-                    "peak_flop_per_s": peak,
-                    "bytes_per_s": bandwidth,
-                    "moved_bytes": moved[phase],
-                    "intensity": flop / moved[phase],
-                    "verified": all(
-                        torch.allclose(mine, theirs, rtol=1e-3, atol=1e-5)
-                        for mine, theirs in zip(
-                            get_state_dict(model, full=True)[0].values(),
-                            plain.state_dict().values(),
-                            strict=True,
-                        )
-                    ),
-                }
-            )
-        optimizer.close()
+    records = [one for tokens in ROWS for one in phase_records(tokens, options, folder)]
     records += [checks_record(tokens, folder, options.seconds) for tokens in ROWS]
     records += [checkpoint_record(tokens, options.seconds) for tokens in ROWS]
     dist.destroy_process_group()
     return records
 
 
-def checks_record(tokens: int, folder: Path, seconds: float) -> dict[str, Any]:
+def flop_of(tokens: int) -> int:
+    """Of a forward and backward pass, and the forward pass again."""
+    return 8 * tokens * LAYERS * WIDTH**2
+
+
+def phase_records(tokens: int, options: Options, folder: Path) -> list[Record]:
+    """Two records: forward and backward, and the update after them."""
+    x = torch.randn(tokens, WIDTH)
+    files, plain = Steps(x, folder / f"steps{tokens}"), Steps(x, None)
+    found: dict[str, list[float]] = {}
+
+    def turn(name: str, steps: Steps) -> float:
+        halves = {"compute": timed(steps.compute), "update": timed(steps.update)}
+        for half, seconds in halves.items():
+            found.setdefault(f"{name} {half}", []).append(seconds)
+        return sum(halves.values())
+
+    rounds(
+        {"files": partial(turn, "files", files), "plain": partial(turn, "plain", plain)},
+        options.seconds,
+    )
+    names = {"compute": "forward, backward", "update": "update"}
+    is_right = all(
+        torch.allclose(mine, theirs, rtol=1e-3, atol=1e-5)
+        for mine, theirs in zip(files.values(), plain.model.state_dict().values(), strict=True)
+    )
+    files.optimizer.close()
+    peak = flop_of(tokens) / median(found["plain compute"][1:])
+    records = []
+    for phase, name in names.items():
+        # The time in memory counts as computing; of the update that is AdamW's own.
+        alone, whole = found[f"plain {phase}"][1:], found[f"files {phase}"][1:]
+        moved, bandwidth = files.moved[phase], options.bandwidth[phase]
+        records.append(
+            {
+                **_compared("steps", f"{name}, {tokens} tokens", whole, "in memory", alone),
+                "predicted_efficiency": median(alone) / (median(alone) + moved / bandwidth),
+                "peak_flop_per_s": peak,
+                "bytes_per_s": bandwidth,
+                "moved_bytes": moved,
+                "intensity": flop_of(tokens) / moved,
+                "verified": is_right,
+            }
+        )
+    return records
+
+
+def _compared(part: str, name: str, mine: list[float], peer: str, theirs: list[float]) -> Record:
+    """The fields of seconds beside a peer's."""
+    return {
+        "part": part,
+        "name": name,
+        **percentiles((1e6 * s for s in mine), "us"),
+        "peer": peer,
+        "peer_p50_us": 1e6 * median(theirs),
+        "ratio": ratio_of(theirs, mine),
+    }
+
+
+def checks_record(tokens: int, folder: Path, seconds: float) -> Record:
     """A whole step in files with checksums, and one whose store computes none."""
     x = torch.randn(tokens, WIDTH)
     sums = {"with": transfers.checksum, "without": lambda _: 0}
-    models: dict[str, Stack] = {}
-    optimizers: dict[str, zero.ZeroInfinity] = {}
 
-    def step(name: str) -> None:
-        models[name](x).square().mean().backward()
-        optimizers[name].step()
-        optimizers[name].zero_grad()
+    def by(name: str, call: Callable[[], Any]) -> Any:
+        with mock.patch.object(transfers, "checksum", sums[name]):
+            return call()
 
-    def once(is_swapped: bool) -> Round:
-        found: Round = {}
-        for name in reversed(sums) if is_swapped else sums:
-            with mock.patch.object(transfers, "checksum", sums[name]):
-                found[name] = timed(partial(step, name))
-        return found
-
-    values = {}
-    for name, own_sum in sums.items():
-        with mock.patch.object(transfers, "checksum", own_sum):
-            model = models[name] = Stack()
-            own = offload.AdamW(model.parameters(), to="nvme", path=folder / f"{name}{tokens}")
-            optimizer = zero.shard(model, own, 3, offload_weights=True)
-            assert isinstance(optimizer, zero.ZeroInfinity)
-            optimizers[name] = optimizer
-    times = rounds(once, seconds)
-    for name, own_sum in sums.items():
-        with mock.patch.object(transfers, "checksum", own_sum):
-            values[name] = [*get_state_dict(models[name], full=True)[0].values()]
-            optimizers[name].close()
+    steps: dict[str, Steps] = {
+        name: by(name, partial(Steps, x, folder / f"{name}{tokens}")) for name in sums
+    }
+    turns = {name: partial(by, name, one.whole) for name, one in steps.items()}
+    times = rounds_of(turns, seconds)
+    values = {name: by(name, one.values) for name, one in steps.items()}
+    for name, one in steps.items():
+        by(name, one.optimizer.close)
+    name = f"step with checksums, {tokens} tokens"
     return {
-        "part": "checks",
-        "name": f"step with checksums, {tokens} tokens",
-        **percentiles((1e6 * s for s in times["with"]), "us"),
-        "peer": "without",
-        "peer_p50_us": 1e6 * median(times["without"]),
-        "ratio": ratio_of(times["without"], times["with"]),
+        **_compared("checks", name, times["with"], "without", times["without"]),
         "verified": all(map(torch.equal, values["with"], values["without"])),
     }
 
 
-def checkpoint_record(tokens: int, seconds: float) -> dict[str, Any]:
+def checkpoint_record(tokens: int, seconds: float) -> Record:
     """Forward and backward with activation checkpoints in host memory, and without offload."""
     model = Stack()
     x = torch.randn(tokens, WIDTH, requires_grad=True)
@@ -366,90 +374,54 @@ def checkpoint_record(tokens: int, seconds: float) -> dict[str, Any]:
         for _ in range(LAYERS):
             x.detach().copy_(host_copy(x.detach().view(-1)).view_as(x))
 
-    turns = {"plain": plain, "host": offloaded, "move": move}
+    def gradients(call: Callable[[], None]) -> list[Any]:
+        model.zero_grad()
+        call()
+        return [param.grad for param in model.parameters()]
 
-    def once(is_swapped: bool) -> Round:
-        names = list(turns)[::-1] if is_swapped else list(turns)
-        return {name: timed(turns[name]) for name in names}
-
-    found = rounds(once, seconds)
+    found = rounds_of({"plain": plain, "host": offloaded, "move": move}, seconds)
     alone, moving = median(found["plain"]), median(found["move"])
-    model.zero_grad()
-    plain()
-    expected = [param.grad for param in model.parameters()]
-    model.zero_grad()
-    offloaded()
-    grads = [param.grad for param in model.parameters()]
-    flop = 8 * tokens * LAYERS * WIDTH**2
+    name = f"checkpoints in host memory, {tokens} tokens"
     return {
-        "part": "steps",
-        "name": f"checkpoints in host memory, {tokens} tokens",
-        **percentiles((1e6 * s for s in found["host"]), "us"),
-        "peer": "in memory",
-        "peer_p50_us": 1e6 * alone,
-        "ratio": ratio_of(found["plain"], found["host"]),
+        **_compared("steps", name, found["host"], "in memory", found["plain"]),
         "predicted_efficiency": alone / (alone + moving),
-        "peak_flop_per_s": flop / alone,
+        "peak_flop_per_s": flop_of(tokens) / alone,
         "bytes_per_s": moved_bytes / moving,
         "moved_bytes": moved_bytes,
-        "intensity": flop / moved_bytes,
-        "verified": all(
-            a is not None and b is not None and torch.equal(a, b)
-            for a, b in zip(grads, expected, strict=True)
-        ),
+        "intensity": flop_of(tokens) / moved_bytes,
+        "verified": all(map(torch.equal, gradients(offloaded), gradients(plain))),
     }
 
 
-def bandwidths(files: list[dict[str, Any]]) -> dict[str, float]:
+def bandwidths(files: list[Record]) -> dict[str, float]:
     """Of the phases: the first reads two parts of three, the second as much as it writes."""
     by_name = {record["name"]: record["p50_bytes_per_s"] for record in files}
     read, write = by_name["read, threads"], by_name["write, threads"]
     return {"compute": 3 / (2 / read + 1 / write), "update": 7 / (4 / read + 3 / write)}
 
 
-def row_of(record: dict[str, Any]) -> list[str]:
-    """Formats a record as a table row."""
+def amount_of(record: Record, name: str) -> str:
+    """A rate of files, or a time."""
     if record["part"] == "files":
-        mine, theirs = record["p50_bytes_per_s"], record["peer_p50_bytes_per_s"]
-        values = [f"{v / 1e9:.2f} GB/s" if v else "–" for v in (mine, theirs)]
-    else:
-        values = [f"{record[key] / 1e3:.3f} ms" for key in ("p50_us", "peer_p50_us")]
-    ratio = record["ratio"]
-    shown = f"{ratio['p50']:.2f} ({ratio['p10']:.2f}–{ratio['p90']:.2f})" if ratio else "–"
-    predicted = record.get("predicted_efficiency")
-    return [
-        record["part"],
-        record["name"],
-        values[0],
-        record["peer"],
-        values[1],
-        shown,
-        f"{predicted:.2f}" if predicted is not None else "",
-        f"{record['others_busy_percent']:.1f}",
-    ]
+        rate = record[f"{name}_bytes_per_s"]
+        return f"{rate / 1e9:.2f} GB/s" if rate else "–"
+    return f"{record[f'{name}_us'] / 1e3:.3f} ms"
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    """Parses the command line; exits with a message for invalid options."""
-    parser = harness.make_parser(__doc__, seconds=8.0, per="file, size and number of tokens")
-    parser.add_argument("--path", type=Path, default=harness.ROOT / "build", help="on the disk")
-    options = parser.parse_args(argv)
+def check(options: Options) -> None:
+    """Raises ValueError for a folder that is not there."""
     if not options.path.is_dir():
-        parser.error(f"--path {options.path}: no such folder; name an existing one")
+        raise ValueError(f"--path {options.path}: no such folder; name an existing one")
     options.fio = shutil.which("fio") is not None
     if not options.fio:
         print("without fio as a peer: apt-get install fio")
-    options.json = options.json or harness.default_path("offload")
-    return options
 
 
-def main(argv: list[str]) -> int:
-    """Measures everything; returns the exit code, 3 when any result was wrong."""
-    options = parse(argv)
-    report = Report("offload", options.json, file_bytes=FILE_BYTES, width=WIDTH, layers=LAYERS)
+def measure(options: Options, report: Report) -> None:
+    """All parts in turn."""
     with tempfile.TemporaryDirectory(dir=options.path, prefix="offload-") as folder:
 
-        def watched(measure: Callable[[], list[dict[str, Any]]]) -> list[dict[str, Any]]:
+        def watched(measure: Callable[[], list[Record]]) -> list[Record]:
             others = OthersWatch([os.getpid()])
             records = measure()
             weather = Weather(others.percent()).record()
@@ -460,23 +432,33 @@ def main(argv: list[str]) -> int:
         options.bandwidth = bandwidths(files)
         watched(lambda: measure_adam(options))
         watched(lambda: measure_steps(options, Path(folder)))
-    headers = [
-        "part",
-        "what",
-        "ringcomm",
-        "peer",
-        "its",
-        "of it (10–90 %)",
-        "predicted",
-        "others %",
-    ]
-    caption = (
-        "Ratio: for files, the rate / fio's; for adam, torch's time / ringcomm's; for steps, the"
-        " time in memory / the time with files. Predicted: by the formula, without overlap."
-    )
-    table = table_of(headers, caption, report.records, row_of, ("part",))
-    return report.finish("offload", table)
 
+
+PROGRAM = harness.Program(
+    doc=__doc__,
+    kind="offload",
+    measure=measure,
+    seconds=8.0,
+    per="file, size and number of tokens",
+    flags=[flag("--path", Path, harness.ROOT / "build", "on the disk")],
+    check=check,
+    facts=lambda options: {"file_bytes": FILE_BYTES, "width": WIDTH, "layers": LAYERS},
+    columns=[
+        "part",
+        ("what", lambda r: r["name"]),
+        ("ringcomm", lambda r: amount_of(r, "p50")),
+        "peer",
+        ("its", lambda r: amount_of(r, "peer_p50")),
+        ("of it (10–90 %)", plain_ratio),
+        ("predicted", predicted),
+        "others %",
+    ],
+    section=("part",),
+    caption="Ratio: for files, the rate / fio's; for adam, torch's time / ringcomm's; for steps,"
+    " the time in memory / the time with files. Predicted: by the formula, without overlap.",
+    title=lambda options: "offload",
+)
+parse, main = PROGRAM.parse, PROGRAM.main
 
 if __name__ == "__main__":
     sys.exit(run_main("offload.py", main))

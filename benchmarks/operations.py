@@ -85,14 +85,14 @@ class Operation:
     """
 
     setup: Callable[[Place], Buffers]
-    call: Callable[[Buffers, dist.ProcessGroup], None]
+    call: Callable[[Buffers, dist.ProcessGroup], object]
     verify: Callable[[Callable[[], object], Buffers, Team], int]
     bus_factor: Callable[[int], float]
-    own_calls: Mapping[str, Callable[[Buffers, Any], None]] = field(default_factory=dict)
+    own_calls: Mapping[str, Callable[[Buffers, Any], object]] = field(default_factory=dict)
     is_divided: bool = False
     has_data: bool = True
 
-    def bound(self, buffers: Buffers, group: Any) -> Callable[[], None]:
+    def bound(self, buffers: Buffers, group: Any) -> Callable[[], object]:
         """The call, ready to be made over a c10d group or a communicator of mpi4py.
 
         Raises:
@@ -169,11 +169,15 @@ def call_all_reduce(buffers: Buffers, group: dist.ProcessGroup) -> None:
     dist.all_reduce(buffers.output, group=group)
 
 
+def _all_but_one(world_size: int) -> float:
+    return (world_size - 1) / world_size
+
+
 ALL_REDUCE = Operation(
     setup=in_place,
     call=call_all_reduce,
     verify=verify_elements(total_at),
-    bus_factor=lambda world_size: 2 * (world_size - 1) / world_size,
+    bus_factor=lambda world_size: 2 * _all_but_one(world_size),
 )
 
 
@@ -227,34 +231,6 @@ def _call_all_reduce_apart(buffers: Buffers, group: dist.ProcessGroup) -> None:
     dist.all_reduce(buffers.output, group=group)
 
 
-def _call_all_reduce_apart_ringcomm(buffers: Buffers, group: dist.ProcessGroup) -> None:
-    ringcomm.ops.all_reduce(buffers.input, group=group, out=buffers.output)
-
-
-def _call_all_reduce_apart_mpi(buffers: Buffers, communicator: Communicator) -> None:
-    communicator.all_reduce(buffers.input_array, buffers.output_array)
-
-
-def _call_reduce_scatter(buffers: Buffers, group: dist.ProcessGroup) -> None:
-    reduce_scatter_single(buffers.output, buffers.input, group=group)
-
-
-def _call_all_gather(buffers: Buffers, group: dist.ProcessGroup) -> None:
-    all_gather_single(buffers.output, buffers.input, group=group)
-
-
-def _call_broadcast(buffers: Buffers, group: dist.ProcessGroup) -> None:
-    dist.broadcast(buffers.output, src=0, group=group)
-
-
-def _call_all_to_all(buffers: Buffers, group: dist.ProcessGroup) -> None:
-    dist.all_to_all_single(buffers.output, buffers.input, group=group)
-
-
-def _call_barrier(buffers: Buffers, group: dist.ProcessGroup) -> None:
-    dist.barrier(group=group)
-
-
 def _call_sendrecv(buffers: Buffers, group: dist.ProcessGroup) -> None:
     """Each rank sends to the next and receives from the one before."""
     rank, world_size = buffers.place.rank, buffers.place.world_size
@@ -293,10 +269,6 @@ def _expect_all(index: Index, place: Place) -> torch.Tensor:
     return value_at(index // part, index % part, place)
 
 
-def _expect_first(index: Index, place: Place) -> torch.Tensor:
-    return value_at(0, index, place)
-
-
 def _expect_transposed(index: Index, place: Place) -> torch.Tensor:
     part = place.num_elems // place.world_size
     return value_at(index // part, index % part + place.rank * part, place)
@@ -306,32 +278,16 @@ def _expect_round_trip(index: Index, place: Place) -> torch.Tensor:
     return value_at(0, index, place) if place.rank < 2 else torch.full_like(index, UNTOUCHED)
 
 
-def _expect_previous(index: Index, place: Place) -> torch.Tensor:
-    return value_at((place.rank - 1) % place.world_size, index, place)
-
-
-def _one(world_size: int) -> float:
-    return 1.0
-
-
-def _twice(world_size: int) -> float:
-    return 2.0
-
-
-def _all_but_one(world_size: int) -> float:
-    return (world_size - 1) / world_size
-
-
 REDUCE_SCATTER = Operation(
     setup=_apart(whole_input=True, whole_output=False),
-    call=_call_reduce_scatter,
+    call=lambda b, group: reduce_scatter_single(b.output, b.input, group=group),
     verify=verify_elements(_expect_part_of_total),
     bus_factor=_all_but_one,
     is_divided=True,
 )
 ALL_GATHER = Operation(
     setup=_apart(whole_input=False, whole_output=True),
-    call=_call_all_gather,
+    call=lambda b, group: all_gather_single(b.output, b.input, group=group),
     verify=verify_elements(_expect_all),
     bus_factor=_all_but_one,
     is_divided=True,
@@ -344,8 +300,8 @@ OPERATIONS: dict[str, Operation] = {
         verify=verify_elements(total_at),
         bus_factor=ALL_REDUCE.bus_factor,
         own_calls={
-            MPI: _call_all_reduce_apart_mpi,
-            "ringcomm": _call_all_reduce_apart_ringcomm,
+            MPI: lambda b, communicator: communicator.all_reduce(b.input_array, b.output_array),
+            RINGCOMM: lambda b, group: ringcomm.ops.all_reduce(b.input, group=group, out=b.output),
         },
     ),
     "all_reduce_shared": replace(
@@ -362,13 +318,13 @@ OPERATIONS: dict[str, Operation] = {
     ),
     "broadcast": Operation(
         setup=in_place,
-        call=_call_broadcast,
-        verify=verify_elements(_expect_first),
-        bus_factor=_one,
+        call=lambda b, group: dist.broadcast(b.output, src=0, group=group),
+        verify=verify_elements(lambda index, place: value_at(0, index, place)),
+        bus_factor=lambda world_size: 1.0,
     ),
     "all_to_all": Operation(
         setup=_apart(whole_input=True, whole_output=True),
-        call=_call_all_to_all,
+        call=lambda b, group: dist.all_to_all_single(b.output, b.input, group=group),
         verify=verify_elements(_expect_transposed),
         bus_factor=_all_but_one,
         is_divided=True,
@@ -377,19 +333,19 @@ OPERATIONS: dict[str, Operation] = {
         setup=_apart(whole_input=True, whole_output=True),
         call=_call_round_trip,
         verify=verify_elements(_expect_round_trip),
-        bus_factor=_twice,
+        bus_factor=lambda world_size: 2.0,
     ),
     "sendrecv": Operation(
         setup=_apart(whole_input=True, whole_output=True),
         call=_call_sendrecv,
-        verify=verify_elements(_expect_previous),
-        bus_factor=_one,
+        verify=verify_elements(lambda i, p: value_at((p.rank - 1) % p.world_size, i, p)),
+        bus_factor=lambda world_size: 1.0,
     ),
     "barrier": Operation(
         setup=in_place,
-        call=_call_barrier,
+        call=lambda b, group: dist.barrier(group=group),
         verify=_verify_barrier,
-        bus_factor=_one,
+        bus_factor=lambda world_size: 1.0,
         has_data=False,
     ),
 }

@@ -13,7 +13,6 @@ JSON lines are appended to benchmarks/results; --pictures FOLDER draws one step 
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Iterator
@@ -22,20 +21,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-# isort: off
 import harness  # before torch: it sets the number of threads
 import torch
 import torch.distributed as dist
-
-# isort: on
-from groups import run_ranks
-from report import Report, table_of
+from harness import Bench, Options, flag
 from schedule_simulation import orders_of, simulate
 from torch import Tensor, nn
-from weather import WeatherWatch
 
 from ringcomm.measure.ranks import Team, run_main
-from ringcomm.measure.screen import as_option, words
+from ringcomm.measure.screen import whole_numbers, words
 from ringcomm.measure.timing import open_default_group, percentiles
 from ringcomm.parallel import pipeline
 
@@ -88,7 +82,7 @@ def computer(num_layers: int) -> nn.Sequential:
     return nn.Sequential(*(layer for pair in pairs for layer in pair))
 
 
-def cases(options: argparse.Namespace, world_size: int) -> Iterator[Case]:
+def cases(options: Options, world_size: int) -> Iterator[Case]:
     """All of a number of ranks."""
     for factor in options.factors:
         for schedule, own in pipeline.SCHEDULES.items():
@@ -132,7 +126,7 @@ def as_slept(case: Case, world_size: int, timelines: list[pipeline.Timeline]) ->
 
 
 def run_case(
-    case: Case, team: Team, options: argparse.Namespace
+    case: Case, team: Team, options: Options
 ) -> tuple[list[float], list[pipeline.Timeline], bool]:
     """Step times in microseconds and timelines; whether each matched the plan."""
     num_blocks = team.world_size * case.stages_per_rank
@@ -165,12 +159,12 @@ def run_case(
     return times_us, timelines, is_planned
 
 
-def run_rank(team: Team, options: argparse.Namespace) -> None:
+def run_rank(bench: Bench, options: Options) -> None:
     """Rank 0 reports all cases, and draws."""
+    team = bench.team
     open_default_group(team, "ringcomm")
-    watch = WeatherWatch(team)
     for case in cases(options, team.world_size):
-        (times_us, timelines, is_planned), weather = watch.calmest(
+        (times_us, timelines, is_planned), weather = bench.watch.calmest(
             partial(run_case, case, team, options), options.repeats
         )
         if team.rank > 0:
@@ -200,66 +194,51 @@ def run_rank(team: Team, options: argparse.Namespace) -> None:
         if sleeps and options.pictures and (team.world_size, case.num_microbatches) == PICTURED:
             middle = sorted(timelines, key=lambda t: t.span_us)[len(timelines) // 2]
             middle.export_chrome_trace(options.pictures / f"pipeline-{case.schedule}.json")
-    dist.destroy_process_group()
 
 
-def row_of(record: dict[str, Any]) -> list[str]:
-    """Formats a record as a table row."""
-    return [
-        f"{record['schedule']}, {record['stages']}",
-        str(record["world_size"]),
-        str(record["num_microbatches"]),
-        f"{100 * record['predicted_bubble']:.1f} %",
-        f"{100 * record['slept_bubble']:.1f} %",
-        f"{100 * record['bubble']['p50_share']:.1f} %",
-        f"{record['bound_us'] / 1e3:.1f}",
-        f"{record['p50_us'] / 1e3:.1f}",
-        f"{record['over_bound']:.3f}",
-        f"{record['over_slept_bound']:.3f}",
-        f"{record['others_busy_percent']:.1f}",
-    ]
-
-
-def parse(argv: list[str]) -> argparse.Namespace:
-    """Parses the command line; exits with a message for invalid options."""
-    parser = harness.make_parser(__doc__, seconds=2.0, per="schedule and size, five steps at least")
-    add = parser.add_argument
-    add("--stages", choices=("sleep", "compute"), default="sleep", help="what they do")
-    add("--worlds", type=as_option(words), default="2,4", help="numbers of ranks")
-    add("--factors", type=as_option(words), default="1,2,4", help="micro-batches per rank")
-    add("--schedules", type=as_option(words), default=",".join(pipeline.SCHEDULES))
-    add("--unit-ms", type=float, default=40.0, help="of a forward, and of half a backward")
-    add("--pictures", type=Path, help="draw a step of each schedule into this folder")
-    options = parser.parse_args(argv)
-    try:
-        options.worlds = [int(word) for word in options.worlds]
-        options.factors = [int(word) for word in options.factors]
-    except ValueError as error:
-        parser.error(str(error))
+def check(options: Options) -> None:
+    """Raises ValueError for invalid options."""
     unknown = set(options.schedules) - set(pipeline.SCHEDULES)
     if unknown:
-        parser.error(f"--schedules: unknown names {', '.join(sorted(unknown))}")
+        raise ValueError(f"--schedules: unknown names {', '.join(sorted(unknown))}")
     if min(*options.worlds, *options.factors) < 1 or options.unit_ms <= 0:
-        parser.error("the numbers of ranks and micro-batches and the time must be above 0")
-    options.json = options.json or harness.default_path("pipeline")
-    return options
+        raise ValueError("the numbers of ranks and micro-batches and the time must be above 0")
 
 
-def main(argv: list[str]) -> int:
-    """Measures everything; returns the exit code, 3 if a step did not match the plan."""
-    options = parse(argv)
-    report = Report("pipeline", options.json)
-    for world_size in options.worlds:
-        run_ranks(world_size, partial(run_rank, options=options), report.add)
-    headers = ["what", "ranks", "m", "bubble", "slept", "measured", "bound, ms", "step, ms",
-               "over it", "over slept", "others %"]  # fmt: skip
-    caption = (
-        "m: number of micro-batches. Bubble: the share of all ranks' time in which they are idle:"
-        " predicted for stages of equal times, predicted from the median times of the stages, and"
-        " measured. Medians."
-    )
-    return report.finish(table_of(headers, caption, report.records, row_of, ("world_size",)))
-
+PROGRAM = harness.Program(
+    doc=__doc__,
+    kind="pipeline",
+    rank=run_rank,
+    seconds=2.0,
+    per="schedule and size, five steps at least",
+    flags=[
+        flag("--stages", str, "sleep", "what they do", choices=("sleep", "compute")),
+        flag("--worlds", whole_numbers, "2,4", "numbers of ranks"),
+        flag("--factors", whole_numbers, "1,2,4", "micro-batches per rank"),
+        flag("--schedules", words, ",".join(pipeline.SCHEDULES)),
+        flag("--unit-ms", float, 40.0, "of a forward, and of half a backward"),
+        flag("--pictures", Path, None, "draw a step of each schedule into this folder"),
+    ],
+    check=check,
+    columns=[
+        ("what", lambda r: f"{r['schedule']}, {r['stages']}"),
+        "ranks",
+        ("m", lambda r: str(r["num_microbatches"])),
+        ("bubble", lambda r: f"{100 * r['predicted_bubble']:.1f} %"),
+        ("slept", lambda r: f"{100 * r['slept_bubble']:.1f} %"),
+        ("measured", lambda r: f"{100 * r['bubble']['p50_share']:.1f} %"),
+        ("bound, ms", lambda r: f"{r['bound_us'] / 1e3:.1f}"),
+        ("step, ms", lambda r: f"{r['p50_us'] / 1e3:.1f}"),
+        ("over it", lambda r: f"{r['over_bound']:.3f}"),
+        ("over slept", lambda r: f"{r['over_slept_bound']:.3f}"),
+        "others %",
+    ],
+    section=("world_size",),
+    caption="m: number of micro-batches. Bubble: the share of all ranks' time in which they are"
+    " idle: predicted for stages of equal times, predicted from the median times of the stages, and"
+    " measured. Medians.",
+)
+parse, main = PROGRAM.parse, PROGRAM.main
 
 if __name__ == "__main__":
     sys.exit(run_main("pipeline.py", main))

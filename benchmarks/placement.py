@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import ctypes
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -15,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from mps import find_program
+from mps import Mps, find_control, find_program
 
 from ringcomm.measure.ranks import Team
 
@@ -118,6 +120,53 @@ def nvidia_smi() -> dict[str, Any]:
         return unknown
     values = [value.strip() for value in done.stdout.splitlines()[0].split(",")]
     return {**unknown, **dict(zip(fields, values, strict=False))}
+
+
+# ---- the command line
+
+
+def add_sharing(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of ranks that share a GPU."""
+    add = parser.add_argument
+    layout = "all: rank i on GPU i mod their number; one: all ranks on the first"
+    add("--layout", choices=LAYOUTS, default="all", help=layout)
+    mps = "run NVIDIA's Multi-Process Service during the measurement"
+    add("--mps", action=argparse.BooleanOptionalAction, default=False, help=mps)
+
+
+NCCL_FLAG: tuple[str, dict[str, Any]] = (
+    "--nccl-library",
+    {"type": Path, "metavar": "FILE", "help": "a libnccl.so.2 to use instead of torch's"},
+)
+
+
+def placement_of(options: argparse.Namespace) -> Placement:
+    """Where the ranks of a command line are; on the CPU where it has no --device.
+
+    Raises ValueError for devices that are not there, and where MPS cannot run.
+    """
+    kind = getattr(options, "device", "cpu")
+    num_devices = count_devices(kind)
+    if num_devices == 0:
+        raise ValueError(f"this torch finds no {kind} device here")
+    wants_mps = getattr(options, "mps", False)
+    if wants_mps and kind == "cpu":
+        raise ValueError("--mps is for GPUs only: add --device cuda")
+    if wants_mps and find_control() is None:
+        Mps()  # which says what is missing
+    # A daemon that was running before has its folder in the environment too.
+    has_mps = wants_mps or "CUDA_MPS_PIPE_DIRECTORY" in os.environ
+    return Placement(kind, num_devices, getattr(options, "layout", "all"), has_mps)
+
+
+@contextlib.contextmanager
+def shared(wants_mps: bool, placement: Placement, world_size: int) -> Iterator[None]:
+    """MPS if it is wanted, and what NCCL needs, where that many ranks share devices."""
+    if placement.kind == "cuda":
+        for name, value in nccl_variables(placement.max_ranks(world_size)).items():
+            os.environ.setdefault(name, value)
+    with Mps() if wants_mps else contextlib.nullcontext():
+        yield
 
 
 # ---- NCCL as a peer where ranks share a GPU, which it has to be asked for

@@ -12,30 +12,27 @@ batch is appended to benchmarks/results.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-# isort: off
 import harness  # before torch: it sets the number of threads
 import torch
 import torch.distributed as dist
-
-# isort: on
 from decoder import HEAD_WIDTH, VOCAB_SIZE
 from groups import run_ranks
-from report import Report, records_of, table_of
+from harness import Options, Report, flag
+from race import make_bench
 from systems import Systems, backward_alone
 from trainees import SYSTEMS
-from weather import WeatherWatch
 
 from ringcomm import planner
 from ringcomm.measure.algorithms import measure_algorithms, world_of
 from ringcomm.measure.ranks import Team, run_main
-from ringcomm.measure.timing import Contender, measure, open_default_group
+from ringcomm.measure.timing import open_default_group
 from ringcomm.planner.costs import compute_flops
 from ringcomm.planner.models import ModelShape
 
@@ -72,29 +69,23 @@ CASES = (
 )
 
 
-def run_rank(team: Team, systems: Systems, repeats: int) -> None:
+def run_rank(team: Team, systems: Systems, options: Options) -> None:
     """One rank: all systems in turn, and the calibration; rank 0 reports. Collective."""
     open_default_group(team, "ringcomm")
     group = dist.group.WORLD
     assert group is not None
-    watch = WeatherWatch(team)
-    contenders = {}
+    bench = make_bench(team, options)
+    calls: dict[str, Callable[[], object]] = {}
     for name in systems.names:
         trainee = SYSTEMS[name].make(systems.model(), group)
-        ids = systems.ids_for(SYSTEMS[name], 0, team.rank)
-        contenders[name] = Contender(partial(trainee.step, ids), dist.barrier)
-    alone = systems.model()
+        calls[name] = partial(trainee.step, systems.ids_for(SYSTEMS[name], 0, team.rank))
     rows = systems.ids(0)[: systems.rows]
-    contenders[COMPUTE] = Contender(partial(backward_alone, alone, rows), dist.barrier)
     updated = systems.model()
     adamw = torch.optim.AdamW(updated.parameters(), fused=True)
     updated(rows).backward()
-    contenders[UPDATE] = Contender(adamw.step, dist.barrier)
-    contenders[NEW_MEMORY] = Contender(_take_memory, dist.barrier)
-    timings, weather = watch.calmest(partial(measure, team, contenders, systems.seconds), repeats)
-    if timings is not None:
-        records = records_of(timings, COMPUTE, dict.fromkeys(timings, 0), name="system")
-        team.report([record | weather.record() for record in records])
+    alone = partial(backward_alone, systems.model(), rows)
+    calls |= {COMPUTE: alone, UPDATE: adamw.step, NEW_MEMORY: _take_memory}
+    bench.report(bench.race(calls, COMPUTE, name="system"))
     dist.destroy_process_group()
 
 
@@ -169,57 +160,53 @@ def predicted(records: list[dict[str, Any]], oracle: Oracle) -> list[dict[str, A
     return found
 
 
-def row_of(record: dict[str, Any]) -> list[str]:
-    """Formats a record as a table row."""
-    return [
-        f"{record['rows']} × {record['tokens']}",
-        record["system"],
-        *(f"{record[name] / 1e3:.2f}" for name in ("p50_us", "predicted_us")),
-        f"{record['measured_over_predicted']:.2f}",
-        f"{record['others_busy_percent']:.1f}",
-    ]
-
-
-def parse(argv: list[str]) -> argparse.Namespace:
-    """Parses the command line."""
-    parser = harness.make_parser(__doc__, seconds=50.0, per="batch")
-    parser.add_argument("--width", type=int, default=256, help="of the model")
-    parser.add_argument("--layers", type=int, default=6, help="an even number of them")
-    options = parser.parse_args(argv)
-    options.json = options.json or harness.default_path("planner")
-    return options
-
-
-def main(argv: list[str]) -> int:
-    """Measures; returns the exit code."""
-    options = parse(argv)
-    dimensions = {"world_size": WORLD_SIZE, "width": options.width, "layers": options.layers}
-    report = Report("planner", options.json, **dimensions)
+def measure(options: Options, report: Report) -> None:
+    """Every batch, in ranks of its own."""
     tuned = measure_algorithms(WORLD_SIZE, TUNED_SIZES, TUNE_SECONDS, 2)
     world = world_of(WORLD_SIZE, tuned)
     for rows, tokens in BATCHES:
-        names = [case.name for case in CASES]
         systems = Systems(
             world_size=WORLD_SIZE,
-            names=names,
+            names=[case.name for case in CASES],
             width=options.width,
             num_layers=options.layers,
             rows=rows,
             tokens=tokens,
-            seconds=options.seconds,
-            repeats=1,
         )
         systems.check()
 
         def tell(records: list[dict[str, Any]], systems: Systems = systems) -> None:
             report.add(predicted(records, Oracle(systems, records, world)))
 
-        run_ranks(WORLD_SIZE, partial(run_rank, systems=systems, repeats=options.repeats), tell)
-    headers = ["rows × tokens", "system", "measured ms", "predicted ms", "measured / predicted"]
-    caption = "Whole steps on two ranks, medians."
-    headers.append("others %")
-    return report.finish(table_of(headers, caption, report.records, row_of, ("tokens",)))
+        run_ranks(WORLD_SIZE, partial(run_rank, systems=systems, options=options), tell)
 
+
+PROGRAM = harness.Program(
+    doc=__doc__,
+    kind="planner",
+    measure=measure,
+    seconds=50.0,
+    per="batch",
+    flags=[
+        flag("--width", int, 256, "of the model"),
+        flag("--layers", int, 6, "an even number of them"),
+    ],
+    facts=lambda options: {
+        "world_size": WORLD_SIZE,
+        "width": options.width,
+        "layers": options.layers,
+    },
+    columns=[
+        *("rows × tokens", "system"),
+        ("measured ms", lambda r: f"{r['p50_us'] / 1e3:.2f}"),
+        ("predicted ms", lambda r: f"{r['predicted_us'] / 1e3:.2f}"),
+        ("measured / predicted", lambda r: f"{r['measured_over_predicted']:.2f}"),
+        "others %",
+    ],
+    section=("tokens",),
+    caption="Whole steps on two ranks, medians.",
+)
+parse, main = PROGRAM.parse, PROGRAM.main
 
 if __name__ == "__main__":
     sys.exit(run_main("planner.py", main))

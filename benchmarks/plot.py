@@ -28,7 +28,7 @@ from table import LAYOUTS, SHOWN_WORLDS, Layout, Record, Run, machine_of, newest
 from ringcomm.measure.ranks import EXIT_OK, run_main
 from ringcomm.measure.screen import byte_count, byte_counts
 
-ALGORITHMS = Layout("algorithm", ("world_size",), ("bytes",), lambda runs: [])
+ALGORITHMS = Layout("Algorithms", "algorithm", ("world_size",), ("bytes",), lambda runs: [])
 # Okabe and Ito's, which most people can tell apart.
 LABELS = {"gloo": "Gloo", "mpi4py": "MPI"}
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00")
@@ -67,6 +67,32 @@ def _of_last_machine(usual: list[Record], layout: Layout) -> list[Run]:
     return newest([r for r in usual if last and machine_of(r) == machine_of(last)], layout)
 
 
+def _pyplot() -> Any:
+    """matplotlib's, which draws into files. Raises ModuleNotFoundError."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def _plain(axes: Any) -> None:
+    """A light grid, and no frame above and at the right."""
+    axes.grid(color="#dddddd", linewidth=0.5)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _over_bytes(axes: Any, ticks: list[int], title: str) -> None:
+    """Both axes logarithmic, and sizes along the lower one."""
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(ticks, map(byte_count, ticks), fontsize=7)
+    axes.minorticks_off()
+    axes.set(xlabel="bytes", title=title)
+    _plain(axes)
+
+
 def _plot_world(axes: Any, runs: list[Run], field: str, names: list[str]) -> None:
     """One number of ranks: a line per name, from the 10 to the 90 % point shaded."""
     for color, name in zip(COLORS, names, strict=False):
@@ -84,14 +110,7 @@ def _plot_world(axes: Any, runs: list[Run], field: str, names: list[str]) -> Non
         place = {"rotation": 90, "va": "top", "ha": "left" if is_shared else "right"}
         style = {"fontsize": 7, "color": "grey", "transform": axes.get_xaxis_transform()}
         axes.text(change["bytes"], 0.99, f" {text} ", **place, **style)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    ticks = byte_counts(DEFAULT_SIZES)
-    axes.set_xticks(ticks, map(byte_count, ticks), fontsize=7)
-    axes.minorticks_off()
-    axes.set(xlabel="bytes", title=f"{runs[0][0]['world_size']} ranks")
-    axes.grid(color="#dddddd", linewidth=0.5)
-    axes.spines[["top", "right"]].set_visible(False)
+    _over_bytes(axes, byte_counts(DEFAULT_SIZES), f"{runs[0][0]['world_size']} ranks")
 
 
 def _worlds_figure(pyplot: Any, runs: list[Run], field: str) -> Any:
@@ -120,9 +139,8 @@ def _plot_losses(axes: Any, records: list[Record], field: str, scale: float) -> 
         axes.plot(sizes, values, color=color, marker=".", linewidth=1.2, label=way)
     ticks = sorted({record["vocab_size"] for record in records})
     axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks], fontsize=7)
-    axes.grid(color="#dddddd", linewidth=0.5)
     axes.set_ylim(bottom=0)
-    axes.spines[["top", "right"]].set_visible(False)
+    _plain(axes)
 
 
 def _losses_figure(pyplot: Any, runs: list[Run]) -> Any:
@@ -161,12 +179,8 @@ PLOTS = {
 
 def draw(path: Path, plot: Plot, runs: list[Run]) -> None:
     """Writes the SVG."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    with matplotlib.rc_context(STYLE):
+    pyplot = _pyplot()
+    with pyplot.rc_context(STYLE):
         figure = plot.figure(pyplot, runs)
         figure.tight_layout()
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -208,14 +222,8 @@ def _panel(axes: Any, records: list[Record]) -> None:
     floor = {r["bytes"]: r["busbw_gb_per_s"] / r["share_of_floor"] for r in records}
     sizes = sorted(floor)
     axes.plot(sizes, [floor[size] for size in sizes], color="black", linewidth=1.0, label="floor")
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
     ticks = sizes[:: max(1, len(sizes) // 6)]
-    axes.set_xticks(ticks, map(byte_count, ticks), fontsize=7)
-    axes.minorticks_off()
-    axes.set(xlabel="bytes", title=f"{records[0]['op']}, {records[0]['dtype']}")
-    axes.grid(color="#dddddd", linewidth=0.5)
-    axes.spines[["top", "right"]].set_visible(False)
+    _over_bytes(axes, ticks, f"{records[0]['op']}, {records[0]['dtype']}")
 
 
 def draw_bandwidths(records: list[Record], path: Path, title: str) -> None:
@@ -225,11 +233,7 @@ def draw_bandwidths(records: list[Record], path: Path, title: str) -> None:
         OSError: the file cannot be written.
         ModuleNotFoundError: matplotlib is not installed.
     """
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
+    plt = _pyplot()
     ordered = sorted((r for r in records if r["bytes"]), key=lambda r: (r["op"], r["dtype"]))
     panels = [list(group) for _, group in groupby(ordered, key=lambda r: (r["op"], r["dtype"]))]
     figure, axes = plt.subplots(
@@ -267,11 +271,7 @@ def draw_systems(records: list[dict[str, Any]], path: Path) -> None:
     Raises:
         OSError: the file cannot be written.
     """
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
+    plt = _pyplot()
     names = [record["system"] for record in records]
     figure, (left, right) = plt.subplots(
         1, 2, figsize=(10, 1.2 + 0.35 * len(names)), sharey=True, layout="constrained"

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from operations import OPERATIONS, RINGCOMM, Buffers, Operation, Place
-from report import records_of
-from weather import WeatherWatch
+from race import Bench
+from report import Record, records_of
+from weather import Weather
 
 import ringcomm
 from ringcomm.measure.ranks import Team
@@ -23,18 +24,12 @@ FLOOR_SECONDS = 0.05
 NUM_FLOOR_CALLS = (5, 2000)  # at least, at most
 
 
-def make_contender(operation: Operation, buffers: Buffers, group: Any) -> Contender:
-    """One operation over one group; on a GPU a call includes waiting for the device."""
-    on_cpu = operation.bound(buffers, group)
-    device = buffers.place.device
-
-    def on_device() -> None:
-        on_cpu()
-        torch.get_device_module(device).synchronize(device)
-
-    call = on_cpu if device.type == "cpu" else on_device
-    align = partial(dist.barrier, group) if isinstance(group, dist.ProcessGroup) else group.barrier
-    return Contender(call, align)
+def make_contender(bench: Bench, operation: Operation, buffers: Buffers, group: Any) -> Contender:
+    """One operation over one group; a communicator of mpi4py has a barrier of its own."""
+    call = operation.bound(buffers, group)
+    if isinstance(group, dist.ProcessGroup):
+        return bench.contender(call, group)
+    return Contender(call, group.barrier)
 
 
 def num_calls(group: Any) -> dict[tuple[str, str], int]:
@@ -53,27 +48,9 @@ def algorithms_used(
     return sorted({algorithm for _, algorithm in apart_from_barriers or used})
 
 
-@dataclass(frozen=True)
-class Bench:
-    """A rank's groups by label, and its instruments.
-
-    A group is c10d's, or a communicator of mpi4py.
-    """
-
-    team: Team
-    groups: dict[str, Any]
-    watch: WeatherWatch
-    device: torch.device
-
-    @property
-    def subject(self) -> str:
-        """The backend that the others' times are divided by: ringcomm, or the first one."""
-        return RINGCOMM if RINGCOMM in self.groups else next(iter(self.groups))
-
-
-def make_bench(team: Team, groups: dict[str, Any], device: torch.device) -> Bench:
-    """Makes a rank's Bench. Collective."""
-    return Bench(team, groups, WeatherWatch(team), device)
+def subject_of(bench: Bench) -> str:
+    """The backend that the others' times are divided by: ringcomm, or the first one."""
+    return RINGCOMM if RINGCOMM in bench.groups else next(iter(bench.groups))
 
 
 def make_buffers(bench: Bench, operation: Operation, num_bytes: int, dtype: torch.dtype) -> Buffers:
@@ -122,63 +99,87 @@ class Attempt:
 
     Attributes:
         timings: by label, on rank 0; None elsewhere.
-        floor_us: of memory, before and after.
+        floors: of memory, before and, on CPUs, after.
         algorithms: names by label.
     """
 
     timings: dict[str, Timings] | None
-    floor_us: tuple[float, float]
+    floors: list[Any]
     algorithms: dict[str, list[str]]
 
 
-def time_once(bench: Bench, operation: Operation, buffers: Buffers, seconds: float) -> Attempt:
-    """Times all groups in turn. Collective."""
-    contenders = {
-        label: make_contender(operation, buffers, group) for label, group in bench.groups.items()
-    }
-    counts = {label: num_calls(group) for label, group in bench.groups.items()}
-    before_us = memory_floor_us(bench.team, buffers.output)
-    timings = measure(bench.team, contenders, seconds)
-    after_us = memory_floor_us(bench.team, buffers.output)
+def time_once(
+    bench: Bench,
+    groups: dict[str, Any],
+    make: Callable[[Any], Contender],
+    floor: Callable[[], Any],
+) -> Attempt:
+    """Times the contenders of groups in turn. Collective."""
+    counts = {label: num_calls(group) for label, group in groups.items()}
+    contenders = {label: make(group) for label, group in groups.items()}
+    floors = [floor()]
+    timings = measure(bench.team, contenders, bench.seconds)
+    floors += [floor()] if bench.device.type == "cpu" else []
     algorithms = {
-        label: algorithms_used(counts[label], num_calls(group))
-        for label, group in bench.groups.items()
+        label: algorithms_used(counts[label], num_calls(group)) for label, group in groups.items()
     }
-    return Attempt(timings, (before_us, after_us), algorithms)
+    return Attempt(timings, floors, algorithms)
+
+
+def measure_verified(
+    bench: Bench, count_wrong: Callable[[], dict[str, int]], once: Callable[[], Attempt]
+) -> tuple[Attempt, Weather, dict[str, int]]:
+    """Verifies, times (again while the machine is disturbed) and verifies again. Collective.
+
+    Returns the attempt with the least disturbance, its conditions, and wrong elements by label.
+    """
+    wrong = count_wrong()
+    attempt, weather = bench.watch.calmest(once, bench.repeats)
+    for label, count in count_wrong().items():
+        wrong[label] += count
+    return attempt, weather, wrong
 
 
 def measure_point(
-    bench: Bench, name: str, num_bytes: int, dtype: torch.dtype, seconds: float, max_repeats: int
+    bench: Bench, name: str, num_bytes: int, dtype: torch.dtype
 ) -> list[dict[str, Any]]:
-    """Verifies, times (again while the machine is disturbed) and verifies again. Collective.
+    """Verifies and times an operation. Collective.
 
     Returns:
-        On rank 0 one record per backend, of the attempt with the least disturbance; else nothing.
+        On rank 0 one record per backend; else nothing.
     """
     operation = OPERATIONS[name]
     buffers = make_buffers(bench, operation, num_bytes, dtype)
-    wrong = count_wrong(bench, operation, buffers)
-    attempt, weather = bench.watch.calmest(
-        lambda: time_once(bench, operation, buffers, seconds), max_repeats
+    attempt, weather, wrong = measure_verified(
+        bench,
+        lambda: count_wrong(bench, operation, buffers),
+        lambda: time_once(
+            bench,
+            bench.groups,
+            lambda group: make_contender(bench, operation, buffers, group),
+            lambda: memory_floor_us(bench.team, buffers.output),
+        ),
     )
-    for label, count in count_wrong(bench, operation, buffers).items():
-        wrong[label] += count
     if attempt.timings is None:
         return []
-    records = []
     num_bytes = buffers.place.num_elems * dtype.itemsize
-    for record in records_of(attempt.timings, bench.subject, wrong):
-        algbw = num_bytes / (record["p50_us"] / 1e6) / GB
-        records.append(
-            {
-                "op": name,
-                "bytes": num_bytes,
-                **record,
-                "algbw_gb_per_s": algbw,
-                "busbw_gb_per_s": algbw * operation.bus_factor(bench.team.world_size),
-                "algorithms": attempt.algorithms[record["backend"]],
-                "floor_us": dict(zip(("before", "after"), attempt.floor_us, strict=True)),
-                **weather.record(),
-            }
-        )
-    return records
+    facts = {
+        "op": name,
+        "bytes": num_bytes,
+        "floor_us": dict(zip(("before", "after"), attempt.floors, strict=True)),
+        **weather.record(),
+    }
+    found = records_of(attempt.timings, subject_of(bench), wrong)
+    return [facts | r | speeds_of(bench, operation, num_bytes, attempt, r) for r in found]
+
+
+def speeds_of(
+    bench: Bench, operation: Operation, num_bytes: int, attempt: Attempt, record: Record
+) -> Record:
+    """The fields that follow from a backend's median call, and its algorithms."""
+    algbw = num_bytes / (record["p50_us"] / 1e6) / GB
+    return {
+        "algbw_gb_per_s": algbw,
+        "busbw_gb_per_s": algbw * operation.bus_factor(bench.team.world_size),
+        "algorithms": attempt.algorithms[record["backend"]],
+    }

@@ -19,10 +19,13 @@ from rich.table import Table
 import ringcomm
 from ringcomm.measure.machine import MAX_OTHERS_PERCENT, identity, rounded, utc_now, variables
 from ringcomm.measure.ranks import EXIT_OK, EXIT_WRONG_RESULTS
-from ringcomm.measure.screen import factor, microseconds
+from ringcomm.measure.screen import byte_count, factor, microseconds
 from ringcomm.measure.timing import Timings
 
 Record = dict[str, Any]
+Cell = Callable[[Record], str]
+# Of a printed table: headers that CELLS or a record's fields have, or a header with its cell.
+Columns = Sequence[str | tuple[str, Cell]]
 CHECKOUT = Path(__file__).resolve().parents[1]
 # A run adds its records there, which changes no figure.
 RECORDS_FOLDER = "benchmarks/results"
@@ -105,23 +108,6 @@ def records_of(
     return records
 
 
-class Recorder:
-    """Appends records to a JSONL file, each with the same facts in front."""
-
-    def __init__(self, path: Path, facts: dict[str, Any]) -> None:
-        """Makes the file's folder. Raises OSError when the file cannot be written."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.path = path
-        self._facts = facts
-        path.open("a", encoding="utf-8").close()
-
-    def write(self, record: dict[str, Any]) -> None:
-        """Appends one line and flushes it, for readers during the run."""
-        line = json.dumps({**self._facts, **rounded(record)}, allow_nan=False)
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
-
-
 class Report:
     """Collects records, each with the same facts in front. Raises OSError where it cannot write.
 
@@ -138,19 +124,25 @@ class Report:
         self.console = make_console()
         self.facts = {"kind": kind, **facts(), **dimensions}
         self.records: list[dict[str, Any]] = []
-        self._recorder = Recorder(path, self.facts) if path else None
+        self._path = path
         self._html = html
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.open("a", encoding="utf-8").close()
+
+    def _whole(self, records: list[Record]) -> list[Record]:
+        return [{**self.facts, **rounded(record)} for record in records]
 
     def _write_html(self, is_partial: bool) -> None:
         if self._html is not None:
-            records = [{**self.facts, **rounded(record)} for record in self.records]
-            write_html(records, self._html, is_partial=is_partial)
+            write_html(self._whole(self.records), self._html, is_partial=is_partial)
 
     def add(self, records: list[dict[str, Any]]) -> None:
-        """Adds a rank's record and writes it to disk."""
-        if self._recorder is not None:
-            for record in records:
-                self._recorder.write(record)
+        """Adds records and appends a line for each to the file, for readers during the run."""
+        if self._path is not None:
+            lines = [json.dumps(one, allow_nan=False) + "\n" for one in self._whole(records)]
+            with self._path.open("a", encoding="utf-8") as file:
+                file.writelines(lines)
         self.records += records
         self._write_html(is_partial=True)
 
@@ -171,8 +163,8 @@ class Report:
         self.console.print(
             facts_line(self.facts), *(fitted(self.console, one) for one in shown), sep="\n"
         )
-        if self._recorder is not None:
-            self.console.print(f"records: {self._recorder.path}")
+        if self._path is not None:
+            self.console.print(f"records: {self._path}")
 
     def finish(self, *shown: Any) -> int:
         """Prints where the records are from, and ``shown``, unless another rank has them.
@@ -287,17 +279,56 @@ def make_table(headers: list[str], caption: str) -> Table:
     return table
 
 
+def or_first(record: Record) -> str:
+    """How a contender compares, which the first one does with itself."""
+    return comparison(record) or "1×"
+
+
+def _times(unit: str, scale: float, digits: Callable[[float], str]) -> dict[str, Cell]:
+    """``p50 ms`` and its like."""
+
+    def cell(name: str) -> Cell:
+        return lambda record: digits(record[f"{name}_us"] / scale)
+
+    return {f"{name}{unit}": cell(name) for name in ("p50", "p90", "p99")}
+
+
+# What tables print of a record, by header.
+CELLS: dict[str, Cell] = {
+    "ranks": lambda r: str(r["world_size"]),
+    "bytes": lambda r: byte_count(r["bytes"]),
+    "type": lambda r: str(r["dtype"]),
+    "rows × tokens": lambda r: f"{r['rows']} × {r['tokens']}",
+    "others %": lambda r: f"{r['others_busy_percent']:.1f}",
+    "state": state_of,
+    **_times(" µs", 1, microseconds),
+    **_times(" ms", 1e3, lambda value: f"{value:.2f}"),
+    **_times(", ms", 1, milliseconds),
+}
+
+
+def _column(column: str | tuple[str, Cell]) -> tuple[str, Cell]:
+    """The header and the cell of a column; a header of "time" is of a ratio."""
+    if not isinstance(column, str):
+        return column
+    plain = comparison if column.startswith("time ") else lambda record: str(record[column] or "")
+    return column, CELLS.get(column, plain)
+
+
+def grid_of(columns: Columns, num_words: int, records: list[Record]) -> list[str]:
+    """A row per record, in Markdown; the first ``num_words`` columns are words."""
+    headers, cells = zip(*map(_column, columns), strict=True)
+    return grid(list(headers), num_words, [[cell(r) for cell in cells] for r in records])
+
+
 def table_of(
-    headers: list[str],
-    caption: str,
-    records: list[dict[str, Any]],
-    row: Callable[[dict[str, Any]], list[str]],
-    section: tuple[str, ...] = (),
+    columns: Columns, caption: str, records: list[Record], section: tuple[str, ...] = ()
 ) -> Table:
     """A row per record, with a rule where a field of ``section`` changes."""
-    table = make_table(headers, caption)
+    headers, cells = zip(*map(_column, columns), strict=True)
+    table = make_table(list(headers), caption)
     for _, together in groupby(records, key=lambda record: [record[name] for name in section]):
         for record in together:
-            table.add_row(*row(record))
+            table.add_row(*(cell(record) for cell in cells))
         table.add_section()
     return table

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from report import BUSY, comparison, share_range
+from report import BUSY, Cell, comparison, share_range
 from trainees import parse_name
 
 
@@ -31,20 +29,19 @@ def _mib(num_bytes: float) -> str:
     return f"{num_bytes / 2**20:.2f}"
 
 
-def _ms(name: str) -> Callable[[dict[str, Any]], str]:
+def _ms(name: str) -> Cell:
     return lambda record: f"{record[name] / 1e3:.2f}"
 
 
-def _part(name: str) -> Callable[[dict[str, Any]], str]:
+def _part(name: str) -> Cell:
     return lambda record: _mib(record[name])
 
 
-@dataclass(frozen=True)
-class Column:
+class Column(NamedTuple):
     """A column of the table: its header, a cell, and a sentence for the legend."""
 
     header: str
-    cell: Callable[[dict[str, Any]], str]
+    cell: Cell
     legend: str = ""
     needs: str = "system"  # the cell of a record without this field is empty
     is_detail: bool = True  # only with --all

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
-from report import comparison, grid, milliseconds, share_range
+from report import (
+    CELLS,
+    Cell,
+    Columns,
+    comparison,
+    grid,
+    grid_of,
+    milliseconds,
+    or_first,
+    share_range,
+)
 
 from ringcomm.measure.screen import byte_count, factor, microseconds
 
@@ -23,139 +33,132 @@ def _communication(record: Record) -> str:
 
 
 # Fields that only some records have: a header, and the text of a cell.
-OPTIONAL: dict[str, tuple[str, Callable[[Record], str]]] = {
+OPTIONAL: dict[str, tuple[str, Cell]] = {
     "over_ringcomm": ("time / ringcomm's", _over_ringcomm),
     "communication_share": ("communication", _communication),
 }
+
+
+def _mib(*names: str) -> Cell:
+    return lambda record: f"{sum(record[f'{name}_bytes'] for name in names) / 2**20:.1f}"
+
+
+def _sent(record: Record) -> str:
+    return f"({_mib('formula')(record)})" if record["sent_bytes"] is None else _mib("sent")(record)
 
 
 def system_lines(runs: list[Run]) -> list[str]:
     """Whole steps by system: time, memory, bytes."""
     run = runs[0]
     first = run[0]
-    has = {name: any(name in record for record in run) for name in OPTIONAL}
-    rows = []
-    for record in run:
-        parts = [record[f"{name}_bytes"] for name in ("param", "grad", "state")]
-        sent, formula = record["sent_bytes"], record["formula_bytes"]
-        rows.append(
-            [
-                record["system"],
-                f"{record['loss']:.4f}",
-                milliseconds(record["p50_us"]),
-                milliseconds(record["p99_us"]),
-                comparison(record) or "1×",
-                *(cell(record) for name, (_, cell) in OPTIONAL.items() if has[name]),
-                milliseconds(record["update_p50_us"]),
-                *(f"{part / 2**20:.1f}" for part in (*parts, sum(parts))),
-                f"({formula / 2**20:.1f})" if sent is None else f"{sent / 2**20:.1f}",
-            ]
-        )
-    headers = ["system", "loss", "p50, ms", "p99, ms", f"time / {first['system']}'s (10–90 %)"]
-    headers += [header for name, (header, _) in OPTIONAL.items() if has[name]]
-    headers += ["update, ms", "weights", "gradients", "states", "sum", "sent"]
+    columns: Columns = [
+        "system",
+        ("loss", lambda r: f"{r['loss']:.4f}"),
+        *("p50, ms", "p99, ms"),
+        (f"time / {first['system']}'s (10–90 %)", or_first),
+        *(column for name, column in OPTIONAL.items() if any(name in record for record in run)),
+        ("update, ms", lambda r: milliseconds(r["update_p50_us"])),
+        ("weights", _mib("param")),
+        ("gradients", _mib("grad")),
+        ("states", _mib("state")),
+        ("sum", _mib("param", "grad", "state")),
+        ("sent", _sent),
+    ]
     return [
         f"{first['world_size']} ranks, {first['num_params']:,} parameters,"
         f" {first['rows_per_rank']} × {first['tokens_per_row']} tokens per rank. Times are those of"
         " a training step. `update` is a step minus the forward and backward passes. Memory of a"
         " rank, and the bytes that it sends in a step, are in MiB. Bytes in parentheses are"
         " computed, not counted:",
-        *grid(headers, 1, rows),
+        *grid_of(columns, 1, run),
     ]
+
+
+def _amount(name: str) -> Cell:
+    def cell(record: Record) -> str:
+        rate, time_us = record.get(f"{name}_bytes_per_s"), record.get(f"{name}_us")
+        if rate is not None:
+            return f"{rate / 1e9:.2f} GB/s"
+        return "–" if time_us is None else f"{milliseconds(time_us)} ms"
+
+    return cell
+
+
+def plain_ratio(record: Record) -> str:
+    """``0.95 (0.90–1.09)``; a dash without one."""
+    ratio = record["ratio"]
+    return f"{ratio['p50']:.2f} ({ratio['p10']:.2f}–{ratio['p90']:.2f})" if ratio else "–"
+
+
+def predicted(record: Record) -> str:
+    """By the formula, where there is one."""
+    efficiency = record.get("predicted_efficiency")
+    return "" if efficiency is None else f"{efficiency:.2f}"
 
 
 def offload_lines(runs: list[Run]) -> list[str]:
     """Files against fio, AdamW against torch's, steps against memory and the formula."""
-    rows = []
-    for record in runs[0]:
-        ratio = record["ratio"]
-        rows.append(
-            [
-                record["name"],
-                _amount_of(record, "p50"),
-                record["peer"],
-                _amount_of(record, "peer_p50"),
-                "–"
-                if ratio is None
-                else f"{ratio['p50']:.2f} ({ratio['p10']:.2f}–{ratio['p90']:.2f})",
-                f"{record['predicted_efficiency']:.2f}" if "predicted_efficiency" in record else "",
-            ]
-        )
-    headers = ["what", "ringcomm", "peer", "peer's", "ratio (10–90 %)", "predicted"]
+    columns: Columns = [
+        ("what", lambda r: r["name"]),
+        ("ringcomm", _amount("p50")),
+        "peer",
+        ("peer's", _amount("peer_p50")),
+        ("ratio (10–90 %)", plain_ratio),
+        ("predicted", predicted),
+    ]
     return [
         "Files: ringcomm's rate / fio's on the same file system. AdamW: torch's time /"
         " ringcomm's. Steps of ZeRO-Infinity in files: time in memory / time with files, and what"
         " the formula predicts without overlap; time without checksums / time with them:",
-        *grid(headers, 1, rows),
+        *grid_of(columns, 1, runs[0]),
     ]
-
-
-def _amount_of(record: Record, name: str) -> str:
-    rate = record.get(f"{name}_bytes_per_s")
-    if rate is not None:
-        return f"{rate / 1e9:.2f} GB/s"
-    time_us = record.get(f"{name}_us")
-    return "–" if time_us is None else f"{milliseconds(time_us)} ms"
 
 
 def tensor_lines(runs: list[Run]) -> list[str]:
     """Forward and backward passes: ringcomm's layers, DTensor's, and layers that send nothing."""
-    rows = []
-    for run in runs:
-        batch = f"{run[0]['rows']} × {run[0]['tokens']}"
-        for record in run:
-            times = [milliseconds(record[name]) for name in ("p50_us", "p99_us")]
-            rows.append([batch, record["way"], *times, comparison(record) or "1×"])
-    headers = ["rows × tokens", "way", "p50, ms", "p99, ms", "time / ringcomm's (10–90 %)"]
+    columns: Columns = [
+        *("rows × tokens", "way", "p50, ms", "p99, ms"),
+        ("time / ringcomm's (10–90 %)", or_first),
+    ]
     return [
         f"Forward and backward: {runs[0][0]['world_size']} ranks, a Llama of"
         f" {runs[0][0]['size']} parameters:",
-        *grid(headers, 2, rows),
+        *grid_of(columns, 2, [*chain(*runs)]),
     ]
 
 
 def pipeline_lines(runs: list[Run]) -> list[str]:
     """Bubbles and steps, with the bounds of the schedule."""
-    rows = []
-    for record in (record for run in runs for record in run):
-        rows.append(
-            [
-                record["schedule"],
-                *(str(record[name]) for name in ("world_size", "num_microbatches")),
-                f"{100 * record['predicted_bubble']:.1f} %",
-                f"{100 * record['bubble']['p50_share']:.1f} %",
-                f"{record['over_bound']:.2f}×",
-            ]
-        )
-    headers = ["schedule", "ranks", "micro-batches", "bubble, predicted", "measured"]
+    columns: Columns = [
+        *("schedule", "ranks"),
+        ("micro-batches", lambda r: str(r["num_microbatches"])),
+        ("bubble, predicted", lambda r: f"{100 * r['predicted_bubble']:.1f} %"),
+        ("measured", lambda r: f"{100 * r['bubble']['p50_share']:.1f} %"),
+        ("step / bound", lambda r: f"{r['over_bound']:.2f}×"),
+    ]
     stages = {
         "sleep": "Stages that sleep",
         "compute": "Stages that compute; the schedule is made of the measured times of its actions",
     }[runs[0][0]["stages"]]
     return [
         f"{stages}. The bound is the length of the schedule without delays:",
-        *grid([*headers, "step / bound"], 1, rows),
+        *grid_of(columns, 1, [*chain(*runs)]),
     ]
 
 
 def planner_lines(runs: list[Run]) -> list[str]:
     """Training steps, measured and predicted."""
-    rows = []
-    for record in (record for run in runs for record in run):
-        rows.append(
-            [
-                f"{record['rows']} × {record['tokens']}",
-                record["system"],
-                *(milliseconds(record[name]) for name in ("p50_us", "predicted_us")),
-                f"{record['measured_over_predicted']:.2f}",
-            ]
-        )
-    headers = ["rows × tokens", "system", "measured, ms", "predicted, ms", "measured / predicted"]
     first = runs[0][0]
+    columns: Columns = [
+        *("rows × tokens", "system"),
+        ("measured, ms", CELLS["p50, ms"]),
+        ("predicted, ms", lambda r: milliseconds(r["predicted_us"])),
+        ("measured / predicted", lambda r: f"{r['measured_over_predicted']:.2f}"),
+    ]
     return [
         f"Predicted from this machine's measured speed: {first['world_size']} ranks, a decoder of"
         f" {first['layers']} layers, width {first['width']}:",
-        *grid(headers, 2, rows),
+        *grid_of(columns, 2, [*chain(*runs)]),
     ]
 
 

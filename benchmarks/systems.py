@@ -19,11 +19,12 @@ import torch.distributed as dist
 from decoder import HEAD_WIDTH, VOCAB_SIZE, Decoder
 from gradient_watch import GradientWatch
 from groups import run_ranks
+from placement import Placement
+from race import make_bench
 from report import Report, inverse, records_of, table_of
 from system_columns import legend_lines, shown_columns
 from torch import Tensor
 from trainees import DEFAULT, FAKE, RINGCOMM, SYSTEMS, System, Trainee, Workload, parse_name
-from weather import WeatherWatch
 
 from ringcomm.backend import stats
 from ringcomm.measure.ranks import Team
@@ -54,8 +55,6 @@ class Systems(Workload):
     """
 
     names: list[str]
-    seconds: float
-    repeats: int
 
     def check(self) -> None:
         """Raises ValueError naming an invalid option."""
@@ -143,13 +142,13 @@ def _train_checked(
     }
 
 
-def run_rank(systems: Systems, team: Team) -> None:
+def run_rank(systems: Systems, options: argparse.Namespace, team: Team) -> None:
     """One rank: all systems, first checked, then in turn against the clock. Collective."""
     open_default_group(team, RINGCOMM)
     backends = sorted({parse_name(name)[1] for name in systems.names} - {RINGCOMM})
     groups: dict[str, Any] = {RINGCOMM: dist.group.WORLD}
     groups |= {backend: dist.new_group(backend=backend) for backend in backends}
-    watch = WeatherWatch(team)
+    bench = make_bench(team, options)
     found, contenders = {}, {}
     for name in systems.names:
         trainee, found[name] = _train_checked(systems, team, groups, name)
@@ -157,8 +156,8 @@ def run_rank(systems: Systems, team: Team) -> None:
         contenders[name] = Contender(partial(trainee.step, ids), dist.barrier)
     alone = partial(backward_alone, systems.model(), systems.ids(0)[: systems.rows])
     contenders[BACKWARD] = Contender(alone, dist.barrier)
-    timings, weather = watch.calmest(
-        partial(measure, team, contenders, systems.seconds), systems.repeats
+    timings, weather = bench.watch.calmest(
+        partial(measure, team, contenders, options.seconds), options.repeats
     )
     if timings is not None:
         records = _records(systems.names[0], timings, found)
@@ -260,9 +259,8 @@ def run(options: argparse.Namespace) -> int:
         num_layers=options.layers,
         rows=options.rows,
         tokens=options.tokens,
-        seconds=options.seconds,
-        repeats=options.repeats,
     )
+    options.placement = Placement()
     try:
         systems.check()
         check_writable(options.json, options.html, options.plot)
@@ -285,10 +283,8 @@ def run(options: argparse.Namespace) -> int:
 
     def show() -> list[Any]:
         columns = shown_columns(report.records, options.all)
-        headers = [column.header for column in columns]
-        table = table_of(
-            headers, "", report.records, lambda record: [column.text(record) for column in columns]
-        )
+        cells = [(column.header, column.text) for column in columns]
+        table = table_of(cells, "", report.records)
         title = (
             f"training steps of {systems.world_size} ranks; a decoder of {num_params:,} parameters,"
             f" {systems.rows} × {systems.tokens} tokens per rank"
@@ -299,7 +295,7 @@ def run(options: argparse.Namespace) -> int:
     if options.all and not report.console.is_terminal:
         report.console.width = ALL_COLUMNS
     with report.measuring(show):
-        run_ranks(systems.world_size, partial(run_rank, systems), report.add)
+        run_ranks(systems.world_size, partial(run_rank, systems, options), report.add)
     if options.plot and report.records:
         from plot import draw_systems
 

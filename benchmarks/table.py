@@ -22,12 +22,15 @@ from typing import Any
 import harness
 from html_report import read_records
 from report import (
+    Columns,
     amount,
     comparison,
     facts_line,
     grid,
+    grid_of,
     inverse,
     milliseconds,
+    or_first,
     share_range,
 )
 from sweep import DEFAULT_SIZES
@@ -60,6 +63,7 @@ class Layout:
     """How the records of one kind become tables.
 
     Attributes:
+        title: of its section on docs/benchmarks.md.
         kind: of the records.
         table_fields: what makes rows of one table.
         row_fields: what tells its rows apart, or its rows and columns.
@@ -67,6 +71,7 @@ class Layout:
         is_shown: whether docs/benchmarks.md shows a record.
     """
 
+    title: str
     kind: str
     table_fields: tuple[str, ...]
     row_fields: tuple[str, ...]
@@ -261,33 +266,21 @@ def _loss_lines(runs: list[Run]) -> list[str]:
 
 def _optimizer_lines(runs: list[Run]) -> list[str]:
     """Whole steps by optimizer: times, and gradients that are kept at a time."""
-    run = runs[0]
-    first = run[0]
-    rows = [
-        [
-            record["way"],
-            milliseconds(record["p50_us"]),
-            milliseconds(record["p99_us"]),
-            f"{record['grad_bytes'] / 2**20:.2f}",
-            comparison(record) or "1×",
-        ]
-        for record in run
-    ]
+    first = runs[0][0]
     ranks = (
         f"{first['world_size']} ranks, torch's with DDP" if first["world_size"] > 1 else "1 rank"
     )
-    headers = [
-        "optimizer",
-        "p50, ms",
-        "p99, ms",
-        "gradients, MiB",
-        f"time / {run[0]['way']}'s (10–90 %)",
+    columns: Columns = [
+        ("optimizer", lambda r: r["way"]),
+        *("p50, ms", "p99, ms"),
+        ("gradients, MiB", lambda r: f"{r['grad_bytes'] / 2**20:.2f}"),
+        (f"time / {first['way']}'s (10–90 %)", or_first),
     ]
     return [
         f"Training steps: {ranks}, {first['num_params']:,} parameters,"
         f" {first['rows_per_rank']} × {first['tokens_per_row']} tokens per rank. The largest weight"
         f" is {first['largest_weight_bytes'] / 2**20:.2f} MiB:",
-        *grid(headers, 1, rows),
+        *grid_of(columns, 1, runs[0]),
     ]
 
 
@@ -327,69 +320,76 @@ _SYSTEMS = ("world_size", "rows_per_rank", "tokens_per_row")
 # In the page's order.
 LAYOUTS = {
     "collective": Layout(
-        "collective", _SWEEP, ("op", "bytes"), _collective_lines, lambda r: r["op"] in DETAILED_OPS
+        "Collectives",
+        "collective",
+        _SWEEP,
+        ("op", "bytes"),
+        _collective_lines,
+        lambda r: r["op"] in DETAILED_OPS,
     ),
     "operations": Layout(
+        "Other collectives, by size",
         "collective",
         _SWEEP,
         ("op", "bytes"),
         _operation_lines,
         lambda r: r["op"] not in DETAILED_OPS and r["world_size"] == 2,
     ),
-    "hosts": Layout("hosts", ("cable", "ranks_per_host"), ("op", "bytes"), _host_lines),
-    "floor": Layout("floor", (), ("world_size", "bytes"), _floor_lines),
-    "fused_update": Layout("fused_update", ("world_size", "optimizer"), ("bytes",), _update_lines),
+    "hosts": Layout(
+        "Between two hosts", "hosts", ("cable", "ranks_per_host"), ("op", "bytes"), _host_lines
+    ),
+    "floor": Layout(
+        "Memory bandwidth as the floor", "floor", (), ("world_size", "bytes"), _floor_lines
+    ),
+    "fused_update": Layout(
+        "Fused update", "fused_update", ("world_size", "optimizer"), ("bytes",), _update_lines
+    ),
     "cross_entropy": Layout(
+        "Cross-entropy",
         "cross_entropy",
         ("world_size", "device", "num_threads", "num_tokens"),
         ("dtype", "vocab_size"),
         _loss_lines,
     ),
     "lomo": Layout(
+        "LOMO",
         "lomo",
         _STEPS,
         (),
         _optimizer_lines,
         lambda r: r["rows_per_rank"] * r["tokens_per_row"] == 512,
     ),
-    "systems": Layout("systems", _SYSTEMS, (), system_lines),
+    "systems": Layout("Training systems", "systems", _SYSTEMS, (), system_lines),
     "tensor_parallel": Layout(
-        "tensor_parallel", ("world_size", "size"), ("rows", "tokens"), tensor_lines
+        "Tensor parallelism",
+        "tensor_parallel",
+        ("world_size", "size"),
+        ("rows", "tokens"),
+        tensor_lines,
     ),
     "inference": Layout(
-        "inference", ("world_size", "dtype"), ("what", "size_bytes"), inference_lines
+        "Tensor-parallel inference",
+        "inference",
+        ("world_size", "dtype"),
+        ("what", "size_bytes"),
+        inference_lines,
     ),
     "pipeline": Layout(
+        "Pipeline parallelism",
         "pipeline",
         ("stages",),
         ("world_size", "schedule", "num_microbatches"),
         pipeline_lines,
         lambda r: r["num_microbatches"] == 4 * r["world_size"],
     ),
-    "planner": Layout("planner", ("world_size", "width", "layers"), ("rows",), planner_lines),
-    "offload": Layout("offload", (), (), offload_lines),
-    "footprint": Layout("footprint", ("world_size",), ("quantity",), _footprint_lines),
-    "waiting": Layout(
-        "waiting", ("op",), ("world_size", "strangers"), _waiting_lines, lambda r: False
+    "planner": Layout(
+        "Planner", "planner", ("world_size", "width", "layers"), ("rows",), planner_lines
     ),
-}
-
-
-TITLES = {
-    "collective": "Collectives",
-    "operations": "Other collectives, by size",
-    "hosts": "Between two hosts",
-    "floor": "Memory bandwidth as the floor",
-    "fused_update": "Fused update",
-    "cross_entropy": "Cross-entropy",
-    "lomo": "LOMO",
-    "systems": "Training systems",
-    "tensor_parallel": "Tensor parallelism",
-    "inference": "Tensor-parallel inference",
-    "pipeline": "Pipeline parallelism",
-    "planner": "Planner",
-    "offload": "Offload",
-    "footprint": "Footprint",
+    "offload": Layout("Offload", "offload", (), (), offload_lines),
+    "footprint": Layout("Footprint", "footprint", ("world_size",), ("quantity",), _footprint_lines),
+    "waiting": Layout(
+        "Waiting", "waiting", ("op",), ("world_size", "strangers"), _waiting_lines, lambda r: False
+    ),
 }
 
 
@@ -417,10 +417,10 @@ def page_tables(records: list[Record]) -> list[str]:
     """The sections of docs/benchmarks.md with their tables, in order."""
     usual = [record for record in records if _is_usual(record)]
     texts = []
-    for name, layout in LAYOUTS.items():
+    for layout in LAYOUTS.values():
         shown = [r for r in usual if r["kind"] == layout.kind and layout.is_shown(r)]
         if found := tables(shown, layout):
-            texts += [f"## {TITLES[name]}", *found]
+            texts += [f"## {layout.title}", *found]
     return texts
 
 

@@ -11,7 +11,6 @@ nothing. Losses must agree. One JSON line per way and batch is appended to bench
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -19,15 +18,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-# isort: off
 import harness  # before torch: it sets the number of threads
 import torch
 import torch.distributed as dist
-
-# isort: on
-from groups import run_ranks
+from decoder import Splitter
+from harness import Bench, Options, flag
 from model import PRESETS, Llama
-from report import Report, comparison, records_of, table_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -37,16 +33,10 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
-from weather import WeatherWatch
 
 from ringcomm.measure.ranks import Team, run_main
-from ringcomm.measure.timing import Contender, measure, open_default_group
-from ringcomm.nn import (
-    ColumnParallelLinear,
-    CrossEntropyLoss,
-    RowParallelLinear,
-    VocabParallelEmbedding,
-)
+from ringcomm.measure.timing import open_default_group
+from ringcomm.nn import CrossEntropyLoss
 from ringcomm.parallel import tensor
 from ringcomm.parallel.tensor.splits import SplitModule
 
@@ -58,41 +48,21 @@ WORLD_SIZE = 2
 
 def by_ringcomm(model: Any, group: dist.ProcessGroup, *, shares_tokens: bool = False) -> None:
     """Two all_reduces a layer each way, or as many halves of them twice."""
-    config, dim = model.config, 1 if shares_tokens else None
+    config, split = model.config, Splitter(group, shares_tokens=shares_tokens)
     head_dim = config.dim // config.num_heads
     heads = tensor.share_heads(config.num_heads, config.num_kv_heads, group.size())
     unit = heads.num_together * head_dim
-
-    def columns(linear: Any, unit: int = 1, num_copies: int = 1) -> ColumnParallelLinear:
-        return ColumnParallelLinear.from_linear(
-            linear, group=group, shard_multiple=unit, num_replicas=num_copies, copy_input=False
-        )
-
-    def rows(linear: Any, unit: int = 1) -> RowParallelLinear:
-        return RowParallelLinear.from_linear(
-            linear, group=group, shard_multiple=unit, sequence_dim=dim
-        )
-
-    def enter(_: nn.Module, __: Any, output: Tensor) -> Tensor:
-        return tensor.copy_to_tp(output, group, sequence_dim=dim, inplace=True)
-
     for layer in model.layers:
-        layer.wq = columns(layer.wq, unit)
-        layer.wk = columns(layer.wk, head_dim, heads.num_replicas)
-        layer.wv = columns(layer.wv, head_dim, heads.num_replicas)
-        layer.wo = rows(layer.wo, unit)
+        layer.wq = split.columns(layer.wq, unit)
+        layer.wk = split.columns(layer.wk, head_dim, heads.num_replicas)
+        layer.wv = split.columns(layer.wv, head_dim, heads.num_replicas)
+        layer.wo = split.rows(layer.wo, unit)
         ffn = layer.ffn
-        ffn.w1, ffn.w3, ffn.w2 = columns(ffn.w1), columns(ffn.w3), rows(ffn.w2)
-    model.tok = VocabParallelEmbedding.from_embedding(model.tok, group=group, sequence_dim=dim)
-    model.head = columns(model.head)
-    model.loss = CrossEntropyLoss(
-        group=group, vocab_start=model.head.features[0], vocab_size=config.vocab_size
-    )
-    for module in model.modules():
-        if isinstance(module, nn.RMSNorm):
-            module.register_forward_hook(enter)
-            if shares_tokens:
-                tensor.all_reduce_grad_(module.weight, group)
+        ffn.w1, ffn.w3, ffn.w2 = split.columns(ffn.w1), split.columns(ffn.w3), split.rows(ffn.w2)
+    model.tok = split.embedding(model.tok)
+    model.head = split.columns(model.head)
+    model.loss = split.loss(model.head)
+    split.norms(model)
 
 
 def by_ringcomm_alone(model: Llama, group: dist.ProcessGroup) -> None:
@@ -188,56 +158,30 @@ def differing(team: Team, passes: dict[str, Pass]) -> dict[str, int]:
     }
 
 
-def run_rank(team: Team, options: argparse.Namespace) -> None:
-    """One rank: all ways in turn, for each batch; rank 0 reports."""
-    open_default_group(team, "ringcomm")
-    watch = WeatherWatch(team)
+def run_rank(bench: Bench, options: Options) -> None:
+    """All ways in turn, for each batch; rank 0 reports."""
+    open_default_group(bench.team, "ringcomm")
     for rows, tokens in BATCHES:
         passes = {name: Pass(way, options.size, rows, tokens) for name, way in WAYS.items()}
-        wrong = differing(team, passes)
-        contenders = {name: Contender(one.run, dist.barrier) for name, one in passes.items()}
-        timings, weather = watch.calmest(
-            partial(measure, team, contenders, options.seconds), options.repeats
-        )
-        if timings is None:
-            continue
-        records = records_of(timings, "ringcomm", wrong, name="way")
-        for record in records:
-            record.update(rows=rows, tokens=tokens, **weather.record())
-        team.report(records)
-    dist.destroy_process_group()
+        wrong = differing(bench.team, passes)
+        calls = {name: one.run for name, one in passes.items()}
+        bench.report(bench.race(calls, "ringcomm", wrong, rows=rows, tokens=tokens))
 
 
-def row_of(record: dict[str, Any]) -> list[str]:
-    """Formats a record as a table row."""
-    return [
-        f"{record['rows']} × {record['tokens']}",
-        record["way"],
-        *(f"{record[name] / 1e3:.2f}" for name in ("p50_us", "p99_us")),
-        comparison(record),
-        f"{record['others_busy_percent']:.1f}",
-    ]
-
-
-def parse(argv: list[str]) -> argparse.Namespace:
-    """Parses the command line."""
-    parser = harness.make_parser(__doc__, seconds=40.0, per="batch")
-    parser.add_argument("--size", choices=list(PRESETS), default="4.6M", help="of the model")
-    options = parser.parse_args(argv)
-    options.json = options.json or harness.default_path("tensor_parallel")
-    return options
-
-
-def main(argv: list[str]) -> int:
-    """Measures; returns the exit code, 3 when losses differ."""
-    options = parse(argv)
-    dimensions = {"world_size": WORLD_SIZE, "size": options.size}
-    report = Report("tensor_parallel", options.json, **dimensions)
-    run_ranks(WORLD_SIZE, lambda team: run_rank(team, options), report.add)
-    headers = ["rows × tokens", "way", "p50 ms", "p99 ms", "time / ringcomm's", "others %"]
-    caption = "Forward and backward on two ranks."
-    return report.finish(table_of(headers, caption, report.records, row_of, ("tokens",)))
-
+PROGRAM = harness.Program(
+    doc=__doc__,
+    kind="tensor_parallel",
+    rank=run_rank,
+    world=WORLD_SIZE,
+    seconds=40.0,
+    per="batch",
+    flags=[flag("--size", str, "4.6M", "of the model", choices=list(PRESETS))],
+    facts=lambda options: {"world_size": WORLD_SIZE, "size": options.size},
+    columns=["rows × tokens", "way", "p50 ms", "p99 ms", "time / ringcomm's", "others %"],
+    section=("tokens",),
+    caption="Forward and backward on two ranks.",
+)
+parse, main = PROGRAM.parse, PROGRAM.main
 
 if __name__ == "__main__":
     sys.exit(run_main("tensor_parallel.py", main))

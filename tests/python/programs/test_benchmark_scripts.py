@@ -60,7 +60,7 @@ SCRIPTS: dict[str, tuple[str, str, list[Any]]] = {
     "lomo": (
         "--seconds 0.1 --repeats 0 --size tiny --rows 1 --context 8 --world 2",
         "way",
-        [way for way in lomo.WAYS if way != lomo.NO_AGREEMENT],
+        list(lomo.WAYS),
     ),
     "fused_update": (
         "--seconds 0.02 --sizes 40006",

@@ -1,0 +1,137 @@
+"""One race: contenders take turns on all ranks, and each of them becomes a record."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from report import Record, records_of
+from weather import WeatherWatch
+
+from ringcomm.measure.ranks import Team
+from ringcomm.measure.timing import Contender, measure
+
+
+@dataclass
+class EventContender(Contender):
+    """One backend's calls on a device; the time from an event after some to that after the next.
+
+    The host does not wait between calls. If the device is faster than the host, this is the host's
+    time per call.
+
+    Attributes:
+        device: the device whose current stream has the events.
+        num_calls: the calls in one ``call``.
+    """
+
+    device: torch.device | str = "cuda"
+    num_calls: int = 1
+
+    def first_call_s(self) -> float:
+        """Seconds of a call until the device has completed it."""
+        begin = time.perf_counter()
+        self.call()
+        torch.get_device_module(self.device).synchronize(self.device)
+        return time.perf_counter() - begin
+
+    def block(self) -> list[float]:
+        """Seconds of each call of a block, on this rank's device. Collective."""
+        module: Any = torch.get_device_module(self.device)
+        events = [module.Event(enable_timing=True) for _ in range(self.calls_per_block + 1)]
+        self.align()
+        self.call()
+        call = self.call
+        events[0].record()
+        for event in events[1:]:
+            call()
+            event.record()
+        module.synchronize(self.device)
+        return [
+            begin.elapsed_time(end) / 1e3 / self.num_calls
+            for begin, end in itertools.pairwise(events)
+        ]
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A rank's instruments.
+
+    Attributes:
+        groups: by label: c10d's, or a communicator of mpi4py.
+        seconds: of a race, for all contenders together.
+        repeats: of a race, at most, while other programs disturb the machine.
+    """
+
+    team: Team
+    groups: dict[str, Any]
+    watch: WeatherWatch
+    device: torch.device
+    seconds: float = 0.0
+    repeats: int = 0
+
+    def align(self) -> None:
+        """Ranks wait for their devices, then for each other."""
+        torch.get_device_module(self.device).synchronize(self.device)
+        self.team.share(None)
+
+    def contender(self, call: Callable[[], object], group: Any = None) -> Contender:
+        """A call that a group's barrier, or on devices ``align``, precedes; timed there by events.
+
+        Without a group it is the default group's barrier; one rank needs none.
+        """
+        if self.device.type != "cpu":
+            return EventContender(call, self.align, device=self.device)
+        alone = self.team.world_size == 1
+        return Contender(call, (lambda: None) if alone else partial(dist.barrier, group))
+
+    def race(
+        self,
+        contenders: Mapping[str, Callable[[], object] | Contender],
+        subject: str,
+        wrong: dict[str, int] | None = None,
+        *,
+        name: str = "way",
+        seconds: float | None = None,
+        **facts: Any,
+    ) -> list[Record]:
+        """Times contenders in turn. Collective.
+
+        Args:
+            contenders: by label.
+            subject: the label of the one with which the others are compared.
+            wrong: elements by label, over all ranks.
+            name: the field that holds the label.
+            seconds: other than those of this bench.
+            facts: fields of all records.
+
+        Returns:
+            On rank 0 a record per contender; else nothing.
+        """
+        ready = {
+            label: one if isinstance(one, Contender) else self.contender(one)
+            for label, one in contenders.items()
+        }
+        time_all = partial(measure, self.team, ready, self.seconds if seconds is None else seconds)
+        timings, weather = self.watch.calmest(time_all, self.repeats)
+        if timings is None:
+            return []
+        found = records_of(timings, subject, wrong or dict.fromkeys(timings, 0), name)
+        return [record | facts | weather.record() for record in found]
+
+    def report(self, records: list[Record]) -> None:
+        """Passes records on to the process that writes them; only rank 0 has some."""
+        if records:
+            self.team.report(records)
+
+
+def make_bench(team: Team, options: Any) -> Bench:
+    """Makes a rank's instruments for a command line with a placement. Collective."""
+    device = options.placement.take(team.rank)
+    limits = getattr(options, "seconds", 0.0), getattr(options, "repeats", 0)
+    return Bench(team, {}, WeatherWatch(team), device, *limits)
