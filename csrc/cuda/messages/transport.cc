@@ -33,7 +33,7 @@ class MessageDeviceTransport final : public cuda::DeviceTransport {
   MessageDeviceTransport(c10::intrusive_ptr<c10d::Backend> backend, Communicator& communicator,
                          const GroupOptions& options, c10::Device device)
       : communicator_(communicator),
-        options_(options.context),
+        options_(options.engine),
         timeout_(std::min(options.timeout, kLongestTimeout)),
         description_(backend != nullptr ? "messages over " + backend->getBackendName()
                                         : "none: a group of one"),
@@ -196,7 +196,7 @@ c10::intrusive_ptr<c10d::Backend> make_backend(const c10::intrusive_ptr<c10d::St
   std::string name;
   try {
     name = py::module_::import("ringcomm.message_backend")
-               .attr("for_device")(options.context.message_backend,
+               .attr("for_device")(options.engine.message_backend,
                                    c10::DeviceTypeName(device.type(), /*lower_case=*/true))
                .cast<std::string>();
   } catch (const py::error_already_set& error) {
