@@ -3,7 +3,7 @@
 No other file of the package touches a private name of torch, except
 ringcomm/parallel/pipeline/torch_stage.py for its pipeline stages, and _ringcomm_autoload.py, which
 imports nothing of ringcomm. tests/python/programs/test_torch_names.py checks this, and that the
-running torch has each name.
+running torch has each name. The file is long because it is the one that a new torch may break.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ def test_a_nested_pass_ends_before_the_outer_one() -> None:
 
 def test_each_segment_of_a_reentrant_checkpoint_is_a_pass() -> None:
     log = Log()
-    layers = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    layers = nn.Linear(3, 3), nn.Linear(3, 3)
     log.watch(layers[0].weight)
     log.watch(layers[1].weight)
     x = leaf()
@@ -198,7 +198,8 @@ def test_threads_have_passes_of_their_own() -> None:
 
 
 def test_will_run_tells_which_gradients_come() -> None:
-    used, unused, found = leaf(), leaf(), []
+    used, unused = leaf(), leaf()
+    found: list[bool] = []
     y = used * 2
     nodes = [get_gradient_edge(x).node for x in (used, unused)]
     y.register_hook(lambda _: found.extend(map(will_run, nodes)))
