@@ -4,7 +4,7 @@
 
 #include "reduce/reduce_op.h"
 #include "third_party/doctest/doctest.h"
-#include "transport/shm/engine.h"
+#include "transport/shm/context.h"
 
 namespace {
 

@@ -9,7 +9,7 @@
 #include <fstream>
 #include <string>
 
-#include "cuda/collectives/engine.h"
+#include "cuda/collectives/ipc_transport.h"
 #include "cuda/driver/driver.h"
 #include "folder_store.h"
 #include "host/fd.h"
@@ -28,8 +28,8 @@ int num_wrong_sums(int rank, const std::string& folder) {
   const cuda::ContextGuard guard(0);
   FolderStore store(folder, [] {});
   Communicator communicator(store, rank, 2, {}, kBound);
-  const auto engine = cuda::Engine::make(communicator, 0, {.timeout = kBound, .is_interrupted = {}},
-                                         [](const std::string&) {});
+  const auto transport = cuda::IpcTransport::make(
+      communicator, 0, {.timeout = kBound, .is_interrupted = {}}, [](const std::string&) {});
   cuda::StreamHandle stream = nullptr;
   cuda::check(cuda::driver().stream_create(&stream, cuda::kStreamNonBlocking), "make a stream");
   cuda::DevicePtr address = 0;
@@ -47,8 +47,8 @@ int num_wrong_sums(int rank, const std::string& folder) {
                           .inputs = &input,
                           .outputs = &output};
     CallHeader header{.num_elems = kNumElems, .op = call.op, .dtype = call.dtype};
-    engine->plan(call, header);
-    engine->enqueue(call, header, cuda::StreamPlace::of(stream));
+    transport->plan(call, header);
+    transport->enqueue(call, header, cuda::StreamPlace::of(stream));
     cuda::check(cuda::driver().stream_synchronize(stream), "wait");
     communicator.failure().rethrow_if_any();
     bool is_wrong = false;

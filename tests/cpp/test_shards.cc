@@ -116,7 +116,7 @@ constexpr Pattern kPatterns[] = {
 // A region is filled as long as its rank has anything to send: the phases are those of the rank
 // with the most bytes, and an eighth.
 void expect_few_phases(OpKind op, const Pattern& pattern, int rank, shm::Group& group,
-                       Engine& engine) {
+                       ShmContext& context) {
   const Case c{.op = op,
                .dtype = DType::kUint8,
                .root = rooted(op) ? 0 : -1,
@@ -135,8 +135,8 @@ void expect_few_phases(OpKind op, const Pattern& pattern, int rank, shm::Group& 
     return std::max(board.cursor(rank, rank, 0).value, board.cursor(rank, rank, 1).value);
   };
   const std::uint64_t before = num_published();
-  engine.begin(header);
-  alltoallv(engine, call);
+  context.begin(header);
+  alltoallv(context, call);
   buffers.check();
   std::size_t most = 0;
   for (int from = 0; from < kManyRanks; ++from) {
@@ -163,12 +163,12 @@ TEST_CASE("the phases of uneven shards are those of the rank with the most to se
         testing::make_group(store, identity, {.board_bytes = kSmallBoardBytes}, testing::kBound);
     shm::WaitScope scope(group);
     scope.begin(kPatient);
-    Engine engine(group, scope);
+    ShmContext context(group, scope);
     for (const OpKind op : kUneven)
-      for (const Pattern& pattern : kPatterns) expect_few_phases(op, pattern, rank, group, engine);
+      for (const Pattern& pattern : kPatterns) expect_few_phases(op, pattern, rank, group, context);
     const CallHeader last{.op = OpKind::kBarrier};
-    engine.begin(last);
-    barrier(engine, {});
+    context.begin(last);
+    barrier(context, {});
   });
 }
 

@@ -14,8 +14,8 @@
 
 #include "bindings/python_errors.h"
 #include "core/errors.h"
-#include "cuda/collectives/engine.h"
-#include "cuda/messages/engine.h"
+#include "cuda/collectives/ipc_transport.h"
+#include "cuda/messages/context.h"
 
 namespace ringcomm {
 namespace {
@@ -44,8 +44,8 @@ SharedDeviceMemory to_memory(std::shared_ptr<const cuda::Loan> loan) {
 }
 
 // Null on all ranks, with the reason, if the ranks cannot map each other's memory.
-TransportPtr make_engine(Communicator& communicator, const GroupOptions& options,
-                         c10::Device device, std::string& reason) {
+TransportPtr make_ipc_transport(Communicator& communicator, const GroupOptions& options,
+                                c10::Device device, std::string& reason) {
   if (communicator.world_size() == 1)
     reason = "a group of one";
   else if (!is_of_driver(device))
@@ -55,7 +55,7 @@ TransportPtr make_engine(Communicator& communicator, const GroupOptions& options
   if (!reason.empty()) return nullptr;
   const std::string name = "ringcomm: group " + options.group_name;
   try {
-    return cuda::Engine::make(
+    return cuda::IpcTransport::make(
         communicator, device.index(),
         {.timeout = std::min(options.timeout, kLongestTimeout), .is_interrupted = is_interrupted},
         [name](const std::string& error) { LOG(ERROR) << name << " failed: " << error; });
@@ -104,7 +104,7 @@ TransportPtr DeviceGroup::make_transport(Communicator& communicator, c10::Device
   const c10::DeviceGuard guard(device);
   // The faster one first; the other takes every group.
   std::string reason;
-  TransportPtr transport = make_engine(communicator, *options_, device, reason);
+  TransportPtr transport = make_ipc_transport(communicator, *options_, device, reason);
   std::string not_by;
   if (transport == nullptr) {
     not_by = "not by cuda_ipc: " + reason;

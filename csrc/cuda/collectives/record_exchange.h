@@ -108,7 +108,8 @@ struct GroupWords {
   };
   struct alignas(kLineBytes) OfRank {
     std::atomic<std::uint64_t> num_launches;
-    /// How often it has met the others (Engine), and a value that belongs to each of the last two.
+    /// How often it has met the others (IpcTransport), and a value that belongs to each of the last
+    /// two.
     alignas(kLineBytes) std::atomic<std::uint64_t> num_turns;
     std::uint64_t turn_values[2];
     alignas(kLineBytes) Launch launches[kNumLaunches];

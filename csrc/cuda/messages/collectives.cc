@@ -11,16 +11,16 @@
 #include "collectives/fused_update.h"
 #include "collectives/ring.h"
 #include "core/chunk_layout.h"
-#include "cuda/messages/engine.h"
+#include "cuda/messages/context.h"
 #include "cuda/messages/operators.h"
 #include "transport/messages/shard_table.h"
 
 namespace ringcomm {
 namespace {
 
-using Batch = DeviceEngine::Batch;
-using Part = DeviceEngine::Part;
-using Parts = DeviceEngine::Parts;
+using Batch = DeviceMessageContext::Batch;
+using Part = DeviceMessageContext::Part;
+using Parts = DeviceMessageContext::Parts;
 
 constexpr std::size_t kMaxStagingBytes = std::size_t{64} << 20;
 // Pieces begin at multiples of this, so that an aligned buffer is copied 16 bytes at a time.
@@ -29,31 +29,33 @@ constexpr std::size_t kElemsAlignment = 16;
 Part part(const void* data, std::size_t num_bytes) { return {const_cast<void*>(data), num_bytes}; }
 
 template <class SentTo, class ReceivedFrom>
-Batch post_exchange(DeviceEngine& engine, const SentTo& sent_to,
+Batch post_exchange(DeviceMessageContext& context, const SentTo& sent_to,
                     const ReceivedFrom& received_from) {
-  const auto world_size = static_cast<std::size_t>(engine.world_size());
+  const auto world_size = static_cast<std::size_t>(context.world_size());
   Parts sent(world_size), received(world_size);
-  for (int peer = 0; peer < engine.world_size(); ++peer) {
-    if (peer == engine.rank()) continue;
+  for (int peer = 0; peer < context.world_size(); ++peer) {
+    if (peer == context.rank()) continue;
     sent[static_cast<std::size_t>(peer)] = sent_to(peer);
     received[static_cast<std::size_t>(peer)] = received_from(peer);
   }
-  return engine.all_to_all(sent, received);
+  return context.all_to_all(sent, received);
 }
 
 // Every rank gets the inputs of its shard, in pieces: one is received while another is reduced.
-void exchange_and_reduce(DeviceEngine& engine, const Collective& call, const ShardTable& shards) {
+void exchange_and_reduce(DeviceMessageContext& context, const Collective& call,
+                         const ShardTable& shards) {
   const std::size_t most_elems = shards.max_elems();
   if (most_elems == 0) return;
-  const int rank = engine.rank();
-  const auto num_ranks = static_cast<std::size_t>(engine.world_size());
+  const int rank = context.rank();
+  const auto num_ranks = static_cast<std::size_t>(context.world_size());
   const std::size_t bytes = shards.element_bytes;
-  const std::size_t piece_bytes = std::min(DeviceEngine::kNumSlots * DeviceEngine::kSlotBytes,
-                                           kMaxStagingBytes / (2 * num_ranks));
+  const std::size_t piece_bytes =
+      std::min(DeviceMessageContext::kNumSlots * DeviceMessageContext::kSlotBytes,
+               kMaxStagingBytes / (2 * num_ranks));
   const std::size_t piece_elems =
       num_slices(std::min(most_elems, piece_bytes / bytes), kElemsAlignment) * kElemsAlignment;
   const std::size_t num_pieces = num_slices(most_elems, piece_elems);
-  std::byte* const staging = engine.stage(2 * num_ranks * piece_elems * bytes);
+  std::byte* const staging = context.stage(2 * num_ranks * piece_elems * bytes);
   const auto received = [&](int peer, std::size_t piece) {
     return staging + (piece % 2 * num_ranks + static_cast<std::size_t>(peer)) * piece_elems * bytes;
   };
@@ -63,7 +65,7 @@ void exchange_and_reduce(DeviceEngine& engine, const Collective& call, const Sha
   const auto post = [&](std::size_t piece) {
     const std::size_t own_bytes = slice(rank, piece).num_elems * bytes;
     return post_exchange(
-        engine,
+        context,
         [&](int peer) {
           const ElemRange theirs = slice(peer, piece);
           return part(shards.input(peer, theirs), theirs.num_elems * bytes);
@@ -71,14 +73,14 @@ void exchange_and_reduce(DeviceEngine& engine, const Collective& call, const Sha
         [&](int peer) { return part(received(peer, piece), own_bytes); });
   };
 
-  const DeviceReduceOp op(call.reduction, call.dtype, engine.device());
+  const DeviceReduceOp op(call.reduction, call.dtype, context.device());
   Batch current = post(0);
   for (std::size_t piece = 0; piece < num_pieces; ++piece) {
     Batch next = piece + 1 < num_pieces ? post(piece + 1) : Batch{};
-    engine.wait(current);
+    context.wait(current);
     const ElemRange own = slice(rank, piece);
     std::vector<const void*> sources;
-    for (int peer = 0; peer < engine.world_size(); ++peer)
+    for (int peer = 0; peer < context.world_size(); ++peer)
       sources.push_back(peer == rank ? shards.input(rank, own) : received(peer, piece));
     op.combine(shards.output(rank, own), sources, own.num_elems, shards.divisor);
     current = std::move(next);
@@ -90,18 +92,18 @@ void exchange_and_reduce(DeviceEngine& engine, const Collective& call, const Sha
 // expected, after the sum is in the stream.
 class DeviceLinks {
  public:
-  DeviceLinks(DeviceEngine& engine, const Collective& call, const ShardTable& shards,
+  DeviceLinks(DeviceMessageContext& context, const Collective& call, const ShardTable& shards,
               const RingHalves& halves)
-      : engine_(engine),
+      : context_(context),
         shards_(shards),
-        reduce_(call.reduction, call.dtype, engine.device()),
-        schedule_(engine.rank(), engine.world_size()),
-        slice_elems_(DeviceEngine::kSlotBytes / shards.element_bytes),
-        batches_(DeviceEngine::kNumSlots) {
+        reduce_(call.reduction, call.dtype, context.device()),
+        schedule_(context.rank(), context.world_size()),
+        slice_elems_(DeviceMessageContext::kSlotBytes / shards.element_bytes),
+        batches_(DeviceMessageContext::kNumSlots) {
     const std::size_t slots_bytes = depth() * slice_elems_ * shards.element_bytes;
     if (shards.max_elems() == 0 || !halves.has_reduce_scatter) return;
-    received_ = engine.stage(slots_bytes);
-    if (!halves.has_all_gather) sums_ = engine.stage(slots_bytes);
+    received_ = context.stage(slots_bytes);
+    if (!halves.has_all_gather) sums_ = context.stage(slots_bytes);
   }
 
   const RingSchedule& schedule() const { return schedule_; }
@@ -113,26 +115,26 @@ class DeviceLinks {
   const RingChunk& chunk(int rank) const { return shards_.of(rank); }
 
   void expect(const RingPart& part) {
-    engine_.recv(part.is_gather ? part.output : place(received_, part), part.input_bytes,
-                 schedule_.previous());
-    batches_[slot_of(part)] = engine_.post();
+    context_.recv(part.is_gather ? part.output : place(received_, part), part.input_bytes,
+                  schedule_.previous());
+    batches_[slot_of(part)] = context_.post();
   }
 
   void send(const RingPart& part) {
-    engine_.send(part.is_gather ? part.output : part.input, part.input_bytes, schedule_.next());
+    context_.send(part.is_gather ? part.output : part.input, part.input_bytes, schedule_.next());
   }
 
   void reduce(const RingPart& part) {
-    engine_.wait(batches_[slot_of(part)]);
+    context_.wait(batches_[slot_of(part)]);
     std::byte* sum = part.output != nullptr ? part.output : place(sums_, part);
     reduce_.combine(sum, {place(received_, part), part.input}, part.num_elems,
                     part.is_last ? shards_.divisor : 1);
-    if (part.is_sent) engine_.send(sum, part.input_bytes, schedule_.next());
+    if (part.is_sent) context_.send(sum, part.input_bytes, schedule_.next());
   }
 
   void copy(const RingPart& part) {
-    engine_.wait(batches_[slot_of(part)]);
-    if (part.is_sent) engine_.send(part.output, part.output_bytes, schedule_.next());
+    context_.wait(batches_[slot_of(part)]);
+    if (part.is_sent) context_.send(part.output, part.output_bytes, schedule_.next());
   }
 
  private:
@@ -141,7 +143,7 @@ class DeviceLinks {
     return slots + slot_of(part) * slice_elems_ * shards_.element_bytes;
   }
 
-  DeviceEngine& engine_;
+  DeviceMessageContext& context_;
   const ShardTable& shards_;
   DeviceReduceOp reduce_;
   RingSchedule schedule_;
@@ -152,100 +154,101 @@ class DeviceLinks {
 };
 
 // Around the ring of collectives/ring.h.
-void device_ring(DeviceEngine& engine, const Collective& call, const ShardTable& shards,
+void device_ring(DeviceMessageContext& context, const Collective& call, const ShardTable& shards,
                  const RingHalves& halves) {
-  DeviceLinks links(engine, call, shards, halves);
+  DeviceLinks links(context, call, shards, halves);
   Ring(links, halves).run();
 }
 
-void reduce_shards(DeviceEngine& engine, const Collective& call, Algorithm algorithm,
+void reduce_shards(DeviceMessageContext& context, const Collective& call, Algorithm algorithm,
                    const ShardTable& shards) {
   if (algorithm == Algorithm::kRing)
-    device_ring(engine, call, shards, {.has_reduce_scatter = true, .has_all_gather = false});
+    device_ring(context, call, shards, {.has_reduce_scatter = true, .has_all_gather = false});
   else
-    exchange_and_reduce(engine, call, shards);
+    exchange_and_reduce(context, call, shards);
 }
 
 // This rank's own shard is in its output. The backend's all_gather needs one buffer for all
 // outputs.
-void gather_shards(DeviceEngine& engine, const Collective& call, Algorithm algorithm,
+void gather_shards(DeviceMessageContext& context, const Collective& call, Algorithm algorithm,
                    const ShardTable& shards) {
   if (algorithm == Algorithm::kRing)
-    return device_ring(engine, call, shards, {.has_reduce_scatter = false, .has_all_gather = true});
+    return device_ring(context, call, shards,
+                       {.has_reduce_scatter = false, .has_all_gather = true});
   const auto of = [&](int rank) { return part(shards.of(rank).output, shards.num_bytes(rank)); };
-  engine.wait(post_exchange(engine, [&](int) { return of(engine.rank()); }, of));
+  context.wait(post_exchange(context, [&](int) { return of(context.rank()); }, of));
 }
 
-void all_reduce(DeviceEngine& engine, const Collective& call, Algorithm algorithm) {
-  ShardTable shards = ShardTable::of_call(call, engine.rank(), engine.world_size());
+void all_reduce(DeviceMessageContext& context, const Collective& call, Algorithm algorithm) {
+  ShardTable shards = ShardTable::of_call(call, context.rank(), context.world_size());
   if (algorithm == Algorithm::kOneShot) {  // every rank gets the whole buffers of all
     std::ranges::fill(shards.shards, RingChunk{at(call.inputs[0], 0, 1), at(call.outputs[0], 0, 1),
                                                call.num_elems});
-    return exchange_and_reduce(engine, call, shards);
+    return exchange_and_reduce(context, call, shards);
   }
   if (algorithm == Algorithm::kRing)
-    return device_ring(engine, call, shards, {.has_reduce_scatter = true, .has_all_gather = true});
-  exchange_and_reduce(engine, call, shards);
-  gather_shards(engine, call, algorithm, shards);
+    return device_ring(context, call, shards, {.has_reduce_scatter = true, .has_all_gather = true});
+  exchange_and_reduce(context, call, shards);
+  gather_shards(context, call, algorithm, shards);
 }
 
-void all_gather(DeviceEngine& engine, const Collective& call, Algorithm algorithm) {
-  const auto shards = ShardTable::of_call(call, engine.rank(), engine.world_size());
-  engine.copy(call.outputs[engine.rank()], call.inputs[0], shards.num_bytes(engine.rank()));
-  gather_shards(engine, call, algorithm, shards);
+void all_gather(DeviceMessageContext& context, const Collective& call, Algorithm algorithm) {
+  const auto shards = ShardTable::of_call(call, context.rank(), context.world_size());
+  context.copy(call.outputs[context.rank()], call.inputs[0], shards.num_bytes(context.rank()));
+  gather_shards(context, call, algorithm, shards);
 }
 
 // Gather and scatter: parts of no bytes in an all_to_all would be messages, too.
-void exchange_with_root(DeviceEngine& engine, const Collective& call) {
-  const int rank = engine.rank();
+void exchange_with_root(DeviceMessageContext& context, const Collective& call) {
+  const int rank = context.rank();
   const std::size_t bytes = element_bytes(call.dtype);
-  for (int peer = 0; peer < engine.world_size(); ++peer) {
+  for (int peer = 0; peer < context.world_size(); ++peer) {
     if (peer == rank) continue;
     if (const auto given = part_given(call, rank, peer))
-      engine.send(given->data, given->num_elems * bytes, peer);
+      context.send(given->data, given->num_elems * bytes, peer);
     if (const auto taken = part_taken(call, rank, peer))
-      engine.recv(taken->data, taken->num_elems * bytes, peer);
+      context.recv(taken->data, taken->num_elems * bytes, peer);
   }
-  engine.wait(engine.post());
+  context.wait(context.post());
   if (const auto own = part_taken(call, rank, rank))
-    engine.copy(own->data, part_given(call, rank, rank)->data, own->num_elems * bytes);
+    context.copy(own->data, part_given(call, rank, rank)->data, own->num_elems * bytes);
 }
 
 // A reduce_scatter of chunks, and a gather.
-void reduce(DeviceEngine& engine, const Collective& call, Algorithm algorithm) {
-  const ChunkLayout layout(call.num_elems, engine.world_size());
+void reduce(DeviceMessageContext& context, const Collective& call, Algorithm algorithm) {
+  const ChunkLayout layout(call.num_elems, context.world_size());
   const std::size_t bytes = element_bytes(call.dtype);
   const auto chunk_of = [&](int rank) {
     const ElemRange chunk = layout.chunk(rank);
     return part(at(call.outputs[0], chunk.begin_elems, bytes), chunk.num_elems * bytes);
   };
-  const bool is_root = engine.rank() == call.root;
-  Part own = chunk_of(engine.rank());
-  if (!is_root) own.data = engine.stage(own.num_bytes);
-  ShardTable shards = ShardTable::of_call(call, engine.rank(), engine.world_size());
+  const bool is_root = context.rank() == call.root;
+  Part own = chunk_of(context.rank());
+  if (!is_root) own.data = context.stage(own.num_bytes);
+  ShardTable shards = ShardTable::of_call(call, context.rank(), context.world_size());
   for (RingChunk& shard : shards.shards) shard.output = nullptr;
-  shards.shards[static_cast<std::size_t>(engine.rank())].output = at(own.data, 0, 1);
-  reduce_shards(engine, call, algorithm, shards);
-  if (!is_root) engine.send(own.data, own.num_bytes, call.root);
-  for (int peer = 0; is_root && peer < engine.world_size(); ++peer)
-    if (peer != call.root) engine.recv(chunk_of(peer).data, chunk_of(peer).num_bytes, peer);
-  engine.wait(engine.post());
+  shards.shards[static_cast<std::size_t>(context.rank())].output = at(own.data, 0, 1);
+  reduce_shards(context, call, algorithm, shards);
+  if (!is_root) context.send(own.data, own.num_bytes, call.root);
+  for (int peer = 0; is_root && peer < context.world_size(); ++peer)
+    if (peer != call.root) context.recv(chunk_of(peer).data, chunk_of(peer).num_bytes, peer);
+  context.wait(context.post());
 }
 
-void reduce_update_gather(DeviceEngine& engine, const Collective& call,
+void reduce_update_gather(DeviceMessageContext& context, const Collective& call,
                           const CommunicatorOptions& options) {
-  const int world_size = engine.world_size();
-  const ElemRange own = ChunkLayout(call.num_elems, world_size).chunk(engine.rank());
-  std::byte* const grad = engine.stage(own.num_elems * element_bytes(call.dtype));
+  const int world_size = context.world_size();
+  const ElemRange own = ChunkLayout(call.num_elems, world_size).chunk(context.rank());
+  std::byte* const grad = context.stage(own.num_elems * element_bytes(call.dtype));
   const auto update = [&] {
     const std::size_t bytes = element_bytes(call.update->spec.param_dtype);
     std::byte* const param = at(call.outputs[0], own.begin_elems, bytes);
-    update_chunk(call, grad, param, own.num_elems, engine.device());
+    update_chunk(call, grad, param, own.num_elems, context.device());
   };
-  update_in_parts(call, engine.rank(), world_size, grad, update, [&](const Collective& part) {
+  update_in_parts(call, context.rank(), world_size, grad, update, [&](const Collective& part) {
     CallHeader header;
     plan_device_collective(world_size, part, options, header);
-    run_device_collective(engine, part, header.algorithm, options);
+    run_device_collective(context, part, header.algorithm, options);
     return Traffic{};
   });
 }
@@ -257,10 +260,10 @@ bool overlap(const Part& a, const Part& b) {
 }
 
 // May be in place.
-void all_to_all(DeviceEngine& engine, const Collective& call) {
+void all_to_all(DeviceMessageContext& context, const Collective& call) {
   const std::size_t bytes = element_bytes(call.dtype);
   Parts inputs, outputs;
-  for (int peer = 0; peer < engine.world_size(); ++peer) {
+  for (int peer = 0; peer < context.world_size(); ++peer) {
     inputs.push_back(part(call.inputs[peer], call.input_shard(peer) * bytes));
     outputs.push_back(part(call.outputs[peer], call.output_shard(peer) * bytes));
   }
@@ -269,23 +272,23 @@ void all_to_all(DeviceEngine& engine, const Collective& call) {
   });
   if (is_in_place) {
     for (Part& input : inputs) {
-      std::byte* copy = engine.stage(input.num_bytes);
-      engine.copy(copy, input.data, input.num_bytes);
+      std::byte* copy = context.stage(input.num_bytes);
+      context.copy(copy, input.data, input.num_bytes);
       input.data = copy;
     }
   }
-  const auto own = static_cast<std::size_t>(engine.rank());
-  engine.copy(outputs[own].data, inputs[own].data, inputs[own].num_bytes);
+  const auto own = static_cast<std::size_t>(context.rank());
+  context.copy(outputs[own].data, inputs[own].data, inputs[own].num_bytes);
   inputs[own] = outputs[own] = {};
-  engine.wait(engine.all_to_all(inputs, outputs));
+  context.wait(context.all_to_all(inputs, outputs));
 }
 
 // In a group of one every output is its input, or that updated.
-void run_alone(DeviceEngine& engine, const Collective& call) {
+void run_alone(DeviceMessageContext& context, const Collective& call) {
   if (call.op == OpKind::kReduceUpdateGather)
-    update_chunk(call, call.inputs[0], call.outputs[0], call.num_elems, engine.device());
+    update_chunk(call, call.inputs[0], call.outputs[0], call.num_elems, context.device());
   else if (call.op != OpKind::kBarrier)
-    engine.copy(call.outputs[0], call.inputs[0], call.input_shard(0) * element_bytes(call.dtype));
+    context.copy(call.outputs[0], call.inputs[0], call.input_shard(0) * element_bytes(call.dtype));
 }
 
 }  // namespace
@@ -299,38 +302,38 @@ void plan_device_collective(int world_size, const Collective& call,
     plan_message_collective(world_size, call, options, header);
 }
 
-void run_device_collective(DeviceEngine& engine, const Collective& call, Algorithm algorithm,
-                           const CommunicatorOptions& options) {
-  if (engine.world_size() == 1) return run_alone(engine, call);
+void run_device_collective(DeviceMessageContext& context, const Collective& call,
+                           Algorithm algorithm, const CommunicatorOptions& options) {
+  if (context.world_size() == 1) return run_alone(context, call);
   switch (call.op) {
     case OpKind::kBarrier: {
-      std::byte* const bytes = engine.stage(2 * static_cast<std::size_t>(engine.world_size()));
-      return engine.wait(post_exchange(
-          engine, [&](int peer) { return part(bytes + peer, 1); },
-          [&](int peer) { return part(bytes + engine.world_size() + peer, 1); }));
+      std::byte* const bytes = context.stage(2 * static_cast<std::size_t>(context.world_size()));
+      return context.wait(post_exchange(
+          context, [&](int peer) { return part(bytes + peer, 1); },
+          [&](int peer) { return part(bytes + context.world_size() + peer, 1); }));
     }
     case OpKind::kAllReduce:
-      return all_reduce(engine, call, algorithm);
+      return all_reduce(context, call, algorithm);
     case OpKind::kReduce:
-      return reduce(engine, call, algorithm);
+      return reduce(context, call, algorithm);
     case OpKind::kReduceScatter:
-      return reduce_shards(engine, call, algorithm,
-                           ShardTable::of_call(call, engine.rank(), engine.world_size()));
+      return reduce_shards(context, call, algorithm,
+                           ShardTable::of_call(call, context.rank(), context.world_size()));
     case OpKind::kAllGather:
-      return all_gather(engine, call, algorithm);
+      return all_gather(context, call, algorithm);
     case OpKind::kBroadcast: {
-      const bool is_root = engine.rank() == call.root;
-      return engine.wait(
-          engine.broadcast(is_root ? const_cast<void*>(call.inputs[0]) : call.outputs[0],
-                           call.num_bytes(), call.root));
+      const bool is_root = context.rank() == call.root;
+      return context.wait(
+          context.broadcast(is_root ? const_cast<void*>(call.inputs[0]) : call.outputs[0],
+                            call.num_bytes(), call.root));
     }
     case OpKind::kGather:
     case OpKind::kScatter:
-      return exchange_with_root(engine, call);
+      return exchange_with_root(context, call);
     case OpKind::kAllToAll:
-      return all_to_all(engine, call);
+      return all_to_all(context, call);
     case OpKind::kReduceUpdateGather:
-      return reduce_update_gather(engine, call, options);
+      return reduce_update_gather(context, call, options);
     default:
       throw std::invalid_argument(std::string(name_of(call.op)) + " is not a collective");
   }

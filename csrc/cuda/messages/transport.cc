@@ -16,7 +16,7 @@
 #include "bindings/python_errors.h"
 #include "core/arch.h"
 #include "cuda/collectives/launch_plan.h"
-#include "cuda/messages/engine.h"
+#include "cuda/messages/context.h"
 #include "cuda/messages/operators.h"
 #include "host/process.h"
 #include "transport/messages/shard_table.h"
@@ -29,7 +29,7 @@ constexpr int kLooksPerQuestion = 4;
 
 class MessageDeviceTransport final : public cuda::DeviceTransport {
  public:
-  // `backend` as for DeviceEngine. Collective over the group.
+  // `backend` as for DeviceMessageContext. Collective over the group.
   MessageDeviceTransport(c10::intrusive_ptr<c10d::Backend> backend, Communicator& communicator,
                          const GroupOptions& options, c10::Device device)
       : communicator_(communicator),
@@ -37,7 +37,7 @@ class MessageDeviceTransport final : public cuda::DeviceTransport {
         timeout_(std::min(options.timeout, kLongestTimeout)),
         description_(backend != nullptr ? "messages over " + backend->getBackendName()
                                         : "none: a group of one"),
-        engine_(std::move(backend), communicator.rank(), communicator.world_size(), device) {
+        context_(std::move(backend), communicator.rank(), communicator.world_size(), device) {
     if (communicator.world_size() == 1) return;
     watch_.emplace(
         "ringcomm-messages",
@@ -50,15 +50,15 @@ class MessageDeviceTransport final : public cuda::DeviceTransport {
   const std::string& description() const override { return description_; }
 
   void plan(const Collective& call, CallHeader& header) const override {
-    if (call.op == OpKind::kReduceUpdateGather) update_kernels(engine_.device());  // or throws
-    plan_device_collective(engine_.world_size(), call, options_, header);
+    if (call.op == OpKind::kReduceUpdateGather) update_kernels(context_.device());  // or throws
+    plan_device_collective(context_.world_size(), call, options_, header);
   }
 
   Traffic enqueue(const Collective& call, const CallHeader& header,
                   const cuda::StreamPlace& place) override {
     watch(header, place.capture != 0);
-    return {.sent_bytes =
-                in_order([&] { run_device_collective(engine_, call, header.algorithm, options_); }),
+    return {.sent_bytes = in_order(
+                [&] { run_device_collective(context_, call, header.algorithm, options_); }),
             .algorithm = header.algorithm};
   }
 
@@ -68,41 +68,41 @@ class MessageDeviceTransport final : public cuda::DeviceTransport {
     in_order([&] {
       for (const cuda::P2pMessage& message : messages) {
         if (message.is_send)
-          engine_.send(message.data, message.num_bytes, message.peer, message.tag);
+          context_.send(message.data, message.num_bytes, message.peer, message.tag);
         else
-          engine_.recv(message.data, message.num_bytes, message.peer, message.tag);
+          context_.recv(message.data, message.num_bytes, message.peer, message.tag);
       }
-      engine_.wait(engine_.post());
+      context_.wait(context_.post());
     });
   }
 
-  std::vector<Outcome> take_outcomes() override { return engine_.take_outcomes(); }
+  std::vector<Outcome> take_outcomes() override { return context_.take_outcomes(); }
 
   // A rank reports that it fails before it aborts: its streams may still send incomplete data.
   bool may_have_given_up() const noexcept override {
     Membership* const members = communicator_.members();
-    return engine_.is_aborted() || (members != nullptr && members->is_given_up(/*asks=*/false));
+    return context_.is_aborted() || (members != nullptr && members->is_given_up(/*asks=*/false));
   }
 
-  void abort() noexcept override { engine_.abort(); }
+  void abort() noexcept override { context_.abort(); }
 
  private:
   // NCCL blocks the host in the first use of a connection: here, where all ranks arrive.
   void connect() {
     try {
       in_order([&] {
-        const auto num_ranks = static_cast<std::size_t>(engine_.world_size());
-        std::byte* const bytes = engine_.stage(2 * num_ranks);
-        DeviceEngine::Parts sent, received;
+        const auto num_ranks = static_cast<std::size_t>(context_.world_size());
+        std::byte* const bytes = context_.stage(2 * num_ranks);
+        DeviceMessageContext::Parts sent, received;
         for (std::size_t peer = 0; peer < num_ranks; ++peer) {
           sent.push_back({bytes + peer, 1});
           received.push_back({bytes + num_ranks + peer, 1});
         }
-        engine_.wait(engine_.all_to_all(sent, received));
-        engine_.wait(engine_.broadcast(bytes, 1, 0));
+        context_.wait(context_.all_to_all(sent, received));
+        context_.wait(context_.broadcast(bytes, 1, 0));
       });
     } catch (...) {
-      engine_.abort();
+      context_.abort();
       throw;
     }
   }
@@ -114,10 +114,10 @@ class MessageDeviceTransport final : public cuda::DeviceTransport {
     try {
       body();
     } catch (...) {
-      engine_.abandon();
+      context_.abandon();
       throw;
     }
-    return engine_.finish();
+    return context_.finish();
   }
 
   // Call it when messages start, of a collective or, without `header`, of a user.
@@ -136,8 +136,8 @@ class MessageDeviceTransport final : public cuda::DeviceTransport {
   bool look_at_peers() {
     Membership& members = *communicator_.members();
     std::ignore = members.is_given_up(/*asks=*/++num_looks_ % kLooksPerQuestion == 0);
-    for (int peer = 0; peer < engine_.world_size(); ++peer) {
-      if (peer == engine_.rank()) continue;
+    for (int peer = 0; peer < context_.world_size(); ++peer) {
+      if (peer == context_.rank()) continue;
       const Stop state = members.state_of(peer);
       if (state != Stop::kPeerDied && state != Stop::kAborted) continue;
       try {
@@ -145,7 +145,7 @@ class MessageDeviceTransport final : public cuda::DeviceTransport {
       } catch (const std::exception&) {
         // The error is kept for the next call or wait.
       }
-      engine_.abort();
+      context_.abort();
       return false;
     }
     return true;
@@ -164,7 +164,7 @@ class MessageDeviceTransport final : public cuda::DeviceTransport {
   CommunicatorOptions options_;
   std::chrono::milliseconds timeout_;
   std::string description_;
-  DeviceEngine engine_;
+  DeviceMessageContext context_;
   int num_looks_ = 0;  // the watchdog's
   std::mutex mutex_;
   std::optional<CallHeader> last_;    // guarded by mutex_

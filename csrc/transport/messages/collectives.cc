@@ -169,7 +169,7 @@ class HostsCollective {
   // `table`, which is of the shards' bytes.
   void meet(const std::vector<std::uint64_t>& table = {}) {
     const std::size_t num_bytes = table.size() * sizeof(std::uint64_t);
-    // The engine's: the messenger may still use it when an exception has left this function.
+    // The context's: the messenger may still use it when an exception has left this function.
     std::byte* const theirs = messages_.stage(2 * num_bytes);
     if (num_bytes > 0) std::memcpy(theirs + num_bytes, table.data(), num_bytes);
     MessageExchange exchange(messages_, header_);
@@ -607,7 +607,7 @@ class HostsCollective {
 
   const HostsView& hosts_;
   Transport* local_;  // null where this rank is alone on its host
-  MessageEngine& messages_;
+  MessageContext& messages_;
   const Collective& call_;
   const CallHeader& header_;
   const WaitLimits& limits_;

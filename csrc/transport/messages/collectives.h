@@ -7,7 +7,7 @@
 #include "collectives/ring.h"
 #include "host/membership.h"
 #include "host/process.h"
-#include "transport/messages/engine.h"
+#include "transport/messages/context.h"
 #include "transport/messages/shard_table.h"
 #include "transport/transport.h"
 
@@ -42,8 +42,8 @@ struct HostsView {
 struct MessageGroup {
   const HostsView& hosts;  ///< flat if the group uses messages only
   const HostsView& flat;
-  Transport* local;         ///< of this host's ranks; null if there is one, or messages only
-  MessageEngine& messages;  ///< in an operation
+  Transport* local;          ///< of this host's ranks; null if there is one, or messages only
+  MessageContext& messages;  ///< in an operation
 };
 
 /// Sets the algorithm of `header`, of a collective over messages alone, from values that are equal
@@ -59,11 +59,11 @@ Traffic run_message_collective(const MessageGroup& group, const Collective& call
 
 /// The ring over messages, after headers and sizes have been compared. An all_gather starts with
 /// this rank's chunk in its output. Returns the bytes that the next rank consumed.
-std::uint64_t run_message_ring(MessageEngine& engine, const ShardTable& shards,
+std::uint64_t run_message_ring(MessageContext& context, const ShardTable& shards,
                                const RingHalves& halves);
 /// A large broadcast or reduce in slices along the chain of `ranks`, in the same way: from the root
 /// to the rank before it, or from the rank after the root to the root.
-std::uint64_t run_message_chain(MessageEngine& engine, const Collective& call,
+std::uint64_t run_message_chain(MessageContext& context, const Collective& call,
                                 const std::vector<int>& ranks);
 
 }  // namespace ringcomm

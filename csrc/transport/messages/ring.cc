@@ -22,9 +22,9 @@ constexpr std::size_t kSliceBytes = std::size_t{1} << 20;
 // that send is posted by a rank that is one step behind, or in a chain waits for later slots only.
 class MessageLinks {
  public:
-  MessageLinks(MessageEngine& engine, const ShardTable& shards, int previous, int next,
+  MessageLinks(MessageContext& context, const ShardTable& shards, int previous, int next,
                const RingHalves& halves)
-      : engine_(engine),
+      : context_(context),
         shards_(shards),
         previous_(previous),
         next_(next),
@@ -32,13 +32,13 @@ class MessageLinks {
         sends_(kNumSlots) {
     const std::size_t slots_bytes = kNumSlots * slice_elems() * shards.element_bytes;
     if (shards.max_elems() == 0 || !halves.has_reduce_scatter) return;
-    received_ = engine.stage(slots_bytes);
-    if (!halves.has_all_gather) sums_ = engine.stage(slots_bytes);
+    received_ = context.stage(slots_bytes);
+    if (!halves.has_all_gather) sums_ = context.stage(slots_bytes);
   }
 
-  RingSchedule schedule() const { return {engine_.rank(), engine_.world_size()}; }
+  RingSchedule schedule() const { return {context_.rank(), context_.world_size()}; }
   int whole_rank(int rank) const { return rank; }
-  CallStep& step() { return engine_.step(); }
+  CallStep& step() { return context_.step(); }
   std::size_t depth() const { return kNumSlots; }
   bool sends_early() const { return true; }
   std::size_t slice_elems() const { return kSliceBytes / shards_.element_bytes; }
@@ -48,10 +48,10 @@ class MessageLinks {
 
   void expect(const RingPart& part) {
     if (part.num_elems == 0) return;
-    engine_.count(previous_, 0, part.input_bytes);
+    context_.count(previous_, 0, part.input_bytes);
     receives_[slot_of(part)] =
-        engine_.irecv(previous_, tag_of(part.is_gather),
-                      part.is_gather ? part.output : place(received_, part), part.input_bytes);
+        context_.irecv(previous_, tag_of(part.is_gather),
+                       part.is_gather ? part.output : place(received_, part), part.input_bytes);
   }
 
   void send(const RingPart& part) {
@@ -79,7 +79,7 @@ class MessageLinks {
   }
 
  private:
-  using Message = std::optional<MessageEngine::Handle>;
+  using Message = std::optional<MessageContext::Handle>;
 
   static int tag_of(bool is_gather) {
     return is_gather ? MessageTags::kAllGather : MessageTags::kReduceScatter;
@@ -92,16 +92,16 @@ class MessageLinks {
   // Chunks differ in size; of a short one the last slices are empty, and no message.
   Message post(const RingPart& part, const std::byte* data, bool is_gather) {
     if (part.num_elems == 0) return std::nullopt;
-    engine_.count(next_, part.input_bytes, 0);
-    return engine_.isend(next_, tag_of(is_gather), data, part.input_bytes);
+    context_.count(next_, part.input_bytes, 0);
+    return context_.isend(next_, tag_of(is_gather), data, part.input_bytes);
   }
 
   void wait(Message& message) {
-    if (message) engine_.wait(*message);
+    if (message) context_.wait(*message);
     message.reset();
   }
 
-  MessageEngine& engine_;
+  MessageContext& context_;
   const ShardTable& shards_;
   int previous_;
   int next_;
@@ -113,31 +113,31 @@ class MessageLinks {
 
 }  // namespace
 
-std::uint64_t run_message_ring(MessageEngine& engine, const ShardTable& shards,
+std::uint64_t run_message_ring(MessageContext& context, const ShardTable& shards,
                                const RingHalves& halves) {
-  const RingSchedule ring(engine.rank(), engine.world_size());
-  MessageLinks links(engine, shards, ring.previous(), ring.next(), halves);
+  const RingSchedule ring(context.rank(), context.world_size());
+  MessageLinks links(context, shards, ring.previous(), ring.next(), halves);
   return Ring(links, halves).run();
 }
 
 // In a reduce each rank adds its part, with one rounding per hop.
-std::uint64_t run_message_chain(MessageEngine& engine, const Collective& call,
+std::uint64_t run_message_chain(MessageContext& context, const Collective& call,
                                 const std::vector<int>& ranks) {
-  const auto place = std::find(ranks.begin(), ranks.end(), engine.rank()) - ranks.begin();
+  const auto place = std::find(ranks.begin(), ranks.end(), context.rank()) - ranks.begin();
   const RingSchedule ring(static_cast<int>(place), static_cast<int>(ranks.size()));
   const int previous = ranks[static_cast<std::size_t>(ring.previous())];
   const int next = ranks[static_cast<std::size_t>(ring.next())];
   const bool reduces = call.op == OpKind::kReduce;
-  const bool is_first = reduces ? previous == call.root : engine.rank() == call.root;
-  const bool is_last = reduces ? engine.rank() == call.root : next == call.root;
+  const bool is_first = reduces ? previous == call.root : context.rank() == call.root;
+  const bool is_last = reduces ? context.rank() == call.root : next == call.root;
   void* const own = const_cast<void*>(reduces || is_first ? call.inputs[0] : call.outputs[0]);
   void* const result = !reduces ? own : is_last ? call.outputs[0] : nullptr;
   const ShardTable whole{
       .shards = {{at(own, 0, 1), static_cast<std::byte*>(result), call.num_elems}},
       .element_bytes = element_bytes(call.dtype),
       .op = reduces ? &reduce_op_of(call) : nullptr,
-      .divisor = divisor_of(call, engine.world_size())};
-  MessageLinks links(engine, whole, previous, next,
+      .divisor = divisor_of(call, context.world_size())};
+  MessageLinks links(context, whole, previous, next,
                      {.has_reduce_scatter = reduces && !is_first, .has_all_gather = is_last});
   const auto part = [&](std::size_t idx) {
     return RingPart{.is_gather = !reduces,
@@ -150,7 +150,7 @@ std::uint64_t run_message_chain(MessageEngine& engine, const Collective& call,
   const std::size_t num_slices = ringcomm::num_slices(call.num_elems, links.slice_elems());
   std::size_t num_expected = 0;
   for (std::size_t idx = 0; idx < num_slices; ++idx) {
-    engine.step() = {1, 1, idx + 1, num_slices};
+    context.step() = {1, 1, idx + 1, num_slices};
     for (; !is_first && num_expected < std::min(idx + kNumSlots, num_slices); ++num_expected)
       links.expect(part(num_expected));
     if (is_first)

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "host/process.h"
-#include "transport/messages/engine.h"
+#include "transport/messages/context.h"
 #include "transport/messages/members.h"
 #include "transport/messenger.h"
 

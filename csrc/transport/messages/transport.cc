@@ -103,7 +103,7 @@ class MessageTransport final : public Transport {
 
   Traffic run(const Collective& call, const CallHeader& header, const WaitLimits& limits) override {
     members_.record_call(header.seq);
-    MessageEngine messages(*messenger_, members_, deadline_after(limits.timeout));
+    MessageContext messages(*messenger_, members_, deadline_after(limits.timeout));
     try {
       const Traffic traffic = run_message_collective(
           {.hosts = hosts_, .flat = flat_, .local = local_.get(), .messages = messages}, call,

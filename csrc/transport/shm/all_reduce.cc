@@ -22,24 +22,24 @@ Algorithm choose_all_reduce(std::size_t num_bytes, int world_size, std::size_t o
 namespace {
 
 // Ranks stage their whole buffers, and those that need the result reduce all of them.
-void reduce_staged(Engine& engine, const Collective& call, bool stages, bool reduces) {
-  const int world_size = engine.world_size();
+void reduce_staged(ShmContext& context, const Collective& call, bool stages, bool reduces) {
+  const int world_size = context.world_size();
   const std::size_t bytes = element_bytes(call.dtype);
   const ReduceOp& op = reduce_op_of(call);
-  const void** sources = engine.sources();
+  const void** sources = context.sources();
   const auto input = [&](const ElemRange& piece) {
     return at(call.inputs[0], piece.begin_elems, bytes);
   };
-  engine.for_each_piece(
-      call.num_elems, engine.phase_bytes() / bytes,
+  context.for_each_piece(
+      call.num_elems, context.phase_bytes() / bytes,
       [&](const ElemRange& piece) {
-        if (stages) engine.stage(engine.open(), input(piece), piece.num_elems * bytes);
+        if (stages) context.stage(context.open(), input(piece), piece.num_elems * bytes);
       },
       [&](const ElemRange& piece) {
         if (!reduces) return;
         // In the order of the ranks on every rank, so that all get the same bits.
         for (int peer = 0; peer < world_size; ++peer)
-          sources[peer] = peer == engine.rank() ? input(piece) : engine.wait(peer);
+          sources[peer] = peer == context.rank() ? input(piece) : context.wait(peer);
         op.combine(at(call.outputs[0], piece.begin_elems, bytes), nullptr, sources, world_size,
                    piece.num_elems, divisor_of(call, world_size));
       });
@@ -48,15 +48,15 @@ void reduce_staged(Engine& engine, const Collective& call, bool stages, bool red
 }  // namespace
 
 // One hand-over per piece; N - 1 times the bytes.
-std::uint64_t all_reduce_one_shot(Engine& engine, const Collective& call) {
-  reduce_staged(engine, call, true, true);
-  return static_cast<std::uint64_t>(engine.world_size() - 1) * call.num_bytes();
+std::uint64_t all_reduce_one_shot(ShmContext& context, const Collective& call) {
+  reduce_staged(context, call, true, true);
+  return static_cast<std::uint64_t>(context.world_size() - 1) * call.num_bytes();
 }
 
 // Every rank but the root stages; the root reduces.
-std::uint64_t reduce(Engine& engine, const Collective& call) {
-  const bool is_root = engine.rank() == call.root;
-  reduce_staged(engine, call, !is_root, is_root);
+std::uint64_t reduce(ShmContext& context, const Collective& call) {
+  const bool is_root = context.rank() == call.root;
+  reduce_staged(context, call, !is_root, is_root);
   return is_root ? 0 : call.num_bytes();
 }
 
@@ -72,11 +72,11 @@ constexpr std::size_t kUpdateSliceBytes = std::size_t{256} << 10;
 // is the owner's new parameters, whose elements may differ in size.
 class TwoShot {
  public:
-  TwoShot(Engine& engine, const Collective& call)
-      : engine_(engine),
+  TwoShot(ShmContext& context, const Collective& call)
+      : context_(context),
         call_(call),
-        rank_(engine.rank()),
-        world_size_(engine.world_size()),
+        rank_(context.rank()),
+        world_size_(context.world_size()),
         layout_(call.num_elems, world_size_),
         input_bytes_(element_bytes(call.dtype)),
         output_bytes_(input_bytes_) {
@@ -86,15 +86,15 @@ class TwoShot {
   }
 
   std::uint64_t run() {
-    const std::size_t room_bytes = engine_.phase_bytes() / static_cast<std::size_t>(world_size_);
+    const std::size_t room_bytes = context_.phase_bytes() / static_cast<std::size_t>(world_size_);
     const std::size_t slice_bytes = update_ ? std::min(kUpdateSliceBytes, room_bytes) : room_bytes;
-    engine_.for_each_piece(
+    context_.for_each_piece(
         layout_.max_chunk_elems(), slice_bytes / std::max(input_bytes_, output_bytes_),
         [&](const ElemRange& piece) { stage_input(piece); },
         [&](const ElemRange& piece) {
           reduce_own(piece);
-          engine_.step().step = 2;
-          static_cast<void>(engine_.publish());  // no handles after the first phase
+          context_.step().step = 2;
+          static_cast<void>(context_.publish());  // no handles after the first phase
           gather_results(piece);
         },
         2);
@@ -119,25 +119,25 @@ class TwoShot {
   }
 
   void stage_input(const ElemRange& piece) {
-    std::byte* region = engine_.open();
+    std::byte* region = context_.open();
     for (int peer = 0; peer < world_size_; ++peer) {
       if (peer == rank_) continue;
       const ElemRange slice = slice_of_rank(peer, piece);
-      engine_.stage(staged_for(region, peer, piece),
-                    at(call_.inputs[0], slice.begin_elems, input_bytes_),
-                    slice.num_elems * input_bytes_);
+      context_.stage(staged_for(region, peer, piece),
+                     at(call_.inputs[0], slice.begin_elems, input_bytes_),
+                     slice.num_elems * input_bytes_);
     }
   }
 
   void reduce_own(const ElemRange& piece) {
     const ElemRange slice = slice_of_rank(rank_, piece);
-    const void** sources = engine_.sources();
+    const void** sources = context_.sources();
     for (int peer = 0; peer < world_size_; ++peer)
       sources[peer] = peer == rank_ ? at(call_.inputs[0], slice.begin_elems, input_bytes_)
-                                    : staged_for(engine_.wait(peer), rank_, piece);
-    std::byte* region = engine_.open();
+                                    : staged_for(context_.wait(peer), rank_, piece);
+    std::byte* region = context_.open();
     std::byte* output = at(call_.outputs[0], slice.begin_elems, output_bytes_);
-    const bool is_streaming = engine_.store_kinds().kind() == host::StoreKind::kStreaming;
+    const bool is_streaming = context_.store_kinds().kind() == host::StoreKind::kStreaming;
     std::byte* also_to = is_streaming ? nullptr : region;
     if (update_)
       update_->run(sources, world_size_, slice, also_to);
@@ -145,9 +145,9 @@ class TwoShot {
       reduce_op_of(call_).combine(output, also_to, sources, world_size_, slice.num_elems,
                                   divisor_of(call_, world_size_));
     if (is_streaming)
-      engine_.stage(region, output, slice.num_elems * output_bytes_);
+      context_.stage(region, output, slice.num_elems * output_bytes_);
     else
-      engine_.count_copied(slice.num_elems * output_bytes_);
+      context_.count_copied(slice.num_elems * output_bytes_);
   }
 
   void gather_results(const ElemRange& piece) {
@@ -157,12 +157,12 @@ class TwoShot {
     for (int distance = 1; distance < world_size_; ++distance) {
       const int peer = (rank_ + distance) % world_size_;
       const ElemRange slice = slice_of_rank(peer, piece);
-      engine_.copy_result(at(call_.outputs[0], slice.begin_elems, output_bytes_),
-                          engine_.wait(peer), slice.num_elems * output_bytes_, result_bytes);
+      context_.copy_result(at(call_.outputs[0], slice.begin_elems, output_bytes_),
+                           context_.wait(peer), slice.num_elems * output_bytes_, result_bytes);
     }
   }
 
-  Engine& engine_;
+  ShmContext& context_;
   const Collective& call_;
   int rank_;
   int world_size_;
@@ -174,8 +174,8 @@ class TwoShot {
 
 }  // namespace
 
-std::uint64_t run_two_shot(Engine& engine, const Collective& call) {
-  return TwoShot(engine, call).run();
+std::uint64_t run_two_shot(ShmContext& context, const Collective& call) {
+  return TwoShot(context, call).run();
 }
 
 namespace {
@@ -190,28 +190,28 @@ constexpr std::size_t kBlockBytes = 16 << 10;
 
 // Each rank reduces its own chunk of all buffers into all of them: one rank reads and writes every
 // byte once, which is the minimum.
-std::uint64_t all_reduce_shared(Engine& engine, const Collective& call) {
-  const int rank = engine.rank();
-  const int world_size = engine.world_size();
+std::uint64_t all_reduce_shared(ShmContext& context, const Collective& call) {
+  const int rank = context.rank();
+  const int world_size = context.world_size();
   const std::size_t bytes = element_bytes(call.dtype);
   const ReduceOp& op = reduce_op_of(call);
   const ElemRange own = ChunkLayout(call.num_elems, world_size).chunk(rank);
   std::vector<const std::byte*> inputs;
   std::vector<std::byte*> outputs;
   for (int peer = 0; peer < world_size; ++peer) {
-    const BufferHandle& handle = engine.handle_of(peer);
+    const BufferHandle& handle = context.handle_of(peer);
     const std::size_t begin_bytes = own.begin_elems * bytes;
-    inputs.push_back(engine.find_shared(peer, handle.input, begin_bytes, own.num_elems * bytes));
-    outputs.push_back(engine.find_shared(peer, handle.output, begin_bytes, own.num_elems * bytes));
+    inputs.push_back(context.find_shared(peer, handle.input, begin_bytes, own.num_elems * bytes));
+    outputs.push_back(context.find_shared(peer, handle.output, begin_bytes, own.num_elems * bytes));
   }
   const auto output_of = [&](int distance) {
     return outputs[static_cast<std::size_t>((rank + distance) % world_size)];
   };
   const std::size_t block_elems = kBlockBytes / bytes;
-  const void** sources = engine.sources();
+  const void** sources = context.sources();
   for (std::size_t i = 0; i < num_slices(own.num_elems, block_elems); ++i) {
     // A failed peer may have returned to its caller, which may reuse the buffer.
-    engine.check(engine.group().state_of(rank));
+    context.check(context.group().state_of(rank));
     const ElemRange block = slice_of({0, own.num_elems}, i, block_elems);
     const std::size_t offset_bytes = block.begin_elems * bytes;
     for (std::size_t peer = 0; peer < inputs.size(); ++peer)
@@ -222,7 +222,7 @@ std::uint64_t all_reduce_shared(Engine& engine, const Collective& call) {
     for (int distance = 2; distance < world_size; ++distance)
       std::memcpy(output_of(distance) + offset_bytes, result, block.num_elems * bytes);
   }
-  engine.rejoin();
+  context.rejoin();
   const auto num_peers = static_cast<std::uint64_t>(world_size - 1);
   return (call.num_elems - own.num_elems + num_peers * own.num_elems) * bytes;
 }

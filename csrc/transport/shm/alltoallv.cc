@@ -19,11 +19,11 @@ namespace {
 // with uneven shards may be of one call, and must agree on where data begins.
 class Alltoallv {
  public:
-  Alltoallv(Engine& engine, const Collective& call)
-      : engine_(engine),
+  Alltoallv(ShmContext& context, const Collective& call)
+      : context_(context),
         call_(call),
-        rank_(engine.rank()),
-        world_size_(engine.world_size()),
+        rank_(context.rank()),
+        world_size_(context.world_size()),
         element_bytes_(element_bytes(call.dtype)),
         table_bytes_(static_cast<std::size_t>(world_size_) * sizeof(std::uint64_t)),
         // In whole lines, so that data is aligned for any vector.
@@ -36,8 +36,8 @@ class Alltoallv {
         layout_{call.op == OpKind::kAllGather ? ShardLayout::Kind::kToAll
                 : is_reduction(call.op)       ? ShardLayout::Kind::kReduced
                                               : ShardLayout::Kind::kToEach,
-                world_size_, (engine.phase_bytes() - tables_bytes_) / element_bytes_, sizes_.data(),
-                num_pieces_.data()} {
+                world_size_, (context.phase_bytes() - tables_bytes_) / element_bytes_,
+                sizes_.data(), num_pieces_.data()} {
     const bool is_silent = call.op == OpKind::kScatter && rank_ != call.root;
     for (int to = 0; to < world_size_ && !is_silent; ++to)
       if (call.op != OpKind::kGather || to == call.root)
@@ -50,9 +50,9 @@ class Alltoallv {
     std::size_t num_phases = 1;  // until the sizes are known; then equal on all ranks
     for (std::size_t piece_idx = 0; piece_idx < num_phases; ++piece_idx) {
       is_first_ = piece_idx == 0;
-      engine_.step() = {1, 1, piece_idx + 1, num_phases};
+      context_.step() = {1, 1, piece_idx + 1, num_phases};
       stage(piece_idx);
-      static_cast<void>(engine_.publish());  // no buffers of these calls are shared
+      static_cast<void>(context_.publish());  // no buffers of these calls are shared
       if (is_first_) {
         compare_sizes();
         for (int from = 0; from < world_size_; ++from) layout_.count_pieces(from);
@@ -73,8 +73,8 @@ class Alltoallv {
   // Reads the sizes of all ranks, in the first phase. Throws Mismatched.
   void compare_sizes() {
     for (int rank = 0; rank < world_size_; ++rank) {
-      headers_[static_cast<std::size_t>(rank)] = engine_.header_of(rank);
-      if (rank != rank_) regions_[static_cast<std::size_t>(rank)] = engine_.wait(rank);
+      headers_[static_cast<std::size_t>(rank)] = context_.header_of(rank);
+      if (rank != rank_) regions_[static_cast<std::size_t>(rank)] = context_.wait(rank);
     }
     for (int from = 0; from < world_size_; ++from)
       for (int to = 0; to < world_size_; ++to) {
@@ -166,11 +166,11 @@ class Alltoallv {
   void stage(std::size_t piece_idx) {
     std::byte* region = nullptr;
     if (is_first_) {
-      region = engine_.open();
+      region = context_.open();
       regions_[static_cast<std::size_t>(rank_)] = region;
       std::byte* table = region;
       for (const std::size_t* sizes : {call_.input_elems, call_.output_elems}) {
-        if (sizes == nullptr || !engine_.header().is_uneven) continue;
+        if (sizes == nullptr || !context_.header().is_uneven) continue;
         std::memcpy(table, sizes, table_bytes_);
         table += table_bytes_;
       }
@@ -179,9 +179,9 @@ class Alltoallv {
     for (int to = 0; to < world_size_; ++to) {
       const ElemRange part = layout_.slice(rank_, to, piece_idx);
       if (!layout_.is_staged(rank_, to) || part.num_elems == 0) continue;
-      if (region == nullptr) region = engine_.open();
+      if (region == nullptr) region = context_.open();
       const std::size_t num_bytes = part.num_elems * element_bytes_;
-      engine_.stage(region, at(input(to), part.begin_elems, element_bytes_), num_bytes);
+      context_.stage(region, at(input(to), part.begin_elems, element_bytes_), num_bytes);
       region += num_bytes;
     }
   }
@@ -189,7 +189,7 @@ class Alltoallv {
   // The data that `from` has for this rank in this phase.
   const std::byte* received(int from, const ElemRange& part, std::size_t piece_idx) {
     if (from == rank_) return at(input(rank_), part.begin_elems, element_bytes_);
-    return engine_.wait(from) + (is_first_ ? tables_bytes_ : 0) +
+    return context_.wait(from) + (is_first_ ? tables_bytes_ : 0) +
            layout_.offset_elems(from, rank_, piece_idx) * element_bytes_;
   }
 
@@ -200,23 +200,23 @@ class Alltoallv {
       const int from = (rank_ + distance) % world_size_;
       const ElemRange part = layout_.slice(from, rank_, piece_idx);
       if (part.num_elems > 0)
-        engine_.copy_result(at(output(from), part.begin_elems, element_bytes_),
-                            received(from, part, piece_idx), part.num_elems * element_bytes_,
-                            result_elems * element_bytes_);
+        context_.copy_result(at(output(from), part.begin_elems, element_bytes_),
+                             received(from, part, piece_idx), part.num_elems * element_bytes_,
+                             result_elems * element_bytes_);
     }
   }
 
   void reduce(std::size_t piece_idx) {
     const ElemRange part = layout_.slice(rank_, rank_, piece_idx);  // the same from every rank
     if (part.num_elems == 0) return;
-    const void** sources = engine_.sources();
+    const void** sources = context_.sources();
     for (int from = 0; from < world_size_; ++from) sources[from] = received(from, part, piece_idx);
     reduce_op_of(call_).combine(at(output(rank_), part.begin_elems, element_bytes_), nullptr,
                                 sources, world_size_, part.num_elems,
                                 divisor_of(call_, world_size_));
   }
 
-  Engine& engine_;
+  ShmContext& context_;
   const Collective& call_;
   int rank_;
   int world_size_;
@@ -234,12 +234,12 @@ class Alltoallv {
 
 }  // namespace
 
-std::uint64_t alltoallv(Engine& engine, const Collective& call) {
-  return Alltoallv(engine, call).run();
+std::uint64_t alltoallv(ShmContext& context, const Collective& call) {
+  return Alltoallv(context, call).run();
 }
 
-void explain_mismatch(Engine& engine, const Collective& call) {
-  Alltoallv(engine, call).compare_sizes();
+void explain_mismatch(ShmContext& context, const Collective& call) {
+  Alltoallv(context, call).compare_sizes();
 }
 
 }  // namespace ringcomm

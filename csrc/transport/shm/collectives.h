@@ -4,13 +4,13 @@
 #include <cstdint>
 
 #include "collectives/collective.h"
-#include "transport/shm/engine.h"
+#include "transport/shm/context.h"
 
 namespace ringcomm {
 
-/// The collectives over shared memory. Each runs after Engine::begin() with the call's header, and
-/// returns the bytes that peers consumed from this rank. Throws Stopped or Mismatched.
-using ShmCollective = std::uint64_t(Engine& engine, const Collective& call);
+/// The collectives over shared memory. Each runs after ShmContext::begin() with the call's header,
+/// and returns the bytes that peers consumed from this rank. Throws Stopped or Mismatched.
+using ShmCollective = std::uint64_t(ShmContext& context, const Collective& call);
 
 /// all_reduce.cc: results are equal to the last bit on all ranks, because every chunk is either
 /// reduced by one rank or by all in the order of the ranks.
@@ -23,7 +23,7 @@ ShmCollective run_two_shot, run_ring;
 Algorithm choose_all_reduce(std::size_t num_bytes, int world_size, std::size_t one_shot_max_bytes);
 
 /// board_collectives.cc: one phase per piece; each byte is staged once, regardless of the number of
-/// readers. While the engine shards inputs, they run on these.
+/// readers. While the context shares inputs, they run on these.
 ShmCollective barrier, broadcast, all_gather, reduce_scatter;
 
 /// From this size of a rank's shard, a collective runs on the ranks' own buffers if all of them can
@@ -35,6 +35,6 @@ std::size_t min_direct_bytes(OpKind op, int world_size);
 ShmCollective alltoallv;
 /// Throws Mismatched with the sizes that differ, for a call in which the shards of some ranks are
 /// uneven and those of others are not. The first phase must have been published.
-void explain_mismatch(Engine& engine, const Collective& call);
+void explain_mismatch(ShmContext& context, const Collective& call);
 
 }  // namespace ringcomm

@@ -15,25 +15,25 @@ namespace {
 // second half parameters; their elements may differ in size.
 class MemoryLinks {
  public:
-  MemoryLinks(Engine& engine, const Collective& call)
-      : engine_(engine),
+  MemoryLinks(ShmContext& context, const Collective& call)
+      : context_(context),
         call_(call),
         op_(reduce_op_of(call)),
-        schedule_(engine.rank(), engine.world_size()),
-        layout_(call.num_elems, engine.world_size()),
+        schedule_(context.rank(), context.world_size()),
+        layout_(call.num_elems, context.world_size()),
         output_bytes_(op_.element_bytes),
-        geometry_(engine.group().ring_link(engine.rank())),
-        to_next_(engine.arch(), geometry_, schedule_.next()),
-        from_previous_(engine.arch(), engine.group().ring_link(schedule_.previous()),
+        geometry_(context.group().ring_link(context.rank())),
+        to_next_(context.arch(), geometry_, schedule_.next()),
+        from_previous_(context.arch(), context.group().ring_link(schedule_.previous()),
                        schedule_.previous()) {
     if (call.update == nullptr) return;
-    update_.emplace(call, engine.rank(), engine.world_size());
+    update_.emplace(call, context.rank(), context.world_size());
     output_bytes_ = update_->param_bytes();
   }
 
   const RingSchedule& schedule() const { return schedule_; }
-  int whole_rank(int rank) const { return engine_.group().whole_rank(rank); }
-  CallStep& step() { return engine_.step(); }
+  int whole_rank(int rank) const { return context_.group().whole_rank(rank); }
+  CallStep& step() { return context_.step(); }
   std::size_t depth() const { return geometry_.num_slots - 1; }
   bool sends_early() const { return false; }
   std::size_t slice_elems() const {
@@ -50,8 +50,8 @@ class MemoryLinks {
   void expect(const RingPart&) {}
 
   void send(const RingPart& part) {
-    engine_.check(ringcomm::send(engine_.arch(), to_next_, part.input, part.input_bytes));
-    engine_.count_copied(part.input_bytes);
+    context_.check(ringcomm::send(context_.arch(), to_next_, part.input, part.input_bytes));
+    context_.count_copied(part.input_bytes);
   }
 
   void reduce(const RingPart& part) {
@@ -64,23 +64,23 @@ class MemoryLinks {
                      also_to);
       else
         op_.combine(to, also_to, sources, 2, part.num_elems,
-                    part.is_last ? divisor_of(call_, engine_.world_size()) : 1);
+                    part.is_last ? divisor_of(call_, context_.world_size()) : 1);
     };
-    engine_.check(recv_reduce_send(from_previous_, to_next_, part.is_last ? part.output : nullptr,
-                                   part.input, part.input_bytes, combine));
-    engine_.count_copied(part.is_last ? part.output_bytes : part.input_bytes);
+    context_.check(recv_reduce_send(from_previous_, to_next_, part.is_last ? part.output : nullptr,
+                                    part.input, part.input_bytes, combine));
+    context_.count_copied(part.is_last ? part.output_bytes : part.input_bytes);
   }
 
   void copy(const RingPart& part) {
-    engine_.check(part.is_sent
-                      ? recv_copy_send(engine_.arch(), from_previous_, to_next_, part.output,
-                                       part.output_bytes)
-                      : recv(engine_.arch(), from_previous_, part.output, part.output_bytes));
-    engine_.count_copied((part.is_sent ? 2 : 1) * part.output_bytes);
+    context_.check(part.is_sent
+                       ? recv_copy_send(context_.arch(), from_previous_, to_next_, part.output,
+                                        part.output_bytes)
+                       : recv(context_.arch(), from_previous_, part.output, part.output_bytes));
+    context_.count_copied((part.is_sent ? 2 : 1) * part.output_bytes);
   }
 
  private:
-  Engine& engine_;
+  ShmContext& context_;
   const Collective& call_;
   const ReduceOp& op_;
   RingSchedule schedule_;
@@ -88,15 +88,15 @@ class MemoryLinks {
   std::optional<OwnerUpdate> update_;
   std::size_t output_bytes_;
   LinkGeometry geometry_;
-  SendLink<Engine::Arch> to_next_;
-  RecvLink<Engine::Arch> from_previous_;
+  SendLink<ShmContext::Arch> to_next_;
+  RecvLink<ShmContext::Arch> from_previous_;
 };
 
 }  // namespace
 
-std::uint64_t run_ring(Engine& engine, const Collective& call) {
-  if (!engine.publish()) return 0;
-  MemoryLinks links(engine, call);
+std::uint64_t run_ring(ShmContext& context, const Collective& call) {
+  if (!context.publish()) return 0;
+  MemoryLinks links(context, call);
   return Ring(links, {}).run();
 }
 

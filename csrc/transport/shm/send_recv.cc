@@ -18,7 +18,7 @@
 namespace ringcomm {
 namespace {
 
-// How long operations may make no progress before the engine's thread drives them.
+// How long operations may make no progress before the queue's thread drives them.
 constexpr std::chrono::milliseconds kGrace{1};
 // How often in a row the thread finds nothing to do before it sleeps for good. Until then no post
 // has to wake it: a thread woken for every message takes the core from the rank that waits.
@@ -199,7 +199,7 @@ class SendRecvMailbox {
 };
 
 /// Over links in shared memory. A thread that waits drives all operations of the rank; if none does
-/// for a millisecond, the engine's own thread. Peers ring this rank's doorbell (a cursor in shared
+/// for a millisecond, the queue's own thread. Peers ring this rank's doorbell (a cursor in shared
 /// memory) whenever they fill or drain a slot, so one wait covers all links.
 class SendRecvQueue final : public SendRecv {
  public:
@@ -377,7 +377,7 @@ class SendRecvQueue final : public SendRecv {
         continue;
       }
       ++num_waiting_;
-      ring(rank_);  // the engine's thread hands over
+      ring(rank_);  // the queue's thread hands over
       has_news_.wait_for(lock, kLookInterval);
       --num_waiting_;
       abort_if(lock, is_interrupted);

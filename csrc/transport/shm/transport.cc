@@ -79,7 +79,7 @@ ShmTransport::ShmTransport(shm::Rendezvous& rendezvous, const PeerTable& peer_ta
     : options_(options),
       group_(rendezvous, peer_table.ranks_on(peer_table.host_of(rank)), {}),
       scope_(group_),
-      engine_(group_, scope_) {}
+      context_(group_, scope_) {}
 
 std::unique_ptr<SendRecv> ShmTransport::make_send_recv(Failure& failure, Stats& stats) {
   return make_shm_send_recv(group_, failure, stats);
@@ -104,16 +104,16 @@ Traffic ShmTransport::run(const Collective& call, const CallHeader& header,
     throw Stopped{group_.state_of(gone), gone};
   group_.record_call(header.seq);
   scope_.begin(limits);
-  engine_.store_kinds().begin(call.op, size_class_bytes(call, header, group_.world_size()));
-  engine_.take_copied_bytes();  // of a call that failed
+  context_.store_kinds().begin(call.op, size_class_bytes(call, header, group_.world_size()));
+  context_.take_copied_bytes();  // of a call that failed
   try {
     Traffic traffic = run_or_share(call, header);
-    traffic.copied_bytes = engine_.take_copied_bytes();
+    traffic.copied_bytes = context_.take_copied_bytes();
     return traffic;
   } catch (const Mismatched& mismatched) {
     // The headers do not show the sizes of a peer whose shards are uneven.
     if (is_same_call(header, mismatched.theirs) && !header.is_uneven && mismatched.theirs.is_uneven)
-      explain_mismatch(engine_, call);
+      explain_mismatch(context_, call);
     throw;
   }
 }
@@ -145,21 +145,21 @@ BufferHandle ShmTransport::handle_of(const Collective& call) const {
 Traffic ShmTransport::run_or_share(const Collective& call, const CallHeader& header) {
   const Entry& entry = entry_of(header);
   const auto staged = [&](std::uint64_t sent_bytes) {
-    engine_.store_kinds().end();
+    context_.store_kinds().end();
     return Traffic{.sent_bytes = sent_bytes, .algorithm = header.algorithm};
   };
   const BufferHandle mine = entry.run_shared != nullptr ? handle_of(call) : BufferHandle{};
-  engine_.begin(header, mine);
+  context_.begin(header, mine);
   if (!mine.is_given()) {
-    const std::uint64_t sent_bytes = entry.run(engine_, call);
-    if (!engine_.has_handles()) return staged(sent_bytes);
+    const std::uint64_t sent_bytes = entry.run(context_, call);
+    if (!context_.has_handles()) return staged(sent_bytes);
   }
   try {
-    if (mine.is_given()) static_cast<void>(engine_.publish());
-    if (engine_.has_all_handles(call.op == OpKind::kBroadcast ? call.root : -1)) {
-      engine_.step() = {};  // of what was staged in vain
-      engine_.share_inputs(input_bytes(call, group_.world_size()));
-      return {.sent_bytes = entry.run_shared(engine_, call), .algorithm = Algorithm::kDirect};
+    if (mine.is_given()) static_cast<void>(context_.publish());
+    if (context_.has_all_handles(call.op == OpKind::kBroadcast ? call.root : -1)) {
+      context_.step() = {};  // of what was staged in vain
+      context_.share_inputs(input_bytes(call, group_.world_size()));
+      return {.sent_bytes = entry.run_shared(context_, call), .algorithm = Algorithm::kDirect};
     }
   } catch (...) {
     // A peer without an error may have started, and be in the blocks until it leaves the group.
@@ -168,7 +168,7 @@ Traffic ShmTransport::run_or_share(const Collective& call, const CallHeader& hea
         shm::SharedArena::instance().hold(location, group_.left_by_all());
     throw;
   }
-  return staged(entry.run(engine_, call));
+  return staged(entry.run(context_, call));
 }
 
 }  // namespace ringcomm

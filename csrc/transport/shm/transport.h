@@ -31,7 +31,7 @@ class ShmTransport final : public Transport {
   CommunicatorOptions options_;
   shm::Group group_;
   shm::WaitScope scope_;
-  Engine engine_;
+  ShmContext context_;
 };
 
 }  // namespace ringcomm

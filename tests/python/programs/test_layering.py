@@ -159,11 +159,12 @@ def test_python_imports_make_no_circle(folder: str, root: str) -> None:
 # answer and for buffers that overlap, and by 300 for idle groups, lines that block nothing, the
 # clock of waits and how a rank has ended. The other operators went up by 96 for checksums of files.
 # The part for GPUs went up by 460 for the one table of mappings per process and memory given back,
-# and by 17 for the wait that was in core.
+# and by 17 for the wait that was in core. The field's names, which are longer, took 29
+# lines more in the first part and 7 in the last.
 PARTS = {
-    "communication": (LAYERS[: LAYERS.index("kernels")], 16_834, 99),
+    "communication": (LAYERS[: LAYERS.index("kernels")], 16_863, 99),
     "other operators": (("kernels", "ops"), 3_065, 27),
-    "GPUs": (("cuda",), 9_737, 60),
+    "GPUs": (("cuda",), 9_744, 60),
 }
 
 
@@ -186,8 +187,8 @@ WALK = (
     ("communicator/ordered_queue.cc", "void OrderedQueue::run(", "task()"),
     ("communicator/communicator.cc", "void Communicator::execute(", "transport_->run("),
     ("transport/shm/transport.cc", "Traffic ShmTransport::run(", "entry.run("),
-    ("transport/shm/all_reduce.cc", "all_reduce_one_shot(Engine&", "engine.stage("),
-    ("transport/shm/engine.cc", "bool Engine::publish()", "board_.publish()"),
+    ("transport/shm/all_reduce.cc", "all_reduce_one_shot(ShmContext&", "context.stage("),
+    ("transport/shm/context.cc", "bool ShmContext::publish()", "board_.publish()"),
     ("core/board_protocol.h", "void publish()", "advance("),
     ("core/wait_policy.h", "Stop wait_in_one_thread(", "arch.load_acquire("),
     ("reduce/reduce_kernels.h", "void combine(", "store_bytes("),

@@ -150,11 +150,11 @@ class StoreKindChooser {
 /// Each collective starts with a board phase that publishes the call's header beside its cursor. A
 /// rank checks every peer's header before it reads a byte of data. So every rank detects a
 /// different call, with any algorithm and without an extra message or cache line.
-class Engine {
+class ShmContext {
  public:
   using Arch = TracedArch;
 
-  Engine(shm::Group& group, shm::WaitScope& scope);
+  ShmContext(shm::Group& group, shm::WaitScope& scope);
 
   int rank() const { return group_.rank(); }
   int world_size() const { return group_.world_size(); }

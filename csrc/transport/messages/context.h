@@ -33,7 +33,7 @@ struct MessageTags {
 
   /// Never sent: a receive of it ends with the connection.
   static constexpr int kGuard = kEnvelope + 0xffff;
-  /// Sends and receives of the engine's own, whose tags are above the users' 32 bits.
+  /// Sends and receives of the context's own, whose tags are above the users' 32 bits.
   static constexpr int kFirstInternal = kEnvelope + 0x100000;
   static constexpr std::uint64_t kNumInternal = 0x100000;
   /// The tags of users' long messages of a pair, used in turn; messages with one tag are in order.
@@ -49,10 +49,10 @@ struct MessageTags {
   }
 };
 
-/// The messages and staging memory of one collective. They belong to the engine and not to the
+/// The messages and staging memory of one collective. They belong to the context and not to the
 /// functions that use them: an exception must not free what the messenger still reads or writes. So
-/// after one the messenger is aborted before the engine's end.
-class MessageEngine {
+/// after one the messenger is aborted before the context's end.
+class MessageContext {
  public:
   struct Posted {
     Messenger::MessagePtr message;
@@ -62,8 +62,8 @@ class MessageEngine {
   using Handle = std::list<Posted>::iterator;
 
   /// Both must live as long.
-  MessageEngine(Messenger& messenger, MessageMembers& members,
-                MessageMembers::Clock::time_point deadline)
+  MessageContext(Messenger& messenger, MessageMembers& members,
+                 MessageMembers::Clock::time_point deadline)
       : messenger_(messenger), members_(members), operation_(members, deadline) {
     step() = {};
   }
@@ -86,7 +86,7 @@ class MessageEngine {
       members_.record({.rank = peer, .sent_bytes = sent, .received_bytes = received});
   }
 
-  /// Memory as long as the engine's, aligned for any element.
+  /// Memory as long as the context's, aligned for any element.
   std::byte* stage(std::size_t num_bytes);
 
   /// Waits for all messages left. Throws as wait() does.
@@ -99,7 +99,7 @@ class MessageEngine {
   MessageMembers& members_;
   MessageMembers::Operation operation_;
   bool is_arriving_ = true;
-  std::vector<std::unique_ptr<std::byte[]>> staging_;  // outlives the messages of this engine
+  std::vector<std::unique_ptr<std::byte[]>> staging_;  // outlives the messages of this context
   std::list<Posted> posted_;
 };
 
@@ -123,8 +123,8 @@ using MessageEnvelope = Envelope<CallHeader>;
 /// are detected even if their communication patterns have nothing in common.
 class MessageExchange {
  public:
-  MessageExchange(MessageEngine& engine, const CallHeader& header)
-      : engine_(engine), header_(header) {}
+  MessageExchange(MessageContext& context, const CallHeader& header)
+      : context_(context), header_(header) {}
 
   /// Starts a transfer. `data` is read until finish().
   void send(int peer, const void* data, std::size_t num_bytes);
@@ -141,18 +141,18 @@ class MessageExchange {
     void* data;
     std::size_t num_bytes;
     MessageEnvelope* envelope;
-    MessageEngine::Handle envelope_message;
-    std::optional<MessageEngine::Handle> data_message;
+    MessageContext::Handle envelope_message;
+    std::optional<MessageContext::Handle> data_message;
   };
 
   MessageEnvelope& free_envelope();
   void open(Incoming& incoming);
 
-  MessageEngine& engine_;
+  MessageContext& context_;
   const CallHeader& header_;
   std::vector<Incoming> incoming_;
-  std::vector<MessageEngine::Handle> sends_;
-  std::vector<MessageEnvelope*> envelopes_;  // of the engine's memory
+  std::vector<MessageContext::Handle> sends_;
+  std::vector<MessageEnvelope*> envelopes_;  // of the context's memory
   std::size_t num_used_ = 0;                 // the first of them are in use until finish()
 };
 

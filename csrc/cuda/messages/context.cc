@@ -1,4 +1,4 @@
-#include "cuda/messages/engine.h"
+#include "cuda/messages/context.h"
 
 #include <ATen/ops/empty.h>
 
@@ -10,7 +10,7 @@
 
 namespace ringcomm {
 
-DeviceEngine::~DeviceEngine() {
+DeviceMessageContext::~DeviceMessageContext() {
   // The backend ends before the memory that its messages may still use.
   without_gil([&] {
     try {
@@ -22,27 +22,27 @@ DeviceEngine::~DeviceEngine() {
   });
 }
 
-void DeviceEngine::check() const {
+void DeviceMessageContext::check() const {
   if (is_aborted_)
     throw Error({.kind = ErrorKind::kAborted, .rank = rank_},
                 "ringcomm: the messages of this group's device tensors have been aborted");
 }
 
-at::Tensor DeviceEngine::bytes(const void* data, std::size_t num_bytes) const {
+at::Tensor DeviceMessageContext::bytes(const void* data, std::size_t num_bytes) const {
   return device_array(data, num_bytes, at::kByte, device_);
 }
 
-void DeviceEngine::send(const void* data, std::size_t num_bytes, int peer, int tag) {
+void DeviceMessageContext::send(const void* data, std::size_t num_bytes, int peer, int tag) {
   if (num_bytes == 0) return;
   next_.push_back({true, bytes(data, num_bytes), peer, tag});
   sent_bytes_ += num_bytes;
 }
 
-void DeviceEngine::recv(void* data, std::size_t num_bytes, int peer, int tag) {
+void DeviceMessageContext::recv(void* data, std::size_t num_bytes, int peer, int tag) {
   if (num_bytes > 0) next_.push_back({false, bytes(data, num_bytes), peer, tag});
 }
 
-DeviceEngine::Batch DeviceEngine::post() {
+DeviceMessageContext::Batch DeviceMessageContext::post() {
   const std::vector<Message> messages = std::exchange(next_, {});
   if (messages.empty()) return {};
   check();
@@ -72,7 +72,8 @@ DeviceEngine::Batch DeviceEngine::post() {
   return works;
 }
 
-DeviceEngine::Batch DeviceEngine::all_to_all(const Parts& sent, const Parts& received) {
+DeviceMessageContext::Batch DeviceMessageContext::all_to_all(const Parts& sent,
+                                                             const Parts& received) {
   check();
   std::vector<at::Tensor> inputs, outputs;
   for (const Part& part : sent) inputs.push_back(bytes(part.data, part.num_bytes));
@@ -82,7 +83,8 @@ DeviceEngine::Batch DeviceEngine::all_to_all(const Parts& sent, const Parts& rec
   return {backend_->alltoall(outputs, inputs)};
 }
 
-DeviceEngine::Batch DeviceEngine::broadcast(void* data, std::size_t num_bytes, int root) {
+DeviceMessageContext::Batch DeviceMessageContext::broadcast(void* data, std::size_t num_bytes,
+                                                            int root) {
   check();
   std::vector<at::Tensor> tensors{bytes(data, num_bytes)};
   c10d::BroadcastOptions options;
@@ -91,37 +93,37 @@ DeviceEngine::Batch DeviceEngine::broadcast(void* data, std::size_t num_bytes, i
   return {backend_->broadcast(tensors, options)};
 }
 
-void DeviceEngine::wait(Batch& batch) {
+void DeviceMessageContext::wait(Batch& batch) {
   for (const auto& work : std::exchange(batch, {})) {
     work->wait();
     outcomes_.push_back([work] { return work->exception(); });
   }
 }
 
-std::byte* DeviceEngine::stage(std::size_t num_bytes) {
+std::byte* DeviceMessageContext::stage(std::size_t num_bytes) {
   staging_.push_back(at::empty({static_cast<std::int64_t>(num_bytes)},
                                at::TensorOptions(at::kByte).device(device_)));
   return static_cast<std::byte*>(staging_.back().data_ptr());
 }
 
-void DeviceEngine::copy(void* to, const void* from, std::size_t num_bytes) const {
+void DeviceMessageContext::copy(void* to, const void* from, std::size_t num_bytes) const {
   if (num_bytes == 0 || to == from) return;
   bytes(to, num_bytes).copy_(bytes(from, num_bytes), /*non_blocking=*/true);
 }
 
-std::uint64_t DeviceEngine::finish() {
+std::uint64_t DeviceMessageContext::finish() {
   staging_.clear();
   return std::exchange(sent_bytes_, 0);
 }
 
-void DeviceEngine::abandon() {
+void DeviceMessageContext::abandon() {
   next_.clear();
   abandoned_.insert(abandoned_.end(), staging_.begin(), staging_.end());
   outcomes_.clear();
   finish();
 }
 
-void DeviceEngine::abort() noexcept {
+void DeviceMessageContext::abort() noexcept {
   if (backend_ == nullptr || is_aborted_.exchange(true)) return;
   try {
     backend_->abort();

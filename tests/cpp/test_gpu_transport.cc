@@ -8,7 +8,7 @@
 #include <string>
 
 #include "collective_case.h"
-#include "cuda/collectives/engine.h"
+#include "cuda/collectives/ipc_transport.h"
 #include "cuda/driver/driver.h"
 #include "third_party/doctest/doctest.h"
 
@@ -40,19 +40,20 @@ class Rank {
   Rank(Communicator& communicator, std::chrono::milliseconds timeout = std::chrono::seconds(50))
       : communicator_(communicator),
         guard_(0),
-        engine_(cuda::Engine::make(communicator, 0, {.timeout = timeout, .is_interrupted = {}},
-                                   [this](const std::string& text) {
-                                     const std::lock_guard lock(mutex_);
-                                     report_ = text;
-                                   })) {
+        transport_(cuda::IpcTransport::make(communicator, 0,
+                                            {.timeout = timeout, .is_interrupted = {}},
+                                            [this](const std::string& text) {
+                                              const std::lock_guard lock(mutex_);
+                                              report_ = text;
+                                            })) {
     cuda::check(cuda::driver().stream_create(&stream_, cuda::kStreamNonBlocking), "make a stream");
   }
   ~Rank() {
-    engine_.reset();
+    transport_.reset();
     cuda::driver().stream_destroy(stream_);
   }
 
-  cuda::Engine& engine() { return *engine_; }
+  cuda::IpcTransport& transport() { return *transport_; }
   cuda::StreamHandle stream() const { return stream_; }
   void start(const Collective& call) {
     CallHeader header{.num_elems = call.num_elems,
@@ -61,8 +62,8 @@ class Rank {
                       .dtype = call.dtype,
                       .reduction = call.reduction,
                       .is_uneven = call.is_uneven(communicator_.world_size())};
-    engine_->plan(call, header);
-    engine_->enqueue(call, header, cuda::StreamPlace::of(stream_));
+    transport_->plan(call, header);
+    transport_->enqueue(call, header, cuda::StreamPlace::of(stream_));
   }
   void finish() { cuda::check(cuda::driver().stream_synchronize(stream_), "wait"); }
   void run_case(const Case& c) {
@@ -83,10 +84,10 @@ class Rank {
   std::mutex mutex_;
   std::string report_;
   cuda::StreamHandle stream_ = nullptr;
-  std::unique_ptr<cuda::Engine> engine_;
+  std::unique_ptr<cuda::IpcTransport> transport_;
 };
 
-TEST_CASE("gpu engine: every op on the emulated device") {
+TEST_CASE("gpu transport: every op on the emulated device") {
   use_emulator();
   run_ranks(2, [](Communicator& communicator) {
     Rank rank(communicator);
@@ -105,7 +106,7 @@ TEST_CASE("gpu engine: every op on the emulated device") {
 
 // More shapes than plans are kept, again and again, so that plans are found, replaced and made
 // anew.
-TEST_CASE("gpu engine: all_reduces that come again use their plans with other buffers") {
+TEST_CASE("gpu transport: all_reduces that come again use their plans with other buffers") {
   use_emulator();
   run_ranks(2, [](Communicator& communicator) {
     Rank rank(communicator);
@@ -122,7 +123,7 @@ TEST_CASE("gpu engine: all_reduces that come again use their plans with other bu
   });
 }
 
-TEST_CASE("gpu engine: calls that take other ways through the kernels are a mismatch, on both") {
+TEST_CASE("gpu transport: calls that take other ways through the kernels are a mismatch, on both") {
   use_emulator();
   run_ranks(2, [](Communicator& communicator) {
     Rank rank(communicator);
@@ -143,7 +144,7 @@ TEST_CASE("gpu engine: calls that take other ways through the kernels are a mism
   });
 }
 
-TEST_CASE("gpu engine: a rank that does not come is a time-out that names it") {
+TEST_CASE("gpu transport: a rank that does not come is a time-out that names it") {
   use_emulator();
   run_ranks(2, [](Communicator& communicator) {
     Rank rank(communicator, std::chrono::milliseconds(300));

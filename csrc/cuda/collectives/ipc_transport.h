@@ -27,15 +27,15 @@ struct PlannedCall {
 /// another rank's, so a call is launched step by step, and all hosts wait for each step.
 ///
 /// Calls of a group run in the order in which they are made, also on different streams.
-class Engine final : public DeviceTransport {
+class IpcTransport final : public DeviceTransport {
  public:
   /// Collective over the group. Throws Unavailable, Error. `limits` are those of a wait for another
   /// host. `report` is called from another thread with the error that ended the group.
-  static std::unique_ptr<Engine> make(Communicator& communicator, DeviceOrdinal device,
-                                      const WaitLimits& limits,
-                                      std::function<void(const std::string&)> report);
+  static std::unique_ptr<IpcTransport> make(Communicator& communicator, DeviceOrdinal device,
+                                            const WaitLimits& limits,
+                                            std::function<void(const std::string&)> report);
   /// Waits for what was launched.
-  ~Engine() override;
+  ~IpcTransport() override;
 
   const std::string& description() const override { return group_->description(); }
 
@@ -60,8 +60,8 @@ class Engine final : public DeviceTransport {
   }
 
  private:
-  Engine(Communicator& communicator, DeviceOrdinal device, const WaitLimits& limits,
-         std::function<void(const std::string&)> report);
+  IpcTransport(Communicator& communicator, DeviceOrdinal device, const WaitLimits& limits,
+               std::function<void(const std::string&)> report);
 
   /// The part of the parameters that all kernels share.
   GroupFrame frame() const;

@@ -1,4 +1,4 @@
-#include "cuda/collectives/engine.h"
+#include "cuda/collectives/ipc_transport.h"
 
 #include <algorithm>
 #include <limits>
@@ -16,16 +16,17 @@ constexpr std::size_t kMostPlans = 16;
 
 }  // namespace
 
-std::unique_ptr<Engine> Engine::make(Communicator& communicator, DeviceOrdinal device,
-                                     const WaitLimits& limits,
-                                     std::function<void(const std::string&)> report) {
+std::unique_ptr<IpcTransport> IpcTransport::make(Communicator& communicator, DeviceOrdinal device,
+                                                 const WaitLimits& limits,
+                                                 std::function<void(const std::string&)> report) {
   const ContextGuard guard(device);
   const RelaxedCapture relaxed;  // the first call of a group may be one that is captured
-  return std::unique_ptr<Engine>(new Engine(communicator, device, limits, std::move(report)));
+  return std::unique_ptr<IpcTransport>(
+      new IpcTransport(communicator, device, limits, std::move(report)));
 }
 
-Engine::Engine(Communicator& communicator, DeviceOrdinal device, const WaitLimits& limits,
-               std::function<void(const std::string&)> report)
+IpcTransport::IpcTransport(Communicator& communicator, DeviceOrdinal device,
+                           const WaitLimits& limits, std::function<void(const std::string&)> report)
     : communicator_(communicator),
       limits_(limits),
       exchange_(communicator, limits_),
@@ -37,7 +38,7 @@ Engine::Engine(Communicator& communicator, DeviceOrdinal device, const WaitLimit
       watch_(communicator, group_->control(), group_->words(), limits.timeout, std::move(report),
              [this] { lent_.allocations().look(); }) {}
 
-Engine::~Engine() {
+IpcTransport::~IpcTransport() {
   try {
     const ContextGuard guard(group_->device());
     const RelaxedCapture relaxed;
@@ -52,12 +53,12 @@ Engine::~Engine() {
   }
 }
 
-void Engine::plan(const Collective& call, CallHeader& header) const {
+void IpcTransport::plan(const Collective& call, CallHeader& header) const {
   plan_header(call, communicator_.options(), group_->staging().layout, group_->takes_turns(),
               header);
 }
 
-GroupFrame Engine::frame() const {
+GroupFrame IpcTransport::frame() const {
   GroupFrame frame;
   frame.staging = group_->staging();
   frame.control = group_->control_on_device();
@@ -68,23 +69,23 @@ GroupFrame Engine::frame() const {
   return frame;
 }
 
-void Engine::refuse_turns(const char* what) const {
+void IpcTransport::refuse_turns(const char* what) const {
   if (group_->takes_turns()) throw std::invalid_argument(what + group_->why_turns());
 }
 
-void Engine::check_collective(const StreamPlace& place) const {
+void IpcTransport::check_collective(const StreamPlace& place) const {
   if (place.capture == 0) return;
   refuse_turns(
       "a CUDA graph cannot capture collectives of ranks that take turns on a GPU, because each "
       "call synchronizes their hosts; ");
 }
 
-void Engine::check_messages(const std::vector<P2pMessage>& messages) const {
+void IpcTransport::check_messages(const std::vector<P2pMessage>& messages) const {
   refuse_turns("ranks that take turns on a GPU cannot send and receive there; ");
   check_batch(messages);
 }
 
-std::shared_ptr<const Loan> Engine::lend(std::size_t num_bytes) {
+std::shared_ptr<const Loan> IpcTransport::lend(std::size_t num_bytes) {
   communicator_.failure().rethrow_if_any();
   refuse_turns(
       "ranks that take turns on a GPU cannot use each other's buffers; use torch.empty instead: "
@@ -97,8 +98,8 @@ std::shared_ptr<const Loan> Engine::lend(std::size_t num_bytes) {
 // A program repeats its all_reduces with the same sizes, which differ in their buffers only and are
 // planned once. Other calls are planned each time, because their plans contain the buffers of all
 // ranks or the values of an optimizer step.
-PlannedCall& Engine::plan_call(const Collective& call, const CallHeader& header,
-                               const HeaderWords& words) {
+PlannedCall& IpcTransport::plan_call(const Collective& call, const CallHeader& header,
+                                     const HeaderWords& words) {
   const bool is_kept = call.op == OpKind::kAllReduce;
   if (const auto found = plans_.find(words); is_kept && found != plans_.end()) {
     found->second.call.inputs[0] = static_cast<const std::byte*>(call.inputs[0]);
@@ -114,8 +115,8 @@ PlannedCall& Engine::plan_call(const Collective& call, const CallHeader& header,
   return plans_[words] = std::move(planned);
 }
 
-Traffic Engine::enqueue(const Collective& call, const CallHeader& header,
-                        const StreamPlace& place) {
+Traffic IpcTransport::enqueue(const Collective& call, const CallHeader& header,
+                              const StreamPlace& place) {
   communicator_.failure().rethrow_if_any();
   const HeaderWords words = to_words(header);
   PlannedCall& planned = plan_call(call, header, words);
@@ -143,7 +144,7 @@ Traffic Engine::enqueue(const Collective& call, const CallHeader& header,
 }
 
 // Replays are not counted, and another rank may make the same calls eagerly.
-void Engine::record_capture() {
+void IpcTransport::record_capture() {
   has_captured_ = true;
   group_->words().has_captured = 1;
 }
@@ -151,7 +152,7 @@ void Engine::record_capture() {
 // Mapping copies addresses to the device, which may have to wait behind a kernel in a queue of the
 // hardware. A message there may wait for a peer that waits for this rank. Unmapping waits for all
 // kernels: they must be collectives of this group, which all ranks call in the same order.
-void Engine::follow_peers() {
+void IpcTransport::follow_peers() {
   if (!lent_.allocations().has_news()) return;
   const RelaxedCapture relaxed;
   if (running_.are_messages_over())
@@ -160,7 +161,7 @@ void Engine::follow_peers() {
 
 // ---- ranks that take turns
 
-void Engine::launch_in_turns(PlannedCall& planned, StreamHandle stream) {
+void IpcTransport::launch_in_turns(PlannedCall& planned, StreamHandle stream) {
   const RelaxedCapture relaxed;  // another stream may be captured
   KernelCall& call = planned.call;
   if (call.num_slices == 0)  // ranks may know different sizes
@@ -174,7 +175,7 @@ void Engine::launch_in_turns(PlannedCall& planned, StreamHandle stream) {
 }
 
 // Waits for the hosts of all ranks. Returns the largest value of any.
-std::uint64_t Engine::meet(std::uint64_t value) {
+std::uint64_t IpcTransport::meet(std::uint64_t value) {
   GroupWords& words = group_->words();
   GroupWords::OfRank& mine = words.ranks[communicator_.rank()];
   const std::uint64_t turn = mine.num_turns + 1;
@@ -193,7 +194,7 @@ std::uint64_t Engine::meet(std::uint64_t value) {
 }
 
 // Throws if the rank that this host waits for cannot arrive.
-void Engine::look_at_peer(int peer, RunningClock::time_point deadline) {
+void IpcTransport::look_at_peer(int peer, RunningClock::time_point deadline) {
   communicator_.failure().rethrow_if_any();
   const Stop state = communicator_.members()->state_of(peer);
   const bool is_late = RunningClock::now() >= deadline;
@@ -204,14 +205,14 @@ void Engine::look_at_peer(int peer, RunningClock::time_point deadline) {
 
 // ---- messages
 
-unsigned Engine::places_of_messages(int peer) {
+unsigned IpcTransport::places_of_messages(int peer) {
   const auto deadline = deadline_after(limits_.timeout);
   return group_->places_of_messages(peer, [&] { look_at_peer(peer, deadline); });
 }
 
-bool Engine::has_room_for_messages(int peer) { return places_of_messages(peer) > 0; }
+bool IpcTransport::has_room_for_messages(int peer) { return places_of_messages(peer) > 0; }
 
-void Engine::exchange(const std::vector<P2pMessage>& messages, const StreamPlace& place) {
+void IpcTransport::exchange(const std::vector<P2pMessage>& messages, const StreamPlace& place) {
   if (messages.empty()) return;
   communicator_.failure().rethrow_if_any();
   P2pCall call;

@@ -1,4 +1,4 @@
-#include "transport/shm/engine.h"
+#include "transport/shm/context.h"
 
 #include <bit>
 #include <cstring>
@@ -50,7 +50,7 @@ void StoreKindChooser::count(float seconds) {
   class_->recent_best = std::min(class_->recent_best, seconds);
 }
 
-Engine::Engine(shm::Group& group, shm::WaitScope& scope)
+ShmContext::ShmContext(shm::Group& group, shm::WaitScope& scope)
     : group_(group),
       scope_(scope),
       arch_(scope, group),
@@ -59,7 +59,7 @@ Engine::Engine(shm::Group& group, shm::WaitScope& scope)
       handles_(static_cast<std::size_t>(group.world_size())),
       memories_(static_cast<std::size_t>(group.world_size())) {}
 
-void Engine::begin(const CallHeader& header, const BufferHandle& handle) {
+void ShmContext::begin(const CallHeader& header, const BufferHandle& handle) {
   // A call over several hosts has many parts here.
   arch_.set_arriving(num_calls_ != header.seq + 1);
   num_calls_ = header.seq + 1;
@@ -70,14 +70,14 @@ void Engine::begin(const CallHeader& header, const BufferHandle& handle) {
   handles_[static_cast<std::size_t>(rank())] = handle;
 }
 
-std::byte* Engine::open() {
+std::byte* ShmContext::open() {
   std::byte* region = nullptr;
   check(board_.open(region));
   if (first_ == First::kClosed) first_ = First::kOpen;
   return region;
 }
 
-bool Engine::publish() {
+bool ShmContext::publish() {
   if (first_ == First::kOver) {
     board_.publish();
     return true;
@@ -111,14 +111,14 @@ bool Engine::publish() {
   return !has_handles();
 }
 
-const std::byte* Engine::wait(int peer) {
+const std::byte* ShmContext::wait(int peer) {
   if (is_sharing()) return find_shared(peer, handle_of(peer).input, 0, shared_bytes_);
   const std::byte* region = nullptr;
   check(board_.wait(peer, region));
   return region;
 }
 
-Engine::HeaderLine Engine::header_line_of(int peer) {
+ShmContext::HeaderLine ShmContext::header_line_of(int peer) {
   const std::byte* place = board_.beside(peer);
   HeaderLine line;
   std::memcpy(&line, place, line.num_bytes());
@@ -126,21 +126,23 @@ Engine::HeaderLine Engine::header_line_of(int peer) {
   return line;
 }
 
-CallHeader Engine::header_of(int rank) {
+CallHeader ShmContext::header_of(int rank) {
   if (rank == this->rank()) return *header_;
   static_cast<void>(wait(rank));
   return header_line_of(rank).header;
 }
 
-bool Engine::has_handles() const { return std::ranges::any_of(handles_, &BufferHandle::is_given); }
+bool ShmContext::has_handles() const {
+  return std::ranges::any_of(handles_, &BufferHandle::is_given);
+}
 
-bool Engine::has_all_handles(int rank) const {
+bool ShmContext::has_all_handles(int rank) const {
   return rank >= 0 ? handle_of(rank).is_given()
                    : std::ranges::all_of(handles_, &BufferHandle::is_given);
 }
 
-std::byte* Engine::find_shared(int rank, const shm::ArenaLocation& location,
-                               std::size_t offset_bytes, std::size_t num_bytes) {
+std::byte* ShmContext::find_shared(int rank, const shm::ArenaLocation& location,
+                                   std::size_t offset_bytes, std::size_t num_bytes) {
   const shm::ArenaLocation place{.region_id = location.region_id,
                                  .offset_bytes = location.offset_bytes + offset_bytes};
   if (rank == this->rank()) return shm::SharedArena::instance().address_of(place);
@@ -162,13 +164,13 @@ std::byte* Engine::find_shared(int rank, const shm::ArenaLocation& location,
   }
 }
 
-void Engine::stage(void* to, const void* from, std::size_t num_bytes) {
+void ShmContext::stage(void* to, const void* from, std::size_t num_bytes) {
   if (num_bytes > 0) host::copy_bytes(to, from, num_bytes, store_kinds_.kind());
   copied_bytes_ += num_bytes;
 }
 
-void Engine::copy_result(void* to, const void* from, std::size_t num_bytes,
-                         std::size_t result_bytes) {
+void ShmContext::copy_result(void* to, const void* from, std::size_t num_bytes,
+                             std::size_t result_bytes) {
   if (num_bytes == 0 || to == from) return;
   const bool is_streamed = result_bytes >= kStreamedResultBytes;
   host::copy_bytes(to, from, num_bytes, is_streamed ? StoreKind::kStreaming : StoreKind::kCached);

@@ -29,7 +29,7 @@ namespace ringcomm {
 /// receives between startCoalescing() and endCoalescing() progress together; without coalescing
 /// none may wait for another. It has alltoall and broadcast of bytes; parts of alltoall may differ
 /// in size and have no bytes. Its abort() ends all of them.
-class DeviceEngine {
+class DeviceMessageContext {
  public:
   /// The slices of data that is sent in pieces. Each costs several launches of kernels.
   static constexpr std::size_t kNumSlots = 2;
@@ -47,12 +47,12 @@ class DeviceEngine {
   using Parts = std::vector<Part>;  ///< by rank
 
   /// `backend` is for these messages alone; null in a group of one.
-  DeviceEngine(c10::intrusive_ptr<c10d::Backend> backend, int rank, int world_size,
-               c10::Device device)
+  DeviceMessageContext(c10::intrusive_ptr<c10d::Backend> backend, int rank, int world_size,
+                       c10::Device device)
       : backend_(std::move(backend)), rank_(rank), world_size_(world_size), device_(device) {}
-  ~DeviceEngine();
-  DeviceEngine(const DeviceEngine&) = delete;
-  DeviceEngine& operator=(const DeviceEngine&) = delete;
+  ~DeviceMessageContext();
+  DeviceMessageContext(const DeviceMessageContext&) = delete;
+  DeviceMessageContext& operator=(const DeviceMessageContext&) = delete;
 
   int rank() const { return rank_; }
   int world_size() const { return world_size_; }
@@ -118,8 +118,8 @@ void plan_device_collective(int world_size, const Collective& call,
 /// Runs any collective in the order of the current stream, which has waited for its batches then.
 /// The ring is this library's own; all else moves bytes by the backend's collectives and reduces
 /// here, so that all types have the CPU's sums, in the order of the ranks.
-void run_device_collective(DeviceEngine& engine, const Collective& call, Algorithm algorithm,
-                           const CommunicatorOptions& options);
+void run_device_collective(DeviceMessageContext& context, const Collective& call,
+                           Algorithm algorithm, const CommunicatorOptions& options);
 
 /// Collectives of device tensors over another backend, which ringcomm.message_backend chooses, for
 /// ranks that cannot map each other's memory. Takes every group. Collective over it; takes the GIL.

@@ -1,4 +1,4 @@
-#include "transport/messages/engine.h"
+#include "transport/messages/context.h"
 
 #include <cstring>
 #include <new>
@@ -14,19 +14,19 @@ constexpr std::uint64_t kLateTimes = 10;
 
 }  // namespace
 
-MessageEngine::Handle MessageEngine::irecv(int peer, int tag, void* data, std::size_t num_bytes) {
+MessageContext::Handle MessageContext::irecv(int peer, int tag, void* data, std::size_t num_bytes) {
   return posted_.insert(
       posted_.end(), {messenger_.irecv(peer, tag, static_cast<std::byte*>(data), num_bytes), peer});
 }
 
-MessageEngine::Handle MessageEngine::isend(int peer, int tag, const void* data,
-                                           std::size_t num_bytes) {
+MessageContext::Handle MessageContext::isend(int peer, int tag, const void* data,
+                                             std::size_t num_bytes) {
   return posted_.insert(
       posted_.end(),
       {messenger_.isend(peer, tag, static_cast<const std::byte*>(data), num_bytes), peer});
 }
 
-void MessageEngine::wait(Handle message, bool is_arrival) {
+void MessageContext::wait(Handle message, bool is_arrival) {
   const trace::Span traced([&] {
     return trace::Event{
         .from = message->peer, .kind = trace::Kind::kWait, .name = trace::name_number("wait")};
@@ -47,14 +47,14 @@ void MessageEngine::wait(Handle message, bool is_arrival) {
   posted_.erase(message);
 }
 
-std::byte* MessageEngine::stage(std::size_t num_bytes) {
+std::byte* MessageContext::stage(std::size_t num_bytes) {
   staging_.push_back(std::make_unique_for_overwrite<std::byte[]>(num_bytes));
   return staging_.back().get();
 }
 
 MessageEnvelope& MessageExchange::free_envelope() {
   if (num_used_ == envelopes_.size())
-    envelopes_.push_back(new (engine_.stage(sizeof(MessageEnvelope))) MessageEnvelope{});
+    envelopes_.push_back(new (context_.stage(sizeof(MessageEnvelope))) MessageEnvelope{});
   return *envelopes_[num_used_++];
 }
 
@@ -63,9 +63,10 @@ void MessageExchange::send(int peer, const void* data, std::size_t num_bytes) {
   envelope.header = header_;
   envelope.num_bytes = num_bytes;
   if (envelope.is_whole() && num_bytes > 0) std::memcpy(envelope.data.data(), data, num_bytes);
-  sends_.push_back(engine_.isend(peer, MessageTags::kEnvelope, &envelope, sizeof(MessageEnvelope)));
+  sends_.push_back(
+      context_.isend(peer, MessageTags::kEnvelope, &envelope, sizeof(MessageEnvelope)));
   if (!envelope.is_whole())
-    sends_.push_back(engine_.isend(peer, MessageTags::of_data(num_bytes), data, num_bytes));
+    sends_.push_back(context_.isend(peer, MessageTags::of_data(num_bytes), data, num_bytes));
 }
 
 void MessageExchange::recv(int peer, void* data, std::size_t num_bytes) {
@@ -74,20 +75,20 @@ void MessageExchange::recv(int peer, void* data, std::size_t num_bytes) {
                        .data = data,
                        .num_bytes = num_bytes,
                        .envelope = &envelope,
-                       .envelope_message = engine_.irecv(peer, MessageTags::kEnvelope, &envelope,
-                                                         sizeof(MessageEnvelope)),
+                       .envelope_message = context_.irecv(peer, MessageTags::kEnvelope, &envelope,
+                                                          sizeof(MessageEnvelope)),
                        .data_message = {}});
   if (num_bytes > sizeof(envelope.data) && num_bytes <= MessageTags::kMaxSized)
     incoming_.back().data_message =
-        engine_.irecv(peer, MessageTags::of_data(num_bytes), data, num_bytes);
+        context_.irecv(peer, MessageTags::of_data(num_bytes), data, num_bytes);
 }
 
 void MessageExchange::finish() {
   for (Incoming& incoming : incoming_) open(incoming);
-  if (!incoming_.empty()) engine_.end_arrivals();
+  if (!incoming_.empty()) context_.end_arrivals();
   for (const Incoming& incoming : incoming_)
-    if (incoming.data_message) engine_.wait(*incoming.data_message);
-  for (const MessageEngine::Handle send : sends_) engine_.wait(send);
+    if (incoming.data_message) context_.wait(*incoming.data_message);
+  for (const MessageContext::Handle send : sends_) context_.wait(send);
   incoming_.clear();
   sends_.clear();
   num_used_ = 0;
@@ -95,18 +96,18 @@ void MessageExchange::finish() {
 
 void MessageExchange::open(Incoming& incoming) {
   const auto& [peer, data, num_bytes, envelope, envelope_message, data_message] = incoming;
-  engine_.wait(envelope_message, /*is_arrival=*/true);
+  context_.wait(envelope_message, /*is_arrival=*/true);
   if (!is_compatible(envelope->header, header_))
     throw Mismatched{.peer = peer, .theirs = envelope->header};
   if (envelope->num_bytes != num_bytes)
     throw Mismatched{
         .peer = peer,
         .theirs = envelope->header,
-        .difference = size_difference(peer, envelope->num_bytes, engine_.rank(), num_bytes)};
+        .difference = size_difference(peer, envelope->num_bytes, context_.rank(), num_bytes)};
   if (envelope->is_whole() && num_bytes > 0)
     std::memcpy(data, envelope->data.data(), num_bytes);
   else if (!envelope->is_whole() && !data_message)
-    incoming.data_message = engine_.irecv(peer, MessageTags::of_data(num_bytes), data, num_bytes);
+    incoming.data_message = context_.irecv(peer, MessageTags::of_data(num_bytes), data, num_bytes);
 }
 
 bool is_compatible(const CallHeader& a, const CallHeader& b) {
