@@ -29,7 +29,7 @@ import torch.distributed as dist  # noqa: E402
 from groups import run_ranks  # noqa: E402
 from race import Bench, make_bench  # noqa: E402
 from report import CHECKOUT as ROOT  # noqa: E402
-from report import RESULTS, Columns, Report, default_path, table_of  # noqa: E402
+from report import RESULTS, Columns, Record, Report, default_path, table_of  # noqa: E402
 
 from ringcomm.measure.ranks import Team  # noqa: E402
 from ringcomm.measure.screen import as_option, check_writable  # noqa: E402
@@ -70,11 +70,12 @@ class Program:
         section: fields where the table has a rule when they change.
         caption: below the table.
         title: above it.
+        show: what is printed of the records, instead of title and table.
     """
 
     doc: str | None
     kind: str
-    columns: Columns
+    columns: Columns = ()
     rank: Callable[[Bench, Options], None] = lambda bench, options: None
     measure: Callable[[Options, Report], None] | None = None
     world: int = 1
@@ -90,8 +91,9 @@ class Program:
     section: tuple[str, ...] = ()
     caption: str = ""
     title: Callable[[Options], str] | None = None
+    show: Callable[[Options, list[Record]], list[Any]] | None = None
 
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+    def add_arguments(self, parser: argparse.ArgumentParser, json_default: str = "") -> None:
         """Adds all options: those that many have, and its own."""
         add = parser.add_argument
         if self.seconds is not None:
@@ -104,7 +106,8 @@ class Program:
             placement.add_sharing(parser)
         for name, how in self.flags:
             add(name, **how)
-        add("--json", type=Path, metavar="FILE", help="append one record per contender here")
+        text = f"append one record per contender here{json_default}"
+        add("--json", type=Path, metavar="FILE", help=text)
         parser.set_defaults(parser=parser)
 
     def parse(self, argv: list[str]) -> Options:
@@ -113,7 +116,7 @@ class Program:
             description=(self.doc or "").splitlines()[0],
             formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         )
-        self.add_arguments(parser)
+        self.add_arguments(parser, " (default: benchmarks/results/DATE-...)")
         options = parser.parse_args(argv)
         self._complete(options)
         file = self.file(options) if self.file else self.kind
@@ -124,7 +127,7 @@ class Program:
         try:
             options.placement = placement.placement_of(options)
             self.check(options)
-            check_writable(options.json)
+            check_writable(options.json, *(vars(options).get(name) for name in ("html", "plot")))
         except ValueError as error:
             options.parser.error(str(error))
 
@@ -138,9 +141,12 @@ class Program:
         return self._measure(self.parse(argv))
 
     def _measure(self, options: Options) -> int:
-        report = Report(path=options.json, **{"kind": self.kind, **self.facts(options)})
+        facts = {"kind": self.kind, "html": vars(options).get("html"), **self.facts(options)}
+        report = Report(path=options.json, **facts)
 
         def show() -> list[Any]:
+            if self.show is not None:
+                return self.show(options, report.records)
             title = [self.title(options)] if self.title else []
             return [*title, table_of(self.columns, self.caption, report.records, self.section)]
 

@@ -8,7 +8,6 @@ share of communication in the system's step.
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,17 +17,15 @@ import torch
 import torch.distributed as dist
 from decoder import HEAD_WIDTH, VOCAB_SIZE, Decoder
 from gradient_watch import GradientWatch
-from groups import run_ranks
-from placement import Placement
-from race import make_bench
-from report import Report, inverse, records_of, table_of
+from harness import Bench, Options, Program, flag
+from report import Record, Report, inverse, records_of, table_of
 from system_columns import legend_lines, shown_columns
 from torch import Tensor
 from trainees import DEFAULT, FAKE, RINGCOMM, SYSTEMS, System, Trainee, Workload, parse_name
 
 from ringcomm.backend import stats
 from ringcomm.measure.ranks import Team
-from ringcomm.measure.screen import as_option, check_writable, words
+from ringcomm.measure.screen import words
 from ringcomm.measure.timing import (
     Contender,
     Timings,
@@ -142,13 +139,13 @@ def _train_checked(
     }
 
 
-def run_rank(systems: Systems, options: argparse.Namespace, team: Team) -> None:
-    """One rank: all systems, first checked, then in turn against the clock. Collective."""
+def run_rank(bench: Bench, options: Options) -> None:
+    """All systems, first checked, then in turn against the clock. Collective."""
+    systems, team = options.workload, bench.team
     open_default_group(team, RINGCOMM)
     backends = sorted({parse_name(name)[1] for name in systems.names} - {RINGCOMM})
     groups: dict[str, Any] = {RINGCOMM: dist.group.WORLD}
     groups |= {backend: dist.new_group(backend=backend) for backend in backends}
-    bench = make_bench(team, options)
     found, contenders = {}, {}
     for name in systems.names:
         trainee, found[name] = _train_checked(systems, team, groups, name)
@@ -162,7 +159,6 @@ def run_rank(systems: Systems, options: argparse.Namespace, team: Team) -> None:
     if timings is not None:
         records = _records(systems.names[0], timings, found)
         team.report([record | weather.record() for record in records])
-    dist.destroy_process_group()
 
 
 def _records(
@@ -222,37 +218,9 @@ def _over(names: list[str], backends: list[str]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds options for ranks, systems, model and time."""
-    add = parser.add_argument
-    add("--world-size", type=int, default=2, help="number of ranks, all on this machine")
-    add(
-        "--systems",
-        type=as_option(_names),
-        help="separated by commas or semicolons (default: all)",
-    )
-    over = "also measure the systems over these backends: gloo, fake"
-    add("--over", type=as_option(words), default=[], help=over)
-    add("--width", type=int, default=128, help="width of the model, a multiple of 32")
-    add("--layers", type=int, default=4, help="layers of the model")
-    add("--rows", type=int, default=1, help="sequences per rank in a step")
-    add("--tokens", type=int, default=64, help="tokens per sequence")
-    add("--seconds", type=float, default=20.0, help="seconds of measurement for all systems")
-    add(
-        "--repeats",
-        type=int,
-        default=2,
-        help="when other programs disturb the machine, at most",
-    )
-    add("--all", action="store_true", help="show losses, percentiles and memory by part too")
-    add("--json", type=Path, metavar="FILE", help="append one record per system here")
-    add("--plot", type=Path, metavar="FILE", help="draw time and memory (SVG, PNG, PDF)")
-    add("--html", type=Path, metavar="FILE", help="write a page of charts (HTML, one file)")
-
-
-def run(options: argparse.Namespace) -> int:
-    """Measures; returns status 3 if losses differ from those of one process."""
-    systems = Systems(
+def check(options: Options) -> None:
+    """Raises ValueError naming an invalid option; completes what is measured."""
+    options.workload = Systems(
         world_size=options.world_size,
         names=_over(options.systems or DEFAULT, options.over),
         width=options.width,
@@ -260,44 +228,65 @@ def run(options: argparse.Namespace) -> int:
         rows=options.rows,
         tokens=options.tokens,
     )
-    options.placement = Placement()
-    try:
-        systems.check()
-        check_writable(options.json, options.html, options.plot)
-        if options.plot:
-            from plot import check_picture
+    options.workload.check()
+    options.num_params = sum(param.numel() for param in options.workload.model().parameters())
+    if options.plot:
+        from plot import check_picture
 
-            check_picture(options.plot)
-    except ValueError as error:
-        options.parser.error(str(error))
-    num_params = sum(param.numel() for param in systems.model().parameters())
-    report = Report(
-        "systems",
-        options.json,
-        options.html,
-        world_size=systems.world_size,
-        num_params=num_params,
-        rows_per_rank=systems.rows,
-        tokens_per_row=systems.tokens,
-    )
+        check_picture(options.plot)
 
-    def show() -> list[Any]:
-        columns = shown_columns(report.records, options.all)
-        cells = [(column.header, column.text) for column in columns]
-        table = table_of(cells, "", report.records)
-        title = (
-            f"training steps of {systems.world_size} ranks; a decoder of {num_params:,} parameters,"
-            f" {systems.rows} × {systems.tokens} tokens per rank"
-        )
-        more = [] if options.all else ["--all shows losses, percentiles and memory by part"]
-        return [title, table, *legend_lines(columns), *more]
 
+def measure_all(options: Options, report: Report) -> None:
+    """All systems in one set of ranks; draws them."""
     if options.all and not report.console.is_terminal:
         report.console.width = ALL_COLUMNS
-    with report.measuring(show):
-        run_ranks(systems.world_size, partial(run_rank, systems, options), report.add)
+    PROGRAM.run_worlds(options, report)
     if options.plot and report.records:
         from plot import draw_systems
 
         draw_systems(report.records, options.plot)
-    return report.finish(*show())
+
+
+def show(options: Options, records: list[Record]) -> list[Any]:
+    """A title, the table, and what its columns are."""
+    columns = shown_columns(records, options.all)
+    table = table_of([(column.header, column.text) for column in columns], "", records)
+    title = (
+        f"training steps of {options.world_size} ranks; a decoder of {options.num_params:,}"
+        f" parameters, {options.rows} × {options.tokens} tokens per rank"
+    )
+    more = [] if options.all else ["--all shows losses, percentiles and memory by part"]
+    return [title, table, *legend_lines(columns), *more]
+
+
+DETAILS = "show losses, percentiles and memory by part too"
+PROGRAM = Program(
+    doc=__doc__,
+    kind="systems",
+    rank=run_rank,
+    measure=measure_all,
+    seconds=20.0,
+    per="measurement, for all systems",
+    repeats=2,
+    flags=[
+        flag("--world-size", int, 2, "number of ranks, all on this machine"),
+        flag("--systems", _names, None, "separated by commas or semicolons (default: all)"),
+        flag("--over", words, [], "also measure the systems over these backends: gloo, fake"),
+        flag("--width", int, 128, "width of the model, a multiple of 32"),
+        flag("--layers", int, 4, "layers of the model"),
+        flag("--rows", int, 1, "sequences per rank in a step"),
+        flag("--tokens", int, 64, "tokens per sequence"),
+        ("--all", {"action": "store_true", "help": DETAILS}),
+        flag("--plot", Path, None, "draw time and memory (SVG, PNG, PDF)", metavar="FILE"),
+        flag("--html", Path, None, "write a page of charts (HTML, one file)", metavar="FILE"),
+    ],
+    check=check,
+    facts=lambda options: {
+        "world_size": options.world_size,
+        "num_params": options.num_params,
+        "rows_per_rank": options.rows,
+        "tokens_per_row": options.tokens,
+    },
+    show=show,
+)
+add_arguments, run = PROGRAM.add_arguments, PROGRAM.run
