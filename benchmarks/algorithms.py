@@ -27,7 +27,7 @@ from point import algorithms_used, make_buffers, measure_point, num_calls
 
 import ringcomm
 from ringcomm.measure.ranks import run_main
-from ringcomm.measure.screen import byte_counts, whole_numbers
+from ringcomm.screen import byte_counts, whole_numbers
 
 DIRECT = "direct"  # its group has no fixed algorithm
 ALGORITHMS = {

@@ -24,7 +24,7 @@ from report import BUSY, Record, Report, before_after, comparison, make_table, s
 from sweep import DEFAULT_SIZES, DEVICE_KIND, check, points
 
 from ringcomm.measure.ranks import Team, joined_world_size
-from ringcomm.measure.screen import (
+from ringcomm.screen import (
     as_option,
     byte_counts,
     check_writable,

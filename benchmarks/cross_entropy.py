@@ -27,9 +27,9 @@ from torch.nn import functional
 
 from ringcomm import ops
 from ringcomm.measure.ranks import Team
-from ringcomm.measure.screen import byte_count, whole_numbers, words
 from ringcomm.measure.timing import Contender, open_default_group
 from ringcomm.ops.losses import cross_entropy_cuda
+from ringcomm.screen import byte_count, whole_numbers, words
 
 RINGCOMM, IN_PLACE, ONE_RANK, FLOOR = "ringcomm", "in place", "one rank", "copy"
 BY_TRITON = "triton"  # in place, a peer of the kernels for clusters

@@ -42,8 +42,8 @@ from weather import Weather
 import ringcomm
 from ringcomm.measure.machine import OthersWatch
 from ringcomm.measure.ranks import run_main
-from ringcomm.measure.screen import whole_numbers, words
 from ringcomm.measure.timing import percentiles
+from ringcomm.screen import whole_numbers, words
 from ringcomm.torch_names import die_with_parent
 
 PAGE = harness.ROOT / "docs" / "reliability.md"

@@ -35,8 +35,8 @@ from torch.nn import functional
 
 from ringcomm import ops
 from ringcomm.measure.ranks import run_main
-from ringcomm.measure.screen import words
 from ringcomm.ops import triton_kernels as plans
+from ringcomm.screen import words
 
 LR = 1e-4
 PIECES_MIB = (16, 8, 32, 64)  # today's plan for 4096 columns and rows first

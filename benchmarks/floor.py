@@ -24,8 +24,8 @@ from report import Record, inverse, share_range
 
 import ringcomm
 from ringcomm.measure.ranks import Team, run_main
-from ringcomm.measure.screen import whole_numbers
 from ringcomm.measure.timing import Contender
+from ringcomm.screen import whole_numbers
 
 FLOOR = "floor"
 VARIANTS = ("staged", "shared")

@@ -31,8 +31,8 @@ from weather import WeatherWatch
 
 from ringcomm.measure.machine import mapped_memory
 from ringcomm.measure.ranks import Team, run_main
-from ringcomm.measure.screen import byte_count, words
 from ringcomm.measure.timing import open_default_group
+from ringcomm.screen import byte_count, words
 
 SMALL_BYTES = 1024
 # Uses all memory of a group: each algorithm of all_reduce, and messages.

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from ringcomm import ops
 from ringcomm.measure.ranks import Team, run_main
-from ringcomm.measure.screen import byte_count, whole_numbers
+from ringcomm.screen import byte_count, whole_numbers
 from ringcomm.torch_names import all_gather_single, reduce_scatter_single
 
 DEFAULT_SIZES = "1048576,4194304,16777216,67108864"

@@ -29,8 +29,8 @@ from placement import facts
 from torch import Tensor, nn
 
 from ringcomm.measure.ranks import RankError, Team, run_main
-from ringcomm.measure.screen import words
 from ringcomm.optim import AdaLomo, InBackwardOptimizer, Lomo
+from ringcomm.screen import words
 
 LR = 1e-3
 CLIP_NORM = 1.0

@@ -18,9 +18,8 @@ from rich.table import Table
 
 import ringcomm
 from ringcomm.measure.machine import MAX_OTHERS_PERCENT, identity, rounded, utc_now, variables
-from ringcomm.measure.ranks import EXIT_OK, EXIT_WRONG_RESULTS
-from ringcomm.measure.screen import byte_count, factor, microseconds
 from ringcomm.measure.timing import Timings
+from ringcomm.screen import EXIT_OK, EXIT_WRONG_RESULTS, byte_count, factor, microseconds
 
 Record = dict[str, Any]
 Cell = Callable[[Record], str]

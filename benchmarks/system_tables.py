@@ -17,7 +17,7 @@ from report import (
     share_range,
 )
 
-from ringcomm.measure.screen import byte_count, factor, microseconds
+from ringcomm.screen import byte_count, factor, microseconds
 
 Record = dict[str, Any]
 Run = list[Record]

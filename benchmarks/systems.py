@@ -25,7 +25,6 @@ from trainees import DEFAULT, FAKE, RINGCOMM, SYSTEMS, System, Trainee, Workload
 
 from ringcomm.backend import stats
 from ringcomm.measure.ranks import Team
-from ringcomm.measure.screen import words
 from ringcomm.measure.timing import (
     Contender,
     Timings,
@@ -34,6 +33,7 @@ from ringcomm.measure.timing import (
     open_default_group,
     percentiles,
 )
+from ringcomm.screen import words
 
 BACKWARD = "backward alone"
 # Characters of the table with --all, if it is not written to a terminal.

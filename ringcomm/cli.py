@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from ringcomm import __version__, tuning
 from ringcomm.measure.ranks import joined_world_size, run_main
-from ringcomm.measure.screen import (
+from ringcomm.screen import (
     amount,
     as_option,
     byte_counts,

@@ -23,8 +23,8 @@ from ringcomm import __version__, tuning
 from ringcomm.measure import timing
 from ringcomm.measure.machine import MAX_OTHERS_PERCENT, identity, rounded, utc_now
 from ringcomm.measure.ranks import Team, run_ranks
-from ringcomm.measure.screen import Progress, byte_count, columns, factor, in_seconds
 from ringcomm.options import Options
+from ringcomm.screen import Progress, byte_count, columns, factor, in_seconds
 from ringcomm.tuning import Point, World
 
 # The ring is measured to show what it costs; it is never chosen in shared memory.

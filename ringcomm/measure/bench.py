@@ -19,8 +19,16 @@ from ringcomm import __version__
 from ringcomm.measure import ranks, timing
 from ringcomm.measure.machine import MAX_OTHERS_PERCENT, identity, utc_now
 from ringcomm.measure.ranks import Team
-from ringcomm.measure.screen import byte_count, check_writable, columns, factor, in_seconds
 from ringcomm.measure.timing import US, check_sums
+from ringcomm.screen import (
+    EXIT_OK,
+    EXIT_WRONG_RESULTS,
+    byte_count,
+    check_writable,
+    columns,
+    factor,
+    in_seconds,
+)
 
 SIZES = (1 << 10, 64 << 10, 1 << 20, 16 << 20)
 # A step of a small transformer takes several times an all_reduce, and warms up longer.
@@ -67,7 +75,7 @@ def run(options: argparse.Namespace) -> int:
         if "wrong elements" not in str(problem):
             raise
         print(f"ringcomm bench: {problem}")
-        return ranks.EXIT_WRONG_RESULTS
+        return EXIT_WRONG_RESULTS
     print(_table(rows))
     print(sentence(rows, options.world_size))
     disturbed = max(row.others_percent for row in rows)
@@ -76,7 +84,7 @@ def run(options: argparse.Namespace) -> int:
     if options.html is not None:
         options.html.write_text(page(rows, options.world_size, machine), encoding="utf-8")
         print(f"written: {options.html}")
-    return ranks.EXIT_OK
+    return EXIT_OK
 
 
 def _run_rank(team: Team, seconds: float) -> None:

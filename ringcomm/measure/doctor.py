@@ -18,9 +18,9 @@ from ringcomm import _C, tuning
 from ringcomm.backend import resolve_group
 from ringcomm.measure import machine
 from ringcomm.measure.ranks import RankError, Team, run_ranks
-from ringcomm.measure.screen import byte_count, counted, in_gib, in_seconds
 from ringcomm.measure.timing import Contender, measure, open_default_group
 from ringcomm.options import unknown_variables
+from ringcomm.screen import byte_count, counted, in_gib, in_seconds
 from ringcomm.torch_names import backend_of
 
 INIT_TIMEOUT = timedelta(seconds=30)

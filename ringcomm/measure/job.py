@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from ringcomm.measure.machine import TICKS_PER_S
-from ringcomm.measure.screen import byte_count
 from ringcomm.measure.verdict import Rank, number_of, verdict
+from ringcomm.screen import byte_count
 from ringcomm.trace import dumps, flight, torch_dumps
 from ringcomm.trace.flight import Record
 

@@ -24,14 +24,8 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from ringcomm.screen import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PIPE_CLOSED
 from ringcomm.torch_names import die_with_parent
-
-EXIT_OK = 0
-EXIT_FAILED = 1
-EXIT_BAD_INPUT = 2
-EXIT_WRONG_RESULTS = 3
-EXIT_INTERRUPTED = 130
-EXIT_PIPE_CLOSED = 141  # as of a program that SIGPIPE ends
 
 # Longest wait of a rank for another; a call of a backend under test has its group's own timeout.
 SIDE_CHANNEL_TIMEOUT_S = 300.0

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from ringcomm.measure.screen import in_gib
 from ringcomm.planner.models import read_object
+from ringcomm.screen import in_gib
 from ringcomm.tuning import World
 
 Precision = Literal["bf16", "fp32"]

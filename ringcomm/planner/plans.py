@@ -9,12 +9,12 @@ from itertools import product
 from operator import itemgetter
 from typing import Any
 
-from ringcomm.measure.screen import columns, factor, in_gib, in_seconds
 from ringcomm.planner import costs
 from ringcomm.planner.candidate import Candidate
 from ringcomm.planner.hardware import Cluster
 from ringcomm.planner.job import CHECKPOINTINGS, SCHEDULES, SYSTEMS, Job, Mesh, System
 from ringcomm.planner.models import ModelShape, find_model
+from ringcomm.screen import columns, factor, in_gib, in_seconds
 
 SCHEMA = 2
 SAME_TIME = 1.02  # steps within this ratio count as equally long

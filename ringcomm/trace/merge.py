@@ -16,8 +16,7 @@ from itertools import chain
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from ringcomm.measure.ranks import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
-from ringcomm.measure.screen import columns, counted
+from ringcomm.screen import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, columns, counted
 from ringcomm.trace import clock_name, dumps, recordings, torch_dumps
 from ringcomm.trace.recordings import MESSAGE, NO_SEQ, PART, STEP, WAIT, Process
 

@@ -159,6 +159,13 @@ def with_kernels() -> dict[str, str]:
     return {"RINGCOMM_CUDA_IMAGE": str(image)}
 
 
+def build_program(name: str) -> Path:
+    """Returns a program of benchmarks/gpu, up to date."""
+    with _locked():
+        _make(TESTS.parent / "benchmarks" / "gpu")
+    return TESTS.parent / "build" / "gpu" / name
+
+
 def program(name: str, box: Path, *arguments: str, **settings: str) -> dict[str, Any]:
     """A program of benchmarks/gpu, and its environment, as subprocess.run() takes them.
 
@@ -168,8 +175,6 @@ def program(name: str, box: Path, *arguments: str, **settings: str) -> dict[str,
         arguments: its own.
         settings: the emulator's, without RINGCOMM_EMULATOR_ before their names.
     """
-    with _locked():
-        _make(TESTS.parent / "benchmarks" / "gpu")
     env = {
         **os.environ,
         **with_kernels(),
@@ -177,8 +182,7 @@ def program(name: str, box: Path, *arguments: str, **settings: str) -> dict[str,
         "RINGCOMM_EMULATOR_BOX": str(box),
         **{f"RINGCOMM_EMULATOR_{setting}": value for setting, value in settings.items()},
     }
-    path = TESTS.parent / "build" / "gpu" / name
-    return {"args": [str(path), *arguments], "env": env, "text": True}
+    return {"args": [str(build_program(name)), *arguments], "env": env, "text": True}
 
 
 def driver_calls() -> Counter[str]:

@@ -22,7 +22,7 @@ from point import make_buffers
 
 import ringcomm
 from ringcomm import cli
-from ringcomm.measure import ranks
+from ringcomm.screen import EXIT_OK, EXIT_WRONG_RESULTS
 
 KIND = "hostgpu"
 
@@ -65,7 +65,7 @@ def test_records(tmp_path: Path, clock: str, capfd: pytest.CaptureFixture[str]) 
         tmp_path / "records.jsonl",
         *("--peers", "gloo,mpi4py,nccl", "--sizes", "1k", "--layout", "one", "--clock", clock),
     )
-    assert code == ranks.EXIT_OK
+    assert code == EXIT_OK
     said = capfd.readouterr().out
     assert "not available: mpi4py: its calls take arrays in the host's memory" in said
     assert "not available: nccl" in said
@@ -95,7 +95,7 @@ def test_one_wrong_element_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     broken = dataclasses.replace(operation, call=spoil)
     monkeypatch.setitem(OPERATIONS, "all_reduce", broken)
     code, records = run(tmp_path / "records.jsonl", "--peers", "none", "--sizes", "1k")
-    assert code == ranks.EXIT_WRONG_RESULTS
+    assert code == EXIT_WRONG_RESULTS
     assert records[0]["wrong_elems"] == 2
 
 

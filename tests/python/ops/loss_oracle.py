@@ -320,5 +320,8 @@ def assert_saturated(grad: Tensor, logits: Tensor, target: Tensor) -> None:
     probabilities = torch.softmax(SATURATED_CAP * ratio.tanh(), -1)
     expected = (probabilities - F.one_hot(target, logits.shape[1])) / ratio.cosh().square()
     rounding = 4e-6 if grad.dtype == torch.float32 else 2**-7
+    # e^-2|ratio| passes on an error of the ratio: GPUs divide with up to 2 units in the last place.
+    allowed = expected.abs() * (rounding + 2 * ratio.abs() * 2**-22)
     # Below the smallest normal number results may be 0.
-    torch.testing.assert_close(grad.cpu().double(), expected, rtol=rounding, atol=4e-38)
+    error = (grad.cpu().double() - expected).abs()
+    assert (error <= allowed + 4e-38).all(), f"{(error / allowed).max()} of what is allowed"

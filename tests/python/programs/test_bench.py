@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 
 from ringcomm import cli
-from ringcomm.measure import bench, ranks
+from ringcomm.measure import bench
+from ringcomm.screen import EXIT_OK, EXIT_WRONG_RESULTS
 
 QUICK = ["bench", "--world-size", "2", "--seconds", "0"]
 
 
 def test_a_table_a_sentence_and_a_page(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "folder" / "bench.html"
-    assert cli.run([*QUICK, "--html", str(path)]) == ranks.EXIT_OK
+    assert cli.run([*QUICK, "--html", str(path)]) == EXIT_OK
     out, err = capfd.readouterr()
     assert err == ""
     for name in ("1 KiB", "64 KiB", "1 MiB", "16 MiB"):
@@ -40,7 +41,7 @@ def test_a_wrong_sum_is_no_result(
         tensor[7] += 1
 
     monkeypatch.setattr(bench.dist, "all_reduce", spoil)
-    assert cli.run(QUICK) == ranks.EXIT_WRONG_RESULTS
+    assert cli.run(QUICK) == EXIT_WRONG_RESULTS
     assert "2 wrong elements in all_reduce of 1024 B by ringcomm" in capfd.readouterr().out
 
 

@@ -31,8 +31,8 @@ from machines import needs_programs
 from torch import Tensor
 
 from ringcomm import cli
-from ringcomm.measure.ranks import EXIT_OK, EXIT_WRONG_RESULTS
 from ringcomm.parallel import pipeline
+from ringcomm.screen import EXIT_OK, EXIT_WRONG_RESULTS
 
 ALGORITHMS = ["one_shot", "two_shot", "ring"]
 INFERENCE = [

@@ -20,6 +20,7 @@ from html_report import read_records
 from ringcomm import cli
 from ringcomm.measure import machine, ranks
 from ringcomm.measure.timing import Timings
+from ringcomm.screen import EXIT_OK, EXIT_WRONG_RESULTS
 
 BACKENDS = ["ringcomm", "gloo"]
 pytestmark = pytest.mark.skipif(
@@ -35,7 +36,7 @@ def run(path: Path, *argv: str, op: str = "all_reduce") -> int:
 
 def test_records_of_a_sweep(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "records" / "sweep.jsonl"
-    assert run(path, "--sizes", "1024,1000000") == ranks.EXIT_OK
+    assert run(path, "--sizes", "1024,1000000") == EXIT_OK
     records = read_records([path])
     points = [(r["op"], r["bytes"], r["backend"]) for r in records]
     assert points == [("all_reduce", b, name) for b in (1024, 1000000) for name in BACKENDS]
@@ -60,7 +61,7 @@ def test_records_of_a_sweep(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
             assert ratio["p10"] <= ratio["p50"] <= ratio["p90"]
             assert ratio["num_pairs"] >= 5
     assert "time / ringcomm's" in capfd.readouterr().out
-    assert table.main([str(path)]) == ranks.EXIT_OK
+    assert table.main([str(path)]) == EXIT_OK
     assert "| 1 KiB |" in capfd.readouterr().out
 
 
@@ -70,7 +71,7 @@ def test_every_operation_is_right(tmp_path: Path) -> None:
     ops = ",".join(operations.OPERATIONS)
     # Not a multiple of the ranks: collectives that divide the buffer round down.
     argv = ["--sizes", "1004", "--dtype", "bfloat16", "--peers", "none"]
-    assert run(path, *argv, op=ops) == ranks.EXIT_OK
+    assert run(path, *argv, op=ops) == EXIT_OK
     records = read_records([path])
     assert [r["op"] for r in records] == list(operations.OPERATIONS)
     assert all(record["verified"] for record in records)
@@ -89,7 +90,7 @@ def test_one_wrong_element_is_seen(
     broken = replace(operations.OPERATIONS["all_reduce"], call=spoil_one_element)
     monkeypatch.setitem(operations.OPERATIONS, "all_reduce", broken)
     path = tmp_path / "sweep.jsonl"
-    assert run(path, "--sizes", "1024") == ranks.EXIT_WRONG_RESULTS
+    assert run(path, "--sizes", "1024") == EXIT_WRONG_RESULTS
     ours, gloo = read_records([path])
     assert (ours["verified"], gloo["verified"]) == (False, True)
     assert ours["wrong_elems"] == 2  # one before the clocks ran, one after

@@ -25,14 +25,15 @@ from sweep import AVAILABLE
 from ringcomm import cli, tuning
 from ringcomm.measure import algorithms, doctor, machine
 from ringcomm.measure.algorithms import measure_algorithms
-from ringcomm.measure.ranks import (
+from ringcomm.screen import (
     EXIT_BAD_INPUT,
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_OK,
     EXIT_PIPE_CLOSED,
+    check_writable,
+    counted,
 )
-from ringcomm.measure.screen import check_writable, counted
 
 ROOT = Path(__file__).resolve().parents[3]
 TIMEOUT_S = 120.0

@@ -119,7 +119,7 @@ def answers_of(root: Path) -> dict[str, str]:
 @emulated_gpu.needs_emulated_gpu
 def test_the_first_part_runs_over_the_emulator(checkout: Path) -> None:
     driver = emulated_gpu.build_driver()
-    sweep = emulated_gpu.build_sweep()
+    sweep = emulated_gpu.build_program("kernel_sweep")
     old = time.time() - 1e6
     for program in (sweep, sweep.with_name("probe")):
         shutil.copy2(program, checkout / "gpu-kit")

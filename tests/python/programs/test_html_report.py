@@ -15,7 +15,7 @@ from html_report import read_records
 from report import RESULTS
 
 from ringcomm import cli
-from ringcomm.measure import ranks
+from ringcomm.screen import EXIT_OK
 
 FILES = ("2026-11-20-all_reduce-w4.jsonl", "2026-11-21-systems.jsonl")
 PHONE, SCREEN = {"width": 360, "height": 740}, {"width": 1200, "height": 900}
@@ -48,7 +48,7 @@ def test_a_page_needs_no_other_file(tmp_path: Path) -> None:
 def test_a_sweep_writes_its_page(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "page.html"
     quick = ["--sizes", "1024", "--seconds", "0.02", "--repeats", "0", "--html", str(path)]
-    assert cli.run(["bench", "all_reduce", *quick]) == ranks.EXIT_OK
+    assert cli.run(["bench", "all_reduce", *quick]) == EXIT_OK
     data = data_of(path)
     assert [record["backend"] for record in data["records"]] == ["ringcomm", "gloo"]
     assert not data["isPartial"]

@@ -175,6 +175,24 @@ def test_python_imports_make_no_circle(folder: str, root: str) -> None:
     TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
 
 
+# What a module may import of these parts of the package: those left of it.
+PARTS_IN_ORDER = ("screen", "trace", "backend", "measure", "planner", "cli")
+
+
+def test_measurements_stand_on_the_backend_and_not_beside_it() -> None:
+    """backend -> trace -> measure -> backend was a circle of folders that no single file shows."""
+    wrong = []
+    for path, module, names in imports_of("ringcomm"):
+        part = path.relative_to(ROOT / "ringcomm").with_suffix("").parts[0]
+        for name in (module, *(f"{module}.{name}" for name in names)):
+            taken = (*name.split("."), "")[1] if name.startswith("ringcomm.") else ""
+            if {part, taken} <= {*PARTS_IN_ORDER} and PARTS_IN_ORDER.index(
+                taken
+            ) > PARTS_IN_ORDER.index(part):
+                wrong.append(f"{name_of(path)} imports {name}")
+    assert not wrong, "\n".join(wrong)
+
+
 # The parts of the engine: their folders, and at most how many lines and files they have. These
 # numbers go down: whoever makes a part smaller lowers them. They went up for the flight recorder,
 # for survivors, for RMSNorm, for what a rank has waited for its peers (docs/experiments.md), by 30

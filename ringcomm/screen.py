@@ -1,4 +1,4 @@
-"""Parses command line options and formats figures for a terminal."""
+"""Parses command line options, formats figures for a terminal, and names exit statuses."""
 
 import argparse
 import re
@@ -10,6 +10,13 @@ from pathlib import Path
 from typing import TypeVar
 
 Parsed = TypeVar("Parsed")
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_BAD_INPUT = 2
+EXIT_WRONG_RESULTS = 3
+EXIT_INTERRUPTED = 130
+EXIT_PIPE_CLOSED = 141  # as of a program that SIGPIPE ends
 
 UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
