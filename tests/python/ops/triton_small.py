@@ -2,7 +2,8 @@
 
     python triton_small.py NAME
 
-runs one of them for sm_90. It prints "right", or ends as the machine ends it.
+runs one of them for sm_90. It prints "right", or ends as the machine ends it. Triton evaluates
+annotations, so kernels have those of its own types alone.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ import triton_launch
 
 
 @triton.jit(do_not_specialize=("varying",))
-def arguments_kernel(
-    out: Any,
-    pair: Any,
-    absent: Any,
-    one: Any,
-    sixteen: Any,
-    varying: Any,
-    wide: Any,
-    flag: Any,
-    number: Any,
+def arguments_kernel(  # type: ignore[no-untyped-def]
+    out,
+    pair,
+    absent,
+    one,
+    sixteen,
+    varying,
+    wide,
+    flag,
+    number,
     COUNT: tl.constexpr,
-) -> None:
+):
     """Stores what it is given, at places that tell which."""
     numbers = pair[1]
     added, scale = numbers
@@ -59,7 +60,7 @@ def check_arguments() -> None:
 
 
 @triton.jit
-def grid_kernel(out: Any, BLOCK: tl.constexpr) -> None:
+def grid_kernel(out, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Each element is made of the program's numbers and its lane."""
     x, y, z = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     program = (z * tl.num_programs(1) + y) * tl.num_programs(0) + x
@@ -82,7 +83,7 @@ def check_grid() -> None:
 
 
 @triton.jit
-def refused_kernel(out: Any, WHAT: tl.constexpr) -> None:
+def refused_kernel(out, WHAT: tl.constexpr):  # type: ignore[no-untyped-def]
     """Breaks one rule."""
     lane = tl.arange(0, 32)
     if WHAT == "load":
