@@ -19,6 +19,8 @@ from function import STORAGE, Function, cpp_name
 from opcodes import emit
 from parse import WIDTH, Kernel, Module, Statement, UnknownPtx, parse, split
 
+NEWEST_VERSION = (9, 1)  # of PTX, whose instructions are known
+
 
 def translate(function: Function) -> None:
     """Translates all statements of the function's kernel.
@@ -90,16 +92,27 @@ def kernel_text(kernel: Kernel, module: Module) -> str:
     )
 
 
+def _say_if_newer(path: Path, text: str) -> None:
+    """An instruction that means something else in a newer PTX would not be noticed."""
+    found = re.search(r"^\.version\s+(\d+)\.(\d+)", text, re.MULTILINE)
+    if found is None or (int(found[1]), int(found[2])) > NEWEST_VERSION:
+        version = "of no version" if found is None else f"{found[1]}.{found[2]}"
+        known = "{}.{}".format(*NEWEST_VERSION)
+        print(f"{path}: PTX {version}; what runs it was written for {known}", file=sys.stderr)
+
+
 def translate_file(path: Path, folder: Path, names: list[str]) -> list[str]:
     """Translates the file's kernels, or those of the names; returns which."""
-    module = parse(path.read_text())
+    text = path.read_text()
+    _say_if_newer(path, text)
+    module = parse(text)
     folder.mkdir(parents=True, exist_ok=True)
     kernels = [kernel for kernel in module.kernels if not names or kernel.name in names]
     for kernel in kernels:
-        text = kernel_text(kernel, module)
+        code = kernel_text(kernel, module)
         to = folder / f"{cpp_name(kernel.name)}.cc"
-        if not to.exists() or to.read_text() != text:
-            to.write_text(text)
+        if not to.exists() or to.read_text() != code:
+            to.write_text(code)
     return [kernel.name for kernel in kernels]
 
 
