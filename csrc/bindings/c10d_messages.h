@@ -7,6 +7,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include "host/process.h"
+#include "host/wait_limits.h"
 #include "transport/messenger.h"
 
 namespace ringcomm {

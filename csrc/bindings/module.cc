@@ -10,10 +10,12 @@
 #include "collectives/flight.h"
 #include "collectives/trace.h"
 #include "host/bootstrap.h"
+#include "host/cgroup_limits.h"
 #include "host/group.h"
 #include "host/process.h"
 #include "host/shared_arena.h"
 #include "host/survivors.h"
+#include "host/wait_limits.h"
 #include "reduce/reduce_op.h"
 
 namespace py = pybind11;

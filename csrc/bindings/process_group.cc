@@ -15,6 +15,7 @@
 #include "host/process.h"
 #include "host/rendezvous.h"
 #include "host/timed_store.h"
+#include "host/wait_limits.h"
 
 namespace ringcomm {
 namespace {

@@ -17,6 +17,8 @@
 #include "bindings/process_group.h"
 #include "bindings/python_errors.h"
 #include "host/process.h"
+#include "host/threads.h"
+#include "host/wait_limits.h"
 
 namespace ringcomm {
 namespace {

@@ -10,6 +10,7 @@
 
 #include "core/types.h"
 #include "host/membership.h"
+#include "host/rank_record.h"
 #include "reduce/reduce_op.h"
 #include "reduce/update_op.h"
 

@@ -12,6 +12,7 @@
 
 #include "collectives/flight.h"
 #include "host/process.h"
+#include "host/threads.h"
 
 namespace ringcomm::flight {
 namespace {

@@ -15,6 +15,7 @@
 #include "collectives/flight.h"
 #include "collectives/trace.h"
 #include "host/process.h"
+#include "host/wait_limits.h"
 
 namespace ringcomm {
 

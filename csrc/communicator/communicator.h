@@ -15,8 +15,10 @@
 #include "collectives/send_recv.h"
 #include "collectives/trace.h"
 #include "communicator/ordered_queue.h"
+#include "host/key_value_store.h"
 #include "host/membership.h"
 #include "host/process.h"
+#include "host/wait_limits.h"
 #include "transport/transport.h"
 
 namespace ringcomm {

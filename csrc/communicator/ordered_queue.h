@@ -11,6 +11,8 @@
 #include <thread>
 
 #include "host/process.h"
+#include "host/threads.h"
+#include "host/wait_limits.h"
 
 namespace ringcomm {
 

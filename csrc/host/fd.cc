@@ -19,6 +19,7 @@
 #include "core/annotations.h"
 #include "core/errors.h"
 #include "host/process.h"
+#include "host/wait_limits.h"
 
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23  // Linux 5.14

@@ -16,6 +16,7 @@
 #include "host/membership.h"
 #include "host/process.h"
 #include "host/rendezvous.h"
+#include "host/wait_limits.h"
 
 namespace ringcomm::shm {
 

@@ -12,6 +12,7 @@
 #include <mutex>
 #include <set>
 
+#include "host/cgroup_limits.h"
 #include "host/process.h"
 
 namespace ringcomm::shm {

@@ -1,110 +1,19 @@
 #pragma once
 
-#include <sys/types.h>
-
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
-#include <memory>
-#include <mutex>
-#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "core/arch.h"
 #include "core/errors.h"
+#include "host/peer_process.h"
 
 // Who the ranks of a group are, and why a group is no more.
 
 namespace ringcomm {
-
-namespace shm {
-class PeerMemory;
-class SharedMemory;
-}  // namespace shm
-
-/// What the library needs of a store that all ranks of a group share (an adapter to torch's Store).
-class KeyValueStore {
- public:
-  virtual ~KeyValueStore() = default;
-
-  /// All but is_interrupted() throw std::exception when the store cannot be reached.
-  virtual void set(const std::string& key, const std::string& value) = 0;
-  /// Nothing when the key is not there now.
-  virtual std::optional<std::string> try_get(const std::string& key) = 0;
-  /// Sets the key if it is not there yet; where the store cannot tell, in any case.
-  virtual void set_first(const std::string& key, const std::string& value) = 0;
-  /// Whether a signal has asked this process to stop waiting.
-  virtual bool is_interrupted() { return false; }
-  /// The same store for another thread: with a connection of its own, where it has connections.
-  virtual std::unique_ptr<KeyValueStore> clone() = 0;
-};
-
-/// Another process, watched until it ends if it is on this machine.
-struct PeerProcess {
-  explicit PeerProcess(pid_t its_pid = -1, std::string its_host = {}, std::string address = {})
-      : pid(its_pid), host(std::move(its_host)), bootstrap_address(std::move(address)) {}
-
-  /// In this process's numbering, or its own where another PID namespace hides it.
-  pid_t pid;
-  std::string host;               ///< its name, for messages
-  std::string bootstrap_address;  ///< of its Bootstrap; empty if it is not, or was never, watched
-  bool is_pid_hidden = false;
-  std::atomic<bool> is_confirmed = false;  ///< by its pid or its answer: Bootstrap::watch()
-  std::atomic<bool> is_dead = false;       ///< ended, or runs another program
-  /// The processes that this one has seen end; increased after is_dead.
-  static std::atomic<std::uint64_t> num_ended;
-  /// An eventfd that is written after num_ended is increased; -1 while nobody waits for deaths.
-  static std::atomic<int> death_event;
-  /// By itself, as far as it or the kernel has told; known before is_dead is set, as the next.
-  std::atomic<bool> has_exited = false;
-  /// What is_dead means: it has ended; it runs another program, or has closed all descriptors; or
-  /// this process has.
-  enum class Gone { kEnded, kRunsOn, kUnwatched };
-  std::atomic<Gone> gone = Gone::kEnded;
-  /// As wait() gives it; -1 if the kernel does not tell.
-  std::atomic<int> wait_status = -1;
-
-  /// Whether it is stopped by SIGSTOP or a debugger; false if the kernel does not tell.
-  bool is_stopped() const;
-  /// The CPU time that it has taken; none if the kernel does not tell.
-  std::optional<std::uint64_t> cpu_ms() const;
-  /// Its last report of why it ends, such as an uncaught exception; printable, and may be empty.
-  std::string last_words() const;
-  void keep_last_words(std::string words);
-  /// Why it does not let this process watch it, or accepts no connections now; empty if it does.
-  std::string refusal() const;
-  void keep_refusal(std::string why);
-  /// It has ended: asks the kernel how. `pidfd` may be -1.
-  void end(int pidfd);
-  /// The end of an error message about it: " died (signal 9, Killed); read the end of its output".
-  /// `when` and `detail` may be empty.
-  std::string how_it_ended(const std::string& when, const std::string& detail) const;
-  /// Its flight recorder, as this process maps it, also after its end; null if it has sent none.
-  std::shared_ptr<const shm::SharedMemory> flight() const;
-  void keep_flight(int fd);
-  /// Its buffers, as this process maps them; one for all groups that hold the pointer.
-  std::shared_ptr<shm::PeerMemory> memory() const;
-
- private:
-  mutable std::mutex mutex_;  // guards the next ones
-  mutable std::weak_ptr<shm::PeerMemory> memory_;
-  std::string last_words_;
-  std::string refusal_;
-  std::shared_ptr<const shm::SharedMemory> flight_;
-};
-
-/// By rank. Of this rank's own process, and of one on another machine, only pid and host are known.
-using PeerProcesses = std::vector<std::shared_ptr<PeerProcess>>;
-
-/// What a rank's own messages begin with: "ringcomm rank 0/2: ", with a global rank that differs.
-std::string prefix_of(int rank, int world_size, int global_rank);
-/// A process in error messages: "rank 1 (pid 12 on host)", "rank 1" if it was never found, or "rank
-/// 1 of the group (global rank 3, pid 12 on host)" where the default group numbers it otherwise.
-/// `global_rank` is -1 if it has no such number.
-std::string name_of_process(int rank, int global_rank, const PeerProcess& process);
 
 /// Why a group is no more.
 struct AbortReason {
@@ -193,68 +102,6 @@ class Membership {
  private:
   std::function<void(const PeerEvent&, CallStep)> record_;
   CallStep step_;
-};
-
-/// The size of CallHeader (which asserts it): ranks compare it in their records.
-inline constexpr std::size_t kCallHeaderBytes = 104;
-
-/// The record that each rank publishes in the store before ranks share memory.
-struct RankRecord {
-  std::string host_id;                 ///< equal for processes that share memory with each other
-  std::string host;                    ///< its name, for messages
-  std::string bootstrap_address = {};  ///< where its bootstrap listens, and its secrets
-  pid_t pid = -1;
-  std::string memory_key = {};  ///< random; names memory that it may offer for this group
-  std::string options;
-  std::string machine_id = {};     ///< equal for processes that can watch each other
-  int world_size = 0;              ///< of the group that it makes
-  std::string global_ranks = {};   ///< of that group, as text; empty where it has no such numbers
-  std::string pid_namespace = {};  ///< in which `pid` is its number
-  int attempt = 1;                 ///< how often it has begun to make this group over this store
-  AbortReason failure = {};        ///< why it could not make it; without a text until it fails
-
-  std::string to_text() const;
-  /// Throws Error if the text is not a record of this version of ringcomm.
-  static RankRecord from_text(const std::string& text);
-};
-
-/// The boot and the network namespace of this process: abstract Unix sockets reach no further.
-/// RINGCOMM_HOST_ID replaces it.
-std::string host_id();
-/// The same whatever RINGCOMM_HOST_ID is, and the user: a bootstrap answers its own user only.
-std::string machine_id();
-/// Of this process, or empty where the kernel does not tell.
-std::string pid_namespace();
-/// Of this machine; letters that are not of ASCII are ?.
-std::string host_name();
-
-/// The hosts of a group's ranks, which may be on them in any order. The same on all ranks: hosts
-/// are numbered in the order of their first ranks.
-class PeerTable {
- public:
-  /// `records` are indexed by rank; at least one.
-  explicit PeerTable(const std::vector<RankRecord>& records);
-
-  int world_size() const { return static_cast<int>(places_.size()); }
-  int num_hosts() const { return static_cast<int>(hosts_.size()); }
-  /// The ranks of a host, ascending.
-  const std::vector<int>& ranks_on(int host) const {
-    return hosts_[static_cast<std::size_t>(host)];
-  }
-  int num_ranks_on(int host) const { return static_cast<int>(ranks_on(host).size()); }
-  int host_of(int rank) const { return places_[static_cast<std::size_t>(rank)].first; }
-  /// The index of `rank` among the ranks of its host.
-  int local_rank_of(int rank) const { return places_[static_cast<std::size_t>(rank)].second; }
-  /// The first rank of a host.
-  int leader_of(int host) const { return ranks_on(host).front(); }
-
-  /// "2 hosts: alpha (ranks 0 2), beta (rank 1)"
-  std::string describe() const;
-
- private:
-  std::vector<std::string> names_;           // of hosts
-  std::vector<std::vector<int>> hosts_;      // their ranks
-  std::vector<std::pair<int, int>> places_;  // by rank: host, and rank there
 };
 
 }  // namespace ringcomm

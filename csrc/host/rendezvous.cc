@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "host/process.h"
+#include "host/wait_limits.h"
 
 namespace ringcomm::shm {
 namespace {

@@ -12,8 +12,12 @@
 #include "core/errors.h"
 #include "host/bootstrap.h"
 #include "host/fd.h"
+#include "host/key_value_store.h"
 #include "host/membership.h"
+#include "host/peer_table.h"
 #include "host/process.h"
+#include "host/rank_record.h"
+#include "host/wait_limits.h"
 
 namespace ringcomm::shm {
 

@@ -19,6 +19,7 @@
 
 #include "host/fd.h"
 #include "host/process.h"
+#include "host/threads.h"
 
 namespace ringcomm::shm {
 

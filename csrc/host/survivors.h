@@ -8,6 +8,7 @@
 #include "host/group.h"
 #include "host/host_arch.h"
 #include "host/process.h"
+#include "host/wait_limits.h"
 
 namespace ringcomm::shm {
 

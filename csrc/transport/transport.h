@@ -9,8 +9,11 @@
 #include "collectives/failure.h"
 #include "collectives/send_recv.h"
 #include "core/arch.h"
+#include "host/key_value_store.h"
 #include "host/membership.h"
+#include "host/peer_table.h"
 #include "host/process.h"
+#include "host/wait_limits.h"
 
 namespace ringcomm {
 

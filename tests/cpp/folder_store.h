@@ -14,6 +14,7 @@
 
 #include "core/annotations.h"
 #include "host/fd.h"
+#include "host/key_value_store.h"
 #include "host/membership.h"
 
 namespace ringcomm::testing {

@@ -20,8 +20,11 @@
 #include "core/annotations.h"
 #include "host/fd.h"
 #include "host/group.h"
+#include "host/key_value_store.h"
 #include "host/membership.h"
 #include "host/process.h"
+#include "host/rank_record.h"
+#include "host/wait_limits.h"
 #include "third_party/doctest/doctest.h"
 #include "thread_ranks.h"
 

@@ -34,6 +34,7 @@
 #include "host/group.h"
 #include "host/host_arch.h"
 #include "host/membership.h"
+#include "host/rank_record.h"
 #include "host/shared_arena.h"
 #include "sanitizers.h"
 #include "third_party/doctest/doctest.h"

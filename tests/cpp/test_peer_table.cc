@@ -11,6 +11,8 @@
 #include <vector>
 
 #include "host/membership.h"
+#include "host/peer_table.h"
+#include "host/rank_record.h"
 #include "host/rendezvous.h"
 #include "third_party/doctest/doctest.h"
 #include "thread_ranks.h"

@@ -20,6 +20,7 @@
 #include "host/group.h"
 #include "host/membership.h"
 #include "host/process.h"
+#include "host/rank_record.h"
 #include "third_party/doctest/doctest.h"
 #include "thread_ranks.h"
 

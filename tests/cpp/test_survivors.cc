@@ -29,6 +29,7 @@
 #include "host/group.h"
 #include "host/process.h"
 #include "host/survivors.h"
+#include "host/wait_limits.h"
 #include "third_party/doctest/doctest.h"
 
 namespace {

@@ -9,6 +9,7 @@
 #include "core/wait_policy.h"
 #include "host/host_arch.h"
 #include "host/process.h"
+#include "host/wait_limits.h"
 #include "third_party/doctest/doctest.h"
 
 namespace {

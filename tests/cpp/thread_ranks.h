@@ -24,6 +24,7 @@
 #include "communicator/communicator.h"
 #include "core/errors.h"
 #include "host/group.h"
+#include "host/key_value_store.h"
 #include "host/membership.h"
 
 namespace ringcomm::testing {

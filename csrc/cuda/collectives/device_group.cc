@@ -22,6 +22,7 @@
 #include "host/fd.h"
 #include "host/membership.h"
 #include "host/process.h"
+#include "host/rank_record.h"
 
 namespace ringcomm::cuda {
 namespace {

@@ -10,6 +10,7 @@
 #include "cuda/collectives/record_exchange.h"
 #include "cuda/kernels/staging.h"
 #include "host/process.h"
+#include "host/threads.h"
 
 namespace ringcomm::cuda {
 

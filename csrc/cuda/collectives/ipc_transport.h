@@ -13,6 +13,7 @@
 #include "cuda/collectives/device_watch.h"
 #include "cuda/collectives/kernels.h"
 #include "host/process.h"
+#include "host/wait_limits.h"
 
 namespace ringcomm::cuda {
 

@@ -19,6 +19,8 @@
 #include "cuda/messages/context.h"
 #include "cuda/messages/operators.h"
 #include "host/process.h"
+#include "host/threads.h"
+#include "host/wait_limits.h"
 #include "transport/messages/shard_table.h"
 
 namespace ringcomm {

@@ -14,10 +14,13 @@
 #include <utility>
 
 #include "core/arch.h"
+#include "host/key_value_store.h"
 #include "host/membership.h"
 #include "host/process.h"
 #include "host/rendezvous.h"
+#include "host/threads.h"
 #include "host/timed_store.h"
+#include "host/wait_limits.h"
 #include "transport/messenger.h"
 
 namespace ringcomm {

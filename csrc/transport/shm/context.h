@@ -1,93 +1,23 @@
 #pragma once
 
 #include <algorithm>
-#include <array>
-#include <chrono>
 #include <cstddef>
 #include <cstdint>
-#include <limits>
 #include <memory>
 #include <utility>
 #include <vector>
 
 #include "collectives/collective.h"
-#include "collectives/flight.h"
-#include "collectives/trace.h"
 #include "core/board_protocol.h"
 #include "core/chunk_layout.h"
 #include "host/group.h"
-#include "host/host_arch.h"
 #include "host/shared_arena.h"
 #include "reduce/reduce_op.h"
+#include "transport/shm/store_kind_chooser.h"
+#include "transport/shm/traced_arch.h"
 #include "transport/transport.h"
 
 namespace ringcomm {
-
-/// A machine of the host whose waits are recorded. A wait reads the clock only after some pauses:
-/// one that ends before is not long.
-class TracedArch final : public shm::HostArch {
- public:
-  TracedArch(shm::WaitScope& scope, const shm::Group& group)
-      : HostArch(scope, group.rank(), group.world_size()), group_(group) {}
-
-  class Wait {
-   public:
-    Wait(TracedArch& arch, int peer)
-        : arch_(arch), peer_(peer), span_([&] {
-            return trace::Event{.from = arch.group_.whole_rank(peer),
-                                .kind = trace::Kind::kWait,
-                                .name = trace::name_number("wait")};
-          }) {
-      arch.num_pauses_ = 0;
-      arch.begin_ticks_ = 0;
-    }
-    ~Wait() {
-      if (arch_.begin_ticks_ != 0) [[unlikely]]
-        arch_.end_wait(peer_);
-    }
-    Wait(const Wait&) = delete;
-    Wait& operator=(const Wait&) = delete;
-
-   private:
-    TracedArch& arch_;
-    int peer_;
-    trace::Span span_;
-  };
-  Wait record_wait(int peer) { return {*this, peer}; }
-  /// Whether the next waits are for ranks to begin the collective.
-  void set_arriving(bool is_arriving) { is_arriving_ = is_arriving; }
-
-  void pause() {
-    if (++num_pauses_ == kPausesWithoutClock) begin_ticks_ = flight::ticks();
-    HostArch::pause();
-  }
-  Yielded yield() {
-    start_clock();
-    return HostArch::yield();
-  }
-  Stop stopped(int peer) {
-    start_clock();
-    trace::record_alive();
-    return HostArch::stopped(peer);
-  }
-
- private:
-  static constexpr std::uint32_t kPausesWithoutClock = 64;  // 2 us
-
-  void start_clock() {
-    if (begin_ticks_ == 0) begin_ticks_ = flight::ticks();
-  }
-  void end_wait(int peer) const {
-    if (const std::uint64_t waited = flight::long_wait_since(begin_ticks_); waited > 0)
-      group_.record({group_.whole_rank(peer), waited, is_arriving_});
-  }
-
-  const shm::Group& group_;
-  bool is_arriving_ = false;
-  std::uint32_t num_pauses_ = 0;   // of the wait
-  std::uint64_t begin_ticks_ = 0;  // of the wait; 0 until the clock is read
-};
-static_assert(Arch<TracedArch>);
 
 /// The locations of a rank's buffers in memory that its peers can map. Published in the region of
 /// the first phase, in place of data.
@@ -96,53 +26,6 @@ struct BufferHandle {
   shm::ArenaLocation output = {};
 
   bool is_given() const { return input.is_somewhere(); }
-};
-
-/// Chooses how staged bytes are stored: plain stores are 2 times faster if the cores of two ranks
-/// share a cache, and otherwise 2 to 3 times slower (docs/experiments.md, "stores"). A virtual
-/// machine switches between the two cases, and no counter shows it. So the collectives are timed,
-/// by operation and size class. The first calls of a class try both kinds, the others use the
-/// faster, until the time doubles or 512 calls are made. Rank 0 publishes the kind of the class's
-/// next call in each call: a rank that tried alone would disturb the others' times.
-class StoreKindChooser {
- public:
-  /// Starts a collective of `num_bytes` per rank.
-  void begin(OpKind op, std::size_t num_bytes);
-  host::StoreKind kind() const { return kind_; }
-  bool is_next_streaming() const { return class_ != nullptr && class_->is_next_streaming; }
-  /// What rank 0 has published.
-  void follow(bool is_next_streaming) {
-    if (class_ != nullptr) class_->is_next_streaming = is_next_streaming;
-  }
-  /// Stops and continues the time of the collective: the wait for late ranks does not count.
-  void pause() {
-    if (class_ != nullptr) elapsed_ += Clock::now().time_since_epoch();
-  }
-  void resume() {
-    if (class_ != nullptr) elapsed_ -= Clock::now().time_since_epoch();
-  }
-  void end() {
-    pause();
-    count(std::chrono::duration<float>(elapsed_).count());
-  }
-  void count(float seconds);
-
- private:
-  using Clock = std::chrono::steady_clock;
-  static constexpr float kNever = std::numeric_limits<float>::infinity();
-
-  // The shortest times, because the others include later waits.
-  struct SizeClass {
-    std::array<float, 2> best = {kNever, kNever};  // by StoreKind, since the last trial
-    float recent_best = kNever;                    // of up to 64 calls
-    std::uint32_t num_calls = 0;                   // since the last trial began
-    bool is_next_streaming = false;
-  };
-
-  std::array<std::array<SizeClass, 16>, kNumOpKinds> classes_;  // powers of two from 16 KiB on
-  SizeClass* class_ = nullptr;  // of the current collective, if its kind matters
-  host::StoreKind kind_ = host::StoreKind::kCached;
-  Clock::duration elapsed_{};
 };
 
 /// The state in which collectives of one group run, one after another, on one thread at a time.

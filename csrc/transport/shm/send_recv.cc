@@ -14,6 +14,8 @@
 #include "host/group.h"
 #include "host/host_arch.h"
 #include "host/process.h"
+#include "host/threads.h"
+#include "host/wait_limits.h"
 
 namespace ringcomm {
 namespace {

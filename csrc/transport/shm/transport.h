@@ -3,6 +3,7 @@
 #include "collectives/collective.h"
 #include "host/group.h"
 #include "host/membership.h"
+#include "host/peer_table.h"
 #include "host/rendezvous.h"
 #include "transport/shm/collectives.h"
 #include "transport/transport.h"

@@ -160,11 +160,12 @@ def test_python_imports_make_no_circle(folder: str, root: str) -> None:
 # clock of waits and how a rank has ended. The other operators went up by 96 for checksums of files.
 # The part for GPUs went up by 460 for the one table of mappings per process and memory given back,
 # and by 17 for the wait that was in core. The field's names, which are longer, took 29
-# lines more in the first part and 7 in the last.
+# lines more in the first part and 7 in the last; files that held several things, 18 files and 229
+# lines, which are includes.
 PARTS = {
-    "communication": (LAYERS[: LAYERS.index("kernels")], 16_863, 99),
+    "communication": (LAYERS[: LAYERS.index("kernels")], 17_094, 117),
     "other operators": (("kernels", "ops"), 3_065, 27),
-    "GPUs": (("cuda",), 9_744, 60),
+    "GPUs": (("cuda",), 9_749, 60),
 }
 
 

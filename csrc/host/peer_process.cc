@@ -1,0 +1,178 @@
+#include "host/peer_process.h"
+
+#include <sys/eventfd.h>
+#include <sys/ioctl.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+#include <iterator>
+#include <sstream>
+
+#include "host/fd.h"
+#include "host/shared_arena.h"
+
+namespace ringcomm {
+namespace {
+
+// The fields of /proc/PID/stat from the third on, the state; empty if the kernel does not tell.
+std::vector<std::string> stat_of(pid_t pid) {
+  std::string stat;
+  std::getline(std::ifstream("/proc/" + std::to_string(pid) + "/stat"), stat);
+  // "pid (name) state ...", and the name may hold anything.
+  const std::size_t name_end = stat.rfind(')');
+  if (name_end == std::string::npos) return {};
+  std::istringstream fields(stat.substr(name_end + 1));
+  return {std::istream_iterator<std::string>(fields), {}};
+}
+
+// The status, as wait() gives it, of a process that ends, or has ended and is not reaped; none if
+// it runs on.
+std::optional<int> status_of_ending(const std::vector<std::string>& fields) {
+  constexpr std::size_t kFlags = 6, kExitCode = 49;  // behind the state
+  constexpr unsigned long kIsExiting = 4;            // PF_EXITING
+  if (fields.size() <= kExitCode) return {};
+  if ((std::strtoul(fields[kFlags].c_str(), nullptr, 10) & kIsExiting) == 0) return {};
+  return static_cast<int>(std::strtol(fields[kExitCode].c_str(), nullptr, 10));
+}
+
+// The same of a process that its parent has reaped; from Linux 6.15 on.
+std::optional<int> status_of_reaped(int pidfd) {
+  constexpr std::uint64_t kExitInfo = 1 << 3;  // PIDFD_INFO_EXIT in linux/pidfd.h
+  struct {
+    std::uint64_t mask = kExitInfo;
+    std::uint64_t cgroup = 0;
+    std::uint32_t ids[11] = {};
+    std::int32_t exit_code = 0;
+  } info;
+  static_assert(sizeof(info) == 64);
+  if (pidfd < 0 || ::ioctl(pidfd, _IOWR(0xFF, 11, decltype(info)), &info) != 0) return {};
+  if ((info.mask & kExitInfo) == 0) return {};
+  return info.exit_code;
+}
+
+}  // namespace
+
+constinit std::atomic<std::uint64_t> PeerProcess::num_ended = 0;
+constinit std::atomic<int> PeerProcess::death_event = -1;
+
+bool PeerProcess::is_stopped() const {
+  if (bootstrap_address.empty() || is_pid_hidden || is_dead) return false;
+  const std::vector<std::string> fields = stat_of(pid);
+  return !fields.empty() && (fields[0] == "T" || fields[0] == "t");
+}
+
+std::optional<std::uint64_t> PeerProcess::cpu_ms() const {
+  constexpr std::size_t kUserTime = 11, kSystemTime = 12;  // behind the state
+  if (bootstrap_address.empty() || is_pid_hidden || is_dead) return {};
+  const std::vector<std::string> fields = stat_of(pid);
+  if (fields.size() <= kSystemTime) return {};
+  const auto ticks = std::strtoull(fields[kUserTime].c_str(), nullptr, 10) +
+                     std::strtoull(fields[kSystemTime].c_str(), nullptr, 10);
+  return 1000 * ticks / static_cast<std::uint64_t>(::sysconf(_SC_CLK_TCK));
+}
+
+std::string PeerProcess::last_words() const {
+  const std::lock_guard lock(mutex_);
+  return last_words_;
+}
+
+void PeerProcess::keep_last_words(std::string words) {
+  const std::lock_guard lock(mutex_);
+  last_words_ = printable(std::move(words));
+}
+
+std::string PeerProcess::refusal() const {
+  const std::lock_guard lock(mutex_);
+  return refusal_;
+}
+
+void PeerProcess::keep_refusal(std::string why) {
+  const std::lock_guard lock(mutex_);
+  refusal_ = printable(std::move(why));
+}
+
+void PeerProcess::end(int pidfd) {
+  if (!is_pid_hidden) {
+    // Its parent may reap it between the two questions, but not a second time.
+    const std::vector<std::string> fields = stat_of(pid);
+    std::optional<int> status = status_of_ending(fields);
+    if (!fields.empty() && !status && gone == Gone::kEnded) gone = Gone::kRunsOn;
+    if (!status) status = status_of_reaped(pidfd);
+    if (status) wait_status = *status;
+    if (status && WIFEXITED(*status)) has_exited = true;
+  }
+  is_dead = true;
+  num_ended.fetch_add(1);
+  if (const int event = death_event; event >= 0) ::eventfd_write(event, 1);
+}
+
+std::string PeerProcess::how_it_ended(const std::string& when, const std::string& detail) const {
+  const std::string words = last_words();
+  const int status = wait_status;
+  std::string text;
+  if (words.empty() && has_exited) {
+    const bool is_known = status >= 0 && WIFEXITED(status);
+    text = " has exited" +
+           (is_known ? " with code " + std::to_string(WEXITSTATUS(status)) : std::string()) + when;
+  } else if (words.empty() && gone == Gone::kRunsOn) {
+    return " is no longer a rank" + when +
+           ": its process runs, and has called exec() or closed all descriptors";
+  } else if (words.empty() && gone == Gone::kUnwatched) {
+    return " can no longer be watched" + when + ": a library has closed descriptors of this rank";
+  } else {
+    text = " died" + when;
+    if (status >= 0 && WIFSIGNALED(status))
+      text += " (signal " + std::to_string(WTERMSIG(status)) + ", " +
+              ::strsignal(WTERMSIG(status)) + ")";
+    else if (!detail.empty())
+      text += " (" + detail + ")";
+  }
+  return text + (words.empty() ? "; read the end of its output" : ": " + words);
+}
+
+std::shared_ptr<const shm::SharedMemory> PeerProcess::flight() const {
+  const std::lock_guard lock(mutex_);
+  return flight_;
+}
+
+void PeerProcess::keep_flight(int fd) {
+  auto mapped = std::make_shared<const shm::SharedMemory>(shm::SharedMemory::of_peer(fd));
+  const std::lock_guard lock(mutex_);
+  flight_ = std::move(mapped);
+}
+
+std::shared_ptr<shm::PeerMemory> PeerProcess::memory() const {
+  const std::lock_guard lock(mutex_);
+  std::shared_ptr<shm::PeerMemory> memory = memory_.lock();
+  if (memory == nullptr) memory_ = memory = std::make_shared<shm::PeerMemory>(bootstrap_address);
+  return memory;
+}
+
+std::string prefix_of(int rank, int world_size, int global_rank) {
+  const std::string place = std::to_string(rank) + "/" + std::to_string(world_size);
+  return "ringcomm rank " + place +
+         (global_rank < 0 || global_rank == rank
+              ? ": "
+              : " (global rank " + std::to_string(global_rank) + "): ");
+}
+
+std::string name_of_process(int rank, int global_rank, const PeerProcess& process) {
+  const bool has_other = global_rank >= 0 && global_rank != rank;
+  std::string more = has_other ? "global rank " + std::to_string(global_rank) : "";
+  if (process.pid >= 0)
+    more += (has_other ? ", pid " : "pid ") + std::to_string(process.pid) +
+            (process.is_pid_hidden ? " of another PID namespace" : "") + " on " + process.host;
+  return "rank " + std::to_string(rank) + (has_other ? " of the group" : "") +
+         (more.empty() ? "" : " (" + more + ")");
+}
+
+std::string printable(std::string text) {
+  for (char& letter : text)
+    if (letter < ' ' || letter > '~') letter = '?';
+  return text;
+}
+
+}  // namespace ringcomm

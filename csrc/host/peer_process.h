@@ -1,0 +1,87 @@
+#pragma once
+
+#include <sys/types.h>
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace ringcomm {
+
+namespace shm {
+class PeerMemory;
+class SharedMemory;
+}  // namespace shm
+
+/// Another process, watched until it ends if it is on this machine.
+struct PeerProcess {
+  explicit PeerProcess(pid_t its_pid = -1, std::string its_host = {}, std::string address = {})
+      : pid(its_pid), host(std::move(its_host)), bootstrap_address(std::move(address)) {}
+
+  /// In this process's numbering, or its own where another PID namespace hides it.
+  pid_t pid;
+  std::string host;               ///< its name, for messages
+  std::string bootstrap_address;  ///< of its Bootstrap; empty if it is not, or was never, watched
+  bool is_pid_hidden = false;
+  std::atomic<bool> is_confirmed = false;  ///< by its pid or its answer: Bootstrap::watch()
+  std::atomic<bool> is_dead = false;       ///< ended, or runs another program
+  /// The processes that this one has seen end; increased after is_dead.
+  static std::atomic<std::uint64_t> num_ended;
+  /// An eventfd that is written after num_ended is increased; -1 while nobody waits for deaths.
+  static std::atomic<int> death_event;
+  /// By itself, as far as it or the kernel has told; known before is_dead is set, as the next.
+  std::atomic<bool> has_exited = false;
+  /// What is_dead means: it has ended; it runs another program, or has closed all descriptors; or
+  /// this process has.
+  enum class Gone { kEnded, kRunsOn, kUnwatched };
+  std::atomic<Gone> gone = Gone::kEnded;
+  /// As wait() gives it; -1 if the kernel does not tell.
+  std::atomic<int> wait_status = -1;
+
+  /// Whether it is stopped by SIGSTOP or a debugger; false if the kernel does not tell.
+  bool is_stopped() const;
+  /// The CPU time that it has taken; none if the kernel does not tell.
+  std::optional<std::uint64_t> cpu_ms() const;
+  /// Its last report of why it ends, such as an uncaught exception; printable, and may be empty.
+  std::string last_words() const;
+  void keep_last_words(std::string words);
+  /// Why it does not let this process watch it, or accepts no connections now; empty if it does.
+  std::string refusal() const;
+  void keep_refusal(std::string why);
+  /// It has ended: asks the kernel how. `pidfd` may be -1.
+  void end(int pidfd);
+  /// The end of an error message about it: " died (signal 9, Killed); read the end of its output".
+  /// `when` and `detail` may be empty.
+  std::string how_it_ended(const std::string& when, const std::string& detail) const;
+  /// Its flight recorder, as this process maps it, also after its end; null if it has sent none.
+  std::shared_ptr<const shm::SharedMemory> flight() const;
+  void keep_flight(int fd);
+  /// Its buffers, as this process maps them; one for all groups that hold the pointer.
+  std::shared_ptr<shm::PeerMemory> memory() const;
+
+ private:
+  mutable std::mutex mutex_;  // guards the next ones
+  mutable std::weak_ptr<shm::PeerMemory> memory_;
+  std::string last_words_;
+  std::string refusal_;
+  std::shared_ptr<const shm::SharedMemory> flight_;
+};
+
+/// By rank. Of this rank's own process, and of one on another machine, only pid and host are known.
+using PeerProcesses = std::vector<std::shared_ptr<PeerProcess>>;
+
+/// What a rank's own messages begin with: "ringcomm rank 0/2: ", with a global rank that differs.
+std::string prefix_of(int rank, int world_size, int global_rank);
+/// A process in error messages: "rank 1 (pid 12 on host)", "rank 1" if it was never found, or "rank
+/// 1 of the group (global rank 3, pid 12 on host)" where the default group numbers it otherwise.
+/// `global_rank` is -1 if it has no such number.
+std::string name_of_process(int rank, int global_rank, const PeerProcess& process);
+/// For messages, which must be a line of valid text in Python: other letters become ?.
+std::string printable(std::string text);
+
+}  // namespace ringcomm

@@ -1,0 +1,88 @@
+#include "host/rank_record.h"
+
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <array>
+#include <cstdlib>
+#include <fstream>
+
+#include "core/types.h"
+#include "host/group.h"
+#include "host/text_fields.h"
+
+namespace ringcomm {
+namespace {
+
+// Ranks that share memory or exchange headers must have the same sizes and enum values. Increase
+// the number after the name for a change that these do not show.
+std::string version() {
+  std::string text = "ringcomm-12-" RINGCOMM_VERSION;
+  for (const std::size_t number :
+       {sizeof(shm::AbortRecord), sizeof(shm::RankControl), sizeof(LinkCursors), kCallHeaderBytes,
+        std::size_t{kNumDTypes}, std::size_t{kNumReductions}})
+    text += "-" + std::to_string(number);
+  return text;
+}
+
+// The number of this process's namespace of that kind; empty where the kernel does not tell.
+std::string namespace_of(const std::string& kind) {
+  struct stat found{};
+  const bool is_known = ::stat(("/proc/self/ns/" + kind).c_str(), &found) == 0;
+  return is_known ? std::to_string(found.st_ino) : "";
+}
+
+std::string boot_and_network() {
+  std::string boot_id;
+  std::getline(std::ifstream("/proc/sys/kernel/random/boot_id"), boot_id);
+  const std::string network = namespace_of("net");
+  return network.empty() ? boot_id : boot_id + ":net" + network;
+}
+
+}  // namespace
+
+std::string RankRecord::to_text() const {
+  return version() + "\n" +
+         to_fields({host_id, host, bootstrap_address, std::to_string(pid), memory_key, options,
+                    machine_id, std::to_string(world_size), global_ranks, pid_namespace,
+                    std::to_string(attempt), failure.to_text()});
+}
+
+RankRecord RankRecord::from_text(const std::string& text) {
+  const std::string head = version() + "\n";
+  if (!text.starts_with(head))
+    throw Error({.kind = ErrorKind::kMismatch},
+                "ringcomm: another rank runs a different version of ringcomm (" +
+                    text.substr(0, text.find('\n')) + " there, " + version() +
+                    " here); install the same version");
+  TextFields fields(text.substr(head.size()));
+  return {.host_id = fields.next(),
+          .host = fields.next(),
+          .bootstrap_address = fields.next(),
+          .pid = fields.number(),
+          .memory_key = fields.next(),
+          .options = fields.next(),
+          .machine_id = fields.next(),
+          .world_size = fields.number(),
+          .global_ranks = fields.next(),
+          .pid_namespace = fields.next(),
+          .attempt = fields.number(),
+          .failure = AbortReason::from_text(fields.next())};
+}
+
+std::string host_id() {
+  const char* forced = std::getenv("RINGCOMM_HOST_ID");
+  return forced != nullptr && *forced != '\0' ? forced : boot_and_network();
+}
+
+std::string machine_id() { return boot_and_network() + ":uid" + std::to_string(::geteuid()); }
+
+std::string pid_namespace() { return namespace_of("pid"); }
+
+std::string host_name() {
+  std::array<char, 256> name{};
+  if (::gethostname(name.data(), name.size() - 1) != 0 || name[0] == '\0') return "unknown host";
+  return printable(name.data());
+}
+
+}  // namespace ringcomm

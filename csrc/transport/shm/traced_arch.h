@@ -1,0 +1,78 @@
+#pragma once
+
+#include <cstdint>
+
+#include "collectives/flight.h"
+#include "collectives/trace.h"
+#include "host/group.h"
+#include "host/host_arch.h"
+
+namespace ringcomm {
+
+/// A machine of the host whose waits are recorded. A wait reads the clock only after some pauses:
+/// one that ends before is not long.
+class TracedArch final : public shm::HostArch {
+ public:
+  TracedArch(shm::WaitScope& scope, const shm::Group& group)
+      : HostArch(scope, group.rank(), group.world_size()), group_(group) {}
+
+  class Wait {
+   public:
+    Wait(TracedArch& arch, int peer)
+        : arch_(arch), peer_(peer), span_([&] {
+            return trace::Event{.from = arch.group_.whole_rank(peer),
+                                .kind = trace::Kind::kWait,
+                                .name = trace::name_number("wait")};
+          }) {
+      arch.num_pauses_ = 0;
+      arch.begin_ticks_ = 0;
+    }
+    ~Wait() {
+      if (arch_.begin_ticks_ != 0) [[unlikely]]
+        arch_.end_wait(peer_);
+    }
+    Wait(const Wait&) = delete;
+    Wait& operator=(const Wait&) = delete;
+
+   private:
+    TracedArch& arch_;
+    int peer_;
+    trace::Span span_;
+  };
+  Wait record_wait(int peer) { return {*this, peer}; }
+  /// Whether the next waits are for ranks to begin the collective.
+  void set_arriving(bool is_arriving) { is_arriving_ = is_arriving; }
+
+  void pause() {
+    if (++num_pauses_ == kPausesWithoutClock) begin_ticks_ = flight::ticks();
+    HostArch::pause();
+  }
+  Yielded yield() {
+    start_clock();
+    return HostArch::yield();
+  }
+  Stop stopped(int peer) {
+    start_clock();
+    trace::record_alive();
+    return HostArch::stopped(peer);
+  }
+
+ private:
+  static constexpr std::uint32_t kPausesWithoutClock = 64;  // 2 us
+
+  void start_clock() {
+    if (begin_ticks_ == 0) begin_ticks_ = flight::ticks();
+  }
+  void end_wait(int peer) const {
+    if (const std::uint64_t waited = flight::long_wait_since(begin_ticks_); waited > 0)
+      group_.record({group_.whole_rank(peer), waited, is_arriving_});
+  }
+
+  const shm::Group& group_;
+  bool is_arriving_ = false;
+  std::uint32_t num_pauses_ = 0;   // of the wait
+  std::uint64_t begin_ticks_ = 0;  // of the wait; 0 until the clock is read
+};
+static_assert(Arch<TracedArch>);
+
+}  // namespace ringcomm
