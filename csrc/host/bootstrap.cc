@@ -19,6 +19,7 @@
 #include "core/annotations.h"
 #include "core/errors.h"
 #include "host/process.h"
+#include "host/rank_record.h"
 #include "host/threads.h"
 #include "host/wait_limits.h"
 

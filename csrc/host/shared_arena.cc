@@ -10,6 +10,7 @@
 
 #include "core/errors.h"
 #include "host/bootstrap.h"
+#include "host/cgroup_limits.h"
 
 namespace ringcomm::shm {
 namespace {

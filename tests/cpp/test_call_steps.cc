@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "collectives/flight.h"
+#include "host/wait_limits.h"
 #include "hosts_ranks.h"
 #include "third_party/doctest/doctest.h"
 
