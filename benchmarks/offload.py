@@ -242,12 +242,12 @@ class Steps:
     def update(self) -> None:
         """The optimizer's step."""
         self._count("update", self.optimizer.step)
-        self.optimizer.zero_grad()
 
     def whole(self) -> None:
-        """Both."""
+        """Both, and the gradients dropped."""
         self.compute()
         self.update()
+        self.optimizer.zero_grad()
 
     def values(self) -> list[Tensor]:
         """The weights, which files are read for."""
@@ -286,6 +286,7 @@ def phase_records(tokens: int, options: Options, folder: Path) -> list[Record]:
 
     def turn(name: str, steps: Steps) -> float:
         halves = {"compute": timed(steps.compute), "update": timed(steps.update)}
+        steps.optimizer.zero_grad()
         for half, seconds in halves.items():
             found.setdefault(f"{name} {half}", []).append(seconds)
         return sum(halves.values())

@@ -1,6 +1,7 @@
 """`ringcomm doctor`: measures a group of ringcomm on this machine and reports problems."""
 
 import os
+import re
 import time
 import warnings
 from collections.abc import Iterator
@@ -75,9 +76,10 @@ def _trip_us(peer: int, num_bytes: int, is_first: bool) -> float:
 def _pairs(team: Team, said: str) -> list[dict[str, Any]]:
     """Transport and message times of every pair, or of neighbours if there are many. Collective.
 
-    `said` are the engine's words: "shm: one host, ..." or "messages over gloo, as asked for; ...".
+    `said` are the engine's words: "shm: one host, ..." or "messages over gloo, as requested; ...".
     """
-    transport, why = said[:3], said[3:].strip(": ")
+    transport = re.findall(r"\w+", said)[0]
+    why = said.removeprefix(transport).strip(": ")
     found = []
     for first, second in combinations(range(team.world_size), 2):
         entry: dict[str, Any] = {"ranks": [first, second], "transport": transport, "why": why}

@@ -305,6 +305,8 @@ def main() -> int:
         [s for s in sites if s.line in executed[s.kernel] and not NO_ORDER.match(s.place)]
     )
     mutants = [mutant for mutant in mutants if re.search(options.only, mutant.name)]
+    if not mutants:
+        parser.error("no mutant is selected")
     if options.list:
         for mutant in mutants:
             print(f"{mutant.lines}: {mutant.name}")

@@ -42,7 +42,7 @@ class MessageDeviceTransport final : public cuda::DeviceTransport {
         context_(std::move(backend), communicator.rank(), communicator.world_size(), device) {
     if (communicator.world_size() == 1) return;
     watch_.emplace(
-        "ringcomm-messages",
+        "ringcomm-gpumsg",
         WatchThread::Pace{.interval = kLookInterval, .num_looks = timeout_ / kLookInterval + 1},
         [this] { return look_at_peers(); });
     watch_->wake();  // what follows waits for all

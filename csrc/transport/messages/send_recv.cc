@@ -143,7 +143,7 @@ class MessageSendRecv final : public SendRecv {
 
   void start_thread() {
     threads_.reserve(threads_.size() + 1);  // a thread that has no place could not be joined
-    threads_.push_back(start_background_thread("ringcomm-messages", [this] { run_thread(); }));
+    threads_.push_back(start_background_thread("ringcomm-sndrcv", [this] { run_thread(); }));
   }
 
   void need_thread(std::size_t max_threads) {

@@ -240,7 +240,7 @@ class SendRecvQueue final : public SendRecv {
     if (!op->is_done) {
       try {
         if (!thread_.joinable())
-          thread_ = start_background_thread("ringcomm-messages", [this] { run_thread(); });
+          thread_ = start_background_thread("ringcomm-sndrcv", [this] { run_thread(); });
       } catch (const std::system_error&) {
         // No thread can be started. Waiting threads drive all operations; without a waiting thread
         // they make no progress.

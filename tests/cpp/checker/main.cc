@@ -49,7 +49,7 @@ std::string text_of(const Scenario& scenario) {
 std::vector<Scenario> all_scenarios() {
   std::vector<Scenario> all;
   for (auto* list : {&link_scenarios, &ring_scenarios, &board_scenarios, &lend_scenarios,
-                     &packet_scenarios, &share_scenarios, &host_scenarios, &survivor_scenarios}) {
+                     &packet_scenarios, &shard_scenarios, &host_scenarios, &survivor_scenarios}) {
     for (Scenario& scenario : list()) all.push_back(std::move(scenario));
   }
   return all;

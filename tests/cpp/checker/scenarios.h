@@ -14,7 +14,7 @@ std::vector<Scenario> board_scenarios();
 std::vector<Scenario> host_scenarios();
 std::vector<Scenario> lend_scenarios();
 std::vector<Scenario> packet_scenarios();
-std::vector<Scenario> share_scenarios();
+std::vector<Scenario> shard_scenarios();
 std::vector<Scenario> survivor_scenarios();
 
 /// What rank `rank` contributes at `elem_idx`: sums show which ranks are missing or counted twice.

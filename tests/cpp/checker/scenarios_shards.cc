@@ -9,7 +9,7 @@
 namespace ringcomm::checker {
 namespace {
 
-/// Shares of different sizes, as Alltoallv moves them: a rank knows its own sizes until the
+/// Shards of different sizes, as Alltoallv moves them: a rank knows its own sizes until the
 /// first phase tells it the others', and all must go through one number of phases.
 struct Exchange {
   int num_ranks;
@@ -191,7 +191,7 @@ Scenario shards(std::string name, int num_ranks, bool is_in_place,
 
 }  // namespace
 
-std::vector<Scenario> share_scenarios() {
+std::vector<Scenario> shard_scenarios() {
   return {
       // One piece on one rank, several on the other.
       shards("shards2", 2, false, {{{0, 4}, {2, 0}}}),

@@ -48,7 +48,7 @@ def test_every_source_is_in_one_unit_of_the_cpp_tests() -> None:
     make = ["make", "-s", "--no-print-directory", "-C", str(folder), "list"]
     said = subprocess.run(make, capture_output=True, text=True, check=True, timeout=60).stdout
     wanted = [*folder.glob("*.cc"), buildconfig.ROOT / "tests" / "emulator" / "kernels.cc"]
-    for name in ("core", "reduce", "host", "collectives", "transport", "kernels"):
+    for name in ("core", "reduce", "host", "collectives", "transport", "communicator", "kernels"):
         wanted += buildconfig.sources(name)
     wanted += buildconfig.sources("cuda/kernels", "cuda/driver", "cuda/collectives")
     assert sorted(said.split()) == sorted(map(str, wanted))

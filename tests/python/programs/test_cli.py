@@ -182,6 +182,15 @@ def test_doctor_reports_machine_group_and_pairs(tmp_path: Path) -> None:
     assert doctor.examine(1, 0.0)["group"]["pairs"] == []
 
 
+def test_doctor_names_messages() -> None:
+    asked = ("doctor", "--json", "--world-size", "2", "--seconds", "0")
+    status, out, err = run(*asked, RINGCOMM_TRANSPORT="messages")
+    assert (status, err) == (EXIT_OK, "")
+    (pair,) = json.loads(out)["group"]["pairs"]
+    assert pair["transport"] == "messages"
+    assert pair["why"].startswith("over gloo, as requested; 1 host: ")
+
+
 def test_doctor_says_why_a_group_cannot_be_made() -> None:
     """And tells the rest all the same."""
     status, out, err = run("doctor", "--world-size", "2", RINGCOMM_TRANSPORT="tcp")

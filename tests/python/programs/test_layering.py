@@ -99,9 +99,8 @@ def test_includes_point_left() -> None:
         allowed = LAYERS[: LAYERS.index(layer) + 1]
         quoted, angled = includes_of(path)
         folders = (*path.relative_to(CSRC).parts, "")
-        own = (
-            TRANSPORTS.get(folders[1], set()) if folders[0] == "collectives" else TRANSPORTS.keys()
-        )
+        is_transport = folders[0] == "transport"
+        own = TRANSPORTS.get(folders[1], set()) if is_transport else TRANSPORTS.keys()
         for name in quoted:
             layers = name.split("/")
             is_foreign = layers[0] == "transport" and layers[1] in TRANSPORTS.keys() - own
@@ -173,6 +172,19 @@ def test_python_imports_make_no_circle(folder: str, root: str) -> None:
         graph[names[path]] |= found & modules
     assert any(graph.values())
     TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
+
+
+def test_threads_have_the_names_of_the_architecture_page() -> None:
+    """In C++ at most 15 characters: with more the system gives a thread no name."""
+    page = (ROOT / "docs" / "design" / "architecture.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"^\| (ringcomm-\w+) \|", page, re.MULTILINE))
+    in_cpp, in_python = (
+        {w for file in files for w in re.findall(r'"(ringcomm-\w+)"', file.read_text("utf-8"))}
+        for files in (CPP_FILES, (ROOT / "ringcomm").rglob("*.py"))
+    )
+    assert named, "no table of threads"
+    assert named - in_cpp - in_python == set()
+    assert {name for name in named & in_cpp if len(name) > 15} == set()
 
 
 # What a module may import of these parts of the package: those left of it.
