@@ -73,9 +73,13 @@ class OpenPasses(Generic[State]):
         if current is None:
             raise RuntimeError("no backward pass runs in this thread")
         if current not in self._states:
-            state = begin()
-            torch_names.queue_callback(partial(self._ended, current, state, end))
-            self._states[current] = state
+            # Noted first: hooks of one pass may run in several threads.
+            state = self._states[current] = begin()
+            try:
+                torch_names.queue_callback(partial(self._ended, current, state, end))
+            except BaseException:
+                self._states.pop(current, None)
+                raise
         return self._states[current]
 
     def _ended(self, ended: BackwardPass, state: State, end: Callable[[State], Any]) -> None:

@@ -220,7 +220,8 @@ def all_reduce_coalesced_(tensors: Iterable[Tensor], group: dist.ProcessGroup) -
     Collective, unless there is no tensor.
     """
     for bucket in _take_tensors(tensors, BUCKET_BYTES):
-        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+        flats = [tensor.reshape(-1) for tensor in bucket]
+        flat = flats[0] if len(flats) == 1 else torch.cat(flats)
         dist.all_reduce(flat, group=group)
         parts = flat.split([tensor.numel() for tensor in bucket])
         reduced = [part.view(tensor.shape) for part, tensor in zip(parts, bucket, strict=True)]
@@ -254,7 +255,8 @@ def set_timeout(options: Any, timeout: Any) -> None:
 
 def global_ranks_of(group: dist.ProcessGroup) -> dict[int, int]:
     """The ranks of a group in the default group, by their rank in the group."""
-    return dict(enumerate(dist.get_process_group_ranks(group)))
+    # Not by the public get_process_group_ranks(): a group that has lost a member has a gap.
+    return {rank: number for number, rank in _c10d._world.pg_group_ranks[group].items()}
 
 
 def new_process_group(

@@ -112,8 +112,7 @@ void Communicator::record_as(const std::string& name, const std::vector<std::uin
   if (trace::is_on()) trace_group_ = trace::add_group(name, rank_, ranks, transport_description_);
   if (transport_ == nullptr) return;
   Membership& members = transport_->membership();
-  log_ =
-      flight::Log::make(name, rank_, ranks, transport_description_, members, options_.log_waits);
+  log_ = flight::Log::make(name, rank_, ranks, transport_description_, members, options_.log_waits);
   send_recv_->record_as(trace_group_, log_.get());
   if (log_ == nullptr) return;
   failure_->record_in(log_.get());

@@ -3,6 +3,7 @@
 #include "host/text_fields.h"
 
 namespace ringcomm {
+
 AbortReason AbortReason::of(const std::exception& error, int origin) {
   const auto* known = dynamic_cast<const Error*>(&error);
   return {.kind = known != nullptr ? known->info().kind : ErrorKind::kAborted,

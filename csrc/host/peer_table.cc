@@ -3,6 +3,7 @@
 #include <map>
 
 namespace ringcomm {
+
 PeerTable::PeerTable(const std::vector<RankRecord>& records) {
   std::map<std::string, int> known;
   for (const RankRecord& record : records) {

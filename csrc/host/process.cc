@@ -6,10 +6,6 @@
 #include <atomic>
 #include <string>
 
-#include "host/cgroup_limits.h"
-#include "host/threads.h"
-#include "host/wait_limits.h"
-
 namespace ringcomm {
 namespace {
 

@@ -21,7 +21,7 @@ std::shared_ptr<Event> EventPool::record(StreamHandle stream) {
           }};
 }
 
-void RunningKernels::record(const void* group, int peer, std::shared_ptr<const Event> end) {
+void RunningKernels::remember(const void* group, int peer, std::shared_ptr<const Event> end) {
   const std::lock_guard lock(mutex_);
   ends_[{group, peer}] = std::move(end);
 }
@@ -91,7 +91,7 @@ void StreamOrder::wait(const StreamPlace& place) const {
   if (last.end != nullptr && last.stream != place.stream) last.end->block(place.stream);
 }
 
-void StreamOrder::record(std::shared_ptr<const Event> end, const StreamPlace& place) {
+void StreamOrder::remember(std::shared_ptr<const Event> end, const StreamPlace& place) {
   constexpr std::size_t kMostCaptures = 16;
   (place.capture == 0 ? run_ : captured_[place.capture]) = {std::move(end), place.stream};
   if (captured_.size() > kMostCaptures) captured_.erase(captured_.begin());

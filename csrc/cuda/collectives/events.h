@@ -62,7 +62,7 @@ class RunningKernels : public PerDevice<RunningKernels> {
   /// Held while a kernel is launched: nothing is unmapped meanwhile by if_over().
   std::shared_lock<std::shared_mutex> launching() { return std::shared_lock(launching_); }
   /// The end of a group's last collective, or of its last message with `peer`.
-  void record(const void* group, int peer, std::shared_ptr<const Event> end);
+  void remember(const void* group, int peer, std::shared_ptr<const Event> end);
   void forget(const void* group);
 
   static constexpr int kCollective = -1;
@@ -108,7 +108,7 @@ class StreamOrder {
   /// Makes the stream wait for the last recorded work, if that is on another stream.
   void wait(const StreamPlace& place) const;
   /// Call it after work was enqueued and `end` recorded after it.
-  void record(std::shared_ptr<const Event> end, const StreamPlace& place);
+  void remember(std::shared_ptr<const Event> end, const StreamPlace& place);
   /// The host waits for all of it but what is captured.
   void synchronize() const;
 

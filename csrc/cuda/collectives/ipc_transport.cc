@@ -137,8 +137,8 @@ Traffic IpcTransport::enqueue(const Collective& call, const CallHeader& header,
   else
     kernels_.launch(planned.kernel, planned.plan, planned.call, place.stream);
   last_end_ = events_.record(place.stream);
-  collectives_.record(last_end_, place);
-  if (place.capture == 0) running_.record(this, RunningKernels::kCollective, last_end_);
+  collectives_.remember(last_end_, place);
+  if (place.capture == 0) running_.remember(this, RunningKernels::kCollective, last_end_);
   watch_.record_launch();
   return planned.plan.traffic;
 }
@@ -232,8 +232,8 @@ void IpcTransport::exchange(const std::vector<P2pMessage>& messages, const Strea
   kernels_.launch(kernels_.find(plan.kernel), plan, call, place.stream);
   last_end_ = events_.record(place.stream);
   for (const int peer : peers) {
-    messages_[peer].record(last_end_, place);
-    if (place.capture == 0) running_.record(this, peer, last_end_);
+    messages_[peer].remember(last_end_, place);
+    if (place.capture == 0) running_.remember(this, peer, last_end_);
   }
   for (const P2pMessage& message : messages)
     communicator_.stats().count(message.is_send ? OpKind::kSend : OpKind::kRecv,

@@ -18,7 +18,7 @@ namespace {
 // (docs/design/messages.md); half and double of each differ by less than the noise.
 
 // From this size of the whole call, bandwidth costs more than latency, so every link should be busy
-// with its shard.
+// with its part.
 constexpr std::size_t kRingMinBytes = std::size_t{1} << 20;
 
 // one_shot sends N/2 times the bytes of two_shot, and saves one of its two steps: with two ranks

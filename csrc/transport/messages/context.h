@@ -33,7 +33,7 @@ struct MessageTags {
 
   /// Never sent: a receive of it ends with the connection.
   static constexpr int kGuard = kEnvelope + 0xffff;
-  /// Sends and receives of the context's own, whose tags are above the users' 32 bits.
+  /// Sends and receives of ringcomm's own, whose tags are above the users' 32 bits.
   static constexpr int kFirstInternal = kEnvelope + 0x100000;
   static constexpr std::uint64_t kNumInternal = 0x100000;
   /// The tags of users' long messages of a pair, used in turn; messages with one tag are in order.

@@ -138,7 +138,7 @@ BufferHandle ShmTransport::handle_of(const Collective& call) const {
   return is_all_reduce && !handle.output.is_somewhere() ? BufferHandle{} : handle;
 }
 
-// Ranks do not know whether the peers' buffers are shared, so the first phase says it: a rank with
+// Ranks do not know whether the peers' buffers are shared, so the first phase shows it: a rank with
 // shared buffers publishes a handle in place of data. All ranks read all handles and make
 // the same decision. If all buffers are shared, the collective runs on them; if some are, it is
 // staged from the second phase on; if none are, it has run as usual. docs/design/shared_buffers.md

@@ -287,6 +287,7 @@ class GradientReducer:
         self._outer_hooks: list[Any] = []
         self._has_passed = False  # since the last call of join()
         self._passes: OpenPasses[None] = OpenPasses()  # also nested ones
+        self._at_end = weakly(self._pass_ended)
         self.forget()
 
     def forget(self) -> None:
@@ -399,7 +400,7 @@ class GradientReducer:
 
     def _watch(self, *_: Any) -> None:
         """Makes the engine call _pass_ended() at the end of the current backward pass."""
-        self._passes.enter(weakly(self._pass_ended))
+        self._passes.enter(self._at_end)
 
     def _pass_ended(self, _: None) -> None:
         """Called at the end of a backward pass, or of the nested one of a reentrant checkpoint."""
