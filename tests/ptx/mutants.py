@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """Breaks the kernels where only nvcc compiles them, one way at a time: a test on PTX must fail.
 
-    python3 tests/ptx/mutants.py [NAME...]
+    python3 tests/ptx/mutants.py [--dry] [NAME...]
 
-Run by `make test-ptx ARGS=all`, after the tests have passed. Each mutant is one or more textual
+Run by `make test-ptx ARGS=all`, after the tests have passed; with --dry, which looks only whether
+the text is there, by each `make test-ptx`. Each mutant is one or more textual
 replacements in a copy of csrc. The text must occur exactly once: if the source has moved on, the
 run fails and says which mutant needs an update. The tests must fail with the expected words.
 """
@@ -51,21 +52,21 @@ MUTANTS = {
         "trap",
         (
             (
-                "core/wait_policy.h",
+                "cuda/kernels/block.h",
                 "#include <cstdint>\n",
                 "#include <algorithm>\n#include <cstdint>\n",
             ),
             (
-                "core/wait_policy.h",
-                "/// A wait of threads that do not sleep, and",
+                "cuda/kernels/block.h",
+                "/// The wait of a block's thread, its look_until().",
                 "inline constexpr int kLeastPeer = 0;\n"
                 "constexpr int counted(int peer) { return std::max(peer, kLeastPeer); }\n"
-                "/// A wait of threads that do not sleep, and",
+                "/// The wait of a block's thread, its look_until().",
             ),
             (
-                "core/wait_policy.h",
-                "arch.stopped(peer);\n    // After the reason to stop; see below.",
-                "arch.stopped(counted(peer));\n    // After the reason to stop; see below.",
+                "cuda/kernels/block.h",
+                "block.stopped(peer);\n    // After the reason to stop: ",
+                "block.stopped(counted(peer));\n    // After the reason to stop: ",
             ),
         ),
     ),
@@ -180,15 +181,22 @@ MUTANTS = {
 }
 
 
+def _edited(name: str) -> dict[str, str]:
+    """The texts of the files that a mutant changes."""
+    texts: dict[str, str] = {}
+    for file, old, new in MUTANTS[name].edits:
+        text = texts.get(file) or (ROOT / "csrc" / file).read_text()
+        if text.count(old) != 1:
+            raise SystemExit(f"mutant {name}: {file} has its text {text.count(old)} times")
+        texts[file] = text.replace(old, new)
+    return texts
+
+
 def _mutate(name: str, folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(ROOT / "csrc", folder / "csrc")
-    for file, old, new in MUTANTS[name].edits:
-        path = folder / "csrc" / file
-        text = path.read_text()
-        if text.count(old) != 1:
-            raise SystemExit(f"mutant {name}: {file} has its text {text.count(old)} times")
-        path.write_text(text.replace(old, new))
+    for file, text in _edited(name).items():
+        (folder / "csrc" / file).write_text(text)
     kernel, body = MUTANTS[name].kernel
     source = folder / "csrc" / "mutant.cu"
     if not body:
@@ -236,8 +244,13 @@ def check(name: str) -> str:
 
 def main() -> int:
     """Checks the mutants of the names, or all."""
+    names = [name for name in sys.argv[1:] if name != "--dry"] or [*MUTANTS]
+    for name in names:
+        _edited(name)
+    if "--dry" in sys.argv[1:]:
+        return 0
     failed = 0
-    for name in sys.argv[1:] or MUTANTS:
+    for name in names:
         wrong = check(name)
         failed += bool(wrong)
         print(f"  mutant {name}: {wrong or 'found'}", flush=True)
