@@ -13,7 +13,7 @@ from torch import Tensor
 
 import ringcomm
 
-NUM_ELEMS = 8 << 20  # 32 MiB: torch's allocator takes an allocation for it
+NUM_ELEMS = 3 << 20  # 12 MiB: torch's allocator takes an allocation for it
 FEW_CALLS = 5  # in the last two of which it is used in place
 
 
