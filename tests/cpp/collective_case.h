@@ -71,6 +71,7 @@ class Guarded {
   void fill(const oracle::Bytes& content) {
     if (!content.empty()) std::memcpy(data(), content.data(), content.size());
   }
+  void overwrite() { std::memset(data(), 0xee, num_bytes_); }
   bool holds(const oracle::Bytes& content) const {
     return content.size() == num_bytes_ && std::equal(content.begin(), content.end(), begin());
   }
@@ -244,6 +245,12 @@ class CaseBuffers {
 
   /// The content of the call's output, or of its first one.
   oracle::Bytes result() const { return output(0).content(); }
+
+  /// What a caller may do as soon as the call has ended.
+  void overwrite() {
+    for (std::vector<Guarded>* buffers : {&inputs_, &outputs_})
+      for (Guarded& buffer : *buffers) buffer.overwrite();
+  }
 
   /// Throws unless every buffer holds what it must after the call.
   void check() const {

@@ -9,31 +9,63 @@
 
 namespace ringcomm::ptx::weak {
 
+/// Of the stores of a thread to a cursor in a kernel, which ones were by a weakened line: the first,
+/// the second, ... Blocks run the same program, so it is likely to be so in later ones.
+class WeakenedStores {
+ public:
+  static WeakenedStores& all() {
+    static auto& all = *new WeakenedStores;
+    return all;
+  }
+  void add(u32 ordinal) {
+    const std::lock_guard lock(mutex_);
+    ordinals_.insert(ordinal);
+  }
+  bool has(u32 ordinal) {
+    const std::lock_guard lock(mutex_);
+    return ordinals_.count(ordinal) != 0;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::set<u32> ordinals_;
+};
+
 /// A release that a mutant made relaxed may take effect before earlier loads of its block; so may
 /// one for those who acquire by a load that a mutant made relaxed. This guesses it: a cursor gets
 /// the next number. A run in which that store does not come, or is acquired before, shows nothing.
 class EarlyStores {
  public:
   /// A thread has loaded with acquire: maybe the wait that the next store depends on.
-  void acquired(u32 thread, u64 address) { acquired_[thread] = address; }
+  void acquired(u32 thread, u64 address) {
+    acquired_[thread] = last_awaited_[thread] = address;
+    if (is_first_early_) end_without_result();  // the store comes after this wait
+  }
   /// All waits before a barrier of the block are over.
   void passed_barrier() {
     for (auto& [key, cursor] : cursors_) {
       const auto last = acquired_.find(key.first);
-      if (last != acquired_.end() && last->second == cursor.awaits) cursor.may_be_early = true;
+      const bool has_waited = last != acquired_.end() && last->second == cursor.awaits;
+      if (has_waited || (cursor.is_first && !acquired_.empty())) cursor.may_be_early = true;
     }
     acquired_.clear();
   }
-  /// Whether the store has been made early.
-  bool is_made(u32 thread, u64 address, u64 value) {
+  /// A store of the next number. Returns whether it has been made early.
+  bool is_made(u32 thread, u64 address, u64 value, bool is_weakened) {
     Cursor& cursor = cursors_[{thread, address}];
     const bool was_early = cursor.is_early;
-    if (was_early && value != cursor.value + 1) end_without_result();
+    if (was_early && (value != cursor.value + 1 || !is_weakened)) end_without_result();
+    if (was_early) is_first_early_ = false;
+    const u32 ordinal = cursor.ordinal + 1;
+    if (is_weakened) WeakenedStores::all().add(ordinal);
     const auto last = last_awaited_.find(thread);
-    cursor = {value, last == last_awaited_.end() ? 0 : last->second, false, false};
+    cursor = {.value = value, .ordinal = ordinal};
+    if (is_weakened)
+      cursor.awaits = last == last_awaited_.end() ? 0 : last->second;
+    else
+      cursor.is_first = WeakenedStores::all().has(ordinal + 1);
     return was_early;
   }
-  void note_wait(u32 thread, u64 address) { last_awaited_[thread] = address; }
   /// At a load: calls store(thread, address, value) once per block, for one that may be early and
   /// whose address is_wanted().
   template <class Wanted, class F>
@@ -42,6 +74,7 @@ class EarlyStores {
     for (auto& [key, cursor] : cursors_) {
       if (!cursor.may_be_early || !is_wanted(key.second)) continue;
       cursor.is_early = has_made_one_ = true;
+      is_first_early_ = cursor.is_first;
       store(key.first, key.second, cursor.value + 1);
       return true;
     }
@@ -56,13 +89,16 @@ class EarlyStores {
   static constexpr u64 kLoadsPerStore = 2000;
   struct Cursor {
     u64 value = 0;
-    u64 awaits = 0;  ///< what its thread waited for before it
+    u64 awaits = 0;        ///< what its thread waited for before it
+    u32 ordinal = 0;       ///< of the store, of its thread to this cursor
+    bool is_first = false; ///< whether the next store is the first one of a weakened line
     bool may_be_early = false;
     bool is_early = false;
   };
   std::map<std::pair<u32, u64>, Cursor> cursors_;  // by thread and address
   std::map<u32, u64> acquired_, last_awaited_;
   bool has_made_one_ = false;
+  bool is_first_early_ = false;
 };
 
 /// What a weakened acquire has loaded, by the GPU that did.

@@ -259,7 +259,10 @@ void Thread::bar_arrive(u32 barrier, u32 num_threads) {
   block->meet(*this, barrier, num_threads, false, false);
 }
 void Thread::bar_sync(u32 barrier, u32 num_threads) {
-  if (memory().skips(*this, line)) return poll();
+  if (memory().skips(*this, line)) {
+    if (block->coin()) poll();  // others catch up, or come only later
+    return;
+  }
   block->meet(*this, barrier, num_threads, false, true);
 }
 bool Thread::bar_or(u32 barrier, u32 num_threads, bool value) {

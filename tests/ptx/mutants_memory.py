@@ -5,15 +5,18 @@
                        [--jobs NUM] [--list] [--table FILE]
 
 TESTS is the program of the C++ tests (tests/ptx/Makefile). Every executed access with an order,
-fence and barrier of the kernels below gets each weaker form, one at a time: the memory is told
-which lines of the kernel's PTX to weaken (weak_accesses.h), so nothing is compiled. A mutant is
-found in a seed if a test fails, or does not end. Those of REDUNDANT are known not to matter, with
-the reason; every other one must be found in one seed at least.
+fence and barrier of the kernels below gets each weaker form, one at a time, or two of which either
+is enough: the memory is told which lines of the kernel's PTX to weaken (weak_accesses.h), so
+nothing is compiled. A mutant is found in a seed if a test fails, or does not end. Those of
+REDUNDANT are known not to matter, with the reason; every other one must be found in one seed at
+least.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import itertools
 import os
 import re
 import subprocess
@@ -77,15 +80,23 @@ REDUNDANT = [
         r"wait_all_at_least < wait_all < rejoin ",
         "only a later kernel reads what it acquires; those know all kernels here",
     ),
-    # These are needed. To find them, loads would have to take values of later stores.
-    (r"sync < store_seq_cst_each < store_seq_cst < advance < release ", "other threads' loads"),
-    (r"publish < rejoin ", "loads from lent buffers"),
-    (r"wait_all < open < meet ", "loads of the peers' earlier kernels"),
+    (
+        r"bar\.sync sync < store_seq_cst_each < advance_each < publish < rejoin < run < run_collective"
+        " < reduce_gather",
+        "advance_lent() has ended with a barrier",
+    ),
+    (
+        r"wait_all < open < meet ",
+        "it orders loads of the peers' earlier kernels, which had their values when these ended",
+    ),
     (r"fence\.mbarrier_init", "barrier.cluster.arrive.release orders the same"),
     (r"barrier\.cluster\.arrive", "fence.mbarrier_init orders the same"),
     (r"mbarrier\.arrive", "who waits reads nothing that the arriving thread has stored"),
 ]
 
+
+# Of these opcodes either orders enough: both are weakened at once, too.
+EITHER = (r"fence\.mbarrier_init", r"barrier\.cluster\.arrive\.release")
 
 # These order nothing (docs/design/gpu_orders.md): what the host sees of a wait, and claims.
 NO_ORDER = re.compile("record_wait|claim")
@@ -103,18 +114,21 @@ class Site:
 
 @dataclass(frozen=True)
 class Mutant:
-    """A change of all `sites`: one instruction of the source, where it was inlined."""
+    """A change of all `sites`: one instruction of the source, where it was inlined; or all `and_`."""
 
     sites: list[Site]
     change: str
+    and_: Mutant | None = None
 
     @property
     def kernel(self) -> str:
         return self.sites[0].kernel
 
     @property
-    def lines(self) -> str:
-        return ",".join(str(site.line) for site in self.sites)
+    def changes(self) -> str:
+        """Each line of the kernel's PTX, and what it becomes."""
+        own = ",".join(f"{site.line}={self.change}" for site in self.sites)
+        return own if self.and_ is None else f"{own},{self.and_.changes}"
 
     @property
     def place(self) -> str:
@@ -123,7 +137,8 @@ class Mutant:
     @property
     def name(self) -> str:
         kernel = self.kernel.removeprefix("ringcomm_")
-        return f"{kernel}: {self.sites[0].opcode} in {self.place}: {self.change}"
+        name = f"{kernel}: {self.sites[0].opcode} in {self.place}: {self.change}"
+        return name if self.and_ is None else f"{name}, and {self.and_.name}"
 
 
 def function_of(site: Site) -> str:
@@ -136,8 +151,15 @@ def mutants_of(sites: list[Site]) -> list[Mutant]:
     groups: dict[tuple[str, str, str], list[Site]] = {}
     for site in sites:
         groups.setdefault((site.kernel, site.opcode, function_of(site)), []).append(site)
-    return [
+    mutants = [
         Mutant(group, change) for group in groups.values() for change in changes_of(group[0].opcode)
+    ]
+    return mutants + [
+        dataclasses.replace(first, and_=second)
+        for first, second in itertools.product(mutants, repeat=2)
+        if first.kernel == second.kernel
+        and re.match(EITHER[0], first.sites[0].opcode)
+        and re.match(EITHER[1], second.sites[0].opcode)
     ]
 
 
@@ -231,7 +253,7 @@ def run(tests: str, case: str, seed: int, mutant: Mutant | None, **more: str) ->
     environment = os.environ | more
     environment |= {"RINGCOMM_TEST_PTX_MEMORY": str(seed), "RINGCOMM_TEST_PTX_SEED": str(seed)}
     if mutant is not None:
-        environment["RINGCOMM_TEST_PTX_MUTANT"] = f"{mutant.kernel}:{mutant.lines}:{mutant.change}"
+        environment["RINGCOMM_TEST_PTX_MUTANT"] = f"{mutant.kernel}:{mutant.changes}"
         environment["RINGCOMM_TEST_PTX_TIMEOUT_S"] = str(KERNEL_TIMEOUT_S)
     try:
         done = subprocess.run(
@@ -256,10 +278,13 @@ def executed_lines(tests: str, kernel: str) -> set[int]:
 
 
 def num_found(tests: str, mutant: Mutant, num_seeds: int) -> tuple[int, int]:
-    """In how many seeds a test failed, and in how many it showed anything, which should be all."""
+    """In how many seeds a test failed, and in how many it showed anything.
+
+    More seeds than `num_seeds` are tried if that one must be found, and has not been.
+    """
     found = valid = 0
     for seed in range(1, TRIES_PER_SEED * num_seeds + 1):
-        if valid == num_seeds:
+        if valid >= num_seeds and (found or reason_of(mutant)):
             break
         seen = [run(tests, case, seed, mutant) for case in TESTS[mutant.kernel]]
         if all(each == "not valid" for each in seen):
@@ -279,6 +304,8 @@ def fails(tests: str, case: str, num_seeds: int) -> bool:
 
 
 def reason_of(mutant: Mutant) -> str:
+    if mutant.and_ is not None:
+        return ""
     name = f"{mutant.kernel} {mutant.sites[0].opcode} {mutant.place} {mutant.change}"
     return next((why for pattern, why in REDUNDANT if re.search(pattern, name)), "")
 
@@ -309,7 +336,7 @@ def main() -> int:
         parser.error("no mutant is selected")
     if options.list:
         for mutant in mutants:
-            print(f"{mutant.lines}: {mutant.name}")
+            print(f"{mutant.name}")
         return 0
     rows = []
     with ThreadPoolExecutor(options.jobs) as pool:
@@ -321,7 +348,7 @@ def main() -> int:
             is_expected = found > 0 or bool(reason)
             wrong += not is_expected
             verdict = "" if is_expected else "  NOT EXPECTED"
-            print(f"{mutant.lines}: {mutant.name}: {found} of {valid}{verdict}", flush=True)
+            print(f"{mutant.name}: {found} of {valid}{verdict}", flush=True)
             rows.append((mutant, found, valid, reason))
     if options.table:
         write_table(options.table, rows)

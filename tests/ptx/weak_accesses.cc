@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <map>
 #include <mutex>
 #include <set>
 #include <sstream>
@@ -37,10 +38,16 @@ constexpr std::chrono::milliseconds kTimeToSeeEarlyStore{8}, kTimeOfLastStores{3
 // ---- mutants
 
 struct Mutant {
-  std::string kernel, change;
-  std::vector<u32> lines;
+  std::string kernel;
+  std::map<u32, std::string> changes;  // by line
+  bool makes_early = false;            // whether a release or an acquire lost its order
 
-  bool has(u32 line) const { return std::find(lines.begin(), lines.end(), line) != lines.end(); }
+  /// "" for a line that stays as it is.
+  const std::string& change_of(u32 line) const {
+    static const std::string none;
+    const auto found = changes.find(line);
+    return found == changes.end() ? none : found->second;
+  }
 };
 
 Mutant read_mutant() {
@@ -48,13 +55,12 @@ Mutant read_mutant() {
   if (text == nullptr) return {};
   Mutant mutant;
   std::istringstream parts(text);
-  std::string lines, line;
+  std::string line, change;
   std::getline(parts, mutant.kernel, ':');
-  std::getline(parts, lines, ':');
-  std::getline(parts, mutant.change);
-  std::istringstream numbers(lines);
-  while (std::getline(numbers, line, ','))
-    mutant.lines.push_back(static_cast<u32>(std::strtoul(line.c_str(), nullptr, 10)));
+  while (std::getline(parts, line, '=') && std::getline(parts, change, ',')) {
+    mutant.changes[static_cast<u32>(std::strtoul(line.c_str(), nullptr, 10))] = change;
+    mutant.makes_early = mutant.makes_early || change == "relaxed" || change == "gpu";
+  }
   return mutant;
 }
 
@@ -136,26 +142,29 @@ struct Accesses final : Memory {
   }
   Strength strength_of(Strength written, u32 line) {
     if (written.order != Order::kWeak && Lines::all().is_wanted()) executed.insert(line);
-    if (mutant == nullptr || !mutant->has(line)) return written;
-    return weakened(mutant->change, written);
+    const std::string& change = change_of(line);
+    return change.empty() ? written : weakened(change, written);
   }
   bool orders_nothing(u32 line) {
     if (Lines::all().is_wanted()) executed.insert(line);
-    return mutant != nullptr && mutant->change == "none" && mutant->has(line);
+    return change_of(line) == "none";
   }
 
   const char* const kernel;
   std::set<u32> executed;
   const Mutant* mutant = nullptr;
-  bool makes_early() const {
-    return mutant != nullptr && (mutant->change == "relaxed" || mutant->change == "gpu");
+  const std::string& change_of(u32 line) const {
+    static const Mutant none;
+    return (mutant != nullptr ? *mutant : none).change_of(line);
   }
+  bool makes_early() const { return mutant != nullptr && mutant->makes_early; }
   bool stores_cursor(const Access& access) const {
     return access.num_bytes() == sizeof(u64) && access.order == Order::kRelease;
   }
   /// Whether a store may take effect before earlier loads, for some of those who see it.
   bool may_be_early(const Access& access, u64 address) const {
-    if (mutant->has(access.line)) return mutant->change == "relaxed";
+    if (const std::string& change = change_of(access.line); !change.empty())
+      return change == "relaxed";
     return WeaklyAcquired::all().has(address, parts[0]->place.gpu);
   }
 
@@ -190,13 +199,12 @@ void Accesses::load(Thread& thread, u64 address, void* to, const Access& access)
   WeakThread& state = state_of(thread, access.proxy);
   if (makes_early()) {
     if (access.order == Order::kAcquire) {
-      if (mutant->has(access.line)) WeaklyAcquired::all().add(address, state.block->place.gpu);
+      if (!change_of(access.line).empty()) WeaklyAcquired::all().add(address, state.block->place.gpu);
       early.acquired(thread.linear, address);
-      early.note_wait(thread.linear, address);
     }
     const auto is_wanted = [&](u64 to) {
       WeaklyAcquired& all = WeaklyAcquired::all();
-      const bool is_release = all.is_empty() && mutant->change == "relaxed";
+      const bool is_release = all.is_empty();
       return is_release || all.has(to, state.block->place.gpu);
     };
     const auto early_store = [&](u32 linear, u64 to, u64 value) {
@@ -218,10 +226,10 @@ void Accesses::load(Thread& thread, u64 address, void* to, const Access& access)
 void Accesses::store(Thread& thread, u64 address, const void* from, const Access& access) {
   const Strength strength = strength_of({access.order, access.scope}, access.line);
   WeakThread& state = state_of(thread, access.proxy);
-  if (makes_early() && stores_cursor(access) && may_be_early(access, address)) {
+  if (makes_early() && stores_cursor(access)) {
     u64 value = 0;
     std::memcpy(&value, from, sizeof value);
-    if (early.is_made(thread.linear, address, value))
+    if (early.is_made(thread.linear, address, value, may_be_early(access, address)))
       return memory().release_early(state, address, strength.order, strength.scope);
   }
   for_each_part(access, [&](u32 offset, u32 size) {
@@ -254,7 +262,7 @@ void Accesses::fence_mbarrier_init(Thread& thread, u32 line) {
 }
 
 bool Accesses::skips(const Thread& thread, u32 line) {
-  if (mutant == nullptr || mutant->change != "skip" || !mutant->has(line)) return false;
+  if (change_of(line) != "skip") return false;
   // Other blocks may do much before the next thread of this one runs.
   if (state_of(thread).block->random() % 256 == 0)
     std::this_thread::sleep_for(kTimeToSeeEarlyStore);
