@@ -20,7 +20,7 @@ import torch.distributed as dist
 from device_point import CLOCKS, Method, Point, measure_device_point
 from groups import MPI, labelled, open_groups, run_ranks
 from harness import Bench, Options, flag
-from operations import OPERATIONS, RINGCOMM
+from operations import DEFAULT_SIZES, DEVICE_KIND, OPERATIONS, RINGCOMM
 from point import measure_point
 from report import (
     BUSY,
@@ -36,9 +36,6 @@ from ringcomm.measure.ranks import joined_world_size, mpi_world_size
 from ringcomm.screen import byte_counts, microseconds, words
 from ringcomm.tuning import MAX_WORLD_SIZE
 
-# The kind of records of a sweep on devices.
-DEVICE_KIND = "collective_on_device"
-DEFAULT_SIZES = "1k,16k,256k,4m,64m"
 DTYPES = ("float32", "float64", "bfloat16", "float16", "int32", "int64")
 AVAILABLE: dict[str, Callable[[], bool]] = {
     "gloo": dist.is_gloo_available,

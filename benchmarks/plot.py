@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import harness
-from collectives import DEFAULT_SIZES, DEVICE_KIND
+from operations import DEFAULT_SIZES, DEVICE_KIND
 from table import LAYOUTS, SHOWN_WORLDS, Layout, Record, Run, machine_of, newest, read_results
 
 from ringcomm.measure.ranks import run_main
