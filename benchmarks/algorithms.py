@@ -5,14 +5,12 @@
 
 Groups with a fixed algorithm take turns on one buffer in memory that the ranks share: "direct" runs
 in place, the others stage it. Records also have the sizes at which a group without a fixed
-algorithm changes its algorithm. One JSON line per algorithm, world and size is appended to
-benchmarks/results; plot.py draws them.
+algorithm changes its algorithm. plot.py draws them.
 """
 
 from __future__ import annotations
 
 import os
-import sys
 from bisect import bisect_left
 from dataclasses import replace
 from itertools import pairwise
@@ -26,7 +24,6 @@ from operations import OPERATIONS, RINGCOMM
 from point import algorithms_used, make_buffers, measure_point, num_calls
 
 import ringcomm
-from ringcomm.measure.ranks import run_main
 from ringcomm.screen import byte_counts, whole_numbers
 
 DIRECT = "direct"  # its group has no fixed algorithm
@@ -66,19 +63,12 @@ def run_rank(bench: Bench, options: Options) -> None:
     os.environ.pop("RINGCOMM_TUNING", None)
     groups = open_groups(bench.team, dict.fromkeys(ALGORITHMS, RINGCOMM), ALGORITHMS)
     bench = replace(bench, groups=groups)
-    common: dict[str, Any] = {"world_size": bench.team.world_size}
-    common["changes"] = [change for op in OPS for change in changes(bench, op, options.sizes)]
+    common = {"changes": [c for op in OPS for c in changes(bench, op, options.sizes)]}
     for num_bytes in options.sizes:
         records = measure_point(bench, OPS[1], num_bytes, torch.float32)
         # Buffers that are too small to run in place are staged like the others.
         ran = [r for r in records if r["backend"] != DIRECT or r["algorithms"] == [DIRECT]]
         bench.report([{"algorithm": r.pop("backend"), **r, **common} for r in ran])
-
-
-def check(options: Options) -> None:
-    """Raises ValueError for invalid options."""
-    if min(options.worlds) < 2:
-        raise ValueError("--worlds must be 2 or more")
 
 
 SIZES = "1k,4k,8k,16k,32k,64k,128k,256k,512k,1m,4m,16m,64m"
@@ -89,12 +79,11 @@ PROGRAM = harness.Program(
     seconds=4.0,
     per="world and size, for all algorithms",
     flags=[
-        flag("--worlds", whole_numbers, "2,4", "numbers of ranks"),
+        flag("--worlds", whole_numbers, "2,4", "numbers of ranks", least=2),
         flag("--sizes", byte_counts, SIZES, "bytes of a buffer"),
     ],
-    check=check,
     file=lambda options: "algorithms",
-    facts=lambda options: {"dtype": "float32", "device": "cpu"},
+    facts=lambda options: {"dtype": "float32"},
     columns=[
         *("ranks", "bytes", "algorithm", "p50 µs", "p90 µs", "p99 µs"),
         *("time / one_shot's", "state"),
@@ -102,7 +91,6 @@ PROGRAM = harness.Program(
     section=("world_size", "bytes"),
     caption="Time / one_shot's: median, in parentheses the 10th to 90th percentile.",
 )
-parse, main = PROGRAM.parse, PROGRAM.main
 
 if __name__ == "__main__":
-    sys.exit(run_main("algorithms.py", main))
+    PROGRAM.run_script()

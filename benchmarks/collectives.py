@@ -6,99 +6,117 @@ rank. Several collectives, separated by commas, are measured in one run.
 
 from __future__ import annotations
 
-import argparse
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import device_sweep
+import harness
 import placement
+import torch
 import torch.distributed as dist
-from device_point import CLOCKS
+from device_point import CLOCKS, Method, Point, measure_device_point
 from groups import MPI, labelled, open_groups, run_ranks
-from operations import RINGCOMM
+from harness import Bench, Options, flag
+from operations import DEFAULT_SIZES, DEVICE_KIND, OPERATIONS, RINGCOMM
 from point import measure_point
-from race import Bench, make_bench
-from report import BUSY, Record, Report, before_after, comparison, make_table, state_of
-from sweep import DEFAULT_SIZES, DEVICE_KIND, check, points
-
-from ringcomm.measure.ranks import Team, joined_world_size
-from ringcomm.screen import (
-    as_option,
-    byte_counts,
-    check_writable,
-    microseconds,
-    words,
+from report import (
+    BUSY,
+    Columns,
+    Record,
+    Report,
+    before_after,
+    comparison,
+    table_of,
 )
 
-if TYPE_CHECKING:
-    from rich.table import Table
+from ringcomm.measure.ranks import joined_world_size, mpi_world_size
+from ringcomm.screen import byte_counts, microseconds, words
+from ringcomm.tuning import MAX_WORLD_SIZE
+
+DTYPES = ("float32", "float64", "bfloat16", "float16", "int32", "int64")
+AVAILABLE: dict[str, Callable[[], bool]] = {
+    "gloo": dist.is_gloo_available,
+    "mpi": dist.is_mpi_available,
+    "nccl": dist.is_nccl_available,
+    "ucc": dist.is_ucc_available,
+}
+# Columns of the table of a sweep on devices that is not written to a terminal.
+DEVICE_FILE_COLUMNS = 190
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds options for ranks, sizes, peers, time and devices."""
-    add = parser.add_argument
-    names = as_option(words)
-    add("--world-size", type=int, default=joined_world_size() or 2, help="number of ranks, 1 to 64")
-    add("--peers", type=names, default="gloo", help="backends to compare with, or none")
-    add("--json", type=Path, metavar="FILE", help="append one record per backend and size here")
-    sizes = "bytes of the larger buffer of a rank, such as 4096,64k,4m"
-    add("--sizes", type=as_option(byte_counts), default=DEFAULT_SIZES, help=sizes)
-    add("--dtype", type=names, default="float32", help="names of torch's dtypes")
-    add(
-        "--seconds",
-        type=float,
-        default=1.0,
-        help="per size and operation, for all backends",
-    )
-    add("--repeats", type=int, default=1, help="of a point disturbed by other programs, at most")
-    add("--device", default="cpu", help="cpu, or cuda, to which the options below apply")
-    placement.add_sharing(parser)
-    name, how = placement.NCCL_FLAG
-    add(name, **how)
-    clock = "for eager calls: the device's events, or the host's clock around a synchronize"
-    add("--clock", choices=CLOCKS, default="events", help=clock)
-    graph = "also measure CUDA graphs of this many calls"
-    add("--graph", type=int, default=0, metavar="CALLS", help=graph)
-    add("--plot", type=Path, metavar="FILE", help="draw bus bandwidth by size (PNG, SVG)")
-    add("--html", type=Path, metavar="FILE", help="write a page of charts (HTML, one file)")
-
-
-def prepare(options: argparse.Namespace) -> None:
-    """Completes the options of a command line. Raises ValueError for invalid ones.
-
-    With another NCCL library the program restarts itself.
-    """
-    if options.nccl_library is not None:
-        placement.preload(options.nccl_library)
+def check(options: Options) -> None:
+    """Raises ValueError for options that cannot be measured here; completes the others."""
     started = joined_world_size()
     if started not in (None, options.world_size):
         raise ValueError(f"torchrun has started {started} ranks, not {options.world_size}")
     options.backends = [RINGCOMM, *([] if options.peers == ["none"] else options.peers)]
-    check(options)
-    options.placement = placement.placement_of(options)
-    check_writable(options.json, options.html, options.plot)
+    if not 1 <= options.world_size <= MAX_WORLD_SIZE:
+        raise ValueError(f"the world size must be 1 to {MAX_WORLD_SIZE}, got {options.world_size}")
+    if options.seconds < 0 or options.repeats < 0:
+        raise ValueError("seconds and repeats must not be negative")
+    if "sendrecv" in options.op.split(",") and options.world_size == 1:
+        raise ValueError("sendrecv needs at least two ranks")
+    if options.device == "cpu":
+        _check_on_cpu(options)
+    for name in set(options.backends) - {MPI}:
+        if name not in dist.Backend.backend_list:
+            raise ValueError(f"torch has no backend {name!r}")
+    if options.device != "cpu":
+        _check_on_devices(options)
+        return
+    for name in options.backends:
+        if not AVAILABLE.get(name, lambda: True)():
+            raise ValueError(f"this torch was built without {name}")
 
 
-def run_rank(bench: Bench, options: argparse.Namespace) -> None:
-    """Every point in turn; rank 0 reports each one's records."""
+def _check_on_cpu(options: Options) -> None:
+    if options.graph or options.plot:
+        raise ValueError("--graph and --plot are for GPUs only: add --device cuda")
+    if "nccl" in options.backends:
+        raise ValueError("nccl does not support CPU tensors: add --device cuda")
+    if MPI in options.backends and mpi_world_size() is None:
+        raise ValueError(f"{MPI} needs ranks that mpiexec has started: mpiexec -n 2 python ...")
+
+
+def _check_on_devices(options: Options) -> None:
+    if options.graph < 0 or (options.graph and options.device != "cuda"):
+        raise ValueError("--graph must be 0 or more calls, and needs --device cuda")
+    if options.mps and options.device != "cuda":
+        raise ValueError("--mps is for CUDA devices only")
+    if options.mps and joined_world_size() is not None:
+        raise ValueError(
+            "--mps cannot be used under a launcher, which would have to start MPS itself:"
+            " leave it out"
+        )
+
+
+def run_rank(bench: Bench, options: Options) -> None:
+    """Every point in turn; on devices by each method. Rank 0 reports each point's records."""
+    bench = replace(bench, groups=open_groups(bench.team, labelled(options.backends)))
     versions = {"mpi": bench.groups[MPI].version} if MPI in bench.groups else {}
-    for name, dtype, num_bytes in points(options):
-        records = measure_point(bench, name, num_bytes, dtype)
-        named = {**versions, "dtype": str(dtype).removeprefix("torch.")}
-        bench.report([{**named, **record} for record in records])
+    if "nccl" in options.backends:
+        versions["nccl"] = ".".join(map(str, placement.nccl_version()))
+    methods = [Method(options.clock)]
+    methods += [Method(graph_calls=options.graph)] if options.graph else []
+    for name, dtype in product(options.op.split(","), options.dtype):
+        for num_bytes in options.sizes if OPERATIONS[name].has_data else [0]:
+            point = name, num_bytes, getattr(torch, dtype)
+            if options.placement.is_cpu:
+                found = measure_point(bench, *point)
+                bench.report([{**versions, "dtype": dtype, **record} for record in found])
+                continue
+            for method in methods:
+                found = measure_device_point(bench, options.placement, Point(*point, method))
+                bench.report([{**versions, **record} for record in found])
 
 
-def _start_rank(team: Team, options: argparse.Namespace) -> None:
-    bench = make_bench(team, options)
-    groups = open_groups(team, labelled(options.backends))
-    on_device = not options.placement.is_cpu
-    (device_sweep.run_rank if on_device else run_rank)(replace(bench, groups=groups), options)
-    dist.destroy_process_group()
+# ---- what is printed
 
 
-def _progress_line(records: list[dict[str, Any]]) -> str:
+def _progress_line(records: list[Record]) -> str:
     """A progress line for a finished point."""
     first = records[0]
     times = ", ".join(f"{r['backend']} {microseconds(r['p50_us'])} µs" for r in records)
@@ -108,111 +126,151 @@ def _progress_line(records: list[dict[str, Any]]) -> str:
     return f"{first['op']} {first['bytes']:,} bytes{mode}: {times}; {ratios}{state}"
 
 
-def _results_table(records: list[dict[str, Any]]) -> Table:
-    headers = ["op", "bytes", "backend", "p50 µs", "p99 µs", "algbw GB/s", "busbw GB/s", "wrong"]
-    table = make_table(
-        [*headers, "time / ringcomm's", "algorithm"],
+def _results_table(records: list[Record]) -> Any:
+    caption = (
         "The time of a call is that of its slowest rank. Time / ringcomm's: median, in parentheses"
-        f" the 10th to 90th percentile; * {BUSY}.",
+        f" the 10th to 90th percentile; * {BUSY}."
     )
-    last = None
-    for record in records:
-        point = (record["op"], f"{record['bytes']:,}")
-        if last not in (None, point):
-            table.add_section()
-        table.add_row(
-            *(point if point != last else ("", "")),
-            record["backend"],
-            microseconds(record["p50_us"]),
-            microseconds(record["p99_us"]),
-            f"{record['algbw_gb_per_s']:.3f}",
-            f"{record['busbw_gb_per_s']:.3f}",
-            f"{record['wrong_elems']:,}",
-            comparison(record),
-            "+".join(record["algorithms"]),
-        )
-        last = point
-    return table
+    columns: Columns = [
+        "op",
+        ("bytes", lambda r: f"{r['bytes']:,}"),
+        *("backend", "p50 µs", "p99 µs"),
+        ("algbw GB/s", lambda r: f"{r['algbw_gb_per_s']:.3f}"),
+        ("busbw GB/s", lambda r: f"{r['busbw_gb_per_s']:.3f}"),
+        ("wrong", lambda r: f"{r['wrong_elems']:,}"),
+        "time / ringcomm's",
+        ("algorithm", lambda r: "+".join(r["algorithms"])),
+    ]
+    return table_of(columns, caption, records, ("op", "bytes"))
 
 
-def _machine_table(records: list[dict[str, Any]]) -> Table:
-    table = make_table(
-        ["op", "bytes", "floor µs", "flag µs", "others %", "attempts", "state"],
+def _machine_table(records: list[Record]) -> Any:
+    caption = (
         "Measured before → after the calls. Floor: all ranks scale their buffers in place. Flag:"
         " time until one core sees a write of another, about 0.1 µs within a cache and 0.5 µs"
-        " between caches.",
+        " between caches."
     )
+    columns: Columns = [
+        "op",
+        ("bytes", lambda r: f"{r['bytes']:,}"),
+        ("floor µs", lambda r: before_after(r["floor_us"])),
+        ("flag µs", lambda r: before_after(r["flag_us"])),
+        "others %",
+        ("attempts", lambda r: str(r["num_attempts"])),
+        "state",
+    ]
     points = {(record["op"], record["bytes"]): record for record in records}
-    for (op, num_bytes), record in points.items():
-        table.add_row(
-            op,
-            f"{num_bytes:,}",
-            before_after(record["floor_us"]),
-            before_after(record["flag_us"]),
-            f"{record['others_busy_percent']:.1f}",
-            str(record["num_attempts"]),
-            state_of(record),
-        )
-    return table
+    return table_of(columns, caption, [*points.values()])
 
 
-def _show_on_cpu(options: argparse.Namespace, records: list[Record]) -> list[Any]:
+def _device_table(records: list[Record]) -> Any:
+    clocks = {
+        "events": "events between every few calls",
+        "host": "the host's clock around a synchronize",
+    }
+    said = ", ".join(clocks[name] for name in sorted({record["clock"] for record in records}))
+    caption = (
+        f"Clock: {said}. Floor: time of a copy of the bytes in this run. Buffers rotate, so that no"
+        " call finds its data in the L2 cache."
+        f" * {BUSY}."
+    )
+    columns: Columns = [
+        "op",
+        ("bytes", lambda r: f"{r['bytes']:,}"),
+        ("count", lambda r: f"{r['count']:,}"),
+        "type",
+        ("redop", lambda r: r["reduction"]),
+        *("mode", "backend", "p50 µs", "p99 µs"),
+        ("algbw GB/s", lambda r: f"{r['algbw_gb_per_s']:.2f}"),
+        ("busbw GB/s", lambda r: f"{r['busbw_gb_per_s']:.2f}"),
+        ("of floor", lambda r: f"{r['share_of_floor']:.0%}"),
+        ("#wrong", lambda r: f"{r['wrong_elems']:,}"),
+        "time / ringcomm's",
+        ("algorithm", lambda r: "+".join(r["algorithms"])),
+    ]
+    return table_of(columns, caption, records, ("bytes", "mode"))
+
+
+def show(options: Options, records: list[Record]) -> list[Any]:
+    """The tables; on devices one, of which a terminal may be too narrow."""
+    if not options.placement.is_cpu:
+        return [options.title, _device_table(records)]
     title = f"{options.world_size} ranks, {', '.join(options.dtype)}, {options.device}"
     return [title, _results_table(records), _machine_table(records)]
 
 
-def _exclude(options: argparse.Namespace, report: Report) -> None:
-    """Says which backends the devices do not support, and leaves them out."""
+# ---- the command line
+
+
+def _why_not(backend: str, options: Options) -> str | None:
+    """The reason why devices do not support a backend, or None."""
+    if backend == MPI:
+        return "its calls take arrays in the host's memory"
+    if backend == "mpi" and not dist.is_mpi_available():
+        return "this torch was built without it, and mpi4py takes arrays in the host's memory"
+    if backend == "nccl":
+        return placement.why_nccl_cannot(options.placement, options.world_size)
+    return None
+
+
+def _prepare_devices(options: Options, report: Report) -> None:
+    """Makes a title, and says which backends the devices do not support."""
+    where, world_size = options.placement, options.world_size
+    used = f"{where.num_used(world_size)} {report.facts.get('gpu') or where.kind}"
+    options.title = f"{world_size} ranks on {used}{', MPS' if where.mps else ''}"
+    if not report.console.is_terminal:
+        report.console.width = DEVICE_FILE_COLUMNS
     for name in list(options.backends):
-        reason = device_sweep.why_not(name, options.placement, options.world_size)
-        if reason is not None:
+        if reason := _why_not(name, options):
             report.console.print(f"not available: {name}: {reason}")
             options.backends.remove(name)
 
 
-def run(options: argparse.Namespace) -> int:
-    """Measures and prints; appends the records to --json. Under torchrun rank 0 does so.
-
-    Returns:
-        The exit code: EXIT_WRONG_RESULTS when any result was wrong.
-
-    Raises:
-        RankError: a rank failed.
-        OSError: the records cannot be written.
-    """
-    try:
-        prepare(options)
-    except ValueError as error:
-        options.parser.error(str(error))
-    where, world_size = options.placement, options.world_size
-    facts = {"device": "cpu"} if where.is_cpu else placement.facts(where)
-    kind = "collective" if where.is_cpu else DEVICE_KIND
-    report = Report(kind, options.json, options.html, world_size=world_size, **facts)
-    used = f"{where.num_used(world_size)} {facts.get('gpu') or where.kind}"
-    title = f"{world_size} ranks on {used}{', MPS' if where.mps else ''}"
-    if not where.is_cpu:
-        if not report.console.is_terminal:
-            report.console.width = device_sweep.FILE_COLUMNS
-        _exclude(options, report)
+def measure(options: Options, report: Report) -> None:
+    """All points in one set of ranks, with a line for each; draws them."""
+    if not options.placement.is_cpu:
+        _prepare_devices(options, report)
 
     def on_message(records: list[Record]) -> None:
         report.add(records)
         report.console.print(_progress_line(records))
 
-    def show() -> list[Any]:
-        if where.is_cpu:
-            return _show_on_cpu(options, report.records)
-        return [title, device_sweep.device_table(report.records)]
-
-    with placement.shared(options.mps, where, world_size), report.measuring(show):
-        run_ranks(world_size, partial(_start_rank, options=options), on_message)
-    status = report.finish(*show())
+    run_ranks(options.world_size, partial(PROGRAM.run_rank, options=options), on_message)
     if options.plot is not None and report.records:
         from plot import draw_bandwidths
 
         try:
-            draw_bandwidths(report.records, options.plot, title)
+            draw_bandwidths(report.records, options.plot, options.title)
             report.console.print(f"plot: {options.plot}")
         except ModuleNotFoundError as error:
             report.console.print(f"no plot: {error.name} is not installed")
-    return status
+
+
+SIZES = "bytes of the larger buffer of a rank, such as 4096,64k,4m"
+CLOCK = "for eager calls: the device's events, or the host's clock around a synchronize"
+PROGRAM = harness.Program(
+    doc=__doc__,
+    kind="collective",
+    rank=run_rank,
+    measure=measure,
+    seconds=1.0,
+    per="size and operation, for all backends",
+    repeats=1,
+    device="cpu",
+    has_sharing=True,
+    flags=[
+        flag("--world-size", int, joined_world_size() or 2, "number of ranks, 1 to 64"),
+        flag("--peers", words, "gloo", "backends to compare with, or none"),
+        flag("--sizes", byte_counts, DEFAULT_SIZES, SIZES),
+        flag("--dtype", words, "float32", "names of torch's dtypes", known=DTYPES),
+        placement.NCCL_FLAG,
+        flag("--clock", str, "events", CLOCK, choices=CLOCKS),
+        flag("--graph", int, 0, "also measure CUDA graphs of this many calls", metavar="CALLS"),
+        flag("--plot", Path, None, "draw bus bandwidth by size (PNG, SVG)", metavar="FILE"),
+        flag("--html", Path, None, "write a page of charts (HTML, one file)", metavar="FILE"),
+    ],
+    check=check,
+    facts=lambda o: {} if o.placement.is_cpu else {"kind": DEVICE_KIND},
+    show=show,
+)
+add_arguments, run = PROGRAM.add_arguments, PROGRAM.run

@@ -9,15 +9,15 @@ against float64. On GPUs times are from event to event.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import harness
-import placement
 import torch
 import torch.distributed as dist
 from harness import Bench, Options, flag
@@ -26,7 +26,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from ringcomm import ops
-from ringcomm.measure.ranks import Team
 from ringcomm.measure.timing import Contender, open_default_group
 from ringcomm.ops.losses import cross_entropy_cuda
 from ringcomm.screen import byte_count, whole_numbers, words
@@ -36,21 +35,14 @@ BY_TRITON = "triton"  # in place, a peer of the kernels for clusters
 # Rows whose gradient is verified; their float64 takes 8 bytes per class.
 NUM_CHECKED_ROWS = 16
 # Relative to the largest gradient of those rows.
-TOLERANCES = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 1e-2}
+TOLERANCES = {"float32": 1e-5, "float16": 1e-2, "bfloat16": 1e-2}
 
-# From logits to their gradient.
-Way = Callable[[Tensor], Tensor]
+Loss = Callable[[Tensor, Tensor], Tensor]  # of logits and targets
+Way = Callable[[Tensor], Tensor]  # from logits to their gradient
 
 
 def check(options: Options) -> None:
     """Raises ValueError naming an invalid option; completes the number of threads."""
-    known = [name for name in PEERS if name not in (RINGCOMM, IN_PLACE)]
-    unknown = [name for name in options.peers if name not in known]
-    if unknown:
-        raise ValueError(f"--peers must be some of {', '.join(known)}, got {', '.join(unknown)}")
-    wrong = [name for name in options.dtypes if getattr(torch, name, None) not in TOLERANCES]
-    if wrong:
-        raise ValueError(f"--dtypes must be float32, float16 or bfloat16, got {', '.join(wrong)}")
     if options.tokens < 1 or min(options.vocabularies) < options.world_size:
         raise ValueError("every rank needs at least one token and one class")
     cores = len(os.sched_getaffinity(0)) if options.world_size == 1 else 1
@@ -60,7 +52,7 @@ def check(options: Options) -> None:
 # ---- ways of one rank
 
 
-def _backward(loss: Callable[[Tensor, Tensor], Tensor], target: Tensor, logits: Tensor) -> Tensor:
+def _backward(loss: Loss, target: Tensor, logits: Tensor) -> Tensor:
     leaf = logits.detach().requires_grad_()
     loss(leaf, target).backward()
     assert leaf.grad is not None
@@ -90,23 +82,23 @@ def _in_place_by_triton(leaf: Tensor, target: Tensor) -> Tensor:
         return _in_place(leaf, target)
 
 
-def _compiled() -> Callable[[Tensor, Tensor], Tensor]:
+def _compiled() -> Loss:
     return torch.compile(lambda logits, target: functional.cross_entropy(logits.float(), target))
 
 
-def _liger() -> Callable[[Tensor, Tensor], Tensor]:
+def _liger() -> Loss:
     from liger_kernel.transformers.functional import liger_cross_entropy
 
     return liger_cross_entropy
 
 
-def _quack() -> Callable[[Tensor, Tensor], Tensor]:
+def _quack() -> Loss:
     from quack.cross_entropy import cross_entropy
 
     return partial(cross_entropy, reduction="mean")
 
 
-PEERS: dict[str, Callable[[], Callable[[Tensor, Tensor], Tensor]]] = {
+PEERS: dict[str, Callable[[], Loss]] = {
     RINGCOMM: lambda: ops.cross_entropy,
     IN_PLACE: lambda: _in_place,
     BY_TRITON: lambda: _in_place_by_triton,
@@ -119,23 +111,13 @@ PEERS: dict[str, Callable[[], Callable[[Tensor, Tensor], Tensor]]] = {
 OVERWRITING = (IN_PLACE, BY_TRITON, "liger")
 
 
-def _ways(peers: list[str], target: Tensor) -> dict[str, Way]:
-    names = [RINGCOMM, IN_PLACE, *peers]
-    return {name: partial(_backward, PEERS[name](), target) for name in names}
-
-
 # ---- the vocabulary over several ranks
 
 
-def _shard(team: Team, vocab_size: int) -> slice:
-    begin, end = ops.shard_range(vocab_size, team.world_size, team.rank)
-    return slice(begin, end)
-
-
-def _shared_ways(team: Team, target: Tensor, vocab_size: int) -> dict[str, Way]:
+def _shared_ways(columns: slice, target: Tensor, vocab_size: int) -> dict[str, Way]:
     """Ways with a sharded vocabulary, and one with all columns on the first rank."""
-    where = {"vocab_start": _shard(team, vocab_size).start, "vocab_size": vocab_size}
-    shard: dict[str, Any] = {"group": dist.group.WORLD, **where}
+    shard: dict[str, Any] = {"group": dist.group.WORLD, "vocab_size": vocab_size}
+    shard["vocab_start"] = columns.start
     return {
         RINGCOMM: partial(_backward, partial(ops.cross_entropy, **shard), target),
         IN_PLACE: partial(_backward, partial(_in_place, **shard), target),
@@ -152,7 +134,7 @@ def _count_wrong(logits: Tensor, target: Tensor, columns: slice, gradient: Tenso
     expected = torch.softmax(logits[rows].double(), -1)
     expected -= functional.one_hot(target[rows], logits.shape[1])
     expected /= len(target)
-    limit = TOLERANCES[logits.dtype] * float(expected.abs().max())
+    limit = TOLERANCES[str(logits.dtype).removeprefix("torch.")] * float(expected.abs().max())
     found = gradient[rows].double()
     return int((~torch.isclose(found, expected[:, columns], rtol=0, atol=limit)).sum())
 
@@ -206,12 +188,13 @@ def _contenders(
 ) -> tuple[dict[str, Contender], dict[str, int], dict[str, int]]:
     """The contenders of a point; wrong elements and memory by way. Collective."""
     team, vocab_size = bench.team, inputs.logits.shape[1]
-    columns = _shard(team, vocab_size)
-    is_shared = team.world_size > 1
-    ways = (
-        _shared_ways(team, inputs.target, vocab_size) if is_shared else _ways(peers, inputs.target)
-    )
-    mine = inputs.logits[:, columns].contiguous() if is_shared else inputs.logits
+    columns = slice(*ops.shard_range(vocab_size, team.world_size, team.rank))
+    mine = inputs.logits
+    names = (RINGCOMM, IN_PLACE, *peers)
+    ways: dict[str, Way] = {n: partial(_backward, PEERS[n](), inputs.target) for n in names}
+    if team.world_size > 1:
+        ways = _shared_ways(columns, inputs.target, vocab_size)
+        mine = inputs.logits[:, columns].contiguous()
     contenders, wrong, memory = {}, {}, {}
     for name, way in ways.items():
         is_idle = name == ONE_RANK and team.rank != 0
@@ -234,38 +217,18 @@ def _contenders(
     return contenders, wrong, memory
 
 
-def _points(options: Options) -> Iterator[tuple[int, torch.dtype]]:
-    for dtype in options.dtypes:
-        for vocab_size in options.vocabularies:
-            yield vocab_size, getattr(torch, dtype)
-
-
 def run_rank(bench: Bench, options: Options) -> None:
     """Every point in turn; rank 0 reports each one's records."""
     if bench.team.world_size > 1:
         open_default_group(bench.team, "ringcomm")
     torch.set_num_threads(options.threads)
-    for vocab_size, dtype in _points(options):
-        inputs = _inputs(options.tokens, vocab_size, dtype, bench.device)
+    for dtype, vocab_size in product(options.dtypes, options.vocabularies):
+        inputs = _inputs(options.tokens, vocab_size, getattr(torch, dtype), bench.device)
         contenders, wrong, memory = _contenders(bench, options.peers, inputs)
-        point = {
-            "num_tokens": options.tokens,
-            "vocab_size": vocab_size,
-            "dtype": str(dtype).removeprefix("torch."),
-        }
+        point = {"num_tokens": options.tokens, "vocab_size": vocab_size, "dtype": dtype}
         records = bench.race(contenders, RINGCOMM, wrong, **point)
         bench.report([r | {"extra_bytes": memory[r["way"]]} for r in records])
         del inputs, contenders
-
-
-def facts_of(options: Options) -> dict[str, Any]:
-    """The fields of all records."""
-    where = options.placement
-    return {
-        "world_size": options.world_size,
-        "num_threads": options.threads,
-        **({"device": "cpu"} if where.is_cpu else placement.facts(where)),
-    }
 
 
 THREADS = "of each rank (default: the cores, or 1 with several ranks)"
@@ -284,15 +247,13 @@ PROGRAM = harness.Program(
         flag("--threads", int, None, THREADS),
         flag("--tokens", int, 2048, "rows of logits"),
         flag("--vocabularies", whole_numbers, "8000,32000,50257,128256"),
-        flag("--dtypes", words, "float32,bfloat16"),
-        flag("--peers", words, "torch", PEERS_HELP),
+        flag("--dtypes", words, "float32,bfloat16", known=TOLERANCES),
+        flag("--peers", words, "torch", PEERS_HELP, known=[*PEERS][2:]),
     ],
     check=check,
-    facts=facts_of,
+    facts=lambda options: {"num_threads": options.threads},
     columns=[
-        "type",
-        ("classes", lambda r: f"{r['vocab_size']:,}"),
-        *("way", "p50 µs", "p99 µs"),
+        *("type", "classes", "way", "p50 µs", "p99 µs"),
         ("memory", lambda r: byte_count(r["extra_bytes"] >> 20 << 20)),
         *("time / ringcomm's", "others %"),
     ],

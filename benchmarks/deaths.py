@@ -6,8 +6,7 @@
 Each death has ranks of its own: one is killed by SIGKILL at a random moment, in a call or while the
 ranks compute between calls. Over ringcomm the others then shrink the group. Over Gloo they catch
 the error and stay, or end; under MPI mpiexec ends them. Strangers, one for each core, keep the
-machine busy. One JSON line per point is appended to benchmarks/results; --write puts the newest
-into docs/reliability.md.
+machine busy. --write puts the newest records into docs/reliability.md.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from datetime import timedelta
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import harness  # before torch: it sets the number of threads
 import numpy as np
@@ -41,7 +40,6 @@ from weather import Weather
 
 import ringcomm
 from ringcomm.measure.machine import OthersWatch
-from ringcomm.measure.ranks import run_main
 from ringcomm.measure.timing import percentiles
 from ringcomm.screen import whole_numbers, words
 from ringcomm.torch_names import die_with_parent
@@ -68,23 +66,14 @@ NAMES = {
 MOMENTS = ("call", "computation")
 
 
-@dataclass(frozen=True)
-class Death:
-    """What one death was like, in seconds from the kill.
+class Death(NamedTuple):
+    """What one death was like, in seconds from the kill."""
 
-    Attributes:
-        aware_s: until the last rank that noticed has raised; with MPI, until all have ended.
-        call_s: the same from the kill, or from the beginning of the rank's call if that is later.
-        group_s: from the last error until the last rank has the new group; None without shrink().
-        num_raised: ranks that got an exception.
-        is_right: all ranks of ringcomm named the dead one, and the new group is right.
-    """
-
-    aware_s: float
-    call_s: float
-    group_s: float | None
-    num_raised: int
-    is_right: bool
+    aware_s: float  # until the last rank that noticed has raised; with MPI, until all have ended
+    call_s: float  # the same from the beginning of the rank's call, if that is later
+    group_s: float | None  # from the last error to the last rank's new group; None without shrink()
+    num_raised: int  # ranks that got an exception
+    is_right: bool  # all ranks of ringcomm named the dead one, and the new group is right
 
 
 # ---- the load
@@ -95,24 +84,18 @@ STRANGER_START_S = 0.3
 STRANGER = "import os\np = os.getppid()\nwhile os.getppid() == p:\n  for _ in range(10**6): pass"
 
 
-class Strangers:
+@contextlib.contextmanager
+def strangers(count: int) -> Iterator[None]:
     """CPU-bound processes of the usual priority, while the context lasts."""
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-        self._processes: list[subprocess.Popen[bytes]] = []
-
-    def __enter__(self) -> Strangers:
-        command = [sys.executable, "-I", "-S", "-c", STRANGER]
-        self._processes = [subprocess.Popen(command) for _ in range(self._count)]
-        if self._count:
-            time.sleep(STRANGER_START_S)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for process in self._processes:
+    command = [sys.executable, "-I", "-S", "-c", STRANGER]
+    processes = [subprocess.Popen(command) for _ in range(count)]
+    try:
+        time.sleep(STRANGER_START_S if count else 0)
+        yield
+    finally:
+        for process in processes:
             process.kill()
-        for process in self._processes:
+        for process in processes:
             process.wait()  # from then on its time counts as this run's own
 
 
@@ -123,15 +106,14 @@ def calls_of(source: random.Random, world_size: int) -> Callable[[], object]:
     """A random collective, the same on all ranks."""
     tensor = torch.zeros(source.choice([256, 65_536, 1 << 20]))
     many = [torch.empty_like(tensor) for _ in range(world_size)]
-    return source.choice(
-        [
-            lambda: dist.all_reduce(tensor),
-            lambda: dist.all_reduce(tensor, async_op=True).wait(),
-            lambda: dist.broadcast(tensor, 0),
-            lambda: dist.all_gather(many, tensor),
-            dist.barrier,
-        ]
-    )
+    calls: list[Callable[[], object]] = [
+        lambda: dist.all_reduce(tensor),
+        lambda: dist.all_reduce(tensor, async_op=True).wait(),
+        lambda: dist.broadcast(tensor, 0),
+        lambda: dist.all_gather(many, tensor),
+        dist.barrier,
+    ]
+    return source.choice(calls)
 
 
 def compute() -> None:
@@ -290,15 +272,14 @@ def die_under_mpi(board: Any, _backend: str, _moment: str, source: random.Random
 # ---- points and their records
 
 
-def measure_point(
-    backend: str, world_size: int, moment: str, num_deaths: int, num_strangers: int, seed: int
-) -> dict[str, Any]:
+def measure_point(backend: str, world_size: int, moment: str, options: Options) -> dict[str, Any]:
     """The record of one point."""
-    source = random.Random(f"{seed} {backend} {world_size} {moment}")
+    num_deaths = options.deaths if BACKENDS[backend] == SHRINK else options.peer_deaths
+    source = random.Random(f"{options.seed} {backend} {world_size} {moment}")
     die = die_under_mpi if backend == "mpi" else die_once
     watch = OthersWatch([os.getpid()])
     deaths = []
-    with Strangers(num_strangers):
+    with strangers(options.strangers):
         for _ in range(num_deaths):
             with tempfile.TemporaryDirectory(prefix="ringcomm-deaths-") as folder:
                 shape = (world_size, NUM_COLUMNS)
@@ -309,8 +290,6 @@ def measure_point(
         "backend": backend,
         "world_size": world_size,
         "moment": moment,
-        "strangers": num_strangers,
-        "seed": seed,
         "num_deaths": num_deaths,
         "aware": summary([death.aware_s for death in deaths]),
         "after_call": summary([death.call_s for death in deaths]),
@@ -327,15 +306,6 @@ def summary(seconds: list[float]) -> dict[str, float]:
     return {"p50": found["p50_ms"], "p99": found["p99_ms"], "max": 1000 * max(seconds)}
 
 
-def points(options: Options) -> Iterator[tuple[str, int, str, int]]:
-    """Backend, ranks, moment and number of deaths."""
-    for backend in options.backends:
-        num_deaths = options.deaths if BACKENDS[backend] == SHRINK else options.peer_deaths
-        for world_size in options.worlds:
-            for moment in MOMENTS if backend != "mpi" else MOMENTS[:1]:
-                yield backend, world_size, moment, num_deaths
-
-
 # ---- tables
 
 
@@ -346,29 +316,16 @@ def figures(found: dict[str, float] | None) -> str:
     return " / ".join(f"{found[name]:,.1f}" for name in ("p50", "p99", "max"))
 
 
-def moments_of(name: str) -> Cell:
-    """The figures of a summary."""
-    return lambda record: figures(record[name])
-
-
 COLUMNS: list[tuple[str, Cell]] = [
     ("backend", lambda r: NAMES.get(r["backend"], str(r["backend"]))),
     ("killed in a", lambda r: r["moment"]),
     ("ranks", lambda r: str(r["world_size"])),
     ("deaths", lambda r: str(r["num_deaths"])),
-    (
-        "death to last error, ms",
-        lambda r: figures(r["aware"]) + ("" if r["quiet"] else " *"),
-    ),
-    ("call to last error, ms", moments_of("after_call")),
-    ("then to the new group, ms", moments_of("new_group")),
+    ("death to last error, ms", lambda r: figures(r["aware"]) + ("" if r["quiet"] else " *")),
+    ("call to last error, ms", lambda r: figures(r["after_call"])),
+    ("then to the new group, ms", lambda r: figures(r["new_group"])),
     ("ranks with an error", lambda r: f"{100 * r['raised_share']:.0f} %"),
 ]
-
-
-def row_of(record: Record) -> list[str]:
-    """Formats a record as a table row."""
-    return [cell(record) for _, cell in COLUMNS]
 
 
 def _lines(runs: list[Run]) -> list[str]:
@@ -387,11 +344,7 @@ def page_tables(records: list[Record]) -> list[str]:
 
 
 def check(options: Options) -> None:
-    """Raises ValueError for invalid options; leaves MPI out where it is not installed."""
-    for name in set(options.backends) - set(BACKENDS):
-        raise ValueError(f"--backends: {name!r} is none of {', '.join(BACKENDS)}")
-    if min(options.worlds) < 2 or min(options.deaths, options.peer_deaths) < 1:
-        raise ValueError("--worlds must be 2 or more, --deaths and --peer-deaths 1 or more")
+    """Leaves MPI out where it is not installed."""
     if "mpi" in options.backends and find_mpiexec() is None:
         options.backends.remove("mpi")
         print("without MPI; for Intel's: pip install impi-rt mpi4py")
@@ -399,10 +352,12 @@ def check(options: Options) -> None:
 
 def measure(options: Options, report: Report) -> None:
     """Every point in turn."""
-    for point in points(options):
-        record = measure_point(*point, options.strangers, options.seed)
+    for backend, world_size, moment in product(options.backends, options.worlds, MOMENTS):
+        if backend == "mpi" and moment != MOMENTS[0]:
+            continue
+        record = measure_point(backend, world_size, moment, options)
         report.add([record])
-        print(" | ".join(row_of(record)), flush=True)
+        print(" | ".join(cell(record) for _, cell in COLUMNS), flush=True)
     if options.write:
         text = PAGE.read_text(encoding="utf-8")
         PAGE.write_text(with_tables(text, page_tables(read_results([]))), encoding="utf-8")
@@ -414,19 +369,19 @@ PROGRAM = harness.Program(
     kind="deaths",
     measure=measure,
     flags=[
-        flag("--backends", words, ",".join(BACKENDS)),
-        flag("--worlds", whole_numbers, "2,4,8", "numbers of ranks"),
-        flag("--deaths", int, 100, "of each point over ringcomm"),
-        flag("--peer-deaths", int, 10, "of each point over others"),
+        flag("--backends", words, ",".join(BACKENDS), known=BACKENDS),
+        flag("--worlds", whole_numbers, "2,4,8", "numbers of ranks", least=2),
+        flag("--deaths", int, 100, "of each point over ringcomm", least=1),
+        flag("--peer-deaths", int, 10, "of each point over others", least=1),
         flag("--strangers", int, CORES, "CPU-bound processes beside the ranks"),
         flag("--seed", int, 1, "of calls, victims and moments"),
         ("--write", {"action": "store_true", "help": "renew docs/reliability.md"}),
     ],
     check=check,
+    named=("strangers", "seed"),
     columns=COLUMNS,
     section=("backend",),
 )
-parse, main = PROGRAM.parse, PROGRAM.main
 
 if __name__ == "__main__":
-    sys.exit(run_main("deaths.py", main))
+    PROGRAM.run_script()

@@ -12,14 +12,12 @@
                  products alone
 
 The ways take turns in short blocks; times are between events on a device. Memory is the peak of a
-call beyond the memory in use before and what it returns, such as gradients. One JSON line per way
-is appended to benchmarks/results.
+call beyond the memory in use before and what it returns, such as gradients.
 Results are not verified here: the tests of the operators do that.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -29,12 +27,10 @@ from unittest.mock import patch
 import harness  # before torch: it sets the number of threads
 import torch
 from harness import Bench, Options, flag
-from placement import facts
 from torch import Tensor
 from torch.nn import functional
 
 from ringcomm import ops
-from ringcomm.measure.ranks import run_main
 from ringcomm.ops import triton_kernels as plans
 from ringcomm.screen import words
 
@@ -186,25 +182,17 @@ def more_mib(record: dict[str, Any]) -> str:
     return "?" if extra is None else f"{extra / 2**20:,.0f}"
 
 
-def check(options: Options) -> None:
-    """Raises ValueError for an unknown case."""
-    unknown = set(options.only) - CASES.keys()
-    if unknown:
-        raise ValueError(f"--only: unknown names {', '.join(sorted(unknown))}")
-
-
 PROGRAM = harness.Program(
     doc=__doc__,
     kind="device_kernels",
     rank=run_rank,
     device="cuda",
     flags=[
-        flag("--only", words, ",".join(CASES), "of the cases"),
+        flag("--only", words, ",".join(CASES), "of the cases", known=CASES),
         flag("--seconds", float, 2.0, "per case and shape, for all ways"),
         flag("--scale", int, 1, "divides all sizes"),
     ],
-    check=check,
-    facts=lambda options: {"dtype": "bfloat16", **facts(options.placement)},
+    facts=lambda options: {"dtype": "bfloat16"},
     columns=[
         *("case", "shape", "way", "p50 µs", "p99 µs"),
         ("MiB more", more_mib),
@@ -213,7 +201,6 @@ PROGRAM = harness.Program(
     section=("case", "shape"),
     title=lambda options: f"bfloat16, {options.device}",
 )
-parse, main = PROGRAM.parse, PROGRAM.main
 
 if __name__ == "__main__":
-    sys.exit(run_main("device_kernels.py", main))
+    PROGRAM.run_script()

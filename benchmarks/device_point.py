@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from groups import Communicator
 from operations import OPERATIONS, Buffers, Operation
-from placement import Placement, measure_speeds, memory_bytes
-from point import make_buffers, measure_verified, speeds_of, subject_of, time_once
+from placement import Placement, measure_speeds
+from point import count_wrong, finished, make_buffers, measure_verified
 from race import Bench, EventContender
-from report import records_of
+from report import Record
 
 from ringcomm.measure.timing import Contender
 
@@ -113,23 +113,6 @@ def _groups(bench: Bench, method: Method) -> dict[str, Any]:
     }
 
 
-def _once(bench: Bench, point: Point, calls: list[Callable[[], object]]) -> Callable[[], object]:
-    """The calls in turn; in graph mode a graph of one round."""
-    if not point.method.graph_calls:
-        return rotating(calls)
-    return captured(calls, bench.device)
-
-
-def _count_wrong(bench: Bench, point: Point, buffers: Buffers) -> dict[str, int]:
-    """Wrong elements of all ranks together, by label, after one call on known integers."""
-    wrong = {}
-    for label, group in _groups(bench, point.method).items():
-        call = _once(bench, point, [point.operation.bound(buffers, group)])
-        wrong[label] = sum(bench.team.share(point.operation.verify(call, buffers, bench.team)))
-    buffers.clear()
-    return wrong
-
-
 def _repeat(call: Callable[[], object], times: int) -> None:
     for _ in range(times):
         call()
@@ -154,33 +137,31 @@ def _contender(bench: Bench, point: Point, sets: list[Buffers], group: Any) -> C
     return Contender(until_done, wait)
 
 
-def measure_device_point(bench: Bench, placement: Placement, point: Point) -> list[dict[str, Any]]:
+def measure_device_point(bench: Bench, placement: Placement, point: Point) -> list[Record]:
     """Verifies and times a point. Collective.
 
     Returns:
         On rank 0 one record per backend that can be called this way; else nothing.
     """
-    groups = _groups(bench, point.method)
-    if not groups:
+    bench = replace(bench, groups=_groups(bench, point.method))
+    if not bench.groups:
         return []
     sets = _make_sets(bench, placement, point)
     num_bytes = sets[0].place.num_elems * point.dtype.itemsize
     point = replace(point, num_bytes=num_bytes)
+    operation, world_size = point.operation, bench.team.world_size
+
+    def prepare(call: Callable[[], object]) -> Callable[[], object]:
+        return captured([call], bench.device) if point.method.graph_calls else call
+
     attempt, weather, wrong = measure_verified(
         bench,
-        lambda: _count_wrong(bench, point, sets[0]),
-        lambda: time_once(
-            bench,
-            groups,
-            partial(_contender, bench, point, sets),
-            lambda: measure_speeds(bench.team, placement),
-        ),
+        partial(count_wrong, bench, operation, sets[0], prepare),
+        partial(_contender, bench, point, sets),
+        partial(measure_speeds, bench.team, placement),
     )
-    if attempt.timings is None:
-        return []
-    subject = subject_of(bench) if subject_of(bench) in wrong else next(iter(wrong))
-    operation, world_size, speeds = point.operation, bench.team.world_size, attempt.floors[0]
-    in_memory = memory_bytes(point.name, num_bytes, placement, world_size)
+    speeds = attempt.floors[0]
+    in_memory = operation.memory_factor(world_size) * num_bytes * placement.share(world_size)
     floor_us = speeds.floor_us(in_memory, operation.bus_factor(world_size) * num_bytes)
     facts = {
         "op": point.name,
@@ -194,12 +175,5 @@ def measure_device_point(bench: Bench, placement: Placement, point: Point) -> li
         **weather.record(),
         "floor_us": floor_us,
     }
-    return [
-        {
-            **facts,
-            **record,
-            **speeds_of(bench, operation, num_bytes, attempt, record),
-            "share_of_floor": floor_us / record["p50_us"],
-        }
-        for record in records_of(attempt.timings, subject, wrong)
-    ]
+    records = finished(bench, operation, attempt, wrong, facts)
+    return [{**record, "share_of_floor": floor_us / record["p50_us"]} for record in records]

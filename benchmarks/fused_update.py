@@ -14,14 +14,14 @@ torch.optim is the fused=True form, one pass over memory; 16-bit parameters have
 weights, except with LOMO. The ways take turns in short blocks on separate parameters and gradients;
 the time of a step is that of the slowest rank. After three steps from one start all must have the
 parameters of a single process. On devices the floor is what the ranks together must read and write
-(2 N S bytes, and the optimizer's states twice) at the speed of a copy in the same run. One JSON
-line per way and size is appended to benchmarks/results.
+(2 N S bytes, and the optimizer's states twice) at the speed of a copy in the same run.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import harness  # before torch: it sets the number of threads
@@ -34,7 +34,7 @@ from placement import Placement
 from torch import Tensor
 
 from ringcomm import ops
-from ringcomm.measure.ranks import Team, run_main
+from ringcomm.measure.ranks import Team
 from ringcomm.screen import byte_count, whole_numbers
 from ringcomm.torch_names import all_gather_single, reduce_scatter_single
 
@@ -42,8 +42,7 @@ DEFAULT_SIZES = "1048576,4194304,16777216,67108864"
 DTYPES = ("float32", "bfloat16")
 WAYS = ("fused", "zero1", "ringcomm", "gloo")  # the others are compared with the first
 DEVICE_WAYS = ("fused", "zero1", "nccl")
-
-
+WHOLE = ("ringcomm", "gloo")
 OPTIMIZERS = ("sgd", "momentum", "adamw", "lomo")
 LR = 1e-3
 # Steps of the check: enough for every term of the update to matter.
@@ -89,90 +88,55 @@ class Way:
         state_bytes: of this rank's optimizer state, master weights included.
     """
 
-    def __init__(
-        self,
-        name: str,
-        kind: str,
-        num_elems: int,
-        team: Team,
-        groups: Any,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | None = None,
-    ) -> None:
-        device = device or torch.device("cpu")
-        self.param = start(num_elems, dtype, device)
-        self.grad = gradient_of(team.rank, num_elems, dtype, device)
-        self.group = groups[name if name in groups else "ringcomm"]
+    def __init__(self, name: str, kind: str, num_elems: int, bench: Bench, dtype: Any) -> None:
+        self.param = start(num_elems, dtype, bench.device)
+        self.grad = gradient_of(bench.team.rank, num_elems, dtype, bench.device)
+        self.group = bench.groups[name if name in bench.groups else "ringcomm"]
         self.state_bytes = 0
         self._num_steps = 0
-        self._world_size = team.world_size
         self._kind = kind
         self._has_master = keeps_master(kind, dtype)
-        make: Callable[[], Callable[[], None]] = {
-            "fused": self._fused,
-            "zero1": self._zero1,
-            "nccl": self._zero1,
-        }.get(name, self._whole)
-        self.step = make()
+        self.step: Callable[[], None] = (
+            self._fused() if name == "fused" else self._by_torch(is_whole=name in WHOLE)
+        )
 
     def _fused(self) -> Callable[[], None]:
         optimizer = _OURS[self._kind]
         state = ops.new_shard_state(self.param, optimizer, self.group, master=self._has_master)
         self.state_bytes = sum(tensor.nbytes for tensor in state.values())
+        update = partial(ops.reduce_scatter_update_all_gather_, self.param, self.grad, state)
 
         def step() -> None:
             self._num_steps += 1
-            ops.reduce_scatter_update_all_gather_(
-                self.param,
-                self.grad,
-                state,
-                optimizer=optimizer,
-                step=self._num_steps,
-                group=self.group,
-            )
+            update(optimizer=optimizer, step=self._num_steps, group=self.group)
 
         return step
 
-    def _zero1(self) -> Callable[[], None]:
-        begin, end = ops.shard_range(
-            self.param.numel(), self._world_size, dist.get_rank(self.group)
-        )
-        shard = self.param[begin:end]
-        reduced = torch.empty_like(shard)
-        weight = shard.float() if self._has_master else shard
-        weight.grad = torch.empty_like(weight) if self._has_master else reduced
+    def _by_torch(self, *, is_whole: bool) -> Callable[[], None]:
+        """Updates everything after an all_reduce, or a shard before an all_gather."""
+        world_size, rank = self.group.size(), self.group.rank()
+        begin, end = ops.shard_range(self.param.numel(), world_size, rank)
+        mine = self.param if is_whole else self.param[begin:end]
+        averaged = self.grad.clone() if is_whole else torch.empty_like(mine)
+        weight = mine.float() if self._has_master else mine
+        weight.grad = grad = torch.empty_like(weight) if self._has_master else averaged
         optimizer = torch_optimizer(self._kind, weight)
 
         def step() -> None:
-            reduce_scatter_single(reduced, self.grad, group=self.group)
+            if is_whole:  # in place: from the second step on each rank has the average, which stays
+                dist.all_reduce(averaged, group=self.group)
+                averaged.div_(world_size)
+            else:
+                reduce_scatter_single(averaged, self.grad, group=self.group)
             if self._has_master:
-                assert weight.grad is not None
-                weight.grad.copy_(reduced)
-            assert weight.grad is not None
-            weight.grad.div_(self._world_size)
+                grad.copy_(averaged)
+            if not is_whole:
+                grad.div_(world_size)
             optimizer.step()
             if self._has_master:
-                shard.copy_(weight)
-            all_gather_single(self.param, shard, group=self.group)
-
-        return step
-
-    def _whole(self) -> Callable[[], None]:
-        weight = self.param.float() if self._has_master else self.param
-        optimizer = torch_optimizer(self._kind, weight)
-        averaged = self.grad.clone()
-        weight.grad = averaged.float() if self._has_master else averaged
-
-        def step() -> None:
-            # In place: from the second step on each rank has the average, which stays what it is.
-            dist.all_reduce(averaged, group=self.group)
-            averaged.div_(self._world_size)
-            assert weight.grad is not None
-            if self._has_master:
-                weight.grad.copy_(averaged)
-            optimizer.step()
-            if self._has_master:
-                self.param.copy_(weight)
+                mine.copy_(weight)
+            if not is_whole:
+                all_gather_single(self.param, mine, group=self.group)
 
         return step
 
@@ -201,15 +165,6 @@ def count_wrong(ways: dict[str, Way], kind: str, team: Team) -> dict[str, int]:
     return wrong
 
 
-def floor_bytes(param: Tensor, state_bytes: int, world_size: int, has_master: bool) -> int:
-    """What the ranks together read and write: gradients, parameters, and the states twice.
-
-    Without a master copy the parameters are read too, each once.
-    """
-    read_once = 0 if has_master else param.nbytes
-    return 2 * world_size * param.nbytes + 2 * state_bytes + read_once
-
-
 # ---- a point
 
 
@@ -217,14 +172,12 @@ def run_rank(bench: Bench, options: Options) -> None:
     """Every size in turn; rank 0 reports each one's records."""
     team, names, kind = bench.team, options.names, options.optimizer
     backends = ["ringcomm", *(name for name in ("gloo", "nccl") if name in names)]
-    groups = open_groups(team, labelled(backends))
+    bench = replace(bench, groups=open_groups(team, labelled(backends)))
     dtype = getattr(torch, options.dtype)
     versions = {"nccl": ".".join(map(str, placement.nccl_version()))} if "nccl" in names else {}
     for num_bytes in options.sizes:
         num_elems = num_bytes // dtype.itemsize // team.world_size * team.world_size
-        ways = {
-            name: Way(name, kind, num_elems, team, groups, dtype, bench.device) for name in names
-        }
+        ways = {name: Way(name, kind, num_elems, bench, dtype) for name in names}
         wrong = count_wrong(ways, kind, team)
         contenders = {name: bench.contender(way.step, way.group) for name, way in ways.items()}
         floor = _floor(team, ways["fused"], options.placement, kind)
@@ -242,9 +195,10 @@ def _floor(team: Team, way: Way, where: Placement, kind: str) -> dict[str, Any]:
         return {}
     speeds = placement.measure_speeds(team, where)
     state_bytes = sum(team.share(way.state_bytes))
-    has_master = keeps_master(kind, way.param.dtype)
-    moved = floor_bytes(way.param, state_bytes, team.world_size, has_master)
-    on_a_device = moved * where.max_ranks(team.world_size) / team.world_size
+    # Gradients, parameters, the states twice, and without a master copy the parameters once more.
+    read_once = 0 if keeps_master(kind, way.param.dtype) else way.param.nbytes
+    moved = 2 * team.world_size * way.param.nbytes + 2 * state_bytes + read_once
+    on_a_device = moved * where.share(team.world_size)
     over_a_link = 2 * (team.world_size - 1) / team.world_size * way.param.nbytes
     return {
         "floor_us": speeds.floor_us(on_a_device, over_a_link),
@@ -254,14 +208,9 @@ def _floor(team: Team, way: Way, where: Placement, kind: str) -> dict[str, Any]:
 
 
 def check(options: Options) -> None:
-    """Raises ValueError for invalid options; with another NCCL the program restarts itself.
-
-    Chooses the ways that are supported, and prints why NCCL is not.
-    """
-    if options.world < 2 or min(options.sizes) < 4 * options.world:
-        raise ValueError("--world must be 2 or more, and each size at least one parameter per rank")
-    if options.nccl_library is not None:
-        placement.preload(options.nccl_library)
+    """Chooses the ways that are supported, and prints why NCCL is not. Raises ValueError."""
+    if min(options.sizes) < 4 * options.world:
+        raise ValueError("each size must be at least one parameter per rank")
     options.names = WAYS
     if not options.placement.is_cpu:
         reason = placement.why_nccl_cannot(options.placement, options.world)
@@ -274,14 +223,6 @@ def measure(options: Options, report: Report) -> None:
     """In ranks that need not import for seconds."""
     torch_optimizer(options.optimizer, torch.zeros(1))
     PROGRAM.run_worlds(options, report)
-
-
-def facts_of(options: Options) -> dict[str, Any]:
-    """The fields of all records."""
-    found = {"world_size": options.world, "optimizer": options.optimizer, "dtype": options.dtype}
-    if options.placement.is_cpu:
-        return found
-    return {"kind": "fused_update_on_device", **found, **placement.facts(options.placement)}
 
 
 def file_of(options: Options) -> str:
@@ -300,7 +241,7 @@ PROGRAM = harness.Program(
     device="cpu",
     has_sharing=True,
     flags=[
-        flag("--world", int, 2, "ranks, all on this machine"),
+        flag("--world", int, 2, "ranks, all on this machine", least=2),
         flag("--sizes", whole_numbers, DEFAULT_SIZES, "bytes of the parameters"),
         flag("--optimizer", str, "adamw", choices=OPTIMIZERS),
         flag("--dtype", str, "float32", "of parameters and gradients", choices=DTYPES),
@@ -308,7 +249,8 @@ PROGRAM = harness.Program(
     ],
     check=check,
     file=file_of,
-    facts=facts_of,
+    named=("optimizer", "dtype"),
+    facts=lambda o: {} if o.placement.is_cpu else {"kind": "fused_update_on_device"},
     columns=[
         ("parameters", lambda r: byte_count(r["bytes"])),
         *("way", "p50 µs", "p90 µs", "p99 µs"),
@@ -319,7 +261,6 @@ PROGRAM = harness.Program(
     caption="* other programs used the machine.",
     title=lambda o: f"{o.world} ranks, {o.optimizer}, {o.dtype}, {o.device}",
 )
-parse, main = PROGRAM.parse, PROGRAM.main
 
 if __name__ == "__main__":
-    sys.exit(run_main("fused_update.py", main))
+    PROGRAM.run_script()

@@ -12,11 +12,11 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[_name] = "1"
@@ -31,20 +31,45 @@ from race import Bench, make_bench  # noqa: E402
 from report import CHECKOUT as ROOT  # noqa: E402
 from report import RESULTS, Columns, Record, Report, default_path, table_of  # noqa: E402
 
-from ringcomm.measure.ranks import Team  # noqa: E402
+from ringcomm.measure.ranks import Team, run_main  # noqa: E402
 from ringcomm.screen import as_option, check_writable  # noqa: E402
 
-__all__ = ["RESULTS", "ROOT", "Bench", "Program", "Report", "default_path", "flag"]
+__all__ = ["RESULTS", "ROOT", "Bench", "Program", "Report", "default_path", "flag", "names"]
 
 Options = argparse.Namespace
 Flag = tuple[str, dict[str, Any]]
 
 
+def names(text: str) -> list[str]:
+    """Names, of which some have a comma: semicolons separate them where there is one."""
+    return [name.strip() for name in text.split(";" if ";" in text else ",") if name.strip()]
+
+
 def flag(
-    name: str, parse: Callable[[str], Any], default: Any, text: str | None = None, **more: Any
+    name: str,
+    parse: Callable[[str], Any],
+    default: Any,
+    text: str | None = None,
+    *,
+    known: Collection[str] = (),
+    least: float | None = None,
+    **more: Any,
 ) -> Flag:
-    """An option of a command line with its value's parser, its default and its help."""
-    return name, {"type": as_option(parse), "default": default, "help": text, **more}
+    """An option of a command line with its value's parser, its default and its help.
+
+    ``known`` has the words that are allowed; ``least`` is the least number.
+    """
+
+    def parse_checked(given: str) -> Any:
+        value = parse(given)
+        for part in value if isinstance(value, list) else [value]:
+            if known and part not in known:
+                raise ValueError(f"{part!r} is none of {', '.join(known)}")
+            if least is not None and part < least:
+                raise ValueError(f"must be {least} or more, got {part}")
+        return value
+
+    return name, {"type": as_option(parse_checked), "default": default, "help": text, **more}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +91,8 @@ class Program:
         check: raises ValueError for options that cannot be measured here; may complete them.
         file: the file of the records, without date and ending, unless --json names one; by
             default the kind.
-        facts: fields of all records; also another ``kind``.
+        facts: fields of all records besides device and number of ranks; also another ``kind``.
+        named: options that are fields of all records.
         section: fields where the table has a rule when they change.
         caption: below the table.
         title: above it.
@@ -88,6 +114,7 @@ class Program:
     check: Callable[[Options], None] = lambda options: None
     file: Callable[[Options], str] | None = None
     facts: Callable[[Options], Mapping[str, Any]] = lambda options: {}
+    named: Sequence[str] = ()
     section: tuple[str, ...] = ()
     caption: str = ""
     title: Callable[[Options], str] | None = None
@@ -125,6 +152,8 @@ class Program:
 
     def _complete(self, options: Options) -> None:
         try:
+            if library := vars(options).get("nccl_library"):
+                placement.preload(library)  # starts the program again
             options.placement = placement.placement_of(options)
             self.check(options)
             check_writable(options.json, *(vars(options).get(name) for name in ("html", "plot")))
@@ -140,9 +169,17 @@ class Program:
         """Measures, prints and appends records; returns the exit code, 3 when any was wrong."""
         return self._measure(self.parse(argv))
 
+    def run_script(self) -> NoReturn:
+        """Runs a script with the process's command line, and ends the process."""
+        sys.exit(run_main(Path(sys.argv[0]).name, self.main))
+
     def _measure(self, options: Options) -> int:
-        facts = {"kind": self.kind, "html": vars(options).get("html"), **self.facts(options)}
-        report = Report(path=options.json, **facts)
+        given, worlds = vars(options), self._worlds(options)
+        facts = {"kind": self.kind, "html": given.get("html"), "path": options.json}
+        facts |= {"world_size": worlds[0]} if len(worlds) == 1 else {}
+        facts |= placement.facts(options.placement)
+        facts |= {name: given[name] for name in self.named}
+        report = Report(**{**facts, **self.facts(options)})
 
         def show() -> list[Any]:
             if self.show is not None:
@@ -150,8 +187,8 @@ class Program:
             title = [self.title(options)] if self.title else []
             return [*title, table_of(self.columns, self.caption, report.records, self.section)]
 
-        mps, num_ranks = getattr(options, "mps", False), max(self._worlds(options))
-        sharing = placement.shared(mps, options.placement, num_ranks)
+        mps = given.get("mps", False)
+        sharing = placement.shared(mps, options.placement, max(worlds))
         with sharing, report.measuring(show):
             (self.measure or self.run_worlds)(options, report)
         return report.finish(*show())
@@ -159,14 +196,19 @@ class Program:
     def run_worlds(self, options: Options, report: Report) -> None:
         """Runs ``rank`` on each number of ranks in turn, and adds what rank 0 reports."""
         for world_size in self._worlds(options):
-            run_ranks(world_size, partial(self._run_rank, options=options), report.add)
+
+            def add(records: list[Record], world_size: int = world_size) -> None:
+                report.add([{"world_size": world_size, **record} for record in records])
+
+            run_ranks(world_size, partial(self.run_rank, options=options), add)
 
     def _worlds(self, options: Options) -> list[int]:
         given = vars(options)
         one = given.get("world", given.get("world_size", self.world))
         return given.get("worlds") or [one]
 
-    def _run_rank(self, team: Team, options: Options) -> None:
+    def run_rank(self, team: Team, options: Options) -> None:
+        """Runs ``rank`` on a rank, and ends its default group. Collective."""
         self.rank(make_bench(team, options), options)
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -16,7 +16,6 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import harness  # before torch: it sets the number of threads
 import torch
@@ -55,10 +54,7 @@ def join_hosts(cable: str) -> subprocess.Popen[bytes]:
             raise RankError("unshare made no second network namespace")
         time.sleep(0.01)
     here, there = "", f"nsenter -t {other.pid} -n "
-    lines = [
-        "ip link add rc0 type veth peer name rc1",
-        f"ip link set rc1 netns {other.pid}",
-    ]
+    lines = ["ip link add rc0 type veth peer name rc1", f"ip link set rc1 netns {other.pid}"]
     for where, name, address in ((here, "rc0", ADDRESSES[0]), (there, "rc1", ADDRESSES[1])):
         lines += [
             f"{where}ip link set lo up",
@@ -103,53 +99,38 @@ def race(num_ranks: int, options: Options, argv: list[str]) -> int:
 
 
 def check(options: Options) -> None:
-    """Raises ValueError for invalid options, and where a tool is missing."""
-    for op in set(options.ops) - set(OPERATIONS):
-        raise ValueError(f"--ops: no operation {op!r}: {', '.join(OPERATIONS)}")
-    if min(options.ranks_per_host) < 1:
-        raise ValueError("--ranks-per-host must be 1 or more")
+    """Raises ValueError where a tool is missing."""
     if missing := missing_programs(*TOOLS):
         raise ValueError(f"not installed: {', '.join(missing)} (Debian: util-linux, iproute2)")
 
 
-def facts_of(options: Options) -> dict[str, Any]:
-    """The fields of all records."""
-    world_size = joined_world_size() or 1
-    return {
-        "world_size": world_size,
-        "ranks_per_host": world_size // len(ADDRESSES),
-        "cable": options.cable,
-        "device": "cpu",
-        "dtype": "float32",
-    }
-
-
+WORLD_SIZE = joined_world_size() or 1
 PROGRAM = harness.Program(
     doc=__doc__,
     kind="hosts",
     rank=run_rank,
-    world=joined_world_size() or 1,
+    world=WORLD_SIZE,
     seconds=2.0,
     per="operation and size",
     flags=[
-        flag("--ranks-per-host", whole_numbers, "1,2", "on each of two hosts"),
+        flag("--ranks-per-host", whole_numbers, "1,2", "on each of two hosts", least=1),
         flag("--cable", str, "1gbit", "its rate, as tc names it, or none for no limit"),
-        flag("--ops", words, OPS, "operations"),
+        flag("--ops", words, OPS, "operations", known=OPERATIONS),
         flag("--sizes", byte_counts, "1k,64k,1m,16m", "bytes"),
     ],
     check=check,
-    facts=facts_of,
+    named=("cable",),
+    facts=lambda _: {"ranks_per_host": WORLD_SIZE // len(ADDRESSES), "dtype": "float32"},
     columns=["op", "bytes", "backend", "p50 µs", "p99 µs", "time over", "others %", "state"],
     section=("op",),
 )
-parse = PROGRAM.parse
 
 
 def main(argv: list[str]) -> int:
     """Measures each number of ranks in namespaces of its own; returns the exit code."""
     if joined_world_size() is not None:  # a rank of torchrun
         return PROGRAM.main(argv)
-    options = parse(argv)
+    options = PROGRAM.parse(argv)
     if os.environ.get(IN_NAMESPACE):
         return race(options.ranks_per_host[0], options, argv)
     statuses = []

@@ -8,7 +8,7 @@ or a second call that fuses these two. Then tokens per second of examples/decode
 make the two sums of a layer: ringcomm's, Gloo's, those of other projects, and none. FILE is a
 project's shared-memory operators, compiled alone: DeepSpeed's `deepspeed_shm_comm` extension, or a
 library that registers vLLM's `torch.ops._C.shm_allreduce` and `fused_add_rms_norm`. Embedding and
-logits go over ringcomm in all ways. One JSON line per way is appended to benchmarks/results.
+logits go over ringcomm in all ways.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import os
-import sys
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -32,7 +31,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ringcomm import ops
-from ringcomm.measure.ranks import Team, run_main
+from ringcomm.measure.ranks import Team
 from ringcomm.measure.timing import open_default_group
 
 WORLD_SIZE = 2
@@ -80,9 +79,7 @@ def deepspeed_way(team: Team, file: Path) -> AddNorm:
     """DeepSpeed's extension names its segments by these variables."""
     os.environ.update(LOCAL_SIZE=str(team.world_size), MASTER_ADDR="127.0.0.1")
     os.environ["MASTER_PORT"] = str(team.agree(os.getpid()))
-    spec = importlib.util.spec_from_file_location("deepspeed_shm_comm", file)
-    assert spec is not None
-    assert spec.loader is not None
+    spec: Any = importlib.util.spec_from_file_location("deepspeed_shm_comm", file)
     module: Any = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     module.initialize(team.world_size, team.rank)
@@ -174,11 +171,6 @@ def run_rank(bench: Bench, options: Options) -> None:
     measure_decoding(bench, {**ways, NONE: in_two(lambda x: x)}, options)
 
 
-def size_of(record: dict[str, Any]) -> str:
-    """The bytes of a call, or a token."""
-    return "token" if record["size_bytes"] is None else f"{record['size_bytes'] >> 10} KiB"
-
-
 PROGRAM = harness.Program(
     doc=__doc__,
     kind="inference",
@@ -195,15 +187,14 @@ PROGRAM = harness.Program(
         flag("--vllm", Path, None, "a library of vLLM's shared-memory operators"),
     ],
     file=lambda options: f"inference-w{WORLD_SIZE}",
-    facts=lambda options: {
-        "world_size": WORLD_SIZE,
-        **{name: getattr(options, name) for name in ("dtype", "hidden", "layers")},
-    },
-    columns=[("bytes", size_of), "way", "p50 µs", "p99 µs", "time over", "others %"],
+    named=("dtype", "hidden", "layers"),
+    columns=[
+        ("bytes", lambda r: f"{r['size_bytes'] >> 10} KiB" if r["size_bytes"] else "token"),
+        *("way", "p50 µs", "p99 µs", "time over", "others %"),
+    ],
     section=("size_bytes",),
     caption="A call, and decoding a token, on two ranks.",
 )
-parse, main = PROGRAM.parse, PROGRAM.main
 
 if __name__ == "__main__":
-    sys.exit(run_main("inference.py", main))
+    PROGRAM.run_script()

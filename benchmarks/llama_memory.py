@@ -9,14 +9,12 @@ only, torch's SGD and fused AdamW, ringcomm's Lomo and AdaLomo, exact clipping b
 modes, and lomo_optim's Lomo where that is installed. Each has a process of its own, so that running
 out of memory does not end the run. Beside the peak is one gradient: the bytes of the largest
 weight, which an update in the backward pass may need beyond the forward pass. --grow: the most
-layers with which 1 row of 2048 tokens is trained, by Lomo and by AdamW. One JSON line per way is
-appended to benchmarks/results.
+layers with which 1 row of 2048 tokens is trained, by Lomo and by AdamW.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -25,10 +23,9 @@ import harness  # before torch: it sets the number of threads
 import torch
 from groups import run_ranks
 from harness import Options, Report, flag
-from placement import facts
 from torch import Tensor, nn
 
-from ringcomm.measure.ranks import RankError, Team, run_main
+from ringcomm.measure.ranks import RankError, Team
 from ringcomm.optim import AdaLomo, InBackwardOptimizer, Lomo
 from ringcomm.screen import words
 
@@ -40,11 +37,7 @@ FIRST_LAYERS = 16
 MAX_LAYERS = 4096
 # A billion weights; layers of LLaMA-65B, which has 80; and a size for tests: width, width of the
 # MLP, heads, heads of keys and values.
-SIZES = {
-    "1.1b": (2048, 5632, 32, 4),
-    "65b": (8192, 22016, 64, 64),
-    "tiny": (64, 128, 4, 4),
-}
+SIZES = {"1.1b": (2048, 5632, 32, 4), "65b": (8192, 22016, 64, 64), "tiny": (64, 128, 4, 4)}
 
 
 def _lomo_optim(model: nn.Module) -> Any:
@@ -100,11 +93,9 @@ def train(way: str, options: Options, num_layers: int, device: torch.device) -> 
     losses, times = [], []
     for _ in range(NUM_STEPS):
         begin = time.perf_counter()
-        if optimizer is None:
-            with torch.no_grad():
-                loss = model(input_ids=ids, labels=ids).loss
-        else:
+        with torch.set_grad_enabled(optimizer is not None):
             loss = model(input_ids=ids, labels=ids).loss
+        if optimizer is not None:
             _step(optimizer, loss)
         losses.append(loss.item())
         if device.type == "cuda":
@@ -191,10 +182,7 @@ def measure(options: Options, report: Report) -> None:
         if name == "lomo_optim" and importlib.util.find_spec("lomo_optim") is None:
             report.console.print("not available: lomo_optim is not installed")
             continue
-        if options.grow:
-            found = grow(name, options)
-        else:
-            found = attempt(name, options, options.layers)
+        found = grow(name, options) if options.grow else attempt(name, options, options.layers)
         if found is None:
             report.console.print(f"{name}: out of memory")
             continue
@@ -203,9 +191,6 @@ def measure(options: Options, report: Report) -> None:
 
 def check(options: Options) -> None:
     """Raises ValueError for what cannot run here."""
-    unknown = set(options.ways or ()) - WAYS.keys()
-    if unknown:
-        raise ValueError(f"--ways: unknown names {', '.join(sorted(unknown))}")
     if importlib.util.find_spec("transformers") is None:
         raise ValueError("transformers is not installed")
 
@@ -225,11 +210,11 @@ PROGRAM = harness.Program(
         flag("--layers", int, 22),
         flag("--rows", int, 8),
         flag("--tokens", int, 1024, "of a row"),
-        flag("--ways", words, None, "some of them, separated by commas"),
+        flag("--ways", words, None, "some of them, separated by commas", known=WAYS),
         ("--grow", {"action": "store_true", "help": "find the largest model that fits instead"}),
     ],
     check=check,
-    facts=lambda options: {"dtype": "bfloat16", **facts(options.placement)},
+    facts=lambda options: {"dtype": "bfloat16"},
     columns=[
         "way",
         ("weights", lambda r: f"{r['num_params']:,}"),
@@ -242,7 +227,6 @@ PROGRAM = harness.Program(
     ],
     title=lambda options: f"bfloat16, {options.device}",
 )
-parse, main = PROGRAM.parse, PROGRAM.main
 
 if __name__ == "__main__":
-    sys.exit(run_main("llama_memory.py", main))
+    PROGRAM.run_script()

@@ -10,9 +10,8 @@
             checkpoints in host memory, beside the same in memory: the share of time that is
             computing, and the share that the paper's formula gives for the bandwidth and the
             speed measured here
-    checks  the same step with the checksums of its files, and without
 
-Everything takes turns, round by round. JSON lines are appended to benchmarks/results.
+Everything takes turns, round by round.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -29,7 +27,6 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
-from unittest import mock
 
 import harness  # before torch: it sets the number of threads
 import torch
@@ -42,11 +39,9 @@ from weather import Weather
 
 from ringcomm import ops
 from ringcomm.measure.machine import OthersWatch
-from ringcomm.measure.ranks import run_main
 from ringcomm.measure.timing import percentiles
 from ringcomm.parallel import activations, get_state_dict, offload, zero
 from ringcomm.parallel.activations.partition import host_copy
-from ringcomm.parallel.offload import transfers
 from ringcomm.parallel.offload.transfers import empty_row
 
 MIN_ROUNDS = 5
@@ -72,11 +67,6 @@ def rounds(turns: Mapping[str, Callable[[], float]], seconds: float) -> dict[str
     return found
 
 
-def rounds_of(turns: Mapping[str, Callable[[], Any]], seconds: float) -> dict[str, list[float]]:
-    """The seconds of calls, as ``rounds`` has them."""
-    return rounds({name: partial(timed, call) for name, call in turns.items()}, seconds)
-
-
 def timed(call: Callable[[], Any]) -> float:
     """Its seconds."""
     begin = time.perf_counter()
@@ -84,10 +74,24 @@ def timed(call: Callable[[], Any]) -> float:
     return time.perf_counter() - begin
 
 
-def ratio_of(mine: list[float], theirs: list[float]) -> dict[str, float]:
-    """Of neighbours."""
-    found = percentiles((a / b for a, b in zip(mine, theirs, strict=True)), "ratio")
-    return {name: found[f"{name}_ratio"] for name in ("p50", "p10", "p90")}
+def _compared(
+    part: str, name: str, mine: list[float], peer: str, theirs: list[float] | None, unit: str = "us"
+) -> Record:
+    """The fields of seconds, or of rates, beside a peer's if there is one."""
+    is_time = unit == "us"
+    scale, ratio = 1e6 if is_time else 1, None
+    if theirs:  # of neighbours, more than 1 where ringcomm is faster
+        pairs = zip(mine, theirs, strict=True)
+        found = percentiles((b / a if is_time else a / b for a, b in pairs), "ratio")
+        ratio = {name: found[f"{name}_ratio"] for name in ("p50", "p10", "p90")}
+    return {
+        "part": part,
+        "name": name,
+        **percentiles((scale * value for value in mine), unit),
+        "peer": peer,
+        f"peer_p50_{unit}": scale * median(theirs) if theirs else None,
+        "ratio": ratio,
+    }
 
 
 # ---- files
@@ -95,22 +99,11 @@ def ratio_of(mine: list[float], theirs: list[float]) -> dict[str, float]:
 
 def fio(folder: Path, direction: str) -> float:
     """fio's bytes per second, with as many threads as a FileStore has."""
-    options = {
-        "name": "job",
-        "filename": str(folder / "fio"),
-        "rw": direction,
-        "bs": str(BLOCK_BYTES),
-        "size": str(FILE_BYTES // 4),
-        "offset_increment": str(FILE_BYTES // 4),
-        "numjobs": "4",
-        "thread": "1",
-        "group_reporting": "1",
-        "direct": "1",
-        "ioengine": "psync",
-        "output-format": "json",
-    }
-    output = folder / "fio.json"
-    command = ["fio", f"--output={output}", *(f"--{k}={v}" for k, v in options.items())]
+    share, output = FILE_BYTES // 4, folder / "fio.json"
+    sizes = f"--bs={BLOCK_BYTES} --size={share} --offset_increment={share} --rw={direction}"
+    how = "--numjobs=4 --thread=1 --group_reporting=1 --direct=1 --ioengine=psync"
+    command = f"fio --name=job {sizes} {how} --output-format=json".split()
+    command += [f"--filename={folder / 'fio'}", f"--output={output}"]
     subprocess.run(command, capture_output=True, timeout=120, check=True)
     found = json.loads(output.read_text(encoding="utf-8"))["jobs"][0]
     return float(found[direction]["bw_bytes"])
@@ -130,15 +123,10 @@ def file_record(store: offload.FileStore, direction: str, with_fio: bool, second
     turns: dict[str, Callable[[], float]] = {"ringcomm": mine}
     if with_fio:
         turns["fio"] = partial(fio, store.path, direction)
-    found = rounds(turns, seconds)
+    found, name = rounds(turns, seconds), f"{direction}, threads"
     return {
-        "part": "files",
-        "name": f"{direction}, threads",
+        **_compared("files", name, found["ringcomm"], "fio", found.get("fio"), "bytes_per_s"),
         "is_direct": store.is_direct,
-        **percentiles(found["ringcomm"], "bytes_per_s"),
-        "peer": "fio",
-        "peer_p50_bytes_per_s": median(found["fio"]) if with_fio else None,
-        "ratio": ratio_of(found["ringcomm"], found["fio"]) if with_fio else None,
         "verified": torch.equal(row, expected),
     }
 
@@ -146,10 +134,7 @@ def file_record(store: offload.FileStore, direction: str, with_fio: bool, second
 def measure_files(options: Options, folder: Path) -> list[Record]:
     """A record per direction."""
     store = offload.FileStore(folder, keep=False, block_bytes=BLOCK_BYTES, queue_depth=QUEUE_DEPTH)
-    records = [
-        file_record(store, direction, options.fio, options.seconds)
-        for direction in ("write", "read")
-    ]
+    records = [file_record(store, name, options.fio, options.seconds) for name in ("write", "read")]
     store.close()
     return records
 
@@ -175,21 +160,14 @@ def adam_record(num_elems: int, num_threads: int, seconds: float) -> Record:
     num_calls = max(1, (1 << 22) // num_elems)
 
     def repeated(call: Callable[[], Any]) -> float:
-        begin = time.perf_counter()
-        for _ in range(num_calls):
-            call()
-        return 1e6 * (time.perf_counter() - begin) / num_calls
+        return timed(lambda: [call() for _ in range(num_calls)]) / num_calls
 
     turns = {"ringcomm": partial(repeated, mine), "torch": partial(repeated, theirs.step)}
     found = rounds(turns, seconds)
+    name = f"{num_elems:,} weights, {num_threads} thread{'s' if num_threads > 1 else ''}"
     return {
-        "part": "adam",
-        "name": f"{num_elems:,} weights, {num_threads} thread{'s' if num_threads > 1 else ''}",
+        **_compared("adam", name, found["ringcomm"], "torch fused", found["torch"]),
         "num_threads": num_threads,
-        **percentiles(found["ringcomm"], "us"),
-        "peer": "torch fused",
-        "peer_p50_us": median(found["torch"]),
-        "ratio": ratio_of(found["torch"], found["ringcomm"]),
         "verified": torch.allclose(param, other, rtol=1e-5, atol=1e-6),
     }
 
@@ -235,39 +213,33 @@ class Steps:
             self.optimizer = zero.shard(self.model, own, 3, offload_weights=True)
             assert isinstance(self.optimizer, zero.ZeroInfinity)
 
-    def compute(self) -> None:
-        """Forward and backward."""
-        self._count("compute", lambda: self.model(self._x).square().mean().backward())
-
-    def update(self) -> None:
-        """The optimizer's step."""
-        self._count("update", self.optimizer.step)
-
-    def whole(self) -> None:
-        """Both, and the gradients dropped."""
-        self.compute()
-        self.update()
+    def turn(self) -> dict[str, float]:
+        """A step: the seconds of its halves, forward and backward, and the update."""
+        halves: dict[str, Callable[[], Any]] = {
+            "compute": lambda: self.model(self._x).square().mean().backward(),
+            "update": self.optimizer.step,
+        }
+        seconds = {}
+        for half, call in halves.items():
+            before = self._io_bytes()
+            seconds[half] = timed(call)
+            self.moved[half] = self._io_bytes() - before
         self.optimizer.zero_grad()
+        return seconds
 
     def values(self) -> list[Tensor]:
         """The weights, which files are read for."""
         return [*get_state_dict(self.model, full=True)[0].values()]
-
-    def _count(self, half: str, call: Callable[[], Any]) -> None:
-        before = self._io_bytes()
-        call()
-        self.moved[half] = self._io_bytes() - before
 
     def _io_bytes(self) -> int:
         return sum(getattr(self.optimizer, "io_bytes", ()))
 
 
 def measure_steps(options: Options, folder: Path) -> list[Record]:
-    """Records by number of tokens: of the phases of a step, of checksums and of checkpoints."""
+    """Records by number of tokens: of the phases of a step, and of checkpoints."""
     store = dist.FileStore(str(folder / "store"), 1)
     dist.init_process_group("ringcomm", store=store, rank=0, world_size=1)
     records = [one for tokens in ROWS for one in phase_records(tokens, options, folder)]
-    records += [checks_record(tokens, folder, options.seconds) for tokens in ROWS]
     records += [checkpoint_record(tokens, options.seconds) for tokens in ROWS]
     dist.destroy_process_group()
     return records
@@ -285,15 +257,12 @@ def phase_records(tokens: int, options: Options, folder: Path) -> list[Record]:
     found: dict[str, list[float]] = {}
 
     def turn(name: str, steps: Steps) -> float:
-        halves = {"compute": timed(steps.compute), "update": timed(steps.update)}
-        steps.optimizer.zero_grad()
-        for half, seconds in halves.items():
+        for half, seconds in steps.turn().items():
             found.setdefault(f"{name} {half}", []).append(seconds)
-        return sum(halves.values())
+        return 0.0
 
     rounds(
-        {"files": partial(turn, "files", files), "plain": partial(turn, "plain", plain)},
-        options.seconds,
+        {n: partial(turn, n, s) for n, s in (("files", files), ("plain", plain))}, options.seconds
     )
     names = {"compute": "forward, backward", "update": "update"}
     is_right = all(
@@ -321,42 +290,6 @@ def phase_records(tokens: int, options: Options, folder: Path) -> list[Record]:
     return records
 
 
-def _compared(part: str, name: str, mine: list[float], peer: str, theirs: list[float]) -> Record:
-    """The fields of seconds beside a peer's."""
-    return {
-        "part": part,
-        "name": name,
-        **percentiles((1e6 * s for s in mine), "us"),
-        "peer": peer,
-        "peer_p50_us": 1e6 * median(theirs),
-        "ratio": ratio_of(theirs, mine),
-    }
-
-
-def checks_record(tokens: int, folder: Path, seconds: float) -> Record:
-    """A whole step in files with checksums, and one whose store computes none."""
-    x = torch.randn(tokens, WIDTH)
-    sums = {"with": transfers.checksum, "without": lambda _: 0}
-
-    def by(name: str, call: Callable[[], Any]) -> Any:
-        with mock.patch.object(transfers, "checksum", sums[name]):
-            return call()
-
-    steps: dict[str, Steps] = {
-        name: by(name, partial(Steps, x, folder / f"{name}{tokens}")) for name in sums
-    }
-    turns = {name: partial(by, name, one.whole) for name, one in steps.items()}
-    times = rounds_of(turns, seconds)
-    values = {name: by(name, one.values) for name, one in steps.items()}
-    for name, one in steps.items():
-        by(name, one.optimizer.close)
-    name = f"step with checksums, {tokens} tokens"
-    return {
-        **_compared("checks", name, times["with"], "without", times["without"]),
-        "verified": all(map(torch.equal, values["with"], values["without"])),
-    }
-
-
 def checkpoint_record(tokens: int, seconds: float) -> Record:
     """Forward and backward with activation checkpoints in host memory, and without offload."""
     model = Stack()
@@ -380,7 +313,8 @@ def checkpoint_record(tokens: int, seconds: float) -> Record:
         call()
         return [param.grad for param in model.parameters()]
 
-    found = rounds_of({"plain": plain, "host": offloaded, "move": move}, seconds)
+    turns = {"plain": plain, "host": offloaded, "move": move}
+    found = rounds({name: partial(timed, call) for name, call in turns.items()}, seconds)
     alone, moving = median(found["plain"]), median(found["move"])
     name = f"checkpoints in host memory, {tokens} tokens"
     return {
@@ -443,7 +377,7 @@ PROGRAM = harness.Program(
     per="file, size and number of tokens",
     flags=[flag("--path", Path, harness.ROOT / "build", "on the disk")],
     check=check,
-    facts=lambda options: {"file_bytes": FILE_BYTES, "width": WIDTH, "layers": LAYERS},
+    facts=lambda _: {"file_bytes": FILE_BYTES, "width": WIDTH, "layers": LAYERS},
     columns=[
         "part",
         ("what", lambda r: r["name"]),
@@ -459,7 +393,6 @@ PROGRAM = harness.Program(
     " the time in memory / the time with files. Predicted: by the formula, without overlap.",
     title=lambda options: "offload",
 )
-parse, main = PROGRAM.parse, PROGRAM.main
 
 if __name__ == "__main__":
-    sys.exit(run_main("offload.py", main))
+    PROGRAM.run_script()

@@ -22,6 +22,9 @@ from ringcomm.torch_names import all_gather_single, reduce_scatter_single
 
 Index = torch.Tensor
 RINGCOMM = "ringcomm"
+# The kind of records of collectives on devices.
+DEVICE_KIND = "collective_on_device"
+DEFAULT_SIZES = "1k,16k,256k,4m,64m"
 # Elements that are filled or compared at a time: the checks need little memory beside the buffers.
 PIECE_ELEMS = 1 << 20
 # In outputs before a call: no result is negative.
@@ -80,6 +83,8 @@ class Operation:
         own_calls: the same as `call` by backend, for those that have a better way or, as a
             communicator of mpi4py, another one.
         bus_factor: bus bandwidth over algorithm bandwidth, by world_size.
+        memory_factor: bytes that the ranks together must read and write, over those of the larger
+            buffer of a rank, by world_size.
         is_divided: whether each rank owns a part of the larger buffer.
         has_data: without, there is one point of 0 bytes.
     """
@@ -88,6 +93,7 @@ class Operation:
     call: Callable[[Buffers, dist.ProcessGroup], object]
     verify: Callable[[Callable[[], object], Buffers, Team], int]
     bus_factor: Callable[[int], float]
+    memory_factor: Callable[[int], float]
     own_calls: Mapping[str, Callable[[Buffers, Any], object]] = field(default_factory=dict)
     is_divided: bool = False
     has_data: bool = True
@@ -158,9 +164,16 @@ def verify_elements(expected: Callable[[Index, Place], torch.Tensor]) -> Callabl
     return verify
 
 
-def in_place(place: Place) -> Buffers:
+def _zeros(place: Place, num_elems: int, is_shared: bool) -> torch.Tensor:
+    where: dict[str, Any] = {"dtype": place.dtype, "device": place.device}
+    if is_shared:
+        return ringcomm.empty_shared(num_elems, **where, group=place.group).zero_()
+    return torch.zeros(num_elems, **where)
+
+
+def in_place(place: Place, *, is_shared: bool = False) -> Buffers:
     """One buffer that is input and output."""
-    buffer = torch.zeros(place.num_elems, dtype=place.dtype, device=place.device)
+    buffer = _zeros(place, place.num_elems, is_shared)
     return Buffers(place, buffer, buffer)
 
 
@@ -178,6 +191,7 @@ ALL_REDUCE = Operation(
     call=call_all_reduce,
     verify=verify_elements(total_at),
     bus_factor=lambda world_size: 2 * _all_but_one(world_size),
+    memory_factor=lambda world_size: 2 * world_size,
 )
 
 
@@ -193,18 +207,6 @@ def _verify_barrier(call: Callable[[], object], buffers: Buffers, team: Team) ->
     call()
     left = time.monotonic_ns()
     return int(left < max(team.share(entered)))
-
-
-def _zeros(place: Place, num_elems: int, is_shared: bool) -> torch.Tensor:
-    where: dict[str, Any] = {"dtype": place.dtype, "device": place.device}
-    if is_shared:
-        return ringcomm.empty_shared(num_elems, **where, group=place.group).zero_()
-    return torch.zeros(num_elems, **where)
-
-
-def _in_place_shared(place: Place) -> Buffers:
-    buffer = _zeros(place, place.num_elems, is_shared=True)
-    return Buffers(place, buffer, buffer)
 
 
 def _apart(
@@ -260,10 +262,6 @@ def _call_round_trip(buffers: Buffers, group: dist.ProcessGroup) -> None:
         dist.send(buffers.output, 0, group=group)
 
 
-def _expect_part_of_total(index: Index, place: Place) -> torch.Tensor:
-    return total_at(index + place.rank * (place.num_elems // place.world_size), place)
-
-
 def _expect_all(index: Index, place: Place) -> torch.Tensor:
     part = place.num_elems // place.world_size
     return value_at(index // part, index % part, place)
@@ -274,15 +272,14 @@ def _expect_transposed(index: Index, place: Place) -> torch.Tensor:
     return value_at(index // part, index % part + place.rank * part, place)
 
 
-def _expect_round_trip(index: Index, place: Place) -> torch.Tensor:
-    return value_at(0, index, place) if place.rank < 2 else torch.full_like(index, UNTOUCHED)
-
-
 REDUCE_SCATTER = Operation(
     setup=_apart(whole_input=True, whole_output=False),
     call=lambda b, group: reduce_scatter_single(b.output, b.input, group=group),
-    verify=verify_elements(_expect_part_of_total),
+    verify=verify_elements(
+        lambda i, p: total_at(i + p.rank * (p.num_elems // p.world_size), p),
+    ),
     bus_factor=_all_but_one,
+    memory_factor=lambda world_size: world_size + 1,
     is_divided=True,
 )
 ALL_GATHER = Operation(
@@ -290,22 +287,24 @@ ALL_GATHER = Operation(
     call=lambda b, group: all_gather_single(b.output, b.input, group=group),
     verify=verify_elements(_expect_all),
     bus_factor=_all_but_one,
+    memory_factor=REDUCE_SCATTER.memory_factor,
     is_divided=True,
 )
 OPERATIONS: dict[str, Operation] = {
     "all_reduce": replace(ALL_REDUCE, own_calls={MPI: _call_all_reduce_mpi}),
-    "all_reduce_apart": Operation(
+    "all_reduce_apart": replace(
+        ALL_REDUCE,
         setup=_apart(whole_input=True, whole_output=True),
         call=_call_all_reduce_apart,
-        verify=verify_elements(total_at),
-        bus_factor=ALL_REDUCE.bus_factor,
         own_calls={
             MPI: lambda b, communicator: communicator.all_reduce(b.input_array, b.output_array),
             RINGCOMM: lambda b, group: ringcomm.ops.all_reduce(b.input, group=group, out=b.output),
         },
     ),
     "all_reduce_shared": replace(
-        ALL_REDUCE, setup=_in_place_shared, own_calls={MPI: _call_all_reduce_mpi}
+        ALL_REDUCE,
+        setup=partial(in_place, is_shared=True),
+        own_calls={MPI: _call_all_reduce_mpi},
     ),
     # Peers read only the inputs of these, not the outputs.
     "reduce_scatter": REDUCE_SCATTER,
@@ -321,31 +320,38 @@ OPERATIONS: dict[str, Operation] = {
         call=lambda b, group: dist.broadcast(b.output, src=0, group=group),
         verify=verify_elements(lambda index, place: value_at(0, index, place)),
         bus_factor=lambda world_size: 1.0,
+        memory_factor=lambda world_size: world_size,
     ),
     "all_to_all": Operation(
         setup=_apart(whole_input=True, whole_output=True),
         call=lambda b, group: dist.all_to_all_single(b.output, b.input, group=group),
         verify=verify_elements(_expect_transposed),
         bus_factor=_all_but_one,
+        memory_factor=ALL_REDUCE.memory_factor,
         is_divided=True,
     ),
     "round_trip": Operation(
         setup=_apart(whole_input=True, whole_output=True),
         call=_call_round_trip,
-        verify=verify_elements(_expect_round_trip),
+        verify=verify_elements(
+            lambda i, p: value_at(0, i, p) if p.rank < 2 else torch.full_like(i, UNTOUCHED)
+        ),
         bus_factor=lambda world_size: 2.0,
+        memory_factor=lambda world_size: 4.0,
     ),
     "sendrecv": Operation(
         setup=_apart(whole_input=True, whole_output=True),
         call=_call_sendrecv,
         verify=verify_elements(lambda i, p: value_at((p.rank - 1) % p.world_size, i, p)),
         bus_factor=lambda world_size: 1.0,
+        memory_factor=ALL_REDUCE.memory_factor,
     ),
     "barrier": Operation(
         setup=in_place,
         call=lambda b, group: dist.barrier(group=group),
         verify=_verify_barrier,
         bus_factor=lambda world_size: 1.0,
+        memory_factor=lambda world_size: 0.0,
         has_data=False,
     ),
 }

@@ -8,12 +8,11 @@ as little as on machines of their own. All of a rank's stages together take one 
 of a micro-batch, and one for each half of its backward. The prediction is schedule_simulation's:
 stages that take just so long, and messages that cost nothing. With --stages compute they multiply
 matrices instead, and the prediction is that for the times that stages took; as many ranks as cores.
-JSON lines are appended to benchmarks/results; --pictures FOLDER draws one step of each schedule.
+--pictures FOLDER draws one step of each schedule.
 """
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -28,7 +27,7 @@ from harness import Bench, Options, flag
 from schedule_simulation import orders_of, simulate
 from torch import Tensor, nn
 
-from ringcomm.measure.ranks import Team, run_main
+from ringcomm.measure.ranks import Team
 from ringcomm.measure.timing import open_default_group, percentiles
 from ringcomm.parallel import pipeline
 from ringcomm.screen import whole_numbers, words
@@ -90,17 +89,11 @@ def cases(options: Options, world_size: int) -> Iterator[Case]:
                 yield Case(schedule, factor * world_size, own.default_stages)
 
 
-def simulated(case: Case, world_size: int, unit_us: float) -> pipeline.Timeline:
-    """The simulated step."""
-    stage_us = unit_us / case.stages_per_rank
-    return simulate(
-        case.schedule,
-        world_size,
-        case.num_microbatches,
-        num_stages_per_rank=case.stages_per_rank,
-        forward_us=stage_us,
-        backward_us=2 * stage_us,
-    )
+def simulated(case: Case, world_size: int, **times: Any) -> pipeline.Timeline:
+    """The simulated step, with these times of stages."""
+    num_stages = case.stages_per_rank
+    shape = case.schedule, world_size, case.num_microbatches
+    return simulate(*shape, num_stages_per_rank=num_stages, **times)
 
 
 def as_slept(case: Case, world_size: int, timelines: list[pipeline.Timeline]) -> pipeline.Timeline:
@@ -114,11 +107,9 @@ def as_slept(case: Case, world_size: int, timelines: list[pipeline.Timeline]) ->
     stages = range(world_size * case.stages_per_rank)
     weights = [usual.get(("W", stage), 0.0) for stage in stages]
     whole = [usual.get(("B", stage), usual.get(("I", stage), 0.0)) for stage in stages]
-    return simulate(
-        case.schedule,
+    return simulated(
+        case,
         world_size,
-        case.num_microbatches,
-        num_stages_per_rank=case.stages_per_rank,
         forward_us=[usual["F", stage] for stage in stages],
         backward_us=[both + own for both, own in zip(whole, weights, strict=True)],
         weight_us=weights,
@@ -171,10 +162,11 @@ def run_rank(bench: Bench, options: Options) -> None:
             continue
         slept = as_slept(case, team.world_size, timelines)
         sleeps = options.stages == "sleep"
-        bound = simulated(case, team.world_size, 1e3 * options.unit_ms) if sleeps else slept
+        stage_us = 1e3 * options.unit_ms / case.stages_per_rank
+        equal = {"forward_us": stage_us, "backward_us": 2 * stage_us}
+        bound = simulated(case, team.world_size, **equal) if sleeps else slept
         bubbles = [float(timeline.bubble()) for timeline in timelines]
         record = {
-            "world_size": team.world_size,
             **case._asdict(),
             "stages": options.stages,
             "unit_us": 1e3 * options.unit_ms if sleeps else None,
@@ -198,11 +190,8 @@ def run_rank(bench: Bench, options: Options) -> None:
 
 def check(options: Options) -> None:
     """Raises ValueError for invalid options."""
-    unknown = set(options.schedules) - set(pipeline.SCHEDULES)
-    if unknown:
-        raise ValueError(f"--schedules: unknown names {', '.join(sorted(unknown))}")
-    if min(*options.worlds, *options.factors) < 1 or options.unit_ms <= 0:
-        raise ValueError("the numbers of ranks and micro-batches and the time must be above 0")
+    if options.unit_ms <= 0:
+        raise ValueError("--unit-ms must be above 0")
 
 
 PROGRAM = harness.Program(
@@ -213,9 +202,9 @@ PROGRAM = harness.Program(
     per="schedule and size, five steps at least",
     flags=[
         flag("--stages", str, "sleep", "what they do", choices=("sleep", "compute")),
-        flag("--worlds", whole_numbers, "2,4", "numbers of ranks"),
-        flag("--factors", whole_numbers, "1,2,4", "micro-batches per rank"),
-        flag("--schedules", words, ",".join(pipeline.SCHEDULES)),
+        flag("--worlds", whole_numbers, "2,4", "numbers of ranks", least=1),
+        flag("--factors", whole_numbers, "1,2,4", "micro-batches per rank", least=1),
+        flag("--schedules", words, ",".join(pipeline.SCHEDULES), known=pipeline.SCHEDULES),
         flag("--unit-ms", float, 40.0, "of a forward, and of half a backward"),
         flag("--pictures", Path, None, "draw a step of each schedule into this folder"),
     ],
@@ -238,7 +227,6 @@ PROGRAM = harness.Program(
     " idle: predicted for stages of equal times, predicted from the median times of the stages, and"
     " measured. Medians.",
 )
-parse, main = PROGRAM.parse, PROGRAM.main
 
 if __name__ == "__main__":
-    sys.exit(run_main("pipeline.py", main))
+    PROGRAM.run_script()

@@ -83,6 +83,10 @@ class Placement:
         """How many ranks the device with most of them has."""
         return -(-world_size // self.num_used(world_size))
 
+    def share(self, world_size: int) -> float:
+        """The part of the ranks that the device with most of them has."""
+        return self.max_ranks(world_size) / world_size
+
     def take(self, rank: int) -> torch.device:
         """Like ``device_of``, and makes it this process's current device."""
         device = self.device_of(rank)
@@ -93,6 +97,8 @@ class Placement:
 
 def facts(placement: Placement) -> dict[str, Any]:
     """The fields of a record that tell where its ranks were; of GPUs their name and driver too."""
+    if placement.is_cpu:
+        return {"device": "cpu"}
     where = {
         "device": placement.kind,
         "layout": placement.layout,
@@ -234,21 +240,6 @@ GB = 1e9
 COPY_BYTES = {"cuda": 512 << 20}
 OTHER_COPY_BYTES = 1 << 20
 NUM_COPIES = 7
-# Bytes that the ranks together must read and write, over those of the larger buffer of a rank.
-MEMORY_FACTORS: dict[str, Callable[[int], float]] = {
-    "all_reduce": lambda world_size: 2.0 * world_size,
-    "all_reduce_apart": lambda world_size: 2.0 * world_size,
-    "all_reduce_shared": lambda world_size: 2.0 * world_size,
-    "reduce_scatter": lambda world_size: world_size + 1.0,
-    "reduce_scatter_shared": lambda world_size: world_size + 1.0,
-    "all_gather": lambda world_size: world_size + 1.0,
-    "all_gather_shared": lambda world_size: world_size + 1.0,
-    "broadcast": lambda world_size: 1.0 * world_size,
-    "all_to_all": lambda world_size: 2.0 * world_size,
-    "round_trip": lambda world_size: 4.0,
-    "sendrecv": lambda world_size: 2.0 * world_size,
-    "barrier": lambda world_size: 0.0,
-}
 
 
 @dataclass(frozen=True)
@@ -289,12 +280,6 @@ def _seconds(device: torch.device, copy: Callable[[], object]) -> float:
         module.synchronize(device)
         times.append(begin.elapsed_time(end) / 1e3)
     return max(1e-9, median(times))
-
-
-def memory_bytes(name: str, num_bytes: int, placement: Placement, world_size: int) -> float:
-    """What an operation on ``num_bytes`` reads and writes on the device with the most ranks."""
-    share = placement.max_ranks(world_size) / world_size
-    return MEMORY_FACTORS[name](world_size) * num_bytes * share
 
 
 def measure_speeds(team: Team, placement: Placement) -> Speeds:

@@ -6,14 +6,12 @@
 The planner is told what this machine is, by four measurements of the same run: forward and backward
 of a rank's rows, AdamW's update of all weights, and memory that is new, each on both ranks at once,
 and the cost model of `ringcomm tune`. Then every system trains the same model, in turn, and each
-one's time is held against its prediction, which has seen none of them. One JSON line per system and
-batch is appended to benchmarks/results.
+one's time is held against its prediction, which has seen none of them.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +29,7 @@ from trainees import SYSTEMS
 
 from ringcomm import planner
 from ringcomm.measure.algorithms import measure_algorithms, world_of
-from ringcomm.measure.ranks import Team, run_main
+from ringcomm.measure.ranks import Team
 from ringcomm.measure.timing import open_default_group
 from ringcomm.planner.costs import compute_flops
 from ringcomm.planner.models import ModelShape
@@ -58,9 +56,7 @@ class Case:
 
 CASES = (
     Case("ddp"),
-    Case("zero-1", "zero1"),
-    Case("zero-2", "zero2"),
-    Case("zero-3", "zero3"),
+    *(Case(f"zero-{stage}", f"zero{stage}") for stage in (1, 2, 3)),
     Case("lomo", "lomo"),
     Case("lomo on shards", "lomo-shards"),
     Case("tensor", axes={"tp": WORLD_SIZE}),
@@ -84,13 +80,10 @@ def run_rank(team: Team, systems: Systems, options: Options) -> None:
     adamw = torch.optim.AdamW(updated.parameters(), fused=True)
     updated(rows).backward()
     alone = partial(backward_alone, systems.model(), rows)
-    calls |= {COMPUTE: alone, UPDATE: adamw.step, NEW_MEMORY: _take_memory}
+    calls |= {COMPUTE: alone, UPDATE: adamw.step}
+    calls[NEW_MEMORY] = lambda: torch.empty(NEW_BYTES, dtype=torch.uint8).zero_()
     bench.report(bench.race(calls, COMPUTE, name="system"))
     dist.destroy_process_group()
-
-
-def _take_memory() -> None:
-    torch.empty(NEW_BYTES, dtype=torch.uint8).zero_()
 
 
 class Oracle:
@@ -143,20 +136,12 @@ class Oracle:
 def predicted(records: list[dict[str, Any]], oracle: Oracle) -> list[dict[str, Any]]:
     """The records of systems, with the planner's predictions."""
     by_name = {record["system"]: record for record in records}
+    batch = {"rows": oracle.systems.rows, "tokens": oracle.systems.tokens, "ratio": None}
     found = []
     for case in CASES:
-        record = by_name[case.name]
-        expected = oracle.step_us(case)
-        found.append(
-            record
-            | {
-                "rows": oracle.systems.rows,
-                "tokens": oracle.systems.tokens,
-                "predicted_us": expected,
-                "measured_over_predicted": record["p50_us"] / expected,
-                "ratio": None,
-            }
-        )
+        record, expected = by_name[case.name], oracle.step_us(case)
+        over = {"predicted_us": expected, "measured_over_predicted": record["p50_us"] / expected}
+        found.append({**record, **batch, **over})
     return found
 
 
@@ -185,17 +170,14 @@ PROGRAM = harness.Program(
     doc=__doc__,
     kind="planner",
     measure=measure,
+    world=WORLD_SIZE,
     seconds=50.0,
     per="batch",
     flags=[
         flag("--width", int, 256, "of the model"),
         flag("--layers", int, 6, "an even number of them"),
     ],
-    facts=lambda options: {
-        "world_size": WORLD_SIZE,
-        "width": options.width,
-        "layers": options.layers,
-    },
+    named=("width", "layers"),
     columns=[
         *("rows × tokens", "system"),
         ("measured ms", lambda r: f"{r['p50_us'] / 1e3:.2f}"),
@@ -206,7 +188,6 @@ PROGRAM = harness.Program(
     section=("tokens",),
     caption="Whole steps on two ranks, medians.",
 )
-parse, main = PROGRAM.parse, PROGRAM.main
 
 if __name__ == "__main__":
-    sys.exit(run_main("planner.py", main))
+    PROGRAM.run_script()

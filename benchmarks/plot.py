@@ -14,15 +14,15 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import harness
-from sweep import DEFAULT_SIZES, DEVICE_KIND
+from operations import DEFAULT_SIZES, DEVICE_KIND
 from table import LAYOUTS, SHOWN_WORLDS, Layout, Record, Run, machine_of, newest, read_results
 
 from ringcomm.measure.ranks import run_main
@@ -37,44 +37,33 @@ LINES = {"eager": ":", "graph": "-"}
 STYLE: Any = {"svg.fonttype": "none", "svg.hashsalt": "ringcomm", "font.size": 9}
 
 
-def all_reduce_runs(records: list[Record]) -> list[Run]:
-    """In place, in the usual type."""
-    usual = {"op": "all_reduce", "dtype": "float32", "device": "cpu"}
-    found = [r for r in records if r["kind"] == "collective" and usual.items() <= r.items()]
-    return _runs(found, LAYOUTS["collective"])
-
-
-def algorithm_runs(records: list[Record]) -> list[Run]:
-    """Records that compare the algorithms."""
-    return _runs([r for r in records if r["kind"] == ALGORITHMS.kind], ALGORITHMS)
-
-
-def loss_runs(records: list[Record]) -> list[Run]:
-    """Cross-entropy in one process, compared with other libraries."""
-    found = [r for r in records if r["kind"] == "cross_entropy" and r["world_size"] == 1]
-    return _of_last_machine(found, LAYOUTS["cross_entropy"])
-
-
-def _runs(records: list[Record], layout: Layout) -> list[Run]:
-    """The points of the usual numbers of ranks."""
-    usual = [record for record in records if record["world_size"] in SHOWN_WORLDS]
-    return _of_last_machine(usual, layout)
-
-
 def _of_last_machine(usual: list[Record], layout: Layout) -> list[Run]:
     """The points, in order, of the machine that was measured last."""
     last = max(usual, key=lambda record: record["date"], default=None)
     return newest([r for r in usual if last and machine_of(r) == machine_of(last)], layout)
 
 
-def _pyplot() -> Any:
-    """matplotlib's, which draws into files. Raises ModuleNotFoundError."""
+@contextmanager
+def _drawn(path: Path, num_rows: int, num_columns: int, size: Any, **shared: Any) -> Iterator[Any]:
+    """Rows of axes to draw on, whose figure is then written.
+
+    Raises:
+        OSError: the file cannot be written.
+        ModuleNotFoundError: matplotlib is not installed.
+    """
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot
 
-    return pyplot
+    with pyplot.rc_context(STYLE):
+        figure, axes = pyplot.subplots(num_rows, num_columns, figsize=size, squeeze=False, **shared)
+        yield axes
+        figure.tight_layout()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        how: Any = {"metadata": {"Date": None}} if path.suffix == ".svg" else {"dpi": 120}
+        figure.savefig(path, **how)
+        pyplot.close(figure)
 
 
 def _plain(axes: Any) -> None:
@@ -113,18 +102,15 @@ def _plot_world(axes: Any, runs: list[Run], field: str, names: list[str]) -> Non
     _over_bytes(axes, byte_counts(DEFAULT_SIZES), f"{runs[0][0]['world_size']} ranks")
 
 
-def _worlds_figure(pyplot: Any, runs: list[Run], field: str) -> Any:
+def draw_worlds(runs: list[Run], path: Path, field: str) -> None:
     """A panel per number of ranks, a line per value of ``field``."""
     worlds = [list(group) for _, group in groupby(runs, key=lambda run: run[0]["world_size"])]
     names = list(dict.fromkeys(record[field] for run in runs for record in run))
-    figure, axes = pyplot.subplots(
-        1, len(worlds), figsize=(4.2 * len(worlds), 3.6), sharey=True, squeeze=False
-    )
-    for one, world in zip(axes[0], worlds, strict=True):
-        _plot_world(one, world, field, names)
-    axes[0][0].set_ylabel("µs per call (lower is better)")
-    axes[0][-1].legend(fontsize=9, frameon=False, loc="lower right")
-    return figure
+    with _drawn(path, 1, len(worlds), (4.2 * len(worlds), 3.6), sharey=True) as axes:
+        for one, world in zip(axes[0], worlds, strict=True):
+            _plot_world(one, world, field, names)
+        axes[0][0].set_ylabel("µs per call (lower is better)")
+        axes[0][-1].legend(fontsize=9, frameon=False, loc="lower right")
 
 
 def _plot_losses(axes: Any, records: list[Record], field: str, scale: float) -> None:
@@ -143,49 +129,36 @@ def _plot_losses(axes: Any, records: list[Record], field: str, scale: float) -> 
     _plain(axes)
 
 
-def _losses_figure(pyplot: Any, runs: list[Run]) -> Any:
+def draw_losses(runs: list[Run], path: Path) -> None:
     """Time above, memory below; a column per type."""
     records = [record for run in runs for record in run]
     dtypes = list(dict.fromkeys(record["dtype"] for record in records))
-    figure, axes = pyplot.subplots(
-        2, len(dtypes), figsize=(4.2 * len(dtypes), 5.6), sharex=True, squeeze=False
-    )
-    for column, dtype in enumerate(dtypes):
-        found = [record for record in records if record["dtype"] == dtype]
-        _plot_losses(axes[0][column], found, "p50_us", 1e-3)
-        _plot_losses(axes[1][column], found, "extra_bytes", 2**-20)
-        axes[0][column].set_title(f"{dtype}, {found[0]['num_tokens']:,} tokens")
-        axes[1][column].set_xlabel("classes")
-    axes[0][0].set_ylabel("ms, forward and backward: median")
-    axes[1][0].set_ylabel("MiB beyond the logits")
-    axes[0][-1].legend(fontsize=7, frameon=False, loc="upper left")
-    return figure
+    with _drawn(path, 2, len(dtypes), (4.2 * len(dtypes), 5.6), sharex=True) as axes:
+        for column, dtype in enumerate(dtypes):
+            found = [record for record in records if record["dtype"] == dtype]
+            _plot_losses(axes[0][column], found, "p50_us", 1e-3)
+            _plot_losses(axes[1][column], found, "extra_bytes", 2**-20)
+            axes[0][column].set_title(f"{dtype}, {found[0]['num_tokens']:,} tokens")
+            axes[1][column].set_xlabel("classes")
+        axes[0][0].set_ylabel("ms, forward and backward: median")
+        axes[1][0].set_ylabel("MiB beyond the logits")
+        axes[0][-1].legend(fontsize=7, frameon=False, loc="upper left")
 
 
-@dataclass(frozen=True)
-class Plot:
-    """Which records a figure is of, and how it is drawn with matplotlib's pyplot."""
-
-    runs: Callable[[list[Record]], list[Run]]
-    figure: Callable[[Any, list[Run]], Any]
-
-
-PLOTS = {
-    "all_reduce": Plot(all_reduce_runs, partial(_worlds_figure, field="backend")),
-    "algorithms": Plot(algorithm_runs, partial(_worlds_figure, field="algorithm")),
-    "cross_entropy": Plot(loss_runs, _losses_figure),
+# By file: how it is drawn, its records' fields, and how they become points.
+PLOTS: dict[str, tuple[Callable[[list[Run], Path], None], dict[str, Any], Layout]] = {
+    "all_reduce": (
+        partial(draw_worlds, field="backend"),
+        {"kind": "collective", "op": "all_reduce", "dtype": "float32", "device": "cpu"},
+        LAYOUTS["collective"],
+    ),
+    "algorithms": (partial(draw_worlds, field="algorithm"), {"kind": "algorithm"}, ALGORITHMS),
+    "cross_entropy": (
+        draw_losses,
+        {"kind": "cross_entropy", "world_size": 1},
+        LAYOUTS["cross_entropy"],
+    ),
 }
-
-
-def draw(path: Path, plot: Plot, runs: list[Run]) -> None:
-    """Writes the SVG."""
-    pyplot = _pyplot()
-    with pyplot.rc_context(STYLE):
-        figure = plot.figure(pyplot, runs)
-        figure.tight_layout()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, metadata={"Date": None})
-        pyplot.close(figure)
 
 
 def device_runs(records: list[Record]) -> dict[str, Run]:
@@ -201,17 +174,11 @@ def device_runs(records: list[Record]) -> dict[str, Run]:
     return runs
 
 
-def _curves(records: Iterable[Record]) -> dict[tuple[str, str], list[Record]]:
-    """By backend and mode, in ascending order of bytes."""
+def _panel(axes: Any, records: list[Record]) -> None:
+    """Bandwidth by size: a line per backend and mode, and the floor's."""
     curves: dict[tuple[str, str], list[Record]] = {}
     for record in sorted(records, key=lambda record: int(record["bytes"])):
         curves.setdefault((record["backend"], record["mode"]), []).append(record)
-    return curves
-
-
-def _panel(axes: Any, records: list[Record]) -> None:
-    """Bandwidth by size: a line per backend and mode, and the floor's."""
-    curves = _curves(records)
     names = list(dict.fromkeys(backend for backend, _ in curves))
     for (backend, mode), points in curves.items():
         color = COLORS[names.index(backend) % len(COLORS)]
@@ -227,26 +194,15 @@ def _panel(axes: Any, records: list[Record]) -> None:
 
 
 def draw_bandwidths(records: list[Record], path: Path, title: str) -> None:
-    """Writes a picture of bus bandwidths: a panel per operation and type.
-
-    Raises:
-        OSError: the file cannot be written.
-        ModuleNotFoundError: matplotlib is not installed.
-    """
-    plt = _pyplot()
+    """Writes a picture of bus bandwidths: a panel per operation and type."""
     ordered = sorted((r for r in records if r["bytes"]), key=lambda r: (r["op"], r["dtype"]))
     panels = [list(group) for _, group in groupby(ordered, key=lambda r: (r["op"], r["dtype"]))]
-    figure, axes = plt.subplots(
-        1, len(panels), figsize=(4.6 * len(panels), 3.8), squeeze=False, layout="constrained"
-    )
-    for one, panel in zip(axes[0], panels, strict=True):
-        _panel(one, panel)
-    axes[0][0].set_ylabel("bus bandwidth, GB/s")
-    axes[0][-1].legend(fontsize=7, frameon=False)
-    figure.suptitle(title, fontsize=9)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    with _drawn(path, 1, len(panels), (4.6 * len(panels), 3.8)) as axes:
+        for one, panel in zip(axes[0], panels, strict=True):
+            _panel(one, panel)
+        axes[0][0].set_ylabel("bus bandwidth, GB/s")
+        axes[0][-1].legend(fontsize=7, frameon=False)
+        axes[0][0].figure.suptitle(title, fontsize=9)
 
 
 def check_picture(path: Path) -> None:
@@ -265,43 +221,22 @@ def check_picture(path: Path) -> None:
         )
 
 
-def draw_systems(records: list[dict[str, Any]], path: Path) -> None:
-    """Bars of a step's time on the left, of the parts of memory on the right.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    plt = _pyplot()
+def draw_systems(records: list[Record], path: Path) -> None:
+    """Bars of a step's time on the left, of the parts of memory on the right."""
     names = [record["system"] for record in records]
-    figure, (left, right) = plt.subplots(
-        1, 2, figsize=(10, 1.2 + 0.35 * len(names)), sharey=True, layout="constrained"
-    )
-    times = [record["p50_us"] / 1e3 for record in records]
-    late = [(record["p99_us"] - record["p50_us"]) / 1e3 for record in records]
-    left.barh(names, times, xerr=[[0.0] * len(late), late], color="tab:blue", capsize=2)
-    left.set(xlabel="step, ms: p50, and up to p99")
-    left.invert_yaxis()
-    begin = [0.0] * len(names)
-    for part in ("param", "grad", "state"):
-        sizes = [record[f"{part}_bytes"] / 2**20 for record in records]
-        right.barh(names, sizes, left=begin, label=f"{part}s")
-        begin = [a + b for a, b in zip(begin, sizes, strict=True)]
-    right.set(xlabel="MiB of a rank")
-    right.legend()
-    figure.savefig(path)
-    plt.close(figure)
-
-
-def draw_devices(records: list[Record], folder: Path) -> None:
-    """Writes a PNG for each of ``device_runs``."""
-    for name, run in device_runs(records).items():
-        mps = "with MPS" if run[0]["mps"] else "without MPS"
-        title = f"{run[0]['world_size']} ranks, {run[0]['gpu']}, {mps}, {run[0]['date']}"
-        try:
-            draw_bandwidths(run, folder / name, title)
-            print(f"drawn: {folder / name}")
-        except ModuleNotFoundError as error:
-            print(f"{name} is not drawn: pip install {error.name}")
+    with _drawn(path, 1, 2, (10, 1.2 + 0.35 * len(names)), sharey=True) as [[left, right]]:
+        times = [record["p50_us"] / 1e3 for record in records]
+        late = [(record["p99_us"] - record["p50_us"]) / 1e3 for record in records]
+        left.barh(names, times, xerr=[[0.0] * len(late), late], color="tab:blue", capsize=2)
+        left.set(xlabel="step, ms: p50, and up to p99")
+        left.invert_yaxis()
+        begin = [0.0] * len(names)
+        for part in ("param", "grad", "state"):
+            sizes = [record[f"{part}_bytes"] / 2**20 for record in records]
+            right.barh(names, sizes, left=begin, label=f"{part}s")
+            begin = [a + b for a, b in zip(begin, sizes, strict=True)]
+        right.set(xlabel="MiB of a rank")
+        right.legend()
 
 
 def main(argv: list[str]) -> int:
@@ -311,18 +246,24 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--out", type=Path, default=harness.RESULTS, metavar="FOLDER")
     options = parser.parse_args(argv)
     records = read_results(options.files)
-    for name, plot in PLOTS.items():
-        runs = plot.runs(records)
-        path = options.out / f"{name}.svg"
+    pictures: dict[str, Callable[[Path], None]] = {}
+    for name, (draw, fields, layout) in PLOTS.items():
+        usual = [r for r in records if fields.items() <= r.items()]
+        runs = _of_last_machine([r for r in usual if r["world_size"] in (1, *SHOWN_WORLDS)], layout)
+        if runs:
+            pictures[f"{name}.svg"] = partial(draw, runs)
+        else:
+            print(f"no records to draw {name} from")
+    for name, run in device_runs(records).items():
+        mps = "with MPS" if run[0]["mps"] else "without MPS"
+        title = f"{run[0]['world_size']} ranks, {run[0]['gpu']}, {mps}, {run[0]['date']}"
+        pictures[name] = partial(draw_bandwidths, run, title=title)
+    for name, picture in pictures.items():
         try:
-            if runs:
-                draw(path, plot, runs)
-            print(f"drawn: {path}" if runs else f"no records to draw {name} from")
+            picture(options.out / name)
+            print(f"drawn: {options.out / name}")
         except ModuleNotFoundError as error:
-            if error.name != "matplotlib":
-                raise
-            print(f"{name} is not drawn: pip install matplotlib")
-    draw_devices(records, options.out)
+            print(f"{name} is not drawn: pip install {error.name}")
     return EXIT_OK
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -20,6 +21,7 @@ from ringcomm.measure.ranks import Team
 from ringcomm.measure.timing import Contender, Timings, measure
 
 GB = 1e9
+Call = Callable[[], object]
 FLOOR_SECONDS = 0.05
 NUM_FLOOR_CALLS = (5, 2000)  # at least, at most
 
@@ -61,12 +63,21 @@ def make_buffers(bench: Bench, operation: Operation, num_bytes: int, dtype: torc
     return operation.setup(place)
 
 
-def count_wrong(bench: Bench, operation: Operation, buffers: Buffers) -> dict[str, int]:
-    """Wrong elements of all ranks together, by label, after one call on known integers."""
+def count_wrong(
+    bench: Bench,
+    operation: Operation,
+    buffers: Buffers,
+    prepare: Callable[[Call], Call] = lambda c: c,
+) -> dict[str, int]:
+    """Wrong elements of all ranks together, by label, after one call on known integers.
+
+    ``prepare`` makes of a call what is timed, such as a CUDA graph.
+    """
     wrong = {}
     for label, group in bench.groups.items():
-        mine = operation.verify(operation.bound(buffers, group), buffers, bench.team)
-        wrong[label] = sum(bench.team.share(mine))
+        plain = operation.bound(buffers, group)
+        call = plain if prepare is None else prepare(plain)
+        wrong[label] = sum(bench.team.share(operation.verify(call, buffers, bench.team)))
     buffers.clear()
     return wrong
 
@@ -108,13 +119,9 @@ class Attempt:
     algorithms: dict[str, list[str]]
 
 
-def time_once(
-    bench: Bench,
-    groups: dict[str, Any],
-    make: Callable[[Any], Contender],
-    floor: Callable[[], Any],
-) -> Attempt:
+def time_once(bench: Bench, make: Callable[[Any], Contender], floor: Callable[[], Any]) -> Attempt:
     """Times the contenders of groups in turn. Collective."""
+    groups = bench.groups
     counts = {label: num_calls(group) for label, group in groups.items()}
     contenders = {label: make(group) for label, group in groups.items()}
     floors = [floor()]
@@ -127,22 +134,23 @@ def time_once(
 
 
 def measure_verified(
-    bench: Bench, count_wrong: Callable[[], dict[str, int]], once: Callable[[], Attempt]
+    bench: Bench,
+    count_wrong: Callable[[], dict[str, int]],
+    make: Callable[[Any], Contender],
+    floor: Callable[[], Any],
 ) -> tuple[Attempt, Weather, dict[str, int]]:
     """Verifies, times (again while the machine is disturbed) and verifies again. Collective.
 
     Returns the attempt with the least disturbance, its conditions, and wrong elements by label.
     """
     wrong = count_wrong()
-    attempt, weather = bench.watch.calmest(once, bench.repeats)
+    attempt, weather = bench.watch.calmest(partial(time_once, bench, make, floor), bench.repeats)
     for label, count in count_wrong().items():
         wrong[label] += count
     return attempt, weather, wrong
 
 
-def measure_point(
-    bench: Bench, name: str, num_bytes: int, dtype: torch.dtype
-) -> list[dict[str, Any]]:
+def measure_point(bench: Bench, name: str, num_bytes: int, dtype: torch.dtype) -> list[Record]:
     """Verifies and times an operation. Collective.
 
     Returns:
@@ -152,34 +160,27 @@ def measure_point(
     buffers = make_buffers(bench, operation, num_bytes, dtype)
     attempt, weather, wrong = measure_verified(
         bench,
-        lambda: count_wrong(bench, operation, buffers),
-        lambda: time_once(
-            bench,
-            bench.groups,
-            lambda group: make_contender(bench, operation, buffers, group),
-            lambda: memory_floor_us(bench.team, buffers.output),
-        ),
+        partial(count_wrong, bench, operation, buffers),
+        partial(make_contender, bench, operation, buffers),
+        partial(memory_floor_us, bench.team, buffers.output),
     )
-    if attempt.timings is None:
-        return []
     num_bytes = buffers.place.num_elems * dtype.itemsize
-    facts = {
-        "op": name,
-        "bytes": num_bytes,
-        "floor_us": dict(zip(("before", "after"), attempt.floors, strict=True)),
-        **weather.record(),
-    }
-    found = records_of(attempt.timings, subject_of(bench), wrong)
-    return [facts | r | speeds_of(bench, operation, num_bytes, attempt, r) for r in found]
+    floors = dict(zip(("before", "after"), attempt.floors, strict=True))
+    facts = {"op": name, "bytes": num_bytes, "floor_us": floors, **weather.record()}
+    return finished(bench, operation, attempt, wrong, facts)
 
 
-def speeds_of(
-    bench: Bench, operation: Operation, num_bytes: int, attempt: Attempt, record: Record
-) -> Record:
-    """The fields that follow from a backend's median call, and its algorithms."""
-    algbw = num_bytes / (record["p50_us"] / 1e6) / GB
-    return {
-        "algbw_gb_per_s": algbw,
-        "busbw_gb_per_s": algbw * operation.bus_factor(bench.team.world_size),
-        "algorithms": attempt.algorithms[record["backend"]],
-    }
+def finished(
+    bench: Bench, operation: Operation, attempt: Attempt, wrong: dict[str, int], facts: Record
+) -> list[Record]:
+    """A record per backend with these facts, its bandwidths and its algorithms; on rank 0."""
+    records = []
+    for record in records_of(attempt.timings or {}, subject_of(bench), wrong):
+        algbw = facts["bytes"] / (record["p50_us"] / 1e6) / GB
+        speeds = {
+            "algbw_gb_per_s": algbw,
+            "busbw_gb_per_s": algbw * operation.bus_factor(bench.team.world_size),
+            "algorithms": attempt.algorithms[record["backend"]],
+        }
+        records.append({**facts, **record, **speeds})
+    return records

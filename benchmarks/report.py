@@ -297,6 +297,9 @@ CELLS: dict[str, Cell] = {
     "ranks": lambda r: str(r["world_size"]),
     "bytes": lambda r: byte_count(r["bytes"]),
     "type": lambda r: str(r["dtype"]),
+    "classes": lambda r: f"{r['vocab_size']:,}",
+    "optimizer": lambda r: str(r["way"]),
+    "micro-batches": lambda r: str(r["num_microbatches"]),
     "rows × tokens": lambda r: f"{r['rows']} × {r['tokens']}",
     "others %": lambda r: f"{r['others_busy_percent']:.1f}",
     "state": state_of,
@@ -306,7 +309,7 @@ CELLS: dict[str, Cell] = {
 }
 
 
-def _column(column: str | tuple[str, Cell]) -> tuple[str, Cell]:
+def column_of(column: str | tuple[str, Cell]) -> tuple[str, Cell]:
     """The header and the cell of a column; a header of "time" is of a ratio."""
     if not isinstance(column, str):
         return column
@@ -316,7 +319,7 @@ def _column(column: str | tuple[str, Cell]) -> tuple[str, Cell]:
 
 def grid_of(columns: Columns, num_words: int, records: list[Record]) -> list[str]:
     """A row per record, in Markdown; the first ``num_words`` columns are words."""
-    headers, cells = zip(*map(_column, columns), strict=True)
+    headers, cells = zip(*map(column_of, columns), strict=True)
     return grid(list(headers), num_words, [[cell(r) for cell in cells] for r in records])
 
 
@@ -324,7 +327,7 @@ def table_of(
     columns: Columns, caption: str, records: list[Record], section: tuple[str, ...] = ()
 ) -> Table:
     """A row per record, with a rule where a field of ``section`` changes."""
-    headers, cells = zip(*map(_column, columns), strict=True)
+    headers, cells = zip(*map(column_of, columns), strict=True)
     table = make_table(list(headers), caption)
     for _, together in groupby(records, key=lambda record: [record[name] for name in section]):
         for record in together:

@@ -60,11 +60,9 @@ JOBS: dict[str, list[str]] = {
     "planner": ["planner.py"],
     "offload": ["offload.py"],
     "pipeline": ["pipeline.py", "pipeline.py --stages compute --worlds 2"],
-    "footprint": ["footprint.py"],
 }
 ALONE = ("cross_entropy", "systems")
 WITH_MPI = ("all_reduce",)
-HOW_TO_GET_MPI = "without MPI as a peer; for Intel's: pip install impi-rt mpi4py"
 
 
 def find_mpiexec() -> str | None:
@@ -120,7 +118,7 @@ def main(argv: list[str]) -> int:
     mpiexec = find_mpiexec()
     more = [] if options.seconds is None else ["--seconds", str(options.seconds)]
     if mpiexec is None and set(WITH_MPI) & set(options.only):
-        print(HOW_TO_GET_MPI)
+        print("without MPI as a peer; for Intel's: pip install impi-rt mpi4py")
     failed = []
     for name in options.only:
         for job in JOBS[name]:

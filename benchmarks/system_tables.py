@@ -1,11 +1,12 @@
-"""Tables of training systems and of inference from their records, for docs/benchmarks.md."""
+"""Tables of training systems and of inference: docs/benchmarks.md's, and what systems.py prints."""
 
 from __future__ import annotations
 
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 from report import (
+    BUSY,
     CELLS,
     Cell,
     Columns,
@@ -39,12 +40,18 @@ OPTIONAL: dict[str, tuple[str, Cell]] = {
 }
 
 
-def _mib(*names: str) -> Cell:
-    return lambda record: f"{sum(record[f'{name}_bytes'] for name in names) / 2**20:.1f}"
+def _mib(*names: str, digits: int = 1) -> Cell:
+    return lambda record: f"{sum(record[f'{name}_bytes'] for name in names) / 2**20:.{digits}f}"
 
 
-def _sent(record: Record) -> str:
-    return f"({_mib('formula')(record)})" if record["sent_bytes"] is None else _mib("sent")(record)
+def _sent(digits: int) -> Cell:
+    """In parentheses if computed, not counted."""
+    sent, formula = _mib("sent", digits=digits), _mib("formula", digits=digits)
+    return lambda r: f"({formula(r)})" if r["sent_bytes"] is None else sent(r)
+
+
+def _loss(record: Record) -> str:
+    return f"{record['loss']:.4f}"
 
 
 def system_lines(runs: list[Run]) -> list[str]:
@@ -53,7 +60,7 @@ def system_lines(runs: list[Run]) -> list[str]:
     first = run[0]
     columns: Columns = [
         "system",
-        ("loss", lambda r: f"{r['loss']:.4f}"),
+        ("loss", _loss),
         *("p50, ms", "p99, ms"),
         (f"time / {first['system']}'s (10–90 %)", or_first),
         *(column for name, column in OPTIONAL.items() if any(name in record for record in run)),
@@ -62,7 +69,7 @@ def system_lines(runs: list[Run]) -> list[str]:
         ("gradients", _mib("grad")),
         ("states", _mib("state")),
         ("sum", _mib("param", "grad", "state")),
-        ("sent", _sent),
+        ("sent", _sent(1)),
     ]
     return [
         f"{first['world_size']} ranks, {first['num_params']:,} parameters,"
@@ -72,6 +79,69 @@ def system_lines(runs: list[Run]) -> list[str]:
         " computed, not counted:",
         *grid_of(columns, 1, run),
     ]
+
+
+def _named_ratio(record: Record) -> str:
+    """The time over ringcomm's of the same system, else over the first system's, with its name."""
+    ratio = record["ratio"]
+    peer = ratio and ratio["over"]
+    if "over_ringcomm" in record:
+        ratio, peer = record["over_ringcomm"], record["system"].rpartition(" on ")[0]
+    return comparison(record | {"ratio": ratio}).replace("×", f"× {peer}", 1)
+
+
+class Column(NamedTuple):
+    """A column of the table that `ringcomm bench systems` prints."""
+
+    header: str
+    cell: Cell
+    legend: str = ""
+    is_detail: bool = True  # only with --all
+    needs: str = "system"  # the cell of a record without this field is empty
+
+    def text(self, record: Record) -> str:
+        """The cell of a record."""
+        return self.cell(record) if self.needs in record else ""
+
+
+SUM = "weights, gradients and optimizer states of a rank, without activations"
+SENT = "bytes that a rank sends in a step; in parentheses if computed, not counted"
+COMMUNICATION = "part of the step time that a step without communication does not take"
+UPDATE = "time of a step minus that of the forward and backward passes"
+RATIO = "time of a step / that of the named system (10th to 90th percentile)"
+COLUMNS = (
+    Column("system", lambda record: str(record["system"]), is_detail=False),
+    Column("loss", _loss, "loss of the last verified step"),
+    Column("step ms", CELLS["p50 ms"], "time of a training step, median", is_detail=False),
+    Column("p99 ms", CELLS["p99 ms"], "99th percentile of that time"),
+    Column("time ratio", _named_ratio, RATIO, is_detail=False),
+    Column("communication", _communication, COMMUNICATION, False, "communication_share"),
+    Column("update ms", lambda record: f"{record['update_p50_us'] / 1e3:.2f}", UPDATE),
+    Column("weights MiB", _mib("param", digits=2), "memory of a rank for weights"),
+    Column("gradients MiB", _mib("grad", digits=2), "most memory of a rank for gradients"),
+    Column("states MiB", _mib("state", digits=2), "memory of a rank for optimizer states"),
+    Column("memory MiB", _mib("param", "grad", "state", digits=2), SUM, is_detail=False),
+    Column("sent MiB", _sent(2), SENT, is_detail=False),
+    Column("formula MiB", _mib("formula", digits=2), "bytes that the system's formula predicts"),
+    Column("others %", CELLS["others %"], "share of the machine that other programs used"),
+)
+
+
+def shown_columns(records: list[Record], with_details: bool) -> list[Column]:
+    """Those that are not empty in every record."""
+    return [
+        column
+        for column in COLUMNS
+        if (with_details or not column.is_detail)
+        and any(column.needs in record for record in records)
+    ]
+
+
+def legend_lines(columns: list[Column]) -> list[str]:
+    """A line for each column that needs one, and one for the asterisk."""
+    width = max(len(column.header) for column in columns)
+    lines = [(column.header, column.legend) for column in columns if column.legend]
+    return [f"{name.ljust(width)}  {text}" for name, text in [*lines, ("*", BUSY)]]
 
 
 def _amount(name: str) -> Cell:
@@ -130,8 +200,7 @@ def tensor_lines(runs: list[Run]) -> list[str]:
 def pipeline_lines(runs: list[Run]) -> list[str]:
     """Bubbles and steps, with the bounds of the schedule."""
     columns: Columns = [
-        *("schedule", "ranks"),
-        ("micro-batches", lambda r: str(r["num_microbatches"])),
+        *("schedule", "ranks", "micro-batches"),
         ("bubble, predicted", lambda r: f"{100 * r['predicted_bubble']:.1f} %"),
         ("measured", lambda r: f"{100 * r['bubble']['p50_share']:.1f} %"),
         ("step / bound", lambda r: f"{r['over_bound']:.2f}×"),

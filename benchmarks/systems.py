@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from decoder import HEAD_WIDTH, VOCAB_SIZE, Decoder
 from gradient_watch import GradientWatch
-from harness import Bench, Options, Program, flag
+from harness import Bench, Options, Program, flag, names
 from report import Record, Report, inverse, records_of, table_of
-from system_columns import legend_lines, shown_columns
+from system_tables import legend_lines, shown_columns
 from torch import Tensor
 from trainees import DEFAULT, FAKE, RINGCOMM, SYSTEMS, System, Trainee, Workload, parse_name
 
@@ -204,11 +204,6 @@ def backward_alone(model: Decoder, ids: Tensor) -> None:
 # ---- the command line
 
 
-def _names(text: str) -> list[str]:
-    """One name of a system has a comma: a semicolon separates where there is one."""
-    return [name.strip() for name in text.split(";" if ";" in text else ",") if name.strip()]
-
-
 def _over(names: list[str], backends: list[str]) -> list[str]:
     """The names, and each system over those backends that can carry it."""
     found = []
@@ -220,14 +215,9 @@ def _over(names: list[str], backends: list[str]) -> list[str]:
 
 def check(options: Options) -> None:
     """Raises ValueError naming an invalid option; completes what is measured."""
-    options.workload = Systems(
-        world_size=options.world_size,
-        names=_over(options.systems or DEFAULT, options.over),
-        width=options.width,
-        num_layers=options.layers,
-        rows=options.rows,
-        tokens=options.tokens,
-    )
+    given = {name: getattr(options, name) for name in ("world_size", "width", "rows", "tokens")}
+    chosen = _over(options.systems or DEFAULT, options.over)
+    options.workload = Systems(**given, names=chosen, num_layers=options.layers)
     options.workload.check()
     options.num_params = sum(param.numel() for param in options.workload.model().parameters())
     if options.plot:
@@ -270,7 +260,7 @@ PROGRAM = Program(
     repeats=2,
     flags=[
         flag("--world-size", int, 2, "number of ranks, all on this machine"),
-        flag("--systems", _names, None, "separated by commas or semicolons (default: all)"),
+        flag("--systems", names, None, "separated by commas or semicolons (default: all)"),
         flag("--over", words, [], "also measure the systems over these backends: gloo, fake"),
         flag("--width", int, 128, "width of the model, a multiple of 32"),
         flag("--layers", int, 4, "layers of the model"),
@@ -282,7 +272,6 @@ PROGRAM = Program(
     ],
     check=check,
     facts=lambda options: {
-        "world_size": options.world_size,
         "num_params": options.num_params,
         "rows_per_rank": options.rows,
         "tokens_per_row": options.tokens,

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Prints Markdown tables of the newest records, or writes those of docs/benchmarks.md.
 
-    python benchmarks/table.py [--kind waiting] [FILE.jsonl ...]
+    python benchmarks/table.py [--kind floor] [FILE.jsonl ...]
     python benchmarks/table.py --write docs/benchmarks.md
 
 Without files it reads all of benchmarks/results. Without --kind it prints what the page shows. The
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -21,9 +21,13 @@ from typing import Any
 
 import harness
 from html_report import read_records
+from operations import DEFAULT_SIZES
 from report import (
+    CELLS,
+    Cell,
     Columns,
     amount,
+    column_of,
     comparison,
     facts_line,
     grid,
@@ -33,7 +37,6 @@ from report import (
     or_first,
     share_range,
 )
-from sweep import DEFAULT_SIZES
 from system_tables import (
     inference_lines,
     offload_lines,
@@ -50,10 +53,17 @@ from ringcomm.screen import EXIT_FAILED, EXIT_OK, byte_count, byte_counts, facto
 Record = dict[str, Any]
 Run = list[Record]  # one point: a record per backend, or one of a race
 Point = tuple[Any, ...]
+# A column's header, its cell of a record, and the names that have it.
+Compared = tuple[str, Cell, Sequence[str]]
 # In detail, for 2 and 4 ranks; the other operations share one table.
 DETAILED_OPS = ("all_reduce", "all_reduce_apart", "barrier")
 SHOWN_WORLDS = (2, 4)
 SHOWN_BYTES = (0, *byte_counts(DEFAULT_SIZES))
+# Kinds of which the page shows all worlds and types.
+SHOWN_WHOLE = (
+    *("cross_entropy", "inference", "lomo", "systems", "offload", "tensor_parallel"),
+    *("pipeline", "planner"),
+)
 PAGE = harness.ROOT / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 
@@ -69,6 +79,7 @@ class Layout:
         row_fields: what tells its rows apart, or its rows and columns.
         lines: heading and grid of one table.
         is_shown: whether docs/benchmarks.md shows a record.
+        name: of a second layout of a kind.
     """
 
     title: str
@@ -77,6 +88,7 @@ class Layout:
     row_fields: tuple[str, ...]
     lines: Callable[[list[Run]], list[str]]
     is_shown: Callable[[Record], bool] = lambda record: True
+    name: str = ""
 
 
 def newest(records: list[Record], layout: Layout) -> list[Run]:
@@ -93,8 +105,12 @@ def newest(records: list[Record], layout: Layout) -> list[Run]:
     places: dict[Any, int] = {}
     for word in (part for point in runs for part in point if isinstance(part, str)):
         places.setdefault(word, len(places))
+
+    def quality(dated: tuple[str, Run]) -> tuple[bool, str]:
+        return all(r["quiet"] and r["verified"] for r in dated[1]), dated[0]
+
     return [
-        max(runs[point].items(), key=lambda run: (_is_clean(run[1]), run[0]))[1]
+        max(runs[point].items(), key=quality)[1]
         for point in sorted(runs, key=lambda point: [places.get(part, part) for part in point])
     ]
 
@@ -102,10 +118,6 @@ def newest(records: list[Record], layout: Layout) -> list[Run]:
 def machine_of(record: Record) -> Point:
     """What must be equal for figures to stand in one table."""
     return record["machine"]["cpu"], record["machine"]["cores"]
-
-
-def _is_clean(run: Run) -> bool:
-    return all(record["quiet"] and record["verified"] for record in run)
 
 
 def _by(field: str, run: Run) -> dict[str, Record]:
@@ -124,33 +136,52 @@ def _backends(runs: list[Run]) -> list[str]:
     return sorted(backends, key=lambda name: name not in subjects)
 
 
-def _timing_grid(
-    headers: list[str], num_words: int, runs: list[Run], words: Callable[[Record], list[str]]
+def _compared(
+    field: str,
+    runs: list[Run],
+    words: Columns,
+    columns: list[Compared],
+    num_words: int = 0,
 ) -> list[str]:
-    """Times of calls: a row per point, with a column per backend."""
-    backends = _backends(runs)
-    headers = headers + [f"{name}, µs" for name in backends]
-    headers += [f"{name} / {backends[0]} (10–90 %)" for name in backends[1:]]
+    """A row per point: ``words`` of its first record, and columns of each of its names.
+
+    ``field`` holds a record's name. A column is a header, in which {} is the name, a cell, and the
+    names that have it. The first ``num_words`` columns are words.
+    """
+    first = [column_of(word) for word in words]
+    headers = [header for header, _ in first]
+    headers += [header.format(name) for header, _, names in columns for name in names]
     rows = []
     for run in runs:
-        found = [_by("backend", run).get(name) for name in backends]
-        times = [microseconds(r["p50_us"]) if r else "–" for r in found]
-        ratios = [comparison(r) if r else "–" for r in found[1:]]
-        rows.append([*words(run[0]), *times, *ratios])
+        found = _by(field, run)
+        cells = [
+            cell(found[name]) if name in found else "–"
+            for _, cell, names in columns
+            for name in names
+        ]
+        rows.append([*(cell(run[0]) for _, cell in first), *cells])
     return grid(headers, num_words, rows)
+
+
+def _time(record: Record) -> str:
+    return microseconds(record["p50_us"])
 
 
 def _collective_lines(runs: list[Run]) -> list[str]:
     first = runs[0][0]
+    subject, *others = _backends(runs)
+    words: Columns = [
+        ("operation", lambda r: f"`{r['op']}`"),
+        ("bytes", lambda r: byte_count(r["bytes"]) if r["bytes"] else "–"),
+    ]
+    columns: list[Compared] = [
+        ("{}, µs", _time, [subject, *others]),
+        (f"{{}} / {subject} (10–90 %)", comparison, others),
+    ]
     return [
         f"{first['world_size']} ranks, {first['dtype']}, {first['device']}. Median time of a call"
         " on its slowest rank:",
-        *_timing_grid(
-            ["operation", "bytes"],
-            1,
-            runs,
-            lambda r: [f"`{r['op']}`", byte_count(r["bytes"]) if r["bytes"] else "–"],
-        ),
+        *_compared("backend", runs, words, columns, 1),
     ]
 
 
@@ -186,57 +217,33 @@ def _host_lines(runs: list[Run]) -> list[str]:
     ]
 
 
-def _waiting_lines(runs: list[Run]) -> list[str]:
-    return [
-        f"`{runs[0][0]['op']}`, any number of ranks. Median time of a call on its slowest rank:",
-        *_timing_grid(
-            ["ranks", "strangers"],
-            0,
-            runs,
-            lambda r: [str(r["world_size"]), str(r["strangers"])],
-        ),
-    ]
+def _floor_share(record: Record) -> str:
+    share = share_range(inverse(record["ratio"])) if record["ratio"] else "wrong results"
+    return _mark(share, record)
 
 
 def _floor_lines(runs: list[Run]) -> list[str]:
     """Times, and the floor's part of them."""
-    variants = {"staged": "`all_reduce`", "shared": "on shared buffers"}
-    headers = ["ranks", "bytes", "floor, µs"]
-    headers += [f"{name}, {what}" for name in variants.values() for what in ("µs", "share")]
-    rows = []
-    for run in runs:
-        by_variant = _by("variant", run)
-        floor = by_variant["floor"]
-        row = [str(floor["world_size"]), byte_count(floor["bytes"]), microseconds(floor["p50_us"])]
-        for name in variants:
-            record = by_variant[name]
-            share = share_range(inverse(record["ratio"])) if record["ratio"] else "wrong results"
-            row += [microseconds(record["p50_us"]), _mark(share, record)]
-        rows.append(row)
+    columns: list[Compared] = [("{}, µs", _time, ["floor"])]
+    for variant, name in (("staged", "`all_reduce`"), ("shared", "on shared buffers")):
+        columns += [(f"{name}, µs", _time, [variant]), (f"{name}, share", _floor_share, [variant])]
     return [
         "`all_reduce` over ringcomm against the floor: the time to read and write each byte once."
         " Medians, and the floor as a share of them (10–90 %):",
-        *grid(headers, 0, rows),
+        *_compared("variant", runs, ["ranks", "bytes"], columns),
     ]
 
 
 def _update_lines(runs: list[Run]) -> list[str]:
     first = runs[0][0]
     subject, *others = _by("way", runs[0])
-    rows = [
-        [
-            byte_count(run[0]["bytes"]),
-            microseconds(run[0]["p50_us"]),
-            *(comparison(_by("way", run)[name]) for name in others),
-        ]
-        for run in runs
-    ]
     names = {"zero1": "ZeRO-1 over ringcomm", "ringcomm": "DDP over ringcomm", "gloo": "over Gloo"}
-    headers = [f"{names.get(name, name)} / {subject}" for name in others]
+    columns: list[Compared] = [("{}, µs", _time, [subject])]
+    columns += [(f"{names.get(n, n)} / {subject}", comparison, [n]) for n in others]
     return [
         f"Gradients averaged and parameters updated ({first['optimizer']}), {first['world_size']}"
         f" ranks, {first['dtype']}. Median time of a step on its slowest rank (10–90 %):",
-        *grid(["parameters", f"{subject}, µs", *headers], 0, rows),
+        *_compared("way", runs, [("parameters", CELLS["bytes"])], columns),
     ]
 
 
@@ -244,23 +251,18 @@ def _loss_lines(runs: list[Run]) -> list[str]:
     """Forward and backward: times, and memory beyond the logits."""
     first = runs[0][0]
     ways = list(dict.fromkeys(record["way"] for run in runs for record in run))
-    rows = []
-    for run in runs:
-        found = [_by("way", run).get(way) for way in ways]
-        times = [milliseconds(r["p50_us"]) if r else "–" for r in found]
-        ratios = [comparison(r) if r else "–" for r in found[1:]]
-        memory = [str(r["extra_bytes"] >> 20) if r else "–" for r in found if not _is_floor(r)]
-        rows.append([run[0]["dtype"], f"{run[0]['vocab_size']:,}", *times, *ratios, *memory])
-    headers = ["type", "classes", *(f"{way}, ms" for way in ways)]
-    headers += [f"{way} / {ways[0]} (10–90 %)" for way in ways[1:]]
-    headers += [f"{way}, MiB" for way in ways if way != "copy"]
     where = f"{first['num_threads']} thread{'s' if first['num_threads'] > 1 else ''}"
     if first["world_size"] > 1:
         where = f"{first['world_size']} ranks of {where}, against one rank with all classes"
+    columns: list[Compared] = [
+        ("{}, ms", lambda r: milliseconds(r["p50_us"]), ways),
+        (f"{{}} / {ways[0]} (10–90 %)", comparison, ways[1:]),
+        ("{}, MiB", lambda r: str(r["extra_bytes"] >> 20), [w for w in ways if w != "copy"]),
+    ]
     return [
         f"Forward and backward of {first['num_tokens']:,} tokens on {first['device']}, {where}."
         " Medians:",
-        *grid(headers, 1, rows),
+        *_compared("way", runs, ["type", "classes"], columns, 1),
     ]
 
 
@@ -271,8 +273,7 @@ def _optimizer_lines(runs: list[Run]) -> list[str]:
         f"{first['world_size']} ranks, torch's with DDP" if first["world_size"] > 1 else "1 rank"
     )
     columns: Columns = [
-        ("optimizer", lambda r: r["way"]),
-        *("p50, ms", "p99, ms"),
+        *("optimizer", "p50, ms", "p99, ms"),
         ("gradients, MiB", lambda r: f"{r['grad_bytes'] / 2**20:.2f}"),
         (f"time / {first['way']}'s (10–90 %)", or_first),
     ]
@@ -284,29 +285,16 @@ def _optimizer_lines(runs: list[Run]) -> list[str]:
     ]
 
 
-def _is_floor(record: Record | None) -> bool:
-    return record is not None and record["way"] == "copy"
-
-
 def _footprint_lines(runs: list[Run]) -> list[str]:
     backends = list(dict.fromkeys(record["backend"] for run in runs for record in run))
-    rows = []
-    for run in runs:
-        found = [_by("backend", run).get(name) for name in backends]
-        values = [_mark(amount(r["value"], r["unit"]), r) if r else "–" for r in found]
-        rows.append([run[0]["quantity"], *values])
+    value: Compared = "{}", lambda r: _mark(amount(r["value"], r["unit"]), r), backends
     title = f"{runs[0][0]['world_size']} ranks:"
-    return [title, *grid(["quantity", *backends], 1, rows)]
+    return [title, *_compared("backend", runs, ["quantity"], [value], 1)]
 
 
 def _is_usual(record: Record) -> bool:
     """Whether type, size and number of ranks are what the page shows; some kinds do not say."""
-    if record["kind"] in (
-        *("cross_entropy", "inference", "lomo", "systems", "offload", "tensor_parallel"),
-        *("pipeline", "planner"),
-    ):
-        return True
-    return (
+    return record["kind"] in SHOWN_WHOLE or (
         record.get("world_size") in SHOWN_WORLDS
         and record.get("dtype", "float32") == "float32"
         and (record["kind"] != "collective" or record["bytes"] in SHOWN_BYTES)
@@ -318,8 +306,8 @@ _STEPS = ("world_size", "num_params", "rows_per_rank", "tokens_per_row")
 # Only the newest model of a shape.
 _SYSTEMS = ("world_size", "rows_per_rank", "tokens_per_row")
 # In the page's order.
-LAYOUTS = {
-    "collective": Layout(
+_LAYOUTS = (
+    Layout(
         "Collectives",
         "collective",
         _SWEEP,
@@ -327,31 +315,26 @@ LAYOUTS = {
         _collective_lines,
         lambda r: r["op"] in DETAILED_OPS,
     ),
-    "operations": Layout(
+    Layout(
         "Other collectives, by size",
         "collective",
         _SWEEP,
         ("op", "bytes"),
         _operation_lines,
         lambda r: r["op"] not in DETAILED_OPS and r["world_size"] == 2,
+        name="operations",
     ),
-    "hosts": Layout(
-        "Between two hosts", "hosts", ("cable", "ranks_per_host"), ("op", "bytes"), _host_lines
-    ),
-    "floor": Layout(
-        "Memory bandwidth as the floor", "floor", (), ("world_size", "bytes"), _floor_lines
-    ),
-    "fused_update": Layout(
-        "Fused update", "fused_update", ("world_size", "optimizer"), ("bytes",), _update_lines
-    ),
-    "cross_entropy": Layout(
+    Layout("Between two hosts", "hosts", ("cable", "ranks_per_host"), ("op", "bytes"), _host_lines),
+    Layout("Memory bandwidth as the floor", "floor", (), ("world_size", "bytes"), _floor_lines),
+    Layout("Fused update", "fused_update", ("world_size", "optimizer"), ("bytes",), _update_lines),
+    Layout(
         "Cross-entropy",
         "cross_entropy",
         ("world_size", "device", "num_threads", "num_tokens"),
         ("dtype", "vocab_size"),
         _loss_lines,
     ),
-    "lomo": Layout(
+    Layout(
         "LOMO",
         "lomo",
         _STEPS,
@@ -359,22 +342,22 @@ LAYOUTS = {
         _optimizer_lines,
         lambda r: r["rows_per_rank"] * r["tokens_per_row"] == 512,
     ),
-    "systems": Layout("Training systems", "systems", _SYSTEMS, (), system_lines),
-    "tensor_parallel": Layout(
+    Layout("Training systems", "systems", _SYSTEMS, (), system_lines),
+    Layout(
         "Tensor parallelism",
         "tensor_parallel",
         ("world_size", "size"),
         ("rows", "tokens"),
         tensor_lines,
     ),
-    "inference": Layout(
+    Layout(
         "Tensor-parallel inference",
         "inference",
         ("world_size", "dtype"),
         ("what", "size_bytes"),
         inference_lines,
     ),
-    "pipeline": Layout(
+    Layout(
         "Pipeline parallelism",
         "pipeline",
         ("stages",),
@@ -382,15 +365,11 @@ LAYOUTS = {
         pipeline_lines,
         lambda r: r["num_microbatches"] == 4 * r["world_size"],
     ),
-    "planner": Layout(
-        "Planner", "planner", ("world_size", "width", "layers"), ("rows",), planner_lines
-    ),
-    "offload": Layout("Offload", "offload", (), (), offload_lines),
-    "footprint": Layout("Footprint", "footprint", ("world_size",), ("quantity",), _footprint_lines),
-    "waiting": Layout(
-        "Waiting", "waiting", ("op",), ("world_size", "strangers"), _waiting_lines, lambda r: False
-    ),
-}
+    Layout("Planner", "planner", ("world_size", "width", "layers"), ("rows",), planner_lines),
+    Layout("Offload", "offload", (), (), offload_lines),
+    Layout("Footprint", "footprint", ("world_size",), ("quantity",), _footprint_lines),
+)
+LAYOUTS = {layout.name or layout.kind: layout for layout in _LAYOUTS}
 
 
 def _markdown(runs: list[Run], layout: Layout) -> str:

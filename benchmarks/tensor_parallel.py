@@ -6,12 +6,11 @@
 The examples' model, the same on both ranks: by the layers of ringcomm.nn, with and without
 sequence parallelism; by torch's parallelize_module over the same backend, plain, and with the
 backward all_reduces of layers that share an input joined to one; and by ringcomm's layers that send
-nothing. Losses must agree. One JSON line per way and batch is appended to benchmarks/results.
+nothing. Losses must agree.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -34,7 +33,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from ringcomm.measure.ranks import Team, run_main
+from ringcomm.measure.ranks import Team
 from ringcomm.measure.timing import open_default_group
 from ringcomm.nn import CrossEntropyLoss
 from ringcomm.parallel import tensor
@@ -176,12 +175,11 @@ PROGRAM = harness.Program(
     seconds=40.0,
     per="batch",
     flags=[flag("--size", str, "4.6M", "of the model", choices=list(PRESETS))],
-    facts=lambda options: {"world_size": WORLD_SIZE, "size": options.size},
+    named=("size",),
     columns=["rows × tokens", "way", "p50 ms", "p99 ms", "time / ringcomm's", "others %"],
     section=("tokens",),
     caption="Forward and backward on two ranks.",
 )
-parse, main = PROGRAM.parse, PROGRAM.main
 
 if __name__ == "__main__":
-    sys.exit(run_main("tensor_parallel.py", main))
+    PROGRAM.run_script()

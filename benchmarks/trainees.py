@@ -86,7 +86,7 @@ class Trainee:
 
     def state_bytes(self) -> int:
         """What this rank keeps of the optimizer's state."""
-        if isinstance(self.optimizer, zero.ZeroOptimizer | _Served | _Several):
+        if isinstance(self.optimizer, zero.ZeroOptimizer):
             return live_bytes(self.optimizer.state_tensors())
         inner = getattr(self.optimizer, "optim", self.optimizer)
         states = inner.state.values()
@@ -148,28 +148,25 @@ def _sgd(model: Decoder) -> torch.optim.SGD:
     return torch.optim.SGD(model.parameters(), LOMO)
 
 
-def _keep_gradients(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """A hook of DDP that moves nothing; the fake backend's own futures have no result."""
-    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    done.set_result(bucket.buffer())
-    return done
-
-
 def _average_now(
     group: dist.ProcessGroup, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """A hook of DDP that returns when the bucket's mean is there."""
-    dist.all_reduce(bucket.buffer(), dist.ReduceOp.AVG, group)
-    return _keep_gradients(None, bucket)
+    """A hook of DDP that returns when the bucket's mean is there.
+
+    The fake backend, which moves nothing, needs it too: its own futures have no result.
+    """
+    if dist.get_backend(group) != FAKE:
+        dist.all_reduce(bucket.buffer(), dist.ReduceOp.AVG, group)
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
 
 
 def _replica(
     model: Decoder, group: dist.ProcessGroup, *, blocks: bool = False
 ) -> DistributedDataParallel:
     replica = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
-    if dist.get_backend(group) == FAKE:
-        replica.register_comm_hook(None, _keep_gradients)
-    elif blocks:
+    if blocks or dist.get_backend(group) == FAKE:
         replica.register_comm_hook(group, _average_now)
     return replica
 
@@ -181,13 +178,8 @@ def _ddp(model: Decoder, group: dist.ProcessGroup, *, blocks: bool = False) -> T
 def _torch_zero1(model: Decoder, group: dist.ProcessGroup) -> Trainee:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    optimizer = ZeroRedundancyOptimizer(
-        model.parameters(),
-        optimizer_class=torch.optim.AdamW,
-        process_group=group,
-        lr=ADAMW,
-        fused=True,
-    )
+    how: Any = {"optimizer_class": torch.optim.AdamW, "lr": ADAMW, "fused": True}
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), process_group=group, **how)
     return Trainee(model, _replica(model, group), optimizer)
 
 
@@ -212,10 +204,10 @@ class _Several:
         for each in self.optimizers:
             each.zero_grad()
 
-    def state_tensors(self) -> list[Tensor]:
+    @property
+    def state(self) -> dict[Any, dict[str, Any]]:
         """Of all of them."""
-        states = [state for each in self.optimizers for state in each.state.values()]
-        return [value for state in states for value in state.values() if isinstance(value, Tensor)]
+        return {key: state for each in self.optimizers for key, state in each.state.items()}
 
 
 def _muon_and_adamw(model: Decoder) -> list[torch.optim.Optimizer]:
@@ -267,19 +259,15 @@ class _Served:
     def zero_grad(self) -> None:
         """push() has dropped them."""
 
-    def state_tensors(self) -> list[Tensor]:
+    @property
+    def state(self) -> dict[Any, dict[str, Any]]:
         """Of the keys that this rank serves: its copies of them, and the optimizer's state."""
-        copies = [p for made in self.made for group in made.param_groups for p in group["params"]]
-        states = [state for made in self.made for state in made.state.values()]
-        return [*copies, *(v for s in states for v in s.values() if isinstance(v, Tensor))]
-
-
-def _served(model: Decoder, group: dist.ProcessGroup) -> Trainee:
-    return Trainee(model, model, _Served(model, group))
-
-
-def _lomo(model: Decoder, group: dist.ProcessGroup) -> Trainee:
-    return Trainee(model, model, Lomo(model, LOMO, group=group))
+        return {
+            param: {"copy": param, **made.state[param]}
+            for made in self.made
+            for group in made.param_groups
+            for param in group["params"]
+        }
 
 
 def _lomo_on_shards(model: Decoder, group: dist.ProcessGroup) -> Trainee:
@@ -287,20 +275,17 @@ def _lomo_on_shards(model: Decoder, group: dist.ProcessGroup) -> Trainee:
     return Trainee(model, model, Lomo(model, LOMO))
 
 
-def _tensor(model: Decoder, group: dist.ProcessGroup, *, shares_tokens: bool) -> Trainee:
-    split_layers(model, group, shares_tokens=shares_tokens)
-    return Trainee(model, model, _adamw(model.parameters()))
+def _tensor(*, shares_tokens: bool) -> System:
+    def make(model: Decoder, group: dist.ProcessGroup) -> Trainee:
+        split_layers(model, group, shares_tokens=shares_tokens)
+        return Trainee(model, model, _adamw(model.parameters()))
 
+    def sent_bytes(systems: Workload, _: int) -> float:
+        sizes = systems.width, systems.num_layers, systems.num_tokens
+        reduced = split_bytes(*sizes, shares_tokens=shares_tokens)
+        return 2 * (1 - 1 / systems.world_size) * reduced
 
-def _tensor_bytes(systems: Workload, _: int, *, shares_tokens: bool) -> float:
-    reduced = split_bytes(
-        systems.width, systems.num_layers, systems.num_tokens, shares_tokens=shares_tokens
-    )
-    return 2 * (1 - 1 / systems.world_size) * reduced
-
-
-def _largest_divisor(num: int, at_most: int) -> int:
-    return max(d for d in range(1, at_most + 1) if num % d == 0)
+    return System(make, sent_bytes, others=(GLOO,), sees_all=True)
 
 
 class _Pipeline(Trainee):
@@ -314,16 +299,13 @@ class _Pipeline(Trainee):
     def backward(self, ids: Tensor) -> float:
         """Of all micro-batches."""
         if self.pipe is None:
-            num = _largest_divisor(ids.shape[0], 2 * self.group.size())
+            most = 2 * self.group.size()
+            num = max(n for n in range(1, most + 1) if ids.shape[0] % n == 0)
             model: Any = self.model
             self.pipe = make_pipeline(model, self.group, num)
             self.model = self.pipe.module
             self.optimizer = _adamw(self.pipe.parameters())
         return float(self.pipe.step(ids[:, :-1], ids[:, 1:]))
-
-
-def _pipeline_bytes(systems: Workload, _: int) -> float:
-    return pipeline_bytes(systems.width, systems.num_tokens, systems.world_size)
 
 
 # Parts of a model check what the others send, so that nothing moves no result for them.
@@ -340,22 +322,24 @@ SYSTEMS: dict[str, System] = {
     "muon zero-2": System(partial(_muon, 2), _parts(2), like=_like_muon, others=_PORTABLE),
     "muon zero-3": System(partial(_muon, 3), _muon_bytes, like=_like_muon, others=_PORTABLE),
     "zero-3 in files": System(_offloaded, _offloaded_bytes),
-    "parameter server": System(_served, _parts(2), is_counted=False),
-    "lomo": System(_lomo, _lomo_bytes(2), like=_sgd, others=_PORTABLE),
+    "parameter server": System(
+        lambda m, group: Trainee(m, m, _Served(m, group)), _parts(2), is_counted=False
+    ),
+    "lomo": System(
+        lambda m, group: Trainee(m, m, Lomo(m, LOMO, group=group)),
+        _lomo_bytes(2),
+        like=_sgd,
+        others=_PORTABLE,
+    ),
     "lomo on shards": System(_lomo_on_shards, _lomo_bytes(3), like=_sgd, others=_PORTABLE),
-    "tensor": System(
-        partial(_tensor, shares_tokens=False),
-        partial(_tensor_bytes, shares_tokens=False),
+    "tensor": _tensor(shares_tokens=False),
+    "tensor, tokens shared": _tensor(shares_tokens=True),
+    "pipeline": System(
+        _Pipeline,
+        lambda systems, _: pipeline_bytes(systems.width, systems.num_tokens, systems.world_size),
         others=(GLOO,),
         sees_all=True,
     ),
-    "tensor, tokens shared": System(
-        partial(_tensor, shares_tokens=True),
-        partial(_tensor_bytes, shares_tokens=True),
-        others=(GLOO,),
-        sees_all=True,
-    ),
-    "pipeline": System(_Pipeline, _pipeline_bytes, others=(GLOO,), sees_all=True),
 }
 # What is measured unless something else is asked for: all over ringcomm, and torch's over Gloo.
 # Not Muon: without AVX-512 a product of bfloat16 matrices takes 30 to 70 times as long as one of

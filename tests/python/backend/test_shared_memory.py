@@ -29,6 +29,7 @@ from torch.distributed.fsdp import fully_shard
 
 import ringcomm
 from ringcomm import _C
+from ringcomm.measure.machine import mapped_memory
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -241,3 +242,30 @@ def test_pages_are_taken_early_where_they_may_be_refused(tmp_path: Path, policy:
     else:
         assert group_kib < 128
         assert shared_kib < 128
+
+
+# ---- what groups take
+
+
+@in_ranks(2, fresh=True)
+def test_idle_groups_open_nothing_and_use_maps_nothing_more(rank: int) -> None:
+    def opened() -> list[int]:
+        return [len(os.listdir(f"/proc/self/{name}")) for name in ("fd", "task")]
+
+    dist.all_reduce(torch.zeros(256))
+    mapped = mapped_memory()["mapped_bytes"]
+    assert mapped > 0
+    for num_elems in (1 << 18, 1 << 22):  # all algorithms, and messages
+        buffer = torch.zeros(num_elems)
+        dist.all_reduce(buffer)
+        dist.broadcast(buffer, 0)
+        sending = dist.isend(buffer, 1 - rank)
+        dist.recv(torch.empty_like(buffer), 1 - rank)
+        assert sending is not None
+        sending.wait()
+    assert mapped_memory()["mapped_bytes"] == mapped
+    before = opened()
+    groups = [dist.new_group() for _ in range(3)]
+    assert opened() == before
+    dist.all_reduce(torch.zeros(256), group=groups[0])
+    assert opened() == before

@@ -12,7 +12,6 @@ from typing import Any
 
 import cross_entropy
 import deaths
-import footprint
 import front_door
 import harness
 import hosts
@@ -103,11 +102,11 @@ def test_programs_of_the_system_are_found_beside_path(
     tool.write_text("#!/bin/sh\nexit 7\n")
     monkeypatch.setattr(hosts, "TOOLS", ("sh", tool.name))
     with pytest.raises(SystemExit):
-        hosts.parse([])
+        hosts.PROGRAM.parse([])
     assert f"not installed: {tool.name} (" in capsys.readouterr().err
     tool.chmod(0o755)
     monkeypatch.setattr(programs, "SYSTEM_FOLDERS", (str(tmp_path),))
-    assert hosts.parse([]).ranks_per_host == [1, 2]
+    assert hosts.PROGRAM.parse([]).ranks_per_host == [1, 2]
     assert subprocess.call([tool.name], env=programs.environment()) == 7
 
 
@@ -123,7 +122,9 @@ def test_records_of_a_script(script: str, tmp_path: Path) -> None:
             pytest.skip("this machine does not let users make network namespaces")
     options, field, expected = SCRIPTS[script]
     path = tmp_path / "records.jsonl"
-    assert import_module(script).main(["--json", str(path), *options.split()]) == EXIT_OK
+    module: Any = import_module(script)
+    main = hosts.main if module is hosts else module.PROGRAM.main
+    assert main(["--json", str(path), *options.split()]) == EXIT_OK
     records = read_records([path])
     assert all(record["verified"] for record in records)
     found = [record[field] for record in records]
@@ -147,28 +148,13 @@ def test_memory_is_told_with_one_gradient_beside_it(monkeypatch: pytest.MonkeyPa
     assert (on_cpu["one_grad_bytes"], on_cpu["peak_bytes"]) == (800, None)
 
 
-@pytest.mark.slow
-def test_footprint(tmp_path: Path) -> None:
-    path = tmp_path / "records.jsonl"
-    argv = ["--seconds", "0.02", "--repeats", "0", "--world", "2", "--groups", "3"]
-    assert footprint.main(["--json", str(path), *argv]) == EXIT_OK
-    values = {(r["quantity"], r["backend"]): r["value"] for r in read_records([path])}
-    idle = "3 idle groups, per rank"
-    for state in (idle, f"{idle}, one of them used"):
-        assert values[f"{state}: file descriptors", "ringcomm"] == 0
-        assert values[f"{state}: file descriptors", "gloo"] > 0
-    states = ("unused", "after 64 MiB")
-    mapped = [values[f"a pair of ranks, {state}: mapped", "ringcomm"] for state in states]
-    assert 0 < mapped[0] == mapped[1]
-
-
 def test_the_list_of_all_calls_scripts_as_they_are() -> None:
     for job in (job for jobs in run_all.JOBS.values() for job in jobs):
         script, *arguments = shlex.split(job)
         if script == "ringcomm":
             front_door.make_parser(arguments[1]).parse_args([*arguments[2:], "--seconds", "1"])
         else:
-            import_module(Path(script).stem).parse([*arguments, "--seconds", "1"])
+            import_module(Path(script).stem).PROGRAM.parse([*arguments, "--seconds", "1"])
 
 
 # ---- tables of records

@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from collectives import AVAILABLE
 from html_report import read_records
 from report import fitted, make_table
 from rich.console import Console
-from sweep import AVAILABLE
 
 from ringcomm import cli, tuning
 from ringcomm.measure import algorithms, doctor, machine

@@ -51,7 +51,7 @@ def test_commands_are_as_their_programs_have_them(monkeypatch: pytest.MonkeyPatc
             module: Any = import_module(Path(arguments[0]).stem)
             for name in ("count_devices", "find_control"):
                 monkeypatch.setattr(placement, name, lambda *_: 2)
-            module.parse(arguments[1:])
+            module.PROGRAM.parse(arguments[1:])
         elif arguments[0] == "tools/verify_gpu.py":
             verify_gpu.parse(arguments[1:])
 
