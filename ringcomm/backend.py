@@ -235,8 +235,8 @@ def peer_stats(group: dist.ProcessGroup | None = None) -> dict[int, dict[str, fl
         rank in others.
 
         `sent_bytes` and `received_bytes` are data in messages: of `send` and `recv`, and of
-        collectives over Gloo. What collectives stage in shared memory has no single receiver and is
-        in `stats()` only.
+        collectives over Gloo. What collectives copy into the shared staging buffer has no single
+        receiver and is in `stats()` only.
 
         In a group of one it is empty.
 

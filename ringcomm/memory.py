@@ -24,20 +24,20 @@ def empty_shared(
     """A tensor like torch.empty's, in memory that the other ranks of this host can map.
 
     Not collective. If every rank passes such a tensor, or a contiguous view of one, collectives of
-    a ringcomm group run directly on it. Nothing is staged, which makes an all_reduce of 256 KiB or
-    more several times faster. Otherwise it is an ordinary CPU tensor. Its memory is freed with the
-    last tensor on its storage, independently of the group.
+    a ringcomm group run directly on it. Nothing is copied into the shared staging buffer, which
+    makes an all_reduce of 256 KiB or more several times faster. Otherwise it is an ordinary CPU
+    tensor. Its memory is freed with the last tensor on its storage, independently of the group.
 
-    On a GPU ordinary tensors are used in place as well, except with `expandable_segments`, where
-    memory is scarce, and in a CUDA graph's first calls; this is for those.
+    On a GPU, collectives run directly on ordinary tensors too, except with `expandable_segments`,
+    where memory is scarce, and in a CUDA graph's first calls. Use it on a GPU only in these cases.
 
-    There it is collective: all ranks of the group call it, each for its own device. Collectives
-    of that group run directly on such tensors: all_reduce and fused updates if inputs and outputs
-    are shared (from about ten KiB), the others if the inputs are (from a few MiB). A rank's memory
-    is freed in one of the group's calls after the tensors of all ranks have been deleted. Only two
-    streams may use it at that time: the one on which the tensor was made, and the one that is
-    current when it is deleted. `record_stream` has no effect on it. Memory captured by a CUDA
-    graph is freed with the group.
+    On a GPU the call is collective: all ranks of the group call it, each for its own device.
+    Collectives of that group run directly on such tensors: all_reduce and fused updates if inputs
+    and outputs are shared (from about ten KiB), the others if the inputs are (from a few MiB). A
+    rank's memory is freed in one of the group's calls after the tensors of all ranks have been
+    deleted. Only two streams may use it at that time: the one on which the tensor was made, and the
+    one that is current when it is deleted. `record_stream` has no effect on it. Memory captured by
+    a CUDA graph is freed with the group.
 
     Unlike ordinary tensors, such a tensor stays shared with a forked child: each process sees the
     other's writes.

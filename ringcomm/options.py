@@ -32,7 +32,7 @@ _OF_EMULATOR, _OF_TEST_RANKS = "RINGCOMM_EMULATOR_", "RINGCOMM_TEST_"
 class Options:
     """Options of a group: `dist.init_process_group("ringcomm", pg_options=ringcomm.Options(...))`.
 
-    All ranks must have the same options, but for log_waits and report_stragglers. They are
+    All ranks must have the same options, except log_waits and report_stragglers. They are
     compared when the group is made, and a difference raises MismatchError on every rank. A field
     that is left at its default is taken from the environment variable RINGCOMM_<FIELD>, if that is
     set.
@@ -45,11 +45,12 @@ class Options:
         deterministic: with "rank_order" every reduction equals the left-to-right sum over the ranks
             bitwise, for every algorithm, size and transport. With None results are bitwise equal on
             all ranks, and in every run with the same options.
-        transport: "shm" (shared memory, for ranks on one host) or "messages" (messages of another
-            backend). None uses shared memory inside each host, and messages between hosts.
-        message_backend: the backend for messages: "gloo", or another one registered with
-            torch.distributed that supports CPU tensors. For tensors of a device that it supports,
-            it must have all_to_all, all_gather_into_tensor and broadcast as well.
+        transport: "shm" (shared memory, for ranks on one host) or "messages" (the message
+            transport: the point-to-point calls of another backend). None uses shared memory inside
+            each host, and messages between hosts.
+        message_backend: the backend of the message transport: "gloo", or another one registered
+            with torch.distributed that supports CPU tensors. For tensors of a device that it
+            supports, it must have all_to_all, all_gather_into_tensor and broadcast as well.
         tuning: the path of a file of `ringcomm tune`, whose sizes select the algorithm.
         log_waits: whether a rank that has waited for 10, 60 and 300 s in a call writes a line to
             stderr that names the call and the rank that it waits for. It may differ between ranks.

@@ -157,7 +157,7 @@ def shallow_copy(
     replaced: Mapping[str, nn.Module],
     keeps: Callable[[Callable[..., Any]], bool],
 ) -> nn.Module:
-    """A copy with the same parameters and children, but for some that are replaced.
+    """A copy with the same parameters and children, except some that are replaced.
 
     It has the hooks before the forward that it `keeps`, and none after it.
     """
@@ -460,7 +460,7 @@ def gather_when_needed(unit: Any) -> None:
 
 
 def is_gathered(module: Any) -> bool:
-    """Whether a unit of fully_shard has its whole weights now."""
+    """Whether a unit of fully_shard has its full weights now."""
     return all(p.sharded_state.name == "UNSHARDED" for group in fsdp_params(module) for p in group)
 
 
@@ -484,7 +484,7 @@ def _outside_inference_mode(call: Callable[..., Any], *args: Any, **kwargs: Any)
 
 
 def gathered_weights(module: Any) -> list[Any]:
-    """The whole weights of a unit of fully_shard, which has run its forward."""
+    """The full weights of a unit of fully_shard, which has run its forward."""
     params = (param for group in fsdp_params(module) for param in group)
     return [param._unsharded_param for param in params if hasattr(param, "_unsharded_param")]
 

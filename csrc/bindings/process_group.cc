@@ -64,7 +64,7 @@ constexpr const char* kDestroyed =
     "ringcomm: this process group has been destroyed; make a new one with init_process_group or "
     "new_group";
 constexpr const char* kNoDevices =
-    "ringcomm: this build knows no tensors but those of the CPU; build it with the GPUs' part: "
+    "ringcomm: this build has no CUDA support; rebuild with it: "
     "RINGCOMM_CUDA=1 pip install --no-build-isolation --force-reinstall --no-deps .";
 // How long calls of other threads have to leave a group that is destroyed.
 constexpr std::chrono::seconds kLeavePatience{10};

@@ -70,7 +70,7 @@ void rethrow_interruption() {
 void throw_wait_timeout(const char* what, std::chrono::milliseconds timeout) {
   throw Error({.kind = ErrorKind::kTimeout, .op = what},
               c10::str("ringcomm: ", what, " did not complete within wait(", timeout.count(),
-                       " ms); it continues, so you can wait for it again"));
+                       " ms); the call continues, so you can wait for it again"));
 }
 
 void report_handled_exception() {

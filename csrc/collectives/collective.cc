@@ -87,7 +87,7 @@ void check_overlap(const Collective& call, int rank, int world_size) {
     throw std::invalid_argument(
         std::string(name_of(call.op)) + ": " + name(num_inputs, "input", " for rank ", in) +
         " and " + name(num_outputs, "output", " of rank ", out) +
-        " share memory, which only an output in the place of its own input may; pass a clone()");
+        " share memory, but the call is not exactly in place; pass a clone()");
   };
   if (num_inputs <= 1 || num_outputs <= 1) {
     for (int in = 0; in < num_inputs; ++in)

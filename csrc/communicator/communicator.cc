@@ -177,10 +177,11 @@ void Communicator::validate(const Collective& call) const {
   const std::size_t given = call.input_shard(rank_);
   const std::size_t taken = call.output_shard(rank_);
   if (given != taken)
-    throw std::invalid_argument(std::string(name_of(call.op)) + ": rank " + std::to_string(rank_) +
-                                " has " + std::to_string(given * element_bytes(call.dtype)) +
-                                " bytes for itself, and room for " +
-                                std::to_string(taken * element_bytes(call.dtype)));
+    throw std::invalid_argument(
+        std::string(name_of(call.op)) + ": rank " + std::to_string(rank_) +
+        "'s own input shard has " + std::to_string(given * element_bytes(call.dtype)) +
+        " bytes and its own output shard " + std::to_string(taken * element_bytes(call.dtype)) +
+        "; they must be equal");
   check_overlap(call, rank_, world_size_);
   if (is_reduction(call.op)) reduce_op_of(call);
   if (call.op == OpKind::kReduceUpdateGather)

@@ -177,7 +177,7 @@ SharedMemory Rendezvous::share_memory(const std::vector<int>& ranks, std::size_t
 }
 
 SharedMemory Rendezvous::fetch_memory(int leader, std::size_t num_bytes) {
-  const char* const what = "did not hand over the group's memory";
+  const char* const what = "did not send the shared-memory descriptor";
   const auto look_at_leader = [&] {
     if (has_died(leader)) throw_died(leader);
     check_time({leader}, what);

@@ -158,7 +158,7 @@ class PeerMemory {
   explicit PeerMemory(std::string bootstrap_address)
       : bootstrap_address_(std::move(bootstrap_address)) {}
 
-  /// The address here of `num_bytes` there; null when the process does not hand over the region in
+  /// The address here of `num_bytes` there; null when the process does not send the region in
   /// `patience`. Throws Error.
   std::byte* find(const ArenaLocation& location, std::size_t num_bytes,
                   std::chrono::milliseconds patience);

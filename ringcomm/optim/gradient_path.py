@@ -98,11 +98,11 @@ class GradientPath:
                 self._complete_what_is_left([slot])
 
     def whole_arrived(self, slot: Slot) -> None:
-        """Autograd has made a whole gradient, which fully_shard will reduce."""
+        """Autograd has made a full gradient, which fully_shard will reduce."""
         if self._enter_pass() and slot.num_unseen_uses:
             raise RuntimeError(
                 f"{slot.name} is used by several segments of a reentrant checkpoint, and"
-                " fully_shard loses gradients of all but one: say use_reentrant=False"
+                " fully_shard loses gradients of all but one: set use_reentrant=False"
             )
         self._same[slot.peers].expect(slot)
 
@@ -116,8 +116,8 @@ class GradientPath:
         """Raises RuntimeError if a backward pass has raised under fully_shard."""
         if self._passes and any(slot.whole is not slot.param for slot in self.slots):
             raise RuntimeError(
-                "a backward pass raised an error under fully_shard, which cannot continue: make the"
-                " model and its optimizer again from a checkpoint"
+                "a backward pass raised an error under fully_shard, which cannot continue: rebuild"
+                " the model and its optimizer from a checkpoint"
             )
 
     def _enter_pass(self) -> bool:

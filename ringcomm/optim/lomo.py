@@ -24,9 +24,12 @@ class Lomo(InBackwardOptimizer):
     """W <- (1 - lr * weight_decay) * W - lr * G, inside the backward pass (Lv et al. 2023).
 
     It is a torch.optim.Optimizer for the ordinary loop: forward, loss.backward(), step(),
-    zero_grad(), schedulers, closures, state_dict. Weights are updated when backward() returns, and
-    at most one gradient is in memory at a time. Weight gradients of nn.Linear and nn.Embedding are
-    never materialized, if the model is given and no ranks share the work. step() then only counts.
+    zero_grad(), schedulers, closures, state_dict. Weights are updated when backward() returns;
+    step() then only counts.
+
+    In one process, if the model is given, weight gradients of nn.Linear and nn.Embedding are never
+    materialized, and one other gradient is in memory at a time. With several ranks one gradient is
+    in memory at a time, two with overlap, and those of one unit under fully_shard.
 
     Clipping by norm and a loss scale need all gradients of a step before an update. By default
     gradients are kept until step(); for a layer its input and its output's gradient are kept
@@ -156,8 +159,8 @@ class AdaLomo(InBackwardOptimizer):
         s = lr * max(eps[1], RMS(W)), W <- (1 - s * weight_decay) W - s U
 
     A weight that is not a matrix has one moment per element. State: "exp_avg_sq_row" and
-    "exp_avg_sq_col", or "exp_avg_sq", float32, or float64 for float64 weights. At most one gradient
-    of a linear layer is in memory at a time.
+    "exp_avg_sq_col", or "exp_avg_sq", float32, or float64 for float64 weights. Gradients are in
+    memory as with Lomo, but those of linear and embedding layers are materialized one at a time.
 
     Args:
         model_or_params: as for Lomo, like model, options and the errors.
@@ -284,7 +287,7 @@ def _along(dim: int, box: Box, values: Tensor) -> Tensor:
 
 
 def _summed(sums: Tensor, cut: Cut) -> Tensor:
-    """Reduces sums over this rank's part to sums over the whole weight, in place. Collective."""
+    """Reduces sums over this rank's part to sums over the full weight, in place. Collective."""
     for group in cut.groups:
         dist.all_reduce(sums, group=group)
     return sums.div_(cut.num_copies)

@@ -213,8 +213,8 @@ class Slot:
         if is_complete:
             raise RuntimeError(
                 f"{self.name} got a gradient after its update: backward() ran again before step()"
-                " (say accumulation_steps), or a reentrant checkpoint uses the weight without its"
-                " layer (say use_reentrant=False)"
+                " (set accumulation_steps=N), or a reentrant checkpoint uses the weight without its"
+                " layer (set use_reentrant=False)"
             )
 
     def take(self) -> Tensor:

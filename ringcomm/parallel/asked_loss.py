@@ -100,7 +100,10 @@ def _ask(
             found, wanted = sample.num_used(both), count(both[1])
             if found is not None and found != wanted:
                 num_labels = both[1].numel()
-                return f"it uses {found} of {num_labels} labels, of which {wanted:g} count{_ADVICE}"
+                return (
+                    f"it uses {found} of {num_labels} labels, but num_items_in_batch counts"
+                    f" {wanted:g}{_ADVICE}"
+                )
             continue
         used = [part for part in parts if kind == "sum" or count(part[1])]
         counts = [count(targets) for _, targets in used]

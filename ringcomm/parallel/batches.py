@@ -36,7 +36,7 @@ class Batch(NamedTuple):
     targets: Any
 
     def to(self, device: torch.device) -> Batch:
-        """The batch on a device, but for tensors on the meta device."""
+        """The batch on a device, except tensors on the meta device."""
         return tree_map_only(Tensor, lambda x: x if x.is_meta else x.to(device), self)
 
     def chunk(self, num: int) -> list[Batch]:

@@ -102,7 +102,7 @@ def weakly(method: Callable[..., None]) -> Callable[..., None]:
 
 @contextmanager
 def hookable(param: Tensor) -> Iterator[None]:
-    """A context in which torch takes hooks of a frozen parameter, which may be thawed later."""
+    """A context in which torch takes hooks of a frozen parameter, which may be unfrozen later."""
     is_trained = param.requires_grad
     param.requires_grad_()
     yield

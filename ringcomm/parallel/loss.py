@@ -97,7 +97,7 @@ class PartLoss:
     def labels(self, targets: Tensor, num_parts: int = 1) -> Labels:
         """The numbers of labels in equal parts of the targets, which weight the losses of parts.
 
-        They are those of count_items. By default integers count, but for -100 or the ignore_index
+        They are those of count_items. By default integers count, except -100 or the ignore_index
         of loss_fn, by their class weights if it has them, and targets of other dtypes by rows.
         """
         if targets.is_meta:

@@ -19,10 +19,10 @@ from ringcomm.torch_names import (
 )
 
 _KNOWN = (torch.optim.AdamW, torch.optim.SGD)
-# Of torch: what needs whole weights, and what zero.shard() refuses at all.
+# Of torch: what needs full weights, and what zero.shard() refuses at all.
 WHOLE = {
     "Adafactor": "keeps sums over rows and columns of a weight",
-    "Muon": "orthogonalizes whole matrices",
+    "Muon": "orthogonalizes full matrices",
 }
 REFUSED = {
     "LBFGS": "needs dot products over all weights",
@@ -31,7 +31,7 @@ REFUSED = {
 BY_WEIGHT = ("params", "param_names")  # lists in parameter groups
 # More elements than a block of optimizers with quantized states, in parts of different sizes.
 _SHAPE, _SIZES = (72, 64), (1, 1500, 3107)
-# Steps of a trial: of any class, and of one that a user says to need whole weights, which may begin
+# Steps of a trial: of any class, and of one that a user says to need full weights, which may begin
 # with other steps.
 _NUM_STEPS, _NUM_ASKED_STEPS = 3, 25
 
@@ -139,10 +139,10 @@ def attributes_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def needs_whole(optimizer: torch.optim.Optimizer, asked: Collection[type]) -> bool:
-    """Whether an optimizer needs whole weights, each by itself; else it takes parts of weights.
+    """Whether an optimizer needs full weights, each by itself; else it is elementwise.
 
     It makes steps of the optimizer's class on a weight of 4,608 elements and on its parts, and, if
-    these differ, on two small weights together and alone. `asked`: classes that need whole ones.
+    these differ, on two small weights together and alone. `asked`: classes that need full ones.
 
     Raises:
         TypeError: neither is so.
@@ -172,7 +172,7 @@ def needs_whole(optimizer: torch.optim.Optimizer, asked: Collection[type]) -> bo
         if is_known or _takes_parts(optimizer, num_steps):
             if is_asked:
                 raise ValueError(
-                    f"whole= names {name}, which updates each element of a weight by itself: leave"
+                    f"whole= names {name}, which is elementwise: leave"
                     " it out, and its state is sharded evenly"
                 )
             return False
@@ -287,7 +287,7 @@ def state_elems(
 def _is_same_on_parts(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], shape: Sequence[int], num_steps: int
 ) -> bool:
-    """Whether steps on parts of a weight, and states, are as on the whole weight."""
+    """Whether steps on parts of a weight, and states, are as on the full weight."""
     generator = torch.Generator().manual_seed(0)
     sizes = (1 + num_steps, *shape)
     weight, *grads = torch.randn(sizes, dtype=torch.float32, device="cpu", generator=generator)

@@ -25,7 +25,7 @@ from ringcomm.parallel.shards.units import default_units
 from ringcomm.parallel.tensor.replicas import check_replicas
 from ringcomm.parallel.zero.stage3 import shard_units
 
-_SHARD_OPTIONS = [*parameters_of(zero.shard)][5:]  # but for the model, optimizer, stage and group
+_SHARD_OPTIONS = [*parameters_of(zero.shard)][5:]  # except the model, optimizer, stage and group
 MakeOptimizer = Callable[
     [Iterable[nn.Parameter]], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 ]
@@ -97,7 +97,7 @@ def parallelize(
         The object that the training loop uses.
 
     Raises:
-        TypeError: the model does not support an axis of dims, the optimizer needs whole weights, or
+        TypeError: the model does not support an axis of dims, the optimizer needs full weights, or
             an option is unknown.
         ValueError: axes or options cannot be combined, the model is on several devices, or ranks
             have different models or options. Nothing has been changed. Or the optimizer has
@@ -228,10 +228,9 @@ def _check_options(
             f"parallelize() has no option {unknown}; those of zero.shard() are"
             f" {', '.join(_SHARD_OPTIONS)}"
         )
-    not_used = f"{given} is an option of zero.shard(), which is not used with zero_stage"
     problems = {
         f"num_microbatches must be a positive number, got {num_microbatches}": num_microbatches < 1,
-        "gather_logits does not work in a pipeline: leave it out, or use pp 1": (
+        "gather_logits does not work in a pipeline: leave it out, or use pp=1": (
             gather_logits and dims.tp > 1 and dims.pp > 1
         ),
         f"zero_stage must be 0, 1, 2 or 3, got {stage!r}": stage not in (0, 1, 2, 3),
@@ -245,10 +244,12 @@ def _check_options(
             sequence_parallel and dims.tp == 1
         ),
         "sequence_parallel sums gradients of norms over the ranks of tp, which zero_stage 3 does"
-        " not support: use zero_stage 1 or 2": sequence_parallel and stage == 3,
-        f"{not_used} 0: use zero_stage 1 or 2": shard_options and stage == 0,
-        f"{not_used} 3 and pp, which is fully_shard inside a pipeline: use zero_stage 1 or 2, or pp"
-        " 1": shard_options and stage == 3 and dims.pp > 1,
+        " not support: use zero_stage=1 or 2": sequence_parallel and stage == 3,
+        f"zero_stage=0 does not use zero.shard() and has no {given}: use zero_stage=1 or 2": (
+            shard_options and stage == 0
+        ),
+        f"with pp > 1, zero_stage=3 uses fully_shard and has no {given}: use zero_stage=1 or 2, or"
+        " pp=1": shard_options and stage == 3 and dims.pp > 1,
     }
     for problem, is_so in problems.items():
         if is_so:

@@ -176,7 +176,7 @@ class Parallelized:
         if problem is not None:
             raise problem
         if num_problems or batch is None:
-            raise ValueError("another rank cannot use its batch; its own error says why")
+            raise ValueError("another rank cannot use its batch: see that rank's error")
         if num_items == 0:
             raise ValueError(
                 'the batch has no labels on any rank of dims["batch"]: all are -100. Leave it out'
@@ -202,7 +202,7 @@ class Parallelized:
             dist.all_reduce(both, group=group)
             loss = both[0] / group.size()
             if self._asked and problem is None and both[1] > 0:
-                problem = LossError("loss_fn is refused by another rank; its own error says why")
+                problem = LossError("loss_fn is refused by another rank: see that rank's error")
         if problem is not None:
             raise problem
         return loss

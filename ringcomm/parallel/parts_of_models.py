@@ -3,7 +3,7 @@
 torch.nn.utils.clip_grad_norm_ counts the gradients that it is given, and torch.amp.GradScaler skips
 the steps in which it finds an overflow in them. Ranks with different parts of one model would clip
 by different factors and skip different steps, and replicated weights would diverge; so would those
-of optimizers that need whole weights. States of optimizers over parts of weights would be saved as
+of optimizers that need full weights. States of optimizers over parts of weights would be saved as
 full. No module is asked in these functions. The check is therefore installed around them when the
 first such module is made.
 """
@@ -63,7 +63,7 @@ def _check_torch() -> None:
             kind,
             "step",
             _params_of if kind is torch.optim.LBFGS else _split_params_of,
-            f"torch.optim.{kind.__name__} needs whole weights, and this rank has a part of the"
+            f"torch.optim.{kind.__name__} needs full weights, and this rank has a part of the"
             " model, so that ranks would make different steps: use an optimizer that updates each"
             " element of a weight by itself, such as AdamW",
         )
@@ -79,7 +79,7 @@ def _params_with(grads: set[int]) -> list[Any]:
 
 
 def _split_params_of(optimizer: Any, *_: Any, **__: Any) -> list[Any]:
-    """Those of tensor-parallel layers: a stage and experts have whole weights."""
+    """Those of tensor-parallel layers: a stage and experts have full weights."""
     parts: list[Any] = [module for module in _modules if hasattr(module, "splits")]
     layers = [module for module in parts if module.group.size() > 1]
     split = {id(getattr(layer, name)) for layer in layers for name in layer.splits}

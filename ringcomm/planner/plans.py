@@ -150,8 +150,8 @@ class Plans:
         number = self.ranked.index(fastest) + 1
         return (
             f"Plan {number} is the fastest, with {in_seconds(fastest.time.step)}. The prediction is"
-            f" not accurate to {SAME_TIME - 1:.0%}: plans that close to the fastest rank by fewer"
-            " axes, then by the simpler system, then by fewer bytes sent. Plans with tensor"
+            f" not accurate to {SAME_TIME - 1:.0%}: plans this close to the fastest are sorted by"
+            " fewer axes, then by the simpler system, then by fewer bytes sent. Plans with tensor"
             " parallelism over several hosts rank last."
         )
 

@@ -80,9 +80,9 @@ class _Dump:
 def write(folder: Path, processes: Sequence[Known]) -> str:
     """Writes FOLDER/rank0 and so on, for each process; returns a note for the user, or "".
 
-    Left out are collectives that a rank of the group no longer has, receives from any rank, and
-    messages of a group in which a rank no longer has all of its calls. Raises ValueError if the
-    folder has other files.
+    The dumps do not contain collectives that a rank of the group no longer has, receives from any
+    rank, and messages of a group in which a rank no longer has all of its calls. Raises ValueError
+    if the folder has other files.
     """
     made = {known.record.rank: _Dump(known) for known in processes}
     unknown: set[int] = set()

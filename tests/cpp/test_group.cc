@@ -375,7 +375,7 @@ TEST_CASE("memory that rank 0 never hands over is a time-out that says so") {
   record.world_size = 2;
   store.set("ringcomm/rank/0", record.to_text());
   expect_error(error_of([&] { testing::make_group(store, identity(1, 2), {}, milliseconds(100)); }),
-               ErrorKind::kTimeout, {"rank 0 did not hand over", "100 ms"});
+               ErrorKind::kTimeout, {"rank 0 did not send the shared-memory descriptor", "100 ms"});
 }
 
 TEST_CASE("memory of another size is refused") {

@@ -257,7 +257,8 @@ TEST_CASE("a rank's shard for itself has one size, or the call fails at once") {
         } catch (const std::invalid_argument& error) {
           what = error.what();
         }
-        expect(what.find("5 bytes for itself, and room for 4") != std::string::npos,
+        expect(what.find("own input shard has 5 bytes and its own output shard 4") !=
+                   std::string::npos,
                "a word on the own shard: " + what);
       }
       run_case(communicator, {.num_elems = 9});

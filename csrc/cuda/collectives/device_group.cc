@@ -56,7 +56,7 @@ class Offer {
         shm::Bootstrap::instance().fetch(place.bootstrap_address.str(), key, kFetchTimeout);
     if (!fd)
       throw Error({.kind = ErrorKind::kSystem, .rank = rank},
-                  "ringcomm: rank " + std::to_string(rank) + " did not hand over its memory");
+                  "ringcomm: rank " + std::to_string(rank) + " did not send its memory descriptor");
     return fd;
   }
 

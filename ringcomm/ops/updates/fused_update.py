@@ -90,14 +90,14 @@ def new_shard_state(
     """This rank's shard of the optimizer's state before the first step.
 
     Args:
-        param: the whole parameters; equal on all ranks.
+        param: the full parameters; equal on all ranks.
         optimizer: the update rule.
         group: None for the default group.
         master: add "master", this rank's shard of `param` in fp32, for 16-bit parameters. Updates
             are then applied to it, and `param` is its rounded copy.
 
     Returns:
-        One-dimensional float32 tensors by torch.optim's names, zeros but for "master".
+        One-dimensional float32 tensors by torch.optim's names, zeros except "master".
 
     Raises:
         ValueError: master is set for float32 parameters, or for LomoStep, which has no state.

@@ -40,7 +40,7 @@ class Asked(NamedTuple):
         system: "zero 1" to "zero 3", "infinity", "WeightShards", "Lomo", "ParameterServer",
             "Pipeline", "stage" for a rank's part of it, "tensor_parallelize", "parallelize", or
             "optimizer" for one that parallelize() has made.
-        name: the system in messages; of an optimizer why it needs whole weights, or "".
+        name: the system in messages; of an optimizer why it needs full weights, or "".
         trained: the parameters of its optimizer; all that require grad by default.
         options: zero.shard's ShardOptions.
         mesh: zero.shard's, for stage 3.
@@ -228,8 +228,8 @@ _WEIGHTS = (
     _Row(
         _FSDP,
         lambda w, _: w.tensor.dim() == 0 or 0 in _sizes_on_ranks(w),
-        "{name} has no dimensions, or no elements on some rank, and fully_shard of stage 3 takes no"
-        " such weights: use stage 1 or 2, or fewer tensor-parallel ranks",
+        "{name} is a scalar, or empty on some rank, which fully_shard (stage 3) does not support:"
+        " use stage 1 or 2, or fewer tensor-parallel ranks",
     ),
     _Row(
         _FSDP,
@@ -366,14 +366,14 @@ _MODELS = (
     _Row(
         {"pp"},
         lambda _, a: a.adapter.problem_of_blocks(),
-        "{own.name} is no chain of blocks that a pipeline can run ({found}): use pp 1",
+        "{own.name} cannot be split into a sequence of blocks ({found}): use pp=1",
         TypeError,
     ),
     _Row(
         {"pp"},
         lambda _, a: a.adapter.has_loss and a.adapter.has_router_loss,
         "a pipeline does not compute the routers' loss: set output_router_logits to False, or use"
-        " pp 1",
+        " pp=1",
     ),
 )
 

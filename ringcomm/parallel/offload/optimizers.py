@@ -69,18 +69,18 @@ class Offloaded(torch.optim.Optimizer):
         tier: where the states are.
         steps: by parameter that has a state, the number of its updates.
         inner: a copy of the optimizer, without groups.
-        is_whole: whether it updates whole weights; else pieces of weights.
+        is_whole: whether it updates full weights; else pieces of weights.
 
     Args:
         optimizer: of any class that updates each weight by itself, which is tried.
         to: "cpu" or "nvme".
         path: for "nvme", a folder on the disk to use.
         chunk_elems: the maximum number of weights in a piece.
-        whole: classes of optimizers that need whole weights, and are not tried.
+        whole: classes of optimizers that need full matrices, and are not tried.
 
     Raises:
         TypeError: the optimizer does not update each weight by itself, or is offloaded or sharded.
-        ValueError: it was given away before, or needs whole weights of which this rank has shards;
+        ValueError: it was given away before, or needs full weights of which this rank has shards;
             or an option is out of range, or a weight is not contiguous.
         OSError: no file can be created at the path.
     """
@@ -107,7 +107,7 @@ class Offloaded(torch.optim.Optimizer):
         params = params_in(optimizer.param_groups)
         if self.is_whole and any(isinstance(param, DTensor) for param in params):
             raise ValueError(
-                f"{type(optimizer).__name__} needs whole weights, and the model is already sharded:"
+                f"{type(optimizer).__name__} needs full weights, and the model is already sharded:"
                 " give offload.Offloaded() to zero.shard(), which shards a model itself"
             )
         torch.optim.Optimizer.__init__(self, optimizer.param_groups, {})

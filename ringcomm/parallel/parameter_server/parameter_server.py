@@ -236,7 +236,7 @@ class ParameterServer:
         for name in self._params.keys() | found.keys():
             if found.get(name) is not self._params.get(name):
                 raise ValueError(
-                    f"{name} was added, replaced, frozen or thawed after the ParameterServer was"
+                    f"{name} was added, replaced, frozen or unfrozen after the ParameterServer was"
                     " made: close() it, and make a new one for the changed model"
                 )
         for name, param in self._params.items():

@@ -328,7 +328,7 @@ class Pipeline:
             self._loss.parts.clear()
         dist.broadcast(total, group=self.group, group_src=source)
         if was_asked and problem is None and total[1] > 0:
-            problem = LossError(f"loss_fn is refused by rank {source}; its own error says why")
+            problem = LossError(f"loss_fn is refused by rank {source}: see that rank's error")
         if problem is not None:
             raise problem
         return total[0]

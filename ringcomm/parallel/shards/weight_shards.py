@@ -224,7 +224,7 @@ class WeightShards:
                 unit.free()
 
     def close(self) -> None:
-        """Makes the model an ordinary one with whole weights again; a second call does nothing.
+        """Makes the model an ordinary one with full weights again; a second call does nothing.
 
         Collective: one call for each unit.
         """
@@ -262,7 +262,7 @@ class WeightShards:
 
 
 def refuse_moves(model: nn.Module) -> None:
-    """Makes to(), half() and similar methods raise, but for parts without weights.
+    """Makes to(), half() and similar methods raise, except on parts without weights.
 
     Models may have those in common, such as an activation.
     """

@@ -82,8 +82,9 @@ def shard(
         optimizer: over the model's weights, with any parameter groups and hyper-parameters: of
             torch.optim, or any other class that updates each weight by itself; or several over
             different weights, such as [muon, adamw]. shard() makes three steps of other classes
-            than AdamW and SGD on a small weight and on its parts. If the results differ, as for
-            Muon, each weight is updated as a whole by one rank. States of those that are of
+            than AdamW and SGD on a small weight and on its parts. If the results are equal, the
+            optimizer is elementwise, and each rank updates its shards. If they differ, as for Muon,
+            one rank updates the full matrix. States of those that are of
             ringcomm.parallel.offload, such as Offloaded(muon), are in host memory or in files.
             Hooks and state move to the returned optimizer. The given ones raise afterwards,
             but have the same parameter groups: schedulers made for them work.
@@ -113,8 +114,8 @@ def shard(
             doubles after 2000 good steps. An overflow on any rank skips the step on all ranks.
         offload_weights: at stage 3 keep weights and gradients in the same tier as the states
             (ZeRO-Infinity). All optimizers are of ringcomm.parallel.offload, with equal `to` and
-            `path`: AdamW, SGD, or Offloaded of any class. Of weights that are updated as a whole a
-            rank has one at a time in memory. The model must be on the CPU or the meta device; it
+            `path`: AdamW, SGD, or Offloaded of any class. Of full matrices that it updates, a rank
+            has one at a time in memory. The model must be on the CPU or the meta device; it
             may have 16-bit weights, for which there are float32 masters. With a path, every step
             ends with a commit. All ranks must use the same weights in each backward pass;
             otherwise all ranks raise.
@@ -123,13 +124,13 @@ def shard(
         clip_grad_norm: multiply all gradients by min(1, clip_grad_norm / norm), with the norm over
             all ranks and dimensions of a mesh. Without loss_scale, a norm that is not finite
             raises. Alternatively call the optimizer's clip_grad_norm_().
-        whole: classes of optimizers that need whole weights, and are not tried.
+        whole: classes of optimizers that need full matrices, and are not tried.
 
     Returns:
         A torch.optim.Optimizer over the same groups.
 
     Raises:
-        TypeError: an optimizer updates neither each element nor each weight by itself.
+        TypeError: an optimizer is neither elementwise nor updates each weight by itself.
         ValueError: the model and the optimizer do not match, or the model is wrapped in
             DistributedDataParallel or already sharded; a weight has hooks that would not see its
             gradient, or is of an embedding with max_norm; an option is out of range; ranks have
@@ -268,6 +269,6 @@ def _described(
     ]
     for inner in inners:
         if inner.is_whole:
-            reason = f"{type(inner.optimizer).__name__} needs whole weights"
+            reason = f"{type(inner.optimizer).__name__} needs full weights"
             refuse(described, Asked("optimizer", reason, trained={*params_in(inner.groups)}))
     return described, inners

@@ -218,7 +218,7 @@ def plan_buckets(
 
     The order is that of expected gradients: the reverse of model.parameters(). At stage 2 a bucket
     may have several parameter groups of an optimizer, so that each is complete before the next
-    begins to fill. Weights of optimizers that need whole ones have buckets of their own.
+    begins to fill. Weights of optimizers that need full ones have buckets of their own.
     """
     group_of = {
         param: (i, j if stage == 1 else None)

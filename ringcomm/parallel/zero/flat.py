@@ -99,9 +99,9 @@ class FlatZero(ZeroOptimizer):
         for param, bucket in self._bucket_of.items():
             if not bucket.has_weight(param):
                 raise ValueError(
-                    f"a weight of shape {tuple(param.shape)} was moved after zero.shard(): move "
-                    "the model before, and make a Trainer, which moves it; send only clones by"
-                    " torch.multiprocessing, which moves what it sends"
+                    f"a weight of shape {tuple(param.shape)} was moved after zero.shard(). Move"
+                    " the model before zero.shard(). A Trainer moves its model, so make it before,"
+                    " too. torch.multiprocessing moves the tensors that it sends, so send clones"
                 )
 
     def _set_sync(self, is_on: bool) -> None:
@@ -160,7 +160,7 @@ class FlatZero(ZeroOptimizer):
         self._reduce()
         reduced = [bucket for bucket in self._buckets if bucket.shard_grad is not None]
         rest = [bucket for bucket in reduced if not self._updated_by_rules(bucket, rules, factor)]
-        # Ranks may have different experts, and agree on a step of whole weights.
+        # Ranks may have different experts, and agree on a step of full weights.
         if rest or any(inner.is_whole for inner in self._inners):
             params = {p for bucket in rest for p in bucket.params if p in self._present}
             grads = {param: grad for param, grad in self._shards() if param in params}

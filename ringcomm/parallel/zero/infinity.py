@@ -263,7 +263,7 @@ class ZeroInfinity(ZeroOptimizer):
         self._run_offloaded(inner, method, grads, factor)
 
     def _rounds(self, grads: Collection[Any]) -> list[Any]:
-        """A rank has one whole weight of each group in memory, and its gradient. Collective."""
+        """A rank has one full weight of each group in memory, and its gradient. Collective."""
         rounds = [*zip_longest(*(owners.rounds(grads) for owners in self._owners.values()))]
         num_rounds = len(rounds)
         if self._has_experts:  # ranks with others may have more

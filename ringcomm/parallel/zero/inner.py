@@ -165,8 +165,8 @@ class InnerSteps(States):
         if has_failed[0]:
             raise RuntimeError(
                 f"{method}() of {type(inner.optimizer).__name__} has raised an error on another"
-                " rank, for a weight that it owns: go on from a checkpoint, because the others may"
-                " have been updated"
+                " rank, which owns the weight. Restart from a checkpoint: other weights may already"
+                " be updated"
             )
 
     def _run_one(

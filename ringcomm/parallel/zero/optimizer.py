@@ -56,7 +56,7 @@ class ShardOptions:
         if norm is not None and not (norm > 0 and math.isfinite(norm)):
             raise ValueError(f"clip_grad_norm must be a positive number or None, got {norm!r}")
         if self.resume and not self.offload_weights:
-            raise ValueError("resume is for offload_weights; load a state_dict() elsewhere")
+            raise ValueError("resume= needs offload_weights=True; otherwise use load_state_dict()")
         if self.offload_weights and self.param_dtype is not None:
             raise ValueError(
                 "param_dtype is not supported with offload_weights: cast the model itself"

@@ -31,11 +31,11 @@ class Memory(NamedTuple):
         parameters: the weights that the model computes with.
         gradients: of these.
         states: of the optimizer, with float32 weights where the model's have 16 bits.
-        buffers: at stage 2 the unsharded gradients of the largest bucket, until it is reduced; of
-            all with sharded experts. At stage 3 the largest unit's gathered weights and gradients,
-            including those in `reduce_dtype`. With offload_weights the gathered weights of the
-            model itself and of the largest unit, this unit's shards twice, and the largest
-            gradient. The buffers of the update come later and are not included.
+        buffers: temporary memory. At stage 2 the unsharded gradients of the largest bucket, until
+            it is reduced; of all with sharded experts. At stage 3 the largest unit's gathered
+            weights and gradients, including those in `reduce_dtype`. With offload_weights the
+            gathered weights of the model itself and of the largest unit, this unit's shards twice,
+            and the largest gradient. The buffers of the update come later and are not included.
     """
 
     parameters: int
@@ -101,7 +101,7 @@ def predict_traffic(
     """Predicts the bytes of weights and gradients that a rank sends in a step with ringcomm.
 
     The result is exact: it includes uneven shards, stage 3's padding, and the agreement on
-    gradients. With offload_weights and optimizers that need whole weights, a few bytes are missing
+    gradients. With offload_weights and optimizers that need full weights, a few bytes are missing
     on ranks with fewer experts than others. Arguments are those of predict_memory();
     `num_backwards` is the number of backward passes before step(): stages 2 and 3 reduce in each,
     and stage 3 gathers.
@@ -118,7 +118,7 @@ def predict_traffic(
     optimizers = optimizers_of(optimizer)
     params = [param for one in optimizers for param in params_in(one.param_groups)]
     total = ranks.bytes_of_norm() if chosen.needs_all_gradients else 0
-    # Whether a step on whole weights has failed; with offload_weights in each of its rounds.
+    # Whether a step on full weights has failed; with offload_weights in each of its rounds.
     wholes = [each for each in optimizers if needs_whole(each, whole)]
     owners = _owners(wholes, ranks)
     for each in wholes:
@@ -226,7 +226,7 @@ class _Ranks:
 
 
 def _owners(wholes: Sequence[torch.optim.Optimizer], ranks: _Ranks) -> dict[nn.Parameter, int]:
-    """Of weights of these optimizers, which need whole ones."""
+    """Of weights of these optimizers, which need full ones."""
     params = [param for each in wholes for param in params_in(each.param_groups)]
     return owners_by_group(params, ranks.group_of) if ranks.stage else {}
 

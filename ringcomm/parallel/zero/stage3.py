@@ -234,7 +234,7 @@ class Zero3(ZeroOptimizer):
         if self._passes:
             raise RuntimeError(
                 "a backward pass raised an error at stage 3: call zero_grad() before the next one,"
-                " or, before torch 2.13, make the model and its optimizer again from a checkpoint"
+                " or, before torch 2.13, rebuild the model and its optimizer from a checkpoint"
             )
         if self._is_in_forward:
             # Units that a failed forward has gathered would keep the weights from before the step.
@@ -247,7 +247,7 @@ class Zero3(ZeroOptimizer):
             if param in left:
                 raise RuntimeError(
                     f"{name} is still gathered, because several segments of a reentrant checkpoint"
-                    " use it, and fully_shard loses gradients of all but one: say"
+                    " use it, and fully_shard loses gradients of all but one: set"
                     " use_reentrant=False"
                 )
         super()._check_unchanged()

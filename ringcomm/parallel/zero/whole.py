@@ -1,4 +1,4 @@
-"""Optimizers that need whole weights, such as Muon: which rank owns which weight."""
+"""Optimizers that need full weights, such as Muon: which rank owns which weight."""
 
 from __future__ import annotations
 

@@ -259,7 +259,7 @@ WRONG: list[Wrong] = [
     (lambda: dist.irecv(t(2), 1 - dist.get_rank(), tag=-1), ValueError, "0 or more, got -1"),
     (gather([[t(2), t(2, dtype=f64)]]), TypeError, "one dtype"),
     (gather([]), ValueError, "one list of tensors, .* got 0 lists"),
-    (gather([[t(3), t(3)]]), ValueError, "8 bytes for itself, and room for 12"),
+    (gather([[t(3), t(3)]]), ValueError, "own input shard has 8 bytes and its own output shard 12"),
     (
         lambda: backend().scatter([t(2)], [[t(2)] * 3], rooted(dist.ScatterOptions())),
         ValueError,

@@ -259,7 +259,7 @@ def test_what_does_not_go_together_is_an_error_on_all_ranks(rank: int) -> None:
     refused("over the ranks of tp, which is 1", {}, llama, sequence_parallel=True)
     refused("sums gradients of norms", {**fsdp, "tp": 2}, llama, sequence_parallel=True)
     refused(
-        "loss_scale is an option of zero.shard(), which is not used with zero_stage 0",
+        "zero_stage=0 does not use zero.shard() and has no loss_scale",
         {},
         llama,
         loss_scale=2.0,
@@ -270,7 +270,12 @@ def test_what_does_not_go_together_is_an_error_on_all_ranks(rank: int) -> None:
         gather_logits=True)  # fmt: skip
     refused("counts the labels of loss_fn: pass loss_fn as well", {}, llama, count_items=len)
     refused("pass its `module` to parallelize", {}, nn.parallel.DistributedDataParallel(own), **mse)
-    refused("fully_shard inside a pipeline", {**fsdp, "pp": 2}, llama, clip_grad_norm=1.0)
+    refused(
+        "zero_stage=3 uses fully_shard and has no clip_grad_norm",
+        {**fsdp, "pp": 2},
+        llama,
+        clip_grad_norm=1.0,
+    )
     other = own_model() if rank else nn.Sequential(Block())
     refused("ranks disagree on the names, shapes and dtypes of parameters", {}, other, **mse)
     refused("ranks disagree on the options", {}, llama, num_microbatches=1 + rank)

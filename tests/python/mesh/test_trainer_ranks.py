@@ -204,7 +204,7 @@ def test_what_trainer_would_do_wrong(rank: int, tmp_path: Path) -> None:
     optimizer.close()
     sgd = torch.optim.SGD
     early = zero.shard(other := ForTrainer(), sgd(other.parameters(), LR), 1)
-    with pytest.raises(ValueError, match="and make a Trainer, which moves it"):
+    with pytest.raises(ValueError, match="A Trainer moves its model, so make it before"):
         trainer_of(folder, lambda _: early, other).train()
     trainer = trainer_of(folder, lambda m: zero.shard(m, sgd(m.parameters(), LR), 1), model)
     trainer.args.save_strategy = "steps"

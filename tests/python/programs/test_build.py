@@ -131,7 +131,7 @@ def test_which_builds_have_the_part_of_gpus(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    """Kernels are compiled by wish alone, in the build step."""
+    """Kernels are compiled only with RINGCOMM_CUDA=1, in the build step."""
     spec = importlib.util.spec_from_file_location("ringcomm_setup", buildconfig.ROOT / "setup.py")
     assert spec is not None
     assert spec.loader is not None

@@ -92,6 +92,23 @@ def test_every_page_names_its_tests() -> None:
     assert not missing, f"no page in docs/design names {missing}"
 
 
+def test_the_design_pages_name_files_that_exist() -> None:
+    """Files with a folder, from the root, csrc, csrc/cuda, ringcomm, tests or tests/python."""
+    roots = ("", "csrc", "csrc/cuda", "ringcomm", "ringcomm/parallel", "tests", "tests/python")
+    full = re.compile(r"(?<![\w/.@-])(?:[\w*-]+/)+[\w*-]+\.(?:cc|cu|cuh|h|py|svg|txt)\b")
+    stem = re.compile(rf"`((?:{'|'.join(LAYERS)})/[\w/]*\w)`")  # of a header and its source
+    num_names, missing = 0, []
+    for page in sorted((ROOT / "docs" / "design").glob("*.md")):
+        text = page.read_text(encoding="utf-8")
+        names = {*full.findall(text), *(f"{name}*" for name in stem.findall(text))}
+        num_names += len(names)
+        for name in sorted(names):
+            if not any(any(ROOT.glob(f"{root}/{name}".lstrip("/"))) for root in roots):
+                missing.append(f"{page.name}: {name}")
+    assert num_names > 100
+    assert not missing, "\n".join(missing)
+
+
 def test_includes_point_left() -> None:
     wrong = []
     for path in CPP_FILES:

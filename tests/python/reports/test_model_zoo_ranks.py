@@ -38,8 +38,8 @@ IDS = [torch.randint(4, VOCAB, (4, 12), generator=torch.Generator().manual_seed(
 REFUSALS = {
     "tp": "has neither a tensor-parallel plan|plan has the style|is not in the model's plan"
     "|must have the loss ForCausalLMLoss",
-    "pp": "is no chain of blocks that a pipeline can run|has no pipeline plan of its modules",
-    "zero 3": "has no dimensions, or no elements",
+    "pp": "cannot be split into a sequence of blocks|has no pipeline plan of its modules",
+    "zero 3": "is a scalar, or empty on some rank",
     "dp": "has a loss of its own, which is not the mean over labels",
     "ep": "has neither stacked experts of transformers|has a loss of its own, which is not",
 }

@@ -274,7 +274,7 @@ def test_optimizers_of_whole_weights_are_refused_for_parts(rank: int) -> None:
     for kind in (torch.optim.Muon, torch.optim.Adafactor, torch.optim.LBFGS):
         model(torch.ones(2, 6)).sum().backward()
         optimizer: Any = kind(model.parameters())
-        with pytest.raises(RuntimeError, match=f"{kind.__name__} needs whole weights, and this ra"):
+        with pytest.raises(RuntimeError, match=f"{kind.__name__} needs full weights, and this ra"):
             optimizer.step(lambda: torch.zeros(()))
         same(full(model), before)
     torch.optim.Muon(model[1].parameters()).step()
@@ -283,7 +283,7 @@ def test_optimizers_of_whole_weights_are_refused_for_parts(rank: int) -> None:
     matrices = [param for param in pipe.parameters() if param.dim() == 2]
     pipe.step(torch.ones(2, 6), torch.ones(2, 3))
     torch.optim.Muon(matrices).step()
-    with pytest.raises(RuntimeError, match="LBFGS needs whole weights"):
+    with pytest.raises(RuntimeError, match="LBFGS needs full weights"):
         torch.optim.LBFGS(matrices).step(lambda: 0.0)
 
 

@@ -141,7 +141,7 @@ def test_errors(rank: int, tmp_path: Path) -> None:
     check("is for stage 3", stage=2)
     check("needs optimizers of ringcomm", {})
     check("cast the model itself", param_dtype=torch.bfloat16)
-    check("resume is for offload_weights", offload_weights=False, resume=True)
+    check("resume= needs offload_weights=True", offload_weights=False, resume=True)
     check("nothing to resume", resume=True)
     place: dict[str, Any] = {"to": "nvme", "path": tmp_path}
     other = nn.Sequential(nn.Linear(200, 200))
