@@ -15,6 +15,8 @@
 #include <typeinfo>
 
 #include "bindings/process_group.h"
+#include "collectives/algorithm.h"
+#include "collectives/collective.h"
 #include "reduce/softmax_merge.h"
 
 // torch.ops.ringcomm.*: collectives as torch operators, so that torch.compile sees them. Fakes,

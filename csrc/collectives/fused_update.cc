@@ -3,6 +3,9 @@
 #include <algorithm>
 #include <cstring>
 
+#include "collectives/algorithm.h"
+#include "collectives/op_kind.h"
+
 namespace ringcomm {
 namespace {
 

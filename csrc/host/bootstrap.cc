@@ -20,7 +20,9 @@
 #include "core/errors.h"
 #include "host/process.h"
 #include "host/rank_record.h"
+#include "host/system_error.h"
 #include "host/threads.h"
+#include "host/unix_socket.h"
 #include "host/wait_limits.h"
 
 namespace ringcomm::shm {

@@ -7,7 +7,10 @@
 #include <deque>
 #include <utility>
 
+#include "host/fd.h"
 #include "host/process.h"
+#include "host/random.h"
+#include "host/system_error.h"
 #include "host/wait_limits.h"
 
 namespace ringcomm::shm {

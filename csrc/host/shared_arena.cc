@@ -11,6 +11,7 @@
 #include "core/errors.h"
 #include "host/bootstrap.h"
 #include "host/cgroup_limits.h"
+#include "host/fd.h"
 
 namespace ringcomm::shm {
 namespace {

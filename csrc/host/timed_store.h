@@ -7,7 +7,6 @@
 #include <string>
 
 #include "host/key_value_store.h"
-#include "host/membership.h"
 #include "host/process.h"
 #include "host/threads.h"
 #include "host/wait_limits.h"

@@ -7,6 +7,7 @@
 #include <thread>
 
 #include "collectives/collective.h"
+#include "collectives/op_kind.h"
 
 namespace ringcomm::cuda {
 namespace {

@@ -5,7 +5,9 @@
 #include <iterator>
 #include <stdexcept>
 
+#include "collectives/algorithm.h"
 #include "collectives/collective.h"
+#include "collectives/op_kind.h"
 #include "core/chunk_layout.h"
 #include "cuda/kernels/move.h"
 #include "cuda/kernels/one_shot.h"

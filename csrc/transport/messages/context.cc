@@ -4,6 +4,7 @@
 #include <new>
 
 #include "collectives/flight.h"
+#include "collectives/op_kind.h"
 #include "collectives/trace.h"
 
 namespace ringcomm {

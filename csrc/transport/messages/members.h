@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "core/arch.h"
+#include "host/abort_reason.h"
 #include "host/key_value_store.h"
 #include "host/membership.h"
 #include "host/process.h"

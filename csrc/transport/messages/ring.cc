@@ -4,6 +4,9 @@
 #include <optional>
 #include <vector>
 
+#include "collectives/collective.h"
+#include "collectives/op_kind.h"
+#include "host/call_step.h"
 #include "transport/messages/collectives.h"
 
 namespace ringcomm {

@@ -3,6 +3,7 @@
 #include <optional>
 #include <vector>
 
+#include "collectives/algorithm.h"
 #include "collectives/collective.h"
 #include "collectives/fused_update.h"
 #include "transport/shm/collectives.h"

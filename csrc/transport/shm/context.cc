@@ -3,6 +3,7 @@
 #include <cstring>
 #include <thread>
 
+#include "collectives/op_kind.h"
 #include "core/errors.h"
 #include "host/bootstrap.h"
 

@@ -6,6 +6,7 @@
 #include "collectives/collective.h"
 #include "collectives/fused_update.h"
 #include "core/link_protocol.h"
+#include "host/call_step.h"
 #include "transport/shm/collectives.h"
 
 namespace ringcomm {

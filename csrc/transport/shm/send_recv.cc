@@ -10,6 +10,7 @@
 #include <thread>
 #include <vector>
 
+#include "collectives/stats.h"
 #include "core/link_protocol.h"
 #include "host/group.h"
 #include "host/host_arch.h"

@@ -4,7 +4,7 @@
 #include <chrono>
 #include <cstddef>
 
-#include "collectives/collective.h"
+#include "collectives/op_kind.h"
 #include "reduce/reduce_op.h"
 
 namespace ringcomm {
