@@ -9,11 +9,8 @@
 #include "bindings/process_group.h"
 
 namespace ringcomm {
-namespace {
 
 constexpr std::size_t kMaxFinishedWorks = 1024;  // of one coalesced block
-
-}  // namespace
 
 bool ProcessGroupRingcomm::supportsCoalescing() const { return at::getAccelerator().has_value(); }
 

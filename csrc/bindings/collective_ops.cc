@@ -236,8 +236,6 @@ auto eager(at::Tensor (*function)(const at::Tensor&, Options...)) {
   };
 }
 
-// ---- c10d's operators
-
 bool is_ours(const c10::IValue& value) {
   using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
   if (!value.isObject() || *value.type() != *c10::getCustomClassType<Group>()) return false;

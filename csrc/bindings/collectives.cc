@@ -12,8 +12,6 @@
 namespace ringcomm {
 namespace {
 
-// ---- Checks
-
 void check_pair(const at::Tensor& output, const at::Tensor& input, const char* op) {
   check_tensor(output, op);
   check_tensor(input, op);
@@ -68,8 +66,6 @@ float* shard_data(const at::Tensor& tensor, const char* name, const ElemRange& s
   item.kept.push_back(tensor);
   return tensor.data_ptr<float>();
 }
-
-// ---- Calls
 
 // Adds the pointers to `world_size` parts of `num_bytes` each.
 template <class Pointer>

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 namespace ringcomm {
@@ -19,11 +20,26 @@ enum class OpKind : std::uint8_t {
   kRecv
 };
 inline constexpr int kNumOpKinds = 12;
+inline constexpr const char* kOpNames[kNumOpKinds] = {
+    "barrier",   "all_reduce", "reduce",  "reduce_scatter", "all_gather",
+    "broadcast", "gather",     "scatter", "all_to_all",     "reduce_scatter_update_all_gather",
+    "send",      "recv"};
 
-const char* name_of(OpKind op);
+/// Of any number, because a peer's header may hold it.
+constexpr const char* name_of(OpKind op) {
+  const auto idx = static_cast<std::size_t>(op);
+  return idx < kNumOpKinds ? kOpNames[idx] : "unknown op";
+}
+
 /// Whether the elements of the ranks become one.
-bool is_reduction(OpKind op);
+constexpr bool is_reduction(OpKind op) {
+  return op == OpKind::kAllReduce || op == OpKind::kReduce || op == OpKind::kReduceScatter ||
+         op == OpKind::kReduceUpdateGather;
+}
+
 /// Whether a rank may have shards of sizes that no other rank knows.
-bool has_private_sizes(OpKind op);
+constexpr bool has_private_sizes(OpKind op) {
+  return op == OpKind::kGather || op == OpKind::kScatter || op == OpKind::kAllToAll;
+}
 
 }  // namespace ringcomm

@@ -17,7 +17,6 @@
 #include <utility>
 
 #include "core/annotations.h"
-#include "core/errors.h"
 #include "host/process.h"
 #include "host/rank_record.h"
 #include "host/system_error.h"

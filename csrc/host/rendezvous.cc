@@ -8,10 +8,8 @@
 #include <utility>
 
 #include "host/fd.h"
-#include "host/process.h"
 #include "host/random.h"
 #include "host/system_error.h"
-#include "host/wait_limits.h"
 
 namespace ringcomm::shm {
 namespace {

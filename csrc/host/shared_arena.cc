@@ -4,7 +4,6 @@
 #include <sys/sysinfo.h>
 
 #include <algorithm>
-#include <iterator>
 #include <system_error>
 #include <thread>
 

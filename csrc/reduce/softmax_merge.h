@@ -2,7 +2,6 @@
 
 #include <cmath>
 #include <cstdint>
-#include <initializer_list>
 #include <limits>
 
 #include "core/annotations.h"

@@ -6,7 +6,6 @@
 #include <stdexcept>
 
 #include "collectives/algorithm.h"
-#include "collectives/collective.h"
 #include "collectives/op_kind.h"
 #include "core/chunk_layout.h"
 #include "cuda/kernels/move.h"
@@ -16,8 +15,6 @@
 #include "reduce/update_op.h"
 
 namespace ringcomm::cuda {
-
-// ---- headers
 
 namespace {
 
@@ -209,8 +206,6 @@ void plan_update(const Collective& call, KernelCall& kernel_call, LaunchPlan& pl
   fill_update(call, kernel_call, plan);
   plan_reduction<ReduceShape::kUpdate>(call, kernel_call, plan);
 }
-
-// ---- which kernel
 
 struct Choice {
   const Collective& call;

@@ -1,7 +1,5 @@
 #pragma once
 
-#include <cmath>
-
 #include "cuda/kernels/reduce_gather.h"
 #include "cuda/kernels/reducers.h"
 #include "reduce/update_op.h"

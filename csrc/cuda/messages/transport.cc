@@ -8,7 +8,6 @@
 #include <optional>
 #include <ranges>
 #include <string>
-#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -216,8 +215,6 @@ c10::intrusive_ptr<c10d::Backend> make_backend(const c10::intrusive_ptr<c10d::St
                               look_for(communicator, options, device), "tensors on " + device.str())
       .first;
 }
-
-// ---- headers
 
 // What a rank tells all others: the header of its call, then the elements that it has for each
 // rank, then those that it expects from each.

@@ -1,22 +1,13 @@
 #include "transport/transport.h"
 
 #include <algorithm>
-#include <cstddef>
-#include <memory>
-#include <string>
 #include <utility>
 #include <vector>
 
 #include "collectives/algorithm.h"
-#include "collectives/call_header.h"
-#include "collectives/collective.h"
-#include "collectives/communicator_options.h"
 #include "collectives/op_kind.h"
-#include "collectives/stats.h"
-#include "collectives/traffic.h"
 #include "host/abort_reason.h"
 #include "host/call_step.h"
-#include "host/membership.h"
 #include "host/peer_event.h"
 #include "transport/messages/collectives.h"
 #include "transport/messages/members.h"

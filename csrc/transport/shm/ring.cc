@@ -1,6 +1,5 @@
 #include "collectives/ring.h"
 
-#include <algorithm>
 #include <optional>
 
 #include "collectives/collective.h"

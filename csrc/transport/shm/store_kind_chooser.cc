@@ -4,14 +4,11 @@
 #include <bit>
 
 namespace ringcomm {
-namespace {
 
 // Calls in a row before the class is measured again, which takes 8 calls. Beside other programs two
 // calls in five take twice the median, but four in a row come once in 2,000 calls
 // (docs/experiments.md, "stores, chosen by six calls").
 constexpr int kMaxDoubled = 4;
-
-}  // namespace
 
 // Of three calls, because one may have been preempted.
 StoreKindChooser::Clock::duration StoreKindChooser::SizeClass::median(std::size_t first) const {
