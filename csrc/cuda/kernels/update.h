@@ -1,5 +1,7 @@
 #pragma once
 
+#include <cmath>
+
 #include "cuda/kernels/reduce_gather.h"
 #include "cuda/kernels/reducers.h"
 #include "reduce/update_op.h"
