@@ -12,6 +12,7 @@
 #include <cstdint>
 
 #include "collectives/collective.h"
+#include "collectives/op_kind.h"
 #include "cuda/collectives/launch_plan.h"
 #include "cuda/kernels/call.h"
 #include "cuda/kernels/loss_call.h"

@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "collectives/collective.h"
+#include "collectives/op_kind.h"
 #include "cuda/driver/driver.h"
 #include "gpu/latency_model.h"
 

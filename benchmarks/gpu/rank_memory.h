@@ -10,6 +10,7 @@
 #include "cuda/collectives/launch_plan.h"
 #include "cuda/driver/device_memory.h"
 #include "gpu/ranks.h"
+#include "host/unix_socket.h"
 
 namespace ringcomm::benchmarks {
 

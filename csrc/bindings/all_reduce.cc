@@ -12,6 +12,8 @@
 
 #include "bindings/process_group.h"
 #include "bindings/python_errors.h"
+#include "collectives/collective.h"
+#include "collectives/op_kind.h"
 
 namespace ringcomm {
 namespace {

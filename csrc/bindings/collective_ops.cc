@@ -15,6 +15,8 @@
 #include <typeinfo>
 
 #include "bindings/process_group.h"
+#include "collectives/algorithm.h"
+#include "collectives/collective.h"
 #include "reduce/softmax_merge.h"
 
 // torch.ops.ringcomm.*: collectives as torch operators, so that torch.compile sees them. Fakes,
@@ -233,8 +235,6 @@ auto eager(at::Tensor (*function)(const at::Tensor&, Options...)) {
     return py::cast(std::move(result));
   };
 }
-
-// ---- c10d's operators
 
 bool is_ours(const c10::IValue& value) {
   using Group = c10::intrusive_ptr<c10d::ProcessGroup>;

@@ -5,12 +5,12 @@
 #include <c10/util/Exception.h>
 
 #include "bindings/process_group.h"
+#include "collectives/collective.h"
+#include "collectives/op_kind.h"
 #include "core/chunk_layout.h"
 
 namespace ringcomm {
 namespace {
-
-// ---- Checks
 
 void check_pair(const at::Tensor& output, const at::Tensor& input, const char* op) {
   check_tensor(output, op);
@@ -66,8 +66,6 @@ float* shard_data(const at::Tensor& tensor, const char* name, const ElemRange& s
   item.kept.push_back(tensor);
   return tensor.data_ptr<float>();
 }
-
-// ---- Calls
 
 // Adds the pointers to `world_size` parts of `num_bytes` each.
 template <class Pointer>

@@ -12,7 +12,9 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include "bindings/tensors.h"
+#include "collectives/algorithm.h"
 #include "collectives/collective.h"
+#include "collectives/communicator_options.h"
 
 namespace ringcomm {
 

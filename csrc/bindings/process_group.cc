@@ -12,6 +12,7 @@
 #include "bindings/c10d_messages.h"
 #include "bindings/python_errors.h"
 #include "core/errors.h"
+#include "host/membership.h"
 #include "host/process.h"
 #include "host/rendezvous.h"
 #include "host/timed_store.h"

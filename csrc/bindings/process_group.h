@@ -9,6 +9,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "bindings/devices.h"
+#include "collectives/collective.h"
 #include "collectives/trace.h"
 
 namespace ringcomm {

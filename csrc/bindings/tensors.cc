@@ -69,8 +69,6 @@ int64_t whole_factor(const at::Scalar& factor, at::ScalarType type) {
 
 }  // namespace
 
-// ---- Checks
-
 void check_tensor(const at::Tensor& tensor, const char* op) {
   TORCH_CHECK_VALUE(tensor.defined(), "ringcomm: ", op, " got an undefined tensor");
   TORCH_CHECK_VALUE(tensor.layout() == at::kStrided, "ringcomm: ", op, " got a ", tensor.layout(),
@@ -129,8 +127,6 @@ c10d::ReduceOp reduce_op_from(const std::string& name) {
   TORCH_CHECK_VALUE(false, "ringcomm: unknown reduction '", name,
                     "'; known are sum, avg, product, min, max, band, bor and bxor");
 }
-
-// ---- Calls
 
 void TensorCall::link() {
   call.inputs = inputs.data();

@@ -12,6 +12,8 @@
 #include <utility>
 #include <vector>
 
+#include "collectives/collective.h"
+#include "collectives/op_kind.h"
 #include "communicator/communicator.h"
 
 struct _object;  // Python's PyObject

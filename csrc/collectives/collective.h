@@ -1,65 +1,18 @@
 #pragma once
 
 #include <array>
-#include <atomic>
 #include <cstddef>
-#include <cstdint>
 #include <optional>
 #include <stdexcept>
 #include <string>
 
+#include "collectives/algorithm.h"
+#include "collectives/op_kind.h"
 #include "core/types.h"
-#include "host/membership.h"
-#include "host/rank_record.h"
 #include "reduce/reduce_op.h"
 #include "reduce/update_op.h"
 
 namespace ringcomm {
-
-enum class OpKind : std::uint8_t {
-  kBarrier,
-  kAllReduce,
-  kReduce,
-  kReduceScatter,
-  kAllGather,
-  kBroadcast,
-  kGather,
-  kScatter,
-  kAllToAll,
-  kReduceUpdateGather,
-  kSend,
-  kRecv
-};
-inline constexpr int kNumOpKinds = 12;
-
-/// How a collective is carried out; docs/design/collectives.md has the steps and bytes of each.
-enum class Algorithm : std::uint8_t { kAuto, kOneShot, kTwoShot, kRing, kDirect, kHierarchical };
-inline constexpr int kNumAlgorithms = 6;
-
-const char* name_of(OpKind op);
-/// Whether the elements of the ranks become one.
-bool is_reduction(OpKind op);
-const char* name_of(Algorithm algorithm);
-/// One that users may request for all_reduce: the first four, which every transport has. A
-/// transport of device tensors may run a different one if the buffers do not allow it; Stats show
-/// which one ran. Throws std::invalid_argument naming the known ones.
-Algorithm algorithm_from_name(const std::string& name);
-
-/// The options of a group; must be equal on all its ranks.
-struct CommunicatorOptions {
-  Algorithm algorithm = Algorithm::kAuto;  ///< of all_reduce
-  bool is_rank_ordered = false;            ///< reductions equal to the left-to-right sum over ranks
-  std::size_t one_shot_max_bytes = 0;      ///< where one_shot ends; 0: as was measured for us
-  std::string transport = {};              ///< "shm", "messages", or "": by where the ranks are
-  std::string message_backend = {};        ///< what carries messages, where anything does
-  /// Where this rank is; empty: found out. This and the next one may differ between ranks.
-  std::string host_id = {};
-  bool log_waits = true;           ///< long waits are written to stderr (flight.h)
-  bool report_stragglers = false;  ///< at the end
-
-  /// "algorithm=auto deterministic=none one_shot_max_bytes=0 ..."
-  std::string to_text() const;
-};
 
 /// The caller's name of an element type that is moved but not reduced. It is compared between ranks
 /// and shown in messages. Padded with zeros; empty if DType names the type.
@@ -118,8 +71,6 @@ struct Collective {
   bool is_uneven(int world_size) const;
 };
 
-// ---- for what runs a collective
-
 /// What one rank of a collective with shards has for another one, or expects from it.
 struct CallPart {
   void* data;
@@ -155,98 +106,8 @@ inline std::byte* at(void* buffer, std::size_t elems, std::size_t element_bytes)
   return static_cast<std::byte*>(buffer) + elems * element_bytes;
 }
 
-/// The values that must be equal on all ranks of a collective, except sizes of uneven shards. It
-/// precedes the data of the first phase.
-struct CallHeader {
-  std::uint64_t seq = 0;
-  std::uint64_t num_elems = 0;
-  std::int32_t root = -1;
-  OpKind op = OpKind::kBarrier;
-  DType dtype = DType::kByte;
-  Reduction reduction = Reduction::kSum;
-  Algorithm algorithm = Algorithm::kAuto;
-  bool is_uneven = false;  ///< this rank's shards differ in size, and follow in the first phase
-  bool has_update = false;
-  ElementName element_name = {};
-  UpdateSpec update = {};  ///< of reduce_scatter_update_all_gather, and of its parts
-
-  /// The bytes that peers need. Most calls omit the last member, which would cost a cache line.
-  std::size_t num_wire_bytes() const {
-    return has_update ? sizeof(CallHeader) : offsetof(CallHeader, update);
-  }
-
-  friend bool operator==(const CallHeader&, const CallHeader&) = default;
-};
-static_assert(sizeof(CallHeader) == kCallHeaderBytes);
-static_assert(offsetof(CallHeader, update) <= 64 - 8, "leaves room for a cursor in its cache line");
-
 /// Throws std::invalid_argument where an input and an output share memory and the output is not the
 /// one in place: all ranks that may still need the input would read results.
 void check_overlap(const Collective& call, int rank, int world_size);
-
-/// The header of a rank's call number `seq`, of `world_size` ranks. A plan sets the algorithm.
-CallHeader header_of(const Collective& call, std::uint64_t seq, int world_size);
-
-/// Whether ranks with these headers made the same call, whatever the sizes.
-bool is_same_call(CallHeader a, CallHeader b);
-
-/// Whether a rank may have shards of sizes that no other rank knows.
-bool has_private_sizes(OpKind op);
-
-/// "all_reduce #118 (sum, bfloat16, 8388608 bytes, two_shot)"
-std::string describe(const CallHeader& header);
-/// "rank 1 called broadcast #7 (...) instead", for a message that has named this rank's call, which
-/// is an `our_op`. If only one of the two calls is a barrier or a broadcast, it asks about the
-/// likely cause.
-std::string describe_difference(int peer, const CallHeader& theirs, const std::string& our_op);
-/// The same of what `from` has for `to`, and `to` expects.
-std::string size_difference(int from, std::uint64_t has_bytes, int to, std::uint64_t expects_bytes);
-
-/// The traffic of one call on this rank.
-struct Traffic {
-  std::uint64_t sent_bytes = 0;  ///< bytes that peers consume from this rank
-  /// Bytes that this rank wrote where its peers read them, and that it copied from there or from
-  /// its own input into its results. What a reduction writes straight into a result is no copy.
-  std::uint64_t copied_bytes = 0;
-  Algorithm algorithm = Algorithm::kDirect;  ///< the algorithm that ran; the location of buffers
-                                             ///< may allow a better one than planned
-};
-
-/// Counters of one rank, by collective and algorithm. May be read while other threads count.
-class Stats {
- public:
-  template <class Number>
-  struct CountsOf {
-    Number num_calls = 0;
-    Number sent_bytes = 0;  ///< as in Traffic
-    Number copied_bytes = 0;
-  };
-  using Counts = CountsOf<std::uint64_t>;
-
-  /// Adds a call to these counters and to those of all groups.
-  void count(OpKind op, const Traffic& traffic) {
-    for (Stats* stats : {this, &process_wide()}) {
-      auto& cell =
-          stats->cells_[static_cast<std::size_t>(op)][static_cast<std::size_t>(traffic.algorithm)];
-      cell.num_calls.fetch_add(1, std::memory_order_relaxed);
-      cell.sent_bytes.fetch_add(traffic.sent_bytes, std::memory_order_relaxed);
-      cell.copied_bytes.fetch_add(traffic.copied_bytes, std::memory_order_relaxed);
-    }
-  }
-
-  Counts counts(OpKind op, Algorithm algorithm) const {
-    const auto& cell = cells_[static_cast<std::size_t>(op)][static_cast<std::size_t>(algorithm)];
-    return {cell.num_calls, cell.sent_bytes, cell.copied_bytes};
-  }
-
-  /// The counters of all groups of this process.
-  static Stats& process_wide() {
-    static Stats stats;
-    return stats;
-  }
-
- private:
-  std::array<std::array<CountsOf<std::atomic<std::uint64_t>>, kNumAlgorithms>, kNumOpKinds> cells_;
-};
 
 }  // namespace ringcomm

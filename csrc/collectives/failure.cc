@@ -2,6 +2,7 @@
 
 #include "collectives/flight.h"
 #include "collectives/trace.h"
+#include "host/abort_reason.h"
 
 namespace ringcomm {
 

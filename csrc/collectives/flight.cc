@@ -12,7 +12,9 @@
 
 #include "core/errors.h"
 #include "host/bootstrap.h"
+#include "host/fd.h"
 #include "host/process.h"
+#include "host/shared_memory.h"
 
 #if defined(__x86_64__)
 #include <cpuid.h>

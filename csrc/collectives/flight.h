@@ -13,9 +13,13 @@
 #include <utility>
 #include <vector>
 
+#include "collectives/algorithm.h"
+#include "collectives/call_header.h"
 #include "collectives/collective.h"
-#include "host/fd.h"
+#include "collectives/op_kind.h"
+#include "host/call_step.h"
 #include "host/membership.h"
+#include "host/peer_event.h"
 
 /// The flight recorder: the last calls of this process, always on. They are in a memfd of the
 /// process that its peers map, so it outlives the process, and which a process of the same user

@@ -3,14 +3,14 @@
 #include <algorithm>
 #include <cstring>
 
+#include "collectives/algorithm.h"
+#include "collectives/op_kind.h"
+
 namespace ringcomm {
-namespace {
 
 // The reduced gradient of one block; with the block's parameters and state it fits an L1 cache of
 // 32 KiB.
 constexpr std::size_t kBlockElems = 1024;
-
-}  // namespace
 
 OwnerUpdate::OwnerUpdate(const Collective& call, int rank, int world_size)
     : call_(call),

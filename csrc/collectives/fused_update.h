@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "collectives/collective.h"
+#include "collectives/traffic.h"
 #include "core/chunk_layout.h"
 #include "reduce/update_op.h"
 

@@ -7,6 +7,8 @@
 #include <system_error>
 #include <utility>
 
+#include "collectives/op_kind.h"
+
 namespace ringcomm {
 
 void SendRecv::post(const SendRecvOpPtr& op) {

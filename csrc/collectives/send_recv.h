@@ -10,9 +10,9 @@
 #include <mutex>
 #include <span>
 
-#include "collectives/collective.h"
 #include "collectives/failure.h"
 #include "collectives/flight.h"
+#include "collectives/stats.h"
 #include "collectives/trace.h"
 #include "host/process.h"
 #include "host/wait_limits.h"

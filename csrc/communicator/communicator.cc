@@ -7,6 +7,11 @@
 #include <utility>
 
 #include "collectives/fused_update.h"
+#include "collectives/op_kind.h"
+#include "collectives/traffic.h"
+#include "host/abort_reason.h"
+#include "host/call_step.h"
+#include "host/peer_event.h"
 #include "host/rendezvous.h"
 #include "transport/messenger.h"
 #include "transport/shm/transport.h"

@@ -9,10 +9,14 @@
 #include <string>
 #include <vector>
 
+#include "collectives/algorithm.h"
+#include "collectives/call_header.h"
 #include "collectives/collective.h"
+#include "collectives/communicator_options.h"
 #include "collectives/failure.h"
 #include "collectives/flight.h"
 #include "collectives/send_recv.h"
+#include "collectives/stats.h"
 #include "collectives/trace.h"
 #include "communicator/ordered_queue.h"
 #include "host/key_value_store.h"

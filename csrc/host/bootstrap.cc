@@ -17,10 +17,11 @@
 #include <utility>
 
 #include "core/annotations.h"
-#include "core/errors.h"
 #include "host/process.h"
 #include "host/rank_record.h"
+#include "host/system_error.h"
 #include "host/threads.h"
+#include "host/unix_socket.h"
 #include "host/wait_limits.h"
 
 namespace ringcomm::shm {

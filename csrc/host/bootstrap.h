@@ -10,7 +10,8 @@
 
 #include "core/errors.h"
 #include "host/fd.h"
-#include "host/membership.h"
+#include "host/peer_process.h"
+#include "host/random.h"
 
 namespace ringcomm::shm {
 

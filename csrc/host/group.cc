@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "core/annotations.h"
+#include "core/errors.h"
 
 namespace ringcomm::shm {
 namespace {
@@ -13,71 +14,12 @@ Word load_acquire(const Word& word) {
   return __atomic_load_n(&word, __ATOMIC_ACQUIRE);
 }
 
-std::size_t link_bytes(std::uint32_t num_slots, std::size_t slot_bytes) {
-  return whole_pages(sizeof(LinkCursors)) + whole_pages(num_slots * slot_bytes);
-}
-
-// The one with number `idx` of the links that begin at `begin`.
-LinkGeometry link_at(std::byte* begin, int idx, std::uint32_t num_slots, std::size_t slot_bytes) {
-  begin += static_cast<std::size_t>(idx) * link_bytes(num_slots, slot_bytes);
-  auto* cursors = reinterpret_cast<LinkCursors*>(begin);
-  return {.tail = &cursors->tail,
-          .head = &cursors->head,
-          .slots = begin + whole_pages(sizeof(LinkCursors)),
-          .num_slots = num_slots,
-          .slot_bytes = slot_bytes};
-}
-
 void reserve_link(const LinkGeometry& link) {
   reserve_pages(reinterpret_cast<std::byte*>(link.tail),
                 link_bytes(link.num_slots, link.slot_bytes));
 }
 
 }  // namespace
-
-SegmentLayout::SegmentLayout(int world_size, const SegmentConfig& config)
-    : world_size_(world_size), config_(config) {
-  const auto world = static_cast<std::size_t>(world_size);
-  control_offset_bytes_ =
-      whole_pages(sizeof(AbortRecord) + sizeof(SurvivorChoices) + world * sizeof(std::uint32_t));
-  boards_offset_bytes_ = control_offset_bytes_ + world * whole_pages(sizeof(RankControl));
-  rings_offset_bytes_ = boards_offset_bytes_ + world * 2 * whole_pages(config.board_bytes);
-  send_recv_offset_bytes_ =
-      rings_offset_bytes_ + world * link_bytes(config.ring_num_slots, config.ring_slot_bytes);
-  num_bytes_ =
-      send_recv_offset_bytes_ +
-      world * (world - 1) * link_bytes(config.send_recv_num_slots, config.send_recv_slot_bytes);
-}
-
-std::uint32_t& SegmentLayout::has_joined(std::byte* base, int rank) const {
-  base += sizeof(AbortRecord) + sizeof(SurvivorChoices);
-  return reinterpret_cast<std::uint32_t*>(base)[rank];
-}
-
-RankControl& SegmentLayout::control(std::byte* base, int rank) const {
-  base += control_offset_bytes_ + static_cast<std::size_t>(rank) * whole_pages(sizeof(RankControl));
-  return *reinterpret_cast<RankControl*>(base);
-}
-
-BoardGeometry SegmentLayout::board(std::byte* base) const {
-  const std::size_t board_bytes = whole_pages(config_.board_bytes);
-  return {.world_size = world_size_,
-          .cursors = base + boards_offset_bytes_,
-          .cursor_stride_bytes = board_bytes,
-          .regions = base + boards_offset_bytes_ + sizeof(Cursor),
-          .region_stride_bytes = board_bytes,
-          .region_bytes = board_bytes - sizeof(Cursor)};
-}
-
-LinkGeometry SegmentLayout::ring_link(std::byte* base, int rank) const {
-  return link_at(base + rings_offset_bytes_, rank, config_.ring_num_slots, config_.ring_slot_bytes);
-}
-
-LinkGeometry SegmentLayout::send_recv_link(std::byte* base, int from, int to) const {
-  const int pair_idx = from * (world_size_ - 1) + (to < from ? to : to - 1);
-  return link_at(base + send_recv_offset_bytes_, pair_idx, config_.send_recv_num_slots,
-                 config_.send_recv_slot_bytes);
-}
 
 Group::Group(Rendezvous& rendezvous, const std::vector<int>& ranks, const SegmentConfig& config)
     : ranks_(ranks),
@@ -266,30 +208,6 @@ AbortReason Group::abort_reason() const {
           .origin = record.origin,
           .culprit = record.culprit,
           .text = {record.text, ::strnlen(record.text, sizeof(record.text))}};
-}
-
-Stop WaitScope::stopped(int peer) {
-  awaited_peer_ = peer;
-  if (const Stop stop = group_.state_of(peer); stop != Stop::kNone) return stop;
-  if (const int missing = group_.missing_rank(); missing >= 0) {
-    awaited_peer_ = missing;
-    return group_.state_of(missing);
-  }
-  group_.record({group_.whole_rank(peer)});
-  const Clock::time_point now = Clock::now();
-  if (!has_waited_) {
-    has_waited_ = true;
-    deadline_ = deadline_after(limits_->timeout);
-    next_look_ = now + kLookInterval;
-    return Stop::kNone;
-  }
-  if (now >= deadline_) {
-    awaited_peer_ = group_.late_rank(peer);
-    return Stop::kTimeout;
-  }
-  if (!limits_->is_interrupted || now < next_look_) return Stop::kNone;
-  next_look_ = now + kLookInterval;
-  return limits_->is_interrupted() ? Stop::kInterrupted : Stop::kNone;
 }
 
 }  // namespace ringcomm::shm

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <string>
@@ -8,49 +7,12 @@
 #include <vector>
 
 #include "core/arch.h"
-#include "core/errors.h"
+#include "host/abort_reason.h"
+#include "host/call_step.h"
+#include "host/peer_event.h"
 #include "host/peer_process.h"
 
-// Who the ranks of a group are, and why a group is no more.
-
 namespace ringcomm {
-
-/// Why a group is no more.
-struct AbortReason {
-  ErrorKind kind = ErrorKind::kAborted;
-  int origin = -1;   ///< the rank that failed
-  int culprit = -1;  ///< the rank that it blames, or -1
-  std::string text;
-
-  /// That rank `origin` fails with this error.
-  static AbortReason of(const std::exception& error, int origin);
-  std::string to_text() const;
-  static AbortReason from_text(const std::string& text);
-};
-
-/// What this rank has just done with `rank` in a collective: waited, or exchanged messages. With
-/// nothing but the rank: it waits, for long already.
-struct PeerEvent {
-  int rank;
-  std::uint64_t waited_ticks = 0;  ///< of flight::ticks()
-  bool is_arrival = false;         ///< it waited for the rank to begin the collective
-  std::uint64_t sent_bytes = 0;
-  std::uint64_t received_bytes = 0;
-};
-
-/// Which of several waits of a collective a rank is in: the step, and the slice of the data that
-/// takes these steps. All from 1 on; 0 where it is not known.
-struct alignas(8) CallStep {
-  std::uint16_t step = 0, num_steps = 0, slice = 0, num_slices = 0;
-
-  constexpr CallStep() = default;
-  constexpr CallStep(int step_now, int steps, std::size_t slice_now, std::size_t slices)
-      : step(static_cast<std::uint16_t>(step_now)), num_steps(static_cast<std::uint16_t>(steps)) {
-    if (slices > UINT16_MAX) return;  // more than 16 GiB for each rank
-    slice = static_cast<std::uint16_t>(slice_now);
-    num_slices = static_cast<std::uint16_t>(slices);
-  }
-};
 
 /// The ranks of a group and its shared abort state.
 class Membership {

@@ -11,7 +11,6 @@
 #include <iterator>
 #include <sstream>
 
-#include "host/fd.h"
 #include "host/shared_arena.h"
 
 namespace ringcomm {

@@ -11,6 +11,8 @@
 #include <utility>
 #include <vector>
 
+#include "host/shared_memory.h"
+
 namespace ringcomm {
 
 namespace shm {

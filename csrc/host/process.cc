@@ -3,9 +3,6 @@
 #include <poll.h>
 #include <pthread.h>
 
-#include <atomic>
-#include <string>
-
 namespace ringcomm {
 namespace {
 

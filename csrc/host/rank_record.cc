@@ -7,8 +7,11 @@
 #include <cstdlib>
 #include <fstream>
 
+#include "core/link_protocol.h"
 #include "core/types.h"
-#include "host/group.h"
+#include "host/abort_record.h"
+#include "host/peer_process.h"
+#include "host/rank_control.h"
 #include "host/text_fields.h"
 
 namespace ringcomm {

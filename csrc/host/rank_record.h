@@ -5,7 +5,7 @@
 #include <cstddef>
 #include <string>
 
-#include "host/membership.h"
+#include "host/abort_reason.h"
 
 namespace ringcomm {
 

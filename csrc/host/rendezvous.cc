@@ -7,8 +7,9 @@
 #include <deque>
 #include <utility>
 
-#include "host/process.h"
-#include "host/wait_limits.h"
+#include "host/fd.h"
+#include "host/random.h"
+#include "host/system_error.h"
 
 namespace ringcomm::shm {
 namespace {

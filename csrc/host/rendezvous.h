@@ -10,13 +10,13 @@
 #include <vector>
 
 #include "core/errors.h"
+#include "host/abort_reason.h"
 #include "host/bootstrap.h"
-#include "host/fd.h"
 #include "host/key_value_store.h"
-#include "host/membership.h"
 #include "host/peer_table.h"
 #include "host/process.h"
 #include "host/rank_record.h"
+#include "host/shared_memory.h"
 #include "host/wait_limits.h"
 
 namespace ringcomm::shm {

@@ -4,13 +4,13 @@
 #include <sys/sysinfo.h>
 
 #include <algorithm>
-#include <iterator>
 #include <system_error>
 #include <thread>
 
 #include "core/errors.h"
 #include "host/bootstrap.h"
 #include "host/cgroup_limits.h"
+#include "host/fd.h"
 
 namespace ringcomm::shm {
 namespace {

@@ -17,8 +17,9 @@
 #include <utility>
 #include <vector>
 
-#include "host/fd.h"
 #include "host/process.h"
+#include "host/random.h"
+#include "host/shared_memory.h"
 #include "host/threads.h"
 
 namespace ringcomm::shm {

@@ -8,6 +8,10 @@
 #include "core/annotations.h"
 #include "core/errors.h"
 #include "host/bootstrap.h"
+#include "host/fd.h"
+#include "host/random.h"
+#include "host/survivor_choices.h"
+#include "host/system_error.h"
 
 namespace ringcomm::shm {
 namespace {

@@ -1,7 +1,5 @@
 #include "host/threads.h"
 
-#include <pthread.h>
-
 #include <algorithm>
 #include <csignal>
 #include <memory>

@@ -12,12 +12,9 @@
 #include "core/errors.h"
 
 namespace ringcomm {
-namespace {
 
 // A store that takes longer than this is silent.
 constexpr std::chrono::milliseconds kSilentAfter{1000};
-
-}  // namespace
 
 // Of one object and its thread.
 struct TimedStore::Queue {

@@ -1,13 +1,10 @@
 #pragma once
 
-#include <chrono>
-#include <cstdint>
 #include <memory>
 #include <optional>
 #include <string>
 
 #include "host/key_value_store.h"
-#include "host/membership.h"
 #include "host/process.h"
 #include "host/threads.h"
 #include "host/wait_limits.h"

@@ -73,6 +73,12 @@ constexpr std::size_t kNumParts = kSumLanes / kLanes;
 struct Partial {
   Fp32 part[kNumParts];
 
+  /// Adds the vector that begins with element `i`.
+  [[gnu::always_inline]] void add(std::size_t i, const Fp32& v) {
+    const std::size_t idx = i / kLanes % kNumParts;
+    part[idx] = part[idx] + v;
+  }
+
   [[gnu::always_inline]] float total() const {
     float lanes[kSumLanes];
     for (std::size_t v = 0; v < kNumParts; ++v)
@@ -82,8 +88,6 @@ struct Partial {
     return lanes[0];
   }
 };
-
-// ---- updates by a clamped gradient
 
 /// NaN stays: no comparison with it holds.
 [[gnu::always_inline]] inline Fp32 clamped(const Fp32& value, float clip_value) {

@@ -15,8 +15,6 @@ const Kernels& kernels() {
   return chosen;
 }
 
-// ---- the optimizers' numbers
-
 void check(bool is_true, const UpdateSpec& spec, const char* what) {
   if (!is_true) throw std::invalid_argument(std::string(what) + ", got " + describe(spec));
 }

@@ -39,18 +39,18 @@ void add_rms_norm(const NormRow& row) {
   __builtin_memcpy(rest_weight, weight + whole * kElementBytes, rest_bytes);
 
   Partial squares = {};
-  std::size_t i = 0, part = 0;
+  std::size_t i = 0;
   for (; num_elems - i >= kSumLanes; i += kSumLanes)
     for (std::size_t v = 0; v < kNumParts; ++v) {
       const std::size_t offset = (i + v * kLanes) * kElementBytes;
       squares.part[v] = squares.part[v] + add_vector<Array>(x + offset, residual + offset);
     }
-  for (; i < whole; i += kLanes, ++part) {
+  for (; i < whole; i += kLanes) {
     const std::size_t offset = i * kElementBytes;
-    squares.part[part] = squares.part[part] + add_vector<Array>(x + offset, residual + offset);
+    squares.add(i, add_vector<Array>(x + offset, residual + offset));
   }
   if (rest_bytes > 0) {
-    squares.part[part] = squares.part[part] + add_vector<Array>(rest_x, rest_residual);
+    squares.add(i, add_vector<Array>(rest_x, rest_residual));
     __builtin_memcpy(residual + whole * kElementBytes, rest_residual, rest_bytes);
   }
 

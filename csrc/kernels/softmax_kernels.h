@@ -65,8 +65,6 @@ constexpr float kInfinity = __builtin_inff();
   return 4.0F * power / (sum * sum);
 }
 
-// ---- one block
-
 struct alignas(64) Block {
   float z[kBlockElems];
 };
@@ -115,8 +113,6 @@ template <class Array>
   for (std::size_t offset = 0; offset < kSumLanes * Array::kElementBytes; offset += 64)
     __builtin_prefetch(next + offset);
 }
-
-// ---- sums over blocks
 
 [[gnu::always_inline]] inline float largest_of(const Block& block, std::size_t padded) {
   Fp32 largest[kNumParts];
@@ -178,8 +174,6 @@ template <class Array, bool kWantsMore>
       weighted.part[v] = weighted.part[v] + vector_of(block, i + v * kLanes);
   return weighted.total();
 }
-
-// ---- rows
 
 template <class Array>
 [[gnu::always_inline]] inline std::int32_t first_index_of(const LogitRow& row, float max,

@@ -46,8 +46,6 @@ struct LomoStep {
   }
 };
 
-// ---- arrays
-
 /// The arrays of one call as bytes; those that the call lacks are null.
 struct UpdateJob {
   char* param;

@@ -79,8 +79,6 @@ struct SplitPlace {
   }
 };
 
-// ---- gradients
-
 // The elements of one fp32 sum: 8 elements per lane and a tree of 6 steps, with an error of at most
 // 9e-7.
 constexpr std::size_t kSquaresBlock = 8 * kSumLanes;
@@ -127,8 +125,6 @@ struct Tail {
           run.first_elem};
 }
 
-// ---- update
-
 template <class Place, class Grad>
 [[gnu::always_inline]] inline void update_vector(const WeightStep& s, const WeightJob& job,
                                                  std::size_t i) {
@@ -151,8 +147,6 @@ void update_weights(const WeightStep& step, const WeightRun& run) {
                    (num_elems - i) * Place::kElementBytes);
   if constexpr (Place::kHasLow) __builtin_memcpy(job.low + i * 2, tail.low, (num_elems - i) * 2);
 }
-
-// ---- sums of squares
 
 // Masks the lanes without an element: an infinite factor would turn their zeros into NaN.
 [[gnu::always_inline]] inline Fp32 first_lanes(const Fp32& v, std::size_t num_lanes) {
@@ -184,16 +178,14 @@ RunSquares squares_of(const WeightStep& step, const WeightRun& run) {
     std::size_t i = 0;
     for (; num_elems - i >= kLanes; i += kLanes) {
       square_vector<Place, Grad>(s, job, begin + i, of_updates, of_weights);
-      const std::size_t part = i / kLanes % kNumParts;
-      updates.part[part] = updates.part[part] + of_updates;
-      weights.part[part] = weights.part[part] + of_weights;
+      updates.add(i, of_updates);
+      weights.add(i, of_weights);
     }
     if (i < num_elems) {
       const Tail<Place, Grad> tail(job, begin + i, num_elems - i);
       square_vector<Place, Grad>(s, tail.copy, 0, of_updates, of_weights);
-      const std::size_t part = i / kLanes % kNumParts;
-      updates.part[part] = updates.part[part] + first_lanes(of_updates, num_elems - i);
-      weights.part[part] = weights.part[part] + of_weights;
+      updates.add(i, first_lanes(of_updates, num_elems - i));
+      weights.add(i, of_weights);
     }
     sums.update += updates.total();
     sums.weight += weights.total();
@@ -216,8 +208,7 @@ double add_squares(const WeightStep& step, const void* grad, std::size_t num_ele
     for (; end - i >= kLanes; i += kLanes) {
       const Fp32 value = gradient_of<Grad>(s, from + i * Grad::kElementBytes);
       const Fp32 square = value * value;
-      const std::size_t part = i / kLanes % kNumParts;
-      partial.part[part] = partial.part[part] + square;
+      partial.add(i, square);
       store_bytes(to + i * sizeof(float), load_bytes<Fp32>(to + i * sizeof(float)) + square);
     }
     if (i < end) {
@@ -225,8 +216,7 @@ double add_squares(const WeightStep& step, const void* grad, std::size_t num_ele
       __builtin_memcpy(rest, from + i * Grad::kElementBytes, (end - i) * Grad::kElementBytes);
       const Fp32 value = gradient_of<Grad>(s, rest);
       const Fp32 square = first_lanes(value * value, end - i);
-      const std::size_t part = i / kLanes % kNumParts;
-      partial.part[part] = partial.part[part] + square;
+      partial.add(i, square);
       for (std::size_t lane = 0; lane < end - i; ++lane) col_sums[i + lane] += square[lane];
     }
     sum += partial.total();

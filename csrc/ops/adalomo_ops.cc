@@ -20,8 +20,6 @@ namespace {
 
 using OptionalTensor = std::optional<at::Tensor>;
 
-// ---- the tiles of a matrix
-
 /// Part of a matrix. What tiles there are depends on its shape alone, and sums over tiles are added
 /// in their order: the number of threads changes no bit.
 struct Tile {
@@ -60,8 +58,6 @@ class Tiles {
  private:
   int64_t num_rows_, num_cols_, num_panels_, num_bands_;
 };
-
-// ---- square_sums
 
 // Rows whose squares are added up in fp32 before they go into a sum in double.
 constexpr int64_t kFp32Rows = 8;
@@ -114,8 +110,6 @@ std::tuple<at::Tensor, at::Tensor> square_sums(const at::Tensor& grad, double sc
   return {added_up(rows, tiles.num_panels(), num_rows),
           added_up(cols, tiles.num_bands(), num_cols)};
 }
-
-// ---- adalomo_squares, adalomo_update_
 
 /// A weight, its gradient and the factors of rows and columns, checked.
 class FactoredUpdate {

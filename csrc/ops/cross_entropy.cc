@@ -15,7 +15,6 @@
 #include <optional>
 #include <string>
 #include <tuple>
-#include <vector>
 
 #include "bindings/tensors.h"
 #include "kernels/softmax.h"
@@ -207,8 +206,6 @@ class TokenLoss {
   double weight_sum_;  // of all classes
 };
 
-// ---- softmax_stats
-
 at::Tensor softmax_stats(const at::Tensor& logits, const at::Tensor& target,
                          const OptionalTensor& weight, int64_t vocab_start, int64_t vocab_size,
                          int64_t ignore_index, double logit_scale, double softcap,
@@ -222,16 +219,12 @@ at::Tensor softmax_stats(const at::Tensor& logits, const at::Tensor& target,
   return stats;
 }
 
-// ---- merge_softmax_stats
-
 at::Tensor merge_softmax_stats(const at::Tensor& stats, const std::string& group_name) {
   check_stats(stats, stats.dim() > 0 ? stats.size(0) - 1 : 0);
   const auto [merged, world_size] = merge_over_ranks(stats, group_name);
   check_shards(merged, world_size);
   return merged;
 }
-
-// ---- cross_entropy_loss
 
 double denominator_of(const TokenLoss& loss, const OptionalTensor& num_items,
                       const std::string& reduction) {
@@ -288,8 +281,6 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> cross_entropy_loss(
     results.put(i, loss.values(i, get_stats(stats, i)));
   return results.finish(denominator_of(loss, num_items, results.reduction()));
 }
-
-// ---- cross_entropy_grad
 
 // Filling a large new tensor spends most of its time in page faults of 4 KiB each, so this asks for
 // huge pages. It is only a hint.
@@ -362,8 +353,6 @@ void cross_entropy_grad_(const at::Tensor& grad_loss, const at::Tensor& logits,
   mark_written(logits);
 }
 
-// ---- cross_entropy_and_grad_
-
 // Row by row, so that the gradient finds the logits in the cache.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> cross_entropy_and_grad_(
     const at::Tensor& logits, const at::Tensor& target, const OptionalTensor& weight,
@@ -384,8 +373,6 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> cross_entropy_and_grad_(
   mark_written(logits);
   return results.finish(denominator);
 }
-
-// ---- scale_
 
 void scale_(const at::Tensor& tensor, const at::Tensor& factor) {
   const double value = factor.item().toDouble();

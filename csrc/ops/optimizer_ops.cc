@@ -3,7 +3,6 @@
 #include <c10/util/Exception.h>
 #include <torch/library.h>
 
-#include <array>
 #include <cstdint>
 #include <limits>
 #include <optional>
@@ -31,8 +30,6 @@ std::uint32_t checked_step(int64_t step, const char* prefix) {
                     "ringcomm: ", prefix, "step must be 1 or more, got ", step);
   return static_cast<std::uint32_t>(step);
 }
-
-// ---- reduce_scatter_update_all_gather_
 
 void fused_sgd(const at::Tensor& param, const at::Tensor& grad,
                const OptionalTensor& momentum_buffer, const OptionalTensor& master,
@@ -78,8 +75,6 @@ void fused_lomo(const at::Tensor& param, const at::Tensor& grad, const std::stri
                         .optimizer = Optimizer::kLomo},
                        average);
 }
-
-// ---- optimizer_update_
 
 void check_operand(const at::Tensor& tensor, const char* name, const at::Tensor& param) {
   check_tensor(tensor, kLocalName);

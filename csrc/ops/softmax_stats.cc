@@ -41,8 +41,6 @@ std::uint32_t digest_of(const VocabShard& shard, bool wants_weighted, bool wants
 
 }  // namespace
 
-// ---- as tensors
-
 at::Tensor new_softmax_stats(std::int64_t num_tokens) {
   return at::empty({num_tokens + 1, kNumSoftmaxStats}, at::kFloat);
 }
@@ -66,8 +64,6 @@ void check_stats(const at::Tensor& stats, std::int64_t num_tokens) {
                     num_tokens + 1, " rows of ", kNumSoftmaxStats, ", got ", stats.scalar_type(),
                     " of shape ", stats.sizes());
 }
-
-// ---- the entry of the shards
 
 SoftmaxStats shard_entry(const VocabShard& shard, std::int64_t num_classes, bool wants_weighted,
                          bool wants_more) {

@@ -3,7 +3,6 @@
 #include <ATen/ops/empty_strided.h>
 #include <c10/util/Exception.h>
 
-#include <algorithm>
 #include <cmath>
 #include <limits>
 

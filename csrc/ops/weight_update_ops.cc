@@ -22,8 +22,6 @@
 namespace ringcomm {
 namespace {
 
-// ---- sgd_update_
-
 void sgd_update_(const at::Tensor& weight, const at::Tensor& grad, double lr, double weight_decay,
                  double scale, int64_t rounding_seed, const std::optional<at::Tensor>& low,
                  std::optional<double> clip_value, int64_t first_elem) {
@@ -44,8 +42,6 @@ void sgd_update_(const at::Tensor& weight, const at::Tensor& grad, double lr, do
   });
   array.mark_written();
 }
-
-// ---- linear_sgd_update_
 
 constexpr const char* kLinearUpdate = "linear_sgd_update_";
 
@@ -109,8 +105,6 @@ void linear_sgd_update_(const at::Tensor& weight, const at::Tensor& x, const at:
   });
   array.mark_written();
 }
-
-// ---- embedding_sgd_update_
 
 constexpr const char* kEmbeddingUpdate = "embedding_sgd_update_";
 

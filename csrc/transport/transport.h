@@ -5,9 +5,13 @@
 #include <memory>
 #include <string>
 
+#include "collectives/call_header.h"
 #include "collectives/collective.h"
+#include "collectives/communicator_options.h"
 #include "collectives/failure.h"
 #include "collectives/send_recv.h"
+#include "collectives/stats.h"
+#include "collectives/traffic.h"
 #include "core/arch.h"
 #include "host/key_value_store.h"
 #include "host/membership.h"

@@ -17,7 +17,7 @@
 #include "communicator/communicator.h"
 #include "core/arch.h"
 #include "core/types.h"
-#include "host/group.h"
+#include "host/segment_layout.h"
 #include "reduce_oracle.h"
 #include "thread_ranks.h"
 

@@ -13,9 +13,8 @@
 #include <utility>
 
 #include "core/annotations.h"
-#include "host/fd.h"
 #include "host/key_value_store.h"
-#include "host/membership.h"
+#include "host/random.h"
 
 namespace ringcomm::testing {
 

@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "communicator/communicator.h"
-#include "host/group.h"
+#include "host/segment_layout.h"
 #include "thread_ranks.h"
 
 namespace ringcomm::testing {

@@ -16,6 +16,8 @@
 #include "core/errors.h"
 #include "host/bootstrap.h"
 #include "host/fd.h"
+#include "host/shared_memory.h"
+#include "host/unix_socket.h"
 #include "third_party/doctest/doctest.h"
 #include "thread_ranks.h"
 

@@ -1,10 +1,11 @@
+#include <chrono>
 #include <cstddef>
 #include <cstring>
 #include <vector>
 
 #include "reduce/reduce_op.h"
 #include "third_party/doctest/doctest.h"
-#include "transport/shm/context.h"
+#include "transport/shm/store_kind_chooser.h"
 
 namespace {
 
@@ -67,45 +68,100 @@ TEST_CASE("negative control: a copy of one byte too many or too few is noticed")
       [](void* to, const void* from, std::size_t n) { std::memcpy(to, from, n - 1); }, 3, 0, 64));
 }
 
-// Runs calls of 1 MiB that take so long with plain and with streaming stores; returns how many of
-// them streamed.
-int run_calls(StoreKindChooser& chooser, int num_calls, float plain, float streaming) {
+using Clock = StoreKindChooser::Clock;
+Clock::time_point fake_now;
+
+// The times of a call in microseconds, by kind of stores.
+struct CallTimes {
+  int cached;
+  int streaming;
+};
+
+// One call on rank 0. Returns whether it streamed.
+bool run_call(StoreKindChooser& chooser, const CallTimes& times, OpKind op = OpKind::kAllReduce,
+              std::size_t num_bytes = std::size_t{1} << 20) {
+  chooser.begin(op, num_bytes);
+  const bool is_streaming = chooser.kind() == host::StoreKind::kStreaming;
+  const std::chrono::microseconds time{is_streaming ? times.streaming : times.cached};
+  fake_now += time / 2;
+  chooser.pause();
+  fake_now += std::chrono::seconds(1);  // for a late rank
+  chooser.resume();
+  fake_now += time - time / 2;
+  chooser.end();
+  return is_streaming;
+}
+
+// Returns how many of them streamed.
+int run_calls(StoreKindChooser& chooser, int num_calls, const CallTimes& times) {
   int num_streaming = 0;
-  for (int i = 0; i < num_calls; ++i) {
-    chooser.begin(OpKind::kAllReduce, std::size_t{1} << 20);
-    const bool is_streaming = chooser.kind() == host::StoreKind::kStreaming;
-    num_streaming += is_streaming ? 1 : 0;
-    chooser.count(is_streaming ? streaming : plain);
-  }
+  for (int i = 0; i < num_calls; ++i) num_streaming += run_call(chooser, times) ? 1 : 0;
   return num_streaming;
 }
 
-TEST_CASE("the faster kind of store is kept, until the machine changes") {
-  StoreKindChooser chooser;
-  // Ten calls with the trial of four, then the plain ones, which are faster.
-  CHECK(run_calls(chooser, 10, 12, 24) == 4);
-  CHECK(run_calls(chooser, 100, 12, 24) == 0);
-  // No cache is shared any more: found within two looks, of 64 calls.
-  run_calls(chooser, 128 + 10, 46, 16.5F);
-  CHECK(run_calls(chooser, 100, 46, 16.5F) == 100);
-  // Shared again, which hardly changes the time of the kind that is kept: found by the next trial.
-  run_calls(chooser, 512, 1.1F, 16.5F);
-  CHECK(run_calls(chooser, 100, 1.1F, 16.5F) <= 4);
-  // Neither another operation's calls nor small ones say anything about these.
-  chooser.begin(OpKind::kAllGather, std::size_t{1} << 20);
-  chooser.count(1000);
-  chooser.begin(OpKind::kAllReduce, 1 << 10);
-  CHECK(chooser.kind() == host::StoreKind::kCached);
-  chooser.count(1000);
-  CHECK(run_calls(chooser, 50, 1.1F, 16.5F) <= 4);
+StoreKindChooser chooser_with_fake_clock() {
+  return StoreKindChooser([] { return fake_now; });
+}
+
+// Three calls with each kind, and one until what they show has been published.
+constexpr int kNumMeasured = 8;
+
+TEST_CASE("the faster kind of stores is kept after three calls with each") {
+  for (const CallTimes& times : {CallTimes{12, 24}, CallTimes{46, 16}}) {
+    StoreKindChooser chooser = chooser_with_fake_clock();
+    for (int call = 0; call < kNumMeasured; ++call)
+      CHECK(run_call(chooser, times) == (call >= kNumMeasured / 2));
+    CHECK(run_calls(chooser, 2000, times) == (times.streaming < times.cached ? 2000 : 0));
+  }
+}
+
+TEST_CASE("one slow call of three does not decide the kind of stores") {
+  StoreKindChooser chooser = chooser_with_fake_clock();
+  for (int call = 0; call < kNumMeasured; ++call)
+    run_call(chooser, call % 4 == 1 ? CallTimes{4000, 4000} : CallTimes{12, 24});
+  CHECK(run_calls(chooser, 100, {12, 24}) == 0);
+}
+
+TEST_CASE("the kinds of stores are measured again after four calls in a row of twice the time") {
+  StoreKindChooser chooser = chooser_with_fake_clock();
+  run_calls(chooser, kNumMeasured, {12, 24});
+  for (int i = 0; i < 100; ++i) {
+    CHECK(run_calls(chooser, 3, {25, 16}) == 0);
+    CHECK_FALSE(run_call(chooser, {24, 16}));  // no more than twice
+  }
+  CHECK(run_calls(chooser, 4, {46, 16}) == 0);
+  CHECK(run_calls(chooser, kNumMeasured, {46, 16}) == kNumMeasured / 2);
+  CHECK(run_calls(chooser, 1000, {46, 16}) == 1000);
+  // The times of streaming stores are now those that count.
+  CHECK(run_calls(chooser, 4, {46, 33}) == 4);
+  run_calls(chooser, 1 + kNumMeasured, {12, 33});
+  CHECK(run_calls(chooser, 1000, {12, 33}) == 0);
+}
+
+TEST_CASE("each operation and size class has its own kind of stores") {
+  StoreKindChooser chooser = chooser_with_fake_clock();
+  run_calls(chooser, kNumMeasured, {46, 16});
+  for (int i = 0; i < 50; ++i) {
+    CHECK(run_call(chooser, {46, 16}));
+    // Neither an operation's calls, nor larger ones, nor small ones tell anything about others.
+    const bool has_chosen = i >= kNumMeasured;
+    const bool is_gather_streaming =
+        run_call(chooser, {1000, 2000}, OpKind::kAllGather, std::size_t{1} << 20);
+    const bool is_large_streaming =
+        run_call(chooser, {9000, 2000}, OpKind::kAllReduce, std::size_t{1} << 21);
+    if (has_chosen) CHECK_FALSE(is_gather_streaming);
+    if (has_chosen) CHECK(is_large_streaming);
+    CHECK_FALSE(run_call(chooser, {1000, 1}, OpKind::kAllReduce, 1 << 10));
+  }
 }
 
 TEST_CASE("the kind of the next call is rank 0's") {
-  StoreKindChooser chooser;
+  StoreKindChooser chooser = chooser_with_fake_clock();
   for (int i = 0; i < 20; ++i) {
     chooser.begin(OpKind::kBroadcast, std::size_t{1} << 20);
     CHECK(chooser.kind() == (i % 3 == 1 ? host::StoreKind::kStreaming : host::StoreKind::kCached));
     chooser.follow(i % 3 == 0);
+    chooser.end();
   }
 }
 

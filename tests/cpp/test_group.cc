@@ -18,13 +18,17 @@
 #include <vector>
 
 #include "core/annotations.h"
+#include "host/abort_reason.h"
 #include "host/fd.h"
 #include "host/group.h"
 #include "host/key_value_store.h"
-#include "host/membership.h"
 #include "host/process.h"
 #include "host/rank_record.h"
+#include "host/segment_layout.h"
+#include "host/shared_memory.h"
+#include "host/unix_socket.h"
 #include "host/wait_limits.h"
+#include "host/wait_scope.h"
 #include "third_party/doctest/doctest.h"
 #include "thread_ranks.h"
 

@@ -10,7 +10,6 @@
 #include <thread>
 #include <vector>
 
-#include "host/membership.h"
 #include "host/peer_table.h"
 #include "host/rank_record.h"
 #include "host/rendezvous.h"

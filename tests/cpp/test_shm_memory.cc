@@ -17,10 +17,12 @@
 
 #include "core/errors.h"
 #include "host/fd.h"
-#include "host/group.h"
-#include "host/membership.h"
 #include "host/process.h"
+#include "host/rank_control.h"
 #include "host/rank_record.h"
+#include "host/segment_layout.h"
+#include "host/shared_memory.h"
+#include "host/unix_socket.h"
 #include "third_party/doctest/doctest.h"
 #include "thread_ranks.h"
 

@@ -26,6 +26,7 @@
 #include "communicator/communicator.h"
 #include "core/annotations.h"
 #include "folder_store.h"
+#include "host/fd.h"
 #include "host/group.h"
 #include "host/process.h"
 #include "host/survivors.h"

@@ -25,7 +25,7 @@
 #include "core/errors.h"
 #include "host/group.h"
 #include "host/key_value_store.h"
-#include "host/membership.h"
+#include "host/segment_layout.h"
 
 namespace ringcomm::testing {
 

@@ -13,7 +13,7 @@
 
 #include "gpu/probe/gpu.h"
 #include "gpu/probe/pair.h"
-#include "host/fd.h"
+#include "host/system_error.h"
 
 namespace ringcomm::probe {
 

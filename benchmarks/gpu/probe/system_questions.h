@@ -6,6 +6,7 @@
 
 #include "gpu/probe/opened_memory.h"
 #include "host/fd.h"
+#include "host/unix_socket.h"
 
 namespace ringcomm::probe {
 

@@ -13,9 +13,12 @@
 #include <thread>
 
 #include "bindings/python_errors.h"
+#include "collectives/call_header.h"
+#include "collectives/op_kind.h"
 #include "core/errors.h"
 #include "cuda/collectives/ipc_transport.h"
 #include "cuda/messages/context.h"
+#include "host/membership.h"
 
 namespace ringcomm {
 namespace {

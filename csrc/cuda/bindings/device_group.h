@@ -17,6 +17,8 @@
 #include <vector>
 
 #include "bindings/devices.h"
+#include "collectives/algorithm.h"
+#include "collectives/collective.h"
 #include "communicator/communicator.h"
 #include "cuda/bindings/device_work.h"
 

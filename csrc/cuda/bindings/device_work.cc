@@ -12,15 +12,10 @@
 #include "cuda/bindings/device_group.h"
 
 namespace ringcomm {
-namespace {
 
 // Between two looks at an event: short for what is about to end, and no burden for what is not.
 constexpr std::chrono::microseconds kFirstNap{20};
 constexpr std::chrono::microseconds kLongestNap{2000};
-
-}  // namespace
-
-// ---- DeviceUse
 
 DeviceUse::DeviceUse(const c10::Stream& stream, const c10::Stream& home, bool is_captured,
                      DeviceEvent end, std::vector<at::Tensor> tensors,
@@ -115,8 +110,6 @@ std::optional<std::string> DeviceUse::failure() {
   const std::lock_guard lock(mutex_);
   return is_broken_ ? std::optional(failure_) : std::nullopt;
 }
-
-// ---- DeviceWork
 
 DeviceWork::DeviceWork(std::weak_ptr<DeviceGroup> group, int rank, c10d::OpType op_type,
                        const char* title, const std::vector<at::Tensor>& inputs,

@@ -20,8 +20,8 @@
 #include "cuda/collectives/kernels.h"
 #include "host/bootstrap.h"
 #include "host/fd.h"
-#include "host/membership.h"
 #include "host/process.h"
+#include "host/random.h"
 #include "host/rank_record.h"
 
 namespace ringcomm::cuda {

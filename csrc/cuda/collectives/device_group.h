@@ -11,7 +11,7 @@
 #include "cuda/driver/block_reservation.h"
 #include "cuda/driver/device_memory.h"
 #include "cuda/kernels/staging.h"
-#include "host/fd.h"
+#include "host/shared_memory.h"
 
 namespace ringcomm::cuda {
 

@@ -7,6 +7,9 @@
 #include <string>
 #include <vector>
 
+#include "collectives/call_header.h"
+#include "collectives/collective.h"
+#include "collectives/traffic.h"
 #include "cuda/collectives/lent_memory.h"
 #include "transport/transport.h"
 

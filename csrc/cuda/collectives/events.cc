@@ -1,7 +1,5 @@
 #include "cuda/collectives/events.h"
 
-#include <utility>
-
 namespace ringcomm::cuda {
 
 std::shared_ptr<Event> EventPool::record(StreamHandle stream) {

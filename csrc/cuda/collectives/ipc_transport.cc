@@ -6,15 +6,12 @@
 #include <stdexcept>
 #include <thread>
 
-#include "collectives/collective.h"
+#include "collectives/op_kind.h"
 
 namespace ringcomm::cuda {
-namespace {
 
 constexpr std::chrono::microseconds kTurnPoll{20};
 constexpr std::size_t kMostPlans = 16;
-
-}  // namespace
 
 std::unique_ptr<IpcTransport> IpcTransport::make(Communicator& communicator, DeviceOrdinal device,
                                                  const WaitLimits& limits,

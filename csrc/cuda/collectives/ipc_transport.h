@@ -7,6 +7,9 @@
 #include <string>
 #include <vector>
 
+#include "collectives/call_header.h"
+#include "collectives/collective.h"
+#include "collectives/traffic.h"
 #include "communicator/communicator.h"
 #include "cuda/collectives/device_group.h"
 #include "cuda/collectives/device_transport.h"

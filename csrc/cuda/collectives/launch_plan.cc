@@ -5,7 +5,8 @@
 #include <iterator>
 #include <stdexcept>
 
-#include "collectives/collective.h"
+#include "collectives/algorithm.h"
+#include "collectives/op_kind.h"
 #include "core/chunk_layout.h"
 #include "cuda/kernels/move.h"
 #include "cuda/kernels/one_shot.h"
@@ -14,8 +15,6 @@
 #include "reduce/update_op.h"
 
 namespace ringcomm::cuda {
-
-// ---- headers
 
 namespace {
 
@@ -207,8 +206,6 @@ void plan_update(const Collective& call, KernelCall& kernel_call, LaunchPlan& pl
   fill_update(call, kernel_call, plan);
   plan_reduction<ReduceShape::kUpdate>(call, kernel_call, plan);
 }
-
-// ---- which kernel
 
 struct Choice {
   const Collective& call;

@@ -7,7 +7,10 @@
 #include <string>
 #include <vector>
 
+#include "collectives/call_header.h"
 #include "collectives/collective.h"
+#include "collectives/communicator_options.h"
+#include "collectives/traffic.h"
 #include "cuda/kernels/call.h"
 #include "transport/transport.h"
 

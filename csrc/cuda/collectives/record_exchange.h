@@ -10,7 +10,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "collectives/collective.h"
+#include "collectives/op_kind.h"
 #include "communicator/communicator.h"
 #include "core/arch.h"
 #include "cuda/driver/device_memory.h"

@@ -14,7 +14,7 @@
 #include <thread>
 
 #include "core/errors.h"
-#include "host/fd.h"
+#include "host/system_error.h"
 
 namespace ringcomm::cuda {
 namespace {

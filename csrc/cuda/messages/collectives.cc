@@ -2,18 +2,16 @@
 
 #include <algorithm>
 #include <cstddef>
-#include <cstdint>
 #include <stdexcept>
 #include <string>
 #include <utility>
-#include <vector>
 
+#include "collectives/algorithm.h"
 #include "collectives/fused_update.h"
-#include "collectives/ring.h"
+#include "collectives/op_kind.h"
 #include "core/chunk_layout.h"
 #include "cuda/messages/context.h"
 #include "cuda/messages/operators.h"
-#include "transport/messages/shard_table.h"
 
 namespace ringcomm {
 namespace {

@@ -15,6 +15,10 @@
 #include <vector>
 
 #include "bindings/devices.h"
+#include "collectives/algorithm.h"
+#include "collectives/call_header.h"
+#include "collectives/collective.h"
+#include "collectives/communicator_options.h"
 #include "communicator/communicator.h"
 #include "cuda/collectives/device_transport.h"
 

@@ -3,7 +3,6 @@
 #include <ATen/Functions.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
-#include <cstddef>
 #include <cstdint>
 #include <iterator>
 #include <limits>

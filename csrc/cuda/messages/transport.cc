@@ -8,16 +8,21 @@
 #include <optional>
 #include <ranges>
 #include <string>
-#include <tuple>
 #include <utility>
 #include <vector>
 
 #include "bindings/c10d_messages.h"
 #include "bindings/python_errors.h"
+#include "collectives/call_header.h"
+#include "collectives/collective.h"
+#include "collectives/communicator_options.h"
+#include "collectives/op_kind.h"
+#include "collectives/traffic.h"
 #include "core/arch.h"
 #include "cuda/collectives/launch_plan.h"
 #include "cuda/messages/context.h"
 #include "cuda/messages/operators.h"
+#include "host/membership.h"
 #include "host/process.h"
 #include "host/threads.h"
 #include "host/wait_limits.h"
@@ -210,8 +215,6 @@ c10::intrusive_ptr<c10d::Backend> make_backend(const c10::intrusive_ptr<c10d::St
                               look_for(communicator, options, device), "tensors on " + device.str())
       .first;
 }
-
-// ---- headers
 
 // What a rank tells all others: the header of its call, then the elements that it has for each
 // rank, then those that it expects from each.

@@ -7,6 +7,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "collectives/algorithm.h"
+#include "collectives/op_kind.h"
 #include "collectives/trace.h"
 #include "core/chunk_layout.h"
 #include "core/host_order.h"

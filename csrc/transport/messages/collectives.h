@@ -3,9 +3,11 @@
 #include <cstdint>
 #include <vector>
 
+#include "collectives/call_header.h"
 #include "collectives/collective.h"
+#include "collectives/communicator_options.h"
 #include "collectives/ring.h"
-#include "host/membership.h"
+#include "collectives/traffic.h"
 #include "host/peer_table.h"
 #include "host/process.h"
 #include "host/wait_limits.h"

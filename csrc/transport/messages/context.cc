@@ -4,15 +4,13 @@
 #include <new>
 
 #include "collectives/flight.h"
+#include "collectives/op_kind.h"
 #include "collectives/trace.h"
 
 namespace ringcomm {
-namespace {
 
 // A message takes as long as a long wait, so a rank whose message took ten times that was late.
 constexpr std::uint64_t kLateTimes = 10;
-
-}  // namespace
 
 MessageContext::Handle MessageContext::irecv(int peer, int tag, void* data, std::size_t num_bytes) {
   return posted_.insert(

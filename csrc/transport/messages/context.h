@@ -8,7 +8,8 @@
 #include <optional>
 #include <vector>
 
-#include "collectives/collective.h"
+#include "collectives/call_header.h"
+#include "host/call_step.h"
 #include "transport/messages/members.h"
 #include "transport/messenger.h"
 #include "transport/transport.h"

@@ -6,7 +6,6 @@
 #include "core/errors.h"
 
 namespace ringcomm {
-namespace {
 
 constexpr std::chrono::milliseconds kWatchInterval{20};  // how late a wait may end
 constexpr int kLooksPerQuestion = 5;                     // to the store: has another rank failed?
@@ -21,8 +20,6 @@ constexpr std::chrono::milliseconds kStoreGrace{1000};
 // How long a live rank that has closed its connection may take to report why, and the reason for an
 // abort to get here after the abort.
 constexpr std::chrono::milliseconds kReasonGrace{2000};
-
-}  // namespace
 
 MessageMembers::MessageMembers(KeyValueStore& store, shm::Rendezvous& ranks)
     : rank_(ranks.rank()),

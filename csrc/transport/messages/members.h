@@ -1,12 +1,10 @@
 #pragma once
 
 #include <atomic>
-#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <functional>
 #include <map>
-#include <memory>
 #include <mutex>
 #include <optional>
 #include <set>
@@ -14,6 +12,7 @@
 #include <utility>
 
 #include "core/arch.h"
+#include "host/abort_reason.h"
 #include "host/key_value_store.h"
 #include "host/membership.h"
 #include "host/process.h"

@@ -1,9 +1,11 @@
 #include "collectives/ring.h"
 
-#include <algorithm>
 #include <optional>
 #include <vector>
 
+#include "collectives/collective.h"
+#include "collectives/op_kind.h"
+#include "host/call_step.h"
 #include "transport/messages/collectives.h"
 
 namespace ringcomm {

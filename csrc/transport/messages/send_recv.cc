@@ -11,9 +11,7 @@
 #include <tuple>
 #include <vector>
 
-#include "host/process.h"
 #include "host/threads.h"
-#include "host/wait_limits.h"
 #include "transport/messages/context.h"
 #include "transport/messages/members.h"
 #include "transport/messenger.h"

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "collectives/op_kind.h"
+
 namespace ringcomm {
 
 ShardTable ShardTable::of_call(const Collective& call, int rank, int world_size) {

@@ -1,12 +1,14 @@
 #include "transport/transport.h"
 
 #include <algorithm>
-#include <cstddef>
-#include <memory>
-#include <string>
 #include <utility>
 #include <vector>
 
+#include "collectives/algorithm.h"
+#include "collectives/op_kind.h"
+#include "host/abort_reason.h"
+#include "host/call_step.h"
+#include "host/peer_event.h"
 #include "transport/messages/collectives.h"
 #include "transport/messages/members.h"
 #include "transport/messenger.h"

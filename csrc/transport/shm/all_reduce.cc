@@ -3,6 +3,7 @@
 #include <optional>
 #include <vector>
 
+#include "collectives/algorithm.h"
 #include "collectives/collective.h"
 #include "collectives/fused_update.h"
 #include "transport/shm/collectives.h"
@@ -178,15 +179,11 @@ std::uint64_t run_two_shot(ShmContext& context, const Collective& call) {
   return TwoShot(context, call).run();
 }
 
-namespace {
-
 // The block that is read from all ranks, reduced, and written to all of them before the next one. A
 // quarter of it costs 15 % with 4 ranks and 3 % with 2; four times as much gains 3 %
 // (docs/experiments.md, "shared buffers"). After a peer's failure, at most one more block is
 // written to it.
 constexpr std::size_t kBlockBytes = 16 << 10;
-
-}  // namespace
 
 // Each rank reduces its own chunk of all buffers into all of them: one rank reads and writes every
 // byte once, which is the minimum.

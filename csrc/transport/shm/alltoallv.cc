@@ -1,7 +1,9 @@
 #include <cstring>
 #include <vector>
 
+#include "collectives/call_header.h"
 #include "collectives/collective.h"
+#include "collectives/op_kind.h"
 #include "core/shard_layout.h"
 #include "transport/shm/collectives.h"
 

@@ -3,7 +3,9 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "collectives/algorithm.h"
 #include "collectives/collective.h"
+#include "collectives/op_kind.h"
 #include "transport/shm/context.h"
 
 namespace ringcomm {

@@ -3,14 +3,13 @@
 #include <cstring>
 #include <thread>
 
+#include "collectives/op_kind.h"
 #include "core/errors.h"
 #include "host/bootstrap.h"
 
 namespace ringcomm {
 
 using host::StoreKind;
-
-namespace {
 
 // From this size, the result is not in a cache when the caller reads it, and non-temporal stores
 // save the read of the overwritten lines (docs/experiments.md, "all_gather"). Below, they cost as
@@ -20,8 +19,6 @@ constexpr std::size_t kStreamedResultBytes = std::size_t{16} << 20;
 // How long one request for a peer's memory may take before this rank looks whether it should go on.
 constexpr std::chrono::milliseconds kFetchSlice{500};
 constexpr std::chrono::milliseconds kFetchPause{1};
-
-}  // namespace
 
 ShmContext::ShmContext(shm::Group& group, shm::WaitScope& scope)
     : group_(group),

@@ -7,11 +7,13 @@
 #include <utility>
 #include <vector>
 
-#include "collectives/collective.h"
+#include "collectives/call_header.h"
 #include "core/board_protocol.h"
 #include "core/chunk_layout.h"
+#include "host/call_step.h"
 #include "host/group.h"
 #include "host/shared_arena.h"
+#include "host/wait_scope.h"
 #include "reduce/reduce_op.h"
 #include "transport/shm/store_kind_chooser.h"
 #include "transport/shm/traced_arch.h"

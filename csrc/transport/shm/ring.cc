@@ -1,11 +1,11 @@
 #include "collectives/ring.h"
 
-#include <algorithm>
 #include <optional>
 
 #include "collectives/collective.h"
 #include "collectives/fused_update.h"
 #include "core/link_protocol.h"
+#include "host/call_step.h"
 #include "transport/shm/collectives.h"
 
 namespace ringcomm {

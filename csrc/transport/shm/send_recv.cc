@@ -13,9 +13,7 @@
 #include "core/link_protocol.h"
 #include "host/group.h"
 #include "host/host_arch.h"
-#include "host/process.h"
 #include "host/threads.h"
-#include "host/wait_limits.h"
 
 namespace ringcomm {
 namespace {

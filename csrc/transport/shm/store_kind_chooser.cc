@@ -5,6 +5,17 @@
 
 namespace ringcomm {
 
+// Calls in a row before the class is measured again, which takes 8 calls. Beside other programs two
+// calls in five take twice the median, but four in a row come once in 2,000 calls
+// (docs/experiments.md, "stores, chosen by six calls").
+constexpr int kMaxDoubled = 4;
+
+// Of three calls, because one may have been preempted.
+StoreKindChooser::Clock::duration StoreKindChooser::SizeClass::median(std::size_t first) const {
+  const auto [low, high] = std::minmax(times[first], times[first + 1]);
+  return std::clamp(times[first + 2], low, high);
+}
+
 void StoreKindChooser::begin(OpKind op, std::size_t num_bytes) {
   class_ = nullptr;
   kind_ = host::StoreKind::kCached;
@@ -13,22 +24,24 @@ void StoreKindChooser::begin(OpKind op, std::size_t num_bytes) {
   auto& classes = classes_[static_cast<std::size_t>(op)];
   class_ = &classes[std::min(width, classes.size()) - 1];
   if (class_->is_next_streaming) kind_ = host::StoreKind::kStreaming;
-  // 512: when the cores come to share a cache, the time of streaming stores hardly changes.
-  auto& [best, recent_best, num_calls, is_next] = *class_;
-  const bool is_look = num_calls % 64 == 0;
-  if (num_calls == 512 || (is_look && recent_best > 2 * std::ranges::min(best))) *class_ = {};
-  if (is_look) recent_best = kNever;
-  const std::uint32_t idx = num_calls++;
-  is_next = idx >= 3 && (idx < 7 || best[1] < best[0]);
+  const std::size_t num_times = class_->num_times;
+  class_->is_next_streaming =
+      num_times >= 3 && (num_times < 7 || class_->median(4) < class_->median(1));
   elapsed_ = {};
   resume();
 }
 
-void StoreKindChooser::count(float seconds) {
+void StoreKindChooser::end() {
   if (class_ == nullptr) return;
-  float& best = class_->best[kind_ == host::StoreKind::kStreaming ? 1 : 0];
-  best = std::min(best, seconds);
-  class_->recent_best = std::min(class_->recent_best, seconds);
+  pause();
+  SizeClass& it = *class_;
+  if (it.num_times < it.times.size()) {
+    it.times[it.num_times++] = elapsed_;
+    return;
+  }
+  const bool is_doubled = elapsed_ > 2 * std::min(it.median(1), it.median(4));
+  it.num_doubled = is_doubled ? it.num_doubled + 1 : 0;
+  if (it.num_doubled == kMaxDoubled) it.num_times = it.num_doubled = 0;
 }
 
 }  // namespace ringcomm

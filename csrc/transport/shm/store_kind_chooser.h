@@ -3,22 +3,25 @@
 #include <array>
 #include <chrono>
 #include <cstddef>
-#include <cstdint>
-#include <limits>
 
-#include "collectives/collective.h"
+#include "collectives/op_kind.h"
 #include "reduce/reduce_op.h"
 
 namespace ringcomm {
 
 /// Chooses how staged bytes are stored: plain stores are 2 times faster if the cores of two ranks
-/// share a cache, and otherwise 2 to 3 times slower (docs/experiments.md, "stores"). A virtual
-/// machine switches between the two cases, and no counter shows it. So the collectives are timed,
-/// by operation and size class. The first calls of a class try both kinds, the others use the
-/// faster, until the time doubles or 512 calls are made. Rank 0 publishes the kind of the class's
-/// next call in each call: a rank that tried alone would disturb the others' times.
+/// share a cache, and otherwise 2 to 3 times slower (docs/experiments.md, "stores"). No counter
+/// shows which is the case, so collectives are timed, by operation and size class: three calls with
+/// each kind. The faster kind is kept until four calls in a row take twice its median. Rank 0
+/// publishes the kind of the class's next call in each call: a rank that tried alone would disturb
+/// the others' times.
 class StoreKindChooser {
  public:
+  using Clock = std::chrono::steady_clock;
+
+  /// `now` is another clock in tests.
+  explicit StoreKindChooser(Clock::time_point (*now)() = Clock::now) : now_(now) {}
+
   /// Starts a collective of `num_bytes` per rank.
   void begin(OpKind op, std::size_t num_bytes);
   host::StoreKind kind() const { return kind_; }
@@ -29,29 +32,25 @@ class StoreKindChooser {
   }
   /// Stops and continues the time of the collective: the wait for late ranks does not count.
   void pause() {
-    if (class_ != nullptr) elapsed_ += Clock::now().time_since_epoch();
+    if (class_ != nullptr) elapsed_ += now_().time_since_epoch();
   }
   void resume() {
-    if (class_ != nullptr) elapsed_ -= Clock::now().time_since_epoch();
+    if (class_ != nullptr) elapsed_ -= now_().time_since_epoch();
   }
-  void end() {
-    pause();
-    count(std::chrono::duration<float>(elapsed_).count());
-  }
-  void count(float seconds);
+  void end();
 
  private:
-  using Clock = std::chrono::steady_clock;
-  static constexpr float kNever = std::numeric_limits<float>::infinity();
-
-  // The shortest times, because the others include later waits.
   struct SizeClass {
-    std::array<float, 2> best = {kNever, kNever};  // by StoreKind, since the last trial
-    float recent_best = kNever;                    // of up to 64 calls
-    std::uint32_t num_calls = 0;                   // since the last trial began
-    bool is_next_streaming = false;
+    // Of the first call, of three with cached and of three with streaming stores.
+    std::array<Clock::duration, 7> times = {};
+    std::size_t num_times = 0;
+    int num_doubled = 0;             // calls in a row
+    bool is_next_streaming = false;  // what rank 0 publishes
+
+    Clock::duration median(std::size_t first) const;  // of three of the times
   };
 
+  Clock::time_point (*now_)();
   std::array<std::array<SizeClass, 16>, kNumOpKinds> classes_;  // powers of two from 16 KiB on
   SizeClass* class_ = nullptr;  // of the current collective, if its kind matters
   host::StoreKind kind_ = host::StoreKind::kCached;

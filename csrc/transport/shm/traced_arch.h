@@ -6,6 +6,7 @@
 #include "collectives/trace.h"
 #include "host/group.h"
 #include "host/host_arch.h"
+#include "host/wait_scope.h"
 
 namespace ringcomm {
 

@@ -4,6 +4,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "collectives/algorithm.h"
+#include "collectives/op_kind.h"
 #include "host/shared_arena.h"
 
 namespace ringcomm {

@@ -1,10 +1,15 @@
 #pragma once
 
+#include "collectives/call_header.h"
 #include "collectives/collective.h"
+#include "collectives/communicator_options.h"
+#include "collectives/stats.h"
+#include "collectives/traffic.h"
 #include "host/group.h"
 #include "host/membership.h"
 #include "host/peer_table.h"
 #include "host/rendezvous.h"
+#include "host/wait_scope.h"
 #include "transport/shm/collectives.h"
 #include "transport/transport.h"
 

@@ -1,4 +1,4 @@
-#include "host/membership.h"
+#include "host/abort_reason.h"
 
 #include "host/text_fields.h"
 

@@ -1,32 +1,23 @@
-#include "host/fd.h"
+#include "host/unix_socket.h"
 
-#include <fcntl.h>
 #include <poll.h>
-#include <sys/mman.h>
-#include <sys/random.h>
-#include <sys/stat.h>
 #include <sys/time.h>
 #include <sys/un.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>
 #include <cerrno>
 #include <csignal>
-#include <cstdio>
+#include <cstdint>
 #include <cstring>
 #include <fstream>
+#include <utility>
 
 #include "core/annotations.h"
 #include "core/errors.h"
-#include "host/process.h"
+#include "host/system_error.h"
 #include "host/wait_limits.h"
-
-#ifndef MADV_POPULATE_WRITE
-#define MADV_POPULATE_WRITE 23  // Linux 5.14
-#endif
-#ifndef MFD_NOEXEC_SEAL
-#define MFD_NOEXEC_SEAL 0x0008U  // Linux 6.3
-#endif
 
 namespace ringcomm::shm {
 namespace {
@@ -81,86 +72,7 @@ bool is_ambiguous(uid_t uid) {
   return num_users < UINT32_MAX;
 }
 
-// What to do about an error of the system, where that is known.
-std::string remedy_of(int code) {
-  if (code == EMFILE) return "; raise the limit of open files (ulimit -n)";
-  if (code == ENOMEM) return "; free memory, or raise the limit of address space (ulimit -v)";
-  if (code == EFBIG) return "; raise the limit of file sizes (ulimit -f)";
-  if (code == EBADF) return "; a library of this process has closed its descriptors";
-  if (code == EPERM || code == EACCES || code == ENOSYS)
-    return "; allow this call in the container's seccomp filter or sandbox (Landlock, AppArmor)";
-  return "";
-}
-
 }  // namespace
-
-std::string describe_errno(const std::string& what, int code) {
-  return "ringcomm: " + what + " failed: " + std::strerror(code) + " (errno " +
-         std::to_string(code) + ")" + remedy_of(code);
-}
-
-void throw_errno(const std::string& what) {
-  throw Error({.kind = ErrorKind::kSystem}, describe_errno(what, errno));
-}
-
-SharedMemory::SharedMemory(int fd, std::size_t num_bytes) {
-  RINGCOMM_STEP("before memory is mapped");
-  void* address = ::mmap(nullptr, num_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-  if (address == MAP_FAILED)
-    throw_errno("mmap of " + std::to_string(num_bytes) + " bytes of shared memory");
-  data_ = {static_cast<std::byte*>(address), Unmap{num_bytes}};
-}
-
-SharedMemory SharedMemory::of_peer(int fd) {
-  constexpr int kWanted = F_SEAL_SHRINK | F_SEAL_GROW;
-  const int seals = ::fcntl(fd, F_GET_SEALS);
-  if (seals < 0 && errno != EINVAL) throw_errno("fcntl(F_GET_SEALS)");  // of a file without seals
-  if (seals < 0 || (seals & kWanted) != kWanted)
-    throw Error({.kind = ErrorKind::kSystem},
-                "ringcomm: the shared memory that a peer sent is not sealed against resizing, so "
-                "ringcomm did not create it; it is not used");
-  struct stat status{};
-  if (::fstat(fd, &status) != 0) throw_errno("fstat of a memfd");
-  return status.st_size == 0 ? SharedMemory()
-                             : SharedMemory(fd, static_cast<std::size_t>(status.st_size));
-}
-
-void SharedMemory::Unmap::operator()(std::byte* data) const { ::munmap(data, num_bytes); }
-
-UniqueFd create_memfd(std::size_t num_bytes, const char* name) {
-  // With vm.memfd_noexec=2 the kernel refuses a memfd without MFD_NOEXEC_SEAL.
-  constexpr unsigned kFlags = MFD_CLOEXEC | MFD_ALLOW_SEALING;
-  UniqueFd fd(::memfd_create(name, kFlags | MFD_NOEXEC_SEAL));
-  if (!fd && errno == EINVAL) fd.reset(::memfd_create(name, kFlags));  // an older kernel
-  if (!fd) throw_errno("memfd_create");
-  if (::ftruncate(fd.get(), static_cast<off_t>(num_bytes)) != 0)
-    throw_errno("ftruncate of a memfd to " + std::to_string(num_bytes) + " bytes");
-  if (::fcntl(fd.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0)
-    throw_errno("fcntl(F_ADD_SEALS)");
-  return fd;
-}
-
-bool& may_refuse_pages() {
-  static bool may_refuse = [] {
-    int policy = 0;
-    std::ifstream("/proc/sys/vm/overcommit_memory") >> policy;
-    return policy == 2;
-  }();
-  return may_refuse;
-}
-
-void reserve_pages(std::byte* begin, std::size_t num_bytes) {
-  if (!may_refuse_pages()) return;
-  RINGCOMM_STEP("before pages are taken");
-  const std::size_t skipped_bytes = reinterpret_cast<std::uintptr_t>(begin) % page_bytes();
-  if (::madvise(begin - skipped_bytes, whole_pages(skipped_bytes + num_bytes),
-                MADV_POPULATE_WRITE) == 0 ||
-      errno == EINVAL)  // kernels before 5.14
-    return;
-  if (errno == EFAULT) errno = ENOMEM;
-  throw_errno("taking " + std::to_string(num_bytes) +
-              " bytes of shared memory from the system (free some, or raise vm.overcommit_ratio)");
-}
 
 UniqueFd listen_at(const std::string& name) {
   UniqueFd fd = open_socket(name, ::bind);
@@ -221,21 +133,6 @@ std::string why_untrusted(int socket) {
   if (peer.uid == ::geteuid() || peer.uid == 0) return {};
   return "runs as user " + user + " and this one as user " + std::to_string(::geteuid()) +
          "; run all ranks of a host as one user";
-}
-
-std::uint64_t random_number() {
-  std::uint64_t number = 0;
-  while (::getrandom(&number, sizeof(number), 0) != sizeof(number))
-    if (errno != EINTR) throw_errno("getrandom");
-  return number;
-}
-
-std::string random_text() {
-  char text[33];
-  std::snprintf(text, sizeof(text), "%016llx%016llx",
-                static_cast<unsigned long long>(random_number()),
-                static_cast<unsigned long long>(random_number()));
-  return text;
 }
 
 int try_send(int socket, std::string text, int fd) {

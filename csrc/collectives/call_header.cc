@@ -1,0 +1,66 @@
+#include "collectives/call_header.h"
+
+#include <sstream>
+
+namespace ringcomm {
+
+CallHeader header_of(const Collective& call, std::uint64_t seq, int world_size) {
+  return {.seq = seq,
+          .num_elems = call.num_elems,
+          .root = call.root,
+          .op = call.op,
+          .dtype = call.dtype,
+          .reduction = call.reduction,
+          .algorithm = Algorithm::kDirect,
+          .is_uneven = call.is_uneven(world_size),
+          .has_update = call.update != nullptr,
+          .element_name = call.element_name,
+          .update = call.update != nullptr ? call.update->spec : UpdateSpec{}};
+}
+
+bool is_same_call(CallHeader a, CallHeader b) {
+  a.num_elems = b.num_elems = 0;
+  a.is_uneven = b.is_uneven = false;
+  return a == b;
+}
+
+std::string describe(const CallHeader& header) {
+  std::ostringstream text;
+  text << name_of(header.op) << " #" << header.seq;
+  if (header.op == OpKind::kBarrier) return text.str();
+  text << " (";
+  if (is_reduction(header.op)) text << name_of(header.reduction) << ", ";
+  if (header.dtype != DType::kByte) text << name_of(header.dtype) << ", ";
+  if (header.element_name[0] != '\0') text << header.element_name.data() << ", ";
+  if (header.is_uneven)
+    text << "uneven";
+  else
+    text << header.num_elems * element_bytes(header.dtype) << " bytes";
+  if (header.root >= 0) text << ", root " << header.root;
+  if (header.algorithm != Algorithm::kAuto && header.algorithm != Algorithm::kDirect)
+    text << ", " << name_of(header.algorithm);
+  if (header.update.optimizer != Optimizer::kNone) text << "; " << describe(header.update);
+  text << ")";
+  return text.str();
+}
+
+std::string size_difference(int from, std::uint64_t has_bytes, int to,
+                            std::uint64_t expects_bytes) {
+  return "rank " + std::to_string(from) + " has " + std::to_string(has_bytes) + " bytes for rank " +
+         std::to_string(to) + ", which expects " + std::to_string(expects_bytes) + " bytes";
+}
+
+std::string describe_difference(int peer, const CallHeader& theirs, const std::string& our_op) {
+  const std::string text =
+      "rank " + std::to_string(peer) + " called " + describe(theirs) + " instead; ";
+  if (our_op == name_of(theirs.op))
+    return text + "all ranks must pass the same shape, dtype and arguments";
+  // A rank that has run out of batches makes the next phase's call, often a barrier, where DDP
+  // broadcasts buffers or reduces gradients on the others.
+  for (const OpKind op : {OpKind::kBarrier, OpKind::kBroadcast})
+    if (theirs.op == op || our_op == name_of(op))
+      return text + "did the ranks run different numbers of batches?";
+  return text + "all ranks must make the same calls in the same order";
+}
+
+}  // namespace ringcomm

@@ -1,0 +1,26 @@
+#pragma once
+
+#include <cstddef>
+#include <string>
+
+#include "collectives/algorithm.h"
+
+namespace ringcomm {
+
+/// The options of a group; must be equal on all its ranks.
+struct CommunicatorOptions {
+  Algorithm algorithm = Algorithm::kAuto;  ///< of all_reduce
+  bool is_rank_ordered = false;            ///< reductions equal to the left-to-right sum over ranks
+  std::size_t one_shot_max_bytes = 0;      ///< where one_shot ends; 0: as was measured for us
+  std::string transport = {};              ///< "shm", "messages", or "": by where the ranks are
+  std::string message_backend = {};        ///< what carries messages, where anything does
+  /// Where this rank is; empty: found out. This and the next one may differ between ranks.
+  std::string host_id = {};
+  bool log_waits = true;           ///< long waits are written to stderr (flight.h)
+  bool report_stragglers = false;  ///< at the end
+
+  /// "algorithm=auto deterministic=none one_shot_max_bytes=0 ..."
+  std::string to_text() const;
+};
+
+}  // namespace ringcomm

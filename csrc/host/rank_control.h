@@ -1,0 +1,24 @@
+#pragma once
+
+#include <cstdint>
+
+#include "core/arch.h"
+#include "core/board_protocol.h"
+#include "core/survivor_protocol.h"
+#include "host/survivor_choices.h"
+
+namespace ringcomm::shm {
+
+/// Words that one rank writes and all others read. In pages of its own, touched first by the rank,
+/// and so on its NUMA node.
+struct RankControl {
+  Cursor doorbell;  ///< rung by peers: something on a point-to-point link changed
+  /// 1 from the destruction of its side of the group on.
+  alignas(kLineBytes) std::uint32_t has_left = 0;
+  std::uint64_t num_calls = 0;  ///< collectives that it has begun
+  Cursor survivor_stage;
+  std::uint64_t survivor_proposals[kMaxAttempts][RankSet::kWords] = {};
+  std::uint64_t store_number = 0;  ///< random; of what it offers as the survivors' new store
+};
+
+}  // namespace ringcomm::shm

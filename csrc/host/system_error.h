@@ -1,0 +1,12 @@
+#pragma once
+
+#include <string>
+
+namespace ringcomm::shm {
+
+/// That the system call `what` has failed with the error `code`, and what to do about it.
+std::string describe_errno(const std::string& what, int code);
+/// Throws that of `what`, which has just failed and set errno.
+[[noreturn]] void throw_errno(const std::string& what);
+
+}  // namespace ringcomm::shm

@@ -1,0 +1,38 @@
+#pragma once
+
+#include "core/arch.h"
+#include "host/group.h"
+#include "host/host_arch.h"
+#include "host/wait_limits.h"
+
+namespace ringcomm::shm {
+
+/// The limits of the current operation, for the waits of its protocols.
+class WaitScope final : public StopSource {
+ public:
+  using Clock = RunningClock;
+
+  explicit WaitScope(const Group& group) : group_(group) {}
+
+  /// Starts an operation; `limits` must outlive it. Its time starts at the first wait that does not
+  /// end immediately: most operations read no clock.
+  void begin(const WaitLimits& limits) {
+    limits_ = &limits;
+    has_waited_ = false;
+  }
+
+  Stop stopped(int peer) override;
+
+  /// The rank that the operation waited for last: the missing rank, if it was stopped.
+  int awaited_peer() const { return awaited_peer_; }
+
+ private:
+  const Group& group_;
+  const WaitLimits* limits_ = nullptr;
+  bool has_waited_ = false;
+  Clock::time_point deadline_;
+  Clock::time_point next_look_;
+  int awaited_peer_ = -1;
+};
+
+}  // namespace ringcomm::shm
