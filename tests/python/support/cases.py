@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -25,3 +26,11 @@ def quick(values: Iterable[Any], *chosen: Any) -> list[Any]:
         value if value in chosen else slow(*(value if isinstance(value, tuple) else (value,)))
         for value in values
     ]
+
+
+def covering(*axes: Iterable[Any]) -> list[Any]:
+    """All combinations of the axes' values, of which as few are quick as have each value once."""
+    values = [list(axis) for axis in axes]
+    longest = max(map(len, values))
+    chosen = {tuple(axis[i % len(axis)] for axis in values) for i in range(longest)}
+    return quick(itertools.product(*values), *chosen)

@@ -130,21 +130,8 @@ class _Server:
         theirs.close()
         return pid
 
-    def fork_program(self, text: str, argv: list[str]) -> int:
-        """Forks a program of Python whose standard files come with the request."""
-        _, files, _, _ = socket.recv_fds(self._socket, 1, 3)
-        server = os.getpid()
-        pid = os.fork()
-        if pid == 0:
-            self._socket.close()
-            self._requests.close()
-            _program_main(text, argv, server, files)
-        for file in files:
-            os.close(file)
-        return pid
-
     def status(self, pid: int, timeout_s: float) -> str | None:
-        """How a rank or a program ended, or None when it is still there after the time."""
+        """How a rank ended, or None when it is still there after the time."""
         deadline = time.monotonic() + timeout_s
         while True:
             try:
@@ -200,29 +187,6 @@ def _rank_main(
     finally:
         sys.stderr.flush()
         os._exit(code)
-
-
-def _program_main(text: str, argv: list[str], server: int, files: list[int]) -> NoReturn:
-    """As `python -c text`, whose imports are done; the interpreter ends as that of a program."""
-    code = 0
-    try:
-        _die_with(server)
-        for number, file in enumerate(files):
-            os.dup2(file, number)
-            os.close(file)
-        sys.stdin, sys.stdout, sys.stderr = (
-            os.fdopen(number, mode, closefd=False) for number, mode in enumerate("rww")
-        )
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        sys.argv = ["-c", *argv]
-        exec(compile(text, "<string>", "exec"), {"__name__": "__main__"})
-    except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else int(error.code is not None)
-    except BaseException:
-        code = 1
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
-    ctypes.pythonapi.Py_Exit(code)
-    os._exit(code)
 
 
 def _answer_calls(rank: int, calls: Connection) -> None:

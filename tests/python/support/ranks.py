@@ -226,12 +226,6 @@ class Server:
             raise RankFailure((self.folder / "server.log").read_text())
         return self._answer(), fds[0]
 
-    def fork_program(self, text: str, argv: list[str], files: list[int]) -> int:
-        """A process as of `python -c text`, with ringcomm imported; its standard files."""
-        self._ask("fork_program", text, argv)
-        socket.send_fds(self._socket, [b"f"], files)
-        return int(self._answer())
-
     def status(self, pid: int, timeout_s: float) -> str | None:
         self._ask("status", pid, timeout_s)
         return self._answer()
