@@ -211,7 +211,7 @@ KINDS = {
     ("way", "how"),
     quick(
         product(WAYS, [*KINDS][:3]),
-        *product(("shm", "messages"), ("dies in the middle",)),
+        *product(("shm", "shm, ring", "messages"), ("dies in the middle",)),
         *product(("shm", "shm, in place"), ("late", "dies")),
     ),
 )

@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from cases import covering
 from ranks import init_group, run_ranks
 from test_errors import ENVS, TRANSPORTS, caught
 
@@ -97,8 +98,7 @@ def call_and_leave(rank: int, path: str, name: str) -> dict[str, Any]:
     return error
 
 
-@pytest.mark.parametrize("env", ENVS)
-@pytest.mark.parametrize("name", LAST_CALLS)
+@pytest.mark.parametrize(("name", "env"), covering(LAST_CALLS, ENVS))
 def test_a_rank_ends_after_its_last_call(env: str, name: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"backend": None, "fresh": True, "may_die": [1, 2], "env": ENVS[env]}
     errors = run_ranks(3, call_and_leave, str(tmp_path / "store"), name, **options)
@@ -121,8 +121,7 @@ def end_early(rank: int, how: str) -> dict[str, Any]:
     return caught(lambda: dist.all_reduce(torch.ones(4)))
 
 
-@pytest.mark.parametrize("env", TRANSPORTS)
-@pytest.mark.parametrize("how", ["note", "_exit0", "_exit3", "kill"])
+@pytest.mark.parametrize(("how", "env"), covering(["note", "_exit0", "_exit3", "kill"], TRANSPORTS))
 def test_an_exit_is_told_apart_from_a_kill(env: str, how: str) -> None:
     options: dict[str, Any] = {"fresh": True, "may_die": [1], "env": TRANSPORTS[env]}
     for error in run_ranks(3, end_early, how, **options)[::2]:
