@@ -364,21 +364,25 @@ def test_the_key_opens_the_door() -> None:
     assert "the other ranks go on without it (ranks 1)" in results[0]["text"]
 
 
-def die_with_a_child(rank: int) -> dict[str, Any]:
+def die_with_a_child(rank: int, folder: Path) -> dict[str, Any]:
     """Rank 0's child, as a data loader's, outlives it, and has inherited its sockets."""
     dist.barrier()
     if rank == 0:
         if os.fork() == 0:
-            time.sleep(SOON_S + 1)
+            while len(list(folder.iterdir())) < 3:
+                time.sleep(0.05)
             os._exit(0)
         die()
     fail()
-    return shrunk(rank)
+    try:
+        return shrunk(rank)
+    finally:
+        (folder / str(rank)).touch()
 
 
-def test_a_child_of_a_dead_rank_does_not_answer() -> None:
+def test_a_child_of_a_dead_rank_does_not_answer(tmp_path: Path) -> None:
     kind: dict[str, Any] = {"fresh": True, "may_die": [0], "env": hosts("abab")}
-    for result in run_ranks(4, die_with_a_child, **kind)[1:]:
+    for result in run_ranks(4, die_with_a_child, tmp_path, **kind)[1:]:
         assert result["ranks"] == [1, 2, 3]
         assert result["seconds"] < SOON_S
 

@@ -31,7 +31,7 @@ from ringcomm.torch_names import backend_of
 
 TIMEOUT_S = 3.0
 # What a question to the store may cost, and a busy machine.
-SOON_S = 10.0
+SOON_S = 25.0
 # Of the stores' own calls: a wait that has no other limit is seen.
 STORE_TIMEOUT = datetime.timedelta(seconds=60)
 Spoil = Callable[[], None]
