@@ -150,7 +150,7 @@ def checkpoints(tmp_path_factory: Any) -> Checkpoints:
 
 
 NAMES = [*MESHES]
-SAVED = ("pp, tp", "hsdp", "fsdp, tp")  # in quick tests
+SAVED = ("pp, tp", "fsdp, tp")  # in quick tests
 PAIRS = [(NAMES[(i + 3) % len(NAMES)], name) for i, name in enumerate(NAMES)]
 
 

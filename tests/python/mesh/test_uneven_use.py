@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from cases import covering
+from cases import covering, slow
 from full_states import full_weights
 from ranks import run_ranks
 from torch import Tensor, nn
@@ -155,12 +155,12 @@ def resumed(rank: int, sizes: dict[str, Any], options: dict[str, Any], folder: s
 @pytest.mark.parametrize(
     ("sizes", "options"),
     [
-        ({"dp": 2}, {"zero_stage": 0}),
-        ({"dp": 2}, {"zero_stage": 1}),
+        slow({"dp": 2}, {"zero_stage": 0}),
+        slow({"dp": 2}, {"zero_stage": 1}),
         ({"dp": 2}, {"zero_stage": 2}),
         ({"dp": 1, "fsdp": 2}, {}),
         ({"dp": 1, "pp": 2}, {}),
-        ({"dp": 1, "fsdp": 2, "pp": 2}, {"num_microbatches": 2}),
+        slow({"dp": 1, "fsdp": 2, "pp": 2}, {"num_microbatches": 2}),
     ],
     ids=str,
 )
