@@ -160,7 +160,8 @@ def run_doctor(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str
         for name, value in env.items():
             monkeypatch.setenv(name, value)
         status = cli.run(["doctor", *argv])
-        return (status, *capfd.readouterr())
+        out, err = capfd.readouterr()
+        return status, out, err
 
     return run_here
 
