@@ -1,4 +1,4 @@
-"""Starts the server of the ranks before anything else, and looks at the end what they have left.
+"""Starts the server of the ranks before the first test, and looks at the end what they have left.
 
 With pytest-xdist several processes run test files, each with a server of its own. The process that
 shares the files out has none; it collects what the servers have found at their end.
@@ -23,7 +23,7 @@ _FOLDERS = [*_HERE.iterdir(), *(_HERE.parents[1] / name for name in _OTHERS)]
 sys.path[:0] = [str(folder) for folder in _FOLDERS if folder.is_dir()]
 # A shell ignores SIGINT in its background jobs, and what they start would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-# Before anything imports torch: what forks ranks must have no threads.
+# Before anything imports torch: what forks ranks must have no threads of it.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["MKL_NUM_THREADS"] = "1"
 # torch's store looks up the names of addresses, where a lost request costs 5 s without this.
@@ -54,13 +54,19 @@ def _shares_out(config: pytest.Config) -> bool:
     return bool(config.pluginmanager.hasplugin("dsession"))
 
 
-def pytest_sessionstart(session: pytest.Session) -> None:
-    if not _shares_out(session.config):
-        ranks.start()
+def _num_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+_num_threads_at_start = _num_threads()  # those of pytest-xdist
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
+    """Here all modules are imported, which the server has then, and no test has run."""
     gc.freeze()  # gc.collect() of a test visits the objects of tests, and not those of torch
+    if not session.config.option.collectonly:
+        assert _num_threads() == _num_threads_at_start, "a module starts threads at its import"
+        ranks.start()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -79,7 +85,7 @@ def pytest_testnodedown(node: Any, error: object) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    left = _left if _shares_out(session.config) else ranks.server().stop()
+    left = _left if _shares_out(session.config) else ranks.stop()
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["left"] = left
         return

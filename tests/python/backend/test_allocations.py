@@ -12,7 +12,7 @@ import pytest
 from rank_programs import run_program
 
 SUPPORT = Path(__file__).parents[1] / "support"
-NUM_CALLS = 1000
+NUM_CALLS = 200
 # Other threads, and Python's own arenas.
 FEW = 20
 

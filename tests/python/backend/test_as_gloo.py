@@ -10,6 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from cases import slow
 
 from ringcomm import as_gloo
 from ringcomm.options import timeout_of
@@ -110,7 +111,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("as_gloo", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("as_gloo", [slow(False), True])
 def test_programs(as_gloo: bool, tmp_path: Path) -> None:
     program = PROGRAM.format(
         register=BY_HAND if as_gloo or not IS_INSTALLED else "pass",

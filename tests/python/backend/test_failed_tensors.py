@@ -10,11 +10,13 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from cases import quick
 from ranks import run_ranks
 from test_errors import ENVS
 
@@ -197,16 +199,23 @@ def fail(rank: int, how: str, is_shared: bool) -> Found:
     return found
 
 
-@pytest.mark.parametrize("way", WAYS)
+KINDS = {
+    "late": "CollectiveTimeoutError",
+    "dies": "PeerDiedError",
+    "dies in the middle": "PeerDiedError",
+    "another call": "MismatchError",
+}
+
+
 @pytest.mark.parametrize(
-    ("how", "kind"),
-    [
-        ("late", "CollectiveTimeoutError"),
-        ("dies", "PeerDiedError"),
-        ("dies in the middle", "PeerDiedError"),
-    ],
+    ("way", "how"),
+    quick(
+        product(WAYS, [*KINDS][:3]),
+        *product(("shm", "shm, ring", "messages"), ("dies in the middle",)),
+        *product(("shm", "shm, in place"), ("late", "dies")),
+    ),
 )
-def test_inputs_are_unchanged_and_nothing_else_is_written(way: str, how: str, kind: str) -> None:
+def test_inputs_are_unchanged_and_nothing_else_is_written(way: str, how: str) -> None:
     env, is_shared = WAYS[way]
     num_sizes = 1 if how == "dies in the middle" else len(SIZES)
     may_die = [1] if how != "late" else []
@@ -214,7 +223,7 @@ def test_inputs_are_unchanged_and_nothing_else_is_written(way: str, how: str, ki
     results = run_ranks(WORLD_SIZE, fail, *args, fresh=True, may_die=may_die, env=env)
     for found in results[::2]:
         assert len(found) == num_sizes * len(CALLS)
-        assert {kinds for kinds, _ in found.values()} == {kind}, found
+        assert {kinds for kinds, _ in found.values()} == {KINDS[how]}, found
         assert not {name: said for name, (_, said) in found.items() if said}
 
 
@@ -243,7 +252,7 @@ def mismatch(rank: int, is_refused: bool, is_shared: bool) -> Found:
     return found
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", quick(WAYS, "shm", "shm, in place"))
 def test_a_mismatch_over_shared_memory_has_written_nothing(way: str) -> None:
     """Over messages it may be found in the middle of a call, as a death, or in the next call."""
     env, is_shared = WAYS[way]
@@ -287,27 +296,20 @@ def fail_in_a_backward_pass(rank: int, how: str) -> tuple[str, list[float]]:
             return type(error).__name__, changed.unique().tolist()
 
 
-@pytest.mark.parametrize("env", ENVS.values(), ids=ENVS)
-@pytest.mark.parametrize(
-    ("how", "kind"),
-    [
-        ("late", "CollectiveTimeoutError"),
-        ("dies in the middle", "PeerDiedError"),
-        ("another call", "MismatchError"),
-    ],
-)
-def test_lomo_has_updated_a_weight_or_not(env: Any, how: str, kind: str) -> None:
+@pytest.mark.parametrize("env", ENVS)
+@pytest.mark.parametrize("how", ["late", "dies in the middle", "another call"])
+def test_lomo_has_updated_a_weight_or_not(env: str, how: str) -> None:
     may_die = [1] if how == "dies in the middle" else []
     limit_s = 1.0 if how == "late" else 30.0
     results = run_ranks(
         *(WORLD_SIZE, fail_in_a_backward_pass, how),
         fresh=True,
         may_die=may_die,
-        env=env,
+        env=ENVS[env],
         group_timeout_s=limit_s,
     )
     for name, changed in results[::2]:
-        assert name == kind
+        assert name == KINDS[how]
         assert {*changed} <= ({0.0} if how == "another call" else {0.0, 7.0})
 
 

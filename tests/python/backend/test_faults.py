@@ -29,7 +29,7 @@ from ringcomm import Options
 
 # A death is seen at once or looked for every 20 ms; the rest, of time-outs of 30 s and more, is for
 # busy machines.
-SOON_S = 8.0
+SOON_S = 14.0  # twice that is less than the group's time-out of 30 s
 Results = dict[str, list[dict[str, Any]]]
 
 

@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from cases import slow
 from ranks import run_ranks
 from staged_hangs import LIMIT_S, Launcher
 
@@ -286,7 +287,7 @@ def launcher() -> Iterator[Launcher]:
     launcher.close()
 
 
-@pytest.mark.parametrize("case", ["late", "computes", "recv"])
+@pytest.mark.parametrize("case", [slow("late"), "computes", "recv"])
 def test_a_signal_dumps_a_rank_that_hangs(launcher: Launcher, tmp_path: Path, case: str) -> None:
     env = {"RINGCOMM_FLIGHT_DUMP": f"{tmp_path}/"}
     with launcher.job(case, tmp_path, 3, env) as pids:
@@ -310,7 +311,7 @@ def test_a_signal_dumps_a_rank_that_hangs(launcher: Launcher, tmp_path: Path, ca
 
 
 @needs_analyser
-@pytest.mark.parametrize("case", ["stopped", "holds the GIL"])
+@pytest.mark.parametrize("case", [slow("stopped"), "holds the GIL"])
 def test_the_doctor_dumps_ranks_that_cannot(launcher: Launcher, tmp_path: Path, case: str) -> None:
     def ask_doctor(*arguments: str) -> None:
         command = [sys.executable, "-m", "ringcomm", "doctor", "--job", str(pids[0]), "--dump"]

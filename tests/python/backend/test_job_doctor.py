@@ -21,6 +21,7 @@ from typing import Any
 
 import machines
 import pytest
+from cases import quick, slow
 from hang_cases import CASES, Case
 from machines import Unavailable
 from staged_hangs import Launcher, ask_on_host
@@ -68,15 +69,16 @@ def check(case: Case, report: dict[str, Any]) -> None:
     assert 0 < report["took_s"] < SLACK_S
 
 
-@pytest.mark.usefixtures("late_jobs")  # they begin with the first test of this file
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] if name == "slow steps" else [])
-        for name in CASES
-        if name not in ("host gone", "late", "evaluates", "many calls")
-    ],
+# Each kind of verdict; hang_cases.py has others of the same kinds.
+QUICK = (
+    *("stopped", "skips", "other call", "two orders", "dies", "circle", "loader", "recv"),
+    *("exits", "slow", "computes"),
 )
+NAMES = [name for name in CASES if name not in ("host gone", "late", "evaluates", "many calls")]
+
+
+@pytest.mark.usefixtures("late_jobs")  # they begin with the first test of this file
+@pytest.mark.parametrize("name", quick(NAMES, *QUICK))
 def test_the_cause_is_named(launcher: Launcher, tmp_path: Path, name: str) -> None:
     case = CASES[name]
     with launcher.job(name, tmp_path, settle_s=case.settle_s) as pids:
@@ -95,7 +97,7 @@ def test_the_cause_is_named(launcher: Launcher, tmp_path: Path, name: str) -> No
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("stopped", ("rank 2 is the cause: its process", "stopped", "for it in all_reduce #1")),
+        slow("stopped", ("rank 2 is the cause: its process", "stopped", "for it in all_reduce #1")),
         ("computes", ("rank 2 is the cause: it computes", "waits for it in all_reduce #1")),
         ("recv", ("rank 0 is the cause: it is in recv with tag 7", "rank 1 has no send")),
     ],
@@ -123,7 +125,7 @@ def waits_in_a_ring(report: dict[str, Any], num_steps: int) -> dict[int, int] | 
     return {rank: (call["slice"] - 1) * num_steps + call["step"] for rank, call in waits.items()}
 
 
-@pytest.mark.parametrize("transport", RINGS)
+@pytest.mark.parametrize("transport", quick(RINGS, "shm"))
 def test_the_step_of_each_rank_that_waits_in_a_ring(
     launcher: Launcher, tmp_path: Path, transport: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

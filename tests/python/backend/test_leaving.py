@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from rank_programs import run_program
+from cases import covering
 from ranks import init_group, run_ranks
 from test_errors import ENVS, TRANSPORTS, caught
 
@@ -98,8 +98,7 @@ def call_and_leave(rank: int, path: str, name: str) -> dict[str, Any]:
     return error
 
 
-@pytest.mark.parametrize("env", ENVS)
-@pytest.mark.parametrize("name", LAST_CALLS)
+@pytest.mark.parametrize(("name", "env"), covering(LAST_CALLS, ENVS))
 def test_a_rank_ends_after_its_last_call(env: str, name: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"backend": None, "fresh": True, "may_die": [1, 2], "env": ENVS[env]}
     errors = run_ranks(3, call_and_leave, str(tmp_path / "store"), name, **options)
@@ -122,8 +121,7 @@ def end_early(rank: int, how: str) -> dict[str, Any]:
     return caught(lambda: dist.all_reduce(torch.ones(4)))
 
 
-@pytest.mark.parametrize("env", TRANSPORTS)
-@pytest.mark.parametrize("how", ["note", "_exit0", "_exit3", "kill"])
+@pytest.mark.parametrize(("how", "env"), covering(["note", "_exit0", "_exit3", "kill"], TRANSPORTS))
 def test_an_exit_is_told_apart_from_a_kill(env: str, how: str) -> None:
     options: dict[str, Any] = {"fresh": True, "may_die": [1], "env": TRANSPORTS[env]}
     for error in run_ranks(3, end_early, how, **options)[::2]:
@@ -329,28 +327,20 @@ def test_a_rank_of_another_pid_namespace_keeps_its_pid(env: str, tmp_path: Path)
     assert f"rank 1 (pid {pid} of another PID namespace on " in error["text"], error
 
 
-# A rank whose main thread ends in an exception, and whose other thread keeps its process.
-KEPT = """
-import sys, threading
-import torch
-import torch.distributed as dist
-from ranks import init_group
-
-rank = int(sys.argv[1])
-init_group(rank, 2, sys.argv[2], 5)
-dist.barrier()
-if rank == 1:
-    threading.Thread(target=sys.stdin.readline).start()
-    raise ValueError("row 7")
-try:
+def live_on_after_an_exception(rank: int) -> str:
+    """As the interpreter ends the main thread, where another thread keeps the process."""
     dist.barrier()
-except Exception as error:
-    print(error)
-"""
+    if rank == 1:
+        try:
+            raise ValueError("row 7")
+        except ValueError as error:
+            sys.excepthook(ValueError, error, error.__traceback__)
+        return ""
+    return str(caught(dist.barrier)["text"])
 
 
-def test_an_exception_of_a_process_that_lives_on_is_told(tmp_path: Path) -> None:
+def test_an_exception_of_a_process_that_lives_on_is_told() -> None:
     """https://github.com/vllm-project/vllm/issues/23985"""
-    text = run_program(KEPT, tmp_path / "store")[0].out
-    assert "waited for rank 1 (pid" in text
-    assert "which runs on after ValueError: row 7" in text
+    said, _ = run_ranks(2, live_on_after_an_exception, fresh=True, group_timeout_s=5.0)
+    assert "waited for rank 1 (pid" in said
+    assert "which runs on after ValueError: row 7" in said

@@ -20,6 +20,7 @@ import machines
 import pytest
 import torch
 import torch.distributed as dist
+from cases import slow
 from machines import CLONE_NEWNET, CLONE_NEWNS, CLONE_NEWPID
 from ranks import run_ranks
 from test_hard_machines import serve_store
@@ -257,9 +258,10 @@ def repeat(rank: int, name: str, num_turns: int, folder: Path) -> dict[str, tupl
 @pytest.mark.parametrize(
     ("name", "num_turns"),
     [
-        ("init_process_group", 1000),
-        ("new_group", 1000),
-        pytest.param("new_group", 10_000, marks=pytest.mark.slow),
+        ("init_process_group", 200),
+        ("new_group", 200),
+        slow("init_process_group", 1000),
+        slow("new_group", 10_000),
     ],
 )
 def test_nothing_grows(name: str, num_turns: int, tmp_path: Path) -> None:

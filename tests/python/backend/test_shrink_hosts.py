@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from cases import quick, slow
 from ranks import run_ranks
 from test_errors import ENVS, caught
 from test_shrink import (
@@ -48,12 +49,12 @@ def hosts(places: str) -> list[dict[str, str]]:
 @pytest.mark.parametrize(
     ("places", "victims"),
     [
-        ("aabb", [0]),
+        slow("aabb", [0]),
         ("abab", [3]),
-        ("aabb", [2, 3]),  # a whole host, without the lowest rank
+        slow("aabb", [2, 3]),  # a whole host, without the lowest rank
         ("aabb", [0, 1]),  # and with it
         ("aaaabbbb", [0, 5]),
-        ("abc", [0, 1]),
+        slow("abc", [0, 1]),
     ],
 )
 def test_a_death(places: str, victims: list[int]) -> None:
@@ -106,7 +107,7 @@ def test_other_groups() -> None:
         assert results[rank]["13"] == [3.0, 3.0]
 
 
-@pytest.mark.parametrize("delay_ms", [1, 3, 10, 20, 40])
+@pytest.mark.parametrize("delay_ms", quick((1, 3, 10, 20, 40), 3, 20))
 def test_a_death_in_shrink(delay_ms: float) -> None:
     kind: dict[str, Any] = {"fresh": True, "may_die": [0, 2], "env": hosts("abab")}
     results = run_ranks(4, die_in_shrink, delay_ms / 1000, **kind)
@@ -154,7 +155,7 @@ def die_behind_messages(rank: int, victim: int, num_sent: int) -> dict[str, Any]
             ringcomm.shrink(timeout=limit)
 
 
-@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("victim", [slow(0), 2])
 def test_a_death_behind_every_message(victim: int) -> None:
     kind: dict[str, Any] = {"fresh": True, "env": hosts("ababa")}
     whole = run_ranks(5, die_behind_messages, victim, MANY, may_die=[3], **kind)
@@ -208,7 +209,7 @@ def stop_behind_the_decision(rank: int, path: str, is_broken: bool) -> int:
     return size
 
 
-@pytest.mark.parametrize("is_broken", [False, True])
+@pytest.mark.parametrize("is_broken", [False, slow(True)])
 def test_a_group_that_one_rank_has_is_made(tmp_path: Path, is_broken: bool) -> None:
     """Without asking what the others have made, two ranks would have another group than rank 1."""
     kind: dict[str, Any] = {"fresh": True, "may_die": [0, 3], "env": hosts("ababa")}
@@ -239,7 +240,7 @@ def stop_one(rank: int, path: str, victim: int) -> dict[str, Any]:
     return {**result, "error": error}
 
 
-@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("victim", [0, slow(1)])
 def test_a_stopped_rank_is_left_out(tmp_path: Path, victim: int) -> None:
     kind: dict[str, Any] = {"fresh": True, "group_timeout_s": 1.0, "env": hosts("aba")}
     results = run_ranks(3, stop_one, str(tmp_path / "seen"), victim, **kind)
@@ -268,7 +269,7 @@ def only_some_call(rank: int, path: str, first: list[int]) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.parametrize("first", [[0, 1], [2, 3]])
+@pytest.mark.parametrize("first", [slow([0, 1]), [2, 3]])
 def test_one_half_may_go_on(tmp_path: Path, first: list[int]) -> None:
     """The half with rank 0, whichever comes first."""
     kind: dict[str, Any] = {"fresh": True, "group_timeout_s": 1.0, "env": hosts("aabb")}
@@ -295,7 +296,7 @@ def shrink_with_unequal_patience(rank: int, path: str, hurried: int) -> float:
     return seconds
 
 
-@pytest.mark.parametrize("hurried", [pytest.param(0, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("hurried", [slow(0), 2])
 def test_the_least_patience_counts(tmp_path: Path, hurried: int) -> None:
     args = (str(tmp_path / "seen"), hurried)
     results = run_ranks(3, shrink_with_unequal_patience, *args, fresh=True, env=hosts("aba"))
@@ -363,21 +364,25 @@ def test_the_key_opens_the_door() -> None:
     assert "the other ranks go on without it (ranks 1)" in results[0]["text"]
 
 
-def die_with_a_child(rank: int) -> dict[str, Any]:
+def die_with_a_child(rank: int, folder: Path) -> dict[str, Any]:
     """Rank 0's child, as a data loader's, outlives it, and has inherited its sockets."""
     dist.barrier()
     if rank == 0:
         if os.fork() == 0:
-            time.sleep(SOON_S + 1)
+            while len(list(folder.iterdir())) < 3:
+                time.sleep(0.05)
             os._exit(0)
         die()
     fail()
-    return shrunk(rank)
+    try:
+        return shrunk(rank)
+    finally:
+        (folder / str(rank)).touch()
 
 
-def test_a_child_of_a_dead_rank_does_not_answer() -> None:
+def test_a_child_of_a_dead_rank_does_not_answer(tmp_path: Path) -> None:
     kind: dict[str, Any] = {"fresh": True, "may_die": [0], "env": hosts("abab")}
-    for result in run_ranks(4, die_with_a_child, **kind)[1:]:
+    for result in run_ranks(4, die_with_a_child, tmp_path, **kind)[1:]:
         assert result["ranks"] == [1, 2, 3]
         assert result["seconds"] < SOON_S
 

@@ -28,6 +28,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from cases import slow
 from torch import Tensor
 
 CUDA, EMULATED = "cuda", "emugpu"
@@ -156,10 +157,14 @@ _two_on_one, _three_on_two, _in_turns, _messages, _messages_and_kernels = (
         (Gpus(EMULATED, 3, fds=False), "emu3on1-messages-kernels"),
     )
 )
-_most = [_real, _two_on_one, _three_on_two]
+_most = [_real, _two_on_one, slow(_three_on_two)]
 on_cuda = pytest.mark.parametrize("gpus", [_real])
 on_gpus = pytest.mark.parametrize("gpus", _most)
-on_all_gpus = pytest.mark.parametrize("gpus", [*_most, _in_turns, _messages])
+# Every kind is quick in test_gpu_collectives.py; elsewhere two of them are.
+on_all_gpus = pytest.mark.parametrize("gpus", [*_most, slow(_in_turns), _messages])
+on_each_kind = pytest.mark.parametrize(
+    "gpus", [_real, _two_on_one, _three_on_two, _in_turns, _messages]
+)
 on_gpus_with_kernels = pytest.mark.parametrize("gpus", [*_most, _in_turns, _messages_and_kernels])
 # Of what takes its time and does not depend on the number of ranks.
 on_some_gpus = pytest.mark.parametrize("gpus", [_real, _two_on_one, _messages])

@@ -8,7 +8,18 @@ import oracle
 import pytest
 import torch
 import torch.distributed as dist
-from gpu_ranks import CUDA, Gpus, device, in_gpu_ranks, kind, module, on_all_gpus, on_gpu, on_gpus
+from gpu_ranks import (
+    CUDA,
+    Gpus,
+    device,
+    in_gpu_ranks,
+    kind,
+    module,
+    on_all_gpus,
+    on_each_kind,
+    on_gpu,
+    on_gpus,
+)
 from sequence_calls import COLLECTIVES
 from sequences import run_calls
 from test_collectives import covering_calls
@@ -36,7 +47,7 @@ def check_every_operation(stride: int) -> None:
         assert run_calls(covering_calls(name)[::stride], device()) == []
 
 
-@in_gpu_ranks(on_all_gpus)
+@in_gpu_ranks(on_each_kind)
 def test_every_operation_and_type(rank: int) -> None:
     check_every_operation(1 if kind() == CUDA else 5)
 
@@ -104,7 +115,7 @@ def barrier_and_operators(rank: int, num_elems: int) -> None:
     same(tensor, expected)
 
 
-@on_all_gpus
+@on_each_kind
 def test_messages_barrier_and_operators(gpus: Gpus) -> None:
     """There are no sends and receives where ranks take turns."""
     for num_elems in SIZES[1:]:

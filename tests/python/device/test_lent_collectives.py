@@ -9,6 +9,7 @@ import emulated_gpu
 import pytest
 import torch
 import torch.distributed as dist
+from cases import slow
 from emulated_gpu import in_emulated_ranks
 from test_lent_memory import few_calls
 from torch import Tensor
@@ -129,7 +130,7 @@ def check_all_to_all(buffers: Buffers, turn: int) -> None:
 
 @pytest.mark.parametrize(
     "sharing",
-    [[True] * 3, [False, True, False], pytest.param([True, False, True], marks=pytest.mark.slow)],
+    [[True] * 3, [False, True, False], slow([True, False, True])],
     ids=str,
 )
 @in_emulated_ranks(3)

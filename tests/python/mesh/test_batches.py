@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import covering, slow
 from full_states import full_weights
 from ranks import in_ranks, run_ranks
 from torch import Tensor, nn
@@ -106,8 +107,7 @@ def train_on_mesh(rank: int, kind: str, mesh: str) -> tuple[list[float], dict[st
     return losses, full_weights(train)
 
 
-@pytest.mark.parametrize("kind", ["padded", "packed"])
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(("mesh", "kind"), covering(MESHES, ["padded", "packed"]))
 def test_the_mean_over_all_labels(mesh: str, kind: str) -> None:
     """Some ranks and micro-batches have no labels, and all models but rank 0's other weights."""
     sizes, _ = MESHES[mesh]
@@ -220,7 +220,7 @@ def wrapped_loss(rank: int, wrapper: str) -> float:
     return loss
 
 
-SLOW = pytest.param("torch.compile", marks=pytest.mark.slow)
+SLOW = slow("torch.compile")
 
 
 @pytest.mark.parametrize("wrapper", ["adapter", "checkpoint_wrapper", SLOW, "PEFT"])

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from cases import quick
 from ranks import in_ranks, run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -208,7 +209,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = (
+    *("pp2 tp2", "pp2 ep2", "dp2 tp2", "dp2 ep2, sharded", "tp4, copied heads"),
+    "ep2 tp2, both in experts, a rank without any",
+)
+
+
+@pytest.mark.parametrize("name", quick(CASES, *QUICK))
 def test_the_norm_of_one_process(name: str) -> None:
     case = CASES[name]
     world_size = case.pp * case.dp * case.ep * case.tp

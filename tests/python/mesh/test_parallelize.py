@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from cases import quick
 from ranks import in_ranks, place, run_ranks
 from torch import Tensor, nn
 
@@ -162,7 +163,15 @@ def train_on_mesh(rank: int, name: str, device: str) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("name", CASES)
+# Each model and each axis of a mesh.
+QUICK = (
+    *("dp, micro-batches", "dp, pp", "pp, tp, sp", "fsdp", "hsdp", "zero 2, scaled"),
+    *("ep, pp", "ep, tp, zero 2", "ep, edp, fsdp", "tp, whole experts", "ep, tp, Qwen3"),
+    *("ep, tp, Qwen2", "ep, zero 1, Olmoe", "ep, edp, DeepSeek"),
+)
+
+
+@pytest.mark.parametrize("name", quick(CASES, *QUICK))
 def test_training_is_that_of_one_process(name: str, device: str) -> None:
     everyone = run_ranks(WORLD, train_on_mesh, name, device)
     expected = train_alone(CASES[name][0])

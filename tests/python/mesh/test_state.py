@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from cases import quick
 from ranks import in_ranks, run_ranks
 from test_parallelize import KINDS, SIZES, ids_of, make, transformers
 from torch import Tensor, nn
@@ -129,36 +130,55 @@ def assert_same(one: Any, other: Any) -> None:
     assert_close(one[1]["state"], other[1]["state"], rtol=0, atol=0)
 
 
+class Checkpoints:
+    """A folder of checkpoints, of each mesh that was asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._saved: dict[str, Any] = {}
+
+    def of(self, name: str) -> Any:
+        """What save() returned on each rank."""
+        if name not in self._saved:
+            self._saved[name] = run_ranks(4, save, name, self.folder)
+        return self._saved[name]
+
+
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: Any) -> tuple[Path, dict[str, Any]]:
-    """A folder of checkpoints, one of each mesh, and what save() returned on each rank."""
-    folder: Path = tmp_path_factory.mktemp("meshes")
-    return folder, {name: run_ranks(4, save, name, folder) for name in MESHES}
+def checkpoints(tmp_path_factory: Any) -> Checkpoints:
+    return Checkpoints(tmp_path_factory.mktemp("meshes"))
 
 
-@pytest.mark.parametrize("idx", range(len(MESHES)), ids=list(MESHES))
-def test_checkpoints_of_another_mesh_go_on_on_this_one(idx: int, checkpoints: Any) -> None:
-    names, expected = [*MESHES], alone()[2]
-    source = names[(idx + 3) % len(names)]
-    for found in run_ranks(4, load, source, names[idx], "Llama", checkpoints[0]):
-        assert found == pytest.approx(expected, rel=2e-5), source
+NAMES = [*MESHES]
+SAVED = ("pp, tp", "fsdp, tp")  # in quick tests
+PAIRS = [(NAMES[(i + 3) % len(NAMES)], name) for i, name in enumerate(NAMES)]
 
 
-@pytest.mark.parametrize("name", MESHES)
-def test_plain_torch_goes_on_from_it(name: str, checkpoints: Any) -> None:
+@pytest.mark.parametrize(("source", "name"), quick(PAIRS, *(p for p in PAIRS if p[0] in SAVED)))
+def test_checkpoints_of_another_mesh_go_on_on_this_one(
+    source: str, name: str, checkpoints: Checkpoints
+) -> None:
+    checkpoints.of(source)
+    for found in run_ranks(4, load, source, name, "Llama", checkpoints.folder):
+        assert found == pytest.approx(alone()[2], rel=2e-5)
+
+
+@pytest.mark.parametrize("name", quick(MESHES, *SAVED))
+def test_plain_torch_goes_on_from_it(name: str, checkpoints: Checkpoints) -> None:
+    checkpoints.of(name)
     model = make("Llama")
     optimizer = adamw(model.parameters())
     values, state = get_by_torch(model, optimizer)
-    dcp.load({"model": values, "optimizer": state}, checkpoint_id=checkpoints[0] / name)
+    dcp.load({"model": values, "optimizer": state}, checkpoint_id=checkpoints.folder / name)
     set_by_torch(model, optimizer, model_state_dict=values, optim_state_dict=state)
     losses = run_alone(model, optimizer, range(2, 4))
     assert losses == pytest.approx(alone()[2], rel=2e-5)
 
 
-@pytest.mark.parametrize("name", MESHES)
-def test_whole_states_are_those_of_one_process(name: str, checkpoints: Any) -> None:
+@pytest.mark.parametrize("name", quick(MESHES, *SAVED))
+def test_whole_states_are_those_of_one_process(name: str, checkpoints: Checkpoints) -> None:
     values, state, losses = alone()
-    for (mine, of_optimizer), resumed in checkpoints[1][name]:
+    for (mine, of_optimizer), resumed in checkpoints.of(name):
         assert_close(mine, values, rtol=1e-4, atol=1e-5)
         assert_close(of_optimizer["state"], state["state"], rtol=1e-3, atol=1e-6)
         for given, wanted in zip(of_optimizer["param_groups"], state["param_groups"], strict=True):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from cases import covering, slow
 from full_states import full_weights
 from ranks import run_ranks
 from torch import Tensor, nn
@@ -103,8 +104,7 @@ MESHES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ["untied", "tied", "sometimes"])
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(("mesh", "kind"), covering(MESHES, ["untied", "tied", "sometimes"]))
 def test_ranks_that_use_different_weights(mesh: str, kind: str) -> None:
     sizes, options = MESHES[mesh]
     world = sizes["dp"] * sizes.get("fsdp", 1) * sizes.get("pp", 1) if "dp" in sizes else WORLD
@@ -155,12 +155,12 @@ def resumed(rank: int, sizes: dict[str, Any], options: dict[str, Any], folder: s
 @pytest.mark.parametrize(
     ("sizes", "options"),
     [
-        ({"dp": 2}, {"zero_stage": 0}),
-        ({"dp": 2}, {"zero_stage": 1}),
+        slow({"dp": 2}, {"zero_stage": 0}),
+        slow({"dp": 2}, {"zero_stage": 1}),
         ({"dp": 2}, {"zero_stage": 2}),
         ({"dp": 1, "fsdp": 2}, {}),
         ({"dp": 1, "pp": 2}, {}),
-        ({"dp": 1, "fsdp": 2, "pp": 2}, {"num_microbatches": 2}),
+        slow({"dp": 1, "fsdp": 2, "pp": 2}, {"num_microbatches": 2}),
     ],
     ids=str,
 )

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import slow
 from crashing_disk import Disk, Op, State, crashes
 
 from ringcomm.parallel.offload import FileStore
@@ -160,8 +161,8 @@ def json_info(state: State) -> int:
     ("num_steps", "kind"),
     [
         (0, "steps"),
-        pytest.param(3, "steps", marks=pytest.mark.slow),
-        pytest.param(3, "roll_back", marks=pytest.mark.slow),
+        slow(3, "steps"),
+        slow(3, "roll_back"),
     ],
 )
 def test_two_crashes_at_every_operation(num_steps: int, kind: str, tmp_path: Path) -> None:
@@ -176,7 +177,7 @@ def test_two_crashes_at_every_operation(num_steps: int, kind: str, tmp_path: Pat
         run_and_check(folder, names, values, "steps")
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, pytest.param(errno.EIO, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("code", [errno.ENOSPC, slow(errno.EIO)])
 def test_every_operation_fails_once(code: int, tmp_path: Path) -> None:
     """The error names the folder, the step succeeds when done again, and no crash loses more."""
     values = itertools.count(1)

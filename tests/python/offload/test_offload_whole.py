@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from cases import covering, slow
 from full_states import full_state, full_weights, load_full_state, load_full_weights
 from ranks import in_ranks, run_ranks
 from torch import Tensor, nn
@@ -388,21 +389,21 @@ def train_ranks(
 @pytest.mark.parametrize(
     ("world_size", "system", "kind", "options", "to"),
     [
-        (2, "1", "Muon64", "", "cpu"),
+        slow(2, "1", "Muon64", "", "cpu"),
         (3, "1", "Adafactor", "mixed", "nvme"),
         (2, "2", "Counting", "mixed clip", "nvme"),
-        (3, "2", "Adam", "micro", "cpu"),
+        slow(3, "2", "Adam", "micro", "cpu"),
         (6, "2", "Muon64", "scale", "cpu"),  # more ranks than matrices
         (3, "3", "Muon64", "micro scale", "nvme"),
         (2, "3", "Adafactor", "clip", "cpu"),
-        (2, "3", "Adam", "mixed", "nvme"),
+        slow(2, "3", "Adam", "mixed", "nvme"),
         (1, "infinity", "Counting", "", "nvme"),
-        (2, "infinity", "Muon64", "", "cpu"),
+        slow(2, "infinity", "Muon64", "", "cpu"),
         (3, "infinity", "Muon64", "clip micro", "nvme"),
-        (2, "infinity", "Adafactor", "scale", "nvme"),
+        slow(2, "infinity", "Adafactor", "scale", "nvme"),
         (3, "infinity", "Counting", "micro", "cpu"),
-        (2, "infinity", "Adam", "clip", "nvme"),
-        (6, "infinity", "Muon64", "", "nvme"),
+        slow(2, "infinity", "Adam", "clip", "nvme"),
+        slow(6, "infinity", "Muon64", "", "nvme"),
     ],
 )
 def test_steps_are_those_of_one_process(
@@ -473,11 +474,11 @@ def load(
     ("system", "kind", "to", "other"),
     [
         ("1", "Muon64", "nvme", "infinity"),
-        ("2", "Adam", "cpu", "3"),
+        slow("2", "Adam", "cpu", "3"),
         ("3", "Counting", "nvme", "1"),
         ("infinity", "Muon64", "nvme", "2"),
-        ("infinity", "Adam", "cpu", "infinity"),
-        ("infinity", "Counting", "cpu", "3"),
+        slow("infinity", "Adam", "cpu", "infinity"),
+        slow("infinity", "Counting", "cpu", "3"),
         ("2", "Adafactor", "nvme", "infinity"),
     ],
 )
@@ -548,8 +549,10 @@ def same_state(found: dict[str, Any], expected: dict[str, Any]) -> bool:
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["Muon64", "Adafactor", "Counting", "Adam"])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    covering(["Muon64", "Adafactor", "Counting", "Adam"], [torch.float32, torch.bfloat16]),
+)
 def test_a_run_continues_after_its_last_commit(
     kind: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:

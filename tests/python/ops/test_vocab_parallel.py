@@ -11,6 +11,7 @@ import oracle
 import pytest
 import torch
 import torch.distributed as dist
+from cases import slow
 from loss_oracle import OUTPUTS, random_logits, random_targets
 from ranks import in_ranks, run_ranks
 from test_cross_entropy_edges import even_loss
@@ -80,7 +81,7 @@ def check_operator(rank: int) -> None:
             oracle.assert_equal(actual, expected)
 
 
-@pytest.mark.parametrize("backend", ["ringcomm", pytest.param("gloo", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["ringcomm", slow("gloo")])
 def test_opcheck_and_compile(backend: str) -> None:
     run_ranks(2, check_operator, backend=backend, timeout_s=120)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import slow
 from curves import DIM, ROWS, batch
 from pipeline_models import M, make_deep, mse
 from ranks import run_ranks
@@ -99,9 +100,9 @@ def run_step(rank: int, schedule: str, recompute: bool) -> dict[str, Any]:
     [
         ("gpipe", 2),
         ("zero-bubble", 2),
-        pytest.param("1f1b", 4, marks=pytest.mark.slow),
-        pytest.param("interleaved", 4, marks=pytest.mark.slow),
-        pytest.param("zbv", 4, marks=pytest.mark.slow),
+        slow("1f1b", 4),
+        slow("interleaved", 4),
+        slow("zbv", 4),
     ],
 )
 def test_a_step(schedule: str, num_ranks: int, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import buildconfig
 import pytest
 import torch
+from cases import slow
 
 TIMEOUT_S = 120
 # In place of setuptools: its hooks say whether they could import torch.
@@ -127,7 +128,7 @@ def wheels(
             thread.join(TIMEOUT_S)
 
 
-@pytest.mark.parametrize("wheels", ["folder", "url"], indirect=True)
+@pytest.mark.parametrize("wheels", ["folder", slow("url")], indirect=True)
 def test_a_wheel_is_taken_from_a_folder_or_a_url(wheels: Path, tmp_path: Path) -> None:
     write_wheel(wheels)
     # No requirement, and what comes from the wheel; editable installs are always compiled.
@@ -150,8 +151,8 @@ OTHER_PYTHON = WHEEL.replace("py3-none-any", "cp36-cp36m-manylinux1_x86_64")
     ("minor", "name", "reason"),
     [
         ("2.9", WHEEL, f"{WHEEL} of .* is for torch 2.9, and this is torch {THIS_TORCH}"),
-        (THIS_TORCH, OTHER_PYTHON, f"no wheel of .* it has {OTHER_PYTHON}"),
-        (None, "", "no wheel of ringcomm .* it has no wheel of ringcomm"),
+        slow(THIS_TORCH, OTHER_PYTHON, f"no wheel of .* it has {OTHER_PYTHON}"),
+        slow(None, "", "no wheel of ringcomm .* it has no wheel of ringcomm"),
     ],
     ids=["another torch", "another Python", "empty"],
 )
@@ -169,7 +170,10 @@ def test_without_a_wheel_that_fits_it_compiles(
 
 @pytest.mark.parametrize(
     ("source", "reason"),
-    [("/nonexistent/wheels", "is ignored"), ("http://127.0.0.1:1/wheels/", "Could not fetch URL")],
+    [
+        ("/nonexistent/wheels", "is ignored"),
+        slow("http://127.0.0.1:1/wheels/", "Could not fetch URL"),
+    ],
 )
 def test_a_source_that_cannot_be_read_does_no_harm(
     source: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -226,7 +230,7 @@ def pip_install(target: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(
     ("damage", "said"),
-    [(cut, "pip cannot take a wheel from there: .*invalid"), (change_a_byte, "is damaged")],
+    [slow(cut, "pip cannot take a wheel from there: .*invalid"), (change_a_byte, "is damaged")],
     ids=["cut", "changed"],
 )
 def test_a_damaged_wheel_is_not_installed(
@@ -242,7 +246,7 @@ def test_a_damaged_wheel_is_not_installed(
     assert not (tmp_path / "target").exists()
 
 
-@pytest.mark.parametrize("wheels", ["folder", "url"], indirect=True)
+@pytest.mark.parametrize("wheels", [slow("folder"), "url"], indirect=True)
 def test_pip_installs_the_wheel(wheels: Path, tmp_path: Path) -> None:
     write_wheel(wheels)
     done = pip_install(tmp_path / "target")
@@ -251,6 +255,7 @@ def test_pip_installs_the_wheel(wheels: Path, tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "target" / "ringcomm").iterdir()] == [folder]
 
 
+@pytest.mark.slow
 def test_without_a_wheel_or_a_compiler_the_error_names_both(wheels: Path, tmp_path: Path) -> None:
     write_wheel(wheels, "2.9")
     done = pip_install(tmp_path / "target")

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -146,12 +147,31 @@ def test_tune_writes_what_load_reads(tmp_path: Path) -> None:
     assert found.differences(json.loads(path.read_text())["machine"]) == []
 
 
-def test_doctor_reports_machine_group_and_pairs(tmp_path: Path) -> None:
+Doctor = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run_doctor(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Doctor:
+    """`ringcomm doctor` in this process, whose imports are done; its status and output."""
+    for name in [name for name in os.environ if name.startswith("RINGCOMM_")]:
+        monkeypatch.delenv(name)
+
+    def run_here(*argv: str, **env: str) -> tuple[int, str, str]:
+        for name, value in env.items():
+            monkeypatch.setenv(name, value)
+        status = cli.run(["doctor", *argv])
+        out, err = capfd.readouterr()
+        return status, out, err
+
+    return run_here
+
+
+def test_doctor_reports_machine_group_and_pairs(run_doctor: Doctor, tmp_path: Path) -> None:
     tuned = str(tmp_path / "tuning.json")
     world = tuning.World(2, 0.1, 90.0, 2.7, 1.2, True, 1 << 18, ())
     tuning.save(tuning.Tuning("2026-11-20", {"cpu": "another"}, "2.13.0", "0.1.0", (world,)), tuned)
     env = {"RINGCOMM_ALGORITHM": "two_shot", "RINGCOMM_TUNING": tuned, "RINGCOMM_TYPO": "1"}
-    status, out, err = run("doctor", "--json", "--world-size", "3", "--seconds", "0", **env)
+    status, out, err = run_doctor("--json", "--world-size", "3", "--seconds", "0", **env)
     assert (status, err) == (EXIT_OK, "")
     report = json.loads(out)
     assert report["environment"] == env
@@ -182,18 +202,18 @@ def test_doctor_reports_machine_group_and_pairs(tmp_path: Path) -> None:
     assert doctor.examine(1, 0.0)["group"]["pairs"] == []
 
 
-def test_doctor_names_messages() -> None:
-    asked = ("doctor", "--json", "--world-size", "2", "--seconds", "0")
-    status, out, err = run(*asked, RINGCOMM_TRANSPORT="messages")
+def test_doctor_names_messages(run_doctor: Doctor) -> None:
+    asked = ("--json", "--world-size", "2", "--seconds", "0")
+    status, out, err = run_doctor(*asked, RINGCOMM_TRANSPORT="messages")
     assert (status, err) == (EXIT_OK, "")
     (pair,) = json.loads(out)["group"]["pairs"]
     assert pair["transport"] == "messages"
     assert pair["why"].startswith("over gloo, as requested; 1 host: ")
 
 
-def test_doctor_says_why_a_group_cannot_be_made() -> None:
+def test_doctor_says_why_a_group_cannot_be_made(run_doctor: Doctor) -> None:
     """And tells the rest all the same."""
-    status, out, err = run("doctor", "--world-size", "2", RINGCOMM_TRANSPORT="tcp")
+    status, out, err = run_doctor("--world-size", "2", RINGCOMM_TRANSPORT="tcp")
     assert (status, err) == (EXIT_FAILED, "")
     cause = "rank 1: ValueError: ringcomm: transport must be shm or messages, got 'tcp'"
     assert f"  ✗ the group could not be created: {cause}\n    fix: look the message up" in out
@@ -201,11 +221,11 @@ def test_doctor_says_why_a_group_cannot_be_made() -> None:
     assert "all_reduce" not in out
 
 
-def test_doctor_prints_a_line_for_each_check() -> None:
+def test_doctor_prints_a_line_for_each_check(run_doctor: Doctor) -> None:
     """✓ with units that people read, ✗ with one fix."""
     env = {"RINGCOMM_TRANSPRT": "shm", "RINGCOMM_ALGORITHM": "two_shot"}
     env |= {"RINGCOMM_AS_GLOO": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    status, out, err = run("doctor", "--world-size", "2", "--seconds", "0", **env)
+    status, out, err = run_doctor("--world-size", "2", "--seconds", "0", **env)
     assert (status, err) == (EXIT_OK, "")
     lines = [line for line in out.splitlines() if line]
     checks = [line for line in lines if line.startswith("  ✓ ")]

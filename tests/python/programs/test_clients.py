@@ -37,15 +37,11 @@ def launch(program: list[str | Path], folder: Path) -> list[dict[str, Any]]:
     return client_runs.launch(Path(sys.executable), [*program, folder], 2, folder, limit_s=240.0)
 
 
-# More ranks than cores take long. Trainer's loop is that of Accelerate, and another test has it.
-SLOW = {one.name for one in CLIENTS.values() if one.ranks > 2} | {"trainer_ddp"}
-SHORT = [
-    pytest.param(one.name, marks=[pytest.mark.slow] if one.name in SLOW else [])
-    for one in CLIENTS.values()
-    if one.is_short
-]
+SHORT = [one.name for one in CLIENTS.values() if one.is_short]
 
 
+# As Gloo by its name, also in a program that never imports ringcomm: test_as_gloo.py.
+@pytest.mark.slow
 @pytest.mark.skipif(not IS_INSTALLED, reason="only an installed ringcomm is found by torch")
 @pytest.mark.parametrize("name", SHORT)
 def test_results_are_those_of_gloo(name: str) -> None:

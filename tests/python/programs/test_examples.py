@@ -15,6 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
+from cases import quick, slow
 from ranks import run_ranks
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -47,7 +48,10 @@ CASES: dict[str, tuple[int, str, str]] = {
     "mesh, hsdp": (4, "mesh --dp 2 --fsdp 2 --recompute", "mesh"),
     "train": (2, "train --size tiny --out FOLDER", "train --size tiny --out FOLDER/alone"),
 }
-SLOW = {"muon, stage 3", "mesh, all axes", "zero, 4 ranks", "mesh, hsdp"}
+SLOW = {
+    *("muon, stage 3", "mesh, all axes", "zero, 4 ranks", "mesh, hsdp"),
+    *("activations, automatic", "lomo on shards"),
+}
 
 
 def run_example(rank: int, words: list[str]) -> Any:
@@ -63,9 +67,7 @@ def losses(num_ranks: int, line: str, folder: Path, **options: Any) -> list[Any]
     return run_ranks(num_ranks, run_example, [name, *SMALL.split(), *words], **options)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in CASES]
-)
+@pytest.mark.parametrize("name", quick(CASES, *(CASES.keys() - SLOW)))
 def test_losses_are_those_of_one_process(name: str, tmp_path: Path) -> None:
     num_ranks, line, alone = CASES[name]
     if line.split()[0] in ("tensor_parallel", "activations", "mesh"):
@@ -83,7 +85,7 @@ def test_losses_are_those_of_one_process(name: str, tmp_path: Path) -> None:
     ("num_ranks", "line"),
     [
         (2, "zero --bf16"),
-        (2, "lomo --optimizer adalomo --lr 0.06"),
+        slow(2, "lomo --optimizer adalomo --lr 0.06"),
         (3, "parameter_server --dedicated --staleness 1 --bf16"),
     ],
 )
@@ -114,7 +116,8 @@ def test_decoded_tokens_are_those_of_one_process() -> None:
 
 
 @pytest.mark.parametrize(
-    ("system", "victim"), [("ddp", 1), ("ddp", 0), ("zero-1", 3), ("zero-2", 0), ("lomo", 2)]
+    ("system", "victim"),
+    [slow("ddp", 1), ("ddp", 0), slow("zero-1", 3), ("zero-2", 0), ("lomo", 2)],
 )
 def test_survivors_have_the_losses_of_one_process(system: str, victim: int, tmp_path: Path) -> None:
     line = f"survive --system {system} --steps 8 --rows 12 --commit 3"

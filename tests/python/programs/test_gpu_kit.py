@@ -152,6 +152,7 @@ def test_the_first_part_runs_over_the_emulator(checkout: Path) -> None:
     assert not list((checkout / "build").rglob("*.o"))
 
 
+@pytest.mark.slow
 def test_what_is_cut_off_is_taken_by_another_checkout(checkout: Path) -> None:
     process = start(checkout, "5")
     out = checkout / "out"

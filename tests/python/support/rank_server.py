@@ -1,9 +1,9 @@
 """The far side of ranks.py: a server that has imported torch once, and the ranks that it forks.
 
-The server is forked from pytest before any test has run, so that neither it nor a rank inherits
-threads. It imports torch, ringcomm and the modules of tests, runs nothing of them, and forks ranks
-when asked. A rank is a loop: it takes a pickled function and arguments, calls it, sends back the
-result or the traceback.
+The server is forked from pytest when the modules of tests are imported and no test has run, so
+that neither it nor a rank imports them again or inherits threads. It runs nothing of them, and
+forks ranks when asked. A rank is a loop: it takes a pickled function and arguments, calls it, sends
+back the result or the traceback.
 
 Nothing survives a killed pytest: the server ends with the socket to it, and the kernel kills ranks
 with the server.

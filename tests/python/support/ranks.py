@@ -42,6 +42,8 @@ __all__ = [
 # After the first error the others, who may be waiting for that rank, get this long to say theirs.
 GRACE_S = 3.0
 CLOSE_TIMEOUT_S = 60.0
+# Of the server, which may be importing torch on a busy machine.
+ANSWER_S = 300.0
 # What a busy machine may take to make a group, whatever its timeout is then.
 MAKE_S = 30.0
 MAX_LOG_CHARS = 6000
@@ -212,7 +214,7 @@ class Server:
         self._requests.send_bytes(pickle.dumps(request))
 
     def _answer(self) -> Any:
-        if not self._requests.poll(60.0):
+        if not self._requests.poll(ANSWER_S):
             raise RankFailure("the server of the ranks does not answer: see its server.log")
         return pickle.loads(self._requests.recv_bytes())
 
@@ -220,7 +222,7 @@ class Server:
         self, rank: int, folder: Path, env: dict[str, str], module: str
     ) -> tuple[int, int]:
         self._ask("fork_rank", rank, folder, env, module)
-        self._socket.settimeout(60.0)
+        self._socket.settimeout(ANSWER_S)
         _, fds, _, _ = socket.recv_fds(self._socket, 1, 1)
         if not fds:
             raise RankFailure((self.folder / "server.log").read_text())
@@ -267,6 +269,11 @@ _servers: list[Server] = []
 def start() -> None:
     """Called once, by conftest.py."""
     _servers.append(Server())
+
+
+def stop() -> list[str]:
+    """Ends the server, if there is one; names what the ranks have left behind."""
+    return _servers.pop().stop() if _servers else []
 
 
 def server() -> Server:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from cases import slow
 from ranks import in_ranks, run_ranks
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict as get_by_torch
@@ -97,7 +98,7 @@ def speak(rank: int, kind: str, world_size: int) -> dict[str, Any]:
     return spoken(tensor_parallelize(model))
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world_size", [2, slow(4)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_generates_the_tokens_of_one_process(kind: str, world_size: int) -> None:
     expected = spoken(make(kind))
