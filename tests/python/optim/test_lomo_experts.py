@@ -10,7 +10,7 @@ import torch.distributed as dist
 from full_states import full_weights
 from moe_models import IN, OUT, STEPS, Case, Net, batch, dense_net, expert_net, loss_of
 from moe_models import groups_with_replicas as groups_of
-from pair_lomo import AdaLomoOracle
+from whole_optimizers import AdaLomoOracle
 from ranks import in_ranks, run_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
