@@ -98,6 +98,15 @@ def outcome(rank: int, case: Case, folder: Path) -> Outcome:
         torch.compiler.set_stance("default")
 
 
+def train_in_turn(rank: int, cases: list[Case], folder: Path) -> list[Outcome]:
+    """One case after the other in a group of two ranks."""
+    init_group(rank, 2, folder / "store", 10.0)
+    try:
+        return [train(rank, case, folder) for case in cases]
+    finally:
+        end_groups()
+
+
 def train(rank: int, case: Case, folder: Path) -> Outcome:
     """Trains a case in the default group."""
     seed = rank if case.get("seeds") == "per rank" else 0

@@ -15,7 +15,7 @@ from pair_optimizers import SCHEDULERS, schedulers_of_torch
 from pair_oracle import TOLERANCES
 from pair_table import Case, Refused
 from pair_tables import BETWEEN, LOOPS, PROGRAM, TABLES, ZERO
-from ranks import end_groups, init_group, run_ranks
+from ranks import run_ranks
 
 # Schedulers that set more than the learning rate, or need more than the optimizer.
 FEW = ["OneCycleLR", "ReduceLROnPlateau", "SequentialLR"]
@@ -111,15 +111,6 @@ def test_all_schedulers_are_here() -> None:
     assert schedulers_of_torch() <= SCHEDULERS.keys()
 
 
-def trained(rank: int, cases: list[Case], folder: Path) -> list[pair_runs.Outcome]:
-    """One case after the other in a group of two ranks."""
-    init_group(rank, 2, folder / "store", 10.0)
-    try:
-        return [pair_runs.train(rank, case, folder) for case in cases]
-    finally:
-        end_groups()
-
-
 @pytest.mark.parametrize(
     ("system", "scheduler", "kinds"),
     [
@@ -138,7 +129,7 @@ def test_schedulers(system: str, scheduler: str, kinds: list[str], tmp_path: Pat
     pytest.importorskip("transformers")
     fixed = {"system": system, "scheduler": scheduler, "between steps": "save and load"}
     cases = [{**fixed, "kind of scheduler": kind} for kind in kinds]
-    found: list[Any] = run_ranks(2, trained, cases, tmp_path, backend=None)
+    found: list[Any] = run_ranks(2, pair_runs.train_in_turn, cases, tmp_path, backend=None)
     problems = []
     for case, results in zip(cases, zip(*found, strict=True), strict=True):
         raised = [f"{each.kind}: {each.text}" for each in results if each.kind]
