@@ -87,7 +87,9 @@ class Engine:
     def __init__(self, case: Case, place: Place) -> None:
         self.case, self.place, self.has = case, place, PLAIN | case
         place.folder.mkdir(parents=True, exist_ok=True)
-        self.group: Any = place.group or dist.group.WORLD
+        group = place.group or dist.group.WORLD
+        assert group is not None
+        self.group = group
         self.data_rank, self.num_data = self.group.rank(), self.group.size()
         self.ranks = range(self.data_rank, self.data_rank + 1) if self.num_data > 1 else range(2)
         self.core = make_model(case, place.seed)
