@@ -10,10 +10,10 @@ import torch.distributed as dist
 from full_states import full_weights
 from moe_models import IN, OUT, STEPS, Case, Net, batch, dense_net, expert_net, loss_of
 from moe_models import groups_with_replicas as groups_of
-from pair_lomo import AdaLomoOracle
 from ranks import in_ranks, run_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from whole_optimizers import AdaLomoOracle
 
 from ringcomm.optim import AdaLomo, Lomo
 from ringcomm.parallel import expert, get_state_dict, set_state_dict

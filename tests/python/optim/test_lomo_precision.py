@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from lomo_models import LR, batches, distance, train, train_sgd
 from lomo_models import make as make_model
-from pair_lomo import AdaLomoOracle
 from ranks import in_ranks, run_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
+from whole_optimizers import AdaLomoOracle
 
 from ringcomm.optim import AdaLomo, Lomo
 from ringcomm.parallel import WeightShards

@@ -1,32 +1,18 @@
-"""How a case of a table of pairs trains: in our loop, or that of Accelerate or of Trainer."""
+"""The loops of Accelerate and of transformers' Trainer around a case of the small network."""
 
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from full_states import full_weights, load_full_weights
-from pair_model import (
-    CLIP_NORM,
-    CLIP_VALUE,
-    DTYPES,
-    SCALE,
-    WORLD_SIZE,
-    MicroBatch,
-    Net,
-    local_of,
-    micro_batches,
-)
+from pair_batches import MicroBatch, micro_batches
+from pair_models import CLIP_NORM, CLIP_VALUE
 from pair_table import Case
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
-
-from ringcomm.parallel import get_state_dict, set_state_dict
 
 LOOPS = ("Accelerate", "Trainer")
 
@@ -53,12 +39,7 @@ def launched(case: Case, rank: int, num_ranks: int) -> Iterator[None]:
 
 def num_parts(case: Case, num_ranks: int) -> int:
     """Backward passes before a step, where ranks stand for those that are not there."""
-    return int(case["accumulation"][0]) * WORLD_SIZE // num_ranks
-
-
-def batches(case: Case, steps: range, ranks: range) -> list[MicroBatch]:
-    """Of these steps, one after the other; the steps' means are over num_parts() of them."""
-    return [batch for step in steps for rank in ranks for batch in micro_batches(case, step, rank)]
+    return int(case["accumulation"][0]) * 2 // num_ranks
 
 
 class AccelerateLoop:
@@ -83,7 +64,7 @@ class AccelerateLoop:
 
     def run(self, steps: range, ranks: range) -> None:
         """Some steps, on the micro-batches of some ranks."""
-        for batch in batches(self.case, steps, ranks):
+        for batch in micro_batches(self.case, steps, ranks):
             with self.accelerator.accumulate(self.model):
                 self.accelerator.backward(_loss(self.case, batch, self.model))
                 if self.accelerator.sync_gradients:
@@ -148,7 +129,7 @@ class TrainerLoop:
 
     def run(self, steps: range, ranks: range) -> None:
         """Some steps, on the micro-batches of some ranks."""
-        self.batches[:] = batches(self.case, steps, ranks)
+        self.batches[:] = micro_batches(self.case, steps, ranks)
         self.trainer.args.max_steps = len(steps)
         self.trainer.train()
 
@@ -170,99 +151,3 @@ def _loss(case: Case, batch: MicroBatch, model: nn.Module) -> Tensor:
 
 def _clips_in_loop(case: Case) -> bool:
     return case["clipping"] in ("optimizer", "norm", "norm in two passes")
-
-
-class Training:
-    """One case, from its start or from a checkpoint: our own loop, and states."""
-
-    optimizer: Any
-
-    def __init__(self, case: Case, num_ranks: int, folder: Path) -> None:
-        self.case = case
-        has_experts = "experts" in case.get("mesh", "")
-        self.model: Any = Net(case["weights"], case["recompute"], has_experts)
-        if case["dtype"].endswith("weights"):
-            self.model.to(DTYPES[case["dtype"]])
-        self.wrapped: Any = self.model
-        self.loop: Any = loop_of(case, self.model, num_ranks, folder) or self
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
-
-    def wrap(self) -> None:
-        """Puts around the model and its optimizer what the case has."""
-        if self.case["compile"] == "yes":
-            self.model.compile(backend="aot_eager")
-        if self.case["around"] == "DDP":
-            self.wrapped = DistributedDataParallel(self.model, find_unused_parameters=True)
-        if self.loop is not self:
-            self.loop.take(self.optimizer)
-
-    def options(self) -> dict[str, Any]:
-        """Of the optimizer, as all of the library call them."""
-        found: dict[str, Any] = {}
-        if self.case["clipping"] == "option" or self.case["clipping"].startswith("norm"):
-            found["clip_grad_norm"] = CLIP_NORM
-        if self.case["loss scale"] in ("fixed", "dynamic"):
-            found["loss_scale"] = SCALE if self.case["loss scale"] == "fixed" else "dynamic"
-        if self.case.get("reduce dtype") == "16 bits":
-            found["reduce_dtype"] = DTYPES[self.case["dtype"]]
-        return found
-
-    def run(self, steps: range, ranks: range) -> None:
-        """Some steps, on the micro-batches of some ranks, which this one stands for."""
-        for step in steps:
-            batches = [batch for rank in ranks for batch in micro_batches(self.case, step, rank)]
-            for batch in batches:
-                waits = "no_sync" in self.case["accumulation"] and batch is not batches[-1]
-                with self.optimizer.no_sync() if waits else contextlib.nullcontext():
-                    self.backward(batch, 1 / len(ranks))
-            self.finish_step()
-
-    def backward(self, batch: MicroBatch, share: float) -> None:
-        loss = batch.loss(self.wrapped) * share
-        if self.case["loss scale"] == "GradScaler":
-            self.scaler.scale(loss).backward()
-        elif self.case["clipping"] == "norm in two passes":
-            self.optimizer.backward(loss)
-        else:
-            self.optimizer.scale(loss).backward()
-
-    def finish_step(self) -> None:
-        """Clips, and steps."""
-        clipping, is_scaled = self.case["clipping"], self.case["loss scale"] == "GradScaler"
-        if is_scaled and clipping in ("torch", "optimizer"):
-            self.scaler.unscale_(self.optimizer)
-        if clipping == "torch":
-            nn.utils.clip_grad_norm_(self.model.parameters(), CLIP_NORM)
-        if clipping == "optimizer":
-            self.optimizer.clip_grad_norm_(CLIP_NORM)
-        if is_scaled:
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-        else:
-            self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def snapshot(self) -> list[Tensor]:
-        """What tells whether a weight has been written since."""
-        return [local_of(p).clone() for g in self.optimizer.param_groups for p in g["params"]]
-
-    def whole_weights(self) -> dict[str, Tensor]:
-        """On every rank. Collective."""
-        return full_weights(self.model)
-
-    def saved(self) -> Any:
-        """Whole weights, and the optimizer's state: by a file, or that of all ranks. Collective."""
-        if self.case["resume"] == "same ranks":
-            file = io.BytesIO()
-            torch.save(self.optimizer.state_dict(), file)
-            file.seek(0)
-            return self.whole_weights(), torch.load(file, weights_only=True)
-        return get_state_dict(self.model, self.optimizer, full=True)
-
-    def load(self, saved: Any) -> None:
-        """Goes on from what saved() has returned."""
-        if self.case["resume"] == "same ranks":
-            load_full_weights(self.model, saved[0])
-            self.optimizer.load_state_dict(saved[1])
-        else:
-            set_state_dict(self.model, self.optimizer, *saved)

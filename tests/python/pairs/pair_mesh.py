@@ -1,16 +1,17 @@
-"""The table of pairs of meshes (tensor, pipeline, expert, data parallelism), and a case's steps."""
+"""Meshes of the library's layers, pipelines and experts that a user puts together by hand."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from pair_loops import Training
-from pair_model import CLIP_NORM, MicroBatch, Net, params_in_groups
-from pair_table import Case, Refused, Table, condition
-from pair_zero import torch_optimizer
+from pair_batches import MicroBatch
+from pair_engines import SEED_AFTER_LOADING, Engine, Place
+from pair_models import CLIP_NORM, Net
+from pair_optimizers import groups_of, torch_optimizer
+from pair_table import Case
+from pair_tables import BY_HAND
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -23,26 +24,10 @@ from ringcomm.nn import (
     VocabParallelEmbedding,
 )
 from ringcomm.optim import Lomo
-from ringcomm.parallel import (
-    clip_grad_norm_,
-    expert,
-    pipeline,
-    tensor,
-    zero,
-)
+from ringcomm.parallel import clip_grad_norm_, expert, pipeline, tensor, zero
 from ringcomm.parallel.tensor.splits import SplitModule
 
 WORLD_SIZE = 4
-# The ranks of a row share a model; those of a column have the same part of it.
-DATA_RANKS = {
-    "tensor 2 x data 2": 2,
-    "sequence 2 x data 2": 2,
-    "pipeline 2 x data 2": 2,
-    "pipeline 2 x tensor 2": 1,
-    "pipeline 2 x sequence 2": 1,
-    "experts 2 x data 4": 4,
-    "experts 4 x data 4": 4,
-}
 # Where a run goes on; the first one that allows what it has.
 OTHER_MESHES = {
     "tensor 2 x data 2": ("pipeline 2 x data 2", "tensor 4"),
@@ -54,125 +39,10 @@ OTHER_MESHES = {
     "experts 4 x data 4": ("experts 2 x data 4",),
 }
 
-PIPELINE = ("pipeline 2 x data 2", "pipeline 2 x tensor 2", "pipeline 2 x sequence 2")
-PIPELINES = " or ".join(PIPELINE)
-ZERO = ("zero 1", "zero 2", "zero 3")
-OF_TORCH = ("optimizer", "DDP", "fully_shard")
 
-TABLE = Table(
-    axes={
-        "mesh": tuple(DATA_RANKS),
-        "trained by": (*OF_TORCH, *ZERO, "Lomo"),
-        "optimizer": ("sgd", "adamw"),
-        "dtype": ("float32", "bfloat16 weights"),
-        "accumulation": ("1", "3"),
-        "clipping": ("none", "function", "option", "torch"),
-        "loss scale": ("none", "fixed", "dynamic", "GradScaler"),
-        "weights": ("plain", "frozen", "tied"),
-        "groups": ("one", "no decay first"),
-        "recompute": ("no", "yes"),
-        "resume": ("no", "same ranks", "one rank", "another mesh"),
-        "backend": ("ringcomm", "gloo"),
-    },
-    refused=(
-        Refused(
-            f"mesh: {PIPELINES}; trained by: zero 3",
-            "ValueError: which a pipeline does not call",
-            "stage 1 or 2, or Pipeline(wrap=lambda stage: fully_shard(stage, mesh=...))",
-        ),
-        Refused(
-            "mesh: sequence 2 x data 2 or pipeline 2 x sequence 2; trained by: fully_shard",
-            "ValueError: sequence_dim.*fully_shard",
-            "DistributedDataParallel, or zero.shard at stage 1 or 2",
-        ),
-        Refused(
-            "mesh: sequence 2 x data 2; trained by: zero 3",
-            "ValueError: summed over the ranks of a tensor-parallel group",
-            "stage 1 or 2",
-        ),
-        Refused(
-            f"mesh: {PIPELINES}; trained by: Lomo; clipping: option",
-            "ValueError: only the gradients of this rank's pipeline stages",
-            "zero.shard",
-        ),
-        Refused(
-            f"mesh: {PIPELINES}; trained by: Lomo; loss scale: fixed or dynamic",
-            "ValueError: only the gradients of this rank's pipeline stages",
-            "zero.shard",
-        ),
-        Refused(
-            f"mesh: {PIPELINES}; trained by: Lomo; weights: tied",
-            "ValueError: shared by stages",
-            "zero.shard at stage 1 or 2",
-        ),
-        Refused(
-            "trained by: Lomo; clipping: function",
-            "RuntimeError: clip_grad_norm=",
-            "the option clip_grad_norm= of Lomo",
-            is_late=True,
-        ),
-        Refused(
-            "clipping: torch",
-            r"RuntimeError: parallel\.clip_grad_norm_|optimizer\.clip_grad_norm_|clip_grad_norm=",
-            "ringcomm.parallel.clip_grad_norm_(model, max_norm)",
-            besides="mesh: tensor 2 x data 2 or pipeline 2 x data 2 or experts 4 x data 4",
-            is_late=True,
-        ),
-        Refused(
-            "loss scale: GradScaler",
-            "RuntimeError: loss_scale=",
-            "torch's ShardedGradScaler; the option loss_scale= of zero.shard() or Lomo",
-            besides="mesh: tensor 2 x data 2 or pipeline 2 x data 2 or experts 4 x data 4",
-            is_late=True,
-        ),
-        Refused(
-            "trained by: zero 3; dtype: bfloat16 weights",
-            "ValueError: float32",
-            "float32 weights and param_dtype=torch.bfloat16",
-        ),
-    ),
-    meaningless=(
-        condition("trained by: optimizer or DDP or fully_shard; clipping: option"),
-        condition("trained by: optimizer or DDP or fully_shard; loss scale: fixed or dynamic"),
-        condition("trained by: Lomo; optimizer: adamw"),
-    ),
-    also=({"mesh": "experts 4 x data 4", "trained by": "zero 3", "recompute": "yes"},),
-)
-
-
-def oracle(case: Case, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """What makes the same steps in one process."""
-    if case["trained by"] == "Lomo":
-        return torch.optim.SGD(groups, 0.2, weight_decay=0.01)
-    return torch_optimizer(case, groups)
-
-
-class Mesh:
-    """The groups of a case that this rank is in."""
-
-    def __init__(self, name: str, rank: int) -> None:
-        rows = [dist.new_group([first, first + 1]) for first in (0, 2)]
-        columns = [dist.new_group([first, first + 2]) for first in (0, 1)]
-        alone = [dist.new_group([r]) for r in range(WORLD_SIZE)]
-        everyone = dist.group.WORLD
-        row, column = rows[rank // 2], columns[rank % 2]
-        self.shares_tokens = "sequence" in name
-        self.tensor = row if "tensor" in name or self.shares_tokens else None
-        if name == "tensor 4":
-            self.tensor = everyone
-        self.pipeline: dist.ProcessGroup | None = None
-        if name == "pipeline 2 x data 2":
-            self.pipeline = row
-        if name in PIPELINE[1:]:
-            self.pipeline = column
-        self.experts: dist.ProcessGroup | None = None
-        self.replicas: dist.ProcessGroup | None = None
-        if name == "experts 2 x data 4":
-            self.experts, self.replicas = row, column
-        if name == "experts 4 x data 4":
-            self.experts = everyone
-        self.data = {1: alone[rank], 2: column, 4: everyone}[DATA_RANKS.get(name, 1)]
-        self.data_rank = self.data.rank()
+def num_data_ranks(mesh: str) -> int:
+    """How many ranks have rows of their own: those of a column have the same part of a model."""
+    return int(mesh[-1]) if "data" in mesh else 1
 
 
 def mesh_to_go_on(case: Case) -> str:
@@ -180,7 +50,32 @@ def mesh_to_go_on(case: Case) -> str:
     if case["resume"] != "another mesh":
         return "one rank" if case["resume"] == "one rank" else case["mesh"]
     others = OTHER_MESHES[case["mesh"]]
-    return next((mesh for mesh in others if TABLE.allows({**case, "mesh": mesh})), others[-1])
+    return next((mesh for mesh in others if BY_HAND.allows({**case, "mesh": mesh})), others[-1])
+
+
+class Mesh:
+    """The groups of a mesh that this rank is in; the ranks of a row share a model."""
+
+    def __init__(self, name: str, rank: int) -> None:
+        rows = [dist.new_group([first, first + 1]) for first in (0, 2)]
+        columns = [dist.new_group([first, first + 2]) for first in (0, 1)]
+        alone = [dist.new_group([r]) for r in range(WORLD_SIZE)]
+        everyone: Any = dist.group.WORLD
+        row, column = rows[rank // 2], columns[rank % 2]
+        self.shares_tokens = "sequence" in name
+        self.tensor = row if "tensor" in name or self.shares_tokens else None
+        if name == "tensor 4":
+            self.tensor = everyone
+        self.pipeline: Any = None
+        if "pipeline" in name:
+            self.pipeline = row if "data" in name else column
+        self.experts: Any = None
+        self.replicas: Any = None
+        if name == "experts 2 x data 4":
+            self.experts, self.replicas = row, column
+        if name == "experts 4 x data 4":
+            self.experts = everyone
+        self.data = {1: alone[rank], 2: column, 4: everyone}[num_data_ranks(name)]
 
 
 def split_in_tensor_parallel(model: Any, group: dist.ProcessGroup, shares_tokens: bool) -> None:
@@ -200,21 +95,16 @@ def split_in_tensor_parallel(model: Any, group: dist.ProcessGroup, shares_tokens
                 tensor.all_reduce_grad_(param, group)
 
 
-class MeshTraining(Training):
+class MeshByHand(Engine):
     """One case, on a mesh of all ranks."""
 
-    def __init__(
-        self,
-        case: Case,
-        group: dist.ProcessGroup | None,
-        folder: Path,
-        mesh_name: str | None = None,
-    ) -> None:
+    def __init__(self, case: Case, place: Place, mesh_name: str = "") -> None:
+        super().__init__(case, place)
         self.mesh = mesh = Mesh(mesh_name or case["mesh"], dist.get_rank())
+        self.by, self.data_rank = case["trained by"], mesh.data.rank()
         # The ranks of the first mesh that a rank of this one stands for.
-        num = DATA_RANKS[case["mesh"]] // mesh.data.size()
-        self.ranks = range(mesh.data_rank * num, (mesh.data_rank + 1) * num)
-        super().__init__(case, WORLD_SIZE, folder)
+        num = num_data_ranks(case["mesh"]) // mesh.data.size()
+        self.ranks = range(self.data_rank * num, (self.data_rank + 1) * num)
         model = self.model
         if mesh.tensor is not None:
             split_in_tensor_parallel(model, mesh.tensor, mesh.shares_tokens)
@@ -228,16 +118,27 @@ class MeshTraining(Training):
                 )
         self.pipe: pipeline.Pipeline | None = None
         if mesh.pipeline is not None:
-            self._make_pipeline(model, mesh.pipeline)
-        else:
-            if case["trained by"] == "DDP":
-                expert.ignore_in_ddp(model)
-                self.wrapped = DistributedDataParallel(model, process_group=mesh.data)
-            if case["trained by"] == "fully_shard":
-                self._fully_shard()
-        self.optimizer = self._make_optimizer()
+            self.pipe = self._pipeline(model)
+            self.model = self.pipe.module
+        elif self.by in ("DDP", "fully_shard"):
+            self.wrapped = self._over_data_ranks(model)
+        self.optimizer = self._optimizer()
 
-    def _make_pipeline(self, model: Net, group: dist.ProcessGroup) -> None:
+    def again(self) -> MeshByHand:
+        place = Place(self.place.folder / "again", SEED_AFTER_LOADING)
+        return MeshByHand(self.case, place, mesh_to_go_on(self.case))
+
+    def _over_data_ranks(self, model: nn.Module) -> Any:
+        """A model, or a stage of one, in torch's data parallelism."""
+        if self.by == "DDP":
+            expert.ignore_in_ddp(model)
+            return DistributedDataParallel(model, process_group=self.mesh.data)
+        apart = set(expert.expert_parameters(model).values())
+        mesh = DeviceMesh.from_group(self.mesh.data, "cpu")
+        fully_shard(model, mesh=mesh, ignored_params=apart or None)
+        return model
+
+    def _pipeline(self, model: Net) -> pipeline.Pipeline:
         blocks: dict[str, nn.Module] = {"embedding": model.embedding}
         blocks |= {f"blocks.{i}": block for i, block in enumerate(model.blocks)}
         blocks |= {"norm": model.norm, "head": model.head}
@@ -245,75 +146,48 @@ class MeshTraining(Training):
         def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
             return nn.functional.cross_entropy(logits.float(), targets)
 
-        def wrap(stage: nn.Module) -> nn.Module:
-            if self.case["trained by"] == "DDP":
-                return DistributedDataParallel(stage, process_group=self.mesh.data)
-            mesh = DeviceMesh.from_group(self.mesh.data, "cpu")
-            fully_shard(stage, mesh=mesh)
-            return stage
-
-        self.pipe = pipeline.Pipeline(
+        return pipeline.Pipeline(
             blocks,
             loss_of,
-            "zero-bubble" if self.case["trained by"] in ZERO else "1f1b",
+            "zero-bubble" if self.by.startswith("zero") else "1f1b",
             num_microbatches=2,
-            group=group,
+            group=self.mesh.pipeline,
             recompute=self.case["recompute"] == "yes",
-            wrap=wrap if self.case["trained by"] in ("DDP", "fully_shard") else None,
+            wrap=self._over_data_ranks if self.by in ("DDP", "fully_shard") else None,
         )
-        self.model = self.pipe.module
 
-    def _fully_shard(self) -> None:
-        mesh = DeviceMesh.from_group(self.mesh.data, "cpu")
-        apart = set(expert.expert_parameters(self.model).values())
-        fully_shard(self.model, mesh=mesh, ignored_params=apart)
-
-    def _make_optimizer(self) -> Any:
-        case, kind = self.case, self.case["trained by"]
-        groups = params_in_groups(self.model, case["groups"])
-        if kind == "Lomo":
+    def _optimizer(self) -> Any:
+        groups, data = groups_of(self.case, self.model.parameters()), self.mesh.data
+        if self.by == "Lomo":
+            num_parts = int(self.case["accumulation"]) * len(self.ranks)
             return Lomo(
                 groups,
                 0.2,
                 0.01,
                 model=self.model,
-                group=self.mesh.data if self.mesh.data.size() > 1 else "none",
-                accumulation_steps=int(case["accumulation"])
-                * len(self.ranks)
-                * (1 if self.pipe is None else 2),
+                group=data if data.size() > 1 else "none",
+                accumulation_steps=num_parts * (1 if self.pipe is None else 2),
                 **self.options(),
             )
-        optimizer = torch_optimizer(case, groups)
-        if kind.startswith("zero"):
-            return zero.shard(
-                self.model,
-                optimizer,
-                int(kind[-1]),
-                group=self.mesh.data,
-                bucket_bytes=200,
-                **self.options(),
-            )
+        optimizer = torch_optimizer(self.case, groups)
+        if self.by.startswith("zero"):
+            options = {"group": data, "bucket_bytes": 200, **self.options()}
+            return zero.shard(self.model, optimizer, int(self.by[-1]), **options)
         return optimizer
 
-    def run(self, steps: range, ranks: range) -> None:
-        super().run(steps, self.ranks)
-
     def backward(self, batch: MicroBatch, share: float) -> None:
-        if self.pipe is not None:
-            scale = getattr(self.optimizer, "loss_scale", 1.0) * batch.factor * share
-            if self.case["loss scale"] == "GradScaler":
-                scale *= self.scaler.scale(torch.ones(())).item()
-            self.pipe.step(batch.ids, batch.targets, loss_scale=scale)
-        elif hasattr(self.optimizer, "scale") or self.case["loss scale"] == "GradScaler":
+        if self.pipe is None:
             super().backward(batch, share)
-        else:
-            (batch.loss(self.wrapped) * share).backward()
+            return
+        scale = getattr(self.optimizer, "loss_scale", 1.0) * batch.factor * share
+        if self.case["loss scale"] == "GradScaler":
+            scale *= self.scaler.scale(torch.ones(())).item()
+        self.pipe.step(batch.ids, batch.targets, loss_scale=scale)
 
     def finish_step(self) -> None:
-        kind = self.case["trained by"]
-        if kind == "optimizer":
+        if self.by == "optimizer":
             expert.average_gradients(self.model, self.mesh.data)
-        elif self.mesh.experts is not None and kind in ("DDP", "fully_shard"):
+        elif self.mesh.experts is not None and self.by in ("DDP", "fully_shard"):
             expert.average_gradients(self.wrapped, self.mesh.data)
         if self.case["clipping"] == "function":
             has_own = hasattr(self.optimizer, "clip_grad_norm_")

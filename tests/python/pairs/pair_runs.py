@@ -1,113 +1,260 @@
-"""A case of a table of pairs on ranks: its steps, a checkpoint on the way, and what they raise."""
+"""Runs a case of a table on ranks and in one process, and says what is wrong with it."""
 
 from __future__ import annotations
 
 import contextlib
-import datetime
-from collections.abc import Callable, Iterator
+import os
+import pickle
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import pair_lomo
-import pair_loops
-import pair_mesh
-import pair_zero
 import torch
 import torch.distributed as dist
-from pair_model import STEPS, WORLD_SIZE
+from pair_actions import Actions, action_of, turns
+from pair_batches import STEPS
+from pair_engines import LomoEngine, ParallelizedEngine, Place, ZeroEngine, dims_of, local_of
+from pair_loops import launched
+from pair_mesh import WORLD_SIZE, MeshByHand, num_data_ranks
+from pair_models import PREFIXES, default_dtype, is_small
+from pair_oracle import Alone, error_of, initial, tolerance, train_alone
 from pair_table import Case, Table
-from ranks import end_groups
+from pair_tables import TOLERANCE, views_of
+from ranks import RankFailure, end_groups, init_group, run_ranks
 from torch import Tensor
 
-RESUME_STEP = 2
-TIMEOUT = datetime.timedelta(seconds=30)
-Oracle = Callable[[Case, list[Any]], Any]
+from ringcomm.parallel import get_state_dict
 
-# By name: the table, what trains a case, and the optimizer of one process.
-TABLES: dict[str, tuple[Table, Any, Oracle]] = {
-    "zero.shard": (pair_zero.TABLE, pair_zero.ZeroTraining, pair_zero.oracle),
-    "Lomo and AdaLomo": (pair_lomo.TABLE, pair_lomo.LomoTraining, pair_lomo.oracle),
-    "Meshes": (pair_mesh.TABLE, pair_mesh.MeshTraining, pair_mesh.oracle),
-}
+with contextlib.suppress(ImportError):
+    from transformers import LlamaForCausalLM  # noqa: F401  # before ranks are forked
+
+TIMEOUT_S = 120.0
+READS = ("eval", "input gradient", "generate", "state_dict")  # changes nothing
 
 
-def world_size(table: str) -> int:
-    """The ranks that a table's cases run on."""
-    return pair_mesh.WORLD_SIZE if table == "Meshes" else WORLD_SIZE
+class Outcome(NamedTuple):
+    """What a rank has seen of a case.
+
+    Attributes:
+        kind, text: of what was raised; empty if nothing was.
+        is_unchanged: no weight was written in the call that raised.
+        seen: by name what a loop sees besides weights: losses, tokens, gradients, states.
+        weights: whole weights at the end.
+        local, replica: this rank's own, and which ranks have the same.
+        data_rank: of this rank.
+    """
+
+    kind: str = ""
+    text: str = ""
+    is_unchanged: bool = False
+    seen: dict[str, Any] = {}  # noqa: RUF012
+    weights: dict[str, Tensor] = {}  # noqa: RUF012
+    local: list[Tensor] = []  # noqa: RUF012
+    replica: tuple[int, ...] = ()
+    data_rank: int = 0
 
 
-def num_data_ranks(case: Case) -> int:
-    """How many of them have rows of their own."""
-    return pair_mesh.DATA_RANKS[case["mesh"]] if "mesh" in case else WORLD_SIZE
+def world_size(case: Case) -> int:
+    """The ranks that a case runs on."""
+    if "trained by" in case:
+        return WORLD_SIZE
+    found = dims_of(case)
+    return 2 if found is None else torch.Size(found[0].values()).numel()
 
 
-def train(rank: int, table: str, case: Case, folder: Path) -> dict[str, Tensor]:
-    """Trains a case, in a group of its own; the whole weights at the end."""
-    with _group(rank, table, case, folder):
-        return _train(rank, _training(table, case, folder), case, folder)
+def engine_of(case: Case, place: Place) -> Any:
+    """A case's system. Collective."""
+    if "trained by" in case:
+        return MeshByHand(case, place)
+    if dims_of(case) is not None:
+        return ParallelizedEngine(case, place)
+    is_lomo = "weights in" in case or "Lomo" in case.get("system", "")
+    return (LomoEngine if is_lomo else ZeroEngine)(case, place)
 
 
-def raised(rank: int, table: str, case: Case, folder: Path) -> tuple[str, str, bool]:
-    """Trains a case: the kind and text of what was raised, and whether weights are as before."""
-    with _group(rank, table, case, folder):
-        try:
-            training = _training(table, case, folder)
-        except Exception as error:
-            return type(error).__name__, str(error), True
-        before = training.snapshot()
-        try:
-            _train(rank, training, case, folder)
-        except Exception as error:
-            is_same = all(map(torch.equal, before, training.snapshot()))
-            return type(error).__name__, str(error), is_same
-    return "", "", False
+# ---- on ranks
 
 
-@contextlib.contextmanager
-def _group(rank: int, table: str, case: Case, folder: Path) -> Iterator[None]:
-    """A default group for a case: what an error leaves of it harms no other case."""
-    num_ranks = world_size(table)
-    store = dist.FileStore(str(folder / "store"), num_ranks)
-    dist.init_process_group(
-        case["backend"], store=store, rank=rank, world_size=num_ranks, timeout=TIMEOUT
-    )
+def outcome(rank: int, case: Case, folder: Path) -> Outcome:
+    """Trains a case in a group of its own: what an error leaves of it harms no other case."""
+    num_ranks, backend = world_size(case), case.get("backend", "ringcomm")
+    timeout_s = 30.0 if is_small(case) else 10.0
+    init_group(rank, num_ranks, folder / "store", timeout_s, backend=backend)
     try:
-        if case["backend"] == "gloo":  # a rank that ends would break what another still connects
+        if backend == "gloo":  # a rank that ends would break what another still connects
             dist.barrier()
-        with pair_loops.launched(case, rank, num_ranks):
-            yield
+        dtype = getattr(torch, case.get("default dtype", "float32"))
+        with launched(case, rank, num_ranks), default_dtype(dtype):
+            found = train(rank, case, folder)
+        if case.get("leaving") == "one by one" and not found.kind:
+            _leave(rank, num_ranks, found, folder)
+        return found
     finally:
         end_groups()
         torch.compiler.reset()  # graphs of other cases have other shapes
+        torch.compiler.set_stance("default")
 
 
-def _training(table: str, case: Case, folder: Path) -> Any:
-    return TABLES[table][1](case, dist.group.WORLD, _sub(folder, "first"))
+def train_in_turn(rank: int, cases: list[Case], folder: Path) -> list[Outcome]:
+    """One case after the other in a group of two ranks."""
+    init_group(rank, 2, folder / "store", 10.0)
+    try:
+        return [train(rank, case, folder) for case in cases]
+    finally:
+        end_groups()
 
 
-def _train(rank: int, training: Any, case: Case, folder: Path) -> dict[str, Tensor]:
-    ranks, steps = range(rank, rank + 1), range(STEPS)
-    if case["resume"] != "no":
-        training.loop.run(steps[:RESUME_STEP], ranks)
-        steps = steps[RESUME_STEP:]
-        saved = training.saved()
-        if "mesh" in case:
-            mesh = pair_mesh.mesh_to_go_on(case)
-            training = pair_mesh.MeshTraining(case, dist.group.WORLD, _sub(folder, "second"), mesh)
-        elif case["resume"] == "one rank":  # that stands for all
-            group = [dist.new_group([r]) for r in range(WORLD_SIZE)][rank]
-            ranks = range(WORLD_SIZE)
-            with pair_loops.launched(case, rank, 1):
-                training = type(training)(case, group, _sub(folder, f"alone{rank}"))
-        else:
-            training = type(training)(case, dist.group.WORLD, _sub(folder, "second"))
-        training.load(saved)
-    training.loop.run(steps, ranks)
-    whole: dict[str, Tensor] = training.whole_weights()
-    return whole
+def train(rank: int, case: Case, folder: Path) -> Outcome:
+    """Trains a case in the default group."""
+    seed = rank if case.get("seeds") == "per rank" else 0
+    engine: Any = None
+    before: list[Tensor] = []
+    seen: dict[str, Any] = {}
+    try:
+        engine = engine_of(case, Place(folder / "first", seed))
+        actions = Actions(engine, case)
+        for steps in turns(case):
+            before = engine.snapshot()
+            seen |= actions.before(steps.start)
+            engine = actions.engine
+            before = engine.snapshot()
+            engine.run(steps)
+            actions.after_step()
+        before = []
+        seen |= actions.at_end()
+        weights = get_state_dict(engine.owner, full=True)[0]
+        weights = {PREFIXES.sub("", name): value for name, value in weights.items()}
+    except Exception as error:
+        after = engine.snapshot() if engine is not None and before else []
+        same = len(before) == len(after) and all(map(torch.equal, before, after))
+        if is_small(case) and engine is not None:  # options are refused by the first step
+            same = same and steps.start == 0
+        return Outcome(type(error).__name__, str(error), same)
+    if is_small(case):
+        local, replica = [*weights.values()], ((rank,) if case["resume"] == "one rank" else ())
+    else:
+        is_apart = case.get("system") == "infinity"  # weights are in files or host memory
+        local = [] if is_apart else [local_of(param).clone() for param in engine.params]
+        replica = engine.replica()
+    return Outcome("", "", False, seen, weights, local, replica, engine.data_rank)
 
 
-def _sub(folder: Path, name: str) -> Path:
-    found = folder / name
-    found.mkdir(parents=True, exist_ok=True)
+def _leave(rank: int, num_ranks: int, found: Outcome, folder: Path) -> None:
+    """Every rank but 0 ends right after its last call, without a word."""
+    last = dist.new_group()
+    if rank == 0:
+        time.sleep(0.05)
+        for peer in range(1, num_ranks):
+            value = torch.zeros(1)
+            dist.recv(value, peer, group=last)
+            assert float(value) == peer
+        return
+    (folder / f"rank{rank}").write_bytes(pickle.dumps(found))
+    dist.send(torch.tensor([float(rank)]), 0, group=last)
+    os._exit(0)
+
+
+# ---- in one process
+
+
+def expected(case: Case) -> list[tuple[dict[str, Any], dict[str, Tensor]]]:
+    """By data rank what it should see, and the weights."""
+    if is_small(case):
+        num_data = num_data_ranks(case["mesh"]) if "mesh" in case else 2
+        return [({}, train_alone(case, num_data))] * num_data
+    found = dims_of(case)
+    num_data = 2 if found is None else found[0]["dp"] * found[0].get("fsdp", 1)
+    num_parts = 1 if found is None else int(case.get("micro-batches", "2"))
+    engine = Alone(case, num_data, num_parts)
+    actions = Actions(engine, case)
+    seen: list[dict[str, Any]] = [{} for _ in range(num_data)]
+
+    def by_rank(call: Callable[[], dict[str, Any]], is_each: bool) -> None:
+        """What each rank sees with its own buffers; what changes something is done once."""
+        shared = None if is_each else call()
+        for rank in range(num_data):
+            with engine.as_rank(rank):
+                seen[rank] |= call() if shared is None else shared
+        key = "loss in evaluation"
+        if found is not None and key in seen[0]:
+            mean = sum(of_rank[key] for of_rank in seen) / num_data  # as evaluate() gives
+            for of_rank in seen:
+                of_rank[key] = mean
+
+    for step in range(STEPS):
+        by_rank(lambda step=step: actions.before(step), action_of(case) in READS)  # type: ignore[misc]
+        engine.run(range(step, step + 1))
+        actions.after_step()
+    by_rank(actions.at_end, True)
+    weights = {name: p.detach().float() for name, p in engine.model.named_parameters()}
+    return [(of_rank, weights) for of_rank in seen]
+
+
+# ---- both
+
+
+def problem_of(tables: Iterable[Table], case: Case, folder: Path) -> str:
+    """Runs a case; what is wrong with it by the tables, or nothing."""
+    num_ranks, leaves = world_size(case), case.get("leaving") == "one by one"
+    options: dict[str, Any] = {"backend": None, "timeout_s": TIMEOUT_S, "fresh": leaves}
+    if leaves:
+        options["may_die"] = range(1, num_ranks)
+    try:
+        results = run_ranks(num_ranks, outcome, case, folder, **options)
+    except RankFailure as failure:
+        return str(failure)
+    found: list[Outcome] = [
+        pickle.loads((folder / f"rank{rank}").read_bytes()) if each is None else each
+        for rank, each in enumerate(results)
+    ]
+    reasons = [
+        why for table in tables for view in views_of(case) for why in table.refusals_of(view)
+    ]
+    if reasons:
+        unknown = [
+            f"rank {rank}: {each.kind}: {each.text} (weights unchanged: {each.is_unchanged})"
+            for rank, each in enumerate(found)
+            if not any(why.explains(*each[:3]) for why in reasons)
+        ]
+        return "\n".join(unknown)
+    raised = [f"rank {r}: {each.kind}: {each.text}" for r, each in enumerate(found) if each.kind]
+    return "\n".join(raised or differences(case, found))
+
+
+def differences(case: Case, results: list[Outcome]) -> list[str]:
+    """From one process, and between replicas."""
+    alone, start = expected(case), initial(case)
+    found = []
+    first: dict[tuple[int, ...], list[Tensor]] = {}
+    for rank, mine in enumerate(results):
+        seen, weights = alone[mine.data_rank]
+        if set(mine.weights) < set(weights):
+            found.append(f"rank {rank} lacks {sorted(set(weights) - set(mine.weights))}")
+            continue
+        # Weights of 16 bits are masters rounded.
+        rounded = {name: w.to(mine.weights[name].dtype).float() for name, w in weights.items()}
+        error = min(error_of(mine.weights, aim, start) for aim in (weights, rounded))
+        if not error < tolerance(case):
+            found.append(f"rank {rank}: weights are off by {error:.2g} of their change")
+        for name in seen:
+            found += [f"rank {rank}: {name}: {what}" for what in _off(mine.seen[name], seen[name])]
+        same = first.setdefault(mine.replica, mine.local)
+        if not all(map(torch.equal, same, mine.local)):
+            found.append(f"rank {rank}: its weights are not those of its replicas")
     return found
+
+
+def _off(found: Any, expected: Any, name: str = "") -> list[str]:
+    """What is not as expected, in a value of tensors."""
+    if isinstance(expected, dict):  # a stage of a pipeline has some of the names
+        return [w for key in found for w in _off(found[key], expected[key], key)]
+    if isinstance(expected, list):
+        return [w for pair in zip(found, expected, strict=True) for w in _off(*pair, name)]
+    one, other = torch.as_tensor(found), torch.as_tensor(expected)
+    if one.shape != other.shape:
+        return [f"{name} has shape {tuple(one.shape)} instead of {tuple(other.shape)}"]
+    if one.dtype == torch.int64:
+        return [] if torch.equal(one, other) else [f"{one.tolist()} instead of {other.tolist()}"]
+    error = float((one.double() - other.double()).norm() / other.double().norm().clamp(min=1e-6))
+    return [] if error < TOLERANCE else [f"{name} is off by {error:.2g}"]

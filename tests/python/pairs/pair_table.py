@@ -11,8 +11,10 @@ import dataclasses
 import itertools
 import random
 import re
-from collections.abc import Iterator, Mapping
+import textwrap
+from collections.abc import Iterable, Mapping
 from functools import cache, cached_property
+from typing import Any
 
 Case = dict[str, str]
 Condition = Mapping[str, tuple[str, ...]]
@@ -28,13 +30,19 @@ def condition(words: str) -> Condition:
     return {axis: tuple(values.split(" or ")) for axis, values in parts}
 
 
+def conditions(text: str) -> tuple[Condition, ...]:
+    """One of each line; lines with # say why."""
+    lines = [line.strip() for line in text.split("\n")]
+    return tuple(condition(line) for line in lines if line and not line.startswith("#"))
+
+
 @dataclasses.dataclass(frozen=True)
 class Refused:
     """Values that do not go together, and the error that says so.
 
     Attributes:
         when: the values that meet; see condition().
-        raises: the names of exceptions by |, and a regular expression of their text.
+        raises: the names of exceptions by |; after ": " a regular expression of their text.
         instead: what to do, for the documentation.
         besides: what a case must have besides, to be refused for this and nothing else.
         only_with: what a case must have for the error; with other values it ends in a time-out.
@@ -50,7 +58,7 @@ class Refused:
 
     def explains(self, kind: str, text: str, is_unchanged: bool) -> bool:
         """Whether an error is this one."""
-        kinds, says = self.raises.split(": ", 1)
+        kinds, _, says = self.raises.partition(": ")
         is_right = kind in kinds.split("|") and re.search(says, text) is not None
         return is_right and (is_unchanged or self.is_late)
 
@@ -73,7 +81,31 @@ class Table:
     also: tuple[Mapping[str, str], ...] = ()
     strength: int = 2
 
-    @property
+    @staticmethod
+    def of(
+        axes: str, refused: str, meaningless: str, also: tuple[str, ...] = (), strength: int = 2
+    ) -> Table:
+        """A table that is written as text.
+
+        Args:
+            axes: a line "axis: value | value" of each.
+            refused: of each the line `when`, and indented `raises`, `instead`, and what else it
+                has: "besides CONDITION", "only with CONDITION", "late".
+            meaningless: see conditions().
+            also: conditions with one value of each axis.
+            strength: see the attributes.
+        """
+        lines = re.sub(r"\s+\|", " |", axes).strip().split("\n")
+        split = (line.strip().split(": ", 1) for line in lines)
+        return Table(
+            {axis: tuple(values.split(" | ")) for axis, values in split},
+            tuple(map(_refused, re.split(r"\n(?! )", textwrap.dedent(refused).strip()))),
+            conditions(meaningless),
+            tuple({axis: value for axis, (value,) in condition(c).items()} for c in also),
+            strength,
+        )
+
+    @cached_property
     def plain(self) -> Case:
         """The first value of every axis."""
         return {axis: values[0] for axis, values in self.axes.items()}
@@ -90,19 +122,22 @@ class Table:
         """Whether a case, or a part of one, is to equal one process."""
         return self.makes_sense(case) and not self.refusals_of(case)
 
-    def pairs(self) -> Iterator[Case]:
-        """Every pair of values of two axes, or as many as `strength`."""
-        for axes in itertools.combinations(self.axes, self.strength):
-            for values in itertools.product(*(self.axes[axis] for axis in axes)):
-                yield dict(zip(axes, values, strict=True))
+    def pairs_beside(self, cases: Iterable[Case]) -> list[Case]:
+        """Pairs of values of two axes that no case holds; or as many values as `strength`."""
+        held = {pair for case in cases for pair in self.pairs_of(case)}
+        return [
+            dict(zip(axes, values, strict=True))
+            for axes in itertools.combinations(self.axes, self.strength)
+            for values in itertools.product(*(self.axes[axis] for axis in axes))
+            if frozenset(zip(axes, values, strict=True)) not in held
+        ]
 
     @cached_property
     def covering(self) -> list[Case]:
         """Allowed cases which hold every pair that an allowed case can hold, and `also`."""
         never = [*self.meaningless, *(condition(each.when) for each in self.refused)]
         also = [{**self.plain, **values} for values in self.also]
-        left = [pair for pair in self.pairs() if not any(pair.items() <= c.items() for c in also)]
-        return also + self._cover(left, never)
+        return also + self._cover(self.pairs_beside(also), never)
 
     @cached_property
     def refusals(self) -> list[Case]:
@@ -116,14 +151,12 @@ class Table:
                 case = {**self.plain, **dict(zip(conditions, values, strict=True))}
                 if self.makes_sense(case) and self.refusals_of(case) == [refused]:
                     found.append(case)
-        tried = [*self.covering, *found]
-        left = [pair for pair in self.pairs() if not any(pair.items() <= c.items() for c in tried)]
         never = [*self.meaningless]
         for refused in self.refused:  # and would end in a time-out
             for axis, values in condition(refused.only_with).items():
                 others = tuple(value for value in self.axes[axis] if value not in values)
                 never.append({**condition(refused.when), axis: others})
-        return found + self._cover(left, never)
+        return found + self._cover(self.pairs_beside([*self.covering, *found]), never)
 
     def _cover(self, pairs: list[Case], never: list[Condition]) -> list[Case]:
         """Few cases that hold the pairs that any case can hold which no condition is true of.
@@ -161,13 +194,9 @@ class Table:
         conditions: Mapping[tuple[str, str], list[Condition]],
         left: Mapping[Pair, Case],
     ) -> Case | None:
-        """Completes a case by values that hold as many of the pairs that are left as can be.
+        """Completes a case by `choices` that hold as many of the pairs that are left as can be.
 
-        Args:
-            case: some values.
-            choices: of each axis the values that may fit.
-            conditions: by axis and value those that must not be true.
-            left: pairs.
+        `conditions` are by axis and value those that must not be true.
         """
 
         def fits(axis: str, value: str) -> bool:
@@ -199,6 +228,20 @@ class Table:
     def pairs_of(self, case: Case) -> set[Pair]:
         """Every pair of values that a case holds, or as many as `strength`."""
         return {frozenset(pair) for pair in itertools.combinations(case.items(), self.strength)}
+
+
+def _refused(text: str) -> Refused:
+    when, raises, instead, *rest = map(str.strip, text.split("\n"))
+    more: dict[str, Any] = {}
+    for line in rest:
+        if line.startswith("besides "):
+            more["besides"] = line.removeprefix("besides ")
+        elif line.startswith("only with "):
+            more["only_with"] = line.removeprefix("only with ")
+        else:
+            assert line == "late", line
+            more["is_late"] = True
+    return Refused(when, raises, instead, **more)
 
 
 def _matches(when: Condition, case: Mapping[str, str]) -> bool:

@@ -1,4 +1,4 @@
-"""Features in pairs: each equals one process, or is refused before a weight is written."""
+"""Features in pairs, and whole loops: a case equals one process, or is refused before it writes."""
 
 from __future__ import annotations
 
@@ -7,105 +7,135 @@ from pathlib import Path
 from typing import Any
 
 import pair_document
-import pair_model
 import pair_runs
 import pytest
 import torch
-from cases import slow
-from pair_loops import LOOPS
-from pair_runs import TABLES
-from pair_table import Case
+from pair_loops import LOOPS as LOOPS_OF_OTHERS
+from pair_optimizers import SCHEDULERS, schedulers_of_torch
+from pair_oracle import TOLERANCES
+from pair_table import Case, Refused
+from pair_tables import BETWEEN, LOOPS, PROGRAM, TABLES, ZERO
 from ranks import run_ranks
 
-TIMEOUT_S = 120.0  # the first case of a rank may import transformers
+# Schedulers that set more than the learning rate, or need more than the optimizer.
+FEW = ["OneCycleLR", "ReduceLROnPlateau", "SequentialLR"]
+ALL = sorted(schedulers_of_torch() & SCHEDULERS.keys())
 
 
-def cases_to_equal() -> list[Any]:
-    """By name of a table; slow where earlier cases have each of the case's values."""
-    found = []
-    for name, (table, _, _) in TABLES.items():
-        seen = set[tuple[str, str]]()
-        for case in table.covering:
-            found.append(slow(name, case) if seen >= case.items() else (name, case))
-            seen |= case.items()
-    return found
-
-
-def cases_to_refuse() -> list[Any]:
-    """By name of a table; slow where earlier cases have each of the case's reasons."""
-    found = []
-    for name, (table, _, _) in TABLES.items():
-        seen = set[str]()
-        for case in table.refusals:
+def cases_of(name: str) -> list[Any]:
+    """Of a table; slow where earlier cases have each of the case's values or reasons to refuse."""
+    table, found, seen = TABLES[name], [], set[tuple[str, str]]()
+    refused = set[str]()
+    for case in [*table.covering, *table.refusals]:
+        others = {axis: value for axis, value in case.items() if value != table.plain[axis]}
+        is_new = not seen >= case.items()
+        if case in table.refusals:  # slow in whole loops if it has more than what is refused
             reasons = {str(reason) for reason in table.refusals_of(case)}
-            found.append(slow(name, case) if seen >= reasons else (name, case))
-            seen |= reasons
+            is_plain = len(others) <= 2 and table is not PROGRAM
+            is_new = is_new or (is_plain if name in LOOPS else not refused >= reasons)
+            refused |= reasons
+        marks = [pytest.mark.slow] if not is_new or name == "Meshes of three axes" else []
+        words = ", ".join(f"{axis}={value}" for axis, value in others.items())
+        found.append(pytest.param(name, case, marks=marks, id=f"{name}: {words}"))
+        seen |= case.items()
     return found
 
 
-def needs(case: Case) -> None:
-    """Skips the test where a loop's library is not there."""
-    if case.get("around") in LOOPS:
+FEATURES = [case for name in TABLES if name not in LOOPS for case in cases_of(name)]
+EQUAL = [each for each in FEATURES if TABLES[each.values[0]].allows(each.values[1])]
+REFUSED = [each for each in FEATURES if each not in EQUAL]
+WHOLE_LOOPS = [case for name in LOOPS for case in cases_of(name)]
+
+
+def check(table: str, case: Case, folder: Path) -> None:
+    if table in LOOPS or case.get("around") in LOOPS_OF_OTHERS:
         pytest.importorskip("transformers")
+    if case.get("around") in LOOPS_OF_OTHERS:
         pytest.importorskip("accelerate")
+    tables = [BETWEEN, TABLES[table]] if table in LOOPS else [TABLES[table]]
+    if problem := pair_runs.problem_of(tables, case, folder):
+        pytest.fail(problem, pytrace=False)
 
 
-def id_of(value: Any) -> str | None:
-    """A name of what is not plain in a case."""
-    if not isinstance(value, dict):
-        return None
-    (table,) = (t for t, _, _ in TABLES.values() if list(t.axes) == list(value))
-    return ",".join(f"{axis}={value[axis]}" for axis in value if value[axis] != table.plain[axis])
-
-
-@pytest.mark.parametrize(("table", "case"), cases_to_equal(), ids=id_of)
+@pytest.mark.parametrize(("table", "case"), EQUAL)
 def test_equals_one_process(table: str, case: Case, tmp_path: Path) -> None:
-    needs(case)
-    results = run_ranks(
-        pair_runs.world_size(table),
-        pair_runs.train,
-        *(table, case, tmp_path),
-        backend=None,
-        timeout_s=TIMEOUT_S,
-    )
-    oracle = TABLES[table][2]
-    expected = pair_model.train_alone(
-        case, lambda groups: oracle(case, groups), pair_runs.num_data_ranks(case)
-    )
-    start = pair_model.initial(case)
-    for found in results:
-        # Weights of 16 bits are masters rounded.
-        rounded = {name: value.to(found[name].dtype).float() for name, value in expected.items()}
-        error = min(pair_model.error_of(found, aim, start) for aim in (expected, rounded))
-        assert error < pair_model.tolerance(case)
-        if case["resume"] != "one rank":
-            assert all(torch.equal(found[name], results[0][name]) for name in found)
+    check(table, case, tmp_path)
 
 
-@pytest.mark.parametrize(("table", "case"), cases_to_refuse(), ids=id_of)
+@pytest.mark.parametrize(("table", "case"), REFUSED)
 def test_refuses(table: str, case: Case, tmp_path: Path) -> None:
-    needs(case)
-    results = run_ranks(
-        pair_runs.world_size(table),
-        pair_runs.raised,
-        *(table, case, tmp_path),
-        backend=None,
-        timeout_s=TIMEOUT_S,
-    )
-    reasons = TABLES[table][0].refusals_of(case)
-    for error in results:
-        assert any(why.explains(*error) for why in reasons), error
+    check(table, case, tmp_path)
+
+
+@pytest.mark.parametrize(("table", "case"), WHOLE_LOOPS)
+def test_whole_loops(table: str, case: Case, tmp_path: Path) -> None:
+    check(table, case, tmp_path)
+
+
+def test_a_wrong_system_is_found(tmp_path: Path) -> None:
+    """One that loses micro-batches, replicas that differ by a bit, and a refusal that is late."""
+    case = ZERO.plain
+    results = run_ranks(2, pair_runs.outcome, case, tmp_path, backend=None)
+    assert pair_runs.differences(case, results) == []
+    (found, _) = pair_runs.differences({**case, "accumulation": "3"}, results)
+    assert "weights are off" in found
+    weight = results[1].local[0]
+    weight.copy_(torch.nextafter(weight, torch.tensor(torch.inf)))
+    assert pair_runs.differences(case, results) == [
+        "rank 1: its weights are not those of its replicas"
+    ]
+    refused = Refused("stage: 1", "ValueError|TypeError: of rows", "stage 2")
+    assert refused.explains("TypeError", "a case of rows", True)
+    for error in [
+        ("OSError", "of rows", True),
+        ("ValueError", "", True),
+        ("ValueError", "of rows", False),
+    ]:
+        assert not refused.explains(*error)
 
 
 def test_no_pair_is_left_out() -> None:
     """What is neither in a case that equals one process nor refused makes no sense."""
-    for table, _, _ in TABLES.values():
-        tried = [*table.covering, *table.refusals]
-        left = [p for p in table.pairs() if not any(p.items() <= case.items() for case in tried)]
+    for table in TABLES.values():
+        left = table.pairs_beside([*table.covering, *table.refusals])
         assert [pair for pair in left if table.makes_sense(pair)] == []
 
 
 def test_the_page_has_these_tables() -> None:
     if os.environ.get("RINGCOMM_WRITE_PAIRS"):
         pair_document.PAGE.write_text(pair_document.page())
-    assert pair_document.PAGE.read_text() == pair_document.page()
+    text = pair_document.PAGE.read_text()
+    assert text == pair_document.page()
+    for dtype, tolerance in TOLERANCES.items():
+        assert f"{tolerance:g} ({str(dtype).removeprefix('torch.')})" in text
+
+
+def test_all_schedulers_are_here() -> None:
+    assert schedulers_of_torch() <= SCHEDULERS.keys()
+
+
+@pytest.mark.parametrize(
+    ("system", "scheduler", "kinds"),
+    [
+        ("zero 1", "after", FEW),
+        *(
+            pytest.param(system, scheduler, ALL, marks=pytest.mark.slow)
+            for system in BETWEEN.axes["system"][:6]
+            for scheduler in ("after", "before")
+            if BETWEEN.makes_sense({"system": system, "scheduler": scheduler})
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else f"{len(value)} kinds",
+)
+def test_schedulers(system: str, scheduler: str, kinds: list[str], tmp_path: Path) -> None:
+    """Learning rates, betas and weights; before the third step it resumes from a checkpoint."""
+    pytest.importorskip("transformers")
+    fixed = {"system": system, "scheduler": scheduler, "between steps": "save and load"}
+    cases = [{**fixed, "kind of scheduler": kind} for kind in kinds]
+    found: list[Any] = run_ranks(2, pair_runs.train_in_turn, cases, tmp_path, backend=None)
+    problems = []
+    for case, results in zip(cases, zip(*found, strict=True), strict=True):
+        raised = [f"{each.kind}: {each.text}" for each in results if each.kind]
+        problem = raised or pair_runs.differences(case, list(results))
+        problems += [f"{case['kind of scheduler']}: {each}" for each in problem]
+    assert problems == []

@@ -12,10 +12,10 @@ import shlex
 import time
 from pathlib import Path
 
-import between_check
+import pair_runs
 import pytest
-from between_table import ACTIONS, BETWEEN, CUBES, MESHES, PROGRAM, TABLES, pending_of, views_of
-from pair_table import Case
+from pair_table import Case, Table, conditions
+from pair_tables import BETWEEN, CUBES, LOOPS, MESHES, PROGRAM, TABLES, views_of
 
 pytest.importorskip("transformers")
 
@@ -24,7 +24,7 @@ SEED = os.environ.get("RINGCOMM_LOOPS_SEED", "") or str(random.SystemRandom().ra
 ONE = os.environ.get("RINGCOMM_LOOP", "")
 MAX_FAILURES = 20
 # Axes of one table that cases of another one have here besides.
-COMMON = {"between steps": ACTIONS, "backend": ("ringcomm", "gloo")}
+COMMON = {"between steps": BETWEEN.axes["between steps"], "backend": ("ringcomm", "gloo")}
 OF_SYSTEMS = {
     **BETWEEN.axes,
     **PROGRAM.axes,
@@ -34,10 +34,30 @@ OF_SYSTEMS = {
 }
 OF_MESHES = {**BETWEEN.axes, **MESHES.axes, **COMMON}
 del OF_MESHES["system"]
+SPLIT = " or ".join(
+    mesh for table in (MESHES, CUBES) for mesh in table.axes["mesh"] if "tp" in mesh
+)
+NEVER = conditions(f"""
+    # Refused (docs/pairs.md), or ranks have no rows of their own.
+    used: others on each rank or one rank alone; system: infinity or tensor or pipeline or mesh
+    # Refused by name: no DTensor describes such heads.
+    sizes: uneven; mesh: {SPLIT}; between steps: state_dict
+    # Such a loss may be the right mean then.
+    loss: shifts labels or ignore_index=-1 or class weights; labels: full
+    # Both change the same layer.
+    trained: thawed or never; between steps: freeze
+    # Gloo's groups cannot be aborted.
+    backend: gloo; between steps: exception in forward or exception in backward
+    backend: gloo; leaving: one by one
+    backend: gloo; system: infinity
+    # torch's checkpoint updates statistics twice; its DDP sends rank 0's.
+    buffers: BatchNorm; recompute: yes
+    buffers: BatchNorm; zero: 0
+""")
 
 
 def drawn(draw: random.Random) -> Case:
-    """A case that is not known to be wrong."""
+    """A case that says something."""
     while True:
         axes = OF_SYSTEMS if draw.random() < 0.4 else OF_MESHES
         case = {axis: draw.choice(values) for axis, values in axes.items()}
@@ -46,40 +66,15 @@ def drawn(draw: random.Random) -> Case:
         # Half of the axes are plain: a case of many refusals tells little.
         for axis in draw.sample(sorted(set(axes) - {"system", "mesh", "zero"}), len(axes) // 2):
             case[axis] = axes[axis][0]
-        if makes_sense(case) and not pending_of(case):
+        tables = [BETWEEN, MESHES, CUBES] if "mesh" in case else [BETWEEN]
+        is_right = all(table.makes_sense(view) for table in tables for view in views_of(case))
+        if is_right and Table(axes, (), NEVER).makes_sense(case):
             return case
-
-
-def makes_sense(case: Case) -> bool:
-    """Whether a case says something."""
-    is_alone = case.get("used") in ("others on each rank", "one rank alone")
-    if is_alone and case.get("system") in ("infinity", "tensor", "pipeline", "mesh"):
-        return False  # refused (docs/pairs.md), or ranks have no rows of their own
-    has_uneven_heads = case.get("sizes") == "uneven" and "tp" in case["mesh"]
-    if has_uneven_heads and case["between steps"] == "state_dict":
-        return False  # refused by name: no DTensor describes them
-    is_refused = case.get("loss") in ("shifts labels", "ignore_index=-1", "class weights")
-    if is_refused and case["labels"] == "full":
-        return False  # such a loss may be the right mean then
-    if case.get("trained", "always") != "always" and case["between steps"] == "freeze":
-        return False  # both change the same layer
-    if case["backend"] == "gloo" and (
-        case["leaving"] != "together"
-        or case.get("system") == "infinity"
-        or case["between steps"].startswith("exception")  # Gloo's groups cannot be aborted
-    ):
-        return False
-    if case["buffers"] == "BatchNorm" and (
-        case.get("recompute") == "yes" or case.get("zero") == "0"
-    ):
-        return False  # torch's checkpoint updates statistics twice; its DDP sends rank 0's
-    tables = (BETWEEN,) if "system" in case else (MESHES, CUBES, BETWEEN)
-    return all(table.makes_sense(view) for table in tables for view in views_of(case))
 
 
 def problem_of(case: Case, folder: Path) -> str:
     folder.mkdir()
-    return between_check.problem_of(list(TABLES.values()), case, folder)
+    return pair_runs.problem_of([TABLES[name] for name in LOOPS], case, folder)
 
 
 def command_of(case: Case) -> str:

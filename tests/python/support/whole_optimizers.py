@@ -1,4 +1,4 @@
-"""Optimizers of users for the tests of ZeRO: of whole weights, and schedule-free."""
+"""Optimizers of users for tests, most of them of whole weights; and the steps of AdaLomo."""
 
 from __future__ import annotations
 
@@ -113,6 +113,66 @@ class Averaged(torch.optim.Optimizer):
 
     def _direction(self, grad: Tensor) -> Tensor:
         return grad
+
+
+class SmoothLion(torch.optim.Optimizer):
+    """A user's optimizer: Lion with x / (|x| + eps) for the sign, which rounding cannot flip."""
+
+    def __init__(self, params: Any, lr: float = 0.02, weight_decay: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": (0.9, 0.95)})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is None
+        for group in self.param_groups:
+            fast, slow = group["betas"]
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(param)
+                average = state["exp_avg"]
+                update = average.lerp(param.grad, 1 - fast)
+                average.lerp_(param.grad, 1 - slow)
+                param.mul_(1 - group["lr"] * group["weight_decay"])
+                param.sub_(group["lr"] * update / (update.abs() + 1e-2))
+
+
+class AdaLomoOracle(torch.optim.Optimizer):
+    """AdaLomo's docstring, line by line, in float64."""
+
+    def __init__(self, groups: Any) -> None:
+        super().__init__(groups, {"lr": 0.05, "weight_decay": 0.01})
+        self.num_steps = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.num_steps += 1
+        beta = 1 - self.num_steps**-0.8
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self._step(param, beta, group["lr"], group["weight_decay"])
+
+    def _step(self, param: Tensor, beta: float, lr: float, weight_decay: float) -> None:
+        assert param.grad is not None
+        state, grad, weight = self.state[param], param.grad.double(), param.detach().double()
+        squares = grad.square() + 1e-30
+        if grad.dim() == 2:
+            means = {"row": squares.mean(1, keepdim=True), "column": squares.mean(0, keepdim=True)}
+        else:
+            means = {"each": squares}
+        for name, mean in means.items():
+            old = state.get(name, torch.zeros_like(mean))
+            state[name] = beta * old + (1 - beta) * mean
+        if grad.dim() == 2:
+            moment = state["row"] * state["column"] / state["row"].mean()
+        else:
+            moment = state["each"]
+        update = grad / moment.sqrt()
+        update /= max(1.0, float(update.square().mean().sqrt()))
+        size = lr * max(1e-3, float(weight.square().mean().sqrt()))
+        param.data.copy_((1 - size * weight_decay) * weight - size * update)
 
 
 class Together:

@@ -1,0 +1,145 @@
+"""Optimizers and schedulers of the tables: those that a user gives, and those of one process."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from pair_table import Case
+from torch import nn
+from torch.optim import lr_scheduler
+from whole_optimizers import (
+    AdaLomoOracle,
+    Averaged,
+    Kron,
+    SmoothLion,
+    SmoothMuon,
+    Together,
+    by_dimensions,
+)
+
+from ringcomm.parallel import offload
+from ringcomm.parallel.optimizer_classes import optimizers_of
+
+
+def groups_of(case: Case, given: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
+    """Parameter groups of the weights that a user gives to an optimizer."""
+    has_frozen = case.get("system", "Lomo") not in ("Lomo", "AdaLomo")
+    params = [param for param in given if param.requires_grad or has_frozen]
+    if case.get("groups", "one") == "one":
+        return [{"params": params}]
+    decayed = {"params": [param for param in params if param.dim() > 1], "weight_decay": 0.1}
+    others = {"params": [param for param in params if param.dim() <= 1], "weight_decay": 0.0}
+    return [decayed, others] if case["groups"] == "decay first" else [others, decayed]
+
+
+def torch_optimizer(case: Case, groups: list[dict[str, Any]]) -> Any:
+    """The optimizer that a user gives, or several."""
+    adamw = partial(torch.optim.AdamW, lr=0.02, eps=1e-3)
+    match case.get("optimizer"):
+        case "sgd":
+            return torch.optim.SGD(groups, 0.2, momentum=0.9, weight_decay=0.01)
+        case "SGD":
+            return torch.optim.SGD(groups, 0.1, momentum=0.9, weight_decay=0.01)
+        case "Adam":
+            return torch.optim.Adam(groups, 0.02, eps=1e-3, weight_decay=0.01)
+        case "a user's class":
+            return SmoothLion(groups)
+        case "adafactor" | "Adafactor":
+            return torch.optim.Adafactor(groups, 0.05, eps=(1e-6, 1e-3))
+        case "muon and adamw":
+            return by_dimensions(groups, partial(SmoothMuon, lr=0.1), adamw)
+        case "shampoo":
+            return Kron(groups, 0.05)
+        case "schedule-free":
+            return Averaged(groups, 0.2)
+    return adamw(groups)
+
+
+def offloaded(given: Any, groups: list[dict[str, Any]], **place: Any) -> Any:
+    """The library's optimizer that makes the steps of a given one, with states elsewhere."""
+    if isinstance(given, torch.optim.AdamW | torch.optim.SGD):
+        kind: Any = getattr(offload, type(given).__name__)
+        names = ("lr", "momentum", "eps", "weight_decay")
+        options = {name: given.defaults[name] for name in names if name in given.defaults}
+        return kind(groups, **options, **place)
+    return [offload.Offloaded(each, **place) for each in optimizers_of(given)]
+
+
+def optimizer_alone(case: Case, params: Iterable[nn.Parameter]) -> Any:
+    """What makes a case's steps in one process."""
+    groups = groups_of(case, params)
+    kinds = (case.get("system"), case.get("trained by"), case.get("optimizer"))
+    if "Lomo" in kinds:
+        return torch.optim.SGD(groups, 0.2, weight_decay=0.01)
+    if "AdaLomo" in kinds:
+        return AdaLomoOracle(groups)
+    given = torch_optimizer(case, groups)
+    if isinstance(given, torch.optim.Optimizer) and not hasattr(given, "train"):
+        return given
+    together = Together(optimizers_of(given))
+    together.train()
+    return together
+
+
+# ---- schedulers
+
+
+class Plateau(lr_scheduler.ReduceLROnPlateau):
+    """With losses that do not fall."""
+
+    def step(self, metrics: Any = 1.0, epoch: Any = None) -> None:  # type: ignore[override]
+        super().step(metrics)
+
+
+def _parts(optimizer: Any) -> list[Any]:
+    return [lr_scheduler.ConstantLR(optimizer, 0.5, 2), lr_scheduler.ExponentialLR(optimizer, 0.7)]
+
+
+def _cycle(optimizer: Any, kind: Any, *shares: float, **options: Any) -> Any:
+    """Between shares of the learning rate; it cycles momentum where there is one."""
+    lr = float(optimizer.param_groups[0]["lr"])
+    has_momentum = any(g.get("momentum") or "betas" in g for g in optimizer.param_groups)
+    return kind(
+        optimizer, *(share * lr for share in shares), cycle_momentum=has_momentum, **options
+    )
+
+
+# By the name of torch's class.
+SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.8**step),
+    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda step: 1 - step / 10),
+    "StepLR": lambda o: lr_scheduler.StepLR(o, 2, 0.5),
+    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [1, 3], 0.5),
+    "ConstantLR": lambda o: lr_scheduler.ConstantLR(o, 0.3, 2),
+    "LinearLR": lambda o: lr_scheduler.LinearLR(o, 0.2, 1.0, 3),
+    "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.7),
+    "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o, 5, 2.0),
+    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 5),
+    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 2),
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(o, _parts(o), [2]),
+    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(_parts(o)),
+    "ReduceLROnPlateau": lambda o: Plateau(o, factor=0.5, patience=0),
+    "CyclicLR": lambda o: _cycle(o, lr_scheduler.CyclicLR, 0.25, 1.0, step_size_up=2),
+    "OneCycleLR": lambda o: _cycle(o, lr_scheduler.OneCycleLR, 1.0, total_steps=6),
+}
+
+
+def scheduler_of(case: Case, optimizer: Any) -> Any:
+    """One that changes every step."""
+    return SCHEDULERS[case.get("kind of scheduler", "LambdaLR")](optimizer)
+
+
+def schedulers_of_torch() -> set[str]:
+    """The names of the schedulers of the torch that is installed."""
+    return {
+        name
+        for name, kind in vars(lr_scheduler).items()
+        if inspect.isclass(kind)
+        and issubclass(kind, lr_scheduler.LRScheduler)
+        and not name.startswith("_")
+        and kind is not lr_scheduler.LRScheduler
+    }

@@ -1,0 +1,165 @@
+"""The steps of a case in one process: what ranks must come to."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+
+import torch
+from pair_batches import STEPS, class_weights, micro_batches, rows_of
+from pair_engines import Engine
+from pair_models import CLIP_NORM, CLIP_VALUE, DTYPES, SCALE, is_small, make_model
+from pair_optimizers import optimizer_alone, scheduler_of
+from pair_table import Case
+from pair_tables import TOLERANCE
+from torch import Tensor, nn
+from whole_optimizers import AdaLomoOracle
+
+# Of the change of all weights, as a share of its norm. A lost micro-batch or rank is 0.1 and more.
+TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}
+
+
+def initial(case: Case) -> dict[str, Tensor]:
+    """The weights before the first step, as all ranks have them."""
+    model = make_model(case, 0)
+    if is_small(case) and case["dtype"].endswith("weights"):
+        model.to(DTYPES[case["dtype"]])
+    return {name: param.detach().float() for name, param in model.named_parameters()}
+
+
+def train_alone(given: Case, num_ranks: int) -> dict[str, Tensor]:
+    """The steps of the small network, whose masters and sums are float32."""
+    case = {**given, "recompute": "no"}
+    dtype, masters = DTYPES[case["dtype"]], make_model(case, 0)
+    if case["dtype"].endswith("weights"):
+        masters.to(dtype).float()
+    optimizer = optimizer_alone(case, masters.parameters())
+    scale = {"none": 1.0, "dynamic": 2.0**16}.get(case["loss scale"], SCALE)
+    for step in range(STEPS):
+        sums: dict[str, Tensor] = {}
+        for batch in micro_batches(case, range(step, step + 1), range(num_ranks)):
+            model = make_model(case, 0).to(dtype)
+            model.load_state_dict(masters.state_dict())
+            (batch.loss(model) * scale).backward()
+            for name, param in model.named_parameters():
+                if param.grad is not None:
+                    grad = param.grad.float() / (scale * num_ranks)
+                    sums[name] = sums.get(name, torch.zeros_like(grad)) + grad
+        is_good = all(bool(total.isfinite().all()) for total in sums.values())
+        if not is_good and case["loss scale"] == "dynamic":
+            scale /= 2
+        for name, param in masters.named_parameters():
+            param.grad = sums.get(name) if is_good else None
+        trained = [param for param in masters.parameters() if param.grad is not None]
+        if trained and case["clipping"] == "value":
+            nn.utils.clip_grad_value_(trained, CLIP_VALUE)
+        elif trained and case["clipping"] != "none":
+            nn.utils.clip_grad_norm_(trained, CLIP_NORM)
+        if is_good:
+            optimizer.step()
+        if _rounds_weights(case):
+            masters.to(dtype).float()  # in place
+        optimizer.zero_grad()
+    return {name: param.detach() for name, param in masters.named_parameters()}
+
+
+def _rounds_weights(case: Case) -> bool:
+    """Whether 16-bit weights are all there is: no masters."""
+    is_trained_by_torch = not case.get("trained by", "zero").startswith("zero")
+    return case.get("rounding") == "nearest" or is_trained_by_torch
+
+
+def tolerance(case: Case) -> float:
+    """Of error_of()."""
+    if not is_small(case):
+        return TOLERANCE
+    if case.get("rounding") == "stochastic":
+        return 0.3
+    if case["dtype"] == "bfloat16 weights" and _rounds_weights(case):
+        return 0.1  # so are sums of gradients, and states
+    if "weights in" in case and case["dtype"] == "bfloat16 weights" and case["accumulation"] != "1":
+        return 4e-2  # LOMO adds micro-batches up in 16 bits
+    return TOLERANCES[DTYPES[case["dtype"]]]
+
+
+def error_of(
+    found: dict[str, Tensor], expected: dict[str, Tensor], start: dict[str, Tensor]
+) -> float:
+    """How far changes of weights are from those expected, as a share of the norm of these."""
+    wrong = sum(
+        float((found[name].float() - value).square().sum()) for name, value in expected.items()
+    )
+    moved = sum(float((start[name] - value).square().sum()) for name, value in expected.items())
+    return (wrong / moved) ** 0.5
+
+
+class Alone(Engine):
+    """One process with all rows of the Llama, float64."""
+
+    def __init__(self, case: Case, num_data: int, num_parts: int) -> None:
+        self.case, self.num_data, self.num_parts = case, num_data, num_parts
+        self.model = self.core = make_model(case, 0).double()
+        self.optimizer = optimizer_alone(case, self.model.parameters())
+        self.scheduler = scheduler_of(case, self.optimizer)
+        self.losses: list[float] = []
+        # Statistics of each rank's rows.
+        own = {name: value.clone() for name, value in self.model.named_buffers()}
+        self._buffers = [copy.deepcopy(own) for _ in range(num_data)]
+
+    @contextlib.contextmanager
+    def as_rank(self, data_rank: int) -> Iterator[None]:
+        """With a rank's buffers, which may change."""
+        own, buffers = self._buffers[data_rank], dict(self.model.named_buffers())
+        for name, value in buffers.items():
+            value.copy_(own[name])
+        try:
+            yield
+        finally:
+            self._buffers[data_rank] = {name: value.clone() for name, value in buffers.items()}
+
+    def run(self, steps: range) -> None:
+        """One step of all ranks; what a rank raises, after all have run."""
+        (step,) = steps
+        all_rows = [rows_of(self.case, step, r, self.num_data) for r in range(self.num_data)]
+        total = sum(rows.weight for rows in all_rows)
+        raised: Exception | None = None
+        loss = 0.0
+        for rank in range(self.num_data):
+            with self.as_rank(rank):
+                rows = rows_of(self.case, step, rank, self.num_data)
+                try:
+                    loss += self._backward(rows.ids, rows.labels, total)
+                except ValueError as error:
+                    raised = error
+        if raised is not None:
+            if self.case.get("system") in ("Lomo", "AdaLomo"):  # what the pass has gone through
+                self._step_unfinished()
+            self.optimizer.zero_grad()
+            raise raised
+        self.losses.append(loss)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.scheduler.step()
+
+    def _step_unfinished(self) -> None:
+        """Updates the weights that have gradients, in a step that does not count."""
+        self.optimizer.step()
+        if isinstance(self.optimizer, AdaLomoOracle):
+            self.optimizer.num_steps -= 1
+
+    def _backward(self, ids: Tensor, labels: Tensor, total: float) -> float:
+        """The rank's share of the loss."""
+        summed = 0.0
+        for x, y in zip(ids.chunk(self.num_parts), labels.chunk(self.num_parts), strict=True):
+            logits = self.model(input_ids=x).logits[:, :-1].flatten(0, 1)
+            weights = class_weights(logits) if self.case.get("loss") == "class weights" else None
+            loss = nn.functional.cross_entropy(logits, y[:, 1:].flatten(), weights, reduction="sum")
+            (loss / total).backward()
+            summed += loss.item() / total
+        return summed
+
+    def reloaded(self) -> Alone:
+        """What goes on from a checkpoint: statistics are those of rank 0."""
+        self._buffers = [copy.deepcopy(self._buffers[0]) for _ in self._buffers]
+        return self
