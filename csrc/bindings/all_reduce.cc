@@ -110,7 +110,7 @@ bool ProcessGroupRingcomm::all_reduce_at_once(const at::Tensor& input, const at:
                                               std::chrono::milliseconds timeout) {
   if (!is_plain_buffer(input) || !(output.is_same(input) || is_plain_buffer(output)) ||
       input.device() != output.device() || op.op_ == c10d::ReduceOp::PREMUL_SUM ||
-      at::hasCallbacks() || trace::is_on())
+      at::hasCallbacks() || recorder::is_tracing())
     return false;
   const c10::Device device = output.device();
   // In a coalesced block every call on a device has a work.

@@ -8,7 +8,7 @@
 #include "bindings/python_errors.h"
 #include "collectives/algorithm.h"
 #include "collectives/communicator_options.h"
-#include "collectives/flight.h"
+#include "collectives/long_waits.h"
 #include "collectives/op_kind.h"
 #include "collectives/stats.h"
 #include "collectives/trace.h"
@@ -152,7 +152,7 @@ py::dict counts_of(const Stats& stats) {
 py::list counts_by_peer(const Communicator& engine, int rank) {
   py::list result;
   if (engine.log() == nullptr) return result;
-  for (const flight::PeerCounts& counts : engine.log()->counts_of(rank))
+  for (const recorder::PeerCounts& counts : engine.log()->counts_of(rank))
     result.append(py::dict("num_waits"_a = counts.num_waits,
                            "waited_s"_a = static_cast<double>(counts.waited_ns) / 1e9,
                            "num_late"_a = counts.num_late, "sent_bytes"_a = counts.sent_bytes,
@@ -270,14 +270,18 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     set("dtype", DType{}, kNumDTypes);
     set("reduction", Reduction{}, kNumReductions);
     set("algorithm", Algorithm{}, kNumAlgorithms);
+    names["title"] = call_titles();
     return names;
   });
-  m.def("flight_clock", [] { return std::tuple(flight::ticks(), flight::monotonic_ns()); });
+  m.def("flight_clock", [] {
+    const Anchor now = Anchor::now();
+    return std::tuple(now.ticks, now.ns);
+  });
   m.def("running_s", [] {
     return std::chrono::duration<double>(RunningClock::now().time_since_epoch()).count();
   });
-  m.def("set_doctor", &flight::set_doctor, "command"_a);
-  m.def("start_trace", &trace::start, "events_fd"_a, "log_fd"_a, "num_events"_a);
+  m.def("set_doctor", &recorder::set_doctor, "command"_a);
+  m.def("start_trace", &recorder::start_trace, "events_fd"_a, "log_fd"_a, "num_events"_a);
   m.def("empty_shared", &empty_shared, "sizes"_a, "dtype"_a);
   m.def("is_shared", &is_shared, "tensor"_a);
   m.def("shared_memory_usage", &shared_memory_usage);

@@ -83,7 +83,7 @@ Answer lead(Communicator& group, std::uint64_t tag, milliseconds timeout, millis
 }  // namespace
 
 void ProcessGroupRingcomm::monitoredBarrier(const c10d::BarrierOptions& opts, bool waitAllRanks) {
-  const trace::Span traced(
+  const recorder::Span traced(
       [&] { return trace_event_of({c10d::OpType::BARRIER, "ringcomm:monitored_barrier"}, {}); });
   const std::shared_ptr<Communicator> group = communicator();
   // The others wait longer for rank 0's answer than rank 0 for them: it reports a failure first.

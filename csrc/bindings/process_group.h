@@ -19,6 +19,8 @@ namespace ringcomm {
 WorkPtr start_in_engine(const std::shared_ptr<Communicator>& communicator, const CallInfo& info,
                         std::chrono::milliseconds timeout, std::vector<TensorCall> calls,
                         Tensors results);
+/// The titles of calls (CallInfo), by their numbers in a trace.
+std::vector<std::string> call_titles();
 /// All works that were started in a coalesced block, as one.
 WorkPtr coalesced_work(int rank, std::vector<WorkPtr> works);
 
@@ -160,7 +162,7 @@ class ProcessGroupRingcomm final : public c10d::Backend {
                           Tensors results);
   WorkPtr start_message(c10d::OpType op_type, const char* title, const at::Tensor& tensor, int peer,
                         int tag);
-  trace::Event trace_event_of(const CallInfo& info, const std::vector<TensorCall>& calls) const;
+  recorder::Event trace_event_of(const CallInfo& info, const std::vector<TensorCall>& calls) const;
   WorkPtr profiled(c10::Device device, const CallInfo& info, const std::vector<TensorCall>& calls,
                    const Tensors& results, c10::function_ref<WorkPtr()> body) const;
   /// Records a work for endCoalescing() inside a coalesced block.

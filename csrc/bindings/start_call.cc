@@ -1,14 +1,54 @@
 #include <ATen/record_function.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
+#include <cstdint>
+#include <iterator>
 #include <mutex>
+#include <string>
 #include <torch/csrc/distributed/c10d/Utils.hpp>
 #include <utility>
 #include <vector>
 
 #include "bindings/process_group.h"
+#include "core/types.h"
 
 namespace ringcomm {
+namespace {
+
+constexpr const char* kTitles[] = {
+    "ringcomm:barrier",
+    "ringcomm:monitored_barrier",
+    "ringcomm:all_reduce",
+    "ringcomm:sparse_all_reduce",
+    "ringcomm:reduce",
+    "ringcomm:reduce_scatter",
+    "ringcomm:_reduce_scatter_base",
+    "ringcomm:reduce_scatter_tensor_coalesced",
+    "ringcomm:reduce_scatter_update_all_gather",
+    "ringcomm:all_gather",
+    "ringcomm:_all_gather_base",
+    "ringcomm:all_gather_into_tensor_coalesced",
+    "ringcomm:broadcast",
+    "ringcomm:gather",
+    "ringcomm:scatter",
+    "ringcomm:all_to_all",
+    "ringcomm:coalesced",
+    "ringcomm:send",
+    "ringcomm:recv",
+    "ringcomm:recvAnySource",
+};
+
+std::uint8_t title_number(const std::string& title) {
+  return static_cast<std::uint8_t>(std::ranges::find(kTitles, title) - std::begin(kTitles));
+}
+
+// Of a call without tensors, and of a message.
+constexpr DType kNoType{kNumDTypes};
+
+}  // namespace
+
+std::vector<std::string> call_titles() { return {std::begin(kTitles), std::end(kTitles)}; }
 
 WorkPtr ProcessGroupRingcomm::start(const CallInfo& info, TensorCall item, Tensors results) {
   std::vector<TensorCall> calls;
@@ -18,7 +58,7 @@ WorkPtr ProcessGroupRingcomm::start(const CallInfo& info, TensorCall item, Tenso
 
 WorkPtr ProcessGroupRingcomm::start(const CallInfo& info, std::vector<TensorCall> calls,
                                     Tensors results) {
-  const trace::Span traced([&] { return trace_event_of(info, calls); });
+  const recorder::Span traced([&] { return trace_event_of(info, calls); });
   const c10::Device device = info.device ? *info.device : device_of(calls, results, info.title);
   const auto begin = [&] {
     if (!device.is_cpu())
@@ -56,19 +96,20 @@ WorkPtr ProcessGroupRingcomm::start_on_device(c10::Device device, CallInfo info,
   return devices()->exchange(info, std::move(messages), std::move(results));
 }
 
-trace::Event ProcessGroupRingcomm::trace_event_of(const CallInfo& info,
-                                                  const std::vector<TensorCall>& calls) const {
+recorder::Event ProcessGroupRingcomm::trace_event_of(const CallInfo& info,
+                                                     const std::vector<TensorCall>& calls) const {
   const std::shared_ptr<Communicator> engine = communicator();
-  trace::Event event{.seq = engine->next_seq(),
-                     .group = engine->trace_group(),
-                     .kind = trace::Kind::kCall,
-                     .name = trace::name_number(info.title)};
+  const bool is_message = c10d::isP2POp(info.op_type);
+  recorder::Event event{.seq = is_message ? recorder::kNoSeq : engine->next_seq(),
+                        .group = engine->recorded_as(),
+                        .peer = static_cast<std::int16_t>(info.peer),
+                        .kind = recorder::Kind::kCall,
+                        .dtype = kNoType,
+                        .title = title_number(info.title)};
   for (const TensorCall& item : calls) event.num_bytes += item.call.num_bytes();
-  if (c10d::isP2POp(info.op_type)) {
-    event.seq = trace::kNoSeq;
-    (info.op_type == c10d::OpType::SEND ? event.to : event.from) = info.peer;
-  } else if (!calls.empty()) {
-    event.dtype = trace::name_number(name_of(calls.front().call.dtype));
+  if (!calls.empty()) {
+    event.op = calls.front().call.op;
+    if (!is_message) event.dtype = calls.front().call.dtype;
   }
   return event;
 }

@@ -16,7 +16,7 @@ struct CommunicatorOptions {
   std::string message_backend = {};        ///< what carries messages, where anything does
   /// Where this rank is; empty: found out. This and the next one may differ between ranks.
   std::string host_id = {};
-  bool log_waits = true;           ///< long waits are written to stderr (flight.h)
+  bool log_waits = true;           ///< long waits are written to stderr (long_waits.h)
   bool report_stragglers = false;  ///< at the end
 
   /// "algorithm=auto deterministic=none one_shot_max_bytes=0 ..."

@@ -1,6 +1,5 @@
 #include "collectives/failure.h"
 
-#include "collectives/flight.h"
 #include "collectives/trace.h"
 #include "host/abort_reason.h"
 
@@ -110,7 +109,7 @@ std::exception_ptr Failure::keep(const ErrorInfo& info, const std::string& text)
   std::exception_ptr kept = std::make_exception_ptr(error);
   const std::lock_guard lock(mutex_);
   if (first_cause_ == nullptr) {
-    trace::add_failure(error.what());
+    recorder::trace_failure(error.what());
     if (log_ != nullptr) log_->fail(error.what(), info.rank);
     first_cause_ = kept;
   }

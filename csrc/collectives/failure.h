@@ -14,7 +14,7 @@
 
 namespace ringcomm {
 
-namespace flight {
+namespace recorder {
 class Log;
 }
 
@@ -59,7 +59,7 @@ class Failure {
   void check_not_inherited() const;
   std::exception_ptr first_cause() const;
   /// Where the first cause is recorded, too; lives as long. Before anything may fail.
-  void record_in(flight::Log* log) { log_ = log; }
+  void record_in(recorder::Log* log) { log_ = log; }
   /// Whether the group has ended, as far as this rank knows.
   bool has_failed() const { return has_failed_.load(std::memory_order_acquire); }
 
@@ -89,7 +89,7 @@ class Failure {
   int world_size_;
   const std::string prefix_;
   std::atomic<bool> has_failed_ = false;
-  flight::Log* log_ = nullptr;
+  recorder::Log* log_ = nullptr;
   mutable std::mutex mutex_;
   std::exception_ptr first_cause_;
 };

@@ -1,3 +1,5 @@
+#include "collectives/long_waits.h"
+
 #include <spawn.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -9,12 +11,14 @@
 #include <system_error>
 #include <tuple>
 #include <utility>
+#include <vector>
 
-#include "collectives/flight.h"
+#include "collectives/recorder.h"
+#include "host/fd.h"
 #include "host/process.h"
 #include "host/threads.h"
 
-namespace ringcomm::flight {
+namespace ringcomm::recorder {
 namespace {
 
 // When a wait is said, in seconds since it began, and when the doctor is asked.
@@ -22,6 +26,60 @@ constexpr std::uint64_t kSaidAfter_s[] = {10, 60, 300};
 constexpr std::size_t kDoctorAt = 2;  // of these
 // A process that takes less of a core sleeps; as BUSY_PERCENT of ringcomm/measure/verdict.py.
 constexpr double kBusyShare = 0.3;
+
+// ---- what the recorders of this process and of its peers have
+
+bool is_over(const Event& event) { return event.end_ticks != 0 || event.kind == Kind::kEnqueued; }
+
+// The calls of a process, as far as it shows its recorder: of all groups, or of the group `id`.
+std::vector<Event> calls_of(const PeerProcess& peer, std::optional<std::uint64_t> id = {}) {
+  std::vector<Event> calls;
+  const auto mapped = peer.flight();
+  if (mapped == nullptr || mapped->num_bytes() < Memory::kNumBytes) return calls;
+  const Memory memory(mapped->data());
+  for (std::size_t place = 0; place < kNumEvents; ++place) {
+    const std::optional<Event> event = read(memory.event(place));
+    if (!event) continue;
+    const GroupEntry& group = memory.group(event->group);
+    if (!id || (group.id == *id && group.number == event->group)) calls.push_back(*event);
+  }
+  std::ranges::sort(calls, {}, &Event::number);
+  return calls;
+}
+
+// Whether the process that the call waits for is here, waits in no call, and has slept since this
+// was asked before.
+bool is_idle(const Group& group, const Event& event, LongWaits::Wait& wait) {
+  if (event.waits_for < 0) return false;
+  const PeerProcess& peer = *group.processes[static_cast<std::size_t>(event.waits_for)];
+  const std::uint64_t now_ns = monotonic_ns();
+  const std::optional<std::uint64_t> cpu_ms = peer.cpu_ms();
+  const std::optional<std::uint64_t> before_ms = std::exchange(wait.cpu_ms, cpu_ms);
+  const std::uint64_t passed_ns = now_ns - std::exchange(wait.cpu_seen_ns, now_ns);
+  if (!cpu_ms || !before_ms || peer.is_dead || peer.is_stopped()) return false;
+  const double busy_ms = kBusyShare * static_cast<double>(passed_ns) / 1e6;
+  if (static_cast<double>(*cpu_ms - *before_ms) >= busy_ms) return false;
+  return peer.flight() != nullptr && std::ranges::none_of(calls_of(peer), &Event::is_waiting);
+}
+
+// Whether a rank of this machine before this one waits in the same collective: that one says it.
+bool is_said_by_another(const Group& group, const Event& event) {
+  const auto is_same = [&](const Event& other) {
+    return other.op == event.op && other.seq == event.seq && other.is_waiting();
+  };
+  for (int rank = 0; rank < group.rank && !event.is_message(); ++rank) {
+    const PeerProcess& peer = *group.processes[static_cast<std::size_t>(rank)];
+    if (peer.is_dead || peer.is_stopped()) continue;
+    if (std::ranges::any_of(calls_of(peer, group.id), is_same)) return true;
+  }
+  return false;
+}
+
+// ---- words
+
+std::uint64_t seconds_since(std::uint64_t then) {
+  return static_cast<std::uint64_t>(std::max(0.0, ns_of(ticks() - then)) / 1e9);
+}
 
 // "4 MiB", "1.5 KiB", "12 bytes"
 std::string size_text(std::uint64_t num_bytes) {
@@ -34,31 +92,43 @@ std::string size_text(std::uint64_t num_bytes) {
   return text;
 }
 
-bool is_message(const Event& event) {
-  return event.op == OpKind::kSend || event.op == OpKind::kRecv;
-}
-
-bool is_over(const Event& event) { return event.end_ticks != 0 || event.on_device != 0; }
-
 std::string call_text(const Event& event) {
-  const std::string number = is_message(event) ? " with tag " + std::to_string(event.seq)
-                                               : " #" + std::to_string(event.seq);
-  return name_of(event.op) + number + " (" + size_text(event.num_bytes) + ")";
+  return std::string(name_of(event.op)) + (event.is_message() ? " with tag " : " #") +
+         std::to_string(event.seq) + " (" + size_text(event.num_bytes) + ")";
 }
 
-// The calls of a process, as far as it shows its recorder: of all groups, or of the group `id`.
-std::vector<Event> calls_of(const PeerProcess& peer, std::optional<std::uint64_t> id = {}) {
-  std::vector<Event> calls;
-  const auto mapped = peer.flight();
-  if (mapped == nullptr || mapped->num_bytes() < Memory::kNumBytes) return calls;
-  const Memory memory(mapped->data());
-  for (std::size_t i = 0; i < kNumEvents; ++i) {
-    const std::optional<Event> event = read(memory.events()[i]);
-    if (event && event->group < kNumGroups && (!id || memory.groups()[event->group].id == *id))
-      calls.push_back(*event);
+// "rank 1 (pid 7 on host, running, last call: barrier #3 (0 bytes) 12 s ago)"
+std::string peer_text(const Group& group, int rank) {
+  const PeerProcess& peer = *group.processes[static_cast<std::size_t>(rank)];
+  std::string text =
+      "rank " + std::to_string(rank) + " (pid " + std::to_string(peer.pid) + " on " + peer.host;
+  if (!peer.bootstrap_address.empty())
+    text += peer.is_dead ? ", ended" : peer.is_stopped() ? ", stopped" : ", running";
+  if (const std::string words = peer.last_words(); !words.empty()) text += " after " + words;
+  if (const std::vector<Event> calls = calls_of(peer, group.id); !calls.empty()) {
+    const Event& last = calls.back();
+    const std::uint64_t since = last.end_ticks != 0 ? last.end_ticks : last.begin_ticks;
+    text += (is_over(last) ? ", last call: " : ", in ") + call_text(last) + " " +
+            std::to_string(seconds_since(since)) + (is_over(last) ? " s ago" : " s");
+  } else if (peer.flight() != nullptr) {
+    text += ", no call yet";
   }
-  std::ranges::sort(calls, {}, &Event::number);
-  return calls;
+  return text + ")";
+}
+
+std::string text_of(const Group& group, const Event& event, std::uint64_t waited_s, bool is_idle) {
+  const bool is_any = event.waits_for < 0;
+  const std::string whom = is_any ? "any rank" : peer_text(group, event.waits_for);
+  const std::string waited = " for " + std::to_string(waited_s) + " s";
+  // A process that has said why it ends does not sleep.
+  const bool sleeps =
+      is_idle && group.processes[static_cast<std::size_t>(event.waits_for)]->last_words().empty();
+  return "ringcomm rank " + std::to_string(group.rank) + "/" +
+         std::to_string(group.processes.size()) + ": " +
+         (sleeps ? "idle" + waited + " in " + call_text(event) + ": " + whom +
+                       " sleeps outside of calls, as a server does between requests (said once)"
+                 : call_text(event) + " waits for " + whom + waited) +
+         "; `ringcomm doctor --job " + std::to_string(::getpid()) + "` shows all ranks\n";
 }
 
 // ---- output
@@ -93,99 +163,38 @@ void write_aside(std::string text, const std::string* command) {
 
 void set_doctor(const std::string& command) { doctor.get() = new std::string(command); }
 
-void LongWaits::look(const Memory& memory, const std::set<Log*>& logs) {
-  if (logs.empty()) return;
-  const Clock clock(memory.header());
+void LongWaits::look(const Memory& memory, const std::set<Group*>& groups) {
+  if (groups.empty()) return;
   std::map<std::uint64_t, Wait> still;
   std::string text;
   bool asks = false;
-  for (std::size_t i = 0; i < kNumEvents; ++i) {
-    const std::optional<Event> event = read(memory.events()[i]);
+  for (std::size_t place = 0; place < kNumEvents; ++place) {
+    const std::optional<Event> event = read(memory.event(place));
     if (!event || !event->is_waiting()) continue;
-    const auto found = std::ranges::find(logs, event->group, &Log::place_);
-    if (found == logs.end() || !(*found)->log_waits_) continue;
-    Log& log = **found;
+    const auto found = std::ranges::find(groups, event->group, &Group::number);
+    if (found == groups.end() || !(*found)->log_waits) continue;
+    Group& group = **found;
     const bool is_new = !waits_.contains(event->number);
     Wait& wait = still[event->number] = waits_[event->number];
     if (is_new) {
-      wait.begin_ticks = is_message(*event) ? ticks() : event->begin_ticks;
-      static_cast<void>(is_idle(log, *event, wait));  // counts from now on
+      wait.begin_ticks = event->is_message() ? ticks() : event->begin_ticks;
+      static_cast<void>(is_idle(group, *event, wait));  // counts from now on
     }
-    const std::uint64_t waited_s = clock.seconds_since(wait.begin_ticks);
+    const std::uint64_t waited_s = seconds_since(wait.begin_ticks);
     const std::size_t num_due = static_cast<std::size_t>(
         std::ranges::upper_bound(kSaidAfter_s, waited_s) - std::begin(kSaidAfter_s));
     if (num_due <= wait.num_said) continue;
     const bool is_for_doctor = num_due >= kDoctorAt && wait.num_said < kDoctorAt;
     wait.num_said = num_due;
-    const bool idle = is_idle(log, *event, wait);
-    if (is_said_by_another(log, *event)) continue;
-    if (is_for_doctor && !(idle && std::exchange(log.has_asked_idle_, true))) asks = true;
-    if (idle && std::exchange(log.has_said_idle_, true)) continue;
-    text += text_of(log, *event, wait, clock, idle);
+    const bool idle = is_idle(group, *event, wait);
+    if (is_said_by_another(group, *event)) continue;
+    if (is_for_doctor && !(idle && std::exchange(group.has_asked_idle, true))) asks = true;
+    if (idle && std::exchange(group.has_said_idle, true)) continue;
+    text += text_of(group, *event, waited_s, idle);
   }
   waits_ = std::move(still);
   const std::string* command = asks ? doctor.get().load() : nullptr;
   if (command != nullptr || !text.empty()) write_aside(std::move(text), command);
 }
 
-// Whether the process that the call waits for is here, waits in no call, and has slept since this
-// was asked before.
-bool LongWaits::is_idle(const Log& log, const Event& event, Wait& wait) {
-  if (event.waits_for < 0) return false;
-  const PeerProcess& peer = *log.processes_[static_cast<std::size_t>(event.waits_for)];
-  const std::uint64_t now_ns = monotonic_ns();
-  const std::optional<std::uint64_t> cpu_ms = peer.cpu_ms();
-  const std::optional<std::uint64_t> before_ms = std::exchange(wait.cpu_ms, cpu_ms);
-  const std::uint64_t passed_ns = now_ns - std::exchange(wait.cpu_seen_ns, now_ns);
-  if (!cpu_ms || !before_ms || peer.is_dead || peer.is_stopped()) return false;
-  const double busy_ms = kBusyShare * static_cast<double>(passed_ns) / 1e6;
-  if (static_cast<double>(*cpu_ms - *before_ms) >= busy_ms) return false;
-  return peer.flight() != nullptr && std::ranges::none_of(calls_of(peer), &Event::is_waiting);
-}
-
-// Whether a rank of this machine before this one waits in the same collective: that one says it.
-bool LongWaits::is_said_by_another(const Log& log, const Event& event) {
-  const auto is_same = [&](const Event& other) {
-    return other.op == event.op && other.seq == event.seq && other.is_waiting();
-  };
-  for (int rank = 0; rank < log.rank_ && !is_message(event); ++rank) {
-    const PeerProcess& peer = *log.processes_[static_cast<std::size_t>(rank)];
-    if (peer.is_dead || peer.is_stopped()) continue;
-    if (std::ranges::any_of(calls_of(peer, log.id_), is_same)) return true;
-  }
-  return false;
-}
-
-std::string LongWaits::text_of(const Log& log, const Event& event, const Wait& wait,
-                               const Clock& clock, bool is_idle) {
-  std::string whom = "any rank", words;
-  if (event.waits_for >= 0) {
-    const PeerProcess& peer = *log.processes_[static_cast<std::size_t>(event.waits_for)];
-    whom = "rank " + std::to_string(event.waits_for) + " (pid " + std::to_string(peer.pid) +
-           " on " + peer.host;
-    words = peer.last_words();
-    if (!peer.bootstrap_address.empty())
-      whom += peer.is_dead ? ", ended" : peer.is_stopped() ? ", stopped" : ", running";
-    if (!words.empty()) whom += " after " + words;
-    if (const std::vector<Event> calls = calls_of(peer, log.id_); !calls.empty()) {
-      const Event& last = calls.back();
-      const std::uint64_t since =
-          clock.seconds_since(last.end_ticks != 0 ? last.end_ticks : last.begin_ticks);
-      whom += (is_over(last) ? ", last call: " : ", in ") + call_text(last) + " " +
-              std::to_string(since) + (is_over(last) ? " s ago" : " s");
-    } else if (peer.flight() != nullptr) {
-      whom += ", no call yet";
-    }
-    whom += ")";
-  }
-  const std::string waited = std::to_string(clock.seconds_since(wait.begin_ticks)) + " s";
-  return "ringcomm rank " + std::to_string(log.rank_) + "/" +
-         std::to_string(log.processes_.size()) + ": " +
-         (is_idle && words.empty()
-              ? "idle for " + waited + " in " + call_text(event) + ": " + whom +
-                    " sleeps outside of calls, as a server does between requests (said once)"
-              : call_text(event) + " waits for " + whom + " for " + waited) +
-         "; `ringcomm doctor --job " + std::to_string(::getpid()) + "` shows all ranks\n";
-}
-
-}  // namespace ringcomm::flight
+}  // namespace ringcomm::recorder

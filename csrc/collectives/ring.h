@@ -154,16 +154,17 @@ class Ring {
   auto record(const RingPart& part, int step, bool is_start) const {
     if constexpr (requires { links_.whole_rank(0); }) {
       links_.step() = {step - begin_ + 1, end_ - begin_, part.slice_idx + 1, num_slices_};
-      return trace::Span([&] {
-        return trace::Event{
-            .num_bytes = part.is_gather ? part.output_bytes : part.input_bytes,
-            .to = part.is_sent ? links_.whole_rank(schedule_.next()) : -1,
-            .from = is_start ? -1 : links_.whole_rank(schedule_.previous()),
-            .chunk = part.chunk_idx,
-            .slice = static_cast<std::uint32_t>(part.slice_idx),
-            .step = static_cast<std::int16_t>(is_start ? -1 : step % num_steps_),
-            .kind = trace::Kind::kStep,
-            .name = trace::name_number(part.is_gather ? "all_gather" : "reduce_scatter")};
+      return recorder::Span([&] {
+        const int to = part.is_sent ? links_.whole_rank(schedule_.next()) : recorder::kNobody;
+        const int from = is_start ? recorder::kNobody : links_.whole_rank(schedule_.previous());
+        return recorder::Event{.num_bytes = part.is_gather ? part.output_bytes : part.input_bytes,
+                               .peer = static_cast<std::int16_t>(to),
+                               .waits_for = static_cast<std::int16_t>(from),
+                               .step = {is_start ? 0 : step % num_steps_ + 1, num_steps_,
+                                        part.slice_idx + 1, num_slices_},
+                               .chunk = static_cast<std::int16_t>(part.chunk_idx),
+                               .kind = recorder::Kind::kStep,
+                               .op = part.is_gather ? OpKind::kAllGather : OpKind::kReduceScatter};
       });
     } else {
       return 0;

@@ -21,7 +21,10 @@ void SendRecv::post(const SendRecvOpPtr& op) {
   op->deadline = deadline_after(op->timeout);
   if (op->peer >= 0) op->awaited = op->peer;
   op->recorded = record(*op);
-  if (trace_group_ != trace::kNoGroup) trace_begin(*op);
+  if (recorder::is_tracing()) {
+    op->begin_ticks = ticks();
+    op->traced = recorder::trace(event_of(*op));  // without an end, as one of a killed process
+  }
   try {
     start(op);
   } catch (const std::system_error& no_thread) {
@@ -34,56 +37,51 @@ void SendRecv::post(const SendRecvOpPtr& op) {
   }
 }
 
-flight::Call SendRecv::record(const SendRecvOp& op) const {
+recorder::Event SendRecv::event_of(const SendRecvOp& op) const {
+  return {.begin_ticks = op.begin_ticks,
+          .seq = op.tag,
+          .num_bytes = op.num_bytes,
+          .group = group_,
+          .peer = static_cast<std::int16_t>(op.peer),
+          .kind = recorder::Kind::kMessage,
+          .op = op.is_send() ? OpKind::kSend : OpKind::kRecv};
+}
+
+recorder::Call SendRecv::record(const SendRecvOp& op) const {
   if (log_ == nullptr || !op.is_users()) return {};
-  return log_->begin({.seq = op.tag,
-                      .num_bytes = op.num_bytes,
-                      .peer = std::max(op.awaited, -1),
-                      .op = op.is_send() ? OpKind::kSend : OpKind::kRecv});
+  recorder::Event event = event_of(op);
+  event.peer = static_cast<std::int16_t>(std::max(op.awaited, -1));
+  return log_->begin(event);
 }
 
-void SendRecv::trace_begin(SendRecvOp& op) const {
-  static std::atomic<std::uint64_t> num_messages = 0;
-  op.traced = {.begin_ns = trace::now_ns(),
-               .seq = num_messages.fetch_add(1, std::memory_order_relaxed),
-               .num_bytes = op.num_bytes,
-               .group = trace_group_,
-               .to = op.is_send() ? op.peer : -1,
-               .from = op.is_send() ? -1 : op.peer,
-               .chunk = op.is_users() ? static_cast<std::int32_t>(op.tag) : -1,
-               .kind = trace::Kind::kMessage,
-               .name = trace::name_number(op.is_send() ? "send" : "recv")};
-  trace::add(op.traced);  // without an end: of a process that is killed there is nothing else
-}
-
-void SendRecv::record_end(const SendRecvOp& op) {
-  flight::Log::end(op.recorded);
-  if (op.traced.group == trace::kNoGroup) return;
-  trace::Event event = op.traced;
-  if (!op.is_send()) event.from = op.peer;  // of a receive from any source it is known now
-  event.end_ns = trace::now_ns();
-  trace::add(event);
+void SendRecv::record_end(const SendRecvOp& op) const {
+  op.recorded.end();
+  if (op.traced.event == nullptr) return;
+  // Later events of its thread may have taken its place. The peer of any source is known now.
+  const recorder::Call shown = op.traced.is_there() ? op.traced : recorder::trace(event_of(op));
+  shown.set_peer(op.peer);
+  shown.end();
 }
 
 bool SendRecv::wait(const SendRecvOpPtr& op, Clock::time_point deadline,
                     const Interrupted& is_interrupted) {
   failure_.check_not_inherited();
   // Later calls may have taken its place since it was posted.
-  const flight::Call shown = op->recorded.is_there() ? op->recorded : record(*op);
+  const recorder::Call shown = op->recorded.is_there() ? op->recorded : record(*op);
   shown.record_wait(op->awaited);
-  const trace::Span waits([&] {
-    return trace::Event{.group = trace_group_,
-                        .from = op->is_send() ? op->peer : op->traced.from,
-                        .kind = trace::Kind::kWait,
-                        .name = trace::name_number("wait")};
+  const recorder::Span waits([&] {
+    return recorder::Event{.seq = recorder::kNoSeq,
+                           .group = group_,
+                           .waits_for = static_cast<std::int16_t>(std::max(op->awaited, -1)),
+                           .kind = recorder::Kind::kWait};
   });
-  const std::uint64_t begin = flight::ticks();
+  const std::uint64_t begin = ticks();
   const bool is_done = await(op, deadline, is_interrupted);
-  if (!is_done) shown.record_wait(flight::kNobody);
-  if (shown.number != op->recorded.number) flight::Log::end(shown);
+  if (!is_done) shown.record_wait(recorder::kNobody);
+  if (shown.number != op->recorded.number) shown.end();
   // Once it is done, no other thread sets the peer.
   if (log_ != nullptr)
-    log_->count_wait(is_done ? op->peer : op->awaited, flight::long_wait_since(begin));
+    log_->count_wait(is_done ? op->peer : op->awaited, long_wait_ns(ticks() - begin));
   return is_done;
 }
 

@@ -11,7 +11,6 @@
 #include <span>
 
 #include "collectives/failure.h"
-#include "collectives/flight.h"
 #include "collectives/stats.h"
 #include "collectives/trace.h"
 #include "host/process.h"
@@ -43,9 +42,10 @@ struct SendRecvOp {
   std::size_t moved_bytes = 0;
   bool is_done = false;
   std::exception_ptr error = {};
-  trace::Event traced = {};  ///< its begin; of no group while nothing is recorded
-  flight::Call recorded = {};
-  int awaited = flight::kAnyRank;  ///< `peer` as it was given; that of any source is set later
+  std::uint64_t begin_ticks = 0;  ///< of a trace
+  recorder::Call recorded = {};
+  recorder::Call traced = {};
+  int awaited = recorder::kAnyRank;  ///< `peer` as it was given; that of any source is set later
 
   bool is_send() const { return kind == Kind::kSend; }
   /// Not one of the library's own, whose tags are above the users' 32 bits.
@@ -79,10 +79,9 @@ class SendRecv {
   /// `is_interrupted` as in wait(). A second call does nothing.
   virtual void close(const Interrupted& is_interrupted) = 0;
 
-  /// Records the messages from now on; `group` is the recording's number of the group, `log` may be
-  /// null and lives as long.
-  void record_as(std::uint32_t group, flight::Log* log) {
-    trace_group_ = group;
+  /// Records the messages from now on; `log` may be null and lives as long.
+  void record_as(std::uint32_t group, recorder::Log* log) {
+    group_ = group;
     log_ = log;
   }
 
@@ -117,12 +116,12 @@ class SendRecv {
   bool is_stopping_ = false;
 
  private:
-  flight::Call record(const SendRecvOp& op) const;
-  void trace_begin(SendRecvOp& op) const;
-  static void record_end(const SendRecvOp& op);
+  recorder::Event event_of(const SendRecvOp& op) const;
+  recorder::Call record(const SendRecvOp& op) const;
+  void record_end(const SendRecvOp& op) const;
 
-  std::uint32_t trace_group_ = trace::kNoGroup;
-  flight::Log* log_ = nullptr;
+  std::uint32_t group_ = 0;
+  recorder::Log* log_ = nullptr;
 };
 
 /// "recv from rank 2 (tag 6, 44 bytes)"

@@ -78,19 +78,6 @@ void run_alone(const Collective& call) {
   std::memcpy(call.outputs[0], call.inputs[0], num_bytes);
 }
 
-trace::Event event_of(const Collective& call, const CallHeader& header, std::uint32_t group) {
-  return {.seq = header.seq,
-          .num_bytes = call.num_bytes(),
-          .group = group,
-          .root = header.root,
-          .kind = trace::Kind::kCollective,
-          .name = trace::name_number(name_of(header.op)),
-          .dtype = trace::name_number(name_of(header.dtype)),
-          .reduction = is_reduction(header.op) ? trace::name_number(name_of(header.reduction))
-                                               : std::uint8_t{0},
-          .algorithm = trace::name_number(name_of(header.algorithm))};
-}
-
 }  // namespace
 
 Communicator::Communicator(KeyValueStore& store, int rank, int world_size,
@@ -101,7 +88,7 @@ Communicator::Communicator(KeyValueStore& store, int rank, int world_size,
     throw std::invalid_argument("transport must be shm or messages, got '" + options.transport +
                                 "'");
   if (world_size > 1) {
-    flight::start();  // before a peer asks for it
+    recorder::start();  // before a peer asks for it
     std::tie(transport_, transport_description_) =
         make_transport(store, rank, world_size, options, make_messenger, known, timeout);
     if (!transport_->shares_memory()) queue_.leave_to_thread();
@@ -111,17 +98,19 @@ Communicator::Communicator(KeyValueStore& store, int rank, int world_size,
   if (transport_ != nullptr) send_recv_ = transport_->make_send_recv(*failure_, stats_);
 }
 
-Communicator::~Communicator() { trace::leave_group(trace_group_); }
+Communicator::~Communicator() { recorder::trace_leave(group_); }
 
 void Communicator::record_as(const std::string& name, const std::vector<std::uint64_t>& ranks) {
-  if (trace::is_on()) trace_group_ = trace::add_group(name, rank_, ranks, transport_description_);
+  if (transport_ != nullptr)
+    log_ = recorder::Log::make(name, rank_, ranks, transport_description_, transport_->membership(),
+                               options_.log_waits);
+  group_ = log_ != nullptr ? log_->number() : recorder::unlisted_group();
+  recorder::trace_group(group_, name, rank_, ranks, transport_description_);
   if (transport_ == nullptr) return;
-  Membership& members = transport_->membership();
-  log_ = flight::Log::make(name, rank_, ranks, transport_description_, members, options_.log_waits);
-  send_recv_->record_as(trace_group_, log_.get());
+  send_recv_->record_as(group_, log_.get());
   if (log_ == nullptr) return;
   failure_->record_in(log_.get());
-  members.on_peer_event(
+  transport_->membership().on_peer_event(
       [log = log_.get()](const PeerEvent& event, CallStep step) { log->record(event, step); });
 }
 
@@ -214,13 +203,14 @@ CallHeader Communicator::planned(const Collective& call) {
 void Communicator::execute(const Collective& call, const WaitLimits& limits) {
   failure_->rethrow_if_any();
   const CallHeader header = planned(call);
-  trace::Span span([&] { return event_of(call, header, trace_group_); });
+  const auto event = [&] { return recorder::event_of(call, header, group_); };
+  recorder::Span span(event);
   if (transport_ == nullptr) {
     run_alone(call);
     stats_.count(header.op, {});
     return;
   }
-  const flight::Run run(log_.get(), flight::event_of(call, header));
+  const recorder::Run run(log_.get(), event());
   const auto activity = [&] {
     return Activity{.op = name_of(header.op),
                     .seq = static_cast<std::int64_t>(header.seq),
@@ -230,14 +220,15 @@ void Communicator::execute(const Collective& call, const WaitLimits& limits) {
   };
   const auto run_part = [&](const Collective& part) {
     const CallHeader header_of_part = planned(part);
-    const trace::Span span_of_part([&] { return event_of(part, header_of_part, trace_group_); });
+    const recorder::Span span_of_part(
+        [&] { return recorder::event_of(part, header_of_part, group_); });
     return transport_->run(part, header_of_part, limits);
   };
   try {
     const bool is_in_parts = call.op == OpKind::kReduceUpdateGather && !transport_->shares_memory();
     const Traffic traffic = is_in_parts ? update_in_parts(call, rank_, world_size_, run_part)
                                         : transport_->run(call, header, limits);
-    span.set_algorithm(name_of(traffic.algorithm));
+    span.set_algorithm(traffic.algorithm);
     if (call.is_counted) stats_.count(header.op, traffic);
   } catch (const Stopped& stopped) {
     failure_->raise_stopped(stopped.stop, stopped.peer, activity(), stopped.detail);

@@ -14,7 +14,6 @@
 #include "collectives/collective.h"
 #include "collectives/communicator_options.h"
 #include "collectives/failure.h"
-#include "collectives/flight.h"
 #include "collectives/send_recv.h"
 #include "collectives/stats.h"
 #include "collectives/trace.h"
@@ -76,13 +75,13 @@ class Communicator {
   Algorithm algorithm_of(const Collective& call) const;
   /// A readable description of the transport and the reason for its choice.
   const std::string& transport_description() const { return transport_description_; }
-  /// Adds the group to the flight recorder, and to a recording if there is one, with its name and
+  /// Adds the group to the flight recorder, and to a trace if there is one, with its name and
   /// its ranks' numbers in the job. Call it before all collectives.
   void record_as(const std::string& name, const std::vector<std::uint64_t>& ranks);
   /// This rank's side there; null in a group of one, and without a recorder.
-  const flight::Log* log() const { return log_.get(); }
-  /// The group's number in the recording.
-  std::uint32_t trace_group() const { return trace_group_; }
+  const recorder::Log* log() const { return log_.get(); }
+  /// The group's number in the recorder, and in a trace.
+  std::uint32_t recorded_as() const { return group_; }
   /// Bytes of shared memory mapped for the group, touched or not.
   std::size_t mapped_bytes() const {
     return transport_ != nullptr ? transport_->mapped_bytes() : 0;
@@ -103,9 +102,10 @@ class Communicator {
   /// fills in. Throws as submit() does.
   CallHeader issue(const Collective& call);
   /// Adds one, or a message, to the flight recorder.
-  flight::Call record_on_device(flight::Event event) {
-    event.on_device = 1;
-    return log_ != nullptr ? log_->begin(event) : flight::Call{};
+  recorder::Call record_on_device(recorder::Event event) {
+    event.group = group_;
+    event.kind = recorder::Kind::kEnqueued;
+    return log_ != nullptr ? log_->begin(event) : recorder::Call{};
   }
 
   /// Sends and receives; null in a group of one.
@@ -139,9 +139,9 @@ class Communicator {
   CommunicatorOptions options_;
   Stats stats_;
   std::string transport_description_ = "none: a group of one";
-  std::uint32_t trace_group_ = trace::kNoGroup;
+  std::uint32_t group_ = 0;
   std::unique_ptr<Transport> transport_;  // null in a group of one, as is send_recv_
-  std::unique_ptr<flight::Log> log_;      // null without a recorder
+  std::unique_ptr<recorder::Log> log_;    // null without a recorder
   std::unique_ptr<Failure> failure_;
   std::unique_ptr<SendRecv> send_recv_;
   std::atomic<std::uint64_t> num_issued_ = 0;

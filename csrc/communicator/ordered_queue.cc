@@ -29,7 +29,7 @@ template <class IsOver>
 void OrderedQueue::run_or_sleep(std::unique_lock<std::mutex>& lock, const IsOver& is_over,
                                 const Poll& poll, Clock::time_point deadline) {
   const bool may_run = deadline == Clock::time_point::max() && !is_left_to_thread_;
-  std::optional<trace::Span> traced;
+  std::optional<recorder::Span> traced;
   ++num_waiting_;
   state_.fetch_or(kShared);
   while (!is_over() && Clock::now() < deadline) {
@@ -38,10 +38,7 @@ void OrderedQueue::run_or_sleep(std::unique_lock<std::mutex>& lock, const IsOver
       run_front(lock);
       continue;
     }
-    if (!traced)
-      traced.emplace([] {
-        return trace::Event{.kind = trace::Kind::kWait, .name = trace::name_number("queue")};
-      });
+    if (!traced) traced.emplace([] { return recorder::Event{.kind = recorder::Kind::kQueue}; });
     const auto until = std::min(deadline, Clock::now() + kLookInterval);
     if (has_news_.wait_until(lock, until) == std::cv_status::timeout && poll) {
       lock.unlock();

@@ -8,8 +8,8 @@ namespace ringcomm {
 /// nothing but the rank: it waits, for long already.
 struct PeerEvent {
   int rank;
-  std::uint64_t waited_ticks = 0;  ///< of flight::ticks()
-  bool is_arrival = false;         ///< it waited for the rank to begin the collective
+  std::uint64_t waited_ns = 0;
+  bool is_arrival = false;  ///< it waited for the rank to begin the collective
   std::uint64_t sent_bytes = 0;
   std::uint64_t received_bytes = 0;
 };

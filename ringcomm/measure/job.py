@@ -21,7 +21,7 @@ from ringcomm.measure.machine import TICKS_PER_S
 from ringcomm.measure.verdict import Rank, number_of, verdict
 from ringcomm.screen import byte_count
 from ringcomm.trace import dumps, flight, torch_dumps
-from ringcomm.trace.flight import Record
+from ringcomm.trace.layout import Call, Record, parse
 
 SAMPLE_S = 0.5
 STACK_S = 1.0
@@ -76,7 +76,7 @@ def _record(pid: int) -> Record | None:
         raise ProcessLookupError(pid)
     # A forked child, such as a data loader's worker, also has its parent's.
     for found in _memfds(pid, flight.MEMFD):
-        record = flight.parse(found.read_bytes())
+        record = parse(found.read_bytes())
         if record.pid == _own_pid(pid):
             return record
     return None
@@ -245,6 +245,14 @@ def _write_dumps(folder: Path, form: str, ranks: list[Rank]) -> None:
                 raise JobError(str(error)) from None
 
 
+def _about(rank: Rank, call: Call) -> dict[str, Any]:
+    """A call with its text, and how many seconds ago it began and ended."""
+    since = rank.record.seconds_since
+    ended_s = None if call.end_ns is None else since(call.end_ns)
+    times = {"began_s": since(call.begin_ns), "ended_s": ended_s}
+    return {**asdict(call), **times, "text": call.text()}
+
+
 def examine(pid: int, folder: Path | None = None, form: str = "json") -> dict[str, Any]:
     """The ranks of a job, the verdict, and the seconds that it took; dumps into a folder.
 
@@ -274,7 +282,7 @@ def examine(pid: int, folder: Path | None = None, form: str = "json") -> dict[st
             "state": {"T": "stopped", "t": "stopped", "R": "running"}.get(rank.state, "sleeping"),
             "cpu_percent": round(rank.cpu_percent),
             "group": rank.group_of(call).name if call is not None else "",
-            "call": None if call is None else {**asdict(call), "text": call.text()},
+            "call": None if call is None else _about(rank, call),
             "waits_for": waits_for,
             "step": call.step_text() if call is not None else "",
             "stack": rank.stack,

@@ -7,8 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import ringcomm
-from ringcomm.trace import flight
-from ringcomm.trace.flight import ANY_RANK, Call, Group, Record
+from ringcomm.trace.layout import ANY_RANK, NOBODY, Call, Group, Record
 
 BUSY_PERCENT = 30.0
 # Frames in these are not the user's.
@@ -78,15 +77,18 @@ class Rank:
         until = None
         for call in self._last_calls():
             if until is not None:
-                found.append(max(0.0, until - call.began_s))
-            ended = call.began_s if call.state == "enqueued" else call.ended_s or 0.0
-            until = ended if until is None else min(until, ended)
-        return [*found, until or 0.0]
+                found.append(max(0, call.begin_ns - until) / 1e9)
+            end_ns = self.record.read_ns if call.end_ns is None else call.end_ns
+            ended = call.begin_ns if call.state == "enqueued" else end_ns
+            until = ended if until is None else max(until, ended)
+        return [*found, 0.0 if until is None else self.record.seconds_since(until)]
 
     def outside_share(self) -> float:
         """Of the time since it began the first of its last calls, the part outside of calls."""
         calls = self._last_calls()
-        return sum(self.gaps()) / max(calls[0].began_s, 1e-9) if calls else 1.0
+        if not calls:
+            return 1.0
+        return sum(self.gaps()) / max(self.record.seconds_since(calls[0].begin_ns), 1e-9)
 
     def _last_calls(self) -> list[Call]:
         return _counted(self.record.calls[-_NUM_GAPS:])
@@ -97,7 +99,7 @@ def _counted(calls: list[Call]) -> list[Call]:
     return [
         call
         for call in calls
-        if call.state != "running" or not call.is_message or call.waits_for != flight.NOBODY
+        if call.state != "running" or not call.is_message or call.waits_for != NOBODY
     ]
 
 
@@ -187,8 +189,9 @@ def _end(end: Rank, group: Group | None) -> str:
         )
     last = end.last
     since = ""
-    if last is not None and last.ended_s is not None:
-        since = f" since {last.text()} ended {last.ended_s:.0f} s ago"
+    if last is not None and last.end_ns is not None:
+        ago_s = end.record.seconds_since(last.end_ns)
+        since = f" since {last.text()} ended {ago_s:.0f} s ago"
     return _blame(end, f"it {why}{since}")
 
 
@@ -366,8 +369,8 @@ def verdict(ranks: list[Rank], num_lost: int) -> tuple[str, int | None]:
     """One sentence or two, and the rank that is the cause; `num_lost` ended during the sample."""
     if all(rank.num_calls > 0 for rank in ranks) and not num_lost:
         return _of_progress(ranks)
-    waiting = [(call.began_s, rank, call) for rank in ranks if (call := rank.call)]
-    waiting.sort(key=lambda each: each[0], reverse=True)
+    waiting = [(call.begin_ns, rank, call) for rank in ranks if (call := rank.call)]
+    waiting.sort(key=lambda each: each[0])
     for _, rank, call in waiting:
         if call.waits_for >= 0:
             return _of_wait(ranks, rank)

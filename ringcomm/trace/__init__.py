@@ -1,6 +1,6 @@
 """Records this process: with RINGCOMM_TRACE=FOLDER every rank writes a recording.
 
-A process records to two files: NAME.events, ring buffers that csrc/collectives/trace.cc maps, and
+A process records to two files: NAME.events, rings that csrc/collectives/trace.cc maps, and
 NAME.log, lines of JSON for rare events. Both can be read at any time, also after a SIGKILL.
 recordings.py reads them, merge.py writes one trace of all and prints the steps of a ring in it.
 """
@@ -15,11 +15,11 @@ import socket
 import time
 from multiprocessing import util
 from pathlib import Path
+from typing import Any
 
 from ringcomm import _C
 from ringcomm.descriptors import open_above
-
-EVENT_BYTES = 64
+from ringcomm.trace.layout import EVENT_BYTES
 
 
 def start() -> None:
@@ -48,22 +48,25 @@ def _start(pid: int) -> None:
         events = open_above(f"{name}.events", flags, 0o644)
         log = open_above(f"{name}.log", flags | os.O_APPEND, 0o644)
         # The buffer of the first thread: a full disk is an error here.
-        os.posix_fallocate(events, 0, 2 * mmap.PAGESIZE + EVENT_BYTES * num_events)
+        os.posix_fallocate(events, 0, mmap.PAGESIZE + EVENT_BYTES * num_events)
         fcntl.lockf(log, fcntl.LOCK_EX)  # locked while the process is alive
     except OSError as error:
         reason = f"RINGCOMM_TRACE: cannot record to the folder {folder}: {error.strerror}"
         raise OSError(error.errno, reason) from None
     info = {"pid": pid, "host": host, "clock": clock_name(), "num_events": num_events}
-    info["page_bytes"] = mmap.PAGESIZE
-    os.write(log, f"{json.dumps(info | {'start_ns': time.monotonic_ns()})}\n".encode())
+    _write(log, info | {"page_bytes": mmap.PAGESIZE, "names": _C.flight_names()})
     _C.start_trace(events, log, num_events)
     util.Finalize(None, _end, (log,), exitpriority=-1)  # also in children of multiprocessing
+
+
+def _write(log: int, line: dict[str, Any]) -> None:
+    os.write(log, f"{json.dumps(line | {'anchor': _C.flight_clock()})}\n".encode())
 
 
 def _end(log: int) -> None:
     """Records that this process ends normally."""
     with contextlib.suppress(OSError):  # a full disk
-        os.write(log, f"{json.dumps({'end_ns': time.monotonic_ns()})}\n".encode())
+        _write(log, {"end": True})
 
 
 def clock_name() -> str:

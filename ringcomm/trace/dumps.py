@@ -23,12 +23,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import dropwhile
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ringcomm import errors
 from ringcomm.descriptors import above_standard, open_above
 from ringcomm.trace import clock_name, flight
-from ringcomm.trace.flight import Call, Group, Record
+from ringcomm.trace.layout import Call, Group, Record
 from ringcomm.version import __version__
 
 FORMAT, FORMAT_VERSION = "ringcomm flight dump", 2
@@ -37,12 +37,12 @@ _START = f'{{"format": "{FORMAT}"'.encode()
 # Of a peer that has not ended, and so may write a dump of its own.
 NUM_CALLS_OF_PEER = 64
 _PF_EXITING = 4  # of the kernel's flags of a process
-# Times: in the files in nanoseconds of CLOCK_MONOTONIC, in Record in seconds before it was read.
-_TIMES = {"began_s": "begin_ns", "ended_s": "end_ns", "failed_s": "failed_ns"}
 # Next to flight.STACK_SIGNAL. A program uses SIGUSR1 and SIGUSR2 itself.
 DUMP_SIGNAL = signal.SIGRTMAX - 4
 _THREAD = "ringcomm-dump"
 _OWN_FILES = (__file__, errors.__file__)
+
+T = TypeVar("T", Record, Group, Call)
 
 
 @dataclass(frozen=True)
@@ -102,18 +102,10 @@ def write(
 
 
 def _process(record: Record, num_calls: int, *, has_ended: bool) -> dict[str, Any]:
-    groups = {str(place): _in_ns(asdict(g), record) for place, g in record.groups.items()}
-    calls = [_in_ns(asdict(call), record) for call in record.calls[-num_calls:]]
+    groups = {str(number): asdict(group) for number, group in record.groups.items()}
+    calls = [asdict(call) for call in record.calls[-num_calls:]]
     about = {"rank": record.rank, "has_ended": has_ended, "groups": groups, "calls": calls}
     return vars(record) | about
-
-
-def _in_ns(values: dict[str, Any], record: Record) -> dict[str, Any]:
-    for key, name in _TIMES.items():
-        if key in values:
-            ago_s = values.pop(key)
-            values[name] = None if ago_s is None else record.read_ns - round(ago_s * 1e9)
-    return values
 
 
 def _has_ended(own: Record, peer: Record) -> bool:
@@ -183,11 +175,10 @@ def _read(path: Path) -> list[Known]:
 
 def _known(path: Path, dump: dict[str, Any], idx: int) -> Known:
     process = dump["processes"][idx]
-    read_ns = process["read_ns"]
-    record = Record(**{field.name: process[field.name] for field in fields(Record)})
+    record = _made(Record, process)
     groups = process["groups"].items()
-    record.groups = {int(place): Group(**_ago(group, read_ns, Group)) for place, group in groups}
-    record.calls = [Call(**_ago(call, read_ns, Call)) for call in process["calls"]]
+    record.groups = {int(number): _made(Group, group) for number, group in groups}
+    record.calls = [_made(Call, call) for call in process["calls"]]
     return Known(
         path=path,
         is_own=idx == 0,
@@ -200,13 +191,8 @@ def _known(path: Path, dump: dict[str, Any], idx: int) -> Known:
     )
 
 
-def _ago(values: dict[str, Any], read_ns: int, kind: type[Any]) -> dict[str, Any]:
-    """The arguments of a Call or Group, with times as it has them."""
-    found = {}
-    for name in (field.name for field in fields(kind)):
-        value = values[_TIMES.get(name, name)]
-        found[name] = value if name not in _TIMES or value is None else (read_ns - value) / 1e9
-    return found
+def _made(kind: type[T], values: dict[str, Any]) -> T:
+    return kind(**{field.name: values[field.name] for field in fields(kind)})
 
 
 def flight_dump(prefix: str | os.PathLike[str] | None = None) -> Path:

@@ -18,9 +18,19 @@ from typing import IO, Any, Literal
 
 from ringcomm.screen import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, columns, counted
 from ringcomm.trace import clock_name, dumps, recordings, torch_dumps
-from ringcomm.trace.recordings import MESSAGE, NO_SEQ, PART, STEP, WAIT, Process
+from ringcomm.trace.layout import NO_SEQ
+from ringcomm.trace.recordings import Process
 
-_CATEGORIES = ("", "call", "collective", "part", "step", "wait", "message")
+# The arguments of an event, by its kind.
+_SHOWN = {
+    "call": ("seq", "dtype", "bytes", "from", "to"),
+    "collective": ("seq", "op", "dtype", "algorithm", "bytes", "root"),
+    "part": ("seq", "algorithm", "bytes"),
+    "step": ("seq", "bytes", "chunk", "slice", "from", "to"),
+    "wait": ("seq", "rank"),
+    "queue": ("seq",),
+    "message": ("bytes", "tag", "from", "to"),
+}
 
 
 def run_recorded(command: Sequence[str], num_events: int, output: Path) -> int:
@@ -130,7 +140,7 @@ class _Writer:
         self._processes = processes
         here, now, times = clock_name(), time.monotonic_ns(), []
         for p in processes:
-            found = [p.info["start_ns"]]
+            found = [p.start_ns]
             found += [e[key] for e in chain(*p.events.values()) for key in ("begin_ns", "end_ns")]
             found += [now] if p.is_running and p.info["clock"] == here else []
             times += [time_ns + p.shift_ns for time_ns in found if time_ns]
@@ -139,15 +149,10 @@ class _Writer:
     def trace(self) -> Iterator[dict[str, Any]]:
         for process in self._processes:
             yield from self._about(process)
-            # Of a message's two events the first, at the begin, has nothing that the second lacks.
-            messages = (e for e in chain(*process.events.values()) if e["kind"] == MESSAGE)
-            ended = {event["seq"] for event in messages if event["end_ns"]}
             for thread, events in process.events.items():
                 yield from self._about_thread(process, thread)
                 for event in events:
-                    is_half = event["kind"] == MESSAGE and not event["end_ns"]
-                    if not (is_half and event["seq"] in ended):
-                        yield from self._of_event(process, thread, event)
+                    yield from self._of_event(process, thread, event)
         yield from self._arrows()
 
     def _us(self, process: Process, time_ns: int) -> float:
@@ -161,12 +166,12 @@ class _Writer:
         yield _metadata("process_labels", row, labels=about)
         if title != f"rank {process.rank}":
             self.notes.append(f"{title}: {about}{process.dumped and ', '}{process.dumped}")
-        for failure in process.failures:
-            yield self._note(process, 0, failure["time_ns"], failure["failure"])
-            self.notes.append(failure["failure"])
+        for failed_ns, failure in process.failures:
+            yield self._note(process, 0, failed_ns, failure)
+            self.notes.append(failure)
         if process.num_lost:
             text = f"{process.num_lost} events of threads beyond the 64th were dropped"
-            yield self._note(process, 0, process.info["start_ns"], text)
+            yield self._note(process, 0, process.start_ns, text)
             self.notes.append(f"rank {process.rank}: {text}")
 
     def _about_thread(self, process: Process, thread: int) -> Iterator[dict[str, Any]]:
@@ -191,18 +196,20 @@ class _Writer:
         self, process: Process, thread: int, event: dict[str, Any]
     ) -> Iterator[dict[str, Any]]:
         begin_ns, end_ns = event["begin_ns"], event["end_ns"]
-        about: dict[str, Any] = {"name": _name(process, event), "cat": _CATEGORIES[event["kind"]]}
+        kind = event["kind"]
+        about: dict[str, Any] = {"name": _name(process, event)}
+        about["cat"] = "wait" if kind == "queue" else kind
         about |= {"pid": process.row, "tid": thread, "args": _arguments(process, event)}
         if not end_ns:
             about["args"]["unfinished"] = "its process recorded no end"
             alive_ns = process.alive_ns[thread]
             end_ns = alive_ns if alive_ns > begin_ns else self._end_ns - process.shift_ns
         begin, end = self._us(process, begin_ns), self._us(process, end_ns)
-        if event["kind"] != MESSAGE:
+        if kind != "message":
             yield {"ph": "X", "ts": begin, "dur": round(end - begin, 3), **about}
             return
         # Messages overlap, so they have a separate row.
-        about["id"] = f"{process.row}-{event['seq']}"
+        about["id"] = f"{process.row}-{thread}-{event['number']}"
         yield {"ph": "b", "ts": begin, **about}
         yield {"ph": "e", "ts": end, **about}
 
@@ -227,39 +234,41 @@ def _metadata(kind: str, row: int, thread: int = 0, **arguments: Any) -> dict[st
 
 
 def _name(process: Process, event: dict[str, Any]) -> str:
-    name = process.labels.get(event["name"], "?")
-    kind = event["kind"]
-    if kind == PART:
-        return f"{name} inside the host"
-    if kind == STEP:
-        return f"{name} step {event['step']}" if event["step"] >= 0 else f"{name} first send"
-    if kind == WAIT and name == "queue":
-        return "wait for this rank's own thread"
-    source, target = process.peer(event, "from"), process.peer(event, "to")
-    if kind == WAIT:
-        return "wait for any rank" if source is None else f"wait for rank {source}"
-    if kind == MESSAGE:
-        any_rank = "any rank" if source is None else f"rank {source}"
-        return f"send to rank {target}" if name == "send" else f"recv from {any_rank}"
-    return name
+    kind, op = event["kind"], event["op"]
+    peer = process.peer(event, "waits_for" if kind == "wait" else "peer")
+    whom = "any rank" if peer is None else f"rank {peer}"
+    names = {
+        "call": event["title"],
+        "collective": op,
+        "part": f"{op} inside the host",
+        "step": f"{op} step {event['step'] - 1}" if event["step"] else f"{op} first send",
+        "wait": f"wait for {whom}",
+        "queue": "wait for this rank's own thread",
+        "message": f"{op} {'from' if op == 'recv' else 'to'} {whom}",
+    }
+    return str(names[kind])
 
 
 def _arguments(process: Process, event: dict[str, Any]) -> dict[str, Any]:
-    kind, group = event["kind"], process.groups.get(event["group"])
-    found: dict[str, Any] = {"group": group["name"] if group else None}
-    if kind != MESSAGE:
-        found["seq"] = event["seq"] if event["seq"] != NO_SEQ else None
-    for key, title in (("reduction", "op"), ("dtype", "dtype"), ("algorithm", "algorithm")):
-        found[title] = process.labels.get(event[key])
-    if kind != WAIT:
-        found["bytes"] = event["num_bytes"]
-    if kind == STEP:
-        found |= {"chunk": event["chunk"], "slice": event["slice"]}
-    if kind == MESSAGE:
-        found["tag"] = event["chunk"] if event["chunk"] >= 0 else "of ringcomm"
-    titles = {"root": "root", "from": "rank" if kind == WAIT else "from", "to": "to"}
-    found |= {title: process.peer(event, key) for key, title in titles.items()}
-    return {key: value for key, value in found.items() if value is not None}
+    kind, seq, group = event["kind"], event["seq"], process.groups.get(event["group"])
+    peer, other = process.peer(event, "peer"), process.peer(event, "waits_for")
+    is_recv = event["op"] == "recv" and kind != "step"
+    found = {
+        "seq": seq if seq != NO_SEQ else None,
+        "op": event["reduction"] if "reduce" in event["op"] else None,
+        "dtype": event["dtype"] or None,
+        "algorithm": event["algorithm"],
+        "bytes": event["num_bytes"],
+        "chunk": event["chunk"],
+        "slice": event["slice"] - 1,
+        "tag": seq if seq < 1 << 32 else "of ringcomm",
+        "root": peer,
+        "rank": other,
+        "from": other if kind == "step" else peer if is_recv else None,
+        "to": None if is_recv else peer,
+    }
+    shown = {key: found[key] for key in _SHOWN[kind] if found[key] is not None}
+    return {"group": group["name"], **shown} if group else shown
 
 
 def steps(path: Path, seq: int | None = None) -> str:

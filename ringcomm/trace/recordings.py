@@ -8,34 +8,34 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ringcomm.trace import EVENT_BYTES, dumps
+from ringcomm import _C
+from ringcomm.trace import clock_name, dumps
 from ringcomm.trace.dumps import Known
-from ringcomm.trace.flight import NOBODY, Call
-
-# Event of csrc/collectives/trace.h, and its kinds.
-_FIELDS = (
-    *(("begin_ns", "u8"), ("end_ns", "u8"), ("seq", "u8"), ("num_bytes", "u8"), ("group", "u4")),
-    *(("to", "i4"), ("from", "i4"), ("root", "i4"), ("chunk", "i4"), ("slice", "u4")),
-    *(("step", "i2"), ("kind", "u1"), ("name", "u1"), ("dtype", "u1"), ("reduction", "u1")),
-    *(("algorithm", "u1"), ("unused", "u1")),
+from ringcomm.trace.layout import (
+    EVENT_BYTES,
+    NOBODY,
+    TRACE_HEADER,
+    TRACE_MAGIC,
+    clock_of,
+    events,
 )
-NO_SEQ = (1 << 64) - 1
-CALL, COLLECTIVE, PART, STEP, WAIT, MESSAGE = range(1, 7)
+from ringcomm.version import __version__
+
 # Collectives that no rank leaves before all have arrived.
 _MEETINGS = ("barrier", "all_reduce")
 # Rows of calls on devices come after those of the groups' other calls.
-_DEVICE_ROW = 1000
+_DEVICE_ROW = 1 << 32
 
 
 @dataclass
 class Process:
     """The recording of one process."""
 
-    info: dict[str, Any]
-    labels: dict[int, str] = field(default_factory=dict)
+    info: dict[str, Any]  # pid, host and clock
+    start_ns: int
     threads: dict[int, str] = field(default_factory=dict)
     groups: dict[int, dict[str, Any]] = field(default_factory=dict)
-    failures: list[dict[str, Any]] = field(default_factory=list)
+    failures: list[tuple[int, str]] = field(default_factory=list)  # when, and the error
     has_ended: bool = False
     is_running: bool = False
     dumped: str = ""  # what it is, if it is a dump of the flight recorder
@@ -77,77 +77,86 @@ def read(folders: Sequence[Path]) -> list[Process]:
     """
     paths = (path for folder in folders for path in sorted(folder.iterdir()))
     logs = [path for path in paths if path.suffix == ".log"]
-    read = (_read(log) for log in logs if log.with_suffix(".events").exists())
-    found = [process for process in read if process is not None]
+    # All processes of a machine have one clock, and so one line from ticks to ns.
+    moments: dict[str, list[list[int]]] = defaultdict(list)
+    read = [_read(log, moments) for log in logs if log.with_suffix(".events").exists()]
+    found = []
+    for process, data in (each for each in read if each is not None):
+        _add_events(process, data, moments[process.info["clock"]])
+        found.append(process)
     known = {(process.info["clock"], process.info["pid"]) for process in found}
     dumped = [d for d in dumps.read(folders) if (d.clock, d.record.pid) not in known]
     found += map(_of_dump, dumped)
-    found.sort(key=lambda process: (process.rank, process.info["start_ns"]))
+    found.sort(key=lambda process: (process.rank, process.start_ns))
     for row, process in enumerate(found):
         process.row = row
         process.attempt = sum(other.rank == process.rank for other in found[:row])
     return found
 
 
-def _read(log: Path) -> Process | None:
-    """Reads a recording; None for a process that has made no group."""
+def _read(log: Path, moments: dict[str, list[list[int]]]) -> tuple[Process, bytes] | None:
+    """A process without its events, and their file; None if it has made no group."""
     # Read before the log: the log has what an event refers to before the event is written.
     data = log.with_suffix(".events").read_bytes()
+    is_running = False
     with log.open("rb") as file:
         lines = file.read().split(b"\n")[:-1]  # a line that a full disk has truncated
-        process = Process(json.loads(lines[0]) if lines else {})
         try:
             fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError:
-            process.is_running = True
-    entries = [json.loads(line) for line in lines[1:]]
-    process.labels = {entry["label"]: entry["text"] for entry in entries if "label" in entry}
-    process.threads = {entry["thread"]: entry["name"] for entry in entries if "thread" in entry}
-    process.groups = {entry["group"]: entry for entry in entries if "group" in entry}
-    process.failures = [entry for entry in entries if "failure" in entry]
-    has_left = {entry["left"] for entry in entries if "left" in entry} == process.groups.keys()
-    process.has_ended = has_left or any("end_ns" in entry for entry in entries)
-    if not process.groups:
+            is_running = True
+    entries: list[dict[str, Any]] = [json.loads(line) for line in lines]
+    groups = {entry["group"]: entry for entry in entries if "group" in entry}
+    if not groups:
         return None
-    if data[:8] != b"RINGTRC1":
-        raise ValueError(f"{log} is not a recording of this version of ringcomm")
-    import numpy as np
+    if not data.startswith(TRACE_MAGIC):
+        raise ValueError(
+            f"{log} is a recording of format {data[:8].decode('ascii', 'replace')!r}, and this "
+            f"ringcomm {__version__} reads {TRACE_MAGIC.decode()!r}"
+        )
+    info = entries[0]
+    has_left = groups.keys() <= {entry.get("left") for entry in entries}
+    found = moments[info["clock"]]
+    found += [entry["anchor"] for entry in entries]
+    process = Process(info, entries[0]["anchor"][1], groups=groups, is_running=is_running)
+    process.threads = {entry["thread"]: entry["name"] for entry in entries if "thread" in entry}
+    failures = [entry for entry in entries if "failure" in entry]
+    process.failures = [(entry["anchor"][1], entry["failure"]) for entry in failures]
+    process.has_ended = has_left or "end" in entries[-1]
+    # One that was killed may have no late moment.
+    if not process.has_ended and info["clock"] == clock_name():
+        found.append(list(_C.flight_clock()))
+    return process, data
 
-    capacity = int(process.info["num_events"])
-    process.num_lost = int(np.frombuffer(data, "u8", 1, 8)[0])
-    page_bytes = int(process.info["page_bytes"])
-    thread_bytes = page_bytes + -(-capacity * EVENT_BYTES // page_bytes) * page_bytes
-    for thread, place in enumerate(range(page_bytes, len(data) - thread_bytes + 1, thread_bytes)):
-        count, alive_ns = (int(number) for number in np.frombuffer(data, "u8", 2, place))
-        found = np.frombuffer(data, np.dtype(list(_FIELDS)), capacity, place + page_bytes)
-        # The oldest of a full buffer may have been half overwritten when its process was killed.
-        kept = min(count, capacity - 1)
-        rows = found[np.arange(count - kept, count) % capacity].tolist()
-        names = [name for name, _ in _FIELDS]
-        process.events[thread] = [dict(zip(names, row, strict=True)) for row in rows]
-        process.alive_ns[thread] = alive_ns
-        process.dropped[thread] = count - kept
-    return process
+
+def _add_events(process: Process, data: bytes, moments: list[list[int]]) -> None:
+    to_ns = clock_of(min(moments), max(moments))
+    process.num_lost, *alive = TRACE_HEADER.unpack_from(data)
+    page_bytes, num_bytes = process.info["page_bytes"], process.info["num_events"] * EVENT_BYTES
+    ring_bytes = -(-num_bytes // page_bytes) * page_bytes
+    for thread, place in enumerate(range(page_bytes, len(data) - ring_bytes + 1, ring_bytes)):
+        ring = memoryview(data)[place : place + num_bytes]
+        found = events(ring, process.info["names"], to_ns)
+        process.events[thread] = found
+        process.alive_ns[thread] = to_ns(alive[thread]) if alive[thread] else 0
+        process.dropped[thread] = found[0]["number"] - 1 if found else 0
 
 
 def _of_dump(dump: Known) -> Process:
     """A dump as a recording."""
     record = dump.record
-    first_ns = min((_ns(dump, call.began_s) for call in record.calls), default=record.read_ns)
-    process = Process({"pid": record.pid, "host": dump.host, "clock": dump.clock})
-    process.info["start_ns"] = first_ns
+    info = {"pid": record.pid, "host": dump.host, "clock": dump.clock}
+    process = Process(info, min((call.begin_ns for call in record.calls), default=record.read_ns))
     whose = "its own dump" if dump.is_own else f"the dump of another rank, {dump.path.name}"
     process.dumped = f"the last {len(record.calls)} of {record.num_calls} calls, from {whose}"
     # The first one says the rank; those that the process has left may be of an earlier job.
     by_state = sorted(record.groups.items(), key=lambda item: item[1].state == "left")
-    for place, group in by_state:
+    for number, group in by_state:
         if group.rank < len(group.global_ranks):
             about = {"name": group.name, "ranks": group.global_ranks, "rank": group.rank}
-            process.groups[place] = {**about, "transport": group.transport}
-        if group.failed_s is not None:
-            failure = {"failure": group.failure, "time_ns": _ns(dump, group.failed_s)}
-            process.failures.append(failure)
-    labels: dict[str, int] = {}
+            process.groups[number] = {**about, "transport": group.transport}
+        if group.failed_ns is not None:
+            process.failures.append((group.failed_ns, group.failure))
     for call in record.calls:
         if call.group not in process.groups:
             continue
@@ -156,54 +165,26 @@ def _of_dump(dump: Known) -> Process:
         process.threads[row] = f"group {record.groups[call.group].name}{where}"
         process.alive_ns[row] = record.read_ns
         process.dropped[row] = 0
-        process.events.setdefault(row, []).extend(_events(dump, call, labels))
-    process.labels = {number: text for text, number in labels.items()}
+        kind = "message" if call.is_message else "collective"
+        event = {**vars(call), "kind": kind, "title": "", "chunk": -1}
+        if call.on_device:  # the host knows when it was enqueued
+            event |= {"end_ns": call.begin_ns, "op": f"{call.op} enqueued"}
+        found = process.events.setdefault(row, [])
+        found.append(event)
+        if call.state == "running" and call.waits_for != NOBODY and not call.is_message:
+            found.append(event | {"kind": "wait"})
     return process
-
-
-def _ns(dump: Known, ago_s: float) -> int:
-    return dump.record.read_ns - round(ago_s * 1e9)
-
-
-def _events(dump: Known, call: Call, labels: dict[str, int]) -> list[dict[str, Any]]:
-    """A call, and the wait that it is in."""
-
-    def label(text: str) -> int:
-        return labels.setdefault(text, len(labels))
-
-    begin_ns = _ns(dump, call.began_s)
-    end_ns = 0 if call.ended_s is None else _ns(dump, call.ended_s)
-    is_send = call.op == "send"
-    event: dict[str, Any] = dict.fromkeys(("to", "from", "root", "chunk"), -1)
-    event |= dict.fromkeys(("slice", "step"), 0)
-    event |= {"begin_ns": begin_ns, "end_ns": end_ns, "num_bytes": call.num_bytes}
-    event |= {"group": call.group, "name": label(call.op)}
-    event |= {"dtype": NO_SEQ, "reduction": NO_SEQ, "algorithm": NO_SEQ, "seq": call.seq}
-    if call.on_device:  # the host knows when it was enqueued
-        event |= {"end_ns": begin_ns, "name": label(f"{call.op} enqueued")}
-    if call.is_message:
-        event |= {"kind": MESSAGE, "seq": call.number, "chunk": call.seq}
-        event["to" if is_send else "from"] = call.peer
-        return [event]
-    event |= {"kind": COLLECTIVE, "root": call.peer, "dtype": label(call.dtype)}
-    event["algorithm"] = label(call.algorithm)
-    if "reduce" in call.op:
-        event["reduction"] = label(call.reduction)
-    if call.state != "running" or call.waits_for == NOBODY:
-        return [event]
-    wait = {**event, "kind": WAIT, "from": call.waits_for, "root": -1, "name": label("wait")}
-    return [event, wait]
 
 
 def collectives(process: Process) -> Iterator[tuple[tuple[Any, ...], int, dict[str, Any]]]:
     """The thread and event of each collective (group, its ranks, attempt, op, seq)."""
-    for thread, events in process.events.items():
-        for event in events:
+    for thread, found in process.events.items():
+        for event in found:
             group = process.groups.get(event["group"])
-            if event["kind"] == COLLECTIVE and group is not None:
-                name = process.labels[event["name"]]
+            if event["kind"] == "collective" and group is not None:
                 ranks = tuple(group["ranks"])
-                yield (group["name"], ranks, process.attempt, name, event["seq"]), thread, event
+                key = (group["name"], ranks, process.attempt, event["op"], event["seq"])
+                yield key, thread, event
 
 
 def align(processes: list[Process]) -> list[str]:

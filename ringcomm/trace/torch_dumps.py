@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ringcomm.trace.dumps import Known
-from ringcomm.trace.flight import Call, Group
+from ringcomm.trace.layout import Call, Group
 
 # Of torch's format; from 2.7 on the analyser takes calls of any backend.
 _VERSION = "2.10"
@@ -60,9 +60,8 @@ class _Dump:
         )
 
     def _about(self, call: Call) -> Entry:
-        now_ns = self.known.unix_ns + self.known.record.read_ns
-        created_ns = now_ns - round(call.began_s * 1e9)
-        ended_ns = None if call.ended_s is None else now_ns - round(call.ended_s * 1e9)
+        created_ns = self.known.unix_ns + call.begin_ns
+        ended_ns = None if call.end_ns is None else self.known.unix_ns + call.end_ns
         # Whether and when a call on a device was seen to have ended differs between ranks.
         state = "completed" if call.state == "ended" else "started"
         is_in_it = call.state == "running" and call is self.known.record.calls[-1]

@@ -6,12 +6,13 @@
 #include <chrono>
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
 #include <vector>
 
-#include "collectives/flight.h"
+#include "collectives/recorder.h"
 #include "host/wait_limits.h"
 #include "hosts_ranks.h"
 #include "third_party/doctest/doctest.h"
@@ -30,17 +31,15 @@ struct Wait {
 };
 
 // Where the ranks of group `name` wait, as a process from outside reads it.
-std::array<Wait, kWorldSize> waits_of(const flight::Memory& memory, const std::string& name) {
+std::array<Wait, kWorldSize> waits_of(const recorder::Memory& memory, const std::string& name) {
   std::array<Wait, kWorldSize> found{};
-  for (std::size_t i = 0; i < flight::kNumEvents; ++i) {
-    const flight::Event& event = memory.events()[i];
-    if (__atomic_load_n(&event.number, __ATOMIC_ACQUIRE) == 0) continue;
-    const flight::GroupEntry& group = memory.groups()[event.group];
+  for (std::size_t i = 0; i < recorder::kNumEvents; ++i) {
+    const std::optional<recorder::Event> event = recorder::read(memory.event(i));
+    if (!event) continue;
+    const recorder::GroupEntry& group = memory.group(event->group);
     if (group.name != name) continue;
-    CallStep step;
-    __atomic_load(&event.step, &step, __ATOMIC_RELAXED);
-    found[static_cast<std::size_t>(group.rank)] = {
-        step.step, step.num_steps, __atomic_load_n(&event.waits_for, __ATOMIC_RELAXED)};
+    found[static_cast<std::size_t>(group.rank)] = {event->step.step, event->step.num_steps,
+                                                   event->waits_for};
   }
   return found;
 }
@@ -66,8 +65,8 @@ class Scene {
 
   // In the thread of rank 0. All ranks have been recorded.
   void stand_still() {
-    const shm::SharedMemory mapped(flight::descriptor(), flight::Memory::kNumBytes);
-    const flight::Memory memory(mapped.data());
+    const shm::SharedMemory mapped(recorder::descriptor(), recorder::Memory::kNumBytes);
+    const recorder::Memory memory(mapped.data());
     const auto deadline = std::chrono::steady_clock::now() + testing::kBound / 2;
     for (;; std::this_thread::sleep_for(std::chrono::milliseconds(1))) {
       const auto waits = waits_of(memory, name_);

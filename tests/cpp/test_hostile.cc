@@ -27,7 +27,7 @@
 #include <vector>
 
 #include "collectives/failure.h"
-#include "collectives/flight.h"
+#include "collectives/recorder.h"
 #include "core/errors.h"
 #include "host/abort_reason.h"
 #include "host/abort_record.h"
@@ -324,8 +324,8 @@ TEST_CASE("hostile: who refuses a request says why, and that is all it can say")
 // ---- messages
 
 TEST_CASE("hostile: garbage, oversized and repeated requests leave the bootstrap at work") {
-  flight::start();
-  const int num_shared = flight::descriptor() >= 0 ? 1 : 0;  // a watcher gets the recorder's
+  recorder::start();
+  const int num_shared = recorder::descriptor() >= 0 ? 1 : 0;  // a watcher gets the recorder's
   Bootstrap& bootstrap = Bootstrap::instance();
   bootstrap.offer("test/prey", create_memfd(4096));
   CHECK(static_cast<bool>(bootstrap.fetch(bootstrap.address(), "test/prey", kPatience)));

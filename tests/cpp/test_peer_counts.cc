@@ -9,7 +9,7 @@
 #include <thread>
 #include <vector>
 
-#include "collectives/flight.h"
+#include "collectives/recorder.h"
 #include "hosts_ranks.h"
 #include "third_party/doctest/doctest.h"
 
@@ -35,7 +35,7 @@ void all_reduce(Communicator& communicator) {
                    kPatient);
 }
 
-std::vector<flight::PeerCounts> counts_of(Communicator& communicator) {
+std::vector<recorder::PeerCounts> counts_of(Communicator& communicator) {
   return communicator.log()->counts_of(communicator.rank());
 }
 
@@ -66,12 +66,12 @@ TEST_CASE("peer counts: a rank that comes late is named by all others") {
   testing::run_ranks(3, [](Communicator& communicator) {
     run_with_straggler(communicator);
     const auto counts = counts_of(communicator);
-    const flight::PeerCounts& late = counts[2];
+    const recorder::PeerCounts& late = counts[2];
     if (communicator.rank() == 2) return;
     expect(late.num_late > kNumCalls / 2 && late.num_late <= kNumCalls, "late calls");
     expect(late.num_waits >= late.num_late, "waits");
     expect(late.waited_ns > kNumCalls / 2 * 15'000'000ULL, "the time of the waits");
-    for (const flight::PeerCounts& each : counts)
+    for (const recorder::PeerCounts& each : counts)
       expect(each.sent_bytes + each.received_bytes == 0, "no messages");
   });
 }
@@ -89,7 +89,7 @@ TEST_CASE("peer counts: over messages with their bytes, and on two hosts") {
       if (rank == 0 && placement != "abb") expect(counts[2].num_late > kNumCalls / 2, "late calls");
       std::uint64_t sent = 0;
       std::uint64_t received = 0;
-      for (const flight::PeerCounts& each : counts) {
+      for (const recorder::PeerCounts& each : counts) {
         sent += each.sent_bytes;
         received += each.received_bytes;
       }
@@ -102,9 +102,10 @@ TEST_CASE("peer counts: over messages with their bytes, and on two hosts") {
 }
 
 TEST_CASE("peer counts: counters that differ between sockets make no wait") {
-  CHECK(flight::if_long(-5, 100) == 0);
-  CHECK(flight::if_long(99, 100) == 0);
-  CHECK(flight::if_long(100, 100) == 100);
+  const auto ticks_of = [](double ns) { return static_cast<std::uint64_t>(ns / ns_per_tick); };
+  CHECK(long_wait_ns(-std::uint64_t{5}) == 0);
+  CHECK(long_wait_ns(ticks_of(kLongWait_ns / 2)) == 0);
+  CHECK(long_wait_ns(ticks_of(2 * kLongWait_ns)) > kLongWait_ns);
 }
 
 TEST_CASE("peer counts: a group for which there is no place records nothing") {
@@ -112,14 +113,14 @@ TEST_CASE("peer counts: a group for which there is no place records nothing") {
     communicator.record_as("a test", {0, 1});
     if (communicator.rank() != 0) return testing::barrier(communicator);
     const Membership& members = *communicator.members();
-    std::vector<std::unique_ptr<flight::Log>> logs;
+    std::vector<std::unique_ptr<recorder::Log>> logs;
     while (logs.empty() || logs.back() != nullptr) {
-      logs.push_back(flight::Log::make("another test", 0, {0, 1}, "shm", members, false));
-      expect(logs.size() <= flight::kNumGroups, "no more groups than places");
+      logs.push_back(recorder::Log::make("another test", 0, {0, 1}, "shm", members, false));
+      expect(logs.size() <= recorder::kNumGroups, "no more groups than places");
     }
     logs.pop_back();
     logs.pop_back();  // one has ended
-    logs.push_back(flight::Log::make("another test", 0, {0, 1}, "shm", members, false));
+    logs.push_back(recorder::Log::make("another test", 0, {0, 1}, "shm", members, false));
     expect(logs.back() != nullptr, "the place of a group that has ended");
     testing::barrier(communicator);
   });
@@ -129,7 +130,7 @@ TEST_CASE("peer counts: nobody is late where nobody waits long") {
   testing::run_ranks(2, [](Communicator& communicator) {
     communicator.record_as("a test", {0, 1});
     for (int i = 0; i < 100; ++i) all_reduce(communicator);
-    for (const flight::PeerCounts& each : counts_of(communicator))
+    for (const recorder::PeerCounts& each : counts_of(communicator))
       expect(each.num_late <= each.num_waits && each.num_late < 80, "few late calls");
   });
 }

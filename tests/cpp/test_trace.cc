@@ -4,6 +4,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <functional>
 #include <string>
@@ -32,15 +34,17 @@ struct Files {
     return data;
   }
   std::string lines() const { return read(log); }
-  std::size_t num_threads() const { return (read(events).size() / kPageBytes - 1) / 2; }
+  std::size_t num_threads() const { return read(events).size() / kPageBytes - 1; }
+  // The number of the last event of a thread.
   std::uint64_t count(std::size_t thread) const {
-    std::uint64_t count = 0;
-    std::memcpy(&count, read(events).data() + (1 + 2 * thread) * kPageBytes, sizeof(count));
-    return count;
+    std::uint64_t last = 0;
+    for (std::size_t number = 0; number < kNumEvents; ++number)
+      last = std::max(last, event(thread, number).number);
+    return last;
   }
-  trace::Event event(std::size_t thread, std::size_t slot) const {
-    trace::Event event;
-    const std::size_t place = (2 + 2 * thread) * kPageBytes + slot * sizeof(event);
+  recorder::Event event(std::size_t thread, std::size_t number) const {
+    recorder::Event event;
+    const std::size_t place = (1 + thread) * kPageBytes + number % kNumEvents * sizeof(event);
     std::memcpy(static_cast<void*>(&event), read(events).data() + place, sizeof(event));
     return event;
   }
@@ -51,29 +55,29 @@ bool holds(const std::function<bool(const Files&)>& body) {
   const pid_t child = ::fork();
   if (child == 0) {
     const Files files;
-    trace::start(files.events, files.log, kNumEvents);
+    recorder::start_trace(files.events, files.log, kNumEvents);
     ::_exit(body(files) ? 0 : 1);
   }
   int status = 0;
   return ::waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0;
 }
 
-trace::Event step(int number) {
+recorder::Event step(int number) {
   return {.num_bytes = 8,
-          .to = 0,
-          .from = 1,
+          .peer = 0,
+          .waits_for = 1,
+          .step = {number, 4, 1, 1},
           .chunk = 2,
-          .step = static_cast<std::int16_t>(number),
-          .kind = trace::Kind::kStep,
-          .name = trace::name_number("reduce_scatter")};
+          .kind = recorder::Kind::kStep,
+          .op = OpKind::kReduceScatter};
 }
 
 TEST_CASE("trace: nothing is described while nothing is recorded") {
   bool was_asked = false;
   {
-    const trace::Span span([&] {
+    const recorder::Span span([&] {
       was_asked = true;
-      return trace::Event{};
+      return recorder::Event{};
     });
   }
   CHECK_FALSE(was_asked);
@@ -81,48 +85,46 @@ TEST_CASE("trace: nothing is described while nothing is recorded") {
 
 TEST_CASE("trace: a span is there from its begin on, and knows the collective around it") {
   CHECK(holds([](const Files& files) {
-    const std::uint32_t group = trace::add_group("a \"group\"", 1, {4, 5, 6}, "shm");
+    const std::uint32_t group = 3;
+    recorder::trace_group(group, "a \"group\"", 1, {4, 5, 6}, "shm");
     bool is_open = false;
     {
-      const trace::Span outer(
-          [&] { return trace::Event{.seq = 7, .group = group, .kind = trace::Kind::kCollective}; });
-      const trace::Span inner([] { return step(3); });
-      is_open = files.event(0, 1).end_ns == 0;
+      const recorder::Span outer([&] { return recorder::Event{.seq = 7, .group = group}; });
+      const recorder::Span inner([] { return step(3); });
+      is_open = files.event(0, 2).end_ticks == 0;
     }
     {
-      const trace::Span after([] { return step(0); });
+      const recorder::Span after([] { return step(0); });
     }
-    const trace::Event inner = files.event(0, 1);
-    const bool is_nested = inner.seq == 7 && inner.group == group && inner.step == 3 &&
-                           files.event(0, 0).begin_ns <= inner.begin_ns &&
-                           inner.end_ns <= files.event(0, 0).end_ns && inner.end_ns > 0;
-    const bool is_alone = files.event(0, 2).group == trace::kNoGroup;
+    const recorder::Event inner = files.event(0, 2);
+    const bool is_nested = inner.seq == 7 && inner.group == group && inner.step.step == 3 &&
+                           files.event(0, 1).begin_ticks <= inner.begin_ticks &&
+                           inner.end_ticks <= files.event(0, 1).end_ticks && inner.end_ticks > 0;
+    const bool is_alone = files.event(0, 3).group == 0;
     const bool has_lines =
         files.lines().find("\"name\": \"a \\\"group\\\"\", \"rank\": 1, \"ranks\": [4, 5, 6]") !=
-            std::string::npos &&
-        files.lines().find("\"text\": \"reduce_scatter\"") != std::string::npos;
+        std::string::npos;
     return is_open && is_nested && is_alone && has_lines && files.count(0) == 3;
   }));
 }
 
 TEST_CASE("trace: the oldest events are overwritten, and an end finds no other's place") {
   CHECK(holds([](const Files& files) {
-    std::uint64_t end_ns = 0;
+    std::uint64_t end_ticks = 0;
     {
-      const trace::Span outer([] { return step(-1); });
-      for (int number = 0; number < static_cast<int>(kNumEvents); ++number)
-        const trace::Span inner([&] { return step(number); });
-      end_ns = files.event(0, 0).end_ns;  // of the last one, which has the outer one's place
+      const recorder::Span outer([] { return step(0); });
+      for (int number = 1; number <= static_cast<int>(kNumEvents); ++number)
+        const recorder::Span inner([&] { return step(number); });
+      end_ticks = files.event(0, 1).end_ticks;  // of the last one, which has the outer one's place
     }
-    return files.count(0) == kNumEvents + 1 &&
-           files.event(0, 0).step == static_cast<int>(kNumEvents) - 1 &&
-           files.event(0, 0).end_ns == end_ns && files.event(0, 1).step == 0;
+    return files.count(0) == kNumEvents + 1 && files.event(0, 1).step.step == kNumEvents &&
+           files.event(0, 1).end_ticks == end_ticks && files.event(0, 2).step.step == 1;
   }));
 }
 
 TEST_CASE("trace: each thread has a buffer, and those that have ended hand it on") {
   CHECK(holds([](const Files& files) {
-    const auto record = [] { const trace::Span span([] { return step(0); }); };
+    const auto record = [] { const recorder::Span span([] { return step(0); }); };
     record();
     for (int i = 0; i < 10; ++i) std::thread(record).join();
     return files.num_threads() == 2 && files.count(0) == 1 && files.count(1) == 10;
@@ -135,7 +137,7 @@ TEST_CASE("trace: what has no buffer is counted") {
     std::atomic<int> num_there = 0;
     for (int i = 0; i < 66; ++i)  // none ends before all have recorded
       threads.emplace_back([&] {
-        const trace::Span span([] { return step(0); });
+        const recorder::Span span([] { return step(0); });
         ++num_there;
         while (num_there < 66) std::this_thread::yield();
       });
@@ -146,17 +148,30 @@ TEST_CASE("trace: what has no buffer is counted") {
   }));
 }
 
+TEST_CASE("trace: any thread may end an event, and one that was overwritten ends no other") {
+  CHECK(holds([](const Files& files) {
+    const recorder::Call call = recorder::trace({.kind = recorder::Kind::kMessage});
+    const bool is_open = files.event(0, 1).number == 1 && files.event(0, 1).end_ticks == 0;
+    std::thread([&] { call.end(); }).join();  // in another thread than that of its begin
+    const bool has_ended = files.event(0, 1).end_ticks >= files.event(0, 1).begin_ticks;
+    for (std::size_t i = 0; i < kNumEvents; ++i) const recorder::Span span([] { return step(1); });
+    const std::uint64_t end_ticks = files.event(0, 1).end_ticks;
+    call.end();
+    return is_open && has_ended && !call.is_there() && files.event(0, 1).end_ticks == end_ticks;
+  }));
+}
+
 TEST_CASE("trace: a forked child writes nothing to its parent's files") {
   CHECK(holds([](const Files& files) {
     {
-      const trace::Span span([] { return step(0); });
+      const recorder::Span span([] { return step(0); });
     }
     const std::string before = files.lines();
     const pid_t child = ::fork();
     if (child == 0) {
-      const trace::Span span([] { return step(1); });
-      trace::add_group("the child's", 0, {0}, "");
-      trace::record_alive();
+      const recorder::Span span([] { return step(1); });
+      recorder::trace_group(1, "the child's", 0, {0}, "");
+      recorder::trace_alive();
       ::_exit(0);
     }
     ::waitpid(child, nullptr, 0);

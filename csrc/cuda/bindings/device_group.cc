@@ -300,7 +300,7 @@ void DeviceGroup::run(const Collective& call, cuda::DeviceTransport& transport,
                  });
     ++num_checks_;
   }
-  recorded_.push_back(engine->record_on_device(flight::event_of(call, header)));
+  recorded_.push_back(engine->record_on_device(recorder::event_of(call, header, 0)));
   ending_on_failure([&] { return describe(header); },
                     [&] {
                       engine->stats().count(call.op, transport.enqueue(call, header, place));

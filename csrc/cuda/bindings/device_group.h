@@ -87,7 +87,7 @@ class DeviceGroup final : public Devices, public std::enable_shared_from_this<De
   std::atomic<int> num_checks_ = 0;  // of headers, under way
   std::mutex order_;                 // held while a call is enqueued; guards what follows
   std::map<std::pair<c10::DeviceIndex, int>, c10::Stream> streams_;
-  std::vector<flight::Call> recorded_;  // of the call that is being enqueued
+  std::vector<recorder::Call> recorded_;  // of the call that is being enqueued
 
   std::mutex mutex_;                             // held for moments; guards what follows
   std::deque<std::shared_ptr<DeviceUse>> uses_;  // perhaps not waited for yet

@@ -44,7 +44,7 @@ bool DeviceUse::is_over() {
     is_broken_ = is_broken_ || (transport_ != nullptr && transport_->may_have_given_up());
     ended.swap(outcomes_);
     for (const auto& outcome : ended) record_failure(outcome());
-    std::ranges::for_each(recorded_, flight::Log::end);
+    std::ranges::for_each(recorded_, &recorder::Call::end);
   }
   if (is_over_ && !is_captured_) freed.swap(tensors_);
   return is_over_;

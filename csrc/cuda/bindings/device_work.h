@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "collectives/failure.h"
-#include "collectives/flight.h"
+#include "collectives/recorder.h"
 #include "cuda/bindings/driver_device.h"
 #include "cuda/collectives/device_transport.h"
 
@@ -27,7 +27,7 @@ class DeviceGroup;
 class DeviceUse {
  public:
   using Outcomes = std::vector<cuda::DeviceTransport::Outcome>;
-  using Recorded = std::vector<flight::Call>;
+  using Recorded = std::vector<recorder::Call>;
 
   /// `end` is after the work enqueued on `stream`. Allocators reuse freed memory for later work on
   /// `home`, the current stream at the call. Captured work cannot be queried, and counts as

@@ -587,11 +587,11 @@ class HostsCollective {
     const WaitLimits limits{
         .timeout = std::clamp(left, std::chrono::milliseconds(1), limits_.timeout),
         .is_interrupted = limits_.is_interrupted};
-    const trace::Span traced([&] {
-      return trace::Event{.num_bytes = call.num_bytes(),
-                          .kind = trace::Kind::kPart,
-                          .name = trace::name_number(name_of(call.op)),
-                          .algorithm = trace::name_number(name_of(header.algorithm))};
+    const recorder::Span traced([&] {
+      return recorder::Event{.num_bytes = call.num_bytes(),
+                             .kind = recorder::Kind::kPart,
+                             .op = call.op,
+                             .algorithm = header.algorithm};
     });
     try {
       const Traffic traffic = local_->run(call, header, limits);

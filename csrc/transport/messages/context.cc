@@ -3,7 +3,6 @@
 #include <cstring>
 #include <new>
 
-#include "collectives/flight.h"
 #include "collectives/op_kind.h"
 #include "collectives/trace.h"
 
@@ -25,19 +24,18 @@ MessageContext::Handle MessageContext::isend(int peer, int tag, const void* data
 }
 
 void MessageContext::wait(Handle message, bool is_arrival) {
-  const trace::Span traced([&] {
-    return trace::Event{
-        .from = message->peer, .kind = trace::Kind::kWait, .name = trace::name_number("wait")};
+  const recorder::Span traced([&] {
+    return recorder::Event{.waits_for = static_cast<std::int16_t>(message->peer),
+                           .kind = recorder::Kind::kWait};
   });
   members_.record({message->peer});
   operation_.await(message->peer);
-  const std::uint64_t begin = flight::ticks();
+  const std::uint64_t begin = ticks();
   const MessageEnd end = message->message->wait();
-  if (const std::uint64_t waited = flight::long_wait_since(begin); waited > 0)
-    members_.record(
-        {message->peer, waited,
-         is_arrival && is_arriving_ &&
-             waited >= kLateTimes * static_cast<std::uint64_t>(flight::long_wait_ticks)});
+  if (const std::uint64_t waited_ns = long_wait_ns(ticks() - begin); waited_ns > 0)
+    members_.record({message->peer, waited_ns,
+                     is_arrival && is_arriving_ &&
+                         static_cast<double>(waited_ns) >= kLateTimes * kLongWait_ns});
   if (end != MessageEnd::kDone)
     throw Stopped{.stop = operation_.stop_of(end, message->peer),
                   .peer = message->peer,

@@ -2,7 +2,6 @@
 
 #include <cstdint>
 
-#include "collectives/flight.h"
 #include "collectives/trace.h"
 #include "host/group.h"
 #include "host/host_arch.h"
@@ -21,9 +20,9 @@ class TracedArch final : public shm::HostArch {
    public:
     Wait(TracedArch& arch, int peer)
         : arch_(arch), peer_(peer), span_([&] {
-            return trace::Event{.from = arch.group_.whole_rank(peer),
-                                .kind = trace::Kind::kWait,
-                                .name = trace::name_number("wait")};
+            return recorder::Event{
+                .waits_for = static_cast<std::int16_t>(arch.group_.whole_rank(peer)),
+                .kind = recorder::Kind::kWait};
           }) {
       arch.num_pauses_ = 0;
       arch.begin_ticks_ = 0;
@@ -38,14 +37,14 @@ class TracedArch final : public shm::HostArch {
    private:
     TracedArch& arch_;
     int peer_;
-    trace::Span span_;
+    recorder::Span span_;
   };
   Wait record_wait(int peer) { return {*this, peer}; }
   /// Whether the next waits are for ranks to begin the collective.
   void set_arriving(bool is_arriving) { is_arriving_ = is_arriving; }
 
   void pause() {
-    if (++num_pauses_ == kPausesWithoutClock) begin_ticks_ = flight::ticks();
+    if (++num_pauses_ == kPausesWithoutClock) begin_ticks_ = ticks();
     HostArch::pause();
   }
   Yielded yield() {
@@ -54,7 +53,7 @@ class TracedArch final : public shm::HostArch {
   }
   Stop stopped(int peer) {
     start_clock();
-    trace::record_alive();
+    recorder::trace_alive();
     return HostArch::stopped(peer);
   }
 
@@ -62,11 +61,11 @@ class TracedArch final : public shm::HostArch {
   static constexpr std::uint32_t kPausesWithoutClock = 64;  // 2 us
 
   void start_clock() {
-    if (begin_ticks_ == 0) begin_ticks_ = flight::ticks();
+    if (begin_ticks_ == 0) begin_ticks_ = ticks();
   }
   void end_wait(int peer) const {
-    if (const std::uint64_t waited = flight::long_wait_since(begin_ticks_); waited > 0)
-      group_.record({group_.whole_rank(peer), waited, is_arriving_});
+    if (const std::uint64_t waited_ns = long_wait_ns(ticks() - begin_ticks_); waited_ns > 0)
+      group_.record({group_.whole_rank(peer), waited_ns, is_arriving_});
   }
 
   const shm::Group& group_;

@@ -13,6 +13,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -433,3 +434,72 @@ def test_a_folder_with_other_files_is_not_for_torch(
     command = ["trace", "--merge", str(a_job), "--format", "torch", "-o", str(tmp_path)]
     assert cli.run(command) == 1
     assert "rank7 for one of these dumps: give a new folder" in capfd.readouterr().err
+
+
+# ---- what users of other recorders have met
+
+
+def batch(rank: int, folder: str) -> list[str]:
+    """The states of messages in a batch, when all are done and before that."""
+    x, y = torch.ones(8), torch.empty(8)
+    ops = [dist.P2POp(dist.isend, x, 1 - rank), dist.P2POp(dist.irecv, y, 1 - rank)]
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+    open_one = dist.irecv(torch.empty(8), 1 - rank, tag=3)
+    path = ringcomm.flight_dump(f"{folder}/batch-")
+    dist.send(x, 1 - rank, tag=3)
+    assert open_one is not None
+    open_one.wait()
+    return [call["state"] for call in dump_of(path)["processes"][0]["calls"]]
+
+
+def test_messages_of_a_batch_end(tmp_path: Path) -> None:
+    """pytorch/pytorch#137969: they were never seen to end."""
+    assert run_ranks(2, batch, str(tmp_path), fresh=True) == [["ended", "ended", "running"]] * 2
+
+
+def dump_while_calls_run(rank: int, folder: str) -> list[tuple[list[int], list[int]]]:
+    """The numbers and begins of calls in dumps that a thread writes while others are made."""
+    found, is_over = [], threading.Event()
+
+    def keep_dumping() -> None:
+        while not is_over.is_set():
+            calls = dump_of(ringcomm.flight_dump(f"{folder}/live-"))["processes"][0]["calls"]
+            found.append(([c["number"] for c in calls], [c["begin_ns"] for c in calls]))
+
+    x = torch.ones(8)
+    dist.all_reduce(x)
+    thread = threading.Thread(target=keep_dumping)
+    thread.start()
+    for _ in range(1200):
+        dist.all_reduce(x)
+    is_over.set()
+    thread.join()
+    return found
+
+
+def test_a_dump_while_calls_run_has_whole_events(tmp_path: Path) -> None:
+    for found in run_ranks(2, dump_while_calls_run, str(tmp_path), fresh=True):
+        for numbers, begins in found:
+            assert len(set(numbers)) == len(numbers) <= 1024
+            assert begins == sorted(begins)
+
+
+def make_many_groups(rank: int, folder: str) -> None:
+    """The last group has the place of the first, which has ended."""
+    for number in range(129):
+        group = dist.new_group([0, 1])
+        if number == 0:
+            dist.all_reduce(torch.ones(8), group=group)
+        dist.destroy_process_group(group)
+    dist.barrier()
+    ringcomm.flight_dump(f"{folder}/groups-")
+
+
+def test_a_group_in_the_place_of_another_has_none_of_its_calls(tmp_path: Path) -> None:
+    run_ranks(2, make_many_groups, str(tmp_path), fresh=True)
+    for rank in range(2):
+        process = dump_of(tmp_path / f"groups-{rank}.json")["processes"][0]
+        (group,) = {call["group"] for call in process["calls"] if call["op"] == "barrier"}
+        assert process["groups"][str(group)]["name"] == "0"
+        assert [call["op"] for call in process["calls"] if call["group"] != group] == []

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ringcomm.measure.verdict import Rank, verdict
-from ringcomm.trace.flight import ANY_RANK, NOBODY, Call, Group, Record
+from ringcomm.trace.layout import ANY_RANK, NOBODY, Call, Group, Record
 
 WORLD_SIZE = 4
 
@@ -22,7 +22,7 @@ def group(rank: int, **changes: Any) -> Group:
         "transport": "shm",
         "failure": "",
         "culprit": -1,
-        "failed_s": None,
+        "failed_ns": None,
         "pids": [100 + member for member in range(WORLD_SIZE)],
         "global_ranks": list(range(WORLD_SIZE)),
     }
@@ -39,7 +39,8 @@ def call(
     **steps: Any,
 ) -> Call:
     state = "running" if ended_s is None else "ended"
-    fields = (op, seq, 8, "float32", "sum", "one_shot", peer, waits_for, began_s, ended_s)
+    times = [None if ago_s is None else -round(ago_s * 1e9) for ago_s in (began_s, ended_s)]
+    fields = (op, seq, 8, "float32", "sum", "one_shot", peer, waits_for, *times)
     return Call(1, 0, *fields, on_device=False, state=state, **steps)
 
 

@@ -29,7 +29,7 @@ from test_errors import ENVS
 
 from ringcomm import cli
 from ringcomm.measure import job
-from ringcomm.trace import flight
+from ringcomm.trace import layout
 from ringcomm.version import __version__
 
 LIMIT_S = 60
@@ -303,19 +303,19 @@ def test_a_job_that_ends_meanwhile(
 def test_a_recorder_of_another_version_is_refused(
     launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    header = flight._HEADER.pack(flight._MAGIC, flight.NUM_BYTES, 7, 0, 0, 0, b"0.0.9", 0)
-    data = header.ljust(flight.NUM_BYTES, b"\0")
+    header = layout._HEADER.pack(layout._MAGIC, layout.NUM_BYTES, 7, 0, 0, 0, b"0.0.9", 0)
+    data = header.ljust(layout.NUM_BYTES, b"\0")
     said = r"process 7 runs ringcomm 0\.0\.9, .*: run `ringcomm doctor` of that version"
     with pytest.raises(ValueError, match=said):
-        flight.parse(data)
+        layout.parse(data)
     version = __version__.encode()
-    header = flight._HEADER.pack(b"RINGFLY1", flight.NUM_BYTES, 7, 0, 0, 0, version, 0)
-    with pytest.raises(ValueError, match=r"whose recorder is RINGFLY1, and this reads RINGFLY2"):
-        flight.parse(header.ljust(flight.NUM_BYTES, b"\0"))
+    header = layout._HEADER.pack(b"RINGFLY2", layout.NUM_BYTES, 7, 0, 0, 0, version, 0)
+    with pytest.raises(ValueError, match=r"whose recorder is RINGFLY2, and this reads RINGFLY3"):
+        layout.parse(header.ljust(layout.NUM_BYTES, b"\0"))
     with pytest.raises(ValueError, match="no flight recorder"):
-        flight.parse(b"something else")
+        layout.parse(b"something else")
     with launcher.job("computes", tmp_path, 2) as pids:
-        monkeypatch.setattr(flight, "__version__", "9.9")
+        monkeypatch.setattr(layout, "__version__", "9.9")
         for pid in (pids[1], launcher.pid):
             with pytest.raises(job.JobError, match=r"runs ringcomm .*, and this is 9\.9: run"):
                 job.examine(pid)

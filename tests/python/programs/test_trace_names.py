@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -15,6 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from test_trace import merged, of, record
+
+from ringcomm import _C
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
 
@@ -64,6 +67,15 @@ def test_calls_have_the_names_of_the_profiler(tmp_path: Path) -> None:
         first, second = ("send to", "recv from") if rank == 0 else ("recv from", "send to")
         assert messages == {(f"{first} rank {peer}", 0), (f"{second} rank {peer}", 5)}
         assert {e["args"]["bytes"] for e in of(events, "message", rank)} == {24}
+
+
+def test_a_trace_knows_every_title() -> None:
+    """Events have the place of a call's title in a table."""
+    sources = (Path(__file__).resolve().parents[3] / "csrc" / "bindings").iterdir()
+    used = {t for path in sources for t in re.findall(r'"(ringcomm:\w+)"', path.read_text("utf-8"))}
+    titles = _C.flight_names()["title"]
+    assert used == set(titles)
+    assert len(titles) == len(set(titles)) < 256
 
 
 def put_ranges_around_everything(rank: int, library: str) -> Counter[str]:

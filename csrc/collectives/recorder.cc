@@ -1,4 +1,4 @@
-#include "collectives/flight.h"
+#include "collectives/recorder.h"
 
 #include <unistd.h>
 
@@ -6,21 +6,20 @@
 #include <array>
 #include <bit>
 #include <chrono>
+#include <cstdio>
 #include <cstring>
-#include <optional>
+#include <mutex>
+#include <set>
 #include <thread>
 
+#include "collectives/long_waits.h"
 #include "core/errors.h"
 #include "host/bootstrap.h"
 #include "host/fd.h"
 #include "host/process.h"
 #include "host/shared_memory.h"
 
-#if defined(__x86_64__)
-#include <cpuid.h>
-#endif
-
-namespace ringcomm::flight {
+namespace ringcomm::recorder {
 namespace {
 
 // A closed connection tells of a death before the process has ended.
@@ -28,9 +27,7 @@ constexpr std::uint64_t kDeathGrace_ns = 1'000'000'000;
 
 template <std::size_t kSize>
 void set_text(char (&to)[kSize], const std::string& text) {
-  const std::size_t num_chars = std::min(text.size(), kSize - 1);
-  std::memcpy(to, text.data(), num_chars);
-  std::memset(to + num_chars, 0, kSize - num_chars);
+  std::snprintf(to, kSize, "%s", text.c_str());
 }
 
 // The same on all ranks of a group: of its name and its ranks.
@@ -43,10 +40,15 @@ std::uint64_t id_of(const std::string& name, const std::vector<std::uint64_t>& g
   return id;
 }
 
-// An event is copied word by word, so that a reader in another thread races with nothing; the first
-// word is its number.
+void add(std::uint64_t& word, std::uint64_t number) {
+  __atomic_fetch_add(&word, number, __ATOMIC_RELAXED);
+}
+
+// The first word is the number.
 constexpr std::size_t kNumWords = sizeof(Event) / sizeof(std::uint64_t);
 using Words = std::array<std::uint64_t, kNumWords>;
+
+}  // namespace
 
 // The releases keep the number 0 before what is replaced, and the number behind it.
 void write(Event& to, const Event& event) {
@@ -58,13 +60,7 @@ void write(Event& to, const Event& event) {
   __atomic_store_n(&words[0], copy[0], __ATOMIC_RELEASE);
 }
 
-void add(std::uint64_t& word, std::uint64_t number) {
-  __atomic_fetch_add(&word, number, __ATOMIC_RELAXED);
-}
-
-}  // namespace
-
-// A consistent copy, unless it is just being replaced: the acquires keep the last look behind them.
+// The acquires keep the last look behind them.
 std::optional<Event> read(const Event& from) {
   const auto* words = reinterpret_cast<const std::uint64_t*>(&from);
   Words copy;
@@ -89,11 +85,13 @@ class Recorder {
       Header& header = memory().header();
       header.num_bytes = Memory::kNumBytes;
       header.pid = ::getpid();
-      header.anchor_ticks = ticks();
-      header.anchor_ns = monotonic_ns();
+      header.start = Anchor::now();
       set_text(header.version, RINGCOMM_VERSION);
       std::memcpy(header.magic, Header::kMagic, sizeof header.magic);  // last: it is complete
-      shm::Bootstrap::instance().share_with_watchers(fd_.get(), [this] { say_waits(); });
+      shm::Bootstrap::instance().share_with_watchers(fd_.get(), [this] {
+        const std::lock_guard look(mutex_);
+        waits_.look(memory(), groups_);
+      });
     } catch (const Error&) {  // no memory, descriptor or thread: nothing is recorded
       fd_.reset();
     }
@@ -102,63 +100,37 @@ class Recorder {
   int fd() const { return fd_.get(); }
   Memory memory() const { return Memory(mapped_.data()); }
 
-  /// kNumGroups if no group has ended.
-  std::uint32_t take_place() {
+  /// Gives a group a number whose place no living group has; 0 if they have all.
+  std::uint64_t add(Group* group) {
     const std::lock_guard lock(mutex_);
-    const GroupEntry* groups = memory().groups();
-    const auto is_free = [&](std::uint32_t place) {
-      return groups[place].state == GroupEntry::kUnused || groups[place].state == GroupEntry::kLeft;
-    };
-    std::uint32_t place = next_place_;
-    for (std::size_t i = 0; !is_free(place); place = (place + 1) % kNumGroups)
-      if (++i == kNumGroups) return kNumGroups;
-    next_place_ = (place + 1) % kNumGroups;
-    GroupEntry& entry = memory().groups()[place];
-    if (entry.state != GroupEntry::kUnused) {  // an untouched page stays without memory
-      __atomic_store_n(&entry.state, GroupEntry::kUnused, __ATOMIC_RELEASE);
-      std::fill_n(memory().counts(place), kNumMembers, PeerCounts{});
+    for (std::size_t i = 0; i < kNumGroups; ++i) {
+      GroupEntry& entry = memory().group(++num_groups_);
+      if (entry.state == GroupEntry::kAlive || entry.state == GroupEntry::kFailed) continue;
+      if (entry.state == GroupEntry::kLeft) {  // an untouched page stays without memory
+        __atomic_store_n(&entry.state, GroupEntry::kUnused, __ATOMIC_RELEASE);
+        std::fill_n(memory().counts(num_groups_), kNumMembers, PeerCounts{});
+      }
+      groups_.insert(group);
+      return group->number = entry.number = num_groups_;
     }
-    entry.number = ++num_groups_;
-    return place;
+    return 0;
   }
-  void add(Log* log) {
+  void remove(Group* group) {
     const std::lock_guard lock(mutex_);
-    logs_.insert(log);
-  }
-  void remove(Log* log) {
-    const std::lock_guard lock(mutex_);
-    logs_.erase(log);
+    groups_.erase(group);
   }
 
  private:
-  void say_waits() {
-    const std::lock_guard lock(mutex_);
-    waits_.look(memory(), logs_);
-  }
-
   shm::UniqueFd fd_;
   shm::SharedMemory mapped_;
   std::mutex mutex_;  // guards the next ones
   bool is_opened_ = false;
-  std::uint32_t next_place_ = 0, num_groups_ = 0;
-  std::set<Log*> logs_;
+  std::uint64_t num_groups_ = 0;
+  std::set<Group*> groups_;
   LongWaits waits_;
 };
 
 constinit PerProcess<Recorder> Recorder::of_process;
-
-const bool has_cycle_counter = [] {
-#if defined(__x86_64__)
-  unsigned a = 0, b = 0, c = 0, d = 0;
-  return __get_cpuid(0x80000007, &a, &b, &c, &d) != 0 && (d >> 8 & 1) != 0;
-#else
-  return false;
-#endif
-}();
-
-std::uint64_t monotonic_ns() {
-  return static_cast<std::uint64_t>(std::chrono::steady_clock::now().time_since_epoch().count());
-}
 
 void start() { Recorder::of_process.get().open(); }
 
@@ -167,101 +139,114 @@ int descriptor() {
   return recorder != nullptr ? recorder->fd() : -1;
 }
 
+Event event_of(const Collective& call, const CallHeader& header, std::uint32_t group) {
+  Event event{.seq = header.seq,
+              .num_bytes = call.num_bytes(),
+              .group = group,
+              .peer = static_cast<std::int16_t>(header.root),
+              .op = header.op,
+              .dtype = header.dtype,
+              .reduction = header.reduction,
+              .algorithm = header.algorithm};
+  if (event.is_message()) event.kind = Kind::kMessage;
+  return event;
+}
+
+std::uint32_t unlisted_group() {
+  static std::atomic<std::uint32_t> last = 0;
+  return --last;
+}
+
 std::unique_ptr<Log> Log::make(const std::string& name, int rank,
                                const std::vector<std::uint64_t>& global_ranks,
                                const std::string& transport, const Membership& members,
                                bool log_waits) {
   if (descriptor() < 0) return nullptr;
-  Recorder* recorder = Recorder::of_process.find();
-  const std::uint32_t place = recorder->take_place();
-  if (place == kNumGroups) return nullptr;
-  std::unique_ptr<Log> log(new Log(*recorder, place));
-  const std::size_t world_size = members.processes().size();
-  log->id_ = id_of(name, global_ranks);
-  log->rank_ = rank;
-  if (world_size > kNumMembers) log->own_counts_.resize(world_size);
-  log->counts_ =
-      world_size > kNumMembers ? log->own_counts_.data() : recorder->memory().counts(log->place_);
-  long_wait_ticks =
-      static_cast<std::int64_t>(Clock(recorder->memory().header()).ticks_of(kLongWait_us * 1000));
-  log->processes_ = members.processes();
-  log->log_waits_ = log_waits;
-  GroupEntry& entry = recorder->memory().groups()[log->place_];
+  Recorder& recorder = *Recorder::of_process.find();
+  std::unique_ptr<Log> log(new Log(recorder, {.id = id_of(name, global_ranks),
+                                              .rank = rank,
+                                              .processes = members.processes(),
+                                              .log_waits = log_waits}));
+  if (recorder.add(&log->group_) == 0) return nullptr;
+  if (log->own_counts_.empty()) log->counts_ = recorder.memory().counts(log->group_.number);
+  const Anchor start = recorder.memory().header().start;
+  const Anchor now = Anchor::now();
+  if (now.ticks > start.ticks)
+    ns_per_tick =
+        static_cast<double>(now.ns - start.ns) / static_cast<double>(now.ticks - start.ticks);
+  const PeerProcesses& processes = log->group_.processes;
+  GroupEntry& entry = log->entry();
   entry.rank = rank;
-  entry.world_size = static_cast<std::int32_t>(world_size);
-  entry.culprit = -1;
-  entry.id = log->id_;
+  entry.world_size = static_cast<std::int32_t>(processes.size());
+  entry.culprit = kNobody;
+  entry.id = log->group_.id;
   set_text(entry.name, name);
   set_text(entry.transport, transport);
   set_text(entry.failure, "");
   const auto seen_pid = [&](std::size_t member) {  // a process on this machine has an address
-    const PeerProcess& process = *log->processes_[member];
+    const PeerProcess& process = *processes[member];
     const bool is_hidden = process.bootstrap_address.empty() || process.is_pid_hidden;
     return is_hidden && static_cast<int>(member) != rank ? -1 : process.pid;
   };
-  for (std::size_t i = 0; i < std::min(world_size, kNumMembers); ++i)
+  for (std::size_t i = 0; i < std::min(processes.size(), kNumMembers); ++i)
     entry.members[i] = {
         .pid = seen_pid(i),
         .global_rank = static_cast<std::int32_t>(i < global_ranks.size() ? global_ranks[i] : i)};
   __atomic_store_n(&entry.state, GroupEntry::kAlive, __ATOMIC_RELEASE);
-  recorder->add(log.get());
   return log;
 }
 
-Log::Log(Recorder& recorder, std::uint32_t place) : recorder_(recorder), place_(place) {}
+Log::Log(Recorder& recorder, Group group)
+    : recorder_(recorder),
+      group_(std::move(group)),
+      own_counts_(group_.processes.size() > kNumMembers ? group_.processes.size() : 0),
+      counts_(own_counts_.data()) {}
 
 Log::~Log() {
-  if (Recorder::of_process.find() != &recorder_) return;  // in a forked child
-  recorder_.remove(this);
-  __atomic_store_n(&recorder_.memory().groups()[place_].state, GroupEntry::kLeft, __ATOMIC_RELEASE);
+  if (number() == 0 || Recorder::of_process.find() != &recorder_) return;  // a forked child
+  recorder_.remove(&group_);
+  __atomic_store_n(&entry().state, GroupEntry::kLeft, __ATOMIC_RELEASE);
 }
 
-Event event_of(const Collective& call, const CallHeader& header) {
-  return {.seq = header.seq,
-          .num_bytes = call.num_bytes(),
-          .peer = header.root,
-          .op = header.op,
-          .dtype = header.dtype,
-          .reduction = header.reduction,
-          .algorithm = header.algorithm};
-}
+GroupEntry& Log::entry() const { return recorder_.memory().group(group_.number); }
 
-Call Log::begin(const Event& described) {
+Call Log::begin(Event event) {
   const Memory memory = recorder_.memory();
-  Event event = described;
   Event* place = nullptr;
   for (std::size_t i = 0; i < kNumEvents && (i == 0 || place->is_waiting()); ++i) {
     event.number = __atomic_add_fetch(&memory.header().num_calls, 1, __ATOMIC_RELAXED);
-    place = &memory.events()[event.number % kNumEvents];
+    place = &memory.event(event.number);
   }
-  event.group = static_cast<std::uint16_t>(place_);
   event.begin_ticks = ticks();
   write(*place, event);
   return {place, event.number};
 }
 
-void Log::end(const Call& call) {
-  if (call.is_there()) __atomic_store_n(&call.event->end_ticks, ticks(), __ATOMIC_RELAXED);
-}
-
 void Log::end_running() {
-  end(std::exchange(running_, {}));
+  std::exchange(running_, {}).end();
   num_calls_.store(num_calls() + 1, std::memory_order_relaxed);
   const int late = std::exchange(last_late_, kNobody);
   if (late != kNobody) add(counts_[late].num_late, 1);
 }
 
+void Log::fail(const std::string& why, int culprit) {
+  entry().culprit = culprit;
+  set_text(entry().failure, why);
+  entry().failed_ticks = ticks();
+  __atomic_store_n(&entry().state, GroupEntry::kFailed, __ATOMIC_RELEASE);
+}
+
 void Log::record(const PeerEvent& event, CallStep step) {
   if (event.is_arrival) last_late_ = event.rank;
-  if (event.waited_ticks > 0) return count_wait(event.rank, event.waited_ticks);
+  if (event.waited_ns > 0) return count_wait(event.rank, event.waited_ns);
   if (event.sent_bytes + event.received_bytes == 0) return running_.record_wait(event.rank, step);
   count_bytes(event.rank, event.sent_bytes, event.received_bytes);
 }
 
-void Log::count_wait(int peer, std::uint64_t ticks) {
-  if (ticks == 0 || peer < 0) return;
+void Log::count_wait(int peer, std::uint64_t waited_ns) {
+  if (waited_ns == 0 || peer < 0) return;
   add(counts_[peer].num_waits, 1);
-  add(counts_[peer].waited_ns, Clock(recorder_.memory().header()).ns_of(ticks));
+  add(counts_[peer].waited_ns, waited_ns);
 }
 
 void Log::count_bytes(int peer, std::uint64_t sent, std::uint64_t received) {
@@ -270,27 +255,26 @@ void Log::count_bytes(int peer, std::uint64_t sent, std::uint64_t received) {
 }
 
 // Where another process's rank records the group; nothing if that is not here, or has forgotten it.
-std::optional<std::pair<Memory, std::uint32_t>> Log::find(int rank) const {
-  const auto mapped = processes_[static_cast<std::size_t>(rank)]->flight();
+std::optional<std::pair<Memory, std::uint64_t>> Log::find(int rank) const {
+  const auto mapped = group_.processes[static_cast<std::size_t>(rank)]->flight();
   if (mapped == nullptr || mapped->num_bytes() < Memory::kNumBytes) return std::nullopt;
   const Memory memory(mapped->data());
-  const GroupEntry* const groups = memory.groups();
-  std::optional<std::pair<Memory, std::uint32_t>> found;
-  for (std::uint32_t place = 0; place < kNumGroups; ++place)
-    if (groups[place].state != GroupEntry::kUnused && groups[place].id == id_ &&
-        groups[place].rank == rank &&
-        (!found || groups[place].number > groups[found->second].number))
-      found = {memory, place};
-  return found;
+  std::uint64_t last = 0;
+  for (std::size_t place = 0; place < kNumGroups; ++place) {
+    const GroupEntry& entry = memory.group(place);
+    if (entry.state != GroupEntry::kUnused && entry.id == group_.id && entry.rank == rank)
+      last = std::max(last, entry.number);
+  }
+  return last > 0 ? std::optional(std::pair(memory, last)) : std::nullopt;
 }
 
 std::vector<PeerCounts> Log::counts_of(int rank) const {
   const PeerCounts* from = counts_;
-  if (rank != rank_) {
-    const auto place = own_counts_.empty() ? find(rank) : std::nullopt;
-    from = place ? place->first.counts(place->second) : nullptr;
+  if (rank != group_.rank) {
+    const auto found = own_counts_.empty() ? find(rank) : std::nullopt;
+    from = found ? found->first.counts(found->second) : nullptr;
   }
-  std::vector<PeerCounts> counts(from != nullptr ? processes_.size() : 0);
+  std::vector<PeerCounts> counts(from != nullptr ? group_.processes.size() : 0);
   const auto* words = reinterpret_cast<const std::uint64_t*>(from);
   auto* copies = reinterpret_cast<std::uint64_t*>(counts.data());
   for (std::size_t i = 0; i < counts.size() * sizeof(PeerCounts) / sizeof(*words); ++i)
@@ -299,12 +283,12 @@ std::vector<PeerCounts> Log::counts_of(int rank) const {
 }
 
 bool Log::is_first_alive() const {
-  const bool has_failed = recorder_.memory().groups()[place_].state == GroupEntry::kFailed;
+  const bool has_failed = entry().state == GroupEntry::kFailed;
   const std::uint64_t deadline_ns = monotonic_ns() + (has_failed ? kDeathGrace_ns : 0);
-  for (int rank = 0; rank < rank_;) {
-    const auto place = find(rank);
-    if (place && place->first.groups()[place->second].state == GroupEntry::kLeft) return false;
-    if (processes_[static_cast<std::size_t>(rank)]->is_dead) {
+  for (int rank = 0; rank < group_.rank;) {
+    const auto found = find(rank);
+    if (found && found->first.group(found->second).state == GroupEntry::kLeft) return false;
+    if (group_.processes[static_cast<std::size_t>(rank)]->is_dead) {
       ++rank;
       continue;
     }
@@ -314,12 +298,4 @@ bool Log::is_first_alive() const {
   return true;
 }
 
-void Log::fail(const std::string& why, int culprit) {
-  GroupEntry& entry = recorder_.memory().groups()[place_];
-  entry.culprit = culprit;
-  set_text(entry.failure, why);
-  entry.failed_ticks = ticks();
-  __atomic_store_n(&entry.state, GroupEntry::kFailed, __ATOMIC_RELEASE);
-}
-
-}  // namespace ringcomm::flight
+}  // namespace ringcomm::recorder

@@ -1,0 +1,126 @@
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "collectives/call_header.h"
+#include "collectives/collective.h"
+#include "collectives/record_format.h"
+
+/// The flight recorder: the last calls of this process, always on. They are in a memfd of the
+/// process that its peers map, so it outlives the process, and which a process of the same user
+/// can read from outside. The bootstrap's thread also reads it: long_waits.h.
+namespace ringcomm::recorder {
+
+/// Makes this process's recorder, before its first group; later calls do nothing. Where the system
+/// has no memory for it, nothing is recorded.
+void start();
+/// Its descriptor; -1 if there is none.
+int descriptor();
+
+/// Of a collective, or a message, of the group of that number.
+Event event_of(const Collective& call, const CallHeader& header, std::uint32_t group);
+/// A number for a group that has no Log, unlike those of groups that have one.
+std::uint32_t unlisted_group();
+
+/// An event that has begun, in any ring. Of nothing if it is not recorded.
+struct Call {
+  Event* event = nullptr;
+  std::uint64_t number = 0;
+
+  /// False where a later event has taken its place.
+  bool is_there() const {
+    return event != nullptr && __atomic_load_n(&event->number, __ATOMIC_RELAXED) == number;
+  }
+  void end() const {
+    if (is_there()) __atomic_store_n(&event->end_ticks, ticks(), __ATOMIC_RELAXED);
+  }
+  void set_peer(int peer) const {
+    if (is_there())
+      __atomic_store_n(&event->peer, static_cast<std::int16_t>(peer), __ATOMIC_RELAXED);
+  }
+  void record_wait(int peer, CallStep step = {}) const {
+    if (!is_there()) return;
+    __atomic_store_n(&event->waits_for, static_cast<std::int16_t>(peer), __ATOMIC_RELAXED);
+    __atomic_store(&event->step, &step, __ATOMIC_RELAXED);
+  }
+};
+
+/// A group of this process, as the recorder knows it.
+struct Group {
+  std::uint64_t number = 0;  ///< of the process's groups, from 1 on
+  std::uint64_t id = 0;      ///< equal on all of its ranks
+  int rank = 0;
+  PeerProcesses processes = {};
+  bool log_waits = false;                              ///< long waits are written to stderr
+  bool has_said_idle = false, has_asked_idle = false;  ///< of LongWaits
+};
+
+/// This rank's side of a group in the recorder. Its calls may begin and end in any thread.
+class Log {
+ public:
+  /// Null if there is no recorder, or no place for another group.
+  static std::unique_ptr<Log> make(const std::string& name, int rank,
+                                   const std::vector<std::uint64_t>& global_ranks,
+                                   const std::string& transport, const Membership& members,
+                                   bool log_waits);
+  /// The rank has left the group.
+  ~Log();
+  Log(const Log&) = delete;
+  Log& operator=(const Log&) = delete;
+
+  std::uint32_t number() const { return static_cast<std::uint32_t>(group_.number); }
+  /// Takes the place of the oldest call for which nobody waits.
+  Call begin(Event event);
+  void fail(const std::string& why, int culprit);
+
+  /// Of the collective that runs; in its thread.
+  void record(const PeerEvent& event, CallStep step);
+  /// From any thread. `waited_ns` may be 0.
+  void count_wait(int peer, std::uint64_t waited_ns);
+  void count_bytes(int peer, std::uint64_t sent, std::uint64_t received);
+  /// The collectives that have ended.
+  std::uint64_t num_calls() const { return num_calls_.load(std::memory_order_relaxed); }
+  /// What `rank` has counted of each rank; empty where this process cannot read it.
+  std::vector<PeerCounts> counts_of(int rank) const;
+  /// Whether all ranks before this one have died in the group: one rank reports for all.
+  bool is_first_alive() const;
+
+ private:
+  friend class Run;
+  Log(class Recorder& recorder, Group group);
+  void end_running();
+  GroupEntry& entry() const;
+  std::optional<std::pair<Memory, std::uint64_t>> find(int rank) const;
+
+  Recorder& recorder_;
+  Group group_;
+  std::vector<PeerCounts> own_counts_;  // of a group with more ranks than its entry
+  PeerCounts* counts_;                  // these, or the entry's
+  int last_late_ = kNobody;             // in the collective that runs
+  std::atomic<std::uint64_t> num_calls_ = 0;
+  Call running_;
+};
+
+/// A collective that runs while this lives. `log` may be null.
+class Run {
+ public:
+  Run(Log* log, const Event& event) : log_(log) {
+    if (log != nullptr) log->running_ = log->begin(event);
+  }
+  ~Run() {
+    if (log_ != nullptr) log_->end_running();
+  }
+  Run(const Run&) = delete;
+  Run& operator=(const Run&) = delete;
+
+ private:
+  Log* log_;
+};
+
+}  // namespace ringcomm::recorder
