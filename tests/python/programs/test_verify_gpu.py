@@ -66,6 +66,7 @@ def test_a_run_keeps_what_it_has_and_the_next_goes_on(
         found, left = verify_gpu.verify(rows, tmp_path, budget_s, page)
         return left, {name: status.removeprefix("not run: ") for name, status in found.items()}
 
+    hangs = "`sleep 300 & echo $! > $OUT/pid; wait`"
     rows = [
         Row("build", "`echo $GPUS GPU; echo 12''34`", 4, ()),
         Row("bad", "`exit 3`", 4, ()),
@@ -74,21 +75,14 @@ def test_a_run_keeps_what_it_has_and_the_next_goes_on(
         Row("module", "`true`", 4, ("no_such_module",)),
         Row("program", "`env PATH= python -c pass`", 4, ("env",)),
         Row("none", "not scripted: no reason", 0, ()),
-        Row("hangs", "`sleep 300 & echo $! > $OUT/pid; wait`", 0.5, ()),
+        Row("hangs", hangs, 0.5, ()),
     ]
-    assert run(rows, 60) == (
-        [],
-        {
-            "build": "passed",
-            "bad": "failed",
-            "empty": "not run",
-            "two": "one GPU here",
-            "module": "no_such_module is not installed",
-            "program": "passed",
-            "none": "not scripted: no reason",
-            "hangs": "stopped",
-        },
-    )
+    left, found = run(rows, 60)
+    assert left == []
+    assert list(found.values()) == [
+        *("passed", "failed", "not run", "one GPU here", "no_such_module is not installed"),
+        *("passed", "not scripted: no reason", "stopped"),
+    ]
     look = ["ps", "-o", "stat=", (tmp_path / "pid").read_text()]
     ended = subprocess.run(look, check=False, stdout=PIPE)
     assert ended.stdout[:1] in (b"", b"Z")  # nothing is left running
@@ -139,6 +133,29 @@ def test_programs_of_the_driver_are_found_beside_path(
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     with mps.Mps():
         assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
+
+
+# What nvidia-smi says of a GPU after its number, and what is said of it.
+WRONG = {
+    "570.10, Default, Disabled, 140000": "driver 570.10 is older than CUDA 13, which needs 580",
+    "590.48, Exclusive_Process, Disabled, 140000": "it is in exclusive mode, and without MPS a",
+    "590.48, Prohibited, Disabled, 140000": "it takes no programs: nvidia-smi -i 2 -c DEFAULT",
+    "590.48, Default, Enabled, 140000": "it is cut by MIG: ranks of one group need one slice",
+    "590.48, Default, Disabled, 2048": "2.0 GiB are free, and the large sizes need 8: nvidia-smi",
+    "590.48, Default, Disabled, 140000": "",
+}
+
+
+def test_gpus_that_do_not_serve_are_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen = [[str(gpu), *line.split(", ")] for gpu, line in enumerate(WRONG)]
+    monkeypatch.setattr(verify_gpu, "query_gpus", lambda *_: seen)
+    verify_gpu.complain()
+    said = capsys.readouterr().out.splitlines()
+    wanted = [f"GPU {gpu}: {text}" for gpu, text in enumerate(WRONG.values()) if text]
+    assert len(said) == len(wanted)
+    assert all(line.startswith(start) for line, start in zip(said, wanted, strict=True))
 
 
 def test_without_a_gpu_nothing_runs(
