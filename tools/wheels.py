@@ -79,14 +79,18 @@ def try_wheel(python: str, wheel: Path, beside: list[str], folder: Path) -> None
     env = folder / "env"
     subprocess.run([python, "-m", "venv", "--without-pip", str(env)], check=True)
     own, command = str(env / "bin" / "python"), str(env / "bin" / "ringcomm")
-    (site,) = env.glob("lib/python*/site-packages")
-    (site / "torch_of_the_caller.pth").write_text("\n".join([*beside, ""]), encoding="utf-8")
     # Nothing that compiles is on this PATH.
     nowhere = {"PATH": str(env / "bin"), "CC": "/nonexistent", "CXX": "/nonexistent"}
-    for one in (
-        [python, "-m", "pip", "--python", own, "install", "--no-deps", "--no-index", str(wheel)],
-        [own, "-c", PROGRAM],
-        [command, "doctor", "--json", "--seconds", "0"],
-        [command, "bench", "--world-size", "2", "--seconds", "0"],
-    ):
-        subprocess.run(one, cwd=folder, env={**os.environ, **nowhere}, check=True, timeout=USE_S)
+    variables = {**os.environ, **nowhere}
+
+    def run(*one: str) -> None:
+        quiet = subprocess.DEVNULL
+        subprocess.run(one, cwd=folder, env=variables, check=True, timeout=USE_S, stdout=quiet)
+
+    pip = ("-m", "pip", "--python", own, "install", "-q", "--no-deps", "--no-index")
+    run(python, *pip, str(wheel))
+    (site,) = env.glob("lib/python*/site-packages")
+    (site / "torch_of_the_caller.pth").write_text("\n".join([*beside, ""]), encoding="utf-8")
+    run(own, "-c", PROGRAM)
+    run(command, "doctor", "--json", "--seconds", "0")
+    run(command, "bench", "--world-size", "2", "--seconds", "0")

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
@@ -82,11 +83,10 @@ def test_the_extension_of_this_torch_is_loaded(has_own: bool, tmp_path: Path) ->
 def test_a_wheel_is_tried_beside_torch_without_a_compiler(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only the last two commands use the package: the first ones are done here."""
-    ran: list[tuple[list[str], dict[str, str]]] = []
+    ran: list[tuple[Sequence[str], dict[str, str]]] = []
 
-    def run(command: list[str], **options: Any) -> None:
-        if command[1:3] == ["-m", "venv"]:
+    def run(command: Sequence[str], **options: Any) -> None:
+        if command[2] == "venv":
             (tmp_path / "env" / "lib" / "python3.11" / "site-packages").mkdir(parents=True)
         else:
             ran.append((command, options["env"]))
