@@ -95,7 +95,9 @@ USER_TESTS := $(addprefix tests/python/,programs/test_ordinary_user.py \
     backend/test_job_doctor.py::test_a_host_that_is_gone backend/test_leftovers.py::test_killed_ranks_leave_nothing \
     programs/test_benchmark_scripts.py::test_records_of_a_script[hosts] ops/test_linear_blocks.py)
 test-user: check-python  ## as root, run Python tests as an ordinary user from whom /proc hides other processes
-	@$(PREPARE) --need train --need test --extension -- tools/ordinary_user.py $(or $(ARGS),-q $(USER_TESTS))
+	@$(PREPARE) --need train --need test --extension -- \
+	    -c "import os, sys; os.execv('tools/ordinary_user', ['', sys.executable, *sys.argv[1:]])" \
+	    $(or $(ARGS),-q $(USER_TESTS))
 
 stress: check-python  ## run 10,000 random sequences of collectives, all sizes between hosts 20 times, each system call failing, then a soak and random training loops for 10 minutes each
 	@RINGCOMM_HOSTS_ROUNDS="$${RINGCOMM_HOSTS_ROUNDS:-20}" $(CPP) run ARGS="-tc='hosts: shares on both sides*'"
@@ -123,29 +125,43 @@ test-torch: check-python  ## run PyTorch's own distributed tests (ARGS="--mode g
 test-clients: check-python  ## run programs of other projects over Gloo and over ringcomm, and compare them (ARGS="--short")
 	@$(PREPARE) --need train --need test --extension -- tests/clients/run_clients.py $(ARGS)
 
+# Every check runs, also after one has failed.
+LINT = cd "$(ROOT)" && export PATH="$(ROOT)/.venv/bin:$$PATH" && status=0; \
+    ruff check $(1) . || status=1; \
+    ruff format -q $(2) . || status=1; \
+    find csrc tests/cpp tests/emulator tests/ptx benchmarks/gpu -not -path '*/third_party/*' \
+        '(' -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh' ')' -print0 \
+        | xargs -0 clang-format $(3) || status=1; \
+    exit $$status
 lint: check-python  ## check the code with ruff and clang-format
-	@$(PREPARE) --need lint --no-torch -- tools/lint.py
+	@$(PREPARE) --need lint --no-torch
+	@$(call LINT,,--check,--dry-run -Werror -ferror-limit=1)
 
 format: check-python  ## format the code with ruff and clang-format
-	@$(PREPARE) --need lint --no-torch -- tools/lint.py --fix
+	@$(PREPARE) --need lint --no-torch
+	@$(call LINT,--fix,,-i)
 
+# Examples have scripts of the same names as benchmarks.
 types: check-python  ## check the types with mypy
-	@$(PREPARE) --need lint --need train --need test -- tools/lint.py --types
+	@$(PREPARE) --need lint --need train --need test -- -m mypy \
+	    ringcomm kernels benchmarks tools tests _ringcomm_autoload.py noxfile.py
+	@$(PREPARE) --need lint --need train --need test -- -m mypy examples
 
+NOX := $(PREPARE) --no-torch --need nox -- -m nox -s
 compat: check-python  ## run a short set of tests with torch 2.11 and with the newest torch (ARGS=2.14)
-	@$(PREPARE) --no-torch -- tools/compat.py $(ARGS)
+	@$(NOX) compat $(if $(ARGS),-- $(ARGS))
 
 gpu-kit: check-python  ## build the folder gpu-kit for a machine with a GPU, where gpu-kit/run 1 to gpu-kit/run 5 use it
-	@$(PREPARE) --no-torch -- tools/gpu_machine.py --kit
+	@$(NOX) gpu --error-on-missing-interpreters -- kit
 
 gpu-machine: check-python  ## build and test without a GPU what a GPU machine would use: torch 2.11 for CUDA, kernels for sm_90
-	@$(PREPARE) --no-torch -- tools/gpu_machine.py $(ARGS)
+	@$(NOX) gpu
 
 packaging: check-python  ## build the sdist and the wheel, and test the wheel in a fresh environment
-	@$(PREPARE) --need train --extension -- tools/check_packaging.py
+	@$(PREPARE) --need train --need nox --extension -- -m nox -s packaging
 
-wheels: check-python  ## build a wheel for each Python that is here, for torch 2.13, 2.14 and 2.15, in dist (ARGS="--python 3.12 2.13")
-	@$(PREPARE) --need wheels --no-torch -- tools/wheels.py $(ARGS)
+wheels: check-python  ## build a wheel for each Python that is here, for torch 2.13, 2.14 and 2.15, in dist (ARGS="--python 3.12 -- 2.13")
+	@$(NOX) part wheels $(if $(ARGS),--error-on-missing-interpreters) $(ARGS)
 
 docs: check-python  ## build the site of docs/ in build/site
 	@export NO_MKDOCS_2_WARNING=1; $(PREPARE) --need docs --no-torch -- -m mkdocs build --strict $(ARGS)

@@ -49,27 +49,26 @@ def torch_minor() -> str:
 
 def make_extensions() -> "list[setuptools.Extension]":
     """Returns the extensions; that of GPUs where it is wanted."""
-    wanted = [one for one in buildconfig.EXTENSIONS if one.name != "_cuda" or wants_cuda()]
-    return [make_extension(one) for one in wanted]
-
-
-def make_extension(parts: buildconfig.Extension) -> setuptools.Extension:
-    """Returns one of the extensions."""
     from torch.utils import cpp_extension
 
-    if not buildconfig.sources(*parts.with_torch):
-        raise buildconfig.BuildProblem(f"csrc has no source of {parts.name}: is it complete?")
-    found = buildconfig.units(parts, ROOT / "build" / f"joined{parts.name}")
-    return cpp_extension.CppExtension(
-        f"ringcomm.{parts.name}",
-        [str(path.relative_to(ROOT)) for path in found],
-        include_dirs=[str(buildconfig.CSRC)],
-        depends=[
-            str(path.relative_to(ROOT)) for path in (*buildconfig.headers(), *parts.sources())
-        ],
-        extra_compile_args={"cxx": buildconfig.cxx_flags()},
-        extra_link_args=[*buildconfig.LINK_FLAGS],
-    )
+    found = []
+    for parts in buildconfig.EXTENSIONS:
+        if not buildconfig.sources(*parts.with_torch):
+            raise buildconfig.BuildProblem(f"csrc has no source of {parts.name}: is it complete?")
+        if parts.name == "_cuda" and not wants_cuda():
+            continue
+        units = buildconfig.units(parts, ROOT / "build" / f"joined{parts.name}")
+        extension = cpp_extension.CppExtension(
+            f"ringcomm.{parts.name}",
+            [str(path.relative_to(ROOT)) for path in units],
+            include_dirs=[str(buildconfig.CSRC)],
+            # setuptools asks whether to call ninja, which knows what a unit includes.
+            depends=[str(path.relative_to(ROOT)) for path in buildconfig.CSRC.rglob("*.*")],
+            extra_compile_args={"cxx": buildconfig.cxx_flags()},
+            extra_link_args=[*buildconfig.LINK_FLAGS],
+        )
+        found.append(extension)
+    return found
 
 
 def wants_cuda() -> bool:
@@ -94,7 +93,8 @@ def compile_kernels() -> "list[str]":
     if os.environ.get("RINGCOMM_CUDA") != "1" or nvcc is None:
         return []
     archs = cuda_kernels.archs_asked() or cuda_kernels.archs_here() or cuda_kernels.ARCHITECTURES
-    minutes = cuda_kernels.minutes_for(len(archs))
+    # Measured as 80 s a core and architecture.
+    minutes = 1 + 80 * len(archs) // 60 // min(buildconfig.num_jobs(), max(2, len(archs)))
     names = ", ".join(f"sm_{arch}" for arch in archs)
     print(f"[cuda] compiling kernels for {names}, some {minutes} min", file=sys.stderr, flush=True)
     images = cuda_kernels.compile_all(nvcc, ROOT / "build" / "cuda", archs)
@@ -135,11 +135,9 @@ def make_build_ext() -> type:
 
 def packages() -> "tuple[list[str], dict[str, str]]":
     """Returns the packages and their folders: kernels/ is installed as ringcomm.kernels."""
-    names = setuptools.find_packages(include=["ringcomm", "ringcomm.*"])
-    folders = {"ringcomm": "ringcomm", "ringcomm.kernels": "kernels"}
-    names += ["ringcomm.kernels"]
+    names = [*setuptools.find_packages(include=["ringcomm", "ringcomm.*"]), "ringcomm.kernels"]
     names += [f"ringcomm.kernels.{name}" for name in setuptools.find_packages("kernels")]
-    return names, folders
+    return names, {"ringcomm": "ringcomm", "ringcomm.kernels": "kernels"}
 
 
 def dynamic_metadata() -> "dict[str, object]":

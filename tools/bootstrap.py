@@ -2,7 +2,7 @@
 
 Usage: python3 tools/bootstrap.py [--need GROUP]... [--extension | --no-torch] [-- SCRIPT ARGS...]
 
-GROUP names a file tools/requirements-GROUP.txt; with --no-torch, neither torch nor what compiles
+GROUP is one of pyproject.toml's dependency groups; with --no-torch, neither torch nor what compiles
 the extension is installed. By default everything goes to .venv, which is made here, but for torch
 with RINGCOMM_TORCH=active: .venv then uses that of the active environment. With RINGCOMM_USE_ENV=1,
 or where nothing can be downloaded but the active environment has all that is needed, only the
@@ -20,18 +20,15 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 
 import buildconfig
 import cuda_kernels
-from buildconfig import ROOT, TORCH, BuildProblem
+from buildconfig import ROOT, TORCH, BuildProblem, requirements
 
 VENV = ROOT / ".venv"
-STAMPS = VENV / "ringcomm-stamps.json"
-EXTENSION_STATE = ROOT / "build" / "extension.json"
+EXTENSION_STATE = ROOT / "build" / "extension.txt"
 EXIT_INTERRUPTED = 130
-GROUPS = ("build", "train", "test", "lint", "docs", "coverage", "wheels")
 
 # Optional packages: without them there are no plots, builds do not use ninja, and tests of Triton
 # kernels, PyTorch's own tests, tests with models of transformers and PEFT and of pages in a browser
@@ -41,15 +38,14 @@ OPTIONAL = (
     *("pytest-xdist", "transformers", "triton", "wheel"),
 )
 
-# Files whose change needs a new install; a change of sources needs only a build.
-INSTALL_INPUTS = ("setup.py", "pyproject.toml", "tools/buildconfig.py", "ringcomm/version.py")
 # Settings of pip and Python that would redirect an install to another environment.
 HARMFUL_VARIABLES = ("PIP_USER", "PIP_TARGET", "PIP_PREFIX", "PIP_REQUIRE_VIRTUALENV", "PYTHONHOME")
 TELLING = re.compile(r"cannot be built:|:\d+: (fatal )?error: |undefined (reference|symbol)|ERROR:")
 
-# All versions by name, the suffix of extensions, and the folder that an editable ringcomm is in.
+# All versions by name, the suffix of extensions, the folder that an editable ringcomm is in, the
+# folder of packages, and all that packages are found in.
 _PROBE = """
-import importlib.metadata as metadata, json, sysconfig
+import importlib.metadata as metadata, json, sys, sysconfig
 found, url = {}, ""
 for one in metadata.distributions():
     name = str(one.metadata["Name"]).lower()
@@ -58,7 +54,8 @@ for one in metadata.distributions():
     found[name] = one.version
     link = one.read_text("direct_url.json") or "" if name == "ringcomm" else ""
     url = json.loads(link)["url"] if "editable" in link else url
-print(json.dumps([found, sysconfig.get_config_var("EXT_SUFFIX"), url]))
+own = sysconfig.get_path("purelib")
+print(json.dumps([found, sysconfig.get_config_var("EXT_SUFFIX"), url, own, sys.path]))
 """
 
 
@@ -71,33 +68,15 @@ def say(step: str, text: str) -> None:
     print(f"[{step}] {text}", flush=True)
 
 
-def digest(paths: Iterable[Path], *words: str) -> str:
-    """A hash over the names and contents of files, and over words."""
-    state = hashlib.sha256("\0".join(words).encode())
-    for path in sorted(paths):
-        state.update(f"{path.relative_to(ROOT)}\0".encode())
-        state.update(hashlib.sha256(path.read_bytes()).digest())
-    return state.hexdigest()
-
-
-def read_json(path: Path) -> dict[str, str]:
-    """The stamps in a file; none where it is missing or damaged."""
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        return {}
-
-
-def requirement_names(group: str) -> list[str]:
-    """The package names in tools/requirements-GROUP.txt, without versions or markers."""
-    text = (ROOT / "tools" / f"requirements-{group}.txt").read_text(encoding="utf-8")
-    return sorted(re.findall(r"^([\w-]+)", text, re.M))
+def is_written(path: Path, text: str) -> bool:
+    """Whether a file has this text."""
+    return path.exists() and path.read_text(encoding="utf-8") == text
 
 
 def run_step(step: str, *command: str) -> None:
     """Runs a command with its output in build/logs (on the terminal with VERBOSE=1)."""
     env = {k: v for k, v in os.environ.items() if k not in HARMFUL_VARIABLES}
-    env |= {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1"}
+    env |= {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1", "PIP_PROGRESS_BAR": "off"}
     log = ROOT / "build" / "logs" / f"{step}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as file:
@@ -112,119 +91,114 @@ def run_step(step: str, *command: str) -> None:
         raise StepFailed(f"{step} failed; from {log.relative_to(ROOT)}:\n{text}")
 
 
-def probe(python: str) -> tuple[dict[str, str], str, str]:
+class Python:
     """What a Python has installed, without importing any of it; see _PROBE."""
-    try:
-        said = subprocess.check_output([python, "-c", _PROBE], cwd="/", text=True)
-    except (OSError, subprocess.SubprocessError) as error:
-        raise StepFailed(f"{python} does not run: {error}") from None
-    found, suffix, url = json.loads(said)
-    return found, suffix, url
 
+    def __init__(self, path: str) -> None:
+        self.path = path
+        try:
+            said = subprocess.check_output([path, "-c", _PROBE], cwd="/", text=True)
+        except (OSError, subprocess.SubprocessError) as error:
+            raise StepFailed(f"{path} does not run: {error}") from None
+        self.found, self.suffix, self.editable, self.packages, self.search_path = json.loads(said)
 
-def has_torch(found: dict[str, str]) -> bool:
-    """Whether the versions found include a torch that ringcomm can be built against."""
-    return buildconfig.parse_version(found.get("torch", "0.0")) >= buildconfig.MIN_TORCH
+    def has_torch(self) -> bool:
+        """Whether ringcomm can be built against its torch."""
+        version = buildconfig.parse_version(self.found.get("torch", "0.0"))
+        return version >= buildconfig.MIN_TORCH
 
 
 def make_venv() -> str:
     """The Python of .venv, which is made where it is missing or no longer runs."""
     python = VENV / "bin" / "python"
     check = [str(python), "-c", "import pip"]
-    if python.exists() and subprocess.call(check, stderr=subprocess.DEVNULL) == 0:
-        return str(python)
-    say("python", f"making .venv with {sys.executable}")
-    run_step("python", sys.executable, "-m", "venv", "--clear", str(VENV))
+    if not python.exists() or subprocess.call(check, stderr=subprocess.DEVNULL) != 0:
+        say("python", f"making .venv with {sys.executable}")
+        run_step("python", sys.executable, "-m", "venv", "--clear", str(VENV))
     return str(python)
 
 
 def install_torch(python: str) -> None:
     """Installs torch into .venv, after it has said what comes with it."""
     index = os.environ.get("RINGCOMM_TORCH_INDEX", "")
-    source = ("--index-url", index) if index else ()
-    pip = (python, "-m", "pip", "install", "--progress-bar", "off")
+    wanted = (TORCH, "--index-url", index) if index else (TORCH,)
+    pip = (python, "-m", "pip", "install")
     say("torch", f"asking pip what {TORCH} needs")
-    ask = (*pip, "--dry-run", "--quiet", "--report", "-", TORCH, *source)
+    ask = (*pip, "--dry-run", "--quiet", "--report", "-", *wanted)
     asked = subprocess.run(ask, cwd=ROOT, capture_output=True, text=True, check=False)
-    if asked.returncode == 0:
+    if asked.returncode == 0:  # else the next call fails too, and says why
         report = json.loads(asked.stdout)
         say("torch", described([one["metadata"]["name"] for one in report["install"]]))
-    else:  # an old pip, or the next call fails too and says why
-        say("torch", f"installing {TORCH}")
-    run_step("torch", *pip, TORCH, *source)
+    run_step("torch", *pip, *wanted)
 
 
 def described(packages: list[str]) -> str:
     """What installing torch with these packages fetches, and how to fetch less."""
-    is_cuda = [re.match("nvidia|cuda", name) is not None for name in packages]
-    if not any(is_cuda):
-        return f"fetching {TORCH}, a build for CPUs, and {len(packages) - 1} packages: about 0.2 GB"
-    text = f"fetching {TORCH} for CUDA and {len(packages) - 1} packages: about 5 GB"
+    num_others = len(packages) - 1
+    if not any(re.match("nvidia|cuda", name) for name in packages):
+        return f"fetching {TORCH}, a build for CPUs, and {num_others} packages: about 0.2 GB"
+    text = f"fetching {TORCH} for CUDA and {num_others} packages: about 5 GB"
     if not cuda_kernels.has_driver():
         text += (
             ". This machine has no NVIDIA driver: for the build for CPUs, about 0.2 GB, stop with"
             " Ctrl-C and set RINGCOMM_TORCH_INDEX=URL, the package index of PyTorch's CPU builds"
         )
-    found = probe(sys.executable)[0]
-    if has_torch(found):
-        text += f". RINGCOMM_TORCH=active takes torch {found['torch']} of {sys.executable}"
+    active = Python(sys.executable)
+    if active.has_torch():
+        text += f". RINGCOMM_TORCH=active takes torch {active.found['torch']} of {sys.executable}"
     return text
 
 
-def use_active_torch(python: str) -> None:
+def use_active_torch(python: Python) -> None:
     """Puts the packages of the active environment behind those of .venv."""
-    ask = "import json, sys, sysconfig as s; print(json.dumps([s.get_path('purelib'), sys.path]))"
-    (own, _), (_, active) = (
-        json.loads(subprocess.check_output([one, "-c", ask], cwd="/", text=True))
-        for one in (python, sys.executable)
-    )
-    found, suffix, editable = probe(sys.executable)
-    if probe(python)[1] != suffix or Path(own, "torch").exists():
-        raise BuildProblem(
-            f"RINGCOMM_TORCH=active, but {VENV} has another Python or a torch of its own: remove it"
-            " with make distclean"
+    active = Python(sys.executable)
+    problem = ""
+    if python.suffix != active.suffix or Path(python.packages, "torch").exists():
+        problem = f"{VENV} has another Python or a torch of its own: remove it with make distclean"
+    elif not active.has_torch():
+        problem = (
+            f"{active.path} has no torch >= 2.11: install it there, activate another environment,"
+            " or name its Python: make PYTHON=..."
         )
-    if not has_torch(found):
-        raise BuildProblem(
-            f"RINGCOMM_TORCH=active, but {sys.executable} has no torch >= 2.11: install it there,"
-            " activate another environment, or name its Python: make PYTHON=..."
+    elif "ringcomm" in active.found and not active.editable:
+        problem = (
+            f"the ringcomm of {active.path} would hide this checkout: uninstall it there, or build"
+            " into that environment with RINGCOMM_USE_ENV=1"
         )
-    if "ringcomm" in found and not editable:
-        raise BuildProblem(
-            f"RINGCOMM_TORCH=active, but the ringcomm of {sys.executable} would hide this checkout:"
-            " uninstall it there, or build into that environment with RINGCOMM_USE_ENV=1"
-        )
-    paths = [path for path in active if path.endswith("-packages") and path != own]
+    if problem:
+        raise BuildProblem(f"RINGCOMM_TORCH=active, but {problem}")
+    own = python.packages
+    paths = [one for one in active.search_path if one.endswith("-packages") and one != own]
     Path(own, "torch_of_active.pth").write_text("\n".join([*paths, ""]), encoding="utf-8")
 
 
-def install_requirements(python: str, groups: Iterable[str], needs_torch: bool) -> None:
+def install_requirements(path: str, groups: list[str], needs_torch: bool) -> None:
     """Installs into .venv what the groups pin, and torch where it is needed and none would do."""
     wanted_torch = os.environ.get("RINGCOMM_TORCH", "")
     if wanted_torch not in ("", "active"):
         raise BuildProblem(f"RINGCOMM_TORCH must be 'active' or unset, got {wanted_torch!r}")
-    if needs_torch and wanted_torch:
-        use_active_torch(python)
-    elif needs_torch and not has_torch(probe(python)[0]):
-        install_torch(python)
-    stamps = read_json(STAMPS)
-    wanted = {g: digest([ROOT / "tools" / f"requirements-{g}.txt"]) for g in groups}
-    stale = [group for group, stamp in wanted.items() if stamps.get(group) != stamp]
+    if needs_torch:
+        python = Python(path)
+        if wanted_torch:
+            use_active_torch(python)
+        elif not python.has_torch():
+            install_torch(path)
+    stamps = {VENV / f"ringcomm-{group}": "\n".join(requirements(group)) for group in groups}
+    stale = {stamp: text for stamp, text in stamps.items() if not is_written(stamp, text)}
     if stale:
-        say("packages", f"installing into .venv: {', '.join(stale)}")
-        files = [arg for group in stale for arg in ("-r", f"tools/requirements-{group}.txt")]
-        pip = (python, "-m", "pip", "install", "--progress-bar", "off")
-        run_step("packages", *pip, *files)
-        STAMPS.write_text(json.dumps({**stamps, **wanted}), encoding="utf-8")
+        say("packages", f"installing into .venv: {', '.join(stamp.name[9:] for stamp in stale)}")
+        run_step("packages", path, "-m", "pip", "install", *"\n".join(stale.values()).splitlines())
+        for stamp, text in stale.items():
+            stamp.write_text(text, encoding="utf-8")
 
 
-def use_active(groups: Iterable[str], needs_torch: bool, reason: str) -> str:
+def use_active(groups: list[str], needs_torch: bool, reason: str) -> str:
     """The active Python, after a look at its torch and at the packages of the groups."""
-    found = probe(sys.executable)[0]
-    names = dict.fromkeys(name for group in groups for name in requirement_names(group))
-    missing = [name for name in names if name not in found]
+    active = Python(sys.executable)
+    names = [re.split(r"[=\[]", name)[0] for group in groups for name in requirements(group)]
+    missing = [name for name in dict.fromkeys(names) if name not in active.found]
     needed = [name for name in missing if name not in OPTIONAL]
-    if needs_torch and not has_torch(found):
+    if needs_torch and not active.has_torch():
         needed.append("'torch>=2.11'")
     if needed:
         raise BuildProblem(
@@ -250,54 +224,48 @@ def choose_python(groups: list[str], needs_torch: bool) -> str:
     return python
 
 
-def build_extension(python: str, for_tests: bool) -> None:
+def build_extension(path: str, for_tests: bool) -> None:
     """Builds the extensions in place and links the package into the environment, where needed.
 
     Tests need ringcomm._cuda on every machine, for the emulator of GPUs.
     """
     if buildconfig.is_set("RINGCOMM_PREBUILT"):  # a kit's, made for this Python and torch
-        run_step("import", python, "-c", "import torch, ringcomm")
+        run_step("import", path, "-c", "import torch, ringcomm")
         return
-    found, suffix, url = probe(python)
-    if for_tests or (ROOT / "ringcomm" / f"_cuda{suffix}").exists():
+    python = Python(path)
+    if for_tests or (ROOT / "ringcomm" / f"_cuda{python.suffix}").exists():
         os.environ.setdefault("RINGCOMM_CUDA", "test")
-    state = read_json(EXTENSION_STATE)
-    inputs = [path for one in buildconfig.EXTENSIONS for path in one.sources()]
-    inputs += buildconfig.headers()
-    inputs += buildconfig.sources("cuda/kernels", suffix=".cu")
-    inputs.append(ROOT / "tools" / "cuda_kernels.py")
-    install = digest([ROOT / name for name in INSTALL_INPUTS], python, found.get("torch", ""))
-    # What a build has for GPUs, and what compiles it.
+    inputs = [one for one in sorted(buildconfig.CSRC.rglob("*")) if one.is_file()]
+    num_files = sum(one.suffix in (".cc", ".cu") for one in inputs)
+    names = ("setup.py", "pyproject.toml", "tools/buildconfig.py", "tools/cuda_kernels.py")
+    inputs += [ROOT / name for name in (*names, "ringcomm/version.py")]
+    # What the extension is for, and what a build has for GPUs and compiles it.
     kernels = [os.environ.get(name, "") for name in ("RINGCOMM_CUDA", "RINGCOMM_CUDA_ARCHS")]
-    build = digest(inputs, install, str(buildconfig.find_nvcc()), *kernels)
-    names = ["_C", "_kernels"] + (["_cuda"] if buildconfig.is_set("RINGCOMM_CUDA") else [])
-    is_there = all((ROOT / "ringcomm" / f"{name}{suffix}").exists() for name in names)
-    is_linked = url == ROOT.as_uri() and state.get("install") == install
-    if is_linked and state.get("build") == build and is_there:
+    for_what = [path, python.found.get("torch", ""), str(buildconfig.find_nvcc()), *kernels]
+    state = hashlib.sha256("\0".join(for_what).encode())
+    for one in inputs:
+        state.update(f"{one.relative_to(ROOT)}\0".encode() + one.read_bytes())
+    built = ["_C", "_kernels"] + (["_cuda"] if buildconfig.is_set("RINGCOMM_CUDA") else [])
+    is_built = is_written(EXTENSION_STATE, state.hexdigest())
+    is_there = all((ROOT / "ringcomm" / f"{name}{python.suffix}").exists() for name in built)
+    if is_built and is_there and python.editable == ROOT.as_uri():
         return
-    buildconfig.check_all()
-    num_files = sum(path.suffix in (".cc", ".cu") for path in inputs)
     jobs = buildconfig.num_jobs()
     say("extension", f"compiling what changed of {num_files} files, {jobs} at a time")
     EXTENSION_STATE.unlink(missing_ok=True)
-    if is_linked:
-        run_step("extension", python, "setup.py", "-q", "build_ext", "--inplace")
-    else:
-        options = ("-v", "--no-build-isolation", "--no-deps", "--editable", ".")
-        run_step("extension", python, "-m", "pip", "install", *options)
-    run_step("import", python, "-c", "import torch, ringcomm")
-    EXTENSION_STATE.write_text(json.dumps({"install": install, "build": build}), encoding="utf-8")
+    options = ("-v", "--no-build-isolation", "--no-deps", "--editable", ".")
+    run_step("extension", path, "-m", "pip", "install", *options)
+    run_step("import", path, "-c", "import torch, ringcomm")
+    EXTENSION_STATE.write_text(state.hexdigest())
 
 
 def main() -> None:
     """Prepares, then becomes the command; a problem ends in one message and status 1."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--need", action="append", default=[], choices=GROUPS, metavar="GROUP")
+    parser.add_argument("--need", action="append", default=[], metavar="GROUP")
     depth = parser.add_mutually_exclusive_group()
     depth.add_argument("--extension", action="store_true", help="build and link the extensions")
-    depth.add_argument(
-        "--no-torch", action="store_true", help="install only the requirement groups"
-    )
+    depth.add_argument("--no-torch", action="store_true", help="install only the groups")
     parser.add_argument("command", nargs="*", metavar="SCRIPT ARGS", help="run with this Python")
     options = parser.parse_args()
     try:

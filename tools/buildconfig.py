@@ -13,8 +13,8 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
@@ -26,8 +26,7 @@ TORCH = "torch==2.13.0"
 MACHINES = ("x86_64", "aarch64")
 
 
-@dataclass(frozen=True)
-class Extension:
+class Extension(NamedTuple):
     """A module of ringcomm: the folders of csrc that it consists of.
 
     Attributes:
@@ -41,26 +40,14 @@ class Extension:
     joined: tuple[str, ...]
     with_torch: tuple[str, ...]
 
-    def sources(self) -> list[Path]:
-        """Returns all of its sources."""
-        return sources(*self.alone, *self.joined, *self.with_torch)
-
 
 # The first is communication on CPUs; the others link it.
+ENGINE = ("core", "host", "collectives", "transport", "communicator")
+CUDA = ("cuda/kernels", "cuda/driver", "cuda/collectives")
 EXTENSIONS = (
-    Extension(
-        "_C",
-        ("reduce",),
-        ("core", "host", "collectives", "transport", "communicator"),
-        ("bindings",),
-    ),
+    Extension("_C", ("reduce",), ENGINE, ("bindings",)),
     Extension("_kernels", ("kernels",), (), ("ops",)),
-    Extension(
-        "_cuda",
-        ("cuda/kernels", "cuda/driver", "cuda/collectives"),
-        (),
-        ("cuda/bindings", "cuda/messages"),
-    ),
+    Extension("_cuda", CUDA, (), ("cuda/bindings", "cuda/messages")),
 )
 
 CXX_STANDARD = "-std=c++20"
@@ -80,9 +67,6 @@ LINK_FLAGS = ("-pthread", "-Wl,-Bsymbolic-functions", "-Wl,-rpath,$ORIGIN")
 
 # A translation unit with torch headers takes about this much memory to compile.
 BYTES_PER_JOB = 2 << 30
-
-# The extensions take about this long to compile with one compiler at a time.
-MINUTES_OF_ONE_JOB = 4
 
 # Into how many units an extension's sources without torch's headers are joined.
 NUM_JOINED = 2
@@ -112,10 +96,17 @@ def parse_version(text: str) -> tuple[int, int]:
 def public_version() -> str:
     """Returns the version in ringcomm/version.py, the only place where it is written."""
     text = (ROOT / "ringcomm" / "version.py").read_text(encoding="utf-8")
-    match = re.search(r'^__version__\s*=\s*"([^"]+)"', text, re.MULTILINE)
-    if match is None:
-        raise BuildProblem('ringcomm/version.py has no line __version__ = "..."')
-    return match.group(1)
+    (version,) = re.findall(r'(?m)^__version__ = "(.+)"$', text)
+    return version
+
+
+def requirements(group: str) -> list[str]:
+    """Returns a group of [dependency-groups] in pyproject.toml; Python 3.10 has no tomllib."""
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    found = re.search(rf"(?ms)^\[dependency-groups\]$.*?^{group} = \[$(.*?)^\]$", text)
+    if found is None:
+        raise BuildProblem(f"pyproject.toml has no group {group!r} of dependencies")
+    return re.findall(r'(?m)^ +"(.*)"', found[1])
 
 
 def sources(*folders: str, suffix: str = ".cc") -> list[Path]:
@@ -207,13 +198,6 @@ def num_jobs() -> int:
     return max(1, min(len(os.sched_getaffinity(0)), available // BYTES_PER_JOB))
 
 
-def time_to_compile() -> str:
-    """Returns about how long the extensions take to compile on this machine, in words."""
-    jobs = num_jobs()
-    minutes = max(1, round(MINUTES_OF_ONE_JOB / jobs))
-    return f"about {minutes} min with {jobs} compiler{'s' if jobs > 1 else ''} at a time"
-
-
 def check_platform() -> None:
     """Raises BuildProblem unless this is Linux on x86-64 or arm64 with a Python new enough."""
     if sys.platform != "linux":
@@ -240,7 +224,7 @@ def check_compiler() -> None:
             f"no C++ compiler: {command[0]!r} is not on PATH. Install one: "
             "apt-get install g++ (Debian, Ubuntu), dnf install gcc-c++ (Fedora); or set CXX. "
             "Without one, take a wheel that `make wheels` built on another machine: "
-            "pip install FILE, or RINGCOMM_WHEELS=FOLDER pip install ."
+            "pip install FILE, or pip install --no-index --find-links FOLDER ringcomm."
         )
     done = _compiled(_CXX20_PROBE, CXX_STANDARD, "-fsyntax-only")
     if done.returncode != 0:
@@ -260,10 +244,3 @@ def check_python_headers() -> None:
             f"no Python headers: {header} does not exist. Install them: "
             f"apt-get install python3-dev (or python{version}-dev), dnf install python3-devel."
         )
-
-
-def check_all() -> None:
-    """Runs every check that needs neither torch nor anything installed."""
-    check_platform()
-    check_compiler()
-    check_python_headers()

@@ -63,9 +63,11 @@ def has_driver() -> bool:
     return True
 
 
-def minutes_for(num_archs: int) -> int:
-    """Returns about how long compile_all takes: measured as 80 s a core and architecture."""
-    return 1 + 80 * num_archs // 60 // min(buildconfig.num_jobs(), max(2, num_archs))
+def release_of(nvcc: Path) -> str:
+    """The release of an nvcc, independent of its path: "release 13.0"."""
+    done = subprocess.run([str(nvcc), "--version"], capture_output=True, text=True, check=False)
+    found = re.search(r"release [\d.]+", done.stdout)
+    return found.group(0) if found else str(nvcc)
 
 
 def compile_all(
@@ -74,8 +76,8 @@ def compile_all(
     """Compiles what has changed into the folder: for each file NAME.fatbin, of all architectures.
 
     The first of `archs`, or of those that are asked for or served, is also there as PTX, for other
-    GPUs. The file that embeds the images is touched where it is older than one of them. Raises
-    BuildProblem.
+    GPUs. The file that embeds the images is touched where it is older than one of them. Images may
+    be compiled elsewhere: a stamp beside each tells what it was made of. Raises BuildProblem.
     """
     archs = archs or archs_asked() or ARCHITECTURES
     flags = [*FLAGS, "-O3", *defines]
@@ -85,46 +87,32 @@ def compile_all(
     # (cuda/kernels/gpu_block.cuh).
     flags += ["-gencode", f"arch=compute_{archs[0]},code=compute_{archs[0]}"]
     folder.mkdir(parents=True, exist_ok=True)
-    release = release_of(nvcc)
-    paths, num_jobs = sources(), buildconfig.num_jobs()
+    common = [release_of(nvcc).encode(), *map(str.encode, flags)]
+    common += [path.read_bytes() for path in buildconfig.headers()]
+    num_jobs = buildconfig.num_jobs()
     # What is left of the jobs compiles a file's architectures side by side.
-    more = ["--threads", str(max(1, num_jobs // len(paths)))]
+    more = ["--threads", str(max(1, num_jobs // len(sources()))), "-I", str(CSRC), "-fatbin"]
+
+    def compile_one(source: Path) -> Path:
+        image, stamp = (folder / f"{source.stem}.{kind}" for kind in ("fatbin", "stamp"))
+        state = hashlib.sha256(b"\0".join([*common, source.read_bytes()])).hexdigest()
+        if not (image.exists() and stamp.exists() and stamp.read_text() == state):
+            began = time.monotonic()
+            command = [str(nvcc), *flags, *more, str(source), "-o", str(image)]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode != 0:
+                name = source.relative_to(ROOT)
+                raise BuildProblem(f"{name} does not compile:\n{done.stderr[-4000:]}")
+            stamp.write_text(state)
+            seconds, kib = time.monotonic() - began, image.stat().st_size >> 10
+            print(f"[cuda] {source.name}: {kib} KiB in {seconds:.0f} s", flush=True)
+        return image
+
     with concurrent.futures.ThreadPoolExecutor(num_jobs) as pool:
-        list(pool.map(lambda path: _compile(nvcc, release, path, folder, flags, more), paths))
-    newest = max((folder / f"{path.stem}.fatbin").stat().st_mtime_ns for path in paths)
+        newest = max(image.stat().st_mtime_ns for image in pool.map(compile_one, sources()))
     if EMBEDDER.stat().st_mtime_ns < newest:
         os.utime(EMBEDDER, ns=(newest, newest))
     return folder
-
-
-def release_of(nvcc: Path) -> str:
-    """The release of an nvcc, independent of its path: "release 13.0"."""
-    done = subprocess.run([str(nvcc), "--version"], capture_output=True, text=True, check=False)
-    found = re.search(r"release [\d.]+", done.stdout)
-    return found.group(0) if found else str(nvcc)
-
-
-def _compile(
-    nvcc: Path, release: str, source: Path, folder: Path, flags: list[str], more: list[str]
-) -> None:
-    """`more`: flags of which what comes out is no other. Images may be compiled elsewhere."""
-    image = folder / f"{source.stem}.fatbin"
-    stamp = folder / f"{source.stem}.stamp"
-    digest = hashlib.sha256("\0".join([release, *flags]).encode())
-    for path in (source, *buildconfig.headers()):
-        digest.update(path.read_bytes())
-    state = digest.hexdigest()
-    if image.exists() and stamp.exists() and stamp.read_text() == state:
-        return
-    began = time.monotonic()
-    where = ["-I", str(CSRC), "-fatbin", str(source), "-o", str(image)]
-    command = [str(nvcc), *flags, *more, *where]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise BuildProblem(f"{source.relative_to(ROOT)} does not compile:\n{done.stderr[-4000:]}")
-    stamp.write_text(state)
-    seconds, kib = time.monotonic() - began, image.stat().st_size >> 10
-    print(f"[cuda] {source.name}: {kib} KiB in {seconds:.0f} s", flush=True)
 
 
 def main() -> int:

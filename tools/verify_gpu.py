@@ -7,10 +7,9 @@ Usage: python tools/verify_gpu.py [--only NAME,... | --from NAME] [--budget-s S]
 The rows of docs/gpu-verification.md run one after the other, each within its limit and what is left
 of the budget. The last lines printed are the commands that run what remains. The active Python and
 its torch are used. The folder, $OUT by default, gets verify.log, records and plots. Records are
-compared with the page's aims (gpu_aims.py): each is printed as met, or by how much it is missed.
-The page gets each row's "last run" and the driver's answers (gpu_page.py), and so do rows.jsonl and
-probe.jsonl in the folder: --take writes those into the page of another checkout, also of a run that
-was cut off.
+compared with the page's aims: each is printed as met, or by how much it is missed. The page gets
+each row's "last run" and the driver's answers, and so do rows.jsonl and probe.jsonl in the folder:
+--take writes those into the page of another checkout, also of a run that was cut off.
 
 With --layout, the GPU tests (or the given ones) run with so many ranks on one GPU or on all, under
 NVIDIA's Multi-Process Service or without. The status is 1 when something failed, or when there is a
@@ -23,6 +22,8 @@ import argparse
 import contextlib
 import datetime
 import importlib.util
+import json
+import operator
 import os
 import re
 import shlex
@@ -31,15 +32,15 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "gpu-verification.md"
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from gpu_aims import Records, Verdict, judge, read_aims, summary  # noqa: E402
-from gpu_page import ROWS, Row, note, read_rows, take, write_answers, write_row  # noqa: E402
 from mps import FOLDERS, Mps, find_control, find_program  # noqa: E402
 from placement import count_devices  # noqa: E402
 
@@ -63,6 +64,183 @@ LAYOUTS: dict[str, tuple[int | None, str, bool]] = {
     "all": (None, "all", False),
     "all-twice-mps": (None, "all", True),
 }
+
+Record = dict[str, Any]
+Verdict = tuple[str, str]  # "met", "missed" or "without a record", and what is printed
+CONDITION = re.compile(r"([\w.]+) ?(<=|>=|=) ?(.+)")
+COMPARISONS = {"<=": operator.le, ">=": operator.ge, "=": operator.eq}
+UNITS = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
+# Records that agree in these fields, where they have them, are of one point.
+POINT = ("op", "bytes", "dtype", "mode", "case", "shape", "vocab_size", "world_size", "optimizer")
+
+
+class Row(NamedTuple):
+    """A row of the first table: a shell command, or why there is none; seconds; what it needs.
+
+    That is "MPS", "2 GPUs", a module, a program, or a file that `make` has built.
+    """
+
+    name: str
+    how: str
+    limit_s: float
+    needs: tuple[str, ...]
+
+    @property
+    def command(self) -> str:
+        """The command, "" where there is none."""
+        return self.how.strip("`") if self.how.startswith("`") else ""
+
+
+class Aim(NamedTuple):
+    """A line of the table of aims: which records of which rows, a figure, and its limit.
+
+    The figure is a field, or `FIELD / key=value`: the field divided by that of the record that has
+    this value of `key` and is of the same point. Numbers may end in k, m or g (powers of 1024).
+    """
+
+    entries: list[str]
+    records: str
+    figure: str
+    limit: str
+
+
+def tables_of(page: Path) -> tuple[list[Row], list[Aim]]:
+    """The rows and the aims of the page."""
+    rows, _, aims = page.read_text(encoding="utf-8").partition("\n## Aims\n")
+    return (
+        [
+            Row(name, how, float(limit or 0), tuple(needs.split(", ")) if needs else ())
+            for name, _, how, limit, needs, _ in cells_of(rows)
+        ],
+        [
+            Aim(names.split(", "), *(cell.strip("`") for cell in cells))
+            for names, *cells in cells_of(aims.partition("\n## ")[0])
+        ],
+    )
+
+
+def cells_of(section: str) -> list[list[str]]:
+    """The cells of the table in a section."""
+    lines = [line for line in section.splitlines() if line[:2] == "| "]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[1:]]
+
+
+def write_row(page: Path, name: str, found: str) -> None:
+    """Replaces the last cell of a row, of whichever table has it."""
+    pattern = rf"^(\| {re.escape(name)} \|.*\| )[^|]*( \|)$"
+    text = page.read_text(encoding="utf-8")
+    text = re.sub(pattern, rf"\g<1>{found}\g<2>", text, count=1, flags=re.M)
+    page.write_text(text, encoding="utf-8")
+
+
+def write_answers(page: Path, out: Path) -> None:
+    """Writes the driver's answers that a run has found, under MPS and without, into the page."""
+    said: dict[str, dict[str, str]] = {}
+    path = out / "probe.jsonl"
+    for line in parsed(path.read_text(encoding="utf-8") if path.exists() else ""):
+        mode = "MPS" if line["mps"] else "no MPS"
+        said.setdefault(line["question"], {})[mode] = line["answer"].replace("|", "/")
+    for question, modes in said.items():
+        write_row(page, question, "; ".join(f"{mode}: {text}" for mode, text in modes.items()))
+
+
+def take(out: Path, page: Path) -> int:
+    """Writes the results of a run, possibly interrupted, into the page; the exit code."""
+    path = out / "rows.jsonl"
+    if not path.exists():
+        print(f"there is no rows.jsonl in {out}: it is no folder of results")
+        return 1
+    found = {line["row"]: line["found"] for line in parsed(path.read_text(encoding="utf-8"))}
+    for name, text in found.items():
+        write_row(page, name, text)
+        print(f"{name}: {text}")
+    write_answers(page, out)
+    return 0
+
+
+def parsed(text: str) -> Iterator[Record]:
+    """The lines of JSON of a text, without those that were cut off."""
+    for line in text.splitlines():
+        with contextlib.suppress(json.JSONDecodeError):
+            yield json.loads(line)
+
+
+def records_in(folder: Path, before: dict[Path, str]) -> tuple[list[Record], dict[Path, str]]:
+    """What a folder's files have beyond those of an earlier call; and the files, for a later one.
+
+    Of a file that was written anew that is all of it.
+    """
+    paths = sorted(folder.glob("*.jsonl"))
+    files = {path: path.read_text(encoding="utf-8") for path in paths}
+    texts = [text.removeprefix(before.get(path, "")) for path, text in files.items()]
+    return [record for text in texts for record in parsed(text)], files
+
+
+def value_of(record: Record, field: str) -> Any:
+    """Of a field, "ratio.p50" of a dictionary's; None where there is none."""
+    value: Any = record
+    for name in field.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
+
+
+def condition_of(text: str) -> tuple[str, str, str]:
+    """Its field, operator, and what the field is compared with."""
+    found = CONDITION.fullmatch(text)
+    if found is None:
+        raise ValueError(f"no condition on a record: {text!r}")
+    return found[1], found[2], found[3]
+
+
+def number_of(text: str) -> float | None:
+    """1024.0 of "1k"; None of what is no number."""
+    found = re.fullmatch(r"(-?[0-9.]+)([kmg]?)", text)
+    return float(found[1]) * UNITS.get(found[2], 1) if found else None
+
+
+def holds(record: Record, condition: str) -> bool:
+    """Whether a record fulfils a condition."""
+    field, comparison, wanted = condition_of(condition)
+    value, limit = value_of(record, field), number_of(wanted)
+    if limit is None:
+        return str(value).lower() == wanted.lower()
+    return value is not None and COMPARISONS[comparison](float(value), limit)
+
+
+def figure_of(record: Record, figure: str, records: list[Record]) -> Any:
+    """The figure of an aim; None where the record has none."""
+    field, _, over = figure.partition(" / ")
+    value = value_of(record, field)
+    if not over or value is None:
+        return value
+    same = [name for name in POINT if name != condition_of(over)[0]]
+    others = [
+        value_of(other, field)
+        for other in records
+        if holds(other, over) and all(other.get(name) == record.get(name) for name in same)
+    ]
+    return value / others[-1] if others and others[-1] else None
+
+
+def judge(aim: Aim, records: list[Record]) -> Verdict:
+    """How the worst of the records that an aim is for compares with it."""
+    right = [record for record in records if record.get("verified", True)]
+    chosen = [
+        record for record in right if all(holds(record, one) for one in aim.records.split(", "))
+    ]
+    figures = [(figure_of(record, aim.figure, right), record) for record in chosen]
+    found = [(value, record) for value, record in figures if value is not None]
+    text = f"{aim.figure} of {aim.records}: aim {aim.limit}"
+    if not found:
+        return "without a record", f"no record: {text}"
+    _, comparison, wanted = condition_of(f"figure {aim.limit}")
+    limit = number_of(wanted) or 0.0
+    worst = max if comparison == "<=" else min
+    value, record = worst(found, key=lambda pair: pair[0])
+    is_met = COMPARISONS[comparison](value, limit)
+    verdict = "met" if is_met else f"missed by {abs(value - limit) / limit:.1%}"
+    where = ", ".join(f"{name} {record[name]}" for name in POINT if record.get(name) is not None)
+    return verdict.partition(" ")[0], f"{verdict}: {text}, found {value:.5g} ({where})"
 
 
 def lacks(needs: tuple[str, ...], num_gpus: int) -> str | None:
@@ -120,20 +298,11 @@ def run_layout(name: str, num_gpus: int, arguments: list[str], limit_s: float) -
         arguments = ["tests/python", *(f"--ignore={path}" for path in groups), *arguments]
     elif not any((ROOT / word.partition("::")[0]).exists() for word in arguments):
         arguments = [*map(str, groups), *arguments]
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-m",
-        "gpu",
-        "-q",
-        f"--maxfail={MAX_FAILED}",
-        *arguments,
-    ]
+    pytest = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", f"--maxfail={MAX_FAILED}"]
     print(f"== {name}: {num_ranks} ranks", flush=True)
     with Mps() if with_mps else contextlib.nullcontext():
         ranks = {"GPU_TEST_RANKS": str(num_ranks or 2), "GPU_TEST_LAYOUT": where}
-        status = run(command, limit_s, env={**os.environ, **ranks})
+        status = run([*pytest, *arguments], limit_s, env={**os.environ, **ranks})
     if status is None:
         return f"stopped after {limit_s:.0f} s"
     return {0: "passed", NO_TESTS: "not run: no such tests"}.get(status, "failed")
@@ -155,60 +324,51 @@ def run_layouts(names: list[str], arguments: list[str]) -> int:
     return int(any(text.startswith(("failed", "stopped")) for text in found.values()))
 
 
-def gpu_archs() -> list[str]:
-    """The architecture of each GPU, such as "90"; none where there is no GPU.
+def query_gpus(*names: str) -> list[list[str]]:
+    """What nvidia-smi says of each GPU; nothing where there is none.
 
     Raises:
         RuntimeError: the driver's nvidia-smi is missing, or fails.
     """
-    if find_program("nvidia-smi") is None:
+    tool = find_program("nvidia-smi")
+    if tool is None:
         if count_devices("cuda") == 0:
             return []
         raise RuntimeError(
             f"torch finds a GPU, and nvidia-smi is neither on PATH nor in {', '.join(FOLDERS)}: add"
             " the folder of the driver's programs to PATH"
         )
-    return [cap.replace(".", "") for (cap,) in query_gpus("compute_cap")]
-
-
-def query_gpus(*names: str) -> list[list[str]]:
-    """What nvidia-smi says of each GPU. Raises RuntimeError where it fails."""
-    tool = find_program("nvidia-smi")
-    query = [str(tool), "--format=csv,noheader,nounits", f"--query-gpu={','.join(names)}"]
+    query = [tool, "--format=csv,noheader,nounits", f"--query-gpu={','.join(names)}"]
     done = subprocess.run(query, capture_output=True, text=True, timeout=60, check=False)
     if done.returncode != 0:
         raise RuntimeError(f"{tool} fails: {(done.stdout + done.stderr).strip()}")
     return [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines()]
 
 
-def complaints() -> list[str]:
-    """What is wrong with the GPUs for rows of several ranks, each with the way on."""
-    found = []
+def gpu_archs() -> list[str]:
+    """The architecture of each GPU, such as "90"; see query_gpus()."""
+    return [cap.replace(".", "") for (cap,) in query_gpus("compute_cap")]
+
+
+def complain() -> None:
+    """Prints what is wrong with the GPUs for rows of several ranks, each with the way on."""
     names = ("index", "driver_version", "compute_mode", "mig.mode.current", "memory.free")
     for gpu, driver, mode, mig, free in query_gpus(*names):
-        if int(driver.partition(".")[0] or 0) < MIN_DRIVER:
-            found.append(
-                f"GPU {gpu}: driver {driver} is older than CUDA 13, which needs {MIN_DRIVER}: "
-                "install a newer driver, or its cuda-compat package"
-            )
-        if mode == "Exclusive_Process":
-            found.append(
-                f"GPU {gpu} is in exclusive mode: without MPS a second rank gets no context; "
-                f"nvidia-smi -i {gpu} -c DEFAULT, or --only rows that need MPS"
-            )
-        elif mode == "Prohibited":
-            found.append(f"GPU {gpu} takes no programs: nvidia-smi -i {gpu} -c DEFAULT")
-        if mig == "Enabled":
-            found.append(
-                f"GPU {gpu} is cut by MIG: ranks of one group need one slice, named by "
-                "CUDA_VISIBLE_DEVICES=MIG-..., and each has its own MPS"
-            )
-        if free.isdigit() and int(free) < MIN_FREE_MIB:
-            found.append(
-                f"GPU {gpu} has {int(free) / 1024:.1f} GiB free: the large sizes need "
-                f"{MIN_FREE_MIB >> 10}; nvidia-smi lists who has the rest"
-            )
-    return found
+        free_mib = int(free) if free.isdigit() else MIN_FREE_MIB
+        texts = {
+            f"driver {driver} is older than CUDA 13, which needs {MIN_DRIVER}: install a newer"
+            " driver, or its cuda-compat package": int(driver.partition(".")[0] or 0) < MIN_DRIVER,
+            "it is in exclusive mode, and without MPS a second rank gets no context: nvidia-smi"
+            f" -i {gpu} -c DEFAULT, or --only rows that need MPS": mode == "Exclusive_Process",
+            f"it takes no programs: nvidia-smi -i {gpu} -c DEFAULT": mode == "Prohibited",
+            "it is cut by MIG: ranks of one group need one slice, named by"
+            " CUDA_VISIBLE_DEVICES=MIG-..., and each has its own MPS": mig == "Enabled",
+            f"{free_mib / 1024:.1f} GiB are free, and the large sizes need {MIN_FREE_MIB >> 10}:"
+            " nvidia-smi lists who has the rest": free_mib < MIN_FREE_MIB,
+        }
+        for text, is_wrong in texts.items():
+            if is_wrong:
+                print(f"GPU {gpu}: {text}", flush=True)
 
 
 def environment(archs: list[str], out: Path) -> dict[str, str]:
@@ -235,14 +395,13 @@ def verify(
 
     Those had no time, or were stopped by the budget. At least one row is run, besides the build.
     """
-    archs, today = gpu_archs(), datetime.datetime.now(datetime.timezone.utc).date()
-    env, deadline = environment(archs, out), time.monotonic() + budget_s
-    aims = read_aims(page)
+    archs, deadline = gpu_archs(), time.monotonic() + budget_s
+    env, aims = environment(archs, out), tables_of(page)[1]
     found: dict[str, str] = {}
     left: list[str] = []
     num_run = 0
-    for complaint in complaints() if find_program("nvidia-smi") else ():
-        print(complaint, flush=True)
+    if find_program("nvidia-smi"):
+        complain()
     for row in rows:
         left_s = deadline - time.monotonic()
         reason = lacks(row.needs, len(archs)) if row.command else row.how
@@ -251,16 +410,23 @@ def verify(
             left.append(row.name)
         status = f"not run: {reason}"
         if reason is None:
-            records = Records(out)
-            note(out, row.name, f"stopped, {today}")  # unless something else follows
+            files = records_in(out, {})[1]
+            keep(out, row.name, "stopped")  # unless something else follows
             status = run_row(row, min(row.limit_s, left_s), out / "verify.log", env)
-            verdicts = [] if status == "not run" else judge(aims, row.name, records.new())
-            tell(verdicts, out / "verify.log")
+            records = records_in(out, files)[0]
+            own = [aim for aim in aims if row.name in aim.entries and status != "not run"]
+            verdicts = [judge(aim, records) for aim in own]
+            with (out / "verify.log").open("a", encoding="utf-8") as log:
+                for _, line in verdicts:
+                    print(f"  {line}", file=log)
+                    print(f"  {line}", flush=True)
+            counts = Counter(kind for kind, _ in verdicts).items()
+            said = ", ".join(f"{count} {kind}" for kind, count in sorted(counts))
+            text = keep(out, row.name, status, f", aims: {said}" if said else "")
             if status == "stopped" and left_s < row.limit_s and num_run > 0:
                 left.append(row.name)
             elif status != "not run":
-                write_row(page, row.name, f"{status}, {today}{summary(verdicts)}")
-            note(out, row.name, f"{status}, {today}{summary(verdicts)}")
+                write_row(page, row.name, text)
             if row.name == "probe":
                 write_answers(page, out)
             num_run += row.name != "build"
@@ -271,12 +437,12 @@ def verify(
     return found, left
 
 
-def tell(verdicts: list[Verdict], log: Path) -> None:
-    """Prints what became of a row's aims, and keeps it."""
-    text = "".join(f"  {verdict.text}\n" for verdict in verdicts)
-    print(text, end="", flush=True)
-    with log.open("a", encoding="utf-8") as output:
-        output.write(text)
+def keep(out: Path, name: str, status: str, aims: str = "") -> str:
+    """Appends a row's result with its date to rows.jsonl, for take(); returns it."""
+    text = f"{status}, {datetime.datetime.now(datetime.timezone.utc).date()}{aims}"
+    with (out / "rows.jsonl").open("a", encoding="utf-8") as output:
+        print(json.dumps({"row": name, "found": text}), file=output)
+    return text
 
 
 def run_row(row: Row, limit_s: float, log: Path, env: dict[str, str]) -> str:
@@ -295,7 +461,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """The command line, with the rows in `rows`; ends the process when it makes no sense."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
-    rows = {row.name: row for row in read_rows(PAGE)}
+    rows = {row.name: row for row in tables_of(PAGE)[0]}
     out = Path(os.environ.get("OUT") or ROOT / "build" / "gpu-verification")
     add("--only", metavar="NAME,...", help="these rows alone")
     add("--from", dest="first", metavar="NAME", help="the build, this row and those after it")
@@ -327,12 +493,7 @@ def main(argv: list[str]) -> int:
     if options.layout:
         return run_layouts(options.layout, options.arguments)
     if options.take:
-        if not (options.take / ROWS).exists():
-            print(f"there is no rows.jsonl in {options.take}: it is no folder of results")
-            return 1
-        for name, text in take(options.take, PAGE).items():
-            print(f"{name}: {text}")
-        return 0
+        return take(options.take, PAGE)
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     try:

@@ -52,7 +52,6 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The Python of a .venv that is empty."""
     venv.create(tmp_path / ".venv", symlinks=True)
     monkeypatch.setattr(bootstrap, "VENV", tmp_path / ".venv")
-    monkeypatch.setattr(bootstrap, "STAMPS", tmp_path / "stamps.json")
     return str(tmp_path / ".venv" / "bin" / "python")
 
 
@@ -82,12 +81,30 @@ def test_what_is_wrong_with_the_wish_for_another_torch(
     monkeypatch.setattr(sys, "executable", environment)
     with pytest.raises(buildconfig.BuildProblem, match=r"has no torch >= 2\.11"):
         bootstrap.install_requirements(environment, [], needs_torch=True)
-    has_both = ({"torch": "2.13.0", "ringcomm": "0.1.0"}, bootstrap.probe(environment)[1], "")
+    has_both = bootstrap.Python(environment)
+    has_both.found = {"torch": "2.13.0", "ringcomm": "0.1.0"}
     with monkeypatch.context() as patch:
-        patch.setattr(bootstrap, "probe", lambda _: has_both)
+        patch.setattr(bootstrap, "Python", lambda _: has_both)
         with pytest.raises(buildconfig.BuildProblem, match="would hide this checkout"):
             bootstrap.install_requirements(environment, [], needs_torch=True)
     (own,) = (Path(environment).parents[1] / "lib").glob("python*/site-packages")
     (own / "torch").mkdir()
     with pytest.raises(buildconfig.BuildProblem, match=r"a torch of its own.* make distclean"):
         bootstrap.install_requirements(environment, [], needs_torch=True)
+
+
+def test_the_active_environment_is_used_by_wish(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With what it has; what it needs is named, and what it may lack."""
+    monkeypatch.setenv("RINGCOMM_USE_ENV", "1")
+    active = bootstrap.Python(sys.executable)
+    active.found = {"torch": "2.13.0", "ninja": "1", "setuptools": "90", "numpy": "2", "rich": "1"}
+    monkeypatch.setattr(bootstrap, "Python", lambda _: active)
+    assert bootstrap.choose_python(["build", "train"], True) == sys.executable
+    assert "goes without what is not installed there: wheel, matplotlib" in capsys.readouterr().out
+    del active.found["rich"], active.found["torch"]
+    with pytest.raises(
+        buildconfig.BuildProblem, match=r"lacks rich, 'torch>=2.11': .* install rich"
+    ):
+        bootstrap.choose_python(["build", "train"], True)

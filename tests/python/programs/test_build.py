@@ -166,11 +166,11 @@ def test_missing_libraries_of_cuda_get_stand_ins(tmp_path: Path) -> None:
     script.write_text("libcudart.so.13 { global: cudaGetDeviceCount; cudaGetErrorString; };")
     linked: list[str] = []
     for name, text in code.items():
-        (tmp_path / "a.c").write_text(text)
         options = [f"-Wl,-soname,{name}", f"-Wl,-rpath,{tmp_path}"]
         options += [f"-Wl,--version-script,{script}"] if "cudart" in name else []
-        command = ["cc", "-shared", "-fPIC", *options, "-o", str(tmp_path / name)]
-        subprocess.run([*command, str(tmp_path / "a.c"), *linked], check=True)
+        command = ["cc", "-shared", "-fPIC", *options, "-o", str(tmp_path / name), "-xc", "-"]
+        command += ["-xnone", *linked]
+        subprocess.run(command, input=text, text=True, check=True)
         linked.append(str(tmp_path / name))
     for path in linked[:2]:
         os.unlink(path)
@@ -183,3 +183,12 @@ def test_missing_libraries_of_cuda_get_stand_ins(tmp_path: Path) -> None:
     said = subprocess.check_output([sys.executable, "-c", program, linked[2]], text=True)
     assert said == f"{2 * stand_ins.NO_DEVICE} a stand-in without a device\n"
     assert stand_ins.make(tmp_path) == []
+
+
+def test_groups_of_requirements_are_those_of_pip() -> None:
+    tomllib = pytest.importorskip("tomllib")
+    text = (buildconfig.ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    for group, names in tomllib.loads(text)["dependency-groups"].items():
+        assert buildconfig.requirements(group) == names
+    with pytest.raises(buildconfig.BuildProblem, match="no group 'other'"):
+        buildconfig.requirements("other")

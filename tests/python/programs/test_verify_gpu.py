@@ -13,14 +13,12 @@ from typing import Any
 
 import device_kernels
 import front_door
-import gpu_aims
-import gpu_page
 import mps
 import placement
 import pytest
 import torch
 import verify_gpu
-from gpu_page import Row
+from verify_gpu import Row
 
 ROOT = Path(__file__).parents[3]
 
@@ -29,7 +27,7 @@ def test_commands_are_as_their_programs_have_them(monkeypatch: pytest.MonkeyPatc
     """Scripts parse their options, as if there were a GPU; tests are there."""
     monkeypatch.setenv("OUT", "/tmp")
     monkeypatch.setenv("GPUS", "2")
-    for row in gpu_page.read_rows(verify_gpu.PAGE):
+    for row in verify_gpu.tables_of(verify_gpu.PAGE)[0]:
         assert row.command or row.how.startswith("not scripted: ")
         assert not re.search(r"\bmake\b", row.command)  # not on every machine with a GPU
         if not row.command or re.search("&&|;", row.command):
@@ -68,6 +66,7 @@ def test_a_run_keeps_what_it_has_and_the_next_goes_on(
         found, left = verify_gpu.verify(rows, tmp_path, budget_s, page)
         return left, {name: status.removeprefix("not run: ") for name, status in found.items()}
 
+    hangs = "`sleep 300 & echo $! > $OUT/pid; wait`"
     rows = [
         Row("build", "`echo $GPUS GPU; echo 12''34`", 4, ()),
         Row("bad", "`exit 3`", 4, ()),
@@ -76,21 +75,14 @@ def test_a_run_keeps_what_it_has_and_the_next_goes_on(
         Row("module", "`true`", 4, ("no_such_module",)),
         Row("program", "`env PATH= python -c pass`", 4, ("env",)),
         Row("none", "not scripted: no reason", 0, ()),
-        Row("hangs", "`sleep 300 & echo $! > $OUT/pid; wait`", 0.5, ()),
+        Row("hangs", hangs, 0.5, ()),
     ]
-    assert run(rows, 60) == (
-        [],
-        {
-            "build": "passed",
-            "bad": "failed",
-            "empty": "not run",
-            "two": "one GPU here",
-            "module": "no_such_module is not installed",
-            "program": "passed",
-            "none": "not scripted: no reason",
-            "hangs": "stopped",
-        },
-    )
+    left, found = run(rows, 60)
+    assert left == []
+    assert list(found.values()) == [
+        *("passed", "failed", "not run", "one GPU here", "no_such_module is not installed"),
+        *("passed", "not scripted: no reason", "stopped"),
+    ]
     look = ["ps", "-o", "stat=", (tmp_path / "pid").read_text()]
     ended = subprocess.run(look, check=False, stdout=PIPE)
     assert ended.stdout[:1] in (b"", b"Z")  # nothing is left running
@@ -143,6 +135,29 @@ def test_programs_of_the_driver_are_found_beside_path(
         assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
 
 
+# What nvidia-smi says of a GPU after its number, and what is said of it.
+WRONG = {
+    "570.10, Default, Disabled, 140000": "driver 570.10 is older than CUDA 13, which needs 580",
+    "590.48, Exclusive_Process, Disabled, 140000": "it is in exclusive mode, and without MPS a",
+    "590.48, Prohibited, Disabled, 140000": "it takes no programs: nvidia-smi -i 2 -c DEFAULT",
+    "590.48, Default, Enabled, 140000": "it is cut by MIG: ranks of one group need one slice",
+    "590.48, Default, Disabled, 2048": "2.0 GiB are free, and the large sizes need 8: nvidia-smi",
+    "590.48, Default, Disabled, 140000": "",
+}
+
+
+def test_gpus_that_do_not_serve_are_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen = [[str(gpu), *line.split(", ")] for gpu, line in enumerate(WRONG)]
+    monkeypatch.setattr(verify_gpu, "query_gpus", lambda *_: seen)
+    verify_gpu.complain()
+    said = capsys.readouterr().out.splitlines()
+    wanted = [f"GPU {gpu}: {text}" for gpu, text in enumerate(WRONG.values()) if text]
+    assert len(said) == len(wanted)
+    assert all(line.startswith(start) for line, start in zip(said, wanted, strict=True))
+
+
 def test_without_a_gpu_nothing_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -155,8 +170,6 @@ def test_without_a_gpu_nothing_runs(
     assert "passed" not in said
 
 
-# ---- aims
-
 AIMS = """
 ## Aims
 
@@ -165,105 +178,77 @@ AIMS = """
 | speed, other | `backend=nccl, bytes<=64k` | `ratio.p50` | `>= 3` |
 | speed | `backend=ringcomm, mode=graph, bytes=1k` | `p50_us` | `<= 8` |
 | speed | `way=in place` | `p50_us / way=copy` | `<= 1.25` |
-| speed | `way=in place` | `extra_bytes` | `<= 1m` |
 """
 
 
-def point(num_bytes: int, ours_us: float, nccls_us: float) -> list[dict[str, Any]]:
-    same = {"bytes": num_bytes, "mode": "graph", "verified": True}
-    ratio = {"over": "ringcomm", "p50": nccls_us / ours_us}
-    return [
-        {**same, "backend": "ringcomm", "p50_us": ours_us, "ratio": None},
-        {**same, "backend": "nccl", "p50_us": nccls_us, "ratio": ratio},
-    ]
+def nccl(num_bytes: int, ratio: float, **fields: Any) -> dict[str, Any]:
+    return {"bytes": num_bytes, "backend": "nccl", "ratio": {"p50": ratio}, **fields}
 
 
-def judged(tmp_path: Path, entry: str, records: list[dict[str, Any]]) -> list[tuple[Any, str]]:
+def way(name: str, us: float | None, vocab_size: int) -> dict[str, Any]:
+    return {"way": name, "p50_us": us, "vocab_size": vocab_size}
+
+
+@pytest.mark.parametrize(
+    ("idx", "records", "said"),
+    [
+        (0, [nccl(1 << 10, 4), nccl(1 << 16, 2.5, mode="graph"), nccl(1 << 20, 1)],
+         r"missed by 16\.7%: .*: aim >= 3, found 2\.5 \(bytes 65536, mode graph\)"),
+        (0, [nccl(1 << 10, 4), nccl(1 << 16, 2.5, verified=False)], "met: .* found 4 "),
+        (0, [nccl(1 << 20, 1), {"bytes": 1, "backend": "nccl", "ratio": None}], "no record: "),
+        (1, [{"backend": "Ringcomm", "mode": "graph", "bytes": 1024, "p50_us": 10}], "missed by 2"),
+        (2, [way("copy", 8, 10), way("in place", 10, 10), way("in place", 9, 20)], "met: .* 1.25 "),
+        (2, [way("copy", 7, 10), way("in place", 8, 10), way("in place", None, 10)], "met: .* 1.1"),
+        (2, [way("copy", 7, 10), way("in place", 10, 10)], "missed by 14.3%"),
+    ],
+)  # fmt: skip
+def test_the_worst_record_is_compared_with_an_aim(
+    idx: int, records: list[dict[str, Any]], said: str, tmp_path: Path
+) -> None:
     page = tmp_path / "page.md"
-    page.write_text(f"| entry |\n| speed |\n{AIMS}", encoding="utf-8")
-    verdicts = gpu_aims.judge(gpu_aims.read_aims(page), entry, records)
-    return [(verdict.is_met, verdict.text) for verdict in verdicts]
+    page.write_text(f"| entry |\n{AIMS}", encoding="utf-8")
+    kind, text = verify_gpu.judge(verify_gpu.tables_of(page)[1][idx], records)
+    assert re.match(said, text), text
+    assert kind == {"no": "without a record"}.get(text.split()[0], text.split()[0].strip(":"))
 
 
-def test_the_worst_record_is_compared_with_an_aim(tmp_path: Path) -> None:
-    records = [*point(1024, 10, 40), *point(65536, 20, 50), *point(1 << 20, 20, 20)]
-    small, latency, *others = judged(tmp_path, "speed", records)
-    assert small[0] is False
-    assert small[1].startswith("missed by 16.7%: ratio.p50 of backend=nccl, bytes<=64k: aim >= 3,")
-    assert "found 2.5 (bytes 65536, mode graph)" in small[1]
-    assert latency[1].startswith("missed by 25.0%")
-    assert [is_met for is_met, _ in others] == [None, None]  # without a record
-    assert [is_met for is_met, _ in judged(tmp_path, "other", records[:2])] == [True]
-    assert judged(tmp_path, "nothing", records) == []
-    wrong = [{**record, "verified": False} for record in records]
-    assert {is_met for is_met, _ in judged(tmp_path, "speed", wrong)} == {None}
-
-
-def test_a_figure_is_divided_by_that_of_the_same_point(tmp_path: Path) -> None:
-    records = [
-        {"vocab_size": size, "way": way, "p50_us": us, "extra_bytes": extra}
-        for size, way, us, extra in [
-            (10, "copy", 8.0, 0),
-            (10, "in place", 10.0, 1 << 20),
-            (20, "copy", 100.0, 0),
-            (20, "in place", 110.0, None),
-        ]
-    ]
-    assert [is_met for is_met, _ in judged(tmp_path, "speed", records)[2:]] == [True, True]
-    records[0]["p50_us"] = 7.0
-    assert judged(tmp_path, "speed", records)[2][1].startswith("missed by 14.3%")
-
-
-@pytest.mark.parametrize("line", ["| a | x | y | > 3 |", "| a | x=1 | y | >= fast |"])
-def test_an_aim_that_makes_no_sense_is_shown(tmp_path: Path, line: str) -> None:
-    page = tmp_path / "page.md"
-    page.write_text(f"{AIMS}{line}\n", encoding="utf-8")
-    with pytest.raises(ValueError, match=r"no (aim|condition on a record): "):
-        gpu_aims.read_aims(page)
+def test_a_condition_that_makes_no_sense_is_shown() -> None:
+    with pytest.raises(ValueError, match="no condition on a record: 'bytes > 3'"):
+        verify_gpu.condition_of("bytes > 3")
 
 
 def test_aims_are_of_rows_that_write_such_records() -> None:
-    rows = {row.name: row for row in gpu_page.read_rows(verify_gpu.PAGE)}
-    aims = gpu_aims.read_aims(verify_gpu.PAGE)
+    rows, aims = verify_gpu.tables_of(verify_gpu.PAGE)
+    commands = {row.name: row.command for row in rows}
     assert aims
     for aim in aims:
+        assert verify_gpu.number_of(verify_gpu.condition_of(f"figure {aim.limit}")[2]) is not None
         for entry in aim.entries:
-            assert ".jsonl" in rows[entry].command, entry
-            for key, _, value in (*aim.records, *filter(None, [aim.over])):
+            assert ".jsonl" in commands[entry], entry
+            for key, _, value in map(verify_gpu.condition_of, aim.records.split(", ")):
                 if key == "op":  # that the row measures
-                    assert value in rows[entry].command or entry.startswith("kernel-sweep"), entry
+                    assert value in commands[entry] or entry.startswith("kernel-sweep"), entry
 
 
 def test_a_row_says_what_became_of_its_aims(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """By the records that it has appended, without one that was cut off."""
     monkeypatch.setattr(verify_gpu, "gpu_archs", lambda: ["90"])
-    page = tmp_path / "page.md"
+    page, records = tmp_path / "page.md", tmp_path / "records.jsonl"
     page.write_text(f"| entry |\n| speed | what | how | 1 | | not run |\n{AIMS}")
-    out = tmp_path / "out"
-    out.mkdir()
-    old, new = (json.dumps(point(1024, 7, nccls)[1]) for nccls in (7, 28))
-    (out / "records.jsonl").write_text(f"{old}\n")
-    row = Row(
-        "speed", f"`echo '{new}' >> $OUT/records.jsonl; printf '{{' >> $OUT/cut.jsonl`", 9, ()
-    )
-    assert verify_gpu.verify([row], out, 60, page) == ({"speed": "passed"}, [])
+    old, new = (json.dumps(nccl(1024, ratio)) for ratio in (1, 4))
+    records.write_text(f"{old}\n")
+    command = f"`echo '{new}' >> {records}; printf '{{' >> {records}`"
+    row = Row("speed", command, 9, ())
+    assert verify_gpu.verify([row], tmp_path, 60, page) == ({"speed": "passed"}, [])
     said = capsys.readouterr().out
     assert "  met: ratio.p50 of backend=nccl, bytes<=64k: aim >= 3, found 4 (" in said
-    assert said.count("no record: ") == 3
-    assert "met: ratio.p50" in (out / "verify.log").read_text(encoding="utf-8")
+    assert said.count("no record: ") == 2
+    assert "met: ratio.p50" in (tmp_path / "verify.log").read_text(encoding="utf-8")
     written = page.read_text()
-    assert re.search(r"passed, 20\d\d-\d\d-\d\d, aims: 1 met, 3 without a record \|\n", written)
+    assert re.search(r"passed, 20\d\d-\d\d-\d\d, aims: 1 met, 2 without a record \|\n", written)
     assert written.endswith(AIMS)
-
-
-def test_records_of_a_file_that_is_written_anew_are_new(tmp_path: Path) -> None:
-    path = tmp_path / "sweep.jsonl"
-    path.write_text('{"us": 1}\n{"us": 2}\n', encoding="utf-8")
-    records = gpu_aims.Records(tmp_path)
-    assert records.new() == []
-    path.write_text('{"us": 3}\n{"us": 4}\n', encoding="utf-8")
-    assert records.new() == [{"us": 3}, {"us": 4}]
 
 
 def test_gradients_are_no_extra_memory(monkeypatch: pytest.MonkeyPatch) -> None:

