@@ -9,8 +9,8 @@
 
 namespace ringcomm::ptx::weak {
 
-/// Of the stores of a thread to a cursor in a kernel, which ones were by a weakened line: the first,
-/// the second, ... Blocks run the same program, so it is likely to be so in later ones.
+/// Of the stores of a thread to a cursor in a kernel, which ones were by a weakened line: the
+/// first, the second, ... Blocks run the same program, so it is likely to be so in later ones.
 class WeakenedStores {
  public:
   static WeakenedStores& all() {
@@ -89,9 +89,9 @@ class EarlyStores {
   static constexpr u64 kLoadsPerStore = 2000;
   struct Cursor {
     u64 value = 0;
-    u64 awaits = 0;        ///< what its thread waited for before it
-    u32 ordinal = 0;       ///< of the store, of its thread to this cursor
-    bool is_first = false; ///< whether the next store is the first one of a weakened line
+    u64 awaits = 0;         ///< what its thread waited for before it
+    u32 ordinal = 0;        ///< of the store, of its thread to this cursor
+    bool is_first = false;  ///< whether the next store is the first one of a weakened line
     bool may_be_early = false;
     bool is_early = false;
   };

@@ -81,8 +81,8 @@ REDUNDANT = [
         "only a later kernel reads what it acquires; those know all kernels here",
     ),
     (
-        r"bar\.sync sync < store_seq_cst_each < advance_each < publish < rejoin < run < run_collective"
-        " < reduce_gather",
+        r"bar\.sync sync < store_seq_cst_each < advance_each < publish < rejoin < run"
+        " < run_collective < reduce_gather",
         "advance_lent() has ended with a barrier",
     ),
     (
@@ -114,7 +114,10 @@ class Site:
 
 @dataclass(frozen=True)
 class Mutant:
-    """A change of all `sites`: one instruction of the source, where it was inlined; or all `and_`."""
+    """A change of all `sites`: one instruction of the source, where it was inlined.
+
+    Also that of `and_`, if that is not None.
+    """
 
     sites: list[Site]
     change: str

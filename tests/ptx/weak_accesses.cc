@@ -199,7 +199,8 @@ void Accesses::load(Thread& thread, u64 address, void* to, const Access& access)
   WeakThread& state = state_of(thread, access.proxy);
   if (makes_early()) {
     if (access.order == Order::kAcquire) {
-      if (!change_of(access.line).empty()) WeaklyAcquired::all().add(address, state.block->place.gpu);
+      if (!change_of(access.line).empty())
+        WeaklyAcquired::all().add(address, state.block->place.gpu);
       early.acquired(thread.linear, address);
     }
     const auto is_wanted = [&](u64 to) {
