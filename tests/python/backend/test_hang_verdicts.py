@@ -38,10 +38,23 @@ def call(
     peer: int = -1,
     **steps: Any,
 ) -> Call:
-    state = "running" if ended_s is None else "ended"
-    times = [None if ago_s is None else -round(ago_s * 1e9) for ago_s in (began_s, ended_s)]
-    fields = (op, seq, 8, "float32", "sum", "one_shot", peer, waits_for, *times)
-    return Call(1, 0, *fields, on_device=False, state=state, **steps)
+    return Call(
+        number=1,
+        group=0,
+        op=op,
+        seq=seq,
+        num_bytes=8,
+        dtype="float32",
+        reduction="sum",
+        algorithm="one_shot",
+        peer=peer,
+        waits_for=waits_for,
+        begin_ns=-round(began_s * 1e9),
+        end_ns=None if ended_s is None else -round(ended_s * 1e9),
+        on_device=False,
+        state="running" if ended_s is None else "ended",
+        **steps,
+    )
 
 
 def rank(number: int, *calls: Call, **changes: Any) -> Rank:
