@@ -121,12 +121,12 @@ class RankMemory {
   void exchange(Page& page, std::size_t num_bytes) {
     const auto num_ranks = static_cast<std::size_t>(page.num_ranks);
     theirs_.resize(num_ranks);
-    const shm::UniqueFd fd = own_->export_fd();
+    const host::UniqueFd fd = own_->export_fd();
     for (std::size_t peer = 0; peer < num_ranks; ++peer)
       if (peer != rank_)
-        shm::send_message(page.mailboxes[peer][1], std::to_string(rank_), fd.get());
+        host::send_message(page.mailboxes[peer][1], std::to_string(rank_), fd.get());
     for (std::size_t i = 1; i < num_ranks; ++i) {
-      const auto message = shm::recv_message(page.mailboxes[rank_][0], Page::kBarrierTimeout);
+      const auto message = host::recv_message(page.mailboxes[rank_][0], Page::kBarrierTimeout);
       if (!message) throw std::runtime_error("a rank did not hand over its memory in 60 s");
       theirs_[std::stoul(message->text)] =
           std::make_unique<cuda::DeviceMemory>(0, num_bytes, message->fd);

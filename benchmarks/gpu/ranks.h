@@ -94,7 +94,7 @@ int run_ranks(int num_ranks, std::chrono::seconds limit, const Run& run) {
   page.num_ranks = num_ranks;
   for (int rank = 0; rank < num_ranks; ++rank)
     if (socketpair(AF_UNIX, SOCK_SEQPACKET, 0, page.mailboxes[rank].data()) != 0)
-      shm::throw_errno("socketpair");
+      host::throw_errno("socketpair");
   std::vector<pid_t> alive;
   for (int rank = 0; rank < num_ranks; ++rank) {
     const pid_t pid = fork();

@@ -318,7 +318,7 @@ std::pair<at::Tensor, int> merge_over_ranks(const at::Tensor& stats,
   std::vector<const void*> parts;
   for (int rank = 0; rank < world_size; ++rank)
     parts.push_back(static_cast<const char*>(all.const_data_ptr()) + rank * stats.nbytes());
-  host::find_reduce_op(Reduction::kMerge, DType::kSoftmaxStats)
+  cpu::find_reduce_op(Reduction::kMerge, DType::kSoftmaxStats)
       ->combine(merged.data_ptr(), nullptr, parts.data(), world_size, stats.size(0), 1);
   return {merged, world_size};
 }

@@ -17,7 +17,7 @@
 namespace ringcomm {
 namespace {
 
-using shm::SharedArena;
+using host::SharedArena;
 
 // The arena as torch's storages know allocators, so that a resize_() stays in shared memory.
 class SharedAllocator final : public c10::Allocator {
@@ -26,7 +26,7 @@ class SharedAllocator final : public c10::Allocator {
     void* data = nullptr;
     try {
       if (num_bytes > 0) data = SharedArena::instance().allocate(num_bytes);
-    } catch (const shm::OutOfMemory& error) {
+    } catch (const host::OutOfMemory& error) {
       TORCH_CHECK_WITH(OutOfMemoryError, false, "ringcomm: ", error.what());
     }
     return {data, data, &deallocate, at::kCPU};

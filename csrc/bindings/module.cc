@@ -73,16 +73,16 @@ py::dict health_of(const BackendPtr& backend) {
 }
 
 // Ends all waits in the group. Null if its ranks do not all share memory.
-std::shared_ptr<shm::Survivors> begin_shrink(const BackendPtr& backend,
-                                             std::chrono::milliseconds timeout) {
+std::shared_ptr<host::Survivors> begin_shrink(const BackendPtr& backend,
+                                              std::chrono::milliseconds timeout) {
   std::shared_ptr<Communicator> engine = engine_of(backend);
-  std::shared_ptr<shm::Survivors> made;
+  std::shared_ptr<host::Survivors> made;
   with_python_errors([&] {
     engine->failure().check_not_inherited();
     const WaitLimits limits{.timeout = std::min(timeout, kLongestTimeout),
                             .is_interrupted = is_interrupted};
-    if (auto* const group = dynamic_cast<shm::Group*>(engine->members()))
-      made = {new shm::Survivors(*group, limits), [engine](auto* survivors) { delete survivors; }};
+    if (auto* const group = dynamic_cast<host::Group*>(engine->members()))
+      made = {new host::Survivors(*group, limits), [engine](auto* survivors) { delete survivors; }};
   });
   // The others' waits end, also where nothing has failed yet.
   if (!engine->failure().has_failed())
@@ -92,8 +92,8 @@ std::shared_ptr<shm::Survivors> begin_shrink(const BackendPtr& backend,
 
 // The function with Python's errors.
 template <class Result, class... Args>
-auto checked(Result (shm::Survivors::*call)(Args...)) {
-  return [call](shm::Survivors& survivors, Args... args) {
+auto checked(Result (host::Survivors::*call)(Args...)) {
+  return [call](host::Survivors& survivors, Args... args) {
     Result result{};
     with_python_errors([&] { result = (survivors.*call)(args...); });
     return result;
@@ -102,7 +102,7 @@ auto checked(Result (shm::Survivors::*call)(Args...)) {
 
 void bind_survivors(py::module_& m) {
   const py::call_guard<py::gil_scoped_release> without_gil;
-  using shm::Survivors;
+  using host::Survivors;
   py::class_<Survivors, std::shared_ptr<Survivors>>(m, "Survivors")
       .def("agree", checked(&Survivors::agree), without_gil)
       .def("take_store", checked(&Survivors::take_store), without_gil)
@@ -116,8 +116,8 @@ void bind_survivors(py::module_& m) {
 
 // The usage of memory that peers can map.
 py::dict shared_memory_usage() {
-  const shm::SharedArena* arena = shm::SharedArena::find();
-  const auto usage = arena != nullptr ? arena->usage() : shm::SharedArena::Usage{};
+  const host::SharedArena* arena = host::SharedArena::find();
+  const auto usage = arena != nullptr ? arena->usage() : host::SharedArena::Usage{};
   return py::dict("num_blocks"_a = usage.num_blocks, "num_regions"_a = usage.num_regions);
 }
 
@@ -286,7 +286,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("is_shared", &is_shared, "tensor"_a);
   m.def("shared_memory_usage", &shared_memory_usage);
   m.def("cgroup_limits", &cgroup_limits_of, "proc"_a, "cgroups"_a);
-  m.def("say_last_words", &shm::Bootstrap::say_last_words, "text"_a);
-  m.def("say_exit", &shm::Bootstrap::say_exit);
-  m.def("simd_level", [] { return std::string(host::simd_level()); });
+  m.def("say_last_words", &host::Bootstrap::say_last_words, "text"_a);
+  m.def("say_exit", &host::Bootstrap::say_exit);
+  m.def("simd_level", [] { return std::string(cpu::simd_level()); });
 }

@@ -162,8 +162,8 @@ void ProcessGroupRingcomm::report_failure(const c10::intrusive_ptr<c10d::Store>&
                                           int size, const std::vector<uint64_t>& global_ranks,
                                           const std::string& text) {
   StoreAdapter adapter(store, {});
-  shm::Rendezvous(adapter, {.rank = rank, .world_size = size, .global_ranks = global_ranks},
-                  std::chrono::milliseconds(0))
+  host::Rendezvous(adapter, {.rank = rank, .world_size = size, .global_ranks = global_ranks},
+                   std::chrono::milliseconds(0))
       .report_failure(Error({.kind = ErrorKind::kSystem, .rank = rank}, text));
 }
 

@@ -25,7 +25,7 @@ std::vector<std::string> call_titles();
 WorkPtr coalesced_work(int rank, std::vector<WorkPtr> works);
 
 /// A CPU tensor like torch.empty's, in memory that other processes of this host can map
-/// (shm::SharedArena). Throws torch's OutOfMemoryError.
+/// (host::SharedArena). Throws torch's OutOfMemoryError.
 at::Tensor empty_shared(at::IntArrayRef sizes, at::ScalarType dtype);
 /// Whether all elements of the tensor are in such memory of this process.
 bool is_shared(const at::Tensor& tensor);

@@ -84,7 +84,7 @@ std::optional<CallPart> part_taken(const Collective& call, int rank, int from);
 /// The reduction operator of a call. Throws std::invalid_argument where the reduction has no
 /// meaning for the type.
 inline const ReduceOp& reduce_op_of(const Collective& call) {
-  const ReduceOp* op = host::find_reduce_op(call.reduction, call.dtype);
+  const ReduceOp* op = cpu::find_reduce_op(call.reduction, call.dtype);
   if (op == nullptr)
     throw std::invalid_argument(std::string("reduction ") + name_of(call.reduction) +
                                 " is not defined for " + name_of(call.dtype));

@@ -80,15 +80,15 @@ class Recorder {
     if (is_opened_) return;
     is_opened_ = true;
     try {
-      fd_ = shm::create_memfd(Memory::kNumBytes, "ringcomm-flight");
-      mapped_ = shm::SharedMemory(fd_.get(), Memory::kNumBytes);
+      fd_ = host::create_memfd(Memory::kNumBytes, "ringcomm-flight");
+      mapped_ = host::SharedMemory(fd_.get(), Memory::kNumBytes);
       Header& header = memory().header();
       header.num_bytes = Memory::kNumBytes;
       header.pid = ::getpid();
       header.start = Anchor::now();
       set_text(header.version, RINGCOMM_VERSION);
       std::memcpy(header.magic, Header::kMagic, sizeof header.magic);  // last: it is complete
-      shm::Bootstrap::instance().share_with_watchers(fd_.get(), [this] {
+      host::Bootstrap::instance().share_with_watchers(fd_.get(), [this] {
         const std::lock_guard look(mutex_);
         waits_.look(memory(), groups_);
       });
@@ -121,8 +121,8 @@ class Recorder {
   }
 
  private:
-  shm::UniqueFd fd_;
-  shm::SharedMemory mapped_;
+  host::UniqueFd fd_;
+  host::SharedMemory mapped_;
   std::mutex mutex_;  // guards the next ones
   bool is_opened_ = false;
   std::uint64_t num_groups_ = 0;

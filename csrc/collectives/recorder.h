@@ -11,6 +11,10 @@
 #include "collectives/call_header.h"
 #include "collectives/collective.h"
 #include "collectives/record_format.h"
+#include "host/call_step.h"
+#include "host/membership.h"
+#include "host/peer_event.h"
+#include "host/peer_process.h"
 
 /// The flight recorder: the last calls of this process, always on. They are in a memfd of the
 /// process that its peers map, so it outlives the process, and which a process of the same user

@@ -20,7 +20,7 @@ namespace ringcomm {
 
 class MessageMembers;
 class Messenger;
-namespace shm {
+namespace host {
 class Group;
 }
 
@@ -128,7 +128,7 @@ class SendRecv {
 Activity activity_of(const SendRecvOp& op);
 
 /// Over links in shared memory. All arguments must live as long, also of the next one.
-std::unique_ptr<SendRecv> make_shm_send_recv(shm::Group& group, Failure& failure, Stats& stats);
+std::unique_ptr<SendRecv> make_shm_send_recv(host::Group& group, Failure& failure, Stats& stats);
 /// Over messages. A send is complete when its receiver has taken it, so its process may end then.
 std::unique_ptr<SendRecv> make_message_send_recv(Messenger& messenger, MessageMembers& members,
                                                  Failure& failure, Stats& stats);

@@ -26,17 +26,17 @@ std::pair<std::unique_ptr<Transport>, std::string> make_transport(
     const MakeMessenger& make_messenger, const KnownRanks& known,
     std::chrono::milliseconds timeout) {
   const bool is_messages_only = options.transport == "messages";
-  shm::Rendezvous rendezvous(store,
-                             {.rank = rank,
-                              .world_size = world_size,
-                              .options = options.to_text(),
-                              .host_id = options.host_id,
-                              .global_ranks = known.global_ranks,
-                              .known = known.processes,
-                              .shares_memory = !is_messages_only,
-                              .is_one_host = options.transport == "shm",
-                              .log_waits = options.log_waits},
-                             timeout);
+  host::Rendezvous rendezvous(store,
+                              {.rank = rank,
+                               .world_size = world_size,
+                               .options = options.to_text(),
+                               .host_id = options.host_id,
+                               .global_ranks = known.global_ranks,
+                               .known = known.processes,
+                               .shares_memory = !is_messages_only,
+                               .is_one_host = options.transport == "shm",
+                               .log_waits = options.log_waits},
+                              timeout);
   try {
     const PeerTable peer_table = rendezvous.find_ranks();
     const std::string hosts = peer_table.describe();

@@ -26,7 +26,7 @@
 
 namespace ringcomm {
 
-/// What is known of the ranks of a group before they have met; as in shm::GroupTerms.
+/// What is known of the ranks of a group before they have met; as in host::GroupTerms.
 struct KnownRanks {
   PeerProcesses processes = {};
   std::vector<std::uint64_t> global_ranks = {};

@@ -4,7 +4,7 @@
 
 #include "core/arch.h"
 
-namespace ringcomm::shm {
+namespace ringcomm::host {
 
 /// The reason of the first rank that fails, written once and read by all others.
 struct alignas(kLineBytes) AbortRecord {
@@ -19,4 +19,4 @@ struct alignas(kLineBytes) AbortRecord {
   char text[1024] = {};
 };
 
-}  // namespace ringcomm::shm
+}  // namespace ringcomm::host

@@ -24,7 +24,7 @@
 #include "host/unix_socket.h"
 #include "host/wait_limits.h"
 
-namespace ringcomm::shm {
+namespace ringcomm::host {
 namespace {
 
 // The request of a connecting process: a key, or this one, which keeps the connection open.
@@ -459,4 +459,4 @@ void Bootstrap::answer(int socket, const std::string& text, int fd) const {
   send_message(socket, answer_secret_ + " " + text, fd);
 }
 
-}  // namespace ringcomm::shm
+}  // namespace ringcomm::host

@@ -13,7 +13,7 @@
 #include "host/peer_process.h"
 #include "host/random.h"
 
-namespace ringcomm::shm {
+namespace ringcomm::host {
 
 /// That another process does not do what it is asked for; `why` continues its name.
 struct Refused : Error {
@@ -127,4 +127,4 @@ class Bootstrap {
   std::function<void()> look_;
 };
 
-}  // namespace ringcomm::shm
+}  // namespace ringcomm::host

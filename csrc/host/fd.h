@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <utility>
 
-namespace ringcomm::shm {
+namespace ringcomm::host {
 
 /// The same file at a descriptor from 3 on, and `fd` closed if it was another. Below are the
 /// standard ones: where a program has closed its error output, lines of text would be written into
@@ -74,4 +74,4 @@ class UniqueFd {
   FileId file_ = kNoFile;
 };
 
-}  // namespace ringcomm::shm
+}  // namespace ringcomm::host

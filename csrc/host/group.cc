@@ -6,7 +6,7 @@
 #include "core/annotations.h"
 #include "core/errors.h"
 
-namespace ringcomm::shm {
+namespace ringcomm::host {
 namespace {
 
 template <class Word>
@@ -210,4 +210,4 @@ AbortReason Group::abort_reason() const {
           .text = {record.text, ::strnlen(record.text, sizeof(record.text))}};
 }
 
-}  // namespace ringcomm::shm
+}  // namespace ringcomm::host

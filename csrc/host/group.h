@@ -18,7 +18,7 @@
 #include "host/shared_memory.h"
 #include "host/survivor_words.h"
 
-namespace ringcomm::shm {
+namespace ringcomm::host {
 
 /// The memory that the ranks of one group share, and the state of their processes.
 class Group final : public Membership {
@@ -91,4 +91,4 @@ class Group final : public Membership {
   std::uint64_t num_gone_seen_ = 0;             // when no rank of the group was among them
 };
 
-}  // namespace ringcomm::shm
+}  // namespace ringcomm::host

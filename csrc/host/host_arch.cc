@@ -15,7 +15,7 @@
 #include "host/cgroup_limits.h"
 #include "host/process.h"
 
-namespace ringcomm::shm {
+namespace ringcomm::host {
 namespace {
 
 // How late a time-out, a death or an abort may be noticed. Halving it doubles the wake-ups of an
@@ -140,4 +140,4 @@ void HostArch::leave_core(const std::uint32_t& core) const {
   if (::sched_setaffinity(0, sizeof(only_next), &only_next) == 0) unpin(allowed);
 }
 
-}  // namespace ringcomm::shm
+}  // namespace ringcomm::host

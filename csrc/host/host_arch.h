@@ -12,7 +12,7 @@
 #include <immintrin.h>
 #endif
 
-namespace ringcomm::shm {
+namespace ringcomm::host {
 
 /// Tells a waiting rank whether to go on.
 class StopSource {
@@ -103,4 +103,4 @@ class HostArch {
 };
 static_assert(Arch<HostArch>);
 
-}  // namespace ringcomm::shm
+}  // namespace ringcomm::host

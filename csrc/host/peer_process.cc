@@ -132,21 +132,21 @@ std::string PeerProcess::how_it_ended(const std::string& when, const std::string
   return text + (words.empty() ? "; read the end of its output" : ": " + words);
 }
 
-std::shared_ptr<const shm::SharedMemory> PeerProcess::flight() const {
+std::shared_ptr<const host::SharedMemory> PeerProcess::flight() const {
   const std::lock_guard lock(mutex_);
   return flight_;
 }
 
 void PeerProcess::keep_flight(int fd) {
-  auto mapped = std::make_shared<const shm::SharedMemory>(shm::SharedMemory::of_peer(fd));
+  auto mapped = std::make_shared<const host::SharedMemory>(host::SharedMemory::of_peer(fd));
   const std::lock_guard lock(mutex_);
   flight_ = std::move(mapped);
 }
 
-std::shared_ptr<shm::PeerMemory> PeerProcess::memory() const {
+std::shared_ptr<host::PeerMemory> PeerProcess::memory() const {
   const std::lock_guard lock(mutex_);
-  std::shared_ptr<shm::PeerMemory> memory = memory_.lock();
-  if (memory == nullptr) memory_ = memory = std::make_shared<shm::PeerMemory>(bootstrap_address);
+  std::shared_ptr<host::PeerMemory> memory = memory_.lock();
+  if (memory == nullptr) memory_ = memory = std::make_shared<host::PeerMemory>(bootstrap_address);
   return memory;
 }
 

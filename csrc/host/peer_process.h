@@ -15,10 +15,10 @@
 
 namespace ringcomm {
 
-namespace shm {
+namespace host {
 class PeerMemory;
 class SharedMemory;
-}  // namespace shm
+}  // namespace host
 
 /// Another process, watched until it ends if it is on this machine.
 struct PeerProcess {
@@ -61,17 +61,17 @@ struct PeerProcess {
   /// `when` and `detail` may be empty.
   std::string how_it_ended(const std::string& when, const std::string& detail) const;
   /// Its flight recorder, as this process maps it, also after its end; null if it has sent none.
-  std::shared_ptr<const shm::SharedMemory> flight() const;
+  std::shared_ptr<const host::SharedMemory> flight() const;
   void keep_flight(int fd);
   /// Its buffers, as this process maps them; one for all groups that hold the pointer.
-  std::shared_ptr<shm::PeerMemory> memory() const;
+  std::shared_ptr<host::PeerMemory> memory() const;
 
  private:
   mutable std::mutex mutex_;  // guards the next ones
-  mutable std::weak_ptr<shm::PeerMemory> memory_;
+  mutable std::weak_ptr<host::PeerMemory> memory_;
   std::string last_words_;
   std::string refusal_;
-  std::shared_ptr<const shm::SharedMemory> flight_;
+  std::shared_ptr<const host::SharedMemory> flight_;
 };
 
 /// By rank. Of this rank's own process, and of one on another machine, only pid and host are known.

@@ -7,7 +7,7 @@
 
 #include "host/system_error.h"
 
-namespace ringcomm::shm {
+namespace ringcomm::host {
 
 std::uint64_t random_number() {
   std::uint64_t number = 0;
@@ -24,4 +24,4 @@ std::string random_text() {
   return text;
 }
 
-}  // namespace ringcomm::shm
+}  // namespace ringcomm::host

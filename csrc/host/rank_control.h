@@ -7,7 +7,7 @@
 #include "core/survivor_protocol.h"
 #include "host/survivor_choices.h"
 
-namespace ringcomm::shm {
+namespace ringcomm::host {
 
 /// Words that one rank writes and all others read. In pages of its own, touched first by the rank,
 /// and so on its NUMA node.
@@ -21,4 +21,4 @@ struct RankControl {
   std::uint64_t store_number = 0;  ///< random; of what it offers as the survivors' new store
 };
 
-}  // namespace ringcomm::shm
+}  // namespace ringcomm::host

@@ -22,7 +22,7 @@ namespace {
 std::string version() {
   std::string text = "ringcomm-13-" RINGCOMM_VERSION;
   for (const std::size_t number :
-       {sizeof(shm::AbortRecord), sizeof(shm::RankControl), sizeof(LinkCursors), kCallHeaderBytes,
+       {sizeof(host::AbortRecord), sizeof(host::RankControl), sizeof(LinkCursors), kCallHeaderBytes,
         std::size_t{kNumDTypes}, std::size_t{kNumReductions}})
     text += "-" + std::to_string(number);
   return text;

@@ -11,7 +11,7 @@
 #include "host/random.h"
 #include "host/system_error.h"
 
-namespace ringcomm::shm {
+namespace ringcomm::host {
 namespace {
 
 // How long a record that does not fit may be that of an earlier group.
@@ -432,4 +432,4 @@ void Rendezvous::fail(ErrorKind kind, int peer, const std::string& text) const {
   throw Error(info, prefix_of(rank(), world_size(), global_rank_of(rank())) + text);
 }
 
-}  // namespace ringcomm::shm
+}  // namespace ringcomm::host

@@ -19,7 +19,7 @@
 #include "host/shared_memory.h"
 #include "host/wait_limits.h"
 
-namespace ringcomm::shm {
+namespace ringcomm::host {
 
 struct GroupTerms {
   int rank = 0;
@@ -145,4 +145,4 @@ class Rendezvous {
   bool says_;  // has yet to
 };
 
-}  // namespace ringcomm::shm
+}  // namespace ringcomm::host

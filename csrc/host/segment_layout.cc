@@ -2,7 +2,7 @@
 
 #include "host/process.h"
 
-namespace ringcomm::shm {
+namespace ringcomm::host {
 namespace {
 
 // The one with number `idx` of the links that begin at `begin`.
@@ -66,4 +66,4 @@ LinkGeometry SegmentLayout::send_recv_link(std::byte* base, int from, int to) co
                  config_.send_recv_slot_bytes);
 }
 
-}  // namespace ringcomm::shm
+}  // namespace ringcomm::host

@@ -9,7 +9,7 @@
 #include "host/rank_control.h"
 #include "host/survivor_choices.h"
 
-namespace ringcomm::shm {
+namespace ringcomm::host {
 
 /// The sizes of a group's boards and links. All ranks agree on them when the group is made.
 struct SegmentConfig {
@@ -58,4 +58,4 @@ class SegmentLayout {
   std::size_t num_bytes_;
 };
 
-}  // namespace ringcomm::shm
+}  // namespace ringcomm::host

@@ -12,7 +12,7 @@
 #include "host/cgroup_limits.h"
 #include "host/fd.h"
 
-namespace ringcomm::shm {
+namespace ringcomm::host {
 namespace {
 
 constexpr std::size_t kLeastAlignment = 64;
@@ -268,4 +268,4 @@ std::byte* PeerMemory::find(const ArenaLocation& location, std::size_t num_bytes
   return memory.data() + location.offset_bytes;
 }
 
-}  // namespace ringcomm::shm
+}  // namespace ringcomm::host

@@ -22,7 +22,7 @@
 #include "host/shared_memory.h"
 #include "host/threads.h"
 
-namespace ringcomm::shm {
+namespace ringcomm::host {
 
 /// Which bytes of a range are in use: best fit, with adjacent free blocks merged. Not thread-safe.
 class BlockList {
@@ -170,4 +170,4 @@ class PeerMemory {
   std::map<std::uint64_t, SharedMemory> regions_;
 };
 
-}  // namespace ringcomm::shm
+}  // namespace ringcomm::host

@@ -21,7 +21,7 @@
 #define MFD_NOEXEC_SEAL 0x0008U  // Linux 6.3
 #endif
 
-namespace ringcomm::shm {
+namespace ringcomm::host {
 
 SharedMemory::SharedMemory(int fd, std::size_t num_bytes) {
   RINGCOMM_STEP("before memory is mapped");
@@ -82,4 +82,4 @@ void reserve_pages(std::byte* begin, std::size_t num_bytes) {
               " bytes of shared memory from the system (free some, or raise vm.overcommit_ratio)");
 }
 
-}  // namespace ringcomm::shm
+}  // namespace ringcomm::host

@@ -5,7 +5,7 @@
 
 #include "host/fd.h"
 
-namespace ringcomm::shm {
+namespace ringcomm::host {
 
 /// A mapping of anonymous memory that other processes can map too: of a memfd, which has no name,
 /// so a killed rank leaves nothing behind, and is not limited by the size of /dev/shm.
@@ -38,4 +38,4 @@ bool& may_refuse_pages();
 /// If the system may refuse the pages of `num_bytes` at `begin` later, takes them now.
 void reserve_pages(std::byte* begin, std::size_t num_bytes);
 
-}  // namespace ringcomm::shm
+}  // namespace ringcomm::host

@@ -4,7 +4,7 @@
 
 #include "core/arch.h"
 
-namespace ringcomm::shm {
+namespace ringcomm::host {
 
 /// How often the ranks of a group try to agree on survivors.
 inline constexpr int kMaxAttempts = 8;
@@ -15,4 +15,4 @@ struct alignas(kLineBytes) SurvivorChoices {
   std::uint64_t verdict[kMaxAttempts] = {};
 };
 
-}  // namespace ringcomm::shm
+}  // namespace ringcomm::host

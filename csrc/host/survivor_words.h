@@ -6,7 +6,7 @@
 #include "core/board_protocol.h"
 #include "host/segment_layout.h"
 
-namespace ringcomm::shm {
+namespace ringcomm::host {
 
 /// The words of SurvivorProtocol in a group's memory, which must outlive this object.
 struct SurvivorWords {
@@ -26,4 +26,4 @@ struct SurvivorWords {
   std::uint64_t& store_number(int rank) const { return layout->control(base, rank).store_number; }
 };
 
-}  // namespace ringcomm::shm
+}  // namespace ringcomm::host

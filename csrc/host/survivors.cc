@@ -13,7 +13,7 @@
 #include "host/survivor_choices.h"
 #include "host/system_error.h"
 
-namespace ringcomm::shm {
+namespace ringcomm::host {
 namespace {
 
 std::string list_of(const std::vector<int>& ranks) {
@@ -152,4 +152,4 @@ Stop Survivors::stopped(int peer) {
   return limits_.is_interrupted() ? Stop::kInterrupted : Stop::kNone;
 }
 
-}  // namespace ringcomm::shm
+}  // namespace ringcomm::host

@@ -10,7 +10,7 @@
 #include "host/survivor_words.h"
 #include "host/wait_limits.h"
 
-namespace ringcomm::shm {
+namespace ringcomm::host {
 
 /// One rank's part in the agreement of a failed group's ranks on the ranks that go on: agree(),
 /// take_store(), confirm(), and again while confirm() returns false. Uses nothing but the group's
@@ -58,4 +58,4 @@ class Survivors final : public StopSource {
   RunningClock::time_point next_look_;
 };
 
-}  // namespace ringcomm::shm
+}  // namespace ringcomm::host

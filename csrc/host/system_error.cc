@@ -5,7 +5,7 @@
 
 #include "core/errors.h"
 
-namespace ringcomm::shm {
+namespace ringcomm::host {
 namespace {
 
 // What to do about an error of the system, where that is known.
@@ -30,4 +30,4 @@ void throw_errno(const std::string& what) {
   throw Error({.kind = ErrorKind::kSystem}, describe_errno(what, errno));
 }
 
-}  // namespace ringcomm::shm
+}  // namespace ringcomm::host

@@ -19,7 +19,7 @@
 #include "host/system_error.h"
 #include "host/wait_limits.h"
 
-namespace ringcomm::shm {
+namespace ringcomm::host {
 namespace {
 
 // A socket, and `call` (bind or connect) on it with `name`; errno is 0 if that succeeded.
@@ -190,4 +190,4 @@ std::optional<SocketMessage> recv_message(int socket, std::chrono::milliseconds 
   return message;
 }
 
-}  // namespace ringcomm::shm
+}  // namespace ringcomm::host

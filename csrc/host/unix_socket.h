@@ -12,7 +12,7 @@
 // Sockets for sequenced packets, in the abstract namespace. Any user can take a name that is free,
 // so both ends check that the other runs as the same user or root. All of it throws Error.
 
-namespace ringcomm::shm {
+namespace ringcomm::host {
 
 /// A socket that listens at `name`.
 UniqueFd listen_at(const std::string& name);
@@ -42,4 +42,4 @@ void send_message(int socket, std::string text, int fd = -1);
 /// descriptor if it sent none or several.
 std::optional<SocketMessage> recv_message(int socket, std::chrono::milliseconds timeout);
 
-}  // namespace ringcomm::shm
+}  // namespace ringcomm::host

@@ -1,6 +1,6 @@
 #include "host/wait_scope.h"
 
-namespace ringcomm::shm {
+namespace ringcomm::host {
 
 Stop WaitScope::stopped(int peer) {
   awaited_peer_ = peer;
@@ -26,4 +26,4 @@ Stop WaitScope::stopped(int peer) {
   return limits_->is_interrupted() ? Stop::kInterrupted : Stop::kNone;
 }
 
-}  // namespace ringcomm::shm
+}  // namespace ringcomm::host

@@ -5,7 +5,7 @@
 #include "host/host_arch.h"
 #include "host/wait_limits.h"
 
-namespace ringcomm::shm {
+namespace ringcomm::host {
 
 /// The limits of the current operation, for the waits of its protocols.
 class WaitScope final : public StopSource {
@@ -35,4 +35,4 @@ class WaitScope final : public StopSource {
   int awaited_peer_ = -1;
 };
 
-}  // namespace ringcomm::shm
+}  // namespace ringcomm::host

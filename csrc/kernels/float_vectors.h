@@ -8,7 +8,7 @@
 // Below the headers of others.
 #include "reduce/simd.h"
 
-namespace ringcomm::host {
+namespace ringcomm::cpu {
 namespace {
 
 using Fp32 = Vec<float>;
@@ -102,4 +102,4 @@ struct Partial {
 }
 
 }  // namespace
-}  // namespace ringcomm::host
+}  // namespace ringcomm::cpu

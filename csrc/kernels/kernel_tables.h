@@ -9,7 +9,7 @@
 
 // Internal to this folder and its tests.
 
-namespace ringcomm::host {
+namespace ringcomm::cpu {
 
 /// The types of logits, parameters and gradients, and their places in the tables.
 inline constexpr DType kFloatDTypes[] = {DType::kFloat32, DType::kFloat16, DType::kBFloat16};
@@ -47,4 +47,4 @@ UpdateOp make_update_op(const UpdateSpec& spec, DType grad_dtype);
 /// Its checks of the spec, and its scalars.
 UpdateScalars scalars_of(const UpdateSpec& spec);
 
-}  // namespace ringcomm::host
+}  // namespace ringcomm::cpu

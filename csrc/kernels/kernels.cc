@@ -7,7 +7,7 @@
 #include "kernels/kernel_tables.h"
 #include "reduce/reduce_op.h"
 
-namespace ringcomm::host {
+namespace ringcomm::cpu {
 namespace {
 
 const Kernels& kernels() {
@@ -118,9 +118,9 @@ UpdateOp make_update_op(const UpdateSpec& spec, DType grad_dtype) {
 namespace {
 
 [[maybe_unused]] const bool is_registered = [] {
-  ringcomm::make_update_op = &host::make_update_op;
+  ringcomm::make_update_op = &cpu::make_update_op;
   return true;
 }();
 
 }  // namespace
-}  // namespace ringcomm::host
+}  // namespace ringcomm::cpu

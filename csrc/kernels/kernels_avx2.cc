@@ -5,10 +5,10 @@
 #define RINGCOMM_VECTOR_BYTES 32
 #include "kernels/make_kernels.h"
 
-namespace ringcomm::host {
+namespace ringcomm::cpu {
 
 constinit const Kernels kAvx2FloatKernels = make_kernels();
 
-}  // namespace ringcomm::host
+}  // namespace ringcomm::cpu
 
 #endif  // __x86_64__

@@ -3,8 +3,8 @@
 #define RINGCOMM_VECTOR_BYTES 16
 #include "kernels/make_kernels.h"
 
-namespace ringcomm::host {
+namespace ringcomm::cpu {
 
 constinit const Kernels kBaselineFloatKernels = make_kernels();
 
-}  // namespace ringcomm::host
+}  // namespace ringcomm::cpu

@@ -7,7 +7,7 @@
 #include "kernels/update_kernels.h"
 #include "kernels/weight_kernels.h"
 
-namespace ringcomm::host {
+namespace ringcomm::cpu {
 namespace {
 
 template <class Step>
@@ -46,7 +46,7 @@ consteval Kernels make_kernels() {
 }
 
 }  // namespace
-}  // namespace ringcomm::host
+}  // namespace ringcomm::cpu
 
 #if defined(__clang__) && RINGCOMM_VECTOR_BYTES != 16
 #pragma clang attribute pop

@@ -5,7 +5,7 @@
 
 #include "kernels/float_vectors.h"
 
-namespace ringcomm::host {
+namespace ringcomm::cpu {
 namespace {
 
 /// The squares of the sums, as they are after rounding.
@@ -65,4 +65,4 @@ void add_rms_norm(const NormRow& row) {
 }
 
 }  // namespace
-}  // namespace ringcomm::host
+}  // namespace ringcomm::cpu

@@ -20,11 +20,11 @@ struct NormRow {
 /// rounded residual. Results depend on the values alone, never on the instruction set.
 using AddRmsNorm = void (*)(const NormRow& row);
 
-namespace host {
+namespace cpu {
 
 /// For this processor; null where rows of the type are not known: float32, float16 and bfloat16
 /// are.
 AddRmsNorm find_add_rms_norm(DType dtype);
 
-}  // namespace host
+}  // namespace cpu
 }  // namespace ringcomm

@@ -41,11 +41,11 @@ struct SoftmaxOps {
   void (*grad)(const LogitRow& row, const LogitGrad& grad, void* to) = nullptr;
 };
 
-namespace host {
+namespace cpu {
 
 /// For this processor; null where logits of the type are not known: float32, float16 and bfloat16
 /// are.
 const SoftmaxOps* find_softmax_ops(DType dtype);
 
-}  // namespace host
+}  // namespace cpu
 }  // namespace ringcomm

@@ -8,7 +8,7 @@
 
 #include "kernels/float_vectors.h"
 
-namespace ringcomm::host {
+namespace ringcomm::cpu {
 namespace {
 
 // 4 KiB of fp32. Half or twice as much changes nothing measurable.
@@ -287,4 +287,4 @@ void grad_of(const LogitRow& given, const LogitGrad& given_grad, void* to) {
 }
 
 }  // namespace
-}  // namespace ringcomm::host
+}  // namespace ringcomm::cpu

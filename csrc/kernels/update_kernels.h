@@ -8,7 +8,7 @@
 
 #include "kernels/float_vectors.h"
 
-namespace ringcomm::host {
+namespace ringcomm::cpu {
 namespace {
 
 // ---- the optimizers: weights, gradients and state of one vector
@@ -113,4 +113,4 @@ void update(const UpdateScalars& scalars, const UpdateArrays& arrays, std::size_
 }
 
 }  // namespace
-}  // namespace ringcomm::host
+}  // namespace ringcomm::cpu

@@ -8,7 +8,7 @@
 // Below the target pragma.
 #include "kernels/stochastic_rounding.h"
 
-namespace ringcomm::host {
+namespace ringcomm::cpu {
 namespace {
 
 // ---- formats: how a vector of weights becomes fp32, and how fp32 is written back
@@ -240,4 +240,4 @@ void add(const void* grad, std::size_t num_elems, float* sums) {
 }
 
 }  // namespace
-}  // namespace ringcomm::host
+}  // namespace ringcomm::cpu

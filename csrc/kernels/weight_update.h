@@ -64,12 +64,12 @@ struct GradOps {
   void (*add)(const void* grad, std::size_t num_elems, float* sums) = nullptr;
 };
 
-namespace host {
+namespace cpu {
 
 /// For this processor; null where gradients of the type are not known: float32, float16 and
 /// bfloat16 are.
 const WeightOps* find_weight_ops(WeightFormat format, DType grad_dtype);
 const GradOps* find_grad_ops(DType grad_dtype);
 
-}  // namespace host
+}  // namespace cpu
 }  // namespace ringcomm

@@ -99,7 +99,7 @@ std::tuple<at::Tensor, at::Tensor> square_sums(const at::Tensor& grad, double sc
   const WeightStep step = weight_step_of({.scale = scale, .clip_value = clip_value}, kOp);
   const at::Tensor matrix = grad.detach().contiguous();
   const int64_t num_rows = grad.size(0), num_cols = grad.size(1);
-  const GradOps& ops = *host::find_grad_ops(float_dtype_of(grad));
+  const GradOps& ops = *cpu::find_grad_ops(float_dtype_of(grad));
   const Tiles tiles(num_rows, num_cols);
   // In double, for each panel one of every row, for each band one of every column.
   std::vector<double> rows(tiles.num_panels() * num_rows), cols(tiles.num_bands() * num_cols);

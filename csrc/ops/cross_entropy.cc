@@ -63,7 +63,7 @@ class LogitRows {
                      target.scalar_type());
     TORCH_CHECK_VALUE(shard.vocab_start >= 0, "ringcomm: vocab_start must be 0 or more, got ",
                       shard.vocab_start);
-    ops_ = host::find_softmax_ops(reduced_dtype(logits, "cross_entropy"));
+    ops_ = cpu::find_softmax_ops(reduced_dtype(logits, "cross_entropy"));
     TORCH_CHECK_TYPE(ops_ != nullptr, "ringcomm: logits must be float32, float16 or bfloat16, got ",
                      logits.scalar_type());
     target_ = target.contiguous();

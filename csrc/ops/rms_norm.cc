@@ -56,7 +56,7 @@ void reduce_and_norm(c10d::ProcessGroup& group, const at::Tensor& input, const a
   all_reduce_in_place(group, input, c10d::ReduceOp::SUM);
   const int64_t features = input.size(-1);
   const int64_t row_bytes = features * input.element_size();
-  const AddRmsNorm add_rms_norm = host::find_add_rms_norm(float_dtype_of(input));
+  const AddRmsNorm add_rms_norm = cpu::find_add_rms_norm(float_dtype_of(input));
   auto* const x = static_cast<char*>(input.data_ptr());
   auto* const sums = static_cast<char*>(residual.data_ptr());
   const void* const weights = weight.const_data_ptr();

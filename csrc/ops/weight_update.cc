@@ -148,7 +148,7 @@ WeightArray::WeightArray(const at::Tensor& weight, const std::optional<at::Tenso
 }
 
 const WeightOps& WeightArray::ops(DType grad_dtype) const {
-  return *host::find_weight_ops(format_, grad_dtype);
+  return *cpu::find_weight_ops(format_, grad_dtype);
 }
 
 WeightRun WeightArray::run(std::int64_t begin, std::int64_t num_elems) const {

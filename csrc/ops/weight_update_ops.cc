@@ -178,7 +178,7 @@ void embedding_sgd_update_(const at::Tensor& weight, const at::Tensor& indices,
   const at::Tensor grads = grad_out.detach().contiguous();
   const auto* grad_bytes = static_cast<const char*>(grads.const_data_ptr());
   const int64_t row_bytes = width * grads.element_size();
-  const GradOps& grad_ops = *host::find_grad_ops(float_dtype_of(grads));
+  const GradOps& grad_ops = *cpu::find_grad_ops(float_dtype_of(grads));
   const WeightOps& of_token = array.ops(float_dtype_of(grads));
   const WeightOps& of_sum = array.ops(DType::kFloat32);
   const int64_t grain = std::max<int64_t>(1, kGrainElems / std::max<int64_t>(1, width));

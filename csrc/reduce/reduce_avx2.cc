@@ -4,5 +4,5 @@
 #define RINGCOMM_VECTOR_BYTES 32
 #include "reduce/reduce_kernels.h"
 
-constinit const ringcomm::host::SimdKernels ringcomm::host::kAvx2Kernels = make_kernels("avx2");
+constinit const ringcomm::cpu::SimdKernels ringcomm::cpu::kAvx2Kernels = make_kernels("avx2");
 #endif

@@ -4,5 +4,5 @@
 #define RINGCOMM_VECTOR_BYTES 64
 #include "reduce/reduce_kernels.h"
 
-constinit const ringcomm::host::SimdKernels ringcomm::host::kAvx512Kernels = make_kernels("avx512");
+constinit const ringcomm::cpu::SimdKernels ringcomm::cpu::kAvx512Kernels = make_kernels("avx512");
 #endif

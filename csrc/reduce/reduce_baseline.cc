@@ -3,5 +3,5 @@
 #define RINGCOMM_VECTOR_BYTES 16
 #include "reduce/reduce_kernels.h"
 
-constinit const ringcomm::host::SimdKernels ringcomm::host::kBaselineKernels =
+constinit const ringcomm::cpu::SimdKernels ringcomm::cpu::kBaselineKernels =
     make_kernels("baseline");

@@ -9,7 +9,7 @@
 // Below the headers of others.
 #include "reduce/simd.h"
 
-namespace ringcomm::host {
+namespace ringcomm::cpu {
 namespace {
 
 // ---- element types: from memory to an accumulator (load), the last step of an average (divide),
@@ -249,7 +249,7 @@ consteval SimdKernels make_kernels(const char* level) {
 }
 
 }  // namespace
-}  // namespace ringcomm::host
+}  // namespace ringcomm::cpu
 
 #if defined(__clang__) && RINGCOMM_VECTOR_BYTES != 16
 #pragma clang attribute pop

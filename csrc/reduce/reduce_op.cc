@@ -14,7 +14,7 @@
 
 #include "reduce/softmax_merge.h"
 
-namespace ringcomm::host {
+namespace ringcomm::cpu {
 namespace {
 
 #if defined(__x86_64__)
@@ -132,4 +132,4 @@ void copy_bytes(void* to, const void* from, std::size_t num_bytes, StoreKind kin
     std::memcpy(to, from, num_bytes);
 }
 
-}  // namespace ringcomm::host
+}  // namespace ringcomm::cpu

@@ -24,7 +24,7 @@ struct ReduceOp {
                   std::size_t num_elems, int divisor) = nullptr;
 };
 
-namespace host {
+namespace cpu {
 
 /// The reduction for this processor, or null where it has no meaning (bitwise on floats, anything
 /// on kByte). kAvg gives the operator of kSum: the caller passes the divisor where the last rank's
@@ -73,5 +73,5 @@ const SimdKernels& choose_simd_kernels(const char* requested);
 /// The choice for this process, made at the first call.
 const SimdKernels& simd_kernels();
 
-}  // namespace host
+}  // namespace cpu
 }  // namespace ringcomm

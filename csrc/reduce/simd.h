@@ -40,7 +40,7 @@
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl")
 #endif
 
-namespace ringcomm::host {
+namespace ringcomm::cpu {
 namespace {
 
 constexpr std::size_t kVectorBytes = RINGCOMM_VECTOR_BYTES;
@@ -202,4 +202,4 @@ using Bits = Vec<std::int32_t>;
 #endif
 
 }  // namespace
-}  // namespace ringcomm::host
+}  // namespace ringcomm::cpu

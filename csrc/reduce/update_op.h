@@ -82,7 +82,7 @@ struct UpdateOp {
 /// Makes the step for this processor. Throws std::invalid_argument, naming the value, where the
 /// spec is not one of a step, or parameters or gradients are no floats of 16 or 32 bits.
 using MakeUpdateOp = UpdateOp (*)(const UpdateSpec& spec, DType grad_dtype);
-/// host::make_update_op() of csrc/kernels; null until ringcomm._kernels is loaded.
+/// cpu::make_update_op() of csrc/kernels; null until ringcomm._kernels is loaded.
 extern MakeUpdateOp make_update_op;
 
 }  // namespace ringcomm

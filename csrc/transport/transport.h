@@ -22,7 +22,7 @@
 namespace ringcomm {
 
 class Messenger;
-namespace shm {
+namespace host {
 class Rendezvous;
 }
 
@@ -77,7 +77,7 @@ class Transport {
 /// that have several ranks. Users' sends all go over messages, so that a receive from any source
 /// sees every rank. With `is_flat` everything does. Collective over the group, whose ranks have
 /// been found. Throws Error.
-std::unique_ptr<Transport> make_message_transport(KeyValueStore& store, shm::Rendezvous& ranks,
+std::unique_ptr<Transport> make_message_transport(KeyValueStore& store, host::Rendezvous& ranks,
                                                   const PeerTable& peer_table,
                                                   const CommunicatorOptions& options,
                                                   const MakeMessenger& make_messenger,

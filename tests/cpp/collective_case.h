@@ -24,9 +24,9 @@
 namespace ringcomm::testing {
 
 /// Bytes of data in one phase of a board: a region without its cursor.
-inline constexpr std::size_t kPhaseBytes = shm::SegmentConfig{}.board_bytes - sizeof(Cursor);
+inline constexpr std::size_t kPhaseBytes = host::SegmentConfig{}.board_bytes - sizeof(Cursor);
 /// Bytes of one slot of a ring in shared memory.
-inline constexpr std::size_t kRingSlotBytes = shm::SegmentConfig{}.ring_slot_bytes;
+inline constexpr std::size_t kRingSlotBytes = host::SegmentConfig{}.ring_slot_bytes;
 
 struct Case {
   OpKind op = OpKind::kAllReduce;

@@ -57,7 +57,7 @@ class FolderStore final : public KeyValueStore {
  private:
   std::string write(const std::string& key, const std::string& value) const {
     // Processes of two PID namespaces may have equal pids.
-    const std::string path = path_of(key) + "." + shm::random_text();
+    const std::string path = path_of(key) + "." + host::random_text();
     std::ofstream(path) << value;
     return path;
   }

@@ -18,11 +18,11 @@
 
 namespace ringcomm::testing {
 
-inline constexpr std::size_t kSendRecvSlotBytes = shm::SegmentConfig{}.send_recv_slot_bytes;
+inline constexpr std::size_t kSendRecvSlotBytes = host::SegmentConfig{}.send_recv_slot_bytes;
 inline constexpr std::size_t kSendRecvHeaderBytes = 64;
 /// The bytes of one message that a link holds before the receiver drains it.
 inline constexpr std::size_t kSendRecvLinkBytes =
-    shm::SegmentConfig{}.send_recv_num_slots * kSendRecvSlotBytes - kSendRecvHeaderBytes;
+    host::SegmentConfig{}.send_recv_num_slots * kSendRecvSlotBytes - kSendRecvHeaderBytes;
 
 using Bytes = std::vector<std::byte>;
 

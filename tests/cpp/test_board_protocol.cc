@@ -18,7 +18,7 @@ namespace {
 
 using namespace ringcomm;
 using testing::expect;
-using Arch = shm::HostArch;
+using Arch = host::HostArch;
 
 constexpr int kMaxWorld = 4;
 constexpr std::size_t kRegionBytes = 128;

@@ -65,7 +65,7 @@ class Scene {
 
   // In the thread of rank 0. All ranks have been recorded.
   void stand_still() {
-    const shm::SharedMemory mapped(recorder::descriptor(), recorder::Memory::kNumBytes);
+    const host::SharedMemory mapped(recorder::descriptor(), recorder::Memory::kNumBytes);
     const recorder::Memory memory(mapped.data());
     const auto deadline = std::chrono::steady_clock::now() + testing::kBound / 2;
     for (;; std::this_thread::sleep_for(std::chrono::milliseconds(1))) {

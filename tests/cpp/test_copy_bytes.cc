@@ -52,13 +52,13 @@ void check_offsets(const char* what, CopyFn copy) {
 
 TEST_CASE("copy_bytes with either kind of store") {
   check_offsets("cached", [](void* to, const void* from, std::size_t num_bytes) {
-    host::copy_bytes(to, from, num_bytes, host::StoreKind::kCached);
+    cpu::copy_bytes(to, from, num_bytes, cpu::StoreKind::kCached);
   });
   check_offsets("streaming", [](void* to, const void* from, std::size_t num_bytes) {
-    host::copy_bytes(to, from, num_bytes, host::StoreKind::kStreaming);
+    cpu::copy_bytes(to, from, num_bytes, cpu::StoreKind::kStreaming);
   });
-  host::copy_bytes(nullptr, nullptr, 0, host::StoreKind::kCached);
-  host::copy_bytes(nullptr, nullptr, 0, host::StoreKind::kStreaming);
+  cpu::copy_bytes(nullptr, nullptr, 0, cpu::StoreKind::kCached);
+  cpu::copy_bytes(nullptr, nullptr, 0, cpu::StoreKind::kStreaming);
 }
 
 TEST_CASE("negative control: a copy of one byte too many or too few is noticed") {
@@ -81,7 +81,7 @@ struct CallTimes {
 bool run_call(StoreKindChooser& chooser, const CallTimes& times, OpKind op = OpKind::kAllReduce,
               std::size_t num_bytes = std::size_t{1} << 20) {
   chooser.begin(op, num_bytes);
-  const bool is_streaming = chooser.kind() == host::StoreKind::kStreaming;
+  const bool is_streaming = chooser.kind() == cpu::StoreKind::kStreaming;
   const std::chrono::microseconds time{is_streaming ? times.streaming : times.cached};
   fake_now += time / 2;
   chooser.pause();
@@ -159,7 +159,7 @@ TEST_CASE("the kind of the next call is rank 0's") {
   StoreKindChooser chooser = chooser_with_fake_clock();
   for (int i = 0; i < 20; ++i) {
     chooser.begin(OpKind::kBroadcast, std::size_t{1} << 20);
-    CHECK(chooser.kind() == (i % 3 == 1 ? host::StoreKind::kStreaming : host::StoreKind::kCached));
+    CHECK(chooser.kind() == (i % 3 == 1 ? cpu::StoreKind::kStreaming : cpu::StoreKind::kCached));
     chooser.follow(i % 3 == 0);
     chooser.end();
   }

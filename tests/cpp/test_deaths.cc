@@ -185,7 +185,7 @@ void send_and_call(Communicator& communicator, int to, const WaitLimits& limits)
 
 void sum_shared(Communicator& communicator, const WaitLimits& limits) {
   constexpr std::size_t kElems = std::size_t{1} << 20;
-  void* block = shm::SharedArena::instance().allocate(kElems * sizeof(float));
+  void* block = host::SharedArena::instance().allocate(kElems * sizeof(float));
   const void* input = block;
   communicator.run({.op = OpKind::kAllReduce,
                     .dtype = DType::kFloat32,
@@ -193,7 +193,7 @@ void sum_shared(Communicator& communicator, const WaitLimits& limits) {
                     .inputs = &input,
                     .outputs = &block},
                    limits);
-  shm::SharedArena::instance().deallocate(block);
+  host::SharedArena::instance().deallocate(block);
 }
 
 // ---- the rank that ends

@@ -32,7 +32,7 @@ extern "C" {
 namespace {
 
 using namespace ringcomm;
-using shm::SharedArena;
+using host::SharedArena;
 using testing::Case;
 using testing::expect;
 using testing::input_of;

@@ -92,7 +92,7 @@ TEST_CASE("child: sums of a rank" * doctest::skip()) {
 
 TEST_CASE("gpu processes: ranks with equal pids use each other's memory, not their own") {
   const std::string folder =
-      (std::filesystem::temp_directory_path() / ("ringcomm-pids-" + shm::random_text())).string();
+      (std::filesystem::temp_directory_path() / ("ringcomm-pids-" + host::random_text())).string();
   std::filesystem::create_directory(folder);
   const std::string image = folder + "/image";
   std::ofstream(image) << "RINGCOMM-EMULATED";

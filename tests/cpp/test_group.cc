@@ -50,7 +50,7 @@ int __wrap_madvise(void* begin, std::size_t num_bytes, int advice) {
 namespace {
 
 using namespace ringcomm;
-using namespace ringcomm::shm;
+using namespace ringcomm::host;
 using std::chrono::milliseconds;
 using testing::error_of;
 using testing::expect;

@@ -17,7 +17,7 @@ namespace {
 
 using namespace ringcomm;
 using testing::expect;
-using Arch = shm::HostArch;
+using Arch = host::HostArch;
 
 constexpr std::size_t kSlotBytes = 256;
 

@@ -55,8 +55,8 @@ TEST_CASE("ranks lie on hosts in any order") {
   CHECK(peer_table_of({"x", "x"}).describe() == "1 host: x (ranks 0 1)");
 }
 
-shm::GroupTerms terms(int rank, int world_size, const std::string& host,
-                      const std::string& options = "o=1", bool shares_memory = false) {
+host::GroupTerms terms(int rank, int world_size, const std::string& host,
+                       const std::string& options = "o=1", bool shares_memory = false) {
   return {.rank = rank,
           .world_size = world_size,
           .options = options,
@@ -69,7 +69,7 @@ TEST_CASE("ranks of several hosts find each other, the same on all ranks") {
   MemoryStore store;
   const std::vector<std::string> hosts{"a", "b", "a", "c"};
   run_threads(4, [&](int rank) {
-    shm::Rendezvous rendezvous(
+    host::Rendezvous rendezvous(
         store, terms(rank, 4, hosts[static_cast<std::size_t>(rank)], "o=1", true), testing::kBound);
     const PeerTable peer_table = rendezvous.find_ranks();
     expect(peer_table.num_hosts() == 3 && peer_table.ranks_on(0) == std::vector<int>{0, 2},
@@ -80,7 +80,7 @@ TEST_CASE("ranks of several hosts find each other, the same on all ranks") {
 TEST_CASE("of ranks that are waited for, only those that have not come are named") {
   MemoryStore store;
   run_threads(4, [&](int rank) {
-    shm::Rendezvous rendezvous(store, terms(rank, 4, "here"), milliseconds(1'000));
+    host::Rendezvous rendezvous(store, terms(rank, 4, "here"), milliseconds(1'000));
     rendezvous.find_ranks();
     const Error error =
         error_of([&] { rendezvous.wait_for_all([](int peer) { return peer % 2 == 0; }); });
@@ -101,7 +101,7 @@ TEST_CASE("the ranks that do not fetch the memory of their host are named") {
       return expect_error(error, ErrorKind::kTimeout,
                           {"ranks 2 and 3 did not fetch the group's memory in 1000 ms"});
     }
-    shm::Rendezvous rendezvous(store, {.rank = rank, .world_size = 4}, milliseconds(5'000));
+    host::Rendezvous rendezvous(store, {.rank = rank, .world_size = 4}, milliseconds(5'000));
     rendezvous.find_ranks();
     std::this_thread::sleep_for(milliseconds(2'000));
   });
@@ -110,7 +110,7 @@ TEST_CASE("the ranks that do not fetch the memory of their host are named") {
 // As where rank 0 waits in another group for rank 2, which is stopped. Neither has a record.
 TEST_CASE("a rank that another group knows to be stopped is named, and not one that waits for it") {
   MemoryStore store;
-  shm::GroupTerms mine = terms(1, 3, "here");
+  host::GroupTerms mine = terms(1, 3, "here");
   const pid_t pid = ::fork();
   if (pid == 0)
     for (;;) ::pause();
@@ -118,7 +118,7 @@ TEST_CASE("a rank that another group knows to be stopped is named, and not one t
   ::waitpid(pid, nullptr, WUNTRACED);
   mine.known = {nullptr, nullptr, std::make_shared<PeerProcess>(pid, "there", "watched")};
   const Error error =
-      error_of([&] { shm::Rendezvous(store, mine, milliseconds(50)).find_ranks(); });
+      error_of([&] { host::Rendezvous(store, mine, milliseconds(50)).find_ranks(); });
   expect_error(error, ErrorKind::kTimeout,
                {"ranks 0 and 2 did not join",
                 "rank 2 (pid " + std::to_string(pid) + " on there) is stopped"});
@@ -130,10 +130,10 @@ TEST_CASE("a rank that another group knows to be stopped is named, and not one t
 TEST_CASE("another host is an error where memory must be shared, on every rank that sees it") {
   MemoryStore store;
   run_threads(2, [&](int rank) {
-    shm::GroupTerms mine = terms(rank, 2, rank == 0 ? "here" : "there", "o=1", true);
+    host::GroupTerms mine = terms(rank, 2, rank == 0 ? "here" : "there", "o=1", true);
     mine.is_one_host = true;
     const Error error =
-        error_of([&] { shm::Rendezvous(store, mine, testing::kBound).find_ranks(); });
+        error_of([&] { host::Rendezvous(store, mine, testing::kBound).find_ranks(); });
     expect_error(error, ErrorKind::kSystem, {"share no memory", "[here]", "[there]"});
   });
 }
@@ -143,7 +143,7 @@ TEST_CASE("options are compared between hosts, and without shared memory") {
     MemoryStore store;
     run_threads(3, [&](int rank) {
       const Error error = error_of([&] {
-        shm::Rendezvous(
+        host::Rendezvous(
             store, terms(rank, 3, rank < 2 ? "a" : "b", rank < 2 ? "o=1" : "o=2", shares_memory),
             testing::kBound)
             .find_ranks();
@@ -156,7 +156,7 @@ TEST_CASE("options are compared between hosts, and without shared memory") {
 TEST_CASE("options of an earlier group in the same store are waited out, between hosts too") {
   MemoryStore store;
   const auto find = [&](int rank, const std::string& options) {
-    shm::Rendezvous(store, terms(rank, 2, rank == 0 ? "a" : "b", options), testing::kBound)
+    host::Rendezvous(store, terms(rank, 2, rank == 0 ? "a" : "b", options), testing::kBound)
         .find_ranks();
   };
   run_threads(2, [&](int rank) { find(rank, "o=1"); });

@@ -18,7 +18,7 @@
 namespace {
 
 using namespace ringcomm;
-using host::SimdKernels;
+using cpu::SimdKernels;
 using CombineFn = decltype(ReduceOp::combine);
 using oracle::Bytes;
 
@@ -35,7 +35,7 @@ constexpr int kNoAlias = -1;
 std::vector<const SimdKernels*> available_levels() {
   std::vector<const SimdKernels*> levels;
   for (const char* name : {"baseline", "avx2", "avx512"}) {
-    if (const SimdKernels* kernels = host::find_simd_kernels(name)) levels.push_back(kernels);
+    if (const SimdKernels* kernels = cpu::find_simd_kernels(name)) levels.push_back(kernels);
   }
   return levels;
 }
@@ -289,7 +289,7 @@ TEST_CASE("zeros of either sign and NaN in minima and maxima") {
 TEST_CASE("negative control: a wrong kernel is noticed") {
   const std::vector<Bytes> srcs = random_sources(DType::kBFloat16, 3);
   const Bytes expected = oracle::reduce(Reduction::kSum, DType::kBFloat16, srcs, kMaxElems, 1);
-  const CombineFn sum = combine_of(host::kBaselineKernels, Reduction::kSum, DType::kBFloat16);
+  const CombineFn sum = combine_of(cpu::kBaselineKernels, Reduction::kSum, DType::kBFloat16);
   const Layout layout{.num_elems = 65, .to_alias = 1};
   REQUIRE(stores_expected(sum, DType::kBFloat16, srcs, expected, layout, 1));
 
@@ -307,14 +307,14 @@ TEST_CASE("negative control: a wrong kernel is noticed") {
         stores_expected(sum, DType::kBFloat16, srcs, stepwise, {.num_elems = kMaxElems}, 1));
   }
   SUBCASE("another reduction") {
-    const CombineFn max = combine_of(host::kBaselineKernels, Reduction::kMax, DType::kBFloat16);
+    const CombineFn max = combine_of(cpu::kBaselineKernels, Reduction::kMax, DType::kBFloat16);
     CHECK_FALSE(stores_expected(max, DType::kBFloat16, srcs, expected, layout, 1));
   }
   SUBCASE("a store past the end") {
     const CombineFn too_long = [](void* to, void* also_to, const void* const* from, int n,
                                   std::size_t num_elems, int) {
-      combine_of(host::kBaselineKernels, Reduction::kSum, DType::kBFloat16)(to, also_to, from, n,
-                                                                            num_elems + 1, 1);
+      combine_of(cpu::kBaselineKernels, Reduction::kSum, DType::kBFloat16)(to, also_to, from, n,
+                                                                           num_elems + 1, 1);
     };
     CHECK_FALSE(stores_expected(too_long, DType::kBFloat16, srcs, expected, layout, 1));
   }
@@ -324,7 +324,7 @@ TEST_CASE("the registry has every operator and refuses what has no meaning") {
   for_each_pair([](Reduction reduction, DType dtype) {
     CAPTURE(name_of(reduction));
     CAPTURE(name_of(dtype));
-    const ReduceOp* op = host::find_reduce_op(reduction, dtype);
+    const ReduceOp* op = cpu::find_reduce_op(reduction, dtype);
     CHECK((op != nullptr) == oracle::has_meaning(reduction, dtype));
     for (const SimdKernels* kernels : available_levels()) {
       CHECK((combine_of(*kernels, reduction, dtype) != nullptr) ==
@@ -332,25 +332,25 @@ TEST_CASE("the registry has every operator and refuses what has no meaning") {
     }
     if (op == nullptr) return;
     CHECK(op->element_bytes == element_bytes(dtype));
-    const bool is_of_level = op->combine == combine_of(host::simd_kernels(), reduction, dtype);
+    const bool is_of_level = op->combine == combine_of(cpu::simd_kernels(), reduction, dtype);
     CHECK(is_of_level);
   });
 }
 
 TEST_CASE("RINGCOMM_SIMD chooses the level") {
   const std::string best = available_levels().back()->level;
-  CHECK(host::choose_simd_kernels(nullptr).level == best);
-  CHECK(host::choose_simd_kernels("").level == best);
-  CHECK(std::string(host::choose_simd_kernels("baseline").level) == "baseline");
+  CHECK(cpu::choose_simd_kernels(nullptr).level == best);
+  CHECK(cpu::choose_simd_kernels("").level == best);
+  CHECK(std::string(cpu::choose_simd_kernels("baseline").level) == "baseline");
   const char* const requested = std::getenv("RINGCOMM_SIMD");
-  CHECK(std::string(host::simd_level()) == host::choose_simd_kernels(requested).level);
+  CHECK(std::string(cpu::simd_level()) == cpu::choose_simd_kernels(requested).level);
   CHECK_THROWS_WITH_AS(
-      host::choose_simd_kernels("sse9"),
+      cpu::choose_simd_kernels("sse9"),
       "RINGCOMM_SIMD=\"sse9\" is not an instruction set: expected avx512, avx2 or baseline",
       std::invalid_argument);
   for (const char* level : {"avx2", "avx512"}) {
-    if (host::find_simd_kernels(level) == nullptr) {
-      CHECK_THROWS_AS(host::choose_simd_kernels(level), std::invalid_argument);
+    if (cpu::find_simd_kernels(level) == nullptr) {
+      CHECK_THROWS_AS(cpu::choose_simd_kernels(level), std::invalid_argument);
     }
   }
 }

@@ -15,7 +15,7 @@
 namespace {
 
 using namespace ringcomm;
-using host::Kernels;
+using cpu::Kernels;
 using oracle::Bytes;
 
 constexpr double kUnit = 0x1p-24;  // a rounding of fp32, relative
@@ -59,11 +59,11 @@ struct Row {
 /// In vectors of exactly the row's size, so that the sanitizers see what is beyond.
 Row normed(const Kernels& kernels, Row row) {
   const std::size_t num_elems = row.size();
-  kernels.add_rms_norm[host::float_dtype_idx(row.dtype)]({.x = row.x.data(),
-                                                          .residual = row.residual.data(),
-                                                          .weight = row.weight.data(),
-                                                          .num_elems = num_elems,
-                                                          .eps = kEps});
+  kernels.add_rms_norm[cpu::float_dtype_idx(row.dtype)]({.x = row.x.data(),
+                                                         .residual = row.residual.data(),
+                                                         .weight = row.weight.data(),
+                                                         .num_elems = num_elems,
+                                                         .eps = kEps});
   return row;
 }
 
@@ -90,8 +90,8 @@ void check_against_double(const Row& before, const Row& after) {
 }
 
 TEST_CASE("rows are normed as in double, with the same bits at every level") {
-  const Kernels* const baseline = host::find_kernels("baseline");
-  for (const DType dtype : host::kFloatDTypes)
+  const Kernels* const baseline = cpu::find_kernels("baseline");
+  for (const DType dtype : cpu::kFloatDTypes)
     for (const std::size_t num_elems : {1, 3, 15, 16, 17, 63, 64, 65, 127, 130, 1000, 4096}) {
       CAPTURE(name_of(dtype));
       CAPTURE(num_elems);
@@ -100,7 +100,7 @@ TEST_CASE("rows are normed as in double, with the same bits at every level") {
       check_against_double(before, after);
       CHECK(after.weight == before.weight);
       for (const char* level : {"avx2", "avx512"})
-        if (const Kernels* kernels = host::find_kernels(level)) {
+        if (const Kernels* kernels = cpu::find_kernels(level)) {
           const Row same = normed(*kernels, before);
           CHECK(same.x == after.x);
           CHECK(same.residual == after.residual);
@@ -110,15 +110,15 @@ TEST_CASE("rows are normed as in double, with the same bits at every level") {
 
 TEST_CASE("a zero row stays zero, and a NaN makes its row NaN") {
   for (const char* level : {"baseline", "avx2", "avx512"}) {
-    const Kernels* const kernels = host::find_kernels(level);
+    const Kernels* const kernels = cpu::find_kernels(level);
     if (kernels == nullptr) continue;
     std::vector<float> x(70), residual(70), weight(70, 2);
     const auto run = [&] {
-      kernels->add_rms_norm[host::float_dtype_idx(DType::kFloat32)]({.x = x.data(),
-                                                                     .residual = residual.data(),
-                                                                     .weight = weight.data(),
-                                                                     .num_elems = 70,
-                                                                     .eps = kEps});
+      kernels->add_rms_norm[cpu::float_dtype_idx(DType::kFloat32)]({.x = x.data(),
+                                                                    .residual = residual.data(),
+                                                                    .weight = weight.data(),
+                                                                    .num_elems = 70,
+                                                                    .eps = kEps});
     };
     run();
     for (const float value : x) CHECK(value == 0);

@@ -115,7 +115,7 @@ constexpr Pattern kPatterns[] = {
 
 // A region is filled as long as its rank has anything to send: the phases are those of the rank
 // with the most bytes, and an eighth.
-void expect_few_phases(OpKind op, const Pattern& pattern, int rank, shm::Group& group,
+void expect_few_phases(OpKind op, const Pattern& pattern, int rank, host::Group& group,
                        ShmContext& context) {
   const Case c{.op = op,
                .dtype = DType::kUint8,
@@ -158,10 +158,10 @@ void expect_few_phases(OpKind op, const Pattern& pattern, int rank, shm::Group& 
 TEST_CASE("the phases of uneven shards are those of the rank with the most to send") {
   testing::MemoryStore store;
   testing::run_threads(kManyRanks, [&](int rank) {
-    const shm::GroupTerms identity{.rank = rank, .world_size = kManyRanks, .options = "shards"};
-    shm::Group group =
+    const host::GroupTerms identity{.rank = rank, .world_size = kManyRanks, .options = "shards"};
+    host::Group group =
         testing::make_group(store, identity, {.board_bytes = kSmallBoardBytes}, testing::kBound);
-    shm::WaitScope scope(group);
+    host::WaitScope scope(group);
     scope.begin(kPatient);
     ShmContext context(group, scope);
     for (const OpKind op : kUneven)

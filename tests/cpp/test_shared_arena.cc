@@ -19,7 +19,7 @@
 namespace {
 
 using namespace ringcomm;
-using namespace ringcomm::shm;
+using namespace ringcomm::host;
 
 constexpr std::size_t kMiB = std::size_t{1} << 20;
 

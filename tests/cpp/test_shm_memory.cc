@@ -29,7 +29,7 @@
 namespace {
 
 using namespace ringcomm;
-using namespace ringcomm::shm;
+using namespace ringcomm::host;
 using std::chrono::milliseconds;
 using testing::error_of;
 using testing::expect_error;

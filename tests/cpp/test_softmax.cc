@@ -19,7 +19,7 @@
 namespace {
 
 using namespace ringcomm;
-using host::Kernels;
+using cpu::Kernels;
 using oracle::Bytes;
 using Floats = std::vector<float>;
 
@@ -37,7 +37,7 @@ struct Level {
 std::vector<Level> available_levels() {
   std::vector<Level> levels;
   for (const char* name : {"baseline", "avx2", "avx512"})
-    if (const Kernels* kernels = host::find_kernels(name)) levels.push_back({name, kernels});
+    if (const Kernels* kernels = cpu::find_kernels(name)) levels.push_back({name, kernels});
   return levels;
 }
 
@@ -133,14 +133,14 @@ struct Row {
 
 SoftmaxStats stats_of(const Kernels& kernels, const Row& row) {
   Guarded logits(encoded(row.values, row.dtype));
-  return kernels.softmax[host::float_dtype_idx(row.dtype)].stats(row.over(logits.data()));
+  return kernels.softmax[cpu::float_dtype_idx(row.dtype)].stats(row.over(logits.data()));
 }
 
 Bytes grad_of(const Kernels& kernels, const Row& row, const LogitGrad& grad, bool is_in_place) {
   const Bytes content = encoded(row.values, row.dtype);
   Guarded logits(content), other(Bytes(content.size(), 0));
   Guarded& to = is_in_place ? logits : other;
-  kernels.softmax[host::float_dtype_idx(row.dtype)].grad(row.over(logits.data()), grad, to.data());
+  kernels.softmax[cpu::float_dtype_idx(row.dtype)].grad(row.over(logits.data()), grad, to.data());
   CHECK(to.is_guarded());
   if (!is_in_place) CHECK(logits.content() == content);
   return to.content();
@@ -285,7 +285,7 @@ Floats filled(const Fill& fill, std::size_t size) {
 
 template <class Visit>
 void for_each_row(const Visit& visit) {
-  for (const DType dtype : host::kFloatDTypes)
+  for (const DType dtype : cpu::kFloatDTypes)
     for (const Fill& fill : kFills)
       for (const Options& options : kAllOptions)
         for (const std::size_t size : kSizes) {
@@ -305,7 +305,7 @@ void for_each_row(const Visit& visit) {
 
 TEST_CASE("stats are those of double, with the same bits at every level") {
   for_each_row([](const Row& row) {
-    const SoftmaxStats stats = stats_of(host::kBaselineFloatKernels, row);
+    const SoftmaxStats stats = stats_of(cpu::kBaselineFloatKernels, row);
     check_stats(stats, row, Expected(row));
     for (const Level& level : available_levels()) {
       CAPTURE(std::string(level.name));
@@ -321,7 +321,7 @@ TEST_CASE("gradients are those of double, in place too, with the same bits at ev
     const auto max = static_cast<float>(row.values.empty() ? 0 : expected.max);
     for (const float smooth : {0.0F, 0.01F}) {
       const LogitGrad grad = {.max = max, .prob = 0.4F, .smooth = smooth, .target = 0.75F};
-      const Bytes bytes = grad_of(host::kBaselineFloatKernels, row, grad, false);
+      const Bytes bytes = grad_of(cpu::kBaselineFloatKernels, row, grad, false);
       check_grad(bytes, row, grad, expected);
       for (const Level& level : available_levels())
         for (const bool is_in_place : {false, true}) {
@@ -350,7 +350,7 @@ TEST_CASE("the target is found in every block, and only where it is") {
 
 TEST_CASE("argmax is the first of equals, in and across blocks") {
   for (const Level& level : available_levels())
-    for (const DType dtype : host::kFloatDTypes)
+    for (const DType dtype : cpu::kFloatDTypes)
       for (const std::size_t first : {0U, 17U, 63U, 1023U, 1024U, 4990U}) {
         Floats values(5000, 1.0F);
         for (const std::size_t i : {first, first + 1, std::size_t{4999}}) values[i] = 2;
@@ -364,7 +364,7 @@ TEST_CASE("argmax is the first of equals, in and across blocks") {
 TEST_CASE("rows of -infinity have no sum; NaN and infinity go into it") {
   const float nan = std::numeric_limits<float>::quiet_NaN();
   for (const Level& level : available_levels())
-    for (const DType dtype : host::kFloatDTypes)
+    for (const DType dtype : cpu::kFloatDTypes)
       for (const std::size_t size : {1U, 65U, 5000U}) {
         CAPTURE(std::string(level.name));
         CAPTURE(size);
@@ -385,8 +385,7 @@ TEST_CASE("rows of -infinity have no sum; NaN and infinity go into it") {
               CHECK(std::isnan(stats.sum));
               CHECK(stats.max == (special == kInf ? kInf : size == 1 ? -kInf : other));
               const Bytes grad = grad_of(*level.kernels, row, {.max = 0, .prob = 1}, false);
-              CHECK(grad ==
-                    grad_of(host::kBaselineFloatKernels, row, {.max = 0, .prob = 1}, false));
+              CHECK(grad == grad_of(cpu::kBaselineFloatKernels, row, {.max = 0, .prob = 1}, false));
             }
       }
 }
@@ -438,7 +437,7 @@ TEST_CASE("exp is right within 1.1 ulp, and tanh within 1.7") {
                                                    std::exp(static_cast<double>(values[i]))));
   }
   const SoftmaxOps& best =
-      available_levels().back().kernels->softmax[host::float_dtype_idx(DType::kFloat32)];
+      available_levels().back().kernels->softmax[cpu::float_dtype_idx(DType::kFloat32)];
   for (std::size_t i = 0; i < kNumValues; ++i) {
     const float magnitude = std::ldexp(1 + static_cast<float>(random()) / 4294967296.0F,
                                        static_cast<int>(random() % 24) - 20);

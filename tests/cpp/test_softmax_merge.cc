@@ -50,7 +50,7 @@ void expect_near(const SoftmaxStats& a, const SoftmaxStats& b, int num_parts) {
 
 SoftmaxStats stats_of(const std::vector<float>& row, std::size_t begin, std::size_t end,
                       std::size_t target) {
-  SoftmaxStats stats = host::find_softmax_ops(DType::kFloat32)
+  SoftmaxStats stats = cpu::find_softmax_ops(DType::kFloat32)
                            ->stats({.logits = row.data() + begin,
                                     .num_elems = end - begin,
                                     .target_idx = target >= begin && target < end
@@ -138,7 +138,7 @@ TEST_CASE("only stats merge, and they do nothing else") {
       const auto reduction = static_cast<Reduction>(r);
       if (dtype != DType::kSoftmaxStats && reduction != Reduction::kMerge) continue;
       const bool is_merge = dtype == DType::kSoftmaxStats && reduction == Reduction::kMerge;
-      CHECK((host::find_reduce_op(reduction, dtype) != nullptr) == is_merge);
+      CHECK((cpu::find_reduce_op(reduction, dtype) != nullptr) == is_merge);
     }
 }
 

@@ -10,7 +10,7 @@
 namespace ringcomm::testing {
 
 /// Waits end in half a minute: a lost wake-up or credit is a failure then and not a hang.
-class Patience final : public shm::StopSource {
+class Patience final : public host::StopSource {
  public:
   Stop stopped(int) override {
     return std::chrono::steady_clock::now() < deadline_ ? Stop::kNone : Stop::kTimeout;
@@ -22,7 +22,7 @@ class Patience final : public shm::StopSource {
 };
 
 /// No wait sleeps.
-class Refusal final : public shm::StopSource {
+class Refusal final : public host::StopSource {
  public:
   explicit Refusal(Stop why) : why_(why) {}
   Stop stopped(int peer) override {

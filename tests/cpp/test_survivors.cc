@@ -98,8 +98,8 @@ std::unique_ptr<Communicator> make_group(const std::string& folder, const std::s
                                         MakeMessenger{}, KnownRanks{known, {}});
 }
 
-shm::Group& group_of(Communicator& communicator) {
-  return dynamic_cast<shm::Group&>(*communicator.members());
+host::Group& group_of(Communicator& communicator) {
+  return dynamic_cast<host::Group&>(*communicator.members());
 }
 
 void survive(int rank, const std::string& folder) {
@@ -115,15 +115,15 @@ void survive(int rank, const std::string& folder) {
     throw std::runtime_error("a call of a dead rank is not told from one that it never begins");
   if (rank == plan.victim) board->is_counting = true;
   const milliseconds timeout = plan.signal == SIGSTOP ? stop_timeout : kPatience;
-  shm::Group& group = group_of(*old);
-  shm::Survivors survivors(group, {.timeout = timeout, .is_interrupted = {}});
+  host::Group& group = group_of(*old);
+  host::Survivors survivors(group, {.timeout = timeout, .is_interrupted = {}});
   std::unique_ptr<Communicator> made;
   std::vector<int> ranks;
   do {
     made.reset();
     ranks = survivors.agree();
     try {
-      const shm::UniqueFd store(survivors.take_store());
+      const host::UniqueFd store(survivors.take_store());
       PeerProcesses known;
       for (const int other : ranks)
         known.push_back(group.processes()[static_cast<std::size_t>(other)]);

@@ -18,7 +18,7 @@
 namespace {
 
 using namespace ringcomm;
-using host::Kernels;
+using cpu::Kernels;
 using oracle::Bytes;
 using Floats = std::vector<float>;
 
@@ -29,7 +29,7 @@ constexpr std::size_t kMaxElems = 1031;
 std::vector<const Kernels*> available_levels() {
   std::vector<const Kernels*> levels;
   for (const char* name : {"baseline", "avx2", "avx512"})
-    if (const Kernels* kernels = host::find_kernels(name)) levels.push_back(kernels);
+    if (const Kernels* kernels = cpu::find_kernels(name)) levels.push_back(kernels);
   return levels;
 }
 
@@ -185,9 +185,9 @@ struct Run {
         grad_dtype == DType::kFloat32 ? bytes_of(from.grad) : encoded(from.grad, grad_dtype);
     const Bytes param_before = param;
     const int count = num_states(spec);
-    kernels.updates[static_cast<int>(spec.optimizer)][host::float_dtype_idx(
-        param_dtype)][host::float_dtype_idx(grad_dtype)](
-        host::scalars_of(spec),
+    kernels.updates[static_cast<int>(spec.optimizer)][cpu::float_dtype_idx(
+        param_dtype)][cpu::float_dtype_idx(grad_dtype)](
+        cpu::scalars_of(spec),
         {.param = param.data(),
          .grad = grad.data(),
          .master = spec.has_master ? x.weight.data() : nullptr,
@@ -241,7 +241,7 @@ TEST_CASE("updates of every size have the same bits at every level, and touch no
       CAPTURE(describe(spec));
       CAPTURE(num_elems);
       const Operands before = special_operands();
-      const Run expected(host::kBaselineFloatKernels, spec, kF32, kF32, before, num_elems);
+      const Run expected(cpu::kBaselineFloatKernels, spec, kF32, kF32, before, num_elems);
       for (const Kernels* kernels : available_levels()) {
         const Run run(*kernels, spec, kF32, kF32, before, num_elems);
         CHECK(run.param == expected.param);
@@ -256,7 +256,7 @@ TEST_CASE("values that are not finite go into parameters and state, as the canon
     CAPTURE(describe(spec));
     Operands before = random_operands();
     before.grad[5] = -std::nanf("0x77");
-    const Run run(host::kBaselineFloatKernels, spec, kF32, kF32, before, kMaxElems);
+    const Run run(cpu::kBaselineFloatKernels, spec, kF32, kF32, before, kMaxElems);
     const float nan = std::numeric_limits<float>::quiet_NaN();
     CHECK(std::memcmp(&run.x.weight[5], &nan, sizeof nan) == 0);
     CHECK(std::isfinite(run.x.weight[6]));
@@ -266,8 +266,8 @@ TEST_CASE("values that are not finite go into parameters and state, as the canon
 
 TEST_CASE("16-bit parameters and gradients are updated as in fp32, and rounded once") {
   for (const Kernels* kernels : available_levels())
-    for (const DType param_dtype : host::kFloatDTypes)
-      for (const DType grad_dtype : host::kFloatDTypes)
+    for (const DType param_dtype : cpu::kFloatDTypes)
+      for (const DType grad_dtype : cpu::kFloatDTypes)
         for (UpdateSpec spec : specs())
           for (const bool has_master : {false, true}) {
             if (param_dtype == kF32 && has_master) continue;

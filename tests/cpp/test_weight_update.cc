@@ -19,7 +19,7 @@
 namespace {
 
 using namespace ringcomm;
-using host::Kernels;
+using cpu::Kernels;
 using oracle::Bytes;
 using Floats = std::vector<float>;
 
@@ -37,7 +37,7 @@ constexpr WeightFormat kFormats[] = {WeightFormat::kFloat32, WeightFormat::kFloa
 std::vector<const Kernels*> available_levels() {
   std::vector<const Kernels*> levels;
   for (const char* name : {"baseline", "avx2", "avx512"})
-    if (const Kernels* kernels = host::find_kernels(name)) levels.push_back(kernels);
+    if (const Kernels* kernels = cpu::find_kernels(name)) levels.push_back(kernels);
   return levels;
 }
 
@@ -191,12 +191,12 @@ WeightStep step_of(bool is_clipped) {
 template <class Body>
 void for_all(bool has_special, const Body& body) {
   for (const WeightFormat format : kFormats)
-    for (int grad_idx = 0; grad_idx < host::kNumFloatDTypes; ++grad_idx)
+    for (int grad_idx = 0; grad_idx < cpu::kNumFloatDTypes; ++grad_idx)
       for (const bool has_factors : {false, true}) {
         CAPTURE(static_cast<int>(format));
-        CAPTURE(name_of(host::kFloatDTypes[grad_idx]));
+        CAPTURE(name_of(cpu::kFloatDTypes[grad_idx]));
         CAPTURE(has_factors);
-        body(operands(format, host::kFloatDTypes[grad_idx], has_factors, has_special), grad_idx);
+        body(operands(format, cpu::kFloatDTypes[grad_idx], has_factors, has_special), grad_idx);
       }
 }
 
@@ -249,7 +249,7 @@ TEST_CASE("weights rounded to nearest have the bits of the LOMO step of the fuse
                            .coefficients = {0.25},
                            .step = 1,
                            .optimizer = Optimizer::kLomo};
-  const UpdateScalars scalars = host::scalars_of(spec);
+  const UpdateScalars scalars = cpu::scalars_of(spec);
   const WeightStep step = {.scale = scalars.grad_scale,
                            .clip_value = scalars.clip_value,
                            .lr_minus = scalars.lr_minus,
@@ -259,9 +259,9 @@ TEST_CASE("weights rounded to nearest have the bits of the LOMO step of the fuse
         before.format != WeightFormat::kStochastic && before.format != WeightFormat::kSplit;
     if (!is_plain || !before.col_factor.empty()) return;
     Operands x = before, y = before;
-    ops_of(host::kBaselineFloatKernels, x, grad_idx).update(step, x.run(kMaxElems));
-    host::kBaselineFloatKernels.updates[static_cast<int>(spec.optimizer)][host::float_dtype_idx(
-        dtype_of(y.format))][host::float_dtype_idx(y.grad_dtype)](
+    ops_of(cpu::kBaselineFloatKernels, x, grad_idx).update(step, x.run(kMaxElems));
+    cpu::kBaselineFloatKernels.updates[static_cast<int>(spec.optimizer)][cpu::float_dtype_idx(
+        dtype_of(y.format))][cpu::float_dtype_idx(y.grad_dtype)](
         scalars, {.param = y.weight.data(), .grad = y.grad.data()}, kMaxElems);
     CHECK(x == y);
   });
@@ -282,7 +282,7 @@ TEST_CASE("sums of squares are those of double, with the same bits at every leve
         exact.weight += std::pow(static_cast<double>(x.weight_at(i)), 2);
       }
       const RunSquares first =
-          ops_of(host::kBaselineFloatKernels, x, grad_idx).squares(step, x.run(num_elems));
+          ops_of(cpu::kBaselineFloatKernels, x, grad_idx).squares(step, x.run(num_elems));
       CHECK(is_near(first.update, exact.update));
       CHECK(is_near(first.weight, exact.weight));
       for (const Kernels* kernels : available_levels()) {
@@ -295,13 +295,13 @@ TEST_CASE("sums of squares are those of double, with the same bits at every leve
 }
 
 TEST_CASE("gradients and their squares are added to what is there, and to no more") {
-  for (int grad_idx = 0; grad_idx < host::kNumFloatDTypes; ++grad_idx)
+  for (int grad_idx = 0; grad_idx < cpu::kNumFloatDTypes; ++grad_idx)
     for (const std::size_t num_elems : kSizes) {
       CAPTURE(grad_idx);
       CAPTURE(num_elems);
       const WeightStep step = step_of(true);
       const Operands x =
-          operands(WeightFormat::kFloat32, host::kFloatDTypes[grad_idx], false, false);
+          operands(WeightFormat::kFloat32, cpu::kFloatDTypes[grad_idx], false, false);
       Floats sums(kMaxElems, 0.5F), squares(kMaxElems, 0.5F);
       double exact = 0;
       for (std::size_t i = 0; i < num_elems; ++i) {
@@ -323,9 +323,9 @@ TEST_CASE("gradients and their squares are added to what is there, and to no mor
 }
 
 TEST_CASE("gradients of other types have no update") {
-  CHECK(host::find_weight_ops(WeightFormat::kFloat32, DType::kFloat64) == nullptr);
-  CHECK(host::find_grad_ops(DType::kInt32) == nullptr);
-  CHECK(host::find_weight_ops(WeightFormat::kSplit, DType::kBFloat16) != nullptr);
+  CHECK(cpu::find_weight_ops(WeightFormat::kFloat32, DType::kFloat64) == nullptr);
+  CHECK(cpu::find_grad_ops(DType::kInt32) == nullptr);
+  CHECK(cpu::find_weight_ops(WeightFormat::kSplit, DType::kBFloat16) != nullptr);
 }
 
 }  // namespace

@@ -82,14 +82,15 @@ class MemoryStore final : public KeyValueStore {
 };
 
 /// A group of ranks on one host, without a Communicator.
-inline shm::Group make_group(KeyValueStore& store, const shm::GroupTerms& terms,
-                             const shm::SegmentConfig& config, std::chrono::milliseconds timeout) {
-  shm::Rendezvous rendezvous(store, terms, timeout);
+inline host::Group make_group(KeyValueStore& store, const host::GroupTerms& terms,
+                              const host::SegmentConfig& config,
+                              std::chrono::milliseconds timeout) {
+  host::Rendezvous rendezvous(store, terms, timeout);
   try {
     rendezvous.find_ranks();
     std::vector<int> ranks(static_cast<std::size_t>(terms.world_size));
     std::iota(ranks.begin(), ranks.end(), 0);
-    return shm::Group(rendezvous, ranks, config);
+    return host::Group(rendezvous, ranks, config);
   } catch (const Error& error) {
     rendezvous.report_failure(error);
     throw;

@@ -17,7 +17,7 @@ struct ringcomm::cuda::ContextTag {
   std::mutex mutex;  ///< of null_stream
   StreamHandle null_stream = nullptr;
   std::mutex turn_mutex;
-  std::weak_ptr<shm::UniqueFd> turn;  ///< of this process's kernels, where there is no MPS
+  std::weak_ptr<host::UniqueFd> turn;  ///< of this process's kernels, where there is no MPS
 };
 
 namespace ringcomm::emulator {

@@ -63,19 +63,19 @@ constexpr int kBoxBits = 26;     // and one of the GPUs of a box
 }
 
 /// The library's own file, which all have.
-shm::UniqueFd open_library() {
+host::UniqueFd open_library() {
   Dl_info info = {};
   if (dladdr(reinterpret_cast<void*>(&open_library), &info) == 0) fail("libcuda_emulator: dladdr");
   static const int first = open(info.dli_fname, O_RDWR | O_CLOEXEC);
   static const std::string path = "/proc/self/fd/" + std::to_string(first);  // if it is replaced
-  shm::UniqueFd fd(open(path.c_str(), O_RDWR | O_CLOEXEC));
+  host::UniqueFd fd(open(path.c_str(), O_RDWR | O_CLOEXEC));
   if (!fd) fail("libcuda_emulator: cannot open the library's file to lock it");
   return fd;
 }
 
 /// Locks bytes of a GPU until the file is closed; `waits` until that can be. False where another
 /// block or process has them.
-bool lock_bytes(const shm::UniqueFd& file, int device, int begin, int num_bytes, bool waits) {
+bool lock_bytes(const host::UniqueFd& file, int device, int begin, int num_bytes, bool waits) {
   struct flock range = {};
   range.l_type = F_WRLCK;
   range.l_whence = SEEK_SET;
@@ -89,24 +89,24 @@ bool lock_bytes(const shm::UniqueFd& file, int device, int begin, int num_bytes,
 }
 
 /// Without MPS, reserves the GPU for the kernels of this process, which share it, while this lives.
-std::shared_ptr<shm::UniqueFd> take_turn(ContextTag& context) {
+std::shared_ptr<host::UniqueFd> take_turn(ContextTag& context) {
   if (settings().has_mps) return nullptr;
   const std::lock_guard lock(context.turn_mutex);
-  std::shared_ptr<shm::UniqueFd> turn = context.turn.lock();
+  std::shared_ptr<host::UniqueFd> turn = context.turn.lock();
   if (turn != nullptr) return turn;
-  context.turn = turn = std::make_shared<shm::UniqueFd>(open_library());
+  context.turn = turn = std::make_shared<host::UniqueFd>(open_library());
   lock_bytes(*turn, context.device, kTurnByte, 1, true);
   return turn;
 }
 
 /// Waits until a multiprocessor has `num_slots` adjacent free slots for a block; uses all
 /// multiprocessors before it puts a second block on one. They are taken until this is closed.
-shm::UniqueFd take_slots(int device, int num_slots) {
+host::UniqueFd take_slots(int device, int num_slots) {
   static std::atomic<unsigned> next_sm = 0;  // where to look first, which is probably free
   const int num_sms = settings().num_real_sms, per_sm = settings().blocks_per_sm;
   const auto first_sm = static_cast<int>(next_sm.fetch_add(1, std::memory_order_relaxed) %
                                          static_cast<unsigned>(num_sms));
-  shm::UniqueFd file = open_library();
+  host::UniqueFd file = open_library();
   for (;;) {
     for (int in_sm = 0; in_sm + num_slots <= per_sm; ++in_sm)
       for (int i = 0; i < num_sms; ++i) {
@@ -161,7 +161,7 @@ void run_cluster(const Grid& grid, unsigned cluster) {
   ClusterState state(num_parts, grid.num_threads, grid.shared_bytes);
   std::unique_lock lock(mutex, std::defer_lock);
   if (grid.cluster_blocks > 1) lock.lock();
-  std::vector<shm::UniqueFd> slots;
+  std::vector<host::UniqueFd> slots;
   for (unsigned rank = 0; rank < grid.cluster_blocks; ++rank)
     slots.push_back(take_slots(grid.context->device, grid.slots_per_block));
   if (lock.owns_lock()) lock.unlock();
@@ -176,7 +176,7 @@ void run_cluster(const Grid& grid, unsigned cluster) {
 
 /// Runs the maximum of blocks at a time, and starts a new one when one has ended.
 void run_grid(const Grid& grid) {
-  const std::shared_ptr<shm::UniqueFd> turn = take_turn(*grid.context);
+  const std::shared_ptr<host::UniqueFd> turn = take_turn(*grid.context);
   const unsigned num_clusters = grid.num_blocks / grid.cluster_blocks;
   const unsigned num_resident = std::min(grid.num_blocks, grid.num_resident) / grid.cluster_blocks;
   std::atomic<unsigned> next_cluster = 0;

@@ -33,7 +33,7 @@ ino_t inode_of(int fd) {
 /// Memory of a GPU: a memfd, which exists until the last process closes it. Its name identifies the
 /// GPU, for processes that receive the descriptor.
 struct PhysicalMemory {
-  shm::UniqueFd fd;
+  host::UniqueFd fd;
   std::size_t num_bytes = 0;
   int device = 0;             ///< the GPU itself
   bool is_exportable = true;  ///< by descriptor
@@ -315,7 +315,7 @@ Result api::ipc_open_mem_handle(DevicePtr* address, IpcMemHandle handle, unsigne
   if (std::memcmp(made.magic, kMagic, sizeof(kMagic)) != 0) return kInvalidValue;
   if (made.pid == own_pid()) return kInvalidContext;
   const std::string path = "/proc/" + std::to_string(made.pid) + "/fd/" + std::to_string(made.fd);
-  const shm::UniqueFd fd(open(path.c_str(), O_RDWR | O_CLOEXEC));
+  const host::UniqueFd fd(open(path.c_str(), O_RDWR | O_CLOEXEC));
   // Where its maker is gone, or has freed it.
   if (!fd || inode_of(fd.get()) != made.inode) return kMapFailed;
   std::shared_ptr<PhysicalMemory> memory;

@@ -80,7 +80,7 @@ inline bool ask(const Question& question, int limit_s) {
   if (shared == MAP_FAILED) throw std::runtime_error("no memory for two processes");
   auto& page = *new (shared) Page;
   if (socketpair(AF_UNIX, SOCK_SEQPACKET, 0, page.sockets.data()) != 0)
-    shm::throw_errno("socketpair");
+    host::throw_errno("socketpair");
   const Clock::time_point began = Clock::now();
   const std::array pids = {start(kExporter, question, page), start(kImporter, question, page)};
   wait_for(pids, page, limit_s);

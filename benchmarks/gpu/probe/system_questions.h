@@ -16,10 +16,10 @@ inline void descriptors(Side& side, Gpu& gpu) {
     const cuda::DeviceMemory memory(0, kBytes);
     gpu.fill(reinterpret_cast<cuda::DevicePtr>(memory.data()), kOld, kBytes);
     side.step("cuMemExportToShareableHandle");
-    shm::send_message(side.socket(), "memory", memory.export_fd().get());
+    host::send_message(side.socket(), "memory", memory.export_fd().get());
     return side.meet();
   }
-  const auto message = shm::recv_message(side.socket(), std::chrono::seconds(4));
+  const auto message = host::recv_message(side.socket(), std::chrono::seconds(4));
   if (!message || !message->fd) throw std::runtime_error("no descriptor came");
   side.step("cuMemImportFromShareableHandle");
   const cuda::DeviceMemory memory(0, kBytes, message->fd);
@@ -51,11 +51,11 @@ inline void file_locks(Side& side, Gpu&) {
   lock.l_type = F_WRLCK;
   lock.l_whence = SEEK_SET;
   lock.l_len = 1;
-  const auto try_lock = [&](const shm::UniqueFd& file) {
+  const auto try_lock = [&](const host::UniqueFd& file) {
     return ::fcntl(file.get(), F_OFD_SETLK, &lock) == 0 ? 0 : errno;
   };
   if (side.exports()) {
-    shm::UniqueFd file(::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600));
+    host::UniqueFd file(::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600));
     side.page.numbers[0] = static_cast<std::uint64_t>(try_lock(file));
     side.meet();
     side.meet();
@@ -64,7 +64,7 @@ inline void file_locks(Side& side, Gpu&) {
     return side.meet();
   }
   side.meet();
-  const shm::UniqueFd file(::open(path.c_str(), O_RDWR | O_CLOEXEC));
+  const host::UniqueFd file(::open(path.c_str(), O_RDWR | O_CLOEXEC));
   const auto first = static_cast<int>(side.page.numbers[0]);
   const int held = try_lock(file);
   side.meet();

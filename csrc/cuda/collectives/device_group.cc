@@ -35,7 +35,7 @@ std::uint64_t signature(int rank) { return 0x52494e47434f4d4dU + static_cast<uns
 // Bits of this process, other ones after a fork: processes of two containers may have equal pids.
 std::uint64_t process_identity() {
   struct Identity {
-    std::uint64_t number = shm::random_number();
+    std::uint64_t number = host::random_number();
   };
   static constinit PerProcess<Identity> identity;
   return identity.get().number;
@@ -44,16 +44,16 @@ std::uint64_t process_identity() {
 // A file descriptor that other ranks' processes can fetch while this object lives.
 class Offer {
  public:
-  explicit Offer(shm::UniqueFd fd) { shm::Bootstrap::instance().offer(key_, std::move(fd)); }
-  ~Offer() { shm::Bootstrap::instance().withdraw(key_); }
+  explicit Offer(host::UniqueFd fd) { host::Bootstrap::instance().offer(key_, std::move(fd)); }
+  ~Offer() { host::Bootstrap::instance().withdraw(key_); }
   Offer(const Offer&) = delete;
   Offer& operator=(const Offer&) = delete;
 
   const std::string& key() const { return key_; }
   // Fetches what a rank's process offers.
-  static shm::UniqueFd fetch(const RankPlace& place, int rank, const std::string& key) {
-    shm::UniqueFd fd =
-        shm::Bootstrap::instance().fetch(place.bootstrap_address.str(), key, kFetchTimeout);
+  static host::UniqueFd fetch(const RankPlace& place, int rank, const std::string& key) {
+    host::UniqueFd fd =
+        host::Bootstrap::instance().fetch(place.bootstrap_address.str(), key, kFetchTimeout);
     if (!fd)
       throw Error({.kind = ErrorKind::kSystem, .rank = rank},
                   "ringcomm: rank " + std::to_string(rank) + " did not send its memory descriptor");
@@ -61,7 +61,7 @@ class Offer {
   }
 
  private:
-  const std::string key_ = shm::random_text();
+  const std::string key_ = host::random_text();
 };
 
 int attribute_of(DeviceOrdinal device, DeviceAttribute attribute) {
@@ -182,7 +182,7 @@ void DeviceGroup::find_places() {
   mine.host_id = RecordText<64>(host_id());
   mine.process = process_identity();
   mine.problem = attempt([&] {
-    mine.bootstrap_address = RecordText<112>(shm::Bootstrap::instance().address());
+    mine.bootstrap_address = RecordText<112>(host::Bootstrap::instance().address());
     check(driver().device_get_uuid(&mine.device, device_), "ask the GPU for its name");
     mine.num_multiprocessors = attribute_of(device_, kMultiprocessorCount);
     mine.has_mps = attribute_of(device_, kMpsEnabled) != 0;
@@ -261,15 +261,15 @@ void DeviceGroup::share_host_memory() {
     words_for_copies_ =
         std::make_unique<MappedHostMemory>(device_, kMaxRanks * sizeof(std::uint64_t));
     if (exchange_.rank() != 0) return;
-    shm::UniqueFd fd = shm::create_memfd(sizeof(GroupWords), "ringcomm-cuda");
-    host_memory_ = shm::SharedMemory(fd.get(), sizeof(GroupWords));
+    host::UniqueFd fd = host::create_memfd(sizeof(GroupWords), "ringcomm-cuda");
+    host_memory_ = host::SharedMemory(fd.get(), sizeof(GroupWords));
     mine.key = RecordText<160>(offer.emplace(std::move(fd)).key());
   });
   const std::string key = exchange_.all_gather(mine)[0].key.str();
   if (mine.problem.str().empty() && exchange_.rank() != 0)
     mine.problem = attempt([&] {
-      const shm::UniqueFd fd = Offer::fetch(places_[0], 0, key);
-      host_memory_ = shm::SharedMemory::of_peer(fd.get());
+      const host::UniqueFd fd = Offer::fetch(places_[0], 0, key);
+      host_memory_ = host::SharedMemory::of_peer(fd.get());
     });
   agree(exchange_, mine.problem);  // all have it, before it is offered no longer
 }

@@ -88,7 +88,7 @@ class DeviceGroup {
   std::vector<RankPlace> places_;
   std::unique_ptr<MappedHostMemory> control_;
   std::unique_ptr<MappedHostMemory> words_for_copies_;
-  shm::SharedMemory host_memory_;
+  host::SharedMemory host_memory_;
   Staging staging_;
   std::vector<std::unique_ptr<BlockReservation>> message_reservations_;
   std::unique_ptr<Segment> segment_;

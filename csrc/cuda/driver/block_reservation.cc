@@ -115,9 +115,9 @@ BlockReservation::~BlockReservation() {
 
 void BlockReservation::open_file() {
   file_.reset(::open(path_.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600));
-  if (!file_) shm::throw_errno("open of " + path_ + ", which processes that share a GPU use,");
+  if (!file_) host::throw_errno("open of " + path_ + ", which processes that share a GPU use,");
   struct stat status = {};
-  if (::fstat(file_.get(), &status) != 0) shm::throw_errno("fstat");
+  if (::fstat(file_.get(), &status) != 0) host::throw_errno("fstat");
   if (status.st_uid != ::geteuid())
     throw Error({.kind = ErrorKind::kSystem}, "ringcomm: " + path_ + " belongs to user " +
                                                   std::to_string(status.st_uid) + "; remove it");
@@ -144,7 +144,7 @@ int BlockReservation::num_free() const {
       continue;
     }
     struct flock probe = lock_of(place, F_WRLCK);
-    if (::fcntl(file_.get(), F_OFD_GETLK, &probe) != 0) shm::throw_errno("look at a file's locks");
+    if (::fcntl(file_.get(), F_OFD_GETLK, &probe) != 0) host::throw_errno("look at a file's locks");
     // Locks of this object itself are not a conflict.
     if (probe.l_type == F_UNLCK && !is_own) ++num_free;
   }
@@ -155,7 +155,7 @@ bool BlockReservation::lock(int byte, short type) {
   if (!is_shared()) return true;
   struct flock one = lock_of(byte, type);
   if (::fcntl(file_.get(), F_OFD_SETLK, &one) == 0) return true;
-  if (errno != EAGAIN && errno != EACCES) shm::throw_errno("lock a file");
+  if (errno != EAGAIN && errno != EACCES) host::throw_errno("lock a file");
   return false;
 }
 

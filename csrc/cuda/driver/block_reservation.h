@@ -42,7 +42,7 @@ class BlockReservation {
   bool lock(int byte, short type);
 
   std::string path_;
-  shm::UniqueFd file_;
+  host::UniqueFd file_;
   std::vector<bool> is_reserved_;  // by place
 };
 

@@ -69,7 +69,7 @@ DeviceMemory::DeviceMemory(DeviceOrdinal device, std::size_t num_bytes)
   map();
 }
 
-DeviceMemory::DeviceMemory(DeviceOrdinal device, std::size_t num_bytes, const shm::UniqueFd& fd)
+DeviceMemory::DeviceMemory(DeviceOrdinal device, std::size_t num_bytes, const host::UniqueFd& fd)
     : device_(device), num_bytes_(rounded_up(device, num_bytes)) {
   const ContextGuard guard(device);
   auto* shareable = reinterpret_cast<void*>(static_cast<std::intptr_t>(fd.get()));
@@ -113,11 +113,11 @@ void DeviceMemory::release() noexcept {
   driver().mem_release(handle_);
 }
 
-shm::UniqueFd DeviceMemory::export_fd() const {
+host::UniqueFd DeviceMemory::export_fd() const {
   int fd = -1;
   check(driver().mem_export_to_shareable_handle(&fd, handle_, kHandlePosixFd, 0),
         "hand out memory of the GPU");
-  return shm::UniqueFd(fd);
+  return host::UniqueFd(fd);
 }
 
 MappedHostMemory::MappedHostMemory(DeviceOrdinal device, std::size_t num_bytes) : ordinal_(device) {

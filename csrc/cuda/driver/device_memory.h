@@ -33,7 +33,7 @@ class DeviceMemory {
   /// Allocates at least `num_bytes`, rounded up to the driver's granularity.
   DeviceMemory(DeviceOrdinal device, std::size_t num_bytes);
   /// Maps memory for `device`, from the result of export_fd() or a handle of another process.
-  DeviceMemory(DeviceOrdinal device, std::size_t num_bytes, const shm::UniqueFd& fd);
+  DeviceMemory(DeviceOrdinal device, std::size_t num_bytes, const host::UniqueFd& fd);
   DeviceMemory(DeviceOrdinal device, const IpcMemHandle& handle);
   ~DeviceMemory();
   DeviceMemory(const DeviceMemory&) = delete;
@@ -42,7 +42,7 @@ class DeviceMemory {
   std::byte* data() const { return reinterpret_cast<std::byte*>(address_); }
   std::size_t num_bytes() const { return num_bytes_; }
 
-  shm::UniqueFd export_fd() const;
+  host::UniqueFd export_fd() const;
 
  private:
   void map();

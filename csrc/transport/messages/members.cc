@@ -21,7 +21,7 @@ constexpr std::chrono::milliseconds kStoreGrace{1000};
 // abort to get here after the abort.
 constexpr std::chrono::milliseconds kReasonGrace{2000};
 
-MessageMembers::MessageMembers(KeyValueStore& store, shm::Rendezvous& ranks)
+MessageMembers::MessageMembers(KeyValueStore& store, host::Rendezvous& ranks)
     : rank_(ranks.rank()),
       store_(store.clone(), ranks.deadline()),
       address_(ranks.mine().bootstrap_address) {

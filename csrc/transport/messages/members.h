@@ -37,7 +37,7 @@ class MessageMembers final : public Membership {
 
   /// Collective, after `ranks` has found them: returns when all have come to this very group.
   /// Throws what `ranks` does.
-  MessageMembers(KeyValueStore& store, shm::Rendezvous& ranks);
+  MessageMembers(KeyValueStore& store, host::Rendezvous& ranks);
 
   /// Called with the reason when the group ends; set once, before anything may end it.
   void on_abort(std::function<void()> callback) { on_abort_ = std::move(callback); }

@@ -57,7 +57,7 @@ namespace {
 // in the store. Every rank's watchdog reads the store and copies the report to its host's memory.
 class MessageTransport final : public Transport {
  public:
-  MessageTransport(KeyValueStore& store, shm::Rendezvous& ranks, const PeerTable& peer_table,
+  MessageTransport(KeyValueStore& store, host::Rendezvous& ranks, const PeerTable& peer_table,
                    const CommunicatorOptions& options, const MakeMessenger& make_messenger,
                    bool is_flat)
       : options_(options),
@@ -143,7 +143,7 @@ class MessageTransport final : public Transport {
 
 }  // namespace
 
-std::unique_ptr<Transport> make_message_transport(KeyValueStore& store, shm::Rendezvous& ranks,
+std::unique_ptr<Transport> make_message_transport(KeyValueStore& store, host::Rendezvous& ranks,
                                                   const PeerTable& peer_table,
                                                   const CommunicatorOptions& options,
                                                   const MakeMessenger& make_messenger,

@@ -138,7 +138,7 @@ class TwoShot {
                                     : staged_for(context_.wait(peer), rank_, piece);
     std::byte* region = context_.open();
     std::byte* output = at(call_.outputs[0], slice.begin_elems, output_bytes_);
-    const bool is_streaming = context_.store_kinds().kind() == host::StoreKind::kStreaming;
+    const bool is_streaming = context_.store_kinds().kind() == cpu::StoreKind::kStreaming;
     std::byte* also_to = is_streaming ? nullptr : region;
     if (update_)
       update_->run(sources, world_size_, slice, also_to);

@@ -9,7 +9,7 @@
 
 namespace ringcomm {
 
-using host::StoreKind;
+using cpu::StoreKind;
 
 // From this size, the result is not in a cache when the caller reads it, and non-temporal stores
 // save the read of the overwritten lines (docs/experiments.md, "all_gather"). Below, they cost as
@@ -20,7 +20,7 @@ constexpr std::size_t kStreamedResultBytes = std::size_t{16} << 20;
 constexpr std::chrono::milliseconds kFetchSlice{500};
 constexpr std::chrono::milliseconds kFetchPause{1};
 
-ShmContext::ShmContext(shm::Group& group, shm::WaitScope& scope)
+ShmContext::ShmContext(host::Group& group, host::WaitScope& scope)
     : group_(group),
       scope_(scope),
       arch_(scope, group),
@@ -111,17 +111,17 @@ bool ShmContext::has_all_handles(int rank) const {
                    : std::ranges::all_of(handles_, &BufferHandle::is_given);
 }
 
-std::byte* ShmContext::find_shared(int rank, const shm::ArenaLocation& location,
+std::byte* ShmContext::find_shared(int rank, const host::ArenaLocation& location,
                                    std::size_t offset_bytes, std::size_t num_bytes) {
-  const shm::ArenaLocation place{.region_id = location.region_id,
-                                 .offset_bytes = location.offset_bytes + offset_bytes};
-  if (rank == this->rank()) return shm::SharedArena::instance().address_of(place);
+  const host::ArenaLocation place{.region_id = location.region_id,
+                                  .offset_bytes = location.offset_bytes + offset_bytes};
+  if (rank == this->rank()) return host::SharedArena::instance().address_of(place);
   auto& memory = memories_[static_cast<std::size_t>(rank)];
   if (memory == nullptr) memory = group_.process_of(rank).memory();
   for (;;) {
     try {
       if (std::byte* data = memory->find(place, num_bytes, kFetchSlice)) return data;
-    } catch (const shm::Refused& refused) {
+    } catch (const host::Refused& refused) {
       const int whole_rank = group_.whole_rank(rank);
       throw Error(
           {.kind = ErrorKind::kSystem, .rank = whole_rank, .pid = refused.info().pid},
@@ -135,7 +135,7 @@ std::byte* ShmContext::find_shared(int rank, const shm::ArenaLocation& location,
 }
 
 void ShmContext::stage(void* to, const void* from, std::size_t num_bytes) {
-  if (num_bytes > 0) host::copy_bytes(to, from, num_bytes, store_kinds_.kind());
+  if (num_bytes > 0) cpu::copy_bytes(to, from, num_bytes, store_kinds_.kind());
   copied_bytes_ += num_bytes;
 }
 
@@ -143,7 +143,7 @@ void ShmContext::copy_result(void* to, const void* from, std::size_t num_bytes,
                              std::size_t result_bytes) {
   if (num_bytes == 0 || to == from) return;
   const bool is_streamed = result_bytes >= kStreamedResultBytes;
-  host::copy_bytes(to, from, num_bytes, is_streamed ? StoreKind::kStreaming : StoreKind::kCached);
+  cpu::copy_bytes(to, from, num_bytes, is_streamed ? StoreKind::kStreaming : StoreKind::kCached);
   copied_bytes_ += num_bytes;
 }
 

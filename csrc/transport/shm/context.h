@@ -24,8 +24,8 @@ namespace ringcomm {
 /// The locations of a rank's buffers in memory that its peers can map. Published in the region of
 /// the first phase, in place of data.
 struct BufferHandle {
-  shm::ArenaLocation input = {};
-  shm::ArenaLocation output = {};
+  host::ArenaLocation input = {};
+  host::ArenaLocation output = {};
 
   bool is_given() const { return input.is_somewhere(); }
 };
@@ -39,11 +39,11 @@ class ShmContext {
  public:
   using Arch = TracedArch;
 
-  ShmContext(shm::Group& group, shm::WaitScope& scope);
+  ShmContext(host::Group& group, host::WaitScope& scope);
 
   int rank() const { return group_.rank(); }
   int world_size() const { return group_.world_size(); }
-  const shm::Group& group() const { return group_; }
+  const host::Group& group() const { return group_; }
   CallStep& step() { return group_.step(); }
   Arch& arch() { return arch_; }
 
@@ -98,7 +98,7 @@ class ShmContext {
   void share_inputs(std::size_t num_bytes) { shared_bytes_ = num_bytes; }
   bool is_sharing() const { return shared_bytes_ > 0; }
   /// The address here of a rank's shared buffer, `offset_bytes` behind its location.
-  std::byte* find_shared(int rank, const shm::ArenaLocation& location, std::size_t offset_bytes,
+  std::byte* find_shared(int rank, const host::ArenaLocation& location, std::size_t offset_bytes,
                          std::size_t num_bytes);
   void rejoin() { check(board_.rejoin()); }
 
@@ -141,8 +141,8 @@ class ShmContext {
   // Of the first phase.
   enum class First : std::uint8_t { kClosed, kOpen, kOver };
 
-  shm::Group& group_;
-  const shm::WaitScope& scope_;
+  host::Group& group_;
+  const host::WaitScope& scope_;
   Arch arch_;
   Board<Arch> board_;
   StoreKindChooser store_kinds_;
@@ -152,8 +152,8 @@ class ShmContext {
   First first_ = First::kOver;
   std::size_t shared_bytes_ = 0;  // of each rank's input; 0 where data is staged
   std::vector<const void*> sources_;
-  std::vector<BufferHandle> handles_;                       // of the current call, by rank
-  std::vector<std::shared_ptr<shm::PeerMemory>> memories_;  // by rank; null until needed
+  std::vector<BufferHandle> handles_;                        // of the current call, by rank
+  std::vector<std::shared_ptr<host::PeerMemory>> memories_;  // by rank; null until needed
 };
 
 }  // namespace ringcomm

@@ -32,7 +32,7 @@ struct SizeMismatch {
 
 // Ends each sleep at the doorbell after one slice: the driver itself looks at deadlines and at all
 // peers.
-class OneSlice final : public shm::StopSource {
+class OneSlice final : public host::StopSource {
  public:
   void begin() { is_over_ = false; }
   Stop stopped(int) override {
@@ -53,7 +53,7 @@ class SendRecvMailbox {
   using Receives = std::list<SendRecvOpPtr>;
 
   /// `ring` notifies the peer that a slot was filled or drained.
-  SendRecvMailbox(shm::HostArch& arch, int peer, const LinkGeometry& to, const LinkGeometry& from,
+  SendRecvMailbox(host::HostArch& arch, int peer, const LinkGeometry& to, const LinkGeometry& from,
                   std::function<void()> ring)
       : peer_(peer),
         ring_(std::move(ring)),
@@ -188,9 +188,9 @@ class SendRecvMailbox {
 
   int peer_;
   std::function<void()> ring_;  // after every slot: the peer copies it during the next
-  shm::HostArch& arch_;
-  SendLink<shm::HostArch> to_;
-  RecvLink<shm::HostArch> from_;
+  host::HostArch& arch_;
+  SendLink<host::HostArch> to_;
+  RecvLink<host::HostArch> from_;
   std::uint32_t num_slots_;
   std::size_t slot_bytes_;
   std::deque<SendRecvOpPtr> sends_;
@@ -203,7 +203,7 @@ class SendRecvMailbox {
 /// memory) whenever they fill or drain a slot, so one wait covers all links.
 class SendRecvQueue final : public SendRecv {
  public:
-  SendRecvQueue(shm::Group& group, Failure& failure, Stats& stats)
+  SendRecvQueue(host::Group& group, Failure& failure, Stats& stats)
       : SendRecv(failure, stats, group.rank(), group.world_size()),
         group_(group),
         arch_(slice_, group.rank(), group.world_size()),
@@ -458,9 +458,9 @@ class SendRecvQueue final : public SendRecv {
     }
   }
 
-  shm::Group& group_;
+  host::Group& group_;
   OneSlice slice_;
-  shm::HostArch arch_;
+  host::HostArch arch_;
 
   std::atomic<int> num_at_door_ = 0;  // threads that request the lock while another one drives
   // The lock guards what follows, and the links.
@@ -480,7 +480,7 @@ class SendRecvQueue final : public SendRecv {
 
 }  // namespace
 
-std::unique_ptr<SendRecv> make_shm_send_recv(shm::Group& group, Failure& failure, Stats& stats) {
+std::unique_ptr<SendRecv> make_shm_send_recv(host::Group& group, Failure& failure, Stats& stats) {
   return std::make_unique<SendRecvQueue>(group, failure, stats);
 }
 

@@ -18,12 +18,12 @@ StoreKindChooser::Clock::duration StoreKindChooser::SizeClass::median(std::size_
 
 void StoreKindChooser::begin(OpKind op, std::size_t num_bytes) {
   class_ = nullptr;
-  kind_ = host::StoreKind::kCached;
+  kind_ = cpu::StoreKind::kCached;
   const auto width = static_cast<std::size_t>(std::bit_width(num_bytes >> 14));
   if (width == 0) return;  // it is over before its lines have left the cache
   auto& classes = classes_[static_cast<std::size_t>(op)];
   class_ = &classes[std::min(width, classes.size()) - 1];
-  if (class_->is_next_streaming) kind_ = host::StoreKind::kStreaming;
+  if (class_->is_next_streaming) kind_ = cpu::StoreKind::kStreaming;
   const std::size_t num_times = class_->num_times;
   class_->is_next_streaming =
       num_times >= 3 && (num_times < 7 || class_->median(4) < class_->median(1));

@@ -24,7 +24,7 @@ class StoreKindChooser {
 
   /// Starts a collective of `num_bytes` per rank.
   void begin(OpKind op, std::size_t num_bytes);
-  host::StoreKind kind() const { return kind_; }
+  cpu::StoreKind kind() const { return kind_; }
   bool is_next_streaming() const { return class_ != nullptr && class_->is_next_streaming; }
   /// What rank 0 has published.
   void follow(bool is_next_streaming) {
@@ -53,7 +53,7 @@ class StoreKindChooser {
   Clock::time_point (*now_)();
   std::array<std::array<SizeClass, 16>, kNumOpKinds> classes_;  // powers of two from 16 KiB on
   SizeClass* class_ = nullptr;  // of the current collective, if its kind matters
-  host::StoreKind kind_ = host::StoreKind::kCached;
+  cpu::StoreKind kind_ = cpu::StoreKind::kCached;
   Clock::duration elapsed_{};
 };
 

@@ -11,9 +11,9 @@ namespace ringcomm {
 
 /// A machine of the host whose waits are recorded. A wait reads the clock only after some pauses:
 /// one that ends before is not long.
-class TracedArch final : public shm::HostArch {
+class TracedArch final : public host::HostArch {
  public:
-  TracedArch(shm::WaitScope& scope, const shm::Group& group)
+  TracedArch(host::WaitScope& scope, const host::Group& group)
       : HostArch(scope, group.rank(), group.world_size()), group_(group) {}
 
   class Wait {
@@ -68,7 +68,7 @@ class TracedArch final : public shm::HostArch {
       group_.record({group_.whole_rank(peer), waited_ns, is_arriving_});
   }
 
-  const shm::Group& group_;
+  const host::Group& group_;
   bool is_arriving_ = false;
   std::uint32_t num_pauses_ = 0;   // of the wait
   std::uint64_t begin_ticks_ = 0;  // of the wait; 0 until the clock is read

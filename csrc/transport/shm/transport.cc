@@ -76,7 +76,7 @@ std::size_t min_direct_bytes(OpKind op, int world_size) {
   return std::size_t{world_size <= 2 ? 8U : 64U} << 10;
 }
 
-ShmTransport::ShmTransport(shm::Rendezvous& rendezvous, const PeerTable& peer_table, int rank,
+ShmTransport::ShmTransport(host::Rendezvous& rendezvous, const PeerTable& peer_table, int rank,
                            const CommunicatorOptions& options)
     : options_(options),
       group_(rendezvous, peer_table.ranks_on(peer_table.host_of(rank)), {}),
@@ -122,7 +122,7 @@ Traffic ShmTransport::run(const Collective& call, const CallHeader& header,
 
 // The handle of this rank's buffers, if they are shared and the call may run on them.
 BufferHandle ShmTransport::handle_of(const Collective& call) const {
-  const shm::SharedArena* arena = shm::SharedArena::find();
+  const host::SharedArena* arena = host::SharedArena::find();
   const int world_size = group_.world_size();
   const std::size_t num_bytes = call.num_bytes();
   if (arena == nullptr || num_bytes < min_direct_bytes(call.op, world_size) ||
@@ -166,8 +166,8 @@ Traffic ShmTransport::run_or_share(const Collective& call, const CallHeader& hea
   } catch (...) {
     // A peer without an error may have started, and be in the blocks until it leaves the group.
     if (mine.is_given())
-      for (const shm::ArenaLocation& location : {mine.input, mine.output})
-        shm::SharedArena::instance().hold(location, group_.left_by_all());
+      for (const host::ArenaLocation& location : {mine.input, mine.output})
+        host::SharedArena::instance().hold(location, group_.left_by_all());
     throw;
   }
   return staged(entry.run(context_, call));

@@ -20,7 +20,7 @@ namespace ringcomm {
 class ShmTransport final : public Transport {
  public:
   /// Collective over the ranks on the host of `rank`, which have been found. Throws Error.
-  ShmTransport(shm::Rendezvous& rendezvous, const PeerTable& peer_table, int rank,
+  ShmTransport(host::Rendezvous& rendezvous, const PeerTable& peer_table, int rank,
                const CommunicatorOptions& options);
 
   Membership& membership() override { return group_; }
@@ -35,8 +35,8 @@ class ShmTransport final : public Transport {
   Traffic run_or_share(const Collective& call, const CallHeader& header);
 
   CommunicatorOptions options_;
-  shm::Group group_;
-  shm::WaitScope scope_;
+  host::Group group_;
+  host::WaitScope scope_;
   ShmContext context_;
 };
 
