@@ -76,7 +76,7 @@ def _record(pid: int) -> Record | None:
         raise ProcessLookupError(pid)
     # A forked child, such as a data loader's worker, also has its parent's.
     for found in _memfds(pid, flight.MEMFD):
-        record = parse(found.read_bytes())
+        record = parse(found.read_bytes)
         if record.pid == _own_pid(pid):
             return record
     return None

@@ -37,7 +37,7 @@ def mapped_records(pid: int | str = "self") -> tuple[Record | None, list[Record]
         for inode, address in found.items():
             # Another version's, or one that another thread has just unmapped.
             with contextlib.suppress(OSError, ValueError):
-                record = parse(os.pread(memory.fileno(), NUM_BYTES, address))
+                record = parse(functools.partial(os.pread, memory.fileno(), NUM_BYTES, address))
                 if inode in opened:
                     own = record
                 else:

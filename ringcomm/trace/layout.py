@@ -28,10 +28,10 @@ _EVENT_FIELDS = (
     *("kind", "op", "dtype", "reduction", "algorithm", "title"),
 )
 _MAGIC_NAME, _MAGIC = b"RINGFLY", b"RINGFLY3"
-_NUM_GROUPS, _NUM_EVENTS, _GROUPS_OFFSET, _NUM_MEMBERS = 128, 1024, 4096, 64
+_NUM_GROUPS, NUM_EVENTS, _GROUPS_OFFSET, _NUM_MEMBERS = 128, 1024, 4096, 64
 _EVENTS_OFFSET = _GROUPS_OFFSET + _NUM_GROUPS * _GROUP.size
 _COUNTS_BYTES = _NUM_GROUPS * _NUM_MEMBERS * 64  # of waits, for ringcomm.peer_stats
-NUM_BYTES = _EVENTS_OFFSET + _NUM_EVENTS * EVENT_BYTES + _COUNTS_BYTES
+NUM_BYTES = _EVENTS_OFFSET + NUM_EVENTS * EVENT_BYTES + _COUNTS_BYTES
 _STATES = ("unused", "alive", "failed", "left")
 
 
@@ -128,16 +128,20 @@ def clock_of(first: Sequence[int], last: Sequence[int]) -> Callable[[int], int]:
 
 
 def events(
-    ring: bytes | memoryview, names: Mapping[str, Sequence[str]], to_ns: Callable[[int], int]
+    ring: bytes | memoryview,
+    again: bytes | memoryview,
+    names: Mapping[str, Sequence[str]],
+    to_ns: Callable[[int], int],
 ) -> list[dict[str, Any]]:
     """The events of a ring, the oldest first; `names` are those of their codes, by field.
 
-    `end_ns` is None where an event has not ended, a name "" where there is none.
+    `again` is the ring, read after `ring`: an event whose number has changed was being replaced,
+    and is left out. `end_ns` is None where an event has not ended, a name "" where there is none.
     """
     known = {key: dict(enumerate(texts)) for key, texts in (*names.items(), ("kind", KINDS))}
     found = []
-    for values in _EVENT.iter_unpack(ring):
-        if values[0] == 0:  # never written, or being replaced
+    for values, later in zip(_EVENT.iter_unpack(ring), _EVENT.iter_unpack(again), strict=True):
+        if values[0] == 0 or values[0] != later[0]:  # never written, or being replaced
             continue
         event: dict[str, Any] = dict(zip(_EVENT_FIELDS, values, strict=True))
         for key, texts in known.items():
@@ -177,8 +181,12 @@ def _groups(data: bytes, to_ns: Callable[[int], int]) -> dict[int, Group]:
     return found
 
 
-def parse(data: bytes) -> Record:
-    """Reads the memory of a recorder of this machine; raises ValueError for another version's."""
+def parse(read: Callable[[], bytes]) -> Record:
+    """The record that read() gives of a recorder of this machine, which may be recording.
+
+    Raises ValueError for another version's.
+    """
+    data = read()
     if len(data) < _HEADER.size or not data.startswith(_MAGIC_NAME):
         raise ValueError("this is no flight recorder that this version of ringcomm can read")
     magic, num_bytes, pid, _, *start, version, num_calls = _HEADER.unpack_from(data)
@@ -197,8 +205,8 @@ def parse(data: bytes) -> Record:
     now = _C.flight_clock()
     to_ns = clock_of(start, now)
     record = Record(pid, _text(version), num_calls, now[1], start[1], _groups(data, to_ns))
-    ring = data[_EVENTS_OFFSET : _EVENTS_OFFSET + _NUM_EVENTS * EVENT_BYTES]
-    for event in events(ring, _C.flight_names(), to_ns):
+    place = slice(_EVENTS_OFFSET, _EVENTS_OFFSET + NUM_EVENTS * EVENT_BYTES)
+    for event in events(data[place], read()[place], _C.flight_names(), to_ns):
         group = record.groups.get(event["group"])
         if group is None:
             continue

@@ -237,14 +237,15 @@ def _name(process: Process, event: dict[str, Any]) -> str:
     kind, op = event["kind"], event["op"]
     peer = process.peer(event, "waits_for" if kind == "wait" else "peer")
     whom = "any rank" if peer is None else f"rank {peer}"
+    enqueued = " enqueued" if event.get("on_device") else ""
     names = {
         "call": event["title"],
-        "collective": op,
+        "collective": f"{op}{enqueued}",
         "part": f"{op} inside the host",
         "step": f"{op} step {event['step'] - 1}" if event["step"] else f"{op} first send",
         "wait": f"wait for {whom}",
         "queue": "wait for this rank's own thread",
-        "message": f"{op} {'from' if op == 'recv' else 'to'} {whom}",
+        "message": f"{op}{enqueued} {'from' if op == 'recv' else 'to'} {whom}",
     }
     return str(names[kind])
 
@@ -260,7 +261,7 @@ def _arguments(process: Process, event: dict[str, Any]) -> dict[str, Any]:
         "algorithm": event["algorithm"],
         "bytes": event["num_bytes"],
         "chunk": event["chunk"],
-        "slice": event["slice"] - 1,
+        "slice": event["slice"] - 1 if event["slice"] else None,
         "tag": seq if seq < 1 << 32 else "of ringcomm",
         "root": peer,
         "rank": other,

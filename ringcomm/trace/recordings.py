@@ -24,7 +24,7 @@ from ringcomm.version import __version__
 # Collectives that no rank leaves before all have arrived.
 _MEETINGS = ("barrier", "all_reduce")
 # Rows of calls on devices come after those of the groups' other calls.
-_DEVICE_ROW = 1 << 32
+_DEVICE_ROW = 1 << 31  # a row's number has 32 bits
 
 
 @dataclass
@@ -81,8 +81,8 @@ def read(folders: Sequence[Path]) -> list[Process]:
     moments: dict[str, list[list[int]]] = defaultdict(list)
     read = [_read(log, moments) for log in logs if log.with_suffix(".events").exists()]
     found = []
-    for process, data in (each for each in read if each is not None):
-        _add_events(process, data, moments[process.info["clock"]])
+    for process, data, again in (each for each in read if each is not None):
+        _add_events(process, data, again, moments[process.info["clock"]])
         found.append(process)
     known = {(process.info["clock"], process.info["pid"]) for process in found}
     dumped = [d for d in dumps.read(folders) if (d.clock, d.record.pid) not in known]
@@ -94,10 +94,11 @@ def read(folders: Sequence[Path]) -> list[Process]:
     return found
 
 
-def _read(log: Path, moments: dict[str, list[list[int]]]) -> tuple[Process, bytes] | None:
-    """A process without its events, and their file; None if it has made no group."""
+def _read(log: Path, moments: dict[str, list[list[int]]]) -> tuple[Process, bytes, bytes] | None:
+    """A process without its events, and their file, read twice; None if it has made no group."""
     # Read before the log: the log has what an event refers to before the event is written.
-    data = log.with_suffix(".events").read_bytes()
+    path = log.with_suffix(".events")
+    data, again = path.read_bytes(), path.read_bytes()
     is_running = False
     with log.open("rb") as file:
         lines = file.read().split(b"\n")[:-1]  # a line that a full disk has truncated
@@ -122,21 +123,21 @@ def _read(log: Path, moments: dict[str, list[list[int]]]) -> tuple[Process, byte
     process.threads = {entry["thread"]: entry["name"] for entry in entries if "thread" in entry}
     failures = [entry for entry in entries if "failure" in entry]
     process.failures = [(entry["anchor"][1], entry["failure"]) for entry in failures]
-    process.has_ended = has_left or "end" in entries[-1]
+    process.has_ended = has_left or any("end" in entry for entry in entries)
     # One that was killed may have no late moment.
     if not process.has_ended and info["clock"] == clock_name():
         found.append(list(_C.flight_clock()))
-    return process, data
+    return process, data, again
 
 
-def _add_events(process: Process, data: bytes, moments: list[list[int]]) -> None:
+def _add_events(process: Process, data: bytes, again: bytes, moments: list[list[int]]) -> None:
     to_ns = clock_of(min(moments), max(moments))
     process.num_lost, *alive = TRACE_HEADER.unpack_from(data)
     page_bytes, num_bytes = process.info["page_bytes"], process.info["num_events"] * EVENT_BYTES
     ring_bytes = -(-num_bytes // page_bytes) * page_bytes
     for thread, place in enumerate(range(page_bytes, len(data) - ring_bytes + 1, ring_bytes)):
-        ring = memoryview(data)[place : place + num_bytes]
-        found = events(ring, process.info["names"], to_ns)
+        ring, later = (memoryview(copy)[place : place + num_bytes] for copy in (data, again))
+        found = events(ring, later, process.info["names"], to_ns)
         process.events[thread] = found
         process.alive_ns[thread] = to_ns(alive[thread]) if alive[thread] else 0
         process.dropped[thread] = found[0]["number"] - 1 if found else 0
@@ -168,7 +169,7 @@ def _of_dump(dump: Known) -> Process:
         kind = "message" if call.is_message else "collective"
         event = {**vars(call), "kind": kind, "title": "", "chunk": -1}
         if call.on_device:  # the host knows when it was enqueued
-            event |= {"end_ns": call.begin_ns, "op": f"{call.op} enqueued"}
+            event["end_ns"] = call.begin_ns
         found = process.events.setdefault(row, [])
         found.append(event)
         if call.state == "running" and call.waits_for != NOBODY and not call.is_message:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ringcomm.trace.dumps import Known
-from ringcomm.trace.layout import Call, Group
+from ringcomm.trace.layout import NUM_EVENTS, Call, Group
 
 # Of torch's format; from 2.7 on the analyser takes calls of any backend.
 _VERSION = "2.10"
@@ -119,7 +119,7 @@ def _groups(processes: Sequence[Known]) -> list[_Group]:
             own = record.groups[place]
             group = found.setdefault(id_, _Group(own.name, _ranks(own)))
             group.calls[record.rank] = [call for call in record.calls if call.group == place]
-            if record.num_calls > len(record.calls):
+            if record.num_calls > NUM_EVENTS:
                 group.cut.add(record.rank)
     numbers = Counter(group.name for group in found.values())
     for id_, group in found.items():

@@ -365,6 +365,8 @@ def write_table(path: Path, rows: list[tuple[Mutant, int, int, str]]) -> None:
         kernel = mutant.kernel.removeprefix("ringcomm_")
         place = " < ".join(mutant.place.split(" < ")[:5])
         opcode = mutant.sites[0].opcode
+        if mutant.and_ is not None:
+            opcode += f"` and `{mutant.and_.sites[0].opcode}"
         result = f"{found} of {valid}" if found else f"no: {reason or 'not found'}"
         lines.append(f"| {kernel} | `{opcode}`, {place} | {mutant.change} | {result} |")
     path.write_text("\n".join(lines) + "\n")

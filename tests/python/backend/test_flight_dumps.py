@@ -29,7 +29,7 @@ from staged_hangs import LIMIT_S, Launcher
 
 import ringcomm
 from ringcomm import MismatchError, PeerDiedError, cli
-from ringcomm.trace import dumps
+from ringcomm.trace import dumps, layout
 from ringcomm.trace.merge import merge
 
 needs_analyser = pytest.mark.skipif(
@@ -483,6 +483,14 @@ def test_a_dump_while_calls_run_has_whole_events(tmp_path: Path) -> None:
         for numbers, begins in found:
             assert len(set(numbers)) == len(numbers) <= 1024
             assert begins == sorted(begins)
+
+
+def test_an_event_that_is_being_replaced_is_left_out() -> None:
+    def ring(*numbers: int) -> bytes:
+        return b"".join(n.to_bytes(8, "little") + bytes(layout.EVENT_BYTES - 8) for n in numbers)
+
+    found = layout.events(ring(4, 5, 0), ring(4, 0, 6), {}, lambda ticks: ticks)
+    assert [event["number"] for event in found] == [4]
 
 
 def make_many_groups(rank: int, folder: str) -> None:

@@ -307,13 +307,13 @@ def test_a_recorder_of_another_version_is_refused(
     data = header.ljust(layout.NUM_BYTES, b"\0")
     said = r"process 7 runs ringcomm 0\.0\.9, .*: run `ringcomm doctor` of that version"
     with pytest.raises(ValueError, match=said):
-        layout.parse(data)
+        layout.parse(lambda: data)
     version = __version__.encode()
     header = layout._HEADER.pack(b"RINGFLY2", layout.NUM_BYTES, 7, 0, 0, 0, version, 0)
     with pytest.raises(ValueError, match=r"whose recorder is RINGFLY2, and this reads RINGFLY3"):
-        layout.parse(header.ljust(layout.NUM_BYTES, b"\0"))
+        layout.parse(lambda: header.ljust(layout.NUM_BYTES, b"\0"))
     with pytest.raises(ValueError, match="no flight recorder"):
-        layout.parse(b"something else")
+        layout.parse(lambda: b"something else")
     with launcher.job("computes", tmp_path, 2) as pids:
         monkeypatch.setattr(layout, "__version__", "9.9")
         for pid in (pids[1], launcher.pid):
