@@ -9,26 +9,26 @@
 
 namespace ringcomm::ptx::weak {
 
-/// Of the stores of a thread to a cursor in a kernel, which ones were by a weakened line: the
-/// first, the second, ... Blocks run the same program, so it is likely to be so in later ones.
+/// By cursor, which of a kernel's stores to it are by a weakened line: the first, the second, ...
+/// Calls run the same program, so it is likely to be so in later ones.
 class WeakenedStores {
  public:
   static WeakenedStores& all() {
     static auto& all = *new WeakenedStores;
     return all;
   }
-  void add(u32 ordinal) {
+  void add(u64 address, u32 ordinal) {
     const std::lock_guard lock(mutex_);
-    ordinals_.insert(ordinal);
+    stores_.emplace(address, ordinal);
   }
-  bool has(u32 ordinal) {
+  bool has(u64 address, u32 ordinal) {
     const std::lock_guard lock(mutex_);
-    return ordinals_.count(ordinal) != 0;
+    return stores_.count({address, ordinal}) != 0;
   }
 
  private:
   std::mutex mutex_;
-  std::set<u32> ordinals_;
+  std::set<std::pair<u64, u32>> stores_;
 };
 
 /// A release that a mutant made relaxed may take effect before earlier loads of its block; so may
@@ -57,13 +57,13 @@ class EarlyStores {
     if (was_early && (value != cursor.value + 1 || !is_weakened)) end_without_result();
     if (was_early) is_first_early_ = false;
     const u32 ordinal = cursor.ordinal + 1;
-    if (is_weakened) WeakenedStores::all().add(ordinal);
+    if (is_weakened) WeakenedStores::all().add(address, ordinal);
     const auto last = last_awaited_.find(thread);
     cursor = {.value = value, .ordinal = ordinal};
     if (is_weakened)
       cursor.awaits = last == last_awaited_.end() ? 0 : last->second;
     else
-      cursor.is_first = WeakenedStores::all().has(ordinal + 1);
+      cursor.is_first = WeakenedStores::all().has(address, ordinal + 1);
     return was_early;
   }
   /// At a load: calls store(thread, address, value) once per block, for one that may be early and

@@ -33,7 +33,8 @@ WeakMemory& memory() {
   return memory;
 }
 
-constexpr std::chrono::milliseconds kTimeToSeeEarlyStore{8}, kTimeOfLastStores{3};
+constexpr std::chrono::milliseconds kTimeToSeeEarlyStore{40}, kTimeOfSkippedBarrier{8},
+    kTimeOfLastStores{3};
 
 // ---- mutants
 
@@ -266,7 +267,7 @@ bool Accesses::skips(const Thread& thread, u32 line) {
   if (change_of(line) != "skip") return false;
   // Other blocks may do much before the next thread of this one runs.
   if (state_of(thread).block->random() % 256 == 0)
-    std::this_thread::sleep_for(kTimeToSeeEarlyStore);
+    std::this_thread::sleep_for(kTimeOfSkippedBarrier);
   return true;
 }
 
