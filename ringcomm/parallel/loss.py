@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from ringcomm.parallel.asked_loss import disagreement, is_integer, is_label
 from ringcomm.parallel.batches import Batch
+from ringcomm.parallel.loss_check import disagreement, is_integer, is_label
 from ringcomm.parallel.model.describe import unwrapped
 from ringcomm.torch_names import gathered_weights, tree_leaves
 

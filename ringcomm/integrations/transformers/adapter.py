@@ -17,10 +17,10 @@ from ringcomm.integrations.transformers import expert_parallelize, tensor_parall
 from ringcomm.integrations.transformers.experts import is_stacked
 from ringcomm.integrations.transformers.pipeline import pipeline_blocks, problem_of_blocks
 from ringcomm.integrations.transformers.training import is_causal_lm_loss
-from ringcomm.parallel.asked_loss import is_integer
 from ringcomm.parallel.batches import Batch
 from ringcomm.parallel.expert.local_experts import LocalExperts
 from ringcomm.parallel.loss import PartLoss
+from ringcomm.parallel.loss_check import is_integer
 from ringcomm.parallel.mesh import ParallelDims
 from ringcomm.parallel.model.describe import Model
 from ringcomm.parallel.tensor.regions import gather_from_tp

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ringcomm.backend import resolve_group
 from ringcomm.parallel.expert.layer import check_layer, sum_of, within_capacity
 from ringcomm.parallel.expert.local_experts import LocalExperts
-from ringcomm.parallel.parts_of_models import register_part
+from ringcomm.parallel.torch_checks import register_part
 
 
 class GatedExpert(nn.Module):

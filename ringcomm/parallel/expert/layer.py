@@ -21,7 +21,7 @@ from ringcomm.parallel.expert.dispatch import counts_of
 from ringcomm.parallel.expert.local_experts import LocalExperts
 from ringcomm.parallel.flat_collectives import check_agreement
 from ringcomm.parallel.model.saving import refuse_copy
-from ringcomm.parallel.parts_of_models import register_part
+from ringcomm.parallel.torch_checks import register_part
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ringcomm.parallel.model.saving import refuse_copy, refuse_part
-from ringcomm.parallel.parts_of_models import register_part
 from ringcomm.parallel.tensor.splits import tensor_groups_of
+from ringcomm.parallel.torch_checks import register_part
 
 _part_of_block: weakref.WeakKeyDictionary[nn.Module, weakref.ref[StagePart]] = (
     weakref.WeakKeyDictionary()

@@ -19,8 +19,8 @@ from typing_extensions import Self
 from ringcomm.ops import shard_range
 from ringcomm.parallel.flat_collectives import take_from_rank0
 from ringcomm.parallel.model.saving import refuse_copy, refuse_saving
-from ringcomm.parallel.parts_of_models import register_part
 from ringcomm.parallel.tensor.regions import give_memory
+from ringcomm.parallel.torch_checks import register_part
 
 _meshes: WeakKeyDictionary[dist.ProcessGroup, DeviceMesh] = WeakKeyDictionary()
 

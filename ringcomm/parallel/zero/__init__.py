@@ -26,11 +26,11 @@ from ringcomm.parallel.optimizer_classes import (
     retire,
     takes_empty_groups,
 )
-from ringcomm.parallel.zero.flat import FlatZero
 from ringcomm.parallel.zero.infinity import ZeroInfinity as ZeroInfinity
 from ringcomm.parallel.zero.inner import Inner
 from ringcomm.parallel.zero.optimizer import Given, ShardOptions, ZeroOptimizer
 from ringcomm.parallel.zero.prediction import predict_memory, predict_traffic
+from ringcomm.parallel.zero.stage1_2 import FlatZero
 from ringcomm.parallel.zero.stage3 import Zero3
 from ringcomm.torch_names import flat_mesh
 
