@@ -33,7 +33,7 @@ WeakMemory& memory() {
   return memory;
 }
 
-constexpr std::chrono::milliseconds kTimeToSeeEarlyStore{40}, kTimeOfSkippedBarrier{8},
+constexpr std::chrono::milliseconds kTimeToSeeEarlyStore{100}, kTimeOfSkippedBarrier{8},
     kTimeOfLastStores{3};
 
 // ---- mutants
