@@ -72,6 +72,22 @@ recorder::Event step(int number) {
           .op = OpKind::kReduceScatter};
 }
 
+TEST_CASE("trace: the cycle counter is used only where the kernel uses it") {
+  const int file = ::memfd_create("current_clocksource", 0);
+  const std::string path = "/proc/self/fd/" + std::to_string(file);
+  const auto uses_counter = [&](const std::string& text) {
+    return ::ftruncate(file, 0) == 0 &&
+           ::pwrite(file, text.data(), text.size(), 0) == static_cast<ssize_t>(text.size()) &&
+           kernel_uses_cycle_counter(path.c_str());
+  };
+  for (const char* name : {"tsc\n", "tsc", "kvm-clock\n", "hyperv_clocksource_tsc_page\n"})
+    CHECK(uses_counter(name));
+  for (const char* name : {"hpet\n", "acpi_pm\n", "xen\n", "tsc-early\n", "\n", ""})
+    CHECK_FALSE(uses_counter(name));
+  ::close(file);
+  CHECK_FALSE(kernel_uses_cycle_counter("/no/such/file"));
+}
+
 TEST_CASE("trace: nothing is described while nothing is recorded") {
   bool was_asked = false;
   {
