@@ -161,6 +161,8 @@ struct TraceHeader {
   char magic[8];
   std::uint64_t num_lost;                  ///< events of threads without a ring
   std::uint64_t alive_ticks[kMaxThreads];  ///< when a thread last looked around in a wait, or 0
+  /// Written in turn, each with its ticks last: the one with more ticks is complete. 0 until then.
+  Anchor late[2];
 };
 
 }  // namespace ringcomm::recorder

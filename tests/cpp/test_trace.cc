@@ -177,6 +177,35 @@ TEST_CASE("trace: any thread may end an event, and one that was overwritten ends
   }));
 }
 
+TEST_CASE("trace: the header has a late moment by both clocks, however early the log ends") {
+  CHECK(holds([](const Files& files) {
+    const auto last_moment = [&] {
+      recorder::TraceHeader header;
+      std::memcpy(static_cast<void*>(&header), Files::read(files.events).data(), sizeof(header));
+      return header.late[header.late[0].ticks > header.late[1].ticks ? 0 : 1];
+    };
+    Anchor last = last_moment();
+    int num_events = 0;
+    // Each is due when the recording is twice as long: of the first event, then later and later.
+    for (int num_moments = 0; num_moments < 6; ++num_moments) {
+      const Anchor begin = Anchor::now();
+      Anchor moment = last;
+      for (; moment.ns == last.ns && monotonic_ns() < begin.ns + 20'000'000'000; ++num_events) {
+        if (num_moments % 2 == 0)
+          const recorder::Span span([] { return step(0); });
+        else
+          recorder::trace_alive();
+        moment = last_moment();
+      }
+      const Anchor end = Anchor::now();
+      if (moment.ns < begin.ns || moment.ns > end.ns) return false;
+      if (moment.ticks < begin.ticks || moment.ticks > end.ticks) return false;
+      last = moment;
+    }
+    return num_events > 6;
+  }));
+}
+
 TEST_CASE("trace: a forked child writes nothing to its parent's files") {
   CHECK(holds([](const Files& files) {
     {
