@@ -13,9 +13,9 @@ namespace ringcomm {
 /// share a cache, and otherwise 2 to 3 times slower (docs/experiments.md, "stores"). No counter
 /// shows which is the case, so collectives are timed, by operation and size class: three calls with
 /// each kind. The faster kind is kept until four calls in a row take twice its median. One call in
-/// 4,096 is a try of the other kind; if it takes less than that median, the class is measured again.
-/// Rank 0 publishes the kind of the class's next call in each call: a rank that tried alone would
-/// disturb the others' times.
+/// 4,096 is a try of the other kind; if it takes less than that median, the class is measured
+/// again. Rank 0 publishes the kind of the class's next call in each call: a rank that tried alone
+/// would disturb the others' times.
 class StoreKindChooser {
  public:
   using Clock = std::chrono::steady_clock;
