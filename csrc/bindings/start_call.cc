@@ -102,7 +102,7 @@ recorder::Event ProcessGroupRingcomm::trace_event_of(const CallInfo& info,
   const bool is_message = c10d::isP2POp(info.op_type);
   recorder::Event event{.seq = is_message ? recorder::kNoSeq : engine->next_seq(),
                         .group = engine->recorded_as(),
-                        .peer = static_cast<std::int16_t>(info.peer),
+                        .peer = recorder::rank16(info.peer),
                         .kind = recorder::Kind::kCall,
                         .dtype = kNoType,
                         .title = title_number(info.title)};

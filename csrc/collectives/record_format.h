@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <optional>
 
 #include "collectives/algorithm.h"
@@ -16,6 +17,11 @@ inline constexpr std::size_t kNumEvents = 1024;  // of the process's ring
 inline constexpr std::size_t kNumGroups = 128;   // that are alive; none else is in the recorder
 inline constexpr std::size_t kNumMembers = 64;   // the first ranks of a group
 inline constexpr std::int16_t kNobody = -1, kAnyRank = -2;
+/// A rank or a chunk as an event has it: kNobody where 16 bits do not hold it.
+constexpr std::int16_t rank16(int rank) {
+  return rank <= std::numeric_limits<std::int16_t>::max() ? static_cast<std::int16_t>(rank)
+                                                          : kNobody;
+}
 inline constexpr std::uint64_t kNoSeq = ~std::uint64_t{0};
 
 enum class Kind : std::uint8_t {
@@ -32,7 +38,7 @@ enum class Kind : std::uint8_t {
 };
 
 /// One event. Written by one thread at a time; a reader sees by `number`, before and after, whether
-/// it is the same. Ranks are those of its group, as many as CallStep can number.
+/// it is the same. Ranks are those of its group (rank16).
 struct Event {
   std::uint64_t number = 0;  ///< in its ring, from 1 on; 0 while it is replaced
   std::uint64_t begin_ticks = 0;
@@ -85,7 +91,18 @@ struct GroupEntry {
     std::int32_t pid;          ///< as this process sees it; -1 if it does not, as on another host
     std::int32_t global_rank;  ///< in the job
   };
-  enum State : std::uint32_t { kUnused, kAlive, kFailed, kLeft };
+  enum State : std::uint32_t {
+    kUnused,
+    kAlive,
+    kFailed,
+    kLeft,
+    kMade,  ///< given out, and not yet complete; to a reader as kUnused
+  };
+  /// Whether the rest of the entry is that of a group.
+  bool is_complete() const {
+    const std::uint32_t now = __atomic_load_n(&state, __ATOMIC_ACQUIRE);
+    return now != kUnused && now != kMade;
+  }
 
   std::uint32_t state;
   std::int32_t rank, world_size;
@@ -144,6 +161,8 @@ struct TraceHeader {
   char magic[8];
   std::uint64_t num_lost;                  ///< events of threads without a ring
   std::uint64_t alive_ticks[kMaxThreads];  ///< when a thread last looked around in a wait, or 0
+  /// Written in turn, each with its ticks last: the one with more ticks is complete. 0 until then.
+  Anchor late[2];
 };
 
 }  // namespace ringcomm::recorder

@@ -105,11 +105,15 @@ class Recorder {
     const std::lock_guard lock(mutex_);
     for (std::size_t i = 0; i < kNumGroups; ++i) {
       GroupEntry& entry = memory().group(++num_groups_);
-      if (entry.state == GroupEntry::kAlive || entry.state == GroupEntry::kFailed) continue;
-      if (entry.state == GroupEntry::kLeft) {  // an untouched page stays without memory
-        __atomic_store_n(&entry.state, GroupEntry::kUnused, __ATOMIC_RELEASE);
+      const std::uint32_t state = __atomic_load_n(&entry.state, __ATOMIC_ACQUIRE);
+      if (state != GroupEntry::kUnused && state != GroupEntry::kLeft) continue;
+      // Before any other change, for readers in other processes.
+      __atomic_store_n(&entry.state, GroupEntry::kMade, __ATOMIC_RELAXED);
+#if !defined(__SANITIZE_THREAD__)  // which ignores fences; GCC warns of that
+      std::atomic_thread_fence(std::memory_order_release);
+#endif
+      if (state == GroupEntry::kLeft)  // an untouched page stays without memory
         std::fill_n(memory().counts(num_groups_), kNumMembers, PeerCounts{});
-      }
       groups_.insert(group);
       return group->number = entry.number = num_groups_;
     }
@@ -143,7 +147,7 @@ Event event_of(const Collective& call, const CallHeader& header, std::uint32_t g
   Event event{.seq = header.seq,
               .num_bytes = call.num_bytes(),
               .group = group,
-              .peer = static_cast<std::int16_t>(header.root),
+              .peer = rank16(header.root),
               .op = header.op,
               .dtype = header.dtype,
               .reduction = header.reduction,
@@ -262,7 +266,7 @@ std::optional<std::pair<Memory, std::uint64_t>> Log::find(int rank) const {
   std::uint64_t last = 0;
   for (std::size_t place = 0; place < kNumGroups; ++place) {
     const GroupEntry& entry = memory.group(place);
-    if (entry.state != GroupEntry::kUnused && entry.id == group_.id && entry.rank == rank)
+    if (entry.is_complete() && entry.id == group_.id && entry.rank == rank)
       last = std::max(last, entry.number);
   }
   return last > 0 ? std::optional(std::pair(memory, last)) : std::nullopt;

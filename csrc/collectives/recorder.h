@@ -45,12 +45,11 @@ struct Call {
     if (is_there()) __atomic_store_n(&event->end_ticks, ticks(), __ATOMIC_RELAXED);
   }
   void set_peer(int peer) const {
-    if (is_there())
-      __atomic_store_n(&event->peer, static_cast<std::int16_t>(peer), __ATOMIC_RELAXED);
+    if (is_there()) __atomic_store_n(&event->peer, rank16(peer), __ATOMIC_RELAXED);
   }
   void record_wait(int peer, CallStep step = {}) const {
     if (!is_there()) return;
-    __atomic_store_n(&event->waits_for, static_cast<std::int16_t>(peer), __ATOMIC_RELAXED);
+    __atomic_store_n(&event->waits_for, rank16(peer), __ATOMIC_RELAXED);
     __atomic_store(&event->step, &step, __ATOMIC_RELAXED);
   }
 };

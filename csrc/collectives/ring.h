@@ -158,11 +158,11 @@ class Ring {
         const int to = part.is_sent ? links_.whole_rank(schedule_.next()) : recorder::kNobody;
         const int from = is_start ? recorder::kNobody : links_.whole_rank(schedule_.previous());
         return recorder::Event{.num_bytes = part.is_gather ? part.output_bytes : part.input_bytes,
-                               .peer = static_cast<std::int16_t>(to),
-                               .waits_for = static_cast<std::int16_t>(from),
+                               .peer = recorder::rank16(to),
+                               .waits_for = recorder::rank16(from),
                                .step = {is_start ? 0 : step % num_steps_ + 1, num_steps_,
                                         part.slice_idx + 1, num_slices_},
-                               .chunk = static_cast<std::int16_t>(part.chunk_idx),
+                               .chunk = recorder::rank16(part.chunk_idx),
                                .kind = recorder::Kind::kStep,
                                .op = part.is_gather ? OpKind::kAllGather : OpKind::kReduceScatter};
       });

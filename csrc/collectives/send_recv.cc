@@ -42,7 +42,7 @@ recorder::Event SendRecv::event_of(const SendRecvOp& op) const {
           .seq = op.tag,
           .num_bytes = op.num_bytes,
           .group = group_,
-          .peer = static_cast<std::int16_t>(op.peer),
+          .peer = recorder::rank16(op.peer),
           .kind = recorder::Kind::kMessage,
           .op = op.is_send() ? OpKind::kSend : OpKind::kRecv};
 }
@@ -50,7 +50,7 @@ recorder::Event SendRecv::event_of(const SendRecvOp& op) const {
 recorder::Call SendRecv::record(const SendRecvOp& op) const {
   if (log_ == nullptr || !op.is_users()) return {};
   recorder::Event event = event_of(op);
-  event.peer = static_cast<std::int16_t>(std::max(op.awaited, -1));
+  event.peer = recorder::rank16(std::max(op.awaited, -1));
   return log_->begin(event);
 }
 
@@ -72,7 +72,7 @@ bool SendRecv::wait(const SendRecvOpPtr& op, Clock::time_point deadline,
   const recorder::Span waits([&] {
     return recorder::Event{.seq = recorder::kNoSeq,
                            .group = group_,
-                           .waits_for = static_cast<std::int16_t>(std::max(op->awaited, -1)),
+                           .waits_for = recorder::rank16(std::max(op->awaited, -1)),
                            .kind = recorder::Kind::kWait};
   });
   const std::uint64_t begin = ticks();

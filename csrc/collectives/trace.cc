@@ -28,17 +28,63 @@ std::string json_text(std::string text) {
 
 }  // namespace
 
+/// The moments by both clocks in the header. The log of a killed process may end early, and a line
+/// through the moments of its first millisecond would be wrong by milliseconds an hour later.
+class LateMoments {
+ public:
+  explicit LateMoments(TraceHeader* header) : header_(header) {}
+
+  /// Writes one if it is due: once a second, and earlier each time that the recording has doubled.
+  void look(std::uint64_t now_ticks) {
+    std::uint64_t due = due_ticks_.load(std::memory_order_relaxed);
+    if (now_ticks < due) return;
+    // One thread does: nothing is due until it has written.
+    if (due_ticks_.compare_exchange_strong(due, ~std::uint64_t{0}, std::memory_order_acquire))
+      write();
+  }
+
+ private:
+  void write() {
+    const Anchor now = Anchor::now();
+    Anchor& to = header_->late[num_written_++ % 2];
+    __atomic_store_n(&to.ticks, std::uint64_t{0}, __ATOMIC_RELAXED);
+    __atomic_store_n(&to.ns, now.ns, __ATOMIC_RELEASE);
+    __atomic_store_n(&to.ticks, now.ticks, __ATOMIC_RELEASE);
+    const auto passed_ticks = static_cast<double>(now.ticks - start_.ticks);
+    const auto passed_ns = static_cast<double>(now.ns - start_.ns);
+    const double pause_ticks = passed_ticks * std::min(1.0, kPause_ns / std::max(1.0, passed_ns));
+    due_ticks_.store(now.ticks + static_cast<std::uint64_t>(pause_ticks),
+                     std::memory_order_release);
+  }
+
+  static constexpr double kPause_ns = 1e9;
+
+  TraceHeader* header_;
+  const Anchor start_ = Anchor::now();
+  std::atomic<std::uint64_t> due_ticks_ = start_.ticks;
+  std::size_t num_written_ = 0;
+};
+
 /// The ring of one thread, and the innermost collective of the thread.
 struct ThreadRing {
   /// Stored before its number, so that a reader sees complete events only, also in the file of a
   /// killed or running process.
   Call add(Event& event) {
     event.number = ++num_events;
-    if (event.begin_ticks == 0) event.begin_ticks = ticks();
+    const std::uint64_t now = ticks();
+    late->look(now);
+    if (event.begin_ticks == 0) event.begin_ticks = now;
     write(events[event.number % capacity], event);
     return {&events[event.number % capacity], event.number};
   }
 
+  void look_around() const {
+    const std::uint64_t now = ticks();
+    late->look(now);
+    __atomic_store_n(alive_ticks, now, __ATOMIC_RELAXED);
+  }
+
+  LateMoments* late;
   std::size_t idx;
   std::uint64_t* alive_ticks;
   Event* events;
@@ -56,8 +102,9 @@ class Trace {
       : events_fd_(events_fd),
         log_fd_(log_fd),
         num_events_(num_events),
-        ring_bytes_(whole_pages(num_events * sizeof(Event))) {
-    header_ = reinterpret_cast<TraceHeader*>(map(0, page_bytes()));
+        ring_bytes_(whole_pages(num_events * sizeof(Event))),
+        header_(reinterpret_cast<TraceHeader*>(map(0, page_bytes()))),
+        late_(header_) {
     if (header_ != nullptr) std::memcpy(header_->magic, TraceHeader::kMagic, sizeof header_->magic);
   }
 
@@ -125,7 +172,8 @@ class Trace {
       if (num_rings_ == kMaxThreads || header_ == nullptr) return nullptr;
       std::byte* data = map(page_bytes() + num_rings_ * ring_bytes_, ring_bytes_);
       if (data == nullptr) return nullptr;
-      ring = new ThreadRing{.idx = num_rings_,
+      ring = new ThreadRing{.late = &late_,
+                            .idx = num_rings_,
                             .alive_ticks = &header_->alive_ticks[num_rings_++],
                             .events = reinterpret_cast<Event*>(data),
                             .capacity = num_events_};
@@ -141,7 +189,8 @@ class Trace {
   int log_fd_;
   std::size_t num_events_;
   std::size_t ring_bytes_;
-  TraceHeader* header_ = nullptr;
+  TraceHeader* header_;  // null where there is no memory, and then there are no rings
+  LateMoments late_;
   std::mutex mutex_;  // guards the rings
   std::size_t num_rings_ = 0;
   std::vector<ThreadRing*> free_;
@@ -176,8 +225,7 @@ void trace_failure(const std::string& why) {
 
 void trace_alive() {
   if (!is_tracing()) return;
-  if (const ThreadRing* ring = Trace::find_ring())
-    __atomic_store_n(ring->alive_ticks, ticks(), __ATOMIC_RELAXED);
+  if (const ThreadRing* ring = Trace::find_ring()) ring->look_around();
 }
 
 Call trace(Event event) {

@@ -10,13 +10,20 @@
 #endif
 
 /// The clock of what is recorded: the cycle counter, or CLOCK_MONOTONIC where the counter does not
-/// have one rate on all cores, also while they sleep.
+/// have one rate on all cores, also while they sleep, or the counters of two sockets may differ.
 namespace ringcomm {
+
+/// Whether the kernel keeps its time by the cycle counter, as a file of its clock source says. It
+/// then has compared the counters of all sockets. False where the file cannot be read.
+bool kernel_uses_cycle_counter(const char* clocksource);
 
 inline const bool has_cycle_counter = [] {
 #if defined(__x86_64__)
+  // The bit says that the rate is constant, and nothing about other sockets.
   unsigned a = 0, b = 0, c = 0, d = 0;
-  return __get_cpuid(0x80000007, &a, &b, &c, &d) != 0 && (d >> 8 & 1) != 0;
+  return __get_cpuid(0x80000007, &a, &b, &c, &d) != 0 && (d >> 8 & 1) != 0 &&
+         kernel_uses_cycle_counter(
+             "/sys/devices/system/clocksource/clocksource0/current_clocksource");
 #else
   return false;
 #endif

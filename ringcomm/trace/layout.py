@@ -16,7 +16,9 @@ NOBODY, ANY_RANK = -1, -2
 NO_SEQ = (1 << 64) - 1
 # Of events, by their numbers.
 KINDS = ("", "collective", "message", "enqueued", "call", "part", "step", "wait", "queue")
-TRACE_MAGIC, TRACE_HEADER = b"RINGTRC2", struct.Struct("=8x65Q")  # lost events; 64 threads' times
+TRACE_MAGIC = b"RINGTRC2"
+# Lost events, 64 threads' times, and two moments by both clocks: 0 where none is written.
+TRACE_HEADER = struct.Struct("=8x69Q")
 EVENT_BYTES = 64
 
 _HEADER = struct.Struct("=8sQiIQQ32sQ")

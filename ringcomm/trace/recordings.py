@@ -124,7 +124,9 @@ def _read(log: Path, moments: dict[str, list[list[int]]]) -> tuple[Process, byte
     failures = [entry for entry in entries if "failure" in entry]
     process.failures = [(entry["anchor"][1], entry["failure"]) for entry in failures]
     process.has_ended = has_left or any("end" in entry for entry in entries)
-    # One that was killed may have no late moment.
+    # The log of one that was killed may have no late moment.
+    *_, ticks, ns, other_ticks, other_ns = TRACE_HEADER.unpack_from(data)
+    found += [moment for moment in ([ticks, ns], [other_ticks, other_ns]) if moment[0]]
     if not process.has_ended and info["clock"] == clock_name():
         found.append(list(_C.flight_clock()))
     return process, data, again
@@ -132,7 +134,7 @@ def _read(log: Path, moments: dict[str, list[list[int]]]) -> tuple[Process, byte
 
 def _add_events(process: Process, data: bytes, again: bytes, moments: list[list[int]]) -> None:
     to_ns = clock_of(min(moments), max(moments))
-    process.num_lost, *alive = TRACE_HEADER.unpack_from(data)
+    process.num_lost, *alive, _, _, _, _ = TRACE_HEADER.unpack_from(data)
     page_bytes, num_bytes = process.info["page_bytes"], process.info["num_events"] * EVENT_BYTES
     ring_bytes = -(-num_bytes // page_bytes) * page_bytes
     for thread, place in enumerate(range(page_bytes, len(data) - ring_bytes + 1, ring_bytes)):

@@ -96,6 +96,12 @@ class Scene {
   std::atomic<bool> has_stood_ = false;
 };
 
+TEST_CASE("call steps: a rank that 16 bits do not hold is nobody") {
+  for (const int rank : {-2, -1, 0, 1, 32767}) CHECK(recorder::rank16(rank) == rank);
+  for (const int rank : {32768, 65535, 65536, 1 << 20})
+    CHECK(recorder::rank16(rank) == recorder::kNobody);
+}
+
 TEST_CASE("call steps: in a ring over messages they differ by the distance to the rank") {
   // Of rank 0's messages the barrier's are the first; the sends of the ring are then every second.
   for (const int num_sent : {0, 2}) {

@@ -138,6 +138,29 @@ TEST_CASE("the kinds of stores are measured again after four calls in a row of t
   CHECK(run_calls(chooser, 1000, {12, 33}) == 0);
 }
 
+TEST_CASE("one call in 4,096 tries the other kind of stores") {
+  constexpr int kCallsPerTry = 4096;
+  // Of the calls since the measurement, one of which is counted as measured here.
+  constexpr int kUntilTry = kCallsPerTry - 2;
+  for (const CallTimes& disturbed : {CallTimes{46, 16}, CallTimes{14, 24}}) {
+    StoreKindChooser chooser = chooser_with_fake_clock();
+    run_calls(chooser, kNumMeasured, disturbed);
+    const bool is_streaming = disturbed.streaming < disturbed.cached;
+    // Neither kind takes twice the median, and the other one is faster.
+    const CallTimes times = is_streaming ? CallTimes{12, 24} : CallTimes{26, 12};
+    CHECK(run_calls(chooser, kUntilTry, times) == (is_streaming ? kUntilTry : 0));
+    CHECK(run_call(chooser, times) != is_streaming);
+    run_calls(chooser, 1 + kNumMeasured, times);
+    CHECK(run_calls(chooser, 1000, times) == (is_streaming ? 0 : 1000));
+  }
+  StoreKindChooser chooser = chooser_with_fake_clock();
+  run_calls(chooser, kNumMeasured, {12, 24});
+  for (int i = 0; i < 3; ++i) {  // a try that is slower changes nothing
+    CHECK(run_calls(chooser, kUntilTry + (i > 0 ? 1 : 0), {12, 24}) == 0);
+    CHECK(run_call(chooser, {12, 24}));
+  }
+}
+
 TEST_CASE("each operation and size class has its own kind of stores") {
   StoreKindChooser chooser = chooser_with_fake_clock();
   run_calls(chooser, kNumMeasured, {46, 16});

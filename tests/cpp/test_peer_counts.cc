@@ -126,6 +126,36 @@ TEST_CASE("peer counts: a group for which there is no place records nothing") {
   });
 }
 
+TEST_CASE("peer counts: of two groups that are made at once one takes the last place") {
+  testing::run_ranks(2, [](Communicator& communicator) {
+    communicator.record_as("a test", {0, 1});
+    if (communicator.rank() != 0) return testing::barrier(communicator);
+    const Membership& members = *communicator.members();
+    const auto make = [&] {
+      return recorder::Log::make("another test", 0, {0, 1}, "shm", members, false);
+    };
+    std::vector<std::unique_ptr<recorder::Log>> logs;
+    while (logs.empty() || logs.back() != nullptr) logs.push_back(make());
+    logs.pop_back();
+    for (int i = 0; i < 200; ++i) {
+      logs.pop_back();
+      std::array<std::unique_ptr<recorder::Log>, 2> made;
+      std::atomic<int> num_ready = 0;
+      const auto make_at_once = [&](std::size_t place) {
+        ++num_ready;
+        while (num_ready < 2) std::this_thread::yield();
+        made[place] = make();
+      };
+      std::thread other(make_at_once, 1);
+      make_at_once(0);
+      other.join();
+      expect((made[0] == nullptr) != (made[1] == nullptr), "one place for two groups");
+      logs.push_back(std::move(made[made[0] == nullptr ? 1 : 0]));
+    }
+    testing::barrier(communicator);
+  });
+}
+
 TEST_CASE("peer counts: nobody is late where nobody waits long") {
   testing::run_ranks(2, [](Communicator& communicator) {
     communicator.record_as("a test", {0, 1});

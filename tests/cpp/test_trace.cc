@@ -72,6 +72,22 @@ recorder::Event step(int number) {
           .op = OpKind::kReduceScatter};
 }
 
+TEST_CASE("trace: the cycle counter is used only where the kernel uses it") {
+  const int file = ::memfd_create("current_clocksource", 0);
+  const std::string path = "/proc/self/fd/" + std::to_string(file);
+  const auto uses_counter = [&](const std::string& text) {
+    return ::ftruncate(file, 0) == 0 &&
+           ::pwrite(file, text.data(), text.size(), 0) == static_cast<ssize_t>(text.size()) &&
+           kernel_uses_cycle_counter(path.c_str());
+  };
+  for (const char* name : {"tsc\n", "tsc", "kvm-clock\n", "hyperv_clocksource_tsc_page\n"})
+    CHECK(uses_counter(name));
+  for (const char* name : {"hpet\n", "acpi_pm\n", "xen\n", "tsc-early\n", "\n", ""})
+    CHECK_FALSE(uses_counter(name));
+  ::close(file);
+  CHECK_FALSE(kernel_uses_cycle_counter("/no/such/file"));
+}
+
 TEST_CASE("trace: nothing is described while nothing is recorded") {
   bool was_asked = false;
   {
@@ -158,6 +174,35 @@ TEST_CASE("trace: any thread may end an event, and one that was overwritten ends
     const std::uint64_t end_ticks = files.event(0, 1).end_ticks;
     call.end();
     return is_open && has_ended && !call.is_there() && files.event(0, 1).end_ticks == end_ticks;
+  }));
+}
+
+TEST_CASE("trace: the header has a late moment by both clocks, however early the log ends") {
+  CHECK(holds([](const Files& files) {
+    const auto last_moment = [&] {
+      recorder::TraceHeader header;
+      std::memcpy(static_cast<void*>(&header), Files::read(files.events).data(), sizeof(header));
+      return header.late[header.late[0].ticks > header.late[1].ticks ? 0 : 1];
+    };
+    Anchor last = last_moment();
+    int num_events = 0;
+    // Each is due when the recording is twice as long: of the first event, then later and later.
+    for (int num_moments = 0; num_moments < 6; ++num_moments) {
+      const Anchor begin = Anchor::now();
+      Anchor moment = last;
+      for (; moment.ns == last.ns && monotonic_ns() < begin.ns + 20'000'000'000; ++num_events) {
+        if (num_moments % 2 == 0)
+          const recorder::Span span([] { return step(0); });
+        else
+          recorder::trace_alive();
+        moment = last_moment();
+      }
+      const Anchor end = Anchor::now();
+      if (moment.ns < begin.ns || moment.ns > end.ns) return false;
+      if (moment.ticks < begin.ticks || moment.ticks > end.ticks) return false;
+      last = moment;
+    }
+    return num_events > 6;
   }));
 }
 

@@ -25,7 +25,7 @@ MessageContext::Handle MessageContext::isend(int peer, int tag, const void* data
 
 void MessageContext::wait(Handle message, bool is_arrival) {
   const recorder::Span traced([&] {
-    return recorder::Event{.waits_for = static_cast<std::int16_t>(message->peer),
+    return recorder::Event{.waits_for = recorder::rank16(message->peer),
                            .kind = recorder::Kind::kWait};
   });
   members_.record({message->peer});

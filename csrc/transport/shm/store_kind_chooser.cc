@@ -9,6 +9,9 @@ namespace ringcomm {
 // calls in five take twice the median, but four in a row come once in 2,000 calls
 // (docs/experiments.md, "stores, chosen by six calls").
 constexpr int kMaxDoubled = 4;
+// Calls for each try of the other kind. Without tries, three disturbed calls could choose the wrong
+// kind for good, because its time never doubles. A try takes up to 3 times the median: 0.05 %.
+constexpr int kCallsPerTry = 4096;
 
 // Of three calls, because one may have been preempted.
 StoreKindChooser::Clock::duration StoreKindChooser::SizeClass::median(std::size_t first) const {
@@ -24,9 +27,12 @@ void StoreKindChooser::begin(OpKind op, std::size_t num_bytes) {
   auto& classes = classes_[static_cast<std::size_t>(op)];
   class_ = &classes[std::min(width, classes.size()) - 1];
   if (class_->is_next_streaming) kind_ = cpu::StoreKind::kStreaming;
-  const std::size_t num_times = class_->num_times;
-  class_->is_next_streaming =
-      num_times >= 3 && (num_times < 7 || class_->median(4) < class_->median(1));
+  if (class_->num_times < class_->times.size()) {
+    class_->is_next_streaming = class_->num_times >= 3;
+  } else {
+    const bool is_try_next = class_->num_kept == kCallsPerTry - 2;
+    class_->is_next_streaming = (class_->median(4) < class_->median(1)) != is_try_next;
+  }
   elapsed_ = {};
   resume();
 }
@@ -39,9 +45,14 @@ void StoreKindChooser::end() {
     it.times[it.num_times++] = elapsed_;
     return;
   }
-  const bool is_doubled = elapsed_ > 2 * std::min(it.median(1), it.median(4));
-  it.num_doubled = is_doubled ? it.num_doubled + 1 : 0;
-  if (it.num_doubled == kMaxDoubled) it.num_times = it.num_doubled = 0;
+  const Clock::duration kept_median = std::min(it.median(1), it.median(4));
+  if (++it.num_kept == kCallsPerTry) {
+    it.num_kept = 0;
+    if (elapsed_ < kept_median) it.measure_again();
+    return;
+  }
+  it.num_doubled = elapsed_ > 2 * kept_median ? it.num_doubled + 1 : 0;
+  if (it.num_doubled == kMaxDoubled) it.measure_again();
 }
 
 }  // namespace ringcomm

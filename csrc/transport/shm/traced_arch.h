@@ -20,9 +20,8 @@ class TracedArch final : public host::HostArch {
    public:
     Wait(TracedArch& arch, int peer)
         : arch_(arch), peer_(peer), span_([&] {
-            return recorder::Event{
-                .waits_for = static_cast<std::int16_t>(arch.group_.whole_rank(peer)),
-                .kind = recorder::Kind::kWait};
+            return recorder::Event{.waits_for = recorder::rank16(arch.group_.whole_rank(peer)),
+                                   .kind = recorder::Kind::kWait};
           }) {
       arch.num_pauses_ = 0;
       arch.begin_ticks_ = 0;

@@ -28,6 +28,7 @@ from ranks import run_ranks
 
 from ringcomm import Options, RingcommError, cli, shrink, stats
 from ringcomm.trace import recordings
+from ringcomm.trace.layout import TRACE_HEADER
 from ringcomm.trace.merge import merge, steps
 
 Event = dict[str, Any]
@@ -417,6 +418,42 @@ def test_clocks_of_hosts_are_aligned_by_common_calls(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[: mmap.PAGESIZE])
     with pytest.raises(ValueError, match="have no all_reduce or barrier in common"):
         merge([tmp_path], tmp_path / "trace.json")
+
+
+def end_log_early(log: Path) -> None:
+    """Makes a recording that of a killed process: all lines are of its first millisecond."""
+    entries = [json.loads(line) for line in log.read_text("utf-8").splitlines()]
+    entries = [entry for entry in entries if not {"end", "left"} & entry.keys()]
+    ticks, ns = entries[0]["anchor"]
+    for entry in entries[1:]:
+        entry["anchor"] = [ticks + 1_000_000, ns + 700_000]  # which is wrong
+    entries[0]["clock"] = f"another {entries[0]['clock']}"  # the reader's clock adds no moment
+    log.write_text("".join(f"{json.dumps(entry)}\n" for entry in entries), encoding="utf-8")
+
+
+def meet_late(rank: int) -> None:
+    dist.barrier()
+    time.sleep(0.5)
+    dist.barrier()
+
+
+def test_times_of_a_killed_process_are_right_by_the_late_moment(tmp_path: Path) -> None:
+    """Though its log ends early: the events' file has a moment by both clocks."""
+    record(tmp_path, meet_late, world_size=2)
+
+    def last_begins() -> list[int]:
+        found = recordings.read([tmp_path])
+        return [max(e["begin_ns"] for _, _, e in recordings.collectives(p)) for p in found]
+
+    expected = last_begins()
+    for log in tmp_path.glob("*.log"):
+        end_log_early(log)
+    assert last_begins() == pytest.approx(expected, abs=1e5)
+    for path in tmp_path.glob("*.events"):  # without the moments the line is wrong
+        data = path.read_bytes()
+        end = TRACE_HEADER.size
+        path.write_bytes(data[: end - 32] + bytes(32) + data[end:])
+    assert last_begins() != pytest.approx(expected, abs=1e5)
 
 
 # ---- limits
