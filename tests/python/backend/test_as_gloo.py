@@ -102,7 +102,7 @@ print("fine")
 # torch finds an installed ringcomm by itself. Twice does no harm.
 BY_HAND = "import _ringcomm_autoload as a; a.register(); a.register()"
 # Backend, RINGCOMM_AS_GLOO, what it is really, and the host of the other rank.
-CASES = [
+CASES: list[tuple[str | None, ...]] = [
     ("cpu:gloo", "1", "ringcomm", "here"),
     (None, "1", "ringcomm", "here"),
     ("gloo", "1", "ringcomm", "there"),
@@ -111,20 +111,27 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("as_gloo", [slow(False), True])
-def test_programs(as_gloo: bool, tmp_path: Path) -> None:
+BY_NAME = ("cpu:ringcomm", "", "ringcomm", "here")
+
+
+@pytest.mark.parametrize(
+    ("is_found", "cases"),
+    [(False, CASES), (True, CASES[:1]), slow(True, [BY_NAME])],
+    ids=["by hand", "found by torch, as gloo", "found by torch, by name"],
+)
+def test_programs(is_found: bool, cases: list[tuple[str | None, ...]], tmp_path: Path) -> None:
+    is_found = is_found and IS_INSTALLED
     program = PROGRAM.format(
-        register=BY_HAND if as_gloo or not IS_INSTALLED else "pass",
-        folder=str(tmp_path),
-        cases=CASES if as_gloo else [("cpu:ringcomm", "", "ringcomm", "here")],
+        register="pass" if is_found else BY_HAND, folder=str(tmp_path), cases=cases
     )
     done = subprocess.run(
         [sys.executable, "-c", program],
-        cwd=ROOT if as_gloo or not IS_INSTALLED else tmp_path,
+        cwd=tmp_path if is_found else ROOT,
         env={
             **os.environ,
             "OMP_NUM_THREADS": "1",
-            "TORCH_DEVICE_BACKEND_AUTOLOAD": str(int(not as_gloo)),
+            "RINGCOMM_AS_GLOO": str(cases[0][1]),  # which torch's search for backends sees
+            "TORCH_DEVICE_BACKEND_AUTOLOAD": str(int(is_found)),
         },
         capture_output=True,
         text=True,
@@ -133,7 +140,8 @@ def test_programs(as_gloo: bool, tmp_path: Path) -> None:
     )
     assert done.stdout == "fine\n", done.stderr
     said = done.stderr.count("ringcomm serves the CPU tensors of groups that ask for gloo")
-    assert said == (3 if as_gloo else 0), done.stderr  # by rank 0 of each case that ringcomm serves
+    # By rank 0 of each case that ringcomm serves.
+    assert said == sum(case[1:3] == ("1", "ringcomm") for case in cases), done.stderr
 
 
 def test_a_closed_standard_error_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:

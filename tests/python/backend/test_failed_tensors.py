@@ -212,7 +212,7 @@ KINDS = {
     quick(
         product(WAYS, [*KINDS][:3]),
         *product(("shm", "shm, ring", "messages"), ("dies in the middle",)),
-        *product(("shm", "shm, in place"), ("late", "dies")),
+        *product(("shm", "shm, in place", "hosts"), ("late", "dies")),
     ),
 )
 def test_inputs_are_unchanged_and_nothing_else_is_written(way: str, how: str) -> None:
@@ -252,7 +252,7 @@ def mismatch(rank: int, is_refused: bool, is_shared: bool) -> Found:
     return found
 
 
-@pytest.mark.parametrize("way", quick(WAYS, "shm", "shm, in place"))
+@pytest.mark.parametrize("way", quick(WAYS, "shm", "shm, in place", "hosts"))
 def test_a_mismatch_over_shared_memory_has_written_nothing(way: str) -> None:
     """Over messages it may be found in the middle of a call, as a death, or in the next call."""
     env, is_shared = WAYS[way]

@@ -13,13 +13,14 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from cases import slow
+from cases import quick, slow
 from ranks import run_ranks
 from test_errors import ENVS
 from test_faults import timed
@@ -213,10 +214,19 @@ def results_of(tmp_path: Path, env: str, how: str, step: str) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("env", "how"),
-    [("messages", "stopped"), ("messages", "dead"), slow("messages", "slow"), ("hosts", "stopped")],
+    ("step", "env", "how"),
+    quick(
+        [
+            (step, *each)
+            for step in ("late", "in_wait")
+            for each in [*product(["messages"], ["stopped", "dead", "slow"]), ("hosts", "stopped")]
+        ],
+        ("late", "messages", "stopped"),
+        ("late", "messages", "dead"),
+        ("late", "hosts", "stopped"),
+        ("in_wait", "hosts", "stopped"),
+    ),
 )
-@pytest.mark.parametrize("step", ["late", slow("in_wait")])
 def test_a_late_rank_is_named_at_the_timeout(env: str, how: str, step: str, tmp_path: Path) -> None:
     results = results_of(tmp_path, env, how, step)
     for error in [results[0], *results[2:]]:
@@ -229,7 +239,7 @@ def test_a_late_rank_is_named_at_the_timeout(env: str, how: str, step: str, tmp_
 
 
 @pytest.mark.parametrize(
-    ("env", "how"), [("messages", "stopped"), slow("messages", "slow"), slow("hosts", "stopped")]
+    ("env", "how"), [("messages", "stopped"), slow("messages", "slow"), ("hosts", "stopped")]
 )
 def test_calls_and_the_end_of_a_group(env: str, how: str, tmp_path: Path) -> None:
     for result in results_of(tmp_path, env, how, "between_calls"):
@@ -259,7 +269,7 @@ def test_a_new_group(how: str, tmp_path: Path) -> None:
                 assert error["type"] == "DistNetworkError", error
 
 
-@pytest.mark.parametrize("env", ["shm", slow("messages")])
+@pytest.mark.parametrize("env", ["shm", "messages"])
 def test_the_first_group(env: str, tmp_path: Path) -> None:
     for error in results_of(tmp_path, env, "stopped", "init"):
         assert error["type"] == "CollectiveTimeoutError", error

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from allocations import peak_bytes, record_allocations
-from cases import quick
 from ranks import run_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
@@ -128,10 +127,7 @@ def straight(rank: int, name: str, folder: Path) -> Any:
     return get_state_dict(model, optimizer, full=True)
 
 
-QUICK = ("offload", "WeightShards, AdaLomo", "ZeRO-3 over offload", "ZeRO-1 over offload, 16 bits")
-
-
-@pytest.mark.parametrize("name", quick(SYSTEMS, *QUICK))
+@pytest.mark.parametrize("name", SYSTEMS)
 def test_systems_go_between_numbers_of_ranks(name: str, tmp_path: Path) -> None:
     run_ranks(2, save_system, name, tmp_path)
     (expected,) = run_ranks(1, straight, name, tmp_path / "straight")

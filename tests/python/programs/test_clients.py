@@ -40,7 +40,7 @@ def launch(program: list[str | Path], folder: Path) -> list[dict[str, Any]]:
 SHORT = [one.name for one in CLIENTS.values() if one.is_short]
 
 
-# As Gloo by its name, also in a program that never imports ringcomm: test_as_gloo.py.
+# Without a library, and quick: test_as_gloo.py.
 @pytest.mark.slow
 @pytest.mark.skipif(not IS_INSTALLED, reason="only an installed ringcomm is found by torch")
 @pytest.mark.parametrize("name", SHORT)
