@@ -15,7 +15,7 @@ from pathlib import Path
 from buildconfig import parse_version, public_version
 
 USE_S = 120
-# One rank of two. `import torch` alone makes the backend known: nothing of ringcomm is named before.
+# One of two ranks. `import torch` alone makes the backend known: ringcomm is not imported before.
 PROGRAM = """
 import datetime, os, sys, torch, torch.distributed as dist
 assert "ringcomm" not in sys.modules
