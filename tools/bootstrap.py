@@ -126,9 +126,11 @@ def install_torch(python: str) -> None:
     say("torch", f"asking pip what {TORCH} needs")
     ask = (*pip, "--dry-run", "--quiet", "--report", "-", *wanted)
     asked = subprocess.run(ask, cwd=ROOT, capture_output=True, text=True, check=False)
-    if asked.returncode == 0:  # else the next call fails too, and says why
+    if asked.returncode == 0:
         report = json.loads(asked.stdout)
         say("torch", described([one["metadata"]["name"] for one in report["install"]]))
+    else:  # pip < 22.2 has no --report; or the next call fails too, and says why
+        say("torch", f"installing {TORCH}")
     run_step("torch", *pip, *wanted)
 
 

@@ -224,7 +224,8 @@ def check_compiler() -> None:
             f"no C++ compiler: {command[0]!r} is not on PATH. Install one: "
             "apt-get install g++ (Debian, Ubuntu), dnf install gcc-c++ (Fedora); or set CXX. "
             "Without one, take a wheel that `make wheels` built on another machine: "
-            "pip install FILE, or pip install --no-index --find-links FOLDER ringcomm."
+            "pip install FILE, or, where numpy is installed, pip install --no-index "
+            "--find-links FOLDER ringcomm."
         )
     done = _compiled(_CXX20_PROBE, CXX_STANDARD, "-fsyntax-only")
     if done.returncode != 0:

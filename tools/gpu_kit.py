@@ -1,7 +1,7 @@
 """The kit for a machine with a GPU: what is compiled, so that nothing has to be compiled there.
 
-gpu-kit has the extensions, kernel_sweep, probe, an NCCL that serves ranks of one GPU, and `run`. A
-session of noxfile.py builds what goes into it.
+gpu-kit has the extensions, kernel_sweep, probe, an NCCL that serves ranks of one GPU where pip has
+it, and `run`. A session of noxfile.py builds what goes into it.
 """
 
 from __future__ import annotations
@@ -51,15 +51,16 @@ def with_code_of(arch: int, library: Path) -> bytes:
     return bytes(data)
 
 
-def fill(built: Iterable[Path], nccl: Path, arch: int, sources: Iterable[Path]) -> str:
-    """Fills gpu-kit with what was built and an NCCL; says how large it is, and returns a fault."""
+def fill(built: Iterable[Path], nccl: Path | None, arch: int, sources: Iterable[Path]) -> str:
+    """Fills gpu-kit with what was built and any NCCL; says how large it is, and returns a fault."""
     shutil.rmtree(KIT, ignore_errors=True)
     KIT.mkdir()
     for path in built:
         subprocess.run(["strip", "--strip-debug", "-o", KIT / path.name, path], check=True)
         shutil.copymode(path, KIT / path.name)
-    with lzma.open(KIT / "libnccl.so.2.xz", "wb", preset=6) as packed:
-        packed.write(with_code_of(arch, nccl))
+    if nccl is not None:
+        with lzma.open(KIT / "libnccl.so.2.xz", "wb", preset=6) as packed:
+            packed.write(with_code_of(arch, nccl))
     shutil.copy2(ROOT / "tools" / "gpu_kit_run", KIT / "run")
     return fault_of_size(KIT, sources)
 

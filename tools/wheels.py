@@ -9,17 +9,24 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from buildconfig import parse_version, public_version
 
 USE_S = 120
-# `import torch` alone makes the backend known: no module of ringcomm is named before.
+# One of two ranks. `import torch` alone makes the backend known: ringcomm is not imported before.
 PROGRAM = """
-import sys, torch, torch.distributed as dist
+import datetime, os, sys, torch, torch.distributed as dist
 assert "ringcomm" not in sys.modules
-dist.init_process_group("ringcomm", store=dist.HashStore(), rank=0, world_size=1)
-dist.all_reduce(torch.ones(5))
+store = "file://" + os.path.abspath("store")
+timeout = datetime.timedelta(seconds=60)
+dist.init_process_group(
+    "ringcomm", init_method=store, rank=int(sys.argv[1]), world_size=2, timeout=timeout
+)
+ones = torch.ones(5)
+dist.all_reduce(ones)
+assert ones.tolist() == [2.0] * 5
 dist.destroy_process_group()
 
 import importlib.metadata as metadata, importlib.util as util
@@ -91,6 +98,7 @@ def try_wheel(python: str, wheel: Path, beside: list[str], folder: Path) -> None
     run(python, *pip, str(wheel))
     (site,) = env.glob("lib/python*/site-packages")
     (site / "torch_of_the_caller.pth").write_text("\n".join([*beside, ""]), encoding="utf-8")
-    run(own, "-c", PROGRAM)
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda rank: run(own, "-c", PROGRAM, rank), "01"))
     run(command, "doctor", "--json", "--seconds", "0")
     run(command, "bench", "--world-size", "2", "--seconds", "0")

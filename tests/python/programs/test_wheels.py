@@ -95,7 +95,8 @@ def test_a_wheel_is_tried_beside_torch_without_a_compiler(
     wheels.try_wheel(sys.executable, tmp_path / "a.whl", ["/packages"], tmp_path)
     (path,) = tmp_path.glob("env/lib/python*/site-packages/*.pth")
     assert path.read_text() == "/packages\n"
-    assert [command[1] for command, _ in ran] == ["-m", "-c", "doctor", "bench"]
+    assert [command[1] for command, _ in ran] == ["-m", "-c", "-c", "doctor", "bench"]
+    assert {command[3] for command, _ in ran if command[1] == "-c"} == {"0", "1"}
     for _, env in ran:
         assert all(shutil.which(name, path=env["PATH"]) is None for name in ("cc", "g++", "ninja"))
         monkeypatch.setenv("CXX", env["CXX"])
