@@ -6,7 +6,9 @@ import json
 import os
 import re
 import subprocess
+import sys
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from subprocess import PIPE
 from typing import Any
@@ -23,35 +25,99 @@ from verify_gpu import Row
 ROOT = Path(__file__).parents[3]
 
 
-def test_commands_are_as_their_programs_have_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scripts parse their options, as if there were a GPU; tests are there."""
-    monkeypatch.setenv("OUT", "/tmp")
-    monkeypatch.setenv("GPUS", "2")
+# In place of the programs of a row: each adds its words to a file, as a line.
+STUBS = """
+note() { (IFS=$'\\x1f'; printf '%s\\n' "$*" >>"$CALLS"); }
+for name in python nvidia-smi compute-sanitizer ncu build/gpu/probe; do
+  eval "$name() { note $name \\"\\$@\\"; }"
+done
+"""
+# Collects the tests of several command lines, and prints a status for each: 5 where none is left.
+# Where none is, it tries again as if there were a GPU, for which conftest.py has cases of its own.
+COLLECT = """
+import contextlib, json, os, sys, pytest, torch
+is_available = torch.cuda.is_available
+
+def collect(words):
+    with contextlib.redirect_stdout(open(os.devnull, "w")):
+        return int(pytest.main([*words, "--collect-only", "-p", "no:cacheprovider"]))
+
+found = []
+for words in json.loads(sys.argv[1]):
+    torch.cuda.is_available = is_available
+    found.append(collect(words))
+    if found[-1] == 5:
+        torch.cuda.is_available = lambda: True
+        found[-1] = collect(words)
+print(json.dumps(found))
+"""
+
+
+def calls_of(row: Row, folder: Path) -> list[list[str]]:
+    """The programs and their words that a row's command starts, each part of it."""
+    calls = folder / "calls"
+    calls.write_text("")
+    env = {**os.environ, "OUT": str(folder), "GPUS": "2", "CALLS": str(calls)}
+    env.pop("NCCL", None)
+    command = ["bash", "-c", f"{STUBS}\n{row.command}"]
+    subprocess.run(command, cwd=ROOT, env=env, check=True, timeout=60)
+    found = [line.split("\x1f") for line in calls.read_text().splitlines()]
+    for number, (program, *words) in enumerate(found):
+        if program in ("compute-sanitizer", "ncu"):
+            assert program in row.needs
+            found[number] = words[words.index("python") :]
+    return found
+
+
+def test_commands_are_as_their_programs_have_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Each part of a row; scripts parse their options, as if there were a GPU; files are there."""
     for row in verify_gpu.tables_of(verify_gpu.PAGE)[0]:
         assert row.command or row.how.startswith("not scripted: ")
         assert not re.search(r"\bmake\b", row.command)  # not on every machine with a GPU
-        if not row.command or re.search("&&|;", row.command):
+        if not row.command:
             continue
         assert 0 < row.limit_s <= verify_gpu.BUDGET_S
-        command = os.path.expandvars(row.command).replace("${NCCL:+--nccl-library $NCCL}", "")
-        words = subprocess.check_output(["bash", "-c", f"printf '%s\\n' {command}"], text=True)
-        program, *arguments = words.splitlines()
-        if program in ("compute-sanitizer", "ncu"):
-            assert program in row.needs
-            program, *arguments = arguments[arguments.index("python") :]
-        assert all((ROOT / word).exists() for word in arguments if word.endswith(".py"))
-        if arguments[:2] == ["-m", "ringcomm"]:
-            assert arguments[2] == "bench"
-            front_door.make_parser(arguments[3]).parse_args(arguments[4:])
-        elif arguments[0].startswith("benchmarks/"):
-            if "llama" in arguments[0]:
-                pytest.importorskip("transformers")
-            module: Any = import_module(Path(arguments[0]).stem)
-            for name in ("count_devices", "find_control"):
-                monkeypatch.setattr(placement, name, lambda *_: 2)
-            module.PROGRAM.parse(arguments[1:])
-        elif arguments[0] == "tools/verify_gpu.py":
-            verify_gpu.parse(arguments[1:])
+        calls = calls_of(row, tmp_path)
+        assert calls
+        for program, *arguments in calls:
+            for word in (program, *arguments):
+                assert not word.endswith(".py") or (ROOT / word).exists()
+                assert not word.startswith("build/") or word in row.needs
+            if program != "python":
+                continue
+            if arguments[0] == "-m":
+                assert find_spec(arguments[1])
+            if arguments[:2] == ["-m", "ringcomm"]:
+                assert arguments[2] == "bench"
+                front_door.make_parser(arguments[3]).parse_args(arguments[4:])
+            elif arguments[0].startswith("benchmarks/"):
+                if "llama" in arguments[0]:
+                    pytest.importorskip("transformers")
+                module: Any = import_module(Path(arguments[0]).stem)
+                if hasattr(module, "PROGRAM"):  # not of mps.py, whose words are a command
+                    for name in ("count_devices", "find_control"):
+                        monkeypatch.setattr(placement, name, lambda *_: 2)
+                    module.PROGRAM.parse(arguments[1:])
+            elif arguments[0] == "tools/verify_gpu.py":
+                verify_gpu.parse(arguments[1:])
+
+
+@pytest.mark.slow
+def test_rows_select_tests(tmp_path: Path) -> None:
+    """Each command line of pytest, those in a layout with its -m, leaves a test."""
+    lines = {}
+    for row in verify_gpu.tables_of(verify_gpu.PAGE)[0]:
+        for _, *words in calls_of(row, tmp_path) if row.command else ():
+            if words[:2] == ["-m", "pytest"]:
+                lines[row.name] = [*words[2:], *(["-n0"] if "-n" in words else [])]
+            elif words[:1] == ["tools/verify_gpu.py"] and "--" in words:
+                lines[row.name] = ["-m", "gpu", *words[words.index("--") + 1 :]]
+    command = [sys.executable, "-c", COLLECT, json.dumps(list(lines.values()))]
+    done = subprocess.run(command, cwd=ROOT, stdout=PIPE, text=True, check=True, timeout=600)
+    found = dict(zip(lines, json.loads(done.stdout.splitlines()[-1]), strict=True))
+    assert {name: status for name, status in found.items() if status != 0} == {}
 
 
 @pytest.mark.slow
