@@ -23,6 +23,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import covering
+from rank_programs import run_program
 from ranks import init_group, run_ranks
 from test_errors import ENVS, TRANSPORTS, caught
 
@@ -344,3 +345,30 @@ def test_an_exception_of_a_process_that_lives_on_is_told() -> None:
     said, _ = run_ranks(2, live_on_after_an_exception, fresh=True, group_timeout_s=5.0)
     assert "waited for rank 1 (pid" in said
     assert "which runs on after ValueError: row 7" in said
+
+
+# A rank whose main thread ends in an exception, and whose other thread keeps its process.
+KEPT = """
+import sys, threading
+import torch
+import torch.distributed as dist
+from ranks import init_group
+
+rank = int(sys.argv[1])
+init_group(rank, 2, sys.argv[2], 5)
+dist.barrier()
+if rank == 1:
+    threading.Thread(target=sys.stdin.readline).start()
+    raise ValueError("row 7")
+try:
+    dist.barrier()
+except Exception as error:
+    print(error)
+"""
+
+
+@pytest.mark.slow
+def test_an_exception_that_ends_a_main_thread_is_told(tmp_path: Path) -> None:
+    text = run_program(KEPT, tmp_path / "store")[0].out
+    assert "waited for rank 1 (pid" in text
+    assert "which runs on after ValueError: row 7" in text

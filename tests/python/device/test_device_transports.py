@@ -115,7 +115,7 @@ def group_with(**options: Any) -> Any:
     return dist.new_group(backend="cpu:ringcomm,emugpu:ringcomm", pg_options=Options(**options))
 
 
-def check_algorithms(rank: int) -> list[bytes]:
+def check_algorithms(rank: int, slices_in_order: bool = False) -> list[bytes]:
     """Sizes around ranks, slots and groups of slices; the order of sums where it is promised."""
     world_size = dist.get_world_size()
     found = []
@@ -124,7 +124,7 @@ def check_algorithms(rank: int) -> list[bytes]:
     ):
         group = group_with(algorithm=algorithm, deterministic=deterministic)
         # A slot of the ring has 1 Mi elements, and a group of slices two.
-        is_in_slices = algorithm == "ring" and deterministic is None
+        is_in_slices = algorithm == "ring" and (deterministic is None or slices_in_order)
         in_slices = [(2 << 20) * world_size + 1] if is_in_slices else []
         for num_elems in (0, 1, world_size, world_size + 1, 1001, *in_slices):
             inputs = inputs_of(num_elems)
@@ -141,9 +141,11 @@ def check_algorithms(rank: int) -> list[bytes]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [slow(2), 3])
-def test_algorithms_over_messages(world_size: int) -> None:
-    results = run_on_gpus(world_size, check_algorithms)
+@pytest.mark.parametrize(
+    ("world_size", "slices_in_order"), [slow(2, True), (3, False), slow(3, True)]
+)
+def test_algorithms_over_messages(world_size: int, slices_in_order: bool) -> None:
+    results = run_on_gpus(world_size, check_algorithms, slices_in_order)
     assert all(found == results[0] for found in results)
 
 

@@ -14,7 +14,7 @@ from pair_loops import LOOPS as LOOPS_OF_OTHERS
 from pair_optimizers import SCHEDULERS, schedulers_of_torch
 from pair_oracle import TOLERANCES
 from pair_table import Case, Refused
-from pair_tables import BETWEEN, LOOPS, PROGRAM, TABLES, ZERO
+from pair_tables import BETWEEN, LOOPS, PROGRAM, TABLES, TOLERANCE, ZERO
 from ranks import run_ranks
 
 # Schedulers that set more than the learning rate, or need more than the optimizer.
@@ -108,6 +108,9 @@ def test_the_page_has_these_tables() -> None:
     assert text == pair_document.page()
     for dtype, tolerance in TOLERANCES.items():
         assert f"{tolerance:g} ({str(dtype).removeprefix('torch.')})" in text
+    assert f"float64, within {TOLERANCE:.4f}." in " ".join(text.split())
+    titles = [line.removeprefix("## ") for line in text.splitlines() if line.startswith("## ")]
+    assert sorted(titles) == sorted([*TABLES, "Whole loops"])
 
 
 def test_all_schedulers_are_here() -> None:
