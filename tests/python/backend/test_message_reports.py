@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cases import slow
 from rank_programs import run_program
 from ranks import run_ranks
 from test_errors import ENVS, caught
@@ -136,7 +135,7 @@ print("end", rank, flush=True)
 """
 
 
-@pytest.mark.parametrize("how", [slow("served"), "unwaited"])
+@pytest.mark.parametrize("how", ["served", "unwaited"])
 def test_the_end_of_a_program(how: str, tmp_path: Path) -> None:
     """The store's server ends first; receives that nobody waits for are left.
 
