@@ -96,7 +96,7 @@ USER_TESTS := $(addprefix tests/python/,programs/test_ordinary_user.py \
     programs/test_benchmark_scripts.py::test_records_of_a_script[hosts] ops/test_linear_blocks.py)
 test-user: check-python  ## as root, run Python tests as an ordinary user from whom /proc hides other processes
 	@$(PREPARE) --need train --need test --extension -- \
-	    -c "import os, sys; os.execv('tools/ordinary_user', ['', sys.executable, *sys.argv[1:]])" \
+	    -c "import os, sys; os.execv('tools/ordinary_user', ['ordinary_user', sys.executable, *sys.argv[1:]])" \
 	    $(or $(ARGS),-q $(USER_TESTS))
 
 stress: check-python  ## run 10,000 random sequences of collectives, all sizes between hosts 20 times, each system call failing, then a soak and random training loops for 10 minutes each
