@@ -339,7 +339,7 @@ def main() -> int:
         parser.error("no mutant is selected")
     if options.list:
         for mutant in mutants:
-            print(f"{mutant.name}")
+            print(f"{mutant.changes}: {mutant.name}")
         return 0
     rows = []
     with ThreadPoolExecutor(options.jobs) as pool:
@@ -351,7 +351,7 @@ def main() -> int:
             is_expected = found > 0 or bool(reason)
             wrong += not is_expected
             verdict = "" if is_expected else "  NOT EXPECTED"
-            print(f"{mutant.name}: {found} of {valid}{verdict}", flush=True)
+            print(f"{mutant.changes}: {mutant.name}: {found} of {valid}{verdict}", flush=True)
             rows.append((mutant, found, valid, reason))
     if options.table:
         write_table(options.table, rows)
@@ -364,11 +364,12 @@ def write_table(path: Path, rows: list[tuple[Mutant, int, int, str]]) -> None:
     for mutant, found, valid, reason in rows:
         kernel = mutant.kernel.removeprefix("ringcomm_")
         place = " < ".join(mutant.place.split(" < ")[:5])
-        opcode = mutant.sites[0].opcode
+        opcode, change = mutant.sites[0].opcode, mutant.change
         if mutant.and_ is not None:
             opcode += f"` and `{mutant.and_.sites[0].opcode}"
+            change += f" and {mutant.and_.change}"
         result = f"{found} of {valid}" if found else f"no: {reason or 'not found'}"
-        lines.append(f"| {kernel} | `{opcode}`, {place} | {mutant.change} | {result} |")
+        lines.append(f"| {kernel} | `{opcode}`, {place} | {change} | {result} |")
     path.write_text("\n".join(lines) + "\n")
 
 

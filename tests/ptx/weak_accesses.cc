@@ -206,8 +206,7 @@ void Accesses::load(Thread& thread, u64 address, void* to, const Access& access)
     }
     const auto is_wanted = [&](u64 to) {
       WeaklyAcquired& all = WeaklyAcquired::all();
-      const bool is_release = all.is_empty();
-      return is_release || all.has(to, state.block->place.gpu);
+      return all.is_empty() || all.has(to, state.block->place.gpu);
     };
     const auto early_store = [&](u32 linear, u64 to, u64 value) {
       const auto& part = parts[linear / part_threads];

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from oracle import default_dtype
 from pair_table import Case
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -222,17 +221,6 @@ class Convolution(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.conv(x.transpose(1, 2)[..., None])
         return x + out[..., 0].transpose(1, 2)
-
-
-@contextlib.contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """With torch.set_default_dtype()."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 @default_dtype(torch.float32)

@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from oracle import default_dtype
 from pair_actions import Actions, action_of, turns
 from pair_batches import STEPS
 from pair_engines import LomoEngine, ParallelizedEngine, Place, ZeroEngine, dims_of, local_of
 from pair_loops import launched
 from pair_mesh import WORLD_SIZE, MeshByHand, num_data_ranks
-from pair_models import PREFIXES, default_dtype, is_small
+from pair_models import PREFIXES, is_small
 from pair_oracle import Alone, error_of, initial, tolerance, train_alone
 from pair_table import Case, Table
 from pair_tables import TOLERANCE, views_of

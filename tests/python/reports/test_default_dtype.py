@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from oracle import default_dtype
 from ranks import in_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -235,16 +236,6 @@ def assert_same(found: list[Tensor], right: list[Tensor], what: str) -> None:
     for own, wanted in zip(found, right, strict=True):
         assert own.dtype == wanted.dtype, what
         torch.testing.assert_close(own, wanted, rtol=0, atol=0, msg=lambda m: f"{what}: {m}")
-
-
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def check_default_dtypes(*dtypes: torch.dtype) -> None:

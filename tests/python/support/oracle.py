@@ -81,6 +81,17 @@ def bits(tensor: Tensor) -> bytes:
 
 
 @contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """With torch.set_default_dtype()."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
 def num_threads(number: int) -> Iterator[None]:
     """torch's threads within the block."""
     before = torch.get_num_threads()
