@@ -33,6 +33,8 @@ os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 
 import ranks  # noqa: E402
 
+_HAS_GPU = Path("/dev/nvidiactl").exists()
+
 _left: list[str] = []  # behind, by ranks of the processes that run the tests
 
 
@@ -47,7 +49,7 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """One process computes on GPUs: tests there count its free memory and its blocks."""
-    return 0 if Path("/dev/nvidiactl").exists() else 2
+    return 0 if _HAS_GPU else 2
 
 
 def _shares_out(config: pytest.Config) -> bool:
@@ -61,10 +63,16 @@ def _num_threads() -> int:
 _num_threads_at_start = _num_threads()  # those of pytest-xdist
 
 
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """With a GPU: modules of tests ask for it, and a fork of a process that did cannot use CUDA."""
+    if _HAS_GPU and not _shares_out(session.config):
+        ranks.start()
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Here all modules are imported, which the server has then, and no test has run."""
+    """Without one: all modules are imported, which the server has then, and no test has run."""
     gc.freeze()  # gc.collect() of a test visits the objects of tests, and not those of torch
-    if not session.config.option.collectonly:
+    if not (_HAS_GPU or session.config.option.collectonly):
         assert _num_threads() == _num_threads_at_start, "a module starts threads at its import"
         ranks.start()
 

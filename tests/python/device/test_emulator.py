@@ -28,7 +28,8 @@ pytestmark = emulated_gpu.needs_emulated_gpu
 def streams(gpu: Driver, peer: Peer) -> None:
     """A stream keeps its order; another one waits for the record that was last when it asked."""
     first, second, idle = (gpu.stream() for _ in range(3))
-    data, flag, event = gpu.zeros(), gpu.zeros(), gpu.event()
+    # In the device's memory: CUDA's driver fills memory of the host before its call returns.
+    data, copied, flag, event = gpu.memory(), gpu.zeros(), gpu.zeros(), gpu.event()
     assert gpu.call("EventQuery", event) == cuda.SUCCESS  # never recorded
     assert gpu.call("StreamWaitEvent", second, event, 0) == cuda.SUCCESS
     gpu.wait_for(flag, first)
@@ -36,7 +37,7 @@ def streams(gpu: Driver, peer: Peer) -> None:
     gpu.copy(data + 4, data, first)
     gpu.check("EventRecord", event, first)
     gpu.check("StreamWaitEvent", second, event, 0)
-    gpu.copy(data + 8, data + 4, second)
+    gpu.copy(copied, data + 4, second)
     assert gpu.call("EventQuery", event) == cuda.NOT_READY
     gpu.check("EventRecord", event, idle)  # again: what waits, waits for the old record
     gpu.check("EventSynchronize", event)
@@ -44,7 +45,7 @@ def streams(gpu: Driver, peer: Peer) -> None:
     gpu.check("EventDestroy_v2", event)
     put(flag, 1)
     gpu.synchronize(second)
-    assert number(data, 2) == 2
+    assert number(copied) & 0xFF == 2  # one byte was filled
     assert gpu.call("EventQuery", event) == cuda.INVALID_HANDLE
 
 
