@@ -115,6 +115,8 @@ def run_rank(bench: Bench, options: Options) -> None:
 
 # ---- what is printed
 
+BYTES = ("bytes", lambda record: f"{record['bytes']:,}")
+
 
 def _progress_line(records: list[Record]) -> str:
     """A progress line for a finished point."""
@@ -133,7 +135,7 @@ def _results_table(records: list[Record]) -> Any:
     )
     columns: Columns = [
         "op",
-        ("bytes", lambda r: f"{r['bytes']:,}"),
+        BYTES,
         *("backend", "p50 µs", "p99 µs"),
         ("algbw GB/s", lambda r: f"{r['algbw_gb_per_s']:.3f}"),
         ("busbw GB/s", lambda r: f"{r['busbw_gb_per_s']:.3f}"),
@@ -152,7 +154,7 @@ def _machine_table(records: list[Record]) -> Any:
     )
     columns: Columns = [
         "op",
-        ("bytes", lambda r: f"{r['bytes']:,}"),
+        BYTES,
         ("floor µs", lambda r: before_after(r["floor_us"])),
         ("flag µs", lambda r: before_after(r["flag_us"])),
         "others %",
@@ -176,7 +178,7 @@ def _device_table(records: list[Record]) -> Any:
     )
     columns: Columns = [
         "op",
-        ("bytes", lambda r: f"{r['bytes']:,}"),
+        BYTES,
         ("count", lambda r: f"{r['count']:,}"),
         "type",
         ("redop", lambda r: r["reduction"]),

@@ -4,8 +4,8 @@ Each element is read once, updated in fp32 and written once. There are no atomic
 call gives the same bits. Elements count from the weight's first, in memory order.
 
 Weights are stored with one rounding, by the formulas of docs/design/optim.md and of
-csrc/kernels/update_kernels.h, to the last bit. bfloat16 is rounded by integers: a GPU's conversion
-has another NaN, and a memory-bound kernel has the instructions to spare.
+csrc/kernels/optimizer_kernels.h, to the last bit. bfloat16 is rounded by integers: a GPU's
+conversion has another NaN, and a memory-bound kernel has the instructions to spare.
 
 AdaLomo passes over a matrix and its gradient tile by tile. Sums within a tile are of fp32 and in a
 fixed order; those of tiles, in float64, are the launcher's.

@@ -22,7 +22,7 @@ from ringcomm import _C, message_backend, trace, tuning
 from ringcomm.errors import RingcommError
 from ringcomm.options import Options, timeout_of, warn_of_unknown_variables
 from ringcomm.torch_names import all_groups, backend_of, global_ranks_of, set_timeout
-from ringcomm.trace import dumps, flight
+from ringcomm.trace import dumps, layout
 
 _log = logging.getLogger("ringcomm")
 _TOLD_S = 0.05  # until the peers have read it, and before they see that this rank has left
@@ -64,7 +64,7 @@ def create(dist_backend_opts: Any, pg_options: Any) -> Any:
 def _prepare(dist_backend_opts: Any, pg_options: Any) -> _C.GroupOptions:
     """What this rank does alone; the options of the group."""
     _tell_peers_of_the_end(os.getpid())
-    flight.offer_stacks()
+    layout.offer_stacks()
     _let_the_doctor_come(os.getpid())
     dumps.start()
     trace.start()

@@ -1,7 +1,5 @@
 """The backward pass that runs in this thread, and what objects keep until a pass ends."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar

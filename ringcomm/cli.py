@@ -17,14 +17,7 @@ from typing import Any, NoReturn
 
 from ringcomm import __version__, tuning
 from ringcomm.measure.ranks import joined_world_size, run_main
-from ringcomm.screen import (
-    amount,
-    as_option,
-    byte_counts,
-    check_writable,
-    whole_numbers,
-    words,
-)
+from ringcomm.screen import amount, as_option, byte_counts, check_writable, whole_numbers, words
 
 VERDICT_S = 30
 NUM_RANKS = max(2, min(4, len(os.sched_getaffinity(0))))

@@ -5,8 +5,6 @@ a key of each rank when they make the group. A connection serves only for a rank
 of the rank that it connects to. On it go lines of JSON, of a limited length.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl
@@ -81,7 +79,7 @@ class Contacts:
         host, port, key = text.split(" ")
         self.addresses[rank] = Address(host, int(port), key)
 
-    def connect(self, rank: int, purpose: str) -> Connection:
+    def connect(self, rank: int, purpose: str) -> "Connection":
         """Begins to connect to another rank; never waits."""
         host, port, key = self.addresses[rank]
         made = _above(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET))
@@ -91,7 +89,7 @@ class Contacts:
         connection.send_line(f"{_PROTOCOL} {key} {self.rank} {purpose}")
         return connection
 
-    def accept(self) -> Connection | None:
+    def accept(self) -> "Connection | None":
         """A connection that has come, of which nothing is known yet; None if there is none."""
         try:
             made = _above(self.listener.accept()[0])

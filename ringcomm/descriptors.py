@@ -1,7 +1,5 @@
 """Files of ringcomm that stay open have descriptors from 3 on, as those of its C++ code (fd.h)."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 

@@ -6,8 +6,6 @@ imports nothing of ringcomm. tests/python/programs/test_torch_names.py checks th
 running torch has each name. The file is long because it is the one that a new torch may break.
 """
 
-from __future__ import annotations
-
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Mapping

@@ -3,9 +3,9 @@
 // All kernels of one level, as a table; for the source file of that level.
 
 #include "kernels/norm_kernels.h"
+#include "kernels/optimizer_kernels.h"
 #include "kernels/softmax_kernels.h"
-#include "kernels/update_kernels.h"
-#include "kernels/weight_kernels.h"
+#include "kernels/weight_update_kernels.h"
 
 namespace ringcomm::cpu {
 namespace {

@@ -11,7 +11,7 @@
 #include <tuple>
 #include <vector>
 
-#include "ops/weight_update.h"
+#include "ops/update_arguments.h"
 
 // square_sums, adalomo_squares and adalomo_update_ of ops/weight_update_ops.cc.
 

@@ -11,12 +11,12 @@
 #include <vector>
 
 #include "bindings/tensors.h"
-#include "ops/weight_update.h"
+#include "ops/update_arguments.h"
 #include "reduce/update_op.h"
 
 // torch.ops.ringcomm.reduce_scatter_update_all_gather_ (the fused update) and optimizer_update_
 // (its arithmetic on one rank's weights, without collectives), an overload for each optimizer.
-// Fakes and the wrappers are in ringcomm/ops/updates/fused_update.py.
+// Fakes and the wrappers are in ringcomm/ops/fused_update.py.
 
 namespace ringcomm {
 namespace {

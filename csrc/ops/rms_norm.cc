@@ -12,7 +12,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "bindings/tensors.h"
-#include "ops/weight_update.h"
+#include "ops/update_arguments.h"
 
 // torch.ops.ringcomm.all_reduce_add_rms_norm_. Its fake and wrapper are in
 // ringcomm/ops/rms_norm.py.

@@ -13,11 +13,11 @@
 #include <vector>
 
 #include "bindings/tensors.h"
-#include "ops/weight_update.h"
+#include "ops/update_arguments.h"
 
 // torch.ops.ringcomm.*: in-place updates of weights, from their gradients or from the factors of
 // these. The schemas of adalomo_ops.cc are here, too. Fakes and wrappers are in
-// ringcomm/ops/updates/weight_update.py, the formulas in docs/design/optim.md.
+// ringcomm/ops/weight_update_cuda.py, the formulas in docs/design/optim.md.
 
 namespace ringcomm {
 namespace {

@@ -1,7 +1,5 @@
 """Lomo, AdaLomo and zero.shard() under Hugging Face Accelerate."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from functools import partial

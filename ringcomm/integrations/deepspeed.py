@@ -1,7 +1,5 @@
 """ringcomm as the communicator of DeepSpeed's inference on CPUs; written for DeepSpeed 0.19."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

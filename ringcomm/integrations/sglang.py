@@ -1,7 +1,5 @@
 """ringcomm as SGLang's communicator of tensor-parallel ranks on CPUs; written for SGLang 0.5."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -1,7 +1,5 @@
 """ringcomm as vLLM's communicator of tensor-parallel ranks on CPUs; for vLLM 0.32 and 0.33."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

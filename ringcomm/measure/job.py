@@ -20,7 +20,7 @@ from typing import Any
 from ringcomm.measure.machine import TICKS_PER_S
 from ringcomm.measure.verdict import Rank, number_of, verdict
 from ringcomm.screen import byte_count
-from ringcomm.trace import dumps, flight, torch_dumps
+from ringcomm.trace import dumps, layout, torch_dumps
 from ringcomm.trace.layout import Call, Record, parse
 
 SAMPLE_S = 0.5
@@ -75,7 +75,7 @@ def _record(pid: int) -> Record | None:
     if _stat(pid)[0] in "ZX":
         raise ProcessLookupError(pid)
     # A forked child, such as a data loader's worker, also has its parent's.
-    for found in _memfds(pid, flight.MEMFD):
+    for found in _memfds(pid, layout.MEMFD):
         record = parse(found.read_bytes)
         if record.pid == _own_pid(pid):
             return record
@@ -184,14 +184,14 @@ def _sample(ranks: list[Rank]) -> list[Rank]:
 
 
 def _ask_for_stack(pid: int) -> str:
-    """By the signal that flight.offer_stacks() handles; empty if the process does not."""
-    files = _memfds(pid, flight.STACKS_MEMFD)
+    """By the signal that layout.offer_stacks() handles; empty if the process does not."""
+    files = _memfds(pid, layout.STACKS_MEMFD)
     caught = re.search(r"^SigCgt:\s*(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.M)
-    if not files or not caught or not int(caught[1], 16) >> (flight.STACK_SIGNAL - 1) & 1:
+    if not files or not caught or not int(caught[1], 16) >> (layout.STACK_SIGNAL - 1) & 1:
         return ""
     found = files[0]
     size = found.stat().st_size
-    os.kill(pid, flight.STACK_SIGNAL)
+    os.kill(pid, layout.STACK_SIGNAL)
     last, num_same, deadline = size, 0, time.monotonic() + STACK_S
     while num_same < 3 and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -235,7 +235,7 @@ def _write_dumps(folder: Path, form: str, ranks: list[Rank]) -> None:
         for rank in ranks:
             peers: list[Record] = []
             with contextlib.suppress(OSError):
-                _, peers = flight.mapped_records(rank.pid)
+                _, peers = layout.mapped_records(rank.pid)
             stacks = {"MainThread": rank.stack}
             dumps.write(f"{target}/rank", rank.record, peers, "ringcomm doctor", stacks)
         if form == "torch":

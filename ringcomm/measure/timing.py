@@ -4,8 +4,6 @@ A machine's speed drifts within seconds by more than the contenders differ. Neig
 few milliseconds see the same conditions, so their ratio is reliable even if their times are not.
 """
 
-from __future__ import annotations
-
 import gc
 import itertools
 import os
@@ -64,7 +62,7 @@ class Timings:
         calls_us = [s * US for block in self.blocks for s in block]
         return {**percentiles(calls_us, "us"), "mean_us": sum(calls_us) / len(calls_us)}
 
-    def ratio_over(self, other: Timings) -> dict[str, float]:
+    def ratio_over(self, other: "Timings") -> dict[str, float]:
         """This one's median call over the other's, of each pair of neighbouring blocks.
 
         Their median with their 10 and 90 % points, and how many pairs there are.

@@ -3,13 +3,9 @@
 `torch.ops.ringcomm.*` take the group's name; the functions here take the group.
 """
 
+from ringcomm.ops import weight_update_cuda as _weight_update_cuda  # noqa: F401
 from ringcomm.ops.collectives import all_gather, all_reduce, broadcast, reduce, reduce_scatter
-from ringcomm.ops.losses import cross_entropy_cuda as _cross_entropy_cuda  # noqa: F401
-from ringcomm.ops.losses.cross_entropy import cross_entropy
-from ringcomm.ops.losses.linear_cross_entropy import linear_cross_entropy
-from ringcomm.ops.rms_norm import all_reduce_add_rms_norm_
-from ringcomm.ops.updates import weight_update as _weight_update  # noqa: F401
-from ringcomm.ops.updates.fused_update import (
+from ringcomm.ops.fused_update import (
     AdamWStep,
     LomoStep,
     SGDStep,
@@ -17,7 +13,11 @@ from ringcomm.ops.updates.fused_update import (
     reduce_scatter_update_all_gather_,
     shard_range,
 )
-from ringcomm.ops.updates.fused_update import optimizer_update_ as optimizer_update_
+from ringcomm.ops.fused_update import optimizer_update_ as optimizer_update_
+from ringcomm.ops.losses import cross_entropy_cuda as _cross_entropy_cuda  # noqa: F401
+from ringcomm.ops.losses.cross_entropy import cross_entropy
+from ringcomm.ops.losses.linear_cross_entropy import linear_cross_entropy
+from ringcomm.ops.rms_norm import all_reduce_add_rms_norm_
 
 __all__ = [
     "AdamWStep",

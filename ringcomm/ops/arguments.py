@@ -1,7 +1,5 @@
 """Argument checks of weight updates on CUDA; the CPU operators do the same checks in C++."""
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

@@ -10,8 +10,6 @@ The in-place operators and the explicit ring have no wrapper: torch.ops.ringcomm
 broadcast_ and ring_all_reduce_ take the group's name.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

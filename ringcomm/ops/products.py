@@ -1,7 +1,5 @@
 """Matrix products that accumulate into existing memory."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Wrapper and fake of csrc/ops/rms_norm.cc."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ A weight may get a gradient on some ranks only. Without an agreement the ranks w
 collectives, or average gradients of different weights.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator

@@ -4,8 +4,6 @@ The functions are those of torch.ops.ringcomm with the same names, without the o
 weights.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

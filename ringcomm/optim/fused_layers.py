@@ -6,8 +6,6 @@ nodes that lead to it have run, even if all of them returned None. The weight's 
 all uses in this backward pass, and writes the weight after all reads.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -3,8 +3,6 @@
 docs/design/optim.md has the picture.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -13,11 +11,11 @@ import torch
 from torch import Tensor
 
 from ringcomm.backward_pass import OpenPasses, current_pass, in_backward
-from ringcomm.loss_scale import LossScale, clip_factor
 from ringcomm.optim.agreements import Replicas, SameWeights
 from ringcomm.optim.gradients import Gradient, StepFacts, exact
 from ringcomm.optim.options import StepOptions
 from ringcomm.optim.slot import Groups, Slot, in_function
+from ringcomm.parallel.clip import LossScale, clip_factor
 from ringcomm.parallel.model.axes import Axes
 from ringcomm.torch_names import clones_saved_tensors, storage_id
 

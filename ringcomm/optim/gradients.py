@@ -1,7 +1,5 @@
 """A weight's gradient when it arrives: a tensor, or the factors from a layer."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """An optimizer that applies each gradient as soon as the backward pass produces it."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import warnings
@@ -21,7 +19,7 @@ from ringcomm.optim.gradients import Gradient
 from ringcomm.optim.model_weights import ModelWeights, run_all
 from ringcomm.optim.options import StepOptions
 from ringcomm.optim.slot import Slot
-from ringcomm.parallel.model.owners import note_trainer
+from ringcomm.parallel.model.axes import note_trainer
 
 
 class InBackwardOptimizer(torch.optim.Optimizer):

@@ -1,7 +1,5 @@
 """LOMO, SGD that applies each gradient inside the backward pass, and AdaLomo."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any

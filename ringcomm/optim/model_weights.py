@@ -1,7 +1,5 @@
 """The model of an optimizer in the backward pass: checks of its weights, and hooks."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -16,13 +14,18 @@ from torch.distributed.tensor import DTensor
 from ringcomm.optim.fused_layers import fuse, is_fusable, plain_class, unfuse
 from ringcomm.optim.slot import Slot
 from ringcomm.parallel.expert.local_experts import check_data_ranks, expert_parallel_modules
-from ringcomm.parallel.model.axes import Axes, Sharding, overlap
+from ringcomm.parallel.model.axes import (
+    Axes,
+    Sharding,
+    find_shards,
+    find_trainer,
+    note_trainer,
+    overlap,
+)
 from ringcomm.parallel.model.cut import Cut
-from ringcomm.parallel.model.describe import Weight, describe
-from ringcomm.parallel.model.owners import find_shards, find_trainer, note_trainer
+from ringcomm.parallel.model.describe import Weight, describe, start_equal, start_experts_equal
 from ringcomm.parallel.model.refuse import Asked, refuse
 from ringcomm.parallel.model.stage_part import StagePart, has_several_stages
-from ringcomm.parallel.model.starts import start_equal, start_experts_equal
 from ringcomm.parallel.shards.units import watch_whole_weights
 from ringcomm.torch_names import FORWARD_PRE_HOOKS, forward_pre_hooks_of
 

@@ -1,7 +1,5 @@
 """The options of Lomo and AdaLomo."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

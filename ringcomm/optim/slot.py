@@ -1,7 +1,5 @@
 """One weight of an optimizer in the backward pass, and its gradient until it is used."""
 
-from __future__ import annotations
-
 import inspect
 import itertools
 import weakref

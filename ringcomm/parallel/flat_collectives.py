@@ -1,7 +1,5 @@
 """Collectives over one flat buffer in uneven shards, for any backend."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -10,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringcomm import _C
-from ringcomm.ops.updates.fused_update import shard_range
+from ringcomm.ops.fused_update import shard_range
 from ringcomm.torch_names import (
     BUCKET_BYTES,
     all_gather_single,

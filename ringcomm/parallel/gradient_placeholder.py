@@ -1,7 +1,5 @@
 """Gradients on their way to an optimizer: hooks, placeholders, and a check of all ranks."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -53,7 +51,7 @@ class GradientPlaceholder(Tensor):
     @staticmethod
     def __new__(
         cls, param: Tensor, message: str, add: Callable[[Tensor], None] | None = None
-    ) -> GradientPlaceholder:
+    ) -> "GradientPlaceholder":
         """See the class."""
         made = make_wrapper(
             cls,

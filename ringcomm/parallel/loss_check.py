@@ -4,8 +4,6 @@ It is called with few rows and tokens of a batch, with labels that the batch has
 gradients are compared: losses of a model that was just made are nearly equal, gradients are not.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
@@ -77,7 +75,7 @@ def disagreement(
 
 
 def _ask(
-    sample: _Sample,
+    sample: "_Sample",
     kind: str,
     count: Callable[[Tensor], float] | None,
     weights: Collection[Tensor] | None,

@@ -1,7 +1,5 @@
 """The ranks of a job as a mesh: the axes of parallelism and their groups."""
 
-from __future__ import annotations
-
 import math
 from functools import cached_property
 from typing import Any

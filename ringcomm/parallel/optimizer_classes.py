@@ -1,7 +1,5 @@
 """Optimizers of any class on parts of weights: which of them can, and copies of them."""
 
-from __future__ import annotations
-
 import copy
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence

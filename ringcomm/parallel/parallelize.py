@@ -1,7 +1,5 @@
 """Distributes a model over all axes of a mesh in one call."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -16,12 +14,11 @@ from ringcomm.parallel import zero
 from ringcomm.parallel.flat_collectives import check_agreement
 from ringcomm.parallel.loss import CountItems, Loss, PartLoss, parameters_of
 from ringcomm.parallel.mesh import ParallelDims
-from ringcomm.parallel.model.describe import Model, describe
+from ringcomm.parallel.model.describe import Model, describe, start_equal
 from ringcomm.parallel.model.refuse import Asked, refuse
-from ringcomm.parallel.model.starts import start_equal
 from ringcomm.parallel.optimizer_classes import REFUSED, WHOLE, optimizers_of
-from ringcomm.parallel.parallelized import Parallelized
 from ringcomm.parallel.shards.units import default_units
+from ringcomm.parallel.steps import Parallelized
 from ringcomm.parallel.tensor.replicas import check_replicas
 from ringcomm.parallel.zero.stage3 import shard_units
 
@@ -106,7 +103,7 @@ def parallelize(
     Collective over the default group.
     """
     # These two import torch.distributed.pipelining, and ringcomm.parallel itself.
-    from ringcomm.integrations.transformers.adapter import Adapter
+    from ringcomm.parallel.adapter import Adapter
     from ringcomm.parallel.pipeline import Pipeline
 
     stage = zero_stage if zero_stage is not None else (3 if dims.fsdp > 1 else 0)
@@ -139,7 +136,7 @@ def parallelize(
         for layer in default_units(model):
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
     made: Any = optimizer(model.parameters())
-    own, reasons = describe(model), WHOLE | REFUSED
+    own, reasons = describe(model), WHOLE | REFUSED  # of what is split by now
     for each in optimizers_of(made):
         given = {param for group in each.param_groups for param in group["params"]}
         names = reasons.keys() & {

@@ -8,8 +8,6 @@ full. No module is asked in these functions. The check is therefore installed ar
 first such module is made.
 """
 
-from __future__ import annotations
-
 import functools
 import weakref
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 docs/design/planner.md has the sources of the figures, and the cost model of collectives.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
@@ -258,7 +256,7 @@ class Cluster:
         """Memory of a device, without what its driver takes."""
         return self.memory_bytes - self.hardware.reserved_bytes
 
-    def tuned(self, worlds: Sequence[World]) -> Cluster:
+    def tuned(self, worlds: Sequence[World]) -> "Cluster":
         """The same with alpha and beta inside a host as `ringcomm tune` has measured them.
 
         Uses the measured number of ranks that is nearest to a host's devices.

@@ -5,8 +5,6 @@ arXiv 2104.04473), and the zero-bubble schedule in V form, ZB-V (Qi et al. 2023,
 by the names of ringcomm.parallel.pipeline.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal, get_args
@@ -32,14 +30,14 @@ class System:
     weights: Tier = "device"  # where shards of weights and gradients are
     is_lomo: bool = False  # an update inside the backward pass leaves no gradients and no states
 
-    def label(self, mesh: Mesh) -> str:
+    def label(self, mesh: "Mesh") -> str:
         """Its name on a mesh: without data parallelism, DDP has no replicas to average."""
         if self.name != "ddp" or mesh.dp > 1:
             return self.name
         axes = (("tensor", mesh.tp), ("pipeline", mesh.pp))
         return " + ".join(name for name, size in axes if size > 1) or self.name
 
-    def fault(self, mesh: Mesh, *, is_host: bool) -> str | None:
+    def fault(self, mesh: "Mesh", *, is_host: bool) -> str | None:
         """Why it does not support a mesh, or a device that is the host; None if it does."""
         dp, pp, tp = mesh.dp, mesh.pp, mesh.tp
         if self.name == "ddp" and mesh.num_ranks == 1:

@@ -1,7 +1,5 @@
 """How the ranks of a group over messages meet: each joins a coordinator, or coordinates."""
 
-from __future__ import annotations
-
 import select
 import socket
 from collections.abc import Callable, Iterable

@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 
 from ringcomm import errors
 from ringcomm.descriptors import above_standard, open_above
-from ringcomm.trace import clock_name, flight
+from ringcomm.trace import clock_name, layout
 from ringcomm.trace.layout import Call, Group, Record
 from ringcomm.version import __version__
 
@@ -37,7 +37,7 @@ _START = f'{{"format": "{FORMAT}"'.encode()
 # Of a peer that has not ended, and so may write a dump of its own.
 NUM_CALLS_OF_PEER = 64
 _PF_EXITING = 4  # of the kernel's flags of a process
-# Next to flight.STACK_SIGNAL. A program uses SIGUSR1 and SIGUSR2 itself.
+# Next to layout.STACK_SIGNAL. A program uses SIGUSR1 and SIGUSR2 itself.
 DUMP_SIGNAL = signal.SIGRTMAX - 4
 _THREAD = "ringcomm-dump"
 _OWN_FILES = (__file__, errors.__file__)
@@ -224,7 +224,7 @@ def _prefix() -> str:
 
 
 def _dump(prefix: str, reason: str) -> Path:
-    own, peers = flight.mapped_records()
+    own, peers = layout.mapped_records()
     if own is None or own.pid != os.getpid() or own.rank < 0:
         raise ValueError("this process has no group of ringcomm of several ranks to dump")
     return write(prefix, own, peers, reason, _stacks())

@@ -11,14 +11,7 @@ from typing import Any
 from ringcomm import _C
 from ringcomm.trace import clock_name, dumps
 from ringcomm.trace.dumps import Known
-from ringcomm.trace.layout import (
-    EVENT_BYTES,
-    NOBODY,
-    TRACE_HEADER,
-    TRACE_MAGIC,
-    clock_of,
-    events,
-)
+from ringcomm.trace.layout import EVENT_BYTES, NOBODY, TRACE_HEADER, TRACE_MAGIC, clock_of, events
 from ringcomm.version import __version__
 
 # Collectives that no rank leaves before all have arrived.

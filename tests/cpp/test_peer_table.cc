@@ -99,7 +99,7 @@ TEST_CASE("the ranks that do not fetch the memory of their host are named") {
         testing::make_group(store, {.rank = rank, .world_size = 4}, {}, milliseconds(1'000));
       });
       return expect_error(error, ErrorKind::kTimeout,
-                          {"ranks 2 and 3 did not fetch the group's memory in 1000 ms"});
+                          {"ranks 2 and 3 did not map the shared-memory descriptor in 1000 ms"});
     }
     host::Rendezvous rendezvous(store, {.rank = rank, .world_size = 4}, milliseconds(5'000));
     rendezvous.find_ranks();

@@ -6,7 +6,7 @@
 #include "cuda/kernels/reducers.h"
 #include "reduce/update_op.h"
 
-// Optimizers' steps inside of a reduction, with the bits of kernels/update_kernels.h. Compiled
+// Optimizers' steps inside of a reduction, with the bits of kernels/optimizer_kernels.h. Compiled
 // without contraction, as there; fma() is what is fused.
 
 namespace ringcomm::cuda {

@@ -1,7 +1,5 @@
 """Expert parallelism for mixtures of experts of Hugging Face transformers."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Splits causal language models of transformers into blocks for ringcomm.parallel.pipeline."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any

@@ -1,7 +1,5 @@
 """Tensor parallelism for models of transformers, by the plan in each model's config."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -15,16 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ringcomm.backend import resolve_group
 from ringcomm.integrations.transformers.training import causal_lm_loss, loss_options_of
-from ringcomm.nn import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    VocabParallelEmbedding,
-)
+from ringcomm.nn import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from ringcomm.parallel.expert.local_experts import LocalExperts
-from ringcomm.parallel.model.describe import describe
+from ringcomm.parallel.model.describe import describe, start_equal
 from ringcomm.parallel.model.refuse import Asked, refuse
 from ringcomm.parallel.model.saving import save_full
-from ringcomm.parallel.model.starts import start_equal
 from ringcomm.parallel.tensor.layers import HeadShares, share_heads
 from ringcomm.parallel.tensor.regions import (
     all_reduce_grad_,

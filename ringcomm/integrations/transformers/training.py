@@ -1,11 +1,13 @@
 """The loss of causal language models of transformers, and its Trainer."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
+import importlib.util
+import inspect
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -14,8 +16,11 @@ from torch.distributed.tensor import DTensor
 from ringcomm.integrations import accelerate
 from ringcomm.ops.losses.cross_entropy import cross_entropy
 from ringcomm.optim import InBackwardOptimizer
+from ringcomm.parallel.loss import Batch, PartLoss
+from ringcomm.parallel.loss_check import is_integer
 from ringcomm.parallel.model.describe import describe
 from ringcomm.parallel.shards import find_shards
+from ringcomm.parallel.tensor.regions import gather_from_tp
 
 
 def patch_loss(
@@ -103,6 +108,142 @@ def causal_lm_loss(
         z_loss=z_loss,
     )
     return loss
+
+
+# ---- the loss in a model that parallelize() trains
+
+_IN_PIPELINE = ("input_ids", "attention_mask", "position_ids")
+
+
+class LossInModel(PartLoss):
+    """A model's own loss; in a pipeline its loss of logits.
+
+    If it is not ForCausalLMLoss it is asked whether it is the mean over labels other than -100.
+    """
+
+    def __init__(self, model: Any, group: dist.ProcessGroup, blocks: Any = None) -> None:
+        """Of a model without wrappers, whose layers may be tensor-parallel over the group.
+
+        `blocks` are those of a pipeline.
+        """
+        self._name, self._config, self._group = type(model).__name__, model.config, group
+        code = inspect.unwrap(type(model).forward).__code__
+        # Whether label n + 1 is that of token n. T5 has the function, and computes another loss.
+        is_called = "loss_function" in code.co_names
+        self._is_shifted = is_called and is_causal_lm_loss(model.loss_function)
+        # The routers' loss, which is a mean, is weighted together with that of the tokens.
+        has_routers = getattr(model.config, "output_router_logits", False)
+        takes_number = bool(code.co_flags & inspect.CO_VARKEYWORDS) and not has_routers
+        loss: Any = _loss_of
+        if blocks is not None:
+            loss = partial(model.loss_function, vocab_size=model.config.vocab_size)
+        super().__init__(loss, asks=not self._is_shifted)
+        self._divides = self._is_shifted and (blocks is not None or takes_number)
+        self.blocks = blocks
+        head: Any = model.get_output_embeddings()
+        ranges = head.splits["weight"].ranges if hasattr(head, "splits") else ()
+        self._logit_sizes = [end - begin for begin, end in ranges]
+
+    def checked(self, batch: Batch) -> Batch:
+        """The batch with its arguments by name, or for a pipeline's first block.
+
+        Raises ValueError for arguments that a pipeline does not pass on, and for packed sequences
+        that the model does not separate.
+        """
+        if len(batch.args) > 1:
+            raise TypeError(
+                f"a model of transformers takes one tensor, input_ids, or a dict; got"
+                f" {len(batch.args)} tensors"
+            )
+        kwargs = {**({"input_ids": batch.args[0]} if batch.args else {}), **batch.kwargs}
+        _check_packed(self._config, kwargs)
+        if self.blocks is None:
+            return batch._replace(args=(), kwargs=kwargs)
+        unknown = [name for name in kwargs if name not in _IN_PIPELINE]
+        if unknown or "input_ids" not in kwargs:
+            raise ValueError(
+                f"a pipeline takes input_ids, attention_mask and position_ids, got {[*kwargs]}"
+            )
+        return batch._replace(args=(kwargs.pop("input_ids"),), kwargs=kwargs)
+
+    def labels_of(self, batch: Batch) -> Tensor:
+        """The labels of which those that are not -100 count."""
+        if "shift_labels" in batch.kwargs:
+            return batch.kwargs["shift_labels"]
+        return batch.targets[..., 1:] if self._is_shifted else batch.targets
+
+    def arguments(self, targets: Tensor, num_own: float, num_items: float) -> dict[str, Any]:
+        """The model's arguments for the loss; without labels only if its loss would be NaN."""
+        # With a cache, transformers does not look for packed sequences.
+        cache = {"use_cache": False} if self._is_shifted else {}
+        if self._divides:
+            return {"labels": targets, "num_items_in_batch": num_items, **cache}
+        return {"labels": targets, **cache} if num_own else cache
+
+    def result_of(self, output: Any) -> Tensor:
+        """The logits of the whole vocabulary. Collective in a pipeline."""
+        if self.blocks is None:
+            return output.logits
+        if self._group.size() == 1 or not self._logit_sizes:
+            return output
+        return gather_from_tp(output, self._logit_sizes, self._group)
+
+    def _ask(self, output: Any, targets: Tensor) -> str:
+        if self.blocks is not None:
+            return super()._ask(output, targets)
+        logits, kinds = getattr(output, "logits", None), self.labels(targets).kinds
+        if not is_integer(targets) or (targets.dim() == 1 and not kinds):
+            return ""  # a mean over rows
+        if isinstance(logits, Tensor) and logits.shape[:-1] == targets.shape:
+            flat = logits.detach().float().flatten(0, -2)
+            with suppress(IndexError):
+                wanted = nn.functional.cross_entropy(flat, targets.flatten())
+                rtol = max(1e-4, 4 * torch.finfo(logits.dtype).eps)
+                if torch.allclose(output.loss.detach().float(), wanted, rtol):
+                    return ""
+        return (
+            f"{self._name} has a loss of its own, which is not the mean over labels other than"
+            " -100, so losses of ranks and micro-batches cannot be weighted: pass loss_fn"
+        )
+
+
+def _loss_of(output: Any, *_: Any, **__: Any) -> Tensor:
+    """The loss that a model has computed itself."""
+    return output.loss
+
+
+def _check_packed(config: Any, batch: Mapping[str, Any]) -> None:
+    """Raises ValueError if sequences packed into a row would attend to each other.
+
+    Positions that restart mark packed sequences. transformers sees them without an attention mask
+    and a cache, and flash attention in batches of one row only.
+    """
+    positions, mask = batch.get("position_ids"), batch.get("attention_mask")
+    uses_flash = "flash" in str(getattr(config, "_attn_implementation", ""))
+    if "cu_seq_lens_q" in batch and positions is None and not uses_flash:
+        raise ValueError(
+            "cu_seq_lens_q is for flash attention only, and the model does not use it: pass"
+            " position_ids that restart in each sequence"
+        )
+    if not isinstance(positions, Tensor) or positions.is_meta or positions.dim() != 2:
+        return
+    restarts = positions.diff(dim=1) != 1
+    if isinstance(mask, Tensor) and mask.shape == positions.shape:
+        restarts &= mask[:, 1:].bool() & mask[:, :-1].bool()  # not between padding and tokens
+    if not restarts.any():
+        return
+    reason = None
+    if mask is not None and mask.dim() == 2:
+        reason = "with an attention_mask of two dimensions: leave it out"
+    elif uses_flash and len(positions) > 1:
+        reason = "by flash attention with several rows: pack all sequences into one row"
+    elif importlib.util.find_spec("transformers.masking_utils") is None:
+        reason = "by this version of transformers: update it"
+    if reason is not None:
+        raise ValueError(f"position_ids restart, but packed sequences are not separated {reason}")
+
+
+# ---- the Trainer
 
 
 def register() -> None:

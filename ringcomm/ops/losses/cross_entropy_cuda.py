@@ -4,8 +4,6 @@ They match csrc/ops/cross_entropy.cc, which is for the CPU. They do not wait for
 device, except with RINGCOMM_CHECK_TARGETS. ringcomm.ops.cross_entropy has checked their arguments.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

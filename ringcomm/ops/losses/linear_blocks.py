@@ -1,7 +1,5 @@
 """Blocks of a linear layer's logits, and the gradients of the layer summed over them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

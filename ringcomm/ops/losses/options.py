@@ -1,7 +1,5 @@
 """Options of the cross-entropy, their checks, and the operators' arguments in order."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Sequence

@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import Self
 
 from ringcomm.backend import resolve_group
-from ringcomm.ops.updates.fused_update import shard_range
+from ringcomm.ops.fused_update import shard_range
+from ringcomm.parallel.activations.arena import Kept, SavedTensors, is_plain
 from ringcomm.parallel.activations.arena import arena as Arena  # also an argument
-from ringcomm.parallel.activations.saved_tensors import Kept, SavedTensors, is_plain
 from ringcomm.parallel.flat_collectives import all_gather_shards, gather_ints
 from ringcomm.parallel.offload.transfers import empty_row
 

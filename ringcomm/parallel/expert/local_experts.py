@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ringcomm import torch_names
 from ringcomm.backend import resolve_group
-from ringcomm.ops.updates.fused_update import shard_range
+from ringcomm.ops.fused_update import shard_range
 from ringcomm.parallel.expert.dispatch import (
     DispatchPlan,
     by_expert,
@@ -25,7 +25,7 @@ from ringcomm.parallel.expert.dispatch import (
     rows_of_tokens,
     sums_of_rows,
 )
-from ringcomm.parallel.model.owners import find_trainer
+from ringcomm.parallel.model.axes import find_trainer
 from ringcomm.parallel.model.saving import refuse_copy, refuse_part
 from ringcomm.torch_names import all_reduce_coalesced_, foreach_div_, version_of
 

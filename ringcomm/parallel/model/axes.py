@@ -1,16 +1,16 @@
-"""Which ranks have which elements of a model, over all axes of parallelism.
+"""Which ranks have which elements of a model, over all axes, and which object trains a weight.
 
 Replicated data parallelism is not recorded and not needed: gradients are the same on its ranks.
 """
 
-from __future__ import annotations
-
+import weakref
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 
 class Sharding(NamedTuple):
@@ -30,7 +30,7 @@ class Axes(NamedTuple):
     groups: tuple[dist.ProcessGroup, ...]  # all of them, in the order in which every rank sums
     stages: dist.ProcessGroup | None  # the group of a pipeline, which is summed last
 
-    def sharded_over(self, groups: Mapping[nn.Parameter, dist.ProcessGroup | None]) -> Axes:
+    def sharded_over(self, groups: Mapping[nn.Parameter, dist.ProcessGroup | None]) -> "Axes":
         """The axes where the ranks of a group have disjoint pieces of a parameter's gradient."""
         shardings, found = dict(self.shardings), dict[dist.ProcessGroup, None]()
         for param, of in self.shardings.items():
@@ -41,7 +41,7 @@ class Axes(NamedTuple):
         others = [group for group in found if group not in self.groups]
         return self._replace(shardings=shardings).in_order([*others, *self.groups])
 
-    def in_order(self, groups: Iterable[dist.ProcessGroup]) -> Axes:
+    def in_order(self, groups: Iterable[dist.ProcessGroup]) -> "Axes":
         """The axes with these groups, in whose order the elements of each parameter are summed."""
         order = {group: place for place, group in enumerate(dict.fromkeys(groups))}
         shardings = {
@@ -67,3 +67,32 @@ def overlap(one: dist.ProcessGroup, other: dist.ProcessGroup) -> bool:
     """Whether two groups have more than one rank in common."""
     ranks = set(dist.get_process_group_ranks(one))
     return len(ranks.intersection(dist.get_process_group_ranks(other))) > 1
+
+
+# ---- which object shards or trains a weight: it records this, and the other systems ask
+
+
+class _Owners:
+    """Keyed weakly by parameter, with weak references: the owners hold the parameters."""
+
+    def __init__(self) -> None:
+        self._owner_of: Any = WeakIdKeyDictionary()
+
+    def note(self, params: Iterable[nn.Parameter], owner: Any) -> None:
+        """Records the owner of parameters; None when it gives them up."""
+        for param in params:
+            self._owner_of.pop(param, None)
+            if owner is not None:
+                self._owner_of[param] = weakref.ref(owner)
+
+    def find(self, param: Tensor) -> Any:
+        """The owner of a parameter, or None."""
+        reference = self._owner_of.get(param)
+        return None if reference is None else reference()
+
+
+_shards, _trainers = _Owners(), _Owners()
+# WeightShards.
+note_shards, find_shards = _shards.note, _shards.find
+# Optimizers that take gradients: ZeroOptimizer, Lomo, AdaLomo; ParameterServer.
+note_trainer, find_trainer = _trainers.note, _trainers.find

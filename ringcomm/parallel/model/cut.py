@@ -1,7 +1,5 @@
 """Which elements of a full tensor are on this rank."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple

@@ -5,9 +5,7 @@ of a Pipeline its stages, and DTensors their mesh. What may change between steps
 `requires_grad`, is read when it is asked.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any
@@ -18,10 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ringcomm.parallel.expert.local_experts import LocalExperts
-from ringcomm.parallel.flat_collectives import local_of
-from ringcomm.parallel.model.axes import Axes, Sharding, mesh_of, overlap
+from ringcomm.parallel.flat_collectives import local_of, take_from_rank0
+from ringcomm.parallel.model.axes import Axes, Sharding, find_shards, mesh_of, overlap
 from ringcomm.parallel.model.cut import Cut, cut_of
-from ringcomm.parallel.model.owners import find_shards
 from ringcomm.parallel.model.stage_part import StagePart, stage_part_of
 from ringcomm.parallel.tensor.splits import Split, SplitModule, tensor_groups_of
 from ringcomm.torch_names import WRAPPERS, children_of
@@ -234,3 +231,40 @@ def _walk(
     for name, child in children_of(module).items():
         if child is not None:
             yield from _walk(child, prefix if name == wrapped else f"{prefix}{name}.", experts)
+
+
+def start_equal(
+    model: Model, groups: Iterable[dist.ProcessGroup], tensors: Iterable[Tensor] | None = None
+) -> None:
+    """Replaces weights, frozen ones too, and buffers by those of rank 0 of each group in turn.
+
+    Parts that differ between the ranks of a group stay: those of tensor-parallel layers, experts,
+    DTensors and WeightShards. Tensors on the meta device stay as well. `tensors`: only these.
+    Collective over each group.
+    """
+    known: dict[Any, Weight] = {**model.weights, **model.buffers}
+    chosen = known if tensors is None else dict.fromkeys(tensors)
+    for group in groups:
+        shared = (t for t in chosen if not known[t].is_apart(group))
+        take_from_rank0(map(local_of, shared), group)
+
+
+def start_experts_equal(model: Model, tensors: Iterable[Tensor] | None = None) -> None:
+    """start_equal() of sharded experts over the ranks with the same ones. Collective."""
+    known: dict[Any, Weight] = {**model.weights, **model.buffers}
+    found: dict[dist.ProcessGroup, list[Tensor]] = {}
+    for tensor in known if tensors is None else tensors:
+        experts = known[tensor].experts
+        if experts is not None and experts.replica_group is not None:
+            found.setdefault(experts.replica_group, []).append(tensor)
+    for group, own in found.items():
+        start_equal(model, [group], own)
+
+
+def start_equal_over_data(
+    model: Model, group: dist.ProcessGroup, tensors: Iterable[Tensor] | None = None
+) -> None:
+    """start_equal() over data-parallel ranks; of experts over those with the same ones."""
+    chosen = None if tensors is None else [*tensors]
+    start_equal(model, [group], chosen)
+    start_experts_equal(model, chosen)

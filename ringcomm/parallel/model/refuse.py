@@ -1,7 +1,5 @@
 """What systems refuse of a model: one table, asked before anything is sent or changed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
@@ -13,8 +11,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ringcomm.parallel.expert.local_experts import LocalExperts
+from ringcomm.parallel.model.axes import find_shards, find_trainer
 from ringcomm.parallel.model.describe import Model, Weight
-from ringcomm.parallel.model.owners import find_shards, find_trainer
 from ringcomm.parallel.model.stage_part import StagePart
 from ringcomm.parallel.tensor.regions import summed_over
 from ringcomm.torch_names import accumulate_hooks_of, backward_hooks_of, root_mesh

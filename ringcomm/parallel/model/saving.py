@@ -1,7 +1,5 @@
 """What other libraries save of a sharded model: the full weights, or nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module

@@ -1,7 +1,5 @@
 """A rank's blocks of a pipeline, as a module that knows which ranks have the others."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
@@ -13,7 +11,7 @@ from ringcomm.parallel.model.saving import refuse_copy, refuse_part
 from ringcomm.parallel.tensor.splits import tensor_groups_of
 from ringcomm.parallel.torch_checks import register_part
 
-_part_of_block: weakref.WeakKeyDictionary[nn.Module, weakref.ref[StagePart]] = (
+_part_of_block: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[StagePart]]" = (
     weakref.WeakKeyDictionary()
 )
 

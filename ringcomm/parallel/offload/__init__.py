@@ -1,7 +1,6 @@
 """Training state in host memory or in files: ZeRO-Offload and ZeRO-Infinity."""
 
 from ringcomm.parallel.offload.file_store import FileStore as FileStore
-from ringcomm.parallel.offload.of_torch import SGD, AdamW
-from ringcomm.parallel.offload.optimizers import Offloaded
+from ringcomm.parallel.offload.optimizers import SGD, AdamW, Offloaded
 
 __all__ = ["SGD", "AdamW", "Offloaded"]

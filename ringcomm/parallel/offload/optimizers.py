@@ -4,8 +4,6 @@ Ren et al. 2021 (arXiv 2101.06840, section 5.1) for the host, Rajbhandari et al.
 2104.07857, section 5.2) for files.
 """
 
-from __future__ import annotations
-
 import os
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
@@ -16,14 +14,16 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ringcomm import ops
-from ringcomm.ops.updates.fused_update import Rule, rule_of
+from ringcomm.ops.fused_update import Rule, rule_of
 from ringcomm.parallel.flat_collectives import local_of, take_written
-from ringcomm.parallel.offload.operands import Operands, StatesView, numbered_groups
 from ringcomm.parallel.offload.state_rows import (
+    Operands,
     StateRows,
+    StatesView,
     from_json,
     large_tensors,
     map_tensors,
+    numbered_groups,
     to_json,
 )
 from ringcomm.parallel.offload.tiers import RowHandle, Tier, make_tier
@@ -402,3 +402,48 @@ def _update_by_kernel(
         weight.copy_(on_host)
     if isinstance(rule, ops.AdamWStep):
         state["step"] = torch.tensor(float(step), dtype=torch.float32, device="cpu")
+
+
+# ---- torch's AdamW and SGD, whose states a kernel updates
+
+
+class _OfTorch(Offloaded):
+    """Makes the given optimizer itself."""
+
+    _kind: Any
+
+    def __init__(
+        self,
+        params: Any,
+        *args: Any,
+        to: Literal["cpu", "nvme"] = "cpu",
+        path: str | os.PathLike[str] | None = None,
+        chunk_elems: int = 1 << 20,
+        **options: Any,
+    ) -> None:
+        given = self._kind(params, *args, **options)
+        super().__init__(given, to=to, path=path, chunk_elems=chunk_elems)
+
+
+class AdamW(_OfTorch, torch.optim.AdamW):
+    """torch.optim.AdamW with exp_avg and exp_avg_sq in host memory, or in files: see Offloaded.
+
+        optimizer = offload.AdamW(model.parameters(), lr=1e-3, to="nvme", path="/mnt/nvme")
+
+    A step reads and writes 8 bytes each way per float32 weight, 12 per 16-bit weight. State in
+    files needs three chunks of memory. With amsgrad and maximize torch's own step runs.
+
+    Args:
+        params, *args, **options: as in torch.
+        to, path, chunk_elems: see Offloaded.
+
+    Raises ValueError and OSError as Offloaded.
+    """
+
+    _kind = torch.optim.AdamW
+
+
+class SGD(_OfTorch, torch.optim.SGD):
+    """torch.optim.SGD with its momentum in host memory, or in files; see AdamW."""
+
+    _kind = torch.optim.SGD

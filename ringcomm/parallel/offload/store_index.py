@@ -1,7 +1,5 @@
 """The index of a FileStore's tensors: of the last commit, and of the one before it."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import errno
@@ -141,7 +139,7 @@ class Index:
         return f"{text}\n{_kernels.checksum(text.encode()):08x}\n"
 
     @classmethod
-    def from_json(cls, text: str) -> Index:
+    def from_json(cls, text: str) -> "Index":
         """The inverse of to_json(). Raises ValueError for other text."""
         try:
             body, _, checksum = text.partition("\n")

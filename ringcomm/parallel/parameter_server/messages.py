@@ -3,8 +3,6 @@
 A message is a header of 32 bytes, optionally followed by packed tensors.
 """
 
-from __future__ import annotations
-
 import ctypes
 import io
 import math
@@ -84,7 +82,7 @@ class Packing:
         self._order = sorted(range(len(sizes)), key=lambda index: -self._kinds[index][1].itemsize)
         self._sizes = [sizes[index] for index in self._order]
 
-    def of_gradients(self) -> Packing:
+    def of_gradients(self) -> "Packing":
         """For gradients of the same tensors, and a last tensor: 1 for each that is not missing."""
         return Packing([*self._kinds, (torch.Size([len(self._kinds)]), torch.uint8)])
 
@@ -171,7 +169,7 @@ class Header(NamedTuple):
     num_bytes: int = 0
 
     @staticmethod
-    def decode(words: Tensor) -> Header:
+    def decode(words: Tensor) -> "Header":
         """The header in a received float64 [4]."""
         kind, version, has_version, num_bytes = words.tolist()
         return Header(Kind(int(kind)), version, int(has_version), int(num_bytes))

@@ -13,12 +13,11 @@ from typing_extensions import Self
 
 from ringcomm.backend import resolve_group
 from ringcomm.errors import RingcommError
-from ringcomm.loss_scale import LossScale
+from ringcomm.parallel.clip import LossScale
 from ringcomm.parallel.flat_collectives import check_agreement
-from ringcomm.parallel.model.describe import Model, describe
-from ringcomm.parallel.model.owners import note_trainer
+from ringcomm.parallel.model.axes import note_trainer
+from ringcomm.parallel.model.describe import Model, describe, start_equal
 from ringcomm.parallel.model.refuse import Asked, refuse
-from ringcomm.parallel.model.starts import start_equal
 from ringcomm.parallel.parameter_server import messages
 from ringcomm.parallel.parameter_server.messages import Header, Kind, Packing
 from ringcomm.parallel.parameter_server.server import Port, Server, ServerOptimizer, misfit

@@ -1,7 +1,5 @@
 """A model as a sequence of named blocks: a rank's own blocks, and weights tied between ranks."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -96,7 +94,7 @@ def part_of(
 
 def wrap_stages(
     part: StagePart,
-    modules: Mapping[int, StageModule],
+    modules: "Mapping[int, StageModule]",
     wrap: Callable[[nn.Module], nn.Module] | None,
     plan: Plan,
 ) -> dict[int, nn.Module]:

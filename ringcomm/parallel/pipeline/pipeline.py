@@ -1,7 +1,5 @@
 """Trains a model whose stages are on several ranks."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -14,9 +12,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ringcomm.backend import resolve_group
 from ringcomm.errors import RingcommError
-from ringcomm.parallel.batches import check_rows
 from ringcomm.parallel.flat_collectives import all_gathered, check_agreement, device_of, gather_ints
-from ringcomm.parallel.loss import CountItems, LossError, PartLoss, StepLoss, parameters_of
+from ringcomm.parallel.loss import (
+    CountItems,
+    LossError,
+    PartLoss,
+    StepLoss,
+    check_rows,
+    parameters_of,
+)
 from ringcomm.parallel.model.saving import refuse_copy
 from ringcomm.parallel.pipeline.blocks import (
     Blocks,

@@ -1,7 +1,5 @@
 """Messages between stages, and torch's PipelineStage with early release of messages."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

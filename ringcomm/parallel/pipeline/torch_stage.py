@@ -6,8 +6,6 @@ rank before the first step of a V. Their split backward counts the gradient twic
 one stage uses twice, so Stage does both halves at once there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from itertools import chain
 from typing import TYPE_CHECKING, Any

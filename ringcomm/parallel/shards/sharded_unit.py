@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ringcomm import torch_names
-from ringcomm.ops.updates.fused_update import shard_range
+from ringcomm.ops.fused_update import shard_range
 from ringcomm.parallel.flat_collectives import shard_sizes, takes_uneven
 
 # Parameters smaller than this are packed: one more copy, and far fewer calls.

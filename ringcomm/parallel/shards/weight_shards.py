@@ -15,13 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ringcomm.backend import resolve_group
 from ringcomm.backward_pass import in_backward
-from ringcomm.ops.updates.fused_update import shard_range
+from ringcomm.ops.fused_update import shard_range
 from ringcomm.parallel.flat_collectives import reduce_scatter_mean
-from ringcomm.parallel.model.describe import describe
-from ringcomm.parallel.model.owners import note_shards
+from ringcomm.parallel.model.axes import note_shards
+from ringcomm.parallel.model.describe import describe, start_equal_over_data
 from ringcomm.parallel.model.refuse import Asked, refuse
 from ringcomm.parallel.model.saving import refuse_copy, save_full
-from ringcomm.parallel.model.starts import start_equal_over_data
 from ringcomm.parallel.shards.sharded_unit import ShardedUnit
 from ringcomm.parallel.shards.unit_hooks import UnitHooks
 from ringcomm.parallel.shards.units import (

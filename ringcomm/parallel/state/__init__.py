@@ -1,7 +1,5 @@
 """State dicts of models and optimizers on any mesh: sharded or full."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -17,7 +15,7 @@ from ringcomm.backend import resolve_group
 from ringcomm.parallel.flat_collectives import all_gathered
 from ringcomm.parallel.parameter_server import ParameterServer
 from ringcomm.parallel.shards import find_shards
-from ringcomm.parallel.state.own_parts import ModelParts, OptimizerParts
+from ringcomm.parallel.state.own_parts import MASTER, ModelParts, OptimizerParts, State
 from ringcomm.parallel.state.tensor_part import (
     Path,
     SameAs,
@@ -28,7 +26,6 @@ from ringcomm.parallel.state.tensor_part import (
     part_of,
     scatter_whole,
 )
-from ringcomm.parallel.state.unstepped import MASTER, State
 from ringcomm.parallel.tensor.regions import give_memory
 from ringcomm.torch_names import tree_map_only
 

@@ -1,7 +1,5 @@
 """Parts of full tensors, for torch.distributed.checkpoint, and their gather and scatter."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -63,7 +61,7 @@ class TensorPart(torch.Tensor):
         shape: Sequence[int],
         read: Read | None = None,
         is_copy: bool = False,
-    ) -> TensorPart:
+    ) -> "TensorPart":
         """See the class."""
         made = make_wrapper(cls, torch.Size(shape), dtype=local.dtype, device=local.device)
         made._local = local if read is None else local.new_empty(local.shape, device="meta")
@@ -75,7 +73,7 @@ class TensorPart(torch.Tensor):
         """This rank's elements; writes into them change this part, unless it is stored."""
         return self._local if self._read is None else self._read()
 
-    def like(self, local: Tensor, read: Read | None = None) -> TensorPart:
+    def like(self, local: Tensor, read: Read | None = None) -> "TensorPart":
         """The same part of another tensor with the full shape; with `read` it is read on use."""
         return TensorPart(local, self.boxes, self.shape, read, self.is_copy)
 

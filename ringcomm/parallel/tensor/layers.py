@@ -1,7 +1,5 @@
 """Layers whose features, rows or heads are sharded over ranks (Shoeybi et al. 2019, section 3)."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,12 +21,7 @@ from ringcomm.parallel.tensor.regions import (
     gather_from_tp,
     reduce_from_tp,
 )
-from ringcomm.parallel.tensor.splits import (
-    Split,
-    SplitModule,
-    drawn_part,
-    ranges_of,
-)
+from ringcomm.parallel.tensor.splits import Split, SplitModule, drawn_part, ranges_of
 
 # ---- heads of attention
 

@@ -5,8 +5,6 @@ conjugate (Korthikanti et al. 2022, section 4.2.2), which move the same bytes. T
 operators all_gather and reduce_scatter, each the other's gradient.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Checks that tensor-parallel ranks compute the same where layers are not sharded."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

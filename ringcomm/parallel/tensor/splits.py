@@ -1,7 +1,5 @@
 """A rank's part of a sharded parameter: its type outside the layer, and its values."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

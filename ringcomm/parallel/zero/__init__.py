@@ -1,7 +1,5 @@
 """ZeRO (Rajbhandari et al. 2020): optimizer state, gradients and weights sharded over ranks."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Literal
@@ -15,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from ringcomm.backend import resolve_group
 from ringcomm.parallel.expert.local_experts import check_data_ranks
 from ringcomm.parallel.flat_collectives import check_agreement
+from ringcomm.parallel.model.axes import note_trainer
 from ringcomm.parallel.model.describe import Model, describe
-from ringcomm.parallel.model.owners import note_trainer
 from ringcomm.parallel.model.refuse import Asked, refuse
 from ringcomm.parallel.offload.optimizers import Offloaded
 from ringcomm.parallel.optimizer_classes import (

@@ -4,8 +4,6 @@ Gradients are copied into buckets when autograd computes them; stage 2 reduces t
 pass.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple

@@ -4,8 +4,6 @@ Weights, gradients and states are sharded over the ranks, in host memory or in f
 weights are gathered when it runs, and the next unit's are prefetched.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import zip_longest
@@ -25,7 +23,7 @@ from ringcomm.parallel.gradient_placeholder import (
     largest_of,
     progress,
 )
-from ringcomm.parallel.offload.operands import Operands
+from ringcomm.parallel.offload.state_rows import Operands
 from ringcomm.parallel.offload.tiers import FileTier, make_tier
 from ringcomm.parallel.offload.transfers import BufferPool
 from ringcomm.parallel.optimizer_classes import take_options

@@ -1,7 +1,5 @@
 """The optimizer that zero.shard() returns: the step of every stage, and the options."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import weakref
@@ -18,12 +16,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ringcomm.loss_scale import LossScale, clip_factor
-from ringcomm.parallel.clip import over_all_ranks
+from ringcomm.parallel.clip import LossScale, clip_factor, over_all_ranks
 from ringcomm.parallel.flat_collectives import local_of
-from ringcomm.parallel.model.axes import Axes, Sharding
+from ringcomm.parallel.model.axes import Axes, Sharding, find_trainer
 from ringcomm.parallel.model.describe import Model, describe
-from ringcomm.parallel.model.owners import find_trainer
 from ringcomm.parallel.optimizer_classes import over_groups
 from ringcomm.parallel.zero.inner import Inner, InnerSteps, Parts
 from ringcomm.torch_names import active_ddp, foreach_mul_, mark_stepped, move_hooks, tree_leaves

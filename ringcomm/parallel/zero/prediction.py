@@ -1,7 +1,5 @@
 """Predicts the memory and traffic of a rank before anything is sharded."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -10,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ringcomm.ops.updates.fused_update import shard_range
+from ringcomm.ops.fused_update import shard_range
 from ringcomm.parallel.clip import bytes_over_all_ranks
 from ringcomm.parallel.expert.local_experts import expert_parallel_modules
 from ringcomm.parallel.flat_collectives import place_in
@@ -20,8 +18,8 @@ from ringcomm.parallel.optimizer_classes import needs_whole, optimizers_of, para
 from ringcomm.parallel.shards.sharded_unit import PACKED_BYTES
 from ringcomm.parallel.shards.units import fsdp_units, params_of_units
 from ringcomm.parallel.zero.bucket import BucketPlan, plan_buckets
+from ringcomm.parallel.zero.inner import owners_by_group, rows_of
 from ringcomm.parallel.zero.optimizer import ShardOptions
-from ringcomm.parallel.zero.whole import owners_by_group, rows_of
 
 
 class Memory(NamedTuple):

@@ -1,14 +1,12 @@
 """ZeRO-Infinity's storage of weights and gradients not in use: rows of tiers, prefetched."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
 
-from ringcomm.parallel.offload.operands import Operands
+from ringcomm.parallel.offload.state_rows import Operands
 from ringcomm.parallel.offload.tiers import RowHandle, Tier
 from ringcomm.parallel.shards.sharded_unit import ShardedUnit
 

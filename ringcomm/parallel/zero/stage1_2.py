@@ -1,7 +1,5 @@
 """ZeRO stages 1 and 2: replicated weights, optimizer state in shards of flat buckets."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -12,13 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from ringcomm import ops
-from ringcomm.ops.updates.fused_update import Rule, rule_of
+from ringcomm.ops.fused_update import Rule, rule_of
 from ringcomm.parallel.expert.local_experts import expert_parallel_modules
 from ringcomm.parallel.flat_collectives import device_of, takes_uneven, with_own_storage
 from ringcomm.parallel.gradient_placeholder import weakly
-from ringcomm.parallel.model.describe import describe
+from ringcomm.parallel.model.describe import describe, start_equal_over_data
 from ringcomm.parallel.model.stage_part import StagePart
-from ringcomm.parallel.model.starts import start_equal_over_data
 from ringcomm.parallel.shards.units import materialize
 from ringcomm.parallel.zero.bucket import Bucket, GradientReducer, plan_buckets
 from ringcomm.parallel.zero.inner import Inner

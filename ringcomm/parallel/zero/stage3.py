@@ -1,7 +1,5 @@
 """ZeRO stage 3: sharded weights, gradients and state, with torch's fully_shard."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
@@ -22,10 +20,9 @@ from torch.distributed.tensor import DTensor
 from ringcomm.backward_pass import OpenPasses
 from ringcomm.parallel.flat_collectives import device_of, local_of, place_in
 from ringcomm.parallel.gradient_placeholder import hookable, largest_of, weakly
-from ringcomm.parallel.model.describe import Model, describe
+from ringcomm.parallel.model.describe import Model, describe, start_equal_over_data
 from ringcomm.parallel.model.refuse import HOOK_AT_STAGE_3
 from ringcomm.parallel.model.saving import refuse_parts, save_full
-from ringcomm.parallel.model.starts import start_equal_over_data
 from ringcomm.parallel.shards.unit_hooks import refuse_create_graph, tensors_in, with_own_memory
 from ringcomm.parallel.shards.units import (
     data_group_of,

@@ -1,7 +1,5 @@
 """Saving and loading the state of a sharded optimizer in torch's format."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -13,9 +11,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from ringcomm.loss_scale import LossScale
+from ringcomm.parallel.clip import LossScale
 from ringcomm.parallel.flat_collectives import all_gather_shards, all_gathered, local_of, place_in
-from ringcomm.parallel.offload.operands import StatesView, numbered_groups
+from ringcomm.parallel.offload.state_rows import StatesView, numbered_groups
 from ringcomm.parallel.optimizer_classes import params_in
 from ringcomm.torch_names import run_state_hooks, shape_and_offset
 

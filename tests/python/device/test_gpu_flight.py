@@ -13,7 +13,7 @@ from gpu_ranks import Gpus, module, on_all_gpus, on_gpu, on_some_gpus
 
 import ringcomm
 from ringcomm.measure import job
-from ringcomm.trace import flight
+from ringcomm.trace import layout
 from ringcomm.trace.merge import merge
 
 LIMIT_S = 30.0
@@ -61,7 +61,7 @@ def test_calls_are_enqueued_and_end_when_that_is_seen(gpus: Gpus, tmp_path: Path
 
 def look_at_this_job() -> tuple[str, int | None, job.Rank]:
     """The doctor's verdict, and rank 0; ranks of other tests have the same parent process."""
-    own, _ = flight.mapped_records()
+    own, _ = layout.mapped_records()
     assert own is not None
     (group,) = [group for group in own.groups.values() if group.state == "alive"]
     records = [job._record(pid) for pid in group.pids]

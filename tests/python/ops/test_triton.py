@@ -14,15 +14,14 @@ import torch.nn.functional as F
 import update_cases
 from triton_scripts import gpu, needs_triton, run
 
-from ringcomm.ops import cross_entropy
+from ringcomm.ops import cross_entropy, weight_update_cuda
 from ringcomm.ops.losses import cross_entropy_cuda
-from ringcomm.ops.updates import weight_update
 
 _ops: Any = torch.ops.ringcomm
 
 
 def test_cuda_has_every_operator_that_the_cpu_has() -> None:
-    for module in (cross_entropy_cuda, weight_update):
+    for module in (cross_entropy_cuda, weight_update_cuda):
         for name in dir(module):
             if hasattr(getattr(_ops, name, None), "default"):
                 for key in ("CPU", "CUDA"):
@@ -73,6 +72,7 @@ slow = {"triton", *(f"torch.{name}" for name in parts_of_torch)}
 assert not slow & set(sys.modules), slow & set(sys.modules)
 sys.modules["triton"] = None
 from ringcomm.ops.losses import cross_entropy_cuda
+from ringcomm.ops import weight_update_cuda
 try:
     cross_entropy_cuda.scale_(torch.ones(2, 2), torch.ones([]))
 except ImportError as error:

@@ -23,8 +23,8 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from ringcomm.ops import weight_update_cuda as updates
 from ringcomm.ops.losses import cross_entropy_cuda as losses
-from ringcomm.ops.updates import weight_update as updates
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

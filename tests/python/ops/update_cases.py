@@ -20,7 +20,7 @@ from torch import Tensor
 from triton_scripts import work_through
 from update_oracle import BF16, FP16, FP32, Step
 
-import ringcomm.ops.updates.weight_update as launchers
+import ringcomm.ops.weight_update_cuda as launchers
 from ringcomm.ops import triton_kernels as plans
 
 CANONICAL_NAN = 0x7FC0  # of bfloat16

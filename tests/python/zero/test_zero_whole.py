@@ -30,7 +30,7 @@ from zero_models import (
 from ringcomm.nn import ColumnParallelLinear
 from ringcomm.parallel import offload, zero
 from ringcomm.parallel.optimizer_classes import optimizers_of
-from ringcomm.parallel.zero.whole import owners_of
+from ringcomm.parallel.zero.inner import owners_of
 
 STEPS = 5
 

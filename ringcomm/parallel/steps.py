@@ -1,7 +1,5 @@
 """The result of parallelize(): steps, evaluation and clipping on a mesh."""
 
-from __future__ import annotations
-
 import warnings
 from contextlib import nullcontext
 from functools import partial
@@ -12,11 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ringcomm.parallel.batches import Batch, make_batch
 from ringcomm.parallel.clip import clip_grad_norm_
 from ringcomm.parallel.expert.local_experts import LocalExperts, average_gradients
 from ringcomm.parallel.flat_collectives import device_of
-from ringcomm.parallel.loss import Labels, LossError, PartLoss
+from ringcomm.parallel.loss import Batch, Labels, LossError, PartLoss, make_batch
 from ringcomm.parallel.mesh import ParallelDims
 
 

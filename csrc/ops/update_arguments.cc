@@ -1,4 +1,4 @@
-#include "ops/weight_update.h"
+#include "ops/update_arguments.h"
 
 #include <ATen/ops/empty_strided.h>
 #include <c10/util/Exception.h>

@@ -1,1 +1,0 @@
-"""Weight updates without materialized gradients, and fused with a reduction over ranks."""
