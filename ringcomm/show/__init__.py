@@ -152,7 +152,9 @@ def loss(num_ranks: int) -> dict[str, Any]:
     """
     logits = [1.5, 0.25, -2.0, 3.0, 0.5, -0.75, 2.25, 4.0, -1.0, 0.0, 2.0, 1.0]
     if len(logits) % num_ranks:
-        raise ValueError(f"page loss has {len(logits)} classes: {num_ranks} ranks cannot share them")
+        raise ValueError(
+            f"page loss has {len(logits)} classes: {num_ranks} ranks cannot share them"
+        )
     return {"logits": logits, "target": 3, "ranks": num_ranks}
 
 

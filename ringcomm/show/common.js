@@ -1,11 +1,19 @@
 // What the pages share. Colours are Okabe and Ito's, which most people can tell apart.
-const COLORS = {blue: "#0072b2", orange: "#d55e00", green: "#009e73", pink: "#cc79a7", yellow: "#e69f00", sky: "#56b4e9"};
+const COLORS = {
+  blue: "#0072b2",
+  orange: "#d55e00",
+  green: "#009e73",
+  pink: "#cc79a7",
+  yellow: "#e69f00",
+  sky: "#56b4e9",
+};
 const data = JSON.parse(document.getElementById("data").textContent);
 const main = document.getElementById("main");
 const SVG = new Set(["svg", "g", "line", "path", "rect", "text", "title"]);
 
 function make(name, attributes = {}, ...children) {
-  const node = SVG.has(name) ? document.createElementNS("http://www.w3.org/2000/svg", name)
+  const node = SVG.has(name)
+    ? document.createElementNS("http://www.w3.org/2000/svg", name)
     : document.createElement(name);
   for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
   node.append(...children);
@@ -13,7 +21,8 @@ function make(name, attributes = {}, ...children) {
 }
 
 // A colour on white: `share` of it.
-const mixed = (color, share) => `rgb(${[1, 3, 5].map(at => Math.round(255 - (255 - parseInt(color.slice(at, at + 2), 16)) * share)).join(" ")})`;
+const mixed = (color, share) =>
+  `rgb(${[1, 3, 5].map(at => Math.round(255 - (255 - parseInt(color.slice(at, at + 2), 16)) * share)).join(" ")})`;
 
 const range = n => [...Array(n).keys()];
 const percent = share => `${three(100 * share)} %`;
@@ -27,15 +36,33 @@ function whole(input, least, most) {
 const three = value => String(+value.toPrecision(3));
 
 function bytes(count) {
-  for (const [unit, size] of [["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 2 ** 10]])
+  for (const [unit, size] of [
+    ["GiB", 2 ** 30],
+    ["MiB", 2 ** 20],
+    ["KiB", 2 ** 10],
+  ])
     if (count >= size) return `${three(count / size)} ${unit}`;
   return `${three(count)} B`;
 }
 
-const duration = us => us >= 1e6 ? `${three(us / 1e6)} s` : us >= 1e3 ? `${three(us / 1e3)} ms` : `${three(us)} µs`;
+const duration = us =>
+  us >= 1e6 ? `${three(us / 1e6)} s` : us >= 1e3 ? `${three(us / 1e3)} ms` : `${three(us)} µs`;
 
 function tableOf(head, rows) {
-  const row = (cells, kind) => make("tr", {}, ...cells.map(cell => make(kind, {class: /^[A-Za-z_]{3,} \S/.test(cell) ? "text" : ""}, cell)));
-  return make("div", {class: "table"}, make("table", {}, make("thead", {}, row(head, "th")),
-    make("tbody", {}, ...rows.map(cells => row(cells, "td")))));
+  const row = (cells, kind) =>
+    make(
+      "tr",
+      {},
+      ...cells.map(cell => make(kind, {class: /^[A-Za-z_]{3,} \S/.test(cell) ? "text" : ""}, cell)),
+    );
+  return make(
+    "div",
+    {class: "table"},
+    make(
+      "table",
+      {},
+      make("thead", {}, row(head, "th")),
+      make("tbody", {}, ...rows.map(cells => row(cells, "td"))),
+    ),
+  );
 }

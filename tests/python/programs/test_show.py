@@ -132,7 +132,9 @@ def test_the_memory_of_a_page_is_what_zero_predicts(tmp_path: Path) -> None:
     layer = 4 * h * h + 3 * h * f + 2 * h
     assert data["num_params"] == 2 * v * h + 2 * layer + h
     assert rows["ddp", 4]["parameters"] == rows["ddp", 4]["gradients"] == 2 * data["num_params"]
-    model = nn.Linear(1000, 1000, bias=False, dtype=torch.bfloat16)  # stage 1 has no regard to shapes
+    model = nn.Linear(
+        1000, 1000, bias=False, dtype=torch.bfloat16
+    )  # stage 1 has no regard to shapes
     predicted = zero.predict_memory(model, torch.optim.AdamW(model.parameters()), 1, world_size=4)
     share = rows["zero1", 4]["states"] / data["num_params"]
     assert share == pytest.approx(predicted.states / 1e6, rel=1e-3)
@@ -142,7 +144,7 @@ def test_the_memory_of_a_page_is_what_zero_predicts(tmp_path: Path) -> None:
 def test_memory_over_a_backward_pass(tmp_path: Path) -> None:
     data = data_of(written("lomo", "--model", config_of(tmp_path), path=tmp_path / "page.html"))
     sizes = data["sizes"]
-    assert sizes[0]["name"] == "the head" and sizes[-1]["name"] == "the embedding"
+    assert (sizes[0]["name"], sizes[-1]["name"]) == ("the head", "the embedding")
     assert len(sizes) == 1 + 2 * 9 + 2
     layer = 4 * 64 * 64 + 3 * 64 * 96 + 2 * 64
     assert sum(one["bytes"] for one in sizes) == 2 * (2 * 128 * 64 + 2 * layer + 64)
@@ -182,7 +184,10 @@ def test_every_rank_gets_the_sum(browser: Any, algorithm: str, n: int, tmp_path:
         page.locator("#step").fill(str(steps))
         assert cells.count() == n * n
         received = n - 1 if algorithm == "one_shot" else 2 * (n - 1) / n
-        assert f"received {float(f'{received:.3g}'):g} × the buffer" in page.locator("#sent").inner_text()
+        assert (
+            f"received {float(f'{received:.3g}'):g} × the buffer"
+            in page.locator("#sent").inner_text()
+        )
 
 
 @pytest.mark.slow
@@ -191,7 +196,8 @@ def test_a_recorded_ring_says_who_waited(browser: Any, tmp_path: Path) -> None:
     with opened(browser, written("ring", "--trace", trace, path=tmp_path / "page.html")) as page:
         page.locator("#step").fill("1")
         said = page.locator("#waits").inner_text()
-        assert "rank 1 waited 2 µs for rank 0" in said and "took 9 µs" in said
+        assert "rank 1 waited 2 µs for rank 0" in said
+        assert "took 9 µs" in said
         page.locator("#play").click()
         page.wait_for_function("document.getElementById('step').value === '2'")
 
@@ -253,17 +259,21 @@ def test_schedules_are_the_librarys(
         )
         live = expected.max_live()
         if schedule != "interleaved":
-            assert [page.evaluate(f"maxLive(simulated('{schedule}', {p}, {m}), {r})") for r in range(p)] == [
-                live[rank] for rank in range(p)
-            ]
+            assert [
+                page.evaluate(f"maxLive(simulated('{schedule}', {p}, {m}), {r})") for r in range(p)
+            ] == [live[rank] for rank in range(p)]
 
 
 @pytest.mark.slow
 def test_a_recorded_pipeline(browser: Any, tmp_path: Path) -> None:
     path = tmp_path / "timeline.json"
     actions = (Action(0, "F", 0, 0, 0.0, 1.0), Action(1, "F", 1, 0, 1.0, 2.0))
-    Timeline(2, (*actions, Action(1, "B", 1, 0, 2.0, 4.0), Action(0, "B", 0, 0, 4.0, 6.0))).export_chrome_trace(path)
-    with opened(browser, written("pipeline", "--timeline", str(path), path=tmp_path / "p.html")) as page:
+    Timeline(
+        2, (*actions, Action(1, "B", 1, 0, 2.0, 4.0), Action(0, "B", 0, 0, 4.0, 6.0))
+    ).export_chrome_trace(path)
+    with opened(
+        browser, written("pipeline", "--timeline", str(path), path=tmp_path / "p.html")
+    ) as page:
         assert page.locator("rect.action").count() == 4
         assert "Idle: 50 %" in page.locator("#idle").inner_text()
 
@@ -275,7 +285,9 @@ def test_bars_have_the_bytes_of_the_data(browser: Any, tmp_path: Path) -> None:
     with opened(browser, path) as page:
         for idx, ranks in enumerate((2, 4, 8)):
             page.locator("#ranks").fill(str(idx))
-            bars = page.locator("rect.part").evaluate_all("bars => bars.map(bar => ({...bar.dataset}))")
+            bars = page.locator("rect.part").evaluate_all(
+                "bars => bars.map(bar => ({...bar.dataset}))"
+            )
             assert len(bars) == 6 * 5
             for bar in bars:
                 assert int(bar["bytes"]) == rows[bar["system"], ranks][bar["part"]]
@@ -286,9 +298,11 @@ def test_lomo_has_one_gradient(browser: Any, tmp_path: Path) -> None:
     path = written("lomo", "--model", config_of(tmp_path), path=tmp_path / "page.html")
     sizes = [one["bytes"] for one in data_of(path)["sizes"]]
     with opened(browser, path) as page:
+
         def most(name: str) -> int:
             return max(
-                page.evaluate(f"memoryAt('{name}', {count}).gradients") for count in range(len(sizes) + 1)
+                page.evaluate(f"memoryAt('{name}', {count}).gradients")
+                for count in range(len(sizes) + 1)
             )
 
         assert most("LOMO") == max(sizes)
@@ -316,4 +330,7 @@ def test_a_block_has_four_collectives(browser: Any, tmp_path: Path) -> None:
         assert page.locator('rect.collective[data-pass="forward"]').count() == 2
         assert page.locator('rect.collective[data-pass="backward"]').count() == 2
         all_bytes = 4 * 2 * 3 / 4 * 2 * data["hidden"] * data["tokens"]
-        assert f"receives {all_bytes / 2**20:g} MiB in 4 all_reduces" in page.locator("#facts").inner_text()
+        assert (
+            f"receives {all_bytes / 2**20:g} MiB in 4 all_reduces"
+            in page.locator("#facts").inner_text()
+        )
