@@ -177,7 +177,7 @@ def main() -> None:
     setuptools.setup(
         packages=names,
         package_dir=folders,
-        package_data={"ringcomm": ["py.typed", "*.pyi"]},
+        package_data={"ringcomm": ["py.typed", "*.pyi"], "ringcomm.show": ["*.html", "*.js"]},
         py_modules=["_ringcomm_autoload"],
         entry_points={
             "torch.backends": ["ringcomm = _ringcomm_autoload:register"],

@@ -1,4 +1,4 @@
-"""The command `ringcomm`, or `python -m ringcomm`: bench, doctor, plan, trace, tune.
+"""The command `ringcomm`, or `python -m ringcomm`: bench, doctor, plan, show, trace, tune.
 
 Each sub-command has a function that adds its options to a parser, and one that runs it, imports
 what it needs and returns the exit status.
@@ -231,6 +231,67 @@ def _plan(options: argparse.Namespace) -> int:
     return 0 if plans.ranked else 1
 
 
+def _add_show(parser: argparse.ArgumentParser) -> None:
+    """Writes a page that shows how an algorithm works: one file, for any browser, offline.
+
+    Pages: ring (the steps of an all_reduce), memory (of a rank, by system and number of ranks),
+    lomo (memory over a backward pass), pipeline (schedules and their idle time), tensor (one block
+    over tensor-parallel ranks), loss (cross-entropy over a split vocabulary).
+    With --trace or --timeline a page shows a recorded run. See docs/how-to/show.md.
+    """
+    add = parser.add_argument
+    add("page", choices=_PAGES, metavar="PAGE", help=", ".join(_PAGES))
+    add("--ranks", type=int, help="2 to 64, by default 4; of memory the most, by default 64")
+    about = "of memory, lomo, tensor: a known name, or the path of a config.json; default llama-7b"
+    add("--model", help=about)
+    add("--bytes", type=as_option(amount), help="of ring: of a rank's buffer, by default 1MiB")
+    add("--micro-batches", type=int, help="of pipeline, by default 8")
+    about = "of ring: a trace of `ringcomm trace`"
+    add("--trace", type=Path, metavar="FILE", help=about)
+    add("--seq", type=int, metavar="N", help="with --trace: the call's number (default: the first)")
+    about = "of pipeline: a file of Timeline.export_chrome_trace()"
+    add("--timeline", type=Path, metavar="FILE", help=about)
+    add("-o", "--output", type=Path, metavar="FILE", help="by default ringcomm-PAGE.html")
+
+
+# Pages of `show`, the options of each and their defaults.
+_PAGES: dict[str, dict[str, Any]] = {
+    "ring": {"ranks": 4, "bytes": 1 << 20, "trace": None, "seq": None},
+    "memory": {"model": "llama-7b", "ranks": 64},
+    "lomo": {"model": "llama-7b"},
+    "pipeline": {"ranks": 4, "micro_batches": 8, "timeline": None},
+    "tensor": {"model": "llama-7b", "ranks": 4},
+    "loss": {"ranks": 4},
+}
+
+
+def _show(options: argparse.Namespace) -> int:
+    error, known = options.parser.error, _PAGES[options.page]
+    given = {
+        name: value
+        for name in ("ranks", "model", "bytes", "micro_batches", "trace", "seq", "timeline")
+        if (value := getattr(options, name)) is not None
+    }
+    for name in given.keys() - known.keys():
+        error(f"page {options.page} has no option --{name.replace('_', '-')}")
+    from ringcomm import show
+
+    if not 2 <= given.get("ranks", 2) <= show.MAX_RANKS:
+        error(f"--ranks must be 2 to {show.MAX_RANKS}, got {options.ranks}")
+    if given.get("micro_batches", 1) < 1:
+        error(f"--micro-batches must be 1 or more, got {options.micro_batches}")
+    if "seq" in given and "trace" not in given:
+        error("--seq needs --trace FILE")
+    output = options.output or Path(f"ringcomm-{options.page}.html")
+    try:
+        data = getattr(show, options.page)(*(known | given).values())
+        show.write_page(options.page, data, output)
+    except (OSError, ValueError) as problem:
+        error(str(problem))
+    print(f"{output}: open it in a browser")
+    return 0
+
+
 def _add_trace(parser: argparse.ArgumentParser) -> None:
     """Records every rank of a program and writes one trace for https://ui.perfetto.dev.
 
@@ -327,6 +388,7 @@ _COMMANDS = {
     "bench": (_add_bench, _bench, "compare ringcomm with Gloo on this machine"),
     "doctor": (_add_doctor, _doctor, "examine this machine and a group on it"),
     "plan": (_add_plan, _plan, "rank training systems and meshes for a model by predicted time"),
+    "show": (_add_show, _show, "write a page that shows how an algorithm works"),
     "trace": (_add_trace, _trace, "record all ranks of a program and write one trace for Perfetto"),
     "tune": (_add_tune, _tune, "measure the algorithms of all_reduce and write a tuning file"),
 }

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, NamedTuple
 
 from ringcomm.screen import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, columns, counted
 from ringcomm.trace import clock_name, dumps, recordings, torch_dumps
@@ -272,12 +272,24 @@ def _arguments(process: Process, event: dict[str, Any]) -> dict[str, Any]:
     return {"group": group["name"], **shown} if group else shown
 
 
-def steps(path: Path, seq: int | None = None) -> str:
-    """The steps of a ring in the order in which they began, a column for each rank.
+class Ring(NamedTuple):
+    """One ring collective of a trace: events of it, of its steps and of waits, by their begin."""
 
-    Times are in µs from the first rank's begin. "2 → chunk 1 → 0" in the column of a rank: it
-    receives chunk 1 from rank 2 and sends it to rank 0. `seq` is the call's number in its group;
-    None means the first ring collective. Raises ValueError if the file has none.
+    whole: dict[str, Any]
+    steps: list[dict[str, Any]]
+    waits: list[dict[str, Any]]
+    ranks: dict[int, str]  # names, by the `pid` of the events
+
+    def waits_in(self, step: dict[str, Any]) -> list[dict[str, Any]]:
+        """Of the same thread, within the step."""
+        begin, end, place = step["ts"], step["ts"] + step["dur"], _place(step)
+        return [wait for wait in self.waits if _place(wait) == place and begin <= wait["ts"] < end]
+
+
+def ring_of(path: Path, seq: int | None = None) -> Ring:
+    """A ring collective of a trace: call number `seq` of its group; None means the first one.
+
+    Raises ValueError if there is none.
     """
     try:
         with _opened(path, "r") as file:
@@ -290,25 +302,35 @@ def steps(path: Path, seq: int | None = None) -> str:
             f"{path} has no ring collective" + ("" if seq is None else f" of call #{seq}")
         )
     found.sort(key=lambda event: event["ts"])
-    first_us, call = found[0]["ts"], _call_of(found[0])
+    call = _call_of(found[0])
     found = [event for event in found if _call_of(event) == call]
     (whole, *_) = [e for e in events if e.get("cat") == "collective" and _call_of(e) == call]
     waits = [e for e in events if e.get("cat") == "wait" and _call_of(e) == call]
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
-    rows = sorted({event["pid"] for event in found})
-    table = [["begin", "end", "waits", "slice", "step", *(names[row] for row in rows)]]
-    for event in found:
-        place, begin, end = _place(event), event["ts"], event["ts"] + event["dur"]
-        inside = [e for e in waits if _place(e) == place and begin <= e["ts"] < end]
-        times = [begin - first_us, end - first_us, sum(e["dur"] for e in inside)]
-        cells = [_path(event) if row == event["pid"] else "" for row in rows]
+    return Ring(whole, found, waits, {row: names[row] for row in sorted({e["pid"] for e in found})})
+
+
+def steps(path: Path, seq: int | None = None) -> str:
+    """The steps of a ring in the order in which they began, a column for each rank.
+
+    Times are in µs from the first rank's begin. "2 → chunk 1 → 0" in the column of a rank: it
+    receives chunk 1 from rank 2 and sends it to rank 0. `seq` is the call's number in its group;
+    None means the first ring collective. Raises ValueError if the file has none.
+    """
+    ring = ring_of(path, seq)
+    first_us = ring.steps[0]["ts"]
+    table = [["begin", "end", "waits", "slice", "step", *ring.ranks.values()]]
+    for event in ring.steps:
+        begin, end = event["ts"] - first_us, event["ts"] + event["dur"] - first_us
+        times = [begin, end, sum(wait["dur"] for wait in ring.waits_in(event))]
+        cells = [_path(event) if row == event["pid"] else "" for row in ring.ranks]
         slice_number = str(event["args"]["slice"])
         table.append([*(f"{time:.1f}" for time in times), slice_number, event["name"], *cells])
-    about = whole["args"]
+    about = ring.whole["args"]
     words = [str(about[key]) for key in ("op", "dtype", "algorithm") if key in about]
-    words += [f"{about['bytes']} bytes", f"{len(rows)} ranks", f"{len(found)} steps"]
-    title = f"{whole['name']} #{about['seq']}: {', '.join(words)}; times in µs"
-    return f"{title}\n{columns(table, '>>>>' + '<' * (1 + len(rows)))}"
+    words += [f"{about['bytes']} bytes", f"{len(ring.ranks)} ranks", f"{len(ring.steps)} steps"]
+    title = f"{ring.whole['name']} #{about['seq']}: {', '.join(words)}; times in µs"
+    return f"{title}\n{columns(table, '>>>>' + '<' * (1 + len(ring.ranks)))}"
 
 
 def _call_of(event: dict[str, Any]) -> tuple[Any, Any]:

@@ -32,6 +32,7 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 
 import ranks  # noqa: E402
+from browsers import browser  # noqa: E402, F401  a fixture
 
 _HAS_GPU = Path("/dev/nvidiactl").exists()
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import html_report
 import pytest
+from browsers import PHONE, SCREEN, opened
 from html_report import read_records
 from report import RESULTS
 
@@ -18,7 +17,6 @@ from ringcomm import cli
 from ringcomm.screen import EXIT_OK
 
 FILES = ("2026-11-20-all_reduce-w4.jsonl", "2026-11-21-systems.jsonl")
-PHONE, SCREEN = {"width": 360, "height": 740}, {"width": 1200, "height": 900}
 
 
 def records() -> list[dict[str, Any]]:
@@ -55,46 +53,25 @@ def test_a_sweep_writes_its_page(tmp_path: Path, capfd: pytest.CaptureFixture[st
     assert f"page: {path}" in capfd.readouterr().out.replace("\n", "")
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    playwright = pytest.importorskip("playwright.sync_api")
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
-    if chromium is None:
-        pytest.skip("Chromium is not installed")
-    with playwright.sync_playwright() as started:
-        opened = started.chromium.launch(
-            executable_path=chromium, args=["--no-sandbox", "--disable-gpu"]
-        )
-        yield opened
-        opened.close()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [SCREEN, PHONE], ids=["screen", "phone"])
 def test_a_browser_draws_filters_and_hovers(browser: Any, size: Any, tmp_path: Path) -> None:
     path = tmp_path / "page.html"
     html_report.write_html(records(), path)
-    page = browser.new_page(viewport=size)
-    errors: list[str] = []
-    page.on("console", lambda message: errors.append(message.text))
-    page.on("pageerror", lambda error: errors.append(str(error)))
-    page.goto(path.as_uri())
-    assert page.evaluate("document.documentElement.scrollWidth") <= size["width"]
-    points = page.locator("#collective circle.point")
-    num_points = points.count()
-    assert num_points >= 10
-    assert page.locator("#systems g.point").count() >= 10
-    points.first.hover()
-    assert "p50" in page.locator("#tip").inner_text()
-    assert page.locator("#tip").is_visible()
-    page.locator("#collective input[name=gloo]").uncheck()
-    assert 0 < points.count() < num_points
-    for option in page.locator("#collective select[name=operation] option").all_inner_texts():
-        page.locator("#collective select[name=operation]").select_option(option)
-        assert page.locator("#collective tbody tr").count() > 0
-    assert "have verified results" in page.locator("main").inner_text()
-    assert errors == []
-    page.close()
+    with opened(browser, path, size) as page:
+        points = page.locator("#collective circle.point")
+        num_points = points.count()
+        assert num_points >= 10
+        assert page.locator("#systems g.point").count() >= 10
+        points.first.hover()
+        assert "p50" in page.locator("#tip").inner_text()
+        assert page.locator("#tip").is_visible()
+        page.locator("#collective input[name=gloo]").uncheck()
+        assert 0 < points.count() < num_points
+        for option in page.locator("#collective select[name=operation] option").all_inner_texts():
+            page.locator("#collective select[name=operation]").select_option(option)
+            assert page.locator("#collective tbody tr").count() > 0
+        assert "have verified results" in page.locator("main").inner_text()
 
 
 @pytest.mark.slow
@@ -103,9 +80,7 @@ def test_wrong_and_missing_points_are_marked(browser: Any, tmp_path: Path) -> No
     given = records()
     given[0] |= {"verified": False, "wrong_elems": 7}
     html_report.write_html(given, path, is_partial=True)
-    page = browser.new_page(viewport=SCREEN)
-    page.goto(path.as_uri())
-    marked = " ".join(page.locator(".wrong").all_inner_texts())
-    assert f"1 of {len(given)} points have wrong results" in marked
-    assert "interrupted" in marked
-    page.close()
+    with opened(browser, path) as page:
+        marked = " ".join(page.locator(".wrong").all_inner_texts())
+        assert f"1 of {len(given)} points have wrong results" in marked
+        assert "interrupted" in marked

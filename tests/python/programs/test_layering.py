@@ -205,7 +205,7 @@ def test_threads_have_the_names_of_the_architecture_page() -> None:
 
 
 # What a module may import of these parts of the package: those left of it.
-PARTS_IN_ORDER = ("screen", "trace", "backend", "measure", "planner", "cli")
+PARTS_IN_ORDER = ("screen", "trace", "backend", "measure", "planner", "show", "cli")
 
 
 def test_measurements_stand_on_the_backend_and_not_beside_it() -> None:

@@ -1,0 +1,176 @@
+"""`ringcomm show`: pages that show how an algorithm works, also from a recorded run.
+
+A page is one file that needs no network: page.html with the data, common.js and the script of its
+name. The scripts compute what a reader may change; the rest comes with the data.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from ringcomm import __version__
+
+TITLES = {
+    "ring": "An all_reduce, step by step",
+    "memory": "Memory of a rank: DDP, ZeRO 1 to 3, LOMO",
+    "lomo": "Memory over a backward pass: AdamW, SGD, LOMO",
+    "pipeline": "A step of a pipeline, and its idle time",
+    "tensor": "Tensor parallelism of one block, and its four collectives",
+    "loss": "Cross-entropy over a split vocabulary, in one collective",
+}
+MAX_RANKS = 64
+_SYSTEMS = ("ddp", "zero1", "zero2", "zero3", "lomo", "lomo-shards")
+
+
+def ring(num_ranks: int, num_bytes: int, trace: Path | None, seq: int | None) -> dict[str, Any]:
+    """Of page `ring`: buffers of `num_bytes`, or call `seq` of a trace of `ringcomm trace`.
+
+    Raises ValueError if the trace has no such ring.
+    """
+    if trace is None:
+        return {"ranks": num_ranks, "bytes": num_bytes, "measured": []}
+    from ringcomm.trace import merge
+
+    found = merge.ring_of(trace, seq)
+    times: dict[tuple[str, str], dict[str, Any]] = defaultdict(lambda: {"us": 0.0, "wait_us": 0.0})
+    for step in found.steps:  # of all slices
+        mine = times[found.ranks[step["pid"]], step["name"]]
+        mine["us"] += step["dur"]
+        mine["wait_us"] += sum(wait["dur"] for wait in found.waits_in(step))
+        mine["peer"] = f"rank {step['args'].get('from')}"
+    return {
+        "ranks": len(found.ranks),
+        "bytes": found.whole["args"]["bytes"],
+        "measured": [{"rank": rank, "step": name} | own for (rank, name), own in times.items()],
+    }
+
+
+def memory(model: str, max_ranks: int) -> dict[str, Any]:
+    """Of page `memory`: a known model or the path of a config.json; 2, 4, 8 ... ranks.
+
+    Raises ValueError if the model is not known.
+    """
+    from ringcomm.planner import Cluster, Job
+    from ringcomm.planner.candidate import Candidate
+    from ringcomm.planner.costs import memory_of
+    from ringcomm.planner.job import SYSTEMS, Mesh
+    from ringcomm.planner.models import find_model
+
+    shape = find_model(model)
+    rows = []
+    num_ranks = 2
+    while num_ranks <= max_ranks:
+        job = Job(shape.context * num_ranks, shape.context)
+        cluster = Cluster(num_ranks, per_host=num_ranks)
+        for name in _SYSTEMS:
+            of_step = (SYSTEMS[name], Mesh(num_ranks), "", "full", 1, 1)
+            found = vars(memory_of(Candidate(shape, cluster, job, *of_step)))
+            rows.append({"ranks": num_ranks, "system": name} | found)
+        num_ranks *= 2
+    about = (
+        f"A rank has one sequence of {shape.context:,} tokens, in bfloat16, with float32 weights"
+        " beside (but for LOMO) and AdamW. Layers are recomputed, so only their inputs are kept."
+    )
+    return {"model": shape.name, "num_params": shape.num_params, "about": about, "rows": rows}
+
+
+def lomo(model: str) -> dict[str, Any]:
+    """Of page `lomo`: a known model or the path of a config.json.
+
+    Raises ValueError if the model is not known.
+    """
+    from ringcomm.planner import Job
+    from ringcomm.planner.costs import activations_of
+    from ringcomm.planner.job import Mesh
+    from ringcomm.planner.models import find_model
+
+    shape = find_model(model)
+    job = Job(shape.context, shape.context)
+    kept = activations_of(shape, job, Mesh(), 1)
+    units = [("the embedding", shape.embedding, kept.embedding)]
+    units += [(f"layer {idx}", shape.layer, kept.layer) for idx in range(shape.layers)]
+    units.append(("the head", shape.head, kept.head))
+    sizes = [
+        {
+            "name": name,
+            "bytes": job.itemsize * weight.num_elems,
+            "activations": activations * (idx == 0),  # freed with the unit's last gradient
+        }
+        for name, unit, activations in reversed(units)
+        for idx, weight in reversed(list(enumerate(unit)))
+    ]
+    about = f"One sequence of {shape.context:,} tokens, in bfloat16, without recomputation."
+    return {"model": shape.name, "about": about, "sizes": sizes}
+
+
+def pipeline(num_ranks: int, num_micro_batches: int, timeline: Path | None) -> dict[str, Any]:
+    """Of page `pipeline`: any numbers, or a file of `Pipeline.timeline().export_chrome_trace()`.
+
+    Raises ValueError if the file is no such timeline.
+    """
+    if timeline is None:
+        return {"ranks": num_ranks, "micro_batches": num_micro_batches, "actions": []}
+    try:
+        events = json.loads(timeline.read_text(encoding="utf-8"))["traceEvents"]
+        actions = [
+            {
+                "rank": event["tid"],
+                "kind": event["name"][0],
+                "stage": event["args"]["stage"],
+                "microBatch": int(event["name"][1:]),
+                "begin": event["ts"],
+                "end": event["ts"] + event["dur"],
+            }
+            for event in events
+        ]
+        last = max(one["rank"] for one in actions)
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(f"{timeline} was not written by Timeline.export_chrome_trace()") from None
+    return {"ranks": last + 1, "micro_batches": 0, "actions": actions}
+
+
+def tensor(model: str, num_ranks: int) -> dict[str, Any]:
+    """Of page `tensor`: a known model or the path of a config.json.
+
+    Raises ValueError if the model is not known.
+    """
+    from ringcomm.planner.models import find_model
+
+    shape = find_model(model)
+    sizes = {"hidden": shape.hidden, "ffn": shape.ffn, "tokens": shape.context}
+    return {"model": shape.name, "ranks": num_ranks} | sizes
+
+
+def loss(num_ranks: int) -> dict[str, Any]:
+    """Of page `loss`: an example of twelve classes, which 1, 2, 3, 4, 6 or 12 ranks share.
+
+    Raises ValueError for another number of ranks.
+    """
+    logits = [1.5, 0.25, -2.0, 3.0, 0.5, -0.75, 2.25, 4.0, -1.0, 0.0, 2.0, 1.0]
+    if len(logits) % num_ranks:
+        raise ValueError(
+            f"page loss has {len(logits)} classes: {num_ranks} ranks cannot share them"
+        )
+    return {"logits": logits, "target": 3, "ranks": num_ranks}
+
+
+def write_page(name: str, data: dict[str, Any], path: Path) -> None:
+    """Writes a page and makes its folder. Raises OSError if it cannot be written."""
+    files = resources.files(__name__)
+    script = "\n".join(files.joinpath(f"{part}.js").read_text("utf-8") for part in ("common", name))
+    # JSON in a <script>: the text must not end it.
+    text = json.dumps(data, allow_nan=False).replace("<", "\\u003c")
+    page = files.joinpath("page.html").read_text("utf-8")
+    for mark, part in (
+        ("@TITLE@", TITLES[name]),
+        ("@VERSION@", __version__),
+        ("@SCRIPT@", script),
+        ("@DATA@", text),
+    ):
+        page = page.replace(mark, part)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(page, encoding="utf-8")

@@ -1,0 +1,68 @@
+// What the pages share. Colours are Okabe and Ito's, which most people can tell apart.
+const COLORS = {
+  blue: "#0072b2",
+  orange: "#d55e00",
+  green: "#009e73",
+  pink: "#cc79a7",
+  yellow: "#e69f00",
+  sky: "#56b4e9",
+};
+const data = JSON.parse(document.getElementById("data").textContent);
+const main = document.getElementById("main");
+const SVG = new Set(["svg", "g", "line", "path", "rect", "text", "title"]);
+
+function make(name, attributes = {}, ...children) {
+  const node = SVG.has(name)
+    ? document.createElementNS("http://www.w3.org/2000/svg", name)
+    : document.createElement(name);
+  for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
+  node.append(...children);
+  return node;
+}
+
+// A colour on white: `share` of it.
+const mixed = (color, share) =>
+  `rgb(${[1, 3, 5].map(at => Math.round(255 - (255 - parseInt(color.slice(at, at + 2), 16)) * share)).join(" ")})`;
+
+const range = n => [...Array(n).keys()];
+const percent = share => `${three(100 * share)} %`;
+
+// The whole number of an input, which is set to it.
+function whole(input, least, most) {
+  input.value = Math.max(least, Math.min(most, Math.round(+input.value) || least));
+  return +input.value;
+}
+
+const three = value => String(+value.toPrecision(3));
+
+function bytes(count) {
+  for (const [unit, size] of [
+    ["GiB", 2 ** 30],
+    ["MiB", 2 ** 20],
+    ["KiB", 2 ** 10],
+  ])
+    if (count >= size) return `${three(count / size)} ${unit}`;
+  return `${three(count)} B`;
+}
+
+const duration = us =>
+  us >= 1e6 ? `${three(us / 1e6)} s` : us >= 1e3 ? `${three(us / 1e3)} ms` : `${three(us)} µs`;
+
+function tableOf(head, rows) {
+  const row = (cells, kind) =>
+    make(
+      "tr",
+      {},
+      ...cells.map(cell => make(kind, {class: /^[A-Za-z_]{3,} \S/.test(cell) ? "text" : ""}, cell)),
+    );
+  return make(
+    "div",
+    {class: "table"},
+    make(
+      "table",
+      {},
+      make("thead", {}, row(head, "th")),
+      make("tbody", {}, ...rows.map(cells => row(cells, "td"))),
+    ),
+  );
+}

@@ -1,0 +1,127 @@
+// Memory over one backward pass, weight by weight from the last one to the first.
+const SYSTEMS = {
+  AdamW: {states: 2, keepsGradients: true, said: "two states for each weight; all gradients until step()"},
+  SGD: {states: 0, keepsGradients: true, said: "all gradients until step()"},
+  LOMO: {
+    states: 0,
+    keepsGradients: false,
+    said: "one gradient at a time: it is added to its weight and freed",
+  },
+};
+const PARTS = {
+  weights: COLORS.blue,
+  states: COLORS.green,
+  activations: COLORS.yellow,
+  gradients: COLORS.orange,
+};
+const sizes = data.sizes,
+  total = sizes.reduce((sum, {bytes}) => sum + bytes, 0);
+
+// Bytes after `count` weights have got their gradients; activations of a unit go with its last weight.
+function memoryAt(name, count) {
+  const {states, keepsGradients} = SYSTEMS[name],
+    done = sizes.slice(0, count);
+  const all = done.reduce((sum, {bytes}) => sum + bytes, 0);
+  return {
+    weights: total,
+    states: states * total,
+    activations: sizes.slice(count).reduce((sum, {activations}) => sum + activations, 0),
+    gradients: keepsGradients ? all : done.length ? done.at(-1).bytes : 0,
+  };
+}
+
+const sum = parts => Object.values(parts).reduce((all, part) => all + part, 0);
+const peak = name => Math.max(...range(sizes.length + 1).map(count => sum(memoryAt(name, count))));
+const most = Math.max(...Object.keys(SYSTEMS).map(peak));
+const slider = make("input", {
+  id: "step",
+  type: "range",
+  min: 0,
+  max: sizes.length,
+  value: Math.round(sizes.length / 2),
+});
+const title = make("p", {id: "title", "aria-live": "polite"}),
+  picture = make("figure", {id: "picture"}),
+  table = make("div", {id: "table"});
+const legend = make(
+  "p",
+  {},
+  ...Object.entries(PARTS).flatMap(([name, color]) => [
+    make("span", {style: `color: ${color}`}, "■ "),
+    `${name}  `,
+  ]),
+);
+main.append(
+  make("p", {}, `${data.model}: ${sizes.length} weights, ${bytes(total)}. `, data.about),
+  make("form", {}, make("label", {}, "gradients computed", slider)),
+  title,
+  legend,
+  picture,
+  table,
+  make(
+    "p",
+    {},
+    "LOMO never stores the gradients of the model together: the backward pass computes one, adds it to its weight and frees it before the next. ",
+    "AdaLomo keeps one row and one column of numbers for each matrix besides. Gradients are in the weights' type here.",
+  ),
+);
+
+function drawAll() {
+  const count = +slider.value,
+    width = 300,
+    height = 180,
+    gap = 24;
+  slider.setAttribute("aria-valuetext", `${count} of ${sizes.length}`);
+  title.textContent = count
+    ? `${count} of ${sizes.length} gradients; the last was that of ${sizes[count - 1].name}`
+    : "Before the backward pass";
+  const svg = make("svg", {
+    viewBox: `0 0 ${3 * (width + gap)} ${height + 40}`,
+    width: 3 * (width + gap),
+    role: "img",
+    "aria-label": "memory over a backward pass",
+  });
+  const num = Math.min(sizes.length, 150),
+    at = range(num + 1).map(i => Math.round((i / num) * sizes.length));
+  Object.keys(SYSTEMS).forEach((name, idx) => {
+    const left = idx * (width + gap),
+      y = value => 20 + height - (value / most) * height,
+      x = i => left + (i / num) * width;
+    let lower = at.map(() => 0);
+    svg.append(make("text", {x: left, y: 12}, name));
+    for (const [part, color] of Object.entries(PARTS)) {
+      const upper = at.map((position, i) => lower[i] + memoryAt(name, position)[part]);
+      const line = values => values.map(([i, value]) => `${x(i)} ${y(value)}`).join(" L");
+      svg.append(
+        make("path", {
+          d: `M${line([...upper.entries()])} L${line([...lower.entries()].reverse())} Z`,
+          fill: color,
+        }),
+      );
+      lower = upper;
+    }
+    const now = left + (count / sizes.length) * width;
+    svg.append(
+      make("line", {x1: now, x2: now, y1: 20, y2: 20 + height, stroke: "var(--ink)", "stroke-width": 2}),
+    );
+  });
+  picture.replaceChildren(svg);
+  table.replaceChildren(
+    tableOf(
+      ["", ...Object.keys(PARTS), "now", "most", "what it keeps"],
+      Object.entries(SYSTEMS).map(([name, {said}]) => {
+        const parts = memoryAt(name, count);
+        return [
+          name,
+          ...Object.values(parts).map(part => (part ? bytes(part) : "0")),
+          bytes(sum(parts)),
+          bytes(peak(name)),
+          said,
+        ];
+      }),
+    ),
+  );
+}
+
+slider.addEventListener("input", drawAll);
+drawAll();

@@ -1,0 +1,210 @@
+// A step of a pipeline by schedule: forward takes 1, backward 2; idle time is what is not filled.
+const SCHEDULES = {
+  gpipe: {stages: 1, formula: (p, m) => [p - 1, m + p - 1, "(p − 1)/(m + p − 1)"]},
+  "1f1b": {stages: 1, formula: (p, m) => [p - 1, m + p - 1, "(p − 1)/(m + p − 1)"]},
+  interleaved: {stages: 2, formula: (p, m) => [p - 1, 2 * m + p - 1, "(p − 1)/(2m + p − 1)"]},
+};
+const MAX_RANKS = 16,
+  MAX_MICRO_BATCHES = 64;
+
+// A rank's computations in order: [kind, stage, micro-batch].
+function orderOf(schedule, p, m, rank) {
+  const v = SCHEDULES[schedule].stages,
+    total = m * v;
+  const work = (kind, k) => {
+    const row = Math.floor(k / p) % v,
+      stage = p * (kind === "F" ? row : v - 1 - row) + rank;
+    return [kind, stage, v === 1 ? k : Math.floor(k / (p * v)) * p + (k % p)];
+  };
+  const first =
+    schedule === "gpipe" ? total : Math.min(total, v === 1 ? p - rank : (v - 1) * p + 2 * (p - 1 - rank) + 1);
+  const order = range(first).map(k => work("F", k));
+  for (const k of range(total)) {
+    order.push(work("B", k));
+    if (first + k < total) order.push(work("F", first + k));
+  }
+  return order;
+}
+
+// Every computation begins when its rank is free and its inputs are there.
+function simulated(schedule, p, m) {
+  const last = p * SCHEDULES[schedule].stages - 1,
+    ends = new Map(),
+    free = range(p).map(() => 0),
+    actions = [];
+  const waiting = range(p).map(rank => orderOf(schedule, p, m, rank).reverse());
+  const needs = ([kind, stage, k]) =>
+    kind === "F"
+      ? stage
+        ? [`F${stage - 1}/${k}`]
+        : []
+      : [`F${stage}/${k}`, ...(stage < last ? [`B${stage + 1}/${k}`] : [])];
+  for (let before = -1; before < actions.length;) {
+    before = actions.length;
+    for (const rank of range(p))
+      while (waiting[rank].length && needs(waiting[rank].at(-1)).every(need => ends.has(need))) {
+        const [kind, stage, k] = waiting[rank].pop(),
+          begin = Math.max(free[rank], ...needs([kind, stage, k]).map(need => ends.get(need)));
+        free[rank] = begin + (kind === "F" ? 1 : 2);
+        ends.set(`${kind}${stage}/${k}`, free[rank]);
+        actions.push({rank, kind, stage, microBatch: k, begin, end: free[rank]});
+      }
+  }
+  return actions;
+}
+
+function idleShare(actions, p) {
+  const span = Math.max(...actions.map(one => one.end)) - Math.min(...actions.map(one => one.begin));
+  return 1 - actions.reduce((sum, one) => sum + one.end - one.begin, 0) / (p * span);
+}
+
+// Micro-batches whose activations a rank holds at the same time, at most.
+function maxLive(actions, rank) {
+  let live = 0,
+    most = 0;
+  for (const one of actions.filter(one => one.rank === rank).sort((a, b) => a.begin - b.begin)) {
+    if (one.kind === "F") live += 1;
+    else if (one.kind !== "I") live -= 1;
+    most = Math.max(most, live);
+  }
+  return most;
+}
+
+const isRecorded = data.actions.length > 0;
+const schedules = make(
+  "select",
+  {id: "schedule"},
+  ...Object.keys(SCHEDULES).map(name => make("option", {}, name)),
+);
+schedules.value = "1f1b";
+const ranks = make("input", {id: "ranks", type: "number", min: 1, max: MAX_RANKS, value: data.ranks});
+const batches = make("input", {
+  id: "micro-batches",
+  type: "number",
+  min: 1,
+  max: MAX_MICRO_BATCHES,
+  value: data.micro_batches,
+});
+const picture = make("figure", {id: "picture"}),
+  idle = make("p", {id: "idle", "aria-live": "polite"}),
+  live = make("p", {id: "live"});
+main.append(
+  make(
+    "p",
+    {},
+    isRecorded
+      ? "A recorded step. Each row is a rank, each box one micro-batch in one stage; grey is idle time."
+      : "Each row is a rank, each box one micro-batch in one stage; a forward pass takes 1, a backward pass 2. Grey is idle time, the bubble.",
+  ),
+  ...(isRecorded
+    ? []
+    : [
+        make(
+          "form",
+          {},
+          make("label", {}, "schedule", schedules),
+          make("label", {}, "ranks p", ranks),
+          make("label", {}, "micro-batches m", batches),
+        ),
+      ]),
+  picture,
+  idle,
+  live,
+);
+if (!isRecorded)
+  main.append(
+    make(
+      "p",
+      {},
+      "The first micro-batch reaches the last rank after p − 1 forwards, and its gradient comes back after p − 1 backwards: each rank waits for (p − 1) forwards and backwards of a step, ",
+      "whatever m is. More micro-batches make that a smaller share. 1f1b has gpipe's bubble, but holds at most p micro-batches in place of m. ",
+      "interleaved gives each rank 2 smaller stages, so that the way through all ranks is half as long.",
+    ),
+  );
+
+function draw(actions, p) {
+  const begin = Math.min(...actions.map(one => one.begin)),
+    end = Math.max(...actions.map(one => one.end));
+  const left = 70,
+    width = 900,
+    row = 30,
+    scale = width / (end - begin);
+  const svg = make("svg", {
+    viewBox: `0 0 ${left + width + 4} ${p * (row + 6) + 4}`,
+    width: left + width + 4,
+    role: "img",
+    "aria-label": `${p} ranks`,
+  });
+  for (const rank of range(p)) {
+    const y = rank * (row + 6);
+    svg.append(make("text", {x: left - 10, y: y + row / 2 + 4, "text-anchor": "end"}, `rank ${rank}`));
+    svg.append(make("rect", {x: left, y, width, height: row, fill: "var(--line)", class: "idle"}));
+  }
+  const color = {
+    F: [COLORS.blue, COLORS.sky],
+    B: [COLORS.orange, COLORS.yellow],
+    I: [COLORS.orange, COLORS.yellow],
+    W: [COLORS.green, COLORS.green],
+  };
+  for (const one of actions) {
+    const x = left + (one.begin - begin) * scale,
+      y = one.rank * (row + 6),
+      size = (one.end - one.begin) * scale;
+    const box = make("rect", {
+      x,
+      y,
+      width: size,
+      height: row,
+      class: "action",
+      fill: color[one.kind][Math.floor(one.stage / p) % 2],
+      stroke: "var(--ground)",
+      "data-rank": one.rank,
+      "data-kind": one.kind,
+      "data-stage": one.stage,
+      "data-micro-batch": one.microBatch,
+    });
+    const kinds = {F: "forward", B: "backward", I: "backward of inputs", W: "backward of weights"};
+    box.append(
+      make("title", {}, `${kinds[one.kind]} of micro-batch ${one.microBatch} in stage ${one.stage}`),
+    );
+    svg.append(box);
+    if (size > 14)
+      svg.append(
+        make(
+          "text",
+          {
+            x: x + size / 2,
+            y: y + row / 2 + 4,
+            "text-anchor": "middle",
+            "pointer-events": "none",
+            style: Math.floor(one.stage / p) % 2 ? "fill: #1b1f24" : "fill: #fff",
+          },
+          String(one.microBatch),
+        ),
+      );
+  }
+  picture.replaceChildren(svg);
+  live.textContent = `Micro-batches that a rank holds at most: ${range(p)
+    .map(rank => maxLive(actions, rank))
+    .join(", ")} on ranks 0 to ${p - 1}.`;
+}
+
+function drawAll() {
+  if (isRecorded) {
+    draw(data.actions, data.ranks);
+    idle.textContent = `Idle: ${percent(idleShare(data.actions, data.ranks))} of all ranks' time.`;
+    return;
+  }
+  const p = whole(ranks, 1, MAX_RANKS);
+  let m = whole(batches, 1, MAX_MICRO_BATCHES);
+  if (schedules.value !== "gpipe") m = Math.max(m, p);
+  if (schedules.value === "interleaved") m = Math.ceil(m / p) * p;
+  batches.value = m;
+  const actions = simulated(schedules.value, p, m),
+    [over, under, formula] = SCHEDULES[schedules.value].formula(p, m);
+  draw(actions, p);
+  idle.textContent = `Idle: ${formula} = ${over}/${under} = ${percent(over / under)}; in the picture ${percent(idleShare(actions, p))}.`;
+}
+
+for (const input of [schedules, ranks, batches]) input.addEventListener("change", drawAll);
+drawAll();

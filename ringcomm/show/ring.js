@@ -1,0 +1,325 @@
+// An all_reduce of N ranks, step by step: which parts of the sum each rank has of each chunk.
+// The steps of the ring are those of csrc/collectives/ring.h; a test compares them with a trace.
+const MAX_RANKS = 64,
+  CELL_TEXTS = 8,
+  COUNT_TEXTS = 20;
+const mod = (value, n) => ((value % n) + n) % n;
+
+// Steps of moves; `adds`: the target adds what it receives to its own part, otherwise it keeps it.
+const ALGORITHMS = {
+  ring(n) {
+    const moves = (adds, chunkOf) =>
+      range(n).map(to => ({from: mod(to - 1, n), to, chunk: mod(chunkOf(to), n), adds}));
+    return [
+      ...range(n - 1).map(k => ({
+        half: "reduce_scatter",
+        name: `reduce_scatter step ${k}`,
+        moves: moves(true, to => to - 2 - k),
+      })),
+      ...range(n - 1).map(k => ({
+        half: "all_gather",
+        name: `all_gather step ${k}`,
+        moves: moves(false, to => to - 1 - k),
+      })),
+    ];
+  },
+  two_shot(n) {
+    const others = (adds, chunkOf) =>
+      range(n).flatMap(to =>
+        range(n)
+          .filter(from => from !== to)
+          .map(from => ({from, to, chunk: chunkOf(from, to), adds})),
+      );
+    return [
+      {
+        half: "reduce_scatter",
+        name: "reduce_scatter: rank r reads chunk r of every rank",
+        moves: others(true, (from, to) => to),
+      },
+      {
+        half: "all_gather",
+        name: "all_gather: each rank reads the complete chunks of the others",
+        moves: others(false, from => from),
+      },
+    ];
+  },
+  one_shot(n) {
+    const moves = range(n).flatMap(to =>
+      range(n)
+        .filter(from => from !== to)
+        .flatMap(from => range(n).map(chunk => ({from, to, chunk, adds: true}))),
+    );
+    return [{half: "all_reduce", name: "each rank reads the whole buffer of every rank", moves}];
+  },
+};
+
+// parts[rank][chunk] is the set of ranks whose values are in the sum, after so many steps.
+function partsAfter(n, steps, count) {
+  let parts = range(n).map(rank => range(n).map(() => new Set([rank])));
+  for (const step of steps.slice(0, count)) {
+    const next = parts.map(row => row.map(set => new Set(set)));
+    for (const {from, to, chunk, adds} of step.moves) {
+      if (!adds) next[to][chunk] = new Set(parts[from][chunk]);
+      else for (const rank of parts[from][chunk]) next[to][chunk].add(rank);
+    }
+    parts = next;
+  }
+  return parts;
+}
+
+// In parts of the buffer that each rank has received after so many steps.
+const receivedAfter = (n, steps, count) =>
+  steps.slice(0, count).reduce((sum, step) => sum + step.moves.length / n / n, 0);
+
+const state = {algorithm: "ring", ranks: data.ranks, count: 0, timer: null};
+const select = make(
+  "select",
+  {id: "algorithm"},
+  ...Object.keys(ALGORITHMS).map(name => make("option", {}, name)),
+);
+const ranks = make("input", {id: "ranks", type: "number", min: 2, max: MAX_RANKS, value: state.ranks});
+const slider = make("input", {id: "step", type: "range", min: 0, value: 0});
+const play = make("button", {id: "play", type: "button"}, "Play");
+const title = make("p", {id: "title", "aria-live": "polite"}),
+  sent = make("p", {id: "sent"});
+const halves = make("div", {id: "halves", class: "halves"});
+const picture = make("figure", {id: "picture"}),
+  waits = make("p", {id: "waits"}),
+  compared = make("div", {id: "compared"});
+main.append(
+  make(
+    "p",
+    {},
+    "Every rank has a buffer, cut into one chunk per rank. At the end each rank has the sum of all buffers. ",
+    "A cell shows whose values its sum has so far. In each step what a framed cell has got is new; arrows and dashed frames show where it came from.",
+  ),
+  make(
+    "form",
+    {},
+    make("label", {}, "algorithm", select),
+    make("label", {}, "ranks", ranks),
+    make("label", {}, "step", slider),
+    play,
+  ),
+  halves,
+  title,
+  picture,
+  sent,
+  waits,
+  make("h2", {}, "The three algorithms"),
+  compared,
+);
+
+function drawPicture(n, steps) {
+  const parts = partsAfter(n, steps, state.count),
+    step = steps[state.count - 1],
+    moves = step?.moves ?? [];
+  const hasArrows = n <= CELL_TEXTS && state.algorithm === "ring";
+  const width = n <= CELL_TEXTS ? 96 : n <= COUNT_TEXTS ? 44 : 14,
+    height = n <= CELL_TEXTS ? 40 : n <= COUNT_TEXTS ? 26 : 14;
+  const gap = n <= CELL_TEXTS ? 36 : n <= COUNT_TEXTS ? 10 : 2,
+    left = 76 + (hasArrows ? gap : 0),
+    top = 28;
+  const x = rank => left + rank * (width + gap),
+    y = chunk => top + chunk * (height + 6);
+  const svg = make("svg", {
+    viewBox: `0 0 ${x(n) + 20} ${y(n) + 4}`,
+    width: x(n) + 20,
+    role: "img",
+    "aria-label": `${n} ranks, ${n} chunks, after ${state.count} of ${steps.length} steps`,
+  });
+  const moved = new Set(moves.map(({to, chunk}) => `${to}/${chunk}`));
+  const isRead = new Set(hasArrows ? [] : moves.map(({from, chunk}) => `${from}/${chunk}`));
+  const every = n <= COUNT_TEXTS ? 1 : 8;
+  for (const i of range(n)) {
+    if (i % every) continue;
+    svg.append(
+      make(
+        "text",
+        {x: x(i) + width / 2, y: top - 10, "text-anchor": "middle"},
+        n <= CELL_TEXTS ? `rank ${i}` : String(i),
+      ),
+    );
+    svg.append(
+      make("text", {x: 66, y: y(i) + height / 2 + 4, "text-anchor": "end", class: "faint"}, `chunk ${i}`),
+    );
+  }
+  for (const rank of range(n))
+    for (const chunk of range(n)) {
+      const has = [...parts[rank][chunk]].sort((a, b) => a - b),
+        isComplete = has.length === n;
+      const place = `${rank}/${chunk}`,
+        isMarked = moved.has(place) || isRead.has(place);
+      const cell = make("rect", {
+        x: x(rank),
+        y: y(chunk),
+        width,
+        height,
+        rx: 4,
+        class: "cell",
+        "data-rank": rank,
+        "data-chunk": chunk,
+        "data-parts": has.join("+"),
+        fill: isComplete
+          ? COLORS.blue
+          : has.length === 1
+            ? "var(--empty)"
+            : mixed(COLORS.yellow, 0.3 + (0.6 * has.length) / n),
+        stroke: moved.has(place) ? "var(--ink)" : isRead.has(place) ? COLORS.orange : "var(--line)",
+        "stroke-width": isMarked ? 2 : 1,
+        "stroke-dasharray": isRead.has(place) && !moved.has(place) ? "4 3" : "",
+      });
+      cell.append(
+        make(
+          "title",
+          {},
+          `rank ${rank}, chunk ${chunk}: ${isComplete ? "the complete sum" : `the sum of ranks ${has.join(", ")}`}`,
+        ),
+      );
+      svg.append(cell);
+      const text =
+        n <= CELL_TEXTS ? (isComplete ? "sum" : has.join("+")) : n <= COUNT_TEXTS ? `${has.length}` : "";
+      if (text)
+        svg.append(
+          make(
+            "text",
+            {
+              x: x(rank) + width / 2,
+              y: y(chunk) + height / 2 + 4,
+              "text-anchor": "middle",
+              "pointer-events": "none",
+              ...(has.length > 1 ? {style: `fill: ${isComplete ? "#fff" : "#1b1f24"}`} : {}),
+            },
+            text,
+          ),
+        );
+    }
+  if (hasArrows)
+    for (const {from, to, chunk, adds} of moves) {
+      const at = y(chunk) + height / 2;
+      const arrow = (a, b) =>
+        make("path", {
+          d: `M${a} ${at} H${b - 7} m-1 -5 l8 5 l-8 5`,
+          fill: "none",
+          "stroke-width": 2,
+          stroke: adds ? COLORS.orange : COLORS.blue,
+          class: "arrow",
+          "data-from": from,
+          "data-to": to,
+          "data-chunk": chunk,
+        });
+      const begin = x(from) + width + 3,
+        end = x(to) - 3;
+      if (to === from + 1) svg.append(arrow(begin, end));
+      else svg.append(arrow(begin, begin + gap - 6), arrow(end - gap + 6, end)); // from the last rank to the first
+    }
+  picture.replaceChildren(svg);
+}
+
+function waitText(n, step) {
+  if (!step) return "";
+  const measured = data.measured.filter(one => one.step === step.name);
+  if (measured.length && n === data.ranks && state.algorithm === "ring") {
+    const said = measured
+      .filter(one => one.wait_us > 0)
+      .map(one => `${one.rank} waited ${duration(one.wait_us)} for ${one.peer}`);
+    const longest = Math.max(...measured.map(one => one.us));
+    return `In the recorded run: ${said.join(", ") || "nobody waited"}; the step took ${duration(longest)} on the slowest rank.`;
+  }
+  if (state.algorithm === "ring")
+    return state.count === 1
+      ? "Rank r waits for the first chunk of rank r − 1."
+      : `Rank r waits until rank r − 1 has ended ${state.count === n ? "the reduce_scatter" : "the step before"}: the slowest rank sets the pace of all.`;
+  return "A rank waits until every other rank has come here.";
+}
+
+function drawAll() {
+  const n = state.ranks,
+    steps = ALGORITHMS[state.algorithm](n),
+    step = steps[state.count - 1];
+  slider.max = steps.length;
+  slider.value = state.count;
+  slider.setAttribute("aria-valuetext", step ? step.name : "before the first step");
+  title.textContent = step
+    ? `Step ${state.count} of ${steps.length}: ${step.name}`
+    : `Before the first of ${steps.length} steps: each rank has its own values.`;
+  const lengths = steps.reduce((found, {half}) => ({...found, [half]: (found[half] ?? 0) + 1}), {});
+  halves.replaceChildren(
+    ...Object.entries(lengths).map(([half, length]) =>
+      make(
+        "span",
+        {
+          class: step?.half === half ? "now" : "",
+          style: `flex: ${length}; border-color: ${half === "all_gather" ? COLORS.blue : COLORS.orange}`,
+        },
+        `${half}: ${length === 1 ? "1 step" : `${length} steps`}`,
+      ),
+    ),
+  );
+  drawPicture(n, steps);
+  const total = receivedAfter(n, steps, steps.length),
+    now = receivedAfter(n, steps, state.count);
+  const formula =
+    state.algorithm === "one_shot"
+      ? `N − 1 = ${n - 1}`
+      : `2(N − 1)/N = ${2 * (n - 1)}/${n} = ${three(total)}`;
+  sent.textContent = `Each rank has received ${three(now)} × the buffer (${bytes(now * data.bytes)}; a buffer has ${bytes(data.bytes)}). At the end: ${formula}.`;
+  waits.textContent = waitText(n, step);
+  compared.replaceChildren(
+    tableOf(
+      ["algorithm", "steps", "buffers received by a rank", `of ${bytes(data.bytes)}`],
+      Object.entries(ALGORITHMS).map(([name, of]) => {
+        const all = of(n),
+          part = receivedAfter(n, all, all.length);
+        return [
+          name,
+          String(all.length),
+          name === "one_shot" ? `N − 1 = ${n - 1}` : `2(N − 1)/N = ${three(part)}`,
+          bytes(part * data.bytes),
+        ];
+      }),
+    ),
+    make(
+      "p",
+      {},
+      "Each rank must receive at least 2(N − 1)/N of a buffer: N − 1 chunks so that each chunk is summed somewhere, and the N − 1 complete chunks of the others. ",
+      "The ring and two_shot receive no more. The ring has most steps, each with one neighbour only; one_shot has one step, so it is the fastest for small buffers.",
+    ),
+  );
+}
+
+function stop() {
+  clearInterval(state.timer);
+  state.timer = null;
+  play.textContent = "Play";
+}
+
+function go(count) {
+  const last = ALGORITHMS[state.algorithm](state.ranks).length;
+  state.count = Math.max(0, Math.min(last, count));
+  if (state.count === last) stop();
+  drawAll();
+}
+
+slider.addEventListener("input", () => {
+  stop();
+  go(+slider.value);
+});
+select.addEventListener("change", () => {
+  stop();
+  state.algorithm = select.value;
+  go(0);
+});
+ranks.addEventListener("change", () => {
+  stop();
+  state.ranks = whole(ranks, 2, MAX_RANKS);
+  go(0);
+});
+play.addEventListener("click", () => {
+  if (state.timer) return stop();
+  if (state.count === +slider.max) state.count = 0;
+  play.textContent = "Pause";
+  state.timer = setInterval(() => go(state.count + 1), 900);
+  go(state.count + 1);
+});
+drawAll();

@@ -1,0 +1,190 @@
+// One transformer block over N tensor-parallel ranks: who has which part, and its four collectives.
+const MAX_RANKS = 16;
+// Operations of a forward pass; a width of null is the hidden size on every rank, others are split.
+const OPS = [
+  {name: "norm", short: "norm", says: "every rank computes the same", width: null},
+  {
+    name: "query, key, value",
+    short: "QKV",
+    says: "column-parallel: a rank has its heads' columns of the weights",
+    width: h => 3 * h,
+    weight: h => 3 * h * h,
+  },
+  {name: "attention", short: "attn", says: "a rank's own heads", width: h => h},
+  {
+    name: "output projection",
+    short: "out",
+    says: "row-parallel: a rank's product is one term of the sum",
+    width: null,
+    weight: h => h * h,
+    isTerm: true,
+  },
+  {name: "all_reduce", short: "sum", says: "forward 1: the terms become the sum", collective: "forward"},
+  {name: "norm", short: "norm", says: "every rank computes the same", width: null},
+  {
+    name: "up, gate",
+    short: "up",
+    says: "column-parallel: a rank has some columns",
+    width: (h, f) => 2 * f,
+    weight: (h, f) => 2 * h * f,
+  },
+  {
+    name: "down",
+    short: "down",
+    says: "row-parallel: a rank's product is one term of the sum",
+    width: null,
+    weight: (h, f) => h * f,
+    isTerm: true,
+  },
+  {name: "all_reduce", short: "sum", says: "forward 2: the terms become the sum", collective: "forward"},
+];
+// Backward: a column-parallel layer gives each rank one term of its input's gradient.
+const BACKWARD = [
+  {
+    name: "down, up and gate",
+    short: "MLP",
+    says: "a rank's part of the inner gradients; then one term of the input's gradient",
+    isTerm: true,
+    width: null,
+  },
+  {
+    name: "all_reduce",
+    short: "sum",
+    says: "backward 1: the gradient before up and gate",
+    collective: "backward",
+  },
+  {
+    name: "output, attention, query, key, value",
+    short: "attn",
+    says: "the same for a rank's heads",
+    isTerm: true,
+    width: null,
+  },
+  {
+    name: "all_reduce",
+    short: "sum",
+    says: "backward 2: the gradient before query, key and value",
+    collective: "backward",
+  },
+];
+const ALL = [
+  ...OPS.map(op => ({...op, pass: "forward"})),
+  ...BACKWARD.map(op => ({...op, pass: "backward"})),
+];
+const ranks = make("input", {id: "ranks", type: "number", min: 1, max: MAX_RANKS, value: data.ranks});
+const slider = make("input", {id: "step", type: "range", min: 1, max: ALL.length, value: 1});
+const title = make("p", {id: "title", "aria-live": "polite"}),
+  picture = make("figure", {id: "picture"}),
+  facts = make("p", {id: "facts"});
+main.append(
+  make(
+    "p",
+    {},
+    `A block of ${data.model}: hidden size ${data.hidden}, inner size ${data.ffn}, ${data.tokens} tokens in bfloat16. `,
+    "Blue: complete, the same on every rank. Yellow: a rank's own part. Orange: one term of a sum. A frame around all ranks is a collective.",
+  ),
+  make("form", {}, make("label", {}, "ranks N", ranks), make("label", {}, "step", slider)),
+  title,
+  picture,
+  facts,
+  make(
+    "p",
+    {},
+    "Column-parallel and then row-parallel: between the two no rank needs what another one has, so a block has two all_reduces in the forward and two in the backward pass. ",
+    "With the sequence split between the blocks, each all_reduce becomes a reduce_scatter and an all_gather of the same bytes, and norms are split, too.",
+  ),
+);
+
+function drawAll() {
+  const n = whole(ranks, 1, MAX_RANKS),
+    at = +slider.value - 1,
+    {hidden: h, ffn: f, tokens} = data;
+  const width = 58,
+    height = n > 8 ? 18 : 28,
+    left = 62,
+    top = 24;
+  const svg = make("svg", {
+    viewBox: `0 0 ${left + ALL.length * (width + 4) + 24} ${top + n * (height + 4) + 26}`,
+    width: left + ALL.length * (width + 4) + 24,
+    role: "img",
+    "aria-label": `${n} ranks, ${ALL.length} operations`,
+  });
+  svg.append(
+    make("text", {x: left, y: 14}, "forward"),
+    make("text", {x: left + OPS.length * (width + 4) + 20, y: 14}, "backward"),
+  );
+  for (const rank of range(n))
+    svg.append(
+      make(
+        "text",
+        {x: left - 8, y: top + rank * (height + 4) + height / 2 + 4, "text-anchor": "end"},
+        `rank ${rank}`,
+      ),
+    );
+  ALL.forEach((op, idx) => {
+    const x = left + idx * (width + 4) + (op.pass === "backward" ? 20 : 0),
+      ink = idx === at ? "var(--ink)" : "var(--line)";
+    for (const rank of range(n)) {
+      const color = op.collective
+        ? COLORS.blue
+        : op.isTerm && n > 1
+          ? COLORS.orange
+          : op.width && n > 1
+            ? COLORS.yellow
+            : COLORS.blue;
+      svg.append(
+        make("rect", {
+          x,
+          y: top + rank * (height + 4),
+          width,
+          height,
+          rx: 3,
+          fill: color,
+          "fill-opacity": idx <= at ? 1 : 0.25,
+          stroke: ink,
+          "stroke-width": idx === at ? 2 : 1,
+        }),
+      );
+    }
+    svg.append(
+      make(
+        "text",
+        {x: x + width / 2, y: top + n * (height + 4) + 18, "text-anchor": "middle", class: "faint"},
+        op.short,
+      ),
+    );
+    if (op.collective)
+      svg.append(
+        make("rect", {
+          x: x - 2,
+          y: top - 2,
+          width: width + 4,
+          height: n * (height + 4),
+          rx: 4,
+          fill: "none",
+          stroke: COLORS.pink,
+          "stroke-width": 3,
+          class: "collective",
+          "data-pass": op.pass,
+        }),
+      );
+  });
+  picture.replaceChildren(svg);
+  const op = ALL[at];
+  slider.setAttribute("aria-valuetext", op.name);
+  title.textContent = `${at + 1} of ${ALL.length}, ${op.pass}: ${op.name} (${op.says})`;
+  const buffer = 2 * tokens * h,
+    sent = ((2 * (n - 1)) / n) * buffer;
+  const weight = op.weight
+    ? ` Its weights: ${bytes((2 * op.weight(h, f)) / n)} on each rank of ${bytes(2 * op.weight(h, f))}.`
+    : "";
+  const output = op.collective
+    ? ` ${bytes(buffer)}, of which a rank receives 2(N − 1)/N: ${bytes(sent)}.`
+    : op.width
+      ? ` Its output: ${tokens} × ${three(op.width(h, f) / n)} on each rank.`
+      : ` Its output: ${tokens} × ${h} on each rank.`;
+  facts.textContent = `${op.name}:${output}${weight} In the whole block a rank receives ${bytes(4 * sent)} in 4 all_reduces.`;
+}
+
+for (const input of [ranks, slider]) input.addEventListener("input", drawAll);
+drawAll();

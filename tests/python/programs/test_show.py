@@ -1,0 +1,336 @@
+"""The pages of `ringcomm show`: files that need no network, with the library's numbers in them."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from browsers import PHONE, SCREEN, opened
+from schedule_simulation import simulate
+from torch import nn
+
+from ringcomm import cli, show
+from ringcomm.parallel import zero
+from ringcomm.parallel.pipeline.schedules import Action, Timeline
+from ringcomm.trace import merge
+
+CONFIG = {
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "intermediate_size": 96,
+    "vocab_size": 128,
+    "max_position_embeddings": 32,
+}
+
+
+def written(*arguments: str, path: Path) -> Path:
+    assert cli.run(["show", *arguments, "-o", str(path)]) == 0
+    return path
+
+
+def data_of(path: Path) -> dict[str, Any]:
+    text = path.read_text(encoding="utf-8")
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text)
+    assert found is not None
+    data: dict[str, Any] = json.loads(found[1])
+    return data
+
+
+def config_of(folder: Path) -> str:
+    path = folder / "config.json"
+    path.write_text(json.dumps(CONFIG), encoding="utf-8")
+    return str(path)
+
+
+@pytest.mark.parametrize("page", show.TITLES)
+def test_a_page_needs_no_other_file(page: str, tmp_path: Path) -> None:
+    path = written(page, path=tmp_path / "folder" / "page.html")
+    text = path.read_text(encoding="utf-8")
+    assert "@" not in re.sub(r"@media", "", text)  # every mark has been replaced
+    links = re.findall(r'(?:https?:|src=|href=|@import)[^"\s]*', text)
+    assert links == ["http://www.w3.org/2000/svg"]  # a name, not an address
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nothing"], "invalid choice: 'nothing'"),
+        (["ring", "--model", "gpt2"], "page ring has no option --model"),
+        (["ring", "--ranks", "1"], "--ranks must be 2 to 64, got 1"),
+        (["ring", "--ranks", "65"], "--ranks must be 2 to 64, got 65"),
+        (["ring", "--seq", "3"], "--seq needs --trace FILE"),
+        (["ring", "--trace", "{file}"], "is not a trace written by `ringcomm trace`"),
+        (["ring", "--trace", "{file}.gone"], "No such file"),
+        (["memory", "--model", "nothing"], "'nothing' is neither a model nor a config.json"),
+        (["pipeline", "--micro-batches", "0"], "--micro-batches must be 1 or more, got 0"),
+        (["pipeline", "--timeline", "{file}"], "was not written by Timeline.export_chrome_trace()"),
+        (["loss", "--ranks", "5"], "12 classes: 5 ranks cannot share them"),
+    ],
+)
+def test_bad_input(
+    arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "file.json"
+    file.write_text("{}", encoding="utf-8")
+    page = tmp_path / "page.html"
+    given = [argument.format(file=file) for argument in arguments]
+    with pytest.raises(SystemExit) as ended:
+        cli.run(["show", *given, "-o", str(page)])
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+    assert not page.exists()
+
+
+def ring_trace(folder: Path) -> Path:
+    """Of two ranks, as far as pages read it."""
+    about = {"group": "g", "seq": 7, "bytes": 4096, "algorithm": "ring"}
+    events: list[dict[str, Any]] = [
+        {"name": "all_reduce", "cat": "collective", "pid": 1, "tid": 1, "args": about}
+    ]
+    for rank in range(2):
+        pid = rank + 1
+        events.append({"name": "process_name", "pid": pid, "args": {"name": f"rank {rank}"}})
+        for at, half in enumerate(("reduce_scatter", "all_gather")):
+            place = {"pid": pid, "tid": 1, "ts": 10.0 * at}
+            args = {"group": "g", "seq": 7, "chunk": (rank + at) % 2, "slice": 0, "from": 1 - rank}
+            step = {"name": f"{half} step 0", "cat": "step", "dur": 8.0 + rank, "args": args}
+            wait = {"name": "wait", "cat": "wait", "dur": 2.0 * rank, "args": about}
+            events += [place | step, place | wait]
+    path = folder / "trace.json"
+    path.write_text(json.dumps({"traceEvents": events}), encoding="utf-8")
+    return path
+
+
+def test_a_recorded_ring(tmp_path: Path) -> None:
+    trace = str(ring_trace(tmp_path))
+    data = data_of(written("ring", "--trace", trace, "--seq", "7", path=tmp_path / "page.html"))
+    assert (data["ranks"], data["bytes"]) == (2, 4096)
+    assert {"rank": "rank 1", "step": "all_gather step 0"} | {
+        "us": 9.0,
+        "wait_us": 2.0,
+        "peer": "rank 0",
+    } in data["measured"]
+    with pytest.raises(ValueError, match=r"no ring collective of call #8"):
+        show.ring(2, 1, Path(trace), 8)
+
+
+def test_the_memory_of_a_page_is_what_zero_predicts(tmp_path: Path) -> None:
+    """Of the weights alone; activations are the planner's."""
+    data = data_of(written("memory", "--model", config_of(tmp_path), path=tmp_path / "page.html"))
+    rows = {(row["system"], row["ranks"]): row for row in data["rows"]}
+    assert {ranks for _, ranks in rows} == {2, 4, 8, 16, 32, 64}
+    h, f, v = 64, 96, 128
+    layer = 4 * h * h + 3 * h * f + 2 * h
+    assert data["num_params"] == 2 * v * h + 2 * layer + h
+    assert rows["ddp", 4]["parameters"] == rows["ddp", 4]["gradients"] == 2 * data["num_params"]
+    model = nn.Linear(
+        1000, 1000, bias=False, dtype=torch.bfloat16
+    )  # stage 1 has no regard to shapes
+    predicted = zero.predict_memory(model, torch.optim.AdamW(model.parameters()), 1, world_size=4)
+    share = rows["zero1", 4]["states"] / data["num_params"]
+    assert share == pytest.approx(predicted.states / 1e6, rel=1e-3)
+    assert rows["lomo", 4]["states"] == 0
+
+
+def test_memory_over_a_backward_pass(tmp_path: Path) -> None:
+    data = data_of(written("lomo", "--model", config_of(tmp_path), path=tmp_path / "page.html"))
+    sizes = data["sizes"]
+    assert (sizes[0]["name"], sizes[-1]["name"]) == ("the head", "the embedding")
+    assert len(sizes) == 1 + 2 * 9 + 2
+    layer = 4 * 64 * 64 + 3 * 64 * 96 + 2 * 64
+    assert sum(one["bytes"] for one in sizes) == 2 * (2 * 128 * 64 + 2 * layer + 64)
+    assert sum(one["activations"] > 0 for one in sizes) == 4  # one for each unit
+
+
+# ---- in a browser
+
+
+def set_to(page: Any, name: str, value: object) -> None:
+    page.locator(name).fill(str(value))
+    page.locator(name).dispatch_event("change")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [SCREEN, PHONE], ids=["screen", "phone"])
+@pytest.mark.parametrize("page", show.TITLES)
+def test_pages_fit_the_screen(browser: Any, page: str, size: Any, tmp_path: Path) -> None:
+    with opened(browser, written(page, path=tmp_path / "page.html"), size) as shown:
+        assert shown.locator("svg").count() == 1
+        assert shown.locator("svg rect, svg path").count() > 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["ring", "two_shot", "one_shot"])
+@pytest.mark.parametrize("n", [2, 3, 8, 64])
+def test_every_rank_gets_the_sum(browser: Any, algorithm: str, n: int, tmp_path: Path) -> None:
+    with opened(browser, written("ring", path=tmp_path / "page.html")) as page:
+        set_to(page, "#ranks", n)
+        page.locator("#algorithm").select_option(algorithm)
+        steps = {"ring": 2 * (n - 1), "two_shot": 2, "one_shot": 1}[algorithm]
+        assert page.locator("#step").get_attribute("max") == str(steps)
+        complete = "+".join(map(str, range(n)))
+        page.locator("#step").fill(str(steps - 1))
+        cells = page.locator(f'rect.cell[data-parts="{complete}"]')
+        assert cells.count() < n * n  # a negative control
+        page.locator("#step").fill(str(steps))
+        assert cells.count() == n * n
+        received = n - 1 if algorithm == "one_shot" else 2 * (n - 1) / n
+        assert (
+            f"received {float(f'{received:.3g}'):g} × the buffer"
+            in page.locator("#sent").inner_text()
+        )
+
+
+@pytest.mark.slow
+def test_a_recorded_ring_says_who_waited(browser: Any, tmp_path: Path) -> None:
+    trace = str(ring_trace(tmp_path))
+    with opened(browser, written("ring", "--trace", trace, path=tmp_path / "page.html")) as page:
+        page.locator("#step").fill("1")
+        said = page.locator("#waits").inner_text()
+        assert "rank 1 waited 2 µs for rank 0" in said
+        assert "took 9 µs" in said
+        page.locator("#play").click()
+        page.wait_for_function("document.getElementById('step').value === '2'")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [2, 5])
+def test_the_steps_are_those_of_a_real_ring(browser: Any, n: int, tmp_path: Path) -> None:
+    """Which chunk a rank receives in which step, in a trace of ringcomm's own ring."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import torch, torch.distributed as dist, ringcomm\n"
+        "dist.init_process_group('ringcomm', pg_options=ringcomm.Options(algorithm='ring'))\n"
+        "dist.all_reduce(torch.ones(4096))\n"
+        "dist.destroy_process_group()\n",
+        encoding="utf-8",
+    )
+    trace = tmp_path / "trace.json"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [*launcher, "--nproc-per-node", str(n), str(program)]
+    assert cli.run(["trace", "-o", str(trace), "--", *command]) == 0
+    found = merge.ring_of(trace)
+    real = {
+        (e["name"], found.ranks[e["pid"]], e["args"]["from"], e["args"]["chunk"])
+        for e in found.steps
+        if "from" in e["args"]
+    }
+    with opened(browser, written("ring", "--trace", str(trace), path=tmp_path / "p.html")) as page:
+        steps = page.evaluate(f"ALGORITHMS.ring({n})")
+        shown = {
+            (step["name"], f"rank {move['to']}", move["from"], move["chunk"])
+            for step in steps
+            for move in step["moves"]
+        }
+        assert shown == real
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
+@pytest.mark.parametrize(("p", "m"), [(1, 1), (2, 4), (4, 8), (8, 16)])
+def test_schedules_are_the_librarys(
+    browser: Any,
+    schedule: str,
+    p: int,
+    m: int,
+    tmp_path: Path,
+) -> None:
+    """Every action begins and ends when the simulation of torch's own schedules says."""
+    if schedule == "interleaved" and p == 1:
+        pytest.skip("one rank has nothing to interleave")
+    with opened(browser, written("pipeline", path=tmp_path / "page.html")) as page:
+        actions = page.evaluate(f"simulated('{schedule}', {p}, {m})")
+        expected = simulate(schedule, num_ranks=p, num_microbatches=m)
+        # A gradient of inputs that nobody needs takes no time of the simulation's first stage.
+        assert {(a["rank"], a["kind"], a["stage"], a["microBatch"]) for a in actions} == {
+            (a.rank, a.kind, a.stage, a.micro_batch) for a in expected.actions
+        }
+        assert page.evaluate(f"idleShare(simulated('{schedule}', {p}, {m}), {p})") == pytest.approx(
+            float(expected.bubble())
+        )
+        live = expected.max_live()
+        if schedule != "interleaved":
+            assert [
+                page.evaluate(f"maxLive(simulated('{schedule}', {p}, {m}), {r})") for r in range(p)
+            ] == [live[rank] for rank in range(p)]
+
+
+@pytest.mark.slow
+def test_a_recorded_pipeline(browser: Any, tmp_path: Path) -> None:
+    path = tmp_path / "timeline.json"
+    actions = (Action(0, "F", 0, 0, 0.0, 1.0), Action(1, "F", 1, 0, 1.0, 2.0))
+    Timeline(
+        2, (*actions, Action(1, "B", 1, 0, 2.0, 4.0), Action(0, "B", 0, 0, 4.0, 6.0))
+    ).export_chrome_trace(path)
+    with opened(
+        browser, written("pipeline", "--timeline", str(path), path=tmp_path / "p.html")
+    ) as page:
+        assert page.locator("rect.action").count() == 4
+        assert "Idle: 50 %" in page.locator("#idle").inner_text()
+
+
+@pytest.mark.slow
+def test_bars_have_the_bytes_of_the_data(browser: Any, tmp_path: Path) -> None:
+    path = written("memory", "--ranks", "8", path=tmp_path / "page.html")
+    rows = {(row["system"], row["ranks"]): row for row in data_of(path)["rows"]}
+    with opened(browser, path) as page:
+        for idx, ranks in enumerate((2, 4, 8)):
+            page.locator("#ranks").fill(str(idx))
+            bars = page.locator("rect.part").evaluate_all(
+                "bars => bars.map(bar => ({...bar.dataset}))"
+            )
+            assert len(bars) == 6 * 5
+            for bar in bars:
+                assert int(bar["bytes"]) == rows[bar["system"], ranks][bar["part"]]
+
+
+@pytest.mark.slow
+def test_lomo_has_one_gradient(browser: Any, tmp_path: Path) -> None:
+    path = written("lomo", "--model", config_of(tmp_path), path=tmp_path / "page.html")
+    sizes = [one["bytes"] for one in data_of(path)["sizes"]]
+    with opened(browser, path) as page:
+
+        def most(name: str) -> int:
+            return max(
+                page.evaluate(f"memoryAt('{name}', {count}).gradients")
+                for count in range(len(sizes) + 1)
+            )
+
+        assert most("LOMO") == max(sizes)
+        assert most("SGD") == most("AdamW") == sum(sizes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("n", "target"), [(1, 0), (4, 3), (12, 7)])
+def test_the_loss_is_torchs(browser: Any, n: int, target: int, tmp_path: Path) -> None:
+    path = written("loss", path=tmp_path / "page.html")
+    logits = torch.tensor([data_of(path)["logits"]], dtype=torch.float64)
+    with opened(browser, path) as page:
+        page.locator("#ranks").select_option(str(n))
+        page.locator("#target").fill(str(target))
+        shown = float(page.locator("#merged").get_attribute("data-loss"))
+        expected = nn.functional.cross_entropy(logits, torch.tensor([target])).item()
+        assert math.isclose(shown, expected, rel_tol=1e-12)
+
+
+@pytest.mark.slow
+def test_a_block_has_four_collectives(browser: Any, tmp_path: Path) -> None:
+    path = written("tensor", "--ranks", "4", path=tmp_path / "page.html")
+    data = data_of(path)
+    with opened(browser, path) as page:
+        assert page.locator('rect.collective[data-pass="forward"]').count() == 2
+        assert page.locator('rect.collective[data-pass="backward"]').count() == 2
+        all_bytes = 4 * 2 * 3 / 4 * 2 * data["hidden"] * data["tokens"]
+        assert (
+            f"receives {all_bytes / 2**20:g} MiB in 4 all_reduces"
+            in page.locator("#facts").inner_text()
+        )

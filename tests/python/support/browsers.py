@@ -1,0 +1,42 @@
+"""A browser for tests of pages: Chromium, where it and playwright are installed."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PHONE, SCREEN = {"width": 360, "height": 740}, {"width": 1200, "height": 900}
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    playwright = pytest.importorskip("playwright.sync_api")
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
+    if chromium is None:
+        pytest.skip("Chromium is not installed")
+    with playwright.sync_playwright() as started:
+        opened = started.chromium.launch(
+            executable_path=chromium, args=["--no-sandbox", "--disable-gpu"]
+        )
+        yield opened
+        opened.close()
+
+
+@contextmanager
+def opened(browser: Any, path: Path, size: dict[str, int] | None = None) -> Iterator[Any]:
+    """A page of a file; at the end it has had no error and is not wider than the screen."""
+    size = size or SCREEN
+    page = browser.new_page(viewport=size)
+    errors: list[str] = []
+    page.on("console", lambda message: errors.append(message.text))
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.goto(path.as_uri())
+    yield page
+    assert page.evaluate("document.documentElement.scrollWidth") <= size["width"]
+    assert errors == []
+    page.close()
