@@ -5,9 +5,11 @@ what it needs and returns the exit status.
 """
 
 import argparse
+import difflib
 import inspect
 import json
 import os
+import re
 import signal
 import sys
 from dataclasses import fields
@@ -40,10 +42,13 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescrip
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Reports an error in one line; `--help` has the rest."""
+    """Reports an error in one line, with the nearest name; `--help` has the rest."""
 
     def error(self, message: str) -> NoReturn:
         """Ends the process with status 2."""
+        if wrong := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)$", message):
+            near = difflib.get_close_matches(wrong[1], re.findall(r"[\w.-]+", wrong[2]), 1)
+            message += f"; did you mean {near[0]}?" if near else ""
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
@@ -63,6 +68,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     add("--world-size", type=int, default=NUM_RANKS, help=about)
     add("--seconds", type=float, default=20.0, help="of measurement in all")
     add("--html", type=Path, metavar="FILE", help="write a page with one picture (one file)")
+    add("--json", type=Path, metavar="FILE", help="write the figures as one JSON object")
 
 
 def _bench(options: argparse.Namespace) -> int:
@@ -360,6 +366,7 @@ def _add_tune(parser: argparse.ArgumentParser) -> None:
     add("--repeats", type=int, default=2, help=about)
     path = Path("ringcomm-tuning.json")
     add("--json", type=Path, metavar="FILE", default=path, help="the file to write")
+    add("--force", action="store_true", help="write it even if other programs disturbed it")
 
 
 def _tune(options: argparse.Namespace) -> int:
@@ -381,7 +388,8 @@ def _tune(options: argparse.Namespace) -> int:
         error("it starts its own ranks: run it without torchrun")
     from ringcomm.measure.algorithms import tune
 
-    return tune(options.world_sizes, options.sizes, options.seconds, options.repeats, options.json)
+    how = (options.world_sizes, options.sizes, options.seconds, options.repeats)
+    return tune(*how, options.json, is_forced=options.force)
 
 
 _COMMANDS = {

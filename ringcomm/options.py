@@ -4,6 +4,7 @@ import difflib
 import functools
 import os
 import warnings
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from typing import Any, Literal
@@ -66,6 +67,11 @@ class Options:
     log_waits: bool = True
     report_stragglers: bool = False
 
+    def __new__(cls, *values: Any, **options: Any) -> "Options":
+        """Checks the names, which a dataclass would refuse without the nearest one."""
+        check_names("ringcomm.Options", options, [field.name for field in fields(cls)])
+        return super().__new__(cls)
+
     def with_environment(self) -> "Options":
         """A copy in which environment variables replace fields that have their default."""
         found: dict[str, Any] = {}
@@ -76,6 +82,15 @@ class Options:
                 continue
             found[field.name] = flag(name, text) if field.type in (bool, "bool") else text
         return replace(self, **found)
+
+
+def check_names(owner: str, given: Iterable[str], known: Collection[str], why: str = "") -> None:
+    """Raises TypeError for an option that `owner` does not have, with the nearest that it has."""
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known)}"
+            raise TypeError(f"{owner} has no option {name!r}{why}; {hint}")
 
 
 def flag(name: str, text: str) -> bool:

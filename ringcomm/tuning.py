@@ -6,6 +6,7 @@ fields document the measurement.
 """
 
 import json
+import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from os import PathLike
@@ -100,6 +101,12 @@ def load(path: str | PathLike[str]) -> Tuning:
         if not sizes or len(set(sizes)) < len(sizes):
             raise ValueError(
                 f"worlds must have one entry for each of one or more sizes, got {sizes}"
+            )
+        if disturbed := [world.world_size for world in worlds if not world.quiet]:
+            warnings.warn(
+                f"the tuning file {str(path)!r} was measured while other programs ran (for"
+                f" {', '.join(map(str, disturbed))} ranks): tune again on an idle machine",
+                stacklevel=2,
             )
         return Tuning(**{**fields, "machine": dict(fields["machine"]), "worlds": tuple(worlds)})
     except FileNotFoundError:

@@ -24,7 +24,7 @@ from ringcomm.measure import timing
 from ringcomm.measure.machine import MAX_OTHERS_PERCENT, identity, rounded, utc_now
 from ringcomm.measure.ranks import Team, run_ranks
 from ringcomm.options import Options
-from ringcomm.screen import Progress, byte_count, columns, factor, in_seconds
+from ringcomm.screen import EXIT_FAILED, EXIT_OK, Progress, byte_count, columns, factor, in_seconds
 from ringcomm.tuning import Point, World
 
 # The ring is measured to show what it costs; it is never chosen in shared memory.
@@ -33,6 +33,7 @@ MIB = 1 << 20
 PIECE_BYTES = MIB  # of one_shot and two_shot, see docs/design/collectives.md
 CROSS_OVER_UNIT_BYTES = 256  # between two measured sizes: more digits would be noise
 NEVER_BYTES = 1
+MAX_WORST_FIT = 10.0  # of a cost model that is worth a line
 
 
 @dataclass(frozen=True)
@@ -180,10 +181,19 @@ def cross_over_bytes(ratios: dict[int, float]) -> int:
     return max(low, int(between) // CROSS_OVER_UNIT_BYTES * CROSS_OVER_UNIT_BYTES)
 
 
-def tune(world_sizes: list[int], sizes: list[int], seconds: float, repeats: int, path: Path) -> int:
+def tune(
+    world_sizes: list[int],
+    sizes: list[int],
+    seconds: float,
+    repeats: int,
+    path: Path,
+    *,
+    is_forced: bool = False,
+) -> int:
     """Tunes for each number of ranks, and returns the exit status.
 
-    After Ctrl-C the numbers of ranks that were measured are in PATH.interrupted.
+    After Ctrl-C the numbers of ranks that were measured are in PATH.interrupted. Where other
+    programs disturbed it, nothing is written unless `is_forced`.
     """
     worlds: list[World] = []
 
@@ -208,11 +218,24 @@ def tune(world_sizes: list[int], sizes: list[int], seconds: float, repeats: int,
             save(partial)
             print(f"interrupted: {partial} has only the numbers of ranks above")
         raise
-    save(path)
     if not all(world.quiet for world in worlds):
         print("other programs disturbed the measurement: tune again on an idle machine")
+        if not is_forced:
+            print(f"not written: {path} (--force writes it)")
+            return EXIT_FAILED
+    save(path)
     print(f"written: {path}")
-    return 0
+    return EXIT_OK
+
+
+def _model_text(world: World) -> str:
+    if world.worst_fit > MAX_WORST_FIT:
+        return "The times fit no cost model: they were disturbed."
+    return (
+        f"Cost model: {world.alpha_us:.3g} µs per transfer (alpha),"
+        f" {world.beta_us_per_mib:.3g} µs per MiB (beta), {world.overhead_us:.3g} µs per call;"
+        f" its largest error is a factor of {factor(world.worst_fit)}."
+    )
 
 
 def _table(world: World, times: list[SizeTimes]) -> str:
@@ -229,7 +252,5 @@ def _table(world: World, times: list[SizeTimes]) -> str:
         f"{columns(rows, '')}\n"
         "other programs: their share of this machine, which should be at most"
         f" {MAX_OTHERS_PERCENT:.0f} %\n"
-        f"{chosen}. Cost model: {world.alpha_us:.3g} µs per transfer (alpha),"
-        f" {world.beta_us_per_mib:.3g} µs per MiB (beta), {world.overhead_us:.3g} µs per call;"
-        f" its largest error is a factor of {factor(world.worst_fit)}."
+        f"{chosen}. {_model_text(world)}"
     )

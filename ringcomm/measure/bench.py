@@ -6,8 +6,9 @@ verified with whole numbers before and after.
 
 import argparse
 import html
+import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,7 @@ from ringcomm.measure.timing import US, check_sums
 from ringcomm.screen import (
     EXIT_OK,
     EXIT_WRONG_RESULTS,
+    Progress,
     byte_count,
     check_writable,
     columns,
@@ -42,9 +44,20 @@ class Row:
     """Both backends in one call: the times of the slowest rank."""
 
     title: str
+    num_bytes: int  # of an all_reduce; 0: a training step
     times_us: dict[str, dict[str, float]]  # by backend, as of Timings.summary_us()
-    ratio: float  # Gloo's time over ringcomm's, the speed-up: the median of neighbouring blocks
+    ratio: dict[str, float]  # Gloo's time over ringcomm's, the speed-up: Timings.ratio_over()
     others_percent: float  # share of the machine that other programs used
+
+    def speed_up(self) -> str:
+        """Its median and its 10 and 90 % points over neighbouring blocks."""
+        low, median, high = (factor(self.ratio[name]) for name in ("p10", "p50", "p90"))
+        return f"{median}× ({low}–{high})"
+
+    @property
+    def is_even(self) -> bool:
+        """Whether the backends' times cannot be told apart."""
+        return self.ratio["p10"] <= 1 <= self.ratio["p90"]
 
 
 def run(options: argparse.Namespace) -> int:
@@ -59,9 +72,11 @@ def run(options: argparse.Namespace) -> int:
     if not dist.is_gloo_available():
         error("this torch has no Gloo to compare with")
     try:
-        check_writable(options.html)
+        for name in ("html", "json"):
+            what = f"--{name}"
+            check_writable(getattr(options, name))
     except ValueError as problem:
-        error(f"--html: {problem}")
+        error(f"{what}: {problem}")
     machine = identity()
     print(
         f"{options.world_size} ranks on {machine['cores']} cores of {machine['cpu']},"
@@ -69,22 +84,48 @@ def run(options: argparse.Namespace) -> int:
     )
     rows: list[Row] = []
     main = partial(_run_rank, seconds=options.seconds)
+    progress = Progress([*map(_title, SIZES), STEP_TITLE])
+    progress.show()
+
+    def add(row: Row) -> None:
+        rows.append(row)
+        progress.step()
+
     try:
-        ranks.run_ranks(options.world_size, main, rows.append)
+        ranks.run_ranks(options.world_size, main, add)
+        progress.clear()
     except ranks.RankError as problem:
+        progress.clear()
         if "wrong elements" not in str(problem):
             raise
         print(f"ringcomm bench: {problem}")
         return EXIT_WRONG_RESULTS
-    print(_table(rows))
+    print(_table(rows, options.world_size))
     print(sentence(rows, options.world_size))
-    disturbed = max(row.others_percent for row in rows)
-    if disturbed > MAX_OTHERS_PERCENT:
-        print(f"Other programs used up to {disturbed:.0f} % of this machine meanwhile.")
-    if options.html is not None:
-        options.html.write_text(page(rows, options.world_size, machine), encoding="utf-8")
-        print(f"written: {options.html}")
+    if said := caveat(rows):
+        print(said)
+    content = {"world_size": options.world_size, "machine": machine, "rows": [*map(asdict, rows)]}
+    versions = {"torch": torch.__version__, "ringcomm": __version__}
+    for path, text in (
+        (options.html, lambda: page(rows, options.world_size, machine)),
+        (options.json, lambda: json.dumps(content | versions, allow_nan=False)),
+    ):
+        if path is not None:
+            path.write_text(text(), encoding="utf-8")
+            print(f"written: {path}")
     return EXIT_OK
+
+
+def _title(num_bytes: int) -> str:
+    return f"all_reduce, {byte_count(num_bytes)}"
+
+
+def caveat(rows: list[Row]) -> str:
+    """What else used the machine, if it was much."""
+    disturbed = max(row.others_percent for row in rows)
+    if disturbed <= MAX_OTHERS_PERCENT:
+        return ""
+    return f"Other programs used up to {disturbed:.0f} % of this machine meanwhile."
 
 
 def _run_rank(team: Team, seconds: float) -> None:
@@ -99,11 +140,10 @@ def _run_rank(team: Team, seconds: float) -> None:
             name: partial(dist.all_reduce, buffer, group=group) for name, group in groups.items()
         }
         check_sums(team, groups, buffer)
-        title = f"all_reduce, {byte_count(num_bytes)}"
-        _report(team, groups, sums, title, seconds * (1 - STEP_SHARE) / len(SIZES))
+        _report(team, groups, sums, num_bytes, seconds * (1 - STEP_SHARE) / len(SIZES))
         check_sums(team, groups, buffer)
     steps = {name: _training_step(team, group) for name, group in groups.items()}
-    _report(team, groups, steps, STEP_TITLE, seconds * STEP_SHARE)
+    _report(team, groups, steps, 0, seconds * STEP_SHARE)
     dist.destroy_process_group()
 
 
@@ -131,7 +171,7 @@ def _report(
     team: Team,
     groups: dict[str, Any],
     calls: Mapping[str, Callable[[], object]],
-    title: str,
+    num_bytes: int,
     seconds: float,
 ) -> None:
     """Times the calls in turn and reports a row. Collective."""
@@ -139,26 +179,36 @@ def _report(
     if timings is None:
         return
     times_us = {name: found.summary_us() for name, found in timings.items()}
-    ratio = timings["gloo"].ratio_over(timings["ringcomm"])["p50"]
-    team.report(Row(title, times_us, ratio, percent))
+    ratio = timings["gloo"].ratio_over(timings["ringcomm"])
+    title = _title(num_bytes) if num_bytes else STEP_TITLE
+    team.report(Row(title, num_bytes, times_us, ratio, percent))
 
 
-def _table(rows: list[Row]) -> str:
-    lines = [["", "ringcomm", "p99", "Gloo", "p99", "speed-up"]]
+def _table(rows: list[Row], world_size: int) -> str:
+    """GB/s are those of the bus: of 2(N − 1)/N buffers, which a rank must receive."""
+    lines = [["", "ringcomm", "p99", "GB/s", "Gloo", "p99", "GB/s", "speed-up"]]
     for row in rows:
-        times = [row.times_us[n][p] for n in ("ringcomm", "gloo") for p in ("p50_us", "p99_us")]
-        lines.append([row.title, *(in_seconds(us / US) for us in times), f"{factor(row.ratio)}×"])
+        line = [row.title]
+        for name in ("ringcomm", "gloo"):
+            p50_us, p99_us = (row.times_us[name][p] for p in ("p50_us", "p99_us"))
+            moved = 2 * (world_size - 1) / world_size * row.num_bytes
+            rate = f"{moved / p50_us / 1e3:.3g}" if row.num_bytes else ""
+            line += [in_seconds(p50_us / US), in_seconds(p99_us / US), rate]
+        lines.append([*line, row.speed_up()])
     return columns(lines, "<")
 
 
 def sentence(rows: list[Row], world_size: int) -> str:
     """What the rows say, for collectives and for a whole step."""
-    ratios = [row.ratio for row in rows if row.title != STEP_TITLE]
-    steps = [row.ratio for row in rows if row.title == STEP_TITLE]
+    ratios = [row.ratio["p50"] for row in rows if row.num_bytes]
+    (step,) = (row for row in rows if not row.num_bytes)
+    said = f"{factor(step.ratio['p50'])}× as fast"
+    if step.is_even:
+        said = f"as fast as over Gloo, within what can be measured ({step.speed_up()})"
     return (
         f"With {world_size} ranks on this machine, ringcomm's all_reduce is {factor(min(ratios))}×"
         f" to {factor(max(ratios))}× as fast as Gloo's, and a training step of a small transformer"
-        f" {factor(steps[0])}× as fast."
+        f" {said}."
     )
 
 
@@ -167,7 +217,7 @@ def page(rows: list[Row], world_size: int, machine: dict[str, Any]) -> str:
     bars = []
     for row in rows:
         medians = [row.times_us[name]["p50_us"] / US for name in ("ringcomm", "gloo")]
-        bars.append(f"<h2>{html.escape(row.title)}</h2>")
+        bars.append(f"<h2>{html.escape(row.title)}: {row.speed_up()}</h2>")
         for name, seconds in zip(("ringcomm", "Gloo"), medians, strict=True):
             percent = max(0.3, 100 * seconds / max(medians))
             bars.append(
@@ -177,6 +227,7 @@ def page(rows: list[Row], world_size: int, machine: dict[str, Any]) -> str:
     versions = f"torch {torch.__version__}, ringcomm {__version__}"
     return _PAGE.format(
         sentence=html.escape(sentence(rows, world_size)),
+        caveat=html.escape(caveat(rows)),
         machine=html.escape(f"{machine['cores']} cores of {machine['cpu']}, {versions}"),
         date=utc_now().date().isoformat(),
         bars="\n".join(bars),
@@ -199,7 +250,8 @@ i.ringcomm {{ background: #2563eb; }} i.Gloo {{ background: #858d99; }}
 </style>
 <h1>{sentence}</h1>
 <p>Median time of a call, of the slowest rank; a shorter bar is faster.
-The two take turns in one run.</p>
+The two take turns in one run; a speed-up is the median over turns, with its 10 and 90 % points.
+{caveat}</p>
 {bars}
 <p>{machine}; {date}.</p>
 </html>

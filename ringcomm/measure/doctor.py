@@ -30,6 +30,7 @@ ALL_REDUCE_BYTES = (1 << 10, 256 << 10, 16 << 20)
 LATENCY_BYTES = 1 << 10
 BANDWIDTH_BYTES = 4 << 20
 NUM_TRIPS = {LATENCY_BYTES: 200, BANDWIDTH_BYTES: 10}
+LEAST_SHARE_OF_COPY = 0.1
 # With more ranks only neighbours are timed, because the number of pairs grows with the square.
 MAX_WORLD_OF_ALL_PAIRS = 8
 
@@ -56,6 +57,17 @@ def _all_reduces(team: Team, seconds: float) -> list[dict[str, Any]]:
             times["busbw_gb_per_s"] = num_bytes / us["p50_us"] / 1e3 * share
             found.append({"bytes": num_bytes, "algorithms": sorted(used), **times})
     return found
+
+
+def _copy_gb_per_s() -> float:
+    """Of the largest all_reduce's buffer, in this rank alone: the fastest of a few."""
+    buffer = torch.zeros(ALL_REDUCE_BYTES[-1] // 4, dtype=torch.float32)
+    target, seconds = torch.empty_like(buffer), []
+    for _ in range(5):
+        begin = time.perf_counter()
+        target.copy_(buffer)
+        seconds.append(time.perf_counter() - begin)
+    return buffer.nbytes / min(seconds) / 1e9
 
 
 def _trip_us(peer: int, num_bytes: int, is_first: bool) -> float:
@@ -117,6 +129,8 @@ def _run_rank(team: Team, seconds: float) -> None:
         return
     watch = machine.OthersWatch([os.getppid(), *team.share(os.getpid())])
     tell(init_s=init_s, all_reduce=_all_reduces(team, seconds))
+    if team.rank == 0:
+        tell(copy_gb_per_s=_copy_gb_per_s())
     backend = backend_of(resolve_group(), torch.device("cpu"))
     pairs = _pairs(team, _C.transport_of(backend))
     # All ranks map the group's shared memory: one segment, charged once.
@@ -126,6 +140,18 @@ def _run_rank(team: Team, seconds: float) -> None:
     tell(others_busy_percent=watch.percent())
     team.share(None)  # a rank that has ended would count for the others
     dist.destroy_process_group()
+
+
+def _share_of_copy(group: dict[str, Any]) -> float:
+    """The speed of the largest all_reduce over that of a copy; 1 if they were not measured."""
+    points, copy = group.get("all_reduce"), group.get("copy_gb_per_s")
+    return points[-1]["busbw_gb_per_s"] / copy if points and copy else 1.0
+
+
+def _speed_text(group: dict[str, Any]) -> str:
+    percent, size = f"{100 * _share_of_copy(group):.0f} %", byte_count(ALL_REDUCE_BYTES[-1])
+    copy = f"{group['copy_gb_per_s']:.3g} GB/s"
+    return f"all_reduce of {size} has {percent} of the speed of one rank's copy, {copy}"
 
 
 def _problems(report: dict[str, Any], world_size: int) -> Iterator[tuple[str, str, str]]:
@@ -139,9 +165,18 @@ def _problems(report: dict[str, Any], world_size: int) -> Iterator[tuple[str, st
         text += " measurement: times are longer than on an idle machine"
         yield "others", text, "measure again when the machine is idle"
     num_cores = min(report["cpus"]["num_cores"] or known["cores"], known["cores"])
-    if world_size > num_cores:
-        text = f"{world_size} ranks on {counted(num_cores, 'core')}: the ranks have to take turns"
-        yield "cpus", text, f"start at most {counted(num_cores, 'rank')}"
+    load = known["load"][0]  # over the last minute, before this measurement
+    if load > known["cores"]:
+        text = f"load {load:.2f} on {counted(known['cores'], 'CPU')}: programs wait for their turn"
+        yield "load", text, "measure again when the machine is idle"
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    if threads.isdecimal() and world_size * int(threads) > max(num_cores, world_size):
+        text = f"OMP_NUM_THREADS is {threads}: {world_size} ranks compute with"
+        text += f" {world_size * int(threads)} threads on {counted(num_cores, 'core')}"
+        yield "environment", text, f"set it to {max(1, num_cores // world_size)}"
+    if world_size > 1 and _share_of_copy(group) < LEAST_SHARE_OF_COPY:
+        text = f"{_speed_text(group)}: ranks share cores, or other programs ran"
+        yield "speed", text, "measure on an idle machine, with at most one rank per core"
     allowed, file = report["limits"]["cpu_cores"] or (float("inf"), "")
     if allowed < min(world_size, len(os.sched_getaffinity(0))):
         text = f"the container may use {allowed:g} CPUs ({file}): {world_size} busy ranks are"
@@ -229,6 +264,8 @@ def _group_facts(group: dict[str, Any]) -> Iterator[tuple[str, str]]:
         text = f"{times[0]}, 99th percentile {times[1]}, {point['busbw_gb_per_s']:.3g} GB/s"
         how = " and ".join(point["algorithms"]) or "no algorithm: one rank"
         yield "all_reduce", f"all_reduce of {byte_count(point['bytes'])}: {text} ({how})"
+    if "copy_gb_per_s" in group and len(group.get("pairs", [])):
+        yield "speed", _speed_text(group)
     pairs = group.get("pairs", [])
     if pairs:
         yield "transport", f"transport {pairs[0]['transport']}, {pairs[0]['why']}"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ringcomm.optim import float64
 from ringcomm.optim.gradients import EmbeddingGradient, Gradient, LinearGradient
 from ringcomm.optim.in_backward import InBackwardOptimizer
-from ringcomm.optim.options import StepOptions
+from ringcomm.optim.options import options_of
 from ringcomm.optim.slot import Slot
 from ringcomm.parallel.model.cut import Box, Cut, pieces_of
 
@@ -110,7 +110,7 @@ class Lomo(InBackwardOptimizer):
         **options: Any,
     ) -> None:
         defaults = {"lr": lr, "weight_decay": weight_decay}
-        super().__init__(model_or_params, model, defaults, StepOptions(**options))
+        super().__init__(model_or_params, model, defaults, options_of(self, options))
 
     def update(self, slot: Slot, gradient: Gradient, factor: float) -> None:
         """See InBackwardOptimizer."""
@@ -192,7 +192,7 @@ class AdaLomo(InBackwardOptimizer):
             )
         defaults: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "eps": eps}
         defaults |= {"clip_threshold": clip_threshold, "decay_rate": decay_rate}
-        super().__init__(model_or_params, model, defaults, StepOptions(**options))
+        super().__init__(model_or_params, model, defaults, options_of(self, options))
 
     def _new_state(self, slot: Slot) -> dict[str, Tensor]:
         zeros = partial(slot.local.new_zeros, dtype=_wide(slot.local))

@@ -2,12 +2,14 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringcomm.backend import resolve_group
+from ringcomm.options import check_names
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -77,3 +79,11 @@ class StepOptions:
 def _check_word(name: str, value: str | None, *allowed: str) -> None:
     if value is not None and value not in allowed:
         raise ValueError(f"{name} must be None or one of {', '.join(allowed)}, got {value!r}")
+
+
+def options_of(optimizer: object, given: dict[str, Any]) -> StepOptions:
+    """The options of an optimizer; raises TypeError for one that it does not have."""
+    known = [field.name for field in dataclasses.fields(StepOptions)] + ["mesh"]
+    why = ": LOMO keeps no state for a weight" if given.keys() & {"momentum", "betas"} else ""
+    check_names(type(optimizer).__name__, given, known, why)
+    return StepOptions(**given)

@@ -42,11 +42,11 @@ class Candidate:
         return f"{self.system.label(self.mesh)}, {self.mesh}"
 
     @property
-    def complexity(self) -> tuple[int, int]:
-        """An order by the number of axes, then by position in SYSTEMS."""
+    def complexity(self) -> tuple[int, bool, int]:
+        """An order by the number of axes, pipelines after others, then by position in SYSTEMS."""
         mesh = self.mesh
         num_axes = sum(size > 1 for size in (mesh.dp, mesh.pp, mesh.tp, mesh.ep))
-        return num_axes, list(SYSTEMS).index(self.system.name)
+        return num_axes, mesh.pp > 1, list(SYSTEMS).index(self.system.name)
 
     @property
     def bubble(self) -> float:

@@ -22,13 +22,12 @@ MUCH_MORE = 10  # a ratio of bytes
 LEGEND = """\
 system       how data-parallel ranks share the training state; docs/systems.md has each
 mesh         ranks of data (dp), pipeline (pp), tensor (tp) and expert (ep) parallelism; sp shards
-             the tokens between tensor-parallel layers
-batches      micro-batches of a step × sequences in each
-recompute    layers whose activations are recomputed in the backward pass
-weights ...  GiB on the rank that needs most; host is its host memory and disks
+             the tokens between tensor-parallel layers; the pipeline's schedule
+batches      micro-batches of a step × sequences in each; recomputed: layers keep their inputs only
+memory       GiB on the device of the rank that needs most
 sent         GiB that a rank sends in a step
-bubble       the part of a step in which a rank of the pipeline waits
-longest      the part of the step that takes longest; --why N explains plan N"""
+bound by     the part of the step that takes longest
+--why N explains plan N: memory by part, bubble, times"""
 DEVICE_PARTS = ("parameters", "gradients", "states", "activations", "buffers")
 
 
@@ -128,19 +127,16 @@ class Plans:
 
     def table(self, top: int) -> str:
         """A table of the first plans; all if top is 0. LEGEND explains it."""
-        memory = ["weights", "grads", "states", "activations", "buffers", "total", "host"]
-        rows = [["", "system", "mesh", "schedule", "batches", "recompute", *memory]]
-        rows[0] += ["sent", "bubble", "step", "tokens/s", "longest"]
+        rows = [["", "system", "mesh", "batches", "memory", "sent", "step", "bound by"]]
         for number, plan in enumerate(self.ranked[: top or None], 1):
-            c, kept = plan.candidate, plan.memory
-            num_bytes = [getattr(kept, part) for part in DEVICE_PARTS]
-            num_bytes += [kept.device, kept.host + kept.disk, plan.traffic.sent]
-            row = [str(number), c.system.label(c.mesh), str(c.mesh), c.schedule]
-            row += [f"{c.num_micro_batches} × {c.micro_batch}", c.checkpointing]
-            row += [factor(value / (1 << 30)) for value in num_bytes]
-            row += [f"{c.bubble:.0%}" if c.mesh.pp > 1 else "", in_seconds(plan.time.step)]
-            rows.append([*row, f"{plan.tokens_per_s:,.0f}", plan.time.largest])
-        return columns(rows, ">" + "<" * 5)
+            c = plan.candidate
+            mesh = f"{c.mesh}, {c.schedule}" if c.schedule else str(c.mesh)
+            batches = f"{c.num_micro_batches} × {c.micro_batch}"
+            batches += ", recomputed" if c.checkpointing == "full" else ""
+            sizes = [factor(each / (1 << 30)) for each in (plan.memory.device, plan.traffic.sent)]
+            row = [str(number), c.system.label(c.mesh), mesh, batches, *sizes]
+            rows.append([*row, in_seconds(plan.time.step), plan.time.largest])
+        return columns(rows, "><<<")
 
     def tie_line(self) -> str:
         """Why the first plan is not the fastest one; "" if it is."""
@@ -149,10 +145,10 @@ class Plans:
             return ""
         number = self.ranked.index(fastest) + 1
         return (
-            f"Plan {number} is the fastest, with {in_seconds(fastest.time.step)}. The prediction is"
-            f" not accurate to {SAME_TIME - 1:.0%}: plans this close to the fastest are sorted by"
-            " fewer axes, then by the simpler system, then by fewer bytes sent. Plans with tensor"
-            " parallelism over several hosts rank last."
+            f"Plan {number} is the fastest, with {in_seconds(fastest.time.step)}. Plans within"
+            f" {SAME_TIME - 1:.0%} of the fastest are equal within the model's error: they are"
+            " sorted by fewer axes, then data parallelism before a pipeline, the simpler system,"
+            " and fewer bytes sent. Plans with tensor parallelism over several hosts rank last."
         )
 
     def refusal_lines(self, top: int) -> Iterator[str]:

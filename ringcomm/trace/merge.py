@@ -20,6 +20,7 @@ from ringcomm.screen import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_
 from ringcomm.trace import clock_name, dumps, recordings, torch_dumps
 from ringcomm.trace.layout import NO_SEQ
 from ringcomm.trace.recordings import Process
+from ringcomm.trace.totals import Totals
 
 # The arguments of an event, by its kind.
 _SHOWN = {
@@ -67,7 +68,8 @@ def merge_folders(folders: Sequence[Path], output: Path, now_ns: int = 0) -> int
         print(f"ringcomm trace: {error}", file=sys.stderr)
         return EXIT_FAILED
     about = f"{counted(summary.num_ranks, 'rank')}, {summary.num_events} events"
-    for line in (*summary.notes, f"{output}: {about}; open it in https://ui.perfetto.dev"):
+    last = f"{output}: {about}; open it in https://ui.perfetto.dev"
+    for line in (*summary.notes, *summary.totals, last):
         print(f"ringcomm trace: {line}", file=sys.stderr)
     return EXIT_OK
 
@@ -90,11 +92,12 @@ def convert_dumps(folders: Sequence[Path], output: Path) -> int:
 
 @dataclass(frozen=True)
 class Summary:
-    """A summary of a trace: numbers of ranks and events, and notes."""
+    """A summary of a trace: numbers of ranks and events, notes, and lines of totals."""
 
     num_ranks: int
     num_events: int
     notes: list[str]
+    totals: list[str]
 
 
 def merge(folders: Sequence[Path], output: Path, now_ns: int = 0) -> Summary:
@@ -117,12 +120,14 @@ def merge(folders: Sequence[Path], output: Path, now_ns: int = 0) -> Summary:
         titles = {f"{g['name']}: ranks {g['ranks']}, {g['transport']}" for g in groups}
         about = {"clock": notes, "groups": sorted(titles)}
         file.write(f'"otherData": {json.dumps(about)},\n"traceEvents": [\n')
-        num_events = 0
+        num_events, totals = 0, Totals()
         for event in writer.trace():
+            totals.add(event)
             file.write((",\n" if num_events else "") + json.dumps(event))
             num_events += 1
         file.write("\n]}\n")
-    return Summary(len({p.rank for p in processes}), num_events, [*notes[1:], *writer.notes])
+    num_ranks, notes = len({p.rank for p in processes}), [*notes[1:], *writer.notes]
+    return Summary(num_ranks, num_events, notes, totals.lines())
 
 
 def _opened(path: Path, mode: Literal["r", "w"]) -> IO[str]:

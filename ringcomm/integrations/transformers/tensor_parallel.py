@@ -91,8 +91,11 @@ def tensor_parallelize(
     resolved = resolve_group(group, mesh)
     base = getattr(model, "base_model", None)
     plan = getattr(getattr(base, "config", None), "base_model_tp_plan", None)
-    if base is None or not plan:
-        raise TypeError(f"the config of {type(model).__name__} has no tensor-parallel plan")
+    name = type(model).__name__
+    if base is None:
+        raise TypeError(f"{name} is no model of transformers: make its layers with ringcomm.nn")
+    if not plan:
+        raise TypeError(f"the config of {name} has no tensor-parallel plan")
     if any(isinstance(module, SplitModule) for module in model.modules()):
         raise ValueError("the model is already tensor-parallel")
     refuse(describe(model), Asked("tensor_parallelize", "tensor_parallelize"))

@@ -99,8 +99,13 @@ class _ParallelLinear(SplitModule):
                 and this rank's part of it is copied.
             options: those of the class.
 
+        Raises:
+            TypeError: it is not a linear layer.
+
         Collective, unless the layer is on the meta device.
         """
+        if not isinstance(linear, nn.Linear):
+            raise TypeError(f"from_linear() takes an nn.Linear, got {type(linear).__name__}")
         kind: Any = cls
         options |= {"bias": linear.bias is not None, "device": "meta", "dtype": linear.weight.dtype}
         made: Self = kind(linear.in_features, linear.out_features, **options)

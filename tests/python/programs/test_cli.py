@@ -130,7 +130,7 @@ def test_two_ranks_check_the_same_new_file(tmp_path: Path, monkeypatch: pytest.M
 def test_tune_writes_what_load_reads(tmp_path: Path) -> None:
     path = tmp_path / "tuning.json"
     argv = ["--world-sizes", "2", "--sizes", "1k,256k", "--json", str(path)]
-    status, out, err = run("tune", *argv, *QUICK, RINGCOMM_TUNING=str(path))
+    status, out, err = run("tune", *argv, *QUICK, "--force", RINGCOMM_TUNING=str(path))
     assert status == EXIT_OK
     first, second = err.splitlines()  # a line for each measurement where stderr is no terminal
     assert first == "1 of 2: 1 KiB on 2 ranks"
@@ -145,6 +145,23 @@ def test_tune_writes_what_load_reads(tmp_path: Path) -> None:
     assert world.worst_fit >= 1
     assert found.one_shot_max_bytes(2) in range(1, 262145)
     assert found.differences(json.loads(path.read_text())["machine"]) == []
+
+
+def test_tune_keeps_no_disturbed_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And a file of such figures, which --force writes, warns where it is loaded."""
+    times = tuple(tuning.Point(1024, name, 1.0, 1.0, 1.0, 9) for name in algorithms.TUNED)
+    sizes = [algorithms.SizeTimes(times, 1.0, 50.0), algorithms.SizeTimes(times, 1.0, 0.0)]
+    monkeypatch.setattr(algorithms, "measure_algorithms", lambda *_: sizes)
+    path = tmp_path / "tuning.json"
+    command = ["tune", "--world-sizes", "2", "--sizes", "1k,4k", "--json", str(path)]
+    assert cli.run(command) == EXIT_FAILED
+    assert f"not written: {path} (--force writes it)" in capsys.readouterr().out
+    assert not path.exists()
+    assert cli.run([*command, "--force"]) == EXIT_OK
+    with pytest.warns(UserWarning, match=r"measured while other programs ran \(for 2 ranks\)"):
+        tuning.load(path)
 
 
 Doctor = Callable[..., tuple[int, str, str]]
@@ -245,6 +262,25 @@ def test_doctor_prints_a_line_for_each_check(run_doctor: Doctor) -> None:
         r"  ✓ memory: [\d.]+ [MK]iB in use of at most [\d.]+ MiB",
     ):
         assert any(re.fullmatch(pattern, line) for line in checks), (pattern, out)
+
+
+def test_doctor_has_limits_for_load_speed_and_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    def problems(load: float, busbw: float, threads: str) -> dict[str, str]:
+        monkeypatch.setenv("OMP_NUM_THREADS", threads)
+        report: dict[str, Any] = {
+            "group": {"all_reduce": [{"busbw_gb_per_s": busbw}], "copy_gb_per_s": 10.0},
+            "machine": {"cores": 4, "load": (load, 0, 0)},
+            "cpus": {"num_cores": 4},
+            "limits": {"cpu_cores": None},
+            "environment": {},
+        }
+        return {check: text for check, text, _ in doctor._problems(report, 2)}
+
+    assert problems(4.0, 1.1, "2") == {}
+    found = problems(4.5, 0.9, "3")
+    assert found["load"] == "load 4.50 on 4 CPUs: programs wait for their turn"
+    assert found["speed"].startswith("all_reduce of 16 MiB has 9 % of the speed of one rank's copy")
+    assert found["environment"].startswith("OMP_NUM_THREADS is 3: 2 ranks compute with 6 threads")
 
 
 def test_what_proc_says_of_memory_and_processes() -> None:
@@ -370,6 +406,7 @@ UNWRITABLE = [
 BAD_INPUT = [
     ("", "COMMAND"),
     ("juggle", "invalid choice: 'juggle'"),
+    ("benhc", "; did you mean bench?"),
     ("bench juggle", "invalid choice: 'juggle'"),
     ("bench all_reduce,systems", "systems must be the only operation"),
     ("bench all_reduce --peers nccl", "add --device cuda"),

@@ -30,6 +30,7 @@ from ringcomm import Options, RingcommError, cli, shrink, stats
 from ringcomm.trace import recordings
 from ringcomm.trace.layout import TRACE_HEADER
 from ringcomm.trace.merge import merge, steps
+from ringcomm.trace.totals import Totals
 
 Event = dict[str, Any]
 RING = Options(algorithm="ring")
@@ -520,3 +521,30 @@ def list_files(rank: int) -> list[str]:
 
 def test_off_writes_nothing() -> None:
     assert run_ranks(2, list_files, fresh=True, env={"RINGCOMM_TRACE": ""}) == [[], []]
+
+
+def test_totals_name_the_rank_that_the_others_wait_for() -> None:
+    totals = Totals()
+    for rank in range(3):
+        totals.add({"name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
+        about = {"cat": "collective", "pid": rank, "args": {"seq": 4}}
+        totals.add({"name": "all_reduce", "dur": 1000.0 * (rank + 1)} | about)
+        if rank:
+            waited = {"cat": "wait", "pid": rank, "args": {"seq": 4, "rank": 0}}
+            totals.add({"name": "wait for rank 0", "dur": 500.0} | waited)
+    head, *rows, others, longest = totals.lines()
+    assert head.split() == [
+        "collectives",
+        "time",
+        "in",
+        "them",
+        "of",
+        "it",
+        "waiting",
+        "most",
+        "for",
+    ]
+    assert rows[1].split() == ["rank", "1", "1", "2.00", "ms", "500", "µs", "rank", "0"]
+    assert others == "the others waited longest for rank 0: 1.00 ms in all"
+    assert longest.startswith("the longest: all_reduce #4 of rank 2 3.00 ms, ")
+    assert Totals().lines() == []

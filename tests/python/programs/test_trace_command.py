@@ -48,6 +48,7 @@ def test_command_has_the_status_of_the_program(tmp_path: Path) -> None:
     status, out, err = finish(process)
     assert (status, out) == (3, "reduced\n"), err
     assert f"{output}: 1 rank, " in err
+    assert "ringcomm trace: the longest: all_reduce #0 of rank 0 " in err
     events = events_of(output)
     assert titles(events) == ["rank 0"]
     assert [e["name"] for e in of(events, "call")] == ["ringcomm:all_reduce"]

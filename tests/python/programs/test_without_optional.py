@@ -119,7 +119,7 @@ dist.destroy_process_group()
 assert run(["plan", "--model", "gpt2", "--gpus", "1", "--tokens", "4k"]) == 0
 assert run(["doctor", "--world-size", "2", "--seconds", "0"]) == 0
 quick = ["--seconds", "0", "--repeats", "0", "--json", sys.argv[1] + ".json"]
-assert run(["tune", "--world-sizes", "2", "--sizes", "1k,4k", *quick]) == 0
+assert run(["tune", "--force", "--world-sizes", "2", "--sizes", "1k,4k", *quick]) == 0
 try:
     run(["bench", "all_reduce"])
 except SystemExit as stop:

@@ -1,0 +1,56 @@
+"""What a trace says in a few lines: time in collectives, waits by peer, the longest calls."""
+
+import heapq
+from collections import Counter, defaultdict
+from typing import Any
+
+from ringcomm.screen import columns, in_seconds
+
+NUM_LONGEST = 5
+
+
+class Totals:
+    """Adds up the events of a trace, in µs."""
+
+    def __init__(self) -> None:
+        self._names: dict[int, str] = {}
+        self._num_calls: Counter[int] = Counter()
+        self._in_calls: Counter[int] = Counter()
+        self._waits: dict[int, Counter[int]] = defaultdict(Counter)  # by row and awaited rank
+        self._longest: list[tuple[float, int, str]] = []
+
+    def add(self, event: dict[str, Any]) -> None:
+        """An event as it is written."""
+        kind, row = event.get("cat"), event["pid"]
+        if event["name"] == "process_name":
+            self._names[row] = event["args"]["name"]
+        elif kind == "collective":
+            self._num_calls[row] += 1
+            self._in_calls[row] += event["dur"]
+            call = f"{event['name']} #{event['args'].get('seq', '')}"
+            push = heapq.heappush if len(self._longest) < NUM_LONGEST else heapq.heappushpop
+            push(self._longest, (event["dur"], row, call))
+        elif kind == "wait" and event["args"].get("rank") is not None:
+            self._waits[row][event["args"]["rank"]] += event["dur"]
+
+    def lines(self) -> list[str]:
+        """A row for each rank, the rank that was awaited longest, and the longest calls."""
+        if not self._num_calls:
+            return []
+        table = [["", "collectives", "time in them", "of it waiting", "most for"]]
+        for row in sorted(self._num_calls):
+            waits = self._waits[row]
+            cells = [in_seconds(us / 1e6) for us in (self._in_calls[row], waits.total())]
+            most = f"rank {max(waits, key=waits.__getitem__)}" if waits else ""
+            table.append([self._names[row], str(self._num_calls[row]), *cells, most])
+        lines = columns(table, "<").splitlines()
+        awaited = sum(self._waits.values(), Counter())
+        if awaited:
+            rank, us = awaited.most_common(1)[0]
+            whole = in_seconds(us / 1e6)
+            lines.append(f"the others waited longest for rank {rank}: {whole} in all")
+        longest = [
+            f"{call} of {self._names[row]} {in_seconds(us / 1e6)}"
+            for us, row, call in sorted(self._longest, reverse=True)
+        ]
+        return [*lines, f"the longest: {', '.join(longest)}"]
