@@ -111,8 +111,9 @@ def parallelize(
     if num is None:
         num = 2 * dims.pp if dims.pp > 1 else 1
     tensor_options = {"sequence_parallel": sequence_parallel, "gather_logits": gather_logits}
-    if isinstance(optimizer, torch.optim.Optimizer):
-        name = type(optimizer).__name__
+    given: Any = optimizer
+    if isinstance(given, torch.optim.Optimizer):
+        name = type(given).__name__
         why = f"optimizer must be a function that makes one: lambda params: {name}(params)"
         raise TypeError(why)
     if count_items is not None and loss_fn is None:
