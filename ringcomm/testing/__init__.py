@@ -1,0 +1,148 @@
+"""Runs functions on several ranks, each a process of its own: for tests and notebooks.
+
+    from ringcomm.testing import run_ranks
+
+    sums = run_ranks(2, total, 5.0)  # calls total(rank, 5.0) on two ranks of a group
+
+ringcomm.testing.plugin has a fixture for pytest.
+"""
+
+from __future__ import annotations
+
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from ringcomm.measure import job
+
+__all__ = ["RanksFailedError", "run_ranks"]
+
+GRACE_S = 3.0  # for the other ranks to end by themselves, after the first error
+
+
+class RanksFailedError(AssertionError):
+    """Ranks raised, died or hung; the text has each one's traceback or end.
+
+    Attributes:
+        errors: the text of each rank that failed, by rank, in the order in which they failed.
+    """
+
+    def __init__(self, about: str, errors: dict[int, str]) -> None:
+        texts = [f"rank {rank}: {text.rstrip()}" for rank, text in errors.items()]
+        super().__init__("\n\n".join([about, *texts]))
+        self.errors = errors
+
+
+def run_ranks(
+    world_size: int,
+    function: Callable[..., Any],
+    *arguments: Any,
+    timeout_s: float = 60.0,
+    backend: str = "ringcomm",
+) -> list[Any]:
+    """Calls function(rank, *arguments) on each rank of a group; returns the results by rank.
+
+    Every rank is a new process with one thread and a default process group. None outlives the call.
+
+    Args:
+        world_size: the number of ranks.
+        function: at the top level of a module that can be imported: it is pickled by name.
+        *arguments: of the function after the rank; pickled, as results are.
+        timeout_s: after half of it a collective raises an error that names the missing rank, and
+            after all of it the ranks are killed.
+        backend: of the group, such as "gloo" to compare with.
+
+    Raises:
+        RanksFailedError: a rank raised an exception, was ended by a signal, or did not end in
+            time; for a group of ringcomm with the doctor's verdict, which rank is the cause.
+    """
+    with tempfile.TemporaryDirectory(prefix="ringcomm-testing-") as folder:
+        rest = (world_size, folder, timeout_s, backend, function, arguments)
+        started = mp.start_processes(
+            _run_rank, rest, nprocs=world_size, join=False, start_method="spawn"
+        )
+        try:
+            about = _wait(started.processes, timeout_s)
+            codes = [process.exitcode for process in started.processes]
+        finally:
+            for process in started.processes:
+                process.kill()  # has no effect on one that has ended
+                process.join()
+        if about:
+            raise RanksFailedError(about, _errors(Path(folder), codes))
+        paths = [f"{folder}/result.{rank}" for rank in range(world_size)]
+        return [torch.load(path, weights_only=False) for path in paths]
+
+
+def _run_rank(
+    rank: int,
+    world_size: int,
+    folder: str,
+    timeout_s: float,
+    backend: str,
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+) -> None:
+    try:
+        torch.set_num_threads(1)
+        dist.init_process_group(
+            backend,
+            store=dist.FileStore(f"{folder}/store", world_size),
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout_s / 2),
+        )
+        torch.save(function(rank, *arguments), f"{folder}/result.{rank}")
+        dist.destroy_process_group()
+    except BaseException:
+        path = Path(folder, f"error.{rank}")
+        part = Path(folder, f"error.{rank}.part")
+        part.write_text(traceback.format_exc(), encoding="utf-8")
+        part.replace(path)
+        raise SystemExit(1) from None
+
+
+def _wait(processes: Sequence[Any], timeout_s: float) -> str:
+    """Until all have ended, one has failed and the others had time to, or time is up: why."""
+    deadline, about = time.monotonic() + timeout_s, ""
+    while running := [process.sentinel for process in processes if process.exitcode is None]:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            about = about or f"the ranks did not end in {timeout_s:g} s"
+            return about + _verdict(processes)
+        wait(running, left)
+        if not about and any(process.exitcode for process in processes):
+            about, deadline = "a rank failed", min(deadline, time.monotonic() + GRACE_S)
+    return about
+
+
+def _verdict(processes: Sequence[Any]) -> str:
+    """What `ringcomm doctor --job` says of ranks that are still there."""
+    running = [process.pid for process in processes if process.exitcode is None]
+    try:
+        return f": {job.examine(running[0])['verdict']}"
+    except (job.JobError, OSError):  # a group of another backend, or none yet
+        return ""
+
+
+def _errors(folder: Path, codes: Sequence[int | None]) -> dict[int, str]:
+    """Of ranks that a signal has ended, which are the cause, and then by the time of the error."""
+    found = {}
+    for rank, code in enumerate(codes):
+        if code and not Path(folder, f"error.{rank}").exists():
+            end = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+            found[rank] = f"its process ended with {end}"
+    files = [path for path in folder.glob("error.*") if path.suffix[1:].isdecimal()]
+    for path in sorted(files, key=lambda path: path.stat().st_mtime_ns):
+        found[int(path.suffix[1:])] = path.read_text(encoding="utf-8")
+    return found

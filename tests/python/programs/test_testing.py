@@ -1,0 +1,99 @@
+"""ringcomm.testing: what users' tests get of ranks that return, raise, die or hang."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ringcomm.testing import RanksFailedError, run_ranks
+
+pytestmark = pytest.mark.slow  # each starts processes that import torch
+
+
+def total(rank: int, factor: float) -> float:
+    x = torch.tensor([factor * (rank + 1)])
+    dist.all_reduce(x)
+    return float(x)
+
+
+def raise_on_rank_1(rank: int) -> None:
+    if rank == 1:
+        raise KeyError("the cause")
+    dist.barrier()
+
+
+def die_on_rank_1(rank: int) -> None:
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def sleep(rank: int) -> None:
+    time.sleep(600)
+
+
+def hang_on_rank_1(rank: int) -> None:
+    if rank == 1:
+        time.sleep(600)
+    dist.barrier()
+
+
+@pytest.mark.parametrize("backend", ["ringcomm", "gloo"])
+def test_results_by_rank(backend: str) -> None:
+    assert run_ranks(3, total, 2.0, backend=backend) == [12.0] * 3
+
+
+def test_an_exception_has_its_traceback_and_comes_first() -> None:
+    with pytest.raises(RanksFailedError, match="a rank failed") as error:
+        run_ranks(2, raise_on_rank_1)
+    assert next(iter(error.value.errors)) == 1
+    assert "KeyError: 'the cause'" in error.value.errors[1]
+    assert "raise_on_rank_1" in str(error.value)
+
+
+def test_a_death_is_the_cause() -> None:
+    with pytest.raises(RanksFailedError) as error:
+        run_ranks(2, die_on_rank_1)
+    assert error.value.errors[1] == "its process ended with signal SIGKILL"
+    assert next(iter(error.value.errors)) == 1
+
+
+def test_a_hang_has_the_error_of_its_peer_and_the_doctors_verdict() -> None:
+    with pytest.raises(RanksFailedError, match="a rank failed") as error:
+        run_ranks(2, hang_on_rank_1, timeout_s=20.0)
+    assert list(error.value.errors) == [0]
+    assert "CollectiveTimeoutError" in error.value.errors[0]
+    assert "rank 1" in str(error.value).splitlines()[0]
+
+
+def test_ranks_that_never_call_are_ended() -> None:
+    with pytest.raises(RanksFailedError, match="the ranks did not end in 10 s"):
+        run_ranks(1, sleep, timeout_s=10.0)
+
+
+def test_the_fixture(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text('pytest_plugins = ["ringcomm.testing.plugin"]\n')
+    (tmp_path / "test_ranks.py").write_text(
+        "import pytest\n"
+        "def same(rank, value): return rank, value\n"
+        "def wrong(rank): assert rank == 0\n"
+        "def test_two(ranks): assert ranks(same, 'x') == [(0, 'x'), (1, 'x')]\n"
+        "@pytest.mark.ranks(1, 3)\n"
+        "def test_others(ranks): assert len(ranks(same, 1)) == ranks.world_size\n"
+        "def test_fails(ranks): ranks(wrong)\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
+    done = subprocess.run(
+        command, timeout=300, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert "1 failed, 3 passed" in done.stdout, done.stdout
+    assert "test_fails[2 ranks]" in done.stdout
+    assert "rank 1: Traceback" in done.stdout
