@@ -182,12 +182,7 @@ class Peer:
 
 
 def _in_rank(
-    rank: int,
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
-    store: str,
-    size: int,
-    is_cuda: bool,
+    rank: int, fn: Callable[..., Any], args: tuple[Any, ...], store: str, size: int, is_cuda: bool
 ) -> Any:
     return fn(Driver(is_cuda), Peer(store, rank, size), *args)
 

@@ -6,15 +6,7 @@ import oracle
 import pytest
 import torch
 import torch.distributed as dist
-from curves import (
-    Run,
-    assert_same_run,
-    batch,
-    make_model,
-    single_process,
-    train,
-    weights_of,
-)
+from curves import Run, assert_same_run, batch, make_model, single_process, train, weights_of
 from gpu_ranks import Gpus, device, in_gpu_ranks, kind, on_all_gpus, on_cuda, on_gpu
 from test_functional import PROGRAMS
 from torch import Tensor, nn

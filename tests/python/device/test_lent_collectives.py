@@ -129,9 +129,7 @@ def check_all_to_all(buffers: Buffers, turn: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "sharing",
-    [[True] * 3, [False, True, False], slow([True, False, True])],
-    ids=str,
+    "sharing", [[True] * 3, [False, True, False], slow([True, False, True])], ids=str
 )
 @in_emulated_ranks(3)
 def test_collectives_of_shared_tensors(rank: int, sharing: list[bool]) -> None:

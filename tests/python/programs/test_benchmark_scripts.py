@@ -61,11 +61,7 @@ SCRIPTS: dict[str, tuple[str, str, list[Any]]] = {
         "way",
         list(lomo.WAYS),
     ),
-    "fused_update": (
-        "--seconds 0.02 --sizes 40006",
-        "way",
-        ["fused", "zero1", "ringcomm", "gloo"],
-    ),
+    "fused_update": ("--seconds 0.02 --sizes 40006", "way", ["fused", "zero1", "ringcomm", "gloo"]),
     "inference": (
         "--seconds 0 --repeats 0 --decode-seconds 0 --hidden 64 --layers 1",
         "way",
