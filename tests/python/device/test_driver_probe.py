@@ -8,7 +8,6 @@ import re
 import shutil
 import signal
 import subprocess
-import time
 from pathlib import Path
 from subprocess import PIPE
 from typing import Any
@@ -91,12 +90,8 @@ def test_a_process_that_dies_or_stops_has_no_answer(tmp_path: Path) -> None:
     # It holds a kernel for 200 ms twice, so that there is time to stop it.
     options = emulated_gpu.program("probe", tmp_path, "--only", "own-kernel", "--limit-s", "1")
     with subprocess.Popen(stdout=PIPE, **options) as program:
-        children = Path(f"/proc/{program.pid}/task/{program.pid}/children")
-        deadline = time.monotonic() + TIMEOUT_S
-        while len(pids := children.read_text().split()) < 2:
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
-        os.kill(int(pids[0]), signal.SIGSTOP)
+        pids = emulated_gpu.children_of(program.pid, 2, TIMEOUT_S)
+        os.kill(pids[0], signal.SIGSTOP)
         assert program.stdout is not None
         first = json.loads(program.stdout.readline())
         program.kill()

@@ -110,22 +110,16 @@ def sweep_until(
     asked = ("--rounds", "1000000", "--sizes", "1024", *arguments)
     options = emulated_gpu.program("kernel_sweep", box, *asked)
     with subprocess.Popen(stdout=PIPE, stderr=PIPE, **options) as program:
-        children = Path(f"/proc/{program.pid}/task/{program.pid}/children")
-        deadline = time.monotonic() + TIMEOUT_S
-        while len(ranks := children.read_text().split()) < 2:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        ranks = emulated_gpu.children_of(program.pid, 2, TIMEOUT_S)
         time.sleep(after_s)
-        os.kill(int(ranks[rank]), signal_number)
+        os.kill(ranks[rank], signal_number)
         out, error = program.communicate(timeout=TIMEOUT_S)
     assert program.returncode == 1
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
     return out, error
 
 
-def test_a_rank_that_stops_is_killed_after_the_kernels_of_the_others_have_ended(
-    tmp_path: Path,
-) -> None:
+def test_a_rank_that_stops_is_killed_after_the_others_kernels_have_ended(tmp_path: Path) -> None:
     _, error = sweep_until(signal.SIGSTOP, 1, tmp_path, "--limit-s", "8")
     assert "stopped after 8 s" in error
     # By itself: in a kernel, or where ranks meet.
