@@ -15,10 +15,7 @@ from triton_mutants import MUTANTS
 from triton_scripts import run, runs_ptx, start
 
 pytestmark = runs_ptx
-NAMES: dict[str, list[str]] = {
-    "loss_cases": list(loss_cases.CHECKS),
-    "update_cases": update_cases.NAMES,
-}
+NAMES = {"loss_cases": list(loss_cases.CHECKS), "update_cases": update_cases.NAMES}
 # Every kernel once; the others run in the slow test.
 FEW = {
     "loss_cases": ["beyond_32_bits", "no_class", "wrong_shards", "scale"],
