@@ -65,9 +65,8 @@ def by_accelerate(folder: Path) -> Iterator[tuple[str, Report]]:
     register()  # once is enough
     for system in SYSTEMS:
         named = InitProcessGroupKwargs(backend="ringcomm")
-        accelerator = Accelerator(
-            cpu=True, gradient_accumulation_steps=PARTS, kwargs_handlers=[named]
-        )
+        options: dict[str, Any] = {"gradient_accumulation_steps": PARTS}
+        accelerator = Accelerator(cpu=True, kwargs_handlers=[named], **options)
         assert accelerator.state.backend == "ringcomm"
         loader: Any = torch.utils.data.DataLoader(rows(STEPS * PARTS * 2 * 2), batch_size=2)
         model = Model()
@@ -125,10 +124,8 @@ def by_trainer(folder: Path) -> Iterator[tuple[str, Report]]:
 
 def run(rank: int, library: str, folder: Path) -> Report:
     """In a process without a group, which the library makes; torchrun would give it a port."""
-    init = partial(
-        dist.init_process_group, init_method=f"file://{folder}/store", rank=rank, world_size=2
-    )
-    dist.init_process_group = init
+    place: dict[str, Any] = {"init_method": f"file://{folder}/store", "rank": rank}
+    dist.init_process_group = partial(dist.init_process_group, world_size=2, **place)
     report: Report = dict({"accelerate": by_accelerate, "trainer": by_trainer}[library](folder))
     report["backend"] = dist.get_backend()
     return report

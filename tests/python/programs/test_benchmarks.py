@@ -6,9 +6,11 @@ No test here asserts a time.
 from __future__ import annotations
 
 import os
+import re
 import signal
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import operations
 import pytest
@@ -18,7 +20,7 @@ import torch.distributed as dist
 from html_report import read_records
 
 from ringcomm import cli
-from ringcomm.measure import machine, ranks
+from ringcomm.measure import bench, machine, ranks
 from ringcomm.measure.timing import Timings
 from ringcomm.screen import EXIT_OK, EXIT_WRONG_RESULTS
 
@@ -126,9 +128,7 @@ def test_calls_that_do_nothing_are_wrong() -> None:
         ("returns", "(?s)rank [02]: .*another rank ended early"),
     ],
 )
-def test_a_rank_that_fails_is_named_and_ends_the_others(
-    tmp_path: Path, how: str, expected: str
-) -> None:
+def test_a_rank_that_fails_is_named_and_ends_all(tmp_path: Path, how: str, expected: str) -> None:
     def main(team: ranks.Team) -> None:
         (tmp_path / str(os.getpid())).touch()
         team.share(None)
@@ -151,3 +151,42 @@ def test_ratio_is_paired() -> None:
     fast = Timings([[1.0, 1.0], [10.0, 10.0]])
     slow = Timings([[3.0, 3.0, 9.0], [30.0, 30.0, 2.0]])
     assert slow.ratio_over(fast) == {"p50": 3.0, "p10": 3.0, "p90": 3.0, "num_pairs": 2}
+
+
+# ---- `ringcomm bench` without an operation: Gloo beside ringcomm in a short run
+
+QUICK = ["bench", "--world-size", "2", "--seconds", "0"]
+
+
+def test_a_table_a_sentence_and_a_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"SIZES": (1 << 10, 64 << 10), "WIDTH": 32, "TOKENS": 8}.items():
+        monkeypatch.setattr(bench, name, value)
+    path = tmp_path / "folder" / "bench.html"
+    assert cli.run([*QUICK, "--html", str(path)]) == EXIT_OK
+    out, err = capfd.readouterr()
+    assert err == ""
+    for name in ("1 KiB", "64 KiB"):
+        assert re.search(rf"^all_reduce, {name} .*×$", out, re.M)
+    assert re.search(rf"^{bench.STEP_TITLE} .*×$", out, re.M)
+    said = re.search(r"^With 2 ranks on this machine, ringcomm's all_reduce is .*$", out, re.M)
+    assert said is not None
+    page = path.read_text(encoding="utf-8")
+    assert f"<h1>{said[0].replace(chr(39), '&#x27;')}</h1>" in page
+    assert page.count('class="row"') == 2 * (len(bench.SIZES) + 1)
+    assert not re.search(r"https?:|src=|href=|@import", page)  # it needs no other file
+
+
+def test_a_wrong_sum_is_no_result(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    all_reduce = bench.dist.all_reduce
+
+    def spoil(tensor: Any, **options: Any) -> None:
+        all_reduce(tensor, **options)
+        tensor[7] += 1
+
+    monkeypatch.setattr(bench.dist, "all_reduce", spoil)
+    assert cli.run(QUICK) == EXIT_WRONG_RESULTS
+    assert "2 wrong elements in all_reduce of 1024 B by ringcomm" in capfd.readouterr().out

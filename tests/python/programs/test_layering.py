@@ -222,16 +222,7 @@ def test_measurements_stand_on_the_backend_and_not_beside_it() -> None:
 
 
 # The parts of the engine: their folders, and at most how many lines and files they have. These
-# numbers go down: whoever makes a part smaller lowers them. They went up for the flight recorder,
-# for survivors, for RMSNorm, for what a rank has waited for its peers (docs/experiments.md), by 30
-# lines for calls on devices in the recorder, by some 500 for secrets between processes, users that
-# look alike, and failures that are told while a group is made, by 300 for a store that does not
-# answer and for buffers that overlap, and by 300 for idle groups, lines that block nothing, the
-# clock of waits and how a rank has ended. The other operators went up by 96 for checksums of files.
-# The part for GPUs went up by 460 for the one table of mappings per process and memory given back,
-# and by 17 for the wait that was in core. The field's names, which are longer, took 29 lines in the
-# first part and 7 in the last; files that hold one thing, 47 files and 544 lines; the recorder, 4
-# files and 120 lines: its format, its clock and what is said of long waits.
+# numbers go down: whoever makes a part smaller lowers them.
 PARTS = {
     "communication": (LAYERS[: LAYERS.index("kernels")], 17_530, 150),
     "other operators": (("kernels", "ops"), 3_014, 27),

@@ -235,9 +235,7 @@ ALONE: dict[str, Callable[[pytest.MonkeyPatch, Path], str]] = {
 
 @pytest.mark.filterwarnings("ignore:Device capability of")
 @pytest.mark.parametrize("mistake", ALONE)
-def test_a_mistake_of_one_process(
-    mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mistake_alone(mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_said(mistake, ALONE[mistake](monkeypatch, tmp_path))
 
 
@@ -325,7 +323,6 @@ def end_uncaught() -> NoReturn:
 
 
 def another_raises(rank: int, folder: Path) -> None:
-    init(rank, 3, folder)
     all_reduce()  # after it, all ranks watch each other
     if rank == 1:
         end_uncaught()
@@ -333,14 +330,12 @@ def another_raises(rank: int, folder: Path) -> None:
 
 
 def another_is_killed(rank: int, folder: Path) -> None:
-    init(rank, 3, folder)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     all_reduce()
 
 
 def another_ends(rank: int, folder: Path) -> None:
-    init(rank, 3, folder)
     for _ in range(2 if rank == 1 else 3):
         all_reduce()
     if rank == 1:
@@ -348,43 +343,16 @@ def another_ends(rank: int, folder: Path) -> None:
 
 
 def another_destroys(rank: int, folder: Path) -> None:
-    init(rank, 3, folder)
     for _ in range(2 if rank == 1 else 3):
         all_reduce()
     dist.destroy_process_group()
 
 
 def different_shapes(rank: int, folder: Path) -> None:
-    init(rank, 2, folder)
     all_reduce(4 + rank)
 
 
-def different_order(rank: int, folder: Path) -> None:
-    init(rank, 2, folder)
-    if rank == 0:
-        all_reduce()
-    dist.broadcast(torch.ones(4), 0)
-
-
-def use_after_destroy(rank: int, folder: Path) -> None:
-    init(rank, 2, folder)
-    group = dist.group.WORLD
-    dist.destroy_process_group()
-    all_reduce(group=group)
-
-
-def use_in_a_fork(rank: int, folder: Path) -> None:
-    init(rank, 2, folder)
-    reader, writer = os.pipe()
-    if os.fork() == 0:
-        os.write(writer, said_in_rank(all_reduce).encode())
-        os._exit(0)
-    os.wait()
-    raise RuntimeError(os.read(reader, 10_000).decode())
-
-
-def cpu_tensor_on_cuda_group(rank: int, folder: Path) -> None:
-    init(rank, 2, folder, backend="cuda:ringcomm")
+def cpu_tensor(rank: int, folder: Path) -> None:
     all_reduce()
 
 
@@ -392,16 +360,25 @@ def too_few_ranks(rank: int, folder: Path) -> None:
     init(rank, 3, folder, timeout_s=1.0)
 
 
-def different_world_sizes(rank: int, folder: Path) -> None:
-    init(rank, 2 + rank, folder)
+def different_order(rank: int, folder: Path) -> None:
+    if rank == 0:
+        all_reduce()
+    dist.broadcast(torch.ones(4), 0)
 
 
-def same_rank_twice(rank: int, folder: Path) -> None:
-    init(0, 2, folder, timeout_s=1.0)
+def use_after_destroy(rank: int, folder: Path) -> None:
+    group = dist.group.WORLD
+    dist.destroy_process_group()
+    all_reduce(group=group)
 
 
-def rank_outside(rank: int, folder: Path) -> None:
-    init(2, 2, folder)
+def use_in_a_fork(rank: int, folder: Path) -> None:
+    reader, writer = os.pipe()
+    if os.fork() == 0:
+        os.write(writer, said_in_rank(all_reduce).encode())
+        os._exit(0)
+    os.wait()
+    raise RuntimeError(os.read(reader, 10_000).decode())
 
 
 def unwritable_store(rank: int, folder: Path) -> None:
@@ -413,22 +390,23 @@ def unwritable_store(rank: int, folder: Path) -> None:
     dist.init_process_group("ringcomm", f"file://{folder}/closed/store", **place)
 
 
-# A name of the page, how many ranks, what they do, and which says the line; -1: any of them.
-RANKS: dict[str, tuple[int, Callable[[int, Path], None], int]] = {
-    "another rank raised an exception": (3, another_raises, 2),
-    "another rank was killed": (3, another_is_killed, 2),
-    "another rank ended early": (3, another_ends, 2),
-    "another rank destroyed the group early": (3, another_destroys, 2),
-    "ranks that pass different shapes": (2, different_shapes, 0),
-    "ranks that call in a different order": (2, different_order, 0),
-    "a group used after `destroy_process_group`": (2, use_after_destroy, 0),
-    "a group used in a fork, such as a `DataLoader` worker": (2, use_in_a_fork, 0),
-    "a CPU tensor on a group for `cuda:ringcomm` only": (2, cpu_tensor_on_cuda_group, 0),
-    "fewer ranks than the world size": (2, too_few_ranks, 1),
-    "ranks with different world sizes": (2, different_world_sizes, 0),
-    "two processes with one rank": (2, same_rank_twice, -1),
-    "a rank outside of the world size": (1, rank_outside, 0),
-    "a `file://` store that cannot be written": (1, unwritable_store, 0),
+# A name of the page, how many ranks, the backend of their group if they have one, what they do, and
+# which says the line; -1: any of them.
+RANKS: dict[str, tuple[int, str, Callable[[int, Path], None], int]] = {
+    "another rank raised an exception": (3, "ringcomm", another_raises, 2),
+    "another rank was killed": (3, "ringcomm", another_is_killed, 2),
+    "another rank ended early": (3, "ringcomm", another_ends, 2),
+    "another rank destroyed the group early": (3, "ringcomm", another_destroys, 2),
+    "ranks that pass different shapes": (2, "ringcomm", different_shapes, 0),
+    "ranks that call in a different order": (2, "ringcomm", different_order, 0),
+    "a group used after `destroy_process_group`": (2, "ringcomm", use_after_destroy, 0),
+    "a group used in a fork, such as a `DataLoader` worker": (2, "ringcomm", use_in_a_fork, 0),
+    "a CPU tensor on a group for `cuda:ringcomm` only": (2, "cuda:ringcomm", cpu_tensor, 0),
+    "fewer ranks than the world size": (2, "", too_few_ranks, 1),
+    "ranks with different world sizes": (2, "", lambda rank, at: init(rank, 2 + rank, at), 0),
+    "two processes with one rank": (2, "", lambda rank, at: init(0, 2, at, timeout_s=1.0), -1),
+    "a rank outside of the world size": (1, "", lambda rank, at: init(2, 2, at), 0),
+    "a `file://` store that cannot be written": (1, "", unwritable_store, 0),
 }
 
 
@@ -442,15 +420,18 @@ def said_in_rank(call: Callable[..., Any], *args: Any) -> str:
 
 @pytest.mark.parametrize("mistake", RANKS)
 def test_a_mistake_of_ranks(mistake: str, tmp_path: Path) -> None:
-    world_size, program, teller = RANKS[mistake]
-    options: dict[str, Any] = {"backend": None, "fresh": True, "module": __name__}
-    said = run_ranks(world_size, run_program, program, tmp_path, may_die=[1], **options)
+    world_size, _, _, teller = RANKS[mistake]
+    options: dict[str, Any] = {"backend": None, "fresh": True, "may_die": [1]}
+    said = run_ranks(world_size, make_mistake, mistake, tmp_path, **options)
     if teller < 0:  # the rank whose record was replaced knows of it; the other comes later
         said.sort(key=lambda text: "another process" in text)
     assert_said(mistake, said[teller])
 
 
-def run_program(rank: int, program: Callable[[int, Path], None], folder: Path) -> str:
+def make_mistake(rank: int, mistake: str, folder: Path) -> str:
+    world_size, backend, program, _ = RANKS[mistake]
+    if backend:
+        init(rank, world_size, folder, backend)
     return said_in_rank(program, rank, folder)
 
 
