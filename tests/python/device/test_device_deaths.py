@@ -18,7 +18,7 @@ import emugpu
 import pytest
 import torch
 import torch.distributed as dist
-from cases import quick
+from cases import name_of, quick
 from emulated_gpu import needs_emulated_gpu, run_on_gpus, with_kernels
 from gpu_ranks import meet
 from test_errors import caught
@@ -377,7 +377,7 @@ ALL_LIVE: dict[str, Any] = {"world_size": 2, "may_die": ()}
         (check_freed_at_once, [], {"world_size": 2, "how": "two GPUs"}),
         (check_freed_at_once, [], {"world_size": 2, "how": "turns"}),
     ],
-    ids=lambda value: getattr(value, "__name__", str(value)),
+    ids=name_of,
 )
 def test_what_ranks_hear(body: Any, args: list[Any], how: dict[str, Any]) -> None:
     run(body, *args, **how)

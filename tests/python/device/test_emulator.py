@@ -18,6 +18,7 @@ from typing import Any
 import emulated_gpu
 import emulator_driver as cuda
 import pytest
+from cases import name_of
 from emulator_driver import PIECE, Driver, Handle, Peer, number, put, run
 
 pytestmark = emulated_gpu.needs_emulated_gpu
@@ -421,7 +422,7 @@ DELAYED = [{"DELAY_US": "200"}]
         (cannot_open, [cuda.NO_PEER], [{}, {"PEER_ACCESS": "0"}], []),
         (descriptors, [], [{}] * 2, [1]),
     ],
-    ids=lambda value: getattr(value, "__name__", str(value)),
+    ids=name_of,
 )
 def test_rules(
     program: Callable[..., None], args: list[int], settings: Any, dead: list[int], tmp_path: Path

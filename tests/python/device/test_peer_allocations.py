@@ -14,6 +14,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from cases import covering, name_of
 from emulated_gpu import driver_calls, in_emulated_ranks, run_on_gpus, with_kernels
 from gpu_ranks import meet
 from test_lent_memory import TABLE_BYTES, few_calls, used_bytes
@@ -31,6 +32,11 @@ NUM_ELEMS = NUM_BYTES // 4
 MEMORY = 64 << 20  # of a GPU on which it is scarce
 in_two = in_emulated_ranks(2, fresh=True)
 FEW_CALLS = 4  # announced in the second, mapped in the third, used by then or in the fourth
+
+
+def new_tensor() -> Tensor:
+    """In an allocation of its own."""
+    return torch.empty(NUM_ELEMS, dtype=torch.int32, device=GPU)
 
 
 def bytes_read_of_peers(*mine: Tensor) -> int:
@@ -66,13 +72,17 @@ def check_sum(tensor: Tensor, turn: int = 0, group: dist.ProcessGroup | None = N
     assert torch.equal(tensor.cpu(), own * (world_size * (world_size + 1) // 2))
 
 
+def check_sums(tensor: Tensor, num: int = FEW_CALLS, first: int = 0, group: Any = None) -> None:
+    for turn in range(num):
+        check_sum(tensor, first + turn, group)
+
+
 def check_in_place(rank: int) -> None:
     world_size = dist.get_world_size()
-    tensor = torch.empty(NUM_ELEMS, dtype=torch.int32, device=GPU)
+    tensor = new_tensor()
     check_sum(tensor)
     assert num_mapped() == 0
-    for turn in range(FEW_CALLS):
-        check_sum(tensor, turn)
+    check_sums(tensor)
     assert num_mapped() == world_size - 1
     # Its share of the sums, from every peer.
     least = (world_size - 1) * NUM_BYTES // world_size
@@ -106,13 +116,13 @@ def check_moves(rank: int) -> None:
 def test_reuse_by_the_allocator(rank: int) -> None:
     """Of a block while peers have it mapped: by another tensor on this rank only."""
     for turn in range(3 * FEW_CALLS):
-        tensor = torch.empty(NUM_ELEMS, dtype=torch.int32, device=GPU)
+        tensor = new_tensor()
         place = tensor.data_ptr()
         check_sum(tensor, turn)
         if rank == 0:
             emugpu.synchronize()
             del tensor
-            other = torch.empty(NUM_ELEMS, dtype=torch.int32, device=GPU).fill_(-1)
+            other = new_tensor().fill_(-1)
             assert other.data_ptr() == place
             del other
     assert 1 <= num_mapped() <= 2  # rank 1 has two in turn
@@ -122,20 +132,18 @@ def check_reuse_by_the_driver(rank: int) -> None:
     """Of an address while peers have mapped what was there before."""
     num_same = 0
     for turn in range(6):
-        tensor = torch.empty(NUM_ELEMS, dtype=torch.int32, device=GPU)
+        tensor = new_tensor()
         place = tensor.data_ptr()
-        for i in range(FEW_CALLS):
-            check_sum(tensor, 10 * turn + i)
+        check_sums(tensor, first=10 * turn)
         assert bytes_read_of_peers(tensor) > 0
         meet()  # a rank unmaps what another has freed before its own next call
         if rank == 0 or turn % 2 == 0:
             del tensor
             emugpu.empty_cache()
-            tensor = torch.empty(NUM_ELEMS, dtype=torch.int32, device=GPU)
+            tensor = new_tensor()
             num_same += tensor.data_ptr() == place
     assert num_same > 0, "a test of nothing: no address was used again"
-    for turn in range(FEW_CALLS):
-        check_sum(tensor, turn)
+    check_sums(tensor)
     assert num_mapped() == dist.get_world_size() - 1  # those of before are unmapped
 
 
@@ -143,7 +151,7 @@ def check_reuse_by_the_driver(rank: int) -> None:
 def test_freed_before_it_is_mapped(rank: int) -> None:
     """Peers cannot open what has been freed since it was announced; what follows is mapped."""
     store = dist.distributed_c10d._get_default_store()
-    tensor = torch.empty(NUM_ELEMS, dtype=torch.int32, device=GPU).fill_(1)
+    tensor = new_tensor().fill_(1)
     dist.all_reduce(tensor)
     emugpu.synchronize()
     if rank == 0:
@@ -155,9 +163,8 @@ def test_freed_before_it_is_mapped(rank: int) -> None:
     if rank == 0:
         del tensor
         emugpu.empty_cache()
-        tensor = torch.empty(NUM_ELEMS, dtype=torch.int32, device=GPU)
-    for turn in range(2 * FEW_CALLS):
-        check_sum(tensor, turn)
+        tensor = new_tensor()
+    check_sums(tensor, 2 * FEW_CALLS)
     assert num_mapped() == 1 + rank  # counts the one that failed
     assert bytes_read_of_peers(tensor) > 0
 
@@ -208,9 +215,8 @@ def test_captured(rank: int) -> None:
 @in_two
 def test_captured_where_one_rank_lends(rank: int) -> None:
     """For as long as there is the graph, its call is staged on all ranks."""
-    tensor = torch.empty(NUM_ELEMS, dtype=torch.int32, device=GPU)
-    for turn in range(FEW_CALLS):
-        check_sum(tensor, turn)
+    tensor = new_tensor()
+    check_sums(tensor)
     x = torch.zeros(NUM_ELEMS, dtype=torch.int32, device=GPU)
     graph = emugpu.CUDAGraph()
     with emugpu.graph(graph):
@@ -227,7 +233,7 @@ def test_captured_where_one_rank_lends(rank: int) -> None:
 @in_two
 def test_messages_under_way(rank: int) -> None:
     """One that waits for a peer that is in a collective: nothing is mapped before it has ended."""
-    tensor = torch.empty(NUM_ELEMS, dtype=torch.int32, device=GPU)
+    tensor = new_tensor()
     message = torch.full((1 << 20,), rank, dtype=torch.int32, device=GPU)
     for turn in range(FEW_CALLS):
         sent = dist.isend(message, 1) if rank == 0 else None
@@ -243,22 +249,20 @@ def test_messages_under_way(rank: int) -> None:
 
 def check_staged(rank: int) -> None:
     """Where the allocations of one rank cannot be mapped."""
-    tensor = torch.empty(NUM_ELEMS, dtype=torch.int32, device=GPU)
-    for turn in range(2 * FEW_CALLS):
-        check_sum(tensor, turn)
+    tensor = new_tensor()
+    check_sums(tensor, 2 * FEW_CALLS)
     assert bytes_read_of_peers(tensor) == 0
 
 
 @in_emulated_ranks(2, env={"RINGCOMM_EMULATOR_MEMORY": str(MEMORY)}, fresh=True)
 def test_scarce_memory_is_not_held_for_others(rank: int) -> None:
     """Less than a sixteenth of the GPU's memory is free from the second call on."""
-    tensor = torch.empty(NUM_ELEMS, dtype=torch.int32, device=GPU)
+    tensor = new_tensor()
     check_sum(tensor)
     small = []
     while 16 * (MEMORY - used_bytes()) >= MEMORY:
         small.append(torch.empty(1 << 20, dtype=torch.uint8, device=GPU))
-    for turn in range(FEW_CALLS):
-        check_sum(tensor, turn)
+    check_sums(tensor)
     assert num_mapped() == 0
 
 
@@ -273,8 +277,10 @@ def test_numbers_that_are_used_again_give_wrong_sums() -> None:
         run_on_gpus(2, check_reuse_by_the_driver, env=used_again, fresh=True)
 
 
-@pytest.mark.parametrize("num_devices", [1, 3])
-@pytest.mark.parametrize("check", [check_in_place, check_moves], ids=lambda check: check.__name__)
+IN_PLACE = covering([check_in_place, check_moves], [1, 3])
+
+
+@pytest.mark.parametrize(("check", "num_devices"), IN_PLACE, ids=name_of)
 def test_ordinary_tensors_are_used_in_place(check: Callable[[int], None], num_devices: int) -> None:
     run_on_gpus(3, check, num_devices=num_devices, env=with_kernels(), fresh=True)
 
@@ -300,15 +306,15 @@ def test_allocate_tensor(rank: int) -> None:
         backend.allocate_tensor(-5, dtype=torch.uint8, device=device)
 
 
-def trained(rank: int, kind: str) -> tuple[list[Tensor], list[int]]:
-    """Weights by FSDP2, which allocates from the group on GPUs, and the memory in use by steps."""
+def trained(rank: int, kind: str, from_group: bool) -> tuple[list[Tensor], list[int]]:
+    """Weights by FSDP2, and the memory in use after each step."""
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(256, 700), nn.Tanh(), nn.Linear(700, 256)).double()
     model = model.to(kind)
     mesh = init_device_mesh(kind, (dist.get_world_size(),))
     for module in (model[0], model[2], model):
         fully_shard(module, mesh=mesh)
-        if kind == GPU:
+        if from_group:
             module.set_allocate_memory_from_process_group_for_comm(True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, foreach=False)
     used = []
@@ -325,13 +331,14 @@ def trained(rank: int, kind: str) -> tuple[list[Tensor], list[int]]:
 
 @in_emulated_ranks(2, fresh=True)
 def test_fsdp2_allocates_from_the_group(rank: int) -> None:
-    """Memory in use is the same after each step, and its buffers are mapped. From torch's memory:
-    test_gpu_models.py.
+    """Memory in use is the same after each step, once there is some of both kinds, and its buffers
+    are mapped.
     """
     few_calls()
-    expected, _ = trained(rank, "cpu")
-    weights, used = trained(rank, GPU)
-    torch.testing.assert_close(weights, expected, rtol=1e-12, atol=1e-12)
+    expected, _ = trained(rank, "cpu", False)
+    for from_group in (False, True):
+        weights, used = trained(rank, GPU, from_group)
+        torch.testing.assert_close(weights, expected, rtol=1e-12, atol=1e-12)
     assert max(used[1:]) - min(used[1:]) < (1 << 20) + TABLE_BYTES, used
     assert num_mapped() > 0
 

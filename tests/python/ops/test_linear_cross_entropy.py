@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from allocations import tensor_bytes
+from cases import covering
 from loss_oracle import evaluate_layer, reference
 from test_cross_entropy import set_blocks
 from torch import Tensor
@@ -71,11 +72,11 @@ def test_backward_twice_but_not_of_itself(reduction: str, small_blocks: None) ->
     assert torch.equal(first, torch.autograd.grad(loss.sum(), hidden)[0])
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-@pytest.mark.parametrize("path", ["mean", "none", "fused", "no_grad"])
-def test_no_logits_of_all_tokens(
-    path: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+PATHS = ["mean", "none", "fused"]
+
+
+@pytest.mark.parametrize(("path", "dtype"), covering([*PATHS, "no_grad"], [F32, BF16]), ids=str)
+def test_no_logits_of_all(path: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens, width, classes = 2048, 16, 4096
     monkeypatch.setattr(linear_blocks, "BLOCK_BYTES", 64 * classes * dtype.itemsize)
     hidden = torch.randn(tokens, width).to(dtype).requires_grad_()
@@ -202,8 +203,7 @@ def test_training_with_fused_updates(small_blocks: None) -> None:
     torch.testing.assert_close(hidden[1].grad, hidden[0].grad)
 
 
-@pytest.mark.parametrize("path", ["mean", "none", "fused"])
-@pytest.mark.parametrize("hidden_dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize(("path", "hidden_dtype"), covering(PATHS, [F32, BF16]), ids=str)
 def test_autocast(path: str, hidden_dtype: torch.dtype, small_blocks: None) -> None:
     given = layer(F32)
     reduction = "none" if path == "none" else "mean"
@@ -230,7 +230,7 @@ def test_autocast(path: str, hidden_dtype: torch.dtype, small_blocks: None) -> N
         torch.testing.assert_close(found, other, rtol=2**-7, atol=2**-8 * float(other.abs().max()))
 
 
-@pytest.mark.parametrize("path", ["mean", "none", "fused"])
+@pytest.mark.parametrize("path", PATHS)
 def test_compile(path: str, small_blocks: None) -> None:
     given = layer(F32)
     options: dict[str, Any] = {"reduction": "none" if path == "none" else "mean", "softcap": 8.0}

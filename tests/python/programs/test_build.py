@@ -307,9 +307,7 @@ def test_torch_of_the_active_environment(environment: str, monkeypatch: pytest.M
     assert found == expected
 
 
-def test_what_is_wrong_with_the_wish_for_another_torch(
-    environment: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_wishes_for_another_torch(environment: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RINGCOMM_TORCH", "2.12")
     with pytest.raises(buildconfig.BuildProblem, match=r"must be 'active' or unset, got '2.12'"):
         bootstrap.install_requirements(environment, [], needs_torch=True)

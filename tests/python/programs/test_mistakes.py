@@ -264,9 +264,7 @@ def test_an_extension_of_another_torch_is_not_used(monkeypatch: pytest.MonkeyPat
         ("version", "has one of another version of ringcomm"),
     ],
 )
-def test_a_checkout_takes_an_installed_extension_that_fits(
-    change: str | None, fault: str, tmp_path: Path
-) -> None:
+def test_an_installed_extension_that_fits(change: str | None, fault: str, tmp_path: Path) -> None:
     checkout, installed = tmp_path / "checkout", tmp_path / "site-packages"
     package(checkout)
     (checkout / "setup.py").write_text("")

@@ -102,9 +102,7 @@ def test_terms_are_those_of_the_design() -> None:
     beta=st.floats(5, 500),
     overhead=st.floats(0, 10),
 )
-def test_the_fit_finds_what_made_the_times(
-    world_size: int, alpha: float, beta: float, overhead: float
-) -> None:
+def test_the_fit_of_times(world_size: int, alpha: float, beta: float, overhead: float) -> None:
     cost = fit_cost(model_points(world_size, alpha, beta, overhead), world_size)
     found = (cost["alpha_us"], cost["beta_us_per_mib"], cost["overhead_us"])
     assert found == pytest.approx((alpha, beta, overhead), rel=1e-3, abs=1e-3)

@@ -70,9 +70,7 @@ def test_the_extension_of_this_torch_is_loaded(tmp_path: Path) -> None:
     assert {Path(name).parent for name in said.split()} == {package / own}
 
 
-def test_a_wheel_is_tried_beside_torch_without_a_compiler(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wheel_is_tried_with_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[tuple[Sequence[str], dict[str, str]]] = []
 
     def run(command: Sequence[str], **options: Any) -> None:
