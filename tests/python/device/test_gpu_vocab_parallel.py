@@ -69,7 +69,7 @@ def test_losses_are_those_of_float64_and_the_same_on_all_ranks(gpus: Gpus, name:
     sizes, options = CASES[name]
     sizes = tuple(sizes[rank % len(sizes)] for rank in range(gpus.world_size))
     # The first to come compile the kernels' PTX, which takes minutes on a busy machine.
-    limits = {"group_timeout_s": 600, "timeout_s": 900}
+    limits: dict[str, Any] = {"group_timeout_s": 600, "timeout_s": 900}
     first, *others = gpus.run(check_shards, sizes, options, fresh=True, **limits)
     for results in others:
         for result, wanted in zip(results, first, strict=True):
