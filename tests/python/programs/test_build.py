@@ -23,6 +23,7 @@ import pytest
 import stand_ins
 import torch
 import wheels
+from rank_programs import run_command
 
 
 @pytest.mark.parametrize(
@@ -233,11 +234,8 @@ def said_by_hooks(python: str, folder: Path) -> list[str]:
     (folder / "setuptools" / "__init__.py").write_text("")
     (folder / "setuptools" / "build_meta.py").write_text(BUILD_META)
     path = os.pathsep.join([str(folder), str(buildconfig.ROOT / "tools")])
-    env = {**os.environ, "PYTHONPATH": path, "PYTHONNOUSERSITE": "1"}
-    command = [python, "-S", "-c", HOOKS]
-    done = subprocess.run(
-        command, env=env, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-    )
+    env = {"PYTHONPATH": path, "PYTHONNOUSERSITE": "1"}
+    done = run_command(python, "-S", "-c", HOOKS, env=env, cwd=folder)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 

@@ -20,6 +20,7 @@ import pytest
 import torch.distributed as dist
 from collectives import AVAILABLE
 from html_report import read_records
+from rank_programs import run_command
 from report import fitted, make_table
 from rich.console import Console
 
@@ -316,13 +317,7 @@ LLAMA = "plan --model llama-7b --gpus 8"
 def test_output_that_is_closed_from_the_start() -> None:
     """As a service manager may start it: https://github.com/bmc/daemonize/issues/34"""
     command = shlex.join([*COMMAND, "doctor", "--job", "0"])
-    done = subprocess.run(
-        ["sh", "-c", f"{command} >&-"],
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
+    done = run_command("sh", "-c", f"{command} >&-")
     assert (done.returncode, done.stderr) == (1, "ringcomm doctor: there is no process 0\n")
 
 

@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 import torch
 from cases import quick
+from rank_programs import run_command
 from ranks import run_ranks
 from torch import Tensor, nn
 
@@ -109,31 +110,19 @@ def test_its_commands_run(page: str, tmp_path: Path) -> None:
     # torchrun takes a free port, and writes a file for each rank, whose lines stay whole.
     logs = tmp_path / "logs of ranks"
     torchrun = {"PET_STANDALONE": "1", "PET_TEE": "3", "PET_LOG_DIR": str(logs)}
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **torchrun}
+    environment = {"OMP_NUM_THREADS": "1", **torchrun}
     environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     output = ""
     for block in blocks:
         if is_command(block):
             shutil.rmtree(logs, ignore_errors=True)
-            output = run_command(block, tmp_path, environment)
-            output += "".join(path.read_text("utf-8") for path in logs.rglob("*.log"))
+            command = ("bash", "-e", "-c", block.text)
+            done = run_command(*command, env=environment, cwd=tmp_path, timeout_s=LIMIT_S)
+            assert done.returncode == 0, f"{place_of(block)}\n{done.stdout}\n{done.stderr}"
+            output = done.stdout + "".join(path.read_text("utf-8") for path in logs.rglob("*.log"))
         elif block.language == "text":
             missing = set(block.text.splitlines()) - set(output.splitlines())
             assert not missing, output
-
-
-def run_command(block: Block, folder: Path, environment: dict[str, str]) -> str:
-    done = subprocess.run(
-        ["bash", "-e", "-c", block.text],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
-    assert done.returncode == 0, f"{block.page}:{block.line}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
 
 
 def is_llama(block: Block) -> bool:

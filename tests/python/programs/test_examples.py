@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from unittest import mock
 import pytest
 import torch
 from cases import quick, slow
+from rank_programs import run_command
 from ranks import run_ranks
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -141,17 +141,12 @@ def test_torchrun_restarts_from_the_last_state(system: str, tmp_path: Path) -> N
     (expected,) = losses(1, line, tmp_path)
     _, *words = line.split()
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = subprocess.run(
-        [
-            *(*torchrun, "--nproc-per-node", "4", "--max-restarts", "1"),
-            *(str(EXAMPLES / "survive.py"), *SMALL.split(), *words),
-            *("--die", "1:5", "--save", str(tmp_path)),
-        ],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
+    done = run_command(
+        *(*torchrun, "--nproc-per-node", "4", "--max-restarts", "1"),
+        *(EXAMPLES / "survive.py", *SMALL.split(), *words),
+        *("--die", "1:5", "--save", tmp_path),
+        env={"OMP_NUM_THREADS": "1"},
+        timeout_s=240,
     )
     assert done.returncode == 0, done.stderr
     assert f"go on at step 3 of {tmp_path}" in done.stdout

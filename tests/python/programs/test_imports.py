@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import pytest
+from rank_programs import run_command
 from test_public_calls import MODULES
 
 # What takes long to import, and neither the optimizers nor a program over the backend needs.
@@ -99,8 +99,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     """The lines that the PROGRAMS print, one each at most; a failure shows its errors."""
     programs = [program for some in PROGRAMS.values() for program in some]
     file = tmp_path_factory.mktemp("exported") / "program.pt2"
-    command = [sys.executable, "-c", FORKS, str(file), *programs]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    done = run_command(sys.executable, "-c", FORKS, file, *programs, timeout_s=240)
     assert done.returncode == 0, done.stderr
     lines = iter(done.stdout.split("ended\n"))
     return {name: [next(lines).strip() for _ in some] for name, some in PROGRAMS.items()}

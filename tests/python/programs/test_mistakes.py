@@ -23,6 +23,7 @@ import buildconfig
 import pytest
 import torch
 import torch.distributed as dist
+from rank_programs import run_command
 from ranks import run_ranks
 
 from ringcomm import _C, _extension
@@ -59,14 +60,7 @@ def all_said(error: Exception) -> str:
 
 def said_by(*command: str, **env: str) -> str:
     """The last line of a program that fails."""
-    done = subprocess.run(
-        command,
-        env={**os.environ, **env},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
+    done = run_command(*command, env=env, timeout_s=TIMEOUT_S)
     assert done.returncode != 0
     return done.stderr.strip().splitlines()[-1]
 
