@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
+from program_job import LR, arguments
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
-LR, STEPS, PARTS, CLIP = 0.05, 4, 2, 0.5
+STEPS, PARTS, CLIP = 4, 2, 0.5
 SYSTEMS = ("DDP", "Lomo", "zero 2")
 Report = dict[str, Any]
 
@@ -90,26 +91,14 @@ def by_trainer(folder: Path) -> Iterator[tuple[str, Report]]:
 
     register()
     for system in (*SYSTEMS, "Lomo by class"):
-        args = TrainingArguments(
-            output_dir=str(folder),
-            use_cpu=True,
-            ddp_backend="ringcomm",
-            per_device_train_batch_size=2,
-            gradient_accumulation_steps=PARTS,
-            max_grad_norm=CLIP,
-            max_steps=STEPS,
-            learning_rate=LR,
-            lr_scheduler_type="constant",
-            logging_steps=1,
-            save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
-        )
+        options: dict[str, Any] = {"gradient_accumulation_steps": PARTS, "max_grad_norm": CLIP}
+        options |= {"max_steps": STEPS, "lr_scheduler_type": "constant"}
+        args = arguments(TrainingArguments, folder, ddp_backend="ringcomm", **options)
         model = Model()
         data = rows(STEPS * PARTS * 2 * 2)
         if system == "Lomo by class":
-            options = {"model": model, "lr": LR, **lomo_options()}
-            how: dict[str, Any] = {"optimizer_cls_and_kwargs": (Lomo, options)}
+            of_class = {"model": model, "lr": LR, **lomo_options()}
+            how: dict[str, Any] = {"optimizer_cls_and_kwargs": (Lomo, of_class)}
         elif system == "Lomo":
             how = {"optimizers": (optimizer_of(system, model), None)}
         else:

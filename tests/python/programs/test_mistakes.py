@@ -35,6 +35,8 @@ ROW = re.compile(r"^\| (?!mistake|---)(.+?) \| (.+?) \| .+ \|$", re.M)
 ROWS: dict[str, str] = dict(ROW.findall(PAGE.read_text(encoding="utf-8")))
 TIMEOUT_S = 60
 TORCH_SAYS = "torch: "
+# Extensions of this Python and of another.
+OWN, OTHER_PYTHON = f"_C{EXTENSION_SUFFIXES[0]}", "_C.cpython-39-x86_64-linux-gnu.so"
 NO_EXTENSION = shutil.ignore_patterns("*.so", "__pycache__")
 
 
@@ -118,13 +120,8 @@ def import_of(*folders: Path) -> str:
     return said_by(sys.executable, "-IS", "-c", code).removeprefix("ImportError: ")
 
 
-def other_torch(patch: pytest.MonkeyPatch, folder: Path) -> str:
-    package(folder, f"_C{EXTENSION_SUFFIXES[0]}", "2.10.1")
-    return import_of(folder)
-
-
-def other_python(patch: pytest.MonkeyPatch, folder: Path) -> str:
-    package(folder, "_C.cpython-39-x86_64-linux-gnu.so", "2.13.0")
+def import_with(folder: Path, extension: str, built_for: str) -> str:
+    package(folder, extension, built_for)
     return import_of(folder)
 
 
@@ -134,14 +131,6 @@ def wheel_for(folder: Path, torch_folder: str, extension: str) -> str:
     own.mkdir()
     (own / extension).write_text("")
     return import_of(folder)
-
-
-def wheel_for_other_torch(patch: pytest.MonkeyPatch, folder: Path) -> str:
-    return wheel_for(folder, "torch_2_14", f"_C{EXTENSION_SUFFIXES[0]}")
-
-
-def wheel_for_other_python(patch: pytest.MonkeyPatch, folder: Path) -> str:
-    return wheel_for(folder, "torch_2_13", "_C.cpython-39-x86_64-linux-gnu.so")
 
 
 def in_checkout(patch: pytest.MonkeyPatch, folder: Path) -> str:
@@ -179,10 +168,6 @@ def unknown_backend(patch: pytest.MonkeyPatch, folder: Path) -> str:
     return said_by(sys.executable, "-c", code, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
 
 
-def mistyped_backend(patch: pytest.MonkeyPatch, folder: Path) -> str:
-    return said_of_backend("ringcom")
-
-
 def too_few_without_torchrun(patch: pytest.MonkeyPatch, folder: Path) -> str:
     with pytest.raises(dist.DistStoreError) as error:
         dist.init_process_group(
@@ -213,16 +198,16 @@ ALONE: dict[str, Callable[[pytest.MonkeyPatch, Path], str]] = {
     "a compiler that is too old": old_compiler,
     "no Python headers": no_headers,
     "no torch, and pip without build isolation": build_without_torch,
-    "another torch than at build time": other_torch,
-    "another Python than at build time": other_python,
-    "a wheel for another torch": wheel_for_other_torch,
-    "a wheel for another Python": wheel_for_other_python,
+    "another torch than at build time": lambda _, at: import_with(at, OWN, "2.10.1"),
+    "another Python than at build time": lambda _, at: import_with(at, OTHER_PYTHON, "2.13.0"),
+    "a wheel for another torch": lambda _, at: wheel_for(at, "torch_2_14", OWN),
+    "a wheel for another Python": lambda _, at: wheel_for(at, "torch_2_13", OTHER_PYTHON),
     "a checkout that has not been built": in_checkout,
     "a checkout without write permission": no_permission,
     "started without torchrun": no_torchrun,
     "the backend is unknown to torch": unknown_backend,
     "fewer ranks than the world size, without torchrun": too_few_without_torchrun,
-    "a mistyped backend": mistyped_backend,
+    "a mistyped backend": lambda _, at: said_of_backend("ringcom"),
     "a mistyped environment variable": mistyped_variable,
 }
 
@@ -263,7 +248,7 @@ def test_an_installed_extension_that_fits(change: str | None, fault: str, tmp_pa
     package(checkout)
     (checkout / "setup.py").write_text("")
     built_for = "2.12.0" if change == "built_for" else "2.13.0"
-    found = package(installed, f"_C{EXTENSION_SUFFIXES[0]}", built_for)
+    found = package(installed, OWN, built_for)
     if change == "version":
         (found / "version.py").write_text('__version__ = "0.0.1"\n')
     said = import_of(checkout, installed)
