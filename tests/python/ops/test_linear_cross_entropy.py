@@ -122,13 +122,18 @@ def test_gradients_that_are_not_kept_take_no_memory(monkeypatch: pytest.MonkeyPa
     assert weight.grad is None
 
 
+def long_sums(tokens: int) -> tuple[list[Tensor], Tensor, list[Tensor]]:
+    """A layer in bfloat16, its targets and its gradients in float64."""
+    random = torch.Generator().manual_seed(1)
+    hidden = (1 + torch.rand(tokens, 8, generator=random)).to(BF16)
+    tensors = [hidden, torch.randn(40, 8, generator=random).to(BF16), torch.zeros(40).to(BF16)]
+    target = torch.randint(40, (tokens,), generator=random)
+    return tensors, target, evaluate_layer([t.double() for t in tensors], target, 1.0)[1]
+
+
 def test_gradients_are_summed_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of many blocks they are as exact as of one."""
-    random = torch.Generator().manual_seed(1)
-    hidden = (1 + torch.rand(4096, 8, generator=random)).to(BF16)
-    tensors = [hidden, torch.randn(40, 8, generator=random).to(BF16), torch.zeros(40).to(BF16)]
-    target = torch.randint(40, (4096,), generator=random)
-    exact = evaluate_layer([t.double() for t in tensors], target, 1.0)[1]
+    tensors, target, exact = long_sums(4096)
 
     def run() -> list[Tensor]:
         inputs = [tensor.clone().requires_grad_() for tensor in tensors]
@@ -340,12 +345,7 @@ def test_tensors_from_before_are_not_counted() -> None:
 
 
 def test_sums_in_the_gradients_dtype_round_once_for_each_block(like_cuda: None) -> None:
-    random = torch.Generator().manual_seed(1)
-    hidden = (1 + torch.rand(64, 8, generator=random)).to(BF16)
-    tensors = [hidden, torch.randn(40, 8, generator=random).to(BF16)]
-    target = torch.randint(40, (64,), generator=random)
-    wide = [*(tensor.double() for tensor in tensors), torch.zeros(40).double()]
-    exact = evaluate_layer(wide, target, 1.0)[1][1]
+    (*tensors, _), target, (_, exact, _) = long_sums(64)
 
     def error(accumulate_dtype: torch.dtype | None) -> float:
         rows, weight = (tensor.clone().requires_grad_() for tensor in tensors)
