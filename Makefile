@@ -93,7 +93,7 @@ USER_TESTS := $(addprefix tests/python/,programs/test_ordinary_user.py \
     backend/test_job_doctor.py::test_a_process_of_root_is_refused_in_one_line \
     backend/test_job_doctor.py::test_the_command_reads_the_job_of_a_launcher \
     backend/test_job_doctor.py::test_a_host_that_is_gone backend/test_leftovers.py::test_killed_ranks_leave_nothing \
-    programs/test_benchmark_scripts.py::test_records_of_a_script[hosts] ops/test_linear_blocks.py)
+    programs/test_benchmark_scripts.py::test_records_of_a_script[hosts] ops/test_linear_cross_entropy.py)
 test-user: check-python  ## as root, run Python tests as an ordinary user from whom /proc hides other processes
 	@$(PREPARE) --need train --need test --extension -- \
 	    -c "import os, sys; os.execv('tools/ordinary_user', ['ordinary_user', sys.executable, *sys.argv[1:]])" \

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -183,6 +184,16 @@ def program(name: str, box: Path, *arguments: str, **settings: str) -> dict[str,
         **{f"RINGCOMM_EMULATOR_{setting}": value for setting, value in settings.items()},
     }
     return {"args": [str(build_program(name)), *arguments], "env": env, "text": True}
+
+
+def children_of(pid: int, num: int, timeout_s: float) -> list[int]:
+    """The processes that a program has started, once there are that many."""
+    children = Path(f"/proc/{pid}/task/{pid}/children")
+    deadline = time.monotonic() + timeout_s
+    while len(pids := children.read_text().split()) < num:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    return [int(child) for child in pids]
 
 
 def driver_calls() -> Counter[str]:

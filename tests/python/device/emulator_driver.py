@@ -182,14 +182,10 @@ class Peer:
 
 
 def _in_rank(
-    rank: int,
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
-    store: str,
-    size: int,
-    is_cuda: bool,
+    rank: int, fn: Callable[..., Any], args: tuple[Any, ...], store: str, size: int, is_cuda: bool
 ) -> Any:
-    return fn(Driver(is_cuda), Peer(store, rank, size), *args)
+    result = fn(Driver(is_cuda), Peer(store, rank, size), *args)
+    return "done" if result is None else result
 
 
 def run(
@@ -201,7 +197,7 @@ def run(
     env: dict[str, str] | Sequence[dict[str, str]] | None = None,
     may_die: Sequence[int] = (),
 ) -> list[Any]:
-    """fn(driver, peer, *args) in processes of their own; results by rank.
+    """fn(driver, peer, *args) in processes of their own; results by rank, None of those that died.
 
     `is_cuda`: with CUDA's driver and a GPU instead of the emulator.
     """

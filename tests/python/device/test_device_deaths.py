@@ -1,8 +1,7 @@
 """Ranks that die, give up or leave at different times: who hears of it, and what works then say.
 
-On emulated GPUs, whose driver kills the process at its n-th call, and ends one that frees memory or
-an event that another process has open. The event of a stream passes when what is in it is aborted,
-as it does when that is done: aborted works must never be taken for done.
+On emulated GPUs, whose driver kills the process at its n-th call. The event of a stream passes when
+what is in it is aborted, as it does when that is done: aborted works must never be taken for done.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import emugpu
 import pytest
 import torch
 import torch.distributed as dist
-from cases import quick
+from cases import name_of, quick
 from emulated_gpu import needs_emulated_gpu, run_on_gpus, with_kernels
 from gpu_ranks import meet
 from test_errors import caught
@@ -199,14 +198,6 @@ def ask_after_a_death(rank: int, asks: str) -> None:
     assert time.monotonic() - begin < PATIENCE_S
 
 
-# In turns a call returns when it is done: a death in it is that at a step.
-@pytest.mark.parametrize(
-    ("how", "asks"), [("messages", "wait"), ("messages", "poll"), ("two GPUs", "poll")]
-)
-def test_a_call_in_which_a_rank_died(how: str, asks: str) -> None:
-    run(ask_after_a_death, asks, how=how)
-
-
 def ask_a_batch(rank: int) -> None:
     """A work of several calls, of which the last is not done."""
     first, second = torch.ones(10, device=GPU), torch.ones(300, device=GPU)
@@ -245,11 +236,6 @@ def wait_late(rank: int) -> None:
     assert_named([named(call)])
 
 
-@pytest.mark.parametrize(("body", "how"), [(ask_a_batch, "messages"), (wait_late, "one GPU")])
-def test_a_death_is_seen(body: Any, how: str) -> None:
-    run(body, how=how, world_size=2)
-
-
 # ---- by giving up
 
 
@@ -271,11 +257,6 @@ def end_undone(rank: int) -> None:
         held.release()
 
 
-@pytest.mark.parametrize("hosts", ["aaa", "aba"])
-def test_a_call_that_another_rank_has_given_up(hosts: str) -> None:
-    run(end_undone, hosts=hosts)
-
-
 def fail_alone(rank: int) -> None:
     """All ranks live, and what carries the messages fails by itself."""
     work, held = start(rank == 1)
@@ -285,10 +266,6 @@ def fail_alone(rank: int) -> None:
     with pytest.raises(RingcommError, match="failed on its device"):
         work.wait(LIMIT)
     assert not work.is_success()
-
-
-def test_messages_that_fail_by_themselves() -> None:
-    run(fail_alone, world_size=2, RINGCOMM_EMULATOR_P2P_TIMEOUT_MS="400")
 
 
 def barrier(timeout_s: float) -> None:
@@ -329,9 +306,8 @@ def check_abort(rank: int) -> None:
     dist.all_reduce(torch.ones(1, device=GPU))
     meet()
     if rank == 0:
-        works: list[Any] = [
-            dist.all_reduce(torch.ones(5000, device=GPU), async_op=True) for _ in range(3)
-        ]
+        tensor = torch.ones(5000, device=GPU)
+        works: list[Any] = [dist.all_reduce(tensor, async_op=True) for _ in range(3)]
         backend().abort()
         emugpu.synchronize()  # ends though rank 1 never came
         for work in works:
@@ -341,11 +317,6 @@ def check_abort(rank: int) -> None:
         for device in ("cpu", GPU):
             with pytest.raises(RingcommError, match="aborted"):
                 dist.all_reduce(torch.ones(1, device=device))
-
-
-@pytest.mark.parametrize("body", [check_limits, check_abort])
-def test_over_messages(body: Any) -> None:
-    run(body, world_size=2, may_die=())
 
 
 # ---- by leaving
@@ -375,6 +346,7 @@ def check_leaving(rank: int, late: int) -> None:
 
 
 def check_freed_at_once(rank: int) -> None:
+    """Where the other rank has died."""
     use(None)
     if rank == DIES:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -383,8 +355,29 @@ def check_freed_at_once(rank: int) -> None:
     assert time.monotonic() - begin < 4.0
 
 
-@pytest.mark.parametrize(("how", "late"), [("two GPUs", 0), ("turns", 1)])
-def test_ranks_leave_at_different_times(how: str, late: int) -> None:
-    """At once where the other has died."""
-    run(check_leaving, late, how=how, world_size=2, may_die=())
-    run(check_freed_at_once, how=how, world_size=2)
+ALL_LIVE: dict[str, Any] = {"world_size": 2, "may_die": ()}
+
+
+# In turns a call returns when it is done: a death in it is that at a step.
+@pytest.mark.parametrize(
+    ("body", "args", "how"),
+    [
+        (ask_after_a_death, ["wait"], {}),
+        (ask_after_a_death, ["poll"], {}),
+        (ask_after_a_death, ["poll"], {"how": "two GPUs"}),
+        (ask_a_batch, [], {"world_size": 2}),
+        (wait_late, [], {"world_size": 2, "how": "one GPU"}),
+        (end_undone, [], {}),
+        (end_undone, [], {"hosts": "aba"}),
+        (fail_alone, [], {"world_size": 2, "RINGCOMM_EMULATOR_P2P_TIMEOUT_MS": "400"}),
+        (check_limits, [], ALL_LIVE),
+        (check_abort, [], ALL_LIVE),
+        (check_leaving, [0], ALL_LIVE | {"how": "two GPUs"}),
+        (check_leaving, [1], ALL_LIVE | {"how": "turns"}),
+        (check_freed_at_once, [], {"world_size": 2, "how": "two GPUs"}),
+        (check_freed_at_once, [], {"world_size": 2, "how": "turns"}),
+    ],
+    ids=name_of,
+)
+def test_what_ranks_hear(body: Any, args: list[Any], how: dict[str, Any]) -> None:
+    run(body, *args, **how)

@@ -99,9 +99,7 @@ def check_removed_file(rank: int) -> str:
     return transport(other)
 
 
-def test_after_its_file_of_seats_was_removed_a_gpu_has_no_more_groups_of_kernels(
-    tmp_path: Path,
-) -> None:
+def test_without_its_file_of_seats_a_gpu_has_no_more_groups_of_kernels(tmp_path: Path) -> None:
     for how in run(2, check_removed_file):
         assert "cuda_ipc" not in how
     left_behind = tmp_path / "ringcomm-gpu-0"

@@ -11,6 +11,7 @@ import threading
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import emugpu
@@ -19,13 +20,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import quick, slow
-from emulated_gpu import in_emulated_ranks, needs_emulated_gpu, run_on_gpus, with_kernels
-from test_gpu_collectives import (
-    barrier_and_operators,
-    check_every_operation,
-    inputs_of,
-    send_and_receive,
-)
+from emulated_gpu import build, in_emulated_ranks, needs_emulated_gpu, run_on_gpus, with_kernels
+from rank_programs import run_program
+from test_gpu_collectives import check_every_operation, check_operators, inputs_of, send_and_receive
 
 import ringcomm
 from ringcomm import _C, Options
@@ -58,9 +55,7 @@ BOXES = [
         env={"RINGCOMM_EMULATOR_PEER_ACCESS": "0"},
     ),
     # Fewer than any GPU has, and than room on it is counted with.
-    Box(
-        "a block at a time", ("messages over emup2p",), env={"RINGCOMM_EMULATOR_BLOCKS_PER_SM": "1"}
-    ),
+    Box("one block", ("messages over emup2p",), env={"RINGCOMM_EMULATOR_BLOCKS_PER_SM": "1"}),
     Box("threads of blocks", ("cuda_ipc",), env={"RINGCOMM_EMULATOR_THREADS": "3"}),
     Box(
         "lazy loading, eight queues",
@@ -88,7 +83,7 @@ def check_box(rank: int) -> str:
         with pytest.raises((NotImplementedError, ValueError), match=words):
             ringcomm.empty_shared(4, device=GPU)
     check_every_operation(25)
-    barrier_and_operators(rank, 1003)
+    check_operators(rank, 1003)
     if "taking turns" not in name:
         send_and_receive(rank, 1003)
     return name
@@ -119,9 +114,8 @@ def check_algorithms(rank: int, slices_in_order: bool = False) -> list[bytes]:
     """Sizes around ranks, slots and groups of slices; the order of sums where it is promised."""
     world_size = dist.get_world_size()
     found = []
-    for algorithm, deterministic in product(
-        ("auto", "one_shot", "two_shot", "ring"), (None, "rank_order")
-    ):
+    algorithms = ("auto", "one_shot", "two_shot", "ring")
+    for algorithm, deterministic in product(algorithms, (None, "rank_order")):
         group = group_with(algorithm=algorithm, deterministic=deterministic)
         # A slot of the ring has 1 Mi elements, and a group of slices two.
         is_in_slices = algorithm == "ring" and (deterministic is None or slices_in_order)
@@ -141,11 +135,9 @@ def check_algorithms(rank: int, slices_in_order: bool = False) -> list[bytes]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("world_size", "slices_in_order"), [slow(2, True), (3, False), slow(3, True)]
-)
-def test_algorithms_over_messages(world_size: int, slices_in_order: bool) -> None:
-    results = run_on_gpus(world_size, check_algorithms, slices_in_order)
+@pytest.mark.parametrize(("world_size", "in_order"), [slow(2, True), (3, False), slow(3, True)])
+def test_algorithms_over_messages(world_size: int, in_order: bool) -> None:
+    results = run_on_gpus(world_size, check_algorithms, in_order)
     assert all(found == results[0] for found in results)
 
 
@@ -178,9 +170,6 @@ def test_roots_and_places_over_messages(rank: int, num_elems: int) -> None:
 
 def test_what_carries_messages() -> None:
     assert run_on_gpus(2, transport, num_devices=2) == ["messages over emup2p"] * 2
-
-
-# ---- by kernels
 
 
 @in_emulated_ranks(2, fresh=True)
@@ -226,25 +215,27 @@ def test_calls_of_another_thread_leave_a_capture_whole(rank: int) -> None:
     assert z.tolist() == [float(world_size)] * 1000
 
 
-# ---- ringcomm.empty_shared
+PROGRAM = """
+import importlib.util, sys
+find_spec = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *more: (
+    None if name == "ringcomm._cuda" else find_spec(name, *more))
+import torch, torch.distributed as dist
+import ringcomm, emulated_gpu
+assert "ringcomm._cuda" not in sys.modules
+emulated_gpu.load()
+store = dist.FileStore(sys.argv[2], 1)
+dist.init_process_group("ringcomm", store=store, rank=0, world_size=1)
+ours = torch.ones(4)
+dist.all_reduce(ours)
+assert ours.tolist() == [1, 1, 1, 1]
+dist.all_reduce(torch.ones(4, device="emugpu"))
+"""
 
-NUM_ELEMS = 100_003  # more than packets take
 
-
-@pytest.mark.parametrize("sharing", [[True, False, True], slow([True, True, True])], ids=str)
-@in_emulated_ranks(3)
-def test_shared_tensors(rank: int, sharing: list[bool]) -> None:
-    """All_reduces of buffers where they are; a view will do."""
-    world_size = dist.get_world_size()
-    shared = ringcomm.empty_shared(NUM_ELEMS + 8, dtype=torch.int64, device=GPU)
-    tensor = (shared if sharing[rank] else shared.clone())[8:]
-    for turn in range(1, 4):
-        inputs = [torch.arange(NUM_ELEMS) % 1000 * turn + r for r in range(world_size)]
-        tensor.copy_(inputs[rank].to(GPU))
-        dist.all_reduce(tensor)
-        work: Any = dist.all_reduce(tensor, dist.ReduceOp.MAX, async_op=True)
-        work.wait()
-        assert torch.equal(tensor.cpu(), oracle.total(inputs))
-        alone = inputs[rank].to(GPU)  # the same call, of memory that is not shared
-        dist.all_reduce(alone)
-        assert torch.equal(alone.cpu(), oracle.total(inputs))
+@needs_emulated_gpu
+def test_a_build_without_gpus_refuses_their_tensors(tmp_path: Path) -> None:
+    build()  # in this process, whose time has no limit here
+    (ended,) = run_program(PROGRAM, tmp_path / "store", num_ranks=1)
+    assert "ValueError: ringcomm: this build has no CUDA support" in ended.err
+    assert "RINGCOMM_CUDA=1" in ended.err

@@ -13,10 +13,12 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import emulated_gpu
 import emulator_driver as cuda
 import pytest
+from cases import name_of
 from emulator_driver import PIECE, Driver, Handle, Peer, number, put, run
 
 pytestmark = emulated_gpu.needs_emulated_gpu
@@ -274,7 +276,7 @@ def little_memory(gpu: Driver, peer: Peer) -> None:
 
 
 def opened(gpu: Driver, peer: Peer, is_closed: bool) -> None:
-    """Memory by a handle; what is freed while it is open ends its owner."""
+    """Memory by a handle; what its owner has freed stays until it is closed."""
     if peer.rank == 0:
         data = gpu.memory(PIECE)
         small = Handle()  # it would hand out what others have in the same piece
@@ -284,6 +286,7 @@ def opened(gpu: Driver, peer: Peer, is_closed: bool) -> None:
         peer.hear(1)
         assert number(data, 1) == 9
         gpu.check("MemFree_v2", data)
+        peer.tell(1)
         return
     stream = gpu.stream()
     data = gpu.made("IpcOpenMemHandle_v2", Handle.from_buffer_copy(peer.hear(0)), 1)
@@ -293,7 +296,8 @@ def opened(gpu: Driver, peer: Peer, is_closed: bool) -> None:
     if is_closed:
         gpu.check("IpcCloseMemHandle", data)
     peer.tell(0)
-    time.sleep(0.0 if is_closed else 1.0)
+    peer.hear(0)
+    assert is_closed or number(data) == 9
 
 
 def opened_twice(gpu: Driver, peer: Peer, refuses: bool) -> None:
@@ -352,15 +356,16 @@ def mapped(gpu: Driver, handle: int) -> int:
     return address
 
 
-def descriptors(gpu: Driver, peer: Peer, folder: str) -> None:
+def descriptors(gpu: Driver, peer: Peer) -> None:
     """Memory travels as a descriptor, and lives as long as somebody has it mapped."""
+    path = os.environ["RINGCOMM_EMULATOR_BOX"] + "/socket"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as end:
         if peer.rank == 0:
             prop = cuda.AllocationProp(1, 1, cuda.Location(1, 0))
             handle = gpu.made("MemCreate", PIECE, ctypes.byref(prop), 0)
             address = mapped(gpu, handle)
             put(address, 6)
-            end.bind(f"{folder}/socket")
+            end.bind(path)
             end.listen()
             peer.tell(1)
             fd = ctypes.c_int()
@@ -371,7 +376,7 @@ def descriptors(gpu: Driver, peer: Peer, folder: str) -> None:
             peer.tell(1)
             return
         peer.hear(0)
-        end.connect(f"{folder}/socket")
+        end.connect(path)
         fds = socket.recv_fds(end, 2, 1)[1]
         handle = gpu.made("MemImportFromShareableHandle", ctypes.c_void_p(fds[0]), 1)
         peer.hear(0)
@@ -380,74 +385,6 @@ def descriptors(gpu: Driver, peer: Peer, folder: str) -> None:
         assert number(address) == 6
         gpu.check("MemUnmap", address, PIECE)
         number(address)  # ends this process
-
-
-RULES_OF_CUDA = [streams, freeing_waits, graphs, spoilt_captures, modes]
-
-
-@pytest.mark.parametrize("rules", [*RULES_OF_CUDA, blocks], ids=lambda rules: rules.__name__)
-def test_one_process(rules: Callable[..., None], tmp_path: Path) -> None:
-    run(rules, folder=tmp_path, env={"RINGCOMM_EMULATOR_DELAY_US": "200"})
-
-
-def test_settings(tmp_path: Path) -> None:
-    run(little_memory, folder=tmp_path, env={"RINGCOMM_EMULATOR_MEMORY": str(PIECE)})
-    run(shared_queue, False, folder=tmp_path)
-    run(shared_queue, False, folder=tmp_path, env={"RINGCOMM_EMULATOR_QUEUES": "2"})
-    run(shared_queue, True, folder=tmp_path, env={"RINGCOMM_EMULATOR_QUEUES": "1"})
-    run(lazy_loading, folder=tmp_path, env={"RINGCOMM_EMULATOR_LAZY": "1"})
-    nonsense = {"RINGCOMM_EMULATOR_SMS": "two"}
-    assert run(blocks, folder=tmp_path, env=nonsense, may_die=[0]) == [None]
-    dies = {"RINGCOMM_EMULATOR_DIE_AT": "20"}
-    assert run(streams, folder=tmp_path, env=dies, may_die=[0]) == [None]
-
-
-@pytest.mark.parametrize(
-    ("settings", "is_in_vain"),
-    [
-        ({}, False),
-        ({"MPS": "0"}, True),
-        ({"SMS": "1", "BLOCKS_PER_SM": "1"}, True),  # blocks of all processes share the GPU
-        ({"REAL_SMS": "1", "BLOCKS_PER_SM": "1"}, True),  # whatever it says that it holds
-    ],
-    ids=str,
-)
-def test_kernels_of_two_processes(
-    settings: dict[str, str], is_in_vain: bool, tmp_path: Path
-) -> None:
-    env = {f"RINGCOMM_EMULATOR_{name}": value for name, value in settings.items()}
-    limit_ms = cuda.SHORT_MS if is_in_vain else cuda.LIMIT_MS
-    found = run(spins_for_another, limit_ms, world_size=2, folder=tmp_path, env=env)
-    assert found == [int(is_in_vain), 0]
-
-
-def test_a_process_that_dies_in_a_kernel_gives_the_gpu_back(tmp_path: Path) -> None:
-    env = {"RINGCOMM_EMULATOR_MPS": "0"}
-    run(dies_in_a_kernel, world_size=2, folder=tmp_path, env=env, may_die=[0])
-
-
-@pytest.mark.parametrize("is_closed", [True, False])
-def test_handles(is_closed: bool, tmp_path: Path) -> None:
-    dead = [] if is_closed else [0]
-    run(opened, is_closed, world_size=2, folder=tmp_path, may_die=dead)
-
-
-@pytest.mark.parametrize("refuses", [False, True])
-def test_handles_are_counted(refuses: bool, tmp_path: Path) -> None:
-    env = {"RINGCOMM_EMULATOR_REFUSES_REUSED": str(int(refuses))}
-    run(opened_twice, refuses, world_size=2, folder=tmp_path, env=env)
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"), [("IPC", cuda.NOT_SUPPORTED), ("PEER_ACCESS", cuda.NO_PEER)]
-)
-def test_handles_that_cannot_be_opened(name: str, expected: int, tmp_path: Path) -> None:
-    env = [{}, {f"RINGCOMM_EMULATOR_{name}": "0"}]
-    run(cannot_open, expected, world_size=2, folder=tmp_path, env=env)
-
-
-def test_descriptors(tmp_path: Path) -> None:
-    run(descriptors, str(tmp_path), world_size=2, folder=tmp_path, may_die=[1])
 
 
 def counts(gpu: Driver, peer: Peer) -> None:
@@ -460,5 +397,54 @@ def counts(gpu: Driver, peer: Peer) -> None:
     assert made == {"cuStreamCreate": 1, "cuStreamGetCaptureInfo_v2": 1}
 
 
-def test_calls_are_counted(tmp_path: Path) -> None:
-    run(counts, folder=tmp_path)
+RULES_OF_CUDA = [streams, freeing_waits, graphs, spoilt_captures, modes]
+DELAYED = [{"DELAY_US": "200"}]
+
+
+# A program, what it gets, the emulator's settings in each rank, and which ranks it ends.
+@pytest.mark.parametrize(
+    ("program", "args", "settings", "dead"),
+    [
+        *((rules, [], DELAYED, []) for rules in (*RULES_OF_CUDA, blocks)),
+        (little_memory, [], [{"MEMORY": str(PIECE)}], []),
+        (shared_queue, [False], [{}], []),
+        (shared_queue, [False], [{"QUEUES": "2"}], []),
+        (shared_queue, [True], [{"QUEUES": "1"}], []),
+        (lazy_loading, [], [{"LAZY": "1"}], []),
+        (counts, [], [{}], []),
+        (blocks, [], [{"SMS": "two"}], [0]),
+        (streams, [], [{"DIE_AT": "20"}], [0]),
+        (dies_in_a_kernel, [], [{"MPS": "0"}] * 2, [0]),
+        (opened, [True], [{}] * 2, []),
+        (opened, [False], [{}] * 2, []),
+        (opened_twice, [False], [{}] * 2, []),
+        (opened_twice, [True], [{"REFUSES_REUSED": "1"}] * 2, []),
+        (cannot_open, [cuda.NOT_SUPPORTED], [{}, {"IPC": "0"}], []),
+        (cannot_open, [cuda.NO_PEER], [{}, {"PEER_ACCESS": "0"}], []),
+        (descriptors, [], [{}] * 2, [1]),
+    ],
+    ids=name_of,
+)
+def test_rules(
+    program: Callable[..., None], args: list[int], settings: Any, dead: list[int], tmp_path: Path
+) -> None:
+    env = [{f"RINGCOMM_EMULATOR_{name}": value for name, value in own.items()} for own in settings]
+    found = run(program, *args, world_size=len(env), folder=tmp_path, env=env, may_die=dead)
+    assert [rank for rank, ended in enumerate(found) if ended is None] == dead
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_in_vain"),
+    [
+        ({}, False),
+        ({"MPS": "0"}, True),
+        ({"SMS": "1", "BLOCKS_PER_SM": "1"}, True),  # blocks of all processes share the GPU
+        ({"REAL_SMS": "1", "BLOCKS_PER_SM": "1"}, True),  # whatever it says that it holds
+    ],
+    ids=str,
+)
+def test_kernels_of_processes(settings: dict[str, str], is_in_vain: bool, tmp_path: Path) -> None:
+    env = {f"RINGCOMM_EMULATOR_{name}": value for name, value in settings.items()}
+    limit_ms = cuda.SHORT_MS if is_in_vain else cuda.LIMIT_MS
+    found = run(spins_for_another, limit_ms, world_size=2, folder=tmp_path, env=env)
+    assert found == [int(is_in_vain), 0]

@@ -184,9 +184,6 @@ def test_a_difference_found_while_later_calls_are_made_is_named(rank: int) -> No
     assert "4000" in said["text"] or "4004" in said["text"], said
 
 
-# ---- tests that fail on one rank
-
-
 def fail_on_1(rank: int) -> None:
     """The others' kernels wait for rank 1, in a group beside the default one."""
     group = dist.new_group()
@@ -215,16 +212,12 @@ def test_a_test_that_fails_on_one_rank_ends_on_all(gpus: Gpus) -> None:
     assert "nothing told" not in said
 
 
-# ---- arguments
-
-
 @in_gpu_ranks(on_all_gpus)
 def test_wrong_arguments(rank: int) -> None:
     world_size = dist.get_world_size()
     own, indices = ones(4), range(module().device_count())
-    others = [
-        torch.ones(4, device=torch.device(kind(), i)) for i in indices if i != own.get_device()
-    ]
+    devices = [torch.device(kind(), i) for i in indices if i != own.get_device()]
+    others = [torch.ones(4, device=device) for device in devices]
     for other in (torch.ones(4), *others):
         parts = [own, *(torch.empty_like(other) for _ in range(world_size - 1))]
         with pytest.raises(ValueError, match=rf"on {kind()}:\d and on (cpu|{kind()}:\d); .*device"):

@@ -6,21 +6,14 @@ import oracle
 import pytest
 import torch
 import torch.distributed as dist
-from curves import (
-    Run,
-    assert_same_run,
-    batch,
-    make_model,
-    single_process,
-    train,
-    weights_of,
-)
+from curves import Run, assert_same_run, batch, make_model, single_process, train, weights_of
 from gpu_ranks import Gpus, device, in_gpu_ranks, kind, on_all_gpus, on_cuda, on_gpu
 from test_functional import PROGRAMS
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+FUNCTIONAL = ["all_reduce sum", "reduce_scatter dim 1", "coalesced", "in place"]
 # Compilers of a GPU sum in another order than the CPU's: fp32, five steps.
 ATOL = 1e-4
 
@@ -86,9 +79,7 @@ def test_fsdp2(gpus: Gpus, from_group: bool) -> None:
 
 @in_gpu_ranks(on_cuda, group_timeout_s=120.0)
 @pytest.mark.parametrize("compiler", [None, "aot_eager", "inductor"])
-@pytest.mark.parametrize(
-    "name", ["all_reduce sum", "reduce_scatter dim 1", "coalesced", "in place"]
-)
+@pytest.mark.parametrize("name", FUNCTIONAL)
 def test_functional_collectives(rank: int, name: str, compiler: str | None) -> None:
     if dist.get_world_size() != 2:
         return  # its oracle is of two ranks

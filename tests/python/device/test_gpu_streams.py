@@ -26,9 +26,6 @@ def holds(tensor: Tensor, value: float) -> bool:
     return tensor.tolist() == [value] * NUM_ELEMS
 
 
-# ---- the host goes on
-
-
 @in_gpu_ranks(on_all_gpus, no_turns="the hosts meet in each call")
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 def test_calls_and_waits_do_not_block_the_host(rank: int, is_async: bool) -> None:
@@ -101,9 +98,6 @@ def test_asynchronous_calls_have_their_own_stream(rank: int) -> None:
     assert holds(tensor, world_size**2)
 
 
-# ---- memory
-
-
 @in_gpu_ranks(on_all_gpus, no_turns="a call returns when it is done")
 def test_tensors_live_as_long_as_they_are_used(rank: int) -> None:
     """The input goes while the call is under way; what takes its memory is not sent."""
@@ -159,9 +153,6 @@ def test_works_outlive_their_group(rank: int) -> None:
         assert work.is_success()
 
 
-# ---- futures
-
-
 @in_gpu_ranks(on_all_gpus)
 def test_futures(rank: int) -> None:
     """Of a collective; a receive from any source is refused."""
@@ -172,20 +163,13 @@ def test_futures(rank: int) -> None:
     assert holds(twice.wait(), 2.0 * dist.get_world_size())
 
 
-# ---- messages
-
-
-MIB_ELEMS = (1 << 20) // 4
+LARGE = (1 << 20) // 4  # elements, of a MiB
 
 
 @in_gpu_ranks(on_all_gpus, no_turns="there are no sends and receives", group_timeout_s=15.0)
 @pytest.mark.parametrize(
     ("order", "sizes"),
-    [
-        ("ssrr", (100_003, MIB_ELEMS)),
-        ("rrss", (MIB_ELEMS, 100_003)),
-        ("srsr", (MIB_ELEMS, MIB_ELEMS)),
-    ],
+    [("ssrr", (100_003, LARGE)), ("rrss", (LARGE, 100_003)), ("srsr", (LARGE, LARGE))],
 )
 def test_batches_of_large_messages(rank: int, order: str, sizes: tuple[int, ...]) -> None:
     """Messages both ways between ranks 0 and 1, each of many slots, in one batch.

@@ -1,17 +1,23 @@
-"""benchmarks/gpu/kernel_sweep over the emulator of CUDA's driver: its results, output and ends."""
+"""benchmarks/gpu over the emulator of CUDA's driver: kernel_sweep's results, output and ends; and
+every question of probe is answered, in time.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from subprocess import PIPE
 from typing import Any
 
+import buildconfig
 import emulated_gpu
 import pytest
 from cases import slow
@@ -20,17 +26,21 @@ pytestmark = emulated_gpu.needs_emulated_gpu
 
 # Nothing depends on it but how long a hang lasts: a busy machine may take minutes.
 TIMEOUT_S = 900.0
-TABLE = Path(__file__).resolve().parents[3] / "benchmarks" / "sweep_table.py"
+ROOT = Path(__file__).resolve().parents[3]
+TABLE = ROOT / "benchmarks" / "sweep_table.py"
 PATHS = {"copy", "packets", "staged", "shared", "ring"}
 
 
-def sweep(box: Path, *arguments: str, **settings: str) -> subprocess.CompletedProcess[str]:
-    """Runs the program to its end."""
-    options = emulated_gpu.program("kernel_sweep", box, *arguments, **settings)
+def run(name: str, box: Path, *arguments: str, **settings: str) -> Any:
+    """Runs a program to its end."""
+    options = emulated_gpu.program(name, box, *arguments, **settings)
     return subprocess.run(capture_output=True, timeout=TIMEOUT_S, check=False, **options)
 
 
-def points(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
+sweep = partial(run, "kernel_sweep")
+
+
+def points(done: Any) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
@@ -110,22 +120,16 @@ def sweep_until(
     asked = ("--rounds", "1000000", "--sizes", "1024", *arguments)
     options = emulated_gpu.program("kernel_sweep", box, *asked)
     with subprocess.Popen(stdout=PIPE, stderr=PIPE, **options) as program:
-        children = Path(f"/proc/{program.pid}/task/{program.pid}/children")
-        deadline = time.monotonic() + TIMEOUT_S
-        while len(ranks := children.read_text().split()) < 2:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        ranks = emulated_gpu.children_of(program.pid, 2, TIMEOUT_S)
         time.sleep(after_s)
-        os.kill(int(ranks[rank]), signal_number)
+        os.kill(ranks[rank], signal_number)
         out, error = program.communicate(timeout=TIMEOUT_S)
     assert program.returncode == 1
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
     return out, error
 
 
-def test_a_rank_that_stops_is_killed_after_the_kernels_of_the_others_have_ended(
-    tmp_path: Path,
-) -> None:
+def test_a_rank_that_stops_is_killed_after_the_others_kernels_have_ended(tmp_path: Path) -> None:
     _, error = sweep_until(signal.SIGSTOP, 1, tmp_path, "--limit-s", "8")
     assert "stopped after 8 s" in error
     # By itself: in a kernel, or where ranks meet.
@@ -179,3 +183,113 @@ def test_without_mps_nothing_runs(tmp_path: Path) -> None:
     done = sweep(tmp_path, "--sizes", "1024", MPS="0")
     assert done.returncode == 1
     assert "start MPS" in done.stderr
+
+
+# ---- probe
+
+SOURCES = ROOT / "benchmarks" / "gpu" / "probe"
+QUESTIONS = re.findall(r'(?m)^    \{"([\w-]+)", \w+\},$', (SOURCES / "probe.cc").read_text())
+
+# What the emulator does, and CUDA may not. It has no multiprocessors: its blocks say number 0.
+READS_OLD = "reads the old content"
+ANSWERS = {
+    "open-twice": r"one address, mapped until the second close, which reads the old content",
+    "by-descriptor": READS_OLD,
+    "file-locks": "exclude other processes until the file is closed",
+    "attribute-cost": r"own \d+, opened \d+ ns",
+    "multiprocessors": "1 and 1 of 16, 1 in common, at the same time, longest pause 0 us",
+    "clusters": "1 blocks: run, 2 blocks: run, 4 blocks: run, 8 blocks: run",
+    "own-kernel": r"open does not wait \(\d+ us\), close waits \(\d+ us\)",
+    "peer-kernel": r"open does not wait \(\d+ us\), close does not wait \(\d+ us\)",
+    "address-again": r"(another address; )?with the old mapping open: "
+    "the new content; after its close: the new content",
+    "mapped-after-launch": "the kernel reads what is there",
+    "freed-while-open": rf"{READS_OLD}; the free gives back 32 MiB of 32, the close 0",
+}
+
+
+def ask(box: Path, *arguments: str, **settings: str) -> tuple[int, dict[str, Any]]:
+    """The status, and the lines by question."""
+    done = run("probe", box, *arguments, **settings)
+    return done.returncode, {line["question"]: line for line in points(done)}
+
+
+def test_every_question_is_answered(tmp_path: Path) -> None:
+    assert set(ANSWERS) == set(QUESTIONS)
+    status, found = ask(tmp_path, "--limit-s", "30")
+    assert list(found) == QUESTIONS
+    assert {
+        name: line["answer"]
+        for name, line in found.items()
+        if not re.fullmatch(ANSWERS[name], line["answer"])
+    } == {}
+    assert {line["mps"] for line in found.values()} == {True}
+    assert status == 0
+
+
+@pytest.mark.parametrize(
+    ("question", "settings", "answer"),
+    [
+        ("multiprocessors", {"MPS": "0"}, "one after the other"),
+        ("open-twice", {"IPC": "0"}, "CUDA_ERROR_NOT_SUPPORTED"),
+        ("by-descriptor", {"VMM": "0"}, "CUDA_ERROR_NOT_SUPPORTED"),
+        ("address-again", {"REFUSES_REUSED": "1"}, "with the old mapping open: CUDA_ERROR_"),
+    ],
+)
+def test_another_driver_has_another_answer(
+    tmp_path: Path, question: str, settings: dict[str, str], answer: str
+) -> None:
+    status, found = ask(tmp_path, "--only", question, "--limit-s", "30", **settings)
+    assert status == 0
+    assert answer in found[question]["answer"]
+    assert found[question]["mps"] is (settings.get("MPS") != "0")
+
+
+def test_a_process_that_dies_or_stops_has_no_answer(tmp_path: Path) -> None:
+    """The question ends within its limit, and nothing is left running."""
+    status, found = ask(tmp_path, "--only", "open-twice", DIE_AT="12")
+    assert status == 1
+    assert found["open-twice"]["answer"].startswith("none: ended by signal 9, the ")
+
+    # It holds a kernel for 200 ms twice, so that there is time to stop it.
+    options = emulated_gpu.program("probe", tmp_path, "--only", "own-kernel", "--limit-s", "1")
+    with subprocess.Popen(stdout=PIPE, **options) as program:
+        pids = emulated_gpu.children_of(program.pid, 2, TIMEOUT_S)
+        os.kill(pids[0], signal.SIGSTOP)
+        assert program.stdout is not None
+        first = json.loads(program.stdout.readline())
+        program.kill()
+    assert first["answer"].startswith("none in time, the exporter at: ")
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_a_question_that_there_is_not_is_refused(tmp_path: Path) -> None:
+    for arguments in (("--only", "why"), ("--speed", "2")):
+        assert ask(tmp_path, *arguments) == (2, {})
+
+
+def test_the_page_has_every_question() -> None:
+    page = (ROOT / "docs" / "gpu-verification.md").read_text()
+    table = page.partition("\n## What the driver answers\n")[2]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line[:2] == "| "]
+    assert [row[0] for row in rows[1:]] == QUESTIONS
+    for row in rows[1:]:
+        assert len(row) == 4
+        for path in re.findall(r"`(csrc/[\w/.]+)`", row[2]):
+            assert (ROOT / path).exists(), path
+    # --take finds a row by its name, in whichever table.
+    names = re.findall(r"(?m)^\| ([a-z][\w-]+) \|", page.partition("\n## Aims\n")[0])
+    assert not set(names) & set(QUESTIONS)
+
+
+def test_the_kernels_are_ptx(tmp_path: Path) -> None:
+    nvcc = buildconfig.find_nvcc()
+    ptxas = shutil.which("ptxas", path=str(nvcc.resolve().parent)) if nvcc else None
+    if ptxas is None:
+        pytest.skip("no ptxas here")
+    texts = re.findall(r'(?s)R"\((.*?)\)"', (SOURCES / "kernels.h").read_text())
+    assert len(texts) == 2
+    for text, arch in zip(texts, ("sm_80", "sm_90"), strict=True):
+        (tmp_path / "kernels.ptx").write_text(text)
+        run = [ptxas, f"-arch={arch}", "kernels.ptx", "-o", "kernels.cubin"]
+        subprocess.run(run, cwd=tmp_path, check=True, timeout=TIMEOUT_S)

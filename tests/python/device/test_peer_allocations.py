@@ -1,11 +1,12 @@
 """Collectives of ordinary tensors on GPUs, which peers access in place once they have mapped the
-allocations that the tensors are in.
+allocations that the tensors are in; among them those of FSDP2 and DDP.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import emugpu
 import emulated_gpu
@@ -13,10 +14,13 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from cases import covering, name_of
 from emulated_gpu import driver_calls, in_emulated_ranks, run_on_gpus, with_kernels
 from gpu_ranks import meet
-from test_lent_memory import used_bytes
-from torch import Tensor
+from test_lent_memory import few_calls, used_bytes
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from ringcomm.torch_names import all_gather_single, reduce_scatter_single
 
@@ -28,6 +32,11 @@ NUM_ELEMS = NUM_BYTES // 4
 MEMORY = 64 << 20  # of a GPU on which it is scarce
 in_two = in_emulated_ranks(2, fresh=True)
 FEW_CALLS = 4  # announced in the second, mapped in the third, used by then or in the fourth
+
+
+def new_tensor() -> Tensor:
+    """In an allocation of its own."""
+    return torch.empty(NUM_ELEMS, dtype=torch.int32, device=GPU)
 
 
 def bytes_read_of_peers(*mine: Tensor) -> int:
@@ -63,13 +72,17 @@ def check_sum(tensor: Tensor, turn: int = 0, group: dist.ProcessGroup | None = N
     assert torch.equal(tensor.cpu(), own * (world_size * (world_size + 1) // 2))
 
 
+def check_sums(tensor: Tensor, num: int = FEW_CALLS, first: int = 0, group: Any = None) -> None:
+    for turn in range(num):
+        check_sum(tensor, first + turn, group)
+
+
 def check_in_place(rank: int) -> None:
     world_size = dist.get_world_size()
-    tensor = torch.empty(NUM_ELEMS, dtype=torch.int32, device=GPU)
+    tensor = new_tensor()
     check_sum(tensor)
     assert num_mapped() == 0
-    for turn in range(FEW_CALLS):
-        check_sum(tensor, turn)
+    check_sums(tensor)
     assert num_mapped() == world_size - 1
     # Its share of the sums, from every peer.
     least = (world_size - 1) * NUM_BYTES // world_size
@@ -103,13 +116,13 @@ def check_moves(rank: int) -> None:
 def test_reuse_by_the_allocator(rank: int) -> None:
     """Of a block while peers have it mapped: by another tensor on this rank only."""
     for turn in range(3 * FEW_CALLS):
-        tensor = torch.empty(NUM_ELEMS, dtype=torch.int32, device=GPU)
+        tensor = new_tensor()
         place = tensor.data_ptr()
         check_sum(tensor, turn)
         if rank == 0:
             emugpu.synchronize()
             del tensor
-            other = torch.empty(NUM_ELEMS, dtype=torch.int32, device=GPU).fill_(-1)
+            other = new_tensor().fill_(-1)
             assert other.data_ptr() == place
             del other
     assert 1 <= num_mapped() <= 2  # rank 1 has two in turn
@@ -119,20 +132,18 @@ def check_reuse_by_the_driver(rank: int) -> None:
     """Of an address while peers have mapped what was there before."""
     num_same = 0
     for turn in range(6):
-        tensor = torch.empty(NUM_ELEMS, dtype=torch.int32, device=GPU)
+        tensor = new_tensor()
         place = tensor.data_ptr()
-        for i in range(FEW_CALLS):
-            check_sum(tensor, 10 * turn + i)
+        check_sums(tensor, first=10 * turn)
         assert bytes_read_of_peers(tensor) > 0
         meet()  # a rank unmaps what another has freed before its own next call
         if rank == 0 or turn % 2 == 0:
             del tensor
             emugpu.empty_cache()
-            tensor = torch.empty(NUM_ELEMS, dtype=torch.int32, device=GPU)
+            tensor = new_tensor()
             num_same += tensor.data_ptr() == place
     assert num_same > 0, "a test of nothing: no address was used again"
-    for turn in range(FEW_CALLS):
-        check_sum(tensor, turn)
+    check_sums(tensor)
     assert num_mapped() == dist.get_world_size() - 1  # those of before are unmapped
 
 
@@ -140,7 +151,7 @@ def check_reuse_by_the_driver(rank: int) -> None:
 def test_freed_before_it_is_mapped(rank: int) -> None:
     """Peers cannot open what has been freed since it was announced; what follows is mapped."""
     store = dist.distributed_c10d._get_default_store()
-    tensor = torch.empty(NUM_ELEMS, dtype=torch.int32, device=GPU).fill_(1)
+    tensor = new_tensor().fill_(1)
     dist.all_reduce(tensor)
     emugpu.synchronize()
     if rank == 0:
@@ -152,9 +163,8 @@ def test_freed_before_it_is_mapped(rank: int) -> None:
     if rank == 0:
         del tensor
         emugpu.empty_cache()
-        tensor = torch.empty(NUM_ELEMS, dtype=torch.int32, device=GPU)
-    for turn in range(2 * FEW_CALLS):
-        check_sum(tensor, turn)
+        tensor = new_tensor()
+    check_sums(tensor, 2 * FEW_CALLS)
     assert num_mapped() == 1 + rank  # counts the one that failed
     assert bytes_read_of_peers(tensor) > 0
 
@@ -162,7 +172,7 @@ def test_freed_before_it_is_mapped(rank: int) -> None:
 @in_two
 def test_many(rank: int) -> None:
     """More allocations than a rank may announce."""
-    tensors = [torch.empty(1 << 20, dtype=torch.int32, device=GPU) for _ in range(140)]
+    tensors = [torch.empty(1 << 19, dtype=torch.int32, device=GPU) for _ in range(140)]
     for turn in range(3):
         for tensor in tensors:
             tensor.fill_(rank + turn)
@@ -205,9 +215,8 @@ def test_captured(rank: int) -> None:
 @in_two
 def test_captured_where_one_rank_lends(rank: int) -> None:
     """For as long as there is the graph, its call is staged on all ranks."""
-    tensor = torch.empty(NUM_ELEMS, dtype=torch.int32, device=GPU)
-    for turn in range(FEW_CALLS):
-        check_sum(tensor, turn)
+    tensor = new_tensor()
+    check_sums(tensor)
     x = torch.zeros(NUM_ELEMS, dtype=torch.int32, device=GPU)
     graph = emugpu.CUDAGraph()
     with emugpu.graph(graph):
@@ -224,7 +233,7 @@ def test_captured_where_one_rank_lends(rank: int) -> None:
 @in_two
 def test_messages_under_way(rank: int) -> None:
     """One that waits for a peer that is in a collective: nothing is mapped before it has ended."""
-    tensor = torch.empty(NUM_ELEMS, dtype=torch.int32, device=GPU)
+    tensor = new_tensor()
     message = torch.full((1 << 20,), rank, dtype=torch.int32, device=GPU)
     for turn in range(FEW_CALLS):
         sent = dist.isend(message, 1) if rank == 0 else None
@@ -240,22 +249,20 @@ def test_messages_under_way(rank: int) -> None:
 
 def check_staged(rank: int) -> None:
     """Where the allocations of one rank cannot be mapped."""
-    tensor = torch.empty(NUM_ELEMS, dtype=torch.int32, device=GPU)
-    for turn in range(2 * FEW_CALLS):
-        check_sum(tensor, turn)
+    tensor = new_tensor()
+    check_sums(tensor, 2 * FEW_CALLS)
     assert bytes_read_of_peers(tensor) == 0
 
 
 @in_emulated_ranks(2, env={"RINGCOMM_EMULATOR_MEMORY": str(MEMORY)}, fresh=True)
 def test_scarce_memory_is_not_held_for_others(rank: int) -> None:
     """Less than a sixteenth of the GPU's memory is free from the second call on."""
-    tensor = torch.empty(NUM_ELEMS, dtype=torch.int32, device=GPU)
+    tensor = new_tensor()
     check_sum(tensor)
     small = []
     while 16 * (MEMORY - used_bytes()) >= MEMORY:
         small.append(torch.empty(1 << 20, dtype=torch.uint8, device=GPU))
-    for turn in range(FEW_CALLS):
-        check_sum(tensor, turn)
+    check_sums(tensor)
     assert num_mapped() == 0
 
 
@@ -270,8 +277,10 @@ def test_numbers_that_are_used_again_give_wrong_sums() -> None:
         run_on_gpus(2, check_reuse_by_the_driver, env=used_again, fresh=True)
 
 
-@pytest.mark.parametrize("num_devices", [1, 3])
-@pytest.mark.parametrize("check", [check_in_place, check_moves], ids=lambda check: check.__name__)
+IN_PLACE = covering([check_in_place, check_moves], [1, 3])
+
+
+@pytest.mark.parametrize(("check", "num_devices"), IN_PLACE, ids=name_of)
 def test_ordinary_tensors_are_used_in_place(check: Callable[[int], None], num_devices: int) -> None:
     run_on_gpus(3, check, num_devices=num_devices, env=with_kernels(), fresh=True)
 
@@ -279,3 +288,83 @@ def test_ordinary_tensors_are_used_in_place(check: Callable[[int], None], num_de
 def test_one_rank_that_cannot_hand_out_its_memory() -> None:
     without = with_kernels() | {"RINGCOMM_EMULATOR_IPC": "0"}
     run_on_gpus(2, check_staged, env=[with_kernels(), without], fresh=True)
+
+
+# ---- FSDP2 and DDP, whose buffers are ordinary memory
+
+
+@in_emulated_ranks(2)
+def test_allocate_tensor(rank: int) -> None:
+    group: Any = dist.group.WORLD
+    backend = group._get_backend(torch.device(GPU, 0))
+    for device in (torch.device(GPU), torch.device(GPU, emugpu.current_device())):
+        tensor = backend.allocate_tensor(10, dtype=torch.int16, device=device)
+        assert (tensor.device.index, tensor.dtype) == (emugpu.current_device(), torch.int16)
+        assert tensor.shape == (10,)
+    assert backend.supports_tensor_alloc(device)
+    with pytest.raises(ValueError, match="-5"):
+        backend.allocate_tensor(-5, dtype=torch.uint8, device=device)
+
+
+NUM_STEPS = 8
+
+
+def trained(rank: int, kind: str) -> tuple[list[Tensor], list[int]]:
+    """Weights by FSDP2, which allocates from the group on GPUs, and the memory in use by steps."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(256, 700), nn.Tanh(), nn.Linear(700, 256)).double()
+    model = model.to(kind)
+    mesh = init_device_mesh(kind, (dist.get_world_size(),))
+    for module in (model[0], model[2], model):
+        fully_shard(module, mesh=mesh)
+        if kind == GPU:
+            module.set_allocate_memory_from_process_group_for_comm(True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, foreach=False)
+    used = []
+    for step in range(NUM_STEPS):
+        x = torch.arange(4.0 * 256, dtype=torch.float64).reshape(4, 256).sub(500).mul(1e-3)
+        optimizer.zero_grad()
+        model(x.add(rank + step).to(kind)).square().mean().backward()
+        optimizer.step()
+        if kind == GPU:
+            emugpu.synchronize()
+            used.append(used_bytes())
+    return [parameter.full_tensor().cpu() for parameter in model.parameters()], used
+
+
+@in_emulated_ranks(2, fresh=True)
+def test_fsdp2_allocates_from_the_group(rank: int) -> None:
+    """Its buffers are mapped, and used again: they would take 12 MiB a step. A block that a stream
+    has yet to read is not, so a few more may be needed. From torch's memory: test_gpu_models.py.
+    """
+    few_calls()
+    expected, _ = trained(rank, "cpu")
+    weights, used = trained(rank, GPU)
+    torch.testing.assert_close(weights, expected, rtol=1e-12, atol=1e-12)
+    assert used[-1] - used[0] < (NUM_STEPS - 1) * (4 << 20), used
+    assert num_mapped() > 0
+
+
+@in_emulated_ranks(2, env={"DDP_DISABLE_COMM_MEM": "0"}, fresh=True)
+def test_ddp_allocates_from_the_group(rank: int) -> None:
+    """Its reducer asks the group for buckets, as FSDP2 does, where the environment lets it."""
+    group: Any = dist.group.WORLD
+    group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)  # as of "ringcomm" alone
+    torch.manual_seed(0)
+    model = nn.Linear(512, 1024).to(GPU)
+    ddp = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+    def hook(_: object, bucket: dist.GradBucket) -> Any:
+        work: Any = dist.all_reduce(bucket.buffer(), async_op=True)
+        return work.get_future().then(lambda done: done.value()[0])
+
+    hook.__annotations__.clear()  # DDP compares types, and these are strings
+    ddp.register_comm_hook(None, hook)
+    world_size = dist.get_world_size()
+    for step in range(5):
+        ddp.zero_grad()
+        ddp(torch.full((2, 512), rank + 1.0 + step, device=GPU)).sum().backward()
+        expected = sum(2 * (r + 1.0 + step) for r in range(world_size))
+        assert model.weight.grad is not None
+        assert model.weight.grad[::99].cpu().unique().tolist() == [expected]
+    assert num_mapped() >= world_size - 1  # its first buckets and the rebuilt ones

@@ -13,6 +13,7 @@ import emulated_gpu
 import pytest
 import torch
 import torch.distributed as dist
+from cases import slow
 from emulated_gpu import in_emulated_ranks, run_on_gpus, with_kernels
 from emulator_driver import Handle
 from gpu_ranks import meet
@@ -22,10 +23,11 @@ from test_peer_allocations import (
     GPU,
     MEMORY,
     NUM_BYTES,
-    NUM_ELEMS,
     bytes_read_of_peers,
     check_staged,
     check_sum,
+    check_sums,
+    new_tensor,
     num_mapped,
 )
 from torch import Tensor
@@ -44,15 +46,9 @@ def store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
-def new_tensor() -> Tensor:
-    """In an allocation of its own."""
-    return torch.empty(NUM_ELEMS, dtype=torch.int32, device=GPU)
-
-
 def mapped_tensor() -> Tensor:
     tensor = new_tensor()
-    for turn in range(FEW_CALLS):
-        check_sum(tensor, turn)
+    check_sums(tensor)
     assert num_mapped() == 1
     return tensor
 
@@ -75,8 +71,7 @@ def check_two_groups(rank: int) -> None:
     for turn in range(4):
         place = tensor.data_ptr()
         for num_used, (group, half) in enumerate(zip(groups, tensor.chunk(2), strict=True), 1):
-            for i in range(FEW_CALLS):
-                check_sum(half, 10 * turn + i, group)
+            check_sums(half, first=10 * turn, group=group)
             # Half of the half, and nothing of what was there before.
             least = num_used * NUM_BYTES // 4
             assert least <= bytes_read_of_peers(tensor) < 1.1 * least + (1 << 16)
@@ -95,8 +90,7 @@ def test_a_group_without_calls(rank: int) -> None:
     num_same = 0
     for other in [dist.new_group() for _ in range(3)]:
         tensor = new_tensor()
-        for turn in range(FEW_CALLS):
-            check_sum(tensor, turn, other)
+        check_sums(tensor, group=other)
         wait_until_mapped(1)
         place = tensor.data_ptr()
         meet()
@@ -104,8 +98,7 @@ def test_a_group_without_calls(rank: int) -> None:
         emugpu.empty_cache()
         tensor = new_tensor()
         num_same += tensor.data_ptr() == place
-        for turn in range(2 * FEW_CALLS):
-            check_sum(tensor, turn)
+        check_sums(tensor, 2 * FEW_CALLS)
         assert bytes_read_of_peers(tensor) > 0
         wait_until_mapped(1)
         meet()
@@ -139,15 +132,13 @@ def test_a_driver_that_refuses_for_a_while(rank: int) -> None:
                 break
             others.append(new_tensor())
         assert tensor.data_ptr() == place, "a test of nothing: the address was not used again"
-    for turn in range(2 * FEW_CALLS):
-        check_sum(tensor, turn)
+    check_sums(tensor, 2 * FEW_CALLS)
     assert bytes_read_of_peers(tensor, *others) == 0
     if rank == 1:
         assert driver.cuIpcCloseMemHandle(address) == 0
     for _ in range(70):  # it tries every 64 calls
         dist.all_reduce(torch.ones(10, device=GPU))
-    for turn in range(6 * FEW_CALLS):  # some are staged yet
-        check_sum(tensor, turn)
+    check_sums(tensor, 6 * FEW_CALLS)  # some are staged yet
     assert bytes_read_of_peers(tensor, *others) > 0
 
 
@@ -210,8 +201,7 @@ def test_messages_of_another_group(rank: int) -> None:
         received.wait()
     emugpu.synchronize()
     meet()
-    for turn in range(FEW_CALLS):
-        check_sum(tensor, turn)
+    check_sums(tensor)
     assert num_mapped() == 1
 
 
@@ -220,15 +210,13 @@ def test_scarce_memory_for_one_buffer(rank: int) -> None:
     """While one buffer in turn cannot be mapped, because memory is scarce, others are staged."""
     tensor, other = new_tensor(), new_tensor()
     first, second = tensor.chunk(2)
-    for turn in range(FEW_CALLS):
-        check_sum(first, turn)
+    check_sums(first)
     assert num_mapped() == 1
     small = []
     while 16 * (MEMORY - used_bytes()) >= MEMORY:
         small.append(torch.empty(1 << 20, dtype=torch.uint8, device=GPU))
     meet()
-    for turn in range(FEW_CALLS):
-        check_sum(other, turn)
+    check_sums(other)
     before = bytes_read_of_peers(tensor, other)
     assert before > 0
     for turn in range(FEW_CALLS):
@@ -291,7 +279,7 @@ def test_release_during_a_call(rank: int) -> None:
     assert num_mapped() == 1 - rank
 
 
-@pytest.mark.parametrize("refuses", ["0", "1"])
+@pytest.mark.parametrize("refuses", ["0", slow("1")])
 def test_two_groups(refuses: str) -> None:
     env = with_kernels() | ROOM | {"RINGCOMM_EMULATOR_REFUSES_REUSED": refuses}
     run_on_gpus(2, check_two_groups, env=env, fresh=True)

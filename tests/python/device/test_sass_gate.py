@@ -233,15 +233,12 @@ def test_where_a_cold_kernel_spills_is_not_compared() -> None:
     assert gate.problems_of(COLD, other, before) == []
     for column in ("registers", "generic", "fences", "words"):
         worse = dataclasses.replace(before, **{column: getattr(before, column) + 1})
-        assert [f"{column} " in problem for problem in gate.problems_of(COLD, worse, before)] == [
-            True
-        ]
+        (problem,) = gate.problems_of(COLD, worse, before)
+        assert f"{column} " in problem
     assert gate.problems_of(COLD, dataclasses.replace(before, traps=1), before)
 
 
-def test_the_table_has_each_different_loop_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_table_has_each_loop_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gate, "TABLE", tmp_path / "table.txt")
     other = kernel(*SUM_LOOPS[:3], sum_loop(13, 8, 1), sum_loop(14, 6, 4))
     of_90, of_100 = facts(SUM_CODE, stack=32), facts(other, registers=64, stack=32)
@@ -286,16 +283,15 @@ def test_a_gate_that_must_compare_fails_without_nvcc(
     assert "no nvcc here: kernels' code NOT compared" in capsys.readouterr().out
 
 
+LISTS = ("kernel_list.h", "loss_rows.h")  # of kernels
+
+
 def kernel_names() -> list[str]:
-    """Of kernel_list.h and loss_rows.h."""
-    done = subprocess.run(
-        ["c++", "-E", "-P", "-std=c++20", f"-I{CSRC}",
-         "-imacros", "cuda/kernels/kernel_list.h", "-imacros", "cuda/kernels/loss_rows.h",
-         "-x", "c++", "-"],
-        input="RINGCOMM_ALL_KERNELS(KERNEL)\nRINGCOMM_LOSS_KERNELS(KERNEL)",
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    return re.findall(r"KERNEL\(ringcomm_(\w+),", done.stdout)
+    lists = [word for name in LISTS for word in ("-imacros", f"cuda/kernels/{name}")]
+    command = ["c++", "-E", "-P", "-std=c++20", f"-I{CSRC}", *lists, "-x", "c++", "-"]
+    source = "RINGCOMM_ALL_KERNELS(KERNEL)\nRINGCOMM_LOSS_KERNELS(KERNEL)"
+    text = subprocess.check_output(command, input=source, text=True)
+    return re.findall(r"KERNEL\(ringcomm_(\w+),", text)
 
 
 def test_table_has_every_kernel() -> None:
@@ -309,10 +305,10 @@ def test_table_has_every_kernel() -> None:
 
 def test_kernels_use_no_bit_functions_of_the_standard_library() -> None:
     """nvcc takes them for constants without a word: all sums were 2^-32 of what they are."""
-    lists = [CSRC / "cuda/kernels" / name for name in ("kernel_list.h", "loss_rows.h")]
-    command = ["c++", "-MM", "-std=c++20", f"-I{CSRC}", "-x", "c++", *map(str, lists)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    headers = {word for word in done.stdout.split() if word.endswith(".h")}
+    lists = [str(CSRC / "cuda/kernels" / name) for name in LISTS]
+    command = ["c++", "-MM", "-std=c++20", f"-I{CSRC}", "-x", "c++", *lists]
+    said = subprocess.check_output(command, text=True)
+    headers = {word for word in said.split() if word.endswith(".h")}
     assert len(headers) > 20
     functions = r"std::(count[lr]_\w+|popcount|bit_(width|ceil|floor)|has_single_bit|rot[lr])\("
     assert [name for name in headers if re.search(functions, Path(name).read_text())] == []

@@ -20,7 +20,7 @@ import pytest
 import test_cross_entropy as cpu_tests
 import test_cross_entropy_edges as edges
 import torch
-from loss_oracle import options_of, random_logits, random_targets
+from loss_oracle import named, options_of, random_logits, random_targets
 from torch import Tensor
 from triton_scripts import work_through
 
@@ -151,11 +151,7 @@ def wrong_shards(ops: Any, device: str) -> None:
         (((4, 0.0),), -1, "do not add up|must be adjacent"),
         (((0, 0.0), (0, 0.0)), -1, "do not add up|must be adjacent"),
         (((0, 0.0), (20, 3.0)), -1, "calls differ"),
-        (
-            ((0, 0.0), (20, 0.0)),
-            30,
-            "40 classes (of the vocabulary's|in all, but the vocabulary has) 30",
-        ),
+        (((0, 0.0), (20, 0.0)), 30, "40 classes (of the vocabulary's|in all, but .* has) 30"),
     ):
         found = [
             ops.softmax_stats(logits, target, None, start, -1, -100, 1.0, softcap, False, False)
@@ -217,9 +213,8 @@ def strided(ops: Any, device: str) -> None:
     for ends in ends_of_losses:
         found, right = logits.detach().requires_grad_(), logits.clone().requires_grad_()
         ends(cross_entropy(found, target, reduction="none")).backward()
-        plain = torch.nn.functional.cross_entropy(
-            right.reshape(24, 64), target.reshape(24), reduction="none"
-        )
+        given = (right.reshape(24, 64), target.reshape(24))
+        plain = torch.nn.functional.cross_entropy(*given, reduction="none")
         ends(plain.view(6, 4)).backward()
         assert found.grad is not None
         torch.testing.assert_close(found.grad, right.grad, rtol=1e-5, atol=1e-6)
@@ -238,11 +233,11 @@ def hard_cases() -> list[dict[str, str]]:
 
 CHECKS: dict[str, Callable[[], None]] = {
     **{
-        loss_oracle.named(case): partial(cpu_tests.test_against_float64, case, "cpu")
+        named(case): partial(cpu_tests.test_against_float64, case, "cpu")
         for case in cpu_tests.CASES
         if case["path"] != "probabilities"  # which have no kernel
     },
-    **{loss_oracle.named(case): partial(edges.test_error_bound, case) for case in hard_cases()},
+    **{named(case): partial(edges.test_error_bound, case) for case in hard_cases()},
     **{
         f"{value} {dtype}": partial(edges.test_not_finite, value, dtype)
         for value, dtype in ((math.nan, FP32), (math.inf, BF16), (-math.inf, FP32))

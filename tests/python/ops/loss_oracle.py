@@ -303,8 +303,6 @@ def hard_logits(num_tokens: int, num_classes: int) -> dict[str, Tensor]:
     }
 
 
-# ---- a softcap in saturation
-
 SATURATED_CAP = 4.0  # a power of two: logits / cap are exact
 
 

@@ -37,12 +37,8 @@ HIDDEN = 24
 def set_blocks(set_value: Callable[[Any, str, int], None]) -> None:
     """Several of tokens and of classes, the last ones short."""
     sizes = {"BLOCK_BYTES": 1, "MIN_BLOCK_TOKENS": 16, "MIN_BLOCK_CLASSES": 10}
-    for name, value in {
-        **sizes,
-        "CUDA_BLOCK_BYTES": 1,
-        "CUDA_PARTS_OF_WEIGHT": 1 << 60,
-        "CUDA_TILE": 16,
-    }.items():
+    sizes |= {"CUDA_BLOCK_BYTES": 1, "CUDA_PARTS_OF_WEIGHT": 1 << 60, "CUDA_TILE": 16}
+    for name, value in sizes.items():
         set_value(linear_blocks, name, value)
 
 
@@ -159,9 +155,8 @@ def check_logits(
     kept = leaf.detach().clone()
     if not target.is_floating_point():
         call = partial(call, outputs=OUTPUTS)
-    result = call(
-        leaf if part is None else leaf * 1, target.to(device), **loss_oracle.on(device, options)
-    )
+    given = loss_oracle.on(device, options)
+    result = call(leaf if part is None else leaf * 1, target.to(device), **given)
     found = split(result)
     factor = upstream_of(found[0])
     (result[0] if isinstance(result, tuple) else result).backward(factor.to(device, torch.float32))
@@ -301,10 +296,8 @@ def test_shards(name: str, backend: str, device: str) -> None:
 @in_ranks(3)
 def test_subgroups(rank: int) -> None:
     """A group of some ranks; shards in order and not."""
-    logits, target = (
-        random_logits((NUM_TOKENS, NUM_CLASSES)),
-        torch.arange(NUM_TOKENS) % NUM_CLASSES,
-    )
+    logits = random_logits((NUM_TOKENS, NUM_CLASSES))
+    target = torch.arange(NUM_TOKENS) % NUM_CLASSES
     for ranks in ([1, 2], [2], [0, 2]):
         group = dist.new_group(ranks)
         if rank in ranks:

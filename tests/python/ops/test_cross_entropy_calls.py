@@ -29,8 +29,6 @@ from ringcomm.ops import cross_entropy
 _ops = torch.ops.ringcomm
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
-# ---- in place
-
 IN_PLACE = covering(
     {
         "dtype": tuple(BY_NAME),
@@ -138,23 +136,17 @@ def test_no_second_derivative(factor: Tensor | None, inplace: bool) -> None:
     for target in (torch.zeros(4, dtype=torch.int64), torch.full((4, 6), 1 / 6)):
         if inplace and target.is_floating_point():
             continue
-        loss = cross_entropy(leaf.clone(), target, inplace=inplace) * (
-            1 if factor is None else factor
-        )
+        loss = cross_entropy(leaf.clone(), target, inplace=inplace)
+        loss = loss if factor is None else loss * factor
         with pytest.raises(RuntimeError, match=r"no second derivative.*functional.cross_entropy"):
             torch.autograd.grad(loss, leaf, create_graph=True)
-
-
-# ---- torch's own checks
 
 
 @pytest.mark.parametrize("weight", [None, class_weights(8)], ids=["plain", "weight"])
 def test_opcheck(weight: Tensor | None) -> None:
     """merge_softmax_stats has a group: test_vocab_parallel.py."""
-    logits, target = (
-        random_logits((5, 9), FP32 if weight is None else BF16),
-        random_targets((5,), 8),
-    )
+    logits = random_logits((5, 9), FP32 if weight is None else BF16)
+    target = random_targets((5,), 8)
     check, place = torch.library.opcheck, (0, 8, -100, 0.5, 3.0)
     stats_args = (logits, target, weight, *place, True, True)
     check(_ops.softmax_stats.default, stats_args)
@@ -204,23 +196,16 @@ def test_compile(case: Case, dtype: torch.dtype, inplace: bool | None) -> None:
     torch.testing.assert_close(*results, rtol=0 if inplace is not None else 1e-6, atol=0)
 
 
-# ---- the operators alone
-
-
 def test_operators_refuse_what_the_wrapper_would() -> None:
     logits, target = random_logits((3, 5)), random_targets((3,), 5)
     stats = (-100, 1.0, 0.0, False, False)
     with pytest.raises(ValueError, match="vocab_start must be 0 or more, got -2"):
         _ops.softmax_stats(logits, target, None, -2, 5, *stats)
+    both = (7, -100, 1.0, 0.0, 0.0, 0.0, "mean", False)
     with pytest.raises(ValueError, match=r"5 columns.* 7"):
-        _ops.cross_entropy_and_grad_(
-            logits, target, None, None, 7, -100, 1.0, 0.0, 0.0, 0.0, "mean", False
-        )
+        _ops.cross_entropy_and_grad_(logits, target, None, None, *both)
     with pytest.raises(ValueError, match="shape"):
         _ops.cross_entropy_loss(torch.empty(0, 6), target, None, None, 5, -100, 0.0, 0.0, "mean")
-
-
-# ---- modules
 
 
 def test_module() -> None:
@@ -235,8 +220,6 @@ def test_module() -> None:
     half = module.bfloat16()(logits.bfloat16(), target)[0]
     torch.testing.assert_close(half, module.float()(logits, target)[0], rtol=0.02, atol=0.02)
 
-
-# ---- wrong arguments
 
 LOGITS, TARGET = torch.zeros(4, 6), torch.zeros(4, dtype=torch.int64)
 HUGE = torch.empty(1, 1).expand(1, (1 << 24) + 1)  # more classes than a float can count

@@ -13,15 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from loss_oracle import (
-    BY_NAME,
-    DTYPES,
-    OUTPUTS,
-    covering,
-    named,
-    random_logits,
-    random_targets,
-)
+from loss_oracle import BY_NAME, DTYPES, OUTPUTS, covering, named, random_logits, random_targets
 from pair_table import Case
 from ranks import in_ranks
 from torch import Tensor

@@ -11,74 +11,24 @@ import torch
 import torch.distributed as dist
 from ranks import in_ranks, run_ranks
 from torch import Tensor, nn
-from update_runs import BF16, F16, F32, OPTIMIZERS, Run, average, grad_of, sizes, start
+from update_runs import BF16, F16, F32, OPTIMIZERS, Run, average, check_bits, grad_of, sizes, start
 
 import ringcomm
 from ringcomm import MismatchError, Options, ops
 from ringcomm.ops import AdamWStep, LomoStep, SGDStep
 
 NUM_STEPS = 5
-# A slice of 256 KiB and an element, on each rank.
-TWO_SLICES = 65_537
 RULES = {name: rule for name, rule in OPTIMIZERS.items() if not name.startswith("lomo")}
-
-# ---- bits of the parts
-
-
-def unfused_step(run: Run, step: int, alone: dist.ProcessGroup) -> None:
-    """In a group of this rank alone the operator is the update and nothing else."""
-    grad = run.grad(step)
-    if grad.numel() > 0 and grad.numel() % run.world_size == 0:
-        reduced = ops.reduce_scatter(grad, "avg")
-    else:
-        reduced = ops.all_reduce(grad, "avg")[run.shard]
-    ops.reduce_scatter_update_all_gather_(
-        run.param[run.shard],
-        reduced.clone(),
-        run.state,
-        optimizer=run.optimizer,
-        step=step,
-        group=alone,
-    )
-    for rank in range(run.world_size):
-        begin, end = ops.shard_range(grad.numel(), run.world_size, rank)
-        dist.broadcast(run.param[begin:end], rank)
-
-
-KINDS = [(F32, F32, False), (BF16, BF16, False), (BF16, BF16, True)]
-KINDS += [(F16, F32, False), (F32, BF16, False)]
-
-
-def check_bits(rank: int, names: list[str], algorithm: str) -> None:
-    world_size = dist.get_world_size()
-    alone = [dist.new_group([other]) for other in range(world_size)][rank]
-    for name in names:
-        for dtype, grad_dtype, master in KINDS:
-            if master and name.startswith("lomo"):
-                continue
-            for num_elems in [*sizes(world_size), TWO_SLICES * world_size]:
-                made = (OPTIMIZERS[name], num_elems, dtype)
-                fused, parts = (Run(*made, grad_dtype=grad_dtype, master=master) for _ in "ab")
-                for step in (1, 2):
-                    fused.step(step)
-                    if algorithm == "auto":
-                        unfused_step(parts, step, alone)
-                        oracle.assert_equal(fused.param, parts.param)
-                        for key, value in fused.state.items():
-                            oracle.assert_equal(value, parts.state[key])
-                oracle.assert_equal(ops.broadcast(fused.param, 0), fused.param)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_same_bits_as_the_parts_and_on_all_ranks(world_size: int) -> None:
-    run_ranks(world_size, check_bits, sorted(OPTIMIZERS)[world_size - 1 :: 4], "auto")
+    run_ranks(world_size, check_bits, sorted(OPTIMIZERS)[world_size - 1 :: 4])
 
 
 def test_same_bits_on_all_ranks_of_a_ring() -> None:
-    run_ranks(3, check_bits, ["adamw"], "ring", pg_options=Options(algorithm="ring"))
-
-
-# ---- steps of torch.optim
+    ring = Options(algorithm="ring")
+    run_ranks(3, check_bits, ["adamw"], "cpu", False, pg_options=ring)
 
 
 def torch_step(optimizer: Any, weight: Tensor, grad: Tensor, state: dict[str, Tensor]) -> None:
@@ -221,14 +171,10 @@ def test_scale_bytes_and_what_is_not_finite(rank: int) -> None:
     for name, optimizer in OPTIMIZERS.items():
         run, grad = Run(optimizer, 100, F32), torch.zeros(100)
         grad[3 + 50 * rank] = (float("nan"), float("inf"))[rank]
-        ops.reduce_scatter_update_all_gather_(
-            run.param, grad, run.state, optimizer=optimizer, step=1
-        )
+        call = ops.reduce_scatter_update_all_gather_
+        call(run.param, grad, run.state, optimizer=optimizer, step=1)
         wrong = (~run.param.isfinite()).nonzero().flatten().tolist()
         assert wrong == ([3] if name == "lomo_clipped" else [3, 53])
-
-
-# ---- as an operator
 
 
 @in_ranks(2, timeout_s=120)
@@ -264,13 +210,9 @@ def test_compile(rank: int) -> None:
         optimizer = OPTIMIZERS[name]
         eager, compiled = Run(optimizer, 11, F32), Run(optimizer, 11, F32)
 
-        def step(
-            param: Tensor, grad: Tensor, state: Any, num: int, optimizer: Any = optimizer
-        ) -> Tensor:
-            result = ops.reduce_scatter_update_all_gather_(
-                param, grad * 2, state, optimizer=optimizer, step=num
-            )
-            return result + 1
+        def step(param: Tensor, grad: Tensor, state: Any, num: int, rule: Any = optimizer) -> Any:
+            call = ops.reduce_scatter_update_all_gather_
+            return call(param, grad * 2, state, optimizer=rule, step=num) + 1
 
         fast = torch.compile(step, fullgraph=True, backend="aot_eager")
         for num in (1, 2):
@@ -278,9 +220,6 @@ def test_compile(rank: int) -> None:
             actual = fast(compiled.param, eager.grad(num), compiled.state, num)
             oracle.assert_equal(actual, expected)
             oracle.assert_equal(compiled.param, eager.param)
-
-
-# ---- what is wrong
 
 
 def test_shards_cover_the_buffer() -> None:

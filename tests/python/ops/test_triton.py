@@ -29,8 +29,6 @@ def test_cuda_has_every_operator_that_the_cpu_has() -> None:
                     assert found, (name, key)
 
 
-# ---- compiled
-
 ON_TOKENS = ("merge_kernel", "loss_kernel", "count_kernel", "reduce_kernel")
 ONLY_SUMS = ("stats_kernel", "square_sums_kernel", "update_squares_kernel")
 
@@ -60,28 +58,6 @@ def test_compiled_kernels_move_vectors_and_keep_to_registers(arch: int, tmp_path
     wanted = {*ON_TOKENS, *ONLY_SUMS, "grad_kernel", "stats_and_grad_kernel", "scale_kernel"}
     wanted |= {"sgd_kernel", "embedding_kernel", "adalomo_kernel"}
     assert {build["kernel"] for build in builds} == wanted
-
-
-def test_what_is_slow_to_import_is_imported_by_who_needs_it() -> None:
-    script = """
-import sys, torch, ringcomm
-assert "torch.distributed.tensor" not in sys.modules
-import ringcomm.optim, ringcomm.parallel
-parts_of_torch = {"_dynamo", "distributed.checkpoint", "distributed.pipelining"}
-slow = {"triton", *(f"torch.{name}" for name in parts_of_torch)}
-assert not slow & set(sys.modules), slow & set(sys.modules)
-sys.modules["triton"] = None
-from ringcomm.ops.losses import cross_entropy_cuda
-from ringcomm.ops import weight_update_cuda
-try:
-    cross_entropy_cuda.scale_(torch.ones(2, 2), torch.ones([]))
-except ImportError as error:
-    print(error)
-"""
-    assert "pip install triton" in run("-c", script)
-
-
-# ---- on a GPU
 
 
 def captured(step: Any) -> tuple[torch.cuda.CUDAGraph, Any]:

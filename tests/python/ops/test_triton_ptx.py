@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,14 +10,12 @@ import loss_cases
 import pytest
 import translate as translator
 import update_cases
+from rank_programs import run_command
 from triton_mutants import MUTANTS
 from triton_scripts import run, runs_ptx, start
 
 pytestmark = runs_ptx
-NAMES: dict[str, list[str]] = {
-    "loss_cases": list(loss_cases.CHECKS),
-    "update_cases": update_cases.NAMES,
-}
+NAMES = {"loss_cases": list(loss_cases.CHECKS), "update_cases": update_cases.NAMES}
 # Every kernel once; the others run in the slow test.
 FEW = {
     "loss_cases": ["beyond_32_bits", "no_class", "wrong_shards", "scale"],
@@ -54,8 +51,7 @@ def test_some_cases(script: str) -> None:
 def test_a_newer_ptx_and_what_is_not_known_are_said(tmp_path: Path) -> None:
     file = tmp_path / "kernel.ptx"
     file.write_text(".version 99.0\n.visible .entry kernel()\n{\n\tnew.b32 %r1, %r2;\n\tret;\n}\n")
-    translate = [sys.executable, str(translator.__file__), str(file), str(tmp_path)]
-    done = subprocess.run(translate, capture_output=True, text=True, timeout=60, check=False)
+    done = run_command(sys.executable, translator.__file__, file, tmp_path)
     assert done.returncode == 1
     assert f"{file}: PTX 99.0; what runs it was written for 9.1" in done.stderr
     assert "new.b32" in done.stderr

@@ -26,13 +26,9 @@ from ringcomm.ops import cross_entropy, linear_cross_entropy
 _ops = torch.ops.ringcomm
 
 
-# ---- what is exchanged
-
-
 def calls() -> dict[tuple[str, str], tuple[int, int]]:
-    return {
-        name: (entry["num_calls"], entry["sent_bytes"]) for name, entry in ringcomm.stats().items()
-    }
+    stats = ringcomm.stats()
+    return {name: (entry["num_calls"], entry["sent_bytes"]) for name, entry in stats.items()}
 
 
 @in_ranks(2)
@@ -54,9 +50,6 @@ def test_one_exchange(rank: int) -> None:
         assert sent_bytes - old_bytes == 24 * 50 + 24
         loss.backward()
         assert calls() == after
-
-
-# ---- torch's own checks
 
 
 def check_operator(rank: int) -> None:
@@ -84,9 +77,6 @@ def check_operator(rank: int) -> None:
 @pytest.mark.parametrize("backend", ["ringcomm", slow("gloo")])
 def test_opcheck_and_compile(backend: str) -> None:
     run_ranks(2, check_operator, backend=backend, timeout_s=120)
-
-
-# ---- DTensor
 
 
 def check_dtensor(rank: int, mesh_shape: tuple[int, ...], vocab_size: int) -> None:
@@ -134,8 +124,6 @@ def test_dtensor(mesh_shape: tuple[int, ...], vocab_size: int) -> None:
     """Of 5 classes the fourth rank has none."""
     run_ranks(math.prod(mesh_shape), check_dtensor, mesh_shape, vocab_size)
 
-
-# ---- bad calls
 
 NONE = torch.zeros(2, dtype=torch.int64)
 Layout = list[tuple[int, int]]  # each rank's first class and number of columns

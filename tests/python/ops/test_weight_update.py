@@ -27,9 +27,6 @@ def random(shape: tuple[int, ...], dtype: torch.dtype = FP32, seed: int = 0) -> 
     return torch.randn(shape, generator=generator).to(dtype)
 
 
-# ---- numbers
-
-
 @pytest.mark.parametrize("name", [n for n in update_cases.NAMES if n != "ids_out_of_range"])
 def test_cpu_operators_do_what_the_oracle_does(name: str) -> None:
     update_cases.check(name, _ops, "cpu")
@@ -47,9 +44,7 @@ def test_cpu_operators_do_what_the_oracle_does(name: str) -> None:
         ((300, 1 << 22), 3),
     ],
 )
-def test_products_on_cuda_take_a_quarter_of_the_gradient(
-    shape: tuple[int, int], num_products: int
-) -> None:
+def test_products_take_a_quarter_of_the_gradient(shape: tuple[int, int], num_products: int) -> None:
     """In fp32, in whole tiles: 8 MiB where a quarter is less, and 32 MiB where it is more."""
     num_rows = triton_kernels.rows_per_product(*shape)
     assert num_rows % 128 == 0
@@ -134,9 +129,6 @@ def test_sums_of_squares_at_the_edges() -> None:
     assert _ops.adalomo_squares(ones, ones, factor, torch.ones(3), 1.0).tolist() == [math.inf, 3.0]
 
 
-# ---- operators
-
-
 def calls() -> dict[str, tuple[Any, ...]]:
     """Right arguments of each operator, new ones every time."""
     grad, x, grad_out = random(SHAPE, seed=1), random((3, 6), seed=2), random((3, 4), seed=3)
@@ -200,8 +192,6 @@ def test_versions_and_gradients(name: str) -> None:
         assert not torch.equal(split, kept.to(BF16))
     assert low._version == 1
 
-
-# ---- wrong arguments
 
 _SGD, _LINEAR, _EMBEDDING, _ADALOMO = IN_PLACE
 _BUFFER = torch.zeros(200)

@@ -73,13 +73,11 @@ def report(compiled: Any) -> dict[str, Any]:
 # ---- launches
 
 
-def launch_loss(
-    vocab: int, dtype: torch.dtype, weight: Tensor | None, label_smoothing: float
-) -> None:
+def launch_loss(vocab: int, dtype: torch.dtype, weight: Tensor | None, smoothing: float) -> None:
     """Every operator of the losses on three tokens: with weights, all options."""
     logits, target = torch.zeros(3, vocab, dtype=dtype), torch.zeros(3, dtype=torch.int64)
     wants = weight is not None
-    terms = (label_smoothing, 0.0)
+    terms = (smoothing, 0.0)
     options = (vocab, -100, 1.0, 30.0 if wants else 0.0)
     stats = losses.softmax_stats(logits, target, weight, 0, *options, wants, wants)
     losses.merge_gathered(torch.cat([stats, stats]), 2)

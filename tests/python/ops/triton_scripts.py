@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rank_programs import run_command
 
 HERE = Path(__file__).resolve().parent
 
@@ -34,15 +35,9 @@ def start(
     script: str, *arguments: str, timeout_s: float = 900, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """Runs a script to its end, whatever that is."""
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", script, *arguments],
-        cwd=HERE,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **variables},
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
+    env = {"PYTHONPATH": os.pathsep.join(sys.path), **variables}
+    command = (sys.executable, "-W", "ignore", script, *arguments)
+    return run_command(*command, timeout_s=timeout_s, env=env, cwd=HERE)
 
 
 def run(script: str, *arguments: str, timeout_s: float = 900, **variables: str) -> str:

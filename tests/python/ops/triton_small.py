@@ -19,16 +19,7 @@ import triton_launch
 
 @triton.jit(do_not_specialize=("varying",))
 def arguments_kernel(  # type: ignore[no-untyped-def]
-    out,
-    pair,
-    absent,
-    one,
-    sixteen,
-    varying,
-    wide,
-    flag,
-    number,
-    COUNT: tl.constexpr,
+    out, pair, absent, one, sixteen, varying, wide, flag, number, COUNT: tl.constexpr
 ):
     """Stores what it is given, at places that tell which."""
     numbers = pair[1]

@@ -1,7 +1,11 @@
-"""Parameters, gradients and optimizers for the tests of reduce_scatter_update_all_gather_."""
+"""Parameters, gradients and optimizers for the tests of reduce_scatter_update_all_gather_.
+
+On the CPU (test_fused_update.py) and on GPUs (tests/python/device/test_gpu_fused_update.py).
+"""
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import oracle
@@ -11,8 +15,14 @@ from torch import Tensor
 
 from ringcomm import ops
 from ringcomm.ops import AdamWStep, LomoStep, SGDStep
+from ringcomm.torch_names import reduce_scatter_single
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+Kind = tuple[torch.dtype, torch.dtype, bool]  # of parameters, of gradients, with a master
+KINDS: list[Kind] = [(F32, F32, False), (BF16, BF16, False), (BF16, BF16, True)]
+KINDS += [(F16, F32, False), (F32, BF16, False)]
+# A slice of 256 KiB and an element, on each rank.
+TWO_SLICES = 65_537
 
 OPTIMIZERS: dict[str, Any] = {
     "sgd": SGDStep(lr=0.1),
@@ -51,16 +61,19 @@ def average(world_size: int, num_elems: int, dtype: torch.dtype, step: int) -> T
 class Run:
     """Parameters, this rank's state, and gradients that every rank can compute for all."""
 
-    def __init__(self, optimizer: Any, num_elems: int, dtype: torch.dtype, **kwargs: Any) -> None:
+    def __init__(
+        self, optimizer: Any, num_elems: int, dtype: torch.dtype, where: Any = "cpu", **kwargs: Any
+    ) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.optimizer = optimizer
         self.grad_dtype = kwargs.pop("grad_dtype", dtype)
-        self.param = start(num_elems, dtype)
+        self.param = start(num_elems, dtype).to(where)
         self.state = ops.new_shard_state(self.param, optimizer, **kwargs)
         self.shard = slice(*ops.shard_range(num_elems, self.world_size, self.rank))
 
     def grad(self, step: int) -> Tensor:
-        return grad_of(self.rank, self.param.numel(), self.grad_dtype, step)
+        grad = grad_of(self.rank, self.param.numel(), self.grad_dtype, step)
+        return grad.to(self.param.device)
 
     def step(self, step: int, **kwargs: Any) -> None:
         grad = self.grad(step)
@@ -68,4 +81,51 @@ class Run:
             self.param, grad, self.state, optimizer=self.optimizer, step=step, **kwargs
         )
         assert result is self.param
-        oracle.assert_equal(grad, self.grad(step))
+        oracle.assert_equal(grad.cpu(), self.grad(step).cpu())
+
+    def step_in_parts(self, step: int, alone: Any) -> None:
+        """An average, the update of this rank's shard by itself, and the shards to all."""
+        averaged = self.grad(step)
+        if averaged.numel() > 0 and averaged.numel() % self.world_size == 0:
+            reduced = averaged.new_empty(averaged.numel() // self.world_size)
+            reduce_scatter_single(reduced, averaged, op=dist.ReduceOp.AVG)
+        else:
+            dist.all_reduce(averaged, dist.ReduceOp.AVG)
+            reduced = averaged[self.shard].clone()
+        options: dict[str, Any] = {"optimizer": self.optimizer, "step": step, "group": alone}
+        own = (self.param[self.shard], reduced, self.state)
+        ops.reduce_scatter_update_all_gather_(*own, **options)
+        for rank in range(self.world_size):
+            begin, end = ops.shard_range(averaged.numel(), self.world_size, rank)
+            dist.broadcast(self.param[begin:end], rank)
+
+    def assert_same(self, other: Run) -> None:
+        """Parameters and state, to the last bit."""
+        oracle.assert_equal(self.param.cpu(), other.param.cpu())
+        for name, value in self.state.items():
+            oracle.assert_equal(value.cpu(), other.state[name].cpu())
+
+
+def kinds_of(name: str, where: Any) -> list[Kind]:
+    """Of an optimizer; GPUs have no parameters in float16."""
+    kinds = [kind for kind in KINDS if where == "cpu" or kind[0] != F16]
+    return [kind for kind in kinds if not (kind[2] and name.startswith("lomo"))]
+
+
+def check_bits(rank: int, names: list[str], where: Any = "cpu", in_parts: bool = True) -> None:
+    """All ranks have the same parameters, those of the parts of a step one after the other."""
+    world_size = dist.get_world_size()
+    alone = [dist.new_group([other]) for other in range(world_size)][rank]
+    largest = TWO_SLICES * (world_size if where == "cpu" else 1)
+    for name, num_elems in product(names, [*sizes(world_size), largest]):
+        for dtype, grad_dtype, master in kinds_of(name, where):
+            made = (OPTIMIZERS[name], num_elems, dtype, where)
+            fused, parts = (Run(*made, grad_dtype=grad_dtype, master=master) for _ in "ab")
+            for step in (1, 2):
+                fused.step(step)
+                if in_parts:
+                    parts.step_in_parts(step, alone)
+                    fused.assert_same(parts)
+            first = fused.param.clone()
+            dist.broadcast(first, 0)
+            oracle.assert_equal(first.cpu(), fused.param.cpu())

@@ -126,9 +126,8 @@ def generate_in_evaluation(system: str, folder: Path) -> Report:
         tokens.extend(predicted.predictions.tolist())
         return {}
 
-    args = arguments(
-        Seq2SeqTrainingArguments, folder, predict_with_generate=True, generation_max_length=6
-    )
+    generates = {"predict_with_generate": True, "generation_max_length": 6}
+    args = arguments(Seq2SeqTrainingArguments, folder, **generates)
     data: Any = rows(24)
     trainer = Seq2SeqTrainer(
         BartForConditionalGeneration(config),
@@ -148,11 +147,8 @@ def save_and_resume(system: str, folder: Path) -> Report:
 
     data: Any = rows(24)
     is_model_only = system.startswith("zero")  # docs/programs.md: the state of zero.shard()
-    saves: dict[str, Any] = {
-        "save_strategy": "steps",
-        "save_steps": 3,
-        "save_only_model": is_model_only,
-    }
+    saves: dict[str, Any] = {"save_steps": 3, "save_only_model": is_model_only}
+    saves["save_strategy"] = "steps"
     if system == "zero 3":  # whose weights are sharded: get_state_dict(full=True)
         saves = {"save_strategy": "no"}
 
@@ -208,10 +204,8 @@ def metrics_of_uneven_rows(system: str, folder: Path) -> Report:
         optimizer.zero_grad()
         losses.append(float(accelerator.reduce(loss.detach(), "mean")))
     model.eval()
-    outputs = []
     with torch.no_grad():
-        for x, _ in loader:
-            outputs.append(accelerator.gather_for_metrics(model(x)))
+        outputs = [accelerator.gather_for_metrics(model(x)) for x, _ in loader]
     found = torch.cat(outputs).flatten().tolist()
     assert len(found) == 11
     return {"losses": losses, "outputs": found}

@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
+from program_job import LR, arguments
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
-LR, STEPS, PARTS, CLIP = 0.05, 4, 2, 0.5
+STEPS, PARTS, CLIP = 4, 2, 0.5
 SYSTEMS = ("DDP", "Lomo", "zero 2")
 Report = dict[str, Any]
 
@@ -65,9 +66,8 @@ def by_accelerate(folder: Path) -> Iterator[tuple[str, Report]]:
     register()  # once is enough
     for system in SYSTEMS:
         named = InitProcessGroupKwargs(backend="ringcomm")
-        accelerator = Accelerator(
-            cpu=True, gradient_accumulation_steps=PARTS, kwargs_handlers=[named]
-        )
+        options: dict[str, Any] = {"gradient_accumulation_steps": PARTS}
+        accelerator = Accelerator(cpu=True, kwargs_handlers=[named], **options)
         assert accelerator.state.backend == "ringcomm"
         loader: Any = torch.utils.data.DataLoader(rows(STEPS * PARTS * 2 * 2), batch_size=2)
         model = Model()
@@ -91,26 +91,14 @@ def by_trainer(folder: Path) -> Iterator[tuple[str, Report]]:
 
     register()
     for system in (*SYSTEMS, "Lomo by class"):
-        args = TrainingArguments(
-            output_dir=str(folder),
-            use_cpu=True,
-            ddp_backend="ringcomm",
-            per_device_train_batch_size=2,
-            gradient_accumulation_steps=PARTS,
-            max_grad_norm=CLIP,
-            max_steps=STEPS,
-            learning_rate=LR,
-            lr_scheduler_type="constant",
-            logging_steps=1,
-            save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
-        )
+        options: dict[str, Any] = {"gradient_accumulation_steps": PARTS, "max_grad_norm": CLIP}
+        options |= {"max_steps": STEPS, "lr_scheduler_type": "constant"}
+        args = arguments(TrainingArguments, folder, ddp_backend="ringcomm", **options)
         model = Model()
         data = rows(STEPS * PARTS * 2 * 2)
         if system == "Lomo by class":
-            options = {"model": model, "lr": LR, **lomo_options()}
-            how: dict[str, Any] = {"optimizer_cls_and_kwargs": (Lomo, options)}
+            of_class = {"model": model, "lr": LR, **lomo_options()}
+            how: dict[str, Any] = {"optimizer_cls_and_kwargs": (Lomo, of_class)}
         elif system == "Lomo":
             how = {"optimizers": (optimizer_of(system, model), None)}
         else:
@@ -125,10 +113,8 @@ def by_trainer(folder: Path) -> Iterator[tuple[str, Report]]:
 
 def run(rank: int, library: str, folder: Path) -> Report:
     """In a process without a group, which the library makes; torchrun would give it a port."""
-    init = partial(
-        dist.init_process_group, init_method=f"file://{folder}/store", rank=rank, world_size=2
-    )
-    dist.init_process_group = init
+    place: dict[str, Any] = {"init_method": f"file://{folder}/store", "rank": rank}
+    dist.init_process_group = partial(dist.init_process_group, world_size=2, **place)
     report: Report = dict({"accelerate": by_accelerate, "trainer": by_trainer}[library](folder))
     report["backend"] = dist.get_backend()
     return report

@@ -61,11 +61,7 @@ SCRIPTS: dict[str, tuple[str, str, list[Any]]] = {
         "way",
         list(lomo.WAYS),
     ),
-    "fused_update": (
-        "--seconds 0.02 --sizes 40006",
-        "way",
-        ["fused", "zero1", "ringcomm", "gloo"],
-    ),
+    "fused_update": ("--seconds 0.02 --sizes 40006", "way", ["fused", "zero1", "ringcomm", "gloo"]),
     "inference": (
         "--seconds 0 --repeats 0 --decode-seconds 0 --hidden 64 --layers 1",
         "way",
@@ -157,9 +153,6 @@ def test_the_list_of_all_calls_scripts_as_they_are() -> None:
             import_module(Path(script).stem).PROGRAM.parse([*arguments, "--seconds", "1"])
 
 
-# ---- tables of records
-
-
 @pytest.mark.parametrize("script", [table, deaths])
 def test_a_page_has_the_tables_of_the_committed_records(script: Any, tmp_path: Path) -> None:
     """As git has them: records that a run has added since are not on the page yet."""
@@ -183,8 +176,6 @@ def test_a_page_has_the_tables_of_the_committed_records(script: Any, tmp_path: P
     told = f"{script.PAGE} is out of date: --write of {script.__name__}.py renews it"
     assert table.with_tables(page, written) == page, told
 
-
-# ---- cross-entropy and systems
 
 LOSSES = "bench cross_entropy --seconds 0.02 --repeats 0 --tokens 40 --threads 1"
 SYSTEMS = "bench systems --width 96 --layers 2 --tokens 12 --seconds 0.1 --repeats 1"
@@ -214,9 +205,7 @@ def test_cross_entropy_of_one_rank_and_two(tmp_path: Path) -> None:
     assert all(record["verified"] for record in records)
 
 
-def test_wrong_gradients_and_wrong_losses_are_seen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_gradients_and_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def spoiled(logits: Tensor, target: Tensor) -> Tensor:
         return torch.nn.functional.cross_entropy(logits, target) + 1e-2 * logits[0, 3]
 

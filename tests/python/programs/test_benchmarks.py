@@ -1,28 +1,43 @@
-"""`ringcomm bench` of collectives in small: its records, and that wrong results are seen.
+"""`ringcomm bench` of collectives in small: its records, its page, and that wrong results are seen.
+
+On devices by one that is the host with a clock of its own.
 
 No test here asserts a time.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
+import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
-import operations
+import emulated_gpu
+import html_report
 import pytest
 import table
 import torch
 import torch.distributed as dist
+from browsers import PHONE, SCREEN, opened
 from html_report import read_records
+from operations import OPERATIONS, Buffers, Place
+from placement import Placement, Speeds
+from point import make_buffers
+from report import RESULTS
 
+import ringcomm
 from ringcomm import cli
-from ringcomm.measure import machine, ranks
+from ringcomm.measure import bench, machine, ranks
 from ringcomm.measure.timing import Timings
 from ringcomm.screen import EXIT_OK, EXIT_WRONG_RESULTS
 
 BACKENDS = ["ringcomm", "gloo"]
+KIND = "hostgpu"
 pytestmark = pytest.mark.skipif(
     "ringcomm" not in dist.Backend.backend_list, reason="the extension is not installed"
 )
@@ -68,29 +83,37 @@ def test_records_of_a_sweep(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
 @pytest.mark.slow
 def test_every_operation_is_right(tmp_path: Path) -> None:
     path = tmp_path / "sweep.jsonl"
-    ops = ",".join(operations.OPERATIONS)
+    ops = ",".join(OPERATIONS)
     # Not a multiple of the ranks: collectives that divide the buffer round down.
     argv = ["--sizes", "1004", "--dtype", "bfloat16", "--peers", "none"]
     assert run(path, *argv, op=ops) == EXIT_OK
     records = read_records([path])
-    assert [r["op"] for r in records] == list(operations.OPERATIONS)
+    assert [r["op"] for r in records] == list(OPERATIONS)
     assert all(record["verified"] for record in records)
     assert records[-1]["bytes"] == 0  # barrier
 
 
-def spoil_one_element(buffers: operations.Buffers, group: dist.ProcessGroup) -> None:
+def spoil_one_element(buffers: Buffers, group: dist.ProcessGroup) -> None:
     dist.all_reduce(buffers.output, group=group)
     if dist.get_backend(group) == "ringcomm" and buffers.place.rank == 1:
         buffers.output[7] += 1
 
 
+@pytest.mark.parametrize("where", ["host", KIND])
 def test_one_wrong_element_is_seen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    where: str,
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    broken = replace(operations.OPERATIONS["all_reduce"], call=spoil_one_element)
-    monkeypatch.setitem(operations.OPERATIONS, "all_reduce", broken)
+    if where == KIND:
+        request.getfixturevalue("devices")
+    broken = replace(OPERATIONS["all_reduce"], call=spoil_one_element)
+    monkeypatch.setitem(OPERATIONS, "all_reduce", broken)
     path = tmp_path / "sweep.jsonl"
-    assert run(path, "--sizes", "1024") == EXIT_WRONG_RESULTS
+    on_device = ["--device", KIND] if where == KIND else []
+    assert run(path, "--sizes", "1024", *on_device) == EXIT_WRONG_RESULTS
     ours, gloo = read_records([path])
     assert (ours["verified"], gloo["verified"]) == (False, True)
     assert ours["wrong_elems"] == 2  # one before the clocks ran, one after
@@ -106,9 +129,9 @@ def test_calls_that_do_nothing_are_wrong() -> None:
 
     def main(team: ranks.Team) -> None:
         counts = {}
-        for name, operation in operations.OPERATIONS.items():
+        for name, operation in OPERATIONS.items():
             num_elems = 64 if operation.has_data else 0
-            place = operations.Place(team.rank, 2, num_elems, torch.float32, torch.device("cpu"))
+            place = Place(team.rank, 2, num_elems, torch.float32, torch.device("cpu"))
             found = operation.verify(lambda: None, operation.setup(place), team)
             counts[name] = sum(team.share(found))
         if team.rank == 0:
@@ -126,9 +149,7 @@ def test_calls_that_do_nothing_are_wrong() -> None:
         ("returns", "(?s)rank [02]: .*another rank ended early"),
     ],
 )
-def test_a_rank_that_fails_is_named_and_ends_the_others(
-    tmp_path: Path, how: str, expected: str
-) -> None:
+def test_a_rank_that_fails_is_named_and_ends_all(tmp_path: Path, how: str, expected: str) -> None:
     def main(team: ranks.Team) -> None:
         (tmp_path / str(os.getpid())).touch()
         team.share(None)
@@ -151,3 +172,235 @@ def test_ratio_is_paired() -> None:
     fast = Timings([[1.0, 1.0], [10.0, 10.0]])
     slow = Timings([[3.0, 3.0, 9.0], [30.0, 30.0, 2.0]])
     assert slow.ratio_over(fast) == {"p50": 3.0, "p10": 3.0, "p90": 3.0, "num_pairs": 2}
+
+
+# ---- `ringcomm bench` without an operation: Gloo beside ringcomm in a short run
+
+QUICK = ["bench", "--world-size", "2", "--seconds", "0"]
+
+
+def test_a_table_a_sentence_and_a_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"SIZES": (1 << 10, 64 << 10), "WIDTH": 32, "TOKENS": 8}.items():
+        monkeypatch.setattr(bench, name, value)
+    path = tmp_path / "folder" / "bench.html"
+    figures = tmp_path / "bench.json"
+    assert cli.run([*QUICK, "--html", str(path), "--json", str(figures)]) == EXIT_OK
+    out, err = capfd.readouterr()
+    assert re.search(r"^1 of 3: all_reduce, 1 KiB$", err, re.M)
+    for name in ("1 KiB", "64 KiB"):
+        assert re.search(rf"^all_reduce, {name} .*× \(.*–.*\)$", out, re.M)
+    assert re.search(rf"^{bench.STEP_TITLE} .*× \(.*–.*\)$", out, re.M)
+    said = re.search(r"^With 2 ranks on this machine, ringcomm's all_reduce is .*$", out, re.M)
+    assert said is not None
+    rows = json.loads(figures.read_text(encoding="utf-8"))["rows"]
+    assert [row["num_bytes"] for row in rows] == [1 << 10, 64 << 10, 0]
+    page = path.read_text(encoding="utf-8")
+    assert f"<h1>{said[0].replace(chr(39), '&#x27;')}</h1>" in page
+    assert page.count('class="row"') == 2 * (len(bench.SIZES) + 1)
+    assert not re.search(r"https?:|src=|href=|@import", page)  # it needs no other file
+
+
+def test_a_wrong_sum_is_no_result(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    all_reduce = bench.dist.all_reduce
+
+    def spoil(tensor: Any, **options: Any) -> None:
+        all_reduce(tensor, **options)
+        tensor[7] += 1
+
+    monkeypatch.setattr(bench.dist, "all_reduce", spoil)
+    assert cli.run(QUICK) == EXIT_WRONG_RESULTS
+    assert "2 wrong elements in all_reduce of 1024 B by ringcomm" in capfd.readouterr().out
+
+
+def row(num_bytes: int, low: float, high: float, others: float = 0.0) -> bench.Row:
+    times = {name: {"p50_us": 10.0, "p99_us": 20.0} for name in ("ringcomm", "gloo")}
+    ratio = {"p10": low, "p50": (low + high) / 2, "p90": high}
+    return bench.Row("a title", num_bytes, times, ratio, others)
+
+
+def test_what_cannot_be_told_apart_is_said_so() -> None:
+    even, faster = row(0, 0.9, 1.2), row(0, 1.1, 1.3)
+    assert "within what can be measured (1.05× (0.90–1.20))" in bench.sentence(
+        [row(1, 2, 3), even], 2
+    )
+    assert "1.20× as fast." in bench.sentence([row(1, 2, 3), faster], 2)
+
+
+def test_the_page_has_the_terminals_caveat() -> None:
+    rows = [row(1, 2, 3, others=40.0), row(0, 1.1, 1.2)]
+    said = bench.caveat(rows)
+    assert said.startswith("Other programs used up to 40 %")
+    assert said in bench.page(rows, 2, {"cores": 2, "cpu": "x"})
+    assert bench.caveat([row(1, 2, 3)]) == ""
+
+
+# ---- the page of measurements: one file that needs no network, looked at in Chromium where it is
+
+FILES = ("2026-11-20-all_reduce-w4.jsonl", "2026-11-21-systems.jsonl")
+
+
+def records() -> list[dict[str, Any]]:
+    return read_records([RESULTS / name for name in FILES])
+
+
+def data_of(path: Path) -> dict[str, Any]:
+    text = path.read_text(encoding="utf-8")
+    found = re.search(r'<script type="application/json" id="records">(.*?)</script>', text)
+    assert found is not None
+    data: dict[str, Any] = json.loads(found[1])
+    return data
+
+
+def test_a_page_needs_no_other_file(tmp_path: Path) -> None:
+    given = records()
+    given[0]["environment"] = {"RINGCOMM_X": "</script><b>"}
+    path = tmp_path / "folder" / "page.html"
+    html_report.write_html(given, path)
+    assert data_of(path) == {"records": given, "isPartial": False}
+    links = re.findall(r'(?:https?:|src=|href=|@import)[^"\s]*', path.read_text(encoding="utf-8"))
+    assert links == ["http://www.w3.org/2000/svg"]  # a name, not an address
+    with pytest.raises(ValueError, match="nothing to show"):
+        html_report.write_html([{"kind": "floor"}], path)
+
+
+def test_a_sweep_writes_its_page(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "page.html"
+    quick = ["--sizes", "1024", "--seconds", "0.02", "--repeats", "0", "--html", str(path)]
+    assert cli.run(["bench", "all_reduce", *quick]) == EXIT_OK
+    data = data_of(path)
+    assert [record["backend"] for record in data["records"]] == ["ringcomm", "gloo"]
+    assert not data["isPartial"]
+    assert f"page: {path}" in capfd.readouterr().out.replace("\n", "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [SCREEN, PHONE], ids=["screen", "phone"])
+def test_a_browser_draws_filters_and_hovers(browser: Any, size: Any, tmp_path: Path) -> None:
+    path = tmp_path / "page.html"
+    html_report.write_html(records(), path)
+    with opened(browser, path, size) as page:
+        points = page.locator("#collective circle.point")
+        num_points = points.count()
+        assert num_points >= 10
+        assert page.locator("#systems g.point").count() >= 10
+        points.first.hover()
+        assert "p50" in page.locator("#tip").inner_text()
+        assert page.locator("#tip").is_visible()
+        page.locator("#collective input[name=gloo]").uncheck()
+        assert 0 < points.count() < num_points
+        for option in page.locator("#collective select[name=operation] option").all_inner_texts():
+            page.locator("#collective select[name=operation]").select_option(option)
+            assert page.locator("#collective tbody tr").count() > 0
+        assert "have verified results" in page.locator("main").inner_text()
+
+
+@pytest.mark.slow
+def test_wrong_and_missing_points_are_marked(browser: Any, tmp_path: Path) -> None:
+    path = tmp_path / "page.html"
+    given = records()
+    given[0] |= {"verified": False, "wrong_elems": 7}
+    html_report.write_html(given, path, is_partial=True)
+    with opened(browser, path) as page:
+        marked = " ".join(page.locator(".wrong").all_inner_texts())
+        assert f"1 of {len(given)} points have wrong results" in marked
+        assert "interrupted" in marked
+
+
+# ---- sweeps on devices
+
+
+class HostEvent:
+    def __init__(self, enable_timing: bool = False) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.at = time.perf_counter()
+
+    def elapsed_time(self, end: HostEvent) -> float:
+        return (end.at - self.at) * 1e3
+
+
+@pytest.fixture
+def devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two devices whose tensors are the CPU's."""
+    module = SimpleNamespace(
+        Event=HostEvent,
+        synchronize=lambda device=None: None,
+        set_device=lambda device: None,
+        device_count=lambda: 2,
+    )
+    monkeypatch.setattr(torch, KIND, module, raising=False)
+    monkeypatch.setattr(torch, "get_device_module", lambda device=None: module)
+    monkeypatch.setattr(Placement, "device_of", lambda self, rank: torch.device("cpu"))
+
+
+@pytest.mark.usefixtures("devices")
+@pytest.mark.parametrize("clock", ["events", "host"])
+def test_records_on_a_device(tmp_path: Path, clock: str, capfd: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "records.jsonl"
+    asked = f"--device {KIND} --peers gloo,mpi4py,nccl --sizes 1k --layout one --clock {clock}"
+    assert run(path, *asked.split()) == EXIT_OK
+    records = read_records([path])
+    said = capfd.readouterr().out
+    assert "not available: mpi4py: its calls take arrays in the host's memory" in said
+    assert "not available: nccl" in said
+    assert f"2 ranks on 1 {KIND}" in said
+    assert [record["backend"] for record in records] == BACKENDS
+    for record in records:
+        assert (record["kind"], record["device"]) == ("collective_on_device", KIND)
+        assert (record["layout"], record["num_devices"], record["mps"]) == ("one", 2, False)
+        assert (record["mode"], record["clock"]) == ("eager", clock)
+        assert record["verified"]
+        assert record["link_gb_per_s"] is None
+        # The floor by hand: 2 N S bytes at the copy's speed, and the share of the median call.
+        floor_us = 4 * record["bytes"] / record["copy_gb_per_s"] / 1e3
+        assert record["floor_us"] == pytest.approx(floor_us, rel=1e-3)
+        assert record["share_of_floor"] == pytest.approx(floor_us / record["p50_us"], rel=1e-3)
+
+
+SHARED = ("all_reduce_shared", "reduce_scatter_shared", "all_gather_shared")
+
+
+def check_shared_buffers(rank: int) -> None:
+    """The default group of a benchmark is Gloo's."""
+    group = dist.new_group(backend="cpu:ringcomm,emugpu:ringcomm")
+    team = SimpleNamespace(rank=rank, world_size=2)
+    device = torch.device("emugpu", 0)
+    bench: Any = SimpleNamespace(team=team, groups={"ringcomm": group}, device=device)
+    sizes: list[int] = []
+    empty_shared = ringcomm.empty_shared
+
+    def counted(num_elems: int, **where: Any) -> torch.Tensor:
+        sizes.append(num_elems)
+        return empty_shared(num_elems, **where)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ringcomm, "empty_shared", counted)
+        made = {n: make_buffers(bench, OPERATIONS[n], 1 << 20, torch.float32) for n in SHARED}
+    assert sizes == [1 << 18, 1 << 18, 1 << 17]  # what peers read
+    found = []
+    for name, buffers in made.items():
+        first, second = buffers.input.chunk(2)
+        first.fill_(rank + 1)
+        second.fill_(rank + 5)
+        OPERATIONS[name].bound(buffers, group)()
+        found.append(buffers.output.cpu().unique().tolist())
+    assert found == [[3.0, 11.0], [[3.0], [11.0]][rank], [1.0, 2.0, 5.0, 6.0]]
+
+
+@emulated_gpu.needs_emulated_gpu
+def test_shared_buffers_are_of_ringcomms_group() -> None:
+    env = emulated_gpu.with_kernels()
+    emulated_gpu.run_on_gpus(2, check_shared_buffers, backend="gloo", env=env)
+
+
+def test_the_floor_of_an_all_reduce() -> None:
+    four_on_two = Placement("cuda", 2)
+    # Two ranks of each device read and write a MB each: 4 MB; half as much crosses each link.
+    assert OPERATIONS["all_reduce"].memory_factor(4) * four_on_two.share(4) == 4
+    assert Speeds(1e12, None).floor_us(4e6, 1.5e6) == 4.0
+    assert Speeds(1e12, 1e11).floor_us(4e6, 1.5e6) == 15.0

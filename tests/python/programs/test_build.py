@@ -1,17 +1,29 @@
-"""What the build says on a machine that lacks something (more: test_mistakes.py); kernels."""
+"""The build: what it says of a machine that lacks something (more: test_mistakes.py), kernels, pip,
+tools/bootstrap.py and wheels.
+"""
+
+from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import venv
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import bootstrap
 import buildconfig
 import cuda_kernels
 import pytest
 import stand_ins
+import torch
+import wheels
+from rank_programs import run_command
 
 
 @pytest.mark.parametrize(
@@ -192,3 +204,247 @@ def test_groups_of_requirements_are_those_of_pip() -> None:
         assert buildconfig.requirements(group) == names
     with pytest.raises(buildconfig.BuildProblem, match="no group 'other'"):
         buildconfig.requirements("other")
+
+
+# ---- tools/build_backend.py: a plain `pip install .` builds for the torch that is installed
+
+TIMEOUT_S = 120
+# In place of setuptools: its hooks say whether they could import torch.
+BUILD_META = """
+import importlib.util
+def _found(*_): return "torch" if importlib.util.find_spec("torch") else "no torch"
+def get_requires_for_build_wheel(settings=None): return ["ninja"]
+get_requires_for_build_editable = get_requires_for_build_sdist = get_requires_for_build_wheel
+prepare_metadata_for_build_wheel = prepare_metadata_for_build_editable = _found
+build_wheel = build_editable = build_sdist = _found
+"""
+HOOKS = """
+import build_backend as backend
+for name in ("get_requires_for_build_wheel", "get_requires_for_build_editable"):
+    print(*getattr(backend, name)())
+print(backend.prepare_metadata_for_build_wheel("folder"))
+print(backend.build_wheel("folder", None, "folder"))
+print(backend.build_editable("folder"))
+"""
+
+
+def said_by_hooks(python: str, folder: Path) -> list[str]:
+    """In an interpreter isolated as pip does it: PYTHONPATH, and none of its own packages."""
+    (folder / "setuptools").mkdir()
+    (folder / "setuptools" / "__init__.py").write_text("")
+    (folder / "setuptools" / "build_meta.py").write_text(BUILD_META)
+    path = os.pathsep.join([str(folder), str(buildconfig.ROOT / "tools")])
+    env = {"PYTHONPATH": path, "PYTHONNOUSERSITE": "1"}
+    done = run_command(python, "-S", "-c", HOOKS, env=env, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_torch_is_that_of_the_environment(tmp_path: Path) -> None:
+    assert said_by_hooks(sys.executable, tmp_path) == [*["ninja"] * 2, *["torch"] * 3]
+
+
+def test_torch_is_required_where_none_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))  # whose packages might have one
+    venv.create(tmp_path / "env", symlinks=True)
+    python = str(tmp_path / "env" / "bin" / "python")
+    wanted = f"ninja {buildconfig.TORCH}"
+    assert said_by_hooks(python, tmp_path) == [*[wanted] * 2, *["no torch"] * 3]
+
+
+# ---- tools/bootstrap.py: what it says before it fetches torch, and the active environment's torch
+
+FOR_CPUS = ["torch", "filelock", "sympy"]
+FOR_CUDA = [*FOR_CPUS, "nvidia-cublas", "cuda-bindings"]
+
+
+def test_what_comes_with_torch_is_said_before_it_is_fetched(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A stand-in of pip, which fetches nothing, reports packages and is then asked to install."""
+    pip = tmp_path / "python"
+    report = json.dumps({"install": [{"metadata": {"name": name}} for name in FOR_CUDA]})
+    pip.write_text(f"#!/bin/sh\necho \"$@\" >> {tmp_path}/calls\necho '{report}'\n")
+    pip.chmod(0o755)
+    monkeypatch.setattr(cuda_kernels, "has_driver", lambda: False)
+    monkeypatch.setattr(bootstrap, "run_step", lambda _, *command: subprocess.check_call(command))
+    monkeypatch.setenv("RINGCOMM_TORCH_INDEX", "https://index.example/cpu")
+    bootstrap.install_torch(str(pip))
+    said = capfd.readouterr().out.partition("\n{")[0]
+    assert f"fetching {buildconfig.TORCH} for CUDA and 4 packages: about 5 GB" in said
+    assert "set RINGCOMM_TORCH_INDEX=URL" in said
+    asked, installed = (tmp_path / "calls").read_text().splitlines()
+    assert "--dry-run" in asked
+    assert "--dry-run" not in installed
+    for call in (asked, installed):
+        assert call.endswith(f"{buildconfig.TORCH} --index-url https://index.example/cpu")
+
+
+def test_a_build_for_cpus_needs_no_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "RINGCOMM_TORCH_INDEX" not in bootstrap.described(FOR_CPUS)
+    monkeypatch.setattr(cuda_kernels, "has_driver", lambda: True)
+    assert "RINGCOMM_TORCH_INDEX" not in bootstrap.described(FOR_CUDA)
+    assert "RINGCOMM_TORCH=active takes torch 2." in bootstrap.described(FOR_CUDA)
+
+
+@pytest.fixture
+def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The Python of a .venv that is empty."""
+    venv.create(tmp_path / ".venv", symlinks=True)
+    monkeypatch.setattr(bootstrap, "VENV", tmp_path / ".venv")
+    return str(tmp_path / ".venv" / "bin" / "python")
+
+
+def test_torch_of_the_active_environment(environment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def not_called(*_: Any) -> None:
+        raise AssertionError("pip is not needed")
+
+    monkeypatch.setattr(bootstrap, "run_step", not_called)
+    monkeypatch.setenv("RINGCOMM_TORCH", "active")
+    for _ in range(2):  # again, as the next make does
+        bootstrap.install_requirements(environment, [], needs_torch=True)
+    code = "import importlib.util as util; print(util.find_spec('torch').origin)"
+    found = subprocess.check_output([environment, "-c", code], text=True, timeout=60)
+    expected = subprocess.check_output([sys.executable, "-c", code], text=True, timeout=60)
+    assert found == expected
+
+
+def test_wrong_wishes_for_another_torch(environment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RINGCOMM_TORCH", "2.12")
+    with pytest.raises(buildconfig.BuildProblem, match=r"must be 'active' or unset, got '2.12'"):
+        bootstrap.install_requirements(environment, [], needs_torch=True)
+    monkeypatch.setenv("RINGCOMM_TORCH", "active")
+    monkeypatch.setattr(sys, "executable", environment)
+    with pytest.raises(buildconfig.BuildProblem, match=r"has no torch >= 2\.11"):
+        bootstrap.install_requirements(environment, [], needs_torch=True)
+    has_both = bootstrap.Python(environment)
+    has_both.found = {"torch": "2.13.0", "ringcomm": "0.1.0"}
+    with monkeypatch.context() as patch:
+        patch.setattr(bootstrap, "Python", lambda _: has_both)
+        with pytest.raises(buildconfig.BuildProblem, match="would hide this checkout"):
+            bootstrap.install_requirements(environment, [], needs_torch=True)
+    (own,) = (Path(environment).parents[1] / "lib").glob("python*/site-packages")
+    (own / "torch").mkdir()
+    with pytest.raises(buildconfig.BuildProblem, match=r"a torch of its own.* make distclean"):
+        bootstrap.install_requirements(environment, [], needs_torch=True)
+
+
+def test_the_active_environment_is_used_by_wish(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With what it has; what it needs is named, and what it may lack."""
+    monkeypatch.setenv("RINGCOMM_USE_ENV", "1")
+    active = bootstrap.Python(sys.executable)
+    active.found = {"torch": "2.13.0", "ninja": "1", "setuptools": "90", "numpy": "2", "rich": "1"}
+    monkeypatch.setattr(bootstrap, "Python", lambda _: active)
+    assert bootstrap.choose_python(["build", "train"], True) == sys.executable
+    assert "goes without what is not installed there: wheel, matplotlib" in capsys.readouterr().out
+    del active.found["rich"], active.found["torch"]
+    lacks = r"lacks rich, 'torch>=2.11': .* install rich"
+    with pytest.raises(buildconfig.BuildProblem, match=lacks):
+        bootstrap.choose_python(["build", "train"], True)
+
+
+# ---- wheels for several versions of torch: which are built, and which extension is loaded
+
+MINOR = ".".join(torch.__version__.split(".")[:2])
+
+
+@pytest.mark.parametrize(
+    ("minors", "allowed"),
+    [
+        (["2.13"], ">=2.13,<2.14"),
+        (["2.13", "2.14", "2.15"], ">=2.13,<2.16"),
+        (["2.11", "2.13", "2.15"], ">=2.11,<2.16,!=2.12.*,!=2.14.*"),
+    ],
+)
+def test_a_wheel_requires_a_torch_that_it_serves(minors: list[str], allowed: str) -> None:
+    assert wheels.requirement(minors) == f"Requires-Dist: torch{allowed}"
+
+
+def test_wheels_are_merged(tmp_path: Path) -> None:
+    parts = {}
+    for minor in ("2.13", "2.14"):
+        parts[minor] = tmp_path / minor
+        (parts[minor] / "ringcomm").mkdir(parents=True)
+        (parts[minor] / "ringcomm" / "_C.cpython-311.so").write_text(minor)
+        info = parts[minor] / f"ringcomm-0.1.0+torch{minor}.dist-info"
+        info.mkdir()
+        text = f"Name: ringcomm\nVersion: 0.1.0+torch{minor}\nRequires-Dist: torch=={minor}.*\n"
+        (info / "METADATA").write_text(f"{text}Requires-Dist: numpy\n\nVersion: of the readme\n")
+    merged = wheels.merge(parts)
+    for minor, name in (("2.13", "torch_2_13"), ("2.14", "torch_2_14")):
+        assert (merged / "ringcomm" / name / "_C.cpython-311.so").read_text() == minor
+    assert not list(merged.glob("ringcomm/*.so"))
+    (info,) = merged.glob("*.dist-info")
+    version = info.name.removeprefix("ringcomm-").removesuffix(".dist-info")
+    lines = (info / "METADATA").read_text().splitlines()
+    required = ["Requires-Dist: torch>=2.13,<2.15", "Requires-Dist: numpy"]
+    assert lines[1:4] == [f"Version: {version}", *required]
+    assert "+" not in version
+
+
+def test_the_extension_of_this_torch_is_loaded(tmp_path: Path) -> None:
+    """Without one: test_mistakes.py."""
+    package = tmp_path / "ringcomm"
+    ignored = shutil.ignore_patterns("*.so", "__pycache__")
+    shutil.copytree(buildconfig.ROOT / "ringcomm", package, ignore=ignored)
+    own = f"torch_{MINOR.replace('.', '_')}"
+    for name in ("torch_2_9", own):
+        (package / name).mkdir()
+        for extension in (buildconfig.ROOT / "ringcomm").glob("*.so"):
+            shutil.copy(extension, package / name)
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\nimport torch, ringcomm\n"
+    code += "print(ringcomm._C.__file__, ringcomm._kernels.__file__)"
+    said = subprocess.check_output([sys.executable, "-c", code], text=True, timeout=TIMEOUT_S)
+    assert {Path(name).parent for name in said.split()} == {package / own}
+
+
+def test_a_wheel_is_tried_with_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[tuple[Sequence[str], dict[str, str]]] = []
+
+    def run(command: Sequence[str], **options: Any) -> None:
+        if command[2] == "venv":
+            (tmp_path / "env" / "lib" / "python3.11" / "site-packages").mkdir(parents=True)
+        else:
+            ran.append((command, options["env"]))
+
+    monkeypatch.setattr(wheels.subprocess, "run", run)
+    wheels.try_wheel(sys.executable, tmp_path / "a.whl", ["/packages"], tmp_path)
+    (path,) = tmp_path.glob("env/lib/python*/site-packages/*.pth")
+    assert path.read_text() == "/packages\n"
+    assert [command[1] for command, _ in ran] == ["-m", "-c", "-c", "doctor", "bench"]
+    assert {command[3] for command, _ in ran if command[1] == "-c"} == {"0", "1"}
+    for _, env in ran:
+        assert all(shutil.which(name, path=env["PATH"]) is None for name in ("cc", "g++", "ninja"))
+        monkeypatch.setenv("CXX", env["CXX"])
+        with pytest.raises(buildconfig.BuildProblem, match="no C\\+\\+ compiler: '/nonexistent'"):
+            buildconfig.check_compiler()
+
+
+def test_a_release_builds_a_wheel_for_each_python() -> None:
+    yaml = pytest.importorskip("yaml")
+    text = (buildconfig.ROOT / ".github" / "workflows" / "release.yml").read_text(encoding="utf-8")
+    workflow = yaml.safe_load(text)
+    job = workflow["jobs"]["wheels"]
+    metadata = (buildconfig.ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    named = re.findall(r'Programming Language :: Python :: (3\.\d+)"', metadata)
+    assert job["strategy"]["matrix"]["python"] == named
+    (made, *_) = [step["run"] for step in job["steps"] if "run" in step]
+    assert made == 'make wheels PYTHON=python ARGS="--python ${{ matrix.python }}"'
+    text = (buildconfig.ROOT / "noxfile.py").read_text(encoding="utf-8")
+    assert f"PYTHONS = {named}".replace("'", '"') in text
+    assert all("timeout-minutes" in one for one in workflow["jobs"].values())
+    assert "RINGCOMM_URL" in workflow["env"]
+
+
+@pytest.mark.parametrize("url", ["https://example.org/project", ""])
+def test_the_address_of_the_project_is_that_of_the_release(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RINGCOMM_URL", url)
+    command = [sys.executable, "setup.py", "-q", "egg_info", "-e", str(tmp_path)]
+    subprocess.check_output(command, cwd=buildconfig.ROOT, timeout=TIMEOUT_S)
+    text = (tmp_path / "ringcomm.egg-info" / "PKG-INFO").read_text(encoding="utf-8")
+    expected = [f"Project-URL: Source, {url}"] if url else []
+    assert re.findall("(?m)^Project-URL.*$", text) == expected

@@ -20,6 +20,7 @@ import pytest
 import torch.distributed as dist
 from collectives import AVAILABLE
 from html_report import read_records
+from rank_programs import run_command
 from report import fitted, make_table
 from rich.console import Console
 
@@ -352,17 +353,11 @@ LLAMA = "plan --model llama-7b --gpus 8"
 def test_output_that_is_closed_from_the_start() -> None:
     """As a service manager may start it: https://github.com/bmc/daemonize/issues/34"""
     command = shlex.join([*COMMAND, "doctor", "--job", "0"])
-    done = subprocess.run(
-        ["sh", "-c", f"{command} >&-"],
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
+    done = run_command("sh", "-c", f"{command} >&-")
     assert (done.returncode, done.stderr) == (1, "ringcomm doctor: there is no process 0\n")
 
 
-def test_output_to_a_pipe_that_closes_and_to_a_terminal_of_ascii() -> None:
+def test_output_to_a_pipe_that_closes() -> None:
     process = start(*COMMAND, *LLAMA.split())
     assert process.stdout is not None
     process.stdout.close()  # as of `| head -0`
@@ -370,9 +365,16 @@ def test_output_to_a_pipe_that_closes_and_to_a_terminal_of_ascii() -> None:
     assert process.stderr is not None
     assert process.stderr.read() == ""
     process.stderr.close()
-    status, out, err = run(*LLAMA.split(), PYTHONIOENCODING="ascii", COLUMNS="40")
-    assert (status, err) == (EXIT_OK, "")
-    assert "8 ? h100" in out  # for a multiplication sign
+
+
+def test_output_to_a_terminal_of_ascii(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(screen, "ascii"))
+    monkeypatch.setattr(sys, "argv", ["ringcomm", *LLAMA.split()])
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # handlers of pytest stay
+    monkeypatch.setenv("COLUMNS", "40")
+    assert cli.main() == EXIT_OK
+    assert b"8 ? h100" in screen.getvalue()  # for a multiplication sign
 
 
 def test_a_narrow_terminal_gets_lines_in_place_of_columns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -410,21 +412,28 @@ BAD_INPUT = [
     ("bench juggle", "invalid choice: 'juggle'"),
     ("bench all_reduce,systems", "systems must be the only operation"),
     ("bench all_reduce --peers nccl", "add --device cuda"),
-    (
-        "bench all_reduce --sizes many",
-        "'many' is not a number with an optional unit, such as 4096, 16k",
-    ),
+    ("bench all_reduce --sizes many", "'many' is not a number with an optional unit, such as 4096"),
     ("bench all_reduce --peers carrier_pigeon", "has no backend 'carrier_pigeon'"),
     ("bench all_reduce --peers gloo", "built without gloo"),
     ("bench cross_entropy --mps", "--mps is for GPUs only: add --device cuda"),
     ("bench cross_entropy --device abacus", "this torch finds no abacus device here"),
     ("bench sendrecv --world-size 1", "at least two ranks"),
+    ("bench --world-size 1", "--world-size must be 2 to 64, got 1"),
+    ("bench --seconds -1", "--seconds must not be negative"),
+    ("bench --html /proc/no.html", "--html: /proc/no.html cannot be written"),
+    ("bench all_reduce --device no_such_device", "no no_such_device device here"),
+    ("bench all_reduce --graph 20", "add --device cuda"),
+    ("bench all_reduce --nccl-library /nowhere/libnccl.so", "/nowhere/libnccl.so"),
     ("tune --world-sizes 1,2", "2 to 64, got 1"),
     ("tune --sizes 1k,1024", "at least 2 different sizes"),
     ("tune --json /nowhere/tuning.json", "no such folder: '/nowhere'"),
     *((f"{line} /proc/it.png", "/proc/it.png cannot be written") for line in UNWRITABLE),
     ("bench systems --plot it.doc", "--plot it.doc: the file name must end in one of"),
     ("doctor --world-size 0", "1 to 64, got 0"),
+    ("trace", "give one of: -- COMMAND, --merge FOLDER, --steps FILE"),
+    ("trace --merge FOLDER -- true", "give one of"),
+    ("trace --events 1 -- true", "--events must be 64 to"),
+    ("trace -o /nowhere/job.json -- true", "cannot write '/nowhere/job.json'"),
     ("plan --model llama-8b --gpus 8", "known are llama-7b, llama-13b"),
     ("plan --gpus 8", "--model and --gpus are required"),
     (f"{LLAMA} --memory 80", "less than the 1.00 GiB that the driver uses"),

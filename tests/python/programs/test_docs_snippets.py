@@ -22,6 +22,8 @@ from typing import Any
 
 import pytest
 import torch
+from cases import quick
+from rank_programs import run_command
 from ranks import run_ranks
 from torch import Tensor, nn
 
@@ -48,24 +50,24 @@ class Block:
 
 def blocks_of(page: Path) -> list[Block]:
     text = page.read_text(encoding="utf-8")
-    found = []
-    for match in FENCE.finditer(text):
-        word, language, title, code = match.groups(default="")
-        line = text.count("\n", 0, match.start(4)) + 1
-        name = str(page.relative_to(ROOT))
-        found.append(Block(name, line, word, language, title, code))
-    return found
+    return [
+        Block(
+            str(page.relative_to(ROOT)),
+            text.count("\n", 0, match.start(4)) + 1,
+            *match.groups(default=""),
+        )
+        for match in FENCE.finditer(text)
+    ]
 
 
 BLOCKS = {str(page.relative_to(ROOT)): blocks_of(page) for page in PAGES}
 
 
-def cases(chosen: list[tuple[str, Any, bool]]) -> list[Any]:
-    """Of name, value, and whether it is slow."""
-    slow = pytest.mark.slow
-    return [
-        pytest.param(v, id=name, marks=[slow] if is_slow else []) for name, v, is_slow in chosen
-    ]
+EVERY = [block for blocks in BLOCKS.values() for block in blocks]
+
+
+def place_of(block: Block) -> str:
+    return f"{block.page}:{block.line}"
 
 
 def test_marks_and_languages_are_known() -> None:
@@ -77,20 +79,10 @@ def test_marks_and_languages_are_known() -> None:
             assert block.language in LANGUAGES, block
 
 
-# ---- blocks that are only compiled
+COMPILED = [b for b in EVERY if b.language in ("python", "sh") and b.word == "compile"]
 
 
-@pytest.mark.parametrize(
-    "block",
-    cases(
-        [
-            (f"{b.page}:{b.line}", b, False)
-            for blocks in BLOCKS.values()
-            for b in blocks
-            if b.language in ("python", "sh") and b.word == "compile"
-        ]
-    ),
-)
+@pytest.mark.parametrize("block", COMPILED, ids=place_of)
 def test_it_compiles(block: Block) -> None:
     if block.language == "python":
         compile(block.text, block.page, "exec")
@@ -98,24 +90,16 @@ def test_it_compiles(block: Block) -> None:
         subprocess.run(["bash", "-n", "-c", block.text], check=True, timeout=LIMIT_S)
 
 
-# ---- pages with files and commands
-
-
 def is_command(block: Block) -> bool:
     return block.language == "sh" and block.word != "compile"
 
 
-@pytest.mark.parametrize(
-    "blocks",
-    cases(
-        [
-            (page, blocks, page != "README.md")
-            for page, blocks in BLOCKS.items()
-            if any(is_command(b) for b in blocks)
-        ]
-    ),
-)
-def test_its_commands_run(blocks: list[Block], tmp_path: Path) -> None:
+PAGES_OF_COMMANDS = [page for page, blocks in BLOCKS.items() if any(map(is_command, blocks))]
+
+
+@pytest.mark.parametrize("page", quick(PAGES_OF_COMMANDS, "README.md"))
+def test_its_commands_run(page: str, tmp_path: Path) -> None:
+    blocks = BLOCKS[page]
     if not any(point.name == "ringcomm" for point in entry_points(group="torch.backends")):
         pytest.skip("ringcomm is not installed (built in place only), so torch does not know it")
     if any("transformers" in block.text for block in blocks if block.title):
@@ -126,34 +110,19 @@ def test_its_commands_run(blocks: list[Block], tmp_path: Path) -> None:
     # torchrun takes a free port, and writes a file for each rank, whose lines stay whole.
     logs = tmp_path / "logs of ranks"
     torchrun = {"PET_STANDALONE": "1", "PET_TEE": "3", "PET_LOG_DIR": str(logs)}
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **torchrun}
+    environment = {"OMP_NUM_THREADS": "1", **torchrun}
     environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     output = ""
     for block in blocks:
         if is_command(block):
             shutil.rmtree(logs, ignore_errors=True)
-            output = run_command(block, tmp_path, environment)
-            output += "".join(path.read_text("utf-8") for path in logs.rglob("*.log"))
+            command = ("bash", "-e", "-c", block.text)
+            done = run_command(*command, env=environment, cwd=tmp_path, timeout_s=LIMIT_S)
+            assert done.returncode == 0, f"{place_of(block)}\n{done.stdout}\n{done.stderr}"
+            output = done.stdout + "".join(path.read_text("utf-8") for path in logs.rglob("*.log"))
         elif block.language == "text":
             missing = set(block.text.splitlines()) - set(output.splitlines())
             assert not missing, output
-
-
-def run_command(block: Block, folder: Path, environment: dict[str, str]) -> str:
-    done = subprocess.run(
-        ["bash", "-e", "-c", block.text],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
-    assert done.returncode == 0, f"{block.page}:{block.line}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
-
-
-# ---- fragments
 
 
 def is_llama(block: Block) -> bool:
@@ -220,17 +189,11 @@ def run_fragment(rank: int, block: Block, folder: Path) -> list[float]:
     return losses or names.get("losses", [])
 
 
-@pytest.mark.parametrize(
-    "block",
-    cases(
-        [
-            (f"{b.page}:{b.line}", b, is_llama(b))
-            for blocks in BLOCKS.values()
-            for b in blocks
-            if b.language == "python" and not b.title and b.word != "compile"
-        ]
-    ),
-)
+FRAGMENTS = [b for b in EVERY if b.language == "python" and not b.title and b.word != "compile"]
+QUICK = [block for block in FRAGMENTS if not is_llama(block)]
+
+
+@pytest.mark.parametrize("block", quick(FRAGMENTS, *QUICK), ids=place_of)
 def test_its_lines_run(block: Block, tmp_path: Path) -> None:
     """And train, if they compute losses."""
     if is_llama(block):

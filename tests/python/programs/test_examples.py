@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,13 @@ from unittest import mock
 import pytest
 import torch
 from cases import quick, slow
+from rank_programs import run_command
 from ranks import run_ranks
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
 SMALL = "--steps 5 --rows 4 --context 32 --device cpu"
+LOSS = "loss --rows 2 --context 8 --z-loss 1e-3"
 # Ranks, the example and its options, and options of its run in one process.
 CASES: dict[str, tuple[int, str, str]] = {
     "zero 1, state in files": (2, "zero --stage 1 --offload nvme --folder FOLDER", "zero"),
@@ -31,17 +32,9 @@ CASES: dict[str, tuple[int, str, str]] = {
     "pipeline": (2, "pipeline --schedule zero-bubble", "zero"),
     "tensor": (2, "tensor_parallel --sequence-parallel", "tensor_parallel"),
     "activations in shards": (2, "activations", "activations --keep whole"),
-    "activations, automatic": (
-        2,
-        "activations --keep auto --limit-mib 0.1",
-        "activations --keep whole",
-    ),
+    "activations, auto": (2, "activations --keep auto --limit-mib 0.1", "activations --keep whole"),
     "experts": (2, "experts", "experts"),
-    "loss": (
-        2,
-        "loss --rows 2 --context 8 --z-loss 1e-3",
-        "loss --rows 2 --context 8 --z-loss 1e-3",
-    ),
+    "loss": (2, LOSS, LOSS),
     "muon": (2, "muon --size tiny", "muon --size tiny"),
     "muon, stage 3": (2, "muon --size tiny --stage 3", "muon --size tiny"),
     "mesh, all axes": (8, "mesh --pp 2 --tp 2 --ep 2 --micro-batches 2", "mesh"),
@@ -50,7 +43,7 @@ CASES: dict[str, tuple[int, str, str]] = {
 }
 SLOW = {
     *("muon, stage 3", "mesh, all axes", "zero, 4 ranks", "mesh, hsdp"),
-    *("activations, automatic", "lomo on shards"),
+    *("activations, auto", "lomo on shards"),
 }
 
 
@@ -117,26 +110,27 @@ def test_decoded_tokens_are_those_of_one_process() -> None:
 
 
 @pytest.mark.parametrize(
-    ("system", "victim"),
-    [slow("ddp", 1), ("ddp", 0), slow("zero-1", 3), ("zero-2", 0), ("lomo", 2)],
+    ("system", "victim", "hosts"),
+    [
+        slow("ddp", 1, ""),
+        ("ddp", 0, ""),
+        slow("zero-1", 3, ""),
+        ("zero-2", 0, ""),
+        ("zero-2", 3, "aaab"),
+        ("lomo", 2, ""),
+    ],
 )
-def test_survivors_have_the_losses_of_one_process(system: str, victim: int, tmp_path: Path) -> None:
+def test_survivors_have_the_losses_of_one_process(
+    system: str, victim: int, hosts: str, tmp_path: Path
+) -> None:
     line = f"survive --system {system} --steps 8 --rows 12 --commit 3"
-    everyone = losses(4, f"{line} --die {victim}:5", tmp_path, fresh=True, may_die=[victim])
+    kind: dict[str, Any] = {"fresh": True, "may_die": [victim]}
+    kind["env"] = [{"RINGCOMM_HOST_ID": host} for host in hosts] or None
+    everyone = losses(4, f"{line} --die {victim}:5", tmp_path, **kind)
     (expected,) = losses(1, line, tmp_path)
     assert len(expected) == 9
     for rank in {0, 1, 2, 3} - {victim}:
         assert everyone[rank] == pytest.approx(expected, rel=2e-5)
-
-
-def test_survivors_of_a_host_have_the_losses_of_one_process(tmp_path: Path) -> None:
-    line = "survive --system zero-2 --steps 8 --rows 12 --commit 3"
-    hosts = [{"RINGCOMM_HOST_ID": host} for host in "aaab"]
-    kind: dict[str, Any] = {"fresh": True, "may_die": [3], "env": hosts}
-    everyone = losses(4, f"{line} --die 3:5", tmp_path, **kind)
-    (expected,) = losses(1, line, tmp_path)
-    for found in everyone[:3]:
-        assert found == pytest.approx(expected, rel=2e-5)
 
 
 @pytest.mark.slow
@@ -147,17 +141,12 @@ def test_torchrun_restarts_from_the_last_state(system: str, tmp_path: Path) -> N
     (expected,) = losses(1, line, tmp_path)
     _, *words = line.split()
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = subprocess.run(
-        [
-            *(*torchrun, "--nproc-per-node", "4", "--max-restarts", "1"),
-            *(str(EXAMPLES / "survive.py"), *SMALL.split(), *words),
-            *("--die", "1:5", "--save", str(tmp_path)),
-        ],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
+    done = run_command(
+        *(*torchrun, "--nproc-per-node", "4", "--max-restarts", "1"),
+        *(EXAMPLES / "survive.py", *SMALL.split(), *words),
+        *("--die", "1:5", "--save", tmp_path),
+        env={"OMP_NUM_THREADS": "1"},
+        timeout_s=240,
     )
     assert done.returncode == 0, done.stderr
     assert f"go on at step 3 of {tmp_path}" in done.stdout

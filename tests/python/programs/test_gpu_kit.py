@@ -30,7 +30,9 @@ case "$*" in
 *) exit 6 ;;
 esac
 """
-PROBE = "build/gpu/probe --limit-s 30 > $OUT/probe.jsonl"
+QUESTIONS = ("open-twice", "freed-while-open")
+PROBE = f"for name in {' '.join(QUESTIONS)}; do build/gpu/probe --only $name --limit-s 30; done"
+PROBE += " > $OUT/probe.jsonl"
 SWEEP = "build/gpu/kernel_sweep --ranks 2 --rounds 1 --sizes 1024 > $OUT/kernel_sweep.jsonl"
 ROWS = {
     "build": ("false", 20),
@@ -49,7 +51,6 @@ ROWS = {
     "faults": ("sleep 600", 2),
     "without-mps": ("sleep 600 & echo $! > $OUT/pid; wait", 100),
 }
-QUESTIONS = ("open-twice", "freed-while-open")
 
 
 @pytest.fixture

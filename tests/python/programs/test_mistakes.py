@@ -23,6 +23,7 @@ import buildconfig
 import pytest
 import torch
 import torch.distributed as dist
+from rank_programs import run_command
 from ranks import run_ranks
 
 from ringcomm import _C, _extension
@@ -34,6 +35,8 @@ ROW = re.compile(r"^\| (?!mistake|---)(.+?) \| (.+?) \| .+ \|$", re.M)
 ROWS: dict[str, str] = dict(ROW.findall(PAGE.read_text(encoding="utf-8")))
 TIMEOUT_S = 60
 TORCH_SAYS = "torch: "
+# Extensions of this Python and of another.
+OWN, OTHER_PYTHON = f"_C{EXTENSION_SUFFIXES[0]}", "_C.cpython-39-x86_64-linux-gnu.so"
 NO_EXTENSION = shutil.ignore_patterns("*.so", "__pycache__")
 
 
@@ -59,14 +62,7 @@ def all_said(error: Exception) -> str:
 
 def said_by(*command: str, **env: str) -> str:
     """The last line of a program that fails."""
-    done = subprocess.run(
-        command,
-        env={**os.environ, **env},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
+    done = run_command(*command, env=env, timeout_s=TIMEOUT_S)
     assert done.returncode != 0
     return done.stderr.strip().splitlines()[-1]
 
@@ -124,13 +120,8 @@ def import_of(*folders: Path) -> str:
     return said_by(sys.executable, "-IS", "-c", code).removeprefix("ImportError: ")
 
 
-def other_torch(patch: pytest.MonkeyPatch, folder: Path) -> str:
-    package(folder, f"_C{EXTENSION_SUFFIXES[0]}", "2.10.1")
-    return import_of(folder)
-
-
-def other_python(patch: pytest.MonkeyPatch, folder: Path) -> str:
-    package(folder, "_C.cpython-39-x86_64-linux-gnu.so", "2.13.0")
+def import_with(folder: Path, extension: str, built_for: str) -> str:
+    package(folder, extension, built_for)
     return import_of(folder)
 
 
@@ -140,14 +131,6 @@ def wheel_for(folder: Path, torch_folder: str, extension: str) -> str:
     own.mkdir()
     (own / extension).write_text("")
     return import_of(folder)
-
-
-def wheel_for_other_torch(patch: pytest.MonkeyPatch, folder: Path) -> str:
-    return wheel_for(folder, "torch_2_14", f"_C{EXTENSION_SUFFIXES[0]}")
-
-
-def wheel_for_other_python(patch: pytest.MonkeyPatch, folder: Path) -> str:
-    return wheel_for(folder, "torch_2_13", "_C.cpython-39-x86_64-linux-gnu.so")
 
 
 def in_checkout(patch: pytest.MonkeyPatch, folder: Path) -> str:
@@ -185,10 +168,6 @@ def unknown_backend(patch: pytest.MonkeyPatch, folder: Path) -> str:
     return said_by(sys.executable, "-c", code, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
 
 
-def mistyped_backend(patch: pytest.MonkeyPatch, folder: Path) -> str:
-    return said_of_backend("ringcom")
-
-
 def too_few_without_torchrun(patch: pytest.MonkeyPatch, folder: Path) -> str:
     with pytest.raises(dist.DistStoreError) as error:
         dist.init_process_group(
@@ -219,25 +198,23 @@ ALONE: dict[str, Callable[[pytest.MonkeyPatch, Path], str]] = {
     "a compiler that is too old": old_compiler,
     "no Python headers": no_headers,
     "no torch, and pip without build isolation": build_without_torch,
-    "another torch than at build time": other_torch,
-    "another Python than at build time": other_python,
-    "a wheel for another torch": wheel_for_other_torch,
-    "a wheel for another Python": wheel_for_other_python,
+    "another torch than at build time": lambda _, at: import_with(at, OWN, "2.10.1"),
+    "another Python than at build time": lambda _, at: import_with(at, OTHER_PYTHON, "2.13.0"),
+    "a wheel for another torch": lambda _, at: wheel_for(at, "torch_2_14", OWN),
+    "a wheel for another Python": lambda _, at: wheel_for(at, "torch_2_13", OTHER_PYTHON),
     "a checkout that has not been built": in_checkout,
     "a checkout without write permission": no_permission,
     "started without torchrun": no_torchrun,
     "the backend is unknown to torch": unknown_backend,
     "fewer ranks than the world size, without torchrun": too_few_without_torchrun,
-    "a mistyped backend": mistyped_backend,
+    "a mistyped backend": lambda _, at: said_of_backend("ringcom"),
     "a mistyped environment variable": mistyped_variable,
 }
 
 
 @pytest.mark.filterwarnings("ignore:Device capability of")
 @pytest.mark.parametrize("mistake", ALONE)
-def test_a_mistake_of_one_process(
-    mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mistake_alone(mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_said(mistake, ALONE[mistake](monkeypatch, tmp_path))
 
 
@@ -266,14 +243,12 @@ def test_an_extension_of_another_torch_is_not_used(monkeypatch: pytest.MonkeyPat
         ("version", "has one of another version of ringcomm"),
     ],
 )
-def test_a_checkout_takes_an_installed_extension_that_fits(
-    change: str | None, fault: str, tmp_path: Path
-) -> None:
+def test_an_installed_extension_that_fits(change: str | None, fault: str, tmp_path: Path) -> None:
     checkout, installed = tmp_path / "checkout", tmp_path / "site-packages"
     package(checkout)
     (checkout / "setup.py").write_text("")
     built_for = "2.12.0" if change == "built_for" else "2.13.0"
-    found = package(installed, f"_C{EXTENSION_SUFFIXES[0]}", built_for)
+    found = package(installed, OWN, built_for)
     if change == "version":
         (found / "version.py").write_text('__version__ = "0.0.1"\n')
     said = import_of(checkout, installed)
@@ -325,7 +300,6 @@ def end_uncaught() -> NoReturn:
 
 
 def another_raises(rank: int, folder: Path) -> None:
-    init(rank, 3, folder)
     all_reduce()  # after it, all ranks watch each other
     if rank == 1:
         end_uncaught()
@@ -333,14 +307,12 @@ def another_raises(rank: int, folder: Path) -> None:
 
 
 def another_is_killed(rank: int, folder: Path) -> None:
-    init(rank, 3, folder)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     all_reduce()
 
 
 def another_ends(rank: int, folder: Path) -> None:
-    init(rank, 3, folder)
     for _ in range(2 if rank == 1 else 3):
         all_reduce()
     if rank == 1:
@@ -348,43 +320,16 @@ def another_ends(rank: int, folder: Path) -> None:
 
 
 def another_destroys(rank: int, folder: Path) -> None:
-    init(rank, 3, folder)
     for _ in range(2 if rank == 1 else 3):
         all_reduce()
     dist.destroy_process_group()
 
 
 def different_shapes(rank: int, folder: Path) -> None:
-    init(rank, 2, folder)
     all_reduce(4 + rank)
 
 
-def different_order(rank: int, folder: Path) -> None:
-    init(rank, 2, folder)
-    if rank == 0:
-        all_reduce()
-    dist.broadcast(torch.ones(4), 0)
-
-
-def use_after_destroy(rank: int, folder: Path) -> None:
-    init(rank, 2, folder)
-    group = dist.group.WORLD
-    dist.destroy_process_group()
-    all_reduce(group=group)
-
-
-def use_in_a_fork(rank: int, folder: Path) -> None:
-    init(rank, 2, folder)
-    reader, writer = os.pipe()
-    if os.fork() == 0:
-        os.write(writer, said_in_rank(all_reduce).encode())
-        os._exit(0)
-    os.wait()
-    raise RuntimeError(os.read(reader, 10_000).decode())
-
-
-def cpu_tensor_on_cuda_group(rank: int, folder: Path) -> None:
-    init(rank, 2, folder, backend="cuda:ringcomm")
+def cpu_tensor(rank: int, folder: Path) -> None:
     all_reduce()
 
 
@@ -392,16 +337,25 @@ def too_few_ranks(rank: int, folder: Path) -> None:
     init(rank, 3, folder, timeout_s=1.0)
 
 
-def different_world_sizes(rank: int, folder: Path) -> None:
-    init(rank, 2 + rank, folder)
+def different_order(rank: int, folder: Path) -> None:
+    if rank == 0:
+        all_reduce()
+    dist.broadcast(torch.ones(4), 0)
 
 
-def same_rank_twice(rank: int, folder: Path) -> None:
-    init(0, 2, folder, timeout_s=1.0)
+def use_after_destroy(rank: int, folder: Path) -> None:
+    group = dist.group.WORLD
+    dist.destroy_process_group()
+    all_reduce(group=group)
 
 
-def rank_outside(rank: int, folder: Path) -> None:
-    init(2, 2, folder)
+def use_in_a_fork(rank: int, folder: Path) -> None:
+    reader, writer = os.pipe()
+    if os.fork() == 0:
+        os.write(writer, said_in_rank(all_reduce).encode())
+        os._exit(0)
+    os.wait()
+    raise RuntimeError(os.read(reader, 10_000).decode())
 
 
 def unwritable_store(rank: int, folder: Path) -> None:
@@ -413,22 +367,23 @@ def unwritable_store(rank: int, folder: Path) -> None:
     dist.init_process_group("ringcomm", f"file://{folder}/closed/store", **place)
 
 
-# A name of the page, how many ranks, what they do, and which says the line; -1: any of them.
-RANKS: dict[str, tuple[int, Callable[[int, Path], None], int]] = {
-    "another rank raised an exception": (3, another_raises, 2),
-    "another rank was killed": (3, another_is_killed, 2),
-    "another rank ended early": (3, another_ends, 2),
-    "another rank destroyed the group early": (3, another_destroys, 2),
-    "ranks that pass different shapes": (2, different_shapes, 0),
-    "ranks that call in a different order": (2, different_order, 0),
-    "a group used after `destroy_process_group`": (2, use_after_destroy, 0),
-    "a group used in a fork, such as a `DataLoader` worker": (2, use_in_a_fork, 0),
-    "a CPU tensor on a group for `cuda:ringcomm` only": (2, cpu_tensor_on_cuda_group, 0),
-    "fewer ranks than the world size": (2, too_few_ranks, 1),
-    "ranks with different world sizes": (2, different_world_sizes, 0),
-    "two processes with one rank": (2, same_rank_twice, -1),
-    "a rank outside of the world size": (1, rank_outside, 0),
-    "a `file://` store that cannot be written": (1, unwritable_store, 0),
+# A name of the page, how many ranks, the backend of their group if they have one, what they do, and
+# which says the line; -1: any of them.
+RANKS: dict[str, tuple[int, str, Callable[[int, Path], None], int]] = {
+    "another rank raised an exception": (3, "ringcomm", another_raises, 2),
+    "another rank was killed": (3, "ringcomm", another_is_killed, 2),
+    "another rank ended early": (3, "ringcomm", another_ends, 2),
+    "another rank destroyed the group early": (3, "ringcomm", another_destroys, 2),
+    "ranks that pass different shapes": (2, "ringcomm", different_shapes, 0),
+    "ranks that call in a different order": (2, "ringcomm", different_order, 0),
+    "a group used after `destroy_process_group`": (2, "ringcomm", use_after_destroy, 0),
+    "a group used in a fork, such as a `DataLoader` worker": (2, "ringcomm", use_in_a_fork, 0),
+    "a CPU tensor on a group for `cuda:ringcomm` only": (2, "cuda:ringcomm", cpu_tensor, 0),
+    "fewer ranks than the world size": (2, "", too_few_ranks, 1),
+    "ranks with different world sizes": (2, "", lambda rank, at: init(rank, 2 + rank, at), 0),
+    "two processes with one rank": (2, "", lambda rank, at: init(0, 2, at, timeout_s=1.0), -1),
+    "a rank outside of the world size": (1, "", lambda rank, at: init(2, 2, at), 0),
+    "a `file://` store that cannot be written": (1, "", unwritable_store, 0),
 }
 
 
@@ -442,15 +397,18 @@ def said_in_rank(call: Callable[..., Any], *args: Any) -> str:
 
 @pytest.mark.parametrize("mistake", RANKS)
 def test_a_mistake_of_ranks(mistake: str, tmp_path: Path) -> None:
-    world_size, program, teller = RANKS[mistake]
-    options: dict[str, Any] = {"backend": None, "fresh": True, "module": __name__}
-    said = run_ranks(world_size, run_program, program, tmp_path, may_die=[1], **options)
+    world_size, _, _, teller = RANKS[mistake]
+    options: dict[str, Any] = {"backend": None, "fresh": True, "may_die": [1]}
+    said = run_ranks(world_size, make_mistake, mistake, tmp_path, **options)
     if teller < 0:  # the rank whose record was replaced knows of it; the other comes later
         said.sort(key=lambda text: "another process" in text)
     assert_said(mistake, said[teller])
 
 
-def run_program(rank: int, program: Callable[[int, Path], None], folder: Path) -> str:
+def make_mistake(rank: int, mistake: str, folder: Path) -> str:
+    world_size, backend, program, _ = RANKS[mistake]
+    if backend:
+        init(rank, world_size, folder, backend)
     return said_in_rank(program, rank, folder)
 
 

@@ -1,11 +1,18 @@
-"""README is short and has the figures of the tables; all environment variables are listed."""
+"""README is short and has the figures of the tables; pages that tests compare with the code."""
+
+from __future__ import annotations
 
 import re
 from dataclasses import fields
+from itertools import product
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from ranks import run_ranks
+from sequence_side import MOVED, REDUCED, Call
+from sequences import POOLS, WAIT_S, WORLD, Case, run_case
 
 from ringcomm import Options
 from ringcomm.options import known_variables, unknown_variables
@@ -80,9 +87,7 @@ def test_the_page_lists_the_environment_variables_that_are_read() -> None:
     assert listed == read | read_by_build == known_variables()
 
 
-def test_groups_give_no_warning_of_variables_that_tests_read(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_groups_do_not_warn_of_variables_that_tests_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor of known ones."""
     paths = [p for top in ("tests", "benchmarks", "tools") for p in (ROOT / top).rglob("*")]
     texts = [p.read_text(encoding="utf-8") for p in paths if p.suffix in (".py", ".cc", ".h")]
@@ -93,3 +98,88 @@ def test_groups_give_no_warning_of_variables_that_tests_read(
     assert unknown_variables() == {}
     monkeypatch.setenv("RINGCOMM_ALGO", "ring")
     assert unknown_variables() == {"RINGCOMM_ALGO": "RINGCOMM_ALGORITHM"}
+
+
+# ---- docs/reliability.md: each promise names tests that exist
+
+TEST = re.compile(r"`(tests/[\w/.]+)::([^`]+)`")
+
+
+def promises(text: str) -> list[str]:
+    """The rows of the table of promises."""
+    table = text.partition("## Promises")[2].partition("\n## ")[0]
+    return [line for line in table.splitlines() if line.startswith("|")][2:]
+
+
+def missing(rows: list[str]) -> list[str]:
+    """Rows that name no test, and tests that do not exist."""
+    wrong = [row for row in rows if not TEST.search(row)]
+    for file, name in TEST.findall("\n".join(rows)):
+        path = ROOT / file
+        text = path.read_text(encoding="utf-8") if path.is_file() else ""
+        begin = f"def {name}(" if path.suffix == ".py" else f'TEST_CASE("{name}"'
+        if begin not in text:
+            wrong.append(f"{file}::{name}")
+    return wrong
+
+
+def test_each_promise_has_its_tests() -> None:
+    rows = promises((ROOT / "docs" / "reliability.md").read_text(encoding="utf-8"))
+    assert len(rows) >= 20
+    assert missing(rows) == []
+
+
+def test_a_test_that_is_not_there_is_found() -> None:
+    here = "tests/python/programs/test_readme.py"
+    rows = [f"| a | `{here}::test_each_promise_has_its_tests` |", f"| b | `{here}::test_b` |"]
+    assert missing([*rows, "| c | |"]) == ["| c | |", f"{here}::test_b"]
+
+
+# ---- the table of calls in docs/reference/backend.md, cell by cell
+
+PAGE = ROOT / "docs" / "reference" / "backend.md"
+DTYPES = {"numbers": REDUCED, "any": MOVED, "–": ("float32",)}
+# Kinds of calls that have another name, or several names, in the table.
+KINDS = {
+    "all_reduce_coalesced": "coalesced",
+    "send": "send_and_receive",
+    "recv": "send_and_receive",
+    "isend": "messages",
+    "irecv": "messages",
+    "batch_isend_irecv": "messages",
+    "monitored_barrier": "barrier",
+}
+
+
+def claims() -> list[tuple[list[str], list[str], str]]:
+    """Of each row: the calls, the transports that have them, the name of the dtypes."""
+    text = PAGE.read_text(encoding="utf-8")
+    table = text.split("<!-- support: begin -->")[1].split("<!-- support: end -->")[0]
+    header, _, *rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in table.split("\n") if line
+    ]
+    transports = header[1:-1]
+    return [
+        (
+            re.findall(r"`(\w+)`", row[0]),
+            [name for name, cell in zip(transports, row[1:-1], strict=True) if cell == "yes"],
+            row[-1],
+        )
+        for row in rows
+    ]
+
+
+@pytest.mark.parametrize("transport", ["shm", "messages"])
+def test_what_the_table_claims(transport: str, tmp_path: Path) -> None:
+    calls = []
+    for names, transports, dtypes in claims():
+        for name, dtype in product(names if transport in transports else [], DTYPES[dtypes]):
+            is_batch, is_monitored = name == "batch_isend_irecv", name == "monitored_barrier"
+            kind = KINDS.get(name, name)
+            options: dict[str, Any] = {"dtype": dtype, "size": 6, "root": 1}
+            calls.append(Call(kind, **options, variety=int(is_batch), uneven=int(is_monitored)))
+    assert len(calls) > 200
+    np.zeros(WORLD, np.int64).tofile(tmp_path / "marks")
+    args = Case(tuple(dict.fromkeys(calls)), pool=transport), 1, str(tmp_path / "marks")
+    env = POOLS[transport]
+    assert run_ranks(WORLD, run_case, *args, env=env, group_timeout_s=WAIT_S) == [[]] * WORLD

@@ -7,6 +7,7 @@ import importlib
 import re
 from collections.abc import Iterator
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -180,74 +181,55 @@ def test_no_other_file_overrides_private_methods_of_stages() -> None:
         assert not of_torch & set(functions), path
 
 
-def reach(name: str) -> Any:
-    """What a dotted name of torch stands for."""
-    head, *rest = name.split(".")
-    found: Any = {"torch": torch, "dist": dist}[head]
-    for part in rest:
-        found = getattr(found, part)
-    return found
-
-
 def is_reached(name: str) -> bool:
+    """Whether the running torch has a dotted name."""
+    head, _, rest = name.partition(".")
     try:
-        reach(name)
+        attrgetter(rest)({"torch": torch, "dist": dist}[head])
     except AttributeError:
         return False
     return True
 
 
-IN_TORCH = (
-    "torch.autograd.graph._allow_mutation_on_saved_tensors_enabled",
-    *("torch._check", "torch._foreach_add_", "torch._foreach_copy_", "torch._foreach_div_"),
-    *("torch._foreach_mul_", "torch._foreach_norm"),
-    *("torch.ops.aten._to_copy", "torch.ops.aten._unsafe_view"),
-    "torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX",
-    "torch.ops._c10d_functional.all_reduce",
-    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.ActivationWrapper",
-    "torch.autograd.forward_ad._current_level",
-    "torch._C._are_functorch_transforms_active",
-    "torch._C._autograd._get_current_graph_task_keep_graph",
-    "torch._C._current_autograd_node",
-    "torch._C._current_graph_task_id",
-    "torch._C._disabled_torch_function_impl",
-    "torch._C._dynamo.eval_frame.get_eval_frame_callback",
-    "torch._C._will_engine_execute_node",
-    "torch._disable_dynamo",
-    "torch._subclasses.fake_tensor.FakeTensor",
-    "torch._subclasses.fake_tensor.FakeTensorMode",
-    "torch._utils._take_tensors",
-    "torch.Tensor._make_wrapper_subclass",
-    "torch.autograd.Variable._execution_engine.queue_callback",
-    "torch.amp.GradScaler._unscale_grads_",
-    "torch.distributed.checkpoint.state_dict._get_optim_state_dict",
-    "torch.distributed.tensor._utils.compute_local_shape_and_global_offset",
-    "torch.multiprocessing._prctl_pr_set_pdeathsig",
-    "torch.nn.parallel.DistributedDataParallel._get_active_ddp_module",
-    "torch.nn.utils.clip_grad._get_total_norm",
-    "torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model",
-    "torch.utils._python_dispatch.TorchDispatchMode",
-    "torch.utils._pytree.tree_leaves",
-    "torch.utils._pytree.tree_map_only",
-    "dist.Backend._plugins",
-    "dist.ProcessGroup._device_types",
-    "dist.ProcessGroup._get_backend",
-    "dist.ProcessGroup.set_timeout",
-    *(f"dist.ProcessGroupGloo.{name}" for name in torch_names.GLOO_STATICS),
-    *(f"dist.ProcessGroupGloo._Options.{name}" for name in torch_names.GLOO_OPTIONS),
-    f"dist.ProcessGroupGloo.{torch_names.SET_DEFAULT_TIMEOUT}",
-    "dist.device_mesh.DeviceMesh._flatten",
-    "dist.device_mesh.DeviceMesh._get_root_mesh",
-    "dist.distributed_c10d._DistributedBackendOptions",
-    "dist.distributed_c10d._new_process_group_helper",
-    "dist.distributed_c10d._resolve_process_group",
-    "dist.distributed_c10d._set_pg_timeout",
-    "dist.distributed_c10d._update_default_pg",
-    "dist.distributed_c10d._world.pg_group_ranks",
-    "dist.distributed_c10d._world.pg_map",
-    "dist._broadcast_coalesced",
-    "dist.c10d_logger._c10d_logger",
-)
+# By what they are in.
+NAMES_BY_OWNER = {
+    "torch": (
+        "_check _disable_dynamo"
+        " _foreach_add_ _foreach_copy_ _foreach_div_ _foreach_mul_ _foreach_norm"
+    ),
+    "torch.Tensor": "_make_wrapper_subclass",
+    "torch._C": (
+        "_are_functorch_transforms_active _autograd._get_current_graph_task_keep_graph"
+        " _current_autograd_node _current_graph_task_id _disabled_torch_function_impl"
+        " _dynamo.eval_frame.get_eval_frame_callback _will_engine_execute_node"
+    ),
+    "torch._subclasses.fake_tensor": "FakeTensor FakeTensorMode",
+    "torch._utils": "_take_tensors",
+    "torch.amp.GradScaler": "_unscale_grads_",
+    "torch.autograd": "forward_ad._current_level Variable._execution_engine.queue_callback",
+    "torch.autograd.graph": "_allow_mutation_on_saved_tensors_enabled",
+    "torch.distributed.algorithms": "_checkpoint.checkpoint_wrapper.ActivationWrapper",
+    "torch.distributed.checkpoint.state_dict": "_get_optim_state_dict",
+    "torch.distributed.tensor": "_utils.compute_local_shape_and_global_offset",
+    "torch.multiprocessing": "_prctl_pr_set_pdeathsig",
+    "torch.nn.modules.module": "_EXTRA_STATE_KEY_SUFFIX",
+    "torch.nn.parallel.DistributedDataParallel": (
+        "_get_active_ddp_module _set_params_and_buffers_to_ignore_for_model"
+    ),
+    "torch.nn.utils.clip_grad": "_get_total_norm",
+    "torch.ops": "_c10d_functional.all_reduce aten._to_copy aten._unsafe_view",
+    "torch.utils": ("_python_dispatch.TorchDispatchMode _pytree.tree_leaves _pytree.tree_map_only"),
+    "dist": "Backend._plugins _broadcast_coalesced c10d_logger._c10d_logger",
+    "dist.ProcessGroup": "_device_types _get_backend set_timeout",
+    "dist.ProcessGroupGloo": " ".join([*torch_names.GLOO_STATICS, torch_names.SET_DEFAULT_TIMEOUT]),
+    "dist.ProcessGroupGloo._Options": " ".join(torch_names.GLOO_OPTIONS),
+    "dist.device_mesh.DeviceMesh": "_flatten _get_root_mesh",
+    "dist.distributed_c10d": (
+        "_DistributedBackendOptions _new_process_group_helper _resolve_process_group"
+        " _set_pg_timeout _update_default_pg _world.pg_group_ranks _world.pg_map"
+    ),
+}
+IN_TORCH = [f"{owner}.{x}" for owner, names in NAMES_BY_OWNER.items() for x in names.split()]
 # Found on objects, which the test below makes.
 ON_OBJECTS = {
     *("_cdata", "_timeout", "_module_parameters", "_ddp_params_and_buffers_to_ignore"),
@@ -296,10 +278,8 @@ def test_the_running_torch_has_every_name() -> None:
     names = ["_opt_called", "_zero_grad_profile_name", "_optimizer_step_pre_hooks"]
     names += ["_optimizer_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks"]
     gone += [f"Optimizer.{name}" for name in names if not hasattr(optimizer, name)]
-    wrapped = {
-        "_orig_mod": torch.compile(module),
-        "_checkpoint_wrapped_module": checkpoint_wrapper(module),
-    }
+    wrapped = {"_orig_mod": torch.compile(module)}
+    wrapped["_checkpoint_wrapped_module"] = checkpoint_wrapper(module)
     gone += [name for name, wrapper in wrapped.items() if not hasattr(wrapper, name)]
     if FSDP_WRAPPED_MODULE != "_fsdp_wrapped_module":
         gone.append("FullyShardedDataParallel._fsdp_wrapped_module")

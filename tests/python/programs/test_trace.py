@@ -1,7 +1,7 @@
 """What ranks record, and the trace that is made of it.
 
-The command: test_trace_command.py. Names, and those of torch's profiler: test_trace_names.py. The
-recorder alone: tests/cpp/test_trace.cc.
+The command, and names as in torch's profiler: test_trace_names.py. The recorder alone:
+tests/cpp/test_trace.cc.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import contextlib
 import json
 import mmap
 import os
-import shlex
 import shutil
 import signal
 import subprocess
@@ -21,6 +20,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import buildconfig
 import pytest
 import torch
 import torch.distributed as dist
@@ -346,21 +346,23 @@ def test_a_shrunk_group_has_a_name_of_its_own(tmp_path: Path) -> None:
     assert groups[-1].startswith(groups[0])
 
 
-def page_size_library(folder: Path, num_bytes: int) -> str:
-    """A library that pretends pages of that size, and refuses to map a file at another offset."""
-    compiler = shlex.split(os.environ.get("CXX") or "c++")
+def shared_library(source: Path, library: Path, *options: str) -> str:
+    """Compiles one from C++."""
+    compiler = buildconfig.compiler()
     if shutil.which(compiler[0]) is None:
         pytest.skip("no C++ compiler")
-    source, library = folder / "pages.cc", folder / "pages.so"
-    source.write_text(PAGES)
-    flags = ["-shared", "-fPIC", f"-DPAGE_BYTES={num_bytes}"]
-    subprocess.run([*compiler, *flags, str(source), "-o", str(library)], check=True, timeout=60)
+    command = [*compiler, "-shared", "-fPIC", str(source), *options, "-o", str(library)]
+    subprocess.run(command, check=True, timeout=120)
     return str(library)
 
 
 def test_pages_of_another_size(tmp_path: Path) -> None:
-    """64 KiB, as on some arm64 systems: events are recorded, and read on any machine."""
-    library = page_size_library(tmp_path, 65536)
+    """64 KiB, as on some arm64 systems: events are recorded, and read on any machine.
+
+    By a library that pretends such pages, and refuses to map a file at another offset.
+    """
+    (tmp_path / "pages.cc").write_text(PAGES)
+    library = shared_library(tmp_path / "pages.cc", tmp_path / "pages.so", "-DPAGE_BYTES=65536")
     folder = tmp_path / "recorded"
     env = os.environ | {"LD_PRELOAD": library, "RINGCOMM_TRACE": str(folder)}
     env |= {"RINGCOMM_TRACE_EVENTS": "64"}
@@ -504,9 +506,7 @@ def test_what_cannot_be_recorded_to_is_an_error(kind: str, tmp_path: Path) -> No
         expected = "PermissionError: [Errno 13] RINGCOMM_TRACE: cannot record to the folder"
     else:
         env = {"RINGCOMM_TRACE_EVENTS": "many"}
-        expected = (
-            "ValueError: the environment variable RINGCOMM_TRACE_EVENTS must be a whole number"
-        )
+        expected = "ValueError: the environment variable RINGCOMM_TRACE_EVENTS must be a whole"
     args: dict[str, Any] = {"world_size": 1, "env": [env], "backend": None}
     (error,) = record(folder, record_to, folder, kind == "locked", **args)
     assert error.startswith(expected)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import run_ranks
+from ranks import init_group, run_ranks
 
 import ringcomm
 from ringcomm import tuning
@@ -23,9 +23,8 @@ SIZES = [KIB << k for k in range(0, 13, 2)]  # 1 KiB to 4 MiB: several pieces of
 
 
 def make_world(world_size: int, one_shot_max_bytes: int = 256 * KIB) -> tuning.World:
-    points = tuple(
-        tuning.Point(1024, name, 1.0, 2.0, 3.5, 100) for name in ("one_shot", "two_shot")
-    )
+    names = ("one_shot", "two_shot")
+    points = tuple(tuning.Point(1024, name, 1.0, 2.0, 3.5, 100) for name in names)
     return tuning.World(world_size, 0.1, 90.0, 2.7, 1.2, True, one_shot_max_bytes, points)
 
 
@@ -54,16 +53,8 @@ def test_a_wrong_file_is_named(tmp_path: Path) -> None:
         (("worlds",), [], "worlds must have one entry for each"),
         (("worlds", 1), 7, "not written by `ringcomm tune`"),
         (("worlds", 1, "world_size"), 2, r"worlds must have one entry .* got \[2, 2\]"),
-        (
-            ("worlds", 0, "world_size"),
-            True,
-            "world_size must be a whole number from 2 to 64, got True",
-        ),
-        (
-            ("worlds", 0, "one_shot_max_bytes"),
-            0,
-            "one_shot_max_bytes must be a whole number from 1",
-        ),
+        (("worlds", 0, "world_size"), True, "world_size must be a whole .* from 2 to 64, got True"),
+        (("worlds", 0, "one_shot_max_bytes"), 0, "one_shot_max_bytes must be a whole .* from 1"),
         (("worlds", 0, "one_shot_max_bytes"), None, "field one_shot_max_bytes is missing"),
         (("worlds", 0, "alpha_us"), -1, "alpha_us must be a number from 0 to .* got -1"),
         (("worlds", 0, "points", 1, "algorithm"), None, "missing .* 'algorithm'"),
@@ -111,9 +102,7 @@ def test_terms_are_those_of_the_design() -> None:
     beta=st.floats(5, 500),
     overhead=st.floats(0, 10),
 )
-def test_the_fit_finds_what_made_the_times(
-    world_size: int, alpha: float, beta: float, overhead: float
-) -> None:
+def test_the_fit_of_times(world_size: int, alpha: float, beta: float, overhead: float) -> None:
     cost = fit_cost(model_points(world_size, alpha, beta, overhead), world_size)
     found = (cost["alpha_us"], cost["beta_us_per_mib"], cost["overhead_us"])
     assert found == pytest.approx((alpha, beta, overhead), rel=1e-3, abs=1e-3)
@@ -159,9 +148,6 @@ def test_no_other_measured_size_would_choose_better(gains: list[float]) -> None:
     assert found <= max(ratios)  # nobody knows about more
 
 
-# ---- groups
-
-
 def algorithm_used(rank: int) -> list[str]:
     dist.all_reduce(torch.ones(1000))
     return [name for op, name in ringcomm.stats(dist.group.WORLD) if op == "all_reduce"]
@@ -188,11 +174,8 @@ def make_group(rank: int, folder: str, name: str) -> str:
     if name == "own":
         tuning.save(tuning.Tuning("", {}, "", "", (make_world(2, 1000 + rank),)), path)
     options = ringcomm.Options(tuning=path)
-    store = dist.FileStore(f"{folder}/{name}-store", 2)
     with pytest.raises((ringcomm.MismatchError, FileNotFoundError)) as error:
-        dist.init_process_group(
-            "ringcomm", store=store, rank=rank, world_size=2, pg_options=options
-        )
+        init_group(rank, 2, f"{folder}/{name}-store", pg_options=options)
     return f"{type(error.value).__name__}: {error.value}"
 
 
@@ -202,6 +185,5 @@ def test_files_that_differ_or_are_missing_make_no_group(tmp_path: Path) -> None:
         assert "one_shot_max_bytes=1000" in text
         assert "one_shot_max_bytes=1001" in text
     for text in run_ranks(2, make_group, str(tmp_path), "no", backend=None, fresh=True):
-        assert re.match(
-            r"FileNotFoundError: .*tuning file .*no[01]\.json.*not exist.*`ringcomm tune", text
-        )
+        said = r"FileNotFoundError: .*tuning file .*no[01]\.json.*not exist.*`ringcomm tune"
+        assert re.match(said, text)

@@ -69,9 +69,7 @@ def calls_of(row: Row, folder: Path) -> list[list[str]]:
     return found
 
 
-def test_commands_are_as_their_programs_have_them(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_commands_fit_their_programs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Each part of a row; scripts parse their options, as if there were a GPU; files are there."""
     for row in verify_gpu.tables_of(verify_gpu.PAGE)[0]:
         assert row.command or row.how.startswith("not scripted: ")
@@ -121,9 +119,7 @@ def test_rows_select_tests(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_keeps_what_it_has_and_the_next_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_goes_on_with_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verify_gpu, "gpu_archs", lambda: ["90"])
     page = tmp_path / "page.md"
 

@@ -34,3 +34,8 @@ def covering(*axes: Iterable[Any]) -> list[Any]:
     longest = max(map(len, values))
     chosen = {tuple(axis[i % len(axis)] for axis in values) for i in range(longest)}
     return quick(itertools.product(*values), *chosen)
+
+
+def name_of(value: Any) -> str:
+    """What cases are called by: the name of a function, and text."""
+    return str(getattr(value, "__name__", value))

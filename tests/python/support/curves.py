@@ -92,9 +92,8 @@ def whole(tensor: Tensor) -> Tensor:
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
     """The whole weights, by the names that they have without a wrapper."""
-    return {
-        name.removeprefix("module."): whole(value) for name, value in model.state_dict().items()
-    }
+    state = model.state_dict()
+    return {name.removeprefix("module."): whole(value) for name, value in state.items()}
 
 
 def single_process(num_blocks: int = 2, **options: Any) -> Run:

@@ -1,4 +1,4 @@
-"""run_program(): the text of a program as each rank, in processes of its own."""
+"""run_program(): the text of a program as each rank. run_command(): a process, to its end."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Ended(NamedTuple):
@@ -48,3 +48,12 @@ def run_program(
             rank.kill()
             rank.wait()
     return [Ended(rank.returncode, *texts) for rank, texts in zip(ranks, said, strict=True)]
+
+
+def run_command(
+    *command: object, timeout_s: float = 120, env: Mapping[str, str] | None = None, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """Runs one to its end, whatever that is; `env` is added to this process's."""
+    options |= {"env": {**os.environ, **(env or {})}, "timeout": timeout_s}
+    words = [*map(str, command)]
+    return subprocess.run(words, capture_output=True, text=True, check=False, **options)

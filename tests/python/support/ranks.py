@@ -28,17 +28,6 @@ from typing import Any
 import pytest
 import rank_server
 
-__all__ = [
-    "Body",
-    "Pool",
-    "RankFailure",
-    "Server",
-    "in_ranks",
-    "init_group",
-    "make_test",
-    "run_ranks",
-]
-
 # After the first error the others, who may be waiting for that rank, get this long to say theirs.
 GRACE_S = 3.0
 CLOSE_TIMEOUT_S = 60.0
@@ -454,16 +443,14 @@ def _leave(rank: int) -> set[str]:
     """Names this process's sockets of ringcomm, and destroys the groups."""
     import torch.distributed as dist
 
-    mine = set()
+    lines, mine = _ringcomm_sockets(), set()
     for link in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):  # closed meanwhile
             mine.add(os.readlink(link))
-    names = {
-        line.split()[-1] for line in _ringcomm_sockets() if f"socket:[{line.split()[6]}]" in mine
-    }
     if dist.is_initialized():
         dist.destroy_process_group()
-    return names
+    fields = [line.split() for line in lines]
+    return {line[-1] for line in fields if f"socket:[{line[6]}]" in mine}
 
 
 def end_groups() -> None:
