@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from oracle import default_dtype
 from ranks import in_ranks
+from steps import apply_steps
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -39,8 +40,6 @@ from ringcomm.parallel import (
 
 ROOT = Path(__file__).resolve().parents[3]
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
-
-# ---- every factory call says its dtype, and its device
 
 FACTORIES = {"zeros", "ones", "empty", "full", "tensor", "rand", "randn", "eye", "linspace"}
 FACTORIES |= {"logspace", "scalar_tensor", "asarray", "empty_strided", "normal", "Tensor"}
@@ -216,8 +215,7 @@ def trained(name: str, first: Any = None, between: Any = None, around: Any = Non
                 evaluate(*batch(9))
             model.train()
         losses.append(step(*batch(idx)))
-        optimizer.step()
-        optimizer.zero_grad()
+        apply_steps(optimizer)
         if around is not None and idx == 0 and name != "infinity":  # its state is in files
             with around():
                 get_state_dict(model, optimizer)
@@ -319,9 +317,6 @@ def test_a_parameter_server_in_other_surroundings(rank: int, around: Any) -> Non
             server.pull(fresh=True)
         results.append([param.detach().clone() for param in model.parameters()])
     assert_same(results[1], results[0], around.__name__)
-
-
-# ---- the step count of AdamW
 
 
 @in_ranks(2)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from full_states import full_weights
 from one_process import same
 from ranks import in_ranks
+from steps import apply_steps
 from torch import Tensor, nn
 from whole_optimizers import Averaged, Muon64, by_dimensions
 
@@ -91,9 +92,7 @@ def step(
     (optimizer.scale(loss) if hasattr(optimizer, "scale") else loss).backward()
     if world_size == 1 and (clip := getattr(model, "clip", None)):
         model.norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
-    for each in optimizers_of(optimizer):
-        each.step()
-        each.zero_grad()
+    apply_steps(*optimizers_of(optimizer))
 
 
 def compare(
@@ -124,24 +123,6 @@ def compare(
             if number == 0:
                 after_first(model)
     same(full_weights(models[1]), full_weights(models[0]), 5e-6)
-
-
-@STAGES
-@in_ranks(2)
-def test_gradients_of_experts_have_their_size(rank: int, stage: int) -> None:
-    """https://github.com/deepspeedai/DeepSpeed/issues/6545, https://github.com/deepspeedai/DeepSpeed/issues/5618:
-    not that times the ranks; https://github.com/deepspeedai/DeepSpeed/issues/8475,
-    https://github.com/hpcaitech/ColossalAI/issues/2192: each counts once in the norm."""
-    compare(rank, stage, lambda model: torch.optim.SGD(model.parameters(), 0.1), clip=1e9)
-    compare(rank, stage, lambda model: torch.optim.SGD(model.parameters(), 0.1), clip=0.01)
-
-
-@STAGES
-@pytest.mark.parametrize("names", [["router"], ["first"], ["last", "experts"]])
-@in_ranks(2)
-def test_parts_that_are_frozen(rank: int, stage: int, names: list[str]) -> None:
-    """https://github.com/NovaSky-AI/SkyRL/pull/1568, https://github.com/modelscope/ms-swift/issues/5512"""
-    compare(rank, stage, prepare=only(*names), clip=0.01)
 
 
 @STAGES

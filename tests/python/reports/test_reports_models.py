@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from full_states import full_weights
 from ranks import in_ranks
+from steps import apply_steps, train_step
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -61,10 +62,7 @@ def train(model: Any, num_steps: int = 2, seed: int | None = None, **more: Any) 
     for step in range(num_steps):
         ids = ids_of(step)
         loss = model.train()(input_ids=ids, **{"labels": ids, **more}).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
+        losses.append(train_step(loss, optimizer))
     return losses
 
 
@@ -365,9 +363,6 @@ def test_a_compiled_model_with_labels(rank: int) -> None:
     check_weights(model, alone)
 
 
-# ---- generation
-
-
 @in_ranks(2)
 @pytest.mark.parametrize(
     "options",
@@ -457,7 +452,6 @@ BLOCKS: dict[str, Callable[[], list[nn.Module]]] = {
     "unused": lambda: [*(Pair() for _ in range(4)), Pair(is_last=True)],
     "in place": lambda: [nn.Linear(DIM, DIM), *(Writes() for _ in range(4))],
     "frozen": frozen_start,
-    "linear": linears,
 }
 
 
@@ -468,18 +462,40 @@ def run_blocks(blocks: Any, x: Tensor) -> Any:
     return value
 
 
-def check_pipeline(
-    kind: str, schedule: str, before: Callable[[Any, Tensor], object] | None = None, every: int = 1
-) -> None:
-    """Compares with one process that runs the same micro-batches; a step after `every` batches."""
+SCHEDULES = ("1f1b", "zero-bubble", "zbv")
+
+
+@pytest.mark.parametrize(
+    ("kind", "schedule"),
+    [
+        # https://github.com/pytorch/pytorch/pull/181365: split backward passes and shared weights.
+        *(("shared", schedule) for schedule in SCHEDULES),
+        # https://github.com/pytorch/pytorch/issues/152827: an input that a stage does not use.
+        *(("unused", schedule) for schedule in SCHEDULES),
+        # https://github.com/pytorch/pytorch/issues/727: in-place operations on leaves. A stage's
+        # input is a leaf, which in one process it is not.
+        *(("in place", schedule) for schedule in ("gpipe", "interleaved", "zbv")),
+        # https://github.com/pytorch/pytorch/issues/162822: stages without a backward pass.
+        *(("evaluated", schedule) for schedule in ("1f1b", "zbv")),
+        # https://github.com/pytorch/torchtitan/issues/1733: earlier gradients are scaled again.
+        ("two batches", "1f1b"),
+        # https://github.com/deepspeedai/DeepSpeed/issues/3895: messages that need no gradient.
+        *(("frozen", schedule) for schedule in ("1f1b", "zero-bubble")),
+    ],
+)
+@in_ranks(2)
+def test_pipelines(rank: int, kind: str, schedule: str) -> None:
+    """As one process that runs the same micro-batches."""
+    make, every = BLOCKS.get(kind, linears), 2 if kind == "two batches" else 1
     torch.manual_seed(0)
-    alone = nn.Sequential(*BLOCKS[kind]())
+    alone = nn.Sequential(*make())
     torch.manual_seed(0)
-    pipe = pipeline.Pipeline(BLOCKS[kind](), F.mse_loss, schedule, num_microbatches=4)
+    pipe = pipeline.Pipeline(make(), F.mse_loss, schedule, num_microbatches=4)
     optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (alone, pipe)]
     batches = torch.randn(4, 2, 8, DIM, generator=torch.Generator().manual_seed(1))
-    if before is not None:
-        before(pipe, batches[0, 0])
+    if kind == "evaluated":
+        pipe.evaluate(batches[0, 0], batches[0, 0])
+        pipe.forward(batches[0, 0, :4])
     for idx, (x, target) in enumerate(batches):
         total = 0.0
         for part, wanted in zip(x.chunk(4), target.chunk(4), strict=True):
@@ -487,59 +503,8 @@ def check_pipeline(
             loss.backward()
             total += float(loss.detach())
         assert float(pipe.step(x.clone(), target)) == pytest.approx(total, abs=1e-5)
-        for optimizer in optimizers if idx % every == every - 1 else ():
-            optimizer.step()
-            optimizer.zero_grad()
+        apply_steps(*optimizers if idx % every == every - 1 else ())
     check_weights(pipe, alone)
-
-
-@in_ranks(2)
-@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble", "zbv"])
-def test_a_weight_used_around_another_one(rank: int, schedule: str) -> None:
-    """https://github.com/pytorch/pytorch/pull/181365: split backward passes and shared weights."""
-    check_pipeline("shared", schedule)
-
-
-@in_ranks(2)
-@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble", "zbv"])
-def test_messages_without_a_gradient(rank: int, schedule: str) -> None:
-    """https://github.com/pytorch/pytorch/issues/152827: an input that a stage does not use."""
-    check_pipeline("unused", schedule)
-
-
-@in_ranks(2)
-@pytest.mark.parametrize("schedule", ["gpipe", "interleaved", "zbv"])
-def test_blocks_that_write_into_their_inputs(rank: int, schedule: str) -> None:
-    """https://github.com/pytorch/pytorch/issues/727: in-place operations on leaves.
-
-    A stage's input is a leaf, which in one process it is not.
-    """
-    check_pipeline("in place", schedule)
-
-
-@in_ranks(2)
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
-def test_evaluation_before_training(rank: int, schedule: str) -> None:
-    """https://github.com/pytorch/pytorch/issues/162822: stages without a backward pass."""
-
-    def evaluate(pipe: pipeline.Pipeline, x: Tensor) -> None:
-        pipe.evaluate(x, x)
-        pipe.forward(x[:4])
-
-    check_pipeline("linear", schedule, evaluate)
-
-
-@in_ranks(2)
-def test_gradients_of_several_steps(rank: int) -> None:
-    """https://github.com/pytorch/torchtitan/issues/1733: earlier gradients are scaled again."""
-    check_pipeline("linear", "1f1b", every=2)
-
-
-@in_ranks(2)
-@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
-def test_first_stages_that_are_frozen(rank: int, schedule: str) -> None:
-    """https://github.com/deepspeedai/DeepSpeed/issues/3895: messages that need no gradient."""
-    check_pipeline("frozen", schedule)
 
 
 @in_ranks(2)
@@ -563,9 +528,6 @@ def test_dropout_that_is_recomputed(rank: int) -> None:
         loss = pipe.step(torch.ones(8, DIM), torch.ones(8, DIM))
         found.append([loss, *(param.grad for param in pipe.parameters())])
     torch.testing.assert_close(*found)
-
-
-# ---- experts
 
 
 def own_group() -> dist.ProcessGroup:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import in_ranks
+from steps import train_step
 from torch import Tensor, nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
@@ -48,9 +49,7 @@ def made(**options: Any) -> tuple[Any, Any]:
 
 
 def train(model: Any, optimizer: Any) -> None:
-    model(X.clone().requires_grad_()).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    train_step(model(X.clone().requires_grad_()).sum(), optimizer)
 
 
 @in_ranks(2)
