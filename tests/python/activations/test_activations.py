@@ -10,15 +10,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from activation_models import (
-    NUM_BLOCKS,
-    PLAN,
-    SAVED_BYTES,
-    assert_equal,
-    backward,
-    make,
-    run,
-)
+from activation_models import NUM_BLOCKS, PLAN, SAVED_BYTES, assert_equal, backward, make, run
 from ranks import in_ranks, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -33,12 +25,23 @@ def sent_bytes(name: str) -> int:
     return sum(entry["sent_bytes"] for key, entry in ringcomm.stats().items() if key[0] == name)
 
 
-# ---- partition()
-
-
-def check_bits(
+@pytest.mark.parametrize(
+    ("world_size", "options", "reentrant", "dtype"),
+    [
+        (2, {}, False, torch.float32),
+        (3, {"offload": "cpu"}, False, torch.bfloat16),
+        (4, {"offload": "cpu", "check": False}, True, torch.float32),
+        (4, {"arena": True}, False, torch.bfloat16),
+        (3, {"arena": True, "check": False}, True, torch.float32),
+        (2, {}, True, torch.bfloat16),
+    ],
+    ids=str,
+)
+@in_ranks()
+def test_bits(
     rank: int, device: str, options: dict[str, Any], reentrant: bool, dtype: torch.dtype
 ) -> None:
+    """With dropout; twice, in shards that are uneven."""
     place = ranks.place(device, rank)
     blocks = make(rank, 0.2).to(place, dtype)
     expected = backward(run(blocks, reentrant), blocks)
@@ -56,25 +59,6 @@ def check_bits(
         assert held.saved_bytes == held.host_bytes == 0
     if arena is not None:
         assert (arena.num_blocks, arena.used_bytes) == (1, 0)
-
-
-@pytest.mark.parametrize(
-    ("world_size", "options", "reentrant", "dtype"),
-    [
-        (2, {}, False, torch.float32),
-        (3, {"offload": "cpu"}, False, torch.bfloat16),
-        (4, {"offload": "cpu", "check": False}, True, torch.float32),
-        (4, {"arena": True}, False, torch.bfloat16),
-        (3, {"arena": True, "check": False}, True, torch.float32),
-        (2, {}, True, torch.bfloat16),
-    ],
-    ids=str,
-)
-def test_bits(
-    device: str, world_size: int, options: dict[str, Any], reentrant: bool, dtype: torch.dtype
-) -> None:
-    """With dropout; twice, in shards that are uneven."""
-    run_ranks(world_size, check_bits, device, options, reentrant, dtype)
 
 
 def check_bytes(rank: int, world_size: int, offload: Any) -> tuple[int, int, int, int]:
@@ -179,9 +163,6 @@ def test_what_stays_whole_and_errors(rank: int) -> None:
     for wrong, text in ((None, "no default for cpu; got None"), (-1 + rank, "got")):
         with pytest.raises(ValueError, match=text):  # a rank alone: the others are told
             activations.auto(limit_bytes=wrong)
-
-
-# ---- auto()
 
 
 def check_steps(rank: int, limits: list[int], choice: str) -> tuple[list[str], list[int]]:

@@ -88,9 +88,6 @@ def test_the_training_of_one_process(
         torch.testing.assert_close(whole, results[0][1], rtol=0, atol=0)
 
 
-# ---- bits
-
-
 def train_in_order(case: Case, sizes: list[int]) -> dict[str, Tensor]:
     """One process, whose experts take the ranks' rows one behind the other, as on their rank.
 
@@ -368,10 +365,7 @@ def test_arguments_of_the_router() -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"top_k": 5}, "top_k must be 1 to 4, the number of experts, got 5"),
         ({"num_experts": 0}, "num_experts must be 1 or more, got 0"),
-        (
-            {"capacity_factor": 0.0},
-            "capacity_factor must be positive and finite.*got 0.0",
-        ),
+        ({"capacity_factor": 0.0}, "capacity_factor must be positive and finite.*got 0.0"),
         ({"capacity_factor": float("nan")}, "capacity_factor .*got nan"),
         ({"top_k": 1, "normalize_weights": True}, "the router would learn nothing"),
     ]

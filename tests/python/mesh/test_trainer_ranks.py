@@ -44,9 +44,6 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
-# ---- Accelerate
-
-
 def load_by_accelerate(rank: int) -> list[Tensor]:
     from ringcomm.integrations.accelerate import register
 
@@ -123,9 +120,6 @@ def test_what_accelerate_would_do_wrong(rank: int) -> None:
         accelerator.clip_grad_norm_(next(model.parameters()), 0.3)
     with pytest.raises(ValueError, match="the option clip_grad_value="):
         accelerator.clip_grad_value_(model.parameters(), 0.3)
-
-
-# ---- Trainer
 
 
 class ForTrainer(nn.Module):

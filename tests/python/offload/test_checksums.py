@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
+from steps import train_step
 from torch import Tensor, nn
 
 import ringcomm
@@ -135,18 +136,13 @@ def test_a_store_that_is_not_kept_has_them_too(tmp_path: Path) -> None:
     assert torch.equal(read(store, "a"), values(10_000, 1))
 
 
-# ---- what trains from a file
-
-
 def network() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(130, 130), nn.Tanh(), nn.Linear(130, 130))
 
 
 def step(model: nn.Module, optimizer: Any) -> None:
-    model(torch.ones(4, 130)).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    train_step(model(torch.ones(4, 130)).square().mean(), optimizer)
 
 
 def test_a_state_of_offload(tmp_path: Path) -> None:

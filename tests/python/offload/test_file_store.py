@@ -129,9 +129,6 @@ def test_a_store_that_is_dropped_ends_well(tmp_path: Path) -> None:
         read(FileStore(tmp_path), "0")  # nothing was committed
 
 
-# ---- commits
-
-
 OPERATIONS = st.lists(
     st.one_of(
         st.tuples(st.just("put"), st.integers(0, 3), st.integers(0, 255)),

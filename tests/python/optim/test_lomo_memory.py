@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from allocations import peak_bytes, record_allocations
+from steps import apply_steps
 from torch import Tensor, nn
 from torch.distributed._tools.mem_tracker import MemTracker
 
@@ -46,8 +47,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         optimizer.backward(loss)
     else:
         loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    apply_steps(optimizer)
 
 
 def kept_bytes(optimizer: torch.optim.Optimizer) -> int:
