@@ -15,14 +15,11 @@ from ranks import in_ranks, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from zero_models import sent_bytes
 
 import ringcomm
 from ringcomm.nn import ColumnParallelLinear, RowParallelLinear
 from ringcomm.parallel import activations
-
-
-def sent_bytes(name: str) -> int:
-    return sum(entry["sent_bytes"] for key, entry in ringcomm.stats().items() if key[0] == name)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +60,7 @@ def test_bits(
 
 def check_bytes(rank: int, world_size: int, offload: Any) -> tuple[int, int, int, int]:
     blocks = make(rank)
-    reduced, digests = sent_bytes("all_reduce"), sent_bytes("all_gather")
+    reduced, digests = sent_bytes()["all_reduce"], sent_bytes()["all_gather"]
     # Recomputed to the end, as the paper counts; torch stops a block before its last all_reduce.
     with (
         set_checkpoint_early_stop(False),
@@ -73,13 +70,13 @@ def check_bytes(rank: int, world_size: int, offload: Any) -> tuple[int, int, int
     kept = held.saved_bytes + held.host_bytes
     assert held.num_saved == NUM_BLOCKS
     assert held.host_bytes == (kept if offload else 0)
-    gathered = sent_bytes("all_gather")
+    gathered = sent_bytes()["all_gather"]
     out.sum().backward()
     return (
         kept,
-        sent_bytes("all_gather") - gathered,
+        sent_bytes()["all_gather"] - gathered,
         gathered - digests,
-        sent_bytes("all_reduce") - reduced,
+        sent_bytes()["all_reduce"] - reduced,
     )
 
 
@@ -189,9 +186,9 @@ def check_steps(rank: int, limits: list[int], choice: str) -> tuple[list[str], l
             assert kept == (False, min(limits) < PLAN)
         else:
             assert kept == (choice == "partition", choice == "partition+cpu")
-        before = sent_bytes("all_gather")
+        before = sent_bytes()["all_gather"]
         assert_equal(backward(out, blocks), expected)
-        gathered.append(sent_bytes("all_gather") - before)
+        gathered.append(sent_bytes()["all_gather"] - before)
     assert (arena.num_blocks, arena.used_bytes) == (1, 0)
     logging.getLogger("ringcomm").removeHandler(handler)
     return messages, gathered

@@ -73,7 +73,7 @@ def system_of(name: str, folder: Path) -> tuple[nn.Module, Any, Any]:
         *(0.01, (0.9, 0.999), 1e-2),
         to="nvme" if "files" in name else "cpu",
         path=folder if "files" in name else None,
-        chunk_elems=500,
+        chunk_elems=5000 if "Infinity" in name else 500,
     )
     if name == "offload":
         return model, own, None

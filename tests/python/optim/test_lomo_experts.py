@@ -15,7 +15,7 @@ from steps import apply_steps
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from whole_optimizers import AdaLomoOracle
-from zero_models import assert_close, weights
+from zero_models import assert_alike, assert_close, weights
 
 from ringcomm.optim import AdaLomo, Lomo
 from ringcomm.parallel import expert, get_state_dict, set_state_dict
@@ -117,10 +117,7 @@ def test_experts_are_updated_in_the_backward_pass(rank: int) -> None:
         assert opt.held_bytes == sum(param.nbytes for param in others.values())
         opt.step()
         assert not any(param.equal(before[name]) for name, param in others.items())
-    for name, param in others.items():
-        found = [torch.empty_like(param) for _ in range(2)]
-        dist.all_gather(found, param.detach())
-        assert found[0].equal(found[1]), name
+    assert_alike({name: param.detach() for name, param in others.items()})
 
 
 @in_ranks(2)

@@ -54,6 +54,7 @@ def test_what_is_no_pipeline(rank: int) -> None:
 
 @in_ranks(2)
 def test_what_is_no_step(rank: int) -> None:
+    """https://github.com/pytorch/pytorch/issues/126600: rows that micro-batches do not divide."""
     pipe = make()
     x, y = batch(0)
 

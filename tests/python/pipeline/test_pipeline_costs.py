@@ -18,8 +18,8 @@ from pipeline_models import M, make_deep, mse
 from ranks import in_ranks, run_ranks
 from schedule_simulation import orders_of, simulate
 from torch import Tensor
+from zero_models import sent_bytes
 
-import ringcomm
 from ringcomm.parallel import pipeline
 from ringcomm.parallel.pipeline.torch_stage import HAS_HALVES
 
@@ -62,13 +62,6 @@ class Saved:
             self.max_live[stage] = max(self.max_live[stage], len({p.micro_batch for p in own}))
             self.max_bytes[stage] = max(self.max_bytes[stage], num_bytes)
         return found
-
-
-def sent_bytes() -> Counter[str]:
-    sent: Counter[str] = Counter()
-    for (name, _), counters in ringcomm.stats().items():
-        sent[name] += counters["sent_bytes"]
-    return sent
 
 
 def run_step(rank: int, schedule: str, recompute: bool) -> dict[str, Any]:

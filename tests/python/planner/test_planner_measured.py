@@ -14,7 +14,7 @@ from steps import apply_steps, train_step
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from zero_models import live_bytes
+from zero_models import live_bytes, sent_bytes
 
 import ringcomm
 from ringcomm.nn import (
@@ -129,10 +129,6 @@ def rows(seed: int = 0, shape: ModelShape = SHAPE) -> Tensor:
     return torch.randint(shape.vocab, (BATCH, shape.context + 1), generator=generator)
 
 
-def sent_bytes() -> int:
-    return sum(entry["sent_bytes"] for entry in ringcomm.stats().values())
-
-
 def saved_bytes(model: nn.Module, ids: Tensor) -> int:
     """What a forward pass keeps for the backward pass: live storages, each once, no weights."""
     weights = {param.untyped_storage().data_ptr() for param in model.parameters()}
@@ -178,13 +174,13 @@ def train(
     optimizer: Any = zero.shard(model, adamw, stage, **dtype) if stage else adamw
     replica: Any = model if stage else DistributedDataParallel(model)
     for step in range(3):  # the second one rebuilds the buckets of DDP
-        before = sent_bytes()
+        before = sent_bytes().total()
         for i in range(num_micro_batches):
             replica(rows(2 * step + rank + 10 * i)).backward()
         grads = [param.grad for param in model.parameters() if param.grad is not None]
         gradients = live_bytes(grads if stage in (0, 3) else optimizer.gradient_tensors())
         apply_steps(optimizer)
-        sent = sent_bytes() - before
+        sent = sent_bytes().total() - before
     states = (
         optimizer.state_tensors()
         if stage
@@ -235,9 +231,9 @@ def train_lomo(rank: int, is_sharded: bool) -> tuple[int, int, int]:
         WeightShards(model)
     optimizer = Lomo(model, lr=1e-3, group=None if is_sharded else torch.distributed.group.WORLD)
     for step in range(2):
-        before = sent_bytes()
+        before = sent_bytes().total()
         train_step(model(rows(2 * step + rank)), optimizer)
-        sent = sent_bytes() - before
+        sent = sent_bytes().total() - before
     return sent, live_bytes(model.parameters()), sum(1 for _ in model.parameters())
 
 
@@ -289,9 +285,9 @@ def test_offloaded_states(to: str, tmp_path: Path) -> None:
 
 def count_split(rank: int, is_sequence_split: bool, is_checkpointed: bool) -> list[int]:
     model = split(Decoder(is_checkpointed=is_checkpointed), is_sequence_split=is_sequence_split)
-    before = sent_bytes()
+    before = sent_bytes().total()
     model(rows()).backward()
-    sent = sent_bytes() - before
+    sent = sent_bytes().total() - before
     kept = saved_bytes(model, rows())
     return [sent, kept, live_bytes(model.parameters())]
 

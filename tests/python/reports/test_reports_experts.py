@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from full_states import full_weights
-from one_process import same
+from one_process import adamw, muon, same
 from ranks import in_ranks
 from steps import apply_steps
 from torch import Tensor, nn
-from whole_optimizers import Averaged, Muon64, by_dimensions
+from whole_optimizers import Averaged
 
 from ringcomm.nn import MixtureOfExperts
 from ringcomm.parallel import zero
@@ -42,15 +42,6 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Any:
         x = torch.tanh(self.first(x))
         return self.last(x + self.moe(x))
-
-
-def adamw(model: nn.Module) -> Any:
-    return torch.optim.AdamW(model.parameters(), 0.02, eps=1e-3)
-
-
-def muon(model: nn.Module) -> Any:
-    groups = [{"params": [*model.parameters()]}]
-    return by_dimensions(groups, Muon64, lambda own: torch.optim.AdamW(own, 0.02, eps=1e-3))
 
 
 def averaged(model: nn.Module) -> Any:

@@ -295,70 +295,6 @@ def test_autocast_casts_as_torch_does(dtype: torch.dtype, given: torch.dtype) ->
     assert outcomes[0] == outcomes[1]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("kind", [Lomo, AdaLomo])
-@pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 0.1}, {"loss_scale": "dynamic"}])
-def test_default_dtype(kind: Any, dtype: torch.dtype, options: dict[str, Any]) -> None:
-    """Programs that load models set it: https://github.com/huggingface/transformers/issues/30371."""
-    found = []
-    for default in (torch.float32, dtype):
-        model = net()
-        torch.set_default_dtype(default)
-        try:
-            opt = kind(model, LR, **options)
-            for x in ROWS[:2]:
-                opt.scale(model(x).square().mean()).backward()
-                opt.step()
-        finally:
-            torch.set_default_dtype(torch.float32)
-        states = [value for state in opt.state.values() for value in state.values()]
-        found.append([*weights(model), *states])
-    torch.testing.assert_close(*found, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("is_training", [False, True])
-@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
-@both_modes
-def test_evaluation_comes_first(mode: Any, is_training: bool, options: dict[str, Any]) -> None:
-    """Lightning checks a model before its first step, in inference mode.
-
-    https://github.com/meta-pytorch/torchtune/pull/2818
-    """
-
-    def loop(model: Any, opt: Any) -> None:
-        model.train(is_training)
-        with mode():
-            model(ROWS[0])
-        model.train()
-        steps(model, opt)
-        with mode():
-            opt.zero_grad()
-            model(ROWS[0])
-        steps(model, opt)
-
-    check_same_as_sgd(loop, **options)
-
-
-@pytest.mark.parametrize("is_loaded", [False, True])
-def test_states_made_in_inference_mode_are_trained(is_loaded: bool) -> None:
-    """A framework that restores a checkpoint under a decorator.
-
-    https://github.com/meta-pytorch/torchtune/pull/2818
-    """
-    found = []
-    for mode in (torch.no_grad, torch.inference_mode):
-        model = net()
-        with torch.no_grad() if is_loaded else mode():
-            opt = AdaLomo(model, LR, master=None)
-        if is_loaded:
-            steps(model, opt)
-            with mode():
-                opt.load_state_dict(copy.deepcopy(opt.state_dict()))
-        steps(model, opt)
-        found.append(weights(model))
-    torch.testing.assert_close(*found, rtol=0, atol=0)
-
-
 # ---- recomputation
 
 
@@ -770,13 +706,3 @@ def test_nested_segments_with_dropout(is_reentrant: bool, options: dict[str, Any
             return x
 
     check_same_as_sgd(steps, Nested, **options)
-
-
-def test_optimizer_hooks_run() -> None:
-    """https://github.com/hpcaitech/ColossalAI/issues/3483: a step that hooks do not see."""
-    model, seen = net(), []
-    opt = Lomo(model, LR)
-    opt.register_step_pre_hook(lambda *_: seen.append("pre"))
-    opt.register_step_post_hook(lambda *_: seen.append("post"))
-    steps(model, opt, ROWS[:1])
-    assert seen == ["pre", "post"]

@@ -8,25 +8,18 @@ from typing import Any
 import pytest
 import torch
 from full_states import full_weights
-from one_process import WIDTH, network, same, train
+from one_process import WIDTH, muon, network, same, train
 from one_process import pair as of_one_process
 from ranks import in_ranks, run_ranks
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
-from whole_optimizers import Averaged, EachWeight, Muon64, by_dimensions, orthogonal
+from whole_optimizers import Averaged, EachWeight, Muon64, orthogonal
 
 from ringcomm.parallel import get_state_dict as get_whole_state
 from ringcomm.parallel import set_state_dict as set_whole_state
 from ringcomm.parallel import zero
 
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
-
-
-def pair(model: nn.Module, lr: float = 0.02) -> list[torch.optim.Optimizer]:
-    params = [{"params": [*model.parameters()]}]
-    return by_dimensions(
-        params, lambda own: Muon64(own, lr), lambda own: torch.optim.AdamW(own, lr, eps=1e-3)
-    )
 
 
 class MuonWithAdam(EachWeight):
@@ -369,7 +362,7 @@ def test_fewer_rows_than_ranks(rank: int) -> None:
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(WIDTH, 2), nn.Tanh(), nn.Linear(2, 3, bias=False))
 
-    both = of_one_process(3, pair, make)
+    both = of_one_process(3, muon, make)
     for step in range(3):
         for each in (*both.given, both.optimizer):
             for group in each.param_groups:

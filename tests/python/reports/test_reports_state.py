@@ -262,7 +262,10 @@ def test_states_in_containers_are_kept_or_refused(rank: int) -> None:
 
 @in_ranks(2)
 def test_optimizers_of_whole_weights_are_refused_for_parts(rank: int) -> None:
-    """Without parallelize(), which refuses them itself. A stage of a pipeline has whole weights."""
+    """https://github.com/deepspeedai/DeepSpeed/issues/8437: Muon's update depends on the ranks.
+
+    parallelize() refuses them itself. A stage of a pipeline has whole weights.
+    """
     model = nn.Sequential(
         ColumnParallelLinear(6, 4, bias=False, gather_output=True), nn.Linear(4, 4, bias=False)
     )

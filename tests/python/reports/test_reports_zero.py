@@ -9,26 +9,21 @@ from typing import Any
 import pytest
 import torch
 from full_states import full_weights
-from one_process import WIDTH, network, pair, rows, same, train
+from one_process import WIDTH, adamw, muon, network, pair, rows, same, train
 from ranks import in_ranks
-from torch import nn
+from steps import train_step
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from whole_optimizers import EachWeight, Muon64, by_dimensions
+from torch.distributed.fsdp import register_fsdp_forward_method
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.utils.checkpoint import checkpoint
+from whole_optimizers import EachWeight, Muon64
 
 from ringcomm.parallel import get_state_dict as get_whole_state
 from ringcomm.parallel import set_state_dict as set_whole_state
 from ringcomm.parallel import zero
 
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
-
-
-def adamw(model: Any, **options: Any) -> Any:
-    return torch.optim.AdamW(model.parameters(), 0.02, eps=1e-3, **options)
-
-
-def muon(model: Any) -> Any:
-    groups = [{"params": [*model.parameters()]}]
-    return by_dimensions(groups, Muon64, lambda own: torch.optim.AdamW(own, 0.02, eps=1e-3))
 
 
 def check_resumed(both: Any, rank: int, again: Any, optimizer: Any, atol: float = 1e-6) -> None:
@@ -118,8 +113,11 @@ def test_weights_without_elements_or_dimensions(rank: int, stage: int, make: Any
 @pytest.mark.parametrize("make", [torch.optim.AdamW, Muon64])
 @in_ranks(2)
 def test_tensors_as_learning_rates(rank: int, stage: int, make: Any) -> None:
-    """https://github.com/deepspeedai/DeepSpeed/pull/8202, .../pull/7633: the user keeps the tensor,
-    and a scheduler sets it."""
+    """The user keeps the tensor, and a scheduler sets it.
+
+    https://github.com/deepspeedai/DeepSpeed/pull/8202, .../pull/7633,
+    https://github.com/pytorch/pytorch/issues/126670
+    """
     rates = []
 
     def of(model: Any) -> Any:
@@ -325,3 +323,93 @@ def test_two_models_through_each_other(rank: int, stage: int) -> None:
         return found[0] | {f"judge.{name}": value for name, value in found[1].items()}
 
     same(trained(rank, 2), trained(0, 1))
+
+
+# ---- what programs do with a model beside its forward pass: right at stage 3, or refused by name
+
+
+class Towers(nn.Module):
+    """With a method beside forward, which uses weights of the model itself."""
+
+    def __init__(self, *, is_reentrant: bool = False) -> None:
+        torch.manual_seed(0)
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)])
+        self.head = nn.Linear(8, 4)
+        self.is_reentrant = is_reentrant
+
+    def encode(self, x: Tensor) -> Tensor:
+        for layer in (*self.layers, self.layers[0]):
+            x = checkpoint(layer, x, use_reentrant=True) if self.is_reentrant else layer(x)
+        return self.head(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.encode(x).square()
+
+
+X = torch.linspace(-1, 1, 16).view(2, 8)
+
+
+def made(**options: Any) -> tuple[Any, Any]:
+    """A model after a step, and its optimizer."""
+    model = Towers(**options)
+    optimizer = zero.shard(model, torch.optim.SGD(model.parameters(), 0.1), 3)
+    if not options:
+        train_towers(model, optimizer)
+    return model, optimizer
+
+
+def train_towers(model: Any, optimizer: Any) -> None:
+    train_step(model(X.clone().requires_grad_()).sum(), optimizer)
+
+
+@in_ranks(2)
+def test_methods_beside_forward(rank: int) -> None:
+    """https://github.com/haotian-liu/LLaVA/issues/799"""
+    alone = Towers()
+    train_towers(alone, torch.optim.SGD(alone.parameters(), 0.1))
+    model, _ = made()
+    with pytest.raises(RuntimeError, match=r"this Linear are sharded .*register_fsdp_forward_meth"):
+        model.encode(X)
+    register_fsdp_forward_method(model, "encode")
+    torch.testing.assert_close(model.encode(X), alone.encode(X))
+    torch.testing.assert_close(model(X), alone(X))
+
+
+@in_ranks(2)
+def test_what_would_have_no_effect(rank: int) -> None:
+    """Weights that are set by `.data`, and weights that are passed to backward()."""
+
+    def by_data(model: Any) -> None:
+        model.head.weight.data = torch.ones(4, 8)
+
+    def by_sharded_data(model: Any) -> None:
+        model.layers[1][0].bias.data = 2 * model.layers[1][0].bias.data
+
+    def by_vector(model: Any) -> None:
+        vector_to_parameters(0 * parameters_to_vector(model.parameters()), model.parameters())
+
+    for write in (by_data, by_sharded_data, by_vector):
+        model, optimizer = made()
+        wanted, _ = get_whole_state(model, full=True)
+        write(model)
+        for call in (lambda model=model: model(X), optimizer.step):
+            with pytest.raises(RuntimeError, match=r"`\.data` of .* was set.*set_state_dict"):
+                call()
+        torch.testing.assert_close(get_whole_state(model, full=True)[0], wanted, rtol=0, atol=0)
+    model, optimizer = made()
+    model(X).sum().backward(inputs=list(model.parameters()))
+    with pytest.raises(RuntimeError, match=r"backward\(inputs=weights\) does nothing at stage 3"):
+        optimizer.step()
+    train_towers(model, optimizer)  # goes on
+    assert model(X).requires_grad  # not followed by a backward pass
+    train_towers(model, optimizer)
+    optimizer.step()  # without gradients: nothing, as in torch
+
+
+@in_ranks(2)
+def test_a_layer_in_two_reentrant_segments(rank: int) -> None:
+    """https://github.com/deepspeedai/DeepSpeed/issues/2103"""
+    model, optimizer = made(is_reentrant=True)
+    with pytest.raises(RuntimeError, match=r"layers\.0\.0\.weight .*reentrant.*use_reentrant=Fal"):
+        train_towers(model, optimizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -195,10 +196,11 @@ def train(
     return losses
 
 
-def sent_bytes() -> dict[str, int]:
-    found: dict[str, int] = {}
+def sent_bytes() -> Counter[str]:
+    """By this rank so far, by the name of the collective or of the message."""
+    found: Counter[str] = Counter()
     for (name, _), entry in ringcomm.stats().items():
-        found[name] = found.get(name, 0) + entry["sent_bytes"]
+        found[name] += entry["sent_bytes"]
     return found
 
 

@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from cases import covering
 from full_states import full_weights
 from ranks import in_ranks
+from steps import apply_steps
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 from zero_models import (
@@ -63,7 +65,10 @@ def given_and_sharded(
 
 
 def make_schedulers(optimizer: Any) -> list[Any]:
-    """Of all options that schedulers set, and a warm-up from a learning rate of 0."""
+    """Of all options that schedulers set, and a warm-up from a learning rate of 0.
+
+    https://github.com/pytorch/pytorch/pull/113548: one looks for momentum in the defaults.
+    """
     schedulers = torch.optim.lr_scheduler
     cycle = schedulers.OneCycleLR(optimizer, [0.02, 0.04], total_steps=2 * STEPS)
     return [cycle, schedulers.LambdaLR(optimizer, lambda step: min(1.0, step / 3))]
@@ -286,36 +291,40 @@ def test_a_gradient_penalty_is_refused(rank: int, stage: int) -> None:
 
 
 class Failing(torch.autograd.Function):
-    """Raises in the backward pass of a step."""
+    """Raises in the forward or the backward pass of a step."""
 
-    is_on = False
+    fails_in = ""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
+        if Failing.fails_in == "forward":
+            raise ArithmeticError
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        if Failing.is_on:
-            raise ArithmeticError("in backward")
+        if Failing.fails_in == "backward":
+            raise ArithmeticError
         return grad
 
 
-@pytest.mark.parametrize("stage", [*STAGES, INFINITY])
-@pytest.mark.parametrize("where", ["first", "last", "blocks.1"])
+@pytest.mark.parametrize(
+    ("stage", "where"), covering([*STAGES, INFINITY], ["first", "last", "blocks.1"])
+)
 @in_ranks(2)
-def test_an_exception_in_backward(rank: int, stage: int, where: str) -> None:
+def test_an_exception_in_a_pass(rank: int, stage: int, where: str) -> None:
     """All ranks drop the batch and continue, which fully_shard can from torch 2.13 on.
 
     https://github.com/pytorch/torchtitan/issues/1329: batches that do not fit are skipped.
+    https://github.com/pytorch/torchtitan/pull/3724: units stay as they were in the error.
     """
     model, optimizer = make_stage(stage, "momentum")
     model.get_submodule(where).register_forward_hook(lambda _, __, out: Failing.apply(out))
     before = full_weights(optimizer)
-    Failing.is_on = True
+    Failing.fails_in = "backward"
     with pytest.raises(ArithmeticError):
         loss_of(model, *batch(7, rank, 2)).backward()
-    Failing.is_on = False
+    Failing.fails_in = ""
     if stage == 3:
         with pytest.raises(RuntimeError, match="a backward pass raised an error at stage 3"):
             optimizer.step()
@@ -324,4 +333,12 @@ def test_an_exception_in_backward(rank: int, stage: int, where: str) -> None:
         return
     assert same(full_weights(optimizer), before)
     train(model, optimizer, rank, 2)
-    assert_close(full_weights(optimizer), train_alone("momentum"), 1e-5)
+    loss_of(model, *batch(STEPS, rank, 2)).backward()
+    Failing.fails_in = "forward"  # of a micro-batch, which is left out
+    with pytest.raises(ArithmeticError):
+        model(batch(7, rank, 2)[0])
+    Failing.fails_in = ""
+    apply_steps(optimizer)
+    alone = Net()
+    train(alone, make_optimizer(alone, "momentum"), steps=range(STEPS + 1))
+    assert_close(full_weights(optimizer), weights(alone), 1e-5)

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from full_states import full_state, full_weights, load_full_state
 from ranks import in_ranks
-from steps import apply_steps
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import lr_scheduler
@@ -21,9 +20,7 @@ from zero_models import (
     STEPS,
     Net,
     assert_close,
-    batch,
     live_bytes,
-    loss_of,
     same,
     sent_bytes,
     train,
@@ -98,35 +95,6 @@ def test_matrices_have_the_bits_of_one_process(rank: int, stage: int) -> None:
     train(model, optimizer, rank, 2)
     expected = {name: x for name, x in full_weights(alone).items() if x.dim() == 2}
     assert same(full_weights(model), expected)
-
-
-def train_halves(rank: int, stage: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Clipped, with a loss scale, in two micro-batches of bfloat16 with float32 masters."""
-    model = Net()
-    options: dict[str, Any] = {"loss_scale": 64.0, "clip_grad_norm": 0.1}
-    options |= {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-    optimizer = zero.shard(model, muon_and_adamw(model), stage, **options)
-    for step in range(3):
-        for part in range(2):
-            rows = (x.chunk(2)[part] for x in batch(step, rank, 2))
-            optimizer.scale(loss_of(model, *rows)).backward()
-        apply_steps(optimizer)
-    state = full_state(optimizer)
-    load_full_state(optimizer, state)
-    assert same(full_weights(model), full_weights(model))
-    return full_weights(model), state["state"]["first.weight"]
-
-
-@in_ranks(2)
-def test_halves_with_masters(rank: int) -> None:
-    """Stages differ by the rounding of weights only; whole states are those of the shapes."""
-    expected: dict[str, Tensor] = {}
-    for stage in STAGES:
-        weights, state = train_halves(rank, stage)
-        found = {name: x.float() for name, x in weights.items()}
-        expected = expected or found
-        assert_close(found, expected, 1e-2)
-        assert {value.shape for value in state.values() if value.dim()} == {(13, 7)}
 
 
 @pytest.mark.parametrize("kind", ["Muon", "Adafactor"])
