@@ -35,9 +35,7 @@ from ringcomm.parallel import activations
     ids=str,
 )
 @in_ranks()
-def test_bits(
-    rank: int, device: str, options: dict[str, Any], reentrant: bool, dtype: torch.dtype
-) -> None:
+def test_bits(rank: int, device: str, options: Any, reentrant: bool, dtype: torch.dtype) -> None:
     """With dropout; twice, in shards that are uneven."""
     place = ranks.place(device, rank)
     blocks = make(rank, 0.2).to(place, dtype)

@@ -244,9 +244,7 @@ class Features(nn.Module):
     ids=str,
 )
 @in_ranks(4)
-def test_weights_and_buffers_start_from_rank_0(
-    rank: int, sizes: dict[str, Any], options: dict[str, Any]
-) -> None:
+def test_weights_and_buffers_start_from_rank_0(rank: int, sizes: Any, options: Any) -> None:
     def made(seed: int) -> nn.Sequential:
         torch.manual_seed(seed)
         return nn.Sequential(nn.Linear(8, 8), Features(), nn.Linear(8, 8), Features())

@@ -76,9 +76,7 @@ def train_alone(kind: str) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
-def train_on_mesh(
-    rank: int, sizes: dict[str, Any], options: dict[str, Any], kind: str
-) -> dict[str, Tensor]:
+def train_on_mesh(rank: int, sizes: Any, options: dict[str, Any], kind: str) -> dict[str, Tensor]:
     dims = ParallelDims(**sizes)
     train = parallelize(make(kind), dims, optimizer_of, loss_fn=nn.functional.mse_loss, **options)
     batch = dims["batch"]

@@ -55,9 +55,7 @@ def run(opt: Any, model: nn.Module, data: list[Tensor]) -> float | None:
     ids=lambda options: "-".join(map(str, options)),
 )
 @in_ranks(3)
-def test_replicas_make_the_steps_of_one_process(
-    rank: int, device: str, options: dict[str, Any]
-) -> None:
+def test_replicas_make_the_steps_of_one_process(rank: int, device: str, options: Any) -> None:
     """On three ranks; test_pairs.py has two."""
     at, sgd = place(device, rank), make("tied")
     model = make("tied").to(at)
@@ -218,9 +216,7 @@ CLIPPED = {"clip_grad_norm": 0.01}
     ids=str,
 )
 @in_ranks()
-def test_split_layers(
-    rank: int, world_size: int, kind: Any, options: dict[str, Any], sharded_by: str
-) -> None:
+def test_split_layers(rank: int, world_size: int, kind: Any, options: Any, sharded_by: str) -> None:
     """Norms and means over the whole of each matrix, and replicated weights counted once.
 
     On 2 or 4 ranks of tensor parallelism, or on 2 whose parts are sharded over 2.
@@ -290,9 +286,7 @@ SHARDED: list[tuple[int, str, Any, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("world_size", "name", "kind", "options"), SHARDED, ids=str)
 @in_ranks()
-def test_weight_shards(
-    rank: int, world_size: int, name: str, kind: Any, options: dict[str, Any]
-) -> None:
+def test_weight_shards(rank: int, world_size: int, name: str, kind: Any, options: Any) -> None:
     """A block that runs twice; AdaLomo's means are of whole matrices, though ranks have pieces."""
     model, alone, data = make(name), make(name), batches(3, rows=ROWS)
     shards = WeightShards(model)

@@ -196,9 +196,7 @@ def test_one_gradient_at_a_time_is_alive(rank: int) -> None:
 # ---- a backward pass that raises on all ranks
 
 
-def train_cut_off(
-    rank: int, how: str, kind: Any, options: dict[str, Any], then: str
-) -> dict[str, Any]:
+def train_cut_off(rank: int, how: str, kind: Any, options: Any, then: str) -> dict[str, Any]:
     """Weights after three steps; in the second, a backward pass raises before it is repeated."""
     model = make("plain")
     shards = WeightShards(model) if how == "WeightShards" else None

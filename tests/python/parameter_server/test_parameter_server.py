@@ -346,9 +346,7 @@ def lose_one(rank: int, world_size: int, layout: str, victim: int, signal_number
     ("world_size", "layout", "victim", "signal_number"),
     [(2, "all", 1, None), (3, "dedicated", 0, signal.SIGKILL)],
 )
-def test_a_death_is_named(
-    world_size: int, layout: str, victim: int, signal_number: int | None
-) -> None:
+def test_a_death_is_named(world_size: int, layout: str, victim: int, signal_number: Any) -> None:
     args = (world_size, layout, victim, signal_number)
     options: dict[str, Any] = {"fresh": True, "may_die": [victim], "timeout_s": 20.0}
     results = run_ranks(world_size, lose_one, *args, **options)

@@ -400,9 +400,7 @@ def test_known_models() -> None:
         ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     ],
 )
-def test_shapes_are_those_of_transformers(
-    kind: str, options: dict[str, Any], tmp_path: Path
-) -> None:
+def test_shapes_are_those_of_transformers(kind: str, options: Any, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     small = GPT2 if kind == "gpt2" else LLAMA
     config = transformers.AutoConfig.for_model(kind, **small, **options)
