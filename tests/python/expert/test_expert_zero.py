@@ -4,6 +4,8 @@ checkpoints between meshes."""
 from __future__ import annotations
 
 import itertools
+import math
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -21,11 +23,12 @@ from full_states import (
     load_parts,
     save_parts,
 )
+from one_process import adamw, muon
 from ranks import in_ranks, run_ranks
 from steps import apply_steps, train_step
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from whole_optimizers import Muon64, by_dimensions
+from whole_optimizers import Averaged
 from zero_models import assert_alike, assert_close, live_bytes, same, sent_bytes
 
 from ringcomm.nn import ColumnParallelLinear, MixtureOfExperts
@@ -41,10 +44,10 @@ class Net(nn.Module):
     def __init__(self, num_experts: int, *groups: dist.ProcessGroup | None) -> None:
         super().__init__()
         torch.manual_seed(0)
-        group, replicas = groups
+        options: Any = dict(zip(("group", "replica_group"), groups, strict=True))
         self.first = nn.Linear(6, 7)
         self.moe = MixtureOfExperts(
-            7, self.make_expert, num_experts, group=group, replica_group=replicas
+            7, self.make_expert, num_experts, min(2, num_experts), **options
         )
         self.last = nn.Linear(7, 3)
 
@@ -76,14 +79,12 @@ def make_optimizer(kind: str, model: nn.Module) -> Any:
     if kind == "offloaded":
         return offload.AdamW(params, 0.02, eps=1e-3, to="cpu")
     if kind == "adamw":
-        return torch.optim.AdamW(params, 0.02, eps=1e-3)
+        return adamw(model)
     if kind == "sgd":
         return torch.optim.SGD(params, 0.1, momentum=0.9)
     if kind == "adafactor":
         return torch.optim.Adafactor(params, 0.02, eps=(1e-6, 1e-3))
-    both = by_dimensions(
-        [{"params": params}], Muon64, lambda own: torch.optim.AdamW(own, 0.02, eps=1e-3)
-    )
+    both = muon(model)
     return [offload.Offloaded(each) for each in both] if kind == "muon offloaded" else both
 
 
@@ -253,6 +254,16 @@ def test_memory_is_what_was_predicted(rank: int, stage: int) -> None:
     assert live_bytes(optimizer.state_tensors()) == pytest.approx(expected.states, rel=0.05)
 
 
+def only(*names: str) -> Callable[[nn.Module], None]:
+    """Trains the weights with these parts of names alone."""
+
+    def freeze(model: nn.Module) -> None:
+        for own, param in model.named_parameters():
+            param.requires_grad_(any(name in own for name in names))
+
+    return freeze
+
+
 def prepare(model: Any, variant: str) -> None:
     layer = model.moe
     if variant == "an expert without tokens":  # equal probabilities: the first two get all
@@ -260,8 +271,7 @@ def prepare(model: Any, variant: str) -> None:
     if variant == "frozen experts":
         layer.experts.requires_grad_(False)
     if variant.startswith("only "):
-        for name, param in model.named_parameters():
-            param.requires_grad_(any(part in name for part in variant.split()))
+        only(*variant.split()[1:])(model)
 
 
 def train_variant(model: Any, optimizer: Any, parts: list[int], num_ranks: int) -> None:
@@ -492,3 +502,117 @@ def test_checkpoints_go_between_meshes_and_stages(
     """
     run_ranks(4, save, *saved, tmp_path)
     run_ranks(4, go_on, *loaded, tmp_path)
+
+
+# ---- what users of other libraries reported
+
+
+def averaged(model: nn.Module) -> Any:
+    made = Averaged(model.parameters())
+    made.train()
+    return made
+
+
+def two_experts_alone(model: Any) -> None:
+    """All tokens go to the first two, which are rank 0's."""
+    with torch.no_grad():
+        model.first.bias.fill_(9)
+        model.moe.router.weight.zero_()
+        model.moe.router.weight[:2] = torch.tensor([[5.0], [4.0]])
+
+
+def step_by_sum(
+    model: Any, optimizer: Any, number: int, part: slice = slice(None), world_size: int = 1
+) -> None:
+    """The gradient of a sum: the mean over ranks is divided out, so that ranks may differ."""
+    x = torch.randn(ROWS, 6, generator=torch.Generator().manual_seed(number))[part]
+    loss = model(x).square().sum() * world_size / ROWS
+    (optimizer.scale(loss) if hasattr(optimizer, "scale") else loss).backward()
+    if world_size == 1 and (clip := getattr(model, "clip", None)):
+        model.norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
+    apply_steps(*optimizers_of(optimizer))
+
+
+def compare_by_sum(
+    rank: int,
+    stage: int,
+    make: Callable[[nn.Module], Any] = adamw,
+    *,
+    prepare: Callable[[Any], None] = lambda _: None,
+    after_first: Callable[[Any], None] = lambda _: None,
+    clip: float | None = None,
+    num_first: int = ROWS // 2,
+    num_experts: int = 4,
+) -> None:
+    """Steps in one process and on two ranks, of which the first has `num_first` rows."""
+    models = Net(num_experts, alone(rank), None), Net(num_experts, *mesh(rank, 2, 2))
+    model: Any
+    for model in models:
+        prepare(model)
+        model.clip = clip
+    given, own = (make(model) for model in models)
+    optimizer = zero.shard(models[1], own, stage, clip_grad_norm=clip, bucket_bytes=300)
+    part = slice(num_first) if rank == 0 else slice(num_first, None)
+    for number in range(4):
+        step_by_sum(models[0], given, number)
+        step_by_sum(models[1], optimizer, number, part, 2)
+        if clip is not None:
+            assert optimizer.grad_norm == pytest.approx(float(models[0].norm), rel=1e-4)
+        for model in models:
+            if number == 0:
+                after_first(model)
+    assert_close(full_weights(models[1]), full_weights(models[0]), 5e-6)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@in_ranks(2)
+def test_parts_that_are_thawed(rank: int, stage: int) -> None:
+    """With Muon, of which experts have an owner among their replicas."""
+    thaw = lambda model: model.requires_grad_(True)  # noqa: E731
+    compare_by_sum(rank, stage, muon, prepare=only("last"), after_first=thaw)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("make", [adamw, muon])
+@in_ranks(2)
+def test_a_rank_without_a_gradient(rank: int, stage: int, make: Any) -> None:
+    """https://github.com/ScienceOne-AI/DeepSeek-671B-SFT-Guide/issues/7: a rank has no experts, or
+    no tokens for them, and the others wait for it."""
+    clip = 0.01 if make is adamw else None
+    compare_by_sum(rank, stage, make, prepare=only("experts"), clip=clip, num_experts=1)
+
+    def prepare(model: Any) -> None:
+        two_experts_alone(model)
+        only("experts")(model)
+
+    compare_by_sum(rank, stage, make, prepare=prepare, clip=clip)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@in_ranks(2)
+def test_a_rank_without_tokens(rank: int, stage: int) -> None:
+    """https://github.com/NVIDIA/Megatron-LM/pull/4851, https://github.com/NVIDIA-NeMo/Automodel/pull/935:
+    of its own, or for its experts."""
+    compare_by_sum(rank, stage, num_first=ROWS, clip=0.05)
+    compare_by_sum(rank, stage, prepare=two_experts_alone, clip=0.05)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@in_ranks(2)
+def test_schedule_free_experts(rank: int, stage: int) -> None:
+    """https://github.com/deepspeedai/DeepSpeed/issues/7156: their states are sharded, too."""
+    compare_by_sum(rank, stage, averaged)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@in_ranks(2)
+def test_an_overflow_of_one_expert(rank: int, stage: int) -> None:
+    """https://github.com/deepspeedai/DeepSpeed/pull/5259: which one rank has."""
+    model: Any = Net(4, *mesh(rank, 2, 2))
+    optimizer = zero.shard(model, adamw(model), stage, loss_scale="dynamic")
+    before = full_weights(model)
+    if rank == 1:
+        next(model.moe.experts.parameters()).register_hook(lambda grad: grad * math.inf)
+    step_by_sum(model, optimizer, 0, slice(rank * 12, rank * 12 + 12), 2)
+    assert same(full_weights(model), before)
+    assert optimizer.loss_scale == 2**15

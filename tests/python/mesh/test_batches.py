@@ -12,23 +12,15 @@ from cases import covering, slow
 from full_states import full_weights
 from ranks import in_ranks, run_ranks
 from steps import apply_steps, train_step
+from test_parallelize import make
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from ringcomm.parallel import ParallelDims, parallelize
 
 transformers = pytest.importorskip("transformers")
-assert transformers.LlamaForCausalLM  # imported before ranks are forked
 
 ROWS, LENGTH, VOCAB, STEPS, LR = 8, 12, 67, 2, 0.3
-CONFIG = {
-    "vocab_size": VOCAB,
-    "hidden_size": 48,
-    "intermediate_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
 MESHES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dp": ({"dp": 4}, {}),
     "dp, micro-batches": ({"dp": 2}, {"num_microbatches": 2}),
@@ -40,10 +32,8 @@ MESHES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def make(seed: int = 0, kind: str = "Llama", **options: Any) -> Any:
-    torch.manual_seed(seed)
-    config = getattr(transformers, f"{kind}Config")(**CONFIG, **options)
-    return transformers.AutoModelForCausalLM.from_config(config)
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([param for param in params if param.requires_grad], LR)
 
 
 def batch_of(kind: str, step: int) -> dict[str, Tensor]:
@@ -93,7 +83,7 @@ def train_alone(kind: str) -> tuple[list[float], dict[str, Tensor]]:
 def train_on_mesh(rank: int, kind: str, mesh: str) -> tuple[list[float], dict[str, Tensor]]:
     sizes, options = MESHES[mesh]
     dims, losses = ParallelDims(**sizes), []
-    train = parallelize(make(rank), dims, lambda p: torch.optim.SGD(p, LR), **options)
+    train = parallelize(make(seed=rank), dims, sgd, **options)
     place = dims["batch"].get_local_rank()
     for step in range(STEPS):
         whole = batch_of(kind, step)
@@ -187,11 +177,7 @@ WRAPPERS: dict[str, Any] = {
 
 
 def wrapped_loss(rank: int, wrapper: str) -> float:
-    train = parallelize(
-        WRAPPERS[wrapper](make()),
-        ParallelDims(dp=2),
-        lambda params: torch.optim.SGD([p for p in params if p.requires_grad], LR),
-    )
+    train = parallelize(WRAPPERS[wrapper](make()), ParallelDims(dp=2), sgd)
     mine = {name: value.chunk(2)[rank] for name, value in batch_of("padded", 0).items()}
     before, loss = float(train.evaluate(mine)), float(train.step(mine))
     assert before == pytest.approx(loss)
@@ -213,11 +199,11 @@ def test_a_model_in_a_wrapper(wrapper: str) -> None:
 def test_what_does_not_split_a_wrapped_model(rank: int) -> None:
     for dims in (ParallelDims(tp=2), ParallelDims(pp=2)):
         with pytest.raises(TypeError, match=r"Adapted of PEFT has no plan for tp . and pp .: use"):
-            parallelize(Adapted(make()), dims, lambda p: torch.optim.SGD(p, LR))
+            parallelize(Adapted(make()), dims, sgd)
     prompt = Adapted(make())
     prompt.active_peft_config.is_prompt_learning = True
     with pytest.raises(TypeError, match="adds tokens, whose labels are unknown: pass"):
-        parallelize(prompt, ParallelDims(dp=2), lambda p: torch.optim.SGD(p, LR))
+        parallelize(prompt, ParallelDims(dp=2), sgd)
 
 
 class Features(nn.Module):
@@ -260,7 +246,7 @@ def test_weights_and_buffers_start_from_rank_0(rank: int, sizes: Any, options: A
 @in_ranks(2)
 def test_logits_without_labels(rank: int, sizes: dict[str, Any]) -> None:
     batch = batch_of("padded", 0)
-    train = parallelize(make(rank), ParallelDims(**sizes), lambda p: torch.optim.SGD(p, LR))
+    train = parallelize(make(seed=rank), ParallelDims(**sizes), sgd)
     found = train(batch)
     batch.pop("labels")
     with torch.no_grad():
@@ -275,7 +261,7 @@ def test_batches_that_cannot_be_used(rank: int) -> None:
         with pytest.raises(kind, match=re.escape(text)):
             train.step(*args)
 
-    train = parallelize(make(), ParallelDims(dp=2), lambda p: torch.optim.SGD(p, LR))
+    train = parallelize(make(), ParallelDims(dp=2), sgd)
     batch = batch_of("padded", 0)
     unlabelled = {name: value for name, value in batch.items() if name != "labels"}
     ids, labels = batch["input_ids"], batch["labels"]
@@ -294,24 +280,18 @@ def test_batches_that_cannot_be_used(rank: int) -> None:
     train.model.config._attn_implementation = "flash_attention_2"
     refused(train, "pack all sequences into one row", packed)
     train.model.config._attn_implementation = "sdpa"
-    pipe = parallelize(make(), ParallelDims(pp=2), lambda p: torch.optim.SGD(p, LR))
+    pipe = parallelize(make(), ParallelDims(pp=2), sgd)
     refused(pipe, "takes input_ids, attention_mask and position_ids, got", {**packed, "x": ids})
     refused(pipe, "7 rows do not divide into 4", ids[:7], labels[:7])
-    own = parallelize(
-        own_model(), ParallelDims(pp=2), lambda p: torch.optim.SGD(p, LR), loss_fn=own_loss
-    )
+    own = parallelize(own_model(), ParallelDims(pp=2), sgd, loss_fn=own_loss)
     refused(own, "the first block of a pipeline takes a tensor", batch, kind=TypeError)
     # A TensorDataset's batches are lists.
-    listed = parallelize(
-        own_model(), ParallelDims(dp=2), lambda p: torch.optim.SGD(p, LR), loss_fn=own_loss
-    )
+    listed = parallelize(own_model(), ParallelDims(dp=2), sgd, loss_fn=own_loss)
     x, y = own_batch()
     assert listed.evaluate([x[4:]], y[4:]).equal(listed.evaluate(x[4:], y[4:]))
     # A rank without labels, and a model whose loss is float64.
     module = nn.Sequential(nn.Linear(4, 3)).double()
-    double = parallelize(
-        module, ParallelDims(dp=2), lambda p: torch.optim.SGD(p, LR), loss_fn=nn.CrossEntropyLoss()
-    )
+    double = parallelize(module, ParallelDims(dp=2), sgd, loss_fn=nn.CrossEntropyLoss())
     x, y = torch.randn(4, 4, dtype=torch.float64), torch.full((4,), rank - 100 * (1 - rank))
     assert double.evaluate(x, y).dtype == torch.float32
     assert float(train.step({**batch, "position_ids": torch.arange(LENGTH)[None]})) > 0

@@ -109,11 +109,10 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def make(kind: str) -> Any:
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{kind.split(',', maxsplit=1)[0]}Config")(
-        **{**SIZES, **KINDS[kind]}
-    )
+def make(kind: str = "Llama", seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    name = kind.split(",", maxsplit=1)[0]
+    config = getattr(transformers, f"{name}Config")(**{**SIZES, **KINDS[kind]})
     return transformers.AutoModelForCausalLM.from_config(config)
 
 
