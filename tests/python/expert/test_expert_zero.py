@@ -545,8 +545,7 @@ def compare_by_sum(
     num_experts: int = 4,
 ) -> None:
     """Steps in one process and on two ranks, of which the first has `num_first` rows."""
-    models = Net(num_experts, alone(rank), None), Net(num_experts, *mesh(rank, 2, 2))
-    model: Any
+    models: list[Any] = [Net(num_experts, alone(rank), None), Net(num_experts, *mesh(rank, 2, 2))]
     for model in models:
         prepare(model)
         model.clip = clip
