@@ -204,6 +204,20 @@ def sent_bytes() -> Counter[str]:
     return found
 
 
+def check_traffic(
+    model: nn.Module, given: Any, stage: int, rank: int, world_size: int, **options: Any
+) -> zero.ZeroOptimizer:
+    """A step sends what predict_traffic() says, to the byte."""
+    place: Any = {"world_size": world_size, "rank": rank}
+    expected = zero.predict_traffic(model, given, stage, **place, **options)
+    optimizer = zero.shard(model, given, stage, **options)
+    train(model, optimizer, rank, world_size, range(1))
+    before = sent_bytes().total()
+    train(model, optimizer, rank, world_size, range(1, 2))
+    assert sent_bytes().total() - before == expected
+    return optimizer
+
+
 def live_bytes(tensors: Any) -> int:
     found = {}
     for tensor in tensors:

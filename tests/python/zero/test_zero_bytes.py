@@ -9,7 +9,7 @@ import torch
 from ranks import in_ranks
 from steps import apply_steps
 from torch import Tensor, nn
-from zero_models import BUCKET_BYTES, STAGES, Net, live_bytes, make_optimizer, sent_bytes, train
+from zero_models import BUCKET_BYTES, STAGES, Net, check_traffic, live_bytes, make_optimizer
 
 from ringcomm.parallel import zero
 
@@ -24,15 +24,8 @@ BF16_REDUCED = {**BF16, "reduce_dtype": torch.bfloat16}
 @in_ranks()
 def test_bytes_are_the_formulas(rank: int, world_size: int, stage: int, options: Any) -> None:
     model = Net(is_frozen=True)
-    optimizer = make_optimizer(model, "adamw")
     options = {"bucket_bytes": BUCKET_BYTES, **options}
-    place: Any = {"world_size": world_size, "rank": rank}
-    expected = zero.predict_traffic(model, optimizer, stage, **place, **options)
-    sharded = zero.shard(model, optimizer, stage, **options)
-    train(model, sharded, rank, world_size, range(1))
-    before = sum(sent_bytes().values())
-    train(model, sharded, rank, world_size, range(1, 2))
-    assert sum(sent_bytes().values()) - before == expected
+    check_traffic(model, make_optimizer(model, "adamw"), stage, rank, world_size, **options)
 
 
 def test_formulas_by_hand() -> None:

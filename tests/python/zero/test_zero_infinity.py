@@ -301,15 +301,15 @@ def train_to(
 
 
 def test_killed_runs_end_as_if_they_had_not_been(tmp_path: Path) -> None:
-    expected = run_ranks(2, train_to, tmp_path / "whole", 40)
+    expected = run_ranks(2, train_to, tmp_path / "whole", 24)
     draw = random.Random(2)
     for resume in (False, True):
         dies = draw.randint(1, 8), draw.uniform(0, 0.005)
-        arguments = tmp_path / "files", 40, resume, dies
+        arguments = tmp_path / "files", 24, resume, dies
         run_ranks(2, train_to, *arguments, fresh=True, may_die=[0, 1])
-    found = run_ranks(2, train_to, tmp_path / "files", 40, True)
+    found = run_ranks(2, train_to, tmp_path / "files", 24, True)
     for (begun, mine), (_, theirs) in zip(found, expected, strict=True):
-        assert 0 < begun < 40
+        assert 0 < begun < 24
         assert same_values(mine, theirs)
 
 
