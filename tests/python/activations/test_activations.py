@@ -10,35 +10,33 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from activation_models import (
-    NUM_BLOCKS,
-    PLAN,
-    SAVED_BYTES,
-    assert_equal,
-    backward,
-    make,
-    run,
-)
+from activation_models import NUM_BLOCKS, PLAN, SAVED_BYTES, assert_equal, backward, make, run
 from ranks import in_ranks, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from zero_models import sent_bytes
 
 import ringcomm
 from ringcomm.nn import ColumnParallelLinear, RowParallelLinear
 from ringcomm.parallel import activations
 
 
-def sent_bytes(name: str) -> int:
-    return sum(entry["sent_bytes"] for key, entry in ringcomm.stats().items() if key[0] == name)
-
-
-# ---- partition()
-
-
-def check_bits(
-    rank: int, device: str, options: dict[str, Any], reentrant: bool, dtype: torch.dtype
-) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "options", "reentrant", "dtype"),
+    [
+        (2, {}, False, torch.float32),
+        (3, {"offload": "cpu"}, False, torch.bfloat16),
+        (4, {"offload": "cpu", "check": False}, True, torch.float32),
+        (4, {"arena": True}, False, torch.bfloat16),
+        (3, {"arena": True, "check": False}, True, torch.float32),
+        (2, {}, True, torch.bfloat16),
+    ],
+    ids=str,
+)
+@in_ranks()
+def test_bits(rank: int, device: str, options: Any, reentrant: bool, dtype: torch.dtype) -> None:
+    """With dropout; twice, in shards that are uneven."""
     place = ranks.place(device, rank)
     blocks = make(rank, 0.2).to(place, dtype)
     expected = backward(run(blocks, reentrant), blocks)
@@ -58,28 +56,9 @@ def check_bits(
         assert (arena.num_blocks, arena.used_bytes) == (1, 0)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "options", "reentrant", "dtype"),
-    [
-        (2, {}, False, torch.float32),
-        (3, {"offload": "cpu"}, False, torch.bfloat16),
-        (4, {"offload": "cpu", "check": False}, True, torch.float32),
-        (4, {"arena": True}, False, torch.bfloat16),
-        (3, {"arena": True, "check": False}, True, torch.float32),
-        (2, {}, True, torch.bfloat16),
-    ],
-    ids=str,
-)
-def test_bits(
-    device: str, world_size: int, options: dict[str, Any], reentrant: bool, dtype: torch.dtype
-) -> None:
-    """With dropout; twice, in shards that are uneven."""
-    run_ranks(world_size, check_bits, device, options, reentrant, dtype)
-
-
 def check_bytes(rank: int, world_size: int, offload: Any) -> tuple[int, int, int, int]:
     blocks = make(rank)
-    reduced, digests = sent_bytes("all_reduce"), sent_bytes("all_gather")
+    reduced, digests = sent_bytes()["all_reduce"], sent_bytes()["all_gather"]
     # Recomputed to the end, as the paper counts; torch stops a block before its last all_reduce.
     with (
         set_checkpoint_early_stop(False),
@@ -89,13 +68,13 @@ def check_bytes(rank: int, world_size: int, offload: Any) -> tuple[int, int, int
     kept = held.saved_bytes + held.host_bytes
     assert held.num_saved == NUM_BLOCKS
     assert held.host_bytes == (kept if offload else 0)
-    gathered = sent_bytes("all_gather")
+    gathered = sent_bytes()["all_gather"]
     out.sum().backward()
     return (
         kept,
-        sent_bytes("all_gather") - gathered,
+        sent_bytes()["all_gather"] - gathered,
         gathered - digests,
-        sent_bytes("all_reduce") - reduced,
+        sent_bytes()["all_reduce"] - reduced,
     )
 
 
@@ -181,9 +160,6 @@ def test_what_stays_whole_and_errors(rank: int) -> None:
             activations.auto(limit_bytes=wrong)
 
 
-# ---- auto()
-
-
 def check_steps(rank: int, limits: list[int], choice: str) -> tuple[list[str], list[int]]:
     """Three steps; what was said, and sent in each by gathers of the backward pass."""
     messages: list[str] = []
@@ -208,9 +184,9 @@ def check_steps(rank: int, limits: list[int], choice: str) -> tuple[list[str], l
             assert kept == (False, min(limits) < PLAN)
         else:
             assert kept == (choice == "partition", choice == "partition+cpu")
-        before = sent_bytes("all_gather")
+        before = sent_bytes()["all_gather"]
         assert_equal(backward(out, blocks), expected)
-        gathered.append(sent_bytes("all_gather") - before)
+        gathered.append(sent_bytes()["all_gather"] - before)
     assert (arena.num_blocks, arena.used_bytes) == (1, 0)
     logging.getLogger("ringcomm").removeHandler(handler)
     return messages, gathered

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import ringcomm
 from ringcomm.nn import MixtureOfExperts
 
 IN, DIM, HIDDEN, OUT = 5, 12, 20, 3
@@ -165,9 +164,3 @@ def groups_with_replicas(num_replicas: int) -> dict[str, Any]:
     shape = (num_replicas, dist.get_world_size() // num_replicas)
     mesh = dist.device_mesh.init_device_mesh("cpu", shape, mesh_dim_names=("replica", "expert"))
     return {"group": mesh["expert"].get_group(), "replica_group": mesh["replica"].get_group()}
-
-
-def sent_bytes(name: str = "all_to_all") -> int:
-    return sum(
-        entry["sent_bytes"] for (found, _), entry in ringcomm.stats().items() if found == name
-    )

@@ -1,29 +1,153 @@
-"""zero.shard() of models with sharded experts: the steps of one process, bytes, states, meshes."""
+"""zero.shard() of models with sharded experts: the steps of one process, bytes, states, meshes, and
+checkpoints between meshes."""
 
 from __future__ import annotations
 
 import itertools
+import math
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from expert_zero_models import ROWS, STEPS, Net, alone, make_optimizer, mesh, train
-from full_states import full_state, full_weights, load_full_state, load_full_weights
+import torch.distributed as dist
+from cases import covering, slow
+from full_states import (
+    full_state,
+    full_weights,
+    load_full_state,
+    load_full_weights,
+    load_parts,
+    save_parts,
+)
+from one_process import adamw, muon
 from ranks import in_ranks, run_ranks
+from steps import apply_steps, train_step
 from torch import Tensor, nn
-from zero_models import assert_close, live_bytes, same, sent_bytes
+from torch.utils.checkpoint import checkpoint
+from whole_optimizers import Averaged
+from zero_models import assert_alike, assert_close, live_bytes, same, sent_bytes
 
 from ringcomm.nn import ColumnParallelLinear, MixtureOfExperts
 from ringcomm.parallel import ParallelDims, clip_grad_norm_, expert, offload, parallelize, zero
+from ringcomm.parallel.optimizer_classes import optimizers_of
+
+STEPS, ROWS = 4, 24
+
+
+class Net(nn.Module):
+    """Layers of odd sizes around experts, in a mesh of expert-parallel ranks and replicas."""
+
+    def __init__(self, num_experts: int, *groups: dist.ProcessGroup | None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        options: Any = dict(zip(("group", "replica_group"), groups, strict=True))
+        self.first = nn.Linear(6, 7)
+        self.moe = MixtureOfExperts(
+            7, self.make_expert, num_experts, min(2, num_experts), **options
+        )
+        self.last = nn.Linear(7, 3)
+
+    @staticmethod
+    def make_expert() -> nn.Module:
+        return nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        out: Tensor = self.last(x + self.moe(x))
+        return out
+
+
+def alone(rank: int) -> dist.ProcessGroup:
+    made: Any = dist.new_group([rank], use_local_synchronization=True)
+    return made
+
+
+def mesh(rank: int, world_size: int, num_shards: int) -> tuple[Any, Any]:
+    """The ranks that share the experts, and those with the same."""
+    rows = [dist.new_group([*range(i, i + num_shards)]) for i in range(0, world_size, num_shards)]
+    columns = [dist.new_group([*range(j, world_size, num_shards)]) for j in range(num_shards)]
+    has_replicas = num_shards < world_size
+    return rows[rank // num_shards], columns[rank % num_shards] if has_replicas else None
+
+
+def make_optimizer(kind: str, model: nn.Module) -> Any:
+    params = [*model.parameters()]
+    if kind == "offloaded":
+        return offload.AdamW(params, 0.02, eps=1e-3, to="cpu")
+    if kind == "adamw":
+        return adamw(model)
+    if kind == "sgd":
+        return torch.optim.SGD(params, 0.1, momentum=0.9)
+    if kind == "adafactor":
+        return torch.optim.Adafactor(params, 0.02, eps=(1e-6, 1e-3))
+    both = muon(model)
+    return [offload.Offloaded(each) for each in both] if kind == "muon offloaded" else both
+
+
+def train(
+    model: Any, optimizer: Any, steps: range, place: tuple[int, int], clip: float | None = None
+) -> None:
+    """Two micro-batches a step; `clip` for one process."""
+    rank, world_size = place
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        x, y = (torch.randn(2, ROWS, size, generator=generator) for size in (6, 3))
+        for part, target in zip(x, y, strict=True):
+            own, wanted = part.chunk(world_size)[rank], target.chunk(world_size)[rank]
+            loss = nn.functional.mse_loss(model(own).float(), wanted)
+            (optimizer.scale(loss) if hasattr(optimizer, "scale") else loss).backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        apply_steps(*optimizers_of(optimizer))
+
 
 # Kinds of optimizers for ZeRO-Infinity, and the same in memory.
 IN_MEMORY = {"offloaded": "adamw", "muon offloaded": "muon"}
 
 
-def compare(
+def plain_after(num_experts: int, kind: str, clip: Any, rank: int) -> Net:
+    """One process after two steps."""
+    model = Net(num_experts, alone(rank), None)
+    train(model, make_optimizer(kind, model), range(2), (0, 1), clip)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("world_size", "num_shards", "num_experts", "stage", "kind", "clip"),
+    [
+        (2, 2, 4, 1, "adamw", None),
+        (2, 2, 4, 2, "sgd", 0.1),
+        (4, 2, 3, 1, "muon", 0.1),
+        slow(4, 2, 4, 2, "adamw", 0.1),
+        (4, 4, 3, 2, "muon", None),  # a rank without experts
+        (4, 2, 4, 2, "adafactor", None),
+        slow(2, 2, 4, 3, "adamw", None),
+        slow(2, 2, 3, 3, "sgd", 0.1),
+        slow(4, 2, 3, 3, "muon", 0.1),
+        (4, 2, 4, 3, "adamw", 0.1),
+        (4, 4, 3, 3, "muon", None),
+        (4, 2, 4, 3, "adafactor", None),
+        (2, 2, 3, 3, "offloaded", None),
+        slow(4, 2, 4, 3, "offloaded", 0.1),
+        slow(4, 4, 3, 3, "offloaded", 0.1),
+        slow(2, 2, 3, 3, "muon offloaded", None),
+        slow(4, 2, 4, 3, "muon offloaded", 0.1),
+        (4, 4, 3, 3, "muon offloaded", None),
+    ],
+)
+@in_ranks()
+def test_steps_are_those_of_one_process(
     rank: int, world_size: int, num_shards: int, num_experts: int, stage: int, kind: str, clip: Any
 ) -> None:
+    """Gradients of experts have their size: https://github.com/deepspeedai/DeepSpeed/issues/6545,
+    https://github.com/deepspeedai/DeepSpeed/issues/5618; each counts once in the norm:
+    https://github.com/deepspeedai/DeepSpeed/issues/8475,
+    https://github.com/hpcaitech/ColossalAI/issues/2192.
+    """
     plain, is_infinity = Net(num_experts, alone(rank), None), kind in IN_MEMORY
     given = make_optimizer(IN_MEMORY.get(kind, kind), plain)
     train(plain, given, range(STEPS), (0, 1), clip)
@@ -54,42 +178,6 @@ def compare(
     optimizer.load_state_dict(native)
 
 
-def plain_after(num_experts: int, kind: str, clip: Any, rank: int) -> Net:
-    """One process after two steps."""
-    model = Net(num_experts, alone(rank), None)
-    train(model, make_optimizer(kind, model), range(2), (0, 1), clip)
-    return model
-
-
-@pytest.mark.parametrize(
-    ("world_size", "num_shards", "num_experts", "stage", "kind", "clip"),
-    [
-        (2, 2, 4, 1, "adamw", None),
-        (2, 2, 4, 2, "sgd", 0.1),
-        (4, 2, 3, 1, "muon", 0.1),
-        (4, 2, 4, 2, "adamw", 0.1),
-        (4, 4, 3, 2, "muon", None),  # a rank without experts
-        (4, 2, 4, 2, "adafactor", None),
-        (2, 2, 4, 3, "adamw", None),
-        (2, 2, 3, 3, "sgd", 0.1),
-        (4, 2, 3, 3, "muon", 0.1),
-        (4, 2, 4, 3, "adamw", 0.1),
-        (4, 4, 3, 3, "muon", None),
-        (4, 2, 4, 3, "adafactor", None),
-        (2, 2, 3, 3, "offloaded", None),
-        (4, 2, 4, 3, "offloaded", 0.1),
-        (4, 4, 3, 3, "offloaded", 0.1),
-        (2, 2, 3, 3, "muon offloaded", None),
-        (4, 2, 4, 3, "muon offloaded", 0.1),
-        (4, 4, 3, 3, "muon offloaded", None),
-    ],
-)
-def test_steps_are_those_of_one_process(
-    world_size: int, num_shards: int, num_experts: int, stage: int, kind: str, clip: Any
-) -> None:
-    run_ranks(world_size, compare, world_size, num_shards, num_experts, stage, kind, clip)
-
-
 @pytest.mark.parametrize(
     ("stage", "sizes"),
     [(1, {}), (2, {}), (3, {"dp": 1, "fsdp": 4}), (3, {"dp": 2, "fsdp": 2})],
@@ -112,23 +200,23 @@ def test_parallelize(rank: int, stage: int, sizes: dict[str, Any]) -> None:
     for step in range(3):
         generator = torch.Generator().manual_seed(step)
         x, y = (torch.randn(ROWS, size, generator=generator) for size in (6, 3))
-        nn.functional.mse_loss(plain(x), y).backward()
-        given.step()
-        given.zero_grad()
+        train_step(nn.functional.mse_loss(plain(x), y), given)
         job.step(x.chunk(4)[rank], y.chunk(4)[rank])
-        job.optimizer.step()
-        job.optimizer.zero_grad()
+        apply_steps(job.optimizer)
     assert_close(full_weights(job), full_weights(plain), 2e-6)
 
 
-@pytest.mark.parametrize("num_shards", [2, 4])
 @pytest.mark.parametrize(
-    ("kind", "stage"),
-    [*itertools.product(("adamw", "muon"), (1, 2, 3)), *((kind, 3) for kind in IN_MEMORY)],
+    ("of_kind", "num_shards"),
+    covering(
+        [*itertools.product(("adamw", "muon"), (1, 2, 3)), *((kind, 3) for kind in IN_MEMORY)],
+        [2, 4],
+    ),
 )
 @in_ranks(4)
-def test_bytes_of_a_step(rank: int, kind: str, stage: int, num_shards: int) -> None:
+def test_bytes_of_a_step(rank: int, of_kind: tuple[str, int], num_shards: int) -> None:
     """Without the tokens; the passes send these and gradients, the step also rows to owners."""
+    kind, stage = of_kind
     # With rounds of whole weights ranks with fewer experts take part in those of the others.
     model = Net(4 if kind == "muon offloaded" else 3, *mesh(rank, 4, num_shards))
     arguments = model, make_optimizer(kind, model), stage
@@ -166,15 +254,24 @@ def test_memory_is_what_was_predicted(rank: int, stage: int) -> None:
     assert live_bytes(optimizer.state_tensors()) == pytest.approx(expected.states, rel=0.05)
 
 
+def only(*names: str) -> Callable[[nn.Module], None]:
+    """Trains the weights with these parts of names alone."""
+
+    def freeze(model: nn.Module) -> None:
+        for own, param in model.named_parameters():
+            param.requires_grad_(any(name in own for name in names))
+
+    return freeze
+
+
 def prepare(model: Any, variant: str) -> None:
     layer = model.moe
     if variant == "an expert without tokens":  # equal probabilities: the first two get all
         layer.router.weight.requires_grad_(False).zero_()
     if variant == "frozen experts":
         layer.experts.requires_grad_(False)
-    if variant == "only experts":
-        model.requires_grad_(False)
-        layer.experts.requires_grad_(True)
+    if variant.startswith("only "):
+        only(*variant.split()[1:])(model)
 
 
 def train_variant(model: Any, optimizer: Any, parts: list[int], num_ranks: int) -> None:
@@ -193,28 +290,35 @@ def train_variant(model: Any, optimizer: Any, parts: list[int], num_ranks: int) 
                     (loss / len(parts)).backward()
         if not hasattr(optimizer, "no_sync"):
             nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        optimizer.step()
-        optimizer.zero_grad()
+        apply_steps(optimizer)
 
 
-@pytest.mark.parametrize(
-    ("num_shards", "variant"),
-    [(2, "all"), (4, "an expert without tokens"), (2, "frozen experts"), (4, "only experts")],
-)
-@pytest.mark.parametrize("stage", [1, 2, 3, "infinity"])
+VARIANTS = {  # and over how many ranks experts are
+    "all": 2,
+    "an expert without tokens": 4,
+    "frozen experts": 2,
+    "only experts": 4,
+    "only router": 2,
+    "only first": 2,
+    "only last experts": 2,
+}
+
+
+@pytest.mark.parametrize(("variant", "stage"), covering(VARIANTS, [1, 2, 3, "infinity"]))
 @in_ranks(4)
-def test_what_is_trained(rank: int, num_shards: int, stage: Any, variant: str) -> None:
+def test_what_is_trained(rank: int, stage: Any, variant: str) -> None:
     """With no_sync(), the routers' loss, which does not pass the experts, and clipping.
 
     Ranks that wait for an expert without tokens or for a rank without experts:
     https://github.com/deepspeedai/DeepSpeed/issues/4808,
     https://github.com/ScienceOne-AI/DeepSeek-671B-SFT-Guide/issues/7. Gradients of experts that
-    are divided by too few ranks: https://github.com/NVIDIA/Megatron-LM/pull/5956.
+    are divided by too few ranks: https://github.com/NVIDIA/Megatron-LM/pull/5956. Frozen parts:
+    https://github.com/NovaSky-AI/SkyRL/pull/1568, https://github.com/modelscope/ms-swift/issues/5512
     """
     plain = Net(3, alone(rank), None)
     prepare(plain, variant)
     train_variant(plain, torch.optim.SGD(plain.parameters(), 0.5), [*range(4)], 4)
-    model = Net(3, *mesh(rank, 4, num_shards))
+    model = Net(3, *mesh(rank, 4, VARIANTS[variant]))
     prepare(model, variant)
     own: Any = torch.optim.SGD(model.parameters(), 0.5)
     options: dict[str, Any] = {"bucket_bytes": 300} if stage in (1, 2) else {"units": [model.moe]}
@@ -247,29 +351,29 @@ def test_norm_beside_tensor_parallelism(rank: int, stage: int) -> None:
     torch.testing.assert_close(optimizer.clip_grad_norm_(torch.inf), expected)
 
 
-def with_unused_layers(rank: int, stage: int) -> dict[str, Tensor]:
-    """Rank 1 uses neither the first layer nor the last one in some passes."""
-    model = Net(4, *mesh(rank, 4, 2))
-    optimizer = zero.shard(model, make_optimizer("sgd", model), stage, bucket_bytes=100)
-    for step in range(3):
-        for part in range(2):
-            generator = torch.Generator().manual_seed(10 * step + part)
-            x = torch.randn(4, 5, 6, generator=generator)[rank]
-            if rank == 1 and part == 0:
-                hidden = model.moe(nn.functional.pad(x, (0, 1)))
-                hidden.square().mean().backward()
-            else:
-                model(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return full_weights(model)
+@in_ranks(4)
+def test_ranks_use_different_layers(rank: int) -> None:
+    """Rank 1 uses neither the first layer nor the last one in some passes.
 
-
-def test_ranks_use_different_layers() -> None:
-    """Stage 2 must not wait for a rank that waits for this one's tokens."""
-    found = [run_ranks(4, with_unused_layers, stage) for stage in (1, 2)]
-    for weights in (*found[0], *found[1]):
-        assert_close(weights, found[0][0], 2e-6)
+    Stage 2 must not wait for a rank that waits for this one's tokens.
+    """
+    found = []
+    for stage in (1, 2):
+        model = Net(4, *mesh(rank, 4, 2))
+        optimizer = zero.shard(model, make_optimizer("sgd", model), stage, bucket_bytes=100)
+        for step in range(3):
+            for part in range(2):
+                generator = torch.Generator().manual_seed(10 * step + part)
+                x = torch.randn(4, 5, 6, generator=generator)[rank]
+                if rank == 1 and part == 0:
+                    hidden = model.moe(nn.functional.pad(x, (0, 1)))
+                    hidden.square().mean().backward()
+                else:
+                    model(x).square().mean().backward()
+            apply_steps(optimizer)
+        found.append(full_weights(model))
+        assert_alike(found[-1])
+    assert_close(found[1], found[0], 2e-6)
 
 
 @in_ranks(2)
@@ -312,3 +416,202 @@ def test_errors(rank: int) -> None:
         expert.average_gradients(known)
     assert same(dict(model.named_parameters()), before)
     del optimizer
+
+
+@pytest.mark.parametrize(("stage", "kind"), [(1, "sgd"), (2, "sgd"), (3, "sgd"), (3, "offloaded")])
+@in_ranks(4)
+def test_from_the_meta_device(rank: int, stage: int, kind: str) -> None:
+    """No two experts are equal, which they would be if ranks drew the same numbers.
+
+    https://github.com/laekov/fastmoe/pull/4
+    """
+    found = []
+    for num_shards in (2, 4):
+        with torch.device("meta"):
+            model = Net(4, *mesh(rank, 4, num_shards))
+        torch.manual_seed(5)
+        options: dict[str, Any] = {"offload_weights": kind == "offloaded"}
+        optimizer = zero.shard(model, make_optimizer(kind, model), stage, **options)
+        found.append(full_weights(model))
+        loss = nn.functional.mse_loss(model(torch.ones(2, 6)), torch.ones(2, 3))
+        loss.backward()
+        optimizer.step()
+    experts = [found[0][f"moe.experts.{i}.0.weight"] for i in range(4)]
+    assert not any(one.equal(other) for one, other in itertools.combinations(experts, 2))
+    assert same(*found)
+
+
+def wide(*groups: dist.ProcessGroup | None) -> Any:
+    """Weights of experts that are files, and others that stay in memory."""
+    torch.manual_seed(0)
+    make_expert = lambda: nn.Sequential(nn.Linear(40, 500), nn.Linear(500, 40))  # noqa: E731
+    layer = MixtureOfExperts(40, make_expert, 3, group=groups[0], replica_group=groups[1])
+    model: Any = nn.Sequential(nn.Linear(6, 40), layer, nn.Linear(40, 3))
+    model.forward = partial(checkpoint, model.forward, use_reentrant=False)
+    return model
+
+
+@pytest.mark.parametrize("num_shards", [2, 4])
+@in_ranks(4)
+def test_from_files(rank: int, num_shards: int, tmp_path: Path) -> None:
+    """A run of ZeRO-Infinity goes on from its files, on a rank without experts too."""
+    plain = wide(alone(rank), None)
+    train(plain, torch.optim.SGD(plain.parameters(), 0.1), range(STEPS), (0, 1))
+    groups = mesh(rank, 4, num_shards)
+    options: dict[str, Any] = {"offload_weights": True}
+    for steps, is_resumed in ((range(2), False), (range(2, STEPS), True)):
+        model = wide(*groups)
+        made = offload.SGD(model.parameters(), 0.1, to="nvme", path=tmp_path)
+        expected = zero.predict_memory(model, made, 3, world_size=4, rank=rank, **options)
+        optimizer: Any = zero.shard(model, made, 3, resume=is_resumed, **options)
+        assert optimizer.num_steps == steps.start
+        train(model, optimizer, steps, (rank, 4))
+        packed = sum(unit.packed_row.numel() for unit in optimizer._weights.units)
+        assert expected.parameters == packed
+        if is_resumed:
+            assert_close(full_weights(model), full_weights(plain), 2e-6)
+        optimizer.close()
+
+
+def save(rank: int, num_shards: int, stage: int, folder: Path) -> None:
+    model = Net(3, *mesh(rank, 4, num_shards))
+    optimizer = zero.shard(model, make_optimizer("adamw", model), stage)
+    train(model, optimizer, range(2), (rank, 4))
+    save_parts(model, optimizer, folder, by_torch=True)
+
+
+def go_on(rank: int, num_shards: int, stage: int, folder: Path) -> None:
+    plain = Net(3, alone(rank), None)
+    train(plain, make_optimizer("adamw", plain), range(STEPS), (0, 1))
+    model = Net(3, *mesh(rank, 4, num_shards))
+    optimizer = zero.shard(model, make_optimizer("adamw", model), stage)
+    load_parts(model, optimizer, folder, by_torch=True)
+    train(model, optimizer, range(2, STEPS), (rank, 4))
+    assert_close(full_weights(model), full_weights(plain), 2e-6)
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [((2, 3), (4, 3)), ((4, 3), (2, 2)), ((2, 1), (2, 3))], ids=str
+)
+def test_checkpoints_go_between_meshes_and_stages(
+    saved: tuple[int, int], loaded: tuple[int, int], tmp_path: Path
+) -> None:
+    """By torch's functions, between numbers of ranks that share the experts.
+
+    https://github.com/pytorch/torchtitan/pull/732
+    """
+    run_ranks(4, save, *saved, tmp_path)
+    run_ranks(4, go_on, *loaded, tmp_path)
+
+
+# ---- what users of other libraries reported
+
+
+def averaged(model: nn.Module) -> Any:
+    made = Averaged(model.parameters())
+    made.train()
+    return made
+
+
+def two_experts_alone(model: Any) -> None:
+    """All tokens go to the first two, which are rank 0's."""
+    with torch.no_grad():
+        model.first.bias.fill_(9)
+        model.moe.router.weight.zero_()
+        model.moe.router.weight[:2] = torch.tensor([[5.0], [4.0]])
+
+
+def step_by_sum(
+    model: Any, optimizer: Any, number: int, part: slice = slice(None), world_size: int = 1
+) -> None:
+    """The gradient of a sum: the mean over ranks is divided out, so that ranks may differ."""
+    x = torch.randn(ROWS, 6, generator=torch.Generator().manual_seed(number))[part]
+    loss = model(x).square().sum() * world_size / ROWS
+    (optimizer.scale(loss) if hasattr(optimizer, "scale") else loss).backward()
+    if world_size == 1 and (clip := getattr(model, "clip", None)):
+        model.norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
+    apply_steps(*optimizers_of(optimizer))
+
+
+def compare_by_sum(
+    rank: int,
+    stage: int,
+    make: Callable[[nn.Module], Any] = adamw,
+    *,
+    prepare: Callable[[Any], None] = lambda _: None,
+    after_first: Callable[[Any], None] = lambda _: None,
+    clip: float | None = None,
+    num_first: int = ROWS // 2,
+    num_experts: int = 4,
+) -> None:
+    """Steps in one process and on two ranks, of which the first has `num_first` rows."""
+    models: list[Any] = [Net(num_experts, alone(rank), None), Net(num_experts, *mesh(rank, 2, 2))]
+    for model in models:
+        prepare(model)
+        model.clip = clip
+    given, own = (make(model) for model in models)
+    optimizer = zero.shard(models[1], own, stage, clip_grad_norm=clip, bucket_bytes=300)
+    part = slice(num_first) if rank == 0 else slice(num_first, None)
+    for number in range(4):
+        step_by_sum(models[0], given, number)
+        step_by_sum(models[1], optimizer, number, part, 2)
+        if clip is not None:
+            assert optimizer.grad_norm == pytest.approx(float(models[0].norm), rel=1e-4)
+        for model in models:
+            if number == 0:
+                after_first(model)
+    assert_close(full_weights(models[1]), full_weights(models[0]), 5e-6)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@in_ranks(2)
+def test_parts_that_are_thawed(rank: int, stage: int) -> None:
+    """With Muon, of which experts have an owner among their replicas."""
+    thaw = lambda model: model.requires_grad_(True)  # noqa: E731
+    compare_by_sum(rank, stage, muon, prepare=only("last"), after_first=thaw)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("make", [adamw, muon])
+@in_ranks(2)
+def test_a_rank_without_a_gradient(rank: int, stage: int, make: Any) -> None:
+    """https://github.com/ScienceOne-AI/DeepSeek-671B-SFT-Guide/issues/7: a rank has no experts, or
+    no tokens for them, and the others wait for it."""
+    clip = 0.01 if make is adamw else None
+    compare_by_sum(rank, stage, make, prepare=only("experts"), clip=clip, num_experts=1)
+
+    def prepare(model: Any) -> None:
+        two_experts_alone(model)
+        only("experts")(model)
+
+    compare_by_sum(rank, stage, make, prepare=prepare, clip=clip)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@in_ranks(2)
+def test_a_rank_without_tokens(rank: int, stage: int) -> None:
+    """https://github.com/NVIDIA/Megatron-LM/pull/4851, https://github.com/NVIDIA-NeMo/Automodel/pull/935:
+    of its own, or for its experts."""
+    compare_by_sum(rank, stage, num_first=ROWS, clip=0.05)
+    compare_by_sum(rank, stage, prepare=two_experts_alone, clip=0.05)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@in_ranks(2)
+def test_schedule_free_experts(rank: int, stage: int) -> None:
+    """https://github.com/deepspeedai/DeepSpeed/issues/7156: their states are sharded, too."""
+    compare_by_sum(rank, stage, averaged)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@in_ranks(2)
+def test_an_overflow_of_one_expert(rank: int, stage: int) -> None:
+    """https://github.com/deepspeedai/DeepSpeed/pull/5259: which one rank has."""
+    model: Any = Net(4, *mesh(rank, 2, 2))
+    optimizer = zero.shard(model, adamw(model), stage, loss_scale="dynamic")
+    before = full_weights(model)
+    if rank == 1:
+        next(model.moe.experts.parameters()).register_hook(lambda grad: grad * math.inf)
+    step_by_sum(model, optimizer, 0, slice(rank * 12, rank * 12 + 12), 2)
+    assert same(full_weights(model), before)
+    assert optimizer.loss_scale == 2**15

@@ -23,7 +23,6 @@ from moe_models import (
     groups_with_replicas,
     loss_of,
     make_expert,
-    sent_bytes,
     train_alone,
 )
 from ranks import in_ranks, place, run_ranks
@@ -31,6 +30,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
+from zero_models import sent_bytes
 
 from ringcomm.nn import MixtureOfExperts
 from ringcomm.ops import shard_range
@@ -86,9 +86,6 @@ def test_the_training_of_one_process(
         torch.testing.assert_close(found, expected, rtol=0, atol=2e-6)
         torch.testing.assert_close(whole, weights, rtol=0, atol=2e-6)
         torch.testing.assert_close(whole, results[0][1], rtol=0, atol=0)
-
-
-# ---- bits
 
 
 def train_in_order(case: Case, sizes: list[int]) -> dict[str, Tensor]:
@@ -163,11 +160,11 @@ def check_any(rank: int, case: Case, sizes: list[int]) -> None:
     torch.manual_seed(rank)
     x = torch.randn(sizes[rank], DIM, dtype=torch.float64, requires_grad=True)
     again = x.detach().clone().requires_grad_()
-    start = sent_bytes()
+    start = sent_bytes()["all_to_all"]
     out = layer(x)
-    middle = sent_bytes()
+    middle = sent_bytes()["all_to_all"]
     out.square().sum().backward()
-    end = sent_bytes()
+    end = sent_bytes()["all_to_all"]
     dense(again).square().sum().backward()
     torch.testing.assert_close(out, dense(again), rtol=0, atol=1e-12)
     torch.testing.assert_close(x.grad, again.grad, rtol=0, atol=1e-12)
@@ -242,7 +239,7 @@ def test_dtypes(rank: int) -> None:
     torch.manual_seed(rank)
     for dtype in (torch.float32, torch.bfloat16):
         x = torch.randn(5, DIM, dtype=dtype)
-        before = sent_bytes()
+        before = sent_bytes()["all_to_all"]
         with torch.autocast("cpu", torch.bfloat16):
             out = layer(x)
         assert out.dtype == dtype
@@ -251,7 +248,7 @@ def test_dtypes(rank: int) -> None:
         received = torch.tensor(sent)  # there and back in 16 bits, and counts
         dist.all_reduce(received)
         rows = DIM * 2 * int(received)
-        assert sent_bytes() - before == rows + 16 + 8 * (3 - len(layer.experts))
+        assert sent_bytes()["all_to_all"] - before == rows + 16 + 8 * (3 - len(layer.experts))
         torch.testing.assert_close(out.float(), dense(x.float()), rtol=0, atol=0.03)
         out.float().sum().backward()
     half = layer.bfloat16()
@@ -289,7 +286,9 @@ def test_who_needs_gradients(rank: int) -> None:
         layer(x)
 
 
-def check_recomputed(rank: int, use_reentrant: bool) -> None:
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@in_ranks(2)
+def test_recomputation(rank: int, use_reentrant: bool) -> None:
     """The same bits; experts drop the same features, routers choose the same experts again."""
     grads, bytes_sent = [], []
     for is_recomputed in (False, True):
@@ -299,24 +298,19 @@ def check_recomputed(rank: int, use_reentrant: bool) -> None:
         )
         torch.manual_seed(rank)
         x = torch.randn(9, DIM, requires_grad=True)
-        before = sent_bytes()
+        before = sent_bytes()["all_to_all"]
         out = checkpoint(layer, x, use_reentrant=use_reentrant) if is_recomputed else layer(x)
         loss = out.square().sum()
         if not use_reentrant:  # where the router's losses have no gradient
             assert layer.routing is not None
             loss = loss + layer.routing.load_balancing_loss
-        middle = sent_bytes()
+        middle = sent_bytes()["all_to_all"]
         loss.backward()
-        bytes_sent.append((middle - before, sent_bytes() - middle))
+        bytes_sent.append((middle - before, sent_bytes()["all_to_all"] - middle))
         grads.append([x.grad, *(param.grad for param in layer.parameters())])
     assert all(map(torch.equal, *grads))
     (forward, backward), recomputed = bytes_sent
     assert recomputed == (forward, backward + forward)
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_recomputation(use_reentrant: bool) -> None:
-    run_ranks(2, check_recomputed, use_reentrant)
 
 
 @in_ranks(2)
@@ -368,10 +362,7 @@ def test_arguments_of_the_router() -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"top_k": 5}, "top_k must be 1 to 4, the number of experts, got 5"),
         ({"num_experts": 0}, "num_experts must be 1 or more, got 0"),
-        (
-            {"capacity_factor": 0.0},
-            "capacity_factor must be positive and finite.*got 0.0",
-        ),
+        ({"capacity_factor": 0.0}, "capacity_factor must be positive and finite.*got 0.0"),
         ({"capacity_factor": float("nan")}, "capacity_factor .*got nan"),
         ({"top_k": 1, "normalize_weights": True}, "the router would learn nothing"),
     ]

@@ -11,23 +11,16 @@ import torch
 from cases import covering, slow
 from full_states import full_weights
 from ranks import in_ranks, run_ranks
+from steps import apply_steps, train_step
+from test_parallelize import make
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from ringcomm.parallel import ParallelDims, get_state_dict, parallelize
+from ringcomm.parallel import ParallelDims, parallelize
 
 transformers = pytest.importorskip("transformers")
-assert transformers.LlamaForCausalLM  # imported before ranks are forked
 
 ROWS, LENGTH, VOCAB, STEPS, LR = 8, 12, 67, 2, 0.3
-CONFIG = {
-    "vocab_size": VOCAB,
-    "hidden_size": 48,
-    "intermediate_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
 MESHES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dp": ({"dp": 4}, {}),
     "dp, micro-batches": ({"dp": 2}, {"num_microbatches": 2}),
@@ -39,10 +32,8 @@ MESHES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def make(seed: int = 0, kind: str = "Llama", **options: Any) -> Any:
-    torch.manual_seed(seed)
-    config = getattr(transformers, f"{kind}Config")(**CONFIG, **options)
-    return transformers.AutoModelForCausalLM.from_config(config)
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([param for param in params if param.requires_grad], LR)
 
 
 def batch_of(kind: str, step: int) -> dict[str, Tensor]:
@@ -85,15 +76,14 @@ def train_alone(kind: str) -> tuple[list[float], dict[str, Tensor]]:
             count += int((labels[1:] != -100).sum())
         (total / count).backward()
         losses.append(float(total) / count)
-        optimizer.step()
-        optimizer.zero_grad()
+        apply_steps(optimizer)
     return losses, {name: value.detach() for name, value in model.state_dict().items()}
 
 
 def train_on_mesh(rank: int, kind: str, mesh: str) -> tuple[list[float], dict[str, Tensor]]:
     sizes, options = MESHES[mesh]
     dims, losses = ParallelDims(**sizes), []
-    train = parallelize(make(rank), dims, lambda p: torch.optim.SGD(p, LR), **options)
+    train = parallelize(make(seed=rank), dims, sgd, **options)
     place = dims["batch"].get_local_rank()
     for step in range(STEPS):
         whole = batch_of(kind, step)
@@ -102,8 +92,7 @@ def train_on_mesh(rank: int, kind: str, mesh: str) -> tuple[list[float], dict[st
         before = float(train.evaluate(batch))
         losses.append(float(train.step(batch)))
         assert before == pytest.approx(losses[-1], rel=1e-5)
-        train.optimizer.step()
-        train.optimizer.zero_grad()
+        apply_steps(train.optimizer)
     return losses, full_weights(train)
 
 
@@ -117,9 +106,6 @@ def test_the_mean_over_all_labels(mesh: str, kind: str) -> None:
         assert found == pytest.approx(losses, rel=2e-6)
         for name, value in weights.items():
             torch.testing.assert_close(values[name], value, rtol=1e-4, atol=2e-6, msg=name)
-
-
-# ---- losses of one's own
 
 
 def own_loss(logits: Tensor, labels: Tensor) -> Tensor:
@@ -144,39 +130,21 @@ def own_batch() -> tuple[Tensor, Tensor]:
     return x, y
 
 
-def own_gradients(rank: int, loss_fn: Any, sizes: dict[str, Any], num: int) -> dict[str, Tensor]:
-    dims = ParallelDims(**sizes)
-    train = parallelize(
-        own_model(rank),
-        dims,
-        lambda p: torch.optim.SGD(p, 1.0),
-        loss_fn=loss_fn,
-        num_microbatches=num,
-    )
-    place, num_ranks = dims["batch"].get_local_rank(), dims["batch"].size()
-    # Ranks have different numbers of rows.
-    edges = [0, 2, 8] if num_ranks == 2 else [0, 8]
-    x, y = (t[edges[place] : edges[place + 1]] for t in own_batch())
-    loss = train.step(x, y)
-    train.optimizer.step()
-    return {"loss": loss, **full_weights(train)}
-
-
 @pytest.mark.parametrize("loss_fn", [own_loss, summed], ids=["mean", "num_items_in_batch"])
 @pytest.mark.parametrize(("sizes", "num"), [({"dp": 2}, 2), ({"pp": 2}, 4)], ids=str)
-def test_a_loss_of_ones_own(loss_fn: Any, sizes: dict[str, Any], num: int) -> None:
-    model = own_model()
-    x, y = own_batch()
-    loss = own_loss(model(x), y)
-    loss.backward()
-    torch.optim.SGD(model.parameters(), 1.0).step()
-    for found in run_ranks(2, own_gradients, loss_fn, sizes, num):
-        assert float(found.pop("loss")) == pytest.approx(loss.item(), rel=1e-6)
-        for name, value in model.state_dict().items():
-            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
-
-
-# ---- models of transformers in wrappers
+@in_ranks(2)
+def test_a_loss_of_ones_own(rank: int, loss_fn: Any, sizes: dict[str, Any], num: int) -> None:
+    dims, model, (x, y) = ParallelDims(**sizes), own_model(), own_batch()
+    make = lambda params: torch.optim.SGD(params, 1.0)  # noqa: E731
+    train = parallelize(own_model(rank), dims, make, loss_fn=loss_fn, num_microbatches=num)
+    # Ranks have different numbers of rows.
+    edges = [0, 2, 8] if dims["batch"].size() == 2 else [0, 8]
+    mine = slice(*edges[dims["batch"].get_local_rank() :][:2])
+    found = train.step(x[mine], y[mine])
+    train.optimizer.step()
+    expected = train_step(own_loss(model(x), y), make(model.parameters()))
+    assert float(found) == pytest.approx(expected, rel=1e-6)
+    torch.testing.assert_close(full_weights(train), dict(model.state_dict()), rtol=1e-5, atol=1e-6)
 
 
 class Adapted(nn.Module):
@@ -209,11 +177,7 @@ WRAPPERS: dict[str, Any] = {
 
 
 def wrapped_loss(rank: int, wrapper: str) -> float:
-    train = parallelize(
-        WRAPPERS[wrapper](make()),
-        ParallelDims(dp=2),
-        lambda params: torch.optim.SGD([p for p in params if p.requires_grad], LR),
-    )
+    train = parallelize(WRAPPERS[wrapper](make()), ParallelDims(dp=2), sgd)
     mine = {name: value.chunk(2)[rank] for name, value in batch_of("padded", 0).items()}
     before, loss = float(train.evaluate(mine)), float(train.step(mine))
     assert before == pytest.approx(loss)
@@ -235,14 +199,11 @@ def test_a_model_in_a_wrapper(wrapper: str) -> None:
 def test_what_does_not_split_a_wrapped_model(rank: int) -> None:
     for dims in (ParallelDims(tp=2), ParallelDims(pp=2)):
         with pytest.raises(TypeError, match=r"Adapted of PEFT has no plan for tp . and pp .: use"):
-            parallelize(Adapted(make()), dims, lambda p: torch.optim.SGD(p, LR))
+            parallelize(Adapted(make()), dims, sgd)
     prompt = Adapted(make())
     prompt.active_peft_config.is_prompt_learning = True
     with pytest.raises(TypeError, match="adds tokens, whose labels are unknown: pass"):
-        parallelize(prompt, ParallelDims(dp=2), lambda p: torch.optim.SGD(p, LR))
-
-
-# ---- outputs, and what ranks start with
+        parallelize(prompt, ParallelDims(dp=2), sgd)
 
 
 class Features(nn.Module):
@@ -257,19 +218,6 @@ class Features(nn.Module):
         return torch.cos(x + self.phases)
 
 
-def start(rank: int, sizes: dict[str, Any], options: dict[str, Any]) -> tuple[Tensor, Any]:
-    torch.manual_seed(rank)
-    model = nn.Sequential(nn.Linear(8, 8), Features(), nn.Linear(8, 8), Features())
-    train = parallelize(
-        model,
-        ParallelDims(**sizes),
-        lambda p: torch.optim.SGD(p, 1.0),
-        loss_fn=nn.functional.mse_loss,
-        **options,
-    )
-    return train(torch.ones(4, 8)), get_state_dict(train, full=True)[0]
-
-
 @pytest.mark.parametrize(
     ("sizes", "options"),
     [
@@ -281,35 +229,30 @@ def start(rank: int, sizes: dict[str, Any], options: dict[str, Any]) -> tuple[Te
     ],
     ids=str,
 )
-def test_weights_and_buffers_start_from_rank_0(
-    sizes: dict[str, Any], options: dict[str, Any]
-) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), Features(), nn.Linear(8, 8), Features())
-    for output, values in run_ranks(4, start, sizes, options):
-        torch.testing.assert_close(output, model(torch.ones(4, 8)))
-        for name, value in model.state_dict().items():
-            assert values[name].equal(value), name
+@in_ranks(4)
+def test_weights_and_buffers_start_from_rank_0(rank: int, sizes: Any, options: Any) -> None:
+    def made(seed: int) -> nn.Sequential:
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(8, 8), Features(), nn.Linear(8, 8), Features())
 
-
-def logits_on(rank: int, sizes: dict[str, Any]) -> Tensor:
-    train = parallelize(make(rank), ParallelDims(**sizes), lambda p: torch.optim.SGD(p, LR))
-    found: Tensor = train(batch_of("padded", 0))
-    return found
+    model, loss_fn = made(0), nn.functional.mse_loss
+    sgd = lambda params: torch.optim.SGD(params, 1.0)  # noqa: E731
+    train = parallelize(made(rank), ParallelDims(**sizes), sgd, loss_fn=loss_fn, **options)
+    torch.testing.assert_close(train(torch.ones(4, 8)), model(torch.ones(4, 8)))
+    torch.testing.assert_close(full_weights(train), dict(model.state_dict()), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("sizes", [{"dp": 2}, {"pp": 2}, {"tp": 2}, {"fsdp": 2, "dp": 1}], ids=str)
-def test_logits_without_labels(sizes: dict[str, Any]) -> None:
+@in_ranks(2)
+def test_logits_without_labels(rank: int, sizes: dict[str, Any]) -> None:
     batch = batch_of("padded", 0)
+    train = parallelize(make(seed=rank), ParallelDims(**sizes), sgd)
+    found = train(batch)
     batch.pop("labels")
     with torch.no_grad():
         expected = make()(**batch).logits
     seen = batch["attention_mask"] == 1
-    for found in run_ranks(2, logits_on, sizes):
-        torch.testing.assert_close(found[seen], expected[seen], rtol=1e-5, atol=1e-5)
-
-
-# ---- what is refused
+    torch.testing.assert_close(found[seen], expected[seen], rtol=1e-5, atol=1e-5)
 
 
 @in_ranks(2)
@@ -318,7 +261,7 @@ def test_batches_that_cannot_be_used(rank: int) -> None:
         with pytest.raises(kind, match=re.escape(text)):
             train.step(*args)
 
-    train = parallelize(make(), ParallelDims(dp=2), lambda p: torch.optim.SGD(p, LR))
+    train = parallelize(make(), ParallelDims(dp=2), sgd)
     batch = batch_of("padded", 0)
     unlabelled = {name: value for name, value in batch.items() if name != "labels"}
     ids, labels = batch["input_ids"], batch["labels"]
@@ -337,24 +280,18 @@ def test_batches_that_cannot_be_used(rank: int) -> None:
     train.model.config._attn_implementation = "flash_attention_2"
     refused(train, "pack all sequences into one row", packed)
     train.model.config._attn_implementation = "sdpa"
-    pipe = parallelize(make(), ParallelDims(pp=2), lambda p: torch.optim.SGD(p, LR))
+    pipe = parallelize(make(), ParallelDims(pp=2), sgd)
     refused(pipe, "takes input_ids, attention_mask and position_ids, got", {**packed, "x": ids})
     refused(pipe, "7 rows do not divide into 4", ids[:7], labels[:7])
-    own = parallelize(
-        own_model(), ParallelDims(pp=2), lambda p: torch.optim.SGD(p, LR), loss_fn=own_loss
-    )
+    own = parallelize(own_model(), ParallelDims(pp=2), sgd, loss_fn=own_loss)
     refused(own, "the first block of a pipeline takes a tensor", batch, kind=TypeError)
     # A TensorDataset's batches are lists.
-    listed = parallelize(
-        own_model(), ParallelDims(dp=2), lambda p: torch.optim.SGD(p, LR), loss_fn=own_loss
-    )
+    listed = parallelize(own_model(), ParallelDims(dp=2), sgd, loss_fn=own_loss)
     x, y = own_batch()
     assert listed.evaluate([x[4:]], y[4:]).equal(listed.evaluate(x[4:], y[4:]))
     # A rank without labels, and a model whose loss is float64.
     module = nn.Sequential(nn.Linear(4, 3)).double()
-    double = parallelize(
-        module, ParallelDims(dp=2), lambda p: torch.optim.SGD(p, LR), loss_fn=nn.CrossEntropyLoss()
-    )
+    double = parallelize(module, ParallelDims(dp=2), sgd, loss_fn=nn.CrossEntropyLoss())
     x, y = torch.randn(4, 4, dtype=torch.float64), torch.full((4,), rank - 100 * (1 - rank))
     assert double.evaluate(x, y).dtype == torch.float32
     assert float(train.step({**batch, "position_ids": torch.arange(LENGTH)[None]})) > 0

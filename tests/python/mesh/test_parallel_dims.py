@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import in_ranks
 
 from ringcomm.parallel import ParallelDims
 from ringcomm.torch_names import backend_of, flat_mesh, timeout_of
@@ -86,25 +86,17 @@ def test_the_table_says_who_talks_to_whom() -> None:
     ]
 
 
-def sums_over_axes(rank: int) -> dict[str, tuple[list[int], float, int]]:
+@in_ranks(8, group_timeout_s=TIMEOUT.total_seconds())
+def test_groups_are_those_of_the_table(rank: int) -> None:
+    table = ParallelDims(dp=2, fsdp=2, tp=2, ep=2, world_size=8)
     dims = ParallelDims(dp=2, fsdp=2, tp=2, ep=2, device_type="cpu")
-    found: dict[str, Any] = {}
     for axis in AXES:
-        total = torch.tensor([float(1 << rank)])
+        total, ranks = torch.tensor([float(1 << rank)]), table.ranks_of(axis, rank)
         dist.all_reduce(total, group=dims.group(axis))
-        mesh = dims[axis]
-        found[axis] = mesh.mesh.tolist(), total.item(), mesh.get_local_rank()
+        assert dims[axis].mesh.tolist() == ranks, axis
+        assert total.item() == sum(1 << r for r in ranks), axis
+        assert dims[axis].get_local_rank() == ranks.index(rank), axis
     assert dims["hsdp"].mesh_dim_names == ("dp", "fsdp")
     groups: list[Any] = [dist.group.WORLD, flat_mesh(dims["hsdp"]).get_group()]
     groups += [dims.group(axis) for axis in AXES]
     assert {timeout_of(backend_of(group, torch.device("cpu"))) for group in groups} == {TIMEOUT}
-    return found
-
-
-def test_groups_are_those_of_the_table() -> None:
-    dims = ParallelDims(dp=2, fsdp=2, tp=2, ep=2, world_size=8)
-    timeout_s = TIMEOUT.total_seconds()
-    for rank, found in enumerate(run_ranks(8, sums_over_axes, group_timeout_s=timeout_s)):
-        for axis in AXES:
-            ranks = dims.ranks_of(axis, rank)
-            assert found[axis] == (ranks, sum(1 << r for r in ranks), ranks.index(rank)), axis

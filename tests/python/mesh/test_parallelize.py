@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from cases import quick
 from ranks import in_ranks, place, run_ranks
+from steps import apply_steps, train_step
 from torch import Tensor, nn
 
 from ringcomm.nn import ColumnParallelLinear, RowParallelLinear
@@ -89,20 +90,12 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "ep, edp, zero 1": ("Mixtral", {"ep": 2}, {"zero_stage": 1}),
     "ep, zero 2": ("Mixtral", {"ep": 4}, {"zero_stage": 2, "num_microbatches": 2}),
     "ep, tp, zero 2": ("Mixtral", {"ep": 2, "tp": 2}, {"zero_stage": 2}),
-    "ep, pp, zero 1": (
-        "Mixtral, one expert a token",
-        {"ep": 2, "pp": 2},
-        {"zero_stage": 1},
-    ),
+    "ep, pp, zero 1": ("Mixtral, one expert a token", {"ep": 2, "pp": 2}, {"zero_stage": 1}),
     "ep, edp, fsdp": ("Mixtral", {"dp": 1, "fsdp": 4, "ep": 2}, {"clip_grad_norm": MAX_NORM}),
     "ep, hsdp": ("Mixtral", {"dp": 2, "fsdp": 2, "ep": 4}, {"num_microbatches": 2}),
     "ep, edp, hsdp, recompute": ("Mixtral", {"dp": 2, "fsdp": 2, "ep": 2}, {"recompute": True}),
     "ep, fsdp, tp": ("Mixtral", {"dp": 1, "fsdp": 2, "ep": 2, "tp": 2}, {}),
-    "ep, fsdp, pp": (
-        "Mixtral, one expert a token",
-        {"dp": 1, "fsdp": 2, "ep": 2, "pp": 2},
-        {},
-    ),
+    "ep, fsdp, pp": ("Mixtral, one expert a token", {"dp": 1, "fsdp": 2, "ep": 2, "pp": 2}, {}),
     "tp, whole experts": ("Mixtral", {"tp": 2}, {}),
     "ep, edp, Qwen3": ("Qwen3Moe", {"ep": 2}, {}),
     "ep, tp, Qwen3": ("Qwen3Moe", {"ep": 2, "tp": 2}, {}),
@@ -116,11 +109,10 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def make(kind: str) -> Any:
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{kind.split(',', maxsplit=1)[0]}Config")(
-        **{**SIZES, **KINDS[kind]}
-    )
+def make(kind: str = "Llama", seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    name = kind.split(",", maxsplit=1)[0]
+    config = getattr(transformers, f"{name}Config")(**{**SIZES, **KINDS[kind]})
     return transformers.AutoModelForCausalLM.from_config(config)
 
 
@@ -140,8 +132,7 @@ def train_alone(kind: str) -> list[float]:
         loss = model(input_ids=ids_of(step), labels=ids_of(step)).loss
         loss.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
-        optimizer.step()
-        optimizer.zero_grad()
+        apply_steps(optimizer)
         found += [float(loss.detach()), float(norm)]
     return found
 
@@ -157,8 +148,7 @@ def train_on_mesh(rank: int, name: str, device: str) -> list[float]:
         loss = train.step(mine, mine).reshape(1)
         dist.all_reduce(loss, dist.ReduceOp.AVG, group=batch.get_group())
         norm = train.clip_grad_norm_(MAX_NORM)
-        train.optimizer.step()
-        train.optimizer.zero_grad()
+        apply_steps(train.optimizer)
         found += [float(loss), float(norm)]
     return found
 
@@ -179,9 +169,6 @@ def test_training_is_that_of_one_process(name: str, device: str) -> None:
         assert found == pytest.approx(expected, rel=2e-6), name
 
 
-# ---- models of one's own
-
-
 class Block(nn.Module):
     def __init__(self, group: Any = None) -> None:
         super().__init__()
@@ -200,44 +187,25 @@ def own_model(group: Any = None) -> nn.Sequential:
     return nn.Sequential(*(Block(group) for _ in range(4)))
 
 
-def own_losses(rank: int, sizes: dict[str, Any]) -> list[float]:
+@pytest.mark.parametrize("sizes", [{"pp": 2, "tp": 2}, {"tp": 2}, {"pp": 2}], ids=str)
+@in_ranks(WORLD)
+def test_a_model_with_parallel_layers_of_its_own(rank: int, sizes: dict[str, Any]) -> None:
     dims = ParallelDims(**sizes)
-    model = own_model(dims.group("tp") if dims.tp > 1 else None)
+    model, alone = own_model(dims.group("tp") if dims.tp > 1 else None), own_model()
     train = parallelize(model, dims, optimizer_of, loss_fn=nn.functional.mse_loss)
+    optimizer = optimizer_of(alone.parameters())
     torch.manual_seed(1)
     x, y = torch.randn(8, 12), torch.randn(8, 12)
     batch = dims["batch"]
     mine_x, mine_y = (t.chunk(batch.size())[batch.get_local_rank()] for t in (x, y))
-    found = []
     for _ in range(STEPS):
         loss = train.step(mine_x, mine_y).reshape(1)
         dist.all_reduce(loss, dist.ReduceOp.AVG, group=dims.group("batch"))
-        train.optimizer.step()
-        train.optimizer.zero_grad()
-        found.append(float(loss))
-    found.append(float(train.evaluate(x, y)))
-    return found
-
-
-@pytest.mark.parametrize("sizes", [{"pp": 2, "tp": 2}, {"tp": 2}, {"pp": 2}], ids=str)
-def test_a_model_with_parallel_layers_of_its_own(sizes: dict[str, Any]) -> None:
-    model = own_model()
-    optimizer = optimizer_of(model.parameters())
-    torch.manual_seed(1)
-    x, y = torch.randn(8, 12), torch.randn(8, 12)
-    expected = []
-    for step in range(STEPS + 1):
-        loss = nn.functional.mse_loss(model(x), y)
-        expected.append(loss.item())
-        if step < STEPS:
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    for found in run_ranks(WORLD, own_losses, sizes):
-        assert found == pytest.approx(expected, rel=1e-5)
-
-
-# ---- what is refused, before anything is changed
+        apply_steps(train.optimizer)
+        expected = train_step(nn.functional.mse_loss(alone(x), y), optimizer)
+        assert float(loss) == pytest.approx(expected, rel=1e-5)
+    expected = float(nn.functional.mse_loss(alone(x), y))
+    assert float(train.evaluate(x, y)) == pytest.approx(expected, rel=1e-5)
 
 
 @in_ranks(WORLD)
@@ -256,11 +224,7 @@ def test_what_does_not_go_together_is_an_error_on_all_ranks(rank: int) -> None:
     refused("ep is 2, but LlamaForCausalLM has neither stacked experts", {"ep": 2}, llama)
     refused("tp is 2, but Sequential has neither a tensor-parallel plan", {"tp": 2}, own, **mse)
     refused("pp is 2, but Block is neither an nn.Sequential", {"pp": 2}, Block(), **mse)
-    refused(
-        "Sequential is not a model of transformers and has no loss: pass loss_fn",
-        {},
-        own,
-    )
+    refused("Sequential is not a model of transformers and has no loss: pass loss_fn", {}, own)
     refused("use dp instead of fsdp 2", {"dp": 2, "fsdp": 2}, llama, zero_stage=0)
     refused("zero_stage 3 shards over fsdp, which is 1", {}, llama, zero_stage=3)
     refused("zero_stage must be 0, 1, 2 or 3, got 4", {}, llama, zero_stage=4)
@@ -268,10 +232,7 @@ def test_what_does_not_go_together_is_an_error_on_all_ranks(rank: int) -> None:
     refused("over the ranks of tp, which is 1", {}, llama, sequence_parallel=True)
     refused("sums gradients of norms", {**fsdp, "tp": 2}, llama, sequence_parallel=True)
     refused(
-        "zero_stage=0 does not use zero.shard() and has no loss_scale",
-        {},
-        llama,
-        loss_scale=2.0,
+        "zero_stage=0 does not use zero.shard() and has no loss_scale", {}, llama, loss_scale=2.0
     )
     refused("parallelize() has no option bucket_byte; those of zero.shard() are units,", {}, llama,
         bucket_byte=1)  # fmt: skip

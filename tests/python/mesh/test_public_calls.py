@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import place, run_ranks
+from ranks import in_ranks, place
 from torch import Tensor, nn
 
 from ringcomm import ops
@@ -124,7 +124,8 @@ def results_of(where: dict[str, Any], data: dict[str, Any], device: torch.device
     return [*losses, total, *(p.grad for p in model.parameters()), *values.values()]
 
 
-def both(rank: int, device: str) -> None:
+@in_ranks(4)
+def test_a_mesh_gives_the_bits_of_its_group(rank: int, device: str) -> None:
     dims = ParallelDims(dp=2, tp=2, device_type=device)
     groups: list[Any] = [{"group": dims.group(axis)} for axis in ("tp", "batch")]
     meshes: list[Any] = [{"mesh": dims[axis]} for axis in ("tp", "batch")]
@@ -137,7 +138,3 @@ def both(rank: int, device: str) -> None:
         ValueError, match=r"the mesh must have one dimension.*got \(pp, dp, fsdp, tp\)"
     ):
         tensor.copy_to_tp(torch.ones(2), mesh=dims.mesh)
-
-
-def test_a_mesh_gives_the_bits_of_its_group(device: str) -> None:
-    run_ranks(4, both, device)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks import in_ranks
+from steps import train_step
 from test_trainer_ranks import ENV
 from torch import Tensor, nn
 from torch.testing import assert_close
@@ -74,9 +75,7 @@ def made(system: str) -> tuple[Any, Any]:
         optimizer: Any = zero.shard(around, adamw, 3, offload_weights=True)
     else:
         optimizer = zero.shard(around, torch.optim.AdamW(around.parameters(), 0.01), int(system[5]))
-    around(torch.ones(2, 64)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    train_step(around(torch.ones(2, 64)).sum(), optimizer)
     if "closed" in system:
         optimizer.close()
     return around, net
@@ -211,9 +210,7 @@ def test_states_of_stages_1_and_2_have_their_own_storages(rank: int) -> None:
         net = nn.Sequential(nn.Linear(3, 40), nn.Linear(40, 3)).to(dtype)
         optimizer = zero.shard(net, torch.optim.AdamW(net.parameters()), stage)
         for _ in range(2):
-            net(torch.ones(2, 3, dtype=dtype)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            train_step(net(torch.ones(2, 3, dtype=dtype)).sum(), optimizer)
         for state in optimizer.state.values():
             assert ("master" in state) == (dtype == torch.bfloat16)
             for value in state.values():

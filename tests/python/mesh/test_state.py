@@ -12,20 +12,16 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from cases import quick
+from full_states import load_parts, save_parts
 from ranks import in_ranks, run_ranks
+from steps import apply_steps, train_step
 from test_parallelize import KINDS, SIZES, ids_of, make, transformers
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict as get_by_torch
-from torch.distributed.checkpoint.state_dict import set_state_dict as set_by_torch
 from torch.testing import assert_close
 
 from ringcomm.nn import ColumnParallelLinear
-from ringcomm.parallel import (
-    ParallelDims,
-    get_state_dict,
-    parallelize,
-    set_state_dict,
-)
+from ringcomm.parallel import ParallelDims, get_state_dict, parallelize, set_state_dict
 
 assert KINDS, SIZES
 assert transformers
@@ -70,8 +66,7 @@ def run(train: Any, steps: range) -> list[float]:
         mine = ids_of(step).split(num_rows)[batch.get_local_rank()]
         loss = train.step(mine, mine).reshape(1)
         dist.all_reduce(loss, dist.ReduceOp.AVG, group=batch.get_group())
-        train.optimizer.step()
-        train.optimizer.zero_grad()
+        apply_steps(train.optimizer)
         losses.append(float(loss))
     return losses
 
@@ -80,10 +75,7 @@ def run_alone(model: Any, optimizer: Any, steps: range) -> list[float]:
     losses = []
     for step in steps:
         loss = model(input_ids=ids_of(step), labels=ids_of(step)).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+        losses.append(train_step(loss, optimizer))
     return losses
 
 
@@ -100,9 +92,7 @@ def alone(kind: str = "Llama") -> tuple[Any, Any, list[float]]:
 
 def load(rank: int, source: str, name: str, kind: str, folder: Path) -> list[float]:
     train, _ = trained(name, kind, range(0))
-    values, state = get_state_dict(train, train.optimizer)
-    dcp.load({"model": values, "optimizer": state}, checkpoint_id=folder / source)
-    set_state_dict(train, train.optimizer, values, state)
+    load_parts(train, train.optimizer, folder / source)
     return run(train, range(2, 4))
 
 
@@ -110,7 +100,7 @@ def save(rank: int, name: str, folder: Path) -> Any:
     """In parts for all tests; the whole state, and how training goes on from one way to have it."""
     train, _ = trained(name)
     parts = get_state_dict(train, train.optimizer, cpu=True)
-    dcp.save({"model": parts[0], "optimizer": parts[1]}, checkpoint_id=folder / name)
+    save_parts(train, train.optimizer, folder / name, cpu=True)
     everywhere = get_state_dict(train, train.optimizer, full=True)
     first = get_state_dict(train, train.optimizer, full=True, rank0_only=True)
     assert (first == ({}, {})) == (rank != 0)
@@ -168,9 +158,7 @@ def test_plain_torch_goes_on_from_it(name: str, checkpoints: Checkpoints) -> Non
     checkpoints.of(name)
     model = make("Llama")
     optimizer = adamw(model.parameters())
-    values, state = get_by_torch(model, optimizer)
-    dcp.load({"model": values, "optimizer": state}, checkpoint_id=checkpoints.folder / name)
-    set_by_torch(model, optimizer, model_state_dict=values, optim_state_dict=state)
+    load_parts(model, optimizer, checkpoints.folder / name, by_torch=True)
     losses = run_alone(model, optimizer, range(2, 4))
     assert losses == pytest.approx(alone()[2], rel=2e-5)
 
@@ -192,8 +180,7 @@ def experts_between_meshes(rank: int, folder: Path) -> list[list[float]]:
     found = []
     for name in EXPERTS:
         train, _ = trained(name, "Mixtral")
-        values, state = get_state_dict(train, train.optimizer)
-        dcp.save({"model": values, "optimizer": state}, checkpoint_id=folder / name)
+        save_parts(train, train.optimizer, folder / name)
         found.append(run(train, range(2, 4)))
     for source in EXPERTS:
         found.append(load(rank, source, next(n for n in EXPERTS if n != source), "Mixtral", folder))
@@ -211,21 +198,17 @@ def test_experts_go_between_meshes(tmp_path: Path) -> None:
 # ---- saved while training goes on, and what is refused
 
 
-def save_while_training(rank: int, folder: Path) -> tuple[list[float], list[float]]:
+@in_ranks(4)
+def test_an_asynchronous_save_has_the_state_of_its_call(rank: int, tmp_path: Path) -> None:
     train, _ = trained("pp, tp")
     values, state = get_state_dict(train, train.optimizer)
     gloo = dist.new_group(backend="gloo")
     saving: Any = dcp.async_save(
-        {"model": values, "optimizer": state}, checkpoint_id=folder / "a", process_group=gloo
+        {"model": values, "optimizer": state}, checkpoint_id=tmp_path / "a", process_group=gloo
     )
     losses = run(train, range(2, 4))
     saving.result(60)
-    return losses, load(rank, "a", "pp, tp", "Llama", folder)
-
-
-def test_an_asynchronous_save_has_the_state_of_its_call(tmp_path: Path) -> None:
-    for losses, resumed in run_ranks(4, save_while_training, tmp_path):
-        assert resumed == losses
+    assert load(rank, "a", "pp, tp", "Llama", tmp_path) == losses
 
 
 @in_ranks(4)
@@ -264,7 +247,9 @@ def test_a_state_of_another_model_is_refused_before_anything_is_written(rank: in
     assert all(torch.equal(p, before[n]) for n, p in other.model.named_parameters())
 
 
-def uneven(rank: int, stage: int, folder: Path) -> tuple[Any, Any]:
+@pytest.mark.parametrize("stage", [1, 2])
+@in_ranks(4)
+def test_flat_weights_of_uneven_parts(rank: int, stage: int, tmp_path: Path) -> None:
     """Parts of 5 and 4 features: tensor-parallel ranks cut the second layer at other elements."""
     dims = ParallelDims(dp=2, tp=2)
 
@@ -280,19 +265,9 @@ def uneven(rank: int, stage: int, folder: Path) -> tuple[Any, Any]:
     rows = torch.randn(2, 8, generator=torch.Generator().manual_seed(rank // 2))
     for _ in range(2):
         train.step(rows, torch.ones(2, 40))
-        train.optimizer.step()
-        train.optimizer.zero_grad()
-    values, state = get_state_dict(train, train.optimizer)
-    dcp.save({"model": values, "optimizer": state}, checkpoint_id=folder)
-    values, state = get_state_dict(again, again.optimizer)
-    dcp.load({"model": values, "optimizer": state}, checkpoint_id=folder)
-    set_state_dict(again, again.optimizer, values, state)
-    full = [get_state_dict(each, each.optimizer, full=True) for each in (train, again)]
-    return full[0], full[1]
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-def test_flat_weights_of_uneven_parts(stage: int, tmp_path: Path) -> None:
-    for expected, found in run_ranks(4, uneven, stage, tmp_path):
-        assert expected[1]["state"]
-        assert_same(found, expected)
+        apply_steps(train.optimizer)
+    save_parts(train, train.optimizer, tmp_path)
+    load_parts(again, again.optimizer, tmp_path)
+    expected, found = (get_state_dict(each, each.optimizer, full=True) for each in (train, again))
+    assert expected[1]["state"]
+    assert_same(found, expected)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import in_ranks
+from steps import apply_steps
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import get_state_dict as get_by_torch
@@ -61,8 +62,7 @@ KINDS = ("plain", "DDP", "compiled", "checkpoint layers", "compiled layers", "DD
 def train(net: Any, optimizer: Any) -> None:
     with torch.compiler.set_stance("force_eager"):
         net(torch.arange(6.0).view(2, 3)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    apply_steps(optimizer)
 
 
 @in_ranks(2)

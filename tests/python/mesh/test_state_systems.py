@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from allocations import peak_bytes, record_allocations
-from ranks import run_ranks
+from full_states import load_parts, save_parts
+from ranks import in_ranks, run_ranks
+from steps import train_step
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.testing import assert_close
+from whole_optimizers import EachWeight
 from zero_models import batch as zero_batch
 
 from ringcomm.nn import ColumnParallelLinear, RowParallelLinear
@@ -71,7 +73,7 @@ def system_of(name: str, folder: Path) -> tuple[nn.Module, Any, Any]:
         *(0.01, (0.9, 0.999), 1e-2),
         to="nvme" if "files" in name else "cpu",
         path=folder if "files" in name else None,
-        chunk_elems=500,
+        chunk_elems=5000 if "Infinity" in name else 500,
     )
     if name == "offload":
         return model, own, None
@@ -88,16 +90,13 @@ def train_system(model: Any, optimizer: Any, steps: range) -> None:
     for step in steps:
         x, y = zero_batch(step, rank, world_size)
         out = model(x.to(next(model.parameters()).dtype))
-        nn.functional.mse_loss(out.float(), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_step(nn.functional.mse_loss(out.float(), y), optimizer)
 
 
 def save_system(rank: int, name: str, folder: Path) -> None:
     model, optimizer, _kept = system_of(name, folder / "files")
     train_system(model, optimizer, range(2))
-    values, state = get_state_dict(model, optimizer)
-    dcp.save({"model": values, "optimizer": state}, checkpoint_id=folder / "parts")
+    save_parts(model, optimizer, folder / "parts")
     found = get_state_dict(model, optimizer, full=True, rank0_only=True)
     if rank == 0:
         torch.save(found, folder / "whole.pt")
@@ -108,13 +107,11 @@ def load_system(rank: int, name: str, folder: Path) -> list[Any]:
     for way in ("parts", "rank 0") if dist.get_world_size() > 1 else ("file",):
         model, optimizer, _kept = system_of(name, folder / f"{way} {dist.get_world_size()}")
         if way == "parts":
-            values, state = get_state_dict(model, optimizer)
-            dcp.load({"model": values, "optimizer": state}, checkpoint_id=folder / way)
-        elif way == "file" or rank == 0:
-            values, state = torch.load(folder / "whole.pt", mmap=True)
+            load_parts(model, optimizer, folder / way)
         else:
-            values, state = {}, {}
-        set_state_dict(model, optimizer, values, state, rank0_only=way == "rank 0")
+            is_read = way == "file" or rank == 0
+            states = torch.load(folder / "whole.pt", mmap=True) if is_read else ({}, {})
+            set_state_dict(model, optimizer, *states, rank0_only=way == "rank 0")
         train_system(model, optimizer, range(2, 4))
         found.append(get_state_dict(model, optimizer, full=True))
     return found
@@ -137,11 +134,15 @@ def test_systems_go_between_numbers_of_ranks(name: str, tmp_path: Path) -> None:
         assert_close(found[1]["state"], expected[1]["state"], rtol=0.05, atol=SYSTEMS[name])
 
 
-def load_file(rank: int, folder: Path) -> None:
+@in_ranks(2)
+def test_a_file_is_read_where_the_parts_are(rank: int, tmp_path: Path) -> None:
     """Parts of a file, for a model on the meta device; names that the state lacks."""
     with torch.device("meta"):
         model: Any = nn.Sequential(ColumnParallelLinear(32, 64), RowParallelLinear(64, 32))
-    state = torch.load(folder / "model.pt", mmap=True)
+    file = tmp_path / f"{rank}.pt"
+    torch.manual_seed(0)
+    torch.save(nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 32)).state_dict(), file)
+    state = torch.load(file, mmap=True)
     with record_allocations() as sizes:
         set_state_dict(model, None, state)
     assert peak_bytes(sizes) <= 4 * (sum(param.numel() for param in model.parameters()) + 32)
@@ -163,13 +164,6 @@ def load_file(rank: int, folder: Path) -> None:
     }
 
 
-def test_a_file_is_read_where_the_parts_are(tmp_path: Path) -> None:
-    torch.save(
-        nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 32)).state_dict(), tmp_path / "model.pt"
-    )
-    run_ranks(2, load_file, tmp_path)
-
-
 def test_getting_a_state_changes_no_step() -> None:
     """Before the first step, and with a weight that has none yet."""
     weights = []
@@ -181,9 +175,7 @@ def test_getting_a_state_changes_no_step() -> None:
             if gets:
                 values, state = get_state_dict(model, optimizer, full=True)
             layers: Any = model[step > 0 :]
-            layers(torch.ones(1, 3 + (step > 0))).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            train_step(layers(torch.ones(1, 3 + (step > 0))).sum(), optimizer)
         weights.append([param.detach() for param in model.parameters()])
     assert all(map(torch.equal, *weights))
     del state["state"]["0.bias"]
@@ -192,27 +184,24 @@ def test_getting_a_state_changes_no_step() -> None:
     assert optimizer.state[model[1].bias]["step"] == 2
 
 
-class SecondMoments(torch.optim.Optimizer):
+class SecondMoments(EachWeight):
     """Keeps exp_avg_sq, as AdaLomo does for what is no matrix, in the shape of the weight."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for param in (p for p in group["params"] if p.grad is not None):
-                state = self.state[param]
-                moment = state.setdefault("exp_avg_sq", torch.zeros_like(param))
-                state["num_steps"] = state.get("num_steps", 0) + 1
-                moment.mul_(0.9).addcmul_(param.grad, param.grad, value=0.1)
-                param.addcdiv_(param.grad, moment.sqrt().add_(1e-3), value=-group["lr"])
+    def update(self, group: dict[str, Any], param: Any) -> None:
+        state = self.state[param]
+        moment = state.setdefault("exp_avg_sq", torch.zeros_like(param))
+        state["num_steps"] = state.get("num_steps", 0) + 1
+        moment.mul_(0.9).addcmul_(param.grad, param.grad, value=0.1)
+        param.addcdiv_(param.grad, moment.sqrt().add_(1e-3), value=-group["lr"])
 
 
-def second_moments(rank: int) -> Any:
+def second_moments(is_split: bool) -> Any:
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4))
-    if dist.get_world_size() > 1:
+    if is_split:
         model[0] = ColumnParallelLinear.from_linear(model[0])
         model[1] = RowParallelLinear.from_linear(model[1])
     optimizer = SecondMoments(model.parameters())
@@ -223,13 +212,13 @@ def second_moments(rank: int) -> Any:
     return get_state_dict(model, optimizer, full=True)
 
 
-def test_an_optimizer_names_its_states_of_one_dimension() -> None:
+@in_ranks(2)
+def test_an_optimizer_names_its_states_of_one_dimension(rank: int) -> None:
     """Not by the keys of a state; and gradients that wait for a step do not hinder it."""
-    (expected,) = run_ranks(1, second_moments)
-    for found in run_ranks(2, second_moments):
-        assert found[1]["state"]["0.weight"]["exp_avg_sq"].shape == (8, 6)
-        assert_close(found[0], expected[0])
-        assert_close(found[1]["state"], expected[1]["state"])
+    expected, found = second_moments(False), second_moments(True)
+    assert found[1]["state"]["0.weight"]["exp_avg_sq"].shape == (8, 6)
+    assert_close(found[0], expected[0])
+    assert_close(found[1]["state"], expected[1]["state"])
 
 
 def test_states_appear_again_after_they_were_dropped() -> None:
@@ -245,7 +234,8 @@ def test_states_appear_again_after_they_were_dropped() -> None:
     assert float(found["weight"]["exp_avg_sq_row"].sum()) == 0
 
 
-def load_into_torch(rank: int) -> None:
+@in_ranks(1)
+def test_a_loss_scale_is_removed_for_an_optimizer_of_torch(rank: int) -> None:
     """torch's loader of full states knows no keys of groups that its optimizer lacks."""
     model = nn.Linear(3, 2)
     optimizer = zero.shard(model, torch.optim.AdamW(model.parameters()), 1, loss_scale=8.0)
@@ -261,10 +251,6 @@ def load_into_torch(rank: int) -> None:
         del group["loss_scale"], group["loss_scale_good_steps"]
     set_optimizer_state_dict(alone, plain, state, options=options)
     assert torch.equal(plain.state[alone.weight]["exp_avg"], state["state"]["weight"]["exp_avg"])
-
-
-def test_a_loss_scale_is_removed_for_an_optimizer_of_torch() -> None:
-    run_ranks(1, load_into_torch)
 
 
 def test_the_loss_scale_of_lomo_is_state() -> None:

@@ -44,9 +44,6 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
-# ---- Accelerate
-
-
 def load_by_accelerate(rank: int) -> list[Tensor]:
     from ringcomm.integrations.accelerate import register
 
@@ -125,9 +122,6 @@ def test_what_accelerate_would_do_wrong(rank: int) -> None:
         accelerator.clip_grad_value_(model.parameters(), 0.3)
 
 
-# ---- Trainer
-
-
 class ForTrainer(nn.Module):
     """A model with the loss that Trainer wants."""
 
@@ -149,7 +143,7 @@ def trainer_of(folder: str, make: Callable[[nn.Module], Any], model: nn.Module) 
     return trainer
 
 
-def trained_with_smoothing(rank: int, folder: str, stage: int) -> dict[str, Tensor]:
+def trained_with_smoothing(folder: str, stage: int) -> dict[str, Tensor]:
     from ringcomm.integrations.transformers import register
 
     register()
@@ -175,14 +169,11 @@ def trained_with_smoothing(rank: int, folder: str, stage: int) -> dict[str, Tens
     return full_weights(model)
 
 
-def test_smoothed_labels_are_shifted_for_sharded_weights(tmp_path: Path) -> None:
+@in_ranks(2, env=ENV, timeout_s=180.0)
+def test_smoothed_labels_are_shifted_for_sharded_weights(rank: int, tmp_path: Path) -> None:
     """fully_shard renames the class, by which Trainer knows that labels are to be shifted."""
-    expected, found = (
-        run_ranks(2, trained_with_smoothing, str(tmp_path), stage, env=ENV, timeout_s=180.0)[0]
-        for stage in (1, 3)
-    )
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6, msg=name)
+    expected, found = (trained_with_smoothing(str(tmp_path), stage) for stage in (1, 3))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
 @in_ranks(2, env=ENV, timeout_s=180.0)

@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from full_states import full_weights
-from ranks import run_ranks
+from ranks import in_ranks
+from steps import train_step
 from torch import Tensor, nn
 
 from ringcomm.integrations.transformers import expert_parallelize, patch_loss
@@ -133,9 +134,7 @@ def train_qwen(rank: int, world_size: int, options: dict[str, Any]) -> dict[str,
     for step in range(3):
         ids = torch.randint(31, (4, 6), generator=torch.Generator().manual_seed(step))
         own = ids.chunk(world_size)[rank]
-        model(input_ids=own, labels=own, use_cache=False).loss.backward()
-        opt.step()
-        opt.zero_grad()
+        train_step(model(input_ids=own, labels=own, use_cache=False).loss, opt)
     found = full_weights(model)
     for name in qwen().state_dict().keys() - found.keys():
         block, last = name.rsplit(".", 1)
@@ -148,12 +147,11 @@ def train_qwen(rank: int, world_size: int, options: dict[str, Any]) -> dict[str,
     [{"recomputes": True}, {"frozen": ".gate."}, {"frozen": ".experts."}],
     ids=lambda options: "-".join(map(str, options.values())),
 )
-def test_a_model_of_transformers(options: dict[str, Any]) -> None:
+@in_ranks(2)
+def test_a_model_of_transformers(rank: int, options: dict[str, Any]) -> None:
     """With the router or the experts frozen: https://github.com/huggingface/transformers/48687."""
-    expected = train_qwen(0, 1, options)
-    for found in run_ranks(2, train_qwen, 2, options):
-        for name, value in expected.items():
-            torch.testing.assert_close(found[name], value, rtol=0, atol=2e-6, msg=name)
+    found, expected = train_qwen(rank, 2, options), train_qwen(0, 1, options)
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-6)
 
 
 def test_models_that_are_no_chain_of_blocks_are_refused() -> None:

@@ -158,12 +158,7 @@ def json_info(state: State) -> int:
 
 
 @pytest.mark.parametrize(
-    ("num_steps", "kind"),
-    [
-        (0, "steps"),
-        slow(3, "steps"),
-        slow(3, "roll_back"),
-    ],
+    ("num_steps", "kind"), [(0, "steps"), slow(3, "steps"), slow(3, "roll_back")]
 )
 def test_two_crashes_at_every_operation(num_steps: int, kind: str, tmp_path: Path) -> None:
     values = itertools.count(1)

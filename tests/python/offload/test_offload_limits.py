@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import in_ranks, run_ranks
+from steps import train_step
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -67,11 +68,7 @@ def train(rank: int, folder: Path | None, is_limited: bool) -> list[float]:
     losses = []
     for step in range(STEPS):
         x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
+        losses.append(train_step(model(x).square().mean(), optimizer))
     return losses
 
 

@@ -11,14 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from steps import train_step
 from torch import nn
-from zero_models import Net, make_optimizer, train, weights
+from zero_models import Net, make_optimizer, place_of, train, weights
 
 from ringcomm.parallel import offload
-
-
-def place(to: str, folder: Path) -> dict[str, Any]:
-    return {"to": to, **({"path": folder / "states"} if to == "nvme" else {})}
 
 
 @pytest.mark.parametrize(
@@ -34,7 +31,7 @@ def place(to: str, folder: Path) -> dict[str, Any]:
 )
 def test_steps_of_torch(device: str, kind: str, to: str, chunk_elems: int, tmp_path: Path) -> None:
     ours, theirs = Net().to(device), Net().to(device)
-    optimizer = make_optimizer(ours, kind, chunk_elems=chunk_elems, **place(to, tmp_path))
+    optimizer = make_optimizer(ours, kind, chunk_elems=chunk_elems, **place_of(to, tmp_path))
     train(ours, optimizer)
     train(theirs, make_optimizer(theirs, kind))
     for name, value in weights(theirs).items():
@@ -47,7 +44,7 @@ def test_steps_of_torch(device: str, kind: str, to: str, chunk_elems: int, tmp_p
 @pytest.mark.parametrize(("kind", "to"), [("adamw", "nvme"), ("sgd", "nvme"), ("momentum", "cpu")])
 def test_state_goes_to_torch_and_back(kind: str, to: str, tmp_path: Path) -> None:
     first, second, third = Net(), Net(), Net()
-    optimizer = make_optimizer(first, kind, chunk_elems=50, **place(to, tmp_path))
+    optimizer = make_optimizer(first, kind, chunk_elems=50, **place_of(to, tmp_path))
     train(first, optimizer, steps=range(2))
     saved = copy.deepcopy(optimizer.state_dict())
     theirs = make_optimizer(second, kind)
@@ -140,14 +137,9 @@ def test_options_that_the_kernels_lack(options: dict[str, Any], dtype: torch.dty
     for step in range(4):
         for model, optimizer in zip(models, (own, expected), strict=True):
             x = torch.randn(3, 9, dtype=dtype, generator=torch.Generator().manual_seed(step))
-            model(x).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            train_step(model(x).square().sum(), optimizer)
     for mine, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
-
-
-# ---- what is refused
 
 
 def test_errors(tmp_path: Path) -> None:

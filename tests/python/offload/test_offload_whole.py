@@ -23,20 +23,22 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler
 from whole_optimizers import Averaged, Muon64, SmoothMuon, by_dimensions
 from zero_models import (
+    STEPS,
     Net,
+    assert_alike,
     assert_close,
     batch,
+    check_traffic,
     loss_of,
+    place_of,
     same,
-    sent_bytes,
+    train,
     train_on_halves,
     weights,
 )
 
 from ringcomm.parallel import offload, zero
-from ringcomm.parallel.optimizer_classes import optimizers_of
 
-STEPS = 5
 WIDTH = 129  # matrices of the blocks are above 64 KiB, others below
 SYSTEMS = ["1", "2", "3", "infinity"]
 
@@ -85,10 +87,6 @@ KINDS: dict[str, Any] = {
 }
 
 
-def place(to: str, folder: Path) -> dict[str, Any]:
-    return {"to": to, **({"path": folder / "states"} if to == "nvme" else {})}
-
-
 def plain(model: nn.Module, kind: str = "Muon64") -> list[torch.optim.Optimizer]:
     """One of matrices and one of others, in two groups if it can be."""
     groups: list[Any] = [{"params": [*model.parameters()]}]
@@ -104,27 +102,6 @@ def offloaded(model: nn.Module, kind: str = "Muon64", **where: Any) -> list[Any]
     first, *rest = plain(model, kind)
     found: list[Any] = [offload.Offloaded(first, **where)]
     return found + [offload.AdamW(each.param_groups, 0.01, eps=1e-3, **where) for each in rest]
-
-
-def train(
-    model: Any,
-    optimizer: Any,
-    steps: range = range(STEPS),
-    rank: int = 0,
-    world_size: int = 1,
-    num_micro_batches: int = 1,
-    clip: float | None = None,
-) -> None:
-    for step in steps:
-        for part in range(num_micro_batches):
-            rows = batch(num_micro_batches * step + part, rank, world_size)
-            loss_of(model, *rows).backward()
-        if clip is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
-        for each in optimizers_of(optimizer):
-            each.step()
-        for each in optimizers_of(optimizer):
-            each.zero_grad()
 
 
 def shard(model: nn.Module, given: Any, system: str, **options: Any) -> zero.ZeroOptimizer:
@@ -143,9 +120,9 @@ def test_alone_it_has_the_bits_of_its_class(kind: str, to: str, tmp_path: Path) 
     theirs, ours, third = Net(), Net(), Net()
     expected: list[Any] = plain(theirs, kind)
     found: list[Any] = plain(ours, kind)
-    found[0] = own = offload.Offloaded(found[0], **place(to, tmp_path))
-    train(theirs, expected, range(3))
-    train(ours, found, range(3))
+    found[0] = own = offload.Offloaded(found[0], **place_of(to, tmp_path))
+    train(theirs, expected, steps=range(3))
+    train(ours, found, steps=range(3))
     assert same(weights(ours), weights(theirs))
     state = own.state_dict()
     assert repr(state["state"]) == repr(expected[0].state_dict()["state"])
@@ -154,13 +131,13 @@ def test_alone_it_has_the_bits_of_its_class(kind: str, to: str, tmp_path: Path) 
     again: list[Any] = plain(third, kind)
     for each, of in zip(again[1:], found[1:], strict=True):
         each.load_state_dict(copy.deepcopy(of.state_dict()))
-    again[0] = offload.Offloaded(again[0], **place(to, tmp_path / "again"))
+    again[0] = offload.Offloaded(again[0], **place_of(to, tmp_path / "again"))
     again[0].load_state_dict(own.state_dict())
     begun = plain(ours, kind)  # that has a state already
     begun[0].load_state_dict(own.state_dict())
-    found[0] = offload.Offloaded(begun[0], **place(to, tmp_path / "begun"))
+    found[0] = offload.Offloaded(begun[0], **place_of(to, tmp_path / "begun"))
     for model, given in ((theirs, expected), (ours, found), (third, again)):
-        train(model, given, range(3, STEPS))
+        train(model, given, steps=range(3, STEPS))
     assert same(weights(ours), weights(theirs))
     assert same(weights(third), weights(theirs))
     for offloading in (own, again[0], found[0]):
@@ -193,7 +170,8 @@ def test_16_bit_weights_have_masters(tmp_path: Path) -> None:
 def test_few_states_are_in_memory(tmp_path: Path) -> None:
     """Not those of all weights, also where no two have one shape."""
     model = nn.ModuleList(nn.Linear(100 + i, 512, bias=False) for i in range(40))
-    optimizer = offload.Offloaded(torch.optim.Muon(model.parameters()), to="nvme", path=tmp_path)
+    muon = torch.optim.Muon(model.parameters(), ns_steps=1)
+    optimizer = offload.Offloaded(muon, to="nvme", path=tmp_path)
     for _ in range(2):
         for param in model.parameters():
             param.grad = torch.ones_like(param)
@@ -206,7 +184,7 @@ def test_few_states_are_in_memory(tmp_path: Path) -> None:
 def test_a_damaged_byte_is_an_error_before_its_weight_is_written(tmp_path: Path) -> None:
     model = Net(width=WIDTH)
     first, *_ = optimizers = offloaded(model, "Muon", to="nvme", path=tmp_path)
-    train(model, optimizers, range(1))
+    train(model, optimizers, steps=range(1))
     store: Any = first.tier.store
     store._settle_all()  # writes may be under way
     begun = weights(model)
@@ -233,12 +211,12 @@ def test_a_class_that_raises_leaves_the_step_to_be_repeated(tmp_path: Path) -> N
         for each in (expected, own):
             each.eval()
         with pytest.raises(RuntimeError, match="call train"):
-            train(ours, own, range(1))
+            train(ours, own, steps=range(1))
         own.zero_grad()
         for each in (expected, own):
             each.train()
-        train(theirs, expected, range(step, step + 1))
-        train(ours, own, range(step, step + 1))
+        train(theirs, expected, steps=range(step, step + 1))
+        train(ours, own, steps=range(step, step + 1))
         assert same(weights(ours), weights(theirs))
     assert own.param_groups[0]["k"] == 4
 
@@ -270,35 +248,17 @@ def test_schedulers_and_frozen_weights() -> None:
         ]
         model = theirs if each is expected else ours
         for step in range(4):
-            train(model, each, range(step, step + 1))
+            train(model, each, steps=range(step, step + 1))
             for scheduler in schedulers:
                 scheduler.step()
     assert same(weights(ours), weights(theirs))
 
 
-def test_a_saved_state_has_its_steps(tmp_path: Path) -> None:
-    """https://github.com/NovaSky-AI/SkyRL/pull/1403: with offloading, a checkpoint needed more than
-    weights_only=True, and the step count of Adam was stale after a load."""
-    theirs, ours, again = Net(), Net(), Net()
-    expected = torch.optim.Adam(theirs.parameters(), 0.01)
-    own = offload.Offloaded(torch.optim.Adam(ours.parameters(), 0.01), chunk_elems=50)
-    train(theirs, expected, range(3))
-    train(ours, own, range(3))
-    torch.save([ours.state_dict(), own.state_dict()], tmp_path / "saved")
-    saved = torch.load(tmp_path / "saved", weights_only=True)
-    again.load_state_dict(saved[0])
-    resumed = offload.Offloaded(torch.optim.Adam(again.parameters(), 0.01))
-    resumed.load_state_dict(saved[1])
-    train(theirs, expected, range(3, STEPS))
-    train(again, resumed, range(3, STEPS))
-    assert same(weights(again), weights(theirs))
-    assert {int(state["step"]) for state in resumed.state.values()} == {STEPS}
-
-
-@pytest.mark.parametrize("kind", ["AdamW", "SGD", "Adafactor", "offload.AdamW"])
-def test_torch_saves_and_loads_it(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["Adam", "AdamW", "SGD", "Adafactor", "offload.AdamW"])
+def test_torch_saves_and_loads_it(kind: str, tmp_path: Path) -> None:
     """https://github.com/PrimeIntellect-ai/prime-rl/pull/2729: torch's own functions, of optimizers
-    that have made a step or not."""
+    that have made a step or not. https://github.com/NovaSky-AI/SkyRL/pull/1403: with offloading, a
+    checkpoint needed more than weights_only=True, and Adam's step count was stale after a load."""
     options = {"momentum": 0.9} if kind == "SGD" else {}
 
     def made(model: nn.Module) -> Any:
@@ -307,24 +267,33 @@ def test_torch_saves_and_loads_it(kind: str) -> None:
         given = getattr(torch.optim, kind)(model.parameters(), lr=0.01, **options)
         return offload.Offloaded(given, chunk_elems=50)
 
-    theirs, ours, again = Net(), Net(), Net()
-    expected, own = made(theirs), made(ours)
-    train(theirs, expected, range(3))
-    train(ours, own, range(3))
-    saved = get_optimizer_state_dict(ours, own)
-    again.load_state_dict(ours.state_dict())
-    resumed = made(again)
-    set_optimizer_state_dict(again, resumed, saved)
-    train(theirs, expected, range(3, STEPS))
-    train(again, resumed, range(3, STEPS))
-    assert same(weights(again), weights(theirs))
+    ours, path = Net(), tmp_path / "saved"
+    own = made(ours)
+    train(ours, own, steps=range(3))
+    saved = ours.state_dict(), own.state_dict(), get_optimizer_state_dict(ours, own)
+    torch.save(saved, path)
+    train(ours, own, steps=range(3, STEPS))
+    values, native, by_torch = torch.load(path, weights_only=True)
+    for is_native in (True, False):
+        again = Net()
+        again.load_state_dict(values)
+        resumed = made(again)
+        if is_native:
+            resumed.load_state_dict(native)
+        else:
+            set_optimizer_state_dict(again, resumed, by_torch)
+        train(again, resumed, steps=range(3, STEPS))
+        assert same(weights(again), weights(ours))
+        steps = {int(state["step"]) for state in resumed.state.values() if "step" in state}
+        assert steps <= {STEPS}
+        assert steps or kind in ("SGD", "offload.AdamW")
 
 
 def test_states_of_8_bits_stay_so() -> None:
     """As of https://github.com/bitsandbytes-foundation/bitsandbytes: a load casts no integers."""
     model = Net()
     own = offload.Offloaded(plain(model, "Counting")[0])
-    train(model, own, range(2))
+    train(model, own, steps=range(2))
     saved = own.state_dict()
     own.load_state_dict(saved)
     state = own.state[model.first.weight]
@@ -355,35 +324,12 @@ def test_errors(tmp_path: Path) -> None:
         own.state = {model[0].weight: {}}
 
 
-# ---- in zero.shard()
-
-
 @functools.cache
 def alone(kind: str, width: int, options: str = "") -> dict[str, Tensor]:
     model = Net(width=width)
     more: dict[str, Any] = {"clip": 0.1} if "clip" in options else {}
     train(model, plain(model, kind), num_micro_batches=2 if "micro" in options else 1, **more)
     return full_weights(model)
-
-
-def train_ranks(
-    rank: int, world_size: int, system: str, kind: str, options: str, where: dict[str, Any]
-) -> dict[str, Tensor]:
-    width = WIDTH if system == "infinity" else 13
-    model = Net(width=width)
-    given = offloaded(model, kind, **where)
-    if "mixed" in options:  # not all are offloaded
-        given[1:] = plain(model, kind)[1:]
-    more: dict[str, Any] = {"clip_grad_norm": 0.1} if "clip" in options else {}
-    if "scale" in options:
-        more["loss_scale"] = 1.0
-    optimizer = shard(model, given, system, **more)
-    num = 2 if "micro" in options else 1
-    train(model, optimizer, rank=rank, world_size=world_size, num_micro_batches=num)
-    found = full_weights(model)
-    tolerance = 1e-5 if system == "infinity" else 2e-6
-    assert_close(found, alone(kind, width, options.replace("scale", "")), tolerance)
-    return found
 
 
 @pytest.mark.parametrize(
@@ -406,44 +352,44 @@ def train_ranks(
         slow(6, "infinity", "Muon64", "", "nvme"),
     ],
 )
+@in_ranks()
 def test_steps_are_those_of_one_process(
-    world_size: int, system: str, kind: str, options: str, to: str, tmp_path: Path
+    rank: int, world_size: int, system: str, kind: str, options: str, to: str, tmp_path: Path
 ) -> None:
-    arguments = system, kind, options, place(to, tmp_path)
-    results = run_ranks(world_size, train_ranks, world_size, *arguments)
-    for found in results:
-        assert same(found, results[0])
-
-
-def train_bits(
-    rank: int, system: str, width: int, num_steps: int, where: dict[str, Any]
-) -> dict[str, Tensor]:
+    width = WIDTH if system == "infinity" else 13
     model = Net(width=width)
-    given = offloaded(model, "Muon", **where)
-    if system != "infinity":
-        given[1:] = plain(model, "Muon")[1:]
-    train(model, shard(model, given, system), range(num_steps), rank, 2)
-    return full_weights(model)
+    given = offloaded(model, kind, **place_of(to, tmp_path))
+    if "mixed" in options:  # not all are offloaded
+        given[1:] = plain(model, kind)[1:]
+    more: dict[str, Any] = {"clip_grad_norm": 0.1} if "clip" in options else {}
+    if "scale" in options:
+        more["loss_scale"] = 1.0
+    optimizer = shard(model, given, system, **more)
+    num = 2 if "micro" in options else 1
+    train(model, optimizer, rank=rank, world_size=world_size, num_micro_batches=num)
+    found = full_weights(model)
+    tolerance = 1e-5 if system == "infinity" else 2e-6
+    assert_close(found, alone(kind, width, options.replace("scale", "")), tolerance)
+    assert_alike(found)
 
 
 @pytest.mark.parametrize(
     ("system", "width", "num_steps"),
     [*((system, 13, STEPS) for system in SYSTEMS[:3]), *((system, WIDTH, 1) for system in SYSTEMS)],
 )
+@in_ranks(2)
 def test_matrices_have_the_bits_of_one_process(
-    system: str, width: int, num_steps: int, tmp_path: Path
+    rank: int, system: str, width: int, num_steps: int, tmp_path: Path
 ) -> None:
     """In Infinity for a step: AdamW by chunks rounds otherwise than torch's, as gradients show."""
-    alone = Net(width=width)
+    alone, model = Net(width=width), Net(width=width)
     train_on_halves(alone, plain(alone, "Muon"), num_steps)
-    expected = full_weights(alone)
-    matrices = {name: x for name, x in expected.items() if x.dim() == 2}
-    arguments = system, width, num_steps, place("nvme", tmp_path)
-    for found in run_ranks(2, train_bits, *arguments):
-        assert same(found, matrices)
-
-
-# ---- saves and loads
+    given = offloaded(model, "Muon", **place_of("nvme", tmp_path))
+    if system != "infinity":
+        given[1:] = plain(model, "Muon")[1:]
+    train(model, shard(model, given, system), rank, 2, range(num_steps))
+    matrices = {name: x for name, x in full_weights(alone).items() if x.dim() == 2}
+    assert same(full_weights(model), matrices)
 
 
 def save(rank: int, system: str, kind: str, where: dict[str, Any], num_steps: int = 3) -> Any:
@@ -451,11 +397,11 @@ def save(rank: int, system: str, kind: str, where: dict[str, Any], num_steps: in
     optimizer = shard(model, offloaded(model, kind, **where), system)
     first = full_state(optimizer)["state"]  # before a step, what stands for none
     assert {*first} == {name for name, _ in model.named_parameters()}
-    train(model, optimizer, range(num_steps), rank, 2)
+    train(model, optimizer, rank, 2, range(num_steps))
     native = optimizer.state_dict()
     optimizer.load_state_dict(native)
     again = full_state(optimizer)
-    train(model, optimizer, range(num_steps, STEPS), rank, 2)
+    train(model, optimizer, rank, 2, range(num_steps, STEPS))
     return full_weights(model), again
 
 
@@ -463,10 +409,10 @@ def load(
     rank: int, world_size: int, system: str, kind: str, where: dict[str, Any], state: Any
 ) -> dict[str, Tensor]:
     model = Net(width=WIDTH)
-    train(model, plain(model, kind), range(3))
+    train(model, plain(model, kind), steps=range(3))
     optimizer = shard(model, offloaded(model, kind, **where), system)
     load_full_state(optimizer, state)
-    train(model, optimizer, range(3, STEPS), rank, world_size)
+    train(model, optimizer, rank, world_size, range(3, STEPS))
     return full_weights(model)
 
 
@@ -486,20 +432,20 @@ def test_states_of_2_ranks_go_to_3_and_to_one_process(
     system: str, kind: str, to: str, other: str, tmp_path: Path
 ) -> None:
     expected = alone(kind, WIDTH)
-    (found, state), _ = run_ranks(2, save, system, kind, place(to, tmp_path / "two"))
+    (found, state), _ = run_ranks(2, save, system, kind, place_of(to, tmp_path / "two"))
     assert_close(found, expected, 2e-5)
-    where = place(to, tmp_path / "three")
+    where = place_of(to, tmp_path / "three")
     for mine in run_ranks(3, load, 3, other, kind, where, state):
         assert_close(mine, expected, 2e-5)
     model = Net(width=WIDTH)
     optimizers: list[Any] = plain(model, kind)
-    train(model, optimizers, range(3))
+    train(model, optimizers, steps=range(3))
     optimizers = plain(model, kind)
     optimizers[0] = offload.Offloaded(optimizers[0])
     for each in optimizers:
         names = {p: name for name, p in model.named_parameters()}
         load_full_state_alone(each, names, state)
-    train(model, optimizers, range(3, STEPS))
+    train(model, optimizers, steps=range(3, STEPS))
     assert_close(weights(model), expected, 2e-5)
 
 
@@ -595,14 +541,9 @@ def test_masters_are_loaded_before_the_first_step(rank: int) -> None:
 def test_bytes_of_infinity_are_the_formulas(rank: int, tmp_path: Path) -> None:
     model = Net(width=WIDTH)
     given = offloaded(model, "Muon64", to="nvme", path=tmp_path)
-    options: dict[str, Any] = {"world_size": 3, "rank": rank, "offload_weights": True}
-    expected = zero.predict_traffic(model, given, 3, **options)
-    memory = zero.predict_memory(model, given, 3, **options)
-    optimizer: Any = shard(model, given, "infinity")
-    train(model, optimizer, range(1), rank, 3)
-    before = sum(sent_bytes().values())
-    train(model, optimizer, range(1, 2), rank, 3)
-    assert sum(sent_bytes().values()) - before == expected
+    place: dict[str, Any] = {"world_size": 3, "rank": rank, "offload_weights": True}
+    memory = zero.predict_memory(model, given, 3, **place)
+    optimizer = check_traffic(model, given, 3, rank, 3, offload_weights=True)
     assert memory.states == 0 == len(optimizer.state_tensors())
 
 
@@ -639,15 +580,17 @@ def test_an_error_of_one_owner_is_everybodys(rank: int, system: str, tmp_path: P
     where: dict[str, Any] = {"to": "nvme", "path": tmp_path}
     others = offload.SGD([p for p in model.parameters() if p.dim() != 2], 0.1, **where)
     optimizer = shard(model, [offload.Offloaded(matrices, **where), others], system)
-    train(model, optimizer, range(1), rank, 2)
+    train(model, optimizer, rank, 2, range(1))
     optimizer.param_groups[0]["lr"] = 0.01
     with pytest.raises(
         (ArithmeticError, RuntimeError), match=r"no direction|on another rank, which owns"
     ):
-        train(model, optimizer, range(1, 2), rank, 2)
+        train(model, optimizer, rank, 2, range(1, 2))
 
 
-def frozen(rank: int, system: str, where: dict[str, Any]) -> None:
+@pytest.mark.parametrize("system", SYSTEMS)
+@in_ranks(2)
+def test_weights_without_gradients(rank: int, system: str, tmp_path: Path) -> None:
     """A weight without a gradient, one that is frozen and thawed, and halves with masters."""
     width = WIDTH if system == "infinity" else 13
     model, alone = Net(width=width), Net(width=width)
@@ -655,7 +598,7 @@ def frozen(rank: int, system: str, where: dict[str, Any]) -> None:
         torch.manual_seed(1)
         each.unused = nn.Linear(5, 5)
         each.blocks[0].requires_grad_(False)
-    given, expected = offloaded(model, **where), plain(alone)
+    given, expected = offloaded(model, **place_of("nvme", tmp_path)), plain(alone)
     schedulers = [lr_scheduler.StepLR(each, 2, 0.5) for each in (given[0], expected[0])]
     optimizer = shard(model, given, system)
     for step in range(STEPS):
@@ -663,8 +606,8 @@ def frozen(rank: int, system: str, where: dict[str, Any]) -> None:
             for each in (model, alone):
                 each.blocks[0].requires_grad_(True)
                 each.blocks[1].requires_grad_(False)
-        train(model, optimizer, range(step, step + 1), rank, 2)
-        train(alone, expected, range(step, step + 1))
+        train(model, optimizer, rank, 2, range(step, step + 1))
+        train(alone, expected, steps=range(step, step + 1))
         for scheduler in schedulers:
             scheduler.step()
     assert_close(full_weights(model), weights(alone), 2e-5)
@@ -673,30 +616,22 @@ def frozen(rank: int, system: str, where: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_weights_without_gradients(system: str, tmp_path: Path) -> None:
-    run_ranks(2, frozen, system, place("nvme", tmp_path))
-
-
-def schedule_free(rank: int, system: str, where: dict[str, Any]) -> None:
+@in_ranks(2)
+def test_schedule_free(rank: int, system: str, tmp_path: Path) -> None:
     width = WIDTH if system == "infinity" else 13
     model, alone = Net(width=width), Net(width=width)
     expected, own = Averaged(alone.parameters()), Averaged(model.parameters())
-    optimizer = shard(model, offload.Offloaded(own, **where), system)
+    optimizer = shard(model, offload.Offloaded(own, **place_of("nvme", tmp_path)), system)
     for step in range(4):
         for each in (expected, optimizer):
             each.train()
-        train(alone, expected, range(step, step + 1))
-        train(model, optimizer, range(step, step + 1), rank, 2)
+        train(alone, expected, steps=range(step, step + 1))
+        train(model, optimizer, rank, 2, range(step, step + 1))
         for each in (expected, optimizer):
             each.eval()
         assert_close(full_weights(model), weights(alone), 1e-5)
     with pytest.raises(RuntimeError, match="call train"):
-        train(model, optimizer, range(1), rank, 2)
-
-
-@pytest.mark.parametrize("system", SYSTEMS)
-def test_schedule_free(system: str, tmp_path: Path) -> None:
-    run_ranks(2, schedule_free, system, place("nvme", tmp_path))
+        train(model, optimizer, rank, 2, range(1))
 
 
 @in_ranks(2)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from steps import apply_steps
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -141,8 +142,7 @@ def train_sgd(
         with torch.no_grad():
             for param in params:
                 param.mul_(1 - lr * weight_decay)
-        sgd.step()
-        sgd.zero_grad()
+        apply_steps(sgd)
     return norms
 
 
@@ -160,8 +160,7 @@ def train(opt: InBackwardOptimizer, model: Any, data: list[Tensor]) -> list[floa
     for begin in range(0, len(data), opt.options.accumulation_steps):
         for ids in data[begin : begin + opt.options.accumulation_steps]:
             opt.backward(model(ids))
-        opt.step()
-        opt.zero_grad()
+        apply_steps(opt)
         if opt.grad_norm is not None:
             norms.append(opt.grad_norm)
     return norms
@@ -170,9 +169,6 @@ def train(opt: InBackwardOptimizer, model: Any, data: list[Tensor]) -> list[floa
 def changed(model: nn.Module, before: dict[str, Tensor]) -> set[str]:
     """The names of weights that are not what they were."""
     return {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
-
-
-# ---- a backward pass that raises
 
 
 def fail_once(model: Any) -> Any:

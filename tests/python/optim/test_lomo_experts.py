@@ -8,12 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from full_states import full_weights
-from moe_models import IN, OUT, STEPS, Case, Net, batch, dense_net, expert_net, loss_of
+from moe_models import STEPS, Case, Net, batch, dense_net, expert_net, loss_of
 from moe_models import groups_with_replicas as groups_of
-from ranks import in_ranks, run_ranks
+from ranks import in_ranks
+from steps import apply_steps
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from whole_optimizers import AdaLomoOracle
+from zero_models import assert_alike, assert_close, weights
 
 from ringcomm.optim import AdaLomo, Lomo
 from ringcomm.parallel import expert, get_state_dict, set_state_dict
@@ -46,8 +48,7 @@ def train(model: Net, opt: Any, steps: range, rank: int, sizes: list[int]) -> fl
     for step in steps:
         for part in range(num_parts):
             opt.backward(loss_of(model, *batch(num_parts * step + part, rank, sizes[rank])))
-        opt.step()
-        opt.zero_grad()
+        apply_steps(opt)
     norm: float | None = opt.grad_norm
     return norm
 
@@ -71,14 +72,19 @@ def train_in_float64(row: Row) -> tuple[dict[str, Tensor], float]:
         if kind == "lomo":
             for param in params:
                 param.data.mul_(1 - LR * DECAY)
-        opt.step()
-        opt.zero_grad()
+        apply_steps(opt)
     return {name: value.detach() for name, value in model.state_dict().items()}, norm
 
 
-def train_on_ranks(rank: int, row: Row) -> tuple[dict[str, Tensor], float | None]:
-    """The second half from the full state, in a new model and optimizer."""
-    _, num_replicas, case, sizes, kind, options = row
+@pytest.mark.parametrize(("world_size", "name"), [(row[0], name) for name, row in ROWS.items()])
+@in_ranks()
+def test_steps_are_those_of_one_process(rank: int, name: str) -> None:
+    """Each expert counts once in the norm, also one without tokens.
+
+    The second half goes on from the full state, in a new model and optimizer.
+    https://github.com/deepspeedai/DeepSpeed/issues/8475 and issues/5066.
+    """
+    _, num_replicas, case, sizes, kind, options = ROWS[name]
     groups = groups_of(num_replicas) if num_replicas > 1 else {}
     (make, lr), norm, kept = KINDS[kind], None, None
     for steps in (range(2), range(2, STEPS)):
@@ -90,22 +96,10 @@ def train_on_ranks(rank: int, row: Row) -> tuple[dict[str, Tensor], float | None
         kept = get_state_dict(model, opt, full=True)
         opt.close()
     assert kept is not None
-    return kept[0], norm
-
-
-@pytest.mark.parametrize("name", ROWS)
-def test_steps_are_those_of_one_process(name: str) -> None:
-    """Each expert counts once in the norm, also one without tokens.
-
-    https://github.com/deepspeedai/DeepSpeed/issues/8475 and issues/5066.
-    """
-    row = ROWS[name]
-    expected, norm = train_in_float64(row)
-    for found, own_norm in run_ranks(row[0], train_on_ranks, row):
-        assert found.keys() == expected.keys()
-        for key, value in expected.items():
-            torch.testing.assert_close(found[key].double(), value, rtol=0, atol=2e-6, msg=key)
-        assert own_norm is None or own_norm == pytest.approx(norm, rel=1e-5)
+    expected, wanted = train_in_float64(ROWS[name])
+    assert_close({key: value.double() for key, value in kept[0].items()}, expected, 2e-6)
+    assert kept[0].keys() == expected.keys()
+    assert norm is None or norm == pytest.approx(wanted, rel=1e-5)
 
 
 @in_ranks(2)
@@ -123,10 +117,7 @@ def test_experts_are_updated_in_the_backward_pass(rank: int) -> None:
         assert opt.held_bytes == sum(param.nbytes for param in others.values())
         opt.step()
         assert not any(param.equal(before[name]) for name, param in others.items())
-    for name, param in others.items():
-        found = [torch.empty_like(param) for _ in range(2)]
-        dist.all_gather(found, param.detach())
-        assert found[0].equal(found[1]), name
+    assert_alike({name: param.detach() for name, param in others.items()})
 
 
 @in_ranks(2)
@@ -158,45 +149,27 @@ def test_an_overflow_at_one_expert_skips_the_step(rank: int) -> None:
             assert opt.loss_scale == 2**15
 
 
-def with_other_layers(rank: int, options: dict[str, Any]) -> dict[str, Tensor]:
+@pytest.mark.parametrize("options", [{}, CLIP], ids=["immediate", "deferred"])
+@in_ranks(4)
+def test_ranks_use_different_layers(rank: int, options: dict[str, Any]) -> None:
     """Rank 1 does not use the last layer: in no pass may a rank wait for it before the tokens."""
-    model = expert_net(Case(4, 2), **groups_of(2))
-    opt = Lomo(model, LR, group=dist.group.WORLD, **options)
-    for step in range(3):
+
+    def loss_on(model: Any, step: int, rank: int) -> Tensor:
         x, y = batch(step, rank, 3)
         hidden = model.moe(model.first(x))
-        opt.backward((hidden if rank == 1 else model.last(hidden) - y).square().mean())
-        opt.step()
-        opt.zero_grad()
-    return full_weights(model)
+        return (hidden if rank == 1 else model.last(hidden) - y).square().mean()
 
-
-@pytest.mark.parametrize("options", [{}, CLIP], ids=["immediate", "deferred"])
-def test_ranks_use_different_layers(options: dict[str, Any]) -> None:
-    model = expert_net_of_one()
+    model, alone = expert_net(Case(4, 2), **groups_of(2)), dense_net(Case(4, 2))
+    opt = Lomo(model, LR, group=dist.group.WORLD, **options)
+    sgd = torch.optim.SGD(alone.parameters(), LR)
     for step in range(3):
-        for rank in range(4):
-            x, y = batch(step, rank, 3)
-            hidden = model.moe(model.first(x))
-            loss = (hidden if rank == 1 else model.last(hidden) - y).square().mean()
-            (loss / 4).backward()
+        opt.backward(loss_on(model, step, rank))
+        for other in range(4):
+            (loss_on(alone, step, other) / 4).backward()
         if options:
-            nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
-        with torch.no_grad():
-            for param in model.parameters():
-                assert param.grad is not None
-                param.sub_(LR * param.grad)
-                param.grad = None
-    for found in run_ranks(4, with_other_layers, options):
-        for name, value in model.state_dict().items():
-            torch.testing.assert_close(found[name], value, rtol=0, atol=2e-6, msg=name)
-
-
-def expert_net_of_one() -> Any:
-    net: Any = dense_net(Case(4, 2))
-    assert net.first.weight.shape[1] == IN
-    assert net.last.out_features == OUT
-    return net
+            nn.utils.clip_grad_norm_(alone.parameters(), MAX_NORM)
+        apply_steps(opt, sgd)
+    assert_close(full_weights(model), weights(alone), 2e-6)
 
 
 @in_ranks(4)

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 from allocations import peak_bytes, record_allocations
+from oracle import num_threads
+from steps import apply_steps
 from torch import Tensor, nn
 from torch.distributed._tools.mem_tracker import MemTracker
 
@@ -14,15 +16,6 @@ from ringcomm.optim import AdaLomo, InBackwardOptimizer, Lomo
 
 WIDTH, VOCAB = 256, 1024
 IDS = torch.arange(64).view(2, 32)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Any:
-    """The profiler sees what operators allocate in its own thread."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def make() -> nn.Sequential:
@@ -46,8 +39,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         optimizer.backward(loss)
     else:
         loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    apply_steps(optimizer)
 
 
 def kept_bytes(optimizer: torch.optim.Optimizer) -> int:
@@ -55,6 +47,7 @@ def kept_bytes(optimizer: torch.optim.Optimizer) -> int:
     return sum(t.nbytes for t in tensors if isinstance(t, Tensor) and t.dim())
 
 
+@num_threads(1)  # the profiler sees what operators allocate in its own thread
 def measure(name: str) -> tuple[dict[str, int], int, int]:
     """Parts at the peak by MemTracker, the allocator's peak of a later step, the states kept."""
     model = make()

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from lomo_models import LR, batches, distance, train, train_sgd
 from lomo_models import make as make_model
-from ranks import in_ranks, run_ranks
+from ranks import in_ranks
+from steps import train_step
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
@@ -88,26 +89,23 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.filterwarnings("ignore:.*got parameters without their model")
 @pytest.mark.parametrize(("how", "options"), CASES, ids=str)
-def test_micro_batches_add_up_in_float32(how: str, options: dict[str, Any]) -> None:
-    options = {**options, "accumulation_steps": NUM_PARTS}
+@in_ranks(2)
+def test_micro_batches_add_up_in_float32(rank: int, how: str, options: dict[str, Any]) -> None:
+    options = {**options, "accumulation_steps": NUM_PARTS, "master": "split"}
     expected = FIRST + MEANS.get(how, 1) + NUM_PARTS - 1
     # Weights of 16 bits have 8 of them, so that 265 would be 264; their lower halves say more.
-    for found in run_ranks(2, step_of, how, {**options, "master": "split"}):
-        assert set(found) == {expected}
+    assert set(step_of(rank, how, options)) == {expected}
     # The control: in 16 bits, as asked for, something is lost.
-    options |= {"reduce_dtype": torch.bfloat16, "master": "split"}
-    for found in run_ranks(2, step_of, how, options):
-        assert max(found) < expected - 4
+    assert max(step_of(rank, how, {**options, "reduce_dtype": torch.bfloat16})) < expected - 4
 
 
 @pytest.mark.parametrize(("how", "mode"), [("replicas", "two_pass"), ("WeightShards", "deferred")])
-def test_the_mean_over_ranks_is_of_float32(how: str, mode: str) -> None:
+@in_ranks(2)
+def test_the_mean_over_ranks_is_of_float32(rank: int, how: str, mode: str) -> None:
     """Of 256 and 258; 16 bits have no 257."""
     options = {"clip_grad_norm": 1e9, "clip_mode": mode, "master": "split"}
-    for found in run_ranks(2, step_of, how, options):
-        assert set(found) == {257.0}
-    for found in run_ranks(2, step_of, how, {**options, "reduce_dtype": torch.bfloat16}):
-        assert 257.0 not in found
+    assert set(step_of(rank, how, options)) == {257.0}
+    assert 257.0 not in step_of(rank, how, {**options, "reduce_dtype": torch.bfloat16})
 
 
 @in_ranks(2)
@@ -169,8 +167,14 @@ def test_float64(options: dict[str, Any]) -> None:
     assert distance(model, sgd) < 1e-14
 
 
-def train_float64(rank: int, kind: Any, how: str) -> list[float]:
-    """Differences from one process with AdaLomo's formula, or torch's SGD; the rows are equal."""
+@pytest.mark.parametrize("how", ["replicas", "WeightShards", "fully_shard"])
+@pytest.mark.parametrize("kind", [Lomo, AdaLomo])
+@in_ranks(2)
+def test_float64_over_ranks(rank: int, kind: Any, how: str) -> None:
+    """As one process with AdaLomo's formula, or torch's SGD; the rows are equal.
+
+    https://github.com/pytorch/pytorch/issues/42358: programs that check a model in float64.
+    """
     model, expected, data = make_model("plain").double(), make_model("plain").double(), batches(3)
     shards = WeightShards(model) if how == "WeightShards" else None
     if how == "fully_shard":
@@ -181,9 +185,7 @@ def train_float64(rank: int, kind: Any, how: str) -> list[float]:
     oracle.param_groups[0].update(lr=LR, weight_decay=0.1)
     if kind is AdaLomo:
         for ids in data:
-            expected(ids).backward()
-            oracle.step()
-            oracle.zero_grad()
+            train_step(expected(ids), oracle)
     else:
         train_sgd(expected, data, LR, weight_decay=0.1)
     for ids in data:
@@ -192,13 +194,5 @@ def train_float64(rank: int, kind: Any, how: str) -> list[float]:
     if shards is not None:
         shards.close()
     found = [getattr(p, "full_tensor", lambda p=p: p)() for p in model.parameters()]
-    pairs = zip(found, expected.parameters(), strict=True)
-    return [float((a.detach() - b.detach()).abs().max()) for a, b in pairs]
-
-
-@pytest.mark.parametrize("how", ["replicas", "WeightShards", "fully_shard"])
-def test_float64_over_ranks(how: str) -> None:
-    """https://github.com/pytorch/pytorch/issues/42358: programs that check a model in float64."""
-    for kind, tolerance in ((Lomo, 1e-14), (AdaLomo, 1e-12)):
-        for differences in run_ranks(2, train_float64, kind, how):
-            assert max(differences) < tolerance
+    for actual, wanted in zip(found, expected.parameters(), strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=0, atol=1e-14 if kind is Lomo else 1e-12)

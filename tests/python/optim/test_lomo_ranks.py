@@ -12,9 +12,11 @@ from curves import whole
 from full_states import full_weights
 from lomo_models import Net, batches, make, train_sgd, weights
 from ranks import in_ranks, place, run_ranks
+from steps import apply_steps
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from zero_models import assert_alike, assert_close, live_bytes
 
 import ringcomm
 from ringcomm.nn import ColumnParallelLinear, RowParallelLinear
@@ -35,26 +37,12 @@ def parts(rank: int, world_size: int, count: int = 4) -> list[Tensor]:
 def run(opt: Any, model: nn.Module, data: list[Tensor]) -> float | None:
     for ids in data:
         opt.backward(model(ids))
-        opt.step()
-        opt.zero_grad()
+        apply_steps(opt)
     norm: float | None = opt.grad_norm
     return norm
 
 
 # ---- replicas
-
-
-def train_replica(
-    rank: int, device: str, options: dict[str, Any]
-) -> tuple[dict[str, Tensor], float | None]:
-    at = place(device, rank)
-    model = make("tied").to(at)
-    is_overlapped = "overlap" in options
-    mesh = init_device_mesh(at.type, (dist.get_world_size(),)) if is_overlapped else None
-    opt = Lomo(model, LR, group=None if mesh else dist.group.WORLD, mesh=mesh, **options)
-    norm = run(opt, model, [ids.to(at) for ids in parts(rank, dist.get_world_size())])
-    assert all(param.grad is None for param in model.parameters())
-    return {name: value.cpu() for name, value in weights(model).items()}, norm
 
 
 @pytest.mark.parametrize(
@@ -66,24 +54,24 @@ def train_replica(
     ],
     ids=lambda options: "-".join(map(str, options)),
 )
-def test_replicas_make_the_steps_of_one_process(device: str, options: dict[str, Any]) -> None:
+@in_ranks(3)
+def test_replicas_make_the_steps_of_one_process(rank: int, device: str, options: Any) -> None:
     """On three ranks; test_pairs.py has two."""
-    results = run_ranks(3, train_replica, device, options)
-    sgd = make("tied")
-    norms = train_sgd(
-        sgd,
-        batches(4, rows=ROWS),
-        LR,
-        weight_decay=options.get("weight_decay", 0.0),
-        clip_norm=options.get("clip_grad_norm"),
-        clip_value=options.get("clip_grad_value"),
-    )
-    for name, param in sgd.named_parameters():
-        torch.testing.assert_close(results[0][0][name], param.detach(), rtol=0, atol=1e-6)
-        for other, _ in results[1:]:
-            assert torch.equal(other[name], results[0][0][name]), name
-    if norms:
-        assert results[0][1] == pytest.approx(norms[-1], rel=1e-5)
+    at, sgd = place(device, rank), make("tied")
+    model = make("tied").to(at)
+    mesh = init_device_mesh(at.type, (3,)) if "overlap" in options else None
+    opt = Lomo(model, LR, group=None if mesh else dist.group.WORLD, mesh=mesh, **options)
+    norm = run(opt, model, [ids.to(at) for ids in parts(rank, 3)])
+    assert all(param.grad is None for param in model.parameters())
+    of_sgd: dict[str, Any] = {
+        "weight_decay": options.get("weight_decay", 0.0),
+        "clip_norm": options.get("clip_grad_norm"),
+        "clip_value": options.get("clip_grad_value"),
+    }
+    norms = train_sgd(sgd, batches(4, rows=ROWS), LR, **of_sgd)
+    assert_close(weights(model), weights(sgd), 1e-6)
+    assert_alike(weights(model))
+    assert not norms or norm == pytest.approx(norms[-1], rel=1e-5)
 
 
 @in_ranks(2)
@@ -158,9 +146,6 @@ def test_weights_and_buffers_start_from_those_of_rank_0(how: str) -> None:
             torch.testing.assert_close(got[1], expected, rtol=1e-5, atol=1e-6)
 
 
-# ---- what goes wrong on one rank
-
-
 @in_ranks(2)
 def test_an_overflow_on_one_rank_changes_nothing_on_any(rank: int) -> None:
     kinds: list[tuple[Any, Any]] = [(Lomo, "deferred"), (AdaLomo, "two_pass")]
@@ -173,13 +158,7 @@ def test_an_overflow_on_one_rank_changes_nothing_on_any(rank: int) -> None:
         assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
         assert opt.loss_scale == 2.0**15
         run(opt, model, parts(rank, 2, 2))
-        assert_same_on_all_ranks(model)
-
-
-def assert_same_on_all_ranks(model: nn.Module) -> None:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, weights(model))
-    assert all(torch.equal(value, other[n]) for other in found for n, value in found[0].items())
+        assert_alike(weights(model))
 
 
 @in_ranks(2)
@@ -196,13 +175,12 @@ def test_what_one_rank_has_alone(rank: int) -> None:
     if rank == 1:
         model.mix.requires_grad_(False)
     run(opt, model, parts(rank, 2, 1))
-    assert_same_on_all_ranks(model)
+    assert_alike(weights(model))
 
 
-# ---- FSDP2
-
-
-def train_hsdp(rank: int) -> tuple[dict[str, Tensor], float | None]:
+@in_ranks(4)
+def test_adalomo_over_hsdp_is_adalomo(rank: int) -> None:
+    """Means over rows and columns, and the norm, are those of the whole; test_pairs.py has FSDP."""
     model = make("plain")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
     for layer in (model.embed, model.up, model.down):
@@ -210,20 +188,10 @@ def train_hsdp(rank: int) -> tuple[dict[str, Tensor], float | None]:
     fully_shard(model, mesh=mesh)
     norm = run(AdaLomo(model, LR, clip_grad_norm=0.1), model, parts(rank, 4))
     assert all(param.grad is None for param in model.parameters())
-    return {name: param.full_tensor().detach() for name, param in model.named_parameters()}, norm
-
-
-def test_adalomo_over_hsdp_is_adalomo() -> None:
-    """Means over rows and columns, and the norm, are those of the whole; test_pairs.py has FSDP."""
-    model = make("plain")
-    expected = run(AdaLomo(model, LR, clip_grad_norm=0.1), model, batches(4, rows=ROWS))
-    for found, norm in run_ranks(4, train_hsdp):
-        assert norm == pytest.approx(expected, rel=1e-4)
-        for name, param in model.named_parameters():
-            torch.testing.assert_close(found[name], param.detach(), rtol=0, atol=2e-5)
-
-
-# ---- tensor parallelism
+    alone = make("plain")
+    opt = AdaLomo(alone, LR, group="none", clip_grad_norm=0.1)
+    assert norm == pytest.approx(run(opt, alone, batches(4, rows=ROWS)), rel=1e-4)
+    assert_close(full_weights(model), weights(alone), 2e-5)
 
 
 def _whole() -> Any:
@@ -233,13 +201,30 @@ def _whole() -> Any:
     )
 
 
-def train_columns(
-    rank: int, kind: str, options: dict[str, Any], sharded_by: str
-) -> tuple[dict[str, Tensor], float | None]:
-    """On 2 or 4 ranks of tensor parallelism, or on 2 whose parts are sharded over 2."""
-    sizes = (2, 2) if sharded_by else (1, dist.get_world_size())
+CLIPPED = {"clip_grad_norm": 0.01}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "kind", "options", "sharded_by"),
+    [
+        (4, Lomo, CLIPPED, ""),
+        (2, AdaLomo, {**CLIPPED, "clip_mode": "two_pass"}, ""),
+        (4, AdaLomo, {"loss_scale": 8.0}, ""),
+        (4, AdaLomo, CLIPPED, "fully_shard"),
+        (4, AdaLomo, CLIPPED, "WeightShards"),
+    ],
+    ids=str,
+)
+@in_ranks()
+def test_split_layers(rank: int, world_size: int, kind: Any, options: Any, sharded_by: str) -> None:
+    """Norms and means over the whole of each matrix, and replicated weights counted once.
+
+    On 2 or 4 ranks of tensor parallelism, or on 2 whose parts are sharded over 2.
+    """
+    sizes = (2, 2) if sharded_by else (1, world_size)
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("data", "tensor"))
     data, group = mesh.get_group(0), mesh.get_group(1)
+    alone = _whole()
     norm, up, relu, down = _whole()
     model = nn.Sequential(
         norm,
@@ -250,97 +235,44 @@ def train_columns(
     shards = WeightShards(model, data) if sharded_by == "WeightShards" else None
     if sharded_by == "fully_shard":
         fully_shard(model, mesh=mesh["data"])
-    opt = {"lomo": Lomo, "adalomo": AdaLomo}[kind](model, 0.1, **options)
-    generator = torch.Generator().manual_seed(4)
-    for _ in range(4):
-        opt.backward(model(torch.randn(6, 8, generator=generator)).square().mean())
-        opt.step()
+    opt = kind(model, 0.1, **options)
+    given = kind(alone, 0.1, **options, group="none")
+    for step in range(4):
+        x = torch.randn(6, 8, generator=torch.Generator().manual_seed(step))
+        for net, each in ((model, opt), (alone, given)):
+            each.backward(net(x).square().mean())
+            each.step()
     with nullcontext() if shards is None else shards.gather():
         found = {name: whole(param) for name, param in model.named_parameters()}
     for name, dim in (("1.weight", 0), ("3.weight", 1)):
         pieces = [torch.empty_like(found[name]) for _ in range(group.size())]
         dist.all_gather(pieces, found[name].contiguous(), group)
         found[name] = torch.cat(pieces, dim)
-    return found, opt.grad_norm
+    norms = opt.grad_norm, given.grad_norm
+    assert norms == (None, None) or norms[0] == pytest.approx(norms[1], rel=1e-5)
+    assert_close(found, weights(alone), 1e-5)
 
 
-CLIPPED = {"clip_grad_norm": 0.01}
-
-
-@pytest.mark.parametrize(
-    ("world_size", "kind", "options", "sharded_by"),
-    [
-        (4, "lomo", CLIPPED, ""),
-        (2, "adalomo", {**CLIPPED, "clip_mode": "two_pass"}, ""),
-        (4, "adalomo", {"loss_scale": 8.0}, ""),
-        (4, "adalomo", CLIPPED, "fully_shard"),
-        (4, "adalomo", CLIPPED, "WeightShards"),
-    ],
-    ids=str,
-)
-def test_split_layers(world_size: int, kind: str, options: dict[str, Any], sharded_by: str) -> None:
-    """Norms and means over the whole of each matrix, and replicated weights counted once."""
-    model = _whole()
-    opt = {"lomo": Lomo, "adalomo": AdaLomo}[kind](model, 0.1, **options)
-    generator = torch.Generator().manual_seed(4)
-    for _ in range(4):
-        opt.backward(model(torch.randn(6, 8, generator=generator)).square().mean())
-        opt.step()
-    for found, norm in run_ranks(world_size, train_columns, kind, options, sharded_by):
-        assert norm is opt.grad_norm or norm == pytest.approx(opt.grad_norm, rel=1e-5)
-        for name, param in model.named_parameters():
-            torch.testing.assert_close(found[name], param.detach(), rtol=0, atol=1e-5)
-
-
-def train_copies(rank: int) -> tuple[dict[str, Tensor], float | None]:
+@in_ranks(2)
+def test_copies_in_tensor_parallelism_count_once(rank: int) -> None:
+    """As of key and value heads, where there are fewer than ranks."""
     linear = _whole()[1]
     linear.bias = nn.Parameter(torch.zeros(24))
     layer = ColumnParallelLinear.from_linear(linear, num_replicas=2)
     opt = AdaLomo(layer, 0.1, clip_grad_norm=0.01)
     opt.backward(layer(torch.ones(6, 8)).square().mean() / 2)  # gradients are summed over copies
-    opt.step()
-    return weights(layer), opt.grad_norm
-
-
-def test_copies_in_tensor_parallelism_count_once() -> None:
-    """As of key and value heads, where there are fewer than ranks."""
-    linear = _whole()[1]
-    linear.bias = nn.Parameter(torch.zeros(24))
-    opt = AdaLomo(linear, 0.1, clip_grad_norm=0.01)
-    opt.backward(linear(torch.ones(6, 8)).square().mean())
-    opt.step()
-    for found, norm in run_ranks(2, train_copies):
-        assert norm == pytest.approx(opt.grad_norm, rel=1e-5)
-        for name, param in linear.named_parameters():
-            torch.testing.assert_close(found[name], param.detach(), rtol=0, atol=1e-6)
+    given = AdaLomo(linear, 0.1, group="none", clip_grad_norm=0.01)
+    given.backward(linear(torch.ones(6, 8)).square().mean())
+    for each in (opt, given):
+        each.step()
+    assert opt.grad_norm == pytest.approx(given.grad_norm, rel=1e-5)
+    assert_close(weights(layer), weights(linear), 1e-6)
 
 
 @in_ranks(2)
 def test_models_that_reduce_by_themselves(rank: int) -> None:
     with pytest.raises(ValueError, match="pass its `module` to Lomo"):
         Lomo(nn.parallel.DistributedDataParallel(Net()), LR)
-
-
-# ---- WeightShards
-
-
-def live_bytes(model: nn.Module) -> int:
-    return sum(param.untyped_storage().nbytes() for param in model.parameters())
-
-
-def train_sharded(rank: int, name: str, kind: Any, options: dict[str, Any]) -> Any:
-    model = make(name)
-    shards = WeightShards(model)
-    opt = kind(model, LR, **options)
-    for ids in parts(rank, dist.get_world_size(), 3):
-        opt.backward(model(ids))
-        if opt.options.mode == "immediate":
-            assert live_bytes(model) == 0  # gone with the gradients
-        opt.step()
-        opt.zero_grad()
-    assert live_bytes(model) == 0
-    state = full_weights(shards)
-    return {name: state[name] for name, _ in model.named_parameters()}, opt.grad_norm
 
 
 SHARDED: list[tuple[int, str, Any, dict[str, Any]]] = [
@@ -353,20 +285,26 @@ SHARDED: list[tuple[int, str, Any, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("world_size", "name", "kind", "options"), SHARDED, ids=str)
-def test_weight_shards(world_size: int, name: str, kind: Any, options: dict[str, Any]) -> None:
+@in_ranks()
+def test_weight_shards(rank: int, world_size: int, name: str, kind: Any, options: Any) -> None:
     """A block that runs twice; AdaLomo's means are of whole matrices, though ranks have pieces."""
-    results = run_ranks(world_size, train_sharded, name, kind, options)
-    model, data, norms = make(name), batches(3, rows=ROWS), list[float]()
+    model, alone, data = make(name), make(name), batches(3, rows=ROWS)
+    shards = WeightShards(model)
+    opt = kind(model, LR, **options)
+    for ids in parts(rank, world_size, 3):
+        opt.backward(model(ids))
+        if opt.options.mode == "immediate":
+            assert live_bytes(model.parameters()) == 0  # gone with the gradients
+        apply_steps(opt)
+    assert live_bytes(model.parameters()) == 0
+    norms = list[float]()
     if kind is Lomo:
         clip, decay = options.get("clip_grad_norm"), options.get("weight_decay", 0.0)
-        norms = train_sgd(model, data, LR, clip_norm=clip, weight_decay=decay)
+        norms = train_sgd(alone, data, LR, clip_norm=clip, weight_decay=decay)
     else:
-        run(AdaLomo(model, LR), model, data)
-    for found, norm in results:
-        for name, value in weights(model).items():
-            torch.testing.assert_close(found[name], value, rtol=0, atol=1e-5)
-        if norms:
-            assert norm == pytest.approx(norms[-1], rel=1e-5)
+        run(AdaLomo(alone, LR, group="none"), alone, data)
+    assert_close(full_weights(shards), weights(alone), 1e-5)
+    assert not norms or opt.grad_norm == pytest.approx(norms[-1], rel=1e-5)
 
 
 @in_ranks(2)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from lomo_models import LR, LowRank, Net, batches, changed, distance, make, train, weights
 from ranks import in_ranks
+from steps import apply_steps, train_step
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.optim.swa_utils import AveragedModel
@@ -112,9 +113,7 @@ def freeze(model: Any, ids: Tensor, opt: Any) -> Any:
     model.up.requires_grad_(False)
     loss = model(ids)
     model.down.requires_grad_(False)
-    loss.backward()
-    opt.step()
-    opt.zero_grad()
+    train_step(loss, opt)
     model.requires_grad_(True)
     return []
 
@@ -161,8 +160,7 @@ def test_between_steps(kind: Any, action: Action) -> None:
             for model, by in both:
                 model(ids).backward()
                 if is_last:
-                    by.step()
-                    by.zero_grad()
+                    apply_steps(by)
             if is_last or action in KEEPS_GRADIENTS:
                 got, expected = (action(model, ids, by) for model, by in both)
                 torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
@@ -178,8 +176,7 @@ def test_backward_to_some_weights(names: list[str]) -> None:
     for ids in batches(2):
         for model, by in ((ours, opt), (theirs, sgd)):
             model(ids).backward(inputs=[model.get_parameter(name) for name in names])
-            by.step()
-            by.zero_grad()
+            apply_steps(by)
     assert distance(ours, theirs) < 1e-6
     assert changed(ours, weights(make("plain"))) == set(names)
 
@@ -196,9 +193,7 @@ def test_gradient_penalty(name: str) -> None:
             loss, rows = with_rows(model, ids)
             model.embed.requires_grad_(name != "low_rank")
             (slope,) = torch.autograd.grad(loss, rows, create_graph=True)
-            (loss + 0.01 * slope.square().sum()).backward()
-            by.step()
-            by.zero_grad()
+            train_step(loss + 0.01 * slope.square().sum(), by)
     assert distance(ours, theirs) < 1e-5
     assert distance(ours, make(name)) > 1e-3
     loss, rows = with_rows(ours, ids)
@@ -241,9 +236,6 @@ def test_copies_are_plain_models() -> None:
             refused(opt)
 
 
-# ---- hooks of users
-
-
 @pytest.mark.parametrize("is_late", [False, True])
 def test_hooks_after_the_gradient(is_late: bool) -> None:
     """They see it, and may change it, of fused layers and of others."""
@@ -267,9 +259,7 @@ def test_hooks_after_the_gradient(is_late: bool) -> None:
         watch(ours)
     for ids in batches(4):
         for model, by in ((ours, opt), (theirs, sgd)):
-            model(ids).backward()
-            by.step()
-            by.zero_grad()
+            train_step(model(ids), by)
     torch.testing.assert_close(seen[id(ours)], seen[id(theirs)], rtol=1e-4, atol=1e-6)
     assert distance(ours, theirs) < 1e-6
 
@@ -362,9 +352,6 @@ def test_a_deferred_step_is_dropped() -> None:
     opt.zero_grad()
     opt.step()
     assert not changed(model, before)
-
-
-# ---- models that share a backward pass
 
 
 @pytest.mark.parametrize("kind", [Lomo, AdaLomo])

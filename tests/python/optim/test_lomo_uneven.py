@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -195,9 +196,7 @@ def test_one_gradient_at_a_time_is_alive(rank: int) -> None:
 # ---- a backward pass that raises on all ranks
 
 
-def train_cut_off(
-    rank: int, how: str, kind: Any, options: dict[str, Any], then: str
-) -> dict[str, Any]:
+def train_cut_off(rank: int, how: str, kind: Any, options: Any, then: str) -> dict[str, Any]:
     """Weights after three steps; in the second, a backward pass raises before it is repeated."""
     model = make("plain")
     shards = WeightShards(model) if how == "WeightShards" else None
@@ -296,19 +295,17 @@ def test_without_group_in_a_job_of_several_ranks(rank: int) -> None:
     opt.close()
 
 
-def init_late(rank: int, store: str) -> None:
+@in_ranks(2, backend=None, fresh=True)
+def test_a_group_made_after_the_optimizer(rank: int, tmp_path: Path) -> None:
     model = make("plain")
     before = weights(model)
     opt = Lomo(model, LR)  # there is no job yet
-    dist.init_process_group("ringcomm", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+    store = dist.FileStore(str(tmp_path / "store"), 2)
+    dist.init_process_group("ringcomm", store=store, rank=rank, world_size=2)
     with pytest.raises(ValueError, match=r"pass group=dist\.group\.WORLD"):
         model(batches(1)[0]).backward()
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
     opt.close()
-
-
-def test_a_group_made_after_the_optimizer(tmp_path: Any) -> None:
-    run_ranks(2, init_late, str(tmp_path / "store"), backend=None, fresh=True)
 
 
 @in_ranks(2)
@@ -348,9 +345,6 @@ def test_a_sharded_weight_is_not_averaged(rank: int) -> None:
     fully_shard(model)
     with pytest.raises(ValueError, match=r"is sharded, .*: leave group= out"):
         Lomo(model, LR, group=dist.group.WORLD)
-
-
-# ---- models that change
 
 
 def _new_weight(model: Any) -> None:

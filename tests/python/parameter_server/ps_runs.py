@@ -8,9 +8,8 @@ from typing import Any
 import ranks
 import torch
 from torch import nn
-from zero_models import STEPS, Net, batch, loss_of, weights
+from zero_models import STEPS, Net, batch, loss_of, sent_bytes, weights
 
-import ringcomm
 from ringcomm.parallel import ParameterServer
 
 HEADER_BYTES = 32
@@ -52,11 +51,6 @@ def make_server(model: nn.Module, layout: str, kind: str = "sgd", **options: Any
     )
 
 
-def sent_bytes() -> int:
-    """Of sends, by this process so far."""
-    return sum(entry["sent_bytes"] for (op, _), entry in ringcomm.stats().items() if op == "send")
-
-
 def step_once(server: Any, model: nn.Module, step: int, place: int, num_workers: int) -> None:
     server.pull()
     loss_of(model, *batch(step, place, num_workers)).backward()
@@ -78,7 +72,7 @@ def train(
     if rank != 0:
         nn.init.zeros_(model.last.weight)  # rank 0's count
     workers = workers_of(layout, world_size)
-    before = sent_bytes()  # others may pull as soon as there is a server
+    before = sent_bytes()["send"]  # others may pull as soon as there is a server
     with make_server(model, layout, "momentum", **options) as server:
         if rank in workers:
             mine = workers.index(rank)
@@ -94,7 +88,7 @@ def train(
     return {
         "weights": {name: value.cpu() for name, value in weights(model).items()},
         "version": server.version,
-        "sent": sent_bytes() - before,
+        "sent": sent_bytes()["send"] - before,
         "keys": server.keys,
         "staleness": dict(server.staleness_histogram),
         "skipped": server.num_skipped_updates,

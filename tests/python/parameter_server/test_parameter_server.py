@@ -1,21 +1,35 @@
-"""ParameterServer in step: the training of one process and of DDP, and the bytes it sends."""
+"""ParameterServer: the training of one process and of DDP, and the bytes it sends; out of step; and
+ranks that die or fail."""
 
 from __future__ import annotations
 
+import os
+import signal
+import time
+from collections import Counter
 from typing import Any
 
 import ps_runs
 import pytest
 import torch
 import torch.distributed as dist
-from ps_runs import check_sent, groups_of, make_of, make_server, workers_of
+from ps_runs import (
+    LAYOUTS,
+    check_sent,
+    groups_of,
+    make_of,
+    make_server,
+    step_once,
+    workers_of,
+)
 from ranks import in_ranks, run_ranks
+from steps import apply_steps, train_step
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from zero_models import STEPS, Net, batch, loss_of, train_alone, weights
 
 import ringcomm
-from ringcomm.parallel import ParameterServer
+from ringcomm.parallel import ParameterServer, get_state_dict
 
 
 @pytest.mark.parametrize(
@@ -71,9 +85,7 @@ def test_equals_ddp(rank: int) -> None:
         server.pull()
         for name, value in weights(model).items():
             assert torch.equal(value, weights(replica.module)[name]), (step, name)
-        loss_of(replica, *rows).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_step(loss_of(replica, *rows), optimizer)
         loss_of(model, *rows).backward()
         server.push()
         assert all(param.grad is None for param in model.parameters())
@@ -93,17 +105,15 @@ def test_a_worker_may_end_early(rank: int) -> None:
             present = range(step, 3)
             for other in present:
                 (loss_of(alone, *batch(step, other, 3)) / len(present)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            apply_steps(optimizer)
         server.pull()
     assert server.version == rank + 1
     torch.testing.assert_close(weights(model), weights(alone), rtol=0, atol=1e-6)
 
 
-# ---- float16
-
-
-def overflow(rank: int, staleness: int | None) -> None:
+@pytest.mark.parametrize("staleness", [1, None])
+@in_ranks(2)
+def test_an_overflow_is_left_out_on_all_servers(rank: int, staleness: int | None) -> None:
     """An update is left out on all servers, if a gradient of it is not finite."""
     model = Net()
     server = make_server(model, "all", "momentum", loss_scale="dynamic", staleness=staleness)
@@ -138,11 +148,6 @@ def overflow(rank: int, staleness: int | None) -> None:
     server.close()
 
 
-@pytest.mark.parametrize("staleness", [1, None])
-def test_an_overflow_is_left_out_on_all_servers(staleness: int | None) -> None:
-    run_ranks(2, overflow, staleness)
-
-
 @in_ranks(2)
 def test_small_gradients_survive_on_the_wire(rank: int) -> None:
     """One step, whose gradient of 2**-28 float16 has no number for."""
@@ -157,3 +162,221 @@ def test_small_gradients_survive_on_the_wire(rank: int) -> None:
             server.push()
             server.pull()
         assert (model.weight == expected).all()
+
+
+# ---- out of step: the staleness bound, no bound, and the staleness histogram
+
+
+def log_steps(
+    rank: int, world_size: int, layout: str, staleness: int, num_steps: int
+) -> list[tuple[float, float]]:
+    """When each step began, and when its push did, by a clock that all processes share."""
+    workers = workers_of(layout, world_size)
+    model = Net()
+    log = []
+    with make_server(model, layout, staleness=staleness) as server:
+        if rank not in workers:
+            server.serve()
+            return []
+        for step in range(num_steps):
+            server.pull()
+            begun = time.monotonic()
+            assert server.version >= step - staleness
+            loss_of(model, *batch(step, rank, world_size)).backward()
+            time.sleep(0.02 if rank == workers[-1] else 0.002)
+            log.append((begun, time.monotonic()))
+            server.push()
+        server.pull(fresh=True)
+        assert server.version == num_steps
+    assert max(server.staleness_histogram, default=0) <= staleness
+    return log
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layout", "staleness"), [(2, "all", 0), (3, "dedicated", 2)]
+)
+def test_a_fast_worker_is_ahead_by_the_bound(world_size: int, layout: str, staleness: int) -> None:
+    """Never by more; and by so much at some time, since it is ten times as fast."""
+    logs = [
+        log for log in run_ranks(world_size, log_steps, world_size, layout, staleness, 12) if log
+    ]
+    ahead = (
+        step - sum(pushed <= begun for _, pushed in others)
+        for mine in logs
+        for step, (begun, _) in enumerate(mine)
+        for others in logs
+    )
+    assert max(ahead) == staleness
+
+
+# Pulls (<) and pushes (>) of ranks; some pull twice, or push twice at the same weights.
+EVENTS = "<0>0<1<2>2>1>1<1<1>1<0>0>2<2>2>0<0<2>0>2<1>1<0<1<2"
+SCHEDULE = [(kind, int(rank)) for kind, rank in zip(EVENTS[::2], EVENTS[1::2], strict=True)]
+
+
+def recurrence(num_workers: int) -> tuple[dict[str, Tensor], dict[int, int]]:
+    """w <- w - lr g_k(w as worker k pulled it), one push after the other, in one process."""
+    model = Net()
+    optimizer = make_of("momentum")(groups_of(model))
+    pulled = {worker: (0, weights(model)) for worker in range(num_workers)}
+    num_pushes: Counter[int] = Counter()
+    ages: Counter[int] = Counter()
+    for kind, worker in SCHEDULE:
+        if kind == "<":
+            pulled[worker] = num_pushes.total(), weights(model)
+            continue
+        version, values = pulled[worker]
+        other = Net()
+        other.load_state_dict(values)
+        loss_of(other, *batch(num_pushes[worker], worker, num_workers)).backward()
+        for param, source in zip(model.parameters(), other.parameters(), strict=True):
+            param.grad = source.grad
+        optimizer.step()
+        ages[num_pushes.total() - version] += 1
+        num_pushes[worker] += 1
+    return weights(model), dict(ages)
+
+
+def in_order(rank: int) -> tuple[dict[str, Tensor], dict[int, int]]:
+    """Pulls and pushes one after the other; get_state_dict() waits until a push is served."""
+    model = Net()
+    num_pushes = 0
+    with make_server(model, "all", "momentum", staleness=None) as server:
+        for kind, worker in SCHEDULE:
+            if worker == rank and kind == "<":
+                server.pull()
+            elif worker == rank:
+                loss_of(model, *batch(num_pushes, rank, 3)).backward()
+                server.push()
+                num_pushes += 1
+                get_state_dict(model, server)
+            dist.barrier()
+    return weights(model), dict(server.staleness_histogram)
+
+
+def test_each_push_is_an_update() -> None:
+    """The weights of a recurrence in one process, to the bit, and its histogram."""
+    expected, histogram = recurrence(3)
+    results = run_ranks(3, in_order)
+    for found, ages in results:
+        assert ages in ({}, histogram)
+        for name, value in expected.items():
+            assert torch.equal(found[name], value), name
+    assert any(ages for _, ages in results)
+
+
+@in_ranks(3)
+def test_without_a_bound_nobody_waits(rank: int) -> None:
+    """Rank 2 stops until rank 1 is through: it holds nobody up."""
+    model: Any = Net()
+    with make_server(model, "dedicated", staleness=None) as server:
+        if rank == 0:
+            server.serve()
+            ages = server.staleness_histogram
+            assert ages.total() == 10
+            assert max(ages) < 10
+            return
+        if rank == 2:
+            dist.recv(torch.zeros(1), 1)
+        for step in range(5):
+            server.pull()
+            loss_of(model, *batch(step, rank - 1, 2)).backward()
+            server.push()
+        server.pull()
+        assert server.version == 5 * rank
+        if rank == 1:
+            dist.send(torch.zeros(1), 2)
+
+
+# ---- a rank dies, leaves or fails, and no rank waits for it
+
+
+def make_failing(fail: Any, num_updates: int) -> Any:
+    """An optimizer that fails in an update."""
+
+    def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        optimizer = make_of("sgd")(groups)
+        left = num_updates
+
+        def count(*_: Any) -> None:
+            nonlocal left
+            if left == 0:
+                fail()
+            left -= 1
+
+        optimizer.register_step_pre_hook(count)
+        return optimizer
+
+    return make
+
+
+def die(signal_number: int | None) -> None:
+    """Ends this process."""
+    if signal_number is not None:
+        os.kill(os.getpid(), signal_number)
+    os._exit(0)
+
+
+def lose_one(rank: int, world_size: int, layout: str, victim: int, signal_number: Any) -> int:
+    """Until a rank dies; which one that was."""
+    workers = workers_of(layout, world_size)
+    model = Net()
+    is_dying_server = rank == victim and rank not in workers
+    make = make_failing(lambda: die(signal_number), 2) if is_dying_server else make_of("sgd")
+    server = ParameterServer(model, make, staleness=1, **LAYOUTS[layout])
+
+    def go_on() -> None:
+        if rank not in workers:
+            server.serve()
+        for step in range(1000):
+            if rank == victim and step == 3:
+                die(signal_number)
+            step_once(server, model, step, workers.index(rank), len(workers))
+
+    with pytest.raises(ringcomm.PeerDiedError) as first:
+        go_on()
+    with pytest.raises(ringcomm.PeerDiedError):
+        server.pull() if rank in workers else server.serve()
+    with pytest.raises(ringcomm.PeerDiedError):
+        server.close()
+    return first.value.rank
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layout", "victim", "signal_number"),
+    [(2, "all", 1, None), (3, "dedicated", 0, signal.SIGKILL)],
+)
+def test_a_death_is_named(world_size: int, layout: str, victim: int, signal_number: Any) -> None:
+    args = (world_size, layout, victim, signal_number)
+    options: dict[str, Any] = {"fresh": True, "may_die": [victim], "timeout_s": 20.0}
+    results = run_ranks(world_size, lose_one, *args, **options)
+    assert results == [None if rank == victim else victim for rank in range(world_size)]
+
+
+@pytest.mark.parametrize("where", ["loop", "optimizer"])
+@in_ranks(3, timeout_s=20.0)
+def test_an_error_is_that_of_all_ranks(rank: int, where: str) -> None:
+    """In the loop of rank 1, or in the optimizer of its server; no rank waits for it."""
+
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    make = make_failing(fail, 0) if rank == 1 and where == "optimizer" else make_of("sgd")
+    model = Net()
+
+    def go_on() -> None:
+        with ParameterServer(model, make) as server:
+            for step in range(3):
+                step_once(server, model, step, rank, 3)
+                if rank == 1 and where == "loop":
+                    fail()
+
+    if rank == 1:
+        with pytest.raises(ZeroDivisionError):
+            go_on()
+        return
+    kind = ringcomm.PeerDiedError if where == "loop" else ringcomm.RingcommError
+    with pytest.raises(kind) as caught:
+        go_on()
+    assert type(caught.value) is kind
+    assert getattr(caught.value, "rank", None) == 1

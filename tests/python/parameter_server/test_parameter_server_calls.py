@@ -18,8 +18,6 @@ from zero_models import STEPS, Net, batch, loss_of, train_alone, weights
 
 from ringcomm.parallel import ParameterServer, get_state_dict, set_state_dict
 
-# ---- states
-
 
 def resume(rank: int, layout: str) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
     """Half of the steps, and the others by other servers, of a state and the weights."""
@@ -173,8 +171,6 @@ def test_in_a_subgroup(rank: int) -> None:
             for name, value in train_alone("sgd").items():
                 torch.testing.assert_close(weights(model)[name], value, rtol=0, atol=1e-6)
 
-
-# ---- errors
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "servers": ({"servers": [0, 5]}, r"ranks of a group of 2, got \[0, 5\]"),

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from curves import Block, Run, batch, make_model, sgd
+from steps import apply_steps
 from torch import Tensor, nn
 
 M = 8  # micro-batches
@@ -74,8 +75,7 @@ def alone(case: Case) -> tuple[Run, list[float]]:
             losses.append(float(torch.stack(found).float().sum() / divisor))
         if case.clips:
             norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)))
-        optimizer.step()
-        optimizer.zero_grad()
+        apply_steps(optimizer)
     return Run(losses, {k: v.clone() for k, v in model.state_dict().items()}), norms
 
 

@@ -25,6 +25,7 @@ from pipeline_models import (
     tokens_loss,
 )
 from ranks import in_ranks, run_ranks
+from steps import apply_steps
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
@@ -58,8 +59,7 @@ def train(rank: int, device: str, case: Case) -> tuple[Run, list[float]]:
                 losses.append(float(pipe.step(x, y, loss_scale=case.scale)))
         if case.clips:
             norms.append(float(clip_grad_norm_(pipe, CLIP_NORM)))
-        optimizer.step()
-        optimizer.zero_grad()
+        apply_steps(optimizer)
     return Run(losses, {name: value.cpu() for name, value in full_weights(pipe).items()}), norms
 
 
@@ -102,9 +102,6 @@ def test_bits_of_one_process(device: str, case: Case) -> None:
         assert_weights(run.weights, expected.weights, atol)
 
 
-# ---- batches of many lengths
-
-
 class Positions(nn.Module):
     """Keeps a table for each length, and counts what it computes."""
 
@@ -131,7 +128,9 @@ def of_length(length: int) -> tuple[Tensor, Tensor]:
 LENGTHS = range(3, 10)
 
 
-def train_lengths(rank: int) -> None:
+@in_ranks(2)
+def test_many_lengths(rank: int) -> None:
+    """Few of them have stages kept."""
     pipeline_module.MAX_SHAPES = 4
     torch.manual_seed(0)
     blocks = [Positions() for _ in range(4)]
@@ -154,11 +153,6 @@ def train_lengths(rank: int) -> None:
     assert counts == [(num + 2) * M + 1 + num] * 2
 
 
-def test_many_lengths() -> None:
-    """Few of them have stages kept."""
-    run_ranks(2, train_lengths)
-
-
 @in_ranks(2)
 def test_ddp_does_not_see_backwards_in_halves(rank: int) -> None:
     """Other systems beside a pipeline: tests/python/pairs, the table of meshes."""
@@ -166,9 +160,6 @@ def test_ddp_does_not_see_backwards_in_halves(rank: int) -> None:
     wrap = lambda stage: DistributedDataParallel(stage, process_group=alone)  # noqa: E731
     with pytest.raises(ValueError, match="DistributedDataParallel does not see the grad"):
         pipeline.Pipeline(make_deep(), mse, "zero-bubble", M, wrap=wrap)
-
-
-# ---- optimizers in the backward pass
 
 
 def make_untied() -> Any:
@@ -193,8 +184,7 @@ def train_in_backward(rank: int, kind: Any, schedule: str, num_stages: int | Non
     for step in range(STEPS):
         x, y = (part.chunk(2)[rank // 2] for part in token_batch(step))
         losses.append(float(pipe.step(x, y)))
-        optimizer.step()
-        optimizer.zero_grad()
+        apply_steps(optimizer)
     return Run(losses, full_weights(pipe))
 
 
@@ -213,8 +203,7 @@ def test_updates_in_the_backward_pass(kind: Any, schedule: str, num_stages: int 
         for loss in found:
             optimizer.backward(loss / M)
         losses.append(float(sum(found) / M))
-        optimizer.step()
-        optimizer.zero_grad()
+        apply_steps(optimizer)
     runs = run_ranks(4, train_in_backward, kind, schedule, num_stages)
     for first, second in ((runs[0], runs[2]), (runs[1], runs[3])):
         pairs = zip(first.losses, second.losses, strict=True)

@@ -69,9 +69,6 @@ def test_numbers_that_do_not_go_together(
         make_plan(*arguments)
 
 
-# ---- cuts
-
-
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
 def test_cut_is_the_best(num_stages: int) -> None:
     """Beside all cuts there are."""

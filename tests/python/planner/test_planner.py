@@ -1,29 +1,28 @@
-"""What the planner refuses and why, what it ranks, and its figures beside published ones."""
+"""What the planner refuses and why, what it ranks, and its figures beside published ones; shapes of
+models; the command `ringcomm plan`."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import re
+import shlex
 from fractions import Fraction
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from schedule_simulation import simulate
 
+from ringcomm import cli
 from ringcomm.parallel.pipeline.schedules import make_plan
 from ringcomm.planner import Cluster, Job, plan
 from ringcomm.planner.candidate import RankPart, kept_by
 from ringcomm.planner.costs import Traffic, activations_of, compute_flops, traffic_of_stage
 from ringcomm.planner.hardware import HARDWARE, Group, Hardware, Link, find_hardware
-from ringcomm.planner.job import (
-    SCHEDULES,
-    SYSTEMS,
-    Mesh,
-    bubble,
-    live_micro_batches,
-)
+from ringcomm.planner.job import SCHEDULES, SYSTEMS, Mesh, bubble, live_micro_batches
 from ringcomm.planner.models import ModelShape, find_model
 from ringcomm.planner.plans import Plan, Plans, by_rank
 from ringcomm.tuning import World
@@ -144,9 +143,6 @@ def test_wrong_files(find: Any, content: str, message: str, tmp_path: Path) -> N
     path.write_text(content, encoding="utf-8")
     with pytest.raises(ValueError, match=message):
         find(str(path))
-
-
-# ---- what is ranked
 
 
 @pytest.mark.parametrize(
@@ -285,9 +281,6 @@ def test_offloading_takes_turns_with_computing() -> None:
     assert share == pytest.approx(moving / (moving + peak))
 
 
-# ---- activations
-
-
 @pytest.mark.parametrize("tp", [1, 8])
 def test_activations_of_korthikanti(tp: int) -> None:
     """34 sbh; shared 10 + 24/t, with sequence parallelism all / t."""
@@ -361,3 +354,121 @@ def test_traffic_of_experts_by_hand() -> None:
     # Experts have two owners; everything else has eight.
     assert moe.traffic.data == 2 * (2 * dense * 7 // 8 + 2 * experts // 4 // 2)
     assert moe.memory.parameters == 2 * (dense + experts // 4)
+
+
+# ---- shapes of models
+
+# Published, or of transformers with its own configurations.
+COUNTS = {
+    "llama-7b": 6_738_415_616,
+    "llama-13b": 13_015_864_320,
+    "llama-70b": 68_976_648_192,
+    "llama-3-8b": 8_030_261_248,
+    "llama-3-70b": 70_553_706_496,
+    "llama-3-405b": 405_853_388_800,
+    "gpt2": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+    "mixtral-8x7b": 46_702_792_704,
+}
+GPT2 = {"vocab_size": 131, "n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 64}
+LLAMA = {
+    "vocab_size": 131,
+    "hidden_size": 48,
+    "intermediate_size": 100,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+}
+
+
+def test_known_models() -> None:
+    assert {name: find_model(name).num_params for name in COUNTS} == COUNTS
+    shape = find_model("mixtral-8x7b")
+    assert shape.num_params - shape.num_active_params == 6 * 3 * 4096 * 14336 * 32
+    assert find_model("llama-7b").num_active_params == COUNTS["llama-7b"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 16}),
+        ("mistral", {}),
+        ("qwen2", {"tie_word_embeddings": True}),
+        ("gpt2", {"n_inner": 100}),
+        ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    ],
+)
+def test_shapes_are_those_of_transformers(kind: str, options: Any, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    small = GPT2 if kind == "gpt2" else LLAMA
+    config = transformers.AutoConfig.for_model(kind, **small, **options)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    config.save_pretrained(tmp_path)
+    for path in (tmp_path, tmp_path / "config.json"):
+        shape = find_model(str(path))
+        assert shape.num_params == sum(param.numel() for param in model.parameters())
+        assert shape.name == tmp_path.name
+    if kind == "mistral":
+        layer = [tuple(param.shape) for param in model.model.layers[0].parameters()]
+        assert layer == [weight.shape for weight in shape.layer]
+
+
+# ---- the command
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "systems.md"
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+}
+ASKED = ["plan", "--model", "llama-7b", "--gpus", "8", "--memory", "80GiB", "--tokens", "1M"]
+
+
+def printed(capsys: pytest.CaptureFixture[str], *argv: str, status: int = 0) -> str:
+    assert cli.run(list(argv)) == status
+    return capsys.readouterr().out
+
+
+def test_the_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    out = printed(capsys, *ASKED, "--top", "3")
+    for text in ("6,738,415,616 parameters", "8 × h100 with 80.0 GiB", "ddp, dp 8: needs "):
+        assert text in out
+    out = printed(capsys, *ASKED, "--systems", "ddp", "--tp", "1", "--pp", "1", status=1)
+    assert "0 plans fit" in out
+    options = ["--systems", "zero3", "--pp", "1", "--checkpointing", "none"]
+    found = json.loads(printed(capsys, *ASKED, "--json", *options))
+    assert found["cluster"]["memory_bytes"] == 80 << 30
+    assert found["job"]["tokens"] == 1 << 20
+    plan = found["plans"][0]
+    assert plan["system"] == "zero3"
+    sent = plan["traffic_bytes"]
+    assert sent["sent"] == sum(sent[part] for part in ("data", "tensor", "pipeline", "expert"))
+    seconds = plan["seconds"]
+    assert sum(seconds.values()) == pytest.approx(2 * seconds["step"] + seconds["data_hidden"])
+
+
+@pytest.mark.slow
+def test_the_lines_of_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of docs/systems.md; tuning in small."""
+    page = PAGE.read_text(encoding="utf-8")
+    (block,) = re.findall(r"^## Planner.*?```sh\n(.*?)```", page, re.M | re.S)
+    monkeypatch.chdir(tmp_path)
+    config = tmp_path / "path" / "to" / "config.json"
+    config.parent.mkdir(parents=True)
+    config.write_text(json.dumps(CONFIG), encoding="utf-8")
+    lines = [shlex.split(line, comments=True) for line in block.splitlines()]
+    assert len(lines) >= 5
+    for _, *argv in lines:
+        short = ["--seconds", "0", "--world-sizes", "2", "--sizes", "1k,4k"]
+        assert cli.run([*argv, *(short if argv[0] == "tune" else [])]) == 0, argv
+        assert capsys.readouterr().out

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import in_ranks
+from steps import apply_steps, train_step
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.distributed.fsdp import fully_shard
@@ -39,9 +40,7 @@ def net(width: int = 8) -> nn.Sequential:
 
 def steps(model: Any, opt: Any, rows: list[Tensor] = ROWS[:3]) -> None:
     for x in rows:
-        model(x).square().mean().backward()
-        opt.step()
-        opt.zero_grad()
+        train_step(model(x).square().mean(), opt)
 
 
 def weights(model: nn.Module) -> list[Tensor]:
@@ -50,10 +49,7 @@ def weights(model: nn.Module) -> list[Tensor]:
 
 
 def check_same_as_sgd(
-    loop: Loop,
-    build: Callable[[], Any] = net,
-    tol: float = 1e-5,
-    **options: Any,
+    loop: Loop, build: Callable[[], Any] = net, tol: float = 1e-5, **options: Any
 ) -> None:
     """The loop changes the weights as with torch.optim.SGD."""
     model, reference = build(), build()
@@ -107,8 +103,7 @@ def refill_input(model: Any, opt: Any) -> None:
     for x in ROWS[:3]:
         model(buffer.copy_(x)).square().mean().backward()
         buffer.fill_(9)
-        opt.step()
-        opt.zero_grad()
+        apply_steps(opt)
 
 
 def refill_numpy_input(model: Any, opt: Any) -> None:
@@ -117,8 +112,7 @@ def refill_numpy_input(model: Any, opt: Any) -> None:
         array[:] = x.numpy()
         model(torch.from_numpy(array)).square().mean().backward()
         array[:] = 9
-        opt.step()
-        opt.zero_grad()
+        apply_steps(opt)
 
 
 @both_modes
@@ -137,8 +131,7 @@ def test_ids_change_before_step(options: dict[str, Any]) -> None:
         for _ in range(3):
             model(ids).square().mean().backward()
             ids += 1
-            opt.step()
-            opt.zero_grad()
+            apply_steps(opt)
 
     def build() -> nn.Module:
         torch.manual_seed(0)
@@ -184,9 +177,6 @@ def test_activation_is_modified_before_step() -> None:
     steps(model, opt)
 
 
-# ---- outputs
-
-
 def relu(y: Tensor) -> Tensor:
     return functional.relu_(y)
 
@@ -204,9 +194,7 @@ def test_output_is_modified_in_place(shape: tuple[int, ...], change: Callable[..
     def loop(model: Any, opt: Any) -> None:
         x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
         for _ in range(2):
-            change(model[4](change(model[0](x)))).square().mean().backward()
-            opt.step()
-            opt.zero_grad()
+            train_step(change(model[4](change(model[0](x)))).square().mean(), opt)
 
     check_same_as_sgd(loop)
 
@@ -307,70 +295,6 @@ def test_autocast_casts_as_torch_does(dtype: torch.dtype, given: torch.dtype) ->
     assert outcomes[0] == outcomes[1]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("kind", [Lomo, AdaLomo])
-@pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 0.1}, {"loss_scale": "dynamic"}])
-def test_default_dtype(kind: Any, dtype: torch.dtype, options: dict[str, Any]) -> None:
-    """Programs that load models set it: https://github.com/huggingface/transformers/issues/30371."""
-    found = []
-    for default in (torch.float32, dtype):
-        model = net()
-        torch.set_default_dtype(default)
-        try:
-            opt = kind(model, LR, **options)
-            for x in ROWS[:2]:
-                opt.scale(model(x).square().mean()).backward()
-                opt.step()
-        finally:
-            torch.set_default_dtype(torch.float32)
-        states = [value for state in opt.state.values() for value in state.values()]
-        found.append([*weights(model), *states])
-    torch.testing.assert_close(*found, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("is_training", [False, True])
-@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
-@both_modes
-def test_evaluation_comes_first(mode: Any, is_training: bool, options: dict[str, Any]) -> None:
-    """Lightning checks a model before its first step, in inference mode.
-
-    https://github.com/meta-pytorch/torchtune/pull/2818
-    """
-
-    def loop(model: Any, opt: Any) -> None:
-        model.train(is_training)
-        with mode():
-            model(ROWS[0])
-        model.train()
-        steps(model, opt)
-        with mode():
-            opt.zero_grad()
-            model(ROWS[0])
-        steps(model, opt)
-
-    check_same_as_sgd(loop, **options)
-
-
-@pytest.mark.parametrize("is_loaded", [False, True])
-def test_states_made_in_inference_mode_are_trained(is_loaded: bool) -> None:
-    """A framework that restores a checkpoint under a decorator.
-
-    https://github.com/meta-pytorch/torchtune/pull/2818
-    """
-    found = []
-    for mode in (torch.no_grad, torch.inference_mode):
-        model = net()
-        with torch.no_grad() if is_loaded else mode():
-            opt = AdaLomo(model, LR, master=None)
-        if is_loaded:
-            steps(model, opt)
-            with mode():
-                opt.load_state_dict(copy.deepcopy(opt.state_dict()))
-        steps(model, opt)
-        found.append(weights(model))
-    torch.testing.assert_close(*found, rtol=0, atol=0)
-
-
 # ---- recomputation
 
 
@@ -454,8 +378,7 @@ def test_weights_can_be_read_between_backward_and_step() -> None:
             model(x).square().mean().backward()
             assert all(float(param.detach().norm()) >= 0 for param in model.parameters())
             assert type(copy.deepcopy(model)[0].weight) is nn.Parameter
-            opt.step()
-            opt.zero_grad()
+            apply_steps(opt)
 
     check_same_as_sgd(loop)
 
@@ -562,9 +485,6 @@ def test_fully_shard_with_a_layer_in_two_reentrant_segments(rank: int) -> None:
     opt.close()
 
 
-# ---- uses of a layer that are not ordinary
-
-
 def first_layer(model: Any, x: Tensor) -> Tensor:
     result: Tensor = model[0](x)
     return result
@@ -605,9 +525,7 @@ def test_uses_that_torch_has_a_layer_for(use: str, options: dict[str, Any]) -> N
 
     def loop(model: Any, opt: Any) -> None:
         for x in ROWS[:2]:
-            USES[use](model, x).square().mean().backward()
-            opt.step()
-            opt.zero_grad()
+            train_step(USES[use](model, x).square().mean(), opt)
 
     check_same_as_sgd(loop, **options)
 
@@ -788,13 +706,3 @@ def test_nested_segments_with_dropout(is_reentrant: bool, options: dict[str, Any
             return x
 
     check_same_as_sgd(steps, Nested, **options)
-
-
-def test_optimizer_hooks_run() -> None:
-    """https://github.com/hpcaitech/ColossalAI/issues/3483: a step that hooks do not see."""
-    model, seen = net(), []
-    opt = Lomo(model, LR)
-    opt.register_step_pre_hook(lambda *_: seen.append("pre"))
-    opt.register_step_post_hook(lambda *_: seen.append("post"))
-    steps(model, opt, ROWS[:1])
-    assert seen == ["pre", "post"]

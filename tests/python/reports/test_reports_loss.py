@@ -1,4 +1,5 @@
-"""What users of other libraries reported about the mean over a batch on several ranks.
+"""What users of other libraries reported about the mean over a batch on several ranks: also losses
+whose parts are no means over rows, or which keep something.
 
 Each case names its report. Expected values come from one process that has the whole batch.
 """
@@ -6,7 +7,7 @@ Each case names its report. Expected values come from one process that has the w
 from __future__ import annotations
 
 import copy
-import re
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 from full_states import full_weights
 from ranks import in_ranks
+from steps import apply_steps, train_step
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -25,11 +27,63 @@ assert transformers.T5ForConditionalGeneration
 assert transformers.BertForMaskedLM
 assert transformers.MixtralForCausalLM
 
-VOCAB, ROWS, LENGTH = 11, 8, 6
+VOCAB, ROWS, LENGTH, CLASSES = 11, 8, 6, 3
+OF_ANOTHER = "is refused by another rank"
 
 
 def sgd(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD([param for param in params if param.requires_grad], 0.5)
+    return torch.optim.SGD([param for param in params if param.requires_grad], 0.1)
+
+
+def linear(num: int = CLASSES) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Linear(5, num)
+
+
+def rows() -> tuple[Tensor, Tensor]:
+    random = torch.Generator().manual_seed(3)
+    return torch.randn(ROWS, 5, generator=random), torch.randn(ROWS, CLASSES, generator=random)
+
+
+def trained(rank: int, model: nn.Module, batch: Any, loss_fn: Any, **options: Any) -> Any:
+    """A model on two ranks, which have a quarter of the rows and the others."""
+    x, y = batch
+    cut = len(x) // 4 or 1
+    mine = slice(0, cut) if rank == 0 else slice(cut, None)
+    train = parallelize(model, ParallelDims(dp=2), sgd, loss_fn=loss_fn, **options)
+    return train, x[mine], y[mine]
+
+
+def check(
+    rank: int,
+    model: nn.Module,
+    batch: Any,
+    loss_fn: Any,
+    expected: Any = None,
+    evaluates: bool = True,
+    **options: Any,
+) -> None:
+    """Three steps are those of one process. Both have their own `expected`."""
+    alone, expected = copy.deepcopy(model), expected or loss_fn
+    train, x, y = trained(rank, model, batch, loss_fn, **options)
+    optimizer = sgd(alone.parameters())
+    for step in range(3):
+        wanted = expected(alone(batch[0]), batch[1])
+        if evaluates:
+            torch.testing.assert_close(train.evaluate(x, y), wanted.detach(), msg=f"{step}")
+        torch.testing.assert_close(train.step(x, y), wanted.detach(), msg=f"{step}")
+        apply_steps(train.optimizer)
+        train_step(wanted, optimizer)
+    found = full_weights(train)
+    for name, value in alone.state_dict().items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def refused(rank: int, text: str, model: nn.Module, batch: Any, loss_fn: Any, **more: Any) -> None:
+    """Every rank raises before a weight is written."""
+    train, x, y = trained(rank, model, batch, loss_fn, **more)
+    with pytest.raises(ValueError, match=rf"{text}|{OF_ANOTHER}"):
+        train.step(x, y)
 
 
 def tokens_model() -> nn.Module:
@@ -51,45 +105,15 @@ def flat(out: Tensor, y: Tensor, **options: Any) -> Tensor:
     return F.cross_entropy(out.flatten(0, 1), y.flatten(), **options)
 
 
-def check(rank: int, model: nn.Module, batch: Any, loss_fn: Any, **options: Any) -> Any:
-    """Trains a step on two ranks, which have 2 and 6 rows, and compares it with one process."""
-    alone, (x, y) = copy.deepcopy(model), batch
-    expected_loss = options.pop("expected", loss_fn)(alone(x), y)
-    expected_loss.backward()
-    sgd(alone.parameters()).step()
-    mine = slice(0, 2) if rank == 0 else slice(2, None)
-    train = parallelize(model, ParallelDims(dp=2), sgd, loss_fn=loss_fn, **options)
-    before = train.evaluate(x[mine], y[mine])
-    loss = train.step(x[mine], y[mine])
-    train.optimizer.step()
-    torch.testing.assert_close(torch.stack([before, loss]), expected_loss.detach().expand(2))
-    found = full_weights(train)
-    for name, value in alone.state_dict().items():
-        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6, msg=name)
-
-
-def refused(rank: int, text: str, batch: Any, loss_fn: Any, **options: Any) -> None:
-    """One rank says why; the other that it did. Nothing is trained."""
-    train = parallelize(tokens_model(), ParallelDims(dp=2), sgd, loss_fn=loss_fn, **options)
-    mine = slice(0, 4) if rank == 0 else slice(4, None)
-    with pytest.raises(ValueError, match=rf"{re.escape(text)}|is refused by another rank"):
-        train.step(batch[0][mine], batch[1][mine])
-
-
 @in_ranks(2)
 def test_only_padding_in_a_micro_batch(rank: int) -> None:
     """https://github.com/karpathy/nanochat/pull/623, where -1 is the label of padding."""
     batch, minus_one = tokens(-1), partial(flat, ignore_index=-1)
     check(rank, tokens_model(), batch, minus_one, num_microbatches=2)
-    check(
-        rank,
-        tokens_model(),
-        batch,
-        lambda out, y: flat(out, y, ignore_index=-1),
-        num_microbatches=2,
-        count_items=lambda y: y.ne(-1).sum(),
-    )
-    refused(rank, "Pass count_items=", batch, lambda out, y: flat(out, y, ignore_index=-1))
+    own = lambda out, y: flat(out, y, ignore_index=-1)  # noqa: E731
+    count = lambda y: y.ne(-1).sum()  # noqa: E731
+    check(rank, tokens_model(), batch, own, num_microbatches=2, count_items=count)
+    refused(rank, "Pass count_items=", tokens_model(), batch, own)
 
 
 @in_ranks(2)
@@ -128,11 +152,7 @@ def test_no_label_on_a_rank(rank: int) -> None:
     batch = tokens(-100)
     num_items = int((batch[1] != -100).sum())
     check(
-        rank,
-        tokens_model(),
-        batch,
-        summed,
-        expected=partial(summed, num_items_in_batch=num_items),
+        rank, tokens_model(), batch, summed, expected=partial(summed, num_items_in_batch=num_items)
     )
 
 
@@ -144,7 +164,7 @@ def test_class_weights(rank: int) -> None:
     rows = torch.randn(ROWS, 5), torch.randint(VOCAB, (ROWS,))
     for loss_fn in (nn.CrossEntropyLoss(weight), partial(F.cross_entropy, weight=weight)):
         check(rank, nn.Linear(5, VOCAB), rows, loss_fn, num_microbatches=2)
-    refused(rank, "Pass count_items=", tokens(-100), partial(flat, weight=weight))
+    refused(rank, "Pass count_items=", tokens_model(), tokens(-100), partial(flat, weight=weight))
 
 
 @in_ranks(2)
@@ -165,16 +185,12 @@ def test_a_mean_of_the_means_of_rows(rank: int) -> None:
         losses = flat(out, y, reduction="none").view(y.shape)
         return (losses.sum(1) / (counted.sum(1) + 1e-6)).mean()
 
-    refused(rank, "not the weighted mean", tokens(-100), of_rows)
-    check(
-        rank,
-        tokens_model(),
-        tokens(-100),
-        lambda out, y, num_items_in_batch: of_rows(out, y) * len(y) / num_items_in_batch,
-        expected=of_rows,
-        count_items=len,
-        num_microbatches=2,
-    )
+    def by_number(out: Tensor, y: Tensor, num_items_in_batch: float) -> Tensor:
+        return of_rows(out, y) * len(y) / num_items_in_batch
+
+    refused(rank, "not the weighted mean", tokens_model(), tokens(-100), of_rows)
+    more: dict[str, Any] = {"count_items": len, "num_microbatches": 2}
+    check(rank, tokens_model(), tokens(-100), by_number, of_rows, **more)
 
 
 @in_ranks(2)
@@ -185,7 +201,7 @@ def test_negatives_in_the_batch(rank: int) -> None:
         near = out.flatten(1) @ out.flatten(1).T
         return F.cross_entropy(near, torch.arange(len(out)))
 
-    refused(rank, "give it a parameter num_items_in_batch", tokens(-100), info_nce)
+    refused(rank, "give it a parameter num_items_in_batch", tokens_model(), tokens(-100), info_nce)
 
 
 @in_ranks(2)
@@ -196,7 +212,7 @@ def test_labels_that_are_shifted_in_the_loss(rank: int) -> None:
     shifts, (x, _) = partial(ForCausalLMLoss, vocab_size=VOCAB), tokens(-100)
     y = x.clone()
     y[0] = y[1, 1:] = y[3, 2:] = -100
-    refused(rank, "it uses", (x, y), shifts)
+    refused(rank, "it uses", tokens_model(), (x, y), shifts)
     count = lambda labels: labels[:, 1:].ne(-100).sum()  # noqa: E731
     check(rank, tokens_model(), (x, y), shifts, count_items=count, num_microbatches=2)
 
@@ -225,11 +241,8 @@ def test_a_sum_is_not_averaged(rank: int) -> None:
     """https://github.com/pytorch/pytorch/issues/37359: ranks' gradients of a sum are averaged."""
     torch.manual_seed(0)
     rows = torch.randn(ROWS, 5), torch.randn(ROWS, 3)
-    train = parallelize(
-        nn.Linear(5, 3), ParallelDims(dp=2), sgd, loss_fn=nn.MSELoss(reduction="sum")
-    )
-    with pytest.raises(ValueError, match="return a sum divided by it"):
-        train.step(*rows)
+    summed = nn.MSELoss(reduction="sum")
+    refused(rank, "return a sum divided by it", nn.Linear(5, 3), rows, summed)
 
 
 @in_ranks(2)
@@ -255,14 +268,230 @@ def test_weights_that_are_unfrozen_later(rank: int) -> None:
             part[0].requires_grad_(not frozen)
         train.step(x[mine], y[mine])
         flat(alone(x), y).backward()
-        for optimizer in (train.optimizer, others):
-            optimizer.step()
-            optimizer.zero_grad()
+        apply_steps(train.optimizer, others)
         for name, value in alone.state_dict().items():
             torch.testing.assert_close(model.state_dict()[name], value, msg=f"{step} {name}")
     first.requires_grad_(rank == 0)
     with pytest.raises(ValueError, match=r"unfrozen on 1 of 2 ranks"):
         train.step(x[mine], y[mine])
+
+
+# ---- losses whose parts are no means over rows, or which keep something
+
+
+def mean_of_known(out: Tensor, y: Tensor) -> Tensor:
+    known = ~y.isnan()
+    return (out - y.nan_to_num())[known].square().mean()
+
+
+def mean_of_labelled(out: Tensor, y: Tensor) -> Tensor:
+    known = y >= 0
+    return F.binary_cross_entropy_with_logits(out[known], y[known])
+
+
+def mean_by_weights(out: Tensor, y: Tensor) -> Tensor:
+    losses = (out - y[:, :-1]).square().mean(1)
+    return (losses * y[:, -1]).sum() / y[:, -1].sum()
+
+
+@in_ranks(2)
+def test_values_that_are_missing(rank: int) -> None:
+    """Masks of NaN and of -1: https://github.com/chemprop/chemprop/pull/1303,
+    https://github.com/londonaicentre/FLIP/pull/766
+    """
+    x, y = rows()
+    y[4, 0] = y[5, :2] = y[6, 1:] = float("nan")
+    labels = y.gt(0).float().where(~y.isnan(), -1)
+    for targets, loss_fn in ((y, mean_of_known), (labels, mean_of_labelled)):
+        refused(rank, "Pass count_items=", linear(), (x, targets), loss_fn)
+        two = x[1:5:3], targets[1:5:3]  # one row on each rank
+        refused(rank, "Pass count_items=", linear(), two, loss_fn)
+    count = lambda y: (~y.isnan()).sum()  # noqa: E731
+    check(rank, linear(), (x, y), mean_of_known, count_items=count, num_microbatches=2)
+    check(rank, linear(), (x, labels.gt(0)), lambda out, y: mean_of_labelled(out, y.float()))
+    train, mine, _ = trained(rank, linear(), (x, y), mean_of_known)
+    train.step(mine, mine[:, :3])  # nothing is missing yet
+    with pytest.raises(ValueError, match=rf"Pass count_items=|{OF_ANOTHER}"):
+        train.step(mine, y[: len(mine)] if rank == 0 else y[-len(mine) :])
+
+
+@in_ranks(2)
+def test_weights_of_rows(rank: int) -> None:
+    """https://github.com/sb-ai-lab/RePlay/issues/91,
+    https://github.com/tianzhi0549/FCOS/issues/228
+    """
+    x, y = rows()
+    weights = torch.ones(ROWS, 1)
+    weights[3], weights[5] = 5.0, 0.1
+    batch = x, torch.cat([y, weights], 1)
+    refused(rank, "Pass count_items=", linear(), batch, mean_by_weights)
+    refused(rank, "Pass count_items=", linear(), [part[2:4] for part in batch], mean_by_weights)
+    check(rank, linear(), batch, mean_by_weights, count_items=lambda y: y[:, -1].sum())
+
+
+@in_ranks(2)
+def test_a_mask_beside_the_labels(rank: int) -> None:
+    """https://github.com/PrimeIntellect-ai/prime-rl/pull/1960,
+    https://github.com/radixark/miles/pull/2796
+    """
+    x, y = rows()
+    mask = torch.ones(ROWS, CLASSES)
+    mask[2, 1:] = mask[4, 1:] = mask[5, :1] = 0
+
+    def of_mask(out: Tensor, y: Tensor) -> Tensor:
+        return ((out - y[..., 0]).square() * y[..., 1]).sum() / y[..., 1].sum()
+
+    batch = x, torch.stack([y, mask], -1)
+    refused(rank, "Pass count_items=", linear(), batch, of_mask)
+    check(rank, linear(), batch, of_mask, count_items=lambda y: y[..., 1].sum())
+
+
+@in_ranks(2)
+def test_a_loss_that_is_not_divided(rank: int) -> None:
+    """It takes num_items_in_batch: https://github.com/huggingface/transformers/issues/37766,
+    https://github.com/huggingface/transformers/pull/35438
+    """
+    (x, y), classes = rows(), torch.arange(ROWS) % CLASSES
+    for targets, mean in ((y, F.mse_loss), (classes, F.cross_entropy)):
+        ignores = lambda out, y, num_items_in_batch=None, mean=mean: mean(out, y)  # noqa: E731
+        refused(rank, "not half as large", linear(), (x, targets), ignores)
+        refused(rank, "not half as large", linear(), (x, targets), ignores, count_items=len)
+
+
+@in_ranks(2)
+def test_a_pad_id_between_the_classes(rank: int) -> None:
+    """https://github.com/NVIDIA-NeMo/Automodel/issues/1336: Qwen's pad id is not the largest."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 11))
+    ids = torch.tensor([[1, 9, 2, 8, 3, 10], [1, 10, 2, 5, 5, 5]])
+
+    def of_pads(out: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(out.flatten(0, 1), y.flatten(), ignore_index=5)
+
+    refused(rank, "Pass count_items=", model, (ids, ids), of_pads)
+
+
+class Learned(nn.Module):
+    """The weight of a task is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log_var = nn.Parameter(torch.zeros(()))
+
+    def forward(self, out: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(out, y) * (-self.log_var).exp() + self.log_var
+
+
+@in_ranks(2)
+def test_a_loss_with_weights_of_its_own(rank: int) -> None:
+    """https://github.com/KevinMusgrave/pytorch-metric-learning/issues/710,
+    https://github.com/facebookresearch/ClassyVision/pull/394
+    """
+    loss_fn, batch = Learned(), rows()
+    of_both = lambda params: sgd([*params, *loss_fn.parameters()])  # noqa: E731
+    with pytest.raises(ValueError, match=r"parameter of shape .* not in the model"):
+        parallelize(linear(), ParallelDims(dp=2), of_both, loss_fn=loss_fn)
+    for asked in (loss_fn, lambda out, y: 2 * loss_fn(out, y), loss_fn.forward):
+        refused(rank, "trains a tensor of shape", linear(), batch, asked)
+    model = linear()
+    penalty = lambda: sum(param.square().sum() for param in model.parameters())  # noqa: E731
+    alone = copy.deepcopy(model)
+    own = lambda: sum(param.square().sum() for param in alone.parameters())  # noqa: E731
+
+    def with_penalty(penalty: Callable[[], Any], out: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(out, y) + 0.1 * penalty()
+
+    train, x, y = trained(rank, model, batch, partial(with_penalty, penalty))
+    train.step(x, y)
+    with_penalty(own, alone(batch[0]), batch[1]).backward()
+    for param, other in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(param.grad, other.grad)
+
+
+class Annealed(nn.Module):
+    """Counts its calls in an attribute, a list and a buffer."""
+
+    total: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num, self.seen = 0, [1.0]
+        self.register_buffer("total", torch.zeros(()))
+
+    def forward(self, out: Tensor, y: Tensor) -> Tensor:
+        self.num += 1
+        self.seen.append(1.0)
+        self.total = self.total + 1
+        return F.mse_loss(out, y) * self.num * len(self.seen) * self.total / 30
+
+
+def counting() -> Callable[[Tensor, Tensor], Tensor]:
+    num = 0
+
+    def loss_fn(out: Tensor, y: Tensor) -> Tensor:
+        nonlocal num
+        num += 1
+        return F.mse_loss(out, y) * num
+
+    return loss_fn
+
+
+@in_ranks(2)
+def test_a_loss_that_counts_its_calls(rank: int) -> None:
+    """https://github.com/StanfordASL/Trajectron-plus-plus/issues/85: annealed before its time."""
+    of_closure = Annealed()
+    for loss_fn, expected in (
+        (Annealed(), Annealed()),
+        (lambda out, y: 1 * of_closure(out, y), Annealed()),
+        (Annealed().forward, Annealed()),
+        (counting(), counting()),
+    ):
+        check(rank, linear(), rows(), loss_fn, expected, evaluates=False)
+
+
+@in_ranks(2)
+def test_what_a_loss_returns(rank: int) -> None:
+    """https://github.com/huggingface/trl/pull/5951: more than one number."""
+    for loss_fn in (
+        lambda out, y: (F.mse_loss(out, y), {"of": 1}),
+        lambda out, y: {"loss": F.mse_loss(out, y)},
+        lambda out, y: F.mse_loss(out, y)[None],
+        nn.MSELoss(reduction="none"),
+    ):
+        refused(rank, "must return a scalar tensor", linear(), rows(), loss_fn)
+
+
+@in_ranks(2)
+def test_forbidden_classes_on_a_rank_without_labels(rank: int) -> None:
+    """Its loss is 0, not NaN: https://github.com/NVIDIA-NeMo/Automodel/issues/3796."""
+
+    class Forbids(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + torch.tensor([float("-inf"), 0, 0, 0])
+
+    torch.manual_seed(0)
+    y = torch.tensor([-100, -100, 1, 2, 3, 1, 2, 3])
+    check(rank, Forbids(5, 4), (rows()[0], y), F.cross_entropy)
+
+
+@in_ranks(2)
+def test_labels_of_bytes_and_wrapped_losses(rank: int) -> None:
+    """-100 is 156 in a byte: https://github.com/yassouali/pytorch-segmentation/pull/76."""
+    random = torch.Generator().manual_seed(0)
+    images = torch.randn(ROWS, 3, 2, 2, generator=random)
+    y = torch.randint(0, 5, (ROWS, 2, 2), generator=random).to(torch.uint8)
+    many, few = y.clone(), y.clone()
+    many[0] = many[1, 1:] = 156
+    few[0] = few[1, 1:] = 255
+    torch.manual_seed(0)
+    check(rank, nn.Conv2d(3, 157, 1), (images, many), lambda out, y: F.cross_entropy(out, y.long()))
+    of_few, weight = nn.CrossEntropyLoss(ignore_index=255), torch.tensor([0.1, 1, 3, 1, 1])
+    for loss_fn, targets in (
+        (partial(of_few), few.long()),
+        (torch.compile(of_few, backend="eager"), few.long()),
+        (torch.compile(nn.CrossEntropyLoss(weight), backend="eager"), y.long()),
+    ):
+        check(rank, nn.Conv2d(3, 5, 1), (images, targets), loss_fn, num_microbatches=2)
 
 
 # ---- models of transformers that compute their loss themselves

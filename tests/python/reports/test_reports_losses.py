@@ -52,7 +52,10 @@ def assert_near(found: Tensor, right: Tensor, tolerance: float, what: str = "") 
     )
 
 
-# ---- torch's own samples
+def assert_near_grads(loss: Tensor, right: Tensor, leaves: Any) -> None:
+    found = [torch.autograd.grad(each, leaves) for each in (loss, right)]
+    for own, wanted in zip(*found, strict=True):
+        assert_near(own, wanted, 1e-5)
 
 
 def torchs_samples() -> Iterator[tuple[Tensor, Tensor, dict[str, Any], Callable[..., Any]]]:
@@ -339,11 +342,7 @@ def test_the_blocks_do_not_change_the_result(
     right = F.cross_entropy(F.linear(hidden, weight), target, reduction=reduction)
     assert_near(loss, right, 1e-6)
     factor = torch.arange(11.0) if reduction == "none" else torch.tensor(3.0)
-    for found, wanted in zip(
-        *(torch.autograd.grad((x * factor).sum(), (hidden, weight)) for x in (loss, right)),
-        strict=True,
-    ):
-        assert_near(found, wanted, 1e-5)
+    assert_near_grads((loss * factor).sum(), (right * factor).sum(), (hidden, weight))
 
 
 @pytest.mark.parametrize(
@@ -359,10 +358,7 @@ def test_frozen_layers(frozen: set[int]) -> None:
         asked = [x for x in given if x.requires_grad]
         loss = linear_cross_entropy(given[0], given[1], TARGET, bias=given[2], reduction=reduction)
         right = F.cross_entropy(F.linear(*given), TARGET, reduction=reduction)
-        for found, wanted in zip(
-            *(torch.autograd.grad(x.sum(), asked) for x in (loss, right)), strict=True
-        ):
-            assert_near(found, wanted, 1e-5)
+        assert_near_grads(loss.sum(), right.sum(), asked)
     assert all(x.grad is None for x in given)
 
 
@@ -373,10 +369,7 @@ def test_scaled_heads(scale: float) -> None:
     loss = linear_cross_entropy(hidden, weight, TARGET, logit_scale=scale)
     right = F.cross_entropy(F.linear(hidden, weight) * scale, TARGET)
     assert_near(loss, right, 1e-6)
-    for found, wanted in zip(
-        *(torch.autograd.grad(x, (hidden, weight)) for x in (loss, right)), strict=True
-    ):
-        assert_near(found, wanted, 1e-5)
+    assert_near_grads(loss, right, (hidden, weight))
 
 
 def test_the_gradient_of_a_16_bit_layer_is_not_filtered() -> None:
@@ -429,9 +422,6 @@ def test_frozen_shards_of_a_head(rank: int) -> None:
         assert_near(grad_of(weight), grad_of(whole[1])[:5], 1e-6)
     else:
         assert weight.grad is None
-
-
-# ---- modules
 
 
 @in_ranks(2)

@@ -12,8 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from cases import slow
 from full_states import full_weights
 from ranks import in_ranks
+from steps import apply_steps, train_step
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -61,10 +63,7 @@ def train(model: Any, num_steps: int = 2, seed: int | None = None, **more: Any) 
     for step in range(num_steps):
         ids = ids_of(step)
         loss = model.train()(input_ids=ids, **{"labels": ids, **more}).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
+        losses.append(train_step(loss, optimizer))
     return losses
 
 
@@ -131,14 +130,6 @@ def test_stochastic_depth(rank: int, sequence_parallel: bool) -> None:
 
 
 @in_ranks(2)
-def test_dropout_of_attention_is_refused(rank: int) -> None:
-    """https://github.com/NVIDIA/Fuser/issues/3123: heads on each rank need masks of their own."""
-    model = tensor_parallelize(llama(attention_dropout=0.1))
-    with pytest.raises(ValueError, match=r"layers\.0\.self_attn has a dropout of 0\.1"):
-        train(model, 1)
-
-
-@in_ranks(2)
 @pytest.mark.parametrize("what", ["rows", "labels"])
 def test_ranks_with_different_rows(rank: int, what: str) -> None:
     """https://github.com/Simple-Efficient/RL-Factory/pull/46: ranks work on other rows."""
@@ -147,23 +138,32 @@ def test_ranks_with_different_rows(rank: int, what: str) -> None:
         model(input_ids=ids if what == "rows" else ids_of(), labels=ids)
 
 
-@in_ranks(2)
-def test_own_layers_with_dropout_between_them(rank: int) -> None:
-    """https://github.com/ecmwf/anemoi-core/issues/595: dropout in a model that ranks share."""
-    dims = ParallelDims(tp=2)
+@pytest.mark.parametrize(
+    ("world_size", "sizes", "module"),
+    [(2, {"tp": 2}, "Sequential"), slow(4, {"tp": 2, "pp": 2}, "StageModule")],
+)
+@in_ranks()
+def test_own_layers_with_dropout_between_them(rank: int, sizes: Any, module: str) -> None:
+    """https://github.com/ecmwf/anemoi-core/issues/595: dropout in a model that ranks share.
 
-    def build() -> nn.Module:
-        torch.manual_seed(0)
+    https://github.com/tenstorrent/tt-metal/issues/55947: masks of one tensor group differ.
+    """
+    dims = ParallelDims(**sizes)
+
+    def block() -> nn.Module:
         where: Any = {"group": dims.group("tp")}
         layers = rnn.ColumnParallelLinear(DIM, 16, **where), rnn.RowParallelLinear(16, DIM, **where)
         return nn.Sequential(*layers, nn.Dropout(0.3))
 
-    train_ = parallelize(build(), dims, lambda p: torch.optim.SGD(p, 0.1), loss_fn=F.mse_loss)
-    x = torch.ones(4, DIM)
-    torch.manual_seed(3)
-    train_.step(x, x)
+    torch.manual_seed(0)
+    model = nn.Sequential(block(), block())
+    train_ = parallelize(model, dims, lambda p: torch.optim.SGD(p, 0.1), loss_fn=F.mse_loss)
+    x = torch.ones(8, DIM)
+    if dims.pp == 1:
+        torch.manual_seed(3)
+        train_.step(x, x)
     torch.manual_seed(rank)
-    with pytest.raises(ValueError, match="draw different random numbers in a Sequential"):
+    with pytest.raises(ValueError, match=f"draw different random numbers in a {module}"):
         train_.step(x, x)
 
 
@@ -228,14 +228,6 @@ def test_weights_tied_once_more(rank: int) -> None:
 
 
 @in_ranks(2)
-def test_tokens_that_ranks_cannot_share(rank: int) -> None:
-    """https://github.com/pytorch/torchtitan/issues/1306: a length that ranks do not divide."""
-    model, ids = tensor_parallelize(llama(), sequence_parallel=True), ids_of(length=11)
-    with pytest.raises(ValueError, match="pad the sequences"):
-        model(input_ids=ids, labels=ids)
-
-
-@in_ranks(2)
 def test_outputs_that_would_be_parts(rank: int) -> None:
     """https://github.com/bytedance/Bernini/issues/66: hidden states of a part of the tokens.
 
@@ -274,19 +266,6 @@ def test_adapters_added_to_split_layers(rank: int) -> None:
         train(model, 1)
     adapter.requires_grad_(False)
     train(model, 1)
-
-
-@in_ranks(2)
-@pytest.mark.parametrize("kind", ["Muon", "Adafactor"])
-def test_optimizers_that_need_whole_matrices(rank: int, kind: str) -> None:
-    """https://github.com/deepspeedai/DeepSpeed/issues/8437: Muon's update depends on the ranks."""
-
-    def make(params: Any) -> torch.optim.Optimizer:
-        made: Any = getattr(torch.optim, kind)
-        return made([param for param in params if param.dim() == 2], lr=0.02)
-
-    with pytest.raises(TypeError, match=f"{kind} .* is split over tensor-parallel ranks"):
-        parallelize(llama(), ParallelDims(tp=2), make)
 
 
 @in_ranks(2)
@@ -363,9 +342,6 @@ def test_a_compiled_model_with_labels(rank: int) -> None:
     compiled = torch.compile(model, backend="aot_eager")
     assert train(compiled) == pytest.approx(train(alone), abs=1e-4)
     check_weights(model, alone)
-
-
-# ---- generation
 
 
 @in_ranks(2)
@@ -457,7 +433,6 @@ BLOCKS: dict[str, Callable[[], list[nn.Module]]] = {
     "unused": lambda: [*(Pair() for _ in range(4)), Pair(is_last=True)],
     "in place": lambda: [nn.Linear(DIM, DIM), *(Writes() for _ in range(4))],
     "frozen": frozen_start,
-    "linear": linears,
 }
 
 
@@ -468,18 +443,40 @@ def run_blocks(blocks: Any, x: Tensor) -> Any:
     return value
 
 
-def check_pipeline(
-    kind: str, schedule: str, before: Callable[[Any, Tensor], object] | None = None, every: int = 1
-) -> None:
-    """Compares with one process that runs the same micro-batches; a step after `every` batches."""
+SCHEDULES = ("1f1b", "zero-bubble", "zbv")
+
+
+@pytest.mark.parametrize(
+    ("kind", "schedule"),
+    [
+        # https://github.com/pytorch/pytorch/pull/181365: split backward passes and shared weights.
+        *(("shared", schedule) for schedule in SCHEDULES),
+        # https://github.com/pytorch/pytorch/issues/152827: an input that a stage does not use.
+        *(("unused", schedule) for schedule in SCHEDULES),
+        # https://github.com/pytorch/pytorch/issues/727: in-place operations on leaves. A stage's
+        # input is a leaf, which in one process it is not.
+        *(("in place", schedule) for schedule in ("gpipe", "interleaved", "zbv")),
+        # https://github.com/pytorch/pytorch/issues/162822: stages without a backward pass.
+        *(("evaluated", schedule) for schedule in ("1f1b", "zbv")),
+        # https://github.com/pytorch/torchtitan/issues/1733: earlier gradients are scaled again.
+        ("two batches", "1f1b"),
+        # https://github.com/deepspeedai/DeepSpeed/issues/3895: messages that need no gradient.
+        *(("frozen", schedule) for schedule in ("1f1b", "zero-bubble")),
+    ],
+)
+@in_ranks(2)
+def test_pipelines(rank: int, kind: str, schedule: str) -> None:
+    """As one process that runs the same micro-batches."""
+    make, every = BLOCKS.get(kind, linears), 2 if kind == "two batches" else 1
     torch.manual_seed(0)
-    alone = nn.Sequential(*BLOCKS[kind]())
+    alone = nn.Sequential(*make())
     torch.manual_seed(0)
-    pipe = pipeline.Pipeline(BLOCKS[kind](), F.mse_loss, schedule, num_microbatches=4)
+    pipe = pipeline.Pipeline(make(), F.mse_loss, schedule, num_microbatches=4)
     optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (alone, pipe)]
     batches = torch.randn(4, 2, 8, DIM, generator=torch.Generator().manual_seed(1))
-    if before is not None:
-        before(pipe, batches[0, 0])
+    if kind == "evaluated":
+        pipe.evaluate(batches[0, 0], batches[0, 0])
+        pipe.forward(batches[0, 0, :4])
     for idx, (x, target) in enumerate(batches):
         total = 0.0
         for part, wanted in zip(x.chunk(4), target.chunk(4), strict=True):
@@ -487,67 +484,8 @@ def check_pipeline(
             loss.backward()
             total += float(loss.detach())
         assert float(pipe.step(x.clone(), target)) == pytest.approx(total, abs=1e-5)
-        for optimizer in optimizers if idx % every == every - 1 else ():
-            optimizer.step()
-            optimizer.zero_grad()
+        apply_steps(*optimizers if idx % every == every - 1 else ())
     check_weights(pipe, alone)
-
-
-@in_ranks(2)
-@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble", "zbv"])
-def test_a_weight_used_around_another_one(rank: int, schedule: str) -> None:
-    """https://github.com/pytorch/pytorch/pull/181365: split backward passes and shared weights."""
-    check_pipeline("shared", schedule)
-
-
-@in_ranks(2)
-@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble", "zbv"])
-def test_messages_without_a_gradient(rank: int, schedule: str) -> None:
-    """https://github.com/pytorch/pytorch/issues/152827: an input that a stage does not use."""
-    check_pipeline("unused", schedule)
-
-
-@in_ranks(2)
-@pytest.mark.parametrize("schedule", ["gpipe", "interleaved", "zbv"])
-def test_blocks_that_write_into_their_inputs(rank: int, schedule: str) -> None:
-    """https://github.com/pytorch/pytorch/issues/727: in-place operations on leaves.
-
-    A stage's input is a leaf, which in one process it is not.
-    """
-    check_pipeline("in place", schedule)
-
-
-@in_ranks(2)
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
-def test_evaluation_before_training(rank: int, schedule: str) -> None:
-    """https://github.com/pytorch/pytorch/issues/162822: stages without a backward pass."""
-
-    def evaluate(pipe: pipeline.Pipeline, x: Tensor) -> None:
-        pipe.evaluate(x, x)
-        pipe.forward(x[:4])
-
-    check_pipeline("linear", schedule, evaluate)
-
-
-@in_ranks(2)
-def test_gradients_of_several_steps(rank: int) -> None:
-    """https://github.com/pytorch/torchtitan/issues/1733: earlier gradients are scaled again."""
-    check_pipeline("linear", "1f1b", every=2)
-
-
-@in_ranks(2)
-@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
-def test_first_stages_that_are_frozen(rank: int, schedule: str) -> None:
-    """https://github.com/deepspeedai/DeepSpeed/issues/3895: messages that need no gradient."""
-    check_pipeline("frozen", schedule)
-
-
-@in_ranks(2)
-def test_micro_batches_of_different_sizes(rank: int) -> None:
-    """https://github.com/pytorch/pytorch/issues/126600: rows that micro-batches do not divide."""
-    pipe = pipeline.Pipeline(linears(), F.mse_loss, num_microbatches=4)
-    with pytest.raises(ValueError, match="7 rows of inputs do not divide"):
-        pipe.step(torch.ones(7, DIM), torch.ones(7, DIM))
 
 
 @in_ranks(2)
@@ -563,9 +501,6 @@ def test_dropout_that_is_recomputed(rank: int) -> None:
         loss = pipe.step(torch.ones(8, DIM), torch.ones(8, DIM))
         found.append([loss, *(param.grad for param in pipe.parameters())])
     torch.testing.assert_close(*found)
-
-
-# ---- experts
 
 
 def own_group() -> dist.ProcessGroup:
@@ -705,22 +640,3 @@ def test_the_norm_of_torchs_shards_on_two_meshes(rank: int) -> None:
     for made in (model, alone):
         torch.optim.SGD(made.parameters(), 0.1).step()
     check_weights(model, alone)
-
-
-@in_ranks(4)
-@pytest.mark.slow
-def test_dropout_in_a_pipeline_of_own_layers(rank: int) -> None:
-    """https://github.com/tenstorrent/tt-metal/issues/55947: masks of one tensor group differ."""
-    dims = ParallelDims(tp=2, pp=2)
-
-    def block() -> nn.Module:
-        where: Any = {"group": dims.group("tp")}
-        layers = rnn.ColumnParallelLinear(DIM, 16, **where), rnn.RowParallelLinear(16, DIM, **where)
-        return nn.Sequential(*layers, nn.Dropout(0.3))
-
-    torch.manual_seed(0)
-    model = nn.Sequential(block(), block())
-    train_ = parallelize(model, dims, lambda p: torch.optim.SGD(p, 0.1), loss_fn=F.mse_loss)
-    torch.manual_seed(rank)
-    with pytest.raises(ValueError, match="draw different random numbers in a StageModule"):
-        train_.step(torch.ones(8, DIM), torch.ones(8, DIM))

@@ -1,95 +1,61 @@
-"""What users of other libraries reported of Muon, several optimizers, and schedule-free ones."""
+"""What users of other libraries reported of Muon, several optimizers, and schedule-free ones; what
+classes of optimizers read, keep and hook."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from full_states import full_weights
-from one_process import WIDTH, network, same, train
+from one_process import WIDTH, muon, network, same, train
+from one_process import pair as of_one_process
 from ranks import in_ranks, run_ranks
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_state_dict,
-    set_state_dict,
-)
-from whole_optimizers import Averaged, Muon64, by_dimensions, orthogonal
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from whole_optimizers import Averaged, EachWeight, Muon64, orthogonal
 
 from ringcomm.parallel import get_state_dict as get_whole_state
 from ringcomm.parallel import set_state_dict as set_whole_state
 from ringcomm.parallel import zero
 
-
-def pair(model: nn.Module, lr: float = 0.02) -> list[torch.optim.Optimizer]:
-    params = [{"params": [*model.parameters()]}]
-    return by_dimensions(
-        params, lambda own: Muon64(own, lr), lambda own: torch.optim.AdamW(own, lr, eps=1e-3)
-    )
+STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 
 
-class MuonWithAdam(torch.optim.Optimizer):
+class MuonWithAdam(EachWeight):
     """One class for both, by a flag of its groups, as Muon's first implementation has it."""
 
     def __init__(self, groups: list[dict[str, Any]]) -> None:
         super().__init__(groups, {})
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                state = self.state[param]
-                mean = state.setdefault("mean", torch.zeros_like(param))
-                mean.lerp_(param.grad, 0.1)
-                if group["use_muon"]:
-                    assert mean.dim() == 2, "Muon takes matrices"
-                    param.sub_(orthogonal(mean), alpha=group["lr"])
-                    continue
-                square = state.setdefault("square", torch.zeros_like(param))
-                square.lerp_(param.grad.square(), 0.05)
-                param.sub_(group["lr"] * mean / (square.sqrt() + 1e-3))
+    def update(self, group: dict[str, Any], param: Any) -> None:
+        state = self.state[param]
+        mean = state.setdefault("mean", torch.zeros_like(param))
+        mean.lerp_(param.grad, 0.1)
+        if group["use_muon"]:
+            assert mean.dim() == 2, "Muon takes matrices"
+            param.sub_(orthogonal(mean), alpha=group["lr"])
+            return
+        square = state.setdefault("square", torch.zeros_like(param))
+        square.lerp_(param.grad.square(), 0.05)
+        param.sub_(group["lr"] * mean / (square.sqrt() + 1e-3))
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@STAGES
 @in_ranks(2)
 def test_one_class_with_matrices_and_others(rank: int, stage: int) -> None:
     """https://github.com/KellerJordan/Muon/issues/45, https://github.com/deepspeedai/DeepSpeed/pull/7509:
     parts of a matrix have one dimension."""
     models = network(), network()
-    made = [
-        MuonWithAdam(
-            [
-                {
-                    "params": [p for p in model.parameters() if (p.dim() == 2) == is_matrix],
-                    "use_muon": is_matrix,
-                    "lr": 0.02,
-                }
-                for is_matrix in (True, False)
-            ]
-        )
-        for model in models
-    ]
+    made = []
+    for model in models:
+        groups: list[dict[str, Any]] = []
+        for is_2d in (True, False):
+            params = [param for param in model.parameters() if (param.dim() == 2) == is_2d]
+            groups.append({"params": params, "use_muon": is_2d, "lr": 0.02})
+        made.append(MuonWithAdam(groups))
     train(models[0], made[0], range(4))
     train(models[1], zero.shard(models[1], made[1], stage), range(4), rank, 2)
-    same(full_weights(models[1]), full_weights(models[0]))
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@in_ranks(2)
-def test_a_group_of_frozen_weights_alone(rank: int, stage: int) -> None:
-    """https://github.com/deepspeedai/DeepSpeed/pull/7869: one of two optimizers trains nothing."""
-    models = network(), network()
-    for model in models:
-        for param in model.parameters():
-            param.requires_grad_(param.dim() == 2)
-    made = [pair(model) for model in models]
-    train(models[0], made[0], range(3))
-    train(models[1], zero.shard(models[1], made[1], stage), range(3), rank, 2)
     same(full_weights(models[1]), full_weights(models[0]))
 
 
@@ -127,47 +93,7 @@ def test_muon_is_not_skipped_in_silence(stage: int, options: dict[str, Any], on_
     assert sum(0.4 < value < 1.6 for value in found[0]) >= WIDTH - 2, found[0]
 
 
-def save(rank: int, stage: int, folder: Path, options: Any) -> dict[str, Tensor]:
-    model = network()
-    optimizer = zero.shard(model, pair(model), stage)
-    train(model, optimizer, range(2), rank, 2)
-    values, state = get_state_dict(model, optimizer, options=options)
-    dcp.save({"model": values, "optimizer": state}, checkpoint_id=folder)
-    train(model, optimizer, range(2, 5), rank, 2)
-    return full_weights(model)
-
-
-def load(rank: int, stage: int, folder: Path, options: Any) -> dict[str, Tensor]:
-    model = network()
-    optimizer = zero.shard(model, pair(model), stage)
-    values, state = get_state_dict(model, optimizer, options=options)
-    given: dict[str, Any] = {"model": values, "optimizer": state}
-    dcp.load(given, checkpoint_id=folder)
-    set_state_dict(
-        model,
-        optimizer,
-        model_state_dict=given["model"],
-        optim_state_dict=given["optimizer"],
-        options=options,
-    )
-    train(model, optimizer, range(2, 5), rank, 3)
-    return full_weights(model)
-
-
-@pytest.mark.parametrize("is_flat", [False, True])
-@pytest.mark.parametrize(("saved", "loaded"), [(2, 3), (3, 1)])
-def test_a_checkpoint_of_torch_goes_on(
-    saved: int, loaded: int, is_flat: bool, tmp_path: Path
-) -> None:
-    """https://github.com/databricks/flashoptim/issues/3: the first step after a resume explodes.
-    https://github.com/pytorch/pytorch/issues/124546: several optimizers and wrappers."""
-    arguments = tmp_path / "checkpoint", StateDictOptions(flatten_optimizer_state_dict=is_flat)
-    expected = run_ranks(2, save, saved, *arguments)[0]
-    for found in run_ranks(3, load, loaded, *arguments):
-        same(found, expected, 2e-5)
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@STAGES
 @in_ranks(3)
 def test_ranks_without_a_weight_save_and_load(rank: int, stage: int) -> None:
     """torch steps an optimizer that has no state: on all ranks, or on none."""
@@ -188,32 +114,31 @@ def test_ranks_without_a_weight_save_and_load(rank: int, stage: int) -> None:
     same(full_weights(models[1]), full_weights(models[0]), 0)
 
 
-class Preconditioned(torch.optim.Optimizer):
+class Preconditioned(EachWeight):
     """With a list of matrices as state, no learning rate, and no step of an empty group."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": None, "num_steps": 0})
 
-    @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
-            sizes = [param.numel() for param in group["params"]]
-            assert max(sizes) > 0
+            assert max(param.numel() for param in group["params"]) > 0
             group["num_steps"] += 1
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                grad = param.grad.view(len(param), -1)
-                state = self.state[param]
-                if not state:
-                    state["sums"] = [0.1 * torch.eye(n) for n in grad.shape]
-                for number, part in enumerate((grad @ grad.T, grad.T @ grad)):
-                    state["sums"][number] += part
-                left, right = (torch.linalg.inv(torch.linalg.cholesky(x)) for x in state["sums"])
-                param.sub_(0.02 * (left @ grad @ right.T).view_as(param))
+        return super().step(closure)
+
+    def update(self, group: dict[str, Any], param: Any) -> None:
+        grad = update = param.grad.view(len(param), -1)
+        start = [0.1 * torch.eye(n if n <= 100 else 1) for n in grad.shape]  # none of large sizes
+        sums = self.state[param].setdefault("sums", start)
+        for number, part in enumerate((grad, grad.T)):
+            if len(sums[number]) == len(part):
+                sums[number] += part @ part.T
+                root = torch.linalg.inv(torch.linalg.cholesky(sums[number]))
+                update = update @ root.T if number else root @ update
+        param.sub_(0.02 * update.view_as(param))
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@STAGES
 @in_ranks(2)
 def test_states_of_several_matrices(rank: int, stage: int) -> None:
     """As SOAP's and Shampoo's; its state before zero.shard() moves, and it is saved and loaded."""
@@ -242,7 +167,7 @@ class Fragile(Muon64):
         return super().direction(mean)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@STAGES
 @in_ranks(2)
 def test_an_error_of_one_owner_is_one_of_all(rank: int, stage: int) -> None:
     """The other ranks would wait for the weight."""
@@ -255,7 +180,7 @@ def test_an_error_of_one_owner_is_one_of_all(rank: int, stage: int) -> None:
         train(model, optimizer, range(1), rank, 2)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@STAGES
 @in_ranks(2)
 def test_modes_reach_through_accelerate(rank: int, stage: int) -> None:
     """https://github.com/huggingface/accelerate/issues/4159: eval() of a wrapper does nothing."""
@@ -275,7 +200,7 @@ def test_modes_reach_through_accelerate(rank: int, stage: int) -> None:
     same(full_weights(model), trained)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@STAGES
 @in_ranks(2)
 def test_saved_in_evaluation_mode(rank: int, stage: int) -> None:
     """https://github.com/facebookresearch/schedule_free/issues/22: what was saved is what is
@@ -300,3 +225,217 @@ def test_saved_in_evaluation_mode(rank: int, stage: int) -> None:
     resumed.train()
     train(again, resumed, range(2, 4), rank, 2)
     same(full_weights(again), full_weights(plain))
+
+
+# ---- what classes read, keep and hook
+
+
+class Plain(EachWeight):
+    """Gradient descent; subclasses write it as users do."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, {"lr": 0.05, **options})
+
+
+class Attributes(Plain):
+    """That weights may have a rate of their own."""
+
+    def update(self, group: dict[str, Any], param: Any) -> None:
+        param.sub_(group["lr"] * getattr(param, "rate", 1.0) * param.grad)
+
+
+class Trainable(Plain):
+    """That asks again which weights are trained."""
+
+    def update(self, group: dict[str, Any], param: Any) -> None:
+        if param.requires_grad and isinstance(param, nn.Parameter):
+            param.sub_(group["lr"] * param.grad)
+
+
+class SetsData(Plain):
+    def update(self, group: dict[str, Any], param: Any) -> None:
+        param.data = param.data - group["lr"] * param.grad
+
+
+class SetsWholeData(Plain):
+    def update(self, group: dict[str, Any], param: Any) -> None:
+        param.data = param.data - group["lr"] * param.grad / (1 + param.grad.norm())
+
+
+class Lists(Plain):
+    """With a list of tensors of the weight's shape as state, and nothing."""
+
+    def update(self, group: dict[str, Any], param: Any) -> None:
+        state, grad = self.state[param], param.grad.clone()
+        state["last"] = [*state.get("last", []), grad][-2:]
+        state["nothing"] = None
+        param.sub_(group["lr"] * sum(state["last"]))
+
+
+@torch.compile(backend="eager", fullgraph=True, dynamic=True)
+def lion(param: Tensor, grad: Tensor, mean: Tensor, rate: Tensor) -> None:
+    param.sub_(rate * torch.tanh(mean.lerp_(grad, 0.1)))
+
+
+class First(Plain):
+    """That cannot step where its first group has no weights."""
+
+    def step(self, closure: Any = None) -> Any:
+        assert self.param_groups[0]["params"][0].dim()
+        return super().step()
+
+    def update(self, group: dict[str, Any], param: Any) -> None:
+        param.sub_(group["lr"] * param.grad)
+
+
+@STAGES
+@in_ranks(2)
+def test_an_optimizer_without_a_gradient(rank: int, stage: int) -> None:
+    """https://github.com/deepspeedai/DeepSpeed/pull/7869, and one that takes parts of weights."""
+
+    def make(model: Any) -> Any:
+        model[0].requires_grad_(False)
+        rest = [*model[2].parameters(), *model[4].parameters()]
+        return [First(model[0].parameters()), torch.optim.SGD(rest, 0.1)]
+
+    both = of_one_process(stage, make)
+    both.train(range(2), rank)
+    for model in (both.plain, both.model):
+        model[0].requires_grad_(True)
+    both.train(range(2, 4), rank)
+
+
+class Compiled(Plain):
+    def update(self, group: dict[str, Any], param: Any) -> None:
+        mean = self.state[param].setdefault("mean", torch.zeros_like(param))
+        rate = torch.full_like(param, group["lr"])
+        lion(*(x.detach().view(-1) for x in (param, param.grad, mean, rate)))
+
+
+@pytest.mark.parametrize("kind", [Attributes, Trainable, SetsData, SetsWholeData, Lists])
+@STAGES
+@in_ranks(2)
+def test_what_steps_see_of_weights(rank: int, stage: int, kind: Any) -> None:
+    """https://github.com/pytorch/pytorch/issues/136929, https://github.com/NVIDIA/Megatron-LM/pull/7230:
+    attributes; https://github.com/facebookresearch/fairscale/pull/721: requires_grad;
+    https://github.com/facebookresearch/fairscale/pull/537: states that are no tensor."""
+
+    def make(model: Any) -> Any:
+        model[0].weight.rate, model[2].bias.rate = 3.0, 0.1
+        return kind(model.parameters())
+
+    both = of_one_process(stage, make, num_steps_before=1)
+    both.train(range(4), rank)
+
+
+@in_ranks(2)
+def test_compiled_updates(rank: int) -> None:
+    """https://github.com/pytorch/pytorch/issues/120814: that take no part in a trial as a graph."""
+    of_one_process(2, lambda model: Compiled(model.parameters())).train(range(2), rank)
+
+
+class Counts(Plain):
+    """With a state of no weight, as MADGRAD."""
+
+    def update(self, group: dict[str, Any], param: Any) -> None:
+        states: Any = self.state
+        count = states.setdefault("k", torch.zeros(1))
+        count += 1
+        param.sub_(group["lr"] / float(count) * param.grad)
+
+
+@pytest.mark.parametrize("whole", [set(), {Counts}])
+@in_ranks(2)
+def test_a_state_of_no_weight_is_refused(rank: int, whole: Any) -> None:
+    """https://github.com/facebookresearch/fairscale/pull/343: it would begin anew in each step."""
+    model = network()
+    with pytest.raises(TypeError, match="a state of no weight, 'k' of Counts"):
+        zero.shard(model, Counts(model.parameters()), 1, whole=whole)
+
+
+@in_ranks(3)
+def test_fewer_rows_than_ranks(rank: int) -> None:
+    """https://github.com/MoonshotAI/Moonlight/issues/27: a rank of stage 3 has nothing of a matrix;
+    and the momentum changes between steps, as in https://github.com/karpathy/nanochat."""
+
+    def make() -> Any:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(WIDTH, 2), nn.Tanh(), nn.Linear(2, 3, bias=False))
+
+    both = of_one_process(3, muon, make)
+    for step in range(3):
+        for each in (*both.given, both.optimizer):
+            for group in each.param_groups:
+                group.update({"momentum": 0.85 + 0.05 * step} if "momentum" in group else {})
+        both.train(range(step, step + 1), rank, 3)
+
+
+class ByName(torch.optim.Optimizer):
+    """With another rate for weights of some names, as Adam-mini's and Muon's variants."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param, name in zip(group["params"], group["param_names"], strict=True):
+                if param.grad is not None:
+                    param.sub_(group["lr"] * (3 if "bias" in name else 1) * param.grad)
+
+
+@STAGES
+@in_ranks(2)
+def test_names_of_weights(rank: int, stage: int) -> None:
+    """https://github.com/hiyouga/LlamaFactory/issues/5303, https://github.com/pytorch/pytorch/pull/134107:
+    optimizers of named_parameters(), of which ranks have some."""
+
+    def named(model: Any) -> Any:
+        model[0].weight.requires_grad_(False)
+        return ByName(model.named_parameters())
+
+    both = of_one_process(stage, named)
+    both.train(range(3), rank)
+    assert both.optimizer.param_groups[0]["param_names"][:2] == ["0.weight", "0.bias"]
+    model = network()
+    matrices = [(name, param) for name, param in model.named_parameters() if param.dim() == 2]
+    others = torch.optim.AdamW([param for param in model.parameters() if param.dim() != 2])
+    with pytest.raises(ValueError, match="named parameters to all"):
+        zero.shard(model, [Muon64(matrices), others], stage)
+    zero.shard(model, torch.optim.AdamW(model.parameters()), stage)  # nothing has been changed
+
+
+@STAGES
+@in_ranks(2)
+def test_hooks_of_saving_and_loading(rank: int, stage: int) -> None:
+    """https://github.com/pytorch/pytorch/pull/105953: those of the given optimizer move."""
+    model, seen = network(), []
+    given = torch.optim.AdamW(model.parameters(), 0.02, eps=1e-3)
+
+    def replace(_: Any, state: dict[str, Any]) -> dict[str, Any]:
+        seen.append("replace")
+        return {**state, "by": "a hook"}
+
+    given.register_state_dict_post_hook(replace)
+    given.register_load_state_dict_pre_hook(lambda _, state: seen.append(state["by"]))
+    optimizer = zero.shard(model, given, stage)
+    optimizer.register_state_dict_pre_hook(lambda _: seen.append("before"))
+    optimizer.register_load_state_dict_post_hook(lambda _: seen.append("after"))
+    train(model, optimizer, range(1), rank, 2)
+    seen.clear()
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert seen == ["before", "replace", "a hook", "after"]
+
+
+@pytest.mark.parametrize("kinds", [(1,), (2, 1), (4, 1)])
+@in_ranks(2)
+def test_states_are_even_for_weights_of_any_dimensions(rank: int, kinds: Any) -> None:
+    """As with the usual groups of matrices and of biases: half the elements on each rank."""
+    weights = [nn.Parameter(torch.ones([6] * kind)) for kind in kinds]
+    model = nn.ParameterList(weights)
+    rmsprop = torch.optim.RMSprop([{"params": [weight]} for weight in weights])
+    optimizer = zero.shard(model, rmsprop, 1)
+    torch.stack([weight.square().sum() for weight in weights]).sum().backward()
+    optimizer.step()
+    num_elems = sum(weight.numel() for weight in weights)
+    assert sum(state.numel() for state in optimizer.state_tensors()) == num_elems // 2

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import in_ranks
+from steps import train_step
 from torch import Tensor, nn
 
 from ringcomm.optim import Lomo
@@ -96,9 +97,6 @@ def test_frozen_weights_are_those_of_rank_0(rank: int, kind: str) -> None:
         del kept
 
 
-# ---- two parameters in one memory
-
-
 class Copied(nn.Module):
     """A decoder whose weight is an encoder's by memory alone, or a part of it."""
 
@@ -141,9 +139,6 @@ def test_parts_of_one_memory_that_do_not_overlap(rank: int) -> None:
         SYSTEMS[name](model)
 
 
-# ---- weights without a gradient on any worker
-
-
 class Late(nn.Module):
     """A layer that is never used, and one that is used from the third step on."""
 
@@ -170,9 +165,7 @@ def test_a_parameter_server_leaves_unused_weights(rank: int, kind: str) -> None:
     optimizer = make(alone.parameters(), LR, weight_decay=0.5, **more)
     for step, x in enumerate(rows):
         alone.step = step
-        alone(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_step(alone(x).square().mean(), optimizer)
     with ParameterServer(
         together, lambda params: make(params, LR, weight_decay=0.5, **more)
     ) as server:

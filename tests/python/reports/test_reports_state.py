@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 from ranks import in_ranks
+from steps import train_step
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict as get_by_torch
 from torch.nn.utils import parametrizations
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.testing import assert_close
+from whole_optimizers import EachWeight
 
 from ringcomm.nn import ColumnParallelLinear
 from ringcomm.parallel import get_state_dict, pipeline, set_state_dict, zero
@@ -36,9 +38,7 @@ def shard(model: nn.Module, optimizer: Any, stage: int) -> Any:
 def train(model: Any, optimizer: Any, steps: int = 2, x: Tensor | None = None) -> None:
     x = torch.ones(2, 6) if x is None else x
     for step in range(steps):
-        model(x * (step + 1)).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_step(model(x * (step + 1)).square().sum(), optimizer)
 
 
 def full(model: nn.Module) -> dict[str, Tensor]:
@@ -230,19 +230,15 @@ def test_two_parameters_in_one_memory_are_both_saved(rank: int) -> None:
     assert model[1].weight.data_ptr() == model[0].weight.data_ptr()
 
 
-class Factors(torch.optim.Optimizer):
+class Factors(EachWeight):
     """Keeps its states in containers, as Shampoo does."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1})
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for param in (param for group in self.param_groups for param in group["params"]):
-            if param.grad is not None:
-                state = self.state[param]
-                factors = state.setdefault("factors", {0: torch.zeros_like(param), "by": ["a"]})
-                param.sub_(factors[0].add_(param.grad), alpha=0.1)
+    def update(self, group: dict[str, Any], param: Any) -> None:
+        start = {0: torch.zeros_like(param), "by": ["a"]}
+        param.sub_(self.state[param].setdefault("factors", start)[0].add_(param.grad), alpha=0.1)
 
 
 @in_ranks(2)
@@ -266,7 +262,10 @@ def test_states_in_containers_are_kept_or_refused(rank: int) -> None:
 
 @in_ranks(2)
 def test_optimizers_of_whole_weights_are_refused_for_parts(rank: int) -> None:
-    """Without parallelize(), which refuses them itself. A stage of a pipeline has whole weights."""
+    """https://github.com/deepspeedai/DeepSpeed/issues/8437: Muon's update depends on the ranks.
+
+    parallelize() refuses them itself. A stage of a pipeline has whole weights.
+    """
     model = nn.Sequential(
         ColumnParallelLinear(6, 4, bias=False, gather_output=True), nn.Linear(4, 4, bias=False)
     )

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import pytest
 import torch
 from full_states import full_weights
 from ranks import in_ranks
+from steps import apply_steps
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import checkpoint
 
 from ringcomm.parallel import WeightShards, offload, zero
-from ringcomm.torch_names import TORCH_VERSION
 
 WORLD_SIZE = 2
 INFINITY = 4  # a stage of these tests: 3 with offload_weights
@@ -23,13 +23,6 @@ SHARDED = [3, INFINITY]
 STAGES = [1, 2, *SHARDED]
 
 slow = pytest.mark.slow
-each_stage = pytest.mark.parametrize("stage", STAGES)
-
-
-def some(*stages: int) -> Any:
-    """A test of these stages; the others are slow, because they have been right all along."""
-    params = [s if s in stages else pytest.param(s, marks=slow) for s in STAGES]
-    return pytest.mark.parametrize("stage", params)
 
 
 class Block(nn.Module):
@@ -83,12 +76,20 @@ def square(output: Tensor) -> Tensor:
     return output.square().mean()
 
 
+def backward(model: Any, ranks: list[int], loss_of: Any, step: int) -> float:
+    """Of the mean over the ranks; returns it."""
+    total = 0.0
+    for rank in ranks:
+        loss = loss_of(model, rows(step, rank)) / len(ranks)
+        loss.backward()
+        total += loss.item()
+    return total
+
+
 def train(model: Any, optimizer: Any, ranks: list[int], loss_of: Any, num_steps: int = 3) -> None:
     for step in range(num_steps):
-        for rank in ranks:
-            (loss_of(model, rows(step, rank)) / len(ranks)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        backward(model, ranks, loss_of, step)
+        apply_steps(optimizer)
 
 
 def check(
@@ -110,9 +111,6 @@ def check(
         torch.testing.assert_close(found[name], param.detach(), rtol=0, atol=3e-5, msg=name)
 
 
-# ---- how gradients enter a unit
-
-
 class Kept(Net):
     """Keeps an activation from within a unit."""
 
@@ -128,17 +126,6 @@ class Kept(Net):
 def loss_of_kept(model: Any, x: Tensor) -> Tensor:
     model(x)
     return square(model.kept)
-
-
-@some(INFINITY)
-@in_ranks(WORLD_SIZE)
-def test_a_loss_of_an_activation_within_a_unit(rank: int, stage: int) -> None:
-    """https://github.com/pytorch/pytorch/issues/173709: backward reads freed weights."""
-    if stage == 3:  # fully_shard only looks at outputs
-        with pytest.raises(RuntimeError, match="storage of size 0"):
-            check(rank, stage, Kept, loss_of_kept)
-        return
-    check(rank, stage, Kept, loss_of_kept)
 
 
 class WithLoss(Block):
@@ -158,13 +145,6 @@ def all_losses(model: Any, x: Tensor) -> Tensor:
     return square(model(x)) + sum(block.loss for block in model.blocks)
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=slow), INFINITY])
-@in_ranks(WORLD_SIZE)
-def test_a_loss_that_a_block_keeps(rank: int, stage: int) -> None:
-    """https://github.com/pytorch/pytorch/pull/174829: backward enters by a tensor that is kept."""
-    check(rank, stage, lambda: Net(WithLoss), all_losses)
-
-
 class View(Block):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = super().forward(x).unsqueeze(0).squeeze(0)
@@ -172,22 +152,12 @@ class View(Block):
 
 
 class InPlaceAfter(Net):
-    def __init__(self) -> None:
-        super().__init__(View)
-
     def forward(self, x: Tensor) -> Any:
         x = self.first(x)
         for block in self.blocks:
             x = block(x)
             x += 1.0
         return self.last(x)
-
-
-@pytest.mark.parametrize("stage", [pytest.param(2, marks=slow), INFINITY])
-@in_ranks(WORLD_SIZE)
-def test_an_output_that_is_a_view_and_changed_in_place(rank: int, stage: int) -> None:
-    """https://github.com/pytorch/pytorch/issues/181832: the hook on the output is lost."""
-    check(rank, stage, InPlaceAfter)
 
 
 @dataclasses.dataclass
@@ -202,9 +172,6 @@ class OfStates(Block):
 
 
 class StatesNet(Net):
-    def __init__(self) -> None:
-        super().__init__(OfStates)
-
     def forward(self, x: Tensor) -> State:
         state = State(self.first(x))
         for block in self.blocks:
@@ -218,14 +185,6 @@ def loss_of_state(model: Any, x: Tensor) -> Tensor:
     return loss
 
 
-@slow
-@each_stage
-@in_ranks(WORLD_SIZE)
-def test_dataclasses(rank: int, stage: int) -> None:
-    """https://github.com/pytorch/pytorch/issues/77812: outputs in dataclasses are not seen."""
-    check(rank, stage, StatesNet, loss_of_state)
-
-
 class Appends(Block):
     """Hands its result on in a list that it was given."""
 
@@ -234,9 +193,6 @@ class Appends(Block):
 
 
 class AppendsNet(Net):
-    def __init__(self) -> None:
-        super().__init__(Appends)
-
     def forward(self, x: Tensor) -> Any:
         values = [self.first(x)]
         for block in self.blocks:
@@ -244,29 +200,19 @@ class AppendsNet(Net):
         return self.last(values[-1])
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=slow), INFINITY])
-@in_ranks(WORLD_SIZE)
-def test_a_list_that_a_unit_changes(rank: int, stage: int) -> None:
-    """https://github.com/facebookresearch/fairscale/pull/701: inputs in lists and dicts."""
-    check(rank, stage, AppendsNet)
-
-
-# ---- weights that leave their unit
-
-
 class ReturnsWeight(Net):
-    is_view = False
-
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(3))
 
     def forward(self, x: Tensor) -> Any:
-        return super().forward(x), self.scale[:2] if self.is_view else self.scale
+        return super().forward(x), self.scale
 
 
 class ReturnsView(ReturnsWeight):
-    is_view = True
+    def forward(self, x: Tensor) -> Any:
+        y, scale = super().forward(x)
+        return y, scale[:2]
 
 
 class ReturnsInDataclass(ReturnsWeight):
@@ -280,23 +226,6 @@ def scaled_loss(model: Any, x: Tensor) -> Tensor:
     return square(y) * scale.sum()
 
 
-@pytest.mark.parametrize("make", [ReturnsWeight, ReturnsView])
-@some(*SHARDED)
-@in_ranks(WORLD_SIZE)
-def test_a_model_that_returns_a_weight(rank: int, stage: int, make: Any) -> None:
-    """https://github.com/mlfoundations/open_clip/pull/358: logit_scale; the process crashed."""
-    check(rank, stage, make, scaled_loss)
-
-
-@slow
-@pytest.mark.parametrize("stage", SHARDED)
-@in_ranks(WORLD_SIZE)
-def test_a_weight_returned_in_a_dataclass_is_refused(rank: int, stage: int) -> None:
-    """https://github.com/pytorch/pytorch/issues/82461: a weight is read outside of the forward."""
-    with pytest.raises(RuntimeError, match=r"returned one of them in a State"):
-        check(rank, stage, ReturnsInDataclass, scaled_loss)
-
-
 class Embedded(Net):
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -304,28 +233,6 @@ class Embedded(Net):
 
     def forward(self, x: Tensor) -> Any:
         return super().forward(self.embedding((x.abs() * 3).long().clamp(max=9)))
-
-
-@in_ranks(WORLD_SIZE)
-def test_an_embedding_that_renormalizes_its_weight_is_refused(rank: int) -> None:
-    """https://github.com/pytorch/pytorch/issues/37246: max_norm writes weights in the forward."""
-    for stage in STAGES:
-        model = Embedded(max_norm=0.5)
-        with pytest.raises(ValueError, match=r"embedding\.weight equal on all ranks"):
-            shard(model, sgd(model), stage)
-    with pytest.raises(ValueError, match="max_norm"):
-        WeightShards(Embedded(max_norm=0.5))
-
-
-@slow
-@each_stage
-@in_ranks(WORLD_SIZE)
-def test_an_embedding_with_padding(rank: int, stage: int) -> None:
-    """https://github.com/pytorch/pytorch/issues/26596: embeddings whose rows are special."""
-    check(rank, stage, lambda: Embedded(padding_idx=0))
-
-
-# ---- optimizers, schedulers and flags
 
 
 def one_cycle(model: Any, optimizer: Any, ranks: list[int], loss_of: Any) -> None:
@@ -336,24 +243,8 @@ def one_cycle(model: Any, optimizer: Any, ranks: list[int], loss_of: Any) -> Non
     assert optimizer.defaults.keys() & {"momentum", "betas"}
 
 
-@pytest.mark.parametrize("kind", ["adamw", "momentum"])
-@some(2, INFINITY)
-@in_ranks(WORLD_SIZE)
-def test_one_cycle(rank: int, stage: int, kind: str) -> None:
-    """https://github.com/pytorch/pytorch/pull/113548: it looks for momentum in the defaults."""
-    optimizer_of = adamw if kind == "adamw" else lambda model: sgd(model, momentum=0.9)
-    check(rank, stage, Net, loop=one_cycle, optimizer_of=optimizer_of)
-
-
-@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=slow), 3])
-@in_ranks(WORLD_SIZE)
-def test_a_learning_rate_in_a_tensor(rank: int, stage: int) -> None:
-    """https://github.com/pytorch/pytorch/issues/126670: lr=torch.tensor(...) is not a number."""
-
-    def adam(model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.Adam(model.parameters(), lr=torch.tensor(0.01), eps=1e-4, foreach=False)
-
-    check(rank, stage, Net, optimizer_of=adam)
+def with_momentum(model: nn.Module) -> torch.optim.Optimizer:
+    return sgd(model, momentum=0.9)
 
 
 def maximized(model: Any, optimizer: Any, ranks: list[int], loss_of: Any) -> None:
@@ -363,93 +254,30 @@ def maximized(model: Any, optimizer: Any, ranks: list[int], loss_of: Any) -> Non
         train(model, optimizer, ranks, loss_of, num_steps=1)
 
 
-@some(INFINITY)
-@in_ranks(WORLD_SIZE)
-def test_flags_that_are_set_between_steps(rank: int, stage: int) -> None:
-    """https://github.com/pytorch/pytorch/issues/84485: groups change after the constructor."""
-    check(rank, stage, Net, loop=maximized)
-
-
 def without_zero_grad(model: Any, optimizer: Any, ranks: list[int], loss_of: Any) -> None:
     for step in range(3):
         if len(ranks) > 1:  # one process; an optimizer of zero.shard() has dropped its gradients
             optimizer.zero_grad()
-        for rank in ranks:
-            (loss_of(model, rows(step, rank)) / len(ranks)).backward()
+        backward(model, ranks, loss_of, step)
         optimizer.step()
 
 
-@slow
-@each_stage
-@in_ranks(WORLD_SIZE)
-def test_a_step_drops_the_gradients(rank: int, stage: int) -> None:
-    """https://github.com/deepspeedai/DeepSpeed/pull/6554: whose zero_grad() drops which."""
-    check(rank, stage, Net, loop=without_zero_grad)
+def clamped(model: Any, optimizer: Any, ranks: list[int], loss_of: Any) -> None:
+    for _ in range(2):
+        train(model, optimizer, ranks, loss_of, num_steps=1)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.clamp_(-0.1, 0.1)
 
 
-# ---- errors that a loop catches
-
-
-class Fails(Block):
-    """Raises in its forward or backward when it is told to."""
-
-    where = ""
-
-    def forward(self, x: Tensor) -> Any:
-        if self.where == "forward":
-            raise ArithmeticError
-        y = super().forward(x)
-        if self.where == "backward" and y.requires_grad:
-            y.register_hook(self.fail)
-        return y
-
-    def fail(self, _: Tensor) -> None:
-        raise ArithmeticError
-
-
-def failing_forward(model: Any, optimizer: Any, ranks: list[int], loss_of: Any) -> None:
-    """A micro-batch is left out."""
+def by_closure(model: Any, optimizer: Any, ranks: list[int], loss_of: Any) -> None:
     for step in range(3):
-        for rank in ranks:
-            (loss_of(model, rows(step, rank)) / len(ranks)).backward()
-        model.blocks[1].where = "forward"
-        with pytest.raises(ArithmeticError):
-            model(rows(9, ranks[0]))
-        model.blocks[1].where = ""
-        optimizer.step()
-        optimizer.zero_grad()
 
+        def closure(step: int = step) -> float:
+            optimizer.zero_grad()
+            return backward(model, ranks, loss_of, step)
 
-@some(3)
-@in_ranks(WORLD_SIZE)
-def test_a_forward_that_fails_before_a_step(rank: int, stage: int) -> None:
-    """https://github.com/pytorch/torchtitan/pull/3724: units stay as they were in the error."""
-    if stage == 3 and TORCH_VERSION < (2, 13):
-        pytest.skip("fully_shard has no reset_iter_state()")
-    check(rank, stage, lambda: Net(Fails), loop=failing_forward)
-
-
-def failing_backward(model: Any, optimizer: Any, ranks: list[int], loss_of: Any) -> None:
-    """Out of memory, for instance: the batch is left out."""
-    for step in range(3):
-        model.blocks[0].where = "backward"
-        with pytest.raises(ArithmeticError):
-            loss_of(model, rows(9, ranks[0])).backward()
-        model.blocks[0].where = ""
-        optimizer.zero_grad()
-        train(model, optimizer, ranks, lambda m, x, s=step: loss_of(m, x + s), num_steps=1)
-
-
-@some(3)
-@in_ranks(WORLD_SIZE)
-def test_a_backward_that_fails(rank: int, stage: int) -> None:
-    """https://github.com/pytorch/torchtitan/issues/1329: batches that do not fit are skipped."""
-    if stage == 3 and TORCH_VERSION < (2, 13):
-        pytest.skip("fully_shard has no reset_iter_state()")
-    check(rank, stage, lambda: Net(Fails), loop=failing_backward)
-
-
-# ---- several passes
+        assert optimizer.step(closure) > 0
 
 
 def two_forwards(model: Any, x: Tensor) -> Tensor:
@@ -470,31 +298,13 @@ def adversarial(model: Any, x: Tensor) -> Tensor:
     return square(model(x.detach() + 0.1 * grad.sign()))
 
 
-@slow
-@pytest.mark.parametrize("loss_of", [two_forwards, teacher, adversarial])
-@each_stage
-@in_ranks(WORLD_SIZE)
-def test_several_forwards(rank: int, stage: int, loss_of: Any) -> None:
-    """https://github.com/deepspeedai/DeepSpeed/pull/1227: several forwards before a backward."""
-    check(rank, stage, Net, loss_of)
-
-
 def apart(model: Any, optimizer: Any, ranks: list[int], loss_of: Any) -> None:
     for step in range(3):
         for rank in ranks:
             out = model(rows(step, rank))
             (square(out[:, :2]) / len(ranks)).backward(retain_graph=True)
             (out[:, 2:].abs().mean() / len(ranks)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-@slow
-@each_stage
-@in_ranks(WORLD_SIZE)
-def test_two_backwards_of_one_forward(rank: int, stage: int) -> None:
-    """https://github.com/deepspeedai/DeepSpeed/issues/3539: a graph that is retained."""
-    check(rank, stage, Net, loop=apart)
+        apply_steps(optimizer)
 
 
 class Alternates(Net):
@@ -509,34 +319,15 @@ def in_turn(model: Any, optimizer: Any, ranks: list[int], loss_of: Any) -> None:
         for rank in ranks:
             model.calls = 4 * step
             (loss_of(model, rows(step, rank)) / len(ranks)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-@slow
-@each_stage
-@in_ranks(WORLD_SIZE)
-def test_blocks_that_run_in_turn(rank: int, stage: int) -> None:
-    """https://github.com/facebookresearch/fairscale/issues/796: a layer is left out of a step."""
-    check(rank, stage, Alternates, loop=in_turn, optimizer_of=lambda m: sgd(m, momentum=0.9))
+        apply_steps(optimizer)
 
 
 def toggled(model: Any, optimizer: Any, ranks: list[int], loss_of: Any) -> None:
     for step in range(4):
         model.blocks[step % 2].requires_grad_(False)
-        for rank in ranks:
-            (loss_of(model, rows(step, rank)) / len(ranks)).backward()
+        backward(model, ranks, loss_of, step)
         model.blocks[step % 2].requires_grad_(True)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-@slow
-@each_stage
-@in_ranks(WORLD_SIZE)
-def test_weights_that_are_frozen_in_turn(rank: int, stage: int) -> None:
-    """https://github.com/Lightning-AI/pytorch-lightning/issues/20138: toggle_optimizer()."""
-    check(rank, stage, Net, loop=toggled)
+        apply_steps(optimizer)
 
 
 class Recurrent(nn.Module):
@@ -554,16 +345,10 @@ class Recurrent(nn.Module):
         return states[-1]
 
 
-@slow
-@each_stage
-@in_ranks(WORLD_SIZE)
-def test_cells_in_a_loop_over_time(rank: int, stage: int) -> None:
-    """https://github.com/facebookresearch/fairscale/pull/784: a unit runs several times."""
-    check(rank, stage, Recurrent)
-
-
 class Checkpointed(Net):
-    kind = "units"
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
 
     def forward(self, x: Tensor) -> Any:
         def blocks(y: Tensor) -> Any:
@@ -576,24 +361,6 @@ class Checkpointed(Net):
         return self.last(x)
 
 
-@slow
-@pytest.mark.parametrize("kind", ["units", "nested", "reentrant"])
-@each_stage
-@in_ranks(WORLD_SIZE)
-def test_a_checkpoint_over_several_units(rank: int, stage: int, kind: str) -> None:
-    """https://github.com/pytorch/pytorch/issues/153354: units that run again in the backward."""
-
-    def make() -> nn.Module:
-        model = Checkpointed()
-        model.kind = kind
-        return model
-
-    check(rank, stage, make)
-
-
-# ---- hooks, contexts and weights that are computed
-
-
 def with_hooks() -> nn.Module:
     model = Net()
     for block in model.blocks:
@@ -602,14 +369,6 @@ def with_hooks() -> nn.Module:
         block.register_full_backward_pre_hook(before)
         block.register_full_backward_hook(after)
     return model
-
-
-@slow
-@each_stage
-@in_ranks(WORLD_SIZE)
-def test_backward_hooks_of_units(rank: int, stage: int) -> None:
-    """https://github.com/pytorch/pytorch/issues/117925: hooks of modules change gradients."""
-    check(rank, stage, with_hooks)
 
 
 def saved_on_host(model: Any, x: Tensor) -> Tensor:
@@ -622,15 +381,6 @@ def with_anomaly_detection(model: Any, x: Tensor) -> Tensor:
         return square(model(x))
 
 
-@slow
-@pytest.mark.parametrize("loss_of", [saved_on_host, with_anomaly_detection])
-@each_stage
-@in_ranks(WORLD_SIZE)
-def test_contexts_around_the_forward(rank: int, stage: int, loss_of: Any) -> None:
-    """https://github.com/pytorch/pytorch/pull/70165: saved tensors, with weights, are copied."""
-    check(rank, stage, Net, loss_of)
-
-
 def normalized() -> nn.Module:
     model: Any = Net()
     for block in model.blocks:
@@ -638,14 +388,6 @@ def normalized() -> nn.Module:
         prune.l1_unstructured(block.b, "weight", 0.5)
     parametrizations.orthogonal(model.first)
     return model
-
-
-@slow
-@each_stage
-@in_ranks(WORLD_SIZE)
-def test_weights_that_are_computed(rank: int, stage: int) -> None:
-    """https://github.com/pytorch/pytorch/issues/61470: weight_norm and other parametrizations."""
-    check(rank, stage, normalized)
 
 
 class Expanded(Block):
@@ -657,52 +399,113 @@ class Expanded(Block):
         return super().forward(x) * self.w.expand_as(x) + self.v.t().expand(8, len(x)).t()
 
 
-@slow
-@each_stage
+# ---- the cases: check()'s options, the quick stages, and all stages if some are left out
+# The stages that are not quick have been right all along.
+
+Case = tuple[dict[str, Any], Collection[int], Collection[int]]
+
+
+def case(make: Any = Net, *quick: int, stages: Collection[int] = STAGES, **options: Any) -> Case:
+    return {"make": make, **options}, quick, stages
+
+
+CASES: dict[str, Case] = {
+    # https://github.com/pytorch/pytorch/pull/174829: backward enters by a tensor that is kept.
+    "loss that a block keeps": case(
+        lambda: Net(WithLoss), INFINITY, stages=[1, INFINITY], loss_of=all_losses
+    ),
+    # https://github.com/pytorch/pytorch/issues/181832: the hook on the output is lost.
+    "output is a view and changed in place": case(
+        lambda: InPlaceAfter(View), INFINITY, stages=[2, INFINITY]
+    ),
+    # https://github.com/pytorch/pytorch/issues/77812: outputs in dataclasses are not seen.
+    "dataclasses": case(lambda: StatesNet(OfStates), loss_of=loss_of_state),
+    # https://github.com/facebookresearch/fairscale/pull/701: inputs in lists and dicts.
+    "list that a unit changes": case(lambda: AppendsNet(Appends), INFINITY, stages=[1, INFINITY]),
+    # https://github.com/mlfoundations/open_clip/pull/358: logit_scale; the process crashed.
+    "returns a weight": case(ReturnsWeight, *SHARDED, loss_of=scaled_loss),
+    "returns a view of a weight": case(ReturnsView, *SHARDED, loss_of=scaled_loss),
+    # https://github.com/pytorch/pytorch/issues/26596: embeddings whose rows are special.
+    "embedding with padding": case(lambda: Embedded(padding_idx=0)),
+    # https://github.com/pytorch/pytorch/pull/113548: it looks for momentum in the defaults.
+    "one cycle": case(Net, 2, INFINITY, loop=one_cycle, optimizer_of=with_momentum),
+    # https://github.com/pytorch/pytorch/issues/84485: groups change after the constructor.
+    "flags that are set between steps": case(Net, INFINITY, loop=maximized),
+    # https://github.com/deepspeedai/DeepSpeed/pull/6554: whose zero_grad() drops which.
+    "a step drops the gradients": case(loop=without_zero_grad),
+    # https://github.com/pytorch/pytorch/issues/117742: weights written between steps.
+    "weights that the loop clamps": case(stages=[1, 2, 3], loop=clamped),
+    # https://github.com/pytorch/pytorch/pull/46750: the closure of a sharded optimizer.
+    "step with a closure": case(loop=by_closure),
+    # https://github.com/deepspeedai/DeepSpeed/pull/1227: several forwards before a backward.
+    "two forwards": case(loss_of=two_forwards),
+    "teacher": case(loss_of=teacher),
+    "adversarial": case(loss_of=adversarial),
+    # https://github.com/deepspeedai/DeepSpeed/issues/3539: a graph that is retained.
+    "two backwards of one forward": case(loop=apart),
+    # https://github.com/facebookresearch/fairscale/issues/796: a layer is left out of a step.
+    "blocks that run in turn": case(Alternates, loop=in_turn, optimizer_of=with_momentum),
+    # https://github.com/Lightning-AI/pytorch-lightning/issues/20138: toggle_optimizer().
+    "weights that are frozen in turn": case(loop=toggled),
+    # https://github.com/facebookresearch/fairscale/pull/784: a unit runs several times.
+    "cells in a loop over time": case(Recurrent),
+    # https://github.com/pytorch/pytorch/issues/153354: units that run again in the backward.
+    "checkpoint over units": case(lambda: Checkpointed("units")),
+    "nested checkpoint over units": case(lambda: Checkpointed("nested")),
+    "reentrant checkpoint over units": case(lambda: Checkpointed("reentrant")),
+    # https://github.com/pytorch/pytorch/issues/117925: hooks of modules change gradients.
+    "backward hooks of units": case(with_hooks),
+    # https://github.com/pytorch/pytorch/pull/70165: saved tensors, with weights, are copied.
+    "saved on the host": case(loss_of=saved_on_host),
+    "anomaly detection": case(loss_of=with_anomaly_detection),
+    # https://github.com/pytorch/pytorch/issues/61470: weight_norm and other parametrizations.
+    "weights that are computed": case(normalized),
+    # https://github.com/pytorch/pytorch/issues/98501: gradients that are views of others.
+    "gradients that are not contiguous": case(
+        lambda: Net(Expanded), loss_of=lambda model, x: 0.01 * model(x).sum()
+    ),
+    # https://github.com/pytorch/pytorch/issues/173709: backward reads freed weights.
+    "loss within a unit": case(Kept, INFINITY, stages=[1, 2, INFINITY], loss_of=loss_of_kept),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "stage"),
+    [
+        pytest.param(name, stage, marks=() if stage in quick else slow)
+        for name, (_, quick, stages) in CASES.items()
+        for stage in stages
+    ],
+)
 @in_ranks(WORLD_SIZE)
-def test_gradients_that_are_not_contiguous(rank: int, stage: int) -> None:
-    """https://github.com/pytorch/pytorch/issues/98501: gradients that are views of others."""
-    check(rank, stage, lambda: Net(Expanded), lambda model, x: 0.01 * model(x).sum())
-
-
-def clamped(model: Any, optimizer: Any, ranks: list[int], loss_of: Any) -> None:
-    for _ in range(2):
-        train(model, optimizer, ranks, loss_of, num_steps=1)
-        with torch.no_grad():
-            for param in model.parameters():
-                param.clamp_(-0.1, 0.1)
+def test_training_is_that_of_one_process(rank: int, name: str, stage: int) -> None:
+    """Each case names its report in CASES."""
+    check(rank, stage, **CASES[name][0])
 
 
 @slow
-@each_stage
 @in_ranks(WORLD_SIZE)
-def test_weights_that_the_loop_clamps(rank: int, stage: int) -> None:
-    """https://github.com/pytorch/pytorch/issues/117742: weights written between steps."""
-    if stage == INFINITY:
-        with pytest.raises(RuntimeError, match=r"clamp_\(\) of a weight that is sharded and freed"):
-            check(rank, stage, Net, loop=clamped)
-        return
-    check(rank, stage, Net, loop=clamped)
+def test_what_shards_cannot_do(rank: int) -> None:
+    """https://github.com/pytorch/pytorch/issues/173709: fully_shard only looks at outputs.
+
+    https://github.com/pytorch/pytorch/issues/82461: a weight is read outside of the forward.
+    https://github.com/pytorch/pytorch/issues/117742: weights written between steps.
+    """
+    with pytest.raises(RuntimeError, match="storage of size 0"):
+        check(rank, 3, Kept, loss_of_kept)
+    for stage in SHARDED:
+        with pytest.raises(RuntimeError, match=r"returned one of them in a State"):
+            check(rank, stage, ReturnsInDataclass, scaled_loss)
+    with pytest.raises(RuntimeError, match=r"clamp_\(\) of a weight that is sharded and freed"):
+        check(rank, INFINITY, Net, loop=clamped)
 
 
-def by_closure(model: Any, optimizer: Any, ranks: list[int], loss_of: Any) -> None:
-    for step in range(3):
-
-        def closure(step: int = step) -> float:
-            optimizer.zero_grad()
-            total = 0.0
-            for rank in ranks:
-                loss = loss_of(model, rows(step, rank)) / len(ranks)
-                loss.backward()
-                total += loss.item()
-            return total
-
-        assert optimizer.step(closure) > 0
-
-
-@slow
-@each_stage
 @in_ranks(WORLD_SIZE)
-def test_a_step_with_a_closure(rank: int, stage: int) -> None:
-    """https://github.com/pytorch/pytorch/pull/46750: the closure of a sharded optimizer."""
-    check(rank, stage, Net, loop=by_closure)
+def test_an_embedding_that_renormalizes_its_weight_is_refused(rank: int) -> None:
+    """https://github.com/pytorch/pytorch/issues/37246: max_norm writes weights in the forward."""
+    for stage in STAGES:
+        model = Embedded(max_norm=0.5)
+        with pytest.raises(ValueError, match=r"embedding\.weight equal on all ranks"):
+            shard(model, sgd(model), stage)
+    with pytest.raises(ValueError, match="max_norm"):
+        WeightShards(Embedded(max_norm=0.5))

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from full_states import full_weights
-from one_process import WIDTH, network, pair, rows, same, train
+from one_process import WIDTH, adamw, muon, network, pair, rows, same, train
 from ranks import in_ranks
-from torch import nn
+from steps import train_step
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from whole_optimizers import Muon64, by_dimensions
+from torch.distributed.fsdp import register_fsdp_forward_method
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.utils.checkpoint import checkpoint
+from whole_optimizers import EachWeight, Muon64
 
 from ringcomm.parallel import get_state_dict as get_whole_state
 from ringcomm.parallel import set_state_dict as set_whole_state
@@ -21,16 +26,16 @@ from ringcomm.parallel import zero
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 
 
-def adamw(model: Any, **options: Any) -> Any:
-    return torch.optim.AdamW(model.parameters(), 0.02, eps=1e-3, **options)
-
-
-def muon(model: Any) -> Any:
-    groups = [{"params": [*model.parameters()]}]
-    return by_dimensions(groups, Muon64, lambda own: torch.optim.AdamW(own, 0.02, eps=1e-3))
-
-
-# ---- weights
+def check_resumed(both: Any, rank: int, again: Any, optimizer: Any, atol: float = 1e-6) -> None:
+    """`again` gets the state of a Pair, and both make the same steps."""
+    values, state = get_whole_state(both.model, both.optimizer, full=True)
+    set_whole_state(again, optimizer, values, copy.deepcopy(state))
+    for model in (both.plain, both.model, again):
+        model.requires_grad_(True)
+    both.train(range(2, 4), rank)
+    place = (rank, 2) if hasattr(optimizer, "no_sync") else (0, 1)
+    train(again, optimizer, range(2, 4), *place)
+    same(full_weights(again), full_weights(both.plain), atol)
 
 
 class WithStored(nn.Module):
@@ -97,13 +102,8 @@ def test_weights_without_elements_or_dimensions(rank: int, stage: int, make: Any
     get_whole_state(both.model, both.optimizer, full=True)  # before the first step
     both.train(range(2), rank)
     both.optimizer.load_state_dict(both.optimizer.state_dict())
-    values, state = get_whole_state(both.model, both.optimizer, full=True)
     again = WithNothing()
-    optimizer = zero.shard(again, make(again), 3 - stage)
-    set_whole_state(again, optimizer, values, state)
-    both.train(range(2, 4), rank)
-    train(again, optimizer, range(2, 4), rank, 2)
-    same(full_weights(again), full_weights(both.plain))
+    check_resumed(both, rank, again, zero.shard(again, make(again), 3 - stage))
 
 
 # ---- options
@@ -113,8 +113,11 @@ def test_weights_without_elements_or_dimensions(rank: int, stage: int, make: Any
 @pytest.mark.parametrize("make", [torch.optim.AdamW, Muon64])
 @in_ranks(2)
 def test_tensors_as_learning_rates(rank: int, stage: int, make: Any) -> None:
-    """https://github.com/deepspeedai/DeepSpeed/pull/8202, .../pull/7633: the user keeps the tensor,
-    and a scheduler sets it."""
+    """The user keeps the tensor, and a scheduler sets it.
+
+    https://github.com/deepspeedai/DeepSpeed/pull/8202, .../pull/7633,
+    https://github.com/pytorch/pytorch/issues/126670
+    """
     rates = []
 
     def of(model: Any) -> Any:
@@ -169,62 +172,44 @@ def test_a_graph_through_updates_is_refused(rank: int, stage: int) -> None:
 # ---- states that are saved and loaded
 
 
-class Bits(torch.optim.Optimizer):
+class Bits(EachWeight):
     """Whose states are integers and booleans."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.05})
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                state, is_up = self.state[param], param.grad > 0
-                signs = state.setdefault("signs", torch.zeros_like(param, dtype=torch.uint8))
-                flips = state.setdefault("flips", torch.zeros_like(param, dtype=torch.bool))
-                state["signs"] = (signs << 1) | is_up.byte()
-                state["flips"] = flips ^ is_up
-                factor = torch.where(state["flips"], 1.0, -0.5) * (1 + (state["signs"] & 3))
-                param.sub_(group["lr"] * factor * param.grad)
+    def update(self, group: dict[str, Any], param: Any) -> None:
+        state, is_up = self.state[param], param.grad > 0
+        signs = state.setdefault("signs", torch.zeros_like(param, dtype=torch.uint8))
+        flips = state.setdefault("flips", torch.zeros_like(param, dtype=torch.bool))
+        state["signs"] = (signs << 1) | is_up.byte()
+        state["flips"] = flips ^ is_up
+        factor = torch.where(state["flips"], 1.0, -0.5) * (1 + (state["signs"] & 3))
+        param.sub_(group["lr"] * factor * param.grad)
 
 
-def nadam(model: Any) -> Any:
-    return torch.optim.NAdam(model.parameters(), 0.02, eps=1e-3)
-
-
-def asgd(model: Any) -> Any:
-    return torch.optim.ASGD(model.parameters(), 0.1, t0=1)
-
-
-def adagrad(model: Any) -> Any:
-    return torch.optim.Adagrad(model.parameters(), 0.1, initial_accumulator_value=0.3)
-
-
-def bits(model: Any) -> Any:
-    return Bits(model.parameters())
+KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "bits": lambda model: Bits(model.parameters()),
+    "NAdam": lambda model: torch.optim.NAdam(model.parameters(), 0.02, eps=1e-3),
+    "ASGD": lambda model: torch.optim.ASGD(model.parameters(), 0.1, t0=1),
+    "Adagrad": lambda m: torch.optim.Adagrad(m.parameters(), 0.1, initial_accumulator_value=0.3),
+}
 
 
 @STAGES
-@pytest.mark.parametrize("make", [bits, nadam, asgd, adagrad])
+@pytest.mark.parametrize("kind", KINDS)
 @in_ranks(2)
-def test_states_go_on(rank: int, stage: int, make: Any) -> None:
+def test_states_go_on(rank: int, stage: int, kind: str) -> None:
     """https://github.com/pytorch/ao/issues/3314, https://github.com/pytorch/pytorch/issues/43706:
     states that are no floats; https://github.com/pytorch/pytorch/pull/74215: tensors without
     dimensions other than the step; https://github.com/huggingface/accelerate/issues/3855,
     https://github.com/hpcaitech/ColossalAI/pull/6433: states from before the first step.
     """
-    both = pair(stage, make, num_steps_before=1)
+    both = pair(stage, KINDS[kind], num_steps_before=1)
     both.train(range(2), rank)
-    values, state = get_whole_state(both.model, both.optimizer, full=True)
     again = network()
-    optimizer = zero.shard(again, make(again), stage % 3 + 1)
-    set_whole_state(again, optimizer, values, copy.deepcopy(state))
     both.optimizer.load_state_dict(both.optimizer.state_dict())
-    both.train(range(2, 4), rank)
-    train(again, optimizer, range(2, 4), rank, 2)
-    same(full_weights(again), full_weights(both.plain), 2e-6)
+    check_resumed(both, rank, again, zero.shard(again, KINDS[kind](again), stage % 3 + 1), 2e-6)
 
 
 @STAGES
@@ -239,12 +224,7 @@ def test_groups_in_another_order_than_the_model(rank: int, stage: int) -> None:
 
     both, alone = pair(stage, make), network()
     both.train(range(2), rank)
-    values, state = get_whole_state(both.model, both.optimizer, full=True)
-    given = make(alone)
-    set_whole_state(alone, given, values, copy.deepcopy(state))
-    both.train(range(2, 4), rank)
-    train(alone, given, range(2, 4))
-    same(full_weights(alone), full_weights(both.plain))
+    check_resumed(both, rank, alone, make(alone))
 
 
 @STAGES
@@ -260,16 +240,10 @@ def test_saved_while_frozen(rank: int, stage: int) -> None:
 
     both, again = pair(stage, adamw, make), make()
     both.train(range(2), rank)
-    values, state = get_whole_state(both.model, both.optimizer, full=True)
     optimizer = zero.shard(again, adamw(again), stage)
     again[0].requires_grad_(True)
     train(again, optimizer, range(7, 9), rank, 2)
-    set_whole_state(again, optimizer, values, copy.deepcopy(state))
-    for model in (both.plain, both.model):
-        model[0].requires_grad_(True)
-    both.train(range(2, 4), rank)
-    train(again, optimizer, range(2, 4), rank, 2)
-    same(full_weights(again), full_weights(both.plain))
+    check_resumed(both, rank, again, optimizer)
 
 
 @STAGES
@@ -306,9 +280,6 @@ def test_evaluated_in_16_bits_and_saved(rank: int, stage: int) -> None:
     for model, optimizer in zip(models, made, strict=True):
         train(model.train(), optimizer, range(2, 4), rank, 2)
     same(full_weights(models[1]), full_weights(models[0]), 0)
-
-
-# ---- loops
 
 
 @in_ranks(3)
@@ -352,3 +323,93 @@ def test_two_models_through_each_other(rank: int, stage: int) -> None:
         return found[0] | {f"judge.{name}": value for name, value in found[1].items()}
 
     same(trained(rank, 2), trained(0, 1))
+
+
+# ---- what programs do with a model beside its forward pass: right at stage 3, or refused by name
+
+
+class Towers(nn.Module):
+    """With a method beside forward, which uses weights of the model itself."""
+
+    def __init__(self, *, is_reentrant: bool = False) -> None:
+        torch.manual_seed(0)
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)])
+        self.head = nn.Linear(8, 4)
+        self.is_reentrant = is_reentrant
+
+    def encode(self, x: Tensor) -> Tensor:
+        for layer in (*self.layers, self.layers[0]):
+            x = checkpoint(layer, x, use_reentrant=True) if self.is_reentrant else layer(x)
+        return self.head(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.encode(x).square()
+
+
+X = torch.linspace(-1, 1, 16).view(2, 8)
+
+
+def made(**options: Any) -> tuple[Any, Any]:
+    """A model after a step, and its optimizer."""
+    model = Towers(**options)
+    optimizer = zero.shard(model, torch.optim.SGD(model.parameters(), 0.1), 3)
+    if not options:
+        train_towers(model, optimizer)
+    return model, optimizer
+
+
+def train_towers(model: Any, optimizer: Any) -> None:
+    train_step(model(X.clone().requires_grad_()).sum(), optimizer)
+
+
+@in_ranks(2)
+def test_methods_beside_forward(rank: int) -> None:
+    """https://github.com/haotian-liu/LLaVA/issues/799"""
+    alone = Towers()
+    train_towers(alone, torch.optim.SGD(alone.parameters(), 0.1))
+    model, _ = made()
+    with pytest.raises(RuntimeError, match=r"this Linear are sharded .*register_fsdp_forward_meth"):
+        model.encode(X)
+    register_fsdp_forward_method(model, "encode")
+    torch.testing.assert_close(model.encode(X), alone.encode(X))
+    torch.testing.assert_close(model(X), alone(X))
+
+
+@in_ranks(2)
+def test_what_would_have_no_effect(rank: int) -> None:
+    """Weights that are set by `.data`, and weights that are passed to backward()."""
+
+    def by_data(model: Any) -> None:
+        model.head.weight.data = torch.ones(4, 8)
+
+    def by_sharded_data(model: Any) -> None:
+        model.layers[1][0].bias.data = 2 * model.layers[1][0].bias.data
+
+    def by_vector(model: Any) -> None:
+        vector_to_parameters(0 * parameters_to_vector(model.parameters()), model.parameters())
+
+    for write in (by_data, by_sharded_data, by_vector):
+        model, optimizer = made()
+        wanted, _ = get_whole_state(model, full=True)
+        write(model)
+        for call in (lambda model=model: model(X), optimizer.step):
+            with pytest.raises(RuntimeError, match=r"`\.data` of .* was set.*set_state_dict"):
+                call()
+        torch.testing.assert_close(get_whole_state(model, full=True)[0], wanted, rtol=0, atol=0)
+    model, optimizer = made()
+    model(X).sum().backward(inputs=list(model.parameters()))
+    with pytest.raises(RuntimeError, match=r"backward\(inputs=weights\) does nothing at stage 3"):
+        optimizer.step()
+    train_towers(model, optimizer)  # goes on
+    assert model(X).requires_grad  # not followed by a backward pass
+    train_towers(model, optimizer)
+    optimizer.step()  # without gradients: nothing, as in torch
+
+
+@in_ranks(2)
+def test_a_layer_in_two_reentrant_segments(rank: int) -> None:
+    """https://github.com/deepspeedai/DeepSpeed/issues/2103"""
+    model, optimizer = made(is_reentrant=True)
+    with pytest.raises(RuntimeError, match=r"layers\.0\.0\.weight .*reentrant.*use_reentrant=Fal"):
+        train_towers(model, optimizer)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import weakref
+from pathlib import Path
 from typing import Any
 
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict as by_torchs
 
 from ringcomm.parallel import get_state_dict, set_state_dict
 
@@ -34,3 +37,33 @@ def full_state(optimizer: Any, **options: Any) -> dict[str, Any]:
 def load_full_state(optimizer: Any, state: Any, **options: Any) -> None:
     """Takes one. Collective."""
     set_state_dict(model_of(optimizer), optimizer, None, state, **options)
+
+
+def save_parts(
+    owner: Any, optimizer: Any, folder: Path, *, by_torch: bool = False, **options: Any
+) -> None:
+    """A checkpoint in parts, by torch's functions for states or ringcomm's. Collective."""
+    get: Any = by_torchs.get_state_dict if by_torch else get_state_dict
+    values, state = get(owner, optimizer, **options)
+    dcp.save({"model": values, "optimizer": state}, checkpoint_id=folder)
+
+
+def load_parts(
+    owner: Any,
+    optimizer: Any,
+    folder: Path,
+    *,
+    by_torch: bool = False,
+    no_dist: bool = False,
+    **options: Any,
+) -> None:
+    """Loads one. Collective."""
+    get: Any = by_torchs.get_state_dict if by_torch else get_state_dict
+    found = dict(zip(("model", "optimizer"), get(owner, optimizer, **options), strict=True))
+    dcp.load(found, checkpoint_id=folder, no_dist=no_dist)
+    if by_torch:
+        values, state = (found[name] for name in ("model", "optimizer"))
+        options |= {"model_state_dict": values, "optim_state_dict": state}
+        by_torchs.set_state_dict(owner, optimizer, **options)
+    else:
+        set_state_dict(owner, optimizer, found["model"], found["optimizer"])

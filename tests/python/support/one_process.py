@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from full_states import full_weights
 from torch import Tensor, nn
+from whole_optimizers import Muon64, by_dimensions
 
 from ringcomm.parallel import zero
 from ringcomm.parallel.optimizer_classes import optimizers_of
@@ -48,6 +50,16 @@ def train(
 def same(found: dict[str, Tensor], expected: dict[str, Tensor], atol: float = 1e-6) -> None:
     for name, value in expected.items():
         torch.testing.assert_close(found[name].float(), value.float(), rtol=0, atol=atol)
+
+
+def adamw(model: nn.Module, **options: Any) -> Any:
+    return torch.optim.AdamW(model.parameters(), 0.02, eps=1e-3, **options)
+
+
+def muon(model: nn.Module) -> Any:
+    """An optimizer of the matrices, and AdamW."""
+    rest = partial(torch.optim.AdamW, lr=0.02, eps=1e-3)
+    return by_dimensions([{"params": [*model.parameters()]}], Muon64, rest)
 
 
 class Pair(NamedTuple):

@@ -353,29 +353,33 @@ def make_test(
 
 
 def in_ranks(
-    world_size: int | Sequence[int], envs: Mapping[str, Any] | None = None, **options: Any
+    world_size: int | Sequence[int] = (), envs: Mapping[str, Any] | None = None, **options: Any
 ) -> Callable[[Callable[..., Any]], Callable[..., None]]:
     """Makes a test of a function that every rank of a group runs.
 
-    The function's parameters after the rank are the test's, from fixtures or parametrize().
+    The function's parameters after the rank are the test's, from fixtures or parametrize(). A
+    parameter `backend` is the default group's.
 
     Args:
-        world_size: several make a test of each.
+        world_size: several make a test of each; by default the test's parameter `world_size`.
         envs: environments by name, which make a test of each.
         options: run_ranks()'s.
     """
     sizes = [world_size] if isinstance(world_size, int) else world_size
 
-    def run(body: Body, *args: Any, world_size: int = sizes[0], env: str = "") -> None:
+    def run(body: Body, *args: Any, env: str = "", **given: Any) -> None:
         __tracebackhide__ = True
         own = {"env": envs[env]} if envs else {}
-        run_ranks(world_size, body, *args, **own, **options)
+        given = {"world_size": next(iter(sizes), 0), **given}
+        run_ranks(given.pop("world_size"), body, *args, **own, **options, **given)
 
     def decorate(body: Callable[..., Any]) -> Callable[..., None]:
-        names = [*(["world_size"] if len(sizes) > 1 else []), *(["env"] if envs else [])]
+        names = [*(["world_size"] if len(sizes) != 1 else []), *(["env"] if envs else [])]
+        if "backend" in inspect.signature(body).parameters and "backend" not in options:
+            names.append("backend")
         test = make_test(body, run, names)
         for name, values in (("world_size", sizes), ("env", list(envs or {}))):
-            if name in names:
+            if name in names and values:
                 test = pytest.mark.parametrize(name, values)(test)
         return test
 

@@ -9,7 +9,22 @@ import torch
 from torch import Tensor
 
 
-class Muon64(torch.optim.Optimizer):
+class EachWeight(torch.optim.Optimizer):
+    """Whose step is update() of each weight that has a gradient."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        assert closure is None
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self.update(group, param)
+
+    def update(self, group: dict[str, Any], param: Any) -> None:
+        raise NotImplementedError
+
+
+class Muon64(EachWeight):
     """Jordan et al. 2024, whose Newton-Schulz iterations do not round to 16 bits."""
 
     def __init__(self, params: Any, lr: float = 0.02) -> None:
@@ -18,18 +33,12 @@ class Muon64(torch.optim.Optimizer):
     def direction(self, mean: Tensor) -> Tensor:
         return orthogonal(mean)
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                state = self.state[param]
-                mean = state.setdefault("momentum_buffer", torch.zeros_like(param))
-                mean.lerp_(param.grad, 1 - group["momentum"])
-                direction = self.direction(param.grad.lerp(mean, group["momentum"]))
-                param.mul_(1 - group["lr"] * group["weight_decay"])
-                param.sub_(direction, alpha=group["lr"])
+    def update(self, group: dict[str, Any], param: Any) -> None:
+        mean = self.state[param].setdefault("momentum_buffer", torch.zeros_like(param))
+        mean.lerp_(param.grad, 1 - group["momentum"])
+        direction = self.direction(param.grad.lerp(mean, group["momentum"]))
+        param.mul_(1 - group["lr"] * group["weight_decay"])
+        param.sub_(direction, alpha=group["lr"])
 
 
 class SmoothMuon(Muon64):
@@ -52,26 +61,23 @@ def orthogonal(matrix: Tensor) -> Tensor:
     return (max(1, matrix.shape[0] / matrix.shape[1]) ** 0.5 * x).to(matrix.dtype)
 
 
-class Kron(torch.optim.Optimizer):
-    """A preconditioner of rows and one of columns, as users write Shampoo."""
+class Kron(EachWeight):
+    """A preconditioner of rows and one of columns, as users write Shampoo; none of large sizes."""
+
+    largest = 100
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr})
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                state, grad = self.state[param], param.grad.view(len(param), -1)
-                if not state:
-                    state["left"] = 0.1 * torch.eye(grad.shape[0])
-                    state["right"] = 0.1 * torch.eye(grad.shape[1])
-                state["left"] += grad @ grad.T
-                state["right"] += grad.T @ grad
-                roots = [torch.linalg.inv(torch.linalg.cholesky(x)) for x in state.values()]
-                param.sub_(group["lr"] * (roots[0] @ grad @ roots[1].T).view_as(param))
+    def update(self, group: dict[str, Any], param: Any) -> None:
+        grad = update = param.grad.view(len(param), -1)
+        for name, part in (("left", grad), ("right", grad.T)):
+            if len(part) <= self.largest:
+                sums = self.state[param].setdefault(name, 0.1 * torch.eye(len(part)))
+                sums += part @ part.T
+                root = torch.linalg.inv(torch.linalg.cholesky(sums))
+                update = root @ update if name == "left" else update @ root.T
+        param.sub_(group["lr"] * update.view_as(param))
 
 
 class Averaged(torch.optim.Optimizer):
@@ -115,28 +121,19 @@ class Averaged(torch.optim.Optimizer):
         return grad
 
 
-class SmoothLion(torch.optim.Optimizer):
+class SmoothLion(EachWeight):
     """A user's optimizer: Lion with x / (|x| + eps) for the sign, which rounding cannot flip."""
 
     def __init__(self, params: Any, lr: float = 0.02, weight_decay: float = 0.01) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": (0.9, 0.95)})
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        assert closure is None
-        for group in self.param_groups:
-            fast, slow = group["betas"]
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                state = self.state[param]
-                if not state:
-                    state["exp_avg"] = torch.zeros_like(param)
-                average = state["exp_avg"]
-                update = average.lerp(param.grad, 1 - fast)
-                average.lerp_(param.grad, 1 - slow)
-                param.mul_(1 - group["lr"] * group["weight_decay"])
-                param.sub_(group["lr"] * update / (update.abs() + 1e-2))
+    def update(self, group: dict[str, Any], param: Any) -> None:
+        fast, slow = group["betas"]
+        average = self.state[param].setdefault("exp_avg", torch.zeros_like(param))
+        update = average.lerp(param.grad, 1 - fast)
+        average.lerp_(param.grad, 1 - slow)
+        param.mul_(1 - group["lr"] * group["weight_decay"])
+        param.sub_(group["lr"] * update / (update.abs() + 1e-2))
 
 
 class AdaLomoOracle(torch.optim.Optimizer):

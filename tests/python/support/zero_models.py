@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from steps import apply_steps
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
+from whole_optimizers import Muon64, by_dimensions
 
 import ringcomm
 from ringcomm.parallel import offload, zero
 from ringcomm.parallel.gradient_placeholder import GradientPlaceholder
+from ringcomm.parallel.optimizer_classes import optimizers_of
 
 ROWS = 12
 STAGES = [1, 2, 3]
@@ -76,7 +82,10 @@ def batch(step: int, rank: int = 0, world_size: int = 1) -> tuple[Tensor, Tensor
 
 
 def make_optimizer(model: nn.Module, kind: str, **place: Any) -> Any:
-    """Two parameter groups of their own, without frozen weights; of offload with a place."""
+    """Two parameter groups of their own, without frozen weights; of offload with a place.
+
+    "muon" is two optimizers.
+    """
     params = [param for param in model.parameters() if param.requires_grad]
     groups: list[dict[str, Any]] = [
         {"params": params[:3]},
@@ -85,9 +94,17 @@ def make_optimizer(model: nn.Module, kind: str, **place: Any) -> Any:
     if kind == "adamw":
         made: Any = offload.AdamW if place else partial(torch.optim.AdamW, fused=True)
         return made(groups, 0.01, **place)
+    if kind == "muon":
+        rest = partial(torch.optim.AdamW, lr=0.02, eps=1e-3)
+        return by_dimensions([{"params": params}], Muon64, rest)
     made = offload.SGD if place else torch.optim.SGD
     options = {"momentum": 0.9, "nesterov": True} if kind == "momentum" else {}
     return made(groups, 0.05, weight_decay=0.01, **options, **place)
+
+
+def place_of(to: str, folder: Path) -> dict[str, Any]:
+    """Where an optimizer of offload has its states."""
+    return {"to": to, **({"path": folder / "states"} if to == "nvme" else {})}
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
@@ -101,6 +118,13 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
 def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
     """Whether all that is expected is there, to the last bit."""
     return all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def assert_alike(found: dict[str, Tensor]) -> None:
+    """All ranks have the same, to the last bit. Collective."""
+    others: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(others, {name: value.cpu() for name, value in found.items()})
+    assert all(same(other, others[0]) for other in others)
 
 
 def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], atol: float = 1e-6) -> None:
@@ -132,16 +156,8 @@ def train_alone(
 ) -> dict[str, Tensor]:
     """The same steps in one process, on all rows."""
     model = Net(**options)
-    optimizer = make_optimizer(model, kind)
-    if clip is not None:
-        params = list(model.parameters())
-        optimizer.register_step_pre_hook(lambda *_: clip_(params, clip))
-    train(model, optimizer, num_micro_batches=num_micro_batches)
+    train(model, make_optimizer(model, kind), num_micro_batches=num_micro_batches, clip=clip)
     return weights(model)
-
-
-def clip_(params: list[nn.Parameter], clip: float) -> None:
-    nn.utils.clip_grad_norm_(params, clip)
 
 
 def make(
@@ -163,7 +179,9 @@ def train(
     world_size: int = 1,
     steps: range = range(STEPS),
     num_micro_batches: int = 1,
+    clip: float | None = None,
 ) -> list[float]:
+    """`optimizer` may be several, and `clip` is for those of one process."""
     losses = []
     device = next(model.parameters()).device
     for step in steps:
@@ -172,16 +190,32 @@ def train(
             loss = loss_of(model, *(x.to(device) for x in rows))
             (optimizer.scale(loss) if hasattr(optimizer, "scale") else loss).backward()
             losses.append(float(loss.detach()))
-        optimizer.step()
-        optimizer.zero_grad()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        apply_steps(*optimizers_of(optimizer))
     return losses
 
 
-def sent_bytes() -> dict[str, int]:
-    found: dict[str, int] = {}
+def sent_bytes() -> Counter[str]:
+    """By this rank so far, by the name of the collective or of the message."""
+    found: Counter[str] = Counter()
     for (name, _), entry in ringcomm.stats().items():
-        found[name] = found.get(name, 0) + entry["sent_bytes"]
+        found[name] += entry["sent_bytes"]
     return found
+
+
+def check_traffic(
+    model: nn.Module, given: Any, stage: int, rank: int, world_size: int, **options: Any
+) -> zero.ZeroOptimizer:
+    """A step sends what predict_traffic() says, to the byte."""
+    place: Any = {"world_size": world_size, "rank": rank}
+    expected = zero.predict_traffic(model, given, stage, **place, **options)
+    optimizer = zero.shard(model, given, stage, **options)
+    train(model, optimizer, rank, world_size, range(1))
+    before = sent_bytes().total()
+    train(model, optimizer, rank, world_size, range(1, 2))
+    assert sent_bytes().total() - before == expected
+    return optimizer
 
 
 def live_bytes(tensors: Any) -> int:

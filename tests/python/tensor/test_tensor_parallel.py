@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 from full_states import full_weights, load_full_weights
-from ranks import in_ranks, place, run_ranks
+from ranks import in_ranks, place
+from steps import train_step
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from zero_models import assert_alike
 
 from ringcomm.nn import (
     ColumnParallelLinear,
@@ -68,28 +70,18 @@ def train(model: Net) -> list[float]:
     losses = []
     for step in range(STEPS):
         ids = batch(step).to(model.norm.weight.device)
-        loss = model(ids[:, :-1], ids[:, 1:])
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
+        losses.append(train_step(model(ids[:, :-1], ids[:, 1:]), optimizer))
     return losses
 
 
-def train_split(rank: int, dim: int | None, device: str) -> tuple[list[float], dict[str, Tensor]]:
-    model = split(Net().to(place(device, rank)), dim)
-    return train(model), full_weights(model)
-
-
 @pytest.mark.parametrize(("world_size", "dim"), [(1, None), (2, 1), (3, None), (3, 1)])
-def test_the_training_of_one_process(world_size: int, dim: int | None, device: str) -> None:
-    results = run_ranks(world_size, train_split, dim, device)
-    model = Net()
-    losses = train(model)
-    for found, weights in results:
-        assert found == results[0][0]
-        torch.testing.assert_close(found, losses, rtol=0, atol=2e-6)
-        torch.testing.assert_close(weights, dict(model.state_dict()), rtol=0, atol=2e-6)
+@in_ranks()
+def test_the_training_of_one_process(rank: int, dim: int | None, device: str) -> None:
+    model, alone = split(Net().to(place(device, rank)), dim), Net()
+    found = train(model)
+    torch.testing.assert_close(found, train(alone), rtol=0, atol=2e-6)
+    torch.testing.assert_close(full_weights(model), dict(alone.state_dict()), rtol=0, atol=2e-6)
+    assert_alike({"losses": torch.tensor(found, dtype=torch.float64)})
 
 
 @in_ranks(3)
@@ -131,7 +123,9 @@ class Largest(TorchDispatchMode):
         return result
 
 
-def draw_parts(rank: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@in_ranks(2)
+def test_parts_are_drawn_as_the_whole_without_having_it(rank: int, dtype: torch.dtype) -> None:
     """Blocks of 16 and 32 rows, a shorter one at the end, and one that is too short to be alone."""
     splits.BLOCK_ELEMS = 32 * 7
     try:
@@ -162,11 +156,6 @@ def draw_parts(rank: int, dtype: torch.dtype) -> None:
         assert part.weight.device.type == "cpu"
     finally:
         splits.BLOCK_ELEMS = 1 << 22
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_parts_are_drawn_as_the_whole_without_having_it(dtype: torch.dtype) -> None:
-    run_ranks(2, draw_parts, dtype)
 
 
 @in_ranks(2, timeout_s=120)

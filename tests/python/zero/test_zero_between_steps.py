@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from cases import covering
 from full_states import full_weights
-from ranks import in_ranks, run_ranks
+from ranks import in_ranks
+from steps import apply_steps
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 from zero_models import (
@@ -29,6 +31,7 @@ from zero_models import (
     make_optimizer,
     same,
     train,
+    train_alone,
     weights,
 )
 
@@ -44,25 +47,35 @@ def make_stage(stage: int, kind: str = "adamw", model: Any = None) -> Any:
     return make(min(stage, 3), kind, model, **options)
 
 
-# ---- schedulers, and the given optimizer
+def given_and_sharded(
+    stage: int, prepare: Callable[[Any], Any] = lambda _: None
+) -> tuple[Net, Any, Any, Any]:
+    """A model, its optimizer, the given one, and what prepare() made of that before it was sharded.
+
+    Stage 0 is the given optimizer in one process.
+    """
+    model, is_infinity = Net(), stage == INFINITY
+    given = make_optimizer(model, "adamw", **({"to": "cpu"} if is_infinity else {}))
+    options: dict[str, Any] = {"offload_weights": True} if is_infinity else {}
+    prepared = prepare(given)
+    if not stage:
+        return model, given, given, prepared
+    options["bucket_bytes"] = BUCKET_BYTES
+    return model, zero.shard(model, given, min(stage, 3), **options), given, prepared
 
 
 def make_schedulers(optimizer: Any) -> list[Any]:
-    """Of all options that schedulers set, and a warm-up from a learning rate of 0."""
+    """Of all options that schedulers set, and a warm-up from a learning rate of 0.
+
+    https://github.com/pytorch/pytorch/pull/113548: one looks for momentum in the defaults.
+    """
     schedulers = torch.optim.lr_scheduler
     cycle = schedulers.OneCycleLR(optimizer, [0.02, 0.04], total_steps=2 * STEPS)
     return [cycle, schedulers.LambdaLR(optimizer, lambda step: min(1.0, step / 3))]
 
 
 def train_scheduled(rank: int, world_size: int, stage: int) -> dict[str, Tensor]:
-    """The scheduler is made for the given optimizer, as recipes do."""
-    model = Net()
-    place = {"to": "cpu"} if stage == INFINITY else {}
-    optimizer = given = make_optimizer(model, "adamw", **place)
-    schedules = make_schedulers(given)
-    if stage:
-        options: dict[str, Any] = {"offload_weights": True} if stage == INFINITY else {}
-        optimizer = zero.shard(model, given, min(stage, 3), bucket_bytes=BUCKET_BYTES, **options)
+    model, optimizer, given, schedules = given_and_sharded(stage, make_schedulers)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # "lr_scheduler.step() before optimizer.step()"
         for step in range(STEPS):
@@ -74,22 +87,19 @@ def train_scheduled(rank: int, world_size: int, stage: int) -> dict[str, Tensor]
 
 
 @pytest.mark.parametrize("stage", [*STAGES, INFINITY])
-def test_a_scheduler_of_the_given_optimizer(stage: int) -> None:
-    expected = train_scheduled(0, 1, 0)
-    for found in run_ranks(2, train_scheduled, 2, stage):
-        assert_close(found, expected, 2e-5)
+@in_ranks(2)
+def test_a_scheduler_of_the_given_optimizer(rank: int, stage: int) -> None:
+    assert_close(train_scheduled(rank, 2, stage), train_scheduled(0, 1, 0), 2e-5)
 
 
 @pytest.mark.parametrize("stage", [*STAGES, INFINITY])
 @in_ranks(2)
 def test_the_given_optimizer_raises(rank: int, stage: int) -> None:
     """Before it writes; weight decay needs no gradient's values."""
-    model = Net()
-    given = make_optimizer(model, "adamw", **({"to": "cpu"} if stage == INFINITY else {}))
     called: list[Any] = []
-    given.register_step_post_hook(lambda optimizer, *_: called.append(optimizer))
-    options: dict[str, Any] = {"offload_weights": True} if stage == INFINITY else {}
-    sharded = zero.shard(model, given, min(stage, 3), **options)
+    model, sharded, given, _ = given_and_sharded(
+        stage, lambda given: given.register_step_post_hook(lambda each, *_: called.append(each))
+    )
     before = full_weights(model)
     loss_of(model, *batch(0, rank, 2)).backward()
     calls: list[Callable[[], Any]] = [
@@ -107,13 +117,6 @@ def test_the_given_optimizer_raises(rank: int, stage: int) -> None:
     assert not torch.equal(after["first.weight"], before["first.weight"])
 
 
-# ---- optimizer.state
-
-
-def assign(optimizer: Any) -> None:
-    optimizer.state = defaultdict(dict)
-
-
 def zero_steps(optimizer: Any) -> None:
     for state in optimizer.state.values():
         state["step"].zero_()
@@ -125,24 +128,17 @@ def replace(optimizer: Any) -> None:
         state["exp_avg_sq"] = torch.full_like(state["exp_avg_sq"], 0.01)
 
 
-def delete(optimizer: Any) -> None:
-    del optimizer.state[optimizer.param_groups[1]["params"][0]]
-
-
-RESETS: dict[str, Callable[[Any], None]] = {
-    "assign": assign,
+RESETS: dict[str, Callable[[Any], object]] = {
+    "assign": lambda optimizer: setattr(optimizer, "state", defaultdict(dict)),
     "clear": lambda optimizer: optimizer.state.clear(),
     "zero": zero_steps,
     "replace": replace,
-    "delete": delete,
+    "delete": lambda optimizer: optimizer.state.pop(optimizer.param_groups[1]["params"][0]),
 }
 
 
 def train_reset(rank: int, world_size: int, stage: int, how: str) -> dict[str, Tensor]:
-    model = Net()
-    optimizer = make_optimizer(model, "adamw") if not stage else None
-    if optimizer is None:
-        model, optimizer = make(stage, "adamw", model)
+    model, optimizer, _, _ = given_and_sharded(stage)
     train(model, optimizer, rank, world_size, range(3))
     RESETS[how](optimizer)
     train(model, optimizer, rank, world_size, range(3, STEPS))
@@ -150,13 +146,10 @@ def train_reset(rank: int, world_size: int, stage: int, how: str) -> dict[str, T
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_states_can_be_reset(stage: int) -> None:
+@in_ranks(2)
+def test_states_can_be_reset(rank: int, stage: int) -> None:
     for how in RESETS:
-        expected = train_reset(0, 1, 0, how)
-        assert_close(run_ranks(2, train_reset, 2, stage, how)[0], expected, 2e-5)
-
-
-# ---- copies
+        assert_close(train_reset(rank, 2, stage, how), train_reset(0, 1, 0, how), 2e-5)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -186,9 +179,6 @@ def test_copies(rank: int, stage: int) -> None:
     with pytest.raises(AttributeError, match=r"use load_state_dict\(\) to replace them"):
         optimizer.state = {}
     assert len(optimizer.state) == len(list(model.parameters()))
-
-
-# ---- buffers
 
 
 class Features(nn.Module):
@@ -227,9 +217,6 @@ def test_buffers_are_those_of_rank_0(rank: int, stage: Any, made_on: str) -> Non
     assert torch.equal(model.angles, expected.angles)
     assert int(model.number) == 5
     assert torch.equal(model.layers[1].running_var, torch.ones(4))
-
-
-# ---- hooks
 
 
 @pytest.mark.parametrize("stage", [*STAGES, INFINITY])
@@ -273,9 +260,7 @@ def test_texts_of_flat_stages(rank: int, stage: int) -> None:
     optimizer.zero_grad(set_to_none=False)
     assert all(param.grad is None for param in model.parameters())
     train(model, optimizer, rank, 2)
-    alone = Net()
-    train(alone, make_optimizer(alone, "momentum"))
-    assert_close(weights(model), weights(alone))
+    assert_close(weights(model), train_alone("momentum"))
     loss_of(model, *batch(0, rank, 2)).backward()
     with pytest.raises(RuntimeError, match=r"cast or moved after zero\.shard\(\): do it before"):
         model.double()
@@ -289,9 +274,7 @@ def test_sharded_weights_stay_where_they_are(rank: int, stage: int) -> None:
         with pytest.raises(RuntimeError, match=r"call these before WeightShards or zero\.shard"):
             move()
     train(model, optimizer, rank, 2)
-    alone = Net()
-    train(alone, make_optimizer(alone, "momentum"))
-    assert_close(full_weights(optimizer), weights(alone), 1e-5)
+    assert_close(full_weights(optimizer), train_alone("momentum"), 1e-5)
 
 
 @pytest.mark.parametrize("stage", [3, INFINITY])
@@ -308,33 +291,40 @@ def test_a_gradient_penalty_is_refused(rank: int, stage: int) -> None:
 
 
 class Failing(torch.autograd.Function):
-    """Raises in the backward pass of a step."""
+    """Raises in the forward or the backward pass of a step."""
 
-    is_on = False
+    fails_in = ""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
+        if Failing.fails_in == "forward":
+            raise ArithmeticError
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        if Failing.is_on:
-            raise ArithmeticError("in backward")
+        if Failing.fails_in == "backward":
+            raise ArithmeticError
         return grad
 
 
-@pytest.mark.parametrize("stage", [*STAGES, INFINITY])
-@pytest.mark.parametrize("where", ["first", "last", "blocks.1"])
+@pytest.mark.parametrize(
+    ("stage", "where"), covering([*STAGES, INFINITY], ["first", "last", "blocks.1"])
+)
 @in_ranks(2)
-def test_an_exception_in_backward(rank: int, stage: int, where: str) -> None:
-    """All ranks drop the batch and continue, which fully_shard can from torch 2.13 on."""
+def test_an_exception_in_a_pass(rank: int, stage: int, where: str) -> None:
+    """All ranks drop the batch and continue, which fully_shard can from torch 2.13 on.
+
+    https://github.com/pytorch/torchtitan/issues/1329: batches that do not fit are skipped.
+    https://github.com/pytorch/torchtitan/pull/3724: units stay as they were in the error.
+    """
     model, optimizer = make_stage(stage, "momentum")
     model.get_submodule(where).register_forward_hook(lambda _, __, out: Failing.apply(out))
     before = full_weights(optimizer)
-    Failing.is_on = True
+    Failing.fails_in = "backward"
     with pytest.raises(ArithmeticError):
         loss_of(model, *batch(7, rank, 2)).backward()
-    Failing.is_on = False
+    Failing.fails_in = ""
     if stage == 3:
         with pytest.raises(RuntimeError, match="a backward pass raised an error at stage 3"):
             optimizer.step()
@@ -343,6 +333,12 @@ def test_an_exception_in_backward(rank: int, stage: int, where: str) -> None:
         return
     assert same(full_weights(optimizer), before)
     train(model, optimizer, rank, 2)
+    loss_of(model, *batch(STEPS, rank, 2)).backward()
+    Failing.fails_in = "forward"  # of a micro-batch, which is left out
+    with pytest.raises(ArithmeticError):
+        model(batch(7, rank, 2)[0])
+    Failing.fails_in = ""
+    apply_steps(optimizer)
     alone = Net()
-    train(alone, make_optimizer(alone, "momentum"))
+    train(alone, make_optimizer(alone, "momentum"), steps=range(STEPS + 1))
     assert_close(full_weights(optimizer), weights(alone), 1e-5)

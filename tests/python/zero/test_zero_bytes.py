@@ -6,51 +6,26 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import in_ranks
+from steps import apply_steps
 from torch import Tensor, nn
-from zero_models import (
-    BUCKET_BYTES,
-    STAGES,
-    Net,
-    live_bytes,
-    make_optimizer,
-    sent_bytes,
-    train,
-)
+from zero_models import BUCKET_BYTES, STAGES, Net, check_traffic, live_bytes, make_optimizer
 
 from ringcomm.parallel import zero
-
-# ---- bytes
-
-
-def count_bytes(rank: int, world_size: int, stage: int, options: dict[str, Any]) -> None:
-    model = Net(is_frozen=True)
-    optimizer = make_optimizer(model, "adamw")
-    options = {"bucket_bytes": BUCKET_BYTES, **options}
-    expected = zero.predict_traffic(
-        model, optimizer, stage, world_size=world_size, rank=rank, **options
-    )
-    sharded = zero.shard(model, optimizer, stage, **options)
-    for step in range(2):
-        before = sent_bytes()
-        train(model, sharded, rank, world_size, range(step, step + 1))
-        found = {name: sent - before.get(name, 0) for name, sent in sent_bytes().items()}
-        if step == 0:
-            continue
-        assert sum(found.values()) == expected
-
 
 BF16 = {"param_dtype": torch.bfloat16}
 BF16_REDUCED = {**BF16, "reduce_dtype": torch.bfloat16}
 
 
 @pytest.mark.parametrize(
-    ("world_size", "options"),
-    [(2, BF16_REDUCED), (3, {}), (3, {**BF16, "clip_grad_norm": 1.0})],
+    ("world_size", "options"), [(2, BF16_REDUCED), (3, {}), (3, {**BF16, "clip_grad_norm": 1.0})]
 )
 @pytest.mark.parametrize("stage", STAGES)
-def test_bytes_are_the_formulas(world_size: int, stage: int, options: dict[str, Any]) -> None:
-    run_ranks(world_size, count_bytes, world_size, stage, options)
+@in_ranks()
+def test_bytes_are_the_formulas(rank: int, world_size: int, stage: int, options: Any) -> None:
+    model = Net(is_frozen=True)
+    options = {"bucket_bytes": BUCKET_BYTES, **options}
+    check_traffic(model, make_optimizer(model, "adamw"), stage, rank, world_size, **options)
 
 
 def test_formulas_by_hand() -> None:
@@ -74,10 +49,15 @@ def test_formulas_by_hand() -> None:
     assert sum(by_rank) == 2 * 2 * 4 * num_elems + 3 * 2 * 2 * num_facts
 
 
-# ---- memory
-
-
-def measure_memory(rank: int, world_size: int, stage: int, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "options"),
+    [(2, {}), (3, BF16), (2, {**BF16_REDUCED, "one group": False})],
+    ids=["32", "16", "16r"],
+)
+@pytest.mark.parametrize("stage", STAGES)
+@in_ranks()
+def test_memory_is_what_was_predicted(rank: int, world_size: int, stage: int, options: Any) -> None:
+    options["bucket_bytes"] = 40_000
     torch.manual_seed(0)
     model: Any = nn.Sequential(*[nn.Linear(96, 96) for _ in range(6)])
     # A group for each weight, the first layers first: the reverse of the order of gradients.
@@ -85,9 +65,8 @@ def measure_memory(rank: int, world_size: int, stage: int, options: dict[str, An
     is_one = options.pop("one group", True)
     optimizer = torch.optim.AdamW(model.parameters() if is_one else groups, fused=True)
     num_elems = sum(param.numel() for param in model.parameters())
-    expected = zero.predict_memory(
-        model, optimizer, stage, world_size=world_size, rank=rank, **options
-    )
+    place: Any = {"world_size": world_size, "rank": rank}
+    expected = zero.predict_memory(model, optimizer, stage, **place, **options)
     sharded = zero.shard(model, optimizer, stage, **options)
     x = torch.randn(4, 96)
     dtype = options.get("param_dtype") or torch.float32
@@ -105,8 +84,7 @@ def measure_memory(rank: int, world_size: int, stage: int, options: dict[str, An
         grads = [param.grad for param in model.parameters() if param.grad is not None]
         at_end = grads if stage == 3 else sharded.gradient_tensors()
         gradients = live_bytes(at_end)
-        sharded.step()
-        sharded.zero_grad()
+        apply_steps(sharded)
     parameters = live_bytes(model.parameters())
     states = live_bytes(sharded.state_tensors())
     assert parameters == pytest.approx(expected.parameters, rel=0.05)
@@ -116,19 +94,6 @@ def measure_memory(rank: int, world_size: int, stage: int, options: dict[str, An
     # Twelve bytes of state; the paper's, where gradients have 16 bits.
     if dtype != torch.float32:
         grad = 4 if "reduce_dtype" not in options else 2
-        formula = {
-            1: 2 + grad + 12 / world_size,
-            2: 2 + (grad + 12) / world_size,
-            3: 16 / world_size,
-        }[stage]
+        n = world_size
+        formula = {1: 2 + grad + 12 / n, 2: 2 + (grad + 12) / n, 3: 16 / n}[stage]
         assert parameters + gradients + states == pytest.approx(formula * num_elems, rel=0.05)
-
-
-@pytest.mark.parametrize(
-    ("world_size", "options"),
-    [(2, {}), (3, BF16), (2, {**BF16_REDUCED, "one group": False})],
-    ids=["32", "16", "16r"],
-)
-@pytest.mark.parametrize("stage", STAGES)
-def test_memory_is_what_was_predicted(world_size: int, stage: int, options: dict[str, Any]) -> None:
-    run_ranks(world_size, measure_memory, world_size, stage, {"bucket_bytes": 40_000, **options})

@@ -8,10 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from curves import Run, assert_same_run, make_model, single_process, weights_of
+from curves import train as train_shares
 from full_states import full_state, full_weights, load_full_state
-from ranks import in_ranks
+from ranks import in_ranks, run_ranks
+from steps import apply_steps
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from zero_models import (
     BUCKET_BYTES,
@@ -31,8 +36,6 @@ from zero_models import (
 
 from ringcomm.nn import ColumnParallelLinear
 from ringcomm.parallel import zero
-
-# ---- what is refused
 
 
 @in_ranks(2)
@@ -181,8 +184,7 @@ def train_sharing(model: Any, optimizer: Any, rank: int, world_size: int) -> lis
         found.append(model.generate(ids, number=3))
         mine = ids.chunk(world_size)[rank]
         nn.functional.cross_entropy(model(mine).flatten(0, 1), mine.flatten()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        apply_steps(optimizer)
     return found
 
 
@@ -227,8 +229,7 @@ def test_layers_that_are_called_by_name(rank: int) -> None:
         model.forward(x[rank]).sum().backward()
         alone(x).sum().div(2).backward()
         optimizer.step()
-        other.step()
-        other.zero_grad()
+        apply_steps(other)
     assert_close(full_weights(model), dict(alone.named_parameters()))
 
 
@@ -262,3 +263,34 @@ def test_weights_that_are_loaded_later_count(rank: int, stage: int) -> None:
     masters = [state["master"] for state in full_state(optimizer)["state"].values()]
     assert masters
     assert all(bool((master == 0.5).all()) for master in masters)
+
+
+def make_redundant() -> tuple[Any, Any]:
+    """Several buckets."""
+    model = DistributedDataParallel(make_model(), bucket_cap_mb=0.001)
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(), optimizer_class=torch.optim.SGD, lr=0.1, momentum=0.9
+    )
+    return model, optimizer
+
+
+def train_redundant(rank: int) -> tuple[Run, int]:
+    """Half-way the states are gathered on one rank, and given to a new optimizer on all."""
+    model, optimizer = make_redundant()
+    losses = train_shares(model, rank, 2, optimizer, steps=range(3))
+    optimizer.consolidate_state_dict(to=1)
+    states: list[Any] = [optimizer.state_dict() if rank == 1 else None]
+    dist.broadcast_object_list(states, 1)
+    resumed, other = make_redundant()
+    resumed.load_state_dict(model.state_dict())
+    other.load_state_dict(states[0])
+    losses += train_shares(resumed, rank, 2, other, steps=range(3, 5))
+    num_momenta = sum("momentum_buffer" in state for state in other.optim.state.values())
+    return Run(losses, weights_of(resumed)), num_momenta
+
+
+def test_zero_redundancy_optimizer() -> None:
+    """torch's, over ringcomm: the losses of one process, states in shards."""
+    results = run_ranks(2, train_redundant)
+    assert_same_run([run for run, _ in results], single_process())
+    assert sum(count for _, count in results) == len(list(make_model().parameters()))

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from allocations import peak_bytes, record_allocations
-from full_states import full_state, full_weights
+from full_states import full_state, full_weights, load_parts, save_parts
 from ranks import in_ranks, run_ranks
+from steps import apply_steps
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -51,9 +51,6 @@ def continue_alone(values: dict[str, Any], kind: str, state: Any) -> dict[str, T
     )
     train(model, optimizer, steps=range(2, STEPS))
     return weights(model)
-
-
-# ---- get_state_dict, set_state_dict
 
 
 def by_torch(rank: int, stage: int, kind: str, options: dict[str, Any]) -> Any:
@@ -104,83 +101,71 @@ def test_get_and_set_state_dict(stage: int, kind: str, options: dict[str, Any]) 
         assert_close(continue_alone(values, kind, state), expected, 2e-5)
 
 
-# ---- saved and loaded by torch.distributed.checkpoint
-
-
-def save_dcp(rank: int, world_size: int, stage: int, folder: Path) -> dict[str, Tensor]:
-    model, optimizer = make(stage, "adamw")
+def save_dcp(rank: int, place: tuple[int, int], kind: str, *where: Any) -> dict[str, Tensor]:
+    """`place` is the number of ranks and the stage, `where` the folder and options."""
+    world_size, stage = place
+    model, optimizer = make(stage, kind)
     train(model, optimizer, rank, world_size, range(2))
-    values, state = get_state_dict(model, optimizer)
-    dcp.save({"model": values, "optimizer": state}, checkpoint_id=folder)
+    save_parts(model, optimizer, where[0], by_torch=True, options=where[1])
     train(model, optimizer, rank, world_size, range(2, STEPS))
     return weights(model)
 
 
-def load_dcp(rank: int, world_size: int, stage: int, folder: Path) -> dict[str, Tensor]:
-    model, optimizer = make(stage, "adamw")
-    values, state = get_state_dict(model, optimizer)
-    given: dict[str, Any] = {"model": values, "optimizer": state}
-    dcp.load(given, checkpoint_id=folder)
-    set_state_dict(
-        model, optimizer, model_state_dict=given["model"], optim_state_dict=given["optimizer"]
-    )
+def load_dcp(rank: int, place: tuple[int, int], kind: str, *where: Any) -> dict[str, Tensor]:
+    world_size, stage = place
+    model, optimizer = make(stage, kind)
+    load_parts(model, optimizer, where[0], by_torch=True, options=where[1])
     train(model, optimizer, rank, world_size, range(2, STEPS))
     return weights(model)
 
 
-@pytest.mark.parametrize(("saved", "loaded"), [((2, 2), (3, 3)), ((3, 3), (2, 1))])
+@pytest.mark.parametrize(
+    ("saved", "loaded", "kind", "is_flat"),
+    [
+        ((2, 2), (3, 3), "adamw", False),
+        ((3, 3), (2, 1), "adamw", False),
+        ((2, 2), (3, 3), "muon", False),
+        ((2, 3), (3, 1), "muon", True),
+    ],
+)
 def test_checkpoints_go_between_ranks_and_stages(
-    saved: tuple[int, int], loaded: tuple[int, int], tmp_path: Path
+    saved: tuple[int, int], loaded: tuple[int, int], kind: str, is_flat: bool, tmp_path: Path
 ) -> None:
-    folder = tmp_path / "step2"
-    expected = run_ranks(saved[0], save_dcp, *saved, folder)[0]
-    for found in run_ranks(loaded[0], load_dcp, *loaded, folder):
+    """https://github.com/databricks/flashoptim/issues/3: the first step after a resume explodes.
+    https://github.com/pytorch/pytorch/issues/124546: several optimizers and wrappers."""
+    where = tmp_path, StateDictOptions(flatten_optimizer_state_dict=is_flat)
+    expected = run_ranks(saved[0], save_dcp, saved, kind, *where)[0]
+    for found in run_ranks(loaded[0], load_dcp, loaded, kind, *where):
         assert_close(found, expected, 2e-5)
-    # And into torch's own optimizer.
+    # And into torch's own optimizers.
     model = Net()
-    plain = make_optimizer(model, "adamw")
-    values, state = get_state_dict(model, plain)
-    given: dict[str, Any] = {"model": values, "optimizer": state}
-    dcp.load(given, checkpoint_id=folder, no_dist=True)
-    assert_close(continue_alone(given["model"], "adamw", given["optimizer"]), expected, 2e-5)
+    plain = make_optimizer(model, kind)
+    load_parts(model, plain, tmp_path, by_torch=True, no_dist=True, options=where[1])
+    train(model, plain, steps=range(2, STEPS))
+    assert_close(weights(model), expected, 2e-5)
 
 
-# ---- an optimizer that has state, with steps of its own for each weight
-
-
-def shard_with_state(rank: int, stage: int, state: Any, values: dict[str, Tensor]) -> Any:
-    model = Net()
-    model.load_state_dict(values)
-    plain = make_optimizer(model, "adamw")
-    plain.load_state_dict(state)
-    optimizer = zero.shard(model, plain, stage, bucket_bytes=BUCKET_BYTES)
-    train(model, optimizer, rank, 2, range(1))
-    return weights(model), full_state(optimizer)
-
-
-def test_each_weight_has_its_number_of_steps() -> None:
+@pytest.mark.parametrize("stage", STAGES)
+@in_ranks(2)
+def test_each_weight_has_its_number_of_steps(rank: int, stage: int) -> None:
     """Of a state in which they differ: torch's, with a weight that was frozen at first."""
-    model = Net()
-    optimizer = make_optimizer(model, "adamw")
+    alone, model = Net(), Net()
+    optimizer, plain = make_optimizer(alone, "adamw"), make_optimizer(model, "adamw")
     for step in range(4):
-        loss_of(model, *batch(step)).backward()
+        loss_of(alone, *batch(step)).backward()
         if step < 3:
-            model.blocks[1].weight.grad = None
-        optimizer.step()
-        optimizer.zero_grad()
-    arguments = optimizer.state_dict(), weights(model)
-    results = [run_ranks(2, shard_with_state, stage, *arguments)[0] for stage in STAGES]
-    loss_of(model, *batch(0)).backward()
-    optimizer.step()
-    for found, full in results:
-        assert_close(found, weights(model), 2e-5)
-        steps = {name: float(s["step"]) for name, s in full["state"].items()}
-        expected: Any = get_state_dict(model, optimizer)[1]["state"]
-        assert steps == {name: float(s["step"]) for name, s in expected.items()}
-        assert set(steps.values()) == {2.0, 5.0}
-
-
-# ---- whole states on rank 0 alone
+            alone.blocks[1].weight.grad = None
+        apply_steps(optimizer)
+    model.load_state_dict(weights(alone))
+    plain.load_state_dict(optimizer.state_dict())
+    sharded = zero.shard(model, plain, stage, bucket_bytes=BUCKET_BYTES)
+    train(model, sharded, rank, 2, range(1))
+    train(alone, optimizer, steps=range(1))
+    assert_close(weights(model), weights(alone), 2e-5)
+    steps = {name: float(s["step"]) for name, s in full_state(sharded)["state"].items()}
+    expected: Any = get_state_dict(alone, optimizer)[1]["state"]
+    assert steps == {name: float(s["step"]) for name, s in expected.items()}
+    assert set(steps.values()) == {2.0, 5.0}
 
 
 @in_ranks(2)
@@ -196,9 +181,6 @@ def test_other_ranks_hold_one_weight_at_a_time(rank: int) -> None:
         assert peak_bytes(sizes) <= 4 * 3 * 64 * 64  # a weight, its padded rows, this rank's part
     else:
         assert peak_bytes(sizes) >= 4 * 2 * 8 * 64 * 64
-
-
-# ---- the meta device
 
 
 class Normed(nn.Module):

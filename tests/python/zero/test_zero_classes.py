@@ -10,15 +10,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from full_states import full_state, load_full_state
-from ranks import run_ranks
-from torch import Tensor, nn
+from ranks import in_ranks
+from steps import apply_steps
+from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
     set_optimizer_state_dict,
 )
 from whole_optimizers import Kron, by_dimensions
-from zero_models import BUCKET_BYTES, Net, Towers, assert_close, batch, loss_of, weights
+from zero_models import BUCKET_BYTES, Net, Towers, assert_close, batch, loss_of, same, weights
 
 from ringcomm.parallel import zero
 from ringcomm.parallel.optimizer_classes import optimizers_of
@@ -165,13 +166,12 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "Kron": (Kron, {"lr": 0.02}),
     "Muon": (muon_alone, {"lr": 0.02}),
 }
-# At every stage; each of the others at one.
-ALWAYS = ("Adam", "Lion", "Muon and AdamW", "Kron")
 UNUSED_FROM = 2  # the step from which the second tower is not used any more
 
 
 def kinds_of(stage: int) -> dict[str, tuple[Any, dict[str, Any]]]:
-    return {k: v for i, (k, v) in enumerate(KINDS.items()) if i % 3 + 1 == stage or k in ALWAYS}
+    """Each class at one stage; tests/python/pairs has some of them at each."""
+    return {k: v for i, (k, v) in enumerate(KINDS.items()) if i % 3 + 1 == stage}
 
 
 def make_towers() -> Any:
@@ -190,8 +190,7 @@ def backward(model: Any, optimizer: Any, step: int, rank: int) -> None:
 def train_towers(model: Any, optimizer: Any, rank: int, steps: range) -> None:
     for step in steps:
         backward(model, optimizer, step, rank)
-        optimizer.step()
-        optimizer.zero_grad()
+        apply_steps(optimizer)
 
 
 def train_alone(model: Any, optimizer: Any, steps: range, clip: float | None) -> None:
@@ -211,54 +210,52 @@ def train_alone(model: Any, optimizer: Any, steps: range, clip: float | None) ->
         model.zero_grad()
 
 
-def train_kinds(rank: int, stage: int, options: dict[str, Any]) -> dict[str, Any]:
-    """Of each class: the weights; states after some steps, and what another stage makes of them."""
-    found = {}
-    for name, (kind, arguments) in kinds_of(stage).items():
-        model = make_towers()
-        given = kind(model.parameters(), **arguments)
-        optimizer = zero.shard(model, given, stage, bucket_bytes=BUCKET_BYTES, **options)
-        train_towers(model, optimizer, rank, range(HALF))
-        values, state = weights(model), full_state(optimizer)
-        train_towers(model, optimizer, rank, range(HALF, STEPS))
-        again = make_towers()
-        again.load_state_dict(values)
-        given = kind(again.parameters(), **arguments)
-        other = zero.shard(again, given, stage % 3 + 1, bucket_bytes=BUCKET_BYTES, **options)
-        load_full_state(other, state)
-        train_towers(again, other, rank, range(HALF, STEPS))
-        found[name] = values, state, weights(model), weights(again)
-    return found
+def stepped(
+    kind: Any, arguments: dict[str, Any], stage: int, options: dict[str, Any], saved: Any, rank: int
+) -> tuple[Any, Any]:
+    """The towers and their optimizer after some steps; with `saved`, from there to the end."""
+    model = make_towers()
+    given = kind(model.parameters(), **arguments)
+    if saved is not None:
+        model.load_state_dict(saved[0])
+    optimizer = zero.shard(model, given, stage, bucket_bytes=BUCKET_BYTES, **options)
+    if saved is not None:
+        load_full_state(optimizer, saved[1])
+    train_towers(model, optimizer, rank, range(HALF) if saved is None else range(HALF, STEPS))
+    return model, optimizer
 
 
 @pytest.mark.parametrize(
     ("stage", "options"),
     [(1, {}), (2, {"clip_grad_norm": 0.1, "loss_scale": 1024.0}), (3, {"loss_scale": 1024.0})],
 )
-def test_other_classes(stage: int, options: dict[str, Any]) -> None:
+@in_ranks(2, timeout_s=120)
+def test_other_classes(rank: int, stage: int, options: dict[str, Any]) -> None:
     """Unused weights, micro-batches; states go to another stage and to one process."""
-    results = run_ranks(2, train_kinds, stage, options, timeout_s=120)[0]
     clip = options.get("clip_grad_norm")
-    for name, (kind, arguments) in kinds_of(stage).items():
-        values, state, expected, again = results[name]
-        model = make_towers()
-        optimizer = kind(model.parameters(), **arguments)
-        train_alone(model, optimizer, range(HALF), clip)
-        assert_close(values, weights(model))
-        alone = make_towers()
-        alone.load_state_dict(values)
-        resumed = kind(alone.parameters(), **arguments)
+    for kind, arguments in kinds_of(stage).values():
+        model, optimizer = stepped(kind, arguments, stage, options, None, rank)
+        values, state = weights(model), full_state(optimizer)
+        train_towers(model, optimizer, rank, range(HALF, STEPS))
+        again, _ = stepped(kind, arguments, stage % 3 + 1, options, (values, state), rank)
+        found = weights(again)
+        assert_close(found, weights(model))
+        alone, resumed = make_towers(), make_towers()
+        plain = kind(alone.parameters(), **arguments)
+        train_alone(alone, plain, range(HALF), clip)
+        assert_close(values, weights(alone))
+        resumed.load_state_dict(values)
+        other = kind(resumed.parameters(), **arguments)
         for group in state["param_groups"]:  # torch loads no keys that it does not know
             group.pop("loss_scale", None)
             group.pop("loss_scale_good_steps", None)
         # No state of the weights that are never used.
         whole = StateDictOptions(full_state_dict=True, strict=False)
-        set_optimizer_state_dict(alone, resumed, state, options=whole)
-        train_alone(alone, resumed, range(HALF, STEPS), clip)
-        for found in (again, weights(alone)):
-            assert_close(found, expected)
-        expected_state: Any = get_state_dict(model, optimizer)[1]["state"]
-        for weight, of_weight in expected_state.items():
+        set_optimizer_state_dict(resumed, other, state, options=whole)
+        train_alone(resumed, other, range(HALF, STEPS), clip)
+        assert_close(weights(resumed), weights(model))
+        expected: Any = get_state_dict(alone, plain)[1]["state"]
+        for weight, of_weight in expected.items():
             assert set(state["state"][weight]) == {k for k, v in of_weight.items() if v is not None}
 
 
@@ -272,35 +269,27 @@ BAD: dict[str, tuple[Callable[[Any], Any], str]] = {
 }
 
 
-def refuse(rank: int, name: str, stage: int) -> None:
-    model = Net()
-    before = weights(model)
-    make, words = BAD[name]
-    optimizer = make(model.parameters())
-    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)  # lr is 0 at first
-    seed = torch.get_rng_state()
-    with pytest.raises(TypeError, match=words):
-        zero.shard(model, optimizer, stage)
-    assert torch.equal(torch.get_rng_state(), seed)
-    assert all(torch.equal(value, before[key]) for key, value in weights(model).items())
-    loss_of(model, *batch(0)).backward()
-    optimizer.zero_grad()  # it still works
-
-
 @pytest.mark.parametrize("stage", [2, 3])
-def test_classes_that_are_refused(stage: int) -> None:
-    for name in BAD:
-        run_ranks(2, refuse, name, stage)
+@in_ranks(2)
+def test_classes_that_are_refused(rank: int, stage: int) -> None:
+    for make, words in BAD.values():
+        model = Net()
+        before = weights(model)
+        optimizer = make(model.parameters())
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)  # lr is 0 at first
+        seed = torch.get_rng_state()
+        with pytest.raises(TypeError, match=words):
+            zero.shard(model, optimizer, stage)
+        assert torch.equal(torch.get_rng_state(), seed)
+        assert same(weights(model), before)
+        loss_of(model, *batch(0)).backward()
+        optimizer.zero_grad()  # it still works
 
 
-def make_adagrad(rank: int) -> Tensor:
+@in_ranks(2)
+def test_adagrad_on_meta(rank: int) -> None:
     """Its state exists before the first step, but has no values on the meta device."""
     with torch.device("meta"):
         model = nn.Linear(3, 3)
     with pytest.raises(TypeError, match="Adagrad already has state on the meta device"):
         zero.shard(model, torch.optim.Adagrad(model.parameters()), 2)
-    return torch.ones(1)
-
-
-def test_adagrad_on_meta() -> None:
-    run_ranks(2, make_adagrad)

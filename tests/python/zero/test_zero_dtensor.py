@@ -7,18 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from ranks import in_ranks, place, run_ranks
+from full_states import full_weights, load_parts, save_parts
+from ranks import in_ranks, place
+from steps import train_step
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from zero_models import assert_close, same
 
-from ringcomm.parallel import get_state_dict, offload, set_state_dict, zero
+from ringcomm.parallel import offload, zero
 
 STEPS, CLIP = 4, 0.5
 
@@ -73,7 +70,10 @@ def split(device: Any, mesh: Any) -> Net:
     return model
 
 
-def train(rank: int, device: str, shape: tuple[int, ...], folder: Path) -> Any:
+@pytest.mark.parametrize("shape", [(2, 2), (2, 1, 2)])
+@in_ranks(4)
+def test_as_one_process(rank: int, shape: tuple[int, ...], device: str, tmp_path: Path) -> None:
+    """FSDP, and HSDP, times tensor parallelism: steps, norms and checkpoints."""
     mesh = init_device_mesh(device, shape, mesh_dim_names=("dp", "fsdp", "tp")[-len(shape) :])
     data = mesh["dp", "fsdp"] if len(shape) == 3 else mesh["fsdp"]
     at = rank // shape[-1], mesh.size() // shape[-1]
@@ -83,34 +83,19 @@ def train(rank: int, device: str, shape: tuple[int, ...], folder: Path) -> Any:
     norms = []
     for i in range(STEPS):
         if i == 2:
-            values, state = get_state_dict(model, sharded)
-            dcp.save({"model": values, "optimizer": state}, checkpoint_id=folder)
-        step(model, i, *at).backward()
-        sharded.step()
-        sharded.zero_grad()
+            save_parts(model, sharded, tmp_path)
+        train_step(step(model, i, *at), sharded)
         norms.append(sharded.grad_norm)
-    found = get_state_dict(model, full=True)[0]
+    found = full_weights(model)
     again = split(where, mesh)
     resumed = zero.shard(again, optimizer_of(again), 3, mesh=data, clip_grad_norm=CLIP)
-    values, state = get_state_dict(again, resumed)
-    dcp.load({"model": values, "optimizer": state}, checkpoint_id=folder)
-    set_state_dict(again, resumed, values, state)
+    load_parts(again, resumed, tmp_path)
     for i in range(2, STEPS):
-        step(again, i, *at).backward()
-        resumed.step()
-        resumed.zero_grad()
-    assert same(get_state_dict(again, full=True)[0], found)
-    return found, norms
-
-
-@pytest.mark.parametrize("shape", [(2, 2), (2, 1, 2)])
-def test_as_one_process(shape: tuple[int, ...], device: str, tmp_path: Path) -> None:
-    """FSDP, and HSDP, times tensor parallelism: steps, norms and checkpoints."""
-    expected, norms = alone()
-    num_ranks = torch.Size(shape).numel()
-    for found, own_norms in run_ranks(num_ranks, train, device, shape, tmp_path):
-        assert own_norms == pytest.approx(norms, rel=1e-5)
-        assert_close(found, expected, 2e-5)
+        train_step(step(again, i, *at), resumed)
+    assert same(full_weights(again), found)
+    expected, own_norms = alone()
+    assert norms == pytest.approx(own_norms, rel=1e-5)
+    assert_close(found, expected, 2e-5)
 
 
 @in_ranks(2)

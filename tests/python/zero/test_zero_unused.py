@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 from full_states import full_state
-from ranks import in_ranks, run_ranks
+from ranks import in_ranks
+from steps import apply_steps
 from torch import Tensor, nn
-from zero_models import Towers, assert_close, same, weights
+from zero_models import Towers, assert_alike, assert_close, weights
 
 import ringcomm
 from ringcomm.parallel import get_state_dict, offload, zero
@@ -43,10 +44,8 @@ def make_optimizer(model: Any, kind: str) -> torch.optim.Optimizer:
         {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
         {"params": [p for p in model.parameters() if p.dim() == 2]},
     ]
-    if kind == "adamw":
-        return torch.optim.AdamW(groups, 0.01, weight_decay=0.1)
-    if kind == "amsgrad":
-        return torch.optim.AdamW(groups, 0.01, weight_decay=0.1, amsgrad=True)
+    if kind in ("adamw", "amsgrad"):
+        return torch.optim.AdamW(groups, 0.01, weight_decay=0.1, amsgrad=kind == "amsgrad")
     if kind == "offload":
         return offload.AdamW(groups, 0.01, weight_decay=0.1)
     return torch.optim.SGD(groups, 0.05, momentum=0.9, dampening=0.5, weight_decay=0.1)
@@ -86,27 +85,6 @@ def model_for(stage: int) -> Towers:
     return Towers(1) if stage == 3 else Towers()
 
 
-def train(
-    rank: int, stage: int, kind: str, clip: float | None, reentrant: bool
-) -> tuple[dict[str, Tensor], Any]:
-    model = model_for(stage)
-    sharded = zero.shard(
-        model,
-        make_optimizer(model, kind),
-        stage,
-        # fully_shard has weights that some ranks use in units that all of them run.
-        units=[] if stage == 3 else None,
-        bucket_bytes=BUCKET_BYTES,
-        clip_grad_norm=clip,
-    )
-    for step in range(STEPS):
-        for part in range(NUM_MICRO_BATCHES):
-            backward(model, step, part, rank, reentrant, has_empty=stage < 3)
-        sharded.step()
-        sharded.zero_grad()
-    return weights(model), full_state(sharded)["state"]
-
-
 @pytest.mark.parametrize(
     ("world_size", "backend", "case"),
     [
@@ -117,23 +95,31 @@ def train(
         (2, "ringcomm", (3, "momentum", 0.5, False)),
     ],
 )
-def test_as_one_process_that_averages(world_size: int, backend: str, case: Any) -> None:
+@in_ranks()
+def test_as_one_process_that_averages(rank: int, world_size: int, backend: str, case: Any) -> None:
     """Accumulated, with momentum and weight decay, whatever each rank leaves out.
 
     At stages 1 and 2 a rank may leave out all weights in a pass; fully_shard refuses that.
     """
-    stage, kind, clip, _ = case
+    stage, kind, clip, reentrant = case
+    model = model_for(stage)
+    # fully_shard has weights that some ranks use in units that all of them run.
+    options: dict[str, Any] = {"units": [] if stage == 3 else None, "clip_grad_norm": clip}
+    optimizer = make_optimizer(model, kind)
+    sharded = zero.shard(model, optimizer, stage, bucket_bytes=BUCKET_BYTES, **options)
+    for step in range(STEPS):
+        for part in range(NUM_MICRO_BATCHES):
+            backward(model, step, part, rank, reentrant, has_empty=stage < 3)
+        apply_steps(sharded)
     expected, expected_state = train_alone(model_for(stage), world_size, kind, clip, stage < 3)
-    results = run_ranks(world_size, train, *case, backend=backend)
-    for found, state in results:
-        assert same(found, results[0][0])
-        assert_close(found, expected, 2e-5)
-        # What no rank has ever had a gradient of has no state; the others' steps are their own.
-        assert state.keys() == expected_state.keys()
-        for name, wanted in expected_state.items():
-            assert state[name].keys() == wanted.keys()
-            if "step" in wanted:
-                assert state[name]["step"] == wanted["step"]
+    assert_alike(weights(model))
+    assert_close(weights(model), expected, 2e-5)
+    # What no rank has ever had a gradient of has no state; the others' steps are their own.
+    state = full_state(sharded)["state"]
+    assert state.keys() == expected_state.keys()
+    for name, wanted in expected_state.items():
+        assert state[name].keys() == wanted.keys()
+        assert "step" not in wanted or state[name]["step"] == wanted["step"]
     assert f"towers.{NEVER}.weight" in expected
 
 
@@ -160,9 +146,6 @@ def test_a_backward_pass_reduces_each_bucket_once(rank: int) -> None:
     before = num_reductions()
     torch.autograd.grad(loss, [model.stem.weight])
     assert num_reductions() == before
-
-
-# ---- what is dropped, and what is put there by hand
 
 
 @pytest.mark.parametrize("forgets", [True, False])
@@ -208,6 +191,5 @@ def test_gradients_by_hand(rank: int, stage: int) -> None:
         net.stem.weight.grad = torch.ones_like(net.stem.weight)
         net(rows(0, 2, 0), [1]).sum().backward()
         net.towers[0].bias.grad = None
-        optimizer.step()
-        optimizer.zero_grad()
+        apply_steps(optimizer)
     assert_close(weights(model), weights(other), 1e-5)

@@ -10,29 +10,26 @@ import pytest
 import torch
 import torch.distributed as dist
 from full_states import full_state, full_weights, load_full_state
-from ranks import in_ranks, run_ranks
+from ranks import in_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import lr_scheduler
 from whole_optimizers import Averaged, Muon64, by_dimensions
 from zero_models import (
     STAGES,
+    STEPS,
     Net,
     assert_close,
-    batch,
+    check_traffic,
     live_bytes,
-    loss_of,
     same,
-    sent_bytes,
+    train,
     train_on_halves,
 )
 
 from ringcomm.nn import ColumnParallelLinear
 from ringcomm.parallel import offload, zero
-from ringcomm.parallel.optimizer_classes import optimizers_of
 from ringcomm.parallel.zero.inner import owners_of
-
-STEPS = 5
 
 
 def muon_and_adamw(model: nn.Module, kind: Any = Muon64, lr: float = 0.02) -> Any:
@@ -42,43 +39,14 @@ def muon_and_adamw(model: nn.Module, kind: Any = Muon64, lr: float = 0.02) -> An
     )
 
 
-def train(model: Any, optimizer: Any, steps: range, rank: int = 0, world_size: int = 1) -> None:
-    for step in steps:
-        loss_of(model, *batch(step, rank, world_size)).backward()
-        for each in optimizers_of(optimizer):
-            each.step()
-        for each in optimizers_of(optimizer):
-            each.zero_grad()
-
-
 @functools.cache
 def alone(num_steps: int = STEPS) -> dict[str, Tensor]:
     model = Net()
-    train(model, muon_and_adamw(model), range(num_steps))
+    train(model, muon_and_adamw(model), steps=range(num_steps))
     return full_weights(model)
 
 
 # ---- ranks, meshes, and what a user switches on
-
-
-def train_mesh(rank: int, world_size: int, stage: int, options: dict[str, Any]) -> None:
-    options, model = dict(options), Net()
-    if options.pop("replicas", False):
-        names = ("replicas", "shards")
-        options["mesh"] = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=names)
-    optimizer = zero.shard(model, muon_and_adamw(model), stage, **options)
-    train(model, optimizer, range(2), rank, world_size)
-    state = full_state(optimizer)
-    train(model, optimizer, range(2, STEPS), rank, world_size)
-    assert_close(full_weights(model), alone())
-    # And from the saved state, which every weight has.
-    assert {*state["state"]} == {name for name, _ in model.named_parameters()}
-    again = Net()
-    again.load_state_dict(alone(2))
-    resumed = zero.shard(again, muon_and_adamw(again), stage % 3 + 1)
-    load_full_state(resumed, state)
-    train(again, resumed, range(2, STEPS), rank, world_size)
-    assert_close(full_weights(again), alone())
 
 
 @pytest.mark.parametrize(
@@ -94,83 +62,54 @@ def train_mesh(rank: int, world_size: int, stage: int, options: dict[str, Any]) 
         (6, 3, {"replicas": True}),
     ],
 )
+@in_ranks()
 def test_steps_are_those_of_one_process(
-    world_size: int, stage: int, options: dict[str, Any]
+    rank: int, world_size: int, stage: int, options: Any
 ) -> None:
-    run_ranks(world_size, train_mesh, world_size, stage, options)
-
-
-def train_bits(rank: int, stage: int) -> dict[str, Tensor]:
     model = Net()
-    optimizer = zero.shard(model, muon_and_adamw(model, torch.optim.Muon), stage)
-    train(model, optimizer, range(STEPS), rank, 2)
-    return full_weights(model)
+    if options.pop("replicas", False):
+        names = ("replicas", "shards")
+        options["mesh"] = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=names)
+    optimizer = zero.shard(model, muon_and_adamw(model), stage, **options)
+    train(model, optimizer, rank, world_size, range(2))
+    state = full_state(optimizer)
+    train(model, optimizer, rank, world_size, range(2, STEPS))
+    assert_close(full_weights(model), alone())
+    # And from the saved state, which every weight has.
+    assert {*state["state"]} == {name for name, _ in model.named_parameters()}
+    again = Net()
+    again.load_state_dict(alone(2))
+    resumed = zero.shard(again, muon_and_adamw(again), stage % 3 + 1)
+    load_full_state(resumed, state)
+    train(again, resumed, rank, world_size, range(2, STEPS))
+    assert_close(full_weights(again), alone())
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_matrices_have_the_bits_of_one_process(stage: int) -> None:
+@in_ranks(2)
+def test_matrices_have_the_bits_of_one_process(rank: int, stage: int) -> None:
     """Iterations in bfloat16, too, because a matrix is on one rank."""
-    alone = Net()
+    alone, model = Net(), Net()
     train_on_halves(alone, muon_and_adamw(alone, torch.optim.Muon), STEPS)
+    optimizer = zero.shard(model, muon_and_adamw(model, torch.optim.Muon), stage)
+    train(model, optimizer, rank, 2)
     expected = {name: x for name, x in full_weights(alone).items() if x.dim() == 2}
-    for found in run_ranks(2, train_bits, stage):
-        assert same(found, expected)
-
-
-def train_halves(rank: int, stage: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Clipped, with a loss scale, in two micro-batches of bfloat16 with float32 masters."""
-    model, found = Net(), []
-    options: dict[str, Any] = {"loss_scale": 64.0, "clip_grad_norm": 0.1}
-    options |= {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-    optimizer = zero.shard(model, muon_and_adamw(model), stage, **options)
-    for step in range(3):
-        for part in range(2):
-            rows = (x.chunk(2)[part] for x in batch(step, rank, 2))
-            optimizer.scale(loss_of(model, *rows)).backward()
-        optimizer.step()
-        found.append(optimizer.grad_norm)
-        optimizer.zero_grad()
-    state = full_state(optimizer)
-    load_full_state(optimizer, state)
-    assert same(full_weights(model), full_weights(model))
-    return full_weights(model), state["state"]["first.weight"]
-
-
-def test_halves_with_masters() -> None:
-    """Stages differ by the rounding of weights only; whole states are those of the shapes."""
-    results = [run_ranks(2, train_halves, stage)[0] for stage in STAGES]
-    for weights, state in results:
-        assert_close(
-            {name: x.float() for name, x in weights.items()},
-            {name: x.float() for name, x in results[0][0].items()},
-            1e-2,
-        )
-        assert {value.shape for value in state.values() if value.dim()} == {(13, 7)}
-
-
-# ---- bytes, memory and balance
-
-
-def count(rank: int, world_size: int, stage: int, kind: str) -> None:
-    model = Net()
-    is_muon = kind == "Muon"
-    given: Any = muon_and_adamw(model) if is_muon else torch.optim.Adafactor(model.parameters())
-    arguments = model, given, stage
-    expected = zero.predict_traffic(*arguments, world_size=world_size, rank=rank)
-    memory = zero.predict_memory(*arguments, world_size=world_size, rank=rank)
-    optimizer = zero.shard(*arguments)
-    train(model, optimizer, range(1), rank, world_size)
-    before = sum(sent_bytes().values())
-    train(model, optimizer, range(1, 2), rank, world_size)
-    assert sum(sent_bytes().values()) - before == expected
-    assert live_bytes(optimizer.state_tensors()) == pytest.approx(memory.states, rel=0.05)
-    assert live_bytes(model.parameters()) == pytest.approx(memory.parameters, rel=0.05)
+    assert same(full_weights(model), expected)
 
 
 @pytest.mark.parametrize("kind", ["Muon", "Adafactor"])
 @pytest.mark.parametrize(("world_size", "stage"), [(2, 1), (3, 2), (3, 3)])
-def test_bytes_are_the_formulas(world_size: int, stage: int, kind: str) -> None:
-    run_ranks(world_size, count, world_size, stage, kind)
+@in_ranks()
+def test_bytes_are_the_formulas(rank: int, world_size: int, stage: int, kind: str) -> None:
+    model = Net()
+    make: Any = (
+        muon_and_adamw if kind == "Muon" else lambda m: torch.optim.Adafactor(m.parameters())
+    )
+    given = make(model)
+    memory = zero.predict_memory(model, given, stage, world_size=world_size, rank=rank)
+    optimizer = check_traffic(model, given, stage, rank, world_size)
+    assert live_bytes(optimizer.state_tensors()) == pytest.approx(memory.states, rel=0.05)
+    assert live_bytes(model.parameters()) == pytest.approx(memory.parameters, rel=0.05)
 
 
 def test_owners_are_balanced_by_cost_and_bytes() -> None:
@@ -189,10 +128,12 @@ def test_owners_are_balanced_by_cost_and_bytes() -> None:
             assert max(of_kind) <= 1.1 * sum(of_kind) / world_size
 
 
-# ---- frozen weights in groups
-
-
-def freeze(rank: int, world_size: int, system: str, optimizer_of: str) -> None:
+@pytest.mark.parametrize(
+    ("system", "optimizer_of"),
+    [*((str(stage), of) for stage in STAGES for of in ("AdamW", "Muon")), ("infinity", "AdamW")],
+)
+@in_ranks(2)
+def test_weights_are_frozen_and_thawed(rank: int, system: str, optimizer_of: str) -> None:
     """Frozen before zero.shard(), thawed after two steps; another layer frozen after four."""
     models = Net(), Net()
     is_infinity = system == "infinity"
@@ -211,21 +152,10 @@ def freeze(rank: int, world_size: int, system: str, optimizer_of: str) -> None:
         for model in models:
             model.blocks[0].requires_grad_(step >= 2)
             model.blocks[1].requires_grad_(step < 4)
-        train(plain, given[0], range(step, step + 1))
-        train(mine, optimizer, range(step, step + 1), rank, world_size)
+        train(plain, given[0], steps=range(step, step + 1))
+        train(mine, optimizer, rank, 2, range(step, step + 1))
     # AdamW amplifies what sums of ranks differ by.
     assert_close(full_weights(mine), full_weights(plain), 2e-5)
-
-
-@pytest.mark.parametrize(
-    ("system", "optimizer_of"),
-    [*((str(stage), of) for stage in STAGES for of in ("AdamW", "Muon")), ("infinity", "AdamW")],
-)
-def test_weights_are_frozen_and_thawed(system: str, optimizer_of: str) -> None:
-    run_ranks(2, freeze, 2, system, optimizer_of)
-
-
-# ---- schedule-free optimizers
 
 
 class AveragedRows(Averaged):
@@ -235,7 +165,10 @@ class AveragedRows(Averaged):
         return grad / (grad.norm() + 1e-9)
 
 
-def schedule_free(rank: int, world_size: int, stage: int, kind: Any) -> None:
+@pytest.mark.parametrize("kind", [Averaged, AveragedRows])
+@pytest.mark.parametrize("stage", STAGES)
+@in_ranks(2)
+def test_schedule_free(rank: int, stage: int, kind: Any) -> None:
     plain, mine = Net(), Net()
     given, own = kind(plain.parameters()), kind(mine.parameters())
     own.train()
@@ -243,8 +176,8 @@ def schedule_free(rank: int, world_size: int, stage: int, kind: Any) -> None:
     for step in range(4):
         for each in (given, optimizer):
             each.train()
-        train(plain, given, range(step, step + 1))
-        train(mine, optimizer, range(step, step + 1), rank, world_size)
+        train(plain, given, steps=range(step, step + 1))
+        train(mine, optimizer, rank, 2, range(step, step + 1))
         trained = full_weights(mine)
         for each in (given, optimizer):
             each.eval()
@@ -252,18 +185,9 @@ def schedule_free(rank: int, world_size: int, stage: int, kind: Any) -> None:
         assert_close(full_weights(mine), full_weights(plain))
         assert step == 0 or not same(full_weights(mine), trained)
     with pytest.raises(RuntimeError, match="call train"):
-        train(mine, optimizer, range(1), rank, world_size)
+        train(mine, optimizer, rank, 2, range(1))
     with pytest.raises(RuntimeError, match="was given to zero"):
         own.eval()
-
-
-@pytest.mark.parametrize("kind", [Averaged, AveragedRows])
-@pytest.mark.parametrize("stage", STAGES)
-def test_schedule_free(stage: int, kind: Any) -> None:
-    run_ranks(2, schedule_free, 2, stage, kind)
-
-
-# ---- schedulers
 
 
 @in_ranks(2)
@@ -281,16 +205,13 @@ def test_schedulers_of_each_and_of_all(rank: int) -> None:
         [lr_scheduler.ExponentialLR(optimizer, 0.9)],
     ]
     for step in range(4):
-        train(models[0], given[0], range(step, step + 1))
-        train(models[1], optimizer, range(step, step + 1), rank, 2)
+        train(models[0], given[0], steps=range(step, step + 1))
+        train(models[1], optimizer, rank, 2, range(step, step + 1))
         for each in (*before[0], *before[1], *after[0], *after[1]):
             each.step()
     assert_close(full_weights(models[1]), full_weights(models[0]))
     with pytest.raises(ValueError, match="momentum"):  # Muon has no betas, AdamW no momentum
         lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9)
-
-
-# ---- what is refused, before anything is written
 
 
 @in_ranks(2)
