@@ -24,8 +24,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from sequence_draws import KINDS_DRAWN, draw_call
-from sequences import FAMILY, WAIT_S, WORLD, Case, Member, Run, make_groups, marks_of
+from sequences import (
+    FAMILY,
+    KINDS_DRAWN,
+    WAIT_S,
+    WORLD,
+    Case,
+    Member,
+    Run,
+    draw_call,
+    make_groups,
+    marks_of,
+)
 
 import ringcomm
 from ringcomm.backend import resolve_group

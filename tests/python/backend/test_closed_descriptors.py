@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import machines
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import init_group, run_ranks
+from ranks import in_ranks, init_group
 
 import ringcomm
 from ringcomm.contacts import Contacts
@@ -32,41 +33,27 @@ def files_at_standard_descriptors() -> dict[int, str]:
     return {number: os.readlink(path) for number, path in found.items() if path.is_symlink()}
 
 
-def use_everything_that_opens_files(rank: int, folder: Path, transport: str) -> list[Any]:
-    os.environ["RINGCOMM_TRACE"] = str(folder)
+@in_ranks(WORLD_SIZE, backend=None, fresh=True)
+@pytest.mark.parametrize("transport", [None, "messages"])
+def test_no_file_takes_the_number_of_a_standard_descriptor(
+    rank: int, transport: Any, tmp_path: Path
+) -> None:
+    """Of everything that opens files."""
+    os.environ["RINGCOMM_TRACE"] = str(tmp_path)
     os.closerange(0, 3)
     buffer = ringcomm.empty_shared(1 << 20, dtype=torch.uint8).fill_(7)
     contacts = Contacts(rank, WORLD_SIZE)
-    file, _ = open_file(folder / f"file-{rank}", keep=True, direct=False)
-    found = [files_at_standard_descriptors(), contacts.listener.fileno() > 2, file > 2]
-    options = ringcomm.Options(transport="messages" if transport else None)
-    init_group(rank, WORLD_SIZE, folder / "store", 60, options)
+    file, _ = open_file(tmp_path / f"file-{rank}", keep=True, direct=False)
+    assert files_at_standard_descriptors() == {}
+    assert min(contacts.listener.fileno(), file) > 2
+    options = ringcomm.Options(transport=transport)
+    init_group(rank, WORLD_SIZE, tmp_path / "store", 60, options)
     ringcomm.on_death(print)
     dist.all_reduce(buffer)
-    ringcomm.flight_dump(str(folder / "dump"))
-    if transport != "messages":  # Gloo's sockets may have them
-        found.append(files_at_standard_descriptors())
-    found.append([value.item() for value in buffer.aminmax()])
-    dist.destroy_process_group()
-    return found
-
-
-@pytest.mark.parametrize("transport", ["", "messages"])
-def test_no_file_takes_the_number_of_a_standard_descriptor(transport: str, tmp_path: Path) -> None:
-    sums = [7 * WORLD_SIZE, 7 * WORLD_SIZE]
-    expected = [{}, True, True, sums] if transport == "messages" else [{}, True, True, {}, sums]
-    assert (
-        run_ranks(
-            WORLD_SIZE,
-            use_everything_that_opens_files,
-            tmp_path,
-            transport,
-            backend=None,
-            fresh=True,
-            module=__name__,
-        )
-        == [expected] * WORLD_SIZE
-    )
+    ringcomm.flight_dump(str(tmp_path / "dump"))
+    # Gloo's sockets may have them.
+    assert transport == "messages" or files_at_standard_descriptors() == {}
+    assert (buffer == 7 * WORLD_SIZE).all()
 
 
 # ---- a library closes all descriptors of a rank that has a group
@@ -93,23 +80,11 @@ def lose_all(rank: int, folder: Path) -> None:
     (folder / f"told-{rank}").write_text(json.dumps([told, text]))
 
 
-def lose_all_in_children(_: int, folder: Path) -> list[int]:
-    pids = [machines.run_in_child(LIMIT_S, lose_all, rank, folder) for rank in range(WORLD_SIZE)]
-    return [os.waitpid(pid, 0)[1] for pid in pids]
-
-
-def test_files_that_take_the_numbers_of_ours_are_left_alone(tmp_path: Path) -> None:
+@in_ranks(1, backend=None, fresh=True, timeout_s=2 * LIMIT_S)
+def test_files_that_take_the_numbers_of_ours_are_left_alone(rank: int, tmp_path: Path) -> None:
     """As python-daemon does it: https://github.com/bmc/daemonize/issues/34."""
-    statuses = run_ranks(
-        1,
-        lose_all_in_children,
-        tmp_path,
-        backend=None,
-        fresh=True,
-        module=__name__,
-        timeout_s=2 * LIMIT_S,
-    )
-    assert statuses == [[0, 0]]
+    lose = partial(machines.run_in_child, LIMIT_S, lose_all)
+    assert [os.waitpid(pid, 0)[1] for pid in [lose(0, tmp_path), lose(1, tmp_path)]] == [0, 0]
     told = [json.loads((tmp_path / f"told-{rank}").read_text()) for rank in range(WORLD_SIZE)]
     assert [own for own, _ in told] == [[], [True] * 50]
     # What rank 0 sees, or what rank 1 does, which then tells rank 0.

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import init_group, run_ranks
+from ranks import in_ranks, init_group, run_ranks
 
 import ringcomm
 
@@ -77,54 +77,34 @@ CAUSES = {
 }
 
 
-def fail_and_try_again(
-    rank: int, world_size: int, folder: Path, cause: str, failing: int, transport: str | None
-) -> list[tuple[str, str, float]]:
-    torch.ones(1000).sum()
-    mend = CAUSES[cause][0]() if rank == failing else None
-    found = [failure_of(lambda: make_group(rank, world_size, folder, transport))]
-    if mend is not None:
-        mend()
-
-    def use() -> None:
-        make_group(rank, world_size, folder, transport)
-        x = torch.ones(10)
-        dist.all_reduce(x)
-        assert x[0] == world_size
-        dist.destroy_process_group()
-
-    time.sleep(0.3 * rank)  # who tries again at once reads the records of who does not yet
-    return [*found, failure_of(use)]
-
-
-@pytest.mark.parametrize("transport", [None, "messages"])
+@in_ranks(3, backend=None, fresh=True)
 @pytest.mark.parametrize(
-    ("cause", "failing"), [("no memory", 1), ("no descriptors", 0), ("a wrong option", 2)]
+    ("cause", "failing", "transport"),
+    [
+        ("no memory", 1, None),  # a group over messages needs none of its own
+        *(("no descriptors", 0, transport) for transport in (None, "messages")),
+        *(("a wrong option", 2, transport) for transport in (None, "messages")),
+    ],
 )
 def test_the_others_hear_why_a_rank_failed(
-    cause: str, failing: int, transport: str | None, tmp_path: Path
+    rank: int, cause: str, failing: int, transport: str | None, tmp_path: Path
 ) -> None:
     """Its process lives on, as in a notebook: https://github.com/rwth-i6/returnn/issues/1484."""
-    if transport == "messages" and cause == "no memory":
-        pytest.skip("a group over messages needs none of its own")
-    outcomes = run_ranks(
-        3,
-        fail_and_try_again,
-        3,
-        tmp_path,
-        cause,
-        failing,
-        transport,
-        backend=None,
-        fresh=True,
-        module=__name__,
-    )
-    for rank, ((kind, text, seconds), (_, again, _)) in enumerate(outcomes):
-        assert kind not in ("", "CollectiveTimeoutError"), outcomes
-        assert seconds < SOON_S, outcomes
-        assert any(word in text for word in CAUSES[cause][1].split("|")), outcomes
-        assert rank == failing or f"rank {failing}" in text, outcomes
-        assert again == "", outcomes
+    torch.ones(1000).sum()
+    fail, words = CAUSES[cause]
+    mend = fail() if rank == failing else None
+    kind, text, seconds = failure_of(lambda: make_group(rank, 3, tmp_path, transport))
+    if mend is not None:
+        mend()
+    assert kind not in ("", "CollectiveTimeoutError"), text
+    assert seconds < SOON_S, text
+    assert any(word in text for word in words.split("|")), text
+    assert rank == failing or f"rank {failing}" in text, text
+    time.sleep(0.3 * rank)  # who tries again at once reads the records of who does not yet
+    make_group(rank, 3, tmp_path, transport)
+    x = torch.ones(10)
+    dist.all_reduce(x)
+    assert x[0] == 3
 
 
 # ---- a rank without descriptors when it is asked
@@ -142,77 +122,55 @@ def take_all_descriptors() -> list[int]:
     return files
 
 
-def ask_one_without_descriptors(rank: int, folder: Path) -> tuple[str, str, float]:
-    make_group(rank, 2, folder)
+@in_ranks(2, backend=None, fresh=True)
+def test_a_rank_without_descriptors_is_named(rank: int, tmp_path: Path) -> None:
+    """Reported for torch's own at https://github.com/pytorch/pytorch/issues/973."""
+    make_group(rank, 2, tmp_path)
     shared = ringcomm.empty_shared(1 << 16).fill_(rank)
     dist.barrier()
     files = take_all_descriptors() if rank == 1 else []
-    found = failure_of(lambda: dist.broadcast(shared, 1))
+    kind, text, seconds = failure_of(lambda: dist.broadcast(shared, 1))
     for file in files:
         os.close(file)
-    return found
-
-
-def test_a_rank_without_descriptors_is_named(tmp_path: Path) -> None:
-    """Reported for torch's own at https://github.com/pytorch/pytorch/issues/973."""
-    outcomes = run_ranks(
-        2, ask_one_without_descriptors, tmp_path, backend=None, fresh=True, module=__name__
-    )
-    for kind, text, seconds in outcomes:
-        assert kind == "RingcommError", outcomes
-        assert re.search(r"rank 1 \(pid .*\) is out of file descriptors; .*ulimit -n", text), (
-            outcomes
-        )
-        assert seconds < SOON_S, outcomes
+    assert kind == "RingcommError", text
+    assert re.search(r"rank 1 \(pid .*\) is out of file descriptors; .*ulimit -n", text), text
+    assert seconds < SOON_S, text
 
 
 # ---- other ranks under one name
 
 
-def make_groups_of_pairs(rank: int, folder: Path) -> tuple[str, str, float]:
-    make_group(rank, 4, folder)
-    pair = [0, 3] if rank in (0, 3) else [1, 2]
-
-    def add() -> None:
-        group = dist.new_group(pair)
-        x = torch.tensor([10.0**rank])
-        dist.all_reduce(x, group=group)
-        assert x.item() == sum(10.0**each for each in pair)
-
-    time.sleep(2 if rank in (1, 3) else 0)  # one rank of each pair comes first
-    return failure_of(add)
-
-
-def test_groups_of_other_ranks_under_one_name(tmp_path: Path) -> None:
+@in_ranks(4, backend=None, fresh=True)
+def test_groups_of_other_ranks_under_one_name(rank: int, tmp_path: Path) -> None:
     """Reported for torch's own at https://github.com/pytorch/pytorch/issues/130102."""
-    outcomes = run_ranks(
-        4, make_groups_of_pairs, tmp_path, backend=None, fresh=True, module=__name__
-    )
-    for kind, text, seconds in outcomes:
-        if kind == "":  # it found the other of its pair in time
-            continue
-        assert kind == "MismatchError", outcomes
-        assert {"{0, 3}", "{1-2}"} <= set(re.findall(r"{.*?}", text)), outcomes
-        assert seconds < SOON_S, outcomes
+    make_group(rank, 4, tmp_path)
+    pair = [0, 3] if rank in (0, 3) else [1, 2]
+    time.sleep(2 if rank in (1, 3) else 0)  # one rank of each pair comes first
+    kind, text, seconds = failure_of(lambda: sum_over(pair))
+    assert kind in ("", "MismatchError"), text  # or it has found the other of its pair in time
+    assert not kind or {"{0, 3}", "{1-2}"} <= set(re.findall(r"{.*?}", text)), text
+    assert seconds < SOON_S, text
+
+
+def sum_over(pair: list[int]) -> None:
+    x = torch.tensor([10.0 ** dist.get_rank()])
+    dist.all_reduce(x, group=dist.new_group(pair))
+    assert x.item() == sum(10.0**each for each in pair)
 
 
 # ---- a rank that does not come
 
 
-def wait_for_a_missing_rank(rank: int, folder: Path) -> tuple[str, str]:
+def wait_for_a_missing_rank(rank: int, folder: Path) -> None:
     log = os.open(folder / f"log-{rank}", os.O_RDWR | os.O_CREAT)
     os.dup2(log, 2)
-    if rank == 2:
-        return "", ""
-    kind, text, _ = failure_of(lambda: make_group(rank, 3, folder, timeout_s=12))
-    return kind, text
+    if rank < 2:
+        kind, *_ = failure_of(lambda: make_group(rank, 3, folder, timeout_s=12))
+        assert kind == "CollectiveTimeoutError"
 
 
 def test_one_rank_says_who_is_missing(tmp_path: Path) -> None:
-    outcomes = run_ranks(
-        3, wait_for_a_missing_rank, tmp_path, backend=None, fresh=True, module=__name__
-    )
-    assert [kind for kind, _ in outcomes] == ["CollectiveTimeoutError"] * 2 + [""]
+    run_ranks(3, wait_for_a_missing_rank, tmp_path, backend=None, fresh=True)
     logs = [(tmp_path / f"log-{rank}").read_text() for rank in range(3)]
     line = "rank 2 did not join the group in 10 s; the group is still being made"
     assert [log.count(line) for log in logs] == [1, 0, 0], logs

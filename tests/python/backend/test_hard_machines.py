@@ -43,14 +43,6 @@ Outcome = dict[str, str]
 run_in_child = partial(machines.run_in_child, LIMIT_S)
 
 
-def nothing() -> None:
-    pass
-
-
-def nothing_in(rank: int) -> None:
-    pass
-
-
 @dataclass(frozen=True)
 class Machine:
     """How a machine is made, and what its ranks say.
@@ -60,8 +52,8 @@ class Machine:
     namespace if `namespaces` has one. `enter` is called by each rank before it makes a group.
     """
 
-    enter: Callable[[int], None] = nothing_in
-    prepare: Callable[[], None] = nothing
+    enter: Callable[[int], None] = lambda rank: None
+    prepare: Callable[[], None] = lambda: None
     namespaces: int = 0
     around: Callable[[], AbstractContextManager[Path | None]] = nullcontext
     world_size: int = 2
@@ -150,6 +142,14 @@ def launch(_: int, name: str, folder: Path) -> list[Outcome]:
         machines.enter_namespaces(CLONE_NEWPID)
         os.waitpid(run_in_child(run_rank, rank, make_store), 0)
 
+    @contextlib.contextmanager
+    def saying_why() -> Iterator[None]:
+        try:
+            yield
+        except (Unavailable, OSError) as reason:
+            answer(0, {"skip": str(reason)})
+
+    @saying_why()
     def run_all() -> None:
         make_store: Callable[[], dist.Store]
         make_store = partial(dist.FileStore, str(folder / "store"), machine.world_size)
@@ -163,23 +163,14 @@ def launch(_: int, name: str, folder: Path) -> list[Outcome]:
         for pid in [run_in_child(run, r, make_store) for r in range(machine.world_size)]:
             os.waitpid(pid, 0)
 
+    @saying_why()
     def run_machine(cgroup: Path | None) -> None:
         os.setpgid(0, 0)
-        try:
-            if cgroup is not None:
-                cgroup.write_text(str(os.getpid()))
-            if machine.namespaces or machine.are_apart:
-                machines.enter_namespaces(machine.namespaces)
-        except (Unavailable, OSError) as reason:
-            answer(0, {"skip": str(reason)})
-            return
-        os.waitpid(run_in_child(run_all_or_say_why), 0)
-
-    def run_all_or_say_why() -> None:
-        try:
-            run_all()
-        except (Unavailable, OSError) as reason:
-            answer(0, {"skip": str(reason)})
+        if cgroup is not None:
+            cgroup.write_text(str(os.getpid()))
+        if machine.namespaces or machine.are_apart:
+            machines.enter_namespaces(machine.namespaces)
+        os.waitpid(run_in_child(run_all), 0)
 
     try:
         with machine.around() as cgroup:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -23,7 +24,7 @@ import machines
 import pytest
 from cases import quick, slow
 from hang_cases import CASES, Case
-from machines import Unavailable
+from machines import Unavailable, comes_true
 from staged_hangs import Launcher, ask_on_host
 from test_errors import ENVS
 
@@ -39,9 +40,8 @@ SLACK_S = 20
 
 @pytest.fixture(scope="module")
 def launcher() -> Iterator[Launcher]:
-    launcher = Launcher()
-    yield launcher
-    launcher.close()
+    with closing(Launcher()) as found:
+        yield found
 
 
 @pytest.fixture(scope="module")
@@ -49,19 +49,21 @@ def late_jobs(
     launcher: Launcher, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Any]]:
     """The folder and the pids of jobs whose waits are long, while other tests run."""
-    own = Launcher()  # the other one ends all of its jobs at once
     jobs = {}
-    silent = {"RINGCOMM_LOG_WAITS": "0"}
-    for name, case, env in (
-        *((name, "late", env) for name, env in ENVS.items()),
-        ("silent", "late", silent),
-        ("stopped", "stopped", {}),
-        ("in CI", "evaluates", {"CI": "true"}),
-    ):
-        folder = tmp_path_factory.mktemp(name.replace(" ", "-"))
-        jobs[name] = (folder, own.begin(case, folder, 3, env))
-    yield jobs
-    own.close()
+    with closing(Launcher()) as own:  # the other one ends all of its jobs at once
+        for name, case, env in (
+            *((name, "late", env) for name, env in ENVS.items()),
+            ("silent", "late", {"RINGCOMM_LOG_WAITS": "0"}),
+            ("stopped", "stopped", {}),
+            ("in CI", "evaluates", {"CI": "true"}),
+        ):
+            folder = tmp_path_factory.mktemp(name.replace(" ", "-"))
+            jobs[name] = (folder, own.begin(case, folder, 3, env))
+        yield jobs
+
+
+def have_ended(pids: list[int]) -> bool:
+    return all(job._stat(pid)[0] == "Z" for pid in pids)
 
 
 def check(case: Case, report: dict[str, Any]) -> None:
@@ -287,12 +289,9 @@ def test_a_job_that_ends_meanwhile(
         sample = job._sample
 
         def kill_and_sample(ranks: list[job.Rank]) -> list[job.Rank]:
-            deadline = time.monotonic() + LIMIT_S
             for pid in pids:
                 os.kill(pid, 9)
-            while any(job._stat(pid)[0] != "Z" for pid in pids):
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
+            assert comes_true(lambda: have_ended(pids), LIMIT_S)
             return sample(ranks)
 
         monkeypatch.setattr(job, "_sample", kill_and_sample)
@@ -330,11 +329,8 @@ def lines_of(folder: Path) -> list[str]:
 
 
 def wait_for_lines(folder: Path, num_lines: int) -> list[str]:
-    deadline = time.monotonic() + LIMIT_S
-    while len(lines := lines_of(folder)) < num_lines:
-        assert time.monotonic() < deadline, lines
-        time.sleep(0.1)
-    return lines
+    assert comes_true(lambda: len(lines_of(folder)) >= num_lines, LIMIT_S), lines_of(folder)
+    return lines_of(folder)
 
 
 def test_a_rank_that_sleeps_outside_of_calls_is_said_once(late_jobs: dict[str, Any]) -> None:
@@ -342,12 +338,9 @@ def test_a_rank_that_sleeps_outside_of_calls_is_said_once(late_jobs: dict[str, A
 
     Lines of an idle server look like a hang: https://github.com/vllm-project/vllm/issues/46611
     """
-    deadline = time.monotonic() + LIMIT_S
-    for name in (*ENVS, "silent"):
-        folder, pids = late_jobs[name]
-        while any(job._stat(pid)[0] != "Z" for pid in pids):  # then no more lines come
-            assert time.monotonic() < deadline, lines_of(folder)
-            time.sleep(0.1)
+    for folder, pids in (late_jobs[name] for name in (*ENVS, "silent")):
+        # Then no more lines come.
+        assert comes_true(partial(have_ended, pids), LIMIT_S), lines_of(folder)
     for name in ENVS:
         (line,) = lines_of(late_jobs[name][0])
         assert line.startswith("ringcomm rank 0/3: idle for 1"), line

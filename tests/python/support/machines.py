@@ -63,6 +63,16 @@ def needs_programs(*names: str) -> None:
         pytest.skip(f"not installed: {', '.join(missing)}")
 
 
+def comes_true(condition: Callable[[], object], limit_s: float) -> bool:
+    """Waits until a condition holds, or for so long; whether it holds."""
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
 def _check(code: int, what: str) -> None:
     if code != 0:
         number = ctypes.get_errno()

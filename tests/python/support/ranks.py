@@ -33,6 +33,7 @@ __all__ = [
     "Pool",
     "RankFailure",
     "Server",
+    "hosts",
     "in_ranks",
     "init_group",
     "make_test",
@@ -363,30 +364,50 @@ def make_test(
     return test
 
 
+def hosts(places: str) -> list[dict[str, str]]:
+    """Environments of ranks: each letter is the host of its rank; with - all is messages."""
+    return [
+        {"RINGCOMM_TRANSPORT": "messages"} if host == "-" else {"RINGCOMM_HOST_ID": f"host-{host}"}
+        for host in places
+    ]
+
+
 def in_ranks(
-    world_size: int | Sequence[int], envs: Mapping[str, Any] | None = None, **options: Any
+    world_size: int | Sequence[int] = 0,
+    envs: Mapping[str, Any] | Sequence[str] = (),
+    *,
+    may_die: Collection[int] | str = (),
+    **options: Any,
 ) -> Callable[[Callable[..., Any]], Callable[..., None]]:
     """Makes a test of a function that every rank of a group runs.
 
     The function's parameters after the rank are the test's, from fixtures or parametrize().
 
     Args:
-        world_size: several make a test of each.
-        envs: environments by name, which make a test of each.
+        world_size: several make a test of each; 0 is the number of environments.
+        envs: environments by name, or hosts(), which make a test of each; the test's parameter
+            `env`, which the function may have too.
+        may_die: run_ranks()'s, or the name of the parameter that has it.
         options: run_ranks()'s.
     """
     sizes = [world_size] if isinstance(world_size, int) else world_size
 
-    def run(body: Body, *args: Any, world_size: int = sizes[0], env: str = "") -> None:
+    def run(body: Body, *args: Any, **given: Any) -> None:
         __tracebackhide__ = True
-        own = {"env": envs[env]} if envs else {}
-        run_ranks(world_size, body, *args, **own, **options)
+        own = dict(options)
+        if env := given.get("env"):
+            own["env"] = envs[env] if isinstance(envs, Mapping) else hosts(env)
+        own["may_die"] = given[may_die] if isinstance(may_die, str) else may_die
+        run_ranks(given.get("world_size", sizes[0]) or len(own["env"]), body, *args, **own)
 
     def decorate(body: Callable[..., Any]) -> Callable[..., None]:
-        names = [*(["world_size"] if len(sizes) > 1 else []), *(["env"] if envs else [])]
-        test = make_test(body, run, names)
-        for name, values in (("world_size", sizes), ("env", list(envs or {}))):
-            if name in names:
+        drawn = {"world_size": sizes if len(sizes) > 1 else [], "env": list(envs)}
+        names = [name for name, values in drawn.items() if values]
+        if "env" in inspect.signature(body).parameters:
+            names.append("env")
+        test = make_test(body, run, [*names, *([may_die] if isinstance(may_die, str) else [])])
+        for name, values in drawn.items():
+            if values:
                 test = pytest.mark.parametrize(name, values)(test)
         return test
 
