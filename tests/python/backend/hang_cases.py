@@ -242,10 +242,7 @@ def uneven_then_barrier(job: Job) -> None:
 
 
 @hangs(
-    7,
-    "no hang: every rank makes calls; rank 7 is slow",
-    about="a slow rank: no hang",
-    settle_s=2.0,
+    7, "no hang: every rank makes calls; rank 7 is slow", about="a slow rank: no hang", settle_s=2.0
 )
 def slow(job: Job, step_s: float = 0.1) -> None:
     begin = time.monotonic()

@@ -22,10 +22,7 @@ from ringcomm.torch_names import TORCH_VERSION
 
 TRANSPORTS: dict[str, Any] = {"shm": None, "messages": {"RINGCOMM_TRANSPORT": "messages"}}
 # Of three ranks.
-ENVS: dict[str, Any] = {
-    **TRANSPORTS,
-    "hosts": hosts("aba"),
-}
+ENVS: dict[str, Any] = {**TRANSPORTS, "hosts": hosts("aba")}
 
 
 def caught(fn: Callable[..., Any], *args: Any) -> dict[str, Any]:

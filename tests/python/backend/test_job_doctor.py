@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import select
 import signal
 import subprocess
 import sys
@@ -233,8 +232,8 @@ def test_what_is_no_job_is_refused_in_one_line() -> None:
 def as_another_user(call: Callable[[], object], hidepid: str) -> str:
     """What a call raises in a process of user nobody, for whom /proc hides others' processes."""
     ours, theirs = os.pipe()
-    pid = os.fork()
-    if pid == 0:
+
+    def become_nobody() -> None:
         try:
             if hidepid != "0":
                 machines.enter_namespaces(machines.CLONE_NEWNS)
@@ -246,16 +245,13 @@ def as_another_user(call: Callable[[], object], hidepid: str) -> str:
             call()
         except BaseException as error:
             os.write(theirs, f"{type(error).__name__}: {error}".encode())
-        finally:
-            os._exit(0)
+
+    pid = machines.run_in_child(LIMIT_S, become_nobody)
     os.close(theirs)
-    try:
-        assert select.select([ours], [], [], LIMIT_S)[0]
-        return os.read(ours, 1 << 16).decode()
-    finally:
-        os.kill(pid, 9)
-        os.waitpid(pid, 0)
-        os.close(ours)
+    with open(ours, encoding="utf-8") as said:  # to the end of the process
+        text = said.read()
+    os.waitpid(pid, 0)
+    return text
 
 
 OF_ANOTHER_USER = "process {} belongs to another user: run this as that user, or as root"

@@ -19,17 +19,7 @@ from hypothesis import strategies as st
 from ranks import RankFailure, run_ranks
 from sequence_calls import COLLECTIVES, KINDS, REDUCTIONS
 from sequence_side import COMPLEX, REDUCED, Call
-from sequences import (
-    FAMILY,
-    KINDS_DRAWN,
-    POOLS,
-    SUBSETS,
-    WAIT_S,
-    WORLD,
-    Case,
-    draw_call,
-    run_case,
-)
+from sequences import FAMILY, KINDS_DRAWN, POOLS, SUBSETS, WAIT_S, WORLD, Case, draw_call, run_case
 
 # Of sequences in all; those of a run are divided among the pools.
 NUM_SEQUENCES = int(os.environ.get("RINGCOMM_SEQUENCES", "0"))

@@ -20,15 +20,7 @@ import torch.distributed as dist
 from cases import slow
 from ranks import hosts, run_ranks
 from test_errors import caught
-from test_shrink import (
-    PATIENCE_S,
-    SOON_S,
-    die,
-    fail,
-    in_new_ranks,
-    shrink_to,
-    shrink_until,
-)
+from test_shrink import PATIENCE_S, SOON_S, die, fail, in_new_ranks, shrink_to, shrink_until
 
 import ringcomm
 from ringcomm.survivors import agreement

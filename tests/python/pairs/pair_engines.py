@@ -12,15 +12,7 @@ import torch
 import torch.distributed as dist
 from pair_batches import loss_fn_of, micro_batches, probe, probed_loss, rows_of
 from pair_loops import launched, loop_of
-from pair_models import (
-    CLIP_NORM,
-    CLIP_VALUE,
-    DTYPES,
-    SCALE,
-    is_small,
-    make_model,
-    wrapped,
-)
+from pair_models import CLIP_NORM, CLIP_VALUE, DTYPES, SCALE, is_small, make_model, wrapped
 from pair_optimizers import groups_of, offloaded, scheduler_of, torch_optimizer
 from pair_table import Case
 from pair_tables import LOMO, ZERO
