@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from cases import slow
 from ranks import hosts, in_ranks, init_group, run_ranks
 from test_errors import ENVS, TRANSPORTS, caught
 
@@ -263,8 +264,9 @@ FROM_RANK_0: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@in_ranks(3, ENVS, fresh=True)
-def test_time_in_which_no_rank_ran_makes_none_late(rank: int) -> None:
+@in_ranks(fresh=True)
+@pytest.mark.parametrize("env", ["aaa", slow("---"), "aba"])
+def test_time_in_which_no_rank_ran_makes_none_late(rank: int, env: str) -> None:
     """Ranks 1 and 2 wait in every way, and for a new group, while all ranks are stopped.
 
     As by Slurm's suspend (https://github.com/ROCm/spur/issues/270), Ctrl-Z or `docker pause`.

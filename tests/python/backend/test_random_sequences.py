@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cases import slow
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from ranks import RankFailure, run_ranks
@@ -151,33 +152,33 @@ def explore(strategy: st.SearchStrategy[Case], num_cases: int, piece: int, marks
     run()
 
 
-def pieces(of_ci: dict[str, int], shares: dict[str, float]) -> list[Any]:
-    """Pool, cases, and number of each piece; none where one sequence is to be run again."""
+def pieces(of_ci: dict[str, int], share: float) -> list[Any]:
+    """Pool, cases, and number of each piece; none where one sequence is to be run again.
+
+    In `make test` the first half of the sequences of CI.
+    """
     if "RINGCOMM_SEQUENCE" in os.environ:
         return []
     if not IS_STRESS:
-        return [(pool, num_cases, 0) for pool, num_cases in of_ci.items()]
+        halves = [(pool, num_cases // 2, 0) for pool, num_cases in of_ci.items()]
+        return [*halves, *(slow(pool, num_cases, 0) for pool, num_cases in of_ci.items())]
     found = []
-    for pool, share in shares.items():
-        num_cases = round(share * NUM_SEQUENCES)
+    for pool, part in {"shm": 0.7, "messages": 0.15, "hosts": 0.15}.items():
+        num_cases = round(share * part * NUM_SEQUENCES)
         sizes = [PIECE] * (num_cases // PIECE) + [num_cases % PIECE] * (num_cases % PIECE > 0)
         found += [(pool, size, piece) for piece, size in enumerate(sizes)]
     return found
 
 
 @pytest.mark.parametrize(
-    ("pool", "num_cases", "piece"),
-    pieces(
-        {"shm": 220, "messages": 40, "hosts": 40}, {"shm": 0.7, "messages": 0.15, "hosts": 0.15}
-    ),
+    ("pool", "num_cases", "piece"), pieces({"shm": 220, "messages": 40, "hosts": 40}, 1.0)
 )
 def test_sequences(pool: str, num_cases: int, piece: int, marks: str) -> None:
     explore(cases(pool), num_cases, piece, marks)
 
 
 @pytest.mark.parametrize(
-    ("pool", "num_cases", "piece"),
-    pieces({"shm": 20, "messages": 5, "hosts": 5}, {"shm": 0.05, "messages": 0.02, "hosts": 0.02}),
+    ("pool", "num_cases", "piece"), pieces({"shm": 20, "messages": 6, "hosts": 6}, 0.1)
 )
 def test_calls_that_differ(pool: str, num_cases: int, piece: int, marks: str) -> None:
     """A rank that makes another call: MismatchError on all ranks, and no wrong result before."""

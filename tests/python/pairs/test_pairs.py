@@ -32,7 +32,7 @@ def cases_of(name: str) -> list[Any]:
         if case in table.refusals:  # slow in whole loops if it has more than what is refused
             reasons = {str(reason) for reason in table.refusals_of(case)}
             is_plain = len(others) <= 2 and table is not PROGRAM
-            is_new = is_new or (is_plain if name in LOOPS else not refused >= reasons)
+            is_new = is_new or ((is_plain or name not in LOOPS) and not refused >= reasons)
             refused |= reasons
         marks = [pytest.mark.slow] if not is_new or name == "Meshes of three axes" else []
         words = ", ".join(f"{axis}={value}" for axis, value in others.items())
