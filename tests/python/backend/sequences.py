@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -85,6 +86,12 @@ def make_groups(family: Sequence[tuple[tuple[int, ...], dict[str, Any]]]) -> lis
 def family() -> list[Member]:
     """The groups of this rank's pool."""
     return make_groups(FAMILY)
+
+
+def make_marks(path: Path) -> str:
+    """Makes a file with a number for each rank, for barriers."""
+    np.zeros(WORLD, np.int64).tofile(path)
+    return str(path)
 
 
 @cache

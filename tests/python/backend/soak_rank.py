@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from ranks import init_group
 from sequences import (
     FAMILY,
     KINDS_DRAWN,
@@ -156,11 +157,8 @@ _libc = ctypes.CDLL(None)
 class _Mallinfo2(ctypes.Structure):
     """Of glibc; `uordblks` and `hblkhd` are bytes in use, of heaps and of mappings."""
 
-    _fields_ = [
-        *((name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd")),
-        *((name, ctypes.c_size_t) for name in ("usmblks", "fsmblks", "uordblks", "fordblks")),
-        ("keepcost", ctypes.c_size_t),
-    ]
+    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in _names.split()]
 
 
 def heap_bytes() -> int:
@@ -213,14 +211,7 @@ class Generation:
         return self.seats.index(self.seat)
 
     def run(self) -> Outcome:
-        store = dist.FileStore(str(self.folder / f"store-{self.plan.number}"), WORLD)
-        dist.init_process_group(
-            "ringcomm",
-            store=store,
-            rank=self.seat,
-            world_size=WORLD,
-            timeout=timedelta(seconds=WAIT_S),
-        )
+        init_group(self.seat, WORLD, self.folder / f"store-{self.plan.number}", WAIT_S)
         self.sabotage()
         for stage, event in enumerate(self.plan.events):
             self.open(stage)

@@ -15,7 +15,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import oracle
 import pytest
 import torch
@@ -25,7 +24,7 @@ from oracle import OPS
 from ranks import in_ranks, run_ranks
 from sequence_calls import COLLECTIVES, KINDS, REDUCTIONS
 from sequence_side import MOVED, REDUCED, Call, ops_of
-from sequences import FAMILY, POOLS, WAIT_S, WORLD, Case, run_calls, run_cases
+from sequences import FAMILY, POOLS, WAIT_S, WORLD, Case, make_marks, run_calls, run_cases
 from test_errors import ENVS
 from torch import Tensor
 
@@ -43,10 +42,7 @@ serials = itertools.count(1, 100)
 
 @pytest.fixture(scope="module")
 def marks(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A file with a number for each rank, for barriers."""
-    path = tmp_path_factory.mktemp("collectives") / "marks"
-    np.zeros(WORLD, np.int64).tofile(path)
-    return str(path)
+    return make_marks(tmp_path_factory.mktemp("collectives") / "marks")
 
 
 def check_calls(pool: str, calls: list[Call], marks: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import os
 import re
 import signal
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import in_ranks, run_ranks
+from ranks import in_ranks, init_group, run_ranks
 from test_errors import TRANSPORTS
 
 import _ringcomm_autoload
@@ -226,9 +225,7 @@ def train(rank: int, folder: Path, backend: str, case: str) -> None:
     os.dup2(os.open(f"{folder}/{rank}", os.O_CREAT | os.O_WRONLY), 2)
     if os.environ.get("RINGCOMM_AS_GLOO"):  # which the import of torch looks at
         _ringcomm_autoload._serve_gloo(dist.distributed_c10d)
-    limit = datetime.timedelta(seconds=30)
-    store = dist.FileStore(f"{folder}/store", 3)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=3, timeout=limit)
+    init_group(rank, 3, folder / "store", backend=backend)
     pair = dist.new_group([1, 2])
     try:
         for i in range(20):

@@ -12,7 +12,6 @@ import shlex
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 from cases import slow
 from hypothesis import HealthCheck, Phase, given, seed, settings
@@ -20,7 +19,18 @@ from hypothesis import strategies as st
 from ranks import RankFailure, run_ranks
 from sequence_calls import COLLECTIVES, KINDS, REDUCTIONS
 from sequence_side import COMPLEX, REDUCED, Call
-from sequences import FAMILY, KINDS_DRAWN, POOLS, SUBSETS, WAIT_S, WORLD, Case, draw_call, run_case
+from sequences import (
+    FAMILY,
+    KINDS_DRAWN,
+    POOLS,
+    SUBSETS,
+    WAIT_S,
+    WORLD,
+    Case,
+    draw_call,
+    make_marks,
+    run_case,
+)
 
 # Of sequences in all; those of a run are divided among the pools.
 NUM_SEQUENCES = int(os.environ.get("RINGCOMM_SEQUENCES", "0"))
@@ -102,10 +112,7 @@ failures: list[str] = []
 
 @pytest.fixture(scope="module")
 def marks(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A file with a number for each rank."""
-    path = tmp_path_factory.mktemp("sequences") / "marks"
-    np.zeros(WORLD, np.int64).tofile(path)
-    return str(path)
+    return make_marks(tmp_path_factory.mktemp("sequences") / "marks")
 
 
 def check(case: Case, marks: str) -> None:
