@@ -15,7 +15,6 @@ import errno
 import itertools
 import json
 import os
-import select
 import signal
 import sys
 import tempfile
@@ -26,7 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from machines import run_in_child
+from machines import read_lines, run_in_child
 from ranks import hosts, init_group
 
 import ringcomm
@@ -176,21 +175,13 @@ def run_case(fault: Fault) -> tuple[list[dict[str, Any] | None], str]:
         rest = (fault, folder, writer)
         pids = [run_in_child(int(LIMIT_S) + 5, answer, r, *rest) for r in range(world_size)]
         os.close(writer)
-        text, deadline = b"", time.monotonic() + LIMIT_S
-        while text.count(b"\n") < world_size:
-            if not select.select([reader], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                break
-            part = os.read(reader, 1 << 16)
-            if not part:  # all have ended
-                break
-            text += part
+        lines = read_lines(reader, world_size, LIMIT_S)
         os.close(reader)
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-        for line in text.splitlines():
-            rank, said = json.loads(line)
+        for rank, said in map(json.loads, lines):
             found[rank] = said
         with open(f"{folder}/log", errors="replace") as log:
             return found, log.read()

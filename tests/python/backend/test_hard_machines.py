@@ -13,11 +13,9 @@ import json
 import os
 import re
 import resource
-import select
 import signal
 import socket
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -133,7 +131,7 @@ def launch(_: int, name: str, folder: Path) -> list[Outcome]:
     answers = os.pipe()
 
     def answer(rank: int, outcome: Outcome) -> None:
-        os.write(answers[1], json.dumps({"rank": rank, **outcome}).encode() + b"\n")
+        os.write(answers[1], json.dumps([rank, outcome]).encode() + b"\n")
 
     def run_rank(rank: int, make_store: Callable[[], dist.Store]) -> None:
         answer(rank, outcome_of(rank, machine, make_store))
@@ -147,7 +145,8 @@ def launch(_: int, name: str, folder: Path) -> list[Outcome]:
         try:
             yield
         except (Unavailable, OSError) as reason:
-            answer(0, {"skip": str(reason)})
+            for rank in range(machine.world_size):
+                answer(rank, {"skip": str(reason)})
 
     @saying_why()
     def run_all() -> None:
@@ -177,28 +176,16 @@ def launch(_: int, name: str, folder: Path) -> list[Outcome]:
             pid = run_in_child(run_machine, cgroup)
             os.close(answers[1])
             try:
-                return read_answers(answers[0], machine.world_size)
+                lines = machines.read_lines(answers[0], machine.world_size, LIMIT_S)
             finally:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
     except Unavailable as reason:
         return [{"skip": str(reason)}]
-
-
-def read_answers(fd: int, world_size: int) -> list[Outcome]:
-    outcomes: list[Outcome] = [{"text": "the process ended without an answer"}] * world_size
-    text, deadline = b"", time.monotonic() + LIMIT_S
-    while text.count(b"\n") < world_size and b'"skip"' not in text:
-        if not select.select([fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
-            break
-        part = os.read(fd, 1 << 16)
-        if not part:
-            break
-        text += part
-    for line in text.splitlines():
-        outcome = json.loads(line)
-        outcomes[outcome.pop("rank")] = outcome
+    outcomes: list[Outcome] = [{"text": "the process ended without an answer"}] * machine.world_size
+    for rank, outcome in map(json.loads, lines):
+        outcomes[rank] = outcome
     return outcomes
 
 

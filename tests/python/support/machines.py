@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import os
 import platform
+import select
 import signal
 import struct
 import time
@@ -71,6 +72,19 @@ def comes_true(condition: Callable[[], object], limit_s: float) -> bool:
             return False
         time.sleep(0.01)
     return True
+
+
+def read_lines(fd: int, number: int, limit_s: float) -> list[str]:
+    """So many lines of a pipe, or what there is when all writers have closed it or at the limit."""
+    text, deadline = b"", time.monotonic() + limit_s
+    while text.count(b"\n") < number:
+        if not select.select([fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            break
+        part = os.read(fd, 1 << 16)
+        if not part:
+            break
+        text += part
+    return text.decode().splitlines()
 
 
 def _check(code: int, what: str) -> None:
