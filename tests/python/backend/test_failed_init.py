@@ -8,13 +8,17 @@ import re
 import resource
 import time
 from collections.abc import Callable
-from itertools import islice
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from machines import limit_of_descriptors, limited, used_bytes
 from ranks import in_ranks, init_group, run_ranks
+from test_errors import caught
+from test_faults import timed
 
 import ringcomm
 
@@ -34,46 +38,21 @@ def make_group(
     init_group(rank, world_size, folder / "store", timeout_s, options, keeps_file=True)
 
 
-def failure_of(body: Callable[[], object]) -> tuple[str, str, float]:
-    """The type and the text of what it raises, and the seconds until then."""
-    begin = time.monotonic()
-    try:
-        body()
-    except Exception as error:
-        return type(error).__name__, str(error), time.monotonic() - begin
-    return "", "", time.monotonic() - begin
-
-
 # ---- a rank that fails while the group is made
 
-
-def without_memory() -> Callable[[], None]:
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    limits = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (used + (9 << 20), limits[1]))
-    return lambda: resource.setrlimit(resource.RLIMIT_AS, limits)
-
-
-def without_descriptors() -> Callable[[], None]:
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    free = (number for number in range(1 << 20) if not Path(f"/proc/self/fd/{number}").is_symlink())
-    resource.setrlimit(resource.RLIMIT_NOFILE, (next(islice(free, 8, None)), limits[1]))
-    return lambda: resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-
-
-def with_a_wrong_option() -> Callable[[], None]:
-    os.environ["RINGCOMM_ALGORITHM"] = "no such one"
-
-    def mend() -> None:
-        del os.environ["RINGCOMM_ALGORITHM"]
-
-    return mend
-
-
-CAUSES = {
-    "no memory": (without_memory, "shared memory failed|thread ringcomm-|std::bad_alloc"),
-    "no descriptors": (without_descriptors, "ulimit -n"),
-    "a wrong option": (with_a_wrong_option, "no such one"),
+CAUSES: dict[str, tuple[Callable[[], Any], str]] = {
+    "no memory": (
+        lambda: limited(resource.RLIMIT_AS, used_bytes() + (9 << 20)),
+        "shared memory failed|thread ringcomm-|std::bad_alloc",
+    ),
+    "no descriptors": (
+        lambda: limited(resource.RLIMIT_NOFILE, limit_of_descriptors(8)),
+        "ulimit -n",
+    ),
+    "a wrong option": (
+        lambda: mock.patch.dict(os.environ, RINGCOMM_ALGORITHM="no such one"),
+        "no such one",
+    ),
 }
 
 
@@ -91,15 +70,13 @@ def test_the_others_hear_why_a_rank_failed(
 ) -> None:
     """Its process lives on, as in a notebook: https://github.com/rwth-i6/returnn/issues/1484."""
     torch.ones(1000).sum()
-    fail, words = CAUSES[cause]
-    mend = fail() if rank == failing else None
-    kind, text, seconds = failure_of(lambda: make_group(rank, 3, tmp_path, transport))
-    if mend is not None:
-        mend()
-    assert kind not in ("", "CollectiveTimeoutError"), text
-    assert seconds < SOON_S, text
-    assert any(word in text for word in words.split("|")), text
-    assert rank == failing or f"rank {failing}" in text, text
+    fails, words = CAUSES[cause]
+    with fails() if rank == failing else contextlib.nullcontext():
+        error = timed(make_group, rank, 3, tmp_path, transport)
+    assert error["type"] != "CollectiveTimeoutError", error
+    assert error["seconds"] < SOON_S, error
+    assert any(word in error["text"] for word in words.split("|")), error
+    assert rank == failing or f"rank {failing}" in error["text"], error
     time.sleep(0.3 * rank)  # who tries again at once reads the records of who does not yet
     make_group(rank, 3, tmp_path, transport)
     x = torch.ones(10)
@@ -129,12 +106,13 @@ def test_a_rank_without_descriptors_is_named(rank: int, tmp_path: Path) -> None:
     shared = ringcomm.empty_shared(1 << 16).fill_(rank)
     dist.barrier()
     files = take_all_descriptors() if rank == 1 else []
-    kind, text, seconds = failure_of(lambda: dist.broadcast(shared, 1))
+    error = timed(dist.broadcast, shared, 1)
     for file in files:
         os.close(file)
-    assert kind == "RingcommError", text
-    assert re.search(r"rank 1 \(pid .*\) is out of file descriptors; .*ulimit -n", text), text
-    assert seconds < SOON_S, text
+    assert error["type"] == "RingcommError", error
+    said = r"rank 1 \(pid .*\) is out of file descriptors; .*ulimit -n"
+    assert re.search(said, error["text"]), error
+    assert error["seconds"] < SOON_S, error
 
 
 # ---- other ranks under one name
@@ -146,10 +124,11 @@ def test_groups_of_other_ranks_under_one_name(rank: int, tmp_path: Path) -> None
     make_group(rank, 4, tmp_path)
     pair = [0, 3] if rank in (0, 3) else [1, 2]
     time.sleep(2 if rank in (1, 3) else 0)  # one rank of each pair comes first
-    kind, text, seconds = failure_of(lambda: sum_over(pair))
-    assert kind in ("", "MismatchError"), text  # or it has found the other of its pair in time
-    assert not kind or {"{0, 3}", "{1-2}"} <= set(re.findall(r"{.*?}", text)), text
-    assert seconds < SOON_S, text
+    error = timed(sum_over, pair)
+    if "type" in error:  # else it has found the other of its pair in time
+        assert error["type"] == "MismatchError", error
+        assert {"{0, 3}", "{1-2}"} <= set(re.findall(r"{.*?}", error["text"])), error
+    assert error["seconds"] < SOON_S, error
 
 
 def sum_over(pair: list[int]) -> None:
@@ -165,8 +144,8 @@ def wait_for_a_missing_rank(rank: int, folder: Path) -> None:
     log = os.open(folder / f"log-{rank}", os.O_RDWR | os.O_CREAT)
     os.dup2(log, 2)
     if rank < 2:
-        kind, *_ = failure_of(lambda: make_group(rank, 3, folder, timeout_s=12))
-        assert kind == "CollectiveTimeoutError"
+        error = caught(lambda: make_group(rank, 3, folder, timeout_s=12))
+        assert error["type"] == "CollectiveTimeoutError", error
 
 
 def test_one_rank_says_who_is_missing(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,24 +10,9 @@ import pytest
 from ringcomm.measure.verdict import Rank, verdict
 from ringcomm.trace.layout import ANY_RANK, NOBODY, Call, Group, Record
 
-WORLD_SIZE = 4
-
-
-def group(rank: int, **changes: Any) -> Group:
-    fields: dict[str, Any] = {
-        "name": "0",
-        "id": 1,
-        "state": "alive",
-        "rank": rank,
-        "world_size": WORLD_SIZE,
-        "transport": "shm",
-        "failure": "",
-        "culprit": -1,
-        "failed_ns": None,
-        "pids": [100 + member for member in range(WORLD_SIZE)],
-        "global_ranks": list(range(WORLD_SIZE)),
-    }
-    return Group(**{**fields, **changes})
+PIDS, RANKS = [100, 101, 102, 103], [0, 1, 2, 3]
+GROUP = Group("0", 1, "alive", 0, 4, "shm", "", -1, None, PIDS, RANKS)
+KIND = {"num_bytes": 8, "dtype": "float32", "reduction": "sum", "algorithm": "one_shot"}
 
 
 def call(
@@ -35,30 +21,17 @@ def call(
     waits_for: int = NOBODY,
     began_s: float = 9.0,
     ended_s: float | None = None,
-    peer: int = -1,
-    **steps: Any,
+    **more: Any,
 ) -> Call:
-    return Call(
-        number=1,
-        group=0,
-        op=op,
-        seq=seq,
-        num_bytes=8,
-        dtype="float32",
-        reduction="sum",
-        algorithm="one_shot",
-        peer=peer,
-        waits_for=waits_for,
-        begin_ns=-round(began_s * 1e9),
-        end_ns=None if ended_s is None else -round(ended_s * 1e9),
-        on_device=False,
-        state="running" if ended_s is None else "ended",
-        **steps,
-    )
+    fields: dict[str, Any] = {"number": 1, "group": 0, "peer": -1, "on_device": False, **KIND}
+    fields |= {"op": op, "seq": seq, "waits_for": waits_for, "begin_ns": -round(began_s * 1e9)}
+    fields["end_ns"] = None if ended_s is None else -round(ended_s * 1e9)
+    return Call(**fields | {"state": "running" if ended_s is None else "ended"} | more)
 
 
 def rank(number: int, *calls: Call, **changes: Any) -> Rank:
-    record = Record(100 + number, "0.1.0", 9, 0, 0, {0: group(number, **changes)}, list(calls))
+    group = replace(GROUP, rank=number, **changes)
+    record = Record(100 + number, "0.1.0", 9, 0, 0, {0: group}, list(calls))
     return Rank(100 + number, record, state="S")
 
 

@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -240,15 +239,12 @@ def limit(which: int, most: int, rank: int) -> None:
 
 
 def limit_descriptors(more: int, rank: int) -> None:
-    """So many more than the rank has: it limits their numbers."""
-    free = (number for number in range(1 << 20) if not Path(f"/proc/self/fd/{number}").is_symlink())
-    limit(resource.RLIMIT_NOFILE, next(islice(free, more, None)), rank)
+    limit(resource.RLIMIT_NOFILE, machines.limit_of_descriptors(more), rank)
 
 
 def limit_address_space(more_mib: int, rank: int) -> None:
     """So much more than the rank has, and its tensors."""
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    limit(resource.RLIMIT_AS, used + ((more_mib + 5) << 20), rank)
+    limit(resource.RLIMIT_AS, machines.used_bytes() + ((more_mib + 5) << 20), rank)
 
 
 def limit_threads(num_threads: int, rank: int) -> None:

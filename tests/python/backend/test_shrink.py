@@ -27,7 +27,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import quick, slow
-from machines import comes_true
+from machines import comes_true, limit_of_descriptors, limited
 from ranks import in_ranks
 from test_errors import TRANSPORTS, caught
 
@@ -134,13 +134,9 @@ def test_a_survivor_that_is_out_of_descriptors_says_so(rank: int) -> None:
     if rank == 2:
         die()
     fail()
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if rank == 0:
-        free = os.dup(0)
-        os.close(free)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
-    error = caught(ringcomm.shrink)
-    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    most = limit_of_descriptors(0 if rank == 0 else 100)
+    with limited(resource.RLIMIT_NOFILE, most):
+        error = caught(ringcomm.shrink)
     reason = "ulimit -n" if rank == 0 else "rank 0 did not make the new store"
     for words in ("shrink failed 8 times", "the last attempt failed on this rank: ", reason):
         assert words in error["text"], error
