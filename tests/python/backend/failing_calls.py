@@ -206,7 +206,6 @@ def problem_of(fault: Fault, found: list[dict[str, Any] | None], log: str) -> st
 
 
 def calls_in(fault: Fault, found: list[dict[str, Any] | None]) -> int:
-    """How often the rank made the call that fails."""
     said = found[FAILING_RANK]
     return said["counts"].get(fault.phase, {}).get(fault.call, 0) if said else 0
 

@@ -70,7 +70,6 @@ class Case:
     settle_s: float = 1.0  # until all ranks have come to where they wait
 
     def is_right(self, report: dict[str, Any]) -> bool:
-        """Whether a report has this verdict."""
         has_words = all(words in report["verdict"] for words in self.words)
         return report["cause"] == self.cause and has_words
 
@@ -299,7 +298,6 @@ def late(job: Job) -> None:
 
 @hangs(2)
 def evaluates(job: Job) -> None:
-    """The last rank never comes back."""
     if job.is_last:
         evaluate()
 

@@ -84,7 +84,6 @@ def make_groups(family: Sequence[tuple[tuple[int, ...], dict[str, Any]]]) -> lis
 
 @cache
 def family() -> list[Member]:
-    """The groups of this rank's pool."""
     return make_groups(FAMILY)
 
 

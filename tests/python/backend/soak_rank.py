@@ -171,7 +171,6 @@ def heap_bytes() -> int:
 
 
 def memory() -> dict[str, int]:
-    """Descriptors, threads, and memory of this process."""
     gc.collect()
     files = open_files()
     heap, blocks = heap_bytes(), sys.getallocatedblocks()
@@ -301,7 +300,6 @@ class Generation:
     # ---- an event that ends the group
 
     def fail(self, stage: int, event: Event) -> bool:
-        """Whether this process is in the new group."""
         run = self.new_run(stage, CASES_PER_STAGE)
         is_actor = event.seat == self.seat
         raised: ringcomm.RingcommError | None = None
@@ -359,7 +357,6 @@ class Generation:
             time.sleep(0.01)
 
     def next_error(self) -> ringcomm.RingcommError | None:
-        """Of the default group's next call."""
         try:
             dist.barrier()
         except ringcomm.RingcommError as error:

@@ -108,7 +108,6 @@ def enter_host(name: str, folder: Path, ranks: list[int], world_size: int) -> No
 
 
 def start(name: str, path: str, world_size: int, env: Any, are_hosts: bool) -> list[int]:
-    """Forks the processes of a job."""
     folder, ranks, pids = Path(path), list(range(world_size)), []
     kept = dict(os.environ)
     if are_hosts:

@@ -235,7 +235,6 @@ def test_errors_number_ranks_as_their_group_does(rank: int, tmp_path: Path) -> N
 
 @in_ranks(4, TRANSPORTS)
 def test_ways_to_make_groups(rank: int) -> None:
-    """In use all at once: test_random_sequences.py."""
     pair, _ = dist.new_subgroups(2)
     assert sum_of(pair, rank) == (1 if rank < 2 else 5)
     crossed, _ = dist.new_subgroups_by_enumeration([[3, 0], [1, 2]])

@@ -302,7 +302,6 @@ def entries(rank: int, num_entries: int, dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
 def test_sum(rank: int, dtype: torch.dtype, is_async: bool) -> None:
-    """Of sparse tensors, in order with calls before and after it."""
     for counts in COUNTS[dist.get_world_size()]:
         all_entries = [entries(r, count, dtype) for r, count in enumerate(counts)]
         total = torch.stack([own.to_dense().double() for own in all_entries]).sum(0)

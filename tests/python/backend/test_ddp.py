@@ -46,7 +46,6 @@ def run_of(model: Any, rank: int) -> Run:
 
 
 def wrap(**options: Any) -> DistributedDataParallel:
-    """Several buckets."""
     model = make_model()
     with torch.no_grad():
         for parameter in model.parameters():

@@ -255,7 +255,6 @@ def test_a_mismatch_over_shared_memory_has_written_nothing(way: str) -> None:
     ("how", "may_die"), [("late", []), ("dies in the middle", [1]), ("another call", [])]
 )
 def test_lomo_has_updated_a_weight_or_not(rank: int, how: str) -> None:
-    """In a backward pass that fails."""
     world: Any = dist.group.WORLD
     if how == "late":
         set_timeout(backend_of(world, torch.device("cpu")).options, datetime.timedelta(seconds=1))

@@ -86,7 +86,6 @@ def preload(name: str, folder: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def env(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """That of a program whose system calls can be made to fail."""
     return preload("failing_calls", tmp_path_factory.mktemp("shim"))
 
 

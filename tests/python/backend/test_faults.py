@@ -44,7 +44,6 @@ def timed(fn: Callable[..., Any], *args: Any) -> dict[str, Any]:
 
 
 def in_threads(call: Callable[[Any], Any], names: Iterable[Any]) -> None:
-    """Calls with each name in a thread."""
     threads = [threading.Thread(target=call, args=(name,)) for name in names]
     for thread in threads:
         thread.start()

@@ -68,7 +68,6 @@ def analyse(folder: Path) -> str:
 
 
 def said_by_analyser(rank: int, folder: Path) -> str:
-    """Runs torch's analyser as its command does."""
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         from torch.distributed.flight_recorder import fr_trace  # its logger takes sys.stderr

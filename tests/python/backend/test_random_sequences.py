@@ -194,7 +194,6 @@ def test_calls_that_differ(pool: str, num_cases: int, piece: int, marks: str) ->
 
 @pytest.mark.skipif("RINGCOMM_SEQUENCE" not in os.environ, reason="no sequence to run again")
 def test_again(marks: str) -> None:
-    """The sequence of RINGCOMM_SEQUENCE."""
     check(eval(os.environ["RINGCOMM_SEQUENCE"], {"Case": Case, "Call": Call}), marks)
 
 

@@ -253,7 +253,6 @@ def test_other_groups(rank: int) -> None:
 
 @in_new_ranks(4)
 def test_a_subgroup(rank: int) -> None:
-    """And the world works."""
     group = dist.new_group([1, 2, 3])
     dist.barrier()
     if rank > 0:

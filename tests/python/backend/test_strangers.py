@@ -163,7 +163,6 @@ def lines_of(fd: int, number: int) -> list[str]:
 
 @pytest.fixture
 def open_folder(tmp_path: Path) -> Path:
-    """That other users can write."""
     if os.geteuid() != 0:
         pytest.skip("only root can become two other users")
     for folder in tmp_path.parents:  # pytest's are its user's alone

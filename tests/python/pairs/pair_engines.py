@@ -150,7 +150,6 @@ class Engine:
             getattr(self.optimizer, "scale", lambda loss: loss)(loss).backward()
 
     def finish_step(self) -> None:
-        """Clips, and steps."""
         clipping, is_scaled = self.has["clipping"], self.has["loss scale"] == "GradScaler"
         if is_scaled and clipping in ("torch", "optimizer"):
             self.scaler.unscale_(self.optimizer)
@@ -175,7 +174,6 @@ class Engine:
         return [self.core.model.layers[0], self.core.model.layers[-1]]
 
     def thaw(self) -> None:
-        """Makes the weights trained that a case starts with frozen."""
         self.core.model.layers[0].requires_grad_(True)
 
     @property
