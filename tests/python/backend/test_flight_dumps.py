@@ -412,6 +412,7 @@ def test_messages_of_a_batch_end(rank: int, tmp_path: Path) -> None:
         work.wait()
     open_one: Any = dist.irecv(torch.empty(8), 1 - rank, tag=3)
     path = ringcomm.flight_dump(f"{tmp_path}/batch-")
+    dist.barrier()  # the other rank's dump is there too
     dist.send(x, 1 - rank, tag=3)
     open_one.wait()
     states = [call["state"] for call in dump_of(path)["processes"][0]["calls"]]

@@ -164,11 +164,19 @@ def test_a_straggler_is_named(rank: int, op: str) -> None:
 
 @in_ranks(2)
 def test_nobody_is_named_where_nobody_is_late(rank: int) -> None:
+    """Once in ten times: another process may have the processor of a rank."""
     group = own_group()
-    for _ in range(10 * NUM_CALLS):
-        dist.all_reduce(torch.ones(10), group=group)
-    counts = ringcomm.peer_stats(group)[1 - rank]
-    assert counts["num_late"] < 5 * NUM_CALLS  # each rank's share of the calls
+    for _ in range(10):
+        before = ringcomm.peer_stats(group)[1 - rank]["num_late"]
+        for _ in range(10 * NUM_CALLS):
+            dist.all_reduce(torch.ones(10), group=group)
+        late = ringcomm.peer_stats(group)[1 - rank]["num_late"] - before
+        most = torch.tensor([late])
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        if most.item() < 5 * NUM_CALLS:  # each rank's share of the calls
+            break
+    else:
+        raise AssertionError(late)
     dist.destroy_process_group(group)
 
 
