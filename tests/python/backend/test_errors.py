@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -288,8 +289,10 @@ def test_missing_ranks(
     """
     group: Any = dist.group.WORLD
     error: dict[str, Any] = {}
+    begin = time.monotonic()
     if rank not in missing:
         error = caught(lambda: ringcomm.monitored_barrier(group, SHORT, waits_for_all))
+    assert time.monotonic() - begin < 10  # the group's timeout is 30 s
     dist.barrier()
     if rank in missing and is_late:
         error = caught(lambda: group.monitored_barrier(SHORT, waits_for_all))
