@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -151,68 +152,61 @@ def shard(mesh_shape: tuple[int, ...] = (WORLD,), **options: Any) -> Any:
     return fully_shard(model, mesh=mesh, **options)
 
 
-def run_fsdp2(rank: int, mesh_shape: tuple[int, ...], options: dict[str, Any]) -> Run:
-    return run_of(shard(mesh_shape, **options), rank)
-
-
-# 8 bits of mantissa: 2e-2 after five steps.
-# The loss's inputs have one dtype: torch 2.11 has no mse_loss of two.
-IN_BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, output_dtype=torch.float32)
-
-
-@pytest.mark.parametrize(
-    ("mesh_shape", "options", "atol"),
-    [
-        ((2,), {"mp_policy": IN_BF16}, 2e-2),
-        ((4,), {"reshard_after_forward": 2}, 1e-5),  # to shards among two of the four
-        ((2, 2), {}, 1e-5),  # HSDP
-    ],
-    ids=["bf16", "reshard", "hsdp"],
-)
-def test_fsdp2(mesh_shape: tuple[int, ...], options: dict[str, Any], atol: float) -> None:
-    world_size = 2 if mesh_shape == (2,) else 4
-    results = run_ranks(world_size, run_fsdp2, mesh_shape, options)
-    assert_same_run(results, single_process(), atol)
-
-
-def run_with_a_divide_factor(rank: int, only_sums: bool) -> Run:
+def with_a_divide_factor(only_sums: bool) -> Any:
+    """By premul_sum, or by sums."""
     model = shard()
     model.set_force_sum_reduction_for_comms(only_sums)
     for layer in model:  # each has parameters of its own to reduce
         layer.set_force_sum_reduction_for_comms(only_sums)
         layer.set_gradient_divide_factor(3.0)
-    return run_of(model, rank)
+    return model
 
 
-@pytest.mark.parametrize("only_sums", [True, False])
-def test_fsdp2_with_a_divide_factor(only_sums: bool) -> None:
-    """premul_sum, or sums."""
-    results = run_ranks(WORLD, run_with_a_divide_factor, only_sums)
-    assert_same_run(results, single_process(scale=WORLD / 3.0))
-
-
-def run_fsdp1(rank: int, strategy: ShardingStrategy) -> Run:
-    is_hybrid = strategy == ShardingStrategy.HYBRID_SHARD
+def fsdp1(strategy: ShardingStrategy, **options: Any) -> Any:
     model = FullyShardedDataParallel(
         make_model(),
         auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
         device_id=torch.device("cpu"),
         sharding_strategy=strategy,
-        device_mesh=init_device_mesh("cpu", (2, 2)) if is_hybrid else None,
-        use_orig_params=is_hybrid,
+        **options,
     )
-    losses = train(model, rank, dist.get_world_size())
-    with FullyShardedDataParallel.state_dict_type(
+    FullyShardedDataParallel.set_state_dict_type(
         model, StateDictType.FULL_STATE_DICT, FullStateDictConfig()
-    ):
-        return Run(losses, weights_of(model))
+    )
+    return model
 
 
-@pytest.mark.parametrize("strategy", ["SHARD_GRAD_OP", "HYBRID_SHARD"])
-def test_fsdp1(strategy: str) -> None:
-    world_size = 4 if strategy == "HYBRID_SHARD" else WORLD
-    results = run_ranks(world_size, run_fsdp1, ShardingStrategy[strategy])
-    assert_same_run(results, single_process())
+def hybrid() -> Any:
+    mesh = init_device_mesh("cpu", (2, 2))
+    return fsdp1(ShardingStrategy.HYBRID_SHARD, device_mesh=mesh, use_orig_params=True)
+
+
+# The loss's inputs have one dtype: torch 2.11 has no mse_loss of two.
+IN_BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, output_dtype=torch.float32)
+FACTOR = WORLD / 3.0  # of gradients
+# On how many ranks, the scale of the gradients, and the tolerance; 8 bits of mantissa give 2e-2
+# after five steps.
+SHARDED: dict[str, tuple[Callable[[], Any], int, float, float]] = {
+    "bf16": (lambda: shard(mp_policy=IN_BF16), 2, 1.0, 2e-2),
+    # To shards among two of the four.
+    "reshard": (lambda: shard((4,), reshard_after_forward=2), 4, 1.0, 1e-5),
+    "hsdp": (lambda: shard((2, 2)), 4, 1.0, 1e-5),
+    "divide factor": (lambda: with_a_divide_factor(False), 2, FACTOR, 1e-5),
+    "divide factor, sums": (lambda: with_a_divide_factor(True), 2, FACTOR, 1e-5),
+    "fsdp1": (lambda: fsdp1(ShardingStrategy.SHARD_GRAD_OP), 2, 1.0, 1e-5),
+    "fsdp1, hybrid": (hybrid, 4, 1.0, 1e-5),
+}
+
+
+def train_sharded(rank: int, name: str) -> Run:
+    return run_of(SHARDED[name][0](), rank)
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_fsdp(name: str) -> None:
+    _, world_size, scale, atol = SHARDED[name]
+    results = run_ranks(world_size, train_sharded, name)
+    assert_same_run(results, single_process(scale=scale), atol)
 
 
 # ---- what DistributedDataParallel puts on the wire: the formulas of the algorithms, to the byte
