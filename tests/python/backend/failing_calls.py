@@ -15,7 +15,6 @@ import errno
 import itertools
 import json
 import os
-import select
 import signal
 import sys
 import tempfile
@@ -26,7 +25,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ranks import init_group
+from machines import read_lines, run_in_child
+from ranks import hosts, init_group
 
 import ringcomm
 
@@ -71,19 +71,8 @@ WHEN = {"first": (1, False), "third": (3, False), "all": (1, True)}
 ENDS = {"ends": False, "lives on": True}
 
 
-@dataclass(frozen=True)
-class Transport:
-    """How the ranks of a group exchange data; a letter of `hosts` for each rank."""
-
-    hosts: str
-    option: str | None = None
-
-
-TRANSPORTS = {
-    "memory": Transport("aa"),
-    "messages": Transport("aa", "messages"),
-    "hosts": Transport("aab"),
-}
+# Of each, a letter of hosts() for each rank.
+TRANSPORTS = {"memory": "aa", "messages": "--", "hosts": "aab"}
 
 
 @dataclass(frozen=True)
@@ -135,20 +124,19 @@ def use(rank: int, world_size: int) -> None:
     dist.destroy_process_group(group)
 
 
-def run_phase(phase: str, rank: int, world_size: int, transport: Transport, store: str) -> None:
+def run_phase(phase: str, rank: int, places: str, store: str) -> None:
     if phase == "init":
-        os.environ["RINGCOMM_HOST_ID"] = transport.hosts[rank]
-        options = ringcomm.Options(transport=transport.option, log_waits=False)  # type: ignore[arg-type]
-        init_group(rank, world_size, store, TIMEOUT_S, options)
+        os.environ.update(hosts(places)[rank])
+        options = ringcomm.Options(log_waits=False)
+        init_group(rank, len(places), store, TIMEOUT_S, options)
     elif phase == "destroy":
         dist.destroy_process_group()
     else:
-        use(rank, world_size)
+        use(rank, len(places))
 
 
 def run_rank(rank: int, fault: Fault, store: str) -> dict[str, Any]:
     """The phase that raised and what it said; how often the phase makes each call."""
-    transport = TRANSPORTS[fault.transport]
     shim = ctypes.CDLL(None)
     said: dict[str, Any] = {"phase": "the end", "text": "", "counts": {}}
     for phase in PHASES:
@@ -156,7 +144,7 @@ def run_rank(rank: int, fault: Fault, store: str) -> dict[str, Any]:
             name = fault.call.encode() if fault.call and phase == fault.phase else None
             shim.fail_calls(name, fault.error, fault.first, fault.onwards)
         try:
-            run_phase(phase, rank, len(transport.hosts), transport, store)
+            run_phase(phase, rank, TRANSPORTS[fault.transport], store)
         except BaseException as error:
             said |= {"phase": phase, "text": f"{type(error).__name__}: {error}".partition("\n")[0]}
             break
@@ -168,11 +156,7 @@ def run_rank(rank: int, fault: Fault, store: str) -> dict[str, Any]:
 # ---- the ranks of a case
 
 
-def fork_rank(rank: int, fault: Fault, folder: str, answers: int) -> int:
-    pid = os.fork()
-    if pid > 0:
-        return pid
-    signal.alarm(int(LIMIT_S) + 5)
+def answer(rank: int, fault: Fault, folder: str, answers: int) -> None:
     log = os.open(f"{folder}/log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -180,32 +164,24 @@ def fork_rank(rank: int, fault: Fault, folder: str, answers: int) -> int:
     os.write(answers, json.dumps([rank, said]).encode() + b"\n")
     if fault.lives_on:
         signal.pause()
-    os._exit(0)
 
 
 def run_case(fault: Fault) -> tuple[list[dict[str, Any] | None], str]:
     """What each rank says, None of one that is silent; and what all wrote."""
-    world_size = len(TRANSPORTS[fault.transport].hosts)
+    world_size = len(TRANSPORTS[fault.transport])
     found: list[dict[str, Any] | None] = [None] * world_size
     with tempfile.TemporaryDirectory(prefix="ringcomm-failing-") as folder:
         reader, writer = os.pipe()
-        pids = [fork_rank(rank, fault, folder, writer) for rank in range(world_size)]
+        rest = (fault, folder, writer)
+        pids = [run_in_child(int(LIMIT_S) + 5, answer, r, *rest) for r in range(world_size)]
         os.close(writer)
-        text, deadline = b"", time.monotonic() + LIMIT_S
-        while text.count(b"\n") < world_size:
-            if not select.select([reader], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                break
-            part = os.read(reader, 1 << 16)
-            if not part:  # all have ended
-                break
-            text += part
+        lines = read_lines(reader, world_size, LIMIT_S)
         os.close(reader)
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-        for line in text.splitlines():
-            rank, said = json.loads(line)
+        for rank, said in map(json.loads, lines):
             found[rank] = said
         with open(f"{folder}/log", errors="replace") as log:
             return found, log.read()
@@ -230,7 +206,6 @@ def problem_of(fault: Fault, found: list[dict[str, Any] | None], log: str) -> st
 
 
 def calls_in(fault: Fault, found: list[dict[str, Any] | None]) -> int:
-    """How often the rank made the call that fails."""
     said = found[FAILING_RANK]
     return said["counts"].get(fault.phase, {}).get(fault.call, 0) if said else 0
 

@@ -26,7 +26,7 @@ def all_reduce(s: Side) -> Any:
     return dist.all_reduce(tensor, s.reduce_op, group=s.group, async_op=s.is_async)
 
 
-def reduce_to_root(s: Side) -> Any:
+def reduce(s: Side) -> Any:
     size = s.call.size
     tensor = s.tensor(s.value(s.rank, size), s.reduced(size) if s.is_root else None)
     root = s.members[s.root]
@@ -269,26 +269,11 @@ def objects(s: Side) -> None:
     s.expect(found == expected, f"objects {found} instead of {expected}"[:500])
 
 
-COLLECTIVES: dict[str, Callable[[Side], Any]] = {
-    "all_reduce": all_reduce,
-    "broadcast": broadcast,
-    "all_gather": all_gather,
-    "reduce_scatter_tensor": reduce_scatter_tensor,
-    "all_gather_into_tensor": all_gather_into_tensor,
-    "reduce_scatter": reduce_scatter,
-    "reduce": reduce_to_root,
-    "gather": gather,
-    "scatter": scatter,
-    "all_to_all": all_to_all,
-    "all_to_all_single": all_to_all_single,
-    "barrier": barrier,
-}
-KINDS: dict[str, Callable[[Side], Any]] = {
-    **COLLECTIVES,
-    "coalesced": coalesced,
-    "messages": messages,
-    "send_and_receive": send_and_receive,
-    "from_any_source": from_any_source,
-    "objects": objects,
-}
+_COLLECTIVES = (
+    *(all_reduce, broadcast, all_gather, reduce_scatter_tensor, all_gather_into_tensor),
+    *(reduce_scatter, reduce, gather, scatter, all_to_all, all_to_all_single, barrier),
+)
+COLLECTIVES: dict[str, Callable[[Side], Any]] = {each.__name__: each for each in _COLLECTIVES}
+_OTHERS = (coalesced, messages, send_and_receive, from_any_source, objects)
+KINDS = COLLECTIVES | {each.__name__: each for each in _OTHERS}
 REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor", "coalesced")

@@ -225,7 +225,6 @@ class Side:
         return view
 
     def own(self, num_elems: int) -> Tensor:
-        """What this rank gives, and must find as it was."""
         return self.tensor(self.value(self.rank, num_elems))
 
     def wrong(self) -> list[str]:

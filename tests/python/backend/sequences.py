@@ -13,13 +13,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from sequence_calls import KINDS
-from sequence_side import CPU, Call, Side
+from sequence_calls import KINDS, REDUCTIONS
+from sequence_side import CPU, MOVED, REDUCED, Call, Side, ops_of
 
 import ringcomm
 from ringcomm import Options
@@ -83,8 +84,13 @@ def make_groups(family: Sequence[tuple[tuple[int, ...], dict[str, Any]]]) -> lis
 
 @cache
 def family() -> list[Member]:
-    """The groups of this rank's pool."""
     return make_groups(FAMILY)
+
+
+def make_marks(path: Path) -> str:
+    """Makes a file with a number for each rank, for barriers."""
+    np.zeros(WORLD, np.int64).tofile(path)
+    return str(path)
 
 
 @cache
@@ -232,3 +238,59 @@ def run_calls(calls: Sequence[Call], device: torch.device = CPU, group: Any = No
             torch.accelerator.synchronize()
         wrong += [f"{call}: {text}" for text in side.wrong()]
     return wrong
+
+
+# ---- draws of calls, from hypothesis or from a seeded generator
+
+Value = TypeVar("Value")
+
+# Kinds in the order in which a failure is made simpler, and how often each is drawn.
+KINDS_DRAWN = [*KINDS, "all_reduce", "all_reduce", "all_to_all_single", "messages", "messages"]
+# Where paths change, in bytes: a line, an envelope of messages, direct paths, one_shot, a slot of
+# a link, a piece of a board, the board.
+EDGES = [64, 4 << 10, 8 << 10, 48 << 10, 64 << 10, 128 << 10, 256 << 10, 512 << 10, 1 << 20]
+# Several pieces and slices, odd.
+LARGE = [777_777, 1_500_001, 3_000_001]
+# Elements of all ranks together, of which the model's table has more.
+MAX_TOTAL = 3_000_000
+
+
+class Source(Protocol):
+    """What is drawn from; random.Random is one."""
+
+    def choice(self, values: Sequence[Value], /) -> Value: ...
+    def randint(self, low: int, high: int, /) -> int: ...
+
+
+def draw_size(source: Source, dtype: str, num_ranks: int, has_shares: bool) -> int:
+    """Elements of a rank's tensor, or of its share."""
+    itemsize = getattr(torch, dtype).itemsize
+    kind = source.randint(0, 19)
+    if kind < 11:
+        return source.choice([1, 0, num_ranks, num_ranks - 1, num_ranks + 1, 3, 17, 67, 1000])
+    if kind < 18:
+        num_elems = source.choice(EDGES) // itemsize
+        if has_shares and source.choice([False, True]):
+            num_elems //= num_ranks
+        num_elems += source.randint(-1, 1)
+    else:
+        num_elems = min(source.choice(LARGE) // itemsize, 400_000)
+    return min(num_elems, MAX_TOTAL // (num_ranks if has_shares else 1))
+
+
+def draw_call(source: Source, kinds: Sequence[str], group: int, num_ranks: int) -> Call:
+    """A call on a group of that many ranks, which all of them make."""
+    kind = source.choice(kinds)
+    dtype = source.choice(REDUCED if kind in REDUCTIONS else MOVED)
+    has_shares = kind not in ("all_reduce", "reduce", "broadcast")
+    return Call(
+        kind,
+        group,
+        dtype,
+        source.choice(ops_of(dtype)) if kind in REDUCTIONS else "sum",
+        draw_size(source, dtype, num_ranks, has_shares),
+        source.randint(0, 99),
+        source.randint(0, num_ranks - 1),
+        source.choice([0, 0, 1, 2, 5]),
+        source.randint(0, 9999),
+    )

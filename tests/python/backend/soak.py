@@ -19,9 +19,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
 from ranks import Pool, RankFailure
-from sequences import WORLD
+from sequences import WORLD, make_marks
 from soak_rank import EVENTS, LIMIT_S, Outcome, draw_plan, run_generation
 
 
@@ -174,8 +173,8 @@ def soak(
         kinds: the events that are drawn.
         fault: what a negative control plants in each generation.
     """
-    np.zeros(WORLD, np.int64).tofile(folder / "marks")
-    np.zeros(WORLD, np.int64).tofile(folder / "progress")
+    make_marks(folder / "marks")
+    make_marks(folder / "progress")
     report, lives = Report(), [Life() for _ in range(WORLD)]
     report.lives += lives
     begin, number = time.monotonic(), first

@@ -24,8 +24,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from sequence_draws import KINDS_DRAWN, draw_call
-from sequences import FAMILY, WAIT_S, WORLD, Case, Member, Run, make_groups, marks_of
+from ranks import init_group
+from sequences import (
+    FAMILY,
+    KINDS_DRAWN,
+    WAIT_S,
+    WORLD,
+    Case,
+    Member,
+    Run,
+    draw_call,
+    make_groups,
+    marks_of,
+)
 
 import ringcomm
 from ringcomm.backend import resolve_group
@@ -146,11 +157,8 @@ _libc = ctypes.CDLL(None)
 class _Mallinfo2(ctypes.Structure):
     """Of glibc; `uordblks` and `hblkhd` are bytes in use, of heaps and of mappings."""
 
-    _fields_ = [
-        *((name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd")),
-        *((name, ctypes.c_size_t) for name in ("usmblks", "fsmblks", "uordblks", "fordblks")),
-        ("keepcost", ctypes.c_size_t),
-    ]
+    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in _names.split()]
 
 
 def heap_bytes() -> int:
@@ -163,7 +171,6 @@ def heap_bytes() -> int:
 
 
 def memory() -> dict[str, int]:
-    """Descriptors, threads, and memory of this process."""
     gc.collect()
     files = open_files()
     heap, blocks = heap_bytes(), sys.getallocatedblocks()
@@ -203,14 +210,7 @@ class Generation:
         return self.seats.index(self.seat)
 
     def run(self) -> Outcome:
-        store = dist.FileStore(str(self.folder / f"store-{self.plan.number}"), WORLD)
-        dist.init_process_group(
-            "ringcomm",
-            store=store,
-            rank=self.seat,
-            world_size=WORLD,
-            timeout=timedelta(seconds=WAIT_S),
-        )
+        init_group(self.seat, WORLD, self.folder / f"store-{self.plan.number}", WAIT_S)
         self.sabotage()
         for stage, event in enumerate(self.plan.events):
             self.open(stage)
@@ -300,7 +300,6 @@ class Generation:
     # ---- an event that ends the group
 
     def fail(self, stage: int, event: Event) -> bool:
-        """Whether this process is in the new group."""
         run = self.new_run(stage, CASES_PER_STAGE)
         is_actor = event.seat == self.seat
         raised: ringcomm.RingcommError | None = None
@@ -358,7 +357,6 @@ class Generation:
             time.sleep(0.01)
 
     def next_error(self) -> ringcomm.RingcommError | None:
-        """Of the default group's next call."""
         try:
             dist.barrier()
         except ringcomm.RingcommError as error:

@@ -108,7 +108,6 @@ def enter_host(name: str, folder: Path, ranks: list[int], world_size: int) -> No
 
 
 def start(name: str, path: str, world_size: int, env: Any, are_hosts: bool) -> list[int]:
-    """Forks the processes of a job."""
     folder, ranks, pids = Path(path), list(range(world_size)), []
     kept = dict(os.environ)
     if are_hosts:
@@ -211,10 +210,8 @@ class Launcher:
 def ask_on_host(folder: Path, number: int = 0) -> dict[str, Any]:
     """The report of the doctor on the first of two hosts."""
     (folder / f"ask-{number}").touch()
-    answer, deadline = folder / f"answer-{number}", time.monotonic() + LIMIT_S
-    while not answer.exists():
-        assert time.monotonic() < deadline, (folder / "output").read_text()
-        time.sleep(0.02)
+    answer = folder / f"answer-{number}"
+    assert machines.comes_true(answer.exists, LIMIT_S), (folder / "output").read_text()
     return dict(json.loads(answer.read_text()))
 
 

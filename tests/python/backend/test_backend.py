@@ -1,10 +1,12 @@
-"""ringcomm as a backend of torch.distributed: registration, environment, counters, its object."""
+"""ringcomm as a backend of torch.distributed: registration, counters, its object, its groups."""
 
 from __future__ import annotations
 
 import copy
 import datetime
 import json
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import in_ranks
-from test_errors import TRANSPORTS
+from ranks import in_ranks, init_group
+from test_errors import TRANSPORTS, caught
 
 import _ringcomm_autoload
 import ringcomm
@@ -88,8 +90,10 @@ def test_stats(rank: int) -> None:
 
 @in_ranks(1, backend="gloo")
 def test_stats_of_another_backend(rank: int) -> None:
-    with pytest.raises(ValueError, match="gloo"):
-        ringcomm.stats(dist.group.WORLD)
+    for counters in (ringcomm.stats, ringcomm.peer_stats):
+        with pytest.raises(ValueError, match="gloo"):
+            counters(dist.group.WORLD)
+        assert counters() == {}
 
 
 # ---- what its object offers: options, splits, numbers, its end
@@ -184,6 +188,64 @@ def test_get_error_after_a_time_out(rank: int) -> None:
         assert "TIMEOUT" in str(backend_of().get_error())
 
 
+# ---- groups: a backend for each device, two default groups, subgroups
+
+
+def sum_of(group: Any, value: float) -> float:
+    tensor = torch.tensor([value])
+    dist.all_reduce(tensor, group=group)
+    return tensor.item()
+
+
+@in_ranks(2, backend=None, fresh=True)
+@pytest.mark.parametrize("backend", ["cpu:ringcomm,cuda:ringcomm", "cpu:ringcomm,cuda:gloo"])
+def test_form_with_devices(rank: int, backend: str, tmp_path: Path) -> None:
+    """One object serves several devices; beside another backend it serves its own."""
+    init_group(rank, 2, tmp_path / "store", backend=backend)
+    assert backend_of().name() == "ringcomm"
+    assert sum_of(None, rank) == 1
+    assert sum_of(dist.new_group([0, 1]), 2) == 4
+
+
+@in_ranks(3, backend=None, fresh=True, may_die=[2])
+def test_errors_number_ranks_as_their_group_does(rank: int, tmp_path: Path) -> None:
+    """In processes with two default groups, as trainers and engines of RLHF have.
+
+    Ranks 1 and 2 of all are 0 and 1 elsewhere: https://github.com/vllm-project/vllm/issues/5477
+    """
+    if rank == 0:
+        init_group(0, 1, str(tmp_path / "trainer"), 60)
+    else:
+        init_group(rank - 1, 2, str(tmp_path / "engine"), 60)
+    c10d: Any = dist.distributed_c10d
+    place = {"group_name": "all", "timeout": datetime.timedelta(seconds=60)}
+    store = dist.PrefixStore("all", dist.FileStore(str(tmp_path / "all"), 3))
+    everyone, _ = c10d._new_process_group_helper(
+        3, rank, [], dist.Backend("ringcomm"), store, **place
+    )
+    c10d._world.pg_group_ranks[everyone] = {number: number for number in range(3)}
+    assert sum_of(everyone, 1) == 3
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    for group, dead in ((everyone, 2), (None, 1))[: 2 if rank == 1 else 1]:
+        error = caught(sum_of, group, 1)
+        assert (error["type"], error["rank"]) == ("PeerDiedError", dead), error
+        assert f"rank {dead} (pid" in error["text"], error
+
+
+@in_ranks(4, TRANSPORTS)
+def test_ways_to_make_groups(rank: int) -> None:
+    pair, _ = dist.new_subgroups(2)
+    assert sum_of(pair, rank) == (1 if rank < 2 else 5)
+    crossed, _ = dist.new_subgroups_by_enumeration([[3, 0], [1, 2]])
+    assert sum_of(crossed, 10**rank) == (1001 if rank in (0, 3) else 110)
+    if rank in (1, 3):  # the other ranks do not even call
+        local = dist.new_group([1, 3], use_local_synchronization=True)
+        assert sum_of(local, rank) == 4
+        dist.destroy_process_group(local)
+    assert sum_of(None, rank) == 6
+
+
 # ---- what one sees of it: TORCH_DISTRIBUTED_DEBUG=DETAIL, the profiler's events
 
 
@@ -191,8 +253,7 @@ def test_get_error_after_a_time_out(rank: int) -> None:
 def test_detail_names_both_calls(rank: int, tmp_path: Path) -> None:
     """torch's own check comes before ringcomm's. Training so: test_torchrun.py."""
     dist.set_debug_level(dist.DebugLevel.DETAIL)  # the variable is read when torch is imported
-    store = dist.FileStore(str(tmp_path / "store"), 2)
-    dist.init_process_group("ringcomm", store=store, rank=rank, world_size=2)
+    init_group(rank, 2, tmp_path / "store")
     wrapper: Any = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
     assert "Wrapper" in type(wrapper).__name__
     assert wrapper.wrapped_pg.name() == "ringcomm"

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import oracle
 import pytest
 import torch
@@ -23,13 +24,13 @@ from oracle import OPS
 from ranks import in_ranks, run_ranks
 from sequence_calls import COLLECTIVES, KINDS, REDUCTIONS
 from sequence_side import MOVED, REDUCED, Call, ops_of
-from sequences import FAMILY, POOLS, WAIT_S, WORLD, Case, run_calls, run_cases
+from sequences import FAMILY, POOLS, WAIT_S, WORLD, Case, make_marks, run_calls, run_cases
+from test_errors import ENVS
 from torch import Tensor
 
 import ringcomm
 from ringcomm import Options
 
-MIB = 1 << 20
 SMALL = (0, 1, 3, 4, 5, 67)
 # Where paths change: an envelope of messages, direct paths, one_shot, a slot of a link, a piece.
 EDGES = (4 << 10, 8 << 10, 48 << 10, 64 << 10, 128 << 10, 256 << 10, 512 << 10)
@@ -41,10 +42,7 @@ serials = itertools.count(1, 100)
 
 @pytest.fixture(scope="module")
 def marks(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A file with a number for each rank, for barriers."""
-    path = tmp_path_factory.mktemp("collectives") / "marks"
-    np.zeros(WORLD, np.int64).tofile(path)
-    return str(path)
+    return make_marks(tmp_path_factory.mktemp("collectives") / "marks")
 
 
 def check_calls(pool: str, calls: list[Call], marks: str) -> None:
@@ -89,32 +87,24 @@ def test_every_operation_and_type(pool: str, kind: str, marks: str) -> None:
 # ---- other worlds
 
 
-def check_world(rank: int) -> None:
+# Each letter is the host of its rank; with - all goes over messages.
+PLACES = ("a", "aaaaa", "aaaaaaaa", "abab", "abbccc", "-----")
+
+
+@in_ranks(fresh=True)
+@pytest.mark.parametrize("env", quick(PLACES, "a", "aaaaaaaa", "abbccc"))
+def test_worlds_and_placements(rank: int, env: str) -> None:
     """Some of the calls that cover all on the default group; all_reduce by each algorithm."""
-    kinds = list(COLLECTIVES if dist.get_world_size() == 1 else KINDS)
+    kinds = list(COLLECTIVES if len(env) == 1 else KINDS)
     kinds.remove("barrier")
-    stride = 12 if dist.get_world_size() < 6 else 25
-    calls = [call for kind in kinds for call in covering_calls(kind)[::stride]]
+    calls = [call for kind in kinds for call in covering_calls(kind)[:: 12 if len(env) < 6 else 25]]
     # As many elements as the model has for eight ranks.
     wrong = run_calls([replace(call, size=min(call.size, 300_007)) for call in calls])
     for algorithm in ("one_shot", "two_shot", "ring"):
-        options: Any = Options(algorithm=algorithm)
-        group = dist.new_group(backend="ringcomm", pg_options=options)
-        sizes = (0, 3, dist.get_world_size() + 1, 8192, 8193, 300_007)
+        group = group_with(algorithm, None)
+        sizes = (0, 3, len(env) + 1, 8192, 8193, 300_007)
         wrong += run_calls([Call("all_reduce", size=size) for size in sizes], group=group)
     assert wrong == []
-
-
-# Each letter is the host of its rank; with - all goes over messages.
-HOSTS = ("a", "aaaaa", "aaaaaaaa", "abab", "abbccc", "-----")
-
-
-@pytest.mark.parametrize("hosts", quick(HOSTS, "a", "aaaaaaaa", "abbccc"))
-def test_worlds_and_placements(hosts: str) -> None:
-    env: Any = [{"RINGCOMM_HOST_ID": f"host-{host}"} for host in hosts]
-    if "-" in hosts:
-        env = {"RINGCOMM_TRANSPORT": "messages"}
-    run_ranks(len(hosts), check_world, fresh=True, env=env)
 
 
 def at_level(rank: int) -> str:
@@ -169,6 +159,52 @@ def test_premul_sum(rank: int) -> None:
         with pytest.raises(TypeError, match=words):
             dist.all_reduce(torch.zeros(4, dtype=dtype), dist._make_nccl_premul_sum(factor))
     dist.barrier()
+
+
+# ---- deterministic="rank_order": every reduction is the left-to-right one, to the last bit
+
+
+@cache
+def group_with(algorithm: Any, deterministic: Any = "rank_order") -> Any:
+    options = Options(algorithm=algorithm, deterministic=deterministic)
+    return dist.new_group(backend="ringcomm", pg_options=options)
+
+
+@in_ranks(3, ENVS)
+def test_order(rank: int) -> None:
+    """Rounded once. Sizes: nothing; fewer than ranks; many; several slots of the ring."""
+    calls = [("auto", op) for op in oracle.NUMBER_OPS]
+    calls += [(algorithm, "sum") for algorithm in ("one_shot", "two_shot", "ring")]
+    for (algorithm, op), dtype in itertools.product(calls, (torch.float32, torch.bfloat16)):
+        group, reduce_op = group_with(algorithm), oracle.OPS[op]
+        for num_elems in (0, 1, 2, 129, 5003, *([300_007] if algorithm == "ring" else [])):
+            inputs = [oracle.floats(r, num_elems, dtype) for r in range(3)]
+            expected = oracle.left_to_right(inputs, op)
+            tensor = inputs[rank].clone()
+            dist.all_reduce(tensor, reduce_op, group=group)
+            oracle.assert_equal(tensor, expected)
+            if algorithm != "auto":
+                continue
+            tensor = inputs[rank].clone()
+            dist.reduce(tensor, 0, reduce_op, group=group)
+            oracle.assert_equal(tensor, expected if rank == 0 else inputs[rank])
+            sizes = [num_elems // 4, num_elems // 4, num_elems - 2 * (num_elems // 4)]
+            output = torch.empty(sizes[rank], dtype=dtype)
+            dist.reduce_scatter(output, list(inputs[rank].split(sizes)), reduce_op, group=group)
+            oracle.assert_equal(output, expected.split(sizes)[rank])
+
+
+@in_ranks(4)
+def test_a_ring_has_another_order(rank: int) -> None:
+    """In rank order two_shot runs instead, with the same bytes; and the test would see another."""
+    inputs = [oracle.floats(r, 1000, torch.float32) for r in range(4)]
+    for deterministic, algorithm in (("rank_order", "two_shot"), (None, "ring")):
+        group = group_with("ring", deterministic)
+        tensor = inputs[rank].clone()
+        dist.all_reduce(tensor, group=group)
+        is_ordered = oracle.bits(tensor) == oracle.bits(oracle.left_to_right(inputs, "sum"))
+        assert is_ordered == (deterministic is not None)
+        assert ringcomm.stats(group)["all_reduce", algorithm]["sent_bytes"] == 6000
 
 
 # ---- tensors
@@ -266,7 +302,6 @@ def entries(rank: int, num_entries: int, dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
 def test_sum(rank: int, dtype: torch.dtype, is_async: bool) -> None:
-    """In order with calls before and after it."""
     for counts in COUNTS[dist.get_world_size()]:
         all_entries = [entries(r, count, dtype) for r, count in enumerate(counts)]
         total = torch.stack([own.to_dense().double() for own in all_entries]).sum(0)
@@ -306,3 +341,120 @@ def test_mismatch_is_told_to_every_rank(rank: int, kind: str) -> None:
         tensor = tensor.to_dense()
     with pytest.raises(ringcomm.MismatchError):
         dist.all_reduce(tensor, group=group)
+
+
+# ---- inputs and outputs that share memory: right in place, refused in any other form
+#
+# On every transport. https://github.com/NVIDIA/nccl-tests/issues/357 asks it of an all_to_all. Gloo
+# copies most inputs, and so accepts more forms; an all_to_all_single in place it gets wrong.
+
+RANKS = 3
+# In an envelope, in one message, and with a share above every limit for messages.
+OVERLAP_SIZES = (8, 20_000, 300_000)
+Make = Callable[[int], Tensor]
+
+
+def of(rank: int, share: int) -> float:
+    return 10.0 * rank + share
+
+
+def filled(x: Tensor, size: int, value: Callable[[int], float]) -> Tensor:
+    """Share q of x is value(q)."""
+    for q in range(RANKS):
+        x[q * size : (q + 1) * size] = value(q)
+    return x
+
+
+def shares(make: Make, size: int, value: Callable[[int], float]) -> list[Tensor]:
+    return list(filled(make(RANKS * size), size, value).split(size))
+
+
+def check(actual: list[Tensor], value: Callable[[int], float]) -> None:
+    for q, share in enumerate(actual):
+        assert bool((share == value(q)).all()), (q, share, value(q))
+
+
+def in_place(rank: int, make: Make, size: int) -> None:
+    own = slice(rank * size, (rank + 1) * size)
+
+    def sent(q: int) -> float:
+        return of(rank, q)
+
+    def received(q: int) -> float:
+        return of(q, rank)
+
+    summed = sum(of(q, rank) for q in range(RANKS))
+
+    x = filled(make(RANKS * size), size, lambda q: of(rank, 0) if q == rank else -1.0)
+    dist.all_gather_into_tensor(x, x[own])
+    check(list(x.split(size)), lambda q: of(q, 0))
+    slots = shares(make, size, lambda q: of(rank, 0) if q == rank else -1.0)
+    dist.all_gather(slots, slots[rank])
+    check(slots, lambda q: of(q, 0))
+
+    x = filled(make(RANKS * size), size, sent)
+    dist.reduce_scatter_tensor(x[own], x)
+    check([x[own]], lambda _: summed)
+    slots = shares(make, size, sent)
+    dist.reduce_scatter(slots[rank], slots)
+    check([slots[rank]], lambda _: summed)
+
+    x = filled(make(RANKS * size), size, sent)
+    dist.all_to_all_single(x, x)
+    check(list(x.split(size)), received)
+    slots = shares(make, size, sent)
+    dist.all_to_all(slots, slots)
+    check(slots, received)
+
+    slots = shares(make, size, lambda q: of(rank, 0) if q == rank else -1.0)
+    dist.gather(slots[rank], slots if rank == 1 else None, 1)
+    check(slots, lambda q: of(q, 0) if rank == 1 or q == rank else -1.0)
+    slots = shares(make, size, sent)
+    dist.scatter(slots[rank], slots if rank == 1 else None, 1)
+    check(slots, lambda q: of(1, rank) if q == rank else sent(q))
+
+
+def refused(fn: Callable[..., object], *args: object) -> None:
+    with pytest.raises(ValueError, match="share memory"):
+        fn(*args)
+
+
+def overlapping(rank: int, make: Make, size: int) -> None:
+    """On every rank alike, so that no rank waits; only the root of a gather or scatter has both."""
+    x = make(RANKS * size + 1).zero_()
+    head, tail = x[:-1], x[1:]
+    other = (rank + 1) % RANKS
+    slots = list(head.split(size))
+    for begin in (other * size, rank * size + 1):
+        refused(dist.all_gather_into_tensor, head, x[begin : begin + size])
+        refused(dist.reduce_scatter_tensor, x[begin : begin + size], head)
+        refused(dist.all_gather, slots, x[begin : begin + size])
+        refused(dist.reduce_scatter, x[begin : begin + size], slots)
+        if rank == 1:
+            refused(dist.gather, x[begin : begin + size], slots, 1)
+            refused(dist.scatter, x[begin : begin + size], slots, 1)
+    refused(dist.all_to_all_single, tail, head)
+    refused(dist.all_to_all, slots[1:] + slots[:1], slots)
+    # In place a share begins where its input does; here only the first one does.
+    given, taken = [size] * RANKS, [size] * RANKS
+    for sizes, more in ((given, 1), (taken, -1)):
+        sizes[other] += more
+        sizes[(rank + 2) % RANKS] -= more
+    refused(dist.all_to_all_single, head, head, taken, given)
+    assert not bool(x.any())
+
+
+@in_ranks(RANKS, ENVS)
+def test_in_place_is_right_and_other_overlaps_are_refused(rank: int) -> None:
+    for make in (torch.empty, ringcomm.empty_shared):
+        for size in OVERLAP_SIZES:
+            in_place(rank, make, size)
+            overlapping(rank, make, size)
+    # Inputs that share memory with each other are no results.
+    same = torch.full((4,), float(rank))
+    out = torch.empty(12)
+    dist.all_to_all(list(out.split(4)), [same] * RANKS)
+    check(list(out.split(4)), float)
+    columns = torch.full((4, RANKS), float(rank))
+    dist.all_to_all([columns[:, q] for q in range(RANKS)], [columns[:, q] for q in range(RANKS)])
+    check(list(columns.T), float)

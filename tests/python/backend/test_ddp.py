@@ -1,7 +1,8 @@
-"""DistributedDataParallel, its hooks, and FSDP over ringcomm: the loss curve of one process."""
+"""DistributedDataParallel, its hooks and bytes, and FSDP: the loss curve of one process."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,8 +17,7 @@ from curves import (
     train,
     weights_of,
 )
-from ranks import run_ranks
-from test_errors import ENVS
+from ranks import hosts, run_ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import (
     debugging_hooks,
@@ -36,6 +36,9 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
+import ringcomm
+from ringcomm.ops import shard_range
+
 WORLD = 2
 
 
@@ -44,7 +47,6 @@ def run_of(model: Any, rank: int) -> Run:
 
 
 def wrap(**options: Any) -> DistributedDataParallel:
-    """Several buckets."""
     model = make_model()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -59,17 +61,15 @@ def train_ddp(rank: int, options: dict[str, Any]) -> Run:
 @pytest.mark.parametrize(
     ("options", "env"),
     [
-        ({"gradient_as_bucket_view": True}, "shm"),
-        ({"static_graph": True}, "shm"),
-        ({"find_unused_parameters": True}, "messages"),
-        ({}, "hosts"),
+        ({"gradient_as_bucket_view": True}, "aa"),
+        ({"static_graph": True}, "aa"),
+        ({"find_unused_parameters": True}, "--"),
+        ({}, "abba"),
     ],
     ids=str,
 )
 def test_equals_one_process(options: dict[str, Any], env: str) -> None:
-    world_size = 4 if env == "hosts" else 2
-    envs = [{"RINGCOMM_HOST_ID": f"host-{host}"} for host in "abba"]
-    results = run_ranks(world_size, train_ddp, options, env=envs if env == "hosts" else ENVS[env])
+    results = run_ranks(len(env), train_ddp, options, env=hosts(env))
     assert_same_run(results, single_process())
 
 
@@ -152,65 +152,113 @@ def shard(mesh_shape: tuple[int, ...] = (WORLD,), **options: Any) -> Any:
     return fully_shard(model, mesh=mesh, **options)
 
 
-def run_fsdp2(rank: int, mesh_shape: tuple[int, ...], options: dict[str, Any]) -> Run:
-    return run_of(shard(mesh_shape, **options), rank)
-
-
-# 8 bits of mantissa: 2e-2 after five steps.
-# The loss's inputs have one dtype: torch 2.11 has no mse_loss of two.
-IN_BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, output_dtype=torch.float32)
-
-
-@pytest.mark.parametrize(
-    ("mesh_shape", "options", "atol"),
-    [
-        ((2,), {"mp_policy": IN_BF16}, 2e-2),
-        ((4,), {"reshard_after_forward": 2}, 1e-5),  # to shards among two of the four
-        ((2, 2), {}, 1e-5),  # HSDP
-    ],
-    ids=["bf16", "reshard", "hsdp"],
-)
-def test_fsdp2(mesh_shape: tuple[int, ...], options: dict[str, Any], atol: float) -> None:
-    world_size = 2 if mesh_shape == (2,) else 4
-    results = run_ranks(world_size, run_fsdp2, mesh_shape, options)
-    assert_same_run(results, single_process(), atol)
-
-
-def run_with_a_divide_factor(rank: int, only_sums: bool) -> Run:
+def with_a_divide_factor(only_sums: bool) -> Any:
+    """By premul_sum, or by sums."""
     model = shard()
     model.set_force_sum_reduction_for_comms(only_sums)
     for layer in model:  # each has parameters of its own to reduce
         layer.set_force_sum_reduction_for_comms(only_sums)
         layer.set_gradient_divide_factor(3.0)
-    return run_of(model, rank)
+    return model
 
 
-@pytest.mark.parametrize("only_sums", [True, False])
-def test_fsdp2_with_a_divide_factor(only_sums: bool) -> None:
-    """premul_sum, or sums."""
-    results = run_ranks(WORLD, run_with_a_divide_factor, only_sums)
-    assert_same_run(results, single_process(scale=WORLD / 3.0))
-
-
-def run_fsdp1(rank: int, strategy: ShardingStrategy) -> Run:
-    is_hybrid = strategy == ShardingStrategy.HYBRID_SHARD
+def fsdp1(strategy: ShardingStrategy, **options: Any) -> Any:
     model = FullyShardedDataParallel(
         make_model(),
         auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
         device_id=torch.device("cpu"),
         sharding_strategy=strategy,
-        device_mesh=init_device_mesh("cpu", (2, 2)) if is_hybrid else None,
-        use_orig_params=is_hybrid,
+        **options,
     )
-    losses = train(model, rank, dist.get_world_size())
-    with FullyShardedDataParallel.state_dict_type(
+    FullyShardedDataParallel.set_state_dict_type(
         model, StateDictType.FULL_STATE_DICT, FullStateDictConfig()
-    ):
-        return Run(losses, weights_of(model))
+    )
+    return model
 
 
-@pytest.mark.parametrize("strategy", ["SHARD_GRAD_OP", "HYBRID_SHARD"])
-def test_fsdp1(strategy: str) -> None:
-    world_size = 4 if strategy == "HYBRID_SHARD" else WORLD
-    results = run_ranks(world_size, run_fsdp1, ShardingStrategy[strategy])
-    assert_same_run(results, single_process())
+def hybrid() -> Any:
+    mesh = init_device_mesh("cpu", (2, 2))
+    return fsdp1(ShardingStrategy.HYBRID_SHARD, device_mesh=mesh, use_orig_params=True)
+
+
+# The loss's inputs have one dtype: torch 2.11 has no mse_loss of two.
+IN_BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, output_dtype=torch.float32)
+FACTOR = WORLD / 3.0  # of gradients
+# On how many ranks, the scale of the gradients, and the tolerance; 8 bits of mantissa give 2e-2
+# after five steps.
+SHARDED: dict[str, tuple[Callable[[], Any], int, float, float]] = {
+    "bf16": (lambda: shard(mp_policy=IN_BF16), 2, 1.0, 2e-2),
+    # To shards among two of the four.
+    "reshard": (lambda: shard((4,), reshard_after_forward=2), 4, 1.0, 1e-5),
+    "hsdp": (lambda: shard((2, 2)), 4, 1.0, 1e-5),
+    "divide factor": (lambda: with_a_divide_factor(False), 2, FACTOR, 1e-5),
+    "divide factor, sums": (lambda: with_a_divide_factor(True), 2, FACTOR, 1e-5),
+    "fsdp1": (lambda: fsdp1(ShardingStrategy.SHARD_GRAD_OP), 2, 1.0, 1e-5),
+    "fsdp1, hybrid": (hybrid, 4, 1.0, 1e-5),
+}
+
+
+def train_sharded(rank: int, name: str) -> Run:
+    return run_of(SHARDED[name][0](), rank)
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_fsdp(name: str) -> None:
+    _, world_size, scale, atol = SHARDED[name]
+    results = run_ranks(world_size, train_sharded, name)
+    assert_same_run(results, single_process(scale=scale), atol)
+
+
+# ---- what DistributedDataParallel puts on the wire: the formulas of the algorithms, to the byte
+
+ONE_SHOT_MAX_BYTES = {2: 256 << 10, 3: 48 << 10}
+
+
+def expected_elems(algorithm: str, num_elems: int, world_size: int, rank: int) -> tuple[str, int]:
+    """The algorithm that a bucket takes, and what this rank sends of it."""
+    begin, end = shard_range(num_elems, world_size, rank)
+    if algorithm == "ring":  # all chunks but this rank's own, then all but its neighbour's
+        first, last = shard_range(num_elems, world_size, (rank + 1) % world_size)
+        return algorithm, 2 * num_elems - (end - begin) - (last - first)
+    if 4 * num_elems <= ONE_SHOT_MAX_BYTES[world_size]:
+        return "one_shot", (world_size - 1) * num_elems
+    # What the others own goes to them, the own result to all of them.
+    return "two_shot", num_elems + (world_size - 2) * (end - begin)
+
+
+def count_bytes(rank: int) -> tuple[dict[str, int], list[int]]:
+    """Sent in one step of all_reduce, by algorithm, and the elements of the buckets.
+
+    No number of ranks divides these, on both sides of where one_shot ends.
+    """
+    layers = [nn.Linear(31, 701), nn.Tanh(), nn.Linear(701, 301), nn.Tanh(), nn.Linear(301, 40)]
+    model = DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=0.04)
+    for _ in range(3):  # the second in the buckets that the first one's order has made
+        before = ringcomm.stats()
+        model(torch.randn(4, 31)).square().mean().backward()
+    sent = {
+        algorithm: entry["sent_bytes"] - before.get((name, algorithm), {}).get("sent_bytes", 0)
+        for (name, algorithm), entry in ringcomm.stats().items()
+        if name == "all_reduce"
+    }
+    logged = model._get_ddp_logging_data()["rebuilt_bucket_sizes"]
+    return sent, [int(size) // 4 for size in logged.split(",")]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("algorithm", ["ring", "auto"])
+def test_sent_bytes(world_size: int, algorithm: Any) -> None:
+    """The ring sends two shares of every bucket; auto what the ones that it chooses do."""
+    options = ringcomm.Options(algorithm=algorithm)
+    results = run_ranks(world_size, count_bytes, pg_options=options)
+    for rank, (sent, buckets) in enumerate(results):
+        assert len(buckets) == 3
+        expected: dict[str, int] = {}
+        for size in buckets:
+            name, num_elems = expected_elems(algorithm, size, world_size, rank)
+            expected[name] = expected.get(name, 0) + 4 * num_elems
+        assert {name: num for name, num in sent.items() if num} == expected
+        assert len(expected) == (1 if algorithm == "ring" else 2)
+    if algorithm == "ring":  # over the ranks exactly 2 (N - 1) / N of the gradients each
+        total = sum(sent["ring"] for sent, _ in results)
+        assert total == 2 * (world_size - 1) * 4 * sum(results[0][1])

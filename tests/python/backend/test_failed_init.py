@@ -1,22 +1,31 @@
-"""A rank that cannot make a group: the others hear why at once, and all may try again."""
+"""A rank that cannot make a group: the others hear why at once; ranks that lack descriptors."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import resource
 import time
 from collections.abc import Callable
-from itertools import islice
+from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
+import machines
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import init_group, run_ranks
+from machines import limit_of_descriptors, limited, used_bytes
+from ranks import in_ranks, init_group, run_ranks
+from test_errors import caught
+from test_faults import timed
 
 import ringcomm
+from ringcomm.contacts import Contacts
+from ringcomm.parallel.offload.store_index import open_file
 
 # The group's. Nothing here may take as long.
 TIMEOUT_S = 60.0
@@ -34,97 +43,50 @@ def make_group(
     init_group(rank, world_size, folder / "store", timeout_s, options, keeps_file=True)
 
 
-def failure_of(body: Callable[[], object]) -> tuple[str, str, float]:
-    """The type and the text of what it raises, and the seconds until then."""
-    begin = time.monotonic()
-    try:
-        body()
-    except Exception as error:
-        return type(error).__name__, str(error), time.monotonic() - begin
-    return "", "", time.monotonic() - begin
-
-
 # ---- a rank that fails while the group is made
 
-
-def without_memory() -> Callable[[], None]:
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    limits = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (used + (9 << 20), limits[1]))
-    return lambda: resource.setrlimit(resource.RLIMIT_AS, limits)
-
-
-def without_descriptors() -> Callable[[], None]:
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    free = (number for number in range(1 << 20) if not Path(f"/proc/self/fd/{number}").is_symlink())
-    resource.setrlimit(resource.RLIMIT_NOFILE, (next(islice(free, 8, None)), limits[1]))
-    return lambda: resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-
-
-def with_a_wrong_option() -> Callable[[], None]:
-    os.environ["RINGCOMM_ALGORITHM"] = "no such one"
-
-    def mend() -> None:
-        del os.environ["RINGCOMM_ALGORITHM"]
-
-    return mend
-
-
-CAUSES = {
-    "no memory": (without_memory, "shared memory failed|thread ringcomm-|std::bad_alloc"),
-    "no descriptors": (without_descriptors, "ulimit -n"),
-    "a wrong option": (with_a_wrong_option, "no such one"),
+CAUSES: dict[str, tuple[Callable[[], Any], str]] = {
+    "no memory": (
+        lambda: limited(resource.RLIMIT_AS, used_bytes() + (9 << 20)),
+        "shared memory failed|thread ringcomm-|std::bad_alloc",
+    ),
+    "no descriptors": (
+        lambda: limited(resource.RLIMIT_NOFILE, limit_of_descriptors(8)),
+        "ulimit -n",
+    ),
+    "a wrong option": (
+        lambda: mock.patch.dict(os.environ, RINGCOMM_ALGORITHM="no such one"),
+        "no such one",
+    ),
 }
 
 
-def fail_and_try_again(
-    rank: int, world_size: int, folder: Path, cause: str, failing: int, transport: str | None
-) -> list[tuple[str, str, float]]:
-    torch.ones(1000).sum()
-    mend = CAUSES[cause][0]() if rank == failing else None
-    found = [failure_of(lambda: make_group(rank, world_size, folder, transport))]
-    if mend is not None:
-        mend()
-
-    def use() -> None:
-        make_group(rank, world_size, folder, transport)
-        x = torch.ones(10)
-        dist.all_reduce(x)
-        assert x[0] == world_size
-        dist.destroy_process_group()
-
-    time.sleep(0.3 * rank)  # who tries again at once reads the records of who does not yet
-    return [*found, failure_of(use)]
-
-
-@pytest.mark.parametrize("transport", [None, "messages"])
+@in_ranks(3, backend=None, fresh=True)
 @pytest.mark.parametrize(
-    ("cause", "failing"), [("no memory", 1), ("no descriptors", 0), ("a wrong option", 2)]
+    ("cause", "failing", "transport"),
+    [
+        ("no memory", 1, None),  # a group over messages needs none of its own
+        *(("no descriptors", 0, transport) for transport in (None, "messages")),
+        *(("a wrong option", 2, transport) for transport in (None, "messages")),
+    ],
 )
 def test_the_others_hear_why_a_rank_failed(
-    cause: str, failing: int, transport: str | None, tmp_path: Path
+    rank: int, cause: str, failing: int, transport: str | None, tmp_path: Path
 ) -> None:
     """Its process lives on, as in a notebook: https://github.com/rwth-i6/returnn/issues/1484."""
-    if transport == "messages" and cause == "no memory":
-        pytest.skip("a group over messages needs none of its own")
-    outcomes = run_ranks(
-        3,
-        fail_and_try_again,
-        3,
-        tmp_path,
-        cause,
-        failing,
-        transport,
-        backend=None,
-        fresh=True,
-        module=__name__,
-    )
-    for rank, ((kind, text, seconds), (_, again, _)) in enumerate(outcomes):
-        assert kind not in ("", "CollectiveTimeoutError"), outcomes
-        assert seconds < SOON_S, outcomes
-        assert any(word in text for word in CAUSES[cause][1].split("|")), outcomes
-        assert rank == failing or f"rank {failing}" in text, outcomes
-        assert again == "", outcomes
+    torch.ones(1000).sum()
+    fails, words = CAUSES[cause]
+    with fails() if rank == failing else contextlib.nullcontext():
+        error = timed(make_group, rank, 3, tmp_path, transport)
+    assert error["type"] != "CollectiveTimeoutError", error
+    assert error["seconds"] < SOON_S, error
+    assert any(word in error["text"] for word in words.split("|")), error
+    assert rank == failing or f"rank {failing}" in error["text"], error
+    time.sleep(0.3 * rank)  # who tries again at once reads the records of who does not yet
+    make_group(rank, 3, tmp_path, transport)
+    x = torch.ones(10)
+    dist.all_reduce(x)
+    assert x[0] == 3
 
 
 # ---- a rank without descriptors when it is asked
@@ -142,77 +104,136 @@ def take_all_descriptors() -> list[int]:
     return files
 
 
-def ask_one_without_descriptors(rank: int, folder: Path) -> tuple[str, str, float]:
-    make_group(rank, 2, folder)
+@in_ranks(2, backend=None, fresh=True)
+def test_a_rank_without_descriptors_is_named(rank: int, tmp_path: Path) -> None:
+    """Reported for torch's own at https://github.com/pytorch/pytorch/issues/973."""
+    make_group(rank, 2, tmp_path)
     shared = ringcomm.empty_shared(1 << 16).fill_(rank)
     dist.barrier()
     files = take_all_descriptors() if rank == 1 else []
-    found = failure_of(lambda: dist.broadcast(shared, 1))
+    error = timed(dist.broadcast, shared, 1)
     for file in files:
         os.close(file)
-    return found
-
-
-def test_a_rank_without_descriptors_is_named(tmp_path: Path) -> None:
-    """Reported for torch's own at https://github.com/pytorch/pytorch/issues/973."""
-    outcomes = run_ranks(
-        2, ask_one_without_descriptors, tmp_path, backend=None, fresh=True, module=__name__
-    )
-    for kind, text, seconds in outcomes:
-        assert kind == "RingcommError", outcomes
-        assert re.search(r"rank 1 \(pid .*\) is out of file descriptors; .*ulimit -n", text), (
-            outcomes
-        )
-        assert seconds < SOON_S, outcomes
+    assert error["type"] == "RingcommError", error
+    said = r"rank 1 \(pid .*\) is out of file descriptors; .*ulimit -n"
+    assert re.search(said, error["text"]), error
+    assert error["seconds"] < SOON_S, error
 
 
 # ---- other ranks under one name
 
 
-def make_groups_of_pairs(rank: int, folder: Path) -> tuple[str, str, float]:
-    make_group(rank, 4, folder)
-    pair = [0, 3] if rank in (0, 3) else [1, 2]
-
-    def add() -> None:
-        group = dist.new_group(pair)
-        x = torch.tensor([10.0**rank])
-        dist.all_reduce(x, group=group)
-        assert x.item() == sum(10.0**each for each in pair)
-
-    time.sleep(2 if rank in (1, 3) else 0)  # one rank of each pair comes first
-    return failure_of(add)
-
-
-def test_groups_of_other_ranks_under_one_name(tmp_path: Path) -> None:
+@in_ranks(4, backend=None, fresh=True)
+def test_groups_of_other_ranks_under_one_name(rank: int, tmp_path: Path) -> None:
     """Reported for torch's own at https://github.com/pytorch/pytorch/issues/130102."""
-    outcomes = run_ranks(
-        4, make_groups_of_pairs, tmp_path, backend=None, fresh=True, module=__name__
-    )
-    for kind, text, seconds in outcomes:
-        if kind == "":  # it found the other of its pair in time
-            continue
-        assert kind == "MismatchError", outcomes
-        assert {"{0, 3}", "{1-2}"} <= set(re.findall(r"{.*?}", text)), outcomes
-        assert seconds < SOON_S, outcomes
+    make_group(rank, 4, tmp_path)
+    pair = [0, 3] if rank in (0, 3) else [1, 2]
+    time.sleep(2 if rank in (1, 3) else 0)  # one rank of each pair comes first
+    error = timed(sum_over, pair)
+    if "type" in error:  # else it has found the other of its pair in time
+        assert error["type"] == "MismatchError", error
+        assert {"{0, 3}", "{1-2}"} <= set(re.findall(r"{.*?}", error["text"])), error
+    assert error["seconds"] < SOON_S, error
+
+
+def sum_over(pair: list[int]) -> None:
+    x = torch.tensor([10.0 ** dist.get_rank()])
+    dist.all_reduce(x, group=dist.new_group(pair))
+    assert x.item() == sum(10.0**each for each in pair)
 
 
 # ---- a rank that does not come
 
 
-def wait_for_a_missing_rank(rank: int, folder: Path) -> tuple[str, str]:
+def wait_for_a_missing_rank(rank: int, folder: Path) -> None:
     log = os.open(folder / f"log-{rank}", os.O_RDWR | os.O_CREAT)
     os.dup2(log, 2)
-    if rank == 2:
-        return "", ""
-    kind, text, _ = failure_of(lambda: make_group(rank, 3, folder, timeout_s=12))
-    return kind, text
+    if rank < 2:
+        error = caught(lambda: make_group(rank, 3, folder, timeout_s=12))
+        assert error["type"] == "CollectiveTimeoutError", error
 
 
 def test_one_rank_says_who_is_missing(tmp_path: Path) -> None:
-    outcomes = run_ranks(
-        3, wait_for_a_missing_rank, tmp_path, backend=None, fresh=True, module=__name__
-    )
-    assert [kind for kind, _ in outcomes] == ["CollectiveTimeoutError"] * 2 + [""]
+    run_ranks(3, wait_for_a_missing_rank, tmp_path, backend=None, fresh=True)
     logs = [(tmp_path / f"log-{rank}").read_text() for rank in range(3)]
     line = "rank 2 did not join the group in 10 s; the group is still being made"
     assert [log.count(line) for log in logs] == [1, 0, 0], logs
+
+
+# ---- ranks without standard descriptors, and ranks in which a library closes all others
+#
+# Reported for other libraries at https://github.com/rsyslog/rsyslog/issues/1526 and
+# https://github.com/bmc/daemonize/issues/34.
+
+WORLD_SIZE = 2
+LIMIT_S = 60
+OWN = b"the program's own"
+
+
+def files_at_standard_descriptors() -> dict[int, str]:
+    found = {number: Path(f"/proc/self/fd/{number}") for number in range(3)}
+    return {number: os.readlink(path) for number, path in found.items() if path.is_symlink()}
+
+
+@in_ranks(WORLD_SIZE, backend=None, fresh=True)
+@pytest.mark.parametrize("transport", [None, "messages"])
+def test_no_file_takes_the_number_of_a_standard_descriptor(
+    rank: int, transport: Any, tmp_path: Path
+) -> None:
+    """Of everything that opens files."""
+    os.environ["RINGCOMM_TRACE"] = str(tmp_path)
+    os.closerange(0, 3)
+    buffer = ringcomm.empty_shared(1 << 20, dtype=torch.uint8).fill_(7)
+    contacts = Contacts(rank, WORLD_SIZE)
+    file, _ = open_file(tmp_path / f"file-{rank}", keep=True, direct=False)
+    assert files_at_standard_descriptors() == {}
+    assert min(contacts.listener.fileno(), file) > 2
+    options = ringcomm.Options(transport=transport)
+    init_group(rank, WORLD_SIZE, tmp_path / "store", 60, options)
+    ringcomm.on_death(print)
+    dist.all_reduce(buffer)
+    ringcomm.flight_dump(str(tmp_path / "dump"))
+    # Gloo's sockets may have them.
+    assert transport == "messages" or files_at_standard_descriptors() == {}
+    assert (buffer == 7 * WORLD_SIZE).all()
+
+
+# ---- a library closes all descriptors of a rank that has a group
+
+
+def lose_all(rank: int, folder: Path) -> None:
+    init_group(rank, WORLD_SIZE, folder / "store", 10 * LIMIT_S)
+    dist.all_reduce(torch.ones(1000))
+    files = []
+    if rank == 1:
+        os.closerange(3, 4096)
+        files = [os.open(folder / f"own-{number}", os.O_RDWR | os.O_CREAT) for number in range(50)]
+        for file in files:
+            os.write(file, OWN)
+            os.lseek(file, 0, os.SEEK_SET)
+    try:
+        while True:
+            dist.all_reduce(torch.ones(1000))
+            time.sleep(0.1)
+    except ringcomm.RingcommError as error:
+        text = str(error)
+    dist.destroy_process_group()
+    told = [os.lseek(file, 0, os.SEEK_CUR) == 0 and os.read(file, 99) == OWN for file in files]
+    (folder / f"told-{rank}").write_text(json.dumps([told, text]))
+
+
+@in_ranks(1, backend=None, fresh=True, timeout_s=2 * LIMIT_S)
+def test_files_that_take_the_numbers_of_ours_are_left_alone(rank: int, tmp_path: Path) -> None:
+    """As python-daemon does it: https://github.com/bmc/daemonize/issues/34."""
+    lose = partial(machines.run_in_child, LIMIT_S, lose_all)
+    assert [os.waitpid(pid, 0)[1] for pid in [lose(0, tmp_path), lose(1, tmp_path)]] == [0, 0]
+    told = [json.loads((tmp_path / f"told-{rank}").read_text()) for rank in range(WORLD_SIZE)]
+    assert [own for own, _ in told] == [[], [True] * 50]
+    # What rank 0 sees, or what rank 1 does, which then tells rank 0.
+    causes = (
+        "is no longer a rank: its process runs",
+        "a library has closed descriptors of this rank",
+    )
+    for _, text in told:
+        assert any(cause in text for cause in causes), told
+        assert "died" not in text, told

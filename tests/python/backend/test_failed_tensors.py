@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import os
-import signal
 import threading
 import time
 from collections.abc import Callable
@@ -17,17 +15,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import quick
-from ranks import run_ranks
-from test_errors import ENVS
+from ranks import in_ranks, run_ranks
+from test_errors import ENVS, caught
+from test_faults import end_process, in_threads
 
 import ringcomm
 from ringcomm import RingcommError
 from ringcomm.ops import SGDStep, reduce_scatter_update_all_gather_, shard_range
 from ringcomm.optim import Lomo
-from ringcomm.torch_names import set_timeout
+from ringcomm.torch_names import backend_of, set_timeout
 
 WORLD_SIZE = 3
-SIZES = (5, 300_001)  # elements of a rank's share
+SIZES, MIDDLE = (5, 300_001), 20_000  # elements of a rank's share
 MARGIN = 1024
 GUARD, NOT_WRITTEN = -7.0, -1.0
 WEIGHT = 8.0  # at the start; an update takes the sum of the gradients from it
@@ -50,27 +49,15 @@ class Tensors:
         self._empty = ringcomm.empty_shared if is_shared else torch.empty
         self._value = 2.0**rank
         self._made: list[tuple[str, torch.Tensor]] = []
+        self.input, self.output, self.in_place, self.weight, self.state = (
+            partial(self._make, kind) for kind in ("input", "output", "in place", "weight", "state")
+        )
 
     def _make(self, kind: str, num_elems: int) -> torch.Tensor:
         whole = self._empty(num_elems + 2 * MARGIN).fill_(GUARD)
         self._made.append((kind, whole))
         value = {"output": NOT_WRITTEN, "weight": WEIGHT, "state": 0.0}.get(kind, self._value)
         return whole[MARGIN:-MARGIN].fill_(value)
-
-    def input(self, num_elems: int) -> torch.Tensor:
-        return self._make("input", num_elems)
-
-    def output(self, num_elems: int) -> torch.Tensor:
-        return self._make("output", num_elems)
-
-    def in_place(self, num_elems: int) -> torch.Tensor:
-        return self._make("in place", num_elems)
-
-    def weight(self, num_elems: int) -> torch.Tensor:
-        return self._make("weight", num_elems)
-
-    def state(self, num_elems: int) -> torch.Tensor:
-        return self._make("state", num_elems)
 
     def inputs(self, num_elems: int) -> list[torch.Tensor]:
         return [self.input(num_elems) for _ in range(WORLD_SIZE)]
@@ -158,44 +145,38 @@ CALLS: dict[str, Call] = {
 Found = dict[str, tuple[str, list[str]]]
 
 
-def call_until_it_fails(
-    make: Callable[[], Tensors], name: str, num_elems: int, group: Any, found: Found
-) -> None:
-    """Adds the kind of the error, and what is wrong with the tensors of the call that failed."""
-    while True:
-        tensors = make()
-        try:
-            CALLS[name](tensors, num_elems, group)
-        except RingcommError as error:
-            found[f"{name} of {num_elems}"] = (type(error).__name__, tensors.violations(False))
-            return
-
-
 def fail(rank: int, how: str, is_shared: bool) -> Found:
-    """Each call in a thread and a group of its own, until rank 1 is missing."""
+    """Each call in a thread and a group of its own, until rank 1 is missing.
+
+    Returns of each the kind of the error, and what is wrong with the tensors of the call.
+    """
     sizes = SIZES[1:] if how == "dies in the middle" else SIZES
     timeout = datetime.timedelta(seconds=30)
     groups = {(name, n): dist.new_group(timeout=timeout) for name in CALLS for n in sizes}
     for group in groups.values() if how == "late" else ():  # that have connected meanwhile
-        backend = group._get_backend(torch.device("cpu"))
-        set_timeout(backend.options, datetime.timedelta(seconds=0.5))
+        options = backend_of(group, torch.device("cpu")).options
+        set_timeout(options, datetime.timedelta(seconds=0.5))
     dist.barrier()
     found: Found = {}
     if rank == 1 and how == "late":
         return found
     if rank == 1:
-        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        threading.Timer(0.3, end_process, ["kill"]).start()
     if rank == 1 and how == "dies":
         time.sleep(30)
-    make = partial(Tensors, rank, is_shared)
-    threads = [
-        threading.Thread(target=call_until_it_fails, args=(make, *key, group, found))
-        for key, group in groups.items()
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+
+    def call_until_it_fails(key: tuple[str, int]) -> None:
+        name, num_elems = key
+        while True:
+            tensors = Tensors(rank, is_shared)
+            try:
+                CALLS[name](tensors, num_elems, groups[key])
+            except RingcommError as error:
+                said = tensors.violations(False)
+                found[f"{name} of {num_elems}"] = (type(error).__name__, said)
+                return
+
+    in_threads(call_until_it_fails, groups)
     return found
 
 
@@ -230,7 +211,7 @@ def test_inputs_are_unchanged_and_nothing_else_is_written(way: str, how: str) ->
 def mismatch(rank: int, is_refused: bool, is_shared: bool) -> Found:
     """Rank 1 calls a barrier, or has one element more."""
     found: Found = {}
-    sizes = SIZES if is_refused else SIZES[1:]
+    sizes = (*SIZES, MIDDLE) if is_refused else SIZES[1:]
     for name, call in CALLS.items():
         for n in sizes:
             for kind in ("another call", "another size"):
@@ -263,54 +244,46 @@ def test_a_mismatch_over_shared_memory_has_written_nothing(way: str) -> None:
         assert not {name: said for name, (_, said) in found.items() if said}
         names = {name.partition(" of ")[0] for name in found}
         assert not is_shm or names >= CALLS.keys() - {"send and recv"}
-        assert not is_shm or len(found) >= 2 * len(SIZES) * (len(CALLS) - 1)
+        assert not is_shm or len(found) >= 6 * (len(CALLS) - 1)
 
 
 # ---- LOMO, whose weights are updated in the backward pass
 
 
-def fail_in_a_backward_pass(rank: int, how: str) -> tuple[str, list[float]]:
-    """The error, and how much the weights have changed in the step that failed."""
+@in_ranks(3, ENVS, fresh=True, may_die="may_die")
+@pytest.mark.parametrize(
+    ("how", "may_die"), [("late", []), ("dies in the middle", [1]), ("another call", [])]
+)
+def test_lomo_has_updated_a_weight_or_not(rank: int, how: str) -> None:
+    world: Any = dist.group.WORLD
+    if how == "late":
+        set_timeout(backend_of(world, torch.device("cpu")).options, datetime.timedelta(seconds=1))
     model = torch.nn.Linear(SIZES[1], 1, bias=False)
-    optimizer = Lomo(model, lr=3.0, group=dist.group.WORLD)
+    optimizer = Lomo(model, lr=3.0, group=world)
     x = torch.full((1, SIZES[1]), 2.0**rank)
     dist.barrier()
     if rank == 1 and how == "late":
         time.sleep(3)
-        return "", []
+        return
     if rank == 1 and how == "another call":
         with contextlib.suppress(RingcommError):
             dist.barrier()
-        return "", []
+        return
     if rank == 1:
-        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
-    while True:
+        threading.Timer(0.3, end_process, ["kill"]).start()
+
+    def step() -> None:
         with torch.no_grad():
             model.weight.fill_(WEIGHT)
-        try:
-            model(x).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        except RingcommError as error:
-            changed = (WEIGHT - model.weight.detach()).round(decimals=3)
-            return type(error).__name__, changed.unique().tolist()
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
-
-@pytest.mark.parametrize("env", ENVS)
-@pytest.mark.parametrize("how", ["late", "dies in the middle", "another call"])
-def test_lomo_has_updated_a_weight_or_not(env: str, how: str) -> None:
-    may_die = [1] if how == "dies in the middle" else []
-    limit_s = 1.0 if how == "late" else 30.0
-    results = run_ranks(
-        *(WORLD_SIZE, fail_in_a_backward_pass, how),
-        fresh=True,
-        may_die=may_die,
-        env=ENVS[env],
-        group_timeout_s=limit_s,
-    )
-    for name, changed in results[::2]:
-        assert name == KINDS[how]
-        assert {*changed} <= ({0.0} if how == "another call" else {0.0, 7.0})
+    while not (error := caught(step)):
+        pass
+    changed = (WEIGHT - model.weight.detach()).round(decimals=3).unique().tolist()
+    assert error["type"] == KINDS[how]
+    assert {*changed} <= ({0.0} if how == "another call" else {0.0, 7.0})
 
 
 def test_what_must_not_be_written_is_seen() -> None:

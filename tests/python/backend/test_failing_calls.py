@@ -1,5 +1,7 @@
 """A system call of one rank fails: all ranks work, or all raise its reason at once.
 
+Libraries that are preloaded make calls fail, and count malloc().
+
 RINGCOMM_FAULTS=1 runs every case of failing_calls.py, RINGCOMM_FAULTS=20:3 every twentieth from
 number 3 on; `make stress` runs all.
 """
@@ -75,13 +77,16 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def env(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """That of a program whose system calls can be made to fail."""
-    library = str(tmp_path_factory.mktemp("shim") / "failing_calls.so")
-    source = str(SUPPORT / "failing_calls.cc")
+def preload(name: str, folder: Path) -> dict[str, str]:
+    """The environment of a program with a library of SUPPORT."""
+    library, source = str(folder / f"{name}.so"), str(SUPPORT / f"{name}.cc")
     subprocess.run(["c++", "-O1", "-shared", "-fPIC", source, "-o", library], check=True)
     return {**os.environ, "LD_PRELOAD": library, "PYTHONPATH": os.pathsep.join(sys.path)}
+
+
+@pytest.fixture(scope="module")
+def env(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return preload("failing_calls", tmp_path_factory.mktemp("shim"))
 
 
 def test_a_death_is_noticed_where_poll_is_refused(env: dict[str, str], tmp_path: Path) -> None:
@@ -97,14 +102,9 @@ def test_one_failing_call(env: dict[str, str]) -> None:
     Of each transport, in each phase of a group; the rank's process then ends or lives on.
     """
     step = os.environ.get("RINGCOMM_FAULTS")
+    program = [sys.executable, "-W", "ignore", str(HERE / "failing_calls.py")]
     done = subprocess.run(
-        [
-            sys.executable,
-            "-W",
-            "ignore",
-            str(HERE / "failing_calls.py"),
-            *([step] if step else SAMPLE),
-        ],
+        [*program, *([step] if step else SAMPLE)],
         env=env,
         stdout=subprocess.PIPE,
         text=True,
@@ -120,3 +120,51 @@ def test_one_failing_call(env: dict[str, str]) -> None:
         assert sum(case["calls"] > 0 for case in cases) > len(cases) // 2
     latest_s = max(case["apart_s"] for case in cases)
     print(f"{len(cases)} cases; the ranks said their last at most {latest_s} s apart")
+
+
+# ---- calls in place allocate nothing
+
+NUM_CALLS = 200
+# Other threads, and Python's own arenas.
+FEW = 20
+
+CALLS_IN_PLACE = """
+import ctypes, sys
+import torch
+import torch.distributed as dist
+from ringcomm import ops
+
+rank, path, num_calls = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+dist.init_process_group("ringcomm", store=dist.FileStore(path, 2), rank=rank, world_size=2)
+count = ctypes.CDLL(None).count_allocations
+count.restype = ctypes.c_long
+for num_elems in (4096, 32768):
+    x, residual, weight = (torch.zeros(num_elems, dtype=torch.bfloat16) for _ in range(3))
+    for call in (
+        lambda: ops.all_reduce(x, out=x),
+        lambda: ops.all_reduce(x, out=residual),
+        lambda: ops.all_reduce_add_rms_norm_(x, residual, weight),
+        lambda: ops.all_reduce(x),
+    ):
+        for _ in range(num_calls):
+            call()
+        before = count()
+        for _ in range(num_calls):
+            call()
+        print(count() - before)
+dist.destroy_process_group()
+"""
+
+
+def test_calls_in_place_allocate_nothing(tmp_path: Path) -> None:
+    """Of 8 and 64 KiB of bfloat16; a call that returns a new tensor is seen."""
+    env = preload("count_allocations", tmp_path)
+    for rank in run_program(CALLS_IN_PLACE, tmp_path / "store", NUM_CALLS, env=env):
+        assert rank.returncode == 0, rank.err
+        counts = [int(line) for line in rank.out.split()]
+        assert len(counts) == 8
+        for position, num_allocations in enumerate(counts):
+            if position % 4 == 3:
+                assert num_allocations >= NUM_CALLS
+            else:
+                assert num_allocations <= FEW, (position, counts)

@@ -1,4 +1,4 @@
-"""Ranks that die, leave, are late, interrupted or forked: who learns of it, how soon, how.
+"""Ranks that die, leave, are late, interrupted, stopped or forked: who learns of it, how soon, how.
 
 Over shared memory, over messages, and with two hosts. Deaths while a group is made and by
 what the store does: test_message_deaths.py; at every step, without torch: tests/cpp/test_deaths.cc.
@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import itertools
 import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import in_ranks, init_group, run_ranks
+from cases import slow
+from ranks import hosts, in_ranks, init_group, run_ranks
 from test_errors import ENVS, TRANSPORTS, caught
 
 import ringcomm
@@ -31,6 +34,7 @@ from ringcomm import Options
 # busy machines.
 SOON_S = 14.0  # twice that is less than the group's time-out of 30 s
 Results = dict[str, list[dict[str, Any]]]
+MESSAGES = {name: env for name, env in ENVS.items() if name != "shm"}
 
 
 def timed(fn: Callable[..., Any], *args: Any) -> dict[str, Any]:
@@ -39,9 +43,19 @@ def timed(fn: Callable[..., Any], *args: Any) -> dict[str, Any]:
     return {**error, "seconds": time.monotonic() - begin}
 
 
+def in_threads(call: Callable[[Any], Any], names: Iterable[Any]) -> None:
+    threads = [threading.Thread(target=call, args=(name,)) for name in names]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30.0)
+
+
 def end_process(how: str) -> None:
     if how == "exec":
         os.execv("/bin/sleep", ["sleep", "60"])
+    if how == "exit":
+        os._exit(0)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -95,10 +109,8 @@ def in_all_waits(rank: int, names: list[str], how: str, timeout_s: float, path: 
     results: Results = {}
     if rank == 1:
         time.sleep(0.15)
-        if how in ("kill", "exec"):
+        if how in ("kill", "exec", "exit"):
             end_process(how)
-        elif how == "exit":
-            os._exit(0)
         elif how == "destroy":
             dist.destroy_process_group()  # alive, but gone
         return results
@@ -107,11 +119,7 @@ def in_all_waits(rank: int, names: list[str], how: str, timeout_s: float, path: 
         call, group = WAITS[name], groups[name]
         results[name] = [timed(call, group), timed(WAITS["all_reduce"], group)]
 
-    threads = [threading.Thread(target=wait, args=(name,)) for name in mine]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20.0)
+    in_threads(wait, mine)
     if how == "exec":
         kill_named(results["all_reduce"][0], path, rank, 1)
     return results
@@ -120,11 +128,12 @@ def in_all_waits(rank: int, names: list[str], how: str, timeout_s: float, path: 
 @pytest.mark.parametrize(
     ("env", "how"),
     [
-        *((env, "kill") for env in ENVS),
-        *(("shm", "exit"), ("hosts", "destroy"), ("messages", "destroy"), ("shm", "exec")),
+        *((env, how) for env in ENVS for how in ("kill", "exit")),
+        *(("hosts", "destroy"), ("messages", "destroy"), ("shm", "exec")),
     ],
 )
 def test_a_rank_that_is_lost(env: str, how: str, tmp_path: Path) -> None:
+    """In the first call of a group: https://github.com/pytorch/gloo/issues/520"""
     names = list(WAITS) if how == "kill" else ["all_reduce", "recv", "chain", "async"]
     may_die = [] if how == "destroy" else [1]
     options: dict[str, Any] = {"fresh": True, "may_die": may_die, "env": ENVS[env]}
@@ -181,28 +190,22 @@ def die_in_the_middle(
     dist.init_process_group("ringcomm", pg_options=Options(algorithm=algorithm), **place)
     dist.barrier()
     if rank == victim:
-        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        threading.Timer(0.1, end_process, ["kill"]).start()
     return timed(calls_without_end)
 
 
-# With rank 0 dies the store; with 5 ranks some are no neighbours of it. Of the hosts, "abbccc", the
-# last victim is no leader.
+# With rank 0 dies the store; with 5 ranks some are no neighbours of it. Of the hosts, the last
+# victim is no leader.
 @pytest.mark.parametrize(
     ("env", "algorithm", "victim"),
-    [
-        ([ENVS["messages"]] * 5, "ring", 3),
-        ([ENVS["messages"]] * 5, "auto", 0),
-        ([{"RINGCOMM_HOST_ID": f"host-{host}"} for host in "abbccc"], "auto", 4),
-    ],
-    ids=["messages", "store", "hosts"],
+    [("-----", "ring", 3), ("-----", "auto", 0), ("abbccc", "auto", 4)],
 )
-def test_killed_in_the_middle(env: Any, algorithm: Any, victim: int) -> None:
+def test_killed_in_the_middle(env: str, algorithm: Any, victim: int) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    options: dict[str, Any] = {"backend": None, "fresh": True, "may_die": [victim], "env": env}
-    args = (len(env), port, algorithm, victim)
-    errors = run_ranks(len(env), die_in_the_middle, *args, **options)
+        args = (len(env), probe.getsockname()[1], algorithm, victim)
+    options: dict[str, Any] = {"backend": None, "fresh": True, "may_die": [victim]}
+    errors = run_ranks(len(env), die_in_the_middle, *args, env=hosts(env), **options)
     del errors[victim]
     kinds = {error["type"] for error in errors}
     assert "PeerDiedError" in kinds
@@ -229,6 +232,131 @@ def test_wait_with_a_limit(rank: int) -> None:
         assert not work.is_completed()
     assert work.wait(datetime.timedelta(seconds=10))
     assert tensor.tolist() == [2, 2, 2, 2]
+
+
+# ---- a job that is stopped as a whole for longer than the groups' timeout
+
+TIMEOUT_S, STOPPED_S, LATE_S = 3, 5, 5.5
+
+
+def sum_all(group: Any) -> None:
+    x = torch.ones(3_000_000)
+    dist.all_reduce(x, group=group)
+    assert (x == 3).all()
+
+
+def message(group: Any, is_any: bool = False) -> None:
+    x = torch.full((10,), 7.0 * (dist.get_rank() == 0))
+    if dist.get_rank() == 0:
+        dist.send(x, 1, group)
+        dist.send(x, 2, group)
+    else:
+        dist.recv(x, None if is_any else 0, group)
+    assert (x == 7).all()
+
+
+FROM_RANK_0: dict[str, Callable[[Any], Any]] = {
+    **{name: WAITS[name] for name in ("async", "future", "monitored")},
+    "all_reduce": sum_all,
+    "recv": message,
+    "recv_any": lambda group: message(group, is_any=True),
+}
+
+
+@in_ranks(fresh=True)
+@pytest.mark.parametrize("env", ["aaa", slow("---"), "aba"])
+def test_time_in_which_no_rank_ran_makes_none_late(rank: int, env: str) -> None:
+    """Ranks 1 and 2 wait in every way, and for a new group, while all ranks are stopped.
+
+    As by Slurm's suspend (https://github.com/ROCm/spur/issues/270), Ctrl-Z or `docker pause`.
+    """
+    timeout = datetime.timedelta(seconds=TIMEOUT_S)
+    groups = {name: dist.new_group(None, timeout) for name in FROM_RANK_0}
+    pids: list[Any] = [None] * 3
+    dist.all_gather_object(pids, os.getpid())
+    if rank == 0:
+        names = " ".join(map(str, pids))
+        stop = f"sleep 0.2; kill -STOP {names}; sleep {STOPPED_S}; kill -CONT {names}"
+        with subprocess.Popen(["sh", "-c", stop]):
+            time.sleep(LATE_S)
+    errors = {}
+
+    def wait(name: str) -> None:
+        group = groups[name] if name in groups else dist.new_group(None, timeout)
+        errors[name] = caught(FROM_RANK_0.get(name, sum_all), group)
+
+    in_threads(wait, [*groups, "new_group"])
+    assert errors == {name: {} for name in (*FROM_RANK_0, "new_group")}
+
+
+@in_ranks(3, MESSAGES, fresh=True)
+def test_a_group_is_given_up_while_a_rank_computes(rank: int) -> None:
+    """And while another thread of Python goes on.
+
+    https://github.com/pytorch/pytorch/issues/132696 and 154976.
+    """
+    group = dist.new_group([0, 1, 2])
+    dist.barrier()
+    if rank == 2:
+        time.sleep(2.0)
+        return
+    work = asynchronous(group)
+    ticks, ended = [], threading.Event()
+
+    def tick() -> None:
+        while not ended.wait(0.01):
+            ticks.append(time.monotonic())
+
+    ticking = threading.Thread(target=tick)
+    ticking.start()
+    begin = time.monotonic()
+    backend = group._get_backend(torch.device("cpu"))
+    backend.abort()
+    dist.destroy_process_group(group)
+    del work, backend
+    assert time.monotonic() - begin < SOON_S
+    ended.set()
+    ticking.join()
+    assert max([b - a for a, b in itertools.pairwise(ticks)], default=0.0) < SOON_S
+
+
+# ---- a rank whose standard error is a pipe that nobody reads, and full
+
+# The first line about a wait comes after 10 s, at the next look.
+SAID_S = 13.0
+
+
+def fill(pipe: int) -> None:
+    os.set_blocking(pipe, False)
+    for size in (4096, 1):
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(pipe, b"x" * size)
+    os.set_blocking(pipe, True)
+
+
+@in_ranks(2, fresh=True, may_die=[1], group_timeout_s=60.0)
+def test_a_death_is_seen_while_a_line_is_blocked(rank: int, tmp_path: Path) -> None:
+    """The worker of https://github.com/aiidateam/aiida-core/issues/1006 hung so."""
+    group, died = dist.new_group(), tmp_path / "died"
+    if rank == 1:
+        time.sleep(SAID_S)
+        died.write_text(str(time.monotonic()))
+        end_process("kill")
+    reader, writer = os.pipe()
+    fill(writer)
+    stderr = os.dup(2)
+    os.dup2(writer, 2)
+    error = caught(WAITS["all_reduce"], group)
+    dist.destroy_process_group(group)
+    took_s = time.monotonic() - float(died.read_text())
+    os.dup2(stderr, 2)
+    lines = b""
+    while not lines.endswith(b"\n"):  # now the line that was blocked gets through
+        lines += os.read(reader, 1 << 16)
+    assert (error["type"], error["rank"]) == ("PeerDiedError", 1), error
+    assert took_s < SOON_S, error
+    assert lines.lstrip(b"x").startswith(b"ringcomm rank 0/2: idle for 1"), lines
 
 
 # ---- Ctrl-C

@@ -5,18 +5,20 @@ Calls on devices: tests/python/device/test_gpu_flight.py.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import json
 import os
 import pickle
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import threading
-import time
-import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import slow
-from ranks import run_ranks
+from machines import comes_true
+from ranks import in_ranks, run_ranks
 from staged_hangs import LIMIT_S, Launcher
 
 import ringcomm
@@ -38,9 +41,15 @@ needs_analyser = pytest.mark.skipif(
 )
 
 
-def dump_of(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return found
+def dump_of(path: str | Path) -> dict[str, Any]:
+    return dict(json.loads(Path(path).read_text(encoding="utf-8")))
+
+
+def trace_of(folder: Path, path: Path) -> tuple[Any, list[dict[str, Any]], list[str]]:
+    """Merges dumps into a trace: the summary, events, and names of ranks."""
+    summary = merge([folder], path)
+    events = dump_of(path)["traceEvents"]
+    return summary, events, [e["args"]["name"] for e in events if e["name"] == "process_name"]
 
 
 def calls_of(process: dict[str, Any]) -> list[tuple[str, int, str]]:
@@ -48,49 +57,27 @@ def calls_of(process: dict[str, Any]) -> list[tuple[str, int, str]]:
 
 
 def await_files(*paths: Path) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not all(path.exists() for path in paths):
-        assert time.monotonic() < deadline, [path for path in paths if not path.exists()]
-        time.sleep(0.05)
+    assert comes_true(lambda: all(path.exists() for path in paths), LIMIT_S), paths
 
 
 def analyse(folder: Path) -> str:
     """What torch's analyser says of a folder of dumps of ours."""
-    for_torch = folder / "torch"
-    assert (
-        cli.run(["trace", "--merge", str(folder), "--format", "torch", "-o", str(for_torch)]) == 0
-    )
-    return torch_says(for_torch)
+    command = ["trace", "--merge", str(folder), "--format", "torch", "-o", f"{folder}/torch"]
+    assert cli.run(command) == 0
+    return torch_says(folder / "torch")
 
 
-def analyse_in_a_child(rank: int, folder: Path) -> tuple[int, str]:
-    """Runs torch's analyser as its command does; returns its exit status and what it said."""
-    said = os.memfd_create("said")
-    pid = os.fork()
-    if pid == 0:
-        os.dup2(said, 1)
-        os.dup2(said, 2)
-        status = 1
-        try:
-            from torch.distributed.flight_recorder import fr_trace
+def said_by_analyser(rank: int, folder: Path) -> str:
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        from torch.distributed.flight_recorder import fr_trace  # its logger takes sys.stderr
 
-            fr_trace.main([str(folder)])
-            sys.stdout.flush()
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(status)
-    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    os.lseek(said, 0, os.SEEK_SET)
-    with open(said, encoding="utf-8") as file:
-        return status, file.read()
+        fr_trace.main([str(folder)])
+    return said.getvalue()
 
 
 def torch_says(folder: Path) -> str:
-    ((status, said),) = run_ranks(1, analyse_in_a_child, folder, backend=None)
-    assert status == 0, said
-    return str(said)
+    return str(run_ranks(1, said_by_analyser, folder, backend=None, fresh=True)[0])
 
 
 # ---- errors
@@ -141,12 +128,10 @@ def test_survivors_dump_the_calls_of_a_rank_that_died(tmp_path: Path) -> None:
     assert "collective: gloo:all_reduce" in said
     assert "missing ranks: {2}" in said
 
-    summary = merge([folder], tmp_path / "trace.json")
+    summary, events, names = trace_of(folder, tmp_path / "trace.json")
     assert summary.num_ranks == 3
     (note,) = [note for note in summary.notes if note.startswith("rank 2 (dump): ")]
     assert "the last 2 of 2 calls, from the dump of another rank, job-" in note
-    events = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
-    names = [e["args"]["name"] for e in events if e["name"] == "process_name"]
     assert names == ["rank 0 (failed)", "rank 1 (failed)", "rank 2 (dump)"]
     reduces = [(e["pid"], e["args"]["seq"]) for e in events if e["name"] == "all_reduce"]
     assert sorted(reduces) == [(0, 0), (0, 2), (1, 0), (1, 2), (2, 0)]
@@ -154,8 +139,7 @@ def test_survivors_dump_the_calls_of_a_rank_that_died(tmp_path: Path) -> None:
 
 
 def differ(rank: int) -> None:
-    x = torch.ones(64)
-    dist.all_reduce(x)
+    dist.all_reduce(torch.ones(64))
     with pytest.raises(MismatchError):
         dist.all_reduce(torch.ones(512 if rank == 1 else 256))
 
@@ -164,12 +148,11 @@ def differ(rank: int) -> None:
 def test_torch_names_the_rank_with_another_size(tmp_path: Path) -> None:
     run_dumping(tmp_path, differ)
     said = analyse(tmp_path)
-    assert "Collective sequence number: 1 has errors" in said
+    for words in ("Collective sequence number: 1 has errors", "[[256]]", "[[512]]"):
+        assert words in said
     # It compares all with the rank whose file the system lists first.
     culprits = set(re.findall(r"Culprit rank (\d); Error type: SIZE_OR_SYNTAX_MISMATCH", said))
     assert culprits in ({"1"}, {"0", "2"}), said
-    assert "[[256]]" in said
-    assert "[[512]]" in said
 
 
 def exchange(rank: int) -> None:
@@ -198,8 +181,7 @@ def test_torch_finds_nothing_wrong_where_nothing_is(tmp_path: Path, hosts: str) 
     said = analyse(tmp_path)
     for word in ("Not all ranks", "has errors", "mismatch", "cannot decide"):
         assert word not in said, said
-    events = merge([tmp_path], tmp_path / "trace.json").num_events
-    assert events > 0
+    assert merge([tmp_path], tmp_path / "trace.json").num_events > 0
 
 
 def reduce_and_dump(rank: int) -> None:
@@ -212,11 +194,9 @@ def test_of_a_process_with_both_the_recording_is_in_the_trace(tmp_path: Path) ->
     env = [{"RINGCOMM_FLIGHT_DUMP": f"{recorded}/"}] * 2
     env[1] = {**env[1], "RINGCOMM_TRACE": str(recorded)}
     run_ranks(2, reduce_and_dump, fresh=True, env=env)
-    summary = merge([recorded], tmp_path / "trace.json")
+    summary, events, names = trace_of(recorded, tmp_path / "trace.json")
     assert summary.num_ranks == 2
     assert [note.partition(":")[0] for note in summary.notes] == ["rank 0 (dump)"]
-    events = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
-    names = [e["args"]["name"] for e in events if e["name"] == "process_name"]
     assert [name.partition(" (")[0] for name in names] == ["rank 0", "rank 1"]
     arrows = [e["ph"] for e in events if e.get("cat") == "arrow" and e["name"] == "same call"]
     assert sorted(arrows) == ["f", "s"]  # both ranks' clocks agree
@@ -225,43 +205,45 @@ def test_of_a_process_with_both_the_recording_is_in_the_trace(tmp_path: Path) ->
 # ---- on request
 
 
-def ask(rank: int, folder: str) -> tuple[str, str]:
+def ask(rank: int, folder: Path) -> None:
     x = torch.ones(16)
     for _ in range(1100):
         dist.all_reduce(x)
-    path = ringcomm.flight_dump(f"{folder}/asked-")
+    path = folder / f"asked-{rank}.json"
+    assert ringcomm.flight_dump(f"{folder}/asked-") == path
+    assert dump_of(path)["reason"] == "request"
     assert os.environ.get("RINGCOMM_FLIGHT_DUMP") is None
     with pytest.raises(ValueError, match="give a prefix, or set the environment variable"):
         ringcomm.flight_dump()
     dist.distributed_c10d._get_default_group().abort()
     with pytest.raises(ringcomm.RingcommError):  # which is not dumped, without the variable
         dist.all_reduce(x)
-    return str(path), dump_of(path)["reason"]
 
 
-def test_a_program_asks_for_a_dump(tmp_path: Path) -> None:
-    results = run_ranks(2, ask, str(tmp_path), fresh=True)
-    paths = [tmp_path / f"asked-{rank}.json" for rank in range(2)]
-    assert results == [(str(path), "request") for path in paths]
-    assert sorted(tmp_path.iterdir()) == paths
-    own, peer = dump_of(paths[0])["processes"]
+@pytest.fixture(scope="module")
+def a_job(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("job")
+    run_ranks(2, ask, folder, fresh=True)
+    return folder
+
+
+def test_a_program_asks_for_a_dump(a_job: Path) -> None:
+    assert sorted(path.name for path in a_job.iterdir()) == ["asked-0.json", "asked-1.json"]
+    own, peer = dump_of(a_job / "asked-0.json")["processes"]
     assert [call["number"] for call in own["calls"]] == list(range(77, 1101))
     assert len(peer["calls"]) == dumps.NUM_CALLS_OF_PEER
 
 
-def dump_in_a_child(rank: int, folder: str) -> int:
+@in_ranks(2, fresh=True)
+def test_a_forked_child_does_not_dump_its_parent(rank: int, tmp_path: Path) -> None:
     pid = os.fork()
     if pid == 0:
         try:
-            ringcomm.flight_dump(f"{folder}/child-")
+            ringcomm.flight_dump(f"{tmp_path}/child-")
         except ValueError:
             os._exit(7)
         os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
-def test_a_forked_child_does_not_dump_its_parent(tmp_path: Path) -> None:
-    assert run_ranks(2, dump_in_a_child, str(tmp_path), fresh=True) == [7, 7]
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
     assert list(tmp_path.iterdir()) == []
 
 
@@ -271,21 +253,13 @@ def test_a_process_without_a_group_has_nothing_to_dump(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.fixture(scope="module")
-def a_job(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("job")
-    run_ranks(2, ask, str(folder), fresh=True)
-    return folder
-
-
 # ---- hangs
 
 
 @pytest.fixture(scope="module")
 def launcher() -> Iterator[Launcher]:
-    launcher = Launcher()
-    yield launcher
-    launcher.close()
+    with contextlib.closing(Launcher()) as found:
+        yield found
 
 
 @pytest.mark.parametrize("case", [slow("late"), "computes", "recv"])
@@ -299,11 +273,8 @@ def test_a_signal_dumps_a_rank_that_hangs(launcher: Launcher, tmp_path: Path, ca
         found = [dump_of(path) for path in paths]
         assert all(dump["reason"] == f"signal {dumps.DUMP_SIGNAL}" for dump in found)
         last = found[0]["processes"][0]["calls"][-1]
-        assert (last["op"], last["state"]) == (
-            "recv" if case == "recv" else "all_reduce",
-            "running",
-        )
-        assert last["waits_for"] == (1 if case == "recv" else 2)
+        waits = ("recv", 1) if case == "recv" else ("all_reduce", 2)
+        assert (last["op"], last["waits_for"], last["state"]) == (*waits, "running")
         place = " late" if case == "late" else "hang_cases.py"
         assert any(place in line for line in found[2]["stacks"]["MainThread"])
         paths[0].unlink()  # again, and the rank lives
@@ -340,15 +311,13 @@ def test_the_doctor_dumps_ranks_that_cannot(launcher: Launcher, tmp_path: Path, 
     assert "missing ranks: {2}" in said
     assert "hang_cases.py:" in said  # of the call that does not end
     merge([tmp_path / "ours"], tmp_path / "trace.json")
-    text = (tmp_path / "trace.json").read_text(encoding="utf-8")
-    assert '"wait for rank 2"' in text
+    assert '"wait for rank 2"' in (tmp_path / "trace.json").read_text(encoding="utf-8")
 
 
 @needs_analyser
 def test_only_calls_that_all_ranks_still_have_are_compared(tmp_path: Path, a_job: Path) -> None:
     """Of 1,100 calls the recorders have the last 1,024; one of the dumps has lost 100 more."""
-    for path in a_job.iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
+    shutil.copytree(a_job, tmp_path, dirs_exist_ok=True)
     dump = dump_of(tmp_path / "asked-1.json")
     del dump["processes"][0]["calls"][:100]
     (tmp_path / "asked-1.json").write_text(json.dumps(dump))
@@ -363,29 +332,25 @@ def test_only_calls_that_all_ranks_still_have_are_compared(tmp_path: Path, a_job
 # ---- bad input
 
 
+def edit(folder: Path, change: Callable[[Any], Any]) -> None:
+    path = folder / "asked-0.json"
+    dump = dump_of(path)
+    change(dump)
+    path.write_text(json.dumps(dump))
+
+
 def cut(folder: Path) -> None:
     path = folder / "asked-0.json"
     path.write_bytes(path.read_bytes()[:-1000])
 
 
-def of_another_version(folder: Path) -> None:
-    path = folder / "asked-0.json"
-    path.write_text(path.read_text().replace('"version": 2', '"version": 1', 1))
-
-
-def without_its_calls(folder: Path) -> None:
-    path = folder / "asked-0.json"
-    dump = dump_of(path)
+def without_its_calls(dump: Any) -> None:
     del dump["processes"][0]["calls"][3]["op"]
     del dump["processes"][0]["calls"][4]["begin_ns"]
-    path.write_text(json.dumps(dump))
 
 
-def of_another_job(folder: Path) -> None:
-    path = folder / "asked-0.json"
-    dump = dump_of(path)
+def of_another_job(dump: Any) -> None:
     dump["processes"][0]["started_ns"] += 1
-    path.write_text(json.dumps(dump))
 
 
 def emptied(folder: Path) -> None:
@@ -393,31 +358,30 @@ def emptied(folder: Path) -> None:
         path.write_text('{"traceEvents": []}')
 
 
-@pytest.mark.parametrize(
-    ("spoil", "words"),
-    [
-        (cut, "asked-0.json is truncated or damaged"),
-        (of_another_version, "asked-0.json is a dump of format 1, which ringcomm"),
-        (without_its_calls, "asked-0.json is damaged"),
-        (of_another_job, "are dumps of different jobs: rank 0 is process"),
-        (emptied, "no"),
-    ],
-)
+SPOILS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "cut": (cut, "asked-0.json is truncated or damaged"),
+    "of another version": (
+        partial(edit, change=lambda dump: dump.update(version=1)),
+        "asked-0.json is a dump of format 1, which ringcomm",
+    ),
+    "without its calls": (partial(edit, change=without_its_calls), "asked-0.json is damaged"),
+    "of another job": (
+        partial(edit, change=of_another_job),
+        "are dumps of different jobs: rank 0 is process",
+    ),
+    "emptied": (emptied, "no"),
+}
+
+
+@pytest.mark.parametrize("spoil", SPOILS)
 @pytest.mark.parametrize("form", ["perfetto", "torch"])
 def test_what_cannot_be_read_is_refused_in_one_line(
-    tmp_path: Path,
-    a_job: Path,
-    capfd: pytest.CaptureFixture[str],
-    spoil: Callable[[Path], None],
-    words: str,
-    form: str,
+    tmp_path: Path, a_job: Path, capfd: pytest.CaptureFixture[str], spoil: str, form: str
 ) -> None:
-    folder = tmp_path / "job"
-    folder.mkdir()
-    for path in a_job.iterdir():
-        (folder / path.name).write_bytes(path.read_bytes())
-    spoil(folder)
-    output = tmp_path / "output"
+    folder, output = tmp_path / "job", tmp_path / "output"
+    shutil.copytree(a_job, folder)
+    spoiled, words = SPOILS[spoil]
+    spoiled(folder)
     command = ["trace", "--merge", str(folder), "--format", form, "-o", str(output)]
     assert cli.run(command) == 1
     said = capfd.readouterr().err
@@ -439,33 +403,30 @@ def test_a_folder_with_other_files_is_not_for_torch(
 # ---- what users of other recorders have met
 
 
-def batch(rank: int, folder: str) -> list[str]:
-    """The states of messages in a batch, when all are done and before that."""
+@in_ranks(2, fresh=True)
+def test_messages_of_a_batch_end(rank: int, tmp_path: Path) -> None:
+    """pytorch/pytorch#137969: they were never seen to end."""
     x, y = torch.ones(8), torch.empty(8)
     ops = [dist.P2POp(dist.isend, x, 1 - rank), dist.P2POp(dist.irecv, y, 1 - rank)]
     for work in dist.batch_isend_irecv(ops):
         work.wait()
-    open_one = dist.irecv(torch.empty(8), 1 - rank, tag=3)
-    path = ringcomm.flight_dump(f"{folder}/batch-")
+    open_one: Any = dist.irecv(torch.empty(8), 1 - rank, tag=3)
+    path = ringcomm.flight_dump(f"{tmp_path}/batch-")
+    dist.barrier()  # the other rank's dump is there too
     dist.send(x, 1 - rank, tag=3)
-    assert open_one is not None
     open_one.wait()
-    return [call["state"] for call in dump_of(path)["processes"][0]["calls"]]
+    states = [call["state"] for call in dump_of(path)["processes"][0]["calls"]]
+    assert states == ["ended", "ended", "running"]
 
 
-def test_messages_of_a_batch_end(tmp_path: Path) -> None:
-    """pytorch/pytorch#137969: they were never seen to end."""
-    assert run_ranks(2, batch, str(tmp_path), fresh=True) == [["ended", "ended", "running"]] * 2
-
-
-def dump_while_calls_run(rank: int, folder: str) -> list[tuple[list[int], list[int]]]:
-    """The numbers and begins of calls in dumps that a thread writes while others are made."""
+@in_ranks(2, fresh=True)
+def test_a_dump_while_calls_run_has_whole_events(rank: int, tmp_path: Path) -> None:
+    """A thread writes dumps while others are made."""
     found, is_over = [], threading.Event()
 
     def keep_dumping() -> None:
         while not is_over.is_set():
-            calls = dump_of(ringcomm.flight_dump(f"{folder}/live-"))["processes"][0]["calls"]
-            found.append(([c["number"] for c in calls], [c["begin_ns"] for c in calls]))
+            found.append(dump_of(ringcomm.flight_dump(f"{tmp_path}/live-")))
 
     x = torch.ones(8)
     dist.all_reduce(x)
@@ -475,14 +436,10 @@ def dump_while_calls_run(rank: int, folder: str) -> list[tuple[list[int], list[i
         dist.all_reduce(x)
     is_over.set()
     thread.join()
-    return found
-
-
-def test_a_dump_while_calls_run_has_whole_events(tmp_path: Path) -> None:
-    for found in run_ranks(2, dump_while_calls_run, str(tmp_path), fresh=True):
-        for numbers, begins in found:
-            assert len(set(numbers)) == len(numbers) <= 1024
-            assert begins == sorted(begins)
+    for calls in (dump["processes"][0]["calls"] for dump in found):
+        assert len({call["number"] for call in calls}) == len(calls) <= 1024
+        begins = [call["begin_ns"] for call in calls]
+        assert begins == sorted(begins)
 
 
 def test_an_event_that_is_being_replaced_is_left_out() -> None:
@@ -493,7 +450,8 @@ def test_an_event_that_is_being_replaced_is_left_out() -> None:
     assert [event["number"] for event in found] == [4]
 
 
-def make_many_groups(rank: int, folder: str) -> None:
+@in_ranks(2, fresh=True)
+def test_a_group_in_the_place_of_another_has_none_of_its_calls(rank: int, tmp_path: Path) -> None:
     """The last group has the place of the first, which has ended."""
     for number in range(129):
         group = dist.new_group([0, 1])
@@ -501,13 +459,7 @@ def make_many_groups(rank: int, folder: str) -> None:
             dist.all_reduce(torch.ones(8), group=group)
         dist.destroy_process_group(group)
     dist.barrier()
-    ringcomm.flight_dump(f"{folder}/groups-")
-
-
-def test_a_group_in_the_place_of_another_has_none_of_its_calls(tmp_path: Path) -> None:
-    run_ranks(2, make_many_groups, str(tmp_path), fresh=True)
-    for rank in range(2):
-        process = dump_of(tmp_path / f"groups-{rank}.json")["processes"][0]
-        (group,) = {call["group"] for call in process["calls"] if call["op"] == "barrier"}
-        assert process["groups"][str(group)]["name"] == "0"
-        assert [call["op"] for call in process["calls"] if call["group"] != group] == []
+    process = dump_of(ringcomm.flight_dump(f"{tmp_path}/groups-"))["processes"][0]
+    (last,) = {call["group"] for call in process["calls"] if call["op"] == "barrier"}
+    assert process["groups"][str(last)]["name"] == "0"
+    assert [call["op"] for call in process["calls"] if call["group"] != last] == []

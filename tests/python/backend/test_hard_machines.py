@@ -13,16 +13,13 @@ import json
 import os
 import re
 import resource
-import select
 import signal
 import socket
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -43,14 +40,6 @@ Outcome = dict[str, str]
 run_in_child = partial(machines.run_in_child, LIMIT_S)
 
 
-def nothing() -> None:
-    pass
-
-
-def nothing_in(rank: int) -> None:
-    pass
-
-
 @dataclass(frozen=True)
 class Machine:
     """How a machine is made, and what its ranks say.
@@ -60,8 +49,8 @@ class Machine:
     namespace if `namespaces` has one. `enter` is called by each rank before it makes a group.
     """
 
-    enter: Callable[[int], None] = nothing_in
-    prepare: Callable[[], None] = nothing
+    enter: Callable[[int], None] = lambda rank: None
+    prepare: Callable[[], None] = lambda: None
     namespaces: int = 0
     around: Callable[[], AbstractContextManager[Path | None]] = nullcontext
     world_size: int = 2
@@ -141,7 +130,7 @@ def launch(_: int, name: str, folder: Path) -> list[Outcome]:
     answers = os.pipe()
 
     def answer(rank: int, outcome: Outcome) -> None:
-        os.write(answers[1], json.dumps({"rank": rank, **outcome}).encode() + b"\n")
+        os.write(answers[1], json.dumps([rank, outcome]).encode() + b"\n")
 
     def run_rank(rank: int, make_store: Callable[[], dist.Store]) -> None:
         answer(rank, outcome_of(rank, machine, make_store))
@@ -150,6 +139,15 @@ def launch(_: int, name: str, folder: Path) -> list[Outcome]:
         machines.enter_namespaces(CLONE_NEWPID)
         os.waitpid(run_in_child(run_rank, rank, make_store), 0)
 
+    @contextlib.contextmanager
+    def saying_why() -> Iterator[None]:
+        try:
+            yield
+        except (Unavailable, OSError) as reason:
+            for rank in range(machine.world_size):
+                answer(rank, {"skip": str(reason)})
+
+    @saying_why()
     def run_all() -> None:
         make_store: Callable[[], dist.Store]
         make_store = partial(dist.FileStore, str(folder / "store"), machine.world_size)
@@ -163,51 +161,30 @@ def launch(_: int, name: str, folder: Path) -> list[Outcome]:
         for pid in [run_in_child(run, r, make_store) for r in range(machine.world_size)]:
             os.waitpid(pid, 0)
 
+    @saying_why()
     def run_machine(cgroup: Path | None) -> None:
         os.setpgid(0, 0)
-        try:
-            if cgroup is not None:
-                cgroup.write_text(str(os.getpid()))
-            if machine.namespaces or machine.are_apart:
-                machines.enter_namespaces(machine.namespaces)
-        except (Unavailable, OSError) as reason:
-            answer(0, {"skip": str(reason)})
-            return
-        os.waitpid(run_in_child(run_all_or_say_why), 0)
-
-    def run_all_or_say_why() -> None:
-        try:
-            run_all()
-        except (Unavailable, OSError) as reason:
-            answer(0, {"skip": str(reason)})
+        if cgroup is not None:
+            cgroup.write_text(str(os.getpid()))
+        if machine.namespaces or machine.are_apart:
+            machines.enter_namespaces(machine.namespaces)
+        os.waitpid(run_in_child(run_all), 0)
 
     try:
         with machine.around() as cgroup:
             pid = run_in_child(run_machine, cgroup)
             os.close(answers[1])
             try:
-                return read_answers(answers[0], machine.world_size)
+                lines = machines.read_lines(answers[0], machine.world_size, LIMIT_S)
             finally:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
     except Unavailable as reason:
         return [{"skip": str(reason)}]
-
-
-def read_answers(fd: int, world_size: int) -> list[Outcome]:
-    outcomes: list[Outcome] = [{"text": "the process ended without an answer"}] * world_size
-    text, deadline = b"", time.monotonic() + LIMIT_S
-    while text.count(b"\n") < world_size and b'"skip"' not in text:
-        if not select.select([fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
-            break
-        part = os.read(fd, 1 << 16)
-        if not part:
-            break
-        text += part
-    for line in text.splitlines():
-        outcome = json.loads(line)
-        outcomes[outcome.pop("rank")] = outcome
+    outcomes: list[Outcome] = [{"text": "the process ended without an answer"}] * machine.world_size
+    for rank, outcome in map(json.loads, lines):
+        outcomes[rank] = outcome
     return outcomes
 
 
@@ -262,15 +239,12 @@ def limit(which: int, most: int, rank: int) -> None:
 
 
 def limit_descriptors(more: int, rank: int) -> None:
-    """So many more than the rank has: it limits their numbers."""
-    free = (number for number in range(1 << 20) if not Path(f"/proc/self/fd/{number}").is_symlink())
-    limit(resource.RLIMIT_NOFILE, next(islice(free, more, None)), rank)
+    limit(resource.RLIMIT_NOFILE, machines.limit_of_descriptors(more), rank)
 
 
 def limit_address_space(more_mib: int, rank: int) -> None:
     """So much more than the rank has, and its tensors."""
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    limit(resource.RLIMIT_AS, used + ((more_mib + 5) << 20), rank)
+    limit(resource.RLIMIT_AS, machines.used_bytes() + ((more_mib + 5) << 20), rank)
 
 
 def limit_threads(num_threads: int, rank: int) -> None:

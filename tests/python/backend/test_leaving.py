@@ -23,14 +23,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import covering
+from machines import CLONE_NEWPID
 from rank_programs import run_program
-from ranks import init_group, run_ranks
-from test_errors import ENVS, TRANSPORTS, caught
+from ranks import in_ranks, init_group, run_ranks
+from test_errors import TRANSPORTS, caught
 
 from ringcomm import _C, message_backend
-
-CLONE_NEWPID = 0x20000000
-
 
 # ---- the last calls: rank 0 is late, and the others need nothing of it
 
@@ -86,30 +84,23 @@ LAST_CALLS: dict[str, Callable[[], Any]] = {
 }
 
 
-def call_and_leave(rank: int, path: str, name: str) -> dict[str, Any]:
-    """The error of a rank; a rank other than 0 ends in place of returning that there was none."""
-
-    def make_and_call() -> None:
-        init_group(rank, 3, path)
-        LAST_CALLS[name]()
-
-    error = caught(make_and_call)
-    if rank > 0 and not error:
+@in_ranks(backend=None, fresh=True, may_die=[1, 2])
+@pytest.mark.parametrize(("name", "env"), covering(LAST_CALLS, ("aaa", "---", "aba")))
+def test_a_rank_ends_after_its_last_call(rank: int, env: str, name: str, tmp_path: Path) -> None:
+    init_group(rank, 3, tmp_path / "store")
+    LAST_CALLS[name]()
+    if rank > 0:
         os._exit(0)
-    return error
-
-
-@pytest.mark.parametrize(("name", "env"), covering(LAST_CALLS, ENVS))
-def test_a_rank_ends_after_its_last_call(env: str, name: str, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"backend": None, "fresh": True, "may_die": [1, 2], "env": ENVS[env]}
-    errors = run_ranks(3, call_and_leave, str(tmp_path / "store"), name, **options)
-    assert errors == [{}, None, None]
 
 
 # ---- ranks that end early
 
 
-def end_early(rank: int, how: str) -> dict[str, Any]:
+@in_ranks(fresh=True, may_die=[1])
+@pytest.mark.parametrize(
+    ("how", "env"), covering(["note", "_exit0", "_exit3", "kill"], ("aaa", "---"))
+)
+def test_an_exit_is_told_apart_from_a_kill(rank: int, env: str, how: str) -> None:
     for _ in range(3):
         dist.all_reduce(torch.ones(4))
     if rank == 1:
@@ -119,22 +110,16 @@ def end_early(rank: int, how: str) -> dict[str, Any]:
         if how == "note":  # as at the end of Python, though the kernel cannot tell
             _C.say_exit()
         os.kill(os.getpid(), signal.SIGKILL)
-    return caught(lambda: dist.all_reduce(torch.ones(4)))
-
-
-@pytest.mark.parametrize(("how", "env"), covering(["note", "_exit0", "_exit3", "kill"], TRANSPORTS))
-def test_an_exit_is_told_apart_from_a_kill(env: str, how: str) -> None:
-    options: dict[str, Any] = {"fresh": True, "may_die": [1], "env": TRANSPORTS[env]}
-    for error in run_ranks(3, end_early, how, **options)[::2]:
-        assert (error["type"], error["rank"]) == ("PeerDiedError", 1), error
-        text = error["text"]
-        assert (" died" in text, " has exited" in text) == (how == "kill", how != "kill"), text
-        if how == "_exit0" and env == "shm":  # over messages it has not said how many
-            assert "it made 1 call fewer: let all ranks make the same calls" in text
-        if how != "_exit0":
-            assert "call" not in text.partition(" has exited")[2], text
-        words = {"_exit3": "has exited with code 3; read", "kill": "died (signal 9, Killed); read"}
-        assert words.get(how, "") in text, text
+    error = caught(lambda: dist.all_reduce(torch.ones(4)))
+    assert (error["type"], error["rank"]) == ("PeerDiedError", 1), error
+    text = error["text"]
+    assert (" died" in text, " has exited" in text) == (how == "kill", how != "kill"), text
+    if how == "_exit0" and env == "aaa":  # over messages it has not said how many
+        assert "it made 1 call fewer: let all ranks make the same calls" in text
+    if how != "_exit0":
+        assert "call" not in text.partition(" has exited")[2], text
+    words = {"_exit3": "has exited with code 3; read", "kill": "died (signal 9, Killed); read"}
+    assert words.get(how, "") in text, text
 
 
 def exit_as_torch_does() -> None:
@@ -180,7 +165,9 @@ def test_what_ends_a_process_of_multiprocessing_is_told(tmp_path: Path) -> None:
         assert words in text, (how, text)
 
 
-def destroy_in_finally(rank: int) -> dict[str, Any]:
+@in_ranks(2, TRANSPORTS, fresh=True)
+def test_an_exception_that_destroys_the_group_is_told(rank: int) -> None:
+    """It was hidden by its own clean-up: https://github.com/sgl-project/SpecForge/pull/781"""
     dist.all_reduce(torch.ones(4))
     if rank == 1:
         with contextlib.suppress(ValueError):
@@ -189,162 +176,31 @@ def destroy_in_finally(rank: int) -> dict[str, Any]:
             finally:
                 dist.destroy_process_group()
         time.sleep(2)
-        return {}
-    return caught(lambda: dist.all_reduce(torch.ones(4)))
-
-
-@pytest.mark.parametrize("env", TRANSPORTS)
-def test_an_exception_that_destroys_the_group_is_told(env: str) -> None:
-    """It was hidden by its own clean-up: https://github.com/sgl-project/SpecForge/pull/781"""
-    error, _ = run_ranks(2, destroy_in_finally, fresh=True, env=TRANSPORTS[env])
+        return
+    error = caught(lambda: dist.all_reduce(torch.ones(4)))
     assert (error["type"], error["rank"]) == ("PeerDiedError", 1), error
     assert "has destroyed the group in an exception: ValueError: no row 7" in error["text"], error
 
 
-def fail_alone(rank: int, path: str) -> dict[str, Any]:
-    """Rank 1 comes later, and so is still waiting when rank 0 has given up and ended."""
-    if rank == 1:
-        time.sleep(0.6)
-    error = caught(init_group, rank, 4, f"{path}/store", 1.5)
-    Path(path, f"error-{rank}").write_text(json.dumps(error))
-    os._exit(1)
+@in_ranks(2, fresh=True, group_timeout_s=5.0)
+def test_an_exception_of_a_process_that_lives_on_is_told(rank: int) -> None:
+    """As the interpreter ends the main thread, where another thread keeps the process.
 
-
-def test_ranks_that_were_not_started_are_named(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"backend": None, "fresh": True, "may_die": [0, 1]}
-    run_ranks(2, fail_alone, str(tmp_path), **options)
-    for rank in range(2):
-        error = json.loads((tmp_path / f"error-{rank}").read_text())
-        assert (error["type"], error["rank"]) == ("CollectiveTimeoutError", 2), error
-        assert "ranks 2 and 3 did not join the group" in error["text"]
-
-
-def fail_among(rank: int, path: str, world_size: int) -> dict[str, Any]:
-    return caught(init_group, rank, world_size, path, 0.5)
-
-
-def test_many_missing_ranks_are_counted(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"backend": None, "fresh": True}
-    (error,) = run_ranks(1, fail_among, str(tmp_path / "store"), 12, **options)
-    assert (error["type"], error["rank"]) == ("CollectiveTimeoutError", 1), error
-    assert "ranks 1, 2, 3, 4, 5, 6, 7, 8 and 3 more did not join the group" in error["text"]
-
-
-def call_new_group_in_part(rank: int) -> dict[str, Any]:
-    """Rank 3 of the group's ranks 1 and 3 does not call it."""
-    if rank == 3:
-        return {}
-    return caught(dist.new_group, [1, 3], datetime.timedelta(seconds=1))
-
-
-def test_new_group_names_missing_ranks_with_their_global_ranks() -> None:
-    error = run_ranks(4, call_new_group_in_part, fresh=True)[1]
-    assert (error["type"], error["rank"]) == ("CollectiveTimeoutError", 1), error
-    assert "ringcomm rank 0/2 (global rank 1): rank 1 of the group (global rank 3)" in error["text"]
-    assert "did not join the group" in error["text"]
-
-
-def make_nothing(*args: Any) -> None:
-    time.sleep(3)
-    raise RuntimeError("too late")
-
-
-def init_but_do_not_connect(rank: int, path: str, late: tuple[int, ...]) -> dict[str, Any]:
-    """The late ranks are in the group, and never make their Gloo, so no other rank can."""
-    if rank in late:
-        message_backend.make = make_nothing  # type: ignore[assignment]
-    return caught(init_group, rank, 4, path, 1.0)
-
-
-def test_only_ranks_that_do_not_connect_are_named(tmp_path: Path) -> None:
-    options: dict[str, Any] = {
-        "backend": None,
-        "fresh": True,
-        "env": {"RINGCOMM_TRANSPORT": "messages"},
-    }
-    errors = run_ranks(4, init_but_do_not_connect, str(tmp_path / "store"), (1, 2), **options)
-    for error in errors[::3]:
-        assert (error["type"], error["rank"]) == ("CollectiveTimeoutError", 1), error
-        assert "ranks 1 and 2 did not connect to the others in 1000 ms" in error["text"]
-
-
-def make_groups_with_warnings(rank: int, path: str) -> list[str]:
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        init_group(rank, 2, path)
-        dist.new_group()
-    return [str(one.message) for one in found if "RINGCOMM_" in str(one.message)]
-
-
-def test_an_unknown_variable_is_a_warning_once_per_process(tmp_path: Path) -> None:
-    env = {
-        "RINGCOMM_TUNNING": "x",
-        "RINGCOMM_ABC": "1",
-        "RINGCOMM_TRACE": "",
-        "RINGCOMM_SEQUENCES": "1",
-    }
-    options: dict[str, Any] = {"backend": None, "fresh": True, "env": env}
-    for abc, tuning in run_ranks(2, make_groups_with_warnings, str(tmp_path / "store"), **options):
-        assert abc.startswith("the environment variable RINGCOMM_ABC is set")
-        assert "did you mean" not in abc
-        assert tuning.endswith("did you mean RINGCOMM_TUNING?")
-
-
-def watch_from_a_namespace(rank: int, path: str) -> int:
-    """Rank 0 is in a PID namespace of its own, in which rank 1 has no pid."""
-    if rank == 1:
-        init_group(rank, 2, f"{path}/store")
-        dist.barrier()
-        Path(path, "pid").write_text(str(os.getpid()))
-        os.kill(os.getpid(), signal.SIGKILL)
-    assert ctypes.CDLL(None).unshare(CLONE_NEWPID) == 0
-    pid = os.fork()
-    if pid == 0:
-        signal.alarm(30)
-        try:
-            init_group(rank, 2, f"{path}/store")
-            dist.barrier()
-            error = caught(lambda: dist.recv(torch.zeros(4), 1))
-            Path(path, "error").write_text(json.dumps(error))
-        finally:
-            os._exit(0)
-    os.waitpid(pid, 0)
-    return pid
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="a PID namespace takes root")
-@pytest.mark.parametrize("env", TRANSPORTS)
-def test_a_rank_of_another_pid_namespace_keeps_its_pid(env: str, tmp_path: Path) -> None:
-    probe = os.fork()
-    if probe == 0:
-        os._exit(ctypes.CDLL(None).unshare(CLONE_NEWPID) != 0)
-    if os.waitpid(probe, 0)[1] != 0:
-        pytest.skip("this container may not make a PID namespace")
-    options: dict[str, Any] = {"backend": None, "fresh": True, "may_die": [1]}
-    run_ranks(2, watch_from_a_namespace, str(tmp_path), env=TRANSPORTS[env], **options)
-    error = json.loads((tmp_path / "error").read_text())
-    pid = int((tmp_path / "pid").read_text())
-    assert (error["type"], error["rank"], error["pid"]) == ("PeerDiedError", 1, pid), error
-    assert f"rank 1 (pid {pid} of another PID namespace on " in error["text"], error
-
-
-def live_on_after_an_exception(rank: int) -> str:
-    """As the interpreter ends the main thread, where another thread keeps the process."""
+    https://github.com/vllm-project/vllm/issues/23985
+    """
     dist.barrier()
     if rank == 1:
         try:
             raise ValueError("row 7")
         except ValueError as error:
             sys.excepthook(ValueError, error, error.__traceback__)
-        return ""
-    return str(caught(dist.barrier)["text"])
+        return
+    assert_told(caught(dist.barrier)["text"])
 
 
-def test_an_exception_of_a_process_that_lives_on_is_told() -> None:
-    """https://github.com/vllm-project/vllm/issues/23985"""
-    said, _ = run_ranks(2, live_on_after_an_exception, fresh=True, group_timeout_s=5.0)
-    assert "waited for rank 1 (pid" in said
-    assert "which runs on after ValueError: row 7" in said
+def assert_told(text: str) -> None:
+    assert "waited for rank 1 (pid" in text
+    assert "which runs on after ValueError: row 7" in text
 
 
 # A rank whose main thread ends in an exception, and whose other thread keeps its process.
@@ -369,6 +225,154 @@ except Exception as error:
 
 @pytest.mark.slow
 def test_an_exception_that_ends_a_main_thread_is_told(tmp_path: Path) -> None:
-    text = run_program(KEPT, tmp_path / "store")[0].out
-    assert "waited for rank 1 (pid" in text
-    assert "which runs on after ValueError: row 7" in text
+    assert_told(run_program(KEPT, tmp_path / "store")[0].out)
+
+
+# ---- ranks that do not come
+
+
+def assert_missing(error: dict[str, Any], rank: int, words: str) -> None:
+    assert (error["type"], error["rank"]) == ("CollectiveTimeoutError", rank), error
+    assert words in error["text"], error
+
+
+@in_ranks(2, backend=None, fresh=True)
+def test_ranks_that_were_not_started_are_named(rank: int, tmp_path: Path) -> None:
+    """Rank 1 comes later, and so is still waiting when rank 0 has given up and ended."""
+    pid = os.fork()
+    if pid == 0:
+        time.sleep(0.6 * rank)
+        error = caught(init_group, rank, 4, tmp_path / "store", 1.5)
+        (tmp_path / f"error-{rank}").write_text(json.dumps(error))
+        os._exit(1)
+    os.waitpid(pid, 0)
+    error = json.loads((tmp_path / f"error-{rank}").read_text())
+    assert_missing(error, 2, "ranks 2 and 3 did not join the group")
+
+
+@in_ranks(1, backend=None, fresh=True)
+def test_many_missing_ranks_are_counted(rank: int, tmp_path: Path) -> None:
+    words = "ranks 1, 2, 3, 4, 5, 6, 7, 8 and 3 more did not join the group"
+    assert_missing(caught(init_group, 0, 12, tmp_path / "store", 0.5), 1, words)
+
+
+@in_ranks(4, fresh=True)
+def test_new_group_names_missing_ranks_with_their_global_ranks(rank: int) -> None:
+    """Rank 3 of the group's ranks 1 and 3 does not call it."""
+    if rank == 3:
+        return
+    error = caught(dist.new_group, [1, 3], datetime.timedelta(seconds=1))
+    if rank == 1:
+        said = "ringcomm rank 0/2 (global rank 1): rank 1 of the group (global rank 3)"
+        assert_missing(error, 1, said)
+        assert "did not join the group" in error["text"]
+
+
+def make_nothing(*args: Any) -> None:
+    time.sleep(3)
+    raise RuntimeError("too late")
+
+
+@in_ranks(4, backend=None, fresh=True, env=TRANSPORTS["messages"])
+def test_only_ranks_that_do_not_connect_are_named(rank: int, tmp_path: Path) -> None:
+    """Ranks 1 and 2 are in the group, and never make their Gloo, so no other rank can."""
+    if rank in (1, 2):
+        message_backend.make = make_nothing  # type: ignore[assignment]
+    error = caught(init_group, rank, 4, tmp_path / "store", 1.0)
+    if rank in (0, 3):
+        assert_missing(error, 1, "ranks 1 and 2 did not connect to the others in 1000 ms")
+
+
+UNKNOWN = {"RINGCOMM_TUNNING": "x", "RINGCOMM_ABC": "1"}
+KNOWN = {"RINGCOMM_TRACE": "", "RINGCOMM_SEQUENCES": "1"}
+
+
+@in_ranks(2, backend=None, fresh=True, env={**UNKNOWN, **KNOWN})
+def test_an_unknown_variable_is_a_warning_once_per_process(rank: int, tmp_path: Path) -> None:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        init_group(rank, 2, tmp_path / "store")
+        dist.new_group()
+    abc, tuning = [str(one.message) for one in found if "RINGCOMM_" in str(one.message)]
+    assert abc.startswith("the environment variable RINGCOMM_ABC is set")
+    assert "did you mean" not in abc
+    assert tuning.endswith("did you mean RINGCOMM_TUNING?")
+
+
+# ---- a rank of another PID namespace
+
+
+@pytest.fixture
+def pid_namespace() -> None:
+    probe = os.fork()
+    if probe == 0:
+        os._exit(ctypes.CDLL(None).unshare(CLONE_NEWPID) != 0)
+    if os.waitpid(probe, 0)[1] != 0:
+        pytest.skip("this user, or in this container, may not make a PID namespace")
+
+
+@pytest.mark.usefixtures("pid_namespace")
+@in_ranks(2, TRANSPORTS, backend=None, fresh=True, may_die=[1])
+def test_a_rank_of_another_pid_namespace_keeps_its_pid(rank: int, tmp_path: Path) -> None:
+    """Rank 0 is in a PID namespace of its own, in which rank 1 has no pid."""
+    store, note = tmp_path / "store", tmp_path / "pid"
+    if rank == 1:
+        init_group(rank, 2, store)
+        dist.barrier()
+        note.write_text(str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGKILL)
+    assert ctypes.CDLL(None).unshare(CLONE_NEWPID) == 0
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(30)
+        try:
+            init_group(rank, 2, store)
+            dist.barrier()
+            error = caught(lambda: dist.recv(torch.zeros(4), 1))
+            (tmp_path / "error").write_text(json.dumps(error))
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+    error, of_rank_1 = json.loads((tmp_path / "error").read_text()), int(note.read_text())
+    named = (error["type"], error["rank"], error["pid"])
+    assert named == ("PeerDiedError", 1, of_rank_1), error
+    assert f"rank 1 (pid {of_rank_1} of another PID namespace on " in error["text"], error
+
+
+# ---- the end of a program
+
+LAST_CALL = """
+import os, sys, time, torch, torch.distributed as dist, ringcomm
+rank, folder = int(sys.argv[1]), sys.argv[2]
+how = sys.argv[3]
+if how == "served":
+    port = folder + "/port"
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False)
+        open(port + ".new", "w").write(str(store.port)); os.rename(port + ".new", port)
+    else:
+        while not os.path.exists(port): time.sleep(0.01)
+        store = dist.TCPStore("127.0.0.1", int(open(port).read()), 2, False)
+else:
+    store = dist.FileStore(folder + "/store", 2)
+options = ringcomm.Options(transport="messages")
+dist.init_process_group("ringcomm", store=store, rank=rank, world_size=2, pg_options=options)
+dist.barrier()
+if how == "served":
+    if rank == 1: time.sleep(2)  # rank 0, and with it the store, has ended
+    dist.destroy_process_group()
+elif how == "unwaited":
+    kept = [dist.irecv(torch.ones(4), 1 - rank, tag=tag) for tag in range(3)]
+print("end", rank, flush=True)
+"""
+
+
+@pytest.mark.parametrize("how", ["served", "unwaited"])
+def test_the_end_of_a_program(how: str, tmp_path: Path) -> None:
+    """The store's server ends first; receives that nobody waits for are left.
+
+    https://github.com/sgl-project/sglang/issues/20859, https://github.com/pytorch/pytorch/pull/179291
+    """
+    for rank, ended in enumerate(run_program(LAST_CALL, tmp_path, how)):
+        assert ended.returncode == 0, ended
+        assert f"end {rank}" in ended.out, ended

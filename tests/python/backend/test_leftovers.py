@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from cases import slow
 from machines import CLONE_NEWNET, CLONE_NEWNS, CLONE_NEWPID
-from ranks import run_ranks
+from ranks import in_ranks, init_group, run_ranks
 from test_hard_machines import serve_store
 
 import ringcomm
@@ -34,19 +34,14 @@ SHARED_BYTES = 64 << 20
 # ---- ranks that are killed, in namespaces in which everything is theirs
 
 
-def init_group(rank: int, path: str) -> None:
-    store = dist.FileStore(path, 2)
-    dist.init_process_group("ringcomm", store=store, rank=rank, world_size=2)
-
-
 def come_and_go(rank: int, turn: int) -> None:
     for number in itertools.count():
-        init_group(rank, f"/tmp/store-{turn}-{number}")
+        init_group(rank, 2, f"/tmp/store-{turn}-{number}")
         dist.destroy_process_group()
 
 
 def call(rank: int, turn: int) -> None:
-    init_group(rank, f"/tmp/store-{turn}")
+    init_group(rank, 2, f"/tmp/store-{turn}")
     plain, shared = torch.ones(1 << 20), ringcomm.empty_shared(1 << 20).fill_(1)
     while True:
         for tensor in (plain, shared):
@@ -58,7 +53,7 @@ def call(rank: int, turn: int) -> None:
 
 
 def idle(rank: int, turn: int) -> None:
-    init_group(rank, f"/tmp/store-{turn}")
+    init_group(rank, 2, f"/tmp/store-{turn}")
     shared = ringcomm.empty_shared(SHARED_BYTES, dtype=torch.uint8).fill_(1)
     dist.all_reduce(shared)
     Path(f"/tmp/store-{turn}-is-idle-{rank}").touch()
@@ -86,20 +81,13 @@ def left_behind() -> list[str]:
 
 def is_gone() -> bool:
     """The kernel frees what is in a closed socket a moment later."""
-    deadline = time.monotonic() + 5
-    while left_behind() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return not left_behind()
+    return machines.comes_true(lambda: not left_behind(), 5)
 
 
 def is_freed(most_bytes: int) -> bool:
     """Whether there is soon less shared memory than there was, by that of two ranks."""
-    deadline = time.monotonic() + 2
-    while shared_memory_bytes() > most_bytes - 3 * SHARED_BYTES // 2:
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.01)
-    return True
+    left_bytes = most_bytes - 3 * SHARED_BYTES // 2
+    return machines.comes_true(lambda: shared_memory_bytes() <= left_bytes, 2)
 
 
 def kill_again_and_again(moment: str, num_turns: int, seed: int) -> None:
@@ -184,17 +172,13 @@ def grown(before: dict[str, int], num_turns: int) -> dict[str, tuple[int, int]]:
     """What there is more of than before. A joined thread may still be listed for a moment."""
     # Allocators may take more meanwhile; and torch keeps 170 bytes of each group.
     slack = {"mappings": 8, "resident bytes": (2 << 20) + 400 * num_turns}
-    deadline = time.monotonic() + 10
-    while True:
-        now = resources()
-        more = {
-            name: (number, now[name])
-            for name, number in before.items()
-            if now[name] > number + slack.get(name, 0)
-        }
-        if not more or time.monotonic() > deadline:
-            return more
-        time.sleep(0.01)
+
+    def more() -> dict[str, tuple[int, int]]:
+        now = {name: (before[name], number) for name, number in resources().items()}
+        return {name: n for name, n in now.items() if n[1] > n[0] + slack.get(name, 0)}
+
+    machines.comes_true(lambda: not more(), 10)
+    return more()
 
 
 def use(group: Any, rank: int) -> None:
@@ -209,8 +193,7 @@ def use(group: Any, rank: int) -> None:
 
 
 def make_default_group(rank: int, folder: Path, turn: int) -> None:
-    store = dist.FileStore(str(folder / f"store{turn}"), 2)
-    dist.init_process_group("ringcomm", store=store, rank=rank, world_size=2)
+    init_group(rank, 2, folder / f"store{turn}")
     use(None, rank)
     # All at once, in one of the first turns.
     for group in [dist.new_group() for _ in range(64 if turn == 1 else 1)]:
@@ -238,32 +221,25 @@ def store_of_its_own_process(rank: int, folder: Path) -> Iterator[dist.Store]:
         os.waitpid(pid, 0)
 
 
-def repeat(rank: int, name: str, num_turns: int, folder: Path) -> dict[str, tuple[int, int]]:
+@in_ranks(2, backend=None, fresh=True, timeout_s=REPEAT_S)
+@pytest.mark.parametrize(
+    ("name", "num_turns"),
+    [
+        *(("init_process_group", 200), ("new_group", 200)),
+        *(slow("init_process_group", 1000), slow("new_group", 10_000)),
+    ],
+)
+def test_nothing_grows(rank: int, name: str, num_turns: int, tmp_path: Path) -> None:
     make = {"init_process_group": make_default_group, "new_group": make_subgroup}[name]
     num_first = min(50, num_turns // 3)  # in which allocators and tables find their size
     with contextlib.ExitStack() as stack:
         if name == "new_group":
-            store = stack.enter_context(store_of_its_own_process(rank, folder))
+            store = stack.enter_context(store_of_its_own_process(rank, tmp_path))
             dist.init_process_group("ringcomm", store=store, rank=rank, world_size=2)
         for turn in range(num_turns):
             if turn == num_first:
                 before = resources()
-            make(rank, folder, turn)
-        more = grown(before, num_turns)
+            make(rank, tmp_path, turn)
+        assert grown(before, num_turns) == {}
         if name == "new_group":
             dist.destroy_process_group()
-    return more
-
-
-@pytest.mark.parametrize(
-    ("name", "num_turns"),
-    [
-        ("init_process_group", 200),
-        ("new_group", 200),
-        slow("init_process_group", 1000),
-        slow("new_group", 10_000),
-    ],
-)
-def test_nothing_grows(name: str, num_turns: int, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"backend": None, "fresh": True, "timeout_s": REPEAT_S}
-    assert run_ranks(2, repeat, name, num_turns, tmp_path, **options) == [{}, {}]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import datetime
 import fcntl
 import os
-import signal
 import time
 from inspect import signature
 from pathlib import Path
@@ -87,6 +86,12 @@ def make_group_and_die(rank: int, path: str, victim: int, end_behind: int, how: 
     return error, num_operations
 
 
+def assert_death(error: dict[str, Any], victim: int, *place: Any) -> None:
+    """Seen soon, from a rank's own start on: also the waits for the others' imports."""
+    assert (error.get("type"), error.get("rank")) == ("PeerDiedError", victim), (error, place)
+    assert error["seconds"] < 1 + SOON_S, (error, place)
+
+
 @pytest.mark.parametrize(
     ("env", "victim", "how"),
     [("shm", 0, "kill"), ("shm", 2, "kill"), ("messages", 1, "exec"), ("hosts", 2, "kill")],
@@ -101,18 +106,13 @@ def test_end_behind_operations_of_the_store(
     assert num_operations >= 5
     stride = 1 if os.environ.get("RINGCOMM_DEATHS") == "all" else 9 if num_operations > 20 else 3
     for end_behind in range(1, num_operations + 1, stride):
-        args = (victim, end_behind, how)
-        path = str(tmp_path / str(end_behind))
-        results = run_ranks(3, make_group_and_die, path, *args, may_die=[victim], **kind)
+        args = (str(tmp_path / str(end_behind)), victim, end_behind, how)
+        results = run_ranks(3, make_group_and_die, *args, may_die=[victim], **kind)
         if results[victim] is not None:  # this time it came with fewer operations, and lives
             assert end_behind > num_operations // 2
             continue
         for rank in {0, 1, 2} - {victim}:
-            error, _ = results[rank]
-            assert error.get("type") == "PeerDiedError", (end_behind, rank, error)
-            assert error["rank"] == victim, (end_behind, rank, error)
-            # From its own start on: also the waits for the others' imports.
-            assert error["seconds"] < 1 + SOON_S, (end_behind, rank, error)
+            assert_death(results[rank][0], victim, end_behind, rank)
 
 
 # Rank 1 is the first of the group, where torch can have it so: from 2.13 on.
@@ -121,7 +121,12 @@ UNSORTED: dict[str, Any] = (
 )
 
 
-def end_in_connecting(rank: int, path: str, how: str, when: str) -> dict[str, Any]:
+@in_ranks(3, backend=None, fresh=True, may_die=[1])
+@pytest.mark.parametrize(
+    ("env", "how", "when"),
+    [("---", "kill", "before"), ("---", "kill", "after"), ("aba", "exec", "before")],
+)
+def test_end_while_gloo_connects(rank: int, env: str, how: str, when: str, tmp_path: Path) -> None:
     """Rank 1 ends before Gloo connects, or when only its own end is made."""
     make = dist.ProcessGroupGloo
 
@@ -132,25 +137,9 @@ def end_in_connecting(rank: int, path: str, how: str, when: str) -> dict[str, An
 
     if rank == 1:
         dist.ProcessGroupGloo = make_own  # type: ignore[assignment,misc]
-    error = timed(lambda: init_group(rank, 3, path, 60))
-    kill_named(error, path + " seen", rank, 1)
-    return error
-
-
-@pytest.mark.parametrize(
-    ("env", "how", "when"),
-    [
-        ("messages", "kill", "before"),
-        ("messages", "kill", "after"),
-        ("hosts", "exec", "before"),
-    ],
-)
-def test_end_while_gloo_connects(tmp_path: Path, env: str, how: str, when: str) -> None:
-    path = str(tmp_path / "store")
-    kind: dict[str, Any] = {"backend": None, "fresh": True, "may_die": [1], "env": ENVS[env]}
-    for error in run_ranks(3, end_in_connecting, path, how, when, **kind)[::2]:
-        assert (error["type"], error["rank"]) == ("PeerDiedError", 1), error
-        assert error["seconds"] < 1 + SOON_S, error
+    error = timed(lambda: init_group(rank, 3, tmp_path / "store", 60))
+    kill_named(error, str(tmp_path / "seen"), rank, 1)
+    assert_death(error, 1)
 
 
 @in_ranks(2, env=ENVS["messages"], backend=None, fresh=True)
@@ -182,7 +171,5 @@ def test_death_before_a_new_group(rank: int) -> None:
     """Known from the group of all ranks: nothing of rank 1 is in the store."""
     dist.barrier()
     if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    error = timed(lambda: dist.new_group([1, 0, 2], **UNSORTED))
-    assert (error["type"], error["rank"]) == ("PeerDiedError", 0 if UNSORTED else 1), error
-    assert error["seconds"] < SOON_S
+        end_process("kill")
+    assert_death(timed(lambda: dist.new_group([1, 0, 2], **UNSORTED)), 0 if UNSORTED else 1)

@@ -13,7 +13,7 @@ import oracle
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import in_ranks, run_ranks
+from ranks import in_ranks
 from torch import Tensor
 from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -77,20 +77,17 @@ def test_opcheck(rank: int) -> None:
 # ---- out=
 
 
+@in_ranks(3)
 @pytest.mark.parametrize(
-    ("options", "env"),
+    "options",
     [
-        (Options(algorithm="one_shot"), {}),
-        (Options(deterministic="rank_order", algorithm="ring"), {}),
-        (Options(), {"RINGCOMM_TRANSPORT": "messages"}),
+        Options(algorithm="one_shot"),
+        Options(deterministic="rank_order", algorithm="ring"),
+        Options(transport="messages"),
     ],
     ids=str,
 )
-def test_out(options: Options, env: dict[str, str]) -> None:
-    run_ranks(3, check_out, options, env=env)
-
-
-def check_out(rank: int, options: Options) -> None:
+def test_out(rank: int, options: Options) -> None:
     world_size = dist.get_world_size()
     group = dist.new_group(pg_options=options)
     for num_elems in (0, 1, 1000, 300_007):

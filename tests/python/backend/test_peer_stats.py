@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import os
 import re
 import signal
@@ -14,14 +13,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import in_ranks, run_ranks
+from ranks import in_ranks, init_group, run_ranks
+from test_errors import TRANSPORTS
 
 import _ringcomm_autoload
 import ringcomm
 from ringcomm import stragglers
 
 LIMIT_S = 120
-TRANSPORTS = {"shm": {}, "messages": {"RINGCOMM_TRANSPORT": "messages"}}
 NUM_CALLS = 20
 DELAY_S = 0.02
 
@@ -40,38 +39,27 @@ ELEMS = 1200  # of each rank's share; a multiple of 2 and 3
 
 def call(op: str, group: Any) -> None:
     """One collective, in which each rank has a share of ELEMS float32."""
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
     one = torch.ones(ELEMS)
-    many = [torch.ones(ELEMS) for _ in range(size)]
-    if op == "all_reduce":
-        dist.all_reduce(one, group=group)
-    elif op == "reduce":
-        dist.reduce(one, 0, group=group)
-    elif op == "reduce_scatter":
-        dist.reduce_scatter(one, many, group=group)
-    elif op == "all_gather":
-        dist.all_gather(many, one, group=group)
-    elif op == "broadcast":
-        dist.broadcast(one, 0, group=group)
-    elif op == "gather":
-        dist.gather(one, many if rank == 0 else None, 0, group=group)
-    elif op == "scatter":
-        dist.scatter(one, many if rank == 0 else None, 0, group=group)
-    elif op == "all_to_all":
-        dist.all_to_all([torch.empty(ELEMS) for _ in range(size)], many, group=group)
-    else:
-        dist.barrier(group)
+    many = [torch.ones(ELEMS) for _ in range(dist.get_world_size(group))]
+    at_root = many if dist.get_rank(group) == 0 else None
+    args: tuple[Any, ...] = {
+        "all_gather": (many, one),
+        "reduce_scatter": (one, many),
+        "all_to_all": ([torch.empty(ELEMS) for _ in many], many),
+        "gather": (one, at_root, 0),
+        "scatter": (one, at_root, 0),
+        "broadcast": (one, 0),
+        "reduce": (one, 0),
+        "barrier": (),
+    }.get(op, (one,))
+    getattr(dist, op)(*args, group=group)
 
 
 # What a rank sends and receives in messages, in shares, on the root and elsewhere; (N-1) is n.
 MESSAGES: dict[str, tuple[Any, ...]] = {
-    "all_reduce": ("n", "n", "n", "n"),
-    "reduce": (0, "n", 1, 0),
-    "reduce_scatter": ("n", "n", "n", "n"),
-    "all_gather": ("n", "n", "n", "n"),
-    "gather": (0, "n", 1, 0),
+    **dict.fromkeys(("all_reduce", "reduce_scatter", "all_gather", "all_to_all"), ("n",) * 4),
+    **dict.fromkeys(("reduce", "gather"), (0, "n", 1, 0)),
     "scatter": ("n", 0, 0, 1),
-    "all_to_all": ("n", "n", "n", "n"),
     "barrier": (0, 0, 0, 0),
 }
 
@@ -104,7 +92,7 @@ def test_calls_and_bytes_of_each_collective(rank: int) -> None:
         dist.destroy_process_group(group)
 
 
-@in_ranks(3, TRANSPORTS)
+@in_ranks(3)
 def test_a_ring_has_bytes_for_its_neighbours(rank: int) -> None:
     group: Any = dist.new_group(
         backend="ringcomm", pg_options=ringcomm.Options(algorithm="ring", transport="messages")
@@ -127,7 +115,7 @@ def test_messages(rank: int) -> None:
         dist.send(x, 0, group=group)
         dist.send(x[:10], 1, group=group)
     elif rank == 0:
-        dist.recv(x, 2, group=group)
+        assert dist.recv(x, group=group) == 2  # from any source
         dist.send(x[:7], 1, group=group)
     else:
         dist.recv(x[:10], 2, group=group)
@@ -147,33 +135,23 @@ def test_messages(rank: int) -> None:
     dist.destroy_process_group(group)
 
 
-@in_ranks(2, TRANSPORTS)
-def test_a_receive_from_any_source_names_who_came(rank: int) -> None:
-    group = own_group()
-    if rank == 1:
-        time.sleep(10 * DELAY_S)
-        dist.send(torch.ones(5), 0, group=group)
-    else:
-        assert dist.recv(torch.empty(5), group=group) == 1
-        counts = ringcomm.peer_stats(group)[1]
-        assert counts["received_bytes"] == 20
-        assert counts["waited_s"] > 5 * DELAY_S
-    dist.barrier(group)
-    dist.destroy_process_group(group)
-
-
 # ---- who was late
 
 
 @in_ranks(3, TRANSPORTS)
-@pytest.mark.parametrize("op", ["all_reduce", "all_gather", "barrier", "all_to_all"])
+@pytest.mark.parametrize("op", ["all_reduce", "async", "all_gather", "barrier", "all_to_all"])
 def test_a_straggler_is_named(rank: int, op: str) -> None:
     """Rank 2 comes late. Over messages the rank behind it in the ring sees it in every call."""
     group = own_group()
     for _ in range(NUM_CALLS):
         if rank == 2:
             time.sleep(DELAY_S)
-        call(op, group)
+        if op == "async":
+            work: Any = dist.all_reduce(torch.ones(10), group=group, async_op=True)
+            work.wait()
+        else:
+            call(op, group)
+    assert sum(entry["num_calls"] for entry in ringcomm.stats(group).values()) == NUM_CALLS
     peers = ringcomm.peer_stats(group)
     sees = rank == 0 or (rank == 1 and os.environ.get("RINGCOMM_TRANSPORT") != "messages")
     if sees:
@@ -186,26 +164,19 @@ def test_a_straggler_is_named(rank: int, op: str) -> None:
 
 @in_ranks(2)
 def test_nobody_is_named_where_nobody_is_late(rank: int) -> None:
+    """Once in ten times: another process may have the processor of a rank."""
     group = own_group()
-    for _ in range(10 * NUM_CALLS):
-        dist.all_reduce(torch.ones(10), group=group)
-    counts = ringcomm.peer_stats(group)[1 - rank]
-    assert counts["num_late"] < 5 * NUM_CALLS  # each rank's share of the calls
-    dist.destroy_process_group(group)
-
-
-@in_ranks(2, TRANSPORTS)
-def test_asynchronous_calls_count(rank: int) -> None:
-    group = own_group()
-    for _ in range(NUM_CALLS):
-        if rank == 1:
-            time.sleep(DELAY_S)
-        work = dist.all_reduce(torch.ones(10), group=group, async_op=True)
-        assert work is not None
-        work.wait()
-    assert sum(entry["num_calls"] for entry in ringcomm.stats(group).values()) == NUM_CALLS
-    if rank == 0:
-        assert NUM_CALLS * 0.7 <= ringcomm.peer_stats(group)[1]["num_late"] <= NUM_CALLS
+    for _ in range(10):
+        before = ringcomm.peer_stats(group)[1 - rank]["num_late"]
+        for _ in range(10 * NUM_CALLS):
+            dist.all_reduce(torch.ones(10), group=group)
+        late = ringcomm.peer_stats(group)[1 - rank]["num_late"] - before
+        most = torch.tensor([late])
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        if most.item() < 5 * NUM_CALLS:  # each rank's share of the calls
+            break
+    else:
+        raise AssertionError(late)
     dist.destroy_process_group(group)
 
 
@@ -254,13 +225,6 @@ def test_peers_have_their_ranks_in_the_job(rank: int) -> None:
     assert set(ringcomm.peer_stats()) == {0, 1, 2} - {rank}
 
 
-@in_ranks(1, backend="gloo")
-def test_another_backend_is_refused(rank: int) -> None:
-    with pytest.raises(ValueError, match="gloo"):
-        ringcomm.peer_stats(dist.group.WORLD)
-    assert ringcomm.peer_stats() == {}
-
-
 # ---- the report
 
 
@@ -269,9 +233,7 @@ def train(rank: int, folder: Path, backend: str, case: str) -> None:
     os.dup2(os.open(f"{folder}/{rank}", os.O_CREAT | os.O_WRONLY), 2)
     if os.environ.get("RINGCOMM_AS_GLOO"):  # which the import of torch looks at
         _ringcomm_autoload._serve_gloo(dist.distributed_c10d)
-    limit = datetime.timedelta(seconds=30)
-    store = dist.FileStore(f"{folder}/store", 3)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=3, timeout=limit)
+    init_group(rank, 3, folder / "store", backend=backend)
     pair = dist.new_group([1, 2])
     try:
         for i in range(20):
@@ -310,7 +272,7 @@ LATE = r"rank \d was the last to arrive in \d+ of (1\d|20) collectives; the othe
 @pytest.mark.parametrize("transport", list(TRANSPORTS))
 @pytest.mark.parametrize("case", ["slow", "dead"])
 def test_one_rank_reports_the_straggler(tmp_path: Path, transport: str, case: str) -> None:
-    said = run_program(tmp_path, case, **TRANSPORTS[transport])
+    said = run_program(tmp_path, case, **TRANSPORTS[transport] or {})
     lines = [reports(text) for text in said]
     reporter = 1 if case == "dead" else 0
     assert [len(found) for found in lines] == [int(rank == reporter) for rank in range(3)], said

@@ -12,15 +12,25 @@ import shlex
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
+from cases import slow
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from ranks import RankFailure, run_ranks
 from sequence_calls import COLLECTIVES, KINDS, REDUCTIONS
-from sequence_draws import KINDS_DRAWN, draw_call
 from sequence_side import COMPLEX, REDUCED, Call
-from sequences import FAMILY, POOLS, SUBSETS, WAIT_S, WORLD, Case, run_case
+from sequences import (
+    FAMILY,
+    KINDS_DRAWN,
+    POOLS,
+    SUBSETS,
+    WAIT_S,
+    WORLD,
+    Case,
+    draw_call,
+    make_marks,
+    run_case,
+)
 
 # Of sequences in all; those of a run are divided among the pools.
 NUM_SEQUENCES = int(os.environ.get("RINGCOMM_SEQUENCES", "0"))
@@ -102,10 +112,7 @@ failures: list[str] = []
 
 @pytest.fixture(scope="module")
 def marks(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A file with a number for each rank."""
-    path = tmp_path_factory.mktemp("sequences") / "marks"
-    np.zeros(WORLD, np.int64).tofile(path)
-    return str(path)
+    return make_marks(tmp_path_factory.mktemp("sequences") / "marks")
 
 
 def check(case: Case, marks: str) -> None:
@@ -152,33 +159,33 @@ def explore(strategy: st.SearchStrategy[Case], num_cases: int, piece: int, marks
     run()
 
 
-def pieces(of_ci: dict[str, int], shares: dict[str, float]) -> list[Any]:
-    """Pool, cases, and number of each piece; none where one sequence is to be run again."""
+def pieces(of_ci: dict[str, int], share: float) -> list[Any]:
+    """Pool, cases, and number of each piece; none where one sequence is to be run again.
+
+    In `make test` the first half of the sequences of CI.
+    """
     if "RINGCOMM_SEQUENCE" in os.environ:
         return []
     if not IS_STRESS:
-        return [(pool, num_cases, 0) for pool, num_cases in of_ci.items()]
+        halves = [(pool, num_cases // 2, 0) for pool, num_cases in of_ci.items()]
+        return [*halves, *(slow(pool, num_cases, 0) for pool, num_cases in of_ci.items())]
     found = []
-    for pool, share in shares.items():
-        num_cases = round(share * NUM_SEQUENCES)
+    for pool, part in {"shm": 0.7, "messages": 0.15, "hosts": 0.15}.items():
+        num_cases = round(share * part * NUM_SEQUENCES)
         sizes = [PIECE] * (num_cases // PIECE) + [num_cases % PIECE] * (num_cases % PIECE > 0)
         found += [(pool, size, piece) for piece, size in enumerate(sizes)]
     return found
 
 
 @pytest.mark.parametrize(
-    ("pool", "num_cases", "piece"),
-    pieces(
-        {"shm": 220, "messages": 40, "hosts": 40}, {"shm": 0.7, "messages": 0.15, "hosts": 0.15}
-    ),
+    ("pool", "num_cases", "piece"), pieces({"shm": 220, "messages": 40, "hosts": 40}, 1.0)
 )
 def test_sequences(pool: str, num_cases: int, piece: int, marks: str) -> None:
     explore(cases(pool), num_cases, piece, marks)
 
 
 @pytest.mark.parametrize(
-    ("pool", "num_cases", "piece"),
-    pieces({"shm": 20, "messages": 5, "hosts": 5}, {"shm": 0.05, "messages": 0.02, "hosts": 0.02}),
+    ("pool", "num_cases", "piece"), pieces({"shm": 20, "messages": 6, "hosts": 6}, 0.1)
 )
 def test_calls_that_differ(pool: str, num_cases: int, piece: int, marks: str) -> None:
     """A rank that makes another call: MismatchError on all ranks, and no wrong result before."""
@@ -187,7 +194,6 @@ def test_calls_that_differ(pool: str, num_cases: int, piece: int, marks: str) ->
 
 @pytest.mark.skipif("RINGCOMM_SEQUENCE" not in os.environ, reason="no sequence to run again")
 def test_again(marks: str) -> None:
-    """The sequence of RINGCOMM_SEQUENCE."""
     check(eval(os.environ["RINGCOMM_SEQUENCE"], {"Case": Case, "Call": Call}), marks)
 
 

@@ -21,8 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import quick, slow
-from ranks import run_ranks
-from test_errors import ENVS
+from ranks import hosts, run_ranks
 from test_faults import timed
 from test_message_deaths import CountingStore
 
@@ -169,10 +168,7 @@ def run_step(rank: int, folder: str, num_ranks: int, how: str, step: str) -> Any
     if rank == num_ranks:
         return serve(folder)
     server = Server(folder)
-    if how == "slow":
-        store: Any = SlowStore(server.store)
-    else:
-        store = server.store
+    store: Any = SlowStore(server.store) if how == "slow" else server.store
 
     def spoil() -> None:
         if how == "slow":
@@ -196,21 +192,12 @@ def run_step(rank: int, folder: str, num_ranks: int, how: str, step: str) -> Any
 
 
 def results_of(tmp_path: Path, env: str, how: str, step: str) -> list[Any]:
-    envs: Any = ENVS[env]
-    num_ranks = 3 if env == "hosts" else 2
-    may_die = [num_ranks, *([1] if step == "shrunk" else [])]
-    return run_ranks(
-        num_ranks + 1,
-        run_step,
-        str(tmp_path),
-        num_ranks,
-        how,
-        step,
-        backend=None,
-        fresh=True,
-        may_die=may_die,
-        env=[*envs, {}] if env == "hosts" else envs,
-    )[:num_ranks]
+    """Of the ranks, whose hosts are `env`'s letters."""
+    num_ranks = len(env)
+    args = (str(tmp_path), num_ranks, how, step)
+    options: Any = {"may_die": [num_ranks, *([1] if step == "shrunk" else [])], "fresh": True}
+    places = [*hosts(env), {}]
+    return run_ranks(num_ranks + 1, run_step, *args, backend=None, env=places, **options)[:-1]
 
 
 @pytest.mark.parametrize(
@@ -219,12 +206,12 @@ def results_of(tmp_path: Path, env: str, how: str, step: str) -> list[Any]:
         [
             (step, *each)
             for step in ("late", "in_wait")
-            for each in [*product(["messages"], ["stopped", "dead", "slow"]), ("hosts", "stopped")]
+            for each in [*product(["--"], ["stopped", "dead", "slow"]), ("aba", "stopped")]
         ],
-        ("late", "messages", "stopped"),
-        ("late", "messages", "dead"),
-        ("late", "hosts", "stopped"),
-        ("in_wait", "hosts", "stopped"),
+        ("late", "--", "stopped"),
+        ("late", "--", "dead"),
+        ("late", "aba", "stopped"),
+        ("in_wait", "aba", "stopped"),
     ),
 )
 def test_a_late_rank_is_named_at_the_timeout(env: str, how: str, step: str, tmp_path: Path) -> None:
@@ -235,11 +222,11 @@ def test_a_late_rank_is_named_at_the_timeout(env: str, how: str, step: str, tmp_
             assert "store can no longer be reached" in error["text"]
         else:
             assert error["type"] == "CollectiveTimeoutError", error
-            assert error["rank"] == 1 or env == "hosts"  # one rank of a host may blame another
+            assert error["rank"] == 1 or env == "aba"  # one rank of a host may blame another
 
 
 @pytest.mark.parametrize(
-    ("env", "how"), [("messages", "stopped"), slow("messages", "slow"), ("hosts", "stopped")]
+    ("env", "how"), [("--", "stopped"), slow("--", "slow"), ("aba", "stopped")]
 )
 def test_calls_and_the_end_of_a_group(env: str, how: str, tmp_path: Path) -> None:
     for result in results_of(tmp_path, env, how, "between_calls"):
@@ -249,7 +236,7 @@ def test_calls_and_the_end_of_a_group(env: str, how: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("how", [slow("stopped"), "dead", "slow"])
 def test_an_abort(how: str, tmp_path: Path) -> None:
-    first, second = results_of(tmp_path, "messages", how, "aborted")
+    first, second = results_of(tmp_path, "--", how, "aborted")
     assert first["seconds"] < SOON_S
     # Whoever waits hears of it by the store alone, or sees that its messages have ended.
     assert second["type"] in ("PeerDiedError", "RingcommError", "CollectiveTimeoutError"), second
@@ -259,7 +246,7 @@ def test_an_abort(how: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["stopped", "dead"])
 def test_a_new_group(how: str, tmp_path: Path) -> None:
-    for errors in results_of(tmp_path, "messages", how, "new_group"):
+    for errors in results_of(tmp_path, "--", how, "new_group"):
         for error in errors:
             assert error["seconds"] < TIMEOUT_S + SOON_S
             if how == "stopped":
@@ -269,7 +256,7 @@ def test_a_new_group(how: str, tmp_path: Path) -> None:
                 assert error["type"] == "DistNetworkError", error
 
 
-@pytest.mark.parametrize("env", ["shm", "messages"])
+@pytest.mark.parametrize("env", ["aa", "--"])
 def test_the_first_group(env: str, tmp_path: Path) -> None:
     for error in results_of(tmp_path, env, "stopped", "init"):
         assert error["type"] == "CollectiveTimeoutError", error
@@ -279,7 +266,7 @@ def test_the_first_group(env: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["stopped", slow("dead"), slow("slow")])
 def test_a_death_and_shrink(how: str, tmp_path: Path) -> None:
-    (error, size, seconds), _ = results_of(tmp_path, "messages", how, "shrunk")
+    (error, size, seconds), _ = results_of(tmp_path, "--", how, "shrunk")
     assert (error["type"], error["rank"]) == ("PeerDiedError", 1), error
     assert error["seconds"] < SOON_S
     assert size == 1

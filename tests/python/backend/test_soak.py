@@ -10,12 +10,13 @@ import os
 from pathlib import Path
 
 import pytest
+from cases import slow
 from ranks import Pool, server
 from sequences import WORLD
 from soak import soak
 from soak_rank import EVENTS
 
-SECONDS = float(os.environ.get("RINGCOMM_SOAK_SECONDS", "10"))
+SECONDS = float(os.environ.get("RINGCOMM_SOAK_SECONDS", "6"))
 SEED = int(os.environ.get("RINGCOMM_SOAK_SEED", "0")) or int.from_bytes(os.urandom(4), "big")
 FIRST = int(os.environ.get("RINGCOMM_SOAK_GENERATION", "0"))
 IS_STRESS = "RINGCOMM_SOAK_SECONDS" in os.environ
@@ -43,7 +44,9 @@ def test_soak(tmp_path: Path) -> None:
     ("fault", "found"),
     [
         ("element", ["instead of"]),
-        ("leaks", ["descriptors grew", "threads grew", "C's heap grew", "anonymous bytes grew"]),
+        slow(
+            "leaks", ["descriptors grew", "threads grew", "C's heap grew", "anonymous bytes grew"]
+        ),
     ],
 )
 def test_faults_are_found(fault: str, found: list[str], tmp_path: Path) -> None:

@@ -15,20 +15,18 @@ import ctypes
 import json
 import os
 import re
-import select
 import signal
 import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import machines
 import pytest
 import torch.distributed as dist
 from machines import CLONE_NEWNS, CLONE_NEWPID, CLONE_NEWUSER, Unavailable
-from ranks import init_group, run_ranks
+from ranks import in_ranks, init_group
 
 import ringcomm
 
@@ -88,7 +86,7 @@ def run_rank(rank: int, case: Case, folder: Path, says: int, go: int) -> None:
     init_group(rank, WORLD_SIZE, folder / "store", TIMEOUT_S)
     data = ringcomm.empty_shared(1 << 16).fill_(rank)
     dist.broadcast(data, 0)
-    os.write(says, b"r")
+    os.write(says, b"ready\n")
     os.read(go, 1)
     begin = time.monotonic()
     group = dist.new_group(list(range(WORLD_SIZE)))
@@ -157,20 +155,27 @@ def attack(case: Case, stolen: dict[str, str], says: int) -> None:
 # ---- both
 
 
-def lines_of(fd: int, number: int, end: bytes, patience_s: float) -> bytes:
-    text, deadline = b"", time.monotonic() + patience_s
-    while text.count(end) < number:
-        if not select.select([fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
-            raise AssertionError(f"nothing was said in time after {text!r}")
-        part = os.read(fd, 1 << 16)
-        assert part, text
-        text += part
-    return text
+def lines_of(fd: int, number: int) -> list[str]:
+    lines = machines.read_lines(fd, number, LIMIT_S)
+    assert len(lines) == number, f"said in time: {lines}"
+    return lines
 
 
-def meet(_: int, name: str, folder: Path) -> dict[str, Any]:
-    case = CASES[name]
-    folder.chmod(0o777)
+@pytest.fixture
+def open_folder(tmp_path: Path) -> Path:
+    if os.geteuid() != 0:
+        pytest.skip("only root can become two other users")
+    for folder in tmp_path.parents:  # pytest's are its user's alone
+        if folder.stat().st_mode & 0o005 != 0o005:
+            folder.chmod(0o755)
+    tmp_path.chmod(0o777)
+    return tmp_path
+
+
+@in_ranks(1, backend=None, fresh=True)
+@pytest.mark.parametrize("name", CASES)
+def test_a_stranger_gets_nothing_and_stops_nothing(rank: int, name: str, open_folder: Path) -> None:
+    case, folder = CASES[name], open_folder
     (ranks_say, says), (gone, go), (heard, hears) = os.pipe(), os.pipe(), os.pipe()
     pids = [
         machines.run_in_child(LIMIT_S, run_rank, rank, case, folder, says, gone)
@@ -178,40 +183,22 @@ def meet(_: int, name: str, folder: Path) -> dict[str, Any]:
     ]
     os.close(says)
     try:
-        lines_of(ranks_say, WORLD_SIZE, b"r", LIMIT_S)
+        lines_of(ranks_say, WORLD_SIZE)
         found = ADDRESS.findall((folder / "store").read_bytes())
         stolen = {socket.decode(): secret.decode() for socket, secret, _ in found}
         pids.append(machines.run_in_child(LIMIT_S, attack, case, stolen, hears))
         os.close(hears)
-        texts, num_files, num_names = json.loads(lines_of(heard, 1, b"\n", LIMIT_S))
+        texts, num_files, num_names = json.loads(*lines_of(heard, 1))
         os.write(go, b"g" * WORLD_SIZE)
-        ends = [json.loads(line) for line in lines_of(ranks_say, 2, b"\n", LIMIT_S).splitlines()]
+        ends = [json.loads(line) for line in lines_of(ranks_say, WORLD_SIZE)]
     finally:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-    return {
-        "texts": texts,
-        "files": num_files,
-        "sockets": num_names,
-        "ranks": ends,
-        "stolen": len(stolen),
-    }
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_a_stranger_gets_nothing_and_stops_nothing(name: str, tmp_path: Path) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("only root can become two other users")
-    for folder in (tmp_path, *tmp_path.parents):  # pytest's are its user's alone
-        if folder.stat().st_mode & 0o005 != 0o005:
-            folder.chmod(0o755)
-    found = run_ranks(1, meet, name, tmp_path, backend=None, fresh=True, module=__name__)[0]
-    assert found["stolen"] >= WORLD_SIZE
-    assert found["sockets"] >= WORLD_SIZE
-    assert found["files"] == 0
-    assert all(text == "" or text.startswith("refused runs as") for text in found["texts"]), found
-    for ends, seconds in found["ranks"]:
-        assert ends == [0, 0, WORLD_SIZE, WORLD_SIZE]
+    assert min(len(stolen), num_names) >= WORLD_SIZE
+    assert num_files == 0
+    assert all(text == "" or text.startswith("refused runs as") for text in texts), texts
+    for values, seconds in ends:
+        assert values == [0, 0, WORLD_SIZE, WORLD_SIZE]
         assert seconds < TIMEOUT_S / 2

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from curves import Run, mean_losses, single_process
 from programs import environment, missing_programs
-from ranks import in_ranks, run_ranks
+from ranks import hosts, in_ranks, init_group
 
 from ringcomm import _C, Options, RingcommError
 
@@ -62,35 +62,24 @@ def test_a_worker_dies_once(tmp_path: Path) -> None:
 # ---- hosts: shared memory inside, Gloo between
 
 
-def check_transports(rank: int) -> dict[str, str]:
+@in_ranks(4, env=hosts("aabb"))
+def test_groups_take_what_reaches_all_their_ranks(rank: int) -> None:
     """Of groups inside a host, across, and of ranks of which no two share one."""
-    names = {}
-    for ranks in ([0, 1], [0, 2], [1, 2, 3]):
+    for ranks, words in (
+        ([0, 1], "shm: 1 host"),
+        ([0, 2], "no two ranks share a host; 2 hosts"),
+        ([1, 2, 3], "between them; 2 hosts"),
+    ):
         group: Any = dist.new_group(ranks)
         if rank in ranks:
             dist.barrier(group)
-            names[str(ranks)] = _C.transport_of(group._get_backend(torch.device("cpu")))
-    return names
+            assert words in _C.transport_of(group._get_backend(torch.device("cpu")))
 
 
-def test_groups_take_what_reaches_all_their_ranks() -> None:
-    env = [{"RINGCOMM_HOST_ID": f"host-{host}"} for host in "aabb"]
-    names = run_ranks(4, check_transports, env=env)
-    assert names[0]["[0, 1]"].startswith("shm: 1 host")
-    assert "no two ranks share a host; 2 hosts" in names[2]["[0, 2]"]
-    assert "between them; 2 hosts" in names[1]["[1, 2, 3]"]
-
-
-MACHINES = [{"RINGCOMM_HOST_ID": f"machine{rank}"} for rank in range(2)]
-
-
-@in_ranks(2, backend=None, fresh=True, env=MACHINES)
+@in_ranks(2, backend=None, fresh=True, env=hosts("ab"))
 def test_ranks_on_different_hosts_that_must_share_memory(rank: int, tmp_path: Path) -> None:
-    store, options = dist.FileStore(str(tmp_path / "store"), 2), Options(transport="shm")
-    with pytest.raises(RingcommError, match=r"share no memory.*machine[01].*machine[01]"):
-        dist.init_process_group(
-            "ringcomm", store=store, rank=rank, world_size=2, pg_options=options
-        )
+    with pytest.raises(RingcommError, match=r"share no memory.*host-[ab].*host-[ab]"):
+        init_group(rank, 2, tmp_path / "store", pg_options=Options(transport="shm"))
 
 
 def run_nodes(folder: Path, address: str, port: int, in_network: list[str] | None = None) -> None:

@@ -20,7 +20,7 @@ from ranks import in_ranks, run_ranks
 from sequence_calls import KINDS
 from sequences import run_calls
 from test_collectives import covering_calls
-from test_errors import TRANSPORTS
+from test_errors import TRANSPORTS, caught
 from torch import Tensor
 
 from ringcomm import Options, message_backend
@@ -187,6 +187,53 @@ def test_sends_without_wait_arrive(rank: int) -> None:
             assert_receives(0, 700_000)
     time.sleep(0.05 * (rank == 0))
     dist.destroy_process_group()
+
+
+# ---- a receive into a larger tensor than the message
+
+# In an envelope of a message or a slot of a link, and in several.
+ROOM_SIZES = (0, 3, 5000, 400_000)
+AS_GLOO = {name: {**(env or {}), "RINGCOMM_AS_GLOO": "1"} for name, env in TRANSPORTS.items()}
+
+
+@in_ranks(2, AS_GLOO, fresh=True)
+def test_as_gloo_the_beginning_is_written(rank: int) -> None:
+    """Gloo and MPI write the beginning, NCCL hangs (https://github.com/NVIDIA/nccl/issues/1938).
+
+    Without RINGCOMM_AS_GLOO=1, and for a larger message always, it is an error with both sizes.
+    """
+    room = max(ROOM_SIZES)
+    for size, value in itertools.product(ROOM_SIZES, range(4)):
+        if rank == 0:
+            dist.send(torch.full((size,), float(value)), 1, tag=value)
+            continue
+        columns = torch.full((room, 2), -1.0)
+        y = columns[:, 0] if value == 1 else torch.full((room,), -1.0)
+        if value == 3:
+            work: Any = dist.irecv(y, 0, tag=value)
+            work.wait()
+        else:
+            assert dist.recv(y, None if value == 2 else 0, tag=value) == 0
+        assert bool((y[:size] == value).all()), (size, value)
+        assert bool((y[size:] == -1).all()), (size, value)
+        assert bool((columns[:, 1] == -1).all()), (size, value)
+    if rank == 0:
+        error = caught(lambda: (dist.send(torch.ones(room + 1), 1), dist.barrier()))
+    else:
+        error = caught(dist.recv, torch.zeros(room), 0)
+    assert error["type"] == "MismatchError", error
+    assert f"{4 * room + 4} bytes" in error["text"], error
+
+
+@in_ranks(2, TRANSPORTS, fresh=True)
+def test_otherwise_it_is_an_error_with_both_sizes(rank: int) -> None:
+    """https://github.com/pytorch/pytorch/issues/113376"""
+    if rank == 0:
+        dist.send(torch.ones(3), 1)
+    error = caught(dist.recv, torch.ones(1 if rank == 0 else 8), 1 - rank)
+    assert error["type"] == "MismatchError", error
+    assert "12 bytes" in error["text"], error
+    assert "receives 32" in error["text"], error
 
 
 # ---- transport "messages"

@@ -19,7 +19,6 @@ from torch.optim.swa_utils import AveragedModel
 
 
 def action_of(case: Case) -> str:
-    """What happens before the third step."""
     default = "save and load" if case.get("resume", "no") != "no" else "none"
     return case.get("between steps", default)
 
@@ -62,7 +61,6 @@ class Actions:
             self.average.update_parameters(self.engine.model)
 
     def at_end(self) -> dict[str, Any]:
-        """After the last step."""
         if is_small(self.case):
             return {}
         seen = self._eval()
@@ -146,7 +144,6 @@ def _fail(*_: Any) -> None:
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """In evaluation mode."""
     model.eval()
     try:
         yield

@@ -36,7 +36,6 @@ class MicroBatch:
 
 
 def micro_batches(case: Case, steps: range, ranks: range) -> list[MicroBatch]:
-    """Those of some ranks in some steps, one after the other."""
     num_parts, scaling = int(case["accumulation"][0]), case["loss scale"]
     found = []
     for step in steps:
@@ -144,13 +143,11 @@ def probe(case: Case) -> Rows:
 
 
 def probed_loss(case: Case, model: Any) -> float:
-    """The loss of the probe, without gradients."""
     with torch.no_grad():
         return float(probe(case).loss(model))
 
 
 def class_weights(like: Tensor) -> Tensor:
-    """Weights of the classes in a dtype."""
     return torch.linspace(0.2, 3.0, NUM_CLASSES, dtype=torch.float64).to(like.dtype)
 
 

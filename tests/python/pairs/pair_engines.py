@@ -12,15 +12,7 @@ import torch
 import torch.distributed as dist
 from pair_batches import loss_fn_of, micro_batches, probe, probed_loss, rows_of
 from pair_loops import launched, loop_of
-from pair_models import (
-    CLIP_NORM,
-    CLIP_VALUE,
-    DTYPES,
-    SCALE,
-    is_small,
-    make_model,
-    wrapped,
-)
+from pair_models import CLIP_NORM, CLIP_VALUE, DTYPES, SCALE, is_small, make_model, wrapped
 from pair_optimizers import groups_of, offloaded, scheduler_of, torch_optimizer
 from pair_table import Case
 from pair_tables import LOMO, ZERO
@@ -158,7 +150,6 @@ class Engine:
             getattr(self.optimizer, "scale", lambda loss: loss)(loss).backward()
 
     def finish_step(self) -> None:
-        """Clips, and steps."""
         clipping, is_scaled = self.has["clipping"], self.has["loss scale"] == "GradScaler"
         if is_scaled and clipping in ("torch", "optimizer"):
             self.scaler.unscale_(self.optimizer)
@@ -183,7 +174,6 @@ class Engine:
         return [self.core.model.layers[0], self.core.model.layers[-1]]
 
     def thaw(self) -> None:
-        """Makes the weights trained that a case starts with frozen."""
         self.core.model.layers[0].requires_grad_(True)
 
     @property

@@ -54,7 +54,6 @@ class AccelerateLoop:
         assert self.accelerator.num_processes == num_ranks
 
     def take(self, optimizer: Any) -> None:
-        """Takes an optimizer of the model."""
         from ringcomm.integrations.accelerate import register
 
         register()
@@ -63,7 +62,6 @@ class AccelerateLoop:
         self.model, self.optimizer = self.accelerator.prepare(self.model, optimizer)
 
     def run(self, steps: range, ranks: range) -> None:
-        """Some steps, on the micro-batches of some ranks."""
         for batch in micro_batches(self.case, steps, ranks):
             with self.accelerator.accumulate(self.model):
                 self.accelerator.backward(_loss(self.case, batch, self.model))
@@ -119,7 +117,6 @@ class TrainerLoop:
         self.trainer.remove_callback(transformers.PrinterCallback)
 
     def take(self, optimizer: Any) -> None:
-        """Takes an optimizer of the model."""
         from ringcomm.integrations.transformers import register
 
         register()
@@ -128,7 +125,6 @@ class TrainerLoop:
         self.trainer.optimizer = optimizer
 
     def run(self, steps: range, ranks: range) -> None:
-        """Some steps, on the micro-batches of some ranks."""
         self.batches[:] = micro_batches(self.case, steps, ranks)
         self.trainer.args.max_steps = len(steps)
         self.trainer.train()

@@ -47,7 +47,6 @@ def is_small(case: Case) -> bool:
 
 
 def make_model(case: Case, seed: int) -> Any:
-    """A case's model, before anything is put around it."""
     torch.manual_seed(seed)
     if not is_small(case):
         return make_llama(case)

@@ -37,7 +37,6 @@ def groups_of(case: Case, given: Iterable[nn.Parameter]) -> list[dict[str, Any]]
 
 
 def torch_optimizer(case: Case, groups: list[dict[str, Any]]) -> Any:
-    """The optimizer that a user gives, or several."""
     adamw = partial(torch.optim.AdamW, lr=0.02, eps=1e-3)
     match case.get("optimizer"):
         case "sgd":
@@ -134,7 +133,6 @@ def scheduler_of(case: Case, optimizer: Any) -> Any:
 
 
 def schedulers_of_torch() -> set[str]:
-    """The names of the schedulers of the torch that is installed."""
     return {
         name
         for name, kind in vars(lr_scheduler).items()

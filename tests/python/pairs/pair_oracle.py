@@ -71,7 +71,6 @@ def _rounds_weights(case: Case) -> bool:
 
 
 def tolerance(case: Case) -> float:
-    """Of error_of()."""
     if not is_small(case):
         return TOLERANCE
     if case.get("rounding") == "stochastic":
@@ -149,7 +148,6 @@ class Alone(Engine):
             self.optimizer.num_steps -= 1
 
     def _backward(self, ids: Tensor, labels: Tensor, total: float) -> float:
-        """The rank's share of the loss."""
         summed = 0.0
         for x, y in zip(ids.chunk(self.num_parts), labels.chunk(self.num_parts), strict=True):
             logits = self.model(input_ids=x).logits[:, :-1].flatten(0, 1)

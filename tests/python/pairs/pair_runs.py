@@ -57,7 +57,6 @@ class Outcome(NamedTuple):
 
 
 def world_size(case: Case) -> int:
-    """The ranks that a case runs on."""
     if "trained by" in case:
         return WORLD_SIZE
     found = dims_of(case)

@@ -107,7 +107,6 @@ class Table:
 
     @cached_property
     def plain(self) -> Case:
-        """The first value of every axis."""
         return {axis: values[0] for axis, values in self.axes.items()}
 
     def refusals_of(self, case: Mapping[str, str]) -> list[Refused]:

@@ -57,7 +57,6 @@ NEVER = conditions(f"""
 
 
 def drawn(draw: random.Random) -> Case:
-    """A case that says something."""
     while True:
         axes = OF_SYSTEMS if draw.random() < 0.4 else OF_MESHES
         case = {axis: draw.choice(values) for axis, values in axes.items()}
@@ -78,7 +77,6 @@ def problem_of(case: Case, folder: Path) -> str:
 
 
 def command_of(case: Case) -> str:
-    """One line that runs a case again."""
     words = "; ".join(f"{axis}: {value}" for axis, value in case.items())
     return f"RINGCOMM_LOOP={shlex.quote(words)} pytest -s tests/python/pairs/test_random_loops.py"
 

@@ -9,11 +9,14 @@ import contextlib
 import ctypes
 import os
 import platform
+import resource
+import select
 import signal
 import struct
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +59,29 @@ def needs_programs(*names: str) -> None:
 
     if missing := missing_programs(*names):
         pytest.skip(f"not installed: {', '.join(missing)}")
+
+
+def comes_true(condition: Callable[[], object], limit_s: float) -> bool:
+    """Waits until a condition holds, or for so long; whether it holds."""
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def read_lines(fd: int, number: int, limit_s: float) -> list[str]:
+    """So many lines of a pipe, or what there is when all writers have closed it or at the limit."""
+    text, deadline = b"", time.monotonic() + limit_s
+    while text.count(b"\n") < number:
+        if not select.select([fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            break
+        part = os.read(fd, 1 << 16)
+        if not part:
+            break
+        text += part
+    return text.decode().splitlines()
 
 
 def _check(code: int, what: str) -> None:
@@ -113,6 +139,28 @@ def make_all_read_only() -> None:
     for target in sorted(targets):
         if target.split("/")[1] not in ("proc", "sys"):
             mount("none", target, MS_REMOUNT | MS_BIND | MS_RDONLY)
+
+
+@contextlib.contextmanager
+def limited(which: int, most: int) -> Iterator[None]:
+    """With a resource limit of this process."""
+    limits = resource.getrlimit(which)
+    resource.setrlimit(which, (most, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(which, limits)
+
+
+def used_bytes() -> int:
+    """This process's address space."""
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+
+def limit_of_descriptors(more: int) -> int:
+    """RLIMIT_NOFILE for so many more descriptors than the process has: it limits their numbers."""
+    free = (number for number in range(1 << 20) if not Path(f"/proc/self/fd/{number}").is_symlink())
+    return next(islice(free, more, None))
 
 
 def refuse_calls(error: int, *names: str) -> None:

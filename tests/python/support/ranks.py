@@ -352,34 +352,57 @@ def make_test(
     return test
 
 
+def hosts(places: str) -> list[dict[str, str]]:
+    """Environments of ranks: each letter is the host of its rank; with - all is messages."""
+    return [
+        {"RINGCOMM_TRANSPORT": "messages"} if host == "-" else {"RINGCOMM_HOST_ID": f"host-{host}"}
+        for host in places
+    ]
+
+
 def in_ranks(
-    world_size: int | Sequence[int] = (), envs: Mapping[str, Any] | None = None, **options: Any
+    world_size: int | Sequence[int] = (),
+    envs: Mapping[str, Any] | Sequence[str] = (),
+    *,
+    may_die: Collection[int] | str = (),
+    **options: Any,
 ) -> Callable[[Callable[..., Any]], Callable[..., None]]:
     """Makes a test of a function that every rank of a group runs.
 
     The function's parameters after the rank are the test's, from fixtures or parametrize(). A
-    parameter `backend` is the default group's.
+    parameter `backend` is the default group's, `env` is that of the ranks.
 
     Args:
-        world_size: several make a test of each; by default the test's parameter `world_size`.
-        envs: environments by name, which make a test of each.
+        world_size: several make a test of each; by default the number of environments, or if the
+            test has none its parameter `world_size`.
+        envs: environments by name, or hosts(), which make a test of each.
+        may_die: run_ranks()'s, or the name of the parameter that has it.
         options: run_ranks()'s.
     """
-    sizes = [world_size] if isinstance(world_size, int) else world_size
+    sizes = [world_size] if isinstance(world_size, int) else list(world_size)
 
-    def run(body: Body, *args: Any, env: str = "", **given: Any) -> None:
+    def run(body: Body, *args: Any, **given: Any) -> None:
         __tracebackhide__ = True
-        own = {"env": envs[env]} if envs else {}
-        given = {"world_size": next(iter(sizes), 0), **given}
-        run_ranks(given.pop("world_size"), body, *args, **own, **options, **given)
+        own = dict(options)
+        if env := given.get("env"):
+            own["env"] = envs[env] if isinstance(envs, Mapping) else hosts(env)
+        own["may_die"] = given[may_die] if isinstance(may_die, str) else may_die
+        if "backend" in given:
+            own["backend"] = given["backend"]
+        size = given.get("world_size") or (sizes[0] if sizes else len(own["env"]))
+        run_ranks(size, body, *args, **own)
 
     def decorate(body: Callable[..., Any]) -> Callable[..., None]:
-        names = [*(["world_size"] if len(sizes) != 1 else []), *(["env"] if envs else [])]
-        if "backend" in inspect.signature(body).parameters and "backend" not in options:
+        own = inspect.signature(body).parameters
+        drawn = {"world_size": sizes if len(sizes) > 1 else [], "env": list(envs)}
+        names = [name for name, values in drawn.items() if values or name == "env" in own]
+        if not (sizes or "env" in names):
+            names.append("world_size")
+        if "backend" in own and "backend" not in options:
             names.append("backend")
-        test = make_test(body, run, names)
-        for name, values in (("world_size", sizes), ("env", list(envs or {}))):
-            if name in names and values:
+        test = make_test(body, run, [*names, *([may_die] if isinstance(may_die, str) else [])])
+        for name, values in drawn.items():
+            if values:
                 test = pytest.mark.parametrize(name, values)(test)
         return test
 
