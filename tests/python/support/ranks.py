@@ -395,8 +395,10 @@ def in_ranks(
     def decorate(body: Callable[..., Any]) -> Callable[..., None]:
         own = inspect.signature(body).parameters
         drawn = {"world_size": sizes if len(sizes) > 1 else [], "env": list(envs)}
-        names = [name for name, values in drawn.items() if values or name == "env" in own]
-        if not (sizes or "env" in names):
+        names = [name for name, values in drawn.items() if values]
+        if "env" in own and not envs:
+            names.append("env")
+        if not (sizes or "env" in [*names, *options]):
             names.append("world_size")
         if "backend" in own and "backend" not in options:
             names.append("backend")
