@@ -33,9 +33,9 @@ MODULES = (
     "ringcomm.integrations.vllm",
     *("ringcomm.parallel", "ringcomm.parallel.activations"),
     *("ringcomm.parallel.expert", "ringcomm.parallel.offload", "ringcomm.parallel.pipeline"),
-    *("ringcomm.parallel.tensor", "ringcomm.parallel.zero"),
+    *("ringcomm.parallel.tensor", "ringcomm.parallel.zero", "ringcomm.testing"),
 )
-MOST_NAMES = 76
+MOST_NAMES = 78
 # What takes a group and no mesh.
 WITHOUT = {
     # As torch.distributed.
