@@ -152,8 +152,8 @@ TEST_CASE("random floats have the same bits on all ranks") {
 
 TEST_CASE("in rank order every algorithm gives the left-to-right sum, to the last bit") {
   constexpr unsigned kSeveralSlots = 2 * testing::kRingSlotBytes / sizeof(float) + 5;
-  // 16-bit types in the oracle round once per step; test_order() of test_collectives.py has one that
-  // does not.
+  // 16-bit types in the oracle round once per step. The oracle of test_order() in
+  // test_collectives.py does not.
   for (const DType dtype : {DType::kFloat32, DType::kFloat64})
     for (const int world_size : {2, 3, 5}) {
       run_ranks(world_size,

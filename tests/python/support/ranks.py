@@ -394,7 +394,9 @@ def in_ranks(
 
     def decorate(body: Callable[..., Any]) -> Callable[..., None]:
         own = inspect.signature(body).parameters
-        drawn = {"world_size": sizes if len(sizes) > 1 else [], "env": list(envs)}
+        drawn: dict[str, list[Any]] = {"world_size": [], "env": list(envs)}
+        if len(sizes) > 1:
+            drawn["world_size"] = sizes
         names = [name for name, values in drawn.items() if values]
         if "env" in own and not envs:
             names.append("env")
