@@ -24,6 +24,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from ringcomm.measure import job
+from ringcomm.torch_names import die_with_parent
 
 __all__ = ["RanksFailedError", "run_ranks"]
 
@@ -78,8 +79,9 @@ def run_ranks(
             for process in started.processes:
                 process.kill()  # has no effect on one that has ended
                 process.join()
-        if about:
-            raise RanksFailedError(about, _errors(Path(folder), codes))
+        errors = _errors(Path(folder), codes)
+        if about or errors:
+            raise RanksFailedError(about or "a rank failed", errors)
         paths = [f"{folder}/result.{rank}" for rank in range(world_size)]
         return [torch.load(path, weights_only=False) for path in paths]
 
@@ -93,6 +95,7 @@ def _run_rank(
     function: Callable[..., Any],
     arguments: Sequence[Any],
 ) -> None:
+    die_with_parent(signal.SIGKILL)  # a test runner may be killed, too
     try:
         torch.set_num_threads(1)
         dist.init_process_group(
@@ -136,12 +139,13 @@ def _verdict(processes: Sequence[Any]) -> str:
 
 
 def _errors(folder: Path, codes: Sequence[int | None]) -> dict[int, str]:
-    """Of ranks that a signal has ended, which are the cause, and then by the time of the error."""
+    """Of ranks that ended without one, which are the cause, and then by the time of the error."""
     found = {}
     for rank, code in enumerate(codes):
-        if code and not Path(folder, f"error.{rank}").exists():
+        names = (f"error.{rank}", *([f"result.{rank}"] if code == 0 else []))
+        if code is not None and not any(Path(folder, name).exists() for name in names):
             end = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
-            found[rank] = f"its process ended with {end}"
+            found[rank] = f"its process ended with {end} and no result; its output may say why"
     files = [path for path in folder.glob("error.*") if path.suffix[1:].isdecimal()]
     for path in sorted(files, key=lambda path: path.stat().st_mtime_ns):
         found[int(path.suffix[1:])] = path.read_text(encoding="utf-8")

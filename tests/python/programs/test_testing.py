@@ -62,7 +62,7 @@ def test_an_exception_has_its_traceback_and_comes_first() -> None:
 def test_a_death_is_the_cause() -> None:
     with pytest.raises(RanksFailedError) as error:
         run_ranks(2, die_on_rank_1)
-    assert error.value.errors[1] == "its process ended with signal SIGKILL"
+    assert error.value.errors[1].startswith("its process ended with signal SIGKILL and no result")
     assert next(iter(error.value.errors)) == 1
 
 
@@ -72,6 +72,53 @@ def test_a_hang_has_the_error_of_its_peer_and_the_doctors_verdict() -> None:
     assert list(error.value.errors) == [0]
     assert "CollectiveTimeoutError" in error.value.errors[0]
     assert "rank 1" in str(error.value).splitlines()[0]
+
+
+def leave_on_rank_1(rank: int) -> None:
+    if rank == 1:
+        os._exit(0)
+
+
+def test_a_rank_that_leaves_has_no_result() -> None:
+    with pytest.raises(RanksFailedError, match="a rank failed") as error:
+        run_ranks(2, leave_on_rank_1)
+    assert error.value.errors[1].startswith("its process ended with exit status 0 and no result")
+
+
+def note_and_sleep(rank: int, folder: str) -> None:
+    Path(folder, f"pid.{rank}").write_text(str(os.getpid()))
+    dist.barrier()
+    Path(folder, f"here.{rank}").touch()
+    while True:
+        try:
+            time.sleep(600)
+        except KeyboardInterrupt:  # a rank that cannot be interrupted
+            continue
+
+
+def is_there(pid: str) -> bool:
+    try:
+        return " Z " not in Path("/proc", pid, "stat").read_text()  # a zombie has ended
+    except OSError:
+        return False
+
+
+def test_ranks_end_with_a_killed_test_runner(tmp_path: Path) -> None:
+    """https://github.com/underworldcode/underworld3/issues/639"""
+    program = f"import test_testing as t; t.run_ranks(2, t.note_and_sleep, {str(tmp_path)!r})"
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    environment = os.environ | {"PYTHONPATH": path}
+    runner = subprocess.Popen([sys.executable, "-c", program], env=environment)
+    deadline = time.monotonic() + 120
+    while len(list(tmp_path.glob("here.*"))) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    runner.kill()
+    runner.wait()
+    for rank in range(2):
+        while is_there((tmp_path / f"pid.{rank}").read_text()):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
 
 
 def test_ranks_that_never_call_are_ended() -> None:
