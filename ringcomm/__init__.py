@@ -52,5 +52,5 @@ __all__ = [
     "stats",
 ]
 
-_SUBPACKAGES = ("integrations", "nn", "ops", "optim", "parallel", "planner")
+_SUBPACKAGES = ("integrations", "nn", "ops", "optim", "parallel", "planner", "testing")
 __getattr__, __dir__ = lazy.attributes(__name__, *_SUBPACKAGES)
