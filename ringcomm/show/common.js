@@ -53,7 +53,7 @@ function tableOf(head, rows) {
     make(
       "tr",
       {},
-      ...cells.map(cell => make(kind, {class: /^[A-Za-z_]{3,} \S/.test(cell) ? "text" : ""}, cell)),
+      ...cells.map(cell => make(kind, {class: /^[A-Za-z_]{2,},? \S/.test(cell) ? "text" : ""}, cell)),
     );
   return make(
     "div",
