@@ -13,7 +13,6 @@ fixed order; those of tiles, in float64, are the launcher's.
 
 import triton
 import triton.language as tl
-
 from ringcomm.kernels.logit_rows import base_of
 
 NAN_BITS = tl.constexpr(0x7FC00000)
