@@ -177,6 +177,9 @@ def _problems(report: dict[str, Any], world_size: int) -> Iterator[tuple[str, st
     if world_size > 1 and _share_of_copy(group) < LEAST_SHARE_OF_COPY:
         text = f"{_speed_text(group)}: ranks share cores, or other programs ran"
         yield "speed", text, "measure on an idle machine, with at most one rank per core"
+    if world_size > num_cores:
+        text = f"{world_size} ranks on {counted(num_cores, 'core')}: the ranks have to take turns"
+        yield "cpus", text, f"start at most {counted(num_cores, 'rank')}"
     allowed, file = report["limits"]["cpu_cores"] or (float("inf"), "")
     if allowed < min(world_size, len(os.sched_getaffinity(0))):
         text = f"the container may use {allowed:g} CPUs ({file}): {world_size} busy ranks are"
@@ -264,7 +267,7 @@ def _group_facts(group: dict[str, Any]) -> Iterator[tuple[str, str]]:
         text = f"{times[0]}, 99th percentile {times[1]}, {point['busbw_gb_per_s']:.3g} GB/s"
         how = " and ".join(point["algorithms"]) or "no algorithm: one rank"
         yield "all_reduce", f"all_reduce of {byte_count(point['bytes'])}: {text} ({how})"
-    if "copy_gb_per_s" in group and len(group.get("pairs", [])):
+    if "copy_gb_per_s" in group and group.get("pairs"):
         yield "speed", _speed_text(group)
     pairs = group.get("pairs", [])
     if pairs:

@@ -266,7 +266,7 @@ def test_doctor_prints_a_line_for_each_check(run_doctor: Doctor) -> None:
 
 
 def test_doctor_has_limits_for_load_speed_and_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    def problems(load: float, busbw: float, threads: str) -> dict[str, str]:
+    def problems(load: float, busbw: float, threads: str, world_size: int = 2) -> dict[str, str]:
         monkeypatch.setenv("OMP_NUM_THREADS", threads)
         report: dict[str, Any] = {
             "group": {"all_reduce": [{"busbw_gb_per_s": busbw}], "copy_gb_per_s": 10.0},
@@ -275,13 +275,15 @@ def test_doctor_has_limits_for_load_speed_and_threads(monkeypatch: pytest.Monkey
             "limits": {"cpu_cores": None},
             "environment": {},
         }
-        return {check: text for check, text, _ in doctor._problems(report, 2)}
+        return {check: text for check, text, _ in doctor._problems(report, world_size)}
 
     assert problems(4.0, 1.1, "2") == {}
     found = problems(4.5, 0.9, "3")
     assert found["load"] == "load 4.50 on 4 CPUs: programs wait for their turn"
     assert found["speed"].startswith("all_reduce of 16 MiB has 9 % of the speed of one rank's copy")
     assert found["environment"].startswith("OMP_NUM_THREADS is 3: 2 ranks compute with 6 threads")
+    turns = problems(4.0, 1.1, "1", world_size=5)
+    assert turns == {"cpus": "5 ranks on 4 cores: the ranks have to take turns"}
 
 
 def test_what_proc_says_of_memory_and_processes() -> None:
