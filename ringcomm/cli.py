@@ -284,8 +284,9 @@ def _show(options: argparse.Namespace) -> int:
 
     if not 2 <= given.get("ranks", 2) <= show.MAX_RANKS:
         error(f"--ranks must be 2 to {show.MAX_RANKS}, got {options.ranks}")
-    if given.get("micro_batches", 1) < 1:
-        error(f"--micro-batches must be 1 or more, got {options.micro_batches}")
+    if not 1 <= given.get("micro_batches", 1) <= show.MAX_MICRO_BATCHES:
+        limit = show.MAX_MICRO_BATCHES
+        error(f"--micro-batches must be 1 to {limit}, got {options.micro_batches}")
     if "seq" in given and "trace" not in given:
         error("--seq needs --trace FILE")
     output = options.output or Path(f"ringcomm-{options.page}.html")

@@ -23,6 +23,7 @@ TITLES = {
     "loss": "Cross-entropy over a split vocabulary, in one collective",
 }
 MAX_RANKS = 64
+MAX_MICRO_BATCHES = 256
 _SYSTEMS = ("ddp", "zero1", "zero2", "zero3", "lomo", "lomo-shards")
 
 
@@ -136,12 +137,21 @@ def pipeline(num_ranks: int, num_micro_batches: int, timeline: Path | None) -> d
 def tensor(model: str, num_ranks: int) -> dict[str, Any]:
     """Of page `tensor`: a known model or the path of a config.json.
 
-    Raises ValueError if the model is not known.
+    Raises ValueError if the model is not known or has experts.
     """
     from ringcomm.planner.models import find_model
 
     shape = find_model(model)
-    sizes = {"hidden": shape.hidden, "ffn": shape.ffn, "tokens": shape.context}
+    if shape.experts:
+        raise ValueError(f"page tensor shows a dense block, and {shape.name} has experts")
+    sizes = {
+        "hidden": shape.hidden,
+        "query": shape.query_width,
+        "key_value": shape.kv_width,
+        "ffn": shape.ffn,
+        "num_inner": 2 if shape.gated else 1,
+        "tokens": shape.context,
+    }
     return {"model": shape.name, "ranks": num_ranks} | sizes
 
 

@@ -48,6 +48,14 @@ function bytes(count) {
 const duration = us =>
   us >= 1e6 ? `${three(us / 1e6)} s` : us >= 1e3 ? `${three(us / 1e3)} ms` : `${three(us)} µs`;
 
+// A line of names behind squares in their colours.
+const legendOf = entries =>
+  make(
+    "p",
+    {},
+    ...entries.flatMap(([name, color]) => [make("span", {style: `color: ${color}`}, "■ "), `${name}  `]),
+  );
+
 function tableOf(head, rows) {
   const row = (cells, kind) =>
     make(

@@ -43,14 +43,7 @@ const slider = make("input", {
 const title = make("p", {id: "title", "aria-live": "polite"}),
   picture = make("figure", {id: "picture"}),
   table = make("div", {id: "table"});
-const legend = make(
-  "p",
-  {},
-  ...Object.entries(PARTS).flatMap(([name, color]) => [
-    make("span", {style: `color: ${color}`}, "■ "),
-    `${name}  `,
-  ]),
-);
+const legend = legendOf(Object.entries(PARTS));
 main.append(
   make("p", {}, `${data.model}: ${sizes.length} weights, ${bytes(total)}. `, data.about),
   make("form", {}, make("label", {}, "gradients computed", slider)),
@@ -113,7 +106,7 @@ function drawAll() {
         const parts = memoryAt(name, count);
         return [
           name,
-          ...Object.values(parts).map(part => (part ? bytes(part) : "0")),
+          ...Object.values(parts).map(part => bytes(part)),
           bytes(sum(parts)),
           bytes(peak(name)),
           said,

@@ -25,14 +25,7 @@ const slider = make("input", {
 const title = make("p", {id: "title", "aria-live": "polite"}),
   picture = make("figure", {id: "picture"}),
   table = make("div", {id: "table"});
-const legend = make(
-  "p",
-  {},
-  ...Object.values(PARTS).flatMap(([name, color]) => [
-    make("span", {style: `color: ${color}`}, "■ "),
-    `${name}  `,
-  ]),
-);
+const legend = legendOf(Object.values(PARTS));
 main.append(
   make("p", {}, `${data.model} has ${three(data.num_params / 1e9)} billion weights. `, data.about),
   make("form", {}, make("label", {}, "ranks", slider)),
@@ -92,7 +85,7 @@ function drawAll() {
       ["system", ...Object.values(PARTS).map(([name]) => name), "in all", "what a rank has"],
       rows.map(row => [
         row.system,
-        ...Object.keys(PARTS).map(part => (row[part] ? bytes(row[part]) : "0")),
+        ...Object.keys(PARTS).map(part => bytes(row[part])),
         bytes(total(row)),
         SAID[row.system],
       ]),

@@ -4,8 +4,8 @@ const SCHEDULES = {
   "1f1b": {stages: 1, formula: (p, m) => [p - 1, m + p - 1, "(p − 1)/(m + p − 1)"]},
   interleaved: {stages: 2, formula: (p, m) => [p - 1, 2 * m + p - 1, "(p − 1)/(2m + p − 1)"]},
 };
-const MAX_RANKS = 16,
-  MAX_MICRO_BATCHES = 64;
+const MAX_RANKS = 64,
+  MAX_MICRO_BATCHES = 256;
 
 // A rank's computations in order: [kind, stage, micro-batch].
 function orderOf(schedule, p, m, rank) {

@@ -1,5 +1,7 @@
 // One transformer block over N tensor-parallel ranks: who has which part, and its four collectives.
-const MAX_RANKS = 16;
+const MAX_RANKS = 64;
+const {hidden, query, key_value: keyValue, ffn, num_inner: numInner, tokens} = data;
+const inner = numInner === 2 ? "up, gate" : "up";
 // Operations of a forward pass; a width of null is the hidden size on every rank, others are split.
 const OPS = [
   {name: "norm", short: "norm", says: "every rank computes the same", width: null},
@@ -7,33 +9,33 @@ const OPS = [
     name: "query, key, value",
     short: "QKV",
     says: "column-parallel: a rank has its heads' columns of the weights",
-    width: h => 3 * h,
-    weight: h => 3 * h * h,
+    width: query + 2 * keyValue,
+    weight: hidden * (query + 2 * keyValue),
   },
-  {name: "attention", short: "attn", says: "a rank's own heads", width: h => h},
+  {name: "attention", short: "attn", says: "a rank's own heads", width: query},
   {
     name: "output projection",
     short: "out",
     says: "row-parallel: a rank's product is one term of the sum",
     width: null,
-    weight: h => h * h,
+    weight: hidden * query,
     isTerm: true,
   },
   {name: "all_reduce", short: "sum", says: "forward 1: the terms become the sum", collective: "forward"},
   {name: "norm", short: "norm", says: "every rank computes the same", width: null},
   {
-    name: "up, gate",
+    name: inner,
     short: "up",
     says: "column-parallel: a rank has some columns",
-    width: (h, f) => 2 * f,
-    weight: (h, f) => 2 * h * f,
+    width: numInner * ffn,
+    weight: numInner * hidden * ffn,
   },
   {
     name: "down",
     short: "down",
     says: "row-parallel: a rank's product is one term of the sum",
     width: null,
-    weight: (h, f) => h * f,
+    weight: hidden * ffn,
     isTerm: true,
   },
   {name: "all_reduce", short: "sum", says: "forward 2: the terms become the sum", collective: "forward"},
@@ -41,7 +43,7 @@ const OPS = [
 // Backward: a column-parallel layer gives each rank one term of its input's gradient.
 const BACKWARD = [
   {
-    name: "down, up and gate",
+    name: `down, ${inner}`,
     short: "MLP",
     says: "a rank's part of the inner gradients; then one term of the input's gradient",
     isTerm: true,
@@ -50,7 +52,7 @@ const BACKWARD = [
   {
     name: "all_reduce",
     short: "sum",
-    says: "backward 1: the gradient before up and gate",
+    says: `backward 1: the gradient before ${inner}`,
     collective: "backward",
   },
   {
@@ -97,8 +99,7 @@ main.append(
 
 function drawAll() {
   const n = whole(ranks, 1, MAX_RANKS),
-    at = +slider.value - 1,
-    {hidden: h, ffn: f, tokens} = data;
+    at = +slider.value - 1;
   const width = 58,
     height = n > 8 ? 18 : 28,
     left = 62,
@@ -173,16 +174,14 @@ function drawAll() {
   const op = ALL[at];
   slider.setAttribute("aria-valuetext", op.name);
   title.textContent = `${at + 1} of ${ALL.length}, ${op.pass}: ${op.name} (${op.says})`;
-  const buffer = 2 * tokens * h,
+  const buffer = 2 * tokens * hidden,
     sent = ((2 * (n - 1)) / n) * buffer;
   const weight = op.weight
-    ? ` Its weights: ${bytes((2 * op.weight(h, f)) / n)} on each rank of ${bytes(2 * op.weight(h, f))}.`
+    ? ` Its weights: ${bytes((2 * op.weight) / n)} on each rank of ${bytes(2 * op.weight)}.`
     : "";
   const output = op.collective
     ? ` ${bytes(buffer)}, of which a rank receives 2(N − 1)/N: ${bytes(sent)}.`
-    : op.width
-      ? ` Its output: ${tokens} × ${three(op.width(h, f) / n)} on each rank.`
-      : ` Its output: ${tokens} × ${h} on each rank.`;
+    : ` Its output: ${tokens} × ${op.width ? Math.ceil(op.width / n) : hidden} on each rank.`;
   facts.textContent = `${op.name}:${output}${weight} In the whole block a rank receives ${bytes(4 * sent)} in 4 all_reduces.`;
 }
 

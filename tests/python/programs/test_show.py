@@ -71,8 +71,9 @@ def test_a_page_needs_no_other_file(page: str, tmp_path: Path) -> None:
         (["ring", "--trace", "{file}"], "is not a trace written by `ringcomm trace`"),
         (["ring", "--trace", "{file}.gone"], "No such file"),
         (["memory", "--model", "nothing"], "'nothing' is neither a model nor a config.json"),
-        (["pipeline", "--micro-batches", "0"], "--micro-batches must be 1 or more, got 0"),
+        (["pipeline", "--micro-batches", "0"], "--micro-batches must be 1 to 256, got 0"),
         (["pipeline", "--timeline", "{file}"], "was not written by Timeline.export_chrome_trace()"),
+        (["tensor", "--model", "mixtral-8x7b"], "mixtral-8x7b has experts"),
         (["loss", "--ranks", "5"], "12 classes: 5 ranks cannot share them"),
     ],
 )
@@ -334,3 +335,22 @@ def test_a_block_has_four_collectives(browser: Any, tmp_path: Path) -> None:
             f"receives {all_bytes / 2**20:g} MiB in 4 all_reduces"
             in page.locator("#facts").inner_text()
         )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "outputs"),
+    [
+        ("llama-7b", {2: "2048 × 3072", 3: "2048 × 1024", 7: "2048 × 5504"}),
+        ("llama-3-8b", {2: "8192 × 1536", 3: "8192 × 1024", 7: "8192 × 7168"}),  # grouped queries
+        ("gpt2", {2: "1024 × 576", 3: "1024 × 192", 7: "1024 × 768"}),  # no gate
+    ],
+)
+def test_widths_are_the_models(
+    browser: Any, model: str, outputs: dict[int, str], tmp_path: Path
+) -> None:
+    path = written("tensor", "--model", model, path=tmp_path / "page.html")
+    with opened(browser, path) as page:
+        for step, said in outputs.items():
+            page.locator("#step").fill(str(step))
+            assert f"Its output: {said} on each rank." in page.locator("#facts").inner_text()
