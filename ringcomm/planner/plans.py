@@ -200,7 +200,7 @@ def _reasons(plan: Plan) -> Iterator[str]:
     yield (
         f"time: {in_seconds(time.step)} = {' + '.join(shown)}, computing at"
         f" {c.cluster.hardware.utilisation:.0%} of the peak; {time.largest} dominates with"
-        f" {time.parts[time.largest] / time.step:.0%}"
+        f" {time.parts[time.largest] / time.step:.0%}; {plan.tokens_per_s:,.0f} tokens/s"
     )
 
 

@@ -23,7 +23,7 @@ import pytest
 import table
 import torch
 import torch.distributed as dist
-from browsers import PHONE, SCREEN, opened
+from browsers import PHONE, SCREEN, data_of, opened
 from html_report import read_records
 from operations import OPERATIONS, Buffers, Place
 from placement import Placement, Speeds
@@ -247,20 +247,12 @@ def records() -> list[dict[str, Any]]:
     return read_records([RESULTS / name for name in FILES])
 
 
-def data_of(path: Path) -> dict[str, Any]:
-    text = path.read_text(encoding="utf-8")
-    found = re.search(r'<script type="application/json" id="records">(.*?)</script>', text)
-    assert found is not None
-    data: dict[str, Any] = json.loads(found[1])
-    return data
-
-
 def test_a_page_needs_no_other_file(tmp_path: Path) -> None:
     given = records()
     given[0]["environment"] = {"RINGCOMM_X": "</script><b>"}
     path = tmp_path / "folder" / "page.html"
     html_report.write_html(given, path)
-    assert data_of(path) == {"records": given, "isPartial": False}
+    assert data_of(path, "records") == {"records": given, "isPartial": False}
     links = re.findall(r'(?:https?:|src=|href=|@import)[^"\s]*', path.read_text(encoding="utf-8"))
     assert links == ["http://www.w3.org/2000/svg"]  # a name, not an address
     with pytest.raises(ValueError, match="nothing to show"):
@@ -271,7 +263,7 @@ def test_a_sweep_writes_its_page(tmp_path: Path, capfd: pytest.CaptureFixture[st
     path = tmp_path / "page.html"
     quick = ["--sizes", "1024", "--seconds", "0.02", "--repeats", "0", "--html", str(path)]
     assert cli.run(["bench", "all_reduce", *quick]) == EXIT_OK
-    data = data_of(path)
+    data = data_of(path, "records")
     assert [record["backend"] for record in data["records"]] == ["ringcomm", "gloo"]
     assert not data["isPartial"]
     assert f"page: {path}" in capfd.readouterr().out.replace("\n", "")

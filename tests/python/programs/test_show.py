@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from browsers import PHONE, SCREEN, opened
+from browsers import PHONE, SCREEN, data_of, opened
 from schedule_simulation import simulate
 from torch import nn
 
@@ -35,14 +35,6 @@ CONFIG = {
 def written(*arguments: str, path: Path) -> Path:
     assert cli.run(["show", *arguments, "-o", str(path)]) == 0
     return path
-
-
-def data_of(path: Path) -> dict[str, Any]:
-    text = path.read_text(encoding="utf-8")
-    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text)
-    assert found is not None
-    data: dict[str, Any] = json.loads(found[1])
-    return data
 
 
 def config_of(folder: Path) -> str:
@@ -113,7 +105,9 @@ def ring_trace(folder: Path) -> Path:
 
 def test_a_recorded_ring(tmp_path: Path) -> None:
     trace = str(ring_trace(tmp_path))
-    data = data_of(written("ring", "--trace", trace, "--seq", "7", path=tmp_path / "page.html"))
+    data = data_of(
+        written("ring", "--trace", trace, "--seq", "7", path=tmp_path / "page.html"), "data"
+    )
     assert (data["ranks"], data["bytes"]) == (2, 4096)
     assert {"rank": "rank 1", "step": "all_gather step 0"} | {
         "us": 9.0,
@@ -126,7 +120,9 @@ def test_a_recorded_ring(tmp_path: Path) -> None:
 
 def test_the_memory_of_a_page_is_what_zero_predicts(tmp_path: Path) -> None:
     """Of the weights alone; activations are the planner's."""
-    data = data_of(written("memory", "--model", config_of(tmp_path), path=tmp_path / "page.html"))
+    data = data_of(
+        written("memory", "--model", config_of(tmp_path), path=tmp_path / "page.html"), "data"
+    )
     rows = {(row["system"], row["ranks"]): row for row in data["rows"]}
     assert {ranks for _, ranks in rows} == {2, 4, 8, 16, 32, 64}
     h, f, v = 64, 96, 128
@@ -143,7 +139,9 @@ def test_the_memory_of_a_page_is_what_zero_predicts(tmp_path: Path) -> None:
 
 
 def test_memory_over_a_backward_pass(tmp_path: Path) -> None:
-    data = data_of(written("lomo", "--model", config_of(tmp_path), path=tmp_path / "page.html"))
+    data = data_of(
+        written("lomo", "--model", config_of(tmp_path), path=tmp_path / "page.html"), "data"
+    )
     sizes = data["sizes"]
     assert (sizes[0]["name"], sizes[-1]["name"]) == ("the head", "the embedding")
     assert len(sizes) == 1 + 2 * 9 + 2

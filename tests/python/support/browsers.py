@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +27,15 @@ def browser() -> Iterator[Any]:
         )
         yield opened
         opened.close()
+
+
+def data_of(path: Path, name: str = "data") -> dict[str, Any]:
+    """What a page has in its element of JSON `name`."""
+    text = path.read_text(encoding="utf-8")
+    found = re.search(rf'<script type="application/json" id="{name}">(.*?)</script>', text)
+    assert found is not None
+    data: dict[str, Any] = json.loads(found[1])
+    return data
 
 
 @contextmanager
