@@ -45,6 +45,7 @@ NEWEST = "newest"
 PARTS = ROOT / ".cache" / "parts"  # of wheels: PYTHON/TORCH
 TORCH_INDEX = os.environ.get("RINGCOMM_TORCH_INDEX", "")
 MADE: list[str] = []  # wheels of this run
+PACKAGED = (".py", ".pyi", ".html", ".js")  # what a wheel holds beside the libraries
 ARCH = 90
 NCCL = "nvidia-nccl-cu13>=2.30"
 BUILD = ("pip", "install", "-q", "--no-build-isolation", "--no-deps", "-e", ".")
@@ -263,8 +264,8 @@ def packaging(session: nox.Session) -> None:
         wheel = build_wheel(session, own, folder)
         with zipfile.ZipFile(wheel) as archive:
             found = {one for one in archive.namelist() if ".dist-info/" not in one}
-        sources = [*ROOT.glob("ringcomm/**/*.py*"), *ROOT.glob("kernels/**/*.py*")]
-        files = [str(one.relative_to(ROOT)) for one in sources if one.suffix in (".py", ".pyi")]
+        sources = [*ROOT.glob("ringcomm/**/*"), *ROOT.glob("kernels/**/*.py")]
+        files = [str(one.relative_to(ROOT)) for one in sources if one.suffix in PACKAGED]
         wanted = {re.sub("^kernels/", "ringcomm/kernels/", one) for one in files}
         wanted |= {"_ringcomm_autoload.py", "ringcomm/py.typed"}
         wanted |= {one for one in found if re.match(r"ringcomm/(_C|_kernels)\.[\w-]+\.so$", one)}
