@@ -116,7 +116,7 @@ BY_NAME = ("cpu:ringcomm", "", "ringcomm", "here")
 
 @pytest.mark.parametrize(
     ("is_found", "cases"),
-    [(False, CASES), (True, CASES[:1]), slow(True, [BY_NAME])],
+    [slow(False, CASES), (True, CASES[:1]), slow(True, [BY_NAME])],
     ids=["by hand", "found by torch, as gloo", "found by torch, by name"],
 )
 def test_programs(is_found: bool, cases: list[tuple[str | None, ...]], tmp_path: Path) -> None:

@@ -123,6 +123,7 @@ def test_a_rank_without_descriptors_is_named(rank: int, tmp_path: Path) -> None:
 # ---- other ranks under one name
 
 
+@pytest.mark.slow
 @in_ranks(4, backend=None, fresh=True)
 def test_groups_of_other_ranks_under_one_name(rank: int, tmp_path: Path) -> None:
     """Reported for torch's own at https://github.com/pytorch/pytorch/issues/130102."""
@@ -153,6 +154,7 @@ def wait_for_a_missing_rank(rank: int, folder: Path) -> None:
         assert error["type"] == "CollectiveTimeoutError", error
 
 
+@pytest.mark.slow
 def test_one_rank_says_who_is_missing(tmp_path: Path) -> None:
     run_ranks(3, wait_for_a_missing_rank, tmp_path, backend=None, fresh=True)
     logs = [(tmp_path / f"log-{rank}").read_text() for rank in range(3)]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cases import quick
+from cases import quick, slow
 from ranks import in_ranks, run_ranks
 from test_errors import ENVS, caught
 from test_faults import end_process, in_threads
@@ -193,7 +193,8 @@ KINDS = {
     quick(
         product(WAYS, [*KINDS][:3]),
         *product(("shm", "shm, ring", "messages"), ("dies in the middle",)),
-        *product(("shm", "shm, in place", "hosts"), ("late", "dies")),
+        *product(("shm", "shm, in place"), ("late", "dies")),
+        ("hosts", "dies"),
     ),
 )
 def test_inputs_are_unchanged_and_nothing_else_is_written(way: str, how: str) -> None:
@@ -233,7 +234,7 @@ def mismatch(rank: int, is_refused: bool, is_shared: bool) -> Found:
     return found
 
 
-@pytest.mark.parametrize("way", quick(WAYS, "shm", "shm, in place", "hosts"))
+@pytest.mark.parametrize("way", quick(WAYS, "shm", "shm, in place"))
 def test_a_mismatch_over_shared_memory_has_written_nothing(way: str) -> None:
     """Over messages it may be found in the middle of a call, as a death, or in the next call."""
     env, is_shared = WAYS[way]
@@ -252,7 +253,7 @@ def test_a_mismatch_over_shared_memory_has_written_nothing(way: str) -> None:
 
 @in_ranks(3, ENVS, fresh=True, may_die="may_die")
 @pytest.mark.parametrize(
-    ("how", "may_die"), [("late", []), ("dies in the middle", [1]), ("another call", [])]
+    ("how", "may_die"), [slow("late", []), ("dies in the middle", [1]), ("another call", [])]
 )
 def test_lomo_has_updated_a_weight_or_not(rank: int, how: str) -> None:
     world: Any = dist.group.WORLD

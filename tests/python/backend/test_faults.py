@@ -264,7 +264,7 @@ FROM_RANK_0: dict[str, Callable[[Any], Any]] = {
 
 
 @in_ranks(fresh=True)
-@pytest.mark.parametrize("env", ["aaa", slow("---"), "aba"])
+@pytest.mark.parametrize("env", ["aaa", slow("---"), slow("aba")])
 def test_time_in_which_no_rank_ran_makes_none_late(rank: int, env: str) -> None:
     """Ranks 1 and 2 wait in every way, and for a new group, while all ranks are stopped.
 
@@ -335,6 +335,7 @@ def fill(pipe: int) -> None:
     os.set_blocking(pipe, True)
 
 
+@pytest.mark.slow
 @in_ranks(2, fresh=True, may_die=[1], group_timeout_s=60.0)
 def test_a_death_is_seen_while_a_line_is_blocked(rank: int, tmp_path: Path) -> None:
     """The worker of https://github.com/aiidateam/aiida-core/issues/1006 hung so."""

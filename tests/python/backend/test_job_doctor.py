@@ -74,10 +74,7 @@ def check(case: Case, report: dict[str, Any]) -> None:
 
 
 # Each kind of verdict; hang_cases.py has others of the same kinds.
-QUICK = (
-    *("stopped", "skips", "other call", "two orders", "dies", "circle", "loader", "recv"),
-    *("exits", "slow", "computes"),
-)
+QUICK = (*("stopped", "skips", "other call", "dies", "circle", "loader", "slow"),)
 NAMES = [name for name in CASES if name not in ("host gone", "late", "evaluates", "many calls")]
 
 
@@ -102,7 +99,7 @@ def test_the_cause_is_named(launcher: Launcher, tmp_path: Path, name: str) -> No
     ("name", "words"),
     [
         slow("stopped", ("rank 2 is the cause: its process", "stopped", "for it in all_reduce #1")),
-        ("computes", ("rank 2 is the cause: it computes", "waits for it in all_reduce #1")),
+        slow("computes", ("rank 2 is the cause: it computes", "waits for it in all_reduce #1")),
         ("recv", ("rank 0 is the cause: it is in recv with tag 7", "rank 1 has no send")),
     ],
 )
@@ -198,6 +195,7 @@ def test_the_command_reads_the_job_of_a_launcher(
         assert json.loads(capsys.readouterr().out)["cause"] == 1
 
 
+@pytest.mark.slow
 def test_two_jobs_of_one_parent_are_told_apart(launcher: Launcher, tmp_path: Path) -> None:
     """Their groups have the same names."""
     folders = [tmp_path / "one", tmp_path / "two"]
@@ -360,6 +358,7 @@ def test_a_long_wait_is_said_by_one_rank(late_jobs: dict[str, Any]) -> None:
     assert " for 1" in line, line
 
 
+@pytest.mark.slow
 def test_a_wait_of_a_minute_has_the_verdict_where_nobody_can_ask(late_jobs: dict[str, Any]) -> None:
     """Which rank hangs, and where, as https://github.com/pytorch/pytorch/issues/69563 asks for."""
     idle, verdict = wait_for_lines(late_jobs["in CI"][0], 2)

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cases import covering
+from cases import covering, slow
 from machines import CLONE_NEWPID
 from rank_programs import run_program
 from ranks import in_ranks, init_group, run_ranks
@@ -182,6 +182,7 @@ def test_an_exception_that_destroys_the_group_is_told(rank: int) -> None:
     assert "has destroyed the group in an exception: ValueError: no row 7" in error["text"], error
 
 
+@pytest.mark.slow
 @in_ranks(2, fresh=True, group_timeout_s=5.0)
 def test_an_exception_of_a_process_that_lives_on_is_told(rank: int) -> None:
     """As the interpreter ends the main thread, where another thread keeps the process.
@@ -273,6 +274,7 @@ def make_nothing(*args: Any) -> None:
     raise RuntimeError("too late")
 
 
+@pytest.mark.slow
 @in_ranks(4, backend=None, fresh=True, env=TRANSPORTS["messages"])
 def test_only_ranks_that_do_not_connect_are_named(rank: int, tmp_path: Path) -> None:
     """Ranks 1 and 2 are in the group, and never make their Gloo, so no other rank can."""
@@ -367,7 +369,7 @@ print("end", rank, flush=True)
 """
 
 
-@pytest.mark.parametrize("how", ["served", "unwaited"])
+@pytest.mark.parametrize("how", ["unwaited", slow("served")])
 def test_the_end_of_a_program(how: str, tmp_path: Path) -> None:
     """The store's server ends first; receives that nobody waits for are left.
 

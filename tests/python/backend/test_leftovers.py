@@ -20,7 +20,7 @@ import machines
 import pytest
 import torch
 import torch.distributed as dist
-from cases import slow
+from cases import quick, slow
 from machines import CLONE_NEWNET, CLONE_NEWNS, CLONE_NEWPID
 from ranks import in_ranks, init_group, run_ranks
 from test_hard_machines import serve_store
@@ -142,7 +142,7 @@ def in_namespaces(_: int, moment: str, num_turns: int, seed: int, folder: Path) 
     return (folder / "said").read_text()
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("moment", quick(MOMENTS, "init", "call"))
 def test_killed_ranks_leave_nothing(moment: str, tmp_path: Path) -> None:
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")

@@ -177,7 +177,7 @@ def test_an_interrupted_rank_may_call_again(rank: int, env: str, phase: str) -> 
 
 
 @in_new_ranks(group_timeout_s=1.0)
-@pytest.mark.parametrize(("env", "victim"), [("aaa", 1), ("aba", 0), slow("aba", 1)])
+@pytest.mark.parametrize(("env", "victim"), [("aaa", 1), slow("aba", 0), slow("aba", 1)])
 def test_a_stopped_rank_is_left_out(rank: int, env: str, victim: int, tmp_path: Path) -> None:
     """The others go on without it, and it is told so when it comes."""
     left, is_shm = [r for r in range(3) if r != victim], env == "aaa"
@@ -210,7 +210,7 @@ def test_a_stopped_rank_is_left_out(rank: int, env: str, victim: int, tmp_path: 
 
 
 @in_new_ranks()
-@pytest.mark.parametrize(("env", "hurried"), [("aaa", 0), slow("aba", 0), ("aba", 2)])
+@pytest.mark.parametrize(("env", "hurried"), [slow("aaa", 0), slow("aba", 0), ("aba", 2)])
 def test_the_first_choice_ends_all_waits(rank: int, env: str, hurried: int, tmp_path: Path) -> None:
     """The least patience counts."""
     seen = dist.FileStore(str(tmp_path / "seen"), -1)

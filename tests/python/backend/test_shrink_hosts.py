@@ -61,7 +61,8 @@ def die_behind_messages(rank: int, victim: int, num_sent: int) -> tuple[list[int
     return shrink_until(rank, 4 if num_sent == MANY else 3, timeout=limit), num_sent_once
 
 
-@pytest.mark.parametrize("victim", [slow(0), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 2])
 def test_a_death_behind_every_message(victim: int) -> None:
     kind: dict[str, Any] = {"fresh": True, "env": hosts("ababa")}
     whole = run_ranks(5, die_behind_messages, victim, MANY, may_die=[3], **kind)
@@ -75,7 +76,7 @@ def test_a_death_behind_every_message(victim: int) -> None:
 
 
 @in_new_ranks(5, env=hosts("ababa"), may_die=[0, 3])
-@pytest.mark.parametrize("is_broken", [False, True])
+@pytest.mark.parametrize("is_broken", [False, slow(True)])
 def test_a_group_that_one_rank_has_is_made(rank: int, is_broken: bool, tmp_path: Path) -> None:
     """The coordinator dies when rank 1 alone has its decision, and rank 1 is stopped with it.
 

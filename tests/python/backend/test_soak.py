@@ -28,6 +28,7 @@ def make_pool() -> Pool:
     return Pool(server(), [{}] * WORLD, "soak_rank")
 
 
+@pytest.mark.slow
 def test_soak(tmp_path: Path) -> None:
     print(f"\nRINGCOMM_SOAK_SEED={SEED}")
     kinds = EVENTS if IS_STRESS else QUICK

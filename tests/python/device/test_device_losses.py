@@ -21,7 +21,8 @@ from ringcomm import _cuda
 
 FATBIN = b"\x50\xed\x55\xba"  # nvcc's images begin so
 
-pytestmark = emulated_gpu.needs_emulated_gpu
+# make test-ptx runs them all.
+pytestmark = [pytest.mark.slow, emulated_gpu.needs_emulated_gpu]
 alone = in_emulated_ranks(1, backend=None)
 by_ptx = pytest.mark.skipif(not emulated_gpu.PTX_FORM, reason="without RINGCOMM_TEST_PTX")
 

@@ -233,6 +233,7 @@ dist.all_reduce(torch.ones(4, device="emugpu"))
 """
 
 
+@pytest.mark.slow
 @needs_emulated_gpu
 def test_a_build_without_gpus_refuses_their_tensors(tmp_path: Path) -> None:
     build()  # in this process, whose time has no limit here

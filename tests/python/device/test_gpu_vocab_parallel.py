@@ -61,6 +61,7 @@ def check_shards(rank: int, sizes: tuple[int, ...], options: dict[str, Any]) -> 
     return [loss.detach().cpu(), *results.values()]
 
 
+@pytest.mark.slow
 @on_gpus
 @pytest.mark.parametrize("name", CASES)
 def test_losses_are_those_of_float64_and_the_same_on_all_ranks(gpus: Gpus, name: str) -> None:

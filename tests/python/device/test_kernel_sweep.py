@@ -44,7 +44,8 @@ def points(done: Any) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-@pytest.mark.parametrize("ranks", [2, slow(3)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_every_path_is_right_and_printed(tmp_path: Path, ranks: int) -> None:
     sizes = [240, 120_000]
     asked = ["--rounds", "2", "--sizes", "240,120000"]
@@ -129,6 +130,7 @@ def sweep_until(
     return out, error
 
 
+@pytest.mark.slow
 def test_a_rank_that_stops_is_killed_after_the_others_kernels_have_ended(tmp_path: Path) -> None:
     _, error = sweep_until(signal.SIGSTOP, 1, tmp_path, "--limit-s", "8")
     assert "stopped after 8 s" in error
@@ -136,7 +138,8 @@ def test_a_rank_that_stops_is_killed_after_the_others_kernels_have_ended(tmp_pat
     assert "rank 0: a kernel gave up: " in error or "rank 0: another rank has failed" in error
 
 
-@pytest.mark.parametrize("rank", [0, slow(1)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_dies_ends_all(tmp_path: Path, rank: int) -> None:
     found: list[dict[str, Any]] = []
     for after_s in (0.5, 2, 8, 32) if rank == 1 else (0.5,):  # until some points are measured
@@ -232,7 +235,7 @@ def test_every_question_is_answered(tmp_path: Path) -> None:
     [
         ("multiprocessors", {"MPS": "0"}, "one after the other"),
         ("open-twice", {"IPC": "0"}, "CUDA_ERROR_NOT_SUPPORTED"),
-        ("by-descriptor", {"VMM": "0"}, "CUDA_ERROR_NOT_SUPPORTED"),
+        slow("by-descriptor", {"VMM": "0"}, "CUDA_ERROR_NOT_SUPPORTED"),
         ("address-again", {"REFUSES_REUSED": "1"}, "with the old mapping open: CUDA_ERROR_"),
     ],
 )
@@ -245,6 +248,7 @@ def test_another_driver_has_another_answer(
     assert found[question]["mps"] is (settings.get("MPS") != "0")
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_or_stops_has_no_answer(tmp_path: Path) -> None:
     """The question ends within its limit, and nothing is left running."""
     status, found = ask(tmp_path, "--only", "open-twice", DIE_AT="12")

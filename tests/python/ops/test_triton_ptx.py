@@ -43,6 +43,7 @@ def check_cases(script: str, arch: int, variant: str, names: list[str]) -> None:
     assert {name: text for name, text in said.items() if text} == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", FEW)
 def test_some_cases(script: str) -> None:
     check_cases(script, 90, "exact", FEW[script])

@@ -24,6 +24,7 @@ import table
 import torch
 import torch.distributed as dist
 from browsers import PHONE, SCREEN, data_of, opened
+from cases import slow
 from html_report import read_records
 from operations import OPERATIONS, Buffers, Place
 from placement import Placement, Speeds
@@ -99,7 +100,7 @@ def spoil_one_element(buffers: Buffers, group: dist.ProcessGroup) -> None:
         buffers.output[7] += 1
 
 
-@pytest.mark.parametrize("where", ["host", KIND])
+@pytest.mark.parametrize("where", ["host", slow(KIND)])
 def test_one_wrong_element_is_seen(
     where: str,
     request: pytest.FixtureRequest,
@@ -331,7 +332,7 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("devices")
-@pytest.mark.parametrize("clock", ["events", "host"])
+@pytest.mark.parametrize("clock", [slow("events"), "host"])
 def test_records_on_a_device(tmp_path: Path, clock: str, capfd: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "records.jsonl"
     asked = f"--device {KIND} --peers gloo,mpi4py,nccl --sizes 1k --layout one --clock {clock}"

@@ -125,6 +125,7 @@ def take_elsewhere(root: Path) -> int:
     return subprocess.call(take, timeout=TIMEOUT_S, cwd=root)
 
 
+@pytest.mark.slow
 @emulated_gpu.needs_emulated_gpu
 def test_the_first_part_runs_over_the_emulator(checkout: Path) -> None:
     driver = emulated_gpu.build_driver()
@@ -243,6 +244,7 @@ def test_parts_are_named(checkout: Path) -> None:
     assert [name for name in rows if name in order] == order
 
 
+@pytest.mark.slow
 def test_a_part_says_what_remains(checkout: Path) -> None:
     """Rows without time, and how to run them; then the next part."""
     page = checkout / "docs" / "gpu-verification.md"

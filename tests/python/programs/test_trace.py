@@ -289,6 +289,7 @@ def come_too_late(rank: int) -> None:
         time.sleep(2.0)
 
 
+@pytest.mark.slow
 def test_a_time_out_is_there(tmp_path: Path) -> None:
     record(tmp_path, come_too_late, world_size=2, group_timeout_s=1.0)
     events, _ = merged(tmp_path)

@@ -10,6 +10,7 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
+import pytest
 from rank_programs import run_program
 
 ROOT = Path(__file__).parents[3]
@@ -80,6 +81,7 @@ for name in sorted(wants):
 """
 
 
+@pytest.mark.slow
 def test_every_module_is_imported_without_them() -> None:
     found = dict(line.split() for line in said_without_them(IMPORTS)[0].splitlines())
     kernels = {name: found.pop(name) for name in [*found] if name.startswith("ringcomm.kernels.")}
@@ -125,6 +127,7 @@ else:
 """
 
 
+@pytest.mark.slow
 def test_calls_go_without_them_or_say_what_to_install(tmp_path: Path) -> None:
     _, errors = said_without_them(CALLS, tmp_path / "store")
     assert "tables need the package rich: pip install rich" in errors
