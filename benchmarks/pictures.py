@@ -127,7 +127,7 @@ def speed(rows: dict[str, list[Bar]], theme: str) -> str:
     (first, *_) = [bars[0].record for bars in rows.values()]
     for line in (
         f"Shorter is faster. Medians of 2 ranks, float32; {step}.",
-        "How many times as fast: of neighbouring blocks, and in brackets the 10 and 90 % points.",
+        "Speed-ups are medians over neighbouring blocks, with their 10 and 90 % points.",
         f"{source_of(first)}. ringcomm bench measures it on your machine.",
     ):
         y += 19

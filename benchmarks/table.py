@@ -48,6 +48,7 @@ from system_tables import (
 
 from ringcomm.measure.machine import MAX_OTHERS_PERCENT
 from ringcomm.measure.ranks import run_main
+from ringcomm.palette import title_of
 from ringcomm.screen import EXIT_FAILED, EXIT_OK, byte_count, byte_counts, factor, microseconds
 
 Record = dict[str, Any]
@@ -151,7 +152,7 @@ def _compared(
     """
     first = [column_of(word) for word in words]
     headers = [header for header, _ in first]
-    headers += [header.format(name) for header, _, names in columns for name in names]
+    headers += [header.format(title_of(name)) for header, _, names in columns for name in names]
     rows = []
     for run in runs:
         found = _by(field, run)

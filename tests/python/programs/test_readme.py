@@ -90,6 +90,7 @@ def test_the_home_page_has_the_parts_of_readme() -> None:
     for part in ("init_process_group", "as fast as Gloo's", "## Status", "## When not to use it"):
         assert shown.count(part) >= 1, part
     assert "](docs/" not in shown
+    assert site_pages.on_config({})["repo_url"] == (buildconfig.address() or None)
     assert shown.count("#only-dark") == shown.count("#only-light") == README.count("<picture>") == 2
 
 
