@@ -185,7 +185,7 @@ def main() -> None:
             "sglang.srt.plugins": ["ringcomm = ringcomm.integrations.sglang:plugin"],
             "console_scripts": ["ringcomm = ringcomm.cli:main"],
         },
-        project_urls={"Source": url} if (url := os.environ.get("RINGCOMM_URL")) else {},
+        project_urls={"Source": url} if (url := buildconfig.address()) else {},
         license="Apache-2.0",
         license_files=["LICENSE"],
         zip_safe=False,

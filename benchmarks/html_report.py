@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ringcomm.measure.ranks import run_main
+from ringcomm.palette import COLORS, LIBRARIES
 from ringcomm.screen import EXIT_OK
 
 KINDS = ("collective", "collective_on_device", "systems")
@@ -51,7 +52,8 @@ def write_html(records: Sequence[dict[str, Any]], path: Path, *, is_partial: boo
     page = {"records": shown, "isPartial": is_partial}
     data = json.dumps(page, allow_nan=False).replace("<", "\\u003c")
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = TEMPLATE.read_text(encoding="utf-8").replace("@RECORDS@", data)
+    text = TEMPLATE.read_text(encoding="utf-8").replace("@COLORS@", json.dumps(COLORS))
+    text = text.replace("@LIBRARIES@", json.dumps(LIBRARIES)).replace("@RECORDS@", data)
     path.write_text(text, encoding="utf-8")
 
 

@@ -26,26 +26,26 @@ from operations import DEFAULT_SIZES, DEVICE_KIND
 from table import LAYOUTS, SHOWN_WORLDS, Layout, Record, Run, machine_of, newest, read_results
 
 from ringcomm.measure.ranks import run_main
+from ringcomm.palette import COLORS, GREY, colors_of, title_of
 from ringcomm.screen import EXIT_OK, byte_count, byte_counts
 
 ALGORITHMS = Layout("Algorithms", "algorithm", ("world_size",), ("bytes",), lambda runs: [])
-# Okabe and Ito's, which most people can tell apart.
-LABELS = {"gloo": "Gloo", "mpi4py": "MPI"}
-COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00")
 LINES = {"eager": ":", "graph": "-"}
 # Text stays text, and the output is deterministic.
 STYLE: Any = {"svg.fonttype": "none", "svg.hashsalt": "ringcomm", "font.size": 9}
 
 
-def _of_last_machine(usual: list[Record], layout: Layout) -> list[Run]:
+def of_last_machine(usual: list[Record], layout: Layout) -> list[Run]:
     """The points, in order, of the machine that was measured last."""
     last = max(usual, key=lambda record: record["date"], default=None)
     return newest([r for r in usual if last and machine_of(r) == machine_of(last)], layout)
 
 
 @contextmanager
-def _drawn(path: Path, num_rows: int, num_columns: int, size: Any, **shared: Any) -> Iterator[Any]:
-    """Rows of axes to draw on, whose figure is then written.
+def _drawn(
+    path: Path, num_rows: int, num_columns: int, size: Any, source: str = "", **shared: Any
+) -> Iterator[Any]:
+    """Rows of axes to draw on, whose figure is then written, with its source as the last line.
 
     Raises:
         OSError: the file cannot be written.
@@ -59,11 +59,19 @@ def _drawn(path: Path, num_rows: int, num_columns: int, size: Any, **shared: Any
     with pyplot.rc_context(STYLE):
         figure, axes = pyplot.subplots(num_rows, num_columns, figsize=size, squeeze=False, **shared)
         yield axes
-        figure.tight_layout()
+        figure.text(0.01, 0.01, source, fontsize=8, color=GREY)
+        figure.tight_layout(rect=(0, 0.05 if source else 0, 1, 1))
         path.parent.mkdir(parents=True, exist_ok=True)
         how: Any = {"metadata": {"Date": None}} if path.suffix == ".svg" else {"dpi": 120}
         figure.savefig(path, **how)
         pyplot.close(figure)
+
+
+def source_of(record: Record) -> str:
+    """Where the points were measured, in one line."""
+    machine = record["machine"]
+    state = "otherwise idle" if record["quiet"] else "beside other programs"
+    return f"{machine['cores']} cores of {machine['cpu']}, {state}; {record['date'][:10]}"
 
 
 def _plain(axes: Any) -> None:
@@ -76,22 +84,21 @@ def _over_bytes(axes: Any, ticks: list[int], title: str) -> None:
     """Both axes logarithmic, and sizes along the lower one."""
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.set_xticks(ticks, map(byte_count, ticks), fontsize=7)
+    axes.set_xticks(ticks, map(byte_count, ticks), fontsize=9)
     axes.minorticks_off()
-    axes.set(xlabel="bytes", title=title)
+    axes.set(xlabel="size of the buffer", title=title)
     _plain(axes)
 
 
-def _plot_world(axes: Any, runs: list[Run], field: str, names: list[str]) -> None:
+def _plot_world(axes: Any, runs: list[Run], field: str, colors: dict[str, str]) -> None:
     """One number of ranks: a line per name, from the 10 to the 90 % point shaded."""
-    for color, name in zip(COLORS, names, strict=False):
+    for name, color in colors.items():
         points = [record for run in runs for record in run if record[field] == name]
         sizes = [record["bytes"] for record in points]
         low, middle, high = ([r[f"{p}_us"] for r in points] for p in ("p10", "p50", "p90"))
         axes.fill_between(sizes, low, high, color=color, alpha=0.15, linewidth=0)
-        axes.plot(
-            sizes, middle, color=color, marker=".", linewidth=1.2, label=LABELS.get(name, name)
-        )
+        label = title_of(name)
+        axes.plot(sizes, middle, color=color, marker=".", linewidth=1.4, label=label)
     for change in runs[-1][0].get("changes", []):
         axes.axvline(change["bytes"], color="grey", linewidth=0.8, linestyle=":")
         is_shared = change["op"] != "all_reduce"
@@ -99,32 +106,39 @@ def _plot_world(axes: Any, runs: list[Run], field: str, names: list[str]) -> Non
         place = {"rotation": 90, "va": "top", "ha": "left" if is_shared else "right"}
         style = {"fontsize": 7, "color": "grey", "transform": axes.get_xaxis_transform()}
         axes.text(change["bytes"], 0.99, f" {text} ", **place, **style)
+    axes.legend(frameon=False, loc="lower right" if field == "backend" else "center left")
     _over_bytes(axes, byte_counts(DEFAULT_SIZES), f"{runs[0][0]['world_size']} ranks")
 
 
 def draw_worlds(runs: list[Run], path: Path, field: str) -> None:
     """A panel per number of ranks, a line per value of ``field``."""
+    first = runs[0][0]
+    title = f"all_reduce by {field}, {first['dtype']}: median, shaded from 10 to 90 %"
     worlds = [list(group) for _, group in groupby(runs, key=lambda run: run[0]["world_size"])]
     names = list(dict.fromkeys(record[field] for run in runs for record in run))
-    with _drawn(path, 1, len(worlds), (4.2 * len(worlds), 3.6), sharey=True) as axes:
+    size = (4.4 * len(worlds), 4.0)
+    with _drawn(path, 1, len(worlds), size, source_of(runs[-1][0]), sharey=True) as axes:
         for one, world in zip(axes[0], worlds, strict=True):
-            _plot_world(one, world, field, names)
+            _plot_world(one, world, field, colors_of(names))
         axes[0][0].set_ylabel("µs per call (lower is better)")
-        axes[0][-1].legend(fontsize=9, frameon=False, loc="lower right")
+        axes[0][0].figure.suptitle(title)
 
 
 def _plot_losses(axes: Any, records: list[Record], field: str, scale: float) -> None:
     """A line per way, over the number of classes."""
-    ways = list(dict.fromkeys(record["way"] for record in records))
-    for color, way in zip(COLORS, ways, strict=False):
+    colors = colors_of(list(dict.fromkeys(record["way"] for record in records)))
+    for idx, (way, color) in enumerate(colors.items()):
         points = [record for record in records if record["way"] == way]
         sizes = [record["vocab_size"] for record in points]
         if field == "extra_bytes" and way == "copy":
             continue
         values = [record[field] * scale for record in points]
-        axes.plot(sizes, values, color=color, marker=".", linewidth=1.2, label=way)
+        # The first is on top and the thinnest, so that equal lines are all seen.
+        style = {"marker": ".", "linewidth": 1.4 + 0.7 * idx, "zorder": 9 - idx}
+        axes.plot(sizes, values, color=color, label=title_of(way), **style)
     ticks = sorted({record["vocab_size"] for record in records})
-    axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks], fontsize=7)
+    labels = [f"{tick:,}" for tick in ticks]
+    axes.set_xticks(ticks, labels, fontsize=8, rotation=30, ha="right")
     axes.set_ylim(bottom=0)
     _plain(axes)
 
@@ -133,7 +147,8 @@ def draw_losses(runs: list[Run], path: Path) -> None:
     """Time above, memory below; a column per type."""
     records = [record for run in runs for record in run]
     dtypes = list(dict.fromkeys(record["dtype"] for record in records))
-    with _drawn(path, 2, len(dtypes), (4.2 * len(dtypes), 5.6), sharex=True) as axes:
+    size, source = (4.2 * len(dtypes), 6.0), source_of(records[-1])
+    with _drawn(path, 2, len(dtypes), size, source, sharex=True) as axes:
         for column, dtype in enumerate(dtypes):
             found = [record for record in records if record["dtype"] == dtype]
             _plot_losses(axes[0][column], found, "p50_us", 1e-3)
@@ -142,7 +157,7 @@ def draw_losses(runs: list[Run], path: Path) -> None:
             axes[1][column].set_xlabel("classes")
         axes[0][0].set_ylabel("ms, forward and backward: median")
         axes[1][0].set_ylabel("MiB beyond the logits")
-        axes[0][-1].legend(fontsize=7, frameon=False, loc="upper left")
+        axes[0][-1].legend(fontsize=8, frameon=False, loc="upper left")
 
 
 # By file: how it is drawn, its records' fields, and how they become points.
@@ -155,7 +170,7 @@ PLOTS: dict[str, tuple[Callable[[list[Run], Path], None], dict[str, Any], Layout
     "algorithms": (partial(draw_worlds, field="algorithm"), {"kind": "algorithm"}, ALGORITHMS),
     "cross_entropy": (
         draw_losses,
-        {"kind": "cross_entropy", "world_size": 1},
+        {"kind": "cross_entropy", "world_size": 1, "device": "cpu"},
         LAYOUTS["cross_entropy"],
     ),
 }
@@ -179,13 +194,13 @@ def _panel(axes: Any, records: list[Record]) -> None:
     curves: dict[tuple[str, str], list[Record]] = {}
     for record in sorted(records, key=lambda record: int(record["bytes"])):
         curves.setdefault((record["backend"], record["mode"]), []).append(record)
-    names = list(dict.fromkeys(backend for backend, _ in curves))
+    colors = colors_of(list(dict.fromkeys(backend for backend, _ in curves)))
     for (backend, mode), points in curves.items():
-        color = COLORS[names.index(backend) % len(COLORS)]
         sizes = [record["bytes"] for record in points]
         speeds = [record["busbw_gb_per_s"] for record in points]
         style = {"linestyle": LINES[mode], "linewidth": 1.2, "marker": "."}
-        axes.plot(sizes, speeds, color=color, label=f"{backend}, {mode}", **style)
+        label = f"{title_of(backend)}, {mode}"
+        axes.plot(sizes, speeds, color=colors[backend], label=label, **style)
     floor = {r["bytes"]: r["busbw_gb_per_s"] / r["share_of_floor"] for r in records}
     sizes = sorted(floor)
     axes.plot(sizes, [floor[size] for size in sizes], color="black", linewidth=1.0, label="floor")
@@ -227,13 +242,18 @@ def draw_systems(records: list[Record], path: Path) -> None:
     with _drawn(path, 1, 2, (10, 1.2 + 0.35 * len(names)), sharey=True) as [[left, right]]:
         times = [record["p50_us"] / 1e3 for record in records]
         late = [(record["p99_us"] - record["p50_us"]) / 1e3 for record in records]
-        left.barh(names, times, xerr=[[0.0] * len(late), late], color="tab:blue", capsize=2)
+        left.barh(names, times, xerr=[[0.0] * len(late), late], color=COLORS["blue"], capsize=2)
         left.set(xlabel="step, ms: p50, and up to p99")
         left.invert_yaxis()
         begin = [0.0] * len(names)
-        for part in ("param", "grad", "state"):
+        parts = {
+            "param": "blue",
+            "grad": "orange",
+            "state": "green",
+        }  # as in `ringcomm show memory`
+        for part, color in parts.items():
             sizes = [record[f"{part}_bytes"] / 2**20 for record in records]
-            right.barh(names, sizes, left=begin, label=f"{part}s")
+            right.barh(names, sizes, left=begin, label=f"{part}s", color=COLORS[color])
             begin = [a + b for a, b in zip(begin, sizes, strict=True)]
         right.set(xlabel="MiB of a rank")
         right.legend()
@@ -249,7 +269,9 @@ def main(argv: list[str]) -> int:
     pictures: dict[str, Callable[[Path], None]] = {}
     for name, (draw, fields, layout) in PLOTS.items():
         usual = [r for r in records if fields.items() <= r.items()]
-        runs = _of_last_machine([r for r in usual if r["world_size"] in (1, *SHOWN_WORLDS)], layout)
+        # Gone since these records.
+        usual = [r for r in usual if r.get("algorithm") != "ring, rank_order"]
+        runs = of_last_machine([r for r in usual if r["world_size"] in (1, *SHOWN_WORLDS)], layout)
         if runs:
             pictures[f"{name}.svg"] = partial(draw, runs)
         else:

@@ -21,6 +21,7 @@ import time
 from pathlib import Path
 
 import harness
+import pictures
 import plot
 import table
 
@@ -128,6 +129,7 @@ def main(argv: list[str]) -> int:
     design = harness.ROOT / "docs" / "design"
     table.main(["--write", str(table.PAGE)] if options.write else [])
     plot.main(["--out", str(design)] if options.write else [])
+    pictures.main(["--only", "speed", "--out", str(design if options.write else harness.RESULTS)])
     for job in failed:
         print(f"failed: {job}")
     return EXIT_FAILED if failed else EXIT_OK

@@ -33,6 +33,18 @@ def _communication(record: Record) -> str:
     return share_range(share) if share else ""
 
 
+def _is_negative(record: Record) -> bool:
+    share = record.get("communication_share")
+    return share is not None and share["p50"] < 0
+
+
+WHY_NEGATIVE = (
+    "`communication` is the part of a step that the same step over a backend that sends nothing"
+    " does not take. It is negative where that step is the longer one. Over another backend than"
+    " ringcomm ZeRO pads shards of different sizes and divides by the number of ranks in passes of"
+    " its own, which over ringcomm are part of the collective. A share whose 10 and 90 % points"
+    " have different signs cannot be told from 0."
+)
 # Fields that only some records have: a header, and the text of a cell.
 OPTIONAL: dict[str, tuple[str, Cell]] = {
     "over_ringcomm": ("time / ringcomm's", _over_ringcomm),
@@ -78,6 +90,7 @@ def system_lines(runs: list[Run]) -> list[str]:
         " rank, and the bytes that it sends in a step, are in MiB. Bytes in parentheses are"
         " computed, not counted:",
         *grid_of(columns, 1, run),
+        *(["", WHY_NEGATIVE] if any(map(_is_negative, run)) else []),
     ]
 
 
@@ -245,7 +258,9 @@ def inference_lines(runs: list[Run]) -> list[str]:
         f"{first['world_size']} ranks, {first['dtype']}. Median time in µs of a sum over the ranks,"
         " the residual's addition and the RMSNorm, and of decoding a token with"
         f" `examples/decode.py` (Llama, {first['layers']} layers, hidden size {first['hidden']},"
-        " batch 1). In brackets the time over that of the first row:",
+        " batch 1). In brackets the time over that of the first row. `nothing sent` adds and"
+        " normalizes with torch, which takes longer than the fused operator, so it is no lower"
+        " bound:",
         *grid(["way", *headers], 1, [[way, *row] for way, row in rows.items()]),
     ]
 

@@ -48,6 +48,7 @@ from system_tables import (
 
 from ringcomm.measure.machine import MAX_OTHERS_PERCENT
 from ringcomm.measure.ranks import run_main
+from ringcomm.palette import title_of
 from ringcomm.screen import EXIT_FAILED, EXIT_OK, byte_count, byte_counts, factor, microseconds
 
 Record = dict[str, Any]
@@ -57,6 +58,7 @@ Point = tuple[Any, ...]
 Compared = tuple[str, Cell, Sequence[str]]
 # In detail, for 2 and 4 ranks; the other operations share one table.
 DETAILED_OPS = ("all_reduce", "all_reduce_apart", "barrier")
+OP_TITLES = {"all_reduce_apart": "`all_reduce`, out of place"}
 SHOWN_WORLDS = (2, 4)
 SHOWN_BYTES = (0, *byte_counts(DEFAULT_SIZES))
 # Kinds of which the page shows all worlds and types.
@@ -150,7 +152,7 @@ def _compared(
     """
     first = [column_of(word) for word in words]
     headers = [header for header, _ in first]
-    headers += [header.format(name) for header, _, names in columns for name in names]
+    headers += [header.format(title_of(name)) for header, _, names in columns for name in names]
     rows = []
     for run in runs:
         found = _by(field, run)
@@ -171,7 +173,7 @@ def _collective_lines(runs: list[Run]) -> list[str]:
     first = runs[0][0]
     subject, *others = _backends(runs)
     words: Columns = [
-        ("operation", lambda r: f"`{r['op']}`"),
+        ("operation", lambda r: OP_TITLES.get(r["op"], f"`{r['op']}`")),
         ("bytes", lambda r: byte_count(r["bytes"]) if r["bytes"] else "–"),
     ]
     columns: list[Compared] = [
@@ -210,9 +212,11 @@ def _operation_lines(runs: list[Run]) -> list[str]:
 def _host_lines(runs: list[Run]) -> list[str]:
     first = runs[0][0]
     each = "one rank" if first["ranks_per_host"] == 1 else f"{first['ranks_per_host']} ranks"
+    link = first["cable"].replace("gbit", " Gbit/s")
     return [
-        f"Two hosts with {each} each, a cable of {first['cable']}, {first['dtype']}. Median time of"
-        " a call over ringcomm in µs, and in brackets gloo's time / ringcomm's:",
+        f"Two network namespaces of one machine as hosts, with {each} each, over an emulated link"
+        f" of {link}, {first['dtype']}. Median time of a call over ringcomm in µs, and in brackets"
+        " gloo's time / ringcomm's:",
         *_operation_lines(runs)[1:],
     ]
 
@@ -405,12 +409,12 @@ def page_tables(records: list[Record]) -> list[str]:
     return texts
 
 
-def with_tables(text: str, written: list[str]) -> str:
+def with_tables(text: str, written: list[str], first: str = BEGIN, last: str = END) -> str:
     """``text`` with the tables between the marks replaced. Raises ValueError."""
-    head, begin, rest = text.partition(BEGIN)
-    _, end, tail = rest.partition(END)
+    head, begin, rest = text.partition(first)
+    _, end, tail = rest.partition(last)
     if not (begin and end):
-        raise ValueError(f"the page needs a line {BEGIN} and after it a line {END}")
+        raise ValueError(f"the page needs a line {first} and after it a line {last}")
     return f"{head}{begin}\n\n" + "\n\n".join(written) + f"\n\n{end}{tail}"
 
 

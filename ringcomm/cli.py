@@ -104,14 +104,14 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
     examined.
     """
     add = parser.add_argument
-    add("--job", type=int, metavar="PID", help="of torchrun, or of any rank of a job that runs")
+    add("--job", type=int, metavar="PID", help="process id of torchrun or of any rank")
     about = "ranks to start, 1 to 64; by default one per CPU, 2 to 4"
     add("--world-size", type=int, default=NUM_RANKS, help=about)
     add("--seconds", type=float, default=0.3, help="seconds of measurement per size")
     add("--json", action="store_true", help="print the report as one JSON object")
     add("--verdict", action="store_true", help="with --job: print one line, the cause of a hang")
     add("--dump", type=Path, metavar="FOLDER", help="with --job: also write a dump of each rank")
-    about = "of the dumps: torch is for torch's analyser torchfrtrace, as FOLDER/rank0"
+    about = "format of the dumps; torch: FOLDER/rank0, for torch's analyser torchfrtrace"
     add("--format", choices=("json", "torch"), default="json", help=about)
 
 

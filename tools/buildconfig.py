@@ -100,6 +100,15 @@ def public_version() -> str:
     return version
 
 
+def address(text: str | None = None) -> str:
+    """Returns the project's address, or "" while it has none, from a text of pyproject.toml."""
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8") if text is None else text
+    found = re.search(r'(?m)^\[tool\.ringcomm\]\nurl = "(.*)"$', text)
+    if found is None:
+        raise BuildProblem("pyproject.toml has no url in [tool.ringcomm]")
+    return found[1]
+
+
 def requirements(group: str) -> list[str]:
     """Returns a group of [dependency-groups] in pyproject.toml; Python 3.10 has no tomllib."""
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")

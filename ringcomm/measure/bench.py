@@ -21,6 +21,7 @@ from ringcomm.measure import ranks, timing
 from ringcomm.measure.machine import MAX_OTHERS_PERCENT, identity, utc_now
 from ringcomm.measure.ranks import Team
 from ringcomm.measure.timing import US, check_sums
+from ringcomm.palette import LIBRARIES
 from ringcomm.screen import (
     EXIT_OK,
     EXIT_WRONG_RESULTS,
@@ -231,6 +232,8 @@ def page(rows: list[Row], world_size: int, machine: dict[str, Any]) -> str:
         machine=html.escape(f"{machine['cores']} cores of {machine['cpu']}, {versions}"),
         date=utc_now().date().isoformat(),
         bars="\n".join(bars),
+        ours=LIBRARIES["ringcomm"],
+        gloo=LIBRARIES["gloo"],
     )
 
 
@@ -246,7 +249,7 @@ p {{ opacity: .7; }}
 .row {{ display: grid; grid-template-columns: 6rem 1fr 5.5rem; gap: .7rem; align-items: center; }}
 .row b {{ font-variant-numeric: tabular-nums; text-align: right; font-weight: 600; }}
 i {{ display: block; height: 1.1rem; border-radius: .2rem; }}
-i.ringcomm {{ background: #2563eb; }} i.Gloo {{ background: #858d99; }}
+i.ringcomm {{ background: {ours}; }} i.Gloo {{ background: {gloo}; }}
 </style>
 <h1>{sentence}</h1>
 <p>Median time of a call, of the slowest rank; a shorter bar is faster.

@@ -139,7 +139,7 @@ def _why_outside(rank: Rank) -> str:
         return f"is in the data loader{at}"
     if rank.cpu_percent >= BUSY_PERCENT or rank.state == "R":  # which may wait for a core
         return f"computes ({rank.cpu_percent:.0f} % of a core){at}"
-    return f"is in no call of ringcomm, and sleeps{at}"
+    return f"sleeps outside of any collective{at}"
 
 
 def _wait_text(ranks: list[Rank], rank: Rank, call: Call) -> str:

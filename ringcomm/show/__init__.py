@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ringcomm import __version__
+from ringcomm.palette import COLORS
 
 TITLES = {
     "ring": "An all_reduce, step by step",
@@ -179,6 +180,7 @@ def write_page(name: str, data: dict[str, Any], path: Path) -> None:
         ("@TITLE@", TITLES[name]),
         ("@VERSION@", __version__),
         ("@SCRIPT@", script),
+        ("@COLORS@", json.dumps(COLORS)),
         ("@DATA@", text),
     ):
         page = page.replace(mark, part)

@@ -1,12 +1,5 @@
-// What the pages share. Colours are Okabe and Ito's, which most people can tell apart.
-const COLORS = {
-  blue: "#0072b2",
-  orange: "#d55e00",
-  green: "#009e73",
-  pink: "#cc79a7",
-  yellow: "#e69f00",
-  sky: "#56b4e9",
-};
+// What the pages share. ringcomm/palette.py has the colours.
+const COLORS = @COLORS@;
 const data = JSON.parse(document.getElementById("data").textContent);
 const main = document.getElementById("main");
 const SVG = new Set(["svg", "g", "line", "path", "rect", "text", "title"]);

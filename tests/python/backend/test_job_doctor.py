@@ -363,7 +363,7 @@ def test_a_wait_of_a_minute_has_the_verdict_where_nobody_can_ask(late_jobs: dict
     """Which rank hangs, and where, as https://github.com/pytorch/pytorch/issues/69563 asks for."""
     idle, verdict = wait_for_lines(late_jobs["in CI"][0], 2)
     assert idle.startswith("ringcomm rank 0/3: idle for 1"), idle
-    assert verdict.startswith("ringcomm doctor: rank 2 is the cause: it is in no call"), verdict
+    assert verdict.startswith("ringcomm doctor: rank 2 is the cause: it sleeps outside"), verdict
     assert "hang_cases.py:" in verdict, verdict
     assert "evaluate" in verdict, verdict
 
@@ -465,8 +465,8 @@ def test_a_message_with_its_counterpart_is_not_called_unmatched() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"state": "left"}, "it has left group 0, and is in no call of ringcomm"),
-        ({"state": "failed", "failure": "no memory"}, "its group 0 has failed, and it is in no c"),
+        ({"state": "left"}, "it has left group 0, and sleeps outside of any collective"),
+        ({"state": "failed", "failure": "no memory"}, "its group 0 has failed, and it sleeps o"),
     ],
 )
 def test_a_rank_whose_side_of_the_group_has_ended(changes: dict[str, str], words: str) -> None:

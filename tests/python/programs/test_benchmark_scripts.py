@@ -17,6 +17,7 @@ import harness
 import hosts
 import llama_memory
 import lomo
+import pictures
 import plot
 import programs
 import pytest
@@ -29,9 +30,10 @@ from html_report import read_records
 from machines import needs_programs
 from torch import Tensor
 
-from ringcomm import cli
+from ringcomm import cli, palette
 from ringcomm.parallel import pipeline
-from ringcomm.screen import EXIT_OK, EXIT_WRONG_RESULTS
+from ringcomm.screen import EXIT_OK, EXIT_WRONG_RESULTS, in_seconds
+from ringcomm.trace.merge import Ring
 
 ALGORITHMS = ["one_shot", "two_shot", "ring"]
 INFERENCE = [
@@ -153,9 +155,9 @@ def test_the_list_of_all_calls_scripts_as_they_are() -> None:
             import_module(Path(script).stem).PROGRAM.parse([*arguments, "--seconds", "1"])
 
 
-@pytest.mark.parametrize("script", [table, deaths])
-def test_a_page_has_the_tables_of_the_committed_records(script: Any, tmp_path: Path) -> None:
-    """As git has them: records that a run has added since are not on the page yet."""
+@pytest.fixture
+def committed(tmp_path: Path) -> list[dict[str, Any]]:
+    """Records as git has them: those that a run has added since are on no page yet."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(harness.ROOT), *arguments]
@@ -169,12 +171,59 @@ def test_a_page_has_the_tables_of_the_committed_records(script: Any, tmp_path: P
     copies = [tmp_path / Path(name).name for name in sorted(names.splitlines())]
     for copy, name in zip(copies, sorted(names.splitlines()), strict=True):
         copy.write_text(git("show", f":{name}"), encoding="utf-8")
-    written = script.page_tables(read_records(copies))
+    return read_records(copies)
+
+
+@pytest.mark.parametrize("script", [table, deaths])
+def test_a_page_has_the_tables_of_the_committed_records(script: Any, committed: Any) -> None:
+    written = script.page_tables(committed)
     if not written:
         pytest.skip("there are no records yet")
     page = script.PAGE.read_text(encoding="utf-8")
     told = f"{script.PAGE} is out of date: --write of {script.__name__}.py renews it"
     assert table.with_tables(page, written) == page, told
+
+
+def test_the_bars_of_readme_are_the_committed_records(committed: Any) -> None:
+    rows = pictures.rows_of(committed)
+    assert [*rows] == [*pictures.ROWS]
+    for theme in pictures.THEMES:
+        drawn = (pictures.DESIGN / f"speed-{theme}.svg").read_text(encoding="utf-8")
+        assert drawn == pictures.speed(rows, theme), "renew it: python benchmarks/pictures.py"
+        for bars in rows.values():
+            texts = [in_seconds(record["p50_us"] * 1e-6) for _, record in bars]
+            assert all(f">{text}</text>" in drawn for text in texts)
+
+
+def test_a_ring_is_drawn_step_by_step() -> None:
+    """Each rank's cell of a step has its chunk, in each theme."""
+    names = {rank: f"rank {rank}" for rank in range(2)}
+    begin, *others = ("reduce_scatter first send", "reduce_scatter step 0", "all_gather step 0")
+    steps = [
+        {
+            "name": name,
+            "pid": rank,
+            "dur": 1.5,
+            "args": {"chunk": (rank - 1 - idx) % 2, "to": 1 - rank},
+        }
+        for rank in names
+        for idx, name in enumerate((begin, *others))
+    ]
+    found = Ring({"args": {"bytes": 8 << 10}}, steps, [], names)
+    for theme in pictures.THEMES:
+        drawn = pictures.ring(found, theme)
+        assert [drawn.count(f">chunk {chunk}</text>") for chunk in (0, 1)] == [3, 3]
+        assert drawn.count("1.50 µs") == 6
+        assert "8 KiB" in drawn
+
+
+def test_a_library_has_one_colour() -> None:
+    assert len({*palette.LIBRARIES.values()}) == len(palette.LIBRARIES)
+    names = ["gloo", "one_shot", "ringcomm", "ring"]
+    colors = palette.colors_of(names)
+    assert [*colors] == names
+    assert len({*colors.values()}) == 4
+    assert all(colors[name] == palette.LIBRARIES[name] for name in ("gloo", "ringcomm"))
 
 
 LOSSES = "bench cross_entropy --seconds 0.02 --repeats 0 --tokens 40 --threads 1"

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import address
 import bootstrap
 import buildconfig
 import cuda_kernels
@@ -435,16 +436,40 @@ def test_a_release_builds_a_wheel_for_each_python() -> None:
     text = (buildconfig.ROOT / "noxfile.py").read_text(encoding="utf-8")
     assert f"PYTHONS = {named}".replace("'", '"') in text
     assert all("timeout-minutes" in one for one in workflow["jobs"].values())
-    assert "RINGCOMM_URL" in workflow["env"]
+    assert "URL" in workflow["env"]
 
 
-@pytest.mark.parametrize("url", ["https://example.org/project", ""])
-def test_the_address_of_the_project_is_that_of_the_release(
-    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RINGCOMM_URL", url)
+def test_all_that_names_the_project_has_the_address_of_pyproject(tmp_path: Path) -> None:
+    """In a copy, with an address and then without one, as it was."""
+    url = "https://example.org/owner/project"
+    names = [*address.FILES, Path("pyproject.toml")]
+    before = {name: (buildconfig.ROOT / name).read_text(encoding="utf-8") for name in names}
+    for name, text in before.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    assert address.write(buildconfig.ROOT, is_check=True) == buildconfig.address()
+
+    def renew(url: str) -> dict[Path, str]:
+        text = re.sub('(?m)^url = ".*"$', f'url = "{url}"', before[Path("pyproject.toml")])
+        (tmp_path / "pyproject.toml").write_text(text, encoding="utf-8")
+        if url:
+            with pytest.raises(SystemExit, match=r"does not fit url"):
+                address.write(tmp_path, is_check=True)
+        assert address.write(tmp_path) == url
+        return {name: (tmp_path / name).read_text(encoding="utf-8") for name in address.FILES}
+
+    found = renew(url)
+    assert f"[![ci]({url}/actions/workflows/ci.yml/badge.svg)]" in found[Path("README.md")]
+    assert f"  url = {{{url}}}," in found[Path("README.md")]
+    assert f'repository-code: "{url}"' in found[Path("CITATION.cff")]
+    assert url in found[address.CONFIG]
+    assert all(before[name] == text for name, text in renew("").items())
+
+
+def test_the_metadata_has_the_address(tmp_path: Path) -> None:
     command = [sys.executable, "setup.py", "-q", "egg_info", "-e", str(tmp_path)]
     subprocess.check_output(command, cwd=buildconfig.ROOT, timeout=TIMEOUT_S)
     text = (tmp_path / "ringcomm.egg-info" / "PKG-INFO").read_text(encoding="utf-8")
+    url = buildconfig.address()
     expected = [f"Project-URL: Source, {url}"] if url else []
     assert re.findall("(?m)^Project-URL.*$", text) == expected

@@ -33,7 +33,7 @@ FENCE = re.compile(
     r"^(?:<!-- test: ([^>]*) -->\n)?```(\w+)(?: title=\"([^\"]+)\")?\n(.*?)^```$", re.M | re.S
 )
 WORDS = {"", "compile"}
-LANGUAGES = {"python", "sh", "text", "yaml", "json", "diff"}
+LANGUAGES = {"python", "sh", "text", "yaml", "json", "diff", "bibtex"}
 NUM_BATCHES = 4
 LIMIT_S = 240
 

@@ -1,0 +1,51 @@
+"""The colours of plots and pages: each library has the same one wherever it is compared."""
+
+# Okabe and Ito's, which most people can tell apart.
+COLORS = {
+    "blue": "#0072b2",
+    "orange": "#d55e00",
+    "green": "#009e73",
+    "pink": "#cc79a7",
+    "yellow": "#e69f00",
+    "sky": "#56b4e9",
+}
+GREY = "#7f7f7f"
+
+# By the name of a backend or a library in records.
+LIBRARIES = {
+    "ringcomm": COLORS["blue"],
+    "in place": "#12355b",  # ringcomm's losses in their logits, and by Triton
+    "triton": "#5f8fd3",
+    "gloo": COLORS["orange"],
+    "mpi4py": COLORS["green"],
+    "nccl": COLORS["pink"],
+    "torch": COLORS["yellow"],
+    "compile": COLORS["sky"],
+    "liger": "#7a5195",
+    "deepspeed": "#8c564b",
+    "vllm": "#808000",
+    "quack": "#b3446c",
+    "copy": GREY,  # a copy of the data: no library
+}
+_TITLES = {
+    "gloo": "Gloo",
+    "mpi4py": "Intel MPI",
+    "nccl": "NCCL",
+    "compile": "torch.compile",
+    "liger": "Liger",
+    "deepspeed": "DeepSpeed",
+    "vllm": "vLLM",
+    "quack": "QuACK",
+}
+
+
+def title_of(library: str) -> str:
+    """How a library is written, by its name in records."""
+    return _TITLES.get(library, library)
+
+
+def colors_of(names: "list[str]") -> "dict[str, str]":
+    """A colour for each name, in order: of a library its own, of others the next that is free."""
+    taken = {LIBRARIES[name] for name in names if name in LIBRARIES}
+    free = (color for color in (*COLORS.values(), *LIBRARIES.values()) if color not in taken)
+    return {name: LIBRARIES.get(name) or next(free, GREY) for name in names}
