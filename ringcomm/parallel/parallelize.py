@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from ringcomm.options import named_options
 from ringcomm.parallel import zero
 from ringcomm.parallel.flat_collectives import check_agreement
 from ringcomm.parallel.loss import CountItems, Loss, PartLoss, parameters_of
@@ -28,6 +29,7 @@ MakeOptimizer = Callable[
 ]
 
 
+@named_options(*_SHARD_OPTIONS)
 @torch.inference_mode(False)  # what it makes is trained later
 def parallelize(
     model: Any,
