@@ -103,8 +103,9 @@ def named_options(*more: str) -> Callable[[_Call], _Call]:
     """
 
     def decorated(call: _Call) -> _Call:
+        target: Any = call
         is_class = isinstance(call, type)
-        run: Any = call.__init__ if isinstance(call, type) else call
+        run = target.__init__ if is_class else target
         every = list(inspect.signature(run).parameters.values())[is_class:]
         kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
         known = [one.name for one in every if one.kind in kinds and one.name[0] != "_"] + [*more]
@@ -117,10 +118,10 @@ def named_options(*more: str) -> Callable[[_Call], _Call]:
                     check_names(owner, options, known)
             return run(*args, **options)
 
-        if isinstance(call, type):
-            setattr(call, "__init__", checked)  # noqa: B010
-            return call
-        return checked  # type: ignore[return-value]
+        if not is_class:
+            return checked  # type: ignore[return-value]
+        target.__init__ = checked
+        return call
 
     return decorated
 

@@ -224,14 +224,7 @@ def _check_options(
     sequence_parallel: bool,
     gather_logits: bool,
 ) -> None:
-    given, unknown = (
-        ", ".join(sorted(names)) for names in (shard_options, {*shard_options} - {*_SHARD_OPTIONS})
-    )
-    if unknown:
-        raise TypeError(
-            f"parallelize() has no option {unknown}; those of zero.shard() are"
-            f" {', '.join(_SHARD_OPTIONS)}"
-        )
+    given = ", ".join(sorted(shard_options))
     problems = {
         f"num_microbatches must be a positive number, got {num_microbatches}": num_microbatches < 1,
         "gather_logits does not work in a pipeline: leave it out, or use pp=1": (

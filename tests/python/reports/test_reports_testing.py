@@ -97,7 +97,10 @@ def test_modules_that_only_pytest_can_find(tmp_path: Path) -> None:
 
 
 def load(rank: int) -> float:
-    total = torch.tensor(sum(float(x.sum()) for x in DataLoader(range(rank, 8, 2), num_workers=2)))
+    rows: Any = range(rank, 8, 2)
+    total = torch.zeros(())
+    for batch in DataLoader(rows, num_workers=2):
+        total += batch.sum()
     dist.all_reduce(total)
     return float(total)
 
