@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 import traceback
+import types
 import unittest
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -125,6 +126,10 @@ def _pickled(function: Callable[..., Any], arguments: Sequence[Any]) -> tuple[st
 def _call_of(module: str, file: str, call: bytes) -> tuple[Callable[..., Any], Sequence[Any]]:
     """The function and its arguments; its module may be one that only the test runner can find."""
     if module not in sys.modules and file and not _can_be_found(module):
+        for depth, folder in enumerate(Path(file).parents[: module.count(".")]):
+            package = types.ModuleType(module.rsplit(".", depth + 1)[0])
+            package.__path__ = [str(folder)]
+            sys.modules.setdefault(package.__name__, package)
         spec: Any = importlib.util.spec_from_file_location(module, file)
         sys.modules[module] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[module])
