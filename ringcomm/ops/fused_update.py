@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringcomm.backend import resolve_group
+from ringcomm.options import named_options
 
 _ops: Any = torch.ops.ringcomm
 
@@ -21,6 +22,7 @@ _ops: Any = torch.ops.ringcomm
 # ---- the optimizers, whose operators check the numbers
 
 
+@named_options()
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SGDStep:
     """torch.optim.SGD: W <- W - lr * d, with d = g + weight_decay * W, or its running sum.
@@ -40,6 +42,7 @@ class SGDStep:
         return ("momentum_buffer",) if self.momentum != 0 else ()
 
 
+@named_options()
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdamWStep:
     """torch.optim.AdamW (Loshchilov and Hutter 2019): decoupled decay, biases corrected by step.
@@ -54,6 +57,7 @@ class AdamWStep:
     state_names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
 
 
+@named_options()
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LomoStep:
     """LOMO (Lv et al. 2023): W <- (1 - lr * weight_decay) * W - lr * clamp(g, +-clip_value).

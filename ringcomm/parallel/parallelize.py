@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from ringcomm.options import named_options
 from ringcomm.parallel import zero
 from ringcomm.parallel.flat_collectives import check_agreement
 from ringcomm.parallel.loss import CountItems, Loss, PartLoss, parameters_of
@@ -28,6 +29,7 @@ MakeOptimizer = Callable[
 ]
 
 
+@named_options(*_SHARD_OPTIONS)
 @torch.inference_mode(False)  # what it makes is trained later
 def parallelize(
     model: Any,
@@ -222,14 +224,7 @@ def _check_options(
     sequence_parallel: bool,
     gather_logits: bool,
 ) -> None:
-    given, unknown = (
-        ", ".join(sorted(names)) for names in (shard_options, {*shard_options} - {*_SHARD_OPTIONS})
-    )
-    if unknown:
-        raise TypeError(
-            f"parallelize() has no option {unknown}; those of zero.shard() are"
-            f" {', '.join(_SHARD_OPTIONS)}"
-        )
+    given = ", ".join(sorted(shard_options))
     problems = {
         f"num_microbatches must be a positive number, got {num_microbatches}": num_microbatches < 1,
         "gather_logits does not work in a pipeline: leave it out, or use pp=1": (

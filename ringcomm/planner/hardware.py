@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from ringcomm.options import named_options
 from ringcomm.planner.models import read_object
 from ringcomm.screen import in_gib
 from ringcomm.tuning import World
@@ -215,6 +216,7 @@ class Group:
         return link.seconds(1, num_bytes) + self.call_s
 
 
+@named_options()
 @dataclasses.dataclass(frozen=True)
 class Cluster:
     """Devices of one kind.

@@ -7,6 +7,7 @@ name. The scripts compute what a reader may change; the rest comes with the data
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict
 from importlib import resources
 from pathlib import Path
@@ -24,6 +25,7 @@ TITLES = {
     "loss": "Cross-entropy over a split vocabulary, in one collective",
 }
 MAX_RANKS = 64
+MAX_LAYERS = 1024
 MAX_MICRO_BATCHES = 256
 _SYSTEMS = ("ddp", "zero1", "zero2", "zero3", "lomo", "lomo-shards")
 
@@ -60,9 +62,8 @@ def memory(model: str, max_ranks: int) -> dict[str, Any]:
     from ringcomm.planner.candidate import Candidate
     from ringcomm.planner.costs import memory_of
     from ringcomm.planner.job import SYSTEMS, Mesh
-    from ringcomm.planner.models import find_model
 
-    shape = find_model(model)
+    shape = _shape_of("memory", model)
     rows = []
     num_ranks = 2
     while num_ranks <= max_ranks:
@@ -88,9 +89,8 @@ def lomo(model: str) -> dict[str, Any]:
     from ringcomm.planner import Job
     from ringcomm.planner.costs import activations_of
     from ringcomm.planner.job import Mesh
-    from ringcomm.planner.models import find_model
 
-    shape = find_model(model)
+    shape = _shape_of("lomo", model)
     job = Job(shape.context, shape.context)
     kept = activations_of(shape, job, Mesh(), 1)
     units = [("the embedding", shape.embedding, kept.embedding)]
@@ -129,10 +129,16 @@ def pipeline(num_ranks: int, num_micro_batches: int, timeline: Path | None) -> d
             }
             for event in events
         ]
-        last = max(one["rank"] for one in actions)
-    except (KeyError, TypeError, ValueError):
+        ranks = {one["rank"] for one in actions}
+        is_whole = bool(actions) and ranks == set(range(len(ranks)))
+        times = [one[key] for one in actions for key in ("begin", "end")]
+        if not is_whole or not all(one["kind"] in "FBIW" for one in actions):
+            raise ValueError
+        if not all(map(math.isfinite, times)) or min(times) == max(times):
+            raise ValueError
+    except (AttributeError, KeyError, TypeError, ValueError):
         raise ValueError(f"{timeline} was not written by Timeline.export_chrome_trace()") from None
-    return {"ranks": last + 1, "micro_batches": 0, "actions": actions}
+    return {"ranks": len(ranks), "micro_batches": 0, "actions": actions}
 
 
 def tensor(model: str, num_ranks: int) -> dict[str, Any]:
@@ -140,9 +146,7 @@ def tensor(model: str, num_ranks: int) -> dict[str, Any]:
 
     Raises ValueError if the model is not known or has experts.
     """
-    from ringcomm.planner.models import find_model
-
-    shape = find_model(model)
+    shape = _shape_of("tensor", model)
     if shape.experts:
         raise ValueError(f"page tensor shows a dense block, and {shape.name} has experts")
     sizes = {
@@ -154,6 +158,18 @@ def tensor(model: str, num_ranks: int) -> dict[str, Any]:
         "tokens": shape.context,
     }
     return {"model": shape.name, "ranks": num_ranks} | sizes
+
+
+def _shape_of(page: str, model: str) -> Any:
+    from ringcomm.planner.models import find_model
+
+    shape = find_model(model)
+    if shape.layers > MAX_LAYERS:
+        raise ValueError(
+            f"page {page} shows models of up to {MAX_LAYERS} layers, and {shape.name} has"
+            f" {shape.layers}"
+        )
+    return shape
 
 
 def loss(num_ranks: int) -> dict[str, Any]:

@@ -9,10 +9,15 @@ ringcomm.testing.plugin has a fixture for pytest.
 
 from __future__ import annotations
 
+import importlib.util
+import pickle
 import signal
+import sys
 import tempfile
 import time
 import traceback
+import types
+import unittest
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import wait
@@ -24,6 +29,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from ringcomm.measure import job
+from ringcomm.options import named_options
 from ringcomm.torch_names import die_with_parent
 
 __all__ = ["RanksFailedError", "run_ranks"]
@@ -41,9 +47,14 @@ class RanksFailedError(AssertionError):
     def __init__(self, about: str, errors: dict[int, str]) -> None:
         texts = [f"rank {rank}: {text.rstrip()}" for rank, text in errors.items()]
         super().__init__("\n\n".join([about, *texts]))
-        self.errors = errors
+        self.errors, self._about = errors, about
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For processes that send it to others, such as those of pytest-xdist."""
+        return type(self), (self._about, self.errors)
 
 
+@named_options()
 def run_ranks(
     world_size: int,
     function: Callable[..., Any],
@@ -58,7 +69,8 @@ def run_ranks(
     Args:
         world_size: the number of ranks.
         function: at the top level of a module that can be imported: it is pickled by name.
-        *arguments: of the function after the rank; pickled, as results are.
+        *arguments: of the function after the rank; pickled, as results are. Each rank has its own
+            copy of a tensor.
         timeout_s: after half of it a collective raises an error that names the missing rank, and
             after all of it the ranks are killed.
         backend: of the group, such as "gloo" to compare with.
@@ -66,9 +78,12 @@ def run_ranks(
     Raises:
         RanksFailedError: a rank raised an exception, was ended by a signal, or did not end in
             time; for a group of ringcomm with the doctor's verdict, which rank is the cause.
+        TypeError: the function or an argument cannot be pickled.
+        unittest.SkipTest: every rank that failed has skipped the test.
     """
+    call = _pickled(function, arguments)
     with tempfile.TemporaryDirectory(prefix="ringcomm-testing-") as folder:
-        rest = (world_size, folder, timeout_s, backend, function, arguments)
+        rest = (world_size, folder, timeout_s, backend, call)
         started = mp.start_processes(
             _run_rank, rest, nprocs=world_size, join=False, start_method="spawn"
         )
@@ -80,10 +95,52 @@ def run_ranks(
                 process.kill()  # has no effect on one that has ended
                 process.join()
         errors = _errors(Path(folder), codes)
+        reasons = {Path(folder, f"skip.{rank}") for rank in errors}
+        if errors and all(path.exists() for path in reasons):
+            raise unittest.SkipTest(min(path.read_text(encoding="utf-8") for path in reasons))
         if about or errors:
             raise RanksFailedError(about or "a rank failed", errors)
         paths = [f"{folder}/result.{rank}" for rank in range(world_size)]
         return [torch.load(path, weights_only=False) for path in paths]
+
+
+def _pickled(function: Callable[..., Any], arguments: Sequence[Any]) -> tuple[str, str, bytes]:
+    """The call, behind the name of the function's module and its file."""
+    module = sys.modules.get(getattr(function, "__module__", None) or "")
+    file = getattr(module, "__file__", None) or ""
+    if getattr(module, "__name__", "") == "__main__" and not file:
+        raise TypeError(
+            f"the ranks cannot import {function.__name__}(), which a notebook or an interpreter"
+            " has defined: write it to a file, in a notebook by %%writefile, and import it"
+        )
+    try:
+        call = pickle.dumps((function, arguments))
+    except (AttributeError, TypeError, pickle.PicklingError) as error:
+        raise TypeError(
+            "run_ranks() takes a function at the top level of a module, and arguments that can be"
+            f" pickled: {error}"
+        ) from error
+    return getattr(module, "__name__", ""), file, call
+
+
+def _call_of(module: str, file: str, call: bytes) -> tuple[Callable[..., Any], Sequence[Any]]:
+    """The function and its arguments; its module may be one that only the test runner can find."""
+    if module not in sys.modules and file and not _can_be_found(module):
+        for depth, folder in enumerate(Path(file).parents[: module.count(".")]):
+            package = types.ModuleType(module.rsplit(".", depth + 1)[0])
+            package.__path__ = [str(folder)]
+            sys.modules.setdefault(package.__name__, package)
+        spec: Any = importlib.util.spec_from_file_location(module, file)
+        sys.modules[module] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[module])
+    return pickle.loads(call)
+
+
+def _can_be_found(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # not even its package
+        return False
 
 
 def _run_rank(
@@ -92,11 +149,11 @@ def _run_rank(
     folder: str,
     timeout_s: float,
     backend: str,
-    function: Callable[..., Any],
-    arguments: Sequence[Any],
+    call: tuple[str, str, bytes],
 ) -> None:
     die_with_parent(signal.SIGKILL)  # a test runner may be killed, too
     try:
+        function, arguments = _call_of(*call)
         torch.set_num_threads(1)
         dist.init_process_group(
             backend,
@@ -107,7 +164,10 @@ def _run_rank(
         )
         torch.save(function(rank, *arguments), f"{folder}/result.{rank}")
         dist.destroy_process_group()
-    except BaseException:
+    except BaseException as error:
+        # pytest's own, without an import of pytest.
+        if isinstance(error, unittest.SkipTest) or type(error).__name__ == "Skipped":
+            Path(folder, f"skip.{rank}").write_text(str(error), encoding="utf-8")
         path = Path(folder, f"error.{rank}")
         part = Path(folder, f"error.{rank}.part")
         part.write_text(traceback.format_exc(), encoding="utf-8")

@@ -299,13 +299,22 @@ def ring_of(path: Path, seq: int | None = None) -> Ring:
     try:
         with _opened(path, "r") as file:
             events: list[dict[str, Any]] = json.load(file)["traceEvents"]
-    except (KeyError, TypeError, ValueError):
+        ring = _ring_in(events, seq)
+    except (AttributeError, EOFError, KeyError, TypeError, ValueError):
         raise ValueError(f"{path} is not a trace written by `ringcomm trace`") from None
+    if ring is None:
+        of_call = "" if seq is None else f" of call #{seq}"
+        raise ValueError(
+            f"{path} has no ring collective{of_call};"
+            ' ringcomm.Options(algorithm="ring") makes rings of all_reduces on two or more ranks'
+        )
+    return ring
+
+
+def _ring_in(events: list[dict[str, Any]], seq: int | None) -> Ring | None:
     found = [e for e in events if e.get("cat") == "step" and seq in (None, e["args"].get("seq"))]
     if not found:
-        raise ValueError(
-            f"{path} has no ring collective" + ("" if seq is None else f" of call #{seq}")
-        )
+        return None
     found.sort(key=lambda event: event["ts"])
     call = _call_of(found[0])
     found = [event for event in found if _call_of(event) == call]

@@ -12,6 +12,7 @@ from torch import nn
 REQUIREMENTS = ("accelerate==1.15.0",)
 RANKS = 2
 IS_SHORT = True
+ALSO_ON = (4, 1e-5)
 
 
 def main(folder: Path, source: Path | None) -> dict[str, list[float]]:

@@ -13,7 +13,7 @@ import tarfile
 import tempfile
 import time
 import urllib.request
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,8 @@ class Client:
         what: the first line of the file's docstring.
         requirements: of pip, beside torch and ringcomm, such as "lightning==2.6.6".
         unwanted: of what pip installs with them, packages whose builds need CUDA.
+        also_on: another number of ranks, and the tolerance there: sums of more than two numbers
+            depend on their order. A client of its own, whose name ends in that number.
         ranks: the number of its processes.
         is_short: whether CI runs it.
         source: a public repository and the commit whose files it runs.
@@ -56,9 +58,21 @@ class Client:
     limit_s: float = 240.0
     unwanted: tuple[str, ...] = ()
 
+    also_on: tuple[int, float] | None = None
+    suffix: str = ""
+
     @property
     def name(self) -> str:
-        return self.path.stem
+        return self.path.stem + self.suffix
+
+    def on_more_ranks(self) -> list[Client]:
+        """The client of also_on."""
+        if self.also_on is None:
+            return []
+        ranks, limit = self.also_on
+        tolerance = (limit, "sums are in another order")
+        more = replace(self, ranks=ranks, tolerance=tolerance, suffix=f"_{ranks}", is_short=False)
+        return [replace(more, also_on=None)]
 
 
 def read(path: Path) -> Client | None:
@@ -78,8 +92,8 @@ def read(path: Path) -> Client | None:
 
 def read_all(folder: Path = FOLDER) -> list[Client]:
     """All clients of a folder, by name."""
-    clients = (read(path) for path in sorted(folder.glob("*.py")))
-    return [client for client in clients if client is not None]
+    clients = [read(path) for path in sorted(folder.glob("*.py"))]
+    return [more for client in clients if client for more in (client, *client.on_more_ranks())]
 
 
 def is_installed(client: Client) -> bool:

@@ -101,7 +101,9 @@ def render(clients: list[Client]) -> str:
         kept: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         result = kept["status"]
         if result == "close":
-            result = f"within {client.tolerance[0]:.0e}: {client.tolerance[1]}"
+            limit, reason = client.tolerance
+            found = kept["text"].partition(" (")[0]
+            result = f"{found}, of {limit:.0e} allowed: {reason}"
         elif result == "only ringcomm":
             result = f"only over ringcomm; Gloo: `{client.fails_on_gloo}`"
         what = f"`{client.name}`: {client.what}"

@@ -18,3 +18,8 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
     x = torch.randn(ROWS, 6, generator=generator)
     return x, x.sum(1, keepdim=True)
+
+
+def sums_of_weights(model: nn.Module) -> list[float]:
+    """Of absolute values, in float64: they differ little where weights do."""
+    return [float(param.detach().double().abs().sum()) for param in model.parameters()]

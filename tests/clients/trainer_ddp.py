@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 REQUIREMENTS = ("transformers==5.23.0", "accelerate==1.15.0")
 RANKS = 2
 IS_SHORT = True
+ALSO_ON = (4, 1e-5)
 
 
 class Model(nn.Module):
@@ -29,7 +31,8 @@ def main(folder: Path, source: Path | None) -> dict[str, list[float]]:
     from transformers import Trainer, TrainingArguments
 
     generator = torch.Generator().manual_seed(1)
-    rows = [torch.randn(6, generator=generator) for _ in range(2 * ROWS * STEPS)]
+    num_rows = int(os.environ["WORLD_SIZE"]) * ROWS * STEPS
+    rows = [torch.randn(6, generator=generator) for _ in range(num_rows)]
     arguments = TrainingArguments(
         output_dir=str(folder),
         use_cpu=True,

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringcomm.backend import resolve_group
+from ringcomm.options import named_options
 from ringcomm.parallel.expert.layer import check_layer, sum_of, within_capacity
 from ringcomm.parallel.expert.local_experts import LocalExperts
 from ringcomm.parallel.torch_checks import register_part
@@ -61,6 +62,7 @@ def is_stacked(module: nn.Module) -> bool:
     )
 
 
+@named_options()
 def expert_parallelize(
     model: Any,
     *,

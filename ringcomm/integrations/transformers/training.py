@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from ringcomm.integrations import accelerate
 from ringcomm.ops.losses.cross_entropy import cross_entropy
 from ringcomm.optim import InBackwardOptimizer
+from ringcomm.options import named_options
 from ringcomm.parallel.loss import Batch, PartLoss
 from ringcomm.parallel.loss_check import is_integer
 from ringcomm.parallel.model.describe import describe
@@ -23,6 +24,7 @@ from ringcomm.parallel.shards import find_shards
 from ringcomm.parallel.tensor.regions import gather_from_tp
 
 
+@named_options()
 def patch_loss(
     model: Any, *, inplace: bool = False, label_smoothing: float = 0.0, z_loss: float = 0.0
 ) -> Any:

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ringcomm import torch_names
 from ringcomm.backend import resolve_group
 from ringcomm.ops.fused_update import shard_range
+from ringcomm.options import named_options
 from ringcomm.parallel.expert.dispatch import (
     DispatchPlan,
     by_expert,
@@ -179,6 +180,7 @@ def ignore_in_ddp(model: nn.Module) -> None:
     torch_names.ignore_in_ddp(model, names)
 
 
+@named_options()
 def average_gradients(
     model: nn.Module,
     group: dist.ProcessGroup | None = None,

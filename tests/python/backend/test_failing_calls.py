@@ -8,6 +8,7 @@ number 3 on; `make stress` runs all.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import shutil
@@ -15,10 +16,16 @@ import signal
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from rank_programs import run_program
+
+from ringcomm import ops
+from ringcomm.testing import run_ranks
 
 HERE = Path(__file__).resolve().parent
 SUPPORT = HERE.parent / "support"
@@ -128,40 +135,33 @@ NUM_CALLS = 200
 # Other threads, and Python's own arenas.
 FEW = 20
 
-CALLS_IN_PLACE = """
-import ctypes, sys
-import torch
-import torch.distributed as dist
-from ringcomm import ops
 
-rank, path, num_calls = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-dist.init_process_group("ringcomm", store=dist.FileStore(path, 2), rank=rank, world_size=2)
-count = ctypes.CDLL(None).count_allocations
-count.restype = ctypes.c_long
-for num_elems in (4096, 32768):
-    x, residual, weight = (torch.zeros(num_elems, dtype=torch.bfloat16) for _ in range(3))
-    for call in (
-        lambda: ops.all_reduce(x, out=x),
-        lambda: ops.all_reduce(x, out=residual),
-        lambda: ops.all_reduce_add_rms_norm_(x, residual, weight),
-        lambda: ops.all_reduce(x),
-    ):
-        for _ in range(num_calls):
-            call()
-        before = count()
-        for _ in range(num_calls):
-            call()
-        print(count() - before)
-dist.destroy_process_group()
-"""
+def allocations_of_calls(rank: int) -> list[int]:
+    count = ctypes.CDLL(None).count_allocations
+    count.restype = ctypes.c_long
+    found = []
+    for num_elems in (4096, 32768):
+        x, residual, weight = (torch.zeros(num_elems, dtype=torch.bfloat16) for _ in range(3))
+        calls: tuple[Callable[[], object], ...] = (
+            partial(ops.all_reduce, x, out=x),
+            partial(ops.all_reduce, x, out=residual),
+            partial(ops.all_reduce_add_rms_norm_, x, residual, weight),
+            partial(ops.all_reduce, x),
+        )
+        for call in calls:
+            for _ in range(NUM_CALLS):
+                call()
+            before = count()
+            for _ in range(NUM_CALLS):
+                call()
+            found.append(count() - before)
+    return found
 
 
-def test_calls_in_place_allocate_nothing(tmp_path: Path) -> None:
+def test_calls_in_place_allocate_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 8 and 64 KiB of bfloat16; a call that returns a new tensor is seen."""
-    env = preload("count_allocations", tmp_path)
-    for rank in run_program(CALLS_IN_PLACE, tmp_path / "store", NUM_CALLS, env=env):
-        assert rank.returncode == 0, rank.err
-        counts = [int(line) for line in rank.out.split()]
+    monkeypatch.setenv("LD_PRELOAD", preload("count_allocations", tmp_path)["LD_PRELOAD"])
+    for counts in run_ranks(2, allocations_of_calls):
         assert len(counts) == 8
         for position, num_allocations in enumerate(counts):
             if position % 4 == 3:

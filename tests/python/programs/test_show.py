@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import math
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from browsers import PHONE, SCREEN, data_of, opened
 from schedule_simulation import simulate
 from torch import nn
@@ -18,6 +18,7 @@ from torch import nn
 from ringcomm import cli, show
 from ringcomm.parallel import zero
 from ringcomm.parallel.pipeline.schedules import Action, Timeline
+from ringcomm.testing import run_ranks
 from ringcomm.trace import merge
 
 CONFIG = {
@@ -67,6 +68,7 @@ def test_a_page_needs_no_other_file(page: str, tmp_path: Path) -> None:
         (["pipeline", "--timeline", "{file}"], "was not written by Timeline.export_chrome_trace()"),
         (["tensor", "--model", "mixtral-8x7b"], "mixtral-8x7b has experts"),
         (["loss", "--ranks", "5"], "12 classes: 5 ranks cannot share them"),
+        (["loss", "--ranks", "64"], "12 classes: 64 ranks cannot share them"),
     ],
 )
 def test_bad_input(
@@ -74,13 +76,94 @@ def test_bad_input(
 ) -> None:
     file = tmp_path / "file.json"
     file.write_text("{}", encoding="utf-8")
-    page = tmp_path / "page.html"
-    given = [argument.format(file=file) for argument in arguments]
+    refused([argument.format(file=file) for argument in arguments], said, capsys)
+
+
+def refused(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """In one line behind the usage, and without a page."""
+    page = Path(arguments[-1]).with_name("page.html")
     with pytest.raises(SystemExit) as ended:
-        cli.run(["show", *given, "-o", str(page)])
+        cli.run(["show", *arguments, "-o", str(page)])
     assert ended.value.code == 2
-    assert said in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert said in error
+    assert "Traceback" not in error
     assert not page.exists()
+
+
+EVENT: dict[str, Any] = {"name": "F0", "tid": 0, "ts": 0.0, "dur": 1.0, "args": {"stage": 0}}
+STEP = {"cat": "step", "name": "reduce_scatter step 0", "pid": 1, "ts": 0, "args": {"seq": 1}}
+NO_TRACE, NO_TIMELINE = "is not a trace written by `ringcomm trace`", "was not written by Timeline"
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (
+            '{"traceEvents": [{"cat": "collective", "args": {}}]}',
+            "has no ring collective; ringcomm",
+        ),
+        ('{"traceEvents": [1]}', NO_TRACE),
+        ('{"traceEvents": 1}', NO_TRACE),
+        ("[]", NO_TRACE),
+        ("\x1f\x8b no text", NO_TRACE),
+        (json.dumps({"traceEvents": [STEP]}), NO_TRACE),  # its collective is missing
+        (json.dumps({"traceEvents": [STEP]})[:-9], NO_TRACE),
+    ],
+)
+def test_a_file_without_a_ring(
+    content: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """https://github.com/google/trace-viewer/issues/145: a trace that was cut off."""
+    file = tmp_path / "file.json"
+    file.write_text(content, encoding="latin-1")
+    refused(["ring", "--trace", str(file)], said, capsys)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"dur": math.nan},
+        {"dur": 0.0},
+        {"tid": 1 << 40},
+        {"tid": -1},
+        {"tid": "main"},
+        {"name": "X0"},
+        {"name": "aten::add"},
+        {"args": {}},
+        None,
+    ],
+)
+def test_a_file_that_is_no_timeline(
+    changed: dict[str, Any] | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """https://github.com/MobileNativeFoundation/bluepill/issues/437: numbers that are none."""
+    file = tmp_path / "file.json"
+    events = [] if changed is None else [EVENT | changed]
+    file.write_text(json.dumps({"traceEvents": events}), encoding="utf-8")
+    refused(["pipeline", "--timeline", str(file)], NO_TIMELINE, capsys)
+
+
+def test_a_model_that_is_too_large_for_a_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIG | {"num_hidden_layers": 5000}), encoding="utf-8")
+    for page in ("memory", "lomo", "tensor"):
+        said = f"page {page} shows models of up to 1024 layers, and {tmp_path.name} has 5000"
+        refused([page, "--model", str(path)], said, capsys)
+
+
+def test_names_do_not_end_the_page(tmp_path: Path) -> None:
+    """https://github.com/CodeGraphContext/CodeGraphContext/issues/1514 and
+    https://github.com/topoteretes/cognee/pull/4428
+    """
+    for name in ("<!--<script>", "@VERSION@ @DATA@ \u2028 & \"'"):
+        (tmp_path / name).mkdir()
+        model = config_of(tmp_path / name)
+        path = written("lomo", "--model", model, path=tmp_path / "page.html")
+        assert data_of(path)["model"] == name
+        assert path.read_text(encoding="utf-8").count("<script") == 2
 
 
 def ring_trace(folder: Path) -> Path:
@@ -201,22 +284,21 @@ def test_a_recorded_ring_says_who_waited(browser: Any, tmp_path: Path) -> None:
         page.wait_for_function("document.getElementById('step').value === '2'")
 
 
+def reduce_once(rank: int) -> None:
+    dist.all_reduce(torch.ones(4096))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("n", [2, 5])
-def test_the_steps_are_those_of_a_real_ring(browser: Any, n: int, tmp_path: Path) -> None:
+def test_the_steps_are_those_of_a_real_ring(
+    browser: Any, n: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Which chunk a rank receives in which step, in a trace of ringcomm's own ring."""
-    program = tmp_path / "program.py"
-    program.write_text(
-        "import torch, torch.distributed as dist, ringcomm\n"
-        "dist.init_process_group('ringcomm', pg_options=ringcomm.Options(algorithm='ring'))\n"
-        "dist.all_reduce(torch.ones(4096))\n"
-        "dist.destroy_process_group()\n",
-        encoding="utf-8",
-    )
+    monkeypatch.setenv("RINGCOMM_TRACE", str(tmp_path / "recorded"))
+    monkeypatch.setenv("RINGCOMM_ALGORITHM", "ring")
+    run_ranks(n, reduce_once)
     trace = tmp_path / "trace.json"
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command = [*launcher, "--nproc-per-node", str(n), str(program)]
-    assert cli.run(["trace", "-o", str(trace), "--", *command]) == 0
+    merge.merge([tmp_path / "recorded"], trace)
     found = merge.ring_of(trace)
     real = {
         (e["name"], found.ranks[e["pid"]], e["args"]["from"], e["args"]["chunk"])

@@ -13,7 +13,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -26,7 +25,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-from ringcomm import Options, RingcommError, cli, shrink, stats
+from ringcomm import Options, RingcommError, cli, shrink, stats, testing
 from ringcomm.trace import recordings
 from ringcomm.trace.layout import TRACE_HEADER
 from ringcomm.trace.merge import merge, steps
@@ -56,19 +55,6 @@ extern "C" void* mmap(void* at, size_t size, int prot, int flags, int fd, long o
   errno = EINVAL;
   return (void*)-1L;
 }
-"""
-RANKS_THAT_MEET = """
-import os, tempfile
-store = tempfile.mktemp()
-rank = 0 if os.fork() else 1
-import torch, torch.distributed as dist
-dist.init_process_group("ringcomm", f"file://{store}", rank=rank, world_size=2)
-for _ in range(3):
-    dist.barrier()
-dist.destroy_process_group()
-if rank == 1:
-    os._exit(0)
-assert os.wait()[1] == 0
 """
 # Chunks of two slices and a half.
 CHUNK_ELEMS = {"shm": 5 * (256 << 10) // 8, "messages": 5 * (1 << 20) // 8}
@@ -357,7 +343,12 @@ def shared_library(source: Path, library: Path, *options: str) -> str:
     return str(library)
 
 
-def test_pages_of_another_size(tmp_path: Path) -> None:
+def meet(rank: int, num_times: int) -> None:
+    for _ in range(num_times):
+        dist.barrier()
+
+
+def test_pages_of_another_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """64 KiB, as on some arm64 systems: events are recorded, and read on any machine.
 
     By a library that pretends such pages, and refuses to map a file at another offset.
@@ -365,19 +356,15 @@ def test_pages_of_another_size(tmp_path: Path) -> None:
     (tmp_path / "pages.cc").write_text(PAGES)
     library = shared_library(tmp_path / "pages.cc", tmp_path / "pages.so", "-DPAGE_BYTES=65536")
     folder = tmp_path / "recorded"
-    env = os.environ | {"LD_PRELOAD": library, "RINGCOMM_TRACE": str(folder)}
-    env |= {"RINGCOMM_TRACE_EVENTS": "64"}
-    subprocess.run([sys.executable, "-c", RANKS_THAT_MEET], env=env, check=True, timeout=120)
+    env = {"LD_PRELOAD": library, "RINGCOMM_TRACE": str(folder), "RINGCOMM_TRACE_EVENTS": "64"}
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    testing.run_ranks(2, meet, 3)
     processes = recordings.read([folder])
     assert [process.info["page_bytes"] for process in processes] == [65536] * 2
     for process in processes:
         (events,) = process.events.values()
         assert sum(e["kind"] == "collective" for e in events) == 3
-
-
-def meet(rank: int, num_times: int) -> None:
-    for _ in range(num_times):
-        dist.barrier()
 
 
 def test_a_recording_of_another_format_is_refused_by_its_name(tmp_path: Path) -> None:

@@ -1,0 +1,124 @@
+"""docs/show: the pages of `ringcomm show` on the site, and pictures of them.
+
+RINGCOMM_WRITE_SHOW=1 pytest tests/python/programs/test_show_docs.py  # writes them
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browsers import opened
+
+from ringcomm import cli, show
+
+ROOT = Path(__file__).resolve().parents[3]
+FOLDER = ROOT / "docs" / "show"
+IS_WRITING = bool(os.environ.get("RINGCOMM_WRITE_SHOW"))
+# A picture on white paper; the rules are page.html's, whose variables a file of its own lacks.
+STYLE = (
+    "text { fill: #1b1f24; font: 13px system-ui, sans-serif } .faint { fill: #5b6470 }"
+    " .said { font-size: 15px }"
+)
+COLORS = {"--ink": "#1b1f24", "--faint": "#5b6470", "--line": "#d6dae0", "--ground": "#fff"}
+COLORS["--empty"] = "#eef0f3"
+PART = """() => {
+  const svg = document.querySelector("#picture svg"), box = svg.viewBox.baseVal;
+  const colors = [...document.querySelectorAll("#main span[style^=color]")];
+  return {
+    said: document.querySelector("#title, #idle").innerText,
+    width: box.width, height: box.height,
+    inside: [...svg.children].map(one => new XMLSerializer().serializeToString(one)).join("\\n"),
+    legend: colors.map(one => [one.nextSibling.textContent.trim(), one.style.color]),
+  };
+}"""
+
+
+@dataclass(frozen=True)
+class Picture:
+    page: str
+    options: tuple[str, ...]
+    frames: tuple[dict[str, str], ...]  # values of inputs, one frame below the other
+
+
+PICTURES = {
+    "ring": Picture("ring", ("--ranks", "2"), tuple({"#step": str(at)} for at in range(3))),
+    "ring-4": Picture("ring", ("--ranks", "4"), ({"#step": "1"}, {"#step": "3"}, {"#step": "6"})),
+    "memory": Picture("memory", (), ({"#ranks": "1"},)),
+    "lomo": Picture("lomo", (), ({},)),
+    "tensor": Picture("tensor", ("--ranks", "2"), ({"#step": "13"},)),
+    "pipeline": Picture(
+        *("pipeline", ("--ranks", "2", "--micro-batches", "4")),
+        ({"#schedule": "gpipe"}, {"#schedule": "1f1b"}, {"#schedule": "interleaved"}),
+    ),
+}
+
+
+def written(page: str, *options: str, path: Path) -> Path:
+    assert cli.run(["show", page, *options, "-o", str(path)]) == 0
+    return path
+
+
+def compare(path: Path, made: str) -> None:
+    if IS_WRITING:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(made, encoding="utf-8")
+    assert path.read_text(encoding="utf-8") == made, f"{path} is old; see {Path(__file__).name}"
+
+
+@pytest.mark.parametrize("page", show.TITLES)
+def test_the_site_has_the_pages_as_the_command_writes_them(page: str, tmp_path: Path) -> None:
+    made = written(page, path=tmp_path / "page.html").read_text(encoding="utf-8")
+    compare(FOLDER / f"{page}.html", made)
+
+
+def standalone(parts: list[dict[str, Any]]) -> str:
+    """One SVG of several: captions above, one legend."""
+    width = max(max(part["width"], 9 * len(part["said"])) for part in parts)
+    lines, y = [], 0
+    if parts[0]["legend"]:
+        x = 0
+        for name, color in parts[0]["legend"]:
+            lines.append(f'<rect x="{x}" y="4" width="12" height="12" fill="{color}"/>')
+            lines.append(f'<text x="{x + 18}" y="15">{name}</text>')
+            x += 40 + 8 * len(name)
+        y = 28
+    for part in parts:
+        lines.append(f'<text class="said" x="0" y="{y + 18}">{part["said"]}</text>')
+        place = f'x="0" y="{y + 30}" width="{part["width"]}" height="{part["height"]}"'
+        lines += [f"<svg {place}>", part["inside"], "</svg>"]
+        y += 50 + int(part["height"])
+    text = "\n".join(lines)
+    text = re.sub(r"<title>.*?</title>| xmlns=\"[^\"]*\"| data-[\w-]+=\"[^\"]*\"", "", text)
+    text = re.sub(r"var\((--\w+)\)", lambda found: COLORS[found[1]], text)
+    text = re.sub(r"\d+\.\d\d+", lambda found: f"{float(found[0]):.1f}", text)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-10 -6 {width + 20:g} {y:g}"'
+        f' width="{width + 20:g}">\n<style>{STYLE}</style>\n'
+        f'<rect x="-10" y="-6" width="100%" height="100%" fill="#fff"/>\n{text}\n</svg>\n'
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PICTURES)
+def test_pictures_are_those_of_the_pages(name: str, browser: Any, tmp_path: Path) -> None:
+    picture = PICTURES[name]
+    path = written(picture.page, *picture.options, path=tmp_path / "page.html")
+    parts = []
+    with opened(browser, path) as page:
+        for frame in picture.frames:
+            for field, value in frame.items():
+                if page.locator(field).evaluate("field => field.tagName") == "SELECT":
+                    page.locator(field).select_option(value)
+                else:
+                    page.locator(field).fill(value)
+            part = page.evaluate(PART)
+            if "#schedule" in frame:
+                idle = part["said"].partition("; in the picture")[0]
+                part["said"] = f"{frame['#schedule']}. {idle}"
+            parts.append(part)
+    compare(FOLDER / f"{name}.svg", standalone(parts))

@@ -1,0 +1,163 @@
+"""What users of other helpers reported that start ranks for tests and notebooks."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import types
+import unittest
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from ringcomm.testing import RanksFailedError, run_ranks
+
+
+def test_the_error_goes_through_a_pipe() -> None:
+    """https://github.com/pytorch/pytorch/issues/70116"""
+    error = RanksFailedError("a rank failed", {1: "KeyError", 0: "a timeout"})
+    copy = pickle.loads(pickle.dumps(error))
+    assert (str(copy), copy.errors) == (str(error), error.errors)
+
+
+def nothing(rank: int, *_: object) -> None: ...
+
+
+def test_what_cannot_be_pickled_is_refused_before_a_start() -> None:
+    """https://github.com/huggingface/accelerate/issues/1290"""
+
+    def local(rank: int) -> None: ...
+
+    calls: list[tuple[Any, ...]] = [(local,), (lambda rank: None,), (nothing, lambda x: x)]
+    for call in [*calls, (nothing, open(os.devnull))]:  # noqa: SIM115
+        with pytest.raises(TypeError, match="takes a function at the top level of a module"):
+            run_ranks(2, *call)
+
+
+def test_a_function_of_a_cell_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """https://github.com/fastai/fastai/issues/3665"""
+    cell = types.FunctionType(nothing.__code__, {"__name__": "__main__"}, "train")
+    monkeypatch.setitem(sys.modules, "__main__", types.ModuleType("__main__"))
+    with pytest.raises(TypeError, match=r"cannot import train\(\), .* by %%writefile"):
+        run_ranks(2, cell)
+
+
+def skip(rank: int, ranks: tuple[int, ...], is_pytests: bool) -> int:
+    if rank not in ranks:
+        return rank
+    if is_pytests:
+        pytest.skip("no GPU")
+    raise unittest.SkipTest("no GPU")
+
+
+def skip_or_fail(rank: int) -> None:
+    if rank == 0:
+        pytest.skip("no GPU")
+    raise KeyError("the cause")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "is_pytests"), [((0, 1), True), ((1,), False)])
+def test_a_skip_is_a_skip(ranks: tuple[int, ...], is_pytests: bool) -> None:
+    """https://github.com/pytorch/pytorch/issues/46093"""
+    with pytest.raises(unittest.SkipTest, match="no GPU"):
+        run_ranks(2, skip, ranks, is_pytests)
+
+
+@pytest.mark.slow
+def test_a_skip_does_not_hide_a_failure() -> None:
+    """https://github.com/pytorch/pytorch/pull/179774"""
+    with pytest.raises(RanksFailedError, match="KeyError: 'the cause'"):
+        run_ranks(2, skip_or_fail)
+
+
+@pytest.mark.slow
+def test_modules_that_only_pytest_can_find(tmp_path: Path) -> None:
+    """https://github.com/pytest-dev/pytest/issues/12178"""
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "conftest.py").write_text('pytest_plugins = ["ringcomm.testing.plugin"]\n')
+    (tmp_path / "tests" / "test_of_user.py").write_text(
+        "def double(rank): return 2 * rank\ndef test(ranks): assert ranks(double) == [0, 2]\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    command += ["--import-mode=importlib", "--rootdir", str(tmp_path), str(tmp_path)]
+    options: Any = {"capture_output": True, "text": True, "timeout": 300}
+    elsewhere = tmp_path / "tests"  # from where Python finds no package tests
+    done = subprocess.run(command, cwd=elsewhere, check=False, **options)
+    assert "1 passed" in done.stdout, done.stdout
+
+
+def load(rank: int) -> float:
+    rows: Any = range(rank, 8, 2)
+    total = torch.zeros(())
+    for batch in DataLoader(rows, num_workers=2):
+        total += batch.sum()
+    dist.all_reduce(total)
+    return float(total)
+
+
+@pytest.mark.slow
+def test_ranks_have_loaders_with_workers_and_need_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    """https://github.com/pytorch/pytorch/issues/14390 and
+    https://github.com/flashinfer-ai/flashinfer/pull/5153
+    """
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(server.getsockname()[1]))
+        assert run_ranks(2, load) == [28.0, 28.0]
+
+
+def crash_at_exit(rank: int) -> int:
+    if rank == 1:
+        atexit.register(os.kill, os.getpid(), signal.SIGSEGV)
+    return rank
+
+
+@pytest.mark.slow
+def test_a_crash_after_the_result_is_a_failure() -> None:
+    """https://github.com/python/cpython/pull/155162"""
+    with pytest.raises(RanksFailedError) as error:
+        run_ranks(2, crash_at_exit)
+    assert "SIGSEGV" in error.value.errors[1]
+
+
+class TwoArgumentsError(Exception):
+    def __init__(self, what: str, why: str) -> None:
+        super().__init__(f"{what} because {why}")
+
+
+def raise_it(rank: int) -> None:
+    raise TwoArgumentsError("stopped", "of a test")
+
+
+@pytest.mark.slow
+def test_an_exception_that_cannot_be_pickled_is_told() -> None:
+    """https://github.com/ethereum/asyncio-run-in-process/issues/28"""
+    with pytest.raises(RanksFailedError, match="TwoArgumentsError: stopped because of a test"):
+        run_ranks(1, raise_it)
+
+
+def stop(rank: int, folder: str) -> None:
+    Path(folder, f"pid{rank}").write_text(str(os.getpid()))
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    dist.barrier()
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_does_not_hang_the_test(tmp_path: Path) -> None:
+    """https://github.com/pytorch/pytorch/issues/194943"""
+    with pytest.raises(RanksFailedError) as error:
+        run_ranks(2, stop, str(tmp_path), timeout_s=20.0)
+    assert "CollectiveTimeoutError" in error.value.errors[0]
+    assert not Path("/proc", (tmp_path / "pid1").read_text()).exists()
