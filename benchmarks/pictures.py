@@ -141,7 +141,8 @@ def _speed_up(bars: list[Bar]) -> str | None:
     for library, record in bars:
         ratio = record.get("over_ringcomm") or record["ratio"]
         if library == "gloo" and ratio:
-            return f"{comparison(record | {'ratio': ratio})} as fast as Gloo"
+            said = f"{comparison(record | {'ratio': ratio})} as fast as Gloo"
+            return f"no clear difference: {said}" if ratio["p10"] <= 1 <= ratio["p90"] else said
     return None
 
 
