@@ -25,8 +25,8 @@ import harness
 from operations import DEFAULT_SIZES, DEVICE_KIND
 from table import LAYOUTS, SHOWN_WORLDS, Layout, Record, Run, machine_of, newest, read_results
 
-from ringcomm.measure.ranks import run_main
-from ringcomm.screen import EXIT_OK, byte_count, byte_counts
+from _ringcomm_cli import EXIT_OK, run_main
+from ringcomm.screen import byte_count, byte_counts
 
 ALGORITHMS = Layout("Algorithms", "algorithm", ("world_size",), ("bytes",), lambda runs: [])
 # Okabe and Ito's, which most people can tell apart.

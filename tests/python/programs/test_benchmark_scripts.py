@@ -29,9 +29,9 @@ from html_report import read_records
 from machines import needs_programs
 from torch import Tensor
 
+from _ringcomm_cli import EXIT_OK, EXIT_WRONG_RESULTS
 from ringcomm import cli
 from ringcomm.parallel import pipeline
-from ringcomm.screen import EXIT_OK, EXIT_WRONG_RESULTS
 
 ALGORITHMS = ["one_shot", "two_shot", "ring"]
 INFERENCE = [
