@@ -106,7 +106,7 @@ _duration.__name__ = "number"  # in argparse's own message
 
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:
-    """Compares ringcomm with Gloo on this machine, in half a minute; verifies the results.
+    """Compares ringcomm with Gloo on this machine, in about a minute; verifies the results.
 
     `ringcomm bench OP` measures one operation in depth. OP is one of all_reduce, all_reduce_apart,
     all_reduce_shared, reduce_scatter, all_gather, broadcast, all_to_all, round_trip, sendrecv and

@@ -11,7 +11,7 @@ from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 
-from _ringcomm_cli import PAGES, main, run  # noqa: F401
+from _ringcomm_cli import PAGES, OneLineParser, main, run  # noqa: F401
 from ringcomm import tuning
 from ringcomm.measure.ranks import joined_world_size
 from ringcomm.screen import check_writable
@@ -249,4 +249,5 @@ def run_command(options: argparse.Namespace) -> int:
         if package not in _WANTED_FOR:
             raise
         what, name = _WANTED_FOR[package]
-        options.parser.error(f"{what} the package {name}: pip install {name}")
+        parser: OneLineParser = options.parser
+        parser.error(f"{what} the package {name}: pip install {name}")

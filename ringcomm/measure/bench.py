@@ -1,4 +1,4 @@
-"""`ringcomm bench` without an operation: this machine's Gloo beside ringcomm, in half a minute.
+"""`ringcomm bench` without an operation: this machine's Gloo beside ringcomm, in about a minute.
 
 Both backends run in the same processes and take turns block by block (`measure.timing`). Sums are
 verified with whole numbers before and after.
