@@ -243,7 +243,8 @@ def test_arguments_of_a_command_arrive_unchanged(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "status"), [("exit 3", 3), ("kill -9 $$", 137), ("kill -15 $$", 143)]
+    ("command", "status"),
+    [("exit 3", 3), ("kill -9 $$", 137), pytest.param("kill -15 $$", 143, marks=pytest.mark.slow)],
 )
 def test_the_status_of_a_command_is_passed_on(command: str, status: int, tmp_path: Path) -> None:
     """https://github.com/BerriAI/litellm/issues/37948: 0 although a worker had failed."""
