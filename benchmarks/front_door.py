@@ -14,7 +14,7 @@ import cross_entropy
 import systems
 from operations import OPERATIONS
 
-from ringcomm.cli import OneLineParser
+from _ringcomm_cli import OneLineParser
 
 # Operations that must be the only one; several collectives may be separated by commas.
 ALONE: dict[str, ModuleType] = {"cross_entropy": cross_entropy, "systems": systems}

@@ -25,8 +25,9 @@ from operations import OPERATIONS
 from point import measure_point
 from programs import environment, missing_programs
 
-from ringcomm.measure.ranks import RankError, joined_world_size, run_main
-from ringcomm.screen import EXIT_OK, EXIT_WRONG_RESULTS, byte_counts, whole_numbers, words
+from _ringcomm_cli import EXIT_OK, EXIT_WRONG_RESULTS, run_main
+from ringcomm.measure.ranks import RankError, joined_world_size
+from ringcomm.screen import byte_counts, whole_numbers, words
 
 OPS = "all_reduce,reduce_scatter,all_gather,all_to_all,broadcast"
 TOOLS = ("unshare", "nsenter", "ip", "tc")

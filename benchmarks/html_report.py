@@ -14,9 +14,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ringcomm.measure.ranks import run_main
+from _ringcomm_cli import EXIT_OK, run_main
 from ringcomm.palette import COLORS, LIBRARIES
-from ringcomm.screen import EXIT_OK
 
 KINDS = ("collective", "collective_on_device", "systems")
 TEMPLATE = Path(__file__).with_suffix(".html")

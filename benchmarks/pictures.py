@@ -24,9 +24,9 @@ from plot import of_last_machine, source_of
 from report import comparison
 from table import LAYOUTS, Record, read_results, with_tables
 
-from ringcomm.measure.ranks import run_main
+from _ringcomm_cli import EXIT_FAILED, EXIT_OK, run_main
 from ringcomm.palette import COLORS, LIBRARIES, title_of
-from ringcomm.screen import EXIT_FAILED, EXIT_OK, in_seconds
+from ringcomm.screen import in_seconds
 from ringcomm.trace.merge import Ring
 
 DESIGN = harness.ROOT / "docs" / "design"

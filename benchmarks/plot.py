@@ -25,9 +25,9 @@ import harness
 from operations import DEFAULT_SIZES, DEVICE_KIND
 from table import LAYOUTS, SHOWN_WORLDS, Layout, Record, Run, machine_of, newest, read_results
 
-from ringcomm.measure.ranks import run_main
+from _ringcomm_cli import EXIT_OK, run_main
 from ringcomm.palette import COLORS, GREY, colors_of, title_of
-from ringcomm.screen import EXIT_OK, byte_count, byte_counts
+from ringcomm.screen import byte_count, byte_counts
 
 ALGORITHMS = Layout("Algorithms", "algorithm", ("world_size",), ("bytes",), lambda runs: [])
 LINES = {"eager": ":", "graph": "-"}

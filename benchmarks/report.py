@@ -17,9 +17,10 @@ from rich.console import Console
 from rich.table import Table
 
 import ringcomm
+from _ringcomm_cli import EXIT_OK, EXIT_WRONG_RESULTS
 from ringcomm.measure.machine import MAX_OTHERS_PERCENT, identity, rounded, utc_now, variables
 from ringcomm.measure.timing import Timings
-from ringcomm.screen import EXIT_OK, EXIT_WRONG_RESULTS, byte_count, factor, microseconds
+from ringcomm.screen import byte_count, factor, microseconds
 
 Record = dict[str, Any]
 Cell = Callable[[Record], str]

@@ -25,8 +25,7 @@ import pictures
 import plot
 import table
 
-from ringcomm.measure.ranks import run_main
-from ringcomm.screen import EXIT_FAILED, EXIT_OK
+from _ringcomm_cli import EXIT_FAILED, EXIT_OK, run_main
 
 # Each takes some minutes, and up to four times as long while it is disturbed.
 LIMIT_S = 900.0

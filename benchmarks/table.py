@@ -46,10 +46,10 @@ from system_tables import (
     tensor_lines,
 )
 
+from _ringcomm_cli import EXIT_FAILED, EXIT_OK, run_main
 from ringcomm.measure.machine import MAX_OTHERS_PERCENT
-from ringcomm.measure.ranks import run_main
 from ringcomm.palette import title_of
-from ringcomm.screen import EXIT_FAILED, EXIT_OK, byte_count, byte_counts, factor, microseconds
+from ringcomm.screen import byte_count, byte_counts, factor, microseconds
 
 Record = dict[str, Any]
 Run = list[Record]  # one point: a record per backend, or one of a race

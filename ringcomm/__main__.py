@@ -2,7 +2,7 @@
 
 import sys
 
-from ringcomm.cli import main
+from _ringcomm_cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

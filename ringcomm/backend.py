@@ -86,7 +86,7 @@ def _let_the_doctor_come(pid: int) -> None:
         folder = str(Path(__file__).parents[1])
         code = (
             "import signal, sys; signal.pthread_sigmask(signal.SIG_SETMASK, []); "
-            f"sys.path.append({folder!r}); from ringcomm.cli import main; sys.exit(main())"
+            f"sys.path.append({folder!r}); from _ringcomm_cli import main; sys.exit(main())"
         )
         command = [sys.executable, "-c", code, "doctor", "--job", str(pid), "--verdict"]
         _C.set_doctor(f"exec {shlex.join(command)} </dev/null >&2")

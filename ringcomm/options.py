@@ -28,6 +28,12 @@ _OF_TESTS = (
     *("RINGCOMM_SEQUENCE", "RINGCOMM_SEQUENCES", "RINGCOMM_SEQUENCE_SEED"),
     *("RINGCOMM_SOAK_SECONDS", "RINGCOMM_SOAK_SEED", "RINGCOMM_SOAK_GENERATION"),
 )
+# The values of options that have few.
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "algorithm": ("auto", "one_shot", "two_shot", "ring"),
+    "deterministic": (None, "rank_order"),
+    "transport": (None, "shm", "messages"),
+}
 _OF_EMULATOR, _OF_TEST_RANKS = "RINGCOMM_EMULATOR_", "RINGCOMM_TEST_"
 _Call = TypeVar("_Call", bound=Callable[..., Any])
 
@@ -74,6 +80,17 @@ class Options:
         """Checks the names, which a dataclass would refuse without the nearest one."""
         check_names("ringcomm.Options", options, [field.name for field in fields(cls)])
         return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a value that an option does not have."""
+        for name, choices in _CHOICES.items():
+            if (got := getattr(self, name)) not in choices:
+                known = " or ".join(str(choice) for choice in choices if choice is not None)
+                known = known.replace(" or ", ", ", known.count(" or ") - 1)
+                raise ValueError(
+                    f"{name} of ringcomm.Options, or RINGCOMM_{name.upper()}, must be {known},"
+                    f" got {got!r}"
+                )
 
     def with_environment(self) -> "Options":
         """A copy in which environment variables replace fields that have their default."""

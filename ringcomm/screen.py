@@ -1,6 +1,7 @@
-"""Parses command line options, formats figures for a terminal, and names exit statuses."""
+"""Parses values of command line options, and formats figures for a terminal."""
 
 import argparse
+import math
 import re
 import sys
 import time
@@ -10,13 +11,6 @@ from pathlib import Path
 from typing import TypeVar
 
 Parsed = TypeVar("Parsed")
-
-EXIT_OK = 0
-EXIT_FAILED = 1
-EXIT_BAD_INPUT = 2
-EXIT_WRONG_RESULTS = 3
-EXIT_INTERRUPTED = 130
-EXIT_PIPE_CLOSED = 141  # as of a program that SIGPIPE ends
 
 UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
@@ -117,7 +111,7 @@ def amount(text: str) -> int:
     if match is not None:
         base = 1000 if match[3] == "b" else 1024
         count = float(match[1]) * base ** " kmgt".index(match[2] or " ")
-    if count < 1 or count != int(count):
+    if not 1 <= count < math.inf or count != int(count):
         raise ValueError(
             f"{text!r} is not a number with an optional unit, such as 4096, 16k, 4M, 80GiB or 80GB"
         )

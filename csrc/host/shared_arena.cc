@@ -25,9 +25,13 @@ constexpr std::chrono::seconds kTidyInterval{10};
 constexpr std::size_t kReturnBytes = std::size_t{16} << 20;
 constexpr std::chrono::milliseconds kReturnPause{1};
 
+std::string in_gib(std::size_t num_bytes) {
+  const std::size_t mib = num_bytes >> 20;
+  return mib < 10 << 10 ? std::to_string(mib) + " MiB" : std::to_string(mib >> 10) + " GiB";
+}
+
 [[noreturn]] void throw_out_of_memory(std::size_t num_bytes, const std::string& why) {
-  throw OutOfMemory("can't allocate shared memory: you tried to allocate " +
-                    std::to_string(num_bytes) + " bytes; " + why);
+  throw OutOfMemory("can't allocate " + in_gib(num_bytes) + " of shared memory: " + why);
 }
 
 // A memfd may be larger than the machine's memory, and filling it kills the process.
@@ -37,11 +41,10 @@ void check_fits_machine(std::size_t num_bytes) {
   const std::size_t swap_bytes = std::size_t{info.totalswap} * info.mem_unit;
   const std::size_t machine_bytes = std::size_t{info.totalram} * info.mem_unit + swap_bytes;
   if (num_bytes > machine_bytes)
-    throw_out_of_memory(num_bytes, "this machine has " + std::to_string(machine_bytes));
+    throw_out_of_memory(num_bytes, "this machine has " + in_gib(machine_bytes));
   const auto& limit = cgroup_limits().memory_bytes;
   if (limit && num_bytes > static_cast<std::size_t>(limit->value) + swap_bytes)
-    throw_out_of_memory(num_bytes,
-                        "the limit is " + std::to_string(limit->value) + " (" + limit->file + ")");
+    throw_out_of_memory(num_bytes, "the limit is " + in_gib(limit->value) + " in " + limit->file);
 }
 
 }  // namespace
@@ -99,8 +102,7 @@ std::string SharedArena::key_of(std::uint64_t region_id) {
 void* SharedArena::allocate(std::size_t num_bytes) {
   check_fits_machine(num_bytes);
   const std::size_t alignment = num_bytes >= page_bytes() ? page_bytes() : kLeastAlignment;
-  const std::size_t block_bytes =
-      (num_bytes + kLeastAlignment - 1) / kLeastAlignment * kLeastAlignment;
+  const std::size_t block_bytes = (num_bytes + kLeastAlignment - 1) & ~(kLeastAlignment - 1);
   const std::lock_guard lock(mutex_);
   release_held();
   std::optional<std::size_t> offset;

@@ -150,8 +150,8 @@ class TokenLoss {
     }
     for (std::int64_t i = 0; i < target_.size(0); ++i)
       TORCH_CHECK_INDEX(is_ignored(i) || (targets_[i] >= 0 && targets_[i] < vocab_size),
-                        "ringcomm: target ", i, " is ", targets_[i], ", and there are ", vocab_size,
-                        " classes; ignore_index is ", ignore_index);
+                        "ringcomm: target[", i, "] = ", targets_[i], " is out of range 0 to ",
+                        vocab_size - 1, " (ignore_index is ", ignore_index, ")");
   }
 
   struct Values {

@@ -19,12 +19,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from _ringcomm_cli import EXIT_FAILED, EXIT_OK
 from ringcomm import __version__, tuning
 from ringcomm.measure import timing
 from ringcomm.measure.machine import MAX_OTHERS_PERCENT, identity, rounded, utc_now
 from ringcomm.measure.ranks import Team, run_ranks
 from ringcomm.options import Options
-from ringcomm.screen import EXIT_FAILED, EXIT_OK, Progress, byte_count, columns, factor, in_seconds
+from ringcomm.screen import Progress, byte_count, columns, factor, in_seconds
 from ringcomm.tuning import Point, World
 
 # The ring is measured to show what it costs; it is never chosen in shared memory.

@@ -1,4 +1,4 @@
-"""`ringcomm bench` without an operation: this machine's Gloo beside ringcomm, in half a minute.
+"""`ringcomm bench` without an operation: this machine's Gloo beside ringcomm, in about a minute.
 
 Both backends run in the same processes and take turns block by block (`measure.timing`). Sums are
 verified with whole numbers before and after.
@@ -7,6 +7,7 @@ verified with whole numbers before and after.
 import argparse
 import html
 import json
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -16,23 +17,17 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from _ringcomm_cli import EXIT_OK, EXIT_WRONG_RESULTS
 from ringcomm import __version__
 from ringcomm.measure import ranks, timing
-from ringcomm.measure.machine import MAX_OTHERS_PERCENT, identity, utc_now
+from ringcomm.measure.machine import MAX_OTHERS_PERCENT, identity, usable_cores, utc_now
 from ringcomm.measure.ranks import Team
 from ringcomm.measure.timing import US, check_sums
 from ringcomm.palette import LIBRARIES
-from ringcomm.screen import (
-    EXIT_OK,
-    EXIT_WRONG_RESULTS,
-    Progress,
-    byte_count,
-    check_writable,
-    columns,
-    factor,
-    in_seconds,
-)
+from ringcomm.screen import Progress, byte_count, check_writable, columns, factor, in_seconds
 
+MAX_RANKS = 64
+MAX_FACTOR = 3  # a loaded machine takes longer than announced; then the largest are left out
 SIZES = (1 << 10, 64 << 10, 1 << 20, 16 << 20)
 # A step of a small transformer takes several times an all_reduce, and warms up longer.
 STEP_SHARE = 0.4
@@ -45,6 +40,7 @@ class Row:
     """Both backends in one call: the times of the slowest rank."""
 
     title: str
+    world_size: int
     num_bytes: int  # of an all_reduce; 0: a training step
     times_us: dict[str, dict[str, float]]  # by backend, as of Timings.summary_us()
     ratio: dict[str, float]  # Gloo's time over ringcomm's, the speed-up: Timings.ratio_over()
@@ -64,10 +60,8 @@ class Row:
 def run(options: argparse.Namespace) -> int:
     """Measures, prints a table and one sentence, writes the page; returns the exit status."""
     error = options.parser.error
-    if not 2 <= options.world_size <= 64:
-        error(f"--world-size must be 2 to 64, got {options.world_size}")
-    if options.seconds < 0:
-        error("--seconds must not be negative")
+    if options.world_size is not None and not 2 <= options.world_size <= MAX_RANKS:
+        error(f"--world-size must be 2 to {MAX_RANKS}, got {options.world_size}")
     if ranks.joined_world_size() is not None:
         error("it starts its own ranks: run it without torchrun")
     if not dist.is_gloo_available():
@@ -79,42 +73,70 @@ def run(options: argparse.Namespace) -> int:
     except ValueError as problem:
         error(f"{what}: {problem}")
     machine = identity()
+    worlds = [options.world_size] if options.world_size else world_sizes(usable_cores())
     print(
-        f"{options.world_size} ranks on {machine['cores']} cores of {machine['cpu']},"
-        f" torch {torch.__version__}, ringcomm {__version__}; about {options.seconds + 8:.0f} s"
+        f"{_numbers(worlds)} ranks on {machine['cores']} cores of {machine['cpu']},"
+        f" torch {torch.__version__}, ringcomm {__version__};"
+        f" about {options.seconds + 8 * len(worlds):.0f} s"
     )
     rows: list[Row] = []
-    main = partial(_run_rank, seconds=options.seconds)
-    progress = Progress([*map(_title, SIZES), STEP_TITLE])
-    progress.show()
-
-    def add(row: Row) -> None:
-        rows.append(row)
-        progress.step()
-
     try:
-        ranks.run_ranks(options.world_size, main, add)
-        progress.clear()
+        left_out = _measure(worlds, options.seconds, rows)
     except ranks.RankError as problem:
-        progress.clear()
         if "wrong elements" not in str(problem):
             raise
         print(f"ringcomm bench: {problem}")
         return EXIT_WRONG_RESULTS
-    print(_table(rows, options.world_size))
-    print(sentence(rows, options.world_size))
-    if said := caveat(rows):
-        print(said)
-    content = {"world_size": options.world_size, "machine": machine, "rows": [*map(asdict, rows)]}
+    print(_table(rows))
+    print(sentence(rows))
+    for said in (caveat(rows), left_out):
+        if said:
+            print(said)
+    measured = list(dict.fromkeys(row.world_size for row in rows))
+    content = {"world_sizes": measured, "machine": machine, "rows": [*map(asdict, rows)]}
     versions = {"torch": torch.__version__, "ringcomm": __version__}
     for path, text in (
-        (options.html, lambda: page(rows, options.world_size, machine)),
+        (options.html, lambda: page(rows, machine)),
         (options.json, lambda: json.dumps(content | versions, allow_nan=False)),
     ):
         if path is not None:
             path.write_text(text(), encoding="utf-8")
             print(f"written: {path}")
     return EXIT_OK
+
+
+def world_sizes(num_cores: int) -> list[int]:
+    """The numbers of ranks to measure: the powers of two, and last one rank for each core."""
+    most = max(2, min(MAX_RANKS, num_cores))
+    return [*(1 << k for k in range(1, most.bit_length()) if 1 << k < most), most]
+
+
+def _measure(worlds: list[int], seconds: float, rows: list[Row]) -> str:
+    """Appends the rows of each number of ranks; returns which it left out, for lack of time."""
+    names = [
+        f"{world} ranks: {name}" for world in worlds for name in (*map(_title, SIZES), STEP_TITLE)
+    ]
+    progress = Progress(names)
+    progress.show()
+
+    def add(row: Row) -> None:
+        rows.append(row)
+        progress.step()
+
+    deadline = time.monotonic() + MAX_FACTOR * (seconds + 8 * len(worlds))
+    try:
+        for at, world_size in enumerate(worlds):
+            if rows and time.monotonic() > deadline:
+                return f"Not measured, because it takes too long: {_numbers(worlds[at:])} ranks."
+            ranks.run_ranks(world_size, partial(_run_rank, seconds=seconds / len(worlds)), add)
+    finally:
+        progress.clear()
+    return ""
+
+
+def _numbers(worlds: list[int]) -> str:
+    *firsts, last = map(str, worlds)
+    return f"{', '.join(firsts)} and {last}" if firsts else last
 
 
 def _title(num_bytes: int) -> str:
@@ -182,43 +204,56 @@ def _report(
     times_us = {name: found.summary_us() for name, found in timings.items()}
     ratio = timings["gloo"].ratio_over(timings["ringcomm"])
     title = _title(num_bytes) if num_bytes else STEP_TITLE
-    team.report(Row(title, num_bytes, times_us, ratio, percent))
+    team.report(Row(title, team.world_size, num_bytes, times_us, ratio, percent))
 
 
-def _table(rows: list[Row], world_size: int) -> str:
+def _table(rows: list[Row]) -> str:
     """GB/s are those of the bus: of 2(N − 1)/N buffers, which a rank must receive."""
-    lines = [["", "ringcomm", "p99", "GB/s", "Gloo", "p99", "GB/s", "speed-up"]]
+    lines = [["ranks", "", "ringcomm", "p99", "GB/s", "Gloo", "p99", "GB/s", "speed-up"]]
     for row in rows:
-        line = [row.title]
+        line = [str(row.world_size), row.title]
         for name in ("ringcomm", "gloo"):
             p50_us, p99_us = (row.times_us[name][p] for p in ("p50_us", "p99_us"))
-            moved = 2 * (world_size - 1) / world_size * row.num_bytes
+            moved = 2 * (row.world_size - 1) / row.world_size * row.num_bytes
             rate = f"{moved / p50_us / 1e3:.3g}" if row.num_bytes else ""
             line += [in_seconds(p50_us / US), in_seconds(p99_us / US), rate]
         lines.append([*line, row.speed_up()])
-    return columns(lines, "<")
+    return columns(lines, "><")
 
 
-def sentence(rows: list[Row], world_size: int) -> str:
+def sentence(rows: list[Row]) -> str:
     """What the rows say, for collectives and for a whole step."""
+    worlds = [row.world_size for row in rows]
+    low, high = min(worlds), max(worlds)
     ratios = [row.ratio["p50"] for row in rows if row.num_bytes]
-    (step,) = (row for row in rows if not row.num_bytes)
-    said = f"{factor(step.ratio['p50'])}× as fast"
-    if step.is_even:
-        said = f"as fast as over Gloo, within what can be measured ({step.speed_up()})"
+    steps = [row for row in rows if not row.num_bytes]
+    even = [row for row in steps if row.is_even]
+    said = f"{_span([row.ratio['p50'] for row in steps])} as fast"
+    if len(even) == len(steps):
+        spreads = ", ".join(row.speed_up() for row in steps)
+        said = f"as fast as over Gloo, within what can be measured ({spreads})"
+    elif even:
+        alike = _numbers([row.world_size for row in even])
+        said += f" (with {alike} ranks no difference can be measured)"
     return (
-        f"With {world_size} ranks on this machine, ringcomm's all_reduce is {factor(min(ratios))}×"
-        f" to {factor(max(ratios))}× as fast as Gloo's, and a training step of a small transformer"
-        f" {said}."
+        f"With {low if low == high else f'{low} to {high}'} ranks on this machine, ringcomm's"
+        f" all_reduce is {factor(min(ratios))}× to {factor(max(ratios))}× as fast as Gloo's, and a"
+        f" training step of a small transformer {said}."
     )
 
 
-def page(rows: list[Row], world_size: int, machine: dict[str, Any]) -> str:
+def _span(ratios: list[float]) -> str:
+    low, high = (f"{factor(ratio)}×" for ratio in (min(ratios), max(ratios)))
+    return low if low == high else f"{low} to {high}"
+
+
+def page(rows: list[Row], machine: dict[str, Any]) -> str:
     """One HTML page: the sentence, and a bar for each backend and row; shorter is better."""
     bars = []
     for row in rows:
         medians = [row.times_us[name]["p50_us"] / US for name in ("ringcomm", "gloo")]
-        bars.append(f"<h2>{html.escape(row.title)}: {row.speed_up()}</h2>")
+        title = f"{row.world_size} ranks, {row.title}: {row.speed_up()}"
+        bars.append(f"<h2>{html.escape(title)}</h2>")
         for name, seconds in zip(("ringcomm", "Gloo"), medians, strict=True):
             percent = max(0.3, 100 * seconds / max(medians))
             bars.append(
@@ -227,7 +262,7 @@ def page(rows: list[Row], world_size: int, machine: dict[str, Any]) -> str:
             )
     versions = f"torch {torch.__version__}, ringcomm {__version__}"
     return _PAGE.format(
-        sentence=html.escape(sentence(rows, world_size)),
+        sentence=html.escape(sentence(rows)),
         caveat=html.escape(caveat(rows)),
         machine=html.escape(f"{machine['cores']} cores of {machine['cpu']}, {versions}"),
         date=utc_now().date().isoformat(),

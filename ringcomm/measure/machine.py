@@ -89,6 +89,13 @@ def num_cores(cpus: Path = Path("/sys/devices/system/cpu")) -> int | None:
     return len({path.read_text() for path in found}) or None
 
 
+def usable_cores() -> int:
+    """Those that this process may use, at least 1: by its affinity and its cgroup's limit."""
+    allowed, _ = read_limits()["cpu_cores"] or (float("inf"), "")
+    logical = len(os.sched_getaffinity(0))
+    return max(1, int(min(logical, num_cores() or logical, allowed)))
+
+
 def _cpu_s(pid: int) -> float:
     """Seconds of CPU time of a process and of the children that it has waited for."""
     after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]

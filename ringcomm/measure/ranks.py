@@ -1,30 +1,25 @@
-"""The ranks that measure: forked processes, a side channel between them, and how a program ends.
+"""The ranks that measure: forked processes and a side channel between them.
 
 Ranks coordinate through pipes, so that no backend under test is involved. Forking costs 0.4 s, a
 fresh interpreter with torch 3 to 14 s. It is safe because the parent has not computed with several
 threads before: numpy's BLAS ends its own threads at a fork.
 """
 
-import contextlib
-import io
 import itertools
 import logging
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from ringcomm.screen import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PIPE_CLOSED
 from ringcomm.torch_names import die_with_parent
 
 # Longest wait of a rank for another; a call of a backend under test has its group's own timeout.
@@ -37,7 +32,7 @@ GRACE_S = 1.0
 MPI_SIZE_VARIABLES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
 
 
-class RankError(RuntimeError):
+class RankError(subprocess.SubprocessError):
     """A rank failed; the text holds its traceback or the signal that ended it."""
 
 
@@ -173,38 +168,3 @@ def run_ranks(
                 process.join()
             _pass_on(inbox, on_message, 0)
             inbox.close()
-
-
-def run_main(name: str, main: Callable[[list[str]], int]) -> int:
-    """Returns ``main(argv)``'s exit code; user errors and Ctrl-C become one line on stderr."""
-
-    def interrupt(_signum: int, _frame: FrameType | None) -> NoReturn:
-        raise KeyboardInterrupt
-
-    for number in range(3):  # a closed one would be the number of the next file
-        with contextlib.suppress(OSError):
-            os.fstat(number)
-            continue
-        os.open(os.devnull, os.O_RDWR)
-    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
-    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
-    for stream in (sys.stdout, sys.stderr):  # a terminal without × and µs gets question marks
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
-    try:
-        # Also if a shell started this in the background, which ignores SIGINT.
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, interrupt)
-        try:
-            return main(sys.argv[1:])
-        finally:
-            sys.stdout.flush()  # here, where a failure is handled
-    except KeyboardInterrupt:
-        print(f"{name}: interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
-    except BrokenPipeError:  # the reader, such as `| head`, has closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_PIPE_CLOSED
-    except (RankError, OSError, ValueError, subprocess.SubprocessError) as error:
-        print(f"{name}: {error}", file=sys.stderr)
-        return EXIT_FAILED

@@ -300,8 +300,14 @@ def _split_model(
     """The model, if there is one, and the parameters or groups for torch.optim.
 
     Raises:
+        TypeError: an optimizer in place of a model.
         ValueError: two models, or one without weights to train.
     """
+    if isinstance(model_or_params, torch.optim.Optimizer):
+        got = type(model_or_params).__name__
+        raise TypeError(
+            f"{name} takes the model, or its parameters, and not an optimizer: got {got}"
+        )
     if not isinstance(model_or_params, nn.Module):
         if model is None:
             warnings.warn(

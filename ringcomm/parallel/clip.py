@@ -62,7 +62,7 @@ def clip_grad_norm_(
     if not isinstance(module, nn.Module):
         raise TypeError(
             "clip_grad_norm_ needs the model or its Pipeline, which describe the parts of other"
-            f" ranks; got a {type(model).__name__}"
+            f" ranks; got {type(model).__name__}"
         )
     axes = describe(module).axes()
     grads = {param: param.grad for param in module.parameters() if param.grad is not None}

@@ -17,7 +17,7 @@ def check_rows(named: Sequence[tuple[str, Any]], num_parts: int) -> None:
     """Raises TypeError or ValueError if values are not tensors with equal parts of as many rows."""
     for name, value in named:
         if not isinstance(value, Tensor):
-            raise TypeError(f"{name} must be tensors, got a {type(value).__name__}")
+            raise TypeError(f"{name} must be tensors, got {type(value).__name__}")
         num_rows = value.shape[0] if value.dim() else 0
         if num_rows == 0 or num_rows % num_parts:
             below = num_rows - num_rows % num_parts
@@ -83,7 +83,7 @@ def make_batch(
     for value in tensors:
         if not isinstance(value, Tensor):
             raise TypeError(
-                "inputs and targets must be tensors, or one dict as a data loader returns it; got a"
+                "inputs and targets must be tensors, or one dict as a data loader returns it; got"
                 f" {type(value).__name__}"
             )
     named = [*(("inputs", arg) for arg in args), *kwargs.items()]

@@ -108,6 +108,10 @@ def parallelize(
     from ringcomm.parallel.adapter import Adapter
     from ringcomm.parallel.pipeline import Pipeline
 
+    mesh_given: Any = dims
+    if not isinstance(mesh_given, ParallelDims):
+        got = type(mesh_given).__name__
+        raise TypeError(f"dims must be a ParallelDims, such as ParallelDims(dp=2), got {got}")
     stage = zero_stage if zero_stage is not None else (3 if dims.fsdp > 1 else 0)
     num = num_microbatches
     if num is None:

@@ -23,10 +23,12 @@ TITLES = {
     "pipeline": "A step of a pipeline, and its idle time",
     "tensor": "Tensor parallelism of one block, and its four collectives",
     "loss": "Cross-entropy over a split vocabulary, in one collective",
+    "trace": "A recorded job: its phases, calls and waits",
 }
 MAX_RANKS = 64
 MAX_LAYERS = 1024
 MAX_MICRO_BATCHES = 256
+MAX_EVENTS = 50_000  # of page trace, the newest: some 5 MB
 _SYSTEMS = ("ddp", "zero1", "zero2", "zero3", "lomo", "lomo-shards")
 
 
@@ -183,6 +185,47 @@ def loss(num_ranks: int) -> dict[str, Any]:
             f"page loss has {len(logits)} classes: {num_ranks} ranks cannot share them"
         )
     return {"logits": logits, "target": 3, "ranks": num_ranks}
+
+
+def trace(path: Path | None) -> dict[str, Any]:
+    """Of page `trace`: a trace of `ringcomm trace`. Times are in µs.
+
+    Raises ValueError if the file is no trace, or has no call.
+    """
+    if path is None:
+        raise ValueError("page trace needs --trace FILE")
+    from ringcomm.trace import merge
+
+    found = merge.load(path)
+    kinds = {"program": "program", "collective": "call", "wait": "wait"}
+    names = {e["pid"]: e["args"]["name"] for e in found if e["name"] == "process_name"}
+    rows = {pid: row for row, pid in enumerate(sorted(names))}
+    messages = {e["id"]: e["ts"] for e in found if e["ph"] == "e"}
+    events = []
+    for e in found:
+        if (e["ph"], e.get("cat")) == ("b", "message"):
+            kind, end = "message", messages[e["id"]]
+        elif e.get("cat") in kinds:
+            kind, end = kinds[e["cat"]], e["ts"] + e["dur"]
+        else:
+            continue
+        args = e["args"]
+        about = {"rank": rows[e["pid"]], "kind": kind, "name": e["name"]}
+        about |= {"begin": e["ts"], "end": round(end, 3), "seq": args.get("seq")}
+        events.append(about | {"peer": args.get("rank"), "unfinished": "unfinished" in args})
+    if not events:
+        raise ValueError(f"{path} has no call")
+    events.sort(key=lambda event: event["begin"])
+    num_left_out = max(0, len(events) - MAX_EVENTS)
+    said = f" The oldest {num_left_out} events are not on this page." if num_left_out else ""
+    shown = events[num_left_out:]
+    return {
+        "about": "For each rank: the phases of the program, and under them its calls. The lower"
+        f" edge of a call is orange while the rank waits for another one.{said}",
+        "ranks": [names[pid] for pid in rows],
+        "numbers": [int(names[pid].split()[1]) for pid in rows],
+        "events": shown,
+    }
 
 
 def write_page(name: str, data: dict[str, Any], path: Path) -> None:

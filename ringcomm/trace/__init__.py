@@ -1,7 +1,8 @@
 """Records this process: with RINGCOMM_TRACE=FOLDER every rank writes a recording.
 
-A process records to two files: NAME.events, rings that csrc/collectives/trace.cc maps, and
-NAME.log, lines of JSON for rare events. Both can be read at any time, also after a SIGKILL.
+A process records to three files: NAME.events, rings that csrc/collectives/trace.cc maps,
+NAME.program, a ring of the program's phases (program.py), and NAME.log, lines of JSON for rare
+events. They can be read at any time, also after a SIGKILL.
 recordings.py reads them, merge.py writes one trace of all and prints the steps of a ring in it.
 """
 
@@ -19,6 +20,7 @@ from typing import Any
 
 from ringcomm import _C
 from ringcomm.descriptors import open_above
+from ringcomm.trace import program
 from ringcomm.trace.layout import EVENT_BYTES
 
 
@@ -47,9 +49,11 @@ def _start(pid: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         events = open_above(f"{name}.events", flags, 0o644)
         log = open_above(f"{name}.log", flags | os.O_APPEND, 0o644)
+        phases = open_above(f"{name}.program", flags, 0o644)
         # The buffer of the first thread: a full disk is an error here.
         os.posix_fallocate(events, 0, mmap.PAGESIZE + EVENT_BYTES * num_events)
         fcntl.lockf(log, fcntl.LOCK_EX)  # locked while the process is alive
+        program.start(phases, num_events // 8)  # a step has few, and many events
     except OSError as error:
         reason = f"RINGCOMM_TRACE: cannot record to the folder {folder}: {error.strerror}"
         raise OSError(error.errno, reason) from None

@@ -9,14 +9,16 @@ import subprocess
 import sys
 import tempfile
 import time
+import zlib
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
 
-from ringcomm.screen import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, columns, counted
+from _ringcomm_cli import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
+from ringcomm.screen import columns, counted
 from ringcomm.trace import clock_name, dumps, recordings, torch_dumps
 from ringcomm.trace.layout import NO_SEQ
 from ringcomm.trace.recordings import Process
@@ -32,12 +34,17 @@ _SHOWN = {
     "queue": ("seq",),
     "message": ("bytes", "tag", "from", "to"),
 }
+# Rows of the program's phases; threads have smaller numbers, and devices larger ones.
+_PROGRAM_ROW = 1 << 30
 
 
-def run_recorded(command: Sequence[str], num_events: int, output: Path) -> int:
+def run_recorded(
+    command: Sequence[str], num_events: int, output: Path, then: Callable[[Path], None]
+) -> int:
     """Runs a command and writes the trace of its ranks; returns its exit status.
 
-    Blocks until the command has ended. Ctrl-C ends it; what was recorded until then is written.
+    ``then`` gets the trace if there is one. Blocks until the command has ended. Ctrl-C ends it;
+    what was recorded until then is written.
     """
     with tempfile.TemporaryDirectory(prefix="ringcomm-trace-") as folder:
         wanted = {"RINGCOMM_TRACE": folder, "RINGCOMM_TRACE_EVENTS": str(num_events)}
@@ -56,12 +63,20 @@ def run_recorded(command: Sequence[str], num_events: int, output: Path) -> int:
                     process.send_signal(number)
             process.wait()
             status = EXIT_INTERRUPTED
-        merged = merge_folders([Path(folder)], output, time.monotonic_ns())
+        merged = merge_folders([Path(folder)], output, time.monotonic_ns(), then)
     return merged if status == EXIT_OK else status if status > 0 else 128 - status
 
 
-def merge_folders(folders: Sequence[Path], output: Path, now_ns: int = 0) -> int:
-    """Writes the trace of recordings and a summary on stderr; returns the exit status."""
+def merge_folders(
+    folders: Sequence[Path],
+    output: Path,
+    now_ns: int = 0,
+    then: Callable[[Path], None] | None = None,
+) -> int:
+    """Writes the trace of recordings and a summary on stderr; returns the exit status.
+
+    ``then`` gets the trace if there is one.
+    """
     try:
         summary = merge(folders, output, now_ns)
     except ValueError as error:
@@ -71,6 +86,8 @@ def merge_folders(folders: Sequence[Path], output: Path, now_ns: int = 0) -> int
     last = f"{output}: {about}; open it in https://ui.perfetto.dev"
     for line in (*summary.notes, *summary.totals, last):
         print(f"ringcomm trace: {line}", file=sys.stderr)
+    if then is not None:
+        then(output)
     return EXIT_OK
 
 
@@ -147,6 +164,7 @@ class _Writer:
         for p in processes:
             found = [p.start_ns]
             found += [e[key] for e in chain(*p.events.values()) for key in ("begin_ns", "end_ns")]
+            found += [time_ns for phase in p.phases for time_ns in (phase.begin_ns, phase.end_ns)]
             found += [now] if p.is_running and p.info["clock"] == here else []
             times += [time_ns + p.shift_ns for time_ns in found if time_ns]
         self._start_ns, self._end_ns = min(times), max([*times, now_ns])
@@ -154,6 +172,7 @@ class _Writer:
     def trace(self) -> Iterator[dict[str, Any]]:
         for process in self._processes:
             yield from self._about(process)
+            yield from self._program(process)
             for thread, events in process.events.items():
                 yield from self._about_thread(process, thread)
                 for event in events:
@@ -191,6 +210,28 @@ class _Writer:
             self.notes.append(
                 f"rank {process.rank}: the oldest {dropped} events of thread {name} were dropped;"
                 " raise --events"
+            )
+
+    def _program(self, process: Process) -> Iterator[dict[str, Any]]:
+        """A row for each thread that ran the model, above those of calls."""
+        rows = {
+            thread: _PROGRAM_ROW + idx
+            for idx, thread in enumerate(dict.fromkeys(p.thread for p in process.phases))
+        }
+        for row in rows.values():
+            yield _metadata("thread_name", process.row, row, name="program")
+            yield _metadata("thread_sort_index", process.row, row, sort_index=-1)
+        for phase in process.phases:
+            place = {"pid": process.row, "tid": rows[phase.thread]}
+            begin = self._us(process, phase.begin_ns)
+            end = self._us(process, phase.end_ns or self._end_ns - process.shift_ns)
+            about = {"args": {} if phase.end_ns else {"unfinished": "its process recorded no end"}}
+            times = {"ts": begin, "dur": round(end - begin, 3)}
+            yield {"ph": "X", "cat": "program", "name": phase.name} | place | times | about
+        if process.phases and process.phases[0].number > 1:
+            self.notes.append(
+                f"rank {process.rank}: the oldest {process.phases[0].number - 1} phases of the"
+                " program were dropped; raise --events"
             )
 
     def _note(self, process: Process, thread: int, time_ns: int, text: str) -> dict[str, Any]:
@@ -291,16 +332,29 @@ class Ring(NamedTuple):
         return [wait for wait in self.waits if _place(wait) == place and begin <= wait["ts"] < end]
 
 
+def load(path: Path) -> list[dict[str, Any]]:
+    """The events of a trace. Raises ValueError if `ringcomm trace` has not written the file."""
+    try:
+        with _opened(path, "r") as file:
+            whole = json.load(file)
+        # A trace of another program has other events, with other arguments.
+        if "clock" in whole["otherData"]:
+            events: list[dict[str, Any]] = whole["traceEvents"]
+            return events
+    except (EOFError, KeyError, TypeError, ValueError, gzip.BadGzipFile, zlib.error):
+        pass
+    raise ValueError(f"{path} is not a trace written by `ringcomm trace`, or not all of it")
+
+
 def ring_of(path: Path, seq: int | None = None) -> Ring:
     """A ring collective of a trace: call number `seq` of its group; None means the first one.
 
     Raises ValueError if there is none.
     """
+    events = load(path)
     try:
-        with _opened(path, "r") as file:
-            events: list[dict[str, Any]] = json.load(file)["traceEvents"]
         ring = _ring_in(events, seq)
-    except (AttributeError, EOFError, KeyError, TypeError, ValueError):
+    except (AttributeError, KeyError, TypeError, ValueError):
         raise ValueError(f"{path} is not a trace written by `ringcomm trace`") from None
     if ring is None:
         of_call = "" if seq is None else f" of call #{seq}"
@@ -324,27 +378,45 @@ def _ring_in(events: list[dict[str, Any]], seq: int | None) -> Ring | None:
     return Ring(whole, found, waits, {row: names[row] for row in sorted({e["pid"] for e in found})})
 
 
-def steps(path: Path, seq: int | None = None) -> str:
-    """The steps of a ring in the order in which they began, a column for each rank.
+def steps_of(path: Path, seq: int | None = None) -> dict[str, Any]:
+    """The steps of a ring in the order in which they began; times in µs from the first's begin.
 
-    Times are in µs from the first rank's begin. "2 → chunk 1 → 0" in the column of a rank: it
-    receives chunk 1 from rank 2 and sends it to rank 0. `seq` is the call's number in its group;
-    None means the first ring collective. Raises ValueError if the file has none.
+    `seq` is the call's number in its group; None means the first ring collective. Raises ValueError
+    if the file has none.
     """
     ring = ring_of(path, seq)
-    first_us = ring.steps[0]["ts"]
-    table = [["begin", "end", "waits", "slice", "step", *ring.ranks.values()]]
-    for event in ring.steps:
-        begin, end = event["ts"] - first_us, event["ts"] + event["dur"] - first_us
-        times = [begin, end, sum(wait["dur"] for wait in ring.waits_in(event))]
-        cells = [_path(event) if row == event["pid"] else "" for row in ring.ranks]
-        slice_number = str(event["args"]["slice"])
-        table.append([*(f"{time:.1f}" for time in times), slice_number, event["name"], *cells])
-    about = ring.whole["args"]
-    words = [str(about[key]) for key in ("op", "dtype", "algorithm") if key in about]
-    words += [f"{about['bytes']} bytes", f"{len(ring.ranks)} ranks", f"{len(ring.steps)} steps"]
-    title = f"{ring.whole['name']} #{about['seq']}: {', '.join(words)}; times in µs"
-    return f"{title}\n{columns(table, '>>>>' + '<' * (1 + len(ring.ranks)))}"
+    about, first_us = ring.whole["args"], ring.steps[0]["ts"]
+    found = [
+        {
+            "rank": ring.ranks[event["pid"]],
+            "name": event["name"],
+            "begin_us": round(event["ts"] - first_us, 3),
+            "end_us": round(event["ts"] + event["dur"] - first_us, 3),
+            "wait_us": round(sum(wait["dur"] for wait in ring.waits_in(event)), 3),
+            **{key: event["args"].get(key) for key in ("slice", "chunk", "from", "to")},
+        }
+        for event in ring.steps
+    ]
+    title = {"op": ring.whole["name"], "reduction": about.get("op")}
+    return {**about, **title, "ranks": [*ring.ranks.values()], "steps": found}
+
+
+def steps(path: Path, seq: int | None = None) -> str:
+    """What `steps_of` finds as a table with a column for each rank.
+
+    "2 → chunk 1 → 0" in the column of a rank: it receives chunk 1 from rank 2 and sends it to
+    rank 0. Raises as `steps_of`.
+    """
+    found = steps_of(path, seq)
+    table = [["begin", "end", "waits", "slice", "step", *found["ranks"]]]
+    for step in found["steps"]:
+        cells = [_path(step) if rank == step["rank"] else "" for rank in found["ranks"]]
+        times = [f"{step[key]:.1f}" for key in ("begin_us", "end_us", "wait_us")]
+        table.append([*times, str(step["slice"]), step["name"], *cells])
+    words = [str(found[key]) for key in ("reduction", "dtype", "algorithm") if found.get(key)]
+    words += [f"{found['bytes']} bytes", f"{len(found['ranks'])} ranks"]
+    title = f"{found['op']} #{found['seq']}: {', '.join(words)}, {len(found['steps'])} steps"
+    return f"{title}; times in µs\n{columns(table, '>>>>' + '<' * (1 + len(found['ranks'])))}"
 
 
 def _call_of(event: dict[str, Any]) -> tuple[Any, Any]:
@@ -355,8 +427,7 @@ def _place(event: dict[str, Any]) -> tuple[Any, Any]:
     return event["pid"], event["tid"]
 
 
-def _path(event: dict[str, Any]) -> str:
-    arguments = event["args"]
-    source = f"{arguments['from']} → " if "from" in arguments else ""
-    target = f" → {arguments['to']}" if "to" in arguments else ""
-    return f"{source}chunk {arguments['chunk']}{target}"
+def _path(step: dict[str, Any]) -> str:
+    source = f"{step['from']} → " if step["from"] is not None else ""
+    target = f" → {step['to']}" if step["to"] is not None else ""
+    return f"{source}chunk {step['chunk']}{target}"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ringcomm import _C
-from ringcomm.trace import clock_name, dumps
+from ringcomm.trace import clock_name, dumps, program
 from ringcomm.trace.dumps import Known
 from ringcomm.trace.layout import EVENT_BYTES, NOBODY, TRACE_HEADER, TRACE_MAGIC, clock_of, events
 from ringcomm.version import __version__
@@ -36,6 +36,7 @@ class Process:
     alive_ns: dict[int, int] = field(default_factory=dict)  # by thread
     dropped: dict[int, int] = field(default_factory=dict)  # by thread
     num_lost: int = 0
+    phases: list[program.Phase] = field(default_factory=list)
     row: int = 0  # in the trace
     attempt: int = 0  # which process of its rank
     shift_ns: int = 0  # from its clock to the trace's
@@ -99,7 +100,9 @@ def _read(log: Path, moments: dict[str, list[list[int]]]) -> tuple[Process, byte
             fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError:
             is_running = True
-    entries: list[dict[str, Any]] = [json.loads(line) for line in lines]
+    # The name of a thread may end within a letter.
+    texts = (line.decode("utf-8", "replace") for line in lines)
+    entries: list[dict[str, Any]] = [*map(json.loads, texts)]
     groups = {entry["group"]: entry for entry in entries if "group" in entry}
     if not groups:
         return None
@@ -113,6 +116,8 @@ def _read(log: Path, moments: dict[str, list[list[int]]]) -> tuple[Process, byte
     found = moments[info["clock"]]
     found += [entry["anchor"] for entry in entries]
     process = Process(info, entries[0]["anchor"][1], groups=groups, is_running=is_running)
+    if (phases := log.with_suffix(".program")).exists():
+        process.phases = program.read(phases)
     process.threads = {entry["thread"]: entry["name"] for entry in entries if "thread" in entry}
     failures = [entry for entry in entries if "failure" in entry]
     process.failures = [(entry["anchor"][1], entry["failure"]) for entry in failures]

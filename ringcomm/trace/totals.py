@@ -17,6 +17,7 @@ class Totals:
         self._num_calls: Counter[int] = Counter()
         self._in_calls: Counter[int] = Counter()
         self._waits: dict[int, Counter[int]] = defaultdict(Counter)  # by row and awaited rank
+        self._phases: dict[int, Counter[str]] = defaultdict(Counter)  # by row and name
         self._longest: list[tuple[float, int, str]] = []
 
     def add(self, event: dict[str, Any]) -> None:
@@ -30,6 +31,8 @@ class Totals:
             call = f"{event['name']} #{event['args'].get('seq', '')}"
             push = heapq.heappush if len(self._longest) < NUM_LONGEST else heapq.heappushpop
             push(self._longest, (event["dur"], row, call))
+        elif kind == "program":
+            self._phases[row][event["name"]] += event["dur"]
         elif kind == "wait" and event["args"].get("rank") is not None:
             self._waits[row][event["args"]["rank"]] += event["dur"]
 
@@ -37,12 +40,14 @@ class Totals:
         """A row for each rank, the rank that was awaited longest, and the longest calls."""
         if not self._num_calls:
             return []
-        table = [["", "collectives", "time in them", "of it waiting", "most for"]]
+        phases = list(dict.fromkeys(name for found in self._phases.values() for name in found))
+        table = [["", "collectives", "time in them", "of it waiting", "most for", *phases]]
         for row in sorted(self._num_calls):
             waits = self._waits[row]
             cells = [in_seconds(us / 1e6) for us in (self._in_calls[row], waits.total())]
             most = f"rank {max(waits, key=waits.__getitem__)}" if waits else ""
-            table.append([self._names[row], str(self._num_calls[row]), *cells, most])
+            times = [in_seconds(self._phases[row][name] / 1e6) for name in phases]
+            table.append([self._names[row], str(self._num_calls[row]), *cells, most, *times])
         lines = columns(table, "<").splitlines()
         awaited = sum(self._waits.values(), Counter())
         if awaited:

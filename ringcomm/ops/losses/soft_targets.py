@@ -86,8 +86,8 @@ def check_classes(target: Tensor, vocab_size: int, ignore_index: int) -> None:
     if len(wrong):
         first = int(wrong[0])
         raise IndexError(
-            f"ringcomm: target {first} is {int(target[first])}, but there are {vocab_size}"
-            f" classes; ignore_index is {ignore_index}"
+            f"ringcomm: target[{first}] = {int(target[first])} is out of range 0 to"
+            f" {vocab_size - 1} (ignore_index is {ignore_index})"
         )
 
 

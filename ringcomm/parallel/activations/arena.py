@@ -268,7 +268,7 @@ def gradient_arena(params: Iterable[nn.Parameter]) -> list[Tensor]:
     for param in filter(lambda param: param.requires_grad, dict.fromkeys(params)):
         if not (param.is_leaf and type(param.data) is Tensor):
             raise TypeError(
-                f"an arena holds the gradients of plain parameters, got a {type(param.data)} or a"
+                f"an arena holds the gradients of plain parameters, got {type(param.data)} or a"
                 " computed tensor; do not pass sharded parameters"
             )
         kinds.setdefault((param.device, param.dtype), []).append(param)

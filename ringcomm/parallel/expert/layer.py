@@ -77,7 +77,7 @@ class TopKRouter(nn.Linear):
             raise ValueError(f"num_experts must be 1 or more, got {num_experts}")
         if not 1 <= top_k <= num_experts:
             raise ValueError(
-                f"top_k must be 1 to {num_experts}, the number of experts, got {top_k}"
+                f"top_k must be at least 1 and at most num_experts={num_experts}, got {top_k}"
             )
         if capacity_factor is not None and not 0 < capacity_factor < math.inf:
             raise ValueError(

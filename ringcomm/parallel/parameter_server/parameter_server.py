@@ -97,11 +97,11 @@ class ParameterServer:
         loss_scale: float | Literal["dynamic"] | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
-            raise TypeError(f"expected a model, got a {type(model).__name__}")
+            raise TypeError(f"expected a model, got {type(model).__name__}")
         if not callable(make_optimizer):
             raise TypeError(
                 "make_optimizer must return an optimizer for given parameters, such as lambda"
-                f" params: torch.optim.SGD(params, lr=0.1); got a {type(make_optimizer).__name__}"
+                f" params: torch.optim.SGD(params, lr=0.1); got {type(make_optimizer).__name__}"
             )
         resolved = resolve_group(group, mesh)
         described = describe(model)

@@ -40,7 +40,7 @@ def named_blocks(blocks: Blocks) -> dict[str, nn.Module]:
         raise ValueError("a pipeline needs at least one block")
     for name, block in found.items():
         if not isinstance(block, nn.Module):
-            raise TypeError(f"block {name} must be an nn.Module, got a {type(block).__name__}")
+            raise TypeError(f"block {name} must be an nn.Module, got {type(block).__name__}")
         for other in found:
             if other.startswith(f"{name}."):
                 raise ValueError(
@@ -216,8 +216,8 @@ def cut(costs: Sequence[float], num_stages: int) -> list[range]:
         raise ValueError(f"num_stages must be 1 or more, got {num_stages}")
     if len(costs) < num_stages:
         raise ValueError(
-            f"{len(costs)} blocks are too few for {num_stages} stages of at least one block: cut"
-            " the model into more blocks, or use fewer ranks or stages per rank"
+            f"{num_stages} stages need {num_stages} blocks or more, and the model has {len(costs)}:"
+            " cut it into more blocks, or use fewer ranks or stages per rank"
         )
     for block_idx, cost in enumerate(costs):
         if not 0 <= cost < math.inf:

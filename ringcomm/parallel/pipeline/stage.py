@@ -75,7 +75,7 @@ def _metas_of(value: Any) -> Metas:
     for tensor in tensors:
         if not isinstance(tensor, Tensor):
             raise TypeError(
-                f"a block must return a tensor or a tuple of tensors, got a {type(tensor).__name__}"
+                f"a block must return a tensor or a tuple of tensors, got {type(tensor).__name__}"
             )
     return tuple(meta_like(t, t.requires_grad) for t in tensors)
 

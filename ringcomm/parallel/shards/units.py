@@ -58,7 +58,7 @@ def params_of_units(
         if own and not _has_forward(module):
             kind = type(module).__name__
             raise ValueError(
-                f"a unit with parameters must be a module that can be called, got a {kind}"
+                f"a unit with parameters must be a module that can be called, got {kind}"
             )
     return [(module, own) for module, own in params.items() if own]
 

@@ -306,7 +306,7 @@ def _misfit(name: str, part: Any, value: Any) -> str | None:
         return None
     if not isinstance(value, Tensor):
         kind = type(value).__name__
-        return f"{name} must be a tensor, got a {kind}" if part.dim() else None
+        return f"{name} must be a tensor, got {kind}" if part.dim() else None
     if value.shape != part.shape:
         return f"{name} must have shape {tuple(part.shape)}, got {tuple(value.shape)} in the state"
     # Shapes are equal here.

@@ -324,8 +324,13 @@ class VocabParallelEmbedding(SplitModule):
             embedding: the layer; it becomes that of rank 0, and this rank's part of it is copied.
             options: group, mesh, sequence_dim and reduce_output of the class.
 
-        Raises ValueError for max_norm, scale_grad_by_freq and sparse gradients.
+        Raises TypeError if it is no nn.Embedding, and ValueError for max_norm, scale_grad_by_freq
+        and sparse gradients.
         """
+        given: Any = embedding
+        if not isinstance(given, nn.Embedding):
+            got = type(given).__name__
+            raise TypeError(f"from_embedding() takes an nn.Embedding, got {got}")
         if embedding.max_norm is not None or embedding.scale_grad_by_freq or embedding.sparse:
             raise ValueError(
                 "an embedding with max_norm, scale_grad_by_freq or sparse=True cannot be split"

@@ -77,7 +77,7 @@ class Split:
                 return value.to_local()
         raise ValueError(
             f"expected a full tensor of {self.total} in dimension {self.dim}, or a DTensor of these"
-            f" ranks, got a {type(value).__name__} of shape {tuple(value.shape)}: for parts of"
+            f" ranks, got {type(value).__name__} of shape {tuple(value.shape)}: for parts of"
             " other meshes use ringcomm.parallel.set_state_dict"
         )
 

@@ -218,12 +218,12 @@ def _described(
 ) -> tuple[Model, list[Inner]]:
     """The model and its optimizers; raises TypeError or ValueError if it cannot be sharded."""
     if not isinstance(model, nn.Module):
-        raise TypeError(f"expected a model as the first argument, got a {type(model).__name__}")
+        raise TypeError(f"expected a model as the first argument, got {type(model).__name__}")
     if not isinstance(optimizers, Sequence) or not all(
         isinstance(optimizer, torch.optim.Optimizer) for optimizer in optimizers
     ):
         raise TypeError(
-            "expected an optimizer, or a list of them, as the second argument, got a"
+            "expected an optimizer, or a list of them, as the second argument, got"
             f" {type(optimizers).__name__}"
         )
     if options.offload_weights:

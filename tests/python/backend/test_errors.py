@@ -160,13 +160,27 @@ def test_an_error_keeps_no_variables(rank: int, waits_for: str) -> None:
 
 
 BAD: list[tuple[Any, dict[str, str], str, str]] = [
-    (Options(algorithm="tree"), {}, "ValueError", "one_shot"),  # type: ignore[arg-type]
-    (Options(transport="tcp"), {}, "ValueError", "shm or messages"),  # type: ignore[arg-type]
     (None, {"RINGCOMM_TRANSPORT": "p2p"}, "ValueError", "shm or messages, got 'p2p'"),
     (Options(transport="messages", message_backend="none"), {}, "ValueError", "message_backend"),
     ({"algorithm": "ring"}, {}, "TypeError", "ringcomm.Options"),
     (None, {"RINGCOMM_ALGORITHM": "tree"}, "ValueError", "one_shot"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("option", "known"),
+    [
+        ({"algorithm": "tree"}, "auto, one_shot, two_shot or ring, got 'tree'"),
+        ({"algorithm": None}, "auto, one_shot, two_shot or ring, got None"),
+        ({"transport": "tcp"}, "shm or messages, got 'tcp'"),
+        ({"deterministic": True}, "rank_order, got True"),
+    ],
+)
+def test_bad_options_raise_where_they_are_made(option: dict[str, Any], known: str) -> None:
+    (name,) = option
+    said = f"{name} of ringcomm.Options, or RINGCOMM_{name.upper()}, must be {known}"
+    with pytest.raises(ValueError, match=said):
+        Options(**option)
 
 
 @in_ranks(1, backend=None, fresh=True)

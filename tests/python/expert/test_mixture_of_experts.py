@@ -360,7 +360,7 @@ def test_equal_probabilities_take_the_smaller_numbers() -> None:
 
 def test_arguments_of_the_router() -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({"top_k": 5}, "top_k must be 1 to 4, the number of experts, got 5"),
+        ({"top_k": 5}, "top_k must be at least 1 and at most num_experts=4, got 5"),
         ({"num_experts": 0}, "num_experts must be 1 or more, got 0"),
         ({"capacity_factor": 0.0}, "capacity_factor must be positive and finite.*got 0.0"),
         ({"capacity_factor": float("nan")}, "capacity_factor .*got nan"),

@@ -268,7 +268,7 @@ def test_batches_that_cannot_be_used(rank: int) -> None:
     refused(train, 'no "labels", only input_ids, attention_mask: add', unlabelled)
     refused(train, 'the batch has "labels": do not pass targets', batch, labels)
     refused(train, "inputs that are tensors need targets", ids)
-    refused(train, "got a list", ids.tolist(), labels, kind=TypeError)
+    refused(train, "got list", ids.tolist(), labels, kind=TypeError)
     refused(train, "takes one tensor, input_ids, or a dict", (ids, ids), labels, kind=TypeError)
     refused(train, "no labels on any rank", ids, torch.full_like(labels, -100))
     text = "another rank cannot use its batch" if rank else 'no "labels"'

@@ -133,7 +133,7 @@ def no_class(ops: Any, device: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RINGCOMM_CHECK_TARGETS", "1")
         for inplace in (False, True):
-            with pytest.raises(IndexError, match=r"target 1 is 20, (and|but) there are 20 classes"):
+            with pytest.raises(IndexError, match=r"target\[1\] = 20 is out of range 0 to 19"):
                 cross_entropy(trained(logits.clone()), target, inplace=inplace)
         patch.setenv("RINGCOMM_CHECK_TARGETS", "yes")
         with pytest.raises(ValueError, match="RINGCOMM_CHECK_TARGETS must be 0 or 1"):

@@ -160,7 +160,7 @@ def test_gradients_are_summed_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"bias": torch.zeros(CLASSES, dtype=BF16)}, TypeError, "the bias"),
         ({"weight": torch.zeros(CLASSES, HIDDEN, device="meta")}, ValueError, "and meta"),
         ({"target": torch.arange(TOKENS - 1)}, ValueError, "targets must have shape"),
-        ({"target": torch.arange(TOKENS) + CLASSES - 70}, IndexError, "target 70 is 333"),
+        ({"target": torch.arange(TOKENS) + CLASSES - 70}, IndexError, r"target\[70\] = 333"),
         ({"class_weight": torch.ones(CLASSES - 1), "vocab_size": CLASSES}, ValueError, "weight"),
         ({"vocab_size": CLASSES + 1}, ValueError, "columns"),
         ({"outputs": ("logits",)}, ValueError, "outputs"),

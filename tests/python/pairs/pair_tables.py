@@ -310,7 +310,7 @@ PROGRAM = Table.of(
         ValueError|TypeError: is not a model of transformers|has no|tensor-parallel plan
         the model itself; data parallelism and ZeRO for adapters
     wrapper: torch.compile; system: infinity
-        ValueError: got a OptimizedModule
+        ValueError: got OptimizedModule
         stage 3, or no torch.compile
     memory format: transposed or channels_last; system: zero 3 or infinity
         NotImplementedError|ValueError: contiguous

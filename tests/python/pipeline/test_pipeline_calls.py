@@ -34,11 +34,11 @@ def test_what_is_no_pipeline(rank: int) -> None:
             make(*args, **options)
 
     refused(TypeError, "blocks must be an nn.Sequential, .*got Named", Named())
-    refused(TypeError, "block 1 must be an nn.Module, got a int", [nn.Linear(8, 8), 3])
+    refused(TypeError, "block 1 must be an nn.Module, got int", [nn.Linear(8, 8), 3])
     refused(ValueError, "at least one block", nn.Sequential())
-    refused(ValueError, "1 blocks are too few for 2 stages", [nn.Linear(8, 8)])
-    refused(ValueError, "9 blocks are too few for 10 stages", None, "interleaved",
-            num_stages_per_rank=5)  # fmt: skip
+    refused(ValueError, "2 stages need 2 blocks or more, and the model has 1", [nn.Linear(8, 8)])
+    refused(ValueError, "10 stages need 10 blocks or more, and the model has 9", None,
+            "interleaved", num_stages_per_rank=5)  # fmt: skip
     refused(ValueError, "name of block a.b begins with that of block a,",
             {"a": nn.Linear(8, 8), "a.b": nn.Linear(8, 8)})  # fmt: skip
     refused(ValueError, "costs must have one element per block, got 2 for 9 blocks", costs=[1, 2])
@@ -68,7 +68,7 @@ def test_what_is_no_step(rank: int) -> None:
     refused(ValueError, "4 rows of inputs do not divide into 8 micro-batches: use 8 rows",
             x[:4], y)  # fmt: skip
     refused(ValueError, "the target have 8 rows, but the inputs 16", x, y[:8])
-    refused(TypeError, "target must be tensors, got a NoneType", x, None)
+    refused(TypeError, "target must be tensors, got NoneType", x, None)
     refused(ValueError, r"stage 0 \(rank 0\) failed with float32\[2, 5\]: .*", x[:, :5], y)
     refused(ValueError, "ranks disagree on the inputs of a micro-batch", x.double() if rank else x,
             y)  # fmt: skip

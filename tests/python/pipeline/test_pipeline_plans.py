@@ -84,7 +84,7 @@ def test_cut_is_the_best(num_stages: int) -> None:
 
 
 def test_cuts_that_cannot_be() -> None:
-    with pytest.raises(ValueError, match="2 blocks are too few for 3 stages"):
+    with pytest.raises(ValueError, match="3 stages need 3 blocks or more, and the model has 2"):
         pipeline.cut([1, 1], 3)
     with pytest.raises(ValueError, match=r"got -1.* for block 1"):
         pipeline.cut([1, -1], 1)

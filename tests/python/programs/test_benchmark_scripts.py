@@ -30,9 +30,10 @@ from html_report import read_records
 from machines import needs_programs
 from torch import Tensor
 
+from _ringcomm_cli import EXIT_OK, EXIT_WRONG_RESULTS
 from ringcomm import cli, palette
 from ringcomm.parallel import pipeline
-from ringcomm.screen import EXIT_OK, EXIT_WRONG_RESULTS, in_seconds
+from ringcomm.screen import in_seconds
 from ringcomm.trace.merge import Ring
 
 ALGORITHMS = ["one_shot", "two_shot", "ring"]

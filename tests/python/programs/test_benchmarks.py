@@ -32,10 +32,10 @@ from point import make_buffers
 from report import RESULTS
 
 import ringcomm
+from _ringcomm_cli import EXIT_OK, EXIT_WRONG_RESULTS
 from ringcomm import cli
 from ringcomm.measure import bench, machine, ranks
 from ringcomm.measure.timing import Timings
-from ringcomm.screen import EXIT_OK, EXIT_WRONG_RESULTS
 
 BACKENDS = ["ringcomm", "gloo"]
 KIND = "hostgpu"
@@ -189,13 +189,15 @@ def test_a_table_a_sentence_and_a_page(
     figures = tmp_path / "bench.json"
     assert cli.run([*QUICK, "--html", str(path), "--json", str(figures)]) == EXIT_OK
     out, err = capfd.readouterr()
-    assert re.search(r"^1 of 3: all_reduce, 1 KiB$", err, re.M)
+    assert re.search(r"^1 of 3: 2 ranks: all_reduce, 1 KiB$", err, re.M)
     for name in ("1 KiB", "64 KiB"):
-        assert re.search(rf"^all_reduce, {name} .*× \(.*–.*\)$", out, re.M)
-    assert re.search(rf"^{bench.STEP_TITLE} .*× \(.*–.*\)$", out, re.M)
+        assert re.search(rf"^ +2  all_reduce, {name} .*× \(.*–.*\)$", out, re.M)
+    assert re.search(rf"^ +2  {bench.STEP_TITLE} .*× \(.*–.*\)$", out, re.M)
     said = re.search(r"^With 2 ranks on this machine, ringcomm's all_reduce is .*$", out, re.M)
     assert said is not None
-    rows = json.loads(figures.read_text(encoding="utf-8"))["rows"]
+    content = json.loads(figures.read_text(encoding="utf-8"))
+    rows = content["rows"]
+    assert content["world_sizes"] == [2]
     assert [row["num_bytes"] for row in rows] == [1 << 10, 64 << 10, 0]
     page = path.read_text(encoding="utf-8")
     assert f"<h1>{said[0].replace(chr(39), '&#x27;')}</h1>" in page
@@ -217,25 +219,50 @@ def test_a_wrong_sum_is_no_result(
     assert "2 wrong elements in all_reduce of 1024 B by ringcomm" in capfd.readouterr().out
 
 
-def row(num_bytes: int, low: float, high: float, others: float = 0.0) -> bench.Row:
+def row(num_bytes: int, low: float, high: float, others: float = 0.0, n: int = 2) -> bench.Row:
     times = {name: {"p50_us": 10.0, "p99_us": 20.0} for name in ("ringcomm", "gloo")}
     ratio = {"p10": low, "p50": (low + high) / 2, "p90": high}
-    return bench.Row("a title", num_bytes, times, ratio, others)
+    return bench.Row("a title", n, num_bytes, times, ratio, others)
 
 
 def test_what_cannot_be_told_apart_is_said_so() -> None:
     even, faster = row(0, 0.9, 1.2), row(0, 1.1, 1.3)
-    assert "within what can be measured (1.05× (0.90–1.20))" in bench.sentence(
-        [row(1, 2, 3), even], 2
+    all_reduce = row(1, 2, 3)
+    assert "within what can be measured (1.05× (0.90–1.20))" in bench.sentence([all_reduce, even])
+    assert "1.20× as fast." in bench.sentence([all_reduce, faster])
+    more = [row(1, 4, 4, n=4), row(0, 0.8, 1.1, n=4)]
+    assert bench.sentence([all_reduce, faster, *more]) == (
+        "With 2 to 4 ranks on this machine, ringcomm's all_reduce is 2.50× to 4.00× as fast as"
+        " Gloo's, and a training step of a small transformer 0.95× to 1.20× as fast (with 4 ranks"
+        " no difference can be measured)."
     )
-    assert "1.20× as fast." in bench.sentence([row(1, 2, 3), faster], 2)
+
+
+def test_ranks_up_to_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as the time goes."""
+    assert bench.world_sizes(1) == bench.world_sizes(2) == [2]
+    assert bench.world_sizes(6) == [2, 4, 6]
+    assert bench.world_sizes(16) == [2, 4, 8, 16]
+    assert bench.world_sizes(96) == [2, 4, 8, 16, 32, 64]
+    started: list[int] = []
+
+    def run_ranks(world_size: int, _: Any, add: Any) -> None:
+        started.append(world_size)
+        add(row(1, 2, 3, n=world_size))
+
+    monkeypatch.setattr(bench.ranks, "run_ranks", run_ranks)
+    assert bench._measure([2, 4, 8], 1.0, []) == ""
+    monkeypatch.setattr(bench, "MAX_FACTOR", 0)
+    said = bench._measure([2, 4, 8], 1.0, [])
+    assert said == "Not measured, because it takes too long: 4 and 8 ranks."
+    assert started == [2, 4, 8, 2]
 
 
 def test_the_page_has_the_terminals_caveat() -> None:
     rows = [row(1, 2, 3, others=40.0), row(0, 1.1, 1.2)]
     said = bench.caveat(rows)
     assert said.startswith("Other programs used up to 40 %")
-    assert said in bench.page(rows, 2, {"cores": 2, "cpu": "x"})
+    assert said in bench.page(rows, {"cores": 2, "cpu": "x"})
     assert bench.caveat([row(1, 2, 3)]) == ""
 
 

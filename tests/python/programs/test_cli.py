@@ -24,18 +24,11 @@ from rank_programs import run_command
 from report import fitted, make_table
 from rich.console import Console
 
+from _ringcomm_cli import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_PIPE_CLOSED
 from ringcomm import cli, tuning
 from ringcomm.measure import algorithms, doctor, machine
 from ringcomm.measure.algorithms import measure_algorithms
-from ringcomm.screen import (
-    EXIT_BAD_INPUT,
-    EXIT_FAILED,
-    EXIT_INTERRUPTED,
-    EXIT_OK,
-    EXIT_PIPE_CLOSED,
-    check_writable,
-    counted,
-)
+from ringcomm.screen import check_writable, counted
 
 ROOT = Path(__file__).resolve().parents[3]
 TIMEOUT_S = 120.0
@@ -421,7 +414,7 @@ BAD_INPUT = [
     ("bench cross_entropy --device abacus", "this torch finds no abacus device here"),
     ("bench sendrecv --world-size 1", "at least two ranks"),
     ("bench --world-size 1", "--world-size must be 2 to 64, got 1"),
-    ("bench --seconds -1", "--seconds must not be negative"),
+    ("bench --seconds -1", "--seconds: must be finite and not negative, got -1"),
     ("bench --html /proc/no.html", "--html: /proc/no.html cannot be written"),
     ("bench all_reduce --device no_such_device", "no no_such_device device here"),
     ("bench all_reduce --graph 20", "add --device cuda"),

@@ -47,6 +47,18 @@ CALLS: list[tuple[Call, str]] = [
         "from_linear() takes an nn.Linear, got ReLU",
     ),
     (
+        lambda _: ringcomm.nn.VocabParallelEmbedding.from_embedding(nn.ReLU()),  # type: ignore[arg-type]
+        "from_embedding() takes an nn.Embedding, got ReLU",
+    ),
+    (
+        lambda m: parallelize(m, {"dp": 1}, torch.optim.AdamW),  # type: ignore[arg-type]
+        "dims must be a ParallelDims, such as ParallelDims(dp=2), got dict",
+    ),
+    (
+        lambda m: Lomo(torch.optim.AdamW(m.parameters())),  # type: ignore[arg-type]
+        "Lomo takes the model, or its parameters, and not an optimizer: got AdamW",
+    ),
+    (
         tensor_parallelize,
         "Sequential is no model of transformers: make its layers with ringcomm.nn",
     ),

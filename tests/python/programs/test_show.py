@@ -34,6 +34,10 @@ CONFIG = {
 
 
 def written(*arguments: str, path: Path) -> Path:
+    """A page; of `trace`, if there is no other, of the job of `ring_trace`."""
+    if arguments == ("trace",):
+        path.parent.mkdir(exist_ok=True)
+        arguments = ("trace", "--trace", str(ring_trace(path.parent)))
     assert cli.run(["show", *arguments, "-o", str(path)]) == 0
     return path
 
@@ -61,6 +65,8 @@ def test_a_page_needs_no_other_file(page: str, tmp_path: Path) -> None:
         (["ring", "--ranks", "1"], "--ranks must be 2 to 64, got 1"),
         (["ring", "--ranks", "65"], "--ranks must be 2 to 64, got 65"),
         (["ring", "--seq", "3"], "--seq needs --trace FILE"),
+        (["trace"], "page trace needs --trace FILE"),
+        (["trace", "--ranks", "4"], "page trace has no option --ranks"),
         (["ring", "--trace", "{file}"], "is not a trace written by `ringcomm trace`"),
         (["ring", "--trace", "{file}.gone"], "No such file"),
         (["memory", "--model", "nothing"], "'nothing' is neither a model nor a config.json"),
@@ -169,20 +175,25 @@ def test_names_do_not_end_the_page(tmp_path: Path) -> None:
 def ring_trace(folder: Path) -> Path:
     """Of two ranks, as far as pages read it."""
     about = {"group": "g", "seq": 7, "bytes": 4096, "algorithm": "ring"}
-    events: list[dict[str, Any]] = [
-        {"name": "all_reduce", "cat": "collective", "pid": 1, "tid": 1, "args": about}
-    ]
+    whole = {"cat": "collective", "ph": "X", "tid": 1, "ts": 0.0, "dur": 20.0, "args": about}
+    events: list[dict[str, Any]] = [{"name": "all_reduce", "pid": pid} | whole for pid in (1, 2)]
+    for at, name in enumerate(("forward", "backward", "optimizer")):
+        place = {"ph": "X", "pid": 1, "tid": 9, "ts": 30.0 * at + 30, "dur": 30.0, "args": {}}
+        events.append({"name": name, "cat": "program"} | place)
     for rank in range(2):
         pid = rank + 1
-        events.append({"name": "process_name", "pid": pid, "args": {"name": f"rank {rank}"}})
+        named = {"name": "process_name", "ph": "M", "pid": pid}
+        events.append(named | {"args": {"name": f"rank {rank}"}})
         for at, half in enumerate(("reduce_scatter", "all_gather")):
-            place = {"pid": pid, "tid": 1, "ts": 10.0 * at}
+            place = {"ph": "X", "pid": pid, "tid": 1, "ts": 10.0 * at}
             args = {"group": "g", "seq": 7, "chunk": (rank + at) % 2, "slice": 0, "from": 1 - rank}
             step = {"name": f"{half} step 0", "cat": "step", "dur": 8.0 + rank, "args": args}
-            wait = {"name": "wait", "cat": "wait", "dur": 2.0 * rank, "args": about}
+            wait = {"name": "wait", "cat": "wait", "dur": 2.0 * rank}
+            wait["args"] = about | {"rank": 1 - rank}
             events += [place | step, place | wait]
     path = folder / "trace.json"
-    path.write_text(json.dumps({"traceEvents": events}), encoding="utf-8")
+    whole_trace = {"otherData": {"clock": []}, "traceEvents": events}
+    path.write_text(json.dumps(whole_trace), encoding="utf-8")
     return path
 
 
@@ -199,6 +210,23 @@ def test_a_recorded_ring(tmp_path: Path) -> None:
     } in data["measured"]
     with pytest.raises(ValueError, match=r"no ring collective of call #8"):
         show.ring(2, 1, Path(trace), 8)
+
+
+def test_steps_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["trace", "--steps", str(ring_trace(tmp_path)), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["op"], found["seq"], found["ranks"]) == ("all_reduce", 7, ["rank 0", "rank 1"])
+    first = found["steps"][0]
+    assert (first["rank"], first["begin_us"], first["end_us"]) == ("rank 0", 0.0, 8.0)
+    assert [step["wait_us"] for step in found["steps"]] == [0.0, 2.0, 0.0, 2.0]
+
+
+def test_a_page_keeps_the_newest_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """https://github.com/pytorch/kineto/issues/595: a viewer shows nothing of a large trace."""
+    monkeypatch.setattr(show, "MAX_EVENTS", 2)
+    data = data_of(written("trace", path=tmp_path / "page.html"))
+    assert [event["name"] for event in data["events"]] == ["backward", "optimizer"]
+    assert "The oldest 7 events are not on this page." in data["about"]
 
 
 def test_the_memory_of_a_page_is_what_zero_predicts(tmp_path: Path) -> None:
@@ -246,7 +274,7 @@ def set_to(page: Any, name: str, value: object) -> None:
 @pytest.mark.parametrize("page", show.TITLES)
 def test_pages_fit_the_screen(browser: Any, page: str, size: Any, tmp_path: Path) -> None:
     with opened(browser, written(page, path=tmp_path / "page.html"), size) as shown:
-        assert shown.locator("svg").count() == 1
+        assert shown.locator("svg").count() >= 1
         assert shown.locator("svg rect, svg path").count() > 5
 
 
@@ -286,6 +314,30 @@ def test_a_recorded_ring_says_who_waited(browser: Any, tmp_path: Path) -> None:
 
 def reduce_once(rank: int) -> None:
     dist.all_reduce(torch.ones(4096))
+
+
+@pytest.mark.slow
+def test_a_recorded_job_in_a_browser(browser: Any, tmp_path: Path) -> None:
+    with opened(browser, written("trace", path=tmp_path / "page.html")) as page:
+
+        def kinds() -> list[str]:
+            boxes = page.locator("rect.event")
+            found = boxes.evaluate_all("all => all.map(box => box.dataset.kind)")
+            return sorted(kind for kind in found if kind != "wait")
+
+        phases = ["forward", "backward", "optimizer"]
+        assert kinds() == sorted([*phases, "call", "call"])
+        assert page.locator('rect.event[data-kind="wait"][data-rank="1"]').count() == 2
+        row = page.locator("#sums tbody tr").nth(0).locator("td").all_inner_texts()
+        assert row[:5] == ["rank 0", *["30 µs (25 %)"] * 3, "20 µs (16.7 %)"]
+        (arrow,) = page.locator("path.arrow").all()  # rank 0 has waited for 0 µs
+        assert "rank 1 waited 4 µs for rank 0" in arrow.text_content()
+        page.locator('rect.event[data-kind="backward"]').click()
+        assert page.locator("#chosen").inner_text() == "rank 0: backward, 30 µs, from 60 µs on"
+        page.locator("#closer").click()  # from 30 to 90 µs
+        assert kinds() == ["backward", "forward"]
+        page.locator("#whole").click()
+        assert len(kinds()) == 5
 
 
 @pytest.mark.slow

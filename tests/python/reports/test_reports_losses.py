@@ -252,7 +252,7 @@ def test_targets_of_small_integers(dtype: torch.dtype) -> None:
     logits = F.linear(*LAYER)
     linear = linear_cross_entropy(*LAYER, given, ignore_index=ignored)
     assert_near(linear, F.cross_entropy(logits, target, ignore_index=ignored), 1e-6)
-    with pytest.raises(IndexError, match=f"target 4 is {ignored}"):
+    with pytest.raises(IndexError, match=rf"target\[4\] = {ignored}"):
         cross_entropy(LOGITS, given)
 
 
@@ -289,7 +289,7 @@ def test_float64(options: dict[str, Any]) -> None:
         assert torch.autograd.gradcheck(
             lambda x: cross_entropy(x, target, **options), leaf_of(LOGITS, F64)
         )
-    with pytest.raises(IndexError, match=f"target 1 is {CLASSES}"):
+    with pytest.raises(IndexError, match=rf"target\[1\] = {CLASSES}"):
         cross_entropy(LOGITS.double(), torch.tensor([0, CLASSES, 0, 0, 0, 0]), **options)
 
 

@@ -390,7 +390,7 @@ def wrong_models() -> Iterator[tuple[nn.Module, type[Exception], str]]:
     one, two = nn.Linear(2, 2), nn.Linear(2, 2)
     two.weight = nn.Parameter(one.weight.data)
     yield nn.Sequential(one, two), ValueError, "0.weight and 1.weight are two parameters in the"
-    yield nn.ParameterList([torch.ones(2)]), ValueError, "that can be called, got a ParameterList"
+    yield nn.ParameterList([torch.ones(2)]), ValueError, "that can be called, got ParameterList"
 
 
 @in_ranks(2)

@@ -1,0 +1,377 @@
+"""The command `ringcomm`: its options, and how a program of it ends.
+
+The command starts here, outside of the package: `import ringcomm` imports torch, for which
+`--help`, an error and shell completion would wait. ringcomm.cli has what a command does.
+"""
+
+# PYTHON_ARGCOMPLETE_OK
+
+import argparse
+import contextlib
+import difflib
+import inspect
+import io
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_BAD_INPUT = 2
+EXIT_WRONG_RESULTS = 3
+EXIT_INTERRUPTED = 130
+EXIT_PIPE_CLOSED = 141  # as of a program that SIGPIPE ends
+
+NUM_RANKS = max(2, min(4, len(os.sched_getaffinity(0))))
+# Of `bench OP`, whose options are in the folder benchmarks/ of a checkout.
+OPERATIONS = (
+    *("all_reduce", "all_reduce_apart", "all_reduce_shared", "reduce_scatter", "all_gather"),
+    *(
+        "reduce_scatter_shared",
+        "all_gather_shared",
+        "broadcast",
+        "all_to_all",
+        "round_trip",
+        "sendrecv",
+        "barrier",
+        "cross_entropy",
+        "systems",
+    ),
+)
+
+
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Shows the defaults of options with a value."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return super()._get_help_string(action) if action.default else action.help
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Reports an error in one line, with the nearest name; `--help` has the rest."""
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the process with status 2."""
+        if wrong := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)$", message):
+            message += _did_you_mean(wrong[1], re.findall(r"[\w.-]+", wrong[2]))
+        self.exit(EXIT_BAD_INPUT, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+    def print_help(self, file: Any = None) -> None:
+        """As ArgumentParser's, which ignores that the output cannot be written."""
+        (file or sys.stdout).write(self.format_help())
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As ArgumentParser's; an unknown option is an error of the sub-command's parser."""
+        options, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            parser = getattr(options, "parser", self)
+            known = re.findall(r"(?<![\w-])--[\w-]+", parser.format_help())
+            near = _did_you_mean(unknown[0].partition("=")[0], known)
+            parser.error(f"unrecognized arguments: {' '.join(unknown)}{near}")
+        return options
+
+
+def _did_you_mean(name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, 1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def _parsed_by(name: str) -> Callable[[str], Any]:
+    """An option's type: a function of ringcomm.screen, imported when there is a value to read."""
+
+    def parse(text: str) -> Any:
+        from ringcomm import screen
+
+        return screen.as_option(getattr(screen, name))(text)
+
+    return parse
+
+
+def _duration(text: str) -> float:
+    seconds = float(text)
+    if not 0 <= seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"must be finite and not negative, got {text}")
+    return seconds
+
+
+_duration.__name__ = "number"  # in argparse's own message
+
+
+def _add_bench(parser: argparse.ArgumentParser) -> None:
+    """Compares ringcomm with Gloo on this machine, in about a minute; verifies the results.
+
+    `ringcomm bench OP` measures one operation in depth. OP is one of all_reduce, all_reduce_apart,
+    all_reduce_shared, reduce_scatter, all_gather, broadcast, all_to_all, round_trip, sendrecv and
+    barrier, or several of them separated by commas; or cross_entropy, or systems. It needs the
+    folder benchmarks/ of a checkout. `ringcomm bench OP --help` shows its options.
+
+    The command starts its own ranks. `torchrun ... -m ringcomm bench OP` uses torchrun's ranks.
+    """
+    add = parser.add_argument
+    op = add("op", nargs="?", metavar="OP", help="an operation, with options of its own")
+    op.completer = lambda **_: OPERATIONS  # type: ignore[attr-defined]
+    about = "ranks to start, 2 to 64; by default 2, 4, ... up to one per core"
+    add("--world-size", type=int, help=about)
+    add("--seconds", type=_duration, default=20.0, help="of measurement in all")
+    add("--html", type=Path, metavar="FILE", help="write a page with one picture (one file)")
+    add("--json", type=Path, metavar="FILE", help="write the figures as one JSON object")
+
+
+def _add_doctor(parser: argparse.ArgumentParser) -> None:
+    """Examines this machine and a group of ringcomm on it, and lists problems.
+
+    Reads the cores, the container's limits, versions and RINGCOMM_* variables. Then it starts
+    ranks, makes a group, and measures all_reduce, messages between each pair of ranks, and memory.
+    The exit status is 1 if the group cannot be made.
+
+    With --job it starts nothing: it shows the call of each rank of a running job, the rank that it
+    waits for, and which rank is the cause of a hang. The exit status is 1 if the job cannot be
+    examined.
+    """
+    add = parser.add_argument
+    add("--job", type=int, metavar="PID", help="process id of torchrun or of any rank")
+    about = "ranks to start, 1 to 64; by default one per CPU, 2 to 4"
+    add("--world-size", type=int, default=NUM_RANKS, help=about)
+    add("--seconds", type=_duration, default=0.3, help="seconds of measurement per size")
+    add("--json", action="store_true", help="print the report as one JSON object")
+    add("--verdict", action="store_true", help="with --job: print one line, the cause of a hang")
+    add("--dump", type=Path, metavar="FOLDER", help="with --job: also write a dump of each rank")
+    about = "format of the dumps; torch: FOLDER/rank0, for torch's analyser torchfrtrace"
+    add("--format", choices=("json", "torch"), default="json", help=about)
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    """Ranks training systems and meshes for a model by predicted step time.
+
+    No rank is started. For every system and mesh it predicts memory by part, traffic, the pipeline
+    bubble and time, and ranks the plans that fit. Among plans within 2 % of the fastest, fewer
+    axes, simpler systems and fewer bytes rank first. A model is a name or a config.json of
+    transformers. See docs/design/planner.md.
+    """
+    add = parser.add_argument
+    add("--model", help="a known name such as llama-7b, or the path of a config.json")
+    add("--gpus", type=int, default=0, help="total number of devices over all hosts")
+    add("--tokens", type=_parsed_by("amount"), default="4M", help="tokens per step over all ranks")
+    about = "tokens per sequence; by default the model's context"
+    parse = _parsed_by("amount")
+    add("--sequence", type=lambda text: 0 if text == "0" else parse(text), default=0, help=about)
+    add("--top", type=int, default=10, help="plans to print; 0 for all")
+    add("--why", type=int, default=1, help="number of the plan to explain")
+    add("--json", action="store_true", help="print all plans as one JSON object")
+    add = parser.add_argument_group("machines").add_argument
+    add("--hardware", default="h100", help="a known name, or a JSON file")
+    about = "a file of `ringcomm tune`, from which link times are taken"
+    add("--tuning", type=Path, metavar="FILE", help=about)
+    about = "memory per device, such as 80GiB or 80GB; by default the hardware's"
+    add("--memory", type=_parsed_by("amount"), default=0, help=about)
+    add("--per-host", type=int, default=0, help="devices per host; by default the hardware's")
+    # Their names in the namespace are those of Job's fields.
+    add = parser.add_argument_group("plans to consider, by default all").add_argument
+    for name, what in (("dp", "data"), ("pp", "pipeline"), ("tp", "tensor"), ("ep", "expert")):
+        add(f"--{name}", type=int, default=0, help=f"size of {what} parallelism")
+    names = _parsed_by("words")
+    several: dict[str, Any] = {"type": lambda text: tuple(names(text)), "default": ()}
+    several["metavar"] = "NAMES"
+    add("--systems", help="training systems, separated by commas", **several)
+    add("--schedules", help="pipeline schedules", **several)
+    about = "activation checkpointing: none, full"
+    add("--checkpointing", dest="checkpointings", help=about, **several)
+    add("--precision", default="bf16", help="bf16 (with float32 master weights) or fp32")
+    add("--optimizer", default="adamw", help="adamw or sgd")
+    about = "split tokens over ranks of tp; by default where they divide sequences"
+    is_flag = argparse.BooleanOptionalAction
+    add("--sequence-parallel", dest="is_sequence_split", action=is_flag, help=about)
+
+
+def _add_show(parser: argparse.ArgumentParser) -> None:
+    """Writes a page that shows how an algorithm works: one file, for any browser, offline.
+
+    Pages: ring (the steps of an all_reduce), memory (of a rank, by system and number of ranks),
+    lomo (memory over a backward pass), pipeline (schedules and their idle time), tensor (one block
+    over tensor-parallel ranks), loss (cross-entropy over a split vocabulary), trace (a recorded
+    job).
+    With --trace or --timeline a page shows a recorded run. See docs/how-to/show.md.
+    """
+    add = parser.add_argument
+    add("page", choices=PAGES, metavar="PAGE", help=", ".join(PAGES))
+    add("--ranks", type=int, help="2 to 64, by default 4; of memory the most, by default 64")
+    about = "of memory, lomo, tensor: a known name, or the path of a config.json; default llama-7b"
+    add("--model", help=about)
+    add("--bytes", type=_parsed_by("amount"), help="of ring: of a rank's buffer, by default 1MiB")
+    add("--micro-batches", type=int, help="of pipeline, by default 8")
+    about = "of ring and trace: a trace of `ringcomm trace`"
+    add("--trace", type=Path, metavar="FILE", help=about)
+    add("--seq", type=int, metavar="N", help="with --trace: the call's number (default: the first)")
+    about = "of pipeline: a file of Timeline.export_chrome_trace()"
+    add("--timeline", type=Path, metavar="FILE", help=about)
+    add("-o", "--output", type=Path, metavar="FILE", help="by default ringcomm-PAGE.html")
+
+
+def _add_trace(parser: argparse.ArgumentParser) -> None:
+    """Records every rank of a program and writes one trace for https://ui.perfetto.dev.
+
+        ringcomm trace -o job.json -- torchrun --nproc-per-node 2 train.py
+        ringcomm trace -o job.json --merge FOLDER
+        ringcomm trace --steps job.json
+
+    The first runs a command and exits with its status. A program that is started in another way
+    records to FOLDER if RINGCOMM_TRACE=FOLDER is in its environment; the second merges these
+    recordings, and dumps of the flight recorder, into a trace. The third prints the steps of a ring
+    collective. See docs/how-to/trace.md.
+    """
+    add = parser.add_argument
+    of_file: dict[str, Any] = {"type": Path, "metavar": "FILE"}
+    about = "trace to write, replacing an existing file; with --format torch a new folder"
+    add("-o", "--output", default=Path("ringcomm-trace.json"), help=about, **of_file)
+    about = "newest events to keep for each thread"
+    add("--events", type=int, metavar="N", default=1 << 16, help=about)
+    about = "folders of recordings and dumps, of all hosts"
+    add("--merge", type=Path, nargs="+", metavar="FOLDER", help=about)
+    about = "of --merge: a trace, or for torch's analyser torchfrtrace one dump for each rank"
+    add("--format", choices=("perfetto", "torch"), default="perfetto", help=about)
+    add("--html", help="also write a page that shows the trace, offline", **of_file)
+    add("--steps", help="print the ring steps of this trace", **of_file)
+    add("--seq", type=int, metavar="N", help="with --steps: the call's number (default: the first)")
+    add("--json", action="store_true", help="with --steps: print one JSON object")
+    add("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the program to record")
+
+
+def _add_tune(parser: argparse.ArgumentParser) -> None:
+    """Measures the algorithms of all_reduce on this machine and writes a tuning file for groups.
+
+    For each number of ranks the file has a cost model (alpha per transfer, beta per MiB) and the
+    size up to which one_shot is the fastest algorithm. Run it on an idle machine.
+    """
+    add = parser.add_argument
+    numbers, sizes = _parsed_by("whole_numbers"), _parsed_by("byte_counts")
+    about = "numbers of ranks to measure, 2 to 64"
+    add("--world-sizes", type=numbers, default="2,4", help=about)
+    some_sizes = "1k,4k,16k,32k,64k,128k,256k,512k,1m,4m"
+    add("--sizes", type=sizes, default=some_sizes, help="buffer sizes in bytes")
+    about = "seconds of measurement for each size and number of ranks"
+    add("--seconds", type=_duration, default=0.6, help=about)
+    about = "repeats of a measurement that other programs disturbed"
+    add("--repeats", type=int, default=2, help=about)
+    path = Path("ringcomm-tuning.json")
+    add("--json", type=Path, metavar="FILE", default=path, help="the file to write")
+    add("--force", action="store_true", help="write it even if other programs disturbed it")
+
+
+# Pages of `show`, the options of each and their defaults.
+PAGES: dict[str, dict[str, Any]] = {
+    "ring": {"ranks": 4, "bytes": 1 << 20, "trace": None, "seq": None},
+    "memory": {"model": "llama-7b", "ranks": 64},
+    "lomo": {"model": "llama-7b"},
+    "pipeline": {"ranks": 4, "micro_batches": 8, "timeline": None},
+    "tensor": {"model": "llama-7b", "ranks": 4},
+    "loss": {"ranks": 4},
+    "trace": {"trace": None},
+}
+
+
+_COMMANDS = {
+    "bench": (_add_bench, "compare ringcomm with Gloo on this machine"),
+    "doctor": (_add_doctor, "examine this machine and a group on it"),
+    "plan": (_add_plan, "rank training systems and meshes for a model by predicted time"),
+    "show": (_add_show, "write a page that shows how an algorithm works"),
+    "trace": (_add_trace, "record all ranks of a program and write one trace for Perfetto"),
+    "tune": (_add_tune, "measure the algorithms of all_reduce and write a tuning file"),
+}
+
+
+class _Version(argparse.Action):
+    """Reads the version from its file, which is not imported: the package would be, too."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        spec = find_spec("ringcomm")
+        (folder,) = (spec and spec.submodule_search_locations) or [""]
+        text = Path(folder, "version.py").read_text(encoding="utf-8")
+        print(f"ringcomm {re.findall(r'__version__ = .(.*).$', text, re.M)[0]}")
+        parser.exit(EXIT_OK)
+
+
+def make_parser() -> OneLineParser:
+    """The parser of all commands. Options have the name in `command`, its parser in `parser`."""
+    about = "Measures, tunes and examines ringcomm on this machine."
+    parser = OneLineParser(prog="ringcomm", description=about)
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
+    choices = parser.add_subparsers(metavar="COMMAND", required=True)
+    for name, (add_arguments, about) in _COMMANDS.items():
+        sub = choices.add_parser(name, help=about, description=inspect.getdoc(add_arguments))
+        sub.formatter_class = _HelpFormatter
+        add_arguments(sub)
+        sub.set_defaults(parser=sub, command_name=name)
+    return parser
+
+
+def run(argv: list[str]) -> int:
+    """Runs a command line and returns its exit status. Raises SystemExit for invalid options."""
+    parser = make_parser()
+    if "_ARGCOMPLETE" in os.environ:
+        with contextlib.suppress(ImportError):
+            import argcomplete
+
+            argcomplete.autocomplete(parser)  # ends the process
+    # What follows an operation of `bench` is for that operation's parser.
+    is_operation = argv[:1] == ["bench"] and len(argv) > 1 and not argv[1].startswith("-")
+    num_own = 2 if is_operation else len(argv)
+    options = parser.parse_args(argv[:num_own])
+    options.arguments = argv[num_own:]
+    from ringcomm.cli import run_command
+
+    return run_command(options)
+
+
+def run_main(name: str, main: Callable[[list[str]], int]) -> int:
+    """Returns ``main(argv)``'s exit code; user errors and Ctrl-C become one line on stderr."""
+
+    def interrupt(_signum: int, _frame: FrameType | None) -> NoReturn:
+        raise KeyboardInterrupt
+
+    for number in range(3):  # a closed one would be the number of the next file
+        with contextlib.suppress(OSError):
+            os.fstat(number)
+            continue
+        os.open(os.devnull, os.O_RDWR)
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):  # a terminal without × and µs gets question marks
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+    try:
+        # Also if a shell started this in the background, which ignores SIGINT.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, interrupt)
+        try:
+            return main(sys.argv[1:])
+        finally:
+            _flush_output()  # here, where a failure is handled
+    except KeyboardInterrupt:
+        print(f"{name}: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:  # the reader, such as `| head`, has closed the pipe
+        return EXIT_PIPE_CLOSED
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return EXIT_FAILED
+
+
+def _flush_output() -> None:
+    try:
+        sys.stdout.flush()
+    except OSError:  # a closed pipe, a full disk: Python would try again at its end, and complain
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise
+
+
+def main() -> int:
+    """Runs the command line; returns the exit status: 2 for bad input, 130 after Ctrl-C."""
+    return run_main("ringcomm", run)

@@ -1,0 +1,363 @@
+"""The command's start: what it imports, shell completion, and faults reported of other commands.
+
+The latter name the report. Each shows the fault's cause here and the right answer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gzip
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import front_door
+import pytest
+import torch
+import torch.distributed as dist
+from rank_programs import run_command
+from ranks import run_ranks
+from test_cli import COMMAND, ROOT, TIMEOUT_S, finish, start
+from torch.profiler import profile
+
+import _ringcomm_cli
+from ringcomm import cli
+from ringcomm.trace import merge
+
+TRACE = [*COMMAND, "trace"]
+
+# ---- without torch
+
+STARTS = (
+    *(f"{command} --help".split() for command in ("", *_ringcomm_cli._COMMANDS)),
+    *(["--version"], ["benhc"], ["trace", "--stpes", "x"], ["bench", "--seconds", "nan"], []),
+)
+WITHOUT_TORCH = f"""
+import sys
+import _ringcomm_cli
+for line in {STARTS!r}:
+    try:
+        _ringcomm_cli.run(line)
+    except SystemExit as ended:
+        print("status", ended.code)
+print("imported", *({{"torch", "numpy", "ringcomm"}} & {{*sys.modules}}))
+"""
+
+
+def test_help_and_wrong_options_import_no_torch() -> None:
+    """https://github.com/pytorch/pytorch/issues/91856: torchrun's help takes a second."""
+    done = run_command(sys.executable, "-c", WITHOUT_TORCH)
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"^status (\d)$", done.stdout, re.M) == ["0"] * 8 + ["2"] * 4
+    assert done.stdout.endswith("\nimported\n")
+
+
+def test_the_command_and_python_m_are_the_same() -> None:
+    """And the version, which is read without an import, is the package's."""
+    script = Path(sys.executable).with_name("ringcomm")
+    said = {run_command(*command, "--version").stdout for command in (COMMAND, [script])}
+    assert said == {f"ringcomm {__import__('ringcomm').__version__}\n"}
+
+
+def completed(line: str, folder: Path) -> list[str]:
+    """What bash would offer after a line, by argcomplete's protocol."""
+    answer = folder / "answer"
+    env = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_STDOUT_FILENAME": str(answer), "IFS": "\n"}
+    env |= {"_ARGCOMPLETE_IFS": "\n", "COMP_LINE": line, "COMP_POINT": str(len(line))}
+    code = "import sys, _ringcomm_cli; sys.argv = ['ringcomm']; _ringcomm_cli.main()"
+    subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | env, timeout=TIMEOUT_S, check=False
+    )
+    return sorted(word.strip() for word in answer.read_text().split("\n"))
+
+
+def test_shell_completion(tmp_path: Path) -> None:
+    pytest.importorskip("argcomplete")
+    assert completed("ringcomm t", tmp_path) == ["trace", "tune"]
+    assert completed("ringcomm trace --s", tmp_path) == ["--seq", "--steps"]
+    assert completed("ringcomm show l", tmp_path) == ["lomo", "loss"]
+    assert completed("ringcomm doctor --format ", tmp_path) == ["json", "torch"]
+    assert completed("ringcomm bench all_t", tmp_path) == ["all_to_all"]
+
+
+def test_completion_knows_the_operations_of_bench() -> None:
+    assert {*_ringcomm_cli.OPERATIONS} == {*front_door.OPERATIONS, *front_door.ALONE}
+
+
+# ---- output: pipes, terminals, encodings, full disks
+
+
+def test_help_to_a_reader_that_has_gone() -> None:
+    """https://github.com/Backblaze/B2_Command_Line_Tool/issues/1071"""
+    process = start(*COMMAND, "plan", "--help")
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.wait(TIMEOUT_S) == 141
+    assert process.stderr is not None
+    assert process.stderr.read() == ""
+    process.stderr.close()
+
+
+def test_a_full_disk_is_an_error() -> None:
+    """https://github.com/wren-lang/wren-cli/issues/56: the buffer is written after the status."""
+    for words in (["--help"], ["plan", "--model", "gpt2", "--gpus", "1"]):
+        with Path("/dev/full").open("w", encoding="utf-8") as full:
+            done = subprocess.run(
+                [*COMMAND, *words],
+                stdout=full,
+                stderr=subprocess.PIPE,
+                timeout=TIMEOUT_S,
+                check=False,
+            )
+        assert done.stderr == b"ringcomm: [Errno 28] No space left on device\n", words
+        assert done.returncode == 1
+
+
+def test_a_locale_without_unicode() -> None:
+    """https://github.com/labgrid-project/labgrid/issues/486: an arrow ended the program."""
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    for words in (["show", "--help"], ["plan", "--model", "gpt2", "--gpus", "1"]):
+        status, out, err = finish(start(*COMMAND, *words, **ascii_only))
+        assert (status, err) == (0, "")
+        assert out.isascii()
+
+
+@pytest.mark.parametrize("columns", ["", "0", "many"])
+def test_without_a_terminal(columns: str) -> None:
+    """https://github.com/benfred/py-spy/issues/122: the size of a terminal that is not there."""
+    done = run_command(
+        "sh", "-c", f"COLUMNS={columns} TERM= {' '.join(COMMAND)} trace --help <&- 2>&1 | cat"
+    )
+    assert "--steps FILE" in done.stdout
+    assert "Traceback" not in done.stdout
+
+
+def test_without_a_home_and_a_name() -> None:
+    """https://github.com/fosrl/cli/issues/44: as a service, or in a container with any uid."""
+    command = ["env", "-i", *COMMAND, "plan", "--model", "gpt2", "--gpus", "1"]
+    uid: dict[str, Any] = {"user": 54321, "group": 54321} if os.geteuid() == 0 else {}
+    if uid and not os.access(sys.executable, os.X_OK, effective_ids=True):
+        pytest.skip("this Python is for one user")
+    done = subprocess.run(command, capture_output=True, timeout=TIMEOUT_S, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["show", "ring"],
+        ["tune", "--world-sizes", "2"],
+        ["trace", "--", "touch", "{folder}/ran"],
+        ["bench", "--html", "page.html"],
+    ],
+)
+def test_a_folder_that_nobody_can_write_to(words: list[str], tmp_path: Path) -> None:
+    """https://github.com/knative/func/issues/2150. Said before anything runs."""
+    given = [word.format(folder=tmp_path) for word in words]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*COMMAND, *given],
+        cwd="/proc",
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    assert not [*tmp_path.iterdir()]
+
+
+# ---- options
+
+
+def said_of(line: str, capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as ended:
+        cli.run(line.split())
+    assert ended.value.code == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    return err
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-1", "1e999"])
+@pytest.mark.parametrize("command", ["bench", "doctor", "tune"])
+def test_durations_are_finite(command: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """https://github.com/MobileNativeFoundation/bluepill/issues/437: not-a-numbers in JSON."""
+    said = said_of(f"{command} --seconds {value}", capsys)
+    assert f"--seconds: must be finite and not negative, got {value}" in said
+
+
+HUGE = "9" * 400
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (f"plan --model gpt2 --gpus 8 --tokens {HUGE}", "is not a number with an optional unit"),
+        ("plan --model gpt2 --gpus -8", "--gpus"),
+        ("plan --model gpt2 --gpus 8 --dp -1", "dp"),
+        ("plan --model gpt2 --gpus 8 --per-host -1", "per"),
+        ("show ring --ranks -3", "--ranks must be 2 to 64, got -3"),
+        ("show ring --trace x --seq -1", "--seq"),
+        ("bench --world-size -2", "--world-size must be 2 to 64, got -2"),
+        ("tune --world-sizes 2,-4", "--world-sizes must be 2 to 64, got -4"),
+        ("tune --repeats -1", "--repeats must not be negative, got -1"),
+        ("trace --events -5 -- true", "--events must be 64 to"),
+        ("trace --steps x --seq -1", "--seq must not be negative, got -1"),
+    ],
+)
+def test_numbers_out_of_range(line: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """https://github.com/gem/oq-engine/pull/5527: a negative number of cores was accepted.
+
+    And https://github.com/automl/SMAC3/issues/58: one that is infinite as a float.
+    """
+    assert message in said_of(line, capsys)
+
+
+@pytest.mark.parametrize("pid", ["-5", "0", "99999999999999999999999"])
+def test_pids_that_cannot_be(pid: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["doctor", "--job", pid]) == 1
+    assert capsys.readouterr().err == f"ringcomm doctor: there is no process {pid}\n"
+
+
+# ---- commands that it runs
+
+
+def test_arguments_of_a_command_arrive_unchanged(tmp_path: Path) -> None:
+    """https://github.com/deepspeedai/DeepSpeed/issues/4523: one with a space was split."""
+    words = ["--text=two words", "", "--", "-o", "*", "$HOME", "--merge"]
+    code = "import json, sys; print(json.dumps(sys.argv[1:]))"
+    for dashes in (["--"], []):
+        command = [*TRACE, "-o", str(tmp_path / "t.json"), *dashes, sys.executable, "-c", code]
+        status, out, _ = finish(start(*command, *words))
+        assert json.loads(out) == words
+        assert status == 1  # no rank was recorded
+
+
+@pytest.mark.parametrize(
+    ("command", "status"),
+    [("exit 3", 3), ("kill -9 $$", 137), pytest.param("kill -15 $$", 143, marks=pytest.mark.slow)],
+)
+def test_the_status_of_a_command_is_passed_on(command: str, status: int, tmp_path: Path) -> None:
+    """https://github.com/BerriAI/litellm/issues/37948: 0 although a worker had failed."""
+    words = ["-o", str(tmp_path / "t.json"), "--html", str(tmp_path / "t.html")]
+    assert finish(start(*TRACE, *words, "--", "sh", "-c", command))[0] == status
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_command_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "not_executable"
+    file.write_text("", encoding="utf-8")
+    for command in ("no_such_program", str(file), str(tmp_path)):
+        assert cli.run(["trace", "-o", str(tmp_path / "t.json"), "--", command]) == 2
+        assert f"cannot run {command}: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_nothing_outlives_an_interrupted_command(number: signal.Signals, tmp_path: Path) -> None:
+    """https://github.com/clemsgrs/slide2vec/pull/131: the launcher's workers kept running."""
+    ready = tmp_path / "ready"
+    script = f"trap 'kill $!; exit 1' INT TERM; sleep 300 & touch {ready}; wait"
+    process = start(*TRACE, "-o", str(tmp_path / "t.json"), "--", "sh", "-c", script)
+    deadline = time.monotonic() + TIMEOUT_S
+    while not ready.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(number)  # to the command alone, as a service manager does
+    status, _, err = finish(process)  # which sees that the session has no other process
+    assert status == 130
+    assert "Traceback" not in err
+
+
+def test_ctrl_c_while_torch_is_imported() -> None:
+    """https://github.com/Tracer-Cloud/opensre/issues/2748"""
+    code = """
+import os, signal, sys
+class Interrupt:
+    def find_spec(self, name, *_):
+        if name == "torch":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupt())
+import _ringcomm_cli
+sys.argv = ["ringcomm", "doctor"]
+sys.exit(_ringcomm_cli.main())
+"""
+    done = run_command(sys.executable, "-c", code)
+    assert (done.returncode, done.stderr) == (130, "ringcomm: interrupted\n")
+
+
+# ---- traces of other programs, damaged and odd ones
+
+
+def profiled() -> str:
+    """A trace of torch.profiler."""
+    with profile() as found:
+        torch.ones(3).sum()
+    events = [
+        {"ph": "X", "cat": "cpu_op", "name": e.key, "ts": 0, "dur": 1} for e in found.events()
+    ]
+    return json.dumps({"traceEvents": events, "distributedInfo": {"rank": 0}})
+
+
+@pytest.mark.parametrize("kind", ["profiler", "truncated", "gzip", "not gzip", "a list", "binary"])
+@pytest.mark.parametrize("command", ["trace --steps", "show trace --trace", "show ring --trace"])
+def test_a_file_that_is_no_trace(
+    kind: str, command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """https://github.com/facebookresearch/HolisticTraceAnalysis/issues/17: a long traceback.
+
+    And https://github.com/google/trace-viewer/issues/145: a file without its end.
+    """
+    path = tmp_path / ("t.json.gz" if "gzip" in kind else "t.json")
+    whole = '{"otherData": {"clock": []}, "traceEvents": [{"name": "all_reduce"}]}'
+    path.write_bytes(
+        {
+            "profiler": profiled().encode(),
+            "truncated": whole[:-20].encode(),
+            "gzip": gzip.compress(whole.encode())[:-12],
+            "not gzip": whole.encode(),
+            "a list": b"[1, 2]",
+            "binary": b"\xff\xfe\x00",
+        }[kind]
+    )
+    try:
+        status = _ringcomm_cli.run_main(
+            "ringcomm", lambda _: cli.run([*command.split(), str(path)])
+        )
+    except SystemExit as ended:
+        status = int(str(ended.code))
+    err = capsys.readouterr().err
+    assert status in (1, 2)
+    assert f"{path} is not a trace written by `ringcomm trace`" in err
+    assert err.count("\n") == 1
+
+
+def call_in_a_thread_of_odd_name(rank: int) -> None:
+    """As Python 3.14 names a thread: by the first 15 bytes of a text in UTF-8."""
+
+    def call() -> None:
+        ctypes.CDLL(None).prctl(15, "Überträger für ö".encode()[:15])  # PR_SET_NAME
+        dist.barrier()
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join(60)
+
+
+def test_a_thread_whose_name_is_not_unicode(tmp_path: Path) -> None:
+    """https://github.com/pytorch/pytorch/issues/64345: the whole recording was lost."""
+    env = {"RINGCOMM_TRACE": str(tmp_path)}
+    run_ranks(2, call_in_a_thread_of_odd_name, fresh=True, env=env)
+    merge.merge([tmp_path], tmp_path / "t.json")
+    events = merge.load(tmp_path / "t.json")
+    assert "barrier" in {e["name"] for e in events}
+    names = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert any(name.startswith("Überträger f") for name in names)
