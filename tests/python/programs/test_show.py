@@ -106,14 +106,15 @@ NO_TRACE, NO_TIMELINE = "is not a trace written by `ringcomm trace`", "was not w
     ("content", "said"),
     [
         (
-            '{"traceEvents": [{"cat": "collective", "args": {}}]}',
+            '{"otherData": {"clock": ""}, "traceEvents": [{"cat": "collective", "args": {}}]}',
             "has no ring collective; ringcomm",
         ),
         ('{"traceEvents": [1]}', NO_TRACE),
         ('{"traceEvents": 1}', NO_TRACE),
         ("[]", NO_TRACE),
         ("\x1f\x8b no text", NO_TRACE),
-        (json.dumps({"traceEvents": [STEP]}), NO_TRACE),  # its collective is missing
+        # Its collective is missing.
+        (json.dumps({"otherData": {"clock": ""}, "traceEvents": [STEP]}), NO_TRACE),
         (json.dumps({"traceEvents": [STEP]})[:-9], NO_TRACE),
     ],
 )

@@ -70,7 +70,8 @@ def compare(path: Path, made: str) -> None:
     assert path.read_text(encoding="utf-8") == made, f"{path} is old; see {Path(__file__).name}"
 
 
-@pytest.mark.parametrize("page", show.TITLES)
+# The page `trace` is of a user's own file.
+@pytest.mark.parametrize("page", sorted({*show.TITLES} - {"trace"}))
 def test_the_site_has_the_pages_as_the_command_writes_them(page: str, tmp_path: Path) -> None:
     made = written(page, path=tmp_path / "page.html").read_text(encoding="utf-8")
     compare(FOLDER / f"{page}.html", made)

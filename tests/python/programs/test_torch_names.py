@@ -30,7 +30,7 @@ GATHERED = {PACKAGE / "torch_names.py", PACKAGE / "parallel" / "pipeline" / "tor
 TENSOR = ("_version", "_base", "_backward_hooks", "_post_accumulate_grad_hooks")
 MODULE = ("_modules", "_forward_hooks", "_forward_pre_hooks", "_apply")
 # Of named tuples, sys, transformers, Accelerate and vLLM.
-OF_OTHERS = {"_replace", "_attn_implementation", "_current_frames", "_mixed_mesh_grads"}
+OF_OTHERS = {"_fields", "_replace", "_attn_implementation", "_current_frames", "_mixed_mesh_grads"}
 OF_OTHERS |= {"_prepare_backend", "_apply_gate", "_default_apply_gate", "_CPUSHMDistributed"}
 # Strings that are no names of torch: suffixes, and attributes that ringcomm adds to tensors.
 OWN_STRINGS = {"_bytes", "_col", "_rate", "_ratio", "_update_"}
