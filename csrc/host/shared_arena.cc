@@ -25,13 +25,12 @@ constexpr std::chrono::seconds kTidyInterval{10};
 constexpr std::size_t kReturnBytes = std::size_t{16} << 20;
 constexpr std::chrono::milliseconds kReturnPause{1};
 
-std::string in_gib(std::size_t num_bytes) {
-  const std::size_t mib = num_bytes >> 20;
-  return mib < 10 << 10 ? std::to_string(mib) + " MiB" : std::to_string(mib >> 10) + " GiB";
+std::string with_gib(std::size_t num_bytes) {
+  return std::to_string(num_bytes) + " bytes (" + std::to_string(num_bytes >> 30) + " GiB)";
 }
 
 [[noreturn]] void throw_out_of_memory(std::size_t num_bytes, const std::string& why) {
-  throw OutOfMemory("can't allocate " + in_gib(num_bytes) + " of shared memory: " + why);
+  throw OutOfMemory("can't allocate " + with_gib(num_bytes) + " of shared memory: " + why);
 }
 
 // A memfd may be larger than the machine's memory, and filling it kills the process.
@@ -41,10 +40,10 @@ void check_fits_machine(std::size_t num_bytes) {
   const std::size_t swap_bytes = std::size_t{info.totalswap} * info.mem_unit;
   const std::size_t machine_bytes = std::size_t{info.totalram} * info.mem_unit + swap_bytes;
   if (num_bytes > machine_bytes)
-    throw_out_of_memory(num_bytes, "this machine has " + in_gib(machine_bytes));
+    throw_out_of_memory(num_bytes, "this machine has " + with_gib(machine_bytes));
   const auto& limit = cgroup_limits().memory_bytes;
   if (limit && num_bytes > static_cast<std::size_t>(limit->value) + swap_bytes)
-    throw_out_of_memory(num_bytes, "the limit is " + in_gib(limit->value) + " in " + limit->file);
+    throw_out_of_memory(num_bytes, "the limit is " + with_gib(limit->value) + " in " + limit->file);
 }
 
 }  // namespace

@@ -183,7 +183,7 @@ TEST_CASE("what the machine has not is refused by name and number") {
     SharedArena::instance().allocate(std::size_t{1} << 50);
     FAIL("allocated a pebibyte");
   } catch (const OutOfMemory& error) {
-    CHECK(std::string(error.what()).find("1048576 GiB of shared memory") != std::string::npos);
+    CHECK(std::string(error.what()).find("(1048576 GiB) of shared memory") != std::string::npos);
   }
 }
 

@@ -78,7 +78,7 @@ def test_wrong_arguments() -> None:
         ((), {}, TypeError, "size"),
         ((3,), {"dtype": float}, TypeError, "dtype"),
         ((3,), {"device": "cuda:0"}, ValueError, "there is no default group"),  # of whose ranks?
-        ((1 << 50,), {"dtype": torch.uint8}, torch.OutOfMemoryError, f"{1 << 20} GiB of"),
+        ((1 << 50,), {"dtype": torch.uint8}, torch.OutOfMemoryError, rf"{1 << 20} GiB\) of"),
         ((1 << 62, 1 << 62), {}, RuntimeError, "overflow"),
     ]
     for size, options, error, words in wrong:
