@@ -55,6 +55,10 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescrip
         return super()._get_help_string(action) if action.default else action.help
 
 
+class RankError(RuntimeError):
+    """A rank that measures failed; the text has its traceback or the signal that ended it."""
+
+
 class OneLineParser(argparse.ArgumentParser):
     """Reports an error in one line, with the nearest name; `--help` has the rest."""
 
@@ -359,7 +363,7 @@ def run_main(name: str, main: Callable[[list[str]], int]) -> int:
         return EXIT_INTERRUPTED
     except BrokenPipeError:  # the reader, such as `| head`, has closed the pipe
         return EXIT_PIPE_CLOSED
-    except (OSError, ValueError, subprocess.SubprocessError) as error:
+    except (OSError, ValueError, RankError, subprocess.SubprocessError) as error:
         print(f"{name}: {error}", file=sys.stderr)
         return EXIT_FAILED
 

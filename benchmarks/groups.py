@@ -16,10 +16,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from _ringcomm_cli import RankError
 from ringcomm.measure import ranks
 from ringcomm.measure.ranks import (
     PeerLostError,
-    RankError,
     Team,
     joined_world_size,
     mpi_world_size,

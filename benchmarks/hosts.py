@@ -25,8 +25,8 @@ from operations import OPERATIONS
 from point import measure_point
 from programs import environment, missing_programs
 
-from _ringcomm_cli import EXIT_OK, EXIT_WRONG_RESULTS, run_main
-from ringcomm.measure.ranks import RankError, joined_world_size
+from _ringcomm_cli import EXIT_OK, EXIT_WRONG_RESULTS, RankError, run_main
+from ringcomm.measure.ranks import joined_world_size
 from ringcomm.screen import byte_counts, whole_numbers, words
 
 OPS = "all_reduce,reduce_scatter,all_gather,all_to_all,broadcast"

@@ -25,7 +25,8 @@ from groups import run_ranks
 from harness import Options, Report, flag
 from torch import Tensor, nn
 
-from ringcomm.measure.ranks import RankError, Team
+from _ringcomm_cli import RankError
+from ringcomm.measure.ranks import Team
 from ringcomm.optim import AdaLomo, InBackwardOptimizer, Lomo
 from ringcomm.screen import words
 

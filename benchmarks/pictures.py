@@ -25,6 +25,7 @@ from report import comparison
 from table import LAYOUTS, Record, read_results, with_tables
 
 from _ringcomm_cli import EXIT_FAILED, EXIT_OK, run_main
+from ringcomm.measure.machine import usable_cores
 from ringcomm.palette import COLORS, LIBRARIES, title_of
 from ringcomm.screen import in_seconds
 from ringcomm.trace.merge import Ring
@@ -185,8 +186,8 @@ def ring(found: Ring, theme: str) -> str:
     about = found.whole["args"]
     y_text = y[ranks[-1]] + height + gap
     for line in (
-        f"A recorded all_reduce of {about['bytes'] >> 10} KiB by {n} ranks on 2 cores, the fastest"
-        f" of {sample_jobs.RING_CALLS}.",
+        f"A recorded all_reduce of {about['bytes'] >> 10} KiB by {n} ranks on {usable_cores()}"
+        f" cores, the fastest of {sample_jobs.RING_CALLS}.",
         "A cell has the chunk that the rank receives in the step (or sends first), and the step's"
         " time with waits.",
         f"A fuller colour: more ranks are in the sum. Arrows lead to the next rank; rank {n - 1}"

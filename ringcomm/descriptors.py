@@ -1,7 +1,9 @@
 """Files of ringcomm that stay open have descriptors from 3 on, as those of its C++ code (fd.h)."""
 
+import contextlib
 import fcntl
 import os
+from collections.abc import Iterator
 
 _FIRST = 3  # below are the standard ones
 
@@ -23,3 +25,16 @@ def above_standard(fd: int) -> int:
 def open_above(path: str | os.PathLike[str], flags: int, mode: int = 0o666) -> int:
     """os.open(), also as the `opener` of open()."""
     return above_standard(os.open(path, flags, mode))
+
+
+@contextlib.contextmanager
+def standard_taken() -> Iterator[None]:
+    """Meanwhile, no standard descriptor is free: what duplicates a file gets one from 3 on."""
+    taken = [os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)]
+    while taken[-1] < _FIRST:
+        taken.append(os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC))
+    try:
+        yield
+    finally:
+        for fd in taken:
+            os.close(fd)

@@ -125,14 +125,14 @@ def named_options(*more: str) -> Callable[[_Call], _Call]:
         run = target.__init__ if is_class else target
         every = list(inspect.signature(run).parameters.values())[is_class:]
         kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        known = [one.name for one in every if one.kind in kinds and one.name[0] != "_"] + [*more]
+        named = [one.name for one in every if one.kind in kinds]
+        known = [*(name for name in named if not name.startswith("_")), *more]
 
         @functools.wraps(run)
         def checked(*args: Any, **options: Any) -> Any:
             for name in options:
-                if name not in known and name[0] != "_":
-                    owner = type(args[0]).__name__ if is_class else run.__name__
-                    check_names(owner, options, known)
+                if name not in known and not name.startswith("_"):
+                    check_names(target.__name__, options, known)
             return run(*args, **options)
 
         if not is_class:

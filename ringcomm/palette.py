@@ -44,7 +44,7 @@ def title_of(library: str) -> str:
     return _TITLES.get(library, library)
 
 
-def colors_of(names: "list[str]") -> "dict[str, str]":
+def colors_of(names: list[str]) -> dict[str, str]:
     """A colour for each name, in order: of a library its own, of others the next that is free."""
     taken = {LIBRARIES[name] for name in names if name in LIBRARIES}
     free = (color for color in (*COLORS.values(), *LIBRARIES.values()) if color not in taken)

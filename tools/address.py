@@ -66,7 +66,8 @@ def write(root: Path, *, is_check: bool = False) -> str:
         new = make(old, url)
         if new != old and is_check:
             raise SystemExit(f"{name} does not fit url in pyproject.toml: run tools/address.py")
-        (root / name).write_text(new, encoding="utf-8")
+        if new != old:
+            (root / name).write_text(new, encoding="utf-8")
     return url
 
 

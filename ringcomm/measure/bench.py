@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from _ringcomm_cli import EXIT_OK, EXIT_WRONG_RESULTS
+from _ringcomm_cli import EXIT_OK, EXIT_WRONG_RESULTS, RankError
 from ringcomm import __version__
 from ringcomm.measure import ranks, timing
 from ringcomm.measure.machine import MAX_OTHERS_PERCENT, identity, usable_cores, utc_now
@@ -82,7 +82,7 @@ def run(options: argparse.Namespace) -> int:
     rows: list[Row] = []
     try:
         left_out = _measure(worlds, options.seconds, rows)
-    except ranks.RankError as problem:
+    except RankError as problem:
         if "wrong elements" not in str(problem):
             raise
         print(f"ringcomm bench: {problem}")

@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 
 import ringcomm
+from _ringcomm_cli import RankError
 from ringcomm import _C, tuning
 from ringcomm.backend import resolve_group
 from ringcomm.measure import machine
-from ringcomm.measure.ranks import RankError, Team, run_ranks
+from ringcomm.measure.ranks import Team, run_ranks
 from ringcomm.measure.timing import Contender, measure, open_default_group
 from ringcomm.options import unknown_variables
 from ringcomm.screen import byte_count, counted, in_gib, in_seconds

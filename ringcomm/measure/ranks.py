@@ -9,7 +9,6 @@ import itertools
 import logging
 import os
 import signal
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ from typing import Any
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from _ringcomm_cli import RankError
 from ringcomm.torch_names import die_with_parent
 
 # Longest wait of a rank for another; a call of a backend under test has its group's own timeout.
@@ -30,10 +30,6 @@ POLL_S = 0.05
 GRACE_S = 1.0
 # Environment variables of launchers: MPICH and Intel MPI, Open MPI.
 MPI_SIZE_VARIABLES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
-
-
-class RankError(subprocess.SubprocessError):
-    """A rank failed; the text holds its traceback or the signal that ended it."""
 
 
 class PeerLostError(Exception):

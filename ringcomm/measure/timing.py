@@ -19,8 +19,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from _ringcomm_cli import RankError
 from ringcomm.measure.machine import OthersWatch
-from ringcomm.measure.ranks import RankError, Team
+from ringcomm.measure.ranks import Team
 
 # Long enough to amortise what aligns the ranks before it (some 100 µs), short against the seconds
 # in which the machine changes.

@@ -105,13 +105,15 @@ def run_ranks(
 
 
 def _pickled(function: Callable[..., Any], arguments: Sequence[Any]) -> tuple[str, str, bytes]:
-    """The call, behind the name of the function's module and its file."""
-    module = sys.modules.get(getattr(function, "__module__", None) or "")
+    """The call, after the name of the function's module and its file."""
+    called = getattr(function, "func", function)  # of a functools.partial
+    module = sys.modules.get(getattr(called, "__module__", None) or "")
     file = getattr(module, "__file__", None) or ""
     if getattr(module, "__name__", "") == "__main__" and not file:
         raise TypeError(
-            f"the ranks cannot import {function.__name__}(), which a notebook or an interpreter"
-            " has defined: write it to a file, in a notebook by %%writefile, and import it"
+            f"the ranks cannot import {getattr(called, '__name__', called)}, which a notebook or an"
+            " interpreter has defined: write it to a file, in a notebook by %%writefile, and import"
+            " it"
         )
     try:
         call = pickle.dumps((function, arguments))

@@ -86,8 +86,12 @@ def merge_folders(
     last = f"{output}: {about}; open it in https://ui.perfetto.dev"
     for line in (*summary.notes, *summary.totals, last):
         print(f"ringcomm trace: {line}", file=sys.stderr)
-    if then is not None:
-        then(output)
+    try:
+        if then is not None:
+            then(output)
+    except (OSError, ValueError) as error:
+        print(f"ringcomm trace: {error}", file=sys.stderr)
+        return EXIT_FAILED
     return EXIT_OK
 
 

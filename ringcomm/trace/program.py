@@ -22,6 +22,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import optimizer
 
+from ringcomm.backward_pass import in_backward
+from ringcomm.descriptors import standard_taken
+
 PHASES = ("forward", "backward", "optimizer")
 _FORWARD, _BACKWARD, _OPTIMIZER = range(len(PHASES))
 # Number in the process from 1 on, begin and end in ns of CLOCK_MONOTONIC (0: it has not ended),
@@ -34,7 +37,7 @@ class Open(NamedTuple):
 
     number: int
     phase: int
-    whose: int  # of an optimizer step, the optimizer's id: steps may be inside each other
+    owner: int  # of an optimizer step, the optimizer's id: steps may be inside each other
 
 
 class Recorder:
@@ -42,22 +45,23 @@ class Recorder:
 
     def __init__(self, file: int, num_records: int) -> None:
         os.posix_fallocate(file, 0, num_records * _RECORD.size)
-        self._memory = mmap.mmap(file, num_records * _RECORD.size)
+        with standard_taken():  # mmap keeps the file open, at the lowest descriptor that is free
+            self._memory = mmap.mmap(file, num_records * _RECORD.size)
         self._num_records = num_records
         self._numbers = itertools.count(1)
 
-    def begin(self, phase: int, whose: int) -> Open:
+    def begin(self, phase: int, owner: int) -> Open:
         """Records that this thread begins a phase now."""
         number, thread = next(self._numbers), threading.get_native_id()
-        place = number % self._num_records * _RECORD.size
-        _RECORD.pack_into(self._memory, place, number, time.monotonic_ns(), 0, thread, phase)
-        return Open(number, phase, whose)
+        offset = number % self._num_records * _RECORD.size
+        _RECORD.pack_into(self._memory, offset, number, time.monotonic_ns(), 0, thread, phase)
+        return Open(number, phase, owner)
 
     def end(self, phase: Open) -> None:
         """Records its end, unless newer phases have taken its place."""
-        place = phase.number % self._num_records * _RECORD.size
-        if _RECORD.unpack_from(self._memory, place)[0] == phase.number:
-            struct.pack_into("=Q", self._memory, place + 16, time.monotonic_ns())
+        offset = phase.number % self._num_records * _RECORD.size
+        if _RECORD.unpack_from(self._memory, offset)[0] == phase.number:
+            struct.pack_into("=Q", self._memory, offset + 16, time.monotonic_ns())
 
 
 class Phase(NamedTuple):
@@ -126,17 +130,20 @@ def _recorded(phase: int, function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _begin(phase: int, whose: int = 0) -> Open | None:
+def _begin(phase: int, owner: int = 0) -> Open | None:
     """Begins a phase of this thread; None where it is inside another, or nothing is recorded."""
     recorder, outer = _recorder, getattr(_here, "open", None)
-    if recorder is None:
+    # The engine of a GPU repeats forward passes and updates weights in a thread of its own.
+    if recorder is None or (outer is None and in_backward()):
         return None
     if outer is not None:
-        # No optimizer calls its hook after an error: the model's next phase ends the step.
-        if outer.phase != _OPTIMIZER or phase == _OPTIMIZER:
+        # No optimizer calls its hook after an error: its own next step, or the model's next phase,
+        # ends the step.
+        is_inside = phase == _OPTIMIZER and owner != outer.owner
+        if outer.phase != _OPTIMIZER or is_inside:
             return None
         recorder.end(outer)
-    _here.open = opened = recorder.begin(phase, whose)
+    _here.open = opened = recorder.begin(phase, owner)
     return opened
 
 
@@ -147,10 +154,13 @@ def _end(opened: Open) -> None:
 
 
 def _begin_step(stepped: torch.optim.Optimizer, *_: Any) -> None:
-    _begin(_OPTIMIZER, id(stepped))
+    if not torch.compiler.is_compiling():
+        _begin(_OPTIMIZER, id(stepped))
 
 
 def _end_step(stepped: torch.optim.Optimizer, *_: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
     outer = getattr(_here, "open", None)
-    if outer is not None and outer.whose == id(stepped):
+    if outer is not None and outer.owner == id(stepped):
         _end(outer)

@@ -74,7 +74,7 @@ def check(case: Case, report: dict[str, Any]) -> None:
 
 
 # Each kind of verdict; hang_cases.py has others of the same kinds.
-QUICK = (*("stopped", "skips", "other call", "dies", "circle", "loader", "slow"),)
+QUICK = ("stopped", "skips", "other call", "dies", "circle", "loader", "slow")
 NAMES = [name for name in CASES if name not in ("host gone", "late", "evaluates", "many calls")]
 
 

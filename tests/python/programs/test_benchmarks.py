@@ -32,7 +32,7 @@ from point import make_buffers
 from report import RESULTS
 
 import ringcomm
-from _ringcomm_cli import EXIT_OK, EXIT_WRONG_RESULTS
+from _ringcomm_cli import EXIT_OK, EXIT_WRONG_RESULTS, RankError
 from ringcomm import cli
 from ringcomm.measure import bench, machine, ranks
 from ringcomm.measure.timing import Timings
@@ -161,7 +161,7 @@ def test_a_rank_that_fails_is_named_and_ends_all(tmp_path: Path, how: str, expec
         if team.rank != 1 or how != "returns":
             team.share(None)
 
-    with pytest.raises(ranks.RankError, match=expected):
+    with pytest.raises(RankError, match=expected):
         ranks.run_ranks(3, main, print)
     pids = [path.name for path in tmp_path.iterdir()]
     assert len(pids) == 3

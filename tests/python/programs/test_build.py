@@ -440,14 +440,15 @@ def test_a_release_builds_a_wheel_for_each_python() -> None:
 
 
 def test_all_that_names_the_project_has_the_address_of_pyproject(tmp_path: Path) -> None:
-    """In a copy, with an address and then without one, as it was."""
+    """In a copy, without an address, with one, and as it was."""
     url = "https://example.org/owner/project"
     names = [*address.FILES, Path("pyproject.toml")]
     before = {name: (buildconfig.ROOT / name).read_text(encoding="utf-8") for name in names}
     for name, text in before.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text, encoding="utf-8")
-    assert address.write(buildconfig.ROOT, is_check=True) == buildconfig.address()
+    own = address.write(buildconfig.ROOT, is_check=True)
+    assert own == buildconfig.address()
 
     def renew(url: str) -> dict[Path, str]:
         text = re.sub('(?m)^url = ".*"$', f'url = "{url}"', before[Path("pyproject.toml")])
@@ -458,12 +459,14 @@ def test_all_that_names_the_project_has_the_address_of_pyproject(tmp_path: Path)
         assert address.write(tmp_path) == url
         return {name: (tmp_path / name).read_text(encoding="utf-8") for name in address.FILES}
 
+    bare = renew("")
     found = renew(url)
     assert f"[![ci]({url}/actions/workflows/ci.yml/badge.svg)]" in found[Path("README.md")]
     assert f"  url = {{{url}}}," in found[Path("README.md")]
     assert f'repository-code: "{url}"' in found[Path("CITATION.cff")]
     assert url in found[address.CONFIG]
-    assert all(before[name] == text for name, text in renew("").items())
+    assert renew("") == bare
+    assert all(before[name] == text for name, text in renew(own).items())
 
 
 def test_the_metadata_has_the_address(tmp_path: Path) -> None:

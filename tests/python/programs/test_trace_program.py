@@ -65,6 +65,27 @@ def compiled(model: nn.Module) -> None:
     train(torch.compile(model, backend="eager", fullgraph=True), optimizer)
 
 
+class Halving(torch.optim.Optimizer):
+    """An optimizer of the user's own, which torch.compile traces into."""
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.mul_(0.5)
+
+
+def run_compiled_step(rank: int) -> None:
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = Halving([weight], {})
+    torch.compile(optimizer.step, backend="eager", fullgraph=True)()
+    assert weight.tolist() == [0.5, 0.5]
+
+
+def test_hooks_of_optimizers_are_no_part_of_a_compiled_step(tmp_path: Path) -> None:
+    record(tmp_path, run_compiled_step, world_size=1)
+
+
 def sharded_optimizer(model: nn.Module) -> None:
     """Whose step calls the steps of the given optimizer."""
     train(model, zero.shard(model, torch.optim.AdamW(model.parameters()), stage=1))
