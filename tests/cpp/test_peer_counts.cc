@@ -111,6 +111,7 @@ TEST_CASE("peer counts: counters that differ between sockets make no wait") {
 TEST_CASE("peer counts: a group for which there is no place records nothing") {
   testing::run_ranks(2, [](Communicator& communicator) {
     communicator.record_as("a test", {0, 1});
+    testing::barrier(communicator);  // the ranks are threads: the other one's group needs a place
     if (communicator.rank() != 0) return testing::barrier(communicator);
     const Membership& members = *communicator.members();
     std::vector<std::unique_ptr<recorder::Log>> logs;
@@ -129,6 +130,7 @@ TEST_CASE("peer counts: a group for which there is no place records nothing") {
 TEST_CASE("peer counts: of two groups that are made at once one takes the last place") {
   testing::run_ranks(2, [](Communicator& communicator) {
     communicator.record_as("a test", {0, 1});
+    testing::barrier(communicator);  // the ranks are threads: the other one's group needs a place
     if (communicator.rank() != 0) return testing::barrier(communicator);
     const Membership& members = *communicator.members();
     const auto make = [&] {
