@@ -26,6 +26,11 @@ const label = (x, y, text, attributes = {}) =>
 const percent = share => `${+(100 * share).toPrecision(share < 0.1 ? 2 : 3)} %`;
 const grouped = value => value.toLocaleString("en");
 
+// Of most pages.
+const MAX_RANKS = 64;
+const title = make("p", {id: "title", "aria-live": "polite"});
+const picture = make("figure", {id: "picture"});
+
 // The whole number of an input, which is set to it.
 function whole(input, least, most) {
   input.value = Math.max(least, Math.min(most, Math.round(+input.value) || least));

@@ -41,15 +41,12 @@ const sum = parts => Object.values(parts).reduce((all, part) => all + part, 0);
 const peak = name => Math.max(...range(sizes.length + 1).map(count => sum(memoryAt(name, count))));
 const most = Math.max(...Object.keys(SYSTEMS).map(peak));
 const slider = inputOf("range", "step", 0, sizes.length, Math.round(sizes.length / 2));
-const title = make("p", {id: "title", "aria-live": "polite"}),
-  picture = make("figure", {id: "picture"}),
-  table = make("div", {id: "table"});
-const legend = legendOf(Object.entries(PARTS));
+const table = make("div", {id: "table"});
 main.append(
   paragraph(`${data.model}: ${sizes.length} weight tensors, ${bytes(total)}. `, data.about),
   make("form", {}, make("label", {}, "gradients computed", slider)),
   title,
-  legend,
+  legendOf(Object.entries(PARTS)),
   picture,
   table,
   paragraph(

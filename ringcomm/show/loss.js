@@ -8,8 +8,7 @@ const ranks = selectOf(
 );
 ranks.value = String(data.ranks);
 const target = inputOf("number", "target", 0, data.logits.length - 1, data.target);
-const picture = make("figure", {id: "picture"}),
-  own = make("div", {id: "own"}),
+const own = make("div", {id: "own"}),
   merged = make("p", {id: "merged", "aria-live": "polite"}),
   ways = make("div", {id: "ways"});
 main.append(

@@ -17,15 +17,12 @@ const SYSTEMS = {
 };
 const counts = [...new Set(data.rows.map(row => row.ranks))];
 const slider = inputOf("range", "ranks", 0, counts.length - 1, Math.min(2, counts.length - 1));
-const title = make("p", {id: "title", "aria-live": "polite"}),
-  picture = make("figure", {id: "picture"}),
-  table = make("div", {id: "table"});
-const legend = legendOf(Object.values(PARTS));
+const table = make("div", {id: "table"});
 main.append(
   paragraph(`${data.model} has ${three(data.num_params / 1e9)} billion weights. `, data.about),
   make("form", {}, make("label", {}, "ranks", slider)),
   title,
-  legend,
+  legendOf(Object.values(PARTS)),
   picture,
   table,
   make("h2", {}, "What a rank has"),

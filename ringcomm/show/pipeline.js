@@ -4,8 +4,7 @@ const SCHEDULES = {
   "1f1b": {stages: 1, formula: (p, m) => [p - 1, m + p - 1, "(p − 1)/(m + p − 1)"]},
   interleaved: {stages: 2, formula: (p, m) => [p - 1, 2 * m + p - 1, "(p − 1)/(2m + p − 1)"]},
 };
-const MAX_RANKS = 64,
-  MAX_MICRO_BATCHES = 256;
+const MAX_MICRO_BATCHES = 256;
 
 // A rank's computations in order: [kind, stage, micro-batch].
 function orderOf(schedule, p, m, rank) {
@@ -83,8 +82,7 @@ const STAGE_COLORS = {
   W: [COLORS.green, COLORS.pink],
 };
 const KINDS = {F: "forward", B: "backward", I: "backward of inputs", W: "backward of weights"};
-const picture = make("figure", {id: "picture"}),
-  idle = make("p", {id: "idle", "aria-live": "polite"}),
+const idle = make("p", {id: "idle", "aria-live": "polite"}),
   live = make("p", {id: "live"});
 const kinds = isRecorded ? [...new Set(data.actions.map(one => one.kind))] : ["F", "B"];
 const legend = legendOf([

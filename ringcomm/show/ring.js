@@ -1,7 +1,6 @@
 // An all_reduce of N ranks, step by step: which parts of the sum each rank has of each chunk.
 // The steps of the ring are those of csrc/collectives/ring.h; a test compares them with a trace.
-const MAX_RANKS = 64,
-  CELL_TEXTS = 8,
+const CELL_TEXTS = 8,
   COUNT_TEXTS = 20;
 const mod = (value, n) => ((value % n) + n) % n;
 
@@ -79,11 +78,9 @@ const select = selectOf("algorithm", Object.keys(ALGORITHMS));
 const ranks = inputOf("number", "ranks", 2, MAX_RANKS, state.ranks);
 const slider = inputOf("range", "step", 0, 1, 0);
 const play = make("button", {id: "play", type: "button"}, "Play");
-const title = make("p", {id: "title", "aria-live": "polite"}),
-  sent = make("p", {id: "sent"});
+const sent = make("p", {id: "sent"});
 const halves = make("div", {id: "halves", class: "halves"});
-const picture = make("figure", {id: "picture"}),
-  waits = make("p", {id: "waits"}),
+const waits = make("p", {id: "waits"}),
   compared = make("div", {id: "compared"});
 main.append(
   paragraph(

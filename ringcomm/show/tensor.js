@@ -1,5 +1,4 @@
 // One transformer block over N tensor-parallel ranks: who has which part, and its four collectives.
-const MAX_RANKS = 64;
 const {model, hidden, query, key_value: keyValue, ffn, num_inner: numInner, tokens} = data;
 const inner = numInner === 2 ? "up, gate" : "up";
 // Operations of a forward pass; a width of null is the hidden size on every rank, others are split.
@@ -75,9 +74,7 @@ const ALL = [
 ];
 const ranks = inputOf("number", "ranks", 1, MAX_RANKS, data.ranks);
 const slider = inputOf("range", "step", 1, ALL.length, 1);
-const title = make("p", {id: "title", "aria-live": "polite"}),
-  picture = make("figure", {id: "picture"}),
-  facts = make("p", {id: "facts"});
+const facts = make("p", {id: "facts"});
 main.append(
   paragraph(
     `A block of ${model}: hidden size ${grouped(hidden)}, inner size ${grouped(ffn)}, ${grouped(tokens)} tokens in bfloat16. `,

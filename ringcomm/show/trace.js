@@ -27,8 +27,7 @@ const buttons = {
   farther: button("farther", "−", "farther"),
   whole: button("whole", "All", "the whole recording"),
 };
-const picture = make("figure", {id: "picture"}),
-  shown = make("p", {id: "shown", "aria-live": "polite"}),
+const shown = make("p", {id: "shown", "aria-live": "polite"}),
   chosen = make("p", {id: "chosen"}, "Click a box for its name and times."),
   sums = make("div", {id: "sums"}),
   ring = make("figure", {id: "ring"});

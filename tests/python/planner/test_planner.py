@@ -469,6 +469,6 @@ def test_the_lines_of_the_page(
     lines = [shlex.split(line, comments=True) for line in block.splitlines()]
     assert len(lines) >= 5
     for _, *argv in lines:
-        short = ["--seconds", "0", "--world-sizes", "2", "--sizes", "1k,4k"]
+        short = ["--force", "--seconds", "0", "--world-sizes", "2", "--sizes", "1k,4k"]
         assert cli.run([*argv, *(short if argv[0] == "tune" else [])]) == 0, argv
         assert capsys.readouterr().out

@@ -178,6 +178,9 @@ def ring_trace(folder: Path) -> Path:
     about = {"group": "g", "seq": 7, "bytes": 4096, "algorithm": "ring"}
     whole = {"cat": "collective", "ph": "X", "tid": 1, "ts": 0.0, "dur": 20.0, "args": about}
     events: list[dict[str, Any]] = [{"name": "all_reduce", "pid": pid} | whole for pid in (1, 2)]
+    # Not for a rank, and so on no page.
+    own = {"cat": "wait", "ph": "X", "pid": 1, "tid": 9, "ts": 1.0, "dur": 9.0, "args": about}
+    events.append({"name": "wait for this rank's own thread"} | own)
     for at, name in enumerate(("forward", "backward", "optimizer")):
         place = {"ph": "X", "pid": 1, "tid": 9, "ts": 30.0 * at + 30, "dur": 30.0, "args": {}}
         events.append({"name": name, "cat": "program"} | place)
