@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.metadata
 import io
 import json
 import mmap
@@ -295,6 +297,28 @@ def test_doctor_has_limits_for_load_speed_and_threads(monkeypatch: pytest.Monkey
     assert turns == {"cpus": "5 ranks on 4 cores: the ranks have to take turns"}
 
 
+def test_doctor_says_that_gloo_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where ringcomm is not installed, so that `import torch` does not load it."""
+    monkeypatch.delenv("TORCH_DEVICE_BACKEND_AUTOLOAD", raising=False)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(doctor, "entry_points", lambda group: importlib.metadata.EntryPoints())
+    report: dict[str, Any] = {
+        "group": {},
+        "machine": {"cores": 4, "load": (0, 0, 0)},
+        "cpus": {"num_cores": 4},
+        "limits": {"cpu_cores": None},
+        "environment": {"RINGCOMM_AS_GLOO": "1"},
+    }
+    ((check, text, _),) = doctor._problems(report, 2)
+    assert (check, "ringcomm is not installed here" in text) == ("environment", True)
+
+
+def test_no_cost_model_of_a_disturbed_run() -> None:
+    world = tuning.World(2, 0.1, 90.0, 2.7, 1.2, True, 1 << 18, ())
+    assert "90 µs per MiB" in algorithms._model_text(world)
+    assert "µs" not in algorithms._model_text(dataclasses.replace(world, quiet=False))
+
+
 def test_what_proc_says_of_memory_and_processes() -> None:
     found = machine.memory()
     assert found["total_bytes"] == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -421,6 +445,7 @@ BAD_INPUT = [
     ("juggle", "invalid choice: 'juggle'"),
     ("benhc", "; did you mean bench?"),
     ("bench juggle", "invalid choice: 'juggle'"),
+    ("bench all_reducee", "; did you mean all_reduce?"),
     ("bench all_reduce,systems", "systems must be the only operation"),
     ("bench all_reduce --peers nccl", "add --device cuda"),
     ("bench all_reduce --sizes many", "'many' is not a number with an optional unit, such as 4096"),
