@@ -34,17 +34,8 @@ NUM_RANKS = max(2, min(4, len(os.sched_getaffinity(0))))
 # Of `bench OP`, whose options are in the folder benchmarks/ of a checkout.
 OPERATIONS = (
     *("all_reduce", "all_reduce_apart", "all_reduce_shared", "reduce_scatter", "all_gather"),
-    *(
-        "reduce_scatter_shared",
-        "all_gather_shared",
-        "broadcast",
-        "all_to_all",
-        "round_trip",
-        "sendrecv",
-        "barrier",
-        "cross_entropy",
-        "systems",
-    ),
+    *("reduce_scatter_shared", "all_gather_shared", "broadcast", "all_to_all", "round_trip"),
+    *("sendrecv", "barrier", "cross_entropy", "systems"),
 )
 
 
@@ -112,15 +103,14 @@ _duration.__name__ = "number"  # in argparse's own message
 def _add_bench(parser: argparse.ArgumentParser) -> None:
     """Compares ringcomm with Gloo on this machine, in about a minute; verifies the results.
 
-    `ringcomm bench OP` measures one operation in depth. OP is one of all_reduce, all_reduce_apart,
-    all_reduce_shared, reduce_scatter, all_gather, broadcast, all_to_all, round_trip, sendrecv and
-    barrier, or several of them separated by commas; or cross_entropy, or systems. It needs the
-    folder benchmarks/ of a checkout. `ringcomm bench OP --help` shows its options.
+    `ringcomm bench OP` measures one operation in depth, or several collectives separated by commas.
+    It needs the folder benchmarks/ of a checkout. `ringcomm bench OP --help` shows its options.
 
     The command starts its own ranks. `torchrun ... -m ringcomm bench OP` uses torchrun's ranks.
     """
     add = parser.add_argument
-    op = add("op", nargs="?", metavar="OP", help="an operation, with options of its own")
+    about = f"{', '.join(OPERATIONS)}; _apart is out of place, _shared in memory that ranks share"
+    op = add("op", nargs="?", metavar="OP", help=about)
     op.completer = lambda **_: OPERATIONS  # type: ignore[attr-defined]
     about = "ranks to start, 2 to 64; by default 2, 4, ... up to one per core"
     add("--world-size", type=int, help=about)

@@ -33,7 +33,7 @@ def make_parser(op: str, program: str = "ringcomm bench") -> argparse.ArgumentPa
     known = [*OPERATIONS, *ALONE]
     unknown = [name for name in op.split(",") if name not in known]
     if unknown:
-        raise ValueError(f"invalid choice: {unknown[0]!r}: OP is one of {', '.join(known)}")
+        raise ValueError(f"invalid choice: {unknown[0]!r} (choose from {', '.join(known)})")
     alone = [name for name in op.split(",") if name in ALONE]
     if alone and op != alone[0]:
         raise ValueError(f"{alone[0]} must be the only operation, got {op}")

@@ -104,8 +104,10 @@ def _plot_world(axes: Any, runs: list[Run], field: str, colors: dict[str, str]) 
         is_shared = change["op"] != "all_reduce"
         text = f"{change['algorithm']} from {byte_count(change['bytes'] // 1024 * 1024)}"
         place = {"rotation": 90, "va": "top", "ha": "left" if is_shared else "right"}
-        style = {"fontsize": 7, "color": "grey", "transform": axes.get_xaxis_transform()}
-        axes.text(change["bytes"], 0.99, f" {text} ", **place, **style)
+        # Beside the line, because two of them may be at the same size.
+        place |= {"xytext": (3 if is_shared else -3, -2), "textcoords": "offset points"}
+        point = {"xy": (change["bytes"], 1), "xycoords": axes.get_xaxis_transform()}
+        axes.annotate(text, **point, **place, fontsize=7, color="grey")
     axes.legend(frameon=False, loc="lower right" if field == "backend" else "center left")
     _over_bytes(axes, byte_counts(DEFAULT_SIZES), f"{runs[0][0]['world_size']} ranks")
 

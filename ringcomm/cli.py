@@ -33,6 +33,9 @@ def _bench(options: argparse.Namespace) -> int:
     if op is None:
         from ringcomm.measure import bench
 
+        _check_between(options, "world_size", 2, tuning.MAX_WORLD_SIZE)
+        _check_launcher(options)
+        _check_files(options, "html", "json")
         return bench.run(options)
     if not (BENCHMARKS / "front_door.py").is_file():
         options.parser.error(
@@ -55,10 +58,8 @@ def _doctor(options: argparse.Namespace) -> int:
         return _doctor_of_job(options)
     if options.dump is not None or options.verdict:
         error(f"{'--verdict' if options.verdict else '--dump'} needs --job PID")
-    if not 1 <= options.world_size <= tuning.MAX_WORLD_SIZE:
-        error(f"--world-size must be 1 to {tuning.MAX_WORLD_SIZE}, got {options.world_size}")
-    if joined_world_size() is not None:
-        error("it starts its own ranks: run it without torchrun")
+    _check_between(options, "world_size", 1, tuning.MAX_WORLD_SIZE)
+    _check_launcher(options)
     from ringcomm.measure.doctor import examine, print_report
 
     report = examine(options.world_size, options.seconds)
@@ -114,8 +115,8 @@ def _plan(options: argparse.Namespace) -> int:
     if plans.ranked:
         print(plans.table(options.top))
         print(LEGEND)
-        if plans.tie_line():
-            print(plans.tie_line())
+        if tie_line := plans.tie_line(options.top):
+            print(tie_line)
         chosen = plans.ranked[min(options.why, len(plans.ranked)) - 1]
         number = plans.ranked.index(chosen) + 1
         print(f"Plan {number}, {chosen.candidate.name}:")
@@ -139,11 +140,8 @@ def _show(options: argparse.Namespace) -> int:
     _check_seq(options)
     from ringcomm import show
 
-    if not 2 <= given.get("ranks", 2) <= show.MAX_RANKS:
-        error(f"--ranks must be 2 to {show.MAX_RANKS}, got {options.ranks}")
-    if not 1 <= given.get("micro_batches", 1) <= show.MAX_MICRO_BATCHES:
-        limit = show.MAX_MICRO_BATCHES
-        error(f"--micro-batches must be 1 to {limit}, got {options.micro_batches}")
+    _check_between(options, "ranks", 2, show.MAX_RANKS)
+    _check_between(options, "micro_batches", 1, show.MAX_MICRO_BATCHES)
     if "seq" in given and "trace" not in given:
         error("--seq needs --trace FILE")
     output = options.output or Path(f"ringcomm-{options.page}.html")
@@ -156,6 +154,26 @@ def _show(options: argparse.Namespace) -> int:
     return 0
 
 
+def _check_between(options: argparse.Namespace, name: str, least: int, most: int) -> None:
+    value = getattr(options, name)
+    if value is not None and not least <= value <= most:
+        option = f"--{name.replace('_', '-')}"
+        options.parser.error(f"{option} must be {least} to {most}, got {value}")
+
+
+def _check_launcher(options: argparse.Namespace) -> None:
+    if joined_world_size() is not None:
+        options.parser.error("it starts its own ranks: run it without torchrun")
+
+
+def _check_files(options: argparse.Namespace, *names: str) -> None:
+    for name in names:
+        try:
+            check_writable(getattr(options, name))
+        except ValueError as problem:
+            options.parser.error(f"--{name}: {problem}")
+
+
 def _check_seq(options: argparse.Namespace) -> None:
     if options.seq is not None and options.seq < 0:
         options.parser.error(f"--seq must not be negative, got {options.seq}")
@@ -166,8 +184,7 @@ def _trace(options: argparse.Namespace) -> int:
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if sum(map(bool, (command, options.merge, options.steps))) != 1:
         error("give one of: -- COMMAND, --merge FOLDER, --steps FILE")
-    if not 64 <= options.events <= 1 << 24:
-        error(f"--events must be 64 to {1 << 24}, got {options.events}")
+    _check_between(options, "events", 64, 1 << 24)
     _check_seq(options)
     from ringcomm.trace import merge
 
@@ -189,11 +206,7 @@ def _trace(options: argparse.Namespace) -> int:
         return merge.convert_dumps(options.merge, options.output)
     if not options.output.absolute().parent.is_dir():
         error(f"--output: cannot write {str(options.output)!r}")
-    for name in ("output", "html"):
-        try:
-            check_writable(getattr(options, name))
-        except ValueError as problem:
-            error(f"--{name}: {problem}")
+    _check_files(options, "output", "html")
 
     def write_page(trace: Path) -> None:
         from ringcomm import show
@@ -218,12 +231,8 @@ def _tune(options: argparse.Namespace) -> int:
         error(f"--repeats must not be negative, got {options.repeats}")
     if not options.json.absolute().parent.is_dir():
         error(f"--json: no such folder: {str(options.json.absolute().parent)!r}")
-    try:
-        check_writable(options.json)
-    except ValueError as problem:
-        error(f"--json: {problem}")
-    if joined_world_size() is not None:
-        error("it starts its own ranks: run it without torchrun")
+    _check_files(options, "json")
+    _check_launcher(options)
     from ringcomm.measure.algorithms import tune
 
     how = (options.world_sizes, options.sizes, options.seconds, options.repeats)

@@ -10,6 +10,8 @@ COLORS = {
     "sky": "#56b4e9",
 }
 GREY = "#7f7f7f"
+# Of what is no library, such as an algorithm: from Tol's muted colours, and black.
+OTHERS = ("#332288", "#44aa99", "#882255", "#222222")
 
 # By the name of a backend or a library in records.
 LIBRARIES = {
@@ -45,7 +47,6 @@ def title_of(library: str) -> str:
 
 
 def colors_of(names: list[str]) -> dict[str, str]:
-    """A colour for each name, in order: of a library its own, of others the next that is free."""
-    taken = {LIBRARIES[name] for name in names if name in LIBRARIES}
-    free = (color for color in (*COLORS.values(), *LIBRARIES.values()) if color not in taken)
+    """A colour for each name: of a library its own, of others one that no library has, in order."""
+    free = iter(OTHERS)
     return {name: LIBRARIES.get(name) or next(free, GREY) for name in names}

@@ -230,8 +230,8 @@ def tune(
 
 
 def _model_text(world: World) -> str:
-    if world.worst_fit > MAX_WORST_FIT:
-        return "The times fit no cost model: they were disturbed."
+    if not world.quiet or world.worst_fit > MAX_WORST_FIT:
+        return "No cost model fits: other programs disturbed the times."
     return (
         f"Cost model: {world.alpha_us:.3g} µs per transfer (alpha),"
         f" {world.beta_us_per_mib:.3g} µs per MiB (beta), {world.overhead_us:.3g} µs per call;"

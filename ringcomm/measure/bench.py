@@ -23,8 +23,8 @@ from ringcomm.measure import ranks, timing
 from ringcomm.measure.machine import MAX_OTHERS_PERCENT, identity, usable_cores, utc_now
 from ringcomm.measure.ranks import Team
 from ringcomm.measure.timing import US, check_sums
-from ringcomm.palette import LIBRARIES
-from ringcomm.screen import Progress, byte_count, check_writable, columns, factor, in_seconds
+from ringcomm.palette import LIBRARIES, title_of
+from ringcomm.screen import Progress, byte_count, columns, factor, in_seconds
 
 MAX_RANKS = 64
 MAX_FACTOR = 3  # a loaded machine takes longer than announced; then the largest are left out
@@ -46,10 +46,16 @@ class Row:
     ratio: dict[str, float]  # Gloo's time over ringcomm's, the speed-up: Timings.ratio_over()
     others_percent: float  # share of the machine that other programs used
 
-    def speed_up(self) -> str:
-        """Its median and its 10 and 90 % points over neighbouring blocks."""
-        low, median, high = (factor(self.ratio[name]) for name in ("p10", "p50", "p90"))
-        return f"{median}× ({low}–{high})"
+    def speed_up(self, form: str = "{1}× ({0}–{2})") -> str:
+        """Its 10, 50 and 90 % points over neighbouring blocks."""
+        return form.format(*(factor(self.ratio[name]) for name in ("p10", "p50", "p90")))
+
+    def cells(self, backend: str) -> tuple[str, str, str]:
+        """Median, 99th percentile, and GB/s of the bus: of 2(N − 1)/N buffers."""
+        p50_us, p99_us = (self.times_us[backend][p] for p in ("p50_us", "p99_us"))
+        moved = 2 * (self.world_size - 1) / self.world_size * self.num_bytes
+        rate = f"{moved / p50_us / 1e3:.3g}" if moved else ""
+        return in_seconds(p50_us / US), in_seconds(p99_us / US), rate
 
     @property
     def is_even(self) -> bool:
@@ -59,19 +65,8 @@ class Row:
 
 def run(options: argparse.Namespace) -> int:
     """Measures, prints a table and one sentence, writes the page; returns the exit status."""
-    error = options.parser.error
-    if options.world_size is not None and not 2 <= options.world_size <= MAX_RANKS:
-        error(f"--world-size must be 2 to {MAX_RANKS}, got {options.world_size}")
-    if ranks.joined_world_size() is not None:
-        error("it starts its own ranks: run it without torchrun")
     if not dist.is_gloo_available():
-        error("this torch has no Gloo to compare with")
-    try:
-        for name in ("html", "json"):
-            what = f"--{name}"
-            check_writable(getattr(options, name))
-    except ValueError as problem:
-        error(f"{what}: {problem}")
+        options.parser.error("this torch has no Gloo to compare with")
     machine = identity()
     worlds = [options.world_size] if options.world_size else world_sizes(usable_cores())
     print(
@@ -208,16 +203,10 @@ def _report(
 
 
 def _table(rows: list[Row]) -> str:
-    """GB/s are those of the bus: of 2(N − 1)/N buffers, which a rank must receive."""
     lines = [["ranks", "", "ringcomm", "p99", "GB/s", "Gloo", "p99", "GB/s", "speed-up"]]
     for row in rows:
-        line = [str(row.world_size), row.title]
-        for name in ("ringcomm", "gloo"):
-            p50_us, p99_us = (row.times_us[name][p] for p in ("p50_us", "p99_us"))
-            moved = 2 * (row.world_size - 1) / row.world_size * row.num_bytes
-            rate = f"{moved / p50_us / 1e3:.3g}" if row.num_bytes else ""
-            line += [in_seconds(p50_us / US), in_seconds(p99_us / US), rate]
-        lines.append([*line, row.speed_up()])
+        times = (*row.cells("ringcomm"), *row.cells("gloo"))
+        lines.append([str(row.world_size), row.title, *times, row.speed_up()])
     return columns(lines, "><")
 
 
@@ -228,13 +217,14 @@ def sentence(rows: list[Row]) -> str:
     ratios = [row.ratio["p50"] for row in rows if row.num_bytes]
     steps = [row for row in rows if not row.num_bytes]
     even = [row for row in steps if row.is_even]
-    said = f"{_span([row.ratio['p50'] for row in steps])} as fast"
+    said = f"is {_span([row.ratio['p50'] for row in steps])} as fast"
     if len(even) == len(steps):
-        spreads = ", ".join(row.speed_up() for row in steps)
-        said = f"as fast as over Gloo, within what can be measured ({spreads})"
+        form = "median {1}×, 10–90 %: {0} to {2}"
+        spreads = "; ".join(row.speed_up(form) for row in steps)
+        said = f"has no measurable difference from Gloo ({spreads})"
     elif even:
         alike = _numbers([row.world_size for row in even])
-        said += f" (with {alike} ranks no difference can be measured)"
+        said += f" (with {alike} ranks there is no measurable difference)"
     return (
         f"With {low if low == high else f'{low} to {high}'} ranks on this machine, ringcomm's"
         f" all_reduce is {factor(min(ratios))}× to {factor(max(ratios))}× as fast as Gloo's, and a"
@@ -251,14 +241,16 @@ def page(rows: list[Row], machine: dict[str, Any]) -> str:
     """One HTML page: the sentence, and a bar for each backend and row; shorter is better."""
     bars = []
     for row in rows:
-        medians = [row.times_us[name]["p50_us"] / US for name in ("ringcomm", "gloo")]
+        longest = max(times["p50_us"] for times in row.times_us.values())
         title = f"{row.world_size} ranks, {row.title}: {row.speed_up()}"
         bars.append(f"<h2>{html.escape(title)}</h2>")
-        for name, seconds in zip(("ringcomm", "Gloo"), medians, strict=True):
-            percent = max(0.3, 100 * seconds / max(medians))
+        for name in ("ringcomm", "gloo"):
+            percent = max(0.3, 100 * row.times_us[name]["p50_us"] / longest)
+            median, p99, rate = row.cells(name)
+            more = f"<small>p99 {p99}{rate and f', {rate} GB/s'}</small>"
             bars.append(
-                f'<div class="row"><span>{name}</span><div><i class="{name}" style="width:'
-                f'{percent:.1f}%"></i></div><b>{in_seconds(seconds)}</b></div>'
+                f'<div class="row"><span>{title_of(name)}</span><div><i class="{name}"'
+                f' style="width:{percent:.1f}%"></i></div><b>{median} {more}</b></div>'
             )
     versions = f"torch {torch.__version__}, ringcomm {__version__}"
     return _PAGE.format(
@@ -278,16 +270,20 @@ _PAGE = """<!doctype html>
 <title>ringcomm and Gloo: time of all_reduce and of a training step</title>
 <style>
 :root {{ color-scheme: light dark; }}
-body {{ margin: 2rem auto; max-width: 46rem; font: 16px/1.5 system-ui, sans-serif; }}
+body {{ margin: 1rem auto; padding: 0 1rem; max-width: 48rem; }}
+body {{ font: 16px/1.5 system-ui, sans-serif; }}
 h1 {{ font-size: 1.3rem; }} h2 {{ font-size: 1rem; margin: 1.2rem 0 .3rem; }}
 p {{ opacity: .7; }}
-.row {{ display: grid; grid-template-columns: 6rem 1fr 5.5rem; gap: .7rem; align-items: center; }}
-.row b {{ font-variant-numeric: tabular-nums; text-align: right; font-weight: 600; }}
+.row {{ display: grid; align-items: center; }}
+.row {{ grid-template-columns: 5rem 1fr 9rem; gap: .7rem; }}
+.row b {{ font-variant-numeric: tabular-nums; font-weight: 600; }}
+small {{ display: block; font-weight: 400; opacity: .7; }}
 i {{ display: block; height: 1.1rem; border-radius: .2rem; }}
-i.ringcomm {{ background: {ours}; }} i.Gloo {{ background: {gloo}; }}
+i.ringcomm {{ background: {ours}; }} i.gloo {{ background: {gloo}; }}
 </style>
 <h1>{sentence}</h1>
-<p>Median time of a call, of the slowest rank; a shorter bar is faster.
+<p>Median time of a call, of the slowest rank; a shorter bar is faster. p99 is the 99th
+percentile; GB/s are of the bus: each rank receives 2(N − 1)/N buffers.
 The two take turns in one run; a speed-up is the median over turns, with its 10 and 90 % points.
 {caveat}</p>
 {bars}

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
+from importlib.metadata import entry_points
 from itertools import combinations
 from statistics import median
 from typing import Any
@@ -32,6 +33,7 @@ LATENCY_BYTES = 1 << 10
 BANDWIDTH_BYTES = 4 << 20
 NUM_TRIPS = {LATENCY_BYTES: 200, BANDWIDTH_BYTES: 10}
 LEAST_SHARE_OF_COPY = 0.1
+MAX_P99 = 50  # over the median: a rank waited for a core, or for several turns of other programs
 # With more ranks only neighbours are timed, because the number of pairs grows with the square.
 MAX_WORLD_OF_ALL_PAIRS = 8
 
@@ -149,10 +151,21 @@ def _share_of_copy(group: dict[str, Any]) -> float:
     return points[-1]["busbw_gb_per_s"] / copy if points and copy else 1.0
 
 
+def _name_of(point: dict[str, Any]) -> str:
+    return f"all_reduce of {byte_count(point['bytes'])}"
+
+
+def _times_of(point: dict[str, Any]) -> str:
+    p50, p99 = (in_seconds(point[name] / 1e6) for name in ("p50_us", "p99_us"))
+    return f"{p50}, 99th percentile {p99}"
+
+
 def _speed_text(group: dict[str, Any]) -> str:
     percent, size = f"{100 * _share_of_copy(group):.0f} %", byte_count(ALL_REDUCE_BYTES[-1])
     copy = f"{group['copy_gb_per_s']:.3g} GB/s"
-    return f"all_reduce of {size} has {percent} of the speed of one rank's copy, {copy}"
+    least = f"{100 * LEAST_SHARE_OF_COPY:.0f} %"
+    text = f"all_reduce of {size} has {percent} of the speed of one rank's copy, {copy}"
+    return f"{text} (at least {least} expected)"
 
 
 def _problems(report: dict[str, Any], world_size: int) -> Iterator[tuple[str, str, str]]:
@@ -178,6 +191,12 @@ def _problems(report: dict[str, Any], world_size: int) -> Iterator[tuple[str, st
     if world_size > 1 and _share_of_copy(group) < LEAST_SHARE_OF_COPY:
         text = f"{_speed_text(group)}: ranks share cores, or other programs ran"
         yield "speed", text, "measure on an idle machine, with at most one rank per core"
+    for point in group.get("all_reduce", []):
+        if point["p99_us"] > MAX_P99 * point["p50_us"]:
+            name, ratio = _name_of(point), point["p99_us"] / point["p50_us"]
+            text = f"{name}: {_times_of(point)}, {ratio:.0f} times the median (at most {MAX_P99}"
+            text += " expected): other programs use the cores"
+            yield name, text, "measure on an idle machine, with at most one rank per core"
     if world_size > num_cores:
         text = f"{world_size} ranks on {counted(num_cores, 'core')}: the ranks have to take turns"
         yield "cpus", text, f"start at most {counted(num_cores, 'rank')}"
@@ -192,9 +211,13 @@ def _problems(report: dict[str, Any], world_size: int) -> Iterator[tuple[str, st
     as_gloo = variables.get("RINGCOMM_AS_GLOO") or "0"
     if as_gloo not in ("0", "1"):
         yield "environment", f"RINGCOMM_AS_GLOO is {as_gloo!r}", "set it to 1 or 0"
+    text = "RINGCOMM_AS_GLOO has no effect, and groups use Gloo: "
     if as_gloo == "1" and os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
-        text = "RINGCOMM_AS_GLOO has no effect, because TORCH_DEVICE_BACKEND_AUTOLOAD is 0"
-        yield "environment", text, "unset it, or write `import ringcomm` in the program"
+        text += "TORCH_DEVICE_BACKEND_AUTOLOAD is 0"
+        yield "environment", text, "unset the latter, or write `import ringcomm` in the program"
+    elif as_gloo == "1" and "ringcomm" not in entry_points(group="torch.backends").names:
+        text += "ringcomm is not installed here, so `import torch` does not load it"
+        yield "environment", text, "pip install ringcomm, or write `import ringcomm` in the program"
     if (path := variables.get("RINGCOMM_TUNING")) is None:
         return
     fix = f"ringcomm tune --world-sizes {world_size} --json {path}"
@@ -264,10 +287,8 @@ def _group_facts(group: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if "init_s" in group:
         yield "group", f"made in {in_seconds(group['init_s'])}"
     for point in group.get("all_reduce", []):
-        times = [in_seconds(point[name] / 1e6) for name in ("p50_us", "p99_us")]
-        text = f"{times[0]}, 99th percentile {times[1]}, {point['busbw_gb_per_s']:.3g} GB/s"
-        how = " and ".join(point["algorithms"]) or "no algorithm: one rank"
-        yield "all_reduce", f"all_reduce of {byte_count(point['bytes'])}: {text} ({how})"
+        name, how = _name_of(point), " and ".join(point["algorithms"]) or "no algorithm: one rank"
+        yield name, f"{name}: {_times_of(point)}, {point['busbw_gb_per_s']:.3g} GB/s ({how})"
     if "copy_gb_per_s" in group and group.get("pairs"):
         yield "speed", _speed_text(group)
     pairs = group.get("pairs", [])

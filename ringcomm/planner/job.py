@@ -150,8 +150,8 @@ class Mesh:
         return self.dp * self.pp * self.tp
 
     def __str__(self) -> str:
-        parts = [f"dp {self.dp}"]
-        parts += [f"{name} {size}" for name, size in (("pp", self.pp), ("tp", self.tp)) if size > 1]
+        sizes = (("dp", self.dp), ("pp", self.pp), ("tp", self.tp))
+        parts = [f"{name} {size}" for name, size in sizes if size > 1] or ["dp 1"]
         if self.is_sequence_split:
             parts.append("sp")
         if self.ep > 1:

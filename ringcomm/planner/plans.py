@@ -138,16 +138,17 @@ class Plans:
             rows.append([*row, in_seconds(plan.time.step), plan.time.largest])
         return columns(rows, "><<<")
 
-    def tie_line(self) -> str:
-        """Why the first plan is not the fastest one; "" if it is."""
+    def tie_line(self, top: int) -> str:
+        """Why the first plan is not the fastest one; "" if it is. `top` as in table()."""
         fastest = min(self.ranked, key=lambda plan: plan.time.step)
         if fastest.time.step == self.ranked[0].time.step:
             return ""
-        number = self.ranked.index(fastest) + 1
+        number, c = self.ranked.index(fastest) + 1, fastest.candidate
+        hidden = f" (not shown: {c.name})" if 0 < top < number else ""
         return (
-            f"Plan {number} is the fastest, with {in_seconds(fastest.time.step)}. Plans within"
-            f" {SAME_TIME - 1:.0%} of the fastest are equal within the model's error: they are"
-            " sorted by fewer axes, then data parallelism before a pipeline, the simpler system,"
+            f"Plan {number}{hidden} is the fastest, with {in_seconds(fastest.time.step)}. Plans"
+            f" within {SAME_TIME - 1:.0%} of the fastest are equal within the model's error: they"
+            " are sorted by fewer axes, then data parallelism before a pipeline, simpler systems,"
             " and fewer bytes sent. Plans with tensor parallelism over several hosts rank last."
         )
 

@@ -74,11 +74,16 @@ def memory(model: str, max_ranks: int) -> dict[str, Any]:
         for name in _SYSTEMS:
             of_step = (SYSTEMS[name], Mesh(num_ranks), "", "full", 1, 1)
             found = vars(memory_of(Candidate(shape, cluster, job, *of_step)))
+            # ZeRO-3's weights are the float32 masters, which others count as a third of the states.
+            masters = 0 if name == "zero3" else found["states"] // 3
+            found["parameters"] += masters
+            found["states"] -= masters
             rows.append({"ranks": num_ranks, "system": name} | found)
         num_ranks *= 2
     about = (
-        f"A rank has one sequence of {shape.context:,} tokens, in bfloat16, with float32 weights"
-        " beside (but for LOMO) and AdamW. Layers are recomputed, so only their inputs are kept."
+        f"A rank has one sequence of {shape.context:,} tokens, in bfloat16, plus float32 master"
+        " weights, except LOMO; states are AdamW's. Layers are recomputed: only their inputs are"
+        " kept (page lomo keeps all activations, and has no copies of gradients for other ranks)."
     )
     return {"model": shape.name, "num_params": shape.num_params, "about": about, "rows": rows}
 
@@ -107,7 +112,10 @@ def lomo(model: str) -> dict[str, Any]:
         for name, unit, activations in reversed(units)
         for idx, weight in reversed(list(enumerate(unit)))
     ]
-    about = f"One sequence of {shape.context:,} tokens, in bfloat16, without recomputation."
+    about = (
+        f"One sequence of {shape.context:,} tokens on one rank, in bfloat16, plus float32 master"
+        " weights, except LOMO. Layers are not recomputed, as they are on page memory."
+    )
     return {"model": shape.name, "about": about, "sizes": sizes}
 
 
@@ -195,9 +203,10 @@ def trace(path: Path | None) -> dict[str, Any]:
     if path is None:
         raise ValueError("page trace needs --trace FILE")
     from ringcomm.trace import merge
+    from ringcomm.trace.totals import is_wait_for_peer
 
     found = merge.load(path)
-    kinds = {"program": "program", "collective": "call", "wait": "wait"}
+    kinds = {"program": "program", "collective": "call"}
     names = {e["pid"]: e["args"]["name"] for e in found if e["name"] == "process_name"}
     rows = {pid: row for row, pid in enumerate(sorted(names))}
     messages = {e["id"]: e["ts"] for e in found if e["ph"] == "e"}
@@ -205,8 +214,8 @@ def trace(path: Path | None) -> dict[str, Any]:
     for e in found:
         if (e["ph"], e.get("cat")) == ("b", "message"):
             kind, end = "message", messages[e["id"]]
-        elif e.get("cat") in kinds:
-            kind, end = kinds[e["cat"]], e["ts"] + e["dur"]
+        elif e.get("cat") in kinds or is_wait_for_peer(e):
+            kind, end = kinds.get(e["cat"], "wait"), e["ts"] + e["dur"]
         else:
             continue
         args = e["args"]

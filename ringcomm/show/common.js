@@ -18,7 +18,18 @@ const mixed = (color, share) =>
   `rgb(${[1, 3, 5].map(at => Math.round(255 - (255 - parseInt(color.slice(at, at + 2), 16)) * share)).join(" ")})`;
 
 const range = n => [...Array(n).keys()];
-const percent = share => `${three(100 * share)} %`;
+const paragraph = (...children) => make("p", {}, ...children);
+const selectOf = (id, names) => make("select", {id}, ...names.map(name => make("option", {}, name)));
+const inputOf = (type, id, min, max, value) => make("input", {type, id, min, max, value});
+const label = (x, y, text, attributes = {}) =>
+  make("text", {x, y, "text-anchor": "middle", "pointer-events": "none", ...attributes}, text);
+const percent = share => `${+(100 * share).toPrecision(share < 0.1 ? 2 : 3)} %`;
+const grouped = value => value.toLocaleString("en");
+
+// Of most pages.
+const MAX_RANKS = 64;
+const title = make("p", {id: "title", "aria-live": "polite"});
+const picture = make("figure", {id: "picture"});
 
 // The whole number of an input, which is set to it.
 function whole(input, least, most) {
@@ -41,21 +52,28 @@ function bytes(count) {
 const duration = us =>
   us >= 1e6 ? `${three(us / 1e6)} s` : us >= 1e3 ? `${three(us / 1e3)} ms` : `${three(us)} µs`;
 
+// A picture that is shrunk to 36rem at most: below, its text is too small, and the figure scrolls.
+const pictureOf = (width, height, label) =>
+  make("svg", {
+    viewBox: `0 0 ${width} ${height}`,
+    width,
+    style: `min-width: min(36rem, ${width}px)`,
+    role: "img",
+    "aria-label": label,
+  });
+
 // A line of names behind squares in their colours.
 const legendOf = entries =>
   make(
     "p",
-    {},
-    ...entries.flatMap(([name, color]) => [make("span", {style: `color: ${color}`}, "■ "), `${name}  `]),
+    {class: "legend"},
+    ...entries.map(([name, color]) => make("span", {}, make("b", {style: `color: ${color}`}, "■ "), name)),
   );
 
 function tableOf(head, rows) {
+  const isText = head.map((_, at) => rows.some(cells => cells[at].length > 30));
   const row = (cells, kind) =>
-    make(
-      "tr",
-      {},
-      ...cells.map(cell => make(kind, {class: /^[A-Za-z_]{2,},? \S/.test(cell) ? "text" : ""}, cell)),
-    );
+    make("tr", {}, ...cells.map((cell, at) => make(kind, {class: isText[at] ? "text" : ""}, cell)));
   return make(
     "div",
     {class: "table"},

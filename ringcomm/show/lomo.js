@@ -1,11 +1,18 @@
 // Memory over one backward pass, weight by weight from the last one to the first.
+// Weights and states are multiples of the bfloat16 weights, of which a float32 copy has twice the bytes.
 const SYSTEMS = {
-  AdamW: {states: 2, keepsGradients: true, said: "two states for each weight; all gradients until step()"},
-  SGD: {states: 0, keepsGradients: true, said: "all gradients until step()"},
+  AdamW: {
+    weights: 3,
+    states: 4,
+    keepsGradients: true,
+    said: "two float32 states for each weight; all gradients until step()",
+  },
+  SGD: {weights: 3, states: 0, keepsGradients: true, said: "no states; all gradients until step()"},
   LOMO: {
+    weights: 1,
     states: 0,
     keepsGradients: false,
-    said: "one gradient at a time: it is added to its weight and freed",
+    said: "one gradient at a time: it is applied to its weight and freed",
   },
 };
 const PARTS = {
@@ -19,11 +26,11 @@ const sizes = data.sizes,
 
 // Bytes after `count` weights have got their gradients; activations of a unit go with its last weight.
 function memoryAt(name, count) {
-  const {states, keepsGradients} = SYSTEMS[name],
+  const {weights, states, keepsGradients} = SYSTEMS[name],
     done = sizes.slice(0, count);
   const all = done.reduce((sum, {bytes}) => sum + bytes, 0);
   return {
-    weights: total,
+    weights: weights * total,
     states: states * total,
     activations: sizes.slice(count).reduce((sum, {activations}) => sum + activations, 0),
     gradients: keepsGradients ? all : done.length ? done.at(-1).bytes : 0,
@@ -33,55 +40,55 @@ function memoryAt(name, count) {
 const sum = parts => Object.values(parts).reduce((all, part) => all + part, 0);
 const peak = name => Math.max(...range(sizes.length + 1).map(count => sum(memoryAt(name, count))));
 const most = Math.max(...Object.keys(SYSTEMS).map(peak));
-const slider = make("input", {
-  id: "step",
-  type: "range",
-  min: 0,
-  max: sizes.length,
-  value: Math.round(sizes.length / 2),
-});
-const title = make("p", {id: "title", "aria-live": "polite"}),
-  picture = make("figure", {id: "picture"}),
-  table = make("div", {id: "table"});
-const legend = legendOf(Object.entries(PARTS));
+const slider = inputOf("range", "step", 0, sizes.length, Math.round(sizes.length / 2));
+const table = make("div", {id: "table"});
 main.append(
-  make("p", {}, `${data.model}: ${sizes.length} weights, ${bytes(total)}. `, data.about),
+  paragraph(`${data.model}: ${sizes.length} weight tensors, ${bytes(total)}. `, data.about),
   make("form", {}, make("label", {}, "gradients computed", slider)),
   title,
-  legend,
+  legendOf(Object.entries(PARTS)),
   picture,
   table,
-  make(
-    "p",
-    {},
-    "LOMO never stores the gradients of the model together: the backward pass computes one, adds it to its weight and frees it before the next. ",
-    "AdaLomo keeps one row and one column of numbers for each matrix besides. Gradients are in the weights' type here.",
+  paragraph(
+    "LOMO never stores the gradients of the model together: the backward pass computes one, applies it to its weight and frees it before the next. ",
+    "AdaLomo also keeps one row and one column of numbers for each matrix.",
   ),
 );
 
 function drawAll() {
   const count = +slider.value,
-    width = 300,
+    left = 60,
+    width = 280,
     height = 180,
-    gap = 24;
+    gap = 24,
+    y = value => 20 + height - (value / most) * height;
   slider.setAttribute("aria-valuetext", `${count} of ${sizes.length}`);
   title.textContent = count
     ? `${count} of ${sizes.length} gradients; the last was that of ${sizes[count - 1].name}`
     : "Before the backward pass";
-  const svg = make("svg", {
-    viewBox: `0 0 ${3 * (width + gap)} ${height + 40}`,
-    width: 3 * (width + gap),
-    role: "img",
-    "aria-label": "memory over a backward pass",
-  });
+  const svg = pictureOf(left + 3 * (width + gap), height + 40, "memory over a backward pass");
+  const unit = 2 ** Math.floor(Math.log2(most / 3));
+  for (const value of range(Math.floor(most / unit) + 1).map(idx => idx * unit))
+    svg.append(
+      make("line", {
+        x1: left,
+        x2: left + 3 * (width + gap) - gap,
+        y1: y(value),
+        y2: y(value),
+        stroke: "var(--line)",
+      }),
+      label(left - 8, y(value) + 4, bytes(value), {"text-anchor": "end"}),
+    );
   const num = Math.min(sizes.length, 150),
     at = range(num + 1).map(i => Math.round((i / num) * sizes.length));
   Object.keys(SYSTEMS).forEach((name, idx) => {
-    const left = idx * (width + gap),
-      y = value => 20 + height - (value / most) * height,
-      x = i => left + (i / num) * width;
+    const begin = left + idx * (width + gap),
+      x = i => begin + (i / num) * width;
     let lower = at.map(() => 0);
-    svg.append(make("text", {x: left, y: 12}, name));
+    svg.append(
+      make("text", {x: begin, y: 12}, name),
+      label(begin + width / 2, height + 36, "gradients computed →", {class: "faint"}),
+    );
     for (const [part, color] of Object.entries(PARTS)) {
       const upper = at.map((position, i) => lower[i] + memoryAt(name, position)[part]);
       const line = values => values.map(([i, value]) => `${x(i)} ${y(value)}`).join(" L");
@@ -93,7 +100,7 @@ function drawAll() {
       );
       lower = upper;
     }
-    const now = left + (count / sizes.length) * width;
+    const now = begin + (count / sizes.length) * width;
     svg.append(
       make("line", {x1: now, x2: now, y1: 20, y2: 20 + height, stroke: "var(--ink)", "stroke-width": 2}),
     );

@@ -1,28 +1,18 @@
 // The cross-entropy of one token whose logits are split over ranks by class, beside Megatron's way.
 const shown = value => value.toFixed(4);
-const ranks = make(
-  "select",
-  {id: "ranks"},
-  ...range(data.logits.length + 1)
+const ranks = selectOf(
+  "ranks",
+  range(data.logits.length + 1)
     .filter(n => n && data.logits.length % n === 0)
-    .map(n => make("option", {}, String(n))),
+    .map(n => String(n)),
 );
 ranks.value = String(data.ranks);
-const target = make("input", {
-  id: "target",
-  type: "number",
-  min: 0,
-  max: data.logits.length - 1,
-  value: data.target,
-});
-const picture = make("figure", {id: "picture"}),
-  own = make("div", {id: "own"}),
+const target = inputOf("number", "target", 0, data.logits.length - 1, data.target);
+const own = make("div", {id: "own"}),
   merged = make("p", {id: "merged", "aria-live": "polite"}),
   ways = make("div", {id: "ways"});
 main.append(
-  make(
-    "p",
-    {},
+  paragraph(
     `One token with ${data.logits.length} classes; each rank has the logits of some. The loss is the logarithm of the sum of all exponentials, minus the target's logit. `,
     "No rank has all logits. Three numbers of each rank are enough.",
   ),
@@ -33,9 +23,7 @@ main.append(
   merged,
   make("h2", {}, "One collective or three"),
   ways,
-  make(
-    "p",
-    {},
+  paragraph(
     "Megatron's three all_reduces wait for one another: the sum of exponentials needs the maximum of all ranks. Here a rank takes its own maximum m, and sends it beside its sum s: ",
     "s · exp(m − M) corrects the sum when the maximum M of all ranks is known.",
   ),
@@ -60,21 +48,12 @@ function drawAll() {
     height = 34,
     gap = 16,
     x = idx => idx * (width + 3) + Math.floor(idx / size) * gap;
-  const svg = make("svg", {
-    viewBox: `0 0 ${x(logits.length - 1) + width + 4} ${height + 26}`,
-    width: x(logits.length - 1) + width + 4,
-    role: "img",
-    "aria-label": "logits by rank",
-  });
+  const svg = pictureOf(x(logits.length - 1) + width + 4, height + 26, "logits by rank");
   logits.forEach((logit, idx) => {
     if (idx % size === 0) svg.append(make("text", {x: x(idx), y: 14}, `rank ${idx / size}`));
     svg.append(
       make("rect", {x: x(idx), y: 22, width, height, rx: 3, fill: idx === y ? COLORS.orange : COLORS.blue}),
-      make(
-        "text",
-        {x: x(idx) + width / 2, y: 22 + height / 2 + 5, "text-anchor": "middle", style: "fill: #fff"},
-        String(logit),
-      ),
+      label(x(idx) + width / 2, 22 + height / 2 + 5, String(logit), {style: "fill: #fff"}),
     );
   });
   picture.replaceChildren(svg);

@@ -6,36 +6,28 @@ const PARTS = {
   activations: ["activations", COLORS.yellow],
   buffers: ["temporary", COLORS.pink],
 };
-const SAID = {
-  ddp: "everything on every rank, and buckets: a second copy of the gradients",
-  zero1: "optimizer states / N; gradients in float32",
-  zero2: "optimizer states and gradients / N; temporary: one bucket of complete gradients",
-  zero3: "weights, gradients and optimizer states / N; the gathered weights of one layer are temporary",
-  lomo: "no optimizer states; one gradient at a time",
-  "lomo-shards": "LOMO with weights / N; the gathered weights of one layer are temporary",
+// How a system is written, and what a rank has.
+const SYSTEMS = {
+  ddp: ["DDP", "everything on every rank; temporary: buckets, a second copy of the gradients"],
+  zero1: ["ZeRO-1", "master weights and optimizer states / N; gradients in float32"],
+  zero2: ["ZeRO-2", "master weights, states and gradients / N; temporary: one bucket of complete gradients"],
+  zero3: ["ZeRO-3", "all weights, in float32, gradients and states / N; temporary: one layer's weights"],
+  lomo: ["LOMO", "bfloat16 weights; no states; one gradient at a time, and its float32 copy for the sum"],
+  "lomo-shards": ["LOMO on shards", "LOMO with weights / N; temporary: one layer's weights"],
 };
 const counts = [...new Set(data.rows.map(row => row.ranks))];
-const slider = make("input", {
-  id: "ranks",
-  type: "range",
-  min: 0,
-  max: counts.length - 1,
-  value: Math.min(2, counts.length - 1),
-});
-const title = make("p", {id: "title", "aria-live": "polite"}),
-  picture = make("figure", {id: "picture"}),
-  table = make("div", {id: "table"});
-const legend = legendOf(Object.values(PARTS));
+const slider = inputOf("range", "ranks", 0, counts.length - 1, Math.min(2, counts.length - 1));
+const table = make("div", {id: "table"});
 main.append(
-  make("p", {}, `${data.model} has ${three(data.num_params / 1e9)} billion weights. `, data.about),
+  paragraph(`${data.model} has ${three(data.num_params / 1e9)} billion weights. `, data.about),
   make("form", {}, make("label", {}, "ranks", slider)),
   title,
-  legend,
+  legendOf(Object.values(PARTS)),
   picture,
   table,
-  make(
-    "p",
-    {},
+  make("h2", {}, "What a rank has"),
+  tableOf(["system", "memory of a rank"], Object.values(SYSTEMS)),
+  paragraph(
     "These are predictions of zero.predict_memory() and of the planner, for the rank that needs most. Activations do not shrink with N: each rank has its own batch.",
   ),
 );
@@ -47,19 +39,14 @@ function drawAll() {
   title.textContent = `${n} ranks`;
   const total = row => Object.keys(PARTS).reduce((sum, part) => sum + row[part], 0),
     most = Math.max(...data.rows.map(total));
-  const left = 100,
+  const left = 125,
     width = 620,
     height = 30;
-  const svg = make("svg", {
-    viewBox: `0 0 ${left + width + 110} ${rows.length * (height + 8)}`,
-    width: left + width + 110,
-    role: "img",
-    "aria-label": `memory with ${n} ranks`,
-  });
+  const svg = pictureOf(left + width + 110, rows.length * (height + 8), `memory with ${n} ranks`);
   rows.forEach((row, idx) => {
     const y = idx * (height + 8);
     let x = left;
-    svg.append(make("text", {x: left - 10, y: y + 20, "text-anchor": "end"}, row.system));
+    svg.append(label(left - 10, y + 20, SYSTEMS[row.system][0], {"text-anchor": "end"}));
     for (const [part, [name, color]] of Object.entries(PARTS)) {
       const size = (row[part] / most) * width,
         bar = make("rect", {
@@ -82,12 +69,11 @@ function drawAll() {
   picture.replaceChildren(svg);
   table.replaceChildren(
     tableOf(
-      ["system", ...Object.values(PARTS).map(([name]) => name), "in all", "what a rank has"],
+      ["system", ...Object.values(PARTS).map(([name]) => name), "in all"],
       rows.map(row => [
-        row.system,
+        SYSTEMS[row.system][0],
         ...Object.keys(PARTS).map(part => bytes(row[part])),
         bytes(total(row)),
-        SAID[row.system],
       ]),
     ),
   );

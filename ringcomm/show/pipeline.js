@@ -4,8 +4,7 @@ const SCHEDULES = {
   "1f1b": {stages: 1, formula: (p, m) => [p - 1, m + p - 1, "(p − 1)/(m + p − 1)"]},
   interleaved: {stages: 2, formula: (p, m) => [p - 1, 2 * m + p - 1, "(p − 1)/(2m + p − 1)"]},
 };
-const MAX_RANKS = 64,
-  MAX_MICRO_BATCHES = 256;
+const MAX_MICRO_BATCHES = 256;
 
 // A rank's computations in order: [kind, stage, micro-batch].
 function orderOf(schedule, p, m, rank) {
@@ -71,30 +70,36 @@ function maxLive(actions, rank) {
 }
 
 const isRecorded = data.actions.length > 0;
-const schedules = make(
-  "select",
-  {id: "schedule"},
-  ...Object.keys(SCHEDULES).map(name => make("option", {}, name)),
-);
+const schedules = selectOf("schedule", Object.keys(SCHEDULES));
 schedules.value = "1f1b";
-const ranks = make("input", {id: "ranks", type: "number", min: 1, max: MAX_RANKS, value: data.ranks});
-const batches = make("input", {
-  id: "micro-batches",
-  type: "number",
-  min: 1,
-  max: MAX_MICRO_BATCHES,
-  value: data.micro_batches,
-});
-const picture = make("figure", {id: "picture"}),
-  idle = make("p", {id: "idle", "aria-live": "polite"}),
+const ranks = inputOf("number", "ranks", 1, MAX_RANKS, data.ranks);
+const batches = inputOf("number", "micro-batches", 1, MAX_MICRO_BATCHES, data.micro_batches);
+// By kind: of a rank's first stage, and of its second.
+const STAGE_COLORS = {
+  F: [COLORS.blue, COLORS.sky],
+  B: [COLORS.orange, COLORS.yellow],
+  I: [COLORS.orange, COLORS.yellow],
+  W: [COLORS.green, COLORS.pink],
+};
+const KINDS = {F: "forward", B: "backward", I: "backward of inputs", W: "backward of weights"};
+const idle = make("p", {id: "idle", "aria-live": "polite"}),
   live = make("p", {id: "live"});
+const kinds = isRecorded ? [...new Set(data.actions.map(one => one.kind))] : ["F", "B"];
+const legend = legendOf([
+  ...kinds.flatMap(kind => {
+    const [first, second] = STAGE_COLORS[kind];
+    return [
+      [KINDS[kind], first],
+      [`${KINDS[kind]} in a rank's second stage`, second],
+    ];
+  }),
+  ["idle", "var(--line)"],
+]);
 main.append(
-  make(
-    "p",
-    {},
+  paragraph(
     isRecorded
-      ? "A recorded step. Each row is a rank, each box one micro-batch in one stage; grey is idle time."
-      : "Each row is a rank, each box one micro-batch in one stage; a forward pass takes 1, a backward pass 2. Grey is idle time, the bubble.",
+      ? "A recorded step. Each row is a rank, each box one micro-batch in one stage."
+      : "Each row is a rank, each box one micro-batch in one stage; a forward pass takes 1, a backward pass 2. Idle time is the bubble.",
   ),
   ...(isRecorded
     ? []
@@ -107,15 +112,14 @@ main.append(
           make("label", {}, "micro-batches m", batches),
         ),
       ]),
+  legend,
   picture,
   idle,
   live,
 );
 if (!isRecorded)
   main.append(
-    make(
-      "p",
-      {},
+    paragraph(
       "The first micro-batch reaches the last rank after p − 1 forwards, and its gradient comes back after p − 1 backwards: each rank waits for (p − 1) forwards and backwards of a step, ",
       "whatever m is. More micro-batches make that a smaller share. 1f1b has gpipe's bubble, but holds at most p micro-batches in place of m. ",
       "interleaved gives each rank 2 smaller stages, so that the way through all ranks is half as long.",
@@ -129,23 +133,12 @@ function draw(actions, p) {
     width = 900,
     row = 30,
     scale = width / (end - begin);
-  const svg = make("svg", {
-    viewBox: `0 0 ${left + width + 4} ${p * (row + 6) + 4}`,
-    width: left + width + 4,
-    role: "img",
-    "aria-label": `${p} ranks`,
-  });
+  const svg = pictureOf(left + width + 4, p * (row + 6) + 4, `${p} ranks`);
   for (const rank of range(p)) {
     const y = rank * (row + 6);
-    svg.append(make("text", {x: left - 10, y: y + row / 2 + 4, "text-anchor": "end"}, `rank ${rank}`));
+    svg.append(label(left - 10, y + row / 2 + 4, `rank ${rank}`, {"text-anchor": "end"}));
     svg.append(make("rect", {x: left, y, width, height: row, fill: "var(--line)", class: "idle"}));
   }
-  const color = {
-    F: [COLORS.blue, COLORS.sky],
-    B: [COLORS.orange, COLORS.yellow],
-    I: [COLORS.orange, COLORS.yellow],
-    W: [COLORS.green, COLORS.green],
-  };
   for (const one of actions) {
     const x = left + (one.begin - begin) * scale,
       y = one.rank * (row + 6),
@@ -156,31 +149,22 @@ function draw(actions, p) {
       width: size,
       height: row,
       class: "action",
-      fill: color[one.kind][Math.floor(one.stage / p) % 2],
+      fill: STAGE_COLORS[one.kind][Math.floor(one.stage / p) % 2],
       stroke: "var(--ground)",
       "data-rank": one.rank,
       "data-kind": one.kind,
       "data-stage": one.stage,
       "data-micro-batch": one.microBatch,
     });
-    const kinds = {F: "forward", B: "backward", I: "backward of inputs", W: "backward of weights"};
     box.append(
-      make("title", {}, `${kinds[one.kind]} of micro-batch ${one.microBatch} in stage ${one.stage}`),
+      make("title", {}, `${KINDS[one.kind]} of micro-batch ${one.microBatch} in stage ${one.stage}`),
     );
     svg.append(box);
     if (size > 14)
       svg.append(
-        make(
-          "text",
-          {
-            x: x + size / 2,
-            y: y + row / 2 + 4,
-            "text-anchor": "middle",
-            "pointer-events": "none",
-            style: Math.floor(one.stage / p) % 2 ? "fill: #1b1f24" : "fill: #fff",
-          },
-          String(one.microBatch),
-        ),
+        label(x + size / 2, y + row / 2 + 4, String(one.microBatch), {
+          style: Math.floor(one.stage / p) % 2 ? "fill: #1b1f24" : "fill: #fff",
+        }),
       );
   }
   picture.replaceChildren(svg);

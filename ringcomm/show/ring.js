@@ -1,11 +1,11 @@
 // An all_reduce of N ranks, step by step: which parts of the sum each rank has of each chunk.
 // The steps of the ring are those of csrc/collectives/ring.h; a test compares them with a trace.
-const MAX_RANKS = 64,
-  CELL_TEXTS = 8,
+const CELL_TEXTS = 8,
   COUNT_TEXTS = 20;
 const mod = (value, n) => ((value % n) + n) % n;
 
 // Steps of moves; `adds`: the target adds what it receives to its own part, otherwise it keeps it.
+// A ring's steps have the names that they have in a trace.
 const ALGORITHMS = {
   ring(n) {
     const moves = (adds, chunkOf) =>
@@ -14,11 +14,13 @@ const ALGORITHMS = {
       ...range(n - 1).map(k => ({
         half: "reduce_scatter",
         name: `reduce_scatter step ${k}`,
+        said: ` (reduce_scatter ${k + 1} of ${n - 1})`,
         moves: moves(true, to => to - 2 - k),
       })),
       ...range(n - 1).map(k => ({
         half: "all_gather",
         name: `all_gather step ${k}`,
+        said: ` (all_gather ${k + 1} of ${n - 1})`,
         moves: moves(false, to => to - 1 - k),
       })),
     ];
@@ -33,12 +35,12 @@ const ALGORITHMS = {
     return [
       {
         half: "reduce_scatter",
-        name: "reduce_scatter: rank r reads chunk r of every rank",
+        said: ": rank r reads chunk r of every rank",
         moves: others(true, (from, to) => to),
       },
       {
         half: "all_gather",
-        name: "all_gather: each rank reads the complete chunks of the others",
+        said: ": each rank reads the complete chunks of the others",
         moves: others(false, from => from),
       },
     ];
@@ -49,7 +51,7 @@ const ALGORITHMS = {
         .filter(from => from !== to)
         .flatMap(from => range(n).map(chunk => ({from, to, chunk, adds: true}))),
     );
-    return [{half: "all_reduce", name: "each rank reads the whole buffer of every rank", moves}];
+    return [{half: "all_reduce", said: ": each rank reads the whole buffer of every rank", moves}];
   },
 };
 
@@ -72,26 +74,18 @@ const receivedAfter = (n, steps, count) =>
   steps.slice(0, count).reduce((sum, step) => sum + step.moves.length / n / n, 0);
 
 const state = {algorithm: "ring", ranks: data.ranks, count: 0, timer: null};
-const select = make(
-  "select",
-  {id: "algorithm"},
-  ...Object.keys(ALGORITHMS).map(name => make("option", {}, name)),
-);
-const ranks = make("input", {id: "ranks", type: "number", min: 2, max: MAX_RANKS, value: state.ranks});
-const slider = make("input", {id: "step", type: "range", min: 0, value: 0});
+const select = selectOf("algorithm", Object.keys(ALGORITHMS));
+const ranks = inputOf("number", "ranks", 2, MAX_RANKS, state.ranks);
+const slider = inputOf("range", "step", 0, 1, 0);
 const play = make("button", {id: "play", type: "button"}, "Play");
-const title = make("p", {id: "title", "aria-live": "polite"}),
-  sent = make("p", {id: "sent"});
+const sent = make("p", {id: "sent"});
 const halves = make("div", {id: "halves", class: "halves"});
-const picture = make("figure", {id: "picture"}),
-  waits = make("p", {id: "waits"}),
+const waits = make("p", {id: "waits"}),
   compared = make("div", {id: "compared"});
 main.append(
-  make(
-    "p",
-    {},
+  paragraph(
     "Every rank has a buffer, cut into one chunk per rank. At the end each rank has the sum of all buffers. ",
-    "A cell shows whose values its sum has so far. In each step what a framed cell has got is new; arrows and dashed frames show where it came from.",
+    "A cell lists the ranks whose values its sum includes so far. A step changes the cells with a bold frame; arrows and dashed frames show where the data comes from.",
   ),
   make(
     "form",
@@ -122,26 +116,19 @@ function drawPicture(n, steps) {
     top = 28;
   const x = rank => left + rank * (width + gap),
     y = chunk => top + chunk * (height + 6);
-  const svg = make("svg", {
-    viewBox: `0 0 ${x(n) + 20} ${y(n) + 4}`,
-    width: x(n) + 20,
-    role: "img",
-    "aria-label": `${n} ranks, ${n} chunks, after ${state.count} of ${steps.length} steps`,
-  });
+  const svg = pictureOf(
+    x(n) + 20,
+    y(n) + 4,
+    `${n} ranks, ${n} chunks, after ${state.count} of ${steps.length} steps`,
+  );
   const moved = new Set(moves.map(({to, chunk}) => `${to}/${chunk}`));
   const isRead = new Set(hasArrows ? [] : moves.map(({from, chunk}) => `${from}/${chunk}`));
   const every = n <= COUNT_TEXTS ? 1 : 8;
   for (const i of range(n)) {
     if (i % every) continue;
     svg.append(
-      make(
-        "text",
-        {x: x(i) + width / 2, y: top - 10, "text-anchor": "middle"},
-        n <= CELL_TEXTS ? `rank ${i}` : String(i),
-      ),
-    );
-    svg.append(
-      make("text", {x: 66, y: y(i) + height / 2 + 4, "text-anchor": "end", class: "faint"}, `chunk ${i}`),
+      label(x(i) + width / 2, top - 10, n <= CELL_TEXTS ? `rank ${i}` : String(i)),
+      label(66, y(i) + height / 2 + 4, `chunk ${i}`, {"text-anchor": "end", class: "faint"}),
     );
   }
   for (const rank of range(n))
@@ -181,16 +168,11 @@ function drawPicture(n, steps) {
         n <= CELL_TEXTS ? (isComplete ? "sum" : has.join("+")) : n <= COUNT_TEXTS ? `${has.length}` : "";
       if (text)
         svg.append(
-          make(
-            "text",
-            {
-              x: x(rank) + width / 2,
-              y: y(chunk) + height / 2 + 4,
-              "text-anchor": "middle",
-              "pointer-events": "none",
-              ...(has.length > 1 ? {style: `fill: ${isComplete ? "#fff" : "#1b1f24"}`} : {}),
-            },
+          label(
+            x(rank) + width / 2,
+            y(chunk) + height / 2 + 4,
             text,
+            has.length > 1 ? {style: `fill: ${isComplete ? "#fff" : "#1b1f24"}`} : {},
           ),
         );
     }
@@ -239,9 +221,9 @@ function drawAll() {
     step = steps[state.count - 1];
   slider.max = steps.length;
   slider.value = state.count;
-  slider.setAttribute("aria-valuetext", step ? step.name : "before the first step");
+  slider.setAttribute("aria-valuetext", step ? `step ${state.count}${step.said}` : "before the first step");
   title.textContent = step
-    ? `Step ${state.count} of ${steps.length}: ${step.name}`
+    ? `Step ${state.count} of ${steps.length}${step.said}`
     : `Before the first of ${steps.length} steps: each rank has its own values.`;
   const lengths = steps.reduce((found, {half}) => ({...found, [half]: (found[half] ?? 0) + 1}), {});
   halves.replaceChildren(
@@ -279,11 +261,9 @@ function drawAll() {
         ];
       }),
     ),
-    make(
-      "p",
-      {},
-      "Each rank must receive at least 2(N − 1)/N of a buffer: N − 1 chunks so that each chunk is summed somewhere, and the N − 1 complete chunks of the others. ",
-      "The ring and two_shot receive no more. The ring has most steps, each with one neighbour only; one_shot has one step, so it is the fastest for small buffers.",
+    paragraph(
+      "Together the ranks must receive at least 2(N − 1) buffers: N − 1 to form each sum, and N − 1 to spread it. So the busiest rank receives at least 2(N − 1)/N of a buffer. ",
+      "The ring and two_shot receive no more, because they share the work evenly. The ring has most steps, each with one neighbour only; one_shot has one step, so it is the fastest for small buffers.",
     ),
   );
 }

@@ -1,6 +1,5 @@
 // One transformer block over N tensor-parallel ranks: who has which part, and its four collectives.
-const MAX_RANKS = 64;
-const {hidden, query, key_value: keyValue, ffn, num_inner: numInner, tokens} = data;
+const {model, hidden, query, key_value: keyValue, ffn, num_inner: numInner, tokens} = data;
 const inner = numInner === 2 ? "up, gate" : "up";
 // Operations of a forward pass; a width of null is the hidden size on every rank, others are split.
 const OPS = [
@@ -73,25 +72,19 @@ const ALL = [
   ...OPS.map(op => ({...op, pass: "forward"})),
   ...BACKWARD.map(op => ({...op, pass: "backward"})),
 ];
-const ranks = make("input", {id: "ranks", type: "number", min: 1, max: MAX_RANKS, value: data.ranks});
-const slider = make("input", {id: "step", type: "range", min: 1, max: ALL.length, value: 1});
-const title = make("p", {id: "title", "aria-live": "polite"}),
-  picture = make("figure", {id: "picture"}),
-  facts = make("p", {id: "facts"});
+const ranks = inputOf("number", "ranks", 1, MAX_RANKS, data.ranks);
+const slider = inputOf("range", "step", 1, ALL.length, 1);
+const facts = make("p", {id: "facts"});
 main.append(
-  make(
-    "p",
-    {},
-    `A block of ${data.model}: hidden size ${data.hidden}, inner size ${data.ffn}, ${data.tokens} tokens in bfloat16. `,
+  paragraph(
+    `A block of ${model}: hidden size ${grouped(hidden)}, inner size ${grouped(ffn)}, ${grouped(tokens)} tokens in bfloat16. `,
     "Blue: complete, the same on every rank. Yellow: a rank's own part. Orange: one term of a sum. A frame around all ranks is a collective.",
   ),
   make("form", {}, make("label", {}, "ranks N", ranks), make("label", {}, "step", slider)),
   title,
   picture,
   facts,
-  make(
-    "p",
-    {},
+  paragraph(
     "Column-parallel and then row-parallel: between the two no rank needs what another one has, so a block has two all_reduces in the forward and two in the backward pass. ",
     "With the sequence split between the blocks, each all_reduce becomes a reduce_scatter and an all_gather of the same bytes, and norms are split, too.",
   ),
@@ -104,23 +97,18 @@ function drawAll() {
     height = n > 8 ? 18 : 28,
     left = 62,
     top = 24;
-  const svg = make("svg", {
-    viewBox: `0 0 ${left + ALL.length * (width + 4) + 24} ${top + n * (height + 4) + 26}`,
-    width: left + ALL.length * (width + 4) + 24,
-    role: "img",
-    "aria-label": `${n} ranks, ${ALL.length} operations`,
-  });
+  const svg = pictureOf(
+    left + ALL.length * (width + 4) + 24,
+    top + n * (height + 4) + 26,
+    `${n} ranks, ${ALL.length} operations`,
+  );
   svg.append(
     make("text", {x: left, y: 14}, "forward"),
     make("text", {x: left + OPS.length * (width + 4) + 20, y: 14}, "backward"),
   );
   for (const rank of range(n))
     svg.append(
-      make(
-        "text",
-        {x: left - 8, y: top + rank * (height + 4) + height / 2 + 4, "text-anchor": "end"},
-        `rank ${rank}`,
-      ),
+      label(left - 8, top + rank * (height + 4) + height / 2 + 4, `rank ${rank}`, {"text-anchor": "end"}),
     );
   ALL.forEach((op, idx) => {
     const x = left + idx * (width + 4) + (op.pass === "backward" ? 20 : 0),
@@ -147,13 +135,7 @@ function drawAll() {
         }),
       );
     }
-    svg.append(
-      make(
-        "text",
-        {x: x + width / 2, y: top + n * (height + 4) + 18, "text-anchor": "middle", class: "faint"},
-        op.short,
-      ),
-    );
+    svg.append(label(x + width / 2, top + n * (height + 4) + 18, op.short, {class: "faint"}));
     if (op.collective)
       svg.append(
         make("rect", {
@@ -177,12 +159,12 @@ function drawAll() {
   const buffer = 2 * tokens * hidden,
     sent = ((2 * (n - 1)) / n) * buffer;
   const weight = op.weight
-    ? ` Its weights: ${bytes((2 * op.weight) / n)} on each rank of ${bytes(2 * op.weight)}.`
+    ? ` Weights: ${bytes((2 * op.weight) / n)} on each rank, of ${bytes(2 * op.weight)}.`
     : "";
   const output = op.collective
-    ? ` ${bytes(buffer)}, of which a rank receives 2(N − 1)/N: ${bytes(sent)}.`
-    : ` Its output: ${tokens} × ${op.width ? Math.ceil(op.width / n) : hidden} on each rank.`;
-  facts.textContent = `${op.name}:${output}${weight} In the whole block a rank receives ${bytes(4 * sent)} in 4 all_reduces.`;
+    ? `The buffer has ${bytes(buffer)}, of which a rank receives 2(N − 1)/N: ${bytes(sent)}.`
+    : `Output: ${grouped(tokens)} × ${grouped(op.width ? Math.ceil(op.width / n) : hidden)} on each rank.`;
+  facts.textContent = `${output}${weight} In the whole block a rank receives ${bytes(4 * sent)} in 4 all_reduces.`;
 }
 
 for (const input of [ranks, slider]) input.addEventListener("input", drawAll);

@@ -27,13 +27,12 @@ const buttons = {
   farther: button("farther", "−", "farther"),
   whole: button("whole", "All", "the whole recording"),
 };
-const picture = make("figure", {id: "picture"}),
-  shown = make("p", {id: "shown", "aria-live": "polite"}),
+const shown = make("p", {id: "shown", "aria-live": "polite"}),
   chosen = make("p", {id: "chosen"}, "Click a box for its name and times."),
   sums = make("div", {id: "sums"}),
   ring = make("figure", {id: "ring"});
 main.append(
-  make("p", {}, data.about),
+  paragraph(data.about),
   legendOf(Object.entries(KINDS)),
   make("form", {}, ...Object.values(buttons)),
   shown,
@@ -42,7 +41,7 @@ main.append(
   make("h2", {}, "Time of each rank in what is shown"),
   sums,
   make("h2", {}, "Who waits for whom"),
-  make("p", {}, "An arrow goes from a rank to the one that it waited for; a thicker one is a longer wait."),
+  paragraph("An arrow goes from a rank to the one that it waited for; a thicker one is a longer wait."),
   ring,
 );
 
@@ -67,12 +66,7 @@ function visible() {
 function drawPicture() {
   const height = data.ranks.length * ROW,
     scale = WIDTH / (view.end - view.begin);
-  const svg = make("svg", {
-    viewBox: `0 0 ${LEFT + WIDTH + 4} ${height}`,
-    width: LEFT + WIDTH + 4,
-    role: "img",
-    "aria-label": `phases, calls and waits of ${data.ranks.length} ranks`,
-  });
+  const svg = pictureOf(LEFT + WIDTH + 4, height, `phases, calls and waits of ${data.ranks.length} ranks`);
   data.ranks.forEach((name, at) => {
     const y = at * ROW;
     svg.append(make("text", {x: LEFT - 8, y: y + BAR + 4, "text-anchor": "end"}, name));
@@ -119,7 +113,7 @@ function sumsIn() {
     waits = new Map();
   for (const event of data.events.filter(isIn)) {
     times[event.rank][kindOf(event)] += lengthIn(event);
-    if (event.kind === "wait" && event.peer !== null) {
+    if (event.kind === "wait") {
       const key = `${event.rank}/${event.peer}`;
       waits.set(key, (waits.get(key) ?? 0) + lengthIn(event));
     }
@@ -138,12 +132,7 @@ function drawRing(waits) {
     const angle = (2 * Math.PI * row) / n - Math.PI / 2;
     return [middle + radius * Math.cos(angle), middle + radius * Math.sin(angle)];
   };
-  const svg = make("svg", {
-    viewBox: `0 0 ${2 * middle} ${2 * middle}`,
-    width: 2 * middle,
-    role: "img",
-    "aria-label": "waits between ranks",
-  });
+  const svg = pictureOf(2 * middle, 2 * middle, "waits between ranks");
   const most = Math.max(...waits.values(), 1e-9);
   for (const [key, us] of waits) {
     const [row, peer] = key.split("/").map(Number),
@@ -172,9 +161,7 @@ function drawRing(waits) {
   data.ranks.forEach((name, row) => {
     const [x, y] = at(row);
     svg.append(make("rect", {x: x - 17, y: y - 17, width: 34, height: 34, rx: 17, fill: COLORS.blue}));
-    const text = make("text", {x, y: y + 5, "text-anchor": "middle", style: "fill: #fff"});
-    text.append(String(data.numbers[row]));
-    svg.append(text);
+    svg.append(label(x, y + 5, String(data.numbers[row]), {style: "fill: #fff"}));
   });
   ring.replaceChildren(svg);
 }

@@ -1,5 +1,6 @@
 """`ringcomm trace`: records a program, and merges what its ranks recorded into one trace."""
 
+import contextlib
 import gzip
 import io
 import json
@@ -49,12 +50,12 @@ def run_recorded(
     with tempfile.TemporaryDirectory(prefix="ringcomm-trace-") as folder:
         wanted = {"RINGCOMM_TRACE": folder, "RINGCOMM_TRACE_EVENTS": str(num_events)}
         try:
-            process = subprocess.Popen(command, env=os.environ | wanted)
+            with _interrupts_delayed():  # one within Popen() would lose the process
+                process = subprocess.Popen(command, env=os.environ | wanted)
+            status = process.wait()
         except OSError as error:
             print(f"ringcomm trace: cannot run {command[0]}: {error.strerror}", file=sys.stderr)
             return EXIT_BAD_INPUT
-        try:
-            status = process.wait()
         except KeyboardInterrupt:  # which the command has also received from the terminal
             for grace_s, number in ((1.0, signal.SIGTERM), (10.0, signal.SIGKILL)):
                 try:
@@ -65,6 +66,23 @@ def run_recorded(
             status = EXIT_INTERRUPTED
         merged = merge_folders([Path(folder)], output, time.monotonic_ns(), then)
     return merged if status == EXIT_OK else status if status > 0 else 128 - status
+
+
+@contextlib.contextmanager
+def _interrupts_delayed() -> Iterator[None]:
+    """SIGINT and SIGTERM meanwhile are handled at the end."""
+    came: list[int] = []
+    kept = {
+        number: signal.signal(number, lambda number, _: came.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)
+    for number in came:
+        signal.raise_signal(number)
 
 
 def merge_folders(

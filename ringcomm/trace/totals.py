@@ -9,6 +9,11 @@ from ringcomm.screen import columns, in_seconds
 NUM_LONGEST = 5
 
 
+def is_wait_for_peer(event: dict[str, Any]) -> bool:
+    """Whether a rank waits for another one, and not for its own thread."""
+    return event.get("cat") == "wait" and event["args"].get("rank") is not None
+
+
 class Totals:
     """Adds up the events of a trace, in µs."""
 
@@ -33,7 +38,7 @@ class Totals:
             push(self._longest, (event["dur"], row, call))
         elif kind == "program":
             self._phases[row][event["name"]] += event["dur"]
-        elif kind == "wait" and event["args"].get("rank") is not None:
+        elif is_wait_for_peer(event):
             self._waits[row][event["args"]["rank"]] += event["dur"]
 
     def lines(self) -> list[str]:

@@ -172,9 +172,9 @@ def host_copy(tensor: Tensor) -> Tensor:
 class auto(partition):  # noqa: N801
     """Applies partition() only if checkpoints do not fit otherwise (ZeRO-R, 6.1).
 
-        room = activations.auto(tensor_parallel_group, limit_bytes=8 << 30)
+        saved = activations.auto(tensor_parallel_group, limit_bytes=8 << 30)
         for batch in batches:
-            with room:
+            with saved:
                 loss = loss_of(model, batch)
             loss.backward()
 

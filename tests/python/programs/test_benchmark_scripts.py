@@ -224,6 +224,7 @@ def test_a_library_has_one_colour() -> None:
     colors = palette.colors_of(names)
     assert [*colors] == names
     assert len({*colors.values()}) == 4
+    assert not {colors["one_shot"], colors["ring"]} & {*palette.LIBRARIES.values()}
     assert all(colors[name] == palette.LIBRARIES[name] for name in ("gloo", "ringcomm"))
 
 

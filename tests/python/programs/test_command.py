@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import front_door
 import pytest
@@ -271,6 +272,22 @@ def test_nothing_outlives_an_interrupted_command(number: signal.Signals, tmp_pat
     status, _, err = finish(process)  # which sees that the session has no other process
     assert status == 130
     assert "Traceback" not in err
+
+
+def test_an_interrupt_while_the_command_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ended Popen(), and the command ran on."""
+    started, start_really = [], subprocess.Popen
+
+    def interrupted(*args: Any, **options: Any) -> Any:
+        started.append(start_really(*args, **options))
+        signal.raise_signal(signal.SIGINT)
+        return started[0]
+
+    monkeypatch.setattr(subprocess, "Popen", interrupted)
+    assert cli.run(["trace", "-o", str(tmp_path / "t.json"), "--", "sleep", "300"]) == 130
+    assert started[0].poll() == -signal.SIGTERM
 
 
 def test_ctrl_c_while_torch_is_imported() -> None:

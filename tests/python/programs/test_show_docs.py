@@ -28,7 +28,7 @@ COLORS = {"--ink": "#1b1f24", "--faint": "#5b6470", "--line": "#d6dae0", "--grou
 COLORS["--empty"] = "#eef0f3"
 PART = """() => {
   const svg = document.querySelector("#picture svg"), box = svg.viewBox.baseVal;
-  const colors = [...document.querySelectorAll("#main span[style^=color]")];
+  const colors = [...document.querySelectorAll(".legend b")];
   return {
     said: document.querySelector("#title, #idle").innerText,
     width: box.width, height: box.height,
