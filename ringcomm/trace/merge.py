@@ -81,8 +81,8 @@ def _interrupts_delayed() -> Iterator[None]:
     finally:
         for number, handler in kept.items():
             signal.signal(number, handler)
-    for number in came:
-        signal.raise_signal(number)
+    for each in came:
+        signal.raise_signal(each)
 
 
 def merge_folders(
