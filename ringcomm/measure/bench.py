@@ -25,8 +25,8 @@ from ringcomm.measure.ranks import Team
 from ringcomm.measure.timing import US, check_sums
 from ringcomm.palette import LIBRARIES, title_of
 from ringcomm.screen import Progress, byte_count, columns, factor, in_seconds
+from ringcomm.tuning import MAX_WORLD_SIZE
 
-MAX_RANKS = 64
 MAX_FACTOR = 3  # a loaded machine takes longer than announced; then the largest are left out
 SIZES = (1 << 10, 64 << 10, 1 << 20, 16 << 20)
 # A step of a small transformer takes several times an all_reduce, and warms up longer.
@@ -102,7 +102,7 @@ def run(options: argparse.Namespace) -> int:
 
 def world_sizes(num_cores: int) -> list[int]:
     """The numbers of ranks to measure: the powers of two, and last one rank for each core."""
-    most = max(2, min(MAX_RANKS, num_cores))
+    most = max(2, min(MAX_WORLD_SIZE, num_cores))
     return [*(1 << k for k in range(1, most.bit_length()) if 1 << k < most), most]
 
 

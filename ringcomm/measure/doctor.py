@@ -217,7 +217,7 @@ def _problems(report: dict[str, Any], world_size: int) -> Iterator[tuple[str, st
         yield "environment", text, "unset the latter, or write `import ringcomm` in the program"
     elif as_gloo == "1" and "ringcomm" not in entry_points(group="torch.backends").names:
         text += "ringcomm is not installed here, so `import torch` does not load it"
-        yield "environment", text, "pip install ringcomm, or write `import ringcomm` in the program"
+        yield "environment", text, "run pip install . in a checkout, or write `import ringcomm`"
     if (path := variables.get("RINGCOMM_TUNING")) is None:
         return
     fix = f"ringcomm tune --world-sizes {world_size} --json {path}"
