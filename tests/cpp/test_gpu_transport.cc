@@ -167,4 +167,18 @@ TEST_CASE("gpu transport: a rank that does not come is a time-out that names it"
   });
 }
 
+// The first rank's kernel has waited for the other, and then got what it needed.
+TEST_CASE("gpu transport: a rank may leave as soon as its own last call is over") {
+  use_emulator();
+  run_ranks(2, [](Communicator& communicator) {
+    Rank rank(communicator);
+    if (communicator.rank() == 1) usleep(100'000);
+    rank.run_case({.num_elems = 1000});
+    if (communicator.rank() == 1) return;
+    while (communicator.members()->state_of(1) != Stop::kPeerLeft) usleep(1000);
+    usleep(60'000);  // in which the watchdog looks
+    communicator.failure().rethrow_if_any();
+  });
+}
+
 }  // namespace

@@ -274,7 +274,7 @@ void DeviceGroup::share_host_memory() {
   agree(exchange_, mine.problem);  // all have it, before it is offered no longer
 }
 
-unsigned DeviceGroup::places_of_messages(int peer, const std::function<void()>& look) {
+unsigned DeviceGroup::places_of_messages(int peer, const LookAtPeer& look) {
   const auto [lower, higher] = std::minmax({exchange_.rank(), peer});
   std::atomic<std::uint32_t>& word = words().pair_places[lower][higher];
   std::uint32_t seen = kUndecided;
@@ -290,7 +290,7 @@ unsigned DeviceGroup::places_of_messages(int peer, const std::function<void()>& 
     return num_places;
   }
   for (; seen == kDeciding; seen = word) {
-    look();
+    look([&] { return word != kDeciding; });
     std::this_thread::sleep_for(kPoll);
   }
   return seen - kDecided;

@@ -66,9 +66,10 @@ class DeviceGroup {
   ///
   /// The first rank of a pair decides for both, for the life of the group, and reserves the blocks
   /// of both: no kernel waits for a message that its peer has refused.
-  /// `look` is called again and again while the peer decides; what it throws ends the wait. By one
-  /// thread at a time. Throws Error.
-  unsigned places_of_messages(int peer, const std::function<void()>& look);
+  /// `look` is called again and again while the peer decides, with whether it has; what it throws
+  /// ends the wait. By one thread at a time. Throws Error.
+  using LookAtPeer = std::function<void(const std::function<bool()>& has_come)>;
+  unsigned places_of_messages(int peer, const LookAtPeer& look);
 
  private:
   void find_places();

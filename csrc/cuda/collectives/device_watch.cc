@@ -7,6 +7,9 @@ namespace ringcomm::cuda {
 namespace {
 
 constexpr WatchThread::Pace kPace{.interval = std::chrono::milliseconds(20), .num_looks = 1};
+// At so many looks a kernel must have waited anew for a peer that is gone. The first waits may have
+// been before the peer published its last phase and left; what it published then ends them.
+constexpr int kWaitsForGonePeer = 3;
 
 std::uint64_t two_words(const std::uint32_t* words) {
   return words[0] | std::uint64_t{words[1]} << 32;
@@ -127,7 +130,9 @@ void DeviceWatch::look_at_wait() {
   if (std::exchange(asked_at_, asked_at) == asked_at) return;
   const int peer = __atomic_load_n(&control_.awaited_peer, __ATOMIC_RELAXED);
   const Stop stop = communicator_.members()->state_of(peer);
-  if (stop != Stop::kNone) communicator_.failure().raise_stopped(stop, peer, last_activity());
+  if (stop == Stop::kNone) return;
+  if (stop != Stop::kAborted && ++num_waits_for_gone_ < kWaitsForGonePeer) return;
+  communicator_.failure().raise_stopped(stop, peer, last_activity());
 }
 
 void DeviceWatch::compare_calls() {

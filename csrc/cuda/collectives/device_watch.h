@@ -56,6 +56,7 @@ class DeviceWatch {
   std::function<void()> look_at_memory_;
   std::uint64_t num_compared_ = 0;
   std::uint32_t asked_at_ = 0;
+  int num_waits_for_gone_ = 0;
 
   WatchThread thread_;  // last: it uses all of the above
 };

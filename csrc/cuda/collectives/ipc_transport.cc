@@ -181,8 +181,9 @@ std::uint64_t IpcTransport::meet(std::uint64_t value) {
   const auto deadline = deadline_after(limits_.timeout);
   for (int peer = 0; peer < communicator_.world_size(); ++peer) {
     const GroupWords::OfRank& theirs = words.ranks[peer];
-    while (theirs.num_turns < turn) {
-      look_at_peer(peer, deadline);
+    const auto has_come = [&] { return theirs.num_turns >= turn; };
+    while (!has_come()) {
+      look_at_peer(peer, deadline, has_come);
       std::this_thread::sleep_for(kTurnPoll);
     }
     value = std::max(value, theirs.turn_values[turn % 2]);
@@ -190,12 +191,14 @@ std::uint64_t IpcTransport::meet(std::uint64_t value) {
   return value;
 }
 
-// Throws if the rank that this host waits for cannot arrive.
-void IpcTransport::look_at_peer(int peer, RunningClock::time_point deadline) {
+// Throws if the rank that this host waits for cannot arrive. A rank may arrive and then leave, so
+// whether it has is read after its state.
+void IpcTransport::look_at_peer(int peer, RunningClock::time_point deadline,
+                                const std::function<bool()>& has_come) {
   communicator_.failure().rethrow_if_any();
   const Stop state = communicator_.members()->state_of(peer);
   const bool is_late = RunningClock::now() >= deadline;
-  if (state != Stop::kNone || is_late)
+  if ((state != Stop::kNone || is_late) && !has_come())
     communicator_.failure().raise_stopped(state != Stop::kNone ? state : Stop::kTimeout, peer,
                                           watch_.last_activity());
 }
@@ -204,7 +207,8 @@ void IpcTransport::look_at_peer(int peer, RunningClock::time_point deadline) {
 
 unsigned IpcTransport::places_of_messages(int peer) {
   const auto deadline = deadline_after(limits_.timeout);
-  return group_->places_of_messages(peer, [&] { look_at_peer(peer, deadline); });
+  return group_->places_of_messages(
+      peer, [&](const std::function<bool()>& has_come) { look_at_peer(peer, deadline, has_come); });
 }
 
 bool IpcTransport::has_room_for_messages(int peer) { return places_of_messages(peer) > 0; }

@@ -76,7 +76,8 @@ class IpcTransport final : public DeviceTransport {
   void launch_in_turns(PlannedCall& planned, StreamHandle stream);
   std::uint64_t meet(std::uint64_t value);
   unsigned places_of_messages(int peer);
-  void look_at_peer(int peer, RunningClock::time_point deadline);
+  void look_at_peer(int peer, RunningClock::time_point deadline,
+                    const std::function<bool()>& has_come);
   void record_capture();
   /// Throws std::invalid_argument where ranks take turns.
   void refuse_turns(const char* what) const;
