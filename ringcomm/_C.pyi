@@ -29,6 +29,7 @@ class GroupOptions:
         one_shot_max_bytes: int,
         transport: str,
         message_backend: str,
+        max_threads: int,
         log_waits: bool,
         report_stragglers: bool,
     ) -> None: ...

@@ -156,6 +156,7 @@ def _engine_options(pg_options: Any, world_size: int) -> _C.GroupOptions:
         is_rank_ordered=options.deterministic == "rank_order",
         one_shot_max_bytes=tuned or 0,
         transport=options.transport or "",
+        max_threads=options.max_threads or 0,
         log_waits=options.log_waits,
         report_stragglers=options.report_stragglers,
         message_backend=message_backend.checked(options.message_backend) if has_messages else "",

@@ -42,7 +42,7 @@ _Call = TypeVar("_Call", bound=Callable[..., Any])
 class Options:
     """Options of a group: `dist.init_process_group("ringcomm", pg_options=ringcomm.Options(...))`.
 
-    All ranks must have the same options, except log_waits and report_stragglers. They are
+    All ranks must have the same options, except the last three. They are
     compared when the group is made, and a difference raises MismatchError on every rank. A field
     that is left at its default is taken from the environment variable RINGCOMM_<FIELD>, if that is
     set.
@@ -62,8 +62,11 @@ class Options:
             with torch.distributed that supports CPU tensors. For tensors of a device that it
             supports, it must have all_to_all, all_gather_into_tensor and broadcast as well.
         tuning: the path of a file of `ringcomm tune`, whose sizes select the algorithm.
+        max_threads: how many of torch's threads copy and sum in a call that moves 256 KiB or more,
+            1 or more. None uses all, if each has a core to itself, and one otherwise. Results do
+            not depend on it.
         log_waits: whether a rank that has waited for 10, 60 and 300 s in a call writes a line to
-            stderr that names the call and the rank that it waits for. It may differ between ranks.
+            stderr that names the call and the rank that it waits for.
         report_stragglers: whether destroy_process_group writes to stderr which ranks the others
             have waited for. Rank 0 does it for all; if it has died, the first rank that is alive.
     """
@@ -73,6 +76,7 @@ class Options:
     transport: Literal["shm", "messages"] | None = None
     message_backend: str = "gloo"
     tuning: str | None = None
+    max_threads: int | None = None
     log_waits: bool = True
     report_stragglers: bool = False
 
@@ -91,6 +95,12 @@ class Options:
                     f"{name} of ringcomm.Options, or RINGCOMM_{name.upper()}, must be {known},"
                     f" got {got!r}"
                 )
+        got = self.max_threads
+        if got is not None and (isinstance(got, bool) or not isinstance(got, int) or got < 1):
+            raise ValueError(
+                "max_threads of ringcomm.Options, or RINGCOMM_MAX_THREADS, must be None or a whole"
+                f" number from 1 on, got {got!r}"
+            )
 
     def with_environment(self) -> "Options":
         """A copy in which environment variables replace fields that have their default."""
@@ -100,7 +110,9 @@ class Options:
             text = os.environ.get(name)
             if not text or getattr(self, field.name) != field.default:
                 continue
-            found[field.name] = flag(name, text) if field.type in (bool, "bool") else text
+            is_number = field.name == "max_threads" and text.isdecimal()
+            is_flag = field.type in (bool, "bool")
+            found[field.name] = flag(name, text) if is_flag else int(text) if is_number else text
         return replace(self, **found)
 
 

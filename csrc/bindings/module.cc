@@ -1,3 +1,4 @@
+#include <ATen/Parallel.h>
 #include <pybind11/chrono.h>
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
@@ -20,6 +21,7 @@
 #include "host/shared_arena.h"
 #include "host/survivors.h"
 #include "host/wait_limits.h"
+#include "host/workers.h"
 #include "reduce/reduce_op.h"
 
 namespace py = pybind11;
@@ -27,6 +29,16 @@ using namespace py::literals;
 
 namespace ringcomm {
 namespace {
+
+// torch's threads. at::parallel_for has threads only where it is compiled with -fopenmp.
+constexpr host::ThreadTeam kTorchThreads = {
+    at::get_num_threads, [](std::size_t num_parts, const std::function<void(std::size_t)>& run) {
+      at::parallel_for(0, static_cast<std::int64_t>(num_parts), 1,
+                       [&](std::int64_t begin, std::int64_t end) {
+                         for (std::int64_t i = begin; i < end; ++i)
+                           run(static_cast<std::size_t>(i));
+                       });
+    }};
 
 using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
 
@@ -165,21 +177,23 @@ void bind_classes(py::module_& m) {
   py::module_::import("torch.distributed");
   py::class_<GroupOptions, c10d::Backend::Options, c10::intrusive_ptr<GroupOptions>> options(
       m, "GroupOptions");
-  options.def(
-      py::init([](const std::string& algorithm, bool is_rank_ordered,
-                  std::size_t one_shot_max_bytes, const std::string& transport,
-                  const std::string& message_backend, bool log_waits, bool report_stragglers) {
-        const CommunicatorOptions engine{.algorithm = algorithm_from_name(algorithm),
-                                         .is_rank_ordered = is_rank_ordered,
-                                         .one_shot_max_bytes = one_shot_max_bytes,
-                                         .transport = transport,
-                                         .message_backend = message_backend,
-                                         .log_waits = log_waits,
-                                         .report_stragglers = report_stragglers};
-        return c10::make_intrusive<GroupOptions>(engine, kBackendDefaultTimeout);
-      }),
-      py::kw_only(), "algorithm"_a, "is_rank_ordered"_a, "one_shot_max_bytes"_a, "transport"_a,
-      "message_backend"_a, "log_waits"_a, "report_stragglers"_a);
+  options.def(py::init([](const std::string& algorithm, bool is_rank_ordered,
+                          std::size_t one_shot_max_bytes, const std::string& transport,
+                          const std::string& message_backend, int max_threads, bool log_waits,
+                          bool report_stragglers) {
+                const CommunicatorOptions engine{.algorithm = algorithm_from_name(algorithm),
+                                                 .is_rank_ordered = is_rank_ordered,
+                                                 .one_shot_max_bytes = one_shot_max_bytes,
+                                                 .transport = transport,
+                                                 .message_backend = message_backend,
+                                                 .max_threads = max_threads,
+                                                 .log_waits = log_waits,
+                                                 .report_stragglers = report_stragglers};
+                return c10::make_intrusive<GroupOptions>(engine, kBackendDefaultTimeout);
+              }),
+              py::kw_only(), "algorithm"_a, "is_rank_ordered"_a, "one_shot_max_bytes"_a,
+              "transport"_a, "message_backend"_a, "max_threads"_a, "log_waits"_a,
+              "report_stragglers"_a);
   options.def("__deepcopy__", [](const GroupOptions& given, const py::object&) {
     return c10::make_intrusive<GroupOptions>(given);
   });
@@ -228,6 +242,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.doc() = "ringcomm's engine; use it through the package ringcomm and torch.distributed.";
   // ringcomm/_extension.py reads it, and searches the file for it where it cannot be loaded.
   m.attr("BUILT_FOR") = "ringcomm is built for torch " TORCH_VERSION;
+  host::set_thread_team(kTorchThreads);
   bind_classes(m);
   bind_survivors(m);
   auto eager = m.def_submodule("eager");

@@ -14,8 +14,9 @@ struct CommunicatorOptions {
   std::size_t one_shot_max_bytes = 0;      ///< where one_shot ends; 0: as was measured for us
   std::string transport = {};              ///< "shm", "messages", or "": by where the ranks are
   std::string message_backend = {};        ///< what carries messages, where anything does
-  /// Where this rank is; empty: found out. This and the next one may differ between ranks.
+  /// Where this rank is; empty: found out. This and what follows may differ between ranks.
   std::string host_id = {};
+  int max_threads = 0;  ///< of this rank, for its copies and sums; see host::Workers
   bool log_waits = true;           ///< long waits are written to stderr (long_waits.h)
   bool report_stragglers = false;  ///< at the end
 

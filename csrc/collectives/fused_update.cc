@@ -19,18 +19,18 @@ OwnerUpdate::OwnerUpdate(const Collective& call, int rank, int world_size)
       divisor_(divisor_of(call, world_size)),
       own_(ChunkLayout(call.num_elems, world_size).chunk(rank)),
       grad_bytes_(element_bytes(call.dtype)),
-      param_bytes_(element_bytes(call.update->spec.param_dtype)),
-      block_srcs_(static_cast<std::size_t>(world_size)) {}
+      param_bytes_(element_bytes(call.update->spec.param_dtype)) {}
 
 void OwnerUpdate::run(const void* const* srcs, int num_srcs, const ElemRange& elems,
-                      std::byte* also_to) {
+                      std::byte* also_to) const {
   const ShardUpdate& shard = *call_.update;
+  std::vector<const void*> block_srcs(static_cast<std::size_t>(num_srcs));
   alignas(64) std::byte reduced[kBlockElems * sizeof(float)];
   for (std::size_t done_elems = 0; done_elems < elems.num_elems; done_elems += kBlockElems) {
     const std::size_t num_elems = std::min(kBlockElems, elems.num_elems - done_elems);
     for (std::size_t s = 0; s < static_cast<std::size_t>(num_srcs); ++s)
-      block_srcs_[s] = at(srcs[s], done_elems, grad_bytes_);
-    reduce_op_.combine(reduced, nullptr, block_srcs_.data(), num_srcs, num_elems, divisor_);
+      block_srcs[s] = at(srcs[s], done_elems, grad_bytes_);
+    reduce_op_.combine(reduced, nullptr, block_srcs.data(), num_srcs, num_elems, divisor_);
     const std::size_t begin_elems = elems.begin_elems + done_elems;
     const auto in_shard = [&](float* array) {
       return array != nullptr ? array + (begin_elems - own_.begin_elems) : array;

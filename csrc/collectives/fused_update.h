@@ -2,7 +2,6 @@
 
 #include <cstddef>
 #include <functional>
-#include <vector>
 
 #include "collectives/collective.h"
 #include "collectives/traffic.h"
@@ -24,8 +23,9 @@ class OwnerUpdate {
 
   /// Reduces `num_srcs` arrays of gradients left to right, divides if the call averages, and
   /// updates the elements `elems` of the call's buffer (this rank's own) that they belong to. The
-  /// new parameters go to the call's output, and to `also_to` unless that is null.
-  void run(const void* const* srcs, int num_srcs, const ElemRange& elems, std::byte* also_to);
+  /// new parameters go to the call's output, and to `also_to` unless that is null. From any number
+  /// of threads, for different elements.
+  void run(const void* const* srcs, int num_srcs, const ElemRange& elems, std::byte* also_to) const;
 
   std::size_t param_bytes() const { return param_bytes_; }  ///< of one element
   const ElemRange& own() const { return own_; }
@@ -38,7 +38,6 @@ class OwnerUpdate {
   ElemRange own_;
   std::size_t grad_bytes_;
   std::size_t param_bytes_;
-  std::vector<const void*> block_srcs_;
 };
 
 /// reduce_scatter_update_all_gather as a reduce_scatter, the update, and an all_gather, for

@@ -6,6 +6,7 @@
 
 #include "collectives/trace.h"
 #include "core/errors.h"
+#include "host/workers.h"
 
 namespace ringcomm {
 namespace {
@@ -146,6 +147,7 @@ void OrderedQueue::drain(const Poll& poll) {
 }
 
 void OrderedQueue::progress() {
+  host::leave_thread_team();
   std::unique_lock lock(mutex_);
   while (!is_stopping_) {
     if (!is_running() && !entries_.empty())

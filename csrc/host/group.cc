@@ -5,6 +5,8 @@
 
 #include "core/annotations.h"
 #include "core/errors.h"
+#include "host/cgroup_limits.h"
+#include "host/cores.h"
 
 namespace ringcomm::host {
 namespace {
@@ -12,6 +14,13 @@ namespace {
 template <class Word>
 Word load_acquire(const Word& word) {
   return __atomic_load_n(&word, __ATOMIC_ACQUIRE);
+}
+
+int cores_of(const Rendezvous& rendezvous, const std::vector<int>& ranks) {
+  std::vector<std::string> cores;
+  for (const int rank : ranks) cores.push_back(rendezvous.record_of(rank).cores);
+  const auto& quota = cgroup_limits().cpu_cores;
+  return quota ? cores_per_rank(cores, quota->value) : cores_per_rank(cores);
 }
 
 void reserve_link(const LinkGeometry& link) {
@@ -25,6 +34,7 @@ Group::Group(Rendezvous& rendezvous, const std::vector<int>& ranks, const Segmen
     : ranks_(ranks),
       rank_(static_cast<int>(std::find(ranks.begin(), ranks.end(), rendezvous.rank()) -
                              ranks.begin())),
+      cores_per_rank_(cores_of(rendezvous, ranks)),
       layout_(world_size(), config),
       memory_(std::make_shared<SharedMemory>(rendezvous.share_memory(ranks, layout_.num_bytes()))) {
   for (const int rank : ranks) {

@@ -36,6 +36,8 @@ class Group final : public Membership {
   /// The rank's number in the whole group.
   int whole_rank(int rank) const { return ranks_[static_cast<std::size_t>(rank)]; }
   std::size_t num_bytes() const { return memory_->num_bytes(); }
+  /// As they were when the group was made; see host/cores.h.
+  int cores_per_rank() const { return cores_per_rank_; }
 
   BoardGeometry board() const { return layout_.board(memory_->data()); }
   LinkGeometry ring_link(int from) const { return layout_.ring_link(memory_->data(), from); }
@@ -85,6 +87,7 @@ class Group final : public Membership {
 
   std::vector<int> ranks_;  // in the whole group
   int rank_;
+  int cores_per_rank_;
   SegmentLayout layout_;
   int generation_ = process_generation();
   std::shared_ptr<const SharedMemory> memory_;  // also of left_by_all()

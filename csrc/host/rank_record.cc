@@ -20,7 +20,7 @@ namespace {
 // Ranks that share memory or exchange headers must have the same sizes and enum values. Increase
 // the number after the name for a change that these do not show.
 std::string version() {
-  std::string text = "ringcomm-13-" RINGCOMM_VERSION;
+  std::string text = "ringcomm-14-" RINGCOMM_VERSION;
   for (const std::size_t number :
        {sizeof(host::AbortRecord), sizeof(host::RankControl), sizeof(LinkCursors), kCallHeaderBytes,
         std::size_t{kNumDTypes}, std::size_t{kNumReductions}})
@@ -48,7 +48,7 @@ std::string RankRecord::to_text() const {
   return version() + "\n" +
          to_fields({host_id, host, bootstrap_address, std::to_string(pid), memory_key, options,
                     machine_id, std::to_string(world_size), global_ranks, pid_namespace,
-                    std::to_string(attempt), failure.to_text()});
+                    std::to_string(attempt), cores, failure.to_text()});
 }
 
 RankRecord RankRecord::from_text(const std::string& text) {
@@ -70,7 +70,19 @@ RankRecord RankRecord::from_text(const std::string& text) {
           .global_ranks = fields.next(),
           .pid_namespace = fields.next(),
           .attempt = fields.number(),
+          .cores = fields.next(),
           .failure = AbortReason::from_text(fields.next())};
+}
+
+std::string ranges_of(const std::vector<std::uint64_t>& numbers) {
+  std::string text;
+  for (std::size_t begin = 0, end = 0; begin < numbers.size(); begin = end) {
+    for (end = begin + 1; end < numbers.size() && numbers[end] == numbers[end - 1] + 1;) ++end;
+    if (begin > 0) text += ", ";
+    text += std::to_string(numbers[begin]);
+    if (end > begin + 1) text += "-" + std::to_string(numbers[end - 1]);
+  }
+  return text;
 }
 
 std::string host_id() {

@@ -3,7 +3,9 @@
 #include <sys/types.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <string>
+#include <vector>
 
 #include "host/abort_reason.h"
 
@@ -25,12 +27,16 @@ struct RankRecord {
   std::string global_ranks = {};   ///< of that group, as text; empty where it has no such numbers
   std::string pid_namespace = {};  ///< in which `pid` is its number
   int attempt = 1;                 ///< how often it has begun to make this group over this store
+  std::string cores = {};          ///< see host/cores.h
   AbortReason failure = {};        ///< why it could not make it; without a text until it fails
 
   std::string to_text() const;
   /// Throws Error if the text is not a record of this version of ringcomm.
   static RankRecord from_text(const std::string& text);
 };
+
+/// "0-3, 8" of ascending numbers.
+std::string ranges_of(const std::vector<std::uint64_t>& numbers);
 
 /// The boot and the network namespace of this process: abstract Unix sockets reach no further.
 /// RINGCOMM_HOST_ID replaces it.

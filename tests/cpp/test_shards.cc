@@ -163,7 +163,7 @@ TEST_CASE("the phases of uneven shards are those of the rank with the most to se
         testing::make_group(store, identity, {.board_bytes = kSmallBoardBytes}, testing::kBound);
     host::WaitScope scope(group);
     scope.begin(kPatient);
-    ShmContext context(group, scope);
+    ShmContext context(group, scope, 1);
     for (const OpKind op : kUneven)
       for (const Pattern& pattern : kPatterns) expect_few_phases(op, pattern, rank, group, context);
     const CallHeader last{.op = OpKind::kBarrier};

@@ -26,7 +26,6 @@ namespace {
 void reduce_staged(ShmContext& context, const Collective& call, bool stages, bool reduces) {
   const int world_size = context.world_size();
   const std::size_t bytes = element_bytes(call.dtype);
-  const ReduceOp& op = reduce_op_of(call);
   const void** sources = context.sources();
   const auto input = [&](const ElemRange& piece) {
     return at(call.inputs[0], piece.begin_elems, bytes);
@@ -41,8 +40,8 @@ void reduce_staged(ShmContext& context, const Collective& call, bool stages, boo
         // In the order of the ranks on every rank, so that all get the same bits.
         for (int peer = 0; peer < world_size; ++peer)
           sources[peer] = peer == context.rank() ? input(piece) : context.wait(peer);
-        op.combine(at(call.outputs[0], piece.begin_elems, bytes), nullptr, sources, world_size,
-                   piece.num_elems, divisor_of(call, world_size));
+        context.reduce(call, at(call.outputs[0], piece.begin_elems, bytes), nullptr,
+                       piece.num_elems);
       });
 }
 
@@ -141,14 +140,21 @@ class TwoShot {
     const bool is_streaming = context_.store_kinds().kind() == cpu::StoreKind::kStreaming;
     std::byte* also_to = is_streaming ? nullptr : region;
     if (update_)
-      update_->run(sources, world_size_, slice, also_to);
+      update(slice, also_to);
     else
-      reduce_op_of(call_).combine(output, also_to, sources, world_size_, slice.num_elems,
-                                  divisor_of(call_, world_size_));
+      context_.reduce(call_, output, also_to, slice.num_elems);
     if (is_streaming)
       context_.stage(region, output, slice.num_elems * output_bytes_);
     else
       context_.count_copied(slice.num_elems * output_bytes_);
+  }
+
+  void update(const ElemRange& slice, std::byte* also_to) {
+    context_.split_sources(
+        slice.num_elems, input_bytes_, [&](const void* const* sources, const ElemRange& part) {
+          update_->run(sources, world_size_, {slice.begin_elems + part.begin_elems, part.num_elems},
+                       also_to != nullptr ? at(also_to, part.begin_elems, output_bytes_) : nullptr);
+        });
   }
 
   void gather_results(const ElemRange& piece) {
@@ -181,8 +187,8 @@ std::uint64_t run_two_shot(ShmContext& context, const Collective& call) {
 
 // The block that is read from all ranks, reduced, and written to all of them before the next one. A
 // quarter of it costs 15 % with 4 ranks and 3 % with 2; four times as much gains 3 %
-// (docs/experiments.md, "shared buffers"). After a peer's failure, at most one more block is
-// written to it.
+// (docs/experiments.md, "shared buffers"). With several threads each takes four times as much.
+// After a peer's failure, at most one more block is written to it.
 constexpr std::size_t kBlockBytes = 16 << 10;
 
 // Each rank reduces its own chunk of all buffers into all of them: one rank reads and writes every
@@ -191,7 +197,6 @@ std::uint64_t all_reduce_shared(ShmContext& context, const Collective& call) {
   const int rank = context.rank();
   const int world_size = context.world_size();
   const std::size_t bytes = element_bytes(call.dtype);
-  const ReduceOp& op = reduce_op_of(call);
   const ElemRange own = ChunkLayout(call.num_elems, world_size).chunk(rank);
   std::vector<const std::byte*> inputs;
   std::vector<std::byte*> outputs;
@@ -204,20 +209,24 @@ std::uint64_t all_reduce_shared(ShmContext& context, const Collective& call) {
   const auto output_of = [&](int distance) {
     return outputs[static_cast<std::size_t>((rank + distance) % world_size)];
   };
-  const std::size_t block_elems = kBlockBytes / bytes;
-  const void** sources = context.sources();
+  const ReduceOp& op = reduce_op_of(call);
+  const std::size_t num_threads = context.workers().num_threads();
+  const std::size_t block_elems = (num_threads == 1 ? 1 : 4 * num_threads) * kBlockBytes / bytes;
   for (std::size_t i = 0; i < num_slices(own.num_elems, block_elems); ++i) {
     // A failed peer may have returned to its caller, which may reuse the buffer.
     context.check(context.group().state_of(rank));
     const ElemRange block = slice_of({0, own.num_elems}, i, block_elems);
-    const std::size_t offset_bytes = block.begin_elems * bytes;
     for (std::size_t peer = 0; peer < inputs.size(); ++peer)
-      sources[peer] = inputs[peer] + offset_bytes;
-    std::byte* result = output_of(0) + offset_bytes;
-    op.combine(result, output_of(1) + offset_bytes, sources, world_size, block.num_elems,
-               divisor_of(call, world_size));
-    for (int distance = 2; distance < world_size; ++distance)
-      std::memcpy(output_of(distance) + offset_bytes, result, block.num_elems * bytes);
+      context.sources()[peer] = at(inputs[peer], block.begin_elems, bytes);
+    context.split_sources(
+        block.num_elems, bytes, [&](const void* const* sources, const ElemRange& part) {
+          const std::size_t offset_bytes = (block.begin_elems + part.begin_elems) * bytes;
+          std::byte* result = output_of(0) + offset_bytes;
+          op.combine(result, output_of(1) + offset_bytes, sources, world_size, part.num_elems,
+                     divisor_of(call, world_size));
+          for (int distance = 2; distance < world_size; ++distance)
+            std::memcpy(output_of(distance) + offset_bytes, result, part.num_elems * bytes);
+        });
   }
   context.rejoin();
   const auto num_peers = static_cast<std::uint64_t>(world_size - 1);

@@ -65,6 +65,7 @@ class Alltoallv {
         reduce(piece_idx);
       else
         copy(piece_idx);
+      context_.finish_copies();
     }
     std::size_t sent_elems = 0;
     for (int to = 0; to < world_size_; ++to)
@@ -213,9 +214,8 @@ class Alltoallv {
     if (part.num_elems == 0) return;
     const void** sources = context_.sources();
     for (int from = 0; from < world_size_; ++from) sources[from] = received(from, part, piece_idx);
-    reduce_op_of(call_).combine(at(output(rank_), part.begin_elems, element_bytes_), nullptr,
-                                sources, world_size_, part.num_elems,
-                                divisor_of(call_, world_size_));
+    context_.reduce(call_, at(output(rank_), part.begin_elems, element_bytes_), nullptr,
+                    part.num_elems);
   }
 
   ShmContext& context_;

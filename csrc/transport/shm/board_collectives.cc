@@ -66,7 +66,6 @@ std::uint64_t reduce_scatter(ShmContext& context, const Collective& call) {
   const int rank = context.rank();
   const int world_size = context.world_size();
   const std::size_t bytes = element_bytes(call.dtype);
-  const ReduceOp& op = reduce_op_of(call);
   const void** sources = context.sources();
   // Of the slice for `target` in the region of another rank, which has none for itself; a shared
   // input has one for every rank.
@@ -88,8 +87,8 @@ std::uint64_t reduce_scatter(ShmContext& context, const Collective& call) {
           sources[peer] = peer == rank
                               ? at(call.inputs[rank], piece.begin_elems, bytes)
                               : at(context.wait(peer), offset_elems(rank, peer, piece), bytes);
-        op.combine(at(call.outputs[0], piece.begin_elems, bytes), nullptr, sources, world_size,
-                   piece.num_elems, divisor_of(call, world_size));
+        context.reduce(call, at(call.outputs[0], piece.begin_elems, bytes), nullptr,
+                       piece.num_elems);
       });
   return num_peers_of(context) * call.num_bytes();
 }

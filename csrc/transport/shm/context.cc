@@ -20,11 +20,12 @@ constexpr std::size_t kStreamedResultBytes = std::size_t{16} << 20;
 constexpr std::chrono::milliseconds kFetchSlice{500};
 constexpr std::chrono::milliseconds kFetchPause{1};
 
-ShmContext::ShmContext(host::Group& group, host::WaitScope& scope)
+ShmContext::ShmContext(host::Group& group, host::WaitScope& scope, int max_threads)
     : group_(group),
       scope_(scope),
       arch_(scope, group),
       board_(arch_, group.board(), group.rank()),
+      workers_(group.cores_per_rank(), max_threads),
       sources_(static_cast<std::size_t>(group.world_size())),
       handles_(static_cast<std::size_t>(group.world_size())),
       memories_(static_cast<std::size_t>(group.world_size())) {}
@@ -36,6 +37,7 @@ void ShmContext::begin(const CallHeader& header, const BufferHandle& handle) {
   header_ = &header;
   first_ = First::kClosed;
   shared_bytes_ = 0;
+  copies_.clear();  // of a call that failed
   step() = {};
   handles_[static_cast<std::size_t>(rank())] = handle;
 }
@@ -48,6 +50,7 @@ std::byte* ShmContext::open() {
 }
 
 bool ShmContext::publish() {
+  finish_copies();
   if (first_ == First::kOver) {
     board_.publish();
     return true;
@@ -135,16 +138,51 @@ std::byte* ShmContext::find_shared(int rank, const host::ArenaLocation& location
 }
 
 void ShmContext::stage(void* to, const void* from, std::size_t num_bytes) {
-  if (num_bytes > 0) cpu::copy_bytes(to, from, num_bytes, store_kinds_.kind());
-  copied_bytes_ += num_bytes;
+  copy(to, from, num_bytes, store_kinds_.kind());
 }
 
 void ShmContext::copy_result(void* to, const void* from, std::size_t num_bytes,
                              std::size_t result_bytes) {
-  if (num_bytes == 0 || to == from) return;
+  if (to == from) return;
   const bool is_streamed = result_bytes >= kStreamedResultBytes;
-  cpu::copy_bytes(to, from, num_bytes, is_streamed ? StoreKind::kStreaming : StoreKind::kCached);
+  copy(to, from, num_bytes, is_streamed ? StoreKind::kStreaming : StoreKind::kCached);
+}
+
+void ShmContext::copy(void* to, const void* from, std::size_t num_bytes, StoreKind kind) {
+  if (num_bytes == 0) return;
   copied_bytes_ += num_bytes;
+  if (!workers_.may_split())
+    cpu::copy_bytes(to, from, num_bytes, kind);
+  else
+    copies_.push_back(
+        {static_cast<std::byte*>(to), static_cast<const std::byte*>(from), num_bytes, kind});
+}
+
+void ShmContext::finish_copies() {
+  if (copies_.empty()) return;
+  std::size_t num_bytes = 0;
+  for (const Copy& copy : copies_) num_bytes += copy.num_bytes;
+  workers_.split(num_bytes, 1, [&](std::size_t begin, std::size_t end) {
+    std::size_t first = 0;  // of the copy, among the bytes of all
+    for (const Copy& copy : copies_) {
+      const std::size_t from = std::max(begin, first);
+      const std::size_t to = std::min(end, first + copy.num_bytes);
+      if (from < to)
+        cpu::copy_bytes(copy.to + (from - first), copy.from + (from - first), to - from, copy.kind);
+      first += copy.num_bytes;
+    }
+  });
+  copies_.clear();
+}
+
+void ShmContext::reduce(const Collective& call, void* to, void* also_to, std::size_t num_elems) {
+  const ReduceOp& op = reduce_op_of(call);
+  const std::size_t bytes = op.element_bytes;
+  split_sources(num_elems, bytes, [&](const void* const* sources, const ElemRange& part) {
+    op.combine(at(to, part.begin_elems, bytes),
+               also_to != nullptr ? at(also_to, part.begin_elems, bytes) : nullptr, sources,
+               world_size(), part.num_elems, divisor_of(call, world_size()));
+  });
 }
 
 }  // namespace ringcomm

@@ -8,13 +8,14 @@
 #include <vector>
 
 #include "collectives/call_header.h"
+#include "collectives/collective.h"
 #include "core/board_protocol.h"
 #include "core/chunk_layout.h"
 #include "host/call_step.h"
 #include "host/group.h"
 #include "host/shared_arena.h"
 #include "host/wait_scope.h"
-#include "reduce/reduce_op.h"
+#include "host/workers.h"
 #include "transport/shm/store_kind_chooser.h"
 #include "transport/shm/traced_arch.h"
 #include "transport/transport.h"
@@ -39,7 +40,7 @@ class ShmContext {
  public:
   using Arch = TracedArch;
 
-  ShmContext(host::Group& group, host::WaitScope& scope);
+  ShmContext(host::Group& group, host::WaitScope& scope, int max_threads);
 
   int rank() const { return group_.rank(); }
   int world_size() const { return group_.world_size(); }
@@ -81,6 +82,7 @@ class ShmContext {
                       const Take& take, int num_steps = 1) {
     if (is_sharing()) {
       take(ElemRange{0, num_elems});
+      finish_copies();
       return rejoin();
     }
     const std::size_t num_pieces = std::max<std::size_t>(1, num_slices(num_elems, max_elems));
@@ -90,6 +92,7 @@ class ShmContext {
       stage(piece);
       if (!publish()) return;
       take(piece);
+      finish_copies();
     }
   }
 
@@ -102,14 +105,31 @@ class ShmContext {
                          std::size_t num_bytes);
   void rejoin() { check(board_.rejoin()); }
 
-  /// Stages `num_bytes` for peers with the kind of stores that fits this machine now.
+  host::Workers& workers() { return workers_; }
+  /// Stages `num_bytes` for peers with the kind of stores that fits this machine now. Where several
+  /// threads copy, it may run until finish_copies() or publish().
   void stage(void* to, const void* from, std::size_t num_bytes);
   StoreKindChooser& store_kinds() { return store_kinds_; }
-  /// Copies what a peer staged, or this rank's own shard, into a result of `result_bytes` in all.
+  /// Copies what a peer staged, or this rank's own shard, into a result of `result_bytes` in all;
+  /// like stage(), later.
   void copy_result(void* to, const void* from, std::size_t num_bytes, std::size_t result_bytes);
+  /// Carries out all copies that have not been.
+  void finish_copies();
 
   /// Room for a pointer for each rank.
   const void** sources() { return sources_.data(); }
+  /// Reduces the arrays that sources() name, left to right, as the call asks.
+  void reduce(const Collective& call, void* to, void* also_to, std::size_t num_elems);
+  /// Calls `run` for ranges of `num_elems` elements with the sources moved to them.
+  template <class Run>
+  void split_sources(std::size_t num_elems, std::size_t element_bytes, const Run& run) {
+    workers_.split(num_elems, element_bytes, [&](std::size_t begin, std::size_t end) {
+      if (begin == 0) return run(sources_.data(), ElemRange{0, end});
+      std::vector<const void*> moved = sources_;
+      for (const void*& source : moved) source = at(source, begin, element_bytes);
+      run(moved.data(), ElemRange{begin, end - begin});
+    });
+  }
 
   /// For what an algorithm stages or copies by itself.
   void count_copied(std::size_t num_bytes) { copied_bytes_ += num_bytes; }
@@ -136,6 +156,15 @@ class ShmContext {
                     offsetof(CallHeader, update) <=
                 64);
 
+  // A copy that waits for others, so that all threads get a part of their sum.
+  struct Copy {
+    std::byte* to;
+    const std::byte* from;
+    std::size_t num_bytes;
+    cpu::StoreKind kind;
+  };
+
+  void copy(void* to, const void* from, std::size_t num_bytes, cpu::StoreKind kind);
   HeaderLine header_line_of(int peer);
 
   // Of the first phase.
@@ -146,6 +175,8 @@ class ShmContext {
   Arch arch_;
   Board<Arch> board_;
   StoreKindChooser store_kinds_;
+  host::Workers workers_;
+  std::vector<Copy> copies_;
   std::uint64_t copied_bytes_ = 0;
   const CallHeader* header_ = nullptr;
   std::uint64_t num_calls_ = 0;  // of the group, with the one that runs

@@ -52,6 +52,13 @@ std::size_t size_class_bytes(const Collective& call, const CallHeader& header, i
   return elems / static_cast<std::size_t>(world_size) * element_bytes(call.dtype);
 }
 
+// How many buffers of the call's size a rank has.
+std::size_t num_buffers(OpKind op, int world_size) {
+  const bool is_one = op == OpKind::kAllReduce || op == OpKind::kReduce ||
+                      op == OpKind::kBroadcast || op == OpKind::kReduceUpdateGather;
+  return is_one ? 1 : static_cast<std::size_t>(world_size);
+}
+
 // The bytes that a handle of the input describes.
 std::size_t input_bytes(const Collective& call, int world_size) {
   const bool has_shards = call.op == OpKind::kReduceScatter;
@@ -81,7 +88,7 @@ ShmTransport::ShmTransport(host::Rendezvous& rendezvous, const PeerTable& peer_t
     : options_(options),
       group_(rendezvous, peer_table.ranks_on(peer_table.host_of(rank)), {}),
       scope_(group_),
-      context_(group_, scope_) {}
+      context_(group_, scope_, options.max_threads) {}
 
 std::unique_ptr<SendRecv> ShmTransport::make_send_recv(Failure& failure, Stats& stats) {
   return make_shm_send_recv(group_, failure, stats);
@@ -106,10 +113,13 @@ Traffic ShmTransport::run(const Collective& call, const CallHeader& header,
     throw Stopped{group_.state_of(gone), gone};
   group_.record_call(header.seq);
   scope_.begin(limits);
-  context_.store_kinds().begin(call.op, size_class_bytes(call, header, group_.world_size()));
+  const std::size_t num_bytes = size_class_bytes(call, header, group_.world_size());
+  context_.store_kinds().begin(call.op, num_bytes);
+  context_.workers().begin(num_bytes * num_buffers(call.op, group_.world_size()));
   context_.take_copied_bytes();  // of a call that failed
   try {
     Traffic traffic = run_or_share(call, header);
+    context_.workers().end();
     traffic.copied_bytes = context_.take_copied_bytes();
     return traffic;
   } catch (const Mismatched& mismatched) {

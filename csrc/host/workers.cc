@@ -1,0 +1,93 @@
+#include "host/workers.h"
+
+#include <sched.h>
+
+#include <atomic>
+#include <mutex>
+#include <set>
+
+#include "host/process.h"
+
+namespace ringcomm::host {
+namespace {
+
+// A call below it is over before other cores have been woken.
+constexpr std::size_t kMinCallBytes = std::size_t{256} << 10;
+
+ThreadTeam team_of_program = {[] { return 1; }, nullptr};
+thread_local bool is_alone = false;
+
+// The cores per rank of this process's groups, and the fewest.
+struct CoreCounts {
+  std::mutex mutex;
+  std::multiset<int> all;
+  std::atomic<int> fewest = 0;
+
+  template <class Change>
+  void change(const Change& change_all) {
+    const std::lock_guard lock(mutex);
+    change_all(all);
+    fewest = all.empty() ? 0 : *all.begin();
+  }
+};
+constinit PerProcess<CoreCounts> core_counts;
+
+// The cores that this thread may use; none where there are too many to tell.
+int count_allowed() {
+  cpu_set_t allowed;
+  return ::sched_getaffinity(0, sizeof(allowed), &allowed) == 0 ? CPU_COUNT(&allowed) : 0;
+}
+
+}  // namespace
+
+void set_thread_team(const ThreadTeam& team) { team_of_program = team; }
+
+const ThreadTeam& thread_team() { return team_of_program; }
+
+void leave_thread_team() { is_alone = true; }
+
+Workers::Workers(int num_cores, int max_threads)
+    : num_cores_(num_cores), num_allowed_(count_allowed()), max_threads_(max_threads) {
+  core_counts.get().change([&](auto& all) { all.insert(num_cores_); });
+}
+
+Workers::~Workers() {
+  core_counts.get().change([&](auto& all) {
+    if (const auto found = all.find(num_cores_); found != all.end()) all.erase(found);
+  });
+}
+
+void Workers::begin(std::size_t num_bytes) {
+  may_split_ = false;
+  num_threads_ = 1;
+  taken_ticks_ = moved_bytes_ = 0;
+  if (num_bytes < kMinCallBytes || max_threads_ == 1 || is_alone) return;
+  const int team_size = team_of_program.size();
+  if (team_size < 2) return;
+  // A program may pin its threads to one core each, and then makes groups; or pins itself later.
+  may_split_ = max_threads_ > 0 || (team_size <= core_counts.get().fewest &&
+                                    count_allowed() >= std::min(team_size, num_allowed_));
+  if (!may_split_) return;
+  if (max_threads_ > 0)
+    num_threads_ = static_cast<std::size_t>(std::min(max_threads_, team_size));
+  else if (num_alone_left_ == 0)
+    num_threads_ = static_cast<std::size_t>(team_size);
+  else
+    --num_alone_left_;
+}
+
+void Workers::end() {
+  if (moved_bytes_ == 0 || max_threads_ > 0) return;
+  const double rate = static_cast<double>(taken_ticks_) / static_cast<double>(moved_bytes_);
+  double& alone = alone_ticks_per_byte_;
+  if (num_threads_ == 1) {
+    alone = alone == 0 ? rate : (alone + rate) / 2;
+  } else if (rate < alone) {
+    num_alone_next_ = 2 * kFirstAlone;
+  } else {
+    num_alone_left_ = num_alone_next_;
+    num_alone_next_ = std::min(2 * num_alone_next_, kMostAlone);
+  }
+}
+
+}  // namespace ringcomm::host

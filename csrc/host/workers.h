@@ -1,0 +1,98 @@
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+
+#include "host/ticks.h"
+
+namespace ringcomm::host {
+
+/// The threads on which the program's own kernels run. Copies and sums use them too: threads of
+/// their own would share the cores with these, which spin for a while after each kernel.
+struct ThreadTeam {
+  /// How many threads run a kernel that the calling thread begins, with that thread.
+  int (*size)();
+  /// Calls `run` with every number below `num_parts`, each on one thread, and returns after all.
+  void (*run)(std::size_t num_parts, const std::function<void(std::size_t)>& run);
+};
+/// Before the first group. Without a team every rank has one thread.
+void set_thread_team(const ThreadTeam& team);
+const ThreadTeam& thread_team();
+/// From now on this thread works alone. For threads of the library: a team that they began would
+/// be a second one.
+void leave_thread_team();
+
+/// The threads of one rank that copy and sum in its collectives. They take no part in the protocol:
+/// the thread that called waits and publishes, and the others have returned when it does.
+///
+/// Threads that sleep, or whose cores run other programs, come late: up to 8 ms where alone the
+/// caller needs 0.1 (docs/experiments.md, "threads of a rank"). So the speeds of the team and of
+/// the caller alone are compared, call by call, and a team that was slower pauses.
+class Workers {
+ public:
+  /// For a group whose ranks have `num_cores` each. `max_threads` of the team are used, always; 0
+  /// means all, while each has a core of every group of this process and that is faster.
+  Workers(int num_cores, int max_threads);
+  ~Workers();
+  Workers(const Workers&) = delete;
+  Workers& operator=(const Workers&) = delete;
+
+  /// Chooses the number of threads for a call in which this rank moves `num_bytes`.
+  void begin(std::size_t num_bytes);
+  /// After the call, unless it failed.
+  void end();
+  /// Whether the call may have several threads, so that its copies go through split().
+  bool may_split() const { return may_split_; }
+  std::size_t num_threads() const { return num_threads_; }
+
+  /// Calls `run(begin, end)` for ranges that cover `num` elements of `element_bytes` once, at the
+  /// same time where they are large enough.
+  template <class Run>
+  void split(std::size_t num, std::size_t element_bytes, const Run& run) {
+    const std::size_t num_parts = std::min(num_threads_, num * element_bytes / kMinPartBytes);
+    if (!may_split_) return run(std::size_t{0}, num);
+    const std::uint64_t begin_ticks = ticks();
+    if (num_parts <= 1)
+      run(std::size_t{0}, num);
+    else
+      run_parts(num_parts, num, run);
+    taken_ticks_ += ticks() - begin_ticks;
+    moved_bytes_ += num * element_bytes;
+  }
+
+ private:
+  // A copy of it takes several times as long as the threads need to begin and to end.
+  static constexpr std::size_t kMinPartBytes = std::size_t{64} << 10;
+  // Elements: parts begin at whole cache lines of an aligned buffer.
+  static constexpr std::size_t kMultiple = 64;
+  // Calls of the caller alone: at first, and after a call in which the team was slower; twice as
+  // many each time.
+  static constexpr int kFirstAlone = 3, kMostAlone = 1024;
+
+  template <class Run>
+  static void run_parts(std::size_t num_parts, std::size_t num, const Run& run) {
+    const std::size_t part = (num / num_parts + kMultiple) / kMultiple * kMultiple;
+    const auto run_part = [&](std::size_t idx) {
+      const std::size_t begin = std::min(idx * part, num);
+      if (const std::size_t end = std::min(begin + part, num); begin < end) run(begin, end);
+    };
+    thread_team().run(num_parts, std::ref(run_part));  // by reference: a copy would allocate
+  }
+
+  int num_cores_;
+  int num_allowed_;  // cores of the thread that made the group
+  int max_threads_;
+  // Of the call.
+  bool may_split_ = false;
+  std::size_t num_threads_ = 1;
+  std::uint64_t taken_ticks_ = 0;
+  std::size_t moved_bytes_ = 0;
+  // Of the calls before.
+  double alone_ticks_per_byte_ = 0;
+  int num_alone_left_ = kFirstAlone;
+  int num_alone_next_ = 2 * kFirstAlone;
+};
+
+}  // namespace ringcomm::host

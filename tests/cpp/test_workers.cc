@@ -1,0 +1,147 @@
+// Collectives whose copies and sums are split over threads, and the cores that a rank has for them.
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <functional>
+#include <set>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "collective_case.h"
+#include "host/cores.h"
+#include "host/workers.h"
+#include "third_party/doctest/doctest.h"
+
+namespace {
+
+using namespace ringcomm;
+using namespace ringcomm::testing;
+
+std::atomic<int> num_runs = 0;
+
+bool has_shards(OpKind op) {
+  return op != OpKind::kAllReduce && op != OpKind::kReduce && op != OpKind::kBroadcast;
+}
+
+// Threads made for each run.
+constexpr host::ThreadTeam kTeam = {
+    [] { return 3; },
+    [](std::size_t num_parts, const std::function<void(std::size_t)>& run) {
+      ++num_runs;
+      std::vector<std::thread> threads;
+      for (std::size_t part = 1; part < num_parts; ++part)
+        threads.emplace_back([&run, part] { run(part); });
+      run(0);
+      for (std::thread& thread : threads) thread.join();
+    }};
+
+// While it exists, the test's process has that team.
+class TeamOfThree {
+ public:
+  TeamOfThree() { host::set_thread_team(kTeam); }
+  ~TeamOfThree() { host::set_thread_team(before_); }
+  TeamOfThree(const TeamOfThree&) = delete;
+  TeamOfThree& operator=(const TeamOfThree&) = delete;
+
+ private:
+  host::ThreadTeam before_ = host::thread_team();
+};
+
+TEST_CASE("workers: every collective on three threads of each rank") {
+  const TeamOfThree team;
+  num_runs = 0;
+  for (const int world_size : {2, 3})
+    run_ranks(
+        world_size,
+        [](Communicator& communicator) {
+          std::uint32_t salt = 0;
+          for (const std::size_t num_elems : {std::size_t{65'537}, std::size_t{800'003}})
+            for (const bool is_uneven : {false, true})
+              for (const OpKind op :
+                   {OpKind::kAllReduce, OpKind::kReduce, OpKind::kReduceScatter, OpKind::kAllGather,
+                    OpKind::kBroadcast, OpKind::kGather, OpKind::kScatter, OpKind::kAllToAll})
+                run_case(communicator, {.op = op,
+                                        .root = rooted(op) ? 1 : -1,
+                                        .num_elems = num_elems,
+                                        .is_in_place = ++salt % 2 == 0,
+                                        .salt = salt,
+                                        .is_uneven = is_uneven && has_shards(op)});
+        },
+        {.max_threads = 3});
+  CHECK(num_runs > 0);
+}
+
+TEST_CASE("workers: parts cover all elements once, in whole lines") {
+  const TeamOfThree team;
+  host::Workers workers(0, 3);
+  workers.begin(std::size_t{1} << 20);
+  for (const std::size_t num :
+       {std::size_t{0}, std::size_t{1}, std::size_t{262'144}, std::size_t{262'145},
+        std::size_t{300'007}, std::size_t{1'000'000}}) {
+    std::vector<std::atomic<int>> seen(num);
+    workers.split(num, 4, [&](std::size_t begin, std::size_t end) {
+      CHECK(begin % 64 == 0);
+      for (std::size_t i = begin; i < end; ++i) ++seen[i];
+    });
+    CHECK(std::ranges::all_of(seen, [](const auto& count) { return count == 1; }));
+  }
+}
+
+TEST_CASE("workers: a rank has several threads where each has a core, in large calls only") {
+  const TeamOfThree team;
+  constexpr std::size_t kLarge = std::size_t{1} << 20, kSmall = 255 << 10;
+  const auto may_split = [&](int num_cores, int max_threads, std::size_t num_bytes) {
+    host::Workers workers(num_cores, max_threads);
+    workers.begin(num_bytes);
+    return workers.may_split();
+  };
+  CHECK(!may_split(2, 0, kLarge));
+  CHECK(may_split(3, 0, kLarge));
+  CHECK(may_split(2, 2, kLarge));
+  CHECK(!may_split(2, 3, kSmall));
+  CHECK(!may_split(8, 1, kLarge));
+  const host::Workers of_other_group(1, 0);
+  CHECK(!may_split(8, 0, kLarge));
+  bool of_library = true;
+  std::thread([&] {
+    host::leave_thread_team();
+    of_library = may_split(8, 3, kLarge);
+  }).join();
+  CHECK(!of_library);
+}
+
+TEST_CASE("workers: a team that is slower than the caller alone pauses, longer each time") {
+  const TeamOfThree team;
+  host::Workers workers(3, 0);
+  int num_alone = 0;
+  std::vector<int> pauses;
+  for (int call = 0; call < 1000; ++call) {
+    workers.begin(std::size_t{1} << 20);
+    const bool is_team = workers.num_threads() > 1;
+    num_alone += is_team ? 0 : 1;
+    if (is_team) pauses.push_back(std::exchange(num_alone, 0));
+    workers.split(1 << 20, 1, [&](std::size_t, std::size_t) {
+      if (is_team) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    });
+    workers.end();
+  }
+  CHECK(pauses == std::vector<int>{3, 6, 12, 24, 48, 96, 192, 384});
+}
+
+TEST_CASE("workers: cores per rank") {
+  using host::cores_per_rank;
+  CHECK(cores_per_rank({"0-7", "8-15"}) == 8);   // pinned
+  CHECK(cores_per_rank({"0-15", "0-15"}) == 8);  // shared
+  CHECK(cores_per_rank({"0-15", "0-15", "0-15"}) == 5);
+  CHECK(cores_per_rank({"0, 2, 4", "1, 3, 5"}) == 3);
+  CHECK(cores_per_rank({"0-3", "4-15"}) == 4);      // as many as every rank has
+  CHECK(cores_per_rank({"0-15", "0-15"}, 4) == 2);  // a quota of four cores
+  CHECK(cores_per_rank({"0-15", "0-15"}, 0.5) == 0);
+  CHECK(cores_per_rank({"0", "0"}) == 0);
+  CHECK(cores_per_rank({"0-7", ""}) == 0);            // not known
+  CHECK(cores_per_rank({"0-2", "0-2", "0-2"}) == 1);  // three thirds
+}
+
+}  // namespace
