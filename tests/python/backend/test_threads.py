@@ -133,7 +133,7 @@ def test_results_have_the_same_bits_with_any_number_of_threads(
         dist.destroy_process_group(group)
 
 
-@in_ranks(3, may_die=(2,))
+@in_ranks(3, fresh=True, may_die=[2])
 def test_a_death_ends_the_call_of_every_thread(rank: int) -> None:
     group = dist.new_group([0, 1, 2], pg_options=ringcomm.Options(max_threads=NUM_THREADS))
     data = torch.ones(4 << 20)
