@@ -55,8 +55,9 @@ Group::Group(Rendezvous& rendezvous, const std::vector<int>& ranks, const Segmen
 void Group::reserve_own_memory() {
   const BoardGeometry geometry = board();
   reserve_pages(memory_->data(), static_cast<std::size_t>(geometry.cursors - memory_->data()));
-  reserve_pages(reinterpret_cast<std::byte*>(&geometry.cursor(rank_, rank_, 0)),
-                2 * geometry.cursor_stride_bytes);
+  auto* begin = reinterpret_cast<std::byte*>(&geometry.cursor(rank_, rank_, 0));
+  const std::byte* end = geometry.region(rank_, 1) + geometry.region_bytes;
+  reserve_pages(begin, static_cast<std::size_t>(end - begin));
   reserve_link(ring_link(rank_));
 }
 

@@ -20,7 +20,7 @@ namespace {
 // Ranks that share memory or exchange headers must have the same sizes and enum values. Increase
 // the number after the name for a change that these do not show.
 std::string version() {
-  std::string text = "ringcomm-13-" RINGCOMM_VERSION;
+  std::string text = "ringcomm-14-" RINGCOMM_VERSION;
   for (const std::size_t number :
        {sizeof(host::AbortRecord), sizeof(host::RankControl), sizeof(LinkCursors), kCallHeaderBytes,
         std::size_t{kNumDTypes}, std::size_t{kNumReductions}})
