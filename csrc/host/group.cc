@@ -27,10 +27,13 @@ Group::Group(Rendezvous& rendezvous, const std::vector<int>& ranks, const Segmen
                              ranks.begin())),
       layout_(world_size(), config),
       memory_(std::make_shared<SharedMemory>(rendezvous.share_memory(ranks, layout_.num_bytes()))) {
+  std::vector<std::string> cores;
   for (const int rank : ranks) {
+    cores.push_back(rendezvous.record_of(rank).cores);
     processes_.push_back(rendezvous.processes()[static_cast<std::size_t>(rank)]);
     global_ranks_.push_back(rendezvous.global_rank_of(rank));
   }
+  have_own_cores_ = ringcomm::have_own_cores(cores);
   key_ = rendezvous.memory_key();
   try {
     // The pages that its peers poll come to this rank's NUMA node.

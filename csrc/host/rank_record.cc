@@ -1,15 +1,20 @@
 #include "host/rank_record.h"
 
+#include <sched.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
+#include <bitset>
 #include <cstdlib>
 #include <fstream>
+#include <sstream>
 
 #include "core/link_protocol.h"
 #include "core/types.h"
 #include "host/abort_record.h"
+#include "host/cgroup_limits.h"
 #include "host/peer_process.h"
 #include "host/rank_control.h"
 #include "host/text_fields.h"
@@ -35,6 +40,19 @@ std::string namespace_of(const std::string& kind) {
   return is_known ? std::to_string(found.st_ino) : "";
 }
 
+using Cores = std::bitset<CPU_SETSIZE>;
+
+Cores cores_in(const std::string& text) {
+  Cores cores;
+  std::istringstream ranges(text);
+  for (std::size_t begin = 0; ranges >> begin; ranges.ignore()) {
+    std::size_t last = begin;
+    if (ranges.peek() == '-') ranges.ignore() >> last;
+    for (; begin <= last && begin < cores.size(); ++begin) cores.set(begin);
+  }
+  return cores;
+}
+
 std::string boot_and_network() {
   std::string boot_id;
   std::getline(std::ifstream("/proc/sys/kernel/random/boot_id"), boot_id);
@@ -48,7 +66,7 @@ std::string RankRecord::to_text() const {
   return version() + "\n" +
          to_fields({host_id, host, bootstrap_address, std::to_string(pid), memory_key, options,
                     machine_id, std::to_string(world_size), global_ranks, pid_namespace,
-                    std::to_string(attempt), failure.to_text()});
+                    std::to_string(attempt), cores, failure.to_text()});
 }
 
 RankRecord RankRecord::from_text(const std::string& text) {
@@ -70,6 +88,7 @@ RankRecord RankRecord::from_text(const std::string& text) {
           .global_ranks = fields.next(),
           .pid_namespace = fields.next(),
           .attempt = fields.number(),
+          .cores = fields.next(),
           .failure = AbortReason::from_text(fields.next())};
 }
 
@@ -81,6 +100,43 @@ std::string host_id() {
 std::string machine_id() { return boot_and_network() + ":uid" + std::to_string(::geteuid()); }
 
 std::string pid_namespace() { return namespace_of("pid"); }
+
+std::string ranges_of(const std::vector<std::uint64_t>& numbers) {
+  std::string text;
+  for (std::size_t begin = 0, end = 0; begin < numbers.size(); begin = end) {
+    for (end = begin + 1; end < numbers.size() && numbers[end] == numbers[end - 1] + 1;) ++end;
+    if (begin > 0) text += ", ";
+    text += std::to_string(numbers[begin]);
+    if (end > begin + 1) text += "-" + std::to_string(numbers[end - 1]);
+  }
+  return text;
+}
+
+std::string usable_cores() {
+  cpu_set_t allowed;
+  std::vector<std::uint64_t> numbers;
+  if (::sched_getaffinity(0, sizeof(allowed), &allowed) == 0)  // else too many to tell, or none
+    for (int core = 0; core < CPU_SETSIZE; ++core)
+      if (CPU_ISSET(core, &allowed)) numbers.push_back(static_cast<std::uint64_t>(core));
+  return ranges_of(numbers);
+}
+
+// Ranks that are pinned to equal, nested or separate sets of cores are short of them exactly if too
+// many ranks have only cores of one of these sets, or of the union.
+bool have_own_cores(const std::vector<std::string>& cores_of_ranks) {
+  std::vector<Cores> sets;
+  for (const std::string& cores : cores_of_ranks) sets.push_back(cores_in(cores));
+  Cores all;
+  for (const Cores& set : sets) all |= set;
+  const auto is_enough = [&](const Cores& cores) {
+    const auto num_ranks =
+        std::ranges::count_if(sets, [&](const Cores& set) { return (set & ~cores).none(); });
+    return static_cast<std::size_t>(num_ranks) <= cores.count();
+  };
+  const auto& quota = cgroup_limits().cpu_cores;
+  return is_enough(all) && std::ranges::all_of(sets, is_enough) &&
+         (!quota || quota->value >= static_cast<double>(sets.size()));
+}
 
 std::string host_name() {
   std::array<char, 256> name{};

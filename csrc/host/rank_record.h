@@ -3,7 +3,9 @@
 #include <sys/types.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <string>
+#include <vector>
 
 #include "host/abort_reason.h"
 
@@ -25,6 +27,7 @@ struct RankRecord {
   std::string global_ranks = {};   ///< of that group, as text; empty where it has no such numbers
   std::string pid_namespace = {};  ///< in which `pid` is its number
   int attempt = 1;                 ///< how often it has begun to make this group over this store
+  std::string cores = {};          ///< that it may use; empty where that is not known
   AbortReason failure = {};        ///< why it could not make it; without a text until it fails
 
   std::string to_text() const;
@@ -39,6 +42,13 @@ std::string host_id();
 std::string machine_id();
 /// Of this process, or empty where the kernel does not tell.
 std::string pid_namespace();
+/// "0-3, 8" of ascending numbers.
+std::string ranges_of(const std::vector<std::uint64_t>& numbers);
+/// Those that the calling thread may use, as such a text.
+std::string usable_cores();
+/// Whether each of the ranks of a host, given by their usable_cores(), may have a core to itself,
+/// and this process's cgroup gives time for all.
+bool have_own_cores(const std::vector<std::string>& cores_of_ranks);
 /// Of this machine; letters that are not of ASCII are ?.
 std::string host_name();
 

@@ -37,18 +37,6 @@ std::string list_of(const char* noun, const std::vector<int>& ranks) {
   return text;
 }
 
-// "0-3, 8", in the order of the ranks.
-std::string ranges_of(const std::vector<std::uint64_t>& ranks) {
-  std::string text;
-  for (std::size_t begin = 0, end = 0; begin < ranks.size(); begin = end) {
-    for (end = begin + 1; end < ranks.size() && ranks[end] == ranks[end - 1] + 1;) ++end;
-    if (begin > 0) text += ", ";
-    text += std::to_string(ranks[begin]);
-    if (end > begin + 1) text += "-" + std::to_string(ranks[end - 1]);
-  }
-  return text;
-}
-
 // Fails early: later, a peer would wait for this rank, and torch's FileStore end the process.
 void check_descriptors(std::size_t num_peers) {
   // Some of this rank; for each peer a pidfd, a socket in each direction and one for memory. Peers
@@ -75,7 +63,8 @@ Rendezvous::Rendezvous(KeyValueStore& store, const GroupTerms& terms,
             .machine_id = machine_id(),
             .world_size = terms.world_size,
             .global_ranks = ranges_of(terms.global_ranks),
-            .pid_namespace = pid_namespace()},
+            .pid_namespace = pid_namespace(),
+            .cores = usable_cores()},
       peers_(static_cast<std::size_t>(terms.world_size)),
       processes_(terms.known),
       says_(terms.log_waits) {

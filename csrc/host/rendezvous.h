@@ -86,6 +86,8 @@ class Rendezvous {
   int world_size() const { return terms_.world_size; }
   RunningClock::time_point deadline() const { return deadline_; }
   const RankRecord& mine() const { return mine_; }
+  /// After find_ranks().
+  const RankRecord& record_of(int rank) const { return peer_of(rank).record; }
   const PeerProcesses& processes() const { return processes_; }
   /// The number of a rank in the default group; -1 if there is none.
   int global_rank_of(int rank) const;

@@ -18,11 +18,14 @@
 #include <vector>
 
 #include "core/annotations.h"
+#include "folder_store.h"
 #include "host/abort_reason.h"
+#include "host/cgroup_limits.h"
 #include "host/fd.h"
 #include "host/group.h"
 #include "host/key_value_store.h"
 #include "host/process.h"
+#include "host/random.h"
 #include "host/rank_record.h"
 #include "host/segment_layout.h"
 #include "host/shared_memory.h"
@@ -121,6 +124,67 @@ TEST_CASE("machines with one identity are told apart by their sockets") {
 }
 #endif
 
+#if !defined(__SANITIZE_THREAD__)  // as above
+// On which core each rank is, of those that this process may use; -1 for all of them.
+bool have_own_cores_in_processes(const std::vector<int>& cores_of_ranks) {
+  cpu_set_t allowed;
+  REQUIRE(::sched_getaffinity(0, sizeof(allowed), &allowed) == 0);
+  std::vector<int> cores;
+  for (int core = 0; core < CPU_SETSIZE; ++core)
+    if (CPU_ISSET(core, &allowed)) cores.push_back(core);
+  const std::string folder = std::filesystem::temp_directory_path() / ("ringcomm-" + random_text());
+  std::filesystem::create_directory(folder);
+  std::vector<pid_t> pids;
+  const int world_size = static_cast<int>(cores_of_ranks.size());
+  for (int rank = 0; rank < world_size; ++rank) {
+    pids.push_back(::fork());
+    REQUIRE(pids.back() >= 0);
+    if (pids.back() > 0) continue;
+    ::alarm(60);
+    if (const int place = cores_of_ranks[static_cast<std::size_t>(rank)]; place >= 0) {
+      cpu_set_t only;
+      CPU_ZERO(&only);
+      CPU_SET(cores.at(static_cast<std::size_t>(place)), &only);
+      if (::sched_setaffinity(0, sizeof(only), &only) != 0) ::_exit(3);
+    }
+    testing::FolderStore store(folder, [] {});
+    try {
+      const Group group =
+          testing::make_group(store, identity(rank, world_size), {}, testing::kBound);
+      ::_exit(group.have_own_cores() ? 1 : 0);
+    } catch (const std::exception&) {
+      ::_exit(4);
+    }
+  }
+  std::vector<int> codes;
+  for (const pid_t pid : pids) {
+    int status = 0;
+    REQUIRE(::waitpid(pid, &status, 0) == pid);
+    codes.push_back(WIFEXITED(status) ? WEXITSTATUS(status) : -1);
+  }
+  std::filesystem::remove_all(folder);
+  for (const int code : codes) REQUIRE((code == 0 || code == 1));
+  for (const int code : codes) CHECK(code == codes.front());
+  return codes.front() == 1;
+}
+
+// Launchers have pinned two ranks to one core,
+// https://github.com/flux-framework/flux-sched/issues/1413, and libgomp all of them to the first
+// one, https://github.com/vllm-project/vllm-ascend/pull/11307.
+TEST_CASE("processes that are pinned to cores of their own share none") {
+  cpu_set_t allowed;
+  REQUIRE(::sched_getaffinity(0, sizeof(allowed), &allowed) == 0);
+  const auto& quota = cgroup_limits().cpu_cores;
+  if (CPU_COUNT(&allowed) < 2 || (quota && quota->value < 2)) return;
+  CHECK(have_own_cores_in_processes({0, 1}));
+  CHECK(have_own_cores_in_processes({1, -1}));
+  CHECK_FALSE(have_own_cores_in_processes({0, 0}));
+  CHECK_FALSE(have_own_cores_in_processes({0, 1, 1}));
+  CHECK_FALSE(have_own_cores_in_processes(
+      std::vector<int>(static_cast<std::size_t>(CPU_COUNT(&allowed)) + 1, -1)));
+}
+#endif
+
 TEST_CASE("ranks of a group see the same memory and each other's lives") {
   MemoryStore store;
   std::atomic<int> num_left = 0;
@@ -128,7 +192,7 @@ TEST_CASE("ranks of a group see the same memory and each other's lives") {
     Group group = testing::make_group(store, identity(rank, 3), {}, testing::kBound);
     expect(group.process_of((rank + 1) % 3).pid == ::getpid(), "the peer's pid");
     WaitScope scope(group);
-    HostArch arch(scope, 0, 2);
+    HostArch arch(scope, 0, true);
     scope.begin(testing::kPatient);
     Board<HostArch> board(arch, group.board(), rank);
     std::byte* region = nullptr;
@@ -265,7 +329,7 @@ TEST_CASE("a wait that takes too long blames the rank that has published least")
   run_threads(3, [&](int rank) {
     Group group = testing::make_group(store, identity(rank, 3), {}, testing::kBound);
     WaitScope scope(group);
-    HostArch arch(scope, 0, 2);
+    HostArch arch(scope, 0, true);
     Board<HostArch> board(arch, group.board(), rank);
     std::string ignored;
     if (rank < 2) board.publish();

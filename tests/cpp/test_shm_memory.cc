@@ -220,6 +220,7 @@ TEST_CASE("a rank record survives its text, and a stranger's is refused") {
                           .global_ranks = "2, 5-6",
                           .pid_namespace = "4026531836",
                           .attempt = 7,
+                          .cores = "0-3, 8",
                           .failure = {.origin = 1, .culprit = 2, .text = "one\ntwo \\n"}};
   const RankRecord copy = RankRecord::from_text(record.to_text());
   CHECK(copy.host_id == record.host_id);
@@ -232,12 +233,30 @@ TEST_CASE("a rank record survives its text, and a stranger's is refused") {
   CHECK(copy.global_ranks == record.global_ranks);
   CHECK(copy.pid_namespace == record.pid_namespace);
   CHECK(copy.attempt == 7);
+  CHECK(copy.cores == record.cores);
   CHECK(copy.failure.culprit == 2);
   CHECK(copy.failure.text == record.failure.text);
   CHECK(copy.to_text() == record.to_text());
   expect_error(error_of([] { RankRecord::from_text("ringcomm-shm-0\nx\n"); }), ErrorKind::kMismatch,
                {"different version", "ringcomm-shm-0"});
   expect_error(error_of([] { RankRecord::from_text(""); }), ErrorKind::kMismatch, {});
+}
+
+TEST_CASE("ranks share cores if too many are on the same ones, or on all") {
+  const auto own = [](const std::vector<std::string>& cores) { return have_own_cores(cores); };
+  CHECK(own({"0", "1"}));
+  CHECK(own({"0-1", "0-1"}));
+  CHECK(own({"0-3, 8", "0-3, 8", "8", "0-3, 8", "1"}));
+  CHECK(own({"1022", "1023"}));
+  CHECK_FALSE(own({"0", "0"}));
+  CHECK_FALSE(own({"0-1", "0-1", "0-1"}));
+  CHECK_FALSE(own({"0", "1-2", "1-2", "0"}));  // four ranks and three cores
+  CHECK_FALSE(own({"0", "0", "1-9"}));         // of ten cores two ranks have one
+  CHECK_FALSE(own({"0-1", "1", "0", "2-9"}));
+  // What is not known, or what a faulty peer may have written.
+  for (const char* wrong : {"", "x", "-", "7-3", "5000-6000", "99999999999999999999"})
+    CHECK_FALSE(own({"0", wrong}));
+  CHECK(own({"0", "1-18446744073709551615"}));
 }
 
 // ---- the plan of the segment
