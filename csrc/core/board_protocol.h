@@ -18,18 +18,20 @@ struct BoardGeometry {
   std::byte* regions = nullptr;  ///< `region_stride_bytes` apart
   std::size_t region_stride_bytes = 0;
   std::size_t region_bytes = 0;
+  std::size_t num_shifts = 1;  ///< rank r begins (5 r mod num_shifts) lines later
 
   static constexpr bool kHasCopies = false;
   Cursor& cursor(int /*reader*/, int writer, std::uint64_t phase) const {
-    return *reinterpret_cast<Cursor*>(cursors + place(writer, phase) * cursor_stride_bytes);
+    return *reinterpret_cast<Cursor*>(cursors + place(writer, phase, cursor_stride_bytes));
   }
   std::byte* region(int rank, std::uint64_t phase) const {
-    return regions + place(rank, phase) * region_stride_bytes;
+    return regions + place(rank, phase, region_stride_bytes);
   }
 
  private:
-  static std::size_t place(int rank, std::uint64_t phase) {
-    return 2 * static_cast<std::size_t>(rank) + phase % 2;
+  std::size_t place(int rank, std::uint64_t phase, std::size_t stride_bytes) const {
+    const auto idx = static_cast<std::size_t>(rank);
+    return (2 * idx + phase % 2) * stride_bytes + 5 * idx % num_shifts * kLineBytes;
   }
 };
 

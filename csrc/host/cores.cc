@@ -3,9 +3,10 @@
 #include <sched.h>
 
 #include <algorithm>
-#include <map>
+#include <bitset>
+#include <cstddef>
+#include <cstdint>
 #include <mutex>
-#include <set>
 #include <sstream>
 
 #include "host/rank_record.h"
@@ -14,52 +15,80 @@
 namespace ringcomm::host {
 namespace {
 
-void add_cores_of_thread(std::set<std::uint64_t>& cores) {
+using Cores = std::bitset<CPU_SETSIZE>;
+
+Cores cores_of_thread() {
+  Cores cores;
   cpu_set_t allowed;
-  if (::sched_getaffinity(0, sizeof(allowed), &allowed) != 0) return;  // too many to tell
-  for (std::uint64_t core = 0; core < CPU_SETSIZE; ++core)
-    if (CPU_ISSET(core, &allowed)) cores.insert(core);
+  if (::sched_getaffinity(0, sizeof(allowed), &allowed) == 0)  // else too many to tell
+    for (std::size_t core = 0; core < cores.size(); ++core)
+      cores.set(core, CPU_ISSET(core, &allowed));
+  return cores;
 }
 
-std::set<std::uint64_t> cores_in(const std::string& text) {
-  std::set<std::uint64_t> cores;
+Cores cores_in(const std::string& text) {
+  Cores cores;
   std::istringstream ranges(text);
-  for (std::uint64_t core = 0; ranges >> core; ranges.ignore()) {
-    std::uint64_t last = core;
+  for (std::size_t begin = 0; ranges >> begin; ranges.ignore()) {
+    std::size_t last = begin;
     if (ranges.peek() == '-') ranges.ignore() >> last;
-    for (; core <= last; ++core) cores.insert(core);
+    for (; begin <= last && begin < cores.size(); ++begin) cores.set(begin);
   }
   return cores;
+}
+
+std::vector<Cores> cores_in(const std::vector<std::string>& texts) {
+  std::vector<Cores> sets;
+  for (const std::string& text : texts) sets.push_back(cores_in(text));
+  return sets;
 }
 
 }  // namespace
 
 std::string usable_cores() {
-  std::set<std::uint64_t> cores;
-  add_cores_of_thread(cores);
+  Cores cores = cores_of_thread();
   const ThreadTeam& team = thread_team();
-  if (const auto size = static_cast<std::size_t>(team.size()); size > cores.size()) {
+  if (const auto size = static_cast<std::size_t>(team.size());
+      size > cores.count() && may_use_team()) {
     std::mutex mutex;
     team.run(size, [&](std::size_t) {
       const std::lock_guard lock(mutex);
-      add_cores_of_thread(cores);
+      cores |= cores_of_thread();
     });
   }
-  return ranges_of({cores.begin(), cores.end()});
+  std::vector<std::uint64_t> numbers;
+  for (std::size_t core = 0; core < cores.size(); ++core)
+    if (cores.test(core)) numbers.push_back(core);
+  return ranges_of(numbers);
 }
 
-int cores_per_rank(const std::vector<std::string>& cores, double quota) {
-  std::map<std::uint64_t, int> num_users;
-  for (const std::string& text : cores)
-    for (const std::uint64_t core : cores_in(text)) ++num_users[core];
-  auto fewest = static_cast<double>(num_users.size());
-  for (const std::string& text : cores) {
+// Ranks that are pinned to equal, nested or separate sets of cores are short of them exactly if too
+// many ranks have only cores of one of these sets, or of the union.
+bool have_own_cores(const std::vector<std::string>& cores_of_ranks, double quota) {
+  const std::vector<Cores> sets = cores_in(cores_of_ranks);
+  Cores all;
+  for (const Cores& set : sets) all |= set;
+  const auto is_enough = [&](const Cores& cores) {
+    const auto num_ranks =
+        std::ranges::count_if(sets, [&](const Cores& set) { return (set & ~cores).none(); });
+    return static_cast<std::size_t>(num_ranks) <= cores.count();
+  };
+  return is_enough(all) && std::ranges::all_of(sets, is_enough) &&
+         quota >= static_cast<double>(sets.size());
+}
+
+int cores_per_rank(const std::vector<std::string>& cores_of_ranks, double quota) {
+  const std::vector<Cores> sets = cores_in(cores_of_ranks);
+  double fewest = std::min<double>(CPU_SETSIZE, quota / static_cast<double>(sets.size()));
+  for (const Cores& set : sets) {
     double share = 0;
-    for (const std::uint64_t core : cores_in(text)) share += 1.0 / num_users[core];
+    for (std::size_t core = 0; core < set.size(); ++core)
+      if (set.test(core))
+        share += 1.0 / static_cast<double>(std::ranges::count_if(
+                           sets, [&](const Cores& other) { return other.test(core); }));
     fewest = std::min(fewest, share);
   }
-  fewest = std::min(fewest, quota / static_cast<double>(cores.size()));
-  return static_cast<int>(fewest + 1e-9);  // thirds add up to a little less
+  return static_cast<int>(fewest + 1e-9);  // three thirds add up to a little less than one
 }
 
 }  // namespace ringcomm::host

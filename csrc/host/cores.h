@@ -6,14 +6,19 @@
 
 namespace ringcomm::host {
 
-/// The cores on which this rank's kernels may run, as text for its record: those of this thread, or
-/// of all threads of its team where the program has pinned each to cores of its own.
+/// The cores on which this rank's kernels may run, as text for its record ("0-3, 8"): those of this
+/// thread, or of all threads of its team where the program has pinned each to cores of its own.
+/// Empty where that is not known.
 std::string usable_cores();
 
-/// How many cores each of some ranks has for itself: a core counts in equal parts for those that
-/// may use it, and `quota`, the CPU time per time that the ranks' cgroup gives, is shared too.
-/// `cores` are the ranks' texts; the smallest number of any is returned, 0 where one is unknown.
-int cores_per_rank(const std::vector<std::string>& cores,
-                   double quota = std::numeric_limits<double>::infinity());
+inline constexpr double kNoQuota = std::numeric_limits<double>::infinity();
+
+/// Whether each of the ranks of a host, given by their usable_cores(), may have a core to itself.
+/// `quota` is the CPU time per time that their cgroup gives to all.
+bool have_own_cores(const std::vector<std::string>& cores_of_ranks, double quota = kNoQuota);
+
+/// How many cores each of the ranks has to itself, where each core and the quota are shared equally
+/// by those that may use it: the smallest number of any rank, 0 where one's cores are not known.
+int cores_per_rank(const std::vector<std::string>& cores_of_ranks, double quota = kNoQuota);
 
 }  // namespace ringcomm::host

@@ -16,13 +16,6 @@ Word load_acquire(const Word& word) {
   return __atomic_load_n(&word, __ATOMIC_ACQUIRE);
 }
 
-int cores_of(const Rendezvous& rendezvous, const std::vector<int>& ranks) {
-  std::vector<std::string> cores;
-  for (const int rank : ranks) cores.push_back(rendezvous.record_of(rank).cores);
-  const auto& quota = cgroup_limits().cpu_cores;
-  return quota ? cores_per_rank(cores, quota->value) : cores_per_rank(cores);
-}
-
 void reserve_link(const LinkGeometry& link) {
   reserve_pages(reinterpret_cast<std::byte*>(link.tail),
                 link_bytes(link.num_slots, link.slot_bytes));
@@ -34,13 +27,18 @@ Group::Group(Rendezvous& rendezvous, const std::vector<int>& ranks, const Segmen
     : ranks_(ranks),
       rank_(static_cast<int>(std::find(ranks.begin(), ranks.end(), rendezvous.rank()) -
                              ranks.begin())),
-      cores_per_rank_(cores_of(rendezvous, ranks)),
       layout_(world_size(), config),
       memory_(std::make_shared<SharedMemory>(rendezvous.share_memory(ranks, layout_.num_bytes()))) {
+  std::vector<std::string> cores;
   for (const int rank : ranks) {
+    cores.push_back(rendezvous.record_of(rank).cores);
     processes_.push_back(rendezvous.processes()[static_cast<std::size_t>(rank)]);
     global_ranks_.push_back(rendezvous.global_rank_of(rank));
   }
+  const auto& limit = cgroup_limits().cpu_cores;
+  const double quota = limit ? limit->value : kNoQuota;
+  have_own_cores_ = host::have_own_cores(cores, quota);
+  cores_per_rank_ = host::cores_per_rank(cores, quota);
   key_ = rendezvous.memory_key();
   try {
     // The pages that its peers poll come to this rank's NUMA node.
@@ -65,8 +63,9 @@ Group::Group(Rendezvous& rendezvous, const std::vector<int>& ranks, const Segmen
 void Group::reserve_own_memory() {
   const BoardGeometry geometry = board();
   reserve_pages(memory_->data(), static_cast<std::size_t>(geometry.cursors - memory_->data()));
-  reserve_pages(reinterpret_cast<std::byte*>(&geometry.cursor(rank_, rank_, 0)),
-                2 * geometry.cursor_stride_bytes);
+  auto* begin = reinterpret_cast<std::byte*>(&geometry.cursor(rank_, rank_, 0));
+  const std::byte* end = geometry.region(rank_, 1) + geometry.region_bytes;
+  reserve_pages(begin, static_cast<std::size_t>(end - begin));
   reserve_link(ring_link(rank_));
 }
 

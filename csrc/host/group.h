@@ -36,7 +36,8 @@ class Group final : public Membership {
   /// The rank's number in the whole group.
   int whole_rank(int rank) const { return ranks_[static_cast<std::size_t>(rank)]; }
   std::size_t num_bytes() const { return memory_->num_bytes(); }
-  /// As they were when the group was made; see host/cores.h.
+  /// Whether each rank may have a core to itself, and how many; as it was when the group was made.
+  bool have_own_cores() const { return have_own_cores_; }
   int cores_per_rank() const { return cores_per_rank_; }
 
   BoardGeometry board() const { return layout_.board(memory_->data()); }
@@ -87,8 +88,9 @@ class Group final : public Membership {
 
   std::vector<int> ranks_;  // in the whole group
   int rank_;
-  int cores_per_rank_;
   SegmentLayout layout_;
+  bool have_own_cores_ = false;
+  int cores_per_rank_ = 0;
   int generation_ = process_generation();
   std::shared_ptr<const SharedMemory> memory_;  // also of left_by_all()
   std::uint64_t num_gone_seen_ = 0;             // when no rank of the group was among them

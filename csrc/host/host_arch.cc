@@ -12,7 +12,6 @@
 #include <mutex>
 #include <set>
 
-#include "host/cgroup_limits.h"
 #include "host/process.h"
 
 namespace ringcomm::host {
@@ -34,36 +33,20 @@ std::uint32_t* low_half(std::uint64_t& word) {
   return __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__ ? halves : halves + 1;
 }
 
-// The numbers of ranks of this process's groups now, and the largest of them.
-struct GroupSizes {
+// The waits of this process for ranks that share cores.
+struct SharedCores {
   std::mutex mutex;
-  std::multiset<int> all;
-  std::atomic<int> largest = 0;
+  std::set<const HostArch*> all;
+  std::atomic<bool> are_any = false;
 
   template <class Change>
   void change(const Change& change_all) {
     const std::lock_guard lock(mutex);
     change_all(all);
-    largest = all.empty() ? 0 : *all.rbegin();
+    are_any = !all.empty();
   }
 };
-constinit PerProcess<GroupSizes> group_sizes;
-
-// Whether each rank of the largest group may have a core of its own.
-bool are_enough(int num_cores) { return num_cores >= group_sizes.get().largest; }
-
-// As many of `num_cores` as the cgroup gives time for.
-int within_quota(int num_cores) {
-  const auto& quota = cgroup_limits().cpu_cores;
-  return quota && quota->value < num_cores ? static_cast<int>(quota->value) : num_cores;
-}
-
-// How many cores this thread may use; 0 where there are too many to tell.
-int count_cores() {
-  cpu_set_t allowed;
-  const bool is_known = ::sched_getaffinity(0, sizeof(allowed), &allowed) == 0;
-  return is_known ? within_quota(CPU_COUNT(&allowed)) : 0;
-}
+constinit PerProcess<SharedCores> shared_cores;
 
 // Restores the thread's cores. If it was not pinned, it gets all cores, so that a cpuset that grows
 // later applies to it.
@@ -78,15 +61,13 @@ void unpin(const cpu_set_t& allowed) {
 
 }  // namespace
 
-HostArch::HostArch(StopSource& source, int rank, int num_ranks)
-    : source_(&source), rank_(rank), num_ranks_(num_ranks), num_cores_(count_cores()) {
-  group_sizes.get().change([&](auto& all) { all.insert(num_ranks); });
+HostArch::HostArch(StopSource& source, int rank, bool have_own_cores)
+    : source_(&source), rank_(rank) {
+  if (!have_own_cores) shared_cores.get().change([&](auto& all) { all.insert(this); });
 }
 
 HostArch::~HostArch() {
-  group_sizes.get().change([&](auto& all) {
-    if (const auto found = all.find(num_ranks_); found != all.end()) all.erase(found);
-  });
+  shared_cores.get().change([&](auto& all) { all.erase(this); });
 }
 
 // If ranks share cores, a yield that returns at once does not prove that the core is idle: the
@@ -96,7 +77,7 @@ Yielded HostArch::yield() const {
   ::sched_yield();
   const auto away = std::chrono::steady_clock::now() - begin;
   if (away > kLongYield) return Yielded::kLong;
-  return away <= kIdleYield && are_enough(num_cores_) ? Yielded::kCoreIdle : Yielded::kShort;
+  return away <= kIdleYield && !shared_cores.get().are_any ? Yielded::kCoreIdle : Yielded::kShort;
 }
 
 // FUTEX_WAIT and FUTEX_WAKE without the PRIVATE flag, because the word is in memory shared between
@@ -129,7 +110,7 @@ void HostArch::leave_core(const std::uint32_t& core) const {
   cpu_set_t allowed;
   if (::sched_getaffinity(0, sizeof(allowed), &allowed) != 0) return;
   const int num_cores = CPU_COUNT(&allowed);
-  if (num_cores < 2 || !are_enough(within_quota(num_cores))) return;
+  if (num_cores < 2 || shared_cores.get().are_any) return;
   int next = here;
   for (int num_steps = 1 + rank_ % (num_cores - 1); num_steps > 0; --num_steps) do
       next = (next + 1) % CPU_SETSIZE;

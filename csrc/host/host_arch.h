@@ -25,9 +25,9 @@ class StopSource {
 /// Cores and a futex: runs the protocols of core between processes (or threads) that share memory.
 class HostArch {
  public:
-  /// For `rank` of `num_ranks` that wait for each other on this host. Cores are enough for ranks as
-  /// long as no group of the process has more ranks than this thread may use cores.
-  HostArch(StopSource& source, int rank, int num_ranks);
+  /// For `rank` of a group on this host. Ranks share cores as long as those of any group of the
+  /// process do not `have_own_cores`.
+  HostArch(StopSource& source, int rank, bool have_own_cores);
   ~HostArch();
   HostArch(const HostArch&) = delete;
   HostArch& operator=(const HostArch&) = delete;
@@ -89,7 +89,7 @@ class HostArch {
   void wake(std::uint64_t& word) const;
 
   void record_core(std::uint32_t& core) const;
-  /// Does nothing if there are fewer cores than ranks, or if no core was recorded.
+  /// Does nothing if ranks share cores, or if no core was recorded.
   void leave_core(const std::uint32_t& core) const;
 
   Stop stopped(int peer) const { return source_->stopped(peer); }
@@ -97,8 +97,6 @@ class HostArch {
  private:
   StopSource* source_;
   int rank_;
-  int num_ranks_;
-  int num_cores_;
   SpinBudget budget_;
 };
 static_assert(Arch<HostArch>);

@@ -35,13 +35,6 @@ std::string namespace_of(const std::string& kind) {
   return is_known ? std::to_string(found.st_ino) : "";
 }
 
-std::string boot_and_network() {
-  std::string boot_id;
-  std::getline(std::ifstream("/proc/sys/kernel/random/boot_id"), boot_id);
-  const std::string network = namespace_of("net");
-  return network.empty() ? boot_id : boot_id + ":net" + network;
-}
-
 }  // namespace
 
 std::string RankRecord::to_text() const {
@@ -74,6 +67,15 @@ RankRecord RankRecord::from_text(const std::string& text) {
           .failure = AbortReason::from_text(fields.next())};
 }
 
+std::string host_id() {
+  const char* forced = std::getenv("RINGCOMM_HOST_ID");
+  return forced != nullptr && *forced != '\0' ? forced : boot_and_network();
+}
+
+std::string machine_id() { return boot_and_network() + ":uid" + std::to_string(::geteuid()); }
+
+std::string pid_namespace() { return namespace_of("pid"); }
+
 std::string ranges_of(const std::vector<std::uint64_t>& numbers) {
   std::string text;
   for (std::size_t begin = 0, end = 0; begin < numbers.size(); begin = end) {
@@ -84,15 +86,6 @@ std::string ranges_of(const std::vector<std::uint64_t>& numbers) {
   }
   return text;
 }
-
-std::string host_id() {
-  const char* forced = std::getenv("RINGCOMM_HOST_ID");
-  return forced != nullptr && *forced != '\0' ? forced : boot_and_network();
-}
-
-std::string machine_id() { return boot_and_network() + ":uid" + std::to_string(::geteuid()); }
-
-std::string pid_namespace() { return namespace_of("pid"); }
 
 std::string host_name() {
   std::array<char, 256> name{};

@@ -27,7 +27,7 @@ struct RankRecord {
   std::string global_ranks = {};   ///< of that group, as text; empty where it has no such numbers
   std::string pid_namespace = {};  ///< in which `pid` is its number
   int attempt = 1;                 ///< how often it has begun to make this group over this store
-  std::string cores = {};          ///< see host/cores.h
+  std::string cores = {};          ///< that it may use; empty where that is not known
   AbortReason failure = {};        ///< why it could not make it; without a text until it fails
 
   std::string to_text() const;
@@ -45,6 +45,8 @@ std::string host_id();
 std::string machine_id();
 /// Of this process, or empty where the kernel does not tell.
 std::string pid_namespace();
+/// "0-3, 8" of ascending numbers.
+std::string ranges_of(const std::vector<std::uint64_t>& numbers);
 /// Of this machine; letters that are not of ASCII are ?.
 std::string host_name();
 

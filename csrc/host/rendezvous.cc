@@ -11,6 +11,7 @@
 #include "host/fd.h"
 #include "host/random.h"
 #include "host/system_error.h"
+#include "host/text_fields.h"
 
 namespace ringcomm::host {
 namespace {
@@ -24,7 +25,14 @@ std::string apart_key(int rank, int peer) {
   return "ringcomm/apart/" + std::to_string(rank) + "/" + std::to_string(peer);
 }
 
-// How many records of other ranks are read again at a look.
+// Rank 0's table of all records, so that N ranks need O(N) requests: it reads the records, and the
+// others the table.
+constexpr const char* kTableKey = "ringcomm/ranks";
+// When the others begin to read records as well, one at a time: rank 0 is late, or has failed.
+constexpr std::chrono::milliseconds kTableGrace{1000};
+
+// How many records of other ranks are read again at a look: rank 0 passes on what it finds, and the
+// others read its record and one more.
 constexpr int kRecordsAtOnce = 16;
 
 // "rank 1", "ranks 1 and 2", "ranks 1, 2 and 3"; of more than eight "... and 5 more"
@@ -146,10 +154,50 @@ PeerTable Rendezvous::find_ranks() {
   mine_.memory_key = random_text();
   peer_of(rank()) = {.text = mine_.to_text(), .record = mine_};
   store_.set(rank_key(rank()), mine_.to_text());
-  wait_for_all([this](int peer) { return meet(peer); });
+  const bool has_table = world_size() > 2;
+  if (has_table && rank() != 0) wait_for_table();
+  wait_for_all([this](int peer) { return has_met(peer) || meet(peer); });
+  if (has_table && rank() == 0) {
+    std::string table;
+    for (const Peer& peer : peers_) table += to_fields({peer.text});
+    store_.set(kTableKey, table);
+  }
   std::vector<RankRecord> records;
   for (const Peer& peer : peers_) records.push_back(peer.record);
   return PeerTable(records);
+}
+
+// Returns once the table has been read; its records that do not fit yet are to be read one by one.
+// Ranks are named as missing only after a look at their own records.
+void Rendezvous::wait_for_table() {
+  const Clock::time_point reads_others_at = Clock::now() + kTableGrace;
+  std::size_t num_looks = 0;
+  for (Backoff backoff; !read_table(); backoff.sleep()) {
+    if (!has_met(0)) meet(0);
+    std::vector<int> missing;
+    for (int peer = 0; peer < world_size(); ++peer)
+      if (!has_met(peer)) missing.push_back(peer);
+    const auto now = Clock::now();
+    if (now >= deadline_ || (says_ && now >= says_at_))
+      std::erase_if(missing, [this](int peer) { return meet(peer); });
+    else if (now >= reads_others_at && !missing.empty())
+      meet(missing[num_looks++ % missing.size()]);
+    if (missing.empty()) return;
+    look(missing, kDidNotJoin);
+  }
+}
+
+// False if there is no table, or one that was made before this rank's record.
+bool Rendezvous::read_table() {
+  const auto text = store_.try_get(kTableKey);
+  if (!text) return false;
+  std::vector<std::string> records;
+  TextFields fields(*text);
+  for (int peer = 0; peer < world_size(); ++peer) records.push_back(fields.next());
+  if (records[static_cast<std::size_t>(rank())] != peer_of(rank()).text) return false;
+  for (int peer = 0; peer < world_size(); ++peer)
+    if (peer != rank()) accept(peer, records[static_cast<std::size_t>(peer)]);
+  return true;
 }
 
 std::string Rendezvous::key_of(int rank) {
@@ -218,11 +266,17 @@ int Rendezvous::dead_rank() {
 
 // Reads the record of `peer` if it is there. False when it is not, or does not fit yet.
 bool Rendezvous::meet(int peer) {
-  Peer& known = peer_of(peer);
   const auto found = store_.try_get(rank_key(peer));
-  const std::string text = found.value_or("");
+  if (found) return accept(peer, *found);
+  Peer& known = peer_of(peer);
+  if (!known.first_text) known.first_text = "";
+  return false;
+}
+
+// The same of the record `text`.
+bool Rendezvous::accept(int peer, const std::string& text) {
+  Peer& known = peer_of(peer);
   if (!known.first_text) known.first_text = text;
-  if (!found) return false;
   if (text == known.text) return true;
   if (!known.doubted_since) known.doubted_since = Clock::now();
   const bool is_believed = Clock::now() >= std::min(deadline_, *known.doubted_since + kStaleGrace);
@@ -266,7 +320,8 @@ bool Rendezvous::is_current(const RankRecord& theirs, const std::string& text, i
 void Rendezvous::look_for_failures() {
   if (Clock::now() < next_look_) return;
   next_look_ = Clock::now() + kLookInterval;
-  for (int i = 0; i < std::min(kRecordsAtOnce, world_size()); ++i) {
+  if (rank() != 0 && has_met(0)) meet(0);
+  for (int i = 0; i < std::min(rank() == 0 ? kRecordsAtOnce : 1, world_size()); ++i) {
     next_looked_at_ = (next_looked_at_ + 1) % world_size();
     if (next_looked_at_ != rank() && has_met(next_looked_at_)) meet(next_looked_at_);
   }

@@ -36,13 +36,15 @@ struct GroupTerms {
 
 /// How the ranks of a group find each other, and how the ranks of one host come to share memory.
 ///
-/// Every rank publishes a record in the store, reads the others', and starts watching the processes
-/// on its own machine. The first rank of each host offers the memory that its ranks share. A record
-/// that does not fit may be of an earlier group, and is read again for a second. Every wait checks
-/// at least every 50 ms the processes found so far, the deadline, and signals, and within a second
-/// whether a rank has failed.
+/// Every rank publishes a record in the store, reads the others', which rank 0 collects in a table,
+/// and starts watching the processes on its own machine. The first rank of each host offers the
+/// memory that its ranks share. A record that does not fit may be of an earlier group, and is read
+/// again for a second. Every wait checks at least every 50 ms the processes found so far, the
+/// deadline, and signals, and within a second whether a rank has failed.
 class Rendezvous {
  public:
+  static constexpr const char* kDidNotJoin = "did not join the group";
+
   /// `store` must outlive this object.
   Rendezvous(KeyValueStore& store, const GroupTerms& terms, std::chrono::milliseconds timeout);
   /// Withdraws the memory from the bootstrap.
@@ -64,8 +66,7 @@ class Rendezvous {
   /// Of the rank whose memory share_memory() has mapped.
   const std::string& memory_key() const { return memory_key_; }
   /// Waits until `has_come` is true of every other rank. Throws like find_ranks().
-  void wait_for_all(const std::function<bool(int peer)>& has_come,
-                    const char* what = "did not join the group");
+  void wait_for_all(const std::function<bool(int peer)>& has_come, const char* what = kDidNotJoin);
 
   /// For polls until all ranks have joined. Throws kPeerDied if any has ended, and like
   /// check_time().
@@ -86,6 +87,7 @@ class Rendezvous {
   int world_size() const { return terms_.world_size; }
   RunningClock::time_point deadline() const { return deadline_; }
   const RankRecord& mine() const { return mine_; }
+  /// After find_ranks().
   const RankRecord& record_of(int rank) const { return peer_of(rank).record; }
   const PeerProcesses& processes() const { return processes_; }
   /// The number of a rank in the default group; -1 if there is none.
@@ -110,7 +112,10 @@ class Rendezvous {
     return *processes_[static_cast<std::size_t>(rank)];
   }
   bool has_met(int peer) const { return !peer_of(peer).text.empty(); }
+  void wait_for_table();
+  bool read_table();
   bool meet(int peer);
+  bool accept(int peer, const std::string& text);
   bool is_current(const RankRecord& theirs, const std::string& text, int peer) const;
   std::shared_ptr<PeerProcess> find_process(const RankRecord& theirs, int peer, bool is_believed);
   void check_same_group(const RankRecord& theirs, int peer) const;

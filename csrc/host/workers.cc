@@ -44,6 +44,8 @@ void set_thread_team(const ThreadTeam& team) { team_of_program = team; }
 
 const ThreadTeam& thread_team() { return team_of_program; }
 
+bool may_use_team() { return process_generation() == 0; }
+
 void leave_thread_team() { is_alone = true; }
 
 Workers::Workers(int num_cores, int max_threads)
@@ -65,7 +67,7 @@ void Workers::begin(std::size_t num_bytes) {
   const int team_size = team_of_program.size();
   if (team_size < 2) return;
   // A program may pin its threads to one core each, and then makes groups; or pins itself later.
-  may_split_ = max_threads_ > 0 || (team_size <= core_counts.get().fewest &&
+  may_split_ = max_threads_ > 0 || (may_use_team() && team_size <= core_counts.get().fewest &&
                                     count_allowed() >= std::min(team_size, num_allowed_));
   if (!may_split_) return;
   if (max_threads_ > 0)

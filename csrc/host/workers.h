@@ -20,6 +20,8 @@ struct ThreadTeam {
 /// Before the first group. Without a team every rank has one thread.
 void set_thread_team(const ThreadTeam& team);
 const ThreadTeam& thread_team();
+/// False in a forked process: libgomp waits there for the threads that its parent had.
+bool may_use_team();
 /// From now on this thread works alone. For threads of the library: a team that they began would
 /// be a second one.
 void leave_thread_team();

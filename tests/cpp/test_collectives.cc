@@ -11,6 +11,7 @@
 #include "sanitizers.h"
 #include "third_party/doctest/doctest.h"
 #include "thread_ranks.h"
+#include "transport/shm/collectives.h"
 
 namespace {
 
@@ -47,6 +48,23 @@ TEST_CASE("all_reduce of every algorithm, worlds 1 to 8") {
                                     .salt = ++salt});
     });
   }
+}
+
+TEST_CASE("one_shot ends at fewer bytes with more ranks, or where a tuning says") {
+  const auto limit_of = [](int world_size, std::size_t asked) {
+    std::size_t limit = 0;
+    while (choose_all_reduce(limit + 1, world_size, asked) == Algorithm::kOneShot) ++limit;
+    return limit;
+  };
+  CHECK(limit_of(2, 0) == 256 << 10);
+  CHECK(limit_of(4, 0) == 48 << 10);
+  for (int world_size = 5; world_size <= 256; ++world_size) {
+    const std::size_t limit = limit_of(world_size, 0);
+    CHECK(limit <= limit_of(world_size - 1, 0));
+    CHECK(limit * static_cast<std::size_t>(world_size) <= 256 << 10);
+    CHECK(limit >= 1024);
+  }
+  for (const int world_size : {2, 64}) CHECK(limit_of(world_size, 5000) == 5000);
 }
 
 TEST_CASE("all_reduce of every reduction and dtype that has one") {

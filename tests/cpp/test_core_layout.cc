@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "core/chunk_layout.h"
+#include "core/shard_layout.h"
 #include "core/wait_policy.h"
 #include "third_party/doctest/doctest.h"
 
@@ -181,6 +182,77 @@ static_assert(pauses_after(1000, 0) == SpinBudget::kMaxPauses);
 static_assert(pauses_after(0, 1000) == SpinBudget::kMinPauses);
 static_assert(pauses_after(1, 0) > pauses_after(0, 0));
 static_assert(pauses_after(0, 1) == pauses_after(0, 0) / 2);
+
+// Of `from`, as every rank sees it, by the sizes one by one and in constant time.
+void check_even_shards(int world_size, int from, int begin, int end, std::size_t elems) {
+  constexpr std::size_t kRoomElems = 100;
+  for (int rank = 0; rank < world_size; ++rank) {
+    std::array<ShardLayout::Sender, 9> one_by_one{};
+    std::array<ShardLayout::Sender, 9> at_once{};
+    const auto layout_of = [&](auto& senders) {
+      return ShardLayout{ShardLayout::Kind::kToEach, rank, world_size, kRoomElems, senders.data()};
+    };
+    layout_of(one_by_one).learn(from, [&](int to) {
+      return begin <= to && to < end ? elems : std::size_t{0};
+    });
+    layout_of(at_once).learn_even(from, begin, end, elems);
+    const ShardLayout::Sender& expected = one_by_one.at(static_cast<std::size_t>(from));
+    const ShardLayout::Sender& found = at_once.at(static_cast<std::size_t>(from));
+    CHECK(found.num_pieces == expected.num_pieces);
+    CHECK(found.elems == expected.elems);
+    if (rank != from && found.elems > 0) CHECK(found.offset_elems == expected.offset_elems);
+  }
+}
+
+TEST_CASE("equal shards have the layout in constant time that uneven ones have") {
+  for (int world_size = 1; world_size <= 9; ++world_size)
+    for (int from = 0; from < world_size; ++from)
+      for (const std::size_t elems : {0, 1, 7, 12, 13, 50, 99, 100, 101, 1000}) {
+        CAPTURE(world_size);
+        CAPTURE(from);
+        CAPTURE(elems);
+        check_even_shards(world_size, from, 0, world_size, elems);  // all_to_all, scatter's root
+        check_even_shards(world_size, from, 0, 0, elems);           // scatter's others
+        for (int root = 0; root < world_size; ++root)
+          check_even_shards(world_size, from, root, root + 1, elems);  // gather
+      }
+}
+
+// A slice keeps its place when shorter shards before it have ended.
+TEST_CASE("slices of uneven shards fit into a region, and apart from each other, in every piece") {
+  constexpr int kNumRanks = 5;
+  constexpr std::size_t kRoomElems = 64;
+  for (const auto kind : {ShardLayout::Kind::kToEach, ShardLayout::Kind::kReduced})
+    for (std::size_t salt = 0; salt < 200; ++salt) {
+      const auto elems_of = [&](int to) {
+        const std::size_t mixed = (salt + 3) * (static_cast<std::size_t>(to) + 7) * 2654435761U;
+        return (mixed >> 7) % (salt % 2 == 0 ? 20 : 400);
+      };
+      const int from = static_cast<int>(salt) % kNumRanks;
+      std::array<std::size_t, kNumRanks> covered{};
+      std::size_t num_pieces = 1;
+      for (std::size_t piece = 0; piece < num_pieces; ++piece) {
+        std::size_t end_elems = 0;
+        for (int rank = 0; rank < kNumRanks; ++rank) {
+          if (rank == from) continue;
+          std::array<ShardLayout::Sender, kNumRanks> senders{};
+          const ShardLayout layout{kind, rank, kNumRanks, kRoomElems, senders.data()};
+          layout.learn(from, elems_of);
+          const ShardLayout::Sender& sender = senders.at(static_cast<std::size_t>(from));
+          num_pieces = sender.num_pieces;
+          const ElemRange part = layout.slice(from, sender.elems, piece);
+          CHECK(sender.offset_elems >= end_elems);
+          end_elems = sender.offset_elems + part.num_elems;
+          CHECK(end_elems <= kRoomElems);
+          if (part.num_elems > 0)
+            CHECK(part.begin_elems == covered.at(static_cast<std::size_t>(rank)));
+          covered.at(static_cast<std::size_t>(rank)) += part.num_elems;
+        }
+      }
+      for (int rank = 0; rank < kNumRanks; ++rank)
+        if (rank != from) CHECK(covered.at(static_cast<std::size_t>(rank)) == elems_of(rank));
+    }
+}
 
 TEST_CASE("a spin budget recovers from its minimum and its maximum") {
   SpinBudget budget;

@@ -18,11 +18,14 @@
 #include <vector>
 
 #include "core/annotations.h"
+#include "folder_store.h"
 #include "host/abort_reason.h"
+#include "host/cgroup_limits.h"
 #include "host/fd.h"
 #include "host/group.h"
 #include "host/key_value_store.h"
 #include "host/process.h"
+#include "host/random.h"
 #include "host/rank_record.h"
 #include "host/segment_layout.h"
 #include "host/shared_memory.h"
@@ -121,6 +124,67 @@ TEST_CASE("machines with one identity are told apart by their sockets") {
 }
 #endif
 
+#if !defined(__SANITIZE_THREAD__)  // as above
+// On which core each rank is, of those that this process may use; -1 for all of them.
+bool have_own_cores_in_processes(const std::vector<int>& cores_of_ranks) {
+  cpu_set_t allowed;
+  REQUIRE(::sched_getaffinity(0, sizeof(allowed), &allowed) == 0);
+  std::vector<int> cores;
+  for (int core = 0; core < CPU_SETSIZE; ++core)
+    if (CPU_ISSET(core, &allowed)) cores.push_back(core);
+  const std::string folder = std::filesystem::temp_directory_path() / ("ringcomm-" + random_text());
+  std::filesystem::create_directory(folder);
+  std::vector<pid_t> pids;
+  const int world_size = static_cast<int>(cores_of_ranks.size());
+  for (int rank = 0; rank < world_size; ++rank) {
+    pids.push_back(::fork());
+    REQUIRE(pids.back() >= 0);
+    if (pids.back() > 0) continue;
+    ::alarm(60);
+    if (const int place = cores_of_ranks[static_cast<std::size_t>(rank)]; place >= 0) {
+      cpu_set_t only;
+      CPU_ZERO(&only);
+      CPU_SET(cores.at(static_cast<std::size_t>(place)), &only);
+      if (::sched_setaffinity(0, sizeof(only), &only) != 0) ::_exit(3);
+    }
+    testing::FolderStore store(folder, [] {});
+    try {
+      const Group group =
+          testing::make_group(store, identity(rank, world_size), {}, testing::kBound);
+      ::_exit(group.have_own_cores() ? 1 : 0);
+    } catch (const std::exception&) {
+      ::_exit(4);
+    }
+  }
+  std::vector<int> codes;
+  for (const pid_t pid : pids) {
+    int status = 0;
+    REQUIRE(::waitpid(pid, &status, 0) == pid);
+    codes.push_back(WIFEXITED(status) ? WEXITSTATUS(status) : -1);
+  }
+  std::filesystem::remove_all(folder);
+  for (const int code : codes) REQUIRE((code == 0 || code == 1));
+  for (const int code : codes) CHECK(code == codes.front());
+  return codes.front() == 1;
+}
+
+// Launchers have pinned two ranks to one core,
+// https://github.com/flux-framework/flux-sched/issues/1413, and libgomp all of them to the first
+// one, https://github.com/vllm-project/vllm-ascend/pull/11307.
+TEST_CASE("processes that are pinned to cores of their own share none") {
+  cpu_set_t allowed;
+  REQUIRE(::sched_getaffinity(0, sizeof(allowed), &allowed) == 0);
+  const auto& quota = cgroup_limits().cpu_cores;
+  if (CPU_COUNT(&allowed) < 2 || (quota && quota->value < 2)) return;
+  CHECK(have_own_cores_in_processes({0, 1}));
+  CHECK(have_own_cores_in_processes({1, -1}));
+  CHECK_FALSE(have_own_cores_in_processes({0, 0}));
+  CHECK_FALSE(have_own_cores_in_processes({0, 1, 1}));
+  CHECK_FALSE(have_own_cores_in_processes(
+      std::vector<int>(static_cast<std::size_t>(CPU_COUNT(&allowed)) + 1, -1)));
+}
+#endif
+
 TEST_CASE("ranks of a group see the same memory and each other's lives") {
   MemoryStore store;
   std::atomic<int> num_left = 0;
@@ -128,7 +192,7 @@ TEST_CASE("ranks of a group see the same memory and each other's lives") {
     Group group = testing::make_group(store, identity(rank, 3), {}, testing::kBound);
     expect(group.process_of((rank + 1) % 3).pid == ::getpid(), "the peer's pid");
     WaitScope scope(group);
-    HostArch arch(scope, 0, 2);
+    HostArch arch(scope, 0, true);
     scope.begin(testing::kPatient);
     Board<HostArch> board(arch, group.board(), rank);
     std::byte* region = nullptr;
@@ -240,6 +304,93 @@ TEST_CASE("a rank that does not come is a time-out that names it") {
   });
 }
 
+TEST_CASE("a missing rank 0 is named alone, and so is a rank that comes to nobody else") {
+  for (const int missing : {0, 2}) {
+    MemoryStore store;
+    run_threads(5, [&](int rank) {
+      if (rank == missing) return;
+      const Error error =
+          error_of([&] { testing::make_group(store, identity(rank, 5), {}, milliseconds(300)); });
+      expect_error(error, ErrorKind::kTimeout,
+                   {"rank " + std::to_string(missing) + " did not join the group in 300 ms"});
+      expect(error.info().rank == missing, "the missing rank");
+    });
+  }
+}
+
+// Counts requests, and gives those of one rank the answer that they wait for at the first time.
+class CountingStore final : public KeyValueStore {
+ public:
+  CountingStore(MemoryStore& whole, int rank, int world_size, std::atomic<int>& num_requests)
+      : whole_(whole), rank_(rank), world_size_(world_size), num_requests_(num_requests) {}
+
+  void set(const std::string& key, const std::string& value) override {
+    ++num_requests_;
+    whole_.set(key, value);
+  }
+  void set_first(const std::string& key, const std::string& value) override {
+    ++num_requests_;
+    whole_.set_first(key, value);
+  }
+  std::optional<std::string> try_get(const std::string& key) override {
+    ++num_requests_;
+    std::string value;
+    const bool is_own = key == "ringcomm/rank/" + std::to_string(rank_);
+    for (int rank = 0; rank < world_size_ && !is_own; ++rank)
+      whole_.get("ringcomm/rank/" + std::to_string(rank), testing::kBound, value);
+    return whole_.get(key, is_own ? milliseconds(0) : testing::kBound, value) ? std::optional(value)
+                                                                              : std::nullopt;
+  }
+  std::unique_ptr<KeyValueStore> clone() override { return whole_.clone(); }
+
+ private:
+  MemoryStore& whole_;
+  int rank_;
+  int world_size_;
+  std::atomic<int>& num_requests_;
+};
+
+// Of Gloo: 0.4 s for 2 ranks and 15.8 s for 16, https://github.com/horovod/horovod/issues/3556; and
+// no group of more than 150 ranks, https://github.com/pytorch/pytorch/issues/59256.
+TEST_CASE("ranks find each other in a number of requests that grows as theirs") {
+  for (const int world_size : {2, 8, 64, 160}) {
+    CAPTURE(world_size);
+    MemoryStore store;
+    std::atomic<int> num_requests = 0;
+    run_threads(world_size, [&](int rank) {
+      CountingStore counting(store, rank, world_size, num_requests);
+      Rendezvous rendezvous(counting, identity(rank, world_size), testing::kBound);
+      const PeerTable peer_table = rendezvous.find_ranks();
+      expect(peer_table.num_ranks_on(0) == world_size, "all ranks on this host");
+      for (int peer = 0; peer < world_size; ++peer)
+        expect(rendezvous.record_of(peer).pid == ::getpid(), "each peer's record");
+      std::string ignored;
+      store.set("found" + std::to_string(rank), "");
+      for (int peer = 0; peer < world_size; ++peer)
+        expect(store.get("found" + std::to_string(peer), testing::kBound, ignored), "a peer");
+    });
+    // Of each rank: how often it has tried, its record, and rank 0's look at it or its at the
+    // table.
+    CHECK(num_requests <= 5 * world_size);
+  }
+}
+
+TEST_CASE("a table of an earlier group of the same ranks is not taken for this one's") {
+  MemoryStore store;
+  for (int turn = 0; turn < 2; ++turn)
+    run_threads(3, [&](int rank) {
+      if (rank == 0) std::this_thread::sleep_for(milliseconds(50));
+      const Group group = testing::make_group(store, identity(rank, 3), {}, testing::kBound);
+      const std::string made = "made" + std::to_string(turn) + "/";
+      std::string ignored;
+      store.set(made + std::to_string(rank), group.key());
+      for (int peer = 0; peer < 3; ++peer)
+        expect(store.get(made + std::to_string(peer), testing::kBound, ignored) &&
+                   ignored == group.key(),
+               "one memory");
+    });
+}
+
 TEST_CASE("two processes with one rank get an error that says so") {
   MemoryStore store;
   const Error error = error_of([&] {
@@ -265,7 +416,7 @@ TEST_CASE("a wait that takes too long blames the rank that has published least")
   run_threads(3, [&](int rank) {
     Group group = testing::make_group(store, identity(rank, 3), {}, testing::kBound);
     WaitScope scope(group);
-    HostArch arch(scope, 0, 2);
+    HostArch arch(scope, 0, true);
     Board<HostArch> board(arch, group.board(), rank);
     std::string ignored;
     if (rank < 2) board.publish();

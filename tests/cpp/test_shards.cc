@@ -72,6 +72,23 @@ TEST_CASE("uneven shards in place: ranks with one, two and many pieces" *
   });
 }
 
+// With sizes of 1 to 64 bytes the time depended on the number of ranks in surprising ways:
+// https://github.com/pmodels/mpich/issues/2530.
+TEST_CASE("even and uneven shards of many ranks" * doctest::skip(testing::kHasThreadSanitizer)) {
+  run_ranks(24, [&](Communicator& communicator) {
+    std::uint32_t salt = 0;
+    for (const OpKind op : {OpKind::kGather, OpKind::kScatter, OpKind::kAllToAll})
+      for (const std::size_t num_elems : {1, 17, 40'000})
+        for (const bool is_uneven : {false, true})
+          run_case(communicator, {.op = op,
+                                  .root = rooted(op) ? 13 : -1,
+                                  .num_elems = num_elems,
+                                  .is_in_place = op == OpKind::kAllToAll && num_elems == 40'000,
+                                  .salt = ++salt,
+                                  .is_uneven = is_uneven});
+  });
+}
+
 TEST_CASE("uneven shards are counted, whatever their size") {
   run_ranks(3, [&](Communicator& communicator) {
     const int rank = communicator.rank();

@@ -11,6 +11,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <string>
 #include <utility>
 #include <vector>
@@ -219,6 +220,7 @@ TEST_CASE("a rank record survives its text, and a stranger's is refused") {
                           .global_ranks = "2, 5-6",
                           .pid_namespace = "4026531836",
                           .attempt = 7,
+                          .cores = "0-3, 8",
                           .failure = {.origin = 1, .culprit = 2, .text = "one\ntwo \\n"}};
   const RankRecord copy = RankRecord::from_text(record.to_text());
   CHECK(copy.host_id == record.host_id);
@@ -231,6 +233,7 @@ TEST_CASE("a rank record survives its text, and a stranger's is refused") {
   CHECK(copy.global_ranks == record.global_ranks);
   CHECK(copy.pid_namespace == record.pid_namespace);
   CHECK(copy.attempt == 7);
+  CHECK(copy.cores == record.cores);
   CHECK(copy.failure.culprit == 2);
   CHECK(copy.failure.text == record.failure.text);
   CHECK(copy.to_text() == record.to_text());
@@ -301,6 +304,35 @@ TEST_CASE("the parts of a segment lie inside it and apart from each other") {
         CHECK(regions[i].begin % 64 == 0);
         CHECK(regions[i].begin < regions[i].end);
         if (i > 0) CHECK(regions[i - 1].end <= regions[i].begin);
+      }
+    }
+  }
+}
+
+// Else a sum of many regions would read lines of one set of the L1 cache alone.
+TEST_CASE("regions of 32 ranks begin at 32 places of a page, and share no page") {
+  constexpr std::uintptr_t kPage = 4096;
+  constexpr std::uintptr_t kStreamed = 64;  // what one streaming store writes
+  auto* base = reinterpret_cast<std::byte*>(std::uintptr_t{1} << 40);
+  for (const std::size_t board_bytes : {SegmentConfig{}.board_bytes, std::size_t{4100}}) {
+    for (const int world_size : {2, 32, 64, 300}) {
+      CAPTURE(world_size);
+      const SegmentConfig config{.board_bytes = board_bytes};
+      const BoardGeometry board = SegmentLayout(world_size, config).board(base);
+      CHECK(board.region_bytes >= board_bytes - sizeof(Cursor));
+      for (std::uint64_t phase = 0; phase < 2; ++phase) {
+        std::map<std::uintptr_t, int> places;
+        for (int rank = 0; rank < world_size; ++rank) {
+          const Region region = region_of(board.region(rank, phase), board.region_bytes);
+          CHECK(region.begin % kStreamed == 0);
+          ++places[region.begin % kPage];
+          if (rank + 1 == world_size && phase == 1) continue;
+          const int next = phase == 0 ? rank : rank + 1;
+          const auto after = region_of(&board.cursor(0, next, phase + 1), sizeof(Cursor)).begin;
+          CHECK((phase == 0 ? region.end <= after : (region.end - 1) / kPage < after / kPage));
+        }
+        CHECK(static_cast<int>(places.size()) == std::min(world_size, 32));
+        for (const auto& [place, num_ranks] : places) CHECK(num_ranks <= (world_size + 31) / 32);
       }
     }
   }

@@ -11,13 +11,17 @@
 namespace ringcomm {
 
 // Where one_shot stops winning was measured with 2, 4 and 8 ranks on two cores
-// (docs/experiments.md, "all_reduce"): it moves (N - 1)/2 times the bytes of two_shot and saves one
-// of its two hand-overs. At half or double of these limits either costs about 1.3 times the other.
-// The ring moves what two_shot moves, in 2(N - 1) hand-overs.
+// (docs/experiments.md, "all_reduce"): it moves N/2 times the bytes of two_shot and saves one of
+// its two hand-overs, so with more ranks the limit falls as 1/N. At half or double of these limits
+// either costs about 1.3 times the other. The ring moves what two_shot moves, in 2(N - 1)
+// hand-overs.
 Algorithm choose_all_reduce(std::size_t num_bytes, int world_size, std::size_t one_shot_max_bytes) {
-  const std::size_t measured_kib = world_size <= 2 ? 256 : world_size <= 4 ? 48 : 32;
-  const std::size_t limit = one_shot_max_bytes != 0 ? one_shot_max_bytes : measured_kib << 10;
-  return num_bytes <= limit ? Algorithm::kOneShot : Algorithm::kTwoShot;
+  constexpr std::size_t kKiB = 1024;
+  if (one_shot_max_bytes == 0)
+    one_shot_max_bytes =
+        world_size <= 2 ? 256 * kKiB
+                        : std::min(48 * kKiB, 256 * kKiB / static_cast<std::size_t>(world_size));
+  return num_bytes <= one_shot_max_bytes ? Algorithm::kOneShot : Algorithm::kTwoShot;
 }
 
 namespace {

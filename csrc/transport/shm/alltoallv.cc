@@ -16,9 +16,10 @@ namespace {
 // A rank knows only its own sizes, and a mismatch is between two ranks. So every rank publishes its
 // sizes in the first phase, before the data: a table of one 64-bit count per rank (two tables in
 // all_to_all: sizes to send and to receive), or nothing if the header's num_elems is sufficient.
-// Every rank then compares all pairs, so all ranks fail with the same message and need not notify
-// each other. The room for the tables is there even where they are not filled: ranks with even and
-// with uneven shards may be of one call, and must agree on where data begins.
+// Where any rank has a table, every rank compares all pairs, so all ranks fail with the same
+// message and need not notify each other. Without tables the headers tell all, in time proportional
+// to the ranks. The room for the tables is there even where they are not filled: ranks with even
+// and with uneven shards may be of one call, and must agree on where data begins.
 class Alltoallv {
  public:
   Alltoallv(ShmContext& context, const Collective& call)
@@ -31,20 +32,14 @@ class Alltoallv {
         // In whole lines, so that data is aligned for any vector.
         tables_bytes_((table_bytes_ * (call.op == OpKind::kAllToAll ? 2 : 1) + kLineBytes - 1) /
                       kLineBytes * kLineBytes),
-        headers_(static_cast<std::size_t>(world_size_)),
-        regions_(static_cast<std::size_t>(world_size_)),
-        sizes_(static_cast<std::size_t>(world_size_ * world_size_)),
-        num_pieces_(static_cast<std::size_t>(world_size_)),
+        senders_(static_cast<std::size_t>(world_size_)),
         layout_{call.op == OpKind::kAllGather ? ShardLayout::Kind::kToAll
                 : is_reduction(call.op)       ? ShardLayout::Kind::kReduced
                                               : ShardLayout::Kind::kToEach,
-                world_size_, (context.phase_bytes() - tables_bytes_) / element_bytes_,
-                sizes_.data(), num_pieces_.data()} {
-    const bool is_silent = call.op == OpKind::kScatter && rank_ != call.root;
-    for (int to = 0; to < world_size_ && !is_silent; ++to)
-      if (call.op != OpKind::kGather || to == call.root)
-        layout_.elems(rank_, to) = call.input_shard(to);
-    layout_.count_pieces(rank_);
+                rank_, world_size_, (context.phase_bytes() - tables_bytes_) / element_bytes_,
+                senders_.data()} {
+    layout_.learn(rank_, [&](int to) { return given_to(to).num_elems; });
+    for (int from = 0; from < world_size_; ++from) result_elems_ += taken_from(from).num_elems;
   }
 
   // Returns the bytes that peers consumed.
@@ -56,8 +51,10 @@ class Alltoallv {
       stage(piece_idx);
       static_cast<void>(context_.publish());  // no buffers of these calls are shared
       if (is_first_) {
-        compare_sizes();
-        for (int from = 0; from < world_size_; ++from) layout_.count_pieces(from);
+        if (has_equal_sizes())
+          learn_equal_sizes();
+        else
+          learn_sizes();
         num_phases = layout_.num_phases();
         keep_inputs();
       }
@@ -69,25 +66,56 @@ class Alltoallv {
     }
     std::size_t sent_elems = 0;
     for (int to = 0; to < world_size_; ++to)
-      if (to != rank_) sent_elems += layout_.elems(rank_, to);
+      if (to != rank_) sent_elems += given_to(to).num_elems;
     return sent_elems * element_bytes_;
   }
 
-  // Reads the sizes of all ranks, in the first phase. Throws Mismatched.
-  void compare_sizes() {
+  // Reads and compares the sizes of all ranks, in the first phase. Throws Mismatched.
+  void learn_sizes() {
     for (int rank = 0; rank < world_size_; ++rank) {
-      headers_[static_cast<std::size_t>(rank)] = context_.header_of(rank);
-      if (rank != rank_) regions_[static_cast<std::size_t>(rank)] = context_.wait(rank);
+      headers_.push_back(context_.header_of(rank));
+      tables_.push_back(context_.wait(rank));
     }
     for (int from = 0; from < world_size_; ++from)
-      for (int to = 0; to < world_size_; ++to) {
-        layout_.elems(from, to) = given(from, to);
+      for (int to = 0; to < world_size_; ++to)
         if (given(from, to) != expected(from, to)) throw_mismatch(from, to);
-      }
+    for (int from = 0; from < world_size_; ++from)
+      layout_.learn(from, [&](int to) { return given(from, to); });
   }
 
  private:
   // ---- sizes
+
+  // Of this rank's own buffers.
+  CallPart given_to(int to) const {
+    return part_given(call_, rank_, to).value_or(CallPart{nullptr, 0});
+  }
+  CallPart taken_from(int from) const {
+    return part_taken(call_, rank_, from).value_or(CallPart{nullptr, 0});
+  }
+
+  // Whether no rank has a table, and all have the same size in the header: so has every pair. The
+  // other collectives come here with uneven shards only.
+  bool has_equal_sizes() {
+    if (layout_.kind != ShardLayout::Kind::kToEach) return false;
+    for (int rank = 0; rank < world_size_; ++rank) {
+      const CallHeader header = context_.header_of(rank);
+      if (header.is_uneven || header.num_elems != call_.num_elems) return false;
+    }
+    return true;
+  }
+
+  void learn_equal_sizes() {
+    for (int from = 0; from < world_size_; ++from) {
+      const bool is_silent = call_.op == OpKind::kScatter && from != call_.root;
+      const bool is_to_root = call_.op == OpKind::kGather;
+      layout_.learn_even(from, is_to_root ? call_.root : 0,
+                         is_silent    ? 0
+                         : is_to_root ? call_.root + 1
+                                      : world_size_,
+                         call_.num_elems);
+    }
+  }
 
   const CallHeader& header_of(int rank) const { return headers_[static_cast<std::size_t>(rank)]; }
 
@@ -97,7 +125,7 @@ class Alltoallv {
     std::uint64_t elems = 0;
     std::memcpy(
         &elems,
-        regions_[static_cast<std::size_t>(rank)] + static_cast<std::size_t>(entry) * sizeof(elems),
+        tables_[static_cast<std::size_t>(rank)] + static_cast<std::size_t>(entry) * sizeof(elems),
         sizeof(elems));
     return elems;
   }
@@ -147,74 +175,70 @@ class Alltoallv {
   void keep_inputs() {
     for (int peer = 0; peer < world_size_ && call_.op == OpKind::kAllToAll; ++peer) {
       if (peer == rank_ || call_.inputs[peer] != call_.outputs[peer]) continue;
-      if (!layout_.overwrites(rank_, peer)) continue;
-      const auto* input = static_cast<const std::byte*>(call_.inputs[peer]);
-      kept_.resize(regions_.size());
-      kept_[static_cast<std::size_t>(peer)].assign(
-          input, input + layout_.elems(rank_, peer) * element_bytes_);
+      const CallPart part = given_to(peer);
+      if (!layout_.overwrites(peer, part.num_elems)) continue;
+      const auto* input = static_cast<const std::byte*>(part.data);
+      kept_.resize(senders_.size());
+      kept_[static_cast<std::size_t>(peer)].assign(input, input + part.num_elems * element_bytes_);
     }
   }
 
   const void* input(int to) const {
     const auto idx = static_cast<std::size_t>(to);
-    if (!kept_.empty() && !kept_[idx].empty()) return kept_[idx].data();
-    const bool has_one = call_.op == OpKind::kAllGather || call_.op == OpKind::kGather;
-    return call_.inputs[has_one ? 0 : to];
-  }
-  void* output(int from) const {
-    const bool has_one = call_.op == OpKind::kScatter || is_reduction(call_.op);
-    return call_.outputs[has_one ? 0 : from];
+    return !kept_.empty() && !kept_[idx].empty() ? kept_[idx].data() : given_to(to).data;
   }
 
   void stage(std::size_t piece_idx) {
     std::byte* region = nullptr;
     if (is_first_) {
-      region = context_.open();
-      regions_[static_cast<std::size_t>(rank_)] = region;
-      std::byte* table = region;
+      std::byte* table = context_.open();
+      region = table + tables_bytes_;
       for (const std::size_t* sizes : {call_.input_elems, call_.output_elems}) {
         if (sizes == nullptr || !context_.header().is_uneven) continue;
         std::memcpy(table, sizes, table_bytes_);
         table += table_bytes_;
       }
-      region += tables_bytes_;
     }
+    std::size_t offset_elems = 0;
     for (int to = 0; to < world_size_; ++to) {
-      const ElemRange part = layout_.slice(rank_, to, piece_idx);
-      if (!layout_.is_staged(rank_, to) || part.num_elems == 0) continue;
-      if (region == nullptr) region = context_.open();
-      const std::size_t num_bytes = part.num_elems * element_bytes_;
-      context_.stage(region, at(input(to), part.begin_elems, element_bytes_), num_bytes);
-      region += num_bytes;
+      if (!layout_.is_staged(rank_, to)) continue;
+      const std::size_t shard_elems = given_to(to).num_elems;
+      const ElemRange part = layout_.slice(rank_, shard_elems, piece_idx);
+      if (part.num_elems > 0) {
+        if (region == nullptr) region = context_.open();
+        context_.stage(at(region, offset_elems, element_bytes_),
+                       at(input(to), part.begin_elems, element_bytes_),
+                       part.num_elems * element_bytes_);
+      }
+      offset_elems += layout_.slice_elems(rank_, shard_elems);
     }
   }
 
   // The data that `from` has for this rank in this phase.
-  const std::byte* received(int from, const ElemRange& part, std::size_t piece_idx) {
+  const std::byte* received(int from, const ElemRange& part) {
     if (from == rank_) return at(input(rank_), part.begin_elems, element_bytes_);
     return context_.wait(from) + (is_first_ ? tables_bytes_ : 0) +
-           layout_.offset_elems(from, rank_, piece_idx) * element_bytes_;
+           senders_[static_cast<std::size_t>(from)].offset_elems * element_bytes_;
   }
 
   void copy(std::size_t piece_idx) {
-    std::size_t result_elems = 0;
-    for (int from = 0; from < world_size_; ++from) result_elems += layout_.elems(from, rank_);
     for (int distance = 0; distance < world_size_; ++distance) {
       const int from = (rank_ + distance) % world_size_;
-      const ElemRange part = layout_.slice(from, rank_, piece_idx);
+      const CallPart taken = taken_from(from);
+      const ElemRange part = layout_.slice(from, taken.num_elems, piece_idx);
       if (part.num_elems > 0)
-        context_.copy_result(at(output(from), part.begin_elems, element_bytes_),
-                             received(from, part, piece_idx), part.num_elems * element_bytes_,
-                             result_elems * element_bytes_);
+        context_.copy_result(at(taken.data, part.begin_elems, element_bytes_), received(from, part),
+                             part.num_elems * element_bytes_, result_elems_ * element_bytes_);
     }
   }
 
   void reduce(std::size_t piece_idx) {
-    const ElemRange part = layout_.slice(rank_, rank_, piece_idx);  // the same from every rank
+    const CallPart taken = taken_from(rank_);
+    const ElemRange part = layout_.slice(rank_, taken.num_elems, piece_idx);  // from every rank
     if (part.num_elems == 0) return;
     const void** sources = context_.sources();
-    for (int from = 0; from < world_size_; ++from) sources[from] = received(from, part, piece_idx);
-    context_.reduce(call_, at(output(rank_), part.begin_elems, element_bytes_), nullptr,
+    for (int from = 0; from < world_size_; ++from) sources[from] = received(from, part);
+    context_.reduce(call_, at(taken.data, part.begin_elems, element_bytes_), nullptr,
                     part.num_elems);
   }
 
@@ -223,13 +247,13 @@ class Alltoallv {
   int rank_;
   int world_size_;
   std::size_t element_bytes_;
-  std::size_t table_bytes_;                // of one
-  std::size_t tables_bytes_;               // of the room for all
-  std::vector<CallHeader> headers_;        // by rank
-  std::vector<const std::byte*> regions_;  // by rank: where the tables of the first phase are
-  std::vector<std::size_t> sizes_;         // of the layout
-  std::vector<std::size_t> num_pieces_;    // of the layout
+  std::size_t table_bytes_;                   // of one
+  std::size_t tables_bytes_;                  // of the room for all
+  std::vector<ShardLayout::Sender> senders_;  // of the layout
   ShardLayout layout_;
+  std::size_t result_elems_ = 0;              // of this rank, in all
+  std::vector<CallHeader> headers_;           // by rank, as the next: of uneven shards
+  std::vector<const std::byte*> tables_;      // where those of the first phase are
   std::vector<std::vector<std::byte>> kept_;  // by rank, if any: see keep_inputs()
   bool is_first_ = true;
 };
@@ -241,7 +265,7 @@ std::uint64_t alltoallv(ShmContext& context, const Collective& call) {
 }
 
 void explain_mismatch(ShmContext& context, const Collective& call) {
-  Alltoallv(context, call).compare_sizes();
+  Alltoallv(context, call).learn_sizes();
 }
 
 }  // namespace ringcomm

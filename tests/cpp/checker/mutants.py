@@ -267,15 +267,16 @@ MUTANTS = (
     Mutant(
         "shards_fewest_phases",
         "shard_layout.h",
-        "*std::max_element(",
-        "*std::min_element(",
+        "most = std::max(most, senders[from].num_pieces);",
+        "most = from == 0 ? senders[0].num_pieces : std::min(most, senders[from].num_pieces);",
         (Run("shards2", "wrong_data"), Run("shards3", "wrong_data")),
     ),
     # All-to-all in place: a longer slice comes in than has gone out.
     Mutant(
         "shards_not_kept",
         "shard_layout.h",
-        "return num_pieces[peer] < num_pieces[rank] || elems(peer, rank) != elems(rank, peer);",
+        "return senders[peer].num_pieces < senders[rank].num_pieces ||"
+        " senders[peer].elems != given_elems;",
         "return false;",
         (
             Run("shards2", "ok"),
@@ -366,7 +367,7 @@ ENGINE_MUTANTS = (
     EngineMutant(
         "phases_of_own_sizes",
         "csrc/transport/shm/alltoallv.cc",
-        (("num_phases = layout_.num_phases();", "num_phases = layout_.num_pieces[rank_];"),),
+        (("num_phases = layout_.num_phases();", "num_phases = senders_[rank_].num_pieces;"),),
         "uneven shards in place*",
     ),
 )

@@ -74,9 +74,7 @@ class RankExchange {
  public:
   RankExchange(CheckerArch& arch, const Exchange& exchange, int rank)
       : arch_(arch), exchange_(exchange), rank_(rank), board_(arch, exchange.geometry, rank) {
-    for (int to = 0; to < exchange.num_ranks; ++to)
-      layout_.elems(rank, to) = exchange.size(rank, to);
-    layout_.count_pieces(rank);
+    layout_.learn(rank, [&](int to) { return exchange.size(rank, to); });
   }
 
   Stop run() {
@@ -102,8 +100,10 @@ class RankExchange {
 
   Stop stage(std::size_t piece_idx) {
     std::byte* place = nullptr;
+    std::size_t offset = 0;
     for (int to = 0; to < exchange_.num_ranks; ++to) {
-      const ElemRange part = layout_.slice(rank_, to, piece_idx);
+      const std::size_t shard = exchange_.size(rank_, to);
+      const ElemRange part = layout_.slice(rank_, shard, piece_idx);
       const bool has_part = layout_.is_staged(rank_, to) && part.num_elems > 0;
       if (place == nullptr && (has_part || piece_idx == 0)) {
         if (const Stop stop = board_.open(place); stop != Stop::kNone) return stop;
@@ -112,9 +112,10 @@ class RankExchange {
           place += kBlockBytes;
         }
       }
-      if (!has_part) continue;
-      arch_.copy(place, input(to) + part.begin_elems * kBlockBytes, part.num_elems * kBlockBytes);
-      place += part.num_elems * kBlockBytes;
+      if (has_part)
+        arch_.copy(place + offset * kBlockBytes, input(to) + part.begin_elems * kBlockBytes,
+                   part.num_elems * kBlockBytes);
+      if (layout_.is_staged(rank_, to)) offset += layout_.slice_elems(rank_, shard);
     }
     return Stop::kNone;
   }
@@ -126,18 +127,18 @@ class RankExchange {
       if (const Stop stop = board_.wait(from, region); stop != Stop::kNone) return stop;
       arch_.copy(exchange_.seen[rank_], region, kBlockBytes);
       const std::uint64_t table = arch_.value_of(exchange_.seen[rank_]);
-      for (int to = 0; to < exchange_.num_ranks; ++to)
-        layout_.elems(from, to) = table >> (8 * to) & 0xff;
+      layout_.learn(from, [&](int to) { return table >> (8 * to) & 0xff; });
     }
-    for (int from = 0; from < exchange_.num_ranks; ++from) layout_.count_pieces(from);
     return Stop::kNone;
   }
 
   void keep_inputs() {
     for (int peer = 0; peer < exchange_.num_ranks; ++peer) {
-      if (peer == rank_ || !exchange_.is_in_place || !layout_.overwrites(rank_, peer)) continue;
+      if (peer == rank_ || !exchange_.is_in_place ||
+          !layout_.overwrites(peer, exchange_.size(rank_, peer)))
+        continue;
       arch_.copy(exchange_.kept[rank_][peer], input(peer),
-                 layout_.elems(rank_, peer) * kBlockBytes);
+                 exchange_.size(rank_, peer) * kBlockBytes);
       is_kept_[peer] = true;
     }
   }
@@ -145,12 +146,11 @@ class RankExchange {
   Stop take(std::size_t piece_idx) {
     for (int distance = 1; distance < exchange_.num_ranks; ++distance) {
       const int from = (rank_ + distance) % exchange_.num_ranks;
-      const ElemRange part = layout_.slice(from, rank_, piece_idx);
+      const ElemRange part = layout_.slice(from, exchange_.size(from, rank_), piece_idx);
       if (part.num_elems == 0) continue;
       const std::byte* region = nullptr;
       if (const Stop stop = board_.wait(from, region); stop != Stop::kNone) return stop;
-      const std::size_t skipped =
-          (piece_idx == 0 ? 1 : 0) + layout_.offset_elems(from, rank_, piece_idx);
+      const std::size_t skipped = (piece_idx == 0 ? 1 : 0) + senders_[from].offset_elems;
       arch_.copy(exchange_.outputs[rank_][from] + part.begin_elems * kBlockBytes,
                  region + skipped * kBlockBytes, part.num_elems * kBlockBytes);
     }
@@ -161,11 +161,10 @@ class RankExchange {
   const Exchange& exchange_;
   int rank_;
   Board<CheckerArch> board_;
-  std::size_t sizes_[kMaxRanks * kMaxRanks] = {};
-  std::size_t num_pieces_[kMaxRanks] = {};
+  ShardLayout::Sender senders_[kMaxRanks] = {};
   bool is_kept_[kMaxRanks] = {};
-  ShardLayout layout_{ShardLayout::Kind::kToEach, exchange_.num_ranks, exchange_.room_blocks(),
-                      sizes_, num_pieces_};
+  ShardLayout layout_{ShardLayout::Kind::kToEach, rank_, exchange_.num_ranks,
+                      exchange_.room_blocks(), senders_};
 };
 
 Scenario shards(std::string name, int num_ranks, bool is_in_place,
