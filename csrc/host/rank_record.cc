@@ -35,6 +35,13 @@ std::string namespace_of(const std::string& kind) {
   return is_known ? std::to_string(found.st_ino) : "";
 }
 
+std::string boot_and_network() {
+  std::string boot_id;
+  std::getline(std::ifstream("/proc/sys/kernel/random/boot_id"), boot_id);
+  const std::string network = namespace_of("net");
+  return network.empty() ? boot_id : boot_id + ":net" + network;
+}
+
 }  // namespace
 
 std::string RankRecord::to_text() const {

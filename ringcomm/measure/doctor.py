@@ -240,6 +240,7 @@ def examine(world_size: int, seconds: float) -> dict[str, Any]:
         run_ranks(world_size, lambda team: _run_rank(team, seconds), group.update)
     except RankError as error:
         group["errors"] = [str(error)]
+    usable, (quota, _) = len(os.sched_getaffinity(0)), limits["cpu_cores"] or (float("inf"), "")
     report = {
         "versions": machine.versions(),
         "machine": {**known, **memory, "load": os.getloadavg()},
@@ -249,6 +250,10 @@ def examine(world_size: int, seconds: float) -> dict[str, Any]:
             "usable": sorted(os.sched_getaffinity(0)),
         },
         "limits": limits,
+        "threads": {
+            "torch": torch.get_num_threads(),
+            "cores_per_rank": int(min(usable, quota) // world_size),
+        },
         "environment": machine.variables("RINGCOMM_"),
         "world_size": world_size,
         "group": group,
@@ -276,10 +281,19 @@ def _machine_facts(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
     parts = [f"{cpu[0]:g} CPUs" if cpu else "no limit of CPU time"]
     parts.append(f"{in_gib(memory[0])} of memory" if memory else "no limit of memory")
     yield "limits", f"cgroup: {', '.join(parts)}; {report['limits']['max_fds']:,} open files"
+    yield "threads", _threads_text(report)
     variables = [f"{name}={value}" for name, value in report["environment"].items()]
     yield "environment", ", ".join(variables) or "no RINGCOMM_* variable is set"
     if path := report["environment"].get("RINGCOMM_TUNING"):
         yield "tuning", f"{path} was tuned on this machine"
+
+
+def _threads_text(report: dict[str, Any]) -> str:
+    """How many threads copy and sum in a large call, and why."""
+    num_threads, num_cores = report["threads"]["torch"], report["threads"]["cores_per_rank"]
+    used = num_threads if num_threads <= num_cores else 1
+    text = f"collectives of 256 KiB and more use {counted(used, 'thread')} of a rank: torch has"
+    return f"{text} {num_threads}, and a rank {counted(num_cores, 'core')}"
 
 
 def _group_facts(group: dict[str, Any]) -> Iterator[tuple[str, str]]:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from collectives import AVAILABLE
 from html_report import read_records
@@ -191,6 +192,7 @@ def test_doctor_reports_machine_group_and_pairs(run_doctor: Doctor, tmp_path: Pa
     assert {"ringcomm", "torch", "python", "kernel", "simd"} <= report["versions"].keys()
     assert report["cpus"]["usable"] == sorted(os.sched_getaffinity(0))
     assert {"cpu_cores", "memory_bytes", "max_fds"} <= report["limits"].keys()
+    assert report["threads"]["torch"] == torch.get_num_threads()
     group = report["group"]
     assert [pair["ranks"] for pair in group["pairs"]] == [[0, 1], [0, 2], [1, 2]]
     for pair in group["pairs"]:
@@ -292,6 +294,20 @@ def test_doctor_has_limits_for_load_speed_and_threads(monkeypatch: pytest.Monkey
     }
     turns = problems(4.0, 1.1, "1", world_size=5)
     assert turns == {"cpus": "5 ranks on 4 cores: the ranks have to take turns"}
+
+
+@pytest.mark.parametrize(
+    ("threads", "cores", "said"),
+    [
+        (8, 8, "use 8 threads of a rank: torch has 8, and a rank 8 cores"),
+        (8, 4, "use 1 thread of a rank: torch has 8, and a rank 4 cores"),
+        (1, 4, "use 1 thread of a rank: torch has 1, and a rank 4 cores"),
+        (2, 0, "use 1 thread of a rank: torch has 2, and a rank 0 cores"),
+    ],
+)
+def test_doctor_says_how_many_threads_of_a_rank_copy(threads: int, cores: int, said: str) -> None:
+    text = doctor._threads_text({"threads": {"torch": threads, "cores_per_rank": cores}})
+    assert text == f"collectives of 256 KiB and more {said}"
 
 
 def test_doctor_says_that_gloo_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
