@@ -31,15 +31,13 @@ class Alltoallv {
         // In whole lines, so that data is aligned for any vector.
         tables_bytes_((table_bytes_ * (call.op == OpKind::kAllToAll ? 2 : 1) + kLineBytes - 1) /
                       kLineBytes * kLineBytes),
-        headers_(static_cast<std::size_t>(world_size_)),
-        regions_(static_cast<std::size_t>(world_size_)),
-        sizes_(static_cast<std::size_t>(world_size_ * world_size_)),
-        num_pieces_(static_cast<std::size_t>(world_size_)),
+        peers_(static_cast<std::size_t>(world_size_)),
+        counts_(static_cast<std::size_t>(world_size_ * (world_size_ + 1))),
         layout_{call.op == OpKind::kAllGather ? ShardLayout::Kind::kToAll
                 : is_reduction(call.op)       ? ShardLayout::Kind::kReduced
                                               : ShardLayout::Kind::kToEach,
                 world_size_, (context.phase_bytes() - tables_bytes_) / element_bytes_,
-                sizes_.data(), num_pieces_.data()} {
+                counts_.data(), counts_.data() + world_size_ * world_size_} {
     const bool is_silent = call.op == OpKind::kScatter && rank_ != call.root;
     for (int to = 0; to < world_size_ && !is_silent; ++to)
       if (call.op != OpKind::kGather || to == call.root)
@@ -75,8 +73,9 @@ class Alltoallv {
   // Reads the sizes of all ranks, in the first phase. Throws Mismatched.
   void compare_sizes() {
     for (int rank = 0; rank < world_size_; ++rank) {
-      headers_[static_cast<std::size_t>(rank)] = context_.header_of(rank);
-      if (rank != rank_) regions_[static_cast<std::size_t>(rank)] = context_.wait(rank);
+      Peer& peer = peers_[static_cast<std::size_t>(rank)];
+      peer.header = context_.header_of(rank);
+      if (rank != rank_) peer.tables = context_.wait(rank);
     }
     for (int from = 0; from < world_size_; ++from)
       for (int to = 0; to < world_size_; ++to) {
@@ -86,9 +85,16 @@ class Alltoallv {
   }
 
  private:
+  struct Peer {
+    CallHeader header;
+    const std::byte* tables = nullptr;  // in its region of the first phase
+  };
+
   // ---- sizes
 
-  const CallHeader& header_of(int rank) const { return headers_[static_cast<std::size_t>(rank)]; }
+  const CallHeader& header_of(int rank) const {
+    return peers_[static_cast<std::size_t>(rank)].header;
+  }
 
   // Entry `entry` of the tables of `rank`, or num_elems of its header if it has no tables.
   std::size_t published(int rank, int entry) {
@@ -96,7 +102,8 @@ class Alltoallv {
     std::uint64_t elems = 0;
     std::memcpy(
         &elems,
-        regions_[static_cast<std::size_t>(rank)] + static_cast<std::size_t>(entry) * sizeof(elems),
+        peers_[static_cast<std::size_t>(rank)].tables +
+            static_cast<std::size_t>(entry) * sizeof(elems),
         sizeof(elems));
     return elems;
   }
@@ -148,7 +155,7 @@ class Alltoallv {
       if (peer == rank_ || call_.inputs[peer] != call_.outputs[peer]) continue;
       if (!layout_.overwrites(rank_, peer)) continue;
       const auto* input = static_cast<const std::byte*>(call_.inputs[peer]);
-      kept_.resize(regions_.size());
+      kept_.resize(peers_.size());
       kept_[static_cast<std::size_t>(peer)].assign(
           input, input + layout_.elems(rank_, peer) * element_bytes_);
     }
@@ -169,7 +176,7 @@ class Alltoallv {
     std::byte* region = nullptr;
     if (is_first_) {
       region = context_.open();
-      regions_[static_cast<std::size_t>(rank_)] = region;
+      peers_[static_cast<std::size_t>(rank_)].tables = region;
       std::byte* table = region;
       for (const std::size_t* sizes : {call_.input_elems, call_.output_elems}) {
         if (sizes == nullptr || !context_.header().is_uneven) continue;
@@ -225,10 +232,8 @@ class Alltoallv {
   std::size_t element_bytes_;
   std::size_t table_bytes_;                // of one
   std::size_t tables_bytes_;               // of the room for all
-  std::vector<CallHeader> headers_;        // by rank
-  std::vector<const std::byte*> regions_;  // by rank: where the tables of the first phase are
-  std::vector<std::size_t> sizes_;         // of the layout
-  std::vector<std::size_t> num_pieces_;    // of the layout
+  std::vector<Peer> peers_;                // by rank
+  std::vector<std::size_t> counts_;        // the tables of the layout
   ShardLayout layout_;
   std::vector<std::vector<std::byte>> kept_;  // by rank, if any: see keep_inputs()
   bool is_first_ = true;
