@@ -184,9 +184,8 @@ at::Tensor reduce(const at::Tensor& input, int64_t dst, const std::string& reduc
   const auto group = c10d::resolve_process_group(group_name);
   Tensors tensors = {contiguous_copy(input)};
   run_on(*group, input, [&](auto& backend, bool is_async) {
-    return backend.reduce(tensors, {.reduceOp = reduce_op_from(reduce_op),
-                                    .rootRank = dst,
-                                    .asyncOp = is_async});
+    return backend.reduce(
+        tensors, {.reduceOp = reduce_op_from(reduce_op), .rootRank = dst, .asyncOp = is_async});
   });
   return group->getRank() == dst ? tensors[0] : at::zeros_like(tensors[0]);
 }

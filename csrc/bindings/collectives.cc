@@ -99,9 +99,8 @@ void add_rows(const at::Tensor& buffer, at::IntArrayRef splits, int world_size, 
     data += num_bytes.back();
     rows_left -= shard_rows;
   }
-  TORCH_CHECK_VALUE(rows_left == 0, op, ": the split sizes of its ", what, ", ",
-                    splits, ", add up to ", num_rows - rows_left,
-                    ", but there are ", num_rows, " rows");
+  TORCH_CHECK_VALUE(rows_left == 0, op, ": the split sizes of its ", what, ", ", splits,
+                    ", add up to ", num_rows - rows_left, ", but there are ", num_rows, " rows");
 }
 
 TensorCall reduce_scatter_call(const at::Tensor& output, const at::Tensor& input,
@@ -167,9 +166,9 @@ WorkPtr ProcessGroupRingcomm::_reduce_scatter_base(at::Tensor& outputBuffer,
                                                    const c10d::ReduceScatterOptions& opts) {
   if (!opts.asyncOp && fits_at_once(inputBuffer, outputBuffer, &opts.reduceOp) &&
       inputBuffer.numel() == outputBuffer.numel() * getSize())
-    return run_at_once(reducing(OpKind::kReduceScatter, outputBuffer, opts.reduceOp,
-                                "reduce_scatter_tensor"),
-                       inputBuffer, outputBuffer, opts.timeout);
+    return run_at_once(
+        reducing(OpKind::kReduceScatter, outputBuffer, opts.reduceOp, "reduce_scatter_tensor"),
+        inputBuffer, outputBuffer, opts.timeout);
   return start({c10d::OpType::_REDUCE_SCATTER_BASE, "ringcomm:_reduce_scatter_base", opts},
                reduce_scatter_call(outputBuffer, inputBuffer, opts.reduceOp, getSize()),
                {outputBuffer});

@@ -134,13 +134,12 @@ py::dict cgroup_limits_of(const std::string& proc, const std::string& cgroups) {
 
 // {("all_reduce", "ring"): {"num_calls": 3, "sent_bytes": 4096, ...}, ...}; what was never called
 // is not there.
-py::dict counts_of(const Stats::Table& table) {
+py::dict counts_of(const Stats& stats) {
   py::dict result;
   for (int i = 0; i < kNumOpKinds * kNumAlgorithms; ++i) {
     const auto op = static_cast<OpKind>(i / kNumAlgorithms);
     const auto algorithm = static_cast<Algorithm>(i % kNumAlgorithms);
-    const Stats::Counts& counts =
-        table[static_cast<std::size_t>(op)][static_cast<std::size_t>(algorithm)];
+    const Stats::Counts counts = stats.counts(op, algorithm);
     if (counts.num_calls == 0) continue;
     result[py::make_tuple(name_of(op), name_of(algorithm))] =
         py::dict("num_calls"_a = counts.num_calls, "sent_bytes"_a = counts.sent_bytes,
@@ -239,11 +238,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("report_failure", &ProcessGroupRingcomm::report_failure, "store"_a, "rank"_a, "size"_a,
         "global_ranks"_a, "text"_a, without_gil);
   m.def("stats", [] { return counts_of(Stats::process_wide()); });
-  m.def("group_stats", [](const BackendPtr& backend) {
-    Stats::Table table = {};
-    engine_of(backend)->stats().add_to(table);
-    return counts_of(table);
-  });
+  m.def("group_stats",
+        [](const BackendPtr& backend) { return counts_of(engine_of(backend)->stats()); });
   m.def("peer_counts", [](const BackendPtr& backend) {
     const std::shared_ptr<Communicator> engine = engine_of(backend);
     return counts_by_peer(*engine, engine->rank());

@@ -100,11 +100,10 @@ class Alltoallv {
   std::size_t published(int rank, int entry) {
     if (!header_of(rank).is_uneven) return header_of(rank).num_elems;
     std::uint64_t elems = 0;
-    std::memcpy(
-        &elems,
-        peers_[static_cast<std::size_t>(rank)].tables +
-            static_cast<std::size_t>(entry) * sizeof(elems),
-        sizeof(elems));
+    std::memcpy(&elems,
+                peers_[static_cast<std::size_t>(rank)].tables +
+                    static_cast<std::size_t>(entry) * sizeof(elems),
+                sizeof(elems));
     return elems;
   }
 
@@ -230,10 +229,10 @@ class Alltoallv {
   int rank_;
   int world_size_;
   std::size_t element_bytes_;
-  std::size_t table_bytes_;                // of one
-  std::size_t tables_bytes_;               // of the room for all
-  std::vector<Peer> peers_;                // by rank
-  std::vector<std::size_t> counts_;        // the tables of the layout
+  std::size_t table_bytes_;          // of one
+  std::size_t tables_bytes_;         // of the room for all
+  std::vector<Peer> peers_;          // by rank
+  std::vector<std::size_t> counts_;  // the tables of the layout
   ShardLayout layout_;
   std::vector<std::vector<std::byte>> kept_;  // by rank, if any: see keep_inputs()
   bool is_first_ = true;
