@@ -1,28 +1,20 @@
-// c10d's all_reduce: the short way of one dense tensor, and all others.
+// c10d's all_reduce, of dense and of sparse tensors.
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/_sparse_coo_tensor_unsafe.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/tensor.h>
-#include <ATen/record_function.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <numeric>
 
 #include "bindings/process_group.h"
-#include "bindings/python_errors.h"
 #include "collectives/collective.h"
 #include "collectives/op_kind.h"
 
 namespace ringcomm {
 namespace {
-
-bool is_plain_buffer(const at::Tensor& tensor) {
-  return tensor.defined() && tensor.layout() == at::kStrided && tensor.is_contiguous() &&
-         !tensor.is_conj() && !tensor.is_neg() && !tensor.is_complex() &&
-         tensor.storage().nbytes() > 0;
-}
 
 TensorCall all_reduce_call(const at::Tensor& input, const at::Tensor& output,
                            const c10d::ReduceOp& op) {
@@ -103,30 +95,11 @@ TensorCall sparse_all_reduce_call(const at::Tensor& tensor, const c10d::ReduceOp
 
 }  // namespace
 
-// The engine's call is on the stack, and there is no work; on a CPU nothing is allocated. What
-// profilers and recordings must see takes the other way.
 bool ProcessGroupRingcomm::all_reduce_at_once(const at::Tensor& input, const at::Tensor& output,
                                               const c10d::ReduceOp& op,
                                               std::chrono::milliseconds timeout) {
-  if (!is_plain_buffer(input) || !(output.is_same(input) || is_plain_buffer(output)) ||
-      input.device() != output.device() || op.op_ == c10d::ReduceOp::PREMUL_SUM ||
-      at::hasCallbacks() || recorder::is_tracing())
-    return false;
-  const c10::Device device = output.device();
-  // In a coalesced block every call on a device has a work.
-  if (!device.is_cpu() && (device.is_meta() || is_coalescing_)) return false;
-  void* const to = output.data_ptr();  // first: it may give a shared storage memory of its own
-  const void* const from = input.const_data_ptr();
-  Collective call = reducing(OpKind::kAllReduce, output, op, "all_reduce");
-  call.inputs = &from;
-  call.outputs = &to;
-  if (!device.is_cpu()) {
-    devices()->run_at_once(device, call, {input, output});
-    return true;
-  }
-  const std::shared_ptr<Communicator> engine = communicator();
-  const WaitLimits limits{.timeout = effective(timeout), .is_interrupted = is_interrupted};
-  with_python_errors([&] { engine->run(call, limits); });
+  if (!fits_at_once(input, output, &op)) return false;
+  run_at_once(reducing(OpKind::kAllReduce, output, op, "all_reduce"), input, output, timeout);
   return true;
 }
 

@@ -39,10 +39,6 @@ bool needs_work(const c10d::ProcessGroup& group) {
   return typeid(group) != typeid(c10d::ProcessGroup);
 }
 
-void wait_for(const WorkPtr& work) {
-  if (work != nullptr) work->wait();
-}
-
 // A group's backend for a type of device; null where it has none. To ask for the group's devices
 // first would allocate a list of them in each call.
 c10::intrusive_ptr<c10d::Backend> backend_for(c10d::ProcessGroup& group, c10::DeviceType type) {
@@ -76,6 +72,16 @@ c10::intrusive_ptr<ProcessGroupRingcomm> ringcomm_group_of(const std::string& gr
   TORCH_CHECK_VALUE(false, "ringcomm: ", op, " needs a group with backend ringcomm for ",
                     tensor.device(), ", got one with ",
                     other != nullptr ? other->getBackendName() : "none");
+}
+
+// Calls `start(backend, is_async)` and waits: with ringcomm's own backend, without torch's
+// dispatcher, where that is all that the group would do; else with the group.
+template <class Start>
+void run_on(c10d::ProcessGroup& group, const at::Tensor& tensor, const Start& start) {
+  const auto ringcomm = find_ringcomm(group, tensor);
+  const WorkPtr work =
+      ringcomm != nullptr ? start(*ringcomm, false) : start(group, needs_work(group));
+  if (work != nullptr) work->wait();
 }
 
 at::Tensor contiguous_copy(const at::Tensor& input) {
@@ -137,8 +143,10 @@ at::Tensor reduce_scatter(const at::Tensor& input, const std::string& reduce_op,
                     world_size, ", got shape ", input.sizes());
   at::Tensor output = empty_with_rows(input.size(0) / world_size, input);
   at::Tensor contiguous = input.detach().contiguous();
-  wait_for(group->_reduce_scatter_base(
-      output, contiguous, {.reduceOp = reduce_op_from(reduce_op), .asyncOp = needs_work(*group)}));
+  run_on(*group, output, [&](auto& backend, bool is_async) {
+    return backend._reduce_scatter_base(
+        output, contiguous, {.reduceOp = reduce_op_from(reduce_op), .asyncOp = is_async});
+  });
   return output;
 }
 
@@ -149,7 +157,9 @@ at::Tensor all_gather(const at::Tensor& input, const std::string& group_name) {
       "ringcomm: all_gather concatenates along dimension 0, which a scalar does not have");
   at::Tensor output = empty_with_rows(input.size(0) * group->getSize(), input);
   at::Tensor contiguous = input.detach().contiguous();
-  wait_for(group->_allgather_base(output, contiguous, {.asyncOp = needs_work(*group)}));
+  run_on(*group, output, [&](auto& backend, bool is_async) {
+    return backend._allgather_base(output, contiguous, {.asyncOp = is_async});
+  });
   return output;
 }
 
@@ -157,7 +167,9 @@ void broadcast_(const at::Tensor& input, int64_t src, const std::string& group_n
   check_no_grad(input, "broadcast_", "broadcast");
   Tensors tensors = {input};
   const auto group = c10d::resolve_process_group(group_name);
-  wait_for(group->broadcast(tensors, {.rootRank = src, .asyncOp = needs_work(*group)}));
+  run_on(*group, input, [&](auto& backend, bool is_async) {
+    return backend.broadcast(tensors, {.rootRank = src, .asyncOp = is_async});
+  });
   mark_written(input);
 }
 
@@ -171,9 +183,10 @@ at::Tensor reduce(const at::Tensor& input, int64_t dst, const std::string& reduc
                   const std::string& group_name) {
   const auto group = c10d::resolve_process_group(group_name);
   Tensors tensors = {contiguous_copy(input)};
-  wait_for(group->reduce(
-      tensors,
-      {.reduceOp = reduce_op_from(reduce_op), .rootRank = dst, .asyncOp = needs_work(*group)}));
+  run_on(*group, input, [&](auto& backend, bool is_async) {
+    return backend.reduce(
+        tensors, {.reduceOp = reduce_op_from(reduce_op), .rootRank = dst, .asyncOp = is_async});
+  });
   return group->getRank() == dst ? tensors[0] : at::zeros_like(tensors[0]);
 }
 
@@ -283,7 +296,9 @@ void all_reduce_in_place(c10d::ProcessGroup& group, const at::Tensor& tensor,
   const auto ringcomm = find_ringcomm(group, tensor);
   if (ringcomm != nullptr && ringcomm->all_reduce_at_once(tensor, tensor, op)) return;
   Tensors tensors = {tensor};
-  wait_for(group.allreduce(tensors, {.reduceOp = op, .asyncOp = needs_work(group)}));
+  run_on(group, tensor, [&](auto& backend, bool is_async) {
+    return backend.allreduce(tensors, {.reduceOp = op, .asyncOp = is_async});
+  });
 }
 
 void reduce_update_gather(const std::string& group_name, const UpdateTensors& tensors,
@@ -314,7 +329,9 @@ std::pair<at::Tensor, int> merge_over_ranks(const at::Tensor& stats,
   }
   at::Tensor all = empty_with_rows(world_size * stats.size(0), stats);
   at::Tensor own = stats;
-  wait_for(group->_allgather_base(all, own, {.asyncOp = needs_work(*group)}));
+  run_on(*group, own, [&](auto& backend, bool is_async) {
+    return backend._allgather_base(all, own, {.asyncOp = is_async});
+  });
   std::vector<const void*> parts;
   for (int rank = 0; rank < world_size; ++rank)
     parts.push_back(static_cast<const char*>(all.const_data_ptr()) + rank * stats.nbytes());

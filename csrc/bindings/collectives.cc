@@ -67,28 +67,22 @@ float* shard_data(const at::Tensor& tensor, const char* name, const ElemRange& s
   return tensor.data_ptr<float>();
 }
 
-// Adds the pointers to `world_size` parts of `num_bytes` each.
-template <class Pointer>
-void add_equal_parts(void* data, std::size_t num_bytes, int world_size,
-                     std::vector<Pointer>& parts) {
-  for (int rank = 0; rank < world_size; ++rank)
-    parts.push_back(static_cast<std::byte*>(data) + static_cast<std::size_t>(rank) * num_bytes);
-}
-
 // Splits a contiguous tensor into parts of `splits` rows each, or into equal parts without splits,
 // and adds each part's pointer and size in bytes. `what` names the tensor.
 template <class Pointer>
-void add_rows(const at::Tensor& buffer, std::vector<int64_t> splits, int world_size,
-              const char* what, std::vector<Pointer>& parts, std::vector<std::size_t>& num_bytes) {
+void add_rows(const at::Tensor& buffer, at::IntArrayRef splits, int world_size, const char* what,
+              PerRank<Pointer>& parts, PerRank<std::size_t>& num_bytes) {
   const auto* const op = "ringcomm: all_to_all_single";
   TORCH_CHECK_VALUE(buffer.dim() > 0, op, " splits its ", what,
                     " along dimension 0, which a scalar does not have");
   const int64_t num_rows = buffer.size(0);
+  PerRank<int64_t> even;
   if (splits.empty()) {
     TORCH_CHECK_VALUE(num_rows % world_size == 0, op, " cannot split the ", num_rows,
                       " rows of its ", what, " evenly for ", world_size,
                       " ranks; pass split sizes");
-    splits.assign(static_cast<std::size_t>(world_size), num_rows / world_size);
+    even.assign(static_cast<std::size_t>(world_size), num_rows / world_size);
+    splits = even;
   }
   TORCH_CHECK_VALUE(splits.size() == static_cast<std::size_t>(world_size), op,
                     " needs one split size of its ", what, " for each of the ", world_size,
@@ -99,15 +93,14 @@ void add_rows(const at::Tensor& buffer, std::vector<int64_t> splits, int world_s
   int64_t rows_left = num_rows;
   for (const int64_t shard_rows : splits) {
     TORCH_CHECK_VALUE(shard_rows >= 0 && shard_rows <= rows_left, op, ": the split sizes of its ",
-                      what, ", ", at::IntArrayRef(splits), ", do not fit its ", num_rows, " rows");
+                      what, ", ", splits, ", do not fit its ", num_rows, " rows");
     parts.push_back(data);
     num_bytes.push_back(static_cast<std::size_t>(shard_rows) * row_bytes);
     data += num_bytes.back();
     rows_left -= shard_rows;
   }
-  TORCH_CHECK_VALUE(rows_left == 0, op, ": the split sizes of its ", what, ", ",
-                    at::IntArrayRef(splits), ", add up to ", num_rows - rows_left,
-                    ", but there are ", num_rows, " rows");
+  TORCH_CHECK_VALUE(rows_left == 0, op, ": the split sizes of its ", what, ", ", splits,
+                    ", add up to ", num_rows - rows_left, ", but there are ", num_rows, " rows");
 }
 
 TensorCall reduce_scatter_call(const at::Tensor& output, const at::Tensor& input,
@@ -121,8 +114,8 @@ TensorCall reduce_scatter_call(const at::Tensor& output, const at::Tensor& input
   const at::Tensor buffer = as_real(writable(output, item), op);
   item.call = reducing(OpKind::kReduceScatter, buffer, op, "reduce_scatter_tensor");
   item.outputs = {buffer.data_ptr()};
-  add_equal_parts(readable(premultiplied(input, op), item), output.nbytes(), world_size,
-                  item.inputs);
+  add_parts<const void*>(readable(premultiplied(input, op), item), output.nbytes(), world_size,
+                         item.inputs);
   return item;
 }
 
@@ -133,7 +126,7 @@ TensorCall all_gather_call(const at::Tensor& output, const at::Tensor& input, in
                     " elements per rank over ", world_size, " ranks needs an output of ",
                     input.numel() * world_size, " elements, got ", output.numel());
   TensorCall item{.call = moving(OpKind::kAllGather, input)};
-  add_equal_parts(writable(output, item).data_ptr(), input.nbytes(), world_size, item.outputs);
+  add_parts(writable(output, item).data_ptr(), input.nbytes(), world_size, item.outputs);
   item.inputs = {readable(input, item)};
   return item;
 }
@@ -171,6 +164,11 @@ WorkPtr ProcessGroupRingcomm::reduce(Tensors& tensors, const c10d::ReduceOptions
 WorkPtr ProcessGroupRingcomm::_reduce_scatter_base(at::Tensor& outputBuffer,
                                                    at::Tensor& inputBuffer,
                                                    const c10d::ReduceScatterOptions& opts) {
+  if (!opts.asyncOp && fits_at_once(inputBuffer, outputBuffer, &opts.reduceOp) &&
+      inputBuffer.numel() == outputBuffer.numel() * getSize())
+    return run_at_once(
+        reducing(OpKind::kReduceScatter, outputBuffer, opts.reduceOp, "reduce_scatter_tensor"),
+        inputBuffer, outputBuffer, opts.timeout);
   return start({c10d::OpType::_REDUCE_SCATTER_BASE, "ringcomm:_reduce_scatter_base", opts},
                reduce_scatter_call(outputBuffer, inputBuffer, opts.reduceOp, getSize()),
                {outputBuffer});
@@ -208,6 +206,8 @@ WorkPtr ProcessGroupRingcomm::broadcast(Tensors& tensors, const c10d::BroadcastO
   const at::Tensor& tensor = only_tensor(tensors, "broadcast");
   const int root = checked_rank(opts.rootRank, "the source of broadcast");
   TensorCall item{.call = moving(OpKind::kBroadcast, tensor, root)};
+  if (!opts.asyncOp && fits_at_once(tensor, tensor))
+    return run_at_once(item.call, tensor, tensor, opts.timeout);
   void* data = root == getRank() ? readable(tensor, item) : writable(tensor, item).data_ptr();
   item.profiled = {tensor};
   item.inputs = {data};
@@ -217,6 +217,10 @@ WorkPtr ProcessGroupRingcomm::broadcast(Tensors& tensors, const c10d::BroadcastO
 
 WorkPtr ProcessGroupRingcomm::_allgather_base(at::Tensor& outputBuffer, at::Tensor& inputBuffer,
                                               const c10d::AllgatherOptions& opts) {
+  if (!opts.asyncOp && fits_at_once(inputBuffer, outputBuffer) &&
+      outputBuffer.numel() == inputBuffer.numel() * getSize())
+    return run_at_once(moving(OpKind::kAllGather, inputBuffer), inputBuffer, outputBuffer,
+                       opts.timeout);
   return start({c10d::OpType::_ALLGATHER_BASE, "ringcomm:_all_gather_base", opts},
                all_gather_call(outputBuffer, inputBuffer, getSize()), {outputBuffer});
 }
@@ -307,16 +311,23 @@ WorkPtr ProcessGroupRingcomm::alltoall_base(at::Tensor& outputTensor, at::Tensor
                                             const c10d::AllToAllOptions& opts) {
   check_pair(outputTensor, inputTensor, "all_to_all_single");
   TensorCall item{.call = moving(OpKind::kAllToAll, inputTensor)};
-  readable(inputTensor, item);
-  add_rows(item.kept.back(), inputSplitSizes, getSize(), "input", item.inputs, item.input_elems);
-  add_rows(writable(outputTensor, item), outputSplitSizes, getSize(), "output", item.outputs,
-           item.output_elems);
+  const bool is_at_once = !opts.asyncOp && fits_at_once(inputTensor, outputTensor);
+  if (!is_at_once) readable(inputTensor, item);
+  add_rows(is_at_once ? inputTensor : item.kept.back(), inputSplitSizes, getSize(), "input",
+           item.inputs, item.input_elems);
+  add_rows(is_at_once ? outputTensor : writable(outputTensor, item), outputSplitSizes, getSize(),
+           "output", item.outputs, item.output_elems);
   item.take_even_size();
+  if (is_at_once) {
+    item.link();
+    return run_at_once(item.call, inputTensor, outputTensor, opts.timeout);
+  }
   return start({c10d::OpType::ALLTOALL_BASE, "ringcomm:all_to_all", opts}, std::move(item),
                {outputTensor});
 }
 
 WorkPtr ProcessGroupRingcomm::barrier(const c10d::BarrierOptions& opts) {
+  if (barrier_at_once(opts)) return {};
   CallInfo info{c10d::OpType::BARRIER, "ringcomm:barrier", opts};
   info.device = opts.device.value_or(c10::Device(c10::kCPU));
   if (!info.device->is_cpu() && !info.device->has_index())

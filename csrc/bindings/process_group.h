@@ -138,9 +138,8 @@ class ProcessGroupRingcomm final : public c10d::Backend {
   /// A readable description of the transport of each device.
   std::map<std::string, std::string> device_transports();
 
-  /// An all_reduce of one dense tensor, into another of its shape and dtype or the same; blocks on
-  /// a CPU, and is enqueued on another device's current stream. False, and nothing is done, if the
-  /// call must take the way of all others.
+  /// An all_reduce into another tensor of the same shape, or in place, if it fits_at_once(). False,
+  /// and nothing is done, where it does not.
   bool all_reduce_at_once(const at::Tensor& input, const at::Tensor& output,
                           const c10d::ReduceOp& op,
                           std::chrono::milliseconds timeout = c10d::kUnsetTimeout);
@@ -151,11 +150,23 @@ class ProcessGroupRingcomm final : public c10d::Backend {
   void reduce_update_gather(const UpdateTensors& tensors, UpdateSpec spec, bool is_average);
 
  private:
+  /// Whether a synchronous call of these tensors, which may be one, can run without a work: they
+  /// are dense, of one dtype and on one device, the engine has the reduction `op` of them, and no
+  /// profiler or trace must see the call. Others take the way of start(), which also words what is
+  /// wrong with them.
+  bool fits_at_once(const at::Tensor& input, const at::Tensor& output,
+                    const c10d::ReduceOp* op = nullptr) const;
+  /// Runs it on a CPU, or enqueues it on another device's current stream; returns null. Pointers
+  /// that `call` lacks are of equal shards, or of whole tensors.
+  WorkPtr run_at_once(Collective call, const at::Tensor& input, const at::Tensor& output,
+                      std::chrono::milliseconds timeout);
+  bool barrier_at_once(const c10d::BarrierOptions& opts);
+  void run_on_cpu(const Collective& call, std::chrono::milliseconds timeout);
   /// `is_asked`: by torch.distributed, not by the end of the object, when Python may have ended.
   void leave(bool is_asked);
   void abort(const std::string& why);
   bool is_in_call();
-  /// Every call's way: recorded, profiled, coalesced, to the engine or to a device.
+  /// The way of all other calls: recorded, profiled, coalesced, to the engine or to a device.
   WorkPtr start(const CallInfo& info, std::vector<TensorCall> calls, Tensors results);
   WorkPtr start(const CallInfo& info, TensorCall item, Tensors results);
   WorkPtr start_on_device(c10::Device device, CallInfo info, std::vector<TensorCall> calls,

@@ -38,7 +38,7 @@ WorkPtr ProcessGroupRingcomm::profiled(c10::Device device, const CallInfo& info,
     return sum;
   };
   // The elements of each shard of the last call, if they differ.
-  const auto splits = [&](std::vector<std::size_t> TensorCall::* uneven) {
+  const auto splits = [&](PerRank<std::size_t> TensorCall::* uneven) {
     std::vector<std::int64_t> result;
     if (calls.empty()) return result;
     const std::size_t element = element_bytes(calls.back().call.dtype);

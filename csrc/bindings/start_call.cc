@@ -1,3 +1,5 @@
+// The two ways of a call: at once, and as a TensorCall that keeps the tensors.
+
 #include <ATen/record_function.h>
 #include <c10/util/Exception.h>
 
@@ -11,6 +13,10 @@
 #include <vector>
 
 #include "bindings/process_group.h"
+#include "bindings/python_errors.h"
+#include "collectives/collective.h"
+#include "collectives/op_kind.h"
+#include "collectives/trace.h"
 #include "core/types.h"
 
 namespace ringcomm {
@@ -46,7 +52,68 @@ std::uint8_t title_number(const std::string& title) {
 // Of a call without tensors, and of a message.
 constexpr DType kNoType{kNumDTypes};
 
+// The engine reads and writes its memory; an empty or freed one takes the other way.
+bool is_dense(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.layout() == at::kStrided && tensor.is_contiguous() &&
+         !tensor.is_conj() && !tensor.is_neg() && tensor.storage().nbytes() > 0;
+}
+
+// By a profiler or a trace, which get what start() knows of a call.
+bool is_observed() { return at::hasCallbacks() || recorder::is_tracing(); }
+
 }  // namespace
+
+// ---- At once: the engine's call and its pointers are on the stack, and there is no work
+
+bool ProcessGroupRingcomm::fits_at_once(const at::Tensor& input, const at::Tensor& output,
+                                        const c10d::ReduceOp* op) const {
+  if (!is_dense(input) || is_observed()) return false;
+  if (!output.is_same(input) &&
+      (!is_dense(output) || input.device() != output.device() || input.dtype() != output.dtype()))
+    return false;
+  if (op != nullptr && (input.is_complex() || op->op_ == c10d::ReduceOp::PREMUL_SUM)) return false;
+  // In a coalesced block every call on a device has a work.
+  return input.is_cpu() || (!input.is_meta() && !is_coalescing_);
+}
+
+WorkPtr ProcessGroupRingcomm::run_at_once(Collective call, const at::Tensor& input,
+                                          const at::Tensor& output,
+                                          std::chrono::milliseconds timeout) {
+  void* const to = output.data_ptr();  // first: it may give a shared storage memory of its own
+  const void* const from = input.const_data_ptr();
+  PerRank<const void*> inputs;
+  PerRank<void*> outputs;
+  if (call.inputs == nullptr) {
+    call.inputs = &from;
+    call.outputs = &to;
+  }
+  if (call.op == OpKind::kReduceScatter) {
+    add_parts(from, call.num_bytes(), getSize(), inputs);
+    call.inputs = inputs.data();
+  } else if (call.op == OpKind::kAllGather) {
+    add_parts(to, call.num_bytes(), getSize(), outputs);
+    call.outputs = outputs.data();
+  }
+  if (input.is_cpu())
+    run_on_cpu(call, timeout);
+  else
+    devices()->run_at_once(input.device(), call, {input, output});
+  return {};
+}
+
+bool ProcessGroupRingcomm::barrier_at_once(const c10d::BarrierOptions& opts) {
+  if (opts.asyncOp || is_observed() || (opts.device && !opts.device->is_cpu())) return false;
+  run_on_cpu({}, opts.timeout);
+  return true;
+}
+
+void ProcessGroupRingcomm::run_on_cpu(const Collective& call, std::chrono::milliseconds timeout) {
+  const std::shared_ptr<Communicator> engine = communicator();
+  const WaitLimits limits{.timeout = effective(timeout), .is_interrupted = is_interrupted};
+  with_python_errors([&] { engine->run(call, limits); });
+}
+
+// ---- As a TensorCall
 
 std::vector<std::string> call_titles() { return {std::begin(kTitles), std::end(kTitles)}; }
 

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/SmallVector.h>
 
 #include <cstddef>
 #include <functional>
@@ -26,6 +27,9 @@ namespace ringcomm {
 
 using Tensors = std::vector<at::Tensor>;
 using TensorLists = std::vector<Tensors>;
+/// Without an allocation for up to 16 ranks.
+template <class Value>
+using PerRank = c10::SmallVector<Value, 16>;
 
 // ---- checks of the tensors that users pass: torch's ValueError or TypeError; `op` is what they
 // ---- called
@@ -51,10 +55,10 @@ c10d::ReduceOp reduce_op_from(const std::string& name);
 /// function that runs after it.
 struct TensorCall {
   Collective call;
-  std::vector<const void*> inputs;
-  std::vector<void*> outputs;
-  std::vector<std::size_t> input_elems;            ///< empty, or of each shard
-  std::vector<std::size_t> output_elems;           ///< the same
+  PerRank<const void*> inputs = {};
+  PerRank<void*> outputs = {};
+  PerRank<std::size_t> input_elems = {};           ///< empty, or of each shard
+  PerRank<std::size_t> output_elems = {};          ///< the same
   std::shared_ptr<const ShardUpdate> update = {};  ///< null where the call updates nothing
   Tensors kept;      ///< everything `inputs`, `outputs` and `update` point into
   Tensors profiled;  ///< what the caller gave as input; profilers show its shapes
@@ -71,6 +75,13 @@ struct TensorCall {
     return call.op == OpKind::kSend ? const_cast<void*>(inputs[0]) : outputs[0];
   }
 };
+
+/// Adds the pointers to `num_parts` of `num_bytes` each.
+template <class Pointer>
+void add_parts(Pointer data, std::size_t num_bytes, int num_parts, PerRank<Pointer>& parts) {
+  for (int part = 0; part < num_parts; ++part)
+    parts.push_back(at(data, static_cast<std::size_t>(part), num_bytes));
+}
 
 /// The engine's call that moves `shard` of each rank, as bytes with the name of their type.
 Collective moving(OpKind op, const at::Tensor& shard, int root = -1);

@@ -48,6 +48,18 @@ void check_overlap(const Collective& call, int rank, int world_size) {
       for (int out = 0; out < num_outputs; ++out) check(in, out);
     return;
   }
+  // As a rule all outputs are behind all inputs, or before them.
+  const auto begin_of = [](const auto* buffers, int num) {
+    return static_cast<const std::byte*>(*std::min_element(buffers, buffers + num));
+  };
+  const auto end_of = [](int num, const auto& end_of_one) {
+    const std::byte* end = end_of_one(0);
+    for (int idx = 1; idx < num; ++idx) end = std::max(end, end_of_one(idx));
+    return end;
+  };
+  if (end_of(num_inputs, end_of_input) <= begin_of(call.outputs, num_outputs) ||
+      end_of(num_outputs, end_of_output) <= begin_of(call.inputs, num_inputs))
+    return;
   std::vector<int> outputs;  // disjoint, in the order of memory
   for (int out = 0; out < num_outputs; ++out)
     if (call.output_shard(out) > 0) outputs.push_back(out);
