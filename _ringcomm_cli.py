@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
@@ -31,6 +32,7 @@ EXIT_INTERRUPTED = 130
 EXIT_PIPE_CLOSED = 141  # as of a program that SIGPIPE ends
 
 NUM_RANKS = max(2, min(4, len(os.sched_getaffinity(0))))
+BENCHMARKS = Path(__file__).resolve().with_name("benchmarks")
 # Of `bench OP`, whose options are in the folder benchmarks/ of a checkout.
 OPERATIONS = (
     *("all_reduce", "all_reduce_apart", "all_reduce_shared", "reduce_scatter", "all_gather"),
@@ -79,7 +81,7 @@ def _did_you_mean(name: str, known: Sequence[str]) -> str:
     return f"; did you mean {near[0]}?" if near else ""
 
 
-def _parsed_by(name: str) -> Callable[[str], Any]:
+def parsed_by(name: str) -> Callable[[str], Any]:
     """An option's type: a function of ringcomm.screen, imported when there is a value to read."""
 
     def parse(text: str) -> Any:
@@ -153,9 +155,9 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", help="a known name such as llama-7b, or the path of a config.json")
     add("--gpus", type=int, default=0, help="total number of devices over all hosts")
-    add("--tokens", type=_parsed_by("amount"), default="4M", help="tokens per step over all ranks")
+    add("--tokens", type=parsed_by("amount"), default="4M", help="tokens per step over all ranks")
     about = "tokens per sequence; by default the model's context"
-    parse = _parsed_by("amount")
+    parse = parsed_by("amount")
     add("--sequence", type=lambda text: 0 if text == "0" else parse(text), default=0, help=about)
     add("--top", type=int, default=10, help="plans to print; 0 for all")
     add("--why", type=int, default=1, help="number of the plan to explain")
@@ -165,13 +167,13 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     about = "a file of `ringcomm tune`, from which link times are taken"
     add("--tuning", type=Path, metavar="FILE", help=about)
     about = "memory per device, such as 80GiB or 80GB; by default the hardware's"
-    add("--memory", type=_parsed_by("amount"), default=0, help=about)
+    add("--memory", type=parsed_by("amount"), default=0, help=about)
     add("--per-host", type=int, default=0, help="devices per host; by default the hardware's")
     # Their names in the namespace are those of Job's fields.
     add = parser.add_argument_group("plans to consider, by default all").add_argument
     for name, what in (("dp", "data"), ("pp", "pipeline"), ("tp", "tensor"), ("ep", "expert")):
         add(f"--{name}", type=int, default=0, help=f"size of {what} parallelism")
-    names = _parsed_by("words")
+    names = parsed_by("words")
     several: dict[str, Any] = {"type": lambda text: tuple(names(text)), "default": ()}
     several["metavar"] = "NAMES"
     add("--systems", help="training systems, separated by commas", **several)
@@ -199,7 +201,7 @@ def _add_show(parser: argparse.ArgumentParser) -> None:
     add("--ranks", type=int, help="2 to 64, by default 4; of memory the most, by default 64")
     about = "of memory, lomo, tensor: a known name, or the path of a config.json; default llama-7b"
     add("--model", help=about)
-    add("--bytes", type=_parsed_by("amount"), help="of ring: of a rank's buffer, by default 1MiB")
+    add("--bytes", type=parsed_by("amount"), help="of ring: of a rank's buffer, by default 1MiB")
     add("--micro-batches", type=int, help="of pipeline, by default 8")
     about = "of ring and trace: a trace of `ringcomm trace`"
     add("--trace", type=Path, metavar="FILE", help=about)
@@ -245,7 +247,7 @@ def _add_tune(parser: argparse.ArgumentParser) -> None:
     size up to which one_shot is the fastest algorithm. Run it on an idle machine.
     """
     add = parser.add_argument
-    numbers, sizes = _parsed_by("whole_numbers"), _parsed_by("byte_counts")
+    numbers, sizes = parsed_by("whole_numbers"), parsed_by("byte_counts")
     about = "numbers of ranks to measure, 2 to 64"
     add("--world-sizes", type=numbers, default="2,4", help=about)
     some_sizes = "1k,4k,16k,32k,64k,128k,256k,512k,1m,4m"
@@ -306,8 +308,8 @@ def make_parser() -> OneLineParser:
     return parser
 
 
-def run(argv: list[str]) -> int:
-    """Runs a command line and returns its exit status. Raises SystemExit for invalid options."""
+def read(argv: list[str]) -> argparse.Namespace:
+    """The options of a command line. Raises SystemExit for invalid ones, and after --help."""
     parser = make_parser()
     if "_ARGCOMPLETE" in os.environ:
         with contextlib.suppress(ImportError):
@@ -316,9 +318,31 @@ def run(argv: list[str]) -> int:
             argcomplete.autocomplete(parser)  # ends the process
     # What follows an operation of `bench` is for that operation's parser.
     is_operation = argv[:1] == ["bench"] and len(argv) > 1 and not argv[1].startswith("-")
-    num_own = 2 if is_operation else len(argv)
-    options = parser.parse_args(argv[:num_own])
-    options.arguments = argv[num_own:]
+    options = parser.parse_args(argv[:2] if is_operation else argv)
+    return _read_operation(options, argv[2:]) if is_operation else options
+
+
+def _read_operation(options: argparse.Namespace, arguments: list[str]) -> argparse.Namespace:
+    """The options of `bench OP`, whose parser is in the folder benchmarks/ of a checkout."""
+    if not (BENCHMARKS / "front_door.py").is_file():
+        options.parser.error(
+            f"{options.op}: an installed package has the short comparison only, which needs no OP."
+            " Clone ringcomm's repository and run this there after `pip install -e .`"
+        )
+    if str(BENCHMARKS) not in sys.path:
+        sys.path.insert(0, str(BENCHMARKS))
+    try:
+        parser = import_module("front_door").make_parser(options.op, options.parser.prog)
+    except ValueError as error:
+        options.parser.error(str(error))
+    chosen: argparse.Namespace = parser.parse_args(arguments)
+    chosen.command_name = options.command_name
+    return chosen
+
+
+def run(argv: list[str]) -> int:
+    """Runs a command line and returns its exit status. Raises SystemExit for invalid options."""
+    options = read(argv)
     from ringcomm.cli import run_command
 
     return run_command(options)
@@ -364,6 +388,21 @@ def _flush_output() -> None:
     except OSError:  # a closed pipe, a full disk: Python would try again at its end, and complain
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise
+
+
+def answer_before_torch() -> None:
+    """Ends the process if its command line asks for help or the version, or is wrong.
+
+    `python -m ringcomm` calls it from the package's own import, because Python imports a package
+    before its __main__, and this package imports torch.
+    """
+
+    def read_only(argv: list[str]) -> int:
+        read(argv)
+        return EXIT_OK
+
+    if status := run_main("ringcomm", read_only):
+        sys.exit(status)
 
 
 def main() -> int:

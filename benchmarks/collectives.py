@@ -10,17 +10,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
+import front_door
 import harness
 import placement
 import torch
 import torch.distributed as dist
-from device_point import CLOCKS, Method, Point, measure_device_point
+from device_point import Method, Point, measure_device_point
 from groups import MPI, labelled, open_groups, run_ranks
-from harness import Bench, Options, flag
-from operations import DEFAULT_SIZES, DEVICE_KIND, OPERATIONS, RINGCOMM
+from harness import Bench, Options
+from operations import DEVICE_KIND, OPERATIONS, RINGCOMM
 from point import measure_point
 from report import (
     BUSY,
@@ -33,10 +33,9 @@ from report import (
 )
 
 from ringcomm.measure.ranks import joined_world_size, mpi_world_size
-from ringcomm.screen import byte_counts, microseconds, words
+from ringcomm.screen import microseconds
 from ringcomm.tuning import MAX_WORLD_SIZE
 
-DTYPES = ("float32", "float64", "bfloat16", "float16", "int32", "int64")
 AVAILABLE: dict[str, Callable[[], bool]] = {
     "gloo": dist.is_gloo_available,
     "mpi": dist.is_mpi_available,
@@ -50,6 +49,8 @@ DEVICE_FILE_COLUMNS = 190
 def check(options: Options) -> None:
     """Raises ValueError for options that cannot be measured here; completes the others."""
     started = joined_world_size()
+    if options.world_size is None:
+        options.world_size = started or 2
     if started not in (None, options.world_size):
         raise ValueError(f"torchrun has started {started} ranks, not {options.world_size}")
     options.backends = [RINGCOMM, *([] if options.peers == ["none"] else options.peers)]
@@ -248,31 +249,13 @@ def measure(options: Options, report: Report) -> None:
             report.console.print(f"no plot: {error.name} is not installed")
 
 
-SIZES = "bytes of the larger buffer of a rank, such as 4096,64k,4m"
-CLOCK = "for eager calls: the device's events, or the host's clock around a synchronize"
 PROGRAM = harness.Program(
-    doc=__doc__,
+    **vars(front_door.COLLECTIVES),
     kind="collective",
     rank=run_rank,
     measure=measure,
-    seconds=1.0,
-    per="size and operation, for all backends",
-    repeats=1,
-    device="cpu",
-    has_sharing=True,
-    flags=[
-        flag("--world-size", int, joined_world_size() or 2, "number of ranks, 1 to 64"),
-        flag("--peers", words, "gloo", "backends to compare with, or none"),
-        flag("--sizes", byte_counts, DEFAULT_SIZES, SIZES),
-        flag("--dtype", words, "float32", "names of torch's dtypes", known=DTYPES),
-        placement.NCCL_FLAG,
-        flag("--clock", str, "events", CLOCK, choices=CLOCKS),
-        flag("--graph", int, 0, "also measure CUDA graphs of this many calls", metavar="CALLS"),
-        flag("--plot", Path, None, "draw bus bandwidth by size (PNG, SVG)", metavar="FILE"),
-        flag("--html", Path, None, "write a page of charts (HTML, one file)", metavar="FILE"),
-    ],
     check=check,
     facts=lambda o: {} if o.placement.is_cpu else {"kind": DEVICE_KIND},
     show=show,
 )
-add_arguments, run = PROGRAM.add_arguments, PROGRAM.run
+run = PROGRAM.run

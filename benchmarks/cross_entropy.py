@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import front_door
 import harness
 import torch
 import torch.distributed as dist
-from harness import Bench, Options, flag
+from harness import Bench, Options
 from report import BUSY
 from torch import Tensor
 from torch.nn import functional
@@ -28,7 +29,7 @@ from torch.nn import functional
 from ringcomm import ops
 from ringcomm.measure.timing import Contender, open_default_group
 from ringcomm.ops.losses import cross_entropy_cuda
-from ringcomm.screen import byte_count, whole_numbers, words
+from ringcomm.screen import byte_count
 
 RINGCOMM, IN_PLACE, ONE_RANK, FLOOR = "ringcomm", "in place", "one rank", "copy"
 BY_TRITON = "triton"  # in place, a peer of the kernels for clusters
@@ -231,25 +232,10 @@ def run_rank(bench: Bench, options: Options) -> None:
         del inputs, contenders
 
 
-THREADS = "of each rank (default: the cores, or 1 with several ranks)"
-PEERS_HELP = "of triton (on a GPU), torch, compile, liger, quack; with one rank"
 PROGRAM = harness.Program(
-    doc=__doc__,
+    **vars(front_door.CROSS_ENTROPY),
     kind="cross_entropy",
     rank=run_rank,
-    seconds=4.0,
-    per="vocabulary and dtype, for all contenders",
-    repeats=2,
-    device="cpu",
-    has_sharing=True,
-    flags=[
-        flag("--world-size", int, 1, "ranks that share the vocabulary"),
-        flag("--threads", int, None, THREADS),
-        flag("--tokens", int, 2048, "rows of logits"),
-        flag("--vocabularies", whole_numbers, "8000,32000,50257,128256"),
-        flag("--dtypes", words, "float32,bfloat16", known=TOLERANCES),
-        flag("--peers", words, "torch", PEERS_HELP, known=[*PEERS][2:]),
-    ],
     check=check,
     facts=lambda options: {"num_threads": options.threads},
     columns=[
@@ -261,4 +247,4 @@ PROGRAM = harness.Program(
     caption=f"Memory: the most in use besides the logits. * {BUSY}.",
     title=lambda options: f"{options.tokens} tokens, {options.world_size} rank(s)",
 )
-add_arguments, run = PROGRAM.add_arguments, PROGRAM.run
+run = PROGRAM.run

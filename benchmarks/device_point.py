@@ -50,7 +50,6 @@ def rotating(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
     return call
 
 
-CLOCKS = ("events", "host")
 # Four times the largest L2: a call's buffers are not cached from the previous call.
 ROTATED_BYTES = 256 << 20
 MAX_BUFFERS = 32

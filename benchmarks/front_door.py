@@ -1,23 +1,90 @@
-"""`ringcomm bench OP`: the module that measures an operation, and its command line.
+"""`ringcomm bench OP`: the command line of each operation, and the module that measures it.
 
-Such a module has `add_arguments(parser)` and `run(options) -> int`, the exit status. Options have
-the operations in ``op``, and their parser in ``parser``.
+Help and wrong options need no torch, so that a module is imported when it runs. It has
+`run(options) -> int`, the exit status. Options have the operations in ``op``, and their parser in
+``parser``.
 """
 
 from __future__ import annotations
 
 import argparse
-from types import ModuleType
+from importlib import import_module
+from pathlib import Path
+from typing import Any
 
-import collectives
-import cross_entropy
-import systems
-from operations import OPERATIONS
+from command_line import NCCL_FLAG, CommandLine, doc_of, flag, names
 
-from _ringcomm_cli import OneLineParser
+from _ringcomm_cli import OPERATIONS, OneLineParser, parsed_by
 
+DTYPES = ("float32", "float64", "bfloat16", "float16", "int32", "int64")
+LOSS_DTYPES = ("float32", "float16", "bfloat16")
+LOSS_PEERS = ("triton", "torch", "compile", "liger", "quack")
+CLOCKS = ("events", "host")
+SIZES = "bytes of the larger buffer of a rank, such as 4096,64k,4m"
+DEFAULT_SIZES = "1k,16k,256k,4m,64m"
+CLOCK = "for eager calls: the device's events, or the host's clock around a synchronize"
+RANKS = "number of ranks, 1 to 64 (default: the launcher's, or 2)"
+THREADS = "of each rank (default: the cores, or 1 with several ranks)"
+PEERS = "of triton (on a GPU), torch, compile, liger, quack; with one rank"
+DETAILS = "show losses, percentiles and memory by part too"
+CHARTS = flag("--html", Path, None, "write a page of charts (HTML, one file)", metavar="FILE")
+words = parsed_by("words")
+
+COLLECTIVES = CommandLine(
+    doc=doc_of("collectives"),
+    seconds=1.0,
+    per="size and operation, for all backends",
+    repeats=1,
+    device="cpu",
+    has_sharing=True,
+    flags=[
+        flag("--world-size", int, None, RANKS),
+        flag("--peers", words, "gloo", "backends to compare with, or none"),
+        flag("--sizes", parsed_by("byte_counts"), DEFAULT_SIZES, SIZES),
+        flag("--dtype", words, "float32", "names of torch's dtypes", known=DTYPES),
+        NCCL_FLAG,
+        flag("--clock", str, "events", CLOCK, choices=CLOCKS),
+        flag("--graph", int, 0, "also measure CUDA graphs of this many calls", metavar="CALLS"),
+        flag("--plot", Path, None, "draw bus bandwidth by size (PNG, SVG)", metavar="FILE"),
+        CHARTS,
+    ],
+)
+CROSS_ENTROPY = CommandLine(
+    doc=doc_of("cross_entropy"),
+    seconds=4.0,
+    per="vocabulary and dtype, for all contenders",
+    repeats=2,
+    device="cpu",
+    has_sharing=True,
+    flags=[
+        flag("--world-size", int, 1, "ranks that share the vocabulary"),
+        flag("--threads", int, None, THREADS),
+        flag("--tokens", int, 2048, "rows of logits"),
+        flag("--vocabularies", parsed_by("whole_numbers"), "8000,32000,50257,128256"),
+        flag("--dtypes", words, "float32,bfloat16", known=LOSS_DTYPES),
+        flag("--peers", words, "torch", PEERS, known=LOSS_PEERS),
+    ],
+)
+SYSTEMS = CommandLine(
+    doc=doc_of("systems"),
+    seconds=20.0,
+    per="measurement, for all systems",
+    repeats=2,
+    flags=[
+        flag("--world-size", int, 2, "number of ranks, all on this machine"),
+        flag("--systems", names, None, "separated by commas or semicolons (default: all)"),
+        flag("--over", words, [], "also measure the systems over these backends: gloo, fake"),
+        flag("--width", int, 128, "width of the model, a multiple of 32"),
+        flag("--layers", int, 4, "layers of the model"),
+        flag("--rows", int, 1, "sequences per rank in a step"),
+        flag("--tokens", int, 64, "tokens per sequence"),
+        ("--all", {"action": "store_true", "help": DETAILS}),
+        flag("--plot", Path, None, "draw time and memory (SVG, PNG, PDF)", metavar="FILE"),
+        CHARTS,
+    ],
+)
 # Operations that must be the only one; several collectives may be separated by commas.
-ALONE: dict[str, ModuleType] = {"cross_entropy": cross_entropy, "systems": systems}
+ALONE = {"cross_entropy": CROSS_ENTROPY, "systems": SYSTEMS}
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -30,19 +97,23 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
 
 def make_parser(op: str, program: str = "ringcomm bench") -> argparse.ArgumentParser:
     """The command line of an operation. Raises ValueError for an unknown one."""
-    known = [*OPERATIONS, *ALONE]
-    unknown = [name for name in op.split(",") if name not in known]
+    chosen = op.split(",")
+    unknown = [name for name in chosen if name not in OPERATIONS]
     if unknown:
-        raise ValueError(f"invalid choice: {unknown[0]!r} (choose from {', '.join(known)})")
-    alone = [name for name in op.split(",") if name in ALONE]
+        raise ValueError(f"invalid choice: {unknown[0]!r} (choose from {', '.join(OPERATIONS)})")
+    alone = [name for name in chosen if name in ALONE]
     if alone and op != alone[0]:
         raise ValueError(f"{alone[0]} must be the only operation, got {op}")
-    module = ALONE.get(op, collectives)
+    command = ALONE.get(op, COLLECTIVES)
     parser = OneLineParser(
-        prog=f"{program} {op}",
-        description=module.__doc__,
-        formatter_class=HelpFormatter,
+        prog=f"{program} {op}", description=command.doc, formatter_class=HelpFormatter
     )
-    module.add_arguments(parser)
-    parser.set_defaults(parser=parser, op=op, run=module.run)
+    command.add_arguments(parser)
+    parser.set_defaults(op=op)
     return parser
+
+
+def run(options: Any) -> int:
+    """Measures what the options of a parser of `make_parser` say; returns the exit status."""
+    module = import_module(options.op if options.op in ALONE else "collectives")
+    return int(module.run(options))

@@ -28,6 +28,7 @@ import harness  # before torch: it sets the number of threads
 import placement
 import torch
 import torch.distributed as dist
+from command_line import NCCL_FLAG
 from groups import labelled, open_groups
 from harness import Bench, Options, Report, flag
 from placement import Placement
@@ -245,7 +246,7 @@ PROGRAM = harness.Program(
         flag("--sizes", whole_numbers, DEFAULT_SIZES, "bytes of the parameters"),
         flag("--optimizer", str, "adamw", choices=OPTIMIZERS),
         flag("--dtype", str, "float32", "of parameters and gradients", choices=DTYPES),
-        placement.NCCL_FLAG,
+        NCCL_FLAG,
     ],
     check=check,
     file=file_of,

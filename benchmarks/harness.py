@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
 
 import placement  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from command_line import CommandLine, flag, names  # noqa: E402
 from groups import run_ranks  # noqa: E402
 from race import Bench, make_bench  # noqa: E402
 from report import CHECKOUT as ROOT  # noqa: E402
@@ -33,62 +34,23 @@ from report import RESULTS, Columns, Record, Report, default_path, table_of  # n
 
 from _ringcomm_cli import run_main  # noqa: E402
 from ringcomm.measure.ranks import Team  # noqa: E402
-from ringcomm.screen import as_option, check_writable  # noqa: E402
+from ringcomm.screen import check_writable  # noqa: E402
 
 __all__ = ["RESULTS", "ROOT", "Bench", "Program", "Report", "default_path", "flag", "names"]
 
 Options = argparse.Namespace
-Flag = tuple[str, dict[str, Any]]
-
-
-def names(text: str) -> list[str]:
-    """Names, of which some have a comma: semicolons separate them where there is one."""
-    return [name.strip() for name in text.split(";" if ";" in text else ",") if name.strip()]
-
-
-def flag(
-    name: str,
-    parse: Callable[[str], Any],
-    default: Any,
-    text: str | None = None,
-    *,
-    known: Collection[str] = (),
-    least: float | None = None,
-    **more: Any,
-) -> Flag:
-    """An option of a command line with its value's parser, its default and its help.
-
-    ``known`` has the words that are allowed; ``least`` is the least number.
-    """
-
-    def parse_checked(given: str) -> Any:
-        value = parse(given)
-        for part in value if isinstance(value, list) else [value]:
-            if known and part not in known:
-                raise ValueError(f"{part!r} is none of {', '.join(known)}")
-            if least is not None and part < least:
-                raise ValueError(f"must be {least} or more, got {part}")
-        return value
-
-    return name, {"type": as_option(parse_checked), "default": default, "help": text, **more}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Program:
-    """A benchmark: what differs from the others.
+class Program(CommandLine):
+    """A benchmark: what differs from the others, besides its options.
 
     Attributes:
-        doc: its module's text, whose first line describes the command.
         kind: of its records.
         columns: of the printed table.
         rank: measures on one of the forked ranks, where rank 0 reports records. Collective.
         measure: for one that forks ranks itself or has none; by default ``run_worlds``.
         world: the number of ranks, unless there is --worlds, --world or --world-size.
-        seconds: the default of --seconds, given to each ``per``; None is no such option.
-        repeats: the default of --repeats, which comes with --seconds.
-        device: the default of --device; "" is no such option.
-        has_sharing: whether it has options for ranks that share a GPU.
-        flags: its own options.
         check: raises ValueError for options that cannot be measured here; may complete them.
         file: the file of the records, without date and ending, unless --json names one; by
             default the kind.
@@ -100,18 +62,11 @@ class Program:
         show: what is printed of the records, instead of title and table.
     """
 
-    doc: str | None
     kind: str
     columns: Columns = ()
     rank: Callable[[Bench, Options], None] = lambda bench, options: None
     measure: Callable[[Options, Report], None] | None = None
     world: int = 1
-    seconds: float | None = None
-    per: str = ""
-    repeats: int = 3
-    device: str = ""
-    has_sharing: bool = False
-    flags: Sequence[Flag] = ()
     check: Callable[[Options], None] = lambda options: None
     file: Callable[[Options], str] | None = None
     facts: Callable[[Options], Mapping[str, Any]] = lambda options: {}
@@ -120,23 +75,6 @@ class Program:
     caption: str = ""
     title: Callable[[Options], str] | None = None
     show: Callable[[Options, list[Record]], list[Any]] | None = None
-
-    def add_arguments(self, parser: argparse.ArgumentParser, json_default: str = "") -> None:
-        """Adds all options: those that many have, and its own."""
-        add = parser.add_argument
-        if self.seconds is not None:
-            add("--seconds", type=float, default=self.seconds, help=f"per {self.per}")
-            text = "at most, while other programs disturb the machine"
-            add("--repeats", type=int, default=self.repeats, help=text)
-        if self.device:
-            add("--device", default=self.device, help="cpu, or cuda for GPUs")
-        if self.has_sharing:
-            placement.add_sharing(parser)
-        for name, how in self.flags:
-            add(name, **how)
-        text = f"append one record per contender here{json_default}"
-        add("--json", type=Path, metavar="FILE", help=text)
-        parser.set_defaults(parser=parser)
 
     def parse(self, argv: list[str]) -> Options:
         """Parses a script's command line; exits with a message for invalid options."""

@@ -24,7 +24,6 @@ Index = torch.Tensor
 RINGCOMM = "ringcomm"
 # The kind of records of collectives on devices.
 DEVICE_KIND = "collective_on_device"
-DEFAULT_SIZES = "1k,16k,256k,4m,64m"
 # Elements that are filled or compared at a time: the checks need little memory beside the buffers.
 PIECE_ELEMS = 1 << 20
 # In outputs before a call: no result is negative.

@@ -21,8 +21,6 @@ from mps import Mps, find_control, find_program
 
 from ringcomm.measure.ranks import Team
 
-# "all": rank i on device i mod their number; "one": all ranks on the first.
-LAYOUTS = ("all", "one")
 NVIDIA_SMI_TIMEOUT_S = 60.0
 
 
@@ -55,7 +53,7 @@ class Placement:
     Attributes:
         kind: torch's name of the type.
         num_devices: that are there.
-        layout: one of ``LAYOUTS``.
+        layout: one of ``command_line.LAYOUTS``.
         mps: whether processes share a GPU by NVIDIA's Multi-Process Service.
     """
 
@@ -129,21 +127,6 @@ def nvidia_smi() -> dict[str, Any]:
 
 
 # ---- the command line
-
-
-def add_sharing(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of ranks that share a GPU."""
-    add = parser.add_argument
-    layout = "all: rank i on GPU i mod their number; one: all ranks on the first"
-    add("--layout", choices=LAYOUTS, default="all", help=layout)
-    mps = "run NVIDIA's Multi-Process Service during the measurement"
-    add("--mps", action=argparse.BooleanOptionalAction, default=False, help=mps)
-
-
-NCCL_FLAG: tuple[str, dict[str, Any]] = (
-    "--nccl-library",
-    {"type": Path, "metavar": "FILE", "help": "a libnccl.so.2 to use instead of torch's"},
-)
 
 
 def placement_of(options: argparse.Namespace) -> Placement:

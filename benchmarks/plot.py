@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import harness
-from operations import DEFAULT_SIZES, DEVICE_KIND
+from front_door import DEFAULT_SIZES
+from operations import DEVICE_KIND
 from table import LAYOUTS, SHOWN_WORLDS, Layout, Record, Run, machine_of, newest, read_results
 
 from _ringcomm_cli import EXIT_OK, run_main

@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import textwrap
 import time
 from pathlib import Path
 
@@ -110,11 +109,25 @@ def what_is_said(folder: Path) -> list[tuple[str, str]]:
     return [*found, (HANG, said.strip())]
 
 
+def wrapped(line: str) -> list[str]:
+    """Lines of a terminal, broken after a sentence, a colon or a comma rather than at any blank."""
+    lines = []
+    while len(line) > COLUMNS:
+        for mark in (r"\. ", "[:;] ", ", ", " "):
+            ends = [found.end() for found in re.finditer(mark, line[: COLUMNS + 1])]
+            if ends and ends[-1] > COLUMNS // 3:
+                break
+        end = ends[-1] if ends else COLUMNS
+        lines.append(line[:end].rstrip())
+        line = line[end:]
+    return [*lines, line]
+
+
 def as_text(said: list[tuple[str, str]]) -> str:
     """The same in Markdown, of the doctor only its last paragraph."""
     lines = []
     for title, text in said:
-        lines += ["", title, *textwrap.wrap(text.split("\n\n")[-1], COLUMNS)]
+        lines += ["", title, *wrapped(text.split("\n\n")[-1])]
     return "\n".join(["```", *lines[1:], "```"])
 
 
@@ -129,8 +142,10 @@ def terminal(said: list[tuple[str, str]]) -> str:
         if idx:
             console.print()
         console.print(Text(title, style="bold cyan"))
-        body = Text(lines)
-        body.highlight_regex(r"^\w+Error|rank 2 \(pid.*|rank 2 called.*|^rank 2 is.*", "bold red")
+        body = Text("\n".join(part for line in lines.split("\n") for part in wrapped(line)))
+        body.highlight_regex(
+            r"(?m)^\w+Error|rank 2 \(pid.*|rank 2 called.*|^rank 2 is.*", "bold red"
+        )
         console.print(body)
     drawn = console.export_svg(title="ringcomm", theme=DIMMED_MONOKAI)
     # The fonts that rich names are on another server; the viewer's own are used instead.

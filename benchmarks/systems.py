@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
+import front_door
 import torch
 import torch.distributed as dist
 from decoder import HEAD_WIDTH, VOCAB_SIZE, Decoder
 from gradient_watch import GradientWatch
-from harness import Bench, Options, Program, flag, names
+from harness import Bench, Options, Program
 from report import Record, Report, inverse, records_of, table_of
 from system_tables import legend_lines, shown_columns
 from torch import Tensor
@@ -33,7 +33,6 @@ from ringcomm.measure.timing import (
     open_default_group,
     percentiles,
 )
-from ringcomm.screen import words
 
 BACKWARD = "backward alone"
 # Characters of the table with --all, if it is not written to a terminal.
@@ -249,27 +248,11 @@ def show(options: Options, records: list[Record]) -> list[Any]:
     return [title, table, *legend_lines(columns), *more]
 
 
-DETAILS = "show losses, percentiles and memory by part too"
 PROGRAM = Program(
-    doc=__doc__,
+    **vars(front_door.SYSTEMS),
     kind="systems",
     rank=run_rank,
     measure=measure_all,
-    seconds=20.0,
-    per="measurement, for all systems",
-    repeats=2,
-    flags=[
-        flag("--world-size", int, 2, "number of ranks, all on this machine"),
-        flag("--systems", names, None, "separated by commas or semicolons (default: all)"),
-        flag("--over", words, [], "also measure the systems over these backends: gloo, fake"),
-        flag("--width", int, 128, "width of the model, a multiple of 32"),
-        flag("--layers", int, 4, "layers of the model"),
-        flag("--rows", int, 1, "sequences per rank in a step"),
-        flag("--tokens", int, 64, "tokens per sequence"),
-        ("--all", {"action": "store_true", "help": DETAILS}),
-        flag("--plot", Path, None, "draw time and memory (SVG, PNG, PDF)", metavar="FILE"),
-        flag("--html", Path, None, "write a page of charts (HTML, one file)", metavar="FILE"),
-    ],
     check=check,
     facts=lambda options: {
         "num_params": options.num_params,
@@ -278,4 +261,4 @@ PROGRAM = Program(
     },
     show=show,
 )
-add_arguments, run = PROGRAM.add_arguments, PROGRAM.run
+run = PROGRAM.run

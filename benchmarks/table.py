@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import harness
+from front_door import DEFAULT_SIZES
 from html_report import read_records
-from operations import DEFAULT_SIZES
 from report import (
     CELLS,
     Cell,

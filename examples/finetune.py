@@ -1,6 +1,6 @@
 """Full fine-tuning: a Llama of transformers with AdamW, LOMO and AdaLomo, on the same text.
 
-torchrun --nproc-per-node 1 examples/finetune.py --steps 300 --plot finetune.png
+torchrun --nproc-per-node 1 examples/finetune.py --plot finetune.png
 torchrun --nproc-per-node 2 examples/finetune.py --optimizers lomo
 """
 
@@ -21,12 +21,23 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ringcomm.integrations.transformers import patch_loss
 from ringcomm.optim import AdaLomo, Lomo
+from ringcomm.palette import COLORS, GREY, colors_of
 
 # With learning rates that are the best within a factor of about 3, on the default model and text.
 OPTIMIZERS: dict[str, Callable[[nn.Module, Any], torch.optim.Optimizer]] = {
     "adamw": lambda model, _: torch.optim.AdamW(model.parameters(), 3e-3, fused=True),
     "lomo": lambda model, group: Lomo(model, 0.3, group=group, clip_grad_norm=1.0),
     "adalomo": lambda model, group: AdaLomo(model, 0.06, group=group),
+}
+# Parts of MemTracker's, as the pages of `ringcomm show` draw them.
+PARTS = {
+    "Parameter": ("weights", COLORS["blue"]),
+    "Optstate": ("optimizer states", COLORS["green"]),
+    "Gradient": ("gradients", COLORS["orange"]),
+    "Activation": ("activations", COLORS["yellow"]),
+    "Temp": ("temporary", COLORS["pink"]),
+    "Buffer": ("buffers", COLORS["sky"]),
+    "Other": ("other", GREY),
 }
 
 
@@ -90,17 +101,19 @@ def draw(losses: dict[str, list[float]], memory: dict[str, dict[str, float]], pa
     """Losses on the left, memory on the right."""
     from matplotlib.figure import Figure
 
-    left, right = (figure := Figure(figsize=(10, 4), layout="tight")).subplots(1, 2)
+    left, right = (figure := Figure(figsize=(11, 4), layout="tight")).subplots(1, 2)
     for name, points in losses.items():
-        left.plot(range(0, 10 * len(points), 10), points, label=name)
+        percent = range(0, 10 * len(points), 10)
+        left.plot(percent, points, label=name, color=colors_of(list(losses))[name])
     left.set(xlabel="% of the steps", ylabel="held-out loss, nats per byte")
     bottom = torch.zeros(len(memory))
-    for part in (part for part in next(iter(memory.values())) if part != "Total"):
+    for part, (label, color) in PARTS.items():
         heights = torch.tensor([parts[part] for parts in memory.values()])
-        right.bar(list(memory), heights, bottom=bottom, label=part)
+        if heights.max() > 0.01:
+            right.bar(list(memory), heights, 0.6, bottom, label=label, color=color)
         bottom += heights
-    right.set(ylabel="MiB at the peak of a step")
-    left.legend(), right.legend()
+    right.set(ylabel="MiB at the peak of a step", ylim=(0, 1.05 * bottom.max()))
+    left.legend(), right.legend(loc="center left", bbox_to_anchor=(1, 0.5), reverse=True)
     figure.savefig(path, dpi=120)
 
 

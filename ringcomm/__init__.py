@@ -7,7 +7,13 @@ works without importing this module, which adds options, operators, counters and
 Subpackages and operators are imported at their first use.
 """
 
+import sys
 from typing import TYPE_CHECKING
+
+if sys.orig_argv[1:3] == ["-m", "ringcomm"]:  # Python imports the package before __main__
+    import _ringcomm_cli
+
+    _ringcomm_cli.answer_before_torch()
 
 import _ringcomm_autoload
 from ringcomm import _extension as _extension  # first: its error says what to do

@@ -17,7 +17,6 @@ from ringcomm.measure.ranks import joined_world_size
 from ringcomm.screen import check_writable
 
 VERDICT_S = 30
-BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 # Packages that collectives do not need: what needs them, and their names for pip.
 _WANTED_FOR = {
     "liger_kernel": ("liger needs", "liger-kernel"),
@@ -29,27 +28,14 @@ _WANTED_FOR = {
 
 
 def _bench(options: argparse.Namespace) -> int:
-    op = options.op
-    if op is None:
-        from ringcomm.measure import bench
+    if options.op is not None:
+        return int(import_module("front_door").run(options))
+    from ringcomm.measure import bench
 
-        _check_between(options, "world_size", 2, tuning.MAX_WORLD_SIZE)
-        _check_launcher(options)
-        _check_files(options, "html", "json")
-        return bench.run(options)
-    if not (BENCHMARKS / "front_door.py").is_file():
-        options.parser.error(
-            f"{op}: an installed package has the short comparison only, which needs no OP. Clone"
-            " ringcomm's repository and run this there after `pip install -e .`"
-        )
-    if str(BENCHMARKS) not in sys.path:
-        sys.path.insert(0, str(BENCHMARKS))
-    try:
-        options.parser = import_module("front_door").make_parser(op, options.parser.prog)
-    except ValueError as error:
-        options.parser.error(str(error))
-    chosen = options.parser.parse_args(options.arguments)
-    return int(chosen.run(chosen))
+    _check_between(options, "world_size", 2, tuning.MAX_WORLD_SIZE)
+    _check_launcher(options)
+    _check_files(options, "html", "json")
+    return bench.run(options)
 
 
 def _doctor(options: argparse.Namespace) -> int:

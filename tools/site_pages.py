@@ -1,21 +1,34 @@
-"""What mkdocs adds to the pages: the project's address, and README's parts on the home page.
+"""What mkdocs adds to the pages of docs/, for which it needs no torch.
 
-In docs/index.md `<!-- README -->` is README's text before its first section, and
-`<!-- README: Status -->` the section of that title. So both say the same.
+- The project's address.
+- README's parts on the home page, so that both say the same: in docs/index.md `<!-- README -->` is
+  README's text before its first section, and `<!-- README: Status -->` the section of that title.
+- The pages of `ringcomm show`. Links in docs/ lead to their rows of docs/how-to/show.md, which a
+  code host has, too; on the site they open the pages.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import sys
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tools"))
+sys.path[:0] = [str(ROOT / "tools"), str(ROOT)]
 
 import buildconfig  # noqa: E402
 
+from _ringcomm_cli import PAGES  # noqa: E402
+
+# The data that takes torch to compute; tests/python/programs/test_show_docs.py writes it.
+MEMORY = ROOT / "docs" / "show" / "memory.json"
+SHOWN = sorted(PAGES.keys() - {"trace"})  # which is of a user's own file
+SHOW_ROW = re.compile(rf'<a id="({"|".join(SHOWN)})"></a>(`\1`)')
+SHOW_LINK = re.compile(rf"how-to/show\.md#({'|'.join(SHOWN)})\)")
 PART = re.compile(r"(?m)^<!-- README(?:: (.+))? -->$")
 PICTURE = re.compile(
     r'<picture>\s*<source [^>]*srcset="docs/([^"]+)">\s*<img alt="([^"]*)" src="docs/([^"]+)">\s*'
@@ -29,8 +42,34 @@ def on_config(config: Any) -> Any:
     return config
 
 
+def on_files(files: Any, config: Any) -> Any:
+    """Called by mkdocs with the files of docs/, to which this adds the pages of `ringcomm show`."""
+    from mkdocs.structure.files import File
+
+    for name in SHOWN:
+        files.append(File.generated(config, f"show/{name}.html", content=show_page(name)))
+    return files
+
+
+def show_page(name: str) -> str:
+    """A page of `ringcomm show` as the command writes it without options."""
+    if "ringcomm" not in sys.modules:  # the package's own __init__ imports torch
+        package = ModuleType("ringcomm")
+        package.__path__ = [str(ROOT / "ringcomm")]
+        sys.modules["ringcomm"] = package
+    show = import_module("ringcomm.show")
+    if name == "memory":
+        data = json.loads(MEMORY.read_text(encoding="utf-8"))
+    else:
+        data = getattr(show, name)(*PAGES[name].values())
+    return str(show.page_of(name, data))
+
+
 def on_page_markdown(markdown: str, page: Any, **unused: Any) -> str:
     """Called by mkdocs with the text of a page."""
+    markdown = SHOW_LINK.sub(r"show/\1.html)", markdown)
+    if page.file.src_uri == "how-to/show.md":
+        return SHOW_ROW.sub(r"[\2](../show/\1.html)", markdown)
     if page.file.src_uri != "index.md":
         return markdown
     readme = (ROOT / "README.md").read_text(encoding="utf-8")

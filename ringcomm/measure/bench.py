@@ -84,15 +84,20 @@ def run(options: argparse.Namespace) -> int:
         return EXIT_WRONG_RESULTS
     print(_table(rows))
     print(sentence(rows))
-    for said in (caveat(rows), left_out):
+    for said in (caveat(rows), omission(left_out)):
         if said:
             print(said)
-    measured = list(dict.fromkeys(row.world_size for row in rows))
-    content = {"world_sizes": measured, "machine": machine, "rows": [*map(asdict, rows)]}
-    versions = {"torch": torch.__version__, "ringcomm": __version__}
+    content = {
+        "world_sizes": [world for world in worlds if world not in left_out],
+        "left_out": left_out,
+        "machine": machine,
+        "rows": [*map(asdict, rows)],
+        "torch": torch.__version__,
+        "ringcomm": __version__,
+    }
     for path, text in (
-        (options.html, lambda: page(rows, machine)),
-        (options.json, lambda: json.dumps(content | versions, allow_nan=False)),
+        (options.html, lambda: page(rows, machine, left_out)),
+        (options.json, lambda: json.dumps(content, allow_nan=False)),
     ):
         if path is not None:
             path.write_text(text(), encoding="utf-8")
@@ -106,8 +111,8 @@ def world_sizes(num_cores: int) -> list[int]:
     return [*(1 << k for k in range(1, most.bit_length()) if 1 << k < most), most]
 
 
-def _measure(worlds: list[int], seconds: float, rows: list[Row]) -> str:
-    """Appends the rows of each number of ranks; returns which it left out, for lack of time."""
+def _measure(worlds: list[int], seconds: float, rows: list[Row]) -> list[int]:
+    """Appends the rows of each number of ranks; returns those it left out, for lack of time."""
     names = [
         f"{world} ranks: {name}" for world in worlds for name in (*map(_title, SIZES), STEP_TITLE)
     ]
@@ -122,11 +127,11 @@ def _measure(worlds: list[int], seconds: float, rows: list[Row]) -> str:
     try:
         for at, world_size in enumerate(worlds):
             if rows and time.monotonic() > deadline:
-                return f"Not measured, because it takes too long: {_numbers(worlds[at:])} ranks."
+                return worlds[at:]
             ranks.run_ranks(world_size, partial(_run_rank, seconds=seconds / len(worlds)), add)
     finally:
         progress.clear()
-    return ""
+    return []
 
 
 def _numbers(worlds: list[int]) -> str:
@@ -144,6 +149,13 @@ def caveat(rows: list[Row]) -> str:
     if disturbed <= MAX_OTHERS_PERCENT:
         return ""
     return f"Other programs used up to {disturbed:.0f} % of this machine meanwhile."
+
+
+def omission(left_out: list[int]) -> str:
+    """Which numbers of ranks were announced and not measured."""
+    if not left_out:
+        return ""
+    return f"Not measured, because it takes too long: {_numbers(left_out)} ranks."
 
 
 def _run_rank(team: Team, seconds: float) -> None:
@@ -237,7 +249,7 @@ def _span(ratios: list[float]) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def page(rows: list[Row], machine: dict[str, Any]) -> str:
+def page(rows: list[Row], machine: dict[str, Any], left_out: list[int]) -> str:
     """One HTML page: the sentence, and a bar for each backend and row; shorter is better."""
     bars = []
     for row in rows:
@@ -255,7 +267,7 @@ def page(rows: list[Row], machine: dict[str, Any]) -> str:
     versions = f"torch {torch.__version__}, ringcomm {__version__}"
     return _PAGE.format(
         sentence=html.escape(sentence(rows)),
-        caveat=html.escape(caveat(rows)),
+        caveat=html.escape(f"{caveat(rows)} {omission(left_out)}".strip()),
         machine=html.escape(f"{machine['cores']} cores of {machine['cpu']}, {versions}"),
         date=utc_now().date().isoformat(),
         bars="\n".join(bars),

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ringcomm.torch_names import tree_leaves, tree_map_only
+from ringcomm.trace.program import unrecorded
 
 _ADVICE = (
     ". Pass count_items=, a function of targets that returns the number of labels in loss_fn's"
@@ -62,6 +63,7 @@ def disagreement(
         torch.inference_mode(False),
         torch.enable_grad(),
         torch.random.fork_rng(devices),
+        unrecorded(),
     ):
         for num_tokens in (_NUM_TOKENS, None):  # a loss may be for rows of one length
             try:

@@ -15,6 +15,7 @@ from ringcomm.torch_names import (
     is_attribute_of_torch,
     tree_leaves,
 )
+from ringcomm.trace.program import unrecorded
 
 _KNOWN = (torch.optim.AdamW, torch.optim.SGD)
 # Of torch: what needs full weights, and what zero.shard() refuses at all.
@@ -110,7 +111,8 @@ def new_state(optimizer: Any, group: dict[str, Any], param: Any, value: Tensor) 
     twin = over_groups(
         optimizer, [{**of_parts(group, {param: other}), **options_of(group), **still}]
     )
-    twin.step()
+    with unrecorded():
+        twin.step()
     made: dict[str, Any] = twin.state.get(other, {})
     return {key: value * 0 if key == "step" else value for key, value in made.items()}
 
@@ -136,6 +138,7 @@ def attributes_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {key: value for key, value in own if not is_attribute_of_torch(key)}
 
 
+@unrecorded()
 def needs_whole(optimizer: torch.optim.Optimizer, asked: Collection[type]) -> bool:
     """Whether an optimizer needs full weights, each by itself; else it is elementwise.
 
@@ -198,6 +201,7 @@ def _takes_parts(optimizer: torch.optim.Optimizer, num_steps: int) -> bool:
         return False
 
 
+@unrecorded()
 def takes_empty_groups(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer's step does nothing where its groups have no weights."""
     try:

@@ -2,6 +2,8 @@
 
 A page is one file that needs no network: page.html with the data, common.js and the script of its
 name. The scripts compute what a reader may change; the rest comes with the data.
+
+tools/site_pages.py writes the site's pages without torch, which only the data of `memory` needs.
 """
 
 from __future__ import annotations
@@ -13,8 +15,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from ringcomm import __version__
 from ringcomm.palette import COLORS
+from ringcomm.version import __version__
 
 TITLES = {
     "ring": "An all_reduce, step by step",
@@ -38,7 +40,7 @@ def ring(num_ranks: int, num_bytes: int, trace: Path | None, seq: int | None) ->
     Raises ValueError if the trace has no such ring.
     """
     if trace is None:
-        return {"ranks": num_ranks, "bytes": num_bytes, "measured": []}
+        return {"max_ranks": MAX_RANKS, "ranks": num_ranks, "bytes": num_bytes, "measured": []}
     from ringcomm.trace import merge
 
     found = merge.ring_of(trace, seq)
@@ -49,6 +51,7 @@ def ring(num_ranks: int, num_bytes: int, trace: Path | None, seq: int | None) ->
         mine["wait_us"] += sum(wait["dur"] for wait in found.waits_in(step))
         mine["peer"] = f"rank {step['args'].get('from')}"
     return {
+        "max_ranks": MAX_RANKS,
         "ranks": len(found.ranks),
         "bytes": found.whole["args"]["bytes"],
         "measured": [{"rank": rank, "step": name} | own for (rank, name), own in times.items()],
@@ -124,8 +127,9 @@ def pipeline(num_ranks: int, num_micro_batches: int, timeline: Path | None) -> d
 
     Raises ValueError if the file is no such timeline.
     """
+    limits = {"max_ranks": MAX_RANKS, "max_micro_batches": MAX_MICRO_BATCHES}
     if timeline is None:
-        return {"ranks": num_ranks, "micro_batches": num_micro_batches, "actions": []}
+        return limits | {"ranks": num_ranks, "micro_batches": num_micro_batches, "actions": []}
     try:
         events = json.loads(timeline.read_text(encoding="utf-8"))["traceEvents"]
         actions = [
@@ -148,7 +152,7 @@ def pipeline(num_ranks: int, num_micro_batches: int, timeline: Path | None) -> d
             raise ValueError
     except (AttributeError, KeyError, TypeError, ValueError):
         raise ValueError(f"{timeline} was not written by Timeline.export_chrome_trace()") from None
-    return {"ranks": len(ranks), "micro_batches": 0, "actions": actions}
+    return limits | {"ranks": len(ranks), "micro_batches": 0, "actions": actions}
 
 
 def tensor(model: str, num_ranks: int) -> dict[str, Any]:
@@ -167,7 +171,7 @@ def tensor(model: str, num_ranks: int) -> dict[str, Any]:
         "num_inner": 2 if shape.gated else 1,
         "tokens": shape.context,
     }
-    return {"model": shape.name, "ranks": num_ranks} | sizes
+    return {"model": shape.name, "max_ranks": MAX_RANKS, "ranks": num_ranks} | sizes
 
 
 def _shape_of(page: str, model: str) -> Any:
@@ -239,6 +243,12 @@ def trace(path: Path | None) -> dict[str, Any]:
 
 def write_page(name: str, data: dict[str, Any], path: Path) -> None:
     """Writes a page and makes its folder. Raises OSError if it cannot be written."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(page_of(name, data), encoding="utf-8")
+
+
+def page_of(name: str, data: dict[str, Any]) -> str:
+    """The text of a page."""
     files = resources.files(__name__)
     script = "\n".join(files.joinpath(f"{part}.js").read_text("utf-8") for part in ("common", name))
     # JSON in a <script>: the text must not end it.
@@ -252,5 +262,4 @@ def write_page(name: str, data: dict[str, Any], path: Path) -> None:
         ("@DATA@", text),
     ):
         page = page.replace(mark, part)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page, encoding="utf-8")
+    return page

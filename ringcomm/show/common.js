@@ -27,7 +27,6 @@ const percent = share => `${+(100 * share).toPrecision(share < 0.1 ? 2 : 3)} %`;
 const grouped = value => value.toLocaleString("en");
 
 // Of most pages.
-const MAX_RANKS = 64;
 const title = make("p", {id: "title", "aria-live": "polite"});
 const picture = make("figure", {id: "picture"});
 

@@ -4,7 +4,6 @@ const SCHEDULES = {
   "1f1b": {stages: 1, formula: (p, m) => [p - 1, m + p - 1, "(p − 1)/(m + p − 1)"]},
   interleaved: {stages: 2, formula: (p, m) => [p - 1, 2 * m + p - 1, "(p − 1)/(2m + p − 1)"]},
 };
-const MAX_MICRO_BATCHES = 256;
 
 // A rank's computations in order: [kind, stage, micro-batch].
 function orderOf(schedule, p, m, rank) {
@@ -72,8 +71,8 @@ function maxLive(actions, rank) {
 const isRecorded = data.actions.length > 0;
 const schedules = selectOf("schedule", Object.keys(SCHEDULES));
 schedules.value = "1f1b";
-const ranks = inputOf("number", "ranks", 1, MAX_RANKS, data.ranks);
-const batches = inputOf("number", "micro-batches", 1, MAX_MICRO_BATCHES, data.micro_batches);
+const ranks = inputOf("number", "ranks", 1, data.max_ranks, data.ranks);
+const batches = inputOf("number", "micro-batches", 1, data.max_micro_batches, data.micro_batches);
 // By kind: of a rank's first stage, and of its second.
 const STAGE_COLORS = {
   F: [COLORS.blue, COLORS.sky],
@@ -179,8 +178,8 @@ function drawAll() {
     idle.textContent = `Idle: ${percent(idleShare(data.actions, data.ranks))} of all ranks' time.`;
     return;
   }
-  const p = whole(ranks, 1, MAX_RANKS);
-  let m = whole(batches, 1, MAX_MICRO_BATCHES);
+  const p = whole(ranks, 1, data.max_ranks);
+  let m = whole(batches, 1, data.max_micro_batches);
   if (schedules.value !== "gpipe") m = Math.max(m, p);
   if (schedules.value === "interleaved") m = Math.ceil(m / p) * p;
   batches.value = m;

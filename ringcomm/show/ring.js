@@ -75,7 +75,7 @@ const receivedAfter = (n, steps, count) =>
 
 const state = {algorithm: "ring", ranks: data.ranks, count: 0, timer: null};
 const select = selectOf("algorithm", Object.keys(ALGORITHMS));
-const ranks = inputOf("number", "ranks", 2, MAX_RANKS, state.ranks);
+const ranks = inputOf("number", "ranks", 2, data.max_ranks, state.ranks);
 const slider = inputOf("range", "step", 0, 1, 0);
 const play = make("button", {id: "play", type: "button"}, "Play");
 const sent = make("p", {id: "sent"});
@@ -292,7 +292,7 @@ select.addEventListener("change", () => {
 });
 ranks.addEventListener("change", () => {
   stop();
-  state.ranks = whole(ranks, 2, MAX_RANKS);
+  state.ranks = whole(ranks, 2, data.max_ranks);
   go(0);
 });
 play.addEventListener("click", () => {

@@ -72,7 +72,7 @@ const ALL = [
   ...OPS.map(op => ({...op, pass: "forward"})),
   ...BACKWARD.map(op => ({...op, pass: "backward"})),
 ];
-const ranks = inputOf("number", "ranks", 1, MAX_RANKS, data.ranks);
+const ranks = inputOf("number", "ranks", 1, data.max_ranks, data.ranks);
 const slider = inputOf("range", "step", 1, ALL.length, 1);
 const facts = make("p", {id: "facts"});
 main.append(
@@ -91,7 +91,7 @@ main.append(
 );
 
 function drawAll() {
-  const n = whole(ranks, 1, MAX_RANKS),
+  const n = whole(ranks, 1, data.max_ranks),
     at = +slider.value - 1;
   const width = 58,
     height = n > 8 ? 18 : 28,

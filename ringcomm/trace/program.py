@@ -4,10 +4,12 @@ They label what a rank does between its calls. While a process records, nn.Modul
 torch.autograd.backward and torch.autograd.grad are wrapped, and optimizers have hooks. Of phases
 inside each other the outermost is recorded: a model, and not its modules; a backward pass, and not
 the forward passes that it repeats. An optimizer step whose closure runs the model ends there.
+What ringcomm itself tries, such as a loss function, is no phase of the program: `unrecorded`.
 
 NAME.program is a ring of records in a mapped file, which survives if the process is killed.
 """
 
+import contextlib
 import functools
 import itertools
 import mmap
@@ -15,7 +17,7 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -88,6 +90,7 @@ def read(path: Path) -> list[Phase]:
 
 
 _recorder: Recorder | None = None  # of this process, and none of a forked child's
+_OWN = Open(0, _BACKWARD, 0)  # in which no phase begins
 _here = threading.local()  # `open`: the phase that this thread is in, or None
 
 
@@ -97,6 +100,17 @@ def start(file: int, num_records: int) -> None:
     recorder = Recorder(file, num_records)
     _install()
     _here.open, _recorder = None, recorder
+
+
+@contextlib.contextmanager
+def unrecorded() -> Iterator[None]:
+    """This thread's passes and steps are ringcomm's own, and no phases. Also a decorator."""
+    outer = getattr(_here, "open", None)
+    _here.open = _OWN
+    try:
+        yield
+    finally:
+        _here.open = outer
 
 
 def _forget() -> None:
@@ -128,6 +142,10 @@ def _recorded(phase: int, function: Callable[..., Any]) -> Callable[..., Any]:
             _end(opened)
 
     return call
+
+
+# Of a function that makes one phase of several passes, such as half a backward pass of a pipeline.
+as_backward = functools.partial(_recorded, _BACKWARD)
 
 
 def _begin(phase: int, owner: int = 0) -> Open | None:

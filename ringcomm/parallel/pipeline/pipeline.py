@@ -38,6 +38,7 @@ from ringcomm.parallel.pipeline.schedules import Action, Log, Timeline, make_pla
 from ringcomm.parallel.pipeline.stage import Metas, Stage, find_boundaries, forward_only, shown
 from ringcomm.parallel.pipeline.torch_stage import meta_like
 from ringcomm.parallel.shards.units import materialize
+from ringcomm.trace.program import unrecorded
 
 Loss = Callable[..., Tensor]
 Inputs = Tensor | tuple[Tensor, ...]
@@ -392,6 +393,7 @@ class Pipeline:
             module.kwargs = parts
         return batch, made
 
+    @unrecorded()
     def _make(self, metas: Metas, names: Collection[str]) -> _Made:
         """The stages for inputs and keyword arguments, which have the last of the metas."""
         num_inputs = len(metas) - len(names)

@@ -14,6 +14,7 @@ from ringcomm.parallel.pipeline.blocks import StageModule
 from ringcomm.parallel.pipeline.schedules import Kind, Plan
 from ringcomm.parallel.pipeline.torch_stage import HAS_HALVES, TorchStage, meta_like
 from ringcomm.torch_names import FakeTensorMode, gather_outside_inference_mode, version_of
+from ringcomm.trace.program import as_backward
 
 Metas = tuple[Tensor, ...]  # of one micro-batch, on the meta device
 
@@ -198,6 +199,7 @@ class Stage(TorchStage):
         """The half of the backward pass for the weights."""
         self._run_backward("W", super().backward_weight_one_chunk, *args, **kwargs)
 
+    @as_backward
     def _run_backward(self, kind: Kind, call: Callable[..., Any], *args: Any, **kw: Any) -> None:
         """As if `with autocast()` ended before loss.backward()."""
         with torch.autocast(self.device.type, enabled=False):

@@ -22,6 +22,7 @@ import plot
 import programs
 import pytest
 import run_all
+import sample_jobs
 import systems
 import table
 import torch
@@ -216,6 +217,18 @@ def test_a_ring_is_drawn_step_by_step() -> None:
         assert [drawn.count(f">chunk {chunk}</text>") for chunk in (0, 1)] == [3, 3]
         assert drawn.count("1.50 µs") == 6
         assert "8 KiB" in drawn
+
+
+def test_lines_of_the_terminal_end_with_a_sentence_or_a_part_of_one() -> None:
+    said = f"rank 2 (pid 7 on vm): {'a' * 40}, {'b' * 30} ended 9 s ago. {'C' * 70}, step 1/2"
+    assert sample_jobs.wrapped(said) == [
+        f"rank 2 (pid 7 on vm): {'a' * 40}, {'b' * 30} ended 9 s ago.",
+        f"{'C' * 70}, step 1/2",
+    ]
+    said = f"{'a' * 50}, {'b' * 60} {'c' * 60}"
+    assert sample_jobs.wrapped(said) == [f"{'a' * 50},", f"{'b' * 60}", f"{'c' * 60}"]
+    long = "d" * (2 * sample_jobs.COLUMNS)
+    assert sample_jobs.wrapped(long) == [long[: sample_jobs.COLUMNS]] * 2
 
 
 def test_a_library_has_one_colour() -> None:

@@ -197,7 +197,7 @@ def test_a_table_a_sentence_and_a_page(
     assert said is not None
     content = json.loads(figures.read_text(encoding="utf-8"))
     rows = content["rows"]
-    assert content["world_sizes"] == [2]
+    assert (content["world_sizes"], content["left_out"]) == ([2], [])
     assert [row["num_bytes"] for row in rows] == [1 << 10, 64 << 10, 0]
     page = path.read_text(encoding="utf-8")
     assert f"<h1>{said[0].replace(chr(39), '&#x27;')}</h1>" in page
@@ -239,31 +239,47 @@ def test_what_cannot_be_told_apart_is_said_so() -> None:
     )
 
 
-def test_ranks_up_to_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As far as the time goes."""
+def test_ranks_up_to_the_cores() -> None:
     assert bench.world_sizes(1) == bench.world_sizes(2) == [2]
     assert bench.world_sizes(6) == [2, 4, 6]
     assert bench.world_sizes(16) == [2, 4, 8, 16]
     assert bench.world_sizes(96) == [2, 4, 8, 16, 32, 64]
+
+
+@pytest.mark.parametrize(("max_factor", "left_out"), [(3, []), (0, [4, 8])])
+def test_ranks_for_which_there_is_no_time_are_named(
+    max_factor: int,
+    left_out: list[int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """In the terminal, on the page and in the JSON."""
     started: list[int] = []
 
     def run_ranks(world_size: int, _: Any, add: Any) -> None:
         started.append(world_size)
-        add(row(1, 2, 3, n=world_size))
+        for num_bytes in (1, 0):
+            add(row(num_bytes, 2, 3, n=world_size))
 
     monkeypatch.setattr(bench.ranks, "run_ranks", run_ranks)
-    assert bench._measure([2, 4, 8], 1.0, []) == ""
-    monkeypatch.setattr(bench, "MAX_FACTOR", 0)
-    said = bench._measure([2, 4, 8], 1.0, [])
-    assert said == "Not measured, because it takes too long: 4 and 8 ranks."
-    assert started == [2, 4, 8, 2]
+    monkeypatch.setattr(bench, "world_sizes", lambda _: [2, 4, 8])
+    monkeypatch.setattr(bench, "MAX_FACTOR", max_factor)
+    page, figures = tmp_path / "bench.html", tmp_path / "bench.json"
+    assert cli.run(["bench", "--html", str(page), "--json", str(figures)]) == EXIT_OK
+    content = json.loads(figures.read_text(encoding="utf-8"))
+    assert started == content["world_sizes"] == [n for n in (2, 4, 8) if n not in left_out]
+    assert content["left_out"] == left_out
+    said = "Not measured, because it takes too long: 4 and 8 ranks."
+    for text in (capsys.readouterr().out, page.read_text(encoding="utf-8")):
+        assert (said in text) == bool(left_out)
 
 
 def test_the_page_has_the_terminals_caveat() -> None:
     rows = [row(1, 2, 3, others=40.0), row(0, 1.1, 1.2)]
     said = bench.caveat(rows)
     assert said.startswith("Other programs used up to 40 %")
-    assert said in bench.page(rows, {"cores": 2, "cpu": "x"})
+    assert said in bench.page(rows, {"cores": 2, "cpu": "x"}, [])
     assert bench.caveat([row(1, 2, 3)]) == ""
 
 

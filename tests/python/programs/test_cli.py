@@ -27,6 +27,7 @@ from rank_programs import run_command
 from report import fitted, make_table
 from rich.console import Console
 
+import _ringcomm_cli
 from _ringcomm_cli import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_PIPE_CLOSED
 from ringcomm import cli, tuning
 from ringcomm.measure import algorithms, doctor, machine
@@ -507,7 +508,7 @@ def test_bad_input_is_one_line_and_status_2(
         for name, value in OF_TORCHRUN.items():
             monkeypatch.setenv(name, value)
     if "installed" in message:
-        monkeypatch.setattr(cli, "BENCHMARKS", tmp_path)
+        monkeypatch.setattr(_ringcomm_cli, "BENCHMARKS", tmp_path)
     with pytest.raises(SystemExit) as ended:
         cli.run(line.split())
     assert ended.value.code == EXIT_BAD_INPUT

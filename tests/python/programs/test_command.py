@@ -18,7 +18,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+import cross_entropy
 import front_door
+import operations
 import pytest
 import torch
 import torch.distributed as dist
@@ -37,7 +39,9 @@ TRACE = [*COMMAND, "trace"]
 
 STARTS = (
     *(f"{command} --help".split() for command in ("", *_ringcomm_cli._COMMANDS)),
+    *(f"bench {op} --help".split() for op in ("all_gather,barrier", "cross_entropy", "systems")),
     *(["--version"], ["benhc"], ["trace", "--stpes", "x"], ["bench", "--seconds", "nan"], []),
+    ["bench", "all_gatther"],
 )
 WITHOUT_TORCH = f"""
 import sys
@@ -55,8 +59,24 @@ def test_help_and_wrong_options_import_no_torch() -> None:
     """https://github.com/pytorch/pytorch/issues/91856: torchrun's help takes a second."""
     done = run_command(sys.executable, "-c", WITHOUT_TORCH)
     assert done.returncode == 0, done.stderr
-    assert re.findall(r"^status (\d)$", done.stdout, re.M) == ["0"] * 8 + ["2"] * 4
+    assert re.findall(r"^status (\d)$", done.stdout, re.M) == ["0"] * 11 + ["2"] * 5
     assert done.stdout.endswith("\nimported\n")
+
+
+@pytest.mark.parametrize(
+    "line", ["--help", "bench barrier --help", "--version", "benhc", "trace --stpes x"]
+)
+def test_python_m_answers_before_the_package_imports_torch(line: str, tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch is imported')", encoding="utf-8")
+    env = {"PYTHONPATH": str(tmp_path)}
+    done = run_command(*COMMAND, *line.split(), env=env)
+    script = run_command(Path(sys.executable).with_name("ringcomm"), *line.split())
+    assert (done.returncode, done.stdout, done.stderr) == (
+        script.returncode,
+        script.stdout,
+        script.stderr,
+    )
+    assert "torch is imported" in run_command(*COMMAND, "show", "loss", env=env).stderr
 
 
 def test_the_command_and_python_m_are_the_same() -> None:
@@ -88,7 +108,15 @@ def test_shell_completion(tmp_path: Path) -> None:
 
 
 def test_completion_knows_the_operations_of_bench() -> None:
-    assert {*_ringcomm_cli.OPERATIONS} == {*front_door.OPERATIONS, *front_door.ALONE}
+    known = {*_ringcomm_cli.OPERATIONS}
+    assert known == {*operations.OPERATIONS, *front_door.ALONE}
+
+
+def test_words_of_options_are_those_of_what_measures() -> None:
+    """The options are read before what measures is imported, which needs torch."""
+    assert (*cross_entropy.TOLERANCES,) == front_door.LOSS_DTYPES
+    assert (*cross_entropy.PEERS,)[2:] == front_door.LOSS_PEERS
+    assert all(hasattr(torch, name) for name in front_door.DTYPES)
 
 
 # ---- output: pipes, terminals, encodings, full disks

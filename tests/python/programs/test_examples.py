@@ -18,6 +18,8 @@ from cases import quick, slow
 from rank_programs import run_command
 from ranks import run_ranks
 
+from ringcomm import testing
+
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
 SMALL = "--steps 5 --rows 4 --context 32 --device cpu"
@@ -91,11 +93,14 @@ def test_other_options_learn(num_ranks: int, line: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_finetune(tmp_path: Path) -> None:
-    """All three optimizers learn; LOMO has no state; there is a picture."""
+    """All three optimizers learn; LOMO has no state; there is a picture.
+
+    The ranks are those of ringcomm.testing, as in a test of a user's program.
+    """
     pytest.importorskip("transformers")
     pytest.importorskip("matplotlib")
-    line = "finetune --steps 10 --hidden 32 --layers 1 --plot FOLDER/it.png"
-    for found in losses(2, line, tmp_path):
+    line = f"finetune {SMALL} --steps 10 --hidden 32 --layers 1 --plot {tmp_path}/it.png"
+    for found in testing.run_ranks(2, run_example, line.split(), timeout_s=300):
         assert list(found) == ["adamw", "lomo", "adalomo"]
         assert all(points[-1] < points[0] - 0.1 for points in found.values())
     assert (tmp_path / "it.png").stat().st_size > 1000

@@ -1,18 +1,23 @@
-"""docs/show: the pages of `ringcomm show` on the site, and pictures of them.
+"""The pages of `ringcomm show` on the site, and docs/show: the data of one, and pictures of them.
 
-RINGCOMM_WRITE_SHOW=1 pytest tests/python/programs/test_show_docs.py  # writes them
+RINGCOMM_WRITE_SHOW=1 pytest tests/python/programs/test_show_docs.py  # writes docs/show
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from browsers import opened
+import site_pages
+from browsers import data_of, opened
 
 from ringcomm import cli, show
 
@@ -70,11 +75,59 @@ def compare(path: Path, made: str) -> None:
     assert path.read_text(encoding="utf-8") == made, f"{path} is old; see {Path(__file__).name}"
 
 
-# The page `trace` is of a user's own file.
-@pytest.mark.parametrize("page", sorted({*show.TITLES} - {"trace"}))
-def test_the_site_has_the_pages_as_the_command_writes_them(page: str, tmp_path: Path) -> None:
-    made = written(page, path=tmp_path / "page.html").read_text(encoding="utf-8")
-    compare(FOLDER / f"{page}.html", made)
+def test_the_data_of_memory_is_the_planners(tmp_path: Path) -> None:
+    data = data_of(written("memory", path=tmp_path / "page.html"))
+    rows = ",\n".join(map(json.dumps, data.pop("rows")))
+    compare(site_pages.MEMORY, f'{json.dumps(data)[:-1]}, "rows": [\n{rows}\n]}}\n')
+
+
+WITHOUT_TORCH = """
+import sys
+from pathlib import Path
+
+sys.modules["torch"] = None  # import torch raises ImportError
+import site_pages
+
+for name in site_pages.SHOWN:
+    Path(f"{name}.html").write_text(site_pages.show_page(name), encoding="utf-8")
+"""
+
+
+def test_the_site_has_the_pages_as_the_command_writes_them(tmp_path: Path) -> None:
+    env = os.environ | {"PYTHONPATH": str(ROOT / "tools")}
+    subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH], cwd=tmp_path, env=env, check=True, timeout=60
+    )
+    names = sorted(path.stem for path in tmp_path.glob("*.html"))
+    assert names == sorted({*show.TITLES} - {"trace"})  # which is of a user's own file
+    for name in names:
+        made = written(name, path=tmp_path / "made" / "page.html").read_text(encoding="utf-8")
+        assert (tmp_path / f"{name}.html").read_text(encoding="utf-8") == made, name
+
+
+def on_the_site(path: Path) -> str:
+    page = SimpleNamespace(file=SimpleNamespace(src_uri=str(path.relative_to(ROOT / "docs"))))
+    return site_pages.on_page_markdown(path.read_text(encoding="utf-8"), page)
+
+
+def test_links_in_the_docs_lead_to_rows_of_the_list_and_on_the_site_to_pages() -> None:
+    """A code host has no pages."""
+    the_list = ROOT / "docs" / "how-to" / "show.md"
+    text = the_list.read_text(encoding="utf-8")
+    assert sorted(re.findall(r'<a id="(\w+)"></a>', text)) == site_pages.SHOWN
+    assert sorted(re.findall(r"\[`\w+`\]\(\.\./show/(\w+)\.html\)", on_the_site(the_list))) == (
+        site_pages.SHOWN
+    )
+    linked = set()
+    for path in (ROOT / "docs").rglob("*.md"):
+        text = path.read_text(encoding="utf-8")
+        assert not re.search(r"show/\w+\.html", text), f"{path} links a page, which is not a file"
+        found = re.findall(r"how-to/show\.md#(\w+)\)", text)
+        assert (
+            found == re.findall(r"\.\./show/(\w+)\.html\)", on_the_site(path)) or path == the_list
+        )
+        linked |= {*found}
+    assert linked == {*site_pages.SHOWN}
 
 
 def standalone(parts: list[dict[str, Any]]) -> str:

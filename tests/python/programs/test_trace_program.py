@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import signal
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -16,13 +17,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from cases import name_of, quick
 from ranks import run_ranks
 from test_trace import Event, merged, of, record
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from ringcomm.parallel import zero
+from ringcomm.optim import Lomo
+from ringcomm.parallel import offload, zero
+from ringcomm.parallel.pipeline import Pipeline
 from ringcomm.trace import program
 
 STEP = ["forward", "backward", "optimizer"]
@@ -91,27 +95,126 @@ def sharded_optimizer(model: nn.Module) -> None:
     train(model, zero.shard(model, torch.optim.AdamW(model.parameters()), stage=1))
 
 
-def run_system(rank: int, system: Callable[[nn.Module], None]) -> None:
+def lomo(model: nn.Module) -> None:
+    """Whose weights change in the backward pass."""
+    train(model, Lomo(model, 0.1, group=dist.group.WORLD))
+
+
+def clipped_lomo(model: nn.Module) -> None:
+    """Which needs a second backward pass for the norm, of the same graph."""
+    train(model, Lomo(model, 0.1, group=dist.group.WORLD, clip_grad_norm=1.0))
+
+
+def offloaded(model: nn.Module) -> None:
+    """Whose step calls the step of an optimizer of its class."""
+    adamw = torch.optim.AdamW(model.parameters(), foreach=False)
+    train(DistributedDataParallel(model), offload.Offloaded(adamw))
+
+
+def offloaded_shards(model: nn.Module) -> None:
+    adamw = offload.AdamW(model.parameters())
+    train(model, zero.shard(model, adamw, stage=2))
+
+
+def weights_in_host_memory(model: nn.Module) -> None:
+    adamw = offload.AdamW(model.parameters())
+    train(model, zero.shard(model, adamw, stage=3, offload_weights=True))
+
+
+def pipelined(model: Any, schedule: str = "1f1b") -> None:
+    pipe = Pipeline(model, nn.functional.mse_loss, schedule, num_microbatches=2)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    for _ in range(2):
+        pipe.step(torch.ones(2, 8), target=torch.ones(2, 8))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def zero_bubble(model: nn.Module) -> None:
+    """Which computes the gradients of inputs and of weights apart, by torch.autograd.grad()."""
+    pipelined(model, "zero-bubble")
+
+
+class WithLoss(nn.Module):
+    """As Trainer calls a model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": nn.functional.mse_loss(self.model(x), labels)}
+
+
+def trainer(model: nn.Module, make: Any = None) -> None:
+    """transformers.Trainer over DistributedDataParallel, or with an optimizer of ringcomm."""
+    import transformers
+
+    with tempfile.TemporaryDirectory() as folder:
+        args = transformers.TrainingArguments(
+            folder,
+            max_steps=2,
+            per_device_train_batch_size=1,
+            max_grad_norm=0,
+            report_to=[],
+            save_strategy="no",
+            logging_strategy="no",
+            disable_tqdm=True,
+            use_cpu=True,
+        )
+        rows = [{"x": torch.ones(8), "labels": torch.ones(8)}] * 8
+        optimizers = (make(model), None) if make else (None, None)
+        transformers.Trainer(
+            WithLoss(model), args, train_dataset=rows, optimizers=optimizers
+        ).train()
+
+
+def trainer_with_lomo(model: nn.Module) -> None:
+    from ringcomm.integrations.accelerate import register
+
+    register()
+    trainer(model, lambda m: Lomo(m, 0.1, group=dist.group.WORLD))
+
+
+def run_system(rank: int, system: Callable[[Any], None]) -> None:
     system(model_of())
     dist.barrier()
 
 
-@pytest.mark.parametrize(
-    "system",
-    [
-        ddp,
-        *(
-            pytest.param(s, marks=pytest.mark.slow)
-            for s in (plain, fsdp, compiled, sharded_optimizer)
-        ),
-    ],
-)
+F, B, O = STEP
+# By system the phases of a step on each of two ranks.
+SYSTEMS: dict[Callable[[Any], None], list[list[str]]] = {
+    plain: [STEP] * 2,
+    ddp: [STEP] * 2,
+    fsdp: [STEP] * 2,
+    compiled: [STEP] * 2,
+    sharded_optimizer: [STEP] * 2,
+    lomo: [STEP] * 2,
+    clipped_lomo: [STEP] * 2,
+    offloaded: [STEP] * 2,
+    offloaded_shards: [STEP] * 2,
+    weights_in_host_memory: [STEP] * 2,
+    trainer: [STEP] * 2,
+    trainer_with_lomo: [STEP] * 2,
+    pipelined: [[F, F, B, B, O], [F, B, F, B, O]],
+    zero_bubble: [[F, F, B, B, B, B, O], [F, B, F, B, B, B, O]],
+}
+# What Trainer reads of torchrun.
+ENV = [
+    {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"} for rank in "01"
+]
+
+
+@pytest.mark.parametrize("system", quick(SYSTEMS, ddp, pipelined), ids=name_of)
 def test_every_system_has_its_phases(system: Any, tmp_path: Path) -> None:
-    record(tmp_path, run_system, system, world_size=2)
+    if system in (trainer, trainer_with_lomo):
+        pytest.importorskip("transformers")
+    env = ENV if system in (trainer, trainer_with_lomo) else [{}] * 2
+    record(tmp_path, run_system, system, world_size=2, env=env)
     events, notes = merged(tmp_path)
     assert notes == []
-    for rank in range(2):
-        assert phases(events, rank)[-6:] == STEP * 2  # zero.shard has tried the optimizer before
+    for rank, step in enumerate(SYSTEMS[system]):
+        assert phases(events, rank) == step * 2, phases(events, rank)
         rows = {e["tid"] for e in of(events, "program", rank)}
         named = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
         assert [named[row] for row in rows] == ["program"]
