@@ -37,7 +37,7 @@ BENCHMARKS = Path(__file__).resolve().with_name("benchmarks")
 OPERATIONS = (
     *("all_reduce", "all_reduce_apart", "all_reduce_shared", "reduce_scatter", "all_gather"),
     *("reduce_scatter_shared", "all_gather_shared", "broadcast", "all_to_all", "round_trip"),
-    *("sendrecv", "barrier", "cross_entropy", "systems"),
+    *("sendrecv", "barrier", "cores", "cross_entropy", "systems"),
 )
 
 

@@ -25,10 +25,13 @@ DEFAULT_SIZES = "1k,16k,256k,4m,64m"
 CLOCK = "for eager calls: the device's events, or the host's clock around a synchronize"
 RANKS = "number of ranks, 1 to 64 (default: the launcher's, or 2)"
 THREADS = "of each rank (default: the cores, or 1 with several ranks)"
+CORE_COUNTS = "of each rank (default: 1, 2, 4, ... up to its share of the cores)"
 PEERS = "of triton (on a GPU), torch, compile, liger, quack; with one rank"
 DETAILS = "show losses, percentiles and memory by part too"
 CHARTS = flag("--html", Path, None, "write a page of charts (HTML, one file)", metavar="FILE")
 words = parsed_by("words")
+NO_BUFFERS = ("barrier", "cores", "cross_entropy", "systems")
+WITH_BUFFERS = tuple(name for name in OPERATIONS if name not in NO_BUFFERS)
 
 COLLECTIVES = CommandLine(
     doc=doc_of("collectives"),
@@ -83,8 +86,20 @@ SYSTEMS = CommandLine(
         CHARTS,
     ],
 )
+CORES = CommandLine(
+    doc=doc_of("cores"),
+    seconds=4.0,
+    per="number of ranks, operation and size",
+    repeats=2,
+    flags=[
+        flag("--worlds", parsed_by("whole_numbers"), "2", "numbers of ranks", least=2),
+        flag("--threads", parsed_by("whole_numbers"), None, CORE_COUNTS, least=1),
+        flag("--ops", words, "all_reduce,all_gather", "collectives", known=WITH_BUFFERS),
+        flag("--sizes", parsed_by("byte_counts"), "256k,1m,16m,64m", SIZES),
+    ],
+)
 # Operations that must be the only one; several collectives may be separated by commas.
-ALONE = {"cross_entropy": CROSS_ENTROPY, "systems": SYSTEMS}
+ALONE = {"cores": CORES, "cross_entropy": CROSS_ENTROPY, "systems": SYSTEMS}
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):

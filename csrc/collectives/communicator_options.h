@@ -16,7 +16,7 @@ struct CommunicatorOptions {
   std::string message_backend = {};        ///< what carries messages, where anything does
   /// Where this rank is; empty: found out. This and what follows may differ between ranks.
   std::string host_id = {};
-  int max_threads = 0;  ///< of this rank, for its copies and sums; see host::Workers
+  int max_threads = 0;             ///< of this rank, for its copies and sums; see host::Workers
   bool log_waits = true;           ///< long waits are written to stderr (long_waits.h)
   bool report_stragglers = false;  ///< at the end
 

@@ -133,6 +133,11 @@ def test_results_have_the_same_bits_with_any_number_of_threads(
         dist.destroy_process_group(group)
 
 
+def reduce_until_it_fails(group: dist.ProcessGroup, data: torch.Tensor) -> None:
+    while True:
+        dist.all_reduce(data, group=group)
+
+
 @in_ranks(3, fresh=True, may_die=[2])
 def test_a_death_ends_the_call_of_every_thread(rank: int) -> None:
     group = dist.new_group([0, 1, 2], pg_options=ringcomm.Options(max_threads=NUM_THREADS))
@@ -142,8 +147,7 @@ def test_a_death_ends_the_call_of_every_thread(rank: int) -> None:
         if rank == 2:
             os.kill(os.getpid(), signal.SIGKILL)
         with pytest.raises(ringcomm.PeerDiedError, match="rank 2"):
-            while True:
-                dist.all_reduce(data, group=group)
+            reduce_until_it_fails(group, data)
 
 
 @in_ranks(2)
