@@ -6,6 +6,8 @@
 #include <bitset>
 #include <cstddef>
 #include <cstdint>
+#include <fstream>
+#include <iterator>
 #include <mutex>
 #include <sstream>
 
@@ -60,6 +62,30 @@ std::string usable_cores() {
   for (std::size_t core = 0; core < cores.size(); ++core)
     if (cores.test(core)) numbers.push_back(core);
   return ranges_of(numbers);
+}
+
+std::vector<std::string> read_nodes(const std::string& folder) {
+  std::vector<std::string> nodes;
+  for (std::string line;; nodes.push_back(line)) {
+    std::ifstream file(folder + "/node" + std::to_string(nodes.size()) + "/cpulist");
+    if (!std::getline(file, line)) return nodes;
+  }
+}
+
+std::vector<int> cores_of_node(const std::vector<int>& cores, int near,
+                               const std::vector<std::string>& nodes) {
+  const auto has = [](const Cores& node, int core) {
+    return node.test(static_cast<std::size_t>(core) % node.size());
+  };
+  for (const std::string& text : nodes) {
+    const Cores node = cores_in(text);
+    if (!has(node, near)) continue;
+    std::vector<int> found;
+    std::ranges::copy_if(cores, std::back_inserter(found),
+                         [&](int core) { return has(node, core); });
+    return found.size() < 2 ? cores : found;
+  }
+  return cores;
 }
 
 // Ranks that are pinned to equal, nested or separate sets of cores are short of them exactly if too

@@ -11,6 +11,12 @@ namespace ringcomm::host {
 /// Empty where that is not known.
 std::string usable_cores();
 
+/// The cores of each NUMA node; empty where the kernel does not tell.
+std::vector<std::string> read_nodes(const std::string& folder = "/sys/devices/system/node");
+/// Of some cores those of the node that has core `near`, or all where that leaves fewer than two.
+std::vector<int> cores_of_node(const std::vector<int>& cores, int near,
+                               const std::vector<std::string>& nodes);
+
 inline constexpr double kNoQuota = std::numeric_limits<double>::infinity();
 
 /// Whether each of the ranks of a host, given by their usable_cores(), may have a core to itself.

@@ -5,13 +5,18 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <climits>
+#include <cstddef>
 #include <ctime>
 #include <mutex>
 #include <set>
+#include <string>
+#include <vector>
 
+#include "host/cores.h"
 #include "host/process.h"
 
 namespace ringcomm::host {
@@ -109,15 +114,18 @@ void HostArch::leave_core(const std::uint32_t& core) const {
     return;
   cpu_set_t allowed;
   if (::sched_getaffinity(0, sizeof(allowed), &allowed) != 0) return;
-  const int num_cores = CPU_COUNT(&allowed);
-  if (num_cores < 2 || shared_cores.get().are_any) return;
-  int next = here;
-  for (int num_steps = 1 + rank_ % (num_cores - 1); num_steps > 0; --num_steps) do
-      next = (next + 1) % CPU_SETSIZE;
-    while (!CPU_ISSET(next, &allowed));
+  if (CPU_COUNT(&allowed) < 2 || shared_cores.get().are_any) return;
+  static const std::vector<std::string> nodes = read_nodes();
+  std::vector<int> cores;
+  for (int other = 0; other < CPU_SETSIZE; ++other)
+    if (CPU_ISSET(other, &allowed)) cores.push_back(other);
+  cores = cores_of_node(cores, here, nodes);  // the thread's memory is there
+  const auto num_cores = static_cast<std::ptrdiff_t>(cores.size());
+  const auto place = std::ranges::find(cores, here) - cores.begin();
   cpu_set_t only_next;
   CPU_ZERO(&only_next);
-  CPU_SET(next, &only_next);
+  CPU_SET(cores[static_cast<std::size_t>((place + 1 + rank_ % (num_cores - 1)) % num_cores)],
+          &only_next);
   if (::sched_setaffinity(0, sizeof(only_next), &only_next) == 0) unpin(allowed);
 }
 

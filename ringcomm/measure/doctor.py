@@ -293,7 +293,8 @@ def _threads_text(report: dict[str, Any]) -> str:
     num_threads, num_cores = report["threads"]["torch"], report["threads"]["cores_per_rank"]
     used = num_threads if num_threads <= num_cores else 1
     text = f"collectives of 256 KiB and more use {counted(used, 'thread')} of a rank: torch has"
-    return f"{text} {num_threads}, and a rank {counted(num_cores, 'core')}"
+    more = f"; with OMP_NUM_THREADS={num_cores} they use {num_cores}" if used < num_cores else ""
+    return f"{text} {num_threads}, and a rank {counted(num_cores, 'core')}{more}"
 
 
 def _group_facts(group: dict[str, Any]) -> Iterator[tuple[str, str]]:

@@ -2,6 +2,8 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <filesystem>
+#include <fstream>
 #include <functional>
 #include <set>
 #include <string>
@@ -11,6 +13,7 @@
 
 #include "collective_case.h"
 #include "host/cores.h"
+#include "host/random.h"
 #include "host/workers.h"
 #include "third_party/doctest/doctest.h"
 
@@ -150,6 +153,25 @@ TEST_CASE("workers: ranks share cores if too many are on the same ones, or on al
     CHECK_FALSE(own({"0", wrong}));
   CHECK(own({"0", "1-18446744073709551615"}));
   CHECK_FALSE(host::have_own_cores({"0-7", "0-7"}, 1.5));
+}
+
+TEST_CASE("workers: a thread that moves stays on its NUMA node") {
+  namespace fs = std::filesystem;
+  const fs::path nodes = fs::temp_directory_path() / ("ringcomm-nodes-" + host::random_text());
+  for (const auto& [name, cores] : {std::pair{"node0", "0-3,8-11\n"}, {"node1", "4-7,12-15\n"}}) {
+    fs::create_directories(nodes / name);
+    std::ofstream(nodes / name / "cpulist") << cores;
+  }
+  const auto found = [&](std::vector<int> cores, int near) {
+    return host::cores_of_node(cores, near, host::read_nodes(nodes.string()));
+  };
+  CHECK(found({0, 1, 4, 5, 8}, 1) == std::vector<int>{0, 1, 8});
+  CHECK(found({0, 1, 4, 5, 8}, 4) == std::vector<int>{4, 5});
+  CHECK(found({0, 1, 4}, 4) == std::vector<int>{0, 1, 4});     // alone there
+  CHECK(found({0, 1, 20}, 20) == std::vector<int>{0, 1, 20});  // of no node
+  CHECK(host::cores_of_node({0, 1}, 0, host::read_nodes((nodes / "none").string())) ==
+        std::vector<int>{0, 1});
+  fs::remove_all(nodes);
 }
 
 TEST_CASE("workers: cores per rank") {

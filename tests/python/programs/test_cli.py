@@ -301,14 +301,15 @@ def test_doctor_has_limits_for_load_speed_and_threads(monkeypatch: pytest.Monkey
     ("threads", "cores", "said"),
     [
         (8, 8, "use 8 threads of a rank: torch has 8, and a rank 8 cores"),
-        (8, 4, "use 1 thread of a rank: torch has 8, and a rank 4 cores"),
-        (1, 4, "use 1 thread of a rank: torch has 1, and a rank 4 cores"),
+        (8, 4, "use 1 thread of a rank: torch has 8, and a rank 4 cores; with OMP_NUM_THREADS=4"),
+        (1, 2, "use 1 thread of a rank: torch has 1, and a rank 2 cores; with OMP_NUM_THREADS=2"),
         (2, 0, "use 1 thread of a rank: torch has 2, and a rank 0 cores"),
     ],
 )
 def test_doctor_says_how_many_threads_of_a_rank_copy(threads: int, cores: int, said: str) -> None:
     text = doctor._threads_text({"threads": {"torch": threads, "cores_per_rank": cores}})
-    assert text == f"collectives of 256 KiB and more {said}"
+    more = f" they use {cores}" if "with" in said else ""
+    assert text == f"collectives of 256 KiB and more {said}{more}"
 
 
 def test_doctor_says_that_gloo_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
