@@ -33,7 +33,7 @@ Group::Group(Rendezvous& rendezvous, const std::vector<int>& ranks, const Segmen
     processes_.push_back(rendezvous.processes()[static_cast<std::size_t>(rank)]);
     global_ranks_.push_back(rendezvous.global_rank_of(rank));
   }
-  have_own_cores_ = ringcomm::have_own_cores(cores);
+  ranks_per_core_ = ringcomm::ranks_per_core(cores);
   key_ = rendezvous.memory_key();
   try {
     // The pages that its peers poll come to this rank's NUMA node.

@@ -36,8 +36,8 @@ class Group final : public Membership {
   /// The rank's number in the whole group.
   int whole_rank(int rank) const { return ranks_[static_cast<std::size_t>(rank)]; }
   std::size_t num_bytes() const { return memory_->num_bytes(); }
-  /// Whether each rank may have a core to itself.
-  bool have_own_cores() const { return have_own_cores_; }
+  /// How many ranks share a core; 1 if each may have one to itself.
+  int ranks_per_core() const { return ranks_per_core_; }
 
   BoardGeometry board() const { return layout_.board(memory_->data()); }
   LinkGeometry ring_link(int from) const { return layout_.ring_link(memory_->data(), from); }
@@ -88,7 +88,7 @@ class Group final : public Membership {
   std::vector<int> ranks_;  // in the whole group
   int rank_;
   SegmentLayout layout_;
-  bool have_own_cores_ = false;
+  int ranks_per_core_ = 1;
   int generation_ = process_generation();
   std::shared_ptr<const SharedMemory> memory_;  // also of left_by_all()
   std::uint64_t num_gone_seen_ = 0;             // when no rank of the group was among them

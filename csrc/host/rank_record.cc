@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <array>
 #include <bitset>
+#include <cmath>
 #include <cstdlib>
 #include <fstream>
 #include <sstream>
@@ -122,20 +123,25 @@ std::string usable_cores() {
 }
 
 // Ranks that are pinned to equal, nested or separate sets of cores are short of them exactly if too
-// many ranks have only cores of one of these sets, or of the union.
-bool have_own_cores(const std::vector<std::string>& cores_of_ranks) {
+// many ranks have only cores of one of these sets, or of the union. Cores that are not known may be
+// one.
+int ranks_per_core(const std::vector<std::string>& cores_of_ranks) {
   std::vector<Cores> sets;
   for (const std::string& cores : cores_of_ranks) sets.push_back(cores_in(cores));
   Cores all;
   for (const Cores& set : sets) all |= set;
-  const auto is_enough = [&](const Cores& cores) {
+  double most = 1;
+  const auto look_at = [&](const Cores& cores) {
     const auto num_ranks =
         std::ranges::count_if(sets, [&](const Cores& set) { return (set & ~cores).none(); });
-    return static_cast<std::size_t>(num_ranks) <= cores.count();
+    most = std::max(most, static_cast<double>(num_ranks) / std::max(1.0, double(cores.count())));
   };
-  const auto& quota = cgroup_limits().cpu_cores;
-  return is_enough(all) && std::ranges::all_of(sets, is_enough) &&
-         (!quota || quota->value >= static_cast<double>(sets.size()));
+  look_at(all);
+  std::ranges::for_each(sets, look_at);
+  if (std::ranges::any_of(sets, &Cores::none)) most = static_cast<double>(sets.size());
+  if (const auto& quota = cgroup_limits().cpu_cores)
+    most = std::max(most, static_cast<double>(sets.size()) / quota->value);
+  return static_cast<int>(std::ceil(std::min(most, static_cast<double>(sets.size()))));
 }
 
 std::string host_name() {

@@ -46,9 +46,9 @@ std::string pid_namespace();
 std::string ranges_of(const std::vector<std::uint64_t>& numbers);
 /// Those that the calling thread may use, as such a text.
 std::string usable_cores();
-/// Whether each of the ranks of a host, given by their usable_cores(), may have a core to itself,
-/// and this process's cgroup gives time for all.
-bool have_own_cores(const std::vector<std::string>& cores_of_ranks);
+/// How many of the ranks of a host, given by their usable_cores(), share a core: 1 if each may have
+/// one to itself, and this process's cgroup gives time for all.
+int ranks_per_core(const std::vector<std::string>& cores_of_ranks);
 /// Of this machine; letters that are not of ASCII are ?.
 std::string host_name();
 

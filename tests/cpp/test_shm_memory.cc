@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "core/errors.h"
+#include "host/cgroup_limits.h"
 #include "host/fd.h"
 #include "host/process.h"
 #include "host/rank_control.h"
@@ -243,20 +244,21 @@ TEST_CASE("a rank record survives its text, and a stranger's is refused") {
 }
 
 TEST_CASE("ranks share cores if too many are on the same ones, or on all") {
-  const auto own = [](const std::vector<std::string>& cores) { return have_own_cores(cores); };
-  CHECK(own({"0", "1"}));
-  CHECK(own({"0-1", "0-1"}));
-  CHECK(own({"0-3, 8", "0-3, 8", "8", "0-3, 8", "1"}));
-  CHECK(own({"1022", "1023"}));
-  CHECK_FALSE(own({"0", "0"}));
-  CHECK_FALSE(own({"0-1", "0-1", "0-1"}));
-  CHECK_FALSE(own({"0", "1-2", "1-2", "0"}));  // four ranks and three cores
-  CHECK_FALSE(own({"0", "0", "1-9"}));         // of ten cores two ranks have one
-  CHECK_FALSE(own({"0-1", "1", "0", "2-9"}));
-  // What is not known, or what a faulty peer may have written.
+  if (cgroup_limits().cpu_cores) return;  // which bounds all of these
+  const auto sharing = [](const std::vector<std::string>& cores) { return ranks_per_core(cores); };
+  CHECK(sharing({"0", "1"}) == 1);
+  CHECK(sharing({"0-1", "0-1"}) == 1);
+  CHECK(sharing({"1022", "1023"}) == 1);
+  CHECK(sharing({"0", "0"}) == 2);
+  CHECK(sharing({"0-1", "0-1", "0-1"}) == 2);
+  CHECK(sharing(std::vector<std::string>(64, "0-1")) == 32);
+  CHECK(sharing({"0", "1-2", "1-2", "0"}) == 2);  // four ranks and three cores
+  CHECK(sharing({"0", "0", "0", "1-9"}) == 3);    // of ten cores three ranks have one
+  CHECK(sharing({"0-1", "1", "0", "2-9"}) == 2);
+  // What is not known may be one core; and what a faulty peer may have written.
   for (const char* wrong : {"", "x", "-", "7-3", "5000-6000", "99999999999999999999"})
-    CHECK_FALSE(own({"0", wrong}));
-  CHECK(own({"0", "1-18446744073709551615"}));
+    CHECK(sharing({"0", "1", wrong}) == 3);
+  CHECK(sharing({"0", "1-18446744073709551615"}) == 1);
 }
 
 // ---- the plan of the segment
