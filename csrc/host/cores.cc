@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <bitset>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <fstream>
@@ -89,18 +90,23 @@ std::vector<int> cores_of_node(const std::vector<int>& cores, int near,
 }
 
 // Ranks that are pinned to equal, nested or separate sets of cores are short of them exactly if too
-// many ranks have only cores of one of these sets, or of the union.
-bool have_own_cores(const std::vector<std::string>& cores_of_ranks, double quota) {
+// many ranks have only cores of one of these sets, or of the union. Cores that are not known may be
+// one.
+int ranks_per_core(const std::vector<std::string>& cores_of_ranks, double quota) {
   const std::vector<Cores> sets = cores_in(cores_of_ranks);
-  Cores all;
-  for (const Cores& set : sets) all |= set;
-  const auto is_enough = [&](const Cores& cores) {
+  const auto num_all = static_cast<double>(sets.size());
+  if (std::ranges::any_of(sets, &Cores::none)) return static_cast<int>(sets.size());
+  double most = std::max(1.0, num_all / quota);
+  const auto look_at = [&](const Cores& cores) {
     const auto num_ranks =
         std::ranges::count_if(sets, [&](const Cores& set) { return (set & ~cores).none(); });
-    return static_cast<std::size_t>(num_ranks) <= cores.count();
+    most = std::max(most, static_cast<double>(num_ranks) / static_cast<double>(cores.count()));
   };
-  return is_enough(all) && std::ranges::all_of(sets, is_enough) &&
-         quota >= static_cast<double>(sets.size());
+  Cores all;
+  for (const Cores& set : sets) all |= set;
+  look_at(all);
+  std::ranges::for_each(sets, look_at);
+  return static_cast<int>(std::ceil(std::min(most, num_all)));
 }
 
 int cores_per_rank(const std::vector<std::string>& cores_of_ranks, double quota) {

@@ -19,9 +19,9 @@ std::vector<int> cores_of_node(const std::vector<int>& cores, int near,
 
 inline constexpr double kNoQuota = std::numeric_limits<double>::infinity();
 
-/// Whether each of the ranks of a host, given by their usable_cores(), may have a core to itself.
-/// `quota` is the CPU time per time that their cgroup gives to all.
-bool have_own_cores(const std::vector<std::string>& cores_of_ranks, double quota = kNoQuota);
+/// How many of the ranks of a host, given by their usable_cores(), share a core: 1 if each may have
+/// one to itself. `quota` is the CPU time per time that their cgroup gives to all.
+int ranks_per_core(const std::vector<std::string>& cores_of_ranks, double quota = kNoQuota);
 
 /// How many cores each of the ranks has to itself, where each core and the quota are shared equally
 /// by those that may use it: the smallest number of any rank, 0 where one's cores are not known.

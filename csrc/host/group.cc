@@ -37,7 +37,7 @@ Group::Group(Rendezvous& rendezvous, const std::vector<int>& ranks, const Segmen
   }
   const auto& limit = cgroup_limits().cpu_cores;
   const double quota = limit ? limit->value : kNoQuota;
-  have_own_cores_ = host::have_own_cores(cores, quota);
+  ranks_per_core_ = host::ranks_per_core(cores, quota);
   cores_per_rank_ = host::cores_per_rank(cores, quota);
   key_ = rendezvous.memory_key();
   try {

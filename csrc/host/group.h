@@ -36,8 +36,9 @@ class Group final : public Membership {
   /// The rank's number in the whole group.
   int whole_rank(int rank) const { return ranks_[static_cast<std::size_t>(rank)]; }
   std::size_t num_bytes() const { return memory_->num_bytes(); }
-  /// Whether each rank may have a core to itself, and how many; as it was when the group was made.
-  bool have_own_cores() const { return have_own_cores_; }
+  /// How many ranks share a core, 1 if each may have one to itself, and how many cores each then
+  /// has; as it was when the group was made.
+  int ranks_per_core() const { return ranks_per_core_; }
   int cores_per_rank() const { return cores_per_rank_; }
 
   BoardGeometry board() const { return layout_.board(memory_->data()); }
@@ -89,7 +90,7 @@ class Group final : public Membership {
   std::vector<int> ranks_;  // in the whole group
   int rank_;
   SegmentLayout layout_;
-  bool have_own_cores_ = false;
+  int ranks_per_core_ = 1;
   int cores_per_rank_ = 0;
   int generation_ = process_generation();
   std::shared_ptr<const SharedMemory> memory_;  // also of left_by_all()

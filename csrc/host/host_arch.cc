@@ -28,8 +28,13 @@ constexpr long kParkSliceNs = 20'000'000;
 
 // A yield takes 0.2-0.5 us if no other thread runs, and 2-5 us if a waiting rank does.
 constexpr std::chrono::microseconds kIdleYield{1};
-// A waiting rank yields again within microseconds; a thread that runs for this long computes.
+// A waiting rank yields again within microseconds; a thread that runs for this long computes. Ranks
+// that share a core run one after another, so more of them take longer; at most less than the 3 ms
+// for which the scheduler lets a computing program run. Where 16 ranks on each core took the limit
+// of one, they slept in turn, and a call took 1.6 times as long.
 constexpr std::chrono::microseconds kLongYield{500};
+constexpr std::chrono::microseconds kLongYieldPerRank{125};
+constexpr std::chrono::microseconds kLongestYield{2000};
 
 // A futex is 32 bits wide and its comparison is for equality: the half of the cursor that changes
 // with every step.
@@ -38,17 +43,17 @@ std::uint32_t* low_half(std::uint64_t& word) {
   return __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__ ? halves : halves + 1;
 }
 
-// The waits of this process for ranks that share cores.
+// How many ranks share a core in this process's groups now, and the largest of the numbers.
 struct SharedCores {
   std::mutex mutex;
-  std::set<const HostArch*> all;
-  std::atomic<bool> are_any = false;
+  std::multiset<int> all;
+  std::atomic<int> most = 1;
 
   template <class Change>
   void change(const Change& change_all) {
     const std::lock_guard lock(mutex);
     change_all(all);
-    are_any = !all.empty();
+    most = all.empty() ? 1 : *all.rbegin();
   }
 };
 constinit PerProcess<SharedCores> shared_cores;
@@ -66,23 +71,27 @@ void unpin(const cpu_set_t& allowed) {
 
 }  // namespace
 
-HostArch::HostArch(StopSource& source, int rank, bool have_own_cores)
-    : source_(&source), rank_(rank) {
-  if (!have_own_cores) shared_cores.get().change([&](auto& all) { all.insert(this); });
+HostArch::HostArch(StopSource& source, int rank, int ranks_per_core)
+    : source_(&source), rank_(rank), ranks_per_core_(ranks_per_core) {
+  shared_cores.get().change([&](auto& all) { all.insert(ranks_per_core); });
 }
 
 HostArch::~HostArch() {
-  shared_cores.get().change([&](auto& all) { all.erase(this); });
+  shared_cores.get().change([&](auto& all) {
+    if (const auto found = all.find(ranks_per_core_); found != all.end()) all.erase(found);
+  });
 }
 
 // If ranks share cores, a yield that returns at once does not prove that the core is idle: the
 // scheduler may not have found another thread eligible.
 Yielded HostArch::yield() const {
+  const int num_sharing = shared_cores.get().most;
   const auto begin = std::chrono::steady_clock::now();
   ::sched_yield();
   const auto away = std::chrono::steady_clock::now() - begin;
-  if (away > kLongYield) return Yielded::kLong;
-  return away <= kIdleYield && !shared_cores.get().are_any ? Yielded::kCoreIdle : Yielded::kShort;
+  if (away > std::clamp(num_sharing * kLongYieldPerRank, kLongYield, kLongestYield))
+    return Yielded::kLong;
+  return away <= kIdleYield && num_sharing == 1 ? Yielded::kCoreIdle : Yielded::kShort;
 }
 
 // FUTEX_WAIT and FUTEX_WAKE without the PRIVATE flag, because the word is in memory shared between
@@ -112,9 +121,10 @@ void HostArch::leave_core(const std::uint32_t& core) const {
   const int here = ::sched_getcpu();
   if (here < 0 || static_cast<std::uint32_t>(here) + 1 != __atomic_load_n(&core, __ATOMIC_RELAXED))
     return;
+  if (shared_cores.get().most > 1) return;
   cpu_set_t allowed;
   if (::sched_getaffinity(0, sizeof(allowed), &allowed) != 0) return;
-  if (CPU_COUNT(&allowed) < 2 || shared_cores.get().are_any) return;
+  if (CPU_COUNT(&allowed) < 2) return;
   static const std::vector<std::string> nodes = read_nodes();
   std::vector<int> cores;
   for (int other = 0; other < CPU_SETSIZE; ++other)

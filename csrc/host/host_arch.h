@@ -25,9 +25,9 @@ class StopSource {
 /// Cores and a futex: runs the protocols of core between processes (or threads) that share memory.
 class HostArch {
  public:
-  /// For `rank` of a group on this host. Ranks share cores as long as those of any group of the
-  /// process do not `have_own_cores`.
-  HostArch(StopSource& source, int rank, bool have_own_cores);
+  /// For `rank` of a group of which `ranks_per_core` share a core of this host. Ranks share cores
+  /// as long as those of any group of the process do.
+  HostArch(StopSource& source, int rank, int ranks_per_core);
   ~HostArch();
   HostArch(const HostArch&) = delete;
   HostArch& operator=(const HostArch&) = delete;
@@ -97,6 +97,7 @@ class HostArch {
  private:
   StopSource* source_;
   int rank_;
+  int ranks_per_core_;
   SpinBudget budget_;
 };
 static_assert(Arch<HostArch>);

@@ -136,23 +136,24 @@ TEST_CASE("workers: a team that is slower than the caller alone pauses, longer e
 }
 
 TEST_CASE("workers: ranks share cores if too many are on the same ones, or on all") {
-  const auto own = [](const std::vector<std::string>& cores) {
-    return host::have_own_cores(cores);
+  const auto sharing = [](const std::vector<std::string>& cores) {
+    return host::ranks_per_core(cores);
   };
-  CHECK(own({"0", "1"}));
-  CHECK(own({"0-1", "0-1"}));
-  CHECK(own({"0-3, 8", "0-3, 8", "8", "0-3, 8", "1"}));
-  CHECK(own({"1022", "1023"}));
-  CHECK_FALSE(own({"0", "0"}));
-  CHECK_FALSE(own({"0-1", "0-1", "0-1"}));
-  CHECK_FALSE(own({"0", "1-2", "1-2", "0"}));  // four ranks and three cores
-  CHECK_FALSE(own({"0", "0", "1-9"}));         // of ten cores two ranks have one
-  CHECK_FALSE(own({"0-1", "1", "0", "2-9"}));
-  // What is not known, or what a faulty peer may have written.
+  CHECK(sharing({"0", "1"}) == 1);
+  CHECK(sharing({"0-1", "0-1"}) == 1);
+  CHECK(sharing({"1022", "1023"}) == 1);
+  CHECK(sharing({"0", "0"}) == 2);
+  CHECK(sharing({"0-1", "0-1", "0-1"}) == 2);
+  CHECK(sharing(std::vector<std::string>(64, "0-1")) == 32);
+  CHECK(sharing({"0", "1-2", "1-2", "0"}) == 2);  // four ranks and three cores
+  CHECK(sharing({"0", "0", "0", "1-9"}) == 3);    // of ten cores three ranks have one
+  CHECK(sharing({"0-1", "1", "0", "2-9"}) == 2);
+  // What is not known may be one core; and what a faulty peer may have written.
   for (const char* wrong : {"", "x", "-", "7-3", "5000-6000", "99999999999999999999"})
-    CHECK_FALSE(own({"0", wrong}));
-  CHECK(own({"0", "1-18446744073709551615"}));
-  CHECK_FALSE(host::have_own_cores({"0-7", "0-7"}, 1.5));
+    CHECK(sharing({"0", "1", wrong}) == 3);
+  CHECK(sharing({"0", "1-18446744073709551615"}) == 1);
+  CHECK(host::ranks_per_core({"0-7", "0-7", "0-7"}, 1.5) == 2);
+  CHECK(host::ranks_per_core({"0-7", "0-7"}, 0.1) == 2);
 }
 
 TEST_CASE("workers: a thread that moves stays on its NUMA node") {
