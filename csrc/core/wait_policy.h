@@ -21,8 +21,8 @@ class SpinBudget {
   static constexpr std::uint32_t kMaxPauses = 20'000;  // about 0.5 ms at 24 ns a pause
   /// What an idle core may always spin: twice a futex round trip and more.
   static constexpr std::uint32_t kIdlePauses = 4'000;
-  /// Of many ranks on a core each may be late. With 8 and 32 ranks on two cores, 10 yields cost 10 to
-  /// 25 % more than 40: some waits end in a sleep.
+  /// Of many ranks on a core each may be late. With 8 and 32 ranks on two cores, 10 yields cost 10
+  /// to 25 % more than 40: some waits end in a sleep.
   static constexpr std::uint32_t kMaxYields = 40;
   /// If every rank has its own core, yields that return at once have a separate limit. Without it,
   /// a rank with a small spin budget would pay a futex round trip (22 us) for every 5 us wait.
