@@ -21,7 +21,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ringcomm.integrations.transformers import patch_loss
 from ringcomm.optim import AdaLomo, Lomo
-from ringcomm.palette import COLORS, GREY, colors_of
 
 # With learning rates that are the best within a factor of about 3, on the default model and text.
 OPTIMIZERS: dict[str, Callable[[nn.Module, Any], torch.optim.Optimizer]] = {
@@ -31,14 +30,15 @@ OPTIMIZERS: dict[str, Callable[[nn.Module, Any], torch.optim.Optimizer]] = {
 }
 # Parts of MemTracker's, as the pages of `ringcomm show` draw them.
 PARTS = {
-    "Parameter": ("weights", COLORS["blue"]),
-    "Optstate": ("optimizer states", COLORS["green"]),
-    "Gradient": ("gradients", COLORS["orange"]),
-    "Activation": ("activations", COLORS["yellow"]),
-    "Temp": ("temporary", COLORS["pink"]),
-    "Buffer": ("buffers", COLORS["sky"]),
-    "Other": ("other", GREY),
+    "Parameter": ("weights", "#0072b2"),
+    "Optstate": ("optimizer states", "#009e73"),
+    "Gradient": ("gradients", "#d55e00"),
+    "Activation": ("activations", "#e69f00"),
+    "Temp": ("temporary", "#cc79a7"),
+    "Buffer": ("buffers", "#56b4e9"),
+    "Other": ("other", "#7f7f7f"),
 }
+LINES = {"adamw": "#332288", "lomo": "#44aa99", "adalomo": "#882255"}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -104,7 +104,7 @@ def draw(losses: dict[str, list[float]], memory: dict[str, dict[str, float]], pa
     left, right = (figure := Figure(figsize=(11, 4), layout="tight")).subplots(1, 2)
     for name, points in losses.items():
         percent = range(0, 10 * len(points), 10)
-        left.plot(percent, points, label=name, color=colors_of(list(losses))[name])
+        left.plot(percent, points, label=name, color=LINES.get(name))
     left.set(xlabel="% of the steps", ylabel="held-out loss, nats per byte")
     bottom = torch.zeros(len(memory))
     for part, (label, color) in PARTS.items():
