@@ -32,6 +32,7 @@ EXIT_INTERRUPTED = 130
 EXIT_PIPE_CLOSED = 141  # as of a program that SIGPIPE ends
 
 NUM_RANKS = max(2, min(4, len(os.sched_getaffinity(0))))
+HARDWARE = ("h100", "h200", "a100", "4090", "l4", "cpu-core")  # of `plan`
 BENCHMARKS = Path(__file__).resolve().with_name("benchmarks")
 # Of `bench OP`, whose options are in the folder benchmarks/ of a checkout.
 OPERATIONS = (
@@ -81,6 +82,13 @@ def _did_you_mean(name: str, known: Sequence[str]) -> str:
     return f"; did you mean {near[0]}?" if near else ""
 
 
+def in_words(error: Exception) -> str:
+    """The text of an error; of a file's, its name and the reason without the number."""
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
+
+
 def parsed_by(name: str) -> Callable[[str], Any]:
     """An option's type: a function of ringcomm.screen, imported when there is a value to read."""
 
@@ -103,7 +111,9 @@ _duration.__name__ = "number"  # in argparse's own message
 
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:
-    """Compares ringcomm with Gloo on this machine, in about a minute; verifies the results.
+    """Compares ringcomm with Gloo on this machine, and verifies the results.
+
+    It takes about half a minute on 2 cores, and 8 s more for each further number of ranks.
 
     `ringcomm bench OP` measures one operation in depth, or several collectives separated by commas.
     It needs the folder benchmarks/ of a checkout. `ringcomm bench OP --help` shows its options.
@@ -134,7 +144,7 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
     """
     add = parser.add_argument
     add("--job", type=int, metavar="PID", help="process id of torchrun or of any rank")
-    about = "ranks to start, 1 to 64; by default one per CPU, 2 to 4"
+    about = "ranks to start, 1 to 64; one per CPU by default, at least 2, at most 4"
     add("--world-size", type=int, default=NUM_RANKS, help=about)
     add("--seconds", type=_duration, default=0.3, help="seconds of measurement per size")
     add("--json", action="store_true", help="print the report as one JSON object")
@@ -149,8 +159,8 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
 
     No rank is started. For every system and mesh it predicts memory by part, traffic, the pipeline
     bubble and time, and ranks the plans that fit. Among plans within 2 % of the fastest, fewer
-    axes, simpler systems and fewer bytes rank first. A model is a name or a config.json of
-    transformers. See docs/design/planner.md.
+    axes rank first, then data parallelism before a pipeline, simpler systems and fewer bytes. A
+    model is a name or a config.json of transformers. See docs/design/planner.md.
     """
     add = parser.add_argument
     add("--model", help="a known name such as llama-7b, or the path of a config.json")
@@ -163,7 +173,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     add("--why", type=int, default=1, help="number of the plan to explain")
     add("--json", action="store_true", help="print all plans as one JSON object")
     add = parser.add_argument_group("machines").add_argument
-    add("--hardware", default="h100", help="a known name, or a JSON file")
+    add("--hardware", default="h100", help=f"{', '.join(HARDWARE)}, or a JSON file")
     about = "a file of `ringcomm tune`, from which link times are taken"
     add("--tuning", type=Path, metavar="FILE", help=about)
     about = "memory per device, such as 80GiB or 80GB; by default the hardware's"
@@ -198,15 +208,15 @@ def _add_show(parser: argparse.ArgumentParser) -> None:
     """
     add = parser.add_argument
     add("page", choices=PAGES, metavar="PAGE", help=", ".join(PAGES))
-    add("--ranks", type=int, help="2 to 64, by default 4; of memory the most, by default 64")
-    about = "of memory, lomo, tensor: a known name, or the path of a config.json; default llama-7b"
+    add("--ranks", type=int, help="2 to 64 (default 4); memory: the slider's maximum (default 64)")
+    about = "memory, lomo, tensor only: a known name or a config.json's path (default llama-7b)"
     add("--model", help=about)
-    add("--bytes", type=parsed_by("amount"), help="of ring: of a rank's buffer, by default 1MiB")
-    add("--micro-batches", type=int, help="of pipeline, by default 8")
-    about = "of ring and trace: a trace of `ringcomm trace`"
+    add("--bytes", type=parsed_by("amount"), help="ring only: a rank's buffer (default 1MiB)")
+    add("--micro-batches", type=int, help="pipeline only (default 8)")
+    about = "ring and trace only: a file of `ringcomm trace`"
     add("--trace", type=Path, metavar="FILE", help=about)
     add("--seq", type=int, metavar="N", help="with --trace: the call's number (default: the first)")
-    about = "of pipeline: a file of Timeline.export_chrome_trace()"
+    about = "pipeline only: a file of Timeline.export_chrome_trace()"
     add("--timeline", type=Path, metavar="FILE", help=about)
     add("-o", "--output", type=Path, metavar="FILE", help="by default ringcomm-PAGE.html")
 
@@ -378,7 +388,7 @@ def run_main(name: str, main: Callable[[list[str]], int]) -> int:
     except BrokenPipeError:  # the reader, such as `| head`, has closed the pipe
         return EXIT_PIPE_CLOSED
     except (OSError, ValueError, RankError, subprocess.SubprocessError) as error:
-        print(f"{name}: {error}", file=sys.stderr)
+        print(f"{name}: {in_words(error)}", file=sys.stderr)
         return EXIT_FAILED
 
 

@@ -40,9 +40,10 @@ def _is_negative(record: Record) -> bool:
 
 WHY_NEGATIVE = (
     "`communication` is the part of a step that the same step over a backend that sends nothing"
-    " does not take. It is negative where that step is the longer one. Over another backend than"
-    " ringcomm ZeRO pads shards of different sizes and divides by the number of ranks in passes of"
-    " its own, which over ringcomm are part of the collective. A share whose 10 and 90 % points"
+    " does not take. The part can be negative: over another backend than ringcomm, ZeRO pads shards"
+    " of different sizes and divides by the number of ranks in passes of its own, which over"
+    " ringcomm are part of the collective. If these passes take longer than the communication that"
+    " is left out, the step that sends nothing is the longer one. A share whose 10 and 90 % points"
     " have different signs cannot be told from 0."
 )
 # Fields that only some records have: a header, and the text of a cell.

@@ -151,7 +151,7 @@ def _engine_options(pg_options: Any, world_size: int) -> _C.GroupOptions:
     # The backend for messages between ranks without shared memory: a group on one host needs none.
     has_gloo = options.message_backend != "gloo" or dist.is_gloo_available()
     has_messages = options.transport == "messages" or (options.transport is None and has_gloo)
-    return _C.GroupOptions(
+    return _group_options(
         algorithm=options.algorithm,
         is_rank_ordered=options.deterministic == "rank_order",
         one_shot_max_bytes=tuned or 0,
@@ -161,6 +161,20 @@ def _engine_options(pg_options: Any, world_size: int) -> _C.GroupOptions:
         report_stragglers=options.report_stragglers,
         message_backend=message_backend.checked(options.message_backend) if has_messages else "",
     )
+
+
+def _group_options(**fields: Any) -> _C.GroupOptions:
+    """Raises RuntimeError if the extension lacks one of the fields."""
+    try:
+        return _C.GroupOptions(**fields)
+    except TypeError:
+        signature = _C.GroupOptions.__init__.__doc__ or ""
+        if all(f"{name}: " in signature for name in fields):
+            raise  # a value of the wrong type
+        raise RuntimeError(
+            "the extension is older than ringcomm's Python files: build it again (make build, or"
+            " pip install -e . in a checkout)"
+        ) from None
 
 
 def resolve_group(

@@ -11,7 +11,7 @@ from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 
-from _ringcomm_cli import PAGES, OneLineParser, main, run  # noqa: F401
+from _ringcomm_cli import PAGES, OneLineParser, in_words, main, run  # noqa: F401
 from ringcomm import tuning
 from ringcomm.measure.ranks import joined_world_size
 from ringcomm.screen import check_writable
@@ -64,7 +64,7 @@ def _doctor_of_job(options: argparse.Namespace) -> int:
     try:
         report = job.examine(options.job, options.dump, options.format)
     except (job.JobError, OSError) as error:
-        print(f"ringcomm doctor: {error}", file=sys.stderr)
+        print(f"ringcomm doctor: {in_words(error)}", file=sys.stderr)
         return 1
     if options.json:
         print(json.dumps(report, allow_nan=False))
@@ -83,6 +83,8 @@ def _plan(options: argparse.Namespace) -> int:
         error(f"--top must not be negative, got {options.top}")
     if options.why < 1:
         error(f"--why must be 1 or more, got {options.why}")
+    if 0 < options.memory < 1 << 20:
+        error(f"--memory is {options.memory} bytes: did you mean {options.memory}GiB?")
     from ringcomm.planner import Cluster, Job, plan
     from ringcomm.planner.plans import LEGEND
 
@@ -93,7 +95,7 @@ def _plan(options: argparse.Namespace) -> int:
         job = Job(**{field.name: getattr(options, field.name) for field in fields(Job)})
         plans = plan(options.model, cluster, job)
     except (ValueError, OSError) as problem:
-        error(str(problem))
+        error(in_words(problem))
     if options.json:
         print(plans.to_json())
         return 0 if plans.ranked else 1
@@ -135,7 +137,7 @@ def _show(options: argparse.Namespace) -> int:
         data = getattr(show, options.page)(*(known | given).values())
         show.write_page(options.page, data, output)
     except (OSError, ValueError) as problem:
-        error(str(problem))
+        error(in_words(problem))
     print(f"{output}: open it in a browser")
     return 0
 

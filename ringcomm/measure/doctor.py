@@ -316,7 +316,7 @@ def _group_facts(group: dict[str, Any]) -> Iterator[tuple[str, str]]:
             yield "pairs", f"{ranks}: 1 KiB in {latency}, 4 MiB with {rate}"
     if "memory" in group:
         touched, mapped = (in_gib(group["memory"][f"{n}_bytes"]) for n in ("resident", "mapped"))
-        yield "group memory", f"memory: {touched} in use of at most {mapped}"
+        yield "group memory", f"shared memory of the group: {touched} in use of at most {mapped}"
     if "others_busy_percent" in group:
         percent = f"{group['others_busy_percent']:.0f} %"
         yield "others", f"other programs used {percent} of the machine meanwhile"
@@ -341,4 +341,5 @@ def print_report(report: dict[str, Any]) -> None:
                 print(f"  ✓ {fact}")
         print()
     count = len(problems)
-    print(f"{counted(count, 'problem')} found" if count else "no problems found")
+    works = "" if "errors" in report["group"] else "; the group works"
+    print(f"{counted(count, 'problem') if count else 'no problems'} found{works}")

@@ -24,8 +24,8 @@ system       how data-parallel ranks share the training state; docs/systems.md h
 mesh         ranks of data (dp), pipeline (pp), tensor (tp) and expert (ep) parallelism; sp shards
              the tokens between tensor-parallel layers; the pipeline's schedule
 batches      micro-batches of a step × sequences in each; recomputed: layers keep their inputs only
-memory       GiB on the device of the rank that needs most
-sent         GiB that a rank sends in a step
+memory       on the device of the rank that needs most
+sent         what a rank sends
 bound by     the part of the step that takes longest
 --why N explains plan N: memory by part, bubble, times"""
 DEVICE_PARTS = ("parameters", "gradients", "states", "activations", "buffers")
@@ -127,7 +127,8 @@ class Plans:
 
     def table(self, top: int) -> str:
         """A table of the first plans; all if top is 0. LEGEND explains it."""
-        rows = [["", "system", "mesh", "batches", "memory", "sent", "step", "bound by"]]
+        rows = [["", "system", "mesh", "batches", "memory, GiB", "sent in a step, GiB"]]
+        rows[0] += ["step", "bound by"]
         for number, plan in enumerate(self.ranked[: top or None], 1):
             c = plan.candidate
             mesh = f"{c.mesh}, {c.schedule}" if c.schedule else str(c.mesh)
@@ -168,8 +169,11 @@ def _reasons(plan: Plan) -> Iterator[str]:
     """The explanation, in the order of the calculation."""
     c, memory, time = plan.candidate, plan.memory, plan.time
     parts = [f"{name} {in_gib(getattr(memory, name))}" for name in DEVICE_PARTS]
+    reserved = c.cluster.hardware.reserved_bytes
+    taken = f" (the driver takes {in_gib(reserved)})" if reserved else ""
     yield (
-        f"memory: {in_gib(memory.device)} of {in_gib(c.cluster.usable_bytes)} = {' + '.join(parts)}"
+        f"memory: {in_gib(memory.device)} of {in_gib(c.cluster.usable_bytes)} usable{taken}"
+        f" = {' + '.join(parts)}"
         + (f"; in host memory {in_gib(memory.host)} per rank" if memory.host else "")
         + (f"; on disks {in_gib(memory.disk)} per rank" if memory.disk else "")
     )
@@ -184,7 +188,9 @@ def _reasons(plan: Plan) -> Iterator[str]:
     elif m < 2 * p:
         why = "less than 2p: the batch has no more"
     more = {
-        "dp": f" and {in_seconds(time.data_hidden)} hidden by computing",
+        "dp": f" and {in_seconds(time.data_hidden)} hidden by computing"
+        if time.data_hidden
+        else ", none hidden by computing",
         "pp": f"; {c.schedule} with {batches} ({why}), bubble {c.bubble:.1%}",
     }
     for axis, part in (("tp", "tensor"), ("dp", "data"), ("ep", "expert"), ("pp", "pipeline")):
@@ -201,7 +207,7 @@ def _reasons(plan: Plan) -> Iterator[str]:
     yield (
         f"time: {in_seconds(time.step)} = {' + '.join(shown)}, computing at"
         f" {c.cluster.hardware.utilisation:.0%} of the peak; {time.largest} dominates with"
-        f" {time.parts[time.largest] / time.step:.0%}; {plan.tokens_per_s:,.0f} tokens/s"
+        f" {time.parts[time.largest] / time.step:.1%}; {plan.tokens_per_s:,.0f} tokens/s"
     )
 
 
@@ -345,7 +351,8 @@ def _does_not_fit(candidate: Candidate, memory: costs.RankMemory) -> str | None:
         parts = {name: getattr(memory, name) for name in DEVICE_PARTS}
         largest = max(parts, key=parts.__getitem__)
         return (
-            f"needs {in_gib(memory.device)} of {in_gib(cluster.usable_bytes)}: {largest} alone"
+            f"needs {in_gib(memory.device)} of {in_gib(cluster.usable_bytes)} usable:"
+            f" {largest} alone"
             f" {in_gib(parts[largest])}"
         )
     of_host = memory.host * min(cluster.per_host, candidate.mesh.num_ranks)

@@ -51,12 +51,15 @@ function bytes(count) {
 const duration = us =>
   us >= 1e6 ? `${three(us / 1e6)} s` : us >= 1e3 ? `${three(us / 1e3)} ms` : `${three(us)} µs`;
 
-// A picture that is shrunk to 36rem at most: below, its text is too small, and the figure scrolls.
+// Of a phone, where pictures have smaller cells.
+const isNarrow = () => document.documentElement.clientWidth < 600;
+
+// A picture that shrinks until its text of 13 px has 11 px; below that width the figure scrolls.
 const pictureOf = (width, height, label) =>
   make("svg", {
     viewBox: `0 0 ${width} ${height}`,
     width,
-    style: `min-width: min(36rem, ${width}px)`,
+    style: `min-width: ${Math.ceil((width * 11) / 13)}px`,
     role: "img",
     "aria-label": label,
   });

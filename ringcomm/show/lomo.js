@@ -58,9 +58,9 @@ main.append(
 function drawAll() {
   const count = +slider.value,
     left = 60,
-    width = 280,
+    width = isNarrow() ? 90 : 280,
     height = 180,
-    gap = 24,
+    gap = isNarrow() ? 10 : 24,
     y = value => 20 + height - (value / most) * height;
   slider.setAttribute("aria-valuetext", `${count} of ${sizes.length}`);
   title.textContent = count
@@ -87,7 +87,9 @@ function drawAll() {
     let lower = at.map(() => 0);
     svg.append(
       make("text", {x: begin, y: 12}, name),
-      label(begin + width / 2, height + 36, "gradients computed →", {class: "faint"}),
+      label(begin + width / 2, height + 36, isNarrow() ? "gradients →" : "gradients computed →", {
+        class: "faint",
+      }),
     );
     for (const [part, color] of Object.entries(PARTS)) {
       const upper = at.map((position, i) => lower[i] + memoryAt(name, position)[part]);

@@ -39,10 +39,10 @@ function drawAll() {
   title.textContent = `${n} ranks`;
   const total = row => Object.keys(PARTS).reduce((sum, part) => sum + row[part], 0),
     most = Math.max(...data.rows.map(total));
-  const left = 125,
-    width = 620,
+  const left = isNarrow() ? 120 : 125,
+    width = isNarrow() ? 170 : 620,
     height = 30;
-  const svg = pictureOf(left + width + 110, rows.length * (height + 8), `memory with ${n} ranks`);
+  const svg = pictureOf(left + width + (isNarrow() ? 75 : 110), rows.length * (height + 8), `memory with ${n} ranks`);
   rows.forEach((row, idx) => {
     const y = idx * (height + 8);
     let x = left;

@@ -56,7 +56,7 @@ function idleShare(actions, p) {
   return 1 - actions.reduce((sum, one) => sum + one.end - one.begin, 0) / (p * span);
 }
 
-// Micro-batches whose activations a rank holds at the same time, at most.
+// Pairs of micro-batch and stage whose activations a rank holds at the same time, at most.
 function maxLive(actions, rank) {
   let live = 0,
     most = 0;
@@ -83,22 +83,12 @@ const STAGE_COLORS = {
 const KINDS = {F: "forward", B: "backward", I: "backward of inputs", W: "backward of weights"};
 const idle = make("p", {id: "idle", "aria-live": "polite"}),
   live = make("p", {id: "live"});
-const kinds = isRecorded ? [...new Set(data.actions.map(one => one.kind))] : ["F", "B"];
-const legend = legendOf([
-  ...kinds.flatMap(kind => {
-    const [first, second] = STAGE_COLORS[kind];
-    return [
-      [KINDS[kind], first],
-      [`${KINDS[kind]} in a rank's second stage`, second],
-    ];
-  }),
-  ["idle", "var(--line)"],
-]);
+const legend = make("div", {});
 main.append(
   paragraph(
     isRecorded
       ? "A recorded step. Each row is a rank, each box one micro-batch in one stage."
-      : "Each row is a rank, each box one micro-batch in one stage; a forward pass takes 1, a backward pass 2. Idle time is the bubble.",
+      : "Each row is a rank, each box one micro-batch in one stage; a forward pass of a whole rank takes 1, a backward pass 2. Idle time is the bubble.",
   ),
   ...(isRecorded
     ? []
@@ -120,16 +110,27 @@ if (!isRecorded)
   main.append(
     paragraph(
       "The first micro-batch reaches the last rank after p − 1 forwards, and its gradient comes back after p − 1 backwards: each rank waits for (p − 1) forwards and backwards of a step, ",
-      "whatever m is. More micro-batches make that a smaller share. 1f1b has gpipe's bubble, but holds at most p micro-batches in place of m. ",
-      "interleaved gives each rank 2 smaller stages, so that the way through all ranks is half as long.",
+      "whatever m is. More micro-batches make that a smaller share. 1f1b idles as long as gpipe, but holds at most p micro-batches in place of m. ",
+      "interleaved gives each rank 2 smaller stages, so that filling and draining take half as long.",
     ),
   );
 
+function drawLegend(actions, p) {
+  const found = new Set(actions.map(one => `${one.kind}${Math.floor(one.stage / p) % 2}`));
+  const entries = Object.keys(KINDS).flatMap(kind => [
+    [`${kind}0`, KINDS[kind], STAGE_COLORS[kind][0]],
+    [`${kind}1`, `${KINDS[kind]} in a rank's second stage`, STAGE_COLORS[kind][1]],
+  ]);
+  const shown = entries.filter(([key]) => found.has(key)).map(([, name, color]) => [name, color]);
+  legend.replaceChildren(legendOf([...shown, ["idle", "var(--line)"]]));
+}
+
 function draw(actions, p) {
+  drawLegend(actions, p);
   const begin = Math.min(...actions.map(one => one.begin)),
     end = Math.max(...actions.map(one => one.end));
-  const left = 70,
-    width = 900,
+  const left = isNarrow() ? 60 : 70,
+    width = isNarrow() ? 310 : 900,
     row = 30,
     scale = width / (end - begin);
   const svg = pictureOf(left + width + 4, p * (row + 6) + 4, `${p} ranks`);
@@ -159,15 +160,16 @@ function draw(actions, p) {
       make("title", {}, `${KINDS[one.kind]} of micro-batch ${one.microBatch} in stage ${one.stage}`),
     );
     svg.append(box);
-    if (size > 14)
+    const text = String(one.microBatch);
+    if (size > 8 * text.length)
       svg.append(
-        label(x + size / 2, y + row / 2 + 4, String(one.microBatch), {
+        label(x + size / 2, y + row / 2 + 4, text, {
           style: Math.floor(one.stage / p) % 2 ? "fill: #1b1f24" : "fill: #fff",
         }),
       );
   }
   picture.replaceChildren(svg);
-  live.textContent = `Micro-batches that a rank holds at most: ${range(p)
+  live.textContent = `Stored activations at most (one per micro-batch and stage): ${range(p)
     .map(rank => maxLive(actions, rank))
     .join(", ")} on ranks 0 to ${p - 1}.`;
 }

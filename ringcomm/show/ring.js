@@ -1,6 +1,7 @@
 // An all_reduce of N ranks, step by step: which parts of the sum each rank has of each chunk.
 // The steps of the ring are those of csrc/collectives/ring.h; a test compares them with a trace.
-const CELL_TEXTS = 8,
+// Up to so many ranks a cell lists the ranks of its sum, and up to so many it counts them.
+const cellTexts = () => (isNarrow() ? 4 : 8),
   COUNT_TEXTS = 20;
 const mod = (value, n) => ((value % n) + n) % n;
 
@@ -78,14 +79,15 @@ const select = selectOf("algorithm", Object.keys(ALGORITHMS));
 const ranks = inputOf("number", "ranks", 2, data.max_ranks, state.ranks);
 const slider = inputOf("range", "step", 0, 1, 0);
 const play = make("button", {id: "play", type: "button"}, "Play");
-const sent = make("p", {id: "sent"});
+const sent = make("p", {id: "sent"}),
+  cells = make("p", {id: "cells"});
 const halves = make("div", {id: "halves", class: "halves"});
 const waits = make("p", {id: "waits"}),
   compared = make("div", {id: "compared"});
 main.append(
   paragraph(
     "Every rank has a buffer, cut into one chunk per rank. At the end each rank has the sum of all buffers. ",
-    "A cell lists the ranks whose values its sum includes so far. A step changes the cells with a bold frame; arrows and dashed frames show where the data comes from.",
+    "A step changes the cells with a bold frame; arrows and dashed frames show where the data comes from.",
   ),
   make(
     "form",
@@ -97,6 +99,12 @@ main.append(
   ),
   halves,
   title,
+  cells,
+  legendOf([
+    ["one rank's own values", "var(--empty)"],
+    ["partial sum", COLORS.yellow],
+    ["complete sum", COLORS.blue],
+  ]),
   picture,
   sent,
   waits,
@@ -108,11 +116,13 @@ function drawPicture(n, steps) {
   const parts = partsAfter(n, steps, state.count),
     step = steps[state.count - 1],
     moves = step?.moves ?? [];
-  const hasArrows = n <= CELL_TEXTS && state.algorithm === "ring";
-  const width = n <= CELL_TEXTS ? 96 : n <= COUNT_TEXTS ? 44 : 14,
-    height = n <= CELL_TEXTS ? 40 : n <= COUNT_TEXTS ? 26 : 14;
-  const gap = n <= CELL_TEXTS ? 36 : n <= COUNT_TEXTS ? 10 : 2,
-    left = 76 + (hasArrows ? gap : 0),
+  const isListed = n <= cellTexts(),
+    hasArrows = isListed && state.algorithm === "ring";
+  const sizes = isNarrow()
+    ? {listed: [54, 40, 16], counted: [30, 26, 6], nameEnd: 52}
+    : {listed: [96, 40, 36], counted: [44, 26, 10], nameEnd: 66};
+  const [width, height, gap] = isListed ? sizes.listed : n <= COUNT_TEXTS ? sizes.counted : [14, 14, 2];
+  const left = sizes.nameEnd + 10 + (hasArrows ? gap : 0),
     top = 28;
   const x = rank => left + rank * (width + gap),
     y = chunk => top + chunk * (height + 6);
@@ -127,8 +137,8 @@ function drawPicture(n, steps) {
   for (const i of range(n)) {
     if (i % every) continue;
     svg.append(
-      label(x(i) + width / 2, top - 10, n <= CELL_TEXTS ? `rank ${i}` : String(i)),
-      label(66, y(i) + height / 2 + 4, `chunk ${i}`, {"text-anchor": "end", class: "faint"}),
+      label(x(i) + width / 2, top - 10, isListed ? `rank ${i}` : String(i)),
+      label(sizes.nameEnd, y(i) + height / 2 + 4, `chunk ${i}`, {"text-anchor": "end", class: "faint"}),
     );
   }
   for (const rank of range(n))
@@ -164,8 +174,7 @@ function drawPicture(n, steps) {
         ),
       );
       svg.append(cell);
-      const text =
-        n <= CELL_TEXTS ? (isComplete ? "sum" : has.join("+")) : n <= COUNT_TEXTS ? `${has.length}` : "";
+      const text = isListed ? (isComplete ? "sum" : has.join("+")) : n <= COUNT_TEXTS ? `${has.length}` : "";
       if (text)
         svg.append(
           label(
@@ -238,6 +247,12 @@ function drawAll() {
       ),
     ),
   );
+  cells.textContent =
+    n <= cellTexts()
+      ? "A cell lists the ranks whose values its sum includes."
+      : n <= COUNT_TEXTS
+        ? "The number in a cell says how many ranks' values its sum includes."
+        : "Point at a cell to see the ranks whose values its sum includes.";
   drawPicture(n, steps);
   const total = receivedAfter(n, steps, steps.length),
     now = receivedAfter(n, steps, state.count);
@@ -262,8 +277,8 @@ function drawAll() {
       }),
     ),
     paragraph(
-      "Together the ranks must receive at least 2(N − 1) buffers: N − 1 to form each sum, and N − 1 to spread it. So the busiest rank receives at least 2(N − 1)/N of a buffer. ",
-      "The ring and two_shot receive no more, because they share the work evenly. The ring has most steps, each with one neighbour only; one_shot has one step, so it is the fastest for small buffers.",
+      "In each step of the ring a rank receives one chunk, 1/N of the buffer. Summing takes N − 1 steps, passing the sums around N − 1 more: 2(N − 1)/N. No algorithm needs less. ",
+      "two_shot receives as much in two steps, each from all other ranks. one_shot has one step, so it is the fastest for small buffers.",
     ),
   );
 }

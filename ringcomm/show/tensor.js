@@ -78,7 +78,9 @@ const facts = make("p", {id: "facts"});
 main.append(
   paragraph(
     `A block of ${model}: hidden size ${grouped(hidden)}, inner size ${grouped(ffn)}, ${grouped(tokens)} tokens in bfloat16. `,
-    "Blue: complete, the same on every rank. Yellow: a rank's own part. Orange: one term of a sum. A frame around all ranks is a collective.",
+    "Blue: complete, the same on every rank. Yellow: a rank's own part. Orange: one term of a sum. A frame around all ranks is a collective. ",
+    "QKV is the query, key and value projections, attn attention, out the output projection. ",
+    `The MLP has ${numInner === 2 ? "up (with the gate)" : "up"} and down. A sum is an all_reduce.`,
   ),
   make("form", {}, make("label", {}, "ranks N", ranks), make("label", {}, "step", slider)),
   title,
@@ -93,25 +95,32 @@ main.append(
 function drawAll() {
   const n = whole(ranks, 1, data.max_ranks),
     at = +slider.value - 1;
-  const width = 58,
+  // A phone has the backward pass below the forward pass.
+  const isBelow = isNarrow(),
+    width = isBelow ? 31 : 58,
     height = n > 8 ? 18 : 28,
-    left = 62,
-    top = 24;
+    left = isBelow ? 52 : 62,
+    passHeight = n * (height + 4) + 50;
+  const columns = isBelow ? OPS.length : ALL.length;
   const svg = pictureOf(
-    left + ALL.length * (width + 4) + 24,
-    top + n * (height + 4) + 26,
+    left + columns * (width + 4) + (isBelow ? 4 : 24),
+    isBelow ? 2 * passHeight : passHeight,
     `${n} ranks, ${ALL.length} operations`,
   );
-  svg.append(
-    make("text", {x: left, y: 14}, "forward"),
-    make("text", {x: left + OPS.length * (width + 4) + 20, y: 14}, "backward"),
-  );
-  for (const rank of range(n))
-    svg.append(
-      label(left - 8, top + rank * (height + 4) + height / 2 + 4, `rank ${rank}`, {"text-anchor": "end"}),
-    );
+  const places = {
+    forward: {x: left, y: 0},
+    backward: isBelow ? {x: left, y: passHeight} : {x: left + OPS.length * (width + 4) + 20, y: 0},
+  };
+  for (const [pass, {x, y}] of Object.entries(places)) svg.append(make("text", {x, y: y + 14}, pass));
+  for (const {y} of isBelow ? Object.values(places) : [places.forward])
+    for (const rank of range(n))
+      svg.append(
+        label(left - 8, y + 24 + rank * (height + 4) + height / 2 + 4, `rank ${rank}`, {"text-anchor": "end"}),
+      );
   ALL.forEach((op, idx) => {
-    const x = left + idx * (width + 4) + (op.pass === "backward" ? 20 : 0),
+    const place = places[op.pass],
+      x = place.x + (idx - (op.pass === "backward" ? OPS.length : 0)) * (width + 4),
+      top = place.y + 24,
       ink = idx === at ? "var(--ink)" : "var(--line)";
     for (const rank of range(n)) {
       const color = op.collective
@@ -129,7 +138,7 @@ function drawAll() {
           height,
           rx: 3,
           fill: color,
-          "fill-opacity": idx <= at ? 1 : 0.25,
+          "fill-opacity": idx <= at ? 1 : 0.6,
           stroke: ink,
           "stroke-width": idx === at ? 2 : 1,
         }),

@@ -9,7 +9,7 @@ const KINDS = {
 };
 const kindOf = event => (event.kind === "program" ? event.name : event.kind);
 const LEFT = 90,
-  WIDTH = 900,
+  WIDTH = isNarrow() ? 280 : 900,
   BAR = 20,
   WAIT = 6,
   ROW = 2 * BAR + 14;

@@ -16,6 +16,7 @@ import pytest
 import torch
 from schedule_simulation import simulate
 
+from _ringcomm_cli import HARDWARE as HELP_HARDWARE
 from ringcomm import cli
 from ringcomm.parallel.pipeline.schedules import make_plan
 from ringcomm.planner import Cluster, Job, plan
@@ -440,6 +441,10 @@ ASKED = ["plan", "--model", "llama-7b", "--gpus", "8", "--memory", "80GiB", "--t
 def printed(capsys: pytest.CaptureFixture[str], *argv: str, status: int = 0) -> str:
     assert cli.run(list(argv)) == status
     return capsys.readouterr().out
+
+
+def test_help_lists_the_known_hardware() -> None:
+    assert tuple(HARDWARE) == HELP_HARDWARE
 
 
 def test_the_answer(capsys: pytest.CaptureFixture[str]) -> None:

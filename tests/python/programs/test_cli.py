@@ -250,7 +250,7 @@ def test_doctor_prints_a_line_for_each_check(run_doctor: Doctor) -> None:
     fixes = [index for index, line in enumerate(lines) if line.startswith("    fix: ")]
     assert fixes == [index + 1 for index in wrong]
     assert len(lines) == len(checks) + 2 * len(wrong) + 3  # two titles, and how many problems
-    assert lines[-1] == f"{counted(len(wrong), 'problem')} found"
+    assert lines[-1] == f"{counted(len(wrong), 'problem')} found; the group works"
     named = lines.index("  ✗ RINGCOMM_TRANSPRT is set, but ringcomm has no such variable")
     assert lines[named + 1] == "    fix: did you mean RINGCOMM_TRANSPORT?"
     unused = (
@@ -261,7 +261,7 @@ def test_doctor_prints_a_line_for_each_check(run_doctor: Doctor) -> None:
     for pattern in (
         r"  ✓ [\d.,]+ [GM]iB of memory, [\d.,]+ [GM]iB available",
         rf"  ✓ ranks 0 and 1: 1 KiB in {time_}, 4 MiB with {rate}",
-        r"  ✓ memory: [\d.]+ [MK]iB in use of at most [\d.]+ MiB",
+        r"  ✓ shared memory of the group: [\d.]+ [MK]iB in use of at most [\d.]+ MiB",
     ):
         assert any(re.fullmatch(pattern, line) for line in checks), (pattern, out)
     # ✗ if other programs use the cores.
@@ -487,7 +487,8 @@ BAD_INPUT = [
     ("trace -o /nowhere/job.json -- true", "cannot write '/nowhere/job.json'"),
     ("plan --model llama-8b --gpus 8", "known are llama-7b, llama-13b"),
     ("plan --gpus 8", "--model and --gpus are required"),
-    (f"{LLAMA} --memory 80", "less than the 1.00 GiB that the driver uses"),
+    (f"{LLAMA} --memory 80", "--memory is 80 bytes: did you mean 80GiB?"),
+    (f"{LLAMA} --memory 80M", "less than the 1.00 GiB that the driver uses"),
     (f"{LLAMA} --tokens much", "'much' is not a number"),
     (f"{LLAMA} --tuning no.json", "does not exist"),
     (f"{LLAMA} --top -1", "--top must not be negative"),

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from rank_programs import run_command
 from ranks import run_ranks
 
-from ringcomm import _C, _extension
+from ringcomm import _C, _extension, backend
 from ringcomm.options import warn_of_unknown_variables
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -193,8 +193,22 @@ def mistyped_variable(patch: pytest.MonkeyPatch, folder: Path) -> str:
     return str(warned[0].message)
 
 
+def old_extension(patch: pytest.MonkeyPatch, folder: Path) -> str:
+    """Its signature lacks an option that the Python files give."""
+
+    class Old:
+        def __init__(self, *, algorithm: str) -> None:
+            """__init__(self, *, algorithm: str) -> None"""
+
+    patch.setattr(_C, "GroupOptions", Old)
+    with pytest.raises(RuntimeError, match="older") as error:
+        backend._engine_options(None, 2)
+    return str(error.value)
+
+
 ALONE: dict[str, Callable[[pytest.MonkeyPatch, Path], str]] = {
     "no compiler": no_compiler,
+    "new Python files in a checkout whose extension is not built again": old_extension,
     "a compiler that is too old": old_compiler,
     "no Python headers": no_headers,
     "no torch, and pip without build isolation": build_without_torch,

@@ -134,9 +134,9 @@ def standalone(parts: list[dict[str, Any]]) -> str:
     """One SVG of several: captions above, one legend."""
     width = max(max(part["width"], 9 * len(part["said"])) for part in parts)
     lines, y = [], 0
-    if parts[0]["legend"]:
+    if legend := max((part["legend"] for part in parts), key=len):
         x = 0
-        for name, color in parts[0]["legend"]:
+        for name, color in legend:
             lines.append(f'<rect x="{x}" y="4" width="12" height="12" fill="{color}"/>')
             lines.append(f'<text x="{x + 18}" y="15">{name}</text>')
             x += 40 + 8 * len(name)
