@@ -27,7 +27,7 @@ from report import comparison
 
 import ringcomm
 
-MEMORY, ONE, AUTO = "memory", "1 thread", "auto"
+MEMORY, AUTO = "memory", "auto"
 
 
 def default_threads(world_size: int) -> list[int]:

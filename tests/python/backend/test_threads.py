@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
+from oracle import num_threads
 from ranks import in_ranks
 
 import ringcomm
@@ -17,16 +17,6 @@ import ringcomm
 NUM_THREADS = 3
 SIZES = (70_001, 1_000_003)
 Call = Callable[[dist.ProcessGroup, torch.Tensor, int], torch.Tensor]
-
-
-@contextmanager
-def torch_threads(num: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(num)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def all_reduce(group: dist.ProcessGroup, data: torch.Tensor, _world_size: int) -> torch.Tensor:
@@ -118,7 +108,7 @@ def test_results_have_the_same_bits_with_any_number_of_threads(
     groups = [
         dist.new_group(ranks, pg_options=ringcomm.Options(max_threads=num)) for num in (1, 2, 3)
     ]
-    with torch_threads(NUM_THREADS):
+    with num_threads(NUM_THREADS):
         for num_elems in SIZES:
             generator = torch.Generator().manual_seed(rank)
             data = torch.randn(num_elems, generator=generator).to(dtype)
@@ -142,7 +132,7 @@ def reduce_until_it_fails(group: dist.ProcessGroup, data: torch.Tensor) -> None:
 def test_a_death_ends_the_call_of_every_thread(rank: int) -> None:
     group = dist.new_group([0, 1, 2], pg_options=ringcomm.Options(max_threads=NUM_THREADS))
     data = torch.ones(4 << 20)
-    with torch_threads(NUM_THREADS):
+    with num_threads(NUM_THREADS):
         dist.all_reduce(data, group=group)
         if rank == 2:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -156,7 +146,7 @@ def test_a_rank_that_pins_itself_later_is_right(rank: int) -> None:
     allowed = os.sched_getaffinity(0)
     group = dist.new_group([0, 1])
     try:
-        with torch_threads(NUM_THREADS):
+        with num_threads(NUM_THREADS):
             os.sched_setaffinity(0, {min(allowed)})
             data = torch.full((1 << 20,), rank + 1.0)
             dist.all_reduce(data, group=group)
