@@ -129,7 +129,7 @@ def speed(rows: dict[str, list[Bar]], theme: str) -> str:
     for line in (
         f"Shorter is faster. Medians of 2 ranks, float32; {step}.",
         "Speed-ups are medians over neighbouring blocks, with their 10 and 90 % points.",
-        f"{source_of(first)}. ringcomm bench measures it on your machine.",
+        f"{source_of(first)}. ringcomm bench does this beside Gloo.",
     ):
         y += 19
         parts.append(text(0, y, line, class_="faint"))

@@ -147,6 +147,7 @@ def terminal(said: list[tuple[str, str]]) -> str:
             r"(?m)^\w+Error|rank 2 \(pid.*|rank 2 called.*|^rank 2 is.*", "bold red"
         )
         console.print(body)
+    console.print()  # the clip of the last line cuts what a larger font has below it
     drawn = console.export_svg(title="ringcomm", theme=DIMMED_MONOKAI)
     # The fonts that rich names are on another server; the viewer's own are used instead.
     drawn = re.sub(r"@font-face \{.*?\}\s*", "", drawn, flags=re.S)

@@ -95,7 +95,7 @@ def tensor_parallelize(
     plan = getattr(getattr(base, "config", None), "base_model_tp_plan", None)
     name = type(model).__name__
     if base is None:
-        raise TypeError(f"{name} is no model of transformers: make its layers with ringcomm.nn")
+        raise TypeError(f"{name} is not a model of transformers: build its layers from ringcomm.nn")
     if not plan:
         raise TypeError(f"the config of {name} has no tensor-parallel plan")
     if any(isinstance(module, SplitModule) for module in model.modules()):

@@ -132,11 +132,10 @@ def test_one_failing_call(env: dict[str, str]) -> None:
 # ---- calls in place allocate nothing
 
 NUM_CALLS = 200
-# Other threads, and Python's own arenas.
-FEW = 20
 
 
 def allocations_of_calls(rank: int) -> list[int]:
+    """The fewest of a call: a wait that sleeps tells the recorder for whom, and allocates."""
     count = ctypes.CDLL(None).count_allocations
     count.restype = ctypes.c_long
     found = []
@@ -149,12 +148,12 @@ def allocations_of_calls(rank: int) -> list[int]:
             partial(ops.all_reduce, x),
         )
         for call in calls:
+            numbers = []
             for _ in range(NUM_CALLS):
+                before = count()
                 call()
-            before = count()
-            for _ in range(NUM_CALLS):
-                call()
-            found.append(count() - before)
+                numbers.append(count() - before)
+            found.append(min(numbers))
     return found
 
 
@@ -162,9 +161,4 @@ def test_calls_in_place_allocate_nothing(tmp_path: Path, monkeypatch: pytest.Mon
     """Of 8 and 64 KiB of bfloat16; a call that returns a new tensor is seen."""
     monkeypatch.setenv("LD_PRELOAD", preload("count_allocations", tmp_path)["LD_PRELOAD"])
     for counts in run_ranks(2, allocations_of_calls):
-        assert len(counts) == 8
-        for position, num_allocations in enumerate(counts):
-            if position % 4 == 3:
-                assert num_allocations >= NUM_CALLS
-            else:
-                assert num_allocations <= FEW, (position, counts)
+        assert [num > 0 for num in counts] == [False, False, False, True] * 2, counts

@@ -10,6 +10,7 @@ import contextlib
 import datetime
 import itertools
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -468,8 +469,10 @@ def test_destroy_with_work_in_flight(rank: int) -> None:
     assert all((tensor == 2).all() for tensor in tensors)
     assert all(work.is_completed() and work.wait() for work in works)
     error = caught(receive.wait)
-    assert (error["type"], "the group was destroyed" in error["text"]) == ("RingcommError", True)
-    with pytest.raises(Exception, match="destroyed"):
+    # The other rank may leave before this one destroys its group.
+    said = {"RingcommError": "the group was destroyed", "PeerDiedError": f"rank {1 - rank} (pid"}
+    assert said[error["type"]] in error["text"], error
+    with pytest.raises(Exception, match=re.escape(said[error["type"]])):
         future.wait()
     with pytest.raises(ValueError, match="destroyed"):
         backend.allreduce([torch.ones(2)], dist.AllreduceOptions())

@@ -60,7 +60,7 @@ CALLS: list[tuple[Call, str]] = [
     ),
     (
         tensor_parallelize,
-        "Sequential is no model of transformers: make its layers with ringcomm.nn",
+        "Sequential is not a model of transformers: build its layers from ringcomm.nn",
     ),
 ]
 

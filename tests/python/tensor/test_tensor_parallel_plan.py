@@ -211,7 +211,7 @@ def test_what_cannot_be_split(rank: int) -> None:
     with pytest.raises(ValueError, match="4 ranks cannot split 6 query heads with 3 key and value"):
         tensor_parallelize(model)
     assert isinstance(model.lm_head, nn.Linear)  # as it was
-    with pytest.raises(TypeError, match="Linear is no model of transformers"):
+    with pytest.raises(TypeError, match="Linear is not a model of transformers"):
         tensor_parallelize(nn.Linear(2, 2))
     model = tensor_parallelize(make("multi-head"), sequence_parallel=True)
     with pytest.raises(ValueError, match="already tensor-parallel"):
