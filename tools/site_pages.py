@@ -37,7 +37,8 @@ PICTURE = re.compile(
 
 
 def on_config(config: Any) -> Any:
-    """Called by mkdocs: the link to the repository, where the project has an address."""
+    """Called by mkdocs: the version, and the link to the repository where there is an address."""
+    config["copyright"] = f"ringcomm {buildconfig.public_version()}"
     config["repo_url"] = buildconfig.address() or None
     return config
 

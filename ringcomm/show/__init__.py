@@ -86,7 +86,7 @@ def memory(model: str, max_ranks: int) -> dict[str, Any]:
     about = (
         f"A rank has one sequence of {shape.context:,} tokens, in bfloat16, plus float32 master"
         " weights, except LOMO; states are AdamW's. Layers are recomputed: only their inputs are"
-        " kept (page lomo keeps all activations, and has no copies of gradients for other ranks)."
+        " kept. The page lomo counts otherwise: one rank, and all activations are kept."
     )
     return {"model": shape.name, "num_params": shape.num_params, "about": about, "rows": rows}
 
