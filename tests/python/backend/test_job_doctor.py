@@ -148,11 +148,12 @@ def test_the_step_of_each_rank_that_waits_in_a_ring(
     rows = report["ranks"]
     assert [row["waits_for"] for row in rows][3] == 2
     # Rank 3 waits for what rank 2 has not sent, and rank 0 for what follows from that; or for room
-    # at rank 1, for which rank 2 has no room: stopped after it has sent, before it makes room.
+    # at rank 1, for which rank 2 has no room: stopped after it has sent, before it makes room. A
+    # link has room for two slices, the first of which a rank sends without one that it received.
     has_no_room = transport == "shm" and rows[0]["waits_for"] == 1
-    assert steps[0] == steps[3] + (not has_no_room), (steps, report)
+    assert steps[0] - steps[3] in ((0, 1) if has_no_room else (1,)), (steps, report)
     if transport == "shm":  # rank 1 waits for the same as rank 0, or for room at rank 2
-        assert steps[0] - 1 <= steps[1] <= steps[3] + 2, (steps, report)
+        assert steps[0] - 1 - has_no_room <= steps[1] <= steps[3] + 2, (steps, report)
     else:  # or, in the last step of all, for rank 2 to take what it has sent
         last = rows[1]["call"]["num_slices"] * num_steps
         assert steps[1] == min(steps[3] + 2, last), (steps, report)
