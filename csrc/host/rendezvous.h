@@ -68,6 +68,12 @@ class Rendezvous {
   /// Waits until `has_come` is true of every other rank. Throws like find_ranks().
   void wait_for_all(const std::function<bool(int peer)>& has_come, const char* what = kDidNotJoin);
 
+  /// Waits until `has_answer`, which rank 0 gives once all others have come, or until `has_come` is
+  /// true of all, so that N ranks need O(N) requests: others than rank 0 are asked about after a
+  /// second, one at a time, and before a time-out names them. Throws like find_ranks().
+  void wait_for_first(const std::function<bool()>& has_answer,
+                      const std::function<bool(int peer)>& has_come);
+
   /// For polls until all ranks have joined. Throws kPeerDied if any has ended, and like
   /// check_time().
   void look(const std::vector<int>& missing, const std::string& what);
@@ -112,7 +118,6 @@ class Rendezvous {
     return *processes_[static_cast<std::size_t>(rank)];
   }
   bool has_met(int peer) const { return !peer_of(peer).text.empty(); }
-  void wait_for_table();
   bool read_table();
   bool meet(int peer);
   bool accept(int peer, const std::string& text);
