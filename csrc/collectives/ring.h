@@ -68,7 +68,7 @@ struct RingHalves {
 /// - sends_early(): whether the first send of a slice may overtake the all-gather of the slice
 ///   `depth` before it.
 /// - expect(part): the part will be received, after all expected before; its place is free.
-/// - start_sends(): starts what was sent since; may be missing, where a send starts at once.
+/// - start_sends(): starts what was sent since, where that waits for what is expected next.
 /// - send(part): sends the rank's own input, or its own complete output in a lone all-gather.
 /// - reduce(part): receives a partial sum, adds the input, and sends or keeps the sum.
 /// - copy(part): receives a complete slice into the output, and sends it unless it is the last.
@@ -96,7 +96,7 @@ class Ring {
       start(slice);
       links_.expect(part(begin_, slice));
     }
-    start_sends();
+    links_.start_sends();
     const int restart = links_.sends_early() ? begin_ + num_steps_ - 1 : end_ - 1;
     for (std::size_t group = 0; group < num_slices_; group += depth)
       for (int step = begin_; step < end_; ++step)
@@ -106,7 +106,7 @@ class Ring {
           if (starts_next) start(slice + depth);
           if (step + 1 < end_) links_.expect(part(step + 1, slice));
           if (starts_next) links_.expect(part(begin_, slice + depth));
-          start_sends();
+          links_.start_sends();
         }
     return sent_bytes_;
   }
@@ -139,10 +139,6 @@ class Ring {
     [[maybe_unused]] const auto recorded = record(own, begin_, true);
     links_.send(own);
     sent_bytes_ += is_gather ? own.output_bytes : own.input_bytes;
-  }
-
-  void start_sends() {
-    if constexpr (requires { links_.start_sends(); }) links_.start_sends();
   }
 
   void turn(int step, std::size_t slice_idx) {

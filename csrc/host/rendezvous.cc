@@ -123,18 +123,24 @@ AbortReason Rendezvous::report_failure(const std::exception& error) {
   return mine_.failure;
 }
 
-void Rendezvous::wait_for_all(const std::function<bool(int peer)>& has_come, const char* what) {
+void Rendezvous::wait_for_all(const std::function<bool(int peer)>& has_come,
+                              const std::function<bool()>& has_answer, const char* what) {
+  const auto asks_others_at = Clock::now() + (has_answer ? kFirstGrace : kFirstGrace.zero());
   std::deque<int> missing;
   for (int peer = 0; peer < world_size(); ++peer)
     if (peer != rank()) missing.push_back(peer);
-  for (Backoff backoff; !missing.empty();) {
+  for (Backoff backoff; !missing.empty() && !(has_answer && has_answer());) {
+    const auto now = Clock::now();
     const int peer = missing.front();
     missing.pop_front();
-    if (has_come(peer)) {
+    if (now >= asks_others_at && has_come(peer)) {
       backoff.reset();
       continue;
     }
     missing.push_back(peer);
+    // None is named that nobody has asked about.
+    if (now >= deadline_ || (says_ && now >= says_at_)) std::erase_if(missing, has_come);
+    if (missing.empty()) return;
     try {
       look({missing.begin(), missing.end()}, what);
     } catch (const Error&) {
@@ -143,31 +149,6 @@ void Rendezvous::wait_for_all(const std::function<bool(int peer)>& has_come, con
       if (!missing.empty()) throw;
     }
     backoff.sleep();
-  }
-}
-
-void Rendezvous::wait_for_first(const std::function<bool()>& has_answer,
-                                const std::function<bool(int peer)>& has_come) {
-  const Clock::time_point asks_others_at = Clock::now() + kFirstGrace;
-  std::vector<int> missing;
-  for (int peer = 0; peer < world_size(); ++peer)
-    if (peer != rank()) missing.push_back(peer);
-  std::size_t num_asked = 0;
-  for (Backoff backoff; !has_answer(); backoff.sleep()) {
-    const auto now = Clock::now();
-    if (now >= deadline_ || (says_ && now >= says_at_)) {
-      std::erase_if(missing, has_come);
-    } else if (now >= asks_others_at) {
-      const int asked = missing[num_asked++ % missing.size()];
-      if (has_come(asked)) std::erase(missing, asked);
-    }
-    if (missing.empty()) return;
-    try {
-      look(missing, kDidNotJoin);
-    } catch (const Error&) {
-      if (!has_answer()) throw;  // also a dead rank may have come before it ended
-      return;
-    }
   }
 }
 
@@ -187,7 +168,7 @@ PeerTable Rendezvous::find_ranks() {
     has_come(0);  // a failure of rank 0 is in its record
     return false;
   };
-  if (has_table && rank() != 0) wait_for_first(has_answer, has_come);
+  if (has_table && rank() != 0) wait_for_all(has_come, has_answer);
   wait_for_all(has_come);
   if (has_table && rank() == 0) {
     std::string table;

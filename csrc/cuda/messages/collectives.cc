@@ -118,6 +118,8 @@ class DeviceLinks {
     batches_[slot_of(part)] = context_.post();
   }
 
+  void start_sends() {}  // expect() does
+
   void send(const RingPart& part) {
     context_.send(part.is_gather ? part.output : part.input, part.input_bytes, schedule_.next());
   }

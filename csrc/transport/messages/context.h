@@ -3,6 +3,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <list>
 #include <memory>
 #include <optional>
@@ -142,11 +143,6 @@ class MessageExchange {
   void finish();
 
  private:
-  struct Outgoing {
-    int peer;
-    const void* data;
-    std::size_t num_bytes;
-  };
   struct Incoming {
     int peer;
     void* data;
@@ -158,12 +154,11 @@ class MessageExchange {
 
   MessageEnvelope& free_envelope();
   void open(Incoming& incoming);
-  void send_data(const Outgoing& outgoing);
 
   MessageContext& context_;
   const CallHeader& header_;
   std::vector<Incoming> incoming_;
-  std::vector<Outgoing> outgoing_;  // to be started once all that comes is expected
+  std::vector<std::function<void()>> late_sends_;  // once all that comes is expected
   std::vector<MessageContext::Handle> sends_;
   std::vector<MessageEnvelope*> envelopes_;  // of the context's memory
   std::size_t num_used_ = 0;                 // the first of them are in use until finish()

@@ -60,9 +60,10 @@ MessageMembers::MessageMembers(KeyValueStore& store, host::Rendezvous& ranks)
     for (const std::string& attempt : attempts) all += attempt + " ";
     store_.set(prefix_ + "all", all);
   } else {
-    ranks.wait_for_first(has_all, [&](int peer) {
+    const auto has_entered = [&](int peer) {
       return peer == 0 ? has_all() : !key_.empty() && store_.try_get(entry_of(peer)).has_value();
-    });
+    };
+    ranks.wait_for_all(has_entered, has_all);
   }
   ranks.expect(all);
   processes_ = ranks.processes();

@@ -1,6 +1,7 @@
 #include "collectives/ring.h"
 
 #include <array>
+#include <functional>
 #include <optional>
 #include <vector>
 
@@ -75,22 +76,12 @@ class MessageLinks {
   }
 
   void start_sends() {
-    for (const auto& [data, num_bytes, tag, kept] : to_send_) {
-      context_.count(next_, num_bytes, 0);
-      const Message sent = context_.isend(next_, tag, data, num_bytes);
-      if (kept != nullptr) *kept = sent;
-    }
+    for (const auto& start : to_send_) start();
     to_send_.clear();
   }
 
  private:
   using Message = std::optional<MessageContext::Handle>;
-  struct Send {
-    const std::byte* data;
-    std::size_t num_bytes;
-    int tag;
-    Message* kept;  // where its end matters; may be null
-  };
 
   static int tag_of(bool is_gather) {
     return is_gather ? MessageTags::kAllGather : MessageTags::kReduceScatter;
@@ -104,7 +95,12 @@ class MessageLinks {
   // Chunks differ in size; of a short one the last slices are empty, and no message. With two ranks
   // a send would be on the connection in front of what this rank says it expects: that goes first.
   void post(const RingPart& part, const std::byte* data, bool is_gather, Message* kept = nullptr) {
-    if (part.num_elems > 0) to_send_.push_back({data, part.input_bytes, tag_of(is_gather), kept});
+    if (part.num_elems == 0) return;
+    to_send_.emplace_back([this, data, num_bytes = part.input_bytes, is_gather, kept] {
+      context_.count(next_, num_bytes, 0);
+      const Message sent = context_.isend(next_, tag_of(is_gather), data, num_bytes);
+      if (kept != nullptr) *kept = sent;
+    });
   }
 
   void wait(Message& message) {
@@ -120,7 +116,7 @@ class MessageLinks {
   std::byte* sums_ = nullptr;
   std::array<std::array<Message, kNumSlots>, 2> receives_;  // by tag and slot
   std::array<Message, kNumSlots> sends_;                    // of sums without room, by slot
-  std::vector<Send> to_send_;                               // once what comes next is expected
+  std::vector<std::function<void()>> to_send_;              // once what comes next is expected
 };
 
 }  // namespace
