@@ -7,6 +7,7 @@ name; its environment variable GLOO_SOCKET_IFNAME selects another one.
 """
 
 import datetime
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -28,7 +29,10 @@ _Answer = TypeVar("_Answer")
 
 
 def checked(name: str) -> str:
-    """The name in lower case: "gloo", or one of register_backend; raises ValueError for others."""
+    """The name in lower case: "gloo", or one of register_backend that takes shorter messages.
+
+    Raises ValueError for others.
+    """
     known = {other.lower() for other in BACKEND_PLUGINS}
     if dist.is_gloo_available():
         known.add("gloo")
@@ -36,6 +40,11 @@ def checked(name: str) -> str:
         raise ValueError(
             f"message_backend of ringcomm.Options must be one of {', '.join(sorted(known))} here,"
             f" got {name!r}"
+        )
+    if name.lower() == "ringcomm" and os.environ.get("RINGCOMM_AS_GLOO") != "1":
+        raise ValueError(
+            "message_backend of ringcomm.Options must take messages that are shorter than their"
+            " receive, as 'ringcomm' does with RINGCOMM_AS_GLOO=1 only"
         )
     return name.lower()
 
