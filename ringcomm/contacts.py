@@ -70,12 +70,12 @@ class Contacts:
         if hasattr(self, "listener"):
             self.listener.close()
 
-    def to_text(self) -> str:
-        """What the other ranks must know of this one."""
-        return " ".join(map(str, self.addresses[self.rank]))
+    def text_of(self, rank: int) -> str:
+        """What the other ranks must know of a rank that this one knows."""
+        return " ".join(map(str, self.addresses[rank]))
 
     def add(self, rank: int, text: str) -> None:
-        """Stores the to_text() of another rank."""
+        """Stores the text_of() a rank."""
         host, port, key = text.split(" ")
         self.addresses[rank] = Address(host, int(port), key)
 

@@ -7,6 +7,7 @@ name; its environment variable GLOO_SOCKET_IFNAME selects another one.
 """
 
 import datetime
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -28,7 +29,10 @@ _Answer = TypeVar("_Answer")
 
 
 def checked(name: str) -> str:
-    """The name in lower case: "gloo", or one of register_backend; raises ValueError for others."""
+    """The name in lower case: "gloo", or one of register_backend that takes shorter messages.
+
+    Raises ValueError for others.
+    """
     known = {other.lower() for other in BACKEND_PLUGINS}
     if dist.is_gloo_available():
         known.add("gloo")
@@ -36,6 +40,11 @@ def checked(name: str) -> str:
         raise ValueError(
             f"message_backend of ringcomm.Options must be one of {', '.join(sorted(known))} here,"
             f" got {name!r}"
+        )
+    if name.lower() == "ringcomm" and os.environ.get("RINGCOMM_AS_GLOO") != "1":
+        raise ValueError(
+            "message_backend of ringcomm.Options must take messages that are shorter than their"
+            " receive, as 'ringcomm' does with RINGCOMM_AS_GLOO=1 only"
         )
     return name.lower()
 
@@ -117,11 +126,11 @@ def make(
     opts.timeout = timeout
     opts.group_id = f"{group_name}/{name}"
     opts.global_ranks_in_group = global_ranks
-    ends: list[Any] = []
+    ends: list[Any] = []  # the backend, or why there is none
     contacts = Contacts(rank, size)
 
     def make_own() -> None:
-        status = f"{_MADE}\n{contacts.to_text()}"
+        status = f"{_MADE}\n{contacts.text_of(rank)}"
         try:
             ends.append(_make_own(name, opts))
         except Exception as error:
@@ -137,22 +146,41 @@ def make(
         make_own()
 
     def has_all() -> bool:
-        """Errors of peers take precedence."""
+        """Rank 0 looks at each rank's end and tells the others, so N ranks ask O(N) questions."""
+        if rank != 0 and not (ends and isinstance(ends[0], Exception)):
+            if not own.check(["all"]):
+                return False
+            status, *texts = own.get("all").decode().split("\n")
+            if status != _MADE:
+                raise RuntimeError(status)
+            for other, contact in enumerate(texts):
+                contacts.add(other, contact)
+            return True
+        # Errors of peers take precedence over this rank's.
         for other in tuple(missing):
             if not own.check([f"made/{other}"]):
                 continue
             status, _, contact = own.get(f"made/{other}").decode().partition("\n")
             if status != _MADE:
-                raise ends[0] if other == rank else RuntimeError(f"rank {other}: {status}")
+                reason = f"rank {other}: {status}"
+                if rank == 0:
+                    own.set("all", reason)
+                raise ends[0] if other == rank else RuntimeError(reason)
             missing.remove(other)
             contacts.add(other, contact)
+        if not missing:
+            own.set("all", "\n".join([_MADE, *map(contacts.text_of, range(size))]))
         return not missing
 
     absent = [*missing]
 
     def late() -> list[int]:
         """The ranks that are not here. Without them no other rank can make its backend."""
+        if rank != 0:
+            told = own.get("late").decode() if own.check(["late"]) else "0"
+            return [int(other) for other in told.split() if int(other) != rank] or missing
         absent[:] = [other for other in absent if not own.check([f"here/{other}"])]
+        own.set("late", " ".join(map(str, absent or missing)))
         return absent or missing
 
     def has_everyone() -> bool:
@@ -168,8 +196,9 @@ def make(
     pause_s = 0.001
     while not has_everyone():
         # A rank may arrive and then end.
-        if not goes_on(in_time(late)) and not in_time(has_all):
-            raise RuntimeError(f"ranks did not arrive: {absent or missing}")
+        waits_for = in_time(late)
+        if not goes_on(waits_for) and not in_time(has_all):
+            raise RuntimeError(f"ranks did not arrive: {waits_for}")
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, 0.05)
     return ends[0], contacts

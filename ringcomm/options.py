@@ -59,8 +59,9 @@ class Options:
             transport: the point-to-point calls of another backend). None uses shared memory inside
             each host, and messages between hosts.
         message_backend: the backend of the message transport: "gloo", or another one registered
-            with torch.distributed that supports CPU tensors. For tensors of a device that it
-            supports, it must have all_to_all, all_gather_into_tensor and broadcast as well.
+            with torch.distributed that supports CPU tensors, whose receives may be longer than
+            their messages. For tensors of a device that it supports, it must have all_to_all,
+            all_gather_into_tensor and broadcast as well.
         tuning: the path of a file of `ringcomm tune`, whose sizes select the algorithm.
         max_threads: how many of torch's threads copy and sum in a call that moves 256 KiB or more,
             1 or more. None uses all, if each has a core to itself, and one otherwise. Results do

@@ -15,9 +15,9 @@ namespace ringcomm {
 struct GroupOptions;
 
 /// Messages by the send and recv of any backend of torch.distributed that moves CPU tensors: Gloo,
-/// MPI, another package's. Messages with one tag must match in the order of their calls, and
-/// Work::abort() (as Gloo's) or Backend::abort() (as most others') must end waits: time-outs are
-/// not used, because Gloo's end all messages of a group. The backend is for these messages alone.
+/// MPI, another package's. Messages with one tag must match in the order of their calls and may be
+/// shorter than their receive, and Work::abort() (as Gloo's) or Backend::abort() (as most others')
+/// must end waits: Gloo's time-outs end all messages of a group. The backend is for these alone.
 std::unique_ptr<Messenger> messages_over(c10::intrusive_ptr<c10d::Backend> backend);
 
 /// A new backend of torch.distributed for the messages of one group, created by

@@ -92,7 +92,7 @@ void Group::wait_until_joined(Rendezvous& rendezvous) {
     if (dead >= 0) rendezvous.throw_died(dead);
     return false;
   };
-  rendezvous.wait_for_all(has_joined, "did not map the shared-memory descriptor");
+  rendezvous.wait_for_all(has_joined, {}, "did not map the shared-memory descriptor");
 }
 
 Group::~Group() {

@@ -28,8 +28,8 @@ std::string apart_key(int rank, int peer) {
 // Rank 0's table of all records, so that N ranks need O(N) requests: it reads the records, and the
 // others the table.
 constexpr const char* kTableKey = "ringcomm/ranks";
-// When the others begin to read records as well, one at a time: rank 0 is late, or has failed.
-constexpr std::chrono::milliseconds kTableGrace{1000};
+// When the others begin to ask about each other as well: rank 0 is late, or has failed.
+constexpr std::chrono::milliseconds kFirstGrace{1000};
 
 // How many records of other ranks are read again at a look: rank 0 passes on what it finds, and the
 // others read its record and one more.
@@ -123,18 +123,24 @@ AbortReason Rendezvous::report_failure(const std::exception& error) {
   return mine_.failure;
 }
 
-void Rendezvous::wait_for_all(const std::function<bool(int peer)>& has_come, const char* what) {
+void Rendezvous::wait_for_all(const std::function<bool(int peer)>& has_come,
+                              const std::function<bool()>& has_answer, const char* what) {
+  const auto asks_others_at = Clock::now() + (has_answer ? kFirstGrace : kFirstGrace.zero());
   std::deque<int> missing;
   for (int peer = 0; peer < world_size(); ++peer)
     if (peer != rank()) missing.push_back(peer);
-  for (Backoff backoff; !missing.empty();) {
+  for (Backoff backoff; !missing.empty() && !(has_answer && has_answer());) {
+    const auto now = Clock::now();
     const int peer = missing.front();
     missing.pop_front();
-    if (has_come(peer)) {
+    if (now >= asks_others_at && has_come(peer)) {
       backoff.reset();
       continue;
     }
     missing.push_back(peer);
+    // None is named that nobody has asked about.
+    if (now >= deadline_ || (says_ && now >= says_at_)) std::erase_if(missing, has_come);
+    if (missing.empty()) return;
     try {
       look({missing.begin(), missing.end()}, what);
     } catch (const Error&) {
@@ -155,8 +161,15 @@ PeerTable Rendezvous::find_ranks() {
   peer_of(rank()) = {.text = mine_.to_text(), .record = mine_};
   store_.set(rank_key(rank()), mine_.to_text());
   const bool has_table = world_size() > 2;
-  if (has_table && rank() != 0) wait_for_table();
-  wait_for_all([this](int peer) { return has_met(peer) || meet(peer); });
+  const auto has_come = [this](int peer) { return has_met(peer) || meet(peer); };
+  // The table's records that do not fit yet are read one by one after it.
+  const auto has_answer = [&] {
+    if (read_table()) return true;
+    has_come(0);  // a failure of rank 0 is in its record
+    return false;
+  };
+  if (has_table && rank() != 0) wait_for_all(has_come, has_answer);
+  wait_for_all(has_come);
   if (has_table && rank() == 0) {
     std::string table;
     for (const Peer& peer : peers_) table += to_fields({peer.text});
@@ -165,26 +178,6 @@ PeerTable Rendezvous::find_ranks() {
   std::vector<RankRecord> records;
   for (const Peer& peer : peers_) records.push_back(peer.record);
   return PeerTable(records);
-}
-
-// Returns once the table has been read; its records that do not fit yet are to be read one by one.
-// Ranks are named as missing only after a look at their own records.
-void Rendezvous::wait_for_table() {
-  const Clock::time_point reads_others_at = Clock::now() + kTableGrace;
-  std::size_t num_looks = 0;
-  for (Backoff backoff; !read_table(); backoff.sleep()) {
-    if (!has_met(0)) meet(0);
-    std::vector<int> missing;
-    for (int peer = 0; peer < world_size(); ++peer)
-      if (!has_met(peer)) missing.push_back(peer);
-    const auto now = Clock::now();
-    if (now >= deadline_ || (says_ && now >= says_at_))
-      std::erase_if(missing, [this](int peer) { return meet(peer); });
-    else if (now >= reads_others_at && !missing.empty())
-      meet(missing[num_looks++ % missing.size()]);
-    if (missing.empty()) return;
-    look(missing, kDidNotJoin);
-  }
 }
 
 // False if there is no table, or one that was made before this rank's record.

@@ -65,8 +65,11 @@ class Rendezvous {
   void expect(const std::string& keys) { expected_keys_ = keys; }
   /// Of the rank whose memory share_memory() has mapped.
   const std::string& memory_key() const { return memory_key_; }
-  /// Waits until `has_come` is true of every other rank. Throws like find_ranks().
-  void wait_for_all(const std::function<bool(int peer)>& has_come, const char* what = kDidNotJoin);
+  /// Waits until `has_come` is true of every other rank. Throws like find_ranks(). Or until
+  /// `has_answer`, which rank 0 gives once all have come, so that N ranks need O(N) requests: ranks
+  /// are asked about after a second, one at a time, and before a time-out names them.
+  void wait_for_all(const std::function<bool(int peer)>& has_come,
+                    const std::function<bool()>& has_answer = {}, const char* what = kDidNotJoin);
 
   /// For polls until all ranks have joined. Throws kPeerDied if any has ended, and like
   /// check_time().
@@ -112,7 +115,6 @@ class Rendezvous {
     return *processes_[static_cast<std::size_t>(rank)];
   }
   bool has_met(int peer) const { return !peer_of(peer).text.empty(); }
-  void wait_for_table();
   bool read_table();
   bool meet(int peer);
   bool accept(int peer, const std::string& text);

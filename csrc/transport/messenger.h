@@ -40,10 +40,10 @@ class Unsupported : public std::logic_error {
 
 /// Messages between the ranks of a group. bindings/c10d_messages.h adapts any backend of torch.
 ///
-/// Messages of one sender, receiver and tag match in the order of their calls, and must be of equal
-/// size on both sides. Others may overtake each other. A send may wait for its receive to be posted
-/// (as Gloo's does): no rank may wait for a send that a peer will only receive after something else
-/// of this rank. All functions may be called from any thread.
+/// Messages of one sender, receiver and tag match in the order of their calls, and a receive has
+/// room for its message, which may be shorter. Others may overtake each other. A send may wait for
+/// its receive to be posted (as Gloo's does): no rank may wait for a send that a peer will only
+/// receive after something else of this rank. All functions may be called from any thread.
 class Messenger {
  public:
   using MessagePtr = std::unique_ptr<Message>;

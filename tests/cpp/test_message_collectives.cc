@@ -4,7 +4,10 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <set>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "collective_case.h"
@@ -26,10 +29,10 @@ using testing::run_message_ranks;
 constexpr OpKind kOthers[] = {OpKind::kReduce, OpKind::kReduceScatter, OpKind::kAllGather,
                               OpKind::kBroadcast};
 
-// Nothing; fewer elements than ranks; one each; a longer chunk; many.
+// Nothing; fewer elements than ranks; one each; a longer chunk; more than an envelope carries.
 std::set<std::size_t> counts(int world_size) {
   const auto world = static_cast<std::size_t>(world_size);
-  return {0, 1, world - 1, world + 1, 1001};
+  return {0, 1, world - 1, world + 1, 1001, 40'001};
 }
 
 void run_all(Communicator& communicator) {
@@ -133,7 +136,7 @@ std::vector<std::uint8_t> shard_of(int from, int to, std::size_t num_elems) {
 
 // Some empty, some longer than an envelope, all different.
 std::size_t size_of(int from, int to) {
-  return static_cast<std::size_t>((from + 2 * to) % 3) * 2900U + static_cast<std::size_t>(from);
+  return static_cast<std::size_t>((from + 2 * to) % 3) * 40'000U + static_cast<std::size_t>(from);
 }
 
 class Shares {
@@ -271,13 +274,105 @@ TEST_CASE("messages: all_reduce sends what the formulas say") {
     expect(sent(Algorithm::kTwoShot) == 2 * (kWorld - 1) * kBytes / kWorld, "two_shot");
     expect(sent(Algorithm::kRing) == 2 * (kWorld - 1) * kBytes / kWorld, "ring");
   });
-  // On the wire, too: of the ring alone, whose only envelope is the greeting.
+  // On the wire, too: of the ring alone, whose only envelope has the sizes of the chunks.
   MemoryNetwork ring_network(kWorld);
   run_message_ranks(ring_network, kWorld, [&](Communicator& communicator) {
     run_case(communicator, {.algorithm = Algorithm::kRing, .num_elems = kElems});
   });
   for (int rank = 0; rank < kWorld; ++rank)
-    CHECK(ring_network.delivered_bytes(rank) == 2 * (kWorld - 1) * kBytes / kWorld + 4096);
+    CHECK(ring_network.delivered_bytes(rank) == 2 * (kWorld - 1) * kBytes / kWorld +
+                                                    offsetof(MessageEnvelope, data) +
+                                                    kWorld * sizeof(std::uint64_t));
+}
+
+// ---- Messages
+
+// What a rank starts, in order.
+struct Started {
+  bool is_send;
+  std::size_t num_bytes;
+};
+
+class RecordingMessenger final : public Messenger {
+ public:
+  RecordingMessenger(std::unique_ptr<Messenger> whole, std::vector<Started>& started)
+      : whole_(std::move(whole)), started_(started) {}
+  int rank() const override { return whole_->rank(); }
+  int world_size() const override { return whole_->world_size(); }
+  MessagePtr isend(int peer, int tag, const std::byte* data, std::size_t num_bytes) override {
+    started_.push_back({true, num_bytes});
+    return whole_->isend(peer, tag, data, num_bytes);
+  }
+  MessagePtr irecv(int peer, int tag, std::byte* data, std::size_t num_bytes) override {
+    started_.push_back({false, num_bytes});
+    return whole_->irecv(peer, tag, data, num_bytes);
+  }
+
+ private:
+  void end_messages() noexcept override { whole_->abort(); }
+
+  std::unique_ptr<Messenger> whole_;
+  std::vector<Started>& started_;
+};
+
+// The messages of one call, by rank.
+std::vector<std::vector<Started>> messages_of(int world_size, const Case& c) {
+  std::vector<std::vector<Started>> started(static_cast<std::size_t>(world_size));
+  MemoryNetwork network(world_size);
+  testing::MemoryStore store;
+  testing::run_threads(world_size, [&](int rank) {
+    Communicator communicator(store, rank, world_size, {.transport = "messages"}, testing::kBound,
+                              [&](const std::string&, const LookForRanks&) {
+                                return std::make_unique<RecordingMessenger>(
+                                    network.join(rank), started[static_cast<std::size_t>(rank)]);
+                              });
+    run_case(communicator, c);
+  });
+  return started;
+}
+
+TEST_CASE("messages: what fits an envelope is one message of its own size") {
+  constexpr std::size_t kEager = sizeof(MessageEnvelope::data);
+  for (const OpKind op : {OpKind::kAllToAll, OpKind::kAllGather, OpKind::kAllReduce})
+    for (const std::size_t num_bytes : {std::size_t{1}, std::size_t{1} << 10, kEager, kEager + 1}) {
+      CAPTURE(std::string(name_of(op)));
+      CAPTURE(num_bytes);
+      const bool is_whole = num_bytes <= kEager;
+      for (const auto& started :
+           messages_of(2, {.op = op, .dtype = DType::kUint8, .num_elems = num_bytes})) {
+        std::size_t num_sent = 0, sent_bytes = 0;
+        for (const Started& message : started)
+          if (message.is_send) ++num_sent, sent_bytes += message.num_bytes;
+        CHECK(num_sent == (is_whole ? 1 : 2));
+        CHECK(sent_bytes == offsetof(MessageEnvelope, data) + num_bytes);
+      }
+    }
+}
+
+// Gloo announces a receive behind the data of earlier sends to that rank, and the peer begins to
+// send when it hears of it: a send before its receive makes the connection carry one direction at a
+// time.
+TEST_CASE("messages: two ranks announce what they expect before they send as much") {
+  constexpr std::size_t kElems = 5 << 20;
+  constexpr std::size_t kLong = MessageTags::kMaxSized;
+  for (const Case& c : {Case{.algorithm = Algorithm::kRing, .num_elems = kElems},
+                        Case{.algorithm = Algorithm::kTwoShot, .num_elems = kElems},
+                        Case{.algorithm = Algorithm::kOneShot, .num_elems = kElems},
+                        Case{.op = OpKind::kReduceScatter, .num_elems = kElems},
+                        Case{.op = OpKind::kAllGather, .num_elems = kElems},
+                        Case{.op = OpKind::kAllToAll, .num_elems = kElems}}) {
+    CAPTURE(std::string(name_of(c.op)));
+    CAPTURE(std::string(name_of(c.algorithm)));
+    for (const auto& started : messages_of(2, c)) {
+      int num_expected = 0, num_sent = 0;
+      for (const Started& message : started) {
+        if (message.num_bytes < kLong) continue;
+        ++(message.is_send ? num_sent : num_expected);
+        CHECK(num_sent <= num_expected);
+      }
+      CHECK(num_sent > 0);
+    }
+  }
 }
 
 }  // namespace

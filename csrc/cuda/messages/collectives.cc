@@ -85,9 +85,8 @@ void exchange_and_reduce(DeviceMessageContext& context, const Collective& call,
   }
 }
 
-// The links of a ring as batches of a send to the next rank and a receive from the previous one.
-// What a step sends was received in the step before, so a batch is posted where its receive is
-// expected, after the sum is in the stream.
+// The links of a ring as batches of a send to the next rank and a receive from the previous one. A
+// batch is posted where its receive is expected, after the sum that it sends is in the stream.
 class DeviceLinks {
  public:
   DeviceLinks(DeviceMessageContext& context, const Collective& call, const ShardTable& shards,
@@ -107,6 +106,7 @@ class DeviceLinks {
   const RingSchedule& schedule() const { return schedule_; }
   std::size_t depth() const { return batches_.size(); }
   bool sends_early() const { return false; }  // the receive of a batch must follow its send
+  void start_sends() {}
   std::size_t slice_elems() const { return slice_elems_; }
   std::size_t input_element_bytes() const { return shards_.element_bytes; }
   std::size_t output_element_bytes() const { return shards_.element_bytes; }

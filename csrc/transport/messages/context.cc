@@ -50,7 +50,7 @@ std::byte* MessageContext::stage(std::size_t num_bytes) {
 
 MessageEnvelope& MessageExchange::free_envelope() {
   if (num_used_ == envelopes_.size())
-    envelopes_.push_back(new (context_.stage(sizeof(MessageEnvelope))) MessageEnvelope{});
+    envelopes_.push_back(new (context_.stage(sizeof(MessageEnvelope))) MessageEnvelope);
   return *envelopes_[num_used_++];
 }
 
@@ -60,9 +60,14 @@ void MessageExchange::send(int peer, const void* data, std::size_t num_bytes) {
   envelope.num_bytes = num_bytes;
   if (envelope.is_whole() && num_bytes > 0) std::memcpy(envelope.data.data(), data, num_bytes);
   sends_.push_back(
-      context_.isend(peer, MessageTags::kEnvelope, &envelope, sizeof(MessageEnvelope)));
-  if (!envelope.is_whole())
+      context_.isend(peer, MessageTags::kEnvelope, &envelope, envelope.message_bytes()));
+  const auto send_data = [=, this] {
     sends_.push_back(context_.isend(peer, MessageTags::of_data(num_bytes), data, num_bytes));
+  };
+  if (num_bytes > MessageTags::kMaxSized)
+    late_sends_.emplace_back(send_data);
+  else if (!envelope.is_whole())
+    send_data();
 }
 
 void MessageExchange::recv(int peer, void* data, std::size_t num_bytes) {
@@ -81,11 +86,13 @@ void MessageExchange::recv(int peer, void* data, std::size_t num_bytes) {
 
 void MessageExchange::finish() {
   for (Incoming& incoming : incoming_) open(incoming);
+  for (const auto& start : late_sends_) start();
   if (!incoming_.empty()) context_.end_arrivals();
   for (const Incoming& incoming : incoming_)
     if (incoming.data_message) context_.wait(*incoming.data_message);
   for (const MessageContext::Handle send : sends_) context_.wait(send);
   incoming_.clear();
+  late_sends_.clear();
   sends_.clear();
   num_used_ = 0;
 }

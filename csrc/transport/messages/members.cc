@@ -26,7 +26,8 @@ MessageMembers::MessageMembers(KeyValueStore& store, host::Rendezvous& ranks)
       store_(store.clone(), ranks.deadline()),
       address_(ranks.mine().bootstrap_address) {
   // Each attempt of a rank to make the group has a key of its own, which its record has. Rank 0
-  // names the group to the others' attempts, they enter it, and once all have, rank 0 says which.
+  // names the group to the others' attempts, they enter it, and once all have, rank 0 says which:
+  // the others ask rank 0 alone.
   // What an earlier group or attempt over this store has left, also on some ranks only, has other
   // keys.
   const std::string& mine = ranks.mine().memory_key;
@@ -41,25 +42,28 @@ MessageMembers::MessageMembers(KeyValueStore& store, host::Rendezvous& ranks)
   };
   std::vector<std::string> attempts(static_cast<std::size_t>(ranks.world_size()), mine);
   std::string all;
-  if (rank_ == 0) enter(mine);
-  ranks.wait_for_all([&](int peer) {
-    if (rank_ == 0) {
+  const auto has_all = [&] {
+    if (const auto name = store_.try_get(name_for(mine)); name && name != key_) enter(*name);
+    if (key_.empty()) return false;
+    all = store_.try_get(prefix_ + "all").value_or("");
+    return !all.empty();
+  };
+  if (rank_ == 0) {
+    enter(mine);
+    ranks.wait_for_all([&](int peer) {
       // The record first: a peer that has entered is in no later attempt then.
       const std::string attempt = attempts[static_cast<std::size_t>(peer)] = ranks.key_of(peer);
       if (store_.try_get(entry_of(peer)) == attempt) return true;
       store_.set(name_for(attempt), key_);
       return false;
-    }
-    if (peer == 0)
-      if (const auto name = store_.try_get(name_for(mine)); name && name != key_) enter(*name);
-    if (key_.empty()) return false;
-    const auto found = store_.try_get(peer == 0 ? prefix_ + "all" : entry_of(peer));
-    if (peer == 0) all = found.value_or("");
-    return found.has_value();
-  });
-  if (rank_ == 0) {
+    });
     for (const std::string& attempt : attempts) all += attempt + " ";
     store_.set(prefix_ + "all", all);
+  } else {
+    const auto has_entered = [&](int peer) {
+      return peer == 0 ? has_all() : !key_.empty() && store_.try_get(entry_of(peer)).has_value();
+    };
+    ranks.wait_for_all(has_entered, has_all);
   }
   ranks.expect(all);
   processes_ = ranks.processes();

@@ -1,5 +1,7 @@
 #include "collectives/ring.h"
 
+#include <array>
+#include <functional>
 #include <optional>
 #include <vector>
 
@@ -26,12 +28,7 @@ class MessageLinks {
  public:
   MessageLinks(MessageContext& context, const ShardTable& shards, int previous, int next,
                const RingHalves& halves)
-      : context_(context),
-        shards_(shards),
-        previous_(previous),
-        next_(next),
-        receives_(kNumSlots),
-        sends_(kNumSlots) {
+      : context_(context), shards_(shards), previous_(previous), next_(next) {
     const std::size_t slots_bytes = kNumSlots * slice_elems() * shards.element_bytes;
     if (shards.max_elems() == 0 || !halves.has_reduce_scatter) return;
     received_ = context.stage(slots_bytes);
@@ -51,7 +48,7 @@ class MessageLinks {
   void expect(const RingPart& part) {
     if (part.num_elems == 0) return;
     context_.count(previous_, 0, part.input_bytes);
-    receives_[slot_of(part)] =
+    receive_of(part) =
         context_.irecv(previous_, tag_of(part.is_gather),
                        part.is_gather ? part.output : place(received_, part), part.input_bytes);
   }
@@ -62,7 +59,7 @@ class MessageLinks {
 
   void reduce(const RingPart& part) {
     if (part.num_elems == 0) return;
-    wait(receives_[slot_of(part)]);
+    wait(receive_of(part));
     const bool has_room = part.output != nullptr;
     auto& send = sends_[slot_of(part)];
     if (!has_room) wait(send);
@@ -70,14 +67,17 @@ class MessageLinks {
     const void* sources[] = {place(received_, part), part.input};
     shards_.op->combine(sum, nullptr, sources, 2, part.num_elems,
                         part.is_last ? shards_.divisor : 1);
-    if (!part.is_sent) return;
-    const Message sent = post(part, sum, part.is_last);
-    if (!has_room) send = sent;
+    if (part.is_sent) post(part, sum, part.is_last, has_room ? nullptr : &send);
   }
 
   void copy(const RingPart& part) {
-    wait(receives_[slot_of(part)]);
+    wait(receive_of(part));
     if (part.is_sent) post(part, part.output, true);
+  }
+
+  void start_sends() {
+    for (const auto& start : to_send_) start();
+    to_send_.clear();
   }
 
  private:
@@ -87,15 +87,20 @@ class MessageLinks {
     return is_gather ? MessageTags::kAllGather : MessageTags::kReduceScatter;
   }
   std::size_t slot_of(const RingPart& part) const { return part.slice_idx % kNumSlots; }
+  Message& receive_of(const RingPart& part) { return receives_[part.is_gather][slot_of(part)]; }
   std::byte* place(std::byte* slots, const RingPart& part) const {
     return slots + slot_of(part) * slice_elems() * shards_.element_bytes;
   }
 
-  // Chunks differ in size; of a short one the last slices are empty, and no message.
-  Message post(const RingPart& part, const std::byte* data, bool is_gather) {
-    if (part.num_elems == 0) return std::nullopt;
-    context_.count(next_, part.input_bytes, 0);
-    return context_.isend(next_, tag_of(is_gather), data, part.input_bytes);
+  // Chunks differ in size; of a short one the last slices are empty, and no message. With two ranks
+  // a send would be on the connection in front of what this rank says it expects: that goes first.
+  void post(const RingPart& part, const std::byte* data, bool is_gather, Message* kept = nullptr) {
+    if (part.num_elems == 0) return;
+    to_send_.emplace_back([this, data, num_bytes = part.input_bytes, is_gather, kept] {
+      context_.count(next_, num_bytes, 0);
+      const Message sent = context_.isend(next_, tag_of(is_gather), data, num_bytes);
+      if (kept != nullptr) *kept = sent;
+    });
   }
 
   void wait(Message& message) {
@@ -109,8 +114,9 @@ class MessageLinks {
   int next_;
   std::byte* received_ = nullptr;
   std::byte* sums_ = nullptr;
-  std::vector<Message> receives_;  // by slot
-  std::vector<Message> sends_;     // of sums without room, by slot
+  std::array<std::array<Message, kNumSlots>, 2> receives_;  // by tag and slot
+  std::array<Message, kNumSlots> sends_;                    // of sums without room, by slot
+  std::vector<std::function<void()>> to_send_;              // once what comes next is expected
 };
 
 }  // namespace
@@ -161,6 +167,7 @@ std::uint64_t run_message_chain(MessageContext& context, const Collective& call,
       links.reduce(part(idx));
     else
       links.copy(part(idx));
+    links.start_sends();
   }
   return is_last ? 0 : call.num_bytes();
 }

@@ -26,7 +26,8 @@ constexpr std::size_t kMaxThreads = 32;
 // A user's message is an envelope with the user's tag. Long data follows with a tag of its own, the
 // header of the envelope. So different sizes are an error instead of corruption, and a receive from
 // any source knows the sender of the second message.
-using UserEnvelope = Envelope<std::int64_t>;
+// Many may be posted at a time, each with its envelope: a page.
+using UserEnvelope = Envelope<std::int64_t, 4096 - 2 * sizeof(std::int64_t)>;
 
 struct Item {
   Item(const SendRecvOpPtr& operation, MessageMembers& members)
@@ -133,7 +134,7 @@ class MessageSendRecv final : public SendRecv {
     } else if (op.num_bytes > 0) {
       std::memcpy(envelope.data.data(), op.data, op.num_bytes);
     }
-    item.envelope_message = messenger_.isend(op.peer, tag, bytes, sizeof(envelope));
+    item.envelope_message = messenger_.isend(op.peer, tag, bytes, envelope.message_bytes());
     if (!envelope.is_whole())
       item.data_message =
           messenger_.isend(op.peer, static_cast<int>(envelope.header), op.data, op.num_bytes);

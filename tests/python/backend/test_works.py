@@ -239,11 +239,23 @@ def test_otherwise_it_is_an_error_with_both_sizes(rank: int) -> None:
 # ---- transport "messages"
 
 
-@in_ranks(2, pg_options=Options(transport="messages", message_backend="ringcomm"))
+@in_ranks(
+    2,
+    pg_options=Options(transport="messages", message_backend="ringcomm"),
+    env={"RINGCOMM_AS_GLOO": "1"},
+)
 def test_over_another_backend(rank: int) -> None:
-    """ringcomm's own shared memory as a stranger: a backend with Backend.abort() only."""
+    """ringcomm's own shared memory as a stranger: a backend with Backend.abort() only.
+
+    As a message backend must, it then takes messages that are shorter than their receive.
+    """
     kinds = [kind for kind in KINDS if kind != "barrier"]
     assert run_calls([call for kind in kinds for call in covering_calls(kind)[::10]]) == []
+
+
+def test_a_backend_that_takes_no_shorter_message() -> None:
+    with pytest.raises(ValueError, match=r"'ringcomm' does with RINGCOMM_AS_GLOO=1 only"):
+        message_backend.checked("ringcomm")
 
 
 @in_ranks(2, env=TRANSPORTS["messages"])
