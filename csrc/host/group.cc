@@ -6,7 +6,6 @@
 #include "core/annotations.h"
 #include "core/errors.h"
 #include "host/cgroup_limits.h"
-#include "host/cores.h"
 
 namespace ringcomm::host {
 namespace {
@@ -23,22 +22,25 @@ void reserve_link(const LinkGeometry& link) {
 
 }  // namespace
 
+CoreShare core_share_of(const Rendezvous& rendezvous, const std::vector<int>& ranks) {
+  std::vector<std::string> cores;
+  for (const int rank : ranks) cores.push_back(rendezvous.record_of(rank).cores);
+  const auto& limit = cgroup_limits().cpu_cores;
+  const double quota = limit ? limit->value : kNoQuota;
+  return {ranks_per_core(cores, quota), cores_per_rank(cores, quota)};
+}
+
 Group::Group(Rendezvous& rendezvous, const std::vector<int>& ranks, const SegmentConfig& config)
     : ranks_(ranks),
       rank_(static_cast<int>(std::find(ranks.begin(), ranks.end(), rendezvous.rank()) -
                              ranks.begin())),
       layout_(world_size(), config),
+      core_share_(core_share_of(rendezvous, ranks)),
       memory_(std::make_shared<SharedMemory>(rendezvous.share_memory(ranks, layout_.num_bytes()))) {
-  std::vector<std::string> cores;
   for (const int rank : ranks) {
-    cores.push_back(rendezvous.record_of(rank).cores);
     processes_.push_back(rendezvous.processes()[static_cast<std::size_t>(rank)]);
     global_ranks_.push_back(rendezvous.global_rank_of(rank));
   }
-  const auto& limit = cgroup_limits().cpu_cores;
-  const double quota = limit ? limit->value : kNoQuota;
-  ranks_per_core_ = host::ranks_per_core(cores, quota);
-  cores_per_rank_ = host::cores_per_rank(cores, quota);
   key_ = rendezvous.memory_key();
   try {
     // The pages that its peers poll come to this rank's NUMA node.

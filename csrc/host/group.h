@@ -10,6 +10,7 @@
 #include "core/link_protocol.h"
 #include "host/abort_reason.h"
 #include "host/abort_record.h"
+#include "host/cores.h"
 #include "host/membership.h"
 #include "host/process.h"
 #include "host/rank_control.h"
@@ -19,6 +20,9 @@
 #include "host/survivor_words.h"
 
 namespace ringcomm::host {
+
+/// What `ranks`, those of one host, have of its cores.
+CoreShare core_share_of(const Rendezvous& rendezvous, const std::vector<int>& ranks);
 
 /// The memory that the ranks of one group share, and the state of their processes.
 class Group final : public Membership {
@@ -36,11 +40,6 @@ class Group final : public Membership {
   /// The rank's number in the whole group.
   int whole_rank(int rank) const { return ranks_[static_cast<std::size_t>(rank)]; }
   std::size_t num_bytes() const { return memory_->num_bytes(); }
-  /// How many ranks share a core, 1 if each may have one to itself, and how many cores each then
-  /// has; as it was when the group was made.
-  int ranks_per_core() const { return ranks_per_core_; }
-  int cores_per_rank() const { return cores_per_rank_; }
-
   BoardGeometry board() const { return layout_.board(memory_->data()); }
   LinkGeometry ring_link(int from) const { return layout_.ring_link(memory_->data(), from); }
   LinkGeometry send_recv_link(int from, int to) const {
@@ -90,8 +89,7 @@ class Group final : public Membership {
   std::vector<int> ranks_;  // in the whole group
   int rank_;
   SegmentLayout layout_;
-  int ranks_per_core_ = 1;
-  int cores_per_rank_ = 0;
+  CoreShare core_share_;
   int generation_ = process_generation();
   std::shared_ptr<const SharedMemory> memory_;  // also of left_by_all()
   std::uint64_t num_gone_seen_ = 0;             // when no rank of the group was among them

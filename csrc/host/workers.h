@@ -34,12 +34,9 @@ void leave_thread_team();
 /// the caller alone are compared, call by call, and a team that was slower pauses.
 class Workers {
  public:
-  /// For a group whose ranks have `num_cores` each. `max_threads` of the team are used, always; 0
-  /// means all, while each has a core of every group of this process and that is faster.
-  Workers(int num_cores, int max_threads);
-  ~Workers();
-  Workers(const Workers&) = delete;
-  Workers& operator=(const Workers&) = delete;
+  /// `max_threads` of the team are used, always; 0 means all, while each has a core (CoreShare) and
+  /// that is faster.
+  explicit Workers(int max_threads);
 
   /// Chooses the number of threads for a call in which this rank moves `num_bytes`.
   void begin(std::size_t num_bytes);
@@ -83,7 +80,6 @@ class Workers {
     thread_team().run(num_parts, std::ref(run_part));  // by reference: a copy would allocate
   }
 
-  int num_cores_;
   int num_allowed_;  // cores of the thread that made the group
   int max_threads_;
   // Of the call.

@@ -151,7 +151,7 @@ int ranks_per_core_of_processes(const std::vector<int>& cores_of_ranks) {
     try {
       const Group group =
           testing::make_group(store, identity(rank, world_size), {}, testing::kBound);
-      ::_exit(group.ranks_per_core());
+      ::_exit(CoreShare::most_ranks_per_core());
     } catch (const std::exception&) {
       ::_exit(104);
     }
@@ -192,7 +192,7 @@ TEST_CASE("ranks of a group see the same memory and each other's lives") {
     Group group = testing::make_group(store, identity(rank, 3), {}, testing::kBound);
     expect(group.process_of((rank + 1) % 3).pid == ::getpid(), "the peer's pid");
     WaitScope scope(group);
-    HostArch arch(scope, 0, 1);
+    HostArch arch(scope, 0);
     scope.begin(testing::kPatient);
     Board<HostArch> board(arch, group.board(), rank);
     std::byte* region = nullptr;
@@ -416,7 +416,7 @@ TEST_CASE("a wait that takes too long blames the rank that has published least")
   run_threads(3, [&](int rank) {
     Group group = testing::make_group(store, identity(rank, 3), {}, testing::kBound);
     WaitScope scope(group);
-    HostArch arch(scope, 0, 1);
+    HostArch arch(scope, 0);
     Board<HostArch> board(arch, group.board(), rank);
     std::string ignored;
     if (rank < 2) board.publish();

@@ -25,7 +25,7 @@ ShmContext::ShmContext(host::Group& group, host::WaitScope& scope, int max_threa
       scope_(scope),
       arch_(scope, group),
       board_(arch_, group.board(), group.rank()),
-      workers_(group.cores_per_rank(), max_threads),
+      workers_(max_threads),
       sources_(static_cast<std::size_t>(group.world_size())),
       handles_(static_cast<std::size_t>(group.world_size())),
       memories_(static_cast<std::size_t>(group.world_size())) {}

@@ -206,7 +206,7 @@ class SendRecvQueue final : public SendRecv {
   SendRecvQueue(host::Group& group, Failure& failure, Stats& stats)
       : SendRecv(failure, stats, group.rank(), group.world_size()),
         group_(group),
-        arch_(slice_, group.rank(), group.ranks_per_core()),
+        arch_(slice_, group.rank()),
         mailboxes_(static_cast<std::size_t>(group.world_size())) {}
   ~SendRecvQueue() override { close({}); }
 

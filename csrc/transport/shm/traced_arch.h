@@ -14,7 +14,7 @@ namespace ringcomm {
 class TracedArch final : public host::HostArch {
  public:
   TracedArch(host::WaitScope& scope, const host::Group& group)
-      : HostArch(scope, group.rank(), group.ranks_per_core()), group_(group) {}
+      : HostArch(scope, group.rank()), group_(group) {}
 
   class Wait {
    public:
