@@ -4,7 +4,10 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <span>
+#include <vector>
 
+#include "core/chunk_layout.h"
 #include "host/ticks.h"
 
 namespace ringcomm::host {
@@ -59,6 +62,18 @@ class Workers {
       run_parts(num_parts, num, run);
     taken_ticks_ += ticks() - begin_ticks;
     moved_bytes_ += num * element_bytes;
+  }
+  /// split() of elements that come from `sources`: calls `run` with these moved to each range.
+  template <class Run>
+  void split_sources(std::span<const void* const> sources, std::size_t num,
+                     std::size_t element_bytes, const Run& run) {
+    split(num, element_bytes, [&](std::size_t begin, std::size_t end) {
+      if (begin == 0) return run(sources.data(), ElemRange{0, end});
+      std::vector<const void*> moved(sources.begin(), sources.end());
+      for (const void*& source : moved)
+        source = static_cast<const std::byte*>(source) + begin * element_bytes;
+      run(moved.data(), ElemRange{begin, end - begin});
+    });
   }
 
  private:

@@ -71,6 +71,12 @@ TEST_CASE("workers: every collective on three threads of each rank") {
                                         .is_in_place = ++salt % 2 == 0,
                                         .salt = salt,
                                         .is_uneven = is_uneven && has_shards(op)});
+          const int num_before = num_runs;
+          run_case(communicator, {.op = OpKind::kAllReduce,
+                                  .algorithm = Algorithm::kRing,
+                                  .num_elems = 800'003,
+                                  .salt = ++salt});
+          CHECK(num_runs > num_before);
         },
         {.max_threads = 3});
   CHECK(num_runs > 0);

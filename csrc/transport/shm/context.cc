@@ -23,7 +23,7 @@ constexpr std::chrono::milliseconds kFetchPause{1};
 ShmContext::ShmContext(host::Group& group, host::WaitScope& scope, int max_threads)
     : group_(group),
       scope_(scope),
-      arch_(scope, group),
+      arch_(scope, group, workers_),
       board_(arch_, group.board(), group.rank()),
       workers_(max_threads),
       sources_(static_cast<std::size_t>(group.world_size())),
@@ -178,11 +178,12 @@ void ShmContext::finish_copies() {
 void ShmContext::reduce(const Collective& call, void* to, void* also_to, std::size_t num_elems) {
   const ReduceOp& op = reduce_op_of(call);
   const std::size_t bytes = op.element_bytes;
-  split_sources(num_elems, bytes, [&](const void* const* sources, const ElemRange& part) {
-    op.combine(at(to, part.begin_elems, bytes),
-               also_to != nullptr ? at(also_to, part.begin_elems, bytes) : nullptr, sources,
-               world_size(), part.num_elems, divisor_of(call, world_size()));
-  });
+  workers_.split_sources(
+      sources_, num_elems, bytes, [&](const void* const* sources, const ElemRange& part) {
+        op.combine(at(to, part.begin_elems, bytes),
+                   also_to != nullptr ? at(also_to, part.begin_elems, bytes) : nullptr, sources,
+                   world_size(), part.num_elems, divisor_of(call, world_size()));
+      });
 }
 
 }  // namespace ringcomm

@@ -117,19 +117,9 @@ class ShmContext {
   void finish_copies();
 
   /// Room for a pointer for each rank.
-  const void** sources() { return sources_.data(); }
+  std::vector<const void*>& sources() { return sources_; }
   /// Reduces the arrays that sources() name, left to right, as the call asks.
   void reduce(const Collective& call, void* to, void* also_to, std::size_t num_elems);
-  /// Calls `run` for ranges of `num_elems` elements with the sources moved to them.
-  template <class Run>
-  void split_sources(std::size_t num_elems, std::size_t element_bytes, const Run& run) {
-    workers_.split(num_elems, element_bytes, [&](std::size_t begin, std::size_t end) {
-      if (begin == 0) return run(sources_.data(), ElemRange{0, end});
-      std::vector<const void*> moved = sources_;
-      for (const void*& source : moved) source = at(source, begin, element_bytes);
-      run(moved.data(), ElemRange{begin, end - begin});
-    });
-  }
 
   /// For what an algorithm stages or copies by itself.
   void count_copied(std::size_t num_bytes) { copied_bytes_ += num_bytes; }
