@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "core/annotations.h"
 #include "core/errors.h"
@@ -20,8 +21,7 @@ void reserve_link(const LinkGeometry& link) {
                 link_bytes(link.num_slots, link.slot_bytes));
 }
 
-}  // namespace
-
+// Of the ranks of one host.
 CoreShare core_share_of(const Rendezvous& rendezvous, const std::vector<int>& ranks) {
   std::vector<std::string> cores;
   for (const int rank : ranks) cores.push_back(rendezvous.record_of(rank).cores);
@@ -29,6 +29,8 @@ CoreShare core_share_of(const Rendezvous& rendezvous, const std::vector<int>& ra
   const double quota = limit ? limit->value : kNoQuota;
   return {ranks_per_core(cores, quota), cores_per_rank(cores, quota)};
 }
+
+}  // namespace
 
 Group::Group(Rendezvous& rendezvous, const std::vector<int>& ranks, const SegmentConfig& config)
     : ranks_(ranks),
@@ -154,7 +156,26 @@ int Group::gone_before(std::uint64_t seq) {
 }
 
 void Group::record_call(std::uint64_t seq) {
+  ++num_begun_;
   __atomic_store_n(&control(rank_).num_calls, seq + 1, __ATOMIC_RELAXED);
+}
+
+void Group::record_end() {
+  __atomic_store_n(&control(rank_).num_ended, ++num_ended_, __ATOMIC_RELEASE);
+}
+
+void Group::return_idle_pages() {
+  if (std::exchange(num_ended_seen_, num_ended_) != num_ended_ || num_begun_ != num_ended_ ||
+      num_returned_ == num_ended_)
+    return;
+  // In a later call peers read this rank's region only after it has published.
+  for (int peer = 0; peer < world_size(); ++peer)
+    if (load_acquire(control(peer).num_ended) < num_ended_ && !has_died(peer) && !has_left(peer))
+      return;
+  num_returned_ = num_ended_;
+  for (const int parity : {0, 1}) return_pages(board().region(rank_, parity), board().region_bytes);
+  const LinkGeometry ring = ring_link(rank_);  // drained, as all have ended
+  return_pages(ring.slots, ring.num_slots * ring.slot_bytes);
 }
 
 std::uint64_t Group::num_published(int rank) const {

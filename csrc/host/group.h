@@ -21,9 +21,6 @@
 
 namespace ringcomm::host {
 
-/// What `ranks`, those of one host, have of its cores.
-CoreShare core_share_of(const Rendezvous& rendezvous, const std::vector<int>& ranks);
-
 /// The memory that the ranks of one group share, and the state of their processes.
 class Group final : public Membership {
  public:
@@ -64,8 +61,13 @@ class Group final : public Membership {
   /// A rank that ended or left before it began collective `seq`, and so never will; -1 if none is
   /// known. Reads two words unless a process has ended or a rank has left since it last looked.
   int gone_before(std::uint64_t seq);
-  /// This rank begins collective `seq`.
+  /// This rank begins collective `seq`, or a part of it.
   void record_call(std::uint64_t seq);
+  /// It has succeeded, and reads no region of a peer any more.
+  void record_end();
+  /// Between two collectives: returns the pages of this rank's data to the system if there was no
+  /// call since the last time, and no peer still reads them.
+  void return_idle_pages();
   /// A rank that ended or left before it published as many phases as this rank, and so cannot
   /// complete the current collective (on boards: all ranks publish the same phases); -1 if none.
   int missing_rank() const;
@@ -93,6 +95,9 @@ class Group final : public Membership {
   int generation_ = process_generation();
   std::shared_ptr<const SharedMemory> memory_;  // also of left_by_all()
   std::uint64_t num_gone_seen_ = 0;             // when no rank of the group was among them
+  // Of this rank, as RankControl's. A call that failed leaves num_begun_ ahead for good.
+  std::uint64_t num_begun_ = 0, num_ended_ = 0;
+  std::uint64_t num_ended_seen_ = 0, num_returned_ = 0;  // by return_idle_pages()
 };
 
 }  // namespace ringcomm::host

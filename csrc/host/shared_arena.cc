@@ -241,8 +241,7 @@ void SharedArena::return_pages(std::unique_lock<std::mutex>& lock) {
       const bool has_pages = block.state == BlockList::State::kFree && end > first_page;
       returned_from = has_pages ? first_page : begin;
       if (!has_pages) continue;
-      // A failure only leaves unused memory allocated.
-      ::madvise(region->memory.data() + first_page, end - first_page, MADV_REMOVE);
+      host::return_pages(region->memory.data() + first_page, end - first_page);
       lock.unlock();
       std::this_thread::sleep_for(kReturnPause);
       lock.lock();

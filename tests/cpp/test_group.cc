@@ -185,6 +185,52 @@ TEST_CASE("processes that are pinned to cores of their own share none") {
 }
 #endif
 
+// Elsewhere each communicator keeps what it has used once,
+// https://github.com/NVIDIA/nccl/issues/964.
+TEST_CASE("an idle group returns its data's pages when no peer can read them") {
+  MemoryStore store;
+  std::vector<std::unique_ptr<Group>> groups(3);
+  run_threads(3, [&](int rank) {
+    groups[static_cast<std::size_t>(rank)].reset(
+        new Group(testing::make_group(store, identity(rank, 3), {}, testing::kBound)));
+  });
+  Group& own = *groups[0];
+  const auto middle = [&](int rank) -> std::byte& {
+    return own.board().region(rank, 1)[own.board().region_bytes / 2];
+  };
+  std::uint64_t seq = 0;
+  const auto begin_call = [&] {
+    for (int rank = 0; rank < 3; ++rank) middle(rank) = std::byte{7};
+    for (const auto& group : groups)
+      if (group != nullptr) group->record_call(seq);
+    ++seq;
+  };
+  const auto is_kept = [&] {
+    own.return_idle_pages();
+    return middle(0) == std::byte{7};
+  };
+  begin_call();
+  CHECK(is_kept());
+  CHECK(is_kept());  // in the call
+  own.record_end();
+  groups[1]->record_end();
+  CHECK(is_kept());  // there was a call
+  CHECK(is_kept());  // a peer is in it
+  groups[2]->record_end();
+  CHECK(!is_kept());
+  for (int rank = 1; rank < 3; ++rank) CHECK(middle(rank) == std::byte{7});  // are the peers'
+  begin_call();
+  own.record_end();
+  groups[2]->record_end();
+  CHECK(is_kept());
+  groups[1].reset();
+  CHECK(!is_kept());  // it has left
+  begin_call();       // and fails here
+  groups[2]->record_end();
+  CHECK(is_kept());
+  CHECK(is_kept());
+}
+
 TEST_CASE("ranks of a group see the same memory and each other's lives") {
   MemoryStore store;
   std::atomic<int> num_left = 0;
