@@ -201,6 +201,8 @@ SharedArena::Region& SharedArena::add_region(std::size_t num_bytes) {
   try {
     UniqueFd fd = create_memfd(region_bytes, "ringcomm-shared");
     regions_[idx].reset(new Region{SharedMemory(fd.get(), region_bytes)});
+    // Where shmem_enabled is `advise`; elsewhere nothing changes, and a refusal does not matter.
+    ::madvise(regions_[idx]->memory.data(), region_bytes, MADV_HUGEPAGE);
     Bootstrap::instance().offer(key_of(regions_[idx]->id), std::move(fd));
   } catch (const Error& error) {
     throw_out_of_memory(num_bytes, error.what());

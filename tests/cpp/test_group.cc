@@ -1,5 +1,6 @@
 // Groups: how ranks find each other, their errors if they cannot, and what remains afterwards.
 #include <sched.h>
+#include <sys/mman.h>
 #include <sys/types.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -9,6 +10,7 @@
 #include <cerrno>
 #include <chrono>
 #include <cstdlib>
+#include <cstring>
 #include <filesystem>
 #include <iterator>
 #include <memory>
@@ -28,6 +30,7 @@
 #include "host/random.h"
 #include "host/rank_record.h"
 #include "host/segment_layout.h"
+#include "host/shared_arena.h"
 #include "host/shared_memory.h"
 #include "host/unix_socket.h"
 #include "host/wait_limits.h"
@@ -36,7 +39,8 @@
 #include "thread_ranks.h"
 
 namespace {
-thread_local bool gets_pages = true, fetches_late = false;
+thread_local bool gets_pages = true, fetches_late = false, has_huge_pages = true;
+thread_local int num_refused = 0;  // huge pages
 }  // namespace
 
 extern "C" {
@@ -44,6 +48,11 @@ int __real_madvise(void* begin, std::size_t num_bytes, int advice);
 
 int __wrap_madvise(void* begin, std::size_t num_bytes, int advice) {
   constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE
+  if (!has_huge_pages && advice == MADV_HUGEPAGE) {
+    ++num_refused;
+    errno = EINVAL;  // as a kernel without huge pages
+    return -1;
+  }
   if (gets_pages || advice != kPopulateWrite) return __real_madvise(begin, num_bytes, advice);
   errno = EFAULT;
   return -1;
@@ -184,6 +193,19 @@ TEST_CASE("processes that are pinned to cores of their own share none") {
             std::vector<int>(static_cast<std::size_t>(CPU_COUNT(&allowed)) + 1, -1)) == 2);
 }
 #endif
+
+// Elsewhere a pool of huge pages that runs dry is a SIGBUS,
+// https://github.com/chapel-lang/chapel/issues/8801.
+TEST_CASE("shared buffers have ordinary pages where huge ones are refused") {
+  has_huge_pages = false;
+  SharedArena arena;
+  auto* block = static_cast<std::byte*>(arena.allocate(std::size_t{3} << 20));
+  std::memset(block, 5, std::size_t{3} << 20);
+  CHECK(block[(std::size_t{3} << 20) - 1] == std::byte{5});
+  arena.deallocate(block);
+  CHECK(num_refused == 1);
+  has_huge_pages = true;
+}
 
 // Elsewhere each communicator keeps what it has used once,
 // https://github.com/NVIDIA/nccl/issues/964.
