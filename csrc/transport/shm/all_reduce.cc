@@ -143,23 +143,12 @@ class TwoShot {
     std::byte* output = at(call_.outputs[0], slice.begin_elems, output_bytes_);
     const bool is_streaming = context_.store_kinds().kind() == cpu::StoreKind::kStreaming;
     std::byte* also_to = is_streaming ? nullptr : region;
-    if (update_)
-      update(slice, also_to);
-    else
-      context_.reduce(call_, output, also_to, slice.num_elems);
+    context_.reduce(call_, sources, output, also_to, slice, divisor_of(call_, world_size_),
+                    update_ ? &*update_ : nullptr);
     if (is_streaming)
       context_.stage(region, output, slice.num_elems * output_bytes_);
     else
       context_.count_copied(slice.num_elems * output_bytes_);
-  }
-
-  void update(const ElemRange& slice, std::byte* also_to) {
-    context_.workers().split_sources(
-        context_.sources(), slice.num_elems, input_bytes_,
-        [&](const void* const* sources, const ElemRange& part) {
-          update_->run(sources, world_size_, {slice.begin_elems + part.begin_elems, part.num_elems},
-                       also_to != nullptr ? at(also_to, part.begin_elems, output_bytes_) : nullptr);
-        });
   }
 
   void gather_results(const ElemRange& piece) {

@@ -4,11 +4,13 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <utility>
 #include <vector>
 
 #include "collectives/call_header.h"
 #include "collectives/collective.h"
+#include "collectives/fused_update.h"
 #include "core/board_protocol.h"
 #include "core/chunk_layout.h"
 #include "host/call_step.h"
@@ -118,8 +120,14 @@ class ShmContext {
 
   /// Room for a pointer for each rank.
   std::vector<const void*>& sources() { return sources_; }
-  /// Reduces the arrays that sources() name, left to right, as the call asks.
-  void reduce(const Collective& call, void* to, void* also_to, std::size_t num_elems);
+  /// Reduces `elems` that `sources` name, left to right, to `to`, or updates them in the call's
+  /// buffer; and to `also_to` unless it is null.
+  void reduce(const Collective& call, std::span<const void* const> sources, void* to, void* also_to,
+              const ElemRange& elems, int divisor, const OwnerUpdate* update = nullptr);
+  /// From sources(), as the call asks.
+  void reduce(const Collective& call, void* to, void* also_to, std::size_t num_elems) {
+    reduce(call, sources_, to, also_to, {0, num_elems}, divisor_of(call, world_size()));
+  }
 
   /// For what an algorithm stages or copies by itself.
   void count_copied(std::size_t num_bytes) { copied_bytes_ += num_bytes; }

@@ -58,21 +58,10 @@ class MemoryLinks {
     const auto combine = [&](std::byte* to, std::byte* also_to, const std::byte* received,
                              const std::byte* local, std::size_t) {
       const void* const sources[] = {received, local};
-      const ElemRange slice =
-          slice_of(layout_.chunk(part.chunk_idx), part.slice_idx, slice_elems());
-      const int divisor = part.is_last ? divisor_of(call_, context_.world_size()) : 1;
-      context_.workers().split_sources(
-          sources, part.num_elems, op_.element_bytes,
-          [&](const void* const* moved, const ElemRange& range) {
-            std::byte* const also =
-                also_to != nullptr ? at(also_to, range.begin_elems, output_bytes_) : nullptr;
-            if (part.is_last && update_)
-              update_->run(moved, 2, {slice.begin_elems + range.begin_elems, range.num_elems},
-                           also);
-            else
-              op_.combine(at(to, range.begin_elems, op_.element_bytes), also, moved, 2,
-                          range.num_elems, divisor);
-          });
+      context_.reduce(call_, sources, to, also_to,
+                      slice_of(layout_.chunk(part.chunk_idx), part.slice_idx, slice_elems()),
+                      part.is_last ? divisor_of(call_, context_.world_size()) : 1,
+                      part.is_last && update_ ? &*update_ : nullptr);
     };
     context_.check(recv_reduce_send(from_previous_, to_next_, part.is_last ? part.output : nullptr,
                                     part.input, part.input_bytes, combine));
