@@ -70,6 +70,10 @@ std::optional<Event> read(const Event& from) {
   return std::bit_cast<Event>(copy);
 }
 
+// Of those of Bootstrap, which come every two seconds. Pages that are used in every step would be
+// faulted in again in every step.
+constexpr std::uint64_t kLooksOfGroups = 5;
+
 class Recorder {
  public:
   static constinit PerProcess<Recorder> of_process;
@@ -91,6 +95,9 @@ class Recorder {
       host::Bootstrap::instance().share_with_watchers(fd_.get(), [this] {
         const std::lock_guard look(mutex_);
         waits_.look(memory(), groups_);
+        if (++num_looks_ % kLooksOfGroups != 0) return;
+        for (const Group* group : groups_)
+          if (group->on_look) group->on_look();
       });
     } catch (const Error&) {  // no memory, descriptor or thread: nothing is recorded
       fd_.reset();
@@ -119,6 +126,10 @@ class Recorder {
     }
     return 0;
   }
+  void on_look(Group& group, std::function<void()> look) {
+    const std::lock_guard lock(mutex_);
+    group.on_look = std::move(look);
+  }
   void remove(Group* group) {
     const std::lock_guard lock(mutex_);
     groups_.erase(group);
@@ -132,6 +143,7 @@ class Recorder {
   std::uint64_t num_groups_ = 0;
   std::set<Group*> groups_;
   LongWaits waits_;
+  std::uint64_t num_looks_ = 0;
 };
 
 constinit PerProcess<Recorder> Recorder::of_process;
@@ -210,6 +222,10 @@ Log::~Log() {
   if (number() == 0 || Recorder::of_process.find() != &recorder_) return;  // a forked child
   recorder_.remove(&group_);
   __atomic_store_n(&entry().state, GroupEntry::kLeft, __ATOMIC_RELEASE);
+}
+
+void Log::on_look(std::function<void()> look) {
+  if (Recorder::of_process.find() == &recorder_) recorder_.on_look(group_, std::move(look));
 }
 
 GroupEntry& Log::entry() const { return recorder_.memory().group(group_.number); }

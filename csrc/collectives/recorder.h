@@ -2,6 +2,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -62,6 +63,7 @@ struct Group {
   PeerProcesses processes = {};
   bool log_waits = false;                              ///< long waits are written to stderr
   bool has_said_idle = false, has_asked_idle = false;  ///< of LongWaits
+  std::function<void()> on_look = {};                  ///< see Log
 };
 
 /// This rank's side of a group in the recorder. Its calls may begin and end in any thread.
@@ -77,6 +79,8 @@ class Log {
   Log(const Log&) = delete;
   Log& operator=(const Log&) = delete;
 
+  /// Bootstrap's thread calls `look` every ten seconds from now on; nothing if it is empty.
+  void on_look(std::function<void()> look);
   std::uint32_t number() const { return static_cast<std::uint32_t>(group_.number); }
   /// Takes the place of the oldest call for which nobody waits.
   Call begin(Event event);

@@ -78,6 +78,8 @@ class SendRecv {
   /// receiver has left, or its timeout has passed; ends the receives with an error.
   /// `is_interrupted` as in wait(). A second call does nothing.
   virtual void close(const Interrupted& is_interrupted) = 0;
+  /// As Transport's. Waits for nothing.
+  virtual void return_idle_pages() {}
 
   /// Records the messages from now on; `log` may be null and lives as long.
   void record_as(std::uint32_t group, recorder::Log* log) {

@@ -98,7 +98,10 @@ Communicator::Communicator(KeyValueStore& store, int rank, int world_size,
   if (transport_ != nullptr) send_recv_ = transport_->make_send_recv(*failure_, stats_);
 }
 
-Communicator::~Communicator() { recorder::trace_leave(group_); }
+Communicator::~Communicator() {
+  if (log_ != nullptr) log_->on_look({});
+  recorder::trace_leave(group_);
+}
 
 void Communicator::record_as(const std::string& name, const std::vector<std::uint64_t>& ranks) {
   if (transport_ != nullptr)
@@ -110,6 +113,7 @@ void Communicator::record_as(const std::string& name, const std::vector<std::uin
   send_recv_->record_as(group_, log_.get());
   if (log_ == nullptr) return;
   failure_->record_in(log_.get());
+  log_->on_look([this] { return_idle_pages(); });
   transport_->membership().on_peer_event(
       [log = log_.get()](const PeerEvent& event, CallStep step) { log->record(event, step); });
 }
@@ -245,6 +249,11 @@ void Communicator::execute(const Collective& call, const WaitLimits& limits) {
                     AbortReason::of(error, rank_).culprit);
     throw;
   }
+}
+
+void Communicator::return_idle_pages() {
+  queue_.run_alone([this] { transport_->return_idle_pages(); });
+  send_recv_->return_idle_pages();
 }
 
 void Communicator::execute_steps(const Sequence& sequence, const WaitLimits& limits) {

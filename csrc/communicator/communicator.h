@@ -127,6 +127,9 @@ class Communicator {
   /// Null in a group of one.
   Membership* members() { return transport_ != nullptr ? &transport_->membership() : nullptr; }
 
+  /// Returns memory that no call has used since the last time. Called every ten seconds.
+  void return_idle_pages();
+
  private:
   void validate(const Collective& call) const;
   void execute(const Collective& call, const WaitLimits& limits);

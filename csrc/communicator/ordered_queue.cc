@@ -75,7 +75,6 @@ void OrderedQueue::end_task() {
   if (!entries_.empty()) has_work_.notify_one();
 }
 
-// Runs the task if no other thread uses the queue.
 bool OrderedQueue::run_alone(const Task& task) {
   std::uint32_t state = 0;
   if (!state_.compare_exchange_strong(state, kRunning, std::memory_order_acquire)) return false;

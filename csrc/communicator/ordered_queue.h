@@ -42,6 +42,8 @@ class OrderedQueue {
   /// does. Throws Error if the thread is already in a task (in a signal handler), which would
   /// deadlock.
   void run(const Task& task, const Poll& poll);
+  /// Runs `task` in this thread if no other task is there; else returns false.
+  bool run_alone(const Task& task);
   /// Queues `task` and returns. Throws std::system_error if the progress thread cannot be started.
   Ticket submit(Task task);
   /// Returns true when the task is done; runs tasks until then if no other thread does, and throws
@@ -63,7 +65,6 @@ class OrderedQueue {
   bool is_running() const { return (state_.load(std::memory_order_acquire) & kRunning) != 0; }
   bool is_in_task() const { return running_thread_.load() == std::this_thread::get_id(); }
   void check_not_in_task() const;
-  bool run_alone(const Task& task);
   void run_front(std::unique_lock<std::mutex>& lock);
   void end_task();
   void end_sharing();

@@ -3,6 +3,7 @@
 #include <sched.h>
 
 #include <algorithm>
+#include <atomic>
 #include <bitset>
 #include <cmath>
 #include <cstddef>
@@ -10,8 +11,10 @@
 #include <fstream>
 #include <iterator>
 #include <mutex>
+#include <set>
 #include <sstream>
 
+#include "host/process.h"
 #include "host/rank_record.h"
 #include "host/workers.h"
 
@@ -45,6 +48,13 @@ std::vector<Cores> cores_in(const std::vector<std::string>& texts) {
   for (const std::string& text : texts) sets.push_back(cores_in(text));
   return sets;
 }
+
+struct CoreShares {
+  std::mutex mutex;
+  std::set<const CoreShare*> all;
+  std::atomic<int> most_ranks_per_core = 1, fewest_cores_per_rank = 0;
+};
+constinit PerProcess<CoreShares> core_shares;
 
 }  // namespace
 
@@ -122,5 +132,30 @@ int cores_per_rank(const std::vector<std::string>& cores_of_ranks, double quota)
   }
   return static_cast<int>(fewest + 1e-9);  // three thirds add up to a little less than one
 }
+
+CoreShare::CoreShare(int ranks_per_core, int cores_per_rank)
+    : ranks_per_core_(ranks_per_core), cores_per_rank_(cores_per_rank) {
+  count(true);
+}
+
+CoreShare::~CoreShare() { count(false); }
+
+// A forked child has none of those that it inherited.
+void CoreShare::count(bool exists) const {
+  CoreShares& shares = core_shares.get();
+  const std::lock_guard lock(shares.mutex);
+  exists ? void(shares.all.insert(this)) : void(shares.all.erase(this));
+  int most = 1, fewest = shares.all.empty() ? 0 : CPU_SETSIZE;
+  for (const CoreShare* share : shares.all) {
+    most = std::max(most, share->ranks_per_core_);
+    fewest = std::min(fewest, share->cores_per_rank_);
+  }
+  shares.most_ranks_per_core = most;
+  shares.fewest_cores_per_rank = fewest;
+}
+
+int CoreShare::most_ranks_per_core() { return core_shares.get().most_ranks_per_core; }
+
+int CoreShare::fewest_cores_per_rank() { return core_shares.get().fewest_cores_per_rank; }
 
 }  // namespace ringcomm::host

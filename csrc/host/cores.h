@@ -27,4 +27,25 @@ int ranks_per_core(const std::vector<std::string>& cores_of_ranks, double quota 
 /// by those that may use it: the smallest number of any rank, 0 where one's cores are not known.
 int cores_per_rank(const std::vector<std::string>& cores_of_ranks, double quota = kNoQuota);
 
+/// What the ranks of a group have of the cores of their host, for as long as this process has the
+/// group. Groups of one process run on the same cores, so the scarcest share counts for all.
+class CoreShare {
+ public:
+  CoreShare(int ranks_per_core, int cores_per_rank);
+  ~CoreShare();
+  CoreShare(const CoreShare&) = delete;
+  CoreShare& operator=(const CoreShare&) = delete;
+
+  /// The most of all groups of this process; 1 without a group.
+  static int most_ranks_per_core();
+  /// The fewest; 0 without a group.
+  static int fewest_cores_per_rank();
+
+ private:
+  void count(bool exists) const;
+
+  int ranks_per_core_;
+  int cores_per_rank_;
+};
+
 }  // namespace ringcomm::host

@@ -2,11 +2,11 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "core/annotations.h"
 #include "core/errors.h"
 #include "host/cgroup_limits.h"
-#include "host/cores.h"
 
 namespace ringcomm::host {
 namespace {
@@ -21,6 +21,15 @@ void reserve_link(const LinkGeometry& link) {
                 link_bytes(link.num_slots, link.slot_bytes));
 }
 
+// Of the ranks of one host.
+CoreShare core_share_of(const Rendezvous& rendezvous, const std::vector<int>& ranks) {
+  std::vector<std::string> cores;
+  for (const int rank : ranks) cores.push_back(rendezvous.record_of(rank).cores);
+  const auto& limit = cgroup_limits().cpu_cores;
+  const double quota = limit ? limit->value : kNoQuota;
+  return {ranks_per_core(cores, quota), cores_per_rank(cores, quota)};
+}
+
 }  // namespace
 
 Group::Group(Rendezvous& rendezvous, const std::vector<int>& ranks, const SegmentConfig& config)
@@ -28,17 +37,12 @@ Group::Group(Rendezvous& rendezvous, const std::vector<int>& ranks, const Segmen
       rank_(static_cast<int>(std::find(ranks.begin(), ranks.end(), rendezvous.rank()) -
                              ranks.begin())),
       layout_(world_size(), config),
+      core_share_(core_share_of(rendezvous, ranks)),
       memory_(std::make_shared<SharedMemory>(rendezvous.share_memory(ranks, layout_.num_bytes()))) {
-  std::vector<std::string> cores;
   for (const int rank : ranks) {
-    cores.push_back(rendezvous.record_of(rank).cores);
     processes_.push_back(rendezvous.processes()[static_cast<std::size_t>(rank)]);
     global_ranks_.push_back(rendezvous.global_rank_of(rank));
   }
-  const auto& limit = cgroup_limits().cpu_cores;
-  const double quota = limit ? limit->value : kNoQuota;
-  ranks_per_core_ = host::ranks_per_core(cores, quota);
-  cores_per_rank_ = host::cores_per_rank(cores, quota);
   key_ = rendezvous.memory_key();
   try {
     // The pages that its peers poll come to this rank's NUMA node.
@@ -152,7 +156,26 @@ int Group::gone_before(std::uint64_t seq) {
 }
 
 void Group::record_call(std::uint64_t seq) {
+  ++num_begun_;
   __atomic_store_n(&control(rank_).num_calls, seq + 1, __ATOMIC_RELAXED);
+}
+
+void Group::record_end() {
+  __atomic_store_n(&control(rank_).num_ended, ++num_ended_, __ATOMIC_RELEASE);
+}
+
+void Group::return_idle_pages() {
+  if (std::exchange(num_ended_seen_, num_ended_) != num_ended_ || num_begun_ != num_ended_ ||
+      num_returned_ == num_ended_)
+    return;
+  // In a later call peers read this rank's region only after it has published.
+  for (int peer = 0; peer < world_size(); ++peer)
+    if (load_acquire(control(peer).num_ended) < num_ended_ && !has_died(peer) && !has_left(peer))
+      return;
+  num_returned_ = num_ended_;
+  for (const int parity : {0, 1}) return_pages(board().region(rank_, parity), board().region_bytes);
+  const LinkGeometry ring = ring_link(rank_);  // drained, as all have ended
+  return_pages(ring.slots, ring.num_slots * ring.slot_bytes);
 }
 
 std::uint64_t Group::num_published(int rank) const {

@@ -10,6 +10,7 @@
 #include "core/link_protocol.h"
 #include "host/abort_reason.h"
 #include "host/abort_record.h"
+#include "host/cores.h"
 #include "host/membership.h"
 #include "host/process.h"
 #include "host/rank_control.h"
@@ -36,11 +37,6 @@ class Group final : public Membership {
   /// The rank's number in the whole group.
   int whole_rank(int rank) const { return ranks_[static_cast<std::size_t>(rank)]; }
   std::size_t num_bytes() const { return memory_->num_bytes(); }
-  /// How many ranks share a core, 1 if each may have one to itself, and how many cores each then
-  /// has; as it was when the group was made.
-  int ranks_per_core() const { return ranks_per_core_; }
-  int cores_per_rank() const { return cores_per_rank_; }
-
   BoardGeometry board() const { return layout_.board(memory_->data()); }
   LinkGeometry ring_link(int from) const { return layout_.ring_link(memory_->data(), from); }
   LinkGeometry send_recv_link(int from, int to) const {
@@ -65,8 +61,13 @@ class Group final : public Membership {
   /// A rank that ended or left before it began collective `seq`, and so never will; -1 if none is
   /// known. Reads two words unless a process has ended or a rank has left since it last looked.
   int gone_before(std::uint64_t seq);
-  /// This rank begins collective `seq`.
+  /// This rank begins collective `seq`, or a part of it.
   void record_call(std::uint64_t seq);
+  /// It has succeeded, and reads no region of a peer any more.
+  void record_end();
+  /// Between two collectives: returns the pages of this rank's data to the system if there was no
+  /// call since the last time, and no peer still reads them.
+  void return_idle_pages();
   /// A rank that ended or left before it published as many phases as this rank, and so cannot
   /// complete the current collective (on boards: all ranks publish the same phases); -1 if none.
   int missing_rank() const;
@@ -90,11 +91,13 @@ class Group final : public Membership {
   std::vector<int> ranks_;  // in the whole group
   int rank_;
   SegmentLayout layout_;
-  int ranks_per_core_ = 1;
-  int cores_per_rank_ = 0;
+  CoreShare core_share_;
   int generation_ = process_generation();
   std::shared_ptr<const SharedMemory> memory_;  // also of left_by_all()
   std::uint64_t num_gone_seen_ = 0;             // when no rank of the group was among them
+  // Of this rank, as RankControl's. A call that failed leaves num_begun_ ahead for good.
+  std::uint64_t num_begun_ = 0, num_ended_ = 0;
+  std::uint64_t num_ended_seen_ = 0, num_returned_ = 0;  // by return_idle_pages()
 };
 
 }  // namespace ringcomm::host

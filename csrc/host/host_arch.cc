@@ -6,18 +6,14 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
 #include <chrono>
 #include <climits>
 #include <cstddef>
 #include <ctime>
-#include <mutex>
-#include <set>
 #include <string>
 #include <vector>
 
 #include "host/cores.h"
-#include "host/process.h"
 
 namespace ringcomm::host {
 namespace {
@@ -43,21 +39,6 @@ std::uint32_t* low_half(std::uint64_t& word) {
   return __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__ ? halves : halves + 1;
 }
 
-// How many ranks share a core in this process's groups now, and the largest of the numbers.
-struct SharedCores {
-  std::mutex mutex;
-  std::multiset<int> all;
-  std::atomic<int> most = 1;
-
-  template <class Change>
-  void change(const Change& change_all) {
-    const std::lock_guard lock(mutex);
-    change_all(all);
-    most = all.empty() ? 1 : *all.rbegin();
-  }
-};
-constinit PerProcess<SharedCores> shared_cores;
-
 // Restores the thread's cores. If it was not pinned, it gets all cores, so that a cpuset that grows
 // later applies to it.
 void unpin(const cpu_set_t& allowed) {
@@ -71,21 +52,10 @@ void unpin(const cpu_set_t& allowed) {
 
 }  // namespace
 
-HostArch::HostArch(StopSource& source, int rank, int ranks_per_core)
-    : source_(&source), rank_(rank), ranks_per_core_(ranks_per_core) {
-  shared_cores.get().change([&](auto& all) { all.insert(ranks_per_core); });
-}
-
-HostArch::~HostArch() {
-  shared_cores.get().change([&](auto& all) {
-    if (const auto found = all.find(ranks_per_core_); found != all.end()) all.erase(found);
-  });
-}
-
 // If ranks share cores, a yield that returns at once does not prove that the core is idle: the
 // scheduler may not have found another thread eligible.
 Yielded HostArch::yield() const {
-  const int num_sharing = shared_cores.get().most;
+  const int num_sharing = CoreShare::most_ranks_per_core();
   const auto begin = std::chrono::steady_clock::now();
   ::sched_yield();
   const auto away = std::chrono::steady_clock::now() - begin;
@@ -121,7 +91,7 @@ void HostArch::leave_core(const std::uint32_t& core) const {
   const int here = ::sched_getcpu();
   if (here < 0 || static_cast<std::uint32_t>(here) + 1 != __atomic_load_n(&core, __ATOMIC_RELAXED))
     return;
-  if (shared_cores.get().most > 1) return;
+  if (CoreShare::most_ranks_per_core() > 1) return;
   cpu_set_t allowed;
   if (::sched_getaffinity(0, sizeof(allowed), &allowed) != 0) return;
   if (CPU_COUNT(&allowed) < 2) return;

@@ -25,12 +25,8 @@ class StopSource {
 /// Cores and a futex: runs the protocols of core between processes (or threads) that share memory.
 class HostArch {
  public:
-  /// For `rank` of a group of which `ranks_per_core` share a core of this host. Ranks share cores
-  /// as long as those of any group of the process do.
-  HostArch(StopSource& source, int rank, int ranks_per_core);
-  ~HostArch();
-  HostArch(const HostArch&) = delete;
-  HostArch& operator=(const HostArch&) = delete;
+  /// For `rank` of a group.
+  HostArch(StopSource& source, int rank) : source_(&source), rank_(rank) {}
 
   std::uint64_t load_acquire(const std::uint64_t& word) const {
     return __atomic_load_n(&word, __ATOMIC_ACQUIRE);
@@ -97,7 +93,6 @@ class HostArch {
  private:
   StopSource* source_;
   int rank_;
-  int ranks_per_core_;
   SpinBudget budget_;
 };
 static_assert(Arch<HostArch>);

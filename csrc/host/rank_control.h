@@ -16,6 +16,7 @@ struct RankControl {
   /// 1 from the destruction of its side of the group on.
   alignas(kLineBytes) std::uint32_t has_left = 0;
   std::uint64_t num_calls = 0;  ///< collectives that it has begun
+  std::uint64_t num_ended = 0;  ///< those in this memory, or their parts, that have succeeded
   Cursor survivor_stage;
   std::uint64_t survivor_proposals[kMaxAttempts][RankSet::kWords] = {};
   std::uint64_t store_number = 0;  ///< random; of what it offers as the survivors' new store

@@ -201,6 +201,8 @@ SharedArena::Region& SharedArena::add_region(std::size_t num_bytes) {
   try {
     UniqueFd fd = create_memfd(region_bytes, "ringcomm-shared");
     regions_[idx].reset(new Region{SharedMemory(fd.get(), region_bytes)});
+    // Where shmem_enabled is `advise`; elsewhere nothing changes, and a refusal does not matter.
+    ::madvise(regions_[idx]->memory.data(), region_bytes, MADV_HUGEPAGE);
     Bootstrap::instance().offer(key_of(regions_[idx]->id), std::move(fd));
   } catch (const Error& error) {
     throw_out_of_memory(num_bytes, error.what());
@@ -241,8 +243,7 @@ void SharedArena::return_pages(std::unique_lock<std::mutex>& lock) {
       const bool has_pages = block.state == BlockList::State::kFree && end > first_page;
       returned_from = has_pages ? first_page : begin;
       if (!has_pages) continue;
-      // A failure only leaves unused memory allocated.
-      ::madvise(region->memory.data() + first_page, end - first_page, MADV_REMOVE);
+      host::return_pages(region->memory.data() + first_page, end - first_page);
       lock.unlock();
       std::this_thread::sleep_for(kReturnPause);
       lock.lock();

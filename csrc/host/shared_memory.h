@@ -37,5 +37,8 @@ UniqueFd create_memfd(std::size_t num_bytes, const char* name = "ringcomm");
 bool& may_refuse_pages();
 /// If the system may refuse the pages of `num_bytes` at `begin` later, takes them now.
 void reserve_pages(std::byte* begin, std::size_t num_bytes);
+/// Returns the whole pages of `num_bytes` at `begin`, shared by all processes, to the system: they
+/// read as zeros. Keeps those that the system may refuse later.
+void return_pages(std::byte* begin, std::size_t num_bytes);
 
 }  // namespace ringcomm::host

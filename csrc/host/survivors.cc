@@ -27,7 +27,7 @@ std::string list_of(const std::vector<int>& ranks) {
 Survivors::Survivors(Group& group, const WaitLimits& limits)
     : group_(group),
       limits_(limits),
-      arch_(*this, group.rank(), group.world_size()),
+      arch_(*this, group.rank()),
       protocol_(arch_, group.survivor_words(), group.rank(), group.world_size()) {
   if (group.world_size() > RankSet::kMaxRanks)
     throw Error({.kind = ErrorKind::kSystem}, "ringcomm: shrink supports at most " +

@@ -2,10 +2,7 @@
 
 #include <sched.h>
 
-#include <atomic>
-#include <mutex>
-#include <set>
-
+#include "host/cores.h"
 #include "host/process.h"
 
 namespace ringcomm::host {
@@ -16,21 +13,6 @@ constexpr std::size_t kMinCallBytes = std::size_t{256} << 10;
 
 ThreadTeam team_of_program = {[] { return 1; }, nullptr};
 thread_local bool is_alone = false;
-
-// The cores per rank of this process's groups, and the fewest.
-struct CoreCounts {
-  std::mutex mutex;
-  std::multiset<int> all;
-  std::atomic<int> fewest = 0;
-
-  template <class Change>
-  void change(const Change& change_all) {
-    const std::lock_guard lock(mutex);
-    change_all(all);
-    fewest = all.empty() ? 0 : *all.begin();
-  }
-};
-constinit PerProcess<CoreCounts> core_counts;
 
 // The cores that this thread may use; none where there are too many to tell.
 int count_allowed() {
@@ -48,16 +30,7 @@ bool may_use_team() { return process_generation() == 0; }
 
 void leave_thread_team() { is_alone = true; }
 
-Workers::Workers(int num_cores, int max_threads)
-    : num_cores_(num_cores), num_allowed_(count_allowed()), max_threads_(max_threads) {
-  core_counts.get().change([&](auto& all) { all.insert(num_cores_); });
-}
-
-Workers::~Workers() {
-  core_counts.get().change([&](auto& all) {
-    if (const auto found = all.find(num_cores_); found != all.end()) all.erase(found);
-  });
-}
+Workers::Workers(int max_threads) : num_allowed_(count_allowed()), max_threads_(max_threads) {}
 
 void Workers::begin(std::size_t num_bytes) {
   may_split_ = false;
@@ -67,8 +40,9 @@ void Workers::begin(std::size_t num_bytes) {
   const int team_size = team_of_program.size();
   if (team_size < 2) return;
   // A program may pin its threads to one core each, and then makes groups; or pins itself later.
-  may_split_ = max_threads_ > 0 || (may_use_team() && team_size <= core_counts.get().fewest &&
-                                    count_allowed() >= std::min(team_size, num_allowed_));
+  may_split_ =
+      max_threads_ > 0 || (may_use_team() && team_size <= CoreShare::fewest_cores_per_rank() &&
+                           count_allowed() >= std::min(team_size, num_allowed_));
   if (!may_split_) return;
   if (max_threads_ > 0)
     num_threads_ = static_cast<std::size_t>(std::min(max_threads_, team_size));

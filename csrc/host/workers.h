@@ -4,7 +4,10 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <span>
+#include <vector>
 
+#include "core/chunk_layout.h"
 #include "host/ticks.h"
 
 namespace ringcomm::host {
@@ -34,12 +37,9 @@ void leave_thread_team();
 /// the caller alone are compared, call by call, and a team that was slower pauses.
 class Workers {
  public:
-  /// For a group whose ranks have `num_cores` each. `max_threads` of the team are used, always; 0
-  /// means all, while each has a core of every group of this process and that is faster.
-  Workers(int num_cores, int max_threads);
-  ~Workers();
-  Workers(const Workers&) = delete;
-  Workers& operator=(const Workers&) = delete;
+  /// `max_threads` of the team are used, always; 0 means all, while each has a core (CoreShare) and
+  /// that is faster.
+  explicit Workers(int max_threads);
 
   /// Chooses the number of threads for a call in which this rank moves `num_bytes`.
   void begin(std::size_t num_bytes);
@@ -63,6 +63,18 @@ class Workers {
     taken_ticks_ += ticks() - begin_ticks;
     moved_bytes_ += num * element_bytes;
   }
+  /// split() of elements that come from `sources`: calls `run` with these moved to each range.
+  template <class Run>
+  void split_sources(std::span<const void* const> sources, std::size_t num,
+                     std::size_t element_bytes, const Run& run) {
+    split(num, element_bytes, [&](std::size_t begin, std::size_t end) {
+      if (begin == 0) return run(sources.data(), ElemRange{0, end});
+      std::vector<const void*> moved(sources.begin(), sources.end());
+      for (const void*& source : moved)
+        source = static_cast<const std::byte*>(source) + begin * element_bytes;
+      run(moved.data(), ElemRange{begin, end - begin});
+    });
+  }
 
  private:
   // A copy of it takes several times as long as the threads need to begin and to end.
@@ -83,7 +95,6 @@ class Workers {
     thread_team().run(num_parts, std::ref(run_part));  // by reference: a copy would allocate
   }
 
-  int num_cores_;
   int num_allowed_;  // cores of the thread that made the group
   int max_threads_;
   // Of the call.

@@ -69,6 +69,10 @@ class Transport {
   virtual Traffic run(const Collective& call, const CallHeader& header,
                       const WaitLimits& limits) = 0;
 
+  /// Between two collectives, on one thread at a time with run(), again and again: what no call
+  /// has used since the last time may go back to the system.
+  virtual void return_idle_pages() {}
+
   /// Bytes of shared memory mapped for the group, touched or not.
   virtual std::size_t mapped_bytes() const = 0;
 };

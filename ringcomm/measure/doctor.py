@@ -34,6 +34,7 @@ BANDWIDTH_BYTES = 4 << 20
 NUM_TRIPS = {LATENCY_BYTES: 200, BANDWIDTH_BYTES: 10}
 LEAST_SHARE_OF_COPY = 0.1
 MAX_P99 = 50  # over the median: a rank waited for a core, or for several turns of other programs
+SHMEM_ENABLED = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
 # With more ranks only neighbours are timed, because the number of pairs grows with the square.
 MAX_WORLD_OF_ALL_PAIRS = 8
 
@@ -235,6 +236,7 @@ def _problems(report: dict[str, Any], world_size: int) -> Iterator[tuple[str, st
 def examine(world_size: int, seconds: float) -> dict[str, Any]:
     """The report that --json prints; has `group.errors` if the group cannot be made."""
     limits, known, memory = machine.read_limits(), machine.identity(), machine.memory()
+    huge = machine.huge_pages()
     group: dict[str, Any] = {}
     try:
         run_ranks(world_size, lambda team: _run_rank(team, seconds), group.update)
@@ -243,7 +245,7 @@ def examine(world_size: int, seconds: float) -> dict[str, Any]:
     usable, (quota, _) = len(os.sched_getaffinity(0)), limits["cpu_cores"] or (float("inf"), "")
     report = {
         "versions": machine.versions(),
-        "machine": {**known, **memory, "load": os.getloadavg()},
+        "machine": {**known, **memory, "load": os.getloadavg(), "huge_pages": huge},
         "cpus": {
             "num_online": os.cpu_count(),
             "num_cores": machine.num_cores(),
@@ -276,6 +278,7 @@ def _machine_facts(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "cpus", f"{known['cpu']}: {known['cores']} of {cpus['num_online']} CPUs usable{cores}"
     total, available = in_gib(known["total_bytes"]), in_gib(known["available_bytes"])
     yield "memory", f"{total} of memory, {available} available"
+    yield "huge pages", _huge_pages_text(known["huge_pages"])
     yield "load", "load " + ", ".join(f"{load:.2f}" for load in known["load"])
     cpu, memory = report["limits"]["cpu_cores"], report["limits"]["memory_bytes"]
     parts = [f"{cpu[0]:g} CPUs" if cpu else "no limit of CPU time"]
@@ -286,6 +289,16 @@ def _machine_facts(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "environment", ", ".join(variables) or "no RINGCOMM_* variable is set"
     if path := report["environment"].get("RINGCOMM_TUNING"):
         yield "tuning", f"{path} was tuned on this machine"
+
+
+def _huge_pages_text(setting: str | None) -> str:
+    """Whether shared buffers have them, and what to set."""
+    if setting is None:
+        return "shared buffers have no huge pages: this kernel has none for shared memory"
+    if setting in ("never", "deny"):
+        text = "shared buffers have no huge pages: shmem_enabled is"
+        return f"{text} {setting}; `advise` in {SHMEM_ENABLED} allows them"
+    return f"shared buffers may have huge pages: shmem_enabled is {setting}"
 
 
 def _threads_text(report: dict[str, Any]) -> str:

@@ -83,6 +83,19 @@ def memory(path: Path = Path("/proc/meminfo")) -> dict[str, int]:
     }
 
 
+def huge_pages(root: Path = Path("/sys/kernel/mm/transparent_hugepage")) -> str | None:
+    """When shared memory has huge pages: "never", "advise", "always", ...; None if not known.
+
+    The setting of pages of 2 MiB is newer than that of all sizes, to which it may refer.
+    """
+    for name in ("hugepages-2048kB/shmem_enabled", "shmem_enabled"):
+        with contextlib.suppress(OSError):
+            chosen = re.findall(r"\[(\w+)\]", (root / name).read_text())
+            if chosen and chosen != ["inherit"]:
+                return str(chosen[0])
+    return None
+
+
 def num_cores(cpus: Path = Path("/sys/devices/system/cpu")) -> int | None:
     """The number of physical cores that are online; None where the kernel does not tell."""
     found = cpus.glob("cpu[0-9]*/topology/thread_siblings_list")

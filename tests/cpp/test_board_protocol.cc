@@ -66,7 +66,7 @@ struct Plan {
 
 void run_rank(BoardMemory& memory, const Plan& plan, int rank) {
   testing::Patience patience;
-  Arch arch(patience, 0, 1);
+  Arch arch(patience, 0);
   if (plan.is_parking) arch.budget() = SpinBudget::none();
   Board<Arch> board(arch, memory.geometry(plan.world_size), rank);
   for (std::uint64_t phase = 0; phase < plan.num_phases; ++phase) {
@@ -126,7 +126,7 @@ TEST_CASE("boards on which one rank writes and the others only read") {
 TEST_CASE("a wait on a board names the rank that it waited for") {
   BoardMemory memory;
   testing::Refusal refusal(Stop::kTimeout);
-  Arch arch(refusal, 0, 1);
+  Arch arch(refusal, 0);
   arch.budget() = SpinBudget::none();
   const BoardGeometry geometry = memory.geometry(3);
   Board<Arch> board(arch, geometry, 0);
@@ -147,7 +147,7 @@ TEST_CASE("a wait on a board names the rank that it waited for") {
 TEST_CASE("a region filled too early is seen by this test") {
   BoardMemory memory;
   testing::Patience patience;
-  Arch arch(patience, 0, 1);
+  Arch arch(patience, 0);
   const BoardGeometry geometry = memory.geometry(2);
   Board<Arch> hasty(arch, geometry, 0);
   for (std::uint64_t phase = 0; phase < 3; ++phase) {

@@ -1,5 +1,6 @@
 // Groups: how ranks find each other, their errors if they cannot, and what remains afterwards.
 #include <sched.h>
+#include <sys/mman.h>
 #include <sys/types.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -9,6 +10,7 @@
 #include <cerrno>
 #include <chrono>
 #include <cstdlib>
+#include <cstring>
 #include <filesystem>
 #include <iterator>
 #include <memory>
@@ -29,6 +31,7 @@
 #include "host/random.h"
 #include "host/rank_record.h"
 #include "host/segment_layout.h"
+#include "host/shared_arena.h"
 #include "host/shared_memory.h"
 #include "host/unix_socket.h"
 #include "host/wait_limits.h"
@@ -38,7 +41,8 @@
 #include "transport/messages/members.h"
 
 namespace {
-thread_local bool gets_pages = true, fetches_late = false;
+thread_local bool gets_pages = true, fetches_late = false, has_huge_pages = true;
+thread_local int num_refused = 0;  // huge pages
 }  // namespace
 
 extern "C" {
@@ -46,6 +50,11 @@ int __real_madvise(void* begin, std::size_t num_bytes, int advice);
 
 int __wrap_madvise(void* begin, std::size_t num_bytes, int advice) {
   constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE
+  if (!has_huge_pages && advice == MADV_HUGEPAGE) {
+    ++num_refused;
+    errno = EINVAL;  // as a kernel without huge pages
+    return -1;
+  }
   if (gets_pages || advice != kPopulateWrite) return __real_madvise(begin, num_bytes, advice);
   errno = EFAULT;
   return -1;
@@ -153,7 +162,7 @@ int ranks_per_core_of_processes(const std::vector<int>& cores_of_ranks) {
     try {
       const Group group =
           testing::make_group(store, identity(rank, world_size), {}, testing::kBound);
-      ::_exit(group.ranks_per_core());
+      ::_exit(CoreShare::most_ranks_per_core());
     } catch (const std::exception&) {
       ::_exit(104);
     }
@@ -187,6 +196,65 @@ TEST_CASE("processes that are pinned to cores of their own share none") {
 }
 #endif
 
+// Elsewhere a pool of huge pages that runs dry is a SIGBUS,
+// https://github.com/chapel-lang/chapel/issues/8801.
+TEST_CASE("shared buffers have ordinary pages where huge ones are refused") {
+  has_huge_pages = false;
+  SharedArena arena;
+  auto* block = static_cast<std::byte*>(arena.allocate(std::size_t{3} << 20));
+  std::memset(block, 5, std::size_t{3} << 20);
+  CHECK(block[(std::size_t{3} << 20) - 1] == std::byte{5});
+  arena.deallocate(block);
+  CHECK(num_refused == 1);
+  has_huge_pages = true;
+}
+
+// Elsewhere each communicator keeps what it has used once,
+// https://github.com/NVIDIA/nccl/issues/964.
+TEST_CASE("an idle group returns its data's pages when no peer can read them") {
+  MemoryStore store;
+  std::vector<std::unique_ptr<Group>> groups(3);
+  run_threads(3, [&](int rank) {
+    groups[static_cast<std::size_t>(rank)].reset(
+        new Group(testing::make_group(store, identity(rank, 3), {}, testing::kBound)));
+  });
+  Group& own = *groups[0];
+  const auto middle = [&](int rank) -> std::byte& {
+    return own.board().region(rank, 1)[own.board().region_bytes / 2];
+  };
+  std::uint64_t seq = 0;
+  const auto begin_call = [&] {
+    for (int rank = 0; rank < 3; ++rank) middle(rank) = std::byte{7};
+    for (const auto& group : groups)
+      if (group != nullptr) group->record_call(seq);
+    ++seq;
+  };
+  const auto is_kept = [&] {
+    own.return_idle_pages();
+    return middle(0) == std::byte{7};
+  };
+  begin_call();
+  CHECK(is_kept());
+  CHECK(is_kept());  // in the call
+  own.record_end();
+  groups[1]->record_end();
+  CHECK(is_kept());  // there was a call
+  CHECK(is_kept());  // a peer is in it
+  groups[2]->record_end();
+  CHECK(!is_kept());
+  for (int rank = 1; rank < 3; ++rank) CHECK(middle(rank) == std::byte{7});  // are the peers'
+  begin_call();
+  own.record_end();
+  groups[2]->record_end();
+  CHECK(is_kept());
+  groups[1].reset();
+  CHECK(!is_kept());  // it has left
+  begin_call();       // and fails here
+  groups[2]->record_end();
+  CHECK(is_kept());
+  CHECK(is_kept());
+}
+
 TEST_CASE("ranks of a group see the same memory and each other's lives") {
   MemoryStore store;
   std::atomic<int> num_left = 0;
@@ -194,7 +262,7 @@ TEST_CASE("ranks of a group see the same memory and each other's lives") {
     Group group = testing::make_group(store, identity(rank, 3), {}, testing::kBound);
     expect(group.process_of((rank + 1) % 3).pid == ::getpid(), "the peer's pid");
     WaitScope scope(group);
-    HostArch arch(scope, 0, 1);
+    HostArch arch(scope, 0);
     scope.begin(testing::kPatient);
     Board<HostArch> board(arch, group.board(), rank);
     std::byte* region = nullptr;
@@ -447,7 +515,7 @@ TEST_CASE("a wait that takes too long blames the rank that has published least")
   run_threads(3, [&](int rank) {
     Group group = testing::make_group(store, identity(rank, 3), {}, testing::kBound);
     WaitScope scope(group);
-    HostArch arch(scope, 0, 1);
+    HostArch arch(scope, 0);
     Board<HostArch> board(arch, group.board(), rank);
     std::string ignored;
     if (rank < 2) board.publish();

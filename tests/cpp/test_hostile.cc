@@ -32,9 +32,9 @@
 #include "host/abort_reason.h"
 #include "host/abort_record.h"
 #include "host/bootstrap.h"
+#include "host/cores.h"
 #include "host/fd.h"
 #include "host/group.h"
-#include "host/host_arch.h"
 #include "host/rank_control.h"
 #include "host/rank_record.h"
 #include "host/segment_layout.h"
@@ -638,17 +638,14 @@ TEST_CASE("memory is created on kernels that require MFD_NOEXEC_SEAL, and on old
 
 TEST_CASE("a child that was forked while another thread made a group can make one" *
           doctest::skip(ringcomm::testing::kHasAddressSanitizer)) {
-  class Never final : public StopSource {
-    Stop stopped(int) override { return Stop::kNone; }
-  } never;
   std::atomic<bool> is_over = false;
   std::thread busy([&] {
-    while (!is_over) HostArch(never, 0, 2);
+    while (!is_over) CoreShare(2, 1);
   });
   for (int i = 0; i < 20; ++i)
     CHECK(status_of_child([&] {
             ::alarm(5);
-            const HostArch arch(never, 0, 2);
+            const CoreShare share(2, 1);
             return 0;
           }) == 0);
   is_over = true;

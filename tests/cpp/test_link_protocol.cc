@@ -64,7 +64,7 @@ void nap(const Pace& pace, std::uint64_t n) {
 
 void send_all(LinkMemory& memory, std::uint32_t num_slots, std::uint64_t num_messages, Pace pace) {
   testing::Patience patience;
-  Arch arch(patience, 0, 1);
+  Arch arch(patience, 0);
   arch.budget() = pace.budget;
   SendLink<Arch> link(arch, memory.geometry(num_slots), 1);
   for (std::uint64_t n = 0; n < num_messages; ++n) {
@@ -80,7 +80,7 @@ void send_all(LinkMemory& memory, std::uint32_t num_slots, std::uint64_t num_mes
 
 void recv_all(LinkMemory& memory, std::uint32_t num_slots, std::uint64_t num_messages, Pace pace) {
   testing::Patience patience;
-  Arch arch(patience, 0, 1);
+  Arch arch(patience, 0);
   arch.budget() = pace.budget;
   RecvLink<Arch> link(arch, memory.geometry(num_slots), 0);
   for (std::uint64_t n = 0; n < num_messages; ++n) {
@@ -127,7 +127,7 @@ TEST_CASE("a link with a slow end, and one that does not wait") {
 TEST_CASE("try_acquire and try_wait say no where acquire and wait would sleep") {
   LinkMemory memory;
   testing::Patience patience;
-  Arch arch(patience, 0, 1);
+  Arch arch(patience, 0);
   SendLink<Arch> to(arch, memory.geometry(2), 1);
   RecvLink<Arch> from(arch, memory.geometry(2), 0);
   std::byte* slot = nullptr;
@@ -151,7 +151,7 @@ TEST_CASE("try_acquire and try_wait say no where acquire and wait would sleep") 
 TEST_CASE("a wait on a link ends with the reason to stop") {
   LinkMemory memory;
   testing::Refusal refusal(Stop::kPeerDied);
-  Arch arch(refusal, 0, 1);
+  Arch arch(refusal, 0);
   arch.budget() = SpinBudget::none();
   SendLink<Arch> to(arch, memory.geometry(2), 1);
   RecvLink<Arch> from(arch, memory.geometry(2), 0);
@@ -186,7 +186,7 @@ TEST_CASE("ends made anew go on where the old ones were, with another geometry o
 TEST_CASE("ends of different geometry are seen by this test") {
   LinkMemory memory;
   testing::Patience patience;
-  Arch arch(patience, 0, 1);
+  Arch arch(patience, 0);
   SendLink<Arch> to(arch, memory.geometry(3), 1);
   RecvLink<Arch> from(arch, memory.geometry(2), 0);
   bool is_seen = false;

@@ -48,6 +48,32 @@ TEST_CASE("messages of every size arrive") {
   });
 }
 
+TEST_CASE("calls and messages are right while a thread returns idle pages all the time") {
+  for (const int world_size : {2, 3})
+    run_ranks(world_size, [&](Communicator& communicator) {
+      std::atomic<bool> is_over = false;
+      std::thread tidier([&] {
+        while (!is_over) communicator.return_idle_pages();
+      });
+      const int rank = communicator.rank(), next = (rank + 1) % world_size;
+      const int previous = (rank + world_size - 1) % world_size;
+      for (std::uint32_t turn = 0; turn < 60; ++turn) {
+        const Algorithm algorithm = turn % 3 == 0 ? Algorithm::kRing : Algorithm::kAuto;
+        run_case(communicator, {.op = OpKind::kAllReduce,
+                                .algorithm = algorithm,
+                                .num_elems = 40'000 + turn,
+                                .salt = turn});
+        const Message sent = post_send(communicator, next, 1, message(rank, 1, turn, 200'000));
+        const Message received = post_recv(communicator, previous, 1, 200'000);
+        finish(communicator, sent);
+        finish(communicator, received);
+        expect_message(received, previous, 1, turn);
+      }
+      is_over = true;
+      tidier.join();
+    });
+}
+
 TEST_CASE("both directions at once, more than the links hold") {
   run_ranks(2, [](Communicator& communicator) {
     const int peer = 1 - communicator.rank();

@@ -94,7 +94,7 @@ TEST_CASE("a rank woken on its waker's core leaves it, if there are enough cores
   const auto pin_to = [](const cpu_set_t& cores) {
     REQUIRE(::sched_setaffinity(0, sizeof(cores), &cores) == 0);
   };
-  const host::HostArch arch(source, 0, 1);
+  const host::HostArch arch(source, 0);
   std::uint32_t core = 0;
   arch.leave_core(core);  // no core
   // The kernel may move the thread at any time, so it must have left at least once.

@@ -71,6 +71,12 @@ TEST_CASE("workers: every collective on three threads of each rank") {
                                         .is_in_place = ++salt % 2 == 0,
                                         .salt = salt,
                                         .is_uneven = is_uneven && has_shards(op)});
+          const int num_before = num_runs;
+          run_case(communicator, {.op = OpKind::kAllReduce,
+                                  .algorithm = Algorithm::kRing,
+                                  .num_elems = 800'003,
+                                  .salt = ++salt});
+          CHECK(num_runs > num_before);
         },
         {.max_threads = 3});
   CHECK(num_runs > 0);
@@ -78,7 +84,7 @@ TEST_CASE("workers: every collective on three threads of each rank") {
 
 TEST_CASE("workers: parts cover all elements once, in whole lines") {
   const TeamOfThree team;
-  host::Workers workers(0, 3);
+  host::Workers workers(3);
   workers.begin(std::size_t{1} << 20);
   for (const std::size_t num :
        {std::size_t{0}, std::size_t{1}, std::size_t{262'144}, std::size_t{262'145},
@@ -98,7 +104,8 @@ TEST_CASE("workers: a rank has several threads where each has a core, in large c
   const TeamOfThree team;
   constexpr std::size_t kLarge = std::size_t{1} << 20, kSmall = 255 << 10;
   const auto may_split = [&](int num_cores, int max_threads, std::size_t num_bytes) {
-    host::Workers workers(num_cores, max_threads);
+    const host::CoreShare share(1, num_cores);
+    host::Workers workers(max_threads);
     workers.begin(num_bytes);
     return workers.may_split();
   };
@@ -107,7 +114,8 @@ TEST_CASE("workers: a rank has several threads where each has a core, in large c
   CHECK(may_split(2, 2, kLarge));
   CHECK(!may_split(2, 3, kSmall));
   CHECK(!may_split(8, 1, kLarge));
-  const host::Workers of_other_group(1, 0);
+  const host::CoreShare of_other_group(2, 1);
+  CHECK(host::CoreShare::most_ranks_per_core() == 2);
   CHECK(!may_split(8, 0, kLarge));
   bool of_library = true;
   std::thread([&] {
@@ -119,7 +127,8 @@ TEST_CASE("workers: a rank has several threads where each has a core, in large c
 
 TEST_CASE("workers: a team that is slower than the caller alone pauses, longer each time") {
   const TeamOfThree team;
-  host::Workers workers(3, 0);
+  const host::CoreShare share(1, 3);
+  host::Workers workers(0);
   int num_alone = 0;
   std::vector<int> pauses;
   for (int call = 0; call < 1000; ++call) {

@@ -103,6 +103,10 @@ class MessageTransport final : public Transport {
       header.algorithm = Algorithm::kHierarchical;
   }
 
+  void return_idle_pages() override {
+    if (local_ != nullptr) local_->return_idle_pages();
+  }
+
   Traffic run(const Collective& call, const CallHeader& header, const WaitLimits& limits) override {
     members_.record_call(header.seq);
     MessageContext messages(*messenger_, members_, deadline_after(limits.timeout));

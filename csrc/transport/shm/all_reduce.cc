@@ -30,7 +30,7 @@ namespace {
 void reduce_staged(ShmContext& context, const Collective& call, bool stages, bool reduces) {
   const int world_size = context.world_size();
   const std::size_t bytes = element_bytes(call.dtype);
-  const void** sources = context.sources();
+  std::vector<const void*>& sources = context.sources();
   const auto input = [&](const ElemRange& piece) {
     return at(call.inputs[0], piece.begin_elems, bytes);
   };
@@ -135,7 +135,7 @@ class TwoShot {
 
   void reduce_own(const ElemRange& piece) {
     const ElemRange slice = slice_of_rank(rank_, piece);
-    const void** sources = context_.sources();
+    std::vector<const void*>& sources = context_.sources();
     for (int peer = 0; peer < world_size_; ++peer)
       sources[peer] = peer == rank_ ? at(call_.inputs[0], slice.begin_elems, input_bytes_)
                                     : staged_for(context_.wait(peer), rank_, piece);
@@ -143,22 +143,12 @@ class TwoShot {
     std::byte* output = at(call_.outputs[0], slice.begin_elems, output_bytes_);
     const bool is_streaming = context_.store_kinds().kind() == cpu::StoreKind::kStreaming;
     std::byte* also_to = is_streaming ? nullptr : region;
-    if (update_)
-      update(slice, also_to);
-    else
-      context_.reduce(call_, output, also_to, slice.num_elems);
+    context_.reduce(call_, sources, output, also_to, slice, divisor_of(call_, world_size_),
+                    update_ ? &*update_ : nullptr);
     if (is_streaming)
       context_.stage(region, output, slice.num_elems * output_bytes_);
     else
       context_.count_copied(slice.num_elems * output_bytes_);
-  }
-
-  void update(const ElemRange& slice, std::byte* also_to) {
-    context_.split_sources(
-        slice.num_elems, input_bytes_, [&](const void* const* sources, const ElemRange& part) {
-          update_->run(sources, world_size_, {slice.begin_elems + part.begin_elems, part.num_elems},
-                       also_to != nullptr ? at(also_to, part.begin_elems, output_bytes_) : nullptr);
-        });
   }
 
   void gather_results(const ElemRange& piece) {
@@ -222,8 +212,9 @@ std::uint64_t all_reduce_shared(ShmContext& context, const Collective& call) {
     const ElemRange block = slice_of({0, own.num_elems}, i, block_elems);
     for (std::size_t peer = 0; peer < inputs.size(); ++peer)
       context.sources()[peer] = at(inputs[peer], block.begin_elems, bytes);
-    context.split_sources(
-        block.num_elems, bytes, [&](const void* const* sources, const ElemRange& part) {
+    context.workers().split_sources(
+        context.sources(), block.num_elems, bytes,
+        [&](const void* const* sources, const ElemRange& part) {
           const std::size_t offset_bytes = (block.begin_elems + part.begin_elems) * bytes;
           std::byte* result = output_of(0) + offset_bytes;
           op.combine(result, output_of(1) + offset_bytes, sources, world_size, part.num_elems,

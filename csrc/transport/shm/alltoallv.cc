@@ -236,7 +236,7 @@ class Alltoallv {
     const CallPart taken = taken_from(rank_);
     const ElemRange part = layout_.slice(rank_, taken.num_elems, piece_idx);  // from every rank
     if (part.num_elems == 0) return;
-    const void** sources = context_.sources();
+    std::vector<const void*>& sources = context_.sources();
     for (int from = 0; from < world_size_; ++from) sources[from] = received(from, part);
     context_.reduce(call_, at(taken.data, part.begin_elems, element_bytes_), nullptr,
                     part.num_elems);

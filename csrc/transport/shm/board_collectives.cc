@@ -66,7 +66,7 @@ std::uint64_t reduce_scatter(ShmContext& context, const Collective& call) {
   const int rank = context.rank();
   const int world_size = context.world_size();
   const std::size_t bytes = element_bytes(call.dtype);
-  const void** sources = context.sources();
+  std::vector<const void*>& sources = context.sources();
   // Of the slice for `target` in the region of another rank, which has none for itself; a shared
   // input has one for every rank.
   const auto offset_elems = [&](int target, int of, const ElemRange& piece) {

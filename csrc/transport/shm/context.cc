@@ -23,9 +23,9 @@ constexpr std::chrono::milliseconds kFetchPause{1};
 ShmContext::ShmContext(host::Group& group, host::WaitScope& scope, int max_threads)
     : group_(group),
       scope_(scope),
-      arch_(scope, group),
+      arch_(scope, group, workers_),
       board_(arch_, group.board(), group.rank()),
-      workers_(group.cores_per_rank(), max_threads),
+      workers_(max_threads),
       sources_(static_cast<std::size_t>(group.world_size())),
       handles_(static_cast<std::size_t>(group.world_size())),
       memories_(static_cast<std::size_t>(group.world_size())) {}
@@ -175,14 +175,23 @@ void ShmContext::finish_copies() {
   copies_.clear();
 }
 
-void ShmContext::reduce(const Collective& call, void* to, void* also_to, std::size_t num_elems) {
+void ShmContext::reduce(const Collective& call, std::span<const void* const> sources, void* to,
+                        void* also_to, const ElemRange& elems, int divisor,
+                        const OwnerUpdate* update) {
   const ReduceOp& op = reduce_op_of(call);
   const std::size_t bytes = op.element_bytes;
-  split_sources(num_elems, bytes, [&](const void* const* sources, const ElemRange& part) {
-    op.combine(at(to, part.begin_elems, bytes),
-               also_to != nullptr ? at(also_to, part.begin_elems, bytes) : nullptr, sources,
-               world_size(), part.num_elems, divisor_of(call, world_size()));
-  });
+  const std::size_t also_bytes = update != nullptr ? update->param_bytes() : bytes;
+  const auto num_sources = static_cast<int>(sources.size());
+  workers_.split_sources(
+      sources, elems.num_elems, bytes, [&](const void* const* moved, const ElemRange& part) {
+        auto* also = also_to != nullptr ? at(also_to, part.begin_elems, also_bytes) : nullptr;
+        if (update != nullptr)
+          update->run(moved, num_sources, {elems.begin_elems + part.begin_elems, part.num_elems},
+                      also);
+        else
+          op.combine(at(to, part.begin_elems, bytes), also, moved, num_sources, part.num_elems,
+                     divisor);
+      });
 }
 
 }  // namespace ringcomm

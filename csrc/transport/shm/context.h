@@ -4,11 +4,13 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <utility>
 #include <vector>
 
 #include "collectives/call_header.h"
 #include "collectives/collective.h"
+#include "collectives/fused_update.h"
 #include "core/board_protocol.h"
 #include "core/chunk_layout.h"
 #include "host/call_step.h"
@@ -117,18 +119,14 @@ class ShmContext {
   void finish_copies();
 
   /// Room for a pointer for each rank.
-  const void** sources() { return sources_.data(); }
-  /// Reduces the arrays that sources() name, left to right, as the call asks.
-  void reduce(const Collective& call, void* to, void* also_to, std::size_t num_elems);
-  /// Calls `run` for ranges of `num_elems` elements with the sources moved to them.
-  template <class Run>
-  void split_sources(std::size_t num_elems, std::size_t element_bytes, const Run& run) {
-    workers_.split(num_elems, element_bytes, [&](std::size_t begin, std::size_t end) {
-      if (begin == 0) return run(sources_.data(), ElemRange{0, end});
-      std::vector<const void*> moved = sources_;
-      for (const void*& source : moved) source = at(source, begin, element_bytes);
-      run(moved.data(), ElemRange{begin, end - begin});
-    });
+  std::vector<const void*>& sources() { return sources_; }
+  /// Reduces `elems` that `sources` name, left to right, to `to`, or updates them in the call's
+  /// buffer; and to `also_to` unless it is null.
+  void reduce(const Collective& call, std::span<const void* const> sources, void* to, void* also_to,
+              const ElemRange& elems, int divisor, const OwnerUpdate* update = nullptr);
+  /// From sources(), as the call asks.
+  void reduce(const Collective& call, void* to, void* also_to, std::size_t num_elems) {
+    reduce(call, sources_, to, also_to, {0, num_elems}, divisor_of(call, world_size()));
   }
 
   /// For what an algorithm stages or copies by itself.

@@ -58,14 +58,11 @@ class MemoryLinks {
   void reduce(const RingPart& part) {
     const auto combine = [&](std::byte* to, std::byte* also_to, const std::byte* received,
                              const std::byte* local, std::size_t) {
-      const void* sources[] = {received, local};
-      if (part.is_last && update_)
-        update_->run(sources, 2,
-                     slice_of(layout_.chunk(part.chunk_idx), part.slice_idx, slice_elems()),
-                     also_to);
-      else
-        op_.combine(to, also_to, sources, 2, part.num_elems,
-                    part.is_last ? divisor_of(call_, context_.world_size()) : 1);
+      const void* const sources[] = {received, local};
+      context_.reduce(call_, sources, to, also_to,
+                      slice_of(layout_.chunk(part.chunk_idx), part.slice_idx, slice_elems()),
+                      part.is_last ? divisor_of(call_, context_.world_size()) : 1,
+                      part.is_last && update_ ? &*update_ : nullptr);
     };
     context_.check(recv_reduce_send(from_previous_, to_next_, part.is_last ? part.output : nullptr,
                                     part.input, part.input_bytes, combine));

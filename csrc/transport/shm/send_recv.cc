@@ -13,6 +13,7 @@
 #include "core/link_protocol.h"
 #include "host/group.h"
 #include "host/host_arch.h"
+#include "host/shared_memory.h"
 #include "host/threads.h"
 
 namespace ringcomm {
@@ -206,7 +207,7 @@ class SendRecvQueue final : public SendRecv {
   SendRecvQueue(host::Group& group, Failure& failure, Stats& stats)
       : SendRecv(failure, stats, group.rank(), group.world_size()),
         group_(group),
-        arch_(slice_, group.rank(), group.ranks_per_core()),
+        arch_(slice_, group.rank()),
         mailboxes_(static_cast<std::size_t>(group.world_size())) {}
   ~SendRecvQueue() override { close({}); }
 
@@ -225,6 +226,24 @@ class SendRecvQueue final : public SendRecv {
     receives_.clear();
     settle(lock);
     drive_or_sleep(lock, [this] { return pending_.empty(); }, is_interrupted);
+  }
+
+  // The slots of a drained link are the sender's.
+  void return_idle_pages() override {
+    const Lock lock(mutex_, std::try_to_lock);
+    if (!lock || !pending_.empty() || num_returned_ == num_moves_ ||
+        std::exchange(num_moves_seen_, num_moves_) != num_moves_)
+      return;
+    bool is_drained = true;
+    for (int rank = 0; rank < world_size_; ++rank) {
+      if (mailboxes_[static_cast<std::size_t>(rank)] == nullptr) continue;
+      const LinkGeometry link = group_.send_recv_link(rank_, rank);
+      if (arch_.load_acquire(link.head->value) == arch_.load_acquire(link.tail->value))
+        host::return_pages(link.slots, link.num_slots * link.slot_bytes);
+      else
+        is_drained = false;
+    }
+    if (is_drained) num_returned_ = num_moves_;
   }
 
  private:
@@ -315,6 +334,7 @@ class SendRecvQueue final : public SendRecv {
         has_moved |= mailbox->progress_sends();
         if (!is_stopping_) has_moved |= mailbox->progress_receives(receives_);
       }
+      num_moves_ += has_moved ? 1 : 0;
       return has_moved;
     } catch (const SizeMismatch& mismatch) {
       SendRecvOp& receive = *mismatch.receive;
@@ -470,6 +490,8 @@ class SendRecvQueue final : public SendRecv {
   std::list<SendRecvOpPtr> pending_;
   std::condition_variable
       has_work_;  // the thread sleeps here, waiters that do not drive at has_news_
+  // Times that progress() moved something: now, and when return_idle_pages() looked and acted.
+  std::uint64_t num_moves_ = 0, num_moves_seen_ = 0, num_returned_ = 0;
   bool is_driving_ = false;
   std::thread::id driving_thread_;
   Clock::time_point next_look_ = {};

@@ -1,20 +1,29 @@
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #include "collectives/trace.h"
 #include "host/group.h"
 #include "host/host_arch.h"
 #include "host/wait_scope.h"
+#include "host/workers.h"
 
 namespace ringcomm {
 
-/// A machine of the host whose waits are recorded. A wait reads the clock only after some pauses:
-/// one that ends before is not long.
+/// A machine of the host whose waits are recorded, and which copies on the threads of its rank. A
+/// wait reads the clock only after some pauses: one that ends before is not long.
 class TracedArch final : public host::HostArch {
  public:
-  TracedArch(host::WaitScope& scope, const host::Group& group)
-      : HostArch(scope, group.rank(), group.ranks_per_core()), group_(group) {}
+  TracedArch(host::WaitScope& scope, const host::Group& group, host::Workers& workers)
+      : HostArch(scope, group.rank()), group_(group), workers_(workers) {}
+
+  void copy(void* to, const void* from, std::size_t num_bytes) {
+    workers_.split(num_bytes, 1, [&](std::size_t begin, std::size_t end) {
+      HostArch::copy(static_cast<std::byte*>(to) + begin,
+                     static_cast<const std::byte*>(from) + begin, end - begin);
+    });
+  }
 
   class Wait {
    public:
@@ -68,6 +77,7 @@ class TracedArch final : public host::HostArch {
   }
 
   const host::Group& group_;
+  host::Workers& workers_;
   bool is_arriving_ = false;
   std::uint32_t num_pauses_ = 0;   // of the wait
   std::uint64_t begin_ticks_ = 0;  // of the wait; 0 until the clock is read

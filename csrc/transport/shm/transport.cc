@@ -119,6 +119,7 @@ Traffic ShmTransport::run(const Collective& call, const CallHeader& header,
   context_.take_copied_bytes();  // of a call that failed
   try {
     Traffic traffic = run_or_share(call, header);
+    group_.record_end();
     context_.workers().end();
     traffic.copied_bytes = context_.take_copied_bytes();
     return traffic;

@@ -28,6 +28,7 @@ class ShmTransport final : public Transport {
   bool shares_memory() const override { return true; }
   void plan(const Collective& call, CallHeader& header) const override;
   Traffic run(const Collective& call, const CallHeader& header, const WaitLimits& limits) override;
+  void return_idle_pages() override { group_.return_idle_pages(); }
   std::size_t mapped_bytes() const override { return group_.num_bytes(); }
 
  private:

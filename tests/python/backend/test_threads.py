@@ -105,22 +105,25 @@ def test_results_have_the_same_bits_with_any_number_of_threads(
     rank: int, world_size: int, dtype: torch.dtype
 ) -> None:
     ranks = list(range(world_size))
-    groups = [
-        dist.new_group(ranks, pg_options=ringcomm.Options(max_threads=num)) for num in (1, 2, 3)
-    ]
-    with num_threads(NUM_THREADS):
-        for num_elems in SIZES:
-            generator = torch.Generator().manual_seed(rank)
-            data = torch.randn(num_elems, generator=generator).to(dtype)
-            for call in CALLS:
-                alone, *others = (call(group, data.clone(), world_size) for group in groups)
-                for result in others:
-                    assert torch.equal(alone.view(torch.uint8), result.view(torch.uint8)), (
-                        call.__name__,
-                        num_elems,
-                    )
-    for group in groups:
-        dist.destroy_process_group(group)
+    for algorithm, calls in (("auto", CALLS), ("ring", (all_reduce, average_later, update))):
+        groups = [
+            dist.new_group(ranks, pg_options=ringcomm.Options(max_threads=num, algorithm=algorithm))
+            for num in (1, 2, 3)
+        ]
+        with num_threads(NUM_THREADS):
+            for num_elems in SIZES:
+                generator = torch.Generator().manual_seed(rank)
+                data = torch.randn(num_elems, generator=generator).to(dtype)
+                for call in calls:
+                    alone, *others = (call(group, data.clone(), world_size) for group in groups)
+                    for result in others:
+                        assert torch.equal(alone.view(torch.uint8), result.view(torch.uint8)), (
+                            call.__name__,
+                            algorithm,
+                            num_elems,
+                        )
+        for group in groups:
+            dist.destroy_process_group(group)
 
 
 def reduce_until_it_fails(group: dist.ProcessGroup, data: torch.Tensor) -> None:
@@ -128,9 +131,11 @@ def reduce_until_it_fails(group: dist.ProcessGroup, data: torch.Tensor) -> None:
         dist.all_reduce(data, group=group)
 
 
+@pytest.mark.parametrize("algorithm", ["auto", "ring"])
 @in_ranks(3, fresh=True, may_die=[2])
-def test_a_death_ends_the_call_of_every_thread(rank: int) -> None:
-    group = dist.new_group([0, 1, 2], pg_options=ringcomm.Options(max_threads=NUM_THREADS))
+def test_a_death_ends_the_call_of_every_thread(rank: int, algorithm: str) -> None:
+    options = ringcomm.Options(max_threads=NUM_THREADS, algorithm=algorithm)
+    group = dist.new_group([0, 1, 2], pg_options=options)
     data = torch.ones(4 << 20)
     with num_threads(NUM_THREADS):
         dist.all_reduce(data, group=group)

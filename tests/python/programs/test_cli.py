@@ -334,6 +334,27 @@ def test_no_cost_model_of_a_disturbed_run() -> None:
     assert "µs" not in algorithms._model_text(dataclasses.replace(world, quiet=False))
 
 
+@pytest.mark.parametrize(
+    ("all_sizes", "of_2_mib", "setting", "text"),
+    [
+        ("always within_size advise [never] deny force", None, "never", "`advise` in /sys"),
+        ("always within_size [advise] never deny force", None, "advise", "is advise"),
+        ("always [never] deny", "always [inherit] within_size advise never", "never", "no huge"),
+        ("always [never] deny", "[always] inherit within_size advise never", "always", "may have"),
+        ("always [deny] force", "always [inherit] never", "deny", "is deny; `advise`"),
+        (None, None, None, "this kernel has none"),
+        ("", None, None, "this kernel has none"),
+    ],
+)
+def test_huge_pages_of_shared_memory(
+    tmp_path: Path, all_sizes: str | None, of_2_mib: str | None, setting: str | None, text: str
+) -> None:
+    files = {"shmem_enabled": all_sizes, "hugepages-2048kB/shmem_enabled": of_2_mib}
+    write(tmp_path / "thp", {name: said for name, said in files.items() if said is not None})
+    assert machine.huge_pages(tmp_path / "thp") == setting
+    assert text in doctor._huge_pages_text(setting)
+
+
 def test_what_proc_says_of_memory_and_processes() -> None:
     found = machine.memory()
     assert found["total_bytes"] == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
