@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from pair_batches import loss_fn_of, micro_batches, probe, probed_loss, rows_of
+from pair_batches import loss_fn_of, micro_batches, probe, rows_of
 from pair_loops import launched, loop_of
 from pair_models import CLIP_NORM, CLIP_VALUE, DTYPES, SCALE, is_small, make_model, wrapped
 from pair_optimizers import groups_of, offloaded, scheduler_of, torch_optimizer
@@ -167,7 +167,8 @@ class Engine:
             self.scheduler.step()
 
     def evaluate(self) -> float:
-        return probed_loss(self.case, self.model)
+        with torch.no_grad():
+            return float(probe(self.case).loss(self.model))
 
     def hooked(self) -> list[nn.Module]:
         """The first and the last layer of the Llama, of those that this rank has."""

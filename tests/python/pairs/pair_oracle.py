@@ -10,7 +10,7 @@ import torch
 from pair_batches import STEPS, class_weights, micro_batches, rows_of
 from pair_engines import Engine
 from pair_models import CLIP_NORM, CLIP_VALUE, DTYPES, SCALE, is_small, make_model
-from pair_optimizers import optimizer_alone, scheduler_of
+from pair_optimizers import optimizers_alone, scheduler_of
 from pair_table import Case
 from pair_tables import TOLERANCE
 from torch import Tensor, nn
@@ -34,7 +34,7 @@ def train_alone(given: Case, num_ranks: int) -> dict[str, Tensor]:
     dtype, masters = DTYPES[case["dtype"]], make_model(case, 0)
     if case["dtype"].endswith("weights"):
         masters.to(dtype).float()
-    optimizer = optimizer_alone(case, masters.parameters())
+    optimizers = optimizers_alone(case, masters.parameters())
     scale = {"none": 1.0, "dynamic": 2.0**16}.get(case["loss scale"], SCALE)
     for step in range(STEPS):
         sums: dict[str, Tensor] = {}
@@ -56,11 +56,10 @@ def train_alone(given: Case, num_ranks: int) -> dict[str, Tensor]:
             nn.utils.clip_grad_value_(trained, CLIP_VALUE)
         elif trained and case["clipping"] != "none":
             nn.utils.clip_grad_norm_(trained, CLIP_NORM)
-        if is_good:
-            optimizer.step()
+        for each in optimizers if is_good else ():
+            each.step()
         if _rounds_weights(case):
             masters.to(dtype).float()  # in place
-        optimizer.zero_grad()
     return {name: param.detach() for name, param in masters.named_parameters()}
 
 
@@ -82,24 +81,13 @@ def tolerance(case: Case) -> float:
     return TOLERANCES[DTYPES[case["dtype"]]]
 
 
-def error_of(
-    found: dict[str, Tensor], expected: dict[str, Tensor], start: dict[str, Tensor]
-) -> float:
-    """How far changes of weights are from those expected, as a share of the norm of these."""
-    wrong = sum(
-        float((found[name].float() - value).square().sum()) for name, value in expected.items()
-    )
-    moved = sum(float((start[name] - value).square().sum()) for name, value in expected.items())
-    return (wrong / moved) ** 0.5
-
-
 class Alone(Engine):
     """One process with all rows of the Llama, float64."""
 
     def __init__(self, case: Case, num_data: int, num_parts: int) -> None:
         self.case, self.num_data, self.num_parts = case, num_data, num_parts
         self.model = self.core = make_model(case, 0).double()
-        self.optimizer = optimizer_alone(case, self.model.parameters())
+        (self.optimizer,) = optimizers_alone(case, self.model.parameters())
         self.scheduler = scheduler_of(case, self.optimizer)
         self.losses: list[float] = []
         # Statistics of each rank's rows.

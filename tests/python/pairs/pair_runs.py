@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from model_zoo import distance
 from oracle import default_dtype
 from pair_actions import Actions, action_of, turns
 from pair_batches import STEPS
@@ -19,7 +20,7 @@ from pair_engines import LomoEngine, ParallelizedEngine, Place, ZeroEngine, dims
 from pair_loops import launched
 from pair_mesh import WORLD_SIZE, MeshByHand, num_data_ranks
 from pair_models import PREFIXES, is_small
-from pair_oracle import Alone, error_of, initial, tolerance, train_alone
+from pair_oracle import Alone, initial, tolerance, train_alone
 from pair_table import Case, Table
 from pair_tables import TOLERANCE, views_of
 from ranks import RankFailure, end_groups, init_group, run_ranks
@@ -94,15 +95,6 @@ def outcome(rank: int, case: Case, folder: Path) -> Outcome:
         end_groups()
         torch.compiler.reset()  # graphs of other cases have other shapes
         torch.compiler.set_stance("default")
-
-
-def train_in_turn(rank: int, cases: list[Case], folder: Path) -> list[Outcome]:
-    """One case after the other in a group of two ranks."""
-    init_group(rank, 2, folder / "store", 10.0)
-    try:
-        return [train(rank, case, folder) for case in cases]
-    finally:
-        end_groups()
 
 
 def train(rank: int, case: Case, folder: Path) -> Outcome:
@@ -196,6 +188,7 @@ def expected(case: Case) -> list[tuple[dict[str, Any], dict[str, Tensor]]]:
 
 def problem_of(tables: Iterable[Table], case: Case, folder: Path) -> str:
     """Runs a case; what is wrong with it by the tables, or nothing."""
+    folder.mkdir(exist_ok=True)
     num_ranks, leaves = world_size(case), case.get("leaving") == "one by one"
     options: dict[str, Any] = {"backend": None, "timeout_s": TIMEOUT_S, "fresh": leaves}
     if leaves:
@@ -234,7 +227,9 @@ def differences(case: Case, results: list[Outcome]) -> list[str]:
             continue
         # Weights of 16 bits are masters rounded.
         rounded = {name: w.to(mine.weights[name].dtype).float() for name, w in weights.items()}
-        error = min(error_of(mine.weights, aim, start) for aim in (weights, rounded))
+        error = min(
+            distance(mine.weights, aim) / distance(start, aim) for aim in (weights, rounded)
+        )
         if not error < tolerance(case):
             found.append(f"rank {rank}: weights are off by {error:.2g} of their change")
         for name in seen:
