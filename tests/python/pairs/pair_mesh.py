@@ -113,7 +113,7 @@ class MeshByHand(Engine):
         self.pipe: pipeline.Pipeline | None = None
         if mesh.pipeline is not None:
             self.pipe = self._pipeline(model)
-            self.model = self.pipe.module
+            self.model = self.owner = self.pipe.module
         elif self.by in ("DDP", "fully_shard"):
             self.wrapped = self._over_data_ranks(model)
         self.optimizer = self._optimizer()

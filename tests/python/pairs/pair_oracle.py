@@ -91,8 +91,7 @@ class Alone(Engine):
         self.scheduler = scheduler_of(case, self.optimizer)
         self.losses: list[float] = []
         # Statistics of each rank's rows.
-        own = {name: value.clone() for name, value in self.model.named_buffers()}
-        self._buffers = [copy.deepcopy(own) for _ in range(num_data)]
+        self._buffers = [copy.deepcopy(dict(self.model.named_buffers())) for _ in range(num_data)]
 
     @contextlib.contextmanager
     def as_rank(self, data_rank: int) -> Iterator[None]:
@@ -120,20 +119,17 @@ class Alone(Engine):
                 except ValueError as error:
                     raised = error
         if raised is not None:
-            if self.case.get("system") in ("Lomo", "AdaLomo"):  # what the pass has gone through
-                self._step_unfinished()
+            # LOMO has updated what the pass has gone through, in a step that does not count.
+            if self.case.get("system") in ("Lomo", "AdaLomo"):
+                self.optimizer.step()
+            if isinstance(self.optimizer, AdaLomoOracle):
+                self.optimizer.num_steps -= 1
             self.optimizer.zero_grad()
             raise raised
         self.losses.append(loss)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.scheduler.step()
-
-    def _step_unfinished(self) -> None:
-        """Updates the weights that have gradients, in a step that does not count."""
-        self.optimizer.step()
-        if isinstance(self.optimizer, AdaLomoOracle):
-            self.optimizer.num_steps -= 1
 
     def _backward(self, ids: Tensor, labels: Tensor, total: float) -> float:
         summed = 0.0

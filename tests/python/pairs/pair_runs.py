@@ -128,7 +128,7 @@ def train(rank: int, case: Case, folder: Path) -> Outcome:
     else:
         is_apart = case.get("system") == "infinity"  # weights are in files or host memory
         local = [] if is_apart else [local_of(param).clone() for param in engine.params]
-        replica = engine.replica()
+        replica = engine.replica
     return Outcome("", "", False, seen, weights, local, replica, engine.data_rank)
 
 
