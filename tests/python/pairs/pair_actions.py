@@ -44,7 +44,7 @@ class Actions:
     def before(self, step: int) -> dict[str, Any]:
         """Before a step; what is seen, by name."""
         if step == 1 and self.case.get("trained") == "thawed":
-            self.engine.core.model.layers[0].requires_grad_(True)
+            self.engine.hooked()[0].requires_grad_(True)
         first = self.case.get("first forward", "training")
         if step == 0 and first != "training":
             mode = torch.no_grad() if first == "no_grad" else torch.inference_mode()

@@ -87,10 +87,10 @@ class Engine:
         self.group = group
         self.data_rank, self.num_data = group.rank(), group.size()
         self.ranks = range(self.data_rank, self.data_rank + 1) if self.num_data > 1 else range(2)
-        self.core = make_model(case, place.seed)
+        model = make_model(case, place.seed)
         if self.has["dtype"].endswith("weights"):
-            self.core.to(DTYPES[case["dtype"]])
-        self.model = self.wrapped = self.owner = wrapped(case, self.core)
+            model.to(DTYPES[case["dtype"]])
+        self.model = self.wrapped = self.owner = wrapped(case, model)
         self.loop = loop_of(case, self.model, self.num_data, place.folder)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
         self.losses: list[float] = []

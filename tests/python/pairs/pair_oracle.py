@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from pair_batches import STEPS, class_weights, micro_batches, rows_of
 from pair_engines import Engine
-from pair_models import CLIP_NORM, CLIP_VALUE, DTYPES, SCALE, is_small, make_model
+from pair_models import CLIP_NORM, CLIP_VALUE, DTYPES, SCALE, is_small, make_model, unwrapped
 from pair_optimizers import optimizers_alone, scheduler_of
 from pair_table import Case
 from pair_tables import TOLERANCE
@@ -25,7 +25,7 @@ def initial(case: Case) -> dict[str, Tensor]:
     model = make_model(case, 0)
     if is_small(case) and case["dtype"].endswith("weights"):
         model.to(DTYPES[case["dtype"]])
-    return {name: param.detach().float() for name, param in model.named_parameters()}
+    return unwrapped(model.named_parameters())
 
 
 def train_alone(given: Case, num_ranks: int) -> dict[str, Tensor]:
@@ -86,7 +86,7 @@ class Alone(Engine):
 
     def __init__(self, case: Case, num_data: int, num_parts: int) -> None:
         self.case, self.num_data, self.num_parts = case, num_data, num_parts
-        self.model = self.core = make_model(case, 0).double()
+        self.model = make_model(case, 0).double()
         (self.optimizer,) = optimizers_alone(case, self.model.parameters())
         self.scheduler = scheduler_of(case, self.optimizer)
         self.losses: list[float] = []

@@ -19,7 +19,7 @@ from pair_batches import STEPS
 from pair_engines import LomoEngine, ParallelizedEngine, Place, ZeroEngine, dims_of, local_of
 from pair_loops import launched
 from pair_mesh import WORLD_SIZE, MeshByHand, num_data_ranks
-from pair_models import PREFIXES, is_small
+from pair_models import is_small, unwrapped
 from pair_oracle import Alone, initial, tolerance, train_alone
 from pair_table import Case, Table
 from pair_tables import TOLERANCE, views_of
@@ -28,8 +28,9 @@ from torch import Tensor
 
 from ringcomm.parallel import get_state_dict
 
-with contextlib.suppress(ImportError):
-    from transformers import LlamaForCausalLM  # noqa: F401  # before ranks are forked
+with contextlib.suppress(ImportError):  # before ranks are forked
+    import peft  # noqa: F401
+    from transformers import LlamaForCausalLM  # noqa: F401
 
 TIMEOUT_S = 120.0
 READS = ("eval", "input gradient", "generate", "state_dict")  # changes nothing
@@ -115,8 +116,7 @@ def train(rank: int, case: Case, folder: Path) -> Outcome:
             actions.after_step()
         before = []
         seen |= actions.at_end()
-        weights = get_state_dict(engine.owner, full=True)[0]
-        weights = {PREFIXES.sub("", name): value for name, value in weights.items()}
+        weights = unwrapped(get_state_dict(engine.owner, full=True)[0].items())
     except Exception as error:
         after = engine.snapshot() if engine is not None and before else []
         same = len(before) == len(after) and all(map(torch.equal, before, after))
@@ -179,7 +179,7 @@ def expected(case: Case) -> list[tuple[dict[str, Any], dict[str, Tensor]]]:
         engine.run(range(step, step + 1))
         actions.after_step()
     by_rank(actions.at_end, True)
-    weights = {name: p.detach().float() for name, p in engine.model.named_parameters()}
+    weights = unwrapped(engine.model.named_parameters())
     return [(of_rank, weights) for of_rank in seen]
 
 

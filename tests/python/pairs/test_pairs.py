@@ -52,6 +52,8 @@ def check(table: str, case: Case, folder: Path) -> None:
         pytest.importorskip("transformers")
     if case.get("around") in LOOPS_OF_OTHERS:
         pytest.importorskip("accelerate")
+    if case.get("wrapper") == "adapters":
+        pytest.importorskip("peft")
     tables = [BETWEEN, TABLES[table]] if table in LOOPS else [TABLES[table]]
     if problem := pair_runs.problem_of(tables, case, folder):
         pytest.fail(problem, pytrace=False)
