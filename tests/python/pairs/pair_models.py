@@ -222,8 +222,8 @@ def make_llama(case: Case) -> Any:
     if case.get("wrapper") == "adapters":
         import peft
 
-        lora = {"r": 3, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
-        model = peft.get_peft_model(model, peft.LoraConfig(**lora))
+        lora = peft.LoraConfig(r=3, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        model = peft.get_peft_model(model, lora)
     if case.get("memory format") == "transposed":
         weight = layers[-1].mlp.up_proj.weight
         weight.data = weight.data.t().contiguous().t()
