@@ -174,20 +174,17 @@ class Around(nn.Module):
         return self.inner(input_ids=input_ids, **kwargs)
 
 
-class Convolution(nn.Module):
+class Convolution(nn.Conv2d):
     """Over the tokens of rows, with a weight in channels_last."""
 
     def __init__(self, width: int) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(width, width, (3, 1), padding=(1, 0), bias=False)
-        nn.init.normal_(self.conv.weight, std=0.1)
-        weight = self.conv.weight
-        weight.data = weight.data.contiguous(memory_format=torch.channels_last)
-        assert not weight.is_contiguous()
+        super().__init__(width, width, (3, 1), padding=(1, 0), bias=False)
+        nn.init.normal_(self.weight, std=0.1)
+        self.weight.data = self.weight.data.contiguous(memory_format=torch.channels_last)
+        assert not self.weight.is_contiguous()
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.conv(x.transpose(1, 2)[..., None])
-        return x + out[..., 0].transpose(1, 2)
+        return x + super().forward(x.transpose(1, 2)[..., None])[..., 0].transpose(1, 2)
 
 
 @default_dtype(torch.float32)
