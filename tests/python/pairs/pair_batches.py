@@ -53,16 +53,12 @@ def micro_batches(case: Case, steps: range, ranks: range) -> list[MicroBatch]:
 
 def _use(gradients: str, step: int, rank: int, part: int) -> tuple[bool, bool]:
     is_used = rank == 0 or step == 2
-    match gradients:
-        case "none on rank 1":
-            return is_used, True
-        case "none on any rank":
-            return step == 2, True
-        case "none in the first micro-batch":
-            return part > 0, True
-        case "layer skipped on rank 1":
-            return True, is_used
-    return True, True
+    adapter = {
+        "none on rank 1": is_used,
+        "none on any rank": step == 2,
+        "none in the first micro-batch": part > 0,
+    }
+    return adapter.get(gradients, True), is_used or gradients != "layer skipped on rank 1"
 
 
 # ---- of the Llama
@@ -140,11 +136,6 @@ def probe(case: Case) -> Rows:
     ids = torch.arange(3 * LENGTH).view(3, LENGTH)[:2] % NUM_CLASSES
     rows = Rows(case, ids, ids)
     return dataclasses.replace(rows, total=rows.weight)
-
-
-def probed_loss(case: Case, model: Any) -> float:
-    with torch.no_grad():
-        return float(probe(case).loss(model))
 
 
 def class_weights(like: Tensor) -> Tensor:

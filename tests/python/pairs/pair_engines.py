@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from pair_batches import loss_fn_of, micro_batches, probe, probed_loss, rows_of
+from pair_batches import loss_fn_of, micro_batches, probe, rows_of
 from pair_loops import launched, loop_of
 from pair_models import CLIP_NORM, CLIP_VALUE, DTYPES, SCALE, is_small, make_model, wrapped
 from pair_optimizers import groups_of, offloaded, scheduler_of, torch_optimizer
@@ -68,12 +68,15 @@ class Engine:
 
     Attributes:
         ranks: those whose micro-batches it takes; more than one where it stands for others.
+        owner: what states are taken of.
+        replica: ranks with the same have the same weights.
         losses: that step() of parallelize() has returned.
         is_whole: this rank can call the model.
     """
 
     optimizer: Any
     scheduler: Any = None
+    replica: tuple[int, ...] = ()
     is_whole = True
 
     def __init__(self, case: Case, place: Place) -> None:
@@ -82,12 +85,12 @@ class Engine:
         group = place.group or dist.group.WORLD
         assert group is not None
         self.group = group
-        self.data_rank, self.num_data = self.group.rank(), self.group.size()
+        self.data_rank, self.num_data = group.rank(), group.size()
         self.ranks = range(self.data_rank, self.data_rank + 1) if self.num_data > 1 else range(2)
-        self.core = make_model(case, place.seed)
+        model = make_model(case, place.seed)
         if self.has["dtype"].endswith("weights"):
-            self.core.to(DTYPES[case["dtype"]])
-        self.model = self.wrapped = wrapped(case, self.core)
+            model.to(DTYPES[case["dtype"]])
+        self.model = self.wrapped = self.owner = wrapped(case, model)
         self.loop = loop_of(case, self.model, self.num_data, place.folder)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
         self.losses: list[float] = []
@@ -167,27 +170,19 @@ class Engine:
             self.scheduler.step()
 
     def evaluate(self) -> float:
-        return probed_loss(self.case, self.model)
+        with torch.no_grad():
+            return float(probe(self.case).loss(self.model))
 
     def hooked(self) -> list[nn.Module]:
         """The first and the last layer of the Llama, of those that this rank has."""
-        return [self.core.model.layers[0], self.core.model.layers[-1]]
+        from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-    def thaw(self) -> None:
-        self.core.model.layers[0].requires_grad_(True)
-
-    @property
-    def owner(self) -> Any:
-        """What states are taken of."""
-        return self.model
+        blocks = [each for each in self.model.modules() if isinstance(each, LlamaDecoderLayer)]
+        return [blocks[0], blocks[-1]]
 
     @property
     def params(self) -> list[nn.Parameter]:
         return [param for group in self.optimizer.param_groups for param in group["params"]]
-
-    def replica(self) -> tuple[int, ...]:
-        """Ranks with the same have the same weights."""
-        return ()
 
     def snapshot(self) -> list[Tensor]:
         """What tells whether a weight has been written since."""
@@ -239,6 +234,7 @@ class ZeroEngine(Engine):
             options["param_dtype"] = DTYPES[case["dtype"]]
         options["offload_weights"] = self.stage == "infinity"
         stage = 3 if self.stage == "infinity" else int(self.stage)
+        self.replica = (dist.get_rank(),) if stage == 3 else ()
         self.optimizer = zero.shard(self.model, given, stage, group=self.group, **options)
         self.made(early)
         self.optimizer.train()  # for schedule-free ones
@@ -254,9 +250,6 @@ class ZeroEngine(Engine):
             return given
         where = {"to": "nvme", "path": self.place.folder} if state == "file" else {"to": "cpu"}
         return offloaded(given, groups_of(self.case, params), **where)
-
-    def replica(self) -> tuple[int, ...]:
-        return (dist.get_rank(),) if self.stage in ("3", "infinity") else ()
 
     def reloaded(self) -> Any:
         self.optimizer.eval()
@@ -336,17 +329,13 @@ class ParallelizedEngine(Engine):
                 tensor_parallelize(self.model, dims.group("tp"), gather_logits=True)
             if dims.pp > 1:  # which takes a user's loss with a user's blocks
                 self.model = pipeline_blocks(self.model)
-        self.train = parallelize(self.model, dims, make, **options)
+        self.train = self.owner = parallelize(self.model, dims, make, **options)
         self.model, self.optimizer = self.train.model, self.train.optimizer
         self.data_rank, self.num_data = dims["batch"].get_local_rank(), dims["batch"].size()
         self.is_whole = dims.pp == 1
         axes = ["pp", "tp", *(["fsdp"] if stage == 3 else [])]
-        self._places = tuple(dims[axis].get_local_rank() for axis in axes)
+        self.replica = tuple(dims[axis].get_local_rank() for axis in axes)
         self.made(*early)
-
-    @property
-    def owner(self) -> Any:
-        return self.train
 
     def forward_backward(self, step: int) -> None:
         rows = rows_of(self.case, step, self.data_rank, self.num_data)
@@ -355,12 +344,3 @@ class ParallelizedEngine(Engine):
     def evaluate(self) -> float:
         rows = probe(self.case)
         return float(self.train.evaluate(rows.ids.repeat(2, 1), rows.targets.repeat(2, 1)))
-
-    def hooked(self) -> list[nn.Module]:
-        if self.is_whole:
-            return super().hooked()
-        blocks = [m for m in self.model.modules() if type(m).__name__ == "LlamaDecoderLayer"]
-        return [blocks[0], blocks[-1]]
-
-    def replica(self) -> tuple[int, ...]:
-        return self._places

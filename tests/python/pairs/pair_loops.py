@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from pair_batches import MicroBatch, micro_batches
@@ -29,12 +30,8 @@ def launched(case: Case, rank: int, num_ranks: int) -> Iterator[None]:
     GradientState._reset_state()
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
     values = (rank, rank, num_ranks, num_ranks) if num_ranks > 1 else (0, -1, 1, 1)
-    os.environ.update(zip(names, map(str, values), strict=True))
-    try:
+    with mock.patch.dict(os.environ, zip(names, map(str, values), strict=True)):
         yield
-    finally:
-        for name in names:
-            os.environ.pop(name, None)
 
 
 def num_parts(case: Case, num_ranks: int) -> int:

@@ -56,26 +56,20 @@ def mesh_to_go_on(case: Case) -> str:
 class Mesh:
     """The groups of a mesh that this rank is in; the ranks of a row share a model."""
 
-    def __init__(self, name: str, rank: int) -> None:
-        rows = [dist.new_group([first, first + 1]) for first in (0, 2)]
-        columns = [dist.new_group([first, first + 2]) for first in (0, 1)]
-        alone = [dist.new_group([r]) for r in range(WORLD_SIZE)]
+    def __init__(self, name: str) -> None:
+        row, column, alone = (
+            dist.new_subgroups_by_enumeration(ranks)[0]
+            for ranks in ([[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0], [1], [2], [3]])
+        )
         everyone: Any = dist.group.WORLD
-        row, column = rows[rank // 2], columns[rank % 2]
         self.shares_tokens = "sequence" in name
         self.tensor = row if "tensor" in name or self.shares_tokens else None
         if name == "tensor 4":
             self.tensor = everyone
-        self.pipeline: Any = None
-        if "pipeline" in name:
-            self.pipeline = row if "data" in name else column
-        self.experts: Any = None
-        self.replicas: Any = None
-        if name == "experts 2 x data 4":
-            self.experts, self.replicas = row, column
-        if name == "experts 4 x data 4":
-            self.experts = everyone
-        self.data = {1: alone[rank], 2: column, 4: everyone}[num_data_ranks(name)]
+        self.pipeline = (row if "data" in name else column) if "pipeline" in name else None
+        self.experts = {"experts 2 x data 4": row, "experts 4 x data 4": everyone}.get(name)
+        self.replicas = column if name == "experts 2 x data 4" else None
+        self.data = {1: alone, 2: column, 4: everyone}[num_data_ranks(name)]
 
 
 def split_in_tensor_parallel(model: Any, group: dist.ProcessGroup, shares_tokens: bool) -> None:
@@ -100,7 +94,7 @@ class MeshByHand(Engine):
 
     def __init__(self, case: Case, place: Place, mesh_name: str = "") -> None:
         super().__init__(case, place)
-        self.mesh = mesh = Mesh(mesh_name or case["mesh"], dist.get_rank())
+        self.mesh = mesh = Mesh(mesh_name or case["mesh"])
         self.by, self.data_rank = case["trained by"], mesh.data.rank()
         # The ranks of the first mesh that a rank of this one stands for.
         num = num_data_ranks(case["mesh"]) // mesh.data.size()
@@ -119,7 +113,7 @@ class MeshByHand(Engine):
         self.pipe: pipeline.Pipeline | None = None
         if mesh.pipeline is not None:
             self.pipe = self._pipeline(model)
-            self.model = self.pipe.module
+            self.model = self.owner = self.pipe.module
         elif self.by in ("DDP", "fully_shard"):
             self.wrapped = self._over_data_ranks(model)
         self.optimizer = self._optimizer()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,8 +29,8 @@ DTYPES = {
     "bfloat16 weights": torch.bfloat16,
 }
 # The prefixes that wrappers put into names.
-PREFIXES = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.|base_model\.|inner\.")
-# The adapters of a Llama.
+PREFIXES = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.|base_model\.model\.|inner\.")
+# The adapters in a Llama's norms.
 ADAPTERS = {
     "all": (),
     "others on each rank": ("first", "second"),
@@ -44,6 +44,11 @@ USED = {"first", "second"}
 def is_small(case: Case) -> bool:
     """Whether a case trains the small network: its table has the options of optimizers."""
     return "accumulation" in case
+
+
+def unwrapped(values: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """By the names that a model has by itself."""
+    return {PREFIXES.sub("", name): value.detach() for name, value in values}
 
 
 def make_model(case: Case, seed: int) -> Any:
@@ -158,43 +163,6 @@ class Norm(nn.Module):
         return out
 
 
-class Adapted(nn.Module):
-    """A linear layer with an adapter, as of PEFT."""
-
-    def __init__(self, layer: nn.Linear) -> None:
-        super().__init__()
-        self.base_layer = layer
-        self.down = nn.Linear(layer.in_features, 3, bias=False)
-        self.up = nn.Linear(3, layer.out_features, bias=False)
-        nn.init.normal_(self.up.weight, std=0.2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.base_layer(x) + self.up(self.down(x))
-        return out
-
-
-class WithAdapters(nn.Module):
-    """PEFT's module around a model: it has all attributes of the model, and hides its arguments."""
-
-    active_peft_config = SimpleNamespace(is_prompt_learning=False)
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.base_model = model
-
-    def get_base_model(self) -> Any:
-        return self.base_model
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.base_model(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("base_model"), name)
-
-
 class Around(nn.Module):
     """A module of the user's around a model."""
 
@@ -206,20 +174,17 @@ class Around(nn.Module):
         return self.inner(input_ids=input_ids, **kwargs)
 
 
-class Convolution(nn.Module):
+class Convolution(nn.Conv2d):
     """Over the tokens of rows, with a weight in channels_last."""
 
     def __init__(self, width: int) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(width, width, (3, 1), padding=(1, 0), bias=False)
-        nn.init.normal_(self.conv.weight, std=0.1)
-        weight = self.conv.weight
-        weight.data = weight.data.contiguous(memory_format=torch.channels_last)
-        assert not weight.is_contiguous()
+        super().__init__(width, width, (3, 1), padding=(1, 0), bias=False)
+        nn.init.normal_(self.weight, std=0.1)
+        self.weight.data = self.weight.data.contiguous(memory_format=torch.channels_last)
+        assert not self.weight.is_contiguous()
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.conv(x.transpose(1, 2)[..., None])
-        return x + out[..., 0].transpose(1, 2)
+        return x + super().forward(x.transpose(1, 2)[..., None])[..., 0].transpose(1, 2)
 
 
 @default_dtype(torch.float32)
@@ -252,10 +217,10 @@ def make_llama(case: Case) -> Any:
         for layer in layers:
             layer.input_layernorm = Norm(layer.input_layernorm, buffers, adapters)
     if case.get("wrapper") == "adapters":
-        model.requires_grad_(False)
-        for layer in layers:
-            for name in ("q_proj", "v_proj"):
-                setattr(layer.self_attn, name, Adapted(getattr(layer.self_attn, name)))
+        import peft
+
+        lora = peft.LoraConfig(r=3, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        model = peft.get_peft_model(model, lora)
     if case.get("memory format") == "transposed":
         weight = layers[-1].mlp.up_proj.weight
         weight.data = weight.data.t().contiguous().t()
@@ -278,8 +243,6 @@ def wrapped(case: Case, model: Any) -> Any:
             return torch.compile(model, backend="eager")
         case "checkpoint_wrapper":
             model.model.layers[-1] = checkpoint_wrapper(model.model.layers[-1])
-        case "adapters":
-            return WithAdapters(model)
         case "a user's module":
             return Around(model)
     return model

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -11,15 +10,7 @@ import torch
 from pair_table import Case
 from torch import nn
 from torch.optim import lr_scheduler
-from whole_optimizers import (
-    AdaLomoOracle,
-    Averaged,
-    Kron,
-    SmoothLion,
-    SmoothMuon,
-    Together,
-    by_dimensions,
-)
+from whole_optimizers import AdaLomoOracle, Averaged, Kron, SmoothLion, SmoothMuon, by_dimensions
 
 from ringcomm.parallel import offload
 from ringcomm.parallel.optimizer_classes import optimizers_of
@@ -36,26 +27,25 @@ def groups_of(case: Case, given: Iterable[nn.Parameter]) -> list[dict[str, Any]]
     return [decayed, others] if case["groups"] == "decay first" else [others, decayed]
 
 
+ADAMW = partial(torch.optim.AdamW, lr=0.02, eps=1e-3)
+ADAFACTOR = partial(torch.optim.Adafactor, lr=0.05, eps=(1e-6, 1e-3))
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "sgd": partial(torch.optim.SGD, lr=0.2, momentum=0.9, weight_decay=0.01),
+    "SGD": partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01),
+    "Adam": partial(torch.optim.Adam, lr=0.02, eps=1e-3, weight_decay=0.01),
+    "adamw": ADAMW,
+    "AdamW": ADAMW,
+    "adafactor": ADAFACTOR,
+    "Adafactor": ADAFACTOR,
+    "a user's class": SmoothLion,
+    "muon and adamw": lambda groups: by_dimensions(groups, partial(SmoothMuon, lr=0.1), ADAMW),
+    "shampoo": partial(Kron, lr=0.05),
+    "schedule-free": partial(Averaged, lr=0.2),
+}
+
+
 def torch_optimizer(case: Case, groups: list[dict[str, Any]]) -> Any:
-    adamw = partial(torch.optim.AdamW, lr=0.02, eps=1e-3)
-    match case.get("optimizer"):
-        case "sgd":
-            return torch.optim.SGD(groups, 0.2, momentum=0.9, weight_decay=0.01)
-        case "SGD":
-            return torch.optim.SGD(groups, 0.1, momentum=0.9, weight_decay=0.01)
-        case "Adam":
-            return torch.optim.Adam(groups, 0.02, eps=1e-3, weight_decay=0.01)
-        case "a user's class":
-            return SmoothLion(groups)
-        case "adafactor" | "Adafactor":
-            return torch.optim.Adafactor(groups, 0.05, eps=(1e-6, 1e-3))
-        case "muon and adamw":
-            return by_dimensions(groups, partial(SmoothMuon, lr=0.1), adamw)
-        case "shampoo":
-            return Kron(groups, 0.05)
-        case "schedule-free":
-            return Averaged(groups, 0.2)
-    return adamw(groups)
+    return OPTIMIZERS[case.get("optimizer", "adamw")](groups)
 
 
 def offloaded(given: Any, groups: list[dict[str, Any]], **place: Any) -> Any:
@@ -68,20 +58,19 @@ def offloaded(given: Any, groups: list[dict[str, Any]], **place: Any) -> Any:
     return [offload.Offloaded(each, **place) for each in optimizers_of(given)]
 
 
-def optimizer_alone(case: Case, params: Iterable[nn.Parameter]) -> Any:
-    """What makes a case's steps in one process."""
+def optimizers_alone(case: Case, params: Iterable[nn.Parameter]) -> list[Any]:
+    """Those that make a case's steps in one process."""
     groups = groups_of(case, params)
     kinds = (case.get("system"), case.get("trained by"), case.get("optimizer"))
     if "Lomo" in kinds:
-        return torch.optim.SGD(groups, 0.2, weight_decay=0.01)
+        return [torch.optim.SGD(groups, 0.2, weight_decay=0.01)]
     if "AdaLomo" in kinds:
-        return AdaLomoOracle(groups)
-    given = torch_optimizer(case, groups)
-    if isinstance(given, torch.optim.Optimizer) and not hasattr(given, "train"):
-        return given
-    together = Together(optimizers_of(given))
-    together.train()
-    return together
+        return [AdaLomoOracle(groups)]
+    found = [*optimizers_of(torch_optimizer(case, groups))]
+    for each in found:
+        if hasattr(each, "train"):  # schedule-free ones step in this mode
+            each.train()
+    return found
 
 
 # ---- schedulers
@@ -133,11 +122,4 @@ def scheduler_of(case: Case, optimizer: Any) -> Any:
 
 
 def schedulers_of_torch() -> set[str]:
-    return {
-        name
-        for name, kind in vars(lr_scheduler).items()
-        if inspect.isclass(kind)
-        and issubclass(kind, lr_scheduler.LRScheduler)
-        and not name.startswith("_")
-        and kind is not lr_scheduler.LRScheduler
-    }
+    return set(lr_scheduler.__all__) - {"LRScheduler"}

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import torch
 from pair_batches import STEPS, class_weights, micro_batches, rows_of
 from pair_engines import Engine
-from pair_models import CLIP_NORM, CLIP_VALUE, DTYPES, SCALE, is_small, make_model
-from pair_optimizers import optimizer_alone, scheduler_of
+from pair_models import CLIP_NORM, CLIP_VALUE, DTYPES, SCALE, is_small, make_model, unwrapped
+from pair_optimizers import optimizers_alone, scheduler_of
 from pair_table import Case
 from pair_tables import TOLERANCE
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ def initial(case: Case) -> dict[str, Tensor]:
     model = make_model(case, 0)
     if is_small(case) and case["dtype"].endswith("weights"):
         model.to(DTYPES[case["dtype"]])
-    return {name: param.detach().float() for name, param in model.named_parameters()}
+    return unwrapped(model.named_parameters())
 
 
 def train_alone(given: Case, num_ranks: int) -> dict[str, Tensor]:
@@ -34,7 +34,7 @@ def train_alone(given: Case, num_ranks: int) -> dict[str, Tensor]:
     dtype, masters = DTYPES[case["dtype"]], make_model(case, 0)
     if case["dtype"].endswith("weights"):
         masters.to(dtype).float()
-    optimizer = optimizer_alone(case, masters.parameters())
+    optimizers = optimizers_alone(case, masters.parameters())
     scale = {"none": 1.0, "dynamic": 2.0**16}.get(case["loss scale"], SCALE)
     for step in range(STEPS):
         sums: dict[str, Tensor] = {}
@@ -56,11 +56,10 @@ def train_alone(given: Case, num_ranks: int) -> dict[str, Tensor]:
             nn.utils.clip_grad_value_(trained, CLIP_VALUE)
         elif trained and case["clipping"] != "none":
             nn.utils.clip_grad_norm_(trained, CLIP_NORM)
-        if is_good:
-            optimizer.step()
+        for each in optimizers if is_good else ():
+            each.step()
         if _rounds_weights(case):
             masters.to(dtype).float()  # in place
-        optimizer.zero_grad()
     return {name: param.detach() for name, param in masters.named_parameters()}
 
 
@@ -82,29 +81,17 @@ def tolerance(case: Case) -> float:
     return TOLERANCES[DTYPES[case["dtype"]]]
 
 
-def error_of(
-    found: dict[str, Tensor], expected: dict[str, Tensor], start: dict[str, Tensor]
-) -> float:
-    """How far changes of weights are from those expected, as a share of the norm of these."""
-    wrong = sum(
-        float((found[name].float() - value).square().sum()) for name, value in expected.items()
-    )
-    moved = sum(float((start[name] - value).square().sum()) for name, value in expected.items())
-    return (wrong / moved) ** 0.5
-
-
 class Alone(Engine):
     """One process with all rows of the Llama, float64."""
 
     def __init__(self, case: Case, num_data: int, num_parts: int) -> None:
         self.case, self.num_data, self.num_parts = case, num_data, num_parts
-        self.model = self.core = make_model(case, 0).double()
-        self.optimizer = optimizer_alone(case, self.model.parameters())
+        self.model = make_model(case, 0).double()
+        (self.optimizer,) = optimizers_alone(case, self.model.parameters())
         self.scheduler = scheduler_of(case, self.optimizer)
         self.losses: list[float] = []
         # Statistics of each rank's rows.
-        own = {name: value.clone() for name, value in self.model.named_buffers()}
-        self._buffers = [copy.deepcopy(own) for _ in range(num_data)]
+        self._buffers = [copy.deepcopy(dict(self.model.named_buffers())) for _ in range(num_data)]
 
     @contextlib.contextmanager
     def as_rank(self, data_rank: int) -> Iterator[None]:
@@ -132,20 +119,17 @@ class Alone(Engine):
                 except ValueError as error:
                     raised = error
         if raised is not None:
-            if self.case.get("system") in ("Lomo", "AdaLomo"):  # what the pass has gone through
-                self._step_unfinished()
+            # LOMO has updated what the pass has gone through, in a step that does not count.
+            if self.case.get("system") in ("Lomo", "AdaLomo"):
+                self.optimizer.step()
+            if isinstance(self.optimizer, AdaLomoOracle):
+                self.optimizer.num_steps -= 1
             self.optimizer.zero_grad()
             raise raised
         self.losses.append(loss)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.scheduler.step()
-
-    def _step_unfinished(self) -> None:
-        """Updates the weights that have gradients, in a step that does not count."""
-        self.optimizer.step()
-        if isinstance(self.optimizer, AdaLomoOracle):
-            self.optimizer.num_steps -= 1
 
     def _backward(self, ids: Tensor, labels: Tensor, total: float) -> float:
         summed = 0.0

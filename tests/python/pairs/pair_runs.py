@@ -12,14 +12,15 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from model_zoo import distance
 from oracle import default_dtype
 from pair_actions import Actions, action_of, turns
 from pair_batches import STEPS
 from pair_engines import LomoEngine, ParallelizedEngine, Place, ZeroEngine, dims_of, local_of
 from pair_loops import launched
 from pair_mesh import WORLD_SIZE, MeshByHand, num_data_ranks
-from pair_models import PREFIXES, is_small
-from pair_oracle import Alone, error_of, initial, tolerance, train_alone
+from pair_models import is_small, unwrapped
+from pair_oracle import Alone, initial, tolerance, train_alone
 from pair_table import Case, Table
 from pair_tables import TOLERANCE, views_of
 from ranks import RankFailure, end_groups, init_group, run_ranks
@@ -27,8 +28,9 @@ from torch import Tensor
 
 from ringcomm.parallel import get_state_dict
 
-with contextlib.suppress(ImportError):
-    from transformers import LlamaForCausalLM  # noqa: F401  # before ranks are forked
+with contextlib.suppress(ImportError):  # before ranks are forked
+    import peft  # noqa: F401
+    from transformers import LlamaForCausalLM  # noqa: F401
 
 TIMEOUT_S = 120.0
 READS = ("eval", "input gradient", "generate", "state_dict")  # changes nothing
@@ -96,15 +98,6 @@ def outcome(rank: int, case: Case, folder: Path) -> Outcome:
         torch.compiler.set_stance("default")
 
 
-def train_in_turn(rank: int, cases: list[Case], folder: Path) -> list[Outcome]:
-    """One case after the other in a group of two ranks."""
-    init_group(rank, 2, folder / "store", 10.0)
-    try:
-        return [train(rank, case, folder) for case in cases]
-    finally:
-        end_groups()
-
-
 def train(rank: int, case: Case, folder: Path) -> Outcome:
     """Trains a case in the default group."""
     seed = rank if case.get("seeds") == "per rank" else 0
@@ -123,8 +116,7 @@ def train(rank: int, case: Case, folder: Path) -> Outcome:
             actions.after_step()
         before = []
         seen |= actions.at_end()
-        weights = get_state_dict(engine.owner, full=True)[0]
-        weights = {PREFIXES.sub("", name): value for name, value in weights.items()}
+        weights = unwrapped(get_state_dict(engine.owner, full=True)[0].items())
     except Exception as error:
         after = engine.snapshot() if engine is not None and before else []
         same = len(before) == len(after) and all(map(torch.equal, before, after))
@@ -136,7 +128,7 @@ def train(rank: int, case: Case, folder: Path) -> Outcome:
     else:
         is_apart = case.get("system") == "infinity"  # weights are in files or host memory
         local = [] if is_apart else [local_of(param).clone() for param in engine.params]
-        replica = engine.replica()
+        replica = engine.replica
     return Outcome("", "", False, seen, weights, local, replica, engine.data_rank)
 
 
@@ -187,7 +179,7 @@ def expected(case: Case) -> list[tuple[dict[str, Any], dict[str, Tensor]]]:
         engine.run(range(step, step + 1))
         actions.after_step()
     by_rank(actions.at_end, True)
-    weights = {name: p.detach().float() for name, p in engine.model.named_parameters()}
+    weights = unwrapped(engine.model.named_parameters())
     return [(of_rank, weights) for of_rank in seen]
 
 
@@ -196,6 +188,7 @@ def expected(case: Case) -> list[tuple[dict[str, Any], dict[str, Tensor]]]:
 
 def problem_of(tables: Iterable[Table], case: Case, folder: Path) -> str:
     """Runs a case; what is wrong with it by the tables, or nothing."""
+    folder.mkdir(exist_ok=True)
     num_ranks, leaves = world_size(case), case.get("leaving") == "one by one"
     options: dict[str, Any] = {"backend": None, "timeout_s": TIMEOUT_S, "fresh": leaves}
     if leaves:
@@ -234,7 +227,9 @@ def differences(case: Case, results: list[Outcome]) -> list[str]:
             continue
         # Weights of 16 bits are masters rounded.
         rounded = {name: w.to(mine.weights[name].dtype).float() for name, w in weights.items()}
-        error = min(error_of(mine.weights, aim, start) for aim in (weights, rounded))
+        error = min(
+            distance(mine.weights, aim) / distance(start, aim) for aim in (weights, rounded)
+        )
         if not error < tolerance(case):
             found.append(f"rank {rank}: weights are off by {error:.2g} of their change")
         for name in seen:

@@ -14,7 +14,6 @@ import re
 import textwrap
 from collections.abc import Iterable, Mapping
 from functools import cache, cached_property
-from typing import Any
 
 Case = dict[str, str]
 Condition = Mapping[str, tuple[str, ...]]
@@ -231,16 +230,11 @@ class Table:
 
 def _refused(text: str) -> Refused:
     when, raises, instead, *rest = map(str.strip, text.split("\n"))
-    more: dict[str, Any] = {}
-    for line in rest:
-        if line.startswith("besides "):
-            more["besides"] = line.removeprefix("besides ")
-        elif line.startswith("only with "):
-            more["only_with"] = line.removeprefix("only with ")
-        else:
-            assert line == "late", line
-            more["is_late"] = True
-    return Refused(when, raises, instead, **more)
+    words = "^(besides|only with|late) ?(.*)"
+    more = {key: value for line in rest for key, value in re.findall(words, line)}
+    assert len(more) == len(rest), rest
+    besides, only_with = more.get("besides", ""), more.get("only with", "")
+    return Refused(when, raises, instead, besides, only_with, "late" in more)
 
 
 def _matches(when: Condition, case: Mapping[str, str]) -> bool:

@@ -12,8 +12,8 @@ import shlex
 import time
 from pathlib import Path
 
-import pair_runs
 import pytest
+from pair_runs import problem_of
 from pair_table import Case, Table, conditions
 from pair_tables import BETWEEN, CUBES, LOOPS, MESHES, PROGRAM, TABLES, views_of
 
@@ -23,6 +23,7 @@ SECONDS = float(os.environ.get("RINGCOMM_LOOPS_SECONDS", "0"))
 SEED = os.environ.get("RINGCOMM_LOOPS_SEED", "") or str(random.SystemRandom().randrange(10**6))
 ONE = os.environ.get("RINGCOMM_LOOP", "")
 MAX_FAILURES = 20
+TABLES_OF_LOOPS = [TABLES[name] for name in LOOPS]
 # Axes of one table that cases of another one have here besides.
 COMMON = {"between steps": BETWEEN.axes["between steps"], "backend": ("ringcomm", "gloo")}
 OF_SYSTEMS = {
@@ -71,11 +72,6 @@ def drawn(draw: random.Random) -> Case:
             return case
 
 
-def problem_of(case: Case, folder: Path) -> str:
-    folder.mkdir()
-    return pair_runs.problem_of([TABLES[name] for name in LOOPS], case, folder)
-
-
 def command_of(case: Case) -> str:
     words = "; ".join(f"{axis}: {value}" for axis, value in case.items())
     return f"RINGCOMM_LOOP={shlex.quote(words)} pytest -s tests/python/pairs/test_random_loops.py"
@@ -85,13 +81,13 @@ def command_of(case: Case) -> str:
 def test_random_loops(tmp_path: Path) -> None:
     if ONE:
         case = dict(part.split(": ") for part in ONE.split("; "))
-        assert problem_of(case, tmp_path / "one") == ""
+        assert problem_of(TABLES_OF_LOOPS, case, tmp_path / "one") == ""
         return
     print(f"\nRINGCOMM_LOOPS_SEED={SEED} for {SECONDS:g} s")
     draw, end, num, failures = random.Random(SEED), time.monotonic() + SECONDS, 0, 0
     while time.monotonic() < end and failures < MAX_FAILURES:
         case = drawn(draw)
-        problem = problem_of(case, tmp_path / str(num))
+        problem = problem_of(TABLES_OF_LOOPS, case, tmp_path / str(num))
         num += 1
         if problem:
             failures += 1

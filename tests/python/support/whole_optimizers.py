@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -170,27 +169,6 @@ class AdaLomoOracle(torch.optim.Optimizer):
         update /= max(1.0, float(update.square().mean().sqrt()))
         size = lr * max(1e-3, float(weight.square().mean().sqrt()))
         param.data.copy_((1 - size * weight_decay) * weight - size * update)
-
-
-class Together:
-    """Several optimizers that step together, in one process."""
-
-    def __init__(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        self.optimizers = [*optimizers]
-
-    def step(self) -> None:
-        for each in self.optimizers:
-            each.step()
-
-    def zero_grad(self) -> None:
-        for each in self.optimizers:
-            each.zero_grad()
-
-    def train(self) -> None:
-        """The mode in which schedule-free ones step."""
-        for each in self.optimizers:
-            if hasattr(each, "train"):
-                each.train()
 
 
 def by_dimensions(
