@@ -110,7 +110,8 @@ def expert_parallelize(
         experts = ChosenExperts(every, len(whole.down_proj), resolved, replica_group)
         experts.capacity_factor = capacity_factor
         # A slice keeps the stacked weights in memory, and shares their version counter.
-        experts.update({idx: copy.deepcopy(expert) for idx, expert in experts.items()})
+        for idx, expert in experts.items():
+            experts.add_module(idx, copy.deepcopy(expert))
         setattr(block, child, experts)
         block.group = resolved
         register_part(block)  # not the experts: a rank may have none of them

@@ -1,7 +1,7 @@
 """The experts of one rank, and their gradients under data parallelism."""
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import ItemsView, Iterable
 from functools import partial
 from typing import Any
 
@@ -33,8 +33,11 @@ from ringcomm.torch_names import all_reduce_coalesced_, foreach_div_, version_of
 _AVERAGED = "_ringcomm_averaged"
 
 
-class LocalExperts(nn.ModuleDict):
+class LocalExperts(nn.Module):
     """This rank's experts, named by their numbers in the whole layer; names differ between ranks.
+
+    To be read like a torch.nn.ModuleDict. It is none, because fully_shard of torch 2.11
+    refuses a container also if it has a forward().
 
     Args:
         experts: all experts of the layer, in order, the same on all ranks; may be an iterator.
@@ -69,7 +72,21 @@ class LocalExperts(nn.ModuleDict):
                 )
             seen |= params
             if self.range[0] <= idx < self.range[1]:
-                self[str(idx)] = expert
+                self.add_module(str(idx), expert)
+
+    def __getitem__(self, key: str) -> nn.Module:
+        return self.get_submodule(key)
+
+    def __len__(self) -> int:
+        return len(self.items())
+
+    def items(self) -> ItemsView[str, nn.Module]:
+        """Numbers, as text, and experts."""
+        return dict(self.named_children()).items()
+
+    def values(self) -> list[nn.Module]:
+        """The experts."""
+        return [*self.children()]
 
     def forward(self, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Each token's weighted sum of the results of its experts, which may be on any rank.

@@ -134,6 +134,7 @@ class Zero3(ZeroOptimizer):
         self._kept.discard(param)
         self._reduced[param] = param.grad
 
+    @untraced
     def _forward_begins(self, *_: Any) -> None:
         self._check_memory()
         self._is_in_forward = True
@@ -148,6 +149,7 @@ class Zero3(ZeroOptimizer):
                     " ringcomm.parallel.set_state_dict()"
                 )
 
+    @untraced
     def _watch_outputs(self, _: nn.Module, __: Any, output: Any) -> None:
         self._is_in_forward = False
         for tensor in tensors_in(output) if torch.is_grad_enabled() else ():
