@@ -156,6 +156,8 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     about = "a file of `ringcomm tune`, from which link times are taken"
     add("--tuning", type=Path, metavar="FILE", help=about)
     about = "memory per device, such as 80GiB or 80GB; by default the hardware's"
+    about = "print the time of collectives on CPUs instead of plans; with --tuning as measured"
+    add("--collectives", action="store_true", help=about)
     add("--memory", type=amount, default=0, help=about)
     add("--per-host", type=int, default=0, help="devices per host; by default the hardware's")
     # Their names in the namespace are those of Job's fields.
@@ -237,7 +239,7 @@ def _add_tune(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     about = "numbers of ranks to measure, 2 to 64"
     add("--world-sizes", type=whole_numbers, default="2,4", help=about)
-    some_sizes = "1k,4k,16k,32k,64k,128k,256k,512k,1m,4m"
+    some_sizes = "1k,4k,16k,32k,64k,128k,256k,512k,1m,4m,16m,64m"
     add("--sizes", type=byte_counts, default=some_sizes, help="buffer sizes in bytes")
     about = "seconds of measurement for each size and number of ranks"
     add("--seconds", type=number, default=0.6, help=about)

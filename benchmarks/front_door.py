@@ -96,6 +96,7 @@ CORES = CommandLine(
         flag("--threads", whole_numbers, None, CORE_COUNTS, least=1),
         flag("--ops", words, "all_reduce,all_gather", "collectives", known=WITH_BUFFERS),
         flag("--sizes", byte_counts, "256k,1m,16m,64m", SIZES),
+        flag("--tuning", Path, None, "a file of `ringcomm tune`, with costs for the model"),
     ],
 )
 # Operations that must be the only one; several collectives may be separated by commas.
