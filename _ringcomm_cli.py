@@ -11,7 +11,6 @@ import contextlib
 import difflib
 import inspect
 import io
-import math
 import os
 import re
 import signal
@@ -23,6 +22,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
+
+from _ringcomm_values import amount, byte_counts, number, whole_numbers, words
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -89,27 +90,6 @@ def in_words(error: Exception) -> str:
     return str(error)
 
 
-def parsed_by(name: str) -> Callable[[str], Any]:
-    """An option's type: a function of ringcomm.screen, imported when there is a value to read."""
-
-    def parse(text: str) -> Any:
-        from ringcomm import screen
-
-        return screen.as_option(getattr(screen, name))(text)
-
-    return parse
-
-
-def _duration(text: str) -> float:
-    seconds = float(text)
-    if not 0 <= seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"must be finite and not negative, got {text}")
-    return seconds
-
-
-_duration.__name__ = "number"  # in argparse's own message
-
-
 def _add_bench(parser: argparse.ArgumentParser) -> None:
     """Compares ringcomm with Gloo on this machine, and verifies the results.
 
@@ -126,7 +106,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     op.completer = lambda **_: OPERATIONS  # type: ignore[attr-defined]
     about = "ranks to start, 2 to 64; by default 2, 4, ... up to one per core"
     add("--world-size", type=int, help=about)
-    add("--seconds", type=_duration, default=20.0, help="of measurement in all")
+    add("--seconds", type=number, default=20.0, help="of measurement in all")
     add("--html", type=Path, metavar="FILE", help="write a page with one picture (one file)")
     add("--json", type=Path, metavar="FILE", help="write the figures as one JSON object")
 
@@ -146,7 +126,7 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
     add("--job", type=int, metavar="PID", help="process id of torchrun or of any rank")
     about = "ranks to start, 1 to 64; one per CPU by default, at least 2, at most 4"
     add("--world-size", type=int, default=NUM_RANKS, help=about)
-    add("--seconds", type=_duration, default=0.3, help="seconds of measurement per size")
+    add("--seconds", type=number, default=0.3, help="seconds of measurement per size")
     add("--json", action="store_true", help="print the report as one JSON object")
     add("--verdict", action="store_true", help="with --job: print one line, the cause of a hang")
     add("--dump", type=Path, metavar="FOLDER", help="with --job: also write a dump of each rank")
@@ -165,10 +145,9 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", help="a known name such as llama-7b, or the path of a config.json")
     add("--gpus", type=int, default=0, help="total number of devices over all hosts")
-    add("--tokens", type=parsed_by("amount"), default="4M", help="tokens per step over all ranks")
+    add("--tokens", type=amount, default="4M", help="tokens per step over all ranks")
     about = "tokens per sequence; by default the model's context"
-    parse = parsed_by("amount")
-    add("--sequence", type=lambda text: 0 if text == "0" else parse(text), default=0, help=about)
+    add("--sequence", type=lambda text: 0 if text == "0" else amount(text), default=0, help=about)
     add("--top", type=int, default=10, help="plans to print; 0 for all")
     add("--why", type=int, default=1, help="number of the plan to explain")
     add("--json", action="store_true", help="print all plans as one JSON object")
@@ -177,14 +156,15 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     about = "a file of `ringcomm tune`, from which link times are taken"
     add("--tuning", type=Path, metavar="FILE", help=about)
     about = "memory per device, such as 80GiB or 80GB; by default the hardware's"
-    add("--memory", type=parsed_by("amount"), default=0, help=about)
+    about = "print the time of collectives on CPUs instead of plans; with --tuning as measured"
+    add("--collectives", action="store_true", help=about)
+    add("--memory", type=amount, default=0, help=about)
     add("--per-host", type=int, default=0, help="devices per host; by default the hardware's")
     # Their names in the namespace are those of Job's fields.
     add = parser.add_argument_group("plans to consider, by default all").add_argument
     for name, what in (("dp", "data"), ("pp", "pipeline"), ("tp", "tensor"), ("ep", "expert")):
         add(f"--{name}", type=int, default=0, help=f"size of {what} parallelism")
-    names = parsed_by("words")
-    several: dict[str, Any] = {"type": lambda text: tuple(names(text)), "default": ()}
+    several: dict[str, Any] = {"type": lambda text: tuple(words(text)), "default": ()}
     several["metavar"] = "NAMES"
     add("--systems", help="training systems, separated by commas", **several)
     add("--schedules", help="pipeline schedules", **several)
@@ -211,7 +191,7 @@ def _add_show(parser: argparse.ArgumentParser) -> None:
     add("--ranks", type=int, help="2 to 64 (default 4); memory: the slider's maximum (default 64)")
     about = "memory, lomo, tensor only: a known name or a config.json's path (default llama-7b)"
     add("--model", help=about)
-    add("--bytes", type=parsed_by("amount"), help="ring only: a rank's buffer (default 1MiB)")
+    add("--bytes", type=amount, help="ring only: a rank's buffer (default 1MiB)")
     add("--micro-batches", type=int, help="pipeline only (default 8)")
     about = "ring and trace only: a file of `ringcomm trace`"
     add("--trace", type=Path, metavar="FILE", help=about)
@@ -257,13 +237,12 @@ def _add_tune(parser: argparse.ArgumentParser) -> None:
     size up to which one_shot is the fastest algorithm. Run it on an idle machine.
     """
     add = parser.add_argument
-    numbers, sizes = parsed_by("whole_numbers"), parsed_by("byte_counts")
     about = "numbers of ranks to measure, 2 to 64"
-    add("--world-sizes", type=numbers, default="2,4", help=about)
-    some_sizes = "1k,4k,16k,32k,64k,128k,256k,512k,1m,4m"
-    add("--sizes", type=sizes, default=some_sizes, help="buffer sizes in bytes")
+    add("--world-sizes", type=whole_numbers, default="2,4", help=about)
+    some_sizes = "1k,4k,16k,32k,64k,128k,256k,512k,1m,4m,16m,64m"
+    add("--sizes", type=byte_counts, default=some_sizes, help="buffer sizes in bytes")
     about = "seconds of measurement for each size and number of ranks"
-    add("--seconds", type=_duration, default=0.6, help=about)
+    add("--seconds", type=number, default=0.6, help=about)
     about = "repeats of a measurement that other programs disturbed"
     add("--repeats", type=int, default=2, help=about)
     path = Path("ringcomm-tuning.json")
@@ -364,9 +343,9 @@ def run_main(name: str, main: Callable[[list[str]], int]) -> int:
     def interrupt(_signum: int, _frame: FrameType | None) -> NoReturn:
         raise KeyboardInterrupt
 
-    for number in range(3):  # a closed one would be the number of the next file
+    for opened in range(3):  # a closed one would be the number of the next file
         with contextlib.suppress(OSError):
-            os.fstat(number)
+            os.fstat(opened)
             continue
         os.open(os.devnull, os.O_RDWR)
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115

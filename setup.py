@@ -178,7 +178,7 @@ def main() -> None:
         packages=names,
         package_dir=folders,
         package_data={"ringcomm": ["py.typed", "*.pyi"], "ringcomm.show": ["*.html", "*.js"]},
-        py_modules=["_ringcomm_autoload", "_ringcomm_cli"],
+        py_modules=["_ringcomm_autoload", "_ringcomm_cli", "_ringcomm_values"],
         entry_points={
             "torch.backends": ["ringcomm = _ringcomm_autoload:register"],
             "vllm.general_plugins": ["ringcomm = ringcomm.integrations.vllm:plugin"],

@@ -24,7 +24,7 @@ from operations import OPERATIONS, RINGCOMM
 from point import algorithms_used, make_buffers, measure_point, num_calls
 
 import ringcomm
-from ringcomm.screen import byte_counts, whole_numbers
+from _ringcomm_values import byte_counts, whole_numbers
 
 DIRECT = "direct"  # its group has no fixed algorithm
 ALGORITHMS = {

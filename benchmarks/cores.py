@@ -6,13 +6,16 @@
 Each rank is pinned to cores of its own where there are enough. "1 thread" and the others are
 groups with that Options(max_threads=); "auto" is what a group chooses by itself. "memory" scales
 the rank's buffer in place, by all ranks and all their threads at once: each byte read and written
-once. The record has the processor's name and its cores, so that it can be sent.
+once. It is measured before the others, because its threads spin for a while after each call. The
+record has the processor's name, its cores and nodes, and the model's costs and time (--tuning), so
+that it can be sent.
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+import time
+from dataclasses import asdict, replace
 from functools import partial
 
 import front_door
@@ -23,11 +26,17 @@ from groups import labelled, open_groups
 from harness import Bench, Options
 from operations import OPERATIONS, RINGCOMM
 from point import count_wrong, make_buffers, make_contender
-from report import comparison
+from report import Record, comparison
 
 import ringcomm
+from ringcomm import tuning
+from ringcomm.cost_model import OPERATIONS as MODELLED
+from ringcomm.cost_model import Machine
+from ringcomm.measure.machine import num_nodes
 
 MEMORY, AUTO = "memory", "auto"
+# Threads that spin after a kernel sleep by then (docs/experiments.md, "threads of a rank").
+SPIN_S = 0.05
 
 
 def default_threads(world_size: int) -> list[int]:
@@ -50,6 +59,7 @@ def run_rank(bench: Bench, options: Options) -> None:
     """Every operation and size in turn; rank 0 reports each one's records."""
     team = bench.team
     counts = options.threads or default_threads(team.world_size)
+    machine = machine_of(options)
     is_pinned = pin(team.rank, team.world_size, max(counts))  # before torch's threads begin
     torch.set_num_threads(max(counts))
     everyone = list(range(team.world_size))
@@ -68,16 +78,34 @@ def run_rank(bench: Bench, options: Options) -> None:
             )
             wrong = count_wrong(replace(bench, groups=groups), OPERATIONS[op], buffers)
             scaled = torch.zeros(max(1, num_bytes // 4))
-            contenders = {
-                MEMORY: bench.contender(partial(scaled.mul_, 1), default[RINGCOMM]),
-                **{
-                    label: make_contender(bench, OPERATIONS[op], buffers, group)
-                    for label, group in groups.items()
-                },
-            }
+            scaling = bench.contender(partial(scaled.mul_, 1), default[RINGCOMM])
             facts = {"op": op, "bytes": scaled.nbytes, "is_pinned": is_pinned}
-            wrong = {MEMORY: 0, **wrong}
-            bench.report(bench.race(contenders, next(iter(groups)), wrong, name="threads", **facts))
+            facts |= {"nodes": machine.nodes, "costs": asdict(machine.costs)}
+            bench.report(bench.race({MEMORY: scaling}, MEMORY, name="threads", **facts))
+            time.sleep(SPIN_S)
+            contenders = {
+                label: make_contender(bench, OPERATIONS[op], buffers, group)
+                for label, group in groups.items()
+            }
+            found = bench.race(contenders, next(iter(groups)), wrong, name="threads", **facts)
+            bench.report([modelled(record, machine, team.world_size) for record in found])
+
+
+def machine_of(options: Options) -> Machine:
+    """The cores of this machine, before ranks are pinned, with the costs of --tuning."""
+    cores = len(os.sched_getaffinity(0))
+    if options.tuning is None:
+        return Machine(cores, num_nodes())
+    return Machine(cores, num_nodes(), tuning.load(options.tuning).costs)
+
+
+def modelled(record: Record, machine: Machine, world_size: int) -> Record:
+    """With the model's time, and how many times as long the measured one is."""
+    if record["op"] not in MODELLED or record["threads"] == AUTO:
+        return record
+    threads = int(record["threads"].split()[0])
+    expected = machine.microseconds(record["op"], record["bytes"], world_size, threads)
+    return record | {"model_us": expected, "measured_over_model": record["p50_us"] / expected}
 
 
 PROGRAM = harness.Program(
@@ -87,6 +115,7 @@ PROGRAM = harness.Program(
     columns=[
         *("ranks", "op", "bytes", "threads", "p50 µs", "p99 µs"),
         ("time / one thread's", comparison),
+        ("time / model's", lambda r: f"{r.get('measured_over_model', 0):.2f}".replace("0.00", "")),
         ("own cores", lambda r: "yes" if r["is_pinned"] else "no"),
         "state",
     ],

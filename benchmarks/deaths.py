@@ -39,9 +39,9 @@ from table import Layout, Record, Run, read_results, tables, with_tables
 from weather import Weather
 
 import ringcomm
+from _ringcomm_values import whole_numbers, words
 from ringcomm.measure.machine import OthersWatch
 from ringcomm.measure.timing import percentiles
-from ringcomm.screen import whole_numbers, words
 from ringcomm.torch_names import die_with_parent
 
 PAGE = harness.ROOT / "docs" / "reliability.md"

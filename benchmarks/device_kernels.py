@@ -30,9 +30,9 @@ from harness import Bench, Options, flag
 from torch import Tensor
 from torch.nn import functional
 
+from _ringcomm_values import words
 from ringcomm import ops
 from ringcomm.ops import triton_kernels as plans
-from ringcomm.screen import words
 
 LR = 1e-4
 PIECES_MIB = (16, 8, 32, 64)  # today's plan for 4096 columns and rows first

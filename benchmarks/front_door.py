@@ -14,7 +14,8 @@ from typing import Any
 
 from command_line import NCCL_FLAG, CommandLine, doc_of, flag, names
 
-from _ringcomm_cli import OPERATIONS, OneLineParser, parsed_by
+from _ringcomm_cli import OPERATIONS, OneLineParser
+from _ringcomm_values import byte_counts, whole_numbers, words
 
 DTYPES = ("float32", "float64", "bfloat16", "float16", "int32", "int64")
 LOSS_DTYPES = ("float32", "float16", "bfloat16")
@@ -29,7 +30,6 @@ CORE_COUNTS = "of each rank (default: 1, 2, 4, ... up to its share of the cores)
 PEERS = "of triton (on a GPU), torch, compile, liger, quack; with one rank"
 DETAILS = "show losses, percentiles and memory by part too"
 CHARTS = flag("--html", Path, None, "write a page of charts (HTML, one file)", metavar="FILE")
-words = parsed_by("words")
 NO_BUFFERS = ("barrier", "cores", "cross_entropy", "systems")
 WITH_BUFFERS = tuple(name for name in OPERATIONS if name not in NO_BUFFERS)
 
@@ -43,7 +43,7 @@ COLLECTIVES = CommandLine(
     flags=[
         flag("--world-size", int, None, RANKS),
         flag("--peers", words, "gloo", "backends to compare with, or none"),
-        flag("--sizes", parsed_by("byte_counts"), DEFAULT_SIZES, SIZES),
+        flag("--sizes", byte_counts, DEFAULT_SIZES, SIZES),
         flag("--dtype", words, "float32", "names of torch's dtypes", known=DTYPES),
         NCCL_FLAG,
         flag("--clock", str, "events", CLOCK, choices=CLOCKS),
@@ -63,7 +63,7 @@ CROSS_ENTROPY = CommandLine(
         flag("--world-size", int, 1, "ranks that share the vocabulary"),
         flag("--threads", int, None, THREADS),
         flag("--tokens", int, 2048, "rows of logits"),
-        flag("--vocabularies", parsed_by("whole_numbers"), "8000,32000,50257,128256"),
+        flag("--vocabularies", whole_numbers, "8000,32000,50257,128256"),
         flag("--dtypes", words, "float32,bfloat16", known=LOSS_DTYPES),
         flag("--peers", words, "torch", PEERS, known=LOSS_PEERS),
     ],
@@ -92,10 +92,11 @@ CORES = CommandLine(
     per="number of ranks, operation and size",
     repeats=2,
     flags=[
-        flag("--worlds", parsed_by("whole_numbers"), "2", "numbers of ranks", least=2),
-        flag("--threads", parsed_by("whole_numbers"), None, CORE_COUNTS, least=1),
+        flag("--worlds", whole_numbers, "2", "numbers of ranks", least=2),
+        flag("--threads", whole_numbers, None, CORE_COUNTS, least=1),
         flag("--ops", words, "all_reduce,all_gather", "collectives", known=WITH_BUFFERS),
-        flag("--sizes", parsed_by("byte_counts"), "256k,1m,16m,64m", SIZES),
+        flag("--sizes", byte_counts, "256k,1m,16m,64m", SIZES),
+        flag("--tuning", Path, None, "a file of `ringcomm tune`, with costs for the model"),
     ],
 )
 # Operations that must be the only one; several collectives may be separated by commas.

@@ -34,9 +34,10 @@ from harness import Bench, Options, Report, flag
 from placement import Placement
 from torch import Tensor
 
+from _ringcomm_values import whole_numbers
 from ringcomm import ops
 from ringcomm.measure.ranks import Team
-from ringcomm.screen import byte_count, whole_numbers
+from ringcomm.screen import byte_count
 from ringcomm.torch_names import all_gather_single, reduce_scatter_single
 
 DEFAULT_SIZES = "1048576,4194304,16777216,67108864"

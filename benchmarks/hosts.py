@@ -26,8 +26,8 @@ from point import measure_point
 from programs import environment, missing_programs
 
 from _ringcomm_cli import EXIT_OK, EXIT_WRONG_RESULTS, RankError, run_main
+from _ringcomm_values import byte_counts, whole_numbers, words
 from ringcomm.measure.ranks import joined_world_size
-from ringcomm.screen import byte_counts, whole_numbers, words
 
 OPS = "all_reduce,reduce_scatter,all_gather,all_to_all,broadcast"
 TOOLS = ("unshare", "nsenter", "ip", "tc")

@@ -26,9 +26,9 @@ from harness import Options, Report, flag
 from torch import Tensor, nn
 
 from _ringcomm_cli import RankError
+from _ringcomm_values import words
 from ringcomm.measure.ranks import Team
 from ringcomm.optim import AdaLomo, InBackwardOptimizer, Lomo
-from ringcomm.screen import words
 
 LR = 1e-3
 CLIP_NORM = 1.0

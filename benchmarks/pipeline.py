@@ -27,10 +27,10 @@ from harness import Bench, Options, flag
 from schedule_simulation import orders_of, simulate
 from torch import Tensor, nn
 
+from _ringcomm_values import whole_numbers, words
 from ringcomm.measure.ranks import Team
 from ringcomm.measure.timing import open_default_group, percentiles
 from ringcomm.parallel import pipeline
-from ringcomm.screen import whole_numbers, words
 
 MIN_STEPS = 5
 ROWS_PER_MICROBATCH, WIDTH, LAYERS_PER_RANK = 64, 512, 24

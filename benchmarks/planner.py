@@ -28,10 +28,13 @@ from systems import Systems, backward_alone
 from trainees import SYSTEMS
 
 from ringcomm import planner
-from ringcomm.measure.algorithms import measure_algorithms, world_of
+from ringcomm.cost_model import Machine
+from ringcomm.measure.algorithms import fit_costs, measure_algorithms, world_of
+from ringcomm.measure.machine import identity, num_nodes
 from ringcomm.measure.ranks import Team
 from ringcomm.measure.timing import open_default_group
 from ringcomm.planner.costs import compute_flops
+from ringcomm.planner.hardware import HARDWARE
 from ringcomm.planner.models import ModelShape
 
 COMPUTE, UPDATE, NEW_MEMORY = "forward, backward", "update", "new memory"
@@ -89,7 +92,7 @@ def run_rank(team: Team, systems: Systems, options: Options) -> None:
 class Oracle:
     """The planner, calibrated for this machine."""
 
-    def __init__(self, systems: Systems, records: list[dict[str, Any]], world: Any) -> None:
+    def __init__(self, systems: Systems, records: list[dict[str, Any]], machine: Machine) -> None:
         times = {record["system"]: record["p50_us"] * 1e-6 for record in records}
         self.systems = systems
         self.shape = ModelShape(
@@ -104,8 +107,9 @@ class Oracle:
             gated=False,
         )
         plain = dataclasses.replace(
-            planner.Cluster(WORLD_SIZE, "cpu-core").tuned([world]).hardware,
+            HARDWARE["cpu-core"],
             name="measured",
+            machine=machine,
             peak_flops={"bf16": 1.0, "fp32": 1.0},
             utilisation=1.0,
             memory_rate=24 * self.shape.num_params / times[UPDATE],
@@ -148,7 +152,9 @@ def predicted(records: list[dict[str, Any]], oracle: Oracle) -> list[dict[str, A
 def measure(options: Options, report: Report) -> None:
     """Every batch, in ranks of its own."""
     tuned = measure_algorithms(WORLD_SIZE, TUNED_SIZES, TUNE_SECONDS, 2)
-    world = world_of(WORLD_SIZE, tuned)
+    cores, nodes = identity()["cores"], num_nodes()
+    costs, _ = fit_costs([world_of(WORLD_SIZE, tuned)], cores, nodes)
+    machine = Machine(cores, nodes, costs)
     for rows, tokens in BATCHES:
         systems = Systems(
             world_size=WORLD_SIZE,
@@ -161,7 +167,7 @@ def measure(options: Options, report: Report) -> None:
         systems.check()
 
         def tell(records: list[dict[str, Any]], systems: Systems = systems) -> None:
-            report.add(predicted(records, Oracle(systems, records, world)))
+            report.add(predicted(records, Oracle(systems, records, machine)))
 
         run_ranks(WORLD_SIZE, partial(run_rank, systems=systems, options=options), tell)
 

@@ -27,8 +27,9 @@ from operations import DEVICE_KIND
 from table import LAYOUTS, SHOWN_WORLDS, Layout, Record, Run, machine_of, newest, read_results
 
 from _ringcomm_cli import EXIT_OK, run_main
+from _ringcomm_values import byte_counts
 from ringcomm.palette import COLORS, GREY, colors_of, title_of
-from ringcomm.screen import byte_count, byte_counts
+from ringcomm.screen import byte_count
 
 ALGORITHMS = Layout("Algorithms", "algorithm", ("world_size",), ("bytes",), lambda runs: [])
 LINES = {"eager": ":", "graph": "-"}

@@ -47,9 +47,10 @@ from system_tables import (
 )
 
 from _ringcomm_cli import EXIT_FAILED, EXIT_OK, run_main
+from _ringcomm_values import byte_counts
 from ringcomm.measure.machine import MAX_OTHERS_PERCENT
 from ringcomm.palette import title_of
-from ringcomm.screen import byte_count, byte_counts, factor, microseconds
+from ringcomm.screen import byte_count, factor, microseconds
 
 Record = dict[str, Any]
 Run = list[Record]  # one point: a record per backend, or one of a race

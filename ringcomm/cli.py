@@ -77,6 +77,11 @@ def _doctor_of_job(options: argparse.Namespace) -> int:
 
 def _plan(options: argparse.Namespace) -> int:
     error = options.parser.error
+    if options.collectives:
+        from ringcomm.planner.collectives import tables
+
+        print(tables(tuning.load(options.tuning) if options.tuning else None))
+        return 0
     if options.model is None or options.gpus < 1:
         error("--model and --gpus are required: --model llama-7b --gpus 8")
     if options.top < 0:
@@ -91,7 +96,7 @@ def _plan(options: argparse.Namespace) -> int:
     try:
         cluster = Cluster(options.gpus, options.hardware, options.memory, options.per_host)
         if options.tuning is not None:
-            cluster = cluster.tuned(tuning.load(options.tuning).worlds)
+            cluster = cluster.tuned(tuning.load(options.tuning))
         job = Job(**{field.name: getattr(options, field.name) for field in fields(Job)})
         plans = plan(options.model, cluster, job)
     except (ValueError, OSError) as problem:

@@ -1,16 +1,10 @@
-"""Parses values of command line options, and formats figures for a terminal."""
+"""Formats figures for a terminal, and shows the progress of a measurement."""
 
-import argparse
-import math
-import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import chain, repeat
 from pathlib import Path
-from typing import TypeVar
-
-Parsed = TypeVar("Parsed")
 
 UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
@@ -54,18 +48,6 @@ class Progress:
         print(line, end="", file=sys.stderr, flush=True)
 
 
-def as_option(parse: Callable[[str], Parsed]) -> Callable[[str], Parsed]:
-    """``parse`` for argparse, with the message of its ValueError, which argparse drops."""
-
-    def parse_option(text: str) -> Parsed:
-        try:
-            return parse(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return parse_option
-
-
 def check_writable(*paths: Path | None) -> None:
     """Checks before a long measurement that files can be written, and makes their folders.
 
@@ -81,41 +63,6 @@ def check_writable(*paths: Path | None) -> None:
         except OSError as error:
             why = error.strerror
             raise ValueError(f"{path} cannot be written: {why}; name another file") from None
-
-
-def words(text: str) -> list[str]:
-    """The parts of a comma-separated option. Raises ValueError when there is none."""
-    parts = [part.strip() for part in text.split(",") if part.strip()]
-    if not parts:
-        raise ValueError("the list is empty")
-    return parts
-
-
-def whole_numbers(text: str) -> list[int]:
-    """The parts of a comma-separated option as whole numbers. Raises ValueError."""
-    return [int(part) for part in words(text)]
-
-
-def byte_counts(text: str) -> list[int]:
-    """The parts of a comma-separated option, as ``amount`` reads each. Raises ValueError."""
-    return [amount(part) for part in words(text)]
-
-
-def amount(text: str) -> int:
-    """``80GiB``, ``16k``, ``4M`` in powers of 1024; ``80GB`` in powers of 1000; or all digits.
-
-    Raises ValueError for another format, and if it is not a positive whole number.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b)?", text.strip().lower())
-    count = 0.0
-    if match is not None:
-        base = 1000 if match[3] == "b" else 1024
-        count = float(match[1]) * base ** " kmgt".index(match[2] or " ")
-    if not 1 <= count < math.inf or count != int(count):
-        raise ValueError(
-            f"{text!r} is not a number with an optional unit, such as 4096, 16k, 4M, 80GiB or 80GB"
-        )
-    return int(count)
 
 
 def in_gib(num_bytes: float) -> str:

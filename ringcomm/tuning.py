@@ -1,27 +1,27 @@
 """Tuning files: JSON files with the measurements of `ringcomm tune`, for use by groups.
 
 A file is a `Tuning` as a JSON object, with its "schema". Groups use each world's
-`one_shot_max_bytes`, the planner its `alpha_us`, `beta_us_per_mib` and `overhead_us`. The other
-fields document the measurement.
+`one_shot_max_bytes`, the planner the `costs`. The other fields document the measurement.
 """
 
 import json
 import warnings
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from ringcomm.cost_model import Costs, Machine
+
 __all__ = ["SCHEMA", "Point", "Tuning", "World", "load", "save"]
 
-SCHEMA = 1
+SCHEMA = 2
 MAX_WORLD_SIZE = 64
 # Fields of a world that are used: the type, and the smallest and largest value.
 _USED: dict[str, tuple[Any, int, int]] = {
     "world_size": (int, 2, MAX_WORLD_SIZE),
     "one_shot_max_bytes": (int, 1, 1 << 62),
-    **dict.fromkeys(("alpha_us", "beta_us_per_mib", "overhead_us"), ((int, float), 0, 1 << 62)),
 }
 
 
@@ -42,10 +42,6 @@ class World:
     """The result for one number of ranks."""
 
     world_size: int
-    alpha_us: float  # per transfer
-    beta_us_per_mib: float  # per MiB that a rank sends, 2^20 bytes
-    overhead_us: float  # per call, independent of its size: torch's overhead
-    worst_fit: float  # the largest error of the model at a measured median, as a factor
     quiet: bool  # whether the machine was otherwise idle at every size
     one_shot_max_bytes: int  # the largest all_reduce for which one_shot is chosen, at least 1
     points: tuple[Point, ...]
@@ -59,11 +55,19 @@ class Tuning:
     machine: Mapping[str, Any]  # "cpu", "cores" and "kernel" of the one that was measured
     torch: str
     ringcomm: str
+    nodes: int  # NUMA nodes
+    costs: Costs
+    worst_fit: float  # the largest error of the costs at a measured median, as a factor
     worlds: tuple[World, ...]  # by ascending number of ranks
 
     def one_shot_max_bytes(self, world_size: int) -> int | None:
         """The largest all_reduce for one_shot; None if that number of ranks was not measured."""
         return {world.world_size: world.one_shot_max_bytes for world in self.worlds}.get(world_size)
+
+    @property
+    def host(self) -> Machine:
+        """The measured machine, for the times of collectives."""
+        return Machine(int(self.machine["cores"]), self.nodes, self.costs)
 
     def differences(self, machine: Mapping[str, Any]) -> list[str]:
         """The differences between `machine` and the measured machine."""
@@ -91,12 +95,14 @@ def load(path: str | PathLike[str]) -> Tuning:
         ValueError: it is not a tuning file; names the file, the field and the expected value.
     """
     try:
-        fields = {**json.loads(Path(path).read_text(encoding="utf-8"))}
-        if (schema := fields.pop("schema")) != SCHEMA:
+        found = {**json.loads(Path(path).read_text(encoding="utf-8"))}
+        if (schema := found.pop("schema")) != SCHEMA:
             raise ValueError(
-                f"schema must be {SCHEMA} for this version of ringcomm, got {schema!r}"
+                f"schema must be {SCHEMA} for this version of ringcomm, got {schema!r}: write the"
+                " file again with `ringcomm tune`"
             )
-        worlds = sorted(map(_read_world, fields.pop("worlds")), key=lambda world: world.world_size)
+        worlds = sorted(map(_read_world, found.pop("worlds")), key=lambda world: world.world_size)
+        found["costs"] = _read_costs(found["costs"])
         sizes = [world.world_size for world in worlds]
         if not sizes or len(set(sizes)) < len(sizes):
             raise ValueError(
@@ -108,7 +114,10 @@ def load(path: str | PathLike[str]) -> Tuning:
                 f" {', '.join(map(str, disturbed))} ranks): tune again on an idle machine",
                 stacklevel=2,
             )
-        return Tuning(**{**fields, "machine": dict(fields["machine"]), "worlds": tuple(worlds)})
+        tuning = Tuning(**{**found, "machine": dict(found["machine"]), "worlds": tuple(worlds)})
+        _check("cores", tuning.machine["cores"], int, 1, 1 << 20)
+        _check("nodes", tuning.nodes, int, 1, 1 << 20)
+        return tuning
     except FileNotFoundError:
         raise FileNotFoundError(
             f"the tuning file {str(path)!r} does not exist; `ringcomm tune --json FILE` writes one"
@@ -124,10 +133,21 @@ def load(path: str | PathLike[str]) -> Tuning:
     raise ValueError(f"tuning file {str(path)!r}: {why}")
 
 
-def _read_world(fields: dict[str, Any]) -> World:
-    for name, (kind, least, most) in _USED.items():
-        value = fields[name]
-        if isinstance(value, bool) or not isinstance(value, kind) or not least <= value <= most:
-            what = "a whole number" if kind is int else "a number"
-            raise ValueError(f"{name} must be {what} from {least} to {most}, got {value!r:.80}")
-    return World(**{**fields, "points": tuple(Point(**point) for point in fields["points"])})
+def _check(name: str, value: Any, kind: Any, least: float, most: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, kind) or not least <= value <= most:
+        what = "a whole number" if kind is int else "a number"
+        raise ValueError(f"{name} must be {what} from {least} to {most}, got {value!r:.80}")
+
+
+def _read_costs(found: dict[str, Any]) -> Costs:
+    for field in fields(Costs):
+        if field.name != "defaults":
+            least = 1e-3 if field.name.endswith("_per_s") else 0
+            _check(field.name, found[field.name], (int, float), least, 1 << 62)
+    return Costs(**{**found, "defaults": tuple(found["defaults"])})
+
+
+def _read_world(found: dict[str, Any]) -> World:
+    for name, limits in _USED.items():
+        _check(name, found[name], *limits)
+    return World(**{**found, "points": tuple(Point(**point) for point in found["points"])})

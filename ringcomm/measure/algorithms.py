@@ -1,16 +1,15 @@
 """`ringcomm tune`: measures the algorithms of all_reduce in turn, and fits a cost model.
 
-    time = overhead + alpha * transfers + beta * bytes sent
-
-with transfers and bytes as in docs/design/collectives.md. Errors are relative to the time, because
-times span five orders of magnitude. No coefficient is negative.
+The model is ringcomm.cost_model, whose costs are the same for all numbers of ranks and all
+collectives. Errors are relative to the time, because times span five orders of magnitude. No cost
+is negative.
 """
 
 import itertools
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -21,8 +20,15 @@ import torch.distributed as dist
 
 from _ringcomm_cli import EXIT_FAILED, EXIT_OK
 from ringcomm import __version__, tuning
+from ringcomm.cost_model import FITTED, Costs, Machine
 from ringcomm.measure import timing
-from ringcomm.measure.machine import MAX_OTHERS_PERCENT, identity, rounded, utc_now
+from ringcomm.measure.machine import (
+    MAX_OTHERS_PERCENT,
+    identity,
+    num_nodes,
+    rounded,
+    utc_now,
+)
 from ringcomm.measure.ranks import Team, run_ranks
 from ringcomm.options import Options
 from ringcomm.screen import Progress, byte_count, columns, factor, in_seconds
@@ -30,8 +36,7 @@ from ringcomm.tuning import Point, World
 
 # The ring is measured to show what it costs; it is never chosen in shared memory.
 TUNED: tuple[Any, ...] = ("one_shot", "two_shot", "ring")
-MIB = 1 << 20
-PIECE_BYTES = MIB  # of one_shot and two_shot, see docs/design/collectives.md
+CACHES = tuple(1 << power for power in range(18, 27))  # 256 KiB to 64 MiB
 CROSS_OVER_UNIT_BYTES = 256  # between two measured sizes: more digits would be noise
 NEVER_BYTES = 1
 MAX_WORST_FIT = 10.0  # of a cost model that is worth a line
@@ -107,55 +112,76 @@ def measure_algorithms(
 
 
 def world_of(world_size: int, times: list[SizeTimes]) -> World:
-    """The entry of a tuning file for one number of ranks. Raises ValueError for too few sizes."""
-    points = [point for size in times for point in size.points]
-    cost = fit_cost([point for point in points if point.algorithm != "ring"], world_size)
+    """The entry of a tuning file for one number of ranks."""
     return World(
         world_size=world_size,
         quiet=all(size.others_percent <= MAX_OTHERS_PERCENT for size in times),
         one_shot_max_bytes=cross_over_bytes({t.points[0].bytes: t.ratio for t in times}),
-        points=tuple(points),
-        **rounded(cost),
+        points=tuple(point for size in times for point in size.points),
     )
 
 
-def terms(algorithm: str, num_bytes: int, world_size: int) -> tuple[float, float]:
-    """Transfers, and MiB that one rank sends. Raises ValueError for an unknown algorithm."""
-    num_pieces = max(1, math.ceil(num_bytes / PIECE_BYTES))
-    others = world_size - 1
-    if algorithm == "one_shot":
-        return num_pieces, others * num_bytes / MIB
-    if algorithm == "two_shot":
-        return 2 * num_pieces, 2 * others / world_size * num_bytes / MIB
-    raise ValueError(f"the algorithm must be one_shot or two_shot, got {algorithm!r}")
+def fit_costs(worlds: Sequence[World], cores: int, nodes: int = 1) -> tuple[Costs, float]:
+    """The costs with the least squares of relative errors, and their largest error, as a factor.
 
-
-def fit_cost(points: Sequence[Point], world_size: int) -> dict[str, float]:
-    """The coefficients of a World: least squares of relative errors, none of them negative.
-
-    Of the models that leave out some coefficients, the best one without a negative coefficient is
-    the non-negative least-squares solution. Raises ValueError for fewer than three measurements.
+    The model is linear in FITTED: the time with one of them at 1 and all others at 0 is that one's
+    column. The size of the cache is the best of some. A cost that no measurement has, such as that
+    of shared cores where no ranks share one, keeps its default. Raises ValueError for fewer than
+    three measurements.
     """
+    points = [(w.world_size, p) for w in worlds for p in w.points if p.algorithm != "ring"]
     if len(points) < 3:
         raise ValueError(f"a cost model needs at least three measurements, got {len(points)}")
-    rows = [(*terms(point.algorithm, point.bytes, world_size), 1.0) for point in points]
-    times = torch.tensor([point.p50_us for point in points], dtype=torch.float64)
-    relative = torch.tensor(rows, dtype=torch.float64) / times.unsqueeze(1)
-    ones = torch.ones_like(times)
-    best = torch.zeros(3, dtype=torch.float64)
-    least = float(len(points))  # the error of the model that is zero everywhere
-    for count in (1, 2, 3):
-        for kept in itertools.combinations(range(3), count):
-            found = torch.linalg.lstsq(relative[:, kept], ones.unsqueeze(1), driver="gelsd")
+    nothing = Costs(**dict.fromkeys(FITTED, 0.0), node_gb_per_s=math.inf, between_gb_per_s=math.inf)
+    times = torch.tensor([point.p50_us for _, point in points], dtype=torch.float64)
+    best: tuple[float, int, torch.Tensor, torch.Tensor] | None = None
+    for cache_bytes in CACHES:
+        columns = []
+        for name in FITTED:
+            unit = replace(nothing, cache_bytes=cache_bytes, **{name: 1.0})
+            column = [
+                Machine(cores, nodes, unit).microseconds(point.algorithm, point.bytes, world_size)
+                for world_size, point in points
+            ]
+            columns.append(torch.tensor(column, dtype=torch.float64) / times)
+        relative = torch.stack(columns, 1)
+        solution = _least_squares(relative)
+        error = float((relative @ solution - 1).square().sum())
+        if best is None or error < best[0]:
+            best = (error, cache_bytes, relative, solution)
+    assert best is not None
+    _, cache_bytes, relative, solution = best
+    found = dict(zip(FITTED, map(float, solution), strict=True))
+    missing = [name for name, column in zip(FITTED, relative.T, strict=True) if not column.any()]
+    if "memory_us" in missing:
+        missing.append("cache_bytes")
+    unknown = (*missing, "join_us", "node_gb_per_s", "between_gb_per_s")
+    measured = {name: value for name, value in found.items() if name not in missing}
+    if "cache_bytes" not in missing:
+        measured["cache_bytes"] = cache_bytes
+    factors = relative @ solution
+    worst = float(torch.maximum(factors, 1 / factors.clamp_min(1e-9)).max())
+    return Costs(**rounded(measured), defaults=unknown), worst
+
+
+def _least_squares(relative: torch.Tensor) -> torch.Tensor:
+    """Non-negative coefficients whose sum of columns is nearest to 1.
+
+    Of the models that leave out some columns, the best one without a negative coefficient is the
+    non-negative least-squares solution.
+    """
+    best = torch.zeros(relative.shape[1], dtype=torch.float64)
+    least, ones = float(len(relative)), torch.ones(len(relative), 1, dtype=torch.float64)
+    used = [index for index, column in enumerate(relative.T) if column.any()]
+    for count in range(1, len(used) + 1):
+        for kept in itertools.combinations(used, count):
+            found = torch.linalg.lstsq(relative[:, kept], ones, driver="gelsd").solution
             solution = torch.zeros_like(best)
-            solution[list(kept)] = found.solution.squeeze(1)
-            error = float((relative @ solution - ones).square().sum())
+            solution[list(kept)] = found.squeeze(1)
+            error = float((relative @ solution - 1).square().sum())
             if error < least and bool((solution >= 0).all()):
                 best, least = solution, error
-    factors = relative @ best
-    worst = float(torch.maximum(factors, 1 / factors.clamp_min(1e-9)).max())
-    names = ("alpha_us", "beta_us_per_mib", "overhead_us", "worst_fit")
-    return dict(zip(names, (*best.tolist(), worst), strict=True))
+    return best
 
 
 def cross_over_bytes(ratios: dict[int, float]) -> int:
@@ -198,9 +224,11 @@ def tune(
     """
     worlds: list[World] = []
 
-    def save(file: Path) -> None:
-        date, versions = utc_now().isoformat(), (torch.__version__, __version__)
-        tuning.save(tuning.Tuning(date, identity(), *versions, tuple(worlds)), file)
+    def result() -> tuning.Tuning:
+        nodes, machine = num_nodes(), identity()
+        costs, worst_fit = fit_costs(worlds, machine["cores"], nodes)
+        versions = (torch.__version__, __version__, nodes, costs, rounded(worst_fit))
+        return tuning.Tuning(utc_now().isoformat(), machine, *versions, tuple(worlds))
 
     sizes, world_sizes = sorted(set(sizes)), sorted(set(world_sizes))
     progress = Progress([f"{byte_count(size)} on {n} ranks" for n in world_sizes for size in sizes])
@@ -216,7 +244,7 @@ def tune(
         progress.clear()
         if worlds:  # not over a whole file of an earlier run
             partial = path.with_name(f"{path.name}.interrupted")
-            save(partial)
+            tuning.save(result(), partial)
             print(f"interrupted: {partial} has only the numbers of ranks above")
         raise
     if not all(world.quiet for world in worlds):
@@ -224,18 +252,24 @@ def tune(
         if not is_forced:
             print(f"not written: {path} (--force writes it)")
             return EXIT_FAILED
-    save(path)
+    found = result()
+    tuning.save(found, path)
+    print(_model_text(found))
     print(f"written: {path}")
     return EXIT_OK
 
 
-def _model_text(world: World) -> str:
-    if not world.quiet or world.worst_fit > MAX_WORST_FIT:
-        return "No cost model fits: other programs disturbed the times."
+def _model_text(found: tuning.Tuning) -> str:
+    if found.worst_fit > MAX_WORST_FIT:
+        return "No cost model fits these times."
+    costs = [
+        f"{name} {getattr(found.costs, name):.3g}"
+        for name in (*FITTED, "cache_bytes")
+        if name not in found.costs.defaults
+    ]
     return (
-        f"Cost model: {world.alpha_us:.3g} µs per transfer (alpha),"
-        f" {world.beta_us_per_mib:.3g} µs per MiB (beta), {world.overhead_us:.3g} µs per call;"
-        f" its largest error is a factor of {factor(world.worst_fit)}."
+        f"Cost model: {', '.join(costs)}; its largest error is a factor of"
+        f" {factor(found.worst_fit)}. Not measured: {', '.join(found.costs.defaults)}."
     )
 
 
@@ -253,5 +287,5 @@ def _table(world: World, times: list[SizeTimes]) -> str:
         f"{columns(rows, '')}\n"
         "other programs: their share of this machine, which should be at most"
         f" {MAX_OTHERS_PERCENT:.0f} %\n"
-        f"{chosen}. {_model_text(world)}"
+        f"{chosen}."
     )

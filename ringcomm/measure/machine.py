@@ -102,6 +102,12 @@ def num_cores(cpus: Path = Path("/sys/devices/system/cpu")) -> int | None:
     return len({path.read_text() for path in found}) or None
 
 
+def num_nodes(folder: Path = Path("/sys/devices/system/node")) -> int:
+    """NUMA nodes that have cores; 1 where the kernel does not tell."""
+    found = [path for path in folder.glob("node[0-9]*/cpulist") if path.read_text().strip()]
+    return max(1, len(found))
+
+
 def usable_cores() -> int:
     """Those that this process may use, at least 1: by its affinity and its cgroup's limit."""
     allowed, _ = read_limits()["cpu_cores"] or (float("inf"), "")

@@ -5,14 +5,15 @@ docs/design/planner.md has the sources of the figures, and the cost model of col
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from ringcomm.cost_model import Machine
 from ringcomm.options import named_options
 from ringcomm.planner.models import read_object
 from ringcomm.screen import in_gib
-from ringcomm.tuning import World
+from ringcomm.tuning import Tuning
 
 Precision = Literal["bf16", "fp32"]
 
@@ -42,6 +43,7 @@ class Hardware:
     call_s: float = 0.0  # latency per collective, besides its hops
     is_host: bool = False  # whether the device uses host memory
     new_memory_rate: float = 0.0  # of first writes to new pages; 0 with a caching allocator
+    machine: Machine | None = None  # of collectives inside a host, if they run in shared memory
 
     def __post_init__(self) -> None:
         peaks, what = self.peak_flops, f"hardware {self.name}"
@@ -50,7 +52,7 @@ class Hardware:
         for name, value in {**vars(self), **peaks}.items():
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             is_in_range = is_number and value >= (0 if name in _MAY_BE_ZERO else 1e-30)
-            if not is_in_range and name not in ("name", "peak_flops", "is_host"):
+            if not is_in_range and name not in ("name", "peak_flops", "is_host", "machine"):
                 raise ValueError(f"{what}: {name} must be a positive number, got {value!r}")
         if self.utilisation > 1 or self.overlap > 1:
             raise ValueError(f"{what}: utilisation and overlap must be fractions up to 1")
@@ -109,6 +111,7 @@ _KNOWN = (
         call_s=3e-6,
         is_host=True,
         new_memory_rate=4e9,
+        machine=Machine(64),
     ),
 )
 HARDWARE = {hardware.name: hardware for hardware in _KNOWN}
@@ -157,6 +160,7 @@ class Group:
     inside: Link  # between ranks of a host
     outside: Link  # between hosts
     call_s: float = 0.0  # latency per collective; 0 for one rank
+    machine: Machine | None = None  # if a host's ranks share memory: their collectives
 
     @property
     def num_ranks(self) -> int:
@@ -164,13 +168,27 @@ class Group:
         return self.per_host * self.num_hosts
 
     def all_reduce(self, num_bytes: float) -> float:
-        """Seconds, by the fastest of ring, levels and trees."""
+        """Seconds, by the fastest of ring, levels and trees; in shared memory what runs there."""
+        if self._in_memory:
+            return self._in_shared("all_reduce", num_bytes)
         halves = 2 * min(self.ring(num_bytes), self.levels(num_bytes))
         return min(halves, self.trees(num_bytes)) + self.call_s
 
     def half(self, num_bytes: float) -> float:
         """Seconds of a reduce-scatter or an all-gather; bytes of the whole buffer."""
+        if self._in_memory:
+            names = ("reduce_scatter", "all_gather")
+            return sum(self._in_shared(name, num_bytes) for name in names) / 2
         return min(self.ring(num_bytes), self.levels(num_bytes)) + self.call_s
+
+    @property
+    def _in_memory(self) -> bool:
+        return self.machine is not None and self.num_hosts == 1
+
+    def _in_shared(self, op: str, num_bytes: float) -> float:
+        """Seconds of a collective of a host's ranks in its memory."""
+        assert self.machine is not None
+        return self.machine.microseconds(op, num_bytes, self.per_host) * 1e-6
 
     def ring(self, num_bytes: float) -> float:
         """Seconds of half an all_reduce in one ring; between hosts all ranks carry a share."""
@@ -200,11 +218,15 @@ class Group:
 
     def _inside(self, num_bytes: float) -> float:
         """A reduce-scatter among the ranks of a host."""
+        if self.machine is not None:
+            return self._in_shared("reduce_scatter", num_bytes)
         k = self.per_host
         return self.inside.seconds(k - 1, num_bytes * (k - 1) / k)
 
     def all_to_all(self, num_bytes: float) -> float:
         """Seconds in which each rank sends so many bytes, evenly, to the others."""
+        if self._in_memory:
+            return self._in_shared("all_to_all", num_bytes)
         away = (self.num_ranks - self.per_host) / max(1, self.num_ranks - 1)
         inside = self.inside.seconds(self.per_host - 1, num_bytes * (1 - away))
         outside = self.outside.seconds(self.num_ranks - self.per_host, num_bytes * away)
@@ -212,6 +234,8 @@ class Group:
 
     def hop(self, num_bytes: float) -> float:
         """Seconds of a message to the neighbour, over the slowest link there is."""
+        if self.machine is not None and self.num_hosts == 1:
+            return self.machine.microseconds("broadcast", num_bytes, 2) * 1e-6
         link = self.inside if self.num_hosts == 1 else self.outside
         return link.seconds(1, num_bytes) + self.call_s
 
@@ -258,19 +282,10 @@ class Cluster:
         """Memory of a device, without what its driver takes."""
         return self.memory_bytes - self.hardware.reserved_bytes
 
-    def tuned(self, worlds: Sequence[World]) -> "Cluster":
-        """The same with alpha and beta inside a host as `ringcomm tune` has measured them.
-
-        Uses the measured number of ranks that is nearest to a host's devices.
-        """
-        world = min(worlds, key=lambda w: (abs(w.world_size - self.per_host), w.world_size))
-        hardware = dataclasses.replace(
-            self.hardware,
-            name=f"{self.hardware.name} (tuned with {world.world_size} ranks)",
-            inside_alpha_s=world.alpha_us * 1e-6,
-            inside_rate=(1 << 20) / max(world.beta_us_per_mib, 1e-9) * 1e6,
-            call_s=world.overhead_us * 1e-6,
-        )
+    def tuned(self, tuning: Tuning) -> "Cluster":
+        """The same with the collectives inside a host as `ringcomm tune` has measured them."""
+        name = f"{self.hardware.name} (tuned on {tuning.machine['cores']} cores)"
+        hardware = dataclasses.replace(self.hardware, name=name, machine=tuning.host)
         return dataclasses.replace(self, hardware=hardware)
 
     def group(self, size: int, stride: int) -> Group:
@@ -285,4 +300,5 @@ class Cluster:
             Link(hardware.inside_alpha_s, hardware.inside_rate),
             Link(hardware.outside_alpha_s, hardware.outside_rate),
             hardware.call_s if size > 1 else 0.0,
+            hardware.machine,
         )

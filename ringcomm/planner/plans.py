@@ -114,7 +114,7 @@ class Plans:
         return json.dumps(content, indent=1, allow_nan=False)
 
     def headline(self) -> str:
-        """The job and the cluster, in two lines."""
+        """The job and the cluster, in two lines; a third where ranks share memory."""
         shape, cluster, job = self.shape, self.cluster, self.job
         return (
             f"{shape.name}: {shape.num_params:,} parameters, {shape.layers} layers of"
@@ -122,8 +122,17 @@ class Plans:
             f" {job.precision}, {job.optimizer}\n"
             f"{cluster.num_gpus:,} × {cluster.hardware.name} with {in_gib(cluster.memory_bytes)},"
             f" {cluster.per_host} per host; {len(self.ranked):,} plans fit,"
-            f" {len(self.refused):,} do not"
+            f" {len(self.refused):,} do not{self._machine_line()}"
         )
+
+    def _machine_line(self) -> str:
+        """Of collectives in shared memory: the cores, and which costs are not measured."""
+        machine = self.cluster.hardware.machine
+        if machine is None:
+            return ""
+        missing = ", ".join(machine.costs.defaults)
+        not_measured = f"; not measured, but defaults: {missing}" if missing else ""
+        return f"\ncollectives inside a host run on {machine.cores} cores{not_measured}"
 
     def table(self, top: int) -> str:
         """A table of the first plans; all if top is 0. LEGEND explains it."""

@@ -18,6 +18,7 @@ from schedule_simulation import simulate
 
 from _ringcomm_cli import HARDWARE as HELP_HARDWARE
 from ringcomm import cli
+from ringcomm.cost_model import Costs, Machine
 from ringcomm.parallel.pipeline.schedules import make_plan
 from ringcomm.planner import Cluster, Job, plan
 from ringcomm.planner.candidate import RankPart, kept_by
@@ -26,7 +27,7 @@ from ringcomm.planner.hardware import HARDWARE, Group, Hardware, Link, find_hard
 from ringcomm.planner.job import SCHEDULES, SYSTEMS, Mesh, bubble, live_micro_batches
 from ringcomm.planner.models import ModelShape, find_model
 from ringcomm.planner.plans import Plan, Plans, by_rank
-from ringcomm.tuning import World
+from ringcomm.tuning import Tuning
 
 GIGA = 10**9
 JOB = Job(tokens=1 << 20)
@@ -210,11 +211,12 @@ def test_computing_and_collectives() -> None:
 
 
 def test_tuned_links() -> None:
-    worlds = tuple(World(n, 0.5, 100.0 * n, 3.0, 1.1, True, 1 << 18, ()) for n in (2, 4))
-    found = Cluster(4, "cpu-core").tuned(worlds)
-    expected = 3e-6 + 6 * 0.5e-6 + 1.5 * (1 << 20) * 400e-6 / (1 << 20)
+    costs = Costs(copy_us=400.0)
+    tuned = Tuning("", {"cores": 4}, "", "", 1, costs, 1.0, ())
+    found = Cluster(4, "cpu-core").tuned(tuned)
+    expected = Machine(4, 1, costs).microseconds("all_reduce", 1 << 20, 4) * 1e-6
     assert found.group(4, 1).all_reduce(1 << 20) == pytest.approx(expected)
-    assert "tuned with 4 ranks" in found.hardware.name
+    assert "tuned on 4 cores" in found.hardware.name
     # A group on two hosts: ranks of tensor parallelism are neighbours, those of data are not.
     candidate = plans_of("llama-7b", 32, dp=4, pp=2, tp=4).ranked[0].candidate
     groups = [candidate.group(axis) for axis in ("tp", "dp", "pp")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -16,22 +17,24 @@ from ranks import init_group, run_ranks
 
 import ringcomm
 from ringcomm import tuning
-from ringcomm.measure.algorithms import NEVER_BYTES, cross_over_bytes, fit_cost, terms
+from ringcomm.cost_model import Costs, Machine
+from ringcomm.measure.algorithms import NEVER_BYTES, cross_over_bytes, fit_costs
 
 KIB, MIB = 1 << 10, 1 << 20
-SIZES = [KIB << k for k in range(0, 13, 2)]  # 1 KiB to 4 MiB: several pieces of 1 MiB at the end
+SIZES = [KIB << k for k in range(0, 17, 2)]  # 1 KiB to 64 MiB: several pieces of 1 MiB
 
 
 def make_world(world_size: int, one_shot_max_bytes: int = 256 * KIB) -> tuning.World:
     names = ("one_shot", "two_shot")
     points = tuple(tuning.Point(1024, name, 1.0, 2.0, 3.5, 100) for name in names)
-    return tuning.World(world_size, 0.1, 90.0, 2.7, 1.2, True, one_shot_max_bytes, points)
+    return tuning.World(world_size, True, one_shot_max_bytes, points)
 
 
 def make_tuning() -> tuning.Tuning:
     machine = {"cpu": "a CPU", "cores": 2, "kernel": "6.18"}
     worlds = (make_world(2), make_world(4, 48 * KIB))
-    return tuning.Tuning("2026-11-20T10:00:00+00:00", machine, "2.13.0", "0.1.0", worlds)
+    date = "2026-11-20T10:00:00+00:00"
+    return tuning.Tuning(date, machine, "2.13.0", "0.1.0", 1, Costs(), 1.2, worlds)
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
@@ -47,7 +50,11 @@ def test_a_wrong_file_is_named(tmp_path: Path) -> None:
     """With the file and what was expected. None removes a field."""
     file = tmp_path / "tuning.json"
     cases: list[tuple[tuple[Any, ...], Any, str]] = [
-        (("schema",), 2, "schema must be 1 for this version of ringcomm, got 2"),
+        (
+            ("schema",),
+            1,
+            "schema must be 2 for this .*, got 1: write the file again",
+        ),
         (("schema",), None, "field schema is missing"),
         (("machine",), 5, "not written by `ringcomm tune`"),
         (("worlds",), [], "worlds must have one entry for each"),
@@ -56,7 +63,10 @@ def test_a_wrong_file_is_named(tmp_path: Path) -> None:
         (("worlds", 0, "world_size"), True, "world_size must be a whole .* from 2 to 64, got True"),
         (("worlds", 0, "one_shot_max_bytes"), 0, "one_shot_max_bytes must be a whole .* from 1"),
         (("worlds", 0, "one_shot_max_bytes"), None, "field one_shot_max_bytes is missing"),
-        (("worlds", 0, "alpha_us"), -1, "alpha_us must be a number from 0 to .* got -1"),
+        (("costs", "call_us"), -1, "call_us must be a number from 0 to .* got -1"),
+        (("costs", "copy_us"), None, "field copy_us is missing"),
+        (("costs", "node_gb_per_s"), 0, "node_gb_per_s must be a number from 0.001"),
+        (("machine", "cores"), 0, "cores must be a whole number from 1"),
         (("worlds", 0, "points", 1, "algorithm"), None, "missing .* 'algorithm'"),
     ]
     texts = [(b'{"schema": 1', "not JSON"), (b"\xff\xfe", "not JSON"), (b"[1]", "not written")]
@@ -80,47 +90,60 @@ def point(name: str, size: int, us: float) -> tuning.Point:
     return tuning.Point(size, name, us, us, us, 1)
 
 
-def model_points(world_size: int, alpha: float, beta: float, overhead: float) -> list[tuning.Point]:
-    times = []
-    for name in ("one_shot", "two_shot"):
-        for size in SIZES:
-            hand_overs, mib = terms(name, size, world_size)
-            times.append(point(name, size, overhead + alpha * hand_overs + beta * mib))
-    return times
+def measured(world_size: int, machine: Machine, factors: dict[str, float]) -> tuning.World:
+    """A world whose times are the model's, times a factor by algorithm."""
+    points = tuple(
+        point(name, size, machine.microseconds(name, size, world_size) * factor)
+        for name, factor in factors.items()
+        for size in SIZES
+    )
+    return tuning.World(world_size, True, 1, points)
 
 
-def test_terms_are_those_of_the_design() -> None:
-    """docs/design/collectives.md: hand-overs per MiB; (N-1) S and 2 (N-1) / N S."""
-    assert terms("one_shot", 64 * KIB, 4) == (1, 3 / 16)
-    assert terms("two_shot", 2 * MIB + 4, 2) == (6, 2 + 4 / MIB)
+EVEN = {"one_shot": 1.0, "two_shot": 1.0}
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=20)
 @given(
-    world_size=st.integers(2, 64),
-    alpha=st.floats(0.05, 50),
-    beta=st.floats(5, 500),
-    overhead=st.floats(0, 10),
+    call=st.floats(1, 10),
+    hand_over=st.floats(0.1, 20),
+    switch=st.floats(1, 50),
+    copy=st.floats(20, 300),
+    total=st.floats(5, 100),
+    cache_power=st.integers(19, 24),
 )
-def test_the_fit_of_times(world_size: int, alpha: float, beta: float, overhead: float) -> None:
-    cost = fit_cost(model_points(world_size, alpha, beta, overhead), world_size)
-    found = (cost["alpha_us"], cost["beta_us_per_mib"], cost["overhead_us"])
-    assert found == pytest.approx((alpha, beta, overhead), rel=1e-3, abs=1e-3)
-    assert cost["worst_fit"] == pytest.approx(1, abs=1e-3)
+def test_the_fit_of_times(
+    call: float, hand_over: float, switch: float, copy: float, total: float, cache_power: int
+) -> None:
+    """Of a machine whose costs are known, with numbers of ranks that were not measured too."""
+    costs = Costs(call, hand_over, 0.1, switch, copy, total, 60.0, 1 << cache_power)
+    machine = Machine(2, 1, costs)
+    found, worst = fit_costs([measured(n, machine, EVEN) for n in (2, 4, 8)], 2)
+    assert worst == pytest.approx(1, abs=0.02)
+    fitted = Machine(2, 1, found)
+    for op in ("all_reduce", "all_gather", "all_to_all"):
+        for size in SIZES:
+            expected = machine.microseconds(op, size, 32)
+            assert fitted.microseconds(op, size, 32) == pytest.approx(expected, rel=0.1)
+    assert found.defaults == ("join_us", "node_gb_per_s", "between_gb_per_s")
 
 
-def test_no_coefficient_is_negative() -> None:
-    """As measured beside other programs: two_shot was the faster one at every size."""
-    points = [
-        point(p.algorithm, p.bytes, p.p50_us * (0.7 if p.algorithm == "two_shot" else 1))
-        for p in model_points(2, 1.0, 80.0, 12.0)
-    ]
-    cost = fit_cost(points, 2)
-    assert cost["alpha_us"] == 0
-    assert min(cost["beta_us_per_mib"], cost["overhead_us"]) > 0
-    assert 1.1 < cost["worst_fit"] < 1.6
+def test_what_cannot_be_measured_keeps_its_default() -> None:
+    """No core is shared by two ranks on four, so nothing says what a switch costs."""
+    machine = Machine(4, 1, Costs(switch_us=77.0))
+    found, _ = fit_costs([measured(2, machine, EVEN)], 4)
+    assert "switch_us" in found.defaults
+    assert found.switch_us == Costs().switch_us
     with pytest.raises(ValueError, match="three measurements"):
-        fit_cost(points[:2], 2)
+        fit_costs([tuning.World(2, True, 1, (point("one_shot", 1024, 3.0),) * 2)], 2)
+
+
+def test_no_cost_is_negative() -> None:
+    """As measured beside other programs: two_shot was the faster one at every size."""
+    world = measured(2, Machine(2), {"one_shot": 1.0, "two_shot": 0.6})
+    found, worst = fit_costs([world], 2)
+    assert min(found.call_us, found.hand_over_us, found.copy_us, found.sum_us) >= 0
+    assert 1.05 < worst < 1.7
 
 
 def test_cross_over() -> None:
@@ -162,7 +185,7 @@ def test_a_group_takes_the_cross_over_for_its_size(
 ) -> None:
     path = str(tmp_path / "tuning.json")
     world = make_world(tuned_world_size, limit_bytes)
-    tuning.save(tuning.Tuning("", {}, "", "", (world,)), path)
+    tuning.save(dataclasses.replace(make_tuning(), worlds=(world,)), path)
     how: dict[str, Any] = {"pg_options": ringcomm.Options(tuning=path)}
     if limit_bytes == 4000:
         how = {"env": {"RINGCOMM_TUNING": path}}
@@ -172,7 +195,10 @@ def test_a_group_takes_the_cross_over_for_its_size(
 def make_group(rank: int, folder: str, name: str) -> str:
     path = f"{folder}/{name}{rank}.json"
     if name == "own":
-        tuning.save(tuning.Tuning("", {}, "", "", (make_world(2, 1000 + rank),)), path)
+        tuning.save(
+            tuning.Tuning("", {"cores": 2}, "", "", 1, Costs(), 1.0, (make_world(2, 1000 + rank),)),
+            path,
+        )
     options = ringcomm.Options(tuning=path)
     with pytest.raises((ringcomm.MismatchError, FileNotFoundError)) as error:
         init_group(rank, 2, f"{folder}/{name}-store", pg_options=options)
