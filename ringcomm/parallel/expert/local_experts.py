@@ -1,7 +1,7 @@
 """The experts of one rank, and their gradients under data parallelism."""
 
 import weakref
-from collections.abc import ItemsView, Iterable
+from collections.abc import ItemsView, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -76,6 +76,9 @@ class LocalExperts(nn.Module):
 
     def __getitem__(self, key: str) -> nn.Module:
         return self.get_submodule(key)
+
+    def __iter__(self) -> Iterator[str]:
+        return (idx for idx, _ in self.items())
 
     def __len__(self) -> int:
         return len(self.items())
