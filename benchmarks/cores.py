@@ -87,8 +87,13 @@ def run_rank(bench: Bench, options: Options) -> None:
                 label: make_contender(bench, OPERATIONS[op], buffers, group)
                 for label, group in groups.items()
             }
-            found = bench.race(contenders, next(iter(groups)), wrong, name="threads", **facts)
-            bench.report([modelled(record, machine, team.world_size) for record in found])
+            # Threads of one contender would spin on the cores of the next.
+            races = [contenders] if is_pinned else [{one: contenders[one]} for one in contenders]
+            for race in races:
+                torch.set_num_threads(max(counts) if is_pinned else threads_of(next(iter(race))))
+                found = bench.race(race, next(iter(race)), wrong, name="threads", **facts)
+                bench.report([modelled(record, machine, team.world_size) for record in found])
+                time.sleep(SPIN_S)
 
 
 def machine_of(options: Options) -> Machine:
@@ -99,11 +104,16 @@ def machine_of(options: Options) -> Machine:
     return Machine(cores, num_nodes(), tuning.load(options.tuning).costs)
 
 
+def threads_of(label: str) -> int:
+    """Of a contender; what a group chooses itself is one where ranks share cores."""
+    return 1 if label == AUTO else int(label.split()[0])
+
+
 def modelled(record: Record, machine: Machine, world_size: int) -> Record:
     """With the model's time, and how many times as long the measured one is."""
     if record["op"] not in MODELLED or record["threads"] == AUTO:
         return record
-    threads = int(record["threads"].split()[0])
+    threads = threads_of(record["threads"])
     expected = machine.microseconds(record["op"], record["bytes"], world_size, threads)
     return record | {"model_us": expected, "measured_over_model": record["p50_us"] / expected}
 

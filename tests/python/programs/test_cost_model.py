@@ -1,0 +1,121 @@
+"""The model of a collective's time: what it counts, and that it needs no torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from math import inf
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import in_ranks
+
+import ringcomm
+from ringcomm import cli, cost_model
+from ringcomm.cost_model import KIB, MIB, OPERATIONS, Costs, Machine, all_reduce_algorithm, work_of
+
+FREE = Costs(*(0.0,) * 7, cache_bytes=0, join_us=0.0, node_gb_per_s=inf, between_gb_per_s=inf)
+
+
+def test_the_model_imports_the_standard_library_alone() -> None:
+    code = (
+        "import sys, importlib.util as u; s = u.spec_from_file_location('m', sys.argv[1]);"
+        "m = sys.modules['m'] = u.module_from_spec(s); s.loader.exec_module(m);"
+        "print(m.Machine(2).microseconds('all_reduce', 1024, 2) > 0, 'torch' in sys.modules)"
+    )
+    command = [sys.executable, "-c", code, str(Path(cost_model.__file__))]
+    assert subprocess.check_output(command, text=True, timeout=60) == "True False\n"
+
+
+def test_hand_overs_and_bytes_are_those_of_the_design() -> None:
+    """docs/design/collectives.md, with S of the larger buffer: 8 MiB, 4 ranks."""
+    found = {op: work_of(op, 8 * MIB, 4) for op in (*OPERATIONS[1:], "one_shot", "two_shot")}
+    hand_overs = {op: work.num_hand_overs for op, work in found.items()}
+    assert hand_overs == {
+        **{"one_shot": 8, "two_shot": 16, "all_gather": 2, "reduce_scatter": 6},
+        **{"all_to_all": 6, "broadcast": 16},
+    }
+    copied = {op: sum(n * size for n, size in work.copies) / MIB for op, work in found.items()}
+    assert copied == {
+        **{"one_shot": 8, "two_shot": 8 + 6, "all_gather": 2 + 8, "reduce_scatter": 6},
+        **{"all_to_all": 6 + 8, "broadcast": 8},
+    }
+    with pytest.raises(ValueError, match="'scan'"):
+        work_of("scan", 1, 2)
+
+
+@in_ranks(4)
+def test_all_reduce_takes_the_algorithm_that_the_model_counts(rank: int) -> None:
+    for size in (2, 3, 4):
+        group = dist.new_group(list(range(size)))
+        limits = (48 * KIB, 64 * KIB, 256 * KIB, 256 * KIB + 4) if rank < size else ()
+        for num_bytes in limits:
+            before = {key: value["num_calls"] for key, value in ringcomm.stats(group).items()}
+            dist.all_reduce(torch.ones(num_bytes // 4), group=group)
+            after = {key: value["num_calls"] for key, value in ringcomm.stats(group).items()}
+            (ran,) = [key[1] for key in after if after[key] != before.get(key, 0)]
+            assert ran == all_reduce_algorithm(num_bytes, size), (size, num_bytes)
+
+
+def test_each_cost_is_counted_where_it_is_paid() -> None:
+    """By hand: two_shot of 4 MiB; 4 pieces and 8 hand-overs, with 2 ranks."""
+    two, size = Machine(2, 1, FREE), 4 * MIB
+
+    def us(machine: Machine, world_size: int = 2, threads: int = 1, **costs: float) -> float:
+        changed = replace(machine, costs=replace(FREE, **costs))
+        return changed.microseconds("two_shot", size, world_size, threads)
+
+    assert us(two, call_us=3.0) == 3
+    assert us(two, hand_over_us=1.0) == 8
+    assert us(two, copy_us=10.0) == 10 * (4 + 2)
+    assert us(two, sum_us=10.0) == 10 * 4
+    assert us(two, memory_us=10.0) == 10 * 8
+    assert us(two, memory_us=10.0, cache_bytes=4 * MIB) == 0
+    # Four ranks take turns on two cores, and pay at each hand-over.
+    assert us(two, 4, switch_us=5.0) == 8 * 5
+    assert us(two, 4, sum_us=10.0) == 2 * 10 * 4
+    # A step of 512 KiB has room for 8 threads.
+    many = Machine(128, 2, FREE)
+    assert us(many, threads=64, copy_us=10.0) == pytest.approx(10 * 6 / 8)
+    assert us(many, threads=64, join_us=1.0) == 4 * (3 + 1)
+    # Between sockets: each of two ranks reads 4 MiB of the other's.
+    assert us(many, between_gb_per_s=1.0) == pytest.approx(4 * MIB / 1e3)
+    assert us(many, 1) == 0
+
+
+def test_the_command_prints_the_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["plan", "--collectives"]) == 0
+    out = capsys.readouterr().out
+    assert "2 ranks of 64 threads on 2 sockets with 128 cores" in out
+    assert "128 ranks of 1 thread on 2 sockets" in out
+    assert "not measured, but defaults: call_us" in out
+
+
+def test_the_page_has_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    root = Path(__file__).resolve().parents[3]
+    file = root / "benchmarks" / "results" / "2026-11-28-tuning.json"
+    with pytest.warns(UserWarning, match="other programs"):
+        assert cli.run(["plan", "--collectives", "--tuning", str(file)]) == 0
+    page = (root / "docs" / "design" / "planner.md").read_text(encoding="utf-8")
+    assert capsys.readouterr().out in page
+
+
+def test_a_record_has_what_the_model_needs(tmp_path: Path) -> None:
+    """A stranger computes the time from the record alone, and finds the one that it has."""
+    path = tmp_path / "cores.jsonl"
+    command = [sys.executable, "-m", "ringcomm", "bench", "cores", "--seconds", "0.05"]
+    command += ["--repeats", "0", "--ops", "all_gather", "--sizes", "64k", "--json", str(path)]
+    subprocess.run([*command, "--threads", "1,2"], check=True, timeout=120, capture_output=True)
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [record["threads"] for record in records] == ["memory", "1 thread", "2 threads", "auto"]
+    for record in records[1:3]:
+        costs = Costs(**{**record["costs"], "defaults": tuple(record["costs"]["defaults"])})
+        machine = Machine(record["machine"]["cores"], record["nodes"], costs)
+        call = (record["op"], record["bytes"], record["world_size"], int(record["threads"][0]))
+        assert record["model_us"] == pytest.approx(machine.microseconds(*call), rel=1e-4)
+        assert {"cpu", "cores", "kernel"} <= record["machine"].keys()
+        assert record["verified"]
