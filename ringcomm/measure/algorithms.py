@@ -260,7 +260,7 @@ def tune(
 
 
 def _model_text(found: tuning.Tuning) -> str:
-    if found.worst_fit > MAX_WORST_FIT:
+    if found.worst_fit > MAX_WORST_FIT or not all(world.quiet for world in found.worlds):
         return "No cost model fits these times."
     costs = [
         f"{name} {getattr(found.costs, name):.3g}"

@@ -30,6 +30,7 @@ from rich.console import Console
 import _ringcomm_cli
 from _ringcomm_cli import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_PIPE_CLOSED
 from ringcomm import cli, tuning
+from ringcomm.cost_model import Costs
 from ringcomm.measure import algorithms, doctor, machine
 from ringcomm.measure.algorithms import measure_algorithms
 from ringcomm.screen import check_writable, counted
@@ -38,6 +39,8 @@ ROOT = Path(__file__).resolve().parents[3]
 TIMEOUT_S = 120.0
 COMMAND = [sys.executable, "-m", "ringcomm"]
 QUICK = ["--seconds", "0", "--repeats", "0"]
+WORLD = tuning.World(2, True, 1 << 18, ())
+TUNED = tuning.Tuning("2026-11-20", {}, "2.13.0", "0.1.0", 1, Costs(copy_us=90.0), 1.2, (WORLD,))
 
 pytestmark = pytest.mark.skipif(
     "ringcomm" not in dist.Backend.backend_list, reason="the extension is not installed"
@@ -183,8 +186,7 @@ def run_doctor(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str
 
 def test_doctor_reports_machine_group_and_pairs(run_doctor: Doctor, tmp_path: Path) -> None:
     tuned = str(tmp_path / "tuning.json")
-    world = tuning.World(2, 0.1, 90.0, 2.7, 1.2, True, 1 << 18, ())
-    tuning.save(tuning.Tuning("2026-11-20", {"cpu": "another"}, "2.13.0", "0.1.0", (world,)), tuned)
+    tuning.save(dataclasses.replace(TUNED, machine={"cpu": "another"}), tuned)
     env = {"RINGCOMM_ALGORITHM": "two_shot", "RINGCOMM_TUNING": tuned, "RINGCOMM_TYPO": "1"}
     status, out, err = run_doctor("--json", "--world-size", "3", "--seconds", "0", **env)
     assert (status, err) == (EXIT_OK, "")
@@ -329,9 +331,10 @@ def test_doctor_says_that_gloo_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_cost_model_of_a_disturbed_run() -> None:
-    world = tuning.World(2, 0.1, 90.0, 2.7, 1.2, True, 1 << 18, ())
-    assert "90 µs per MiB" in algorithms._model_text(world)
-    assert "µs" not in algorithms._model_text(dataclasses.replace(world, quiet=False))
+    assert "copy_us 90" in algorithms._model_text(TUNED)
+    disturbed = dataclasses.replace(TUNED, worlds=(dataclasses.replace(WORLD, quiet=False),))
+    for found in (disturbed, dataclasses.replace(TUNED, worst_fit=1988.0)):
+        assert "copy_us" not in algorithms._model_text(found)
 
 
 @pytest.mark.parametrize(
