@@ -106,7 +106,7 @@ def machine_of(options: Options) -> Machine:
 
 def threads_of(label: str) -> int:
     """Of a contender; what a group chooses itself is one where ranks share cores."""
-    return 1 if label == AUTO else int(label.split()[0])
+    return 1 if label == AUTO else int(label.split(maxsplit=1)[0])
 
 
 def modelled(record: Record, machine: Machine, world_size: int) -> Record:

@@ -36,13 +36,21 @@ def test_hand_overs_and_bytes_are_those_of_the_design() -> None:
     found = {op: work_of(op, 8 * MIB, 4) for op in (*OPERATIONS[1:], "one_shot", "two_shot")}
     hand_overs = {op: work.num_hand_overs for op, work in found.items()}
     assert hand_overs == {
-        **{"one_shot": 8, "two_shot": 16, "all_gather": 2, "reduce_scatter": 6},
-        **{"all_to_all": 6, "broadcast": 16},
+        "one_shot": 8,
+        "two_shot": 16,
+        "all_gather": 2,
+        "reduce_scatter": 6,
+        "all_to_all": 6,
+        "broadcast": 16,
     }
     copied = {op: sum(n * size for n, size in work.copies) / MIB for op, work in found.items()}
     assert copied == {
-        **{"one_shot": 8, "two_shot": 8 + 6, "all_gather": 2 + 8, "reduce_scatter": 6},
-        **{"all_to_all": 6 + 8, "broadcast": 8},
+        "one_shot": 8,
+        "two_shot": 8 + 6,
+        "all_gather": 2 + 8,
+        "reduce_scatter": 6,
+        "all_to_all": 6 + 8,
+        "broadcast": 8,
     }
     with pytest.raises(ValueError, match="'scan'"):
         work_of("scan", 1, 2)
