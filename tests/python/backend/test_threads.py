@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -97,6 +98,10 @@ CALLS: tuple[Call, ...] = (
     all_to_all,
     update,
 )
+CALLS_BY_ALGORITHM: dict[Any, tuple[Call, ...]] = {
+    "auto": CALLS,
+    "ring": (all_reduce, average_later, update),
+}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -105,7 +110,7 @@ def test_results_have_the_same_bits_with_any_number_of_threads(
     rank: int, world_size: int, dtype: torch.dtype
 ) -> None:
     ranks = list(range(world_size))
-    for algorithm, calls in (("auto", CALLS), ("ring", (all_reduce, average_later, update))):
+    for algorithm, calls in CALLS_BY_ALGORITHM.items():
         groups = [
             dist.new_group(ranks, pg_options=ringcomm.Options(max_threads=num, algorithm=algorithm))
             for num in (1, 2, 3)
@@ -133,7 +138,7 @@ def reduce_until_it_fails(group: dist.ProcessGroup, data: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("algorithm", ["auto", "ring"])
 @in_ranks(3, fresh=True, may_die=[2])
-def test_a_death_ends_the_call_of_every_thread(rank: int, algorithm: str) -> None:
+def test_a_death_ends_the_call_of_every_thread(rank: int, algorithm: Any) -> None:
     options = ringcomm.Options(max_threads=NUM_THREADS, algorithm=algorithm)
     group = dist.new_group([0, 1, 2], pg_options=options)
     data = torch.ones(4 << 20)
