@@ -132,13 +132,15 @@ def fit_costs(worlds: Sequence[World], cores: int, nodes: int = 1) -> tuple[Cost
     points = [(w.world_size, p) for w in worlds for p in w.points if p.algorithm != "ring"]
     if len(points) < 3:
         raise ValueError(f"a cost model needs at least three measurements, got {len(points)}")
-    nothing = Costs(**dict.fromkeys(FITTED, 0.0), node_gb_per_s=math.inf, between_gb_per_s=math.inf)
+    zeros: dict[str, Any] = dict.fromkeys(FITTED, 0.0)
+    nothing = Costs(**zeros, node_gb_per_s=math.inf, between_gb_per_s=math.inf)
     times = torch.tensor([point.p50_us for _, point in points], dtype=torch.float64)
     best: tuple[float, int, torch.Tensor, torch.Tensor] | None = None
     for cache_bytes in CACHES:
         columns = []
         for name in FITTED:
-            unit = replace(nothing, cache_bytes=cache_bytes, **{name: 1.0})
+            one: dict[str, Any] = {name: 1.0}
+            unit = replace(nothing, cache_bytes=cache_bytes, **one)
             column = [
                 Machine(cores, nodes, unit).microseconds(point.algorithm, point.bytes, world_size)
                 for world_size, point in points
