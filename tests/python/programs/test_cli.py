@@ -186,7 +186,7 @@ def run_doctor(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str
 
 def test_doctor_reports_machine_group_and_pairs(run_doctor: Doctor, tmp_path: Path) -> None:
     tuned = str(tmp_path / "tuning.json")
-    tuning.save(dataclasses.replace(TUNED, machine={"cpu": "another"}), tuned)
+    tuning.save(dataclasses.replace(TUNED, machine={"cpu": "another", "cores": 2}), tuned)
     env = {"RINGCOMM_ALGORITHM": "two_shot", "RINGCOMM_TUNING": tuned, "RINGCOMM_TYPO": "1"}
     status, out, err = run_doctor("--json", "--world-size", "3", "--seconds", "0", **env)
     assert (status, err) == (EXIT_OK, "")
