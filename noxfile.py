@@ -101,9 +101,13 @@ def install(session: nox.Session, version: str, *groups: str, index: str = TORCH
 
 
 def is_lacking(said: str) -> bool:
-    """Whether pip has only other versions of torch: it finds none where it reaches no index."""
+    """Whether pip has, or a constraint allows, only other versions of torch.
+
+    pip finds none where it reaches no index.
+    """
     is_unreached = "(from versions: none)" in said or "Retrying" in said
-    return "No matching distribution" in said and not is_unreached
+    is_refused = "No matching distribution" in said or "(constraint) torch" in said
+    return is_refused and not is_unreached
 
 
 def last_line(said: str) -> str:

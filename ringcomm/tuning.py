@@ -142,7 +142,7 @@ def _check(name: str, value: Any, kind: Any, least: float, most: int) -> None:
 def _read_costs(found: dict[str, Any]) -> Costs:
     for field in fields(Costs):
         if field.name != "defaults":
-            least = 1e-3 if field.name.endswith("_per_s") else 0
+            least = 1e-3 if field.name.endswith("gb_per_s") else 0
             _check(field.name, found[field.name], (int, float), least, 1 << 62)
     return Costs(**{**found, "defaults": tuple(found["defaults"])})
 
