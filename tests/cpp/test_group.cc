@@ -368,8 +368,8 @@ TEST_CASE("a rank that does not come is a time-out that names it") {
   MemoryStore store;
   run_threads(3, [&](int rank) {  // the fourth is missing: rank 3
     const Error error =
-        error_of([&] { testing::make_group(store, identity(rank, 4), {}, milliseconds(100)); });
-    expect_error(error, ErrorKind::kTimeout, {"rank 3 did not join", "100 ms", "start 4 ranks"});
+        error_of([&] { testing::make_group(store, identity(rank, 4), {}, milliseconds(1000)); });
+    expect_error(error, ErrorKind::kTimeout, {"rank 3 did not join", "1000 ms", "start 4 ranks"});
     expect(error.info().rank == 3, "the missing rank");
   });
 }
@@ -380,9 +380,9 @@ TEST_CASE("a missing rank 0 is named alone, and so is a rank that comes to nobod
     run_threads(5, [&](int rank) {
       if (rank == missing) return;
       const Error error =
-          error_of([&] { testing::make_group(store, identity(rank, 5), {}, milliseconds(300)); });
+          error_of([&] { testing::make_group(store, identity(rank, 5), {}, milliseconds(2000)); });
       expect_error(error, ErrorKind::kTimeout,
-                   {"rank " + std::to_string(missing) + " did not join the group in 300 ms"});
+                   {"rank " + std::to_string(missing) + " did not join the group in 2000 ms"});
       expect(error.info().rank == missing, "the missing rank");
     });
   }
@@ -498,7 +498,7 @@ TEST_CASE("two processes with one rank get an error that says so") {
       store.set("ringcomm/rank/0", "of another process");
     });
     try {
-      testing::make_group(store, identity(0, 2), {}, milliseconds(200));
+      testing::make_group(store, identity(0, 2), {}, milliseconds(1000));
     } catch (...) {
       twin.join();
       throw;

@@ -13,6 +13,7 @@ import oracle
 import pytest
 import torch
 import torch.distributed as dist
+from machines import comes_true
 from ranks import in_ranks
 from torch import Tensor
 from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
@@ -253,7 +254,8 @@ def test_over_another_backend(rank: int) -> None:
     dist.destroy_process_group(group)
     del group
     gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == num_fds
+    # Gloo closes its sockets in a thread of its own.
+    assert comes_true(lambda: len(os.listdir("/proc/self/fd")) == num_fds, 30)
 
 
 # ---- with and without torch's dispatcher

@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from math import inf
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -73,7 +74,7 @@ def test_each_cost_is_counted_where_it_is_paid() -> None:
     """By hand: two_shot of 4 MiB; 4 pieces and 8 hand-overs, with 2 ranks."""
     two, size = Machine(2, 1, FREE), 4 * MIB
 
-    def us(machine: Machine, world_size: int = 2, threads: int = 1, **costs: float) -> float:
+    def us(machine: Machine, world_size: int = 2, threads: int = 1, **costs: Any) -> float:
         changed = replace(machine, costs=replace(FREE, **costs))
         return changed.microseconds("two_shot", size, world_size, threads)
 
