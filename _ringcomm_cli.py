@@ -153,7 +153,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print all plans as one JSON object")
     add = parser.add_argument_group("machines").add_argument
     add("--hardware", default="h100", help=f"{', '.join(HARDWARE)}, or a JSON file")
-    about = "a file of `ringcomm tune`, from which link times are taken"
+    about = "a file of `ringcomm tune`, for collectives between CPUs of a host"
     add("--tuning", type=Path, metavar="FILE", help=about)
     about = "memory per device, such as 80GiB or 80GB; by default the hardware's"
     about = "print the time of collectives on CPUs instead of plans; with --tuning as measured"
@@ -233,8 +233,8 @@ def _add_trace(parser: argparse.ArgumentParser) -> None:
 def _add_tune(parser: argparse.ArgumentParser) -> None:
     """Measures the algorithms of all_reduce on this machine and writes a tuning file for groups.
 
-    For each number of ranks the file has a cost model (alpha per transfer, beta per MiB) and the
-    size up to which one_shot is the fastest algorithm. Run it on an idle machine.
+    The file has what calls, copies and sums cost, for `ringcomm plan`, and for each number of ranks
+    the size up to which one_shot is the fastest algorithm. Run it on an idle machine.
     """
     add = parser.add_argument
     about = "numbers of ranks to measure, 2 to 64"

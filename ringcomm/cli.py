@@ -80,7 +80,12 @@ def _plan(options: argparse.Namespace) -> int:
     if options.collectives:
         from ringcomm.planner.collectives import tables
 
-        print(tables(tuning.load(options.tuning) if options.tuning else None))
+        if options.json:
+            error("--collectives prints tables, and has no --json")
+        try:
+            print(tables(tuning.load(options.tuning) if options.tuning else None))
+        except (OSError, ValueError) as wrong:
+            error(str(wrong))
         return 0
     if options.model is None or options.gpus < 1:
         error("--model and --gpus are required: --model llama-7b --gpus 8")

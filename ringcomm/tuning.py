@@ -117,6 +117,8 @@ def load(path: str | PathLike[str]) -> Tuning:
         tuning = Tuning(**{**found, "machine": dict(found["machine"]), "worlds": tuple(worlds)})
         _check("cores", tuning.machine["cores"], int, 1, 1 << 20)
         _check("nodes", tuning.nodes, int, 1, 1 << 20)
+        _check("worst_fit", tuning.worst_fit, (int, float), 1, 1 << 62)
+        tuning.machine["cpu"]
         return tuning
     except FileNotFoundError:
         raise FileNotFoundError(
@@ -144,7 +146,7 @@ def _read_costs(found: dict[str, Any]) -> Costs:
         if field.name != "defaults":
             least = 1e-3 if field.name.endswith("gb_per_s") else 0
             _check(field.name, found[field.name], (int, float), least, 1 << 62)
-    return Costs(**{**found, "defaults": tuple(found["defaults"])})
+    return Costs(**{**found, "defaults": tuple(map(str, found["defaults"]))})
 
 
 def _read_world(found: dict[str, Any]) -> World:

@@ -70,9 +70,8 @@ std::optional<Event> read(const Event& from) {
   return std::bit_cast<Event>(copy);
 }
 
-// Of those of Bootstrap, which come every two seconds. Pages that are used in every step would be
-// faulted in again in every step.
-constexpr std::uint64_t kLooksOfGroups = 5;
+// Pages that are used in every step would be faulted in again in every step.
+constexpr std::chrono::seconds kLookOfGroups{10};
 
 class Recorder {
  public:
@@ -95,7 +94,9 @@ class Recorder {
       host::Bootstrap::instance().share_with_watchers(fd_.get(), [this] {
         const std::lock_guard look(mutex_);
         waits_.look(memory(), groups_);
-        if (++num_looks_ % kLooksOfGroups != 0) return;
+        const auto now = std::chrono::steady_clock::now();  // Bootstrap looks at each event, too
+        if (now < next_look_) return;
+        next_look_ = now + kLookOfGroups;
         for (const Group* group : groups_)
           if (group->on_look) group->on_look();
       });
@@ -143,7 +144,7 @@ class Recorder {
   std::uint64_t num_groups_ = 0;
   std::set<Group*> groups_;
   LongWaits waits_;
-  std::uint64_t num_looks_ = 0;
+  std::chrono::steady_clock::time_point next_look_;  // of groups
 };
 
 constinit PerProcess<Recorder> Recorder::of_process;

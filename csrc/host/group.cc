@@ -166,7 +166,7 @@ void Group::record_end() {
 
 void Group::return_idle_pages() {
   if (std::exchange(num_ended_seen_, num_ended_) != num_ended_ || num_begun_ != num_ended_ ||
-      num_returned_ == num_ended_)
+      num_returned_ == num_ended_ || may_refuse_pages())
     return;
   // In a later call peers read this rank's region only after it has published.
   for (int peer = 0; peer < world_size(); ++peer)

@@ -133,11 +133,12 @@ void Rendezvous::wait_for_all(const std::function<bool(int peer)>& has_come,
     const auto now = Clock::now();
     const int peer = missing.front();
     missing.pop_front();
-    if (now >= asks_others_at && has_come(peer)) {
+    if (now < asks_others_at || !has_come(peer)) {
+      missing.push_back(peer);
+    } else if (!has_answer) {
       backoff.reset();
       continue;
     }
-    missing.push_back(peer);
     // None is named that nobody has asked about.
     if (now >= deadline_ || (says_ && now >= says_at_)) std::erase_if(missing, has_come);
     if (missing.empty()) return;

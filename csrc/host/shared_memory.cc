@@ -85,7 +85,7 @@ void reserve_pages(std::byte* begin, std::size_t num_bytes) {
 void return_pages(std::byte* begin, std::size_t num_bytes) {
   const auto address = reinterpret_cast<std::uintptr_t>(begin);
   const std::size_t skipped_bytes = whole_pages(address) - address;
-  if (may_refuse_pages() || num_bytes <= skipped_bytes) return;
+  if (num_bytes <= skipped_bytes) return;
   // A failure only leaves unused memory allocated.
   ::madvise(begin + skipped_bytes, (num_bytes - skipped_bytes) / page_bytes() * page_bytes(),
             MADV_REMOVE);

@@ -38,7 +38,7 @@ bool& may_refuse_pages();
 /// If the system may refuse the pages of `num_bytes` at `begin` later, takes them now.
 void reserve_pages(std::byte* begin, std::size_t num_bytes);
 /// Returns the whole pages of `num_bytes` at `begin`, shared by all processes, to the system: they
-/// read as zeros. Keeps those that the system may refuse later.
+/// read as zeros. Where the system may refuse pages, they must be reserved again before use.
 void return_pages(std::byte* begin, std::size_t num_bytes);
 
 }  // namespace ringcomm::host

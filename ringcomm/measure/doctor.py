@@ -294,7 +294,7 @@ def _machine_facts(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
 def _huge_pages_text(setting: str | None) -> str:
     """Whether shared buffers have them, and what to set."""
     if setting is None:
-        return "shared buffers have no huge pages: this kernel has none for shared memory"
+        return "shared buffers have no huge pages that are known here"
     if setting in ("never", "deny"):
         text = "shared buffers have no huge pages: shmem_enabled is"
         return f"{text} {setting}; `advise` in {SHMEM_ENABLED} allows them"

@@ -1,6 +1,6 @@
 """`ringcomm plan --collectives`: the model's times of collectives on CPUs, as tables."""
 
-from ringcomm.cost_model import KIB, MIB, OPERATIONS, UNTUNED, Machine
+from ringcomm.cost_model import KIB, MIB, OPERATIONS, Machine
 from ringcomm.screen import byte_count, columns, counted, in_seconds
 from ringcomm.tuning import Tuning
 
@@ -17,13 +17,13 @@ def tables(tuning: Tuning | None) -> str:
     """
     machine = tuning.host if tuning else Machine(2)
     name = str(tuning.machine["cpu"]) if tuning else "defaults"
+    defaults = ", ".join(machine.costs.defaults)
     sockets = Machine(SOCKETS.cores, SOCKETS.nodes, machine.costs)
     parts = [_table(machine, world_size, 1) for world_size in (2, 8, 32)]
     parts += [_table(sockets, *shape) for shape in SHAPES]
-    costs = machine.costs if tuning else UNTUNED
     return "\n\n".join(
         (
-            f"costs of one core: {name}; not measured, but defaults: {', '.join(costs.defaults)}",
+            f"costs of one core: {name}; not measured, but defaults: {defaults}",
             *parts,
             "Computed. Bytes of the larger buffer of a rank, which has them in ordinary tensors.",
         )

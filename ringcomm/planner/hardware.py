@@ -226,7 +226,8 @@ class Group:
     def all_to_all(self, num_bytes: float) -> float:
         """Seconds in which each rank sends so many bytes, evenly, to the others."""
         if self._in_memory:
-            return self._in_shared("all_to_all", num_bytes)
+            whole = num_bytes * self.num_ranks / max(1, self.num_ranks - 1)
+            return self._in_shared("all_to_all", whole)
         away = (self.num_ranks - self.per_host) / max(1, self.num_ranks - 1)
         inside = self.inside.seconds(self.per_host - 1, num_bytes * (1 - away))
         outside = self.outside.seconds(self.num_ranks - self.per_host, num_bytes * away)
@@ -284,6 +285,8 @@ class Cluster:
 
     def tuned(self, tuning: Tuning) -> "Cluster":
         """The same with the collectives inside a host as `ringcomm tune` has measured them."""
+        if not self.hardware.is_host:
+            raise ValueError(f"a tuning file is of CPUs, and the hardware is {self.hardware.name}")
         name = f"{self.hardware.name} (tuned on {tuning.machine['cores']} cores)"
         hardware = dataclasses.replace(self.hardware, name=name, machine=tuning.host)
         return dataclasses.replace(self, hardware=hardware)

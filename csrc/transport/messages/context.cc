@@ -1,5 +1,6 @@
 #include "transport/messages/context.h"
 
+#include <algorithm>
 #include <cstring>
 #include <new>
 
@@ -65,7 +66,7 @@ void MessageExchange::send(int peer, const void* data, std::size_t num_bytes) {
     sends_.push_back(context_.isend(peer, MessageTags::of_data(num_bytes), data, num_bytes));
   };
   if (num_bytes > MessageTags::kMaxSized)
-    late_sends_.emplace_back(send_data);
+    late_sends_.push_back({peer, send_data});
   else if (!envelope.is_whole())
     send_data();
 }
@@ -85,8 +86,16 @@ void MessageExchange::recv(int peer, void* data, std::size_t num_bytes) {
 }
 
 void MessageExchange::finish() {
+  const auto expects_long = [&](const LateSend& send) {
+    return std::ranges::any_of(incoming_, [&](const Incoming& incoming) {
+      return incoming.peer == send.peer && incoming.num_bytes > MessageTags::kMaxSized;
+    });
+  };
+  for (const LateSend& send : late_sends_)
+    if (!expects_long(send)) send.start();
   for (Incoming& incoming : incoming_) open(incoming);
-  for (const auto& start : late_sends_) start();
+  for (const LateSend& send : late_sends_)
+    if (expects_long(send)) send.start();
   if (!incoming_.empty()) context_.end_arrivals();
   for (const Incoming& incoming : incoming_)
     if (incoming.data_message) context_.wait(*incoming.data_message);

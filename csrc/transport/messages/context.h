@@ -152,13 +152,19 @@ class MessageExchange {
     std::optional<MessageContext::Handle> data_message;
   };
 
+  // Long data, which starts once long data of the same peer is expected.
+  struct LateSend {
+    int peer;
+    std::function<void()> start;
+  };
+
   MessageEnvelope& free_envelope();
   void open(Incoming& incoming);
 
   MessageContext& context_;
   const CallHeader& header_;
   std::vector<Incoming> incoming_;
-  std::vector<std::function<void()>> late_sends_;  // once all that comes is expected
+  std::vector<LateSend> late_sends_;
   std::vector<MessageContext::Handle> sends_;
   std::vector<MessageEnvelope*> envelopes_;  // of the context's memory
   std::size_t num_used_ = 0;                 // the first of them are in use until finish()

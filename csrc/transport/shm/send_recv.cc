@@ -231,7 +231,7 @@ class SendRecvQueue final : public SendRecv {
   // The slots of a drained link are the sender's.
   void return_idle_pages() override {
     const Lock lock(mutex_, std::try_to_lock);
-    if (!lock || !pending_.empty() || num_returned_ == num_moves_ ||
+    if (!lock || !pending_.empty() || num_returned_ == num_moves_ || host::may_refuse_pages() ||
         std::exchange(num_moves_seen_, num_moves_) != num_moves_)
       return;
     bool is_drained = true;

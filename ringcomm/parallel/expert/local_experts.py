@@ -1,7 +1,7 @@
 """The experts of one rank, and their gradients under data parallelism."""
 
 import weakref
-from collections.abc import ItemsView, Iterable, Iterator
+from collections.abc import ItemsView, Iterable, Iterator, KeysView, ValuesView
 from functools import partial
 from typing import Any
 
@@ -36,7 +36,7 @@ _AVERAGED = "_ringcomm_averaged"
 class LocalExperts(nn.Module):
     """This rank's experts, named by their numbers in the whole layer; names differ between ranks.
 
-    To be read like a torch.nn.ModuleDict. It is none, because fully_shard of torch 2.11
+    Indexed and iterated like a torch.nn.ModuleDict. It is none, because fully_shard of torch 2.11
     refuses a container also if it has a forward().
 
     Args:
@@ -74,22 +74,32 @@ class LocalExperts(nn.Module):
             if self.range[0] <= idx < self.range[1]:
                 self.add_module(str(idx), expert)
 
+    def _experts(self) -> dict[str, nn.Module]:
+        """By number; one without parameters may be several of them."""
+        return {
+            idx: made for idx, made in torch_names.children_of(self).items() if made is not None
+        }
+
     def __getitem__(self, key: str) -> nn.Module:
-        return self.get_submodule(key)
+        return self._experts()[key]
 
     def __iter__(self) -> Iterator[str]:
-        return (idx for idx, _ in self.items())
+        return iter(self._experts())
 
     def __len__(self) -> int:
-        return len(self.items())
+        return len(self._experts())
+
+    def keys(self) -> KeysView[str]:
+        """The experts' numbers, as text."""
+        return self._experts().keys()
 
     def items(self) -> ItemsView[str, nn.Module]:
-        """Numbers, as text, and experts."""
-        return dict(self.named_children()).items()
+        """Numbers and experts."""
+        return self._experts().items()
 
-    def values(self) -> list[nn.Module]:
+    def values(self) -> ValuesView[nn.Module]:
         """The experts."""
-        return [*self.children()]
+        return self._experts().values()
 
     def forward(self, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Each token's weighted sum of the results of its experts, which may be on any rank.
