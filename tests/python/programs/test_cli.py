@@ -345,8 +345,8 @@ def test_no_cost_model_of_a_disturbed_run() -> None:
         ("always [never] deny", "always [inherit] within_size advise never", "never", "no huge"),
         ("always [never] deny", "[always] inherit within_size advise never", "always", "may have"),
         ("always [deny] force", "always [inherit] never", "deny", "is deny; `advise`"),
-        (None, None, None, "this kernel has none"),
-        ("", None, None, "this kernel has none"),
+        (None, None, None, "no huge pages that are known here"),
+        ("", None, None, "no huge pages that are known here"),
     ],
 )
 def test_huge_pages_of_shared_memory(

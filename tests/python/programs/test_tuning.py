@@ -196,7 +196,7 @@ def make_group(rank: int, folder: str, name: str) -> str:
     path = f"{folder}/{name}{rank}.json"
     if name == "own":
         tuning.save(
-            tuning.Tuning("", {"cores": 2}, "", "", 1, Costs(), 1.0, (make_world(2, 1000 + rank),)),
+            dataclasses.replace(make_tuning(), worlds=(make_world(2, 1000 + rank),)),
             path,
         )
     options = ringcomm.Options(tuning=path)
