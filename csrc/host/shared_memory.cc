@@ -60,8 +60,8 @@ UniqueFd create_memfd(std::size_t num_bytes, const char* name) {
   return fd;
 }
 
-bool& may_refuse_pages() {
-  static bool may_refuse = [] {
+std::atomic<bool>& may_refuse_pages() {
+  static std::atomic<bool> may_refuse = [] {
     int policy = 0;
     std::ifstream("/proc/sys/vm/overcommit_memory") >> policy;
     return policy == 2;

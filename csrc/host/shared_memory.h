@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <memory>
 
@@ -34,7 +35,7 @@ UniqueFd create_memfd(std::size_t num_bytes, const char* name = "ringcomm");
 
 /// Whether the system may refuse a page when it is first accessed, which is a SIGBUS: with
 /// vm.overcommit_memory=2. Tests set it.
-bool& may_refuse_pages();
+std::atomic<bool>& may_refuse_pages();
 /// If the system may refuse the pages of `num_bytes` at `begin` later, takes them now.
 void reserve_pages(std::byte* begin, std::size_t num_bytes);
 /// Returns the whole pages of `num_bytes` at `begin`, shared by all processes, to the system: they

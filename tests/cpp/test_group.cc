@@ -644,7 +644,7 @@ TEST_CASE("memory of another size is refused") {
 }
 
 TEST_CASE("memory that the system refuses to one rank is an error on all, with rank and bytes") {
-  const bool before = std::exchange(may_refuse_pages(), true);
+  const bool before = may_refuse_pages().exchange(true);
   test_step = [](const char* what) {
     if (fetches_late && std::string(what) == "before a request")
       std::this_thread::sleep_for(milliseconds(50));

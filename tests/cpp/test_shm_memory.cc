@@ -64,7 +64,7 @@ TEST_CASE("pages are taken at once, or it is an error") {
   const std::size_t num_bytes = 3 * page_bytes();
   const UniqueFd fd = create_memfd(num_bytes);
   const SharedMemory memory(fd.get(), num_bytes);
-  const bool before = std::exchange(may_refuse_pages(), true);
+  const bool before = may_refuse_pages().exchange(true);
   reserve_pages(memory.data() + page_bytes() + 5, page_bytes());
   std::array<unsigned char, 3> is_there{};
   REQUIRE(::mincore(memory.data(), num_bytes, is_there.data()) == 0);
