@@ -38,7 +38,11 @@ PARTS = {
     "Buffer": ("buffers", "#56b4e9"),
     "Other": ("other", "#7f7f7f"),
 }
-LINES = {"adamw": "#332288", "lomo": "#44aa99", "adalomo": "#882255"}
+LINES = {
+    "adamw": ("AdamW", "#332288"),
+    "lomo": ("LOMO", "#44aa99"),
+    "adalomo": ("AdaLomo", "#882255"),
+}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -104,15 +108,18 @@ def draw(losses: dict[str, list[float]], memory: dict[str, dict[str, float]], pa
     left, right = (figure := Figure(figsize=(11, 4), layout="tight")).subplots(1, 2)
     for name, points in losses.items():
         percent = range(0, 10 * len(points), 10)
-        left.plot(percent, points, label=name, color=LINES.get(name))
+        title, color = LINES[name]
+        left.plot(percent, points, label=title, color=color)
     left.set(xlabel="% of the steps", ylabel="held-out loss, nats per byte")
-    bottom = torch.zeros(len(memory))
+    bottom, titles = torch.zeros(len(memory)), [LINES[name][0] for name in memory]
     for part, (label, color) in PARTS.items():
         heights = torch.tensor([parts[part] for parts in memory.values()])
         if heights.max() > 0.01:
-            right.bar(list(memory), heights, 0.6, bottom, label=label, color=color)
+            right.bar(titles, heights, 0.6, bottom, label=label, color=color)
         bottom += heights
     right.set(ylabel="MiB at the peak of a step", ylim=(0, 1.05 * bottom.max()))
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
     left.legend(), right.legend(loc="center left", bbox_to_anchor=(1, 0.5), reverse=True)
     figure.savefig(path, dpi=120)
 
