@@ -39,10 +39,10 @@ FITTED = ("call_us", "hand_over_us", "peer_us", "switch_us", "copy_us", "sum_us"
 UNTUNED = Costs(defaults=(*FITTED, "cache_bytes", "join_us", "node_gb_per_s", "between_gb_per_s"))
 
 
-def all_reduce_algorithm(num_bytes: float, world_size: int, one_shot_max_bytes: int = 0) -> str:
-    """As choose_all_reduce in csrc/transport/shm/all_reduce.cc, for ordinary tensors."""
+def all_reduce_algorithm(num_bytes: float, world_size: int) -> str:
+    """As choose_all_reduce in csrc/transport/shm/all_reduce.cc, for ordinary tensors, untuned."""
     few = 256 * KIB if world_size <= 2 else min(48 * KIB, 256 * KIB // world_size)
-    return "one_shot" if num_bytes <= (one_shot_max_bytes or few) else "two_shot"
+    return "one_shot" if num_bytes <= few else "two_shot"
 
 
 @dataclass(frozen=True)
