@@ -1,13 +1,13 @@
 /* Two processes pass a flag to and fro; flags.py compiles and calls this.
  *
- * Python's own loop takes longer than the hand-over (0.04-0.5 us), so it could not tell whether two
+ * Python's own loop takes longer than the transfer (0.04-0.5 us), so it could not tell whether two
  * cores share a cache. */
 #include <sched.h>
 #include <stdint.h>
 #include <time.h>
 
 /* How often a spinner looks at the clock and lets another program have its core: some 30 us, far longer
- * than any hand-over, so that no undisturbed one contains it. */
+ * than any transfer, so that no undisturbed one contains it. */
 enum { SPINS_PER_LOOK = 1 << 16 };
 
 static int64_t now_ns(void) {

@@ -1,6 +1,6 @@
 """The time of a collective in shared memory, by bytes, ranks, threads, cores and NUMA nodes.
 
-    time = calls and hand-overs of the ranks of a core
+    time = calls and rounds of the ranks of a core
          + the largest of: copies and sums of a core, memory of a node, bytes between nodes
 
 It counts what csrc/transport/shm does for ordinary tensors: docs/design/collectives.md has the
@@ -22,9 +22,9 @@ class Costs:
     """What a machine takes. The defaults are those of no machine: `ringcomm tune` measures."""
 
     call_us: float = 3.0  # per call
-    hand_over_us: float = 0.3  # per publish and wait
+    round_us: float = 0.3  # per publish and wait
     peer_us: float = 0.05  # and for each peer, whose cursor is read
-    switch_us: float = 5.0  # per hand-over, for each further rank of a core
+    switch_us: float = 5.0  # per round, for each further rank of a core
     copy_us: float = 70.0  # per MiB that one core copies in its cache
     sum_us: float = 30.0  # per MiB of sources that one core sums
     memory_us: float = 50.0  # more, per MiB of a tensor that is not in the cache
@@ -35,7 +35,7 @@ class Costs:
     defaults: tuple[str, ...] = field(default=())  # costs that `ringcomm tune` could not measure
 
 
-FITTED = ("call_us", "hand_over_us", "peer_us", "switch_us", "copy_us", "sum_us", "memory_us")
+FITTED = ("call_us", "round_us", "peer_us", "switch_us", "copy_us", "sum_us", "memory_us")
 UNTUNED = Costs(defaults=(*FITTED, "cache_bytes", "join_us", "node_gb_per_s", "between_gb_per_s"))
 
 
@@ -49,7 +49,7 @@ def all_reduce_algorithm(num_bytes: float, world_size: int) -> str:
 class Work:
     """What one rank does in a call. Bytes are those of sources; a step is one copy or sum."""
 
-    num_hand_overs: int
+    num_rounds: int
     copies: tuple[tuple[int, float], ...]  # number of steps, bytes of each
     sums: tuple[tuple[int, float], ...]  # bytes of the result of each
     num_sources: int  # of a sum
@@ -106,9 +106,9 @@ def _work(
     moved_bytes: float,
     from_peers: float,
 ) -> Work:
-    num_hand_overs, copies, sums = steps
+    num_rounds, copies, sums = steps
     amounts = (num_sources, tensor_bytes, moved_bytes, from_peers)
-    return Work(num_hand_overs, tuple(copies), tuple(sums), *amounts)
+    return Work(num_rounds, tuple(copies), tuple(sums), *amounts)
 
 
 @dataclass(frozen=True)
@@ -128,18 +128,18 @@ class Machine:
         return sum(self.parts(op, num_bytes, world_size, threads).values())
 
     def parts(self, op: str, num_bytes: float, world_size: int, threads: int) -> dict[str, float]:
-        """Microseconds of the hand-overs, and of what bounds the bytes, by its name."""
+        """Microseconds of the rounds, and of what bounds the bytes, by its name."""
         if world_size < 2:
             return {}
         work, costs = work_of(op, num_bytes, world_size), self.costs
-        # Those whose ranks are more than cores take turns, at each hand-over.
+        # Those whose ranks are more than cores take turns, at each round.
         turns = max(1.0, world_size / self.cores)
-        each = costs.hand_over_us + costs.peer_us * (world_size - 1)
-        waits = turns * (costs.call_us + work.num_hand_overs * each)
-        waits += work.num_hand_overs * costs.switch_us * (turns - 1)
+        each = costs.round_us + costs.peer_us * (world_size - 1)
+        waits = turns * (costs.call_us + work.num_rounds * each)
+        waits += work.num_rounds * costs.switch_us * (turns - 1)
         bounds = dict(self._bounds(work, world_size, threads))
         name = max(bounds, key=bounds.__getitem__)
-        return {"hand-overs": waits, name: bounds[name]}
+        return {"rounds": waits, name: bounds[name]}
 
     def _bounds(self, work: Work, world_size: int, threads: int) -> Iterator[tuple[str, float]]:
         costs = self.costs

@@ -1,6 +1,6 @@
 #pragma once
 
-// How long calls of ranks should take that share one GPU, or have one each: launches, hand-overs,
+// How long calls of ranks should take that share one GPU, or have one each: launches, rounds,
 // loads that wait for others, turns of a block's threads, and bytes, by the plan of a call, the
 // instructions of loops (loop_counts.h) and a few latencies. tests/cpp/test_gpu_latency.cc compares
 // it with the aims, tests/ptx/test_counts.cc its steps with what nvcc's code does, and kernel_sweep
@@ -194,7 +194,7 @@ class LatencyModel {
   /// Of the same over shards of the vocabulary: the rows are read for their statistics, which are
   /// exchanged, then read and written. `num_bytes` of the shards of all ranks on a GPU.
   double loss_shards_us(double num_bytes) const {
-    return 3 * slower_ * (kLaunchUs + kMemoryUs) + 2 * hand_over_us({}) +
+    return 3 * slower_ * (kLaunchUs + kMemoryUs) + 2 * round_us({}) +
            3 * num_bytes / (copy_bytes_per_us_ * kShareOfCopy);
   }
   /// Of linear_cross_entropy with its gradients, in blocks of tokens, of 16-bit elements; and of
@@ -213,7 +213,7 @@ class LatencyModel {
   }
 
  private:
-  // Of an H200 whose ranks are processes under MPS. The hand-over is half of a measured round trip;
+  // Of an H200 whose ranks are processes under MPS. A round is half of a measured round trip;
   // the others are what is usual for this kind of GPU, +-30 %.
   static constexpr double kLaunchUs = 2.2;  // of a kernel or a copy in a graph
   static constexpr double kHandOverUs = 0.85;
@@ -227,7 +227,7 @@ class LatencyModel {
   static constexpr double kStagingBytesPerUs = 4.4e6;
   static constexpr double kClusterExchangeUs = 1;  // and two barriers of a block
   static constexpr double kSlotUs = 0.35;          // a look at a cursor that is there, a barrier
-  // Between GPUs of their own: what reads reach of NVLink's 450 GB/s, hand-over and fence.
+  // Between GPUs of their own: what reads reach of NVLink's 450 GB/s, round and fence.
   static constexpr double kLinkBytesPerUs = 0.385e6;
   static constexpr double kLinkHandOverUs = 1.2, kLinkReleaseUs = 1;
   // Bus bandwidth of NCCL on eight such GPUs, and what a call takes besides.
@@ -276,7 +276,7 @@ class LatencyModel {
   static double num_steps(const PlannedCall& call) {
     return std::ceil(call.num_slices / call.num_blocks);
   }
-  double hand_over_us(const PlannedCall& call) const {
+  double round_us(const PlannedCall& call) const {
     return slower_ *
            (call.has_own_gpus ? kLinkHandOverUs + kLinkReleaseUs : kHandOverUs + kReleaseUs);
   }
@@ -331,8 +331,8 @@ class LatencyModel {
     const double each_us = traffic_us(call, 2 * (call.num_ranks - 1), state_bytes);
     // Two more steps drain the pipeline, without memory's part.
     return slower_ * (kLaunchUs + kMemoryUs) +
-           num_steps(call) * step_us(call, hand_over_us(call), work, each_us) +
-           2 * step_us(call, hand_over_us(call), work, 0);
+           num_steps(call) * step_us(call, round_us(call), work, each_us) +
+           2 * step_us(call, round_us(call), work, 0);
   }
   double staged_reduction_us(const PlannedCall& call) const {
     if (call.op == OpKind::kAllReduce) return on_boards_us(call, sums(call, 2), 0);
@@ -346,16 +346,16 @@ class LatencyModel {
   double staged_shares_us(const PlannedCall& call, const Work& work) const {
     return slower_ * (kLaunchUs + kMemoryUs) +
            num_steps(call) *
-               step_us(call, hand_over_us(call), work, traffic_us(call, call.num_ranks - 1)) +
-           step_us(call, hand_over_us(call), work, 0);
+               step_us(call, round_us(call), work, traffic_us(call, call.num_ranks - 1)) +
+           step_us(call, round_us(call), work, 0);
   }
 
-  /// Where all ranks' buffers are shared: two hand-overs, and turns of loads and stores, with
+  /// Where all ranks' buffers are shared: two rounds, and turns of loads and stores, with
   /// barriers between slices.
   double shared_us(const PlannedCall& call, const Work& work, double others_slices) const {
     const double barriers_us =
         slower_ * kBarrierUs * count_step(call.op, call.path, call.num_ranks).barriers;
-    return slower_ * (kLaunchUs + 3 * kMemoryUs) + 2 * hand_over_us(call) +
+    return slower_ * (kLaunchUs + 3 * kMemoryUs) + 2 * round_us(call) +
            num_steps(call) * step_us(call, barriers_us, work, traffic_us(call, others_slices));
   }
   double shared_reduction_us(const PlannedCall& call) const {
@@ -380,8 +380,8 @@ class LatencyModel {
                      .loads = turns(num_vectors, 2)};
     const Work both = added + copies(call.slice_bytes, false, false);
     const double num = num_steps(call) * (call.num_ranks - 1);
-    return slower_ * (kLaunchUs + kMemoryUs) + 2 * hand_over_us(call) +
-           num * step_us(call, 2 * hand_over_us(call), both, traffic_us(call, 2));
+    return slower_ * (kLaunchUs + kMemoryUs) + 2 * round_us(call) +
+           num * step_us(call, 2 * round_us(call), both, traffic_us(call, 2));
   }
 
   static constexpr double kBarrierUs = 0.2;

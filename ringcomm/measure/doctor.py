@@ -34,7 +34,6 @@ BANDWIDTH_BYTES = 4 << 20
 NUM_TRIPS = {LATENCY_BYTES: 200, BANDWIDTH_BYTES: 10}
 LEAST_SHARE_OF_COPY = 0.1
 MAX_P99 = 50  # over the median: a rank waited for a core, or for several turns of other programs
-SHMEM_ENABLED = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
 # With more ranks only neighbours are timed, because the number of pairs grows with the square.
 MAX_WORLD_OF_ALL_PAIRS = 8
 
@@ -291,13 +290,14 @@ def _machine_facts(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "tuning", f"{path} was tuned on this machine"
 
 
-def _huge_pages_text(setting: str | None) -> str:
+def _huge_pages_text(found: dict[str, str] | None) -> str:
     """Whether shared buffers have them, and what to set."""
-    if setting is None:
-        return "shared buffers have no huge pages that are known here"
+    if found is None:
+        return "the kernel does not say whether shared buffers have huge pages"
+    setting = found["setting"]
     if setting in ("never", "deny"):
         text = "shared buffers have no huge pages: shmem_enabled is"
-        return f"{text} {setting}; `advise` in {SHMEM_ENABLED} allows them"
+        return f"{text} {setting}; `advise` in {found['file']} allows them"
     return f"shared buffers may have huge pages: shmem_enabled is {setting}"
 
 

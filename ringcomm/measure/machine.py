@@ -83,16 +83,20 @@ def memory(path: Path = Path("/proc/meminfo")) -> dict[str, int]:
     }
 
 
-def huge_pages(root: Path = Path("/sys/kernel/mm/transparent_hugepage")) -> str | None:
-    """When shared memory has huge pages: "never", "advise", "always", ...; None if not known.
+def huge_pages(
+    root: Path = Path("/sys/kernel/mm/transparent_hugepage"),
+) -> dict[str, str] | None:
+    """When shared memory has huge pages ("never", "advise", ...), and the file that says so.
 
-    The setting of pages of 2 MiB is newer than that of all sizes, to which it may refer.
+    None if not known. The setting of pages of 2 MiB is newer than that of all sizes, to which it
+    may refer.
     """
     for name in ("hugepages-2048kB/shmem_enabled", "shmem_enabled"):
         with contextlib.suppress(OSError):
-            chosen = re.findall(r"\[(\w+)\]", (root / name).read_text())
+            path = root / name
+            chosen = re.findall(r"\[(\w+)\]", path.read_text())
             if chosen and chosen != ["inherit"]:
-                return str(chosen[0])
+                return {"setting": chosen[0], "file": str(path)}
     return None
 
 
@@ -103,9 +107,13 @@ def num_cores(cpus: Path = Path("/sys/devices/system/cpu")) -> int | None:
 
 
 def num_nodes(folder: Path = Path("/sys/devices/system/node")) -> int:
-    """NUMA nodes that have cores; 1 where the kernel does not tell."""
-    found = [path for path in folder.glob("node[0-9]*/cpulist") if path.read_text().strip()]
-    return max(1, len(found))
+    """NUMA nodes with cores that this process may use; 1 where the kernel does not tell."""
+    usable = os.sched_getaffinity(0)
+    found = 0
+    for path in folder.glob("node[0-9]*/cpulist"):
+        ranges = re.findall(r"(\d+)(?:-(\d+))?", path.read_text())
+        found += any(usable & {*range(int(a), int(b or a) + 1)} for a, b in ranges)
+    return max(1, found)
 
 
 def usable_cores() -> int:

@@ -1,10 +1,10 @@
 """Flight recorders as torch's analyser reads them: `torchfrtrace FOLDER`, one pickle for each rank.
 
 torch.distributed.flight_recorder compares the collectives of a group by their numbers, and names
-ranks that are missing and calls that differ. It has no backend ringcomm, so calls are named as
-those of Gloo. It takes all ranks of a group for the ranks of a message: here each direction of a
-pair, and each tag, is a group of its own. So are the calls on devices of a group, which have their
-own numbers.
+ranks that are missing and calls that differ. It does not know ringcomm, so calls are named as those
+of NCCL, which its versions all take. It takes all ranks of a group for the ranks of a message: here
+each direction of a pair, and each tag, is a group of its own. So are the calls on devices of a
+group, which have their own numbers.
 """
 
 import pickle
@@ -19,12 +19,16 @@ from typing import Any
 from ringcomm.trace.dumps import Known
 from ringcomm.trace.layout import NUM_EVENTS, Call, Group
 
-# Of torch's format; from 2.7 on the analyser takes calls of any backend.
+# Of torch's format.
 _VERSION = "2.10"
 # Operations that have a part for each rank in their input, and in their output.
 _INPUTS_OF_ALL = ("reduce_scatter", "scatter", "all_to_all")
 _OUTPUTS_OF_ALL = ("all_gather", "gather", "all_to_all")
-_OTHER_NAMES = {"reduce_scatter_update_all_gather": "all_reduce"}
+# Names that the analyser of torch 2.11 does not have.
+_OTHER_NAMES = {
+    "barrier": "all_reduce_barrier",
+    "reduce_scatter_update_all_gather": "all_reduce",
+}
 
 Entry = dict[str, Any]
 # A call, the group that it is listed in, that group's ranks, its number there, and its title.
@@ -53,7 +57,7 @@ class _Dump:
         """Adds a call as one of the group `name`; `seq` is its number there."""
         about = {"name": name, "desc": name, "ranks": str(sorted(ranks))}
         self.config[name] = about
-        entry: Entry = {"process_group": (name, name), "profiling_name": f"gloo:{title}"}
+        entry: Entry = {"process_group": (name, name), "profiling_name": f"nccl:{title}"}
         entry |= {"collective_seq_id": seq, "p2p_seq_id": seq, "is_p2p": call.is_message}
         self.entries.append(
             (call.number, {**entry, **_sizes(call, len(ranks)), **self._about(call)})

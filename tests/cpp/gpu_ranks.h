@@ -86,7 +86,7 @@ class GpuRanks {
   const cuda::StagingLayout& layout() const { return layout_; }
   cuda::Control& control(int rank) { return controls_[static_cast<std::size_t>(rank)]; }
   /// Synchronizations of a rank's first block over all calls: its published phases.
-  std::uint64_t num_hand_overs(int rank) const { return staging_.published(rank, rank, 0).value; }
+  std::uint64_t num_rounds(int rank) const { return staging_.published(rank, rank, 0).value; }
   std::chrono::nanoseconds timeout = std::chrono::seconds(50);
 
   cuda::KernelCall kernel_call(int rank) {

@@ -2,7 +2,7 @@
 
 namespace ringcomm::testing {
 
-/// ThreadSanitizer does not see the hand-overs between ranks that are threads, since each maps the
+/// ThreadSanitizer does not see the rounds between ranks that are threads, since each maps the
 /// group's memory for itself: large amounts of data through that memory tell it nothing.
 #ifdef __SANITIZE_THREAD__
 inline constexpr bool kHasThreadSanitizer = true;

@@ -128,7 +128,7 @@ std::uint64_t direct_calls(Communicator& communicator) {
 
 constexpr unsigned kAll = ~0U;
 
-// ThreadSanitizer sees the buffers, and not the hand-overs that order them, which the checker
+// ThreadSanitizer sees the buffers, and not the rounds that order them, which the checker
 // explores (checker/scenarios_lend.cc).
 TEST_SUITE_BEGIN("shared buffers" * doctest::skip(testing::kHasThreadSanitizer));
 

@@ -118,7 +118,7 @@ TEST_CASE("latency of all_reduce on one GPU: which aims the plan should meet") {
       if (slower != 1) continue;
       CHECK(shared_ratio >= shared_aim(row));
       // Of a copy as it would be measured. 16 MiB of 2 ranks are at 65 % of what its bytes alone
-      // take, whatever the plan: launch and two hand-overs are 7.1 of 24 us.
+      // take, whatever the plan: launch and two rounds are 7.1 of 24 us.
       CHECK(model.share_of_copy(shared) >= (row.num_bytes >= 64 * kMiB ? 0.85 : 0.7));
     }
   }

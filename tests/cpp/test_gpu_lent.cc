@@ -17,7 +17,7 @@ using namespace ringcomm;
 using namespace ringcomm::testing;
 
 constexpr int kRoot = 1;
-constexpr std::uint64_t kLentHandOvers = 2;
+constexpr std::uint64_t kLentRounds = 2;
 
 // Two blocks per rank, with enough elements for at least four slices each.
 cuda::DeviceFacts facts_of(int world_size) {
@@ -33,7 +33,7 @@ bool gives(OpKind op, int rank) {
 }
 
 /// Synchronizations of a call in which the ranks of `lenders` lend, if it has `num_staged` without.
-std::uint64_t expected_hand_overs(OpKind op, const std::vector<bool>& lenders,
+std::uint64_t expected_rounds(OpKind op, const std::vector<bool>& lenders,
                                   std::uint64_t num_staged) {
   bool any_lends = false, any_keeps = false;
   for (std::size_t rank = 0; rank < lenders.size(); ++rank) {
@@ -42,7 +42,7 @@ std::uint64_t expected_hand_overs(OpKind op, const std::vector<bool>& lenders,
     any_keeps = any_keeps || !lenders[rank];
   }
   // If some lend and some do not, all start again.
-  return !any_lends ? num_staged : any_keeps ? num_staged + 1 : kLentHandOvers;
+  return !any_lends ? num_staged : any_keeps ? num_staged + 1 : kLentRounds;
 }
 
 /// Runs a case with every relevant choice of lenders: none, all, one, all but one.
@@ -54,18 +54,18 @@ void run_lenders(GpuRanks& ranks, int world_size, const Case& c) {
        {std::array{false, false}, {true, true}, {false, true}, {true, false}}) {
     std::vector<bool> lenders(world, other);
     lenders[kRoot] = first;
-    const std::uint64_t before = ranks.num_hand_overs(0);
+    const std::uint64_t before = ranks.num_rounds(0);
     run_threads(world_size, [&](int rank) {
       ranks.run_case(rank, c, false, lenders[static_cast<std::size_t>(rank)]);
     });
-    const std::uint64_t num = ranks.num_hand_overs(0) - before;
+    const std::uint64_t num = ranks.num_rounds(0) - before;
     if (!first && !other) {
       num_staged = num;
-      CHECK(num_staged > kLentHandOvers);
+      CHECK(num_staged > kLentRounds);
     }
     // In an all_to_all in place a rank writes what its peers would read.
     const bool lends_nothing = c.op == OpKind::kAllToAll && c.is_in_place;
-    CHECK(num == (lends_nothing ? num_staged : expected_hand_overs(c.op, lenders, num_staged)));
+    CHECK(num == (lends_nothing ? num_staged : expected_rounds(c.op, lenders, num_staged)));
   }
 }
 
@@ -118,7 +118,7 @@ TEST_CASE("lent buffers: a fused update reads gradients and writes parameters wh
   GpuRanks ranks(kWorldSize, facts_of(kWorldSize), 2);
   for (const DType param_dtype : {DType::kFloat32, DType::kBFloat16})
     for (const bool is_lent : {true, false}) {
-      const std::uint64_t before = ranks.num_hand_overs(0);
+      const std::uint64_t before = ranks.num_rounds(0);
       run_threads(kWorldSize, [&](int rank) {
         const Case gradients{.num_elems = num_elems, .salt = 2};
         CaseBuffers buffers(gradients, rank, kWorldSize);
@@ -142,7 +142,7 @@ TEST_CASE("lent buffers: a fused update reads gradients and writes parameters wh
         }
         expect(std::memcmp(expected.data(), params.data(), params.size()) == 0, "minus the sums");
       });
-      CHECK((ranks.num_hand_overs(0) - before == kLentHandOvers) == is_lent);
+      CHECK((ranks.num_rounds(0) - before == kLentRounds) == is_lent);
     }
 }
 

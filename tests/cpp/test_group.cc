@@ -424,6 +424,15 @@ class CountingStore final : public KeyValueStore {
   std::set<std::string> entries_;  // asked for
 };
 
+/// Waits until every rank has come here, with the same value.
+void meet(MemoryStore& store, int rank, int world_size, const std::string& value) {
+  store.set("met" + std::to_string(rank), value);
+  std::string theirs;
+  for (int peer = 0; peer < world_size; ++peer)
+    expect(store.get("met" + std::to_string(peer), testing::kBound, theirs) && theirs == value,
+           "all ranks have one value");
+}
+
 // Of Gloo: 0.4 s for 2 ranks and 15.8 s for 16, https://github.com/horovod/horovod/issues/3556; and
 // no group of more than 150 ranks, https://github.com/pytorch/pytorch/issues/59256.
 TEST_CASE("ranks find each other in a number of requests that grows as theirs") {
@@ -438,10 +447,7 @@ TEST_CASE("ranks find each other in a number of requests that grows as theirs") 
       expect(peer_table.num_ranks_on(0) == world_size, "all ranks on this host");
       for (int peer = 0; peer < world_size; ++peer)
         expect(rendezvous.record_of(peer).pid == ::getpid(), "each peer's record");
-      std::string ignored;
-      store.set("found" + std::to_string(rank), "");
-      for (int peer = 0; peer < world_size; ++peer)
-        expect(store.get("found" + std::to_string(peer), testing::kBound, ignored), "a peer");
+      meet(store, rank, world_size, "");
     });
     // Of each rank: how often it has tried, its record, and rank 0's look at it or its at the
     // table.
@@ -461,12 +467,7 @@ TEST_CASE("ranks make a group over messages in a number of requests that grows a
       Rendezvous rendezvous(counting, terms, testing::kBound);
       rendezvous.find_ranks();
       const MessageMembers members(counting, rendezvous);
-      std::string ignored;
-      store.set("made" + std::to_string(rank), members.key());
-      for (int peer = 0; peer < world_size; ++peer)
-        expect(store.get("made" + std::to_string(peer), testing::kBound, ignored) &&
-                   ignored == members.key(),
-               "one group");
+      meet(store, rank, world_size, members.key());
     });
     // Those above; of each rank its name, its entry and all of them; of rank 0, for each rank, its
     // record and its entry twice, and its name. A busy machine adds looks at up to 16 records.

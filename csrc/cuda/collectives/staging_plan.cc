@@ -14,7 +14,7 @@ constexpr int kMaxPlacesAlone = 32;
 constexpr std::size_t kStagingBytes = std::size_t{27} << 20;
 constexpr std::size_t kUnitBytes = std::size_t{2} << 20;
 // What the threads of a block have in flight, 8 vectors each, and twice that for many ranks: their
-// parts are short, and each step has a hand-over (tests/cpp/test_gpu_latency.cc).
+// parts are short, and each step has a round (tests/cpp/test_gpu_latency.cc).
 constexpr std::size_t kRegionBytes = 32 << 10;
 constexpr std::size_t kRegionBytesOfMany = 64 << 10;
 constexpr std::size_t kMany = 5;

@@ -20,7 +20,7 @@ RINGCOMM_HD inline std::size_t move_part_bytes(const StagingLayout& layout, bool
 /// With kIsShared a rank has the same data for all that receive from it, and stages it once.
 ///
 /// In step t a block waits until all ranks have ended step t - 1, stages piece t, copies piece
-/// t - 1, which all have staged, and publishes: one hand-over per piece.
+/// t - 1, which all have staged, and publishes: one round per piece.
 template <bool kIsShared, Block B>
 class Move {
  public:

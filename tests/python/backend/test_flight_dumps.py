@@ -125,7 +125,7 @@ def test_survivors_dump_the_calls_of_a_rank_that_died(tmp_path: Path) -> None:
 
     said = analyse(folder)
     assert "Not all ranks joining collective, sequence number: 2" in said
-    assert "collective: gloo:all_reduce" in said
+    assert "collective: nccl:all_reduce" in said
     assert "missing ranks: {2}" in said
 
     summary, events, names = trace_of(folder, tmp_path / "trace.json")

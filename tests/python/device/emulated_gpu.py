@@ -35,7 +35,10 @@ TESTS = Path(__file__).resolve().parents[2]
 
 import buildconfig  # noqa: E402
 
+from ringcomm import _cuda  # noqa: E402
+
 EXTENSION = "ringcomm_emulated_gpu"
+FATBIN = b"\x50\xed\x55\xba"  # nvcc's images begin so
 # A first build takes one to two minutes of a core; another test run may be at it.
 BUILD_TIMEOUT_S = 900.0
 # "short" or "all": kernels of nvcc's PTX instead of those of g++ (tests/ptx/Makefile).
@@ -50,6 +53,10 @@ SKIP_REASON = next(
     None,
 )
 needs_emulated_gpu = pytest.mark.skipif(SKIP_REASON is not None, reason=str(SKIP_REASON))
+needs_build_without_kernels = pytest.mark.skipif(
+    FATBIN in Path(_cuda.__file__).read_bytes(),
+    reason="the emulator cannot run this build's kernels",
+)
 
 
 @functools.cache

@@ -34,7 +34,7 @@ from torch import Tensor
 CUDA, EMULATED = "cuda", "emugpu"
 NUM_RANKS = int(os.environ.get("GPU_TEST_RANKS", "2"))
 LAYOUT = os.environ.get("GPU_TEST_LAYOUT", "all")
-# Where processes take turns on a GPU, a call takes milliseconds for each hand-over.
+# Where processes take turns on a GPU, a call takes milliseconds for each round.
 CUDA_TIMEOUT_S = 180.0
 # For the kernels of the others to give up after a rank's error: a process that is killed in a
 # kernel would end MPS, and with it all later tests.

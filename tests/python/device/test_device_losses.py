@@ -7,7 +7,6 @@ Only nvcc compiles these kernels, so most of it runs in `make test-ptx`.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import emugpu
@@ -16,10 +15,6 @@ import pytest
 import torch
 from cluster_cases import BF16, FP16, SERVED, by_clusters, check_served, options_of, random_rows
 from emulated_gpu import in_emulated_ranks
-
-from ringcomm import _cuda
-
-FATBIN = b"\x50\xed\x55\xba"  # nvcc's images begin so
 
 # make test-ptx runs them all.
 pytestmark = [pytest.mark.slow, emulated_gpu.needs_emulated_gpu]
@@ -62,10 +57,7 @@ def test_calls_that_are_not_served_change_nothing(rank: int) -> None:
     assert by_clusters(logits, target) is not None
 
 
-@pytest.mark.skipif(
-    FATBIN in Path(_cuda.__file__).read_bytes(),
-    reason="the emulator cannot run this build's kernels",
-)
+@emulated_gpu.needs_build_without_kernels
 @in_emulated_ranks(1, backend=None, env={"RINGCOMM_CUDA_IMAGE": ""})
 def test_a_build_without_kernels_serves_nothing(rank: int) -> None:
     logits, target = (tensor.to("emugpu") for tensor in random_rows(16384, BF16))

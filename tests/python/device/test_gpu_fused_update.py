@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from emulated_gpu import needs_emulated_gpu
+from emulated_gpu import needs_build_without_kernels, needs_emulated_gpu
 from gpu_ranks import (
     EMULATED,
     Gpus,
@@ -61,6 +61,7 @@ def check_refused(rank: int) -> None:
 
 
 @needs_emulated_gpu
+@needs_build_without_kernels
 def test_a_build_without_kernels_refuses() -> None:
     Gpus(EMULATED, 3, kernels=False).run(check_refused, fresh=True)
 

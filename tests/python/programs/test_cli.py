@@ -340,13 +340,14 @@ def test_no_cost_model_of_a_disturbed_run() -> None:
 @pytest.mark.parametrize(
     ("all_sizes", "of_2_mib", "setting", "text"),
     [
-        ("always within_size advise [never] deny force", None, "never", "`advise` in /sys"),
+        ("always within_size advise [never] deny force", None, "never", "thp/shmem_enabled allows"),
         ("always within_size [advise] never deny force", None, "advise", "is advise"),
         ("always [never] deny", "always [inherit] within_size advise never", "never", "no huge"),
         ("always [never] deny", "[always] inherit within_size advise never", "always", "may have"),
         ("always [deny] force", "always [inherit] never", "deny", "is deny; `advise`"),
-        (None, None, None, "no huge pages that are known here"),
-        ("", None, None, "no huge pages that are known here"),
+        ("[always] never", "always inherit [never]", "never", "2048kB/shmem_enabled allows"),
+        (None, None, None, "does not say"),
+        ("", None, None, "does not say"),
     ],
 )
 def test_huge_pages_of_shared_memory(
@@ -354,8 +355,9 @@ def test_huge_pages_of_shared_memory(
 ) -> None:
     files = {"shmem_enabled": all_sizes, "hugepages-2048kB/shmem_enabled": of_2_mib}
     write(tmp_path / "thp", {name: said for name, said in files.items() if said is not None})
-    assert machine.huge_pages(tmp_path / "thp") == setting
-    assert text in doctor._huge_pages_text(setting)
+    found = machine.huge_pages(tmp_path / "thp")
+    assert (found and found["setting"]) == setting
+    assert text in doctor._huge_pages_text(found)
 
 
 def test_what_proc_says_of_memory_and_processes() -> None:
@@ -552,6 +554,17 @@ def write(root: Path, files: dict[str, str]) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text + "\n")
     return root
+
+
+def test_nodes_are_those_of_the_cores_that_a_process_may_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = {"node0": "0-3,8-11", "node1": "4-7,12", "node2": ""}  # node2 has only memory
+    folder = write(tmp_path / "node", {f"{name}/cpulist": said for name, said in nodes.items()})
+    for usable, expected in (({0, 9}, 1), ({3, 4}, 2), ({12}, 1), ({99}, 1)):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid, usable=usable: usable)
+        assert machine.num_nodes(folder) == expected
+    assert machine.num_nodes(tmp_path / "nowhere") == 1
 
 
 def test_limits_of_a_cgroup(tmp_path: Path) -> None:

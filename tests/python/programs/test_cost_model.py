@@ -32,11 +32,11 @@ def test_the_model_imports_the_standard_library_alone() -> None:
     assert subprocess.check_output(command, text=True, timeout=60) == "True False\n"
 
 
-def test_hand_overs_and_bytes_are_those_of_the_design() -> None:
+def test_rounds_and_bytes_are_those_of_the_design() -> None:
     """docs/design/collectives.md, with S of the larger buffer: 8 MiB, 4 ranks."""
     found = {op: work_of(op, 8 * MIB, 4) for op in (*OPERATIONS[1:], "one_shot", "two_shot")}
-    hand_overs = {op: work.num_hand_overs for op, work in found.items()}
-    assert hand_overs == {
+    rounds = {op: work.num_rounds for op, work in found.items()}
+    assert rounds == {
         "one_shot": 8,
         "two_shot": 16,
         "all_gather": 2,
@@ -71,7 +71,7 @@ def test_all_reduce_takes_the_algorithm_that_the_model_counts(rank: int) -> None
 
 
 def test_each_cost_is_counted_where_it_is_paid() -> None:
-    """By hand: two_shot of 4 MiB; 4 pieces and 8 hand-overs, with 2 ranks."""
+    """By hand: two_shot of 4 MiB; 4 pieces and 8 rounds, with 2 ranks."""
     two, size = Machine(2, 1, FREE), 4 * MIB
 
     def us(machine: Machine, world_size: int = 2, threads: int = 1, **costs: Any) -> float:
@@ -79,12 +79,12 @@ def test_each_cost_is_counted_where_it_is_paid() -> None:
         return changed.microseconds("two_shot", size, world_size, threads)
 
     assert us(two, call_us=3.0) == 3
-    assert us(two, hand_over_us=1.0) == 8
+    assert us(two, round_us=1.0) == 8
     assert us(two, copy_us=10.0) == 10 * (4 + 2)
     assert us(two, sum_us=10.0) == 10 * 4
     assert us(two, memory_us=10.0) == 10 * 8
     assert us(two, memory_us=10.0, cache_bytes=4 * MIB) == 0
-    # Four ranks take turns on two cores, and pay at each hand-over.
+    # Four ranks take turns on two cores, and pay at each round.
     assert us(two, 4, switch_us=5.0) == 8 * 5
     assert us(two, 4, sum_us=10.0) == 2 * 10 * 4
     # A step of 512 KiB has room for 8 threads.

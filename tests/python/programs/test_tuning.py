@@ -106,17 +106,17 @@ EVEN = {"one_shot": 1.0, "two_shot": 1.0}
 @settings(deadline=None, max_examples=20)
 @given(
     call=st.floats(1, 10),
-    hand_over=st.floats(0.1, 20),
+    round_us=st.floats(0.1, 20),
     switch=st.floats(1, 50),
     copy=st.floats(20, 300),
     total=st.floats(5, 100),
     cache_power=st.integers(19, 24),
 )
 def test_the_fit_of_times(
-    call: float, hand_over: float, switch: float, copy: float, total: float, cache_power: int
+    call: float, round_us: float, switch: float, copy: float, total: float, cache_power: int
 ) -> None:
     """Of a machine whose costs are known, with numbers of ranks that were not measured too."""
-    costs = Costs(call, hand_over, 0.1, switch, copy, total, 60.0, 1 << cache_power)
+    costs = Costs(call, round_us, 0.1, switch, copy, total, 60.0, 1 << cache_power)
     machine = Machine(2, 1, costs)
     found, worst = fit_costs([measured(n, machine, EVEN) for n in (2, 4, 8)], 2)
     assert worst == pytest.approx(1, abs=0.02)
@@ -142,7 +142,7 @@ def test_no_cost_is_negative() -> None:
     """As measured beside other programs: two_shot was the faster one at every size."""
     world = measured(2, Machine(2), {"one_shot": 1.0, "two_shot": 0.6})
     found, worst = fit_costs([world], 2)
-    assert min(found.call_us, found.hand_over_us, found.copy_us, found.sum_us) >= 0
+    assert min(found.call_us, found.round_us, found.copy_us, found.sum_us) >= 0
     assert 1.05 < worst < 1.7
 
 
