@@ -101,7 +101,7 @@ def machine_of(options: Options) -> Machine:
     cores = len(os.sched_getaffinity(0))
     if options.tuning is None:
         return Machine(cores, num_nodes())
-    return Machine(cores, num_nodes(), tuning.load(options.tuning).costs)
+    return replace(tuning.load(options.tuning).host, cores=cores, nodes=num_nodes())
 
 
 def threads_of(label: str) -> int:

@@ -153,8 +153,9 @@ def measure(options: Options, report: Report) -> None:
     """Every batch, in ranks of its own."""
     tuned = measure_algorithms(WORLD_SIZE, TUNED_SIZES, TUNE_SECONDS, 2)
     cores, nodes = identity()["cores"], num_nodes()
-    costs, _ = fit_costs([world_of(WORLD_SIZE, tuned)], cores, nodes)
-    machine = Machine(cores, nodes, costs)
+    world = world_of(WORLD_SIZE, tuned)
+    costs, _ = fit_costs([world], cores, nodes)
+    machine = Machine(cores, nodes, costs, {WORLD_SIZE: world.one_shot_max_bytes})
     for rows, tokens in BATCHES:
         systems = Systems(
             world_size=WORLD_SIZE,

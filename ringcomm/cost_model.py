@@ -7,7 +7,7 @@ It counts what csrc/transport/shm does for ordinary tensors: docs/design/collect
 table. `ringcomm tune` fits the costs of a machine. This module imports the standard library only.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import ceil
 
@@ -15,47 +15,62 @@ KIB, MIB = 1 << 10, 1 << 20
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 _PHASE_BYTES = MIB  # of a rank's region of a board
 _MIN_CALL_BYTES, _MIN_PART_BYTES = 256 * KIB, 64 * KIB  # csrc/host/workers: a call, a thread's part
+# Ranks whose code of a call stays in a core's own cache while they take turns on it: 4 of some
+# 250 KiB in 1 MiB (docs/experiments.md, "a model of a collective's time").
+_RESIDENT_RANKS = 4
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What a machine takes. The defaults are those of no machine: `ringcomm tune` measures."""
+    """What a machine takes. The defaults are roughly those of a core of 2025."""
 
     call_us: float = 3.0  # per call
+    cold_us: float = 15.0  # more, for each rank of a core beyond the first 4
     round_us: float = 0.3  # per publish and wait
     peer_us: float = 0.05  # and for each peer, whose cursor is read
     switch_us: float = 5.0  # per round, for each further rank of a core
-    copy_us: float = 70.0  # per MiB that one core copies in its cache
-    sum_us: float = 30.0  # per MiB of sources that one core sums
-    memory_us: float = 50.0  # more, per MiB of a tensor that is not in the cache
-    cache_bytes: int = 1 << 20  # of a core: tensors up to that are in it
+    copy_us: float = 20.0  # per MiB that one core copies
+    sum_us: float = 10.0  # per MiB of sources that one core sums
+    shared_us: float = 20.0  # per MiB copied or summed, for each further rank of a core
+    memory_us: float = 25.0  # more, per MiB of a tensor that is not in the node's cache
+    cache_bytes: int = 24 << 20  # of a node: tensors and boards of its ranks up to that are in it
     join_us: float = 0.8  # per step that several threads share
     node_gb_per_s: float = 150.0  # of a node's memory
     between_gb_per_s: float = 60.0  # into a node from the others
     defaults: tuple[str, ...] = field(default=())  # costs that `ringcomm tune` could not measure
 
 
-FITTED = ("call_us", "round_us", "peer_us", "switch_us", "copy_us", "sum_us", "memory_us")
-UNTUNED = Costs(defaults=(*FITTED, "cache_bytes", "join_us", "node_gb_per_s", "between_gb_per_s"))
+FITTED = (
+    *("call_us", "cold_us", "round_us", "switch_us"),
+    *("copy_us", "sum_us", "shared_us", "memory_us"),
+)
+NOT_FITTED = ("peer_us", "join_us", "node_gb_per_s", "between_gb_per_s")
+UNTUNED = Costs(defaults=(*FITTED, "cache_bytes", *NOT_FITTED))
 
 
-def all_reduce_algorithm(num_bytes: float, world_size: int) -> str:
-    """As choose_all_reduce in csrc/transport/shm/all_reduce.cc, for ordinary tensors, untuned."""
-    few = 256 * KIB if world_size <= 2 else min(48 * KIB, 256 * KIB // world_size)
-    return "one_shot" if num_bytes <= few else "two_shot"
+def all_reduce_algorithm(num_bytes: float, world_size: int, most: int | None = None) -> str:
+    """As choose_all_reduce in csrc/transport/shm/all_reduce.cc, for ordinary tensors.
+
+    ``most`` is a tuned limit of one_shot in bytes.
+    """
+    if most is None:
+        most = 256 * KIB if world_size <= 2 else min(48 * KIB, 256 * KIB // world_size)
+    return "one_shot" if num_bytes <= most else "two_shot"
 
 
 @dataclass(frozen=True)
 class Work:
-    """What one rank does in a call. Bytes are those of sources; a step is one copy or sum."""
+    """What one rank does in a call. A step is what a rank copies or sums between two waits."""
 
     num_rounds: int
-    copies: tuple[tuple[int, float], ...]  # number of steps, bytes of each
-    sums: tuple[tuple[int, float], ...]  # bytes of the result of each
+    copies: tuple[tuple[float, float], ...]  # number of steps, bytes of each
+    sums: tuple[tuple[float, float], ...]  # bytes of the result of each
     num_sources: int  # of a sum
     tensor_bytes: float  # of the input and the output, each byte once
     moved_bytes: float  # read from them and written to them
+    board_bytes: float  # of its own board, in this call and the next
     from_peers: float  # bytes that are read from the boards of other ranks
+    has_one_source: bool = False  # all are read from the same rank
 
 
 def work_of(op: str, num_bytes: float, world_size: int) -> Work:
@@ -72,43 +87,39 @@ def work_of(op: str, num_bytes: float, world_size: int) -> Work:
     def pieces(staged: float, most: int = _PHASE_BYTES) -> int:
         return max(1, ceil(staged / most))
 
+    def board(staged: float) -> float:
+        """Phases alternate between its two regions."""
+        return min(2 * staged, 2 * _PHASE_BYTES)
+
     if op == "one_shot":
-        p = pieces(size)
-        steps: tuple[int, list[tuple[int, float]], list[tuple[int, float]]]
-        steps = p, [(p, size / p)], [(p, size / p)]
-        return _work(steps, n, size, 2 * size, peers * size)
+        p, step = pieces(size), size / pieces(size)
+        amounts = (size, 3 * size, board(size), peers * size)
+        return Work(p, ((p, step),), ((p, step),), n, *amounts)
     if op == "two_shot":
-        p = pieces(size)
-        copies = [(p * (2 * peers + 1), part / p)]
-        return _work((2 * p, copies, [(p, part / p)]), n, size, 2 * size, 2 * peers * part)
+        p, step = pieces(size), part / pieces(size)
+        # A phase of inputs, one of results: each has a region. The sum writes the result twice.
+        amounts = (size, 2 * size, min(size, _PHASE_BYTES), 2 * peers * part)
+        return Work(2 * p, ((2 * p, peers * step),), ((p, step),), n, *amounts)
     if op == "all_gather":
-        p = pieces(part)
-        copies = [(p * (n + 1), part / p)]
-        return _work((p, copies, []), n, size + part, size + part, peers * part)
+        p, step = pieces(part), part / pieces(part)
+        amounts = (size + part, size + part, board(part), peers * part)
+        return Work(p, ((p, step), (p, n * step)), (), n, *amounts)
+    staged = peers * part
     if op == "reduce_scatter":
-        p = pieces(peers * part)
-        copies = [(p * peers, part / p)]
-        return _work((p, copies, [(p, part / p)]), n, size + part, size + part, peers * part)
+        p, step = pieces(staged), part / pieces(staged)
+        amounts = (size + part, size + part, board(staged), peers * part)
+        return Work(p, ((p, peers * step),), ((p, step),), n, *amounts)
     if op == "all_to_all":
-        p = pieces(peers * part)
-        return _work((p, [(p * (n + peers), part / p)], []), n, 2 * size, 2 * size, peers * part)
+        p, step = pieces(staged), part / pieces(staged)
+        amounts = (2 * size, 2 * size, board(staged), peers * part)
+        return Work(p, ((p, peers * step), (p, n * step)), (), n, *amounts)
     if op == "broadcast":
-        p = pieces(size, _PHASE_BYTES // 2)  # the root stages one while the others copy another
-        return _work((p, [(p, size / p)], []), n, size, size, size)
+        # The root stages a piece while the others copy the one before.
+        p = pieces(size, _PHASE_BYTES // 2)
+        amounts = (size, size, board(size), size)
+        return Work(p, ((p + 1, size / p),), (), n, *amounts, has_one_source=True)
     known = ", ".join((*OPERATIONS, "one_shot", "two_shot"))
     raise ValueError(f"the operation must be one of {known}, got {op!r}")
-
-
-def _work(
-    steps: tuple[int, list[tuple[int, float]], list[tuple[int, float]]],
-    num_sources: int,
-    tensor_bytes: float,
-    moved_bytes: float,
-    from_peers: float,
-) -> Work:
-    num_rounds, copies, sums = steps
-    amounts = (num_sources, tensor_bytes, moved_bytes, from_peers)
-    return Work(num_rounds, tuple(copies), tuple(sums), *amounts)
 
 
 @dataclass(frozen=True)
@@ -118,50 +129,77 @@ class Machine:
     cores: int
     nodes: int = 1
     costs: Costs = UNTUNED
+    one_shot_max_bytes: Mapping[int, int] = field(default_factory=dict)  # by number of ranks
 
     def __post_init__(self) -> None:
         if self.cores < 1 or self.nodes < 1:
             raise ValueError(f"cores and nodes must be positive, got {self.cores}, {self.nodes}")
 
-    def microseconds(self, op: str, num_bytes: float, world_size: int, threads: int = 1) -> float:
-        """A call of all ranks, that begin it together; 0 for one rank."""
-        return sum(self.parts(op, num_bytes, world_size, threads).values())
+    def microseconds(
+        self,
+        op: str,
+        num_bytes: float,
+        world_size: int,
+        threads: int = 1,
+        ranks_of_host: int | None = None,
+    ) -> float:
+        """A call that all ranks begin together; 0 for one rank.
 
-    def parts(self, op: str, num_bytes: float, world_size: int, threads: int) -> dict[str, float]:
+        ``ranks_of_host`` are those that share the host's cores, in groups of ``world_size`` that
+        all make such a call. Without it there is one group.
+        """
+        parts = self.parts(op, num_bytes, world_size, threads, ranks_of_host or world_size)
+        return sum(parts.values())
+
+    def parts(
+        self, op: str, num_bytes: float, world_size: int, threads: int, ranks_of_host: int
+    ) -> dict[str, float]:
         """Microseconds of the rounds, and of what bounds the bytes, by its name."""
         if world_size < 2:
             return {}
+        if op == "all_reduce":
+            limit = self.one_shot_max_bytes.get(world_size)
+            op = all_reduce_algorithm(num_bytes, world_size, limit)
         work, costs = work_of(op, num_bytes, world_size), self.costs
         # Those whose ranks are more than cores take turns, at each round.
-        turns = max(1.0, world_size / self.cores)
+        turns = max(1.0, ranks_of_host / self.cores)
         each = costs.round_us + costs.peer_us * (world_size - 1)
         waits = turns * (costs.call_us + work.num_rounds * each)
+        waits += max(0.0, turns - _RESIDENT_RANKS) * costs.cold_us
         waits += work.num_rounds * costs.switch_us * (turns - 1)
-        bounds = dict(self._bounds(work, world_size, threads))
+        bounds = dict(self._bounds(work, world_size, threads, ranks_of_host))
         name = max(bounds, key=bounds.__getitem__)
         return {"rounds": waits, name: bounds[name]}
 
-    def _bounds(self, work: Work, world_size: int, threads: int) -> Iterator[tuple[str, float]]:
+    def _bounds(
+        self, work: Work, world_size: int, threads: int, ranks_of_host: int
+    ) -> Iterator[tuple[str, float]]:
         costs = self.costs
         copied = sum(num * size for num, size in work.copies)
-        is_split = threads > 1 and work.moved_bytes + copied >= _MIN_CALL_BYTES
-        cores = threads if is_split else 1
-        alone = joined = 0.0
+        summed = sum(num * size for num, size in work.sums) * work.num_sources
+        cores = threads if work.moved_bytes + copied >= _MIN_CALL_BYTES else 1
+        joined = 0.0
         rates = ((work.copies, costs.copy_us), (work.sums, costs.sum_us * work.num_sources))
         for steps, us_per_mib in rates:
             for num, size in steps:
                 used = max(1, min(cores, int(size) // _MIN_PART_BYTES))
-                alone += num * size / MIB * us_per_mib
                 joined += num * (size / MIB * us_per_mib / used + costs.join_us * (used > 1))
-        cached = costs.cache_bytes * cores / max(1.0, world_size * cores / self.cores)
-        far = work.moved_bytes / MIB * max(0.0, 1 - cached / max(1.0, work.tensor_bytes))
+        # Each rank has its part of the node's cache.
+        ranks_of_node = ranks_of_host / min(self.nodes, ranks_of_host)
+        used_bytes = ranks_of_node * (work.tensor_bytes + work.board_bytes)
+        far = work.moved_bytes / MIB * max(0.0, 1 - costs.cache_bytes / max(1.0, used_bytes))
         far_us = far * costs.memory_us
-        # Where there are fewer cores than threads, each core has its part of all ranks' work.
-        shared = world_size / self.cores * (alone + far_us)
+        # Where there are fewer cores than threads, each core has its part of all ranks' work, and
+        # finds the data of the rank before in its own cache.
+        alone = (copied * costs.copy_us + summed * costs.sum_us) / MIB
+        turns = ranks_of_host / self.cores
+        shared = turns * (alone + far_us)
+        if not work.has_one_source:  # which all ranks of a core read
+            shared += max(0.0, turns - 1) * (copied + summed) / MIB * costs.shared_us
         yield "cores", max(joined + far_us / cores, shared)
-        ranks_of_node = world_size / min(self.nodes, world_size)
         yield "memory", ranks_of_node * far * MIB / costs.node_gb_per_s / 1e3
         if self.nodes > 1:
-            away = (world_size - ranks_of_node) / (world_size - 1)
-            read = ranks_of_node * work.from_peers * away
+            ranks_here = world_size / min(self.nodes, world_size)
+            away = (world_size - ranks_here) / (world_size - 1)
+            read = ranks_of_node * work.from_peers * (1.0 if work.has_one_source else away)
             yield "between nodes", read / costs.between_gb_per_s / 1e3

@@ -67,7 +67,8 @@ class Tuning:
     @property
     def host(self) -> Machine:
         """The measured machine, for the times of collectives."""
-        return Machine(int(self.machine["cores"]), self.nodes, self.costs)
+        limits = {world.world_size: world.one_shot_max_bytes for world in self.worlds}
+        return Machine(int(self.machine["cores"]), self.nodes, self.costs, limits)
 
     def differences(self, machine: Mapping[str, Any]) -> list[str]:
         """The differences between `machine` and the measured machine."""

@@ -13,14 +13,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
 from _ringcomm_cli import EXIT_FAILED, EXIT_OK
 from ringcomm import __version__, tuning
-from ringcomm.cost_model import FITTED, Costs, Machine
+from ringcomm.cost_model import FITTED, NOT_FITTED, Costs, Machine, all_reduce_algorithm
 from ringcomm.measure import timing
 from ringcomm.measure.machine import (
     MAX_OTHERS_PERCENT,
@@ -34,9 +36,12 @@ from ringcomm.options import Options
 from ringcomm.screen import Progress, byte_count, columns, factor, in_seconds
 from ringcomm.tuning import Point, World
 
+FloatArray: TypeAlias = npt.NDArray[np.float64]
 # The ring is measured to show what it costs; it is never chosen in shared memory.
 TUNED: tuple[Any, ...] = ("one_shot", "two_shot", "ring")
-CACHES = tuple(1 << power for power in range(18, 27))  # 256 KiB to 64 MiB
+CACHES = tuple(num << power for power in range(19, 25) for num in (2, 3))  # 1 to 48 MiB
+# The weight of the defaults in the fit: it decides where the measurements do not.
+DEFAULT_WEIGHT = 1e-6
 CROSS_OVER_UNIT_BYTES = 256  # between two measured sizes: more digits would be noise
 NEVER_BYTES = 1
 MAX_WORST_FIT = 10.0  # of a cost model that is worth a line
@@ -124,31 +129,36 @@ def world_of(world_size: int, times: list[SizeTimes]) -> World:
 def fit_costs(worlds: Sequence[World], cores: int, nodes: int = 1) -> tuple[Costs, float]:
     """The costs with the least squares of relative errors, and their largest error, as a factor.
 
-    The model is linear in FITTED: the time with one of them at 1 and all others at 0 is that one's
-    column. The size of the cache is the best of some. A cost that no measurement has, such as that
-    of shared cores where no ranks share one, keeps its default. Raises ValueError for fewer than
-    three measurements.
+    Of each size and number of ranks, the algorithm counts that runs with the tuned limit. The model
+    is linear in FITTED: the time with one of them at 1 and all others at 0 is that one's column.
+    The size of the cache is the best of some. A cost that no measurement has, such as that of
+    shared cores where no ranks share one, keeps its default; of costs that the measurements cannot
+    tell apart, the ratio of the defaults stays. Raises ValueError if there is no such time.
     """
-    points = [(w.world_size, p) for w in worlds for p in w.points if p.algorithm != "ring"]
-    if len(points) < 3:
-        raise ValueError(f"a cost model needs at least three measurements, got {len(points)}")
+    points = [
+        (w.world_size, p)
+        for w in worlds
+        for p in w.points
+        if p.algorithm == all_reduce_algorithm(p.bytes, w.world_size, w.one_shot_max_bytes)
+    ]
+    if not points:
+        raise ValueError("a cost model needs the time of an algorithm that runs")
     zeros: dict[str, Any] = dict.fromkeys(FITTED, 0.0)
-    nothing = Costs(**zeros, node_gb_per_s=math.inf, between_gb_per_s=math.inf)
-    times = torch.tensor([point.p50_us for _, point in points], dtype=torch.float64)
-    best: tuple[float, int, torch.Tensor, torch.Tensor] | None = None
+    nothing = Costs(**zeros, node_gb_per_s=math.inf, between_gb_per_s=math.inf, peer_us=0.0)
+    times = np.array([point.p50_us for _, point in points])
+
+    def column(costs: Costs) -> FloatArray:
+        machine = Machine(cores, nodes, costs)
+        found = [machine.microseconds(p.algorithm, p.bytes, ranks) for ranks, p in points]
+        return np.array(found) / times
+
+    fixed = column(replace(nothing, peer_us=Costs().peer_us))
+    best: tuple[float, int, FloatArray, FloatArray] | None = None
     for cache_bytes in CACHES:
-        columns = []
-        for name in FITTED:
-            one: dict[str, Any] = {name: 1.0}
-            unit = replace(nothing, cache_bytes=cache_bytes, **one)
-            column = [
-                Machine(cores, nodes, unit).microseconds(point.algorithm, point.bytes, world_size)
-                for world_size, point in points
-            ]
-            columns.append(torch.tensor(column, dtype=torch.float64) / times)
-        relative = torch.stack(columns, 1)
-        solution = _least_squares(relative)
-        error = float((relative @ solution - 1).square().sum())
+        ones: list[dict[str, Any]] = [{name: 1.0, "cache_bytes": cache_bytes} for name in FITTED]
+        relative = np.stack([column(replace(nothing, **one)) for one in ones], 1)
+        solution = _least_squares(relative, 1 - fixed)
+        error = float(np.square(relative @ solution + fixed - 1).sum())
         if best is None or error < best[0]:
             best = (error, cache_bytes, relative, solution)
     assert best is not None
@@ -157,33 +167,35 @@ def fit_costs(worlds: Sequence[World], cores: int, nodes: int = 1) -> tuple[Cost
     missing = [name for name, column in zip(FITTED, relative.T, strict=True) if not column.any()]
     if "memory_us" in missing:
         missing.append("cache_bytes")
-    unknown = (*missing, "join_us", "node_gb_per_s", "between_gb_per_s")
     measured = {name: value for name, value in found.items() if name not in missing}
     if "cache_bytes" not in missing:
         measured["cache_bytes"] = cache_bytes
-    factors = relative @ solution
-    worst = float(torch.maximum(factors, 1 / factors.clamp_min(1e-9)).max())
-    return Costs(**rounded(measured), defaults=unknown), worst
+    factors = relative @ solution + fixed
+    worst = float(np.maximum(factors, 1 / np.maximum(factors, 1e-9)).max())
+    return Costs(**rounded(measured), defaults=(*missing, *NOT_FITTED)), worst
 
 
-def _least_squares(relative: torch.Tensor) -> torch.Tensor:
-    """Non-negative coefficients whose sum of columns is nearest to 1.
+def _least_squares(relative: FloatArray, target: FloatArray) -> FloatArray:
+    """Non-negative costs whose sum of columns is nearest to the target.
 
     Of the models that leave out some columns, the best one without a negative coefficient is the
     non-negative least-squares solution.
     """
-    best = torch.zeros(relative.shape[1], dtype=torch.float64)
-    least, ones = float(len(relative)), torch.ones(len(relative), 1, dtype=torch.float64)
-    used = [index for index, column in enumerate(relative.T) if column.any()]
+    defaults = np.array([getattr(Costs(), name) for name in FITTED])
+    scaled = relative * defaults
+    # The normal equations, with what pulls each cost to its default.
+    square = scaled.T @ scaled + DEFAULT_WEIGHT * np.eye(len(FITTED))
+    right = scaled.T @ target + DEFAULT_WEIGHT
+    best, least = np.zeros(len(FITTED)), 0.0
+    used = np.flatnonzero(relative.any(0))
     for count in range(1, len(used) + 1):
-        for kept in itertools.combinations(used, count):
-            found = torch.linalg.lstsq(relative[:, kept], ones, driver="gelsd").solution
-            solution = torch.zeros_like(best)
-            solution[list(kept)] = found.squeeze(1)
-            error = float((relative @ solution - 1).square().sum())
-            if error < least and bool((solution >= 0).all()):
-                best, least = solution, error
-    return best
+        for kept in map(list, itertools.combinations(used, count)):
+            found = np.linalg.solve(square[np.ix_(kept, kept)], right[kept])
+            error = -float(right[kept] @ found)  # but for what all models have
+            if error < least and (found >= 0).all():
+                best, least = np.zeros(len(FITTED)), error
+                best[kept] = found
+    return best * defaults
 
 
 def cross_over_bytes(ratios: dict[int, float]) -> int:

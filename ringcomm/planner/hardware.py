@@ -161,6 +161,7 @@ class Group:
     outside: Link  # between hosts
     call_s: float = 0.0  # latency per collective; 0 for one rank
     machine: Machine | None = None  # if a host's ranks share memory: their collectives
+    ranks_of_host: int = 0  # that share its cores, in this group and others like it
 
     @property
     def num_ranks(self) -> int:
@@ -188,7 +189,11 @@ class Group:
     def _in_shared(self, op: str, num_bytes: float) -> float:
         """Seconds of a collective of a host's ranks in its memory."""
         assert self.machine is not None
-        return self.machine.microseconds(op, num_bytes, self.per_host) * 1e-6
+        return self.machine.microseconds(op, num_bytes, self.per_host, 1, self._sharing) * 1e-6
+
+    @property
+    def _sharing(self) -> int:
+        return max(self.per_host, self.ranks_of_host)
 
     def ring(self, num_bytes: float) -> float:
         """Seconds of half an all_reduce in one ring; between hosts all ranks carry a share."""
@@ -236,7 +241,8 @@ class Group:
     def hop(self, num_bytes: float) -> float:
         """Seconds of a message to the neighbour, over the slowest link there is."""
         if self.machine is not None and self.num_hosts == 1:
-            return self.machine.microseconds("broadcast", num_bytes, 2) * 1e-6
+            sharing = max(2, self._sharing)
+            return self.machine.microseconds("broadcast", num_bytes, 2, 1, sharing) * 1e-6
         link = self.inside if self.num_hosts == 1 else self.outside
         return link.seconds(1, num_bytes) + self.call_s
 
@@ -304,4 +310,5 @@ class Cluster:
             Link(hardware.outside_alpha_s, hardware.outside_rate),
             hardware.call_s if size > 1 else 0.0,
             hardware.machine,
+            self.per_host,
         )

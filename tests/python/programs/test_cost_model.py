@@ -17,9 +17,19 @@ from ranks import in_ranks
 
 import ringcomm
 from ringcomm import cli, cost_model
-from ringcomm.cost_model import KIB, MIB, OPERATIONS, Costs, Machine, all_reduce_algorithm, work_of
+from ringcomm.cost_model import (
+    FITTED,
+    KIB,
+    MIB,
+    OPERATIONS,
+    Costs,
+    Machine,
+    all_reduce_algorithm,
+    work_of,
+)
 
-FREE = Costs(*(0.0,) * 7, cache_bytes=0, join_us=0.0, node_gb_per_s=inf, between_gb_per_s=inf)
+NOTHING: dict[str, Any] = dict.fromkeys((*FITTED, "peer_us", "join_us"), 0.0)
+FREE = Costs(**NOTHING, cache_bytes=0, node_gb_per_s=inf, between_gb_per_s=inf)
 
 
 def test_the_model_imports_the_standard_library_alone() -> None:
@@ -47,11 +57,11 @@ def test_rounds_and_bytes_are_those_of_the_design() -> None:
     copied = {op: sum(n * size for n, size in work.copies) / MIB for op, work in found.items()}
     assert copied == {
         "one_shot": 8,
-        "two_shot": 8 + 6,
+        "two_shot": 6 + 6,  # its sum writes the result twice
         "all_gather": 2 + 8,
         "reduce_scatter": 6,
         "all_to_all": 6 + 8,
-        "broadcast": 8,
+        "broadcast": 8 + 0.5,  # one piece for the root, before the others
     }
     with pytest.raises(ValueError, match="'scan'"):
         work_of("scan", 1, 2)
@@ -74,26 +84,45 @@ def test_each_cost_is_counted_where_it_is_paid() -> None:
     """By hand: two_shot of 4 MiB; 4 pieces and 8 rounds, with 2 ranks."""
     two, size = Machine(2, 1, FREE), 4 * MIB
 
-    def us(machine: Machine, world_size: int = 2, threads: int = 1, **costs: Any) -> float:
+    def us(
+        machine: Machine,
+        world_size: int = 2,
+        threads: int = 1,
+        ranks_of_host: int | None = None,
+        **costs: Any,
+    ) -> float:
         changed = replace(machine, costs=replace(FREE, **costs))
-        return changed.microseconds("two_shot", size, world_size, threads)
+        return changed.microseconds("two_shot", size, world_size, threads, ranks_of_host)
 
     assert us(two, call_us=3.0) == 3
     assert us(two, round_us=1.0) == 8
-    assert us(two, copy_us=10.0) == 10 * (4 + 2)
+    assert us(two, copy_us=10.0) == 10 * 4
     assert us(two, sum_us=10.0) == 10 * 4
     assert us(two, memory_us=10.0) == 10 * 8
-    assert us(two, memory_us=10.0, cache_bytes=4 * MIB) == 0
-    # Four ranks take turns on two cores, and pay at each round.
+    assert us(two, memory_us=10.0, cache_bytes=2 * (4 + 1) * MIB) == 0  # tensors and boards
+    # Four ranks take turns on two cores, and pay at each round and for each other's data.
     assert us(two, 4, switch_us=5.0) == 8 * 5
     assert us(two, 4, sum_us=10.0) == 2 * 10 * 4
+    assert us(two, 4, shared_us=10.0) == 10 * (6 + 4)
+    assert us(two, 8, cold_us=5.0) == 0
+    assert us(two, 10, cold_us=5.0) == 5
+    assert us(two, ranks_of_host=4, switch_us=5.0) == 8 * 5  # two such groups
     # A step of 512 KiB has room for 8 threads.
     many = Machine(128, 2, FREE)
-    assert us(many, threads=64, copy_us=10.0) == pytest.approx(10 * 6 / 8)
-    assert us(many, threads=64, join_us=1.0) == 4 * (3 + 1)
+    assert us(many, threads=64, copy_us=10.0) == pytest.approx(10 * 4 / 8)
+    assert us(many, threads=64, join_us=1.0) == 4 * (2 + 1)
     # Between sockets: each of two ranks reads 4 MiB of the other's.
     assert us(many, between_gb_per_s=1.0) == pytest.approx(4 * MIB / 1e3)
     assert us(many, 1) == 0
+    # A broadcast's root is read by all ranks of the other node.
+    far = replace(many, costs=replace(FREE, between_gb_per_s=1.0))
+    assert far.microseconds("broadcast", size, 8) == pytest.approx(4 * size / 1e3)
+
+
+def test_all_reduce_has_the_tuned_limit_of_its_number_of_ranks() -> None:
+    tuned = Machine(8, 1, replace(FREE, round_us=1.0), {4: 1})
+    assert tuned.microseconds("all_reduce", KIB, 4) == 2  # two_shot
+    assert tuned.microseconds("all_reduce", KIB, 3) == 1
 
 
 def test_the_command_prints_the_tables(capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,8 +136,7 @@ def test_the_command_prints_the_tables(capsys: pytest.CaptureFixture[str]) -> No
 def test_the_page_has_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
     root = Path(__file__).resolve().parents[3]
     file = root / "benchmarks" / "results" / "2026-11-28-tuning.json"
-    with pytest.warns(UserWarning, match="other programs"):
-        assert cli.run(["plan", "--collectives", "--tuning", str(file)]) == 0
+    assert cli.run(["plan", "--collectives", "--tuning", str(file)]) == 0
     page = (root / "docs" / "design" / "planner.md").read_text(encoding="utf-8")
     assert capsys.readouterr().out in page
 

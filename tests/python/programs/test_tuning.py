@@ -17,8 +17,8 @@ from ranks import init_group, run_ranks
 
 import ringcomm
 from ringcomm import tuning
-from ringcomm.cost_model import Costs, Machine
-from ringcomm.measure.algorithms import NEVER_BYTES, cross_over_bytes, fit_costs
+from ringcomm.cost_model import NOT_FITTED, Costs, Machine
+from ringcomm.measure.algorithms import CACHES, NEVER_BYTES, cross_over_bytes, fit_costs
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = [KIB << k for k in range(0, 17, 2)]  # 1 KiB to 64 MiB: several pieces of 1 MiB
@@ -97,7 +97,7 @@ def measured(world_size: int, machine: Machine, factors: dict[str, float]) -> tu
         for name, factor in factors.items()
         for size in SIZES
     )
-    return tuning.World(world_size, True, 1, points)
+    return tuning.World(world_size, True, 64 * KIB, points)
 
 
 EVEN = {"one_shot": 1.0, "two_shot": 1.0}
@@ -110,22 +110,30 @@ EVEN = {"one_shot": 1.0, "two_shot": 1.0}
     switch=st.floats(1, 50),
     copy=st.floats(20, 300),
     total=st.floats(5, 100),
-    cache_power=st.integers(19, 24),
+    cache_bytes=st.sampled_from(CACHES),
 )
 def test_the_fit_of_times(
-    call: float, round_us: float, switch: float, copy: float, total: float, cache_power: int
+    call: float, round_us: float, switch: float, copy: float, total: float, cache_bytes: int
 ) -> None:
     """Of a machine whose costs are known, with numbers of ranks that were not measured too."""
-    costs = Costs(call, round_us, 0.1, switch, copy, total, 60.0, 1 << cache_power)
+    costs = Costs(
+        call_us=call,
+        round_us=round_us,
+        switch_us=switch,
+        copy_us=copy,
+        sum_us=total,
+        memory_us=60.0,
+        cache_bytes=cache_bytes,
+    )
     machine = Machine(2, 1, costs)
-    found, worst = fit_costs([measured(n, machine, EVEN) for n in (2, 4, 8)], 2)
+    found, worst = fit_costs([measured(n, machine, EVEN) for n in (2, 4, 16)], 2)
     assert worst == pytest.approx(1, abs=0.02)
     fitted = Machine(2, 1, found)
     for op in ("all_reduce", "all_gather", "all_to_all"):
         for size in SIZES:
             expected = machine.microseconds(op, size, 32)
             assert fitted.microseconds(op, size, 32) == pytest.approx(expected, rel=0.1)
-    assert found.defaults == ("join_us", "node_gb_per_s", "between_gb_per_s")
+    assert found.defaults == NOT_FITTED
 
 
 def test_what_cannot_be_measured_keeps_its_default() -> None:
@@ -134,8 +142,16 @@ def test_what_cannot_be_measured_keeps_its_default() -> None:
     found, _ = fit_costs([measured(2, machine, EVEN)], 4)
     assert "switch_us" in found.defaults
     assert found.switch_us == Costs().switch_us
-    with pytest.raises(ValueError, match="three measurements"):
+    with pytest.raises(ValueError, match="the time of an algorithm that runs"):
         fit_costs([tuning.World(2, True, 1, (point("one_shot", 1024, 3.0),) * 2)], 2)
+
+
+def test_costs_that_two_ranks_cannot_tell_apart_keep_the_ratio_of_their_defaults() -> None:
+    """Of one algorithm at sizes without bytes, a call and its rounds are one number."""
+    points = (point("one_shot", 4, 6.0),) * 3
+    found, worst = fit_costs([tuning.World(2, True, 64 * KIB, points)], 2)
+    assert worst == pytest.approx(1, abs=0.01)
+    assert 0 < found.round_us < found.call_us < 6
 
 
 def test_no_cost_is_negative() -> None:
