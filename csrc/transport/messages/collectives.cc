@@ -407,12 +407,12 @@ class HostsCollective {
     };
     const auto move_step = [&](int to, int from) {
       num_sent = 0;
+      if (const auto taken = part_taken(call_, rank_, from); is_elsewhere(from) && taken)
+        recv(exchange, from, taken->data, taken->num_elems);
       if (const auto& part = of(given, to); is_elsewhere(to) && part) {
         send(exchange, to, part->data, part->num_elems);
         if (is_all_to_all) num_sent = bytes(part->num_elems);
       }
-      if (const auto taken = part_taken(call_, rank_, from); is_elsewhere(from) && taken)
-        recv(exchange, from, taken->data, taken->num_elems);
     };
     move_over_hosts(
         rank_, world_size_, is_all_to_all, inside, [&] { return num_sent >= kSteppedBytes; },
