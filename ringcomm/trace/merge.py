@@ -107,6 +107,8 @@ def merge_folders(
     try:
         if then is not None:
             then(output)
+    except BrokenPipeError:  # of `--html /dev/stdout`, or of what it says on stderr
+        raise
     except (OSError, ValueError) as error:
         print(f"ringcomm trace: {error}", file=sys.stderr)
         return EXIT_FAILED
