@@ -99,7 +99,7 @@ def test_the_cause_is_named(launcher: Launcher, tmp_path: Path, name: str) -> No
     ("name", "words"),
     [
         slow("stopped", ("rank 2 is the cause: its process", "stopped", "for it in all_reduce #1")),
-        slow("computes", ("rank 2 is the cause: it computes", "waits for it in all_reduce #1")),
+        slow("computes", ("rank 2 is the cause: it has computed", "waits for it in all_reduce #1")),
         ("recv", ("rank 0 is the cause: it is in recv with tag 7", "rank 1 has no send")),
     ],
 )
@@ -206,7 +206,7 @@ def test_two_jobs_of_one_parent_are_told_apart(launcher: Launcher, tmp_path: Pat
         launcher.job("stopped", folders[0], 2) as first,
         launcher.job("computes", folders[1], 2) as second,
     ):
-        for pids, words in ((first, "is stopped"), (second, "it computes")):
+        for pids, words in ((first, "is stopped"), (second, "it has computed (")):
             report = job.examine(pids[0])
             assert [row["pid"] for row in report["ranks"]] == pids
             assert words in report["verdict"]
