@@ -151,13 +151,13 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     add("--top", type=int, default=10, help="plans to print; 0 for all")
     add("--why", type=int, default=1, help="number of the plan to explain")
     add("--json", action="store_true", help="print all plans as one JSON object")
+    about = "print the time of collectives on CPUs instead of plans; with --tuning as measured"
+    add("--collectives", action="store_true", help=about)
     add = parser.add_argument_group("machines").add_argument
     add("--hardware", default="h100", help=f"{', '.join(HARDWARE)}, or a JSON file")
     about = "a file of `ringcomm tune`, for collectives between CPUs of a host"
     add("--tuning", type=Path, metavar="FILE", help=about)
     about = "memory per device, such as 80GiB or 80GB; by default the hardware's"
-    about = "print the time of collectives on CPUs instead of plans; with --tuning as measured"
-    add("--collectives", action="store_true", help=about)
     add("--memory", type=amount, default=0, help=about)
     add("--per-host", type=int, default=0, help="devices per host; by default the hardware's")
     # Their names in the namespace are those of Job's fields.

@@ -63,8 +63,8 @@ CROSS_ENTROPY = CommandLine(
         flag("--world-size", int, 1, "ranks that share the vocabulary"),
         flag("--threads", int, None, THREADS),
         flag("--tokens", int, 2048, "rows of logits"),
-        flag("--vocabularies", whole_numbers, "8000,32000,50257,128256"),
-        flag("--dtypes", words, "float32,bfloat16", known=LOSS_DTYPES),
+        flag("--vocabularies", whole_numbers, "8000,32000,50257,128256", "classes of all ranks"),
+        flag("--dtypes", words, "float32,bfloat16", "of the logits", known=LOSS_DTYPES),
         flag("--peers", words, "torch", PEERS, known=LOSS_PEERS),
     ],
 )

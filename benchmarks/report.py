@@ -245,9 +245,16 @@ def grid(headers: list[str], num_words: int, rows: Sequence[list[str]]) -> list[
     return ["", f"| {' | '.join(headers)} |", rule, *(f"| {' | '.join(row)} |" for row in rows)]
 
 
+class _Console(Console):
+    """Passes on that the reader of a pipe has gone, for run_main; rich's own exits with 1."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 def make_console() -> Console:
     """A console on stdout; wide enough for the tables when that is a file."""
-    console = Console(highlight=False)
+    console = _Console(highlight=False)
     if not console.is_terminal:
         console.width = FILE_COLUMNS
     return console

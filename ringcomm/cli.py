@@ -83,16 +83,15 @@ def _plan(options: argparse.Namespace) -> int:
         if options.json:
             error("--collectives prints tables, and has no --json")
         try:
-            print(tables(tuning.load(options.tuning) if options.tuning else None))
+            costs = tuning.load(options.tuning) if options.tuning else None
         except (OSError, ValueError) as wrong:
-            error(str(wrong))
+            error(in_words(wrong))
+        print(tables(costs))
         return 0
     if options.model is None or options.gpus < 1:
         error("--model and --gpus are required: --model llama-7b --gpus 8")
     if options.top < 0:
         error(f"--top must not be negative, got {options.top}")
-    if options.why < 1:
-        error(f"--why must be 1 or more, got {options.why}")
     if 0 < options.memory < 1 << 20:
         error(f"--memory is {options.memory} bytes: did you mean {options.memory}GiB?")
     from ringcomm.planner import Cluster, Job, plan
@@ -106,6 +105,8 @@ def _plan(options: argparse.Namespace) -> int:
         plans = plan(options.model, cluster, job)
     except (ValueError, OSError) as problem:
         error(in_words(problem))
+    if plans.ranked:
+        _check_between(options, "why", 1, len(plans.ranked))
     if options.json:
         print(plans.to_json())
         return 0 if plans.ranked else 1
@@ -115,9 +116,8 @@ def _plan(options: argparse.Namespace) -> int:
         print(LEGEND)
         if tie_line := plans.tie_line(options.top):
             print(tie_line)
-        chosen = plans.ranked[min(options.why, len(plans.ranked)) - 1]
-        number = plans.ranked.index(chosen) + 1
-        print(f"Plan {number}, {chosen.candidate.name}:")
+        chosen = plans.ranked[options.why - 1]
+        print(f"Plan {options.why}, {chosen.candidate.name}:")
         for reason in chosen.reasons:
             print(f"- {reason}")
     print("Rejected plans:")
@@ -146,6 +146,8 @@ def _show(options: argparse.Namespace) -> int:
     try:
         data = getattr(show, options.page)(*(known | given).values())
         show.write_page(options.page, data, output)
+    except BrokenPipeError:  # `-o /dev/stdout | head`: no bad input
+        raise
     except (OSError, ValueError) as problem:
         error(in_words(problem))
     print(f"{output}: open it in a browser")

@@ -4,7 +4,7 @@ import os
 import re
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from importlib.metadata import entry_points
@@ -174,15 +174,15 @@ def _problems(report: dict[str, Any], world_size: int) -> Iterator[tuple[str, st
     for text in group.get("errors", []):
         fix = "look the message up in docs/how-to/mistakes.md"
         yield "group", f"the group could not be created: {text}", fix
-    if group.get("others_busy_percent", 0.0) > machine.MAX_OTHERS_PERCENT:
+    is_busy = group.get("others_busy_percent", 0.0) > machine.MAX_OTHERS_PERCENT
+    if is_busy:
         text = f"other programs used {group['others_busy_percent']:.0f} % of the machine during the"
         text += " measurement: times are longer than on an idle machine"
         yield "others", text, "measure again when the machine is idle"
     num_cores = min(report["cpus"]["num_cores"] or known["cores"], known["cores"])
-    load = known["load"][0]  # over the last minute, before this measurement
-    if load > known["cores"]:
-        text = f"load {load:.2f} on {counted(known['cores'], 'CPU')}: programs wait for their turn"
-        yield "load", text, "measure again when the machine is idle"
+    if is_busy and known["load"][0] > known["cores"]:  # a load alone may be of what has ended
+        text = f"{_load_text(known['load'])}, on {counted(known['cores'], 'CPU')}: programs wait"
+        yield "load", f"{text} for their turn", "measure again when the machine is idle"
     threads = os.environ.get("OMP_NUM_THREADS", "")
     if threads.isdecimal() and world_size * int(threads) > max(num_cores, world_size):
         text = f"OMP_NUM_THREADS is {threads}: {world_size} ranks compute with"
@@ -195,7 +195,8 @@ def _problems(report: dict[str, Any], world_size: int) -> Iterator[tuple[str, st
         if point["p99_us"] > MAX_P99 * point["p50_us"]:
             name, ratio = _name_of(point), point["p99_us"] / point["p50_us"]
             text = f"{name}: {_times_of(point)}, {ratio:.0f} times the median (at most {MAX_P99}"
-            text += " expected): other programs use the cores"
+            text += " expected)"
+            text += ": other programs use the cores" if is_busy else ": a rank waited for a core"
             yield name, text, "measure on an idle machine, with at most one rank per core"
     if world_size > num_cores:
         text = f"{world_size} ranks on {counted(num_cores, 'core')}: the ranks have to take turns"
@@ -235,7 +236,7 @@ def _problems(report: dict[str, Any], world_size: int) -> Iterator[tuple[str, st
 def examine(world_size: int, seconds: float) -> dict[str, Any]:
     """The report that --json prints; has `group.errors` if the group cannot be made."""
     limits, known, memory = machine.read_limits(), machine.identity(), machine.memory()
-    huge = machine.huge_pages()
+    huge, load = machine.huge_pages(), os.getloadavg()  # a load without the ranks below
     group: dict[str, Any] = {}
     try:
         run_ranks(world_size, lambda team: _run_rank(team, seconds), group.update)
@@ -244,7 +245,7 @@ def examine(world_size: int, seconds: float) -> dict[str, Any]:
     usable, (quota, _) = len(os.sched_getaffinity(0)), limits["cpu_cores"] or (float("inf"), "")
     report = {
         "versions": machine.versions(),
-        "machine": {**known, **memory, "load": os.getloadavg(), "huge_pages": huge},
+        "machine": {**known, **memory, "load": load, "huge_pages": huge},
         "cpus": {
             "num_online": os.cpu_count(),
             "num_cores": machine.num_cores(),
@@ -278,7 +279,7 @@ def _machine_facts(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
     total, available = in_gib(known["total_bytes"]), in_gib(known["available_bytes"])
     yield "memory", f"{total} of memory, {available} available"
     yield "huge pages", _huge_pages_text(known["huge_pages"])
-    yield "load", "load " + ", ".join(f"{load:.2f}" for load in known["load"])
+    yield "load", _load_text(known["load"])
     cpu, memory = report["limits"]["cpu_cores"], report["limits"]["memory_bytes"]
     parts = [f"{cpu[0]:g} CPUs" if cpu else "no limit of CPU time"]
     parts.append(f"{in_gib(memory[0])} of memory" if memory else "no limit of memory")
@@ -288,6 +289,11 @@ def _machine_facts(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "environment", ", ".join(variables) or "no RINGCOMM_* variable is set"
     if path := report["environment"].get("RINGCOMM_TUNING"):
         yield "tuning", f"{path} was tuned on this machine"
+
+
+def _load_text(load: Sequence[float]) -> str:
+    """Averages that the kernel keeps: they tell of programs that have ended, too."""
+    return "load {:.2f} over the minute before, {:.2f} over 5, {:.2f} over 15".format(*load)
 
 
 def _huge_pages_text(found: dict[str, str] | None) -> str:

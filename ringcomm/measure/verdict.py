@@ -67,9 +67,13 @@ class Rank:
         return f"{call.text()} of group {self.group_of(call).name}"
 
     def place(self) -> str:
-        """The innermost line of its program, or of a library; empty if no stack is known."""
+        """Of the innermost frame of its program, or of a library: "train.py:12 (load_batch)".
+
+        Empty if no stack is known.
+        """
         own = [line for line in self.stack if not any(name in line for name in _LIBRARIES)]
-        return (own or self.stack or [""])[0]
+        place, _, function = (own or self.stack or [""])[0].rpartition(" ")
+        return f"{place} ({function})" if place else function
 
     def gaps(self) -> list[float]:
         """Seconds outside of calls between its last calls, the oldest first, and since the last."""
@@ -132,14 +136,17 @@ def _key(rank: Rank, call: Call) -> tuple[object, ...]:
     return rank.group_of(call).id, call.op, call.seq, call.num_bytes, call.dtype, call.reduction
 
 
-def _why_outside(rank: Rank) -> str:
-    """What a rank does that others wait for, and that is in no call."""
-    at = f", at {rank.place()}" if rank.stack else ""
+def _why_outside(rank: Rank, how_long: str = "") -> str:
+    """What a rank does that others wait for, and that is in no call; and for how long."""
     if any(name in line for line in rank.stack for name in _LOADERS):
-        return f"is in the data loader{at}"
-    if rank.cpu_percent >= BUSY_PERCENT or rank.state == "R":  # which may wait for a core
-        return f"computes ({rank.cpu_percent:.0f} % of a core){at}"
-    return f"sleeps outside of any collective{at}"
+        what = "has been in the data loader" if how_long else "is in the data loader"
+    elif rank.cpu_percent >= BUSY_PERCENT or rank.state == "R":  # which may wait for a core
+        what = "has computed" if how_long else "computes"
+        what += f" ({rank.cpu_percent:.0f} % of a core)"
+    else:
+        what = f"{'has slept' if how_long else 'sleeps'} outside any collective"
+    at = f", at {rank.place()}" if rank.stack else ""
+    return f"{what}{how_long}{at}"
 
 
 def _wait_text(ranks: list[Rank], rank: Rank, call: Call) -> str:
@@ -183,16 +190,14 @@ def _end(end: Rank, group: Group | None) -> str:
     gaps = end.gaps()
     num_before = sum(gap >= _AS_LONG * gaps[-1] > 0 for gap in gaps[:-1])
     if num_before >= _NUM_TIMES:
-        return (
-            f"no hang so far: rank {end.number} is slow: it {why} for {gaps[-1]:.1f} s since its "
-            f"last call, as {num_before} times before"
-        )
+        how_long = f" for {gaps[-1]:.1f} s, since its last call, as {num_before} times before"
+        return f"no hang so far: rank {end.number} is slow: it {_why_outside(end, how_long)}"
     last = end.last
-    since = ""
+    how_long = ""
     if last is not None and last.end_ns is not None:
         ago_s = end.record.seconds_since(last.end_ns)
-        since = f" since {last.text()} ended {ago_s:.0f} s ago"
-    return _blame(end, f"it {why}{since}")
+        how_long = f" for {ago_s:.0f} s, since {last.text()}"
+    return _blame(end, f"it {_why_outside(end, how_long)}")
 
 
 def _end_of_missing(ranks: list[Rank], rank: Rank, call: Call) -> tuple[str, int]:

@@ -157,10 +157,10 @@ class Plans:
         hidden = f" (not shown: {c.name})" if 0 < top < number else ""
         return (
             f"Plan {number}{hidden} is the fastest, with {in_seconds(fastest.time.step)}. Plans"
-            f" within {SAME_TIME - 1:.0%} of the fastest are equal within the model's error: they"
-            f" are sorted: those that send over {MUCH_MORE} times as much as the least come last,"
-            " then by fewer axes, data parallelism before a pipeline, simpler systems and fewer"
-            " bytes sent. Plans with tensor parallelism over several hosts rank last."
+            f" within {SAME_TIME - 1:.0%} of the fastest count as equal and are sorted: plans"
+            f" that send over {MUCH_MORE} times the least come last; then fewer axes first, data"
+            " parallelism before a pipeline, simpler systems, and fewer bytes sent. Plans with"
+            " tensor parallelism over several hosts rank last."
         )
 
     def refusal_lines(self, top: int) -> Iterator[str]:

@@ -107,6 +107,8 @@ def merge_folders(
     try:
         if then is not None:
             then(output)
+    except BrokenPipeError:  # of `--html /dev/stdout`, or of what it says on stderr
+        raise
     except (OSError, ValueError) as error:
         print(f"ringcomm trace: {error}", file=sys.stderr)
         return EXIT_FAILED
@@ -329,7 +331,7 @@ def _arguments(process: Process, event: dict[str, Any]) -> dict[str, Any]:
         "algorithm": event["algorithm"],
         "bytes": event["num_bytes"],
         "chunk": event["chunk"],
-        "slice": event["slice"] - 1 if event["slice"] else None,
+        "slice": event["slice"] or None,
         "tag": seq if seq < 1 << 32 else "of ringcomm",
         "root": peer,
         "rank": other,
@@ -437,7 +439,9 @@ def steps(path: Path, seq: int | None = None) -> str:
         table.append([*times, str(step["slice"]), step["name"], *cells])
     words = [str(found[key]) for key in ("reduction", "dtype", "algorithm") if found.get(key)]
     words += [f"{found['bytes']} bytes", f"{len(found['ranks'])} ranks"]
-    title = f"{found['op']} #{found['seq']}: {', '.join(words)}, {len(found['steps'])} steps"
+    num_steps = len({step["name"] for step in found["steps"] if step["from"] is not None})
+    words += [counted(num_steps, "step"), counted(len(found["steps"]), "row")]
+    title = f"{found['op']} #{found['seq']}: {', '.join(words)}"
     return f"{title}; times in µs\n{columns(table, '>>>>' + '<' * (1 + len(found['ranks'])))}"
 
 

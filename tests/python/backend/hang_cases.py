@@ -111,7 +111,7 @@ def skips(job: Job) -> None:
     job.call(job.groups[1] if job.rank == 5 else None)
 
 
-@hangs(5, "", "is in no call", "evaluate", "all_reduce #0 ended")
+@hangs(5, "", "slept outside any collective", "(evaluate)", ", since all_reduce #0")
 def other_code(job: Job) -> None:
     if job.rank == 5:
         evaluate()
@@ -223,7 +223,7 @@ def exits(job: Job) -> None:
 
 @hangs(
     7,
-    *("", "evaluate", "all_reduce #4 ended", "waits for it in all_reduce #5"),
+    *("", "(evaluate)", ", since all_reduce #4", "waits for it in all_reduce #5"),
     about="a rank with one batch less",
 )
 def uneven(job: Job) -> None:
@@ -263,7 +263,7 @@ def compute(seconds: float) -> None:
         pass
 
 
-@hangs(7, "", "it computes", " compute")
+@hangs(7, "", "it has computed (", "(compute)")
 def computes(job: Job) -> None:
     if job.is_last:
         compute(HANG_S)

@@ -99,7 +99,7 @@ def test_the_cause_is_named(launcher: Launcher, tmp_path: Path, name: str) -> No
     ("name", "words"),
     [
         slow("stopped", ("rank 2 is the cause: its process", "stopped", "for it in all_reduce #1")),
-        slow("computes", ("rank 2 is the cause: it computes", "waits for it in all_reduce #1")),
+        slow("computes", ("rank 2 is the cause: it has computed", "waits for it in all_reduce #1")),
         ("recv", ("rank 0 is the cause: it is in recv with tag 7", "rank 1 has no send")),
     ],
 )
@@ -206,7 +206,7 @@ def test_two_jobs_of_one_parent_are_told_apart(launcher: Launcher, tmp_path: Pat
         launcher.job("stopped", folders[0], 2) as first,
         launcher.job("computes", folders[1], 2) as second,
     ):
-        for pids, words in ((first, "is stopped"), (second, "it computes")):
+        for pids, words in ((first, "is stopped"), (second, "it has computed (")):
             report = job.examine(pids[0])
             assert [row["pid"] for row in report["ranks"]] == pids
             assert words in report["verdict"]
@@ -364,7 +364,9 @@ def test_a_wait_of_a_minute_has_the_verdict_where_nobody_can_ask(late_jobs: dict
     """Which rank hangs, and where, as https://github.com/pytorch/pytorch/issues/69563 asks for."""
     idle, verdict = wait_for_lines(late_jobs["in CI"][0], 2)
     assert idle.startswith("ringcomm rank 0/3: idle for 1"), idle
-    assert verdict.startswith("ringcomm doctor: rank 2 is the cause: it sleeps outside"), verdict
+    assert verdict.startswith(
+        "ringcomm doctor: rank 2 is the cause: it has slept outside any collective for "
+    ), verdict
     assert "hang_cases.py:" in verdict, verdict
     assert "evaluate" in verdict, verdict
 
@@ -466,13 +468,42 @@ def test_a_message_with_its_counterpart_is_not_called_unmatched() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"state": "left"}, "it has left group 0, and sleeps outside of any collective"),
+        ({"state": "left"}, "it has left group 0, and sleeps outside any collective"),
         ({"state": "failed", "failure": "no memory"}, "its group 0 has failed, and it sleeps o"),
     ],
 )
 def test_a_rank_whose_side_of_the_group_has_ended(changes: dict[str, str], words: str) -> None:
     text, cause = say(rank(0, call(waits_for=1)), rank(1, OVER, **changes))
     assert (cause, words in text) == (1, True), text
+
+
+STACK = ["/lib/python3.11/selectors.py:415 select", "my job/train.py:12 load_batch"]
+LOADER = ["/torch/utils/data/dataloader.py:9 get", "train.py:7 <module>"]
+
+
+@pytest.mark.parametrize(
+    ("stack", "cpu_percent", "words"),
+    [
+        (STACK, 0, "has slept outside any collective for 10 s, since all_reduce #4, at my job/tr"),
+        ([], 0, "has slept outside any collective for 10 s, since all_reduce #4. Rank 0 waits"),
+        (STACK, 99, "has computed (99 % of a core) for 10 s, since all_reduce #4, at my job/train"),
+        (LOADER, 99, "has been in the data loader for 10 s, since all_reduce #4, at train.py:7 (<"),
+    ],
+)
+def test_what_a_rank_outside_calls_does_and_for_how_long(
+    stack: list[str], cpu_percent: float, words: str
+) -> None:
+    idle = replace(rank(1, OVER), stack=stack, cpu_percent=cpu_percent)
+    text, cause = say(rank(0, call(waits_for=1)), idle)
+    assert (cause, text.startswith(f"rank 1 is the cause: it {words}")) == (1, True), text
+    fresh = replace(idle, record=rank(1).record)  # it has made no call
+    now = {"has slept": "sleeps", "has computed": "computes", "has been": "is"}
+    begin = next(now[key] for key in now if words.startswith(key))
+    text, _ = say(rank(0, call(waits_for=1)), fresh)
+    assert text.startswith(f"rank 1 is the cause: it {begin} "), text
+    assert " s, since " not in text
+    if stack == STACK:
+        assert ", at my job/train.py:12 (load_batch). Rank 0 waits for it" in text
 
 
 def test_a_rank_without_a_record() -> None:
@@ -503,7 +534,8 @@ def test_a_slow_rank_is_told_from_one_that_hangs() -> None:
     steps = [call(seq=n, began_s=22 - 5 * n, ended_s=21.9 - 5 * n) for n in range(4)]
     posted = call("recv", 0)  # it does not wait for it
     text, cause = say(rank(0, call(waits_for=1)), rank(1, *steps, posted))
-    assert (text.startswith("no hang so far: rank 1 is slow"), cause) == (True, 1), text
+    said = "it has slept outside any collective for 6.9 s, since its last call, as 3 times before"
+    assert (text.split(". ")[0], cause) == (f"no hang so far: rank 1 is slow: {said}", 1), text
     late = [call(seq=n, began_s=40 - n, ended_s=39.9 - n) for n in range(4)]
     text, cause = say(rank(0, call(waits_for=1)), rank(1, *late, posted))
     assert text.startswith("rank 1 is the cause"), text

@@ -273,12 +273,21 @@ def test_doctor_prints_a_line_for_each_check(run_doctor: Doctor) -> None:
 
 def test_doctor_has_limits_for_load_speed_and_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     def problems(
-        load: float, busbw: float, threads: str, world_size: int = 2, p99_us: float = 500.0
+        load: float,
+        busbw: float,
+        threads: str,
+        world_size: int = 2,
+        p99_us: float = 500.0,
+        others: float = 0.0,
     ) -> dict[str, str]:
         monkeypatch.setenv("OMP_NUM_THREADS", threads)
         point = {"bytes": 16 << 20, "busbw_gb_per_s": busbw, "p50_us": 10.0, "p99_us": p99_us}
         report: dict[str, Any] = {
-            "group": {"all_reduce": [point], "copy_gb_per_s": 10.0},
+            "group": {
+                "all_reduce": [point],
+                "copy_gb_per_s": 10.0,
+                "others_busy_percent": others,
+            },
             "machine": {"cores": 4, "load": (load, 0, 0)},
             "cpus": {"num_cores": 4},
             "limits": {"cpu_cores": None},
@@ -287,14 +296,20 @@ def test_doctor_has_limits_for_load_speed_and_threads(monkeypatch: pytest.Monkey
         return {check: text for check, text, _ in doctor._problems(report, world_size)}
 
     assert problems(4.0, 1.1, "2") == {}
-    found = problems(4.5, 0.9, "3")
-    assert found["load"] == "load 4.50 on 4 CPUs: programs wait for their turn"
+    assert problems(4.5, 1.1, "2") == {}  # of programs that have ended
+    assert [*problems(4.0, 1.1, "2", others=11.0)] == ["others"]
+    found = problems(4.5, 0.9, "3", others=11.0)
+    averages = "load 4.50 over the minute before, 0.00 over 5, 0.00 over 15"
+    assert found["load"] == f"{averages}, on 4 CPUs: programs wait for their turn"
     assert found["speed"].startswith("all_reduce of 16 MiB has 9 % of the speed of one rank's copy")
     assert found["environment"].startswith("OMP_NUM_THREADS is 3: 2 ranks compute with 6 threads")
-    assert problems(4.0, 1.1, "1", p99_us=1000.0) == {
-        "all_reduce of 16 MiB": "all_reduce of 16 MiB: 10.0 µs, 99th percentile 1.00 ms, 100 times"
-        " the median (at most 50 expected): other programs use the cores"
-    }
+    for others, why in ((0.0, "a rank waited for a core"), (11.0, "other programs use the cores")):
+        late = problems(4.0, 1.1, "1", p99_us=1000.0, others=others)
+        assert late["all_reduce of 16 MiB"] == (
+            "all_reduce of 16 MiB: 10.0 µs, 99th percentile 1.00 ms, 100 times the median (at most"
+            f" 50 expected): {why}"
+        )
+        assert [*late][-1] == "all_reduce of 16 MiB"
     turns = problems(4.0, 1.1, "1", world_size=5)
     assert turns == {"cpus": "5 ranks on 4 cores: the ranks have to take turns"}
 

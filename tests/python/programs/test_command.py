@@ -5,7 +5,9 @@ The latter name the report. Each shows the fault's cause here and the right answ
 
 from __future__ import annotations
 
+import argparse
 import ctypes
+import fcntl
 import gzip
 import json
 import os
@@ -15,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +136,60 @@ def test_help_to_a_reader_that_has_gone() -> None:
     process.stderr.close()
 
 
+WRITING = (
+    "plan --collectives",
+    "plan --model gpt2 --gpus 1",
+    "plan --model gpt2 --gpus 1 --json",
+    "show ring -o {folder}/page.html",
+    "show ring -o /proc/self/fd/1",
+    "doctor --world-size 1 --seconds 0",
+    "trace --steps {folder}/ring.json",
+    "trace --steps {folder}/ring.json --json",
+    "tune --world-sizes 2 --sizes 1k,2k --seconds 0 --repeats 0 --json {folder}/t.json",
+    "bench barrier --world-size 2 --seconds 0 --repeats 0",
+)
+
+
+def read_and_leave(pipe: int) -> None:
+    os.read(pipe, 1)
+    os.close(pipe)
+
+
+@pytest.mark.parametrize("line", WRITING)
+def test_a_command_whose_reader_has_gone(line: str, tmp_path: Path) -> None:
+    """`| head` is no bad input. Unbuffered, so that the first line meets the closed pipe."""
+    args = {"group": "0", "seq": 0, "bytes": 4, "slice": 0, "chunk": 0, "from": 0}
+    place: dict[str, Any] = {"pid": 0, "tid": 0, "ts": 0.0, "dur": 1.0, "args": args}
+    events: list[dict[str, Any]] = [
+        {"name": "process_name", "pid": 0, "args": {"name": "rank 0"}},
+        {"name": "all_reduce", "cat": "collective"} | place,
+        {"name": "reduce_scatter step 0", "cat": "step"} | place,
+    ]
+    trace = {"otherData": {"clock": []}, "traceEvents": events}
+    (tmp_path / "ring.json").write_text(json.dumps(trace), encoding="utf-8")
+    reading, writing = os.pipe()
+    if "/fd/1" in line:  # the page does not fit; without a reader open() would wait
+        fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
+        threading.Thread(target=read_and_leave, args=(reading,)).start()
+    else:
+        os.close(reading)
+    try:
+        done = subprocess.run(
+            [*COMMAND, *line.format(folder=tmp_path).split()],
+            env=os.environ | {"PYTHONUNBUFFERED": "1"},
+            stdout=writing,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+    finally:
+        os.close(writing)
+    assert done.returncode == 141, done.stderr
+    assert "roken pipe" not in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_a_full_disk_is_an_error() -> None:
     """https://github.com/wren-lang/wren-cli/issues/56: the buffer is written after the status."""
     for words in (["--help"], ["plan", "--model", "gpt2", "--gpus", "1"]):
@@ -245,6 +302,36 @@ def test_numbers_out_of_range(line: str, message: str, capsys: pytest.CaptureFix
     And https://github.com/automl/SMAC3/issues/58: one that is infinite as a float.
     """
     assert message in said_of(line, capsys)
+
+
+def test_why_names_a_plan_that_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    """Another number explained the last plan, without a word."""
+    words = "plan --model gpt2 --gpus 2"
+    assert cli.run(words.split()) == 0
+    (count,) = re.findall(r"(\d+) plans fit", capsys.readouterr().out)
+    for wrong in ("0", "-1", str(int(count) + 1)):
+        for more in ("", " --json"):
+            said = said_of(f"{words} --why {wrong}{more}", capsys)
+            assert f"--why must be 1 to {count}, got {wrong}" in said
+    assert cli.run([*words.split(), "--why", count]) == 0
+    assert f"\nPlan {count}, " in capsys.readouterr().out
+
+
+def parsers() -> Iterator[argparse.ArgumentParser]:
+    for name, (add_arguments, _) in _ringcomm_cli._COMMANDS.items():
+        parser = _ringcomm_cli.OneLineParser(prog=name)
+        add_arguments(parser)
+        yield parser
+    for operation in _ringcomm_cli.OPERATIONS:
+        yield front_door.make_parser(operation, "bench")
+
+
+def test_each_option_has_a_help_of_its_own() -> None:
+    """--memory of `plan` had that of the option before it."""
+    for parser in parsers():
+        helps = [action.help for action in parser._actions]
+        assert all(helps), parser.prog
+        assert [text for text in helps if helps.count(text) > 1] == [], parser.prog
 
 
 @pytest.mark.parametrize("pid", ["-5", "0", "99999999999999999999999"])

@@ -139,7 +139,7 @@ def test_every_step_of_a_ring_is_there_once(env: str, world_size: int, tmp_path:
         found = [e | e["args"] for e in of(events, "step", rank)]
         expected: Counter[tuple[Any, ...]] = Counter()
         before, behind = (rank - 1) % world_size, (rank + 1) % world_size
-        for idx in range(NUM_SLICES):
+        for idx in range(1, NUM_SLICES + 1):
             expected["reduce_scatter first send", idx, before, None, behind] += 1
             for step in range(world_size - 1):
                 chunk = (rank - step - 2) % world_size
@@ -181,7 +181,7 @@ def test_steps_as_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     merge([tmp_path], tmp_path / "trace.json.gz")
     assert cli.run(["trace", "--steps", str(tmp_path / "trace.json.gz")]) == 0
     title, header, *lines = capsys.readouterr().out.splitlines()
-    about = "sum, float32, ring, 36 bytes, 3 ranks, 15 steps; times in µs"
+    about = "sum, float32, ring, 36 bytes, 3 ranks, 4 steps, 15 rows; times in µs"
     assert title == f"all_reduce #0: {about}"
     columns = ["rank 0", "rank 1", "rank 2"]
     assert header.split("  ")[-3:] == columns or all(name in header for name in columns)
