@@ -34,7 +34,7 @@ bool gives(OpKind op, int rank) {
 
 /// Synchronizations of a call in which the ranks of `lenders` lend, if it has `num_staged` without.
 std::uint64_t expected_rounds(OpKind op, const std::vector<bool>& lenders,
-                                  std::uint64_t num_staged) {
+                              std::uint64_t num_staged) {
   bool any_lends = false, any_keeps = false;
   for (std::size_t rank = 0; rank < lenders.size(); ++rank) {
     if (!gives(op, static_cast<int>(rank))) continue;
