@@ -4,8 +4,9 @@
     python benchmarks/pictures.py [--only speed ring errors] [--out docs/design]
 
 `speed` is bars of the newest records in benchmarks/results: calls and a training step over each
-library. `ring` and `errors` start ranks: `ring` draws the fastest of some recorded all_reduces,
-`errors` what ranks and `ringcomm doctor` say of three jobs, which README gets as text, too.
+library, also as narrow as a phone. `ring` and `errors` start ranks: `ring` draws the fastest of
+some recorded all_reduces, `errors` what ranks and `ringcomm doctor` say of three jobs, which README
+gets as text, too.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import argparse
 import html
 import sys
 import tempfile
+import textwrap
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,7 +36,7 @@ from ringcomm.trace.merge import Ring
 DESIGN = harness.ROOT / "docs" / "design"
 README = harness.ROOT / "README.md"
 MARKS = ("<!-- errors: begin -->", "<!-- errors: end -->")
-WIDTH = 680
+WIDTH, NARROW = 680, 380  # the latter for phones
 # Ink and faint ink on the page's own ground.
 THEMES = {"light": ("#1f2328", "#59636e"), "dark": ("#e6edf3", "#9198a1")}
 CALL = {"kind": "collective", "op": "all_reduce", "dtype": "float32", "device": "cpu"}
@@ -95,11 +98,11 @@ def _attributes(style: dict[str, Any]) -> str:
     )
 
 
-def picture(height: int, title: str, theme: str, parts: Iterable[str]) -> str:
+def picture(height: int, title: str, theme: str, parts: Iterable[str], width: int = WIDTH) -> str:
     """A whole file, in the fonts of the viewer."""
     ink, faint = THEMES[theme]
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}"'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}"'
         f' height="{height}" role="img" aria-label="{html.escape(title)}">\n'
         "<style>text{font:15px system-ui,-apple-system,'Segoe UI',sans-serif;"
         f"fill:{ink}}} .bold{{font-weight:600}} .faint{{fill:{faint};font-size:13px}}"
@@ -107,15 +110,21 @@ def picture(height: int, title: str, theme: str, parts: Iterable[str]) -> str:
     )
 
 
-def speed(rows: dict[str, list[Bar]], theme: str) -> str:
-    """Bars of medians; each row has its own scale, to its longest bar."""
-    left, longest, height = 96, 430, 22
+def speed(rows: dict[str, list[Bar]], theme: str, total: int = WIDTH) -> str:
+    """Bars of medians; each row has its own scale, to its longest bar.
+
+    A narrow picture has speed-ups below their titles, and shorter lines of text.
+    """
+    is_narrow = total < WIDTH
+    left, longest, height = (90, 214, 22) if is_narrow else (96, 430, 22)
     parts, y = [], 8.0
     for title, bars in rows.items():
         slowest_us = max(record["p50_us"] for _, record in bars)
         parts.append(text(0, y + 16, title, class_="bold"))
         if (gloo := _speed_up(bars)) is not None:
-            parts.append(text(WIDTH, y + 16, gloo, text_anchor="end", class_="faint"))
+            y += 19 * is_narrow
+            x, anchor = (0, "start") if is_narrow else (total, "end")
+            parts.append(text(x, y + 16, gloo, text_anchor=anchor, class_="faint"))
         y += 26
         for library, record in bars:
             width = max(2.0, longest * record["p50_us"] / slowest_us)
@@ -126,15 +135,16 @@ def speed(rows: dict[str, list[Bar]], theme: str) -> str:
         y += 12
     step = f"step: {STEP['rows_per_rank']} × {STEP['tokens_per_row']} tokens per rank"
     (first, *_) = [bars[0].record for bars in rows.values()]
-    for line in (
+    said = [
         f"Shorter is faster. Medians of 2 ranks, float32; {step}.",
         "Speed-ups are medians over neighbouring blocks, with their 10 and 90 % points.",
-        f"{source_of(first)}. ringcomm bench does this beside Gloo.",
-    ):
+        f"{source_of(first)}. ringcomm bench measures ringcomm and Gloo.",
+    ]
+    for line in textwrap.wrap(" ".join(said), 48) if is_narrow else said:
         y += 19
         parts.append(text(0, y, line, class_="faint"))
     title = "Time of all_reduce and of a training step over ringcomm and other libraries"
-    return picture(round(y + 10), title, theme, parts)
+    return picture(round(y + 10), title, theme, parts, total)
 
 
 def _speed_up(bars: list[Bar]) -> str | None:
@@ -229,6 +239,7 @@ def main(argv: list[str]) -> int:
             print("no records to draw speed from", file=sys.stderr)
             return EXIT_FAILED
         write_both(options.out, "speed", speed, rows)
+        write_both(options.out, "speed-narrow", partial(speed, total=NARROW), rows)
     with tempfile.TemporaryDirectory() as name:
         if "ring" in options.only:
             write_both(options.out, "ring", ring, sample_jobs.fastest_ring(Path(name)))

@@ -30,10 +30,10 @@ SHOWN = sorted(PAGES.keys() - {"trace"})  # which is of a user's own file
 SHOW_ROW = re.compile(rf'<a id="({"|".join(SHOWN)})"></a>(`\1`)')
 SHOW_LINK = re.compile(rf"how-to/show\.md#({'|'.join(SHOWN)})\)")
 PART = re.compile(r"(?m)^<!-- README(?:: (.+))? -->$")
-PICTURE = re.compile(
-    r'<picture>\s*<source [^>]*srcset="docs/([^"]+)">\s*<img alt="([^"]*)" src="docs/([^"]+)">\s*'
-    r"</picture>"
-)
+PICTURE = re.compile(r"<picture>(.*?)</picture>", re.S)
+SOURCE = re.compile(r'<source media="([^"]*)" srcset="docs/([^"]+)">')
+DARK, NARROW = "(prefers-color-scheme: dark)", "(max-width: 719px)"
+IMAGE = re.compile(r'<img alt="([^"]*)" src="docs/([^"]+)">')
 
 
 def on_config(config: Any) -> Any:
@@ -82,7 +82,19 @@ def part_of(readme: str, title: str | None) -> str:
     first, *sections = re.split(r"(?m)^## ", readme)
     named = {section.partition("\n")[0]: f"## {section}" for section in sections}
     text = first.partition("\n")[2] if title is None else named[title]
-    # The site's own switch between light and dark decides, not the browser's.
-    text = PICTURE.sub(r"![\2](\3#only-light)\n![\2](\1#only-dark)", text)
+    text = PICTURE.sub(lambda match: _in_both_themes(match[1]), text)
     text = text.replace("<details>", "<details markdown>")
     return text.replace("](docs/", "](")
+
+
+def _in_both_themes(picture: str) -> str:
+    """The images of a <picture>: the site's switch chooses the theme, and the browser the width."""
+    ((alt, light),) = IMAGE.findall(picture)
+    files = {"": light} | dict(SOURCE.findall(picture))
+    lines = []
+    for theme, dark in (("light", ""), ("dark", DARK)):
+        image = f"![{alt}]({files[dark]}#only-{theme})"
+        if narrow := files.get(f"{NARROW} and {dark}" if dark else NARROW):
+            image = f'<picture><source media="{NARROW}" srcset="{narrow}">{image}</picture>'
+        lines.append(image)
+    return "\n".join(lines)

@@ -40,7 +40,8 @@ def ring(num_ranks: int, num_bytes: int, trace: Path | None, seq: int | None) ->
     Raises ValueError if the trace has no such ring.
     """
     if trace is None:
-        return {"max_ranks": MAX_RANKS, "ranks": num_ranks, "bytes": num_bytes, "measured": []}
+        made_up = {"ranks": num_ranks, "bytes": num_bytes, "recorded": "", "measured": []}
+        return {"max_ranks": MAX_RANKS} | made_up
     from ringcomm.trace import merge
 
     found = merge.ring_of(trace, seq)
@@ -50,10 +51,12 @@ def ring(num_ranks: int, num_bytes: int, trace: Path | None, seq: int | None) ->
         mine["us"] += step["dur"]
         mine["wait_us"] += sum(wait["dur"] for wait in found.waits_in(step))
         mine["peer"] = f"rank {step['args'].get('from')}"
+    name, about = found.whole["name"], found.whole["args"]
     return {
         "max_ranks": MAX_RANKS,
         "ranks": len(found.ranks),
-        "bytes": found.whole["args"]["bytes"],
+        "bytes": about["bytes"],
+        "recorded": f"{name} #{about['seq']} of {len(found.ranks)} ranks, from {trace.name}",
         "measured": [{"rank": rank, "step": name} | own for (rank, name), own in times.items()],
     }
 
@@ -86,7 +89,7 @@ def memory(model: str, max_ranks: int) -> dict[str, Any]:
     about = (
         f"A rank has one sequence of {shape.context:,} tokens, in bfloat16, plus float32 master"
         " weights, except LOMO; states are AdamW's. Layers are recomputed: only their inputs are"
-        " kept. The page lomo counts otherwise: one rank, and all activations are kept."
+        " kept. The page lomo differs: one rank, all activations kept."
     )
     return {"model": shape.name, "num_params": shape.num_params, "about": about, "rows": rows}
 
@@ -117,7 +120,7 @@ def lomo(model: str) -> dict[str, Any]:
     ]
     about = (
         f"One sequence of {shape.context:,} tokens on one rank, in bfloat16, plus float32 master"
-        " weights, except LOMO. Layers are not recomputed, as they are on page memory."
+        " weights, except LOMO. All activations are kept; the page memory recomputes layers."
     )
     return {"model": shape.name, "about": about, "sizes": sizes}
 

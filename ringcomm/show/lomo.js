@@ -49,6 +49,11 @@ main.append(
   legendOf(Object.entries(PARTS)),
   picture,
   table,
+  make("h2", {}, "What an optimizer keeps"),
+  tableOf(
+    ["optimizer", "in memory"],
+    Object.entries(SYSTEMS).map(([name, {said}]) => [name, said]),
+  ),
   paragraph(
     "LOMO never stores the gradients of the model together: the backward pass computes one, applies it to its weight and frees it before the next. ",
     "AdaLomo also keeps one row and one column of numbers for each matrix.",
@@ -110,16 +115,10 @@ function drawAll() {
   picture.replaceChildren(svg);
   table.replaceChildren(
     tableOf(
-      ["", ...Object.keys(PARTS), "now", "most", "what it keeps"],
-      Object.entries(SYSTEMS).map(([name, {said}]) => {
+      ["optimizer", "now", "most", ...Object.keys(PARTS)],
+      Object.keys(SYSTEMS).map(name => {
         const parts = memoryAt(name, count);
-        return [
-          name,
-          ...Object.values(parts).map(part => bytes(part)),
-          bytes(sum(parts)),
-          bytes(peak(name)),
-          said,
-        ];
+        return [name, bytes(sum(parts)), bytes(peak(name)), ...Object.values(parts).map(part => bytes(part))];
       }),
     ),
   );

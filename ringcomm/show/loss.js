@@ -25,7 +25,8 @@ main.append(
   ways,
   paragraph(
     "Megatron's three all_reduces wait for one another: the sum of exponentials needs the maximum of all ranks. Here a rank takes its own maximum m, and sends it beside its sum s: ",
-    "s · exp(m − M) corrects the sum when the maximum M of all ranks is known.",
+    "s · exp(m − M) corrects the sum when the maximum M of all ranks is known. ",
+    "The all_reduce combines them two ranks at a time: two triples are merged into the larger m, both s scaled to it and added, and the target's logit.",
   ),
 );
 

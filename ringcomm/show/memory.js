@@ -69,11 +69,11 @@ function drawAll() {
   picture.replaceChildren(svg);
   table.replaceChildren(
     tableOf(
-      ["system", ...Object.values(PARTS).map(([name]) => name), "in all"],
+      ["system", "in all", ...Object.values(PARTS).map(([name]) => name)],
       rows.map(row => [
         SYSTEMS[row.system][0],
-        ...Object.keys(PARTS).map(part => bytes(row[part])),
         bytes(total(row)),
+        ...Object.keys(PARTS).map(part => bytes(row[part])),
       ]),
     ),
   );

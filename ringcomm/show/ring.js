@@ -84,7 +84,15 @@ const sent = make("p", {id: "sent"}),
 const halves = make("div", {id: "halves", class: "halves"});
 const waits = make("p", {id: "waits"}),
   compared = make("div", {id: "compared"});
+const recorded = make(
+  "p",
+  {id: "recorded"},
+  `A recording of ${data.recorded}. Below the picture: which rank waited in the step, for which, and how long.`,
+);
+// Not for other ranks or another algorithm than those of the recording.
+const isRecorded = n => data.recorded !== "" && n === data.ranks && state.algorithm === "ring";
 main.append(
+  recorded,
   paragraph(
     "Every rank has a buffer, cut into one chunk per rank. At the end each rank has the sum of all buffers. ",
     "A step changes the cells with a bold frame; arrows and dashed frames show where the data comes from.",
@@ -119,7 +127,7 @@ function drawPicture(n, steps) {
   const isListed = n <= cellTexts(),
     hasArrows = isListed && state.algorithm === "ring";
   const sizes = isNarrow()
-    ? {listed: [54, 40, 16], counted: [30, 26, 6], nameEnd: 52}
+    ? {listed: [54, 40, 16], counted: [30, 26, 6], nameEnd: n > 10 ? 62 : 52}
     : {listed: [96, 40, 36], counted: [44, 26, 10], nameEnd: 66};
   const [width, height, gap] = isListed ? sizes.listed : n <= COUNT_TEXTS ? sizes.counted : [14, 14, 2];
   const left = sizes.nameEnd + 10 + (hasArrows ? gap : 0),
@@ -210,7 +218,7 @@ function drawPicture(n, steps) {
 function waitText(n, step) {
   if (!step) return "";
   const measured = data.measured.filter(one => one.step === step.name);
-  if (measured.length && n === data.ranks && state.algorithm === "ring") {
+  if (measured.length && isRecorded(n)) {
     const said = measured
       .filter(one => one.wait_us > 0)
       .map(one => `${one.rank} waited ${duration(one.wait_us)} for ${one.peer}`);
@@ -228,6 +236,7 @@ function drawAll() {
   const n = state.ranks,
     steps = ALGORITHMS[state.algorithm](n),
     step = steps[state.count - 1];
+  recorded.hidden = !isRecorded(n);
   slider.max = steps.length;
   slider.value = state.count;
   slider.setAttribute("aria-valuetext", step ? `step ${state.count}${step.said}` : "before the first step");
@@ -277,7 +286,7 @@ function drawAll() {
       }),
     ),
     paragraph(
-      "In each step of the ring a rank receives one chunk, 1/N of the buffer. Summing takes N − 1 steps, passing the sums around N − 1 more: 2(N − 1)/N. No algorithm needs less. ",
+      "In each step of the ring a rank receives one chunk, 1/N of the buffer. Summing takes N − 1 steps, passing the sums around N − 1 more: 2(N − 1)/N. No algorithm needs less on its busiest rank: all ranks together must receive 2(N − 1) buffers. ",
       "two_shot receives as much in two steps, each from all other ranks. one_shot has one step, so it is the fastest for small buffers.",
     ),
   );

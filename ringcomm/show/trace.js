@@ -8,6 +8,10 @@ const KINDS = {
   wait: COLORS.orange,
 };
 const kindOf = event => (event.kind === "program" ? event.name : event.kind);
+// Those of the recording; a job without marks has no phases.
+const found = new Set(data.events.map(kindOf)),
+  kinds = Object.keys(KINDS).filter(kind => found.has(kind)),
+  columns = [...new Set(["wait", "call", ...kinds])].filter(kind => found.has(kind)); // for a phone
 const LEFT = 90,
   WIDTH = isNarrow() ? 280 : 900,
   BAR = 20,
@@ -33,7 +37,7 @@ const shown = make("p", {id: "shown", "aria-live": "polite"}),
   ring = make("figure", {id: "ring"});
 main.append(
   paragraph(data.about),
-  legendOf(Object.entries(KINDS)),
+  legendOf(kinds.map(kind => [kind, KINDS[kind]])),
   make("form", {}, ...Object.values(buttons)),
   shown,
   picture,
@@ -109,7 +113,7 @@ function describe(event) {
 
 // By rank: µs of each kind in the view; and [rank, peer] -> µs of waits.
 function sumsIn() {
-  const times = data.ranks.map(() => Object.fromEntries(Object.keys(KINDS).map(kind => [kind, 0]))),
+  const times = data.ranks.map(() => Object.fromEntries(kinds.map(kind => [kind, 0]))),
     waits = new Map();
   for (const event of data.events.filter(isIn)) {
     times[event.rank][kindOf(event)] += lengthIn(event);
@@ -174,8 +178,8 @@ function draw() {
   const cells = us => (us ? `${duration(us)} (${percent(us / span)})` : "");
   sums.replaceChildren(
     tableOf(
-      ["", ...Object.keys(KINDS)],
-      data.ranks.map((name, row) => [name, ...Object.keys(KINDS).map(kind => cells(times[row][kind]))]),
+      ["", ...columns],
+      data.ranks.map((name, row) => [name, ...columns.map(kind => cells(times[row][kind]))]),
     ),
   );
   drawRing(waits);

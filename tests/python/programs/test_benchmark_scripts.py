@@ -190,11 +190,13 @@ def test_the_bars_of_readme_are_the_committed_records(committed: Any) -> None:
     rows = pictures.rows_of(committed)
     assert [*rows] == [*pictures.ROWS]
     for theme in pictures.THEMES:
-        drawn = (pictures.DESIGN / f"speed-{theme}.svg").read_text(encoding="utf-8")
-        assert drawn == pictures.speed(rows, theme), "renew it: python benchmarks/pictures.py"
-        for bars in rows.values():
-            texts = [in_seconds(record["p50_us"] * 1e-6) for _, record in bars]
-            assert all(f">{text}</text>" in drawn for text in texts)
+        for name, width in (("speed", pictures.WIDTH), ("speed-narrow", pictures.NARROW)):
+            drawn = (pictures.DESIGN / f"{name}-{theme}.svg").read_text(encoding="utf-8")
+            told = "renew it: python benchmarks/pictures.py --only speed"
+            assert drawn == pictures.speed(rows, theme, width), told
+            for bars in rows.values():
+                texts = [in_seconds(record["p50_us"] * 1e-6) for _, record in bars]
+                assert all(f">{text}</text>" in drawn for text in texts)
 
 
 def test_a_ring_is_drawn_step_by_step() -> None:

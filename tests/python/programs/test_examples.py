@@ -49,6 +49,17 @@ SLOW = {
 }
 
 
+def test_the_tutorials_table_names_programs_and_options_that_exist() -> None:
+    page = EXAMPLES.parent / "docs" / "tutorial" / "index.md"
+    rows = re.findall(r"(?m)^\| `(\w+\.py)(.*?)` \| \d+ \| (.*) \|$", page.read_text("utf-8"))
+    assert len(rows) > 8
+    common = (EXAMPLES / "common.py").read_text(encoding="utf-8")
+    for program, arguments, said in rows:
+        text = (EXAMPLES / program).read_text(encoding="utf-8") + common
+        for option in re.findall(r"--[\w-]+", arguments + said):
+            assert f'"{option}"' in text, (program, option)
+
+
 def run_example(rank: int, words: list[str]) -> Any:
     """Runs main() of an example within the group that is there."""
     name, *arguments = words

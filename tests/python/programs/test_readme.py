@@ -92,6 +92,10 @@ def test_the_home_page_has_the_parts_of_readme() -> None:
     assert "](docs/" not in shown
     assert site_pages.on_config({})["repo_url"] == (buildconfig.address() or None)
     assert shown.count("#only-dark") == shown.count("#only-light") == README.count("<picture>") == 2
+    for theme in ("light", "dark"):  # a phone gets another picture of the same theme
+        narrow = f'<source media="{site_pages.NARROW}" srcset="design/speed-narrow-{theme}.svg">'
+        assert f"{narrow}![" in shown
+        assert f"](design/speed-{theme}.svg#only-{theme})</picture>" in shown
 
 
 def run_all_blocks(rank: int) -> None:

@@ -207,6 +207,8 @@ def test_a_recorded_ring(tmp_path: Path) -> None:
         written("ring", "--trace", trace, "--seq", "7", path=tmp_path / "page.html"), "data"
     )
     assert (data["ranks"], data["bytes"]) == (2, 4096)
+    assert data["recorded"] == "all_reduce #7 of 2 ranks, from trace.json"
+    assert show.ring(2, 1, None, None)["recorded"] == ""
     assert {"rank": "rank 1", "step": "all_gather step 0"} | {
         "us": 9.0,
         "wait_us": 2.0,
@@ -297,6 +299,55 @@ def test_pages_fit_the_screen(browser: Any, page: str, size: Any, tmp_path: Path
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("ranks", [4, 11, 20, 64])
+def test_names_of_chunks_are_whole_on_a_phone(browser: Any, ranks: int, tmp_path: Path) -> None:
+    with opened(browser, written("ring", path=tmp_path / "page.html"), PHONE) as page:
+        set_to(page, "#ranks", ranks)
+        lefts = "all => all.map(text => text.getBBox().x)"
+        names = page.locator("#picture text.faint")
+        assert names.count() == (ranks if ranks <= 20 else ranks // 8)
+        assert min(names.evaluate_all(lefts)) >= 0
+
+
+# Of each page with a table of numbers: the columns that a phone shows without scrolling.
+FIRST_COLUMNS = {
+    "memory": ["system", "in all"],
+    "lomo": ["optimizer", "now", "most"],
+    "trace": ["", "wait", "call"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", FIRST_COLUMNS)
+def test_a_phone_shows_the_totals_of_a_table(browser: Any, page: str, tmp_path: Path) -> None:
+    with opened(browser, written(page, path=tmp_path / "page.html"), PHONE) as shown:
+        table = shown.locator("#sums, #table")
+        heads = table.locator("th")
+        first = FIRST_COLUMNS[page]
+        assert heads.all_inner_texts()[: len(first)] == first
+        rights = heads.evaluate_all("all => all.map(one => one.getBoundingClientRect().right)")
+        assert max(rights[: len(first)]) <= PHONE["width"]
+        assert all("".join(column) for column in columns_of(table))
+
+
+def columns_of(table: Any) -> list[tuple[str, ...]]:
+    """The texts of each column below its head."""
+    rows = table.locator("tbody tr").all()
+    return [*zip(*(row.locator("td").all_inner_texts() for row in rows), strict=True)]
+
+
+@pytest.mark.slow
+def test_a_trace_without_phases_has_no_columns_for_them(browser: Any, tmp_path: Path) -> None:
+    trace = json.loads(ring_trace(tmp_path).read_text(encoding="utf-8"))
+    trace["traceEvents"] = [e for e in trace["traceEvents"] if e.get("cat") != "program"]
+    (tmp_path / "trace.json").write_text(json.dumps(trace), encoding="utf-8")
+    path = written("trace", "--trace", str(tmp_path / "trace.json"), path=tmp_path / "page.html")
+    with opened(browser, path) as page:
+        assert page.locator("#sums th").all_inner_texts() == ["", "wait", "call"]
+        assert page.locator(".legend span").all_inner_texts() == ["■ call", "■ wait"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["ring", "two_shot", "one_shot"])
 @pytest.mark.parametrize("n", [2, 3, 8, 64])
 def test_every_rank_gets_the_sum(browser: Any, algorithm: str, n: int, tmp_path: Path) -> None:
@@ -321,13 +372,18 @@ def test_every_rank_gets_the_sum(browser: Any, algorithm: str, n: int, tmp_path:
 @pytest.mark.slow
 def test_a_recorded_ring_says_who_waited(browser: Any, tmp_path: Path) -> None:
     trace = str(ring_trace(tmp_path))
+    with opened(browser, written("ring", path=tmp_path / "page.html")) as page:
+        assert page.locator("#recorded").is_hidden()
     with opened(browser, written("ring", "--trace", trace, path=tmp_path / "page.html")) as page:
+        assert "all_reduce #7 of 2 ranks, from trace.json" in page.locator("#recorded").inner_text()
         page.locator("#step").fill("1")
         said = page.locator("#waits").inner_text()
         assert "rank 1 waited 2 µs for rank 0" in said
         assert "took 9 µs" in said
         page.locator("#play").click()
         page.wait_for_function("document.getElementById('step').value === '2'")
+        set_to(page, "#ranks", 3)
+        assert page.locator("#recorded").is_hidden()
 
 
 def reduce_once(rank: int) -> None:
@@ -347,7 +403,7 @@ def test_a_recorded_job_in_a_browser(browser: Any, tmp_path: Path) -> None:
         assert kinds() == sorted([*phases, "call", "call"])
         assert page.locator('rect.event[data-kind="wait"][data-rank="1"]').count() == 2
         row = page.locator("#sums tbody tr").nth(0).locator("td").all_inner_texts()
-        assert row[:5] == ["rank 0", *["30 µs (25 %)"] * 3, "20 µs (16.7 %)"]
+        assert row == ["rank 0", "", "20 µs (16.7 %)", *["30 µs (25 %)"] * 3]
         (arrow,) = page.locator("path.arrow").all()  # rank 0 has waited for 0 µs
         assert "rank 1 waited 4 µs for rank 0" in arrow.text_content()
         page.locator('rect.event[data-kind="backward"]').click()

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pictures
 import pytest
 import site_pages
 from browsers import data_of, opened
@@ -128,6 +129,19 @@ def test_links_in_the_docs_lead_to_rows_of_the_list_and_on_the_site_to_pages() -
         )
         linked |= {*found}
     assert linked == {*site_pages.SHOWN}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("theme", pictures.THEMES)
+def test_texts_of_the_picture_for_phones_are_inside_it(browser: Any, theme: str) -> None:
+    ends = "all => all.map(one => [one.getBBox().x, one.getBBox().x + one.getBBox().width])"
+    path = ROOT / "docs" / "design" / f"speed-narrow-{theme}.svg"
+    page = browser.new_page()
+    page.goto(path.as_uri())
+    for begin, end in page.locator("text").evaluate_all(ends):
+        assert begin >= 0
+        assert end <= pictures.NARROW
+    page.close()
 
 
 def standalone(parts: list[dict[str, Any]]) -> str:
