@@ -163,7 +163,7 @@ def ring(found: Ring, theme: str) -> str:
     n = len(ranks)
     names = ["reduce_scatter first send"]
     for half in ("reduce_scatter", "all_gather"):
-        names += [f"{half} step {step}" for step in range(n - 1)]
+        names += [f"{half} step {step}" for step in range(1, n)]
     left, top, width, height, gap = 62, 62, 70, 44, 18
     colors = [*COLORS.values()]
     x = {name: left + idx * (width + gap) for idx, name in enumerate(names)}

@@ -14,13 +14,13 @@ const ALGORITHMS = {
     return [
       ...range(n - 1).map(k => ({
         half: "reduce_scatter",
-        name: `reduce_scatter step ${k}`,
+        name: `reduce_scatter step ${k + 1}`,
         said: ` (reduce_scatter ${k + 1} of ${n - 1})`,
         moves: moves(true, to => to - 2 - k),
       })),
       ...range(n - 1).map(k => ({
         half: "all_gather",
-        name: `all_gather step ${k}`,
+        name: `all_gather step ${k + 1}`,
         said: ` (all_gather ${k + 1} of ${n - 1})`,
         moves: moves(false, to => to - 1 - k),
       })),

@@ -312,7 +312,7 @@ def _name(process: Process, event: dict[str, Any]) -> str:
         "call": event["title"],
         "collective": f"{op}{enqueued}",
         "part": f"{op} inside the host",
-        "step": f"{op} step {event['step'] - 1}" if event["step"] else f"{op} first send",
+        "step": f"{op} step {event['step']}" if event["step"] else f"{op} first send",
         "wait": f"wait for {whom}",
         "queue": "wait for this rank's own thread",
         "message": f"{op}{enqueued} {'from' if op == 'recv' else 'to'} {whom}",

@@ -202,7 +202,7 @@ def test_the_bars_of_readme_are_the_committed_records(committed: Any) -> None:
 def test_a_ring_is_drawn_step_by_step() -> None:
     """Each rank's cell of a step has its chunk, in each theme."""
     names = {rank: f"rank {rank}" for rank in range(2)}
-    begin, *others = ("reduce_scatter first send", "reduce_scatter step 0", "all_gather step 0")
+    begin, *others = ("reduce_scatter first send", "reduce_scatter step 1", "all_gather step 1")
     steps = [
         {
             "name": name,

@@ -163,7 +163,7 @@ def test_a_command_whose_reader_has_gone(line: str, tmp_path: Path) -> None:
     events: list[dict[str, Any]] = [
         {"name": "process_name", "pid": 0, "args": {"name": "rank 0"}},
         {"name": "all_reduce", "cat": "collective"} | place,
-        {"name": "reduce_scatter step 0", "cat": "step"} | place,
+        {"name": "reduce_scatter step 1", "cat": "step"} | place,
     ]
     trace = {"otherData": {"clock": []}, "traceEvents": events}
     (tmp_path / "ring.json").write_text(json.dumps(trace), encoding="utf-8")

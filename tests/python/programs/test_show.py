@@ -98,7 +98,7 @@ def refused(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str])
 
 
 EVENT: dict[str, Any] = {"name": "F0", "tid": 0, "ts": 0.0, "dur": 1.0, "args": {"stage": 0}}
-STEP = {"cat": "step", "name": "reduce_scatter step 0", "pid": 1, "ts": 0, "args": {"seq": 1}}
+STEP = {"cat": "step", "name": "reduce_scatter step 1", "pid": 1, "ts": 0, "args": {"seq": 1}}
 NO_TRACE, NO_TIMELINE = "is not a trace written by `ringcomm trace`", "was not written by Timeline"
 
 
@@ -191,7 +191,7 @@ def ring_trace(folder: Path) -> Path:
         for at, half in enumerate(("reduce_scatter", "all_gather")):
             place = {"ph": "X", "pid": pid, "tid": 1, "ts": 10.0 * at}
             args = {"group": "g", "seq": 7, "chunk": (rank + at) % 2, "slice": 0, "from": 1 - rank}
-            step = {"name": f"{half} step 0", "cat": "step", "dur": 8.0 + rank, "args": args}
+            step = {"name": f"{half} step 1", "cat": "step", "dur": 8.0 + rank, "args": args}
             wait = {"name": "wait", "cat": "wait", "dur": 2.0 * rank}
             wait["args"] = about | {"rank": 1 - rank}
             events += [place | step, place | wait]
@@ -209,7 +209,7 @@ def test_a_recorded_ring(tmp_path: Path) -> None:
     assert (data["ranks"], data["bytes"]) == (2, 4096)
     assert data["recorded"] == "all_reduce #7 of 2 ranks, from trace.json"
     assert show.ring(2, 1, None, None)["recorded"] == ""
-    assert {"rank": "rank 1", "step": "all_gather step 0"} | {
+    assert {"rank": "rank 1", "step": "all_gather step 1"} | {
         "us": 9.0,
         "wait_us": 2.0,
         "peer": "rank 0",

@@ -141,11 +141,11 @@ def test_every_step_of_a_ring_is_there_once(env: str, world_size: int, tmp_path:
         before, behind = (rank - 1) % world_size, (rank + 1) % world_size
         for idx in range(1, NUM_SLICES + 1):
             expected["reduce_scatter first send", idx, before, None, behind] += 1
-            for step in range(world_size - 1):
-                chunk = (rank - step - 2) % world_size
-                expected[f"reduce_scatter step {step}", idx, chunk, before, behind] += 1
+            for step in range(1, world_size):
                 chunk = (rank - step - 1) % world_size
-                to = behind if step < world_size - 2 else None
+                expected[f"reduce_scatter step {step}", idx, chunk, before, behind] += 1
+                chunk = (rank - step) % world_size
+                to = behind if step < world_size - 1 else None
                 expected[f"all_gather step {step}", idx, chunk, before, to] += 1
         keys = ("name", "slice", "chunk", "from", "to")
         assert Counter(tuple(e.get(key) for key in keys) for e in found) == expected
@@ -171,7 +171,7 @@ def test_a_ring_of_an_all_gather_passes_on_only(tmp_path: Path) -> None:
     record(tmp_path, gather_around_a_ring, 100_000, env=ENVS["messages"])
     for rank in range(3):
         found = of(merged(tmp_path)[0], "step", rank)
-        names = [f"all_gather {what}" for what in ("first send", "step 0", "step 1")]
+        names = [f"all_gather {what}" for what in ("first send", "step 1", "step 2")]
         assert [e["name"] for e in found] == names
         assert [e["args"]["chunk"] for e in found] == [rank, (rank - 1) % 3, (rank - 2) % 3]
 
