@@ -21,11 +21,10 @@ from functools import partial
 import front_door
 import harness  # before torch: it sets the number of threads
 import torch
-import torch.distributed as dist
-from groups import labelled, open_groups
+from groups import open_groups
 from harness import Bench, Options
 from operations import OPERATIONS, RINGCOMM
-from point import count_wrong, make_buffers, make_contender
+from point import algorithms_used, count_wrong, make_buffers, make_contender, num_calls
 from report import Record, comparison
 
 import ringcomm
@@ -62,15 +61,12 @@ def run_rank(bench: Bench, options: Options) -> None:
     machine = machine_of(options)
     is_pinned = pin(team.rank, team.world_size, max(counts))  # before torch's threads begin
     torch.set_num_threads(max(counts))
-    everyone = list(range(team.world_size))
-    default = open_groups(team, labelled([RINGCOMM]))
-    groups = {
-        f"{num} thread{'s' if num > 1 else ''}": dist.new_group(
-            everyone, pg_options=ringcomm.Options(max_threads=num)
-        )
-        for num in counts
-    }
-    groups[AUTO] = dist.new_group(everyone, pg_options=ringcomm.Options())
+    limits = {f"{num} thread{'s' if num > 1 else ''}": num for num in counts}
+    limited = {label: ringcomm.Options(max_threads=num) for label, num in limits.items()}
+    limited[AUTO] = ringcomm.Options()
+    # The default group may be Gloo's.
+    groups = open_groups(team, dict.fromkeys((RINGCOMM, *limited), RINGCOMM), limited)
+    default = {RINGCOMM: groups.pop(RINGCOMM)}
     for op in options.ops:
         for num_bytes in options.sizes:
             buffers = make_buffers(
@@ -91,7 +87,11 @@ def run_rank(bench: Bench, options: Options) -> None:
             races = [contenders] if is_pinned else [{one: contenders[one]} for one in contenders]
             for race in races:
                 torch.set_num_threads(max(counts) if is_pinned else threads_of(next(iter(race))))
+                before = {label: num_calls(groups[label]) for label in race}
                 found = bench.race(race, next(iter(race)), wrong, name="threads", **facts)
+                for record in found:
+                    label = record["threads"]
+                    record["algorithm"] = algorithms_used(before[label], num_calls(groups[label]))
                 bench.report([modelled(record, machine, team.world_size) for record in found])
                 time.sleep(SPIN_S)
 

@@ -41,10 +41,10 @@ class Costs:
 
 
 FITTED = (
-    *("call_us", "cold_us", "round_us", "switch_us"),
+    *("call_us", "cold_us", "round_us", "peer_us", "switch_us"),
     *("copy_us", "sum_us", "shared_us", "memory_us"),
 )
-NOT_FITTED = ("peer_us", "join_us", "node_gb_per_s", "between_gb_per_s")
+NOT_FITTED = ("join_us", "node_gb_per_s", "between_gb_per_s")
 UNTUNED = Costs(defaults=(*FITTED, "cache_bytes", *NOT_FITTED))
 
 

@@ -144,7 +144,7 @@ def fit_costs(worlds: Sequence[World], cores: int, nodes: int = 1) -> tuple[Cost
     if not points:
         raise ValueError("a cost model needs the time of an algorithm that runs")
     zeros: dict[str, Any] = dict.fromkeys(FITTED, 0.0)
-    nothing = Costs(**zeros, node_gb_per_s=math.inf, between_gb_per_s=math.inf, peer_us=0.0)
+    nothing = Costs(**zeros, node_gb_per_s=math.inf, between_gb_per_s=math.inf)
     times = np.array([point.p50_us for _, point in points])
 
     def column(costs: Costs) -> FloatArray:
@@ -152,13 +152,12 @@ def fit_costs(worlds: Sequence[World], cores: int, nodes: int = 1) -> tuple[Cost
         found = [machine.microseconds(p.algorithm, p.bytes, ranks) for ranks, p in points]
         return np.array(found) / times
 
-    fixed = column(replace(nothing, peer_us=Costs().peer_us))
     best: tuple[float, int, FloatArray, FloatArray] | None = None
     for cache_bytes in CACHES:
         ones: list[dict[str, Any]] = [{name: 1.0, "cache_bytes": cache_bytes} for name in FITTED]
         relative = np.stack([column(replace(nothing, **one)) for one in ones], 1)
-        solution = _least_squares(relative, 1 - fixed)
-        error = float(np.square(relative @ solution + fixed - 1).sum())
+        solution = _least_squares(relative)
+        error = float(np.square(relative @ solution - 1).sum())
         if best is None or error < best[0]:
             best = (error, cache_bytes, relative, solution)
     assert best is not None
@@ -170,13 +169,13 @@ def fit_costs(worlds: Sequence[World], cores: int, nodes: int = 1) -> tuple[Cost
     measured = {name: value for name, value in found.items() if name not in missing}
     if "cache_bytes" not in missing:
         measured["cache_bytes"] = cache_bytes
-    factors = relative @ solution + fixed
+    factors = relative @ solution
     worst = float(np.maximum(factors, 1 / np.maximum(factors, 1e-9)).max())
     return Costs(**rounded(measured), defaults=(*missing, *NOT_FITTED)), worst
 
 
-def _least_squares(relative: FloatArray, target: FloatArray) -> FloatArray:
-    """Non-negative costs whose sum of columns is nearest to the target.
+def _least_squares(relative: FloatArray) -> FloatArray:
+    """Non-negative costs whose sum of columns is nearest to 1.
 
     Of the models that leave out some columns, the best one without a negative coefficient is the
     non-negative least-squares solution.
@@ -185,7 +184,7 @@ def _least_squares(relative: FloatArray, target: FloatArray) -> FloatArray:
     scaled = relative * defaults
     # The normal equations, with what pulls each cost to its default.
     square = scaled.T @ scaled + DEFAULT_WEIGHT * np.eye(len(FITTED))
-    right = scaled.T @ target + DEFAULT_WEIGHT
+    right = scaled.sum(0) + DEFAULT_WEIGHT
     best, least = np.zeros(len(FITTED)), 0.0
     used = np.flatnonzero(relative.any(0))
     for count in range(1, len(used) + 1):

@@ -5,7 +5,7 @@
 
 namespace ringcomm {
 
-// Calls in a row before the class is measured again, which takes 8 calls. Beside other programs two
+// Calls in a row before the class is measured again, which takes 9 calls. Beside other programs two
 // calls in five take twice the median, but four in a row come once in 2,000 calls
 // (docs/experiments.md, "stores, chosen by six calls").
 constexpr int kMaxDoubled = 4;
@@ -13,10 +13,12 @@ constexpr int kMaxDoubled = 4;
 // kind for good, because its time never doubles. A try takes up to 3 times the median: 0.05 %.
 constexpr int kCallsPerTry = 4096;
 
-// Of three calls, because one may have been preempted.
-StoreKindChooser::Clock::duration StoreKindChooser::SizeClass::median(std::size_t first) const {
-  const auto [low, high] = std::minmax(times[first], times[first + 1]);
-  return std::clamp(times[first + 2], low, high);
+// The first decides, as what disturbs a call only adds to its time.
+std::array<StoreKindChooser::Clock::duration, 3> StoreKindChooser::SizeClass::sorted(
+    std::size_t first) const {
+  std::array three = {times[first], times[first + 1], times[first + 2]};
+  std::ranges::sort(three);
+  return three;
 }
 
 void StoreKindChooser::begin(OpKind op, std::size_t num_bytes) {
@@ -28,10 +30,10 @@ void StoreKindChooser::begin(OpKind op, std::size_t num_bytes) {
   class_ = &classes[std::min(width, classes.size()) - 1];
   if (class_->is_next_streaming) kind_ = cpu::StoreKind::kStreaming;
   if (class_->num_times < class_->times.size()) {
-    class_->is_next_streaming = class_->num_times >= 3;
+    class_->is_next_streaming = class_->num_times >= 4;
   } else {
     const bool is_try_next = class_->num_kept == kCallsPerTry - 2;
-    class_->is_next_streaming = (class_->median(4) < class_->median(1)) != is_try_next;
+    class_->is_next_streaming = (class_->sorted(5)[0] < class_->sorted(2)[0]) != is_try_next;
   }
   elapsed_ = {};
   resume();
@@ -45,7 +47,7 @@ void StoreKindChooser::end() {
     it.times[it.num_times++] = elapsed_;
     return;
   }
-  const Clock::duration kept_median = std::min(it.median(1), it.median(4));
+  const Clock::duration kept_median = std::min(it.sorted(2)[1], it.sorted(5)[1]);
   if (++it.num_kept == kCallsPerTry) {
     it.num_kept = 0;
     if (elapsed_ < kept_median) it.measure_again();

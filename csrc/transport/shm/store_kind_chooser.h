@@ -12,7 +12,7 @@ namespace ringcomm {
 /// Chooses how staged bytes are stored: plain stores are 2 times faster if the cores of two ranks
 /// share a cache, and otherwise 2 to 3 times slower (docs/experiments.md, "stores"). No counter
 /// shows which is the case, so collectives are timed, by operation and size class: three calls with
-/// each kind. The faster kind is kept until four calls in a row take twice its median. One call in
+/// each kind. That of the fastest is kept until four calls in a row take twice its median. One in
 /// 4,096 is a try of the other kind; if it takes less than that median, the class is measured
 /// again. Rank 0 publishes the kind of the class's next call in each call: a rank that tried alone
 /// would disturb the others' times.
@@ -42,14 +42,15 @@ class StoreKindChooser {
 
  private:
   struct SizeClass {
-    // Of the first call, of three with cached and of three with streaming stores.
-    std::array<Clock::duration, 7> times = {};
+    // Of the first two calls, of three with cached and of three with streaming stores. The first
+    // two touch new memory: each uses another region of the board.
+    std::array<Clock::duration, 8> times = {};
     std::size_t num_times = 0;
     int num_kept = 0;                // calls since the measurement, or the last try
     int num_doubled = 0;             // calls in a row
     bool is_next_streaming = false;  // what rank 0 publishes
 
-    Clock::duration median(std::size_t first) const;  // of three of the times
+    std::array<Clock::duration, 3> sorted(std::size_t first) const;  // three of the times
     void measure_again() {
       num_times = 0;
       num_kept = num_doubled = 0;

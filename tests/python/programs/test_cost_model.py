@@ -28,7 +28,7 @@ from ringcomm.cost_model import (
     work_of,
 )
 
-NOTHING: dict[str, Any] = dict.fromkeys((*FITTED, "peer_us", "join_us"), 0.0)
+NOTHING: dict[str, Any] = dict.fromkeys((*FITTED, "join_us"), 0.0)
 FREE = Costs(**NOTHING, cache_bytes=0, node_gb_per_s=inf, between_gb_per_s=inf)
 
 
@@ -155,4 +155,5 @@ def test_a_record_has_what_the_model_needs(tmp_path: Path) -> None:
         call = (record["op"], record["bytes"], record["world_size"], int(record["threads"][0]))
         assert record["model_us"] == pytest.approx(machine.microseconds(*call), rel=1e-4)
         assert {"cpu", "cores", "kernel"} <= record["machine"].keys()
+        assert record["algorithm"] == ["direct"]  # of ringcomm, and of no other backend
         assert record["verified"]
