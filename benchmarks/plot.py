@@ -110,7 +110,8 @@ def _plot_world(axes: Any, runs: list[Run], field: str, colors: dict[str, str]) 
         place |= {"xytext": (3 if is_shared else -3, -2), "textcoords": "offset points"}
         point = {"xy": (change["bytes"], 1), "xycoords": axes.get_xaxis_transform()}
         axes.annotate(text, **point, **place, fontsize=7, color="grey")
-    axes.legend(frameon=False, loc="lower right" if field == "backend" else "center left")
+    place = "lower right" if field == "backend" else "center left"
+    axes.legend(framealpha=1, edgecolor="none", loc=place)  # over dotted lines
     _over_bytes(axes, byte_counts(DEFAULT_SIZES), f"{runs[0][0]['world_size']} ranks")
 
 
@@ -161,7 +162,7 @@ def draw_losses(runs: list[Run], path: Path) -> None:
             axes[1][column].set_xlabel("classes")
         axes[0][0].set_ylabel("ms, forward and backward: median")
         axes[1][0].set_ylabel("MiB beyond the logits")
-        axes[0][-1].legend(fontsize=8, frameon=False, loc="upper left")
+        axes[0][0].legend(fontsize=8, frameon=False, loc="upper left")
 
 
 # By file: how it is drawn, its records' fields, and how they become points.

@@ -313,6 +313,9 @@ def _threads_text(report: dict[str, Any]) -> str:
     used = num_threads if num_threads <= num_cores else 1
     text = f"collectives of 256 KiB and more use {counted(used, 'thread')} of a rank: torch has"
     more = f"; with OMP_NUM_THREADS={num_cores} they use {num_cores}" if used < num_cores else ""
+    if num_threads > num_cores == 1 and "OMP_NUM_THREADS" not in os.environ:
+        more = f"; without torchrun, which sets OMP_NUM_THREADS=1, ranks compute with {num_threads}"
+        more += " threads on 1 core"
     return f"{text} {num_threads}, and a rank {counted(num_cores, 'core')}{more}"
 
 

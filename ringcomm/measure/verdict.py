@@ -302,8 +302,8 @@ def _of_progress(ranks: list[Rank]) -> tuple[str, int | None]:
     if share - others < _SLOWER_BY:
         return "no hang: every rank makes calls", None
     return (
-        f"no hang: every rank makes calls; rank {slowest} is slow: it is outside of calls for "
-        f"{share:.0%} of the time, the others for {others:.0%}, and they wait for it",
+        f"no hang: every rank makes calls; rank {slowest} is slow: it spends {share:.0%} of "
+        f"its time outside collectives, the others {others:.0%}, and they wait for it",
         slowest,
     )
 

@@ -187,7 +187,10 @@ class Mesh:
         """Why a schedule does not support so many micro-batches; None if it does."""
         parts = self.pp * STAGES_PER_RANK.get(schedule, 1)
         if shape.layers < parts:
-            return f"{schedule}: {shape.layers} layers are too few for {parts} stages"
+            return (
+                f"{schedule}: {parts} stages need {parts} layers or more, and the model has"
+                f" {shape.layers}"
+            )
         if schedule == "interleaved" and m % self.pp:
             return f"interleaved: {m} micro-batches are not a multiple of pp {self.pp}"
         if schedule == "zbv" and m < 2 * self.pp:

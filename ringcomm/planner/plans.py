@@ -14,7 +14,7 @@ from ringcomm.planner.candidate import Candidate
 from ringcomm.planner.hardware import Cluster
 from ringcomm.planner.job import CHECKPOINTINGS, SCHEDULES, SYSTEMS, Job, Mesh, System
 from ringcomm.planner.models import ModelShape, find_model
-from ringcomm.screen import columns, factor, in_gib, in_seconds
+from ringcomm.screen import columns, counted, factor, in_gib, in_seconds
 
 SCHEMA = 2
 SAME_TIME = 1.02  # steps within this ratio count as equally long
@@ -149,18 +149,23 @@ class Plans:
         return columns(rows, "><<<")
 
     def tie_line(self, top: int) -> str:
-        """Why the first plan is not the fastest one; "" if it is. `top` as in table()."""
+        """How many plans count as equally fast, and how they are sorted; "" for one plan.
+
+        `top` as in table().
+        """
         fastest = min(self.ranked, key=lambda plan: plan.time.step)
-        if fastest.time.step == self.ranked[0].time.step:
+        equal = [p for p in self.ranked if p.time.step <= SAME_TIME * fastest.time.step]
+        if len(equal) == 1 and fastest is self.ranked[0]:
             return ""
         number, c = self.ranked.index(fastest) + 1, fastest.candidate
         hidden = f" (not shown: {c.name})" if 0 < top < number else ""
         return (
-            f"Plan {number}{hidden} is the fastest, with {in_seconds(fastest.time.step)}. Plans"
-            f" within {SAME_TIME - 1:.0%} of the fastest count as equal and are sorted: plans"
-            f" that send over {MUCH_MORE} times the least come last; then fewer axes first, data"
-            " parallelism before a pipeline, simpler systems, and fewer bytes sent. Plans with"
-            " tensor parallelism over several hosts rank last."
+            f"Plan {number}{hidden} is the fastest, with {in_seconds(fastest.time.step)}."
+            f" {counted(len(equal), 'plan')} within {SAME_TIME - 1:.0%} of it, which the"
+            " prediction cannot tell apart, count as equal and are sorted: plans that send over"
+            f" {MUCH_MORE} times the least come last; then fewer axes first, data parallelism"
+            " before a pipeline, simpler systems, and fewer bytes sent. Plans with tensor"
+            " parallelism over several hosts rank last."
         )
 
     def refusal_lines(self, top: int) -> Iterator[str]:

@@ -321,11 +321,20 @@ def test_doctor_has_limits_for_load_speed_and_threads(monkeypatch: pytest.Monkey
         (8, 4, "use 1 thread of a rank: torch has 8, and a rank 4 cores; with OMP_NUM_THREADS=4"),
         (1, 2, "use 1 thread of a rank: torch has 1, and a rank 2 cores; with OMP_NUM_THREADS=2"),
         (2, 0, "use 1 thread of a rank: torch has 2, and a rank 0 cores"),
+        (
+            2,
+            1,
+            "use 1 thread of a rank: torch has 2, and a rank 1 core; without torchrun, which sets"
+            " OMP_NUM_THREADS=1, ranks compute with 2 threads on 1 core",
+        ),
     ],
 )
-def test_doctor_says_how_many_threads_of_a_rank_copy(threads: int, cores: int, said: str) -> None:
+def test_doctor_says_how_many_threads_of_a_rank_copy(
+    monkeypatch: pytest.MonkeyPatch, threads: int, cores: int, said: str
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     text = doctor._threads_text({"threads": {"torch": threads, "cores_per_rank": cores}})
-    more = f" they use {cores}" if "with" in said else ""
+    more = f" they use {cores}" if "; with OMP" in said else ""
     assert text == f"collectives of 256 KiB and more {said}{more}"
 
 
