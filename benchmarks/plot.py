@@ -110,8 +110,8 @@ def _plot_world(axes: Any, runs: list[Run], field: str, colors: dict[str, str]) 
         place |= {"xytext": (3 if is_shared else -3, -2), "textcoords": "offset points"}
         point = {"xy": (change["bytes"], 1), "xycoords": axes.get_xaxis_transform()}
         axes.annotate(text, **point, **place, fontsize=7, color="grey")
-    place = "lower right" if field == "backend" else "center left"
-    axes.legend(framealpha=1, edgecolor="none", loc=place)  # over dotted lines
+    corner = "lower right" if field == "backend" else "center left"
+    axes.legend(framealpha=1, edgecolor="none", loc=corner)  # over dotted lines
     _over_bytes(axes, byte_counts(DEFAULT_SIZES), f"{runs[0][0]['world_size']} ranks")
 
 
