@@ -32,6 +32,7 @@ from ringcomm import tuning
 from ringcomm.cost_model import OPERATIONS as MODELLED
 from ringcomm.cost_model import Machine
 from ringcomm.measure.machine import num_nodes
+from ringcomm.screen import counted
 
 MEMORY, AUTO = "memory", "auto"
 # Threads that spin after a kernel sleep by then (docs/experiments.md, "threads of a rank").
@@ -61,8 +62,7 @@ def run_rank(bench: Bench, options: Options) -> None:
     machine = machine_of(options)
     is_pinned = pin(team.rank, team.world_size, max(counts))  # before torch's threads begin
     torch.set_num_threads(max(counts))
-    limits = {f"{num} thread{'s' if num > 1 else ''}": num for num in counts}
-    limited = {label: ringcomm.Options(max_threads=num) for label, num in limits.items()}
+    limited = {counted(num, "thread"): ringcomm.Options(max_threads=num) for num in counts}
     limited[AUTO] = ringcomm.Options()
     # The default group may be Gloo's.
     groups = open_groups(team, dict.fromkeys((RINGCOMM, *limited), RINGCOMM), limited)

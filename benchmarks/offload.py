@@ -43,6 +43,7 @@ from ringcomm.measure.timing import percentiles
 from ringcomm.parallel import activations, get_state_dict, offload, zero
 from ringcomm.parallel.activations.partition import host_copy
 from ringcomm.parallel.offload.transfers import empty_row
+from ringcomm.screen import counted
 
 MIN_ROUNDS = 5
 FILE_BYTES = 512 << 20
@@ -164,7 +165,7 @@ def adam_record(num_elems: int, num_threads: int, seconds: float) -> Record:
 
     turns = {"ringcomm": partial(repeated, mine), "torch": partial(repeated, theirs.step)}
     found = rounds(turns, seconds)
-    name = f"{num_elems:,} weights, {num_threads} thread{'s' if num_threads > 1 else ''}"
+    name = f"{num_elems:,} weights, {counted(num_threads, 'thread')}"
     return {
         **_compared("adam", name, found["ringcomm"], "torch fused", found["torch"]),
         "num_threads": num_threads,

@@ -50,7 +50,7 @@ from _ringcomm_cli import EXIT_FAILED, EXIT_OK, run_main
 from _ringcomm_values import byte_counts
 from ringcomm.measure.machine import MAX_OTHERS_PERCENT
 from ringcomm.palette import title_of
-from ringcomm.screen import byte_count, factor, microseconds
+from ringcomm.screen import byte_count, counted, factor, microseconds
 
 Record = dict[str, Any]
 Run = list[Record]  # one point: a record per backend, or one of a race
@@ -256,7 +256,7 @@ def _loss_lines(runs: list[Run]) -> list[str]:
     """Forward and backward: times, and memory beyond the logits."""
     first = runs[0][0]
     ways = list(dict.fromkeys(record["way"] for run in runs for record in run))
-    where = f"{first['num_threads']} thread{'s' if first['num_threads'] > 1 else ''}"
+    where = counted(first["num_threads"], "thread")
     if first["world_size"] > 1:
         where = f"{first['world_size']} ranks of {where}, against one rank with all classes"
     columns: list[Compared] = [

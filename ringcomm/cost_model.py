@@ -73,16 +73,18 @@ class Work:
     has_one_source: bool = False  # all are read from the same rank
 
 
-def work_of(op: str, num_bytes: float, world_size: int) -> Work:
+def work_of(
+    op: str, num_bytes: float, world_size: int, one_shot_max_bytes: int | None = None
+) -> Work:
     """Of the busiest rank. Raises ValueError for an unknown operation.
 
-    ``op`` is one of OPERATIONS, or all_reduce's algorithm. ``num_bytes`` are those of the larger
-    buffer of a rank.
+    ``op`` is one of OPERATIONS, or all_reduce's algorithm, which else depends on the tuned limit of
+    one_shot. ``num_bytes`` are those of the larger buffer of a rank.
     """
     n, size, peers = world_size, float(num_bytes), world_size - 1
     part = size / n
     if op == "all_reduce":
-        op = all_reduce_algorithm(num_bytes, world_size)
+        op = all_reduce_algorithm(num_bytes, world_size, one_shot_max_bytes)
 
     def pieces(staged: float, most: int = _PHASE_BYTES) -> int:
         return max(1, ceil(staged / most))
@@ -92,25 +94,30 @@ def work_of(op: str, num_bytes: float, world_size: int) -> Work:
         return min(2 * staged, 2 * _PHASE_BYTES)
 
     if op == "one_shot":
-        p, step = pieces(size), size / pieces(size)
+        p = pieces(size)
+        step = size / p
         amounts = (size, 3 * size, board(size), peers * size)
         return Work(p, ((p, step),), ((p, step),), n, *amounts)
     if op == "two_shot":
-        p, step = pieces(size), part / pieces(size)
+        p = pieces(size)
+        step = part / p
         # A phase of inputs, one of results: each has a region. The sum writes the result twice.
         amounts = (size, 2 * size, min(size, _PHASE_BYTES), 2 * peers * part)
         return Work(2 * p, ((2 * p, peers * step),), ((p, step),), n, *amounts)
     if op == "all_gather":
-        p, step = pieces(part), part / pieces(part)
+        p = pieces(part)
+        step = part / p
         amounts = (size + part, size + part, board(part), peers * part)
         return Work(p, ((p, step), (p, n * step)), (), n, *amounts)
     staged = peers * part
     if op == "reduce_scatter":
-        p, step = pieces(staged), part / pieces(staged)
+        p = pieces(staged)
+        step = part / p
         amounts = (size + part, size + part, board(staged), peers * part)
         return Work(p, ((p, peers * step),), ((p, step),), n, *amounts)
     if op == "all_to_all":
-        p, step = pieces(staged), part / pieces(staged)
+        p = pieces(staged)
+        step = part / p
         amounts = (2 * size, 2 * size, board(staged), peers * part)
         return Work(p, ((p, peers * step), (p, n * step)), (), n, *amounts)
     if op == "broadcast":
@@ -157,10 +164,8 @@ class Machine:
         """Microseconds of the rounds, and of what bounds the bytes, by its name."""
         if world_size < 2:
             return {}
-        if op == "all_reduce":
-            limit = self.one_shot_max_bytes.get(world_size)
-            op = all_reduce_algorithm(num_bytes, world_size, limit)
-        work, costs = work_of(op, num_bytes, world_size), self.costs
+        limit, costs = self.one_shot_max_bytes.get(world_size), self.costs
+        work = work_of(op, num_bytes, world_size, limit)
         # Those whose ranks are more than cores take turns, at each round.
         turns = max(1.0, ranks_of_host / self.cores)
         each = costs.round_us + costs.peer_us * (world_size - 1)

@@ -62,7 +62,7 @@ class Tuning:
 
     def one_shot_max_bytes(self, world_size: int) -> int | None:
         """The largest all_reduce for one_shot; None if that number of ranks was not measured."""
-        return {world.world_size: world.one_shot_max_bytes for world in self.worlds}.get(world_size)
+        return self.host.one_shot_max_bytes.get(world_size)
 
     @property
     def host(self) -> Machine:

@@ -152,10 +152,13 @@ def fit_costs(worlds: Sequence[World], cores: int, nodes: int = 1) -> tuple[Cost
         found = [machine.microseconds(p.algorithm, p.bytes, ranks) for ranks, p in points]
         return np.array(found) / times
 
+    ones: dict[str, dict[str, Any]] = {name: {name: 1.0} for name in FITTED}
+    by_cost = {name: column(replace(nothing, **one)) for name, one in ones.items()}
     best: tuple[float, int, FloatArray, FloatArray] | None = None
-    for cache_bytes in CACHES:
-        ones: list[dict[str, Any]] = [{name: 1.0, "cache_bytes": cache_bytes} for name in FITTED]
-        relative = np.stack([column(replace(nothing, **one)) for one in ones], 1)
+    for cache_bytes in CACHES:  # on which the other costs do not depend
+        far = replace(nothing, memory_us=1.0, cache_bytes=cache_bytes)
+        by_cost["memory_us"] = column(far)
+        relative = np.stack([*by_cost.values()], 1)
         solution = _least_squares(relative)
         error = float(np.square(relative @ solution - 1).sum())
         if best is None or error < best[0]:
