@@ -45,6 +45,8 @@ class Communicator:
         self.broadcast: Callable[[Any], Any] = world.bcast
         self.barrier: Callable[[], None] = world.Barrier
         self.all_reduce: Callable[[Any, Any], None] = world.Allreduce
+        self.all_gather: Callable[[Any, Any], None] = world.Allgather
+        self.reduce_scatter: Callable[[Any, Any], None] = world.Reduce_scatter_block
         self.in_place: Any = library.IN_PLACE
         # Some end theirs with a line and a zero.
         self.version: str = library.Get_library_version().partition("\n")[0].strip(" \0")

@@ -13,9 +13,7 @@ logits go over ringcomm in all ways.
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
-import os
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -27,6 +25,7 @@ import torch
 import torch.distributed as dist
 from decode import AddNorm, Decoder, make_model
 from harness import Bench, Options, flag
+from operators import deepspeed_all_reduce, vllm_all_reduce
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -75,33 +74,15 @@ def own_ways(alone: dist.ProcessGroup) -> dict[str, AddNorm]:
     }
 
 
-def deepspeed_way(team: Team, file: Path) -> AddNorm:
-    """DeepSpeed's extension names its segments by these variables."""
-    os.environ.update(LOCAL_SIZE=str(team.world_size), MASTER_ADDR="127.0.0.1")
-    os.environ["MASTER_PORT"] = str(team.agree(os.getpid()))
-    spec: Any = importlib.util.spec_from_file_location("deepspeed_shm_comm", file)
-    module: Any = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    module.initialize(team.world_size, team.rank)
-    return in_two(torch.ops.deepspeed.inference_all_reduce_)
-
-
-def vllm_way(team: Team, file: Path) -> AddNorm:
-    """With vLLM's own fused norm."""
-    torch.ops.load_library(file)
-    library: Any = torch.ops._C
-    name = f"benchmark-{team.agree(os.getpid())}"
-    handle = library.init_shm_manager(name, team.world_size, team.rank, 1)
-    dist.barrier()
-    library.join_shm_manager(handle, name)
-    dist.barrier()
-    return in_two(partial(library.shm_allreduce, handle), library.fused_add_rms_norm)
-
-
 def peers_of(team: Team, options: Options) -> dict[str, AddNorm]:
-    """The ways of other projects, of those that are given."""
-    makers = {"DeepSpeed": (deepspeed_way, options.deepspeed), "vLLM": (vllm_way, options.vllm)}
-    return {name: make(team, file) for name, (make, file) in makers.items() if file is not None}
+    """The ways of other projects, of those that are given; vLLM's with its own fused norm."""
+    ways: dict[str, AddNorm] = {}
+    if options.deepspeed:
+        ways["DeepSpeed"] = in_two(deepspeed_all_reduce(team, options.deepspeed))
+    if options.vllm:
+        reduce = vllm_all_reduce(team, options.vllm)
+        ways["vLLM"] = in_two(reduce, torch.ops._C.fused_add_rms_norm)
+    return ways
 
 
 def check_call(team: Team, add_norm: AddNorm, dtype: torch.dtype) -> int:

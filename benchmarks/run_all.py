@@ -4,8 +4,8 @@
     python benchmarks/run_all.py [--only floor steps] [--seconds 1] [--write]
 
 Records go to benchmarks/results. Then it prints the tables that table.py makes of all records there
-and draws the plots beside them; --write puts both into docs. MPI takes
-part in all_reduce where mpi4py and mpiexec are installed. The machine should be otherwise idle.
+and draws the plots beside them; --write puts both into docs. MPI takes part in all_reduce and
+libraries where mpi4py and mpiexec are installed. The machine should be otherwise idle.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ JOBS: dict[str, list[str]] = {
         f"ringcomm bench all_reduce,all_reduce_apart --world-size 2 --sizes {CURVE} {LONG}",
         f"ringcomm bench all_reduce --world-size 4 --sizes {CURVE} {LONG}",
     ],
+    "libraries": ["libraries.py --runs 3"],
     "operations": [f"ringcomm bench {APART} --world-size 2 {LONG}"],
     "hosts": ["hosts.py"],
     "floor": ["floor.py"],
@@ -62,7 +63,7 @@ JOBS: dict[str, list[str]] = {
     "pipeline": ["pipeline.py", "pipeline.py --stages compute --worlds 2"],
 }
 ALONE = ("cross_entropy", "systems")
-WITH_MPI = ("all_reduce",)
+WITH_MPI = ("all_reduce", "libraries")
 
 
 def find_mpiexec() -> str | None:
@@ -75,7 +76,8 @@ def command_of(job: str, mpiexec: str | None) -> list[str]:
     """The command of one line of ``JOBS``; under ``mpiexec`` with MPI as a peer."""
     script, *arguments = shlex.split(job)
     if script != "ringcomm":
-        return [sys.executable, str(harness.ROOT / "benchmarks" / script), *arguments]
+        peers = ["--mpi", sys.executable] if mpiexec else []
+        return [sys.executable, str(harness.ROOT / "benchmarks" / script), *arguments, *peers]
     op = arguments[1]
     world = arguments[arguments.index("--world-size") + 1] if "--world-size" in arguments else ""
     stem = "collectives" if "," in op else op

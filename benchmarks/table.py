@@ -12,11 +12,14 @@ verified results on a quiet machine counts, else the newest. Kinds without recor
 from __future__ import annotations
 
 import argparse
+import itertools
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import harness
@@ -65,8 +68,9 @@ SHOWN_BYTES = (0, *byte_counts(DEFAULT_SIZES))
 # Kinds of which the page shows all worlds and types.
 SHOWN_WHOLE = (
     *("cross_entropy", "inference", "lomo", "systems", "offload", "tensor_parallel"),
-    *("pipeline", "planner"),
+    *("pipeline", "planner", "libraries"),
 )
+VERSION = re.compile(r"\d+(\.\d+)+")
 PAGE = harness.ROOT / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 
@@ -83,6 +87,7 @@ class Layout:
         lines: heading and grid of one table.
         is_shown: whether docs/benchmarks.md shows a record.
         name: of a second layout of a kind.
+        is_pooled: whether a table is of all runs of the newest record's day.
     """
 
     title: str
@@ -92,6 +97,7 @@ class Layout:
     lines: Callable[[list[Run]], list[str]]
     is_shown: Callable[[Record], bool] = lambda record: True
     name: str = ""
+    is_pooled: bool = False
 
 
 def newest(records: list[Record], layout: Layout) -> list[Run]:
@@ -207,6 +213,46 @@ def _operation_lines(runs: list[Run]) -> list[str]:
         f"{first['world_size']} ranks, {first['dtype']}, {first['device']}. Median time of a call"
         f" over {ours} in µs, and in brackets {theirs}'s time / {ours}'s:",
         *grid(["operation", *map(byte_count, sizes)], 1, rows),
+    ]
+
+
+def _library_cell(records: list[Record]) -> str:
+    """Of all runs: the median time, and the median and the range of the ratio."""
+    if not all(record["verified"] for record in records):
+        return "wrong results"
+    text = microseconds(median(record["p50_us"] for record in records))
+    if ratios := sorted(record["ratio"]["p50"] for record in records if record["ratio"]):
+        least, most = factor(ratios[0]), factor(ratios[-1])
+        ends = f", {least}–{most}" if least != most else ""
+        text += f" ({factor(median(ratios))}×{ends})"
+    return text if all(record["quiet"] for record in records) else f"{text} *"
+
+
+def _library_lines(runs: list[Run]) -> list[str]:
+    """A row per library, with a column per size."""
+    first = runs[0][0]
+    found: dict[str, dict[int, list[Record]]] = {}
+    for record in itertools.chain.from_iterable(runs):
+        version = VERSION.search(record.get("mpi", "")) if "MPI" in record["way"] else None
+        name = f"{record['way']} {version[0]}" if version else record["way"]
+        found.setdefault(name, {}).setdefault(record["bytes"], []).append(record)
+    sizes = sorted({run[0]["bytes"] for run in runs})
+    every_run = [record["way"] for record in runs[0] if "MPI" not in record["way"]]
+    rows = [
+        [
+            name,
+            *(_library_cell(found[name][size]) if size in found[name] else "–" for size in sizes),
+        ]
+        for name in [*every_run, *sorted(found.keys() - set(every_run))]
+    ]
+    subject = next(record["ratio"]["over"] for run in runs for record in run if record["ratio"])
+    op = f"`{first['op']}`" + (" in place" if first["op"] == "all_reduce" else "")
+    return [
+        f"{op}, {first['world_size']} ranks, float32. Median time of a call on its slowest rank in"
+        f" µs, and in brackets the time over that of {subject} in the same run: the median and the"
+        " range of the runs. `torch alone` is the call over a backend that moves nothing, the part"
+        " that is torch's own:",
+        *grid(["library", *map(byte_count, sizes)], 1, rows),
     ]
 
 
@@ -331,6 +377,14 @@ _LAYOUTS = (
         lambda r: r["op"] not in DETAILED_OPS and r["world_size"] == 2,
         name="operations",
     ),
+    Layout(
+        "All libraries",
+        "libraries",
+        ("op", "world_size"),
+        ("bytes", "date"),
+        _library_lines,
+        is_pooled=True,
+    ),
     Layout("Between two hosts", "hosts", ("cable", "ranks_per_host"), ("op", "bytes"), _host_lines),
     Layout("Memory bandwidth as the floor", "floor", (), ("world_size", "bytes"), _floor_lines),
     Layout("Fused update", "fused_update", ("world_size", "optimizer"), ("bytes",), _update_lines),
@@ -381,7 +435,14 @@ LAYOUTS = {layout.name or layout.kind: layout for layout in _LAYOUTS}
 
 def _markdown(runs: list[Run], layout: Layout) -> str:
     """One table with its heading in front and, below it, where its rows come from."""
-    sources = dict.fromkeys(facts_line(run[0]) for run in runs)
+    if layout.is_pooled:
+        last = max(run[0]["date"] for run in runs)
+        runs = [run for run in runs if run[0]["date"][:10] == last[:10]]
+        dates = sorted({run[0]["date"] for run in runs})
+        facts = {name: fact for name, fact in runs[-1][0].items() if name != "mpi"}
+        sources = [f"{facts_line(facts | {'date': last})}; {counted(len(dates), 'run')}"]
+    else:
+        sources = [*dict.fromkeys(facts_line(run[0]) for run in runs)]
     lines = [*layout.lines(runs), "", *(f"Measured on {source}." for source in sources)]
     busy = f"other programs used more than {MAX_OTHERS_PERCENT:.0f} % of the machine"
     noisy = [record for run in runs for record in run if not record["quiet"]]

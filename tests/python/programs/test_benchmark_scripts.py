@@ -15,6 +15,7 @@ import deaths
 import front_door
 import harness
 import hosts
+import libraries
 import llama_memory
 import lomo
 import pictures
@@ -70,6 +71,12 @@ SCRIPTS: dict[str, tuple[str, str, list[Any]]] = {
         "--seconds 0 --repeats 0 --decode-seconds 0 --hidden 64 --layers 1",
         "way",
         [*(6 * INFERENCE), *INFERENCE, "Gloo", "nothing sent"],
+    ),
+    "libraries": (
+        "--ops all_reduce,all_gather,reduce_scatter --worlds 2,3 --sizes 1k --seconds 0.01"
+        " --repeats 0",
+        "way",
+        2 * [libraries.OPS, *(3 * [*libraries.OVER_TORCH])],
     ),
     "llama_memory": (
         "--device cpu --size tiny --layers 1 --rows 1 --tokens 8 --ways AdamW",
@@ -129,6 +136,43 @@ def test_records_of_a_script(script: str, tmp_path: Path) -> None:
     assert all(record["verified"] for record in records)
     found = [record[field] for record in records]
     assert (list(dict.fromkeys(found)) if script == "device_kernels" else found) == expected
+
+
+def test_a_table_of_libraries_is_of_all_runs_of_the_newest_day() -> None:
+    def record(way: str, day: int, second: int, ratio: float | None, **more: Any) -> table.Record:
+        compared = ratio and {"p50": ratio, "over": libraries.OPS}
+        times = {"p50_us": (ratio or 1) * second, "ratio": compared}
+        machine = {"cpu": "a", "cores": 2, "kernel": "6"}
+        facts = {"kind": "libraries", "op": "all_reduce", "world_size": 2, "bytes": 1024}
+        facts |= {"machine": machine}
+        facts |= {"torch": "2", "ringcomm": "1", "commit": "abc", "dirty": False}
+        date = f"2026-01-{day:02}T00:00:{second:02}+00:00"
+        marks = {"quiet": True, "verified": True}
+        return {"way": way, "date": date, **times, **facts, **marks, **more}
+
+    mpi = {"mpi": "Intel(R) MPI Library 2021.18.1 for Linux* OS"}
+    found = [record(libraries.OPS, 1, 1, None), record("Gloo", 1, 1, 90.0)]
+    for second, ratio in ((1, 3.0), (2, 2.0), (5, 4.0)):
+        found += [record(libraries.OPS, 2, second, None, **mpi)]
+        found += [record("Gloo", 2, second, ratio, **mpi)]
+    found += [record("Intel MPI", 2, 2, 0.5, **mpi)]
+    (text,) = table.tables(found, table.LAYOUTS["libraries"])
+    assert "| ringcomm.ops | 2 |" in text
+    assert "| Gloo | 4 (3.00×, 2.00–4.00) |" in text
+    assert "| Intel MPI 2021.18.1 | 1 (0.50×) |" in text
+    assert "2026-01-02T00:00:05+00:00; commit abc; 3 runs." in text
+
+
+@pytest.mark.parametrize(
+    ("version", "name"),
+    [
+        ("Intel(R) MPI Library 2021.18.1 for Linux* OS", "Intel MPI"),
+        ("MPICH Version:      5.0.2", "MPICH"),
+        ("Open MPI v5.0.11, package: Open MPI Distribution", "Open MPI"),
+    ],
+)
+def test_names_of_mpi_libraries(version: str, name: str) -> None:
+    assert libraries.mpi_name(version) == name
 
 
 def test_memory_is_told_with_one_gradient_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:

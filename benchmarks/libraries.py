@@ -1,0 +1,210 @@
+#!/usr/bin/env python3
+"""Times collectives over all libraries for CPUs at hand, on the same buffers in turn.
+
+    python benchmarks/libraries.py [--ops all_reduce] [--worlds 2,4,8,16] [--runs 3]
+                                   [--mpi PYTHON,PYTHON] [--deepspeed FILE] [--vllm FILE]
+
+PYTHON is of an environment with mpi4py and an MPI, whose mpiexec is beside it; each MPI has runs of
+its own, in random order with the others. FILE is a project's shared-memory operators, compiled
+alone: DeepSpeed's `deepspeed_shm_comm` extension, or a library that registers vLLM's
+`torch.ops._C.shm_allreduce`. all_reduce is in place. "torch alone" is the call over torch's backend
+that moves nothing: the part of a call that is torch's own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import harness  # before torch: it sets the number of threads
+import torch
+import torch.distributed as dist
+from groups import MPI, labelled, open_groups
+from harness import Bench, Options, flag
+from operators import MAX_VLLM_RANKS, Reduce, deepspeed_all_reduce, vllm_all_reduce
+from report import Report
+from torch import Tensor
+from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend
+
+from _ringcomm_values import byte_counts, whole_numbers, words
+from ringcomm import ops
+from ringcomm.measure.ranks import Team, joined_world_size, mpi_world_size
+from ringcomm.measure.timing import NUM_VALUES, Contender
+from ringcomm.torch_names import all_gather_single, reduce_scatter_single
+
+OPS, ALONE = "ringcomm.ops", "torch alone"
+# By the name of a way, the backend of its group of torch.distributed.
+OVER_TORCH = {"torch.distributed over ringcomm": "ringcomm", ALONE: "fake", "Gloo": "gloo"}
+Calls = dict[str, Callable[[], object]]
+SIZES = "1k,8k,64k,256k,1m,16m"
+# Of one run of one number of ranks: some seconds a size, and more while it is disturbed.
+LIMIT_S = 600.0
+# All cores for all ranks: pinned, a rank's other threads would share its core. Open MPI refuses to
+# start more ranks than cores, and any as root, unless told.
+MPI_ENVIRONMENT = {
+    "I_MPI_PIN": "off",
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "PRTE_MCA_hwloc_default_binding_policy": "none",
+}
+
+
+def mpi_name(version: str) -> str:
+    """The library of a version's line."""
+    return next((name for name in ("Open MPI", "MPICH") if name in version), "Intel MPI")
+
+
+def open_operators(team: Team, options: Options) -> dict[str, Reduce]:
+    """The other projects' all_reduces, of those that are given. Collective."""
+    operators = {}
+    if options.deepspeed:
+        operators["DeepSpeed"] = deepspeed_all_reduce(team, options.deepspeed)
+    if options.vllm and team.world_size <= MAX_VLLM_RANKS:
+        operators["vLLM"] = vllm_all_reduce(team, options.vllm)
+    return operators
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """A rank's tensors of float32: one of all bytes, and one of its part of them."""
+
+    whole: Tensor
+    part: Tensor
+
+
+def _all_reduce(groups: dict[str, Any], x: Buffers) -> Calls:
+    calls: Calls = {OPS: partial(ops.all_reduce, x.whole, group=groups["ringcomm"], out=x.whole)}
+    for way, name in OVER_TORCH.items():
+        calls[way] = partial(dist.all_reduce, x.whole, group=groups[name])
+    if mpi := groups.get(MPI):
+        calls[mpi_name(mpi.version)] = partial(mpi.all_reduce, mpi.in_place, x.whole.numpy())
+    return calls
+
+
+def _all_gather(groups: dict[str, Any], x: Buffers) -> Calls:
+    calls: Calls = {
+        way: partial(all_gather_single, x.whole, x.part, group=groups[name])
+        for way, name in OVER_TORCH.items()
+    }
+    if mpi := groups.get(MPI):
+        calls[mpi_name(mpi.version)] = partial(mpi.all_gather, x.part.numpy(), x.whole.numpy())
+    return calls
+
+
+def _reduce_scatter(groups: dict[str, Any], x: Buffers) -> Calls:
+    calls: Calls = {
+        way: partial(reduce_scatter_single, x.part, x.whole, group=groups[name])
+        for way, name in OVER_TORCH.items()
+    }
+    if mpi := groups.get(MPI):
+        calls[mpi_name(mpi.version)] = partial(mpi.reduce_scatter, x.whole.numpy(), x.part.numpy())
+    return calls
+
+
+# By each library, what makes the call.
+CALLS = {
+    "all_reduce": _all_reduce,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+}
+
+
+def count_wrong(team: Team, op: str, call: Callable[[], object], x: Buffers) -> int:
+    """How many elements are wrong after a call on known integers, on all ranks; leaves zeros."""
+    values = torch.arange(x.whole.numel()) % NUM_VALUES
+    mine = slice(team.rank * x.part.numel(), (team.rank + 1) * x.part.numel())
+    x.whole.copy_(values + team.rank)
+    x.part.copy_((values + team.rank)[mine])
+    team.share(None)
+    call()
+    expected = team.world_size * values + sum(range(team.world_size))
+    result = x.part if op == "reduce_scatter" else x.whole
+    if op == "all_gather":
+        expected = values + torch.arange(team.world_size).repeat_interleave(x.part.numel())
+    elif op == "reduce_scatter":
+        expected = expected[mine]
+    wrong = int((result != expected).sum())
+    x.whole.zero_()
+    x.part.zero_()
+    return sum(team.share(wrong))
+
+
+def run_rank(bench: Bench, options: Options) -> None:
+    """Each size in turn; rank 0 reports."""
+    team = bench.team
+    names = [*OVER_TORCH.values(), *([MPI] if mpi_world_size() else [])]
+    groups = open_groups(team, labelled(names))
+    operators = open_operators(team, options)
+    version = {"mpi": groups[MPI].version} if MPI in groups else {}
+    align = partial(dist.barrier, groups["ringcomm"])
+    for op, size in itertools.product(options.ops, options.sizes):
+        length = size // 4 // team.world_size
+        x = Buffers(torch.zeros(length * team.world_size), torch.zeros(length))
+        calls = CALLS[op](groups, x)
+        if op == "all_reduce":
+            calls |= {name: partial(reduce, x.whole) for name, reduce in operators.items()}
+        wrong = {
+            way: 0 if way == ALONE else count_wrong(team, op, call, x)
+            for way, call in calls.items()
+        }
+        timed = {way: Contender(call, align) for way, call in calls.items()}
+        facts = {"op": op, "bytes": x.whole.nbytes, **version}
+        bench.report(bench.race(timed, next(iter(calls)), wrong, **facts))
+
+
+def _run_under(python: str, world_size: int, options: Options) -> None:
+    """A run of this script under the mpiexec beside ``python``, which adds records to the file."""
+    command = [str(Path(python).parent / "mpiexec"), "-n", str(world_size), python, __file__]
+    command += ["--worlds", str(world_size), "--ops", ",".join(options.ops)]
+    command += ["--json", str(options.json)]
+    command += ["--sizes", ",".join(map(str, options.sizes)), "--seconds", str(options.seconds)]
+    for name in ("deepspeed", "vllm"):
+        if file := vars(options)[name]:
+            command += [f"--{name}", str(file)]
+    subprocess.run(command, env={**os.environ, **MPI_ENVIRONMENT}, check=True, timeout=LIMIT_S)
+
+
+def measure(options: Options, report: Report) -> None:
+    """All numbers of ranks in random order, and again for each run, with and without an MPI."""
+    if joined_world_size() is not None or not options.mpi:
+        for _ in range(options.runs):
+            PROGRAM.run_worlds(options, report)
+        return
+    jobs = [(world, python) for world in options.worlds for python in options.mpi]
+    for _ in range(options.runs):
+        for world, python in random.sample(jobs, len(jobs)):
+            _run_under(python, world, options)
+
+
+PROGRAM = harness.Program(
+    doc=__doc__,
+    kind="libraries",
+    rank=run_rank,
+    measure=measure,
+    seconds=3.0,
+    per="size",
+    repeats=1,
+    flags=[
+        flag("--ops", words, "all_reduce", "collectives", known=tuple(CALLS)),
+        flag("--worlds", whole_numbers, "2,4,8,16", "numbers of ranks", least=2),
+        flag("--sizes", byte_counts, SIZES, "bytes of the buffer"),
+        flag("--runs", int, 1, "how often everything is measured", least=1),
+        flag("--mpi", words, [], "Pythons with mpi4py, mpiexec beside them", metavar="PYTHON"),
+        flag("--deepspeed", Path, None, "DeepSpeed's shared-memory extension", metavar="FILE"),
+        flag("--vllm", Path, None, "a library of vLLM's shared-memory operators", metavar="FILE"),
+    ],
+    columns=["ranks", "op", "bytes", "way", "p50 µs", "p99 µs", "time over", "others %"],
+    section=("world_size", "op", "bytes"),
+    caption="float32; the time of a call on its slowest rank.",
+)
+
+if __name__ == "__main__":
+    PROGRAM.run_script()
