@@ -104,6 +104,14 @@ def machine_of(options: Options) -> Machine:
     return replace(tuning.load(options.tuning).host, cores=cores, nodes=num_nodes())
 
 
+def check(options: Options) -> None:
+    """Raises ValueError where --tuning cannot be read, before ranks start."""
+    try:
+        machine_of(options)
+    except FileNotFoundError as error:
+        raise ValueError(str(error)) from None
+
+
 def threads_of(label: str) -> int:
     """Of a contender; what a group chooses itself is one where ranks share cores."""
     return 1 if label == AUTO else int(label.split(maxsplit=1)[0])
@@ -122,6 +130,7 @@ PROGRAM = harness.Program(
     **vars(front_door.CORES),
     kind="cores",
     rank=run_rank,
+    check=check,
     columns=[
         *("ranks", "op", "bytes", "threads", "p50 µs", "p99 µs"),
         ("time / one thread's", comparison),

@@ -16,7 +16,7 @@ from ringcomm.cost_model import Costs, Machine
 
 __all__ = ["SCHEMA", "Point", "Tuning", "World", "load", "save"]
 
-SCHEMA = 2
+SCHEMA = 3
 MAX_WORLD_SIZE = 64
 # Fields of a world that are used: the type, and the smallest and largest value.
 _USED: dict[str, tuple[Any, int, int]] = {

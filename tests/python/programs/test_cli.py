@@ -525,6 +525,8 @@ BAD_INPUT = [
     ("bench all_reduce --device no_such_device", "no no_such_device device here"),
     ("bench all_reduce --graph 20", "add --device cuda"),
     ("bench all_reduce --nccl-library /nowhere/libnccl.so", "/nowhere/libnccl.so"),
+    ("bench cores --tuning no.json", "does not exist"),
+    ("bench cores --tuning /proc/version", "tuning file '/proc/version': not JSON"),
     ("tune --world-sizes 1,2", "2 to 64, got 1"),
     ("tune --sizes 1k,1024", "at least 2 different sizes"),
     ("tune --json /nowhere/tuning.json", "no such folder: '/nowhere'"),

@@ -53,7 +53,7 @@ def test_a_wrong_file_is_named(tmp_path: Path) -> None:
         (
             ("schema",),
             1,
-            "schema must be 2 for this .*, got 1: write the file again",
+            "schema must be 3 for this .*, got 1: write the file again",
         ),
         (("schema",), None, "field schema is missing"),
         (("machine",), 5, "not written by `ringcomm tune`"),
