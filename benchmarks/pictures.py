@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import harness
 import sample_jobs
-from plot import of_last_machine, source_of
+from plot import ON_DARK_PAGES, of_last_machine, source_of
 from report import comparison
 from table import LAYOUTS, Record, read_results, with_tables
 
@@ -101,12 +101,13 @@ def _attributes(style: dict[str, Any]) -> str:
 def picture(height: int, title: str, theme: str, parts: Iterable[str], width: int = WIDTH) -> str:
     """A whole file, in the fonts of the viewer."""
     ink, faint = THEMES[theme]
+    adapted = ON_DARK_PAGES if theme == "light" else ""  # for pages that show only this one
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}"'
         f' height="{height}" role="img" aria-label="{html.escape(title)}">\n'
         "<style>text{font:15px system-ui,-apple-system,'Segoe UI',sans-serif;"
         f"fill:{ink}}} .bold{{font-weight:600}} .faint{{fill:{faint};font-size:13px}}"
-        f" .line{{stroke:{faint}}}</style>\n" + "\n".join(parts) + "\n</svg>\n"
+        f" .line{{stroke:{faint}}}{adapted}</style>\n" + "\n".join(parts) + "\n</svg>\n"
     )
 
 

@@ -2,12 +2,14 @@
 """Draws times by size: all_reduce over the backends and with ringcomm's algorithms; cross-entropy.
 
     python benchmarks/plot.py [--out docs/design] [FILE.jsonl ...]
+    python benchmarks/plot.py --adapt FILE.svg  # one that an example has drawn
 
 Takes the records that table.py would, of the machine that was measured last, and writes
 all_reduce.svg, algorithms.svg and cross_entropy.svg, the same bytes for the same records and
 matplotlib. Plots without records, or without matplotlib, are skipped with a message. Of GPUs
 it draws the bus bandwidths of the last run of each layout: bandwidth-w2-one.png and its like.
-`ringcomm bench OP --plot` draws its own records with the functions here.
+`ringcomm bench OP --plot` draws its own records with the functions here. SVGs are drawn on white
+paper, and a rule in them makes it dark where the page is.
 """
 
 from __future__ import annotations
@@ -35,6 +37,17 @@ ALGORITHMS = Layout("Algorithms", "algorithm", ("world_size",), ("bytes",), lamb
 LINES = {"eager": ":", "graph": "-"}
 # Text stays text, and the output is deterministic.
 STYLE: Any = {"svg.fonttype": "none", "svg.hashsalt": "ringcomm", "font.size": 9}
+# The colour scheme of a picture is that of the page that shows it.
+ON_DARK_PAGES = (
+    "@media (prefers-color-scheme: dark) { svg:root { filter: invert(0.88) hue-rotate(180deg) } }"
+)
+
+
+def adapt(path: Path) -> None:
+    """Makes an SVG that was drawn on white paper dark on pages that are."""
+    text = path.read_text(encoding="utf-8")
+    if ON_DARK_PAGES not in text:
+        path.write_text(text.replace("</style>", f"{ON_DARK_PAGES}</style>", 1), encoding="utf-8")
 
 
 def of_last_machine(usual: list[Record], layout: Layout) -> list[Run]:
@@ -66,6 +79,8 @@ def _drawn(
         path.parent.mkdir(parents=True, exist_ok=True)
         how: Any = {"metadata": {"Date": None}} if path.suffix == ".svg" else {"dpi": 120}
         figure.savefig(path, **how)
+        if path.suffix == ".svg":
+            adapt(path)
         pyplot.close(figure)
 
 
@@ -269,7 +284,11 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("files", nargs="*", type=Path, metavar="FILE.jsonl")
     parser.add_argument("--out", type=Path, default=harness.RESULTS, metavar="FOLDER")
+    parser.add_argument("--adapt", type=Path, metavar="FILE.svg", help="only change this picture")
     options = parser.parse_args(argv)
+    if options.adapt:
+        adapt(options.adapt)
+        return EXIT_OK
     records = read_results(options.files)
     pictures: dict[str, Callable[[Path], None]] = {}
     for name, (draw, fields, layout) in PLOTS.items():

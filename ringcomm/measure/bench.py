@@ -299,7 +299,8 @@ i.ringcomm {{ background: {ours}; }} i.gloo {{ background: {gloo}; }}
 <h1>{sentence}</h1>
 <p>Median time of a call, of the slowest rank; a shorter bar is faster. p99 is the 99th
 percentile; GB/s are of the bus: each rank receives 2(N − 1)/N buffers.
-The two take turns in one run; a speed-up is the median over turns, with its 10 and 90 % points.
+The two take turns in one run; a speed-up is the median over turns, with its 10 and 90 % points,
+and may differ from the ratio of two bars, which are medians of the whole run.
 {caveat}</p>
 {bars}
 <p>{machine}; {date}.</p>

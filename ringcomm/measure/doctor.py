@@ -313,10 +313,11 @@ def _threads_text(report: dict[str, Any]) -> str:
     used = num_threads if num_threads <= num_cores else 1
     text = f"collectives of 256 KiB and more use {counted(used, 'thread')} of a rank: torch has"
     more = f"; with OMP_NUM_THREADS={num_cores} they use {num_cores}" if used < num_cores else ""
-    if num_threads > num_cores == 1 and "OMP_NUM_THREADS" not in os.environ:
+    share = counted(num_cores, "core") if num_cores else "less than 1 core"
+    if num_threads > max(1, num_cores) and num_cores <= 1 and "OMP_NUM_THREADS" not in os.environ:
         more = f"; without torchrun, which sets OMP_NUM_THREADS=1, ranks compute with {num_threads}"
-        more += " threads on 1 core"
-    return f"{text} {num_threads}, and a rank {counted(num_cores, 'core')}{more}"
+        more += f" threads on {share}"
+    return f"{text} {num_threads}, and a rank {share}{more}"
 
 
 def _group_facts(group: dict[str, Any]) -> Iterator[tuple[str, str]]:

@@ -320,7 +320,13 @@ def test_doctor_has_limits_for_load_speed_and_threads(monkeypatch: pytest.Monkey
         (8, 8, "use 8 threads of a rank: torch has 8, and a rank 8 cores"),
         (8, 4, "use 1 thread of a rank: torch has 8, and a rank 4 cores; with OMP_NUM_THREADS=4"),
         (1, 2, "use 1 thread of a rank: torch has 1, and a rank 2 cores; with OMP_NUM_THREADS=2"),
-        (2, 0, "use 1 thread of a rank: torch has 2, and a rank 0 cores"),
+        (1, 0, "use 1 thread of a rank: torch has 1, and a rank less than 1 core"),
+        (
+            2,
+            0,
+            "use 1 thread of a rank: torch has 2, and a rank less than 1 core; without torchrun,"
+            " which sets OMP_NUM_THREADS=1, ranks compute with 2 threads on less than 1 core",
+        ),
         (
             2,
             1,

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pictures
+import plot
 import pytest
 import site_pages
 from browsers import data_of, opened
@@ -28,7 +29,7 @@ IS_WRITING = bool(os.environ.get("RINGCOMM_WRITE_SHOW"))
 # A picture on white paper; the rules are page.html's, whose variables a file of its own lacks.
 STYLE = (
     "text { fill: #1b1f24; font: 13px system-ui, sans-serif } .faint { fill: #5b6470 }"
-    " .said { font-size: 15px }"
+    f" .said {{ font-size: 15px }} {plot.ON_DARK_PAGES}"
 )
 COLORS = {"--ink": "#1b1f24", "--faint": "#5b6470", "--line": "#d6dae0", "--ground": "#fff"}
 COLORS["--empty"] = "#eef0f3"
@@ -142,6 +143,20 @@ def test_texts_of_the_picture_for_phones_are_inside_it(browser: Any, theme: str)
         assert begin >= 0
         assert end <= pictures.NARROW
     page.close()
+
+
+def test_pictures_on_pages_follow_their_colours() -> None:
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    files = {
+        path.parent / name
+        for path in pages
+        for name in re.findall(r"!\[[^\]]*\]\(([^)#]+)", path.read_text(encoding="utf-8"))
+    }
+    assert len(files) > 10
+    for file in {file.resolve() for file in files if file.name != "errors.svg"}:  # a dark terminal
+        assert plot.ON_DARK_PAGES in file.read_text(encoding="utf-8"), (
+            f"python benchmarks/plot.py --adapt {file.relative_to(ROOT)}"
+        )
 
 
 def standalone(parts: list[dict[str, Any]]) -> str:
