@@ -10,7 +10,6 @@
 #include <numeric>
 
 #include "bindings/process_group.h"
-#include "collectives/collective.h"
 #include "collectives/op_kind.h"
 
 namespace ringcomm {

@@ -6,7 +6,6 @@
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
-#include "host/process.h"
 #include "host/wait_limits.h"
 #include "transport/messenger.h"
 

@@ -16,7 +16,6 @@
 
 #include "bindings/process_group.h"
 #include "collectives/algorithm.h"
-#include "collectives/collective.h"
 #include "reduce/softmax_merge.h"
 
 // torch.ops.ringcomm.*: collectives as torch operators, so that torch.compile sees them. Fakes,

@@ -5,7 +5,6 @@
 #include <c10/util/Exception.h>
 
 #include "bindings/process_group.h"
-#include "collectives/collective.h"
 #include "collectives/op_kind.h"
 #include "core/chunk_layout.h"
 

@@ -43,22 +43,6 @@ class SharedAllocator final : public c10::Allocator {
   }
 };
 
-// Its memory belongs to the current stream, like that of torch's allocators, and to the stream that
-// is current when the last tensor on it is destroyed.
-at::Tensor tensor_in(const SharedDeviceMemory& memory, c10::Device device, at::IntArrayRef sizes,
-                     at::ScalarType dtype) {
-  const c10::impl::VirtualGuardImpl impl(device.type());
-  const auto release = [impl, device, made_on = impl.getStream(device),
-                        give_back = memory.give_back](void*) {
-    std::vector<c10::Stream> streams{made_on};
-    if (const c10::Stream current = impl.getStream(device); current != made_on)
-      streams.push_back(current);
-    give_back(streams);
-  };
-  return at::from_blob(memory.data, sizes, release, at::TensorOptions(dtype).device(device),
-                       device);
-}
-
 }  // namespace
 
 at::Tensor empty_shared(at::IntArrayRef sizes, at::ScalarType dtype) {
@@ -94,7 +78,18 @@ at::Tensor ProcessGroupRingcomm::empty_shared_on(c10::Device device, at::IntArra
       static_cast<std::size_t>(c10::multiply_integers(sizes)) * c10::elementSize(dtype);
   SharedDeviceMemory memory;
   with_python_errors([&] { memory = devices()->lend(device, num_bytes); });
-  return tensor_in(memory, device, sizes, dtype);
+  // Its memory belongs to the current stream, like that of torch's allocators, and to the stream
+  // that is current when the last tensor on it is destroyed.
+  const c10::impl::VirtualGuardImpl impl(device.type());
+  const auto release = [impl, device, made_on = impl.getStream(device),
+                        give_back = memory.give_back](void*) {
+    std::vector<c10::Stream> streams{made_on};
+    if (const c10::Stream current = impl.getStream(device); current != made_on)
+      streams.push_back(current);
+    give_back(streams);
+  };
+  return at::from_blob(memory.data, sizes, release, at::TensorOptions(dtype).device(device),
+                       device);
 }
 
 }  // namespace ringcomm

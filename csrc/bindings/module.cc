@@ -17,7 +17,6 @@
 #include "host/cgroup_limits.h"
 #include "host/group.h"
 #include "host/membership.h"
-#include "host/process.h"
 #include "host/shared_arena.h"
 #include "host/survivors.h"
 #include "host/wait_limits.h"
@@ -102,7 +101,6 @@ std::shared_ptr<host::Survivors> begin_shrink(const BackendPtr& backend,
   return made;
 }
 
-// The function with Python's errors.
 template <class Result, class... Args>
 auto checked(Result (host::Survivors::*call)(Args...)) {
   return [call](host::Survivors& survivors, Args... args) {
@@ -126,7 +124,6 @@ void bind_survivors(py::module_& m) {
   m.def("write_deaths_to", [](int event) { PeerProcess::death_event = event; }, "event"_a);
 }
 
-// The usage of memory that peers can map.
 py::dict shared_memory_usage() {
   const host::SharedArena* arena = host::SharedArena::find();
   const auto usage = arena != nullptr ? arena->usage() : host::SharedArena::Usage{};

@@ -135,7 +135,6 @@ class ProcessGroupRingcomm final : public c10d::Backend {
   void eagerConnectSingleDevice(at::Device device) override;
   /// A device tensor in memory that the other ranks map. Collective; throws like Devices::lend().
   at::Tensor empty_shared_on(c10::Device device, at::IntArrayRef sizes, at::ScalarType dtype);
-  /// A readable description of the transport of each device.
   std::map<std::string, std::string> device_transports();
 
   /// An all_reduce into another tensor of the same shape, or in place, if it fits_at_once(). False,

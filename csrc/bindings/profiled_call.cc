@@ -6,7 +6,6 @@
 #include <vector>
 
 #include "bindings/process_group.h"
-#include "collectives/collective.h"
 #include "collectives/op_kind.h"
 
 // Since about torch 2.12 the event also has a field for asynchronous calls.

@@ -4,9 +4,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
-#include <cstdint>
 #include <iterator>
-#include <mutex>
 #include <string>
 #include <torch/csrc/distributed/c10d/Utils.hpp>
 #include <utility>
@@ -14,9 +12,7 @@
 
 #include "bindings/process_group.h"
 #include "bindings/python_errors.h"
-#include "collectives/collective.h"
 #include "collectives/op_kind.h"
-#include "collectives/trace.h"
 #include "core/types.h"
 
 namespace ringcomm {

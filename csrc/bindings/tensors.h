@@ -39,9 +39,7 @@ void check_tensor(const at::Tensor& tensor, const char* op);
 void check_same_dtype(const at::Tensor& a, const at::Tensor& b, const char* op);
 /// float32, float16 or bfloat16; `name` is the argument's.
 void check_float_dtype(const at::Tensor& tensor, const char* name, const char* op);
-/// The engine's element type for a reduction.
 DType reduced_dtype(const at::Tensor& tensor, const char* op);
-/// The one tensor of a list.
 const at::Tensor& only_tensor(const Tensors& tensors, const char* op);
 /// In-place forms have no gradient, because another operator's backward may need the overwritten
 /// values. `instead` is the form that has one, or "".

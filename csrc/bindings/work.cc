@@ -10,7 +10,6 @@
 #include <deque>
 #include <functional>
 #include <iterator>
-#include <mutex>
 #include <string_view>
 #include <system_error>
 
@@ -139,7 +138,6 @@ class EngineWork final : public c10d::Work {
     for (TensorCall& item : calls_) item.link();
   }
 
-  // Starts the collectives.
   void submit(Communicator& communicator, std::chrono::milliseconds timeout) {
     const WaitLimits limits{.timeout = timeout, .is_interrupted = is_interrupted};
     // Asked beforehand: once the last call is submitted, another thread may end it and clear them.
@@ -156,7 +154,6 @@ class EngineWork final : public c10d::Work {
     if (num_calls == 0) finish();
   }
 
-  // Starts the message.
   void post(Communicator& communicator, int peer, int tag, std::chrono::milliseconds timeout) {
     const TensorCall& item = calls_.front();
     message_ = std::make_shared<SendRecvOp>();

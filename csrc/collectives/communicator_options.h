@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstddef>
+#include <sstream>
 #include <string>
 
 #include "collectives/algorithm.h"
@@ -21,7 +22,15 @@ struct CommunicatorOptions {
   bool report_stragglers = false;  ///< at the end
 
   /// "algorithm=auto deterministic=none one_shot_max_bytes=0 ..."
-  std::string to_text() const;
+  std::string to_text() const {
+    std::ostringstream text;
+    text << "algorithm=" << name_of(algorithm)
+         << " deterministic=" << (is_rank_ordered ? "rank_order" : "none")
+         << " one_shot_max_bytes=" << one_shot_max_bytes
+         << " transport=" << (transport.empty() ? "auto" : transport);
+    if (!message_backend.empty()) text << " message_backend=" << message_backend;
+    return text.str();
+  }
 };
 
 }  // namespace ringcomm

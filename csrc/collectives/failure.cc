@@ -128,8 +128,7 @@ std::string Failure::calls_missed(int peer, const Activity& activity) const {
 }
 
 std::string Failure::name_of_peer(int peer) const {
-  if (peer < 0) return "any rank";
-  return members_->name_of(peer);
+  return peer < 0 ? "any rank" : members_->name_of(peer);
 }
 
 }  // namespace ringcomm

@@ -14,7 +14,6 @@
 #include <vector>
 
 #include "collectives/recorder.h"
-#include "host/fd.h"
 #include "host/process.h"
 #include "host/threads.h"
 

@@ -76,8 +76,6 @@ class Log {
                                    bool log_waits);
   /// The rank has left the group.
   ~Log();
-  Log(const Log&) = delete;
-  Log& operator=(const Log&) = delete;
 
   /// Bootstrap's thread calls `look` every ten seconds from now on; nothing if it is empty.
   void on_look(std::function<void()> look);

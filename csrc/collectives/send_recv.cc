@@ -1,7 +1,6 @@
 #include "collectives/send_recv.h"
 
 #include <algorithm>
-#include <atomic>
 #include <stdexcept>
 #include <string>
 #include <system_error>

@@ -13,16 +13,12 @@
 #include "collectives/failure.h"
 #include "collectives/stats.h"
 #include "collectives/trace.h"
-#include "host/process.h"
 #include "host/wait_limits.h"
 
 namespace ringcomm {
 
 class MessageMembers;
 class Messenger;
-namespace host {
-class Group;
-}
 
 /// A message on its way, as its sender or its receiver sees it.
 struct SendRecvOp {
@@ -129,9 +125,8 @@ class SendRecv {
 /// "recv from rank 2 (tag 6, 44 bytes)"
 Activity activity_of(const SendRecvOp& op);
 
-/// Over links in shared memory. All arguments must live as long, also of the next one.
-std::unique_ptr<SendRecv> make_shm_send_recv(host::Group& group, Failure& failure, Stats& stats);
 /// Over messages. A send is complete when its receiver has taken it, so its process may end then.
+/// All arguments must live as long.
 std::unique_ptr<SendRecv> make_message_send_recv(Messenger& messenger, MessageMembers& members,
                                                  Failure& failure, Stats& stats);
 

@@ -38,7 +38,6 @@ class Stats {
     return {cell.num_calls, cell.sent_bytes, cell.copied_bytes};
   }
 
-  /// The counters of all groups of this process.
   static Stats& process_wide() {
     static Stats stats;
     return stats;

@@ -32,9 +32,7 @@ void start_trace(int events_fd, int log_fd, std::size_t num_events);
 /// do the functions below.
 void trace_group(std::uint32_t group, const std::string& name, int rank,
                  const std::vector<std::uint64_t>& ranks, const std::string& transport);
-/// This rank has left the group.
 void trace_leave(std::uint32_t group);
-/// A group has failed, and why.
 void trace_failure(const std::string& why);
 /// Records that this thread still waits, so that the wait of a killed process is known to have
 /// lasted until then.

@@ -20,7 +20,6 @@
 #include "communicator/ordered_queue.h"
 #include "host/key_value_store.h"
 #include "host/membership.h"
-#include "host/process.h"
 #include "host/wait_limits.h"
 #include "transport/transport.h"
 

@@ -9,11 +9,6 @@
 #include "host/workers.h"
 
 namespace ringcomm {
-namespace {
-
-thread_local const OrderedQueue* polled = nullptr;  // the queue whose wait calls its poll
-
-}  // namespace
 
 OrderedQueue::~OrderedQueue() {
   drain({});
@@ -43,9 +38,9 @@ void OrderedQueue::run_or_sleep(std::unique_lock<std::mutex>& lock, const IsOver
     const auto until = std::min(deadline, Clock::now() + kLookInterval);
     if (has_news_.wait_until(lock, until) == std::cv_status::timeout && poll) {
       lock.unlock();
-      const OrderedQueue* const outer = std::exchange(polled, this);
+      const OrderedQueue* const outer = std::exchange(polled_, this);
       poll();
-      polled = outer;
+      polled_ = outer;
       lock.lock();
     }
   }
@@ -53,7 +48,7 @@ void OrderedQueue::run_or_sleep(std::unique_lock<std::mutex>& lock, const IsOver
   end_sharing();
 }
 
-bool OrderedQueue::is_inside() const { return polled == this || is_in_task(); }
+bool OrderedQueue::is_inside() const { return polled_ == this || is_in_task(); }
 
 void OrderedQueue::check_not_in_task() const {
   if (is_in_task())

@@ -9,7 +9,6 @@
 #include <mutex>
 #include <thread>
 
-#include "host/process.h"
 #include "host/threads.h"
 #include "host/wait_limits.h"
 
@@ -72,6 +71,8 @@ class OrderedQueue {
   void run_or_sleep(std::unique_lock<std::mutex>& lock, const IsOver& is_over, const Poll& poll,
                     Clock::time_point deadline = Clock::time_point::max());
   void progress();
+
+  static inline thread_local const OrderedQueue* polled_ = nullptr;  // whose wait calls its poll
 
   std::mutex mutex_;
   std::condition_variable has_work_;  // the progress thread sleeps here

@@ -8,12 +8,9 @@
 namespace ringcomm {
 
 /// How shards of different sizes are cut into pieces, one for each phase of the boards, as `rank`
-/// sees it: the same on every rank that knows all sizes.
-///
-/// A rank's region is divided among those that it has something for, in proportion to their shards,
-/// so that the number of phases is that of the rank with the most to send. A slice is at the same
-/// place of the region in every phase, and slices are contiguous until the first shard ends, so
-/// that small ones share cache lines.
+/// sees it: the same on every rank that knows all sizes. A slice is at the same place of the region
+/// in every phase, and slices are contiguous until the first shard ends, so that small ones share
+/// cache lines.
 struct ShardLayout {
   /// A slice for each peer; one slice that all peers read; a slice for each peer, and a piece is
   /// the same part of each source.

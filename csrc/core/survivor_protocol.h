@@ -24,12 +24,8 @@ class RankSet {
   std::array<std::uint64_t, kWords> words_ = {};
 };
 
-/// How the ranks of a group that has failed agree on the ranks that go on (docs/design/shrink.md).
-///
-/// In each attempt every rank that takes part says so, and one set of ranks is chosen. Its ranks
-/// make a new group, and one verdict is chosen: whether all have made it. A choice is the first
-/// write of a word that was 0, so no death leaves one half made. All ranks read the same choices.
-/// If the verdict is kFailed, the ranks of the set make the next attempt.
+/// How the ranks of a group that has failed agree on the ranks that go on: docs/design/shrink.md,
+/// "The agreement".
 ///
 /// `Words` has the words of the agreement, all 0 at first: `stage(rank)`, a Cursor;
 /// `proposal(attempt, rank, idx)`, `chosen(attempt)` and `verdict(attempt)`. Beside an Arch, the

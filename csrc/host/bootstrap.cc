@@ -17,7 +17,6 @@
 #include <utility>
 
 #include "core/annotations.h"
-#include "host/process.h"
 #include "host/rank_record.h"
 #include "host/system_error.h"
 #include "host/threads.h"

@@ -32,11 +32,8 @@ struct Refused : Error {
 /// namespace hides the pid. It is never destroyed: a thread cannot be joined safely while the
 /// process exits. All functions may be called from any thread and throw Error.
 ///
-/// Requests and answers carry secrets that are in the process's address, and nowhere else: a
-/// process that only knows the names of all sockets gets nothing, and cannot answer in place of one
-/// that has ended. A connection that has not shown the secret is closed after some seconds, or as
-/// soon as there are many; who asks again is served. One that is refused is told why, without a
-/// secret.
+/// Requests and answers carry secrets that are in the process's address, and nowhere else
+/// (docs/design/protocol.md, "Who may ask").
 class Bootstrap {
  public:
   /// That of this process; a forked child creates its own.

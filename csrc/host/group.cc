@@ -100,7 +100,7 @@ void Group::wait_until_joined(Rendezvous& rendezvous) {
 }
 
 Group::~Group() {
-  if (is_inherited()) return;
+  if (generation_ != process_generation()) return;  // inherited by fork(): the parent's
   RINGCOMM_STEP("before a rank has left");
   __atomic_store_n(&control(rank_).has_left, 1U, __ATOMIC_RELEASE);
   __atomic_fetch_add(&abort_record().num_left, 1U, __ATOMIC_RELEASE);

@@ -8,8 +8,6 @@
 
 #include "core/board_protocol.h"
 #include "core/link_protocol.h"
-#include "host/abort_reason.h"
-#include "host/abort_record.h"
 #include "host/cores.h"
 #include "host/membership.h"
 #include "host/process.h"
@@ -17,7 +15,6 @@
 #include "host/rendezvous.h"
 #include "host/segment_layout.h"
 #include "host/shared_memory.h"
-#include "host/survivor_words.h"
 
 namespace ringcomm::host {
 
@@ -29,8 +26,6 @@ class Group final : public Membership {
   Group(Rendezvous& rendezvous, const std::vector<int>& ranks, const SegmentConfig& config);
   /// Tells the peers that this rank has left. They keep the memory.
   ~Group() override;
-  Group(const Group&) = delete;
-  Group& operator=(const Group&) = delete;
 
   int rank() const { return rank_; }
   int world_size() const { return static_cast<int>(ranks_.size()); }
@@ -45,9 +40,6 @@ class Group final : public Membership {
   /// Before the first message to `to`. Throws Error if the system has no memory for messages.
   void reserve_send_recv(int to);
   Cursor& doorbell(int rank) const { return control(rank).doorbell; }
-
-  /// Whether this object was inherited by fork(): it belongs to the parent and must not be used.
-  bool is_inherited() const { return generation_ != process_generation(); }
 
   /// Whether every rank has ended or left, and so is in no call: a function that may be called at
   /// any time, also when this object is no more.

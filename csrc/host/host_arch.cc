@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <chrono>
 #include <climits>
-#include <cstddef>
 #include <ctime>
 #include <string>
 #include <vector>

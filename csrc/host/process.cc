@@ -4,13 +4,9 @@
 #include <pthread.h>
 
 namespace ringcomm {
-namespace {
-
-std::atomic<int> generation = 0;
-
-}  // namespace
 
 int process_generation() {
+  static std::atomic<int> generation = 0;
   // A load instead of a system call, because every collective calls it.
   [[maybe_unused]] static const int registered =
       ::pthread_atfork(nullptr, nullptr, [] { generation.fetch_add(1); });

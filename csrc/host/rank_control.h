@@ -5,9 +5,17 @@
 #include "core/arch.h"
 #include "core/board_protocol.h"
 #include "core/survivor_protocol.h"
-#include "host/survivor_choices.h"
 
 namespace ringcomm::host {
+
+/// How often the ranks of a group try to agree on survivors.
+inline constexpr int kMaxAttempts = 8;
+
+/// What the survivors of a group choose (SurvivorProtocol), by attempt.
+struct alignas(kLineBytes) SurvivorChoices {
+  std::uint64_t chosen[kMaxAttempts] = {};
+  std::uint64_t verdict[kMaxAttempts] = {};
+};
 
 /// Words that one rank writes and all others read. In pages of its own, touched first by the rank,
 /// and so on its NUMA node.

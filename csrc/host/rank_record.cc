@@ -9,10 +9,8 @@
 
 #include "core/link_protocol.h"
 #include "core/types.h"
-#include "host/abort_record.h"
 #include "host/peer_process.h"
 #include "host/rank_control.h"
-#include "host/text_fields.h"
 
 namespace ringcomm {
 namespace {

@@ -45,8 +45,6 @@ std::string host_id();
 std::string machine_id();
 /// Of this process, or empty where the kernel does not tell.
 std::string pid_namespace();
-/// "0-3, 8" of ascending numbers.
-std::string ranges_of(const std::vector<std::uint64_t>& numbers);
 /// Of this machine; letters that are not of ASCII are ?.
 std::string host_name();
 

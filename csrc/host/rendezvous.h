@@ -14,7 +14,6 @@
 #include "host/bootstrap.h"
 #include "host/key_value_store.h"
 #include "host/peer_table.h"
-#include "host/process.h"
 #include "host/rank_record.h"
 #include "host/shared_memory.h"
 #include "host/wait_limits.h"

@@ -5,9 +5,8 @@
 
 #include "core/board_protocol.h"
 #include "core/link_protocol.h"
-#include "host/abort_record.h"
+#include "host/abort_reason.h"
 #include "host/rank_control.h"
-#include "host/survivor_choices.h"
 
 namespace ringcomm::host {
 
@@ -56,6 +55,24 @@ class SegmentLayout {
   std::size_t rings_offset_bytes_;
   std::size_t send_recv_offset_bytes_;
   std::size_t num_bytes_;
+};
+
+/// The words of SurvivorProtocol in a group's memory, which must outlive this object.
+struct SurvivorWords {
+  const SegmentLayout* layout;
+  std::byte* base;
+
+  Cursor& stage(int rank) const { return layout->control(base, rank).survivor_stage; }
+  std::uint64_t& proposal(int attempt, int rank, int idx) const {
+    return layout->control(base, rank).survivor_proposals[attempt][idx];
+  }
+  std::uint64_t& chosen(int attempt) const {
+    return layout->survivor_choices(base).chosen[attempt];
+  }
+  std::uint64_t& verdict(int attempt) const {
+    return layout->survivor_choices(base).verdict[attempt];
+  }
+  std::uint64_t& store_number(int rank) const { return layout->control(base, rank).store_number; }
 };
 
 }  // namespace ringcomm::host

@@ -147,8 +147,7 @@ class SharedArena {
 };
 
 /// The system has no memory of that size.
-class OutOfMemory : public std::runtime_error {
- public:
+struct OutOfMemory : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 

@@ -10,19 +10,10 @@
 #include "host/bootstrap.h"
 #include "host/fd.h"
 #include "host/random.h"
-#include "host/survivor_choices.h"
+#include "host/rank_record.h"
 #include "host/system_error.h"
 
 namespace ringcomm::host {
-namespace {
-
-std::string list_of(const std::vector<int>& ranks) {
-  std::string text;
-  for (const int rank : ranks) text += (text.empty() ? "" : ", ") + std::to_string(rank);
-  return text;
-}
-
-}  // namespace
 
 Survivors::Survivors(Group& group, const WaitLimits& limits)
     : group_(group),
@@ -90,7 +81,8 @@ std::vector<int> Survivors::agree() {
   throw Error({.kind = ErrorKind::kAborted, .rank = group_.rank()},
               "ringcomm: rank " + std::to_string(group_.rank()) +
                   " did not call shrink in time, and the other ranks go on without it (ranks " +
-                  list_of(ranks) + "); end this process, or raise the timeout of shrink");
+                  ranges_of({ranks.begin(), ranks.end()}) +
+                  "); end this process, or raise the timeout of shrink");
 }
 
 int Survivors::take_store() {

@@ -6,8 +6,6 @@
 #include "core/survivor_protocol.h"
 #include "host/group.h"
 #include "host/host_arch.h"
-#include "host/process.h"
-#include "host/survivor_words.h"
 #include "host/wait_limits.h"
 
 namespace ringcomm::host {

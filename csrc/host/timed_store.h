@@ -5,7 +5,6 @@
 #include <string>
 
 #include "host/key_value_store.h"
-#include "host/process.h"
 #include "host/threads.h"
 #include "host/wait_limits.h"
 

@@ -32,9 +32,8 @@ void leave_thread_team();
 /// The threads of one rank that copy and sum in its collectives. They take no part in the protocol:
 /// the thread that called waits and publishes, and the others have returned when it does.
 ///
-/// Threads that sleep, or whose cores run other programs, come late: up to 8 ms where alone the
-/// caller needs 0.1 (docs/experiments.md, "threads of a rank"). So the speeds of the team and of
-/// the caller alone are compared, call by call, and a team that was slower pauses.
+/// Threads that sleep, or whose cores run other programs, come late: a team that was slower than
+/// the caller alone pauses (docs/design/collectives.md, "Threads of a rank").
 class Workers {
  public:
   /// `max_threads` of the team are used, always; 0 means all, while each has a core (CoreShare) and

@@ -16,7 +16,6 @@
 #include "host/key_value_store.h"
 #include "host/membership.h"
 #include "host/peer_table.h"
-#include "host/process.h"
 #include "host/wait_limits.h"
 
 namespace ringcomm {

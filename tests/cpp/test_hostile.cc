@@ -30,7 +30,6 @@
 #include "collectives/recorder.h"
 #include "core/errors.h"
 #include "host/abort_reason.h"
-#include "host/abort_record.h"
 #include "host/bootstrap.h"
 #include "host/cores.h"
 #include "host/fd.h"

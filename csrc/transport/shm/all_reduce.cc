@@ -3,18 +3,14 @@
 #include <optional>
 #include <vector>
 
-#include "collectives/algorithm.h"
-#include "collectives/collective.h"
 #include "collectives/fused_update.h"
 #include "transport/shm/collectives.h"
 
 namespace ringcomm {
 
 // Where one_shot stops winning was measured with 2, 4 and 8 ranks on two cores
-// (docs/experiments.md, "all_reduce"): it moves N/2 times the bytes of two_shot and saves one of
-// its two rounds, so with more ranks the limit falls as 1/N. At half or double of these limits
-// either costs about 1.3 times the other. The ring moves what two_shot moves, in 2(N - 1)
-// rounds.
+// (docs/experiments.md, "all_reduce"): at half or double of these limits either costs about 1.3
+// times the other. With more ranks the limit falls as 1/N (docs/design/collectives.md).
 Algorithm choose_all_reduce(std::size_t num_bytes, int world_size, std::size_t one_shot_max_bytes) {
   constexpr std::size_t kKiB = 1024;
   if (one_shot_max_bytes == 0)
@@ -48,23 +44,6 @@ void reduce_staged(ShmContext& context, const Collective& call, bool stages, boo
                        piece.num_elems);
       });
 }
-
-}  // namespace
-
-// One round per piece; N - 1 times the bytes.
-std::uint64_t all_reduce_one_shot(ShmContext& context, const Collective& call) {
-  reduce_staged(context, call, true, true);
-  return static_cast<std::uint64_t>(context.world_size() - 1) * call.num_bytes();
-}
-
-// Every rank but the root stages; the root reduces.
-std::uint64_t reduce(ShmContext& context, const Collective& call) {
-  const bool is_root = context.rank() == call.root;
-  reduce_staged(context, call, !is_root, is_root);
-  return is_root ? 0 : call.num_bytes();
-}
-
-namespace {
 
 // The maximum that a rank stages for one other in a phase of an update: the data that it reads,
 // updates and writes should stay in its L2 cache. With 2 and 4 ranks on two cores, half of it costs
@@ -102,9 +81,9 @@ class TwoShot {
           gather_results(piece);
         },
         2);
-    const auto num_peers = static_cast<std::uint64_t>(world_size_ - 1);
     const std::size_t own_elems = layout_.chunk(rank_).num_elems;
-    return (call_.num_elems - own_elems) * input_bytes_ + num_peers * own_elems * output_bytes_;
+    return (call_.num_elems - own_elems) * input_bytes_ +
+           context_.num_peers() * own_elems * output_bytes_;
   }
 
  private:
@@ -175,6 +154,19 @@ class TwoShot {
 
 }  // namespace
 
+// One round per piece; N - 1 times the bytes.
+std::uint64_t all_reduce_one_shot(ShmContext& context, const Collective& call) {
+  reduce_staged(context, call, true, true);
+  return context.num_peers() * call.num_bytes();
+}
+
+// Every rank but the root stages; the root reduces.
+std::uint64_t reduce(ShmContext& context, const Collective& call) {
+  const bool is_root = context.rank() == call.root;
+  reduce_staged(context, call, !is_root, is_root);
+  return is_root ? 0 : call.num_bytes();
+}
+
 std::uint64_t run_two_shot(ShmContext& context, const Collective& call) {
   return TwoShot(context, call).run();
 }
@@ -224,8 +216,7 @@ std::uint64_t all_reduce_shared(ShmContext& context, const Collective& call) {
         });
   }
   context.rejoin();
-  const auto num_peers = static_cast<std::uint64_t>(world_size - 1);
-  return (call.num_elems - own.num_elems + num_peers * own.num_elems) * bytes;
+  return (call.num_elems - own.num_elems + context.num_peers() * own.num_elems) * bytes;
 }
 
 }  // namespace ringcomm

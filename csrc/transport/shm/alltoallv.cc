@@ -2,8 +2,6 @@
 #include <vector>
 
 #include "collectives/call_header.h"
-#include "collectives/collective.h"
-#include "collectives/op_kind.h"
 #include "core/shard_layout.h"
 #include "transport/shm/collectives.h"
 
@@ -11,15 +9,10 @@ namespace ringcomm {
 namespace {
 
 // One call whose shards may differ in size: their sizes, and the addresses of the shards in this
-// rank's buffers and, piece by piece, in the regions.
-//
-// A rank knows only its own sizes, and a mismatch is between two ranks. So every rank publishes its
-// sizes in the first phase, before the data: a table of one 64-bit count per rank (two tables in
-// all_to_all: sizes to send and to receive), or nothing if the header's num_elems is sufficient.
-// Where any rank has a table, every rank compares all pairs, so all ranks fail with the same
-// message and need not notify each other. Without tables the headers tell all, in time proportional
-// to the ranks. The room for the tables is there even where they are not filled: ranks with even
-// and with uneven shards may be of one call, and must agree on where data begins.
+// rank's buffers and, piece by piece, in the regions (docs/design/collectives.md, "Shards of
+// different sizes"). A rank with uneven shards publishes tables of its sizes in front of its first
+// data. Their room is there even where they are not filled: ranks with even and with uneven shards
+// may be of one call, and must agree on where data begins.
 class Alltoallv {
  public:
   Alltoallv(ShmContext& context, const Collective& call)
@@ -130,34 +123,24 @@ class Alltoallv {
     return elems;
   }
 
+  bool has_transfer(int from, int to) const {
+    return (call_.op != OpKind::kGather || to == call_.root) &&
+           (call_.op != OpKind::kScatter || from == call_.root);
+  }
+  bool is_gathered() const { return call_.op == OpKind::kAllGather || call_.op == OpKind::kGather; }
+
   // The size that `from` published for `to`.
   std::size_t given(int from, int to) {
-    switch (call_.op) {
-      case OpKind::kAllGather:
-        return header_of(from).num_elems;
-      case OpKind::kGather:
-        return to == call_.root ? header_of(from).num_elems : 0;
-      case OpKind::kScatter:
-        return from == call_.root ? published(from, to) : 0;
-      default:
-        return published(from, to);
-    }
+    if (!has_transfer(from, to)) return 0;
+    return is_gathered() ? header_of(from).num_elems : published(from, to);
   }
 
   // The size that `to` expects from `from`.
   std::size_t expected(int from, int to) {
-    switch (call_.op) {
-      case OpKind::kAllGather:
-        return published(to, from);
-      case OpKind::kGather:
-        return to == call_.root ? published(to, from) : 0;
-      case OpKind::kScatter:
-        return from == call_.root ? header_of(to).num_elems : 0;
-      case OpKind::kAllToAll:
-        return published(to, world_size_ + from);
-      default:
-        return header_of(to).num_elems;
-    }
+    if (!has_transfer(from, to)) return 0;
+    if (is_gathered()) return published(to, from);
+    return call_.op == OpKind::kAllToAll ? published(to, world_size_ + from)
+                                         : header_of(to).num_elems;
   }
 
   [[noreturn]] void throw_mismatch(int from, int to) {
@@ -170,8 +153,7 @@ class Alltoallv {
 
   // ---- pieces
 
-  // Copies inputs that would be overwritten. Pieces of one number on all ranks would take a phase
-  // more in every uneven call, because the first one has data before they know.
+  // Copies inputs that would be overwritten.
   void keep_inputs() {
     for (int peer = 0; peer < world_size_ && call_.op == OpKind::kAllToAll; ++peer) {
       if (peer == rank_ || call_.inputs[peer] != call_.outputs[peer]) continue;

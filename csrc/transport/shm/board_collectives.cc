@@ -1,14 +1,6 @@
-#include "collectives/collective.h"
 #include "transport/shm/collectives.h"
 
 namespace ringcomm {
-namespace {
-
-std::uint64_t num_peers_of(const ShmContext& context) {
-  return static_cast<std::uint64_t>(context.world_size() - 1);
-}
-
-}  // namespace
 
 // Headers only: no rank leaves before all have arrived.
 std::uint64_t barrier(ShmContext& context, const Collective&) {
@@ -32,7 +24,7 @@ std::uint64_t broadcast(ShmContext& context, const Collective& call) {
           context.copy_result(at(call.outputs[0], piece.begin_elems, bytes),
                               context.wait(call.root), piece.num_elems * bytes, call.num_bytes());
       });
-  return is_root ? num_peers_of(context) * call.num_bytes() : 0;
+  return is_root ? context.num_peers() * call.num_bytes() : 0;
 }
 
 // Every rank stages its shard; all copy all.
@@ -57,7 +49,7 @@ std::uint64_t all_gather(ShmContext& context, const Collective& call) {
                               piece.num_elems * bytes, result_bytes);
         }
       });
-  return num_peers_of(context) * call.num_bytes();
+  return context.num_peers() * call.num_bytes();
 }
 
 // Every rank stages a slice of each peer's chunk; each reduces its own from all.
@@ -74,7 +66,7 @@ std::uint64_t reduce_scatter(ShmContext& context, const Collective& call) {
     return static_cast<std::size_t>(is_behind ? target - 1 : target) * piece.num_elems;
   };
   context.for_each_piece(
-      call.num_elems, context.phase_bytes() / num_peers_of(context) / bytes,
+      call.num_elems, context.phase_bytes() / context.num_peers() / bytes,
       [&](const ElemRange& piece) {
         std::byte* region = context.open();
         for (int peer = 0; peer < world_size; ++peer)
@@ -90,7 +82,7 @@ std::uint64_t reduce_scatter(ShmContext& context, const Collective& call) {
         context.reduce(call, at(call.outputs[0], piece.begin_elems, bytes), nullptr,
                        piece.num_elems);
       });
-  return num_peers_of(context) * call.num_bytes();
+  return context.num_peers() * call.num_bytes();
 }
 
 }  // namespace ringcomm

@@ -34,10 +34,8 @@ struct BufferHandle {
 };
 
 /// The state in which collectives of one group run, one after another, on one thread at a time.
-///
-/// Each collective starts with a board phase that publishes the call's header beside its cursor. A
-/// rank checks every peer's header before it reads a byte of data. So every rank detects a
-/// different call, with any algorithm and without an extra message or cache line.
+/// Each starts with a phase that publishes the call's header beside its cursor, which every peer
+/// checks before it reads a byte of data.
 class ShmContext {
  public:
   using Arch = TracedArch;
@@ -46,6 +44,7 @@ class ShmContext {
 
   int rank() const { return group_.rank(); }
   int world_size() const { return group_.world_size(); }
+  std::uint64_t num_peers() const { return static_cast<std::uint64_t>(world_size() - 1); }
   const host::Group& group() const { return group_; }
   CallStep& step() { return group_.step(); }
   Arch& arch() { return arch_; }

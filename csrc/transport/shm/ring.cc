@@ -2,7 +2,6 @@
 
 #include <optional>
 
-#include "collectives/collective.h"
 #include "collectives/fused_update.h"
 #include "core/link_protocol.h"
 #include "host/call_step.h"

@@ -11,10 +11,10 @@
 #include <vector>
 
 #include "core/link_protocol.h"
-#include "host/group.h"
 #include "host/host_arch.h"
 #include "host/shared_memory.h"
 #include "host/threads.h"
+#include "transport/shm/transport.h"
 
 namespace ringcomm {
 namespace {
@@ -502,8 +502,8 @@ class SendRecvQueue final : public SendRecv {
 
 }  // namespace
 
-std::unique_ptr<SendRecv> make_shm_send_recv(host::Group& group, Failure& failure, Stats& stats) {
-  return std::make_unique<SendRecvQueue>(group, failure, stats);
+std::unique_ptr<SendRecv> ShmTransport::make_send_recv(Failure& failure, Stats& stats) {
+  return std::make_unique<SendRecvQueue>(group_, failure, stats);
 }
 
 }  // namespace ringcomm

@@ -5,12 +5,9 @@
 
 namespace ringcomm {
 
-// Calls in a row before the class is measured again, which takes 9 calls. Beside other programs two
-// calls in five take twice the median, but four in a row come once in 2,000 calls
-// (docs/experiments.md, "stores, chosen by six calls").
+// Calls in a row before the class is measured again: fewer come by chance beside other programs.
 constexpr int kMaxDoubled = 4;
-// Calls for each try of the other kind. Without tries, three disturbed calls could choose the wrong
-// kind for good, because its time never doubles. A try takes up to 3 times the median: 0.05 %.
+// Calls for each try of the other kind, which takes up to 3 times the median: 0.05 %.
 constexpr int kCallsPerTry = 4096;
 
 // The first decides, as what disturbs a call only adds to its time.

@@ -9,13 +9,9 @@
 
 namespace ringcomm {
 
-/// Chooses how staged bytes are stored: plain stores are 2 times faster if the cores of two ranks
-/// share a cache, and otherwise 2 to 3 times slower (docs/experiments.md, "stores"). No counter
-/// shows which is the case, so collectives are timed, by operation and size class: three calls with
-/// each kind. That of the fastest is kept until four calls in a row take twice its median. One in
-/// 4,096 is a try of the other kind; if it takes less than that median, the class is measured
-/// again. Rank 0 publishes the kind of the class's next call in each call: a rank that tried alone
-/// would disturb the others' times.
+/// Chooses how staged bytes are stored (docs/design/collectives.md, "How staged bytes are stored").
+/// Which kind is faster depends on whether two ranks' cores share a cache, which no counter shows.
+/// So collectives are timed, by operation and size class; rank 0 decides for all.
 class StoreKindChooser {
  public:
   using Clock = std::chrono::steady_clock;

@@ -39,8 +39,6 @@ class TracedArch final : public host::HostArch {
       if (arch_.begin_ticks_ != 0) [[unlikely]]
         arch_.end_wait(peer_);
     }
-    Wait(const Wait&) = delete;
-    Wait& operator=(const Wait&) = delete;
 
    private:
     TracedArch& arch_;

@@ -90,10 +90,6 @@ ShmTransport::ShmTransport(host::Rendezvous& rendezvous, const PeerTable& peer_t
       scope_(group_),
       context_(group_, scope_, options.max_threads) {}
 
-std::unique_ptr<SendRecv> ShmTransport::make_send_recv(Failure& failure, Stats& stats) {
-  return make_shm_send_recv(group_, failure, stats);
-}
-
 void ShmTransport::plan(const Collective& call, CallHeader& header) const {
   Algorithm asked = call.algorithm != Algorithm::kAuto ? call.algorithm : options_.algorithm;
   // The ring does not reduce in rank order; two_shot does.
@@ -151,10 +147,8 @@ BufferHandle ShmTransport::handle_of(const Collective& call) const {
   return is_all_reduce && !handle.output.is_somewhere() ? BufferHandle{} : handle;
 }
 
-// Ranks do not know whether the peers' buffers are shared, so the first phase shows it: a rank with
-// shared buffers publishes a handle in place of data. All ranks read all handles and make
-// the same decision. If all buffers are shared, the collective runs on them; if some are, it is
-// staged from the second phase on; if none are, it has run as usual. docs/design/shared_buffers.md
+// In the first phase a rank with shared buffers publishes a handle in place of data, so all ranks
+// make the same decision (docs/design/shared_buffers.md, "How ranks agree").
 Traffic ShmTransport::run_or_share(const Collective& call, const CallHeader& header) {
   const Entry& entry = entry_of(header);
   const auto staged = [&](std::uint64_t sent_bytes) {

@@ -1,13 +1,6 @@
 #pragma once
 
-#include "collectives/call_header.h"
-#include "collectives/collective.h"
-#include "collectives/communicator_options.h"
-#include "collectives/stats.h"
-#include "collectives/traffic.h"
 #include "host/group.h"
-#include "host/membership.h"
-#include "host/peer_table.h"
 #include "host/rendezvous.h"
 #include "host/wait_scope.h"
 #include "transport/shm/collectives.h"
@@ -24,7 +17,8 @@ class ShmTransport final : public Transport {
                const CommunicatorOptions& options);
 
   Membership& membership() override { return group_; }
-  std::unique_ptr<SendRecv> make_send_recv(Failure& failure, Stats& stats) override;
+  std::unique_ptr<SendRecv> make_send_recv(Failure& failure,
+                                           Stats& stats) override;  // send_recv.cc
   bool shares_memory() const override { return true; }
   void plan(const Collective& call, CallHeader& header) const override;
   Traffic run(const Collective& call, const CallHeader& header, const WaitLimits& limits) override;
