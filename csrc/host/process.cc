@@ -8,14 +8,14 @@ namespace {
 
 std::atomic<int> generation = 0;
 
+// At load: a parent may fork before it has called anything.
+[[maybe_unused]] const int registered =
+    ::pthread_atfork(nullptr, nullptr, [] { generation.fetch_add(1); });
+
 }  // namespace
 
-int process_generation() {
-  // A load instead of a system call, because every collective calls it.
-  [[maybe_unused]] static const int registered =
-      ::pthread_atfork(nullptr, nullptr, [] { generation.fetch_add(1); });
-  return generation.load(std::memory_order_relaxed);
-}
+// A load instead of a system call, because every collective calls it.
+int process_generation() { return generation.load(std::memory_order_relaxed); }
 
 void say_line(const std::string& line) noexcept {
   pollfd entry{.fd = STDERR_FILENO, .events = POLLOUT, .revents = 0};
