@@ -31,7 +31,7 @@ from table import LAYOUTS, SHOWN_WORLDS, Layout, Record, Run, machine_of, newest
 from _ringcomm_cli import EXIT_OK, run_main
 from _ringcomm_values import byte_counts
 from ringcomm.palette import COLORS, GREY, colors_of, title_of
-from ringcomm.screen import byte_count
+from ringcomm.screen import byte_count, counted
 
 ALGORITHMS = Layout("Algorithms", "algorithm", ("world_size",), ("bytes",), lambda runs: [])
 LINES = {"eager": ":", "graph": "-"}
@@ -88,7 +88,9 @@ def source_of(record: Record) -> str:
     """Where the points were measured, in one line."""
     machine = record["machine"]
     state = "otherwise idle" if record["quiet"] else "beside other programs"
-    return f"{machine['cores']} cores of {machine['cpu']}, {state}; {record['date'][:10]}"
+    return (
+        f"{counted(machine['cores'], 'core')} of {machine['cpu']}, {state}; {record['date'][:10]}"
+    )
 
 
 def _plain(axes: Any) -> None:

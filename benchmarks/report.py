@@ -20,7 +20,7 @@ import ringcomm
 from _ringcomm_cli import EXIT_OK, EXIT_WRONG_RESULTS
 from ringcomm.measure.machine import MAX_OTHERS_PERCENT, identity, rounded, utc_now, variables
 from ringcomm.measure.timing import Timings
-from ringcomm.screen import byte_count, factor, microseconds
+from ringcomm.screen import byte_count, counted, factor, microseconds
 
 Record = dict[str, Any]
 Cell = Callable[[Record], str]
@@ -221,7 +221,7 @@ def facts_line(record: dict[str, Any]) -> str:
     changes = " + changes" if record["dirty"] else ""
     mpi = f", {record['mpi']}" if "mpi" in record else ""
     return (
-        f"{machine['cpu']}, {machine['cores']} cores, Linux {machine['kernel']}; torch"
+        f"{machine['cpu']}, {counted(machine['cores'], 'core')}, Linux {machine['kernel']}; torch"
         f" {record['torch']}, ringcomm {record['ringcomm']}{mpi}; {record['date']}; commit"
         f" {str(record['commit'])[:9]}{changes}"
     )

@@ -3,16 +3,21 @@
 #include <sched.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
-#include <bitset>
+#include <bit>
+#include <climits>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
+#include <filesystem>
 #include <fstream>
 #include <iterator>
 #include <mutex>
 #include <set>
 #include <sstream>
+#include <system_error>
 
 #include "host/process.h"
 #include "host/rank_record.h"
@@ -21,16 +26,10 @@
 namespace ringcomm::host {
 namespace {
 
-using Cores = std::bitset<CPU_SETSIZE>;
-
-Cores cores_of_thread() {
-  Cores cores;
-  cpu_set_t allowed;
-  if (::sched_getaffinity(0, sizeof(allowed), &allowed) == 0)  // else too many to tell
-    for (std::size_t core = 0; core < cores.size(); ++core)
-      cores.set(core, CPU_ISSET(core, &allowed));
-  return cores;
-}
+// As the system calls have them.
+using Word = unsigned long;
+constexpr std::size_t kWordBits = CHAR_BIT * sizeof(Word);
+using Words = std::array<Word, Cores{}.size() / kWordBits>;
 
 Cores cores_in(const std::string& text) {
   Cores cores;
@@ -49,6 +48,19 @@ std::vector<Cores> cores_in(const std::vector<std::string>& texts) {
   return sets;
 }
 
+// Whether threads of the team may have other cores than this one, which has `cores`: OpenMP pins
+// them, or the program has pinned some. Elsewhere the team is not asked: that would begin threads
+// that the program may never need, and libgomp ends a process that gets none.
+bool may_team_have_others(const Cores& cores) {
+  for (const char* name : {"OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"})
+    if (std::getenv(name) != nullptr) return true;
+  std::error_code error;
+  for (std::filesystem::directory_iterator task("/proc/self/task", error), end; task != end;
+       task.increment(error))
+    if ((cores_of_thread(std::stoi(task->path().filename())) & ~cores).any()) return true;
+  return false;
+}
+
 struct CoreShares {
   std::mutex mutex;
   std::set<const CoreShare*> all;
@@ -58,11 +70,28 @@ constinit PerProcess<CoreShares> core_shares;
 
 }  // namespace
 
+Cores cores_of_thread(int thread) {
+  Cores cores;
+  Words words{};
+  if (::sched_getaffinity(thread, sizeof(words), reinterpret_cast<cpu_set_t*>(words.data())) == 0)
+    for (std::size_t word = 0; word < words.size(); ++word)
+      for (Word left = words[word]; left != 0; left &= left - 1)
+        cores.set(word * kWordBits + static_cast<std::size_t>(std::countr_zero(left)));
+  return cores;
+}
+
+bool restrict_thread(const Cores& cores) {
+  Words words{};
+  for (std::size_t core = 0; core < cores.size(); ++core)
+    if (cores.test(core)) words[core / kWordBits] |= Word{1} << (core % kWordBits);
+  return ::sched_setaffinity(0, sizeof(words), reinterpret_cast<cpu_set_t*>(words.data())) == 0;
+}
+
 std::string usable_cores() {
   Cores cores = cores_of_thread();
   const ThreadTeam& team = thread_team();
   if (const auto size = static_cast<std::size_t>(team.size());
-      size > cores.count() && may_use_team()) {
+      size > cores.count() && may_use_team() && may_team_have_others(cores)) {
     std::mutex mutex;
     team.run(size, [&](std::size_t) {
       const std::lock_guard lock(mutex);
@@ -121,7 +150,7 @@ int ranks_per_core(const std::vector<std::string>& cores_of_ranks, double quota)
 
 int cores_per_rank(const std::vector<std::string>& cores_of_ranks, double quota) {
   const std::vector<Cores> sets = cores_in(cores_of_ranks);
-  double fewest = std::min<double>(CPU_SETSIZE, quota / static_cast<double>(sets.size()));
+  double fewest = std::min<double>(Cores{}.size(), quota / static_cast<double>(sets.size()));
   for (const Cores& set : sets) {
     double share = 0;
     for (std::size_t core = 0; core < set.size(); ++core)
@@ -145,7 +174,7 @@ void CoreShare::count(bool exists) const {
   CoreShares& shares = core_shares.get();
   const std::lock_guard lock(shares.mutex);
   exists ? void(shares.all.insert(this)) : void(shares.all.erase(this));
-  int most = 1, fewest = shares.all.empty() ? 0 : CPU_SETSIZE;
+  int most = 1, fewest = shares.all.empty() ? 0 : std::numeric_limits<int>::max();
   for (const CoreShare* share : shares.all) {
     most = std::max(most, share->ranks_per_core_);
     fewest = std::min(fewest, share->cores_per_rank_);

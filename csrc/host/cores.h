@@ -1,10 +1,20 @@
 #pragma once
 
+#include <bitset>
 #include <limits>
 #include <string>
 #include <vector>
 
 namespace ringcomm::host {
+
+/// Cores by their numbers. As many as Linux may have: the kernel refuses to fill a smaller set than
+/// its own, and glibc's cpu_set_t ends at 1,024.
+using Cores = std::bitset<8192>;
+
+/// Those that a thread may use, by default the calling one; none where the kernel does not tell.
+Cores cores_of_thread(int thread = 0);
+/// Restricts the calling thread to these; false where the kernel refuses.
+bool restrict_thread(const Cores& cores);
 
 /// The cores on which this rank's kernels may run, as text for its record ("0-3, 8"): those of this
 /// thread, or of all threads of its team where the program has pinned each to cores of its own.

@@ -40,13 +40,8 @@ std::uint32_t* low_half(std::uint64_t& word) {
 
 // Restores the thread's cores. If it was not pinned, it gets all cores, so that a cpuset that grows
 // later applies to it.
-void unpin(const cpu_set_t& allowed) {
-  cpu_set_t all;
-  std::memset(&all, 0xff, sizeof(all));
-  cpu_set_t now;
-  if (::sched_setaffinity(0, sizeof(all), &all) != 0 ||
-      ::sched_getaffinity(0, sizeof(now), &now) != 0 || !CPU_EQUAL(&now, &allowed))
-    ::sched_setaffinity(0, sizeof(allowed), &allowed);
+void unpin(const Cores& allowed) {
+  if (!restrict_thread(Cores{}.set()) || cores_of_thread() != allowed) restrict_thread(allowed);
 }
 
 }  // namespace
@@ -91,21 +86,18 @@ void HostArch::leave_core(const std::uint32_t& core) const {
   if (here < 0 || static_cast<std::uint32_t>(here) + 1 != __atomic_load_n(&core, __ATOMIC_RELAXED))
     return;
   if (CoreShare::most_ranks_per_core() > 1) return;
-  cpu_set_t allowed;
-  if (::sched_getaffinity(0, sizeof(allowed), &allowed) != 0) return;
-  if (CPU_COUNT(&allowed) < 2) return;
+  const Cores allowed = cores_of_thread();
+  if (allowed.count() < 2) return;
   static const std::vector<std::string> nodes = read_nodes();
   std::vector<int> cores;
-  for (int other = 0; other < CPU_SETSIZE; ++other)
-    if (CPU_ISSET(other, &allowed)) cores.push_back(other);
+  for (std::size_t other = 0; other < allowed.size(); ++other)
+    if (allowed.test(other)) cores.push_back(static_cast<int>(other));
   cores = cores_of_node(cores, here, nodes);  // the thread's memory is there
   const auto num_cores = static_cast<std::ptrdiff_t>(cores.size());
   const auto place = std::ranges::find(cores, here) - cores.begin();
-  cpu_set_t only_next;
-  CPU_ZERO(&only_next);
-  CPU_SET(cores[static_cast<std::size_t>((place + 1 + rank_ % (num_cores - 1)) % num_cores)],
-          &only_next);
-  if (::sched_setaffinity(0, sizeof(only_next), &only_next) == 0) unpin(allowed);
+  const int next =
+      cores[static_cast<std::size_t>((place + 1 + rank_ % (num_cores - 1)) % num_cores)];
+  if (restrict_thread(Cores{}.set(static_cast<std::size_t>(next)))) unpin(allowed);
 }
 
 }  // namespace ringcomm::host

@@ -4,14 +4,18 @@
 #include <pthread.h>
 
 namespace ringcomm {
+namespace {
 
-int process_generation() {
-  static std::atomic<int> generation = 0;
-  // A load instead of a system call, because every collective calls it.
-  [[maybe_unused]] static const int registered =
-      ::pthread_atfork(nullptr, nullptr, [] { generation.fetch_add(1); });
-  return generation.load(std::memory_order_relaxed);
-}
+std::atomic<int> generation = 0;
+
+// At load: a parent may fork before it has called anything.
+[[maybe_unused]] const int registered =
+    ::pthread_atfork(nullptr, nullptr, [] { generation.fetch_add(1); });
+
+}  // namespace
+
+// A load instead of a system call, because every collective calls it.
+int process_generation() { return generation.load(std::memory_order_relaxed); }
 
 void say_line(const std::string& line) noexcept {
   pollfd entry{.fd = STDERR_FILENO, .events = POLLOUT, .revents = 0};

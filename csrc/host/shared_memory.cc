@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 
 #include <cerrno>
@@ -53,7 +54,11 @@ UniqueFd create_memfd(std::size_t num_bytes, const char* name) {
   UniqueFd fd(::memfd_create(name, kFlags | MFD_NOEXEC_SEAL));
   if (!fd && errno == EINVAL) fd.reset(::memfd_create(name, kFlags));  // an older kernel
   if (!fd) throw_errno("memfd_create");
-  if (::ftruncate(fd.get(), static_cast<off_t>(num_bytes)) != 0)
+  // Beyond it the kernel would also send SIGXFSZ, which ends a program that does not ignore it.
+  rlimit most{};
+  const bool is_too_large = ::getrlimit(RLIMIT_FSIZE, &most) == 0 && num_bytes > most.rlim_cur;
+  if (is_too_large) errno = EFBIG;
+  if (is_too_large || ::ftruncate(fd.get(), static_cast<off_t>(num_bytes)) != 0)
     throw_errno("ftruncate of a memfd to " + std::to_string(num_bytes) + " bytes");
   if (::fcntl(fd.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0)
     throw_errno("fcntl(F_ADD_SEALS)");

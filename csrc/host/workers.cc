@@ -1,7 +1,5 @@
 #include "host/workers.h"
 
-#include <sched.h>
-
 #include "host/cores.h"
 #include "host/process.h"
 
@@ -14,11 +12,7 @@ constexpr std::size_t kMinCallBytes = std::size_t{256} << 10;
 ThreadTeam team_of_program = {[] { return 1; }, nullptr};
 thread_local bool is_alone = false;
 
-// The cores that this thread may use; none where there are too many to tell.
-int count_allowed() {
-  cpu_set_t allowed;
-  return ::sched_getaffinity(0, sizeof(allowed), &allowed) == 0 ? CPU_COUNT(&allowed) : 0;
-}
+int count_allowed() { return static_cast<int>(cores_of_thread().count()); }
 
 }  // namespace
 

@@ -24,7 +24,7 @@ from ringcomm.measure.machine import MAX_OTHERS_PERCENT, identity, usable_cores,
 from ringcomm.measure.ranks import Team
 from ringcomm.measure.timing import US, check_sums
 from ringcomm.palette import LIBRARIES, title_of
-from ringcomm.screen import Progress, byte_count, columns, factor, in_seconds
+from ringcomm.screen import Progress, byte_count, columns, counted, factor, in_seconds
 from ringcomm.tuning import MAX_WORLD_SIZE
 
 MAX_FACTOR = 3  # a loaded machine takes longer than announced; then the largest are left out
@@ -72,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
     machine = identity()
     worlds = [options.world_size] if options.world_size else world_sizes(usable_cores())
     print(
-        f"{_numbers(worlds)} ranks on {machine['cores']} cores of {machine['cpu']},"
+        f"{_numbers(worlds)} ranks on {counted(machine['cores'], 'core')} of {machine['cpu']},"
         f" torch {torch.__version__}, ringcomm {__version__};"
         f" about {options.seconds + 8 * len(worlds):.0f} s"
     )
@@ -271,7 +271,7 @@ def page(rows: list[Row], machine: dict[str, Any], left_out: list[int]) -> str:
     return _PAGE.format(
         sentence=html.escape(sentence(rows)),
         caveat=html.escape(f"{caveat(rows)} {omission(left_out)}".strip()),
-        machine=html.escape(f"{machine['cores']} cores of {machine['cpu']}, {versions}"),
+        machine=html.escape(f"{counted(machine['cores'], 'core')} of {machine['cpu']}, {versions}"),
         date=utc_now().date().isoformat(),
         bars="\n".join(bars),
         ours=LIBRARIES["ringcomm"],

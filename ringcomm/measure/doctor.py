@@ -36,6 +36,9 @@ LEAST_SHARE_OF_COPY = 0.1
 MAX_P99 = 50  # over the median: a rank waited for a core, or for several turns of other programs
 # With more ranks only neighbours are timed, because the number of pairs grows with the square.
 MAX_WORLD_OF_ALL_PAIRS = 8
+# With one of them OpenMP moves the main thread to one place when torch is imported, in each rank to
+# the same one.
+PINNING_VARIABLES = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 
 
 def _num_all_reduces() -> dict[str, int]:
@@ -168,6 +171,14 @@ def _speed_text(group: dict[str, Any]) -> str:
     return f"{text} (at least {least} expected)"
 
 
+def _pinning_variables() -> str:
+    """Those that are set and have OpenMP pin its threads, as "NAME=value, ..."."""
+    found = {name: os.environ.get(name, "") for name in PINNING_VARIABLES}
+    if found["OMP_PROC_BIND"].lower() == "false":
+        return ""
+    return ", ".join(f"{name}={value}" for name, value in found.items() if value)
+
+
 def _problems(report: dict[str, Any], world_size: int) -> Iterator[tuple[str, str, str]]:
     """Of each problem that the parts of a report show: its check, what is wrong, and the fix."""
     group, known, variables = report["group"], report["machine"], report["environment"]
@@ -179,14 +190,15 @@ def _problems(report: dict[str, Any], world_size: int) -> Iterator[tuple[str, st
         text = f"other programs used {group['others_busy_percent']:.0f} % of the machine during the"
         text += " measurement: times are longer than on an idle machine"
         yield "others", text, "measure again when the machine is idle"
-    num_cores = min(report["cpus"]["num_cores"] or known["cores"], known["cores"])
+    num_cores = report["cpus"]["num_cores"] or known["cores"]
     if is_busy and known["load"][0] > known["cores"]:  # a load alone may be of what has ended
         text = f"{_load_text(known['load'])}, on {counted(known['cores'], 'CPU')}: programs wait"
         yield "load", f"{text} for their turn", "measure again when the machine is idle"
     threads = os.environ.get("OMP_NUM_THREADS", "")
     if threads.isdecimal() and world_size * int(threads) > max(num_cores, world_size):
+        num_threads = world_size * min(int(threads), report["threads"]["torch"])
         text = f"OMP_NUM_THREADS is {threads}: {world_size} ranks compute with"
-        text += f" {world_size * int(threads)} threads on {counted(num_cores, 'core')}"
+        text += f" {num_threads} threads on {counted(num_cores, 'core')}"
         yield "environment", text, f"set it to {max(1, num_cores // world_size)}"
     if world_size > 1 and _share_of_copy(group) < LEAST_SHARE_OF_COPY:
         text = f"{_speed_text(group)}: ranks share cores, or other programs ran"
@@ -200,7 +212,11 @@ def _problems(report: dict[str, Any], world_size: int) -> Iterator[tuple[str, st
             yield name, text, "measure on an idle machine, with at most one rank per core"
     if world_size > num_cores:
         text = f"{world_size} ranks on {counted(num_cores, 'core')}: the ranks have to take turns"
-        yield "cpus", text, f"start at most {counted(num_cores, 'rank')}"
+        fix = f"start at most {counted(num_cores, 'rank')}"
+        if pinning := _pinning_variables():
+            text += f"; with {pinning} OpenMP moves each rank there when it imports torch"
+            fix = "unset it, or start each rank with taskset or numactl on cores of its own"
+        yield "cpus", text, fix
     allowed, file = report["limits"]["cpu_cores"] or (float("inf"), "")
     if allowed < min(world_size, len(os.sched_getaffinity(0))):
         text = f"the container may use {allowed:g} CPUs ({file}): {world_size} busy ranks are"
@@ -274,7 +290,7 @@ def _machine_facts(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
     names = ("ringcomm", "torch", "python", "kernel")
     text = ", ".join(f"{name} {versions[name]}" for name in names)
     yield "versions", f"{text}, {versions['os']}, {versions['simd']} instructions"
-    cores = "" if cpus["num_cores"] is None else f", {cpus['num_cores']} cores"
+    cores = "" if cpus["num_cores"] is None else f", {counted(cpus['num_cores'], 'core')}"
     yield "cpus", f"{known['cpu']}: {known['cores']} of {cpus['num_online']} CPUs usable{cores}"
     total, available = in_gib(known["total_bytes"]), in_gib(known["available_bytes"])
     yield "memory", f"{total} of memory, {available} available"

@@ -101,9 +101,9 @@ def huge_pages(
 
 
 def num_cores(cpus: Path = Path("/sys/devices/system/cpu")) -> int | None:
-    """The number of physical cores that are online; None where the kernel does not tell."""
-    found = cpus.glob("cpu[0-9]*/topology/thread_siblings_list")
-    return len({path.read_text() for path in found}) or None
+    """The physical cores that this process may use; None where the kernel does not tell."""
+    paths = [cpus / f"cpu{cpu}/topology/thread_siblings_list" for cpu in os.sched_getaffinity(0)]
+    return len({path.read_text() for path in paths if path.exists()}) or None
 
 
 def num_nodes(folder: Path = Path("/sys/devices/system/node")) -> int:
@@ -120,7 +120,7 @@ def usable_cores() -> int:
     """Those that this process may use, at least 1: by its affinity and its cgroup's limit."""
     allowed, _ = read_limits()["cpu_cores"] or (float("inf"), "")
     logical = len(os.sched_getaffinity(0))
-    return max(1, int(min(logical, num_cores() or logical, allowed)))
+    return max(1, int(min(num_cores() or logical, allowed)))
 
 
 def _cpu_s(pid: int) -> float:

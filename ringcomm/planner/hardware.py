@@ -12,7 +12,7 @@ from typing import Any, Literal
 from ringcomm.cost_model import Machine
 from ringcomm.options import named_options
 from ringcomm.planner.models import read_object
-from ringcomm.screen import in_gib
+from ringcomm.screen import counted, in_gib
 from ringcomm.tuning import Tuning
 
 Precision = Literal["bf16", "fp32"]
@@ -293,7 +293,7 @@ class Cluster:
         """The same with the collectives inside a host as `ringcomm tune` has measured them."""
         if not self.hardware.is_host:
             raise ValueError(f"a tuning file is of CPUs, and the hardware is {self.hardware.name}")
-        name = f"{self.hardware.name} (tuned on {tuning.machine['cores']} cores)"
+        name = f"{self.hardware.name} (tuned on {counted(tuning.machine['cores'], 'core')})"
         hardware = dataclasses.replace(self.hardware, name=name, machine=tuning.host)
         return dataclasses.replace(self, hardware=hardware)
 

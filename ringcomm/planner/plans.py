@@ -132,7 +132,7 @@ class Plans:
             return ""
         missing = ", ".join(machine.costs.defaults)
         not_measured = f"; not measured, but defaults: {missing}" if missing else ""
-        return f"\ncollectives inside a host run on {machine.cores} cores{not_measured}"
+        return f"\ncollectives inside a host run on {counted(machine.cores, 'core')}{not_measured}"
 
     def table(self, top: int) -> str:
         """A table of the first plans; all if top is 0. LEGEND explains it."""

@@ -1,10 +1,21 @@
 // Collectives whose copies and sums are split over threads, and the cores that a rank has for them.
+#include <linux/filter.h>
+#include <linux/seccomp.h>
+#include <sched.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
 #include <chrono>
+#include <cstddef>
 #include <filesystem>
 #include <fstream>
 #include <functional>
+#include <iterator>
 #include <set>
 #include <string>
 #include <thread>
@@ -125,6 +136,52 @@ TEST_CASE("workers: a rank has several threads where each has a core, in large c
   CHECK(!of_library);
 }
 
+// Runs in a child of its own; the status with which it ends.
+int in_child(const std::function<int()>& body) {
+  const pid_t pid = ::fork();
+  REQUIRE(pid >= 0);
+  if (pid == 0) {
+    ::alarm(60);
+    ::_exit(body());
+  }
+  int status = 0;
+  REQUIRE(::waitpid(pid, &status, 0) == pid);
+  return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+}
+
+// libgomp waits in a forked process for the threads of its parent,
+// https://github.com/OpenMathLib/OpenBLAS/issues/294.
+TEST_CASE("workers: a forked process works alone") {
+  const TeamOfThree team;
+  const auto has_team = [] {
+    const host::CoreShare share(1, 3);
+    host::Workers workers(0);
+    workers.begin(std::size_t{1} << 20);
+    return workers.may_split() ? 1 : 0;
+  };
+  CHECK(has_team() == 1);
+  CHECK(in_child(has_team) == 0);
+}
+
+// A torch with more threads than cores was ended by libgomp,
+// https://github.com/pytorch/pytorch/issues/193859.
+TEST_CASE("workers: a team is begun for the cores of a rank only where threads are pinned") {
+  const TeamOfThree team;
+  const host::Cores all = host::cores_of_thread();
+  if (all.count() < 2) return;
+  std::size_t last = all.size() - 1;
+  while (!all.test(last)) --last;
+  const auto runs_of = [&](const host::Cores& cores) {
+    num_runs = 0;
+    std::thread([&] {
+      CHECK((host::restrict_thread(cores) && !host::usable_cores().empty()));
+    }).join();
+    return num_runs.load();
+  };
+  CHECK(runs_of(all) == 0);
+  CHECK(runs_of(host::Cores{}.set(last)) == 1);  // this thread has others
+}
+
 TEST_CASE("workers: a team that is slower than the caller alone pauses, longer each time") {
   const TeamOfThree team;
   const host::CoreShare share(1, 3);
@@ -150,7 +207,7 @@ TEST_CASE("workers: ranks share cores if too many are on the same ones, or on al
   };
   CHECK(sharing({"0", "1"}) == 1);
   CHECK(sharing({"0-1", "0-1"}) == 1);
-  CHECK(sharing({"1022", "1023"}) == 1);
+  CHECK(sharing({"1023", "1024", "8191"}) == 1);
   CHECK(sharing({"0", "0"}) == 2);
   CHECK(sharing({"0-1", "0-1", "0-1"}) == 2);
   CHECK(sharing(std::vector<std::string>(64, "0-1")) == 32);
@@ -158,11 +215,36 @@ TEST_CASE("workers: ranks share cores if too many are on the same ones, or on al
   CHECK(sharing({"0", "0", "0", "1-9"}) == 3);    // of ten cores three ranks have one
   CHECK(sharing({"0-1", "1", "0", "2-9"}) == 2);
   // What is not known may be one core; and what a faulty peer may have written.
-  for (const char* wrong : {"", "x", "-", "7-3", "5000-6000", "99999999999999999999"})
+  for (const char* wrong : {"", "x", "-", "7-3", "9000-9999", "99999999999999999999"})
     CHECK(sharing({"0", "1", wrong}) == 3);
   CHECK(sharing({"0", "1-18446744073709551615"}) == 1);
   CHECK(host::ranks_per_core({"0-7", "0-7", "0-7"}, 1.5) == 2);
   CHECK(host::ranks_per_core({"0-7", "0-7"}, 0.1) == 2);
+}
+
+// The kernel of a machine with more than 1,024 cores refuses a cpu_set_t,
+// https://github.com/tensorflow/tensorflow/issues/49833.
+TEST_CASE("workers: cores are known on a machine with more than cpu_set_t has room for") {
+  const std::string expected = host::usable_cores();
+  CHECK(!expected.empty());
+  const int status = in_child([&] {
+    sock_filter code[] = {
+        BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
+        BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_sched_getaffinity, 0, 3),
+        BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, args[1])),
+        BPF_JUMP(BPF_JMP | BPF_JGT | BPF_K, sizeof(cpu_set_t), 1, 0),
+        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | EINVAL),
+        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
+    };
+    const sock_fprog program{.len = std::size(code), .filter = code};
+    if (::prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0 ||
+        ::prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program) != 0)
+      return 77;  // not here
+    cpu_set_t small;
+    if (::sched_getaffinity(0, sizeof(small), &small) == 0) return 100;
+    return host::usable_cores() == expected ? 0 : 101;
+  });
+  CHECK((status == 0 || status == 77));
 }
 
 TEST_CASE("workers: a thread that moves stays on its NUMA node") {

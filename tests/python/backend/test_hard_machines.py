@@ -247,6 +247,20 @@ def limit_address_space(more_mib: int, rank: int) -> None:
     limit(resource.RLIMIT_AS, machines.used_bytes() + ((more_mib + 5) << 20), rank)
 
 
+def limit_file_size(rank: int) -> None:
+    """In a program that has not ignored the signal, as Python has."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+    limit(resource.RLIMIT_FSIZE, 1 << 20, rank)
+
+
+def take_priority(rank: int) -> None:
+    """Real-time scheduling: on one core only the rank with the highest priority runs."""
+    try:
+        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1 + rank))
+    except PermissionError as error:
+        raise Unavailable(f"this user may not have real-time priorities: {error}") from None
+
+
 def limit_threads(num_threads: int, rank: int) -> None:
     """Of all ranks together, as a user that has no other processes; root has no limit."""
     if os.geteuid() != 0:
@@ -287,6 +301,7 @@ CONTAINER = CLONE_NEWPID | CLONE_NEWNS
 NO_FILES = r"opening \d+ files for a group failed: .*; raise the limit of open files \(ulimit -n\)"
 NO_THREAD = r"the thread ringcomm-\w+ could not be started; check the limits of threads \(ulimit -u"
 NO_MEMORY = r"shared memory failed: .*; free memory, or raise the limit of address space"
+NO_LARGE_FILE = r"ftruncate of a memfd .*; raise the limit of file sizes \(ulimit -f\)"
 OPTIONAL = (
     *("getcpu", "io_uring_setup", "futex_waitv", "madvise", "mbind", "membarrier", "pidfd_getfd"),
     *("pidfd_open", "process_vm_readv", "sched_getaffinity", "sched_setaffinity", "userfaultfd"),
@@ -300,6 +315,8 @@ MACHINES = {
     "no-boot-id": Machine(namespaces=CONTAINER, prepare=container_without_boot_id),
     "half-a-core": Machine(around=partial(machines.cpu_quota, 0.5)),
     "one-core": Machine(prepare=on_one_core),
+    # As reported at https://github.com/google/sanitizers/issues/614 of waits that spin.
+    "one-core-priorities": Machine(take_priority, prepare=on_one_core, world_size=4),
     # As reported at https://github.com/vllm-project/vllm/issues/7074 of a name that is unknown.
     "host-name-newline": Machine(partial(with_host_name, b"two\nlines", "shm")),
     "host-name-not-utf8": Machine(partial(with_host_name, b"b\xffse", "shm")),
@@ -329,6 +346,8 @@ MACHINES = {
     "0-MiB": Machine(partial(limit_address_space, 0), error=f"{NO_THREAD}|{NO_MEMORY}"),
     "4-MiB": Machine(partial(limit_address_space, 4), error=NO_MEMORY),
     "32-MiB": Machine(partial(limit_address_space, 32), error=NO_MEMORY),
+    # As reported at https://github.com/dotnet/runtime/issues/117819 of memfds.
+    "file-size": Machine(limit_file_size, error=NO_LARGE_FILE),
     "no-optional-calls-EPERM": refuse(errno.EPERM, *OPTIONAL),
     "no-optional-calls-ENOSYS": refuse(errno.ENOSYS, *OPTIONAL),
     "no-memfd_create-EPERM": refuse_needed(errno.EPERM, "memfd_create"),

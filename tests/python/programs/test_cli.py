@@ -272,6 +272,9 @@ def test_doctor_prints_a_line_for_each_check(run_doctor: Doctor) -> None:
 
 
 def test_doctor_has_limits_for_load_speed_and_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in doctor.PINNING_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
     def problems(
         load: float,
         busbw: float,
@@ -288,8 +291,9 @@ def test_doctor_has_limits_for_load_speed_and_threads(monkeypatch: pytest.Monkey
                 "copy_gb_per_s": 10.0,
                 "others_busy_percent": others,
             },
-            "machine": {"cores": 4, "load": (load, 0, 0)},
+            "machine": {"cores": 8, "load": (2 * load, 0, 0)},
             "cpus": {"num_cores": 4},
+            "threads": {"torch": 3},
             "limits": {"cpu_cores": None},
             "environment": {},
         }
@@ -299,10 +303,12 @@ def test_doctor_has_limits_for_load_speed_and_threads(monkeypatch: pytest.Monkey
     assert problems(4.5, 1.1, "2") == {}  # of programs that have ended
     assert [*problems(4.0, 1.1, "2", others=11.0)] == ["others"]
     found = problems(4.5, 0.9, "3", others=11.0)
-    averages = "load 4.50 over the minute before, 0.00 over 5, 0.00 over 15"
-    assert found["load"] == f"{averages}, on 4 CPUs: programs wait for their turn"
+    averages = "load 9.00 over the minute before, 0.00 over 5, 0.00 over 15"
+    assert found["load"] == f"{averages}, on 8 CPUs: programs wait for their turn"
     assert found["speed"].startswith("all_reduce of 16 MiB has 9 % of the speed of one rank's copy")
     assert found["environment"].startswith("OMP_NUM_THREADS is 3: 2 ranks compute with 6 threads")
+    found = problems(4.0, 1.1, "300")  # more than torch takes
+    assert found["environment"].startswith("OMP_NUM_THREADS is 300: 2 ranks compute with 6 threads")
     for others, why in ((0.0, "a rank waited for a core"), (11.0, "other programs use the cores")):
         late = problems(4.0, 1.1, "1", p99_us=1000.0, others=others)
         assert late["all_reduce of 16 MiB"] == (
@@ -311,7 +317,14 @@ def test_doctor_has_limits_for_load_speed_and_threads(monkeypatch: pytest.Monkey
         )
         assert [*late][-1] == "all_reduce of 16 MiB"
     turns = problems(4.0, 1.1, "1", world_size=5)
-    assert turns == {"cpus": "5 ranks on 4 cores: the ranks have to take turns"}
+    text = "5 ranks on 4 cores: the ranks have to take turns"
+    assert turns == {"cpus": text}
+    # https://github.com/pytorch/pytorch/issues/91989: importing torch left a process one core.
+    monkeypatch.setenv("GOMP_CPU_AFFINITY", "0-3")
+    moved = "; with GOMP_CPU_AFFINITY=0-3 OpenMP moves each rank there when it imports torch"
+    assert problems(4.0, 1.1, "1", world_size=5) == {"cpus": text + moved}
+    monkeypatch.setenv("OMP_PROC_BIND", "FALSE")
+    assert problems(4.0, 1.1, "1", world_size=5) == {"cpus": text}
 
 
 @pytest.mark.parametrize(
@@ -597,6 +610,17 @@ def test_nodes_are_those_of_the_cores_that_a_process_may_use(
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid, usable=usable: usable)
         assert machine.num_nodes(folder) == expected
     assert machine.num_nodes(tmp_path / "nowhere") == 1
+
+
+def test_two_threads_of_a_core_are_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """https://github.com/llmmanorg/llmman/issues/331: a cpuset's CPUs were taken for cores."""
+    siblings = {
+        f"cpu{cpu}/topology/thread_siblings_list": f"{cpu % 4},{cpu % 4 + 4}" for cpu in range(8)
+    }
+    cpus = write(tmp_path / "cpu", siblings)
+    for usable, expected in ((range(8), 4), ({0, 4}, 1), ({0, 1}, 2), ({3, 7, 2}, 2), ({99}, None)):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid, usable=usable: usable)
+        assert machine.num_cores(cpus) == expected
 
 
 def test_limits_of_a_cgroup(tmp_path: Path) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from oracle import num_threads
+from rank_programs import run_program
 from ranks import in_ranks
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
@@ -81,6 +83,69 @@ def test_ranks_with_fewer_cores_than_threads(rank: int) -> None:
     finally:
         os.sched_setaffinity(0, allowed)
         dist.destroy_process_group(wide)
+
+
+COUNTED = """
+import os, sys
+from datetime import timedelta
+from pathlib import Path
+import torch, torch.distributed as dist, ringcomm
+torch.set_num_threads((os.cpu_count() or 1) + 3)
+def begun(store):
+    before = {*os.listdir("/proc/self/task")}
+    dist.init_process_group("ringcomm", store=dist.FileStore(store, 2), rank=int(sys.argv[1]),
+                            world_size=2, timeout=timedelta(seconds=60))
+    dist.barrier()
+    tasks = {*os.listdir("/proc/self/task")} - before
+    names = [Path(f"/proc/self/task/{task}/comm").read_text() for task in tasks]
+    dist.destroy_process_group()
+    return [name for name in names if not name.startswith("ringcomm-")]
+assert begun(sys.argv[2]) == []
+os.environ["OMP_PROC_BIND"] = "close"  # now only the threads know their cores
+assert begun(sys.argv[2] + "-pinned") != []
+"""
+
+
+def test_making_a_group_begins_no_threads_of_openmp(tmp_path: Path) -> None:
+    """https://github.com/pytorch/pytorch/issues/193859: libgomp got none and ended a process."""
+    for ended in run_program(COUNTED, tmp_path / "store"):
+        assert ended.returncode == 0, ended.err
+
+
+PINNED = """
+import os, sys
+from datetime import timedelta
+import torch, torch.distributed as dist, ringcomm
+rank, store = int(sys.argv[1]), sys.argv[2]
+torch.set_num_threads(4)
+for most in (None, 4):
+    dist.init_process_group("ringcomm", store=dist.FileStore(f"{store}{most}", 2), rank=rank,
+                            world_size=2, timeout=timedelta(seconds=60),
+                            pg_options=ringcomm.Options(max_threads=most))
+    ramp = torch.arange(1_000_003)
+    for salt in range(8):
+        data = ramp * (rank + 1) + salt
+        dist.all_reduce(data)
+        assert torch.equal(data, 3 * ramp + 2 * salt)
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"OMP_DYNAMIC": "true", "OMP_THREAD_LIMIT": "2"},
+        {"OMP_PROC_BIND": "close", "OMP_WAIT_POLICY": "active"},
+    ],
+    ids="-".join,
+)
+def test_fewer_threads_than_asked_for_and_pinned_ones(env: dict[str, str], tmp_path: Path) -> None:
+    """https://github.com/DIPlib/diplib/issues/191: parts of the work had no thread.
+
+    https://github.com/pytorch/pytorch/issues/49971: all processes are moved to the first core.
+    """
+    for ended in run_program(PINNED, tmp_path / "store", env=env):
+        assert ended.returncode == 0, ended.err
 
 
 class Squares(Dataset[Tensor]):
