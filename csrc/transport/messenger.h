@@ -57,6 +57,9 @@ class Messenger {
 
   virtual int rank() const = 0;
   virtual int world_size() const = 0;
+  /// Whether a send waits until its receive is announced, and a receive may be left unfinished at
+  /// the end of the group: then receives are posted ahead of their call.
+  virtual bool announces_receives() const = 0;
 
   /// Start a message; neither blocks nor throws, errors are wait()'s. The buffer is the messenger's
   /// until the message has ended. No bytes at all are a message as well.

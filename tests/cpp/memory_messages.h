@@ -144,6 +144,7 @@ class MemoryNetwork {
     }
     int rank() const override { return rank_; }
     int world_size() const override { return network_.world_size_; }
+    bool announces_receives() const override { return true; }
     MessagePtr isend(int peer, int tag, const std::byte* data, std::size_t num_bytes) override {
       return start({.owner = rank_,
                     .from = rank_,

@@ -77,6 +77,7 @@ class SocketMessages final : public Messenger {
 
   int rank() const override { return rank_; }
   int world_size() const override { return static_cast<int>(peers_.size()); }
+  bool announces_receives() const override { return true; }
   MessagePtr isend(int peer, int tag, const std::byte* data, std::size_t num_bytes) override {
     RINGCOMM_STEP("before a message is sent");
     return start(peer, true, {.tag = tag, .num_bytes = num_bytes}, const_cast<std::byte*>(data));

@@ -299,6 +299,7 @@ class RecordingMessenger final : public Messenger {
       : whole_(std::move(whole)), started_(started) {}
   int rank() const override { return whole_->rank(); }
   int world_size() const override { return whole_->world_size(); }
+  bool announces_receives() const override { return whole_->announces_receives(); }
   MessagePtr isend(int peer, int tag, const std::byte* data, std::size_t num_bytes) override {
     started_.push_back({true, num_bytes});
     return whole_->isend(peer, tag, data, num_bytes);

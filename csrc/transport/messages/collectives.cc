@@ -209,13 +209,14 @@ class HostsCollective {
     run_local({.op = OpKind::kBarrier});
   }
 
-  // The leader of a host receives from the one before it, if only a header, and before anything
-  // else: so calls that differ are noticed, whatever their patterns. The arguments say whether the
-  // leader's first message to the next one, and the first from the one before, is data.
+  // The leader of each host but the first receives from the one before it, if only a header, and
+  // before anything else: if calls differ, those of two such neighbours do, and the second notices
+  // it, whatever their patterns. The first host's leader waits for nobody here. The arguments say
+  // whether the leader sends data to the next one at once, and receives such from the one before.
   void greet(MessageExchange& exchange, bool sends_to_next, bool receives_from_previous) {
     if (hosts_.local_rank != 0) return;
-    if (!receives_from_previous) exchange.recv(previous_leader(), nullptr, 0);
-    if (!sends_to_next) exchange.send(leader_at(1), nullptr, 0);
+    if (hosts_.host > 0 && !receives_from_previous) exchange.recv(previous_leader(), nullptr, 0);
+    if (hosts_.host + 1 < num_hosts() && !sends_to_next) exchange.send(leader_at(1), nullptr, 0);
   }
 
   void dispatch() {
@@ -358,8 +359,8 @@ class HostsCollective {
     const auto rank_at = [&](int other) { return of(ranks, (other + root) % num_ranks); };
     const bool takes_part = rank_ == rank_at(place);
     MessageExchange exchange(messages_, header_);
-    greet(exchange, takes_part && place % 2 == 0 && place + 1 < num_ranks,
-          place % 2 == 1 && rank_at(place - 1) == previous_leader());
+    // Others forward data when they have it, and their header must not wait for that.
+    greet(exchange, takes_part && place == 0, place == 1 && call_.root == previous_leader());
     int bit = 1;
     while (bit < num_ranks && (place & bit) == 0) bit <<= 1;
     if (place != 0 && takes_part) {

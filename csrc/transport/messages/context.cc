@@ -2,7 +2,8 @@
 
 #include <algorithm>
 #include <cstring>
-#include <new>
+#include <memory>
+#include <utility>
 
 #include "collectives/op_kind.h"
 #include "collectives/trace.h"
@@ -13,18 +14,41 @@ namespace ringcomm {
 constexpr std::uint64_t kLateTimes = 10;
 
 MessageContext::Handle MessageContext::irecv(int peer, int tag, void* data, std::size_t num_bytes) {
-  return posted_.insert(
-      posted_.end(), {messenger_.irecv(peer, tag, static_cast<std::byte*>(data), num_bytes), peer});
+  return keep({{}, messenger_.irecv(peer, tag, static_cast<std::byte*>(data), num_bytes), peer});
 }
 
 MessageContext::Handle MessageContext::isend(int peer, int tag, const void* data,
                                              std::size_t num_bytes) {
-  return posted_.insert(
-      posted_.end(),
-      {messenger_.isend(peer, tag, static_cast<const std::byte*>(data), num_bytes), peer});
+  const auto* const bytes = static_cast<const std::byte*>(data);
+  return keep({{}, messenger_.isend(peer, tag, bytes, num_bytes), peer});
 }
 
-void MessageContext::wait(Handle message, bool is_arrival) {
+MessageContext::Handle MessageContext::isend(int peer, std::unique_ptr<MessageEnvelope> envelope) {
+  const Handle sent =
+      isend(peer, MessageTags::kEnvelope, envelope.get(), envelope->message_bytes());
+  sent->envelope = std::move(envelope);
+  return sent;
+}
+
+PostedMessage MessageContext::receive_of(int peer, std::unique_ptr<MessageEnvelope> envelope) {
+  auto* const bytes = reinterpret_cast<std::byte*>(envelope.get());
+  auto message = messenger_.irecv(peer, MessageTags::kEnvelope, bytes, sizeof(MessageEnvelope));
+  return {std::move(envelope), std::move(message), peer};
+}
+
+MessageContext::Handle MessageContext::irecv_envelope(int peer) {
+  PostedMessage& ahead = ahead_[static_cast<std::size_t>(peer)];
+  if (ahead.message != nullptr) return keep(std::exchange(ahead, {}));
+  return keep(receive_of(peer, std::make_unique_for_overwrite<MessageEnvelope>()));
+}
+
+void MessageContext::post_ahead(int peer, std::unique_ptr<MessageEnvelope> envelope) {
+  PostedMessage& ahead = ahead_[static_cast<std::size_t>(peer)];
+  if (messenger_.announces_receives() && ahead.message == nullptr)
+    ahead = receive_of(peer, std::move(envelope));
+}
+
+std::unique_ptr<MessageEnvelope> MessageContext::wait(Handle message, bool is_arrival) {
   const recorder::Span traced([&] {
     return recorder::Event{.waits_for = recorder::rank16(message->peer),
                            .kind = recorder::Kind::kWait};
@@ -41,7 +65,14 @@ void MessageContext::wait(Handle message, bool is_arrival) {
     throw Stopped{.stop = operation_.stop_of(end, message->peer),
                   .peer = message->peer,
                   .detail = end == MessageEnd::kFailed ? message->message->failure() : ""};
+  std::unique_ptr<MessageEnvelope> envelope = std::move(message->envelope);
   posted_.erase(message);
+  return envelope;
+}
+
+void MessageContext::raise_if_reported(int peer) {
+  const Stop stop = operation_.stop_of(MessageEnd::kFailed, peer);
+  if (stop == Stop::kAborted) throw Stopped{.stop = stop, .peer = peer};
 }
 
 std::byte* MessageContext::stage(std::size_t num_bytes) {
@@ -49,38 +80,29 @@ std::byte* MessageContext::stage(std::size_t num_bytes) {
   return staging_.back().get();
 }
 
-MessageEnvelope& MessageExchange::free_envelope() {
-  if (num_used_ == envelopes_.size())
-    envelopes_.push_back(new (context_.stage(sizeof(MessageEnvelope))) MessageEnvelope);
-  return *envelopes_[num_used_++];
-}
-
 void MessageExchange::send(int peer, const void* data, std::size_t num_bytes) {
-  MessageEnvelope& envelope = free_envelope();
-  envelope.header = header_;
-  envelope.num_bytes = num_bytes;
-  if (envelope.is_whole() && num_bytes > 0) std::memcpy(envelope.data.data(), data, num_bytes);
-  sends_.push_back(
-      context_.isend(peer, MessageTags::kEnvelope, &envelope, envelope.message_bytes()));
+  auto envelope = std::make_unique_for_overwrite<MessageEnvelope>();
+  envelope->header = header_;
+  envelope->num_bytes = num_bytes;
+  const bool is_whole = envelope->is_whole();
+  if (is_whole && num_bytes > 0) std::memcpy(envelope->data.data(), data, num_bytes);
+  sends_.push_back(context_.isend(peer, std::move(envelope)));
   const auto send_data = [=, this] {
     sends_.push_back(context_.isend(peer, MessageTags::of_data(num_bytes), data, num_bytes));
   };
   if (num_bytes > MessageTags::kMaxSized)
     late_sends_.push_back({peer, send_data});
-  else if (!envelope.is_whole())
+  else if (!is_whole)
     send_data();
 }
 
 void MessageExchange::recv(int peer, void* data, std::size_t num_bytes) {
-  MessageEnvelope& envelope = free_envelope();
   incoming_.push_back({.peer = peer,
                        .data = data,
                        .num_bytes = num_bytes,
-                       .envelope = &envelope,
-                       .envelope_message = context_.irecv(peer, MessageTags::kEnvelope, &envelope,
-                                                          sizeof(MessageEnvelope)),
+                       .envelope = context_.irecv_envelope(peer),
                        .data_message = {}});
-  if (num_bytes > sizeof(envelope.data) && num_bytes <= MessageTags::kMaxSized)
+  if (num_bytes > sizeof(MessageEnvelope::data) && num_bytes <= MessageTags::kMaxSized)
     incoming_.back().data_message =
         context_.irecv(peer, MessageTags::of_data(num_bytes), data, num_bytes);
 }
@@ -103,14 +125,16 @@ void MessageExchange::finish() {
   incoming_.clear();
   late_sends_.clear();
   sends_.clear();
-  num_used_ = 0;
 }
 
 void MessageExchange::open(Incoming& incoming) {
-  const auto& [peer, data, num_bytes, envelope, envelope_message, data_message] = incoming;
-  context_.wait(envelope_message, /*is_arrival=*/true);
-  if (!is_compatible(envelope->header, header_))
+  const auto& [peer, data, num_bytes, message, data_message] = incoming;
+  auto envelope = context_.wait(message, /*is_arrival=*/true);
+  if (!is_compatible(envelope->header, header_)) {
+    // Of an earlier call, in which this rank only sent: the rank that has checked it names both.
+    if (envelope->header.seq < header_.seq) context_.raise_if_reported(peer);
     throw Mismatched{.peer = peer, .theirs = envelope->header};
+  }
   if (envelope->num_bytes != num_bytes)
     throw Mismatched{
         .peer = peer,
@@ -120,6 +144,7 @@ void MessageExchange::open(Incoming& incoming) {
     std::memcpy(data, envelope->data.data(), num_bytes);
   else if (!envelope->is_whole() && !data_message)
     incoming.data_message = context_.irecv(peer, MessageTags::of_data(num_bytes), data, num_bytes);
+  context_.post_ahead(peer, std::move(envelope));
 }
 
 bool is_compatible(const CallHeader& a, const CallHeader& b) {

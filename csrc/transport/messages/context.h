@@ -7,6 +7,7 @@
 #include <list>
 #include <memory>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "collectives/call_header.h"
@@ -51,22 +52,42 @@ struct MessageTags {
   }
 };
 
+/// What one rank sends another first: a header and the size of the data, and the data itself up to
+/// the eager limit, `kEagerBytes`. Its receive has room for any envelope, so it always fits.
+template <class Header, std::size_t kEagerBytes>
+struct Envelope {
+  Header header;
+  std::uint64_t num_bytes;
+  std::array<std::byte, kEagerBytes> data;
+
+  bool is_whole() const { return num_bytes <= kEagerBytes; }
+  /// What is sent; the rest is not touched.
+  std::size_t message_bytes() const {
+    return sizeof(Envelope) - kEagerBytes + (is_whole() ? num_bytes : 0);
+  }
+};
+/// Copying 64 KiB takes about 10 us on each side, and a message of its own about 100 us.
+using MessageEnvelope = Envelope<CallHeader, std::size_t{64} << 10>;
+
+/// A message that has been started and not been waited for.
+struct PostedMessage {
+  std::unique_ptr<MessageEnvelope> envelope;  // of an envelope; outlives the message
+  Messenger::MessagePtr message;
+  int peer;
+};
+
 /// The messages and staging memory of one collective. They belong to the context and not to the
 /// functions that use them: an exception must not free what the messenger still reads or writes. So
 /// after one the messenger is aborted before the context's end.
 class MessageContext {
  public:
-  struct Posted {
-    Messenger::MessagePtr message;
-    int peer;
-  };
-  /// A message that has been started and not been waited for.
-  using Handle = std::list<Posted>::iterator;
+  using Handle = std::list<PostedMessage>::iterator;
 
-  /// Both must live as long.
-  MessageContext(Messenger& messenger, MessageMembers& members,
+  /// All must live as long. `ahead` has, by peer, the receive of its next envelope where one is
+  /// posted ahead: a credit, with which that envelope crosses the network without asking first.
+  MessageContext(Messenger& messenger, std::vector<PostedMessage>& ahead, MessageMembers& members,
                  MessageMembers::Clock::time_point deadline)
-      : messenger_(messenger), members_(members), operation_(members, deadline) {
+      : messenger_(messenger), ahead_(ahead), members_(members), operation_(members, deadline) {
     step() = {};
   }
 
@@ -77,8 +98,15 @@ class MessageContext {
 
   Handle irecv(int peer, int tag, void* data, std::size_t num_bytes);
   Handle isend(int peer, int tag, const void* data, std::size_t num_bytes);
-  /// Returns when the message is done, and forgets it. Throws Stopped naming the peer.
-  void wait(Handle message, bool is_arrival = false);
+  Handle isend(int peer, std::unique_ptr<MessageEnvelope> envelope);
+  Handle irecv_envelope(int peer);
+  /// Posts the receive of the peer's next envelope in the memory of one that has been read.
+  void post_ahead(int peer, std::unique_ptr<MessageEnvelope> envelope);
+  /// Returns when the message is done, and forgets it, but for an envelope. Throws Stopped naming
+  /// the peer.
+  std::unique_ptr<MessageEnvelope> wait(Handle message, bool is_arrival = false);
+  /// Throws Stopped where another rank reports within two seconds why the group has ended.
+  void raise_if_reported(int peer);
   /// All peers whose calls this rank sees directly have begun theirs.
   void end_arrivals() { is_arriving_ = false; }
 
@@ -97,30 +125,17 @@ class MessageContext {
   }
 
  private:
+  PostedMessage receive_of(int peer, std::unique_ptr<MessageEnvelope> envelope);
+  Handle keep(PostedMessage posted) { return posted_.insert(posted_.end(), std::move(posted)); }
+
   Messenger& messenger_;
+  std::vector<PostedMessage>& ahead_;
   MessageMembers& members_;
   MessageMembers::Operation operation_;
   bool is_arriving_ = true;
   std::vector<std::unique_ptr<std::byte[]>> staging_;  // outlives the messages of this context
-  std::list<Posted> posted_;
+  std::list<PostedMessage> posted_;
 };
-
-/// What one rank sends another first: a header and the size of the data, and the data itself up to
-/// the eager limit, `kEagerBytes`. Its receive has room for any envelope, so it always fits.
-template <class Header, std::size_t kEagerBytes>
-struct Envelope {
-  Header header;
-  std::uint64_t num_bytes;
-  std::array<std::byte, kEagerBytes> data;
-
-  bool is_whole() const { return num_bytes <= kEagerBytes; }
-  /// What is sent; the rest is not touched.
-  std::size_t message_bytes() const {
-    return sizeof(Envelope) - kEagerBytes + (is_whole() ? num_bytes : 0);
-  }
-};
-/// Copying 64 KiB takes about 10 us on each side, and a message of its own about 100 us.
-using MessageEnvelope = Envelope<CallHeader, std::size_t{64} << 10>;
 
 /// Direct transfers from one rank to another, any number at the same time. May be used again after
 /// finish().
@@ -147,8 +162,7 @@ class MessageExchange {
     int peer;
     void* data;
     std::size_t num_bytes;
-    MessageEnvelope* envelope;
-    MessageContext::Handle envelope_message;
+    MessageContext::Handle envelope;
     std::optional<MessageContext::Handle> data_message;
   };
 
@@ -158,7 +172,6 @@ class MessageExchange {
     std::function<void()> start;
   };
 
-  MessageEnvelope& free_envelope();
   void open(Incoming& incoming);
 
   MessageContext& context_;
@@ -166,8 +179,6 @@ class MessageExchange {
   std::vector<Incoming> incoming_;
   std::vector<LateSend> late_sends_;
   std::vector<MessageContext::Handle> sends_;
-  std::vector<MessageEnvelope*> envelopes_;  // of the context's memory
-  std::size_t num_used_ = 0;                 // the first of them are in use until finish()
 };
 
 /// Whether two ranks' headers may be of one call. Where ranks may have shards of different sizes,

@@ -63,7 +63,8 @@ class MessageTransport final : public Transport {
       : options_(options),
         flat_(HostsView::flat(ranks.world_size(), ranks.rank())),
         hosts_(is_flat ? flat_ : HostsView(peer_table, ranks.rank())),
-        members_(store, ranks) {
+        members_(store, ranks),
+        ahead_(static_cast<std::size_t>(ranks.world_size())) {
     try {
       if (hosts_.local_ranks.size() > 1) {
         local_ = std::make_unique<ShmTransport>(ranks, peer_table, ranks.rank(), options);
@@ -85,7 +86,10 @@ class MessageTransport final : public Transport {
     members_.watch(*messenger_);
   }
 
-  ~MessageTransport() override { members_.leave(); }
+  ~MessageTransport() override {
+    members_.leave();
+    messenger_->abort();  // the receives that are posted ahead
+  }
 
   Membership& membership() override { return members_; }
   bool shares_memory() const override { return false; }
@@ -109,7 +113,7 @@ class MessageTransport final : public Transport {
 
   Traffic run(const Collective& call, const CallHeader& header, const WaitLimits& limits) override {
     members_.record_call(header.seq);
-    MessageContext messages(*messenger_, members_, deadline_after(limits.timeout));
+    MessageContext messages(*messenger_, ahead_, members_, deadline_after(limits.timeout));
     try {
       const Traffic traffic = run_message_collective(
           {.hosts = hosts_, .flat = flat_, .local = local_.get(), .messages = messages}, call,
@@ -143,6 +147,7 @@ class MessageTransport final : public Transport {
   MessageMembers members_;
   std::unique_ptr<Transport> local_;  // null where this rank is alone on its host
   std::unique_ptr<Messenger> messenger_;
+  std::vector<PostedMessage> ahead_;  // by peer
 };
 
 }  // namespace
