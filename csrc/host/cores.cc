@@ -48,6 +48,11 @@ std::vector<Cores> cores_in(const std::vector<std::string>& texts) {
   return sets;
 }
 
+// Mostly one, where no rank is pinned.
+std::set<std::string> kinds_of(const std::vector<std::string>& texts) {
+  return {texts.begin(), texts.end()};
+}
+
 // Whether threads of the team may have other cores than this one, which has `cores`: OpenMP pins
 // them, or the program has pinned some. Elsewhere the team is not asked: that would begin threads
 // that the program may never need, and libgomp ends a process that gets none.
@@ -82,8 +87,11 @@ Cores cores_of_thread(int thread) {
 
 bool restrict_thread(const Cores& cores) {
   Words words{};
-  for (std::size_t core = 0; core < cores.size(); ++core)
-    if (cores.test(core)) words[core / kWordBits] |= Word{1} << (core % kWordBits);
+  if (cores.all())
+    words.fill(~Word{0});
+  else
+    for_each_core(
+        cores, [&](std::size_t core) { words[core / kWordBits] |= Word{1} << (core % kWordBits); });
   return ::sched_setaffinity(0, sizeof(words), reinterpret_cast<cpu_set_t*>(words.data())) == 0;
 }
 
@@ -99,8 +107,7 @@ std::string usable_cores() {
     });
   }
   std::vector<std::uint64_t> numbers;
-  for (std::size_t core = 0; core < cores.size(); ++core)
-    if (cores.test(core)) numbers.push_back(core);
+  for_each_core(cores, [&](std::size_t core) { numbers.push_back(core); });
   return ranges_of(numbers);
 }
 
@@ -144,19 +151,19 @@ int ranks_per_core(const std::vector<std::string>& cores_of_ranks, double quota)
   Cores all;
   for (const Cores& set : sets) all |= set;
   look_at(all);
-  std::ranges::for_each(sets, look_at);
+  for (const std::string& kind : kinds_of(cores_of_ranks)) look_at(cores_in(kind));
   return static_cast<int>(std::ceil(std::min(most, num_all)));
 }
 
 int cores_per_rank(const std::vector<std::string>& cores_of_ranks, double quota) {
   const std::vector<Cores> sets = cores_in(cores_of_ranks);
   double fewest = std::min<double>(Cores{}.size(), quota / static_cast<double>(sets.size()));
-  for (const Cores& set : sets) {
+  for (const std::string& kind : kinds_of(cores_of_ranks)) {
     double share = 0;
-    for (std::size_t core = 0; core < set.size(); ++core)
-      if (set.test(core))
-        share += 1.0 / static_cast<double>(std::ranges::count_if(
-                           sets, [&](const Cores& other) { return other.test(core); }));
+    for_each_core(cores_in(kind), [&](std::size_t core) {
+      share += 1.0 / static_cast<double>(std::ranges::count_if(
+                         sets, [&](const Cores& other) { return other.test(core); }));
+    });
     fewest = std::min(fewest, share);
   }
   return static_cast<int>(fewest + 1e-9);  // three thirds add up to a little less than one

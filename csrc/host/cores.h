@@ -1,6 +1,7 @@
 #pragma once
 
 #include <bitset>
+#include <cstddef>
 #include <limits>
 #include <string>
 #include <vector>
@@ -10,6 +11,13 @@ namespace ringcomm::host {
 /// Cores by their numbers. As many as Linux may have: the kernel refuses to fill a smaller set than
 /// its own, and glibc's cpu_set_t ends at 1,024.
 using Cores = std::bitset<8192>;
+
+/// Calls `visit` with each core, ascending. By libstdc++'s own search: most of a set is empty.
+template <class Visit>
+void for_each_core(const Cores& cores, const Visit& visit) {
+  for (std::size_t core = cores._Find_first(); core < cores.size(); core = cores._Find_next(core))
+    visit(core);
+}
 
 /// Those that a thread may use, by default the calling one; none where the kernel does not tell.
 Cores cores_of_thread(int thread = 0);

@@ -90,8 +90,7 @@ void HostArch::leave_core(const std::uint32_t& core) const {
   if (allowed.count() < 2) return;
   static const std::vector<std::string> nodes = read_nodes();
   std::vector<int> cores;
-  for (std::size_t other = 0; other < allowed.size(); ++other)
-    if (allowed.test(other)) cores.push_back(static_cast<int>(other));
+  for_each_core(allowed, [&](std::size_t other) { cores.push_back(static_cast<int>(other)); });
   cores = cores_of_node(cores, here, nodes);  // the thread's memory is there
   const auto num_cores = static_cast<std::ptrdiff_t>(cores.size());
   const auto place = std::ranges::find(cores, here) - cores.begin();
