@@ -71,7 +71,7 @@ std::unique_ptr<MessageEnvelope> MessageContext::wait(Handle message, bool is_ar
 }
 
 void MessageContext::raise_if_reported(int peer) {
-  const Stop stop = operation_.stop_of(MessageEnd::kFailed, peer);
+  const Stop stop = operation_.stop_of(MessageEnd::kDone, peer);
   if (stop == Stop::kAborted) throw Stopped{.stop = stop, .peer = peer};
 }
 

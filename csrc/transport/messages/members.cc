@@ -203,9 +203,12 @@ Stop MessageMembers::Operation::stop_of(MessageEnd end, int peer) {
   const auto deadline = Clock::now() + kReasonGrace;
   try {
     for (Backoff backoff;; backoff.sleep()) {
-      const bool may_say_why = peer >= 0 && members_.is_alive(peer) && Clock::now() < deadline;
+      const bool lives =
+          end == MessageEnd::kDone ? !members_.has_died(peer) : members_.is_alive(peer);
+      const bool may_say_why = peer >= 0 && lives && Clock::now() < deadline;
+      const bool has_left = peer >= 0 && members_.ask_left(peer);  // it reports before it leaves
       if (members_.look(/*waits=*/true)) return Stop::kAborted;
-      if (peer >= 0 && members_.ask_left(peer)) return Stop::kPeerLeft;
+      if (has_left) return Stop::kPeerLeft;
       if (!may_say_why) break;
     }
   } catch (const std::exception&) {

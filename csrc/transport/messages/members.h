@@ -76,7 +76,8 @@ class MessageMembers final : public Membership {
     void await(int peer);
     /// No rank is left that could send to its receive from any source.
     void no_source_is_left();
-    /// Why its wait for a message of `peer` did not end with kDone.
+    /// Why its wait for a message of `peer` ended so; after kDone, why its group has, if a rank
+    /// reports that soon.
     Stop stop_of(MessageEnd end, int peer);
 
    private:
