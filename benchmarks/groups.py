@@ -27,6 +27,15 @@ from ringcomm.measure.ranks import (
 from ringcomm.measure.timing import GROUP_TIMEOUT, open_default_group
 
 MPI = "mpi4py"  # its name among the backends; "mpi" is c10d's own
+# All cores for all ranks: by Intel's own pinning a rank's threads, such as Gloo's, share one core.
+# Open MPI refuses to start more ranks than cores, and any as root, unless told.
+MPI_ENVIRONMENT = {
+    "I_MPI_PIN": "off",
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "PRTE_MCA_hwloc_default_binding_policy": "none",
+}
 # A TCPStore drops the connection of a rank that sets a value of more than 8 MiB.
 MAX_STORE_VALUE = 4 << 20
 

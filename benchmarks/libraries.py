@@ -18,7 +18,6 @@ import os
 import random
 import subprocess
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,35 +25,28 @@ from typing import Any
 import harness  # before torch: it sets the number of threads
 import torch
 import torch.distributed as dist
-from groups import MPI, labelled, open_groups
+from groups import MPI, MPI_ENVIRONMENT, labelled, open_groups
 from harness import Bench, Options, flag
+from operations import OPERATIONS, Buffers, Place
 from operators import MAX_VLLM_RANKS, Reduce, deepspeed_all_reduce, vllm_all_reduce
 from report import Report
-from torch import Tensor
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend
 
 from _ringcomm_values import byte_counts, whole_numbers, words
 from ringcomm import ops
 from ringcomm.measure.ranks import Team, joined_world_size, mpi_world_size
-from ringcomm.measure.timing import NUM_VALUES, Contender
+from ringcomm.measure.timing import Contender
 from ringcomm.torch_names import all_gather_single, reduce_scatter_single
 
 OPS, ALONE = "ringcomm.ops", "torch alone"
 # By the name of a way, the backend of its group of torch.distributed.
 OVER_TORCH = {"torch.distributed over ringcomm": "ringcomm", ALONE: "fake", "Gloo": "gloo"}
+# With an input and an output of their own.
+APART = {"all_gather": all_gather_single, "reduce_scatter": reduce_scatter_single}
 Calls = dict[str, Callable[[], object]]
 SIZES = "1k,8k,64k,256k,1m,16m"
 # Of one run of one number of ranks: some seconds a size, and more while it is disturbed.
 LIMIT_S = 600.0
-# All cores for all ranks: pinned, a rank's other threads would share its core. Open MPI refuses to
-# start more ranks than cores, and any as root, unless told.
-MPI_ENVIRONMENT = {
-    "I_MPI_PIN": "off",
-    "OMPI_ALLOW_RUN_AS_ROOT": "1",
-    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-    "PRTE_MCA_hwloc_default_binding_policy": "none",
-}
 
 
 def mpi_name(version: str) -> str:
@@ -72,69 +64,20 @@ def open_operators(team: Team, options: Options) -> dict[str, Reduce]:
     return operators
 
 
-@dataclass(frozen=True)
-class Buffers:
-    """A rank's tensors of float32: one of all bytes, and one of its part of them."""
-
-    whole: Tensor
-    part: Tensor
-
-
-def _all_reduce(groups: dict[str, Any], x: Buffers) -> Calls:
-    calls: Calls = {OPS: partial(ops.all_reduce, x.whole, group=groups["ringcomm"], out=x.whole)}
+def calls_of(op: str, groups: dict[str, Any], x: Buffers) -> Calls:
+    """By each library, what makes the call."""
+    calls: Calls = {}
+    if op == "all_reduce":
+        calls[OPS] = partial(ops.all_reduce, x.output, group=groups["ringcomm"], out=x.output)
+        over_torch = partial(dist.all_reduce, x.output)
+    else:
+        over_torch = partial(APART[op], x.output, x.input)
     for way, name in OVER_TORCH.items():
-        calls[way] = partial(dist.all_reduce, x.whole, group=groups[name])
+        calls[way] = partial(over_torch, group=groups[name])
     if mpi := groups.get(MPI):
-        calls[mpi_name(mpi.version)] = partial(mpi.all_reduce, mpi.in_place, x.whole.numpy())
+        source = mpi.in_place if op == "all_reduce" else x.input_array
+        calls[mpi_name(mpi.version)] = partial(getattr(mpi, op), source, x.output_array)
     return calls
-
-
-def _all_gather(groups: dict[str, Any], x: Buffers) -> Calls:
-    calls: Calls = {
-        way: partial(all_gather_single, x.whole, x.part, group=groups[name])
-        for way, name in OVER_TORCH.items()
-    }
-    if mpi := groups.get(MPI):
-        calls[mpi_name(mpi.version)] = partial(mpi.all_gather, x.part.numpy(), x.whole.numpy())
-    return calls
-
-
-def _reduce_scatter(groups: dict[str, Any], x: Buffers) -> Calls:
-    calls: Calls = {
-        way: partial(reduce_scatter_single, x.part, x.whole, group=groups[name])
-        for way, name in OVER_TORCH.items()
-    }
-    if mpi := groups.get(MPI):
-        calls[mpi_name(mpi.version)] = partial(mpi.reduce_scatter, x.whole.numpy(), x.part.numpy())
-    return calls
-
-
-# By each library, what makes the call.
-CALLS = {
-    "all_reduce": _all_reduce,
-    "all_gather": _all_gather,
-    "reduce_scatter": _reduce_scatter,
-}
-
-
-def count_wrong(team: Team, op: str, call: Callable[[], object], x: Buffers) -> int:
-    """How many elements are wrong after a call on known integers, on all ranks; leaves zeros."""
-    values = torch.arange(x.whole.numel()) % NUM_VALUES
-    mine = slice(team.rank * x.part.numel(), (team.rank + 1) * x.part.numel())
-    x.whole.copy_(values + team.rank)
-    x.part.copy_((values + team.rank)[mine])
-    team.share(None)
-    call()
-    expected = team.world_size * values + sum(range(team.world_size))
-    result = x.part if op == "reduce_scatter" else x.whole
-    if op == "all_gather":
-        expected = values + torch.arange(team.world_size).repeat_interleave(x.part.numel())
-    elif op == "reduce_scatter":
-        expected = expected[mine]
-    wrong = int((result != expected).sum())
-    x.whole.zero_()
-    x.part.zero_()
-    return sum(team.share(wrong))
 
 
 def run_rank(bench: Bench, options: Options) -> None:
@@ -146,17 +89,20 @@ def run_rank(bench: Bench, options: Options) -> None:
     version = {"mpi": groups[MPI].version} if MPI in groups else {}
     align = partial(dist.barrier, groups["ringcomm"])
     for op, size in itertools.product(options.ops, options.sizes):
-        length = size // 4 // team.world_size
-        x = Buffers(torch.zeros(length * team.world_size), torch.zeros(length))
-        calls = CALLS[op](groups, x)
+        operation = OPERATIONS[op]
+        num_elems = operation.num_elems(size, torch.float32, team.world_size)
+        place = Place(team.rank, team.world_size, num_elems, torch.float32, bench.device)
+        x = operation.setup(place)
+        calls = calls_of(op, groups, x)
         if op == "all_reduce":
-            calls |= {name: partial(reduce, x.whole) for name, reduce in operators.items()}
+            calls |= {name: partial(reduce, x.output) for name, reduce in operators.items()}
         wrong = {
-            way: 0 if way == ALONE else count_wrong(team, op, call, x)
+            way: 0 if way == ALONE else sum(team.share(operation.verify(call, x, team)))
             for way, call in calls.items()
         }
+        x.clear()
         timed = {way: Contender(call, align) for way, call in calls.items()}
-        facts = {"op": op, "bytes": x.whole.nbytes, **version}
+        facts = {"op": op, "bytes": num_elems * torch.float32.itemsize, **version}
         bench.report(bench.race(timed, next(iter(calls)), wrong, **facts))
 
 
@@ -166,6 +112,7 @@ def _run_under(python: str, world_size: int, options: Options) -> None:
     command += ["--worlds", str(world_size), "--ops", ",".join(options.ops)]
     command += ["--json", str(options.json)]
     command += ["--sizes", ",".join(map(str, options.sizes)), "--seconds", str(options.seconds)]
+    command += ["--repeats", str(options.repeats)]
     for name in ("deepspeed", "vllm"):
         if file := vars(options)[name]:
             command += [f"--{name}", str(file)]
@@ -193,7 +140,7 @@ PROGRAM = harness.Program(
     per="size",
     repeats=1,
     flags=[
-        flag("--ops", words, "all_reduce", "collectives", known=tuple(CALLS)),
+        flag("--ops", words, "all_reduce", "collectives", known=("all_reduce", *APART)),
         flag("--worlds", whole_numbers, "2,4,8,16", "numbers of ranks", least=2),
         flag("--sizes", byte_counts, SIZES, "bytes of the buffer"),
         flag("--runs", int, 1, "how often everything is measured", least=1),

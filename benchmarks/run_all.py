@@ -24,6 +24,7 @@ import harness
 import pictures
 import plot
 import table
+from groups import MPI_ENVIRONMENT
 
 from _ringcomm_cli import EXIT_FAILED, EXIT_OK, run_main
 
@@ -93,8 +94,7 @@ def run(command: list[str]) -> bool:
     shown = [Path(word).name if os.path.isabs(word) else word for word in command]
     print(f"\n== {shlex.join(shown)}", flush=True)
     begin = time.monotonic()
-    # With Intel's own pinning a rank's threads, such as Gloo's, share one core.
-    environment = {**os.environ, "I_MPI_PIN": "off"}
+    environment = {**os.environ, **MPI_ENVIRONMENT}
     try:
         status = subprocess.run(command, env=environment, check=False, timeout=LIMIT_S).returncode
     except subprocess.TimeoutExpired:
