@@ -201,15 +201,18 @@ Stop MessageMembers::Operation::stop_of(MessageEnd end, int peer) {
   }
   // A rank that fails or leaves reports it before it closes its connections.
   const auto deadline = Clock::now() + kReasonGrace;
+  const auto may_say_why = [&] {
+    if (peer == Messenger::kAnySource || Clock::now() >= deadline) return false;
+    return end == MessageEnd::kDone ? !members_.has_died(peer) : members_.is_alive(peer);
+  };
   try {
     for (Backoff backoff;; backoff.sleep()) {
-      const bool lives =
-          end == MessageEnd::kDone ? !members_.has_died(peer) : members_.is_alive(peer);
-      const bool may_say_why = peer >= 0 && lives && Clock::now() < deadline;
-      const bool has_left = peer >= 0 && members_.ask_left(peer);  // it reports before it leaves
+      const bool is_last_look = !may_say_why();
+      // Asked first, because a rank reports before it leaves.
+      const bool has_left = peer != Messenger::kAnySource && members_.ask_left(peer);
       if (members_.look(/*waits=*/true)) return Stop::kAborted;
       if (has_left) return Stop::kPeerLeft;
-      if (!may_say_why) break;
+      if (is_last_look) break;
     }
   } catch (const std::exception&) {
     // No store, or none that answers: its host may be the peer that died.
