@@ -103,7 +103,7 @@ def run_rank(bench: Bench, options: Options) -> None:
         x.clear()
         timed = {way: Contender(call, align) for way, call in calls.items()}
         facts = {"op": op, "bytes": num_elems * torch.float32.itemsize, **version}
-        bench.report(bench.race(timed, next(iter(calls)), wrong, **facts))
+        bench.report(bench.race(timed, next(iter(calls)), wrong, by_block=True, **facts))
 
 
 def _run_under(python: str, world_size: int, options: Options) -> None:
@@ -150,7 +150,7 @@ PROGRAM = harness.Program(
     ],
     columns=["ranks", "op", "bytes", "way", "p50 µs", "p99 µs", "time over", "others %"],
     section=("world_size", "op", "bytes"),
-    caption="float32; the time of a call on its slowest rank.",
+    caption="float32; the time of a block of calls on its slowest rank, over the calls.",
 )
 
 if __name__ == "__main__":

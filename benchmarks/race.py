@@ -98,6 +98,7 @@ class Bench:
         *,
         name: str = "way",
         seconds: float | None = None,
+        by_block: bool = False,
         **facts: Any,
     ) -> list[Record]:
         """Times contenders in turn. Collective.
@@ -108,6 +109,7 @@ class Bench:
             wrong: elements by label, over all ranks.
             name: the field that holds the label.
             seconds: other than those of this bench.
+            by_block: a call's time is that of its block over the calls.
             facts: fields of all records.
 
         Returns:
@@ -121,6 +123,8 @@ class Bench:
         timings, weather = self.watch.calmest(time_all, self.repeats)
         if timings is None:
             return []
+        if by_block:
+            timings = {label: found.of_blocks() for label, found in timings.items()}
         found = records_of(timings, subject, wrong or dict.fromkeys(timings, 0), name)
         return [record | facts | weather.record() for record in found]
 

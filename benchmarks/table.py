@@ -248,10 +248,11 @@ def _library_lines(runs: list[Run]) -> list[str]:
     subject = next(record["ratio"]["over"] for run in runs for record in run if record["ratio"])
     op = f"`{first['op']}`" + (" in place" if first["op"] == "all_reduce" else "")
     return [
-        f"{op}, {first['world_size']} ranks, float32. Median time of a call on its slowest rank in"
-        f" µs, and in brackets the time over that of {subject} in the same run: the median and the"
-        " range of the runs. `torch alone` is the call over a backend that moves nothing, the part"
-        " that is torch's own:",
+        f"{op}, {first['world_size']} ranks, float32. Median time of a call in µs, and in brackets"
+        f" the time over that of {subject} in the same run: the median and the range of the runs."
+        " A call's time is that of a block of calls on its slowest rank, over the calls."
+        " `torch alone` is the call over a backend that moves nothing, the part that is torch's"
+        " own:",
         *grid(["library", *map(byte_count, sizes)], 1, rows),
     ]
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from statistics import median, quantiles
+from statistics import fmean, median, quantiles
 from typing import Any
 
 import torch
@@ -50,9 +50,21 @@ def percentiles(values: Iterable[float], unit: str) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Timings:
-    """One backend's calls: a list per block of the seconds that the slowest rank needed."""
+    """One backend's calls.
+
+    Attributes:
+        blocks: by block, the seconds of each call on its slowest rank.
+        elapsed: by block, its seconds on the rank that needed longest, over its calls: less than
+            the above where ranks that share a core make some calls ahead of each other.
+    """
 
     blocks: list[list[float]]
+    elapsed: list[float]
+
+    def of_blocks(self) -> "Timings":
+        """The same with each call's time as its block's over its calls, as nccl-tests has it."""
+        calls = zip(self.elapsed, self.blocks, strict=True)
+        return Timings([[seconds] * len(block) for seconds, block in calls], self.elapsed)
 
     def num_calls(self) -> int:
         """How many calls were timed."""
@@ -170,8 +182,9 @@ def measure(
         return None
     found = {}
     for label in contenders:
-        rounds = zip(*(rank[label] for rank in by_rank), strict=True)
-        found[label] = Timings([[*map(max, zip(*blocks, strict=True))] for blocks in rounds])
+        rounds = [*zip(*(rank[label] for rank in by_rank), strict=True)]
+        slowest = [[*map(max, zip(*blocks, strict=True))] for blocks in rounds]
+        found[label] = Timings(slowest, [max(map(fmean, blocks)) for blocks in rounds])
     return found
 
 

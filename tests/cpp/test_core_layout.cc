@@ -283,13 +283,28 @@ TEST_CASE("a spin budget on an idle core grows to the waits that it just missed"
   CHECK(budget.num_pauses() == SpinBudget::kMaxPauses / 2);
 }
 
-TEST_CASE("after a long yield, waits do not yield for a while") {
-  SpinBudget budget;
-  CHECK(budget.take_yields() == SpinBudget::kMaxYields);
+std::uint32_t waits_without_yield(SpinBudget& budget) {
   budget.yield_was_long();
-  for (std::uint32_t i = 0; i < SpinBudget::kWaitsWithoutYield; ++i)
-    CHECK(budget.take_yields() == 0);
-  CHECK(budget.take_yields() == SpinBudget::kMaxYields);
+  std::uint32_t num_waits = 0;
+  while (budget.take_yields() == 0) ++num_waits;
+  return num_waits;
+}
+
+TEST_CASE("after a long yield, waits do not yield for a while, and longer after a second one") {
+  SpinBudget budget;
+  const auto yield_in_waits = [&](std::uint32_t num) {
+    for (std::uint32_t i = 0; i < num; ++i)
+      CHECK(budget.take_yields() == SpinBudget::kMaxYields);
+  };
+  yield_in_waits(1);
+  CHECK(waits_without_yield(budget) == SpinBudget::kWaitsAfterFirst);
+  yield_in_waits(SpinBudget::kWaitsAfterFirst * SpinBudget::kTimesRemembered);
+  CHECK(waits_without_yield(budget) == SpinBudget::kWaitsAfterFirst);
+  CHECK(waits_without_yield(budget) == SpinBudget::kWaitsWithoutYield);
+  yield_in_waits(SpinBudget::kWaitsWithoutYield);
+  CHECK(waits_without_yield(budget) == SpinBudget::kWaitsWithoutYield);
+  yield_in_waits(SpinBudget::kWaitsWithoutYield * SpinBudget::kTimesRemembered);
+  CHECK(waits_without_yield(budget) == SpinBudget::kWaitsAfterFirst);
 }
 
 }  // namespace

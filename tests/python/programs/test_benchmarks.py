@@ -170,9 +170,12 @@ def test_a_rank_that_fails_is_named_and_ends_all(tmp_path: Path, how: str, expec
 
 def test_ratio_is_paired() -> None:
     """Both slow down tenfold half-way: each pair still says 3."""
-    fast = Timings([[1.0, 1.0], [10.0, 10.0]])
-    slow = Timings([[3.0, 3.0, 9.0], [30.0, 30.0, 2.0]])
+    fast = Timings([[1.0, 1.0], [10.0, 10.0]], [0.5, 5.0])
+    slow = Timings([[3.0, 3.0, 9.0], [30.0, 30.0, 2.0]], [3.0, 30.0])
     assert slow.ratio_over(fast) == {"p50": 3.0, "p10": 3.0, "p90": 3.0, "num_pairs": 2}
+    by_block = slow.of_blocks()
+    assert by_block.num_calls() == slow.num_calls()
+    assert by_block.ratio_over(fast.of_blocks())["p50"] == 6.0
 
 
 # ---- `ringcomm bench` without an operation: Gloo beside ringcomm in a short run
