@@ -21,13 +21,15 @@ MAX_VLLM_RANKS = 8
 
 
 def deepspeed_all_reduce(team: Team, file: Path) -> Reduce:
-    """Of DeepSpeed's `deepspeed_shm_comm` extension, which takes its names from variables."""
-    os.environ.update(LOCAL_SIZE=str(team.world_size), MASTER_ADDR="127.0.0.1")
-    os.environ["MASTER_PORT"] = str(team.agree(os.getpid()))
+    """Of DeepSpeed's `deepspeed_shm_comm` extension, named by variables. Needs the default group."""
+    host, port = "127.0.0.1", str(team.agree(os.getpid()))
+    os.environ.update(LOCAL_SIZE=str(team.world_size), MASTER_ADDR=host, MASTER_PORT=port)
     spec: Any = importlib.util.spec_from_file_location("deepspeed_shm_comm", file)
     module: Any = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     module.initialize(team.world_size, team.rank)
+    dist.barrier()  # all have mapped the buffer of each, which the extension never removes
+    Path(f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_{host}_{port}_{team.rank}").unlink()
     call: Reduce = torch.ops.deepspeed.inference_all_reduce_
     return call
 

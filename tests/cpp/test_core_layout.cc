@@ -293,8 +293,7 @@ std::uint32_t waits_without_yield(SpinBudget& budget) {
 TEST_CASE("after a long yield, waits do not yield for a while, and longer after a second one") {
   SpinBudget budget;
   const auto yield_in_waits = [&](std::uint32_t num) {
-    for (std::uint32_t i = 0; i < num; ++i)
-      CHECK(budget.take_yields() == SpinBudget::kMaxYields);
+    for (std::uint32_t i = 0; i < num; ++i) CHECK(budget.take_yields() == SpinBudget::kMaxYields);
   };
   yield_in_waits(1);
   CHECK(waits_without_yield(budget) == SpinBudget::kWaitsAfterFirst);
