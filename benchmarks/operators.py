@@ -21,7 +21,10 @@ MAX_VLLM_RANKS = 8
 
 
 def deepspeed_all_reduce(team: Team, file: Path) -> Reduce:
-    """Of DeepSpeed's `deepspeed_shm_comm` extension, named by variables. Needs the default group."""
+    """Of DeepSpeed's `deepspeed_shm_comm` extension, with names from variables.
+
+    Needs the default group.
+    """
     host, port = "127.0.0.1", str(team.agree(os.getpid()))
     os.environ.update(LOCAL_SIZE=str(team.world_size), MASTER_ADDR=host, MASTER_PORT=port)
     spec: Any = importlib.util.spec_from_file_location("deepspeed_shm_comm", file)
