@@ -33,8 +33,8 @@ class SpinBudget {
   static constexpr std::uint32_t kWaitsWithoutYield = 256;
   /// After the first one fewer: what took the core may be over.
   static constexpr std::uint32_t kWaitsAfterFirst = 16;
-  /// A long yield is forgotten after this many times as many waits that yield again.
-  static constexpr std::uint32_t kTimesRemembered = 8;
+  /// A long yield is the first again after this many waits that yield.
+  static constexpr std::uint32_t kWaitsRemembered = 512;
 
   constexpr SpinBudget() = default;
   /// A budget that does not spin at all, for machines that explore every interleaving.
@@ -73,7 +73,7 @@ class SpinBudget {
   /// Another thread kept the processor for a full scheduler slice during a yield.
   RINGCOMM_HD constexpr void yield_was_long() {
     num_waits_without_yield_ = num_waits_remembered_ > 0 ? kWaitsWithoutYield : kWaitsAfterFirst;
-    num_waits_remembered_ = kTimesRemembered * num_waits_without_yield_;
+    num_waits_remembered_ = kWaitsRemembered;
   }
 
  private:

@@ -28,7 +28,7 @@ constexpr std::chrono::microseconds kIdleYield{1};
 // for which the scheduler lets a computing program run. Where 16 ranks on each core took the limit
 // of one, they slept in turn, and a call took 1.6 times as long.
 constexpr std::chrono::microseconds kLongYield{500};
-constexpr std::chrono::microseconds kLongYieldPerRank{125};
+constexpr std::chrono::microseconds kLongYieldPerRank{250};
 constexpr std::chrono::microseconds kLongestYield{2000};
 
 // A futex is 32 bits wide and its comparison is for equality: the half of the cursor that changes

@@ -297,12 +297,10 @@ TEST_CASE("after a long yield, waits do not yield for a while, and longer after 
   };
   yield_in_waits(1);
   CHECK(waits_without_yield(budget) == SpinBudget::kWaitsAfterFirst);
-  yield_in_waits(SpinBudget::kWaitsAfterFirst * SpinBudget::kTimesRemembered);
-  CHECK(waits_without_yield(budget) == SpinBudget::kWaitsAfterFirst);
   CHECK(waits_without_yield(budget) == SpinBudget::kWaitsWithoutYield);
-  yield_in_waits(SpinBudget::kWaitsWithoutYield);
+  yield_in_waits(SpinBudget::kWaitsRemembered / 2);
   CHECK(waits_without_yield(budget) == SpinBudget::kWaitsWithoutYield);
-  yield_in_waits(SpinBudget::kWaitsWithoutYield * SpinBudget::kTimesRemembered);
+  yield_in_waits(SpinBudget::kWaitsRemembered);
   CHECK(waits_without_yield(budget) == SpinBudget::kWaitsAfterFirst);
 }
 
