@@ -33,7 +33,7 @@ class SpinBudget {
   static constexpr std::uint32_t kWaitsWithoutYield = 256;
   /// After the first one fewer: what took the core may be over.
   static constexpr std::uint32_t kWaitsAfterFirst = 16;
-  /// A long yield is the first again after this many waits that yield.
+  /// A long yield is the first again once this many waits have yielded.
   static constexpr std::uint32_t kWaitsRemembered = 512;
 
   constexpr SpinBudget() = default;
@@ -55,13 +55,8 @@ class SpinBudget {
   }
   /// Spinning failed. Returns how many yields to try next.
   RINGCOMM_HD constexpr std::uint32_t take_yields() {
-    if (is_fixed_) return 0;
-    if (num_waits_without_yield_ == 0) {
-      if (num_waits_remembered_ > 0) --num_waits_remembered_;
-      return kMaxYields;
-    }
-    --num_waits_without_yield_;
-    return 0;
+    if (num_waits_remembered_ > 0) --num_waits_remembered_;
+    return is_fixed_ || num_waits_remembered_ >= kWaitsRemembered ? 0 : kMaxYields;
   }
   /// After the yields: whether all found the core idle, and whether the condition came true.
   RINGCOMM_HD constexpr void miss(bool is_idle, bool has_come) {
@@ -72,14 +67,13 @@ class SpinBudget {
   }
   /// Another thread kept the processor for a full scheduler slice during a yield.
   RINGCOMM_HD constexpr void yield_was_long() {
-    num_waits_without_yield_ = num_waits_remembered_ > 0 ? kWaitsWithoutYield : kWaitsAfterFirst;
-    num_waits_remembered_ = kWaitsRemembered;
+    const bool is_first = num_waits_remembered_ == 0;
+    num_waits_remembered_ = kWaitsRemembered + (is_first ? kWaitsAfterFirst : kWaitsWithoutYield);
   }
 
  private:
   std::uint32_t num_pauses_ = 2'000;
-  std::uint32_t num_waits_without_yield_ = 0;
-  std::uint32_t num_waits_remembered_ = 0;  // left until the last long yield is forgotten
+  std::uint32_t num_waits_remembered_ = 0;  // until the last long yield is forgotten
   bool is_fixed_ = false;
 };
 

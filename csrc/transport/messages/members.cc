@@ -208,7 +208,7 @@ Stop MessageMembers::Operation::stop_of(MessageEnd end, int peer) {
   try {
     for (Backoff backoff;; backoff.sleep()) {
       const bool is_last_look = !may_say_why();
-      // Asked first, because a rank reports before it leaves.
+      // Before the look, because a rank reports before it leaves.
       const bool has_left = peer != Messenger::kAnySource && members_.ask_left(peer);
       if (members_.look(/*waits=*/true)) return Stop::kAborted;
       if (has_left) return Stop::kPeerLeft;
