@@ -20,14 +20,12 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._utils import _take_tensors
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 # Of torch, by their own names.
 __all__ = [
     "FakeTensor",
     "FakeTensorMode",
-    "TorchDispatchMode",
     "tree_leaves",
     "tree_map_only",
 ]
@@ -190,10 +188,6 @@ AllgatherOptions = _c10d.AllgatherOptions
 # them on every call.
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
-# The namespaces of operators that are collectives.
-COLLECTIVES = ("c10d", "_c10d_functional")
 
 # Replaces tensors of any dtypes and shapes with those of a rank of a group, in buckets, as
 # DistributedDataParallel does: (group, tensors, bytes of a bucket, rank).

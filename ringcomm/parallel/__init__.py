@@ -6,6 +6,7 @@ from ringcomm import lazy
 from ringcomm.parallel import activations, expert, offload, tensor, zero
 from ringcomm.parallel.clip import clip_grad_norm_
 from ringcomm.parallel.mesh import ParallelDims
+from ringcomm.parallel.optimizer_kinds import declare_optimizers
 from ringcomm.parallel.parallelize import parallelize
 from ringcomm.parallel.parameter_server import ParameterServer
 from ringcomm.parallel.shards import WeightShards
@@ -20,6 +21,7 @@ __all__ = [
     "WeightShards",
     "activations",
     "clip_grad_norm_",
+    "declare_optimizers",
     "expert",
     "get_state_dict",
     "offload",

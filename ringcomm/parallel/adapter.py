@@ -43,7 +43,8 @@ class Adapter:
         kinds = {type(module) for module in described.module.modules()}
         self.is_split = any(issubclass(kind, SplitModule) for kind in kinds)
         self.has_experts = any(issubclass(kind, LocalExperts) for kind in kinds)
-        self.has_stacked = any(is_stacked(module) for module in described.module.modules())
+        self._stacked = [module for module in described.module.modules() if is_stacked(module)]
+        self.has_stacked = bool(self._stacked)
         self.systems = {axis for axis in ("tp", "pp", "ep") if getattr(dims, axis) > 1}
         self.systems |= {"Pipeline"} if dims.pp > 1 else set()
         self.systems |= {"tensor_parallelize"} if dims.tp > 1 and not self.is_split else set()
@@ -64,6 +65,13 @@ class Adapter:
         if not self.has_loss or self.is_split or self.has_experts:
             return ""
         return problem_of_blocks(self._model)
+
+    def to_split(self) -> set[nn.Parameter]:
+        """The weights of which split() may leave parts on each rank."""
+        if "tensor_parallelize" in self.systems:
+            return {*self._model.parameters()}
+        stacked = self._stacked if self.dims.ep > 1 or self.dims.tp > 1 else ()
+        return {param for module in stacked for param in module.parameters()}
 
     def split(self, **options: Any) -> PartLoss:
         """Splits experts, layers and for a pipeline blocks, and returns the loss.

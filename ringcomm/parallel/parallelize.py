@@ -1,7 +1,7 @@
 """Distributes a model over all axes of a mesh in one call."""
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,13 +17,17 @@ from ringcomm.parallel.loss import CountItems, Loss, PartLoss, parameters_of
 from ringcomm.parallel.mesh import ParallelDims
 from ringcomm.parallel.model.describe import Model, describe, start_equal
 from ringcomm.parallel.model.refuse import Asked, refuse
-from ringcomm.parallel.optimizer_classes import REFUSED, WHOLE, optimizers_of
+from ringcomm.parallel.offload.optimizers import Offloaded
+from ringcomm.parallel.optimizer_classes import optimizers_of, params_in
+from ringcomm.parallel.optimizer_kinds import needs_whole
 from ringcomm.parallel.shards.units import default_units
 from ringcomm.parallel.steps import Parallelized
 from ringcomm.parallel.tensor.replicas import check_replicas
+from ringcomm.parallel.torch_checks import note_asked
 from ringcomm.parallel.zero.stage3 import shard_units
 
-_SHARD_OPTIONS = [*parameters_of(zero.shard)][5:]  # except the model, optimizer, stage and group
+# Except the model, optimizer, stage, group and mesh, and what the optimizer acts on.
+_SHARD_OPTIONS = [*parameters_of(zero.shard)][5:-2]
 MakeOptimizer = Callable[
     [Iterable[nn.Parameter]], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 ]
@@ -44,6 +48,8 @@ def parallelize(
     num_microbatches: int | None = None,
     recompute: bool = False,
     gather_logits: bool = False,
+    elementwise: Collection[type] = (),
+    whole: Collection[type] = (),
     **shard_options: Any,
 ) -> Parallelized:
     """Distributes a model over a mesh: tensor, sequence, expert, pipeline, data parallelism, ZeRO.
@@ -66,9 +72,11 @@ def parallelize(
             parallelism. Or any model whose layers were already made for dims["tp"] and dims["ep"];
             for a pipeline it must be an nn.Sequential, or a dict of blocks by name.
         dims: the mesh.
-        optimizer: a function that returns a torch optimizer for this rank's parameters, or with
-            ZeRO a list of them. With tensor parallelism it must update each element of a weight by
-            itself, as AdamW and SGD do, and with ZeRO each weight (see zero.shard()).
+        optimizer: a function that returns a torch optimizer for parameters, or with ZeRO a list of
+            them. It is called with the model's parameters, to learn its class before anything is
+            changed, and then with this rank's. With tensor parallelism the class must update each
+            element of a weight by itself, as AdamW and SGD do, and with ZeRO, pipelines or sharded
+            experts each weight (see zero.shard()).
         loss_fn: a function of the model's output and the targets that returns a mean over labels.
             With a parameter num_items_in_batch it must return a sum divided by it, as Trainer's
             compute_loss_func. The first steps call it a few more times, with rows of the batch, and
@@ -89,6 +97,8 @@ def parallelize(
             per stage. Without a pipeline they run one after the other.
         recompute: keep only the inputs of layers for the backward pass, and recompute layers.
         gather_logits: see tensor_parallelize().
+        elementwise: see zero.shard(). Not asked for where only data is split, with zero_stage 0.
+        whole: likewise.
         shard_options: options of zero.shard() at stages 1 to 3: param_dtype, reduce_dtype,
             loss_scale, clip_grad_norm, bucket_bytes.
 
@@ -96,8 +106,8 @@ def parallelize(
         The object that the training loop uses.
 
     Raises:
-        TypeError: the model does not support an axis of dims, the optimizer needs full weights, or
-            an option is unknown.
+        TypeError: the model does not support an axis of dims, an option is unknown, or the
+            optimizer needs full weights, updates several together, or is of an unknown class.
         ValueError: axes or options cannot be combined, the model is on several devices, or ranks
             have different models or options. Nothing has been changed. Or the optimizer has
             parameters that are not in the model.
@@ -125,17 +135,20 @@ def parallelize(
     if count_items is not None and loss_fn is None:
         raise ValueError("count_items counts the labels of loss_fn: pass loss_fn as well")
     _check_options(dims, stage, num, shard_options, **tensor_options)
-    whole = nn.ModuleList(model.values()) if isinstance(model, Mapping) else model
-    described = describe(whole)
+    given_model = nn.ModuleList(model.values()) if isinstance(model, Mapping) else model
+    described = describe(given_model)
     part_loss = None if loss_fn is None else PartLoss(loss_fn, count_items)
     adapter = Adapter(model, described, dims, part_loss)
     options = stage, sequence_parallel, schedule, num, recompute, gather_logits
-    _check_model(described, adapter, options)
+    is_cut = stage > 0 or not adapter.systems.isdisjoint({"tp", "pp", "ep"})
+    words: Any = {"elementwise": elementwise, "whole": whole}
+    asks = partial(needs_whole, **words) if is_cut else None
+    _check_model(described, adapter, options, optimizer, asks)
     was_meta = any(param.is_meta for param in described.weights)
     start_equal(described, _groups_of(dims, "tp", "batch", "edp", "pp"))
     loss = adapter.split(**tensor_options)
     if dims.pp == 1 and (dims.tp == 1 or adapter.is_split):
-        _check_replicas(whole, dims)
+        _check_replicas(given_model, dims)
     data_mesh, pipe = dims["hsdp"] if dims.dp > 1 else dims["fsdp"], None
     if dims.pp > 1:
         mesh = data_mesh if stage == 3 else None
@@ -147,15 +160,11 @@ def parallelize(
         for layer in default_units(model):
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
     made: Any = optimizer(model.parameters())
-    own, reasons = describe(model), WHOLE | REFUSED  # of what is split by now
+    own = describe(model)  # of what is split by now
+    of_others = {*given_model.parameters()} - own.weights.keys()  # of other stages
     for each in optimizers_of(made):
-        given = {param for group in each.param_groups for param in group["params"]}
-        names = reasons.keys() & {
-            kind.__name__ for kind in type(getattr(each, "inner", each)).__mro__
-        }
-        needs_whole = " and ".join(f"{name} {reasons[name]}" for name in names)
-        given -= {*whole.parameters()} - own.weights.keys()  # of other stages
-        refuse(own, Asked("optimizer", needs_whole, trained=given))
+        _check_optimizer(own, each, asks, of_others=of_others)
+        note_asked(each)
     is_one = isinstance(made, torch.optim.Optimizer)
     if not is_one and (stage == 0 or (stage == 3 and pipe is not None)):
         raise ValueError(
@@ -163,9 +172,9 @@ def parallelize(
             " a pipeline to 1 or 2"
         )
     if stage == 3 and pipe is None:
-        made = zero.shard(model, made, 3, mesh=data_mesh, **shard_options)
+        made = zero.shard(model, made, 3, mesh=data_mesh, **words, **shard_options)
     elif stage in (1, 2):
-        made = zero.shard(model, made, stage, group=dims.group("batch"), **shard_options)
+        made = zero.shard(model, made, stage, group=dims.group("batch"), **words, **shard_options)
     return Parallelized(dims, model, made, pipe, loss, stage, num)
 
 
@@ -195,11 +204,17 @@ def _check_replicas(module: nn.Module, dims: ParallelDims) -> None:
 # ---- checks: before anything is changed
 
 
-def _check_model(described: Model, adapter: Any, options: Any) -> None:
+def _check_model(
+    described: Model, adapter: Any, options: Any, optimizer: MakeOptimizer, asks: Any
+) -> None:
     """Raises the same error on all ranks. Collective."""
     problem, shapes = None, []
     try:
         refuse(described, Asked("parallelize", "parallelize", adapter=adapter))
+        for each in optimizers_of(optimizer(described.module.parameters())):
+            _check_optimizer(described, each, asks, to_split=adapter.to_split())
+            if isinstance(each, Offloaded):
+                each.tier.close()
         # Ranks have different parts of layers that are split already.
         if not (adapter.is_split or adapter.has_experts):
             weights = described.weights.items()
@@ -217,6 +232,27 @@ def _check_model(described: Model, adapter: Any, options: Any) -> None:
     check_agreement(facts, dist.group.WORLD)  # type: ignore[arg-type]
     if problem is not None:
         raise problem
+
+
+def _check_optimizer(
+    model: Model,
+    optimizer: torch.optim.Optimizer,
+    asks: Callable[[torch.optim.Optimizer], bool] | None,
+    *,
+    to_split: Collection[Any] = (),
+    of_others: Collection[Any] = (),
+) -> None:
+    """Raises TypeError if an optimizer needs full ones of weights that are split, or will be."""
+    trained = {*params_in(optimizer.param_groups)}.difference(of_others)
+    needs_full = asks is not None and asks(optimizer)
+    reason = f"{type(optimizer).__name__} needs full weights" if needs_full else ""
+    split = [weight.name for param, weight in model.weights.items() if param in to_split]
+    if reason and not trained.isdisjoint(to_split):
+        raise TypeError(
+            f"{reason}, and parallelize() would split {split[0]} over ranks: use another optimizer,"
+            " such as AdamW, or tp 1 and ep 1"
+        )
+    refuse(model, Asked("optimizer", reason, trained=trained))
 
 
 def _check_options(

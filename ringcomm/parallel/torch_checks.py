@@ -3,9 +3,9 @@
 torch.nn.utils.clip_grad_norm_ counts the gradients that it is given, and torch.amp.GradScaler skips
 the steps in which it finds an overflow in them. Ranks with different parts of one model would clip
 by different factors and skip different steps, and replicated weights would diverge; so would those
-of optimizers that need full weights. States of optimizers over parts of weights would be saved as
-full. No module is asked in these functions. The check is therefore installed around them when the
-first such module is made.
+of optimizers that need full weights, which are asked before their first step. States of optimizers
+over parts of weights would be saved as full. No module is asked in these functions. The checks are
+therefore installed when the first such module is made.
 """
 
 import functools
@@ -16,16 +16,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ringcomm.torch_names import TOTAL_NORM, UNSCALE, optimizer_state_dict
+from ringcomm.parallel.optimizer_kinds import needs_whole
+from ringcomm.torch_names import TOTAL_NORM, UNSCALE, optimizer_state_dict, untraced
 
 _modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_asked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
 def register_part(module: nn.Module) -> None:
     """Registers a module whose parameters are sharded over the ranks of its attribute `group`."""
     _modules.add(module)
     _check_torch()
+
+
+def note_asked(optimizer: torch.optim.Optimizer) -> None:
+    """Of an optimizer whose class parallelize() has asked for."""
+    _asked.add(optimizer)
 
 
 @functools.cache
@@ -56,15 +64,25 @@ def _check_torch() -> None:
         "torch.distributed.checkpoint.state_dict would save this rank's part of the optimizer's"
         " state as all of it: use ringcomm.parallel.get_state_dict(model, optimizer)",
     )
-    for kind in (torch.optim.Muon, torch.optim.Adafactor, torch.optim.LBFGS):
-        _check(
-            kind,
-            "step",
-            _params_of if kind is torch.optim.LBFGS else _split_params_of,
-            f"torch.optim.{kind.__name__} needs full weights, and this rank has a part of the"
-            " model, so that ranks would make different steps: use an optimizer that updates each"
-            " element of a weight by itself, such as AdamW",
-        )
+    register_optimizer_step_pre_hook(_ask_class)
+
+
+@untraced
+def _ask_class(optimizer: Any, *_: Any) -> None:
+    """Before an optimizer's first step: raises TypeError if it cannot take parts of a model."""
+    if optimizer in _asked or type(optimizer).__module__.startswith("ringcomm."):
+        return
+    given = {id(param) for param in _params_of(optimizer)}
+    parts: Any = _parts_with(given)
+    if parts and needs_whole(optimizer, say="call ringcomm.parallel.declare_optimizers({})"):
+        splits = (getattr(part, name) for part in parts for name in getattr(part, "splits", ()))
+        if not given.isdisjoint(map(id, splits)):
+            raise TypeError(
+                f"{type(optimizer).__name__} needs full weights, and this rank has a part of the"
+                " model, so that ranks would make different steps: use an optimizer that updates"
+                " each element of a weight by itself, such as AdamW"
+            )
+    _asked.add(optimizer)
 
 
 def _params_of(optimizer: Any, *_: Any, **__: Any) -> list[Any]:
@@ -76,12 +94,15 @@ def _params_with(grads: set[int]) -> list[Any]:
     return [param for param in params if id(param.grad) in grads]
 
 
-def _split_params_of(optimizer: Any, *_: Any, **__: Any) -> list[Any]:
-    """Those of tensor-parallel layers: a stage and experts have full weights."""
-    parts: list[Any] = [module for module in _modules if hasattr(module, "splits")]
-    layers = [module for module in parts if module.group.size() > 1]
-    split = {id(getattr(layer, name)) for layer in layers for name in layer.splits}
-    return [param for param in _params_of(optimizer) if id(param) in split]
+def _parts_with(params: set[int]) -> list[nn.Module]:
+    """The modules of several ranks that have one of these parameters."""
+    found = []
+    for module in list(_modules):
+        group = getattr(module, "group", None)  # None where its constructor has raised
+        is_part = isinstance(group, dist.ProcessGroup) and group.size() > 1
+        if is_part and not params.isdisjoint(map(id, module.parameters())):
+            found.append(module)
+    return found
 
 
 def _check(owner: Any, name: str, params_of: Callable[..., list[Any]], message: str) -> None:
@@ -89,12 +110,8 @@ def _check(owner: Any, name: str, params_of: Callable[..., list[Any]], message: 
 
     @functools.wraps(wrapped)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        given = {id(param) for param in params_of(*args, **kwargs)}
-        for module in list(_modules):
-            group = getattr(module, "group", None)  # None where its constructor has raised
-            is_part = isinstance(group, dist.ProcessGroup) and group.size() > 1
-            if is_part and not given.isdisjoint(map(id, module.parameters())):
-                raise RuntimeError(message)
+        if _parts_with({id(param) for param in params_of(*args, **kwargs)}):
+            raise RuntimeError(message)
         return wrapped(*args, **kwargs)
 
     setattr(owner, name, checked)

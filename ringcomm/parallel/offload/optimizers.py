@@ -32,8 +32,6 @@ from ringcomm.parallel.offload.tiers import RowHandle, Tier, make_tier
 from ringcomm.parallel.offload.transfers import BufferPool
 from ringcomm.parallel.optimizer_classes import (
     BY_WEIGHT,
-    attributes_of,
-    needs_whole,
     new_state,
     options_of,
     over_groups,
@@ -42,6 +40,7 @@ from ringcomm.parallel.optimizer_classes import (
     run_on_parts,
     takes_empty_groups,
 )
+from ringcomm.parallel.optimizer_kinds import attributes_of, needs_whole
 from ringcomm.torch_names import mark_stepped, move_hooks, run_state_hooks
 
 
@@ -75,14 +74,16 @@ class Offloaded(torch.optim.Optimizer):
         is_whole: whether it updates full weights; else pieces of weights.
 
     Args:
-        optimizer: of any class that updates each weight by itself, which is tried.
+        optimizer: of any class that updates each weight by itself.
         to: "cpu" or "nvme".
         path: for "nvme", a folder on the disk to use.
         chunk_elems: the maximum number of weights in a piece.
-        whole: classes of optimizers that need full matrices, and are not tried.
+        elementwise: see zero.shard().
+        whole: see zero.shard().
 
     Raises:
-        TypeError: the optimizer does not update each weight by itself, or is offloaded or sharded.
+        TypeError: the optimizer updates several weights together, is of a class that is neither
+            known nor in `elementwise` or `whole`, or is offloaded or sharded.
         ValueError: it was given away before, or needs full weights of which this rank has shards;
             or an option is out of range, or a weight is not contiguous.
         OSError: no file can be created at the path.
@@ -95,6 +96,7 @@ class Offloaded(torch.optim.Optimizer):
         to: Literal["cpu", "nvme"] = "cpu",
         path: str | os.PathLike[str] | None = None,
         chunk_elems: int = 1 << 20,
+        elementwise: Collection[type] = (),
         whole: Collection[type] = (),
     ) -> None:
         # The latter is of zero.shard().
@@ -106,7 +108,7 @@ class Offloaded(torch.optim.Optimizer):
             )
         if "state_dict" in vars(optimizer):  # see retire()
             raise ValueError(f"this {type(optimizer).__name__} was given to another optimizer")
-        self.is_whole = needs_whole(optimizer, whole)
+        self.is_whole = needs_whole(optimizer, elementwise, whole)
         params = params_in(optimizer.param_groups)
         if self.is_whole and any(isinstance(param, DTensor) for param in params):
             raise ValueError(

@@ -19,6 +19,13 @@ from ringcomm.parallel.model.describe import describe
 MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 
+def checked_optimizer(made: Any) -> torch.optim.Optimizer:
+    """What make_optimizer has returned; raises TypeError if it is no torch optimizer."""
+    if not isinstance(made, torch.optim.Optimizer):
+        raise TypeError(f"make_optimizer must return a torch optimizer, got {type(made).__name__}")
+    return made
+
+
 class Key(NamedTuple):
     """One trainable parameter; its gradients and values are sent in wire_dtype."""
 

@@ -1,7 +1,7 @@
 """ParameterServer: the interface of a rank that is a worker, a server, or both."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ from ringcomm.parallel.flat_collectives import check_agreement
 from ringcomm.parallel.model.axes import note_trainer
 from ringcomm.parallel.model.describe import Model, describe, start_equal
 from ringcomm.parallel.model.refuse import Asked, refuse
+from ringcomm.parallel.optimizer_kinds import needs_whole
 from ringcomm.parallel.parameter_server import messages
 from ringcomm.parallel.parameter_server.messages import Header, Kind, Packing
 from ringcomm.parallel.parameter_server.server import Port, Server, ServerOptimizer, misfit
@@ -51,8 +52,9 @@ class ParameterServer:
     Args:
         model: a module with the same parameter names, shapes and dtypes on all ranks. Parameters
             and buffers start from rank 0's.
-        make_optimizer: called on servers with parameter groups (a list of dicts, as torch's
-            optimizers take); returns a torch optimizer. Servers keep their weights on the CPU.
+        make_optimizer: called with parameter groups (a list of dicts, as torch's optimizers take);
+            returns a torch optimizer. All ranks call it first with the model's own parameters, to
+            learn its class; then servers do with theirs, which are on the CPU.
         group: None for the default group; any backend, because messages use ringcomm. Ranks here
             are in the group's numbering.
         mesh: a one-dimensional DeviceMesh, instead of a group.
@@ -66,6 +68,8 @@ class ParameterServer:
         loss_scale: a factor for float16, or "dynamic": each worker has one, from 2**16, halved when
             its gradient is not finite and doubled after 2000 finite ones. Servers divide by it. If
             a gradient of an update is not finite, all servers skip the update. See scale().
+        elementwise: see zero.shard().
+        whole: see zero.shard().
 
     Attributes:
         group: a separate group for its messages.
@@ -73,7 +77,9 @@ class ParameterServer:
         keys: by server the names of its parameters.
 
     Raises:
-        TypeError: the model is not a module, or make_optimizer does not return an optimizer.
+        TypeError: the model is not a module; make_optimizer does not return an optimizer; or the
+            optimizer updates several weights together, or is of a class that is neither known nor
+            in `elementwise` or `whole`.
         ValueError: an argument is out of range, or ranks disagree. Nothing has been changed.
         PeerDiedError: a worker or a server has died; `rank` is its rank. Raised by every method.
         CollectiveTimeoutError: a worker sent nothing for the group's timeout; likewise.
@@ -95,6 +101,8 @@ class ParameterServer:
         param_groups: Iterable[Any] | None = None,
         wire_dtype: torch.dtype | None = None,
         loss_scale: float | Literal["dynamic"] | None = None,
+        elementwise: Collection[type] = (),
+        whole: Collection[type] = (),
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"expected a model, got {type(model).__name__}")
@@ -120,6 +128,8 @@ class ParameterServer:
         self._model, self._params, self._staleness = model, messages.trainable(model), staleness
         self._keys = messages.keys_of(self._params, wire_dtype)
         self._groups = messages.groups_of_keys(param_groups, self._params)
+        groups = [{**g, "params": [*map(self._params.get, g["params"])]} for g in self._groups]
+        needs_whole(messages.checked_optimizer(make_optimizer(groups)), elementwise, whole)
         mine = {
             "options": (ranks, dedicated, staleness, wire_dtype, loss_scale),
             "parameters": {n: (tuple(key.shape), str(key.dtype)) for n, key in self._keys.items()},

@@ -19,12 +19,12 @@ from ringcomm.parallel.model.describe import Model, describe
 from ringcomm.parallel.model.refuse import Asked, refuse
 from ringcomm.parallel.offload.optimizers import Offloaded
 from ringcomm.parallel.optimizer_classes import (
-    needs_whole,
     optimizers_of,
     params_in,
     retire,
     takes_empty_groups,
 )
+from ringcomm.parallel.optimizer_kinds import needs_whole
 from ringcomm.parallel.zero.infinity import ZeroInfinity as ZeroInfinity
 from ringcomm.parallel.zero.inner import Inner
 from ringcomm.parallel.zero.optimizer import Given, ShardOptions, ZeroOptimizer
@@ -53,6 +53,7 @@ def shard(
     offload_weights: bool = False,
     resume: bool = False,
     clip_grad_norm: float | None = None,
+    elementwise: Collection[type] = (),
     whole: Collection[type] = (),
 ) -> ZeroOptimizer:
     """Shards the training of a model over the ranks of a group; every rank has different rows.
@@ -81,11 +82,11 @@ def shard(
             unit, and rank 0's values are used.
         optimizer: over the model's weights, with any parameter groups and hyper-parameters: of
             torch.optim, or any other class that updates each weight by itself; or several over
-            different weights, such as [muon, adamw]. shard() makes three steps of other classes
-            than AdamW and SGD on a small weight and on its parts. If the results are equal, the
-            optimizer is elementwise, and each rank updates its shards. If they differ, as for Muon,
-            one rank updates the full matrix. States of those that are of
-            ringcomm.parallel.offload, such as Offloaded(muon), are in host memory or in files.
+            different weights, such as [muon, adamw]. Of an elementwise one, such as AdamW, each
+            rank updates its shards. Of one that needs full weights, such as Muon, one rank updates
+            a weight. Of a class that ringcomm does not know, `elementwise` or `whole` says which it
+            is. States of those that are of ringcomm.parallel.offload, such as Offloaded(muon), are
+            in host memory or in files.
             Hooks and state move to the returned optimizer. The given ones raise afterwards,
             but have the same parameter groups: schedulers made for them work.
         stage: 1, 2 or 3. Stages 2 and 3 reduce each micro-batch, except in the optimizer's
@@ -124,13 +125,16 @@ def shard(
         clip_grad_norm: multiply all gradients by min(1, clip_grad_norm / norm), with the norm over
             all ranks and dimensions of a mesh. Without loss_scale, a norm that is not finite
             raises. Alternatively call the optimizer's clip_grad_norm_().
-        whole: classes of optimizers that need full matrices, and are not tried.
+        elementwise: classes of optimizers that ringcomm does not know, whose step treats each
+            element of a weight by itself, as AdamW's does.
+        whole: classes whose step treats each weight by itself, and needs all of it, as Muon's does.
 
     Returns:
         A torch.optim.Optimizer over the same groups.
 
     Raises:
-        TypeError: an optimizer is neither elementwise nor updates each weight by itself.
+        TypeError: an optimizer updates several weights together, or is of a class that is neither
+            known nor in `elementwise` or `whole`.
         ValueError: the model and the optimizer do not match, or the model is wrapped in
             DistributedDataParallel or already sharded; a weight has hooks that would not see its
             gradient, or is of an embedding with max_norm; an option is out of range; ranks have
@@ -153,7 +157,9 @@ def shard(
         raise ValueError("units= is for stage 3 only")
     if offload_weights and stage != 3:
         raise ValueError("offload_weights is for stage 3 only")
-    described, inners = _described(model, optimizers_of(optimizer), options, stage, mesh, whole)
+    described, inners = _described(
+        model, optimizers_of(optimizer), options, stage, mesh, (elementwise, whole)
+    )
     groups = [group for inner in inners for group in inner.groups]
     is_grid = mesh is not None and mesh.ndim == 2
     if is_grid and (stage != 3 or offload_weights or group is not None):
@@ -214,7 +220,7 @@ def _described(
     options: ShardOptions,
     stage: int,
     mesh: DeviceMesh | None,
-    whole: Collection[type],
+    words: tuple[Collection[type], Collection[type]],
 ) -> tuple[Model, list[Inner]]:
     """The model and its optimizers; raises TypeError or ValueError if it cannot be sharded."""
     if not isinstance(model, nn.Module):
@@ -262,7 +268,7 @@ def _described(
         Inner(
             optimizer,
             optimizer.param_groups,
-            needs_whole(optimizer, whole),
+            needs_whole(optimizer, *words),
             isinstance(optimizer, Offloaded) or takes_empty_groups(optimizer),
         )
         for optimizer in optimizers

@@ -15,7 +15,8 @@ from ringcomm.parallel.expert.local_experts import expert_parallel_modules
 from ringcomm.parallel.flat_collectives import place_in
 from ringcomm.parallel.model.describe import describe
 from ringcomm.parallel.offload.optimizers import Offloaded
-from ringcomm.parallel.optimizer_classes import needs_whole, optimizers_of, params_in, state_elems
+from ringcomm.parallel.optimizer_classes import optimizers_of, params_in, state_elems
+from ringcomm.parallel.optimizer_kinds import needs_whole
 from ringcomm.parallel.shards.sharded_unit import PACKED_BYTES
 from ringcomm.parallel.shards.units import fsdp_units, params_of_units
 from ringcomm.parallel.zero.bucket import BucketPlan, plan_buckets
@@ -57,6 +58,7 @@ def predict_memory(
     world_size: int,
     rank: int = 0,
     units: Iterable[nn.Module] | None = None,
+    elementwise: Collection[type] = (),
     whole: Collection[type] = (),
     **options: Any,
 ) -> Memory:
@@ -72,7 +74,7 @@ def predict_memory(
     if ranks.options.offload_weights:
         return _of_infinity(ranks, params_of_units(model, units), model)
     optimizers = optimizers_of(optimizer)
-    wholes = [each for each in optimizers if needs_whole(each, whole)]
+    wholes = [each for each in optimizers if needs_whole(each, elementwise, whole)]
     states, owners = _states_of(optimizers, wholes), _owners(wholes, ranks)
     if stage < 3:
         buckets = _planned(optimizers, owners, ranks)
@@ -96,6 +98,7 @@ def predict_traffic(
     world_size: int,
     rank: int = 0,
     num_backwards: int = 1,
+    elementwise: Collection[type] = (),
     whole: Collection[type] = (),
     **options: Any,
 ) -> int:
@@ -120,7 +123,7 @@ def predict_traffic(
     params = [param for one in optimizers for param in params_in(one.param_groups)]
     total = ranks.bytes_of_norm() if chosen.needs_all_gradients else 0
     # Whether a step on full weights has failed; with offload_weights in each of its rounds.
-    wholes = [each for each in optimizers if needs_whole(each, whole)]
+    wholes = [each for each in optimizers if needs_whole(each, elementwise, whole)]
     owners = _owners(wholes, ranks)
     for each in wholes:
         own = [param for param in params_in(each.param_groups) if param in owners]

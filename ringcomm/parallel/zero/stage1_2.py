@@ -149,7 +149,7 @@ class FlatZero(ZeroOptimizer):
         self._see_written_weights()
         rules: dict[nn.Parameter, Rule | None] = {}
         for inner in self._inners:
-            for group in inner.groups:
+            for group in () if inner.is_whole else inner.groups:
                 rules |= dict.fromkeys(group["params"], rule_of(inner.optimizer, group))
         waiting = [bucket for bucket in self._unreduced if bucket.shard_grad is None]
         done = [bucket for bucket in waiting if self._updated_by_rules(bucket, rules, factor)]

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.testing import assert_close
-from whole_optimizers import EachWeight
+from whole_optimizers import EachWeight, elementwise
 from zero_models import batch as zero_batch
 
 from ringcomm.nn import ColumnParallelLinear, RowParallelLinear
@@ -184,6 +184,7 @@ def test_getting_a_state_changes_no_step() -> None:
     assert optimizer.state[model[1].bias]["step"] == 2
 
 
+@elementwise
 class SecondMoments(EachWeight):
     """Keeps exp_avg_sq, as AdaLomo does for what is no matrix, in the shape of the weight."""
 

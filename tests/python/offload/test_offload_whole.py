@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler
-from whole_optimizers import Averaged, Muon64, SmoothMuon, by_dimensions
+from whole_optimizers import Averaged, Muon64, SmoothMuon, by_dimensions, whole
 from zero_models import (
     STEPS,
     Net,
@@ -43,6 +43,7 @@ WIDTH = 129  # matrices of the blocks are above 64 KiB, others below
 SYSTEMS = ["1", "2", "3", "infinity"]
 
 
+@whole
 class Counting(Muon64):
     """Counts its steps in a group and, as a number and as a tensor, in a state; replaces a state,
     keeps one of integers, one in a list, and one without elements."""
@@ -312,14 +313,17 @@ def test_errors(tmp_path: Path) -> None:
     for given in (own, offload.SGD(model.parameters()), model):
         with pytest.raises(TypeError, match="neither offloaded nor sharded, got"):
             offload.Offloaded(given)  # type: ignore[arg-type]
-    for kind, text in ((torch.optim.LBFGS, "dot products"), (torch.optim.SparseAdam, "sparse")):
-        with pytest.raises(TypeError, match=f"{kind.__name__} needs {text}"):
+    for kind, text in (
+        (torch.optim.LBFGS, "updates sev"),
+        (torch.optim.SparseAdam, "needs sparse"),
+    ):
+        with pytest.raises(TypeError, match=f"{kind.__name__} {text}"):
             offload.Offloaded(kind(model.parameters()))
     with pytest.raises(ValueError, match=r"must have no path|needs path="):
         offload.Offloaded(torch.optim.SGD(model.parameters()), to="nvme")
     sgd = torch.optim.SGD(model.parameters())
-    with pytest.raises(ValueError, match="leave it out"):
-        offload.Offloaded(sgd, whole={torch.optim.SGD})
+    with pytest.raises(ValueError, match="elementwise= names Muon, which needs full weights"):
+        offload.Offloaded(sgd, elementwise={torch.optim.Muon})
     with pytest.raises(AttributeError, match="has copies"):
         own.state = {model[0].weight: {}}
 
@@ -565,6 +569,7 @@ def test_optimizers_of_equal_weights_share_files(rank: int, tmp_path: Path) -> N
     assert_close(full_weights(models[1]), weights(models[0]), 1e-5)
 
 
+@whole
 class Failing(SmoothMuon):
     def direction(self, mean: Tensor) -> Tensor:
         if mean.shape[0] == 3 and self.param_groups[0]["lr"] < 0.02:

@@ -13,7 +13,7 @@ from one_process import pair as of_one_process
 from ranks import in_ranks, run_ranks
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
-from whole_optimizers import Averaged, EachWeight, Muon64, orthogonal
+from whole_optimizers import Averaged, EachWeight, Muon64, elementwise, orthogonal, whole
 
 from ringcomm.parallel import get_state_dict as get_whole_state
 from ringcomm.parallel import set_state_dict as set_whole_state
@@ -22,6 +22,7 @@ from ringcomm.parallel import zero
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 
 
+@whole
 class MuonWithAdam(EachWeight):
     """One class for both, by a flag of its groups, as Muon's first implementation has it."""
 
@@ -114,6 +115,7 @@ def test_ranks_without_a_weight_save_and_load(rank: int, stage: int) -> None:
     same(full_weights(models[1]), full_weights(models[0]), 0)
 
 
+@whole
 class Preconditioned(EachWeight):
     """With a list of matrices as state, no learning rate, and no step of an empty group."""
 
@@ -158,6 +160,7 @@ def test_states_of_several_matrices(rank: int, stage: int) -> None:
     same(full_weights(models[2]), full_weights(models[0]))
 
 
+@whole
 class Fragile(Muon64):
     """That raises for one weight."""
 
@@ -175,7 +178,7 @@ def test_an_error_of_one_owner_is_one_of_all(rank: int, stage: int) -> None:
     matrices = [param for param in model.parameters() if param.dim() == 2]
     for param in model.parameters():
         param.requires_grad_(param.dim() == 2)
-    optimizer = zero.shard(model, Fragile(matrices), stage, whole={Fragile})
+    optimizer = zero.shard(model, Fragile(matrices), stage)
     with pytest.raises((ArithmeticError, RuntimeError), match=r"no root|on another rank"):
         train(model, optimizer, range(1), rank, 2)
 
@@ -237,6 +240,7 @@ class Plain(EachWeight):
         super().__init__(params, {"lr": 0.05, **options})
 
 
+@elementwise
 class Attributes(Plain):
     """That weights may have a rate of their own."""
 
@@ -244,6 +248,7 @@ class Attributes(Plain):
         param.sub_(group["lr"] * getattr(param, "rate", 1.0) * param.grad)
 
 
+@elementwise
 class Trainable(Plain):
     """That asks again which weights are trained."""
 
@@ -252,16 +257,19 @@ class Trainable(Plain):
             param.sub_(group["lr"] * param.grad)
 
 
+@elementwise
 class SetsData(Plain):
     def update(self, group: dict[str, Any], param: Any) -> None:
         param.data = param.data - group["lr"] * param.grad
 
 
+@whole
 class SetsWholeData(Plain):
     def update(self, group: dict[str, Any], param: Any) -> None:
         param.data = param.data - group["lr"] * param.grad / (1 + param.grad.norm())
 
 
+@whole
 class Lists(Plain):
     """With a list of tensors of the weight's shape as state, and nothing."""
 
@@ -277,6 +285,7 @@ def lion(param: Tensor, grad: Tensor, mean: Tensor, rate: Tensor) -> None:
     param.sub_(rate * torch.tanh(mean.lerp_(grad, 0.1)))
 
 
+@elementwise
 class First(Plain):
     """That cannot step where its first group has no weights."""
 
@@ -305,6 +314,7 @@ def test_an_optimizer_without_a_gradient(rank: int, stage: int) -> None:
     both.train(range(2, 4), rank)
 
 
+@elementwise
 class Compiled(Plain):
     def update(self, group: dict[str, Any], param: Any) -> None:
         mean = self.state[param].setdefault("mean", torch.zeros_like(param))
@@ -344,13 +354,14 @@ class Counts(Plain):
         param.sub_(group["lr"] / float(count) * param.grad)
 
 
-@pytest.mark.parametrize("whole", [set(), {Counts}])
+@pytest.mark.parametrize("word", ["elementwise", "whole"])
 @in_ranks(2)
-def test_a_state_of_no_weight_is_refused(rank: int, whole: Any) -> None:
+def test_a_state_of_no_weight_is_refused(rank: int, word: Any) -> None:
     """https://github.com/facebookresearch/fairscale/pull/343: it would begin anew in each step."""
     model = network()
-    with pytest.raises(TypeError, match="a state of no weight, 'k' of Counts"):
-        zero.shard(model, Counts(model.parameters()), 1, whole=whole)
+    optimizer = zero.shard(model, Counts(model.parameters()), 1, **{word: [Counts]})
+    with pytest.raises(TypeError, match="Counts has a state of no weight, 'k'"):
+        train(model, optimizer, range(1), rank, 2)
 
 
 @in_ranks(3)
@@ -370,6 +381,7 @@ def test_fewer_rows_than_ranks(rank: int) -> None:
         both.train(range(step, step + 1), rank, 3)
 
 
+@elementwise
 class ByName(torch.optim.Optimizer):
     """With another rate for weights of some names, as Adam-mini's and Muon's variants."""
 

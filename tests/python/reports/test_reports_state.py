@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict as get_by_tor
 from torch.nn.utils import parametrizations
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.testing import assert_close
-from whole_optimizers import EachWeight
+from whole_optimizers import EachWeight, whole
 
 from ringcomm.nn import ColumnParallelLinear
 from ringcomm.parallel import get_state_dict, pipeline, set_state_dict, zero
@@ -230,6 +230,7 @@ def test_two_parameters_in_one_memory_are_both_saved(rank: int) -> None:
     assert model[1].weight.data_ptr() == model[0].weight.data_ptr()
 
 
+@whole
 class Factors(EachWeight):
     """Keeps its states in containers, as Shampoo does."""
 

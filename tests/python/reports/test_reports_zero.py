@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.checkpoint import checkpoint
-from whole_optimizers import EachWeight, Muon64
+from whole_optimizers import EachWeight, Muon64, elementwise
 
 from ringcomm.parallel import get_state_dict as get_whole_state
 from ringcomm.parallel import set_state_dict as set_whole_state
@@ -172,6 +172,7 @@ def test_a_graph_through_updates_is_refused(rank: int, stage: int) -> None:
 # ---- states that are saved and loaded
 
 
+@elementwise
 class Bits(EachWeight):
     """Whose states are integers and booleans."""
 

@@ -7,6 +7,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ringcomm.parallel import declare_optimizers
+
+
+def elementwise(kind: Any) -> Any:
+    """Declares a class whose step treats each element by itself."""
+    declare_optimizers(elementwise=[kind])
+    return kind
+
+
+def whole(kind: Any) -> Any:
+    """Declares a class that needs full weights."""
+    declare_optimizers(whole=[kind])
+    return kind
+
 
 class EachWeight(torch.optim.Optimizer):
     """Whose step is update() of each weight that has a gradient."""
@@ -23,6 +37,7 @@ class EachWeight(torch.optim.Optimizer):
         raise NotImplementedError
 
 
+@whole
 class Muon64(EachWeight):
     """Jordan et al. 2024, whose Newton-Schulz iterations do not round to 16 bits."""
 
@@ -40,6 +55,7 @@ class Muon64(EachWeight):
         param.sub_(direction, alpha=group["lr"])
 
 
+@whole
 class SmoothMuon(Muon64):
     """With s / (s + 0.05) for the singular values s: rounded gradients give nearly the same."""
 
@@ -60,6 +76,7 @@ def orthogonal(matrix: Tensor) -> Tensor:
     return (max(1, matrix.shape[0] / matrix.shape[1]) ** 0.5 * x).to(matrix.dtype)
 
 
+@whole
 class Kron(EachWeight):
     """A preconditioner of rows and one of columns, as users write Shampoo; none of large sizes."""
 
@@ -79,6 +96,7 @@ class Kron(EachWeight):
         param.sub_(group["lr"] * update.view_as(param))
 
 
+@elementwise
 class Averaged(torch.optim.Optimizer):
     """Defazio et al. 2024: gradients at an interpolation of the iterates and of their mean."""
 
@@ -120,6 +138,7 @@ class Averaged(torch.optim.Optimizer):
         return grad
 
 
+@elementwise
 class SmoothLion(EachWeight):
     """A user's optimizer: Lion with x / (|x| + eps) for the sign, which rounding cannot flip."""
 

@@ -47,7 +47,7 @@ def test_errors(rank: int) -> None:
     narrow = ColumnParallelLinear(3, 1)  # rank 1 has nothing of it
     empty = nn.ParameterList([torch.ones(3), torch.ones(0, 3)])  # as MobileBERT's
     cases: list[tuple[Any, Any, dict[str, Any], type[Exception], str]] = [
-        (model, lbfgs, {"stage": 1}, TypeError, "LBFGS needs dot products over all weights"),
+        (model, lbfgs, {"stage": 1}, TypeError, "LBFGS updates several weights together"),
         (model, model, {"stage": 1}, TypeError, "expected an optimizer, or a list"),
         (model, sgd, {"stage": 4}, ValueError, "stage must be 1, 2 or 3, got 4"),
         (sgd, model, {"stage": 1}, TypeError, "expected a model as the first"),

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_optimizer_state_dict,
 )
-from whole_optimizers import Kron, by_dimensions
+from whole_optimizers import Kron, by_dimensions, elementwise, whole
 from zero_models import BUCKET_BYTES, Net, Towers, assert_close, batch, loss_of, same, weights
 
 from ringcomm.parallel import zero
@@ -28,6 +28,7 @@ HALF = 3  # steps before the states are saved
 STEPS = 6
 
 
+@elementwise
 class Lion(torch.optim.Optimizer):
     """Chen et al. 2023, as users write it: an argument without default, a number as `step`."""
 
@@ -54,6 +55,7 @@ class Lion(torch.optim.Optimizer):
                 mean.lerp_(param.grad, 1 - second)
 
 
+@elementwise
 class Damped(torch.optim.AdamW):
     """A subclass whose step is not AdamW's."""
 
@@ -66,6 +68,7 @@ class Damped(torch.optim.AdamW):
         super().step(closure)
 
 
+@whole
 class Lamb(torch.optim.SGD):
     """By the norm of a weight's gradient."""
 
@@ -78,6 +81,7 @@ class Lamb(torch.optim.SGD):
         super().step(closure)
 
 
+@whole
 class Rows(torch.optim.SGD):
     """With a state of a weight's rows."""
 
@@ -109,6 +113,7 @@ class Reduced(Lamb):
         super().step(closure)
 
 
+@elementwise
 class Shadow(torch.optim.SGD):
     """With tensors that are no states."""
 
@@ -117,6 +122,7 @@ class Shadow(torch.optim.SGD):
         self.shadow = [param.detach().clone() for param in self.param_groups[0]["params"]]
 
 
+@elementwise
 class Wrapper(torch.optim.SGD):
     """Around another optimizer, whose step would be the whole weights'."""
 
@@ -260,10 +266,10 @@ def test_other_classes(rank: int, stage: int, options: dict[str, Any]) -> None:
 
 
 BAD: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "LBFGS": (torch.optim.LBFGS, "LBFGS needs dot products over all weights"),
+    "LBFGS": (torch.optim.LBFGS, "LBFGS updates several weights together"),
     "SparseAdam": (torch.optim.SparseAdam, "SparseAdam needs sparse gradients"),
-    "Joint": (lambda params: Joint(params, 0.1), "Joint gives other weights together than each"),
-    "Reduced": (lambda params: Reduced(params, 0.1), "it calls collectives itself"),
+    "Joint": (lambda params: Joint(params, 0.1), "does not know whether Joint does: pass elementwise"),
+    "Reduced": (lambda params: Reduced(params, 0.1), "does not know whether Reduced does"),
     "Shadow": (lambda params: Shadow(params, 0.1), "Shadow keeps tensors, a module or an"),
     "Wrapper": (lambda params: Wrapper(params, 0.1), "Wrapper keeps tensors, a module or an"),
 }

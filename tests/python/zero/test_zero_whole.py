@@ -14,7 +14,7 @@ from ranks import in_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import lr_scheduler
-from whole_optimizers import Averaged, Muon64, by_dimensions
+from whole_optimizers import Averaged, Muon64, by_dimensions, whole
 from zero_models import (
     STAGES,
     STEPS,
@@ -158,6 +158,7 @@ def test_weights_are_frozen_and_thawed(rank: int, system: str, optimizer_of: str
     assert_close(full_weights(mine), full_weights(plain), 2e-5)
 
 
+@whole
 class AveragedRows(Averaged):
     """Of whole weights."""
 
@@ -226,7 +227,7 @@ def test_errors(rank: int) -> None:
         (model, [muon], {}, ValueError, "scale requires grad and is in no param"),
         (model, [muon, adamw, again], {}, ValueError, "two optimizers have scale: leave"),
         (model, [muon, model], {}, TypeError, "expected an optimizer, or a list of them"),
-        (model, [muon, adamw], {"whole": {torch.optim.AdamW}}, ValueError, "whole= names AdamW"),
+        (model, [muon, adamw], {"elementwise": {torch.optim.Muon}}, ValueError, "names Muon, which"),
         (split, torch.optim.Muon(split.parameters()), {}, TypeError, "Muon .* 0.weight is split"),
         (split, torch.optim.Adafactor(split.parameters()), {}, TypeError, "Adafactor .* is split"),
     ]  # fmt: skip

@@ -1,0 +1,293 @@
+"""What an optimizer acts on is known by its class, or said: in every system that splits weights."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from full_states import full_weights
+from one_process import network, pair, same, train
+from ranks import in_ranks
+from torch import nn
+from whole_optimizers import EachWeight
+
+from ringcomm.nn import ColumnParallelLinear, MixtureOfExperts, RowParallelLinear
+from ringcomm.parallel import (
+    ParallelDims,
+    ParameterServer,
+    declare_optimizers,
+    offload,
+    parallelize,
+    zero,
+)
+from ringcomm.parallel.optimizer_kinds import Kind, known_kind, needs_whole
+from ringcomm.parallel.pipeline import Pipeline
+
+
+class Factored(EachWeight):
+    """Moments of rows and columns, of matrices with sides of 8 and more only.
+
+    https://github.com/huggingface/transformers/issues/14830
+    """
+
+    def __init__(self, params: Any, lr: float = 0.02) -> None:
+        super().__init__(params, {"lr": lr})
+        self.log: list[int] = []
+
+    def step(self, closure: Any = None) -> Any:
+        self.log.append(len(self.log))
+        return super().step(closure)
+
+    def update(self, group: dict[str, Any], param: Any) -> None:
+        moment = param.grad.square() + 1e-6
+        if param.dim() == 2 and min(param.shape) >= 8:
+            moment = moment.mean(1, keepdim=True) * moment.mean(0) / moment.mean()
+        param.sub_(group["lr"] * param.grad / moment.sqrt())
+
+
+class Late(EachWeight):
+    """Norms of columns from the third step on.
+
+    https://github.com/pytorch/pytorch/issues/109581
+    """
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.02})
+
+    def update(self, group: dict[str, Any], param: Any) -> None:
+        count = self.state[param]["num"] = self.state[param].get("num", 0) + 1
+        size = param.grad.norm(dim=0, keepdim=True) + 1e-3 if count > 2 else 1
+        param.sub_(group["lr"] * param.grad / size)
+
+
+class Smooth(EachWeight):
+    """Of each element by itself."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.02})
+
+    def update(self, group: dict[str, Any], param: Any) -> None:
+        param.sub_(group["lr"] * param.grad / (param.grad.abs() + 0.1))
+
+
+class ClippedAdamW(torch.optim.AdamW):
+    """A subclass of a known class, by the norm of all gradients.
+
+    https://github.com/deepspeedai/DeepSpeed/issues/490
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        nn.utils.clip_grad_norm_([p for g in self.param_groups for p in g["params"]], 0.1)
+        return super().step(closure)
+
+
+def split_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        ColumnParallelLinear(8, 16, bias=False), nn.Tanh(), RowParallelLinear(16, 8, bias=False)
+    )
+
+
+def expert_model() -> nn.Module:
+    return nn.Sequential(MixtureOfExperts(8, lambda: nn.Linear(8, 8), 2))
+
+
+def by_zero(kind: Any, stage: int, **words: Any) -> Any:
+    model = network()
+    return model, zero.shard(model, kind(model.parameters()), stage, **words)
+
+
+def by_infinity(kind: Any, **words: Any) -> Any:
+    model = network()
+    own = offload.Offloaded(kind(model.parameters()), **words)
+    return model, zero.shard(model, own, 3, offload_weights=True)
+
+
+def by_server(kind: Any, **words: Any) -> Any:
+    model = network()
+    return model, ParameterServer(model, kind, **words)
+
+
+def by_mesh(kind: Any, make: Callable[[], Any] = network, stage: int = 0, **given: Any) -> Any:
+    words = {key: given.pop(key) for key in ("elementwise", "whole") if key in given}
+    model, loss = make(), nn.functional.mse_loss
+    dims = ParallelDims(**given)
+    return model, parallelize(model, dims, kind, loss_fn=loss, zero_stage=stage, **words)
+
+
+# Each splits weights over two ranks.
+SYSTEMS: dict[str, Callable[..., Any]] = {
+    "zero 1": partial(by_zero, stage=1),
+    "zero 2": partial(by_zero, stage=2),
+    "zero 3": partial(by_zero, stage=3),
+    "infinity": by_infinity,
+    "offload": lambda kind, **words: (
+        m := network(),
+        offload.Offloaded(kind(m.parameters()), **words),
+    ),
+    "parameter server": by_server,
+    "tp": partial(by_mesh, make=split_model, tp=2),
+    "pp": partial(by_mesh, pp=2),
+    "ep": partial(by_mesh, make=expert_model, ep=2),
+    "fsdp": partial(by_mesh, fsdp=2, stage=3),
+    "dp, zero 1": partial(by_mesh, dp=2, stage=1),
+}
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+@in_ranks(2)
+def test_an_unknown_class_is_asked_for_before_anything_is_changed(rank: int, system: str) -> None:
+    made: list[Any] = []
+
+    def kind(params: Any) -> Any:
+        made.append(Factored(params))
+        return made[-1]
+
+    for name, of_class in (("Factored", kind), ("ClippedAdamW", ClippedAdamW)):
+        words = rf"{name}.*elementwise=\[{name}\].*whole=\[{name}\]"
+        with pytest.raises(TypeError, match=words):
+            SYSTEMS[system](of_class)
+    assert made[0].log == []
+    assert not made[0].state
+    for param in (p for group in made[0].param_groups for p in group["params"]):
+        assert type(param) is nn.Parameter
+    for known, text in (
+        (torch.optim.LBFGS, "several weights together"),
+        (torch.optim.SparseAdam, "sparse"),
+    ):
+        with pytest.raises(TypeError, match=f"{known.__name__} .*{text}"):
+            SYSTEMS[system](known)
+
+
+WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "known better": ({"elementwise": [torch.optim.Muon]}, ValueError, "names Muon, which needs"),
+    "together": ({"whole": [torch.optim.LBFGS]}, ValueError, "names LBFGS, which updates several"),
+    "no list": ({"whole": Factored}, TypeError, "whole= must be a list of classes"),
+    "an optimizer": ({"elementwise": ["Factored"]}, TypeError, "must be a list of classes"),
+    "both": ({"elementwise": [Late], "whole": [Late]}, ValueError, "Late is in elementwise= and"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+@in_ranks(2)
+def test_wrong_words(rank: int, system: str) -> None:
+    for words, kind, text in WRONG.values():
+        with pytest.raises(kind, match=text):
+            SYSTEMS[system](torch.optim.SGD, **words)
+
+
+@pytest.mark.parametrize("kind", [Factored, Late, Smooth, torch.optim.AdamW])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@in_ranks(2)
+def test_words_of_zero(rank: int, stage: int, kind: Any) -> None:
+    """The user's word wins: a class that is elementwise may be updated as a whole."""
+    word = {"elementwise": [kind]} if kind is Smooth else {"whole": [kind]}
+    both = pair(stage, lambda model: kind(model.parameters()), **word)
+    both.train(range(5), rank)
+
+
+@pytest.mark.parametrize("kind", [Factored, Smooth, torch.optim.AdamW])
+@in_ranks(2)
+def test_words_of_other_systems(rank: int, kind: Any) -> None:
+    word = {"elementwise": [kind]} if kind is Smooth else {"whole": [kind]}
+    alone, model = network(), network()
+    train(alone, kind(alone.parameters()), range(4))
+    optimizer = zero.shard(
+        model, offload.Offloaded(kind(model.parameters()), **word), 3, offload_weights=True
+    )
+    train(model, optimizer, range(4), rank, 2)
+    same(full_weights(model), full_weights(alone), 2e-6)
+    model = network()
+    train(model, offload.Offloaded(kind(model.parameters()), **word), range(4))
+    same(full_weights(model), full_weights(alone), 2e-6)
+    for system in ("pp", "ep", "parameter server"):
+        SYSTEMS[system](kind, **word)
+    if kind is not Smooth:
+        with pytest.raises(TypeError, match=r"needs full weights, but 0.weight is split"):
+            SYSTEMS["tp"](kind, **word)
+    else:
+        SYSTEMS["tp"](kind, **word)
+
+
+@in_ranks(2)
+def test_models_that_are_split_by_hand(rank: int) -> None:
+    """https://github.com/hpcaitech/ColossalAI/issues/5484: the first step asks."""
+
+    class Unknown(Smooth):
+        pass
+
+    class Matrices(Factored):
+        pass
+
+    stage = Pipeline([nn.Linear(8, 8), nn.Linear(8, 8)], nn.functional.mse_loss).module
+    for model in (split_model(), expert_model(), stage):
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        for of_class in (Unknown, Matrices, ClippedAdamW):
+            with pytest.raises(
+                TypeError, match=rf"declare_optimizers\(elementwise=\[{of_class.__name__}\]\)"
+            ):
+                of_class(model.parameters()).step()
+        with pytest.raises(TypeError, match="LBFGS updates several weights together"):
+            torch.optim.LBFGS(model.parameters()).step(float)
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        torch.optim.AdamW(model.parameters()).step()
+    declare_optimizers(elementwise=[Unknown], whole=[Matrices])
+    for model in (split_model(), expert_model(), stage):
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        Unknown(model.parameters()).step()
+    Matrices(stage.parameters()).step()
+    model = split_model()
+    with pytest.raises(TypeError, match="Matrices needs full weights, and this rank has a part"):
+        Matrices(model.parameters()).step()
+    Matrices(nn.Linear(8, 8).parameters()).step()  # of no part
+
+
+@in_ranks(2)
+def test_where_only_data_is_split_nothing_is_asked(rank: int) -> None:
+    """https://github.com/pytorch/pytorch/issues/103910: ranks with one seed draw alike."""
+
+    class Noisy(Smooth):
+        def update(self, group: dict[str, Any], param: Any) -> None:
+            param.add_(torch.randn_like(param), alpha=-group["lr"])
+
+    model, train = by_mesh(Noisy, dp=2)
+    torch.manual_seed(1)
+    train.step(torch.ones(2, 8), torch.ones(2, 3))
+    train.optimizer.step()
+    before = dict(network().named_parameters())
+    torch.manual_seed(1)
+    for name, value in before.items():
+        expected = value - 0.02 * torch.randn_like(value)
+        torch.testing.assert_close(full_weights(model)[name], expected)
+
+
+def test_the_users_optimizer_is_not_stepped(tmp_path: Path) -> None:
+    """What it keeps beside its state, it keeps for its own steps."""
+    model = network()
+    given = Factored(model.parameters())
+    seed = torch.get_rng_state()
+    zero.predict_memory(model, given, 2, world_size=2, whole=[Factored])
+    offload.Offloaded(given, to="nvme", path=tmp_path, whole=[Factored])
+    assert given.log == []
+    assert torch.equal(torch.get_rng_state(), seed)
+
+
+def test_every_class_of_torch_is_known() -> None:
+    classes = {
+        each
+        for each in vars(torch.optim).values()
+        if inspect.isclass(each) and issubclass(each, torch.optim.Optimizer)
+    } - {torch.optim.Optimizer}
+    assert {each.__name__ for each in classes if known_kind(each) is None} == set()
+    whole = {each.__name__ for each in classes if known_kind(each) is Kind.WEIGHTS}
+    assert whole == {"Adafactor", "Muon"}
+    assert needs_whole(torch.optim.Muon([nn.Parameter(torch.ones(2, 2))]))
