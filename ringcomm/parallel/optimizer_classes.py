@@ -147,9 +147,13 @@ def state_elems(
     def of_shape(param: nn.Parameter, shape: Sequence[int]) -> int:
         try:
             with FakeTensorMode(allow_non_fake_inputs=True):  # of a large weight no values
-                state = new_state(optimizer, group, param, torch.ones(shape, device="cpu"))
+                state = new_state(
+                    optimizer, group, param, torch.ones(shape, dtype=torch.float32, device="cpu")
+                )
         except Exception:  # its step reads values
-            state = new_state(optimizer, group, param, torch.ones(shape, device="cpu"))
+            state = new_state(
+                optimizer, group, param, torch.ones(shape, dtype=torch.float32, device="cpu")
+            )
         found = (leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor) and leaf.dim())
         return sum(leaf.numel() for leaf in found)
 

@@ -18,7 +18,7 @@ from ringcomm.parallel.mesh import ParallelDims
 from ringcomm.parallel.model.describe import Model, describe, start_equal
 from ringcomm.parallel.model.refuse import Asked, refuse
 from ringcomm.parallel.offload.optimizers import Offloaded
-from ringcomm.parallel.optimizer_classes import optimizers_of, params_in
+from ringcomm.parallel.optimizer_classes import optimizers_of, params_in, retire
 from ringcomm.parallel.optimizer_kinds import needs_whole
 from ringcomm.parallel.shards.units import default_units
 from ringcomm.parallel.steps import Parallelized
@@ -73,10 +73,11 @@ def parallelize(
             for a pipeline it must be an nn.Sequential, or a dict of blocks by name.
         dims: the mesh.
         optimizer: a function that returns a torch optimizer for parameters, or with ZeRO a list of
-            them. It is called with the model's parameters, to learn its class before anything is
-            changed, and then with this rank's. With tensor parallelism the class must update each
-            element of a weight by itself, as AdamW and SGD do, and with ZeRO, pipelines or sharded
-            experts each weight (see zero.shard()).
+            them. It is called twice: with the model's parameters, to learn its class before
+            anything is changed, and with this rank's. Both results have the same parameter groups
+            in the end, so that schedulers made in it work. With tensor parallelism the class must
+            update each element of a weight by itself, as AdamW and SGD do, and with ZeRO, pipelines
+            or sharded experts each weight (see zero.shard()).
         loss_fn: a function of the model's output and the targets that returns a mean over labels.
             With a parameter num_items_in_batch it must return a sum divided by it, as Trainer's
             compute_loss_func. The first steps call it a few more times, with rows of the batch, and
@@ -143,7 +144,7 @@ def parallelize(
     is_cut = stage > 0 or not adapter.systems.isdisjoint({"tp", "pp", "ep"})
     words: Any = {"elementwise": elementwise, "whole": whole}
     asks = partial(needs_whole, **words) if is_cut else None
-    _check_model(described, adapter, options, optimizer, asks)
+    first = _check_model(described, adapter, options, optimizer, asks)
     was_meta = any(param.is_meta for param in described.weights)
     start_equal(described, _groups_of(dims, "tp", "batch", "edp", "pp"))
     loss = adapter.split(**tensor_options)
@@ -165,6 +166,9 @@ def parallelize(
     for each in optimizers_of(made):
         _check_optimizer(own, each, asks, of_others=of_others)
         note_asked(each)
+    for each, same in zip(first, optimizers_of(made), strict=False):
+        each.param_groups = same.param_groups  # a scheduler that the function makes has them
+        retire(each, "parallelize()")
     is_one = isinstance(made, torch.optim.Optimizer)
     if not is_one and (stage == 0 or (stage == 3 and pipe is not None)):
         raise ValueError(
@@ -206,12 +210,13 @@ def _check_replicas(module: nn.Module, dims: ParallelDims) -> None:
 
 def _check_model(
     described: Model, adapter: Any, options: Any, optimizer: MakeOptimizer, asks: Any
-) -> None:
-    """Raises the same error on all ranks. Collective."""
-    problem, shapes = None, []
+) -> list[torch.optim.Optimizer]:
+    """The optimizers of the unsplit model. Raises the same error on all ranks. Collective."""
+    problem, shapes, made = None, [], []
     try:
         refuse(described, Asked("parallelize", "parallelize", adapter=adapter))
-        for each in optimizers_of(optimizer(described.module.parameters())):
+        made = [*optimizers_of(optimizer(described.module.parameters()))]
+        for each in made:
             _check_optimizer(described, each, asks, to_split=adapter.to_split())
             if isinstance(each, Offloaded):
                 each.tier.close()
@@ -232,6 +237,7 @@ def _check_model(
     check_agreement(facts, dist.group.WORLD)  # type: ignore[arg-type]
     if problem is not None:
         raise problem
+    return made
 
 
 def _check_optimizer(

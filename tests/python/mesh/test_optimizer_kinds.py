@@ -159,7 +159,7 @@ def test_an_unknown_class_is_asked_for_before_anything_is_changed(rank: int, sys
         assert type(param) is nn.Parameter
     for known, text in (
         (torch.optim.LBFGS, "several weights together"),
-        (torch.optim.SparseAdam, "sparse"),
+        (torch.optim.SparseAdam, "dense gradients"),
     ):
         with pytest.raises(TypeError, match=f"{known.__name__} .*{text}"):
             SYSTEMS[system](known)
@@ -279,6 +279,37 @@ def test_the_users_optimizer_is_not_stepped(tmp_path: Path) -> None:
     offload.Offloaded(given, to="nvme", path=tmp_path, whole=[Factored])
     assert given.log == []
     assert torch.equal(torch.get_rng_state(), seed)
+
+
+OPTIONS: dict[str, tuple[str, dict[str, Any], bool | str]] = {
+    "plain": ("pytorch_optimizer.optimizer.adan.Adan", {"max_grad_norm": 0.0}, False),
+    "cautious": ("pytorch_optimizer.optimizer.lion.Lion", {"cautious": True}, True),
+    "norm of all": ("pytorch_optimizer.optimizer.adan.Adan", {"max_grad_norm": 1.0}, "together"),
+    "worst": ("pytorch_optimizer.optimizer.lamb.Lamb", {"pre_norm": True}, "together"),
+    "rounding": ("torchao.optim.adam._AdamW", {"bf16_stochastic_round": True}, "random numbers"),
+    "by size": ("transformers.optimization.Adafactor", {}, True),
+    "other": ("schedulefree.wrapper.SGDScheduleFreeClosure", {}, "needs or keeps more than"),
+}
+
+
+@pytest.mark.parametrize("place", ["group", "attribute"])
+@pytest.mark.parametrize("case", OPTIONS)
+def test_options_of_known_classes(case: str, place: str) -> None:
+    """Their defaults, and options that couple elements or weights."""
+    name, options, expected = OPTIONS[case]
+    module, _, kind = name.rpartition(".")
+    made: Any = type(kind, (torch.optim.SGD,), {"__module__": module})(
+        [nn.Parameter(torch.ones(2))], 0.1
+    )
+    if place == "group":
+        made.param_groups[0].update(options)
+    else:
+        vars(made).update(options)
+    if isinstance(expected, bool):
+        assert needs_whole(made) is expected
+        return
+    with pytest.raises(TypeError, match=f"{kind} .*{expected}"):
+        needs_whole(made)
 
 
 def test_every_class_of_torch_is_known() -> None:

@@ -335,7 +335,7 @@ class ParallelizedEngine(Engine):
         self.is_whole = dims.pp == 1
         axes = ["pp", "tp", *(["fsdp"] if stage == 3 else [])]
         self.replica = tuple(dims[axis].get_local_rank() for axis in axes)
-        self.made(*early)
+        self.made(*early[:1])  # of the first of two calls
 
     def forward_backward(self, step: int) -> None:
         rows = rows_of(self.case, step, self.data_rank, self.num_data)

@@ -267,8 +267,11 @@ def test_other_classes(rank: int, stage: int, options: dict[str, Any]) -> None:
 
 BAD: dict[str, tuple[Callable[[Any], Any], str]] = {
     "LBFGS": (torch.optim.LBFGS, "LBFGS updates several weights together"),
-    "SparseAdam": (torch.optim.SparseAdam, "SparseAdam needs sparse gradients"),
-    "Joint": (lambda params: Joint(params, 0.1), "does not know whether Joint does: pass elementwise"),
+    "SparseAdam": (torch.optim.SparseAdam, "SparseAdam needs or keeps more"),
+    "Joint": (
+        lambda params: Joint(params, 0.1),
+        "does not know whether Joint does: pass elementwise",
+    ),
     "Reduced": (lambda params: Reduced(params, 0.1), "does not know whether Reduced does"),
     "Shadow": (lambda params: Shadow(params, 0.1), "Shadow keeps tensors, a module or an"),
     "Wrapper": (lambda params: Wrapper(params, 0.1), "Wrapper keeps tensors, a module or an"),
