@@ -129,6 +129,7 @@ def needs_whole(
     elementwise: Collection[type] = (),
     whole: Collection[type] = (),
     *,
+    is_copied: bool = True,
     say: str = "pass {}",
 ) -> bool:
     """Whether an optimizer needs full weights, each by itself; else it is elementwise.
@@ -137,6 +138,7 @@ def needs_whole(
         optimizer: of any class.
         elementwise: see declare_optimizers().
         whole: see declare_optimizers().
+        is_copied: whether copies of it step on parts of weights, as in zero.shard().
         say: how the user says a word.
 
     Raises:
@@ -150,7 +152,7 @@ def needs_whole(
     if kind in (None, Kind.ELEMENTS):
         kind = said.get(of_class, kind)
     reason = None if kind in (None, Kind.ELEMENTS, Kind.WEIGHTS) else kind.value
-    if reason := reason or _misfit(optimizer):
+    if reason := reason or (_misfit(optimizer) if is_copied else None):
         raise TypeError(
             "an optimizer of weights that are split must update each weight by itself, as AdamW and"
             f" Muon do, but {name} {reason}: use another optimizer, or DistributedDataParallel"

@@ -143,7 +143,7 @@ def parallelize(
     options = stage, sequence_parallel, schedule, num, recompute, gather_logits
     is_cut = stage > 0 or not adapter.systems.isdisjoint({"tp", "pp", "ep"})
     words: Any = {"elementwise": elementwise, "whole": whole}
-    asks = partial(needs_whole, **words) if is_cut else None
+    asks = partial(needs_whole, is_copied=stage > 0, **words) if is_cut else None
     first = _check_model(described, adapter, options, optimizer, asks)
     was_meta = any(param.is_meta for param in described.weights)
     start_equal(described, _groups_of(dims, "tp", "batch", "edp", "pp"))

@@ -22,6 +22,9 @@ from ringcomm.parallel.optimizer_kinds import needs_whole
 from ringcomm.torch_names import TOTAL_NORM, UNSCALE, optimizer_state_dict, untraced
 
 _modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_needs_whole = functools.partial(
+    needs_whole, is_copied=False, say="call ringcomm.parallel.declare_optimizers({})"
+)
 _asked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
@@ -74,7 +77,7 @@ def _ask_class(optimizer: Any, *_: Any) -> None:
         return
     given = {id(param) for param in _params_of(optimizer)}
     parts: Any = _parts_with(given)
-    if parts and needs_whole(optimizer, say="call ringcomm.parallel.declare_optimizers({})"):
+    if parts and _needs_whole(optimizer):
         splits = (getattr(part, name) for part in parts for name in getattr(part, "splits", ()))
         if not given.isdisjoint(map(id, splits)):
             raise TypeError(

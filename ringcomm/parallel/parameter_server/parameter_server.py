@@ -129,7 +129,8 @@ class ParameterServer:
         self._keys = messages.keys_of(self._params, wire_dtype)
         self._groups = messages.groups_of_keys(param_groups, self._params)
         groups = [{**g, "params": [*map(self._params.get, g["params"])]} for g in self._groups]
-        needs_whole(messages.checked_optimizer(make_optimizer(groups)), elementwise, whole)
+        first = messages.checked_optimizer(make_optimizer(groups))
+        needs_whole(first, elementwise, whole, is_copied=False)
         mine = {
             "options": (ranks, dedicated, staleness, wire_dtype, loss_scale),
             "parameters": {n: (tuple(key.shape), str(key.dtype)) for n, key in self._keys.items()},

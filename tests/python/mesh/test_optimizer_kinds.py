@@ -75,6 +75,17 @@ class Smooth(EachWeight):
         param.sub_(group["lr"] * param.grad / (param.grad.abs() + 0.1))
 
 
+class WithTable(Smooth):
+    """Keeps a tensor that is no state, as classes with 8-bit states do.
+
+    https://github.com/bitsandbytes-foundation/bitsandbytes/issues/2080
+    """
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.table = torch.linspace(0, 1, 256)
+
+
 class ClippedAdamW(torch.optim.AdamW):
     """A subclass of a known class, by the norm of all gradients.
 
@@ -213,6 +224,18 @@ def test_words_of_other_systems(rank: int, kind: Any) -> None:
             SYSTEMS["tp"](kind, **word)
     else:
         SYSTEMS["tp"](kind, **word)
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+@in_ranks(2)
+def test_tensors_beside_the_state(rank: int, system: str) -> None:
+    """Refused where copies step on parts of weights, and not where the optimizer itself steps."""
+    word = {"elementwise": [WithTable]}
+    if system in ("tp", "pp", "ep", "parameter server"):
+        SYSTEMS[system](WithTable, **word)
+        return
+    with pytest.raises(TypeError, match="WithTable keeps tensors, a module or an optimizer"):
+        SYSTEMS[system](WithTable, **word)
 
 
 @in_ranks(2)
