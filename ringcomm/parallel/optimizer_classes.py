@@ -101,8 +101,9 @@ def new_state(optimizer: Any, group: dict[str, Any], param: Any, value: Tensor) 
     other = nn.Parameter(value)
     other.grad = torch.zeros_like(other)
     twin = _twin(optimizer, [group], {param: other})
+    still = ("lr", "weight_decay", "capturable")
     for own in twin.param_groups:
-        own.update({key: 0 * own[key] for key in ("lr", "capturable") if own.get(key) is not None})
+        own.update({key: 0 * own[key] for key in still if own.get(key) is not None})
     with torch.random.fork_rng(devices=[]):
         twin.step()
     made: dict[str, Any] = twin.state.get(other, {})

@@ -17,7 +17,7 @@ from whole_optimizers import Averaged, EachWeight, Muon64, elementwise, orthogon
 
 from ringcomm.parallel import get_state_dict as get_whole_state
 from ringcomm.parallel import set_state_dict as set_whole_state
-from ringcomm.parallel import zero
+from ringcomm.parallel import offload, zero
 
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 
@@ -228,6 +228,30 @@ def test_saved_in_evaluation_mode(rank: int, stage: int) -> None:
     resumed.train()
     train(again, resumed, range(2, 4), rank, 2)
     same(full_weights(again), full_weights(plain))
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.SGD, torch.optim.RMSprop])
+@pytest.mark.parametrize("stage", [1, 2, 3, "infinity"])
+@in_ranks(2)
+def test_a_state_before_the_first_step_has_no_decay(rank: int, stage: Any, kind: Any) -> None:
+    """https://github.com/NVIDIA/Megatron-LM/pull/5976: it is made by a step without a gradient."""
+    options: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.3}
+    if kind is not torch.optim.Adam:
+        options["momentum"] = 0.9
+
+    def made() -> tuple[Any, Any]:
+        model = network()
+        given = kind(model.parameters(), **options)
+        if stage == "infinity":
+            own = offload.Offloaded(given)
+            return model, zero.shard(model, own, 3, offload_weights=True)
+        return model, zero.shard(model, given, stage)
+
+    alone, (first, optimizer), (again, resumed) = network(), made(), made()
+    set_whole_state(again, resumed, *get_whole_state(first, optimizer, full=True))
+    train(alone, kind(alone.parameters(), **options), range(3))
+    train(again, resumed, range(3), rank, 2)
+    same(full_weights(again), full_weights(alone), 2e-6)
 
 
 # ---- what classes read, keep and hook
