@@ -25,6 +25,9 @@ std::string apart_key(int rank, int peer) {
   return "ringcomm/apart/" + std::to_string(rank) + "/" + std::to_string(peer);
 }
 
+// Where Gloo has the address of a rank, in the store that torch gives to a group's backend.
+std::string gloo_key(int rank) { return "0/" + std::to_string(rank); }
+
 // Rank 0's table of all records, so that N ranks need O(N) requests: it reads the records, and the
 // others the table.
 constexpr const char* kTableKey = "ringcomm/ranks";
@@ -321,14 +324,31 @@ void Rendezvous::look_for_failures() {
   }
 }
 
-// Once, on the first rank that is there.
+// Once: on the first rank that is there, and on all earlier if it is because of Gloo.
 void Rendezvous::say_missing(const std::vector<int>& missing, const std::string& what) {
   if (!says_ || Clock::now() < says_at_) return;
-  says_ = false;
-  for (int lower = 0; lower < rank(); ++lower)
+  const std::string gloo = gloo_text(missing);
+  const auto waited = std::exchange(says_after_, kSaidAfter);
+  says_at_ += kSaidAfter - waited;
+  says_ = gloo.empty() && waited < kSaidAfter;
+  if (says_) return;
+  for (int lower = 0; lower < rank() && gloo.empty(); ++lower)
     if (!std::binary_search(missing.begin(), missing.end(), lower)) return;
   say_line(prefix_of(rank(), world_size(), global_rank_of(rank())) + listed(missing) + " " + what +
-           " in " + std::to_string(kSaidAfter.count()) + " s; the group is still being made\n");
+           " in " + std::to_string(waited.count()) + " s; the group is still being made" + gloo +
+           "\n");
+}
+
+// Which missing ranks may make a Gloo group. Where this rank has Gloo's key as well, the keys are
+// of an earlier group.
+std::string Rendezvous::gloo_text(std::vector<int> missing) {
+  if (store_.try_get(gloo_key(rank()))) return "";
+  std::erase_if(missing,
+                [&](int peer) { return has_met(peer) || !store_.try_get(gloo_key(peer)); });
+  if (missing.empty()) return "";
+  return "; " + list_of("rank", missing) + " made a Gloo group instead, unless an earlier one has "
+         "left its keys in the store: name one backend on all ranks, with RINGCOMM_AS_GLOO=1 on "
+         "all or none (TORCH_DEVICE_BACKEND_AUTOLOAD=0 turns it off)";
 }
 
 int Rendezvous::global_rank_of(int rank) const {
@@ -444,6 +464,7 @@ void Rendezvous::check_time(std::vector<int> missing, const std::string& what) {
   fail(ErrorKind::kTimeout, missing.front(),
        after + "; start " + std::to_string(world_size()) +
            " ranks, read the errors of the missing ones, or raise the group's timeout" +
+           gloo_text(missing) +
            (failure.empty() ? "" : "; at its last attempt it failed: " + failure));
 }
 

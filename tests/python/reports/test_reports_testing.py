@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import pickle
 import signal
 import socket
 import subprocess
 import sys
+import time
 import types
 import unittest
 from pathlib import Path
@@ -161,3 +163,98 @@ def test_a_stopped_rank_does_not_hang_the_test(tmp_path: Path) -> None:
         run_ranks(2, stop, str(tmp_path), timeout_s=20.0)
     assert "CollectiveTimeoutError" in error.value.errors[0]
     assert not Path("/proc", (tmp_path / "pid1").read_text()).exists()
+
+
+# Of a rank: a child with a session of its own, and one whose parent has ended.
+CHILDREN = """
+import os, sys, time
+os.setsid()
+if os.fork() == 0:
+    with open(f"{sys.argv[1]}.{os.getpid()}", "w"):
+        time.sleep(600)
+if sys.argv[2] == "orphan":
+    os._exit(0)
+with open(f"{sys.argv[1]}.{os.getpid()}", "w"):
+    time.sleep(600)
+"""
+
+
+def start_children(rank: int, folder: str, end: str) -> None:
+    name = f"{folder}/{end}.{rank}"
+    for kind in ("child", "orphan"):
+        subprocess.Popen([sys.executable, "-IS", "-c", CHILDREN, name, kind])
+    while len(list(Path(folder).glob(f"{end}.{rank}.*"))) < 3:
+        time.sleep(0.02)
+    dist.barrier()
+    if end == "raises" and rank == 1:
+        raise KeyError("the cause")
+    if end == "is killed" and rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if end == "leaves" and rank == 1:
+        os._exit(0)
+    if end == "hangs":
+        time.sleep(600)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["returns", "raises", "is killed", "leaves", "hangs"])
+def test_no_process_of_a_rank_outlives_the_test(tmp_path: Path, end: str) -> None:
+    """https://github.com/sgl-project/sglang-jax/pull/1217 and
+    https://github.com/onyx-dot-app/onyx/pull/13832
+    """
+    own = subprocess.Popen([sys.executable, "-IS", "-c", "input()"], stdin=subprocess.PIPE)
+    expected = contextlib.nullcontext() if end == "returns" else pytest.raises(RanksFailedError)
+    with expected:
+        run_ranks(2, start_children, str(tmp_path), end, timeout_s=30.0 if end == "hangs" else 60.0)
+    pids = [path.suffix[1:] for path in tmp_path.iterdir()]
+    assert len(pids) == 6
+    assert [pid for pid in pids if Path("/proc", pid).exists()] == []
+    assert own.poll() is None
+    own.communicate(b"\n", timeout=60)
+
+
+def wait_for_the_end(rank: int, folder: str) -> None:
+    start_children(rank, folder, "returns")
+    Path(folder, f"here{rank}").touch()
+    time.sleep(600)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_nor_a_test_runner_that_is_ended(tmp_path: Path, number: signal.Signals) -> None:
+    """https://github.com/underworldcode/underworld3/issues/639"""
+    function = "test_reports_testing.wait_for_the_end"
+    program = (
+        "import test_reports_testing\nfrom ringcomm.testing import run_ranks\n"
+        f"run_ranks(2, {function}, {str(tmp_path)!r})"
+    )
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    runner = subprocess.Popen(
+        [sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": path}
+    )
+    deadline = time.monotonic() + 120
+    while len(list(tmp_path.glob("here*"))) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    runner.send_signal(number)
+    runner.wait(60)
+    left = [path.suffix[1:] for path in tmp_path.glob("returns.*")]
+    assert len(left) == 6
+    while left:
+        assert time.monotonic() < deadline
+        left = [pid for pid in left if Path("/proc", pid).exists()]
+        time.sleep(0.05)
+
+
+def raise_on_rank_1(rank: int) -> None:
+    if rank == 1:
+        raise KeyError("the cause")
+    dist.barrier()
+
+
+@pytest.mark.slow
+def test_the_peers_know_the_exception() -> None:
+    """https://github.com/pytorch/pytorch/issues/46093"""
+    with pytest.raises(RanksFailedError) as error:
+        run_ranks(2, raise_on_rank_1)
+    assert "died: KeyError: 'the cause'" in error.value.errors[0]
