@@ -13,5 +13,6 @@ def interpreter() -> str | None:
     """
     path = sys.executable or ""
     is_named = re.fullmatch(r"python[\d.]*[a-z]{0,2}(-dbg)?", os.path.basename(path))
-    is_frozen = hasattr(sys, "frozen") or hasattr(sys.modules.get("__main__"), "__compiled__")
+    main = sys.modules.get("__main__")
+    is_frozen = getattr(sys, "frozen", False) or hasattr(main, "__compiled__")
     return path if is_named and not is_frozen and os.access(path, os.X_OK) else None

@@ -25,9 +25,6 @@ std::string apart_key(int rank, int peer) {
   return "ringcomm/apart/" + std::to_string(rank) + "/" + std::to_string(peer);
 }
 
-// Where Gloo has the address of a rank, in the store that torch gives to a group's backend.
-std::string gloo_key(int rank) { return "0/" + std::to_string(rank); }
-
 // Rank 0's table of all records, so that N ranks need O(N) requests: it reads the records, and the
 // others the table.
 constexpr const char* kTableKey = "ringcomm/ranks";
@@ -79,7 +76,7 @@ Rendezvous::Rendezvous(KeyValueStore& store, const GroupTerms& terms,
             .cores = usable_cores()},
       peers_(static_cast<std::size_t>(terms.world_size)),
       processes_(terms.known),
-      says_(terms.log_waits) {
+      says_at_(terms.log_waits ? Clock::now() + kSaidAfter : Clock::time_point::max()) {
   processes_.resize(peers_.size());
   processes_[static_cast<std::size_t>(rank())] =
       std::make_shared<PeerProcess>(mine_.pid, mine_.host);
@@ -143,7 +140,7 @@ void Rendezvous::wait_for_all(const std::function<bool(int peer)>& has_come,
       continue;
     }
     // None is named that nobody has asked about.
-    if (now >= deadline_ || (says_ && now >= says_at_)) std::erase_if(missing, has_come);
+    if (now >= std::min(deadline_, says_at_)) std::erase_if(missing, has_come);
     if (missing.empty()) return;
     try {
       look({missing.begin(), missing.end()}, what);
@@ -324,31 +321,26 @@ void Rendezvous::look_for_failures() {
   }
 }
 
-// Once: on the first rank that is there, and on all earlier if it is because of Gloo.
+// Once, on the first rank that is there, and because of Gloo on all.
 void Rendezvous::say_missing(const std::vector<int>& missing, const std::string& what) {
-  if (!says_ || Clock::now() < says_at_) return;
+  if (Clock::now() < says_at_) return;
+  says_at_ = Clock::time_point::max();
   const std::string gloo = gloo_text(missing);
-  const auto waited = std::exchange(says_after_, kSaidAfter);
-  says_at_ += kSaidAfter - waited;
-  says_ = gloo.empty() && waited < kSaidAfter;
-  if (says_) return;
-  for (int lower = 0; lower < rank() && gloo.empty(); ++lower)
-    if (!std::binary_search(missing.begin(), missing.end(), lower)) return;
+  const auto num_lower = std::ranges::lower_bound(missing, rank()) - missing.begin();
+  if (gloo.empty() && num_lower < rank()) return;
   say_line(prefix_of(rank(), world_size(), global_rank_of(rank())) + listed(missing) + " " + what +
-           " in " + std::to_string(waited.count()) + " s; the group is still being made" + gloo +
-           "\n");
+           " in " + std::to_string(kSaidAfter.count()) + " s; the group is still being made" +
+           gloo + "\n");
 }
 
-// Which missing ranks may make a Gloo group. Where this rank has Gloo's key as well, the keys are
-// of an earlier group.
+// Which missing ranks have a key of Gloo: it is of an earlier group if this rank has one as well.
 std::string Rendezvous::gloo_text(std::vector<int> missing) {
-  if (store_.try_get(gloo_key(rank()))) return "";
-  std::erase_if(missing,
-                [&](int peer) { return has_met(peer) || !store_.try_get(gloo_key(peer)); });
-  if (missing.empty()) return "";
-  return "; " + list_of("rank", missing) + " made a Gloo group instead, unless an earlier one has "
-         "left its keys in the store: name one backend on all ranks, with RINGCOMM_AS_GLOO=1 on "
-         "all or none (TORCH_DEVICE_BACKEND_AUTOLOAD=0 turns it off)";
+  const auto has_key = [this](int rank) { return store_.try_get("0/" + std::to_string(rank)); };
+  std::erase_if(missing, [&](int peer) { return has_met(peer) || !has_key(peer); });
+  if (missing.empty() || has_key(rank())) return "";
+  return "; " + listed(missing) +
+         " made a Gloo group instead, unless an earlier one has left its keys: name one backend, "
+         "with RINGCOMM_AS_GLOO=1 on all ranks (TORCH_DEVICE_BACKEND_AUTOLOAD=0 turns it off)";
 }
 
 int Rendezvous::global_rank_of(int rank) const {

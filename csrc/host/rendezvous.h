@@ -149,9 +149,7 @@ class Rendezvous {
   Clock::time_point next_look_ = Clock::now() + kLookInterval;  // at the other ranks' records
   int next_looked_at_ = 0;
   bool has_reported_ = false;
-  std::chrono::seconds says_after_{3};  // then kSaidAfter
-  Clock::time_point says_at_ = Clock::now() + says_after_;
-  bool says_;  // has yet to
+  Clock::time_point says_at_;
 };
 
 }  // namespace ringcomm::host

@@ -37,14 +37,16 @@ from ringcomm.options import named_options
 
 __all__ = ["RanksFailedError", "run_ranks"]
 
-# The program of a rank: its arguments are a file and its number.
+# The program of a rank: its arguments are a file and its number. The attribute makes run_ranks()
+# raise where the test's program, which is imported, calls it again.
 _START = """import pickle, sys
-from multiprocessing import spawn
-from multiprocessing.connection import wait
+from multiprocessing import process, spawn
 file, rank = sys.argv[1:]
 with open(file, "rb") as start:
     data, rest = pickle.load(start)
+process.current_process()._inheriting = True
 spawn.prepare(data)
+del process.current_process()._inheriting
 from ringcomm.testing import _run_rank
 _run_rank(int(rank), *rest)
 """
@@ -100,7 +102,8 @@ def run_ranks(
     python = interpreter()
     if python is None:
         raise RuntimeError(
-            f"run_ranks() starts Python interpreters, and sys.executable, {sys.executable!r}, is none"
+            "run_ranks() starts Python interpreters, and sys.executable is none: "
+            f"{sys.executable!r}"
         )
     call = _pickled(function, arguments)
     # As multiprocessing starts processes by "spawn", which also import the program again.

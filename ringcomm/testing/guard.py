@@ -20,8 +20,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-
-
 # What has no parent any more may clean up after that, as resource trackers do, and then end.
 _GRACE_S = 1.0
 _LIMIT_S = 10.0  # for processes that cannot be ended

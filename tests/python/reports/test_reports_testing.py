@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import os
 import pickle
 import signal
@@ -21,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from ringcomm.testing import RanksFailedError, run_ranks
+from ringcomm.testing import RanksFailedError, guard, run_ranks
 
 
 def test_the_error_goes_through_a_pipe() -> None:
@@ -165,84 +164,115 @@ def test_a_stopped_rank_does_not_hang_the_test(tmp_path: Path) -> None:
     assert not Path("/proc", (tmp_path / "pid1").read_text()).exists()
 
 
-# Of a rank: a child with a session of its own, and one whose parent has ended.
+# Starts a child with a session of its own, and one whose parent has ended; they end with 600 s.
 CHILDREN = """
 import os, sys, time
-os.setsid()
-if os.fork() == 0:
-    with open(f"{sys.argv[1]}.{os.getpid()}", "w"):
+def live(kind):
+    os.setsid()
+    with open(f"{sys.argv[1]}.{kind}.{os.getpid()}", "w"):
         time.sleep(600)
-if sys.argv[2] == "orphan":
+if os.fork() == 0:
+    live("child")
+if os.fork() == 0:
+    if os.fork() == 0:
+        live("orphan")
     os._exit(0)
-with open(f"{sys.argv[1]}.{os.getpid()}", "w"):
+"""
+# A rank without torch: what it has started, and how it ends.
+RANK = """
+import os, signal, sys, time
+name, end, rank = sys.argv[1:]
+sys.argv[1] = name = f"{name}.{rank}"
+exec(%r)
+from pathlib import Path
+path = Path(name)
+while len(list(path.parent.glob(path.name + ".*"))) < 2:
+    time.sleep(0.01)
+if end == "is killed":
+    os.kill(os.getpid(), signal.SIGKILL)
+if end == "fails":
+    os._exit(3)
+if end == "hangs":
     time.sleep(600)
 """
 
 
-def start_children(rank: int, folder: str, end: str) -> None:
-    name = f"{folder}/{end}.{rank}"
-    for kind in ("child", "orphan"):
-        subprocess.Popen([sys.executable, "-IS", "-c", CHILDREN, name, kind])
-    while len(list(Path(folder).glob(f"{end}.{rank}.*"))) < 3:
-        time.sleep(0.02)
-    dist.barrier()
-    if end == "raises" and rank == 1:
-        raise KeyError("the cause")
-    if end == "is killed" and rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    if end == "leaves" and rank == 1:
-        os._exit(0)
-    if end == "hangs":
-        time.sleep(600)
+def are_there(folder: Path) -> list[int]:
+    """The children that are alive."""
+    pids = [int(path.suffix[1:]) for path in folder.glob("rank.*.*.*")]
+    return [pid for pid in pids if Path("/proc", str(pid)).exists()]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("end", ["returns", "raises", "is killed", "leaves", "hangs"])
-def test_no_process_of_a_rank_outlives_the_test(tmp_path: Path, end: str) -> None:
+@pytest.mark.parametrize("end", ["returns", "fails", "is killed", "hangs"])
+def test_no_process_of_a_rank_outlives_the_guard(tmp_path: Path, end: str) -> None:
     """https://github.com/sgl-project/sglang-jax/pull/1217 and
     https://github.com/onyx-dot-app/onyx/pull/13832
     """
-    own = subprocess.Popen([sys.executable, "-IS", "-c", "input()"], stdin=subprocess.PIPE)
-    expected = contextlib.nullcontext() if end == "returns" else pytest.raises(RanksFailedError)
-    with expected:
-        run_ranks(2, start_children, str(tmp_path), end, timeout_s=30.0 if end == "hangs" else 60.0)
-    pids = [path.suffix[1:] for path in tmp_path.iterdir()]
-    assert len(pids) == 6
-    assert [pid for pid in pids if Path("/proc", pid).exists()] == []
+    python = [sys.executable, "-IS"]
+    own = subprocess.Popen([*python, "-c", "input()"], stdin=subprocess.PIPE)
+    reports, writable = os.pipe()
+    command = [*python, guard.__file__, str(os.getpid()), str(writable), "2", *python]
+    program = ["-c", RANK % CHILDREN, str(tmp_path / "rank"), end]
+    process = subprocess.Popen([*command, *program], pass_fds=[writable])
+    os.close(writable)
+    with open(reports) as file:
+        if end == "hangs":
+            while len(are_there(tmp_path)) < 4:
+                time.sleep(0.01)
+        else:
+            status = {"returns": 0, "fails": 3, "is killed": -9}[end]
+            assert sorted(file.readline() for _ in range(2)) == [f"0 {status}\n", f"1 {status}\n"]
+        process.terminate()
+        assert process.wait(60) == 0
+        assert file.read() == ""
+    assert len(list(tmp_path.iterdir())) == 4
+    assert are_there(tmp_path) == []
     assert own.poll() is None
     own.communicate(b"\n", timeout=60)
 
 
+def start_children(rank: int, folder: str) -> None:
+    name = f"{folder}/rank.{rank}"
+    subprocess.Popen([sys.executable, "-IS", "-c", CHILDREN, name])
+    while len(list(Path(folder).glob(f"rank.{rank}.*"))) < 2:
+        time.sleep(0.02)
+    dist.barrier()
+
+
+@pytest.mark.slow
+def test_no_process_of_a_rank_outlives_the_test(tmp_path: Path) -> None:
+    """https://github.com/pytorch/pytorch/issues/8805"""
+    run_ranks(2, start_children, str(tmp_path))
+    assert len(list(tmp_path.iterdir())) == 4
+    assert are_there(tmp_path) == []
+
+
 def wait_for_the_end(rank: int, folder: str) -> None:
-    start_children(rank, folder, "returns")
+    start_children(rank, folder)
     Path(folder, f"here{rank}").touch()
     time.sleep(600)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_nor_a_test_runner_that_is_ended(tmp_path: Path, number: signal.Signals) -> None:
     """https://github.com/underworldcode/underworld3/issues/639"""
-    function = "test_reports_testing.wait_for_the_end"
     program = (
-        "import test_reports_testing\nfrom ringcomm.testing import run_ranks\n"
-        f"run_ranks(2, {function}, {str(tmp_path)!r})"
+        "import test_reports_testing as t\n"
+        f"t.run_ranks(2, t.wait_for_the_end, {str(tmp_path)!r}, timeout_s=300)"
     )
     path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    runner = subprocess.Popen(
-        [sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": path}
-    )
+    environment = os.environ | {"PYTHONPATH": path}
+    runner = subprocess.Popen([sys.executable, "-c", program], env=environment)
     deadline = time.monotonic() + 120
     while len(list(tmp_path.glob("here*"))) < 2:
         assert time.monotonic() < deadline
         time.sleep(0.05)
+    assert len(are_there(tmp_path)) == 4
     runner.send_signal(number)
     runner.wait(60)
-    left = [path.suffix[1:] for path in tmp_path.glob("returns.*")]
-    assert len(left) == 6
-    while left:
+    while are_there(tmp_path):
         assert time.monotonic() < deadline
-        left = [pid for pid in left if Path("/proc", pid).exists()]
         time.sleep(0.05)
 
 
@@ -254,7 +284,24 @@ def raise_on_rank_1(rank: int) -> None:
 
 @pytest.mark.slow
 def test_the_peers_know_the_exception() -> None:
-    """https://github.com/pytorch/pytorch/issues/46093"""
     with pytest.raises(RanksFailedError) as error:
         run_ranks(2, raise_on_rank_1)
     assert "died: KeyError: 'the cause'" in error.value.errors[0]
+
+
+@pytest.mark.slow
+def test_a_program_that_starts_ranks_when_it_is_imported(tmp_path: Path) -> None:
+    """Each process would start two more, as a frozen program without freeze_support() does."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os\n"
+        f"with open({str(tmp_path / 'starts')!r}, 'a') as file: file.write('start\\n')\n"
+        "from ringcomm.testing import run_ranks\n"
+        "def nothing(rank): ...\n"
+        "run_ranks(2, nothing)\n"
+    )
+    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 120}
+    done = subprocess.run([sys.executable, str(program)], check=False, **options)
+    assert "RanksFailedError" in done.stderr
+    assert "if __name__ == '__main__':" in done.stderr
+    assert (tmp_path / "starts").read_text() == "start\n" * 3
