@@ -7,6 +7,7 @@ import functools
 import logging
 import multiprocessing.util
 import os
+import re
 import shlex
 import sys
 import time
@@ -20,11 +21,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ringcomm import _C, message_backend, trace, tuning
 from ringcomm.errors import RingcommError
+from ringcomm.interpreter import interpreter
 from ringcomm.options import Options, timeout_of, warn_of_unknown_variables
 from ringcomm.torch_names import all_groups, backend_of, global_ranks_of, set_timeout
 from ringcomm.trace import dumps, layout
 
 _log = logging.getLogger("ringcomm")
+# Variables of launchers and of ringcomm.
+_OF_A_RANK = re.compile(
+    r"(\w+_)?(RANK|RANKID|SIZE|PROCID)|(MASTER|TORCHELASTIC|RINGCOMM|PMIX?|OMPI|SLURM)_\w+", re.A
+)
 _TOLD_S = 0.05  # until the peers have read it, and before they see that this rank has left
 
 
@@ -82,14 +88,26 @@ def _prepare(dist_backend_opts: Any, pg_options: Any) -> _C.GroupOptions:
 def _let_the_doctor_come(pid: int) -> None:
     """Where nobody can type a command, the log of a wait of 60 s has the doctor's verdict."""
     asked = (os.environ.get(name) for name in ("RINGCOMM_AS_GLOO", "CI"))
-    if any(value not in (None, "", "0", "false") for value in asked) and sys.executable:
-        folder = str(Path(__file__).parents[1])
+    if all(value in (None, "", "0", "false") for value in asked):
+        return
+    question = ["doctor", "--job", str(pid)]
+    python = interpreter()
+    if python is None:
+        text = (
+            f"ringcomm: {sys.executable or 'this program'} is not a Python interpreter, which the "
+            f"doctor needs: type `ringcomm {' '.join(question)}` in an environment with ringcomm"
+        )
+        command = f"echo {shlex.quote(text)}"
+    else:
         code = (
             "import signal, sys; signal.pthread_sigmask(signal.SIG_SETMASK, []); "
-            f"sys.path.append({folder!r}); from _ringcomm_cli import main; sys.exit(main())"
+            f"sys.path.append({str(Path(__file__).parents[1])!r}); "
+            "from _ringcomm_cli import main; sys.exit(main())"
         )
-        command = [sys.executable, "-c", code, "doctor", "--job", str(pid), "--verdict"]
-        _C.set_doctor(f"exec {shlex.join(command)} </dev/null >&2")
+        # What Python runs at its start may take the doctor for a rank.
+        unset = shlex.join(["unset", "-v", "RANK", *filter(_OF_A_RANK.fullmatch, os.environ)])
+        command = f"{unset}; exec {shlex.join([python, '-c', code, *question, '--verdict'])}"
+    _C.set_doctor(f"exec </dev/null >&2; {command}")
 
 
 @functools.cache

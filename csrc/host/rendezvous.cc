@@ -76,7 +76,7 @@ Rendezvous::Rendezvous(KeyValueStore& store, const GroupTerms& terms,
             .cores = usable_cores()},
       peers_(static_cast<std::size_t>(terms.world_size)),
       processes_(terms.known),
-      says_(terms.log_waits) {
+      says_at_(terms.log_waits ? Clock::now() + kSaidAfter : Clock::time_point::max()) {
   processes_.resize(peers_.size());
   processes_[static_cast<std::size_t>(rank())] =
       std::make_shared<PeerProcess>(mine_.pid, mine_.host);
@@ -140,7 +140,7 @@ void Rendezvous::wait_for_all(const std::function<bool(int peer)>& has_come,
       continue;
     }
     // None is named that nobody has asked about.
-    if (now >= deadline_ || (says_ && now >= says_at_)) std::erase_if(missing, has_come);
+    if (now >= std::min(deadline_, says_at_)) std::erase_if(missing, has_come);
     if (missing.empty()) return;
     try {
       look({missing.begin(), missing.end()}, what);
@@ -321,14 +321,26 @@ void Rendezvous::look_for_failures() {
   }
 }
 
-// Once, on the first rank that is there.
+// Once, on the first rank that is there, and because of Gloo on all.
 void Rendezvous::say_missing(const std::vector<int>& missing, const std::string& what) {
-  if (!says_ || Clock::now() < says_at_) return;
-  says_ = false;
-  for (int lower = 0; lower < rank(); ++lower)
-    if (!std::binary_search(missing.begin(), missing.end(), lower)) return;
+  if (Clock::now() < says_at_) return;
+  says_at_ = Clock::time_point::max();
+  const std::string gloo = gloo_text(missing);
+  const auto num_lower = std::ranges::lower_bound(missing, rank()) - missing.begin();
+  if (gloo.empty() && num_lower < rank()) return;
   say_line(prefix_of(rank(), world_size(), global_rank_of(rank())) + listed(missing) + " " + what +
-           " in " + std::to_string(kSaidAfter.count()) + " s; the group is still being made\n");
+           " in " + std::to_string(kSaidAfter.count()) + " s; the group is still being made" +
+           gloo + "\n");
+}
+
+// Which missing ranks have a key of Gloo: it is of an earlier group if this rank has one as well.
+std::string Rendezvous::gloo_text(std::vector<int> missing) {
+  const auto has_key = [this](int rank) { return store_.try_get("0/" + std::to_string(rank)); };
+  std::erase_if(missing, [&](int peer) { return has_met(peer) || !has_key(peer); });
+  if (missing.empty() || has_key(rank())) return "";
+  return "; " + listed(missing) +
+         " made a Gloo group instead, unless an earlier one has left its keys: name one backend, "
+         "with RINGCOMM_AS_GLOO=1 on all ranks (TORCH_DEVICE_BACKEND_AUTOLOAD=0 turns it off)";
 }
 
 int Rendezvous::global_rank_of(int rank) const {
@@ -444,6 +456,7 @@ void Rendezvous::check_time(std::vector<int> missing, const std::string& what) {
   fail(ErrorKind::kTimeout, missing.front(),
        after + "; start " + std::to_string(world_size()) +
            " ranks, read the errors of the missing ones, or raise the group's timeout" +
+           gloo_text(missing) +
            (failure.empty() ? "" : "; at its last attempt it failed: " + failure));
 }
 

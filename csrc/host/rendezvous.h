@@ -125,6 +125,7 @@ class Rendezvous {
                                     const std::string& text) const;
   void look_for_failures();
   void say_missing(const std::vector<int>& missing, const std::string& what);
+  std::string gloo_text(std::vector<int> missing);
   void count_attempts();
   std::string name_of(int rank) const;
   std::string listed(const std::vector<int>& ranks) const;
@@ -148,8 +149,7 @@ class Rendezvous {
   Clock::time_point next_look_ = Clock::now() + kLookInterval;  // at the other ranks' records
   int next_looked_at_ = 0;
   bool has_reported_ = false;
-  Clock::time_point says_at_ = Clock::now() + kSaidAfter;
-  bool says_;  // has yet to
+  Clock::time_point says_at_;
 };
 
 }  // namespace ringcomm::host

@@ -10,8 +10,10 @@ ringcomm.testing.plugin has a fixture for pytest.
 from __future__ import annotations
 
 import importlib.util
+import os
 import pickle
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -20,20 +22,34 @@ import types
 import unittest
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from multiprocessing import spawn
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
+from ringcomm.backend import report_handled_exception
+from ringcomm.interpreter import interpreter
 from ringcomm.measure import job
 from ringcomm.options import named_options
-from ringcomm.torch_names import die_with_parent
 
 __all__ = ["RanksFailedError", "run_ranks"]
 
+# The program of a rank: its arguments are a file and its number. The attribute makes run_ranks()
+# raise where the test's program, which is imported, calls it again.
+_START = """import pickle, sys
+from multiprocessing import process, spawn
+file, rank = sys.argv[1:]
+with open(file, "rb") as start:
+    data, rest = pickle.load(start)
+process.current_process()._inheriting = True
+spawn.prepare(data)
+del process.current_process()._inheriting
+from ringcomm.testing import _run_rank
+_run_rank(int(rank), *rest)
+"""
 GRACE_S = 3.0  # for the other ranks to end by themselves, after the first error
 
 
@@ -64,7 +80,8 @@ def run_ranks(
 ) -> list[Any]:
     """Calls function(rank, *arguments) on each rank of a group; returns the results by rank.
 
-    Every rank is a new process with one thread and a default process group. None outlives the call.
+    Every rank is a new process with one thread and a default process group. No rank, and no process
+    that ranks have started, outlives the call.
 
     Args:
         world_size: the number of ranks.
@@ -78,22 +95,34 @@ def run_ranks(
     Raises:
         RanksFailedError: a rank raised an exception, was ended by a signal, or did not end in
             time; for a group of ringcomm with the doctor's verdict, which rank is the cause.
+        RuntimeError: sys.executable is not a Python interpreter.
         TypeError: the function or an argument cannot be pickled.
         unittest.SkipTest: every rank that failed has skipped the test.
     """
-    call = _pickled(function, arguments)
-    with tempfile.TemporaryDirectory(prefix="ringcomm-testing-") as folder:
-        rest = (world_size, folder, timeout_s, backend, call)
-        started = mp.start_processes(
-            _run_rank, rest, nprocs=world_size, join=False, start_method="spawn"
+    python = interpreter()
+    if python is None:
+        raise RuntimeError(
+            "run_ranks() starts Python interpreters, and sys.executable is none: "
+            f"{sys.executable!r}"
         )
+    call = _pickled(function, arguments)
+    # As multiprocessing starts processes by "spawn", which also import the program again.
+    data = spawn.get_preparation_data("ringcomm rank")
+    data["authkey"] = bytes(data["authkey"])
+    with tempfile.TemporaryDirectory(prefix="ringcomm-testing-") as folder:
+        start = Path(folder, "start")
+        start.write_bytes(pickle.dumps((data, (world_size, folder, timeout_s, backend, call))))
+        command = [python, "-IS", str(Path(__file__).with_name("guard.py")), str(os.getpid())]
+        reports, writable = os.pipe()
+        command += [str(writable), str(world_size), *spawn.get_command_line()[:-3]]  # with flags
+        guard = subprocess.Popen([*command, "-c", _START, str(start)], pass_fds=[writable])
+        os.close(writable)
         try:
-            about = _wait(started.processes, timeout_s)
-            codes = [process.exitcode for process in started.processes]
+            about, codes = _wait(reports, guard.pid, world_size, timeout_s)
         finally:
-            for process in started.processes:
-                process.kill()  # has no effect on one that has ended
-                process.join()
+            os.close(reports)
+            guard.terminate()
+            guard.wait()
         errors = _errors(Path(folder), codes)
         reasons = {Path(folder, f"skip.{rank}") for rank in errors}
         if errors and all(path.exists() for path in reasons):
@@ -153,7 +182,6 @@ def _run_rank(
     backend: str,
     call: tuple[str, str, bytes],
 ) -> None:
-    die_with_parent(signal.SIGKILL)  # a test runner may be killed, too
     try:
         function, arguments = _call_of(*call)
         torch.set_num_threads(1)
@@ -174,28 +202,41 @@ def _run_rank(
         part = Path(folder, f"error.{rank}.part")
         part.write_text(traceback.format_exc(), encoding="utf-8")
         part.replace(path)
+        report_handled_exception()
         raise SystemExit(1) from None
 
 
-def _wait(processes: Sequence[Any], timeout_s: float) -> str:
-    """Until all have ended, one has failed and the others had time to, or time is up: why."""
+def _wait(
+    reports: int, guard: int, world_size: int, timeout_s: float
+) -> tuple[str, list[int | None]]:
+    """Until all have ended, one has failed and the others had time to, or time is up.
+
+    Returns why it failed, and the status of each rank that has ended.
+    """
     deadline, about = time.monotonic() + timeout_s, ""
-    while running := [process.sentinel for process in processes if process.exitcode is None]:
+    codes: list[int | None] = [None] * world_size
+    while None in codes:
         left = deadline - time.monotonic()
         if left <= 0:
             about = about or f"the ranks did not end in {timeout_s:g} s"
-            return about + _verdict(processes)
-        wait(running, left)
-        if not about and any(process.exitcode for process in processes):
+            return about + _verdict(guard), codes
+        if not wait([reports], left):
+            continue
+        text = os.read(reports, 1 << 16).decode()
+        if not text:
+            return "the process that started the ranks was killed", codes
+        for line in text.splitlines():
+            rank, code = map(int, line.split())
+            codes[rank] = code
+        if not about and any(codes):
             about, deadline = "a rank failed", min(deadline, time.monotonic() + GRACE_S)
-    return about
+    return about, codes
 
 
-def _verdict(processes: Sequence[Any]) -> str:
+def _verdict(guard: int) -> str:
     """What `ringcomm doctor --job` says of ranks that are still there."""
-    running = [process.pid for process in processes if process.exitcode is None]
     try:
-        return f": {job.examine(running[0])['verdict']}"
+        return f": {job.examine(guard)['verdict']}"
     except (job.JobError, OSError):  # a group of another backend, or none yet
         return ""
 

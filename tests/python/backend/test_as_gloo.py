@@ -155,3 +155,76 @@ def test_a_timeout_that_is_none(text: str, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("RINGCOMM_TIMEOUT", text)
     with pytest.raises(ValueError, match=f"must be a number of seconds such as 60, got '{text}'"):
         timeout_of(timedelta(seconds=3))
+
+
+# The ranks of a group, forked after the import of torch; some without the variable.
+MIXED = """
+import os, sys, time, torch, torch.distributed as dist
+from datetime import timedelta
+
+def make(rank, backend, timeout_s):
+    store = dist.FileStore({folder!r} + "/store", 99)  # which nobody removes
+    timeout = timedelta(seconds=timeout_s)
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size={world_size}, timeout=timeout
+    )
+
+def run(rank):
+    os.dup2(os.open(f"{folder}/log{{rank}}", os.O_CREAT | os.O_WRONLY), 2)
+    if {is_old}:
+        make(rank, "gloo", 60)
+        dist.destroy_process_group()
+        open(f"{folder}/over{{rank}}", "w").close()
+        while not os.path.exists(f"{folder}/over{{1 - rank}}"):
+            time.sleep(0.05)
+    if rank != {other}:
+        os.environ["RINGCOMM_AS_GLOO"] = "1"
+        import _ringcomm_autoload
+        _ringcomm_autoload.register()
+        while b"cpu//0/{other}" not in open({folder!r} + "/store", "rb").read():
+            time.sleep(0.05)
+    elif {is_old}:
+        return
+    try:
+        make(rank, "gloo", {timeout_s})
+    except Exception as error:
+        sys.stderr.write(f"ERROR {{error}}\\n")
+
+for rank in range({world_size}):
+    if os.fork() == 0:
+        run(rank)
+        sys.stderr.flush()
+        os._exit(0)
+assert [os.wait()[1] for _ in range({world_size})] == [0] * {world_size}
+"""
+
+
+@pytest.mark.parametrize(
+    ("world_size", "other", "is_old", "timeout_s"),
+    [(2, 1, False, 2), slow(3, 0, False, 12), slow(2, 1, True, 12)],
+    ids=["rank 1", "rank 0", "keys of an earlier group"],
+)
+def test_the_variable_on_some_ranks_only(
+    world_size: int, other: int, is_old: bool, timeout_s: int, tmp_path: Path
+) -> None:
+    """https://github.com/ray-project/ray/issues/2260 and
+    https://github.com/open-mpi/ompi/issues/4877
+    """
+    fields = {"other": other, "is_old": is_old, "timeout_s": timeout_s}
+    program = MIXED.format(folder=str(tmp_path), world_size=world_size, **fields)
+    (tmp_path / "store").touch()
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    environment.pop("RINGCOMM_AS_GLOO", None)
+    command = [sys.executable, "-c", program]
+    subprocess.run(command, cwd=ROOT, env=environment, timeout=120, check=True)
+    words = f"rank {other} made a Gloo group instead, unless an earlier one has left its keys"
+    for rank in set(range(world_size)) - {other}:
+        said, _, error = (tmp_path / f"log{rank}").read_text().partition("ERROR ")
+        assert f"rank {other} did not join the group in {timeout_s}000 ms" in error
+        if is_old:
+            assert "Gloo" not in error + said.replace("RINGCOMM_AS_GLOO=1: ", "")
+        else:
+            line = f"in 10 s; the group is still being made; {words}"
+            assert (line in said) == (timeout_s > 10)
+            assert words in error
+            assert "name one backend, with RINGCOMM_AS_GLOO=1 on all ranks" in error

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import types
 import unittest
 from pathlib import Path
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from ringcomm.testing import RanksFailedError, run_ranks
+from ringcomm.testing import RanksFailedError, guard, run_ranks
 
 
 def test_the_error_goes_through_a_pipe() -> None:
@@ -161,3 +162,146 @@ def test_a_stopped_rank_does_not_hang_the_test(tmp_path: Path) -> None:
         run_ranks(2, stop, str(tmp_path), timeout_s=20.0)
     assert "CollectiveTimeoutError" in error.value.errors[0]
     assert not Path("/proc", (tmp_path / "pid1").read_text()).exists()
+
+
+# Starts a child with a session of its own, and one whose parent has ended; they end with 600 s.
+CHILDREN = """
+import os, sys, time
+def live(kind):
+    os.setsid()
+    with open(f"{sys.argv[1]}.{kind}.{os.getpid()}", "w"):
+        time.sleep(600)
+if os.fork() == 0:
+    live("child")
+if os.fork() == 0:
+    if os.fork() == 0:
+        live("orphan")
+    os._exit(0)
+"""
+# A rank without torch: what it has started, and how it ends.
+RANK = """
+import os, signal, sys, time
+name, end, rank = sys.argv[1:]
+sys.argv[1] = name = f"{name}.{rank}"
+exec(%r)
+from pathlib import Path
+path = Path(name)
+while len(list(path.parent.glob(path.name + ".*"))) < 2:
+    time.sleep(0.01)
+if end == "is killed":
+    os.kill(os.getpid(), signal.SIGKILL)
+if end == "fails":
+    os._exit(3)
+if end == "hangs":
+    time.sleep(600)
+"""
+
+
+def are_there(folder: Path) -> list[int]:
+    """The children that are alive."""
+    pids = [int(path.suffix[1:]) for path in folder.glob("rank.*.*.*")]
+    return [pid for pid in pids if Path("/proc", str(pid)).exists()]
+
+
+@pytest.mark.parametrize("end", ["returns", "fails", "is killed", "hangs"])
+def test_no_process_of_a_rank_outlives_the_guard(tmp_path: Path, end: str) -> None:
+    """https://github.com/sgl-project/sglang-jax/pull/1217 and
+    https://github.com/onyx-dot-app/onyx/pull/13832
+    """
+    python = [sys.executable, "-IS"]
+    own = subprocess.Popen([*python, "-c", "input()"], stdin=subprocess.PIPE)
+    reports, writable = os.pipe()
+    command = [*python, guard.__file__, str(os.getpid()), str(writable), "2", *python]
+    program = ["-c", RANK % CHILDREN, str(tmp_path / "rank"), end]
+    process = subprocess.Popen([*command, *program], pass_fds=[writable])
+    os.close(writable)
+    with open(reports) as file:
+        if end == "hangs":
+            while len(are_there(tmp_path)) < 4:
+                time.sleep(0.01)
+        else:
+            status = {"returns": 0, "fails": 3, "is killed": -9}[end]
+            assert sorted(file.readline() for _ in range(2)) == [f"0 {status}\n", f"1 {status}\n"]
+        process.terminate()
+        assert process.wait(60) == 0
+        assert file.read() == ""
+    assert len(list(tmp_path.iterdir())) == 4
+    assert are_there(tmp_path) == []
+    assert own.poll() is None
+    own.communicate(b"\n", timeout=60)
+
+
+def start_children(rank: int, folder: str) -> None:
+    name = f"{folder}/rank.{rank}"
+    subprocess.Popen([sys.executable, "-IS", "-c", CHILDREN, name])
+    while len(list(Path(folder).glob(f"rank.{rank}.*"))) < 2:
+        time.sleep(0.02)
+    dist.barrier()
+
+
+@pytest.mark.slow
+def test_no_process_of_a_rank_outlives_the_test(tmp_path: Path) -> None:
+    """https://github.com/pytorch/pytorch/issues/8805"""
+    run_ranks(2, start_children, str(tmp_path))
+    assert len(list(tmp_path.iterdir())) == 4
+    assert are_there(tmp_path) == []
+
+
+def wait_for_the_end(rank: int, folder: str) -> None:
+    start_children(rank, folder)
+    Path(folder, f"here{rank}").touch()
+    time.sleep(600)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_nor_a_test_runner_that_is_ended(tmp_path: Path, number: signal.Signals) -> None:
+    """https://github.com/underworldcode/underworld3/issues/639"""
+    program = (
+        "import test_reports_testing as t\n"
+        f"t.run_ranks(2, t.wait_for_the_end, {str(tmp_path)!r}, timeout_s=300)"
+    )
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    environment = os.environ | {"PYTHONPATH": path}
+    runner = subprocess.Popen([sys.executable, "-c", program], env=environment)
+    deadline = time.monotonic() + 120
+    while len(list(tmp_path.glob("here*"))) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert len(are_there(tmp_path)) == 4
+    runner.send_signal(number)
+    runner.wait(60)
+    while are_there(tmp_path):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def raise_on_rank_1(rank: int) -> None:
+    if rank == 1:
+        raise KeyError("the cause")
+    dist.barrier()
+
+
+@pytest.mark.slow
+def test_the_peers_know_the_exception() -> None:
+    with pytest.raises(RanksFailedError) as error:
+        run_ranks(2, raise_on_rank_1)
+    assert "died: KeyError: 'the cause'" in error.value.errors[0]
+
+
+@pytest.mark.slow
+def test_a_program_that_starts_ranks_when_it_is_imported(tmp_path: Path) -> None:
+    """Each process would start two more, as a frozen program without freeze_support() does."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os\n"
+        f"with open({str(tmp_path / 'starts')!r}, 'a') as file: file.write('start\\n')\n"
+        "from ringcomm.testing import run_ranks\n"
+        "def nothing(rank): ...\n"
+        "run_ranks(2, nothing)\n"
+    )
+    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 120}
+    done = subprocess.run([sys.executable, str(program)], check=False, **options)
+    assert "RanksFailedError" in done.stderr
+    assert "if __name__ == '__main__':" in done.stderr
+    assert (tmp_path / "starts").read_text() == "start\n" * 3
