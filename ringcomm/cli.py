@@ -86,8 +86,9 @@ def _plan(options: argparse.Namespace) -> int:
         cluster = Cluster(options.gpus, options.hardware, options.memory, options.per_host)
         if options.tuning is not None:
             cluster = cluster.tuned(tuning.load(options.tuning))
-        given = {field.name: getattr(options, field.name) for field in fields(Job)}
-        job = Job(**{k: tuple(v) if isinstance(v, list) else v for k, v in given.items()})
+        for name in ("systems", "schedules", "checkpointings"):
+            setattr(options, name, tuple(getattr(options, name)))
+        job = Job(**{field.name: getattr(options, field.name) for field in fields(Job)})
         plans = plan(options.model, cluster, job)
     except (ValueError, OSError) as problem:
         error(in_words(problem))
