@@ -8,7 +8,6 @@ The command starts here, outside of the package: `import ringcomm` imports torch
 
 import argparse
 import contextlib
-import difflib
 import inspect
 import io
 import os
@@ -16,14 +15,27 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from _ringcomm_values import amount, byte_counts, number, whole_numbers, words
+from _ringcomm_values import (
+    MAX_WORLD_SIZE,
+    all_known,
+    amount,
+    byte_counts,
+    did_you_mean,
+    input_file,
+    number,
+    output_file,
+    output_folder,
+    recordings,
+    several,
+    whole,
+)
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -32,8 +44,14 @@ EXIT_WRONG_RESULTS = 3
 EXIT_INTERRUPTED = 130
 EXIT_PIPE_CLOSED = 141  # as of a program that SIGPIPE ends
 
+SHORTEST = "0: the fewest calls that give percentiles"
 NUM_RANKS = max(2, min(4, len(os.sched_getaffinity(0))))
 HARDWARE = ("h100", "h200", "a100", "4090", "l4", "cpu-core")  # of `plan`
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zbv")
+SYSTEMS = (
+    *("single", "ddp", "zero1", "zero2", "zero3", "offload-cpu", "offload-nvme"),
+    *("infinity-cpu", "infinity-nvme", "lomo", "lomo-shards"),
+)
 BENCHMARKS = Path(__file__).resolve().with_name("benchmarks")
 # Of `bench OP`, whose options are in the folder benchmarks/ of a checkout.
 OPERATIONS = (
@@ -59,8 +77,9 @@ class OneLineParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Ends the process with status 2."""
+        message = message.removeprefix("argument ").replace(": must be ", " must be ", 1)
         if wrong := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)$", message):
-            message += _did_you_mean(wrong[1], re.findall(r"[\w.-]+", wrong[2]))
+            message += did_you_mean(wrong[1], re.findall(r"[\w.-]+", wrong[2]))
         self.exit(EXIT_BAD_INPUT, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
     def print_help(self, file: Any = None) -> None:
@@ -73,14 +92,9 @@ class OneLineParser(argparse.ArgumentParser):
         if unknown:
             parser = getattr(options, "parser", self)
             known = re.findall(r"(?<![\w-])--[\w-]+", parser.format_help())
-            near = _did_you_mean(unknown[0].partition("=")[0], known)
+            near = did_you_mean(unknown[0].partition("=")[0], known)
             parser.error(f"unrecognized arguments: {' '.join(unknown)}{near}")
         return options
-
-
-def _did_you_mean(name: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, known, 1)
-    return f"; did you mean {near[0]}?" if near else ""
 
 
 def in_words(error: Exception) -> str:
@@ -88,6 +102,10 @@ def in_words(error: Exception) -> str:
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{error.filename}: {error.strerror}"
     return str(error)
+
+
+def _has_operations() -> bool:
+    return (BENCHMARKS / "front_door.py").is_file()
 
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:
@@ -102,13 +120,15 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     """
     add = parser.add_argument
     about = f"{', '.join(OPERATIONS)}; _apart is out of place, _shared in memory that ranks share"
+    about = about if _has_operations() else argparse.SUPPRESS
     op = add("op", nargs="?", metavar="OP", help=about)
-    op.completer = lambda **_: OPERATIONS  # type: ignore[attr-defined]
+    op.completer = lambda **_: OPERATIONS if _has_operations() else ()  # type: ignore[attr-defined]
     about = "ranks to start, 2 to 64; by default 2, 4, ... up to one per core"
-    add("--world-size", type=int, help=about)
-    add("--seconds", type=number, default=20.0, help="of measurement in all")
-    add("--html", type=Path, metavar="FILE", help="write a page with one picture (one file)")
-    add("--json", type=Path, metavar="FILE", help="write the figures as one JSON object")
+    add("--world-size", type=whole(2, MAX_WORLD_SIZE), help=about)
+    add("--seconds", type=number, default=20.0, help=f"of measurement in all; {SHORTEST}")
+    of_file: dict[str, Any] = {"type": output_file, "metavar": "FILE"}
+    add("--html", help="write a page with one picture (one file)", **of_file)
+    add("--json", help="write the figures as one JSON object", **of_file)
 
 
 def _add_doctor(parser: argparse.ArgumentParser) -> None:
@@ -123,15 +143,38 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
     examined.
     """
     add = parser.add_argument
-    add("--job", type=int, metavar="PID", help="process id of torchrun or of any rank")
+    about = "process id of torchrun or of any rank"
+    add("--job", type=whole(1, 1 << 22), metavar="PID", help=about)
     about = "ranks to start, 1 to 64; one per CPU by default, at least 2, at most 4"
-    add("--world-size", type=int, default=NUM_RANKS, help=about)
-    add("--seconds", type=number, default=0.3, help="seconds of measurement per size")
+    add("--world-size", type=whole(1, MAX_WORLD_SIZE), default=NUM_RANKS, help=about)
+    about = f"seconds of measurement per size; {SHORTEST}"
+    add("--seconds", type=number, default=0.3, help=about)
     add("--json", action="store_true", help="print the report as one JSON object")
     add("--verdict", action="store_true", help="with --job: print one line, the cause of a hang")
-    add("--dump", type=Path, metavar="FOLDER", help="with --job: also write a dump of each rank")
-    about = "format of the dumps; torch: FOLDER/rank0, for torch's analyser torchfrtrace"
+    about = "with --job: also write a dump of each rank, in this folder or a new one"
+    add("--dump", type=output_folder, metavar="FOLDER", help=about)
+    about = (
+        "with --dump: format of the dumps; torch: FOLDER/rank0, for torch's analyser torchfrtrace"
+    )
     add("--format", choices=("json", "torch"), default="json", help=about)
+
+
+def _hardware(text: str) -> str:
+    """A known name, or a file."""
+    if text not in HARDWARE and not Path(text).is_file():
+        near = did_you_mean(text, HARDWARE)
+        known = ", ".join(HARDWARE)
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a file nor one of {known}{near}")
+    return text
+
+
+def _memory(text: str) -> int:
+    """Bytes of a device, which has more than a megabyte."""
+    if (value := amount(text)) < 1 << 20:
+        raise argparse.ArgumentTypeError(
+            f"must be 1MiB or more, got {value} bytes; did you mean {value}GiB?"
+        )
+    return value
 
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:
@@ -144,34 +187,37 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     """
     add = parser.add_argument
     add("--model", help="a known name such as llama-7b, or the path of a config.json")
-    add("--gpus", type=int, default=0, help="total number of devices over all hosts")
+    add("--gpus", type=whole(1), help="total number of devices over all hosts")
     add("--tokens", type=amount, default="4M", help="tokens per step over all ranks")
     about = "tokens per sequence; by default the model's context"
     add("--sequence", type=lambda text: 0 if text == "0" else amount(text), default=0, help=about)
-    add("--top", type=int, default=10, help="plans to print; 0 for all")
-    add("--why", type=int, default=1, help="number of the plan to explain")
+    add("--top", type=whole(0), default=10, help="plans to print; 0 for all")
+    add("--why", type=whole(1), default=1, help="number of the plan to explain")
     add("--json", action="store_true", help="print all plans as one JSON object")
     about = "print the time of collectives on CPUs instead of plans; with --tuning as measured"
     add("--collectives", action="store_true", help=about)
     add = parser.add_argument_group("machines").add_argument
-    add("--hardware", default="h100", help=f"{', '.join(HARDWARE)}, or a JSON file")
+    about = f"{', '.join(HARDWARE)}, or a JSON file"
+    add("--hardware", type=_hardware, default="h100", help=about)
     about = "a file of `ringcomm tune`, for collectives between CPUs of a host"
-    add("--tuning", type=Path, metavar="FILE", help=about)
+    add("--tuning", type=input_file, metavar="FILE", help=about)
     about = "memory per device, such as 80GiB or 80GB; by default the hardware's"
-    add("--memory", type=amount, default=0, help=about)
-    add("--per-host", type=int, default=0, help="devices per host; by default the hardware's")
+    add("--memory", type=_memory, default=0, help=about)
+    add("--per-host", type=whole(1), default=0, help="devices per host; by default the hardware's")
     # Their names in the namespace are those of Job's fields.
     add = parser.add_argument_group("plans to consider, by default all").add_argument
     for name, what in (("dp", "data"), ("pp", "pipeline"), ("tp", "tensor"), ("ep", "expert")):
-        add(f"--{name}", type=int, default=0, help=f"size of {what} parallelism")
-    several: dict[str, Any] = {"type": lambda text: tuple(words(text)), "default": ()}
-    several["metavar"] = "NAMES"
-    add("--systems", help="training systems, separated by commas", **several)
-    add("--schedules", help="pipeline schedules", **several)
-    about = "activation checkpointing: none, full"
-    add("--checkpointing", dest="checkpointings", help=about, **several)
-    add("--precision", default="bf16", help="bf16 (with float32 master weights) or fp32")
-    add("--optimizer", default="adamw", help="adamw or sgd")
+        add(f"--{name}", type=whole(1), default=0, help=f"size of {what} parallelism")
+    for name, names, about in (
+        ("systems", SYSTEMS, "training systems, separated by commas"),
+        ("schedules", SCHEDULES, "pipeline schedules"),
+        ("checkpointing", ("none", "full"), "activation checkpointing: none, full"),
+    ):
+        named: dict[str, Any] = {"type": all_known(names), "default": (), "metavar": "NAMES"}
+        add(f"--{name}", dest=f"{name.rstrip('s')}s", help=about, **named)
+    about = "bf16 (with float32 master weights) or fp32"
+    add("--precision", choices=("bf16", "fp32"), default="bf16", help=about)
+    add("--optimizer", choices=("adamw", "sgd"), default="adamw", help="adamw or sgd")
     about = "split tokens over ranks of tp; by default where they divide sequences"
     is_flag = argparse.BooleanOptionalAction
     add("--sequence-parallel", dest="is_sequence_split", action=is_flag, help=about)
@@ -188,16 +234,22 @@ def _add_show(parser: argparse.ArgumentParser) -> None:
     """
     add = parser.add_argument
     add("page", choices=PAGES, metavar="PAGE", help=", ".join(PAGES))
-    add("--ranks", type=int, help="2 to 64 (default 4); memory: the slider's maximum (default 64)")
+    add(
+        "--ranks",
+        type=whole(2, MAX_WORLD_SIZE),
+        help="2 to 64 (default 4); memory: the slider's maximum (default 64)",
+    )
     about = "memory, lomo, tensor only: a known name or a config.json's path (default llama-7b)"
     add("--model", help=about)
     add("--bytes", type=amount, help="ring only: a rank's buffer (default 1MiB)")
-    add("--micro-batches", type=int, help="pipeline only (default 8)")
+    about = "pipeline only: 1 to 256 (default 8)"
+    add("--micro-batches", type=whole(1, MAX_MICRO_BATCHES), help=about)
     about = "ring and trace only: a file of `ringcomm trace`"
-    add("--trace", type=Path, metavar="FILE", help=about)
-    add("--seq", type=int, metavar="N", help="with --trace: the call's number (default: the first)")
+    add("--trace", type=input_file, metavar="FILE", help=about)
+    about = "ring with --trace: the call's number (default: the first)"
+    add("--seq", type=whole(0), metavar="N", help=about)
     about = "pipeline only: a file of Timeline.export_chrome_trace()"
-    add("--timeline", type=Path, metavar="FILE", help=about)
+    add("--timeline", type=input_file, metavar="FILE", help=about)
     add("-o", "--output", type=Path, metavar="FILE", help="by default ringcomm-PAGE.html")
 
 
@@ -214,18 +266,21 @@ def _add_trace(parser: argparse.ArgumentParser) -> None:
     collective. See docs/how-to/trace.md.
     """
     add = parser.add_argument
-    of_file: dict[str, Any] = {"type": Path, "metavar": "FILE"}
     about = "trace to write, replacing an existing file; with --format torch a new folder"
-    add("-o", "--output", default=Path("ringcomm-trace.json"), help=about, **of_file)
-    about = "newest events to keep for each thread"
-    add("--events", type=int, metavar="N", default=1 << 16, help=about)
-    about = "folders of recordings and dumps, of all hosts"
-    add("--merge", type=Path, nargs="+", metavar="FOLDER", help=about)
+    default = Path("ringcomm-trace.json")
+    add("-o", "--output", type=Path, metavar="FILE", default=default, help=about)
+    about = "newest events to keep for each thread, 64 to 16,777,216"
+    add("--events", type=whole(64, 1 << 24), metavar="N", default=1 << 16, help=about)
+    about = "folders of recordings and dumps, of all hosts; or prefixes of dumps"
+    add("--merge", type=recordings, nargs="+", metavar="FOLDER", help=about)
     about = "of --merge: a trace, or for torch's analyser torchfrtrace one dump for each rank"
     add("--format", choices=("perfetto", "torch"), default="perfetto", help=about)
-    add("--html", help="also write a page that shows the trace, offline", **of_file)
-    add("--steps", help="print the ring steps of this trace", **of_file)
-    add("--seq", type=int, metavar="N", help="with --steps: the call's number (default: the first)")
+    about = "also write a page that shows the trace, offline"
+    add("--html", type=output_file, metavar="FILE", help=about)
+    about = "print the ring steps of this trace"
+    add("--steps", type=input_file, metavar="FILE", help=about)
+    about = "with --steps: the call's number (default: the first)"
+    add("--seq", type=whole(0), metavar="N", help=about)
     add("--json", action="store_true", help="with --steps: print one JSON object")
     add("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the program to record")
 
@@ -238,18 +293,20 @@ def _add_tune(parser: argparse.ArgumentParser) -> None:
     """
     add = parser.add_argument
     about = "numbers of ranks to measure, 2 to 64"
-    add("--world-sizes", type=whole_numbers, default="2,4", help=about)
+    add("--world-sizes", type=several(whole(2, MAX_WORLD_SIZE)), default="2,4", help=about)
     some_sizes = "1k,4k,16k,32k,64k,128k,256k,512k,1m,4m,16m,64m"
     add("--sizes", type=byte_counts, default=some_sizes, help="buffer sizes in bytes")
-    about = "seconds of measurement for each size and number of ranks"
+    about = f"seconds of measurement for each size and number of ranks; {SHORTEST}"
     add("--seconds", type=number, default=0.6, help=about)
     about = "repeats of a measurement that other programs disturbed"
-    add("--repeats", type=int, default=2, help=about)
-    path = Path("ringcomm-tuning.json")
-    add("--json", type=Path, metavar="FILE", default=path, help="the file to write")
+    add("--repeats", type=whole(0), default=2, help=about)
+    about = "the file to write"
+    add("--json", type=output_file, metavar="FILE", default="ringcomm-tuning.json", help=about)
     add("--force", action="store_true", help="write it even if other programs disturbed it")
 
 
+MAX_MICRO_BATCHES = 256
+NUM_CLASSES = 12  # of page loss
 # Pages of `show`, the options of each and their defaults.
 PAGES: dict[str, dict[str, Any]] = {
     "ring": {"ranks": 4, "bytes": 1 << 20, "trace": None, "seq": None},
@@ -262,6 +319,23 @@ PAGES: dict[str, dict[str, Any]] = {
 }
 
 
+# By command: what an option needs, and options without effect beside another one, or a value.
+_NEEDS = {
+    "doctor": {"dump": "job", "verdict": "job", "format": "dump"},
+    "show": {"seq": "trace"},
+    "trace": {"json": "steps", "seq": "steps", "format": "merge"},
+}
+_IDLE: dict[str, dict[str, Collection[str]]] = {
+    "bench": {
+        "device cpu": ("layout", "mps", "graph", "clock", "nccl_library", "plot"),
+        "op barrier": ("sizes", "dtype"),
+    },
+    "doctor": {"job": ("world_size", "seconds"), "verdict": ("json",)},
+    "plan": {"json": ("top", "why")},
+    "show": {"trace": ("ranks", "bytes"), "timeline": ("ranks", "micro_batches")},
+    "trace": {"steps": ("output", "events", "format", "html"), "merge": ("events",)},
+    "tune": {},
+}
 _COMMANDS = {
     "bench": (_add_bench, "compare ringcomm with Gloo on this machine"),
     "doctor": (_add_doctor, "examine this machine and a group on it"),
@@ -305,28 +379,118 @@ def read(argv: list[str]) -> argparse.Namespace:
             import argcomplete
 
             argcomplete.autocomplete(parser)  # ends the process
-    # What follows an operation of `bench` is for that operation's parser.
-    is_operation = argv[:1] == ["bench"] and len(argv) > 1 and not argv[1].startswith("-")
-    options = parser.parse_args(argv[:2] if is_operation else argv)
-    return _read_operation(options, argv[2:]) if is_operation else options
-
-
-def _read_operation(options: argparse.Namespace, arguments: list[str]) -> argparse.Namespace:
-    """The options of `bench OP`, whose parser is in the folder benchmarks/ of a checkout."""
-    if not (BENCHMARKS / "front_door.py").is_file():
+    if argv[:1] == ["bench"] and _has_operations():
+        if str(BENCHMARKS) not in sys.path:
+            sys.path.insert(0, str(BENCHMARKS))
+        op, rest = import_module("front_door").split(argv[1:])
+        if op is not None:
+            return _read_operation(op, rest)
+    options = parser.parse_args(argv)
+    if getattr(options, "op", None) is not None:
+        near = did_you_mean(options.op, OPERATIONS)
         options.parser.error(
             f"{options.op}: an installed package has the short comparison only, which needs no OP."
-            " Clone ringcomm's repository and run this there after `pip install -e .`"
+            f" Clone ringcomm's repository and run this there after `pip install -e .`{near}"
         )
-    if str(BENCHMARKS) not in sys.path:
-        sys.path.insert(0, str(BENCHMARKS))
+    _check_together(options, argv[1:])
+    return options
+
+
+def _read_operation(op: str, arguments: list[str]) -> argparse.Namespace:
+    """The options of `bench OP`, whose parser is in the folder benchmarks/ of a checkout."""
     try:
-        parser = import_module("front_door").make_parser(options.op, options.parser.prog)
+        parser = import_module("front_door").make_parser(op)
     except ValueError as error:
-        options.parser.error(str(error))
-    chosen: argparse.Namespace = parser.parse_args(arguments)
-    chosen.command_name = options.command_name
-    return chosen
+        OneLineParser(prog="ringcomm bench").error(str(error))
+    options: argparse.Namespace = parser.parse_args(arguments)
+    options.command_name = "bench"
+    _check_together(options, arguments)
+    return options
+
+
+def _check_together(options: argparse.Namespace, arguments: list[str]) -> None:
+    """Ends the process with an error where options do not fit each other."""
+    parser, command = options.parser, options.command_name
+    shown = {
+        action.dest: f"{option} {action.metavar or ''}".strip()
+        for action in parser._actions
+        for option in reversed(action.option_strings)
+        if option.startswith("--")
+    }
+    unset = argparse.Namespace(**dict.fromkeys(shown, unset_value := object()))
+    found = vars(parser.parse_known_args(arguments, unset)[0])
+    given = [name for name in shown if found[name] is not unset_value]
+    idle = dict(_IDLE[command])
+    if command == "plan":
+        idle["collectives"] = shown.keys() - {"collectives", "tuning"}
+    if command == "show":
+        idle[f"page {options.page}"] = shown.keys() - {*PAGES[options.page], "output"}
+    values = (f"{name} {getattr(options, name, None)}" for name in ("op", "device", "page"))
+    for name in (*given, *values):
+        for other in idle.get(name, ()):
+            if other in given:
+                what = shown[other].split()[0]
+                parser.error(f"{what} has no effect with {shown.get(name, name)}")
+    for name, needed in _NEEDS.get(command, {}).items():
+        if name in given and needed not in given:
+            parser.error(f"{shown[name].split()[0]} needs {shown[needed]}")
+    if command in _CHECKS:
+        _CHECKS[command](options)
+    paths = [path.resolve() for path in vars(options).values() if isinstance(path, Path)]
+    for path in paths:
+        if paths.count(path) > 1:
+            parser.error(f"{path} is given for two files")
+
+
+def _check_plan(options: argparse.Namespace) -> None:
+    missing = [f"--{name}" for name in ("model", "gpus") if getattr(options, name) is None]
+    if missing and not options.collectives:
+        options.parser.error(f"the following arguments are required: {', '.join(missing)}")
+
+
+def _check_show(options: argparse.Namespace) -> None:
+    if options.page == "trace" and options.trace is None:
+        options.parser.error("page trace needs --trace FILE")
+    if options.page == "loss" and NUM_CLASSES % (options.ranks or 1):
+        options.parser.error(
+            f"page loss has {NUM_CLASSES} classes: {options.ranks} ranks cannot share them"
+        )
+    options.output = options.output or Path(f"ringcomm-{options.page}.html")
+    _check_output(options, output_file)
+
+
+def _check_trace(options: argparse.Namespace) -> None:
+    error = options.parser.error
+    options.command = options.command[options.command[:1] == ["--"] :]
+    if sum(map(bool, (options.command, options.merge, options.steps))) != 1:
+        error("give one of: -- COMMAND, --merge FOLDER, --steps FILE")
+    if options.format == "torch" and options.html is not None:
+        error("--html shows a trace, and --format torch writes none")
+    if options.steps:
+        options.output = None
+    else:
+        _check_output(options, output_folder if options.format == "torch" else output_file)
+
+
+def _check_output(options: argparse.Namespace, check: Callable[[str], Path]) -> None:
+    """Also of a default, which argparse does not check."""
+    try:
+        check(str(options.output))
+    except argparse.ArgumentTypeError as error:
+        options.parser.error(f"-o/--output: {error}")
+
+
+def _check_tune(options: argparse.Namespace) -> None:
+    if len(set(options.sizes)) < 2:  # the cost model has three coefficients
+        options.parser.error("--sizes must have at least 2 different sizes, for the cost model")
+
+
+_CHECKS: dict[str, Callable[[argparse.Namespace], None]] = {
+    "plan": _check_plan,
+    "show": _check_show,
+    "trace": _check_trace,
+    "tune": _check_tune,
+}
 
 
 def run(argv: list[str]) -> int:
@@ -390,10 +554,15 @@ def answer_before_torch() -> None:
         read(argv)
         return EXIT_OK
 
-    if status := run_main("ringcomm", read_only):
+    if status := run_main(_name_of(sys.argv[1:]), read_only):
         sys.exit(status)
 
 
 def main() -> int:
     """Runs the command line; returns the exit status: 2 for bad input, 130 after Ctrl-C."""
-    return run_main("ringcomm", run)
+    return run_main(_name_of(sys.argv[1:]), run)
+
+
+def _name_of(argv: list[str]) -> str:
+    """With the command, for errors."""
+    return " ".join(["ringcomm", *(name for name in argv[:1] if name in _COMMANDS)])

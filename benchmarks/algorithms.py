@@ -24,7 +24,7 @@ from operations import OPERATIONS, RINGCOMM
 from point import algorithms_used, make_buffers, measure_point, num_calls
 
 import ringcomm
-from _ringcomm_values import byte_counts, whole_numbers
+from _ringcomm_values import byte_counts, several, whole
 
 DIRECT = "direct"  # its group has no fixed algorithm
 ALGORITHMS = {
@@ -79,7 +79,7 @@ PROGRAM = harness.Program(
     seconds=4.0,
     per="world and size, for all algorithms",
     flags=[
-        flag("--worlds", whole_numbers, "2,4", "numbers of ranks", least=2),
+        flag("--worlds", several(whole(2)), "2,4", "numbers of ranks"),
         flag("--sizes", byte_counts, SIZES, "bytes of a buffer"),
     ],
     file=lambda options: "algorithms",

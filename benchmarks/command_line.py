@@ -9,13 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from _ringcomm_values import all_known, input_file, number, output_file, whole, words
+
 LAYOUTS = ("all", "one")  # of ranks on GPUs
 Flag = tuple[str, dict[str, Any]]
 
 
 def names(text: str) -> list[str]:
     """Names, of which some have a comma: semicolons separate them where there is one."""
-    return [name.strip() for name in text.split(";" if ";" in text else ",") if name.strip()]
+    return words(text, ";" if ";" in text else ",")
 
 
 def flag(
@@ -25,32 +27,23 @@ def flag(
     text: str | None = None,
     *,
     known: Collection[str] = (),
-    least: float | None = None,
     **more: Any,
 ) -> Flag:
     """An option of a command line with its value's parser, its default and its help.
 
-    ``known`` has the words that are allowed; ``least`` is the least number.
+    ``known`` has the words that are allowed.
     """
-
-    def parse_checked(given: str) -> Any:
-        try:
-            value = parse(given)
-        except ValueError as error:  # argparse would drop its text
-            raise argparse.ArgumentTypeError(str(error)) from None
-        for part in value if isinstance(value, list) else [value]:
-            if known and part not in known:
-                raise argparse.ArgumentTypeError(f"{part!r} is none of {', '.join(known)}")
-            if least is not None and part < least:
-                raise argparse.ArgumentTypeError(f"must be {least} or more, got {part}")
-        return value
-
-    return name, {"type": parse_checked, "default": default, "help": text, **more}
+    return name, {
+        "type": all_known(known, parse) if known else parse,
+        "default": default,
+        "help": text,
+        **more,
+    }
 
 
 NCCL_FLAG: Flag = (
     "--nccl-library",
-    {"type": Path, "metavar": "FILE", "help": "a libnccl.so.2 to use instead of torch's"},
+    {"type": input_file, "metavar": "FILE", "help": "a libnccl.so.2 to use instead of torch's"},
 )
 
 
@@ -84,9 +77,9 @@ class CommandLine:
         """Adds all options: those that many have, and its own."""
         add = parser.add_argument
         if self.seconds is not None:
-            add("--seconds", type=float, default=self.seconds, help=f"per {self.per}")
+            add("--seconds", type=number, default=self.seconds, help=f"per {self.per}")
             text = "at most, while other programs disturb the machine"
-            add("--repeats", type=int, default=self.repeats, help=text)
+            add("--repeats", type=whole(0), default=self.repeats, help=text)
         if self.device:
             add("--device", default=self.device, help="cpu, or cuda for GPUs")
         if self.has_sharing:
@@ -97,5 +90,5 @@ class CommandLine:
         for name, how in self.flags:
             add(name, **how)
         text = f"append one record per contender here{json_default}"
-        add("--json", type=Path, metavar="FILE", help=text)
+        add("--json", type=output_file, metavar="FILE", help=text)
         parser.set_defaults(parser=parser)

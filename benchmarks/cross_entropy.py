@@ -43,9 +43,12 @@ Way = Callable[[Tensor], Tensor]  # from logits to their gradient
 
 
 def check(options: Options) -> None:
-    """Raises ValueError naming an invalid option; completes the number of threads."""
-    if options.tokens < 1 or min(options.vocabularies) < options.world_size:
-        raise ValueError("every rank needs at least one token and one class")
+    """Raises ValueError naming an invalid option; completes threads and peers."""
+    if min(options.vocabularies) < options.world_size:
+        raise ValueError("every rank needs at least one class")
+    if options.peers and options.world_size > 1:
+        raise ValueError("--peers are for one rank")
+    options.peers = options.peers or ["torch"]
     cores = len(os.sched_getaffinity(0)) if options.world_size == 1 else 1
     options.threads = options.threads or cores
 

@@ -39,7 +39,7 @@ from table import Layout, Record, Run, read_results, tables, with_tables
 from weather import Weather
 
 import ringcomm
-from _ringcomm_values import whole_numbers, words
+from _ringcomm_values import several, whole, words
 from ringcomm.measure.machine import OthersWatch
 from ringcomm.measure.timing import percentiles
 from ringcomm.torch_names import die_with_parent
@@ -370,9 +370,9 @@ PROGRAM = harness.Program(
     measure=measure,
     flags=[
         flag("--backends", words, ",".join(BACKENDS), known=BACKENDS),
-        flag("--worlds", whole_numbers, "2,4,8", "numbers of ranks", least=2),
-        flag("--deaths", int, 100, "of each point over ringcomm", least=1),
-        flag("--peer-deaths", int, 10, "of each point over others", least=1),
+        flag("--worlds", several(whole(2)), "2,4,8", "numbers of ranks"),
+        flag("--deaths", whole(1), 100, "of each point over ringcomm"),
+        flag("--peer-deaths", whole(1), 10, "of each point over others"),
         flag("--strangers", int, CORES, "CPU-bound processes beside the ranks"),
         flag("--seed", int, 1, "of calls, victims and moments"),
         ("--write", {"action": "store_true", "help": "renew docs/reliability.md"}),

@@ -21,7 +21,7 @@ from operations import OPERATIONS, RINGCOMM
 from point import algorithms_used, count_wrong, make_buffers, make_contender, num_calls
 from report import before_after, inverse, share_range
 
-from _ringcomm_values import whole_numbers
+from _ringcomm_values import several, whole
 
 FLOOR = "floor"
 VARIANTS = {"staged": "all_reduce", "shared": "all_reduce_shared"}
@@ -52,8 +52,8 @@ PROGRAM = harness.Program(
     seconds=4.0,
     per="world and size",
     flags=[
-        flag("--worlds", whole_numbers, "2,4", "numbers of ranks", least=2),
-        flag("--sizes", whole_numbers, "262144,4194304,67108864", "bytes of a buffer", least=1),
+        flag("--worlds", several(whole(2)), "2,4", "numbers of ranks"),
+        flag("--sizes", several(whole(1)), "262144,4194304,67108864", "bytes of a buffer"),
     ],
     columns=[
         *("ranks", "bytes", "variant", "algorithm", "p50 µs"),

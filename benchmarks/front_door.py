@@ -9,13 +9,20 @@ from __future__ import annotations
 
 import argparse
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 from command_line import NCCL_FLAG, CommandLine, doc_of, flag, names
 
 from _ringcomm_cli import OPERATIONS, OneLineParser
-from _ringcomm_values import byte_counts, whole_numbers, words
+from _ringcomm_values import (
+    MAX_WORLD_SIZE,
+    byte_counts,
+    input_file,
+    output_file,
+    several,
+    whole,
+    words,
+)
 
 DTYPES = ("float32", "float64", "bfloat16", "float16", "int32", "int64")
 LOSS_DTYPES = ("float32", "float16", "bfloat16")
@@ -27,9 +34,11 @@ CLOCK = "for eager calls: the device's events, or the host's clock around a sync
 RANKS = "number of ranks, 1 to 64 (default: the launcher's, or 2)"
 THREADS = "of each rank (default: the cores, or 1 with several ranks)"
 CORE_COUNTS = "of each rank (default: 1, 2, 4, ... up to its share of the cores)"
-PEERS = "of triton (on a GPU), torch, compile, liger, quack; with one rank"
+PEERS = "of triton (on a GPU), torch, compile, liger, quack; with one rank (default: torch)"
 DETAILS = "show losses, percentiles and memory by part too"
-CHARTS = flag("--html", Path, None, "write a page of charts (HTML, one file)", metavar="FILE")
+CHARTS = flag(
+    "--html", output_file, None, "write a page of charts (HTML, one file)", metavar="FILE"
+)
 NO_BUFFERS = ("barrier", "cores", "cross_entropy", "systems")
 WITH_BUFFERS = tuple(name for name in OPERATIONS if name not in NO_BUFFERS)
 
@@ -41,14 +50,16 @@ COLLECTIVES = CommandLine(
     device="cpu",
     has_sharing=True,
     flags=[
-        flag("--world-size", int, None, RANKS),
+        flag("--world-size", whole(1, MAX_WORLD_SIZE), None, RANKS),
         flag("--peers", words, "gloo", "backends to compare with, or none"),
         flag("--sizes", byte_counts, DEFAULT_SIZES, SIZES),
         flag("--dtype", words, "float32", "names of torch's dtypes", known=DTYPES),
         NCCL_FLAG,
         flag("--clock", str, "events", CLOCK, choices=CLOCKS),
-        flag("--graph", int, 0, "also measure CUDA graphs of this many calls", metavar="CALLS"),
-        flag("--plot", Path, None, "draw bus bandwidth by size (PNG, SVG)", metavar="FILE"),
+        flag(
+            "--graph", whole(1), 0, "also measure CUDA graphs of this many calls", metavar="CALLS"
+        ),
+        flag("--plot", output_file, None, "draw bus bandwidth by size (PNG, SVG)", metavar="FILE"),
         CHARTS,
     ],
 )
@@ -60,12 +71,12 @@ CROSS_ENTROPY = CommandLine(
     device="cpu",
     has_sharing=True,
     flags=[
-        flag("--world-size", int, 1, "ranks that share the vocabulary"),
-        flag("--threads", int, None, THREADS),
-        flag("--tokens", int, 2048, "rows of logits"),
-        flag("--vocabularies", whole_numbers, "8000,32000,50257,128256", "classes of all ranks"),
+        flag("--world-size", whole(1, MAX_WORLD_SIZE), 1, "ranks that share the vocabulary"),
+        flag("--threads", whole(1), None, THREADS),
+        flag("--tokens", whole(1), 2048, "rows of logits"),
+        flag("--vocabularies", several(whole(1)), "8000,32000,50257,128256", "of all ranks"),
         flag("--dtypes", words, "float32,bfloat16", "of the logits", known=LOSS_DTYPES),
-        flag("--peers", words, "torch", PEERS, known=LOSS_PEERS),
+        flag("--peers", words, None, PEERS, known=LOSS_PEERS),
     ],
 )
 SYSTEMS = CommandLine(
@@ -74,15 +85,15 @@ SYSTEMS = CommandLine(
     per="measurement, for all systems",
     repeats=2,
     flags=[
-        flag("--world-size", int, 2, "number of ranks, all on this machine"),
+        flag("--world-size", whole(1, MAX_WORLD_SIZE), 2, "number of ranks, all on this machine"),
         flag("--systems", names, None, "separated by commas or semicolons (default: all)"),
         flag("--over", words, [], "also measure the systems over these backends: gloo, fake"),
-        flag("--width", int, 128, "width of the model, a multiple of 32"),
-        flag("--layers", int, 4, "layers of the model"),
-        flag("--rows", int, 1, "sequences per rank in a step"),
-        flag("--tokens", int, 64, "tokens per sequence"),
+        flag("--width", whole(1), 128, "width of the model, a multiple of 32"),
+        flag("--layers", whole(1), 4, "layers of the model"),
+        flag("--rows", whole(1), 1, "sequences per rank in a step"),
+        flag("--tokens", whole(1), 64, "tokens per sequence"),
         ("--all", {"action": "store_true", "help": DETAILS}),
-        flag("--plot", Path, None, "draw time and memory (SVG, PNG, PDF)", metavar="FILE"),
+        flag("--plot", output_file, None, "draw time and memory (SVG, PNG, PDF)", metavar="FILE"),
         CHARTS,
     ],
 )
@@ -92,11 +103,11 @@ CORES = CommandLine(
     per="number of ranks, operation and size",
     repeats=2,
     flags=[
-        flag("--worlds", whole_numbers, "2", "numbers of ranks", least=2),
-        flag("--threads", whole_numbers, None, CORE_COUNTS, least=1),
+        flag("--worlds", several(whole(2, MAX_WORLD_SIZE)), "2", "numbers of ranks"),
+        flag("--threads", several(whole(1)), None, CORE_COUNTS),
         flag("--ops", words, "all_reduce,all_gather", "collectives", known=WITH_BUFFERS),
         flag("--sizes", byte_counts, "256k,1m,16m,64m", SIZES),
-        flag("--tuning", Path, None, "a file of `ringcomm tune`, with costs for the model"),
+        flag("--tuning", input_file, None, "a file of `ringcomm tune`, with costs for the model"),
     ],
 )
 # Operations that must be the only one; several collectives may be separated by commas.
@@ -109,6 +120,24 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
     def _get_help_string(self, action: argparse.Action) -> str | None:
         has_default = action.default not in (None, False, [], 0)
         return super()._get_help_string(action) if has_default else action.help
+
+
+def split(arguments: list[str]) -> tuple[str | None, list[str]]:
+    """The operation, wherever it is among the arguments of `bench`, and the others in their order.
+
+    The first word that is neither an option nor the value of one; None without one.
+    """
+    finder = argparse.ArgumentParser(add_help=False, conflict_handler="resolve")
+    for command in (COLLECTIVES, *ALONE.values()):
+        command.add_arguments(finder)
+    for action in finder._actions:
+        action.type = action.choices = None
+    finder.add_argument("op", nargs="?")
+    op = finder.parse_known_args(arguments)[0].op
+    rest = list(arguments)
+    if op is not None:
+        rest.remove(op)  # or an equal value of an option: the others are the same
+    return op, rest
 
 
 def make_parser(op: str, program: str = "ringcomm bench") -> argparse.ArgumentParser:

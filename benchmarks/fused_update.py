@@ -34,7 +34,7 @@ from harness import Bench, Options, Report, flag
 from placement import Placement
 from torch import Tensor
 
-from _ringcomm_values import whole_numbers
+from _ringcomm_values import several, whole
 from ringcomm import ops
 from ringcomm.measure.ranks import Team
 from ringcomm.screen import byte_count
@@ -243,8 +243,8 @@ PROGRAM = harness.Program(
     device="cpu",
     has_sharing=True,
     flags=[
-        flag("--world", int, 2, "ranks, all on this machine", least=2),
-        flag("--sizes", whole_numbers, DEFAULT_SIZES, "bytes of the parameters"),
+        flag("--world", whole(2), 2, "ranks, all on this machine"),
+        flag("--sizes", several(whole(1)), DEFAULT_SIZES, "bytes of the parameters"),
         flag("--optimizer", str, "adamw", choices=OPTIMIZERS),
         flag("--dtype", str, "float32", "of parameters and gradients", choices=DTYPES),
         NCCL_FLAG,

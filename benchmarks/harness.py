@@ -34,7 +34,6 @@ from report import RESULTS, Columns, Record, Report, default_path, table_of  # n
 
 from _ringcomm_cli import run_main  # noqa: E402
 from ringcomm.measure.ranks import Team  # noqa: E402
-from ringcomm.screen import check_writable  # noqa: E402
 
 __all__ = ["RESULTS", "ROOT", "Bench", "Program", "Report", "default_path", "flag", "names"]
 
@@ -95,7 +94,6 @@ class Program(CommandLine):
                 placement.preload(library)  # starts the program again
             options.placement = placement.placement_of(options)
             self.check(options)
-            check_writable(options.json, *(vars(options).get(name) for name in ("html", "plot")))
         except ValueError as error:
             options.parser.error(str(error))
 

@@ -26,7 +26,7 @@ from point import measure_point
 from programs import environment, missing_programs
 
 from _ringcomm_cli import EXIT_OK, EXIT_WRONG_RESULTS, RankError, run_main
-from _ringcomm_values import byte_counts, whole_numbers, words
+from _ringcomm_values import byte_counts, several, whole, words
 from ringcomm.measure.ranks import joined_world_size
 
 OPS = "all_reduce,reduce_scatter,all_gather,all_to_all,broadcast"
@@ -114,7 +114,7 @@ PROGRAM = harness.Program(
     seconds=2.0,
     per="operation and size",
     flags=[
-        flag("--ranks-per-host", whole_numbers, "1,2", "on each of two hosts", least=1),
+        flag("--ranks-per-host", several(whole(1)), "1,2", "on each of two hosts"),
         flag("--cable", str, "1gbit", "its rate, as tc names it, or none for no limit"),
         flag("--ops", words, OPS, "operations", known=OPERATIONS),
         flag("--sizes", byte_counts, "1k,64k,1m,16m", "bytes"),

@@ -32,7 +32,7 @@ from operators import MAX_VLLM_RANKS, Reduce, deepspeed_all_reduce, vllm_all_red
 from report import Report
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend
 
-from _ringcomm_values import byte_counts, whole_numbers, words
+from _ringcomm_values import byte_counts, several, whole, words
 from ringcomm import ops
 from ringcomm.measure.ranks import Team, joined_world_size, mpi_world_size
 from ringcomm.measure.timing import Contender
@@ -141,9 +141,9 @@ PROGRAM = harness.Program(
     repeats=1,
     flags=[
         flag("--ops", words, "all_reduce", "collectives", known=("all_reduce", *APART)),
-        flag("--worlds", whole_numbers, "2,4,8,16", "numbers of ranks", least=2),
+        flag("--worlds", several(whole(2)), "2,4,8,16", "numbers of ranks"),
         flag("--sizes", byte_counts, SIZES, "bytes of the buffer"),
-        flag("--runs", int, 1, "how often everything is measured", least=1),
+        flag("--runs", whole(1), 1, "how often everything is measured"),
         flag("--mpi", words, [], "Pythons with mpi4py, mpiexec beside them", metavar="PYTHON"),
         flag("--deepspeed", Path, None, "DeepSpeed's shared-memory extension", metavar="FILE"),
         flag("--vllm", Path, None, "a library of vLLM's shared-memory operators", metavar="FILE"),

@@ -24,6 +24,7 @@ from model import PRESETS, Llama
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from _ringcomm_values import whole
 from ringcomm.measure.ranks import Team
 from ringcomm.measure.timing import open_default_group
 from ringcomm.optim import AdaLomo, InBackwardOptimizer, Lomo
@@ -162,10 +163,10 @@ PROGRAM = harness.Program(
     per="run, for all ways",
     flags=[
         flag("--ways", names, ";".join(WAYS), "separated by ;", known=WAYS),
-        flag("--world", int, 2, "ranks, all on this machine", least=1),
+        flag("--world", whole(1), 2, "ranks, all on this machine"),
         flag("--size", str, "4.6M", "parameters of the model", choices=list(PRESETS)),
-        flag("--rows", int, 4, "rows of a rank's batch", least=1),
-        flag("--context", int, 128, "tokens of a row", least=1),
+        flag("--rows", whole(1), 4, "rows of a rank's batch"),
+        flag("--context", whole(1), 128, "tokens of a row"),
     ],
     check=check,
     file=lambda options: f"lomo-w{options.world}",

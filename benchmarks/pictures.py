@@ -4,15 +4,17 @@
     python benchmarks/pictures.py [--only speed ring errors] [--out docs/design]
 
 `speed` is bars of the newest records in benchmarks/results: calls and a training step over each
-library, also as narrow as a phone. `ring` and `errors` start ranks: `ring` draws the fastest of
-some recorded all_reduces, `errors` what ranks and `ringcomm doctor` say of three jobs, which README
-gets as text, too.
+library, also as narrow as a phone, and a sentence of README, with the same ranges over all records.
+`ring` and `errors` start ranks: `ring` draws the fastest of some recorded all_reduces, `errors`
+what ranks and `ringcomm doctor` say of three jobs, which README gets as text, too.
 """
 
 from __future__ import annotations
 
 import argparse
 import html
+import math
+import re
 import sys
 import tempfile
 import textwrap
@@ -24,13 +26,12 @@ from typing import Any, NamedTuple
 import harness
 import sample_jobs
 from plot import ON_DARK_PAGES, of_last_machine, source_of
-from report import comparison
-from table import LAYOUTS, Record, read_results, with_tables
+from table import LAYOUTS, Record, machine_of, read_results, with_tables
 
 from _ringcomm_cli import EXIT_FAILED, EXIT_OK, run_main
 from ringcomm.measure.machine import usable_cores
 from ringcomm.palette import COLORS, LIBRARIES, title_of
-from ringcomm.screen import in_seconds
+from ringcomm.screen import counted, factor, in_seconds
 from ringcomm.trace.merge import Ring
 
 DESIGN = harness.ROOT / "docs" / "design"
@@ -41,11 +42,13 @@ WIDTH, NARROW = 680, 380  # the latter for phones
 THEMES = {"light": ("#1f2328", "#59636e"), "dark": ("#e6edf3", "#9198a1")}
 CALL = {"kind": "collective", "op": "all_reduce", "dtype": "float32", "device": "cpu"}
 STEP = {"kind": "systems", "rows_per_rank": 4, "tokens_per_row": 128}
+STEP_TITLE = "DDP training step"
 # By title: the fields of the records, and the name in each record of what is compared.
 ROWS: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
     "all_reduce, 1 KiB": (CALL | {"bytes": 1 << 10}, "backend", ("ringcomm", "gloo", "mpi4py")),
     "all_reduce, 4 MiB": (CALL | {"bytes": 4 << 20}, "backend", ("ringcomm", "gloo", "mpi4py")),
-    "DDP training step": (STEP, "system", ("ddp", "ddp on gloo")),
+    "all_reduce, 64 MiB": (CALL | {"bytes": 64 << 20}, "backend", ("ringcomm", "gloo", "mpi4py")),
+    STEP_TITLE: (STEP, "system", ("ddp", "ddp on gloo")),
 }
 
 
@@ -56,8 +59,23 @@ class Bar(NamedTuple):
     record: Record
 
 
-def rows_of(records: list[Record]) -> dict[str, list[Bar]]:
-    """The bars of each row of `speed`, of two ranks; rows without records are left out."""
+class Row(NamedTuple):
+    """The bars of the newest run, and the speed-up over Gloo in each run on an idle machine."""
+
+    bars: list[Bar]
+    speed_ups: list[float]
+
+    def span(self) -> str:
+        """``76× to 116×``: the least and the largest speed-up, rounded outwards."""
+        low, high = min(self.speed_ups), max(self.speed_ups)
+        digits = 0 if low >= 10 else 1 if low >= 2 else 2
+        unit = 10**-digits
+        ends = (math.floor(low / unit) * unit, math.ceil(high / unit) * unit)
+        return " to ".join(f"{end:.{digits}f}×" for end in ends)
+
+
+def rows_of(records: list[Record]) -> dict[str, Row]:
+    """The rows of `speed`, of two ranks; those without records are left out."""
     rows = {}
     for title, (fields, name, wanted) in ROWS.items():
         usual = [r for r in records if ({"world_size": 2} | fields).items() <= r.items()]
@@ -65,8 +83,31 @@ def rows_of(records: list[Record]) -> dict[str, list[Bar]]:
         found = {record[name]: record for run in runs for record in run}
         bars = [Bar(_library(one), found[one]) for one in wanted if one in found]
         if bars:
-            rows[title] = bars
+            machine = machine_of(bars[0].record)
+            told = [
+                ratio["p50"]
+                for r in usual
+                if _library(r[name]) == "gloo" and machine_of(r) == machine and r["quiet"]
+                if (ratio := r.get("over_ringcomm") or r["ratio"])
+            ]
+            rows[title] = Row(bars, told)
     return rows
+
+
+def with_sentence(page: str, rows: dict[str, Row]) -> str:
+    """README with the ranges of the rows."""
+    calls = [row for title, row in rows.items() if "KiB" in title or "MiB" in title]
+    sizes = [title.split(", ")[1] for title in rows if ", " in title]
+    told = [f"{row.span()} for {size}" for row, size in zip(calls, sizes, strict=True)]
+    told[0] = told[0].replace(" for ", " as fast as Gloo's for ")
+    step = rows[STEP_TITLE]
+    said = (
+        f"In {len(calls[0].speed_ups)} recorded runs of 2 ranks on 2 otherwise idle CPU cores,"
+        f" ringcomm's all_reduce is {', '.join(told[:-1])} and {told[-1]}."
+        f" A DDP training step is {step.span()} as fast in {counted(len(step.speed_ups), 'run')},"
+        " because little of it is communication. These are the medians of each run."
+    )
+    return re.sub(r"(?m)^In \d+ recorded runs of .*$", said, page)
 
 
 def _library(name: str) -> str:
@@ -111,7 +152,7 @@ def picture(height: int, title: str, theme: str, parts: Iterable[str], width: in
     )
 
 
-def speed(rows: dict[str, list[Bar]], theme: str, total: int = WIDTH) -> str:
+def speed(rows: dict[str, Row], theme: str, total: int = WIDTH) -> str:
     """Bars of medians; each row has its own scale, to its longest bar.
 
     A narrow picture has speed-ups below their titles, and shorter lines of text.
@@ -119,10 +160,10 @@ def speed(rows: dict[str, list[Bar]], theme: str, total: int = WIDTH) -> str:
     is_narrow = total < WIDTH
     left, longest, height = (90, 214, 22) if is_narrow else (96, 430, 22)
     parts, y = [], 8.0
-    for title, bars in rows.items():
+    for title, (bars, _) in rows.items():
         slowest_us = max(record["p50_us"] for _, record in bars)
         parts.append(text(0, y + 16, title, class_="bold"))
-        if (gloo := _speed_up(bars)) is not None:
+        if (gloo := _speed_up(rows[title])) is not None:
             y += 19 * is_narrow
             x, anchor = (0, "start") if is_narrow else (total, "end")
             parts.append(text(x, y + 16, gloo, text_anchor=anchor, class_="faint"))
@@ -135,10 +176,10 @@ def speed(rows: dict[str, list[Bar]], theme: str, total: int = WIDTH) -> str:
             y += height
         y += 12
     step = f"step: {STEP['rows_per_rank']} × {STEP['tokens_per_row']} tokens per rank"
-    (first, *_) = [bars[0].record for bars in rows.values()]
+    first = next(iter(rows.values())).bars[0].record
     said = [
         f"Shorter is faster. Medians of 2 ranks, float32; {step}.",
-        "Speed-ups are medians over neighbouring blocks, with their 10 and 90 % points.",
+        "Speed-ups are medians over neighbouring blocks; ranges are of the medians of all records.",
         f"{source_of(first)}. ringcomm bench measures ringcomm and Gloo.",
     ]
     for line in textwrap.wrap(" ".join(said), 48) if is_narrow else said:
@@ -148,13 +189,13 @@ def speed(rows: dict[str, list[Bar]], theme: str, total: int = WIDTH) -> str:
     return picture(round(y + 10), title, theme, parts, total)
 
 
-def _speed_up(bars: list[Bar]) -> str | None:
-    """How many times as fast as Gloo ringcomm is, of neighbouring blocks of one run."""
-    for library, record in bars:
+def _speed_up(row: Row) -> str | None:
+    """How many times as fast as Gloo ringcomm is, in the newest run and in all."""
+    for library, record in row.bars:
         ratio = record.get("over_ringcomm") or record["ratio"]
         if library == "gloo" and ratio:
-            said = f"{comparison(record | {'ratio': ratio})} as fast as Gloo"
-            return f"no clear difference: {said}" if ratio["p10"] <= 1 <= ratio["p90"] else said
+            runs = counted(len(row.speed_ups), "run")
+            return f"{factor(ratio['p50'])}× as fast as Gloo ({row.span()} in {runs})"
     return None
 
 
@@ -241,15 +282,21 @@ def main(argv: list[str]) -> int:
             return EXIT_FAILED
         write_both(options.out, "speed", speed, rows)
         write_both(options.out, "speed-narrow", partial(speed, total=NARROW), rows)
+        if options.out == DESIGN:
+            page = README.read_text(encoding="utf-8")
+            README.write_text(with_sentence(page, rows), encoding="utf-8")
     with tempfile.TemporaryDirectory() as name:
         if "ring" in options.only:
             write_both(options.out, "ring", ring, sample_jobs.fastest_ring(Path(name)))
         if "errors" in options.only:
             said = sample_jobs.what_is_said(Path(name))
-            (options.out / "errors.svg").write_text(sample_jobs.terminal(said), encoding="utf-8")
-            page = README.read_text(encoding="utf-8")
-            written = with_tables(page, [sample_jobs.as_text(said)], *MARKS)
-            README.write_text(written, encoding="utf-8")
+            for file, columns in sample_jobs.PICTURES.items():
+                drawn = sample_jobs.terminal(said, columns)
+                (options.out / f"{file}.svg").write_text(drawn, encoding="utf-8")
+            if options.out == DESIGN:
+                page = README.read_text(encoding="utf-8")
+                page = with_tables(page, [sample_jobs.as_text(said)], *MARKS)
+                README.write_text(page, encoding="utf-8")
     return EXIT_OK
 
 

@@ -27,7 +27,7 @@ from harness import Bench, Options, flag
 from schedule_simulation import orders_of, simulate
 from torch import Tensor, nn
 
-from _ringcomm_values import whole_numbers, words
+from _ringcomm_values import several, whole, words
 from ringcomm.measure.ranks import Team
 from ringcomm.measure.timing import open_default_group, percentiles
 from ringcomm.parallel import pipeline
@@ -202,8 +202,8 @@ PROGRAM = harness.Program(
     per="schedule and size, five steps at least",
     flags=[
         flag("--stages", str, "sleep", "what they do", choices=("sleep", "compute")),
-        flag("--worlds", whole_numbers, "2,4", "numbers of ranks", least=1),
-        flag("--factors", whole_numbers, "1,2,4", "micro-batches per rank", least=1),
+        flag("--worlds", several(whole(1)), "2,4", "numbers of ranks"),
+        flag("--factors", several(whole(1)), "1,2,4", "micro-batches per rank"),
         flag("--schedules", words, ",".join(pipeline.SCHEDULES), known=pipeline.SCHEDULES),
         flag("--unit-ms", float, 40.0, "of a forward, and of half a backward"),
         flag("--pictures", Path, None, "draw a step of each schedule into this folder"),

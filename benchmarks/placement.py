@@ -139,8 +139,6 @@ def placement_of(options: argparse.Namespace) -> Placement:
     if num_devices == 0:
         raise ValueError(f"this torch finds no {kind} device here")
     wants_mps = getattr(options, "mps", False)
-    if wants_mps and kind == "cpu":
-        raise ValueError("--mps is for GPUs only: add --device cuda")
     if wants_mps and find_control() is None:
         Mps()  # which says what is missing
     # A daemon that was running before has its folder in the environment too.

@@ -55,6 +55,7 @@ FAULTS = {
 }
 HANG = "A rank hangs; ringcomm doctor --job PID says which, and where:"
 COLUMNS = 116
+PICTURES = {"errors": COLUMNS, "errors-narrow": 52}  # the latter for phones
 
 
 def _torchrun(folder: Path, script: str) -> list[str]:
@@ -109,15 +110,15 @@ def what_is_said(folder: Path) -> list[tuple[str, str]]:
     return [*found, (HANG, said.strip())]
 
 
-def wrapped(line: str) -> list[str]:
+def wrapped(line: str, columns: int = COLUMNS) -> list[str]:
     """Lines of a terminal, broken after a sentence, a colon or a comma rather than at any blank."""
     lines = []
-    while len(line) > COLUMNS:
+    while len(line) > columns:
         for mark in (r"\. ", "[:;] ", ", ", " "):
-            ends = [found.end() for found in re.finditer(mark, line[: COLUMNS + 1])]
-            if ends and ends[-1] > COLUMNS // 3:
+            ends = [found.end() for found in re.finditer(mark, line[: columns + 1])]
+            if ends and ends[-1] > columns // 3:
                 break
-        end = ends[-1] if ends else COLUMNS
+        end = ends[-1] if ends else columns
         lines.append(line[:end].rstrip())
         line = line[end:]
     return [*lines, line]
@@ -131,20 +132,22 @@ def as_text(said: list[tuple[str, str]]) -> str:
     return "\n".join(["```", *lines[1:], "```"])
 
 
-def terminal(said: list[tuple[str, str]]) -> str:
+def terminal(said: list[tuple[str, str]], columns: int) -> str:
     """The picture of a dark terminal with titles and lines, in SVG."""
     from rich.console import Console
     from rich.terminal_theme import DIMMED_MONOKAI
     from rich.text import Text
 
-    console = Console(record=True, width=COLUMNS, file=io.StringIO())
+    console = Console(record=True, width=columns, file=io.StringIO())
     for idx, (title, lines) in enumerate(said):
         if idx:
             console.print()
         console.print(Text(title, style="bold cyan"))
-        body = Text("\n".join(part for line in lines.split("\n") for part in wrapped(line)))
+        body = Text(
+            "\n".join(part for line in lines.split("\n") for part in wrapped(line, columns))
+        )
         body.highlight_regex(
-            r"(?m)^\w+Error|rank 2 \(pid.*|rank 2 called.*|^rank 2 is.*", "bold red"
+            r"(?m)^\w+Error|rank 2 \(pid.*|rank 2 called.*|^rank 2 is.*", "bold #ff8a80"
         )
         console.print(body)
     console.print()  # the clip of the last line cuts what a larger font has below it

@@ -2,7 +2,8 @@
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain, repeat
 from pathlib import Path
 
@@ -48,21 +49,20 @@ class Progress:
         print(line, end="", file=sys.stderr, flush=True)
 
 
-def check_writable(*paths: Path | None) -> None:
-    """Checks before a long measurement that files can be written, and makes their folders.
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Errors of writing have the file's name, which Python gives those of opening it only."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
 
-    Files that exist stay as they are; None is no file. Raises ValueError with file and reason.
-    """
-    for path in filter(None, paths):
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            is_new = not path.exists()
-            path.open("a", encoding="utf-8").close()
-            if is_new:
-                path.unlink(missing_ok=True)  # another rank may have done it
-        except OSError as error:
-            why = error.strerror
-            raise ValueError(f"{path} cannot be written: {why}; name another file") from None
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file in UTF-8. Raises OSError with its name."""
+    with writing(path):
+        path.write_text(text, encoding="utf-8")
 
 
 def in_gib(num_bytes: float) -> str:

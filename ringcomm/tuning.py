@@ -12,12 +12,13 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from _ringcomm_values import MAX_WORLD_SIZE
 from ringcomm.cost_model import Costs, Machine
+from ringcomm.screen import write_text
 
 __all__ = ["SCHEMA", "Point", "Tuning", "World", "load", "save"]
 
 SCHEMA = 3
-MAX_WORLD_SIZE = 64
 # Fields of a world that are used: the type, and the smallest and largest value.
 _USED: dict[str, tuple[Any, int, int]] = {
     "world_size": (int, 2, MAX_WORLD_SIZE),
@@ -84,7 +85,7 @@ def save(tuning: Tuning, path: str | PathLike[str]) -> None:
     text = json.dumps({"schema": SCHEMA, **asdict(tuning)}, indent=1, allow_nan=False)
     target = Path(path)
     partial = target.with_name(f"{target.name}.partial")
-    partial.write_text(text + "\n", encoding="utf-8")
+    write_text(partial, text + "\n")
     partial.replace(target)
 
 

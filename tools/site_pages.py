@@ -91,6 +91,8 @@ def _in_both_themes(picture: str) -> str:
     """The images of a <picture>: the site's switch chooses the theme, and the browser the width."""
     ((alt, light),) = IMAGE.findall(picture)
     files = {"": light} | dict(SOURCE.findall(picture))
+    if DARK not in files:  # on phones the page's style shows the text in place of this picture
+        return f"![{alt}]({light})"
     lines = []
     for theme, dark in (("light", ""), ("dark", DARK)):
         image = f"![{alt}]({files[dark]}#only-{theme})"

@@ -18,14 +18,14 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from _ringcomm_cli import EXIT_OK, EXIT_WRONG_RESULTS, RankError
+from _ringcomm_values import MAX_WORLD_SIZE
 from ringcomm import __version__
 from ringcomm.measure import ranks, timing
 from ringcomm.measure.machine import MAX_OTHERS_PERCENT, identity, usable_cores, utc_now
 from ringcomm.measure.ranks import Team
 from ringcomm.measure.timing import US, check_sums
 from ringcomm.palette import LIBRARIES, title_of
-from ringcomm.screen import Progress, byte_count, columns, counted, factor, in_seconds
-from ringcomm.tuning import MAX_WORLD_SIZE
+from ringcomm.screen import Progress, byte_count, columns, counted, factor, in_seconds, write_text
 
 MAX_FACTOR = 3  # a loaded machine takes longer than announced; then the largest are left out
 SIZES = (1 << 10, 64 << 10, 1 << 20, 16 << 20)
@@ -103,7 +103,7 @@ def run(options: argparse.Namespace) -> int:
         (options.json, lambda: json.dumps(content, allow_nan=False)),
     ):
         if path is not None:
-            path.write_text(text(), encoding="utf-8")
+            write_text(path, text())
             print(f"written: {path}")
     return EXIT_OK
 

@@ -15,7 +15,10 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from _ringcomm_cli import MAX_MICRO_BATCHES
+from _ringcomm_values import MAX_WORLD_SIZE
 from ringcomm.palette import COLORS
+from ringcomm.screen import write_text
 from ringcomm.version import __version__
 
 TITLES = {
@@ -27,9 +30,7 @@ TITLES = {
     "loss": "Cross-entropy over a split vocabulary, in one collective",
     "trace": "A recorded job: its phases, calls and waits",
 }
-MAX_RANKS = 64
 MAX_LAYERS = 1024
-MAX_MICRO_BATCHES = 256
 MAX_EVENTS = 50_000  # of page trace, the newest: some 5 MB
 _SYSTEMS = ("ddp", "zero1", "zero2", "zero3", "lomo", "lomo-shards")
 
@@ -41,7 +42,7 @@ def ring(num_ranks: int, num_bytes: int, trace: Path | None, seq: int | None) ->
     """
     if trace is None:
         made_up = {"ranks": num_ranks, "bytes": num_bytes, "recorded": "", "measured": []}
-        return {"max_ranks": MAX_RANKS} | made_up
+        return {"max_ranks": MAX_WORLD_SIZE} | made_up
     from ringcomm.trace import merge
 
     found = merge.ring_of(trace, seq)
@@ -53,7 +54,7 @@ def ring(num_ranks: int, num_bytes: int, trace: Path | None, seq: int | None) ->
         mine["peer"] = f"rank {step['args'].get('from')}"
     name, about = found.whole["name"], found.whole["args"]
     return {
-        "max_ranks": MAX_RANKS,
+        "max_ranks": MAX_WORLD_SIZE,
         "ranks": len(found.ranks),
         "bytes": about["bytes"],
         "recorded": f"{name} #{about['seq']} of {len(found.ranks)} ranks, from {trace.name}",
@@ -62,7 +63,7 @@ def ring(num_ranks: int, num_bytes: int, trace: Path | None, seq: int | None) ->
 
 
 def memory(model: str, max_ranks: int) -> dict[str, Any]:
-    """Of page `memory`: a known model or the path of a config.json; 2, 4, 8 ... ranks.
+    """Of page `memory`: a known model or the path of a config.json; 2, 4, 8 ... `max_ranks` ranks.
 
     Raises ValueError if the model is not known.
     """
@@ -73,8 +74,7 @@ def memory(model: str, max_ranks: int) -> dict[str, Any]:
 
     shape = _shape_of("memory", model)
     rows = []
-    num_ranks = 2
-    while num_ranks <= max_ranks:
+    for num_ranks in (*(1 << k for k in range(1, 7) if 1 << k < max_ranks), max_ranks):
         job = Job(shape.context * num_ranks, shape.context)
         cluster = Cluster(num_ranks, per_host=num_ranks)
         for name in _SYSTEMS:
@@ -85,7 +85,6 @@ def memory(model: str, max_ranks: int) -> dict[str, Any]:
             found["parameters"] += masters
             found["states"] -= masters
             rows.append({"ranks": num_ranks, "system": name} | found)
-        num_ranks *= 2
     about = (
         f"A rank has one sequence of {shape.context:,} tokens, in bfloat16, plus float32 master"
         " weights, except LOMO; states are AdamW's. Layers are recomputed: only their inputs are"
@@ -130,7 +129,7 @@ def pipeline(num_ranks: int, num_micro_batches: int, timeline: Path | None) -> d
 
     Raises ValueError if the file is no such timeline.
     """
-    limits = {"max_ranks": MAX_RANKS, "max_micro_batches": MAX_MICRO_BATCHES}
+    limits = {"max_ranks": MAX_WORLD_SIZE, "max_micro_batches": MAX_MICRO_BATCHES}
     if timeline is None:
         return limits | {"ranks": num_ranks, "micro_batches": num_micro_batches, "actions": []}
     try:
@@ -174,7 +173,7 @@ def tensor(model: str, num_ranks: int) -> dict[str, Any]:
         "num_inner": 2 if shape.gated else 1,
         "tokens": shape.context,
     }
-    return {"model": shape.name, "max_ranks": MAX_RANKS, "ranks": num_ranks} | sizes
+    return {"model": shape.name, "max_ranks": MAX_WORLD_SIZE, "ranks": num_ranks} | sizes
 
 
 def _shape_of(page: str, model: str) -> Any:
@@ -190,25 +189,16 @@ def _shape_of(page: str, model: str) -> Any:
 
 
 def loss(num_ranks: int) -> dict[str, Any]:
-    """Of page `loss`: an example of twelve classes, which 1, 2, 3, 4, 6 or 12 ranks share.
-
-    Raises ValueError for another number of ranks.
-    """
+    """Of page `loss`: an example of twelve classes, which 1, 2, 3, 4, 6 or 12 ranks share."""
     logits = [1.5, 0.25, -2.0, 3.0, 0.5, -0.75, 2.25, 4.0, -1.0, 0.0, 2.0, 1.0]
-    if len(logits) % num_ranks:
-        raise ValueError(
-            f"page loss has {len(logits)} classes: {num_ranks} ranks cannot share them"
-        )
     return {"logits": logits, "target": 3, "ranks": num_ranks}
 
 
-def trace(path: Path | None) -> dict[str, Any]:
+def trace(path: Path) -> dict[str, Any]:
     """Of page `trace`: a trace of `ringcomm trace`. Times are in µs.
 
     Raises ValueError if the file is no trace, or has no call.
     """
-    if path is None:
-        raise ValueError("page trace needs --trace FILE")
     from ringcomm.trace import merge
     from ringcomm.trace.totals import is_wait_for_peer
 
@@ -245,9 +235,8 @@ def trace(path: Path | None) -> dict[str, Any]:
 
 
 def write_page(name: str, data: dict[str, Any], path: Path) -> None:
-    """Writes a page and makes its folder. Raises OSError if it cannot be written."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page_of(name, data), encoding="utf-8")
+    """Writes a page. Raises OSError if it cannot be written."""
+    write_text(path, page_of(name, data))
 
 
 def page_of(name: str, data: dict[str, Any]) -> str:

@@ -36,6 +36,36 @@ function whole(input, least, most) {
   return +input.value;
 }
 
+// A button that moves a slider to its end, in 12 s if it has many stops; input by hand ends that.
+function playerOf(slider, draw) {
+  const play = make("button", {id: "play", type: "button"}, "Play");
+  let timer = null,
+    stride = 1;
+  const stop = () => {
+    clearInterval(timer);
+    timer = null;
+    play.textContent = "Play";
+  };
+  const go = () => {
+    slider.value = +slider.value + stride;
+    if (slider.value === slider.max) stop();
+    draw();
+  };
+  slider.addEventListener("input", () => {
+    stop();
+    draw();
+  });
+  play.addEventListener("click", () => {
+    if (timer) return stop();
+    if (slider.value === slider.max) slider.value = slider.min;
+    play.textContent = "Pause";
+    stride = Math.ceil((slider.max - slider.min) / 150);
+    timer = setInterval(go, Math.min(900, (12000 * stride) / (slider.max - slider.min)));
+    go();
+  });
+  return {play, stop};
+}
+
 const three = value => String(+value.toPrecision(3));
 
 function bytes(count) {

@@ -44,7 +44,7 @@ const slider = inputOf("range", "step", 0, sizes.length, Math.round(sizes.length
 const table = make("div", {id: "table"});
 main.append(
   paragraph(`${data.model}: ${sizes.length} weight tensors, ${bytes(total)}. `, data.about),
-  make("form", {}, make("label", {}, "gradients computed", slider)),
+  make("form", {}, make("label", {}, "gradients computed", slider), playerOf(slider, drawAll).play),
   title,
   legendOf(Object.entries(PARTS)),
   picture,
@@ -66,12 +66,13 @@ function drawAll() {
     width = isNarrow() ? 90 : 280,
     height = 180,
     gap = isNarrow() ? 10 : 24,
-    y = value => 20 + height - (value / most) * height;
+    top = 40,
+    y = value => top + height - (value / most) * height;
   slider.setAttribute("aria-valuetext", `${count} of ${sizes.length}`);
   title.textContent = count
     ? `${count} of ${sizes.length} gradients; the last was that of ${sizes[count - 1].name}`
     : "Before the backward pass";
-  const svg = pictureOf(left + 3 * (width + gap), height + 40, "memory over a backward pass");
+  const svg = pictureOf(left + 3 * (width + gap), height + top + 20, "memory over a backward pass");
   const unit = 2 ** Math.floor(Math.log2(most / 3));
   for (const value of range(Math.floor(most / unit) + 1).map(idx => idx * unit))
     svg.append(
@@ -92,7 +93,7 @@ function drawAll() {
     let lower = at.map(() => 0);
     svg.append(
       make("text", {x: begin, y: 12}, name),
-      label(begin + width / 2, height + 36, isNarrow() ? "gradients →" : "gradients computed →", {
+      label(begin + width / 2, height + top + 16, isNarrow() ? "gradients →" : "gradients computed →", {
         class: "faint",
       }),
     );
@@ -109,7 +110,25 @@ function drawAll() {
     }
     const now = begin + (count / sizes.length) * width;
     svg.append(
-      make("line", {x1: now, x2: now, y1: 20, y2: 20 + height, stroke: "var(--ink)", "stroke-width": 2}),
+      make("line", {x1: now, x2: now, y1: top, y2: top + height, stroke: "var(--ink)", "stroke-width": 2}),
+    );
+    // One gradient of LOMO has less than a pixel: the number says it, and the mark where it is.
+    const parts = memoryAt(name, count);
+    svg.append(
+      make(
+        "text",
+        {x: begin, y: 30, class: "gradients"},
+        isNarrow() ? bytes(parts.gradients) : `gradients now: ${bytes(parts.gradients)}`,
+      ),
+      make("rect", {
+        x: now - 4,
+        y: y(sum(parts)) - 3,
+        width: 8,
+        height: parts.gradients ? 3 + (parts.gradients / most) * height : 0,
+        fill: COLORS.orange,
+        stroke: "var(--ink)",
+        class: "mark",
+      }),
     );
   });
   picture.replaceChildren(svg);
@@ -124,5 +143,4 @@ function drawAll() {
   );
 }
 
-slider.addEventListener("input", drawAll);
 drawAll();

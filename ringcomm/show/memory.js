@@ -9,7 +9,7 @@ const PARTS = {
 // How a system is written, and what a rank has.
 const SYSTEMS = {
   ddp: ["DDP", "everything on every rank; temporary: buckets, a second copy of the gradients"],
-  zero1: ["ZeRO-1", "master weights and optimizer states / N; gradients in float32"],
+  zero1: ["ZeRO-1", "master weights and optimizer states / N; gradients in float32, twice DDP's: micro-batches are added up in them (reduce_dtype= chooses another type)"],
   zero2: ["ZeRO-2", "master weights, states and gradients / N; temporary: one bucket of complete gradients"],
   zero3: ["ZeRO-3", "all weights, in float32, gradients and states / N; temporary: one layer's weights"],
   lomo: ["LOMO", "bfloat16 weights; no states; one gradient at a time, and its float32 copy for the sum"],
@@ -20,7 +20,7 @@ const slider = inputOf("range", "ranks", 0, counts.length - 1, Math.min(2, count
 const table = make("div", {id: "table"});
 main.append(
   paragraph(`${data.model} has ${three(data.num_params / 1e9)} billion weights. `, data.about),
-  make("form", {}, make("label", {}, "ranks", slider)),
+  make("form", {}, make("label", {}, "ranks", slider), playerOf(slider, drawAll).play),
   title,
   legendOf(Object.values(PARTS)),
   picture,
@@ -79,5 +79,4 @@ function drawAll() {
   );
 }
 
-slider.addEventListener("input", drawAll);
 drawAll();

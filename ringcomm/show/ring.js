@@ -74,11 +74,11 @@ function partsAfter(n, steps, count) {
 const receivedAfter = (n, steps, count) =>
   steps.slice(0, count).reduce((sum, step) => sum + step.moves.length / n / n, 0);
 
-const state = {algorithm: "ring", ranks: data.ranks, count: 0, timer: null};
+const state = {algorithm: "ring", ranks: data.ranks, count: 0};
 const select = selectOf("algorithm", Object.keys(ALGORITHMS));
 const ranks = inputOf("number", "ranks", 2, data.max_ranks, state.ranks);
 const slider = inputOf("range", "step", 0, 1, 0);
-const play = make("button", {id: "play", type: "button"}, "Play");
+const {play, stop} = playerOf(slider, () => go(+slider.value));
 const sent = make("p", {id: "sent"}),
   cells = make("p", {id: "cells"});
 const halves = make("div", {id: "halves", class: "halves"});
@@ -95,7 +95,7 @@ main.append(
   recorded,
   paragraph(
     "Every rank has a buffer, cut into one chunk per rank. At the end each rank has the sum of all buffers. ",
-    "A step changes the cells with a bold frame; arrows and dashed frames show where the data comes from.",
+    "A step changes the cells with a bold frame; arrows and dashed frames show where the data comes from. In shared memory nothing is sent: a rank reads what the others have.",
   ),
   make(
     "form",
@@ -292,23 +292,11 @@ function drawAll() {
   );
 }
 
-function stop() {
-  clearInterval(state.timer);
-  state.timer = null;
-  play.textContent = "Play";
-}
-
 function go(count) {
-  const last = ALGORITHMS[state.algorithm](state.ranks).length;
-  state.count = Math.max(0, Math.min(last, count));
-  if (state.count === last) stop();
+  state.count = count;
   drawAll();
 }
 
-slider.addEventListener("input", () => {
-  stop();
-  go(+slider.value);
-});
 select.addEventListener("change", () => {
   stop();
   state.algorithm = select.value;
@@ -318,12 +306,5 @@ ranks.addEventListener("change", () => {
   stop();
   state.ranks = whole(ranks, 2, data.max_ranks);
   go(0);
-});
-play.addEventListener("click", () => {
-  if (state.timer) return stop();
-  if (state.count === +slider.max) state.count = 0;
-  play.textContent = "Pause";
-  state.timer = setInterval(() => go(state.count + 1), 900);
-  go(state.count + 1);
 });
 drawAll();

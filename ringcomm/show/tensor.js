@@ -40,33 +40,22 @@ const OPS = [
   {name: "all_reduce", short: "sum", says: "forward 2: the terms become the sum", collective: "forward"},
 ];
 // Backward: a column-parallel layer gives each rank one term of its input's gradient.
+const back = (short, width, says, isTerm = false) => ({
+  ...OPS.find(op => op.short === short),
+  width,
+  says,
+  isTerm,
+});
 const BACKWARD = [
-  {
-    name: `down, ${inner}`,
-    short: "MLP",
-    says: "a rank's part of the inner gradients; then one term of the input's gradient",
-    isTerm: true,
-    width: null,
-  },
-  {
-    name: "all_reduce",
-    short: "sum",
-    says: `backward 1: the gradient before ${inner}`,
-    collective: "backward",
-  },
-  {
-    name: "output, attention, query, key, value",
-    short: "attn",
-    says: "the same for a rank's heads",
-    isTerm: true,
-    width: null,
-  },
-  {
-    name: "all_reduce",
-    short: "sum",
-    says: "backward 2: the gradient before query, key and value",
-    collective: "backward",
-  },
+  back("down", ffn, "the gradient of a rank's own columns"),
+  back("up", null, "one term of the input's gradient", true),
+  back("sum", null, `backward 1: the gradient before ${inner}`),
+  back("norm", null, "every rank computes the same"),
+  back("out", query, "the gradient of a rank's own heads"),
+  back("attn", query + 2 * keyValue, "a rank's own heads"),
+  back("QKV", null, "one term of the input's gradient", true),
+  back("sum", null, "backward 2: the gradient before query, key and value"),
+  back("norm", null, "every rank computes the same"),
 ];
 const ALL = [
   ...OPS.map(op => ({...op, pass: "forward"})),
@@ -82,7 +71,7 @@ main.append(
     "QKV is the query, key and value projections, attn attention, out the output projection. ",
     `The MLP has ${numInner === 2 ? "up (with the gate)" : "up"} and down. A sum is an all_reduce.`,
   ),
-  make("form", {}, make("label", {}, "ranks N", ranks), make("label", {}, "step", slider)),
+  make("form", {}, make("label", {}, "ranks N", ranks), make("label", {}, "step", slider), playerOf(slider, drawAll).play),
   title,
   picture,
   facts,
@@ -95,31 +84,28 @@ main.append(
 function drawAll() {
   const n = whole(ranks, 1, data.max_ranks),
     at = +slider.value - 1;
-  // A phone has the backward pass below the forward pass.
-  const isBelow = isNarrow(),
-    width = isBelow ? 31 : 58,
+  // On a phone names of neighbours are on two lines, and do not touch.
+  const width = isNarrow() ? 31 : 58,
     height = n > 8 ? 18 : 28,
-    left = isBelow ? 52 : 62,
-    passHeight = n * (height + 4) + 50;
-  const columns = isBelow ? OPS.length : ALL.length;
+    left = isNarrow() ? 52 : 62,
+    second = isNarrow() ? 14 : 0,
+    passHeight = n * (height + 4) + 50 + second;
   const svg = pictureOf(
-    left + columns * (width + 4) + (isBelow ? 4 : 24),
-    isBelow ? 2 * passHeight : passHeight,
+    left + OPS.length * (width + 4) + 4,
+    2 * passHeight,
     `${n} ranks, ${ALL.length} operations`,
   );
-  const places = {
-    forward: {x: left, y: 0},
-    backward: isBelow ? {x: left, y: passHeight} : {x: left + OPS.length * (width + 4) + 20, y: 0},
-  };
-  for (const [pass, {x, y}] of Object.entries(places)) svg.append(make("text", {x, y: y + 14}, pass));
-  for (const {y} of isBelow ? Object.values(places) : [places.forward])
+  const places = {forward: {x: left, y: 0}, backward: {x: left, y: passHeight}};
+  for (const [pass, {x, y}] of Object.entries(places)) {
+    svg.append(make("text", {x, y: y + 14}, pass));
     for (const rank of range(n))
       svg.append(
         label(left - 8, y + 24 + rank * (height + 4) + height / 2 + 4, `rank ${rank}`, {"text-anchor": "end"}),
       );
+  }
   ALL.forEach((op, idx) => {
     const place = places[op.pass],
-      x = place.x + (idx - (op.pass === "backward" ? OPS.length : 0)) * (width + 4),
+      x = place.x + (idx % OPS.length) * (width + 4),
       top = place.y + 24,
       ink = idx === at ? "var(--ink)" : "var(--line)";
     for (const rank of range(n)) {
@@ -144,7 +130,8 @@ function drawAll() {
         }),
       );
     }
-    svg.append(label(x + width / 2, top + n * (height + 4) + 18, op.short, {class: "faint"}));
+    const under = top + n * (height + 4) + 18 + (idx % OPS.length % 2) * second;
+    svg.append(label(x + width / 2, under, op.short, {class: "faint"}));
     if (op.collective)
       svg.append(
         make("rect", {
@@ -168,7 +155,7 @@ function drawAll() {
   const buffer = 2 * tokens * hidden,
     sent = ((2 * (n - 1)) / n) * buffer;
   const weight = op.weight
-    ? ` Weights: ${bytes((2 * op.weight) / n)} on each rank, of ${bytes(2 * op.weight)}.`
+    ? ` ${op.pass === "forward" ? "Weights" : "Their gradients"}: ${bytes((2 * op.weight) / n)} on each rank, of ${bytes(2 * op.weight)}.`
     : "";
   const output = op.collective
     ? `The buffer has ${bytes(buffer)}, of which a rank receives 2(N − 1)/N: ${bytes(sent)}.`
@@ -176,5 +163,5 @@ function drawAll() {
   facts.textContent = `${output}${weight} In the whole block a rank receives ${bytes(4 * sent)} in 4 all_reduces.`;
 }
 
-for (const input of [ranks, slider]) input.addEventListener("input", drawAll);
+ranks.addEventListener("input", drawAll);
 drawAll();

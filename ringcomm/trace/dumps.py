@@ -21,6 +21,7 @@ import time
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from glob import escape
 from itertools import dropwhile
 from pathlib import Path
 from typing import Any, TypeVar
@@ -124,6 +125,15 @@ def _has_ended(own: Record, peer: Record) -> bool:
     return False
 
 
+def files_of(folders: Sequence[Path]) -> list[Path]:
+    """The files in folders; of a path that is no folder, those whose names begin with it."""
+    found: list[Path] = []
+    for path in folders:
+        names = path.iterdir() if path.is_dir() else path.parent.glob(f"{escape(path.name)}*")
+        found += sorted(names)
+    return found
+
+
 def read(folders: Sequence[Path]) -> list[Known]:
     """The processes of the dumps in some folders, by rank; empty if there is no dump.
 
@@ -131,7 +141,7 @@ def read(folders: Sequence[Path]) -> list[Known]:
     dump that is truncated or of another version, and for dumps of different jobs.
     """
     found: dict[tuple[str, int, int], Known] = {}  # by process
-    for path in (path for folder in folders for path in sorted(folder.iterdir())):
+    for path in files_of(folders):
         for known in _read(path) if path.suffix == ".json" else ():
             key = (known.clock, known.record.pid, known.record.started_ns)
             other = found.setdefault(key, known)

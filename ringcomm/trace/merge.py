@@ -18,8 +18,8 @@ from itertools import chain
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
 
-from _ringcomm_cli import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
-from ringcomm.screen import columns, counted
+from _ringcomm_cli import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, in_words
+from ringcomm.screen import columns, counted, writing
 from ringcomm.trace import clock_name, dumps, recordings, torch_dumps
 from ringcomm.trace.layout import NO_SEQ
 from ringcomm.trace.recordings import Process
@@ -64,7 +64,11 @@ def run_recorded(
                     process.send_signal(number)
             process.wait()
             status = EXIT_INTERRUPTED
-        merged = merge_folders([Path(folder)], output, time.monotonic_ns(), then)
+        try:
+            merged = merge_folders([Path(folder)], output, time.monotonic_ns(), then)
+        except ValueError as error:  # no rank has recorded anything
+            print(f"ringcomm trace: {error}", file=sys.stderr)
+            merged = EXIT_FAILED
     return merged if status == EXIT_OK else status if status > 0 else 128 - status
 
 
@@ -93,13 +97,9 @@ def merge_folders(
 ) -> int:
     """Writes the trace of recordings and a summary on stderr; returns the exit status.
 
-    ``then`` gets the trace if there is one.
+    ``then`` gets the trace if there is one. Raises as `merge`.
     """
-    try:
-        summary = merge(folders, output, now_ns)
-    except ValueError as error:
-        print(f"ringcomm trace: {error}", file=sys.stderr)
-        return EXIT_FAILED
+    summary = merge(folders, output, now_ns)
     about = f"{counted(summary.num_ranks, 'rank')}, {summary.num_events} events"
     last = f"{output}: {about}; open it in https://ui.perfetto.dev"
     for line in (*summary.notes, *summary.totals, last):
@@ -110,25 +110,23 @@ def merge_folders(
     except BrokenPipeError:  # of `--html /dev/stdout`, or of what it says on stderr
         raise
     except (OSError, ValueError) as error:
-        print(f"ringcomm trace: {error}", file=sys.stderr)
+        print(f"ringcomm trace: {in_words(error)}", file=sys.stderr)
         return EXIT_FAILED
     return EXIT_OK
 
 
-def convert_dumps(folders: Sequence[Path], output: Path) -> int:
-    """Writes the dumps in some folders to another one, for torch's analyser; the exit status."""
-    try:
-        found = dumps.read(folders)
-        if not found:
-            raise ValueError(f"no dump of a flight recorder is in {', '.join(map(str, folders))}")
-        note = torch_dumps.write(output, found)
-    except ValueError as error:
-        print(f"ringcomm trace: {error}", file=sys.stderr)
-        return EXIT_FAILED
+def convert_dumps(folders: Sequence[Path], output: Path) -> None:
+    """Writes the dumps in some folders to another one, for torch's analyser.
+
+    Raises ValueError if there is none, for a damaged one, or if the other folder has other files.
+    """
+    found = dumps.read(folders)
+    if not found:
+        raise ValueError(f"no dump of a flight recorder is in {', '.join(map(str, folders))}")
+    note = torch_dumps.write(output, found)
     about = f"{output}: {counted(len(found), 'rank')}; run torchfrtrace {output}"
     for line in filter(None, (note, about)):
         print(f"ringcomm trace: {line}", file=sys.stderr)
-    return EXIT_OK
 
 
 @dataclass(frozen=True)
@@ -155,7 +153,7 @@ def merge(folders: Sequence[Path], output: Path, now_ns: int = 0) -> Summary:
         )
     notes = recordings.align(processes)
     writer = _Writer(processes, now_ns)
-    with _opened(output, "w") as file:
+    with writing(output), _opened(output, "w") as file:
         file.write('{"displayTimeUnit": "ns",\n')
         groups = [group for process in processes for group in process.groups.values()]
         titles = {f"{g['name']}: ranks {g['ranks']}, {g['transport']}" for g in groups}

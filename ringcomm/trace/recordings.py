@@ -69,8 +69,7 @@ def read(folders: Sequence[Path]) -> list[Process]:
     Of a process with a recording and a dump the recording is used, which tells more. Raises
     ValueError for a file that is neither, and as dumps.read().
     """
-    paths = (path for folder in folders for path in sorted(folder.iterdir()))
-    logs = [path for path in paths if path.suffix == ".log"]
+    logs = [path for path in dumps.files_of(folders) if path.suffix == ".log"]
     # All processes of a machine have one clock, and so one line from ticks to ns.
     moments: dict[str, list[list[int]]] = defaultdict(list)
     read = [_read(log, moments) for log in logs if log.with_suffix(".events").exists()]

@@ -234,6 +234,20 @@ def test_a_program_asks_for_a_dump(a_job: Path) -> None:
     assert len(peer["calls"]) == dumps.NUM_CALLS_OF_PEER
 
 
+def test_a_prefix_is_merged_as_a_folder_is(a_job: Path, tmp_path: Path) -> None:
+    """RINGCOMM_FLIGHT_DUMP=dumps writes dumps0.json, and `--merge dumps` found no folder."""
+    for path in a_job.iterdir():
+        shutil.copy(path, tmp_path / path.name)
+    (tmp_path / "other-0.json").write_text("of another program")
+    traces: list[list[dict[str, Any]]] = []
+    for source in (a_job, tmp_path / "asked"):
+        output = tmp_path / f"trace-{len(traces)}"
+        assert cli.run(["trace", "--merge", str(source), "-o", str(output)]) == 0
+        traces.append(dump_of(output)["traceEvents"])
+    assert traces[0] == traces[1]
+    assert len(traces[0]) > 1000
+
+
 @in_ranks(2, fresh=True)
 def test_a_forked_child_does_not_dump_its_parent(rank: int, tmp_path: Path) -> None:
     pid = os.fork()
@@ -383,7 +397,9 @@ def test_what_cannot_be_read_is_refused_in_one_line(
     spoiled, words = SPOILS[spoil]
     spoiled(folder)
     command = ["trace", "--merge", str(folder), "--format", form, "-o", str(output)]
-    assert cli.run(command) == 1
+    with pytest.raises(SystemExit) as ended:
+        cli.run(command)
+    assert ended.value.code == 2
     said = capfd.readouterr().err
     assert words in said
     assert said.startswith("ringcomm trace: ")
@@ -396,7 +412,9 @@ def test_a_folder_with_other_files_is_not_for_torch(
 ) -> None:
     (tmp_path / "rank7").write_text("of an earlier job")
     command = ["trace", "--merge", str(a_job), "--format", "torch", "-o", str(tmp_path)]
-    assert cli.run(command) == 1
+    with pytest.raises(SystemExit) as ended:
+        cli.run(command)
+    assert ended.value.code == 2
     assert "rank7 for one of these dumps: give a new folder" in capfd.readouterr().err
 
 

@@ -233,12 +233,14 @@ def test_a_page_has_the_tables_of_the_committed_records(script: Any, committed: 
 def test_the_bars_of_readme_are_the_committed_records(committed: Any) -> None:
     rows = pictures.rows_of(committed)
     assert [*rows] == [*pictures.ROWS]
+    readme = pictures.README.read_text(encoding="utf-8")
+    assert pictures.with_sentence(readme, rows) == readme
     for theme in pictures.THEMES:
         for name, width in (("speed", pictures.WIDTH), ("speed-narrow", pictures.NARROW)):
             drawn = (pictures.DESIGN / f"{name}-{theme}.svg").read_text(encoding="utf-8")
             told = "renew it: python benchmarks/pictures.py --only speed"
             assert drawn == pictures.speed(rows, theme, width), told
-            for bars in rows.values():
+            for bars, _ in rows.values():
                 texts = [in_seconds(record["p50_us"] * 1e-6) for _, record in bars]
                 assert all(f">{text}</text>" in drawn for text in texts)
 

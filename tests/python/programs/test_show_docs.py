@@ -57,7 +57,7 @@ PICTURES = {
     "ring-4": Picture("ring", ("--ranks", "4"), ({"#step": "1"}, {"#step": "3"}, {"#step": "6"})),
     "memory": Picture("memory", (), ({"#ranks": "1"},)),
     "lomo": Picture("lomo", (), ({},)),
-    "tensor": Picture("tensor", ("--ranks", "2"), ({"#step": "13"},)),
+    "tensor": Picture("tensor", ("--ranks", "2"), ({"#step": "18"},)),
     "pipeline": Picture(
         *("pipeline", ("--ranks", "2", "--micro-batches", "4")),
         ({"#schedule": "gpipe"}, {"#schedule": "1f1b"}, {"#schedule": "interleaved"}),
@@ -103,7 +103,7 @@ def test_the_site_has_the_pages_as_the_command_writes_them(tmp_path: Path) -> No
     names = sorted(path.stem for path in tmp_path.glob("*.html"))
     assert names == sorted({*show.TITLES} - {"trace"})  # which is of a user's own file
     for name in names:
-        made = written(name, path=tmp_path / "made" / "page.html").read_text(encoding="utf-8")
+        made = written(name, path=tmp_path / "made.html").read_text(encoding="utf-8")
         assert (tmp_path / f"{name}.html").read_text(encoding="utf-8") == made, name
 
 

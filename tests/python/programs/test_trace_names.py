@@ -168,7 +168,6 @@ def test_ctrl_c_ends_the_program_and_leaves_a_trace(tmp_path: Path) -> None:
         ("-- /no/such/program", 2, "cannot run /no/such/program: No such file"),
         ("-- true", 1, "nothing was recorded: no rank made a group"),
         ("-- false", 1, "nothing was recorded"),
-        ("--merge FOLDER", 1, "nothing was recorded"),
     ],
 )
 def test_no_recording_is_said_in_one_line(
