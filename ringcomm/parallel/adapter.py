@@ -71,9 +71,8 @@ class Adapter:
         Options are those of tensor_parallelize(). What is split already stays. Collective.
         """
         dims = self.dims
-        # With all experts on each tensor-parallel rank, layers have groups of one rank.
-        if self.has_stacked and (dims.ep > 1 or dims.tp > 1):
-            replicas = dims.group("edp") if dims.ep > 1 and dims["edp"].size() > 1 else None
+        if self.has_stacked and dims.ep > 1:
+            replicas = dims.group("edp") if dims["edp"].size() > 1 else None
             expert_parallelize(self._model, group=dims.group("ep"), replica_group=replicas)
         if "tensor_parallelize" in self.systems:
             tensor_parallelize(self._model, dims.group("tp"), **options)

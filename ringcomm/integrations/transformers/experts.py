@@ -1,8 +1,8 @@
 """Expert parallelism for mixtures of experts of Hugging Face transformers."""
 
-import copy
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -11,43 +11,68 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringcomm.backend import resolve_group
+from ringcomm.ops import shard_range
 from ringcomm.options import named_options
 from ringcomm.parallel.expert.layer import check_layer, sum_of, within_capacity
 from ringcomm.parallel.expert.local_experts import LocalExperts
-from ringcomm.parallel.torch_checks import register_part
-
-
-class GatedExpert(nn.Module):
-    """One expert, of its slices of a layer's stacked weights."""
-
-    def __init__(
-        self, gate_up_proj: Tensor, down_proj: Tensor, act_fn: Callable[[Tensor], Tensor]
-    ) -> None:
-        super().__init__()
-        self.gate_up_proj = nn.Parameter(gate_up_proj.detach(), gate_up_proj.requires_grad)
-        self.down_proj = nn.Parameter(down_proj.detach(), down_proj.requires_grad)
-        self.act_fn = act_fn
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(rows, hidden) to the same shape."""
-        gate, up = F.linear(x, self.gate_up_proj).chunk(2, dim=-1)
-        return F.linear(self.act_fn(gate) * up, self.down_proj)
+from ringcomm.parallel.model.saving import save_full
+from ringcomm.parallel.tensor.splits import Split
 
 
 class ChosenExperts(LocalExperts):
-    """This rank's experts of a block of transformers, which keeps its router."""
+    """This rank's experts of a block of transformers, which keeps its router.
 
-    capacity_factor: float | None = None
+    Weights are its rows of the stacked ones, copied: a view would keep all experts in memory.
+
+    Args:
+        whole: the module of transformers with all experts.
+        group, replica_group: see LocalExperts.
+        capacity_factor: see MixtureOfExperts.
+    """
+
+    def __init__(
+        self,
+        whole: Any,
+        group: dist.ProcessGroup,
+        replica_group: dist.ProcessGroup | None,
+        capacity_factor: float | None,
+    ) -> None:
+        num_experts, num_ranks = len(whole.down_proj), group.size()
+        super().__init__((), num_experts, group, replica_group)
+        # Not a submodule: it is no expert.
+        vars(self)["act_fn"], self.capacity_factor = whole.act_fn, capacity_factor
+        ranges = (shard_range(num_experts, num_ranks, rank) for rank in range(num_ranks))
+        split = Split(0, tuple(ranges), group.rank())
+        for name, param in whole.named_parameters():
+            own = split.cut(param.detach()).clone()
+            self.register_parameter(name, nn.Parameter(own, param.requires_grad))
+        self.splits = dict.fromkeys(("gate_up_proj", "down_proj"), split)
+
+    def _experts(self) -> dict[str, Any]:
+        rows = zip(self.gate_up_proj.unbind(), self.down_proj.unbind(), strict=True)
+        every = enumerate(rows, self.range[0])
+        return {str(idx): partial(_gated, self.act_fn, *weights) for idx, weights in every}
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """See LocalExperts; of the choices beyond the capacity, none."""
         is_kept = within_capacity(top_k_index, self.num_experts, self.capacity_factor)
         kept = top_k_index.where(is_kept, self.num_experts)
-        return super().forward(hidden_states, kept, top_k_weights)
+        output = super().forward(hidden_states, kept, top_k_weights)
+        if not len(self.down_proj):  # empty weights have gradients, and states, as on other ranks
+            output = output + self.gate_up_proj.sum() + self.down_proj.sum()
+        return output
+
+
+def _gated(
+    act_fn: Callable[[Tensor], Tensor], gate_up_proj: Tensor, down_proj: Tensor, x: Tensor
+) -> Tensor:
+    """One expert, (rows, hidden) to the same shape."""
+    gate, up = F.linear(x, gate_up_proj).chunk(2, dim=-1)
+    return F.linear(act_fn(gate) * up, down_proj)
 
 
 def is_stacked(module: nn.Module) -> bool:
-    """Whether a module is experts of transformers >= 5.0 that GatedExpert computes."""
+    """Whether a module is experts of transformers >= 5.0 that ChosenExperts computes."""
     found: Any = module
     names = [name for name, _ in module.named_parameters()]
     if sorted(names) != ["down_proj", "gate_up_proj"] or not hasattr(module, "act_fn"):
@@ -105,20 +130,13 @@ def expert_parallelize(
     for name, whole in layers.items():
         parent, _, child = name.rpartition(".")
         block = model.get_submodule(parent)
-        weights = zip(whole.gate_up_proj, whole.down_proj, strict=True)
-        every = (GatedExpert(gate_up, down, whole.act_fn) for gate_up, down in weights)
-        experts = ChosenExperts(every, len(whole.down_proj), resolved, replica_group)
-        experts.capacity_factor = capacity_factor
-        # A slice keeps the stacked weights in memory, and shares their version counter.
-        for idx, expert in experts.items():
-            experts.add_module(idx, copy.deepcopy(expert))
+        experts = ChosenExperts(whole, resolved, replica_group, capacity_factor)
         setattr(block, child, experts)
-        block.group = resolved
-        register_part(block)  # not the experts: a rank may have none of them
         sums = sum_of(param for param in block.parameters() if param not in {*experts.parameters()})
         alike = {
             "experts of a layer": (name, experts.num_experts, capacity_factor),
             "sum of the router's values, which seeds make alike": sums,
         }
         check_layer(experts, alike)
+    save_full(model)
     return model

@@ -151,8 +151,7 @@ def _is_on_shared_mesh(weight: Weight, asked: Asked) -> bool:
 
 
 def _is_split(weight: Weight) -> bool:
-    layer = weight.layer
-    return isinstance(weight.tensor, DTensor) or (layer is not None and layer.group.size() > 1)
+    return isinstance(weight.tensor, DTensor) or len(weight.split.ranges if weight.split else ()) > 1
 
 
 def _has_dtype(weight: Weight, asked: Asked, *dtypes: torch.dtype) -> bool:
@@ -280,8 +279,8 @@ _WEIGHTS = (
     _Row(
         {"optimizer"},
         lambda w, a: a.name and _is_trained(w, a) and _is_split(w),
-        "{asked.name}, but {name} is split over tensor-parallel ranks: use another optimizer, such"
-        " as AdamW, or tp 1",
+        "{asked.name}, but {name} is split over ranks of tensor or expert parallelism: use another"
+        " optimizer, such as AdamW, or tp and ep 1",
         TypeError,
     ),
 )

@@ -142,7 +142,8 @@ class ModelParts:
             return value
         cut, is_copy = cut_of(param, split, span=span), False
         if span is not None:
-            is_copy = self._is_replica if split is None else split.rank % split.num_replicas > 0
+            layer = self._weights[param].layer if split is not None else None
+            is_copy = self._is_replica if layer is None else split.rank % split.num_replicas > 0
         return TensorPart(local_of(value), cut.boxes, cut.shape, is_copy=is_copy)
 
 
