@@ -132,7 +132,7 @@ def _is_trained(weight: Weight, asked: Asked) -> bool:
 
 
 def _sizes_on_ranks(weight: Weight) -> list[int]:
-    ranges = weight.split.ranges if weight.split is not None else ()
+    ranges = () if weight.split is None else weight.split.ranges
     return [weight.tensor.numel(), *(end - begin for begin, end in ranges)]
 
 
@@ -151,7 +151,8 @@ def _is_on_shared_mesh(weight: Weight, asked: Asked) -> bool:
 
 
 def _is_split(weight: Weight) -> bool:
-    return isinstance(weight.tensor, DTensor) or len(weight.split.ranges if weight.split else ()) > 1
+    ranges = () if weight.split is None else weight.split.ranges
+    return isinstance(weight.tensor, DTensor) or len(ranges) > 1
 
 
 def _has_dtype(weight: Weight, asked: Asked, *dtypes: torch.dtype) -> bool:

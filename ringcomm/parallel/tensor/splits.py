@@ -52,8 +52,8 @@ class Split:
         """
         if isinstance(part, DTensor) or self.ranges != ranges_of(self.total, len(self.ranges)):
             raise RuntimeError(
-                f"no DTensor describes this rank's part of {name}, which is split unevenly or sharded"
-                " twice: use ringcomm.parallel.get_state_dict(model, full=True), or without"
+                f"no DTensor describes this rank's part of {name}, which is split unevenly or"
+                " sharded twice: use ringcomm.parallel.get_state_dict(model, full=True), or without"
                 " full= for torch.distributed.checkpoint"
             )
         sizes = [*part.shape]

@@ -261,7 +261,7 @@ BETWEEN = Table.of(
         TypeError|ValueError: ringcomm\.parallel\.offload
         an optimizer of ringcomm.parallel.offload
     system: tensor or mesh; optimizer: Adafactor
-        TypeError: Adafactor .* is split over tensor-parallel ranks
+        TypeError: Adafactor .* is split over ranks of tensor or expert
         another optimizer, such as AdamW
     system: tensor or mesh; between steps: deepcopy
         RuntimeError: cannot be copied
