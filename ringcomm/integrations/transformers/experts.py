@@ -15,6 +15,8 @@ from ringcomm.ops import shard_range
 from ringcomm.options import named_options
 from ringcomm.parallel.expert.layer import check_layer, sum_of, within_capacity
 from ringcomm.parallel.expert.local_experts import LocalExperts
+from ringcomm.parallel.model.describe import describe
+from ringcomm.parallel.model.refuse import Asked, refuse
 from ringcomm.parallel.model.saving import save_full
 from ringcomm.parallel.tensor.splits import Split
 
@@ -29,6 +31,10 @@ class ChosenExperts(LocalExperts):
         group, replica_group: see LocalExperts.
         capacity_factor: see MixtureOfExperts.
     """
+
+    gate_up_proj: nn.Parameter
+    down_proj: nn.Parameter
+    act_fn: Callable[[Tensor], Tensor]
 
     def __init__(
         self,
@@ -126,6 +132,7 @@ def expert_parallelize(
             f"{type(model).__name__} has no stacked experts of transformers >= 5.0, such as"
             " Mixtral's, Qwen3-MoE's and DeepSeek-V3's"
         )
+    refuse(describe(model), Asked("expert_parallelize", "expert_parallelize"))
     resolved = resolve_group(group, mesh)
     for name, whole in layers.items():
         parent, _, child = name.rpartition(".")

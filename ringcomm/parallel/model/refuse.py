@@ -26,7 +26,8 @@ _FLAT, _FSDP, _INFINITY = {"zero 1", "zero 2"}, {"zero 3"}, {"infinity"}
 _ZERO = _FLAT | _FSDP | _INFINITY
 _SHARDS = {"WeightShards"} | _INFINITY
 _LOMO, _SERVER = {"Lomo"}, {"ParameterServer"}
-_PIPELINE, _TENSOR, _CALL = {"Pipeline"}, {"tensor_parallelize"}, {"parallelize"}
+_PIPELINE, _CALL, _EXPERTS = {"Pipeline"}, {"parallelize"}, {"expert_parallelize"}
+_TENSOR = {"tensor_parallelize"} | _EXPERTS
 _TRAINERS = _ZERO | {"WeightShards"} | _LOMO | _SERVER
 _MADE_HERE = _ZERO | {"WeightShards", "stage"}  # from the meta device
 
@@ -36,8 +37,8 @@ class Asked(NamedTuple):
 
     Attributes:
         system: "zero 1" to "zero 3", "infinity", "WeightShards", "Lomo", "ParameterServer",
-            "Pipeline", "stage" for a rank's part of it, "tensor_parallelize", "parallelize", or
-            "optimizer" for one that parallelize() has made.
+            "Pipeline", "stage" for a rank's part of it, "tensor_parallelize", "expert_parallelize",
+            "parallelize", or "optimizer" for one that parallelize() has made.
         name: the system in messages; of an optimizer why it needs full weights, or "".
         trained: the parameters of its optimizer; all that require grad by default.
         options: zero.shard's ShardOptions.
@@ -99,6 +100,12 @@ _MODULES = (
         "each rank has different experts in {name}, but {asked.name} would treat them as replicas:"
         " use zero.shard(), Lomo, or an optimizer of torch and"
         " ringcomm.parallel.expert.average_gradients()",
+    ),
+    _Row(
+        _EXPERTS,
+        lambda m, _: hasattr(m, "get_base_layer") and hasattr(m.get_base_layer(), "gate_up_proj"),
+        "{name}, a {type} of PEFT, adapts the stacked weights of all experts, which the ranks would"
+        " split: adapt other modules, or use ep 1",
     ),
     _Row(
         _TRAINERS,
@@ -227,7 +234,7 @@ _WEIGHTS = (
         _FSDP,
         lambda w, _: w.tensor.dim() == 0 or 0 in _sizes_on_ranks(w),
         "{name} is a scalar, or empty on some rank, which fully_shard (stage 3) does not support:"
-        " use stage 1 or 2, or fewer tensor-parallel ranks",
+        " use stage 1 or 2, or fewer tensor-parallel or expert-parallel ranks",
     ),
     _Row(
         _FSDP,

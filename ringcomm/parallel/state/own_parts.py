@@ -114,8 +114,8 @@ class ModelParts:
         if not is_flat or param.dim() == 1:
             self.check_state(value, param, key, span)
             return self._placed(value, param, span)
-        begin = cut_of(param, span=span).first_elem
-        return TensorPart(value, [Box((begin,), (value.numel(),))], (param.numel(),))
+        cut = self._weights[param].cut(span)
+        return TensorPart(value, [Box((cut.first_elem,), (value.numel(),))], (cut.shape.numel(),))
 
     def check_state(self, value: Any, param: Any, key: str, span: tuple[int, int] | None) -> None:
         """Raises ValueError for a state of a sharded weight that is not elements of the weight."""
@@ -136,14 +136,16 @@ class ModelParts:
 
     def _placed(self, value: Tensor, param: Any, span: tuple[int, int] | None) -> Tensor:
         """A part for a value of a weight's shape; `span` has the elements of the flat weight."""
-        split = self._weights[param].split if param in self._weights else None
+        weight = self._weights.get(param, Weight(param))
+        split = weight.split
         is_dtensor = isinstance(param, DTensor) and not isinstance(value, DTensor)
         if split is None and span is None and not is_dtensor:
             return value
         cut, is_copy = cut_of(param, split, span=span), False
-        if span is not None:
-            layer = self._weights[param].layer if split is not None else None
-            is_copy = self._is_replica if layer is None else split.rank % split.num_replicas > 0
+        if span is not None and split is not None and weight.layer is not None:
+            is_copy = split.rank % split.num_replicas > 0
+        elif span is not None:
+            is_copy = self._is_replica
         return TensorPart(local_of(value), cut.boxes, cut.shape, is_copy=is_copy)
 
 

@@ -1,7 +1,7 @@
 """A rank's part of a sharded parameter: its type outside the layer, and its values."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -105,12 +105,13 @@ class PartModule(nn.Module):
     """
 
     group: dist.ProcessGroup  # whose ranks have the parts
-    splits: Mapping[str, Split] = {}  # by the parameter's name in the module
+    splits: dict[str, Split]  # by the parameter's name in the module
 
     __deepcopy__ = __reduce_ex__ = refuse_copy
 
     def __init__(self) -> None:
         super().__init__()
+        self.splits = {}
         register_part(self)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
