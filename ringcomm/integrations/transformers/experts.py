@@ -81,7 +81,8 @@ def is_stacked(module: nn.Module) -> bool:
     """Whether a module is experts of transformers >= 5.0 that ChosenExperts computes."""
     found: Any = module
     names = [name for name, _ in module.named_parameters()]
-    if sorted(names) != ["down_proj", "gate_up_proj"] or not hasattr(module, "act_fn"):
+    is_gated = sorted(names) == ["down_proj", "gate_up_proj"] and hasattr(module, "act_fn")
+    if isinstance(module, LocalExperts) or not is_gated:
         return False
     num_experts, hidden, size = found.down_proj.shape
     gate = getattr(found, "_apply_gate", None)
@@ -106,7 +107,8 @@ def expert_parallelize(
 
     Blocks keep their routers, and whatever else they have besides experts: normalized weights,
     groups of experts, shared experts. The loss of routers with output_router_logits is that of this
-    rank's tokens.
+    rank's tokens. Each rank has rows of the stacked weights, under their names; save_pretrained()
+    is collective over all ranks, and rank 0 writes the full model.
 
     Args:
         model: MixtralForCausalLM, Qwen3MoeForCausalLM or another model of transformers >= 5.0 whose
@@ -121,8 +123,9 @@ def expert_parallelize(
         `model`.
 
     Raises:
-        ValueError: the model has no such block. The model is unchanged. Or, on all ranks, the ranks
-            have different values.
+        ValueError: the model has no such block, is already sharded, or has adapters of PEFT for
+            the weights of all experts. The model is unchanged. Or, on all ranks, the ranks have
+            different values.
 
     Collective.
     """

@@ -249,6 +249,8 @@ def test_other_ways_of_saving(rank: int, tmp_path: Path) -> None:
         again.load_state_dict(wanted, assign=True)
     with pytest.raises(RuntimeError, match="this rank's part of the optimizer's"):
         by_torchs.get_state_dict(model, adamw(model.parameters()))
+    with pytest.raises(ValueError, match="has no stacked experts"):
+        expert_parallelize(model)
     # Names of single experts are those of older checkpoints, and of files of save_pretrained().
     name = "model.layers.0.mlp.experts.down_proj"
     single = {f"{name[:-9]}{idx}.down_proj": value for idx, value in enumerate(wanted[name])}
