@@ -50,7 +50,7 @@ def _check_torch() -> None:
         lambda model, *_, **__: [
             param
             for module in model.modules()
-            if hasattr(module, "splits")
+            if getattr(module, "splits", None)
             for param in module.parameters(recurse=False)
         ],
         "torch.distributed.checkpoint.state_dict would save this rank's part of the optimizer's"
@@ -77,8 +77,8 @@ def _params_with(grads: set[int]) -> list[Any]:
 
 
 def _split_params_of(optimizer: Any, *_: Any, **__: Any) -> list[Any]:
-    """Those of tensor-parallel layers: a stage and experts have full weights."""
-    parts: list[Any] = [module for module in _modules if hasattr(module, "splits")]
+    """Those that are parts: a stage and experts of MixtureOfExperts have full weights."""
+    parts: list[Any] = [module for module in _modules if module.splits]
     layers = [module for module in parts if module.group.size() > 1]
     split = {id(getattr(layer, name)) for layer in layers for name in layer.splits}
     return [param for param in _params_of(optimizer) if id(param) in split]

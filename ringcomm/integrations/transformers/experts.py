@@ -22,42 +22,34 @@ from ringcomm.parallel.tensor.splits import Split
 
 
 class ChosenExperts(LocalExperts):
-    """This rank's experts of a block of transformers, which keeps its router.
+    """This rank's rows of the stacked experts of a block of transformers, which keeps its router.
 
-    Weights are its rows of the stacked ones, copied: a view would keep all experts in memory.
-
-    Args:
-        whole: the module of transformers with all experts.
-        group, replica_group: see LocalExperts.
-        capacity_factor: see MixtureOfExperts.
+    They are copied: a view would keep all experts in memory. `groups` are those of LocalExperts.
     """
 
     gate_up_proj: nn.Parameter
     down_proj: nn.Parameter
     act_fn: Callable[[Tensor], Tensor]
 
-    def __init__(
-        self,
-        whole: Any,
-        group: dist.ProcessGroup,
-        replica_group: dist.ProcessGroup | None,
-        capacity_factor: float | None,
-    ) -> None:
-        num_experts, num_ranks = len(whole.down_proj), group.size()
-        super().__init__((), num_experts, group, replica_group)
+    def __init__(self, whole: Any, capacity_factor: float | None, *groups: Any) -> None:
+        num_experts = len(whole.down_proj)
+        super().__init__((), num_experts, *groups)
         # Not a submodule: it is no expert.
         vars(self)["act_fn"], self.capacity_factor = whole.act_fn, capacity_factor
-        ranges = (shard_range(num_experts, num_ranks, rank) for rank in range(num_ranks))
-        split = Split(0, tuple(ranges), group.rank())
+        size = self.group.size()
+        ranges = tuple(shard_range(num_experts, size, rank) for rank in range(size))
         for name, param in whole.named_parameters():
+            self.splits[name] = split = Split(0, ranges, self.group.rank())
             own = split.cut(param.detach()).clone()
             self.register_parameter(name, nn.Parameter(own, param.requires_grad))
-        self.splits = dict.fromkeys(("gate_up_proj", "down_proj"), split)
 
     def _experts(self) -> dict[str, Any]:
         rows = zip(self.gate_up_proj.unbind(), self.down_proj.unbind(), strict=True)
-        every = enumerate(rows, self.range[0])
-        return {str(idx): partial(_gated, self.act_fn, *weights) for idx, weights in every}
+        return {str(i): partial(self._gated, *of) for i, of in enumerate(rows, self.range[0])}
+
+    def _gated(self, gate_up_proj: Tensor, down_proj: Tensor, x: Tensor) -> Tensor:
+        gate, up = F.linear(x, gate_up_proj).chunk(2, dim=-1)
+        return F.linear(self.act_fn(gate) * up, down_proj)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """See LocalExperts; of the choices beyond the capacity, none."""
@@ -67,14 +59,6 @@ class ChosenExperts(LocalExperts):
         if not len(self.down_proj):  # empty weights have gradients, and states, as on other ranks
             output = output + self.gate_up_proj.sum() + self.down_proj.sum()
         return output
-
-
-def _gated(
-    act_fn: Callable[[Tensor], Tensor], gate_up_proj: Tensor, down_proj: Tensor, x: Tensor
-) -> Tensor:
-    """One expert, (rows, hidden) to the same shape."""
-    gate, up = F.linear(x, gate_up_proj).chunk(2, dim=-1)
-    return F.linear(act_fn(gate) * up, down_proj)
 
 
 def is_stacked(module: nn.Module) -> bool:
@@ -140,7 +124,7 @@ def expert_parallelize(
     for name, whole in layers.items():
         parent, _, child = name.rpartition(".")
         block = model.get_submodule(parent)
-        experts = ChosenExperts(whole, resolved, replica_group, capacity_factor)
+        experts = ChosenExperts(whole, capacity_factor, resolved, replica_group)
         setattr(block, child, experts)
         sums = sum_of(param for param in block.parameters() if param not in {*experts.parameters()})
         alike = {

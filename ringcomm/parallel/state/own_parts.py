@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from ringcomm.parallel.flat_collectives import all_gathered, local_of
-from ringcomm.parallel.model.cut import Box, cut_of
+from ringcomm.parallel.model.cut import Box
 from ringcomm.parallel.model.describe import Weight, describe, plain_name
 from ringcomm.parallel.offload.optimizers import Offloaded
 from ringcomm.parallel.offload.state_rows import numbered_groups
@@ -137,15 +137,12 @@ class ModelParts:
     def _placed(self, value: Tensor, param: Any, span: tuple[int, int] | None) -> Tensor:
         """A part for a value of a weight's shape; `span` has the elements of the flat weight."""
         weight = self._weights.get(param, Weight(param))
-        split = weight.split
         is_dtensor = isinstance(param, DTensor) and not isinstance(value, DTensor)
-        if split is None and span is None and not is_dtensor:
+        if weight.split is None and span is None and not is_dtensor:
             return value
-        cut, is_copy = cut_of(param, split, span=span), False
-        if span is not None and split is not None and weight.layer is not None:
-            is_copy = split.rank % split.num_replicas > 0
-        elif span is not None:
-            is_copy = self._is_replica
+        cut, is_copy = weight.cut(span), span is not None and self._is_replica
+        if span is not None and weight.layer is not None and weight.split is not None:
+            is_copy = weight.split.rank % weight.split.num_replicas > 0
         return TensorPart(local_of(value), cut.boxes, cut.shape, is_copy=is_copy)
 
 

@@ -80,7 +80,8 @@ def step_on_mesh(train: Any, step: int) -> None:
 
 def compare(found: Any, model: Any, optimizer: Any) -> None:
     """With one process; weights that it does not use have no state there."""
-    values, state = by_torchs.get_state_dict(model, optimizer)
+    one: Any = by_torchs.get_state_dict(model, optimizer)
+    values, state = one
     assert_close(found[0], dict(values), rtol=1e-3, atol=1e-4)
     assert found[1]["state"].keys() >= state["state"].keys()
     for name, of_weight in state["state"].items():
@@ -113,10 +114,10 @@ def walk(rank: int, kind: str, folder: Path) -> list[str]:
         step_alone(alone, optimizer, 0)
     except RuntimeError:  # such sizes are not for this family
         return []
-    state = copy.deepcopy(by_torchs.get_state_dict(alone, optimizer))
+    state: Any = copy.deepcopy(by_torchs.get_state_dict(alone, optimizer))
     done = []
     for step, (name, (sizes, options)) in enumerate(MESHES.items(), 1):
-        num = {"num_microbatches": 4} if "pp" in sizes else {}
+        num: dict[str, Any] = {"num_microbatches": 4} if "pp" in sizes else {}
         try:
             made = copy.deepcopy(model)
             train = parallelize(made, ParallelDims(**sizes), adamw, **options, **num)
