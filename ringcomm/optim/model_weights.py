@@ -92,7 +92,8 @@ class ModelWeights:
         self._refuse_replicas()
         check_data_ranks(self._described.module, group, self._optimizer)
         for slot in slots:
-            if slot.shards is not None or any(overlap(g, group) for g in slot.cut.groups):
+            apart = slot.cut.groups if self._weight_of(slot.param).experts is None else ()
+            if slot.shards is not None or any(overlap(g, group) for g in apart):
                 raise ValueError(
                     f"{slot.name} is sharded, and its shards have their own group: leave group= out"
                 )

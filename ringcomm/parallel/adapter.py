@@ -48,6 +48,7 @@ class Adapter:
         self.systems = {axis for axis in ("tp", "pp", "ep") if getattr(dims, axis) > 1}
         self.systems |= {"Pipeline"} if dims.pp > 1 else set()
         self.systems |= {"tensor_parallelize"} if dims.tp > 1 and not self.is_split else set()
+        self.systems |= {"expert_parallelize"} if dims.ep > 1 and self.has_stacked else set()
         base = getattr(self._model, "base_model", None)
         self.config = getattr(base, "config", None)
         self.has_tensor_plan = bool(getattr(self.config, "base_model_tp_plan", None))
@@ -70,7 +71,7 @@ class Adapter:
         """The weights of which split() may leave parts on each rank."""
         if "tensor_parallelize" in self.systems:
             return {*self._model.parameters()}
-        stacked = self._stacked if self.dims.ep > 1 or self.dims.tp > 1 else ()
+        stacked = self._stacked if "expert_parallelize" in self.systems else ()
         return {param for module in stacked for param in module.parameters()}
 
     def split(self, **options: Any) -> PartLoss:
@@ -79,9 +80,8 @@ class Adapter:
         Options are those of tensor_parallelize(). What is split already stays. Collective.
         """
         dims = self.dims
-        # With all experts on each tensor-parallel rank, layers have groups of one rank.
-        if self.has_stacked and (dims.ep > 1 or dims.tp > 1):
-            replicas = dims.group("edp") if dims.ep > 1 and dims["edp"].size() > 1 else None
+        if "expert_parallelize" in self.systems:
+            replicas = dims.group("edp") if dims["edp"].size() > 1 else None
             expert_parallelize(self._model, group=dims.group("ep"), replica_group=replicas)
         if "tensor_parallelize" in self.systems:
             tensor_parallelize(self._model, dims.group("tp"), **options)

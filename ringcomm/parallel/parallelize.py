@@ -17,6 +17,7 @@ from ringcomm.parallel.loss import CountItems, Loss, PartLoss, parameters_of
 from ringcomm.parallel.mesh import ParallelDims
 from ringcomm.parallel.model.describe import Model, describe, start_equal
 from ringcomm.parallel.model.refuse import Asked, refuse
+from ringcomm.parallel.model.saving import save_full
 from ringcomm.parallel.offload.optimizers import Offloaded
 from ringcomm.parallel.optimizer_classes import optimizers_of, params_in, retire
 from ringcomm.parallel.optimizer_kinds import needs_whole
@@ -148,6 +149,8 @@ def parallelize(
     was_meta = any(param.is_meta for param in described.weights)
     start_equal(described, _groups_of(dims, "tp", "batch", "edp", "pp"))
     loss = adapter.split(**tensor_options)
+    if dims.tp > 1 or dims.ep > 1:
+        save_full(given_model)
     if dims.pp == 1 and (dims.tp == 1 or adapter.is_split):
         _check_replicas(given_model, dims)
     data_mesh, pipe = dims["hsdp"] if dims.dp > 1 else dims["fsdp"], None

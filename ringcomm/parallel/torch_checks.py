@@ -61,7 +61,7 @@ def _check_torch() -> None:
         lambda model, *_, **__: [
             param
             for module in model.modules()
-            if hasattr(module, "splits")
+            if getattr(module, "splits", None)
             for param in module.parameters(recurse=False)
         ],
         "torch.distributed.checkpoint.state_dict would save this rank's part of the optimizer's"

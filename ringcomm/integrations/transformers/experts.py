@@ -1,8 +1,8 @@
 """Expert parallelism for mixtures of experts of Hugging Face transformers."""
 
-import copy
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -11,46 +11,62 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringcomm.backend import resolve_group
+from ringcomm.ops import shard_range
 from ringcomm.options import named_options
 from ringcomm.parallel.expert.layer import check_layer, sum_of, within_capacity
 from ringcomm.parallel.expert.local_experts import LocalExperts
-from ringcomm.parallel.torch_checks import register_part
-
-
-class GatedExpert(nn.Module):
-    """One expert, of its slices of a layer's stacked weights."""
-
-    def __init__(
-        self, gate_up_proj: Tensor, down_proj: Tensor, act_fn: Callable[[Tensor], Tensor]
-    ) -> None:
-        super().__init__()
-        self.gate_up_proj = nn.Parameter(gate_up_proj.detach(), gate_up_proj.requires_grad)
-        self.down_proj = nn.Parameter(down_proj.detach(), down_proj.requires_grad)
-        self.act_fn = act_fn
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(rows, hidden) to the same shape."""
-        gate, up = F.linear(x, self.gate_up_proj).chunk(2, dim=-1)
-        return F.linear(self.act_fn(gate) * up, self.down_proj)
+from ringcomm.parallel.model.describe import describe
+from ringcomm.parallel.model.refuse import Asked, refuse
+from ringcomm.parallel.model.saving import save_full
+from ringcomm.parallel.tensor.splits import Split
 
 
 class ChosenExperts(LocalExperts):
-    """This rank's experts of a block of transformers, which keeps its router."""
+    """This rank's rows of the stacked experts of a block of transformers, which keeps its router.
 
-    capacity_factor: float | None = None
+    They are copied: a view would keep all experts in memory. `groups` are those of LocalExperts.
+    """
+
+    gate_up_proj: nn.Parameter
+    down_proj: nn.Parameter
+    act_fn: Callable[[Tensor], Tensor]
+
+    def __init__(self, whole: Any, capacity_factor: float | None, *groups: Any) -> None:
+        num_experts = len(whole.down_proj)
+        super().__init__((), num_experts, *groups)
+        # Not a submodule: it is no expert.
+        vars(self)["act_fn"], self.capacity_factor = whole.act_fn, capacity_factor
+        size = self.group.size()
+        ranges = tuple(shard_range(num_experts, size, rank) for rank in range(size))
+        for name, param in whole.named_parameters():
+            self.splits[name] = split = Split(0, ranges, self.group.rank())
+            own = split.cut(param.detach()).clone()
+            self.register_parameter(name, nn.Parameter(own, param.requires_grad))
+
+    def _experts(self) -> dict[str, Any]:
+        rows = zip(self.gate_up_proj.unbind(), self.down_proj.unbind(), strict=True)
+        return {str(i): partial(self._gated, *of) for i, of in enumerate(rows, self.range[0])}
+
+    def _gated(self, gate_up_proj: Tensor, down_proj: Tensor, x: Tensor) -> Tensor:
+        gate, up = F.linear(x, gate_up_proj).chunk(2, dim=-1)
+        return F.linear(self.act_fn(gate) * up, down_proj)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """See LocalExperts; of the choices beyond the capacity, none."""
         is_kept = within_capacity(top_k_index, self.num_experts, self.capacity_factor)
         kept = top_k_index.where(is_kept, self.num_experts)
-        return super().forward(hidden_states, kept, top_k_weights)
+        output = super().forward(hidden_states, kept, top_k_weights)
+        if not len(self.down_proj):  # empty weights have gradients, and states, as on other ranks
+            output = output + self.gate_up_proj.sum() + self.down_proj.sum()
+        return output
 
 
 def is_stacked(module: nn.Module) -> bool:
-    """Whether a module is experts of transformers >= 5.0 that GatedExpert computes."""
+    """Whether a module is experts of transformers >= 5.0 that ChosenExperts computes."""
     found: Any = module
     names = [name for name, _ in module.named_parameters()]
-    if sorted(names) != ["down_proj", "gate_up_proj"] or not hasattr(module, "act_fn"):
+    is_gated = sorted(names) == ["down_proj", "gate_up_proj"] and hasattr(module, "act_fn")
+    if isinstance(module, LocalExperts) or not is_gated:
         return False
     num_experts, hidden, size = found.down_proj.shape
     gate = getattr(found, "_apply_gate", None)
@@ -75,7 +91,8 @@ def expert_parallelize(
 
     Blocks keep their routers, and whatever else they have besides experts: normalized weights,
     groups of experts, shared experts. The loss of routers with output_router_logits is that of this
-    rank's tokens.
+    rank's tokens. Each rank has rows of the stacked weights, under their names; save_pretrained()
+    is collective over all ranks, and rank 0 writes the full model.
 
     Args:
         model: MixtralForCausalLM, Qwen3MoeForCausalLM or another model of transformers >= 5.0 whose
@@ -90,8 +107,9 @@ def expert_parallelize(
         `model`.
 
     Raises:
-        ValueError: the model has no such block. The model is unchanged. Or, on all ranks, the ranks
-            have different values.
+        ValueError: the model has no such block, is already sharded, or has adapters of PEFT for
+            the weights of all experts. The model is unchanged. Or, on all ranks, the ranks have
+            different values.
 
     Collective.
     """
@@ -101,24 +119,18 @@ def expert_parallelize(
             f"{type(model).__name__} has no stacked experts of transformers >= 5.0, such as"
             " Mixtral's, Qwen3-MoE's and DeepSeek-V3's"
         )
+    refuse(describe(model), Asked("expert_parallelize", "expert_parallelize"))
     resolved = resolve_group(group, mesh)
     for name, whole in layers.items():
         parent, _, child = name.rpartition(".")
         block = model.get_submodule(parent)
-        weights = zip(whole.gate_up_proj, whole.down_proj, strict=True)
-        every = (GatedExpert(gate_up, down, whole.act_fn) for gate_up, down in weights)
-        experts = ChosenExperts(every, len(whole.down_proj), resolved, replica_group)
-        experts.capacity_factor = capacity_factor
-        # A slice keeps the stacked weights in memory, and shares their version counter.
-        for idx, expert in experts.items():
-            experts.add_module(idx, copy.deepcopy(expert))
+        experts = ChosenExperts(whole, capacity_factor, resolved, replica_group)
         setattr(block, child, experts)
-        block.group = resolved
-        register_part(block)  # not the experts: a rank may have none of them
         sums = sum_of(param for param in block.parameters() if param not in {*experts.parameters()})
         alike = {
             "experts of a layer": (name, experts.num_experts, capacity_factor),
             "sum of the router's values, which seeds make alike": sums,
         }
         check_layer(experts, alike)
+    save_full(model)
     return model

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringcomm.backend import resolve_group
+from ringcomm.integrations.transformers.experts import is_stacked
 from ringcomm.integrations.transformers.training import causal_lm_loss, loss_options_of
 from ringcomm.nn import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from ringcomm.options import named_options
@@ -208,7 +209,9 @@ class _Blocks:
         self.summed: list[nn.Module] = []  # what all ranks have, on activations that differ
         # Ranks of the group all have the complete experts and send the same tokens.
         experts = tuple(
-            f"{name}." for name, m in base.named_modules() if isinstance(m, LocalExperts)
+            f"{name}."
+            for name, module in base.named_modules()
+            if isinstance(module, LocalExperts) or is_stacked(module)
         )
         for name, module in [*base.named_modules(), *base.named_parameters()]:
             # As transformers does: a number is any number.

@@ -21,8 +21,7 @@ from ringcomm.options import named_options
 from ringcomm.parallel.expert.dispatch import counts_of
 from ringcomm.parallel.expert.local_experts import LocalExperts
 from ringcomm.parallel.flat_collectives import check_agreement
-from ringcomm.parallel.model.saving import refuse_copy
-from ringcomm.parallel.torch_checks import register_part
+from ringcomm.parallel.tensor.splits import PartModule
 
 
 @dataclass(frozen=True)
@@ -154,7 +153,7 @@ def check_layer(experts: LocalExperts, alike: dict[str, Any]) -> None:
 
 
 @named_options()
-class MixtureOfExperts(nn.Module):
+class MixtureOfExperts(PartModule):
     """Each token goes through the top_k experts that a router chooses; expert parallelism.
 
     Every rank has different tokens, as in data parallelism, the whole router, and some of the
@@ -204,8 +203,6 @@ class MixtureOfExperts(nn.Module):
     Collective: exchanges the arguments as one object.
     """
 
-    __deepcopy__ = __reduce_ex__ = refuse_copy
-
     group = property(lambda self: self.experts.group)  # whose ranks share the experts
 
     def __init__(
@@ -239,7 +236,6 @@ class MixtureOfExperts(nn.Module):
             self.router.weight, self.router.bias = copy.deepcopy((_router.weight, _router.bias))
         made = (make_expert() for _ in range(num_experts))
         self.experts = LocalExperts(made, num_experts, resolved, replica_group)
-        register_part(self)  # not the experts: a rank may have none of them
         self.routing: Routing | None = None
         alike = {
             "number of experts": num_experts,

@@ -27,14 +27,17 @@ from ringcomm.parallel.expert.dispatch import (
     sums_of_rows,
 )
 from ringcomm.parallel.model.axes import find_trainer
-from ringcomm.parallel.model.saving import refuse_copy, refuse_part
+from ringcomm.parallel.model.saving import refuse_part
+from ringcomm.parallel.tensor.splits import PartModule
 from ringcomm.torch_names import all_reduce_coalesced_, foreach_div_, version_of
 
 _AVERAGED = "_ringcomm_averaged"
 
 
-class LocalExperts(nn.Module):
+class LocalExperts(PartModule):
     """This rank's experts, named by their numbers in the whole layer; names differ between ranks.
+
+    If the layer has weights of all experts, stacked, they are rows of these, under their names.
 
     Indexed and iterated like a torch.nn.ModuleDict. It is none, because fully_shard of torch 2.11
     refuses a container also if it has a forward().
@@ -48,8 +51,6 @@ class LocalExperts(nn.Module):
     Attributes:
         range: the experts [begin, end) of this rank.
     """
-
-    __deepcopy__ = __reduce_ex__ = refuse_copy
 
     def __init__(
         self,

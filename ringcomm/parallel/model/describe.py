@@ -1,6 +1,7 @@
 """A model on this rank: each weight's names, modules, memory and part, found in one walk.
 
-Layers of ringcomm.nn record their tensor-parallel group, LocalExperts its expert group, the module
+Layers of ringcomm.nn record their tensor-parallel group, LocalExperts its expert group, both their
+parts of weights, the module
 of a Pipeline its stages, and DTensors their mesh. What may change between steps, such as
 `requires_grad`, is read when it is asked.
 """
@@ -20,7 +21,7 @@ from ringcomm.parallel.flat_collectives import local_of, take_from_rank0
 from ringcomm.parallel.model.axes import Axes, Sharding, find_shards, mesh_of, overlap
 from ringcomm.parallel.model.cut import Cut, cut_of
 from ringcomm.parallel.model.stage_part import StagePart, stage_part_of
-from ringcomm.parallel.tensor.splits import Split, SplitModule, tensor_groups_of
+from ringcomm.parallel.tensor.splits import PartModule, Split, SplitModule, tensor_groups_of
 from ringcomm.torch_names import WRAPPERS, children_of
 
 
@@ -31,8 +32,9 @@ class Weight:
     Attributes:
         names: in the model, without the prefixes of torch's wrappers; several if it is tied.
         places: the modules that have it, each with its name there.
-        layer, split: for a part of a tensor-parallel layer, that layer and the part.
+        layer: the tensor-parallel layer that it belongs to.
         experts: the sharded experts that it belongs to.
+        split: which part of such a layer's weight, or of the stacked weight of all experts, it is.
         is_mixed: whether it is also elsewhere in the model.
     """
 
@@ -40,8 +42,8 @@ class Weight:
     names: list[str] = field(default_factory=list)
     places: list[tuple[nn.Module, str]] = field(default_factory=list)
     layer: SplitModule | None = None
-    split: Split | None = None
     experts: LocalExperts | None = None
+    split: Split | None = None
     is_mixed: bool = False
 
     @property
@@ -73,6 +75,8 @@ class Weight:
             groups, span = [shards.unit_of(self.tensor).group], span or shards.range_of(self.tensor)
         if self.layer is not None:
             groups.append(self.layer.group)
+        elif self.split is not None and self.experts is not None:
+            groups.append(self.experts.group)
         return cut_of(self.tensor, self.split, groups, span)
 
 
@@ -89,7 +93,7 @@ class Model:
         self.weights: dict[nn.Parameter, Weight] = {}
         self.buffers: dict[Tensor, Weight] = {}
         for prefix, owner, experts in _walk(module, "", None):
-            splits = owner.splits if isinstance(owner, SplitModule) else {}
+            splits = owner.splits if isinstance(owner, PartModule) else {}
             params = owner.named_parameters(recurse=False, remove_duplicate=False)
             buffers = owner.named_buffers(recurse=False, remove_duplicate=False)
             for found, own in ((self.weights, params), (self.buffers, buffers)):
@@ -98,8 +102,9 @@ class Model:
                     weight.is_mixed |= weight.experts is not experts
                     weight.names.append(prefix + key)
                     weight.places.append((owner, key))
-                    if key in splits:
-                        weight.layer, weight.split = owner, splits[key]  # type: ignore[assignment]
+                    weight.split = splits.get(key, weight.split)
+                    if isinstance(owner, SplitModule) and key in splits:
+                        weight.layer = owner
 
     @cached_property
     def unwrapped(self) -> Any:

@@ -26,7 +26,8 @@ _FLAT, _FSDP, _INFINITY = {"zero 1", "zero 2"}, {"zero 3"}, {"infinity"}
 _ZERO = _FLAT | _FSDP | _INFINITY
 _SHARDS = {"WeightShards"} | _INFINITY
 _LOMO, _SERVER = {"Lomo"}, {"ParameterServer"}
-_PIPELINE, _TENSOR, _CALL = {"Pipeline"}, {"tensor_parallelize"}, {"parallelize"}
+_PIPELINE, _CALL, _EXPERTS = {"Pipeline"}, {"parallelize"}, {"expert_parallelize"}
+_TENSOR = {"tensor_parallelize"} | _EXPERTS
 _TRAINERS = _ZERO | {"WeightShards"} | _LOMO | _SERVER
 _MADE_HERE = _ZERO | {"WeightShards", "stage"}  # from the meta device
 
@@ -36,8 +37,8 @@ class Asked(NamedTuple):
 
     Attributes:
         system: "zero 1" to "zero 3", "infinity", "WeightShards", "Lomo", "ParameterServer",
-            "Pipeline", "stage" for a rank's part of it, "tensor_parallelize", "parallelize", or
-            "optimizer" for one that parallelize() has made.
+            "Pipeline", "stage" for a rank's part of it, "tensor_parallelize", "expert_parallelize",
+            "parallelize", or "optimizer" for one that parallelize() has made.
         name: the system in messages; of an optimizer why it needs full weights, or "".
         trained: the parameters of its optimizer; all that require grad by default.
         options: zero.shard's ShardOptions.
@@ -101,6 +102,12 @@ _MODULES = (
         " ringcomm.parallel.expert.average_gradients()",
     ),
     _Row(
+        _EXPERTS,
+        lambda m, _: hasattr(m, "get_base_layer") and hasattr(m.get_base_layer(), "gate_up_proj"),
+        "{name}, a {type} of PEFT, adapts the stacked weights of all experts, which the ranks would"
+        " split: adapt other modules, or use ep 1",
+    ),
+    _Row(
         _TRAINERS,
         lambda m, a: a.is_replicated and _is_table(m) and m.max_norm and m.weight.requires_grad,
         "{asked.name} cannot keep {name}.weight equal on all ranks, because max_norm changes it in"
@@ -132,7 +139,7 @@ def _is_trained(weight: Weight, asked: Asked) -> bool:
 
 
 def _sizes_on_ranks(weight: Weight) -> list[int]:
-    ranges = weight.split.ranges if weight.split is not None else ()
+    ranges = () if weight.split is None else weight.split.ranges
     return [weight.tensor.numel(), *(end - begin for begin, end in ranges)]
 
 
@@ -151,8 +158,8 @@ def _is_on_shared_mesh(weight: Weight, asked: Asked) -> bool:
 
 
 def _is_split(weight: Weight) -> bool:
-    layer = weight.layer
-    return isinstance(weight.tensor, DTensor) or (layer is not None and layer.group.size() > 1)
+    ranges = () if weight.split is None else weight.split.ranges
+    return isinstance(weight.tensor, DTensor) or len(ranges) > 1
 
 
 def _has_dtype(weight: Weight, asked: Asked, *dtypes: torch.dtype) -> bool:
@@ -227,7 +234,7 @@ _WEIGHTS = (
         _FSDP,
         lambda w, _: w.tensor.dim() == 0 or 0 in _sizes_on_ranks(w),
         "{name} is a scalar, or empty on some rank, which fully_shard (stage 3) does not support:"
-        " use stage 1 or 2, or fewer tensor-parallel ranks",
+        " use stage 1 or 2, or fewer tensor-parallel or expert-parallel ranks",
     ),
     _Row(
         _FSDP,
@@ -280,8 +287,8 @@ _WEIGHTS = (
     _Row(
         {"optimizer"},
         lambda w, a: a.name and _is_trained(w, a) and _is_split(w),
-        "{asked.name}, but {name} is split over tensor-parallel ranks: use another optimizer, such"
-        " as AdamW, or tp 1",
+        "{asked.name}, but {name} is split over ranks of tensor or expert parallelism: use another"
+        " optimizer, such as AdamW, or tp and ep 1",
         TypeError,
     ),
 )

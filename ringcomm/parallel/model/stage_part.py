@@ -7,16 +7,15 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 from torch import nn
 
-from ringcomm.parallel.model.saving import refuse_copy, refuse_part
-from ringcomm.parallel.tensor.splits import tensor_groups_of
-from ringcomm.parallel.torch_checks import register_part
+from ringcomm.parallel.model.saving import refuse_part
+from ringcomm.parallel.tensor.splits import PartModule, tensor_groups_of
 
 _part_of_block: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[StagePart]]" = (
     weakref.WeakKeyDictionary()
 )
 
 
-class StagePart(nn.Module):
+class StagePart(PartModule):
     """This rank's blocks of a pipeline, under their names in the whole model.
 
     Calls, copies, and names that only the whole model has raise an error.
@@ -40,7 +39,6 @@ class StagePart(nn.Module):
     def __init__(self, group: dist.ProcessGroup, blocks: Iterable[nn.Module]) -> None:
         super().__init__()
         self.group = group
-        register_part(self)
         if group.size() > 1:
             refuse_part(self)
         self.tensor_groups = tensor_groups_of(blocks)
@@ -49,8 +47,6 @@ class StagePart(nn.Module):
         self.late: set[nn.Parameter] = set()
         self.after_backward: list[Callable[[], None]] = []
         self.first_names: dict[str, str] = {}
-
-    __deepcopy__ = __reduce_ex__ = refuse_copy
 
     def forward(self, *_: Any, **__: Any) -> NoReturn:
         """Raises RuntimeError."""

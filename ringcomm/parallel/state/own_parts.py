@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from ringcomm.parallel.flat_collectives import all_gathered, local_of
-from ringcomm.parallel.model.cut import Box, cut_of
+from ringcomm.parallel.model.cut import Box
 from ringcomm.parallel.model.describe import Weight, describe, plain_name
 from ringcomm.parallel.offload.optimizers import Offloaded
 from ringcomm.parallel.offload.state_rows import numbered_groups
@@ -114,8 +114,8 @@ class ModelParts:
         if not is_flat or param.dim() == 1:
             self.check_state(value, param, key, span)
             return self._placed(value, param, span)
-        begin = cut_of(param, span=span).first_elem
-        return TensorPart(value, [Box((begin,), (value.numel(),))], (param.numel(),))
+        cut = self._weights[param].cut(span)
+        return TensorPart(value, [Box((cut.first_elem,), (value.numel(),))], (cut.shape.numel(),))
 
     def check_state(self, value: Any, param: Any, key: str, span: tuple[int, int] | None) -> None:
         """Raises ValueError for a state of a sharded weight that is not elements of the weight."""
@@ -136,13 +136,13 @@ class ModelParts:
 
     def _placed(self, value: Tensor, param: Any, span: tuple[int, int] | None) -> Tensor:
         """A part for a value of a weight's shape; `span` has the elements of the flat weight."""
-        split = self._weights[param].split if param in self._weights else None
+        weight = self._weights.get(param, Weight(param))
         is_dtensor = isinstance(param, DTensor) and not isinstance(value, DTensor)
-        if split is None and span is None and not is_dtensor:
+        if weight.split is None and span is None and not is_dtensor:
             return value
-        cut, is_copy = cut_of(param, split, span=span), False
-        if span is not None:
-            is_copy = self._is_replica if split is None else split.rank % split.num_replicas > 0
+        cut, is_copy = weight.cut(span), span is not None and self._is_replica
+        if span is not None and weight.layer is not None and weight.split is not None:
+            is_copy = weight.split.rank % weight.split.num_replicas > 0
         return TensorPart(local_of(value), cut.boxes, cut.shape, is_copy=is_copy)
 
 

@@ -52,7 +52,7 @@ class Split:
         """
         if isinstance(part, DTensor) or self.ranges != ranges_of(self.total, len(self.ranges)):
             raise RuntimeError(
-                f"no DTensor describes this rank's part of {name}, which is split between heads or"
+                f"no DTensor describes this rank's part of {name}, which is split unevenly or"
                 " sharded twice: use ringcomm.parallel.get_state_dict(model, full=True), or without"
                 " full= for torch.distributed.checkpoint"
             )
@@ -98,7 +98,7 @@ def mesh_of(group: dist.ProcessGroup, device: torch.device) -> DeviceMesh:
     return _meshes[group]
 
 
-class SplitModule(nn.Module):
+class PartModule(nn.Module):
     """A module with parameters that are this rank's parts of sharded ones.
 
     state_dict() has them as DTensors; load_state_dict() takes these, or full tensors.
@@ -106,13 +106,45 @@ class SplitModule(nn.Module):
 
     group: dist.ProcessGroup  # whose ranks have the parts
     splits: dict[str, Split]  # by the parameter's name in the module
-    sequence_dim: int | None = None  # along which tokens are sharded outside such modules
 
     __deepcopy__ = __reduce_ex__ = refuse_copy
 
     def __init__(self) -> None:
         super().__init__()
+        self.splits = {}
         register_part(self)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if keep_vars or self.group.size() == 1:  # the parameters themselves are asked for
+            return
+        for key, split in ((prefix + name, split) for name, split in self.splits.items()):
+            destination[key] = split.as_dtensor(destination[key], self.group, key)
+            refuse_saving(destination[key], key)
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, metadata: Any, strict: bool, *problems: Any
+    ) -> None:
+        if self.splits and metadata.get("assign_to_params_buffers") and self.group.size() > 1:
+            raise RuntimeError(
+                "load_state_dict(assign=True) would drop the gradient hooks of sharded weights:"
+                " leave assign out, or use ringcomm.parallel.set_state_dict"
+            )
+        given = {key: value for key, value in state_dict.items() if key.startswith(prefix)}
+        for name, split in self.splits.items():
+            if (key := prefix + name) in given:
+                try:
+                    given[key] = split.own_part(given[key], self.group)
+                except ValueError as problem:
+                    given[key] = self.get_parameter(name)
+                    problems[-1].append(f"{key}: {problem}")
+        super()._load_from_state_dict(given, prefix, metadata, strict, *problems)
+
+
+class SplitModule(PartModule):
+    """A tensor-parallel layer."""
+
+    sequence_dim: int | None = None  # along which tokens are sharded outside such modules
 
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, DTensor) and self.sequence_dim is not None and self.group.size() > 1:
@@ -135,32 +167,6 @@ class SplitModule(nn.Module):
             mine.requires_grad_(param.requires_grad)
             give_memory(mine, param if split is None else split.cut(param))
         return self
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if keep_vars or self.group.size() == 1:  # the parameters themselves are asked for
-            return
-        for key, split in ((prefix + name, split) for name, split in self.splits.items()):
-            destination[key] = split.as_dtensor(destination[key], self.group, key)
-            refuse_saving(destination[key], key)
-
-    def _load_from_state_dict(
-        self, state_dict: Any, prefix: str, metadata: Any, strict: bool, *problems: Any
-    ) -> None:
-        if metadata.get("assign_to_params_buffers") and self.group.size() > 1:
-            raise RuntimeError(
-                "load_state_dict(assign=True) would drop the gradient hooks of tensor-parallel"
-                " models: leave assign out, or use ringcomm.parallel.set_state_dict"
-            )
-        given = {key: value for key, value in state_dict.items() if key.startswith(prefix)}
-        for name, split in self.splits.items():
-            if (key := prefix + name) in given:
-                try:
-                    given[key] = split.own_part(given[key], self.group)
-                except ValueError as problem:
-                    given[key] = self.get_parameter(name)
-                    problems[-1].append(f"{key}: {problem}")
-        super()._load_from_state_dict(given, prefix, metadata, strict, *problems)
 
 
 def tensor_groups_of(modules: Iterable[nn.Module]) -> list[dist.ProcessGroup]:

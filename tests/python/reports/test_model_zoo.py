@@ -166,7 +166,7 @@ def compare(_: int, family: str, kind: str, system: str) -> tuple[str, str]:
         if is_ours and re.search(REFUSALS.get(system, "$^"), str(error)):
             return "refused", str(error)
         raise
-    found = as_named(full_weights(owner), wanted)
+    found = full_weights(owner)
     name, gap = max(gaps(found, wanted, first).items(), key=lambda item: item[1])
     if gap < 1e-3:
         return "right", ""
@@ -175,15 +175,6 @@ def compare(_: int, family: str, kind: str, system: str) -> tuple[str, str]:
     if noise > 0.02:
         return "rounding", f"a change of 1e-7 of the weights becomes {noise:.1e} of their change"
     return "right" if gap < 10 * noise else "wrong", f"{name} differs by {gap:.1e} of its change"
-
-
-def as_named(found: Weights, wanted: Weights) -> Weights:
-    """Under the names of transformers, also experts of expert_parallelize()."""
-    for name in wanted.keys() - found.keys():
-        block, _, last = name.rpartition(".experts.")
-        every = range(len(wanted[name]))
-        found[name] = torch.stack([found[f"{block}.experts.{idx}.{last}"] for idx in every])
-    return found
 
 
 def verdict(family: str, kind: str, system: str) -> tuple[str, str]:

@@ -98,7 +98,8 @@ FAMILIES = {
     **dict.fromkeys(("mistral", "phi", "gpt_neox", "gemma", "gemma2", "gemma3_text"), "never"),
     **dict.fromkeys(("cohere2", "starcoder2", "granite", "smollm3"), "never"),
     "nanochat": "tokens",  # a norm before the layers, too
-    **dict.fromkeys(("phi3", "olmo2", "mixtral", "qwen3_moe"), "always"),
+    **dict.fromkeys(("mixtral", "qwen3_moe"), "tokens"),  # experts on all ranks
+    **dict.fromkeys(("phi3", "olmo2"), "always"),
 }
 
 
@@ -111,7 +112,7 @@ for _kind in FAMILIES:  # imported before ranks are forked
 def make_family(kind: str) -> Any:
     torch.manual_seed(0)
     sizes = {**SIZES, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-    sizes["attn_implementation"] = "eager"  # all families have that
+    sizes |= dict.fromkeys(("attn_implementation", "experts_implementation"), "eager")
     token_ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     dropouts = dict.fromkeys(("residual_dropout", "embedding_dropout", "attention_dropout"), 0.0)
     config = transformers.AutoConfig.for_model(kind, **sizes, **token_ids, **dropouts)
