@@ -4,9 +4,14 @@ Wrong arguments raise ValueError, TypeError or NotImplementedError before anythi
 leave the group usable.
 """
 
+import inspect
+import traceback
 from collections.abc import Callable
+from typing import Any
 
 from torch.distributed import DistBackendError
+
+_CHECKS = "ringcomm.options"  # of named_options(), around others
 
 # Called with the message of each error while it is made (ringcomm/trace/dumps.py).
 on_error: Callable[[str], None] | None = None
@@ -50,7 +55,21 @@ class MismatchError(RingcommError):
     """Ranks called different collectives, or made the group with different options or sizes.
 
     Over shared memory no tensor has been written. Over messages one that the call changes may have.
+    The message names the method of ringcomm that this rank is in.
     """
+
+    def __init__(self, message: str, *about: Any) -> None:
+        super().__init__(message + _method_running(), *about)
+
+
+def _method_running() -> str:
+    """The outermost public method of ringcomm in this thread, in words."""
+    found = ""
+    for frame, _ in traceback.walk_stack(inspect.currentframe()):
+        module, name = frame.f_globals.get("__name__", ""), frame.f_code.co_name
+        if module.startswith("ringcomm.") and not name.startswith("_") and module != _CHECKS:
+            found = f"; this rank is in {name}()"
+    return found
 
 
 class CollectiveTimeoutError(RingcommError, TimeoutError):

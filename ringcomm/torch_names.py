@@ -429,6 +429,12 @@ def is_attribute_of_torch(key: str) -> bool:
 # ---- fully_shard
 
 
+def takes_fully_shard(module: nn.Module) -> bool:
+    """Whether fully_shard takes a module: before torch 2.13 no container, even with a forward()."""
+    has_forward = TORCH_VERSION >= (2, 13) and type(module).forward is not nn.Module.forward
+    return has_forward or not isinstance(module, nn.ModuleList | nn.ModuleDict)
+
+
 def fsdp_groups(module: Any) -> list[Any]:
     """fully_shard's objects for a unit, by group of ranks."""
     state = module._get_fsdp_state()

@@ -5,17 +5,25 @@ docs/design/optim.md has the picture.
 
 import math
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ringcomm.backward_pass import OpenPasses, current_pass, in_backward
+from ringcomm.backward_pass import (
+    BackwardPass,
+    OpenPasses,
+    current_pass,
+    in_backward,
+    keeps_graph,
+)
 from ringcomm.optim.agreements import Replicas, SameWeights
 from ringcomm.optim.gradients import Gradient, StepFacts, exact
 from ringcomm.optim.options import StepOptions
-from ringcomm.optim.slot import Groups, Slot, in_function
+from ringcomm.optim.slot import Groups, Slot, in_function, roots_of_pass
 from ringcomm.parallel.clip import LossScale, clip_factor
+from ringcomm.parallel.gradient_placeholder import weakly
 from ringcomm.parallel.model.axes import Axes
 from ringcomm.torch_names import clones_saved_tensors, storage_id
 
@@ -128,7 +136,17 @@ class GradientPath:
                 "allow_mutation_on_saved_tensors() is active in a backward pass that updates"
                 " weights, and would clone them: leave it before backward()"
             )
+        if keeps_graph():
+            again = partial(weakly(self._runs_again), current_pass())
+            for root in roots_of_pass():
+                if root.grad_fn is not None:
+                    root.grad_fn.register_prehook(again)
         return in_function("backward") or bool(self._passes)
+
+    def _runs_again(self, before: BackwardPass, _: Any) -> None:
+        """Called when a graph runs again; torch would not say what has changed its weights."""
+        for slot in self.slots:
+            slot.refuse_second(slot.is_written and slot.arrived_in == before)
 
     def _pass_ends(self, is_nested: bool) -> None:
         """Expected gradients that are missing count as zeros."""

@@ -23,7 +23,7 @@ from ringcomm.parallel.model.axes import (
     overlap,
 )
 from ringcomm.parallel.model.cut import Cut
-from ringcomm.parallel.model.describe import Weight, describe, start_equal, start_experts_equal
+from ringcomm.parallel.model.describe import Weight, describe, start_equal_over_data
 from ringcomm.parallel.model.refuse import Asked, refuse
 from ringcomm.parallel.model.stage_part import StagePart, has_several_stages
 from ringcomm.parallel.shards.units import watch_whole_weights
@@ -213,8 +213,7 @@ class ModelWeights:
         replicas = [group] if isinstance(group, dist.ProcessGroup) else []
         groups = dict.fromkeys([*replicas, *(peer for slot in slots for peer in slot.peers)])
         if self._model is not None:
-            start_equal(self._described, groups)
-            start_experts_equal(self._described)
+            start_equal_over_data(self._described, groups)
 
     # ---- hooks; each returns functions that remove it, which the optimizer calls at its end
 

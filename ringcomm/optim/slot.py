@@ -81,10 +81,21 @@ def in_function(name: str) -> bool:
     return False
 
 
+def roots_of_pass() -> list[Tensor]:
+    """The tensors that torch.autograd.backward() was given in this thread; else none."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is torch.autograd.backward.__code__:
+            return [*tree_leaves(frame.f_locals["tensors"])]
+        frame = frame.f_back
+    return []
+
+
 class Slot:
     """One weight and its state in this step.
 
     Attributes:
+        optimizer: its name, for messages.
         num_arrived: gradients that have arrived in this step; `total` is their sum so far.
         is_written: whether the weight has been updated in this step.
         deferred: its complete gradient, if that waits for step().
@@ -114,6 +125,7 @@ class Slot:
         reduce_dtype: torch.dtype | None,
     ) -> None:
         self.param, self.name, self.index, self.group_idx = param, name, index, group_idx
+        self.optimizer = optimizer
         self.shards = find_shards(param)
         self.cut = cut
         self.sharding = Sharding((), 1)
@@ -210,9 +222,9 @@ class Slot:
         """Raises RuntimeError for a gradient after the last of a step."""
         if is_complete:
             raise RuntimeError(
-                f"{self.name} got a gradient after its update: backward() ran again before step()"
-                " (set accumulation_steps=N), or a reentrant checkpoint uses the weight without its"
-                " layer (set use_reentrant=False)"
+                f"{self.name} got a gradient after its update by {self.optimizer}: backward() ran"
+                " again before step() (set accumulation_steps=N), or a reentrant checkpoint uses"
+                " the weight without its layer (set use_reentrant=False)"
             )
 
     def take(self) -> Tensor:

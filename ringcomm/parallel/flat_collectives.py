@@ -162,6 +162,13 @@ def all_gathered(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
     return everyone
 
 
+def raise_on_all(problem: object, group: dist.ProcessGroup | None) -> None:
+    """Raises ValueError on all ranks if any rank has a problem; None for none. Collective."""
+    for rank, text in enumerate(all_gathered(problem and str(problem), group)):
+        if text is not None:
+            raise ValueError(f"rank {rank}: {text}")
+
+
 def check_agreement(mine: Mapping[str, Any], group: dist.ProcessGroup) -> None:
     """Raises ValueError on all ranks if values differ. Collective."""
     everyone = all_gathered(mine, group)

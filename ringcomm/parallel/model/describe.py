@@ -114,8 +114,12 @@ class Model:
     @property
     def names(self) -> dict[str, Tensor]:
         """The parameters, then the buffers, each under all of its names."""
-        every = [*self.weights.values(), *self.buffers.values()]
-        return {name: weight.tensor for weight in every for name in weight.names}
+        return {name: weight.tensor for weight in self.described() for name in weight.names}
+
+    def described(self, tensors: Iterable[Tensor] | None = None) -> list[Weight]:
+        """All of the parameters, then of the buffers; or of some of them, each once."""
+        chosen = [*self.weights, *self.buffers] if tensors is None else dict.fromkeys(tensors)
+        return [self.weights.get(x) or self.buffers[x] for x in chosen]  # type: ignore[call-overload]
 
     @cached_property
     def stage(self) -> StagePart | None:
@@ -247,29 +251,20 @@ def start_equal(
     DTensors and WeightShards. Tensors on the meta device stay as well. `tensors`: only these.
     Collective over each group.
     """
-    known: dict[Any, Weight] = {**model.weights, **model.buffers}
-    chosen = known if tensors is None else dict.fromkeys(tensors)
+    chosen = model.described(tensors)
     for group in groups:
-        shared = (t for t in chosen if not known[t].is_apart(group))
+        shared = (weight.tensor for weight in chosen if not weight.is_apart(group))
         take_from_rank0(map(local_of, shared), group)
 
 
-def start_experts_equal(model: Model, tensors: Iterable[Tensor] | None = None) -> None:
-    """start_equal() of sharded experts over the ranks with the same ones. Collective."""
-    known: dict[Any, Weight] = {**model.weights, **model.buffers}
-    found: dict[dist.ProcessGroup, list[Tensor]] = {}
-    for tensor in known if tensors is None else tensors:
-        experts = known[tensor].experts
-        if experts is not None and experts.replica_group is not None:
-            found.setdefault(experts.replica_group, []).append(tensor)
+def start_equal_over_data(
+    model: Model, groups: Iterable[dist.ProcessGroup], tensors: Iterable[Tensor] | None = None
+) -> None:
+    """start_equal() over data-parallel ranks; of sharded experts over those with the same ones."""
+    chosen, found = model.described(tensors), dict[dist.ProcessGroup, list[Tensor]]()
+    start_equal(model, groups, [weight.tensor for weight in chosen])
+    for weight in chosen:
+        if weight.experts is not None and weight.experts.replica_group is not None:
+            found.setdefault(weight.experts.replica_group, []).append(weight.tensor)
     for group, own in found.items():
         start_equal(model, [group], own)
-
-
-def start_equal_over_data(
-    model: Model, group: dist.ProcessGroup, tensors: Iterable[Tensor] | None = None
-) -> None:
-    """start_equal() over data-parallel ranks; of experts over those with the same ones."""
-    chosen = None if tensors is None else [*tensors]
-    start_equal(model, [group], chosen)
-    start_experts_equal(model, chosen)

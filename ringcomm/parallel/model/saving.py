@@ -1,14 +1,18 @@
 """What other libraries save of a sharded model: the full weights, or nothing."""
 
+import pickle
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from itertools import chain
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+
+from ringcomm.torch_names import like_dtensor
 
 
 def refuse_copy(*_: Any) -> NoReturn:
@@ -19,25 +23,36 @@ def refuse_copy(*_: Any) -> NoReturn:
     )
 
 
-def refuse_saving(value: Tensor, name: str) -> None:
+def refuse_saving(value: Tensor, name: str, of: str = "model") -> None:
     """Makes a value of state_dict(), one rank's part, raise RuntimeError when a file is written.
 
     torch.save asks a tensor how to pickle it. safetensors and huggingface_hub ask for its storage,
     whether it is contiguous, or for its parts. torch.distributed.checkpoint asks for the storages
-    of plain tensors only. copy.deepcopy() of the value works; a file of the copy raises, too.
+    of plain tensors only. copy.deepcopy() of the value works; a file of the copy raises, too. `of`:
+    the arguments of get_state_dict() that save it.
     """
 
     def refuse(*_: Any, **__: Any) -> NoReturn:  # a function, which copies of the tensor share
         raise RuntimeError(
             f"{name} of this state_dict() is the part of one rank, which a file would have in place"
-            " of the whole model: save ringcomm.parallel.get_state_dict(model, full=True), or all"
-            " ranks' parts with torch.distributed.checkpoint"
+            f" of the whole: save ringcomm.parallel.get_state_dict({of}, full=True), or all ranks'"
+            " parts with torch.distributed.checkpoint"
         )
 
     of_dtensors = "untyped_storage", "storage", "__tensor_flatten__"
     of_kind = of_dtensors if isinstance(value, DTensor) else ("is_contiguous",)
     for asked in ("__reduce_ex__", *of_kind):
         setattr(value, asked, refuse)
+
+
+def _to_another_process(value: DTensor) -> Any:
+    """Pickles a DTensor for a process of this machine, as async_save() does: without a refusal."""
+    if "__reduce_ex__" in vars(value):
+        value = like_dtensor(value, value.to_local())
+    return value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+
+
+ForkingPickler.register(DTensor, _to_another_process)
 
 
 def refuse_part(module: nn.Module, kind: type[Tensor] = Tensor) -> None:

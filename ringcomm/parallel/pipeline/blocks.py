@@ -41,10 +41,10 @@ def named_blocks(blocks: Blocks) -> dict[str, nn.Module]:
     for name, block in found.items():
         if not isinstance(block, nn.Module):
             raise TypeError(f"block {name} must be an nn.Module, got {type(block).__name__}")
-        for other in found:
-            if other.startswith(f"{name}."):
+        for outer in accumulate(name.split(".")[:-1], lambda *parts: ".".join(parts)):
+            if outer in found:
                 raise ValueError(
-                    f"the name of block {other} begins with that of block {name}, which would"
+                    f"the name of block {name} begins with that of block {outer}, which would"
                     " contain it: rename one"
                 )
     return found

@@ -50,7 +50,8 @@ class FreedWeight(nn.Parameter):
             raise RuntimeError(
                 f"{name}() of a weight that is sharded and freed: read it inside"
                 " WeightShards.gather() or after optimizer.close() of ZeRO-Infinity, or call"
-                " ringcomm.parallel.get_state_dict(); run it by calling the whole model"
+                " ringcomm.parallel.get_state_dict(); write it by set_state_dict(); run it by"
+                " calling the whole model"
             )
         with torch_names.without_torch_function():
             return func(*args, **(kwargs or {}))

@@ -8,20 +8,22 @@ import torch.distributed as dist
 from torch import nn
 
 from ringcomm.parallel.expert.local_experts import LocalExperts, expert_parallel_modules
-from ringcomm.torch_names import gather_outside_inference_mode, untraced
+from ringcomm.torch_names import gather_outside_inference_mode, takes_fully_shard, untraced
 
 
 def _has_forward(module: nn.Module) -> bool:
     """Whether the module can be called; containers such as ModuleList cannot."""
-    return type(module).forward is not nn.Module.forward
+    return "forward" in vars(module) or type(module).forward is not nn.Module.forward
 
 
 def default_units(model: nn.Module) -> list[nn.Module]:
     """The entries of every outermost ModuleList, or of every outermost Sequential without one.
 
-    None inside of sharded experts, which differ between ranks.
+    And the parts of a model that cannot be called, such as a ModuleDict. None inside of sharded
+    experts, which differ between ranks.
     """
-    return _entries(model, nn.ModuleList) or _entries(model, nn.Sequential)
+    entries = _entries(model, nn.ModuleList) or _entries(model, nn.Sequential)
+    return [*entries, *(part for part in _callable_parts(model) if part is not model)]
 
 
 def _entries(module: nn.Module, kind: type[nn.Module]) -> list[nn.Module]:
@@ -55,11 +57,7 @@ def params_of_units(
     for param, found in _units_of_params(model, units).items():
         params[found.pop() if len(found) == 1 else model].append(param)
     for module, own in params.items():
-        if own and not _has_forward(module):
-            kind = type(module).__name__
-            raise ValueError(
-                f"a unit with parameters must be a module that can be called, got {kind}"
-            )
+        _check_called(module, is_called=not own or _has_forward(module))
     return [(module, own) for module, own in params.items() if own]
 
 
@@ -69,8 +67,8 @@ def fsdp_units(
     """The modules for fully_shard and the parameters that each shards, the model last.
 
     A unit that shares a parameter with another, or with the rest of the model, is not one of them:
-    its parameters are the model's. Sharded experts are units as in params_of_units(), and it raises
-    as that does.
+    its parameters are the model's. Nor is a model that cannot be called and has no parameters left.
+    Sharded experts are units as in params_of_units(), and it raises as that does.
     """
     units = _with_experts(model, units)
     units_of_params = _units_of_params(model, units)
@@ -80,16 +78,28 @@ def fsdp_units(
         parts = set(module.modules())
         own = [param for param in module.parameters() if param not in done]
         is_apart = own and all(units_of_params[param] <= parts for param in own)
-        if is_apart or module is model:
+        if is_apart or (module is model and (own or _has_forward(model))):
+            _check_called(module, is_called=takes_fully_shard(module))
             done.update(own)
             found.append((module, own))
     return found
 
 
+def _check_called(unit: nn.Module, *, is_called: bool) -> None:
+    if not is_called:
+        raise ValueError(
+            f"a unit with parameters must be a module that can be called, got {type(unit).__name__}"
+            ": pass the parts that are called as units="
+        )
+
+
 def _with_experts(model: nn.Module, units: Iterable[nn.Module] | None) -> list[nn.Module]:
     apart = [*expert_parallel_modules(model).values()]
     inside = {part for experts in apart for part in experts.modules()}
-    given = default_units(model) if units is None else units
+    given = default_units(model) if units is None else [*units]
+    for unit in given:
+        if not isinstance(unit, nn.Module):
+            raise TypeError(f"units must be modules, got {type(unit).__name__}")
     return [*apart, *(unit for unit in given if unit not in inside)]
 
 
@@ -109,15 +119,12 @@ def _units_of_params(
     model: nn.Module, units: Sequence[nn.Module]
 ) -> dict[nn.Parameter, set[nn.Module]]:
     """The innermost units, or the model, around each use of a parameter; checks the units."""
-    known, found = set(model.modules()), dict[nn.Parameter, set[nn.Module]]()
-    for unit in units:
-        if not isinstance(unit, nn.Module):
-            raise TypeError(f"units must be modules, got {type(unit).__name__}")
-        if unit not in known:
-            raise ValueError(f"units must be parts of the model, got another {type(unit).__name__}")
+    chosen, found = set(units), dict[nn.Parameter, set[nn.Module]]()
+    for unit in chosen - {*model.modules()}:
+        raise ValueError(f"units must be parts of the model, got another {type(unit).__name__}")
 
     def visit(module: nn.Module, unit: nn.Module) -> None:
-        unit = module if module in units else unit
+        unit = module if module in chosen else unit
         for param in module.parameters(recurse=False):
             found.setdefault(param, set()).add(unit)
         for child in module.children():
@@ -128,16 +135,14 @@ def _units_of_params(
 
 
 def materialize(model: nn.Module, params: Sequence[nn.Parameter], device: torch.device) -> None:
-    """Allocates and initializes those of the parameters that are on the meta device.
+    """Allocates and initializes those of a module's parameters that are on the meta device.
 
+    `model` has all modules of shared ones: a later reset_parameters() would overwrite them.
     Parameters keep their identity. Modules are processed in the order of model.modules(); each
     reset_parameters() sees all parameters of its module. Modules with only buffers are initialized
     too. Values of an expert do not depend on the rank that has it.
     """
     wanted = {param for param in params if param.is_meta}
-    # All modules of a shared weight are processed together: a later reset_parameters() would
-    # overwrite it.
-    shares = {m for m in model.modules() if not wanted.isdisjoint(m.parameters(recurse=False))}
     for module in model.modules():
         if isinstance(module, LocalExperts) and any(param.is_meta for param in module.parameters()):
             # Ranks with one seed have different experts.
@@ -148,7 +153,8 @@ def materialize(model: nn.Module, params: Sequence[nn.Parameter], device: torch.
                     materialize(expert, params, device)
         own = dict(module.named_parameters(recurse=False))
         buffers = module.buffers(recurse=False)
-        has_wanted = module in shares and any(param.is_meta for param in own.values())
+        is_meta = any(param.is_meta for param in own.values())
+        has_wanted = is_meta and not wanted.isdisjoint(own.values())
         if not has_wanted and (own or not any(buffer.is_meta for buffer in buffers)):
             continue
         for param in own.values():

@@ -4,8 +4,9 @@ Each rank keeps 1/N of every parameter. Parameters keep their identity, and thei
 allocated and freed: unit_hooks.py decides when, sharded_unit.py does it.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -65,8 +66,9 @@ class WeightShards:
         mesh: a one-dimensional DeviceMesh, instead of a group.
         units: the modules whose weights are gathered together, the layers of a model. Default: the
             entries of every outermost nn.ModuleList, or of every outermost nn.Sequential if there
-            is no such list. The model itself is the unit of all other parameters, and of those that
-            several units share. All ranks run the same units in the same order.
+            is no such list; also the parts of a model that cannot be called. The model itself is
+            the unit of all other parameters, and of those that several units share. All ranks run
+            the same units in the same order.
 
     Attributes:
         group: as resolved.
@@ -103,12 +105,12 @@ class WeightShards:
         self.units: list[ShardedUnit] = []
         alone: Any = None
         for module, params in found:
-            materialize(model, params, torch.device("cpu"))
-            start_equal_over_data(described, self.group, params)
+            materialize(module, params, torch.device("cpu"))
+            start_equal_over_data(described, [self.group], params)
             ranks = data_group_of(module, self.group) or alone or (alone := new_group_alone())
             self.units.append(ShardedUnit(module, params, ranks, self._shard_store))
-        # Buffers on the meta device have been replaced.
-        start_equal_over_data(describe(model), self.group, model.buffers())
+        materialize(model, (), torch.device("cpu"))  # modules with only buffers
+        start_equal_over_data(describe(model), [self.group], model.buffers())
         for unit in self.units:
             hooks = UnitHooks(unit, is_root=unit.module is model)
             self._hooks.update(dict.fromkeys(unit.params, hooks))
@@ -263,19 +265,31 @@ class WeightShards:
 
 
 def refuse_moves(model: nn.Module) -> None:
-    """Makes to(), half() and similar methods raise, except on parts without weights.
+    """Makes to(), half() and similar methods raise where they would change a weight or a buffer.
 
-    Models may have those in common, such as an activation.
+    Not on parts without weights, such as an activation, which several models may have.
     """
     for module in model.modules():
         if next(module.parameters(), None) is not None:
-            setattr(module, APPLY, _refuse_move)
+            setattr(module, APPLY, partial(_move_nothing, module))
 
 
-def _refuse_move(*_: Any) -> NoReturn:
-    """Raises instead of moving a freed weight, or one that hooks refer to."""
-    raise RuntimeError(
-        "the weights are sharded, so to(), half() and similar calls cannot move or cast them:"
-        " call these before WeightShards or zero.shard(stage=3). transformers' Trainer moves its"
-        " model when it is made: make it first"
-    )
+def _move_nothing(
+    module: nn.Module, move: Callable[[Tensor], Tensor], recurse: bool = True
+) -> nn.Module:
+    """Raises RuntimeError if `move` changes any kind of tensor that the module has.
+
+    Freed weights, and those that hooks refer to, cannot be replaced.
+    """
+    tensors = (*module.parameters(recurse), *module.buffers(recurse))
+    for dtype, device, dim in dict.fromkeys((x.dtype, x.device, x.dim()) for x in tensors):
+        # Strides of tensors without elements, or of size 1, are those of any memory format.
+        trial = torch.empty((2,) * dim, dtype=dtype, device=device)
+        was_shared = trial.is_shared()
+        if move(trial) is not trial or trial.is_shared() != was_shared:
+            raise RuntimeError(
+                "the weights are sharded, so to(), half() and similar calls cannot move or cast"
+                " them: call these before WeightShards or zero.shard(stage=3). transformers'"
+                " Trainer moves its model when it is made: make it first"
+            )
+    return module

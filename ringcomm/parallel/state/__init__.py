@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from ringcomm.backend import resolve_group
 from ringcomm.options import named_options
-from ringcomm.parallel.flat_collectives import all_gathered
+from ringcomm.parallel.flat_collectives import all_gathered, raise_on_all
 from ringcomm.parallel.parameter_server import ParameterServer
 from ringcomm.parallel.shards import find_shards
 from ringcomm.parallel.state.own_parts import MASTER, ModelParts, OptimizerParts, State
@@ -201,9 +201,7 @@ def set_state_dict(
     problem = _problem_of(wanted, given, group, strict=strict) or problem
     if server is not None and more:
         problem = problem or server.problem_of(more)
-    for rank, text in enumerate(all_gathered(problem, group)):
-        if text is not None:
-            raise ValueError(f"rank {rank}: {text}")
+    raise_on_all(problem, group)
     with torch.no_grad(), ExitStack() as stack:
         for shards in parts.shards:
             stack.enter_context(shards.writing())

@@ -99,10 +99,11 @@ def shard(
             element; with other backends they are padded when they are sent. Experts of
             ringcomm.nn.MixtureOfExperts are sharded over their replica_group instead.
         units: at stage 3 the modules whose weights are gathered together. Default: the entries of
-            every outermost ModuleList, or Sequential without one. Weights that several units share
-            belong to the root. All ranks must run the same units in the same order. fully_shard
-            (stage 3 without offload_weights) gives a unit copies of lists and dicts with tensors,
-            and needs losses that depend on outputs of units, not on tensors kept from within.
+            every outermost ModuleList, or Sequential without one; also the parts of a model that
+            cannot be called. Weights that several units share belong to the root. All ranks must
+            run the same units in the same order. fully_shard (stage 3 without offload_weights)
+            gives a unit copies of lists and dicts with tensors, and needs losses that depend on
+            outputs of units, not on tensors kept from within.
         bucket_bytes: at stages 1 and 2, the maximum size of a bucket of weights; a larger weight
             has its own bucket. Stage 2 keeps unsharded gradients of one bucket at a time.
         param_dtype: torch.bfloat16 or float16: keep float32 weights and their gradients in 16 bits,
@@ -171,6 +172,7 @@ def shard(
     # Ranks have different experts.
     shared = [[p for p in g["params"] if described.weights[p].experts is None] for g in groups]
     buffers = [value for value, of in described.buffers.items() if of.experts is None]
+    state = _joined_state(inners)
     mine = {
         "stage": stage,
         "options": options,
@@ -178,9 +180,9 @@ def shard(
         "shapes": [[tuple(param.shape) for param in params] for params in shared],
         "dtypes": [[str(param.dtype) for param in params] for params in shared],
         "buffers": [(tuple(buffer.shape), str(buffer.dtype)) for buffer in buffers],
+        "presence of states": bool(state["state"]),
     }
     check_agreement(mine, resolved)
-    state = _joined_state(inners)
     given = Given(described, inners, stage, resolved, mesh, units, options)
     made: ZeroOptimizer
     if offload_weights:

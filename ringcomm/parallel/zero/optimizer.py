@@ -93,6 +93,15 @@ def _refuse_copy(*_: Any) -> NoReturn:
     )
 
 
+def data_was_set(name: str) -> str:
+    """The error message for a weight in other memory than that of its shards."""
+    return (
+        f"`.data` of {name} was set after zero.shard(), as vector_to_parameters() and"
+        " to(memory_format=...) do, so that its shards have other values: write by param.copy_() in"
+        " torch.no_grad(), or ringcomm.parallel.set_state_dict()"
+    )
+
+
 def _refuse_ddp(model: nn.Module, *_: Any) -> None:
     """A forward pre-hook; raises if DistributedDataParallel runs the model, but not its copies."""
     if active_ddp() is not None and any(map(find_trainer, model.parameters())):
@@ -310,6 +319,10 @@ class ZeroOptimizer(InnerSteps):
                     f"{name} was added or replaced, or made to require grad, after zero.shard() and"
                     " would not be updated: change the model before"
                 )
+            self._check_memory_of(name, param)
+
+    def _check_memory_of(self, name: str, param: nn.Parameter) -> None:
+        """Raises ValueError if a weight of the model has left its shards."""
 
     @property
     def _grad_scale(self) -> float:

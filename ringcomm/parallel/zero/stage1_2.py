@@ -19,7 +19,7 @@ from ringcomm.parallel.model.stage_part import StagePart
 from ringcomm.parallel.shards.units import materialize
 from ringcomm.parallel.zero.bucket import Bucket, GradientReducer, plan_buckets
 from ringcomm.parallel.zero.inner import Inner
-from ringcomm.parallel.zero.optimizer import Given, ZeroOptimizer
+from ringcomm.parallel.zero.optimizer import Given, ZeroOptimizer, data_was_set
 from ringcomm.torch_names import foreach_add_, tree_map_only
 
 
@@ -37,7 +37,7 @@ class FlatZero(ZeroOptimizer):
         model, group, options = given.model.module, self.group, self.options
         materialize(model, [*given.model.weights], device_of(group))
         described = describe(model)
-        start_equal_over_data(described, group)
+        start_equal_over_data(described, [group])
         self._share_out({p: w.data_group(group) for p, w in described.weights.items()})
         self.stage = stage = given.stage
         dtype = options.param_dtype
@@ -91,15 +91,18 @@ class FlatZero(ZeroOptimizer):
 
     # ---- gradients
 
-    def _check_unchanged(self) -> None:
-        super()._check_unchanged()
-        for param, bucket in self._bucket_of.items():
-            if not bucket.has_weight(param):
-                raise ValueError(
-                    f"a weight of shape {tuple(param.shape)} was moved after zero.shard(). Move"
-                    " the model before zero.shard(). A Trainer moves its model, so make it before,"
-                    " too. torch.multiprocessing moves the tensors that it sends, so send clones"
-                )
+    def _check_memory_of(self, name: str, param: nn.Parameter) -> None:
+        bucket = self._bucket_of.get(param)
+        if bucket is None or bucket.has_weight(param):
+            return
+        is_moved = param.device != bucket.weights.device or param.dtype != bucket.weights.dtype
+        if not is_moved and not param.is_shared():
+            raise ValueError(data_was_set(name))
+        raise ValueError(
+            f"{name} was cast or moved after zero.shard(). Move the model before zero.shard(). A"
+            " Trainer moves its model, so make it before, too. torch.multiprocessing moves the"
+            " tensors that it sends, so send clones"
+        )
 
     def _set_sync(self, is_on: bool) -> None:
         self._reducer.reduces = is_on and self.stage == 2

@@ -32,7 +32,7 @@ from ringcomm.parallel.shards.units import (
     watch_whole_weights,
 )
 from ringcomm.parallel.shards.weight_shards import refuse_moves
-from ringcomm.parallel.zero.optimizer import Given, ZeroOptimizer
+from ringcomm.parallel.zero.optimizer import Given, ZeroOptimizer, data_was_set
 from ringcomm.torch_names import (
     backward_hooks_of,
     drop_accumulated,
@@ -80,13 +80,16 @@ class Zero3(ZeroOptimizer):
         self._awaits_backward = False  # a forward pass has made a graph, and no backward pass began
         named = model.named_parameters()
         self._memory = [(name, param, param.detach()) for name, param in named]
-        model.register_forward_pre_hook(untraced(weakly(self._forward_begins)))
+        roots = _fsdp_roots(model)
+        for root in roots:
+            root.register_forward_pre_hook(untraced(weakly(self._forward_begins)))
         meshes = {getattr(param, "device_mesh", None) for param in model.parameters()}
         for module in model.modules():
             has_weights = next(module.parameters(recurse=False), None) is not None
             if has_weights and not isinstance(module, FSDPModule):
                 module.register_forward_pre_hook(partial(_check_gathered, meshes))
-        model.register_forward_hook(untraced(weakly(self._watch_outputs)))
+        for root in roots:
+            root.register_forward_hook(untraced(weakly(self._watch_outputs)))
         refuse_moves(model)
         is_whole = given.mesh is None or root_mesh(given.mesh).size() == self.group.size()
         save_full(model, self.group if is_whole else None)
@@ -143,11 +146,7 @@ class Zero3(ZeroOptimizer):
         """Raises RuntimeError if `param.data = x` has changed a DTensor and not its local part."""
         for name, param, before in self._memory:
             if storage_id(before) != storage_id(param):
-                raise RuntimeError(
-                    f"`.data` of {name} was set, as vector_to_parameters() does, which has no"
-                    " effect at stage 3: write by param.copy_() in torch.no_grad(), or"
-                    " ringcomm.parallel.set_state_dict()"
-                )
+                raise RuntimeError(data_was_set(name))
 
     @untraced
     def _watch_outputs(self, _: nn.Module, __: Any, output: Any) -> None:
@@ -186,7 +185,8 @@ class Zero3(ZeroOptimizer):
     def _set_sync(self, is_on: bool) -> None:
         self._is_synced = is_on
         model: Any = self._model()
-        model.set_requires_gradient_sync(is_on)
+        for root in _fsdp_roots(model):
+            root.set_requires_gradient_sync(is_on)
         for params in _fsdp_params(model) if is_on else ():
             fill_accumulated(params)
 
@@ -256,8 +256,9 @@ class Zero3(ZeroOptimizer):
     def _reset_units(self) -> None:
         """Makes fully_shard ready for the next forward, after an error in a pass."""
         model: Any = self._model()
-        if hasattr(model, "reset_iter_state"):  # from torch 2.13 on
-            model.reset_iter_state()
+        if hasattr(FSDPModule, "reset_iter_state"):  # from torch 2.13 on
+            for root in _fsdp_roots(model):
+                root.reset_iter_state()
             self._is_in_forward = False
             self._passes.forget()
 
@@ -310,7 +311,7 @@ def shard_units(
     meshes: dict[Any, DeviceMesh] = {} if mesh is None else {group: mesh}
     for module, params in fsdp_units(model.module, units):
         materialize(module, params, device)
-        start_equal_over_data(model, group, params)
+        start_equal_over_data(model, [group], params)
         ranks = data_group_of(module, group)
         if ranks not in meshes:
             meshes[ranks] = DeviceMesh.from_group(ranks or new_group_alone(), device.type)
@@ -320,8 +321,8 @@ def shard_units(
         if ranks is not group:
             gather_when_needed(made)
             _divide_gradients(made, group)
-    # Buffers on the meta device have been replaced.
-    start_equal_over_data(describe(model.module), group, model.module.buffers())
+    materialize(model.module, (), device)  # modules with only buffers
+    start_equal_over_data(describe(model.module), [group], model.module.buffers())
 
 
 def _divide_gradients(module: Any, group: dist.ProcessGroup, scale: float = 1.0) -> None:
@@ -366,6 +367,13 @@ def _keep_output(module: nn.Module, _: Any, output: Any) -> Any:
 
 def _fsdp_modules(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def _fsdp_roots(model: nn.Module) -> list[Any]:
+    """The model, or the outermost units in one that cannot be called."""
+    if isinstance(model, FSDPModule):
+        return [model]
+    return [*dict.fromkeys(root for child in model.children() for root in _fsdp_roots(child))]
 
 
 def _fsdp_params(model: nn.Module) -> Iterator[list[Any]]:

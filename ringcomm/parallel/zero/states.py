@@ -12,9 +12,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from ringcomm.parallel.clip import LossScale
-from ringcomm.parallel.flat_collectives import all_gather_shards, all_gathered, local_of, place_in
+from ringcomm.parallel.flat_collectives import (
+    all_gather_shards,
+    all_gathered,
+    local_of,
+    place_in,
+    raise_on_all,
+)
+from ringcomm.parallel.model.saving import refuse_saving
 from ringcomm.parallel.offload.state_rows import StatesView, numbered_groups
 from ringcomm.parallel.optimizer_classes import params_in
+from ringcomm.parallel.tensor.splits import mesh_of
 from ringcomm.torch_names import run_state_hooks, shape_and_offset
 
 # A key of parameter groups in a state_dict() for the loss scale, which torch's format lacks.
@@ -84,12 +92,13 @@ class States(torch.optim.Optimizer):
         saved = {SCALE_KEYS[key]: value for key, value in scale.items()}
         return [{**group, **saved} for group in numbered_groups(self)]
 
+    @torch.inference_mode(False)  # DTensors cannot be detached there
     def state_dict(self) -> dict[str, Any]:
         """In torch's format; states are DTensors, of which this rank has rows.
 
-        Use it with torch.distributed.checkpoint and its get_state_dict(model, optimizer);
-        torch.save() saves only this rank's part. "master" has the float32 values of a 16-bit
-        weight.
+        Use it with torch.distributed.checkpoint and its get_state_dict(model, optimizer). Pickling
+        rows of several ranks, as torch.save() does, raises RuntimeError. "master" has the float32
+        values of a 16-bit weight.
 
         Collective at stages 1 and 2 and with offload_weights: states are gathered one at a time and
         split into rows.
@@ -111,12 +120,19 @@ class States(torch.optim.Optimizer):
         """Loads a state_dict() of this rank, or a full one of torch's optimizer.
 
         Raises:
-            ValueError: it is from another rank, world size or optimizer. Nothing has been written.
+            ValueError: on all ranks: it is no state, or from another rank, world size or optimizer.
+                Nothing has been written.
 
-        Collective if states are DTensors, or weights have float32 masters.
+        Collective.
         """
-        given = run_state_hooks(self, "load_state_dict_pre", state_dict.copy())
-        self._load(given["param_groups"], self._checked_states(given), self._cut)
+        given, states, problem = dict[str, Any](), dict[Any, dict[str, Any]](), None
+        try:
+            given = run_state_hooks(self, "load_state_dict_pre", state_dict.copy())
+            states = self._checked_states(given)
+        except Exception as error:
+            problem = error if isinstance(error, ValueError) else repr(error)
+        raise_on_all(problem, self.group)
+        self._load(given["param_groups"], states, self._cut)
         run_state_hooks(self, "load_state_dict_post")
 
     def load_parts(self, groups: list[dict[str, Any]], states: dict[Any, dict[str, Any]]) -> None:
@@ -157,9 +173,10 @@ class States(torch.optim.Optimizer):
         came_from = state_dict.get("rank", here[0]), state_dict.get("world_size", here[1])
         if came_from != here:
             raise ValueError(
-                f"the state is from rank {came_from[0]} of {came_from[1]}, but this is rank"
-                f" {here[0]} of {here[1]}: use ringcomm.parallel.get_state_dict() between world"
-                " sizes"
+                f"the state is from rank {came_from[0]} of {came_from[1]} and lacks the others'"
+                f" rows, but this is rank {here[0]} of {here[1]}: save"
+                " ringcomm.parallel.get_state_dict(model, optimizer, full=True), which any rank of"
+                " any world size can load"
             )
         given, mine = state_dict["param_groups"], self.param_groups
         sizes = [len(group["params"]) for group in given], [len(g["params"]) for g in mine]
@@ -240,10 +257,16 @@ class States(torch.optim.Optimizer):
         own = self._state_of(param)
         found = dict(specs.get(param, own))
         for key, value in found.items():
+            if not isinstance(value, Tensor) or not value.dim():
+                continue
             # fully_shard splits between rows too.
-            if isinstance(value, Tensor) and value.dim() and not isinstance(value, DTensor):
+            if not isinstance(value, DTensor):
                 whole = self._whole(param, value, own.get(key))
                 found[key] = self._as_rows(param, whole) if whole.shape == param.shape else whole
+            is_part = isinstance(found[key], DTensor) or self.group_of(param) is None
+            if is_part and self.group.size() > 1:
+                found[key] = found[key].detach()  # not the state itself
+                refuse_saving(found[key], key, "model, optimizer")
         return found
 
     def _whole(self, param: Any, like: Tensor, mine: Any) -> Tensor:
@@ -277,7 +300,7 @@ class States(torch.optim.Optimizer):
         """Where the rows of a weight's state are in a state_dict()."""
         if isinstance(param, DTensor):
             return param.device_mesh, param.placements
-        mesh = DeviceMesh.from_group(self.group_of(param) or self.group, param.device.type)
+        mesh = mesh_of(self.group_of(param) or self.group, param.device)
         return mesh, _ROWS if param.dim() else (Replicate(),)
 
     def _state_of(self, param: Any) -> dict[str, Any]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
-import io
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -192,13 +192,12 @@ class Engine:
 
     def reloaded(self) -> Any:
         """A new one that goes on from this one's checkpoint. Collective."""
-        if self.has["resume"] == "same ranks":  # the optimizer's state by a file
-            weights, file = get_state_dict(self.owner, full=True)[0], io.BytesIO()
-            torch.save(self.optimizer.state_dict(), file)
-            file.seek(0)
+        if self.has["resume"] == "same ranks":  # the optimizer's own state
+            weights = get_state_dict(self.owner, full=True)[0]
+            states = copy.deepcopy(self.optimizer.state_dict())
             made = self.again()
             set_state_dict(made.owner, None, weights)
-            made.optimizer.load_state_dict(torch.load(file, weights_only=True))
+            made.optimizer.load_state_dict(states)
         else:
             saved = get_state_dict(self.owner, self.optimizer, full=True)
             made = self.again()

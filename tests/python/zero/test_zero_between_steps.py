@@ -270,7 +270,7 @@ def test_texts_of_flat_stages(rank: int, stage: int) -> None:
 @in_ranks(2)
 def test_sharded_weights_stay_where_they_are(rank: int, stage: int) -> None:
     model, optimizer = make_stage(stage, "momentum")
-    for move in (model.double, partial(model.to, "cpu"), partial(model.last.to, torch.float16)):
+    for move in (model.double, partial(model.to, "meta"), partial(model.last.to, torch.float16)):
         with pytest.raises(RuntimeError, match=r"call these before WeightShards or zero\.shard"):
             move()
     train(model, optimizer, rank, 2)

@@ -95,7 +95,7 @@ def test_errors(rank: int) -> None:
         model.to(torch.float64)
     sharded.zero_grad()
     model.to(torch.float64)
-    with pytest.raises(ValueError, match="was moved after"):
+    with pytest.raises(ValueError, match="was cast or moved after"):
         sharded.step()
 
 
