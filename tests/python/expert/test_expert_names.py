@@ -302,9 +302,9 @@ def test_what_saves_around_experts(rank: int, tmp_path: Path) -> None:
 def test_optimizers_of_whole_weights_are_refused(rank: int) -> None:
     """This rank's rows are a part of the stacked weight."""
     for stage in (0, 1, 2):
-        with pytest.raises(TypeError, match=r"experts\.gate_up_proj is split over ranks of tens"):
+        with pytest.raises(TypeError, match=r"would split .*experts\.gate_up_proj"):
             parallelize(mixtral(), ParallelDims(ep=2), torch.optim.Adafactor, zero_stage=stage)
     model = expert_parallelize(mixtral())
     train_step(model(input_ids=ids_of(0), labels=ids_of(0)).loss, adamw(model.parameters()))
-    with pytest.raises(RuntimeError, match=r"torch\.optim\.Adafactor needs full weights"):
+    with pytest.raises(TypeError, match="Adafactor needs full weights"):
         torch.optim.Adafactor(model.parameters()).step()

@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from whole_optimizers import Averaged, EachWeight, Muon64, elementwise, orthogonal, whole
 
 from ringcomm.parallel import get_state_dict as get_whole_state
-from ringcomm.parallel import set_state_dict as set_whole_state
 from ringcomm.parallel import offload, zero
+from ringcomm.parallel import set_state_dict as set_whole_state
 
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 
