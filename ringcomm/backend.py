@@ -20,7 +20,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ringcomm import _C, message_backend, trace, tuning
 from ringcomm.errors import RingcommError
-from ringcomm.options import Options, timeout_of, warn_of_unknown_variables
+from ringcomm.options import (
+    Options,
+    checks_targets,
+    flag,
+    timeout_of,
+    warn_of_unknown_variables,
+)
 from ringcomm.torch_names import all_groups, backend_of, global_ranks_of, set_timeout
 from ringcomm.trace import dumps, layout
 
@@ -69,6 +75,10 @@ def _prepare(dist_backend_opts: Any, pg_options: Any) -> _C.GroupOptions:
     dumps.start()
     trace.start()
     warn_of_unknown_variables()
+    # What a call would read later, where the other ranks would wait for this one.
+    checks_targets()
+    flag("RINGCOMM_MAP_TENSORS", os.environ.get("RINGCOMM_MAP_TENSORS") or "1")
+    _C.simd_level()
     if isinstance(pg_options, _C.GroupOptions):
         options = copy.deepcopy(pg_options)
     else:

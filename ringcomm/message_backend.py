@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from ringcomm import _C
 from ringcomm.contacts import Contacts
 from ringcomm.options import Options
 from ringcomm.torch_names import BACKEND_PLUGINS, new_backend_options, set_timeout
@@ -118,7 +119,7 @@ def make(
 
     own = in_time(new_store)
     # A separate store connection: a blocking wait in one may block other lookups.
-    own_store = in_time(own.clone)  # type: ignore[attr-defined]
+    own_store = in_time(lambda: _C.own_connection(own))
     opts = new_backend_options()
     opts.store = own_store
     opts.group_rank = rank

@@ -247,6 +247,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   const py::call_guard<py::gil_scoped_release> without_gil;
   m.def("create_process_group", &create_process_group, "store"_a, "rank"_a, "size"_a, "options"_a,
         without_gil);
+  m.def("own_connection", &own_connection, "store"_a, without_gil);
   m.def("report_failure", &ProcessGroupRingcomm::report_failure, "store"_a, "rank"_a, "size"_a,
         "global_ranks"_a, "text"_a, without_gil);
   m.def("stats", [] { return counts_of(Stats::process_wide()); });

@@ -37,8 +37,8 @@ struct GroupTerms {
 ///
 /// Every rank publishes a record in the store, reads the others', which rank 0 collects in a table,
 /// and starts watching the processes on its own machine. The first rank of each host offers the
-/// memory that its ranks share. A record that does not fit may be of an earlier group, and is read
-/// again for a second. Every wait checks at least every 50 ms the processes found so far, the
+/// memory that its ranks share. A record that is there at the first look may be of an earlier group.
+/// Every wait checks at least every 50 ms the processes found so far, the
 /// deadline, and signals, and within a second whether a rank has failed.
 class Rendezvous {
  public:
@@ -46,7 +46,8 @@ class Rendezvous {
 
   /// `store` must outlive this object.
   Rendezvous(KeyValueStore& store, const GroupTerms& terms, std::chrono::milliseconds timeout);
-  /// Withdraws the memory from the bootstrap.
+  /// Withdraws the memory from the bootstrap and, unless it tells of a failure, this rank's record:
+  /// no rank of a group that is made needs it, and a later group must not find it.
   ~Rendezvous();
   Rendezvous(const Rendezvous&) = delete;
   Rendezvous& operator=(const Rendezvous&) = delete;
@@ -102,8 +103,9 @@ class Rendezvous {
   struct Peer {
     std::string text = {};  // its record, once it is accepted
     RankRecord record = {};
-    std::optional<std::string> first_text = {};           // what was there at the first look
-    std::optional<Clock::time_point> doubted_since = {};  // when one was first seen that was not
+    std::optional<std::string> first_text = {};  // what was there at the first look
+    std::string doubted_text = {};               // the last one that was not accepted
+    Clock::time_point doubted_since = {};        // when it was first seen
   };
 
   SharedMemory fetch_memory(int leader, std::size_t num_bytes);
@@ -114,6 +116,7 @@ class Rendezvous {
     return *processes_[static_cast<std::size_t>(rank)];
   }
   bool has_met(int peer) const { return !peer_of(peer).text.empty(); }
+  std::string read_record(int rank);
   bool read_table();
   bool meet(int peer);
   bool accept(int peer, const std::string& text);

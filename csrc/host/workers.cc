@@ -30,13 +30,12 @@ void Workers::begin(std::size_t num_bytes) {
   may_split_ = false;
   num_threads_ = 1;
   taken_ticks_ = moved_bytes_ = 0;
-  if (num_bytes < kMinCallBytes || max_threads_ == 1 || is_alone) return;
+  if (num_bytes < kMinCallBytes || max_threads_ == 1 || is_alone || !may_use_team()) return;
   const int team_size = team_of_program.size();
   if (team_size < 2) return;
   // A program may pin its threads to one core each, and then makes groups; or pins itself later.
-  may_split_ =
-      max_threads_ > 0 || (may_use_team() && team_size <= CoreShare::fewest_cores_per_rank() &&
-                           count_allowed() >= std::min(team_size, num_allowed_));
+  may_split_ = max_threads_ > 0 || (team_size <= CoreShare::fewest_cores_per_rank() &&
+                                    count_allowed() >= std::min(team_size, num_allowed_));
   if (!may_split_) return;
   if (max_threads_ > 0)
     num_threads_ = static_cast<std::size_t>(std::min(max_threads_, team_size));
