@@ -152,25 +152,27 @@ def _engine_options(pg_options: Any, world_size: int) -> _C.GroupOptions:
             f"{type(pg_options).__name__}"
         )
     options = pg_options.with_environment()
-    if options.deterministic not in (None, "rank_order"):
-        raise ValueError(
-            'deterministic of ringcomm.Options must be None or "rank_order", got '
-            f"{options.deterministic!r}"
-        )
-    tuned = tuning.load(options.tuning).one_shot_max_bytes(world_size) if options.tuning else None
+    tuned = _one_shot_max_bytes(options.tuning, world_size) if options.tuning else 0
     # The backend for messages between ranks without shared memory: a group on one host needs none.
     has_gloo = options.message_backend != "gloo" or dist.is_gloo_available()
     has_messages = options.transport == "messages" or (options.transport is None and has_gloo)
     return _group_options(
         algorithm=options.algorithm,
         is_rank_ordered=options.deterministic == "rank_order",
-        one_shot_max_bytes=tuned or 0,
+        one_shot_max_bytes=tuned,
         transport=options.transport or "",
         max_threads=options.max_threads or 0,
         log_waits=options.log_waits,
         report_stragglers=options.report_stragglers,
         message_backend=message_backend.checked(options.message_backend) if has_messages else "",
     )
+
+
+def _one_shot_max_bytes(path: str, world_size: int) -> int:
+    try:
+        return tuning.load(path).one_shot_max_bytes(world_size) or 0
+    except (OSError, ValueError) as error:
+        raise type(error)(f"tuning of ringcomm.Options, or RINGCOMM_TUNING: {error}") from None
 
 
 def _group_options(**fields: Any) -> _C.GroupOptions:

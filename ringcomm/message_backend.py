@@ -39,8 +39,8 @@ def checked(name: str) -> str:
         known.add("gloo")
     if name.lower() not in known:
         raise ValueError(
-            f"message_backend of ringcomm.Options must be one of {', '.join(sorted(known))} here,"
-            f" got {name!r}"
+            "message_backend of ringcomm.Options, or RINGCOMM_MESSAGE_BACKEND, must be one of"
+            f" {', '.join(sorted(known))} here, got {name!r}"
         )
     if name.lower() == "ringcomm" and os.environ.get("RINGCOMM_AS_GLOO") != "1":
         raise ValueError(

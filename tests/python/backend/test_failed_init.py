@@ -135,14 +135,15 @@ def test_every_variable_is_checked_somewhere() -> None:
 def test_all_ranks_hear_of_a_wrong_value(rank: int, tmp_path: Path) -> None:
     """Its process lives on: https://github.com/vllm-project/vllm/issues/16259."""
     for name, value in WRONG_VALUES.items():
-        wrong = {name: value, "RINGCOMM_TRACE": str(tmp_path)} if rank == 1 else {}
+        wrong = {name: value} if rank == 1 else {}
+        if wrong and name == "RINGCOMM_TRACE_EVENTS":
+            wrong["RINGCOMM_TRACE"] = str(tmp_path)
         folder = tmp_path / name
         folder.mkdir(exist_ok=True)
         with mock.patch.dict(os.environ, wrong):
             error = timed(make_group, rank, 2, folder)
-        assert error["type"] != "CollectiveTimeoutError", (name, error)
-        option = name.removeprefix("RINGCOMM_").lower()
-        assert name in error["text"] or f"{option} of ringcomm.Options" in error["text"], error
+        assert error.get("type", "") not in ("", "CollectiveTimeoutError"), (name, error)
+        assert name in error["text"], error
         assert rank == 1 or "rank 1" in error["text"], (name, error)
         assert error["seconds"] < SOON_S, (name, error)
 
