@@ -17,7 +17,6 @@ import sys
 import warnings
 from typing import Any
 
-
 # The process that imported torch. A child that it forks has inherited torch without its threads.
 PID = os.getpid()
 

@@ -42,7 +42,8 @@ constexpr host::ThreadTeam kTorchThreads = {
                              run(static_cast<std::size_t>(i));
                          });
       };
-      host::may_use_team() ? run_all() : std::thread(run_all).join();  // which has a team of its own
+      host::may_use_team() ? run_all()
+                           : std::thread(run_all).join();  // which has a team of its own
     }};
 
 using BackendPtr = c10::intrusive_ptr<c10d::Backend>;

@@ -77,8 +77,8 @@ struct PeerProcess {
 /// By rank. Of this rank's own process, and of one on another machine, only pid and host are known.
 using PeerProcesses = std::vector<std::shared_ptr<PeerProcess>>;
 
-/// Milliseconds since 1970 by the system's clock: now, and when this process began, which is 0 if the
-/// kernel does not tell.
+/// Milliseconds since 1970 by the system's clock: now, and when this process began, which is 0 if
+/// the kernel does not tell.
 std::int64_t time_ms();
 std::int64_t start_of_process_ms();
 

@@ -115,7 +115,6 @@ void Rendezvous::count_attempts() {
   }
 }
 
-
 AbortReason Rendezvous::report_failure(const std::exception& error) {
   if (mine_.failure.text.empty()) mine_.failure = AbortReason::of(error, rank());
   if (has_reported_) return mine_.failure;

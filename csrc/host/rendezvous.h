@@ -37,9 +37,9 @@ struct GroupTerms {
 ///
 /// Every rank publishes a record in the store, reads the others', which rank 0 collects in a table,
 /// and starts watching the processes on its own machine. The first rank of each host offers the
-/// memory that its ranks share. A record that is there at the first look may be of an earlier group.
-/// Every wait checks at least every 50 ms the processes found so far, the
-/// deadline, and signals, and within a second whether a rank has failed.
+/// memory that its ranks share. A record that is there at the first look may be of an earlier
+/// group. Every wait checks at least every 50 ms the processes found so far, the deadline, and
+/// signals, and within a second whether a rank has failed.
 class Rendezvous {
  public:
   static constexpr const char* kDidNotJoin = "did not join the group";

@@ -24,8 +24,8 @@ struct ThreadTeam {
 /// was forked after the team had been loaded.
 void set_thread_team(const ThreadTeam& team, bool is_inherited = false);
 const ThreadTeam& thread_team();
-/// False in a forked process: libgomp waits there for the threads that its parent had, in the thread
-/// that has begun a kernel before.
+/// False in a forked process: libgomp waits there for the threads that its parent had, in the
+/// thread that has begun a kernel before.
 bool may_use_team();
 /// From now on this thread works alone. For threads of the library: a team that they began would
 /// be a second one.

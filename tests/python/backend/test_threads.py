@@ -191,7 +191,9 @@ if rank == 0:
 
 
 @pytest.mark.parametrize("max_threads", ["2", slow("")])
-def test_a_rank_that_was_forked_when_torch_had_its_threads(max_threads: str, tmp_path: Path) -> None:
+def test_a_rank_that_was_forked_when_torch_had_its_threads(
+    max_threads: str, tmp_path: Path
+) -> None:
     """As in a notebook: https://github.com/pytorch/pytorch/issues/17199."""
     env = {**os.environ, "RINGCOMM_MAX_THREADS": max_threads, "OMP_NUM_THREADS": "2"}
     command = [sys.executable, "-c", FORKED, str(tmp_path / "store")]
