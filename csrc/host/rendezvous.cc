@@ -85,10 +85,12 @@ Rendezvous::Rendezvous(KeyValueStore& store, const GroupTerms& terms,
 }
 
 Rendezvous::~Rendezvous() {
-  if (bootstrap_ == nullptr) return;
-  bootstrap_->withdraw(mine_.memory_key);
+  if (bootstrap_ != nullptr) bootstrap_->withdraw(mine_.memory_key);
+}
+
+void Rendezvous::withdraw_record() {
   try {
-    if (!has_reported_ && !is_replaced()) store_.set(rank_key(rank()), "");
+    if (!is_replaced()) store_.set(rank_key(rank()), "");
   } catch (const std::exception&) {
     // The store is lost, and the group needs it no more.
   }

@@ -46,8 +46,7 @@ class Rendezvous {
 
   /// `store` must outlive this object.
   Rendezvous(KeyValueStore& store, const GroupTerms& terms, std::chrono::milliseconds timeout);
-  /// Withdraws the memory from the bootstrap and, unless it tells of a failure, this rank's record:
-  /// no rank of a group that is made needs it, and a later group must not find it.
+  /// Withdraws the memory from the bootstrap.
   ~Rendezvous();
   Rendezvous(const Rendezvous&) = delete;
   Rendezvous& operator=(const Rendezvous&) = delete;
@@ -85,6 +84,8 @@ class Rendezvous {
   /// Adds the reason why this rank fails to its record, at any time; the first is kept. Returns it:
   /// that of another rank, if this one fails because of that.
   AbortReason report_failure(const std::exception& error);
+  /// When the group is made: no rank needs this one's record, and a later group must not find it.
+  void withdraw_record();
 
   int rank() const { return terms_.rank; }
   int world_size() const { return terms_.world_size; }
