@@ -58,14 +58,17 @@ def sum_in_group(store: dist.Store, rank: int, size: int) -> None:
 
 
 def run_generations(rank: int, place: str, sizes: list[int], late: int) -> None:
-    """Every process is in each generation that has its rank; one comes late to each."""
+    """Every process is in each generation that has its rank; one comes late to each.
+
+    No rank begins a generation before the one before it has ended.
+    """
     store = open_store(place)
     for generation, size in enumerate(sizes):
-        if rank >= size:
-            continue
-        if generation > 0 and rank == late:
-            time.sleep(LATE_S)
-        sum_in_group(store, rank, size)
+        if rank < size:
+            time.sleep(LATE_S * (generation > 0 and rank == late))
+            sum_in_group(store, rank, size)
+            store.set(f"ended/{generation}/{rank}", "")
+        store.wait([f"ended/{generation}/{other}" for other in range(size)])
 
 
 def run_one(rank: int, place: str, size: int, late: int) -> None:
