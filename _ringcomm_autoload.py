@@ -17,6 +17,9 @@ import sys
 import warnings
 from typing import Any
 
+# The process that imported torch. A child that it forks has inherited torch without its threads.
+PID = os.getpid()
+
 
 def _create(dist_backend_opts: Any, pg_options: Any) -> Any:
     from ringcomm.backend import create

@@ -14,6 +14,7 @@ def create_process_group(
 def report_failure(
     store: Any, rank: int, size: int, global_ranks: Sequence[int], text: str
 ) -> None: ...
+def own_connection(store: Any) -> Any: ...
 
 class GroupOptions:
     """What a group is made with, as torch.distributed.split_group hands it on."""

@@ -22,7 +22,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from ringcomm import _C, message_backend, trace, tuning
 from ringcomm.errors import RingcommError
 from ringcomm.interpreter import interpreter
-from ringcomm.options import Options, timeout_of, warn_of_unknown_variables
+from ringcomm.options import (
+    Options,
+    checks_targets,
+    flag,
+    timeout_of,
+    warn_of_unknown_variables,
+)
 from ringcomm.torch_names import all_groups, backend_of, global_ranks_of, set_timeout
 from ringcomm.trace import dumps, layout
 
@@ -75,6 +81,10 @@ def _prepare(dist_backend_opts: Any, pg_options: Any) -> _C.GroupOptions:
     dumps.start()
     trace.start()
     warn_of_unknown_variables()
+    # What a call would read later, where the other ranks would wait for this one.
+    checks_targets()
+    flag("RINGCOMM_MAP_TENSORS", os.environ.get("RINGCOMM_MAP_TENSORS") or "1")
+    _C.simd_level()
     if isinstance(pg_options, _C.GroupOptions):
         options = copy.deepcopy(pg_options)
     else:
@@ -160,25 +170,27 @@ def _engine_options(pg_options: Any, world_size: int) -> _C.GroupOptions:
             f"{type(pg_options).__name__}"
         )
     options = pg_options.with_environment()
-    if options.deterministic not in (None, "rank_order"):
-        raise ValueError(
-            'deterministic of ringcomm.Options must be None or "rank_order", got '
-            f"{options.deterministic!r}"
-        )
-    tuned = tuning.load(options.tuning).one_shot_max_bytes(world_size) if options.tuning else None
+    tuned = _one_shot_max_bytes(options.tuning, world_size) if options.tuning else 0
     # The backend for messages between ranks without shared memory: a group on one host needs none.
     has_gloo = options.message_backend != "gloo" or dist.is_gloo_available()
     has_messages = options.transport == "messages" or (options.transport is None and has_gloo)
     return _group_options(
         algorithm=options.algorithm,
         is_rank_ordered=options.deterministic == "rank_order",
-        one_shot_max_bytes=tuned or 0,
+        one_shot_max_bytes=tuned,
         transport=options.transport or "",
         max_threads=options.max_threads or 0,
         log_waits=options.log_waits,
         report_stragglers=options.report_stragglers,
         message_backend=message_backend.checked(options.message_backend) if has_messages else "",
     )
+
+
+def _one_shot_max_bytes(path: str, world_size: int) -> int:
+    try:
+        return tuning.load(path).one_shot_max_bytes(world_size) or 0
+    except (OSError, ValueError) as error:
+        raise type(error)(f"tuning of ringcomm.Options, or RINGCOMM_TUNING: {error}") from None
 
 
 def _group_options(**fields: Any) -> _C.GroupOptions:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from ringcomm import _C
 from ringcomm.contacts import Contacts
 from ringcomm.options import Options
 from ringcomm.torch_names import BACKEND_PLUGINS, new_backend_options, set_timeout
@@ -38,8 +39,8 @@ def checked(name: str) -> str:
         known.add("gloo")
     if name.lower() not in known:
         raise ValueError(
-            f"message_backend of ringcomm.Options must be one of {', '.join(sorted(known))} here,"
-            f" got {name!r}"
+            "message_backend of ringcomm.Options, or RINGCOMM_MESSAGE_BACKEND, must be one of"
+            f" {', '.join(sorted(known))} here, got {name!r}"
         )
     if name.lower() == "ringcomm" and os.environ.get("RINGCOMM_AS_GLOO") != "1":
         raise ValueError(
@@ -118,7 +119,7 @@ def make(
 
     own = in_time(new_store)
     # A separate store connection: a blocking wait in one may block other lookups.
-    own_store = in_time(own.clone)  # type: ignore[attr-defined]
+    own_store = in_time(lambda: _C.own_connection(own))
     opts = new_backend_options()
     opts.store = own_store
     opts.group_rank = rank

@@ -4,6 +4,9 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
+#include <unistd.h>
+
+#include <thread>
 
 #include "bindings/process_group.h"
 #include "bindings/python_errors.h"
@@ -32,11 +35,15 @@ namespace {
 // torch's threads. at::parallel_for has threads only where it is compiled with -fopenmp.
 constexpr host::ThreadTeam kTorchThreads = {
     at::get_num_threads, [](std::size_t num_parts, const std::function<void(std::size_t)>& run) {
-      at::parallel_for(0, static_cast<std::int64_t>(num_parts), 1,
-                       [&](std::int64_t begin, std::int64_t end) {
-                         for (std::int64_t i = begin; i < end; ++i)
-                           run(static_cast<std::size_t>(i));
-                       });
+      const auto run_all = [&] {
+        at::parallel_for(0, static_cast<std::int64_t>(num_parts), 1,
+                         [&](std::int64_t begin, std::int64_t end) {
+                           for (std::int64_t i = begin; i < end; ++i)
+                             run(static_cast<std::size_t>(i));
+                         });
+      };
+      host::may_use_team() ? run_all()
+                           : std::thread(run_all).join();  // which has a team of its own
     }};
 
 using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
@@ -239,7 +246,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.doc() = "ringcomm's engine; use it through the package ringcomm and torch.distributed.";
   // ringcomm/_extension.py reads it, and searches the file for it where it cannot be loaded.
   m.attr("BUILT_FOR") = "ringcomm is built for torch " TORCH_VERSION;
-  host::set_thread_team(kTorchThreads);
+  const auto torch_loaded_in = py::module_::import("_ringcomm_autoload").attr("PID").cast<pid_t>();
+  host::set_thread_team(kTorchThreads, torch_loaded_in != ::getpid());
   bind_classes(m);
   bind_survivors(m);
   auto eager = m.def_submodule("eager");
@@ -247,6 +255,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   const py::call_guard<py::gil_scoped_release> without_gil;
   m.def("create_process_group", &create_process_group, "store"_a, "rank"_a, "size"_a, "options"_a,
         without_gil);
+  m.def("own_connection", &own_connection, "store"_a, without_gil);
   m.def("report_failure", &ProcessGroupRingcomm::report_failure, "store"_a, "rank"_a, "size"_a,
         "global_ranks"_a, "text"_a, without_gil);
   m.def("stats", [] { return counts_of(Stats::process_wide()); });

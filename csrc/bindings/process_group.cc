@@ -7,7 +7,9 @@
 #include <algorithm>
 #include <cstdlib>
 #include <thread>
+#include <torch/csrc/distributed/c10d/FileStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include "bindings/c10d_messages.h"
 #include "bindings/python_errors.h"
@@ -20,6 +22,11 @@
 
 namespace ringcomm {
 namespace {
+
+const c10d::Store* base_of(const c10::intrusive_ptr<c10d::Store>& store) {
+  auto* prefixed = dynamic_cast<c10d::PrefixStore*>(store.get());
+  return prefixed != nullptr ? prefixed->getUnderlyingNonPrefixStore().get() : store.get();
+}
 
 // torch's store (TCPStore, FileStore, HashStore, prefixed) as the rendezvous knows stores.
 class StoreAdapter final : public KeyValueStore {
@@ -51,7 +58,7 @@ class StoreAdapter final : public KeyValueStore {
 
  private:
   c10d::Store& own() {
-    if (is_shared_) store_ = store_->clone();
+    if (is_shared_) store_ = own_connection(store_);
     is_shared_ = false;
     return *store_;
   }
@@ -83,11 +90,6 @@ struct Worlds {
   std::map<const c10d::Store*, World> by_store;
 };
 constinit PerProcess<Worlds> worlds;
-
-const c10d::Store* base_of(const c10::intrusive_ptr<c10d::Store>& store) {
-  auto* prefixed = dynamic_cast<c10d::PrefixStore*>(store.get());
-  return prefixed != nullptr ? prefixed->getUnderlyingNonPrefixStore().get() : store.get();
-}
 
 World world_over(const c10::intrusive_ptr<c10d::Store>& store) {
   Worlds& all = worlds.get();
@@ -121,6 +123,13 @@ void enter_world(const c10::intrusive_ptr<c10d::Store>& store,
 }
 
 }  // namespace
+
+c10::intrusive_ptr<c10d::Store> own_connection(const c10::intrusive_ptr<c10d::Store>& store) {
+  const c10d::Store* base = base_of(store);
+  const bool has_connection = dynamic_cast<const c10d::TCPStore*>(base) != nullptr ||
+                              dynamic_cast<const c10d::FileStore*>(base) != nullptr;
+  return has_connection ? store->clone() : store;
+}
 
 constinit MakeDevices make_devices = nullptr;
 

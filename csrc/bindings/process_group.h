@@ -30,6 +30,11 @@ at::Tensor empty_shared(at::IntArrayRef sizes, at::ScalarType dtype);
 /// Whether all elements of the tensor are in such memory of this process.
 bool is_shared(const at::Tensor& tensor);
 
+/// The store for another thread: with a connection of its own, where torch's stores have one. A
+/// store that is written in Python is shared: it needs no clone(), and nothing would keep the
+/// Python object of one.
+c10::intrusive_ptr<c10d::Store> own_connection(const c10::intrusive_ptr<c10d::Store>& store);
+
 /// Prints which ranks the others have waited for (ringcomm/stragglers.py), on one of the group's
 /// ranks. Takes the GIL.
 void report_stragglers(const Communicator& engine, const GroupOptions& options);

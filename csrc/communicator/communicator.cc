@@ -40,16 +40,18 @@ std::pair<std::unique_ptr<Transport>, std::string> make_transport(
   try {
     const PeerTable peer_table = rendezvous.find_ranks();
     const std::string hosts = peer_table.describe();
-    if (peer_table.num_hosts() == 1 && !is_messages_only)
-      return {std::make_unique<ShmTransport>(rendezvous, peer_table, rank, options),
-              "shm: " + hosts};
-
+    if (peer_table.num_hosts() == 1 && !is_messages_only) {
+      auto transport = std::make_unique<ShmTransport>(rendezvous, peer_table, rank, options);
+      rendezvous.withdraw_record();
+      return {std::move(transport), "shm: " + hosts};
+    }
     if (!make_messenger)
       throw std::invalid_argument((is_messages_only ? "the transport is messages" : hosts) +
                                   ", but no backend for messages is available");
     const bool is_flat = is_messages_only || peer_table.num_hosts() == world_size;
     auto transport =
         make_message_transport(store, rendezvous, peer_table, options, make_messenger, is_flat);
+    rendezvous.withdraw_record();
     return {std::move(transport),
             (is_flat ? "messages over " : "shm inside a host, messages over ") +
                 options.message_backend +

@@ -5,8 +5,10 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
+#include <ctime>
 #include <fstream>
 #include <iterator>
 #include <sstream>
@@ -17,9 +19,9 @@ namespace ringcomm {
 namespace {
 
 // The fields of /proc/PID/stat from the third on, the state; empty if the kernel does not tell.
-std::vector<std::string> stat_of(pid_t pid) {
+std::vector<std::string> stat_of(const std::string& pid) {
   std::string stat;
-  std::getline(std::ifstream("/proc/" + std::to_string(pid) + "/stat"), stat);
+  std::getline(std::ifstream("/proc/" + pid + "/stat"), stat);
   // "pid (name) state ...", and the name may hold anything.
   const std::size_t name_end = stat.rfind(')');
   if (name_end == std::string::npos) return {};
@@ -59,18 +61,33 @@ constinit std::atomic<int> PeerProcess::death_event = -1;
 
 bool PeerProcess::is_stopped() const {
   if (bootstrap_address.empty() || is_pid_hidden || is_dead) return false;
-  const std::vector<std::string> fields = stat_of(pid);
+  const std::vector<std::string> fields = stat_of(std::to_string(pid));
   return !fields.empty() && (fields[0] == "T" || fields[0] == "t");
 }
 
 std::optional<std::uint64_t> PeerProcess::cpu_ms() const {
   constexpr std::size_t kUserTime = 11, kSystemTime = 12;  // behind the state
   if (bootstrap_address.empty() || is_pid_hidden || is_dead) return {};
-  const std::vector<std::string> fields = stat_of(pid);
+  const std::vector<std::string> fields = stat_of(std::to_string(pid));
   if (fields.size() <= kSystemTime) return {};
   const auto ticks = std::strtoull(fields[kUserTime].c_str(), nullptr, 10) +
                      std::strtoull(fields[kSystemTime].c_str(), nullptr, 10);
   return 1000 * ticks / static_cast<std::uint64_t>(::sysconf(_SC_CLK_TCK));
+}
+
+std::int64_t time_ms() {
+  const auto now = std::chrono::system_clock::now().time_since_epoch();
+  return std::chrono::floor<std::chrono::milliseconds>(now).count();
+}
+
+std::int64_t start_of_process_ms() {
+  constexpr std::size_t kStartTime = 19;  // behind the state; since the boot
+  const std::vector<std::string> fields = stat_of("self");
+  timespec since_boot{};
+  if (fields.size() <= kStartTime || ::clock_gettime(CLOCK_BOOTTIME, &since_boot) != 0) return 0;
+  const auto ticks = std::strtoll(fields[kStartTime].c_str(), nullptr, 10);
+  const auto start_ms = 1000 * ticks / ::sysconf(_SC_CLK_TCK);
+  return time_ms() - (1000 * since_boot.tv_sec + since_boot.tv_nsec / 1'000'000 - start_ms);
 }
 
 std::string PeerProcess::last_words() const {
@@ -96,7 +113,7 @@ void PeerProcess::keep_refusal(std::string why) {
 void PeerProcess::end(int pidfd) {
   if (!is_pid_hidden) {
     // Its parent may reap it between the two questions, but not a second time.
-    const std::vector<std::string> fields = stat_of(pid);
+    const std::vector<std::string> fields = stat_of(std::to_string(pid));
     std::optional<int> status = status_of_ending(fields);
     if (!fields.empty() && !status && gone == Gone::kEnded) gone = Gone::kRunsOn;
     if (!status) status = status_of_reaped(pidfd);

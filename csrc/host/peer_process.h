@@ -77,6 +77,11 @@ struct PeerProcess {
 /// By rank. Of this rank's own process, and of one on another machine, only pid and host are known.
 using PeerProcesses = std::vector<std::shared_ptr<PeerProcess>>;
 
+/// Milliseconds since 1970 by the system's clock: now, and when this process began, which is 0 if
+/// the kernel does not tell.
+std::int64_t time_ms();
+std::int64_t start_of_process_ms();
+
 /// What a rank's own messages begin with: "ringcomm rank 0/2: ", with a global rank that differs.
 std::string prefix_of(int rank, int world_size, int global_rank);
 /// A process in error messages: "rank 1 (pid 12 on host)", "rank 1" if it was never found, or "rank

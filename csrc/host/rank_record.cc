@@ -18,7 +18,7 @@ namespace {
 // Ranks that share memory or exchange headers must have the same sizes and enum values. Increase
 // the number after the name for a change that these do not show.
 std::string version() {
-  std::string text = "ringcomm-14-" RINGCOMM_VERSION;
+  std::string text = "ringcomm-15-" RINGCOMM_VERSION;
   for (const std::size_t number :
        {sizeof(host::AbortRecord), sizeof(host::RankControl), sizeof(LinkCursors), kCallHeaderBytes,
         std::size_t{kNumDTypes}, std::size_t{kNumReductions}})
@@ -46,7 +46,7 @@ std::string RankRecord::to_text() const {
   return version() + "\n" +
          to_fields({host_id, host, bootstrap_address, std::to_string(pid), memory_key, options,
                     machine_id, std::to_string(world_size), global_ranks, pid_namespace,
-                    std::to_string(attempt), cores, failure.to_text()});
+                    std::to_string(attempt), cores, std::to_string(written_ms), failure.to_text()});
 }
 
 RankRecord RankRecord::from_text(const std::string& text) {
@@ -69,6 +69,7 @@ RankRecord RankRecord::from_text(const std::string& text) {
           .pid_namespace = fields.next(),
           .attempt = fields.number(),
           .cores = fields.next(),
+          .written_ms = fields.number<std::int64_t>(),
           .failure = AbortReason::from_text(fields.next())};
 }
 

@@ -28,6 +28,7 @@ struct RankRecord {
   std::string pid_namespace = {};  ///< in which `pid` is its number
   int attempt = 1;                 ///< how often it has begun to make this group over this store
   std::string cores = {};          ///< that it may use; empty where that is not known
+  std::int64_t written_ms = 0;     ///< when, by the system's clock, since 1970
   AbortReason failure = {};        ///< why it could not make it; without a text until it fails
 
   std::string to_text() const;

@@ -16,8 +16,8 @@
 namespace ringcomm::host {
 namespace {
 
-// How long a record that does not fit may be that of an earlier group.
-constexpr std::chrono::milliseconds kStaleGrace{1000};
+// How long a new record that does not fit, or whose process cannot be reached, may be replaced.
+constexpr std::chrono::milliseconds kDoubt{1000};
 
 std::string rank_key(int rank) { return "ringcomm/rank/" + std::to_string(rank); }
 // Where `rank` says that it reads the record of `peer` and cannot connect to it.
@@ -88,22 +88,32 @@ Rendezvous::~Rendezvous() {
   if (bootstrap_ != nullptr) bootstrap_->withdraw(mine_.memory_key);
 }
 
+void Rendezvous::withdraw_record() {
+  try {
+    if (!is_replaced()) store_.set(rank_key(rank()), "");
+  } catch (const std::exception&) {
+    // The store is lost, and the group needs it no more.
+  }
+}
+
+// Empty if the rank has none, or has withdrawn it.
+std::string Rendezvous::read_record(int rank) {
+  return store_.try_get(rank_key(rank)).value_or("");
+}
+
 // Whether another process of this rank has replaced its record.
 bool Rendezvous::is_replaced() {
-  const auto record = store_.try_get(rank_key(rank()));
-  return record && *record != peer_of(rank()).text;
+  const std::string text = read_record(rank());
+  return !text.empty() && text != peer_of(rank()).text;
 }
 
 // Failures of other ranks' earlier attempts have smaller numbers.
 void Rendezvous::count_attempts() {
-  const auto text = store_.try_get(rank_key(rank()));
-  if (!text) return;
+  const std::string text = read_record(rank());
   try {
-    const RankRecord last = RankRecord::from_text(*text);
-    const bool is_same = last.world_size == world_size() && last.global_ranks == mine_.global_ranks;
-    mine_.attempt = is_same ? last.attempt + 1 : 1;
+    mine_.attempt = RankRecord::from_text(text).attempt + 1;
   } catch (const Error&) {
-    // Of another version.
+    // None, or one of another version.
   }
 }
 
@@ -115,6 +125,7 @@ AbortReason Rendezvous::report_failure(const std::exception& error) {
       count_attempts();
     else if (is_replaced())
       return mine_.failure;
+    mine_.written_ms = time_ms();
     store_.set(rank_key(rank()), mine_.to_text());
     has_reported_ = true;
   } catch (const std::exception&) {
@@ -159,6 +170,11 @@ PeerTable Rendezvous::find_ranks() {
   bootstrap_ = &Bootstrap::instance();
   mine_.bootstrap_address = bootstrap_->address();
   mine_.memory_key = random_text();
+  mine_.written_ms = time_ms();
+  // Before rank 0, or a rank that rank 0 compares with itself, can see this one: of the two, at
+  // least one finds the other's record new.
+  for (int peer = 0; peer < (rank() == 0 ? world_size() : 1); ++peer)
+    peer_of(peer).first_text = read_record(peer);
   peer_of(rank()) = {.text = mine_.to_text(), .record = mine_};
   store_.set(rank_key(rank()), mine_.to_text());
   const bool has_table = world_size() > 2;
@@ -259,21 +275,19 @@ int Rendezvous::dead_rank() {
 }
 
 // Reads the record of `peer` if it is there. False when it is not, or does not fit yet.
-bool Rendezvous::meet(int peer) {
-  const auto found = store_.try_get(rank_key(peer));
-  if (found) return accept(peer, *found);
-  Peer& known = peer_of(peer);
-  if (!known.first_text) known.first_text = "";
-  return false;
-}
+bool Rendezvous::meet(int peer) { return accept(peer, read_record(peer)); }
 
 // The same of the record `text`.
 bool Rendezvous::accept(int peer, const std::string& text) {
   Peer& known = peer_of(peer);
   if (!known.first_text) known.first_text = text;
+  if (text.empty()) return false;
   if (text == known.text) return true;
-  if (!known.doubted_since) known.doubted_since = Clock::now();
-  const bool is_believed = Clock::now() >= std::min(deadline_, *known.doubted_since + kStaleGrace);
+  if (text != known.doubted_text) {
+    known.doubted_text = text;
+    known.doubted_since = Clock::now();
+  }
+  const bool is_settled = Clock::now() >= std::min(deadline_, known.doubted_since + kDoubt);
   RankRecord theirs;
   bool is_expected = true;
   try {
@@ -283,16 +297,16 @@ bool Rendezvous::accept(int peer, const std::string& text) {
         expected_keys_.empty() || expected_keys_.find(theirs.memory_key) != std::string::npos;
     if (theirs.failure.text.empty() && is_expected) {
       check_compatible(theirs, peer);
-      auto process = find_process(theirs, peer, is_believed);
+      auto process = find_process(theirs, peer, is_settled && is_current(theirs, text, peer));
       if (process == nullptr) return false;
       processes_[static_cast<std::size_t>(peer)] = std::move(process);
       known.text = text;
       known.record = std::move(theirs);
-      known.doubted_since.reset();
       return true;
     }
-  } catch (const Error&) {
-    if (is_believed) throw;
+  } catch (const Error& error) {
+    if (is_settled && text != known.first_text) throw;
+    known.record.failure.text = error.what();
     return false;
   }
   if (!is_expected && theirs.failure.text.empty())
@@ -305,10 +319,13 @@ bool Rendezvous::accept(int peer, const std::string& text) {
   throw_reported(theirs.failure);
 }
 
-// Whether a failure is of this attempt to make the group. Ranks count their attempts; and what was
-// not there when this rank looked first is not of an earlier one.
+// Whether a failure, or the end of its process, is of this attempt to make the group. What was not
+// there when this rank looked first is. Else ranks count their attempts; what was written before
+// this process began is of an earlier one, and so is that a rank had waited for too long.
 bool Rendezvous::is_current(const RankRecord& theirs, const std::string& text, int peer) const {
-  return theirs.attempt >= mine_.attempt || text != peer_of(peer).first_text;
+  return text != peer_of(peer).first_text ||
+         (theirs.attempt >= mine_.attempt && theirs.written_ms >= start_of_process_ms() &&
+          theirs.failure.kind != ErrorKind::kTimeout);
 }
 
 void Rendezvous::look_for_failures() {
@@ -457,7 +474,7 @@ void Rendezvous::check_time(std::vector<int> missing, const std::string& what) {
        after + "; start " + std::to_string(world_size()) +
            " ranks, read the errors of the missing ones, or raise the group's timeout" +
            gloo_text(missing) +
-           (failure.empty() ? "" : "; at its last attempt it failed: " + failure));
+           (failure.empty() ? "" : "; its record, perhaps of an earlier attempt: " + failure));
 }
 
 void Rendezvous::throw_died(int peer) {

@@ -37,9 +37,9 @@ struct GroupTerms {
 ///
 /// Every rank publishes a record in the store, reads the others', which rank 0 collects in a table,
 /// and starts watching the processes on its own machine. The first rank of each host offers the
-/// memory that its ranks share. A record that does not fit may be of an earlier group, and is read
-/// again for a second. Every wait checks at least every 50 ms the processes found so far, the
-/// deadline, and signals, and within a second whether a rank has failed.
+/// memory that its ranks share. A record that is there at the first look may be of an earlier
+/// group. Every wait checks at least every 50 ms the processes found so far, the deadline, and
+/// signals, and within a second whether a rank has failed.
 class Rendezvous {
  public:
   static constexpr const char* kDidNotJoin = "did not join the group";
@@ -84,6 +84,8 @@ class Rendezvous {
   /// Adds the reason why this rank fails to its record, at any time; the first is kept. Returns it:
   /// that of another rank, if this one fails because of that.
   AbortReason report_failure(const std::exception& error);
+  /// When the group is made: no rank needs this one's record, and a later group must not find it.
+  void withdraw_record();
 
   int rank() const { return terms_.rank; }
   int world_size() const { return terms_.world_size; }
@@ -102,8 +104,9 @@ class Rendezvous {
   struct Peer {
     std::string text = {};  // its record, once it is accepted
     RankRecord record = {};
-    std::optional<std::string> first_text = {};           // what was there at the first look
-    std::optional<Clock::time_point> doubted_since = {};  // when one was first seen that was not
+    std::optional<std::string> first_text = {};  // what was there at the first look
+    std::string doubted_text = {};               // the last one that was not accepted
+    Clock::time_point doubted_since = {};        // when it was first seen
   };
 
   SharedMemory fetch_memory(int leader, std::size_t num_bytes);
@@ -114,6 +117,7 @@ class Rendezvous {
     return *processes_[static_cast<std::size_t>(rank)];
   }
   bool has_met(int peer) const { return !peer_of(peer).text.empty(); }
+  std::string read_record(int rank);
   bool read_table();
   bool meet(int peer);
   bool accept(int peer, const std::string& text);

@@ -25,7 +25,10 @@ class TextFields {
     text_.erase(0, 1 + field.size());
     return field;
   }
-  int number() { return static_cast<int>(std::strtol(next().c_str(), nullptr, 10)); }
+  template <class Number = int>
+  Number number() {
+    return static_cast<Number>(std::strtoll(next().c_str(), nullptr, 10));
+  }
 
  private:
   std::string text_;

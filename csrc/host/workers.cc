@@ -10,17 +10,21 @@ namespace {
 constexpr std::size_t kMinCallBytes = std::size_t{256} << 10;
 
 ThreadTeam team_of_program = {[] { return 1; }, nullptr};
+bool has_own_threads = true;
 thread_local bool is_alone = false;
 
 int count_allowed() { return static_cast<int>(cores_of_thread().count()); }
 
 }  // namespace
 
-void set_thread_team(const ThreadTeam& team) { team_of_program = team; }
+void set_thread_team(const ThreadTeam& team, bool is_inherited) {
+  team_of_program = team;
+  has_own_threads = !is_inherited;
+}
 
 const ThreadTeam& thread_team() { return team_of_program; }
 
-bool may_use_team() { return process_generation() == 0; }
+bool may_use_team() { return has_own_threads && process_generation() == 0; }
 
 void leave_thread_team() { is_alone = true; }
 

@@ -20,10 +20,12 @@ struct ThreadTeam {
   /// Calls `run` with every number below `num_parts`, each on one thread, and returns after all.
   void (*run)(std::size_t num_parts, const std::function<void(std::size_t)>& run);
 };
-/// Before the first group. Without a team every rank has one thread.
-void set_thread_team(const ThreadTeam& team);
+/// Before the first group. Without a team every rank has one thread. `is_inherited`: this process
+/// was forked after the team had been loaded.
+void set_thread_team(const ThreadTeam& team, bool is_inherited = false);
 const ThreadTeam& thread_team();
-/// False in a forked process: libgomp waits there for the threads that its parent had.
+/// False in a forked process: libgomp waits there for the threads that its parent had, in the
+/// thread that has begun a kernel before.
 bool may_use_team();
 /// From now on this thread works alone. For threads of the library: a team that they began would
 /// be a second one.

@@ -40,7 +40,6 @@ _ELEMENTS = {
     " RAdamScheduleFree SGDScheduleFree SGDScheduleFreeReference",
     "timm": "AdaBelief AdamWLegacy Adan Adopt LaProp Lion MADGRAD NAdamLegacy NAdamW RAdamLegacy"
     " RMSpropTF SGDW",
-    "torchao": "_AdamW",
 }
 _WEIGHTS = {
     "torch": "Adafactor Muon",

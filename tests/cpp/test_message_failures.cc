@@ -236,6 +236,7 @@ class AttemptStore final : public KeyValueStore {
       : store_(store), attempt_(attempt), rank_(rank), own_("/" + std::to_string(rank)) {}
   void set(const std::string& key, const std::string& value) override {
     look(key);
+    has_set_ = true;
     store_.set(key, value);
   }
   void set_first(const std::string& key, const std::string& value) override { set(key, value); }
@@ -243,7 +244,7 @@ class AttemptStore final : public KeyValueStore {
     look(key);
     const bool is_of_another =
         key == "ringcomm/ranks" || (key.starts_with("ringcomm/rank/") && !key.ends_with(own_));
-    if (rank_ == attempt_.failing && is_of_another) {
+    if (rank_ == attempt_.failing && is_of_another && has_set_) {
       testing::wait_until([&] { return attempt_.num_ahead > 0; }, "the others");
       throw Error({.kind = ErrorKind::kSystem, .rank = rank_}, "no store");
     }
@@ -262,6 +263,7 @@ class AttemptStore final : public KeyValueStore {
   Attempt& attempt_;
   int rank_;
   std::string own_;
+  bool has_set_ = false;  // its record
 };
 
 // The others wait when it fails. They hear of that and try again, or meet its next attempt.

@@ -65,6 +65,17 @@ host::GroupTerms terms(int rank, int world_size, const std::string& host,
           .is_one_host = false};
 }
 
+// As of a group: the others hear of an error.
+void find_or_report(MemoryStore& store, const host::GroupTerms& mine) {
+  host::Rendezvous rendezvous(store, mine, testing::kBound);
+  try {
+    rendezvous.find_ranks();
+  } catch (const Error& error) {
+    rendezvous.report_failure(error);
+    throw;
+  }
+}
+
 TEST_CASE("ranks of several hosts find each other, the same on all ranks") {
   MemoryStore store;
   const std::vector<std::string> hosts{"a", "b", "a", "c"};
@@ -132,8 +143,7 @@ TEST_CASE("another host is an error where memory must be shared, on every rank t
   run_threads(2, [&](int rank) {
     host::GroupTerms mine = terms(rank, 2, rank == 0 ? "here" : "there", "o=1", true);
     mine.is_one_host = true;
-    const Error error =
-        error_of([&] { host::Rendezvous(store, mine, testing::kBound).find_ranks(); });
+    const Error error = error_of([&] { find_or_report(store, mine); });
     expect_error(error, ErrorKind::kSystem, {"share no memory", "[here]", "[there]"});
   });
 }
@@ -143,10 +153,8 @@ TEST_CASE("options are compared between hosts, and without shared memory") {
     MemoryStore store;
     run_threads(3, [&](int rank) {
       const Error error = error_of([&] {
-        host::Rendezvous(
-            store, terms(rank, 3, rank < 2 ? "a" : "b", rank < 2 ? "o=1" : "o=2", shares_memory),
-            testing::kBound)
-            .find_ranks();
+        find_or_report(
+            store, terms(rank, 3, rank < 2 ? "a" : "b", rank < 2 ? "o=1" : "o=2", shares_memory));
       });
       expect_error(error, ErrorKind::kMismatch, {"{o=1}", "{o=2}", "rank 2"});
     });
@@ -156,8 +164,7 @@ TEST_CASE("options are compared between hosts, and without shared memory") {
 TEST_CASE("options of an earlier group in the same store are waited out, between hosts too") {
   MemoryStore store;
   const auto find = [&](int rank, const std::string& options) {
-    host::Rendezvous(store, terms(rank, 2, rank == 0 ? "a" : "b", options), testing::kBound)
-        .find_ranks();
+    find_or_report(store, terms(rank, 2, rank == 0 ? "a" : "b", options));
   };
   run_threads(2, [&](int rank) { find(rank, "o=1"); });
   run_threads(2, [&](int rank) {

@@ -253,7 +253,9 @@ class SendRecvQueue final : public SendRecv {
     // An operation that completes immediately needs no check for signals, which may call Python.
     if (pending_.empty()) next_look_ = Clock::now() + kLookInterval;
     pending_.push_back(op);
-    progress([&] { begin(op); });
+    // A mailbox has room for messages that nobody will read.
+    if (op->is_send() && group_.state_of(op->peer) != Stop::kNone) fail_stuck();
+    if (!op->is_done) progress([&] { begin(op); });
     if (!op->is_done) {
       try {
         if (!thread_.joinable())

@@ -25,6 +25,7 @@ from test_faults import timed
 
 import ringcomm
 from ringcomm.contacts import Contacts
+from ringcomm.options import known_variables
 from ringcomm.parallel.offload.store_index import open_file
 
 # The group's. Nothing here may take as long.
@@ -87,6 +88,64 @@ def test_the_others_hear_why_a_rank_failed(
     x = torch.ones(10)
     dist.all_reduce(x)
     assert x[0] == 3
+
+
+# ---- a variable with a wrong value on one rank
+
+# The first one is read once in a process.
+WRONG_VALUES = {
+    "RINGCOMM_SIMD": "AVX512",
+    "RINGCOMM_ALGORITHM": "tree",
+    "RINGCOMM_CHECK_TARGETS": "yes",
+    "RINGCOMM_DETERMINISTIC": "1",
+    "RINGCOMM_LOG_WAITS": "no",
+    "RINGCOMM_MAP_TENSORS": "no",
+    "RINGCOMM_MAX_THREADS": "all",
+    "RINGCOMM_MESSAGE_BACKEND": "glo",
+    "RINGCOMM_REPORT_STRAGGLERS": "yes",
+    "RINGCOMM_TIMEOUT": "1 min",
+    "RINGCOMM_TRACE_EVENTS": "many",
+    "RINGCOMM_TRANSPORT": "tcp",
+    "RINGCOMM_TUNING": "/no/such/file",
+}
+# Not read by a group on CPUs: where they are, or why any value is right.
+ELSEWHERE = {
+    "RINGCOMM_AS_GLOO": "the first group that asks for Gloo, before there is one of ringcomm",
+    "RINGCOMM_CUDA_DRIVER": "the first use of a GPU",
+    "RINGCOMM_CUDA_IMAGE": "the first use of a GPU",
+    "RINGCOMM_FLIGHT_DUMP": "a dump, which is said to be missing",
+    "RINGCOMM_HOST_ID": "any text",
+    "RINGCOMM_TRACE": "any folder that can be made: OSError otherwise",
+    **dict.fromkeys(
+        (
+            *("RINGCOMM_CUDA", "RINGCOMM_CUDA_ARCHS", "RINGCOMM_PREBUILT", "RINGCOMM_USE_ENV"),
+            *("RINGCOMM_TORCH", "RINGCOMM_TORCH_INDEX", "RINGCOMM_MAX_JOBS", "RINGCOMM_WERROR"),
+        ),
+        "the build",
+    ),
+}
+
+
+def test_every_variable_is_checked_somewhere() -> None:
+    assert {*WRONG_VALUES, *ELSEWHERE} == known_variables()
+    assert not {*WRONG_VALUES} & {*ELSEWHERE}
+
+
+@in_ranks(2, backend=None, fresh=True)
+def test_all_ranks_hear_of_a_wrong_value(rank: int, tmp_path: Path) -> None:
+    """Its process lives on: https://github.com/vllm-project/vllm/issues/16259."""
+    for name, value in WRONG_VALUES.items():
+        wrong = {name: value} if rank == 1 else {}
+        if wrong and name == "RINGCOMM_TRACE_EVENTS":
+            wrong["RINGCOMM_TRACE"] = str(tmp_path)
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True)
+        with mock.patch.dict(os.environ, wrong):
+            error = timed(make_group, rank, 2, folder)
+        assert error.get("type", "") not in ("", "CollectiveTimeoutError"), (name, error)
+        assert name in error["text"], error
+        assert rank == 1 or "rank 1" in error["text"], (name, error)
+        assert error["seconds"] < SOON_S, (name, error)
 
 
 # ---- a rank without descriptors when it is asked

@@ -100,8 +100,29 @@ WAITS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+def of_bytes(num_bytes: int) -> torch.Tensor:
+    return torch.ones(num_bytes, dtype=torch.uint8)
+
+
+# Sends that begin when rank 1 is known to be gone. Each would fit into its mailbox.
+SENDS: dict[str, Callable[[Any], Any]] = {
+    "send_nothing": lambda g: dist.send(of_bytes(0), 1, g),
+    "send_60_kib": lambda g: dist.send(of_bytes(60 << 10), 1, g),
+    "send_1_mib": lambda g: dist.send(of_bytes(1 << 20), 1, g),
+    "send_with_tag": lambda g: dist.send(of_bytes(1000), 1, g, tag=7),
+    "isend": lambda g: dist.isend(of_bytes(1000), 1, g).wait(),
+    "batch": lambda g: [
+        work.wait()
+        for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, of_bytes(1000), 1, g)])
+    ],
+    "send_objects": lambda g: dist.send_object_list([{"work": 1}], 1, g),
+}
+FEW = ["all_reduce", "recv", "chain", "recv_any", "async"]
+
+
 def in_all_waits(rank: int, names: list[str], how: str, timeout_s: float, path: str) -> Results:
     """Each in a thread and a group of its own; the errors of the call and of the next one."""
+    seen = dist.FileStore(path, -1)
     groups = {name: dist.new_group([0, 1] if name == "recv_any" else None) for name in names}
     for group in groups.values():  # of the calls; on a busy machine a group takes longer to be made
         if group is not dist.GroupMember.NON_GROUP_MEMBER:
@@ -114,15 +135,22 @@ def in_all_waits(rank: int, names: list[str], how: str, timeout_s: float, path: 
         time.sleep(0.15)
         if how in ("kill", "exec", "exit"):
             end_process(how)
+        if how == "abort":
+            for group in groups.values():
+                group._get_backend(torch.device("cpu")).abort()
         elif how == "destroy":
             dist.destroy_process_group()  # alive, but gone
+        seen.set("is gone", "")
         return results
 
     def wait(name: str) -> None:
-        call, group = WAITS[name], groups[name]
+        call, group = {**WAITS, **SENDS}[name], groups[name]
         results[name] = [timed(call, group), timed(WAITS["all_reduce"], group)]
 
-    in_threads(wait, mine)
+    in_threads(wait, [name for name in mine if name in WAITS])
+    if how in ("abort", "destroy"):
+        seen.wait(["is gone"], datetime.timedelta(seconds=20))
+    in_threads(wait, [name for name in mine if name in SENDS])
     if how == "exec":
         kill_named(results["all_reduce"][0], path, rank, 1)
     return results
@@ -132,20 +160,26 @@ def in_all_waits(rank: int, names: list[str], how: str, timeout_s: float, path: 
     ("env", "how"),
     [
         *((env, how) for env in ENVS for how in ("kill", "exit")),
-        *(("hosts", "destroy"), ("messages", "destroy"), ("shm", "exec")),
+        *((env, how) for env in ENVS for how in ("destroy", "abort")),
+        ("shm", "exec"),
     ],
 )
 def test_a_rank_that_is_lost(env: str, how: str, tmp_path: Path) -> None:
-    """In the first call of a group: https://github.com/pytorch/gloo/issues/520"""
-    names = list(WAITS) if how == "kill" else ["all_reduce", "recv", "chain", "recv_any", "async"]
-    may_die = [] if how == "destroy" else [1]
+    """In the first call of a group: https://github.com/pytorch/gloo/issues/520
+
+    Sends to a rank that is gone: https://github.com/ml-explore/mlx/issues/4060
+    """
+    sends = list(SENDS) if env == "shm" or how == "kill" else ["send_60_kib", "isend"]
+    names = [*(WAITS if how == "kill" else FEW), *sends]
+    may_die = [] if how in ("destroy", "abort") else [1]
     options: dict[str, Any] = {"fresh": True, "may_die": may_die, "env": ENVS[env]}
     args = (names, how, 30.0, str(tmp_path / "seen"))
     for results in run_ranks(3, in_all_waits, *args, **options)[::2]:
         assert len(results) >= len(names) - 1
         for name, (first, later) in results.items():
             for error in (first, later):
-                assert error["type"] == "PeerDiedError", (name, error)
+                expected = "RingcommError" if how == "abort" else "PeerDiedError"
+                assert error["type"] == expected, (name, error)
                 assert error["rank"] == 1, (name, error)
                 assert error["pid"] > 0
                 assert error["host"] == socket.gethostname()
@@ -157,9 +191,10 @@ def test_a_rank_that_is_lost(env: str, how: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("env", ENVS)
-def test_late_rank(env: str) -> None:
+def test_late_rank(env: str, tmp_path: Path) -> None:
     names = ["all_reduce", "barrier", "recv", "recv_any", "async"]
-    results = run_ranks(3, in_all_waits, names, "late", 0.4, "", fresh=True, env=ENVS[env])
+    args = (names, "late", 0.4, str(tmp_path / "seen"))
+    results = run_ranks(3, in_all_waits, *args, fresh=True, env=ENVS[env])
     for found in results[::2]:
         for name, (error, later) in found.items():
             assert error["type"] == later["type"] == "CollectiveTimeoutError", (name, error, later)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from cases import slow
 from oracle import num_threads
 from ranks import in_ranks
 
@@ -164,6 +168,36 @@ def test_a_rank_that_pins_itself_later_is_right(rank: int) -> None:
     finally:
         os.sched_setaffinity(0, allowed)
         dist.destroy_process_group(group)
+
+
+FORKED = """
+import datetime, os, sys
+import numpy as np, torch, torch.distributed as dist
+
+torch.set_num_threads(2)
+torch.ones(10_000_000).add_(1)  # torch has its threads now
+rank = int(os.fork() == 0)
+store = dist.FileStore(sys.argv[1], 2)
+dist.init_process_group("ringcomm", store=store, rank=rank, world_size=2,
+                        timeout=datetime.timedelta(seconds=20))
+for n in (1000, 100_000, 1_000_000):
+    x = np.full(n, rank + 1.0, dtype=np.float32)
+    dist.all_reduce(torch.from_numpy(x))
+    assert x.min() == x.max() == 3
+dist.destroy_process_group()
+if rank == 0:
+    assert os.wait()[1] == 0
+"""
+
+
+@pytest.mark.parametrize("max_threads", ["2", slow("")])
+def test_a_rank_that_was_forked_when_torch_had_its_threads(
+    max_threads: str, tmp_path: Path
+) -> None:
+    """As in a notebook: https://github.com/pytorch/pytorch/issues/17199."""
+    env = {**os.environ, "RINGCOMM_MAX_THREADS": max_threads, "OMP_NUM_THREADS": "2"}
+    command = [sys.executable, "-c", FORKED, str(tmp_path / "store")]
+    subprocess.run(command, env=env, timeout=100, check=True)
 
 
 @pytest.mark.parametrize("value", [0, -1, True, 1.5, "2"])

@@ -309,7 +309,7 @@ OPTIONS: dict[str, tuple[str, dict[str, Any], bool | str]] = {
     "cautious": ("pytorch_optimizer.optimizer.lion.Lion", {"cautious": True}, True),
     "norm of all": ("pytorch_optimizer.optimizer.adan.Adan", {"max_grad_norm": 1.0}, "together"),
     "worst": ("pytorch_optimizer.optimizer.lamb.Lamb", {"pre_norm": True}, "together"),
-    "rounding": ("torchao.optim.adam._AdamW", {"bf16_stochastic_round": True}, "random numbers"),
+    "rounding": ("torchao.optim.adam.AdamW8bit", {"bf16_stochastic_round": True}, "random numbers"),
     "by size": ("transformers.optimization.Adafactor", {}, True),
     "other": ("schedulefree.wrapper.SGDScheduleFreeClosure", {}, "needs or keeps more than"),
 }
