@@ -375,10 +375,12 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> cross_entropy_and_grad_(
 }
 
 void scale_(const at::Tensor& tensor, const at::Tensor& factor) {
-  const double value = factor.item().toDouble();
-  if (value == 1) return;
+  TORCH_CHECK_VALUE(factor.dim() == 0, "ringcomm: the factor must be one number, got shape ",
+                    factor.sizes());
+  if (factor.item().toDouble() == 1) return;
   at::Tensor scaled = tensor;
-  scaled.mul_(value);
+  // Not a number: mul_(Scalar) rounds the number to the tensor's dtype first.
+  scaled.mul_(factor.to(at::kFloat));
 }
 
 }  // namespace

@@ -103,13 +103,13 @@ def scaled(grad: Tensor | None, factor: Tensor, dtype: torch.dtype) -> Tensor | 
     """
     if grad is None:
         return None
-    if grad.dtype == dtype:
-        # A compiler decides itself which tensors it overwrites.
-        if torch.compiler.is_compiling() or keeps_graph():
-            return grad * factor
+    # A compiler decides itself which tensors it overwrites.
+    if torch.compiler.is_compiling():
+        return (grad.float() * factor).to(dtype)
+    if grad.dtype == dtype and not keeps_graph():
         _ops.scale_(grad, factor)
         return grad
     result = torch.empty_like(grad, dtype=dtype)
-    for block in _slices(len(grad), max(1, BLOCK_BYTES * len(grad) // max(1, grad.nbytes))):
-        result[block] = grad[block] * factor
+    for block in _slices(len(grad), max(1, BLOCK_BYTES * len(grad) // max(1, 4 * grad.numel()))):
+        result[block] = grad[block].float() * factor
     return result
