@@ -169,9 +169,7 @@ class _GatherFromTp(torch.autograd.Function):
     """Concatenates along the first dimension."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, sizes: tuple[int, ...], group_name: str, rank: int
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, sizes: tuple[int, ...], group_name: str, rank: int) -> Tensor:
         ctx.group_name = group_name
         ctx.begin, ctx.num = sum(sizes[:rank]), sizes[rank]
         longest = max(sizes)

@@ -87,7 +87,8 @@ def in_place(ops: Any, device: str) -> None:
 def factors(ops: Any, device: str) -> None:
     """Each factor of the loss times the gradient, which is rounded afterwards."""
     logits, target = random_logits((3, 64)), random_targets((3,), 64)
-    for dtype, inplace in itertools.product((torch.float16, BF16), (False, True, "forward")):
+    forms: tuple[Any, ...] = (False, True, "forward")
+    for dtype, inplace in itertools.product((torch.float16, BF16), forms):
         for name, factor in test_loss_factors.FACTORS.items():
             leaf = logits.to(dtype).to(device).requires_grad_()
             loss = cross_entropy(leaf * 1, target.to(device), num_items=1024, inplace=inplace)

@@ -93,6 +93,7 @@ def test_inplace_is_in_the_logits(dtype: torch.dtype, inplace: Any) -> None:
 
 
 def test_inplace_refused() -> None:
+    inplace: Any
     target = torch.zeros(4, dtype=torch.int64)
     leaf = random_logits((4, 6)).requires_grad_()
     for logits, words in (
@@ -108,15 +109,15 @@ def test_inplace_refused() -> None:
             with pytest.raises(ValueError, match=words):
                 cross_entropy(logits, target, inplace=inplace)
         oracle.assert_equal(logits.detach().contiguous(), kept.contiguous())
-    wrong: Any
-    for wrong, options, words in (
-        ("forward", {"reduction": "none"}, 'mean.*True supports "none"'),
-        ("backward", {}, 'inplace must be False, True or "forward", got \'backward\''),
-        (None, {}, "got None"),
+    for inplace, reduction, words in (
+        ("forward", "none", 'mean.*True supports "none"'),
+        ("backward", "mean", "inplace must be False, True or \"forward\", got 'backward'"),
+        (None, "mean", "got None"),
     ):
-        for call in (cross_entropy, lambda *args, **how: nn.CrossEntropyLoss(**how)(*args)):
-            with pytest.raises(ValueError, match=words):
-                call(leaf * 1, target, inplace=wrong, **options)
+        with pytest.raises(ValueError, match=words):
+            cross_entropy(leaf * 1, target, inplace=inplace, reduction=reduction)
+        with pytest.raises(ValueError, match=words):
+            nn.CrossEntropyLoss(inplace=inplace, reduction=reduction)
     with pytest.raises(ValueError, match="inplace"):
         cross_entropy(leaf * 1, torch.rand(4, 6), inplace=True)
     for inplace in (True, "forward"):
@@ -233,7 +234,19 @@ def test_module() -> None:
     torch.testing.assert_close(half, module.float()(logits, target)[0], rtol=0.02, atol=0.02)
 
 
+def test_probabilities_of_rows() -> None:
+    """Those that sum to one over the last dimension, over both, or over none."""
+    rows = torch.softmax(torch.randn(2, 5, 3), -1)
+    masked = rows * torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0])[:, None]
+    both, none = torch.full((2, 3, 3), 1 / 3), torch.zeros_like(rows)
+    for target in (rows, masked, 3 * rows, both, none, rows[:0]):
+        logits = torch.randn_like(target)
+        right = -(target * torch.log_softmax(logits, -1)).sum(-1)
+        torch.testing.assert_close(cross_entropy(logits, target, reduction="none"), right)
+
+
 LOGITS, TARGET = torch.zeros(4, 6), torch.zeros(4, dtype=torch.int64)
+SECOND = torch.softmax(torch.arange(30.0).view(2, 5, 3) % 7, 1)  # classes in dimension 1
 HUGE = torch.empty(1, 1).expand(1, (1 << 24) + 1)  # more classes than a float can count
 
 
@@ -280,6 +293,12 @@ HUGE = torch.empty(1, 1).expand(1, (1 << 24) + 1)  # more classes than a float c
         (IndexError, r"target\[3\] = 5 is out of range 0 to 4",
          (LOGITS, torch.tensor([0, 1, 2, 5])), {"vocab_size": 5}),
         (ValueError, r"\(6, 4\)", (LOGITS, PROBABILITIES.view(6, 4)), {}),
+        (ValueError, r"dimension 1.*movedim\(1, -1\)",
+         (torch.zeros(2, 5, 3), SECOND), {}),
+        (ValueError, r"dimension 1.*movedim\(1, -1\)",
+         (torch.zeros(2, 5, 3), SECOND * torch.tensor([1.0, 0.0, 1.0])), {}),
+        (ValueError, r"dimension 1.*movedim\(1, -1\)",
+         (torch.zeros(2, 5, 3).half(), torch.eye(5)[:, :3].repeat(2, 1, 1)), {}),
         (ValueError, "requires? grad", (LOGITS, PROBABILITIES.clone().requires_grad_()), {}),
         (ValueError, "padding", (LOGITS, PROBABILITIES), {"vocab_size": 5}),
         (ValueError, "outputs", (LOGITS, PROBABILITIES), {"outputs": ["lse"]}),

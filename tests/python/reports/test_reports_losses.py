@@ -234,16 +234,16 @@ def test_logits_are_read_between_the_passes(dtype: torch.dtype) -> None:
         (twice[0] + twice[1]).backward()
 
 
-INSIDE: dict[str, Callable[..., Any]] = {
-    "checkpoint": lambda head, x: checkpoint(head, x, use_reentrant=False),
-    "hooks": lambda head, x: with_hooks(head, x),
-    "compiled": lambda head, x: torch.compile(head, fullgraph=True, backend="aot_eager")(x),
-}
-
-
 def with_hooks(head: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
         return head(x)
+
+
+INSIDE: dict[str, Callable[..., Any]] = {
+    "checkpoint": lambda head, x: checkpoint(head, x, use_reentrant=False),
+    "hooks": with_hooks,
+    "compiled": lambda head, x: torch.compile(head, fullgraph=True, backend="aot_eager")(x),
+}
 
 
 @pytest.mark.parametrize("inplace", [True, "forward"])
