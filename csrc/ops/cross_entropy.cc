@@ -375,11 +375,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> cross_entropy_and_grad_(
 }
 
 void scale_(const at::Tensor& tensor, const at::Tensor& factor) {
-  TORCH_CHECK_VALUE(factor.dim() == 0, "ringcomm: the factor must be one number, got shape ",
-                    factor.sizes());
+  mark_written(tensor);  // also if the factor is 1, so that the next backward pass raises
   if (factor.item().toDouble() == 1) return;
   at::Tensor scaled = tensor;
-  // Not a number: mul_(Scalar) rounds the number to the tensor's dtype first.
+  // A tensor, because mul_(Scalar) first rounds the number to the dtype of `scaled`.
   scaled.mul_(factor.to(at::kFloat));
 }
 

@@ -20,7 +20,6 @@ from ringcomm.ops.losses.options import (
     Given,
     InPlace,
     LossArguments,
-    VocabShard,
     check_inplace,
     check_targets,
     checked_num_items,
@@ -90,9 +89,9 @@ def cross_entropy(
             and the backward pass multiplies their gradient by that of the loss, in float32. It is
             rounded twice then. This saves one pass over the logits, and supports "mean" and "sum".
             With a group, and for float16, it is the same as True.
-            Nothing is overwritten in float64, and unless gradients are enabled and the logits
-            require grad; nor where autograd does not check saved tensors: in compiled functions,
-            and where these have hooks, as within torch.utils.checkpoint.
+            The logits stay as they are in float64, and if gradients are disabled or the logits do
+            not require grad. So they do where autograd does not check saved tensors: in compiled
+            functions, and where these have hooks, as within torch.utils.checkpoint.
         options: these, with their defaults:
             ignore_index (-100): targets without loss and gradient; may be a class.
             label_smoothing (0.0): in [0, 1].
@@ -130,7 +129,7 @@ def cross_entropy(
     if not (torch.is_grad_enabled() and logits.requires_grad):
         inplace = False
     if inplace:
-        _check_overwritten(logits)
+        _check_inplace(logits)
     if mesh is not None:
         group = resolve_group(group, mesh)
     if type(logits) is not Tensor:  # a DTensor perhaps
@@ -156,7 +155,9 @@ def cross_entropy(
     overwrites = bool(inplace) and checks_saved_tensors()
     if logits.dtype == torch.float64:
         loss, by_token = float64_cross_entropy(rows, *given)
-    elif overwrites and inplace == "forward" and _is_one_pass(rows, shard):
+    # With a group a gradient needs all ranks' stats. One of float16 over the number of tokens
+    # underflows before it is multiplied by that of the loss.
+    elif inplace == "forward" and overwrites and group is None and rows.dtype != torch.float16:
         loss, by_token = _WrittenInForward.apply(rows, *given)
     else:
         loss, by_token = _CrossEntropy.apply(rows, overwrites, *given)
@@ -186,16 +187,7 @@ def _rows_of(logits: Tensor, inplace: bool) -> Tensor:
     )
 
 
-def _is_one_pass(rows: Tensor, shard: VocabShard) -> bool:
-    """Whether the forward pass can compute the gradient in its pass over the logits.
-
-    With a group this needs the other ranks' stats. A float16 gradient over the number of tokens
-    underflows before it is multiplied by that of the loss.
-    """
-    return shard.group_name is None and rows.dtype != torch.float16
-
-
-def _check_overwritten(logits: Tensor) -> None:
+def _check_inplace(logits: Tensor) -> None:
     # In a compiled function, inputs do not count as views.
     base = None if torch.compiler.is_compiling() else base_of(logits)
     if any(x is not None and x.is_leaf and x.requires_grad for x in (logits, base)):
@@ -219,15 +211,6 @@ def loss_of_all_classes(
     return stats, *_ops.cross_entropy_loss(stats, *tokens, *terms)
 
 
-def _use_once(ctx: Any) -> None:
-    if ctx.is_used:
-        raise RuntimeError(
-            "cross_entropy with inplace supports only one backward pass, which has overwritten the"
-            " logits"
-        )
-    ctx.is_used = True
-
-
 class _CrossEntropy(torch.autograd.Function):
     """The backward pass computes the gradient; with `is_inplace` it overwrites the logits."""
 
@@ -240,22 +223,18 @@ class _CrossEntropy(torch.autograd.Function):
         stats, loss, by_token, denominator = loss_of_all_classes(stats, *given)
         ctx.save_for_backward(rows, target, weight, stats, denominator)
         ctx.grad_options = options.for_grad(shard)
-        ctx.is_inplace, ctx.is_used = is_inplace, False
+        ctx.is_inplace = is_inplace
         ctx.mark_non_differentiable(by_token)
         return loss, by_token
 
     @staticmethod
     @first_order_only
     def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Any, ...]:
-        if ctx.is_inplace:
-            _use_once(ctx)
         rows, *known = ctx.saved_tensors
-        given = (*known, *ctx.grad_options)
+        given = (grad_loss, rows.detach(), *known, *ctx.grad_options)
         if ctx.is_inplace:
-            grad = rows.detach()
-            _ops.cross_entropy_grad_(grad_loss, grad, *given)
-        else:
-            grad = _ops.cross_entropy_grad(grad_loss, rows, *given)
+            _ops.cross_entropy_grad_(*given)
+        grad = given[1] if ctx.is_inplace else _ops.cross_entropy_grad(*given)
         return grad, *[None] * 6
 
 
@@ -268,14 +247,12 @@ class _WrittenInForward(torch.autograd.Function):
         more = (*options.for_grad(shard)[1:], options.reduction, options.wants_more)
         loss, by_token, _ = _ops.cross_entropy_and_grad_(rows, *tokens, *more)
         ctx.save_for_backward(rows.detach())
-        ctx.is_used = False
         ctx.mark_non_differentiable(by_token)
         return loss, by_token
 
     @staticmethod
     @first_order_only
     def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Any, ...]:
-        _use_once(ctx)
         (grad,) = ctx.saved_tensors
         _ops.scale_(grad, grad_loss)
         return grad, None, None, None, None, None
