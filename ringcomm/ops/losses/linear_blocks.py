@@ -97,7 +97,7 @@ class LayerGradients:
 
 
 def scaled(grad: Tensor | None, factor: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """A saved gradient times a factor, rounded to a dtype; needs no second tensor of its size.
+    """A saved gradient times a factor in float32, rounded to a dtype, without a copy in float32.
 
     Overwrites a gradient that has the dtype, unless the graph is retained.
     """

@@ -107,6 +107,7 @@ OVER_RANKS = covering(
         "blocks": ("many", "one"),
         **{axis: values for axis, values in OPTION_AXES.items() if axis != "padding"},
     },
+    {"path": ("in place",), "reduction": ("none",)},
     {"path": ("logits", "in place"), "tokens": ("shares",)},
     {
         "start": ("in order",),
