@@ -1,9 +1,10 @@
 """Times cross-entropy, forward and backward, of ringcomm and other libraries, in turn.
 
-With one rank it compares ringcomm, ringcomm in place, the peers, and a copy of the logits as a
-floor. With several ranks it compares a vocabulary sharded over the ranks, also in place, with one
-rank that has all of it, and with a copy of each rank's logits. Gradients of some rows are verified
-against float64. On GPUs times are from event to event.
+With one rank it compares ringcomm, ringcomm with inplace=True ("in place") and inplace="forward"
+("in forward"), the peers, and a copy of the logits as a floor. With several ranks it compares a
+vocabulary sharded over the ranks, also in place, with one rank that has all of it, and with a copy
+of each rank's logits. Gradients of some rows are verified against float64. On GPUs times are from
+event to event.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from ringcomm.ops.losses import cross_entropy_cuda
 from ringcomm.screen import byte_count
 
 RINGCOMM, IN_PLACE, ONE_RANK, FLOOR = "ringcomm", "in place", "one rank", "copy"
-BY_TRITON = "triton"  # in place, a peer of the kernels for clusters
+IN_FORWARD = "in forward"
+BY_TRITON = "triton"  # in forward, a peer of the kernels for clusters
 # Rows whose gradient is verified; their float64 takes 8 bytes per class.
 NUM_CHECKED_ROWS = 16
 # Relative to the largest gradient of those rows.
@@ -75,15 +77,15 @@ class _Layer(torch.autograd.Function):
         return grad
 
 
-def _in_place(leaf: Tensor, target: Tensor, **shard: Any) -> Tensor:
-    loss: Tensor = ops.cross_entropy(_Layer.apply(leaf), target, inplace=True, **shard)
+def _in_place(leaf: Tensor, target: Tensor, inplace: Any = True, **shard: Any) -> Tensor:
+    loss: Tensor = ops.cross_entropy(_Layer.apply(leaf), target, inplace=inplace, **shard)
     return loss
 
 
-def _in_place_by_triton(leaf: Tensor, target: Tensor) -> Tensor:
-    """In place by the Triton kernels also where those for clusters serve."""
+def _in_forward_by_triton(leaf: Tensor, target: Tensor) -> Tensor:
+    """In forward by the Triton kernels also where those for clusters serve."""
     with patch.object(cross_entropy_cuda, "HAS_CUDA", False):
-        return _in_place(leaf, target)
+        return _in_place(leaf, target, "forward")
 
 
 def _compiled() -> Loss:
@@ -105,14 +107,15 @@ def _quack() -> Loss:
 PEERS: dict[str, Callable[[], Loss]] = {
     RINGCOMM: lambda: ops.cross_entropy,
     IN_PLACE: lambda: _in_place,
-    BY_TRITON: lambda: _in_place_by_triton,
+    IN_FORWARD: lambda: partial(_in_place, inplace="forward"),
+    BY_TRITON: lambda: _in_forward_by_triton,
     "torch": lambda: functional.cross_entropy,
     "compile": _compiled,
     "liger": _liger,
     "quack": _quack,
 }
 # The gradient that an in-place way leaves in the logits.
-OVERWRITING = (IN_PLACE, BY_TRITON, "liger")
+OVERWRITING = (IN_PLACE, IN_FORWARD, BY_TRITON, "liger")
 
 
 # ---- the vocabulary over several ranks
@@ -194,7 +197,7 @@ def _contenders(
     team, vocab_size = bench.team, inputs.logits.shape[1]
     columns = slice(*ops.shard_range(vocab_size, team.world_size, team.rank))
     mine = inputs.logits
-    names = (RINGCOMM, IN_PLACE, *peers)
+    names = (RINGCOMM, IN_PLACE, IN_FORWARD, *peers)
     ways: dict[str, Way] = {n: partial(_backward, PEERS[n](), inputs.target) for n in names}
     if team.world_size > 1:
         ways = _shared_ways(columns, inputs.target, vocab_size)

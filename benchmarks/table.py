@@ -311,9 +311,12 @@ def _loss_lines(runs: list[Run]) -> list[str]:
         (f"{{}} / {ways[0]} (10–90 %)", comparison, ways[1:]),
         ("{}, MiB", lambda r: str(r["extra_bytes"] >> 20), [w for w in ways if w != "copy"]),
     ]
+    # Until 28 November 2026; with several ranks both forms are the same.
+    is_old = first["world_size"] == 1 and "in forward" not in ways
+    note = ' "In place" is `inplace="forward"` here: `True` was not measured.' if is_old else ""
     return [
         f"Forward and backward of {first['num_tokens']:,} tokens on {first['device']}, {where}."
-        " Medians:",
+        f"{note} Medians:",
         *_compared("way", runs, ["type", "classes"], columns, 1),
     ]
 

@@ -12,8 +12,10 @@ from ringcomm.backend import resolve_group
 from ringcomm.ops.losses.cross_entropy import cross_entropy
 from ringcomm.ops.losses.linear_cross_entropy import FusedUpdate, linear_cross_entropy
 from ringcomm.ops.losses.options import (
+    InPlace,
     LossArguments,
     LossOptions,
+    check_inplace,
     checked_options,
     find_vocab_shard,
 )
@@ -67,11 +69,11 @@ class CrossEntropyLoss(nn.Module):
         num_columns: int | None = None,
         vocab_start: int | None = None,
         vocab_size: int | None = None,
-        inplace: bool = False,
+        inplace: InPlace = False,
         **options: Unpack[LossArguments],
     ) -> None:
         super().__init__()
-        checked_options(**options)
+        check_inplace(inplace, checked_options(**options).reduction)
         if mesh is not None:
             group = resolve_group(group, mesh)
         if group is not None and vocab_start is None:

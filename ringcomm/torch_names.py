@@ -77,6 +77,17 @@ def clones_saved_tensors() -> bool:
     return torch.autograd.graph._allow_mutation_on_saved_tensors_enabled
 
 
+def checks_saved_tensors() -> bool:
+    """Whether autograd detects that a tensor which is saved now was written before its use.
+
+    It does not in compiled functions, nor where saved tensors have hooks.
+    """
+    return (
+        not torch.compiler.is_compiling()
+        and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    )
+
+
 def is_traced() -> bool:
     """Whether the caller runs under torch.compile; call it in an untraced function."""
     return torch._C._dynamo.eval_frame.get_eval_frame_callback() not in (None, False)

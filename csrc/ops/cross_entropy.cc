@@ -375,10 +375,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> cross_entropy_and_grad_(
 }
 
 void scale_(const at::Tensor& tensor, const at::Tensor& factor) {
-  const double value = factor.item().toDouble();
-  if (value == 1) return;
-  at::Tensor scaled = tensor;
-  scaled.mul_(value);
+  mark_written(tensor);  // also if the factor is 1, so that the next backward pass raises
+  if (factor.item().toDouble() == 1) return;
+  // Not by a number, which mul_() rounds to the tensor's dtype first.
+  tensor.mul_(factor.to(at::kFloat));
 }
 
 }  // namespace

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from ringcomm.integrations import accelerate
 from ringcomm.ops.losses.cross_entropy import cross_entropy
+from ringcomm.ops.losses.options import InPlace, check_inplace
 from ringcomm.optim import InBackwardOptimizer
 from ringcomm.options import named_options
 from ringcomm.parallel.loss import Batch, PartLoss
@@ -26,7 +27,7 @@ from ringcomm.parallel.tensor.regions import gather_from_tp
 
 @named_options()
 def patch_loss(
-    model: Any, *, inplace: bool = False, label_smoothing: float = 0.0, z_loss: float = 0.0
+    model: Any, *, inplace: InPlace = False, label_smoothing: float = 0.0, z_loss: float = 0.0
 ) -> Any:
     """Makes a causal language model compute its loss with ringcomm.ops.cross_entropy.
 
@@ -35,7 +36,8 @@ def patch_loss(
 
     Args:
         model: a model of transformers >= 4.46, such as AutoModelForCausalLM returns.
-        inplace: as in cross_entropy: the outputs of a training step then have no logits.
+        inplace: as in cross_entropy: True, and the logits that the model returns can be read until
+            the backward pass.
         label_smoothing: in [0, 1].
         z_loss: the factor of lse ** 2.
 
@@ -44,8 +46,9 @@ def patch_loss(
 
     Raises:
         TypeError: the model has no loss_function.
-        ValueError: its loss is not ForCausalLMLoss.
+        ValueError: its loss is not ForCausalLMLoss, or `inplace` is unknown.
     """
+    check_inplace(inplace, "mean")
     options = {"inplace": inplace, "label_smoothing": label_smoothing, "z_loss": z_loss}
     inner = describe(model).unwrapped
     inner.loss_function = partial(causal_lm_loss, **{**loss_options_of(inner), **options})
@@ -83,7 +86,7 @@ def causal_lm_loss(
     *,
     group: dist.ProcessGroup | None = None,
     vocab_start: int | None = None,
-    inplace: bool = False,
+    inplace: InPlace = False,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     **unused: Any,

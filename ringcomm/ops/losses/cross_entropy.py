@@ -16,11 +16,11 @@ from typing_extensions import Unpack
 
 from ringcomm.backend import resolve_group
 from ringcomm.ops.losses.options import (
-    MAX_VOCAB_SIZE,
     OUTPUTS,
     Given,
+    InPlace,
     LossArguments,
-    LossOptions,
+    check_inplace,
     check_targets,
     checked_num_items,
     checked_options,
@@ -32,7 +32,7 @@ from ringcomm.ops.losses.options import (
     with_outputs,
 )
 from ringcomm.ops.losses.soft_targets import float64_cross_entropy, soft_cross_entropy
-from ringcomm.torch_names import base_of
+from ringcomm.torch_names import base_of, checks_saved_tensors
 
 _ops: Any = torch.ops.ringcomm
 
@@ -47,7 +47,7 @@ def cross_entropy(
     vocab_size: int | None = None,
     weight: Tensor | None = None,
     num_items: float | Tensor | None = None,
-    inplace: bool = False,
+    inplace: InPlace = False,
     **options: Unpack[LossArguments],
 ) -> Any:
     """Computes the cross-entropy of logits and targets; classes are the last dimension.
@@ -81,11 +81,17 @@ def cross_entropy(
             ranks exchange the sizes of their shards first.
         num_items: the divisor of "mean", instead of the sum of weights: a number, or a tensor with
             one element.
-        inplace: if gradients are enabled and the logits require grad, the forward pass overwrites
-            the logits with their gradient: nothing else may read them afterwards. This needs no
-            memory for the gradient and, without a group, saves one pass over the logits. It
-            supports "mean" and "sum". A float16 gradient is scaled by a power of two until the
-            backward pass, because the smallest float16 is 6e-8. float64 logits are not overwritten.
+        inplace: True: the backward pass overwrites the logits with their gradient, which needs no
+            memory of its own. Logits can be read until then. Operations that have saved them must
+            run their backward pass earlier, as those do that come after the loss; others raise
+            autograd's RuntimeError. So does a second backward pass.
+            "forward": the forward pass overwrites the logits, which nothing may read afterwards,
+            and the backward pass multiplies their gradient by that of the loss, in float32. It is
+            rounded twice then. This saves one pass over the logits, and supports "mean" and "sum".
+            With a group, and for float16, it is the same as True.
+            The logits stay as they are in float64, and if gradients are disabled or the logits do
+            not require grad. So they do where autograd does not check saved tensors: in compiled
+            functions, and where these have hooks, as within torch.utils.checkpoint.
         options: these, with their defaults:
             ignore_index (-100): targets without loss and gradient; may be a class.
             label_smoothing (0.0): in [0, 1].
@@ -119,9 +125,10 @@ def cross_entropy(
     Collective if there is a group; blocks until the result is available.
     """
     checked = checked_options(**options)
-    if inplace and checked.reduction == "none":
-        raise ValueError('inplace needs reduction="mean" or "sum"')
-    if inplace := inplace and torch.is_grad_enabled() and logits.requires_grad:
+    check_inplace(inplace, checked.reduction)
+    if not (torch.is_grad_enabled() and logits.requires_grad):
+        inplace = False
+    if inplace:
         _check_inplace(logits)
     if mesh is not None:
         group = resolve_group(group, mesh)
@@ -141,12 +148,19 @@ def cross_entropy(
         raise ValueError("classes must be the last dimension of logits: use logits.movedim(1, -1)")
     check_targets(target, logits.shape[:-1], logits.device)
     shard = find_vocab_shard(logits.shape[-1], group, vocab_start, vocab_size, weight)
-    apply = _InPlace.apply if inplace else _CrossEntropy.apply
     if logits.dtype == torch.float64:
-        apply, inplace = float64_cross_entropy, False
-    loss, by_token = apply(
-        _rows_of(logits, inplace), target.reshape(-1).long(), weight, divisor, shard, checked
-    )
+        inplace = False
+    given = (target.reshape(-1).long(), weight, divisor, shard, checked)
+    rows = _rows_of(logits, bool(inplace))
+    overwrites = bool(inplace) and checks_saved_tensors()
+    if logits.dtype == torch.float64:
+        loss, by_token = float64_cross_entropy(rows, *given)
+    # With a group a gradient needs all ranks' stats. One of float16 over the number of tokens
+    # underflows before it is multiplied by that of the loss.
+    elif inplace == "forward" and overwrites and group is None and rows.dtype != torch.float16:
+        loss, by_token = _WrittenInForward.apply(rows, *given)
+    else:
+        loss, by_token = _CrossEntropy.apply(rows, overwrites, *given)
     return with_outputs(loss, by_token, target, checked)
 
 
@@ -198,68 +212,49 @@ def loss_of_all_classes(
 
 
 class _CrossEntropy(torch.autograd.Function):
+    """The backward pass computes the gradient; with `is_inplace` it overwrites the logits."""
+
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, *given: Unpack[Given]) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, rows: Tensor, is_inplace: bool, *given: Unpack[Given]
+    ) -> tuple[Tensor, Tensor]:
         target, weight, _, shard, options = given
         stats = _ops.softmax_stats(rows, target, weight, *options.for_stats(shard))
         stats, loss, by_token, denominator = loss_of_all_classes(stats, *given)
         ctx.save_for_backward(rows, target, weight, stats, denominator)
         ctx.grad_options = options.for_grad(shard)
+        ctx.is_inplace = is_inplace
         ctx.mark_non_differentiable(by_token)
         return loss, by_token
 
     @staticmethod
     @first_order_only
     def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Any, ...]:
-        grad = _ops.cross_entropy_grad(grad_loss, *ctx.saved_tensors, *ctx.grad_options)
-        return grad, None, None, None, None, None
+        rows, *known = ctx.saved_tensors
+        given = (grad_loss, rows.detach(), *known, *ctx.grad_options)
+        if ctx.is_inplace:
+            _ops.cross_entropy_grad_(*given)
+        grad = given[1] if ctx.is_inplace else _ops.cross_entropy_grad(*given)
+        return grad, *[None] * 6
 
 
-def _room(rows: Tensor, weight: Tensor | None, denominator: Tensor, options: LossOptions) -> Tensor:
-    """The largest power of two by which a float16 gradient can be scaled; 1 if there is none."""
-    largest_fp16 = torch.finfo(torch.float16).max
-    scale = abs(options.logit_scale)
-    lse = (options.softcap or scale * largest_fp16) + math.log(MAX_VOCAB_SIZE)
-    most = rows.new_ones([], dtype=torch.float64)
-    if weight is not None:
-        most = weight.abs().amax().double()
-    factor = largest_fp16 * denominator.abs() / ((most + 2 * options.z_loss * lse) * scale)
-    mantissa, _ = torch.frexp(factor)
-    return torch.where((factor > 0) & factor.isfinite(), factor / (2 * mantissa), 1.0)
-
-
-class _InPlace(torch.autograd.Function):
+class _WrittenInForward(torch.autograd.Function):
     """The forward pass leaves the gradient in the logits; the backward pass scales it."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, *given: Unpack[Given]) -> tuple[Tensor, Tensor]:
-        target, weight, _, shard, options = given
-        room, tokens = None, (rows, target, weight)
-        grad_options = options.for_grad(shard)
-        if rows.dtype == torch.float16 or shard.group_name is not None:
-            stats = _ops.softmax_stats(*tokens, *options.for_stats(shard))
-            stats, loss, by_token, denominator = loss_of_all_classes(stats, *given)
-            if rows.dtype == torch.float16:
-                room = _room(rows, weight, denominator, options)
-                denominator = denominator / room
-            grad_given = (*tokens, stats, denominator, *grad_options)
-            _ops.cross_entropy_grad_(torch.ones_like(loss), *grad_given)
-        else:
-            more = (*grad_options[1:], options.reduction, options.wants_more)
-            loss, by_token, _ = _ops.cross_entropy_and_grad_(*tokens, given[2], *more)
-        ctx.save_for_backward(rows.detach(), room)
-        ctx.is_used = False
+        *tokens, shard, options = given
+        more = (*options.for_grad(shard)[1:], options.reduction, options.wants_more)
+        loss, by_token, _ = _ops.cross_entropy_and_grad_(rows, *tokens, *more)
+        ctx.save_for_backward(rows.detach())
         ctx.mark_non_differentiable(by_token)
         return loss, by_token
 
     @staticmethod
     @first_order_only
     def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Any, ...]:
-        if ctx.is_used:
-            raise RuntimeError("cross_entropy(inplace=True) supports only one backward pass")
-        ctx.is_used = True
-        grad, room = ctx.saved_tensors
-        _ops.scale_(grad, grad_loss if room is None else grad_loss / room)
+        (grad,) = ctx.saved_tensors
+        _ops.scale_(grad, grad_loss)
         return grad, None, None, None, None, None
 
 

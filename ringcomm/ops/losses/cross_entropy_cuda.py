@@ -334,3 +334,4 @@ def scale_(tensor: Tensor, factor: Tensor) -> None:
             *(rows, factor.to(rows.device), lead_of(rows), rows.stride(0), rows.shape[1]),
             **grad_plan(rows.shape[1], rows.element_size()).constants(rows),
         )
+    mark_written(tensor)

@@ -97,19 +97,19 @@ class LayerGradients:
 
 
 def scaled(grad: Tensor | None, factor: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """A saved gradient times a factor, rounded to a dtype; needs no second tensor of its size.
+    """A saved gradient times a factor in float32, rounded to a dtype, without a copy in float32.
 
     Overwrites a gradient that has the dtype, unless the graph is retained.
     """
     if grad is None:
         return None
-    if grad.dtype == dtype:
-        # A compiler decides itself which tensors it overwrites.
-        if torch.compiler.is_compiling() or keeps_graph():
-            return grad * factor
+    # A compiler decides itself which tensors it overwrites.
+    if torch.compiler.is_compiling():
+        return (grad.float() * factor).to(dtype)
+    if grad.dtype == dtype and not keeps_graph():
         _ops.scale_(grad, factor)
         return grad
     result = torch.empty_like(grad, dtype=dtype)
-    for block in _slices(len(grad), max(1, BLOCK_BYTES * len(grad) // max(1, grad.nbytes))):
-        result[block] = grad[block] * factor
+    for block in _slices(len(grad), max(1, BLOCK_BYTES * len(grad) // max(1, 4 * grad.numel()))):
+        result[block] = grad[block].float() * factor
     return result

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -122,6 +122,9 @@ OUTPUTS = ("loss", "lse", "entropy", "accuracy")
 _FP32 = torch.finfo(torch.float32)
 
 
+InPlace: TypeAlias = bool | Literal["forward"]  # see cross_entropy
+
+
 class LossArguments(TypedDict, total=False):
     """The options of a loss as users pass them; see cross_entropy."""
 
@@ -191,6 +194,14 @@ def checked_options(**given: Unpack[LossArguments]) -> LossOptions:
     if unknown:
         raise ValueError(f"outputs must be some of {OUTPUTS}, got {unknown}")
     return options
+
+
+def check_inplace(inplace: InPlace, reduction: str) -> None:
+    """Raises ValueError unless `inplace` has a known value, and supports the reduction."""
+    if inplace not in (False, True, "forward"):
+        raise ValueError(f'inplace must be False, True or "forward", got {inplace!r}')
+    if inplace == "forward" and reduction == "none":
+        raise ValueError('inplace="forward" needs reduction="mean" or "sum"; True supports "none"')
 
 
 def checked_num_items(num_items: float | Tensor | None, reduction: str) -> Tensor | None:

@@ -9,6 +9,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ringcomm.ops.losses.options import Given, LossOptions, first_order_only
+from ringcomm.options import checks_targets
 from ringcomm.torch_names import FakeTensor
 
 # Bytes of the copies of the rows in fp32 (fp64 for fp64) that are processed at a time.
@@ -34,6 +35,11 @@ def soft_cross_entropy(
         raise ValueError(f"targets must be on {logits.device}, got {target.device}")
     if target.requires_grad:
         raise ValueError("probabilities as targets get no gradient and must not require grad")
+    if logits.dim() > 2 and _has_classes_second(target):
+        raise ValueError(
+            "probabilities sum to one over dimension 1, but classes must be the last dimension: use"
+            " logits.movedim(1, -1) and target.movedim(1, -1)"
+        )
     if options.ignore_index >= 0 or vocab_size not in (None, num_classes):
         raise ValueError(
             "probabilities as targets do not support padding or an ignored class: for"
@@ -48,6 +54,26 @@ def soft_cross_entropy(
         return losses.sum()
     mean: Tensor = losses.sum() / (len(rows) if num_items is None else num_items)
     return mean.to(losses.dtype)  # a num_items of one number is float64
+
+
+def _has_classes_second(target: Tensor) -> bool:
+    """Whether probabilities sum to one over dimension 1, as torch has them, and not over the last.
+
+    Positions may be masked by zeros. On a GPU the values are read only with RINGCOMM_CHECK_TARGETS.
+    """
+    if not _has_values(target) or torch.compiler.is_compiling():
+        return False
+    if target.is_cuda and not checks_targets():
+        return False
+    sums = [target.sum(dim, dtype=torch.float32) for dim in (1, -1)]
+    ones = [bool(((x - 1).abs() < 1e-2).all()) for x in sums]
+    masked = [bool((((x - 1).abs() < 1e-2) | (x == 0)).all()) for x in sums]
+    return (ones[0] and not ones[1]) or (masked[0] and not masked[1])
+
+
+def _has_values(tensor: Tensor) -> bool:
+    """Whether a tensor is neither on the meta device nor of a FakeTensorMode."""
+    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
 
 
 def float64_cross_entropy(rows: Tensor, *given: Unpack[Given]) -> tuple[Tensor, Tensor]:
@@ -75,11 +101,8 @@ def float64_cross_entropy(rows: Tensor, *given: Unpack[Given]) -> tuple[Tensor, 
 
 
 def check_classes(target: Tensor, vocab_size: int, ignore_index: int) -> None:
-    """Raises IndexError for the first target that is not a class. Waits for the device.
-
-    Targets without values, on the meta device or of a FakeTensorMode, are not asked.
-    """
-    if target.is_meta or isinstance(target, FakeTensor):
+    """Raises IndexError for the first target that is not a class. Waits for the device."""
+    if not _has_values(target):
         return
     is_wrong = (target != ignore_index) & ((target < 0) | (target >= vocab_size))
     wrong = is_wrong.nonzero()

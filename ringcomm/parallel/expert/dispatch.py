@@ -22,15 +22,21 @@ class _Exchange(torch.autograd.Function):
         ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
     ) -> Tensor:
         ctx.sent, ctx.received, ctx.group = sent, received, group
-        if group.size() == 1:
-            return rows.view_as(rows)
         output = rows.new_empty(sum(received), *rows.shape[1:])
         dist.all_to_all_single(output, rows.contiguous(), received, sent, group=group)
         return output
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _Exchange.apply(grads[0], ctx.received, ctx.sent, ctx.group), None, None, None
+        return _exchange(grads[0], ctx.received, ctx.sent, ctx.group), None, None, None
+
+
+def _exchange(
+    rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+) -> Tensor:
+    if group.size() == 1:
+        return rows
+    return _Exchange.apply(rows, sent, received, group)
 
 
 def rows_of_tokens(tokens: Tensor, slots: Tensor, num_choices: int) -> Tensor:
@@ -127,7 +133,7 @@ def dispatch(rows: Tensor, plan: DispatchPlan) -> Tensor:
     """
     if plan.needs_grad and not rows.requires_grad:
         rows = rows.detach().requires_grad_()
-    return _Exchange.apply(rows, plan.sent, plan.received, plan.group)
+    return _exchange(rows, plan.sent, plan.received, plan.group)
 
 
 def by_expert(received: Tensor, plan: DispatchPlan) -> list[Tensor]:
@@ -144,4 +150,4 @@ def combine(results: Sequence[Tensor], received: Tensor, plan: DispatchPlan) -> 
     pieces = [piece for of_rank in zip(*split, strict=True) for piece in of_rank]
     # Zero rows of the received tensor, so that a rank without experts takes part in backward.
     joined = torch.cat([received[:0], *pieces])
-    return _Exchange.apply(joined, plan.received, plan.sent, plan.group)
+    return _exchange(joined, plan.received, plan.sent, plan.group)

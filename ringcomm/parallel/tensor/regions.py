@@ -37,6 +37,8 @@ def copy_to_tp(
 
     Args:
         x: a tensor of any shape, equal on all ranks; with `sequence_dim` this rank's equal part.
+            Without sequence_dim the result shares its memory, and autograd refuses to modify it in
+            place.
         group: None for the default group.
         mesh: a one-dimensional DeviceMesh, instead of a group.
         sequence_dim: the dimension of tokens, which are sharded outside such layers.
@@ -123,7 +125,10 @@ def gather_from_tp(
     backward pass sends nothing.
     """
     resolved = resolve_group(group, mesh)
-    return _GatherFromTp.apply(x, tuple(sizes), resolved.group_name, resolved.rank(), dim)
+    # Moved here: in-place operations refuse a view that a custom function returns.
+    moved = x.movedim(dim, 0)
+    whole = _GatherFromTp.apply(moved, tuple(sizes), resolved.group_name, resolved.rank())
+    return whole.movedim(0, dim)
 
 
 def all_reduce_grad_(
@@ -161,20 +166,20 @@ def give_memory(param: Tensor, value: Tensor, device: torch.device | str | None 
 
 
 class _GatherFromTp(torch.autograd.Function):
+    """Concatenates along the first dimension."""
+
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, sizes: tuple[int, ...], group_name: str, rank: int, dim: int
-    ) -> Tensor:
-        ctx.group_name, ctx.dim = group_name, dim
+    def forward(ctx: Any, x: Tensor, sizes: tuple[int, ...], group_name: str, rank: int) -> Tensor:
+        ctx.group_name = group_name
         ctx.begin, ctx.num = sum(sizes[:rank]), sizes[rank]
-        longest, moved = max(sizes), x.movedim(dim, -1)
-        padded = F.pad(moved, (0, longest - sizes[rank])).movedim(-1, 0).contiguous()
+        longest = max(sizes)
+        padding = (*[0, 0] * (x.dim() - 1), 0, longest - sizes[rank])
+        padded = F.pad(x, padding).contiguous()
         rows = _all_gather(padded, group_name).split(longest)
-        whole = torch.cat([row[:num] for row, num in zip(rows, sizes, strict=True)])
-        return whole.movedim(0, dim)
+        return torch.cat([row[:num] for row, num in zip(rows, sizes, strict=True)])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         # Equal on all ranks: its own gradient is a partial sum.
         grad = SumOneWay.apply(grads[0], ctx.group_name, False, False)
-        return grad.narrow(ctx.dim, ctx.begin, ctx.num), None, None, None, None
+        return grad.narrow(0, ctx.begin, ctx.num), None, None, None

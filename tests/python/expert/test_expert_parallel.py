@@ -64,9 +64,13 @@ def test_means(rank: int) -> None:
         expert.average_gradients(net, net.moe.experts.group)
 
 
-@in_ranks(2)
+@pytest.mark.parametrize("world_size", [1, 2])
+@in_ranks()
 def test_the_second_derivative_of_an_exchange(rank: int) -> None:
-    """The gradient of r ** 3 is 3 r ** 2, and that of its square 36 r ** 3, on any rank."""
+    """The gradient of r ** 3 is 3 r ** 2, and that of its square 36 r ** 3, on any rank.
+
+    https://github.com/NVIDIA/Megatron-LM/pull/6657: what one rank received is modified in place.
+    """
     rows = torch.arange(1.0, 7.0).view(3, 2).add(rank).requires_grad_()
     counts = torch.tensor([1, 2] if rank == 0 else [2, 1])
     group = dist.group.WORLD
@@ -77,6 +81,8 @@ def test_the_second_derivative_of_an_exchange(rank: int) -> None:
     torch.testing.assert_close(grad, 3 * rows**2)
     grad.square().sum().backward()
     torch.testing.assert_close(rows.grad, 36 * rows.detach() ** 3)
+    (grad,) = torch.autograd.grad(dispatch(rows * 1, plan).mul_(2).pow(3).sum(), rows)
+    torch.testing.assert_close(grad, 24 * rows**2)
 
 
 @in_ranks(4)

@@ -86,6 +86,12 @@ def test_evaluation_keeps_the_logits() -> None:
     with torch.no_grad():
         expected = model(input_ids=ids, labels=ids)
         found = patch_loss(model, inplace=True)(input_ids=ids, labels=ids)
+    in_training = model(input_ids=ids, labels=ids)
+    torch.testing.assert_close(in_training.logits, expected.logits)
+    in_training.loss.backward()
+    assert not torch.equal(in_training.logits, expected.logits)
+    with pytest.raises(ValueError, match='inplace must be False, True or "forward"'):
+        patch_loss(model, inplace="backward")  # type: ignore[arg-type]
     torch.testing.assert_close(found.logits, expected.logits)
     torch.testing.assert_close(found.loss, expected.loss)
 

@@ -19,6 +19,7 @@ import loss_oracle
 import pytest
 import test_cross_entropy as cpu_tests
 import test_cross_entropy_edges as edges
+import test_loss_factors
 import torch
 from loss_oracle import named, options_of, random_logits, random_targets
 from torch import Tensor
@@ -47,7 +48,9 @@ def trained(rows: torch.Tensor) -> torch.Tensor:
     return rows
 
 
-def check_in_place(size: int, dtype: torch.dtype, case: dict[str, str], device: str) -> None:
+def check_in_place(
+    size: int, dtype: torch.dtype, case: dict[str, str], inplace: Any, device: str
+) -> None:
     """Rows that begin anywhere: loss and gradient, and nothing else is written."""
     options = options_of(case, size)
     target = random_targets((3,), options.get("vocab_size", size))
@@ -56,8 +59,9 @@ def check_in_place(size: int, dtype: torch.dtype, case: dict[str, str], device: 
     expected = loss_oracle.evaluate(rows.cpu(), target, **options)
     given = loss_oracle.on(device, options)
     loss, outputs = cross_entropy(
-        trained(rows), target.to(device), inplace=True, outputs=loss_oracle.OUTPUTS, **given
+        trained(rows), target.to(device), inplace=inplace, outputs=loss_oracle.OUTPUTS, **given
     )
+    loss.backward()
     rows, buffer = rows.detach(), buffer.detach()
     found = loss.cpu(), {name: value.cpu() for name, value in outputs.items()}
     loss_oracle.assert_close(found, rows.cpu(), expected)
@@ -66,15 +70,34 @@ def check_in_place(size: int, dtype: torch.dtype, case: dict[str, str], device: 
 
 
 def in_place(ops: Any, device: str) -> None:
-    """Rows held in registers, up to the widest, and read twice."""
-    for size, dtype, case in (
+    """In the forward pass rows held in registers, up to the widest, and read twice."""
+    forward = (
         *((size, BF16, PLAIN) for size in (1, 7, 8, 129, 1025, 32_768)),
         *((size, dtype, ALL) for size in (7, 1025) for dtype in (FP32, BF16)),
         (1000, FP32, {"reduction": "sum"}),
         (33_001, FP32, ALL),
         (40_001, BF16, PLAIN),
-    ):
-        check_in_place(size, dtype, case, device)
+    )
+    backward = ((1025, BF16, PLAIN), (1025, BF16, ALL), (7, FP32, ALL))
+    for inplace, cases in (("forward", forward), (True, backward)):
+        for size, dtype, case in cases:
+            check_in_place(size, dtype, case, inplace, device)
+
+
+def factors(ops: Any, device: str) -> None:
+    """Each factor of the loss times the gradient, which is rounded afterwards."""
+    logits, target = random_logits((3, 64)), random_targets((3,), 64)
+    forms: tuple[Any, ...] = (False, True, "forward")
+    for dtype, inplace in itertools.product((torch.float16, BF16), forms):
+        for name, factor in test_loss_factors.FACTORS.items():
+            leaf = logits.to(dtype).to(device).requires_grad_()
+            loss = cross_entropy(leaf * 1, target.to(device), num_items=1024, inplace=inplace)
+            (loss * torch.as_tensor(factor, device=device)).backward()
+            assert leaf.grad is not None
+            right = loss_oracle.evaluate(leaf.cpu(), target, float(factor), num_items=1024).grad
+            is_twice = inplace == "forward" and dtype == BF16
+            what = f"{dtype} inplace={inplace} {name}"
+            test_loss_factors.assert_rounded(leaf.grad.cpu(), right, 2 if is_twice else 1, what)
 
 
 def shards(ops: Any, device: str) -> None:
@@ -112,6 +135,7 @@ def beyond_32_bits(ops: Any, device: str) -> None:
     values = rows.copy_(random_logits((3, vocab), BF16)).cpu()
     expected = loss_oracle.evaluate(values, target)
     loss = cross_entropy(trained(rows), target.to(device), inplace=True)
+    loss.backward()
     loss_oracle.assert_close((loss.cpu(), {}), rows.detach().cpu(), expected)
 
 
@@ -127,6 +151,7 @@ def no_class(ops: Any, device: str) -> None:
     rows = trained(logits.clone())
     options: dict[str, Any] = {"reduction": "sum", "inplace": True, "outputs": ["loss"]}
     total, outputs = cross_entropy(rows, target, **options)
+    total.backward()
     assert total.isnan()
     assert outputs["loss"].isnan().tolist() == [False, True, False]
     assert rows.isnan().tolist() == grad.isnan().tolist()
@@ -222,7 +247,7 @@ def strided(ops: Any, device: str) -> None:
 
 BESIDES = {
     check.__name__: check
-    for check in (in_place, shards, beyond_32_bits, no_class, wrong_shards, scale, strided)
+    for check in (in_place, factors, shards, beyond_32_bits, no_class, wrong_shards, scale, strided)
 }
 
 

@@ -186,9 +186,10 @@ def test_same_bits(shape: tuple[int, int], dtype: torch.dtype) -> None:
             leaf = logits.clone().requires_grad_()
             loss, outputs = cross_entropy(leaf, target, outputs=OUTPUTS, label_smoothing=0.1)
             loss.backward()
-            changed = logits.clone()
-            cross_entropy(changed, target, inplace=True, label_smoothing=0.1)
             assert leaf.grad is not None
-            tensors = (loss, leaf.grad, changed, *outputs.values())
+            grad = leaf.grad.clone()
+            changed = leaf * 1
+            cross_entropy(changed, target, inplace=True, label_smoothing=0.1).backward()
+            tensors = (loss, grad, changed.detach(), *outputs.values())
             results.append([oracle.bits(tensor) for tensor in tensors])
     assert results[0] == results[1] == results[2]

@@ -305,7 +305,7 @@ def test_cross_entropy_of_one_rank_and_two(tmp_path: Path) -> None:
     path = tmp_path / "records.jsonl"
     records = records_of(path, f"{LOSSES} --vocabularies 100,1001")
     points = [(dtype, size) for dtype in ("float32", "bfloat16") for size in (100, 1001)]
-    ways = ("ringcomm", "in place", "torch", "copy")
+    ways = ("ringcomm", "in place", "in forward", "torch", "copy")
     found = [(r["dtype"], r["vocab_size"], r["way"]) for r in records]
     assert found == [(*point, way) for point in points for way in ways]
     assert all(r["verified"] and r["extra_bytes"] >= 0 for r in records)

@@ -200,6 +200,7 @@ NAMES_BY_OWNER = {
     "torch.Tensor": "_make_wrapper_subclass",
     "torch._C": (
         "_are_functorch_transforms_active _autograd._get_current_graph_task_keep_graph"
+        " _autograd._top_saved_tensors_default_hooks"
         " _current_autograd_node _current_graph_task_id _disabled_torch_function_impl"
         " _dynamo.eval_frame.get_eval_frame_callback _will_engine_execute_node"
     ),

@@ -16,6 +16,7 @@ from ranks import in_ranks
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint
 
 from ringcomm import nn
 from ringcomm.ops import cross_entropy, linear_cross_entropy
@@ -204,6 +205,65 @@ def test_logits_of_an_evaluation(mode: Callable[[], Any]) -> None:
         loss = nn.CrossEntropyLoss(inplace=True)(logits, TARGET)
         assert torch.equal(logits, kept)
         assert_near(loss, F.cross_entropy(kept, TARGET), 1e-6)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16])
+def test_logits_are_read_between_the_passes(dtype: torch.dtype) -> None:
+    """https://github.com/unslothai/unsloth/issues/5002: with inplace, by metrics, by another loss
+    and by a residual. What reads them later, or a second loss of them, is an error.
+    """
+
+    def losses(z: Tensor, loss: Tensor) -> Tensor:
+        return loss / 3 + 0.1 * torch.logsumexp(z, -1).pow(2).mean() + 0.2 * (z * z).mean()
+
+    leaf, wide = leaf_of(LOGITS, dtype), leaf_of(LOGITS.to(dtype), F64)
+    logits = leaf * 2
+    loss = cross_entropy(logits, TARGET, inplace=True)
+    assert torch.equal(logits.argmax(-1), LOGITS.to(dtype).argmax(-1))
+    losses(logits, loss).backward()
+    losses(wide * 2, F.cross_entropy(wide * 2, TARGET)).backward()
+    assert_near(grad_of(leaf), grad_of(wide), 1e-6 if dtype == F32 else 1e-2)
+
+    logits = leaf * 2
+    before = torch.logsumexp(logits, -1).mean()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (cross_entropy(logits, TARGET, inplace=True) + before).backward()
+    logits = leaf * 2
+    twice = [cross_entropy(logits, t, inplace=True) for t in (TARGET, TARGET.clamp(min=0))]
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (twice[0] + twice[1]).backward()
+
+
+def with_hooks(head: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        return head(x)
+
+
+INSIDE: dict[str, Callable[..., Any]] = {
+    "checkpoint": lambda head, x: checkpoint(head, x, use_reentrant=False),
+    "hooks": with_hooks,
+    "compiled": lambda head, x: torch.compile(head, fullgraph=True, backend="aot_eager")(x),
+}
+
+
+@pytest.mark.parametrize("inplace", [True, "forward"])
+@pytest.mark.parametrize("name", INSIDE)
+def test_logits_that_their_own_operation_saves(name: str, inplace: Any) -> None:
+    """https://github.com/unslothai/unsloth/issues/5002: where autograd checks no versions.
+
+    tanh needs its result in the backward pass: without hooks and compilers that is an error.
+    """
+    leaf, wide = leaf_of(LOGITS), leaf_of(LOGITS, F64)
+
+    def head(x: Tensor) -> Any:
+        return cross_entropy(torch.tanh(x), TARGET, inplace=inplace)
+
+    torch.compiler.reset()
+    INSIDE[name](head, leaf).backward()
+    F.cross_entropy(torch.tanh(wide), TARGET).backward()
+    assert_near(grad_of(leaf), grad_of(wide), 1e-6)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        head(leaf).backward()
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16, F16, F64])

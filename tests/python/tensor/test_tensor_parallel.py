@@ -84,6 +84,46 @@ def test_the_training_of_one_process(rank: int, dim: int | None, device: str) ->
     assert_alike({"losses": torch.tensor(found, dtype=torch.float64)})
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@in_ranks()
+def test_results_are_modified_in_place(rank: int) -> None:
+    """https://github.com/NVIDIA/Megatron-LM/pull/6657, https://github.com/huggingface/transformers/pull/40162:
+    autograd refuses that of a view that a custom function returns.
+    """
+    torch.manual_seed(0)
+    column, row, table = nn.Linear(8, 7), nn.Linear(8, 7), nn.Embedding(9, 8)
+    numbers, ids = torch.randn(2, 3, 8), torch.randint(9, (2, 3))
+    gathers, part = (
+        ColumnParallelLinear.from_linear(column, gather_output=gathers) for gathers in (True, False)
+    )
+    rows, few = RowParallelLinear.from_linear(row), VocabParallelEmbedding.from_embedding(table)
+    columns, features = slice(*part.features), slice(*rows.features)
+    whole: Any
+    layer: Any
+    for layer, whole, given, own, weights, results in (
+        (gathers, column, numbers, numbers, columns, ...),
+        (part, column, numbers, numbers, columns, (..., columns)),
+        (rows, row, numbers, numbers[..., features], (slice(None), features), ...),
+        (few, table, ids, ids, slice(*few.rows), ...),
+    ):
+        right, found = (whole(given)[results] * 2).relu(), layer(own)
+        found.mul_(2).relu_()
+        torch.testing.assert_close(found, right)
+        found.square().sum().backward()
+        right.square().sum().backward()
+        torch.testing.assert_close(layer.weight.grad, whole.weight.grad[weights])
+        whole.zero_grad()
+    world: Any = torch.distributed.group.WORLD
+    sizes = [end - begin for begin, end in splits.ranges_of(7, world.size())]
+    for dim in (0, 1, -1):
+        leaf = torch.randn(7, 7, 7).requires_grad_()
+        gathered = tensor.gather_from_tp(leaf.split(sizes, dim)[rank], sizes, dim=dim)
+        assert torch.equal(gathered, leaf)
+        gathered.mul_(3).square().sum().backward()
+        assert leaf.grad is not None
+        torch.testing.assert_close(*(x.split(sizes, dim)[rank] for x in (leaf.grad, 18 * leaf)))
+
+
 @in_ranks(3)
 def test_layers(rank: int) -> None:
     part, rows = ColumnParallelLinear(10, 7), RowParallelLinear(10, 7)
