@@ -17,12 +17,10 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from ringcomm import _C
-from ringcomm.contacts import Contacts
 from ringcomm.options import Options
 from ringcomm.torch_names import BACKEND_PLUGINS, new_backend_options, set_timeout
 
-# The first line of what a rank writes to the store after it has made its backend, before its
-# contact; any other text is an error.
+# What a rank writes to the store after it has made its backend; any other text is an error.
 _MADE = "made"
 _DEATH_GRACE_S = 1.0
 
@@ -79,16 +77,15 @@ def make(
     group_name: str,
     global_ranks: list[int],
     goes_on: Callable[[list[int]], bool],
-) -> tuple[Any, Contacts]:
+) -> Any:
     """Makes this rank's object of the backend; called by the engine, collective over the group.
 
     `key` is the group's, and that of no other one over this store: programs destroy and make
     groups over one store, and backends leave their addresses there. `timeout` limits the
     construction: messages have no timeout. `goes_on` is called about every 50 ms with the missing
-    ranks and returns whether to keep waiting for them. Returns a c10d Backend, and by what the
-    ranks reach each other without the store, once all ranks have made theirs: otherwise a rank that
-    leaves the group at once would close connections that others are still making. Raises
-    RuntimeError if a rank could not make its backend, or did not arrive.
+    ranks and returns whether to keep waiting for them. Returns a c10d Backend once all ranks have
+    made theirs: otherwise a rank that leaves the group at once would close connections that others
+    are still making. Raises RuntimeError if a rank could not make its backend, or did not arrive.
     """
     missing = [(rank + 1 + i) % size for i in range(size)]
 
@@ -128,15 +125,14 @@ def make(
     opts.group_id = f"{group_name}/{name}"
     opts.global_ranks_in_group = global_ranks
     ends: list[Any] = []  # the backend, or why there is none
-    contacts = Contacts(rank, size)
 
     def make_own() -> None:
-        status = f"{_MADE}\n{contacts.text_of(rank)}"
+        status = _MADE
         try:
             ends.append(_make_own(name, opts))
         except Exception as error:
             ends.append(error)
-            status = str(error) or type(error).__name__
+            status = str(error).partition("\n")[0] or type(error).__name__
         own_store.set(f"made/{rank}", status)
 
     if name == "gloo":
@@ -151,26 +147,21 @@ def make(
         if rank != 0 and not (ends and isinstance(ends[0], Exception)):
             if not own.check(["all"]):
                 return False
-            status, *texts = own.get("all").decode().split("\n")
-            if status != _MADE:
+            if (status := own.get("all").decode()) != _MADE:
                 raise RuntimeError(status)
-            for other, contact in enumerate(texts):
-                contacts.add(other, contact)
             return True
         # Errors of peers take precedence over this rank's.
         for other in tuple(missing):
             if not own.check([f"made/{other}"]):
                 continue
-            status, _, contact = own.get(f"made/{other}").decode().partition("\n")
-            if status != _MADE:
+            if (status := own.get(f"made/{other}").decode()) != _MADE:
                 reason = f"rank {other}: {status}"
                 if rank == 0:
                     own.set("all", reason)
                 raise ends[0] if other == rank else RuntimeError(reason)
             missing.remove(other)
-            contacts.add(other, contact)
         if not missing:
-            own.set("all", "\n".join([_MADE, *map(contacts.text_of, range(size))]))
+            own.set("all", _MADE)
         return not missing
 
     absent = [*missing]
@@ -202,7 +193,7 @@ def make(
             raise RuntimeError(f"ranks did not arrive: {waits_for}")
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, 0.05)
-    return ends[0], contacts
+    return ends[0]
 
 
 def _make_own(name: str, opts: Any) -> Any:

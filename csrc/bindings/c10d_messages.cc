@@ -146,22 +146,18 @@ class C10dMessages final : public Messenger {
   std::set<const Pending*> pending_;  // all messages that live; with the mutex
 };
 
-void forget(PyObject* object) {
-  if (Py_IsInitialized() == 0) return;
-  const py::gil_scoped_acquire acquired;
-  Py_DECREF(object);
-}
-
 }  // namespace
 
 std::unique_ptr<Messenger> messages_over(c10::intrusive_ptr<c10d::Backend> backend) {
   return std::make_unique<C10dMessages>(std::move(backend));
 }
 
-std::pair<c10::intrusive_ptr<c10d::Backend>, std::shared_ptr<PyObject>> make_message_backend(
-    const std::string& name, const c10::intrusive_ptr<c10d::Store>& store, const std::string& key,
-    int rank, int size, const GroupOptions& options, const LookForRanks& look,
-    const std::string& purpose) {
+c10::intrusive_ptr<c10d::Backend> make_message_backend(const std::string& name,
+                                                       const c10::intrusive_ptr<c10d::Store>& store,
+                                                       const std::string& key, int rank, int size,
+                                                       const GroupOptions& options,
+                                                       const LookForRanks& look,
+                                                       const std::string& purpose) {
   const py::gil_scoped_acquire acquired;
   std::exception_ptr in_vain;
   const py::cpp_function goes_on([&](const std::vector<int>& missing) {
@@ -174,13 +170,11 @@ std::pair<c10::intrusive_ptr<c10d::Backend>, std::shared_ptr<PyObject>> make_mes
     return in_vain == nullptr;
   });
   try {
-    const auto [backend, contacts] =
-        py::module_::import("ringcomm.message_backend")
-            .attr("make")(name, store, key, rank, size,
-                          std::min(options.timeout, kLongestTimeout) + kGrace, options.group_name,
-                          options.global_ranks_in_group, goes_on)
-            .cast<std::pair<c10::intrusive_ptr<c10d::Backend>, py::object>>();
-    return {backend, {contacts.inc_ref().ptr(), forget}};
+    return py::module_::import("ringcomm.message_backend")
+        .attr("make")(name, store, key, rank, size,
+                      std::min(options.timeout, kLongestTimeout) + kGrace, options.group_name,
+                      options.global_ranks_in_group, goes_on)
+        .cast<c10::intrusive_ptr<c10d::Backend>>();
   } catch (std::exception& error) {
     if (in_vain != nullptr) std::rethrow_exception(in_vain);
     auto* python = dynamic_cast<py::error_already_set*>(&error);

@@ -1,8 +1,5 @@
 #pragma once
 
-#include <torch/csrc/python_headers.h>
-
-#include <memory>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
@@ -20,11 +17,13 @@ struct GroupOptions;
 std::unique_ptr<Messenger> messages_over(c10::intrusive_ptr<c10d::Backend> backend);
 
 /// A new backend of torch.distributed for the messages of one group, created by
-/// ringcomm.message_backend, and the ringcomm.contacts.Contacts of its ranks. `purpose` is for
-/// error messages. Collective over the group; takes the GIL. Throws what `look` throws, and Error.
-std::pair<c10::intrusive_ptr<c10d::Backend>, std::shared_ptr<PyObject>> make_message_backend(
-    const std::string& name, const c10::intrusive_ptr<c10d::Store>& store, const std::string& key,
-    int rank, int size, const GroupOptions& options, const LookForRanks& look,
-    const std::string& purpose);
+/// ringcomm.message_backend. `purpose` is for error messages. Collective over the group; takes the
+/// GIL. Throws what `look` throws, and Error.
+c10::intrusive_ptr<c10d::Backend> make_message_backend(const std::string& name,
+                                                       const c10::intrusive_ptr<c10d::Store>& store,
+                                                       const std::string& key, int rank, int size,
+                                                       const GroupOptions& options,
+                                                       const LookForRanks& look,
+                                                       const std::string& purpose);
 
 }  // namespace ringcomm

@@ -90,17 +90,22 @@ py::dict health_of(const BackendPtr& backend) {
   return py::dict("ranks"_a = ranks, "failure"_a = failure);
 }
 
-// Ends all waits in the group. Null if its ranks do not all share memory.
+// Ends all waits in the group.
 std::shared_ptr<host::Survivors> begin_shrink(const BackendPtr& backend,
                                               std::chrono::milliseconds timeout) {
   std::shared_ptr<Communicator> engine = engine_of(backend);
+  auto* const group = dynamic_cast<host::Group*>(engine->members());
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      group != nullptr,
+      "ringcomm: shrink needs a group whose ranks all share memory; this one's transport is ",
+      engine->transport_description(),
+      ". Restart the job from its last checkpoint: torchrun --max-restarts N");
   std::shared_ptr<host::Survivors> made;
   with_python_errors([&] {
     engine->failure().check_not_inherited();
     const WaitLimits limits{.timeout = std::min(timeout, kLongestTimeout),
                             .is_interrupted = is_interrupted};
-    if (auto* const group = dynamic_cast<host::Group*>(engine->members()))
-      made = {new host::Survivors(*group, limits), [engine](auto* survivors) { delete survivors; }};
+    made = {new host::Survivors(*group, limits), [engine](auto* survivors) { delete survivors; }};
   });
   // The others' waits end, also where nothing has failed yet.
   if (!engine->failure().has_failed())
@@ -210,12 +215,6 @@ void bind_classes(py::module_& m) {
       .def("get_error", &ProcessGroupRingcomm::getError)
       .def("introduce", &ProcessGroupRingcomm::introduce, "store"_a, "ranks"_a, "global_ranks"_a,
            "is_abandoned"_a, py::call_guard<py::gil_scoped_release>())
-      .def_property_readonly(
-          "contacts",
-          [](const ProcessGroupRingcomm& group) {
-            const auto contacts = group.contacts();
-            return py::reinterpret_borrow<py::object>(contacts ? contacts.get() : Py_None);
-          })
       // torch calls this on ranks that are not part of a split group.
       .def("perform_nocolor_split", [](const ProcessGroupRingcomm&, const py::object&) {});
 }
@@ -297,9 +296,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("flight_clock", [] {
     const Anchor now = Anchor::now();
     return std::tuple(now.ticks, now.ns);
-  });
-  m.def("running_s", [] {
-    return std::chrono::duration<double>(RunningClock::now().time_since_epoch()).count();
   });
   m.def("set_doctor", &recorder::set_doctor, "command"_a);
   m.def("start_trace", &recorder::start_trace, "events_fd"_a, "log_fd"_a, "num_events"_a);

@@ -141,11 +141,8 @@ ProcessGroupRingcomm::ProcessGroupRingcomm(const c10::intrusive_ptr<c10d::Store>
   const World world = world_over(store);
   const auto timeout = std::min(options_->timeout, kLongestTimeout);
   const MakeMessenger make_messenger = [&](const std::string& key, const LookForRanks& look) {
-    auto [backend, contacts] =
-        make_message_backend(options_->engine.message_backend, store, key, rank, size, *options_,
-                             look, "the group's messages");
-    contacts_ = std::move(contacts);
-    return messages_over(std::move(backend));
+    return messages_over(make_message_backend(options_->engine.message_backend, store, key, rank,
+                                              size, *options_, look, "the group's messages"));
   };
   with_python_errors([&] {
     TimedStore timed(std::make_shared<StoreAdapter>(store, world.is_abandoned),
@@ -245,10 +242,8 @@ void ProcessGroupRingcomm::leave(bool is_asked) {
   }
   std::shared_ptr<Communicator> communicator;
   std::shared_ptr<Devices> devices;
-  std::shared_ptr<PyObject> contacts;
   {
     const std::lock_guard lock(mutex_);
-    contacts.swap(contacts_);
     communicator.swap(communicator_);
     devices.swap(devices_);
   }

@@ -57,11 +57,6 @@ class ProcessGroupRingcomm final : public c10d::Backend {
   const std::string getBackendName() const override { return "ringcomm"; }
   /// The engine; throws once the group has been destroyed.
   std::shared_ptr<Communicator> communicator() const;
-  /// ringcomm.contacts.Contacts of a group over messages; otherwise, or once destroyed, null.
-  std::shared_ptr<PyObject> contacts() const {
-    const std::lock_guard lock(mutex_);
-    return contacts_;
-  }
   /// Groups that are made over `store` while this one lives know the processes of its `ranks`,
   /// whose global ranks there are `global_ranks`, before these have arrived. Their construction
   /// ends with an error once `is_abandoned` returns true.
@@ -194,7 +189,6 @@ class ProcessGroupRingcomm final : public c10d::Backend {
   // take the GIL as the end of a tensor does, happens with it.
   mutable std::mutex mutex_;
   std::shared_ptr<Communicator> communicator_;
-  std::shared_ptr<PyObject> contacts_;
   std::shared_ptr<Devices> devices_;  // null without ringcomm._cuda
   std::atomic<bool> is_coalescing_ = false;
   std::vector<WorkPtr> coalesced_works_;

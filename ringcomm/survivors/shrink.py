@@ -13,7 +13,6 @@ from ringcomm import _C, torch_names
 from ringcomm.backend import resolve_group
 from ringcomm.errors import RingcommError
 from ringcomm.options import named_options
-from ringcomm.survivors.agreement import Agreement
 
 _log = logging.getLogger("ringcomm")
 
@@ -24,6 +23,10 @@ def shrink(
 ) -> dist.ProcessGroup:
     """Replaces a group by one of the ranks that are left. Collective over these ranks.
 
+    All ranks of the group must share memory, as the ranks of one machine do by default. For a group
+    over messages or several hosts shrink() raises at once on every rank that calls it, and the
+    group stays as it was. Restart such a job from its last checkpoint (torchrun --max-restarts).
+
     Call it on every rank that has caught a RingcommError of the group, or that gives up a
     collective because of an error of its own: the waits of the others in the group then end with
     an error. A rank whose process has ended or that has destroyed the group is left out. So is a
@@ -31,8 +34,7 @@ def shrink(
     If no rank is lost, the new group has all of them.
 
     The ranks of the new group have the order of the old one. It has the same options and timeout,
-    and a store of its own. In shared memory that depends on no process; over messages the process
-    of a rank, usually of the first, serves it. The old group is destroyed; its pending
+    and a store of its own, which depends on no process. The old group is destroyed; its pending
     operations raise. The new group of the default group becomes the default group: global ranks
     are numbered anew, also in the other groups that exist. Those without a lost rank keep working;
     the others have failed, and may be shrunk or destroyed. Wrappers that hold the old group, such
@@ -44,15 +46,14 @@ def shrink(
     Args:
         group: the group; None is the default group.
         timeout: how long to wait for a rank that lives, in each attempt; None is the timeout of
-            the group. Another attempt follows if a further rank is lost meanwhile. A host that has
-            lost power or its network is given up after it.
+            the group. Another attempt follows if a further rank is lost meanwhile.
 
     Returns:
         The new group.
 
     Raises:
         RingcommError: the other ranks have gone on without this one, or 8 attempts have failed.
-            Over messages also: half of the ranks or more do not answer, and may have gone on.
+        NotImplementedError: the ranks of the group do not all share memory.
         ValueError: the group has one rank only, has another backend for CPU tensors, was
             destroyed, or this rank is not in it.
     """
@@ -64,9 +65,7 @@ def shrink(
     limit = own_timeout if timeout is None else timeout
     if limit <= datetime.timedelta(0):
         raise ValueError(f"timeout of shrink must be positive, got {limit}")
-    agreement: Any = _C.begin_shrink(backend, limit)
-    if agreement is None:
-        agreement = Agreement(backend.contacts, lambda: _C.health(backend)["ranks"], limit)
+    agreement = _C.begin_shrink(backend, limit)
     error: Exception | None = None  # of the last attempt on this rank
     while True:
         try:
@@ -102,15 +101,13 @@ def _make(
     old: dist.ProcessGroup,
     backend: Any,
     survivors: list[int],
-    agreement: Any,
+    agreement: _C.Survivors,
     timeout: datetime.timedelta,
 ) -> dist.ProcessGroup:
     """The new group, which torch knows; collective over the survivors."""
-    store = agreement.take_store()
-    if isinstance(store, int):
-        # The descriptor is never closed: a FileStore opens its path for each access, also when it
-        # is destroyed, which may be when the process exits.
-        store = dist.FileStore(f"/proc/self/fd/{store}", -1)
+    # The descriptor is never closed: a FileStore opens its path for each access, also when it is
+    # destroyed, which may be when the process exits.
+    store = dist.FileStore(f"/proc/self/fd/{agreement.take_store()}", -1)
     numbers = torch_names.global_ranks_of(old)
     is_default = old is dist.group.WORLD
     global_ranks = [idx if is_default else numbers[rank] for idx, rank in enumerate(survivors)]

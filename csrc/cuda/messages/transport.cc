@@ -210,10 +210,9 @@ c10::intrusive_ptr<c10d::Backend> make_backend(const c10::intrusive_ptr<c10d::St
     TORCH_CHECK_VALUE(!error.matches(PyExc_ValueError), py::str(error.value()).cast<std::string>());
     throw;
   }
-  return make_message_backend(name, store, communicator.members()->key(), communicator.rank(),
-                              communicator.world_size(), options,
-                              look_for(communicator, options, device), "tensors on " + device.str())
-      .first;
+  return make_message_backend(
+      name, store, communicator.members()->key(), communicator.rank(), communicator.world_size(),
+      options, look_for(communicator, options, device), "tensors on " + device.str());
 }
 
 // What a rank tells all others: the header of its call, then the elements that it has for each
