@@ -110,10 +110,11 @@ bool Rendezvous::is_replaced() {
 // Failures of other ranks' earlier attempts have smaller numbers.
 void Rendezvous::count_attempts() {
   const std::string text = read_record(rank());
+  if (text.empty()) return;
   try {
     mine_.attempt = RankRecord::from_text(text).attempt + 1;
   } catch (const Error&) {
-    // None, or one of another version.
+    // Of another version.
   }
 }
 
