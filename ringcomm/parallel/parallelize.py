@@ -74,9 +74,9 @@ def parallelize(
             for a pipeline it must be an nn.Sequential, or a dict of blocks by name.
         dims: the mesh.
         optimizer: a function that returns a torch optimizer for parameters, or with ZeRO a list of
-            them. It is called twice: with the model's parameters, to learn its class before
-            anything is changed, and with this rank's. Both results have the same parameter groups
-            in the end, so that schedulers made in it work. With tensor parallelism the class must
+            them. With tp, pp or ep it is called twice: with the model's parameters, to learn its
+            class before anything is changed, and with this rank's. Both results have the same
+            parameter groups in the end, so that schedulers made in it work. With tp the class must
             update each element of a weight by itself, as AdamW and SGD do, and with ZeRO, pipelines
             or sharded experts each weight (see zero.shard()).
         loss_fn: a function of the model's output and the targets that returns a mean over labels.
@@ -142,9 +142,9 @@ def parallelize(
     part_loss = None if loss_fn is None else PartLoss(loss_fn, count_items)
     adapter = Adapter(model, described, dims, part_loss)
     options = stage, sequence_parallel, schedule, num, recompute, gather_logits
-    is_cut = stage > 0 or not adapter.systems.isdisjoint({"tp", "pp", "ep"})
+    is_split = not adapter.systems.isdisjoint({"tp", "pp", "ep"})
     words: Any = {"elementwise": elementwise, "whole": whole}
-    asks = partial(needs_whole, is_copied=stage > 0, **words) if is_cut else None
+    asks = partial(needs_whole, is_copied=stage > 0, **words) if is_split or stage > 0 else None
     first = _check_model(described, adapter, options, optimizer, asks)
     was_meta = any(param.is_meta for param in described.weights)
     start_equal(described, _groups_of(dims, "tp", "batch", "edp", "pp"))
@@ -163,15 +163,16 @@ def parallelize(
     elif recompute:
         for layer in default_units(model):
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
-    made: Any = optimizer(model.parameters())
+    made: Any = optimizer(model.parameters()) if is_split or first is None else first
     own = describe(model)  # of what is split by now
     of_others = {*given_model.parameters()} - own.weights.keys()  # of other stages
     for each in optimizers_of(made):
         _check_optimizer(own, each, asks, of_others=of_others)
         note_asked(each)
-    for each, same in zip(first, optimizers_of(made), strict=False):
-        each.param_groups = same.param_groups  # a scheduler that the function makes has them
-        retire(each, "parallelize()")
+    if is_split:
+        for each, same in zip(optimizers_of(first), optimizers_of(made), strict=False):
+            each.param_groups = same.param_groups  # a scheduler that the function makes has them
+            retire(each, "parallelize()")
     is_one = isinstance(made, torch.optim.Optimizer)
     if not is_one and (stage == 0 or (stage == 3 and pipe is not None)):
         raise ValueError(
@@ -213,15 +214,19 @@ def _check_replicas(module: nn.Module, dims: ParallelDims) -> None:
 
 def _check_model(
     described: Model, adapter: Any, options: Any, optimizer: MakeOptimizer, asks: Any
-) -> list[torch.optim.Optimizer]:
-    """The optimizers of the unsplit model. Raises the same error on all ranks. Collective."""
-    problem, shapes, made = None, [], []
+) -> Any:
+    """What `optimizer` returns for the unsplit model, if it is asked for; else None.
+
+    Raises the same error on all ranks. Collective.
+    """
+    problem, shapes, made = None, [], None
     try:
         refuse(described, Asked("parallelize", "parallelize", adapter=adapter))
-        made = [*optimizers_of(optimizer(described.module.parameters()))]
-        for each in made:
-            _check_optimizer(described, each, asks, to_split=adapter.to_split())
-            if isinstance(each, Offloaded):
+        made = None if asks is None else optimizer(described.module.parameters())
+        to_split = adapter.to_split()
+        for each in optimizers_of(made) if asks is not None else ():
+            _check_optimizer(described, each, asks, to_split=to_split)
+            if to_split and isinstance(each, Offloaded):
                 each.tier.close()
         # Ranks have different parts of layers that are split already.
         if not (adapter.is_split or adapter.has_experts):

@@ -98,7 +98,8 @@ def data_was_set(name: str) -> str:
     return (
         f"`.data` of {name} was set after zero.shard(), as vector_to_parameters() and"
         " to(memory_format=...) do, so that its shards have other values: write by param.copy_() in"
-        " torch.no_grad(), or ringcomm.parallel.set_state_dict()"
+        " torch.no_grad(), or ringcomm.parallel.set_state_dict(). A Trainer moves its model,"
+        " so make it before"
     )
 
 

@@ -99,9 +99,9 @@ class FlatZero(ZeroOptimizer):
         if not is_moved and not param.is_shared():
             raise ValueError(data_was_set(name))
         raise ValueError(
-            f"{name} was cast or moved after zero.shard(). Move the model before zero.shard(). A"
-            " Trainer moves its model, so make it before, too. torch.multiprocessing moves the"
-            " tensors that it sends, so send clones"
+            f"{name} was cast or moved after zero.shard(): move the model before. A Trainer moves"
+            " its model, so make it before, too. torch.multiprocessing moves the tensors"
+            " that it sends, so send clones"
         )
 
     def _set_sync(self, is_on: bool) -> None:
