@@ -1,6 +1,7 @@
 """Copies of optimizers of any class, which step on parts of weights."""
 
 import copy
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
@@ -146,17 +147,18 @@ def state_elems(
     """The elements of each weight's states, from a step on a small weight, or on each shape."""
 
     def of_shape(param: nn.Parameter, shape: Sequence[int]) -> int:
+        def made() -> dict[str, Any]:
+            weight = torch.ones(shape, dtype=torch.float32, device="cpu")
+            return new_state(optimizer, group, param, weight)
+
+        known, scale = optimizer.state.get(param, {}), math.prod(shape) / max(1, param.numel())
         try:
             with FakeTensorMode(allow_non_fake_inputs=True):  # of a large weight no values
-                state = new_state(
-                    optimizer, group, param, torch.ones(shape, dtype=torch.float32, device="cpu")
-                )
+                state = known or made()
         except Exception:  # its step reads values
-            state = new_state(
-                optimizer, group, param, torch.ones(shape, dtype=torch.float32, device="cpu")
-            )
-        found = (leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor) and leaf.dim())
-        return sum(leaf.numel() for leaf in found)
+            state = made()
+        found = [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor) and leaf.dim()]
+        return int(sum(leaf.numel() for leaf in found) * (scale if known else 1))
 
     first = {param.shape: param for param in group["params"]}
     if not is_whole:

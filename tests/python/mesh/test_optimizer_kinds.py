@@ -304,6 +304,22 @@ def test_the_users_optimizer_is_not_stepped(tmp_path: Path) -> None:
     assert torch.equal(torch.get_rng_state(), seed)
 
 
+@pytest.mark.parametrize(
+    ("kind", "num_states"),
+    [
+        (torch.optim.Adagrad, 1),  # before its first step, in which it expects them
+        (partial(torch.optim.Adam, weight_decay=0.1, capturable=True), 2),
+        (partial(torch.optim.SGD, momentum=0.9), 1),
+        (torch.optim.SGD, 0),
+    ],
+)
+def test_states_that_are_predicted(kind: Any, num_states: int) -> None:
+    model = network()
+    num_elems = sum(param.numel() for param in model.parameters())
+    found = zero.predict_memory(model, kind(model.parameters()), 0, world_size=1)
+    assert found.states == 4 * num_states * num_elems
+
+
 OPTIONS: dict[str, tuple[str, dict[str, Any], bool | str]] = {
     "plain": ("pytorch_optimizer.optimizer.adan.Adan", {"max_grad_norm": 0.0}, False),
     "cautious": ("pytorch_optimizer.optimizer.lion.Lion", {"cautious": True}, True),
