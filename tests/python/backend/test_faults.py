@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -110,7 +110,7 @@ SENDS: dict[str, Callable[[Any], Any]] = {
     "send_60_kib": lambda g: dist.send(of_bytes(60 << 10), 1, g),
     "send_1_mib": lambda g: dist.send(of_bytes(1 << 20), 1, g),
     "send_with_tag": lambda g: dist.send(of_bytes(1000), 1, g, tag=7),
-    "isend": lambda g: dist.isend(of_bytes(1000), 1, g).wait(),
+    "isend": lambda g: cast(dist.Work, dist.isend(of_bytes(1000), 1, g)).wait(),
     "batch": lambda g: [
         work.wait()
         for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, of_bytes(1000), 1, g)])

@@ -383,7 +383,8 @@ class Counts(Plain):
 def test_a_state_of_no_weight_is_refused(rank: int, word: Any) -> None:
     """https://github.com/facebookresearch/fairscale/pull/343: it would begin anew in each step."""
     model = network()
-    optimizer = zero.shard(model, Counts(model.parameters()), 1, **{word: [Counts]})
+    words: dict[str, Any] = {word: [Counts]}
+    optimizer = zero.shard(model, Counts(model.parameters()), 1, **words)
     with pytest.raises(TypeError, match="Counts has a state of no weight, 'k'"):
         train(model, optimizer, range(1), rank, 2)
 
