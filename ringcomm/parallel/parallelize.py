@@ -168,11 +168,15 @@ def parallelize(
     of_others = {*given_model.parameters()} - own.weights.keys()  # of other stages
     for each in optimizers_of(made):
         _check_optimizer(own, each, asks, of_others=of_others)
-        note_asked(each)
-    if is_split:
-        for each, same in zip(optimizers_of(first), optimizers_of(made), strict=False):
+        if asks is not None:  # else layers that are split by hand ask at its first step
+            note_asked(each)
+    firsts = optimizers_of(first) if is_split else ()
+    for each, same in zip(firsts, optimizers_of(made), strict=False):
+        if each is not same:
             each.param_groups = same.param_groups  # a scheduler that the function makes has them
             retire(each, "parallelize()")
+            if isinstance(each, Offloaded):
+                each.tier.close()
     is_one = isinstance(made, torch.optim.Optimizer)
     if not is_one and (stage == 0 or (stage == 3 and pipe is not None)):
         raise ValueError(
@@ -226,8 +230,6 @@ def _check_model(
         to_split = adapter.to_split()
         for each in optimizers_of(made) if asks is not None else ():
             _check_optimizer(described, each, asks, to_split=to_split)
-            if to_split and isinstance(each, Offloaded):
-                each.tier.close()
         # Ranks have different parts of layers that are split already.
         if not (adapter.is_split or adapter.has_experts):
             weights = described.weights.items()
@@ -260,8 +262,9 @@ def _check_optimizer(
     trained = {*params_in(optimizer.param_groups)}.difference(of_others)
     needs_full = asks is not None and asks(optimizer)
     reason = f"{type(optimizer).__name__} needs full weights" if needs_full else ""
-    split = [weight.name for param, weight in model.weights.items() if param in to_split]
-    if reason and not trained.isdisjoint(to_split):
+    parts = trained.intersection(to_split)
+    split = [weight.name for param, weight in model.weights.items() if param in parts]
+    if reason and split:
         raise TypeError(
             f"{reason}, and parallelize() would split {split[0]} over ranks: use another optimizer,"
             " such as AdamW, or tp 1 and ep 1"

@@ -275,6 +275,34 @@ def test_models_that_are_split_by_hand(rank: int) -> None:
 
 
 @in_ranks(2)
+def test_layers_that_are_split_by_hand_beside_a_mesh_of_data(rank: int) -> None:
+    """The mesh splits nothing, and does not answer for the layers."""
+    for of_class in (Factored, torch.optim.Adafactor):
+        model, train = by_mesh(of_class, make=split_model, dp=2)
+        before = [param.detach().clone() for param in model.parameters()]
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        with pytest.raises(
+            TypeError, match=f"{of_class.__name__}.*(declare_optimizers|full weights)"
+        ):
+            train.optimizer.step()
+        assert all(map(torch.equal, before, model.parameters()))
+
+
+@in_ranks(2)
+def test_a_function_that_returns_one_optimizer(rank: int) -> None:
+    model, made = network(), []
+
+    def kind(params: Any) -> Any:
+        made.append(torch.optim.SGD(params, 0.1))
+        return made[0]
+
+    _, train = by_mesh(kind, make=lambda: model, pp=2)
+    train.step(torch.ones(4, 8), torch.ones(4, 3))
+    train.optimizer.step()
+
+
+@in_ranks(2)
 def test_where_only_data_is_split_nothing_is_asked(rank: int) -> None:
     """https://github.com/pytorch/pytorch/issues/103910: ranks with one seed draw alike."""
 
