@@ -76,7 +76,7 @@ Rendezvous::Rendezvous(KeyValueStore& store, const GroupTerms& terms,
             .cores = usable_cores()},
       peers_(static_cast<std::size_t>(terms.world_size)),
       processes_(terms.known),
-      says_at_(terms.log_waits ? Clock::now() + kSaidAfter : Clock::time_point::max()) {
+      says_at_(terms.log_waits ? began_at_ + kGlooLookInterval : Clock::time_point::max()) {
   processes_.resize(peers_.size());
   processes_[static_cast<std::size_t>(rank())] =
       std::make_shared<PeerProcess>(mine_.pid, mine_.host);
@@ -339,15 +339,19 @@ void Rendezvous::look_for_failures() {
   }
 }
 
-// Once, on the first rank that is there, and because of Gloo on all.
+// Once, on the first rank that is there, and because of Gloo on all and sooner.
 void Rendezvous::say_missing(const std::vector<int>& missing, const std::string& what) {
-  if (Clock::now() < says_at_) return;
-  says_at_ = Clock::time_point::max();
+  const auto now = Clock::now();
+  if (now < says_at_) return;
   const std::string gloo = gloo_text(missing);
+  says_at_ = now + kGlooLookInterval;
+  if (gloo.empty() && now < began_at_ + kSaidAfter) return;
+  says_at_ = Clock::time_point::max();
+  const auto waited = std::chrono::duration_cast<std::chrono::seconds>(now - began_at_);
   const auto num_lower = std::ranges::lower_bound(missing, rank()) - missing.begin();
   if (gloo.empty() && num_lower < rank()) return;
   say_line(prefix_of(rank(), world_size(), global_rank_of(rank())) + listed(missing) + " " + what +
-           " in " + std::to_string(kSaidAfter.count()) + " s; the group is still being made" +
+           " in " + std::to_string(waited.count()) + " s; the group is still being made" +
            gloo + "\n");
 }
 

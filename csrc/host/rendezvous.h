@@ -99,6 +99,7 @@ class Rendezvous {
 
  private:
   using Clock = RunningClock;
+  static constexpr std::chrono::seconds kGlooLookInterval{1};
   static constexpr std::chrono::seconds kSaidAfter{10};
 
   struct Peer {
@@ -153,6 +154,7 @@ class Rendezvous {
   Clock::time_point next_look_ = Clock::now() + kLookInterval;  // at the other ranks' records
   int next_looked_at_ = 0;
   bool has_reported_ = false;
+  Clock::time_point began_at_ = Clock::now();
   Clock::time_point says_at_;
 };
 

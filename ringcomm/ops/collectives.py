@@ -193,7 +193,8 @@ _register_adjoint("reduce", lambda grad, dst, _, name: _ops.broadcast(grad, dst,
 _all_reduce, _all_reduce_ = _ops.all_reduce.default, _ops.all_reduce_.default
 
 
-def _summed(x: Tensor, group_name: str, inplace: bool) -> Tensor:
+def summed(x: Tensor, group_name: str, inplace: bool) -> Tensor:
+    """The sum over the ranks; `inplace` overwrites `x` if it is contiguous. Collective."""
     if inplace and x.is_contiguous():
         _all_reduce_(x, "sum", group_name)
         return x
@@ -205,11 +206,11 @@ class SumOneWay(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group_name: str, is_forward: bool, inplace: bool) -> Tensor:
-        """The sum, or `x`."""
+        """The sum, or a copy: autograd refuses to modify a view of a custom function in place."""
         ctx.group_name, ctx.is_forward, ctx.inplace = group_name, is_forward, inplace
         if not is_forward:
-            return x.view_as(x)
-        result = _summed(x, group_name, inplace)
+            return x.clone()
+        result = summed(x, group_name, inplace)
         if result is x:
             ctx.mark_dirty(x)
         return result
@@ -221,5 +222,5 @@ class SumOneWay(torch.autograd.Function):
         if torch.is_grad_enabled():
             grad = SumOneWay.apply(grad, ctx.group_name, not ctx.is_forward, False)
         elif not ctx.is_forward:
-            grad = _summed(grad, ctx.group_name, ctx.inplace)
+            grad = summed(grad, ctx.group_name, ctx.inplace)
         return grad, None, None, None

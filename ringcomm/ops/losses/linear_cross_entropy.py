@@ -22,7 +22,7 @@ from typing_extensions import Unpack
 
 from ringcomm.backend import resolve_group
 from ringcomm.ops.arguments import DTYPES
-from ringcomm.ops.collectives import SumOneWay
+from ringcomm.ops.collectives import summed
 from ringcomm.ops.losses.cross_entropy import cross_entropy, loss_of_all_classes
 from ringcomm.ops.losses.linear_blocks import LayerGradients, class_blocks, scaled, token_blocks
 from ringcomm.ops.losses.options import (
@@ -136,12 +136,11 @@ def linear_cross_entropy(
     shard = find_vocab_shard(weight.shape[0], group, vocab_start, vocab_size, class_weight)
     if sequence_parallel:
         hidden = _ops.all_gather(hidden, shard.group_name)
-    elif shard.group_name is not None:
-        # Each rank has the part of hidden's gradient that is of its classes.
-        hidden = SumOneWay.apply(hidden, shard.group_name, False, False)
     rows = hidden.reshape(target.numel(), hidden.shape[-1])
     with _without_autocast(hidden.device):
-        how = (shard, checked, fused_update, accumulate_dtype, torch.is_grad_enabled())
+        summed_over = None if sequence_parallel else shard.group_name
+        has_backward = torch.is_grad_enabled()
+        how = (shard, checked, fused_update, accumulate_dtype, has_backward, summed_over)
         given = (target.reshape(-1).long(), class_weight, divisor)
         loss, by_token = _LinearCrossEntropy.apply(rows, weight, bias, *how, *given)
     return with_outputs(loss, by_token, target, checked)
@@ -213,11 +212,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         fused_update: FusedUpdate | None,
         sum_dtype: torch.dtype | None,
         has_backward: bool,
+        summed_over: str | None,
         *given: Any,
     ) -> tuple[Tensor, Tensor]:
         """Also computes the gradients if possible; `given`: target, class_weight, num_items."""
         ctx.options, ctx.shard, ctx.fused_update = options, shard, fused_update
-        ctx.sum_dtype = sum_dtype
+        ctx.sum_dtype, ctx.summed_over = sum_dtype, summed_over
         ctx.is_done = (
             has_backward  # the inputs do not show this under no_grad
             and any(ctx.needs_input_grad[:3])
@@ -235,7 +235,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @first_order_only
     def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Any, ...]:
         """The gradients of hidden states, weight and bias."""
-        none = (None,) * 8
+        none = (None,) * 9
         if ctx.is_done:
             return *(scaled(grad, grad_loss, ctx.dtype) for grad in ctx.saved_tensors), *none
         # Only once: an update writes into the saved weight.
@@ -245,7 +245,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         with _without_autocast(rows.device):
             make = _grads_by_token if ctx.fused_update is None else _update_by_class
             grads = make(ctx, differentiate, rows, weight, bias)
-        return *(None if grad is None else grad.to(rows.dtype) for grad in grads), *none
+        grads = tuple(None if grad is None else grad.to(rows.dtype) for grad in grads)
+        if ctx.summed_over is not None and grads[0] is not None:
+            # Each rank has the part of the gradient that is of its classes.
+            grads = summed(grads[0], ctx.summed_over, True), *grads[1:]
+        return *grads, *none
 
 
 def _with_gradients(

@@ -37,8 +37,6 @@ def copy_to_tp(
 
     Args:
         x: a tensor of any shape, equal on all ranks; with `sequence_dim` this rank's equal part.
-            Without sequence_dim the result shares its memory, and autograd refuses to modify it in
-            place.
         group: None for the default group.
         mesh: a one-dimensional DeviceMesh, instead of a group.
         sequence_dim: the dimension of tokens, which are sharded outside such layers.
@@ -46,8 +44,9 @@ def copy_to_tp(
             are inputs of linear layers, whose gradient is always a new tensor.
 
     Returns:
-        `x`, with a gradient summed over the ranks; with `sequence_dim` the ranks' parts
-        concatenated, with a gradient that is reduce-scattered.
+        A copy of `x`, with a gradient summed over the ranks, or `x` itself where it needs no
+        gradient; with `sequence_dim` the ranks' parts concatenated, with a gradient that is
+        reduce-scattered.
 
     Collective: the backward pass sends 2(N-1)/N of the full tensor's bytes; with `sequence_dim` the
     backward and the forward pass send half of that each.
@@ -57,7 +56,8 @@ def copy_to_tp(
         return x
     name = resolved.group_name
     if sequence_dim is None:
-        return SumOneWay.apply(x, name, False, inplace)
+        needs_sum = torch.is_grad_enabled() and x.requires_grad
+        return SumOneWay.apply(x, name, False, inplace) if needs_sum else x
     whole: Tensor = _all_gather(x.movedim(sequence_dim, 0).contiguous(), name)
     return whole.movedim(0, sequence_dim).contiguous()
 
@@ -180,6 +180,7 @@ class _GatherFromTp(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        # Equal on all ranks: its own gradient is a partial sum.
-        grad = SumOneWay.apply(grads[0], ctx.group_name, False, False)
+        grad = grads[0]
+        if torch.is_grad_enabled():  # equal on all ranks: its own gradient is a partial sum
+            grad = SumOneWay.apply(grad, ctx.group_name, False, False)
         return grad.narrow(0, ctx.begin, ctx.num), None, None, None

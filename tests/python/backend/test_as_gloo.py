@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import re
 import subprocess
 import sys
 from datetime import timedelta
@@ -201,7 +202,7 @@ assert [os.wait()[1] for _ in range({world_size})] == [0] * {world_size}
 
 @pytest.mark.parametrize(
     ("world_size", "other", "is_old", "timeout_s"),
-    [(2, 1, False, 2), slow(3, 0, False, 12), slow(2, 1, True, 12)],
+    [(2, 1, False, 4), slow(3, 0, False, 4), slow(2, 1, True, 12)],
     ids=["rank 1", "rank 0", "keys of an earlier group"],
 )
 def test_the_variable_on_some_ranks_only(
@@ -224,7 +225,6 @@ def test_the_variable_on_some_ranks_only(
         if is_old:
             assert "Gloo" not in error + said.replace("RINGCOMM_AS_GLOO=1: ", "")
         else:
-            line = f"in 10 s; the group is still being made; {words}"
-            assert (line in said) == (timeout_s > 10)
+            assert re.search(rf"in \d s; the group is still being made; {words}", said), said
             assert words in error
             assert "name one backend, with RINGCOMM_AS_GLOO=1 on all ranks" in error

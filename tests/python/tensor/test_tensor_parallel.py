@@ -122,6 +122,11 @@ def test_results_are_modified_in_place(rank: int) -> None:
         gathered.mul_(3).square().sum().backward()
         assert leaf.grad is not None
         torch.testing.assert_close(*(x.split(sizes, dim)[rank] for x in (leaf.grad, 18 * leaf)))
+    for region in (tensor.copy_to_tp, tensor.reduce_from_tp):
+        leaf = torch.randn(5, 7).requires_grad_()
+        region(leaf * 1).mul_(3).square().sum().backward()
+        assert leaf.grad is not None
+        torch.testing.assert_close(leaf.grad, 18 * world.size() * leaf)
 
 
 @in_ranks(3)
