@@ -59,6 +59,7 @@ STANDS_FOR: tuple[tuple[Any, dict[str, Any]], ...] = (
     (os, {"execv": lambda path, words: sys.exit(f"again with {os.environ['LD_PRELOAD']}")}),
     (cores, {"modelled": lambda record, *_: record}),
     (placement, {"count_devices": lambda kind: 2, "find_control": lambda: "mps"}),
+    (placement, {"nccl_variables": lambda ranks: {}}),
     (placement, {"Mps": lambda: contextlib.nullcontext(print("MPS"))}),
     (placement.Placement, {"take": lambda self, rank: torch.device("cpu")}),
 )

@@ -1,4 +1,4 @@
-"""Every option of every command: the values that it refuses, and where it has an effect.
+"""Every option of every command: the values that it refuses, where it is idle, what it changes.
 
 An option or a command that the tables here do not have fails a test. Reports of other commands:
 https://github.com/gem/oq-engine/pull/5527 accepted a negative number of cores,
