@@ -538,6 +538,7 @@ BAD_INPUT = [
     ("trace --steps /proc/version", "ringcomm trace: /proc/version is not a trace"),
     ("trace --merge /proc/self/fdinfo --format torch", "no dump of a flight recorder is in"),
     ("plan --model llama-8b --gpus 8", "known are llama-7b, llama-13b"),
+    (f"{LLAMA} --why 100000", "--why must be 1 to "),
     (f"{LLAMA} --memory 80M", "less than the 1.00 GiB that the driver uses"),
     (f"{LLAMA} --tuning /proc/version", "not JSON"),
     *((line, "torchrun") for line in ("bench barrier --world-size 2", "tune", "doctor")),

@@ -236,8 +236,12 @@ def test_each_option(
         assert error.startswith(f"ringcomm {argv[0]}"), argv
         return error
 
-    known = {*options_of(parser_of(command, rest))}
+    parser = parser_of(command, rest)
+    known = {*options_of(parser)}
     assert wanted <= known
+    helps = [action.help for action in parser._actions]
+    assert all(helps)
+    assert len(helps) == len({*helps})  # each has its own
     for option in known:
         right, wrong = values[option]
         if option in wanted:
