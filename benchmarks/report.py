@@ -188,13 +188,6 @@ def milliseconds(value_us: float) -> str:
     return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:,.0f}"
 
 
-def amount(value: float, unit: str) -> str:
-    """Of "bytes" (in KiB), "%", or a plain number of things."""
-    if unit == "bytes":
-        return f"{value / 1024:,.0f} KiB"
-    return f"{value:.2g} %" if unit == "%" else f"{value:,.0f}"
-
-
 def comparison(record: dict[str, Any]) -> str:
     """``38.1× (35.0–41.2)``, with an asterisk when the machine was disturbed; or why not."""
     ratio = record["ratio"]

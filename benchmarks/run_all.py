@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Makes the records behind docs/benchmarks.md, but Footprint's, and the plots, one after another.
+"""Makes the records behind docs/benchmarks.md, and the plots, one after another.
 
     python benchmarks/run_all.py [--only floor steps] [--seconds 1] [--write]
 

@@ -29,7 +29,6 @@ from report import (
     CELLS,
     Cell,
     Columns,
-    amount,
     column_of,
     comparison,
     facts_line,
@@ -340,15 +339,6 @@ def _optimizer_lines(runs: list[Run]) -> list[str]:
     ]
 
 
-def _footprint_lines(runs: list[Run]) -> list[str]:
-    """The last table of a benchmark that is gone: records of 20 November, not renewed."""
-    backends = list(dict.fromkeys(record["backend"] for run in runs for record in run))
-    value: Compared = "{}", lambda r: _mark(amount(r["value"], r["unit"]), r), backends
-    when = "measured on 20 November 2026; the benchmark is gone, and this table is not renewed"
-    title = f"{runs[0][0]['world_size']} ranks, {when}:"
-    return [title, *_compared("backend", runs, ["quantity"], [value], 1)]
-
-
 def _is_usual(record: Record) -> bool:
     """Whether type, size and number of ranks are what the page shows; some kinds do not say."""
     return record["kind"] in SHOWN_WHOLE or (
@@ -432,7 +422,6 @@ _LAYOUTS = (
     ),
     Layout("Planner", "planner", ("world_size", "width", "layers"), ("rows",), planner_lines),
     Layout("Offload", "offload", (), (), offload_lines),
-    Layout("Footprint", "footprint", ("world_size",), ("quantity",), _footprint_lines),
 )
 LAYOUTS = {layout.name or layout.kind: layout for layout in _LAYOUTS}
 

@@ -3,6 +3,7 @@
 - The project's address.
 - README's parts on the home page, so that both say the same: in docs/index.md `<!-- README -->` is
   README's text before its first section, and `<!-- README: Status -->` the section of that title.
+- What `ringcomm plan --collectives` prints, behind a line that is this command.
 - The pages of `ringcomm show`. Links in docs/ lead to their rows of docs/how-to/show.md, which a
   code host has, too; on the site they open the pages.
 """
@@ -29,6 +30,7 @@ MEMORY = ROOT / "docs" / "show" / "memory.json"
 SHOWN = sorted(PAGES.keys() - {"trace"})  # which is of a user's own file
 SHOW_ROW = re.compile(rf'<a id="({"|".join(SHOWN)})"></a>(`\1`)')
 SHOW_LINK = re.compile(rf"how-to/show\.md#({'|'.join(SHOWN)})\)")
+TIMES = re.compile(r"(?m)^`ringcomm plan --collectives --tuning (\S+)`$")
 PART = re.compile(r"(?m)^<!-- README(?:: (.+))? -->$")
 PICTURE = re.compile(r"<picture>(.*?)</picture>", re.S)
 SOURCE = re.compile(r'<source media="([^"]*)" srcset="docs/([^"]+)">')
@@ -52,13 +54,24 @@ def on_files(files: Any, config: Any) -> Any:
     return files
 
 
-def show_page(name: str) -> str:
-    """A page of `ringcomm show` as the command writes it without options."""
-    if "ringcomm" not in sys.modules:  # the package's own __init__ imports torch
+def module_of(name: str) -> ModuleType:
+    """A module of ringcomm, without the package's own __init__, which imports torch."""
+    if "ringcomm" not in sys.modules:
         package = ModuleType("ringcomm")
         package.__path__ = [str(ROOT / "ringcomm")]
         sys.modules["ringcomm"] = package
-    show = import_module("ringcomm.show")
+    return import_module(f"ringcomm.{name}")
+
+
+def times_of(command: re.Match[str]) -> str:
+    """A command, and the tables that it prints."""
+    costs = module_of("tuning").load(ROOT / command[1])
+    return f"{command[0]}\n\n```text\n{module_of('planner.collectives').tables(costs)}\n```"
+
+
+def show_page(name: str) -> str:
+    """A page of `ringcomm show` as the command writes it without options."""
+    show = module_of("show")
     if name == "memory":
         data = json.loads(MEMORY.read_text(encoding="utf-8"))
     else:
@@ -68,7 +81,7 @@ def show_page(name: str) -> str:
 
 def on_page_markdown(markdown: str, page: Any, **unused: Any) -> str:
     """Called by mkdocs with the text of a page."""
-    markdown = SHOW_LINK.sub(r"show/\1.html)", markdown)
+    markdown = TIMES.sub(times_of, SHOW_LINK.sub(r"show/\1.html)", markdown))
     if page.file.src_uri == "how-to/show.md":
         return SHOW_ROW.sub(r"[\2](../show/\1.html)", markdown)
     if page.file.src_uri != "index.md":

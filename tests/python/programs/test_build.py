@@ -12,8 +12,9 @@ import shutil
 import subprocess
 import sys
 import venv
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import address
@@ -344,6 +345,41 @@ def test_the_active_environment_is_used_by_wish(
     lacks = r"lacks rich, 'torch>=2.11': .* install rich"
     with pytest.raises(buildconfig.BuildProblem, match=lacks):
         bootstrap.choose_python(["build", "train"], True)
+
+
+def steps_of_the_build(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    steps: list[str] = []
+    python = SimpleNamespace(suffix=".none", found={}, editable="")
+    monkeypatch.setenv("RINGCOMM_CUDA", "0")
+    monkeypatch.setattr(bootstrap, "Python", lambda _: python)
+    monkeypatch.setattr(bootstrap, "EXTENSION_STATE", folder / "state")
+    monkeypatch.setattr(bootstrap, "run_step", lambda name, *_: steps.append(name))
+    bootstrap.build_extension("python", False)
+    return steps
+
+
+Does = Callable[[Path, pytest.MonkeyPatch], Any]
+
+
+@pytest.mark.parametrize(
+    ("name", "does", "by_value"),
+    [
+        ("PREBUILT", steps_of_the_build, {"1": ["import"], "0": ["extension", "import"]}),
+        ("MAX_JOBS", lambda *_: buildconfig.num_jobs(), {"3": 3, "5": 5}),
+        ("WERROR", lambda *_: "-Werror" in buildconfig.cxx_flags(), {"1": True, "0": False}),
+        ("CUDA_ARCHS", lambda *_: cuda_kernels.archs_asked(), {"80;90": ("80", "90"), "": ()}),
+    ],
+)
+def test_variables_of_the_build(
+    name: str,
+    does: Does,
+    by_value: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for value, expected in by_value.items():
+        monkeypatch.setenv(f"RINGCOMM_{name}", value)
+        assert does(tmp_path, monkeypatch) == expected
 
 
 # ---- wheels for several versions of torch: which are built, and which extension is loaded

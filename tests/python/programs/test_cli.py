@@ -27,7 +27,6 @@ from rank_programs import run_command
 from report import fitted, make_table
 from rich.console import Console
 
-import _ringcomm_cli
 from _ringcomm_cli import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_PIPE_CLOSED
 from _ringcomm_values import output_file
 from ringcomm import cli, tuning
@@ -519,49 +518,30 @@ def test_a_narrow_terminal_gets_lines_in_place_of_columns(monkeypatch: pytest.Mo
 
 
 OF_TORCHRUN = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "localhost"}
-UNWRITABLE = [
-    *(f"bench all_reduce --peers none --{name}" for name in ("json", "html")),
-    "bench systems --plot",
-    "bench cross_entropy --json",
-    "tune --json",
-]
 BAD_INPUT = [
     ("", "COMMAND"),
     ("juggle", "invalid choice: 'juggle'"),
     ("benhc", "; did you mean bench?"),
     ("bench juggle", "invalid choice: 'juggle'"),
-    ("bench all_reducee", "; did you mean all_reduce?"),
     ("bench all_reduce,systems", "systems must be the only operation"),
     ("bench all_reduce --peers nccl", "add --device cuda"),
-    ("bench all_reduce --sizes many", "'many' is not a number with an optional unit, such as 4096"),
     ("bench all_reduce --peers carrier_pigeon", "has no backend 'carrier_pigeon'"),
     ("bench all_reduce --peers gloo", "built without gloo"),
     ("bench cross_entropy --world-size 2 --peers torch", "--peers are for one rank"),
     ("bench cross_entropy --device abacus", "this torch finds no abacus device here"),
     ("bench sendrecv --world-size 1", "at least two ranks"),
-    ("bench --html /proc/no.html", "--html: /proc/no.html cannot be written"),
     ("bench all_reduce --device no_such_device", "no no_such_device device here"),
     ("bench all_reduce --nccl-library /nowhere/libnccl.so", "/nowhere/libnccl.so"),
-    ("bench cores --tuning no.json", "no.json: No such file"),
     ("bench cores --tuning /proc/version", "tuning file '/proc/version': not JSON"),
-    *((f"{line} /proc/it.png", "/proc/it.png cannot be written") for line in UNWRITABLE),
     ("bench systems --plot it.doc", "--plot it.doc: the file name must end in one of"),
-    ("trace", "give one of: -- COMMAND, --merge FOLDER, --steps FILE"),
-    (
-        "trace -o /nowhere/job.json -- true",
-        "/nowhere/job.json cannot be written: no folder /nowhere",
-    ),
     ("trace --merge /proc/self/fdinfo", "ringcomm trace: nothing was recorded"),
-    ("trace --merge /nowhere", "/nowhere: there is no such folder, and no file begins so"),
     ("trace --steps /proc/version", "ringcomm trace: /proc/version is not a trace"),
     ("trace --merge /proc/self/fdinfo --format torch", "no dump of a flight recorder is in"),
     ("plan --model llama-8b --gpus 8", "known are llama-7b, llama-13b"),
-    (f"{LLAMA} --memory 80", "--memory must be 1MiB or more, got 80 bytes; did you mean 80GiB?"),
+    (f"{LLAMA} --why 100000", "--why must be 1 to "),
     (f"{LLAMA} --memory 80M", "less than the 1.00 GiB that the driver uses"),
-    (f"{LLAMA} --tokens much", "'much' is not a number"),
     (f"{LLAMA} --tuning /proc/version", "not JSON"),
     *((line, "torchrun") for line in ("bench barrier --world-size 2", "tune", "doctor")),
-    ("bench all_gather", "an installed package has the short comparison only"),
 ]
 
 
@@ -569,7 +549,6 @@ BAD_INPUT = [
 def test_bad_input_is_one_line_and_status_2(
     line: str,
     message: str,
-    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -577,8 +556,6 @@ def test_bad_input_is_one_line_and_status_2(
     if message == "torchrun":
         for name, value in OF_TORCHRUN.items():
             monkeypatch.setenv(name, value)
-    if "installed" in message:
-        monkeypatch.setattr(_ringcomm_cli, "BENCHMARKS", tmp_path)
     with pytest.raises(SystemExit) as ended:
         cli.run(line.split())
     assert ended.value.code == EXIT_BAD_INPUT

@@ -5,7 +5,6 @@ The latter name the report. Each shows the fault's cause here and the right answ
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import fcntl
 import gzip
@@ -17,7 +16,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -274,47 +272,6 @@ def test_a_folder_that_nobody_can_write_to(words: list[str], tmp_path: Path) -> 
     )
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
     assert not [*tmp_path.iterdir()]
-
-
-# ---- options
-
-
-def said_of(line: str, capsys: pytest.CaptureFixture[str]) -> str:
-    with pytest.raises(SystemExit) as ended:
-        cli.run(line.split())
-    assert ended.value.code == 2
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1
-    return err
-
-
-def test_why_names_a_plan_that_there_is(capsys: pytest.CaptureFixture[str]) -> None:
-    """Another number explained the last plan, without a word."""
-    words = "plan --model gpt2 --gpus 2"
-    assert cli.run(words.split()) == 0
-    (count,) = re.findall(r"(\d+) plans fit", capsys.readouterr().out)
-    beyond = int(count) + 1
-    said = said_of(f"{words} --why {beyond}", capsys)
-    assert f"--why must be 1 to {count}, got {beyond}" in said
-    assert cli.run([*words.split(), "--why", count]) == 0
-    assert f"\nPlan {count}, " in capsys.readouterr().out
-
-
-def parsers() -> Iterator[argparse.ArgumentParser]:
-    for name, (add_arguments, _) in _ringcomm_cli._COMMANDS.items():
-        parser = _ringcomm_cli.OneLineParser(prog=name)
-        add_arguments(parser)
-        yield parser
-    for operation in _ringcomm_cli.OPERATIONS:
-        yield front_door.make_parser(operation, "bench")
-
-
-def test_each_option_has_a_help_of_its_own() -> None:
-    """--memory of `plan` had that of the option before it."""
-    for parser in parsers():
-        helps = [action.help for action in parser._actions]
-        assert all(helps), parser.prog
-        assert [text for text in helps if helps.count(text) > 1] == [], parser.prog
 
 
 # ---- commands that it runs

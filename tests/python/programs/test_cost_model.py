@@ -133,14 +133,6 @@ def test_the_command_prints_the_tables(capsys: pytest.CaptureFixture[str]) -> No
     assert "not measured, but defaults: call_us" in out
 
 
-def test_the_page_has_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
-    root = Path(__file__).resolve().parents[3]
-    file = root / "benchmarks" / "results" / "2026-11-28-tuning.json"
-    assert cli.run(["plan", "--collectives", "--tuning", str(file)]) == 0
-    page = (root / "docs" / "design" / "planner.md").read_text(encoding="utf-8")
-    assert capsys.readouterr().out in page
-
-
 def test_a_record_has_what_the_model_needs(tmp_path: Path) -> None:
     """A stranger computes the time from the record alone, and finds the one that it has."""
     path = tmp_path / "cores.jsonl"

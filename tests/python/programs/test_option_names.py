@@ -15,21 +15,13 @@ from torch import nn
 import ringcomm
 from ringcomm.integrations.transformers import tensor_parallelize
 from ringcomm.optim import AdaLomo, Lomo
-from ringcomm.parallel import ParallelDims, offload, parallelize, zero
+from ringcomm.parallel import ParallelDims, offload, parallelize
 
 Call = Callable[[nn.Module], object]
 CALLS: list[tuple[Call, str]] = [
     (lambda m: ringcomm.Options(algoritm="ring"), "ringcomm.Options has no option 'algoritm'; did"),  # type: ignore[call-arg]
     (lambda m: Lomo(m, clip_grad=1.0), "Lomo has no option 'clip_grad'; did you mean 'clip_grad_"),
     (lambda m: AdaLomo(m, sed=1), "AdaLomo has no option 'sed'; did you mean 'seed'?"),
-    (
-        lambda m: zero.shard(m, torch.optim.SGD(m.parameters()), 2, clip_grad=1.0),  # type: ignore[call-arg]
-        "shard has no option 'clip_grad'; did you mean 'clip_grad_norm'?",
-    ),
-    (
-        lambda m: parallelize(m, ParallelDims(), torch.optim.SGD, zero_stag=2),
-        "parallelize has no option 'zero_stag'; did you mean 'zero_stage'?",
-    ),
     (
         lambda m: offload.AdamW(m.parameters(), learning_rate=1.0),
         "AdamW has no option 'learning_rate'; it has ",

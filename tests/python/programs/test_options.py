@@ -1,4 +1,4 @@
-"""Every option of every command: the values that it refuses, and where it has an effect.
+"""Every option of every command: the values that it refuses, where it is idle, what it changes.
 
 An option or a command that the tables here do not have fails a test. Reports of other commands:
 https://github.com/gem/oq-engine/pull/5527 accepted a negative number of cores,
@@ -12,14 +12,28 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import shlex
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import front_door
 import pytest
+import torch
+import torch.distributed as dist
+from option_runs import seen
+from ranks import run_ranks
+from test_cli import TUNED
 
 import _ringcomm_cli
 from _ringcomm_cli import EXIT_BAD_INPUT
+from ringcomm import tuning
+from ringcomm.cost_model import Costs
+from ringcomm.parallel.pipeline.schedules import Action, Timeline
+from ringcomm.trace import merge
+from ringcomm.trace.dumps import flight_dump
 
 
 def around(least: int, most: int | None = None) -> list[str]:
@@ -28,49 +42,57 @@ def around(least: int, most: int | None = None) -> list[str]:
     return [*beyond, "two", "1.5", "1e3", "nan", ""]
 
 
-# By option a value that is right and those that are wrong; {file}, {new} and {folder} are paths.
+# By option a value that is right and has an effect, and those that are wrong. {new} is a path, and
+# {folder} and {file} are a folder and a file; what {trace} and the like are is in `files`.
 NEW = ("{new}", ["{folder}/none/file", "{folder}", "/proc/file"])
+PICTURE = ("{new}.svg", NEW[1])
 NEW_FOLDER = ("{new}", ["{folder}/none/folder", "{file}"])
-OLD = ("{file}", ["{folder}/none", "{folder}"])
-SECONDS = ("0", ["nan", "inf", "-1", "1e999", "soon", ""])
-COUNT = ("3", around(1))
+NO_FILES = ["{folder}/none", "{folder}"]
+SECONDS = ("1", ["nan", "inf", "-1", "1e999", "soon", ""])
+COUNT = ("2", around(1))
 BYTES = ("4k", ["0", "-1", "many", "1.0001k", "nan", "9" * 400])
-SIZES = ("1k,4m", ["0", "1k,-1", "many", "1k,0", ","])
+SIZES = ("1k,4k", ["0", "1k,-1", "many", "1k,0", ","])
 ONE_OF = ["juggle", ""]
 NAMES = [*ONE_OF, ","]
 FLAG: tuple[str | None, list[str]] = (None, [])
 VALUES: dict[str, tuple[str | None, list[str]]] = {
-    **dict.fromkeys(("--html", "--plot"), NEW),
-    **dict.fromkeys(("--tuning", "--timeline", "--nccl-library"), OLD),
-    **dict.fromkeys(("--per-host", "--dp", "--pp", "--tp", "--ep", "--graph", "--width"), COUNT),
-    **dict.fromkeys(("--layers", "--rows", "--gpus", "--why"), COUNT),
+    **dict.fromkeys(("--html", "--json"), NEW),
+    "--plot": PICTURE,
+    "--tuning": ("{tuning}", NO_FILES),
+    "--timeline": ("{timeline}", NO_FILES),
+    "--nccl-library": ("{file}", NO_FILES),
+    "--trace": ("{trace}", NO_FILES),
+    "--steps": ("{trace}", NO_FILES),
+    **dict.fromkeys(("--per-host", "--dp", "--pp", "--tp", "--ep", "--graph", "--why"), COUNT),
+    **dict.fromkeys(("--layers", "--rows", "--gpus"), COUNT),
+    "--width": ("64", COUNT[1]),
     **dict.fromkeys(("--verdict", "--collectives", "--sequence-parallel", "--force"), FLAG),
     **dict.fromkeys(("--mps", "--all"), FLAG),
     "--seconds": SECONDS,
-    "--world-size": ("2", around(1, 64)),
+    "--world-size": ("3", around(1, 64)),
     "--world-sizes": ("2,64", ["1,2", "2,65", "two", ","]),
     "--worlds": ("2,64", ["1,2", "2,65", "two", ","]),
     "--sizes": SIZES,
-    "--repeats": ("0", around(0)),
+    "--repeats": ("2", around(0)),
     "--bytes": BYTES,
-    "--memory": ("80GiB", ["80", "0", "-1", "many"]),
+    "--memory": ("20GiB", ["80", "0", "-1", "many"]),
     "--sequence": ("128", ["-1", "many"]),
     "--model": ("gpt2", []),  # which the planner reads
     "--top": ("0", around(0)),
     "--hardware": ("l4", ONE_OF),
     "--systems": ("ddp,zero1", NAMES),
     "--schedules": ("1f1b,zbv", NAMES),
-    "--checkpointing": ("none,full", NAMES),
+    "--checkpointing": ("full", NAMES),
     "--precision": ("fp32", ONE_OF),
     "--optimizer": ("sgd", ONE_OF),
-    "--job": ("4194304", around(1, 1 << 22)),
+    "--job": ("{job}", around(1, 1 << 22)),
     "--dump": NEW_FOLDER,
     "--format": ("torch", ONE_OF),
-    "--ranks": ("4", around(2, 64)),
-    "--micro-batches": ("8", around(1, 256)),
+    "--ranks": ("2", around(2, 64)),
+    "--micro-batches": ("4", around(1, 256)),
     "--events": ("64", around(64, 1 << 24)),
-    "--seq": ("0", around(0)),
-    "--merge": ("{folder}", ["{folder}/none"]),
+    "--seq": ("1", around(0)),
+    "--merge": ("{recordings}", ["{folder}/none"]),
     "--layout": ("one", ONE_OF),
     "--clock": ("host", ONE_OF),
     "--dtype": ("int32", NAMES),
@@ -78,64 +100,79 @@ VALUES: dict[str, tuple[str | None, list[str]]] = {
     "--ops": ("barrier,broadcast", NAMES),
     "--vocabularies": ("8,9", ["0", "8,-1", "many", ","]),
     "--threads": ("3", ["0", "-1", "two"]),
-    "--tokens": ("3", ["0", "-1", "many", "nan"]),
+    "--tokens": ("8", ["0", "-1", "many", "nan"]),
     "--over": ("gloo", [","]),
-    "--device": ("cpu", []),  # which torch has to find
+    "--device": ("cuda", []),  # which torch has to find
     "--peers": ("torch", [","]),
 }
-TRACE = {"--json": FLAG, "--steps": OLD}
 # Where an option is another than elsewhere.
 OTHERS: dict[str, dict[str, tuple[str | None, list[str]]]] = {
-    "bench": {"--json": NEW, "--world-size": ("2", around(2, 64))},
+    "bench": {"--world-size": ("3", around(2, 64))},
     "doctor": {"--json": FLAG},
-    "plan": {"--json": FLAG, "--tokens": BYTES},
-    "show": {"--trace": OLD, "--output": NEW},
-    "trace": TRACE | {"--output": NEW},
-    "trace to torch": TRACE | {"--output": NEW_FOLDER},
-    "tune": {"--json": NEW},
-    "bench OP": {"--json": NEW},
-    "bench systems": {"--json": NEW, "--systems": ("ddp blocking,ddp", [","])},
-    "bench cores": {"--json": NEW, "--ops": ("broadcast", [*NAMES, "barrier"])},
+    "plan": {"--json": FLAG, "--tokens": BYTES, "--model": ("llama-7b", [])},
+    "show": {"--output": NEW},
+    "trace": {"--json": FLAG, "--output": NEW},
+    "trace to torch": {"--json": FLAG, "--output": NEW_FOLDER},
+    "tune": {},
+    "bench OP": {"--peers": ("triton", NAMES)},
+    "bench collectives": {"--peers": ("gloo,gloo", [","])},
+    "bench systems": {"--systems": ("ddp blocking,ddp", [","])},
+    "bench cores": {"--ops": ("broadcast", [*NAMES, "barrier"])},
 }
-PLAN = "model gpus tokens sequence top why json hardware tuning memory per-host dp pp tp ep systems"
+PLAN = "model gpus tokens sequence top why json hardware memory per-host dp pp tp ep systems"
 PLAN += " schedules checkpointing precision optimizer sequence-parallel"
+PLAN_OF = "--model gpt2 --gpus 8"
 SWEEP = "seconds repeats device world-size peers sizes dtype json html"
 GPUS = "layout mps nccl-library clock graph plot"
 LOSS = "seconds repeats device world-size threads tokens vocabularies dtypes peers json"
-# Of each form of a command: what follows the options, and those that have an effect.
+QUICK = "--seconds 0 --repeats 0 --json a.jsonl"
+SMALL_LOSS = f"cross_entropy --tokens 16 --vocabularies 64 --dtypes float32 --threads 1 {QUICK}"
+SYSTEMS_OF = f"systems --systems ddp --width 32 --layers 1 --tokens 4 --world-size 1 {QUICK}"
+PROGRAM = "sh -c 'echo $RINGCOMM_TRACE_EVENTS >events; cp -r {recordings}/. $RINGCOMM_TRACE'"
+# Of each form of a command: what follows the options, and those that have an effect. Another form
+# shows the effect of those before a bar.
 FORMS: list[tuple[str, str, str]] = [
-    ("bench", "", "world-size seconds html json"),
-    ("doctor", "", "world-size seconds json"),
-    ("doctor", "--job 4194304", "json verdict dump"),
-    ("doctor", "--job 4194304 --dump {new}", "json verdict format"),
-    ("doctor", "--job 4194304 --verdict", "dump"),
-    ("plan", "--model gpt2 --gpus 8", PLAN),
-    ("plan", "--model gpt2 --gpus 8 --json", PLAN.replace(" top why json", "")),
+    ("bench", "--world-size 2 --seconds 0", "world-size seconds html json"),
+    ("doctor", "--world-size 2 --seconds 0", "world-size seconds json"),
+    ("doctor", "--job {job}", "job json verdict dump"),
+    ("doctor", "--job {job} --dump {new}", "json verdict format"),
+    ("doctor", "--job {job} --verdict", "dump"),
+    ("plan", PLAN_OF, f"tuning | {PLAN}"),
+    ("plan", f"{PLAN_OF} --hardware cpu-core", f"{PLAN} | tuning"),
+    ("plan", f"{PLAN_OF} --json", f"{PLAN.replace(' top why json', '')} tuning |"),
     ("plan", "--collectives", "tuning"),
     ("show", "ring", "ranks bytes trace output"),
-    ("show", "ring --trace {file}", "seq output"),
+    ("show", "ring --trace {trace}", "seq output trace"),
     ("show", "memory", "model ranks output"),
     ("show", "lomo", "model output"),
     ("show", "pipeline", "ranks micro-batches timeline output"),
-    ("show", "pipeline --timeline {file}", "output"),
+    ("show", "pipeline --timeline {timeline}", "output"),
     ("show", "tensor", "model ranks output"),
     ("show", "loss", "ranks output"),
-    ("show", "trace --trace {file}", "output"),
-    ("trace", "-- true", "output events html"),
-    ("trace", "--merge {folder}", "output html format"),
-    ("trace to torch", "--merge {folder} --format torch", "output"),
-    ("trace", "--steps {file}", "seq json"),
-    ("tune", "", "world-sizes sizes seconds repeats json force"),
-    ("bench OP", "all_reduce", SWEEP),
-    ("bench OP", "all_reduce --device cuda", f"{SWEEP} {GPUS}"),
-    ("bench OP", "cross_entropy", LOSS),
-    ("bench OP", "cross_entropy --device cuda", f"{LOSS} layout mps"),
+    ("show", "trace --trace {trace}", "output trace"),
+    ("trace", f"-- {PROGRAM}", "output events html"),
+    ("trace", "--merge {recordings}", "output html format"),
+    ("trace to torch", "--merge {recordings} --format torch", "output"),
+    ("trace", "--steps {trace}", "seq json steps"),
+    (
+        "tune",
+        "--world-sizes 2 --sizes 1k,2k --seconds 0 --repeats 0 --force",
+        "world-sizes sizes seconds repeats json force",
+    ),
+    ("bench collectives", f"all_reduce --sizes 1k {QUICK}", SWEEP),
+    ("bench collectives", f"all_reduce --sizes 1k --device cuda {QUICK}", f"{SWEEP} | {GPUS}"),
+    ("bench OP", SMALL_LOSS, LOSS),
+    ("bench OP", f"{SMALL_LOSS} --device cuda", f"{LOSS} | layout mps"),
     (
         "bench systems",
-        "systems",
+        SYSTEMS_OF,
         "seconds repeats world-size systems over width layers rows tokens all plot html json",
     ),
-    ("bench cores", "cores", "seconds repeats worlds threads ops sizes tuning json"),
+    (
+        "bench cores",
+        f"cores --sizes 1k --ops all_reduce --threads 1 {QUICK}",
+        "seconds repeats worlds threads ops sizes tuning json",
+    ),
 ]
 # Options that begin another form.
 MODES = {"--job", "--collectives", "--merge", "--steps", "--trace", "--timeline"}
@@ -149,6 +186,10 @@ def parser_of(command: str, rest: str) -> argparse.ArgumentParser:
     return parser
 
 
+def words_of(rest: str, paths: dict[str, str]) -> list[str]:
+    return [word.format(**paths) for word in shlex.split(rest)]
+
+
 def options_of(parser: argparse.ArgumentParser) -> Iterator[str]:
     for action in parser._actions:
         long = [option for option in action.option_strings if option.startswith("--")]
@@ -159,12 +200,11 @@ def options_of(parser: argparse.ArgumentParser) -> Iterator[str]:
 @pytest.fixture
 def paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "a.json").write_text("{}", encoding="utf-8")
-    return {
-        "file": str(tmp_path / "a.json"),
-        "new": str(tmp_path / "new"),
-        "folder": str(tmp_path),
-    }
+    file = tmp_path / "a.json"
+    file.write_text("{}", encoding="utf-8")
+    files = dict.fromkeys(("file", "trace", "timeline", "tuning"), str(file))
+    folders = dict.fromkeys(("folder", "recordings"), str(tmp_path))
+    return {**files, **folders, "new": str(tmp_path / "new"), "job": "4194304"}
 
 
 @pytest.mark.parametrize(("command", "rest", "effective"), FORMS)
@@ -179,9 +219,9 @@ def test_each_option(
 
     All options are in front of a page, a program and an operation.
     """
-    wanted = {f"--{name}" for name in effective.split()}
+    wanted = {f"--{name}" for name in effective.replace("|", "").split()}
     values = VALUES | OTHERS[command]
-    after = [word.format(**paths) for word in rest.split()]
+    after = words_of(rest, paths)
 
     def words(option: str, value: str | None) -> list[str]:
         given = [option, *([] if value is None else [value.format(**paths)])]
@@ -196,8 +236,12 @@ def test_each_option(
         assert error.startswith(f"ringcomm {argv[0]}"), argv
         return error
 
-    known = {*options_of(parser_of(command, rest))}
+    parser = parser_of(command, rest)
+    known = {*options_of(parser)}
     assert wanted <= known
+    helps = [action.help for action in parser._actions]
+    assert all(helps)
+    assert len(helps) == len({*helps})  # each has its own
     for option in known:
         right, wrong = values[option]
         if option in wanted:
@@ -208,6 +252,90 @@ def test_each_option(
             assert option in refused(words(option, right)), option
     files = {path.name for path in Path(paths["folder"]).iterdir()}
     assert files == {"a.json"}  # a check leaves nothing
+
+
+# ---- what each option changes
+
+
+def reduce_and_dump(rank: int, folder: Path, times: int) -> None:
+    for _ in range(times):
+        dist.all_reduce(torch.ones(1 << 10))
+    flight_dump(f"{folder}/rank")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    """Two of each kind."""
+    found = []
+    for number in (2, 3):
+        folder = tmp_path_factory.mktemp("files")
+        recordings, file = folder / "recordings", folder / "file"
+        env = {"RINGCOMM_ALGORITHM": "ring", "RINGCOMM_TRACE": str(recordings)}
+        run_ranks(2, reduce_and_dump, recordings, number, fresh=True, env=env)
+        merge.merge([recordings], folder / "trace")
+        Timeline(1, (Action(0, "F", 0, 0, 0.0, number),)).export_chrome_trace(folder / "timeline")
+        tuned = replace(TUNED, machine={"cpu": "", "cores": 2}, costs=Costs(copy_us=number))
+        tuning.save(tuned, folder / "tuning")
+        file.write_text("", encoding="utf-8")
+        names = {name: str(folder / name) for name in ("trace", "timeline", "tuning", "file")}
+        found.append({**names, "recordings": str(recordings), "new": "new", "job": "4194304"})
+    return found
+
+
+def compare(
+    form: tuple[str, str, str], files: list[dict[str, str]], folder: Path, is_ignored: bool
+) -> list[str]:
+    """Options of a form beside which the command is seen to do what it does without them.
+
+    Where `is_ignored`, the command sees the value of each option that it has without it.
+    """
+    command, rest, effective = form
+    values, parser = VALUES | OTHERS[command], parser_of(command, rest)
+    name, base = command.split(maxsplit=1)[0], words_of(rest, files[0])
+    same, usual = [], seen([name, *base], folder / "usual")
+    assert usual[0] == 0, usual
+    for option in (f"--{name}" for name in effective.rpartition("|")[2].split()):
+        value = values[option][0]
+        given = [option, *([] if value is None else [value.format(**files[1])])]
+        after = list(base)
+        if option in after:
+            at = after.index(option)
+            del after[at : at + len(given)]
+            given = given if value else []
+        ignored = None
+        if is_ignored:
+            dest = parser._option_string_actions[option].dest
+            ignored = dest, vars(_ringcomm_cli.read([name, *base]))[dest]
+        found = seen([name, *given, *after], folder / option, ignored)
+        assert found[0] != EXIT_BAD_INPUT, found
+        if found == usual:
+            same.append(option)
+    return same
+
+
+def compare_as_rank(rank: int, form: Any, files: Any, *more: Any) -> list[str]:
+    job = {"job": str(os.getpid())}
+    return [] if rank else compare(form, [files[0] | job, files[1]], *more)
+
+
+def compared(form: tuple[str, str, str], *more: Any) -> Any:
+    """Where the form asks for a job, it is that of the rank that compares."""
+    if "--job" not in form[1]:
+        return compare(form, *more)
+    return run_ranks(2, compare_as_rank, form, *more)[0]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: " ".join(form[:2]))
+def test_each_option_changes_what_is_seen(form: Any, files: Any, tmp_path: Path) -> None:
+    assert compared(form, files, tmp_path, False) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: " ".join(form[:2]))
+def test_an_option_without_effect_is_found(form: Any, files: Any, tmp_path: Path) -> None:
+    """All are, each alone. So two runs with the same options are seen to do the same."""
+    names = form[2].rpartition("|")[2].split()
+    assert compared(form, files, tmp_path, True) == [f"--{name}" for name in names]
 
 
 def test_the_forms_are_those_of_all_commands() -> None:
@@ -226,6 +354,7 @@ def test_the_forms_are_those_of_all_commands() -> None:
         ("doctor --format torch", "--format needs --dump FOLDER"),
         ("doctor --job 7 --dump {new} --seconds 1", "--seconds has no effect with --job PID"),
         ("doctor --job 7 --json --verdict", "--json has no effect with --verdict"),
+        ("trace", "give one of: -- COMMAND, --merge FOLDER, --steps FILE"),
         ("trace -- true --merge x", None),
         ("trace --merge {folder} -- true", "give one of"),
         ("trace --merge {folder} --format torch --html {new}", "--format torch writes none"),

@@ -102,17 +102,6 @@ def test_the_home_page_has_the_parts_of_readme() -> None:
         assert f"](design/speed-{theme}.svg#only-{theme})</picture>" in shown
 
 
-def run_all_blocks(rank: int) -> None:
-    blocks = re.findall(r'^```python(?: title="[^"]*")?\n(.*?)^```', README, re.M | re.S)
-    assert len(blocks) == 2
-    script = "\n".join(blocks).replace('dist.init_process_group("ringcomm")', "")
-    exec(compile(script, "README.md", "exec"), {"__name__": "__main__"})
-
-
-def test_its_python_blocks_are_one_script_in_their_order() -> None:
-    run_ranks(2, run_all_blocks)
-
-
 def test_its_two_commands_are_targets_of_the_makefile() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     targets = re.findall(r"^make ([\w-]+)", README, re.M)
