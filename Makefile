@@ -165,10 +165,12 @@ compat: check-python  ## run a short set of tests with torch 2.11 and with the n
 	@$(NOX) compat $(if $(ARGS),-- $(ARGS))
 
 gpu-kit: check-python  ## build the folder gpu-kit for a machine with a GPU, where gpu-kit/run 1 to gpu-kit/run 5 use it
+	@$(PREPARE) --need nvcc --no-torch
 	@$(NOX) gpu --error-on-missing-interpreters -- kit
 
 gpu-machine: check-python  ## build and test without a GPU what a GPU machine would use: torch 2.11 for CUDA, kernels for sm_90
-	@$(NOX) gpu --no-error-on-missing-interpreters
+	@$(PREPARE) --need nvcc --no-torch
+	@$(NOX) gpu $(if $(CI),,--no-error-on-missing-interpreters)
 
 packaging: check-python  ## build the sdist and the wheel, and test the wheel in a fresh environment
 	@$(PREPARE) --need train --need nox --extension -- -m nox -s packaging
