@@ -2,13 +2,13 @@
 
 Usage: python3 tools/bootstrap.py [--need GROUP]... [--extension | --no-torch] [-- SCRIPT ARGS...]
 
-GROUP is one of pyproject.toml's dependency groups, of which nvcc is left out where CUDA's compiler is
-here already; with --no-torch, neither torch nor what compiles the extension is installed. By default
-everything goes to .venv, which is made here, but for torch with RINGCOMM_TORCH=active: .venv then
-uses that of the active environment. With RINGCOMM_USE_ENV=1, or where nothing can be downloaded but
-the active environment has all that is needed, only the extension is installed, into the active
-environment. What is up to date is skipped. VERBOSE=1 shows what pip and the compilers say. Standard
-library only.
+GROUP is one of pyproject.toml's dependency groups, of which nvcc is left out where CUDA's compiler
+is here already; with --no-torch, neither torch nor what compiles the extension is installed. By
+default everything goes to .venv, which is made here, but for torch with RINGCOMM_TORCH=active:
+.venv then uses that of the active environment. With RINGCOMM_USE_ENV=1, or where nothing can be
+downloaded but the active environment has all that is needed, only the extension is installed, into
+the active environment. What is up to date is skipped. VERBOSE=1 shows what pip and the compilers
+say. Standard library only.
 """
 
 from __future__ import annotations
