@@ -59,10 +59,10 @@ test-deaths: check-python  ## test that a rank is killed, stopped or replaced at
 	@export RINGCOMM_DEATHS=all; $(PREPARE) --need train --need test --extension -- \
 	    -m pytest tests/python/backend/test_message_deaths.py tests/python/device/test_device_deaths.py
 
-test-tsan:  ## run the C++ tests under ThreadSanitizer (FORM=short: those with several threads)
+test-tsan:  ## run the C++ tests under ThreadSanitizer (FORM=short: some)
 	@$(CPP) run-tsan
 
-test-asan:  ## run the C++ tests under AddressSanitizer and UBSan (FORM=short: those with several threads)
+test-asan:  ## run the C++ tests under AddressSanitizer and UBSan (FORM=short: some)
 	@$(CPP) run-asan
 
 test-checker: check-python  ## check every interleaving of the protocols, and that broken protocols are found
