@@ -21,7 +21,7 @@ unexport PYTHONDONTWRITEBYTECODE
 ifneq ($(MAKECMDGOALS),test-cpp-beside test-python)
 .NOTPARALLEL:
 endif
-.PHONY: help train build test test-all test-cpp test-cpp-beside test-deaths test-tsan test-asan test-checker test-python \
+.PHONY: help train build test test-cpp test-cpp-beside test-deaths test-tsan test-asan test-checker test-python \
         test-bare test-user stress test-gpu test-torch test-clients test-emulator test-ptx kernels kernel-sweep lint format types compat packaging \
         wheels gpu-machine gpu-kit docs coverage bench clean distclean check-python
 
@@ -51,9 +51,6 @@ test: check-python  ## run the C++ tests and the Python tests that are not slow
 test-cpp-beside:
 	@$(CPP) run ARGS= >"$(CPP_OUTPUT)" 2>&1
 
-test-all:  ## run all tests, as every night, and record the result in tests/verified.txt
-	@"$(ROOT)/.ci/run" --all
-
 test-cpp:  ## run the C++ tests, those of SIMD code at each instruction set of this CPU
 	@$(CPP) run
 
@@ -62,29 +59,31 @@ test-deaths: check-python  ## test that a rank is killed, stopped or replaced at
 	@export RINGCOMM_DEATHS=all; $(PREPARE) --need train --need test --extension -- \
 	    -m pytest tests/python/backend/test_message_deaths.py tests/python/device/test_device_deaths.py
 
-test-tsan:  ## run the C++ tests under ThreadSanitizer
+test-tsan:  ## run the C++ tests under ThreadSanitizer (FORM=short: some)
 	@$(CPP) run-tsan
 
-test-asan:  ## run the C++ tests under AddressSanitizer and UBSan
+test-asan:  ## run the C++ tests under AddressSanitizer and UBSan (FORM=short: some)
 	@$(CPP) run-asan
 
 test-checker: check-python  ## check every interleaving of the protocols, and that broken protocols are found
 	@$(CPP) run-checker PYTHON="$(PYTHON)"
 
 test-emulator: check-python  ## test the emulator of CUDA's driver, and compare its declarations with cuda.h
-	@$(MAKE) --no-print-directory -C "$(ROOT)/tests/emulator" abi
+	@$(PREPARE) --need nvcc --no-torch
+	@$(MAKE) --no-print-directory -C "$(ROOT)/tests/emulator" abi PYTHON="$(PYTHON)"
 	@$(PREPARE) --need train --need test --extension -- \
 	    -m pytest tests/python/device/test_emulator.py tests/python/device/test_emulator_on_cuda.py $(ARGS)
 
 test-ptx: check-python  ## run nvcc's PTX of the CUDA kernels and Triton's on the CPU: some kernels, or all and broken ones (ARGS=all)
+	@$(PREPARE) --need nvcc --no-torch
 	@$(MAKE) --no-print-directory -C "$(ROOT)/tests/ptx" run FORM=$(or $(ARGS),short) ARGS= PYTHON="$(PYTHON)"
 	@$(PREPARE) --need train --need test --extension -- -m pytest -q tests/python/ops/test_triton_ptx.py \
 	    $(if $(filter all,$(ARGS)),,-k 'some_cases or newer')
-	@export RINGCOMM_TEST_PTX=$(or $(ARGS),short); [ ! -e "$(ROOT)/build/ptx/$$RINGCOMM_TEST_PTX/libcuda_emulator.so" ] || $(PREPARE) --need train --need test --extension -- -m pytest -q \
+	@export RINGCOMM_TEST_PTX=$(or $(ARGS),short); $(PREPARE) --need train --need test --extension -- -m pytest -q \
 	    $(if $(filter all,$(ARGS)),tests/python/device/test_gpu_*.py) tests/python/device/test_device_losses.py
 
 kernels: check-python  ## compile the CUDA kernels with nvcc, and compare their machine code with the table
-	@cd "$(ROOT)" && "$(PYTHON)" tools/cuda_kernels.py
+	@$(PREPARE) --need nvcc --need test -- tools/cuda_kernels.py
 	@$(PREPARE) --need test -- tests/sass/gate.py
 
 # A kit (make gpu-kit) has it: nothing is compiled again there, whatever the times of files are.
@@ -166,10 +165,12 @@ compat: check-python  ## run a short set of tests with torch 2.11 and with the n
 	@$(NOX) compat $(if $(ARGS),-- $(ARGS))
 
 gpu-kit: check-python  ## build the folder gpu-kit for a machine with a GPU, where gpu-kit/run 1 to gpu-kit/run 5 use it
+	@$(PREPARE) --need nvcc --no-torch
 	@$(NOX) gpu --error-on-missing-interpreters -- kit
 
 gpu-machine: check-python  ## build and test without a GPU what a GPU machine would use: torch 2.11 for CUDA, kernels for sm_90
-	@$(NOX) gpu --no-error-on-missing-interpreters
+	@$(PREPARE) --need nvcc --no-torch
+	@$(NOX) gpu $(if $(CI),,--no-error-on-missing-interpreters)
 
 packaging: check-python  ## build the sdist and the wheel, and test the wheel in a fresh environment
 	@$(PREPARE) --need train --need nox --extension -- -m nox -s packaging

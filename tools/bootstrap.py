@@ -2,12 +2,13 @@
 
 Usage: python3 tools/bootstrap.py [--need GROUP]... [--extension | --no-torch] [-- SCRIPT ARGS...]
 
-GROUP is one of pyproject.toml's dependency groups; with --no-torch, neither torch nor what compiles
-the extension is installed. By default everything goes to .venv, which is made here, but for torch
-with RINGCOMM_TORCH=active: .venv then uses that of the active environment. With RINGCOMM_USE_ENV=1,
-or where nothing can be downloaded but the active environment has all that is needed, only the
-extension is installed, into the active environment. What is up to date is skipped. VERBOSE=1 shows
-what pip and the compilers say. Standard library only.
+GROUP is one of pyproject.toml's dependency groups, of which nvcc is left out where CUDA's compiler
+is here already; with --no-torch, neither torch nor what compiles the extension is installed. By
+default everything goes to .venv, which is made here, but for torch with RINGCOMM_TORCH=active:
+.venv then uses that of the active environment. With RINGCOMM_USE_ENV=1, or where nothing can be
+downloaded but the active environment has all that is needed, only the extension is installed, into
+the active environment. What is up to date is skipped. VERBOSE=1 shows what pip and the compilers
+say. Standard library only.
 """
 
 from __future__ import annotations
@@ -244,7 +245,8 @@ def build_extension(path: str, for_tests: bool) -> None:
     inputs += [ROOT / name for name in (*names, "ringcomm/version.py")]
     # What the extension is for, and what a build has for GPUs and compiles it.
     kernels = [os.environ.get(name, "") for name in ("RINGCOMM_CUDA", "RINGCOMM_CUDA_ARCHS")]
-    for_what = [path, python.found.get("torch", ""), str(buildconfig.find_nvcc()), *kernels]
+    nvcc = str(buildconfig.find_nvcc()) if kernels[0] == "1" else ""
+    for_what = [path, python.found.get("torch", ""), nvcc, *kernels]
     state = hashlib.sha256("\0".join(for_what).encode())
     for one in inputs:
         state.update(f"{one.relative_to(ROOT)}\0".encode() + one.read_bytes())
@@ -280,6 +282,8 @@ def main() -> None:
         with (ROOT / "build" / "bootstrap.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # two makes in one checkout take turns
             groups = options.need if options.no_torch else ["build", *options.need]
+            if "nvcc" in groups and (nvcc := buildconfig.find_nvcc()) and VENV not in nvcc.parents:
+                groups.remove("nvcc")
             python = choose_python(groups, not options.no_torch)
             if options.extension:
                 build_extension(python, "test" in options.need)

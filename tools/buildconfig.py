@@ -185,12 +185,14 @@ def gcc_flags() -> list[str]:
 
 
 def find_nvcc() -> Path | None:
-    """Returns CUDA's compiler: of $CUDA_HOME, else on PATH, else in the usual place."""
+    """Returns CUDA's compiler: of $CUDA_HOME, else on PATH, in the usual place, or pip's."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     if home:
         nvcc = Path(home, "bin", "nvcc")
         return nvcc if nvcc.exists() else None
-    found = shutil.which("nvcc", path=f"{os.environ.get('PATH', '')}:/usr/local/cuda/bin")
+    packages = [Path(sysconfig.get_path("purelib")), *ROOT.glob(".venv/lib/python*/site-packages")]
+    folders = ["/usr/local/cuda/bin", *(str(one / "nvidia/cu13/bin") for one in packages)]
+    found = shutil.which("nvcc", path=os.pathsep.join([os.environ.get("PATH", ""), *folders]))
     return Path(found) if found else None
 
 

@@ -20,7 +20,7 @@ INTRODUCTION = """\
 # PyTorch's own tests on ringcomm
 
 Written by `make test-torch ARGS="--write docs/torch-tests.md"`, with torch {version}, {date},
-commit {commit}. `make test-all` writes it again where the code has changed.
+commit {commit}.
 
 The tests are part of torch's wheel (`torch.testing._internal.distributed`). They are imported, not
 copied. Each runs with its own ranks, under a time limit. A mode is the backend name under which

@@ -282,6 +282,29 @@ def test_what_comes_with_torch_is_said_before_it_is_fetched(
         assert call.endswith(f"{buildconfig.TORCH} --index-url https://index.example/cpu")
 
 
+def test_nvcc_of_pip_is_taken_where_there_is_no_other(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def which(name: str, path: str) -> str | None:
+        """Of the folders below tmp_path, as where /usr/local/cuda is not."""
+        found = [Path(folder, name) for folder in path.split(os.pathsep)]
+        return next((str(one) for one in found if one.exists() and tmp_path in one.parents), None)
+
+    monkeypatch.setattr(buildconfig.shutil, "which", which)
+    monkeypatch.setattr(buildconfig, "ROOT", tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    assert buildconfig.find_nvcc() is None
+    of_pip = tmp_path / ".venv/lib/python3.11/site-packages/nvidia/cu13/bin"
+    of_pip.mkdir(parents=True)
+    assert buildconfig.find_nvcc() is None
+    nvcc_in(of_pip, "")
+    assert buildconfig.find_nvcc() == of_pip / "nvcc"
+    nvcc_in(tmp_path, "")
+    assert buildconfig.find_nvcc() == tmp_path / "nvcc"
+
+
 def test_a_build_for_cpus_needs_no_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "RINGCOMM_TORCH_INDEX" not in bootstrap.described(FOR_CPUS)
     monkeypatch.setattr(cuda_kernels, "has_driver", lambda: True)

@@ -1,4 +1,4 @@
-"""Which cases of a test `make test` runs: the others are slow, and run in `make test-all`."""
+"""Which cases of a test `make test` runs: the others are slow, and run in `.ci/run slow`."""
 
 from __future__ import annotations
 
