@@ -1,0 +1,124 @@
+"""Faults of the Python package: the tests run in a copy of the checkout, with what is built."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+
+from tests.judge.bounded import Done, run_bounded
+from tests.judge.table import Fault, FaultError, Verdict
+
+# What is built, downloaded or recorded; tests make anew what they need of it.
+_LEFT_OUT = {".git", ".venv", ".cache", "build", "dist", "runs", "gpu-kit", "__pycache__"}
+_FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - (.*))?$", re.MULTILINE)
+_NO_TESTS = 5  # pytest's exit status
+_TRIES = 3
+
+
+def judge(fault: Fault, scratch: Path, limit_s: float) -> Verdict:
+    """Runs the tests, the nearest files first, until one fails; it must fail again by itself."""
+    tree = scratch / "tree"
+    if not tree.exists():
+        _copy(fault.root, tree)
+    source = tree / fault.file
+    _replace(source, fault.changed())
+    try:
+        return _verdict(fault, tree, limit_s)
+    finally:
+        _replace(source, (fault.root / fault.file).read_text("utf-8"))
+
+
+def _copy(root: Path, tree: Path) -> None:
+    """Hard links where the folders are in one file system."""
+
+    def link(source: str, to: str) -> None:
+        try:
+            os.link(source, to)
+        except OSError:
+            shutil.copy2(source, to)
+
+    shutil.copytree(
+        root,
+        tree,
+        symlinks=True,
+        copy_function=link,
+        ignore=lambda _, names: _LEFT_OUT.intersection(names),
+    )
+
+
+def _replace(source: Path, text: str) -> None:
+    """As a new file, without the compiled module, whose time may be the same second."""
+    source.unlink()
+    source.write_text(text, "utf-8")
+    for compiled in (source.parent / "__pycache__").glob(f"{source.stem}.*.pyc"):
+        compiled.unlink()
+
+
+def _verdict(fault: Fault, tree: Path, limit_s: float) -> Verdict:
+    files = nearest(fault, tree)
+    passed_later: list[str] = []  # failed, and passed when run again
+    seconds = 0.0
+    for _ in range(_TRIES):
+        options = [f"--deselect={name}" for name in passed_later]
+        done = _pytest(tree, [*options, *files], limit_s - seconds)
+        seconds += done.seconds
+        said = "" if not passed_later else f"passed the second time: {', '.join(passed_later)}"
+        if done.status is None:
+            return Verdict(True, "time", seconds, f"no end after {limit_s:.0f} s")
+        if done.status == 0:
+            return Verdict(False, "", seconds, said)
+        if done.status == _NO_TESTS:
+            raise FaultError(f"fault {fault.id}: {fault.tests} has no test")
+        failed = _FAILED.search(done.output)
+        if failed is None:  # pytest itself broke, or ranks have left something behind
+            return Verdict(True, "pytest", seconds, done.output.strip().rsplit("\n", 1)[-1])
+        name, message = failed.group(1), failed.group(2) or ""
+        second = _pytest(tree, [name], limit_s)
+        seconds += second.seconds
+        if second.status != 0:
+            return Verdict(True, name, seconds, message)
+        passed_later.append(name)
+    return Verdict(False, "", seconds, f"passed the second time: {', '.join(passed_later)}")
+
+
+def _pytest(tree: Path, arguments: list[str], limit_s: float) -> Done:
+    temporary = tree.parent / "tmp"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    env = {
+        **os.environ,
+        "PYTHONPATH": str(tree),
+        "OMP_NUM_THREADS": "1",
+        "TMPDIR": str(temporary),
+        "COLUMNS": "300",  # pytest's summary cuts messages
+    }
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+    return run_bounded([*command, "-m", "not slow", *arguments], tree, limit_s, env)
+
+
+def nearest(fault: Fault, tree: Path) -> list[str]:
+    """The test files of the selection, those first that name the most of what the file defines."""
+    files: list[str] = []
+    for selected in fault.tests:
+        path = tree / selected
+        if path.is_dir():
+            files += [str(found.relative_to(tree)) for found in path.rglob("test_*.py")]
+        else:
+            files.append(selected)
+    source = tree / fault.file
+    defined = re.findall(
+        r"^(?:def|class) (\w+)|^    def ([a-z]\w+)|^([A-Z]\w+) =",
+        source.read_text("utf-8"),
+        re.MULTILINE,
+    )
+    names = {name for groups in defined for name in groups if name}
+    names.add(fault.file.removesuffix(".py").removesuffix("/__init__").replace("/", "."))
+
+    def near(file: str) -> tuple[int, str]:
+        text = (tree / file.split("::", 1)[0]).read_text("utf-8")
+        return -sum(re.search(rf"\b{re.escape(name)}\b", text) is not None for name in names), file
+
+    return sorted(dict.fromkeys(files), key=near)

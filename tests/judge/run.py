@@ -1,0 +1,194 @@
+"""Puts each fault of the table into a copy of the product, and says which quick test notices.
+
+    python -m tests.judge.run [--kind KIND] [--only REGEX] [--jobs N] [--missed] [--again]
+                              [--limit-s S] [--dry]
+
+Before the first fault of a selection of tests, these run without a fault and must pass. A fault
+that has a result for its row is not run again without --again or --missed. Results are in
+tests/judge/results/<kind>.jsonl, one line for each fault. At the end it prints a table by folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import concurrent.futures
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from tests.judge import table
+from tests.judge.table import Fault, FaultError, Verdict
+
+_BACKENDS = {
+    "python": "python",
+    "engine": "cpp",
+    "operators": "cpp",
+    "ptx": "ptx",
+    "triton": "triton",
+}
+Results = dict[str, dict[str, Any]]  # by id of the fault
+
+
+def judge_of(kind: str) -> Callable[[Fault, Path, float], Verdict]:
+    """The back end's function."""
+    module = importlib.import_module(f"tests.judge.backends.{_BACKENDS[kind]}")
+    function: Callable[[Fault, Path, float], Verdict] = module.judge
+    return function
+
+
+def _path(kind: str, root: Path) -> Path:
+    return root / "tests" / "judge" / "results" / f"{kind}.jsonl"
+
+
+def read_results(kind: str, faults: Iterable[Fault], root: Path = table.ROOT) -> Results:
+    """Those whose row is still the same."""
+    path = _path(kind, root)
+    lines = path.read_text("utf-8").splitlines() if path.exists() else []
+    results = {line["id"]: line for line in map(json.loads, lines)}
+    known = {fault.id: fault.digest() for fault in faults}
+    return {name: line for name, line in results.items() if known.get(name) == line["row"]}
+
+
+def write_results(kind: str, results: Results, root: Path) -> None:
+    """In the order of ids, so that a change of one result is a change of one line."""
+    path = _path(kind, root)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = "".join(json.dumps(results[name]) + "\n" for name in sorted(results))
+    new = path.with_suffix(".new")
+    new.write_text(text, "utf-8")
+    new.replace(path)
+
+
+def _commit(root: Path) -> str:
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.strip()
+
+
+def _judge_in(scratch: Path, kind: str, fault: Fault, limit_s: float) -> Verdict:
+    """In a process of the pool: its own copy of the product."""
+    own = scratch / str(os.getpid())
+    own.mkdir(exist_ok=True)
+    return judge_of(kind)(fault, own, limit_s)
+
+
+def run(kind: str, faults: list[Fault], jobs: int, limit_s: float, root: Path) -> None:
+    """Judges these, and writes each result as it comes."""
+    results = read_results(kind, table.load(kind, root), root)
+    commit = _commit(root)
+    controls = {fault.tests: fault.control() for fault in faults}
+    with (
+        tempfile.TemporaryDirectory(prefix="judge-") as scratch,
+        concurrent.futures.ProcessPoolExecutor(jobs) as pool,
+    ):
+
+        def submit(fault: Fault) -> concurrent.futures.Future[Verdict]:
+            return pool.submit(_judge_in, Path(scratch), kind, fault, limit_s)
+
+        for waiting in concurrent.futures.as_completed(
+            [submit(fault) for fault in controls.values()]
+        ):
+            verdict = waiting.result()
+            if verdict.noticed:
+                pool.shutdown(cancel_futures=True)
+                raise SystemExit(
+                    f"without a fault {verdict.by} fails: {verdict.said}\nno fault was judged"
+                )
+            print(f"control: passed in {verdict.seconds:.0f} s", flush=True)
+        futures = {submit(fault): fault for fault in faults}
+        for future in concurrent.futures.as_completed(futures):
+            fault, verdict = futures[future], future.result()
+            results[fault.id] = {
+                "id": fault.id,
+                "row": fault.digest(),
+                "commit": commit,
+                "noticed": verdict.noticed,
+                "by": verdict.by,
+                "seconds": round(verdict.seconds, 1),
+                "said": verdict.said[:300],
+            }
+            write_results(kind, results, root)
+            word = f"noticed by {verdict.by}" if verdict.noticed else "NOT NOTICED"
+            print(f"{fault.id}: {word} ({verdict.seconds:.0f} s)", flush=True)
+
+
+def summary(faults: Iterable[Fault], results: Results) -> list[tuple[str, int, int, int, int]]:
+    """For each folder: its name, faults, how many are equivalent, how many ran, and were noticed.
+
+    The last two count those that are not equivalent. The last row is the sum.
+    """
+    counts: dict[str, list[int]] = collections.defaultdict(lambda: [0, 0, 0, 0])
+    for fault in faults:
+        result = None if fault.equivalent else results.get(fault.id)
+        for folder in (str(Path(fault.file).parent), "all"):
+            count = counts[folder]
+            count[0] += 1
+            count[1] += bool(fault.equivalent)
+            count[2] += result is not None
+            count[3] += bool(result and result["noticed"])
+    names = sorted(counts.keys() - {"all"}) + ["all"] * ("all" in counts)
+    return [(name, *counts[name]) for name in names]  # type: ignore[misc]
+
+
+def page(faults: Iterable[Fault], results: Results) -> str:
+    """The summary as a table of Markdown."""
+    lines = [
+        "| folder | faults | equivalent | run | noticed | per cent |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for name, total, equivalent, ran, noticed in summary(faults, results):
+        share = f"{100 * noticed / ran:.0f}" if ran else ""
+        lines.append(f"| {name} | {total} | {equivalent} | {ran} | {noticed} | {share} |")
+    return "\n".join(lines)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tests.judge.run", description=__doc__)
+    parser.add_argument("--kind", choices=table.KINDS, help="default: all")
+    parser.add_argument("--only", default="", help="a regular expression for ids and files")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--limit-s", type=float, default=900, help="for each fault")
+    parser.add_argument("--missed", action="store_true", help="again those that were not noticed")
+    parser.add_argument("--again", action="store_true", help="also those that have a result")
+    parser.add_argument("--dry", action="store_true", help="only check the rows, print the table")
+    parser.add_argument("--root", type=Path, default=table.ROOT, help="another checkout")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Status 1 if a row is wrong, or if a fault that was judged here was not noticed."""
+    options = _parser().parse_args(arguments)
+    root = options.root.resolve()
+    missed = 0
+    try:
+        for kind in [options.kind] if options.kind else table.KINDS:
+            faults = table.load(kind, root)
+            wanted = [f for f in faults if re.search(options.only, f"{f.id} {f.file}")]
+            if not options.dry:
+                results = read_results(kind, faults, root)
+                again = {f.id for f in wanted if options.again or f.id not in results}
+                if options.missed:
+                    again = {name for name, line in results.items() if not line["noticed"]}
+                judged = [f for f in wanted if f.id in again and not f.equivalent]
+                if judged:
+                    run(kind, judged, options.jobs, options.limit_s, root)
+                results = read_results(kind, faults, root)
+                missed += sum(not results[fault.id]["noticed"] for fault in judged)
+            if wanted:
+                print(f"\n{kind}\n{page(wanted, read_results(kind, faults, root))}")
+    except FaultError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
