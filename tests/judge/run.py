@@ -1,7 +1,7 @@
 """Puts each fault of the table into a copy of the product, and says which quick test notices.
 
     python -m tests.judge.run [--kind KIND] [--only REGEX] [--jobs N] [--missed] [--again]
-                              [--limit-s S] [--dry]
+                              [--limit-s S] [--no-control] [--dry]
 
 Before the first fault of a selection of tests, these run without a fault and must pass. A fault
 that has a result for its row is not run again without --again or --missed. Results are in
@@ -80,11 +80,13 @@ def _judge_in(scratch: Path, kind: str, fault: Fault, limit_s: float) -> Verdict
     return judge_of(kind)(fault, own, limit_s)
 
 
-def run(kind: str, faults: list[Fault], jobs: int, limit_s: float, root: Path) -> None:
+def run(
+    kind: str, faults: list[Fault], jobs: int, limit_s: float, root: Path, with_control: bool
+) -> None:
     """Judges these, and writes each result as it comes."""
     results = read_results(kind, table.load(kind, root), root)
     commit = _commit(root)
-    controls = {fault.tests: fault.control() for fault in faults}
+    controls = {fault.tests: fault.control() for fault in faults if with_control}
     with (
         tempfile.TemporaryDirectory(prefix="judge-") as scratch,
         concurrent.futures.ProcessPoolExecutor(jobs) as pool,
@@ -105,7 +107,12 @@ def run(kind: str, faults: list[Fault], jobs: int, limit_s: float, root: Path) -
             print(f"control: passed in {verdict.seconds:.0f} s", flush=True)
         futures = {submit(fault): fault for fault in faults}
         for future in concurrent.futures.as_completed(futures):
-            fault, verdict = futures[future], future.result()
+            fault = futures[future]
+            try:
+                verdict = future.result()
+            except FaultError as error:
+                print(f"{fault.id}: no verdict: {error}", flush=True)
+                continue
             results[fault.id] = {
                 "id": fault.id,
                 "row": fault.digest(),
@@ -155,8 +162,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--kind", choices=table.KINDS, help="default: all")
     parser.add_argument("--only", default="", help="a regular expression for ids and files")
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--limit-s", type=float, default=900, help="for each fault")
+    parser.add_argument("--limit-s", type=float, default=1800, help="for each fault")
     parser.add_argument("--missed", action="store_true", help="again those that were not noticed")
+    parser.add_argument(
+        "--no-control",
+        dest="control",
+        action="store_false",
+        help="the tests are known to pass without a fault",
+    )
     parser.add_argument("--again", action="store_true", help="also those that have a result")
     parser.add_argument("--dry", action="store_true", help="only check the rows, print the table")
     parser.add_argument("--root", type=Path, default=table.ROOT, help="another checkout")
@@ -164,7 +177,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Status 1 if a row is wrong, or if a fault that was judged here was not noticed."""
+    """Status 1 if a row is wrong, or if a fault that was judged here has not been noticed."""
     options = _parser().parse_args(arguments)
     root = options.root.resolve()
     missed = 0
@@ -179,9 +192,9 @@ def main(arguments: list[str] | None = None) -> int:
                     again = {name for name, line in results.items() if not line["noticed"]}
                 judged = [f for f in wanted if f.id in again and not f.equivalent]
                 if judged:
-                    run(kind, judged, options.jobs, options.limit_s, root)
+                    run(kind, judged, options.jobs, options.limit_s, root, options.control)
                 results = read_results(kind, faults, root)
-                missed += sum(not results[fault.id]["noticed"] for fault in judged)
+                missed += sum(not results.get(f.id, {}).get("noticed") for f in judged)
             if wanted:
                 print(f"\n{kind}\n{page(wanted, read_results(kind, faults, root))}")
     except FaultError as error:

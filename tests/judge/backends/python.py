@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import functools
 import os
 import re
 import shutil
@@ -12,41 +14,39 @@ from tests.judge.bounded import Done, run_bounded
 from tests.judge.table import Fault, FaultError, Verdict
 
 # What is built, downloaded or recorded; tests make anew what they need of it.
-_LEFT_OUT = {".git", ".venv", ".cache", "build", "dist", "runs", "gpu-kit", "__pycache__"}
+_LEFT_OUT = (".git", ".venv", ".cache", "build", "dist", "runs", "gpu-kit", "__pycache__")
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - (.*))?$", re.MULTILINE)
+_WORD = re.compile(r"\w+")
+_DEFINED = re.compile(r"^(?:def|class) (\w+)|^    def (\w+)|^([A-Z]\w+)\b.* =", re.MULTILINE)
+_NAMED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _NO_TESTS = 5  # pytest's exit status
 _TRIES = 3
 
 
 def judge(fault: Fault, scratch: Path, limit_s: float) -> Verdict:
-    """Runs the tests, the nearest files first, until one fails; it must fail again by itself."""
+    """Runs the tests, the nearest files first, until one fails.
+
+    A failure counts if the test fails again by itself. Without the fault it must pass.
+    """
     tree = scratch / "tree"
     if not tree.exists():
-        _copy(fault.root, tree)
+        left_out = shutil.ignore_patterns(*_LEFT_OUT)
+        shutil.copytree(fault.root, tree, symlinks=True, ignore=left_out)
     source = tree / fault.file
     _replace(source, fault.changed())
     try:
-        return _verdict(fault, tree, limit_s)
+        verdict = _verdict(fault, tree, limit_s)
     finally:
         _replace(source, (fault.root / fault.file).read_text("utf-8"))
+    is_test = verdict.noticed and "::" in verdict.by and fault.new != fault.old
+    if is_test and not _passes(tree, verdict.by, limit_s):
+        raise FaultError(f"{verdict.by} fails without the fault {fault.id}")
+    return verdict
 
 
-def _copy(root: Path, tree: Path) -> None:
-    """Hard links where the folders are in one file system."""
-
-    def link(source: str, to: str) -> None:
-        try:
-            os.link(source, to)
-        except OSError:
-            shutil.copy2(source, to)
-
-    shutil.copytree(
-        root,
-        tree,
-        symlinks=True,
-        copy_function=link,
-        ignore=lambda _, names: _LEFT_OUT.intersection(names),
-    )
+@functools.cache
+def _passes(tree: Path, test: str, limit_s: float) -> bool:
+    return _pytest(tree, [test], limit_s).status == 0
 
 
 def _replace(source: Path, text: str) -> None:
@@ -100,7 +100,10 @@ def _pytest(tree: Path, arguments: list[str], limit_s: float) -> Done:
 
 
 def nearest(fault: Fault, tree: Path) -> list[str]:
-    """The test files of the selection, those first that name the most of what the file defines."""
+    """The test files of the selection, those first that name what the fault is in.
+
+    Names that few files have count more, and those of the changed function and its class most.
+    """
     files: list[str] = []
     for selected in fault.tests:
         path = tree / selected
@@ -108,17 +111,23 @@ def nearest(fault: Fault, tree: Path) -> list[str]:
             files += [str(found.relative_to(tree)) for found in path.rglob("test_*.py")]
         else:
             files.append(selected)
-    source = tree / fault.file
-    defined = re.findall(
-        r"^(?:def|class) (\w+)|^    def ([a-z]\w+)|^([A-Z]\w+) =",
-        source.read_text("utf-8"),
-        re.MULTILINE,
-    )
-    names = {name for groups in defined for name in groups if name}
-    names.add(fault.file.removesuffix(".py").removesuffix("/__init__").replace("/", "."))
+    files = list(dict.fromkeys(files))
+    words = {file: set(_WORD.findall((tree / file.split("::")[0]).read_text())) for file in files}
+    stems = [part.strip("_") for part in Path(fault.file).with_suffix("").parts[1:]]
+    score = {file: 3.0 * any(stem in Path(file).stem for stem in stems) for file in files}
+    for name, weight in _names(fault).items():
+        having = [file for file in files if name in words[file]]
+        for file in having:
+            score[file] += weight / len(having)
+    return sorted(files, key=lambda file: (-score[file], file))
 
-    def near(file: str) -> tuple[int, str]:
-        text = (tree / file.split("::", 1)[0]).read_text("utf-8")
-        return -sum(re.search(rf"\b{re.escape(name)}\b", text) is not None for name in names), file
 
-    return sorted(dict.fromkeys(files), key=near)
+def _names(fault: Fault) -> dict[str, int]:
+    """What the file defines, with its weight."""
+    text = (fault.root / fault.file).read_text("utf-8")
+    names = {name: 1 for groups in _DEFINED.findall(text) for name in groups if name}
+    line = 1 + text[: text.index(fault.old)].count("\n") + fault.old.rstrip().count("\n") // 2
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, _NAMED) and node.lineno <= line <= (node.end_lineno or line):
+            names[node.name] = 5
+    return {name: weight for name, weight in names.items() if not name.startswith("__")}
