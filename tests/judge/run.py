@@ -96,7 +96,9 @@ def run(kind: str, faults: list[Fault], options: argparse.Namespace) -> None:
 
         def submit(fault: Fault) -> concurrent.futures.Future[Verdict]:
             if options.near:
-                fault = dataclasses.replace(fault, tests=nearest(fault, root)[: options.near])
+                fault = dataclasses.replace(
+                    fault, tests=tuple(nearest(fault, root)[: options.near])
+                )
             return pool.submit(_judge_in, Path(scratch), kind, fault, options.limit_s)
 
         for waiting in concurrent.futures.as_completed(
