@@ -154,8 +154,8 @@ def summary(faults: Iterable[Fault], results: Results) -> list[tuple[str, int, i
     return [(name, *counts[name]) for name in names]  # type: ignore[misc]
 
 
-def page(faults: Iterable[Fault], results: Results) -> str:
-    """The summary as a table of Markdown."""
+def page(faults: list[Fault], results: Results) -> str:
+    """The summary as a table of Markdown, and the faults that were not noticed."""
     lines = [
         "| folder | faults | equivalent | run | noticed | per cent |",
         "|---|---:|---:|---:|---:|---:|",
@@ -163,7 +163,23 @@ def page(faults: Iterable[Fault], results: Results) -> str:
     for name, total, equivalent, ran, noticed in summary(faults, results):
         share = f"{100 * noticed / ran:.0f}" if ran else ""
         lines.append(f"| {name} | {total} | {equivalent} | {ran} | {noticed} | {share} |")
+    missed = [
+        f"`{fault.id}`"
+        for fault in faults
+        if not (fault.equivalent or results.get(fault.id, {"noticed": True})["noticed"])
+    ]
+    if missed:
+        lines += ["", f"Not noticed: {', '.join(missed)}."]
     return "\n".join(lines)
+
+
+def tables() -> str:
+    """The tables of all kinds that have faults, for the page of the site."""
+    found = []
+    for kind in table.KINDS:
+        if faults := table.load(kind):
+            found.append(f"### {kind}\n\n{page(faults, read_results(kind, faults))}")
+    return "\n\n".join(found)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -18,6 +18,8 @@ _FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - (.*))?$", re.MULTILINE)
 _WORD = re.compile(r"\w+")
 _DEFINED = re.compile(r"^(?:def|class) (\w+)|^    def (\w+)|^([A-Z]\w+)\b.* =", re.MULTILINE)
 _NAMED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+# Of an error: it tells of a wait, or of a process that was ended.
+_OF_TIME = re.compile(r"^E .*(time|late\b|wait|deadline|arriv|stuck|signal|ended)", re.M | re.I)
 _NO_TESTS = 5  # pytest's exit status
 _TRIES = 3
 
@@ -25,7 +27,7 @@ _TRIES = 3
 def judge(fault: Fault, scratch: Path, limit_s: float) -> Verdict:
     """Runs the tests, the nearest files first, until one fails.
 
-    A failure counts if the test fails again by itself.
+    A failure that may come from a busy machine counts if the test fails again by itself.
     """
     tree = scratch / "tree"
     if not tree.exists():
@@ -66,6 +68,8 @@ def _verdict(fault: Fault, tree: Path, limit_s: float) -> Verdict:
         if failed is None:  # pytest itself broke, or ranks have left something behind
             return Verdict(True, "pytest", seconds, done.output.strip().rsplit("\n", 1)[-1])
         name, message = failed.group(1), failed.group(2) or ""
+        if not _OF_TIME.search(done.output):
+            return Verdict(True, name, seconds, message)
         second = _pytest(tree, [name], limit_s)
         seconds += second.seconds
         if second.status != 0:
