@@ -1,7 +1,7 @@
 """Puts each fault of the table into a copy of the product, and says which quick test notices.
 
     python -m tests.judge.run [--kind KIND] [--only REGEX] [--jobs N] [--missed] [--again]
-                              [--near N] [--limit-s S] [--no-control] [--dry]
+                              [--near N] [--whole] [--limit-s S] [--no-control] [--recheck] [--dry]
 
 Before the first fault of a selection of tests, these run without a fault and must pass. A fault
 that has a result for its row is not run again without --again or --missed. Results are in
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.judge import table
-from tests.judge.backends.python import nearest
+from tests.judge.backends.python import WHOLE, nearest
 from tests.judge.table import Fault, FaultError, Verdict
 
 _BACKENDS = {
@@ -95,10 +95,8 @@ def run(kind: str, faults: list[Fault], options: argparse.Namespace) -> None:
     ):
 
         def submit(fault: Fault) -> concurrent.futures.Future[Verdict]:
-            if options.near:
-                fault = dataclasses.replace(
-                    fault, tests=tuple(nearest(fault, root)[: options.near])
-                )
+            tests = tuple(nearest(fault, root)[: options.near]) if options.near else fault.tests
+            fault = dataclasses.replace(fault, tests=WHOLE if options.whole else tests)
             return pool.submit(_judge_in, Path(scratch), kind, fault, options.limit_s)
 
         for waiting in concurrent.futures.as_completed(
@@ -134,6 +132,22 @@ def run(kind: str, faults: list[Fault], options: argparse.Namespace) -> None:
                 "said": verdict.said[:300],
             }
             write_results(kind, results, root)
+
+
+def recheck(kind: str, faults: list[Fault], options: argparse.Namespace) -> None:
+    """Runs what has noticed without a fault, and drops the results of tests that fail then."""
+    results = read_results(kind, faults, options.root)
+    found = {line["by"] for line in results.values() if "::" in line["by"]}
+    with tempfile.TemporaryDirectory(prefix="judge-") as scratch:
+        while found:
+            control = dataclasses.replace(faults[0].control(), tests=tuple(sorted(found)))
+            verdict = _judge_in(Path(scratch), kind, control, options.limit_s)
+            print(f"{len(found)} tests: {verdict.by or 'passed'} ({verdict.seconds:.0f} s)")
+            if not verdict.noticed:
+                break
+            found.discard(verdict.by)
+            results = {name: line for name, line in results.items() if line["by"] != verdict.by}
+            write_results(kind, results, options.root)
 
 
 def summary(faults: Iterable[Fault], results: Results) -> list[tuple[str, int, int, int, int]]:
@@ -195,12 +209,18 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="python: run only the N test files that are nearest; who is not noticed has no result",
     )
+    parser.add_argument("--whole", action="store_true", help="python: run all of the quick tests")
     parser.add_argument("--missed", action="store_true", help="again those that were not noticed")
     parser.add_argument(
         "--no-control",
         dest="control",
         action="store_false",
         help="the tests are known to pass without a fault",
+    )
+    parser.add_argument(
+        "--recheck",
+        action="store_true",
+        help="run what has noticed without a fault; a result of a test that fails then is dropped",
     )
     parser.add_argument("--again", action="store_true", help="also those that have a result")
     parser.add_argument("--dry", action="store_true", help="only check the rows, print the table")
@@ -217,7 +237,9 @@ def main(arguments: list[str] | None = None) -> int:
         for kind in [options.kind] if options.kind else table.KINDS:
             faults = table.load(kind, root)
             wanted = [f for f in faults if re.search(options.only, f"{f.id} {f.file}")]
-            if not options.dry:
+            if options.recheck:
+                recheck(kind, faults, options)
+            elif not options.dry:
                 results = read_results(kind, faults, root)
                 again = {f.id for f in wanted if options.again or f.id not in results}
                 if options.missed:

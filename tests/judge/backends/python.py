@@ -12,6 +12,7 @@ from pathlib import Path
 from tests.judge.bounded import Done, run_bounded
 from tests.judge.table import Fault, FaultError, Verdict
 
+WHOLE = ("tests/python",)  # the quick tests
 # What is built, downloaded or recorded; tests make anew what they need of it.
 _LEFT_OUT = (".git", ".venv", ".cache", "build", "dist", "runs", "gpu-kit", "__pycache__")
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - (.*))?$", re.MULTILINE)
