@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from pathlib import Path
 from typing import Any
 
@@ -254,11 +256,29 @@ def test_a_loss_scale_is_removed_for_an_optimizer_of_torch(rank: int) -> None:
     assert torch.equal(plain.state[alone.weight]["exp_avg"], state["state"]["weight"]["exp_avg"])
 
 
-def test_the_loss_scale_of_lomo_is_state() -> None:
-    model = nn.Linear(3, 2)
-    optimizer = Lomo(model, 0.1, loss_scale="dynamic")
+@pytest.mark.parametrize("system", ["lomo", 1, 2, 3])
+@in_ranks(1)
+def test_a_dynamic_loss_scale_is_state(rank: int, system: Any) -> None:
+    """With its count of good steps; also of the optimizer's own state_dict()."""
+    model: Any = nn.Linear(3, 2)
+    if system == "lomo":
+        optimizer: Any = Lomo(model, 0.1, loss_scale="dynamic")
+    else:
+        plain = torch.optim.AdamW(model.parameters())
+        optimizer = zero.shard(model, plain, system, loss_scale="dynamic")
     values, state = get_state_dict(model, optimizer)
-    state["param_groups"][0]["loss_scale"] = 8.0
+    state["param_groups"][0] |= {"loss_scale": 8.0, "loss_scale_good_steps": 1999}
     set_state_dict(model, optimizer, values, state)
     assert optimizer.loss_scale == 8.0
-    assert "loss_scale" not in optimizer.param_groups[0]
+    assert system != "lomo" or "loss_scale" not in optimizer.param_groups[0]
+    saved = copy.deepcopy(optimizer.state_dict())
+    for factor, scale in ((1.0, 16.0), (math.inf, 8.0)):
+        loss = optimizer.scale(model(torch.ones(1, 3)).sum() * factor)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert optimizer.loss_scale == scale
+    optimizer.load_state_dict(saved)
+    optimizer.scale(model(torch.ones(1, 3)).sum()).backward()
+    optimizer.step()
+    assert optimizer.loss_scale == 16.0
