@@ -44,7 +44,7 @@ def run_bounded(
     """Runs the command with a low priority and ends it, and what it started, after limit_s."""
     begin = time.monotonic()
     process = subprocess.Popen(
-        [*_ENDS_WITH_US, *_alone(), "nice", *command],
+        [*_ENDS_WITH_US, *_alone(), "nice", "-n", "5", *command],
         cwd=cwd,
         env=None if env is None else dict(env),
         stdin=subprocess.DEVNULL,
