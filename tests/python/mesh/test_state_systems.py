@@ -256,6 +256,18 @@ def test_a_loss_scale_is_removed_for_an_optimizer_of_torch(rank: int) -> None:
     assert torch.equal(plain.state[alone.weight]["exp_avg"], state["state"]["weight"]["exp_avg"])
 
 
+@in_ranks(2)
+def test_a_part_of_another_rank_is_refused(rank: int) -> None:
+    model = nn.Sequential(ColumnParallelLinear(4, 6, bias=False))
+    values, _ = get_state_dict(model)
+    before = model[0].weight.detach().clone()
+    rows = range_boxes((6, 4), 12 * (1 - rank), 12 * (2 - rank))
+    part = TensorPart(torch.zeros(12), rows, (6, 4))
+    with pytest.raises(ValueError, match=r"rank 0: 0\.weight is the part of another rank"):
+        set_state_dict(model, None, dict.fromkeys(values, part))
+    assert torch.equal(model[0].weight, before)
+
+
 @pytest.mark.parametrize("system", ["lomo", 1, 2, 3])
 @in_ranks(1)
 def test_a_dynamic_loss_scale_is_state(rank: int, system: Any) -> None:
