@@ -1,0 +1,112 @@
+"""The table of seeded faults: faults/<kind>.toml, one row for each fault.
+
+A row has these keys:
+
+    id       unique over the tables of all kinds
+    file     the file of the product, from the root of the checkout
+    old      text that occurs exactly once in it
+    new      what replaces it
+    tests    the folders, files or cases of the quick tests that must notice
+    origin   "hand", or "drawn" by a mutation tool with a fixed seed
+    equivalent   optional: why no test can notice, because the program does the same
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # pytest requires it there
+
+ROOT = Path(__file__).resolve().parents[2]
+KINDS = ("python", "engine", "operators", "ptx", "triton")
+
+
+class FaultError(Exception):
+    """A row that cannot be applied; the message names the row."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """One change to one file of the product."""
+
+    id: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+    origin: str
+    equivalent: str = ""
+    root: Path = dataclasses.field(default=ROOT, compare=False)  # of the checkout that is judged
+
+    def check(self) -> None:
+        """Raises FaultError if the row is incomplete or its text does not occur exactly once."""
+        if self.origin not in ("hand", "drawn"):
+            raise FaultError(f"fault {self.id}: origin is {self.origin!r}, not hand or drawn")
+        if not self.tests:
+            raise FaultError(f"fault {self.id}: it names no tests")
+        if self.old == self.new:
+            raise FaultError(f"fault {self.id}: new is old")
+        self.changed()
+
+    def changed(self) -> str:
+        """The text of the file with the fault."""
+        path = self.root / self.file
+        if not path.is_file():
+            raise FaultError(f"fault {self.id}: there is no file {self.file}")
+        text = path.read_text("utf-8")
+        count = text.count(self.old)
+        if count != 1:
+            raise FaultError(
+                f"fault {self.id}: its text occurs {count} times in {self.file}, not once; "
+                f"update the row:\n{self.old}"
+            )
+        return text.replace(self.old, self.new)
+
+    def control(self) -> Fault:
+        """The same row without its change: its tests pass."""
+        return dataclasses.replace(self, id=f"control of {self.id}", new=self.old)
+
+    def digest(self) -> str:
+        """Of all that decides the verdict except the rest of the checkout."""
+        row = [self.file, self.old, self.new, self.tests]
+        return hashlib.sha256(json.dumps(row).encode()).hexdigest()[:16]
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What a back end's judge(fault, scratch, limit_s) returns."""
+
+    noticed: bool
+    by: str  # the test that failed; "time" if the tests did not end; "" if none noticed
+    seconds: float
+    said: str  # the test's message in one line, for readers
+
+
+def load(kind: str, root: Path = ROOT) -> list[Fault]:
+    """All rows of a kind, checked."""
+    path = root / "tests" / "judge" / "faults" / f"{kind}.toml"
+    rows = tomllib.loads(path.read_text("utf-8")).get("fault", [])
+    faults = [_fault(row, root, path) for row in rows]
+    seen: set[str] = set()
+    for fault in faults:
+        if fault.id in seen:
+            raise FaultError(f"fault {fault.id}: the id occurs twice in {path.name}")
+        seen.add(fault.id)
+        fault.check()
+    return faults
+
+
+def _fault(row: dict[str, Any], root: Path, path: Path) -> Fault:
+    names = {field.name for field in dataclasses.fields(Fault)} - {"root"}
+    wrong = sorted({*row} - names) + sorted(names - {"equivalent"} - {*row})
+    if wrong:
+        raise FaultError(f"fault {row.get('id')} of {path.name}: missing or unknown {wrong}")
+    return Fault(**{**row, "tests": tuple(row["tests"])}, root=root)
