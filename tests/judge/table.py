@@ -110,3 +110,15 @@ def _fault(row: dict[str, Any], root: Path, path: Path) -> Fault:
     if wrong:
         raise FaultError(f"fault {row.get('id')} of {path.name}: missing or unknown {wrong}")
     return Fault(**{**row, "tests": tuple(row["tests"])}, root=root)
+
+
+def row(fault: Fault) -> str:
+    """As TOML: literal texts of several lines begin after the first line's end."""
+    tests = ", ".join(f'"{name}"' for name in fault.tests)
+    for text in (fault.old, fault.new):
+        assert "'''" not in text
+    return (
+        f'\n[[fault]]\nid = "{fault.id}"\nfile = "{fault.file}"\n'
+        f"old = '''\n{fault.old}'''\nnew = '''\n{fault.new}'''\n"
+        f'tests = [{tests}]\norigin = "drawn"\n'
+    )
