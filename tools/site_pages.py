@@ -3,6 +3,7 @@
 - The project's address.
 - README's parts on the home page, so that both say the same: in docs/index.md `<!-- README -->` is
   README's text before its first section, and `<!-- README: Status -->` the section of that title.
+- The judge's tables, in docs/design/judge.md at `<!-- judge -->`.
 - The pages of `ringcomm show`. Links in docs/ lead to their rows of docs/how-to/show.md, which a
   code host has, too; on the site they open the pages.
 """
@@ -71,6 +72,9 @@ def on_page_markdown(markdown: str, page: Any, **unused: Any) -> str:
     markdown = SHOW_LINK.sub(r"show/\1.html)", markdown)
     if page.file.src_uri == "how-to/show.md":
         return SHOW_ROW.sub(r"[\2](../show/\1.html)", markdown)
+    if page.file.src_uri == "design/judge.md":
+        # It has no tomllib in Python 3.10, nor pytest's.
+        return markdown.replace("<!-- judge -->", import_module("tests.judge.run").tables())
     if page.file.src_uri != "index.md":
         return markdown
     readme = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -25,8 +25,10 @@ from cosmic_ray.plugins import get_operator, operator_names
 
 from tests.judge.table import ROOT, Fault, row
 
-_FAMILIES = ({"Add", "Sub"}, {"Mul", "Div", "FloorDiv", "Mod"}, {"RShift", "LShift"})
-_FAMILIES += ({"BitOr", "BitAnd", "BitXor"},)
+_FAMILIES: tuple[set[str], ...] = (
+    *({"Add", "Sub"}, {"Mul", "Div", "FloorDiv", "Mod"}),
+    *({"RShift", "LShift"}, {"BitOr", "BitAnd", "BitXor"}),
+)
 _NO_ARGUMENT = ("core/VariableReplacer", "core/VariableInserter")  # these need one
 # The quick tests that must notice a fault, by the beginning of the file's path; the longest counts.
 _TESTS = {

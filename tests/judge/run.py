@@ -1,7 +1,7 @@
 """Puts each fault of the table into a copy of the product, and says which quick test notices.
 
     python -m tests.judge.run [--kind KIND] [--only REGEX] [--jobs N] [--missed] [--again]
-                              [--limit-s S] [--no-control] [--dry]
+                              [--near N] [--whole] [--limit-s S] [--no-control] [--recheck] [--dry]
 
 Before the first fault of a selection of tests, these run without a fault and must pass. A fault
 that has a result for its row is not run again without --again or --missed. Results are in
@@ -13,18 +13,20 @@ from __future__ import annotations
 import argparse
 import collections
 import concurrent.futures
+import dataclasses
 import importlib
 import json
-import os
 import re
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from tests.judge import table
+from tests.judge.backends.python import WHOLE, nearest
 from tests.judge.table import Fault, FaultError, Verdict
 
 _BACKENDS = {
@@ -74,26 +76,28 @@ def _commit(root: Path) -> str:
 
 
 def _judge_in(scratch: Path, kind: str, fault: Fault, limit_s: float) -> Verdict:
-    """In a process of the pool: its own copy of the product."""
-    own = scratch / str(os.getpid())
+    """In a thread of the pool, which has its own copy of the product."""
+    own = scratch / str(threading.get_ident())
     own.mkdir(exist_ok=True)
     return judge_of(kind)(fault, own, limit_s)
 
 
-def run(
-    kind: str, faults: list[Fault], jobs: int, limit_s: float, root: Path, with_control: bool
-) -> None:
+def run(kind: str, faults: list[Fault], options: argparse.Namespace) -> None:
     """Judges these, and writes each result as it comes."""
-    results = read_results(kind, table.load(kind, root), root)
-    commit = _commit(root)
-    controls = {fault.tests: fault.control() for fault in faults if with_control}
+    root: Path = options.root
+    known, commit = table.load(kind, root), _commit(root)
+    # A run that is stopped early has judged a sample.
+    faults = sorted(faults, key=Fault.digest)
+    controls = {fault.tests: fault.control() for fault in faults if options.control}
     with (
         tempfile.TemporaryDirectory(prefix="judge-") as scratch,
-        concurrent.futures.ProcessPoolExecutor(jobs) as pool,
+        concurrent.futures.ThreadPoolExecutor(options.jobs) as pool,
     ):
 
         def submit(fault: Fault) -> concurrent.futures.Future[Verdict]:
-            return pool.submit(_judge_in, Path(scratch), kind, fault, limit_s)
+            tests = tuple(nearest(fault, root)[: options.near]) if options.near else fault.tests
+            fault = dataclasses.replace(fault, tests=WHOLE if options.whole else tests)
+            return pool.submit(_judge_in, Path(scratch), kind, fault, options.limit_s)
 
         for waiting in concurrent.futures.as_completed(
             [submit(fault) for fault in controls.values()]
@@ -113,6 +117,11 @@ def run(
             except FaultError as error:
                 print(f"{fault.id}: no verdict: {error}", flush=True)
                 continue
+            word = f"noticed by {verdict.by}" if verdict.noticed else "NOT NOTICED"
+            print(f"{fault.id}: {word} ({verdict.seconds:.0f} s)", flush=True)
+            if options.near and not verdict.noticed:
+                continue
+            results = read_results(kind, known, root)
             results[fault.id] = {
                 "id": fault.id,
                 "row": fault.digest(),
@@ -123,8 +132,22 @@ def run(
                 "said": verdict.said[:300],
             }
             write_results(kind, results, root)
-            word = f"noticed by {verdict.by}" if verdict.noticed else "NOT NOTICED"
-            print(f"{fault.id}: {word} ({verdict.seconds:.0f} s)", flush=True)
+
+
+def recheck(kind: str, faults: list[Fault], options: argparse.Namespace) -> None:
+    """Runs what has noticed without a fault, and drops the results of tests that fail then."""
+    results = read_results(kind, faults, options.root)
+    found = {line["by"] for line in results.values() if "::" in line["by"]}
+    with tempfile.TemporaryDirectory(prefix="judge-") as scratch:
+        while found:
+            control = dataclasses.replace(faults[0].control(), tests=tuple(sorted(found)))
+            verdict = _judge_in(Path(scratch), kind, control, options.limit_s)
+            print(f"{len(found)} tests: {verdict.by or 'passed'} ({verdict.seconds:.0f} s)")
+            if not verdict.noticed:
+                break
+            found.discard(verdict.by)
+            results = {name: line for name, line in results.items() if line["by"] != verdict.by}
+            write_results(kind, results, options.root)
 
 
 def summary(faults: Iterable[Fault], results: Results) -> list[tuple[str, int, int, int, int]]:
@@ -145,8 +168,8 @@ def summary(faults: Iterable[Fault], results: Results) -> list[tuple[str, int, i
     return [(name, *counts[name]) for name in names]  # type: ignore[misc]
 
 
-def page(faults: Iterable[Fault], results: Results) -> str:
-    """The summary as a table of Markdown."""
+def page(faults: list[Fault], results: Results) -> str:
+    """The summary as a table of Markdown, and the faults that were not noticed."""
     lines = [
         "| folder | faults | equivalent | run | noticed | per cent |",
         "|---|---:|---:|---:|---:|---:|",
@@ -154,7 +177,23 @@ def page(faults: Iterable[Fault], results: Results) -> str:
     for name, total, equivalent, ran, noticed in summary(faults, results):
         share = f"{100 * noticed / ran:.0f}" if ran else ""
         lines.append(f"| {name} | {total} | {equivalent} | {ran} | {noticed} | {share} |")
+    missed = [
+        f"`{fault.id}`"
+        for fault in faults
+        if not (fault.equivalent or results.get(fault.id, {"noticed": True})["noticed"])
+    ]
+    if missed:
+        lines += ["", f"Not noticed: {', '.join(missed)}."]
     return "\n".join(lines)
+
+
+def tables() -> str:
+    """The tables of all kinds that have faults, for the page of the site."""
+    found = []
+    for kind in table.KINDS:
+        if faults := table.load(kind):
+            found.append(f"### {kind}\n\n{page(faults, read_results(kind, faults))}")
+    return "\n\n".join(found)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -163,12 +202,25 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--only", default="", help="a regular expression for ids and files")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--limit-s", type=float, default=1800, help="for each fault")
+    parser.add_argument(
+        "--near",
+        type=int,
+        default=0,
+        metavar="N",
+        help="python: run only the N test files that are nearest; who is not noticed has no result",
+    )
+    parser.add_argument("--whole", action="store_true", help="python: run all of the quick tests")
     parser.add_argument("--missed", action="store_true", help="again those that were not noticed")
     parser.add_argument(
         "--no-control",
         dest="control",
         action="store_false",
         help="the tests are known to pass without a fault",
+    )
+    parser.add_argument(
+        "--recheck",
+        action="store_true",
+        help="run what has noticed without a fault; a result of a test that fails then is dropped",
     )
     parser.add_argument("--again", action="store_true", help="also those that have a result")
     parser.add_argument("--dry", action="store_true", help="only check the rows, print the table")
@@ -179,20 +231,22 @@ def _parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     """Status 1 if a row is wrong, or if a fault that was judged here has not been noticed."""
     options = _parser().parse_args(arguments)
-    root = options.root.resolve()
+    root = options.root = options.root.resolve()
     missed = 0
     try:
         for kind in [options.kind] if options.kind else table.KINDS:
             faults = table.load(kind, root)
             wanted = [f for f in faults if re.search(options.only, f"{f.id} {f.file}")]
-            if not options.dry:
+            if options.recheck:
+                recheck(kind, faults, options)
+            elif not options.dry:
                 results = read_results(kind, faults, root)
                 again = {f.id for f in wanted if options.again or f.id not in results}
                 if options.missed:
                     again = {name for name, line in results.items() if not line["noticed"]}
                 judged = [f for f in wanted if f.id in again and not f.equivalent]
                 if judged:
-                    run(kind, judged, options.jobs, options.limit_s, root, options.control)
+                    run(kind, judged, options)
                 results = read_results(kind, faults, root)
                 missed += sum(not results.get(f.id, {}).get("noticed") for f in judged)
             if wanted:

@@ -23,7 +23,7 @@ from typing import Any
 if sys.version_info >= (3, 11):
     import tomllib
 else:
-    import tomli as tomllib  # type: ignore[import-not-found, unused-ignore]  # pytest has it
+    import tomli as tomllib  # pytest requires it there
 
 ROOT = Path(__file__).resolve().parents[2]
 KINDS = ("python", "engine", "operators", "ptx", "triton")

@@ -30,7 +30,7 @@ from ranks import in_ranks
 from test_errors import caught
 
 import ringcomm
-from ringcomm.torch_names import backend_of
+from ringcomm.torch_names import backend_of, timeout_of
 
 SOON_S = 20.0  # shrink takes milliseconds, and the group's time-out is 30 s
 PATIENCE_S = 3.0  # for a rank that lives and does not answer; the others must be faster
@@ -53,8 +53,10 @@ def shrink_to(
     rank: int, left: list[int], least_s: float = 0.0, most_s: float = SOON_S, **options: Any
 ) -> Any:
     """Shrinks the default group, of which these ranks must be left, and uses what it gets."""
-    begin = time.monotonic()
+    begin, cpu = time.monotonic(), torch.device("cpu")
+    own_timeout = timeout_of(backend_of(dist.group.WORLD, cpu))
     new = ringcomm.shrink(**options)
+    assert timeout_of(backend_of(new, cpu)) == own_timeout  # not that of shrink()
     assert least_s <= time.monotonic() - begin < most_s
     ranks = [torch.zeros(1) for _ in range(new.size())]
     dist.all_gather(ranks, torch.tensor([float(rank)]), group=new)
