@@ -68,7 +68,7 @@ _RULES: tuple[tuple[str, str, str], ...] = (
     ("Call", r"(?<=[;{})]\n)[ ]+(?!return\b|throw\b|delete\b)[\w.:>-]+\([^;{}\n]*\);(?=\n)", ";"),
     ("Min_Max", r"\bstd::min\b", "std::max"),
     ("Max_Min", r"\bstd::max\b", "std::min"),
-    ("Order", r"\bload_acquire\b|\bstore_release\b|\bmemory_order_(?:acquire|release|seq_cst)\b", "{order}"),
+    ("Order", r"\b(?:load_acquire|store_release|memory_order_(?:acquire|release))\b", "{order}"),
     ("Return", r"(?<=\breturn )(?!true;|false;|0;|nullptr;|\w+\(\);)\w[^;{}]*(?=;)", "{}"),
 )  # fmt: skip
 

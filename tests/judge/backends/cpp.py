@@ -95,7 +95,7 @@ def _judged(fault: Fault, tree: Path, program: str, done: Done, seconds: float) 
         return Verdict(True, "time", seconds, f"no end after {done.seconds:.0f} s")
     if done.status == 0:
         return Verdict(False, "", seconds, "")
-    cases = [match for match in _CASE.finditer(done.output)]
+    cases = list(_CASE.finditer(done.output))
     error = _ERROR.search(done.output)
     said = error[0] if error else done.output.strip().rsplit("\n", 1)[-1]
     before = [match for match in cases if error is None or match.start() < error.start()]
