@@ -23,22 +23,24 @@ _FOLDERS = {
     "engine": ("bindings", "collectives", "communicator", "core", "host", "transport"),
     "operators": ("kernels", "ops", "reduce"),
 }
-# The folders that no C++ test has.
-_NO_CPP = ("bindings", "ops")
-# The Python tests that may notice a fault, too.
-_PYTHON = {
-    "bindings": (
-        "backend/test_collectives.py",
-        "backend/test_works.py",
-        "backend/test_ops.py",
-        "backend",
+# The tests that must notice a fault, by the beginning of the file's path; the longest counts.
+_RECORDS = ("cpp", "python/backend/test_flight_dumps.py", "python/backend/test_job_doctor.py")
+_TESTS: dict[str, tuple[str, ...]] = {
+    "csrc/": ("cpp",),
+    "csrc/bindings/": (
+        "python/backend/test_collectives.py",
+        "python/backend/test_works.py",
+        "python/backend/test_ops.py",
+        "python/backend",
     ),
-    "kernels": ("ops",),
-    "ops": ("ops", "optim"),
+    "csrc/collectives/long_waits": _RECORDS,
+    "csrc/collectives/record": _RECORDS,
+    "csrc/collectives/trace": _RECORDS,
+    "csrc/host/peer_process": _RECORDS,
+    "csrc/host/rank_record": _RECORDS,
+    "csrc/kernels/": ("cpp", "python/ops"),
+    "csrc/ops/": ("python/ops", "python/optim"),
 }
-# Sources that write what Python reads, and whose C++ tests are few.
-_ALSO_PYTHON = re.compile("recorder|record_format|long_waits|trace|rank_record|peer_process")
-_RECORDS = ("backend/test_flight_dumps.py", "backend/test_job_doctor.py")
 _HIDDEN = re.compile(
     r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])+\'|^[ \t]*#(?:\\\n|[^\n])*'
     r"|\bstatic_assert\b[^;]*;|\btemplate <[^{;]*?>\s*$|\boperator\W+|\)[\w\s]*= 0;",
@@ -143,10 +145,8 @@ def draw(kind: str, root: Path, count: int, seed: int) -> Iterator[Fault]:
 
 def tests_of(file: str) -> tuple[str, ...]:
     """Of a file of csrc."""
-    folder = file.split("/")[1]
-    python = _PYTHON.get(folder) or (_RECORDS if _ALSO_PYTHON.search(Path(file).stem) else ())
-    cpp = () if folder in _NO_CPP else ("tests/cpp",)
-    return (*cpp, *(f"tests/python/{name}" for name in python))
+    longest = max((begin for begin in _TESTS if file.startswith(begin)), key=len)
+    return tuple(f"tests/{name}" for name in _TESTS[longest])
 
 
 def main() -> None:
