@@ -7,6 +7,7 @@
 
 #include "collectives/algorithm.h"
 #include "collectives/op_kind.h"
+#include "core/types.h"
 #include "host/call_step.h"
 #include "host/ticks.h"
 

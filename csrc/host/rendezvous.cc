@@ -9,6 +9,7 @@
 
 #include "host/cores.h"
 #include "host/fd.h"
+#include "host/process.h"
 #include "host/random.h"
 #include "host/system_error.h"
 #include "host/text_fields.h"

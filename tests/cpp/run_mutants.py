@@ -5,13 +5,13 @@ Each mutant (checker/mutants.py) is one textual replacement in a copy of csrc/co
 source carries no hooks. The text must occur exactly once: if the source has moved on, the run
 fails and says which mutant needs an update. The checker is compiled against the mutated copy and
 must report the expected kind of violation in each of the mutant's scenarios. That the shipped
-source passes is the checker's own run, or this one's with --shipped.
+source passes is the checker's own run.
 
-With --engine it breaks what stands above the protocols instead. The C++ tests are linked with the
-mutated source, and one of them, which make test-cpp runs as well, must fail or not end.
+This is not a back end of tests/judge: its verdict is not whether tests fail, but which kind of
+violation each scenario has, and of some mutants that a scenario has none. What is above the
+protocols has rows in tests/judge/faults/engine.toml.
 
-    python3 tests/cpp/run_mutants.py [--cxx c++] [--keep DIR] [--only NAME] [--shipped] [--list]
-                                     [--engine]
+    python3 tests/cpp/run_mutants.py [--cxx c++] [--keep DIR] [--only NAME]
 
 Exit status 0 if every mutant behaves as expected.
 """
@@ -26,11 +26,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
-from checker.mutants import ENGINE_MUTANTS, MUTANTS, EngineMutant, Mutant, Run
+from checker.mutants import MUTANTS, Mutant, Run
 
 CPP_TESTS = pathlib.Path(__file__).resolve().parent
 ROOT = CPP_TESTS.parent.parent
@@ -154,41 +152,6 @@ def try_mutant(
         return [f"{mutant.name:24} FAILED: {failure}"]
 
 
-def try_engine_mutant(mutant: EngineMutant, cxx: str, work: pathlib.Path) -> list[str]:
-    """The line of the table for this mutant of the engine, whose tests are built."""
-    place = work / mutant.name
-    place.mkdir()
-    copy = place / pathlib.Path(mutant.source).name
-    shutil.copy(ROOT / mutant.source, copy)
-    program = place / "tests"
-    begin = time.monotonic()
-    try:
-        for old, new in mutant.edits:
-            replace(copy, old, new)
-        paths = [f"SOURCE={ROOT / mutant.source}", f"COPY={copy}", f"TO={program}"]
-        made = run(
-            ["make", "-C", str(CPP_TESTS), "mutant", f"CXX={cxx}", "RINGCOMM_WERROR=0", *paths]
-        )
-        if made.returncode != 0:
-            raise Failure(f"its tests cannot be built:\n{made.stderr}")
-        found = "fails"
-        try:
-            if run([str(program), f"-tc={mutant.test}"]).returncode == 0:
-                found = "ok"
-        except Failure:
-            found = "no end"
-        verdict = "MISSED, expected a failure" if found == "ok" else "as expected"
-        took_s = time.monotonic() - begin
-        return [f"{mutant.name:24} {mutant.test[:32]:32} {found:10} {took_s:6.2f} s  {verdict}"]
-    except Failure as failure:
-        return [f"{mutant.name:24} FAILED: {failure}"]
-
-
-def run_shipped(cxx: str, work: pathlib.Path, objects: dict[pathlib.Path, pathlib.Path]) -> bool:
-    checker = link(cxx, list(objects.values()), work / "checker")
-    return subprocess.run([str(checker)], check=False).returncode == 0
-
-
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -196,42 +159,25 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--cxx", default="c++", help="C++20 compiler (default: %(default)s)")
     parser.add_argument("--keep", type=pathlib.Path, metavar="DIR", help="build here and leave it")
     parser.add_argument("--only", action="append", metavar="NAME", help="this mutant; repeatable")
-    parser.add_argument(
-        "--shipped", action="store_true", help="first run everything on the shipped source"
-    )
-    parser.add_argument("--list", action="store_true", help="print the mutants' names and end")
-    parser.add_argument(
-        "--engine", action="store_true", help="mutants of the engine, whose tests are built"
-    )
     arguments = parser.parse_args()
-    arguments.mutants = ENGINE_MUTANTS if arguments.engine else MUTANTS
-    unknown = set(arguments.only or ()) - {mutant.name for mutant in arguments.mutants}
-    if unknown:
+    names = arguments.only or [mutant.name for mutant in MUTANTS]
+    arguments.mutants = [mutant for mutant in MUTANTS if mutant.name in names]
+    if unknown := {*names} - {mutant.name for mutant in MUTANTS}:
         parser.error(f"no such mutant: {', '.join(sorted(unknown))}")
-    if arguments.only:
-        arguments.mutants = [one for one in arguments.mutants if one.name in arguments.only]
     return arguments
 
 
 def run_all(arguments: argparse.Namespace, work: pathlib.Path) -> bool:
     begin = time.monotonic()
-    is_good = True
     cxx = arguments.cxx
+    sources = sorted(CHECKER.glob("*.cc"))
     with ThreadPoolExecutor(max_workers=2) as pool:
-        attempt: Callable[[Any], list[str]]
-        if arguments.engine:
-            attempt = functools.partial(try_engine_mutant, cxx=cxx, work=work)
-        else:
-            sources = sorted(CHECKER.glob("*.cc"))
-            built = pool.map(
-                lambda source: compile_one(cxx, source, CORE.parent, work / f"{source.stem}.o"),
-                sources,
-            )
-            objects = dict(zip(sources, built, strict=True))
-            if arguments.shipped:
-                is_good = run_shipped(cxx, work, objects)
-                print(f"shipped source: {'passes' if is_good else 'FAILS'}\n")
-            attempt = functools.partial(try_mutant, cxx=cxx, work=work, objects=objects)
+        built = pool.map(
+            lambda source: compile_one(cxx, source, CORE.parent, work / f"{source.stem}.o"), sources
+        )
+        attempt = functools.partial(
+            try_mutant, cxx=cxx, work=work, objects=dict(zip(sources, built, strict=True))
+        )
         print(f"{'mutant':24} {'scenario or test':32} {'found':10}")
         num_bad = 0
         for lines in pool.map(attempt, arguments.mutants):
@@ -242,14 +188,11 @@ def run_all(arguments: argparse.Namespace, work: pathlib.Path) -> bool:
         f"\n{num - num_bad} of {num} mutants behave as expected, "
         f"{time.monotonic() - begin:.0f} s in all"
     )
-    return is_good and num_bad == 0
+    return num_bad == 0
 
 
 def main() -> int:
     arguments = parse_arguments()
-    if arguments.list:
-        print("\n".join(mutant.name for mutant in arguments.mutants))
-        return 0
     try:
         if arguments.keep:
             shutil.rmtree(arguments.keep, ignore_errors=True)

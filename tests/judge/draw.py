@@ -23,7 +23,7 @@ from cosmic_ray.ast import ast_nodes, get_ast
 from cosmic_ray.mutating import mutate_code
 from cosmic_ray.plugins import get_operator, operator_names
 
-from tests.judge.table import ROOT, Fault
+from tests.judge.table import ROOT, Fault, row
 
 _FAMILIES: tuple[set[str], ...] = (
     *({"Add", "Sub"}, {"Mul", "Div", "FloorDiv", "Mod"}),
@@ -159,18 +159,6 @@ def tests_of(file: str) -> tuple[str, ...]:
     """Of a file of the package."""
     longest = max((begin for begin in _TESTS if file.startswith(begin)), key=len)
     return tuple(f"tests/python/{name}" for name in _TESTS[longest])
-
-
-def row(fault: Fault) -> str:
-    """As TOML: literal texts of several lines begin after the first line's end."""
-    tests = ", ".join(f'"{name}"' for name in fault.tests)
-    for text in (fault.old, fault.new):
-        assert "'''" not in text
-    return (
-        f'\n[[fault]]\nid = "{fault.id}"\nfile = "{fault.file}"\n'
-        f"old = '''\n{fault.old}'''\nnew = '''\n{fault.new}'''\n"
-        f'tests = [{tests}]\norigin = "drawn"\n'
-    )
 
 
 def main() -> None:

@@ -9,6 +9,8 @@ A row has these keys:
     tests    the folders, files or cases of the quick tests that must notice
     origin   "hand", or "drawn" by a mutation tool with a fixed seed
     equivalent   optional: why no test can notice, because the program does the same
+    edits    optional: further changes that belong to the fault, tables of file, old and new
+    detail   optional: a table of what the back end of the kind needs besides
 """
 
 from __future__ import annotations
@@ -44,6 +46,8 @@ class Fault:
     tests: tuple[str, ...]
     origin: str
     equivalent: str = ""
+    edits: tuple[dict[str, str], ...] = ()
+    detail: dict[str, str] = dataclasses.field(default_factory=dict, hash=False)
     root: Path = dataclasses.field(default=ROOT, compare=False)  # of the checkout that is judged
 
     def check(self) -> None:
@@ -58,25 +62,34 @@ class Fault:
 
     def changed(self) -> str:
         """The text of the file with the fault."""
-        path = self.root / self.file
-        if not path.is_file():
-            raise FaultError(f"fault {self.id}: there is no file {self.file}")
-        text = path.read_text("utf-8")
-        count = text.count(self.old)
-        if count != 1:
-            raise FaultError(
-                f"fault {self.id}: its text occurs {count} times in {self.file}, not once; "
-                f"update the row:\n{self.old}"
-            )
-        return text.replace(self.old, self.new)
+        return self.texts()[self.file]
+
+    def texts(self) -> dict[str, str]:
+        """The texts of all files that the fault changes."""
+        texts: dict[str, str] = {}
+        own = {"file": self.file, "old": self.old, "new": self.new}
+        for edit in (own, *self.edits):
+            path = self.root / edit["file"]
+            if not path.is_file():
+                raise FaultError(f"fault {self.id}: there is no file {edit['file']}")
+            text = texts.get(edit["file"]) or path.read_text("utf-8")
+            count = text.count(edit["old"])
+            if count != 1:
+                raise FaultError(
+                    f"fault {self.id}: its text occurs {count} times in {edit['file']}, not once; "
+                    f"update the row:\n{edit['old']}"
+                )
+            texts[edit["file"]] = text.replace(edit["old"], edit["new"])
+        return texts
 
     def control(self) -> Fault:
         """The same row without its change: its tests pass."""
-        return dataclasses.replace(self, id=f"control of {self.id}", new=self.old)
+        return dataclasses.replace(self, id=f"control of {self.id}", new=self.old, edits=())
 
     def digest(self) -> str:
         """Of all that decides the verdict except the rest of the checkout."""
-        row = [self.file, self.old, self.new, self.tests]
+        row: list[object] = [self.file, self.old, self.new, self.tests]
+        row += [more for more in (self.edits, self.detail) if more]
         return hashlib.sha256(json.dumps(row).encode()).hexdigest()[:16]
 
 
@@ -106,7 +119,21 @@ def load(kind: str, root: Path = ROOT) -> list[Fault]:
 
 def _fault(row: dict[str, Any], root: Path, path: Path) -> Fault:
     names = {field.name for field in dataclasses.fields(Fault)} - {"root"}
-    wrong = sorted({*row} - names) + sorted(names - {"equivalent"} - {*row})
+    optional = {"equivalent", "edits", "detail"}
+    wrong = sorted({*row} - names) + sorted(names - optional - {*row})
     if wrong:
         raise FaultError(f"fault {row.get('id')} of {path.name}: missing or unknown {wrong}")
-    return Fault(**{**row, "tests": tuple(row["tests"])}, root=root)
+    lists: dict[str, Any] = {name: tuple(row[name]) for name in ("tests", "edits") if name in row}
+    return Fault(**(row | lists), root=root)
+
+
+def row(fault: Fault) -> str:
+    """As TOML: literal texts of several lines begin after the first line's end."""
+    tests = ", ".join(f'"{name}"' for name in fault.tests)
+    for text in (fault.old, fault.new):
+        assert "'''" not in text
+    return (
+        f'\n[[fault]]\nid = "{fault.id}"\nfile = "{fault.file}"\n'
+        f"old = '''\n{fault.old}'''\nnew = '''\n{fault.new}'''\n"
+        f'tests = [{tests}]\norigin = "drawn"\n'
+    )

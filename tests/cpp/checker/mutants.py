@@ -1,4 +1,4 @@
-"""What run_mutants.py breaks in csrc, and what must see it: the checker, and as what; or a test."""
+"""What run_mutants.py breaks in csrc/core, and as what the checker must see it."""
 
 import dataclasses
 
@@ -23,16 +23,6 @@ class Mutant:
     old: str
     new: str
     runs: tuple[Run, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class EngineMutant:
-    """Of what stands above the protocols: replacements, and the C++ test that must fail."""
-
-    name: str
-    source: str
-    edits: tuple[tuple[str, str], ...]
-    test: str
 
 
 STORE = "  arch.store_seq_cst(cursor.value, value);\n"
@@ -347,27 +337,5 @@ MUTANTS = (
         "has_made = wait_for(attempt, kMade, peer) == Stop::kNone;",
         "has_made = true;",
         (Run("survivors2_death", "wrong_data"),),
-    ),
-)
-
-ENGINE_MUTANTS = (
-    # Two ranks of a host wait for each other there, and for ranks of another host that do the same.
-    EngineMutant(
-        "hosts_inside_last",
-        "csrc/transport/messages/collectives.cc",
-        (("rank_, world_size_, is_all_to_all, inside,", "rank_, world_size_, false, inside,"),),
-        "hosts: shards on both sides of every limit end on every layout",
-    ),
-    EngineMutant(
-        "in_place_not_kept",
-        "csrc/transport/shm/alltoallv.cc",
-        (("        keep_inputs();\n", ""),),
-        "uneven shards in place*",
-    ),
-    EngineMutant(
-        "phases_of_own_sizes",
-        "csrc/transport/shm/alltoallv.cc",
-        (("num_phases = layout_.num_phases();", "num_phases = senders_[rank_].num_pieces;"),),
-        "uneven shards in place*",
     ),
 )

@@ -36,15 +36,19 @@ def judge(fault: Fault, scratch: Path, limit_s: float) -> Verdict:
     A failure that may come from a busy machine counts if the test fails again by itself.
     """
     tree = scratch / "tree"
-    if not tree.exists():
-        left_out = shutil.ignore_patterns(*_LEFT_OUT)
-        shutil.copytree(fault.root, tree, symlinks=True, ignore=left_out)
+    copy(fault.root, tree)
     source = tree / fault.file
     _replace(source, fault.changed())
     try:
-        return _verdict(fault, tree, limit_s)
+        return verdict(fault, tree, limit_s, nearest(fault, tree))
     finally:
         _replace(source, (fault.root / fault.file).read_text("utf-8"))
+
+
+def copy(root: Path, tree: Path) -> None:
+    """Copies a checkout, unless that has been done."""
+    if not tree.exists():
+        shutil.copytree(root, tree, symlinks=True, ignore=shutil.ignore_patterns(*_LEFT_OUT))
 
 
 def _replace(source: Path, text: str) -> None:
@@ -55,8 +59,8 @@ def _replace(source: Path, text: str) -> None:
         compiled.unlink()
 
 
-def _verdict(fault: Fault, tree: Path, limit_s: float) -> Verdict:
-    files = nearest(fault, tree)
+def verdict(fault: Fault, tree: Path, limit_s: float, files: list[str]) -> Verdict:
+    """Of the tests, in this order, in a tree that has the fault."""
     passed_later: list[str] = []  # failed, and passed when run again
     seconds = 0.0
     for _ in range(_TRIES):

@@ -11,8 +11,10 @@ import pytest
 import translate as translator
 import update_cases
 from rank_programs import run_command
-from triton_mutants import MUTANTS
 from triton_scripts import run, runs_ptx, start
+
+from tests.judge.backends.triton import judge
+from tests.judge.table import Fault, load
 
 pytestmark = runs_ptx
 NAMES = {"loss_cases": list(loss_cases.CHECKS), "update_cases": update_cases.NAMES}
@@ -87,10 +89,14 @@ def test_a_kernel_that_breaks_a_rule_is_refused(name: str) -> None:
     assert REFUSED[name] in done.stderr
 
 
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the judge keeps from one fault to the next."""
+    return tmp_path_factory.mktemp("judge")
+
+
 @pytest.mark.slow
-def test_faults_in_kernels_are_found() -> None:
+@pytest.mark.parametrize("fault", load("triton"), ids=lambda fault: fault.id)
+def test_faults_in_kernels_are_found(fault: Fault, scratch: Path) -> None:
     """By wrong results, or by the machine."""
-    found = json.loads(run("triton_mutants.py", timeout_s=TIMEOUT_S))
-    wanted = {name: mutant.said for name, mutant in MUTANTS.items()}
-    assert {name: text for name, text in found.items() if wanted[name] not in text} == {}
-    assert sorted(found) == sorted(wanted)
+    assert judge(fault, scratch, TIMEOUT_S).noticed
