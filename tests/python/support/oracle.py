@@ -73,6 +73,11 @@ def assert_equal(actual: Tensor, expected: Tensor) -> None:
     )
 
 
+def all_equal(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
+    """Whether as many tensors are equal, one by one, as are expected."""
+    return all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
 def bits(tensor: Tensor) -> bytes:
     """The contents, byte by byte."""
     if tensor.numel() == 0:
