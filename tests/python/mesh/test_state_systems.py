@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from oracle import all_equal
 from ranks import in_ranks, run_ranks
 from steps import train_step
 from torch import nn
+from torch.distributed.checkpoint import state_dict as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.testing import assert_close
@@ -23,6 +27,7 @@ from zero_models import batch as zero_batch
 from ringcomm.nn import ColumnParallelLinear, RowParallelLinear
 from ringcomm.optim import AdaLomo, Lomo
 from ringcomm.parallel import WeightShards, get_state_dict, offload, set_state_dict, zero
+from ringcomm.parallel.clip import LossScale
 from ringcomm.parallel.model.cut import range_boxes
 from ringcomm.parallel.state.tensor_part import TensorPart
 
@@ -255,11 +260,65 @@ def test_a_loss_scale_is_removed_for_an_optimizer_of_torch(rank: int) -> None:
     assert torch.equal(plain.state[alone.weight]["exp_avg"], state["state"]["weight"]["exp_avg"])
 
 
-def test_the_loss_scale_of_lomo_is_state() -> None:
-    model = nn.Linear(3, 2)
-    optimizer = Lomo(model, 0.1, loss_scale="dynamic")
-    values, state = get_state_dict(model, optimizer)
-    state["param_groups"][0]["loss_scale"] = 8.0
-    set_state_dict(model, optimizer, values, state)
-    assert optimizer.loss_scale == 8.0
-    assert "loss_scale" not in optimizer.param_groups[0]
+SCALED = ("zero 1", "zero 2", "zero 3", "infinity", "Lomo", "AdaLomo", "WeightShards, Lomo")
+
+
+def scaled(name: str, folder: Path, **resumed: Any) -> tuple[nn.Module, Any, Any]:
+    """A model with a dynamic loss scale, its optimizer, and what is to be kept."""
+    torch.manual_seed(0)
+    model, options = nn.Linear(3, 2), {"loss_scale": "dynamic"}
+    if "Lomo" in name:
+        shards = WeightShards(model) if "WeightShards" in name else None
+        kind: Any = AdaLomo if "AdaLomo" in name else Lomo
+        group = None if shards else dist.group.WORLD
+        return model, kind(model, 0.1, group=group, **options), shards
+    if name == "infinity":
+        own: Any = offload.AdamW(model.parameters(), to="nvme", path=folder)
+        return model, zero.shard(model, own, 3, offload_weights=True, **options, **resumed), None
+    given = torch.optim.AdamW(model.parameters())
+    return model, zero.shard(model, given, int(name[-1]), **options), None
+
+
+def scales(model: nn.Module, optimizer: Any, factors: str) -> list[float]:
+    """The loss scale after each step; those with an i overflow on rank 1."""
+    found = []
+    for factor in factors:
+        loss = optimizer.scale(model(torch.ones(1, 3)).sum())
+        train_step(loss * (torch.inf if factor == "i" and dist.get_rank() == 1 else 1), optimizer)
+        found.append(optimizer.loss_scale)
+    return found
+
+
+def resume(model: nn.Module, optimizer: Any, way: str, *made: Any) -> None:
+    """Loads one optimizer's state into another."""
+    if way == "own":
+        made[1].load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    elif way == "ringcomm":
+        set_state_dict(*made, *copy.deepcopy(get_state_dict(model, optimizer)))
+    elif way == "torch":
+        values, state = copy.deepcopy(dcp.get_state_dict(model, optimizer))
+        dcp.set_state_dict(*made, model_state_dict=values, optim_state_dict=state)
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        *itertools.product(SCALED, ["own", "ringcomm"]),
+        *((name, "torch") for name in SCALED if name != "infinity"),
+        ("infinity", "files"),
+    ],
+)
+@in_ranks(2)
+def test_a_loss_scale_is_state(rank: int, name: str, way: str, tmp_path: Path) -> None:
+    """And how many good steps are behind it: it doubles after two."""
+    with mock.patch.object(LossScale, "growth_interval", 2):
+        model, optimizer, _kept = scaled(name, tmp_path / "first")
+        assert scales(model, optimizer, "iiig") == [2.0**15, 2.0**14, 2.0**13, 2.0**13]
+        if way == "files":
+            optimizer.close()
+            again, resumed, _again = scaled(name, tmp_path / "first", resume=True)
+        else:
+            again, resumed, _again = scaled(name, tmp_path / "again")
+            resume(model, optimizer, way, again, resumed)
+        assert scales(again, resumed, "gg") == [2.0**14, 2.0**14]
+        assert "loss_scale" not in resumed.param_groups[0]
