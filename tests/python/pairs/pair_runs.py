@@ -119,7 +119,7 @@ def train(rank: int, case: Case, folder: Path) -> Outcome:
         weights = unwrapped(get_state_dict(engine.owner, full=True)[0].items())
     except Exception as error:
         after = engine.snapshot() if engine is not None and before else []
-        same = len(before) == len(after) and all(map(torch.equal, before, after))
+        same = all_equal(before, after)
         if is_small(case) and engine is not None:  # options are refused by the first step
             same = same and steps.start == 0
         return Outcome(type(error).__name__, str(error), same)

@@ -74,8 +74,8 @@ def assert_equal(actual: Tensor, expected: Tensor) -> None:
 
 
 def all_equal(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
-    """Whether as many tensors are equal, one by one, as are expected."""
-    return all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    """Whether they are as many, and equal one by one."""
+    return len(found) == len(expected) and all(map(torch.equal, found, expected))
 
 
 def bits(tensor: Tensor) -> bytes:
