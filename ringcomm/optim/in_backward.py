@@ -19,6 +19,7 @@ from ringcomm.optim.gradients import Gradient
 from ringcomm.optim.model_weights import ModelWeights, run_all
 from ringcomm.optim.options import StepOptions
 from ringcomm.optim.slot import Slot
+from ringcomm.parallel.clip import LossScale
 from ringcomm.parallel.model.axes import note_trainer
 
 
@@ -154,10 +155,11 @@ class InBackwardOptimizer(torch.optim.Optimizer):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch.optim.Optimizer's, with the loss scale."""
+        """As torch.optim.Optimizer's, with the loss scale in each group."""
         found = super().state_dict()
         if self._path.loss_scale is not None:
-            found["loss_scale"] = self._path.loss_scale.state()
+            for group in found["param_groups"]:
+                group.update(self._path.loss_scale.state())
         return found
 
     @torch.inference_mode(False)  # updates must be able to write states
@@ -170,8 +172,8 @@ class InBackwardOptimizer(torch.optim.Optimizer):
             for key, value in state_dict["state"].get(number, {}).items():
                 if isinstance(value, Tensor):
                     self.state[param][key] = value.detach().to(param.device, copy=True)
-        if self._path.loss_scale is not None and "loss_scale" in state_dict:
-            self._path.loss_scale.load(state_dict["loss_scale"])
+        for group in self.param_groups:
+            LossScale.take(group, self._path.loss_scale)
 
     # ---- the update, by Lomo and AdaLomo
 

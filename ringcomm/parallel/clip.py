@@ -224,12 +224,15 @@ class LossScale:
             self._num_good_steps = 0
 
     def state(self) -> dict[str, Any]:
-        """The state for a checkpoint."""
-        return {"value": self.value, "num_good_steps": self._num_good_steps}
+        """The state for a checkpoint: keys of each parameter group, which torch's format lacks."""
+        return {"loss_scale": self.value, "loss_scale_good_steps": self._num_good_steps}
 
-    def load(self, state: dict[str, Any]) -> None:
-        """Restores a `state`."""
-        self.value, self._num_good_steps = state["value"], state["num_good_steps"]
+    @staticmethod
+    def take(group: dict[str, Any], scale: "LossScale | None") -> None:
+        """Removes a `state` from a parameter group, if it has one, and restores it in a scale."""
+        found = [group.pop(key, None) for key in ("loss_scale", "loss_scale_good_steps")]
+        if scale is not None and None not in found:
+            scale.value, scale._num_good_steps = found
 
 
 def clip_factor(norm: float, max_norm: float) -> float:

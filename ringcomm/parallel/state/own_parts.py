@@ -24,7 +24,6 @@ from ringcomm.parallel.optimizer_classes import new_state
 from ringcomm.parallel.shards import WeightShards, find_shards
 from ringcomm.parallel.state.tensor_part import Path, TensorPart, fill, own_elements, part_of
 from ringcomm.parallel.zero import ZeroOptimizer
-from ringcomm.parallel.zero.states import SCALE_KEYS
 from ringcomm.torch_names import EXTRA_STATE, tree_leaves
 
 State = dict[str, Any]
@@ -200,14 +199,11 @@ class OptimizerParts:
         ]
         # Stages and experts of other ranks have other parameters.
         everyone = [*zip(*all_gathered(own_names, group), strict=True)]
-        scale = self._native.get("loss_scale", {})
         self.groups = []
         for own, of_ranks in zip(self._native["param_groups"], everyone, strict=True):
             names = {name: of_user for names in of_ranks for name, of_user in names.items()}
-            options = {**own, **{SCALE_KEYS[key]: value for key, value in scale.items()}}
-            if USER_NAMES in own:
-                options[USER_NAMES] = [*names.values()]
-            self.groups.append(deepcopy({**options, "params": [*names]}))
+            named = {USER_NAMES: [*names.values()]} if USER_NAMES in own else {}
+            self.groups.append(deepcopy({**own, **named, "params": [*names]}))
 
     def _parts_of(
         self, name: str, param: Any, stored: Callable[[Any], State] | None
@@ -262,12 +258,7 @@ class OptimizerParts:
             return
         self._unstepped.loaded(optimizer, states)
         state = {self._numbers[param]: state for param, state in states.items() if state}
-        native = {**self._native, "state": state}
-        if "loss_scale" in native:
-            scales = [{k: own.pop(n, None) for k, n in SCALE_KEYS.items()} for own in own_groups]
-            if None not in scales[0].values():
-                native["loss_scale"] = scales[0]
-        optimizer.load_state_dict(native)
+        optimizer.load_state_dict({**self._native, "state": state})
 
     def _taken(self, param: Any, key: str, part: Any, value: Any) -> Any:
         """A part's value for the optimizer's load: its own tensor, overwritten, or a new one."""

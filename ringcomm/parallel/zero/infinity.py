@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ringcomm.backward_pass import BackwardPass, current_pass, will_run
+from ringcomm.parallel.clip import LossScale
 from ringcomm.parallel.expert.local_experts import expert_parallel_modules
 from ringcomm.parallel.flat_collectives import all_gathered, takes_uneven
 from ringcomm.parallel.gradient_placeholder import (
@@ -126,8 +127,7 @@ class ZeroInfinity(ZeroOptimizer):
             inner.optimizer.restore(saved)
             for own, group in zip(inner.optimizer.param_groups, inner.groups, strict=True):
                 take_options(group, own)
-        if self._scale is not None and info["loss_scale"] is not None:
-            self._scale.load(info["loss_scale"])
+        LossScale.take(dict(info["loss_scale"] or {}), self._scale)
 
     @property
     def _packed(self) -> dict[str, Tensor]:

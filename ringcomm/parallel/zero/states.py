@@ -25,8 +25,6 @@ from ringcomm.parallel.optimizer_classes import params_in
 from ringcomm.parallel.tensor.splits import mesh_of
 from ringcomm.torch_names import run_state_hooks, shape_and_offset
 
-# A key of parameter groups in a state_dict() for the loss scale, which torch's format lacks.
-SCALE_KEYS = {"value": "loss_scale", "num_good_steps": "loss_scale_good_steps"}
 _ROWS = (Shard(0),)
 
 
@@ -89,8 +87,7 @@ class States(torch.optim.Optimizer):
     def numbered_groups(self) -> list[dict[str, Any]]:
         """The parameter groups as in torch's state_dict(), with the loss scale in each."""
         scale = {} if self._scale is None else self._scale.state()
-        saved = {SCALE_KEYS[key]: value for key, value in scale.items()}
-        return [{**group, **saved} for group in numbered_groups(self)]
+        return [{**group, **scale} for group in numbered_groups(self)]
 
     @torch.inference_mode(False)  # DTensors cannot be detached there
     def state_dict(self) -> dict[str, Any]:
@@ -150,10 +147,8 @@ class States(torch.optim.Optimizer):
     ) -> None:
         for saved, group in zip(groups, self.param_groups, strict=True):
             given = deepcopy({key: value for key, value in saved.items() if key != "params"})
-            scale = {key: given.pop(name, None) for key, name in SCALE_KEYS.items()}
+            LossScale.take(given, self._scale)
             group.update(given)
-            if self._scale is not None and scale["value"] is not None:
-                self._scale.load(scale)
         self._mode = ""  # that of the saved groups
         with torch.no_grad(), self._replacing():
             for group in self.param_groups:

@@ -105,11 +105,13 @@ def test_waiting_releases_the_gil(rank: int) -> None:
     """Rank 0 comes once a thread of rank 1 has run for a while beside the wait of rank 1."""
     store: Any = dist.distributed_c10d._get_default_store()
     is_waiting = threading.Event()
+    ticks: list[int] = []
 
     def tick() -> None:
         is_waiting.wait()
-        for _ in range(10):
+        for number in range(10):
             time.sleep(0.005)
+            ticks.append(number)
         store.set("rank 1 ran a thread", "")
 
     if rank == 0:
@@ -121,6 +123,7 @@ def test_waiting_releases_the_gil(rank: int) -> None:
         thread.start()
         is_waiting.set()
         dist.barrier()
+        assert len(ticks) == 10
         thread.join()
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from curves import Run, assert_same_run, batch, make_model, single_process, train, weights_of
-from gpu_ranks import Gpus, device, in_gpu_ranks, kind, on_all_gpus, on_cuda, on_gpu
+from gpu_ranks import NUM_RANKS, Gpus, device, in_gpu_ranks, kind, on_all_gpus, on_cuda, on_gpu
 from test_functional import PROGRAMS
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -77,12 +77,11 @@ def test_fsdp2(gpus: Gpus, from_group: bool) -> None:
     assert_same_run(gpus.run(run_fsdp2, from_group), single_process(data=data), ATOL)
 
 
+@pytest.mark.skipif(NUM_RANKS != 2, reason="the oracle is of two ranks")
 @in_gpu_ranks(on_cuda, group_timeout_s=120.0)
 @pytest.mark.parametrize("compiler", [None, "aot_eager", "inductor"])
 @pytest.mark.parametrize("name", FUNCTIONAL)
 def test_functional_collectives(rank: int, name: str, compiler: str | None) -> None:
-    if dist.get_world_size() != 2:
-        return  # its oracle is of two ranks
     program, expect = PROGRAMS[name]
     inputs = [torch.arange(16.0).reshape(4, 4) * (r + 1) for r in range(2)]
     if compiler is not None:

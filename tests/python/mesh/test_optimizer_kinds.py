@@ -12,6 +12,7 @@ import pytest
 import torch
 from full_states import full_weights
 from one_process import network, pair, same, train
+from oracle import all_equal
 from ranks import in_ranks
 from torch import nn
 from whole_optimizers import EachWeight
@@ -286,7 +287,7 @@ def test_layers_that_are_split_by_hand_beside_a_mesh_of_data(rank: int) -> None:
             TypeError, match=f"{of_class.__name__}.*(declare_optimizers|full weights)"
         ):
             train.optimizer.step()
-        assert all(map(torch.equal, before, model.parameters()))
+        assert all_equal(before, [*model.parameters()])
 
 
 @in_ranks(2)

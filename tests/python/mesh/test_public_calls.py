@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from oracle import all_equal
 from ranks import in_ranks, place
 from torch import Tensor, nn
 
@@ -131,7 +132,7 @@ def test_a_mesh_gives_the_bits_of_its_group(rank: int, device: str) -> None:
     meshes: list[Any] = [{"mesh": dims[axis]} for axis in ("tp", "batch")]
     of_groups = results_of(groups[0], groups[1], place(device, rank))
     of_meshes = results_of(meshes[0], meshes[1], place(device, rank))
-    assert all(map(torch.equal, of_groups, of_meshes))
+    assert all_equal(of_groups, of_meshes)
     with pytest.raises(ValueError, match="a group or a mesh, not both"):
         ColumnParallelLinear(6, 8, **groups[0], **meshes[0])
     with pytest.raises(

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import copy
-import math
+import itertools
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from allocations import peak_bytes, record_allocations
 from full_states import load_parts, save_parts
+from oracle import all_equal
 from ranks import in_ranks, run_ranks
 from steps import train_step
 from torch import nn
+from torch.distributed.checkpoint import state_dict as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.testing import assert_close
@@ -24,6 +27,7 @@ from zero_models import batch as zero_batch
 from ringcomm.nn import ColumnParallelLinear, RowParallelLinear
 from ringcomm.optim import AdaLomo, Lomo
 from ringcomm.parallel import WeightShards, get_state_dict, offload, set_state_dict, zero
+from ringcomm.parallel.clip import LossScale
 from ringcomm.parallel.model.cut import range_boxes
 from ringcomm.parallel.state.tensor_part import TensorPart
 
@@ -179,7 +183,7 @@ def test_getting_a_state_changes_no_step() -> None:
             layers: Any = model[step > 0 :]
             train_step(layers(torch.ones(1, 3 + (step > 0))).sum(), optimizer)
         weights.append([param.detach() for param in model.parameters()])
-    assert all(map(torch.equal, *weights))
+    assert all_equal(*weights)
     del state["state"]["0.bias"]
     set_state_dict(model, optimizer, values, state)
     assert model[0].bias not in optimizer.state
@@ -268,27 +272,65 @@ def test_a_part_of_another_rank_is_refused(rank: int) -> None:
     assert torch.equal(model[0].weight, before)
 
 
-@pytest.mark.parametrize("system", ["lomo", 1, 2, 3])
-@in_ranks(1)
-def test_a_dynamic_loss_scale_is_state(rank: int, system: Any) -> None:
-    """With its count of good steps; also of the optimizer's own state_dict()."""
-    model: Any = nn.Linear(3, 2)
-    if system == "lomo":
-        optimizer: Any = Lomo(model, 0.1, loss_scale="dynamic")
-    else:
-        plain = torch.optim.AdamW(model.parameters())
-        optimizer = zero.shard(model, plain, system, loss_scale="dynamic")
-    values, state = get_state_dict(model, optimizer)
-    state["param_groups"][0] |= {"loss_scale": 8.0, "loss_scale_good_steps": 1999}
-    set_state_dict(model, optimizer, values, state)
-    assert optimizer.loss_scale == 8.0
-    assert system != "lomo" or "loss_scale" not in optimizer.param_groups[0]
-    saved = copy.deepcopy(optimizer.state_dict())
-    # The count is complete and begins again; an overflow ends it, too.
-    for outcomes in (((1.0, 16.0), (math.inf, 8.0)), ((math.inf, 4.0), (1.0, 4.0))):
-        optimizer.load_state_dict(copy.deepcopy(saved))
-        for factor, scale in outcomes:
-            optimizer.scale(model(torch.ones(1, 3)).sum() * factor).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            assert optimizer.loss_scale == scale
+SCALED = ("zero 1", "zero 2", "zero 3", "infinity", "Lomo", "AdaLomo", "WeightShards, Lomo")
+
+
+def scaled(name: str, folder: Path, **resumed: Any) -> tuple[nn.Module, Any, Any]:
+    """A model with a dynamic loss scale, its optimizer, and what is to be kept."""
+    torch.manual_seed(0)
+    model, options = nn.Linear(3, 2), {"loss_scale": "dynamic"}
+    if "Lomo" in name:
+        shards = WeightShards(model) if "WeightShards" in name else None
+        kind: Any = AdaLomo if "AdaLomo" in name else Lomo
+        group = None if shards else dist.group.WORLD
+        return model, kind(model, 0.1, group=group, **options), shards
+    if name == "infinity":
+        own: Any = offload.AdamW(model.parameters(), to="nvme", path=folder)
+        return model, zero.shard(model, own, 3, offload_weights=True, **options, **resumed), None
+    given = torch.optim.AdamW(model.parameters())
+    return model, zero.shard(model, given, int(name[-1]), **options), None
+
+
+def scales(model: nn.Module, optimizer: Any, factors: str) -> list[float]:
+    """The loss scale after each step; those with an i overflow on rank 1."""
+    found = []
+    for factor in factors:
+        loss = optimizer.scale(model(torch.ones(1, 3)).sum())
+        train_step(loss * (torch.inf if factor == "i" and dist.get_rank() == 1 else 1), optimizer)
+        found.append(optimizer.loss_scale)
+    return found
+
+
+def resume(model: nn.Module, optimizer: Any, way: str, *made: Any) -> None:
+    """Loads one optimizer's state into another."""
+    if way == "own":
+        made[1].load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    elif way == "ringcomm":
+        set_state_dict(*made, *copy.deepcopy(get_state_dict(model, optimizer)))
+    elif way == "torch":
+        values, state = copy.deepcopy(dcp.get_state_dict(model, optimizer))
+        dcp.set_state_dict(*made, model_state_dict=values, optim_state_dict=state)
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        *itertools.product(SCALED, ["own", "ringcomm"]),
+        *((name, "torch") for name in SCALED if name != "infinity"),
+        ("infinity", "files"),
+    ],
+)
+@in_ranks(2)
+def test_a_loss_scale_is_state(rank: int, name: str, way: str, tmp_path: Path) -> None:
+    """And how many good steps are behind it: it doubles after two; an overflow ends the count."""
+    with mock.patch.object(LossScale, "growth_interval", 2):
+        model, optimizer, _kept = scaled(name, tmp_path / "first")
+        assert scales(model, optimizer, "giig") == [2.0**16, 2.0**15, 2.0**14, 2.0**14]
+        if way == "files":
+            optimizer.close()
+            again, resumed, _again = scaled(name, tmp_path / "first", resume=True)
+        else:
+            again, resumed, _again = scaled(name, tmp_path / "again")
+            resume(model, optimizer, way, again, resumed)
+        assert scales(again, resumed, "gg") == [2.0**15, 2.0**15]
+        assert "loss_scale" not in resumed.param_groups[0]

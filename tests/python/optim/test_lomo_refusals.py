@@ -308,7 +308,10 @@ def test_evaluation_in_between_and_copies() -> None:
 
 def test_weights_used_behind_their_layers_back_can_be_moved() -> None:
     model = Bypass()
+    sgd = copy.deepcopy(model)
     opt = Lomo(model, LR)
     model.to(torch.float64)
     model.to(torch.float32)
     train(opt, model, batches(2))
+    train_sgd(sgd, batches(2), LR)
+    assert distance(model, sgd) < 1e-6

@@ -34,8 +34,14 @@ class MicroBatch:
         logits = model(self.ids, *self.use)
         return nn.functional.cross_entropy(logits.float(), self.targets) * self.factor
 
+    def half(self) -> MicroBatch:
+        """The first half of its rows, with their share of the loss."""
+        ids, targets = self.ids[: SMALL_ROWS // 2], self.targets[: SMALL_ROWS // 2]
+        return dataclasses.replace(self, ids=ids, targets=targets, factor=self.factor / 2)
+
 
 def micro_batches(case: Case, steps: range, ranks: range) -> list[MicroBatch]:
+    """Those of some ranks. A case that `loses` rows lacks rank 0's first one, or half of one."""
     num_parts, scaling = int(case["accumulation"][0]), case["loss scale"]
     found = []
     for step in steps:
@@ -47,7 +53,10 @@ def micro_batches(case: Case, steps: range, ranks: range) -> list[MicroBatch]:
                 targets = torch.randint(VOCABULARY, (SMALL_ROWS,), generator=generator)
                 use = _use(case.get("gradients", "all"), step, rank, part)
                 factor = torch.inf if overflows and part == num_parts - 1 else 1.0
-                found.append(MicroBatch(ids, targets, use, factor))
+                batch = MicroBatch(ids, targets, use, factor)
+                is_lost = "loses" in case and rank == part == 0
+                if not (is_lost and num_parts > 1):
+                    found.append(batch.half() if is_lost else batch)
     return found
 
 

@@ -17,6 +17,7 @@ from pair_optimizers import groups_of, offloaded, scheduler_of, torch_optimizer
 from pair_table import Case
 from pair_tables import LOMO, ZERO
 from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict as dcp
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -198,6 +199,15 @@ class Engine:
             made = self.again()
             set_state_dict(made.owner, None, weights)
             made.optimizer.load_state_dict(states)
+        elif self.has["resume"] == "torch's state dict":
+            saved = copy.deepcopy(dcp.get_state_dict(self.model, self.optimizer))
+            made = self.again()
+            dcp.set_state_dict(
+                *(made.model, made.optimizer),
+                model_state_dict=saved[0],
+                optim_state_dict=saved[1],
+                options=dcp.StateDictOptions(strict=False),  # for weights that have no state yet
+            )
         else:
             saved = get_state_dict(self.owner, self.optimizer, full=True)
             made = self.again()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import hashlib
 from collections.abc import Iterator
 
 import torch
@@ -12,12 +13,15 @@ from pair_engines import Engine
 from pair_models import CLIP_NORM, CLIP_VALUE, DTYPES, SCALE, is_small, make_model, unwrapped
 from pair_optimizers import optimizers_alone, scheduler_of
 from pair_table import Case
-from pair_tables import TOLERANCE
 from torch import Tensor, nn
+from update_oracle import memory_order, rounded
 from whole_optimizers import AdaLomoOracle
 
-# Of the change of all weights, as a share of its norm. A lost micro-batch or rank is 0.1 and more.
-TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}
+from ringcomm.parallel.optimizer_classes import params_in
+
+# Of the change of all weights, as a share of its norm; and of what a lost micro-batch changes.
+TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 5e-2, torch.float16: 5e-3}
+LOST_SHARE = 1 / 3
 
 
 def initial(case: Case) -> dict[str, Tensor]:
@@ -29,13 +33,16 @@ def initial(case: Case) -> dict[str, Tensor]:
 
 
 def train_alone(given: Case, num_ranks: int) -> dict[str, Tensor]:
-    """The steps of the small network, whose masters and sums are float32."""
+    """The steps of the small network, with float32 masters unless torch trains 16-bit weights."""
     case = {**given, "recompute": "no"}
     dtype, masters = DTYPES[case["dtype"]], make_model(case, 0)
     if case["dtype"].endswith("weights"):
-        masters.to(dtype).float()
+        masters.to(dtype)
+        if case.get("trained by") not in ("optimizer", "DDP", "fully_shard"):
+            masters.float()
     optimizers = optimizers_alone(case, masters.parameters())
     scale = {"none": 1.0, "dynamic": 2.0**16}.get(case["loss scale"], SCALE)
+    num_good_steps = 0
     for step in range(STEPS):
         sums: dict[str, Tensor] = {}
         for batch in micro_batches(case, range(step, step + 1), range(num_ranks)):
@@ -50,7 +57,7 @@ def train_alone(given: Case, num_ranks: int) -> dict[str, Tensor]:
         if not is_good and case["loss scale"] == "dynamic":
             scale /= 2
         for name, param in masters.named_parameters():
-            param.grad = sums.get(name) if is_good else None
+            param.grad = sums[name].to(param.dtype) if is_good and name in sums else None
         trained = [param for param in masters.parameters() if param.grad is not None]
         if trained and case["clipping"] == "value":
             nn.utils.clip_grad_value_(trained, CLIP_VALUE)
@@ -58,27 +65,27 @@ def train_alone(given: Case, num_ranks: int) -> dict[str, Tensor]:
             nn.utils.clip_grad_norm_(trained, CLIP_NORM)
         for each in optimizers if is_good else ():
             each.step()
-        if _rounds_weights(case):
-            masters.to(dtype).float()  # in place
-    return {name: param.detach() for name, param in masters.named_parameters()}
+        if is_good and case["dtype"] == "bfloat16 weights" and _is_lomo(case):
+            for number, param in enumerate(params_in(optimizers[0].param_groups)):
+                _round(case, param, number, num_good_steps)
+        num_good_steps += is_good
+    return {name: param.detach().float() for name, param in masters.named_parameters()}
 
 
-def _rounds_weights(case: Case) -> bool:
-    """Whether 16-bit weights are all there is: no masters."""
-    is_trained_by_torch = not case.get("trained by", "zero").startswith("zero")
-    return case.get("rounding") == "nearest" or is_trained_by_torch
+def _is_lomo(case: Case) -> bool:
+    return "weights in" in case or case.get("trained by") == "Lomo"
 
 
-def tolerance(case: Case) -> float:
-    if not is_small(case):
-        return TOLERANCE
+def _round(case: Case, weight: nn.Parameter, number: int, step: int) -> None:
+    """To 16 bits, as a step of Lomo does: by the same random bits."""
+    seed = -1
+    if case.get("rounding") == "split":
+        return
     if case.get("rounding") == "stochastic":
-        return 0.3
-    if case["dtype"] == "bfloat16 weights" and _rounds_weights(case):
-        return 0.1  # so are sums of gradients, and states
-    if "weights in" in case and case["dtype"] == "bfloat16 weights" and case["accumulation"] != "1":
-        return 4e-2  # LOMO adds micro-batches up in 16 bits
-    return TOLERANCES[DTYPES[case["dtype"]]]
+        digest = hashlib.blake2b(f"0 {number} {step}".encode(), digest_size=8).digest()
+        seed = int.from_bytes(digest, "little") >> 1
+    values, _ = rounded(memory_order(weight).numpy(), torch.bfloat16, seed=seed)
+    weight.data.copy_(values.view(weight.shape))
 
 
 class Alone(Engine):

@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from model_zoo import distance
-from oracle import default_dtype
+from oracle import all_equal, default_dtype
 from pair_actions import Actions, action_of, turns
 from pair_batches import STEPS
 from pair_engines import LomoEngine, ParallelizedEngine, Place, ZeroEngine, dims_of, local_of
 from pair_loops import launched
 from pair_mesh import WORLD_SIZE, MeshByHand, num_data_ranks
-from pair_models import is_small, unwrapped
-from pair_oracle import Alone, initial, tolerance, train_alone
+from pair_models import DTYPES, is_small, unwrapped
+from pair_oracle import LOST_SHARE, TOLERANCES, Alone, initial, train_alone
 from pair_table import Case, Table
 from pair_tables import TOLERANCE, views_of
 from ranks import RankFailure, end_groups, init_group, run_ranks
@@ -119,7 +119,7 @@ def train(rank: int, case: Case, folder: Path) -> Outcome:
         weights = unwrapped(get_state_dict(engine.owner, full=True)[0].items())
     except Exception as error:
         after = engine.snapshot() if engine is not None and before else []
-        same = len(before) == len(after) and all(map(torch.equal, before, after))
+        same = all_equal(before, after)
         if is_small(case) and engine is not None:  # options are refused by the first step
             same = same and steps.start == 0
         return Outcome(type(error).__name__, str(error), same)
@@ -217,27 +217,46 @@ def problem_of(tables: Iterable[Table], case: Case, folder: Path) -> str:
 
 def differences(case: Case, results: list[Outcome]) -> list[str]:
     """From one process, and between replicas."""
-    alone, start = expected(case), initial(case)
+    alone = expected(case)
+    change, limit = _change_and_limit(case, alone[0][1])
+    dims = dims_of(case)
+    has_stages = dims is not None and dims[0].get("pp", 1) > 1
     found = []
     first: dict[tuple[int, ...], list[Tensor]] = {}
     for rank, mine in enumerate(results):
         seen, weights = alone[mine.data_rank]
-        if set(mine.weights) < set(weights):
-            found.append(f"rank {rank} lacks {sorted(set(weights) - set(mine.weights))}")
+        if missing := weights.keys() - mine.weights.keys():
+            found.append(f"rank {rank} lacks {sorted(missing)}")
             continue
         # Weights of 16 bits are masters rounded.
         rounded = {name: w.to(mine.weights[name].dtype).float() for name, w in weights.items()}
-        error = min(
-            distance(mine.weights, aim) / distance(start, aim) for aim in (weights, rounded)
-        )
-        if not error < tolerance(case):
-            found.append(f"rank {rank}: weights are off by {error:.2g} of their change")
-        for name in seen:
-            found += [f"rank {rank}: {name}: {what}" for what in _off(mine.seen[name], seen[name])]
+        error = min(distance(mine.weights, aim) for aim in (weights, rounded))
+        if not error < limit:
+            found.append(f"rank {rank}: weights are off by {error / change:.2g} of their change")
+        stages = [each for each in results if each.data_rank == mine.data_rank]
+        for name, values in seen.items():
+            found += [f"rank {rank}: {name}: {what}" for what in _off(mine.seen[name], values)]
+            if isinstance(values, dict):
+                all_of = [each.seen[name] for each in (stages if has_stages else [mine])]
+                if missing := values.keys() - set().union(*all_of):
+                    found.append(f"rank {rank}: {name} lacks {sorted(missing)}")
         same = first.setdefault(mine.replica, mine.local)
-        if not all(map(torch.equal, same, mine.local)):
+        if not all_equal(same, mine.local):
             found.append(f"rank {rank}: its weights are not those of its replicas")
     return found
+
+
+def _change_and_limit(case: Case, weights: dict[str, Tensor]) -> tuple[float, float]:
+    """How far training moves the weights, and how far from them they may be.
+
+    The limit is a fraction of what lost rows change: with them, a case would fail.
+    """
+    change = distance(initial(case), weights)
+    if not is_small(case):  # float64
+        return change, TOLERANCE * change
+    num_data = num_data_ranks(case["mesh"]) if "mesh" in case else 2
+    lost = distance(train_alone({**case, "loses": "rows"}, num_data), weights)
+    return change, min(TOLERANCES[DTYPES[case["dtype"]]] * change, LOST_SHARE * lost)
 
 
 def _off(found: Any, expected: Any, name: str = "") -> list[str]:

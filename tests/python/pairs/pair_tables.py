@@ -62,6 +62,11 @@ ZERO = Table.of(
         ValueError: param_dtype
         a model of 16-bit weights: model.to(dtype)
         besides state: host
+    stage: infinity; resume: torch's state dict
+        RuntimeError: ringcomm\.parallel\.get_state_dict
+        ringcomm.parallel.get_state_dict() and set_state_dict()
+        besides state: host
+        late
     stage: infinity; backend: gloo
         ValueError: ringcomm
         a group of backend ringcomm

@@ -13,12 +13,14 @@ import torch
 from pair_loops import LOOPS as LOOPS_OF_OTHERS
 from pair_optimizers import SCHEDULERS, schedulers_of_torch
 from pair_oracle import TOLERANCES
+from pair_runs import Outcome
 from pair_table import Case, Refused, Table
-from pair_tables import BETWEEN, LOOPS, PROGRAM, TABLES, TOLERANCE, ZERO
+from pair_tables import BETWEEN, BY_HAND, LOMO, LOOPS, PROGRAM, TABLES, TOLERANCE, ZERO
 from ranks import run_ranks
 
 # Schedulers that set more than the learning rate, or need more than the optimizer.
 FEW = ["OneCycleLR", "ReduceLROnPlateau", "SequentialLR"]
+SIXTEEN = {**LOMO.plain, "dtype": "bfloat16 weights"}
 ALL = sorted(schedulers_of_torch() & SCHEDULERS.keys())
 
 
@@ -74,18 +76,55 @@ def test_whole_loops(table: str, case: Case, tmp_path: Path) -> None:
     check(table, case, tmp_path)
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        *({**ZERO.plain, "dtype": dtype} for dtype in ZERO.axes["dtype"]),
+        *({**SIXTEEN, "rounding": rounding} for rounding in LOMO.axes["rounding"]),
+        {**SIXTEEN, "rounding": "stochastic", "optimizer": "AdaLomo"},
+        {**BY_HAND.plain, "dtype": "bfloat16 weights"},
+    ],
+    ids=lambda case: ", ".join(case.get(a, "torch") for a in ("optimizer", "dtype", "rounding")),
+)
+def test_lost_rows_are_found(case: Case, tmp_path: Path) -> None:
+    """In each precision: half of the rows of one rank."""
+    num_ranks, lossy = pair_runs.world_size(case), {**case, "loses": "rows"}
+    results = run_ranks(num_ranks, pair_runs.outcome, lossy, tmp_path, backend=None)
+    found = pair_runs.differences(case, results)
+    assert len(found) == num_ranks
+    assert all("weights are off" in problem for problem in found)
+
+
+@pytest.mark.parametrize("system", ["zero 1", "pipeline"])
+def test_a_rank_that_reports_too_little_is_found(system: str) -> None:
+    """Stages have all names together, other ranks each."""
+    pytest.importorskip("transformers")
+    case = {**BETWEEN.plain, "system": system, "between steps": "state_dict"}
+    of_rank = [each for each in pair_runs.expected(case) for _ in range(2)][:2]
+    halves = []
+    for part, (seen, weights) in enumerate(of_rank):
+        names = dict([*seen["state_dict()"].items()][part::2])
+        data_rank = part if system == "zero 1" else 0
+        some = seen | {"state_dict()": names}
+        halves.append(Outcome(seen=some, weights=weights, data_rank=data_rank))
+    found = pair_runs.differences(case, halves)
+    assert ["lacks" in problem for problem in found] == [True] * (2 if system == "zero 1" else 0)
+    halves[1].seen["state_dict()"].clear()
+    assert any("lacks" in problem for problem in pair_runs.differences(case, halves))
+
+
 def test_a_wrong_system_is_found(tmp_path: Path) -> None:
-    """One that loses micro-batches, replicas that differ by a bit, and a refusal that is late."""
+    """Replicas that differ by a bit, a rank that lacks a weight, and a refusal that is late."""
     case = ZERO.plain
     results = run_ranks(2, pair_runs.outcome, case, tmp_path, backend=None)
     assert pair_runs.differences(case, results) == []
-    (found, _) = pair_runs.differences({**case, "accumulation": "3"}, results)
-    assert "weights are off" in found
     weight = results[1].local[0]
     weight.copy_(torch.nextafter(weight, torch.tensor(torch.inf)))
     assert pair_runs.differences(case, results) == [
         "rank 1: its weights are not those of its replicas"
     ]
+    del results[0].weights["norm.bias"]
+    assert pair_runs.differences(case, results)[0] == "rank 0 lacks ['norm.bias']"
     refused = Refused("stage: 1", "ValueError|TypeError: of rows", "stage 2")
     assert refused.explains("TypeError", "a case of rows", True)
     for error in [

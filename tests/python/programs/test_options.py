@@ -389,7 +389,7 @@ def test_options_together(
     """
     argv = [word.format(**paths) for word in line.split()]
     if message is None:
-        _ringcomm_cli.read(argv)
+        assert vars(_ringcomm_cli.read(argv))
         return
     with pytest.raises(SystemExit) as ended:
         _ringcomm_cli.read(argv)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from oracle import all_equal
 from ranks import in_ranks
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -68,10 +69,10 @@ def test_strided_tensors(rank: int, kind: str) -> None:
     assert tensor.equal(total if rank == 2 else all_of[rank])
     found = [empty() for _ in WORLD]
     dist.all_gather(found, mine)
-    assert all(map(torch.equal, found, all_of))
+    assert all_equal(found, all_of)
     found = [empty() for _ in WORLD]
     dist.gather(mine, found if rank == 3 else None, 3)
-    assert rank != 3 or all(map(torch.equal, found, all_of))
+    assert rank != 3 or all_equal(found, all_of)
     given = [strided(numbered(to) + 100 * rank) for to in WORLD]
     tensor = empty()
     dist.scatter(tensor, given if rank == 1 else None, 1)

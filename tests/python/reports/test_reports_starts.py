@@ -11,6 +11,7 @@ import torch.distributed as dist
 from ranks import in_ranks
 from steps import train_step
 from torch import Tensor, nn
+from torch.testing import assert_close
 
 from ringcomm.optim import Lomo
 from ringcomm.parallel import (
@@ -135,8 +136,11 @@ def test_parts_of_one_memory_that_do_not_overlap(rank: int) -> None:
     for name in FROM_META:
         flat = torch.arange(12.0)
         model: Any = nn.Sequential(nn.Linear(2, 3, bias=False), nn.Linear(3, 2, bias=False))
-        model[0].weight.data, model[1].weight.data = flat[:6].view(3, 2), flat[6:].view(2, 3)
-        SYSTEMS[name](model)
+        first, second = flat[:6].view(3, 2), flat[6:].view(2, 3)
+        model[0].weight.data, model[1].weight.data = first, second
+        expected = [first - LR * second.sum(0)[:, None], second - LR * first.sum(1)]
+        train_step(model(torch.ones(1, 2)).sum(), SYSTEMS[name](model))
+        assert_close([*get_state_dict(model, full=True)[0].values()], expected)
 
 
 class Late(nn.Module):

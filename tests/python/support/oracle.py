@@ -73,6 +73,11 @@ def assert_equal(actual: Tensor, expected: Tensor) -> None:
     )
 
 
+def all_equal(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
+    """Whether they are as many, and equal one by one."""
+    return len(found) == len(expected) and all(map(torch.equal, found, expected))
+
+
 def bits(tensor: Tensor) -> bytes:
     """The contents, byte by byte."""
     if tensor.numel() == 0:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from curves import Run, assert_same_run, make_model, single_process, weights_of
 from curves import train as train_shares
 from full_states import full_state, full_weights, load_full_state
+from oracle import all_equal
 from ranks import in_ranks, run_ranks
 from steps import apply_steps
 from torch import Tensor, nn
@@ -197,8 +198,7 @@ def test_a_module_of_two_units_and_generate(rank: int) -> None:
     units = [name for name, part in model.named_modules() if isinstance(part, FSDPModule)]
     assert units == ["", "layers.2"]
     found = train_sharing(model, sharded, rank, 2)
-    assert all(map(torch.equal, found, expected))
-    assert len(found) == len(expected)
+    assert all_equal(found, expected)
     assert_close(weights(model), weights(alone))
 
 

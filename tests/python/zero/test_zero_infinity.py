@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from crashing_disk import Disk, crashes
 from full_states import full_state, full_weights, load_full_weights
+from oracle import all_equal
 from ranks import in_ranks, run_ranks
 from steps import train_step
 from torch import Tensor, nn
@@ -211,10 +212,6 @@ def values_of(optimizer: zero.ZeroInfinity) -> list[Tensor]:
     return found + [value for number in states for value in states[number].values()]
 
 
-def same_values(ours: list[Tensor], theirs: list[Tensor]) -> bool:
-    return len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
-
-
 def job(folder: Path, disk: Disk | None) -> dict[int, list[Tensor]]:
     """By commit what there is after it: at first, after loads and after two steps."""
     after: dict[int, list[Tensor]] = {}
@@ -263,16 +260,16 @@ def test_crashes_of_weights_loads_and_steps(rank: int, tmp_path: Path) -> None:
             with pytest.raises(ValueError, match="nothing to resume on rank 0"):
                 make_files(place, 1, resume=True)
             _, optimizer = make_files(place, 0)
-            assert same_values(values_of(optimizer), after[1])
+            assert all_equal(values_of(optimizer), after[1])
         else:
             model, optimizer = make_files(place, 1, resume=True)
             found = values_of(optimizer)
-            assert same_values(found, after[max(last, 1)]) or same_values(
+            assert all_equal(found, after[max(last, 1)]) or all_equal(
                 found, after[min(last + 1, 5)]
             )
-            while optimizer.num_steps < 2 and same_values(found, after[3]):
+            while optimizer.num_steps < 2 and all_equal(found, after[3]):
                 step_files(model, optimizer)
-                assert same_values(values_of(optimizer), after[5])
+                assert all_equal(values_of(optimizer), after[5])
         optimizer.close()
     assert len(seen) > 40
 
@@ -310,7 +307,7 @@ def test_killed_runs_end_as_if_they_had_not_been(tmp_path: Path) -> None:
     found = run_ranks(2, train_to, tmp_path / "files", 24, True)
     for (begun, mine), (_, theirs) in zip(found, expected, strict=True):
         assert 0 < begun < 24
-        assert same_values(mine, theirs)
+        assert all_equal(mine, theirs)
 
 
 @pytest.mark.parametrize("last_step", [1, 3])
@@ -324,4 +321,4 @@ def test_a_rank_that_is_a_step_ahead_goes_back(last_step: int, tmp_path: Path) -
     found = run_ranks(2, train_to, tmp_path / "files", 4, True)
     for (begun, mine), (_, theirs) in zip(found, expected, strict=True):
         assert begun == last_step - 1
-        assert same_values(mine, theirs)
+        assert all_equal(mine, theirs)
