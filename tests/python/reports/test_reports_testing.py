@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from cases import slow
 from torch.utils.data import DataLoader
 
 from ringcomm.testing import RanksFailedError, guard, run_ranks
@@ -66,8 +67,7 @@ def skip_or_fail(rank: int) -> None:
     raise KeyError("the cause")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "is_pytests"), [((0, 1), True), ((1,), False)])
+@pytest.mark.parametrize(("ranks", "is_pytests"), [((0, 1), True), slow((1,), False)])
 def test_a_skip_is_a_skip(ranks: tuple[int, ...], is_pytests: bool) -> None:
     """https://github.com/pytorch/pytorch/issues/46093"""
     with pytest.raises(unittest.SkipTest, match="no GPU"):
@@ -123,7 +123,6 @@ def crash_at_exit(rank: int) -> int:
     return rank
 
 
-@pytest.mark.slow
 def test_a_crash_after_the_result_is_a_failure() -> None:
     """https://github.com/python/cpython/pull/155162"""
     with pytest.raises(RanksFailedError) as error:
@@ -140,7 +139,6 @@ def raise_it(rank: int) -> None:
     raise TwoArgumentsError("stopped", "of a test")
 
 
-@pytest.mark.slow
 def test_an_exception_that_cannot_be_pickled_is_told() -> None:
     """https://github.com/ethereum/asyncio-run-in-process/issues/28"""
     with pytest.raises(RanksFailedError, match="TwoArgumentsError: stopped because of a test"):
@@ -274,19 +272,6 @@ def test_nor_a_test_runner_that_is_ended(tmp_path: Path, number: signal.Signals)
     while are_there(tmp_path):
         assert time.monotonic() < deadline
         time.sleep(0.05)
-
-
-def raise_on_rank_1(rank: int) -> None:
-    if rank == 1:
-        raise KeyError("the cause")
-    dist.barrier()
-
-
-@pytest.mark.slow
-def test_the_peers_know_the_exception() -> None:
-    with pytest.raises(RanksFailedError) as error:
-        run_ranks(2, raise_on_rank_1)
-    assert "died: KeyError: 'the cause'" in error.value.errors[0]
 
 
 @pytest.mark.slow
