@@ -16,7 +16,8 @@ from cases import quick
 
 from ringcomm.testing import RanksFailedError, run_ranks
 
-# Each starts processes that import torch.
+# Each starts processes that import torch, for which a busy machine takes long.
+LIMIT_S = 300.0
 slow = pytest.mark.slow
 
 
@@ -50,12 +51,12 @@ def hang_on_rank_1(rank: int) -> None:
 
 @pytest.mark.parametrize("backend", quick(["ringcomm", "gloo"], "ringcomm"))
 def test_results_by_rank(backend: str) -> None:
-    assert run_ranks(2, total, 2.0, backend=backend) == [6.0] * 2
+    assert run_ranks(2, total, 2.0, backend=backend, timeout_s=LIMIT_S) == [6.0] * 2
 
 
 def test_an_exception_has_its_traceback_and_comes_first() -> None:
     with pytest.raises(RanksFailedError, match="a rank failed") as error:
-        run_ranks(2, raise_on_rank_1)
+        run_ranks(2, raise_on_rank_1, timeout_s=LIMIT_S)
     assert next(iter(error.value.errors)) == 1
     assert "KeyError: 'the cause'" in error.value.errors[1]
     assert "died: KeyError: 'the cause'" in error.value.errors[0]
@@ -65,7 +66,7 @@ def test_an_exception_has_its_traceback_and_comes_first() -> None:
 @slow
 def test_a_death_is_the_cause() -> None:
     with pytest.raises(RanksFailedError) as error:
-        run_ranks(2, die_on_rank_1)
+        run_ranks(2, die_on_rank_1, timeout_s=LIMIT_S)
     assert error.value.errors[1].startswith("its process ended with signal SIGKILL and no result")
     assert next(iter(error.value.errors)) == 1
 
@@ -87,7 +88,7 @@ def leave_on_rank_1(rank: int) -> None:
 @slow
 def test_a_rank_that_leaves_has_no_result() -> None:
     with pytest.raises(RanksFailedError, match="a rank failed") as error:
-        run_ranks(2, leave_on_rank_1)
+        run_ranks(2, leave_on_rank_1, timeout_s=LIMIT_S)
     assert error.value.errors[1].startswith("its process ended with exit status 0 and no result")
 
 
