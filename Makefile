@@ -109,7 +109,7 @@ test-user: check-python  ## as root, run Python tests as an ordinary user from w
 	    $(or $(ARGS),-q $(USER_TESTS))
 
 stress: check-python  ## run 10,000 random sequences of collectives, all sizes between hosts 20 times, each system call failing, then a soak and random training loops for 10 minutes each
-	@RINGCOMM_HOSTS_ROUNDS="$${RINGCOMM_HOSTS_ROUNDS:-20}" $(CPP) run ARGS="-tc='hosts: shares on both sides*'"
+	@RINGCOMM_HOSTS_ROUNDS="$${RINGCOMM_HOSTS_ROUNDS:-20}" $(CPP) run ARGS="-tc='hosts: shards on both sides*'"
 	@export RINGCOMM_FAULTS="$${RINGCOMM_FAULTS:-1}" RINGCOMM_SEQUENCES="$${RINGCOMM_SEQUENCES:-10000}" \
 	    RINGCOMM_SOAK_SECONDS="$${RINGCOMM_SOAK_SECONDS:-600}" \
 	    RINGCOMM_LOOPS_SECONDS="$${RINGCOMM_LOOPS_SECONDS:-600}"; $(PREPARE) --need train --need test --extension -- \

@@ -177,8 +177,8 @@ def soak(
     make_marks(folder / "progress")
     report, lives = Report(), [Life() for _ in range(WORLD)]
     report.lives += lives
-    begin, number = time.monotonic(), first
-    pool = make_pool()
+    pool, number = make_pool(), first
+    begin = time.monotonic()  # so that there is a generation, however late the ranks are
     try:
         with Stopper(seed) as stopper:
             while not report.wrong and time.monotonic() - begin < seconds:

@@ -182,8 +182,7 @@ def test_an_exception_that_destroys_the_group_is_told(rank: int) -> None:
     assert "has destroyed the group in an exception: ValueError: no row 7" in error["text"], error
 
 
-@pytest.mark.slow
-@in_ranks(2, fresh=True, group_timeout_s=5.0)
+@in_ranks(2, fresh=True, group_timeout_s=2.0)
 def test_an_exception_of_a_process_that_lives_on_is_told(rank: int) -> None:
     """As the interpreter ends the main thread, where another thread keeps the process.
 

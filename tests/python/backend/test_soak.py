@@ -16,7 +16,7 @@ from sequences import WORLD
 from soak import soak
 from soak_rank import EVENTS
 
-SECONDS = float(os.environ.get("RINGCOMM_SOAK_SECONDS", "6"))
+SECONDS = float(os.environ.get("RINGCOMM_SOAK_SECONDS", "3"))
 SEED = int(os.environ.get("RINGCOMM_SOAK_SEED", "0")) or int.from_bytes(os.urandom(4), "big")
 FIRST = int(os.environ.get("RINGCOMM_SOAK_GENERATION", "0"))
 IS_STRESS = "RINGCOMM_SOAK_SECONDS" in os.environ
@@ -28,7 +28,6 @@ def make_pool() -> Pool:
     return Pool(server(), [{}] * WORLD, "soak_rank")
 
 
-@pytest.mark.slow
 def test_soak(tmp_path: Path) -> None:
     print(f"\nRINGCOMM_SOAK_SEED={SEED}")
     kinds = EVENTS if IS_STRESS else QUICK

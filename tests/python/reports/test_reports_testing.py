@@ -18,9 +18,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from cases import slow
 from torch.utils.data import DataLoader
 
 from ringcomm.testing import RanksFailedError, guard, run_ranks
+
+LIMIT_S = 300.0  # a busy machine takes long for ranks that import torch
 
 
 def test_the_error_goes_through_a_pipe() -> None:
@@ -66,19 +69,18 @@ def skip_or_fail(rank: int) -> None:
     raise KeyError("the cause")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "is_pytests"), [((0, 1), True), ((1,), False)])
+@pytest.mark.parametrize(("ranks", "is_pytests"), [((0, 1), True), slow((1,), False)])
 def test_a_skip_is_a_skip(ranks: tuple[int, ...], is_pytests: bool) -> None:
     """https://github.com/pytorch/pytorch/issues/46093"""
     with pytest.raises(unittest.SkipTest, match="no GPU"):
-        run_ranks(2, skip, ranks, is_pytests)
+        run_ranks(2, skip, ranks, is_pytests, timeout_s=LIMIT_S)
 
 
 @pytest.mark.slow
 def test_a_skip_does_not_hide_a_failure() -> None:
     """https://github.com/pytorch/pytorch/pull/179774"""
     with pytest.raises(RanksFailedError, match="KeyError: 'the cause'"):
-        run_ranks(2, skip_or_fail)
+        run_ranks(2, skip_or_fail, timeout_s=LIMIT_S)
 
 
 @pytest.mark.slow
@@ -114,7 +116,7 @@ def test_ranks_have_loaders_with_workers_and_need_no_port(monkeypatch: pytest.Mo
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
         monkeypatch.setenv("MASTER_PORT", str(server.getsockname()[1]))
-        assert run_ranks(2, load) == [28.0, 28.0]
+        assert run_ranks(2, load, timeout_s=LIMIT_S) == [28.0, 28.0]
 
 
 def crash_at_exit(rank: int) -> int:
@@ -123,11 +125,10 @@ def crash_at_exit(rank: int) -> int:
     return rank
 
 
-@pytest.mark.slow
 def test_a_crash_after_the_result_is_a_failure() -> None:
     """https://github.com/python/cpython/pull/155162"""
     with pytest.raises(RanksFailedError) as error:
-        run_ranks(2, crash_at_exit)
+        run_ranks(2, crash_at_exit, timeout_s=LIMIT_S)
     assert "SIGSEGV" in error.value.errors[1]
 
 
@@ -140,11 +141,10 @@ def raise_it(rank: int) -> None:
     raise TwoArgumentsError("stopped", "of a test")
 
 
-@pytest.mark.slow
 def test_an_exception_that_cannot_be_pickled_is_told() -> None:
     """https://github.com/ethereum/asyncio-run-in-process/issues/28"""
     with pytest.raises(RanksFailedError, match="TwoArgumentsError: stopped because of a test"):
-        run_ranks(1, raise_it)
+        run_ranks(1, raise_it, timeout_s=LIMIT_S)
 
 
 def stop(rank: int, folder: str) -> None:
@@ -242,7 +242,7 @@ def start_children(rank: int, folder: str) -> None:
 @pytest.mark.slow
 def test_no_process_of_a_rank_outlives_the_test(tmp_path: Path) -> None:
     """https://github.com/pytorch/pytorch/issues/8805"""
-    run_ranks(2, start_children, str(tmp_path))
+    run_ranks(2, start_children, str(tmp_path), timeout_s=LIMIT_S)
     assert len(list(tmp_path.iterdir())) == 4
     assert are_there(tmp_path) == []
 
@@ -274,19 +274,6 @@ def test_nor_a_test_runner_that_is_ended(tmp_path: Path, number: signal.Signals)
     while are_there(tmp_path):
         assert time.monotonic() < deadline
         time.sleep(0.05)
-
-
-def raise_on_rank_1(rank: int) -> None:
-    if rank == 1:
-        raise KeyError("the cause")
-    dist.barrier()
-
-
-@pytest.mark.slow
-def test_the_peers_know_the_exception() -> None:
-    with pytest.raises(RanksFailedError) as error:
-        run_ranks(2, raise_on_rank_1)
-    assert "died: KeyError: 'the cause'" in error.value.errors[0]
 
 
 @pytest.mark.slow
