@@ -21,7 +21,7 @@ from client_files import Client
 BACKENDS = ("gloo", "ringcomm")
 MARK = "RINGCOMM_CLIENT_RUN"  # in the environment of all processes of a run
 STOP_S = 10.0
-EQUAL, CLOSE, DIFFERENT, FAILED, SKIPPED = "equal", "close", "different", "failed", "skipped"
+EQUAL, CLOSE, DIFFERENT, FAILED = "equal", "close", "different", "failed"
 ONLY_HERE = "only ringcomm"
 
 
@@ -35,8 +35,8 @@ class Result:
 
     Attributes:
         status: EQUAL; CLOSE, within the client's tolerance; ONLY_HERE, where Gloo fails as the
-            client says; DIFFERENT, FAILED or SKIPPED.
-        text: the largest difference, or why it failed or was skipped.
+            client says; DIFFERENT; FAILED, also where its packages or its source are missing.
+        text: the largest difference, or why it failed.
         seconds: of the run over each backend, with the start of Python.
     """
 
@@ -56,7 +56,7 @@ def compare(client: Client, given: dict[str, Path]) -> Result:
         source = client_files.source(client, given)
         python = client_files.environment(client)
     except client_files.Unavailable as reason:
-        return Result(SKIPPED, str(reason))
+        return Result(FAILED, str(reason))
     result = Result(FAILED, versions=client_files.versions(client, python))
     found: dict[str, list[dict[str, Any]]] = {}
     with tempfile.TemporaryDirectory(prefix="ringcomm-client-") as scratch:

@@ -27,7 +27,7 @@ from rich.table import Table
 RESULTS = FOLDER / "results"
 PAGE = FOLDER.parents[1] / "docs" / "programs.md"
 BEGIN, END = "<!-- clients: begin -->\n", "<!-- clients: end -->\n"
-STYLES = {"equal": "green", "close": "green", "only ringcomm": "green", "skipped": "yellow"}
+STYLES = {"equal": "green", "close": "green", "only ringcomm": "green"}
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -76,7 +76,7 @@ def record(clients: list[Client], results: dict[str, Result]) -> None:
     RESULTS.mkdir(exist_ok=True)
     for client in clients:
         result = results[client.name]
-        if result.is_wrong or result.status == client_runs.SKIPPED:
+        if result.is_wrong:
             continue
         kept = {
             "date": datetime.date.today().isoformat(),

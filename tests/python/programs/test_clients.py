@@ -73,6 +73,18 @@ def test_what_differs_is_said() -> None:
     assert judged(same, fewer)[0] == client_runs.DIFFERENT
 
 
+def test_a_client_without_its_source_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def fetch(url: str, path: Path) -> None:
+        raise OSError("no route")
+
+    monkeypatch.setattr(client_files, "CACHE", tmp_path)
+    monkeypatch.setattr(client_files, "_fetch", fetch)
+    client = dataclasses.replace(next(iter(CLIENTS.values())), source=("someone/program", "0"))
+    result = client_runs.compare(client, {})
+    assert result.is_wrong
+    assert "no route; --source program=FOLDER" in result.text
+
+
 DIFFERS = """
 import os
 from support import report
