@@ -352,8 +352,8 @@ void Rendezvous::say_missing(const std::vector<int>& missing, const std::string&
   const auto num_lower = std::ranges::lower_bound(missing, rank()) - missing.begin();
   if (gloo.empty() && num_lower < rank()) return;
   say_line(prefix_of(rank(), world_size(), global_rank_of(rank())) + listed(missing) + " " + what +
-           " in " + std::to_string(waited.count()) + " s; the group is still being made" +
-           gloo + "\n");
+           " in " + std::to_string(waited.count()) + " s; the group is still being made" + gloo +
+           "\n");
 }
 
 // Which missing ranks have a key of Gloo: it is of an earlier group if this rank has one as well.
