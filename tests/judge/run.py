@@ -123,16 +123,18 @@ def run(kind: str, faults: list[Fault], options: argparse.Namespace) -> None:
                 continue
             word = f"noticed by {verdict.by}" if verdict.noticed else "NOT NOTICED"
             print(f"{fault.id}: {word} ({verdict.seconds:.0f} s)", flush=True)
-            if options.near and not verdict.noticed:
-                continue
             results = read_results(kind, known, root)
+            old = _lines(kind, root).get(fault.id)
+            has_first = old is not None and not old["near"]
             results[fault.id] = {
                 "id": fault.id,
                 "row": fault.digest(),
                 "commit": commit,
                 "noticed": verdict.noticed,
                 # Of the first time, before tests were added.
-                "first": _lines(kind, root).get(fault.id, {"first": verdict.noticed})["first"],
+                "first": old["first"] if old and has_first else verdict.noticed,
+                # How many files ran, where none of them noticed and others did not run.
+                "near": 0 if verdict.noticed else options.near,
                 "by": verdict.by,
                 "seconds": round(verdict.seconds, 1),
                 "said": verdict.said[:300],
@@ -186,12 +188,19 @@ def page(faults: list[Fault], results: Results) -> str:
         share = f"{100 * noticed / row[3]:.0f}" if row[3] else ""
         lines.append(f"| {' | '.join(map(str, row))} | {noticed} | {share} |")
     missed = [
-        f"`{fault.id}`"
+        (fault.id, results[fault.id]["near"])
         for fault in faults
-        if not (fault.equivalent or results.get(fault.id, {"noticed": True})["noticed"])
+        if not fault.equivalent and fault.id in results and not results[fault.id]["noticed"]
     ]
-    if missed:
-        lines += ["", f"Not noticed: {', '.join(missed)}."]
+    for what, names in (
+        ("Not noticed", [name for name, near in missed if not near]),
+        (
+            "Not noticed by the nearest files; the others have not run",
+            [n for n, near in missed if near],
+        ),
+    ):
+        if names:
+            lines += ["", f"{what}: {', '.join(f'`{name}`' for name in names)}."]
     return "\n".join(lines)
 
 
@@ -215,7 +224,7 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         default=0,
         metavar="N",
-        help="python: run only the N test files that are nearest; who is not noticed has no result",
+        help="python: run only the N nearest test files; what they miss runs again without --near",
     )
     parser.add_argument("--whole", action="store_true", help="python: run all of the quick tests")
     parser.add_argument("--missed", action="store_true", help="again those that were not noticed")
@@ -249,7 +258,13 @@ def main(arguments: list[str] | None = None) -> int:
                 recheck(kind, faults, options)
             elif not options.dry:
                 results = read_results(kind, faults, root)
-                again = {f.id for f in wanted if options.again or f.id not in results}
+                again = {
+                    f.id
+                    for f in wanted
+                    if options.again
+                    or f.id not in results
+                    or (results[f.id]["near"] and not options.near)
+                }
                 if options.missed:
                     again = {name for name, line in results.items() if not line["noticed"]}
                 judged = [f for f in wanted if f.id in again and not f.equivalent]
