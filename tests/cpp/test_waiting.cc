@@ -89,7 +89,10 @@ cpu_set_t allowed_cores() {
 TEST_CASE("a rank woken on its waker's core leaves it, if there are enough cores") {
   const cpu_set_t allowed = allowed_cores();
   const int num_cores = CPU_COUNT(&allowed);
-  if (num_cores < 2) return;  // nowhere to go
+  if (num_cores < 2) {
+    MESSAGE("skipped: one core, and nowhere to go");
+    return;
+  }
   NoReason source;
   const auto pin_to = [](const cpu_set_t& cores) {
     REQUIRE(::sched_setaffinity(0, sizeof(cores), &cores) == 0);

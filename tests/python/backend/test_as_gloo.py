@@ -151,7 +151,7 @@ def test_a_closed_standard_error_is_no_error(monkeypatch: pytest.MonkeyPatch) ->
     for stderr in (io.StringIO(), None):
         monkeypatch.setattr(sys, "stderr", stderr)
         as_gloo.say_once.__wrapped__()
-        assert stderr is None or "in the place of Gloo" in stderr.getvalue()
+        assert stderr is None or "serves the CPU tensors" in stderr.getvalue()
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "soon", "nan", "inf"])

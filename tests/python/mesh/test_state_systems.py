@@ -274,11 +274,14 @@ def test_a_part_of_another_rank_is_refused(rank: int) -> None:
 
 SCALED = ("zero 1", "zero 2", "zero 3", "infinity", "Lomo", "AdaLomo", "WeightShards, Lomo")
 
+GATHERED = ("infinity", "WeightShards, Lomo")  # which torch's functions cannot read
+
 
 def scaled(name: str, folder: Path, **resumed: Any) -> tuple[nn.Module, Any, Any]:
     """A model with a dynamic loss scale, its optimizer, and what is to be kept."""
     torch.manual_seed(0)
-    model, options = nn.Linear(3, 2), {"loss_scale": "dynamic"}
+    model: nn.Module = nn.Linear(3, 2)
+    options: dict[str, Any] = {"loss_scale": "dynamic"}
     if "Lomo" in name:
         shards = WeightShards(model) if "WeightShards" in name else None
         kind: Any = AdaLomo if "AdaLomo" in name else Lomo
@@ -301,22 +304,23 @@ def scales(model: nn.Module, optimizer: Any, factors: str) -> list[float]:
     return found
 
 
-def resume(model: nn.Module, optimizer: Any, way: str, *made: Any) -> None:
+def resume(way: str, model: nn.Module, optimizer: Any, again: nn.Module, resumed: Any) -> None:
     """Loads one optimizer's state into another."""
     if way == "own":
-        made[1].load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     elif way == "ringcomm":
-        set_state_dict(*made, *copy.deepcopy(get_state_dict(model, optimizer)))
+        values, state = copy.deepcopy(get_state_dict(model, optimizer))
+        set_state_dict(again, resumed, values, state)
     elif way == "torch":
         values, state = copy.deepcopy(dcp.get_state_dict(model, optimizer))
-        dcp.set_state_dict(*made, model_state_dict=values, optim_state_dict=state)
+        dcp.set_state_dict(again, resumed, model_state_dict=values, optim_state_dict=state)
 
 
 @pytest.mark.parametrize(
     ("name", "way"),
     [
         *itertools.product(SCALED, ["own", "ringcomm"]),
-        *((name, "torch") for name in SCALED if name != "infinity"),
+        *((name, "torch") for name in SCALED if name not in GATHERED),
         ("infinity", "files"),
     ],
 )
@@ -331,6 +335,6 @@ def test_a_loss_scale_is_state(rank: int, name: str, way: str, tmp_path: Path) -
             again, resumed, _again = scaled(name, tmp_path / "first", resume=True)
         else:
             again, resumed, _again = scaled(name, tmp_path / "again")
-            resume(model, optimizer, way, again, resumed)
+            resume(way, model, optimizer, again, resumed)
         assert scales(again, resumed, "gg") == [2.0**15, 2.0**15]
         assert "loss_scale" not in resumed.param_groups[0]

@@ -139,7 +139,8 @@ def test_parts_of_one_memory_that_do_not_overlap(rank: int) -> None:
         first, second = flat[:6].view(3, 2), flat[6:].view(2, 3)
         model[0].weight.data, model[1].weight.data = first, second
         expected = [first - LR * second.sum(0)[:, None], second - LR * first.sum(1)]
-        train_step(model(torch.ones(1, 2)).sum(), SYSTEMS[name](model))
+        optimizer = SYSTEMS[name](model)
+        train_step(model(torch.ones(1, 2)).sum(), optimizer)
         assert_close([*get_state_dict(model, full=True)[0].values()], expected)
 
 
