@@ -93,7 +93,9 @@ def pytest_testnodedown(node: Any, error: object) -> None:
     _left.extend(getattr(node, "workeroutput", {}).get("left", []))
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
+    """After Ctrl-C pytest ends its fixtures here, before, and they need the server."""
     left = _left if _shares_out(session.config) else ranks.stop()
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["left"] = left
