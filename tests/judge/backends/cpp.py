@@ -84,7 +84,10 @@ def _near(fault: Fault, tree: Path) -> Verdict:
     units: list[str] = []
     if fault.file.endswith(".h"):
         all_files = sorted((tree / _TESTS).glob("test_*.cc"))
-        places = [(all_files.index(file) + 1) % len(all_files) for file in files]
+        # The linker's flags name functions of these.
+        wrappers = [file for file in all_files if "__wrap_" in file.read_text("utf-8")]
+        needed = dict.fromkeys([*files, *wrappers])
+        places = [(all_files.index(file) + 1) % len(all_files) for file in needed]
         tests = " ".join(f"tests_{place}_of_{len(all_files)}" for place in places)
         engine = " ".join(f"engine_{idx}" for idx in range(_num_engine(tree)))
         units = [f"NUM_TEST_UNITS={len(all_files)}", f"UNITS={tests} {engine} gpu"]
