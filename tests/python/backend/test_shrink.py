@@ -53,8 +53,9 @@ def shrink_to(
     rank: int, left: list[int], least_s: float = 0.0, most_s: float = SOON_S, **options: Any
 ) -> Any:
     """Shrinks the default group, of which these ranks must be left, and uses what it gets."""
-    begin, cpu = time.monotonic(), torch.device("cpu")
-    own_timeout = timeout_of(backend_of(dist.group.WORLD, cpu))
+    begin, cpu, world = time.monotonic(), torch.device("cpu"), dist.group.WORLD
+    assert world is not None
+    own_timeout = timeout_of(backend_of(world, cpu))
     new = ringcomm.shrink(**options)
     assert timeout_of(backend_of(new, cpu)) == own_timeout  # not that of shrink()
     assert least_s <= time.monotonic() - begin < most_s

@@ -291,7 +291,8 @@ def test_who_needs_gradients(rank: int) -> None:
 @in_ranks(2)
 def test_recomputation(rank: int, use_reentrant: bool) -> None:
     """The same bits; experts drop the same features, routers choose the same experts again."""
-    grads, bytes_sent = [], []
+    grads: list[Any] = []
+    bytes_sent = []
     for is_recomputed in (False, True):
         torch.manual_seed(7)
         layer = MixtureOfExperts(

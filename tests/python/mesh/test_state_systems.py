@@ -262,7 +262,7 @@ def test_a_loss_scale_is_removed_for_an_optimizer_of_torch(rank: int) -> None:
 
 @in_ranks(2)
 def test_a_part_of_another_rank_is_refused(rank: int) -> None:
-    model = nn.Sequential(ColumnParallelLinear(4, 6, bias=False))
+    model: Any = nn.Sequential(ColumnParallelLinear(4, 6, bias=False))
     values, _ = get_state_dict(model)
     before = model[0].weight.detach().clone()
     rows = range_boxes((6, 4), 12 * (1 - rank), 12 * (2 - rank))
