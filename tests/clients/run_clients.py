@@ -134,6 +134,8 @@ def main(argv: list[str] | None = None) -> int:
     for client in clients:
         console.print(f"{client.name}: {client.what}", markup=False, highlight=False)
         results[client.name] = client_runs.compare(client, given)
+        # A run that a time limit ends has no table.
+        console.print(f"  {results[client.name].status}", markup=False, highlight=False)
     show(console, results)
     if options.record:
         record(clients, results)
