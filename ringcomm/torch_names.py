@@ -349,6 +349,11 @@ def is_ignored_in_ddp(param: nn.Parameter) -> bool:
     return bool(getattr(param, "_ddp_ignored", False))
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether torch.compile() has wrapped it, or its compile() was called."""
+    return type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
+
+
 # ---- wrappers
 
 # By class, the attribute with the module that they wrap. Not imported: most models have none.

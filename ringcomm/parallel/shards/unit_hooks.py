@@ -29,12 +29,13 @@ _CHANGEABLE = (list, dict)
 
 
 @untraced
-def refuse_compile() -> None:
+def refuse_compile(model: nn.Module | None = None) -> None:
     """Compiled code would keep freed weights for its backward pass, and read freed memory.
 
-    Raises RuntimeError if the caller runs under torch.compile.
+    Raises RuntimeError if the caller runs under torch.compile, or a part of the model is compiled.
     """
-    if torch_names.is_traced():
+    parts = () if model is None else model.modules()
+    if torch_names.is_traced() or any(map(torch_names.is_compiled, parts)):
         raise RuntimeError(
             "torch.compile is not supported with WeightShards or offload_weights=True, which"
             " free weights between uses: train without torch.compile, or use zero.shard(stage=3)"

@@ -24,7 +24,7 @@ from ringcomm.parallel.model.describe import describe, start_equal_over_data
 from ringcomm.parallel.model.refuse import Asked, refuse
 from ringcomm.parallel.model.saving import refuse_copy, save_full
 from ringcomm.parallel.shards.sharded_unit import ShardedUnit
-from ringcomm.parallel.shards.unit_hooks import UnitHooks
+from ringcomm.parallel.shards.unit_hooks import UnitHooks, refuse_compile
 from ringcomm.parallel.shards.units import (
     data_group_of,
     materialize,
@@ -78,6 +78,7 @@ class WeightShards:
         TypeError: a parameter is not a plain tensor, or a unit is not a module.
         ValueError: a parameter does not meet the conditions above or is already sharded, or a unit
             is not part of the model or cannot be called. Nothing has been written.
+        RuntimeError: a part of the model is compiled; also raised by a compiled forward.
         RingcommError: a rank failed or called something else; also raised by every forward and
             backward.
 
@@ -99,6 +100,7 @@ class WeightShards:
         described = describe(model)
         if self._shard_store is None:  # zero.shard() has asked
             refuse(described, Asked("WeightShards", "WeightShards"))
+        refuse_compile(model)
         found = params_of_units(model, units)
         self._model = model
         self._hooks: dict[nn.Parameter, UnitHooks] = {}

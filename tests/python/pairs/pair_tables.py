@@ -311,12 +311,12 @@ PROGRAM = Table.of(
     wrapper: a user's module; system: data; loss: the model's
         ValueError: has no loss: pass loss_fn
         loss_fn
+    wrapper: torch.compile; system: infinity
+        RuntimeError: torch.compile
+        stage 3, or no torch.compile
     wrapper: a user's module or adapters; system: tensor or pipeline or mesh
         ValueError|TypeError: is not a model of transformers|has no|tensor-parallel plan
         the model itself; data parallelism and ZeRO for adapters
-    wrapper: torch.compile; system: infinity
-        ValueError: got OptimizedModule
-        stage 3, or no torch.compile
     memory format: transposed or channels_last; system: zero 3 or infinity
         NotImplementedError|ValueError: contiguous
         contiguous weights, or stage 1 or 2

@@ -28,7 +28,7 @@ PACKAGE = ROOT / "ringcomm"
 GATHERED = {PACKAGE / "torch_names.py", PACKAGE / "parallel" / "pipeline" / "torch_stage.py"}
 
 TENSOR = ("_version", "_base", "_backward_hooks", "_post_accumulate_grad_hooks")
-MODULE = ("_modules", "_forward_hooks", "_forward_pre_hooks", "_apply")
+MODULE = ("_modules", "_forward_hooks", "_forward_pre_hooks", "_apply", "_compiled_call_impl")
 # Of named tuples, sys, transformers, Accelerate and vLLM.
 OF_OTHERS = {"_fields", "_replace", "_attn_implementation", "_current_frames", "_mixed_mesh_grads"}
 OF_OTHERS |= {"_prepare_backend", "_apply_gate", "_default_apply_gate", "_CPUSHMDistributed"}

@@ -403,6 +403,11 @@ def test_errors(rank: int) -> None:
         WeightShards(net, units=[nn.Linear(2, 2)])
     with pytest.raises(TypeError, match="units must be modules, got int"):
         WeightShards(net, units=[3])  # type: ignore[list-item]
+    part = make()
+    part.blocks[1].compile(backend="eager")
+    for compiled in (torch.compile(net, backend="eager"), part):
+        with pytest.raises(RuntimeError, match=r"torch\.compile is not supported with WeightShards"):
+            WeightShards(compiled)
     assert find_shards(net.embed.weight) is None
     shards = WeightShards(net)
     with pytest.raises(ValueError, match=r"embed.weight is already sharded"):
