@@ -89,7 +89,7 @@ def _judge_in(scratch: Path, kind: str, fault: Fault, limit_s: float) -> Verdict
 def run(kind: str, faults: list[Fault], options: argparse.Namespace) -> None:
     """Judges these, and writes each result as it comes."""
     root: Path = options.root
-    known, commit = table.load(kind, root), _commit(root)
+    known, commit = {each.id for each in table.load(kind, root)}, _commit(root)
     # A run that is stopped early has judged a sample.
     faults = sorted(faults, key=Fault.digest)
     controls = {fault.tests: fault.control() for fault in faults if options.control}
@@ -123,8 +123,9 @@ def run(kind: str, faults: list[Fault], options: argparse.Namespace) -> None:
                 continue
             word = f"noticed by {verdict.by}" if verdict.noticed else "NOT NOTICED"
             print(f"{fault.id}: {word} ({verdict.seconds:.0f} s)", flush=True)
-            results = read_results(kind, known, root)
-            old = _lines(kind, root).get(fault.id)
+            # With those of rows that have changed, whose first verdict stays.
+            results = {name: line for name, line in _lines(kind, root).items() if name in known}
+            old = results.get(fault.id)
             has_first = old is not None and not old["near"]
             results[fault.id] = {
                 "id": fault.id,

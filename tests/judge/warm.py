@@ -21,10 +21,12 @@ import time
 from importlib import import_module
 from typing import Any, NoReturn
 
-_PACKAGES = ("torch", "pytest", "_pytest.assertion.rewrite", "numpy", "hypothesis", "xdist.plugin")
-_PACKAGES += ("torch.testing", "torch.distributed.fsdp", "torch.distributed.tensor")
-_PACKAGES += ("torch.distributed.checkpoint", "torch.distributed.pipelining", "torch._dynamo")
-_PACKAGES += ("transformers.models.llama.modeling_llama", "transformers.trainer")
+_PACKAGES = (
+    *("torch", "pytest", "_pytest.assertion.rewrite", "numpy", "hypothesis", "xdist.plugin"),
+    *("torch.testing", "torch.distributed.fsdp", "torch.distributed.tensor"),
+    *("torch.distributed.checkpoint", "torch.distributed.pipelining", "torch._dynamo"),
+    *("transformers.models.llama.modeling_llama", "transformers.trainer"),
+)
 _PR_SET_PDEATHSIG = 1
 _NEW_MOUNTS, _NEW_IPC, _NEW_PIDS = 0x00020000, 0x08000000, 0x20000000
 _libc = ctypes.CDLL(None)
