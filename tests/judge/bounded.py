@@ -13,11 +13,12 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-_ENDS_WITH_US = ("setpriv", "--pdeathsig", "KILL")
+NICE = ("nice", "-n", "5")
+ENDS_WITH_US = ("setpriv", "--pdeathsig", "KILL")
 # Namespaces of its own: every process ends with the first, and /dev/shm is that of this run.
 _ALONE = (
     *("unshare", "--mount", "--pid", "--ipc", "--fork", "--kill-child", "--mount-proc"),
-    *("sh", "-c", 'mount -t tmpfs tmpfs /dev/shm && exec "$@"', "sh"),
+    *("sh", "-c", 'mount -t tmpfs tmpfs /dev/shm && "$@"; exit $?', "sh"),  # sh reaps orphans
 )
 
 
@@ -44,7 +45,7 @@ def run_bounded(
     """Runs the command with a low priority and ends it, and what it started, after limit_s."""
     begin = time.monotonic()
     process = subprocess.Popen(
-        [*_ENDS_WITH_US, *_alone(), "nice", *command],
+        [*ENDS_WITH_US, *_alone(), *NICE, *command],
         cwd=cwd,
         env=None if env is None else dict(env),
         stdin=subprocess.DEVNULL,

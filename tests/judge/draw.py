@@ -1,6 +1,6 @@
 """Draws faults of the Python package with the operators of cosmic-ray, and prints their rows.
 
-    python -m tests.judge.draw [--count 60] [--seed 68]
+    python -m tests.judge.draw [--count 60] [--seed 68] [--first 1]
 
 It needs the group judge of pyproject.toml. A place of the package is drawn, each with the same
 chance, then one of the changes that cosmic-ray has for it. Left out: annotations, the texts of
@@ -132,14 +132,18 @@ def replacement(text: str, changed: str) -> tuple[str, str]:
     return "".join(old[first:last]), "".join(new[first_new:last_new])
 
 
-def draw(root: Path, count: int, seed: int) -> Iterator[Fault]:
+def draw(root: Path, count: int, seed: int, first: int) -> Iterator[Fault]:
     """The faults, in the order in which they are drawn."""
     found = places(root)
     drawn = random.Random(seed)
-    for number, key in enumerate(drawn.sample(sorted(found), count), 1):
+    for number, key in enumerate(drawn.sample(sorted(found), count), first):
         name, occurrence = drawn.choice(found[key])
         text = (root / key[0]).read_text("utf-8")
         changed = mutate_code(text, get_operator(name)(), occurrence)
+        try:
+            compile(changed, key[0], "exec")
+        except SyntaxError:  # the `*` of a signature is no product
+            continue
         old, new = replacement(text, changed)
         short = re.sub(r"core/(Replace)?(Binary|Comparison|Unary)?(Operator_)?", "", name)
         fault = Fault(
@@ -165,9 +169,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.judge.draw", description=__doc__)
     parser.add_argument("--count", type=int, default=60)
     parser.add_argument("--seed", type=int, default=68)
+    parser.add_argument("--first", type=int, default=1, help="the number of the first")
     parser.add_argument("--root", type=Path, default=ROOT)
     options = parser.parse_args()
-    for fault in draw(options.root, options.count, options.seed):
+    for fault in draw(options.root, options.count, options.seed, options.first):
         print(row(fault), end="")
 
 

@@ -50,11 +50,15 @@ def _path(kind: str, root: Path) -> Path:
     return root / "tests" / "judge" / "results" / f"{kind}.jsonl"
 
 
-def read_results(kind: str, faults: Iterable[Fault], root: Path = table.ROOT) -> Results:
-    """Those whose row is still the same."""
+def _lines(kind: str, root: Path) -> Results:
     path = _path(kind, root)
     lines = path.read_text("utf-8").splitlines() if path.exists() else []
-    results = {line["id"]: line for line in map(json.loads, lines)}
+    return {line["id"]: line for line in map(json.loads, lines)}
+
+
+def read_results(kind: str, faults: Iterable[Fault], root: Path = table.ROOT) -> Results:
+    """Those whose row is still the same."""
+    results = _lines(kind, root)
     known = {fault.id: fault.digest() for fault in faults}
     return {name: line for name, line in results.items() if known.get(name) == line["row"]}
 
@@ -119,14 +123,18 @@ def run(kind: str, faults: list[Fault], options: argparse.Namespace) -> None:
                 continue
             word = f"noticed by {verdict.by}" if verdict.noticed else "NOT NOTICED"
             print(f"{fault.id}: {word} ({verdict.seconds:.0f} s)", flush=True)
-            if options.near and not verdict.noticed:
-                continue
             results = read_results(kind, known, root)
+            old = _lines(kind, root).get(fault.id)
+            has_first = old is not None and not old["near"]
             results[fault.id] = {
                 "id": fault.id,
                 "row": fault.digest(),
                 "commit": commit,
                 "noticed": verdict.noticed,
+                # Of the first time, before tests were added.
+                "first": old["first"] if old and has_first else verdict.noticed,
+                # How many files ran, where none of them noticed and others did not run.
+                "near": 0 if verdict.noticed else options.near,
                 "by": verdict.by,
                 "seconds": round(verdict.seconds, 1),
                 "said": verdict.said[:300],
@@ -150,12 +158,13 @@ def recheck(kind: str, faults: list[Fault], options: argparse.Namespace) -> None
             write_results(kind, results, options.root)
 
 
-def summary(faults: Iterable[Fault], results: Results) -> list[tuple[str, int, int, int, int]]:
-    """For each folder: its name, faults, how many are equivalent, how many ran, and were noticed.
+def summary(faults: Iterable[Fault], results: Results) -> list[tuple[Any, ...]]:
+    """For each folder: its name, faults, and how many are equivalent, ran, were noticed at first
+    and are noticed now.
 
-    The last two count those that are not equivalent. The last row is the sum.
+    The last three count those that are not equivalent. The last row is the sum.
     """
-    counts: dict[str, list[int]] = collections.defaultdict(lambda: [0, 0, 0, 0])
+    counts: dict[str, list[int]] = collections.defaultdict(lambda: [0, 0, 0, 0, 0])
     for fault in faults:
         result = None if fault.equivalent else results.get(fault.id)
         for folder in (str(Path(fault.file).parent), "all"):
@@ -163,27 +172,35 @@ def summary(faults: Iterable[Fault], results: Results) -> list[tuple[str, int, i
             count[0] += 1
             count[1] += bool(fault.equivalent)
             count[2] += result is not None
-            count[3] += bool(result and result["noticed"])
+            count[3] += bool(result and result["first"])
+            count[4] += bool(result and result["noticed"])
     names = sorted(counts.keys() - {"all"}) + ["all"] * ("all" in counts)
-    return [(name, *counts[name]) for name in names]  # type: ignore[misc]
+    return [(name, *counts[name]) for name in names]
 
 
 def page(faults: list[Fault], results: Results) -> str:
     """The summary as a table of Markdown, and the faults that were not noticed."""
     lines = [
-        "| folder | faults | equivalent | run | noticed | per cent |",
-        "|---|---:|---:|---:|---:|---:|",
+        "| folder | faults | equivalent | run | noticed at first | noticed now | per cent |",
+        "|---|---:|---:|---:|---:|---:|---:|",
     ]
-    for name, total, equivalent, ran, noticed in summary(faults, results):
-        share = f"{100 * noticed / ran:.0f}" if ran else ""
-        lines.append(f"| {name} | {total} | {equivalent} | {ran} | {noticed} | {share} |")
+    for *row, noticed in summary(faults, results):
+        share = f"{100 * noticed / row[3]:.0f}" if row[3] else ""
+        lines.append(f"| {' | '.join(map(str, row))} | {noticed} | {share} |")
     missed = [
-        f"`{fault.id}`"
+        (fault.id, results[fault.id]["near"])
         for fault in faults
-        if not (fault.equivalent or results.get(fault.id, {"noticed": True})["noticed"])
+        if not fault.equivalent and fault.id in results and not results[fault.id]["noticed"]
     ]
-    if missed:
-        lines += ["", f"Not noticed: {', '.join(missed)}."]
+    for what, names in (
+        ("Not noticed", [name for name, near in missed if not near]),
+        (
+            "Not noticed by the nearest files; the others have not run",
+            [n for n, near in missed if near],
+        ),
+    ):
+        if names:
+            lines += ["", f"{what}: {', '.join(f'`{name}`' for name in names)}."]
     return "\n".join(lines)
 
 
@@ -207,7 +224,7 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         default=0,
         metavar="N",
-        help="python: run only the N test files that are nearest; who is not noticed has no result",
+        help="python: run only the N nearest test files; what they miss runs again without --near",
     )
     parser.add_argument("--whole", action="store_true", help="python: run all of the quick tests")
     parser.add_argument("--missed", action="store_true", help="again those that were not noticed")
@@ -241,7 +258,13 @@ def main(arguments: list[str] | None = None) -> int:
                 recheck(kind, faults, options)
             elif not options.dry:
                 results = read_results(kind, faults, root)
-                again = {f.id for f in wanted if options.again or f.id not in results}
+                again = {
+                    f.id
+                    for f in wanted
+                    if options.again
+                    or f.id not in results
+                    or (results[f.id]["near"] and not options.near)
+                }
                 if options.missed:
                     again = {name for name, line in results.items() if not line["noticed"]}
                 judged = [f for f in wanted if f.id in again and not f.equivalent]

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import ast
+import functools
+import json
 import os
 import re
 import shutil
+import subprocess
 import sys
+import time
 from pathlib import Path
 
-from tests.judge.bounded import Done, run_bounded
+from tests.judge.bounded import ENDS_WITH_US, NICE, Done
 from tests.judge.table import Fault, FaultError, Verdict
 
 WHOLE = ("tests/python",)  # the quick tests
@@ -22,6 +26,7 @@ _NAMED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 # Of an error: it tells of a wait, or of a process that was ended.
 _OF_TIME = re.compile(r"^E .*(time|late\b|wait|deadline|arriv|stuck|signal|ended)", re.M | re.I)
 _NO_TESTS = 5  # pytest's exit status
+_OPTIONS = ("-x", "-q", "-p", "no:cacheprovider", "-m", "not slow")
 _TRIES = 3
 
 
@@ -84,18 +89,43 @@ def verdict(fault: Fault, tree: Path, limit_s: float, files: list[str]) -> Verdi
 
 
 def _pytest(tree: Path, arguments: list[str], limit_s: float) -> Done:
-    temporary = tree.parent / "tmp"
+    scratch = tree.parent
+    temporary, output = scratch / "tmp", scratch / "output"
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
-    env = {
-        **os.environ,
+    more = {
         "PYTHONPATH": str(tree),
         "OMP_NUM_THREADS": "1",
         "TMPDIR": str(temporary),
         "COLUMNS": "300",  # pytest's summary cuts messages
     }
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
-    return run_bounded([*command, "-m", "not slow", *arguments], tree, limit_s, env)
+    request = {
+        "cwd": str(tree),
+        "env": {**os.environ, **more},
+        "arguments": [*_OPTIONS, *arguments],
+        "output": str(output),
+        "limit_s": limit_s,
+    }
+    begin, warm = time.monotonic(), _warm(scratch)
+    assert warm.stdin is not None
+    assert warm.stdout is not None
+    warm.stdin.write(json.dumps(request) + "\n")
+    warm.stdin.flush()
+    status: int | None = json.loads(warm.stdout.readline())
+    return Done(status, output.read_text("utf-8", "replace"), time.monotonic() - begin)
+
+
+@functools.cache
+def _warm(scratch: Path) -> subprocess.Popen[str]:
+    """For each copy of the checkout one process from which its runs are forked; see warm.py."""
+    program = Path(__file__).parents[1] / "warm.py"
+    return subprocess.Popen(
+        [*ENDS_WITH_US, *NICE, sys.executable, str(program)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=scratch,
+    )
 
 
 def nearest(fault: Fault, tree: Path) -> list[str]:

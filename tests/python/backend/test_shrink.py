@@ -81,7 +81,7 @@ def test_a_death(rank: int, world_size: int, victims: list[int]) -> None:
         die()
     fail()
     before = num_calls()
-    new = shrink_to(rank, left)
+    new = shrink_to(rank, left, timeout=timedelta(seconds=SOON_S))
     assert num_calls() > before > 0
     # What programs do next.
     sub = dist.new_group([0])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from pathlib import Path
 from typing import Any
 
@@ -254,11 +256,39 @@ def test_a_loss_scale_is_removed_for_an_optimizer_of_torch(rank: int) -> None:
     assert torch.equal(plain.state[alone.weight]["exp_avg"], state["state"]["weight"]["exp_avg"])
 
 
-def test_the_loss_scale_of_lomo_is_state() -> None:
-    model = nn.Linear(3, 2)
-    optimizer = Lomo(model, 0.1, loss_scale="dynamic")
+@in_ranks(2)
+def test_a_part_of_another_rank_is_refused(rank: int) -> None:
+    model = nn.Sequential(ColumnParallelLinear(4, 6, bias=False))
+    values, _ = get_state_dict(model)
+    before = model[0].weight.detach().clone()
+    rows = range_boxes((6, 4), 12 * (1 - rank), 12 * (2 - rank))
+    part = TensorPart(torch.zeros(12), rows, (6, 4))
+    with pytest.raises(ValueError, match=r"rank 0: 0\.weight is the part of another rank"):
+        set_state_dict(model, None, dict.fromkeys(values, part))
+    assert torch.equal(model[0].weight, before)
+
+
+@pytest.mark.parametrize("system", ["lomo", 1, 2, 3])
+@in_ranks(1)
+def test_a_dynamic_loss_scale_is_state(rank: int, system: Any) -> None:
+    """With its count of good steps; also of the optimizer's own state_dict()."""
+    model: Any = nn.Linear(3, 2)
+    if system == "lomo":
+        optimizer: Any = Lomo(model, 0.1, loss_scale="dynamic")
+    else:
+        plain = torch.optim.AdamW(model.parameters())
+        optimizer = zero.shard(model, plain, system, loss_scale="dynamic")
     values, state = get_state_dict(model, optimizer)
-    state["param_groups"][0]["loss_scale"] = 8.0
+    state["param_groups"][0] |= {"loss_scale": 8.0, "loss_scale_good_steps": 1999}
     set_state_dict(model, optimizer, values, state)
     assert optimizer.loss_scale == 8.0
-    assert "loss_scale" not in optimizer.param_groups[0]
+    assert system != "lomo" or "loss_scale" not in optimizer.param_groups[0]
+    saved = copy.deepcopy(optimizer.state_dict())
+    # The count is complete and begins again; an overflow ends it, too.
+    for outcomes in (((1.0, 16.0), (math.inf, 8.0)), ((math.inf, 4.0), (1.0, 4.0))):
+        optimizer.load_state_dict(copy.deepcopy(saved))
+        for factor, scale in outcomes:
+            optimizer.scale(model(torch.ones(1, 3)).sum() * factor).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert optimizer.loss_scale == scale

@@ -52,6 +52,25 @@ def test_what_is_no_pipeline(rank: int) -> None:
     refused(ValueError, message, [bare, nn.Linear(8, 8)])
 
 
+def with_new_weights(stage: nn.Module) -> nn.Module:
+    """As fully_shard does."""
+    for module in stage.modules():
+        for name, param in [*module.named_parameters(recurse=False)]:
+            setattr(module, name, nn.Parameter(param.detach().clone()))
+    return stage
+
+
+@in_ranks(2)
+def test_a_wrapper_that_replaces_weights(rank: int) -> None:
+    """It ends the tie of two stages on one rank, and changes nothing else."""
+    options: Any = {"num_microbatches": M, "wrap": with_new_weights}
+    with pytest.raises(ValueError, match="zbv puts two stages with a tied parameter on one rank"):
+        pipeline.Pipeline(make_tied().blocks(), tokens_loss, "zbv", **options)
+    for schedule in ("1f1b", "interleaved"):
+        losses = [make(schedule=schedule, **given).step(*batch(0)) for given in ({}, options)]
+        assert torch.equal(*losses)
+
+
 @in_ranks(2)
 def test_what_is_no_step(rank: int) -> None:
     """https://github.com/pytorch/pytorch/issues/126600: rows that micro-batches do not divide."""
