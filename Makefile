@@ -22,7 +22,7 @@ ifneq ($(MAKECMDGOALS),test-cpp-beside test-python)
 .NOTPARALLEL:
 endif
 .PHONY: help train build test test-cpp test-cpp-beside test-deaths test-tsan test-asan test-checker test-python \
-        test-bare test-user stress test-gpu test-torch test-clients test-emulator test-ptx kernels kernel-sweep lint format types compat packaging \
+        test-bare test-user stress test-gpu test-torch test-clients judge test-emulator test-ptx kernels kernel-sweep lint format types compat packaging \
         wheels gpu-machine gpu-kit docs coverage bench clean distclean check-python
 
 help:  ## list the targets
@@ -130,6 +130,9 @@ test-gpu: check-python  ## run the GPU tests in each layout of ranks that this m
 
 test-torch: check-python  ## run PyTorch's own distributed tests (ARGS="--mode gloo-2 --test 'test_all*'")
 	@$(PREPARE) --need train --need test --extension -- tests/torch/run.py $(ARGS)
+
+judge: check-python  ## put faults into copies of the checkout, and say which of them the quick tests notice (ARGS="--kind python")
+	@$(PREPARE) --need train --need test --extension -- -m tests.judge.run $(ARGS)
 
 test-clients: check-python  ## run programs of other projects over Gloo and over ringcomm, and compare them (ARGS="--short")
 	@$(PREPARE) --need train --need test --extension -- tests/clients/run_clients.py $(ARGS)
