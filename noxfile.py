@@ -295,6 +295,7 @@ def gpu(session: nox.Session) -> None:
     nvcc = buildconfig.find_nvcc()
     if nvcc is None:
         skip("there is no nvcc here")
+        return
     if said := install(session, "2.11", "build", "test", index=""):
         skip(f"pip could not install torch 2.11: {last_line(said)}")
     session.env.update(RINGCOMM_CUDA="1", RINGCOMM_CUDA_ARCHS=str(ARCH))

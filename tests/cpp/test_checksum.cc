@@ -7,7 +7,8 @@
 #include "kernels/checksum.h"
 #include "third_party/doctest/doctest.h"
 
-namespace ringcomm {
+using ringcomm::checksum;
+
 namespace {
 
 using Bytes = std::vector<std::uint8_t>;
@@ -45,4 +46,3 @@ TEST_CASE("a checksum is that of its definition, at every length") {
 }
 
 }  // namespace
-}  // namespace ringcomm
