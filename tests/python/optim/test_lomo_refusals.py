@@ -63,7 +63,9 @@ def test_an_overflow_changes_nothing_and_halves_the_scale(
     for key, entry in opt.state_dict()["state"].items():
         for name, value in entry.items():
             assert torch.equal(value, state["state"][key][name])
-    assert opt.state_dict()["param_groups"] == state["param_groups"]
+    scale = {"loss_scale": 2.0**15, "loss_scale_good_steps": 0}
+    groups = [{**group, **scale} for group in state["param_groups"]]
+    assert opt.state_dict()["param_groups"] == groups
     train(opt, model, batches(2))
     assert opt.loss_scale == 2.0**16  # has regrown
     assert changed(model, before)
