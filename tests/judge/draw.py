@@ -23,7 +23,7 @@ from cosmic_ray.ast import ast_nodes, get_ast
 from cosmic_ray.mutating import mutate_code
 from cosmic_ray.plugins import get_operator, operator_names
 
-from tests.judge.table import ROOT, Fault, row
+from tests.judge.table import ROOT, Fault, drawn_fault, row
 
 _FAMILIES: tuple[set[str], ...] = (
     *({"Add", "Sub"}, {"Mul", "Div", "FloorDiv", "Mod"}),
@@ -31,7 +31,7 @@ _FAMILIES: tuple[set[str], ...] = (
 )
 _NO_ARGUMENT = ("core/VariableReplacer", "core/VariableInserter")  # these need one
 # The quick tests that must notice a fault, by the beginning of the file's path; the longest counts.
-_TESTS = {
+_IN_PYTHON = {
     "_ringcomm_": [
         *("programs/test_options.py", "programs/test_cli.py", "programs/test_command.py"),
         *("programs/test_show.py", "planner/test_planner.py", "backend/test_job_doctor.py"),
@@ -71,6 +71,7 @@ _TESTS = {
         *("backend/test_flight_dumps.py", "backend/test_job_doctor.py", "programs/test_cli.py"),
     ],
 }
+_TESTS = {begin: [f"python/{name}" for name in names] for begin, names in _IN_PYTHON.items()}
 Span = tuple[tuple[int, int], tuple[int, int]]
 
 
@@ -146,23 +147,8 @@ def draw(root: Path, count: int, seed: int, first: int) -> Iterator[Fault]:
             continue
         old, new = replacement(text, changed)
         short = re.sub(r"core/(Replace)?(Binary|Comparison|Unary)?(Operator_)?", "", name)
-        fault = Fault(
-            id=f"drawn-{number:02}-{Path(key[0]).stem.strip('_')}-{short}",
-            file=key[0],
-            old=old,
-            new=new,
-            tests=tests_of(key[0]),
-            origin="drawn",
-            root=root,
-        )
-        fault.check()
-        yield fault
-
-
-def tests_of(file: str) -> tuple[str, ...]:
-    """Of a file of the package."""
-    longest = max((begin for begin in _TESTS if file.startswith(begin)), key=len)
-    return tuple(f"tests/python/{name}" for name in _TESTS[longest])
+        id_ = f"drawn-{number:02}-{Path(key[0]).stem.strip('_')}-{short}"
+        yield drawn_fault(id_, (root, key[0]), (old, new), _TESTS)
 
 
 def main() -> None:

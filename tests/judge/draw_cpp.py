@@ -17,7 +17,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.judge.table import ROOT, Fault, row
+from tests.judge.table import ROOT, Fault, drawn_fault, row
 
 _FOLDERS = {
     "engine": ("bindings", "collectives", "communicator", "core", "host", "transport"),
@@ -130,23 +130,8 @@ def draw(kind: str, root: Path, count: int, seed: int) -> Iterator[Fault]:
     for number, (name, file, begin, end, new) in enumerate(found[:count], 1):
         text = (root / file).read_text("utf-8")
         old, changed = _lines(text, begin, end, new)
-        fault = Fault(
-            id=f"{kind}-drawn-{number:02}-{Path(file).stem}-{name}",
-            file=file,
-            old=old,
-            new=changed,
-            tests=tests_of(file),
-            origin="drawn",
-            root=root,
-        )
-        fault.check()
-        yield fault
-
-
-def tests_of(file: str) -> tuple[str, ...]:
-    """Of a file of csrc."""
-    longest = max((begin for begin in _TESTS if file.startswith(begin)), key=len)
-    return tuple(f"tests/{name}" for name in _TESTS[longest])
+        id_ = f"{kind}-drawn-{number:02}-{Path(file).stem}-{name}"
+        yield drawn_fault(id_, (root, file), (old, changed), _TESTS)
 
 
 def main() -> None:

@@ -19,6 +19,7 @@ import dataclasses
 import hashlib
 import json
 import sys
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,24 @@ def _fault(row: dict[str, Any], root: Path, path: Path) -> Fault:
         raise FaultError(f"fault {row.get('id')} of {path.name}: missing or unknown {wrong}")
     lists: dict[str, Any] = {name: tuple(row[name]) for name in ("tests", "edits") if name in row}
     return Fault(**(row | lists), root=root)
+
+
+def drawn_fault(
+    name: str, place: tuple[Path, str], texts: tuple[str, str], tests: Mapping[str, Iterable[str]]
+) -> Fault:
+    """A fault that was drawn, checked.
+
+    Args:
+        place: the root and the file.
+        texts: the old one and the new one.
+        tests: below the folder tests, by beginnings of files; those of the longest are taken.
+    """
+    root, file = place
+    longest = max((begin for begin in tests if file.startswith(begin)), key=len)
+    chosen = tuple(f"tests/{each}" for each in tests[longest])
+    fault = Fault(name, file, *texts, tests=chosen, origin="drawn", root=root)
+    fault.check()
+    return fault
 
 
 def row(fault: Fault) -> str:
