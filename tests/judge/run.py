@@ -81,7 +81,7 @@ def _commit(root: Path) -> str:
 
 def _judge_in(scratch: Path, kind: str, fault: Fault, limit_s: float) -> Verdict:
     """In a thread of the pool, which has its own copy of the product."""
-    own = scratch / str(threading.get_ident())
+    own = scratch / threading.current_thread().name
     own.mkdir(exist_ok=True)
     return judge_of(kind)(fault, own, limit_s)
 
@@ -97,10 +97,14 @@ def run(kind: str, faults: list[Fault], options: argparse.Namespace) -> None:
         tempfile.TemporaryDirectory(prefix="judge-") as scratch,
         concurrent.futures.ThreadPoolExecutor(options.jobs) as pool,
     ):
+        left_out = set()  # faults of which the nearest files run alone
 
         def submit(fault: Fault) -> concurrent.futures.Future[Verdict]:
-            tests = tuple(nearest(fault, root)[: options.near]) if options.near else fault.tests
-            fault = dataclasses.replace(fault, tests=WHOLE if options.whole else tests)
+            tests = WHOLE if options.whole else fault.tests
+            if options.near and len(files := nearest(fault, root)) > options.near:
+                tests = tuple(files[: options.near])
+                left_out.add(fault.id)
+            fault = dataclasses.replace(fault, tests=tests)
             return pool.submit(_judge_in, Path(scratch), kind, fault, options.limit_s)
 
         for waiting in concurrent.futures.as_completed(
@@ -135,7 +139,7 @@ def run(kind: str, faults: list[Fault], options: argparse.Namespace) -> None:
                 # Of the first time, before tests were added.
                 "first": old["first"] if old and has_first else verdict.noticed,
                 # How many files ran, where none of them noticed and others did not run.
-                "near": 0 if verdict.noticed else options.near,
+                "near": 0 if verdict.noticed or fault.id not in left_out else options.near,
                 "by": verdict.by,
                 "seconds": round(verdict.seconds, 1),
                 "said": verdict.said[:300],
@@ -248,7 +252,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> int:
     """Status 1 if a row is wrong, or if a fault that was judged here has not been noticed."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if (options.near or options.whole or options.recheck) and options.kind != "python":
+        parser.error("--near, --whole and --recheck need --kind python")
     root = options.root = options.root.resolve()
     missed = 0
     try:

@@ -218,6 +218,12 @@ def test_an_asynchronous_save_has_the_state_of_its_call(rank: int, tmp_path: Pat
     assert load(rank, "a", "pp, tp", "Llama", tmp_path) == losses
 
 
+def with_key(state: dict[str, Any], name: str, key: str, value: Any) -> dict[str, Any]:
+    """An optimizer's state that has one key more for the weight."""
+    states = state["state"]
+    return {**state, "state": {**states, name: {**states.get(name, {}), key: value}}}
+
+
 @in_ranks(4)
 def test_a_state_of_another_model_is_refused_before_anything_is_written(rank: int) -> None:
     train, _ = trained("pp, tp")
@@ -244,6 +250,8 @@ def test_a_state_of_another_model_is_refused_before_anything_is_written(rank: in
         ),
         ("parameter groups of [30] parameters, but the optimizer has [30, 9]", values, groups),
         ("the state lacks", parts, own),
+        (f"names ['{name}.stranger']", values, with_key(state, name, "stranger", values[name])),
+        ("names ['gone.exp_avg']", values, with_key(state, "gone", "exp_avg", values[name])),
     ):
         with pytest.raises(ValueError, match="rank 0: .*" + re.escape(text)):
             set_state_dict(other, other.optimizer, wrong, wrong_state)

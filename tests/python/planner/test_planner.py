@@ -348,9 +348,23 @@ def test_micro_batches_of_a_pipeline() -> None:
     options: Any = {"pp": 8, "tp": 8, "schedules": ("1f1b",), "systems": ("ddp",)}
     tight = plans_of("llama-3-70b", 64, tokens=1 << 23, **options)
     assert tight.ranked[0].candidate.num_micro_batches > 32
+    small = plans_of(num_gpus=32, tokens=1 << 14, pp=2)
+    assert all(
+        plan.candidate.num_micro_batches >= min(4, 8 // plan.candidate.mesh.dp)
+        for plan in small.ranked
+    )
     few = plans_of(dp=1, pp=8, tp=1, tokens=1 << 14, schedules=("1f1b",), systems=("ddp",))
     assert [plan.candidate.num_micro_batches for plan in few.ranked] == [8]
     assert any("less than 2p: the batch has no more" in reason for reason in few.ranked[0].reasons)
+
+
+def test_a_tied_embedding_is_summed_over_its_two_stages() -> None:
+    """An all_reduce of two ranks sends the gradient once."""
+    for tp, rows in ((1, 50257), (2, 25129)):
+        found = plans_of("gpt2", 3 * tp, pp=3, tp=tp, schedules=("1f1b",), systems=("ddp",))
+        candidate = found.ranked[0].candidate
+        sent = [traffic_of_stage(candidate, stage).data for stage in range(3)]
+        assert sent == [2 * rows * 768, 0, 2 * rows * 768]
 
 
 def test_traffic_of_experts_by_hand() -> None:

@@ -411,6 +411,27 @@ def test_clocks_of_hosts_are_aligned_by_common_calls(tmp_path: Path) -> None:
         merge([tmp_path], tmp_path / "trace.json")
 
 
+def test_the_middle_of_what_common_calls_allow_is_taken() -> None:
+    """The second clock is 1000 ahead; each rank is in a barrier from 40 before the other's end."""
+
+    def process(clock: str, *calls: tuple[int, int]) -> recordings.Process:
+        made = recordings.Process({"clock": clock, "host": clock, "pid": 1}, 0)
+        made.groups = {0: {"name": "g", "ranks": [0, 1], "rank": int(clock != "first")}}
+        of_all = {"kind": "collective", "group": 0, "op": "barrier"}
+        made.events = {
+            0: [
+                {**of_all, "seq": seq, "begin_ns": begin, "end_ns": end}
+                for seq, (begin, end) in enumerate(calls)
+            ]
+        }
+        return made
+
+    first = process("first", (100, 300), (500, 540))
+    second = process("second", (1100, 1300), (1500, 1540))
+    assert "within ±0.0 µs" in recordings.align([first, second])[1]
+    assert (first.shift_ns, second.shift_ns) == (0, -1000)
+
+
 def end_log_early(log: Path) -> None:
     """Makes a recording that of a killed process: all lines are of its first millisecond."""
     entries = [json.loads(line) for line in log.read_text("utf-8").splitlines()]

@@ -241,6 +241,10 @@ def test_outputs_that_would_be_parts(rank: int) -> None:
     model = tensor_parallelize(llama(), sequence_parallel=True).eval()
     with pytest.raises(ValueError, match="output_hidden_states would return"):
         model(input_ids=ids, output_hidden_states=True)
+    alone, model = (llama(attn_implementation="eager").eval() for _ in range(2))
+    model = tensor_parallelize(model, dist.new_subgroups(1)[0])  # whose parts are whole
+    found, wanted = (m(input_ids=ids, output_attentions=True) for m in (model, alone))
+    torch.testing.assert_close(found.attentions, wanted.attentions)
 
 
 class Adapter(nn.Module):

@@ -83,8 +83,10 @@ def test_errors(rank: int) -> None:
     with pytest.raises(ValueError, match=r"before zero.shard\(\)"):
         sharded.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
     state = sharded.state_dict()
-    with pytest.raises(ValueError, match="is from rank 7 of 9"):
-        sharded.load_state_dict({**state, "rank": 7, "world_size": 9})
+    of_others = {"rank 7 of 9": (7, 9), "rank 1 of 2": (1 - rank, 2), "rank 0 of 1": (rank, 1)}
+    for text, (number, size) in of_others.items():  # the text is rank 0's
+        with pytest.raises(ValueError, match=f"rank 0: the state is from {text}"):
+            sharded.load_state_dict({**state, "rank": number, "world_size": size})
     sharded.step()  # without gradients: nothing
     assert same(weights(model), before)
     loss_of(model, *batch(0)).backward()
