@@ -210,6 +210,24 @@ def test_computing_and_collectives() -> None:
     assert many.all_reduce(10**9) == 2 * many.ring(10**9)
 
 
+def test_seconds_of_an_update_and_of_copies_by_hand() -> None:
+    def found(system: str, **change: Any) -> Plan:
+        hardware = dataclasses.replace(HARDWARE["cpu-core"], memory_bytes=10**12, **change)
+        job = Job(1 << 14, systems=(system,), pp=1, tp=1, checkpointings=("none",))
+        return plan("gpt2", Cluster(2, hardware), job).ranked[0]
+
+    num_params = 124_439_808
+    # Two moments and a master of 4 bytes, a weight of 2: each is read and written.
+    update = found("ddp", memory_rate=1e10).time.update
+    assert update == pytest.approx(2 * 14 * num_params / 1e10)
+    # At stage 3 each micro-batch copies what it gathers to new memory, and gradients but for LOMO.
+    for system, copies in (("lomo-shards", 2), ("zero3", 3)):
+        with_cost, without = (found(system, new_memory_rate=rate) for rate in (4e9, 0.0))
+        times = copies * with_cost.candidate.num_micro_batches
+        more = with_cost.time.data - without.time.data
+        assert more == pytest.approx(times * 2 * num_params / 4e9)
+
+
 def test_tuned_links() -> None:
     costs = Costs(copy_us=400.0)
     tuned = Tuning("", {"cores": 4}, "", "", 1, costs, 1.0, ())

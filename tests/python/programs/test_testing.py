@@ -40,7 +40,7 @@ def die_on_rank_1(rank: int) -> None:
 
 
 def sleep(rank: int) -> None:
-    time.sleep(600)
+    time.sleep(30)
 
 
 def hang_on_rank_1(rank: int) -> None:
@@ -129,10 +129,9 @@ def test_ranks_end_with_a_killed_test_runner(tmp_path: Path) -> None:
             time.sleep(0.05)
 
 
-@slow
-def test_ranks_that_never_call_are_ended() -> None:
-    with pytest.raises(RanksFailedError, match="the ranks did not end in 10 s"):
-        run_ranks(1, sleep, timeout_s=10.0)
+def test_ranks_that_are_late_are_ended() -> None:
+    with pytest.raises(RanksFailedError, match=r"the ranks did not end in 1\.5 s"):
+        run_ranks(1, sleep, timeout_s=1.5)
 
 
 @slow
