@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ import ringcomm
 from ringcomm.parallel import offload, zero
 from ringcomm.parallel.offload import FileStore, file_store, store_index
 from ringcomm.parallel.offload.store_index import Index
-from ringcomm.parallel.offload.transfers import empty_aligned, empty_row, is_aligned
+from ringcomm.parallel.offload.transfers import BufferPool, empty_aligned, empty_row, is_aligned
 
 BLOCK = 8192
 SIZES = [0, 1, 511, 513, 4095, 4096, 4097, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK + 3]
@@ -111,6 +112,18 @@ def test_aligned_memory_is_used_as_it_is(tmp_path: Path) -> None:
     store.put("x", row[1:]).wait()  # through a copy
     assert torch.equal(store.get("x", row[:4999]).wait(), torch.arange(1.0, 5000.0))
     assert empty_aligned(0).numel() == 4096
+
+
+def test_a_free_buffer_is_used_again_and_a_busy_one_is_not() -> None:
+    pool = BufferPool()
+    free, busy = pool.take(5000, torch.float32), pool.take(5000, torch.float32)
+    busy_one: Any = SimpleNamespace(handle=SimpleNamespace(is_done=lambda: False))
+    pool.give(busy, busy_one)
+    assert pool.take(5000, torch.float32).data_ptr() not in (busy.data_ptr(), free.data_ptr())
+    pool = BufferPool()
+    pool.give(free, None)
+    assert pool.take(4999, torch.float32).data_ptr() == free.data_ptr()
+    assert pool.num_bytes == 0
 
 
 def test_transfers_of_one_name_come_in_order(tmp_path: Path) -> None:

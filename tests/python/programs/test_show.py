@@ -58,6 +58,21 @@ def test_a_page_needs_no_other_file(page: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("page", "options"),
+    [
+        ("ring", "--ranks 4 --bytes 1M"),
+        ("memory", "--ranks 64 --model llama-7b"),
+        ("pipeline", "--ranks 4 --micro-batches 8"),
+        ("tensor", "--ranks 4 --model llama-7b"),
+    ],
+)
+def test_what_is_shown_without_options(page: str, options: str, tmp_path: Path) -> None:
+    first = written(page, path=tmp_path / "first.html")
+    second = written(page, *options.split(), path=tmp_path / "second.html")
+    assert first.read_bytes() == second.read_bytes()
+
+
+@pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["ring", "--trace", "{file}"], "is not a trace written by `ringcomm trace`"),

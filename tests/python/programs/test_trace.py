@@ -412,11 +412,11 @@ def test_clocks_of_hosts_are_aligned_by_common_calls(tmp_path: Path) -> None:
 
 
 def test_the_middle_of_what_common_calls_allow_is_taken() -> None:
-    """The second clock is 1000 ahead; each rank is in a barrier from 40 before the other's end."""
+    """One clock is 1000 ahead; each rank has begun a barrier 40 before the other's end."""
 
     def process(clock: str, *calls: tuple[int, int]) -> recordings.Process:
         made = recordings.Process({"clock": clock, "host": clock, "pid": 1}, 0)
-        made.groups = {0: {"name": "g", "ranks": [0, 1], "rank": int(clock != "first")}}
+        made.groups = {0: {"name": "g", "ranks": [0, 1], "rank": int(clock == "ahead")}}
         of_all = {"kind": "collective", "group": 0, "op": "barrier"}
         made.events = {
             0: [
@@ -426,10 +426,11 @@ def test_the_middle_of_what_common_calls_allow_is_taken() -> None:
         }
         return made
 
-    first = process("first", (100, 300), (500, 540))
-    second = process("second", (1100, 1300), (1500, 1540))
-    assert "within ±0.0 µs" in recordings.align([first, second])[1]
-    assert (first.shift_ns, second.shift_ns) == (0, -1000)
+    early = process("early", (100, 300), (500, 540))
+    ahead = process("ahead", (1100, 1300), (1500, 1540))
+    for first, second, shift in ((early, ahead, -1000), (ahead, early, 1000)):
+        assert "within ±0.0 µs" in recordings.align([first, second])[1]
+        assert second.shift_ns == shift
 
 
 def end_log_early(log: Path) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ringcomm.parallel import ParallelDims, parallelize
+from ringcomm.parallel.loss_check import is_integer
 
 transformers = pytest.importorskip("transformers")
 assert transformers.LlamaForCausalLM  # imported before ranks are forked
@@ -38,6 +39,12 @@ def sgd(params: Any) -> torch.optim.Optimizer:
 def linear(num: int = CLASSES) -> nn.Module:
     torch.manual_seed(0)
     return nn.Linear(5, num)
+
+
+def test_labels_are_integers() -> None:
+    kinds = torch.int64, torch.uint8, torch.bool, torch.float32, torch.bfloat16, torch.complex64
+    labels = [kind for kind in kinds if is_integer(torch.empty(0, dtype=kind))]
+    assert labels == [torch.int64, torch.uint8]
 
 
 def rows() -> tuple[Tensor, Tensor]:
