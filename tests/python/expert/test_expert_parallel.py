@@ -112,6 +112,22 @@ def test_accumulation(rank: int) -> None:
 
 
 @in_ranks(2)
+def test_frozen_experts(rank: int) -> None:
+    """Gradients of the other weights are averaged, once."""
+    net = expert_net(Case(4, 2))
+    for param in expert.expert_parameters(net).values():
+        param.requires_grad_(False)
+    loss_of(net, *batch(0, rank, 2)).backward()
+    grad = net.first.weight.grad
+    mean = grad / 2
+    dist.all_reduce(mean)
+    expert.average_gradients(net)
+    torch.testing.assert_close(grad, mean)
+    with pytest.raises(RuntimeError, match="already averaged these gradients: call it once"):
+        expert.average_gradients(net)
+
+
+@in_ranks(2)
 def test_ddp_without_the_list_is_refused(rank: int) -> None:
     net = expert_net(Case(4, 2))
     ddp = DistributedDataParallel(net)

@@ -49,6 +49,7 @@ def run(opt: Any, model: nn.Module, data: list[Tensor]) -> float | None:
     "options",
     [
         {"weight_decay": 0.1},
+        {"clip_grad_value": 0.003},
         {"overlap": True, "clip_grad_value": 0.003},
         {"clip_grad_norm": 0.1, "clip_mode": "two_pass"},
     ],

@@ -303,6 +303,7 @@ def recompute_in_backward() -> None:
     model, x = model_of(), torch.ones(2, 8, requires_grad=True)
     torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False).sum().backward()
     torch.autograd.grad(model(x).sum(), x)
+    assert [torch.autograd.grad.__name__, torch.autograd.backward.__name__] == ["grad", "backward"]
 
 
 def test_recomputed_layers_are_of_the_backward_pass(recorded: Any) -> None:
