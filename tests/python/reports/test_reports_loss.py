@@ -19,8 +19,7 @@ from steps import apply_steps, train_step
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ringcomm.parallel import ParallelDims, parallelize
-from ringcomm.parallel.loss_check import is_integer
+from ringcomm.parallel import ParallelDims, loss_check, parallelize
 
 transformers = pytest.importorskip("transformers")
 assert transformers.LlamaForCausalLM  # imported before ranks are forked
@@ -43,8 +42,23 @@ def linear(num: int = CLASSES) -> nn.Module:
 
 def test_labels_are_integers() -> None:
     kinds = torch.int64, torch.uint8, torch.bool, torch.float32, torch.bfloat16, torch.complex64
-    labels = [kind for kind in kinds if is_integer(torch.empty(0, dtype=kind))]
+    labels = [kind for kind in kinds if loss_check.is_integer(torch.empty(0, dtype=kind))]
     assert labels == [torch.int64, torch.uint8]
+
+
+@pytest.mark.parametrize(
+    ("outputs", "targets", "num"),
+    [
+        ((6, 5), (6,), 5),
+        ((2, 3, 5), (2, 3), 5),
+        ((6, 5), (2, 3), 5),  # rows of all tokens
+        ((2, 5, 3), (2, 3), 5),  # as F.cross_entropy takes them
+        ((2, 5, 3), (6,), 0),
+        ((5, 6), (2, 3), 0),
+    ],
+)
+def test_classes_of_outputs(outputs: Any, targets: Any, num: int) -> None:
+    assert loss_check._num_classes(torch.empty(outputs), torch.empty(targets)) == num
 
 
 def rows() -> tuple[Tensor, Tensor]:
