@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from zero_models import assert_alike
 
+import ringcomm
 from ringcomm.nn import (
     ColumnParallelLinear,
     CrossEntropyLoss,
@@ -91,6 +92,7 @@ def test_results_are_modified_in_place(rank: int) -> None:
     autograd refuses that of a view that a custom function returns.
     """
     torch.manual_seed(0)
+    calls = ringcomm.stats()
     column, row, table = nn.Linear(8, 7), nn.Linear(8, 7), nn.Embedding(9, 8)
     numbers, ids = torch.randn(2, 3, 8), torch.randint(9, (2, 3))
     gathers, part = (
@@ -127,6 +129,7 @@ def test_results_are_modified_in_place(rank: int) -> None:
         region(leaf * 1).mul_(3).square().sum().backward()
         assert leaf.grad is not None
         torch.testing.assert_close(leaf.grad, 18 * world.size() * leaf)
+    assert (ringcomm.stats() == calls) == (world.size() == 1)
 
 
 @in_ranks(3)
