@@ -252,6 +252,23 @@ def test_a_new_group(how: str, tmp_path: Path) -> None:
                 assert error["type"] == "DistNetworkError", error
 
 
+def sum_over_a_slow_store(rank: int, folder: str) -> float:
+    SlowStore.delay_s = 0.08
+    store = SlowStore(dist.FileStore(f"{folder}/slow", 2))
+    options, timeout = Options(transport="messages"), datetime.timedelta(seconds=60)
+    dist.init_process_group(
+        "ringcomm", store=store, rank=rank, world_size=2, timeout=timeout, pg_options=options
+    )
+    x = torch.tensor([rank + 1.0])
+    dist.all_reduce(x)
+    return float(x)
+
+
+def test_a_slow_store_is_waited_for(tmp_path: Path) -> None:
+    sums = run_ranks(2, sum_over_a_slow_store, str(tmp_path), backend=None, fresh=True)
+    assert sums == [3.0, 3.0]
+
+
 @pytest.mark.parametrize("env", ["aa", slow("--")])
 def test_the_first_group(env: str, tmp_path: Path) -> None:
     for error in results_of(tmp_path, env, "stopped", "init"):
