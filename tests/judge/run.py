@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.judge import table
+from tests.judge.backends import cpp
 from tests.judge.backends.python import WHOLE, nearest
 from tests.judge.table import Fault, FaultError, Verdict
 
@@ -101,7 +102,10 @@ def run(kind: str, faults: list[Fault], options: argparse.Namespace) -> None:
 
         def submit(fault: Fault) -> concurrent.futures.Future[Verdict]:
             tests = WHOLE if options.whole else fault.tests
-            if options.near and len(files := nearest(fault, root)) > options.near:
+            if options.near and "tests/cpp" in tests:
+                tests = tuple(cpp.NEAREST if name == "tests/cpp" else name for name in tests)
+                left_out.add(fault.id)
+            elif options.near and len(files := nearest(fault, root)) > options.near:
                 tests = tuple(files[: options.near])
                 left_out.add(fault.id)
             fault = dataclasses.replace(fault, tests=tests)
@@ -229,7 +233,7 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         default=0,
         metavar="N",
-        help="python: run only the N nearest test files; what they miss runs again without --near",
+        help="run only the N nearest test files, of C++ four; what they miss runs again without",
     )
     parser.add_argument("--whole", action="store_true", help="python: run all of the quick tests")
     parser.add_argument("--missed", action="store_true", help="again those that were not noticed")
@@ -254,8 +258,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Status 1 if a row is wrong, or if a fault that was judged here has not been noticed."""
     parser = _parser()
     options = parser.parse_args(arguments)
-    if (options.near or options.whole or options.recheck) and options.kind != "python":
-        parser.error("--near, --whole and --recheck need --kind python")
+    if (options.whole or options.recheck) and options.kind != "python":
+        parser.error("--whole and --recheck need --kind python")
     root = options.root = options.root.resolve()
     missed = 0
     try:
