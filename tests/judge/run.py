@@ -105,9 +105,11 @@ def run(kind: str, faults: list[Fault], options: argparse.Namespace) -> None:
             if options.near and "tests/cpp" in tests:
                 tests = tuple(cpp.NEAREST if name == "tests/cpp" else name for name in tests)
                 left_out.add(fault.id)
-            elif options.near and len(files := nearest(fault, root)) > options.near:
+            elif options.near and kind == "python":
+                files = nearest(fault, root)
                 tests = tuple(files[: options.near])
-                left_out.add(fault.id)
+                if len(files) > options.near:
+                    left_out.add(fault.id)
             fault = dataclasses.replace(fault, tests=tests)
             return pool.submit(_judge_in, Path(scratch), kind, fault, options.limit_s)
 
