@@ -82,6 +82,19 @@ class SlowStore(CountingStore):
         return bool(self._store.check(keys))
 
 
+class StuckStore(SlowStore):
+    """Does not answer when the backend for messages is made."""
+
+    def clone(self) -> Any:
+        self._clones.append(StuckStore(self._store.clone()))
+        return self._clones[-1]
+
+    def add(self, key: str, amount: int) -> int:
+        if "message_backend" in key:
+            time.sleep(600)
+        return super().add(key, amount)
+
+
 def meet(folder: str, name: str, num_ranks: int) -> None:
     """Returns when all ranks are here, without the store."""
     (Path(folder) / f"{name}.{os.getpid()}").touch()
@@ -267,6 +280,22 @@ def sum_over_a_slow_store(rank: int, folder: str) -> float:
 def test_a_slow_store_is_waited_for(tmp_path: Path) -> None:
     sums = run_ranks(2, sum_over_a_slow_store, str(tmp_path), backend=None, fresh=True)
     assert sums == [3.0, 3.0]
+
+
+def error_of_a_stuck_store(rank: int, folder: str) -> Any:
+    store = StuckStore(dist.FileStore(f"{folder}/stuck", 2))
+    options, timeout = Options(transport="messages"), datetime.timedelta(seconds=TIMEOUT_S)
+    return timed(
+        lambda: dist.init_process_group(
+            "ringcomm", store=store, rank=rank, world_size=2, timeout=timeout, pg_options=options
+        )
+    )
+
+
+def test_a_store_that_is_silent_when_messages_begin(tmp_path: Path) -> None:
+    for error in run_ranks(2, error_of_a_stuck_store, str(tmp_path), backend=None, fresh=True):
+        assert error["type"] == "CollectiveTimeoutError", error
+        assert "did not connect to the others in 3000 ms" in error["text"]
 
 
 @pytest.mark.parametrize("env", ["aa", slow("--")])
