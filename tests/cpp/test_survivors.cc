@@ -265,6 +265,50 @@ bool run_child(int signal, int stride, bool is_slow = false) {
   return status == 0;
 }
 
+// Of two ranks, that are threads.
+struct AgreementWords {
+  struct Memory {
+    std::array<Cursor, 2> stages;
+    std::array<std::uint64_t, 2> proposals;
+    std::uint64_t chosen, verdict;
+  };
+  Memory* memory;
+
+  Cursor& stage(int rank) const { return memory->stages[static_cast<std::size_t>(rank)]; }
+  std::uint64_t& proposal(int, int rank, int) const {
+    return memory->proposals[static_cast<std::size_t>(rank)];
+  }
+  std::uint64_t& chosen(int) const { return memory->chosen; }
+  std::uint64_t& verdict(int) const { return memory->verdict; }
+};
+
+TEST_CASE("survivors: nobody hears that all have made the group before they have") {
+  struct UntilVerdict final : host::StopSource {
+    explicit UntilVerdict(std::uint64_t& verdict) : verdict(verdict) {}
+    Stop stopped(int) override {
+      return __atomic_load_n(&verdict, __ATOMIC_ACQUIRE) == 0 ? Stop::kNone : Stop::kInterrupted;
+    }
+    std::uint64_t& verdict;
+  };
+  for (const bool has_made : {false, true}) {
+    AgreementWords::Memory memory{};
+    const AgreementWords words{&memory};
+    UntilVerdict source(memory.verdict), other_source(memory.verdict);
+    host::HostArch arch(source, 0), other_arch(other_source, 1);
+    SurvivorProtocol first(arch, words, 0, 2), other(other_arch, words, 1, 2);
+    RankSet both;
+    both.add(0);
+    both.add(1);
+    std::atomic<bool> all_made = false;
+    std::thread waits([&] { all_made = first.confirm(0, both, true); });
+    CHECK(other.wait_for(0, decltype(other)::kMade, 0) == Stop::kNone);
+    std::this_thread::sleep_for(milliseconds(20));  // in which it might answer too early
+    CHECK(other.confirm(0, both, has_made) == has_made);
+    waits.join();
+    CHECK(all_made == has_made);
+  }
+}
+
 TEST_CASE("survivors: a rank that is killed at any step of the agreement") {
   CHECK(run_child(SIGKILL, testing::asks_for("all") ? 1 : 5));
 }
