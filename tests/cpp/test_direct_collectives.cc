@@ -7,9 +7,12 @@
 #include <cstdint>
 #include <cstring>
 #include <string>
+#include <string_view>
+#include <thread>
 #include <vector>
 
 #include "collective_case.h"
+#include "core/annotations.h"
 #include "host/shared_arena.h"
 #include "sanitizers.h"
 #include "third_party/doctest/doctest.h"
@@ -191,6 +194,26 @@ TEST_CASE("reduce_scatter, all_gather and broadcast on shared buffers, any ranks
         }
     expect(num_throws == 0, "no exception, which would take 1 us of each call");
   });
+}
+
+thread_local bool is_late = false;
+
+TEST_CASE("no rank leaves a call on shared buffers before all have written to its own") {
+  test_step = [](const char* what) {
+    if (is_late && std::string_view(what) == "after a cursor advanced, before sleepers wake")
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  };
+  for (const OpKind op :
+       {OpKind::kAllReduce, OpKind::kReduceScatter, OpKind::kAllGather, OpKind::kBroadcast})
+    for (const int late : {0, 1}) {
+      run_ranks(2, [&](Communicator& communicator) {
+        is_late = communicator.rank() == late;
+        run_case(communicator,
+                 {.op = op, .root = op == OpKind::kBroadcast ? 0 : -1, .num_elems = 300'007}, kAll);
+        is_late = false;
+      });
+    }
+  test_step = nullptr;
 }
 
 TEST_CASE("an algorithm that was asked for is taken on shared buffers too") {

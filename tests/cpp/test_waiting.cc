@@ -1,6 +1,11 @@
 // How a rank waits: its actions before it sleeps, and its processor afterwards.
+#include <linux/futex.h>
 #include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
+#include <atomic>
+#include <cerrno>
 #include <chrono>
 #include <cstdint>
 #include <thread>
@@ -84,6 +89,27 @@ cpu_set_t allowed_cores() {
   cpu_set_t cores;
   REQUIRE(::sched_getaffinity(0, sizeof(cores), &cores) == 0);
   return cores;
+}
+
+TEST_CASE("a wake reaches all who sleep on the word") {
+  NoReason source;
+  const host::HostArch arch(source, 0);
+  std::uint64_t word = 0;
+  std::atomic<int> num_asleep = 0, num_woken = 0;
+  std::vector<std::thread> sleepers;
+  for (int i = 0; i < 3; ++i)
+    sleepers.emplace_back([&] {
+      const timespec limit{.tv_sec = 20, .tv_nsec = 0};
+      ++num_asleep;
+      const auto status = ::syscall(SYS_futex, &word, FUTEX_WAIT, 0, &limit, nullptr, 0);
+      num_woken += status == 0 || errno == EAGAIN;
+    });
+  while (num_asleep < 3) std::this_thread::yield();
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));  // mostly, they sleep by then
+  __atomic_store_n(&word, ~std::uint64_t{0}, __ATOMIC_SEQ_CST);
+  arch.wake(word);
+  for (std::thread& sleeper : sleepers) sleeper.join();
+  CHECK(num_woken == 3);
 }
 
 TEST_CASE("a rank woken on its waker's core leaves it, if there are enough cores") {
