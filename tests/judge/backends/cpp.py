@@ -26,9 +26,14 @@ _CCACHE = "/usr/lib/ccache"
 _NUM_NEAR = 4
 _NEAR_LIMIT_S = 150.0
 _TRIES = 3
+_NO_CASES = ("time", "static_assert", "pytest", _PROGRAM.name)  # in the place of one
 _CASE = re.compile(r"^TEST CASE:\s*(.+)$", re.MULTILINE)
 _ERROR = re.compile(r"(?:FATAL )?ERROR: (.*)")
 _WORD = re.compile(r"[A-Za-z]\w{4,}")
+
+
+class _AssertionError(Exception):
+    """A static_assert of a test fails."""
 
 
 def judge(fault: Fault, scratch: Path, limit_s: float) -> Verdict:
@@ -43,6 +48,8 @@ def judge(fault: Fault, scratch: Path, limit_s: float) -> Verdict:
     source.write_text(fault.changed(), "utf-8")
     try:
         found = _verdict(fault, tree, limit_s)
+    except _AssertionError as error:
+        found = Verdict(True, "static_assert", 0.0, str(error))
     finally:
         source.write_text((fault.root / fault.file).read_text("utf-8"), "utf-8")
         for path in _objects(tree, fault.file):
@@ -50,7 +57,7 @@ def judge(fault: Fault, scratch: Path, limit_s: float) -> Verdict:
                 path.write_bytes(before[path])  # newer than the source
             else:
                 path.unlink()
-    is_case = found.noticed and found.by not in ("time", "ringcomm_tests") and "::" not in found.by
+    is_case = found.noticed and found.by not in _NO_CASES and "::" not in found.by
     if is_case and fault.new != fault.old and not _passes(tree, found.by, limit_s):
         raise FaultError(f"{found.by} fails without the fault {fault.id}")
     return found
@@ -149,6 +156,8 @@ def _pattern(case: str) -> str:
 
 def _build(fault: Fault, tree: Path, command: list[str], limit_s: float) -> float:
     done = _run(tree, command, limit_s)
+    if "static assertion failed" in done.output:
+        raise _AssertionError(re.findall(".*static assertion failed.*", done.output)[0])
     if done.status != 0:
         lines = [line for line in done.output.splitlines() if "error" in line] or [done.output]
         raise FaultError(f"{fault.id} does not compile: {lines[0][-300:]}")

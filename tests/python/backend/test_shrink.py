@@ -434,7 +434,7 @@ def test_a_rank_that_leaves_is_not_dead(rank: int) -> None:
     assert calls == []
 
 
-HOW = ("exit", "slow", "end")
+HOW = ("exit", "slow", "end", "no function")
 
 # Forks the ranks of each job once torch is imported; what each prints goes to a file of its own.
 ON_DEATH = """
@@ -461,11 +461,23 @@ def called(victim):
         time.sleep(30)
     if how == "end":
         os._exit(7)
-ringcomm.on_death(called)
+if how == "no function":  # and what a death is written to is in no descriptor of a child
+    os.dup2(os.eventfd(0, os.EFD_NONBLOCK), 0)
+else:
+    ringcomm.on_death(called)
 dist.barrier()
 if rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
-if how != "exit":
+if how == "no function":
+    try:
+        dist.barrier()
+    except ringcomm.PeerDiedError:
+        time.sleep(0.2)
+    try:
+        print("written", os.eventfd_read(0))
+    except BlockingIOError:
+        print("not written", flush=True)
+elif how != "exit":
     time.sleep(1 if how == "slow" else 20)
 """
 
@@ -483,9 +495,9 @@ def test_it_does_not_keep_the_interpreter(tmp_path: Path) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(program.pid, signal.SIGKILL)
     killed = -signal.SIGKILL
-    assert codes.split() == [str(code) for code in (0, killed, 0, killed, 7, killed)]
-    for how in HOW[1:]:
-        assert (tmp_path / f"{how}-0").read_text() == "called 1\n"
+    assert codes.split() == [str(code) for code in (0, killed, 0, killed, 7, killed, 0, killed)]
+    texts = [(tmp_path / f"{how}-0").read_text() for how in HOW[1:]]
+    assert texts == ["called 1\n", "called 1\n", "not written\n"]
     assert time.monotonic() < begin + 80
 
 
