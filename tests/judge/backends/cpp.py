@@ -26,7 +26,8 @@ _CCACHE = "/usr/lib/ccache"
 _NUM_NEAR = 4
 _NEAR_LIMIT_S = 150.0
 _TRIES = 3
-_NO_CASES = ("time", "static_assert", "pytest", _PROGRAM.name)  # in the place of one
+# What has noticed, if not a case of the C++ tests.
+_NO_CASES = ("time", "static_assert", "pytest", "tests/python/", _PROGRAM.name)
 _CASE = re.compile(r"^TEST CASE:\s*(.+)$", re.MULTILINE)
 _ERROR = re.compile(r"(?:FATAL )?ERROR: (.*)")
 _WORD = re.compile(r"[A-Za-z]\w{4,}")
@@ -57,7 +58,7 @@ def judge(fault: Fault, scratch: Path, limit_s: float) -> Verdict:
                 path.write_bytes(before[path])  # newer than the source
             else:
                 path.unlink()
-    is_case = found.noticed and found.by not in _NO_CASES and "::" not in found.by
+    is_case = found.noticed and not found.by.startswith(_NO_CASES)
     if is_case and fault.new != fault.old and not _passes(tree, found.by, limit_s):
         raise FaultError(f"{found.by} fails without the fault {fault.id}")
     return found
@@ -131,7 +132,11 @@ def _judged(
         error = _ERROR.search(done.output)
         said = error[0] if error else done.output.strip().rsplit("\n", 1)[-1]
         end = error.start() if error else len(done.output)
-        cases = _CASE.findall(done.output, 0, end)
+        cases = [
+            name
+            for name in _CASE.findall(done.output, 0, end)
+            if not name.startswith("child: ")  # of a program that a case has started
+        ]
         if not cases:  # the program ended before it could say which
             return Verdict(True, _PROGRAM.name, seconds, said)
         case = cases[-1].strip()
