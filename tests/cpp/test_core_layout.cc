@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "core/chunk_layout.h"
+#include "core/packet_protocol.h"
 #include "core/shard_layout.h"
 #include "core/wait_policy.h"
 #include "third_party/doctest/doctest.h"
@@ -97,6 +98,16 @@ static_assert(is_chained(1) && is_complete(1) && visits_once(1));
 static_assert(is_chained(2) && is_complete(2) && visits_once(2));
 static_assert(is_chained(3) && is_complete(3) && visits_once(3));
 static_assert(is_chained(8) && is_complete(8) && visits_once(8));
+
+TEST_CASE("a packet is there when both of its words have the call's flag") {
+  const auto word = [](std::uint64_t data, std::uint64_t flag) { return data | flag << 32; };
+  std::uint64_t data = 7;
+  CHECK_FALSE(open_packet(word(1, 4), word(2, 5), 5, data));
+  CHECK_FALSE(open_packet(word(1, 5), word(2, 4), 5, data));
+  CHECK(data == 7);
+  CHECK(open_packet(word(1, 5), word(2, 5), 5, data));
+  CHECK(data == word(1, 2));
+}
 
 TEST_CASE("ring schedule of every world up to 64") {
   for (int world = 1; world <= kMaxWorld; ++world) {

@@ -305,6 +305,8 @@ TEST_CASE("the parts of a segment lie inside it and apart from each other") {
         CHECK(regions[i].begin % 64 == 0);
         CHECK(regions[i].begin < regions[i].end);
         if (i > 0) CHECK(regions[i - 1].end <= regions[i].begin);
+        // Pages of padding, and no more.
+        if (i > 0) CHECK(regions[i].begin - regions[i - 1].end < 8192);
       }
     }
   }
