@@ -121,6 +121,7 @@ def test_survivors_dump_the_calls_of_a_rank_that_died(tmp_path: Path) -> None:
         assert calls_of(peers[1]) == done
         (group,) = own["groups"].values()
         assert errors[rank] in group["failure"]
+        assert group["transport"].startswith("shm: 1 host")
         assert own["calls"][-1]["begin_ns"] < group["failed_ns"] <= own["calls"][-1]["end_ns"]
 
     said = analyse(folder)
