@@ -135,7 +135,7 @@ def nearest(fault: Fault, tree: Path) -> list[str]:
     """
     files: list[str] = []
     for selected in fault.tests:
-        path = tree / selected
+        path = tree / selected.split("::")[0]
         if path.is_dir():
             files += [str(found.relative_to(tree)) for found in path.rglob("test_*.py")]
         else:

@@ -395,7 +395,7 @@ def test_a_death_is_seen_while_a_line_is_blocked(rank: int, tmp_path: Path) -> N
         lines += os.read(reader, 1 << 16)
     assert (error["type"], error["rank"]) == ("PeerDiedError", 1), error
     assert took_s < SOON_S, error
-    assert lines.lstrip(b"x").startswith(b"ringcomm rank 0/2: idle for 1"), lines
+    assert re.match(rb"x*ringcomm rank 0/2: idle for \d\d s in ", lines), lines
 
 
 # ---- Ctrl-C

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -341,7 +342,7 @@ def test_a_rank_that_sleeps_outside_of_calls_is_said_once(late_jobs: dict[str, A
         assert comes_true(partial(have_ended, pids), LIMIT_S), lines_of(folder)
     for name in ENVS:
         (line,) = lines_of(late_jobs[name][0])
-        assert line.startswith("ringcomm rank 0/3: idle for 1"), line
+        assert re.match(r"ringcomm rank 0/3: idle for \d\d s in ", line), line
         for words in (
             " in all_reduce #1 (4 MiB): rank 2 (pid ",
             "running, last call: ",
@@ -356,14 +357,14 @@ def test_a_long_wait_is_said_by_one_rank(late_jobs: dict[str, Any]) -> None:
     (line,) = wait_for_lines(late_jobs["stopped"][0], 1)[:1]
     assert line.startswith("ringcomm rank 0/3: all_reduce #1 (4 MiB) waits for rank 2 (pid "), line
     assert "stopped, last call: " in line, line
-    assert " for 1" in line, line
+    assert re.search(r" for \d\d s; ", line), line
 
 
 @pytest.mark.slow
 def test_a_wait_of_a_minute_has_the_verdict_where_nobody_can_ask(late_jobs: dict[str, Any]) -> None:
     """Which rank hangs, and where, as https://github.com/pytorch/pytorch/issues/69563 asks for."""
     idle, verdict = wait_for_lines(late_jobs["in CI"][0], 2)
-    assert idle.startswith("ringcomm rank 0/3: idle for 1"), idle
+    assert re.match(r"ringcomm rank 0/3: idle for \d\d s in ", idle), idle
     assert verdict.startswith(
         "ringcomm doctor: rank 2 is the cause: it has slept outside any collective for "
     ), verdict
