@@ -164,6 +164,8 @@ def recheck(kind: str, faults: list[Fault], options: argparse.Namespace) -> None
             print(f"{len(found)} tests: {verdict.by or 'passed'} ({verdict.seconds:.0f} s)")
             if not verdict.noticed:
                 break
+            if verdict.by not in found:  # such as a test that is no more
+                raise FaultError(f"{verdict.by}: {verdict.said}")
             found.discard(verdict.by)
             results = {name: line for name, line in results.items() if line["by"] != verdict.by}
             write_results(kind, results, options.root)
