@@ -119,6 +119,7 @@ def test_frozen_experts(rank: int) -> None:
         param.requires_grad_(False)
     loss_of(net, *batch(0, rank, 2)).backward()
     grad = net.first.weight.grad
+    assert grad is not None
     mean = grad / 2
     dist.all_reduce(mean)
     expert.average_gradients(net)
