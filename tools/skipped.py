@@ -3,7 +3,7 @@
     python tools/skipped.py FOLDER
 
 The folder has the results of jobs, as pytest's XML. Tests of a GPU are not among them: they run
-where there is one.
+where there is one. Nor are those of `user`, an account that may not write there.
 """
 
 from __future__ import annotations
@@ -14,10 +14,13 @@ from xml.etree import ElementTree
 
 
 def always_skipped(folder: Path) -> dict[str, str]:
-    """The reasons by test, in order."""
+    """The reasons by test, in order. Raises FileNotFoundError if no job has left results."""
     reasons: dict[str, str] = {}
     ran = set()
-    for path in folder.rglob("*.xml"):
+    paths = [*folder.rglob("*.xml")]
+    if not paths:
+        raise FileNotFoundError(f"no job has left results of Python tests in {folder}")
+    for path in paths:
         for case in ElementTree.parse(path).iter("testcase"):
             name = f"{case.get('classname')}::{case.get('name')}"
             skipped = case.find("skipped")
@@ -29,10 +32,13 @@ def always_skipped(folder: Path) -> dict[str, str]:
 
 
 def main() -> int:
-    """Status 1 if there are some."""
-    found = {
-        name: why for name, why in always_skipped(Path(sys.argv[1])).items() if "CUDA" not in why
-    }
+    """Status 1 if there are some, 2 if there are no results."""
+    try:
+        skipped = always_skipped(Path(sys.argv[1]))
+    except FileNotFoundError as error:
+        print(error, file=sys.stderr)
+        return 2
+    found = {name: why for name, why in skipped.items() if "CUDA" not in why}
     for name, why in found.items():
         print(f"{name}: {why}")
     return 1 if found else 0

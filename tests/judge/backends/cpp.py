@@ -29,6 +29,7 @@ _TRIES = 3
 # What has noticed, if not a case of the C++ tests.
 _NO_CASES = ("time", "static_assert", "pytest", "tests/python/", _PROGRAM.name)
 _CASE = re.compile(r"^TEST CASE:\s*(.+)$", re.MULTILINE)
+_STATIC_ASSERT = re.compile(r".*tests/cpp/\S+: error: static assertion failed.*")
 _ERROR = re.compile(r"(?:FATAL )?ERROR: (.*)")
 _WORD = re.compile(r"[A-Za-z]\w{4,}")
 
@@ -161,9 +162,9 @@ def _pattern(case: str) -> str:
 
 def _build(fault: Fault, tree: Path, command: list[str], limit_s: float) -> float:
     done = _run(tree, command, limit_s)
-    if "static assertion failed" in done.output:
-        raise _AssertionError(re.findall(".*static assertion failed.*", done.output)[0])
     if done.status != 0:
+        if failed := _STATIC_ASSERT.search(done.output):
+            raise _AssertionError(failed[0])
         lines = [line for line in done.output.splitlines() if "error" in line] or [done.output]
         raise FaultError(f"{fault.id} does not compile: {lines[0][-300:]}")
     return done.seconds

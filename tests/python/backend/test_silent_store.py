@@ -71,7 +71,7 @@ class SlowStore(CountingStore):
         super().__init__(store, 0, "")
 
     def clone(self) -> Any:
-        self._clones.append(SlowStore(self._store.clone()))
+        self._clones.append(type(self)(self._store.clone()))
         return self._clones[-1]
 
     def _count(self) -> None:
@@ -84,10 +84,6 @@ class SlowStore(CountingStore):
 
 class StuckStore(SlowStore):
     """Does not answer when the backend for messages is made."""
-
-    def clone(self) -> Any:
-        self._clones.append(StuckStore(self._store.clone()))
-        return self._clones[-1]
 
     def add(self, key: str, amount: int) -> int:
         if "message_backend" in key:
@@ -102,10 +98,21 @@ def meet(folder: str, name: str, num_ranks: int) -> None:
         time.sleep(0.01)
 
 
-def init(store: Any, rank: int, num_ranks: int) -> None:
-    timeout = datetime.timedelta(seconds=TIMEOUT_S)
+def init(
+    store: Any,
+    rank: int,
+    num_ranks: int,
+    options: Options | None = None,
+    timeout_s: float = TIMEOUT_S,
+) -> None:
+    timeout = datetime.timedelta(seconds=timeout_s)
     dist.init_process_group(
-        "ringcomm", store=store, rank=rank, world_size=num_ranks, timeout=timeout
+        "ringcomm",
+        store=store,
+        rank=rank,
+        world_size=num_ranks,
+        timeout=timeout,
+        pg_options=options,
     )
 
 
@@ -268,10 +275,7 @@ def test_a_new_group(how: str, tmp_path: Path) -> None:
 def sum_over_a_slow_store(rank: int, folder: str) -> float:
     SlowStore.delay_s = 0.08
     store = SlowStore(dist.FileStore(f"{folder}/slow", 2))
-    options, timeout = Options(transport="messages"), datetime.timedelta(seconds=60)
-    dist.init_process_group(
-        "ringcomm", store=store, rank=rank, world_size=2, timeout=timeout, pg_options=options
-    )
+    init(store, rank, 2, Options(transport="messages"), timeout_s=60.0)
     x = torch.tensor([rank + 1.0])
     dist.all_reduce(x)
     return float(x)
@@ -284,12 +288,7 @@ def test_a_slow_store_is_waited_for(tmp_path: Path) -> None:
 
 def error_of_a_stuck_store(rank: int, folder: str) -> Any:
     store = StuckStore(dist.FileStore(f"{folder}/stuck", 2))
-    options, timeout = Options(transport="messages"), datetime.timedelta(seconds=TIMEOUT_S)
-    return timed(
-        lambda: dist.init_process_group(
-            "ringcomm", store=store, rank=rank, world_size=2, timeout=timeout, pg_options=options
-        )
-    )
+    return timed(init, store, rank, 2, Options(transport="messages"))
 
 
 def test_a_store_that_is_silent_when_messages_begin(tmp_path: Path) -> None:
