@@ -182,6 +182,45 @@ TEST_CASE("ends made anew go on where the old ones were, with another geometry o
   }
 }
 
+// Looks at the link while a step copies out of it.
+struct WatchfulArch : Arch {
+  WatchfulArch(testing::Patience& patience, const LinkCursors& cursors)
+      : Arch(patience, 0), cursors_(cursors) {}
+  void copy(void* to, const void* from, std::size_t num_bytes) {
+    num_copies += 1;
+    has_slot = has_slot && cursors_.head.value + 1 == cursors_.tail.value;
+    Arch::copy(to, from, num_bytes);
+  }
+  int num_copies = 0;
+  bool has_slot = true;
+
+ private:
+  const LinkCursors& cursors_;
+};
+
+TEST_CASE("a step of a ring returns a slot when it has copied all of it") {
+  LinkMemory memory, next;
+  testing::Patience patience;
+  WatchfulArch arch(patience, memory.cursors);
+  SendLink<WatchfulArch> to(arch, memory.geometry(2), 1), on(arch, next.geometry(2), 1);
+  RecvLink<WatchfulArch> from(arch, memory.geometry(2), 0);
+  std::byte output[kSlotBytes] = {};
+  for (std::uint64_t n = 0; n < 2; ++n) {
+    std::byte* slot = nullptr;
+    REQUIRE(to.try_acquire(slot));
+    fill(slot, n);
+    to.publish();
+    const Stop stop = n == 0 ? recv(arch, from, output, kSlotBytes)
+                             : recv_copy_send(arch, from, on, output, kSlotBytes);
+    CHECK(stop == Stop::kNone);
+    CHECK(holds(output, n));
+    CHECK(memory.cursors.head.value == n + 1);
+  }
+  CHECK(holds(next.slots, 1));
+  CHECK(arch.num_copies == 3);
+  CHECK(arch.has_slot);
+}
+
 // Negative control: with ends that disagree on the number of slots the check must speak up.
 TEST_CASE("ends of different geometry are seen by this test") {
   LinkMemory memory;

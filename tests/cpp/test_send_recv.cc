@@ -10,9 +10,11 @@
 #include <vector>
 
 #include "collective_case.h"
+#include "host/rendezvous.h"
 #include "send_recv_messages.h"
 #include "third_party/doctest/doctest.h"
 #include "thread_ranks.h"
+#include "transport/shm/transport.h"
 
 namespace {
 
@@ -72,6 +74,39 @@ TEST_CASE("calls and messages are right while a thread returns idle pages all th
       is_over = true;
       tidier.join();
     });
+}
+
+TEST_CASE("a send rings at the receiver's side, which may sleep until then") {
+  MemoryStore store;
+  std::atomic<bool> is_sent = false;
+  run_threads(2, [&](int rank) {
+    host::Rendezvous rendezvous(store, {.rank = rank, .world_size = 2}, kBound);
+    const PeerTable peer_table = rendezvous.find_ranks();
+    ShmTransport transport(rendezvous, peer_table, rank, {});
+    Failure failure(&transport.membership(), rank, 2);
+    Stats stats;
+    const std::unique_ptr<SendRecv> send_recv = transport.make_send_recv(failure, stats);
+    std::byte byte{7};
+    const auto op = std::make_shared<SendRecvOp>();
+    op->kind = rank == 0 ? SendRecvOp::Kind::kSend : SendRecvOp::Kind::kRecv;
+    op->peer = 1 - rank;
+    op->data = &byte;
+    op->num_bytes = 1;
+    op->timeout = kBound;
+    if (rank == 0) {
+      const auto& group = static_cast<host::Group&>(transport.membership());
+      const std::uint64_t before = group.doorbell(1).value;
+      send_recv->post(op);
+      expect(group.doorbell(1).value > before, "a ring at rank 1");
+      is_sent = true;
+    } else {
+      wait_until([&] { return is_sent.load(); }, "the send");
+      byte = {};
+      send_recv->post(op);
+    }
+    expect(send_recv->wait(op, SendRecv::Clock::now() + kBound, {}), "the message");
+    expect(byte == std::byte{7}, "its byte");
+  });
 }
 
 TEST_CASE("both directions at once, more than the links hold") {
