@@ -162,8 +162,7 @@ TEST_CASE("the death of a watched process is detected before it is reaped") {
   CHECK_FALSE(process->is_dead.load());
 
   child.kill();
-  testing::wait_until([&] { return process->is_dead.load(); }, "the death seen in 2 s",
-                      milliseconds(2000));
+  testing::wait_until([&] { return process->is_dead.load(); }, "the death");
   CHECK_FALSE(other_process->is_dead.load());
   CHECK_FALSE(bootstrap.watch(bootstrap.address(), ::getpid())->is_dead.load());
   child.kill_and_reap();

@@ -380,10 +380,13 @@ TEST_CASE("a rank that fails to make a group is heard by all others, and they ma
 
 TEST_CASE("a rank that does not come is a time-out that names it") {
   MemoryStore store;
+  std::atomic<int> num_here = 0;
   run_threads(3, [&](int rank) {  // the fourth is missing: rank 3
+    ++num_here;                   // one that came after another's time-out would name that one
+    testing::wait_until([&] { return num_here == 3; }, "the other threads");
     const Error error =
-        error_of([&] { testing::make_group(store, identity(rank, 4), {}, milliseconds(1000)); });
-    expect_error(error, ErrorKind::kTimeout, {"rank 3 did not join", "1000 ms", "start 4 ranks"});
+        error_of([&] { testing::make_group(store, identity(rank, 4), {}, milliseconds(3000)); });
+    expect_error(error, ErrorKind::kTimeout, {"rank 3 did not join", "3000 ms", "start 4 ranks"});
     expect(error.info().rank == 3, "the missing rank");
   });
 }
@@ -391,12 +394,15 @@ TEST_CASE("a rank that does not come is a time-out that names it") {
 TEST_CASE("a missing rank 0 is named alone, and so is a rank that comes to nobody else") {
   for (const int missing : {0, 2}) {
     MemoryStore store;
+    std::atomic<int> num_here = 0;
     run_threads(5, [&](int rank) {
       if (rank == missing) return;
+      ++num_here;
+      testing::wait_until([&] { return num_here == 4; }, "the other threads");
       const Error error =
-          error_of([&] { testing::make_group(store, identity(rank, 5), {}, milliseconds(2000)); });
+          error_of([&] { testing::make_group(store, identity(rank, 5), {}, milliseconds(3000)); });
       expect_error(error, ErrorKind::kTimeout,
-                   {"rank " + std::to_string(missing) + " did not join the group in 2000 ms"});
+                   {"rank " + std::to_string(missing) + " did not join the group in 3000 ms"});
       expect(error.info().rank == missing, "the missing rank");
     });
   }
