@@ -71,6 +71,8 @@ def test_like_empty() -> None:
 
 
 def test_wrong_arguments() -> None:
+    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    machine_bytes = sum(int(fields[name].split()[0]) << 10 for name in ("MemTotal", "SwapTotal"))
     wrong: list[tuple[tuple[Any, ...], dict[str, Any], Any, str]] = [
         ((3, -1), {}, ValueError, "-1"),
         ((2.5,), {}, TypeError, "whole numbers"),
@@ -79,6 +81,8 @@ def test_wrong_arguments() -> None:
         ((3,), {"dtype": float}, TypeError, "dtype"),
         ((3,), {"device": "cuda:0"}, ValueError, "there is no default group"),  # of whose ranks?
         ((1 << 50,), {"dtype": torch.uint8}, torch.OutOfMemoryError, rf"{1 << 20} GiB\) of"),
+        # The file itself may be as large; what fills it is killed.
+        ((machine_bytes + 1,), {"dtype": torch.uint8}, torch.OutOfMemoryError, "this machine has"),
         ((1 << 62, 1 << 62), {}, RuntimeError, "overflow"),
     ]
     for size, options, error, words in wrong:
