@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <signal.h>
 #include <sys/resource.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -50,9 +51,16 @@ void write_line(int fd, const std::string& line) {
 }
 
 // The child's part: makes a bootstrap, offers memory, reports its address, and waits to be killed.
+// At SIGUSR1 it makes a copy of itself, which keeps its sockets, and reports that one's pid.
 TEST_CASE("child: offers memory until it is killed" * doctest::skip()) {
   const char* fd_text = std::getenv(kChildFd);
   if (fd_text == nullptr) return;
+  ::signal(SIGUSR1, [](int) {
+    const long pid = ::syscall(SYS_clone, 0, 0, 0, 0, 0);  // without what fork() calls
+    if (pid != 0) return write_line(std::atoi(std::getenv(kChildFd)), std::to_string(pid));
+    ::alarm(120);
+    for (;;) ::pause();
+  });
   UniqueFd memory = create_memfd(4096);
   SharedMemory(memory.get(), 4096).data()[0] = std::byte{77};
   Bootstrap& bootstrap = Bootstrap::instance();
@@ -68,7 +76,7 @@ class Child {
   Child() {
     int ends[2] = {};
     if (::pipe(ends) != 0) throw std::runtime_error("pipe");
-    const UniqueFd read_end(ends[0]);
+    read_end_.reset(ends[0]);
     const std::string fd_text = std::to_string(ends[1]);
     pid_ = ::fork();
     if (pid_ == 0) {  // only calls that a child of a program with threads may make
@@ -79,7 +87,7 @@ class Child {
     }
     ::close(ends[1]);
     if (pid_ < 0) throw std::runtime_error("fork");
-    address_ = read_line(read_end.get());
+    address_ = read_line(read_end_.get());
   }
   ~Child() { kill_and_reap(); }
   Child(const Child&) = delete;
@@ -90,6 +98,10 @@ class Child {
   void kill() const {
     if (pid_ > 0) ::kill(pid_, SIGKILL);  // kill(-1) would be for every process there is
   }
+  pid_t make_copy() const {
+    ::kill(pid_, SIGUSR1);
+    return std::stoi(read_line(read_end_.get()));
+  }
   void kill_and_reap() {
     if (pid_ <= 0) return;
     kill();
@@ -99,6 +111,7 @@ class Child {
 
  private:
   pid_t pid_ = -1;
+  UniqueFd read_end_;
   std::string address_;
 };
 
@@ -167,6 +180,16 @@ TEST_CASE("the death of a watched process is detected before it is reaped") {
   CHECK_FALSE(bootstrap.watch(bootstrap.address(), ::getpid())->is_dead.load());
   child.kill_and_reap();
   CHECK(bootstrap.watch(child.address(), child.pid()) == nullptr);
+}
+
+TEST_CASE("a death is seen while a copy of the process keeps its sockets") {
+  Child child;
+  const auto process = Bootstrap::instance().watch(child.address(), child.pid());
+  const pid_t copy = child.make_copy();
+  REQUIRE(copy > 0);
+  child.kill();
+  testing::wait_until([&] { return process->is_dead.load(); }, "the death");
+  CHECK(::kill(copy, SIGKILL) == 0);  // it was there until now
 }
 
 // poll() then refuses all at once. The first death ends the call of poll() that began before.
