@@ -129,6 +129,18 @@ TEST_CASE("a peer that leaves fails what waits for it, after what it sent") {
   CHECK(is_told);
 }
 
+TEST_CASE("a receive from any source fails when all other ranks have left") {
+  std::atomic<bool> is_posted = false;
+  run_ranks(3, [&](Communicator& communicator) {
+    if (communicator.rank() != 0)
+      return testing::wait_until([&] { return is_posted.load(); }, "the receive");
+    const Message received = post_recv(communicator, -1, 4, 10);
+    is_posted = true;
+    expect_error(error_of([&] { finish(communicator, received); }), ErrorKind::kPeerDied,
+                 {"rank 2", "has destroyed"});
+  });
+}
+
 // The message and the end arrive between the engine's last check of the link and its check of the
 // peer.
 TEST_CASE("a message sent right before its sender left is received") {
