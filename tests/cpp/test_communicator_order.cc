@@ -175,8 +175,9 @@ TEST_CASE("calls that are issued to a device and those of the CPU share one row 
     testing::barrier(communicator);
     const CallHeader header = communicator.issue({.op = OpKind::kBarrier});
     expect(header.seq == 1, "the number after the barrier's");
-    const Error inside = testing::error_of(
-        [&] { communicator.queue().run([&](auto) { communicator.run({}, kPatient); }, {}); });
+    Error inside({}, "");
+    communicator.queue().run(
+        [&](auto) { inside = testing::error_of([&] { testing::barrier(communicator); }); }, {});
     testing::expect_error(inside, ErrorKind::kSystem, {"inside another one"});
     const Error error = testing::error_of([&] {
       communicator.rank() == 0 ? testing::barrier(communicator)
