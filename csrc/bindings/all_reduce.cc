@@ -8,8 +8,11 @@
 
 #include <algorithm>
 #include <numeric>
+#include <utility>
+#include <vector>
 
 #include "bindings/process_group.h"
+#include "bindings/python_errors.h"
 #include "collectives/op_kind.h"
 
 namespace ringcomm {
@@ -27,69 +30,60 @@ TensorCall all_reduce_call(const at::Tensor& input, const at::Tensor& output,
   return item;
 }
 
+// The rows of all ranks, in rank order, where rank r has counts[r]; and the number of the call.
+std::pair<at::Tensor, std::uint64_t> gather_rows(Communicator& engine, const WaitLimits& limits,
+                                                 const at::Tensor& rows,
+                                                 const std::vector<int64_t>& counts,
+                                                 at::ScalarType type) {
+  std::vector<int64_t> sizes = rows.sizes().vec();
+  sizes[0] = std::accumulate(counts.begin(), counts.end(), int64_t{0});
+  const at::Tensor all = at::empty(sizes, rows.options());
+  TensorCall item{.call = moving(OpKind::kAllGather, rows)};
+  // "sparse Float" distinguishes ranks with other dtypes or dense tensors.
+  item.call.element_name = element_name(c10::str("sparse ", type));
+  item.inputs = {readable(rows, item)};
+  add_outputs(all.split_with_sizes(counts), item);
+  item.link();
+  return {all, engine.run(item.call, limits)};
+}
+
 // The sum of the ranks' sparse (COO) tensors, or an undefined one if no rank has an entry. The
 // ranks exchange their entries, whose number may differ, and add them in rank order, so that all
 // have the same bits.
-at::Tensor sparse_sum(Communicator::Steps& steps, const at::Tensor& mine, int rank,
-                      int world_size) {
-  // The rows of all ranks, in rank order, where rank r has counts[r].
-  std::vector<int64_t> counts(static_cast<std::size_t>(world_size), 1);
-  const auto all_gather = [&](const at::Tensor& rows) {
-    std::vector<int64_t> sizes = rows.sizes().vec();
-    sizes[0] = std::accumulate(counts.begin(), counts.end(), int64_t{0});
-    const at::Tensor all = at::empty(sizes, rows.options());
-    TensorCall item{.call = moving(OpKind::kAllGather, rows)};
-    // "sparse Float" distinguishes ranks with other dtypes or dense tensors.
-    item.call.element_name = element_name(c10::str("sparse ", mine.scalar_type()));
-    item.inputs = {readable(rows, item)};
-    add_outputs(all.split_with_sizes(counts), item);
-    item.link();
-    steps.run(item.call);
-    return all;
-  };
+at::Tensor sparse_sum(Communicator& engine, const WaitLimits& limits, const at::Tensor& mine) {
+  const int rank = engine.rank();
+  std::vector<int64_t> counts(static_cast<std::size_t>(engine.world_size()), 1);
   // All tensors must have the same shape and sparse dimensions.
   std::vector<int64_t> words = mine.sizes().vec();
   words.insert(words.end(), {mine.sparse_dim(), mine._nnz()});
   const auto num_shape_words = static_cast<int64_t>(words.size()) - 1;
-  const at::Tensor all = all_gather(at::tensor(words, at::kLong).unsqueeze(0));
+  const at::ScalarType type = mine.scalar_type();
+  const auto [all, seq] =
+      gather_rows(engine, limits, at::tensor(words, at::kLong).unsqueeze(0), counts, type);
   const at::Tensor shapes = all.narrow(1, 0, num_shape_words);
-  for (int peer = 0; peer < world_size; ++peer) {
+  for (int peer = 0; peer < engine.world_size(); ++peer) {
     if (!shapes[peer].equal(shapes[rank]))
-      steps.raise_mismatch(
-          "all_reduce", peer,
+      engine.failure().raise_mismatch(
+          peer,
           c10::str("rank ", peer,
                    " has a different shape (or number of sparse dimensions) than rank ", rank,
                    ", whose tensor is ", mine.sizes(), " with ", mine.sparse_dim(),
-                   " sparse dimensions"));
+                   " sparse dimensions"),
+          {.op = "all_reduce",
+           .seq = static_cast<std::int64_t>(seq),
+           .description = c10::str("all_reduce #", seq)});
     counts[static_cast<std::size_t>(peer)] = all[peer][num_shape_words].item<int64_t>();
   }
   if (std::ranges::all_of(counts, [](int64_t count) { return count == 0; })) return {};
-  const at::Tensor indices = all_gather(mine._indices().t()).t();
-  const at::Tensor values = all_gather(mine._values());
+  const at::Tensor indices =
+      gather_rows(engine, limits, mine._indices().t(), counts, type).first.t();
+  const at::Tensor values = gather_rows(engine, limits, mine._values(), counts, type).first;
   // Entries at one place are added up; 16-bit ones in float32.
-  const at::ScalarType type = values.scalar_type();
   const bool is_short = type == at::kHalf || type == at::kBFloat16;
   return at::_sparse_coo_tensor_unsafe(indices, is_short ? values.to(at::kFloat) : values,
                                        mine.sizes())
       .coalesce()
       .to(type);
-}
-
-// In place: DDP calls it for sparse gradients of an embedding.
-TensorCall sparse_all_reduce_call(const at::Tensor& tensor, const c10d::ReduceOp& op, int rank,
-                                  int world_size) {
-  TORCH_CHECK_VALUE(tensor.device().is_cpu(), "ringcomm: all_reduce got a sparse tensor on ",
-                    tensor.device(), "; it supports sparse tensors on the CPU only");
-  TORCH_CHECK_NOT_IMPLEMENTED(op == c10d::ReduceOp::SUM,
-                              "ringcomm: all_reduce of sparse tensors supports ReduceOp.SUM only");
-  TensorCall item;
-  item.kept = item.profiled = {tensor};
-  item.sequence = [tensor, rank, world_size](Communicator::Steps& steps) {
-    const at::AutoDispatchBelowADInplaceOrView unseen_by_autograd;
-    const at::Tensor sum = sparse_sum(steps, tensor.coalesce(), rank, world_size);
-    if (sum.defined()) copy_back(tensor, sum);
-  };
-  return item;
 }
 
 }  // namespace
@@ -106,12 +100,29 @@ WorkPtr ProcessGroupRingcomm::allreduce(Tensors& tensors, const c10d::AllreduceO
   if (tensors.size() == 1 && !opts.asyncOp &&
       all_reduce_at_once(tensors[0], tensors[0], opts.reduceOp, opts.timeout))
     return {};
-  if (tensors.size() == 1 && tensors[0].defined() && tensors[0].is_sparse())
+  if (tensors.size() == 1 && tensors[0].defined() && tensors[0].is_sparse()) {
+    sparse_all_reduce(tensors[0], opts);
     return start({c10d::OpType::_ALLREDUCE_SPARSE, "ringcomm:sparse_all_reduce", opts},
-                 sparse_all_reduce_call(tensors[0], opts.reduceOp, getRank(), getSize()), tensors);
+                 std::vector<TensorCall>{}, tensors);  // for profilers, and a work that is complete
+  }
   const at::Tensor& tensor = only_tensor(tensors, "all_reduce");
   return start({c10d::OpType::ALLREDUCE, "ringcomm:all_reduce", opts},
                all_reduce_call(tensor, tensor, opts.reduceOp), tensors);
+}
+
+// In place: DDP calls it for sparse gradients of an embedding.
+void ProcessGroupRingcomm::sparse_all_reduce(const at::Tensor& tensor,
+                                             const c10d::AllreduceOptions& opts) {
+  TORCH_CHECK_VALUE(tensor.device().is_cpu(), "ringcomm: all_reduce got a sparse tensor on ",
+                    tensor.device(), "; it supports sparse tensors on the CPU only");
+  TORCH_CHECK_NOT_IMPLEMENTED(opts.reduceOp == c10d::ReduceOp::SUM,
+                              "ringcomm: all_reduce of sparse tensors supports ReduceOp.SUM only");
+  const at::AutoDispatchBelowADInplaceOrView unseen_by_autograd;
+  const WaitLimits limits{.timeout = effective(opts.timeout), .is_interrupted = is_interrupted};
+  with_python_errors([&] {
+    const at::Tensor sum = sparse_sum(*communicator(), limits, tensor.coalesce());
+    if (sum.defined()) copy_back(tensor, sum);
+  });
 }
 
 WorkPtr ProcessGroupRingcomm::allreduce_coalesced(Tensors& tensors,

@@ -257,8 +257,8 @@ bool is_ours(const c10::IValue& value) {
 }
 
 // Of views with a negative bit, such as z.conj().imag, torch's dispatcher would hand a backend
-// copies, and drop what a collective writes there. ringcomm gets the views; other backends get
-// copies, as before.
+// copies, and drop what a collective writes there. ringcomm gets the views, which check_tensor()
+// refuses; other backends get copies.
 void pass_views(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const auto begin = stack->end() - static_cast<std::ptrdiff_t>(op.schema().arguments().size());
   if (std::none_of(begin, stack->end(), is_ours))

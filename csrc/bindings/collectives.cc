@@ -47,9 +47,8 @@ constexpr const char* kFusedUpdate = "reduce_scatter_update_all_gather_";
 
 void check_array(const at::Tensor& tensor, const char* name) {
   check_tensor(tensor, kFusedUpdate);
-  TORCH_CHECK_VALUE(tensor.is_contiguous() && !tensor.is_neg(), "ringcomm: ", kFusedUpdate,
-                    " needs ", name, " contiguous, got shape ", tensor.sizes(), " with strides ",
-                    tensor.strides());
+  TORCH_CHECK_VALUE(tensor.is_contiguous(), "ringcomm: ", kFusedUpdate, " needs ", name,
+                    " contiguous, got shape ", tensor.sizes(), " with strides ", tensor.strides());
 }
 
 // The data of this rank's shard of a state.

@@ -160,6 +160,7 @@ class ProcessGroupRingcomm final : public c10d::Backend {
   WorkPtr run_at_once(Collective call, const at::Tensor& input, const at::Tensor& output,
                       std::chrono::milliseconds timeout);
   bool barrier_at_once(const c10d::BarrierOptions& opts);
+  void sparse_all_reduce(const at::Tensor& tensor, const c10d::AllreduceOptions& opts);
   void run_on_cpu(const Collective& call, std::chrono::milliseconds timeout);
   /// `is_asked`: by torch.distributed, not by the end of the object, when Python may have ended.
   void leave(bool is_asked);

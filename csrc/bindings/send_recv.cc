@@ -3,6 +3,7 @@
 #include <ATen/DeviceAccelerator.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <utility>
 #include <vector>
@@ -83,17 +84,23 @@ WorkPtr ProcessGroupRingcomm::endCoalescing() {
 }
 
 WorkPtr ProcessGroupRingcomm::coalesced(WorkPtr work) {
-  std::vector<WorkPtr> finished;
-  const std::lock_guard lock(mutex_);
   if (!is_coalescing_ || work == nullptr) return work;
-  // A block that an exception has left open must not keep all later works.
-  if (coalesced_works_.size() >= kMaxFinishedWorks)
-    std::erase_if(coalesced_works_, [&](const WorkPtr& other) {
-      if (!other->isCompleted() || !other->isSuccess()) return false;
-      finished.push_back(other);
-      return true;
-    });
-  coalesced_works_.push_back(work);
+  std::vector<WorkPtr> finished;
+  {
+    const std::lock_guard lock(mutex_);
+    coalesced_works_.push_back(work);
+    // A block that an exception has left open must not keep all later works.
+    if (coalesced_works_.size() > kMaxFinishedWorks) finished = coalesced_works_;
+  }
+  // Without the lock: a work that has ended may free a tensor, which takes the GIL.
+  std::erase_if(finished, [&](const auto& other) {
+    return !other->isCompleted() || !other->isSuccess() || other == work;
+  });
+  if (finished.empty()) return work;
+  const std::lock_guard lock(mutex_);
+  std::erase_if(coalesced_works_, [&](const auto& other) {
+    return std::ranges::find(finished, other) != finished.end();
+  });
   return work;
 }
 

@@ -76,6 +76,9 @@ void check_tensor(const at::Tensor& tensor, const char* op) {
   TORCH_CHECK_VALUE(tensor.device().is_cpu() || at::isAccelerator(tensor.device().type()),
                     "ringcomm: ", op, " got a tensor on ", tensor.device(),
                     "; it supports CPUs and accelerators only");
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !tensor.is_neg(), "ringcomm: ", op,
+      " got a view with a negative bit, such as z.conj().imag; pass its resolve_neg()");
   TORCH_CHECK(tensor.numel() == 0 || tensor.storage().nbytes() > 0, "ringcomm: ", op,
               " got a tensor whose memory was freed, such as a sharded weight between its uses");
 }
@@ -172,7 +175,7 @@ at::Tensor writable(const at::Tensor& tensor, TensorCall& item, bool is_input_to
                     "cannot hold their results; pass a clone()");
   item.kept.push_back(tensor);
   if (is_input_too) item.profiled.push_back(tensor);
-  if (tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg()) return tensor;
+  if (tensor.is_contiguous() && !tensor.is_conj()) return tensor;
   const at::Tensor buffer =
       is_input_too ? plain(tensor) : at::empty_like(tensor, at::MemoryFormat::Contiguous);
   item.kept.push_back(buffer);
@@ -188,9 +191,7 @@ void copy_back(const at::Tensor& to, const at::Tensor& from) {
   to.copy_(from);
 }
 
-at::Tensor plain(const at::Tensor& tensor) {
-  return tensor.resolve_conj().resolve_neg().contiguous();
-}
+at::Tensor plain(const at::Tensor& tensor) { return tensor.resolve_conj().contiguous(); }
 
 void* readable(const at::Tensor& tensor, TensorCall& item) {
   item.profiled.push_back(tensor);

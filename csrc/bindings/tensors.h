@@ -34,7 +34,7 @@ using PerRank = c10::SmallVector<Value, 16>;
 // ---- checks of the tensors that users pass: torch's ValueError or TypeError; `op` is what they
 // ---- called
 
-/// Dense, defined, and on a CPU or an accelerator.
+/// Dense, defined, no view with a negative bit, and on a CPU or an accelerator.
 void check_tensor(const at::Tensor& tensor, const char* op);
 void check_same_dtype(const at::Tensor& a, const at::Tensor& b, const char* op);
 /// float32, float16 or bfloat16; `name` is the argument's.
@@ -62,7 +62,6 @@ struct TensorCall {
   Tensors profiled;  ///< what the caller gave as input; profilers show its shapes
   /// Copies results where the call could not put them; may be empty.
   std::function<void()> finish = {};
-  Communicator::Sequence sequence = {};  ///< if there is one, it is run in place of `call`
 
   /// Makes `call` point to the vectors, which must not be moved afterwards.
   void link();
@@ -93,7 +92,7 @@ at::Tensor writable(const at::Tensor& tensor, TensorCall& item, bool is_input_to
 /// Copies a result to a tensor that the call could not write directly, unseen by autograd like the
 /// engine's own writes: the tensor may be a parameter or an inference tensor. From any thread.
 void copy_back(const at::Tensor& to, const at::Tensor& from);
-/// A contiguous tensor with the same numbers in memory, also of a conjugate or negative view.
+/// A contiguous tensor with the same numbers in memory, also of a conjugate view.
 at::Tensor plain(const at::Tensor& tensor);
 /// A contiguous tensor to read from, kept alive by the call.
 void* readable(const at::Tensor& tensor, TensorCall& item);

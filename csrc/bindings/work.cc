@@ -131,7 +131,6 @@ class EngineWork final : public c10d::Work {
              const char* title, std::vector<TensorCall> calls, Tensors results)
       : Work(communicator->rank(), op_type, title, take_profiled(calls)),
         communicator_(communicator),
-        seq_(c10d::isP2POp(op_type) ? 0 : communicator->next_seq()),
         calls_(std::move(calls)),
         results_(std::move(results)),
         level_((current_level + 1) % kNumLevels) {
@@ -148,7 +147,8 @@ class EngineWork final : public c10d::Work {
           self->end_call(call_idx, error);
         };
         TensorCall& item = calls_[call_idx];
-        last_ticket_ = communicator.submit(item.call, limits, done, std::move(item.sequence));
+        last_ticket_ = communicator.submit(item.call, limits, done);
+        if (call_idx == 0) seq_ = last_ticket_->number;
       }
     });
     if (num_calls == 0) finish();
@@ -258,7 +258,7 @@ class EngineWork final : public c10d::Work {
   // Weak, because the communicator's destructor joins its threads, so work on them must not keep it
   // alive. It ends all works first.
   std::weak_ptr<Communicator> communicator_;
-  const std::uint64_t seq_;  // messages have no common order, so no number
+  std::uint64_t seq_ = 0;  // of the first call; messages have no common order, so no number
   std::vector<TensorCall> calls_;
   Tensors results_;
   SendRecvOpPtr message_;
@@ -285,7 +285,7 @@ void run(Communicator& communicator, const char* title, std::chrono::millisecond
   with_python_errors([&] {
     for (TensorCall& item : calls) {
       item.link();
-      communicator.run(item.call, limits, item.sequence);
+      communicator.run(item.call, limits);
       if (item.finish) item.finish();
     }
   });

@@ -1,5 +1,6 @@
 #include "collectives/long_waits.h"
 
+#include <sched.h>
 #include <spawn.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -135,13 +136,6 @@ std::string text_of(const Group& group, const Event& event, std::uint64_t waited
 constinit PerProcess<std::atomic<bool>> is_blocked;
 constinit PerProcess<std::atomic<const std::string*>> doctor;  // never freed
 
-void ask_doctor(const std::string& command) {
-  const char* arguments[] = {"sh", "-c", command.c_str(), nullptr};
-  pid_t pid = -1;
-  if (::posix_spawn(&pid, "/bin/sh", nullptr, nullptr, const_cast<char**>(arguments), environ) == 0)
-    ::waitpid(pid, nullptr, 0);
-}
-
 // In a thread of its own: a write to a pipe that nobody reads blocks for ever, and the caller
 // watches for deaths. Lines that come meanwhile are lost.
 void write_aside(std::string text, const std::string* command) {
@@ -151,7 +145,7 @@ void write_aside(std::string text, const std::string* command) {
     start_background_thread("ringcomm-says", [&is_busy, command, text = std::move(text)] {
       std::ignore = ::write(STDERR_FILENO, text.data(), text.size());
       is_busy = false;
-      if (command != nullptr) ask_doctor(*command);
+      if (command != nullptr) run_shell(*command);
     }).detach();
   } catch (const std::system_error&) {  // no thread can start
     is_busy = false;
@@ -159,6 +153,21 @@ void write_aside(std::string text, const std::string* command) {
 }
 
 }  // namespace
+
+void run_shell(const std::string& command) {
+  const auto run = [](void* text) {
+    const char* arguments[] = {"sh", "-c", static_cast<const char*>(text), nullptr};
+    pid_t pid = -1;
+    if (::posix_spawn(&pid, "/bin/sh", nullptr, nullptr, const_cast<char**>(arguments), environ) ==
+        0)
+      ::waitpid(pid, nullptr, 0);
+    return 0;
+  };
+  std::vector<std::byte> stack(std::size_t{256} << 10);
+  const pid_t pid = ::clone(run, stack.data() + stack.size(), CLONE_VM | CLONE_VFORK,
+                            const_cast<char*>(command.c_str()));
+  if (pid > 0) ::waitpid(pid, nullptr, __WCLONE);
+}
 
 void set_doctor(const std::string& command) { doctor.get() = new std::string(command); }
 

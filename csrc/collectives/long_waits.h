@@ -36,5 +36,9 @@ class LongWaits {
 /// The shell's command that writes the doctor's verdict on this process's job to stderr: it runs
 /// for a wait of 60 s. Its signals are blocked. Once for each process.
 void set_doctor(const std::string& command);
+/// Runs a command of the shell to its end, as a child of a child. The one in between shares this
+/// memory, and ends without SIGCHLD: a program that reaps its children in a handler hears of
+/// neither. In a thread in which all signals are blocked.
+void run_shell(const std::string& command);
 
 }  // namespace ringcomm::recorder

@@ -9,6 +9,7 @@
 #include <cstdio>
 #include <cstring>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <thread>
 
@@ -18,6 +19,7 @@
 #include "host/fd.h"
 #include "host/process.h"
 #include "host/shared_memory.h"
+#include "host/threads.h"
 
 namespace ringcomm::recorder {
 namespace {
@@ -95,10 +97,13 @@ class Recorder {
         const std::lock_guard look(mutex_);
         waits_.look(memory(), groups_);
         const auto now = std::chrono::steady_clock::now();  // Bootstrap looks at each event, too
-        if (now < next_look_) return;
+        if (now < next_look_ || groups_.empty()) return;
         next_look_ = now + kLookOfGroups;
-        for (const Group* group : groups_)
-          if (group->on_look) group->on_look();
+        // Not in this thread, which must see that peers die.
+        if (!tidier_)
+          tidier_.emplace("ringcomm-tidy", WatchThread::Pace{.interval = {}, .num_looks = 1},
+                          [this] { return look_at_groups(); });
+        tidier_->wake();
       });
     } catch (const Error&) {  // no memory, descriptor or thread: nothing is recorded
       fd_.reset();
@@ -127,16 +132,25 @@ class Recorder {
     }
     return 0;
   }
-  void on_look(Group& group, std::function<void()> look) {
-    const std::lock_guard lock(mutex_);
-    group.on_look = std::move(look);
-  }
   void remove(Group* group) {
     const std::lock_guard lock(mutex_);
     groups_.erase(group);
   }
 
  private:
+  bool look_at_groups() {
+    std::vector<std::shared_ptr<Look>> looks;
+    {
+      const std::lock_guard lock(mutex_);
+      for (const Group* group : groups_) looks.push_back(group->look);
+    }
+    for (const auto& look : looks) {
+      const std::lock_guard lock(look->mutex);
+      if (look->run) look->run();
+    }
+    return true;
+  }
+
   host::UniqueFd fd_;
   host::SharedMemory mapped_;
   std::mutex mutex_;  // guards the next ones
@@ -144,7 +158,9 @@ class Recorder {
   std::uint64_t num_groups_ = 0;
   std::set<Group*> groups_;
   LongWaits waits_;
-  std::chrono::steady_clock::time_point next_look_;  // of groups
+  std::chrono::steady_clock::time_point next_look_ =
+      std::chrono::steady_clock::now() + kLookOfGroups;
+  std::optional<WatchThread> tidier_;
 };
 
 constinit PerProcess<Recorder> Recorder::of_process;
@@ -226,7 +242,9 @@ Log::~Log() {
 }
 
 void Log::on_look(std::function<void()> look) {
-  if (Recorder::of_process.find() == &recorder_) recorder_.on_look(group_, std::move(look));
+  if (Recorder::of_process.find() != &recorder_) return;
+  const std::lock_guard lock(group_.look->mutex);
+  group_.look->run = std::move(look);
 }
 
 GroupEntry& Log::entry() const { return recorder_.memory().group(group_.number); }

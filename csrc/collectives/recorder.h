@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <utility>
@@ -55,6 +56,12 @@ struct Call {
   }
 };
 
+/// What is called for a group every ten seconds, unless it is empty.
+struct Look {
+  std::mutex mutex;  ///< held while it runs
+  std::function<void()> run = {};
+};
+
 /// A group of this process, as the recorder knows it.
 struct Group {
   std::uint64_t number = 0;  ///< of the process's groups, from 1 on
@@ -63,7 +70,7 @@ struct Group {
   PeerProcesses processes = {};
   bool log_waits = false;                              ///< long waits are written to stderr
   bool has_said_idle = false, has_asked_idle = false;  ///< of LongWaits
-  std::function<void()> on_look = {};                  ///< see Log
+  std::shared_ptr<Look> look = std::make_shared<Look>();
 };
 
 /// This rank's side of a group in the recorder. Its calls may begin and end in any thread.
@@ -77,7 +84,8 @@ class Log {
   /// The rank has left the group.
   ~Log();
 
-  /// Bootstrap's thread calls `look` every ten seconds from now on; nothing if it is empty.
+  /// A thread calls `look` every ten seconds from now on; nothing if it is empty. Waits for one
+  /// that runs.
   void on_look(std::function<void()> look);
   std::uint32_t number() const { return static_cast<std::uint32_t>(group_.number); }
   /// Takes the place of the oldest call for which nobody waits.

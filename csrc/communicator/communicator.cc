@@ -125,45 +125,55 @@ void Communicator::close(const std::function<bool()>& is_interrupted) {
   if (send_recv_ != nullptr) send_recv_->close(is_interrupted);
 }
 
-void Communicator::run(const Collective& call, const WaitLimits& limits, const Sequence& sequence) {
-  if (!sequence) validate(call);
+std::uint64_t Communicator::run(const Collective& call, const WaitLimits& limits) {
+  validate(call);
   failure_->rethrow_if_any();
-  num_issued_.fetch_add(1, std::memory_order_relaxed);
+  std::uint64_t seq = 0;
   std::exception_ptr error;
-  const auto task = [&] {
-    error = error_of([&] { sequence ? execute_steps(sequence, limits) : execute(call, limits); });
+  const auto task = [&](std::uint64_t number) {
+    seq = number;
+    error = error_of([&] { execute(call, limits, number); });
+  };
+  const auto run_part = [&](const Collective& part) {
+    seq = run(part, limits);
+    return Traffic{};
   };
   const auto poll = [&] { abort_if(limits.is_interrupted); };
   try {
-    queue_.run(std::ref(task), std::ref(poll));  // by reference: a copy would allocate
-  } catch (const std::system_error& no_thread) {
-    end_without(no_thread, call);
-  } catch (...) {  // it is not in the queue, and so was not called
-    num_issued_.fetch_sub(1, std::memory_order_relaxed);
+    if (call.op == OpKind::kReduceUpdateGather && transport_ != nullptr &&
+        !transport_->shares_memory())
+      update_in_parts(call, rank_, world_size_, run_part);
+    else
+      queue_.run(std::ref(task), std::ref(poll));  // by reference: a copy would allocate
+  } catch (const Error&) {  // of a part, or the call was made inside another one
     throw;
+  } catch (const std::exception& no_thread_or_memory) {
+    end_with(name_of(call.op), no_thread_or_memory);
   }
   if (error != nullptr) std::rethrow_exception(error);
+  return seq;
 }
 
 OrderedQueue::Ticket Communicator::submit(const Collective& call, const WaitLimits& limits,
-                                          Done done, Sequence sequence) {
-  if (!sequence) validate(call);
+                                          Done done, std::optional<std::uint64_t> seq) {
+  validate(call);
   failure_->rethrow_if_any();
-  num_issued_.fetch_add(1, std::memory_order_relaxed);
   try {
-    return queue_.submit([this, call, limits, done = std::move(done),
-                          sequence = std::move(sequence)] {
-      done(error_of([&] { sequence ? execute_steps(sequence, limits) : execute(call, limits); }));
-    });
+    return queue_.submit(
+        [this, call, limits, done = std::move(done)](std::uint64_t number) {
+          done(error_of([&] { execute(call, limits, number); }));
+        },
+        seq);
   } catch (const std::system_error& no_thread) {
-    end_without(no_thread, call);
+    end_with(name_of(call.op), no_thread);
   }
 }
 
-// The other ranks have continued, so the group ends: this rank's process may live on.
-void Communicator::end_without(const std::system_error& no_thread, const Collective& call) {
-  failure_->abort(std::string(name_of(call.op)) + ": " + no_thread.what());
-  throw no_thread;
+// The other ranks have continued, so the group ends: this rank's process may live on. In a catch
+// block.
+void Communicator::end_with(const std::string& where, const std::exception& error) {
+  failure_->abort(where + ": " + error.what(), AbortReason::of(error, rank_).culprit);
+  throw;
 }
 
 void Communicator::validate(const Collective& call) const {
@@ -197,18 +207,13 @@ Algorithm Communicator::algorithm_of(const Collective& call) const {
 CallHeader Communicator::issue(const Collective& call) {
   validate(call);
   failure_->rethrow_if_any();
-  return header_of(call, num_issued_.fetch_add(1, std::memory_order_relaxed), world_size_);
+  return header_of(call, queue_.take_number(), world_size_);
 }
 
-CallHeader Communicator::planned(const Collective& call) {
-  CallHeader header = header_of(call, num_run_++, world_size_);
-  if (transport_ != nullptr) transport_->plan(call, header);
-  return header;
-}
-
-void Communicator::execute(const Collective& call, const WaitLimits& limits) {
+void Communicator::execute(const Collective& call, const WaitLimits& limits, std::uint64_t seq) {
   failure_->rethrow_if_any();
-  const CallHeader header = planned(call);
+  CallHeader header = header_of(call, seq, world_size_);
+  if (transport_ != nullptr) transport_->plan(call, header);
   const auto event = [&] { return recorder::event_of(call, header, group_); };
   recorder::Span span(event);
   if (transport_ == nullptr) {
@@ -224,16 +229,8 @@ void Communicator::execute(const Collective& call, const WaitLimits& limits) {
                     .timeout = limits.timeout,
                     .num_calls = static_cast<std::int64_t>(header.seq) + 1};
   };
-  const auto run_part = [&](const Collective& part) {
-    const CallHeader header_of_part = planned(part);
-    const recorder::Span span_of_part(
-        [&] { return recorder::event_of(part, header_of_part, group_); });
-    return transport_->run(part, header_of_part, limits);
-  };
   try {
-    const bool is_in_parts = call.op == OpKind::kReduceUpdateGather && !transport_->shares_memory();
-    const Traffic traffic = is_in_parts ? update_in_parts(call, rank_, world_size_, run_part)
-                                        : transport_->run(call, header, limits);
+    const Traffic traffic = transport_->run(call, header, limits);
     span.set_algorithm(traffic.algorithm);
     if (call.is_counted) stats_.count(header.op, traffic);
   } catch (const Stopped& stopped) {
@@ -245,43 +242,14 @@ void Communicator::execute(const Collective& call, const WaitLimits& limits) {
             ? mismatched.difference
             : describe_difference(mismatched.peer, mismatched.theirs, name_of(header.op)),
         activity());
-  } catch (const std::exception& error) {
-    // Probably out of memory. The other ranks have continued, so the group ends.
-    failure_->abort(activity().description + ": " + error.what(),
-                    AbortReason::of(error, rank_).culprit);
-    throw;
+  } catch (const std::exception& error) {  // probably out of memory
+    end_with(activity().description, error);
   }
 }
 
 void Communicator::return_idle_pages() {
-  queue_.run_alone([this] { transport_->return_idle_pages(); });
+  queue_.run_if_idle([this] { transport_->return_idle_pages(); });
   send_recv_->return_idle_pages();
-}
-
-void Communicator::execute_steps(const Sequence& sequence, const WaitLimits& limits) {
-  Steps steps{*this, limits};
-  try {
-    sequence(steps);
-  } catch (const Error&) {  // from a step, which has ended the group
-    throw;
-  } catch (const std::exception& error) {
-    // The other ranks have continued, so the group ends.
-    failure_->abort(error.what());
-    throw;
-  }
-}
-
-void Communicator::Steps::run(const Collective& call) {
-  communicator.validate(call);
-  communicator.execute(call, limits);
-}
-
-void Communicator::Steps::raise_mismatch(const char* op, int peer, const std::string& difference,
-                                         std::string description) {
-  const auto seq = static_cast<std::int64_t>(communicator.num_run_) - 1;
-  if (description.empty()) description = std::string(op) + " #" + std::to_string(seq);
-  communicator.failure_->raise_mismatch(
-      peer, difference, {.op = op, .seq = seq, .description = std::move(description)});
 }
 
 }  // namespace ringcomm

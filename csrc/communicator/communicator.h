@@ -1,11 +1,11 @@
 #pragma once
 
-#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <exception>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -41,22 +41,6 @@ class Communicator {
  public:
   using Done = std::function<void(std::exception_ptr)>;
 
-  /// The operations of a sequence.
-  struct Steps {
-    /// Runs a collective to its end. Throws Error.
-    void run(const Collective& call);
-    /// `peer` called `op` with other arguments than this rank, whose call is `description` (empty:
-    /// the name of `op` and the number of the last call). Ends the group.
-    [[noreturn]] void raise_mismatch(const char* op, int peer, const std::string& difference,
-                                     std::string description = {});
-
-    Communicator& communicator;
-    const WaitLimits& limits;
-  };
-  /// Collectives whose arguments depend on what those before them brought. They take one place in
-  /// the group's order. What a sequence throws ends the group.
-  using Sequence = std::function<void(Steps&)>;
-
   /// Collective over the group. Throws Error.
   Communicator(KeyValueStore& store, int rank, int world_size, const CommunicatorOptions& options,
                std::chrono::milliseconds timeout, const MakeMessenger& make_messenger = {},
@@ -69,7 +53,7 @@ class Communicator {
   const CommunicatorOptions& options() const { return options_; }
   Stats& stats() { return stats_; }
   /// The number of the collective that will be called next, though others may be queued before it.
-  std::uint64_t next_seq() const { return num_issued_.load(std::memory_order_relaxed); }
+  std::uint64_t next_seq() const { return queue_.next_number(); }
   /// The algorithm that a call gets.
   Algorithm algorithm_of(const Collective& call) const;
   /// A readable description of the transport and the reason for its choice.
@@ -86,14 +70,15 @@ class Communicator {
     return transport_ != nullptr ? transport_->mapped_bytes() : 0;
   }
 
-  /// Runs a collective, or in its place a sequence, to its end, in this thread when no other is
-  /// before it. Throws Error, std::invalid_argument.
-  void run(const Collective& call, const WaitLimits& limits, const Sequence& sequence = {});
+  /// Runs a collective to its end, in this thread when no other is before it, and returns its
+  /// number; that of the last part, of an update that a transport makes in parts. Throws Error,
+  /// std::invalid_argument.
+  std::uint64_t run(const Collective& call, const WaitLimits& limits);
   /// Starts it. The call's arrays and buffers must live until `done` has been called, which happens
-  /// once, on any thread, with the error or null. Throws std::invalid_argument, and what ended the
-  /// group.
+  /// once, on any thread, with the error or null. With `seq` it is part of a call of this number,
+  /// as issue() gave it. Throws std::invalid_argument, and what ended the group.
   OrderedQueue::Ticket submit(const Collective& call, const WaitLimits& limits, Done done,
-                              Sequence sequence = {});
+                              std::optional<std::uint64_t> seq = {});
   OrderedQueue& queue() { return queue_; }
 
   /// For collectives that do not go through the queue, but are enqueued to a device in the order of
@@ -131,10 +116,8 @@ class Communicator {
 
  private:
   void validate(const Collective& call) const;
-  void execute(const Collective& call, const WaitLimits& limits);
-  [[noreturn]] void end_without(const std::system_error& no_thread, const Collective& call);
-  void execute_steps(const Sequence& sequence, const WaitLimits& limits);
-  CallHeader planned(const Collective& call);
+  void execute(const Collective& call, const WaitLimits& limits, std::uint64_t seq);
+  [[noreturn]] void end_with(const std::string& where, const std::exception& error);
 
   int rank_;
   int world_size_;
@@ -146,9 +129,7 @@ class Communicator {
   std::unique_ptr<recorder::Log> log_;    // null without a recorder
   std::unique_ptr<Failure> failure_;
   std::unique_ptr<SendRecv> send_recv_;
-  std::atomic<std::uint64_t> num_issued_ = 0;
-  std::uint64_t num_run_ = 0;  // counted where they run, which is in one order on all ranks
-  OrderedQueue queue_;         // last, so first to go: it runs what is left
+  OrderedQueue queue_;  // last, so first to go: it runs what is left
 };
 
 }  // namespace ringcomm

@@ -26,6 +26,7 @@ void OrderedQueue::run_or_sleep(std::unique_lock<std::mutex>& lock, const IsOver
                                 const Poll& poll, Clock::time_point deadline) {
   const bool may_run = deadline == Clock::time_point::max() && !is_left_to_thread_;
   std::optional<recorder::Span> traced;
+  auto next_poll = Clock::now() + kLookInterval;
   ++num_waiting_;
   state_.fetch_or(kShared);
   while (!is_over() && Clock::now() < deadline) {
@@ -35,13 +36,15 @@ void OrderedQueue::run_or_sleep(std::unique_lock<std::mutex>& lock, const IsOver
       continue;
     }
     if (!traced) traced.emplace([] { return recorder::Event{.kind = recorder::Kind::kQueue}; });
-    const auto until = std::min(deadline, Clock::now() + kLookInterval);
-    if (has_news_.wait_until(lock, until) == std::cv_status::timeout && poll) {
+    has_news_.wait_until(lock, std::min(deadline, next_poll));
+    // By the clock: other threads' tasks may end, and wake this one, more often.
+    if (poll && Clock::now() >= next_poll) {
       lock.unlock();
       const OrderedQueue* const outer = std::exchange(polled_, this);
       poll();
       polled_ = outer;
       lock.lock();
+      next_poll = Clock::now() + kLookInterval;
     }
   }
   --num_waiting_;
@@ -70,18 +73,39 @@ void OrderedQueue::end_task() {
   if (!entries_.empty()) has_work_.notify_one();
 }
 
-bool OrderedQueue::run_alone(const Task& task) {
-  std::uint32_t state = 0;
-  if (!state_.compare_exchange_strong(state, kRunning, std::memory_order_acquire)) return false;
+// Calls run(the first of its numbers) if no other task is there; else returns false.
+template <class Run>
+bool OrderedQueue::run_alone(std::uint64_t num_numbers, const Run& run) {
+  std::uint64_t state = state_.load(std::memory_order_relaxed);
+  do
+    if ((state & (kRunning | kShared)) != 0) return false;
+  while (!state_.compare_exchange_weak(state, state + num_numbers * kOneNumber + kRunning,
+                                       std::memory_order_acquire));
   running_thread_.store(std::this_thread::get_id(), std::memory_order_relaxed);
-  task();
+  run(state / kOneNumber);
   running_thread_.store({}, std::memory_order_relaxed);
-  state = kRunning;
-  if (!state_.compare_exchange_strong(state, 0, std::memory_order_release)) {
-    const std::lock_guard lock(mutex_);
-    end_task();
-  }
+  state = state_.load(std::memory_order_relaxed);
+  do
+    if ((state & kShared) != 0) {
+      const std::lock_guard lock(mutex_);
+      end_task();
+      break;
+    }
+  while (!state_.compare_exchange_weak(state, state & ~kRunning, std::memory_order_release));
   return true;
+}
+
+void OrderedQueue::run_if_idle(const std::function<void()>& task) {
+  run_alone(0, [&](std::uint64_t) { task(); });
+}
+
+// With the mutex, so that numbers have the order of the entries.
+OrderedQueue::Ticket OrderedQueue::push(Task task, std::optional<std::uint64_t> number) {
+  auto entry = std::make_shared<Entry>(Entry{.task = std::move(task), .number = 0});
+  entries_.push_back(entry);
+  state_.fetch_or(kShared);
+  entry->number = number ? *number : take_number();
+  return entry;
 }
 
 // Called and left with the lock held; the task runs without it.
@@ -91,7 +115,7 @@ void OrderedQueue::run_front(std::unique_lock<std::mutex>& lock) {
   state_.fetch_or(kRunning);  // kShared is set: there was an entry
   running_thread_.store(std::this_thread::get_id(), std::memory_order_relaxed);
   lock.unlock();
-  entry->task();
+  entry->task(entry->number);
   entry->task = nullptr;  // frees what it holds (tensors)
   running_thread_.store({}, std::memory_order_relaxed);
   lock.lock();
@@ -106,23 +130,20 @@ void OrderedQueue::run(const Task& task, const Poll& poll) {
     wait(submit(task), poll);
     return;
   }
-  if (run_alone(task)) return;
+  if (run_alone(1, task)) return;
   std::unique_lock lock(mutex_);
   check_not_in_task();
-  const auto ticket = std::make_shared<Entry>(Entry{.task = task});
-  entries_.push_back(ticket);
-  state_.fetch_or(kShared);
+  const Ticket ticket = push(task, {});
   run_or_sleep(lock, [&] { return ticket->is_done; }, poll);
 }
 
-OrderedQueue::Ticket OrderedQueue::submit(Task task) {
-  auto ticket = std::make_shared<Entry>(Entry{.task = std::move(task)});
+OrderedQueue::Ticket OrderedQueue::submit(Task task, std::optional<std::uint64_t> number) {
+  Ticket ticket;
   {
     const std::lock_guard lock(mutex_);
     if (!progress_thread_.joinable())
       progress_thread_ = start_background_thread("ringcomm-queue", [this] { progress(); });
-    entries_.push_back(ticket);
-    state_.fetch_or(kShared);
+    ticket = push(std::move(task), number);
   }
   has_work_.notify_one();
   return ticket;

@@ -7,6 +7,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <thread>
 
 #include "host/threads.h"
@@ -16,16 +17,18 @@ namespace ringcomm {
 
 /// Runs tasks one at a time, in the order in which they were queued, on one of these threads: the
 /// caller of run() if no task is before its own (a switch to another thread would cost 5-70 us),
-/// the caller of wait(), or a progress thread, which the first submit() starts.
+/// the caller of wait(), or a progress thread, which the first submit() starts. Tasks have numbers
+/// from 0 on, in that order.
 class OrderedQueue {
  public:
   using Clock = RunningClock;
-  using Task = std::function<void()>;  ///< must not throw
+  using Task = std::function<void(std::uint64_t number)>;  ///< must not throw
   /// Called every 50 ms by a thread that waits while another one runs its task; must not throw.
   using Poll = std::function<void()>;
 
   struct Entry {
     Task task;
+    std::uint64_t number;
     bool is_done = false;  // guarded by the queue's mutex
   };
   using Ticket = std::shared_ptr<Entry>;
@@ -41,10 +44,14 @@ class OrderedQueue {
   /// does. Throws Error if the thread is already in a task (in a signal handler), which would
   /// deadlock.
   void run(const Task& task, const Poll& poll);
-  /// Runs `task` in this thread if no other task is there; else returns false.
-  bool run_alone(const Task& task);
+  /// Runs `task`, which has no number, in this thread if no other task is there.
+  void run_if_idle(const std::function<void()>& task);
   /// Queues `task` and returns. Throws std::system_error if the progress thread cannot be started.
-  Ticket submit(Task task);
+  /// With `number` the task belongs to a call that has this number already.
+  Ticket submit(Task task, std::optional<std::uint64_t> number = {});
+  /// The next number, for what is ordered elsewhere among these tasks.
+  std::uint64_t take_number() { return state_.fetch_add(kOneNumber) / kOneNumber; }
+  std::uint64_t next_number() const { return state_.load() / kOneNumber; }
   /// Returns true when the task is done; runs tasks until then if no other thread does, and throws
   /// like run(). With a deadline it leaves the work to other threads, and returns false when the
   /// task is not done then.
@@ -56,14 +63,19 @@ class OrderedQueue {
   bool is_inside() const;
 
  private:
-  // The bits of state_. A thread that finds it 0 may begin a task without the mutex, and end it
-  // without unless kShared has been set meanwhile. kShared is set and cleared with the mutex held.
-  static constexpr std::uint32_t kRunning = 1;  // a task, on some thread
-  static constexpr std::uint32_t kShared = 2;   // there are entries, or threads in run_or_sleep()
+  // The bits of state_, and the next number above them. A thread that finds none of the bits may
+  // begin a task without the mutex, and end it without unless kShared has been set meanwhile.
+  // kShared is set and cleared with the mutex held.
+  static constexpr std::uint64_t kRunning = 1;  // a task, on some thread
+  static constexpr std::uint64_t kShared = 2;   // there are entries, or threads in run_or_sleep()
+  static constexpr std::uint64_t kOneNumber = 4;
 
   bool is_running() const { return (state_.load(std::memory_order_acquire) & kRunning) != 0; }
   bool is_in_task() const { return running_thread_.load() == std::this_thread::get_id(); }
   void check_not_in_task() const;
+  template <class Run>
+  bool run_alone(std::uint64_t num_numbers, const Run& run);
+  Ticket push(Task task, std::optional<std::uint64_t> number);
   void run_front(std::unique_lock<std::mutex>& lock);
   void end_task();
   void end_sharing();
@@ -79,7 +91,7 @@ class OrderedQueue {
   std::condition_variable has_news_;  // all other threads wait on it
   std::deque<Ticket> entries_;
   int num_waiting_ = 0;  // threads in run_or_sleep()
-  std::atomic<std::uint32_t> state_ = 0;
+  std::atomic<std::uint64_t> state_ = 0;
   std::atomic<std::thread::id> running_thread_;  // none before and after a task
   bool is_stopping_ = false;
   bool is_left_to_thread_ = false;

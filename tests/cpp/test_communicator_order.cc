@@ -170,4 +170,23 @@ TEST_CASE("threads of one rank may call at once: equal calls need no order") {
   CHECK(num_failed == 0);
 }
 
+TEST_CASE("calls that are issued to a device and those of the CPU share one row of numbers") {
+  run_ranks(2, [&](Communicator& communicator) {
+    testing::barrier(communicator);
+    const CallHeader header = communicator.issue({.op = OpKind::kBarrier});
+    expect(header.seq == 1, "the number after the barrier's");
+    Error inside({}, "");
+    communicator.queue().run(
+        [&](auto) { inside = testing::error_of([&] { testing::barrier(communicator); }); }, {});
+    testing::expect_error(inside, ErrorKind::kSystem, {"inside another one"});
+    const Error error = testing::error_of([&] {
+      communicator.rank() == 0 ? testing::barrier(communicator)
+                               : run_case(communicator, {.num_elems = 5});
+    });
+    testing::expect_error(error, ErrorKind::kMismatch);
+    expect(error.info().seq == 3, "the number of the failed call, whatever ran where");
+    expect(communicator.next_seq() == 4, "the next number");
+  });
+}
+
 }  // namespace

@@ -19,6 +19,7 @@
 #include <cstddef>
 #include <cstring>
 #include <filesystem>
+#include <fstream>
 #include <functional>
 #include <iterator>
 #include <sstream>
@@ -27,6 +28,7 @@
 #include <vector>
 
 #include "collectives/failure.h"
+#include "collectives/long_waits.h"
 #include "collectives/recorder.h"
 #include "core/errors.h"
 #include "host/abort_reason.h"
@@ -39,6 +41,7 @@
 #include "host/segment_layout.h"
 #include "host/shared_arena.h"
 #include "host/shared_memory.h"
+#include "host/threads.h"
 #include "host/unix_socket.h"
 #include "sanitizers.h"
 #include "third_party/doctest/doctest.h"
@@ -493,6 +496,23 @@ TEST_CASE("a wait for a message ends in time, however many signals come") {
 }
 
 #if !defined(__SANITIZE_THREAD__)  // which lets no thread start in a child of a threaded program
+TEST_CASE("a command that the library runs is no child of the program's") {
+  struct sigaction action{}, before{};
+  static std::atomic<int> num_signals = 0;
+  action.sa_handler = [](int) { ++num_signals; };
+  REQUIRE(::sigaction(SIGCHLD, &action, &before) == 0);
+  const std::string path = "/tmp/ringcomm-test-shell-" + std::to_string(::getpid());
+  start_background_thread("shell", [&] { recorder::run_shell("echo $PPID >" + path); }).join();
+  ::sigaction(SIGCHLD, &before, nullptr);
+  pid_t parent = 0;
+  std::ifstream(path) >> parent;
+  ::unlink(path.c_str());
+  CHECK(parent > 0);
+  CHECK(parent != ::getpid());
+  CHECK(num_signals == 0);
+  CHECK(::waitpid(-1, nullptr, WNOHANG) == -1);
+}
+
 TEST_CASE("a bootstrap whose thread cannot start is an error that says so") {
   if (!is_root()) return;
   const int status = status_of_child([] {

@@ -3,8 +3,10 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <cstdint>
 #include <memory>
 #include <mutex>
+#include <numeric>
 #include <string>
 #include <thread>
 #include <vector>
@@ -48,7 +50,7 @@ class Gate {
 TEST_CASE("run with nothing before it runs in the caller's thread") {
   OrderedQueue queue;
   std::thread::id runner;
-  queue.run([&] { runner = std::this_thread::get_id(); }, {});
+  queue.run([&](auto) { runner = std::this_thread::get_id(); }, {});
   CHECK(runner == std::this_thread::get_id());
 }
 
@@ -59,10 +61,10 @@ TEST_CASE("a call inside a task is refused before it is in the queue") {
     std::string text;
     int num_runs = 0;
     queue.run(
-        [&] {
+        [&](auto) {
           ++num_runs;
           try {
-            queue.run([&] { ++num_runs; }, {});
+            queue.run([&](auto) { ++num_runs; }, {});
           } catch (const Error& error) {
             text = error.what();
           }
@@ -77,14 +79,14 @@ TEST_CASE("a call inside a task is refused before it is in the queue") {
 TEST_CASE("tasks run one at a time and in order, whichever threads submit or wait") {
   constexpr int kNumTasks = 300;
   OrderedQueue queue;
-  std::vector<int> order;  // unguarded: the queue is the guard, ThreadSanitizer the judge
+  std::vector<std::uint64_t> order;  // unguarded: the queue is the guard, ThreadSanitizer the judge
   std::atomic<int> num_inside = 0;
   std::atomic<bool> has_overlap = false;
   std::vector<OrderedQueue::Ticket> tickets;
   for (int i = 0; i < kNumTasks; ++i) {
-    const auto task = [&, i] {
+    const auto task = [&](std::uint64_t number) {
       if (++num_inside > 1) has_overlap = true;
-      order.push_back(i);
+      order.push_back(number);
       --num_inside;
     };
     if (i % 7 == 6)
@@ -94,8 +96,10 @@ TEST_CASE("tasks run one at a time and in order, whichever threads submit or wai
     if (i % 50 == 49) queue.wait(tickets.back(), {});
   }
   for (const auto& ticket : tickets) queue.wait(ticket, {});
-  CHECK(order.size() == kNumTasks);
-  CHECK(std::is_sorted(order.begin(), order.end()));
+  std::vector<std::uint64_t> numbers(kNumTasks);
+  std::iota(numbers.begin(), numbers.end(), std::uint64_t{0});
+  CHECK(order == numbers);
+  CHECK(queue.next_number() == kNumTasks);
   CHECK_FALSE(has_overlap);
 }
 
@@ -104,10 +108,12 @@ TEST_CASE("tasks of many threads are each run once, and done when a wait returns
   constexpr int kNumTasks = 200;
   OrderedQueue queue;
   int num_run = 0;  // unguarded on purpose
+  bool has_other_number = false;
   testing::run_threads(kNumThreads, [&](int rank) {
     for (int i = 0; i < kNumTasks; ++i) {
       bool is_run = false;
-      const auto task = [&] {
+      const auto task = [&](std::uint64_t number) {
+        has_other_number |= number != static_cast<std::uint64_t>(num_run);
         ++num_run;
         is_run = true;
       };
@@ -122,13 +128,39 @@ TEST_CASE("tasks of many threads are each run once, and done when a wait returns
       expect(is_run, "the task has run");
     }
   });
-  queue.run([&] { CHECK(num_run == kNumThreads * kNumTasks); }, {});
+  queue.run([&](auto) { CHECK(num_run == kNumThreads * kNumTasks); }, {});
+  CHECK_FALSE(has_other_number);
+}
+
+TEST_CASE("a part of a call has the number of the call, and takes none") {
+  OrderedQueue queue;
+  std::vector<std::uint64_t> numbers;
+  const auto add = [&](std::uint64_t number) { numbers.push_back(number); };
+  queue.run(add, {});
+  const std::uint64_t taken = queue.take_number();
+  queue.submit(add);
+  queue.wait(queue.submit(add, taken), {});
+  queue.run_if_idle([&] { numbers.push_back(100); });
+  queue.run(add, {});
+  CHECK(numbers == std::vector<std::uint64_t>{0, 2, 1, 100, 3});
+}
+
+TEST_CASE("a wait behind a stream of short tasks polls all the same") {
+  OrderedQueue queue;
+  std::atomic<bool> is_polled = false;
+  OrderedQueue::Ticket last;
+  for (int i = 0; i < 400; ++i)
+    last = queue.submit([&](auto) {
+      if (!is_polled) std::this_thread::sleep_for(milliseconds(5));
+    });
+  queue.wait(last, [&] { is_polled = true; }, OrderedQueue::Clock::now() + testing::kBound);
+  CHECK(is_polled);
 }
 
 TEST_CASE("a wait with a deadline leaves a task that takes long, and polls meanwhile") {
   OrderedQueue queue;
   Gate gate;
-  const auto ticket = queue.submit([&] { gate.pass(); });
+  const auto ticket = queue.submit([&](auto) { gate.pass(); });
   std::atomic<int> num_polls = 0;
   const auto begin = OrderedQueue::Clock::now();
   CHECK_FALSE(queue.wait(ticket, [&] { ++num_polls; }, begin + milliseconds(180)));
@@ -144,8 +176,8 @@ TEST_CASE("threads that wait for different tickets all return") {
   OrderedQueue queue;
   Gate gate;
   std::vector<OrderedQueue::Ticket> tickets;
-  tickets.push_back(queue.submit([&] { gate.pass(); }));
-  for (int i = 0; i < 5; ++i) tickets.push_back(queue.submit([] {}));
+  tickets.push_back(queue.submit([&](auto) { gate.pass(); }));
+  for (int i = 0; i < 5; ++i) tickets.push_back(queue.submit([](auto) {}));
   std::atomic<int> num_polls = 0;
   std::thread opener([&] {
     testing::wait_until([&] { return num_polls >= 6 && gate.num_came() == 1; }, "polls");
@@ -164,8 +196,8 @@ TEST_CASE("a task may wait for another thread that puts tasks in") {
   OrderedQueue::Ticket inner;
   bool is_inner_run = false;
   queue.run(
-      [&] {
-        std::thread other([&] { inner = queue.submit([&] { is_inner_run = true; }); });
+      [&](auto) {
+        std::thread other([&] { inner = queue.submit([&](auto) { is_inner_run = true; }); });
         other.join();
         CHECK_FALSE(queue.wait(inner, {}, OrderedQueue::Clock::time_point()));
       },
@@ -178,7 +210,7 @@ TEST_CASE("a task's captures go when it has run, not with its ticket") {
   OrderedQueue queue;
   auto held = std::make_shared<int>(1);
   const std::weak_ptr<int> watched = held;
-  const auto ticket = queue.submit([held = std::move(held)] {});
+  const auto ticket = queue.submit([held = std::move(held)](auto) {});
   queue.wait(ticket, {});
   CHECK(watched.expired());
 }
@@ -187,7 +219,7 @@ TEST_CASE("destruction runs what is in") {
   int num_run = 0;
   {
     OrderedQueue queue;
-    for (int i = 0; i < 50; ++i) queue.submit([&] { ++num_run; });
+    for (int i = 0; i < 50; ++i) queue.submit([&](auto) { ++num_run; });
   }
   CHECK(num_run == 50);
   {

@@ -8,14 +8,17 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <map>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
+#include "collectives/recorder.h"
 #include "core/errors.h"
 #include "host/cgroup_limits.h"
 #include "host/fd.h"
@@ -346,6 +349,32 @@ TEST_CASE("words that different ranks write stand on lines of their own") {
   CHECK(offsetof(LinkCursors, head) % kLineBytes == 0);
   CHECK(offsetof(RankControl, doorbell) % kLineBytes == 0);
   CHECK(offsetof(RankControl, has_left) % kLineBytes == 0);
+}
+
+TEST_CASE("while a thread returns pages of a group, others are made, and its end waits for it") {
+  std::atomic<bool> is_over = false;
+  testing::run_ranks(2, [&](Communicator& communicator) {
+    if (communicator.rank() == 1)
+      return testing::wait_until([&] { return is_over.load(); }, "rank 0");
+    const auto make = [&](const char* name) {
+      return recorder::Log::make(name, 0, {0, 1}, "shm", *communicator.members(), false);
+    };
+    const auto log = make("idle");
+    std::atomic<bool> has_begun = false, goes_on = false, has_ended = false;
+    log->on_look([&] {
+      has_begun = true;
+      for (int i = 0; i < 2000 && !goes_on; ++i)
+        std::this_thread::sleep_for(std::chrono::milliseconds(10));
+      has_ended = true;
+    });
+    testing::wait_until([&] { return has_begun.load(); }, "a look, after ten seconds");
+    const auto other = make("another");
+    testing::expect(!has_ended, "a group made meanwhile");
+    goes_on = true;
+    log->on_look({});
+    testing::expect(has_ended, "an end that has waited");
+    is_over = true;
+  });
 }
 
 }  // namespace

@@ -18,6 +18,11 @@ FAILING: tuple[Entry, ...] = (
         "test_ddp_logging_data_cpu",
         "asserts that DDP's logging names the backend; torch writes `custom` for every plug-in",
     ),
+    (
+        "gloo-*",
+        "test_monitored_barrier_gloo*",
+        "asserts Gloo's words; ringcomm says that a rank did not come within so many ms",
+    ),
 )
 
 RACY: tuple[Entry, ...] = (

@@ -84,12 +84,16 @@ DeviceGroup::~DeviceGroup() {
 }
 
 cuda::DeviceTransport& DeviceGroup::transport(c10::Device device) {
-  {
+  const auto find = [&]() -> cuda::DeviceTransport* {
     const std::lock_guard lock(mutex_);
     for (const auto& [known, transport] : transports_)
-      if (known == device) return *transport;
-  }
-  // Without the lock: it waits for other ranks.
+      if (known == device) return transport.get();
+    return nullptr;
+  };
+  if (cuda::DeviceTransport* const found = find()) return *found;
+  // It waits for other ranks, so mutex_ is free meanwhile.
+  const std::lock_guard making(making_);
+  if (cuda::DeviceTransport* const found = find()) return *found;  // another thread's
   TransportPtr made;
   try {
     own_stream(device, /*peer=*/-1);  // torch's first pooled stream waits for running kernels
@@ -252,11 +256,14 @@ c10::Stream DeviceGroup::own_stream(c10::Device device, int peer) {
 }
 
 // Releases completed uses. The device is queried only for those that still hold tensors. Of the
-// others that nothing else references, the last one of each stream is sufficient.
+// others that nothing else references, the last one of each stream is sufficient. With order_, so
+// that nobody else adds or removes one.
 void DeviceGroup::keep(const std::shared_ptr<DeviceUse>& use) {
-  const std::lock_guard lock(mutex_);
+  // A tensor that is freed may need the GIL, whose holder may wait for mutex_.
+  std::vector<std::shared_ptr<DeviceUse>> released;
   for (const auto& earlier : uses_)
     if (earlier->has_tensors() && !earlier->is_over()) break;
+  const std::lock_guard lock(mutex_);
   std::vector<c10::Stream> later{use->stream()};
   const auto is_told_of = [&](const auto& earlier) {
     if (earlier->is_known_to_be_over()) return true;
@@ -265,8 +272,9 @@ void DeviceGroup::keep(const std::shared_ptr<DeviceUse>& use) {
     later.push_back(earlier->stream());
     return false;
   };
-  // From the last one to the first.
-  uses_.erase(uses_.begin(), std::remove_if(uses_.rbegin(), uses_.rend(), is_told_of).base());
+  for (auto one = uses_.rbegin(); one != uses_.rend(); ++one)
+    if (is_told_of(*one)) released.push_back(std::exchange(*one, nullptr));
+  std::erase(uses_, nullptr);
   uses_.push_back(use);
   if (is_aborted_) use->give_up();
 }

@@ -89,6 +89,7 @@ class DeviceGroup final : public Devices, public std::enable_shared_from_this<De
   std::map<std::pair<c10::DeviceIndex, int>, c10::Stream> streams_;
   std::vector<recorder::Call> recorded_;  // of the call that is being enqueued
 
+  std::mutex making_;                            // held while a transport is made
   std::mutex mutex_;                             // held for moments; guards what follows
   std::deque<std::shared_ptr<DeviceUse>> uses_;  // perhaps not waited for yet
   std::vector<at::Tensor> lost_;  // of calls that failed half-way: they may still be in use

@@ -235,20 +235,32 @@ Record record_of(const Collective& call, CallHeader header, int rank, int world_
   return record;
 }
 
-void compare(Communicator::Steps& steps, const CallHeader& header, std::size_t rank,
-             std::size_t num_ranks, const Record& mine) {
-  const auto raise = [&](std::size_t peer, const std::string& difference) {
-    steps.raise_mismatch(name_of(header.op), static_cast<int>(peer), difference, describe(header));
-  };
-  std::vector<Record> all(num_ranks, Record(mine.size()));
-  const void* input = mine.data();
+// The records of all ranks as an all_gather moves them. It lives until that is over.
+struct Exchange {
+  Record mine;
+  std::vector<Record> all;
+  const void* input;
   std::vector<void*> outputs;
-  for (Record& record : all) outputs.push_back(record.data());
-  steps.run({.op = OpKind::kAllGather,
-             .num_elems = mine.size() * sizeof mine[0],
-             .inputs = &input,
-             .outputs = outputs.data(),
-             .is_counted = false});
+
+  Exchange(Record record, int world_size)
+      : mine(std::move(record)),
+        all(static_cast<std::size_t>(world_size), Record(mine.size())),
+        input(mine.data()) {
+    for (Record& one : all) outputs.push_back(one.data());
+  }
+};
+
+// Ends the group where two ranks' records differ. Throws Error.
+void compare(Communicator& communicator, const CallHeader& header, const Exchange& exchange) {
+  const auto& [mine, all, input, outputs] = exchange;
+  const auto rank = static_cast<std::size_t>(communicator.rank());
+  const std::size_t num_ranks = all.size();
+  const auto raise = [&](std::size_t peer, const std::string& difference) {
+    communicator.failure().raise_mismatch(static_cast<int>(peer), difference,
+                                          {.op = name_of(header.op),
+                                           .seq = static_cast<std::int64_t>(header.seq),
+                                           .description = describe(header)});
+  };
   for (std::size_t peer = 0; peer < num_ranks; ++peer) {
     cuda::HeaderWords words;
     std::copy_n(all[peer].begin(), kHeader, words.begin());
@@ -282,13 +294,20 @@ std::unique_ptr<cuda::DeviceTransport> make_message_device_transport(
 void check_header(Communicator& communicator, const Collective& call, const CallHeader& header,
                   std::chrono::milliseconds timeout, std::function<void(bool)> done) {
   const int rank = communicator.rank(), world_size = communicator.world_size();
+  const auto exchange =
+      std::make_shared<Exchange>(record_of(call, header, rank, world_size), world_size);
   communicator.submit(
-      call, {.timeout = timeout, .is_interrupted = {}},
-      [done = std::move(done)](const std::exception_ptr& error) { done(error != nullptr); },
-      [=, mine = record_of(call, header, rank, world_size)](Communicator::Steps& steps) {
-        compare(steps, header, static_cast<std::size_t>(rank), static_cast<std::size_t>(world_size),
-                mine);
-      });
+      {.op = OpKind::kAllGather,
+       .num_elems = exchange->mine.size() * sizeof exchange->mine[0],
+       .inputs = &exchange->input,
+       .outputs = exchange->outputs.data(),
+       .is_counted = false},
+      {.timeout = timeout, .is_interrupted = {}},
+      [&communicator, header, exchange, done = std::move(done)](std::exception_ptr error) {
+        if (error == nullptr) error = error_of([&] { compare(communicator, header, *exchange); });
+        done(error != nullptr);
+      },
+      header.seq);
 }
 
 }  // namespace ringcomm

@@ -307,12 +307,10 @@ def test_missing_ranks(
     if rank in missing and is_late:
         error = caught(lambda: group.monitored_barrier(SHORT, waits_for_all))
     if rank not in missing or is_late:
-        names = "Ranks 1, 3" if waits_for_all else "Rank 1"
-        words = f"{names} failed to pass monitoredBarrier in 300 ms"
+        names = "1, 3" if waits_for_all and rank == 0 else "1"
+        words = f"monitored_barrier: rank {names} did not come within 300 ms"
         assert (error["type"], error["rank"]) == ("CollectiveTimeoutError", 1), error
         assert words in error["text"], error
-        reached = f"Rank {rank} successfully reached monitoredBarrier, but received errors"
-        assert (reached in error["text"]) == (rank != 0), error
     tensor = torch.ones(5)
     dist.all_reduce(tensor)
     assert (tensor == 4).all()
@@ -332,7 +330,7 @@ def test_rank_0_missing(rank: int) -> None:
     if rank == 1:
         error = caught(lambda: ringcomm.monitored_barrier(None, timedelta(milliseconds=100)))
         assert (error["type"], error["rank"]) == ("CollectiveTimeoutError", 0)
-        assert "errors while waiting for send/recv from rank 0: it did not answer" in error["text"]
+        assert "monitored_barrier: rank 0 did not come within 500 ms" in error["text"]
 
 
 @in_ranks((1, 2))
@@ -340,8 +338,6 @@ def test_arguments(rank: int) -> None:
     group: Any = dist.group.WORLD
     with pytest.raises(TypeError, match="timedelta"):
         ringcomm.monitored_barrier(timeout=1.0)  # type: ignore[arg-type]
-    with pytest.raises(RuntimeError, match=f"Rank {rank} timed out in monitoredBarrier"):
-        group.monitored_barrier(timedelta(0))
     if TORCH_VERSION < (2, 14):
         with pytest.raises(ValueError, match="GLOO"):
             dist.monitored_barrier()

@@ -7,6 +7,7 @@ behave as NCCL's ("messages over emup2p"). More of both: test_gpu_*.py.
 from __future__ import annotations
 
 import datetime
+import logging
 import threading
 from dataclasses import dataclass, field
 from functools import cache
@@ -213,6 +214,32 @@ def test_calls_of_another_thread_leave_a_capture_whole(rank: int) -> None:
     assert x.tolist() == [float(world_size) ** 2] * 1000
     assert y.tolist() == [float(world_size) ** 6] * 1000
     assert z.tolist() == [float(world_size)] * 1000
+
+
+@in_emulated_ranks(2, fresh=True)
+def test_two_threads_with_the_first_calls_on_a_device_make_one_transport(rank: int) -> None:
+    group = dist.new_group()
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("ringcomm")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    both = threading.Barrier(2)
+
+    def connect() -> None:
+        both.wait(20)
+        group._get_backend(torch.device(GPU)).eager_connect_single_device(torch.device(GPU, 0))
+
+    threads = [threading.Thread(target=connect) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    x = torch.ones(1000, device=GPU)
+    dist.all_reduce(x, group=group)
+    assert x.tolist() == [2.0] * 1000
+    assert sum("tensors on emugpu:0 go by" in line for line in lines) == 1, lines
 
 
 PROGRAM = """

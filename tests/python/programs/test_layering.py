@@ -256,8 +256,8 @@ def test_the_engine_does_not_grow() -> None:
 WALK = (
     ("bindings/all_reduce.cc", "ProcessGroupRingcomm::allreduce(", "run_at_once("),
     ("bindings/start_call.cc", "WorkPtr ProcessGroupRingcomm::run_at_once(", "engine->run(call"),
-    ("communicator/communicator.cc", "void Communicator::run(const Collective", "queue_.run("),
-    ("communicator/ordered_queue.cc", "void OrderedQueue::run(", "task()"),
+    ("communicator/communicator.cc", "std::uint64_t Communicator::run(const Collective", "queue_.run("),
+    ("communicator/ordered_queue.cc", "void OrderedQueue::run(", "run_alone(1, task)"),
     ("communicator/communicator.cc", "void Communicator::execute(", "transport_->run("),
     ("transport/shm/transport.cc", "Traffic ShmTransport::run(", "entry.run("),
     ("transport/shm/all_reduce.cc", "all_reduce_one_shot(ShmContext&", "context.stage("),
