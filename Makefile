@@ -141,7 +141,7 @@ test-clients: check-python  ## run programs of other projects over Gloo and over
 LINT = status=0; \
     ruff check $(1) . || status=1; \
     ruff format -q $(2) . || status=1; \
-    find csrc tests/cpp tests/emulator tests/ptx benchmarks/gpu -not -path '*/third_party/*' \
+    find csrc kernels tests/cpp tests/emulator tests/ptx benchmarks/gpu -not -path '*/third_party/*' \
         '(' -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh' ')' -print0 \
         | xargs -0 clang-format $(3) || status=1; \
     exit $$status
@@ -187,7 +187,7 @@ docs: check-python  ## build the site of docs/ in build/site
 
 coverage: check-python  ## measure which lines of Python and C++ the tests run, in 20 minutes
 	@$(CPP) run-coverage
-	@$(PREPARE) --need coverage --no-torch -- -m gcovr --root csrc --merge-lines \
+	@$(PREPARE) --need coverage --no-torch -- -m gcovr --filter csrc/ --filter kernels/ --merge-lines \
 	    --print-summary --sort uncovered-number build/cpp/coverage -o build/coverage-cpp.txt
 	@$(PREPARE) --need train --need test --need coverage --extension -- -m coverage run -m pytest $(ARGS)
 	@$(PREPARE) --need coverage --no-torch -- -m coverage combine -q

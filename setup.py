@@ -1,4 +1,4 @@
-"""Builds ringcomm: the folders of csrc become ringcomm._C, ringcomm._kernels and ringcomm._cuda.
+"""Builds ringcomm: csrc and kernels become ringcomm._kernels, ringcomm._C and ringcomm._cuda.
 
 Metadata is in pyproject.toml. This file has what depends on the machine: the extensions, and the
 version and the requirement on torch, which both name the torch of the build.
@@ -54,16 +54,16 @@ def make_extensions() -> "list[setuptools.Extension]":
     found = []
     for parts in buildconfig.EXTENSIONS:
         if not buildconfig.sources(*parts.with_torch):
-            raise buildconfig.BuildProblem(f"csrc has no source of {parts.name}: is it complete?")
+            raise buildconfig.BuildProblem(f"no source of {parts.name}: is the checkout complete?")
         if parts.name == "_cuda" and not wants_cuda():
             continue
         units = buildconfig.units(parts, ROOT / "build" / f"joined{parts.name}")
         extension = cpp_extension.CppExtension(
             f"ringcomm.{parts.name}",
             [str(path.relative_to(ROOT)) for path in units],
-            include_dirs=[str(buildconfig.CSRC)],
+            include_dirs=[str(folder) for folder in buildconfig.INCLUDED],
             # setuptools asks whether to call ninja, which knows what a unit includes.
-            depends=[str(path.relative_to(ROOT)) for path in buildconfig.CSRC.rglob("*.*")],
+            depends=[str(path.relative_to(ROOT)) for path in buildconfig.cpp_files()],
             extra_compile_args={"cxx": buildconfig.cxx_flags()},
             extra_link_args=[*buildconfig.LINK_FLAGS],
         )
@@ -122,12 +122,13 @@ def make_build_ext() -> type:
                     stale.unlink()
 
         def build_extension(self, ext: setuptools.Extension) -> None:
-            # The others find the first beside them, under its file's name.
-            first = self.get_ext_fullpath("ringcomm._C")
-            is_first = ext.name == "ringcomm._C"
+            # Each finds those before it beside itself, under their files' names.
+            own = self.get_ext_fullpath(ext.name)
+            before = [self.get_ext_fullpath(one.name) for one in self.extensions]
             if ext.name == "ringcomm._cuda":
                 ext.extra_compile_args["cxx"] += compile_kernels()
-            ext.extra_link_args += [f"-Wl,-soname,{os.path.basename(first)}" if is_first else first]
+            ext.extra_link_args += [f"-Wl,-soname,{os.path.basename(own)}"]
+            ext.extra_link_args += before[: before.index(own)]
             super().build_extension(ext)
 
     return BuildExt
@@ -136,7 +137,8 @@ def make_build_ext() -> type:
 def packages() -> "tuple[list[str], dict[str, str]]":
     """Returns the packages and their folders: kernels/ is installed as ringcomm.kernels."""
     names = [*setuptools.find_packages(include=["ringcomm", "ringcomm.*"]), "ringcomm.kernels"]
-    names += [f"ringcomm.kernels.{name}" for name in setuptools.find_packages("kernels")]
+    folders = sorted({path.parent.name for path in ROOT.glob("kernels/*/*.py")})
+    names += [f"ringcomm.kernels.{folder}" for folder in folders]
     return names, {"ringcomm": "ringcomm", "ringcomm.kernels": "kernels"}
 
 

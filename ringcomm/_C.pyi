@@ -83,7 +83,7 @@ def set_doctor(command: str) -> None: ...
 def simd_level() -> str: ...
 
 class eager:
-    """Operators without torch's dispatcher; None where torch.ops.ringcomm must be called."""
+    """Operators without torch's dispatcher; None or False: torch.ops.ringcomm must be called."""
 
     @staticmethod
     def all_reduce(
@@ -101,3 +101,7 @@ class eager:
     def reduce(
         tensor: torch.Tensor, dst: int, reduce_op: str, group_name: str
     ) -> torch.Tensor | None: ...
+    @staticmethod
+    def all_reduce_add_rms_norm_(
+        input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, group: Any
+    ) -> bool: ...

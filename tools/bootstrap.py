@@ -239,7 +239,7 @@ def build_extension(path: str, for_tests: bool) -> None:
     python = Python(path)
     if for_tests or (ROOT / "ringcomm" / f"_cuda{python.suffix}").exists():
         os.environ.setdefault("RINGCOMM_CUDA", "test")
-    inputs = [one for one in sorted(buildconfig.CSRC.rglob("*")) if one.is_file()]
+    inputs = buildconfig.cpp_files()
     num_files = sum(one.suffix in (".cc", ".cu") for one in inputs)
     names = ("setup.py", "pyproject.toml", "tools/buildconfig.py", "tools/cuda_kernels.py")
     inputs += [ROOT / name for name in (*names, "ringcomm/version.py")]

@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-CSRC = ROOT / "csrc"
+# The folders of C++ and CUDA, and where their includes begin: "kernels/..." at ROOT.
+CPP = ("csrc", "kernels")
+INCLUDED = (ROOT / "csrc", ROOT)
 
 MIN_PYTHON = (3, 10)
 MIN_TORCH = (2, 11)
@@ -27,11 +29,11 @@ MACHINES = ("x86_64", "aarch64")
 
 
 class Extension(NamedTuple):
-    """A module of ringcomm: the folders of csrc that it consists of.
+    """A module of ringcomm: the sources that it consists of, as patterns of paths from ROOT.
 
     Attributes:
-        alone: their sources are compiled one by one: those of the SIMD levels cannot be joined.
-        joined: their sources are joined into NUM_JOINED units: they share most of their headers.
+        alone: compiled one by one: those of the SIMD levels cannot be joined.
+        joined: joined into NUM_JOINED units: they share most of their headers.
         with_torch: these become one unit, because torch's headers take most of the time of one.
     """
 
@@ -41,13 +43,23 @@ class Extension(NamedTuple):
     with_torch: tuple[str, ...]
 
 
-# The first is communication on CPUs; the others link it.
-ENGINE = ("core", "host", "collectives", "transport", "communicator")
-CUDA = ("cuda/kernels", "cuda/driver", "cuda/collectives")
+# What kernels/ has without torch: sources with torch's headers are named torch_* or cuda_* there.
+KERNELS = ("kernels/common/*.cc", "kernels/updates/update_op.cc")
+ENGINE = tuple(
+    f"csrc/{folder}/**/*.cc"
+    for folder in ("core", "host", "collectives", "transport", "communicator")
+)
+CUDA = ("csrc/cuda/driver/*.cc", "csrc/cuda/collectives/*.cc")
+# Each links those before it.
 EXTENSIONS = (
-    Extension("_C", ("reduce",), ENGINE, ("bindings",)),
-    Extension("_kernels", ("kernels",), (), ("ops",)),
-    Extension("_cuda", CUDA, (), ("cuda/bindings", "cuda/messages")),
+    Extension("_kernels", KERNELS, (), ("kernels/**/torch_*.cc",)),
+    Extension("_C", ("csrc/reduce/*.cc",), ENGINE, ("csrc/bindings/*.cc",)),
+    Extension(
+        "_cuda",
+        CUDA,
+        (),
+        ("csrc/cuda/bindings/*.cc", "csrc/cuda/messages/*.cc", "kernels/**/cuda_*.cc"),
+    ),
 )
 
 CXX_STANDARD = "-std=c++20"
@@ -118,9 +130,9 @@ def requirements(group: str) -> list[str]:
     return re.findall(r'(?m)^ +"(.*)"', found[1])
 
 
-def sources(*folders: str, suffix: str = ".cc") -> list[Path]:
-    """Returns the sources under csrc/FOLDER, sorted, for each of the folders in turn."""
-    return [path for name in folders for path in sorted((CSRC / name).rglob(f"*{suffix}"))]
+def sources(*patterns: str) -> list[Path]:
+    """Returns the files that match each of the patterns in turn, sorted."""
+    return [path for pattern in patterns for path in sorted(ROOT.glob(pattern))]
 
 
 def units(parts: Extension, folder: Path) -> list[Path]:
@@ -144,9 +156,10 @@ def units(parts: Extension, folder: Path) -> list[Path]:
     return result
 
 
-def headers() -> list[Path]:
-    """Returns every header under csrc."""
-    return sorted([*CSRC.rglob("*.h"), *CSRC.rglob("*.cuh")])
+def cpp_files(*suffixes: str) -> list[Path]:
+    """Returns the files of C++ and CUDA with these suffixes, or all of them."""
+    kinds = suffixes or (".h", ".cuh", ".cc", ".cu")
+    return sources(*(f"{folder}/**/*{kind}" for folder in CPP for kind in kinds))
 
 
 def compiler() -> list[str]:

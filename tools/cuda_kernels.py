@@ -1,4 +1,4 @@
-"""Compiles csrc/cuda/kernels/*.cu into images for the extension (cuda/collectives/kernels.cc).
+"""Compiles csrc/cuda/kernels/*.cu and kernels/losses/*.cu into images for the extension.
 
 Standard library only, as buildconfig.py. Run by setup.py; by itself it compiles for what
 RINGCOMM_CUDA_ARCHS says or every architecture that is served, and says so where there is no nvcc:
@@ -23,10 +23,13 @@ import time
 from pathlib import Path
 
 import buildconfig
-from buildconfig import CSRC, ROOT, BuildProblem
+from buildconfig import INCLUDED, ROOT, BuildProblem
 
-# Has what was compiled within, which no compiler tells ninja.
-EMBEDDER = CSRC / "cuda" / "collectives" / "kernels.cc"
+# Have what was compiled within, which no compiler tells ninja.
+EMBEDDERS = (
+    ROOT / "csrc" / "cuda" / "collectives" / "kernels.cc",
+    ROOT / "kernels" / "losses" / "cuda_cross_entropy.cc",
+)
 ARCHITECTURES = ("80", "90", "100")
 HELD = "-DRINGCOMM_HELD_VECTORS"
 # Sums round the same way as on the CPU: nothing is contracted.
@@ -35,7 +38,7 @@ FLAGS = ("-std=c++20", "--expt-relaxed-constexpr", "-fmad=false")
 
 def sources() -> list[Path]:
     """Returns the files of kernels."""
-    return sorted((CSRC / "cuda" / "kernels").glob("*.cu"))
+    return buildconfig.cpp_files(".cu")
 
 
 def archs_asked() -> tuple[str, ...]:
@@ -76,7 +79,7 @@ def compile_all(
     """Compiles what has changed into the folder: for each file NAME.fatbin, of all architectures.
 
     The first of `archs`, or of those that are asked for or served, is also there as PTX, for other
-    GPUs. The file that embeds the images is touched where it is older than one of them. Images may
+    GPUs. The files that embed images are touched where they are older than one of them. Images may
     be compiled elsewhere: a stamp beside each tells what it was made of. Raises BuildProblem.
     """
     archs = archs or archs_asked() or ARCHITECTURES
@@ -88,10 +91,11 @@ def compile_all(
     flags += ["-gencode", f"arch=compute_{archs[0]},code=compute_{archs[0]}"]
     folder.mkdir(parents=True, exist_ok=True)
     common = [release_of(nvcc).encode(), *map(str.encode, flags)]
-    common += [path.read_bytes() for path in buildconfig.headers()]
+    common += [path.read_bytes() for path in buildconfig.cpp_files(".h", ".cuh")]
     num_jobs = buildconfig.num_jobs()
     # What is left of the jobs compiles a file's architectures side by side.
-    more = ["--threads", str(max(1, num_jobs // len(sources()))), "-I", str(CSRC), "-fatbin"]
+    more = ["--threads", str(max(1, num_jobs // len(sources()))), "-fatbin"]
+    more += [f"-I{folder}" for folder in INCLUDED]
 
     def compile_one(source: Path) -> Path:
         image, stamp = (folder / f"{source.stem}.{kind}" for kind in ("fatbin", "stamp"))
@@ -110,8 +114,9 @@ def compile_all(
 
     with concurrent.futures.ThreadPoolExecutor(num_jobs) as pool:
         newest = max(image.stat().st_mtime_ns for image in pool.map(compile_one, sources()))
-    if EMBEDDER.stat().st_mtime_ns < newest:
-        os.utime(EMBEDDER, ns=(newest, newest))
+    for embedder in EMBEDDERS:
+        if embedder.stat().st_mtime_ns < newest:
+            os.utime(embedder, ns=(newest, newest))
     return folder
 
 

@@ -15,11 +15,11 @@
 #include "collectives/op_kind.h"
 #include "cuda/collectives/launch_plan.h"
 #include "cuda/kernels/call.h"
-#include "cuda/kernels/loss_call.h"
 #include "cuda/kernels/memory.h"
 #include "cuda/kernels/send_recv.h"
 #include "cuda/kernels/staging.h"
 #include "gpu/loop_counts.h"
+#include "kernels/losses/loss_call.h"
 
 namespace ringcomm::benchmarks {
 

@@ -16,7 +16,9 @@
 
 #include "bindings/process_group.h"
 #include "collectives/algorithm.h"
-#include "reduce/softmax_merge.h"
+#include "kernels/losses/torch_softmax_stats.h"
+#include "kernels/norms/torch_rms_norm.h"
+#include "reduce/reduce_op.h"
 
 // torch.ops.ringcomm.*: collectives as torch operators, so that torch.compile sees them. Fakes,
 // autograd and wrappers are in ringcomm/ops, in the same order. They run over any backend of
@@ -60,19 +62,6 @@ c10::intrusive_ptr<ProcessGroupRingcomm> find_ringcomm(c10d::ProcessGroup& group
   return c10::intrusive_ptr<ProcessGroupRingcomm>::reclaim_copy(ringcomm);
 }
 
-// The same for operators that c10d has no name for; throws ValueError in place of null.
-c10::intrusive_ptr<ProcessGroupRingcomm> ringcomm_group_of(const std::string& group_name,
-                                                           const at::Tensor& tensor,
-                                                           const char* op) {
-  const auto group = c10d::resolve_process_group(group_name);
-  const auto ringcomm = find_ringcomm(*group, tensor);
-  if (ringcomm != nullptr) return ringcomm;
-  const auto other = backend_for(*group, tensor.device().type());
-  TORCH_CHECK_VALUE(false, "ringcomm: ", op, " needs a group with backend ringcomm for ",
-                    tensor.device(), ", got one with ",
-                    other != nullptr ? other->getBackendName() : "none");
-}
-
 // Calls `start(backend, is_async)` and waits: with ringcomm's own backend, without torch's
 // dispatcher, where that is all that the group would do; else with the group.
 template <class Start>
@@ -81,6 +70,16 @@ void run_on(c10d::ProcessGroup& group, const at::Tensor& tensor, const Start& st
   const WorkPtr work =
       ringcomm != nullptr ? start(*ringcomm, false) : start(group, needs_work(group));
   if (work != nullptr) work->wait();
+}
+
+void all_reduce_in_place(c10d::ProcessGroup& group, const at::Tensor& tensor,
+                         const c10d::ReduceOp& op) {
+  const auto ringcomm = find_ringcomm(group, tensor);
+  if (ringcomm != nullptr && ringcomm->all_reduce_at_once(tensor, tensor, op)) return;
+  Tensors tensors = {tensor};
+  run_on(group, tensor, [&](auto& backend, bool is_async) {
+    return backend.allreduce(tensors, {.reduceOp = op, .asyncOp = is_async});
+  });
 }
 
 at::Tensor contiguous_copy(const at::Tensor& input) {
@@ -208,7 +207,70 @@ void define(torch::Library& m, const std::string& schema, Function* function) {
     m.impl(name.c_str(), key, function);
 }
 
+// All ranks' softmax stats, merged in rank order. Backends without this reduction gather them on
+// every rank, which merges them.
+at::Tensor merge_over_ranks(const at::Tensor& stats, c10d::ProcessGroup& group) {
+  at::Tensor merged = at::empty_like(stats);
+  if (const auto ringcomm = find_ringcomm(group, stats)) {
+    ringcomm->all_reduce_into(stats, merged, c10d::ReduceOp::SUM, [](Collective& call) {
+      call.dtype = DType::kSoftmaxStats;
+      call.reduction = Reduction::kMerge;
+      call.num_elems /= kNumSoftmaxStats;
+    });
+    return merged;
+  }
+  const int world_size = group.getSize();
+  at::Tensor all = empty_with_rows(world_size * stats.size(0), stats);
+  at::Tensor own = stats;
+  run_on(group, own, [&](auto& backend, bool is_async) {
+    return backend._allgather_base(all, own, {.asyncOp = is_async});
+  });
+  std::vector<const void*> parts;
+  for (int rank = 0; rank < world_size; ++rank)
+    parts.push_back(static_cast<const char*>(all.const_data_ptr()) + rank * stats.nbytes());
+  cpu::find_reduce_op(Reduction::kMerge, DType::kSoftmaxStats)
+      ->combine(merged.data_ptr(), nullptr, parts.data(), world_size, stats.size(0), 1);
+  return merged;
+}
+
+at::Tensor merge_softmax_stats(const at::Tensor& stats, const std::string& group_name) {
+  check_stats(stats, stats.dim() > 0 ? stats.size(0) - 1 : 0);
+  const auto group = c10d::resolve_process_group(group_name);
+  const at::Tensor merged = merge_over_ranks(stats, *group);
+  check_shards(merged, group->getSize());
+  return merged;
+}
+
+// The sum is in a cache when it is read again.
+void all_reduce_norm(c10d::ProcessGroup& group, const at::Tensor& input, const at::Tensor& residual,
+                     const at::Tensor& weight, double eps) {
+  check_add_rms_norm(input, residual, weight, eps);
+  all_reduce_in_place(group, input, c10d::ReduceOp::SUM);
+  add_rms_norm_(input, residual, weight, eps);
+}
+
+void all_reduce_add_rms_norm_(const at::Tensor& input, const at::Tensor& residual,
+                              const at::Tensor& weight, double eps, const std::string& group_name) {
+  all_reduce_norm(*c10d::resolve_process_group(group_name), input, residual, weight, eps);
+}
+
 // ---- without the dispatcher
+
+// The tensor of a Python object, if an operator on it would run the kernel for CPUs and nothing
+// else: no autograd, tracing, transform, mode, subclass or profiler. Null otherwise.
+const at::Tensor* find_eager(PyObject* object) {
+  if (!THPVariable_CheckTypeExact(Py_TYPE(object))) return nullptr;
+  const at::Tensor& tensor = THPVariable_Unpack(object);
+  if (tensor.requires_grad() && at::GradMode::is_enabled()) return nullptr;
+  if (at::hasCallbacks() || at::impl::torch_function_mode_enabled()) return nullptr;
+  const c10::impl::LocalDispatchKeySet local = c10::impl::tls_local_dispatch_key_set();
+  // Keys of which our operators have no kernel are in every call's set.
+  const c10::DispatchKeySet keys = ((tensor.key_set() | local.included_) - local.excluded_) -
+                                   c10::autograd_dispatch_keyset_with_ADInplaceOrView -
+                                   c10::autocast_dispatch_keyset -
+                                   c10::DispatchKeySet(c10::DispatchKey::BackendSelect);
+  return keys.highestPriorityTypeId() == c10::DispatchKey::CPU ? &tensor : nullptr;
+}
 
 // Null if the call must go through the dispatcher, which also words the errors.
 py::object eager_all_reduce(py::handle input, const std::string& reduce_op, py::handle group,
@@ -232,6 +294,21 @@ py::object eager_all_reduce(py::handle input, const std::string& reduce_op, py::
     if (!out.is_none()) mark_written(result);
   }
   return out.is_none() ? py::cast(std::move(result)) : py::reinterpret_borrow<py::object>(out);
+}
+
+// False, and nothing is done, if the call must go through the dispatcher.
+bool eager_norm(py::handle input, py::handle residual, py::handle weight, double eps,
+                py::handle group) {
+  const at::Tensor* const x = find_eager(input.ptr());
+  const at::Tensor* const sum = find_eager(residual.ptr());
+  const at::Tensor* const scale = find_eager(weight.ptr());
+  if (x == nullptr || sum == nullptr || scale == nullptr ||
+      !py::isinstance<c10d::ProcessGroup>(group))
+    return false;
+  auto& all_backends = *py::cast<c10d::ProcessGroup*>(group);
+  const py::gil_scoped_release no_gil;
+  all_reduce_norm(all_backends, *x, *sum, *scale, eps);
+  return true;
 }
 
 template <class... Options>
@@ -276,67 +353,16 @@ void pass_views(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::
 
 }  // namespace
 
-const at::Tensor* find_eager(_object* object) {
-  if (!THPVariable_CheckTypeExact(Py_TYPE(object))) return nullptr;
-  const at::Tensor& tensor = THPVariable_Unpack(object);
-  if (tensor.requires_grad() && at::GradMode::is_enabled()) return nullptr;
-  if (at::hasCallbacks() || at::impl::torch_function_mode_enabled()) return nullptr;
-  const c10::impl::LocalDispatchKeySet local = c10::impl::tls_local_dispatch_key_set();
-  // Keys of which our operators have no kernel are in every call's set.
-  const c10::DispatchKeySet keys = ((tensor.key_set() | local.included_) - local.excluded_) -
-                                   c10::autograd_dispatch_keyset_with_ADInplaceOrView -
-                                   c10::autocast_dispatch_keyset -
-                                   c10::DispatchKeySet(c10::DispatchKey::BackendSelect);
-  return keys.highestPriorityTypeId() == c10::DispatchKey::CPU ? &tensor : nullptr;
-}
-
-void all_reduce_in_place(c10d::ProcessGroup& group, const at::Tensor& tensor,
-                         const c10d::ReduceOp& op) {
-  const auto ringcomm = find_ringcomm(group, tensor);
-  if (ringcomm != nullptr && ringcomm->all_reduce_at_once(tensor, tensor, op)) return;
-  Tensors tensors = {tensor};
-  run_on(group, tensor, [&](auto& backend, bool is_async) {
-    return backend.allreduce(tensors, {.reduceOp = op, .asyncOp = is_async});
-  });
-}
-
-void reduce_update_gather(const std::string& group_name, const UpdateTensors& tensors,
-                          const UpdateSpec& spec, bool is_average) {
-  constexpr const char* kName = "reduce_scatter_update_all_gather_";
-  check_no_grad(tensors.param, kName, "");
-  ringcomm_group_of(group_name, tensors.param, kName)
-      ->reduce_update_gather(tensors, spec, is_average);
-  mark_written(tensors.param);
-  if (tensors.master.has_value()) mark_written(*tensors.master);
-  for (const auto& [name, state] : tensors.states)
-    if (state.has_value()) mark_written(*state);
-}
-
-// Backends without this reduction gather all ranks' stats on every rank, which merges them.
-std::pair<at::Tensor, int> merge_over_ranks(const at::Tensor& stats,
-                                            const std::string& group_name) {
+c10::intrusive_ptr<ProcessGroupRingcomm> ringcomm_group_of(const std::string& group_name,
+                                                           const at::Tensor& tensor,
+                                                           const char* op) {
   const auto group = c10d::resolve_process_group(group_name);
-  const int world_size = group->getSize();
-  at::Tensor merged = at::empty_like(stats);
-  if (const auto ringcomm = find_ringcomm(*group, stats)) {
-    ringcomm->all_reduce_into(stats, merged, c10d::ReduceOp::SUM, [](Collective& call) {
-      call.dtype = DType::kSoftmaxStats;
-      call.reduction = Reduction::kMerge;
-      call.num_elems /= kNumSoftmaxStats;
-    });
-    return {merged, world_size};
-  }
-  at::Tensor all = empty_with_rows(world_size * stats.size(0), stats);
-  at::Tensor own = stats;
-  run_on(*group, own, [&](auto& backend, bool is_async) {
-    return backend._allgather_base(all, own, {.asyncOp = is_async});
-  });
-  std::vector<const void*> parts;
-  for (int rank = 0; rank < world_size; ++rank)
-    parts.push_back(static_cast<const char*>(all.const_data_ptr()) + rank * stats.nbytes());
-  cpu::find_reduce_op(Reduction::kMerge, DType::kSoftmaxStats)
-      ->combine(merged.data_ptr(), nullptr, parts.data(), world_size, stats.size(0), 1);
-  return {merged, world_size};
+  const auto ringcomm = find_ringcomm(*group, tensor);
+  if (ringcomm != nullptr) return ringcomm;
+  const auto other = backend_for(*group, tensor.device().type());
+  TORCH_CHECK_VALUE(false, "ringcomm: ", op, " needs a group with backend ringcomm for ",
+                    tensor.device(), ", got one with ",
+                    other != nullptr ? other->getBackendName() : "none");
 }
 
 TORCH_LIBRARY(ringcomm, m) {
@@ -351,6 +377,12 @@ TORCH_LIBRARY(ringcomm, m) {
   define(m, "broadcast(Tensor input, int src, str group_name) -> Tensor", broadcast);
   define(m, "reduce(Tensor input, int dst, str reduce_op, str group_name) -> Tensor", reduce);
   define(m, "ring_all_reduce_(Tensor(a!) input, str group_name) -> ()", ring_all_reduce_);
+  m.def("merge_softmax_stats(Tensor stats, str group_name) -> Tensor");
+  m.impl("merge_softmax_stats", c10::DispatchKey::CPU, merge_softmax_stats);
+  m.def(
+      "all_reduce_add_rms_norm_(Tensor(a!) input, Tensor(b!) residual, Tensor weight, float eps, "
+      "str group_name) -> ()");
+  m.impl("all_reduce_add_rms_norm_", c10::DispatchKey::CPU, all_reduce_add_rms_norm_);
 }
 
 TORCH_LIBRARY_IMPL(c10d, Negative, library) {
@@ -362,14 +394,16 @@ TORCH_LIBRARY_IMPL(c10d, Negative, library) {
     library.impl(name, torch::CppFunction::makeFromBoxedFunction<&pass_views>());
 }
 
-// Each returns None where torch.ops.ringcomm must be called.
+// Each returns None, or False, where torch.ops.ringcomm must be called.
 void define_eager_ops(py::module_& m) {
   m.def("all_reduce", &eager_all_reduce);
   m.def("reduce_scatter", eager(&reduce_scatter));
   m.def("all_gather", eager(&all_gather));
   m.def("broadcast", eager(&broadcast));
   m.def("reduce", eager(&reduce));
+  m.def("all_reduce_add_rms_norm_", &eager_norm);
   // Arguments of other types: the dispatcher's errors are torch's.
+  m.def("all_reduce_add_rms_norm_", [](const py::args&) { return false; });
   for (const char* name : {"all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce"})
     m.def(name, [](const py::args&) { return py::none(); });
 }

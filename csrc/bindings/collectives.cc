@@ -43,28 +43,6 @@ void check_as_many(const Tensors& outputs, const Tensors& inputs, const char* op
                     " inputs and ", outputs.size(), " outputs");
 }
 
-constexpr const char* kFusedUpdate = "reduce_scatter_update_all_gather_";
-
-void check_array(const at::Tensor& tensor, const char* name) {
-  check_tensor(tensor, kFusedUpdate);
-  TORCH_CHECK_VALUE(tensor.is_contiguous(), "ringcomm: ", kFusedUpdate, " needs ", name,
-                    " contiguous, got shape ", tensor.sizes(), " with strides ", tensor.strides());
-}
-
-// The data of this rank's shard of a state.
-float* shard_data(const at::Tensor& tensor, const char* name, const ElemRange& shard,
-                  TensorCall& item) {
-  check_array(tensor, name);
-  TORCH_CHECK_TYPE(tensor.scalar_type() == at::kFloat, "ringcomm: ", kFusedUpdate, " needs ", name,
-                   " in float32, got ", tensor.scalar_type());
-  TORCH_CHECK_VALUE(num_elems_of(tensor) == shard.num_elems, "ringcomm: ", kFusedUpdate, " needs ",
-                    name, " to be this rank's shard, elements ", shard.begin_elems, " to ",
-                    shard.end_elems(), " (", shard.num_elems, "), got ", tensor.numel(),
-                    "; see ringcomm.ops.shard_range");
-  item.kept.push_back(tensor);
-  return tensor.data_ptr<float>();
-}
-
 // Splits a contiguous tensor into parts of `splits` rows each, or into equal parts without splits,
 // and adds each part's pointer and size in bytes. `what` names the tensor.
 template <class Pointer>
@@ -331,52 +309,6 @@ WorkPtr ProcessGroupRingcomm::barrier(const c10d::BarrierOptions& opts) {
   if (!info.device->is_cpu() && !info.device->has_index())
     info.device = c10::impl::VirtualGuardImpl(info.device->type()).getDevice();
   return start(info, TensorCall{}, {});
-}
-
-// ---- With an optimizer's step in between
-
-void ProcessGroupRingcomm::reduce_update_gather(const UpdateTensors& tensors, UpdateSpec spec,
-                                                bool is_average) {
-  const auto& [param, grad, master, states] = tensors;
-  for (const auto& [tensor, name] : {std::pair(param, "the parameters"), {grad, "the gradient"}}) {
-    check_array(tensor, name);
-    check_float_dtype(tensor, name, kFusedUpdate);
-  }
-  TORCH_CHECK_VALUE(grad.sizes() == param.sizes(), "ringcomm: ", kFusedUpdate,
-                    " needs a gradient of the parameters' shape, ", param.sizes(), ", got ",
-                    grad.sizes());
-  spec.param_dtype = reduced_dtype(param, kFusedUpdate);
-  spec.has_master = master.has_value();
-
-  TensorCall item;
-  item.kept = {param, grad};
-  item.profiled = {grad};
-  const ElemRange shard = ChunkLayout(num_elems_of(param), getSize()).chunk(getRank());
-  auto update = std::make_shared<ShardUpdate>(ShardUpdate{.spec = spec});
-  if (spec.has_master) update->master = shard_data(*master, "master", shard, item);
-  for (std::size_t i = 0; i < states.size(); ++i) {
-    const auto& [name, state] = states[i];
-    const bool is_needed = i < static_cast<std::size_t>(num_states(spec));
-    TORCH_CHECK_VALUE(state.has_value() == is_needed, "ringcomm: ", kFusedUpdate,
-                      is_needed ? " needs " : " does not take ", name, " in ", describe(spec));
-    if (is_needed) update->states[i] = shard_data(*state, name, shard, item);
-  }
-  for (auto one = item.kept.begin(); one != item.kept.end(); ++one)
-    for (auto other = item.kept.begin(); other != one; ++other)
-      TORCH_CHECK_VALUE(at::get_overlap_status(*one, *other) == at::MemOverlapStatus::No,
-                        "ringcomm: ", kFusedUpdate,
-                        " got tensors that share memory; parameters, gradient and state must "
-                        "not overlap");
-
-  item.update = std::move(update);
-  item.call = {.op = OpKind::kReduceUpdateGather,
-               .dtype = reduced_dtype(grad, kFusedUpdate),
-               .reduction = is_average ? Reduction::kAvg : Reduction::kSum,
-               .num_elems = num_elems_of(param)};
-  item.inputs = {grad.data_ptr()};
-  item.outputs = {param.data_ptr()};
-  start({c10d::OpType::UNKNOWN, "ringcomm:reduce_scatter_update_all_gather"}, std::move(item),
-        {param});
 }
 
 }  // namespace ringcomm

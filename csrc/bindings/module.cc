@@ -24,7 +24,7 @@
 #include "host/survivors.h"
 #include "host/wait_limits.h"
 #include "host/workers.h"
-#include "reduce/reduce_op.h"
+#include "kernels/common/level.h"
 
 namespace py = pybind11;
 using namespace py::literals;

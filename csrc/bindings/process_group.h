@@ -39,6 +39,8 @@ c10::intrusive_ptr<c10d::Store> own_connection(const c10::intrusive_ptr<c10d::St
 /// ranks. Takes the GIL.
 void report_stragglers(const Communicator& engine, const GroupOptions& options);
 
+struct UpdateTensors;  // kernels/updates/torch_arguments.h
+
 /// ringcomm as a backend of torch.distributed: c10d's calls, by c10d's names, in terms of the
 /// engine's. Synchronous collectives (asyncOp false) of CPU tensors run in the caller's thread and
 /// return no work, as torch allows.
@@ -196,5 +198,10 @@ class ProcessGroupRingcomm final : public c10d::Backend {
   std::vector<DeviceMessage> coalesced_messages_;  // all on one device
   c10::weak_intrusive_ptr<c10d::Backend> last_split_;
 };
+
+/// The backend of a group for the tensor's device. Throws ValueError unless it is ringcomm's.
+c10::intrusive_ptr<ProcessGroupRingcomm> ringcomm_group_of(const std::string& group_name,
+                                                           const at::Tensor& tensor,
+                                                           const char* op);
 
 }  // namespace ringcomm

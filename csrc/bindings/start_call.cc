@@ -13,7 +13,7 @@
 #include "bindings/process_group.h"
 #include "bindings/python_errors.h"
 #include "collectives/op_kind.h"
-#include "core/types.h"
+#include "kernels/common/types.h"
 
 namespace ringcomm {
 namespace {

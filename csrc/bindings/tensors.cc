@@ -1,9 +1,7 @@
 #include "bindings/tensors.h"
 
-#include <ATen/DeviceAccelerator.h>
 #include <ATen/MemoryOverlap.h>
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/item.h>
 #include <ATen/ops/mul.h>
@@ -69,59 +67,11 @@ int64_t whole_factor(const at::Scalar& factor, at::ScalarType type) {
 
 }  // namespace
 
-void check_tensor(const at::Tensor& tensor, const char* op) {
-  TORCH_CHECK_VALUE(tensor.defined(), "ringcomm: ", op, " got an undefined tensor");
-  TORCH_CHECK_VALUE(tensor.layout() == at::kStrided, "ringcomm: ", op, " got a ", tensor.layout(),
-                    " tensor; it needs a dense (strided) one");
-  TORCH_CHECK_VALUE(tensor.device().is_cpu() || at::isAccelerator(tensor.device().type()),
-                    "ringcomm: ", op, " got a tensor on ", tensor.device(),
-                    "; it supports CPUs and accelerators only");
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      !tensor.is_neg(), "ringcomm: ", op,
-      " got a view with a negative bit, such as z.conj().imag; pass its resolve_neg()");
-  TORCH_CHECK(tensor.numel() == 0 || tensor.storage().nbytes() > 0, "ringcomm: ", op,
-              " got a tensor whose memory was freed, such as a sharded weight between its uses");
-}
-
-void check_same_dtype(const at::Tensor& a, const at::Tensor& b, const char* op) {
-  TORCH_CHECK_TYPE(a.scalar_type() == b.scalar_type(), "ringcomm: ", op, " got tensors of ",
-                   a.scalar_type(), " and ", b.scalar_type(), "; they must have one dtype");
-}
-
-void check_float_dtype(const at::Tensor& tensor, const char* name, const char* op) {
-  const auto dtype = tensor.scalar_type();
-  TORCH_CHECK_TYPE(dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16,
-                   "ringcomm: ", op, " needs ", name, " in float32, float16 or bfloat16, got ",
-                   dtype);
-}
-
-DType reduced_dtype(const at::Tensor& tensor, const char* op) {
-  using enum DType;
-  static constexpr std::pair<at::ScalarType, DType> kTypes[] = {
-      {at::kFloat, kFloat32},  {at::kBFloat16, kBFloat16}, {at::kHalf, kFloat16},
-      {at::kDouble, kFloat64}, {at::kLong, kInt64},        {at::kInt, kInt32},
-      {at::kShort, kInt16},    {at::kChar, kInt8},         {at::kByte, kUint8},
-      {at::kBool, kBool},      {at::kUInt16, kUint16},     {at::kUInt32, kUint32},
-      {at::kUInt64, kUint64}};
-  for (const auto& [theirs, ours] : kTypes)
-    if (tensor.scalar_type() == theirs) return ours;
-  TORCH_CHECK_TYPE(
-      false, "ringcomm: ", op, " cannot reduce ", tensor.scalar_type(),
-      "; it reduces bool, uint8 to uint64, int8 to int64, float16, bfloat16, float32, float64, "
-      "complex64 and complex128");
-}
-
 const at::Tensor& only_tensor(const Tensors& tensors, const char* op) {
   TORCH_CHECK_VALUE(tensors.size() == 1, "ringcomm: ", op, " takes one tensor per rank, got ",
                     tensors.size());
   check_tensor(tensors[0], op);
   return tensors[0];
-}
-
-void check_no_grad(const at::Tensor& tensor, const char* op, const char* instead) {
-  TORCH_CHECK_VALUE(!(tensor.requires_grad() && at::GradMode::is_enabled()), "ringcomm: ", op,
-                    " writes into its input, which requires grad; use ", instead,
-                    *instead != '\0' ? ", or " : "", "torch.no_grad()");
 }
 
 c10d::ReduceOp reduce_op_from(const std::string& name) {
@@ -262,10 +212,6 @@ ElementName element_name(std::string_view text) {
   ElementName name = {};
   text.copy(name.data(), name.size() - 1);  // the last place stays a zero
   return name;
-}
-
-void mark_written(const at::Tensor& tensor) {
-  if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
 }
 
 }  // namespace ringcomm

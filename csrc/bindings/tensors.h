@@ -16,12 +16,7 @@
 #include "collectives/collective.h"
 #include "collectives/op_kind.h"
 #include "communicator/communicator.h"
-
-struct _object;  // Python's PyObject
-
-namespace c10d {
-class ProcessGroup;
-}
+#include "kernels/torch_checks.h"
 
 namespace ringcomm {
 
@@ -31,19 +26,8 @@ using TensorLists = std::vector<Tensors>;
 template <class Value>
 using PerRank = c10::SmallVector<Value, 16>;
 
-// ---- checks of the tensors that users pass: torch's ValueError or TypeError; `op` is what they
-// ---- called
-
-/// Dense, defined, no view with a negative bit, and on a CPU or an accelerator.
-void check_tensor(const at::Tensor& tensor, const char* op);
-void check_same_dtype(const at::Tensor& a, const at::Tensor& b, const char* op);
-/// float32, float16 or bfloat16; `name` is the argument's.
-void check_float_dtype(const at::Tensor& tensor, const char* name, const char* op);
-DType reduced_dtype(const at::Tensor& tensor, const char* op);
+/// The one tensor of a rank, checked.
 const at::Tensor& only_tensor(const Tensors& tensors, const char* op);
-/// In-place forms have no gradient, because another operator's backward may need the overwritten
-/// values. `instead` is the form that has one, or "".
-void check_no_grad(const at::Tensor& tensor, const char* op, const char* instead);
 /// The reduction that our operators call by this name.
 c10d::ReduceOp reduce_op_from(const std::string& name);
 
@@ -121,34 +105,5 @@ inline std::size_t num_elems_of(const at::Tensor& tensor) {
 }
 /// The text as the engine's name of an element type, truncated to the size of one.
 ElementName element_name(std::string_view text);
-/// Makes a backward pass fail that saved what the tensor was before.
-void mark_written(const at::Tensor& tensor);
-
-// ---- collectives of ringcomm._kernels, on a group by its name; they block
-
-/// The tensors of a reduce_scatter_update_all_gather: whole parameters and gradient, and this
-/// rank's shard of the state.
-struct UpdateTensors {
-  const at::Tensor& param;
-  const at::Tensor& grad;
-  std::optional<at::Tensor> master;
-  /// By name, in the order of ShardUpdate's states.
-  std::vector<std::pair<const char*, std::optional<at::Tensor>>> states;
-};
-
-/// `spec` lacks what follows from the tensors. Throws ValueError for another backend's group.
-void reduce_update_gather(const std::string& group_name, const UpdateTensors& tensors,
-                          const UpdateSpec& spec, bool is_average);
-/// Over any backend.
-void all_reduce_in_place(c10d::ProcessGroup& group, const at::Tensor& tensor,
-                         const c10d::ReduceOp& op);
-/// All ranks' softmax stats, merged in rank order, and the number of ranks. Over any backend.
-std::pair<at::Tensor, int> merge_over_ranks(const at::Tensor& stats, const std::string& group_name);
-
-// ---- operators without torch's dispatcher
-
-/// The tensor of a Python object, if an operator on it would run the kernel for CPUs and nothing
-/// else: no autograd, tracing, transform, mode, subclass or profiler. Null otherwise.
-const at::Tensor* find_eager(_object* object);
 
 }  // namespace ringcomm

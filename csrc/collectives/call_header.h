@@ -7,9 +7,9 @@
 #include "collectives/algorithm.h"
 #include "collectives/collective.h"
 #include "collectives/op_kind.h"
-#include "core/types.h"
 #include "host/rank_record.h"
-#include "reduce/update_op.h"
+#include "kernels/common/types.h"
+#include "kernels/updates/update_op.h"
 
 namespace ringcomm {
 

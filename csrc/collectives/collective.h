@@ -8,9 +8,9 @@
 
 #include "collectives/algorithm.h"
 #include "collectives/op_kind.h"
-#include "core/types.h"
+#include "kernels/common/types.h"
+#include "kernels/updates/update_op.h"
 #include "reduce/reduce_op.h"
-#include "reduce/update_op.h"
 
 namespace ringcomm {
 

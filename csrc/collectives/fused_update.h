@@ -6,7 +6,7 @@
 #include "collectives/collective.h"
 #include "collectives/traffic.h"
 #include "core/chunk_layout.h"
-#include "reduce/update_op.h"
+#include "kernels/updates/update_op.h"
 
 namespace ringcomm {
 

@@ -7,9 +7,9 @@
 
 #include "collectives/algorithm.h"
 #include "collectives/op_kind.h"
-#include "core/types.h"
 #include "host/call_step.h"
 #include "host/ticks.h"
+#include "kernels/common/types.h"
 
 /// What the recorder (recorder.h) writes, and a trace (trace.h). ringcomm/trace/layout.py reads it.
 namespace ringcomm::recorder {

@@ -8,9 +8,9 @@
 #include <fstream>
 
 #include "core/link_protocol.h"
-#include "core/types.h"
 #include "host/peer_process.h"
 #include "host/rank_control.h"
+#include "kernels/common/types.h"
 
 namespace ringcomm {
 namespace {

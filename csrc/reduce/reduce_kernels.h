@@ -3,11 +3,11 @@
 // The reductions, written once and compiled for each level by its own source file (see simd.h for
 // the rules).
 
-#include "core/types.h"
+#include "kernels/common/types.h"
 #include "reduce/reduce_op.h"
 
 // Below the headers of others.
-#include "reduce/simd.h"
+#include "kernels/common/simd.h"
 
 namespace ringcomm::cpu {
 namespace {

@@ -1,50 +1,21 @@
 #include "reduce/reduce_op.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <cstring>
-#include <stdexcept>
-#include <string>
-#include <vector>
 
 #if defined(__x86_64__)
-#include <cpuid.h>
 #include <immintrin.h>
 #endif
 
-#include "reduce/softmax_merge.h"
+#include "kernels/common/level.h"
+#include "kernels/losses/softmax_merge.h"
 
 namespace ringcomm::cpu {
 namespace {
 
-#if defined(__x86_64__)
-// Asked of cpuid because not every compiler's __builtin_cpu_supports knows the name. That the
-// operating system saves the registers follows from "avx2", which the builtin does check.
-bool has_f16c() {
-  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
-  return __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & bit_F16C) != 0;
-}
-
-bool has_avx2() {
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
-}
-
-// Every extension that simd.h names.
-bool has_avx512() {
-  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-}
-#endif
-
-// From the best to what every processor has.
-std::vector<const SimdKernels*> levels() {
-  std::vector<const SimdKernels*> all;
-#if defined(__x86_64__)
-  if (has_avx512()) all.push_back(&kAvx512Kernels);
-  if (has_avx2()) all.push_back(&kAvx2Kernels);
-#endif
-  all.push_back(&kBaselineKernels);
-  return all;
+const SimdKernels& simd_kernels() {
+  static const SimdKernels& chosen = *find_simd_kernels(simd_level());
+  return chosen;
 }
 
 #if defined(__x86_64__)
@@ -87,34 +58,14 @@ void merge_softmax_stats(void* to, void* also_to, const void* const* srcs, int n
   }
 }
 
-const SimdKernels* find_simd_kernels(std::string_view name) {
-  for (const SimdKernels* kernels : levels())
-    if (kernels->level == name) return kernels;
-  return nullptr;
+const SimdKernels* find_simd_kernels(std::string_view level) {
+  if (!has_simd_level(level)) return nullptr;
+#if defined(__x86_64__)
+  if (level == "avx512") return &kAvx512Kernels;
+  if (level == "avx2") return &kAvx2Kernels;
+#endif
+  return &kBaselineKernels;
 }
-
-const SimdKernels& choose_simd_kernels(const char* requested) {
-  const std::string name = requested != nullptr ? requested : "";
-  const SimdKernels& best = *levels().front();
-  if (name.empty()) return best;
-  if (const SimdKernels* kernels = find_simd_kernels(name)) return *kernels;
-  // A silent fall-back would let a benchmark or a test report figures of a level that it did not
-  // run.
-  throw std::invalid_argument(
-      name == "avx512" || name == "avx2"
-          ? "RINGCOMM_SIMD=" + name +
-                ": this processor lacks these instructions; the best it has is \"" + best.level +
-                "\"; unset the variable to use it"
-          : "RINGCOMM_SIMD=\"" + name +
-                "\" is not an instruction set: expected avx512, avx2 or baseline");
-}
-
-const SimdKernels& simd_kernels() {
-  static const SimdKernels& chosen = choose_simd_kernels(std::getenv("RINGCOMM_SIMD"));
-  return chosen;
-}
-
-const char* simd_level() { return simd_kernels().level; }
 
 const ReduceOp* find_reduce_op(Reduction reduction, DType dtype) {
   const int r = static_cast<int>(reduction);

@@ -3,7 +3,7 @@
 #include <cstddef>
 #include <string_view>
 
-#include "core/types.h"
+#include "kernels/common/types.h"
 
 namespace ringcomm {
 
@@ -31,11 +31,6 @@ namespace cpu {
 /// share has been added.
 const ReduceOp* find_reduce_op(Reduction reduction, DType dtype);
 
-/// The instruction set in use: "avx512", "avx2" or "baseline". The best that the processor has,
-/// unless the environment variable RINGCOMM_SIMD names one; read once. Throws std::invalid_argument
-/// when it names an unknown one or one that the processor lacks.
-const char* simd_level();
-
 /// How bytes are stored into memory that another core will read.
 enum class StoreKind { kCached, kStreaming };
 
@@ -47,8 +42,7 @@ void copy_bytes(void* to, const void* from, std::size_t num_bytes, StoreKind kin
 
 // ---- internal to this folder and its tests
 
-/// The kernels of one instruction set. Instances are constant-initialised: a constructor at load
-/// time would be compiled for that instruction set and run on processors without it.
+/// The kernels of one level (kernels/common/level.h).
 struct SimdKernels {
   const char* level = nullptr;
   /// Without combine() where the pair has no meaning.
@@ -64,14 +58,8 @@ extern const SimdKernels kAvx2Kernels, kAvx512Kernels;
 void merge_softmax_stats(void* to, void* also_to, const void* const* srcs, int num_srcs,
                          std::size_t num_elems, int divisor);
 
-/// The kernels named `level`, or null where the name is unknown or this processor lacks the
-/// instructions.
+/// The kernels of a level, or null where this processor lacks it.
 const SimdKernels* find_simd_kernels(std::string_view level);
-/// The kernels that `requested` (the value of RINGCOMM_SIMD, null or empty if unset) selects;
-/// throws like simd_level().
-const SimdKernels& choose_simd_kernels(const char* requested);
-/// The choice for this process, made at the first call.
-const SimdKernels& simd_kernels();
 
 }  // namespace cpu
 }  // namespace ringcomm

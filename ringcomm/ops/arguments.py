@@ -24,7 +24,7 @@ def want(
 def rounding_key(seed: int) -> int:
     """The seed's part of the random bits, as a signed 32-bit number."""
     x = (seed + 0x9E3779B9) & _MASK
-    x ^= x >> 16  # as mix() of kernels/weight_update.py
+    x ^= x >> 16  # as mix() of kernels/updates/weight_update.py
     x = x * 0x7FEB352D & _MASK
     x ^= x >> 15
     x = x * 0x846CA68B & _MASK

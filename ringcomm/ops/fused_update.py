@@ -35,6 +35,12 @@ class SGDStep:
     dampening: float = 0.0
     weight_decay: float = 0.0
     nesterov: bool = False
+    operator_name: ClassVar[str] = "sgd"
+
+    @property
+    def numbers(self) -> list[float]:
+        """As the operators take them."""
+        return [self.lr, self.weight_decay, self.momentum, self.dampening]
 
     @property
     def state_names(self) -> tuple[str, ...]:
@@ -55,6 +61,13 @@ class AdamWStep:
     eps: float = 1e-8
     weight_decay: float = 1e-2
     state_names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
+    operator_name: ClassVar[str] = "adamw"
+    nesterov: ClassVar[bool] = False
+
+    @property
+    def numbers(self) -> list[float]:
+        """As the operators take them."""
+        return [self.lr, self.weight_decay, *self.betas, self.eps]
 
 
 @named_options()
@@ -69,6 +82,17 @@ class LomoStep:
     weight_decay: float = 0.0
     clip_value: float | None = None
     state_names: ClassVar[tuple[str, ...]] = ()
+    operator_name: ClassVar[str] = "lomo"
+    nesterov: ClassVar[bool] = False
+
+    @property
+    def numbers(self) -> list[float]:
+        """As the operators take them; ValueError unless clip_value is positive or None."""
+        if self.clip_value is not None and not self.clip_value > 0:
+            raise ValueError(
+                f"ringcomm: clip_value must be positive or None, got {self.clip_value}"
+            )
+        return [self.lr, self.weight_decay, self.clip_value or 0.0]
 
 
 def shard_range(num_elems: int, world_size: int, rank: int) -> tuple[int, int]:
@@ -167,38 +191,33 @@ def reduce_scatter_update_all_gather_(
 
     Collective; blocks until the result is available.
     """
-    overload, states, numbers = _overload_arguments(optimizer, state, step)
+    states = _states_of(optimizer, state)
     name = resolve_group(group).group_name
     with torch.no_grad():
-        getattr(_ops.reduce_scatter_update_all_gather_, overload)(
-            param, grad, *states, name, average=average, grad_scale=grad_scale, **numbers
+        _ops.reduce_scatter_update_all_gather_(
+            *(param, grad, *states, name),
+            optimizer=optimizer.operator_name,
+            numbers=optimizer.numbers,
+            nesterov=optimizer.nesterov,
+            step=step,
+            average=average,
+            grad_scale=grad_scale,
         )
     return param
 
 
-def _overload_arguments(
-    optimizer: SGDStep | AdamWStep | LomoStep, state: Mapping[str, Tensor], step: int
-) -> tuple[str, list[Tensor | None], dict[str, Any]]:
-    """The operator overload of a step: its name, its states in order, its numbers."""
+def _states_of(
+    optimizer: SGDStep | AdamWStep | LomoStep, state: Mapping[str, Tensor]
+) -> tuple[list[Tensor], Tensor | None]:
+    """The states in the operators' order, and the master weights."""
     if set(state) - {"master"} != set(optimizer.state_names):
         raise ValueError(
             f"the state of {type(optimizer).__name__} must have {list(optimizer.state_names)} and"
             f" may have 'master', got {sorted(state)}"
         )
-    # Not asdict(), which copies: torch 2.11 does not trace that.
-    numbers = {
-        field.name: getattr(optimizer, field.name) for field in dataclasses.fields(optimizer)
-    }
-    if isinstance(optimizer, LomoStep):
-        if "master" in state:
-            raise ValueError("LomoStep has no state and no 'master'")
-        return "lomo", [], numbers
-    numbers["step"] = step
-    if isinstance(optimizer, AdamWStep):
-        numbers["beta1"], numbers["beta2"] = numbers.pop("betas")
-    names = optimizer.state_names or ("momentum_buffer",)
-    states = [state.get(name) for name in (*names, "master")]
-    return "sgd" if isinstance(optimizer, SGDStep) else "adamw", states, numbers
+    if isinstance(optimizer, LomoStep) and "master" in state:
+        raise ValueError("LomoStep has no state and no 'master'")
+    return [state[name] for name in optimizer.state_names], state.get("master")
 
 
 def optimizer_update_(
@@ -216,17 +235,21 @@ def optimizer_update_(
     a state for all elements. The result has the same bits for any number of threads and any
     partition of the parameters. A wrong argument raises before anything is written.
     """
-    overload, states, numbers = _overload_arguments(optimizer, state, step)
+    states = _states_of(optimizer, state)
     with torch.no_grad():
-        getattr(_ops.optimizer_update_, overload)(
-            param, grad, *states, grad_scale=grad_scale, **numbers
+        _ops.optimizer_update_(
+            *(param, grad, *states),
+            optimizer=optimizer.operator_name,
+            numbers=optimizer.numbers,
+            nesterov=optimizer.nesterov,
+            step=step,
+            grad_scale=grad_scale,
         )
     return param
 
 
 for _name in ("reduce_scatter_update_all_gather_", "optimizer_update_"):
-    for _overload in getattr(_ops, _name).overloads():
-        torch.library.register_fake(f"ringcomm::{_name}.{_overload}", lambda *_, **__: None)
+    torch.library.register_fake(f"ringcomm::{_name}", lambda *_, **__: None)
 
 
 # ---- torch's optimizers

@@ -1,4 +1,4 @@
-"""Wrapper and fake of csrc/ops/rms_norm.cc."""
+"""Wrapper and fake of all_reduce_add_rms_norm_ in csrc/bindings/collective_ops.cc."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringcomm import _kernels
+from ringcomm import _C
 from ringcomm.backend import resolve_group
 from ringcomm.torch_names import check_shapes
 
@@ -55,7 +55,7 @@ def all_reduce_add_rms_norm_(
     """
     if not torch.compiler.is_compiling():
         given = dist.group.WORLD if group is None else group
-        if _kernels.all_reduce_add_rms_norm_(input, residual, weight, eps, given):
+        if _C.eager.all_reduce_add_rms_norm_(input, residual, weight, eps, given):
             return input, residual
     name = resolve_group(group).group_name
     _ops.all_reduce_add_rms_norm_(input, residual, weight, eps, name)

@@ -1,6 +1,6 @@
 """Updates of weights in place: fakes, and the operators on CUDA as kernels of ringcomm.kernels.
 
-They match csrc/ops/weight_update_ops.cc, which is for the CPU. They do not wait for the
+They match kernels/updates/torch_weight_update.cc, which is for the CPU. They do not wait for the
 device. After its tensors an operator takes `numbers`: lr, weight_decay, scale and rounding_seed.
 """
 

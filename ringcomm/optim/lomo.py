@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ringcomm.ops.fused_update import LomoStep
 from ringcomm.optim import float64
 from ringcomm.optim.gradients import EmbeddingGradient, Gradient, LinearGradient
 from ringcomm.optim.in_backward import InBackwardOptimizer
@@ -134,13 +135,17 @@ class Lomo(InBackwardOptimizer):
         is_plain = weight.dtype != torch.float64 and weight.device.type == "cpu"
         if is_rounded or not is_plain or not weight.is_contiguous():
             return False
-        _ops.reduce_scatter_update_all_gather_.lomo(
-            weight,
-            grad.contiguous(),
-            group_name,
+        step = LomoStep(
             lr=self._lr_of(slot),
             weight_decay=self._group_of(slot)["weight_decay"],
             clip_value=options.clip_grad_value,
+        )
+        _ops.reduce_scatter_update_all_gather_(
+            *(weight, grad.contiguous(), [], None, group_name),
+            optimizer=step.operator_name,
+            numbers=step.numbers,
+            nesterov=False,
+            step=1,
             average=True,
             grad_scale=factor,
         )

@@ -16,8 +16,8 @@
 
 #include "communicator/communicator.h"
 #include "core/arch.h"
-#include "core/types.h"
 #include "host/segment_layout.h"
+#include "kernels/common/types.h"
 #include "reduce_oracle.h"
 #include "thread_ranks.h"
 

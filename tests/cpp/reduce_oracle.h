@@ -19,8 +19,8 @@
 #include <type_traits>
 #include <vector>
 
-#include "core/types.h"
-#include "reduce/softmax_merge.h"
+#include "kernels/common/types.h"
+#include "kernels/losses/softmax_merge.h"
 
 namespace ringcomm::oracle {
 

@@ -13,7 +13,7 @@
 #include "collective_case.h"
 #include "collectives/fused_update.h"
 #include "core/chunk_layout.h"
-#include "reduce/update_op.h"
+#include "kernels/updates/update_op.h"
 #include "sanitizers.h"
 #include "third_party/doctest/doctest.h"
 #include "thread_ranks.h"

@@ -1,6 +1,6 @@
 #include <cstdint>
 
-#include "cuda/kernels/loss_call.h"
+#include "kernels/losses/loss_call.h"
 #include "third_party/doctest/doctest.h"
 
 namespace {

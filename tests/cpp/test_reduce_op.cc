@@ -9,7 +9,8 @@
 #include <string>
 #include <vector>
 
-#include "core/types.h"
+#include "kernels/common/level.h"
+#include "kernels/common/types.h"
 #include "reduce/reduce_op.h"
 #include "reduce_oracle.h"
 #include "sanitizers.h"
@@ -332,25 +333,26 @@ TEST_CASE("the registry has every operator and refuses what has no meaning") {
     }
     if (op == nullptr) return;
     CHECK(op->element_bytes == element_bytes(dtype));
-    const bool is_of_level = op->combine == combine_of(cpu::simd_kernels(), reduction, dtype);
+    const bool is_of_level =
+        op->combine == combine_of(*cpu::find_simd_kernels(cpu::simd_level()), reduction, dtype);
     CHECK(is_of_level);
   });
 }
 
 TEST_CASE("RINGCOMM_SIMD chooses the level") {
   const std::string best = available_levels().back()->level;
-  CHECK(cpu::choose_simd_kernels(nullptr).level == best);
-  CHECK(cpu::choose_simd_kernels("").level == best);
-  CHECK(std::string(cpu::choose_simd_kernels("baseline").level) == "baseline");
+  CHECK(cpu::choose_simd_level(nullptr) == best);
+  CHECK(cpu::choose_simd_level("") == best);
+  CHECK(std::string(cpu::choose_simd_level("baseline")) == "baseline");
   const char* const requested = std::getenv("RINGCOMM_SIMD");
-  CHECK(std::string(cpu::simd_level()) == cpu::choose_simd_kernels(requested).level);
+  CHECK(std::string(cpu::simd_level()) == cpu::choose_simd_level(requested));
   CHECK_THROWS_WITH_AS(
-      cpu::choose_simd_kernels("sse9"),
+      cpu::choose_simd_level("sse9"),
       "RINGCOMM_SIMD=\"sse9\" is not an instruction set: expected avx512, avx2 or baseline",
       std::invalid_argument);
   for (const char* level : {"avx2", "avx512"}) {
     if (cpu::find_simd_kernels(level) == nullptr) {
-      CHECK_THROWS_AS(cpu::choose_simd_kernels(level), std::invalid_argument);
+      CHECK_THROWS_AS(cpu::choose_simd_level(level), std::invalid_argument);
     }
   }
 }

@@ -7,8 +7,8 @@
 #include <random>
 #include <vector>
 
-#include "core/types.h"
-#include "kernels/kernel_tables.h"
+#include "kernels/common/tables.h"
+#include "kernels/common/types.h"
 #include "reduce_oracle.h"
 #include "third_party/doctest/doctest.h"
 

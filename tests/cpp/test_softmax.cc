@@ -10,9 +10,9 @@
 #include <string>
 #include <vector>
 
-#include "core/types.h"
-#include "kernels/kernel_tables.h"
-#include "kernels/softmax.h"
+#include "kernels/common/tables.h"
+#include "kernels/common/types.h"
+#include "kernels/losses/softmax.h"
 #include "reduce_oracle.h"
 #include "third_party/doctest/doctest.h"
 

@@ -13,7 +13,7 @@
 
 #include "collective_case.h"
 #include "hosts_ranks.h"
-#include "kernels/softmax.h"
+#include "kernels/common/tables.h"
 #include "memory_messages.h"
 #include "reduce/reduce_op.h"
 #include "sanitizers.h"
@@ -50,14 +50,13 @@ void expect_near(const SoftmaxStats& a, const SoftmaxStats& b, int num_parts) {
 
 SoftmaxStats stats_of(const std::vector<float>& row, std::size_t begin, std::size_t end,
                       std::size_t target) {
-  SoftmaxStats stats = cpu::find_softmax_ops(DType::kFloat32)
-                           ->stats({.logits = row.data() + begin,
-                                    .num_elems = end - begin,
-                                    .target_idx = target >= begin && target < end
-                                                      ? static_cast<std::int64_t>(target - begin)
-                                                      : -1,
-                                    .wants_weighted = true,
-                                    .wants_more = true});
+  SoftmaxStats stats = cpu::kernels().softmax[cpu::float_dtype_idx(DType::kFloat32)].stats(
+      {.logits = row.data() + begin,
+       .num_elems = end - begin,
+       .target_idx =
+           target >= begin && target < end ? static_cast<std::int64_t>(target - begin) : -1,
+       .wants_weighted = true,
+       .wants_more = true});
   if (end > begin) stats.argmax += static_cast<std::int32_t>(begin);
   return stats;
 }

@@ -10,8 +10,8 @@
 #include <string>
 #include <vector>
 
-#include "core/types.h"
-#include "kernels/kernel_tables.h"
+#include "kernels/common/tables.h"
+#include "kernels/common/types.h"
 #include "reduce_oracle.h"
 #include "third_party/doctest/doctest.h"
 
@@ -187,7 +187,7 @@ struct Run {
     const int count = num_states(spec);
     kernels.updates[static_cast<int>(spec.optimizer)][cpu::float_dtype_idx(
         param_dtype)][cpu::float_dtype_idx(grad_dtype)](
-        cpu::scalars_of(spec),
+        scalars_of(spec),
         {.param = param.data(),
          .grad = grad.data(),
          .master = spec.has_master ? x.weight.data() : nullptr,

@@ -3,10 +3,10 @@
     python -m tests.judge.draw_cpp KIND [--count 40] [--seed 68]
 
 KIND is engine (all of csrc that the CPU build compiles, but for the following) or operators
-(csrc/ops, csrc/kernels, csrc/reduce). Each place of each rule has the same chance. Left out are
-comments, texts, lines of the preprocessor and static_asserts. What is printed goes to the end of
-faults/KIND.toml, and stays there, unless the judge says that it does not compile: then the next
-one takes its place (a higher --count).
+(csrc/reduce, and kernels without what is for GPUs). Each place of each rule has the same chance.
+Left out are comments, texts, lines of the preprocessor and static_asserts. What is printed goes to
+the end of faults/KIND.toml, and stays there, unless the judge says that it does not compile: then
+the next one takes its place (a higher --count).
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ from pathlib import Path
 from tests.judge.table import ROOT, Fault, drawn_fault, row
 
 _FOLDERS = {
-    "engine": ("bindings", "collectives", "communicator", "core", "host", "transport"),
-    "operators": ("kernels", "ops", "reduce"),
+    "engine": tuple(
+        f"csrc/{folder}"
+        for folder in ("bindings", "collectives", "communicator", "core", "host", "transport")
+    ),
+    "operators": ("csrc/reduce", "kernels"),
 }
 # The tests that must notice a fault, by the beginning of the file's path; the longest counts.
 _RECORDS = ("cpp", "python/backend/test_flight_dumps.py", "python/backend/test_job_doctor.py")
@@ -38,9 +41,13 @@ _TESTS: dict[str, tuple[str, ...]] = {
     "csrc/collectives/trace": _RECORDS,
     "csrc/host/peer_process": _RECORDS,
     "csrc/host/rank_record": _RECORDS,
-    "csrc/kernels/": ("cpp", "python/ops"),
-    "csrc/ops/": ("python/ops", "python/optim"),
+    "kernels/": ("cpp", "python/ops"),
+    **{
+        f"kernels/{folder}torch_": ("python/ops", "python/optim")
+        for folder in ("", "losses/", "norms/", "updates/")
+    },
 }
+_FOR_GPUS = re.compile(r"kernels/.*(\.py|\.cu|/(cuda|loss)_\w+\.\w+|/elements\.h)$")
 _HIDDEN = re.compile(
     r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])+\'|^[ \t]*#(?:\\\n|[^\n])*'
     r"|\bstatic_assert\b[^;]*;|\btemplate <[^{;]*?>\s*$|\boperator\W+|\)[\w\s]*= 0;",
@@ -79,7 +86,9 @@ def places(kind: str, root: Path) -> list[tuple[str, str, int, int, str]]:
     """Rule, file, begin and end of the text, and what replaces it."""
     found = []
     for folder in _FOLDERS[kind]:
-        for path in sorted((root / "csrc" / folder).rglob("*.*")):
+        for path in sorted((root / folder).rglob("*.*")):
+            if _FOR_GPUS.search(str(path.relative_to(root))):
+                continue
             text = path.read_text("utf-8")
             shown = _HIDDEN.sub(lambda match: "\0" * len(match[0]), text)
             for name, pattern, new in _RULES:

@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "cuda/kernels/call.h"
-#include "cuda/kernels/loss_call.h"
 #include "emulator/kernel_registry.h"
+#include "kernels/losses/loss_call.h"
 #include "ptx/counts.h"
 #include "ptx/machine.h"
 #include "ptx/weak_accesses.h"

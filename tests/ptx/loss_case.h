@@ -11,8 +11,8 @@
 #include <thread>
 #include <vector>
 
-#include "cuda/kernels/loss_call.h"
 #include "emulator/kernel_registry.h"
+#include "kernels/losses/loss_call.h"
 #include "reduce_oracle.h"
 #include "third_party/doctest/doctest.h"
 

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <limits>
 
-#include "cuda/kernels/loss_call.h"
+#include "kernels/losses/loss_call.h"
 #include "loss_case.h"
 #include "third_party/doctest/doctest.h"
 

@@ -1,34 +1,20 @@
 #pragma once
 
-#include <c10/core/Device.h>
 #include <c10/core/Event.h>
 #include <c10/core/Stream.h>
 
-#include <cstdlib>
 #include <memory>
 #include <optional>
 #include <utility>
 
 #include "cuda/collectives/events.h"
 #include "cuda/driver/driver.h"
+#include "kernels/cuda_device.h"
 
 // Devices, streams and events of torch, as CUDA's driver knows them.
 
 namespace ringcomm {
 
-/// Whether this is a device of the driver: CUDA, or an emulator of its driver.
-inline bool is_of_driver(c10::Device device) {
-  const char* driver = std::getenv("RINGCOMM_CUDA_DRIVER");
-  return device.is_cuda() || (device.is_privateuseone() && driver != nullptr && *driver != '\0');
-}
-/// The same, where there is a driver.
-inline bool has_driver_for(c10::Device device) {
-  return is_of_driver(device) && cuda::has_driver();
-}
-
-inline cuda::StreamHandle handle_of(const c10::Stream& stream) {
-  return static_cast<cuda::StreamHandle>(stream.native_handle());
-}
 /// Of a device of the driver; empty for others. With the DeviceContext of the stream's device.
 inline cuda::StreamPlace place_of(const c10::Stream& stream) {
   if (!has_driver_for(stream.device())) return {};

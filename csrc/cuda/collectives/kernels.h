@@ -2,23 +2,11 @@
 
 #include <string_view>
 #include <unordered_map>
-#include <vector>
 
 #include "cuda/collectives/launch_plan.h"
 #include "cuda/driver/driver.h"
 
 namespace ringcomm::cuda {
-
-/// What nvcc has compiled: one image for each file of kernels.
-enum class KernelsOf { kGroups, kLosses };
-
-/// Loads the images that were built in, or the file that RINGCOMM_CUDA_IMAGE names instead of them,
-/// onto the device whose context is current, for as long as the process lives; none where ringcomm
-/// was built without nvcc. This and find_kernel() may wait for the device, so call neither between
-/// calls. Throws Error where an image cannot be read or loaded.
-std::vector<Module> load_kernels(KernelsOf kernels);
-/// Null where no module has a kernel of this name.
-Function find_kernel(const std::vector<Module>& modules, const char* name);
 
 /// The kernels of this process on a device: loaded with the first group that uses it, and kept.
 /// From any thread. of() throws Error where there are none, the device is too old for them, or less

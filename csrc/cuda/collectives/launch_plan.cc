@@ -12,7 +12,7 @@
 #include "cuda/kernels/one_shot.h"
 #include "cuda/kernels/reduce_gather.h"
 #include "cuda/kernels/send_recv.h"
-#include "reduce/update_op.h"
+#include "kernels/updates/update_op.h"
 
 namespace ringcomm::cuda {
 

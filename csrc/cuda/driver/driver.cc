@@ -5,6 +5,9 @@
 #include <array>
 #include <atomic>
 #include <cstdlib>
+#include <fstream>
+#include <iterator>
+#include <string>
 
 #include "core/errors.h"
 
@@ -92,6 +95,33 @@ ContextGuard::ContextGuard(DeviceOrdinal device) {
 
 ContextGuard::~ContextGuard() {
   if (is_changed_) driver().ctx_set_current(previous_);
+}
+
+std::vector<Module> load_kernels(std::initializer_list<const void*> built_in) {
+  std::vector<Module> modules;
+  const auto load = [&](const void* image) {
+    check(driver().module_load_data(&modules.emplace_back(), image), "load kernels onto the GPU");
+  };
+  const char* path = std::getenv("RINGCOMM_CUDA_IMAGE");
+  if (path == nullptr || *path == '\0') {
+    for (const void* image : built_in)
+      if (image != nullptr) load(image);
+    return modules;
+  }
+  std::ifstream file(path, std::ios::binary);
+  const std::vector<char> image((std::istreambuf_iterator<char>(file)), {});
+  if (image.empty())
+    throw Error({.kind = ErrorKind::kSystem},
+                std::string("ringcomm: RINGCOMM_CUDA_IMAGE: cannot read ") + path);
+  load(image.data());
+  return modules;
+}
+
+Function find_kernel(const std::vector<Module>& modules, const char* name) {
+  Function function = nullptr;
+  for (Module module : modules)
+    if (driver().module_get_function(&function, module, name) == kSuccess) return function;
+  return nullptr;
 }
 
 }  // namespace ringcomm::cuda

@@ -1,10 +1,25 @@
 #pragma once
 
+#include <initializer_list>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <vector>
 
 #include "cuda/driver/driver_api.h"
+
+/// RINGCOMM_EMBED puts what nvcc made of NAME.cu into the source file, outside of namespaces;
+/// RINGCOMM_IMAGE is its address, or null in a build without nvcc. The build defines the folder.
+#ifdef RINGCOMM_CUDA_IMAGES
+#define RINGCOMM_EMBED(name)                                                          \
+  __asm__(".pushsection .rodata\n.balign 16\nringcomm_image_" #name                   \
+          ":\n.incbin \"" RINGCOMM_CUDA_IMAGES "/" #name ".fatbin\"\n.popsection\n"); \
+  extern "C" const char ringcomm_image_##name[];
+#define RINGCOMM_IMAGE(name) ringcomm_image_##name
+#else
+#define RINGCOMM_EMBED(name)
+#define RINGCOMM_IMAGE(name) nullptr
+#endif
 
 namespace ringcomm::cuda {
 
@@ -60,5 +75,13 @@ class PerDevice {
     return *found;
   }
 };
+
+/// Loads these images, but for null, or the file that RINGCOMM_CUDA_IMAGE names instead of them,
+/// onto the device whose context is current, for as long as the process lives. This and
+/// find_kernel() may wait for the device, so call neither between calls. Throws Error where an
+/// image cannot be read or loaded.
+std::vector<Module> load_kernels(std::initializer_list<const void*> built_in);
+/// Null where no module has a kernel of this name.
+Function find_kernel(const std::vector<Module>& modules, const char* name);
 
 }  // namespace ringcomm::cuda

@@ -4,10 +4,10 @@
 #include <cstdint>
 
 #include "core/annotations.h"
-#include "core/types.h"
 #include "cuda/kernels/memory.h"
 #include "cuda/kernels/staging.h"
-#include "reduce/update_op.h"
+#include "kernels/common/types.h"
+#include "kernels/updates/update_op.h"
 
 namespace ringcomm::cuda {
 

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "core/annotations.h"
+#include "kernels/common/elements.h"
 
 // How the threads of a block move bytes together. A thread hides memory latency by issuing several
 // loads before it uses the first. The compiler keeps that order only without a branch, or a store
@@ -11,11 +12,6 @@
 // and all loads of a group precede its first store.
 
 namespace ringcomm::cuda {
-
-/// The largest unit of one load or store.
-struct alignas(16) Vector {
-  std::uint32_t words[4];
-};
 
 /// Whether it should stay in a full L2 cache: staging, which peers read next, yes; users' buffers,
 /// which a large call touches once, no.

@@ -4,9 +4,9 @@
 #include <cstdint>
 
 #include "core/chunk_layout.h"
-#include "core/types.h"
 #include "cuda/kernels/phases.h"
 #include "cuda/kernels/reducers.h"
+#include "kernels/common/types.h"
 
 // Reductions on boards, slice by slice: every rank stages the chunks that others own, each owner
 // reduces its part of all and, if all ranks get the result, stages that.

@@ -5,8 +5,8 @@
 
 #include "cuda/kernels/block.h"
 #include "cuda/kernels/call.h"
-#include "cuda/kernels/elements.h"
 #include "cuda/kernels/memory.h"
+#include "kernels/common/elements.h"
 
 // How the threads of a block reduce elements: eight bytes at a time, the data of a packet, and in
 // bulk.

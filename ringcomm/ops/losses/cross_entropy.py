@@ -1,6 +1,6 @@
 """Cross-entropy over plain or vocab-parallel logits: wrapper, autograd and fakes.
 
-The steps are the operators of csrc/ops/cross_entropy.cc; docs/design/cross_entropy.md
+The steps are the operators of kernels/losses/torch_cross_entropy.cc; docs/design/cross_entropy.md
 has the formulas.
 """
 

@@ -1,6 +1,6 @@
 """Cross-entropy's operators on CUDA tensors, launched as the Triton kernels of ringcomm.kernels.
 
-They match csrc/ops/cross_entropy.cc, which is for the CPU. They do not wait for the
+They match kernels/losses/torch_cross_entropy.cc, which is for the CPU. They do not wait for the
 device, except with RINGCOMM_CHECK_TARGETS. ringcomm.ops.cross_entropy has checked their arguments.
 """
 
@@ -32,7 +32,7 @@ from ringcomm.options import checks_targets
 from ringcomm.torch_names import group_named
 
 _NUM_STATS = 6
-# Replaces the number of classes if shards do not fit together; as kernels/token_losses.py.
+# Replaces the number of classes if shards do not fit together; as kernels/losses/token_losses.py.
 _DISAGREEMENT, _GAP = -1, -2
 
 # ---- arguments

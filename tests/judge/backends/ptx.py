@@ -1,10 +1,10 @@
 """Faults of the CUDA kernels: nvcc's PTX of one kernel, translated and run on the CPU (tests/ptx).
 
 Of the checkout, `make test-ptx ARGS=all` has built all kernels and the tests. A fault compiles the
-kernel that its detail names from a copy of csrc, and links it in place of the one that is built.
-The tests must fail with the words of the detail. tests/ptx/mutants_memory.py is no back end: its
-mutants are not rows, but all orders of the PTX that nvcc made, and one is found in so many of the
-seeds of a memory that is weak.
+kernel that its detail names from a copy of csrc and kernels, and links it in place of the one that
+is built. The tests must fail with the words of the detail. tests/ptx/mutants_memory.py is no back
+end: its mutants are not rows, but all orders of the PTX that nvcc made, and one is found in so many
+of the seeds of a memory that is weak.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.judge.bounded import run_bounded
 from tests.judge.table import Fault, FaultError, Verdict
 
 # With a file of its own a kernel has no body.
-_OWN_FILE = '#include "cuda/kernels/loss_kernels.cu"\n'
+_OWN_FILE = '#include "kernels/losses/loss_kernels.cu"\n'
 _BY_BODY = """#include "cuda/kernels/gpu_block.cuh"
 #include "cuda/kernels/kernel_list.h"
 namespace ringcomm::cuda {{
@@ -30,7 +30,8 @@ def judge(fault: Fault, scratch: Path, limit_s: float) -> Verdict:
     """Noticed if the cases of the detail fail with one of its words, which `|` separates."""
     folder = scratch / "mutant"
     shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(fault.root / "csrc", folder / "csrc")
+    for part in ("csrc", "kernels"):
+        shutil.copytree(fault.root / part, folder / part)
     for file, text in fault.texts().items():
         (folder / file).write_text(text, "utf-8")
     detail = fault.detail

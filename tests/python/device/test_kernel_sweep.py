@@ -279,7 +279,7 @@ def test_the_page_has_every_question() -> None:
     assert [row[0] for row in rows[1:]] == QUESTIONS
     for row in rows[1:]:
         assert len(row) == 4
-        for path in re.findall(r"`(csrc/[\w/.]+)`", row[2]):
+        for path in re.findall(r"`((?:csrc|kernels)/[\w/.]+)`", row[2]):
             assert (ROOT / path).exists(), path
     # --take finds a row by its name, in whichever table.
     names = re.findall(r"(?m)^\| ([a-z][\w-]+) \|", page.partition("\n## Aims\n")[0])

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 PATH = Path(__file__).parents[2] / "sass" / "gate.py"
-CSRC = Path(__file__).parents[3] / "csrc"
+ROOT = Path(__file__).parents[3]
 SPEC = importlib.util.spec_from_file_location("sass_gate", PATH)
 assert SPEC is not None
 assert SPEC.loader is not None
@@ -281,12 +281,13 @@ def test_the_gate_fails_without_nvcc(
     assert "no nvcc here: kernels' code NOT compared" in capsys.readouterr().out
 
 
-LISTS = ("kernel_list.h", "loss_rows.h")  # of kernels
+LISTS = ("csrc/cuda/kernels/kernel_list.h", "kernels/losses/loss_rows.h")  # of kernels
+INCLUDED = (f"-I{ROOT / 'csrc'}", f"-I{ROOT}")
 
 
 def kernel_names() -> list[str]:
-    lists = [word for name in LISTS for word in ("-imacros", f"cuda/kernels/{name}")]
-    command = ["c++", "-E", "-P", "-std=c++20", f"-I{CSRC}", *lists, "-x", "c++", "-"]
+    lists = [word for name in LISTS for word in ("-imacros", str(ROOT / name))]
+    command = ["c++", "-E", "-P", "-std=c++20", *INCLUDED, *lists, "-x", "c++", "-"]
     source = "RINGCOMM_ALL_KERNELS(KERNEL)\nRINGCOMM_LOSS_KERNELS(KERNEL)"
     text = subprocess.check_output(command, input=source, text=True)
     return re.findall(r"KERNEL\(ringcomm_(\w+),", text)
@@ -303,8 +304,8 @@ def test_table_has_every_kernel() -> None:
 
 def test_kernels_use_no_bit_functions_of_the_standard_library() -> None:
     """nvcc takes them for constants without a word: all sums were 2^-32 of what they are."""
-    lists = [str(CSRC / "cuda/kernels" / name) for name in LISTS]
-    command = ["c++", "-MM", "-std=c++20", f"-I{CSRC}", "-x", "c++", *lists]
+    lists = [str(ROOT / name) for name in LISTS]
+    command = ["c++", "-MM", "-std=c++20", *INCLUDED, "-x", "c++", *lists]
     said = subprocess.check_output(command, text=True)
     headers = {word for word in said.split() if word.endswith(".h")}
     assert len(headers) > 20

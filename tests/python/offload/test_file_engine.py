@@ -52,6 +52,14 @@ def test_what_was_written_is_read_whatever_the_size_and_the_place(fd: int) -> No
         offset += size
 
 
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 4097])
+def test_a_checksum_is_the_sum_of_words(size: int) -> None:
+    """Later versions compute it again from the same file."""
+    data = bytes(255 - i * i % 251 for i in range(size))
+    words = [int.from_bytes(data[i : i + 8], "little") for i in range(0, size, 8)]
+    assert transfers.checksum(memoryview(data)) == sum(words) % 2**64
+
+
 def test_transfers_of_many_threads_end_and_touch_nothing_else(fd: int) -> None:
     num_threads, num_transfers, size = 4, 25, 3 * BLOCK + 5
     engine = FileEngine(8, BLOCK)

@@ -212,7 +212,7 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
         ValueError, match=r"data has 5000 bytes, but its index expects 24576: .*truncated"
     ):
         FileStore(tmp_path)
-    for text in ("{", "[]", '{"format": 7}', '{"format": 1}'):
+    for text in ("{", "[]", '{"format": 7}', '{"format": 2}'):
         (tmp_path / "index.1.json").write_text(text)
         with pytest.raises(ValueError, match=r"index.1.json is damaged .* empty folder"):
             FileStore(tmp_path)

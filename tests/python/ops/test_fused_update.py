@@ -179,24 +179,30 @@ def test_scale_bytes_and_what_is_not_finite(rank: int) -> None:
 
 @in_ranks(2, timeout_s=120)
 def test_operator(rank: int) -> None:
-    packet = torch.ops.ringcomm.reduce_scatter_update_all_gather_
+    op = torch.ops.ringcomm.reduce_scatter_update_all_gather_.default
     group_name = dist.group.WORLD.group_name  # type: ignore[union-attr]
-    common = {"lr": 0.1, "weight_decay": 0.1, "average": True, "grad_scale": 1.0}
+    common = {"nesterov": False, "step": 2, "average": True, "grad_scale": 1.0}
     param, grad, first, second = torch.rand(4, 4).unbind()
-    sgd = {"momentum": 0.9, "dampening": 0.0, "nesterov": False, "step": 2, **common}
-    adamw = {"beta1": 0.9, "beta2": 0.9, "eps": 1e-8, "step": 2, **common}
     shard = [t[:2].clone() for t in (first, second, first)]
     half = param.clone().bfloat16()
-    for overload, args, kwargs in (
-        (packet.sgd, (param.clone(), grad.clone(), None, None), {**sgd, "momentum": 0.0}),
-        (packet.sgd, (half, grad.clone(), shard[0], shard[1]), sgd),
-        (packet.adamw, (half, grad.clone(), shard[0], shard[1], shard[2]), adamw),
-        (packet.lomo, (param.clone(), grad.clone()), {"clip_value": None, **common}),
+    for args, name, own in (
+        ((param.clone(), grad.clone(), [], None), "sgd", [0.0, 0.0]),
+        ((half, grad.clone(), shard[:1], shard[1]), "sgd", [0.9, 0.0]),
+        ((half, grad.clone(), shard[:2], shard[2]), "adamw", [0.9, 0.9, 1e-8]),
+        ((param.clone(), grad.clone(), [], None), "lomo", [0.0]),
     ):
-        torch.library.opcheck(overload, (*args, group_name), kwargs)
+        kwargs = {"optimizer": name, "numbers": [0.1, 0.1, *own], **common}
+        torch.library.opcheck(op, (*args, group_name), kwargs)
     parameter = nn.Parameter(param.clone())
     with pytest.raises(ValueError, match="requires grad"):
-        packet.lomo(parameter, grad, group_name, clip_value=None, **common)
+        op(parameter, grad, [], None, group_name, optimizer="lomo", numbers=[0.1, 0, 0], **common)
+    for wrong, words in (
+        ({"optimizer": "adagrad", "numbers": [0.1, 0.1]}, "no optimizer adagrad with 2 numbers"),
+        ({"optimizer": "sgd", "numbers": [0.1, 0.1]}, "no optimizer sgd with 2 numbers"),
+        ({"optimizer": "sgd", "numbers": [0.1, 0.1, 0.9, 0.0]}, "sgd needs 1 states, got 0"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            op(param, grad, [], None, group_name, **wrong, **common)
     state, adam = ops.new_shard_state(parameter, OPTIMIZERS["adamw"]), OPTIMIZERS["adamw"]
     versions = parameter._version, state["exp_avg"]._version
     ops.reduce_scatter_update_all_gather_(parameter, grad, state, optimizer=adam, step=1)

@@ -54,7 +54,7 @@ def test_every_source_is_in_one_unit_of_the_extensions(tmp_path: Path) -> None:
         for unit in buildconfig.units(parts, tmp_path / parts.name):
             names = re.findall('^#include "(.*)"$', unit.read_text(encoding="utf-8"), re.M)
             compiled += [Path(name) for name in names] if unit.is_relative_to(tmp_path) else [unit]
-    assert sorted(compiled) == sorted(buildconfig.CSRC.rglob("*.cc"))
+    assert sorted(compiled) == sorted(buildconfig.cpp_files(".cc"))
 
 
 def test_every_source_is_in_one_unit_of_the_cpp_tests() -> None:
@@ -62,9 +62,8 @@ def test_every_source_is_in_one_unit_of_the_cpp_tests() -> None:
     make = ["make", "-s", "--no-print-directory", "-C", str(folder), "list"]
     said = subprocess.run(make, capture_output=True, text=True, check=True, timeout=60).stdout
     wanted = [*folder.glob("*.cc"), buildconfig.ROOT / "tests" / "emulator" / "kernels.cc"]
-    for name in ("core", "reduce", "host", "collectives", "transport", "communicator", "kernels"):
-        wanted += buildconfig.sources(name)
-    wanted += buildconfig.sources("cuda/kernels", "cuda/driver", "cuda/collectives")
+    for parts in buildconfig.EXTENSIONS:
+        wanted += buildconfig.sources(*parts.alone, *parts.joined)
     assert sorted(said.split()) == sorted(map(str, wanted))
 
 
@@ -75,7 +74,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         (tmp_path / name).write_text(name)
     (tmp_path / "image.cc").write_text("embeds")
     monkeypatch.setattr(cuda_kernels, "ROOT", tmp_path)
-    monkeypatch.setattr(cuda_kernels, "EMBEDDER", tmp_path / "image.cc")
+    monkeypatch.setattr(cuda_kernels, "EMBEDDERS", (tmp_path / "image.cc",))
     monkeypatch.setattr(cuda_kernels, "sources", lambda: [tmp_path / "one.cu", tmp_path / "two.cu"])
     return tmp_path
 

@@ -114,7 +114,7 @@ def test_the_page_lists_the_environment_variables_that_are_read() -> None:
     listed = set(re.findall(r"^\| `(RINGCOMM_\w+)`", VARIABLES.read_text(encoding="utf-8"), re.M))
     read: set[str] = set()
     read_by_build: set[str] = set()
-    for folder in ("csrc", "ringcomm"):
+    for folder in ("csrc", "kernels", "ringcomm"):
         for path in (ROOT / folder).rglob("*"):
             if path.suffix in (".cc", ".h"):
                 text = path.read_text(encoding="utf-8")

@@ -1,0 +1,221 @@
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <c10/util/Exception.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <optional>
+#include <tuple>
+#include <vector>
+
+#include "kernels/updates/torch_arguments.h"
+
+// square_sums, adalomo_squares and adalomo_update_ of torch_weight_update.cc.
+
+namespace ringcomm {
+namespace {
+
+using OptionalTensor = std::optional<at::Tensor>;
+
+/// Part of a matrix. What tiles there are depends on its shape alone, and sums over tiles are added
+/// in their order: the number of threads changes no bit.
+struct Tile {
+  int64_t row_begin, row_end;
+  int64_t col_begin, col_end;
+};
+
+class Tiles {
+ public:
+  static constexpr int64_t kWidth = 4096;
+  static constexpr int64_t kMaxBands = 32;  // a sum for each column and band is kept
+
+  Tiles(int64_t num_rows, int64_t num_cols)
+      : num_rows_(num_rows),
+        num_cols_(num_cols),
+        num_panels_((num_cols + kWidth - 1) / kWidth),
+        num_bands_(std::clamp<int64_t>(num_rows * std::min(num_cols, kWidth) / kGrainElems, 1,
+                                       std::min(kMaxBands, std::max<int64_t>(1, num_rows)))) {}
+
+  int64_t num_panels() const { return num_panels_; }
+  int64_t num_bands() const { return num_bands_; }
+
+  /// Calls body(band, panel, tile) for every tile, on all of torch's threads.
+  template <class Body>
+  void for_each(const Body& body) const {
+    at::parallel_for(0, num_bands_ * num_panels_, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        const int64_t band = i / num_panels_, panel = i % num_panels_;
+        body(band, panel,
+             Tile{band * num_rows_ / num_bands_, (band + 1) * num_rows_ / num_bands_,
+                  panel * kWidth, std::min(num_cols_, (panel + 1) * kWidth)});
+      }
+    });
+  }
+
+ private:
+  int64_t num_rows_, num_cols_, num_panels_, num_bands_;
+};
+
+// Rows whose squares are added up in fp32 before they go into a sum in double.
+constexpr int64_t kFp32Rows = 8;
+
+at::Tensor added_up(const std::vector<double>& partial, int64_t num_parts, int64_t num_sums) {
+  at::Tensor sums = at::empty({num_sums}, at::kFloat);
+  auto* to = sums.data_ptr<float>();
+  for (int64_t i = 0; i < num_sums; ++i) {
+    double sum = 0;
+    for (int64_t part = 0; part < num_parts; ++part) sum += partial[part * num_sums + i];
+    to[i] = static_cast<float>(sum);
+  }
+  return sums;
+}
+
+// The squares of a tile; row_sums[i] is the matrix's row i's, col_sums[j] its column j's.
+void add_tile(const Tile& tile, const at::Tensor& grad, const WeightStep& step, const GradOps& ops,
+              double* row_sums, double* col_sums) {
+  const int64_t width = tile.col_end - tile.col_begin;
+  std::array<float, Tiles::kWidth> fp32_sums;
+  for (int64_t first = tile.row_begin; first < tile.row_end; first += kFp32Rows) {
+    std::fill_n(fp32_sums.begin(), width, 0.0F);
+    for (int64_t row = first; row < std::min(first + kFp32Rows, tile.row_end); ++row) {
+      const int64_t offset = (row * grad.size(1) + tile.col_begin) * grad.element_size();
+      row_sums[row] =
+          ops.add_squares(step, static_cast<const char*>(grad.const_data_ptr()) + offset,
+                          static_cast<std::size_t>(width), fp32_sums.data());
+    }
+    for (int64_t i = 0; i < width; ++i) col_sums[tile.col_begin + i] += fp32_sums[i];
+  }
+}
+
+std::tuple<at::Tensor, at::Tensor> square_sums(const at::Tensor& grad, double scale,
+                                               std::optional<double> clip_value) {
+  constexpr const char* kOp = "square_sums";
+  check_float(grad, "grad", kOp);
+  TORCH_CHECK_VALUE(grad.dim() == 2, "ringcomm: ", kOp, " needs a matrix, got shape ",
+                    grad.sizes());
+  const WeightStep step = weight_step_of({.scale = scale, .clip_value = clip_value}, kOp);
+  const at::Tensor matrix = grad.detach().contiguous();
+  const int64_t num_rows = grad.size(0), num_cols = grad.size(1);
+  const GradOps& ops = grad_ops_of(grad);
+  const Tiles tiles(num_rows, num_cols);
+  // In double, for each panel one of every row, for each band one of every column.
+  std::vector<double> rows(tiles.num_panels() * num_rows), cols(tiles.num_bands() * num_cols);
+  tiles.for_each([&](int64_t band, int64_t panel, const Tile& tile) {
+    add_tile(tile, matrix, step, ops, rows.data() + panel * num_rows,
+             cols.data() + band * num_cols);
+  });
+  return {added_up(rows, tiles.num_panels(), num_rows),
+          added_up(cols, tiles.num_bands(), num_cols)};
+}
+
+/// A weight, its gradient and the factors of rows and columns, checked.
+class FactoredUpdate {
+ public:
+  FactoredUpdate(const WeightArray& array, const at::Tensor& grad, const at::Tensor& row_factor,
+                 const at::Tensor& col_factor, const char* op)
+      : array_(array), num_cols_(array.weight().size(1)) {
+    check_grad(grad, array.weight(), op);
+    check_factor(row_factor, array.weight().size(0), "row_factor", op);
+    check_factor(col_factor, num_cols_, "col_factor", op);
+    grad_ = grad.detach().contiguous();
+    row_factor_ = row_factor.detach().contiguous();
+    col_factor_ = col_factor.detach().contiguous();
+  }
+
+  const WeightOps& ops() const { return array_.ops(float_dtype_of(grad_)); }
+  Tiles tiles() const { return {array_.weight().size(0), num_cols_}; }
+
+  /// Calls body(run) for the rows of a tile.
+  template <class Body>
+  void for_rows(const Tile& tile, const Body& body) const {
+    const auto* grads = static_cast<const char*>(grad_.const_data_ptr());
+    for (int64_t row = tile.row_begin; row < tile.row_end; ++row) {
+      const int64_t begin = row * num_cols_ + tile.col_begin;
+      WeightRun run = array_.run(begin, tile.col_end - tile.col_begin);
+      run.grad = grads + begin * grad_.element_size();
+      run.row_factor = row_factor_.const_data_ptr<float>()[row];
+      run.col_factor = col_factor_.const_data_ptr<float>() + tile.col_begin;
+      body(run);
+    }
+  }
+
+ private:
+  static void check_factor(const at::Tensor& factor, int64_t size, const char* name,
+                           const char* op) {
+    check_fp32(factor, name, op);
+    check_shape(factor, {size}, name, op);
+  }
+
+  const WeightArray& array_;
+  int64_t num_cols_;
+  at::Tensor grad_, row_factor_, col_factor_;
+};
+
+at::Tensor adalomo_squares(const at::Tensor& weight, const at::Tensor& grad,
+                           const at::Tensor& row_factor, const at::Tensor& col_factor, double scale,
+                           const OptionalTensor& low, std::optional<double> clip_value) {
+  constexpr const char* kOp = "adalomo_squares";
+  const WeightArray array(weight, low, -1, true, kOp);
+  const WeightStep step = weight_step_of({.scale = scale, .clip_value = clip_value}, kOp);
+  const FactoredUpdate update(array, grad, row_factor, col_factor, kOp);
+  const WeightOps& ops = update.ops();
+  const Tiles tiles = update.tiles();
+  std::vector<RunSquares> partial(tiles.num_bands() * tiles.num_panels());
+  tiles.for_each([&](int64_t band, int64_t panel, const Tile& tile) {
+    RunSquares sum;
+    update.for_rows(tile, [&](const WeightRun& run) {
+      const RunSquares squares = ops.squares(step, run);
+      sum.update += squares.update;
+      sum.weight += squares.weight;
+    });
+    partial[band * tiles.num_panels() + panel] = sum;
+  });
+  RunSquares sum;
+  for (const RunSquares& part : partial) {
+    sum.update += part.update;
+    sum.weight += part.weight;
+  }
+  at::Tensor result = at::empty({2}, at::kFloat);
+  result.data_ptr<float>()[0] = static_cast<float>(sum.update);
+  result.data_ptr<float>()[1] = static_cast<float>(sum.weight);
+  return result;
+}
+
+void adalomo_update_(const at::Tensor& weight, const at::Tensor& grad, const at::Tensor& row_factor,
+                     const at::Tensor& col_factor, const at::Tensor& step_and_decay, double scale,
+                     int64_t rounding_seed, const OptionalTensor& low,
+                     std::optional<double> clip_value, int64_t first_elem) {
+  constexpr const char* kOp = "adalomo_update_";
+  const WeightArray array(weight, low, rounding_seed, true, kOp);
+  WeightStep step = weight_step_of(
+      {.scale = scale, .clip_value = clip_value, .rounding_seed = rounding_seed}, kOp);
+  check_first_elem(first_elem, kOp);
+  const FactoredUpdate update(array, grad, row_factor, col_factor, kOp);
+  check_fp32(step_and_decay, "step_and_decay", kOp);
+  check_shape(step_and_decay, {2}, "step_and_decay", kOp);
+  array.check_writable({grad, row_factor, col_factor, step_and_decay});
+  const at::Tensor numbers = step_and_decay.contiguous();
+  step.lr_minus = -numbers.const_data_ptr<float>()[0];
+  step.decay = numbers.const_data_ptr<float>()[1];
+  const WeightOps& ops = update.ops();
+  update.tiles().for_each([&](int64_t, int64_t, const Tile& tile) {
+    update.for_rows(tile, [&](WeightRun run) {
+      run.first_elem += static_cast<std::uint64_t>(first_elem);
+      ops.update(step, run);
+    });
+  });
+  array.mark_written();
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(ringcomm, CPU, m) {
+  m.impl("square_sums", square_sums);
+  m.impl("adalomo_squares", adalomo_squares);
+  m.impl("adalomo_update_", adalomo_update_);
+}
+
+}  // namespace ringcomm

@@ -1,0 +1,81 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <initializer_list>
+#include <optional>
+#include <string>
+
+#include "kernels/torch_checks.h"
+#include "kernels/updates/update_op.h"
+#include "kernels/updates/weight_update.h"
+
+namespace ringcomm {
+
+// Argument checks of the updates, which are torch operators. Wrong arguments throw ValueError or
+// TypeError.
+
+/// The arguments that all updates have; see docs/design/optim.md.
+struct UpdateOptions {
+  double lr = 0;
+  double weight_decay = 0;
+  double scale = 1;
+  std::optional<double> clip_value;
+  std::int64_t rounding_seed = -1;
+};
+
+/// Checked and rounded. `op` is the operator's name for messages.
+WeightStep weight_step_of(const UpdateOptions& options, const char* op);
+
+/// What an optimizer's step reads and writes; the state is this rank's shard in a fused update.
+struct UpdateTensors {
+  const at::Tensor& param;
+  const at::Tensor& grad;
+  at::TensorList states;  ///< in the order of UpdateArrays
+  const std::optional<at::Tensor>& master;
+
+  /// All but the gradient.
+  void mark_written() const;
+};
+
+/// The step that an operator's arguments describe, but for the parameters' type. `numbers` are lr,
+/// weight_decay and the coefficients of UpdateSpec.
+UpdateSpec update_spec_of(const UpdateTensors& tensors, const std::string& optimizer,
+                          at::ArrayRef<double> numbers, bool nesterov, std::int64_t step,
+                          double grad_scale);
+/// The name of a state in torch.optim.
+const char* state_name(const UpdateSpec& spec, std::size_t idx);
+
+/// A weight and how it is kept: dense, or in two dimensions and contiguous where it `is_matrix`.
+class WeightArray {
+ public:
+  WeightArray(const at::Tensor& weight, const std::optional<at::Tensor>& low,
+              std::int64_t rounding_seed, bool is_matrix, const char* op);
+
+  const at::Tensor& weight() const { return weight_; }
+  std::int64_t numel() const { return weight_.numel(); }
+  WeightFormat format() const { return format_; }
+  const WeightOps& ops(DType grad_dtype) const;
+
+  /// Elements in the order of memory, with their numbers and without a gradient.
+  WeightRun run(std::int64_t begin, std::int64_t num_elems) const;
+  /// Throws if the overwritten tensors require a gradient or overlap a tensor of `read`.
+  void check_writable(std::initializer_list<at::Tensor> read) const;
+  void mark_written() const;
+
+ private:
+  at::Tensor weight_;
+  std::optional<at::Tensor> low_;
+  WeightFormat format_;
+  const char* op_;
+};
+
+/// The passes over a gradient of this type.
+const GradOps& grad_ops_of(const at::Tensor& grad);
+void check_grad(const at::Tensor& grad, const at::Tensor& weight, const char* op);
+void check_first_elem(std::int64_t first_elem, const char* op);
+/// A gradient with its elements in the weight's order in memory.
+at::Tensor in_order_of(const at::Tensor& grad, const at::Tensor& weight);
+
+}  // namespace ringcomm
