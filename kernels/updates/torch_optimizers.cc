@@ -21,7 +21,7 @@ constexpr const char* kLocalName = "optimizer_update_";
 
 void check_operand(const at::Tensor& tensor, const char* name, const at::Tensor& param) {
   check_tensor(tensor, kLocalName);
-  TORCH_CHECK_VALUE(tensor.is_contiguous() && !tensor.is_neg() && tensor.numel() == param.numel(),
+  TORCH_CHECK_VALUE(tensor.is_contiguous() && tensor.numel() == param.numel(),
                     "ringcomm: ", kLocalName, " needs ", name, " contiguous and of ", param.numel(),
                     " elements, got shape ", tensor.sizes(), " with strides ", tensor.strides());
 }
