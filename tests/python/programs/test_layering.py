@@ -276,7 +276,7 @@ WALK = (
     ("bindings/start_call.cc", "WorkPtr ProcessGroupRingcomm::run_at_once(", "engine->run(call"),
     (
         "communicator/communicator.cc",
-        "std::uint64_t Communicator::run(const Collective",
+        "Communicator::run(const Collective",
         "queue_.run(",
     ),
     ("communicator/ordered_queue.cc", "void OrderedQueue::run(", "run_alone(1, task)"),
