@@ -3,6 +3,9 @@
 #include <poll.h>
 #include <pthread.h>
 
+#include <filesystem>
+#include <fstream>
+
 namespace ringcomm {
 namespace {
 
@@ -12,10 +15,41 @@ std::atomic<int> generation = 0;
 [[maybe_unused]] const int registered =
     ::pthread_atfork(nullptr, nullptr, [] { generation.fetch_add(1); });
 
+// Lowers the limit to the first of a file's numbers, in units of the second if there is one; a file
+// with "max" has none.
+void lower(std::optional<CgroupLimits::Limit>& limit, const std::filesystem::path& path) {
+  std::ifstream file(path);
+  double value = 0, unit = 1;
+  if (!(file >> value)) return;
+  file >> unit;
+  if (!limit || value / unit < limit->value) limit = {value / unit, path.string()};
+}
+
 }  // namespace
 
 // A load instead of a system call, because every collective calls it.
 int process_generation() { return generation.load(std::memory_order_relaxed); }
+
+CgroupLimits read_cgroup_limits(const std::string& proc, const std::string& cgroups) {
+  std::string line;
+  for (std::ifstream lines(proc + "/cgroup"); !line.starts_with("0::");)
+    if (!std::getline(lines, line)) line = "0::/";
+  // A container may see its own cgroup at the root and its name on the host: folders that are not
+  // there have no files.
+  CgroupLimits limits;
+  std::filesystem::path folder = cgroups;
+  for (const auto& name : std::filesystem::path(line.substr(3))) {
+    if (name != "/") folder /= name;
+    lower(limits.cpu_cores, folder / "cpu.max");
+    lower(limits.memory_bytes, folder / "memory.max");
+  }
+  return limits;
+}
+
+const CgroupLimits& cgroup_limits() {
+  static const CgroupLimits limits = read_cgroup_limits("/proc/self", "/sys/fs/cgroup");
+  return limits;
+}
 
 void say_line(const std::string& line) noexcept {
   pollfd entry{.fd = STDERR_FILENO, .events = POLLOUT, .revents = 0};

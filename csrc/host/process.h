@@ -5,9 +5,10 @@
 #include <atomic>
 #include <cstddef>
 #include <memory>
+#include <optional>
 #include <string>
 
-// What the library needs from the process that it is in: pages, forks, a line on standard error.
+// What the library needs from the process that it is in: pages, forks, limits, standard error.
 
 namespace ringcomm {
 
@@ -61,6 +62,21 @@ class PerProcess {
 
   std::atomic<Made*> made_ = nullptr;
 };
+
+/// The smallest limits of this process's cgroup, of version 2, and its ancestors. They hold for all
+/// processes of the cgroup together.
+struct CgroupLimits {
+  struct Limit {
+    double value;
+    std::string file;  ///< that sets it
+  };
+  std::optional<Limit> cpu_cores;  ///< CPU time per time
+  std::optional<Limit> memory_bytes;
+};
+/// Reads them; `proc` is the process's folder and `cgroups` where cgroups are mounted.
+CgroupLimits read_cgroup_limits(const std::string& proc, const std::string& cgroups);
+/// Those of this process when it first asked.
+const CgroupLimits& cgroup_limits();
 
 /// Writes a line to the error output, or drops it where that has no room: nobody may wait for who
 /// reads it.

@@ -23,7 +23,6 @@
 #include "core/annotations.h"
 #include "folder_store.h"
 #include "host/abort_reason.h"
-#include "host/cgroup_limits.h"
 #include "host/fd.h"
 #include "host/group.h"
 #include "host/key_value_store.h"
@@ -202,7 +201,7 @@ TEST_CASE("processes that are pinned to cores of their own share none") {
     return;
   }
   CHECK(ranks_per_core_of_processes({0, 1}) == 1);
-  CHECK(ranks_per_core_of_processes({1, -1}) == 1);
+  CHECK(ranks_per_core_of_processes({1, -1}) == 2);  // equal shares: of core 1 a half each
   CHECK(ranks_per_core_of_processes({0, 0}) == 2);
   CHECK(ranks_per_core_of_processes({0, 1, 1, 1}) == 3);
   CHECK(ranks_per_core_of_processes(

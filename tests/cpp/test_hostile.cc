@@ -639,12 +639,12 @@ TEST_CASE("a child that was forked while another thread made a group can make on
           doctest::skip(ringcomm::testing::kHasAddressSanitizer)) {
   std::atomic<bool> is_over = false;
   std::thread busy([&] {
-    while (!is_over) CoreShare(2, 1);
+    while (!is_over) CoreShare(0.5);
   });
   for (int i = 0; i < 20; ++i)
     CHECK(status_of_child([&] {
             ::alarm(5);
-            const CoreShare share(2, 1);
+            const CoreShare share(0.5);
             return 0;
           }) == 0);
   is_over = true;

@@ -17,7 +17,6 @@
 #include <vector>
 
 #include "core/errors.h"
-#include "host/cgroup_limits.h"
 #include "host/fd.h"
 #include "host/process.h"
 #include "host/rank_control.h"
