@@ -1,5 +1,7 @@
 #include "host/system_error.h"
 
+#include <sys/resource.h>
+
 #include <cerrno>
 #include <cstring>
 
@@ -10,7 +12,11 @@ namespace {
 
 // What to do about an error of the system, where that is known.
 std::string remedy_of(int code) {
-  if (code == EMFILE) return "; raise the limit of open files (ulimit -n)";
+  if (code == EMFILE) {
+    rlimit limit{};
+    ::getrlimit(RLIMIT_NOFILE, &limit);
+    return "; raise the limit of open files, " + std::to_string(limit.rlim_cur) + " (ulimit -n)";
+  }
   if (code == ENOMEM) return "; free memory, or raise the limit of address space (ulimit -v)";
   if (code == EFBIG) return "; raise the limit of file sizes (ulimit -f)";
   if (code == EBADF) return "; a library of this process has closed its descriptors";
