@@ -17,7 +17,7 @@
 #include <utility>
 
 #include "core/annotations.h"
-#include "host/system_error.h"
+#include "host/process.h"
 #include "host/threads.h"
 #include "host/unix_socket.h"
 #include "host/wait_limits.h"

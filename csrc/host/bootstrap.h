@@ -11,7 +11,7 @@
 #include "core/errors.h"
 #include "host/fd.h"
 #include "host/peer_process.h"
-#include "host/random.h"
+#include "host/process.h"
 
 namespace ringcomm::host {
 

@@ -4,11 +4,13 @@
 
 #include <atomic>
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <optional>
 #include <string>
 
-// What the library needs from the process that it is in: pages, forks, limits, standard error.
+// What the library needs from the system: pages, forks, limits, its errors, random bits, a line on
+// standard error.
 
 namespace ringcomm {
 
@@ -82,4 +84,17 @@ const CgroupLimits& cgroup_limits();
 /// reads it.
 void say_line(const std::string& line) noexcept;
 
+namespace host {
+
+/// That the system call `what` has failed with the error `code`, and what to do about it.
+std::string describe_errno(const std::string& what, int code);
+/// Throws that of `what`, which has just failed and set errno.
+[[noreturn]] void throw_errno(const std::string& what);
+
+/// Bits that nobody can guess.
+std::uint64_t random_number();
+/// 32 hexadecimal digits of 128 such bits.
+std::string random_text();
+
+}  // namespace host
 }  // namespace ringcomm

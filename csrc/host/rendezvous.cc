@@ -9,7 +9,6 @@
 #include "host/cores.h"
 #include "host/fd.h"
 #include "host/process.h"
-#include "host/random.h"
 #include "host/text_fields.h"
 
 namespace ringcomm::host {

@@ -16,7 +16,7 @@
 
 #include "core/annotations.h"
 #include "core/errors.h"
-#include "host/system_error.h"
+#include "host/process.h"
 #include "host/wait_limits.h"
 
 namespace ringcomm::host {

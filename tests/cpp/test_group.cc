@@ -27,7 +27,6 @@
 #include "host/group.h"
 #include "host/key_value_store.h"
 #include "host/process.h"
-#include "host/random.h"
 #include "host/rank_record.h"
 #include "host/segment_layout.h"
 #include "host/shared_arena.h"

@@ -25,7 +25,7 @@
 #include "collective_case.h"
 #include "host/cores.h"
 #include "host/host_arch.h"
-#include "host/random.h"
+#include "host/process.h"
 #include "host/workers.h"
 #include "third_party/doctest/doctest.h"
 
