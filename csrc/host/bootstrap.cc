@@ -17,8 +17,7 @@
 #include <utility>
 
 #include "core/annotations.h"
-#include "host/rank_record.h"
-#include "host/system_error.h"
+#include "host/process.h"
 #include "host/threads.h"
 #include "host/unix_socket.h"
 #include "host/wait_limits.h"
@@ -123,24 +122,34 @@ UniqueFd accept_at(const UniqueFd& listener) {
   return UniqueFd(::accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
 }
 
-// poll() skips one whose descriptor has become another file's.
-pollfd entry_of(const UniqueFd& fd) {
-  return {.fd = fd.has_its_file() ? fd.get() : -1, .events = POLLIN | POLLRDHUP, .revents = 0};
+// What has happened at a descriptor; nothing at one that has become another file's.
+short events_at(const UniqueFd& fd, const std::map<int, short>& events) {
+  const auto found = events.find(fd.get());
+  return found != events.end() && fd.has_its_file() ? found->second : short{0};
 }
 
-// What has happened at a descriptor, as poll() reports it; nothing at an empty one.
-short events_of(const UniqueFd& fd) {
-  pollfd entry = entry_of(fd);
-  return ::poll(&entry, 1, 0) > 0 ? entry.revents : short{0};
+// What poll() finds within `timeout_ms`. It refuses more entries than a lowered RLIMIT_NOFILE, and
+// in a sandbox any: then each is asked alone, or its socket is read.
+std::map<int, short> wait_for_events(std::vector<pollfd> entries, int timeout_ms) {
+  if (::poll(entries.data(), entries.size(), timeout_ms) < 0 && errno != EINTR) {
+    std::this_thread::sleep_for(kLookInterval);
+    for (pollfd& entry : entries)
+      if (::poll(&entry, 1, 0) < 0) entry.revents = (entry.events & POLLRDHUP) != 0 ? POLLIN : 0;
+  }
+  std::map<int, short> events;
+  for (const pollfd& entry : entries)
+    if (entry.revents != 0) events[entry.fd] = entry.revents;
+  return events;
 }
 
 }  // namespace
 
 // Whether the process has ended. Text that it sent before can still be read afterwards.
-bool Bootstrap::Watch::has_ended() {
+bool Bootstrap::Watch::has_ended(const Events& events) {
   const bool is_lost = socket && !socket.has_its_file();
   if (is_lost) process->gone = PeerProcess::Gone::kUnwatched;
-  bool is_over = is_lost || events_of(pidfd) != 0 || (events_of(socket) & ~POLLIN) != 0;
+  bool is_over =
+      is_lost || events_at(pidfd, events) != 0 || (events_at(socket, events) & ~POLLIN) != 0;
   const bool is_read = succeeds([&] {
     for (int i = 0; socket.has_its_file() && i < kMaxTextsAtOnce; ++i) {
       const auto message = recv_message(socket.get(), kNow);
@@ -153,19 +162,19 @@ bool Bootstrap::Watch::has_ended() {
       if (!text) {
         const auto why = refusal_in(message->text);
         // One that refuses has not ended: its pidfd goes on to tell. Another has taken its name.
-        is_over = !why || !pidfd || events_of(pidfd) != 0;
+        is_over = !why || !pidfd || events_at(pidfd, events) != 0;
         process->keep_last_words(is_over ? why.value_or("") : "");
         process->keep_refusal(why.value_or(""));
         return socket.reset();
       }
-      process->is_confirmed = true;
-      if (*text == kSharedMessage)
+      if (!process->has_answered.exchange(true)) process->keep_refusal({});
+      if (*text == kSharedMessage && !message->has_lost_fd)
         process->keep_flight(message->fd.get());
       else if (*text == kExitMessage)
         process->has_exited = true;
       else if (text->starts_with(kRefusalMessage))
         process->keep_refusal(text->substr(1));
-      else if (*text != kWatchedMessage)
+      else if (*text != kWatchedMessage && *text != kSharedMessage)
         process->keep_last_words(*text);
     }
   });
@@ -195,7 +204,6 @@ Bootstrap& Bootstrap::instance() {
 }
 
 Bootstrap::Bootstrap() : listener_(listen_at(name_)) {
-  open_reserve();
   wake_event_.reset(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   if (!wake_event_) throw_errno("eventfd");
   // Two threads may accept (say_last_words()), and one of them then finds no connection.
@@ -223,7 +231,6 @@ void Bootstrap::try_out() {
 void Bootstrap::close_all_in_child() {
   listener_.reset();
   wake_event_.reset();
-  reserve_.reset();
   for (auto& [key, fd] : offers_) fd.reset();
   for (auto& [address, watch] : watches_) {
     watch.socket.reset();
@@ -262,6 +269,8 @@ UniqueFd Bootstrap::fetch(const std::string& address, const std::string& key,
       ++num_closed;
       continue;
     }
+    errno = EMFILE;
+    if (message->has_lost_fd) throw_errno("recvmsg of a file descriptor");
     if (const auto why = refusal_in(message->text))
       throw Refused(credentials_of_peer(socket.get()).pid, *why);
     // No descriptor where it offers none, or where another process has taken its name.
@@ -272,8 +281,7 @@ UniqueFd Bootstrap::fetch(const std::string& address, const std::string& key,
 }
 
 std::shared_ptr<PeerProcess> Bootstrap::watch(const std::string& address, pid_t pid,
-                                              const std::string& host,
-                                              const std::string& pid_namespace) {
+                                              const std::string& host) {
   {
     const std::lock_guard lock(mutex_);
     if (const auto found = watches_.find(address); found != watches_.end() && found->second.socket)
@@ -283,8 +291,6 @@ std::shared_ptr<PeerProcess> Bootstrap::watch(const std::string& address, pid_t 
   UniqueFd socket = request(at, kWatchRequest);
   if (!socket) return errno == EAGAIN ? std::make_shared<PeerProcess>(pid, host) : nullptr;
   const pid_t seen_pid = credentials_of_peer(socket.get()).pid;
-  const bool is_comparable = !pid_namespace.empty() && pid_namespace == ringcomm::pid_namespace();
-  if (is_comparable && seen_pid != pid) return nullptr;  // another process has taken its name
   const std::lock_guard lock(mutex_);
   ::eventfd_write(wake_event_.get(), 1);  // the thread watches it, too
   // If another thread was faster, its watch is kept.
@@ -293,14 +299,10 @@ std::shared_ptr<PeerProcess> Bootstrap::watch(const std::string& address, pid_t 
   if (is_new) {
     watch.process = std::make_shared<PeerProcess>(seen_pid > 0 ? seen_pid : pid, host, address);
     watch.process->is_pid_hidden = seen_pid == 0;
-    watch.process->is_confirmed = is_comparable;
     watch.pidfd = open_pidfd(seen_pid);
     watch.secret = at.answer_secret;
   }
-  if (!watch.socket) {
-    watch.socket = std::move(socket);
-    watch.process->keep_refusal({});
-  }
+  if (!watch.socket) watch.socket = std::move(socket);
   return watch.process;
 }
 
@@ -315,7 +317,7 @@ void Bootstrap::say_last_words(const std::string& text) noexcept {
   const std::lock_guard current_lock(current_mutex);
   if (current == nullptr) return;
   current->accept_all();  // its thread may not have
-  current->serve_all();
+  current->serve_all(nullptr);
   const std::lock_guard lock(current->mutex_);
   current->notify_watchers(text.substr(0, kMaxLastWords));
 }
@@ -329,43 +331,53 @@ void Bootstrap::say_exit() noexcept { say_last_words(kExitMessage); }
 
 void Bootstrap::run() {
   for (;;) {
-    std::vector<pollfd> entries{entry_of(listener_), entry_of(wake_event_)};
+    std::vector<pollfd> entries;
+    const auto add = [&](const UniqueFd& fd, int events) {
+      entries.push_back({.fd = fd.get(), .events = static_cast<short>(events), .revents = 0});
+    };
+    add(listener_, POLLIN);
+    add(wake_event_, POLLIN);
     std::function<void()> look;
     bool has_unproven = false;
     {
       const std::lock_guard lock(mutex_);
       look = look_;
-      for (const auto& [address, watch] : watches_)
-        entries.insert(entries.end(), {entry_of(watch.pidfd), entry_of(watch.socket)});
+      for (const auto& [address, watch] : watches_) {
+        add(watch.pidfd, POLLIN);
+        add(watch.socket, POLLIN | POLLRDHUP);
+      }
       for (const Connection& connection : connections_) {
-        entries.push_back(entry_of(connection.socket));
+        add(connection.socket, POLLIN | POLLRDHUP);
         has_unproven |= !connection.is_proven;
       }
     }
-    // It refuses more entries than a lowered RLIMIT_NOFILE. Each is looked at by itself below.
-    if (::poll(entries.data(), entries.size(), look || has_unproven ? kLookMs : -1) < 0 &&
-        errno != EINTR)
-      std::this_thread::sleep_for(kLookInterval);
+    const Events events = wait_for_events(std::move(entries), look || has_unproven ? kLookMs : -1);
     if (look) succeeds(look);
     eventfd_t count = 0;
-    if (wake_event_.has_its_file()) ::eventfd_read(wake_event_.get(), &count);
+    if (events_at(wake_event_, events) != 0) ::eventfd_read(wake_event_.get(), &count);
     accept_all();
-    serve_all();
+    serve_all(&events);
+    // Who closes all descriptors closes this one: the numbers of the others may be quiet files'.
+    const bool may_be_lost = !listener_.has_its_file();
     const std::lock_guard lock(mutex_);
-    for (auto next = watches_.begin(); next != watches_.end();)
-      next = next->second.has_ended() ? watches_.erase(next) : std::next(next);
+    for (auto next = watches_.begin(); next != watches_.end();) {
+      Watch& watch = next->second;
+      const bool has_news =
+          events.contains(watch.pidfd.get()) || events.contains(watch.socket.get());
+      const bool is_over = (has_news || may_be_lost) && watch.has_ended(events);
+      next = is_over ? watches_.erase(next) : std::next(next);
+    }
   }
 }
 
 void Bootstrap::accept_all() noexcept {
   for (int i = 0; i < kMaxAcceptsAtOnce; ++i) {
     UniqueFd socket = accept_at(listener_);
-    int code = socket ? 0 : errno;
+    const int code = socket ? 0 : errno;
     if (code == EAGAIN) return;
     if (code == EINTR) continue;
     succeeds([&] {
       const std::lock_guard lock(mutex_);
-      if ((code == EMFILE || code == ENFILE) && accept_to_refuse()) code = 0;
       num_refused_ = code == 0 ? 0 : num_refused_ + 1;
       if (num_refused_ == 0) set_refusal({});
       if (num_refused_ == kMaxAcceptRetries || code == EBADF)
@@ -380,17 +392,6 @@ void Bootstrap::accept_all() noexcept {
     std::this_thread::sleep_for(kRetryPause);  // poll() would return at once
     return;
   }
-}
-
-// Where there is no descriptor for it. With the lock held; false if another thread was faster.
-bool Bootstrap::accept_to_refuse() {
-  reserve_.reset();
-  UniqueFd socket = accept_at(listener_);
-  if (socket) refuse(socket.get(), "is out of file descriptors; raise its limit (ulimit -n)");
-  const bool is_refused = static_cast<bool>(socket);
-  socket.reset();
-  open_reserve();
-  return is_refused;
 }
 
 // With the lock held. Who watches this process may wait for its answer at a new connection.
@@ -414,13 +415,12 @@ void Bootstrap::check_accepts(const std::string& address) {
   if (const std::string why = process.refusal(); !why.empty()) throw Refused(process.pid, why);
 }
 
-void Bootstrap::open_reserve() { reserve_.reset(::open("/", O_PATH | O_CLOEXEC)); }
-
-void Bootstrap::serve_all() noexcept {
+// Those with news, or all.
+void Bootstrap::serve_all(const Events* events) noexcept {
   const std::lock_guard lock(mutex_);
-  std::erase_if(connections_, [this](Connection& connection) {
+  std::erase_if(connections_, [&](Connection& connection) {
     try {
-      return !serve(connection);
+      return !serve(connection, events == nullptr || events->contains(connection.socket.get()));
     } catch (const std::exception& error) {
       refuse(connection.socket.get(), std::string("failed: ") + error.what());
       return true;
@@ -433,10 +433,10 @@ void Bootstrap::serve_all() noexcept {
 }
 
 // Answers one request if there is one, with the lock held. False if the connection can be closed.
-bool Bootstrap::serve(Connection& connection) {
-  if (!connection.socket.has_its_file()) return false;
+bool Bootstrap::serve(Connection& connection, bool has_news) {
+  if (has_news && !connection.socket.has_its_file()) return false;
   const int socket = connection.socket.get();
-  const auto message = recv_message(socket, kNow);
+  const auto message = has_news ? recv_message(socket, kNow) : std::nullopt;
   if (!message)
     return connection.is_proven ||
            std::chrono::steady_clock::now() < connection.since + kMaxSilence;

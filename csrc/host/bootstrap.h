@@ -11,7 +11,7 @@
 #include "core/errors.h"
 #include "host/fd.h"
 #include "host/peer_process.h"
-#include "host/random.h"
+#include "host/process.h"
 
 namespace ringcomm::host {
 
@@ -56,12 +56,10 @@ class Bootstrap {
                  std::chrono::milliseconds timeout, const std::function<void()>& look = {});
 
   /// Watches the process whose bootstrap is at `address`, whose pid is `pid` in its PID namespace,
-  /// and that runs on `host`; one watch per process, shared by all groups. Null if it has ended.
-  /// Its `is_confirmed` tells whether it is that process, by its pid or else by its answer: until
-  /// then ask again.
+  /// and that runs on `host`; one watch per process, shared by all groups. Null if it has ended. It
+  /// is that process once it `has_answered`: until then ask again.
   std::shared_ptr<PeerProcess> watch(const std::string& address, pid_t pid,
-                                     const std::string& host = {},
-                                     const std::string& pid_namespace = {});
+                                     const std::string& host = {});
 
   /// Why this process accepts no connections now, for messages; empty if it does.
   std::string refusal();
@@ -77,13 +75,14 @@ class Bootstrap {
   static void say_exit() noexcept;
 
  private:
+  using Events = std::map<int, short>;  // that poll() has found, by descriptor
   struct Watch {
     UniqueFd socket;
     UniqueFd pidfd;
     std::string secret;  // of its answers
     std::shared_ptr<PeerProcess> process;
 
-    bool has_ended();
+    bool has_ended(const Events& events);
   };
   struct Connection {
     UniqueFd socket;
@@ -95,12 +94,10 @@ class Bootstrap {
   void try_out();
   void run();
   void accept_all() noexcept;
-  bool accept_to_refuse();
   void set_refusal(const std::string& why);
   void check_accepts(const std::string& address);
-  void open_reserve();
-  void serve_all() noexcept;
-  bool serve(Connection& connection);
+  void serve_all(const Events* events) noexcept;
+  bool serve(Connection& connection, bool has_news);
   void notify_watchers(const std::string& text) noexcept;
   void answer(int socket, const std::string& text, int fd = -1) const;
   void close_all_in_child();
@@ -114,7 +111,6 @@ class Bootstrap {
 
   // Guards the members below. Never held while another lock is taken, except a PeerProcess's.
   std::mutex mutex_;
-  UniqueFd reserve_;  // closed to accept a connection where there is no other descriptor
   std::map<std::string, UniqueFd> offers_;
   std::map<std::string, Watch> watches_;  // by address
   std::vector<Connection> connections_;   // accepted; a watcher's stays as long as this process

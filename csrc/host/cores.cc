@@ -13,7 +13,7 @@
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
-#include <iterator>
+#include <map>
 #include <mutex>
 #include <set>
 #include <sstream>
@@ -42,17 +42,6 @@ Cores cores_in(const std::string& text) {
   return cores;
 }
 
-std::vector<Cores> cores_in(const std::vector<std::string>& texts) {
-  std::vector<Cores> sets;
-  for (const std::string& text : texts) sets.push_back(cores_in(text));
-  return sets;
-}
-
-// Mostly one, where no rank is pinned.
-std::set<std::string> kinds_of(const std::vector<std::string>& texts) {
-  return {texts.begin(), texts.end()};
-}
-
 // Whether threads of the team may have other cores than this one, which has `cores`: OpenMP pins
 // them, or the program has pinned some. Elsewhere the team is not asked: that would begin threads
 // that the program may never need, and libgomp ends a process that gets none.
@@ -68,7 +57,7 @@ bool may_team_have_others(const Cores& cores) {
 
 struct CoreShares {
   std::mutex mutex;
-  std::set<const CoreShare*> all;
+  std::multiset<double> all;
   std::atomic<int> most_ranks_per_core = 1, fewest_cores_per_rank = 0;
 };
 constinit PerProcess<CoreShares> core_shares;
@@ -111,68 +100,37 @@ std::string usable_cores() {
   return ranges_of(numbers);
 }
 
-std::vector<std::string> read_nodes(const std::string& folder) {
-  std::vector<std::string> nodes;
-  for (std::string line;; nodes.push_back(line)) {
+std::vector<Cores> read_nodes(const std::string& folder) {
+  std::vector<Cores> nodes;
+  for (std::string line;; nodes.push_back(cores_in(line))) {
     std::ifstream file(folder + "/node" + std::to_string(nodes.size()) + "/cpulist");
     if (!std::getline(file, line)) return nodes;
   }
 }
 
-std::vector<int> cores_of_node(const std::vector<int>& cores, int near,
-                               const std::vector<std::string>& nodes) {
-  const auto has = [](const Cores& node, int core) {
-    return node.test(static_cast<std::size_t>(core) % node.size());
-  };
-  for (const std::string& text : nodes) {
-    const Cores node = cores_in(text);
-    if (!has(node, near)) continue;
-    std::vector<int> found;
-    std::ranges::copy_if(cores, std::back_inserter(found),
-                         [&](int core) { return has(node, core); });
-    return found.size() < 2 ? cores : found;
-  }
+Cores cores_of_node(const Cores& cores, std::size_t near, const std::vector<Cores>& nodes) {
+  for (const Cores& node : nodes)
+    if (node.test(near % node.size()) && (cores & node).count() >= 2) return cores & node;
   return cores;
 }
 
-// Ranks that are pinned to equal, nested or separate sets of cores are short of them exactly if too
-// many ranks have only cores of one of these sets, or of the union. Cores that are not known may be
-// one.
-int ranks_per_core(const std::vector<std::string>& cores_of_ranks, double quota) {
-  const std::vector<Cores> sets = cores_in(cores_of_ranks);
-  const auto num_all = static_cast<double>(sets.size());
-  if (std::ranges::any_of(sets, &Cores::none)) return static_cast<int>(sets.size());
-  double most = std::max(1.0, num_all / quota);
-  const auto look_at = [&](const Cores& cores) {
-    const auto num_ranks =
-        std::ranges::count_if(sets, [&](const Cores& set) { return (set & ~cores).none(); });
-    most = std::max(most, static_cast<double>(num_ranks) / static_cast<double>(cores.count()));
-  };
-  Cores all;
-  for (const Cores& set : sets) all |= set;
-  look_at(all);
-  for (const std::string& kind : kinds_of(cores_of_ranks)) look_at(cores_in(kind));
-  return static_cast<int>(std::ceil(std::min(most, num_all)));
-}
-
-int cores_per_rank(const std::vector<std::string>& cores_of_ranks, double quota) {
-  const std::vector<Cores> sets = cores_in(cores_of_ranks);
-  double fewest = std::min<double>(Cores{}.size(), quota / static_cast<double>(sets.size()));
-  for (const std::string& kind : kinds_of(cores_of_ranks)) {
+double cores_per_rank(const std::vector<std::string>& cores_of_ranks, double quota) {
+  std::map<std::string, int> num_ranks;  // by their cores: mostly one kind, where none is pinned
+  for (const std::string& cores : cores_of_ranks) ++num_ranks[cores];
+  std::vector<int> num_sharing(Cores{}.size());
+  for (const auto& [text, num] : num_ranks)
+    for_each_core(cores_in(text), [&, num = num](std::size_t core) { num_sharing[core] += num; });
+  const auto num_all = static_cast<double>(cores_of_ranks.size());
+  double fewest = std::min(static_cast<double>(Cores{}.size()), quota / num_all);
+  for (const auto& [text, num] : num_ranks) {
     double share = 0;
-    for_each_core(cores_in(kind), [&](std::size_t core) {
-      share += 1.0 / static_cast<double>(std::ranges::count_if(
-                         sets, [&](const Cores& other) { return other.test(core); }));
-    });
+    for_each_core(cores_in(text), [&](std::size_t core) { share += 1.0 / num_sharing[core]; });
     fewest = std::min(fewest, share);
   }
-  return static_cast<int>(fewest + 1e-9);  // three thirds add up to a little less than one
+  return std::max(fewest, 1 / num_all);
 }
 
-CoreShare::CoreShare(int ranks_per_core, int cores_per_rank)
-    : ranks_per_core_(ranks_per_core), cores_per_rank_(cores_per_rank) {
-  count(true);
-}
+CoreShare::CoreShare(double cores_per_rank) : cores_per_rank_(cores_per_rank) { count(true); }
 
 CoreShare::~CoreShare() { count(false); }
 
@@ -180,14 +138,13 @@ CoreShare::~CoreShare() { count(false); }
 void CoreShare::count(bool exists) const {
   CoreShares& shares = core_shares.get();
   const std::lock_guard lock(shares.mutex);
-  exists ? void(shares.all.insert(this)) : void(shares.all.erase(this));
-  int most = 1, fewest = shares.all.empty() ? 0 : std::numeric_limits<int>::max();
-  for (const CoreShare* share : shares.all) {
-    most = std::max(most, share->ranks_per_core_);
-    fewest = std::min(fewest, share->cores_per_rank_);
-  }
-  shares.most_ranks_per_core = most;
-  shares.fewest_cores_per_rank = fewest;
+  exists ? void(shares.all.insert(cores_per_rank_))
+         : void(shares.all.erase(shares.all.find(cores_per_rank_)));
+  constexpr double kRounding = 1e-9;  // three thirds add up to a little less than one
+  const double fewest = shares.all.empty() ? 0 : *shares.all.begin();
+  shares.most_ranks_per_core =
+      fewest == 0 ? 1 : static_cast<int>(std::ceil(1 / fewest - kRounding));
+  shares.fewest_cores_per_rank = static_cast<int>(fewest + kRounding);
 }
 
 int CoreShare::most_ranks_per_core() { return core_shares.get().most_ranks_per_core; }

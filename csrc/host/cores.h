@@ -30,40 +30,34 @@ bool restrict_thread(const Cores& cores);
 std::string usable_cores();
 
 /// The cores of each NUMA node; empty where the kernel does not tell.
-std::vector<std::string> read_nodes(const std::string& folder = "/sys/devices/system/node");
+std::vector<Cores> read_nodes(const std::string& folder = "/sys/devices/system/node");
 /// Of some cores those of the node that has core `near`, or all where that leaves fewer than two.
-std::vector<int> cores_of_node(const std::vector<int>& cores, int near,
-                               const std::vector<std::string>& nodes);
+Cores cores_of_node(const Cores& cores, std::size_t near, const std::vector<Cores>& nodes);
 
-inline constexpr double kNoQuota = std::numeric_limits<double>::infinity();
+/// How many cores each of the ranks of a host has, given by their usable_cores(), where each core
+/// and `quota`, the CPU time per time of their cgroup, are shared equally by those that may use it:
+/// the smallest share of any rank. 1 / N for N ranks at least, and where one's cores are not known.
+double cores_per_rank(const std::vector<std::string>& cores_of_ranks,
+                      double quota = std::numeric_limits<double>::infinity());
 
-/// How many of the ranks of a host, given by their usable_cores(), share a core: 1 if each may have
-/// one to itself. `quota` is the CPU time per time that their cgroup gives to all.
-int ranks_per_core(const std::vector<std::string>& cores_of_ranks, double quota = kNoQuota);
-
-/// How many cores each of the ranks has to itself, where each core and the quota are shared equally
-/// by those that may use it: the smallest number of any rank, 0 where one's cores are not known.
-int cores_per_rank(const std::vector<std::string>& cores_of_ranks, double quota = kNoQuota);
-
-/// What the ranks of a group have of the cores of their host, for as long as this process has the
-/// group. Groups of one process run on the same cores, so the scarcest share counts for all.
+/// cores_per_rank() of a group, for as long as this process has the group. Groups of one process
+/// run on the same cores, so the smallest share counts for all.
 class CoreShare {
  public:
-  CoreShare(int ranks_per_core, int cores_per_rank);
+  explicit CoreShare(double cores_per_rank);
   ~CoreShare();
   CoreShare(const CoreShare&) = delete;
   CoreShare& operator=(const CoreShare&) = delete;
 
-  /// The most of all groups of this process; 1 without a group.
+  /// How many ranks share a core; 1 if each has one to itself, and without a group.
   static int most_ranks_per_core();
-  /// The fewest; 0 without a group.
+  /// How many cores each rank has to itself; 0 without a group.
   static int fewest_cores_per_rank();
 
  private:
   void count(bool exists) const;
 
-  int ranks_per_core_;
-  int cores_per_rank_;
+  double cores_per_rank_;
 };
 
 }  // namespace ringcomm::host

@@ -6,7 +6,6 @@
 
 #include "core/annotations.h"
 #include "core/errors.h"
-#include "host/cgroup_limits.h"
 
 namespace ringcomm::host {
 namespace {
@@ -22,12 +21,11 @@ void reserve_link(const LinkGeometry& link) {
 }
 
 // Of the ranks of one host.
-CoreShare core_share_of(const Rendezvous& rendezvous, const std::vector<int>& ranks) {
+double cores_of_each(const Rendezvous& rendezvous, const std::vector<int>& ranks) {
   std::vector<std::string> cores;
   for (const int rank : ranks) cores.push_back(rendezvous.record_of(rank).cores);
   const auto& limit = cgroup_limits().cpu_cores;
-  const double quota = limit ? limit->value : kNoQuota;
-  return {ranks_per_core(cores, quota), cores_per_rank(cores, quota)};
+  return limit ? cores_per_rank(cores, limit->value) : cores_per_rank(cores);
 }
 
 }  // namespace
@@ -37,7 +35,7 @@ Group::Group(Rendezvous& rendezvous, const std::vector<int>& ranks, const Segmen
       rank_(static_cast<int>(std::find(ranks.begin(), ranks.end(), rendezvous.rank()) -
                              ranks.begin())),
       layout_(world_size(), config),
-      core_share_(core_share_of(rendezvous, ranks)),
+      core_share_(cores_of_each(rendezvous, ranks)),
       memory_(std::make_shared<SharedMemory>(rendezvous.share_memory(ranks, layout_.num_bytes()))) {
   for (const int rank : ranks) {
     processes_.push_back(rendezvous.processes()[static_cast<std::size_t>(rank)]);

@@ -9,7 +9,6 @@
 #include <chrono>
 #include <climits>
 #include <ctime>
-#include <string>
 #include <vector>
 
 #include "host/cores.h"
@@ -88,15 +87,14 @@ void HostArch::leave_core(const std::uint32_t& core) const {
   if (CoreShare::most_ranks_per_core() > 1) return;
   const Cores allowed = cores_of_thread();
   if (allowed.count() < 2) return;
-  static const std::vector<std::string> nodes = read_nodes();
-  std::vector<int> cores;
-  for_each_core(allowed, [&](std::size_t other) { cores.push_back(static_cast<int>(other)); });
-  cores = cores_of_node(cores, here, nodes);  // the thread's memory is there
-  const auto num_cores = static_cast<std::ptrdiff_t>(cores.size());
-  const auto place = std::ranges::find(cores, here) - cores.begin();
-  const int next =
-      cores[static_cast<std::size_t>((place + 1 + rank_ % (num_cores - 1)) % num_cores)];
-  if (restrict_thread(Cores{}.set(static_cast<std::size_t>(next)))) unpin(allowed);
+  static const std::vector<Cores> nodes = read_nodes();
+  auto next = static_cast<std::size_t>(here);
+  const Cores cores = cores_of_node(allowed, next, nodes);  // the thread's memory is there
+  for (std::size_t i = 0; i <= static_cast<std::size_t>(rank_) % (cores.count() - 1); ++i) {
+    next = cores._Find_next(next);
+    if (next == cores.size()) next = cores._Find_first();
+  }
+  if (restrict_thread(Cores{}.set(next))) unpin(allowed);
 }
 
 }  // namespace ringcomm::host

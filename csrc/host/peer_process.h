@@ -30,8 +30,9 @@ struct PeerProcess {
   std::string host;               ///< its name, for messages
   std::string bootstrap_address;  ///< of its Bootstrap; empty if it is not, or was never, watched
   bool is_pid_hidden = false;
-  std::atomic<bool> is_confirmed = false;  ///< by its pid or its answer: Bootstrap::watch()
-  std::atomic<bool> is_dead = false;       ///< ended, or runs another program
+  /// So it is the one of that address, and tells this process why it fails.
+  std::atomic<bool> has_answered = false;
+  std::atomic<bool> is_dead = false;  ///< ended, or runs another program
   /// The processes that this one has seen end; increased after is_dead.
   static std::atomic<std::uint64_t> num_ended;
   /// An eventfd that is written after num_ended is increased; -1 while nobody waits for deaths.

@@ -4,10 +4,13 @@
 
 #include <atomic>
 #include <cstddef>
+#include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 
-// What the library needs from the process that it is in: pages, forks, a line on standard error.
+// What the library needs from the system: pages, forks, limits, its errors, random bits, a line on
+// standard error.
 
 namespace ringcomm {
 
@@ -62,8 +65,36 @@ class PerProcess {
   std::atomic<Made*> made_ = nullptr;
 };
 
+/// The smallest limits of this process's cgroup, of version 2, and its ancestors. They hold for all
+/// processes of the cgroup together.
+struct CgroupLimits {
+  struct Limit {
+    double value;
+    std::string file;  ///< that sets it
+  };
+  std::optional<Limit> cpu_cores;  ///< CPU time per time
+  std::optional<Limit> memory_bytes;
+};
+/// Reads them; `proc` is the process's folder and `cgroups` where cgroups are mounted.
+CgroupLimits read_cgroup_limits(const std::string& proc, const std::string& cgroups);
+/// Those of this process when it first asked.
+const CgroupLimits& cgroup_limits();
+
 /// Writes a line to the error output, or drops it where that has no room: nobody may wait for who
 /// reads it.
 void say_line(const std::string& line) noexcept;
 
+namespace host {
+
+/// That the system call `what` has failed with the error `code`, and what to do about it.
+std::string describe_errno(const std::string& what, int code);
+/// Throws that of `what`, which has just failed and set errno.
+[[noreturn]] void throw_errno(const std::string& what);
+
+/// Bits that nobody can guess.
+std::uint64_t random_number();
+/// 32 hexadecimal digits of 128 such bits.
+std::string random_text();
+
+}  // namespace host
 }  // namespace ringcomm

@@ -18,7 +18,7 @@ namespace {
 // Ranks that share memory or exchange headers must have the same sizes and enum values. Increase
 // the number after the name for a change that these do not show.
 std::string version() {
-  std::string text = "ringcomm-15-" RINGCOMM_VERSION;
+  std::string text = "ringcomm-16-" RINGCOMM_VERSION;
   for (const std::size_t number :
        {sizeof(host::AbortRecord), sizeof(host::RankControl), sizeof(LinkCursors), kCallHeaderBytes,
         std::size_t{kNumDTypes}, std::size_t{kNumReductions}})
@@ -26,18 +26,12 @@ std::string version() {
   return text;
 }
 
-// The number of this process's namespace of that kind; empty where the kernel does not tell.
-std::string namespace_of(const std::string& kind) {
-  struct stat found{};
-  const bool is_known = ::stat(("/proc/self/ns/" + kind).c_str(), &found) == 0;
-  return is_known ? std::to_string(found.st_ino) : "";
-}
-
 std::string boot_and_network() {
   std::string boot_id;
   std::getline(std::ifstream("/proc/sys/kernel/random/boot_id"), boot_id);
-  const std::string network = namespace_of("net");
-  return network.empty() ? boot_id : boot_id + ":net" + network;
+  struct stat network{};
+  const bool is_known = ::stat("/proc/self/ns/net", &network) == 0;
+  return boot_id + (is_known ? ":net" + std::to_string(network.st_ino) : "");
 }
 
 }  // namespace
@@ -45,8 +39,8 @@ std::string boot_and_network() {
 std::string RankRecord::to_text() const {
   return version() + "\n" +
          to_fields({host_id, host, bootstrap_address, std::to_string(pid), memory_key, options,
-                    machine_id, std::to_string(world_size), global_ranks, pid_namespace,
-                    std::to_string(attempt), cores, std::to_string(written_ms), failure.to_text()});
+                    machine_id, std::to_string(world_size), global_ranks, std::to_string(attempt),
+                    cores, std::to_string(written_ms), failure.to_text()});
 }
 
 RankRecord RankRecord::from_text(const std::string& text) {
@@ -66,7 +60,6 @@ RankRecord RankRecord::from_text(const std::string& text) {
           .machine_id = fields.next(),
           .world_size = fields.number(),
           .global_ranks = fields.next(),
-          .pid_namespace = fields.next(),
           .attempt = fields.number(),
           .cores = fields.next(),
           .written_ms = fields.number<std::int64_t>(),
@@ -79,8 +72,6 @@ std::string host_id() {
 }
 
 std::string machine_id() { return boot_and_network() + ":uid" + std::to_string(::geteuid()); }
-
-std::string pid_namespace() { return namespace_of("pid"); }
 
 std::string ranges_of(const std::vector<std::uint64_t>& numbers) {
   std::string text;

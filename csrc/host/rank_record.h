@@ -22,14 +22,13 @@ struct RankRecord {
   pid_t pid = -1;
   std::string memory_key = {};  ///< random; names memory that it may offer for this group
   std::string options;
-  std::string machine_id = {};     ///< equal for processes that can watch each other
-  int world_size = 0;              ///< of the group that it makes
-  std::string global_ranks = {};   ///< of that group, as text; empty where it has no such numbers
-  std::string pid_namespace = {};  ///< in which `pid` is its number
-  int attempt = 1;                 ///< how often it has begun to make this group over this store
-  std::string cores = {};          ///< that it may use; empty where that is not known
-  std::int64_t written_ms = 0;     ///< when, by the system's clock, since 1970
-  AbortReason failure = {};        ///< why it could not make it; without a text until it fails
+  std::string machine_id = {};    ///< equal for processes that can watch each other
+  int world_size = 0;             ///< of the group that it makes
+  std::string global_ranks = {};  ///< of that group, as text; empty where it has no such numbers
+  int attempt = 1;                ///< how often it has begun to make this group over this store
+  std::string cores = {};         ///< that it may use; empty where that is not known
+  std::int64_t written_ms = 0;    ///< when, by the system's clock, since 1970
+  AbortReason failure = {};       ///< why it could not make it; without a text until it fails
 
   std::string to_text() const;
   /// Throws Error if the text is not a record of this version of ringcomm.
@@ -44,8 +43,6 @@ std::string ranges_of(const std::vector<std::uint64_t>& numbers);
 std::string host_id();
 /// The same whatever RINGCOMM_HOST_ID is, and the user: a bootstrap answers its own user only.
 std::string machine_id();
-/// Of this process, or empty where the kernel does not tell.
-std::string pid_namespace();
 /// Of this machine; letters that are not of ASCII are ?.
 std::string host_name();
 

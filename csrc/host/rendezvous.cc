@@ -1,6 +1,5 @@
 #include "host/rendezvous.h"
 
-#include <fcntl.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -10,8 +9,6 @@
 #include "host/cores.h"
 #include "host/fd.h"
 #include "host/process.h"
-#include "host/random.h"
-#include "host/system_error.h"
 #include "host/text_fields.h"
 
 namespace ringcomm::host {
@@ -47,17 +44,6 @@ std::string list_of(const char* noun, const std::vector<int>& ranks) {
   return text;
 }
 
-// Fails early: later, a peer would wait for this rank, and torch's FileStore end the process.
-void check_descriptors(std::size_t num_peers) {
-  // Some of this rank; for each peer a pidfd, a socket in each direction and one for memory. Peers
-  // on other hosts need none: no more than 16 are counted.
-  std::vector<UniqueFd> files(7 + 4 * std::min(num_peers, std::size_t{16}));
-  for (UniqueFd& file : files) {
-    file.reset(::open("/", O_PATH | O_CLOEXEC));
-    if (!file) throw_errno("opening " + std::to_string(files.size()) + " files for a group");
-  }
-}
-
 }  // namespace
 
 Rendezvous::Rendezvous(KeyValueStore& store, const GroupTerms& terms,
@@ -73,7 +59,6 @@ Rendezvous::Rendezvous(KeyValueStore& store, const GroupTerms& terms,
             .machine_id = machine_id(),
             .world_size = terms.world_size,
             .global_ranks = ranges_of(terms.global_ranks),
-            .pid_namespace = pid_namespace(),
             .cores = usable_cores()},
       peers_(static_cast<std::size_t>(terms.world_size)),
       processes_(terms.known),
@@ -168,7 +153,6 @@ void Rendezvous::wait_for_all(const std::function<bool(int peer)>& has_come,
 
 PeerTable Rendezvous::find_ranks() {
   count_attempts();
-  check_descriptors(peers_.size() - std::max<std::size_t>(terms_.known.size(), 1));
   bootstrap_ = &Bootstrap::instance();
   mine_.bootstrap_address = bootstrap_->address();
   mine_.memory_key = random_text();
@@ -181,14 +165,15 @@ PeerTable Rendezvous::find_ranks() {
   store_.set(rank_key(rank()), mine_.to_text());
   const bool has_table = world_size() > 2;
   const auto has_come = [this](int peer) { return has_met(peer) || meet(peer); };
-  // The table's records that do not fit yet are read one by one after it.
   const auto has_answer = [&] {
     if (read_table()) return true;
     has_come(0);  // a failure of rank 0 is in its record
     return false;
   };
-  if (has_table && rank() != 0) wait_for_all(has_come, has_answer);
-  wait_for_all(has_come);
+  if (!has_table || rank() == 0)
+    wait_for_all(has_come);
+  else
+    wait_for_all(has_come, has_answer);
   if (has_table && rank() == 0) {
     std::string table;
     for (const Peer& peer : peers_) table += to_fields({peer.text});
@@ -199,7 +184,7 @@ PeerTable Rendezvous::find_ranks() {
   return PeerTable(records);
 }
 
-// False if there is no table, or one that was made before this rank's record.
+// Whether all ranks of the table have been found; not in one that is older than this rank's record.
 bool Rendezvous::read_table() {
   const auto text = store_.try_get(kTableKey);
   if (!text) return false;
@@ -207,9 +192,10 @@ bool Rendezvous::read_table() {
   TextFields fields(*text);
   for (int peer = 0; peer < world_size(); ++peer) records.push_back(fields.next());
   if (records[static_cast<std::size_t>(rank())] != peer_of(rank()).text) return false;
+  bool has_all = true;
   for (int peer = 0; peer < world_size(); ++peer)
-    if (peer != rank()) accept(peer, records[static_cast<std::size_t>(peer)]);
-  return true;
+    if (peer != rank() && !accept(peer, records[static_cast<std::size_t>(peer)])) has_all = false;
+  return has_all;
 }
 
 std::string Rendezvous::key_of(int rank) {
@@ -307,7 +293,10 @@ bool Rendezvous::accept(int peer, const std::string& text) {
       return true;
     }
   } catch (const Error& error) {
-    if (is_settled && text != known.first_text) throw;
+    const ErrorInfo& info = error.info();
+    // What this process cannot do, as without descriptors, is no matter of the record.
+    const bool is_own = info.kind == ErrorKind::kSystem && info.rank < 0 && info.pid < 0;
+    if (is_own || (is_settled && text != known.first_text)) throw;
     known.record.failure.text = error.what();
     return false;
   }
@@ -384,17 +373,20 @@ std::string Rendezvous::listed(const std::vector<int>& ranks) const {
          (is_alike ? "" : " of the group (" + list_of("global rank", global_ranks) + ")");
 }
 
-// Watches the process of a record, if it is on this machine. Null if it had ended before, and its
-// record is not believed.
+// Watches the process of a record, if it is on this machine. Null if it has not answered yet, so
+// that a rank that is out of descriptors later can tell those that have found it; or had ended
+// before, and its record is not believed.
 std::shared_ptr<PeerProcess> Rendezvous::find_process(const RankRecord& theirs, int peer,
                                                       bool is_believed) {
   // Abstract sockets must reach the peer also if the user declares that memory is shared.
   const bool can_watch = theirs.machine_id == mine_.machine_id ||
                          (terms_.shares_memory && theirs.host_id == mine_.host_id);
   if (can_watch)
-    if (auto process = bootstrap_->watch(theirs.bootstrap_address, theirs.pid, theirs.host,
-                                         theirs.pid_namespace))
-      return process->is_confirmed ? process : nullptr;
+    if (auto process = bootstrap_->watch(theirs.bootstrap_address, theirs.pid, theirs.host)) {
+      if (const std::string why = process->refusal(); !why.empty() && !process->has_answered)
+        fail(ErrorKind::kSystem, peer, name_of(peer) + " " + why);
+      return process->has_answered ? process : nullptr;
+    }
   auto process = std::make_shared<PeerProcess>(theirs.pid, theirs.host);
   if (!can_watch) return process;
 

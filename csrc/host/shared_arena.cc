@@ -9,8 +9,8 @@
 
 #include "core/errors.h"
 #include "host/bootstrap.h"
-#include "host/cgroup_limits.h"
 #include "host/fd.h"
+#include "host/process.h"
 
 namespace ringcomm::host {
 namespace {

@@ -18,7 +18,6 @@
 #include <vector>
 
 #include "host/process.h"
-#include "host/random.h"
 #include "host/shared_memory.h"
 #include "host/threads.h"
 

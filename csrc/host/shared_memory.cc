@@ -13,7 +13,6 @@
 #include "core/annotations.h"
 #include "core/errors.h"
 #include "host/process.h"
-#include "host/system_error.h"
 
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23  // Linux 5.14

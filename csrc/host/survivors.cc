@@ -9,9 +9,8 @@
 #include "core/errors.h"
 #include "host/bootstrap.h"
 #include "host/fd.h"
-#include "host/random.h"
+#include "host/process.h"
 #include "host/rank_record.h"
-#include "host/system_error.h"
 
 namespace ringcomm::host {
 

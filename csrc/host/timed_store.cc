@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <condition_variable>
 #include <deque>
+#include <functional>
 #include <future>
 #include <mutex>
 #include <system_error>
@@ -10,22 +11,63 @@
 #include <utility>
 
 #include "core/errors.h"
+#include "host/process.h"
+#include "host/threads.h"
 
 namespace ringcomm {
 
 // A store that takes longer than this is silent.
 constexpr std::chrono::milliseconds kSilentAfter{1000};
 
-// Of one object and its thread.
-struct TimedStore::Queue {
+namespace {
+
+// One idle thread stays for the next store; others are there only while several stores are asked.
+class StoreThreads {
+ public:
+  // Throws std::system_error.
+  void run(std::function<void()> work) {
+    const std::lock_guard lock(mutex_);
+    if (std::exchange(is_idle_, false)) {
+      work_ = std::move(work);
+      changed_.notify_one();
+    } else {
+      auto body = [this, work = std::move(work)]() mutable { serve(std::move(work)); };
+      start_background_thread("ringcomm-store", std::move(body)).detach();
+    }
+  }
+
+ private:
+  void serve(std::function<void()> work) {
+    while (work) {
+      work();
+      work = nullptr;  // what it holds ends without the lock
+      std::unique_lock lock(mutex_);
+      if (is_idle_ || work_) return;
+      is_idle_ = true;
+      changed_.wait(lock, [this] { return static_cast<bool>(work_); });
+      work = std::exchange(work_, {});
+    }
+  }
+
+  std::mutex mutex_;  // guards the next ones
+  std::condition_variable changed_;
+  bool is_idle_ = false;
+  std::function<void()> work_;  // for the thread that was idle
+};
+constinit PerProcess<StoreThreads> store_threads;
+
+}  // namespace
+
+// Of one object, and of the thread that makes its calls.
+struct TimedStore::Queue : std::enable_shared_from_this<Queue> {
+  explicit Queue(std::shared_ptr<KeyValueStore> its_store) : store(std::move(its_store)) {}
+
   const std::shared_ptr<KeyValueStore> store;
-  std::mutex mutex = {};  // guards the next ones
-  std::condition_variable changed = {};
-  std::deque<std::function<void()>> calls = {};  // the first is being made
-  Clock::time_point since = {};                  // when it began
-  bool has_thread = false;
-  bool is_over = false, has_ended = false;
-  std::shared_future<std::optional<std::string>> asked = {}, answered = {};
+  std::mutex mutex;  // guards the next ones
+  std::condition_variable changed;
+  std::deque<std::function<void()>> calls;  // the first is being made
+  Clock::time_point since;                  // when it began
+  std::shared_future<std::optional<std::string>> asked, answered;
 
   // When a call is late; with the lock held, as the next one.
   Clock::time_point limit() const { return (calls.empty() ? Clock::now() : since) + kSilentAfter; }
@@ -35,50 +77,38 @@ struct TimedStore::Queue {
     using Result = std::invoke_result_t<Ask, KeyValueStore&>;
     const auto task = std::make_shared<std::packaged_task<Result()>>(
         [this, ask = std::move(ask)] { return ask(*store); });
-    if (calls.empty()) since = Clock::now();
-    if (has_thread)
-      calls.push_back([task] { (*task)(); });
-    else
+    calls.push_back([task] { (*task)(); });
+    if (calls.size() > 1) return task->get_future();
+    since = Clock::now();
+    try {
+      store_threads.get().run([queue = this->shared_from_this()] { queue->run(); });
+    } catch (const std::system_error&) {  // no thread is to be had
+      calls.clear();
       (*task)();
-    changed.notify_all();
+    }
     return task->get_future();
   }
 
   void run() {
     std::unique_lock lock(mutex);
-    for (;;) {
-      changed.wait(lock, [this] { return is_over || !calls.empty(); });
-      if (calls.empty()) break;
+    while (!calls.empty()) {
+      const auto& call = calls.front();  // which push_back() leaves where it is
       lock.unlock();
-      calls.front()();
+      call();
       lock.lock();
       calls.pop_front();
       since = Clock::now();
     }
-    has_ended = true;
     changed.notify_all();
   }
 };
 
 TimedStore::TimedStore(std::shared_ptr<KeyValueStore> store, Clock::time_point deadline)
-    : deadline_(deadline), queue_(new Queue{.store = std::move(store)}) {
-  try {
-    thread_ = start_background_thread("ringcomm-store", [queue = queue_] { queue->run(); });
-    queue_->has_thread = true;
-  } catch (const std::system_error&) {
-    // No thread is to be had: the callers ask, and may wait as long as the store does.
-  }
-}
+    : deadline_(deadline), queue_(std::make_shared<Queue>(std::move(store))) {}
 
 TimedStore::~TimedStore() {
-  if (!queue_->has_thread) return;
   std::unique_lock lock(queue_->mutex);
-  queue_->is_over = true;
-  queue_->changed.notify_all();
-  const bool has_ended =
-      queue_->changed.wait_until(lock, queue_->limit(), [this] { return queue_->has_ended; });
-  lock.unlock();
-  has_ended ? thread_.join() : thread_.detach();
+  queue_->changed.wait_until(lock, queue_->limit(), [this] { return queue_->calls.empty(); });
 }
 
 template <class Ask>

@@ -5,14 +5,13 @@
 #include <string>
 
 #include "host/key_value_store.h"
-#include "host/threads.h"
 #include "host/wait_limits.h"
 
 namespace ringcomm {
 
-/// A store whose calls end in time, whatever the store does: a thread ("ringcomm-store") makes
-/// them, one after another. Where the store does not answer, the thread is left behind with all
-/// that it uses.
+/// A store whose calls end in time, whatever the store does: the store thread of this process
+/// ("ringcomm-store") makes them, one after another. Where the store does not answer, the thread is
+/// left behind with all that it uses, and another store gets a new one.
 ///
 /// A call waits until the deadline, and at least until the thread's call has taken kSilentAfter: of
 /// several calls to a silent store the first one waits. Then it throws Error, of kTimeout. What was
@@ -21,7 +20,7 @@ class TimedStore final : public KeyValueStore {
  public:
   using Clock = RunningClock;
 
-  /// Where the thread cannot start, the callers make the calls.
+  /// Where no thread can start, the callers make the calls.
   explicit TimedStore(std::shared_ptr<KeyValueStore> store, Clock::time_point deadline = {});
   ~TimedStore() override;
   /// Later calls have the second alone.
@@ -46,7 +45,6 @@ class TimedStore final : public KeyValueStore {
 
   Clock::time_point deadline_;
   std::shared_ptr<Queue> queue_;
-  BackgroundThread thread_;
 };
 
 }  // namespace ringcomm

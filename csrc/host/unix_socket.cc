@@ -16,7 +16,7 @@
 
 #include "core/annotations.h"
 #include "core/errors.h"
-#include "host/system_error.h"
+#include "host/process.h"
 #include "host/wait_limits.h"
 
 namespace ringcomm::host {
@@ -179,10 +179,7 @@ std::optional<SocketMessage> recv_message(int socket, std::chrono::milliseconds 
     message.fd.reset(fd);
   }
   if ((envelope.header.msg_flags & MSG_CTRUNC) != 0) {
-    if (!message.fd) {
-      errno = EMFILE;
-      throw_errno("recvmsg of a file descriptor");
-    }
+    message.has_lost_fd = !message.fd;
     message.fd.reset();  // there were more
   }
   if ((envelope.header.msg_flags & MSG_TRUNC) == 0)

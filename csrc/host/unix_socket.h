@@ -33,6 +33,7 @@ inline constexpr std::size_t kMaxTextBytes = 512;
 struct SocketMessage {
   std::string text;
   UniqueFd fd;
+  bool has_lost_fd = false;  ///< this process had no room for it
 };
 /// Sends a text, which is not empty, and a descriptor unless `fd` is -1. Returns the system's
 /// error, or 0; send_message() throws it.

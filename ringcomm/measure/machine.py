@@ -164,7 +164,7 @@ class OthersWatch:
 def read_limits(
     proc: Path = Path("/proc/self"), cgroups: Path = Path("/sys/fs/cgroup")
 ) -> dict[str, Any]:
-    """The smallest limits of this process's cgroup (v1 or v2) and its ancestors.
+    """The smallest limits of this process's cgroup, of version 2, and its ancestors.
 
     `cpu_cores`, CPU time per time, and `memory_bytes`, of all processes in the cgroup together,
     each as (value, file), or None without a limit; `max_fds`, open files of a process.

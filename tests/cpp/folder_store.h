@@ -14,7 +14,7 @@
 
 #include "core/annotations.h"
 #include "host/key_value_store.h"
-#include "host/random.h"
+#include "host/process.h"
 
 namespace ringcomm::testing {
 

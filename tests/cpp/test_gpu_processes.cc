@@ -12,7 +12,7 @@
 #include "cuda/collectives/ipc_transport.h"
 #include "cuda/driver/driver.h"
 #include "folder_store.h"
-#include "host/random.h"
+#include "host/process.h"
 #include "third_party/doctest/doctest.h"
 #include "thread_ranks.h"
 

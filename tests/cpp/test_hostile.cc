@@ -22,6 +22,7 @@
 #include <fstream>
 #include <functional>
 #include <iterator>
+#include <memory>
 #include <sstream>
 #include <string>
 #include <thread>
@@ -38,6 +39,7 @@
 #include "host/group.h"
 #include "host/rank_control.h"
 #include "host/rank_record.h"
+#include "host/rendezvous.h"
 #include "host/segment_layout.h"
 #include "host/shared_arena.h"
 #include "host/shared_memory.h"
@@ -299,14 +301,12 @@ TEST_CASE("hostile: a process that takes the name of one that has ended is not t
     FakeBootstrap liar(
         [&](int connection) { send_message(connection, secret + " " + note, own.get()); });
     CHECK_FALSE(static_cast<bool>(bootstrap.fetch(liar.address(), "key", kPatience)));
-    // Its pid is not that of the record.
-    CHECK(bootstrap.watch(liar.address(), ::getpid() + 1, "", pid_namespace()) == nullptr);
   }
-  // Where pids cannot be compared, its answer has to prove it.
+  // One that is watched has to prove it.
   const std::string name = fresh_name("silent");
   const UniqueFd silent = listen_at(name);
   for (int i = 0; i < 3; ++i)
-    CHECK_FALSE(bootstrap.watch(name + " request answer", 1)->is_confirmed.load());
+    CHECK_FALSE(bootstrap.watch(name + " request answer", 1)->has_answered.load());
   const UniqueFd connection(::accept4(silent.get(), nullptr, nullptr, SOCK_CLOEXEC));
   send_raw(connection.get(), "guess! \x03");
   testing::wait_until(
@@ -321,6 +321,25 @@ TEST_CASE("hostile: who refuses a request says why, and that is all it can say")
   FakeBootstrap full([](int connection) { send_raw(connection, "refused is out of room"); });
   expect_error(error_of([&] { Bootstrap::instance().fetch(full.address(), "key", kPatience); }),
                ErrorKind::kSystem, {"the process that has the memory", "is out of room"});
+}
+
+// Once the group is made, its process may be out of descriptors, and accept nobody to tell so.
+TEST_CASE("no rank has found one that has not accepted its connection") {
+  const std::string name = fresh_name("silent");
+  const UniqueFd silent = listen_at(name);
+  MemoryStore store;
+  const RankRecord record{.host_id = host_id(),
+                          .host = host_name(),
+                          .bootstrap_address = name + " request answer",
+                          .pid = ::getpid(),
+                          .memory_key = "key",
+                          .options = "o=1",
+                          .machine_id = machine_id(),
+                          .world_size = 2};
+  store.set("ringcomm/rank/0", record.to_text());
+  Rendezvous rendezvous(store, {.rank = 1, .world_size = 2, .options = "o=1"}, milliseconds(100));
+  expect_error(error_of([&] { rendezvous.find_ranks(); }), ErrorKind::kTimeout,
+               {"rank 0 did not join the group"});
 }
 
 // ---- messages
@@ -543,6 +562,8 @@ TEST_CASE("a bootstrap that is out of descriptors says so at once") {
   const int status = status_of_child([] {
     Bootstrap& bootstrap = Bootstrap::instance();
     bootstrap.offer("key", create_memfd(4096));
+    const auto process = bootstrap.watch(bootstrap.address(), ::getpid());
+    for (Backoff backoff; !process->has_answered; backoff.sleep()) continue;
     const rlimit few{.rlim_cur = 100, .rlim_max = 100};
     if (::setrlimit(RLIMIT_NOFILE, &few) != 0) return 1;
     std::vector<UniqueFd> files;
@@ -551,8 +572,9 @@ TEST_CASE("a bootstrap that is out of descriptors says so at once") {
     files.pop_back();  // for this end of the connection
     for (int i = 0; i < 3; ++i)
       expect_error(error_of([&] { bootstrap.fetch(bootstrap.address(), "key", kPatience); }),
-                   ErrorKind::kSystem, {"is out of file descriptors", "ulimit -n"});
+                   ErrorKind::kSystem, {"accept4 failed", "errno 24", "100 (ulimit -n)"});
     files.clear();
+    for (Backoff backoff; !process->refusal().empty(); backoff.sleep()) continue;
     return bootstrap.fetch(bootstrap.address(), "key", kPatience) ? 0 : 2;
   });
   CHECK(status == 0);
@@ -603,6 +625,25 @@ TEST_CASE("hostile: a user that the container does not know is not taken for its
 }
 
 #if !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)  // they have a getsockopt, too
+std::atomic<int> num_receives = 0;
+
+TEST_CASE("a bootstrap asks the system about the processes with news, and not about all") {
+  constexpr int kNumQuiet = 32, kNumNews = 20;
+  std::vector<std::unique_ptr<FakeBootstrap>> quiet;
+  Bootstrap& bootstrap = Bootstrap::instance();
+  bootstrap.offer("test/news", create_memfd(4096));
+  for (int i = 0; i < kNumQuiet; ++i) {
+    quiet.push_back(std::make_unique<FakeBootstrap>([](int) {}));
+    const auto process = bootstrap.watch(quiet.back()->address(), ::getpid());
+    testing::wait_until([&] { return process->has_answered.load(); }, "the answer");
+  }
+  num_receives = 0;
+  for (int i = 0; i < kNumNews; ++i)
+    CHECK(static_cast<bool>(bootstrap.fetch(bootstrap.address(), "test/news", kPatience)));
+  CHECK(num_receives < kNumNews * kNumQuiet / 2);
+  bootstrap.withdraw("test/news");
+}
+
 std::atomic<int> num_failures = 0;
 std::atomic<pid_t> spared_thread = 0;
 
@@ -659,12 +700,12 @@ TEST_CASE("a child that was forked while another thread made a group can make on
           doctest::skip(ringcomm::testing::kHasAddressSanitizer)) {
   std::atomic<bool> is_over = false;
   std::thread busy([&] {
-    while (!is_over) CoreShare(2, 1);
+    while (!is_over) CoreShare(0.5);
   });
   for (int i = 0; i < 20; ++i)
     CHECK(status_of_child([&] {
             ::alarm(5);
-            const CoreShare share(2, 1);
+            const CoreShare share(0.5);
             return 0;
           }) == 0);
   is_over = true;
@@ -683,6 +724,11 @@ extern "C" int getsockopt(int fd, int level, int name, void* value, socklen_t* n
     return -1;
   }
   return static_cast<int>(::syscall(SYS_getsockopt, fd, level, name, value, num_bytes));
+}
+
+extern "C" ssize_t recvmsg(int fd, msghdr* message, int flags) {
+  ++num_receives;
+  return ::syscall(SYS_recvmsg, fd, message, flags);
 }
 
 // Fails with `accept_error` while it is not 0.

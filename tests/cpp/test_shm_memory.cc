@@ -20,7 +20,6 @@
 
 #include "collectives/recorder.h"
 #include "core/errors.h"
-#include "host/cgroup_limits.h"
 #include "host/fd.h"
 #include "host/process.h"
 #include "host/rank_control.h"
@@ -222,7 +221,6 @@ TEST_CASE("a rank record survives its text, and a stranger's is refused") {
                           .options = "algorithm=auto num_slots=2",
                           .world_size = 3,
                           .global_ranks = "2, 5-6",
-                          .pid_namespace = "4026531836",
                           .attempt = 7,
                           .cores = "0-3, 8",
                           .failure = {.origin = 1, .culprit = 2, .text = "one\ntwo \\n"}};
@@ -235,7 +233,6 @@ TEST_CASE("a rank record survives its text, and a stranger's is refused") {
   CHECK(copy.options == record.options);
   CHECK(copy.world_size == 3);
   CHECK(copy.global_ranks == record.global_ranks);
-  CHECK(copy.pid_namespace == record.pid_namespace);
   CHECK(copy.attempt == 7);
   CHECK(copy.cores == record.cores);
   CHECK(copy.failure.culprit == 2);

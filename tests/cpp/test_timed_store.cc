@@ -1,9 +1,13 @@
 // A store that does not answer: who asks it goes on.
 #include <atomic>
 #include <chrono>
+#include <filesystem>
+#include <fstream>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <thread>
+#include <vector>
 
 #include "core/errors.h"
 #include "host/timed_store.h"
@@ -38,6 +42,16 @@ class GatedStore final : public KeyValueStore {
   testing::MemoryStore& store_;
 };
 
+int num_store_threads() {
+  int found = 0;
+  for (const auto& task : std::filesystem::directory_iterator("/proc/self/task")) {
+    std::string name;
+    std::getline(std::ifstream(task.path() / "comm"), name);
+    found += name == "ringcomm-store" ? 1 : 0;
+  }
+  return found;
+}
+
 bool eventually(const std::function<bool()>& is_true) {
   const auto deadline = Clock::now() + testing::kBound;
   while (!is_true() && Clock::now() < deadline) Backoff().sleep();
@@ -71,6 +85,40 @@ TEST_CASE("store: one that is silent costs its callers a second together, and it
   silence.unlock();
   CHECK(eventually([&] { return memory.try_get("late") == "written"; }));
   CHECK(eventually([&] { return asked.use_count() == 1; }));
+}
+
+TEST_CASE("store: stores share a thread, of which a silent one keeps nobody") {
+  testing::MemoryStore memory;
+  const auto gate = std::make_shared<std::mutex>(), free_gate = std::make_shared<std::mutex>();
+  const auto ask_some = [&] {
+    std::vector<std::unique_ptr<TimedStore>> stores(8);
+    for (auto& store : stores) {
+      store = std::make_unique<TimedStore>(std::make_shared<GatedStore>(free_gate, memory));
+      CHECK_FALSE(store->try_get("key"));
+    }
+    return num_store_threads();
+  };
+  // A thread is idle a moment after its last answer.
+  CHECK(eventually([&] { return ask_some() == 1; }));
+  std::unique_lock silence(*gate);
+  TimedStore silent(std::make_shared<GatedStore>(gate, memory));
+  CHECK_FALSE(silent.peek("key"));
+  CHECK(eventually([&] { return ask_some() == 2; }));
+  silence.unlock();
+  CHECK(eventually([&] { return num_store_threads() == 1; }));
+}
+
+// ThreadSanitizer sees what the callers and the thread share.
+TEST_CASE("store: one that several threads ask") {
+  testing::MemoryStore memory;
+  TimedStore store(std::make_shared<GatedStore>(std::make_shared<std::mutex>(), memory));
+  std::atomic<bool> is_over = false;
+  std::thread peeker([&] {
+    while (!is_over) store.peek("key");
+  });
+  for (int i = 0; i < 3000; ++i) CHECK_FALSE(store.try_get("key"));
+  is_over = true;
+  peeker.join();
 }
 
 TEST_CASE("store: until its deadline a call waits longer") {

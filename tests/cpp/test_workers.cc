@@ -24,7 +24,8 @@
 
 #include "collective_case.h"
 #include "host/cores.h"
-#include "host/random.h"
+#include "host/host_arch.h"
+#include "host/process.h"
 #include "host/workers.h"
 #include "third_party/doctest/doctest.h"
 
@@ -115,7 +116,7 @@ TEST_CASE("workers: a rank has several threads where each has a core, in large c
   const TeamOfThree team;
   constexpr std::size_t kLarge = std::size_t{1} << 20, kSmall = 255 << 10;
   const auto may_split = [&](int num_cores, int max_threads, std::size_t num_bytes) {
-    const host::CoreShare share(1, num_cores);
+    const host::CoreShare share(num_cores);
     host::Workers workers(max_threads);
     workers.begin(num_bytes);
     return workers.may_split();
@@ -125,7 +126,7 @@ TEST_CASE("workers: a rank has several threads where each has a core, in large c
   CHECK(may_split(2, 2, kLarge));
   CHECK(!may_split(2, 3, kSmall));
   CHECK(!may_split(8, 1, kLarge));
-  const host::CoreShare of_other_group(2, 1);
+  const host::CoreShare of_other_group(0.5);
   CHECK(host::CoreShare::most_ranks_per_core() == 2);
   CHECK(!may_split(8, 0, kLarge));
   bool of_library = true;
@@ -154,7 +155,7 @@ int in_child(const std::function<int()>& body) {
 TEST_CASE("workers: a forked process works alone") {
   const TeamOfThree team;
   const auto has_team = [] {
-    const host::CoreShare share(1, 3);
+    const host::CoreShare share(3);
     host::Workers workers(0);
     workers.begin(std::size_t{1} << 20);
     return workers.may_split() ? 1 : 0;
@@ -187,7 +188,7 @@ TEST_CASE("workers: a team is begun for the cores of a rank only where threads a
 
 TEST_CASE("workers: a team that is slower than the caller alone pauses, longer each time") {
   const TeamOfThree team;
-  const host::CoreShare share(1, 3);
+  const host::CoreShare share(3);
   host::Workers workers(0);
   int num_alone = 0;
   std::vector<int> pauses;
@@ -204,25 +205,34 @@ TEST_CASE("workers: a team that is slower than the caller alone pauses, longer e
   CHECK(pauses == std::vector<int>{3, 6, 12, 24, 48, 96, 192, 384});
 }
 
-TEST_CASE("workers: ranks share cores if too many are on the same ones, or on all") {
-  const auto sharing = [](const std::vector<std::string>& cores) {
-    return host::ranks_per_core(cores);
-  };
-  CHECK(sharing({"0", "1"}) == 1);
-  CHECK(sharing({"0-1", "0-1"}) == 1);
-  CHECK(sharing({"1023", "1024", "8191"}) == 1);
-  CHECK(sharing({"0", "0"}) == 2);
-  CHECK(sharing({"0-1", "0-1", "0-1"}) == 2);
-  CHECK(sharing(std::vector<std::string>(64, "0-1")) == 32);
-  CHECK(sharing({"0", "1-2", "1-2", "0"}) == 2);  // four ranks and three cores
-  CHECK(sharing({"0", "0", "0", "1-9"}) == 3);    // of ten cores three ranks have one
-  CHECK(sharing({"0-1", "1", "0", "2-9"}) == 2);
-  // What is not known may be one core; and what a faulty peer may have written.
+TEST_CASE("workers: each core, and the quota, is shared equally by the ranks that may use it") {
+  using host::cores_per_rank;
+  CHECK(cores_per_rank({"0-7", "8-15"}) == 8);   // pinned
+  CHECK(cores_per_rank({"0-15", "0-15"}) == 8);  // shared
+  CHECK(cores_per_rank({"0, 2, 4", "1, 3, 5"}) == 3);
+  CHECK(cores_per_rank({"0-3", "4-15"}) == 4);      // as many as every rank has
+  CHECK(cores_per_rank({"0-15", "0-15"}, 4) == 2);  // a quota of four cores
+  CHECK(cores_per_rank({"0", "0"}) == 0.5);
+  CHECK(cores_per_rank({"0-1", "1"}) == 0.5);
+  // At least 1 / N, where what is not known may be one core, and a faulty peer have written it.
+  CHECK(cores_per_rank({"0-7", "0-7"}, 0.1) == 0.5);
   for (const char* wrong : {"", "x", "-", "7-3", "9000-9999", "99999999999999999999"})
-    CHECK(sharing({"0", "1", wrong}) == 3);
-  CHECK(sharing({"0", "1-18446744073709551615"}) == 1);
-  CHECK(host::ranks_per_core({"0-7", "0-7", "0-7"}, 1.5) == 2);
-  CHECK(host::ranks_per_core({"0-7", "0-7"}, 0.1) == 2);
+    CHECK(cores_per_rank({"0-9", "10-19", wrong, "20-29"}) == 0.25);
+  const auto sharing = [](const std::vector<std::string>& cores, double quota = 1e9) {
+    const host::CoreShare share(cores_per_rank(cores, quota));
+    return std::pair(host::CoreShare::most_ranks_per_core(),
+                     host::CoreShare::fewest_cores_per_rank());
+  };
+  CHECK(sharing({"0", "1"}) == std::pair(1, 1));
+  CHECK(sharing({"0-15", "0-15", "0-15"}) == std::pair(1, 5));
+  CHECK(sharing({"1023", "1024", "8191"}) == std::pair(1, 1));
+  CHECK(sharing({"0-1", "0-1", "0-1"}) == std::pair(2, 0));
+  CHECK(sharing(std::vector<std::string>(64, "0-1")) == std::pair(32, 0));
+  CHECK(sharing({"0", "0", "0", "1-9"}) == std::pair(3, 0));
+  CHECK(sharing({"0-2", "0-2", "0-2"}) == std::pair(1, 1));  // three thirds
+  CHECK(sharing({"0", "1-18446744073709551615"}) == std::pair(1, 1));
+  CHECK(sharing({"0-7", "0-7", "0-7"}, 1.5) == std::pair(2, 0));
+  CHECK(host::CoreShare::most_ranks_per_core() == 1);
 }
 
 // The kernel of a machine with more than 1,024 cores refuses a cpu_set_t,
@@ -257,30 +267,53 @@ TEST_CASE("workers: a thread that moves stays on its NUMA node") {
     fs::create_directories(nodes / name);
     std::ofstream(nodes / name / "cpulist") << cores;
   }
-  const auto found = [&](std::vector<int> cores, int near) {
-    return host::cores_of_node(cores, near, host::read_nodes(nodes.string()));
+  const auto set_of = [](std::vector<std::size_t> cores) {
+    host::Cores set;
+    for (const std::size_t core : cores) set.set(core);
+    return set;
   };
-  CHECK(found({0, 1, 4, 5, 8}, 1) == std::vector<int>{0, 1, 8});
-  CHECK(found({0, 1, 4, 5, 8}, 4) == std::vector<int>{4, 5});
-  CHECK(found({0, 1, 4}, 4) == std::vector<int>{0, 1, 4});     // alone there
-  CHECK(found({0, 1, 20}, 20) == std::vector<int>{0, 1, 20});  // of no node
-  CHECK(host::cores_of_node({0, 1}, 0, host::read_nodes((nodes / "none").string())) ==
-        std::vector<int>{0, 1});
+  const auto found = [&](const std::vector<std::size_t>& cores, std::size_t near,
+                         const char* folder = "") {
+    return host::cores_of_node(set_of(cores), near, host::read_nodes((nodes / folder).string()));
+  };
+  CHECK(found({0, 1, 4, 5, 8}, 1) == set_of({0, 1, 8}));
+  CHECK(found({0, 1, 4, 5, 8}, 4) == set_of({4, 5}));
+  CHECK(found({0, 1, 4}, 4) == set_of({0, 1, 4}));     // alone there
+  CHECK(found({0, 1, 20}, 20) == set_of({0, 1, 20}));  // of no node
+  CHECK(found({0, 1}, 0, "none") == set_of({0, 1}));
   fs::remove_all(nodes);
 }
 
-TEST_CASE("workers: cores per rank") {
-  using host::cores_per_rank;
-  CHECK(cores_per_rank({"0-7", "8-15"}) == 8);   // pinned
-  CHECK(cores_per_rank({"0-15", "0-15"}) == 8);  // shared
-  CHECK(cores_per_rank({"0-15", "0-15", "0-15"}) == 5);
-  CHECK(cores_per_rank({"0, 2, 4", "1, 3, 5"}) == 3);
-  CHECK(cores_per_rank({"0-3", "4-15"}) == 4);      // as many as every rank has
-  CHECK(cores_per_rank({"0-15", "0-15"}, 4) == 2);  // a quota of four cores
-  CHECK(cores_per_rank({"0-15", "0-15"}, 0.5) == 0);
-  CHECK(cores_per_rank({"0", "0"}) == 0);
-  CHECK(cores_per_rank({"0-7", ""}) == 0);            // not known
-  CHECK(cores_per_rank({"0-2", "0-2", "0-2"}) == 1);  // three thirds
+#if !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)  // they have a malloc, too
+thread_local int num_allocations = 0;
+
+class NoStop final : public host::StopSource {
+ public:
+  Stop stopped(int) override { return Stop::kNone; }
+};
+
+TEST_CASE("workers: a thread that leaves its waker's core reads no text and allocates nothing") {
+  NoStop source;
+  const host::HostArch arch(source, 0);
+  std::uint32_t core = 0;
+  int most = 0;
+  for (int wake = 0; wake < 100; ++wake) {
+    arch.record_core(core);
+    const int before = num_allocations;
+    arch.leave_core(core);
+    if (wake > 0) most = std::max(most, num_allocations - before);  // the first reads the nodes
+  }
+  CHECK(most == 0);
 }
+#endif
 
 }  // namespace
+
+#if !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)
+// In libc's place: counts.
+extern "C" void* __libc_malloc(std::size_t num_bytes);
+extern "C" void* malloc(std::size_t num_bytes) {
+  ++num_allocations;
+  return __libc_malloc(num_bytes);
+}
+#endif

@@ -21,7 +21,6 @@
 #include "host/bootstrap.h"
 #include "host/fd.h"
 #include "host/process.h"
-#include "host/random.h"
 #include "host/rank_record.h"
 
 namespace ringcomm::cuda {

@@ -14,7 +14,7 @@
 #include <thread>
 
 #include "core/errors.h"
-#include "host/system_error.h"
+#include "host/process.h"
 
 namespace ringcomm::cuda {
 namespace {

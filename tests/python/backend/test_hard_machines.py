@@ -298,7 +298,9 @@ def refuse_needed(error: int, name: str) -> Machine:
 
 
 CONTAINER = CLONE_NEWPID | CLONE_NEWNS
-NO_FILES = r"opening \d+ files for a group failed: .*; raise the limit of open files \(ulimit -n\)"
+NO_FILES = (
+    r"failed: Too many open files \(errno 24\); raise the limit of open files, \d+ \(ulimit -n\)"
+)
 NO_THREAD = r"the thread ringcomm-\w+ could not be started; check the limits of threads \(ulimit -u"
 NO_MEMORY = r"shared memory failed: .*; free memory, or raise the limit of address space"
 NO_LARGE_FILE = r"ftruncate of a memfd .*; raise the limit of file sizes \(ulimit -f\)"
@@ -328,21 +330,31 @@ MACHINES = {
     "memlock-0": Machine(partial(limit, resource.RLIMIT_MEMLOCK, 0)),
     "64-files": Machine(partial(limit, resource.RLIMIT_NOFILE, 64)),
     "64-files-4-ranks": Machine(partial(limit, resource.RLIMIT_NOFILE, 64), world_size=4),
-    # 16 are enough, as a rule: Python may have one or two open for a moment.
-    "18-files": Machine(partial(limit_descriptors, 18)),
-    "15-files": Machine(partial(limit_descriptors, 15), error=NO_FILES),
-    # Without any, the destructor of a FileStore ends the process.
-    "no-files": Machine(partial(limit_descriptors, 0), has_files=False, error=NO_FILES),
-    "26-files-4-ranks": Machine(partial(limit_descriptors, 26), world_size=4),
-    "23-files-4-ranks": Machine(partial(limit_descriptors, 23), world_size=4, error=NO_FILES),
-    "15-files-in-rank-1": Machine(in_rank_1(partial(limit_descriptors, 15)), error=NO_FILES),
+    # 12 are enough, as a rule: Python may have one or two open for a moment.
+    "14-files": Machine(partial(limit_descriptors, 14)),
+    "20-files-4-ranks": Machine(partial(limit_descriptors, 20), world_size=4),
+    # Each is the first that some step misses; without any, a FileStore ends the process.
+    **{
+        f"{num}-files": Machine(partial(limit_descriptors, num), has_files=False, error=NO_FILES)
+        for num in (0, 2, 4, 6, 8, 9)
+    },
+    **{
+        f"{num}-files-in-rank-1-of-4": Machine(
+            in_rank_1(partial(limit_descriptors, num)),
+            has_files=False,
+            world_size=4,
+            error=NO_FILES,
+        )
+        for num in (6, 9, 12, 14)
+    },
     "0-threads": Machine(partial(limit_threads, 1), has_files=False, error=NO_THREAD),
     "0-threads-in-rank-1": Machine(
         in_rank_1(partial(limit_threads, 1)), has_files=False, error=NO_THREAD
     ),
     "1-thread-each": Machine(partial(limit_threads, 4), has_files=False, error=NO_THREAD),
     "2-threads-each": Machine(partial(limit_threads, 6), has_files=False, error=NO_THREAD),
-    "3-threads-each": Machine(partial(limit_threads, 8), has_files=False),
+    "3-threads-each": Machine(partial(limit_threads, 8), has_files=False, error=NO_THREAD),
+    "4-threads-each": Machine(partial(limit_threads, 10), has_files=False),
     "0-MiB": Machine(partial(limit_address_space, 0), error=f"{NO_THREAD}|{NO_MEMORY}"),
     "4-MiB": Machine(partial(limit_address_space, 4), error=NO_MEMORY),
     "32-MiB": Machine(partial(limit_address_space, 32), error=NO_MEMORY),

@@ -606,16 +606,15 @@ def test_limits_of_a_cgroup(tmp_path: Path) -> None:
     found = machine.read_limits(write(tmp_path / "proc", {"cgroup": "0::/a/b"}), top)
     assert found["cpu_cores"] == (1.5, str(top / "a/cpu.max"))
     assert found["memory_bytes"] == (3 << 30, str(top / "a/b/memory.max"))
-    # Version 1: a folder per controller. In a container the cgroup may be at the root.
-    top = tmp_path / "v1"
-    files = {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}
-    files |= {"cpu/a/cpu.cfs_quota_us": "250000", "cpu/a/cpu.cfs_period_us": "100000"}
-    files |= {"memory/memory.limit_in_bytes": str(5 << 30)}
-    files |= {"memory/a/memory.limit_in_bytes": "9223372036854771712"}  # none
-    write(top, files)
-    lines = "4:memory:/a\n3:cpuacct,cpu:/a/gone\n1:name=systemd:/\n0::/a"
-    found = machine.read_limits(write(tmp_path / "proc", {"cgroup": lines}), top)
-    assert found["cpu_cores"] == (2.5, str(top / "cpu/a/cpu.cfs_quota_us"))
-    assert found["memory_bytes"] == (5 << 30, str(top / "memory/memory.limit_in_bytes"))
-    found = machine.read_limits(tmp_path / "no proc", top)
+    # In a container the cgroup may be at the root, and its name that on the host. Version 1 is not
+    # read.
+    top = tmp_path / "container"
+    files = {"cpu.max": "250000 100000", "memory.max": str(5 << 30)}
+    write(top, {**files, "memory/memory.limit_in_bytes": str(1 << 30)})
+    lines = "4:memory:/\n1:name=systemd:/\n0::/a/gone"
+    for proc in (write(tmp_path / "proc", {"cgroup": lines}), tmp_path / "no proc"):
+        found = machine.read_limits(proc, top)
+        assert found["cpu_cores"] == (2.5, str(top / "cpu.max"))
+        assert found["memory_bytes"] == (5 << 30, str(top / "memory.max"))
+    found = machine.read_limits(tmp_path / "no proc", tmp_path / "no cgroup")
     assert (found["cpu_cores"], found["memory_bytes"]) == (None, None)

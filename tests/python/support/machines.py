@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import os
 import platform
+import re
 import resource
 import select
 import signal
@@ -191,39 +192,27 @@ def refuse_calls(error: int, *names: str) -> None:
 
 @contextlib.contextmanager
 def cpu_quota(cores: float) -> Iterator[Path]:
-    """A cgroup, of version 2 or 1, whose processes together get this much CPU time per time.
+    """A cgroup, of version 2, whose processes together get this much CPU time per time.
 
     Returns:
         Its file of processes, into which a process that joins writes its pid.
     """
-    for folder, file, quota in _cpu_cgroups(cores):
+    found = re.search(r"^0::/?(.*)$", Path("/proc/self/cgroup").read_text(), re.MULTILINE)
+    folder = Path("/sys/fs/cgroup", found[1] if found else "", f"ringcomm-test-{os.getpid()}")
+    if not (folder.parent / "cgroup.controllers").exists():
+        raise Unavailable("no cgroups of version 2")
+    with contextlib.suppress(OSError):
+        folder.mkdir()
+    try:
+        (folder / "cpu.max").write_text(f"{round(cores * 100_000)} 100000")
+    except OSError:  # no such controller, or not allowed
         with contextlib.suppress(OSError):
-            folder.mkdir()
-        try:
-            (folder / file).write_text(quota)
-        except OSError:  # no such controller, or not allowed
-            with contextlib.suppress(OSError):
-                folder.rmdir()
-            continue
-        try:
-            yield folder / "cgroup.procs"
-        finally:
-            _remove_empty(folder)
-        return
-    raise Unavailable("this user can make no cgroup with a CPU quota")
-
-
-def _cpu_cgroups(cores: float) -> Iterator[tuple[Path, str, str]]:
-    """The cgroup to make, and what to write into which file, of each version."""
-    period_us = 100_000
-    quota_us = round(cores * period_us)
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, controllers, own = line.split(":", 2)
-        name = f"{own.lstrip('/')}/ringcomm-test-{os.getpid()}".lstrip("/")
-        if controllers == "":
-            yield Path("/sys/fs/cgroup", name), "cpu.max", f"{quota_us} {period_us}"
-        elif "cpu" in controllers.split(","):
-            yield Path("/sys/fs/cgroup", controllers, name), "cpu.cfs_quota_us", f"{quota_us}"
+            folder.rmdir()
+        raise Unavailable("this user can make no cgroup with a CPU quota") from None
+    try:
+        yield folder / "cgroup.procs"
+    finally:
+        _remove_empty(folder)
 
 
 def _remove_empty(cgroup: Path) -> None:
