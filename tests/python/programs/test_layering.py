@@ -272,9 +272,9 @@ def test_measurements_stand_on_the_backend_and_not_beside_it() -> None:
 # The parts of the engine: their folders, and at most how many lines and files they have. These
 # numbers go down: whoever makes a part smaller lowers them.
 PARTS = {
-    "communication": (tuple(f"csrc/{layer}" for layer in LAYERS[:-1]), 18_366, 145),
-    "arithmetic": (("kernels",), 5_000, 50),
-    "GPUs": (("csrc/cuda",), 9_764, 60),
+    "communication": (tuple(f"csrc/{layer}" for layer in LAYERS[:-1]), 17_810, 141),
+    "arithmetic": (("kernels",), 4_631, 42),
+    "GPUs": (("csrc/cuda",), 8_541, 55),
 }
 
 
