@@ -39,66 +39,36 @@ RINGCOMM_HD inline double quiet(double value) {
 RINGCOMM_HD inline float bfloat16_to_fp32(std::uint16_t bits) {
   return bits_as<float>(static_cast<std::uint32_t>(bits) << 16);
 }
-RINGCOMM_HD inline std::uint16_t fp32_to_bfloat16(float value) {
-#ifdef __CUDA_ARCH__
-  // The instruction's NaN differs from the host's.
+
+#ifdef __CUDACC__
+// An instruction's NaN differs from the CPU's, 0x7fc0 and 0x7e00.
+__device__ inline std::uint16_t fp32_to_bfloat16(float value) {
   return value == value ? __bfloat16_as_ushort(__float2bfloat16_rn(value)) : std::uint16_t{0x7fc0};
-#else
-  const auto bits = bits_as<std::uint32_t>(quiet(value));
-  return static_cast<std::uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
-#endif
+}
+__device__ inline float float16_to_fp32(std::uint16_t half) {
+  return __half2float(__ushort_as_half(half));
+}
+__device__ inline std::uint16_t fp32_to_float16(float value) {
+  return value == value ? __half_as_ushort(__float2half_rn(value)) : std::uint16_t{0x7e00};
 }
 /// Two in a word, the first in its low half. The instruction's NaN is 0x7fff, as a signed number
-/// above all others and the host's.
-RINGCOMM_HD inline std::uint32_t fp32_to_bfloat16s(float low, float high) {
-#ifdef __CUDA_ARCH__
+/// above all others and the CPU's.
+__device__ inline std::uint32_t fp32_to_bfloat16s(float low, float high) {
   const auto words = bits_as<std::uint32_t>(__floats2bfloat162_rn(low, high));
   return __vmins2(words, 0x7fc07fc0u);
-#else
-  return fp32_to_bfloat16(low) | std::uint32_t{fp32_to_bfloat16(high)} << 16;
-#endif
 }
-
-RINGCOMM_HD inline float float16_to_fp32(std::uint16_t half) {
-#ifdef __CUDA_ARCH__
-  return __half2float(__ushort_as_half(half));
-#else
-  const std::uint32_t shifted = (half & 0x7fffu) << 13;
-  const std::uint32_t exponent = shifted & 0x0f800000u;
-  const std::uint32_t sign = (half & 0x8000u) << 16;
-  if (exponent == 0) {
-    const float magnitude = bits_as<float>(shifted + (113u << 23)) - bits_as<float>(113u << 23);
-    return bits_as<float>(bits_as<std::uint32_t>(magnitude) | sign);
-  }
-  const std::uint32_t bias = (112u << 23) + (exponent == 0x0f800000u ? 112u << 23 : 0u);
-  return bits_as<float>((shifted + bias) | sign);
-#endif
-}
-RINGCOMM_HD inline std::uint16_t fp32_to_float16(float value) {
-#ifdef __CUDA_ARCH__
-  return value == value ? __half_as_ushort(__float2half_rn(value)) : std::uint16_t{0x7e00};
-#else
-  const auto bits = bits_as<std::uint32_t>(quiet(value));
-  const std::uint32_t magnitude = bits & 0x7fffffffu;
-  const std::uint32_t sign = (bits >> 16) & 0x8000u;
-  const std::uint32_t nan = magnitude > (255u << 23) ? 0x200u : 0u;
-  if (magnitude < (113u << 23)) {
-    const float moved = bits_as<float>(magnitude) + bits_as<float>(126u << 23);
-    return static_cast<std::uint16_t>(sign | (bits_as<std::uint32_t>(moved) - (126u << 23)));
-  }
-  const std::uint32_t limited = magnitude < (143u << 23) ? magnitude : 143u << 23;
-  return static_cast<std::uint16_t>(
-      sign | nan | ((limited - (112u << 23) + 0xfffu + ((limited >> 13) & 1u)) >> 13));
-#endif
-}
-RINGCOMM_HD inline std::uint32_t fp32_to_float16s(float low, float high) {
-#ifdef __CUDA_ARCH__
+__device__ inline std::uint32_t fp32_to_float16s(float low, float high) {
   const auto words = bits_as<std::uint32_t>(__floats2half2_rn(low, high));
   return __vmins2(words, 0x7e007e00u);
-#else
-  return fp32_to_float16(low) | std::uint32_t{fp32_to_float16(high)} << 16;
-#endif
 }
+#else
+// Of kernels on a CPU, which only tests run: tests/emulator/elements.h.
+std::uint16_t fp32_to_bfloat16(float value);
+float float16_to_fp32(std::uint16_t half);
+std::uint16_t fp32_to_float16(float value);
+std::uint32_t fp32_to_bfloat16s(float low, float high);
+std::uint32_t fp32_to_float16s(float low, float high);
+#endif
 
 // ---- types that kernels know: Stored is the type in memory; all are accumulated in fp32. Four
 // bytes have kPer32Bits elements.

@@ -28,8 +28,7 @@ void check_operand(const at::Tensor& tensor, const char* name, const at::Tensor&
 
 float* fp32_data(const at::Tensor& tensor, const char* name, const at::Tensor& param) {
   check_operand(tensor, name, param);
-  TORCH_CHECK_TYPE(tensor.scalar_type() == at::kFloat, "ringcomm: ", kLocalName, " needs ", name,
-                   " in float32, got ", tensor.scalar_type());
+  check_fp32(tensor, name, kLocalName);
   return tensor.data_ptr<float>();
 }
 

@@ -6,6 +6,7 @@
 #include <string_view>
 
 #include "cuda/kernels/kernel_list.h"
+#include "emulator/elements.h"
 #include "emulator/host_block.h"
 #include "emulator/kernel_registry.h"
 
