@@ -34,8 +34,6 @@ struct MessageTags {
     return num_bytes <= kMaxSized ? kFirstSized + static_cast<int>(num_bytes) : kData;
   }
 
-  /// Never sent: a receive of it ends with the connection.
-  static constexpr int kGuard = kEnvelope + 0xffff;
   /// Sends and receives of ringcomm's own, whose tags are above the users' 32 bits.
   static constexpr int kFirstInternal = kEnvelope + 0x100000;
   static constexpr std::uint64_t kNumInternal = 0x100000;

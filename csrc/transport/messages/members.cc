@@ -189,11 +189,6 @@ void MessageMembers::Operation::await(int peer) {
   num_looks_gone_ = 0;
 }
 
-void MessageMembers::Operation::no_source_is_left() {
-  const std::lock_guard lock(members_.mutex_);
-  is_orphan_ = true;
-}
-
 Stop MessageMembers::Operation::stop_of(MessageEnd end, int peer) {
   if (end == MessageEnd::kAborted) {
     const std::lock_guard lock(members_.mutex_);
@@ -220,33 +215,51 @@ Stop MessageMembers::Operation::stop_of(MessageEnd end, int peer) {
   return Stop::kPeerDied;
 }
 
+// The first other rank that may still send to a receive from any source; the group's size if there
+// is none.
+int MessageMembers::first_source_left() const {
+  int rank = 0;
+  const auto world_size = static_cast<int>(processes_.size());
+  while (rank < world_size && (rank == rank_ || has_died(rank) || num_calls_of_.contains(rank)))
+    ++rank;
+  return rank;
+}
+
 bool MessageMembers::is_gone(int peer) const {
-  if (peer != Messenger::kAnySource) return peer >= 0 && has_died(peer);
-  for (int rank = 0; rank < static_cast<int>(processes_.size()); ++rank)
-    if (rank != rank_ && !has_died(rank)) return false;
-  return true;
+  if (peer == Messenger::kAnySource)
+    return first_source_left() == static_cast<int>(processes_.size());
+  return peer >= 0 && has_died(peer);
 }
 
 // Whether it is over now, with the lock held.
 bool MessageMembers::must_end(Operation& operation) const {
   if (operation.stop_ != Stop::kNone) return false;
   if (Clock::now() >= operation.deadline_) operation.stop_ = Stop::kTimeout;
-  const bool is_orphan = operation.is_orphan_ && operation.peer_ == Messenger::kAnySource;
-  if ((is_orphan || is_gone(operation.peer_)) && ++operation.num_looks_gone_ > kLooksForLastWords)
+  if (is_gone(operation.peer_) && ++operation.num_looks_gone_ > kLooksForLastWords)
     operation.stop_ = Stop::kPeerDied;
   return operation.stop_ != Stop::kNone;
 }
 
 void MessageMembers::watch_operations() {
   bool must_abort = false;
+  std::optional<int> source;  // that a receive from any source may wait for
   {
     const std::lock_guard lock(mutex_);
     if (operations_.empty()) return;
     watch_->wake();  // and looks again
-    for (Operation* operation : operations_) must_abort |= must_end(*operation);
+    for (Operation* operation : operations_) {
+      must_abort |= must_end(*operation);
+      if (operation->peer_ == Messenger::kAnySource) source = first_source_left();
+    }
   }
   if (must_abort) messenger_->abort();
-  if (++num_looks_ % kLooksPerQuestion == 0) look_patiently();
+  if (++num_looks_ % kLooksPerQuestion != 0) return;
+  look_patiently();
+  try {
+    if (source) ask_left(*source);
+  } catch (const std::exception&) {
+    // look_patiently() judges the store.
+  }
 }
 
 void MessageMembers::look_patiently() {

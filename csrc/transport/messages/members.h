@@ -74,8 +74,6 @@ class MessageMembers final : public Membership {
 
     /// It begins to wait for a message from or to `peer`; kAnySource for one from any rank.
     void await(int peer);
-    /// No rank is left that could send to its receive from any source.
-    void no_source_is_left();
     /// Why its wait for a message of `peer` ended so; after kDone, why its group has, if a rank
     /// reports that soon.
     Stop stop_of(MessageEnd end, int peer);
@@ -86,7 +84,6 @@ class MessageMembers final : public Membership {
     Clock::time_point deadline_;
     // Guarded by the members' mutex.
     int peer_ = kNobody;
-    bool is_orphan_ = false;
     int num_looks_gone_ = 0;   // of the watchdog, in which the peer was gone
     Stop stop_ = Stop::kNone;  // why the watchdog ended it
   };
@@ -99,6 +96,7 @@ class MessageMembers final : public Membership {
   bool ask_left(int rank);
   bool look(bool waits);
   void look_patiently();
+  int first_source_left() const;
   bool is_gone(int peer) const;
   bool must_end(Operation& operation) const;
   void watch_operations();
