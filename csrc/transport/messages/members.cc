@@ -7,14 +7,13 @@
 
 namespace ringcomm {
 
-constexpr std::chrono::milliseconds kWatchInterval{20};  // how late a wait may end
-constexpr int kLooksPerQuestion = 5;                     // to the store: has another rank failed?
+constexpr std::chrono::milliseconds kWatchInterval{100};  // how late a wait may end
 // After so many looks with nothing to watch, the watchdog sleeps until an operation wakes it, which
 // costs that operation some microseconds.
-constexpr int kIdleLooks = 50;
+constexpr int kIdleLooks = 10;
 // Messages that a process sent before its end arrive within so many looks on the same machine: half
 // a second, or more on a busy machine, where any time may pass without a thread's turn.
-constexpr int kLooksForLastWords = 25;
+constexpr int kLooksForLastWords = 5;
 // A store that is unreachable for this long is lost.
 constexpr std::chrono::milliseconds kStoreGrace{1000};
 // How long a live rank that has closed its connection may take to report why, and the reason for an
@@ -215,20 +214,12 @@ Stop MessageMembers::Operation::stop_of(MessageEnd end, int peer) {
   return Stop::kPeerDied;
 }
 
-// The first other rank that may still send to a receive from any source; the group's size if there
-// is none.
-int MessageMembers::first_source_left() const {
-  int rank = 0;
-  const auto world_size = static_cast<int>(processes_.size());
-  while (rank < world_size && (rank == rank_ || has_died(rank) || num_calls_of_.contains(rank)))
-    ++rank;
-  return rank;
-}
-
+// Whether no message of `peer` can come any more, with the lock held.
 bool MessageMembers::is_gone(int peer) const {
-  if (peer == Messenger::kAnySource)
-    return first_source_left() == static_cast<int>(processes_.size());
-  return peer >= 0 && has_died(peer);
+  if (peer != Messenger::kAnySource) return peer >= 0 && has_died(peer);
+  for (int rank = 0; rank < static_cast<int>(processes_.size()); ++rank)
+    if (rank != rank_ && !has_died(rank) && !num_calls_of_.contains(rank)) return false;
+  return true;
 }
 
 // Whether it is over now, with the lock held.
@@ -242,27 +233,22 @@ bool MessageMembers::must_end(Operation& operation) const {
 
 void MessageMembers::watch_operations() {
   bool must_abort = false;
-  std::optional<int> source;  // that a receive from any source may wait for
+  bool awaits_any = false;
   {
     const std::lock_guard lock(mutex_);
     if (operations_.empty()) return;
     watch_->wake();  // and looks again
     for (Operation* operation : operations_) {
       must_abort |= must_end(*operation);
-      if (operation->peer_ == Messenger::kAnySource) source = first_source_left();
+      awaits_any |= operation->peer_ == Messenger::kAnySource;
     }
   }
   if (must_abort) messenger_->abort();
-  if (++num_looks_ % kLooksPerQuestion != 0) return;
-  look_patiently();
   try {
-    if (source) ask_left(*source);
+    if (awaits_any) ask_left(num_asked_++ % static_cast<int>(processes_.size()));
   } catch (const std::exception&) {
-    // look_patiently() judges the store.
+    // The next look judges the store.
   }
-}
-
-void MessageMembers::look_patiently() {
   try {
     look(/*waits=*/false);  // not at the store of a group that has ended
     store_fails_since_ = Clock::time_point::max();

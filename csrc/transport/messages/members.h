@@ -11,11 +11,7 @@
 #include <string>
 #include <utility>
 
-#include "core/arch.h"
-#include "host/abort_reason.h"
-#include "host/key_value_store.h"
 #include "host/membership.h"
-#include "host/process.h"
 #include "host/rendezvous.h"
 #include "host/threads.h"
 #include "host/timed_store.h"
@@ -95,8 +91,6 @@ class MessageMembers final : public Membership {
   bool is_alive(int rank) const;
   bool ask_left(int rank);
   bool look(bool waits);
-  void look_patiently();
-  int first_source_left() const;
   bool is_gone(int peer) const;
   bool must_end(Operation& operation) const;
   void watch_operations();
@@ -115,7 +109,7 @@ class MessageMembers final : public Membership {
   std::map<int, std::int64_t> num_calls_of_;  // of the ranks known to have left
   std::set<Operation*> operations_;
 
-  int num_looks_ = 0;  // the watchdog's, as the next one
+  int num_asked_ = 0;  // the watchdog's, as the next one: ranks that may have left
   Clock::time_point store_fails_since_ = Clock::time_point::max();
   std::optional<WatchThread> watch_;  // last: it uses all of the above
 };

@@ -12,9 +12,7 @@
 #include <vector>
 
 #include "host/threads.h"
-#include "transport/messages/context.h"
-#include "transport/messages/members.h"
-#include "transport/messenger.h"
+#include "transport/messages/exchange.h"
 
 namespace ringcomm {
 namespace {
