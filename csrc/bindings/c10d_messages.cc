@@ -48,14 +48,10 @@ class C10dMessages final : public Messenger {
   bool announces_receives() const override { return backend_->getBackendName() == "gloo"; }
 
   MessagePtr isend(int peer, int tag, const std::byte* data, std::size_t num_bytes) override {
-    return start(peer, data, num_bytes,
-                 [&](auto& tensors) { return backend_->send(tensors, peer, tag); });
+    return start(true, peer, tag, const_cast<std::byte*>(data), num_bytes);
   }
   MessagePtr irecv(int peer, int tag, std::byte* data, std::size_t num_bytes) override {
-    return start(peer, data, num_bytes, [&](auto& tensors) {
-      return peer == kAnySource ? backend_->recvAnysource(tensors, tag)
-                                : backend_->recv(tensors, peer, tag);
-    });
+    return start(false, peer, tag, data, num_bytes);
   }
 
  private:
@@ -100,14 +96,16 @@ class C10dMessages final : public Messenger {
     std::string failure_;
   };
 
-  template <class Start>
-  MessagePtr start(int peer, const std::byte* data, std::size_t num_bytes, const Start& start) {
+  MessagePtr start(bool is_send, int peer, int tag, std::byte* data, std::size_t num_bytes) {
     c10::intrusive_ptr<c10d::Work> work;
     std::string failure;
     try {
-      std::vector<at::Tensor> tensors{at::from_blob(
-          const_cast<std::byte*>(data), {static_cast<std::int64_t>(num_bytes)}, at::kByte)};
-      if (!is_aborted_) work = start(tensors);
+      std::vector<at::Tensor> tensors{
+          at::from_blob(data, {static_cast<std::int64_t>(num_bytes)}, at::kByte)};
+      if (!is_aborted_)
+        work = is_send              ? backend_->send(tensors, peer, tag)
+               : peer == kAnySource ? backend_->recvAnysource(tensors, tag)
+                                    : backend_->recv(tensors, peer, tag);
     } catch (const std::exception& error) {
       failure = first_line(error.what());
       if (peer == kAnySource && failure.find("does not support") != std::string::npos)
@@ -126,17 +124,15 @@ class C10dMessages final : public Messenger {
       for (const Pending* pending : pending_)
         if (pending->work() != nullptr) works.push_back(pending->work());
     }
-    for (const auto& work : works) {
-      try {
-        work->abort();
-      } catch (const std::exception&) {
-        break;  // this backend ends all works together, or none
-      }
+    try {
+      for (const auto& work : works) work->abort();
+    } catch (const std::exception&) {
+      // This backend ends all works together, or none.
     }
     try {
       backend_->abort();
     } catch (const std::exception&) {
-      // As above: a work that cannot be ended ends with its connection.
+      // A work that cannot be ended ends with its connection.
     }
   }
 

@@ -1,6 +1,8 @@
 #include "collectives/call_header.h"
 
+#include <functional>
 #include <sstream>
+#include <string_view>
 
 namespace ringcomm {
 
@@ -18,16 +20,29 @@ CallHeader header_of(const Collective& call, std::uint64_t seq, int world_size) 
           .update = call.update != nullptr ? call.update->spec : UpdateSpec{}};
 }
 
-bool is_same_call(CallHeader a, CallHeader b) {
-  a.num_elems = b.num_elems = 0;
-  a.is_uneven = b.is_uneven = false;
-  return a == b;
+CallHeader without_sizes(CallHeader header) {
+  header.num_elems = 0;
+  header.is_uneven = false;
+  return header;
+}
+
+bool is_same_call(const CallHeader& a, const CallHeader& b) {
+  return without_sizes(a) == without_sizes(b);
+}
+
+std::uint32_t digest_of(CallHeader header) {
+  if (has_private_sizes(header.op)) header = without_sizes(header);
+  const auto* const bytes = reinterpret_cast<const char*>(&header);
+  const std::string_view call(bytes, offsetof(CallHeader, element_name) + sizeof(ElementName));
+  const std::string_view update(reinterpret_cast<const char*>(&header.update), sizeof(UpdateSpec));
+  const std::hash<std::string_view> digest;
+  return static_cast<std::uint32_t>(digest(call) * 31 + digest(update));
 }
 
 std::string describe(const CallHeader& header) {
   std::ostringstream text;
   text << name_of(header.op) << " #" << header.seq;
-  if (header.op == OpKind::kBarrier) return text.str();
+  if (header.op == OpKind::kBarrier || header.whole != 0) return text.str();
   text << " (";
   if (is_reduction(header.op)) text << name_of(header.reduction) << ", ";
   if (header.dtype != DType::kByte) text << name_of(header.dtype) << ", ";

@@ -26,7 +26,9 @@ struct CallHeader {
   bool is_uneven = false;  ///< this rank's shards differ in size, and follow in the first phase
   bool has_update = false;
   ElementName element_name = {};
-  UpdateSpec update = {};  ///< of reduce_scatter_update_all_gather, and of its parts
+  OpKind whole_op = OpKind::kBarrier;  ///< of a part inside a host: of the call over all hosts
+  std::uint32_t whole = 0;             ///< likewise: the digest of its header
+  UpdateSpec update = {};              ///< of reduce_scatter_update_all_gather, and of its parts
 
   /// The bytes that peers need. Most calls omit the last member, which would cost a cache line.
   std::size_t num_wire_bytes() const {
@@ -41,8 +43,11 @@ static_assert(offsetof(CallHeader, update) <= 64 - 8, "leaves room for a cursor 
 /// The header of a rank's call number `seq`, of `world_size` ranks. A plan sets the algorithm.
 CallHeader header_of(const Collective& call, std::uint64_t seq, int world_size);
 
-/// Whether ranks with these headers made the same call, whatever the sizes.
-bool is_same_call(CallHeader a, CallHeader b);
+/// What two headers of one call have in common, whatever the sizes.
+CallHeader without_sizes(CallHeader header);
+bool is_same_call(const CallHeader& a, const CallHeader& b);
+/// Of what ranks of one host have in common in one call.
+std::uint32_t digest_of(CallHeader header);
 
 /// "all_reduce #118 (sum, bfloat16, 8388608 bytes, two_shot)"
 std::string describe(const CallHeader& header);

@@ -19,8 +19,8 @@ enum class [[nodiscard]] MessageEnd : std::uint8_t {
 /// A send or a receive on its way.
 class Message {
  public:
-  /// Allowed once wait() has returned kDone or kFailed, or abort() of the messenger has returned.
-  /// Not after kAborted alone: the messenger may still use the buffer.
+  /// Allowed once wait() has returned kDone or kFailed, or abort() of the messenger has returned:
+  /// after kAborted the messenger may still use the buffer.
   virtual ~Message() = default;
 
   /// Blocks until the message has ended, without a deadline: the caller's watchdog ends waits by

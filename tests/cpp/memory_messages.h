@@ -27,7 +27,7 @@
 
 #include "communicator/communicator.h"
 #include "thread_ranks.h"
-#include "transport/messages/context.h"
+#include "transport/messages/exchange.h"
 #include "transport/messenger.h"
 
 namespace ringcomm::testing {

@@ -11,7 +11,7 @@
 #include "hosts_ranks.h"
 #include "sanitizers.h"
 #include "third_party/doctest/doctest.h"
-#include "transport/messages/context.h"
+#include "transport/messages/exchange.h"
 
 namespace {
 

@@ -140,6 +140,20 @@ std::optional<Error> failure_of(Communicator& communicator, const Case& c) {
   return {};
 }
 
+// Rank 2, a root that receives from both, waits for rank 0 first, which is the one to send.
+TEST_CASE("hosts: a gather to another host than that of an all_reduce") {
+  MemoryNetwork network(3);
+  run_hosts_ranks(network, "aab", [&](Communicator& communicator) {
+    const bool is_odd = communicator.rank() == 2;
+    const Case c{.op = is_odd ? OpKind::kGather : OpKind::kAllReduce,
+                 .root = is_odd ? 2 : -1,
+                 .num_elems = 20};
+    const std::optional<Error> error = failure_of(communicator, c);
+    expect(error.has_value(), "an error");
+    expect_error(*error, ErrorKind::kMismatch);
+  });
+}
+
 // Whichever ranks make the other call, every rank has the error, and no wait is left: also where
 // two ranks take each other for the root, or each itself.
 TEST_CASE("hosts: any ranks with another root or call") {

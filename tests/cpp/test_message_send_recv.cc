@@ -83,6 +83,22 @@ TEST_CASE("message sends and receives: from any source, with the sender's rank")
   });
 }
 
+// Each receive is one message; what the group knows of its ranks says whether one is left to send.
+TEST_CASE("message sends and receives: from any source, until all others have left") {
+  MemoryNetwork network(4);
+  std::atomic<int> num_started = 0;
+  network.on_start([&](int rank, int) { num_started += rank == 0; });
+  run_message_ranks(network, 4, [&](Communicator& communicator) {
+    barrier(communicator);
+    if (communicator.rank() != 0) return;
+    const int num_before = num_started;
+    const auto received = post_recv(communicator, -1, 7, 100);
+    CHECK(num_started == num_before + 1);
+    const Error error = error_of([&] { finish(communicator, received); });
+    expect_error(error, ErrorKind::kPeerDied, {"destroyed the group", "recv from any rank"});
+  });
+}
+
 TEST_CASE(
     "message sends and receives: another size is a mismatch on both sides, and touches nothing") {
   MemoryNetwork network(2);

@@ -1,5 +1,3 @@
-#include "transport/messages/collectives.h"
-
 #include <algorithm>
 #include <cstddef>
 #include <stdexcept>
@@ -12,6 +10,8 @@
 #include "core/chunk_layout.h"
 #include "cuda/messages/context.h"
 #include "cuda/messages/operators.h"
+#include "transport/messages/hosts.h"
+#include "transport/messages/shard_table.h"
 
 namespace ringcomm {
 namespace {

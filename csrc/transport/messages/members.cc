@@ -7,14 +7,13 @@
 
 namespace ringcomm {
 
-constexpr std::chrono::milliseconds kWatchInterval{20};  // how late a wait may end
-constexpr int kLooksPerQuestion = 5;                     // to the store: has another rank failed?
+constexpr std::chrono::milliseconds kWatchInterval{100};  // how late a wait may end
 // After so many looks with nothing to watch, the watchdog sleeps until an operation wakes it, which
 // costs that operation some microseconds.
-constexpr int kIdleLooks = 50;
+constexpr int kIdleLooks = 10;
 // Messages that a process sent before its end arrive within so many looks on the same machine: half
 // a second, or more on a busy machine, where any time may pass without a thread's turn.
-constexpr int kLooksForLastWords = 25;
+constexpr int kLooksForLastWords = 5;
 // A store that is unreachable for this long is lost.
 constexpr std::chrono::milliseconds kStoreGrace{1000};
 // How long a live rank that has closed its connection may take to report why, and the reason for an
@@ -189,11 +188,6 @@ void MessageMembers::Operation::await(int peer) {
   num_looks_gone_ = 0;
 }
 
-void MessageMembers::Operation::no_source_is_left() {
-  const std::lock_guard lock(members_.mutex_);
-  is_orphan_ = true;
-}
-
 Stop MessageMembers::Operation::stop_of(MessageEnd end, int peer) {
   if (end == MessageEnd::kAborted) {
     const std::lock_guard lock(members_.mutex_);
@@ -220,10 +214,11 @@ Stop MessageMembers::Operation::stop_of(MessageEnd end, int peer) {
   return Stop::kPeerDied;
 }
 
+// Whether no message of `peer` can come any more, with the lock held.
 bool MessageMembers::is_gone(int peer) const {
   if (peer != Messenger::kAnySource) return peer >= 0 && has_died(peer);
   for (int rank = 0; rank < static_cast<int>(processes_.size()); ++rank)
-    if (rank != rank_ && !has_died(rank)) return false;
+    if (rank != rank_ && !has_died(rank) && !num_calls_of_.contains(rank)) return false;
   return true;
 }
 
@@ -231,25 +226,29 @@ bool MessageMembers::is_gone(int peer) const {
 bool MessageMembers::must_end(Operation& operation) const {
   if (operation.stop_ != Stop::kNone) return false;
   if (Clock::now() >= operation.deadline_) operation.stop_ = Stop::kTimeout;
-  const bool is_orphan = operation.is_orphan_ && operation.peer_ == Messenger::kAnySource;
-  if ((is_orphan || is_gone(operation.peer_)) && ++operation.num_looks_gone_ > kLooksForLastWords)
+  if (is_gone(operation.peer_) && ++operation.num_looks_gone_ > kLooksForLastWords)
     operation.stop_ = Stop::kPeerDied;
   return operation.stop_ != Stop::kNone;
 }
 
 void MessageMembers::watch_operations() {
   bool must_abort = false;
+  bool awaits_any = false;
   {
     const std::lock_guard lock(mutex_);
     if (operations_.empty()) return;
     watch_->wake();  // and looks again
-    for (Operation* operation : operations_) must_abort |= must_end(*operation);
+    for (Operation* operation : operations_) {
+      must_abort |= must_end(*operation);
+      awaits_any |= operation->peer_ == Messenger::kAnySource;
+    }
   }
   if (must_abort) messenger_->abort();
-  if (++num_looks_ % kLooksPerQuestion == 0) look_patiently();
-}
-
-void MessageMembers::look_patiently() {
+  try {
+    if (awaits_any) ask_left(num_asked_++ % static_cast<int>(processes_.size()));
+  } catch (const std::exception&) {
+    // The next look judges the store.
+  }
   try {
     look(/*waits=*/false);  // not at the store of a group that has ended
     store_fails_since_ = Clock::time_point::max();

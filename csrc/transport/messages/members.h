@@ -11,11 +11,7 @@
 #include <string>
 #include <utility>
 
-#include "core/arch.h"
-#include "host/abort_reason.h"
-#include "host/key_value_store.h"
 #include "host/membership.h"
-#include "host/process.h"
 #include "host/rendezvous.h"
 #include "host/threads.h"
 #include "host/timed_store.h"
@@ -74,8 +70,6 @@ class MessageMembers final : public Membership {
 
     /// It begins to wait for a message from or to `peer`; kAnySource for one from any rank.
     void await(int peer);
-    /// No rank is left that could send to its receive from any source.
-    void no_source_is_left();
     /// Why its wait for a message of `peer` ended so; after kDone, why its group has, if a rank
     /// reports that soon.
     Stop stop_of(MessageEnd end, int peer);
@@ -86,7 +80,6 @@ class MessageMembers final : public Membership {
     Clock::time_point deadline_;
     // Guarded by the members' mutex.
     int peer_ = kNobody;
-    bool is_orphan_ = false;
     int num_looks_gone_ = 0;   // of the watchdog, in which the peer was gone
     Stop stop_ = Stop::kNone;  // why the watchdog ended it
   };
@@ -98,7 +91,6 @@ class MessageMembers final : public Membership {
   bool is_alive(int rank) const;
   bool ask_left(int rank);
   bool look(bool waits);
-  void look_patiently();
   bool is_gone(int peer) const;
   bool must_end(Operation& operation) const;
   void watch_operations();
@@ -117,7 +109,7 @@ class MessageMembers final : public Membership {
   std::map<int, std::int64_t> num_calls_of_;  // of the ranks known to have left
   std::set<Operation*> operations_;
 
-  int num_looks_ = 0;  // the watchdog's, as the next one
+  int num_asked_ = 0;  // the watchdog's, as the next one: ranks that may have left
   Clock::time_point store_fails_since_ = Clock::time_point::max();
   std::optional<WatchThread> watch_;  // last: it uses all of the above
 };

@@ -12,9 +12,7 @@
 #include <vector>
 
 #include "host/threads.h"
-#include "transport/messages/context.h"
-#include "transport/messages/members.h"
-#include "transport/messenger.h"
+#include "transport/messages/exchange.h"
 
 namespace ringcomm {
 namespace {
@@ -42,8 +40,7 @@ struct Item {
 
 // A messenger's messages can be waited for but not polled. So threads wait: one for each lane, the
 // messages of one peer, tag and direction. The lanes posted first have threads, and each caller
-// that waits may add one. A receive from any source fails when all other ranks have left: a thread
-// per peer waits for a message that is never sent.
+// that waits may add one.
 class MessageSendRecv final : public SendRecv {
  public:
   MessageSendRecv(Messenger& messenger, MessageMembers& members, Failure& failure, Stats& stats)
@@ -61,7 +58,7 @@ class MessageSendRecv final : public SendRecv {
       abort_if(lock, is_interrupted);
     }
     is_stopping_ = true;
-    const bool must_abort = !lanes_.empty() || !guards_.empty();
+    const bool must_abort = !lanes_.empty();
     lock.unlock();
     if (must_abort) messenger_.abort();
     lock.lock();
@@ -69,7 +66,6 @@ class MessageSendRecv final : public SendRecv {
     lock.unlock();
     has_work_.notify_all();
     for (BackgroundThread& thread : threads_) thread.join();
-    for (BackgroundThread& thread : guard_threads_) thread.join();
   }
 
  private:
@@ -89,7 +85,6 @@ class MessageSendRecv final : public SendRecv {
     std::list<Item> items;
     items.emplace_back(op, members_);
     if (threads_.empty()) start_thread();
-    if (op->peer < 0) guard_sources();
     const auto lane = lanes_.try_emplace({op->kind, op->peer, op->tag}).first;
     try {
       start_message(items.back());
@@ -102,7 +97,6 @@ class MessageSendRecv final : public SendRecv {
       ready_.push_back(lane);
       need_thread(kMaxThreads);
     }
-    end_orphans();
   }
 
   bool await(const SendRecvOpPtr& op, Clock::time_point deadline,
@@ -242,35 +236,6 @@ class MessageSendRecv final : public SendRecv {
                            end == MessageEnd::kFailed ? message.failure() : "");
   }
 
-  // One message and one thread for each peer. If a thread cannot be started, the next call
-  // continues there.
-  void guard_sources() {
-    const auto num_peers = static_cast<std::size_t>(world_size_ - 1);
-    guard_threads_.reserve(num_peers);
-    while (guard_threads_.size() < num_peers) {
-      const int peer = (rank_ + 1 + static_cast<int>(guard_threads_.size())) % world_size_;
-      if (guards_.size() == guard_threads_.size())
-        guards_.push_back(messenger_.irecv(peer, MessageTags::kGuard, &guarded_byte_, 1));
-      guard_threads_.push_back(
-          start_background_thread("ringcomm-guard", [this, message = guards_.back().get()] {
-            const MessageEnd end = message->wait();
-            const Lock lock(mutex_);
-            if (end != MessageEnd::kFailed) return;
-            ++num_gone_;
-            end_orphans();
-          }));
-    }
-  }
-
-  // Ends receives from any source if no rank is left to send. The watchdog does, a moment later,
-  // because what has been sent may be on its way through this process.
-  void end_orphans() {
-    if (num_gone_ < world_size_ - 1) return;
-    for (auto& [key, items] : lanes_)
-      if (std::get<1>(key) < 0)
-        for (Item& item : items) item.watched.no_source_is_left();
-  }
-
   Messenger& messenger_;
   MessageMembers& members_;
 
@@ -281,11 +246,6 @@ class MessageSendRecv final : public SendRecv {
   std::size_t num_idle_ = 0;                   // threads
   std::condition_variable has_work_;
   std::vector<BackgroundThread> threads_;
-  std::byte guarded_byte_ = {};
-  // One for each peer that a receive from any source waits for.
-  std::vector<Messenger::MessagePtr> guards_;
-  std::vector<BackgroundThread> guard_threads_;
-  int num_gone_ = 0;  // peers
 };
 
 }  // namespace

@@ -1,17 +1,13 @@
 #include "transport/transport.h"
 
 #include <algorithm>
+#include <functional>
+#include <string_view>
 #include <utility>
 #include <vector>
 
-#include "collectives/algorithm.h"
 #include "collectives/op_kind.h"
-#include "host/abort_reason.h"
-#include "host/call_step.h"
-#include "host/peer_event.h"
-#include "transport/messages/collectives.h"
-#include "transport/messages/members.h"
-#include "transport/messenger.h"
+#include "transport/messages/hosts.h"
 #include "transport/shm/transport.h"
 
 namespace ringcomm {
@@ -40,18 +36,25 @@ HostsView HostsView::flat(int world_size, int own_rank) {
 }
 
 int HostsView::rail_peer(int other_rank, int on_host) const {
-  const int place = table.local_rank_of(other_rank) % table.num_ranks_on(on_host);
-  return table.ranks_on(on_host)[static_cast<std::size_t>(place)];
+  return of(table.ranks_on(on_host), table.local_rank_of(other_rank) % table.num_ranks_on(on_host));
 }
 
 std::vector<int> HostsView::representatives(int root) const {
   std::vector<int> ranks;
   for (int other = 0; other < num_hosts(); ++other) ranks.push_back(table.leader_of(other));
-  if (root >= 0) ranks[static_cast<std::size_t>(table.host_of(root))] = root;
+  if (root >= 0) of(ranks, table.host_of(root)) = root;
   return ranks;
 }
 
 namespace {
+
+// Of the sizes of a reduce_scatter or all_gather, which are equal on all ranks.
+std::uint64_t digest_of_shards(const Collective& call, int world_size) {
+  const auto* const elems =
+      call.op == OpKind::kReduceScatter ? call.input_elems : call.output_elems;
+  const std::size_t num_bytes = static_cast<std::size_t>(world_size) * sizeof(*elems);
+  return std::hash<std::string_view>()({reinterpret_cast<const char*>(elems), num_bytes});
+}
 
 // A rank that fails reports it twice: in its host's shared memory, for the ranks of its host, and
 // in the store. Every rank's watchdog reads the store and copies the report to its host's memory.
@@ -63,8 +66,8 @@ class MessageTransport final : public Transport {
       : options_(options),
         flat_(HostsView::flat(ranks.world_size(), ranks.rank())),
         hosts_(is_flat ? flat_ : HostsView(peer_table, ranks.rank())),
-        members_(store, ranks),
-        ahead_(static_cast<std::size_t>(ranks.world_size())) {
+        members_(store, ranks) {
+    memory_.ahead.resize(static_cast<std::size_t>(ranks.world_size()));
     try {
       if (hosts_.local_ranks.size() > 1) {
         local_ = std::make_unique<ShmTransport>(ranks, peer_table, ranks.rank(), options);
@@ -109,17 +112,17 @@ class MessageTransport final : public Transport {
 
   void return_idle_pages() override {
     if (local_ != nullptr) local_->return_idle_pages();
+    memory_.staging.clear();
   }
 
   Traffic run(const Collective& call, const CallHeader& header, const WaitLimits& limits) override {
     members_.record_call(header.seq);
-    MessageContext messages(*messenger_, ahead_, members_, deadline_after(limits.timeout));
+    CallHeader whole = header;
+    if (whole.is_uneven && !has_private_sizes(call.op))
+      whole.num_elems = digest_of_shards(call, hosts_.table.world_size());
+    MessageExchange exchange(*messenger_, members_, memory_, whole, deadline_after(limits.timeout));
     try {
-      const Traffic traffic = run_message_collective(
-          {.hosts = hosts_, .flat = flat_, .local = local_.get(), .messages = messages}, call,
-          header, limits);
-      messages.finish();
-      return traffic;
+      return run_message_collective({hosts_, local_.get(), exchange, call, whole, limits}, flat_);
     } catch (...) {
       // The store may not have it yet.
       if (local_ != nullptr && local_->membership().is_given_up(false))
@@ -147,7 +150,7 @@ class MessageTransport final : public Transport {
   MessageMembers members_;
   std::unique_ptr<Transport> local_;  // null where this rank is alone on its host
   std::unique_ptr<Messenger> messenger_;
-  std::vector<PostedMessage> ahead_;  // by peer
+  MessageMemory memory_;
 };
 
 }  // namespace

@@ -145,10 +145,12 @@ class Alltoallv {
 
   [[noreturn]] void throw_mismatch(int from, int to) {
     const int peer = from == rank_ ? to : from;
-    throw Mismatched{.peer = peer,
-                     .theirs = header_of(peer),
-                     .difference = size_difference(from, given(from, to) * element_bytes_, to,
-                                                   expected(from, to) * element_bytes_)};
+    const host::Group& group = context_.group();
+    throw Mismatched{
+        .peer = peer,
+        .theirs = header_of(peer),
+        .difference = size_difference(group.whole_rank(from), given(from, to) * element_bytes_,
+                                      group.whole_rank(to), expected(from, to) * element_bytes_)};
   }
 
   // ---- pieces

@@ -78,6 +78,7 @@ DIFFERENT: dict[str, tuple[Call, Call, str, str]] = {
 def test_different_calls(rank: int) -> None:
     """Every rank raises, the message names both calls, and the group stays as it is."""
     is_shm = _C.transport_of(backend()).startswith("shm: ")
+    has_hosts = "inside a host" in _C.transport_of(backend())
     for name in list(DIFFERENT)[:: 1 if is_shm else 2]:
         ours, theirs, *words = DIFFERENT[name]
         group: Any = dist.new_group(backend="ringcomm")
@@ -87,7 +88,9 @@ def test_different_calls(rank: int) -> None:
             if not (error or number or is_shm):
                 continue  # over messages, a rank whose own part fits hears of it in its next call
             assert error["type"] == "MismatchError", (name, error)
-            assert all(word in error["text"] for word in words), (name, error)
+            # Inside a host of several only a digest of the arguments is compared.
+            is_digest = has_hosts and "passed other sizes or arguments" in error["text"]
+            assert is_digest or all(word in error["text"] for word in words), (name, error)
             assert error["rank"] in range(3)
             assert error["pid"] > 0
             is_hinted = "did the ranks run different numbers of batches?" in error["text"]

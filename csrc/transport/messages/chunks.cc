@@ -1,0 +1,206 @@
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "collectives/op_kind.h"
+#include "core/chunk_layout.h"
+#include "transport/messages/hosts.h"
+#include "transport/messages/shard_table.h"
+
+namespace ringcomm {
+namespace {
+
+// all_reduce, reduce_scatter and all_gather, in which every rank owns a chunk.
+class Chunks {
+ public:
+  explicit Chunks(HostsCall& call)
+      : c_(call),
+        hosts_(call.hosts),
+        shards_(ShardTable::of_call(call.call, call.rank, call.world_size)) {}
+
+  void run() {
+    const Collective& call = c_.call;
+    if (!reduces_ && call.num_elems > 0 && call.inputs[0] != call.outputs[c_.rank])
+      std::memmove(call.outputs[c_.rank], call.inputs[0], c_.bytes(call.num_elems));
+    if (c_.is_ring()) return ring();
+    if (reduces_) reduce_scatter();
+    if (gathers_) all_gather();
+  }
+
+ private:
+  // Leaves this rank's chunk, reduced over all ranks, in its output. The ranks of a host reduce
+  // what they have for each rank, its rail peer sends that, and the owner adds up the hosts in
+  // their order: one rounding inside a host, and one between them.
+  void reduce_scatter() {
+    const std::size_t max_elems = piece_elems(OpKind::kReduceScatter);
+    // Two halves, each with room for what comes from each host, and what is sent in each round.
+    const std::size_t num_sent = c_.local != nullptr ? hosts_.rounds.size() : 0;
+    const std::size_t num_slots = num_sent + static_cast<std::size_t>(c_.num_hosts());
+    std::byte* const staging = c_.exchange.stage(2 * num_slots * c_.bytes(max_elems));
+    const auto slot = [&](std::size_t idx, std::size_t number) {
+      return staging + (idx % 2 * num_slots + number) * c_.bytes(max_elems);
+    };
+    const auto received = [&](std::size_t idx, int host) {
+      return slot(idx, num_sent + static_cast<std::size_t>(host));
+    };
+    const auto post = [&](std::size_t idx) {
+      for (const int host : hosts_.other_hosts)
+        c_.recv(hosts_.rail_peer(c_.rank, host), received(idx, host),
+                shards_.slice(c_.rank, idx, max_elems).num_elems);
+      for (std::size_t round = 0; round < hosts_.rounds.size(); ++round) {
+        const std::vector<int>& owners = hosts_.rounds[round];
+        run_for(OpKind::kReduceScatter, owners, max_elems, idx, slot(idx, round));
+        const int owner = of(owners, hosts_.local_rank);
+        if (owner < 0) continue;
+        const ElemRange part = shards_.slice(owner, idx, max_elems);
+        c_.send(owner, c_.local != nullptr ? slot(idx, round) : shards_.input(owner, part),
+                part.num_elems);
+      }
+    };
+    const auto complete = [&](std::size_t idx) {
+      const ElemRange own = shards_.slice(c_.rank, idx, max_elems);
+      std::byte* output = shards_.output(c_.rank, own);
+      run_for(OpKind::kReduceScatter, hosts_.local_ranks, max_elems, idx, output);
+      c_.exchange.finish();
+      if (own.num_elems == 0) return;
+      std::vector<const void*> sources;
+      for (int host = 0; host < c_.num_hosts(); ++host) sources.push_back(received(idx, host));
+      of(sources, hosts_.host) = c_.local != nullptr ? output : shards_.input(c_.rank, own);
+      shards_.op->combine(output, nullptr, sources.data(), c_.num_hosts(), own.num_elems,
+                          shards_.divisor);
+    };
+    c_.in_pieces(1, num_steps_, num_pieces(max_elems), post, complete);
+  }
+
+  // Every rank's chunk is in its own output before, and in all ranks' after. A rank sends its chunk
+  // to its rail peer on each other host, and the ranks there copy it.
+  void all_gather() {
+    const std::size_t max_elems = piece_elems(OpKind::kAllGather);
+    const auto post = [&](std::size_t idx) {
+      const ElemRange own = shards_.slice(c_.rank, idx, max_elems);
+      for (const auto& owners : hosts_.rounds) {
+        const int owner = of(owners, hosts_.local_rank);
+        if (owner < 0) continue;
+        const ElemRange theirs = shards_.slice(owner, idx, max_elems);
+        c_.recv(owner, shards_.output(owner, theirs), theirs.num_elems);
+      }
+      for (const int host : hosts_.other_hosts)
+        c_.send(hosts_.rail_peer(c_.rank, host), shards_.output(c_.rank, own), own.num_elems);
+      run_for(OpKind::kAllGather, hosts_.local_ranks, max_elems, idx, nullptr);
+    };
+    const auto complete = [&](std::size_t idx) {
+      c_.exchange.finish();
+      for (const auto& owners : hosts_.rounds)
+        run_for(OpKind::kAllGather, owners, max_elems, idx, nullptr);
+    };
+    c_.in_pieces(num_steps_, num_steps_, num_pieces(max_elems), post, complete);
+  }
+
+  // Every rank receives from the previous rank and sends to the next one. In each of the N - 1
+  // steps of the reduce-scatter it adds its own part of a slice to what it receives, and sends the
+  // sum in the next step; in each step of the all-gather it keeps a complete slice and sends that.
+  // Two slices take turns, so that one is reduced while the other one is received.
+  //
+  // No circle of waits: in a turn a rank waits for messages of that turn, which its neighbours post
+  // when they have completed the turn before the last one.
+  void ring() {
+    const RingSchedule ring(c_.rank, c_.world_size);
+    const int begin = reduces_ ? 0 : ring.num_steps();
+    const int end = gathers_ ? 2 * ring.num_steps() : ring.num_steps();
+    const auto num_steps = static_cast<std::size_t>(end - begin);
+    const std::size_t max_elems = kSliceBytes / c_.element_bytes;
+    const std::size_t slot_bytes = std::min(kSliceBytes, c_.bytes(shards_.max_elems()));
+    std::byte* const slots = reduces_ ? c_.exchange.stage(kNumSlots * slot_bytes) : nullptr;
+    const auto slot = [&](std::size_t idx) { return slots + idx % kNumSlots * slot_bytes; };
+    const auto step_at = [&](std::size_t idx) {
+      return begin + static_cast<int>(idx / 2 % num_steps);
+    };
+    // Of the chunk that is sent or received in a turn; the all-gather continues their sequence.
+    const auto slice_at = [&](std::size_t idx, int chunk) {
+      return shards_.slice(chunk, idx / 2 / num_steps * 2 + idx % 2, max_elems);
+    };
+    // The sum of what was received in a turn, which is sent two turns later.
+    const auto sum_of = [&](std::size_t idx, int chunk, const ElemRange& part) {
+      return shards_.of(chunk).output != nullptr ? shards_.output(chunk, part) : slot(idx);
+    };
+    const auto post = [&](std::size_t idx) {
+      const int step = step_at(idx);
+      const int sent = ring.reduce_scatter_send_chunk(step);
+      const int received = ring.reduce_scatter_recv_chunk(step);
+      const ElemRange in = slice_at(idx, received), out = slice_at(idx, sent);
+      // In the first turn headers are exchanged even without data.
+      if (in.num_elems > 0 || idx == 0)
+        c_.recv(ring.previous(), step < ring.num_steps() ? slot(idx) : shards_.output(received, in),
+                in.num_elems);
+      if (out.num_elems > 0 || idx == 0)
+        c_.send(ring.next(), step == 0 ? shards_.input(sent, out) : sum_of(idx - 2, sent, out),
+                out.num_elems);
+    };
+    const auto complete = [&](std::size_t idx) {
+      const int step = step_at(idx), received = ring.reduce_scatter_recv_chunk(step);
+      const ElemRange in = slice_at(idx, received);
+      c_.exchange.finish();
+      if (step >= ring.num_steps() || in.num_elems == 0) return;
+      const void* const sources[] = {slot(idx), shards_.input(received, in)};
+      shards_.op->combine(sum_of(idx, received, in), nullptr, sources, 2, in.num_elems,
+                          step + 1 == ring.num_steps() ? shards_.divisor : 1);
+    };
+    c_.in_pieces(1, 1, (num_pieces(max_elems) + 1) / 2 * 2 * num_steps, post, complete);
+  }
+
+  // The elements of a piece of all chunks. Two pieces are staged at the same time. Over messages
+  // alone there is nothing to do in a host meanwhile, and an all_gather stages nothing.
+  std::size_t piece_elems(OpKind op) const {
+    const std::size_t most_elems = std::max<std::size_t>(1, shards_.max_elems());
+    if (hosts_.is_flat() && op == OpKind::kAllGather) return most_elems;
+    return std::clamp<std::size_t>(
+        kStagingBytes / (2 * static_cast<std::size_t>(c_.world_size) * c_.element_bytes), 1,
+        most_elems);
+  }
+  // One at least, because headers are exchanged even without data.
+  std::size_t num_pieces(std::size_t max_elems) const {
+    return std::max<std::size_t>(1, num_slices(shards_.max_elems(), max_elems));
+  }
+
+  // A collective of piece `idx` of the owners' chunks, one for each rank of this host: each rank
+  // reduces its owner's into `to`, or all copy all. The first piece compares calls also without
+  // data.
+  void run_for(OpKind op, const std::vector<int>& owners, std::size_t max_elems, std::size_t idx,
+               std::byte* to) {
+    if (c_.local == nullptr) return;
+    const bool reduces = op == OpKind::kReduceScatter;
+    std::vector<void*> parts;
+    std::vector<std::size_t> elems;
+    for (const int owner : owners) {
+      const ElemRange part = owner < 0 ? ElemRange{} : shards_.slice(owner, idx, max_elems);
+      parts.push_back(owner < 0 ? nullptr
+                      : reduces ? const_cast<std::byte*>(shards_.input(owner, part))
+                                : shards_.output(owner, part));
+      elems.push_back(part.num_elems);
+    }
+    if (idx > 0 && std::ranges::all_of(elems, [](std::size_t n) { return n == 0; })) return;
+    const void* input[] = {of(parts, hosts_.local_rank)};
+    void* output[] = {to};
+    c_.run_local({.op = op,
+                  .dtype = c_.call.dtype,
+                  .reduction = undivided(c_.call.reduction),
+                  .num_elems = of(elems, hosts_.local_rank),
+                  .inputs = reduces ? parts.data() : input,
+                  .outputs = reduces ? output : parts.data(),
+                  .input_elems = reduces ? elems.data() : nullptr,
+                  .output_elems = reduces ? nullptr : elems.data()});
+  }
+
+  HostsCall& c_;
+  const HostsView& hosts_;
+  const ShardTable shards_;
+  const bool reduces_ = c_.call.op != OpKind::kAllGather;
+  const bool gathers_ = c_.call.op != OpKind::kReduceScatter;
+  const int num_steps_ = reduces_ && gathers_ ? 2 : 1;
+};
+
+}  // namespace
+
+void run_by_chunks(HostsCall& call) { Chunks(call).run(); }
+
+}  // namespace ringcomm

@@ -1,0 +1,151 @@
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "collectives/call_header.h"
+#include "transport/messages/members.h"
+#include "transport/messenger.h"
+#include "transport/transport.h"
+
+namespace ringcomm {
+
+/// The tags of ringcomm's own messages, above the users'. A messenger orders messages by pair and
+/// tag.
+struct MessageTags {
+  static constexpr int kEnvelope = Messenger::kFirstReservedTag;
+  static constexpr int kData = kEnvelope + 1;
+
+  /// Data of so many bytes at most has a tag of its size, so its receive may be posted before the
+  /// envelope is checked: a message of another size does not match it.
+  static constexpr std::size_t kMaxSized = std::size_t{1} << 20;
+  static constexpr int kFirstSized = kEnvelope + 0x200000;
+  static constexpr int of_data(std::size_t num_bytes) {
+    return num_bytes <= kMaxSized ? kFirstSized + static_cast<int>(num_bytes) : kData;
+  }
+
+  /// Sends and receives of ringcomm's own, whose tags are above the users' 32 bits.
+  static constexpr int kFirstInternal = kEnvelope + 0x100000;
+  static constexpr std::uint64_t kNumInternal = 0x100000;
+  /// The tags of users' long messages of a pair, used in turn; messages with one tag are in order.
+  static constexpr std::uint32_t kNumLong = 1U << 20;
+  static constexpr int kFirstLong = Messenger::kMaxTag - static_cast<int>(kNumLong);
+
+  static constexpr bool is_internal(std::uint64_t tag) { return tag >> 32U != 0; }
+  /// The messenger's tag for a tag of a send or receive. Internal ones are numbered; two of a pair
+  /// that are a million apart share a tag and are in order.
+  static constexpr int of(std::uint64_t tag) {
+    return is_internal(tag) ? kFirstInternal + static_cast<int>(tag % kNumInternal)
+                            : static_cast<int>(tag);
+  }
+};
+
+/// What one rank sends another first: a header and the size of the data, and the data itself up to
+/// the eager limit, `kEagerBytes`. Its receive has room for any envelope, so it always fits.
+template <class Header, std::size_t kEagerBytes>
+struct Envelope {
+  Header header;
+  std::uint64_t num_bytes;
+  std::array<std::byte, kEagerBytes> data;
+
+  bool is_whole() const { return num_bytes <= kEagerBytes; }
+  /// What is sent; the rest is not touched.
+  std::size_t message_bytes() const {
+    return sizeof(Envelope) - kEagerBytes + (is_whole() ? num_bytes : 0);
+  }
+};
+/// Copying 64 KiB takes about 10 us on each side, and a message of its own about 100 us.
+using MessageEnvelope = Envelope<CallHeader, std::size_t{64} << 10>;
+
+/// What the collectives of a group have in common.
+struct MessageMemory {
+  /// A receive of an envelope. The memory outlives the message.
+  struct Posted {
+    std::unique_ptr<MessageEnvelope> envelope;
+    Messenger::MessagePtr message;
+  };
+  /// By peer, the receive of its next envelope where one is posted ahead: a credit, with which that
+  /// envelope crosses the network without asking first.
+  std::vector<Posted> ahead;
+  std::vector<std::vector<std::byte>> staging;  ///< by the number of stage() in a call
+};
+
+/// The messages of one collective, any number at the same time, in two batches: one is on its way
+/// while the other one is completed. After an exception the messenger is aborted before the end of
+/// the exchange, because it still uses the messages' memory.
+///
+/// The first message from one rank to another begins with an envelope. In every collective a rank
+/// first receives one from the previous rank, so different calls are detected even if their
+/// communication patterns have nothing in common. The sizes of later messages follow from the
+/// header: they need an envelope only where it has their data, or where the data waits for it.
+class MessageExchange {
+ public:
+  /// All must live as long, and `memory` longer than the messenger's abort.
+  MessageExchange(Messenger& messenger, MessageMembers& members, MessageMemory& memory,
+                  const CallHeader& header, MessageMembers::Clock::time_point deadline);
+
+  CallStep& step() { return members_.step(); }
+  /// Bytes of the call's data that were sent to other ranks.
+  std::uint64_t sent_bytes() const { return sent_bytes_; }
+  /// Memory for the rest of the collective, aligned for any element. Kept for later ones.
+  std::byte* stage(std::size_t num_bytes);
+
+  /// finish() reads this peer's envelope before others, whose ranks may make a call that sends
+  /// none.
+  void open_first(int peer) { first_ = peer; }
+  /// From now on the other functions use batch `number` modulo 2.
+  void use_batch(std::size_t number) { batch_ = &batches_[number % 2]; }
+  /// Starts a transfer. `data` is read until finish(), which starts what is too long for a tag of
+  /// its size: sooner, it would be on the connection in front of what this rank says it expects.
+  /// Null for data too long for an envelope sends that alone, in advance.
+  void send(int peer, const void* data, std::size_t num_bytes);
+  /// Fills `data` until finish() returns, which waits for the peers in the order of these calls.
+  /// Where both are to be posted, receives come first: Gloo then sends without a round trip.
+  void recv(int peer, void* data, std::size_t num_bytes);
+  /// Returns when all transfers of the batch have ended. Throws Stopped, and Mismatched if a peer
+  /// made a different call or sends a different size.
+  void finish();
+
+ private:
+  struct Transfer {
+    bool is_send;
+    int peer;
+    std::byte* data;  // only read by a send
+    std::size_t num_bytes;
+    MessageMemory::Posted envelope = {};
+    Messenger::MessagePtr message = {};  // of data that is not in the envelope
+
+    bool is_long() const { return num_bytes > MessageTags::kMaxSized; }
+    bool has_message() const {
+      return data != nullptr && num_bytes > sizeof(MessageEnvelope::data);
+    }
+  };
+  struct Batch {
+    std::vector<Transfer> incoming, outgoing;
+  };
+
+  static bool takes_envelope(std::vector<bool>& has_met, int peer, std::size_t num_bytes);
+  MessageMemory::Posted receive_of(int peer, std::unique_ptr<MessageEnvelope> envelope);
+  void start_data(Transfer& transfer);
+  void open(Transfer& incoming);
+  void wait(Message* message, int peer, bool is_arrival = false);
+
+  Messenger& messenger_;
+  MessageMembers& members_;
+  MessageMemory& memory_;
+  const CallHeader& header_;
+  MessageMembers::Operation operation_;
+  bool is_arriving_ =
+      true;  // until all peers whose calls this rank sees directly have begun theirs
+  std::vector<bool> has_sent_, has_received_;  // by peer
+  std::uint64_t sent_bytes_ = 0;
+  std::size_t num_staged_ = 0;
+  int first_ = -1;
+  std::array<Batch, 2> batches_;
+  Batch* batch_ = &batches_[0];
+};
+
+}  // namespace ringcomm
