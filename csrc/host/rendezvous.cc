@@ -147,6 +147,7 @@ void Rendezvous::wait_for_all(const std::function<bool(int peer)>& has_come,
       std::erase_if(missing, has_come);
       if (!missing.empty()) throw;
     }
+    if (std::exchange(has_news_, false)) backoff.reset();  // its process answers in a moment
     backoff.sleep();
   }
 }
@@ -274,6 +275,7 @@ bool Rendezvous::accept(int peer, const std::string& text) {
   if (text != known.doubted_text) {
     known.doubted_text = text;
     known.doubted_since = Clock::now();
+    has_news_ = true;
   }
   const bool is_settled = Clock::now() >= std::min(deadline_, known.doubted_since + kDoubt);
   RankRecord theirs;

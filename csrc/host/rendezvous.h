@@ -154,6 +154,7 @@ class Rendezvous {
   Clock::time_point next_look_ = Clock::now() + kLookInterval;  // at the other ranks' records
   int next_looked_at_ = 0;
   bool has_reported_ = false;
+  bool has_news_ = false;  // a record that was not there at the look before
   Clock::time_point began_at_ = Clock::now();
   Clock::time_point says_at_;
 };
