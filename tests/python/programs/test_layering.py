@@ -234,9 +234,9 @@ def test_measurements_stand_on_the_backend_and_not_beside_it() -> None:
 # The parts of the engine: their folders, and at most how many lines and files they have. These
 # numbers go down: whoever makes a part smaller lowers them.
 PARTS = {
-    "communication": (LAYERS[: LAYERS.index("kernels")], 18_366, 145),
+    "communication": (LAYERS[: LAYERS.index("kernels")], 18_082, 144),
     "other operators": (("kernels", "ops"), 3_014, 27),
-    "GPUs": (("cuda",), 9_764, 60),
+    "GPUs": (("cuda",), 9_762, 60),
 }
 
 
