@@ -97,9 +97,9 @@ std::shared_ptr<host::Survivors> begin_shrink(const BackendPtr& backend,
   auto* const group = dynamic_cast<host::Group*>(engine->members());
   TORCH_CHECK_NOT_IMPLEMENTED(
       group != nullptr,
-      "ringcomm: shrink needs a group whose ranks all share memory; this one's transport is ",
+      "ringcomm: shrink needs a group whose ranks all share memory, and this one's transport is ",
       engine->transport_description(),
-      ". Restart the job from its last checkpoint: torchrun --max-restarts N");
+      ": restart the job from its last checkpoint by torchrun --max-restarts N");
   std::shared_ptr<host::Survivors> made;
   with_python_errors([&] {
     engine->failure().check_not_inherited();

@@ -30,6 +30,16 @@ bool is_same_call(const CallHeader& a, const CallHeader& b) {
   return without_sizes(a) == without_sizes(b);
 }
 
+CallHeader with_digest_of_shards(CallHeader header, const Collective& call, int world_size) {
+  if (!header.is_uneven || has_private_sizes(call.op)) return header;
+  const auto* const elems =
+      call.op == OpKind::kReduceScatter ? call.input_elems : call.output_elems;
+  const std::size_t num_bytes = static_cast<std::size_t>(world_size) * sizeof(*elems);
+  header.num_elems =
+      std::hash<std::string_view>()({reinterpret_cast<const char*>(elems), num_bytes});
+  return header;
+}
+
 std::uint32_t digest_of(CallHeader header) {
   if (has_private_sizes(header.op)) header = without_sizes(header);
   const auto* const bytes = reinterpret_cast<const char*>(&header);

@@ -46,6 +46,9 @@ CallHeader header_of(const Collective& call, std::uint64_t seq, int world_size);
 /// What two headers of one call have in common, whatever the sizes.
 CallHeader without_sizes(CallHeader header);
 bool is_same_call(const CallHeader& a, const CallHeader& b);
+/// With a digest for the size, where shards differ in size in the same way on all ranks: those of
+/// an uneven reduce_scatter or all_gather.
+CallHeader with_digest_of_shards(CallHeader header, const Collective& call, int world_size);
 /// Of what ranks of one host have in common in one call.
 std::uint32_t digest_of(CallHeader header);
 

@@ -65,10 +65,7 @@ struct RingHalves {
 /// - whole_rank(rank) and step(), for recordings; may be missing
 /// - depth(): slices under way. Slots of memory hold one less than there are: each rank of the ring
 ///   waits for a free one while it holds a full one.
-/// - sends_early(): whether the first send of a slice may overtake the all-gather of the slice
-///   `depth` before it.
 /// - expect(part): the part will be received, after all expected before; its place is free.
-/// - start_sends(): starts what was sent since, where that waits for what is expected next.
 /// - send(part): sends the rank's own input, or its own complete output in a lone all-gather.
 /// - reduce(part): receives a partial sum, adds the input, and sends or keeps the sum.
 /// - copy(part): receives a complete slice into the output, and sends it unless it is the last.
@@ -96,17 +93,16 @@ class Ring {
       start(slice);
       links_.expect(part(begin_, slice));
     }
-    links_.start_sends();
-    const int restart = links_.sends_early() ? begin_ + num_steps_ - 1 : end_ - 1;
     for (std::size_t group = 0; group < num_slices_; group += depth)
       for (int step = begin_; step < end_; ++step)
         for (std::size_t slice = group; slice < std::min(group + depth, num_slices_); ++slice) {
           turn(step, slice);
-          const bool starts_next = step == restart && slice + depth < num_slices_;
-          if (starts_next) start(slice + depth);
-          if (step + 1 < end_) links_.expect(part(step + 1, slice));
-          if (starts_next) links_.expect(part(begin_, slice + depth));
-          links_.start_sends();
+          if (step + 1 < end_) {
+            links_.expect(part(step + 1, slice));
+          } else if (slice + depth < num_slices_) {
+            start(slice + depth);
+            links_.expect(part(begin_, slice + depth));
+          }
         }
     return sent_bytes_;
   }

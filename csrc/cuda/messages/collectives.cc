@@ -105,8 +105,6 @@ class DeviceLinks {
 
   const RingSchedule& schedule() const { return schedule_; }
   std::size_t depth() const { return batches_.size(); }
-  bool sends_early() const { return false; }  // the receive of a batch must follow its send
-  void start_sends() {}
   std::size_t slice_elems() const { return slice_elems_; }
   std::size_t input_element_bytes() const { return shards_.element_bytes; }
   std::size_t output_element_bytes() const { return shards_.element_bytes; }

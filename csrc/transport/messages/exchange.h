@@ -93,8 +93,7 @@ class MessageExchange {
   /// Memory for the rest of the collective, aligned for any element. Kept for later ones.
   std::byte* stage(std::size_t num_bytes);
 
-  /// finish() reads this peer's envelope before others, whose ranks may make a call that sends
-  /// none.
+  /// finish() opens this peer's envelope first: other peers may make a call that sends none.
   void open_first(int peer) { first_ = peer; }
   /// From now on the other functions use batch `number` modulo 2.
   void use_batch(std::size_t number) { batch_ = &batches_[number % 2]; }
@@ -138,8 +137,7 @@ class MessageExchange {
   MessageMemory& memory_;
   const CallHeader& header_;
   MessageMembers::Operation operation_;
-  bool is_arriving_ =
-      true;  // until all peers whose calls this rank sees directly have begun theirs
+  bool is_arriving_ = true;  // until all peers that it receives from at first have begun
   std::vector<bool> has_sent_, has_received_;  // by peer
   std::uint64_t sent_bytes_ = 0;
   std::size_t num_staged_ = 0;

@@ -86,13 +86,6 @@ Stop MessageMembers::state_of(int) const {
   return reason_.has_value() ? Stop::kAborted : Stop::kNone;
 }
 
-// Whether the process of `rank` is known to live.
-bool MessageMembers::is_alive(int rank) const {
-  // If a rank is a thread of this process, the process does not tell whether the rank lives.
-  const std::string& address = process_of(rank).bootstrap_address;
-  return !address.empty() && address != address_ && !has_died(rank);
-}
-
 // Whether `rank` has destroyed its side of the group.
 bool MessageMembers::ask_left(int rank) {
   const auto text = store_.try_get(prefix_ + "left/" + std::to_string(rank));
@@ -197,7 +190,10 @@ Stop MessageMembers::Operation::stop_of(MessageEnd end, int peer) {
   const auto deadline = Clock::now() + kReasonGrace;
   const auto may_say_why = [&] {
     if (peer == Messenger::kAnySource || Clock::now() >= deadline) return false;
-    return end == MessageEnd::kDone ? !members_.has_died(peer) : members_.is_alive(peer);
+    // If a rank is a thread of this process, the process does not tell whether the rank lives.
+    const std::string& address = members_.process_of(peer).bootstrap_address;
+    const bool is_known = !address.empty() && address != members_.address_;
+    return (end == MessageEnd::kDone || is_known) && !members_.has_died(peer);
   };
   try {
     for (Backoff backoff;; backoff.sleep()) {

@@ -88,7 +88,6 @@ class MessageMembers final : public Membership {
   static constexpr int kNobody = -2;
 
   void keep(const AbortReason& reason);
-  bool is_alive(int rank) const;
   bool ask_left(int rank);
   bool look(bool waits);
   bool is_gone(int peer) const;

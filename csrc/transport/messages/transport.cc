@@ -1,8 +1,6 @@
 #include "transport/transport.h"
 
 #include <algorithm>
-#include <functional>
-#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -47,14 +45,6 @@ std::vector<int> HostsView::representatives(int root) const {
 }
 
 namespace {
-
-// Of the sizes of a reduce_scatter or all_gather, which are equal on all ranks.
-std::uint64_t digest_of_shards(const Collective& call, int world_size) {
-  const auto* const elems =
-      call.op == OpKind::kReduceScatter ? call.input_elems : call.output_elems;
-  const std::size_t num_bytes = static_cast<std::size_t>(world_size) * sizeof(*elems);
-  return std::hash<std::string_view>()({reinterpret_cast<const char*>(elems), num_bytes});
-}
 
 // A rank that fails reports it twice: in its host's shared memory, for the ranks of its host, and
 // in the store. Every rank's watchdog reads the store and copies the report to its host's memory.
@@ -117,9 +107,7 @@ class MessageTransport final : public Transport {
 
   Traffic run(const Collective& call, const CallHeader& header, const WaitLimits& limits) override {
     members_.record_call(header.seq);
-    CallHeader whole = header;
-    if (whole.is_uneven && !has_private_sizes(call.op))
-      whole.num_elems = digest_of_shards(call, hosts_.table.world_size());
+    const CallHeader whole = with_digest_of_shards(header, call, hosts_.table.world_size());
     MessageExchange exchange(*messenger_, members_, memory_, whole, deadline_after(limits.timeout));
     try {
       return run_message_collective({hosts_, local_.get(), exchange, call, whole, limits}, flat_);

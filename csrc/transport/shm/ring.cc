@@ -34,7 +34,6 @@ class MemoryLinks {
   int whole_rank(int rank) const { return context_.group().whole_rank(rank); }
   CallStep& step() { return context_.step(); }
   std::size_t depth() const { return geometry_.num_slots - 1; }
-  bool sends_early() const { return false; }
   std::size_t slice_elems() const {
     return geometry_.slot_bytes / std::max(op_.element_bytes, output_bytes_);
   }
@@ -47,7 +46,6 @@ class MemoryLinks {
   }
 
   void expect(const RingPart&) {}
-  void start_sends() {}
 
   void send(const RingPart& part) {
     context_.check(ringcomm::send(context_.arch(), to_next_, part.input, part.input_bytes));
