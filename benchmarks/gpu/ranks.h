@@ -23,7 +23,7 @@
 
 #include "cuda/driver/driver_api.h"
 #include "cuda/kernels/staging.h"
-#include "host/system_error.h"
+#include "host/process.h"
 
 namespace ringcomm::benchmarks {
 

@@ -75,7 +75,10 @@ class ProcessGroupRingcomm final : public c10d::Backend {
                                     const std::vector<int>& ranks,
                                     const c10::intrusive_ptr<Options>& opts) override;
   void setSequenceNumberForGroup() override {}  // both sides count from 0
-  uint64_t getSequenceNumberForGroup() override { return communicator()->next_seq(); }
+  uint64_t getSequenceNumberForGroup() override {
+    const std::shared_ptr<Communicator> engine = communicator();
+    return engine->next_seq() + engine->next_device_seq();
+  }
 
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) override;
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) override;
@@ -175,7 +178,8 @@ class ProcessGroupRingcomm final : public c10d::Backend {
                           Tensors results);
   WorkPtr start_message(c10d::OpType op_type, const char* title, const at::Tensor& tensor, int peer,
                         int tag);
-  recorder::Event trace_event_of(const CallInfo& info, const std::vector<TensorCall>& calls) const;
+  recorder::Event trace_event_of(const CallInfo& info, const std::vector<TensorCall>& calls,
+                                 c10::Device device = c10::kCPU) const;
   WorkPtr profiled(c10::Device device, const CallInfo& info, const std::vector<TensorCall>& calls,
                    const Tensors& results, c10::function_ref<WorkPtr()> body) const;
   /// Records a work for endCoalescing() inside a coalesced block.

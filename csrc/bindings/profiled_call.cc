@@ -51,7 +51,8 @@ WorkPtr ProcessGroupRingcomm::profiled(c10::Device device, const CallInfo& info,
     name += std::string("/") + name_of(device.is_cpu() ? communicator()->algorithm_of(call)
                                                        : devices()->algorithm_of(call, device));
   }
-  const auto seq = static_cast<std::int64_t>(communicator()->next_seq());
+  const auto seq = static_cast<std::int64_t>(device.is_cpu() ? communicator()->next_seq()
+                                                             : communicator()->next_device_seq());
   int start_rank = 0, stride = 0;
   c10d::getGlobalRankStartAndStride(options_->global_ranks_in_group, start_rank, stride);
   RINGCOMM_RECORD_COMMS(info.is_async, std::make_tuple(seq, c10d::isP2POp(info.op_type)),

@@ -121,8 +121,8 @@ WorkPtr ProcessGroupRingcomm::start(const CallInfo& info, TensorCall item, Tenso
 
 WorkPtr ProcessGroupRingcomm::start(const CallInfo& info, std::vector<TensorCall> calls,
                                     Tensors results) {
-  const recorder::Span traced([&] { return trace_event_of(info, calls); });
   const c10::Device device = info.device ? *info.device : device_of(calls, results, info.title);
+  const recorder::Span traced([&] { return trace_event_of(info, calls, device); });
   const auto begin = [&] {
     if (!device.is_cpu())
       return coalesced(start_on_device(device, info, std::move(calls), std::move(results)));
@@ -160,10 +160,13 @@ WorkPtr ProcessGroupRingcomm::start_on_device(c10::Device device, CallInfo info,
 }
 
 recorder::Event ProcessGroupRingcomm::trace_event_of(const CallInfo& info,
-                                                     const std::vector<TensorCall>& calls) const {
+                                                     const std::vector<TensorCall>& calls,
+                                                     c10::Device device) const {
   const std::shared_ptr<Communicator> engine = communicator();
   const bool is_message = c10d::isP2POp(info.op_type);
-  recorder::Event event{.seq = is_message ? recorder::kNoSeq : engine->next_seq(),
+  recorder::Event event{.seq = is_message        ? recorder::kNoSeq
+                               : device.is_cpu() ? engine->next_seq()
+                                                 : engine->next_device_seq(),
                         .group = engine->recorded_as(),
                         .peer = recorder::rank16(info.peer),
                         .kind = recorder::Kind::kCall,

@@ -155,15 +155,13 @@ std::uint64_t Communicator::run(const Collective& call, const WaitLimits& limits
 }
 
 OrderedQueue::Ticket Communicator::submit(const Collective& call, const WaitLimits& limits,
-                                          Done done, std::optional<std::uint64_t> seq) {
+                                          Done done) {
   validate(call);
   failure_->rethrow_if_any();
   try {
-    return queue_.submit(
-        [this, call, limits, done = std::move(done)](std::uint64_t number) {
-          done(error_of([&] { execute(call, limits, number); }));
-        },
-        seq);
+    return queue_.submit([this, call, limits, done = std::move(done)](std::uint64_t number) {
+      done(error_of([&] { execute(call, limits, number); }));
+    });
   } catch (const std::system_error& no_thread) {
     end_with(name_of(call.op), no_thread);
   }
@@ -207,7 +205,7 @@ Algorithm Communicator::algorithm_of(const Collective& call) const {
 CallHeader Communicator::issue(const Collective& call) {
   validate(call);
   failure_->rethrow_if_any();
-  return header_of(call, queue_.take_number(), world_size_);
+  return header_of(call, num_on_devices_.fetch_add(1), world_size_);
 }
 
 void Communicator::execute(const Collective& call, const WaitLimits& limits, std::uint64_t seq) {

@@ -1,11 +1,11 @@
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <exception>
 #include <functional>
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -54,6 +54,9 @@ class Communicator {
   Stats& stats() { return stats_; }
   /// The number of the collective that will be called next, though others may be queued before it.
   std::uint64_t next_seq() const { return queue_.next_number(); }
+  /// The same of issue(): calls on devices are counted apart, because a captured one may be
+  /// replayed on one rank where another rank makes the call.
+  std::uint64_t next_device_seq() const { return num_on_devices_.load(std::memory_order_relaxed); }
   /// The algorithm that a call gets.
   Algorithm algorithm_of(const Collective& call) const;
   /// A readable description of the transport and the reason for its choice.
@@ -75,10 +78,9 @@ class Communicator {
   /// std::invalid_argument.
   std::uint64_t run(const Collective& call, const WaitLimits& limits);
   /// Starts it. The call's arrays and buffers must live until `done` has been called, which happens
-  /// once, on any thread, with the error or null. With `seq` it is part of a call of this number,
-  /// as issue() gave it. Throws std::invalid_argument, and what ended the group.
-  OrderedQueue::Ticket submit(const Collective& call, const WaitLimits& limits, Done done,
-                              std::optional<std::uint64_t> seq = {});
+  /// once, on any thread, with the error or null. Throws std::invalid_argument, and what ended the
+  /// group.
+  OrderedQueue::Ticket submit(const Collective& call, const WaitLimits& limits, Done done);
   OrderedQueue& queue() { return queue_; }
 
   /// For collectives that do not go through the queue, but are enqueued to a device in the order of
@@ -129,6 +131,7 @@ class Communicator {
   std::unique_ptr<recorder::Log> log_;    // null without a recorder
   std::unique_ptr<Failure> failure_;
   std::unique_ptr<SendRecv> send_recv_;
+  std::atomic<std::uint64_t> num_on_devices_ = 0;
   OrderedQueue queue_;  // last, so first to go: it runs what is left
 };
 

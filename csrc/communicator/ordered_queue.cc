@@ -100,11 +100,11 @@ void OrderedQueue::run_if_idle(const std::function<void()>& task) {
 }
 
 // With the mutex, so that numbers have the order of the entries.
-OrderedQueue::Ticket OrderedQueue::push(Task task, std::optional<std::uint64_t> number) {
+OrderedQueue::Ticket OrderedQueue::push(Task task) {
   auto entry = std::make_shared<Entry>(Entry{.task = std::move(task), .number = 0});
   entries_.push_back(entry);
   state_.fetch_or(kShared);
-  entry->number = number ? *number : take_number();
+  entry->number = state_.fetch_add(kOneNumber) / kOneNumber;
   return entry;
 }
 
@@ -133,17 +133,17 @@ void OrderedQueue::run(const Task& task, const Poll& poll) {
   if (run_alone(1, task)) return;
   std::unique_lock lock(mutex_);
   check_not_in_task();
-  const Ticket ticket = push(task, {});
+  const Ticket ticket = push(task);
   run_or_sleep(lock, [&] { return ticket->is_done; }, poll);
 }
 
-OrderedQueue::Ticket OrderedQueue::submit(Task task, std::optional<std::uint64_t> number) {
+OrderedQueue::Ticket OrderedQueue::submit(Task task) {
   Ticket ticket;
   {
     const std::lock_guard lock(mutex_);
     if (!progress_thread_.joinable())
       progress_thread_ = start_background_thread("ringcomm-queue", [this] { progress(); });
-    ticket = push(std::move(task), number);
+    ticket = push(std::move(task));
   }
   has_work_.notify_one();
   return ticket;

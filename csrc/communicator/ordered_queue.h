@@ -7,7 +7,6 @@
 #include <functional>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <thread>
 
 #include "host/threads.h"
@@ -47,10 +46,7 @@ class OrderedQueue {
   /// Runs `task`, which has no number, in this thread if no other task is there.
   void run_if_idle(const std::function<void()>& task);
   /// Queues `task` and returns. Throws std::system_error if the progress thread cannot be started.
-  /// With `number` the task belongs to a call that has this number already.
-  Ticket submit(Task task, std::optional<std::uint64_t> number = {});
-  /// The next number, for what is ordered elsewhere among these tasks.
-  std::uint64_t take_number() { return state_.fetch_add(kOneNumber) / kOneNumber; }
+  Ticket submit(Task task);
   std::uint64_t next_number() const { return state_.load() / kOneNumber; }
   /// Returns true when the task is done; runs tasks until then if no other thread does, and throws
   /// like run(). With a deadline it leaves the work to other threads, and returns false when the
@@ -75,7 +71,7 @@ class OrderedQueue {
   void check_not_in_task() const;
   template <class Run>
   bool run_alone(std::uint64_t num_numbers, const Run& run);
-  Ticket push(Task task, std::optional<std::uint64_t> number);
+  Ticket push(Task task);
   void run_front(std::unique_lock<std::mutex>& lock);
   void end_task();
   void end_sharing();

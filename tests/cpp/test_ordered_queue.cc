@@ -132,19 +132,6 @@ TEST_CASE("tasks of many threads are each run once, and done when a wait returns
   CHECK_FALSE(has_other_number);
 }
 
-TEST_CASE("a part of a call has the number of the call, and takes none") {
-  OrderedQueue queue;
-  std::vector<std::uint64_t> numbers;
-  const auto add = [&](std::uint64_t number) { numbers.push_back(number); };
-  queue.run(add, {});
-  const std::uint64_t taken = queue.take_number();
-  queue.submit(add);
-  queue.wait(queue.submit(add, taken), {});
-  queue.run_if_idle([&] { numbers.push_back(100); });
-  queue.run(add, {});
-  CHECK(numbers == std::vector<std::uint64_t>{0, 2, 1, 100, 3});
-}
-
 TEST_CASE("a wait behind a stream of short tasks polls all the same") {
   OrderedQueue queue;
   std::atomic<bool> is_polled = false;

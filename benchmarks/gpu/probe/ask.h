@@ -13,7 +13,7 @@
 
 #include "gpu/probe/gpu.h"
 #include "gpu/probe/pair.h"
-#include "host/system_error.h"
+#include "host/process.h"
 
 namespace ringcomm::probe {
 

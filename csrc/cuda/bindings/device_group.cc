@@ -358,7 +358,7 @@ WorkPtr DeviceGroup::enqueue_work(c10::Device device, const CallInfo& info, cons
   kept.insert(kept.end(), results.begin(), results.end());
   auto work = c10::make_intrusive<DeviceWork>(weak_from_this(), rank_, info.op_type, info.title,
                                               inputs, std::move(results),
-                                              communicator()->next_seq(), barrier_timeout);
+                                              communicator()->next_device_seq(), barrier_timeout);
   with_python_errors([&] {
     work->set_enqueued(enqueue(device, info.is_async, info.peer, std::move(kept), body));
   });

@@ -306,8 +306,7 @@ void check_header(Communicator& communicator, const Collective& call, const Call
       [&communicator, header, exchange, done = std::move(done)](std::exception_ptr error) {
         if (error == nullptr) error = error_of([&] { compare(communicator, header, *exchange); });
         done(error != nullptr);
-      },
-      header.seq);
+      });
 }
 
 }  // namespace ringcomm

@@ -112,8 +112,12 @@ class Chunks {
     const std::size_t slot_bytes = std::min(kSliceBytes, c_.bytes(shards_.max_elems()));
     std::byte* const slots = reduces_ ? c_.exchange.stage(kNumSlots * slot_bytes) : nullptr;
     const auto slot = [&](std::size_t idx) { return slots + idx % kNumSlots * slot_bytes; };
+    const std::size_t num_turns = (num_pieces(max_elems) + 1) / 2 * 2 * num_steps;
     const auto step_at = [&](std::size_t idx) {
-      return begin + static_cast<int>(idx / 2 % num_steps);
+      const auto step = static_cast<int>(idx / 2 % num_steps);
+      c_.exchange.step() = {step + 1, end - begin, idx / 2 / num_steps * 2 + idx % 2 + 1,
+                            num_turns / num_steps};
+      return begin + step;
     };
     // Of the chunk that is sent or received in a turn; the all-gather continues their sequence.
     const auto slice_at = [&](std::size_t idx, int chunk) {
@@ -145,7 +149,7 @@ class Chunks {
       shards_.op->combine(sum_of(idx, received, in), nullptr, sources, 2, in.num_elems,
                           step + 1 == ring.num_steps() ? shards_.divisor : 1);
     };
-    c_.in_pieces(1, 1, (num_pieces(max_elems) + 1) / 2 * 2 * num_steps, post, complete);
+    c_.in_pieces(1, end - begin, num_turns, post, complete);
   }
 
   // The elements of a piece of all chunks. Two pieces are staged at the same time. Over messages
