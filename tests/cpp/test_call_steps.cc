@@ -104,17 +104,17 @@ TEST_CASE("call steps: a rank that 16 bits do not hold is nobody") {
 
 TEST_CASE("call steps: in a ring over messages they differ by the distance to the rank") {
   // Of rank 0's messages the barrier's are the first: two rounds of a send, a receive, and the
-  // receive of the peer's next envelope. The greeting finds its receive posted, sends, and posts
-  // the next one. The sends of the ring are then every second.
+  // receive of the peer's next envelope. A step of the ring is a receive and a send. Rank 3 waits
+  // for rank 0 to take what it sends.
   for (const int num_sent : {0, 2}) {
     CAPTURE(num_sent);
-    Scene scene("messages " + std::to_string(num_sent), {{{num_sent + 1, kNumSteps, 0},
-                                                          {num_sent + 2, kNumSteps, 1},
-                                                          {num_sent + 3, kNumSteps, 2}}});
+    Scene scene("messages " + std::to_string(num_sent), {{{num_sent + 2, kNumSteps, 0},
+                                                          {num_sent + 3, kNumSteps, 1},
+                                                          {num_sent + 3, kNumSteps, 0}}});
     testing::MemoryNetwork network(kWorldSize);
-    constexpr int kBarrier = 6, kGreeting = 2;
+    constexpr int kBarrier = 6, kFirstStep = 2;
     network.on_start([&](int rank, int num_started) {
-      if (rank == 0 && num_started == kBarrier + kGreeting + 2 * num_sent) scene.stand_still();
+      if (rank == 0 && num_started == kBarrier + kFirstStep + 2 * num_sent) scene.stand_still();
     });
     testing::run_hosts_ranks(network, "abcd", [&](Communicator& communicator) {
       scene.run(communicator, testing::kPatient);
