@@ -162,6 +162,7 @@ bool Bootstrap::Watch::has_ended(const Events& events) {
       if (!text) {
         const auto why = refusal_in(message->text);
         // One that refuses has not ended: its pidfd goes on to tell. Another has taken its name.
+        process->is_stranger = !why;
         is_over = !why || !pidfd || events_at(pidfd, events) != 0;
         process->keep_last_words(is_over ? why.value_or("") : "");
         process->keep_refusal(why.value_or(""));

@@ -32,7 +32,8 @@ struct PeerProcess {
   bool is_pid_hidden = false;
   /// So it is the one of that address, and tells this process why it fails.
   std::atomic<bool> has_answered = false;
-  std::atomic<bool> is_dead = false;  ///< ended, or runs another program
+  std::atomic<bool> is_stranger = false;  ///< another process has answered for it
+  std::atomic<bool> is_dead = false;      ///< ended, or runs another program
   /// The processes that this one has seen end; increased after is_dead.
   static std::atomic<std::uint64_t> num_ended;
   /// An eventfd that is written after num_ended is increased; -1 while nobody waits for deaths.

@@ -387,8 +387,15 @@ std::shared_ptr<PeerProcess> Rendezvous::find_process(const RankRecord& theirs, 
     if (auto process = bootstrap_->watch(theirs.bootstrap_address, theirs.pid, theirs.host)) {
       if (const std::string why = process->refusal(); !why.empty() && !process->has_answered)
         fail(ErrorKind::kSystem, peer, name_of(peer) + " " + why);
-      return process->has_answered ? process : nullptr;
+      if (process->has_answered) return process;
+      peer_of(peer).unanswered = std::move(process);
+      return nullptr;
     }
+  // It was there when this rank connected to it.
+  if (const auto& before = peer_of(peer).unanswered;
+      before != nullptr && before->bootstrap_address == theirs.bootstrap_address &&
+      before->is_dead && !before->is_stranger)
+    return before;
   auto process = std::make_shared<PeerProcess>(theirs.pid, theirs.host);
   if (!can_watch) return process;
 

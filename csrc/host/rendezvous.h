@@ -108,6 +108,7 @@ class Rendezvous {
     std::optional<std::string> first_text = {};  // what was there at the first look
     std::string doubted_text = {};               // the last one that was not accepted
     Clock::time_point doubted_since = {};        // when it was first seen
+    std::shared_ptr<PeerProcess> unanswered;     // that this rank has connected to
   };
 
   SharedMemory fetch_memory(int leader, std::size_t num_bytes);

@@ -610,6 +610,23 @@ TEST_CASE("a signal ends the making of a group, whatever the rank waits for") {
   }
 }
 
+TEST_CASE("a rank that ends before it has answered is named at once") {
+  MemoryStore store;
+  const std::string name = "ringcomm-test-ends-" + std::to_string(::getpid());
+  UniqueFd listener = listen_at(name);
+  RankRecord record = record_of_rank_0();
+  record.bootstrap_address = name;
+  store.set("ringcomm/rank/0", record.to_text());
+  std::thread ends([&] {
+    is_readable(listener.get(), testing::kBound);  // the other rank has connected
+    listener.reset();
+  });
+  const Error error =
+      error_of([&] { testing::make_group(store, identity(1, 2), {}, testing::kBound); });
+  ends.join();
+  expect_error(error, ErrorKind::kPeerDied, {"rank 0"});
+}
+
 TEST_CASE("ranks on different hosts get an error that says so") {
   MemoryStore store;
   run_threads(2, [&](int rank) {
