@@ -105,10 +105,10 @@ class Rendezvous {
   struct Peer {
     std::string text = {};  // its record, once it is accepted
     RankRecord record = {};
-    std::optional<std::string> first_text = {};  // what was there at the first look
-    std::string doubted_text = {};               // the last one that was not accepted
-    Clock::time_point doubted_since = {};        // when it was first seen
-    std::shared_ptr<PeerProcess> unanswered;     // that this rank has connected to
+    std::optional<std::string> first_text = {};    // what was there at the first look
+    std::string doubted_text = {};                 // the last one that was not accepted
+    Clock::time_point doubted_since = {};          // when it was first seen
+    std::shared_ptr<PeerProcess> unanswered = {};  // that this rank has connected to
   };
 
   SharedMemory fetch_memory(int leader, std::size_t num_bytes);
