@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "collectives/op_kind.h"
+#include "collectives/trace.h"
 #include "core/chunk_layout.h"
 #include "transport/messages/hosts.h"
 #include "transport/messages/shard_table.h"
@@ -112,22 +113,41 @@ class Chunks {
     const std::size_t slot_bytes = std::min(kSliceBytes, c_.bytes(shards_.max_elems()));
     std::byte* const slots = reduces_ ? c_.exchange.stage(kNumSlots * slot_bytes) : nullptr;
     const auto slot = [&](std::size_t idx) { return slots + idx % kNumSlots * slot_bytes; };
-    const std::size_t num_turns = (num_pieces(max_elems) + 1) / 2 * 2 * num_steps;
+    // The last one of an odd number takes its turns alone.
+    const std::size_t num_slices = num_pieces(max_elems);
+    const auto slice_of_turn = [&](std::size_t idx) { return idx / 2 / num_steps * 2 + idx % 2; };
     const auto step_at = [&](std::size_t idx) {
       const auto step = static_cast<int>(idx / 2 % num_steps);
-      c_.exchange.step() = {step + 1, end - begin, idx / 2 / num_steps * 2 + idx % 2 + 1,
-                            num_turns / num_steps};
+      c_.exchange.step() = {step + 1, end - begin, slice_of_turn(idx) + 1, num_slices};
       return begin + step;
     };
     // Of the chunk that is sent or received in a turn; the all-gather continues their sequence.
     const auto slice_at = [&](std::size_t idx, int chunk) {
-      return shards_.slice(chunk, idx / 2 / num_steps * 2 + idx % 2, max_elems);
+      return shards_.slice(chunk, slice_of_turn(idx), max_elems);
+    };
+    // In a trace; `number` counts the steps of one half, and is 0 where the rank's own part is
+    // sent.
+    const auto record = [&](std::size_t idx, int number, int chunk, const ElemRange& part, int from,
+                            int to) {
+      return recorder::Span([&] {
+        return recorder::Event{
+            .num_bytes = c_.bytes(part.num_elems),
+            .peer = recorder::rank16(to),
+            .waits_for = recorder::rank16(from),
+            .step = {number, ring.num_steps(), slice_of_turn(idx) + 1, num_slices},
+            .chunk = recorder::rank16(chunk),
+            .kind = recorder::Kind::kStep,
+            .op = begin + static_cast<int>(idx / 2 % num_steps) < ring.num_steps()
+                      ? OpKind::kReduceScatter
+                      : OpKind::kAllGather};
+      });
     };
     // The sum of what was received in a turn, which is sent two turns later.
     const auto sum_of = [&](std::size_t idx, int chunk, const ElemRange& part) {
       return shards_.of(chunk).output != nullptr ? shards_.output(chunk, part) : slot(idx);
     };
     const auto post = [&](std::size_t idx) {
+      if (slice_of_turn(idx) >= num_slices) return;
       const int step = step_at(idx);
       const int sent = ring.reduce_scatter_send_chunk(step);
       const int received = ring.reduce_scatter_recv_chunk(step);
@@ -136,20 +156,29 @@ class Chunks {
       if (in.num_elems > 0 || idx == 0)
         c_.recv(ring.previous(), step < ring.num_steps() ? slot(idx) : shards_.output(received, in),
                 in.num_elems);
-      if (out.num_elems > 0 || idx == 0)
-        c_.send(ring.next(), step == 0 ? shards_.input(sent, out) : sum_of(idx - 2, sent, out),
-                out.num_elems);
+      const auto send = [&] {
+        if (out.num_elems > 0 || idx == 0)
+          c_.send(ring.next(), step == 0 ? shards_.input(sent, out) : sum_of(idx - 2, sent, out),
+                  out.num_elems);
+      };
+      if (step > begin) return send();
+      const recorder::Span recorded = record(idx, 0, sent, out, recorder::kNobody, ring.next());
+      send();
     };
     const auto complete = [&](std::size_t idx) {
+      if (slice_of_turn(idx) >= num_slices) return;
       const int step = step_at(idx), received = ring.reduce_scatter_recv_chunk(step);
       const ElemRange in = slice_at(idx, received);
+      const recorder::Span recorded =
+          record(idx, step % ring.num_steps() + 1, received, in, ring.previous(),
+                 step + 1 < end ? ring.next() : recorder::kNobody);
       c_.exchange.finish();
       if (step >= ring.num_steps() || in.num_elems == 0) return;
       const void* const sources[] = {slot(idx), shards_.input(received, in)};
       shards_.op->combine(sum_of(idx, received, in), nullptr, sources, 2, in.num_elems,
                           step + 1 == ring.num_steps() ? shards_.divisor : 1);
     };
-    c_.in_pieces(1, end - begin, num_turns, post, complete);
+    c_.in_pieces(1, end - begin, (num_slices + 1) / 2 * 2 * num_steps, post, complete);
   }
 
   // The elements of a piece of all chunks. Two pieces are staged at the same time. Over messages

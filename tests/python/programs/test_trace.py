@@ -126,7 +126,7 @@ def reduce_around_a_ring(rank: int, num_elems: int) -> int:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("env", ["shm"])
+@pytest.mark.parametrize("env", ["shm", "messages"])
 def test_every_step_of_a_ring_is_there_once(env: str, world_size: int, tmp_path: Path) -> None:
     """2(N-1) steps of each slice: each receives a chunk of the rank before, all but the last send
     it on. Which chunk, written down here once more."""
@@ -157,6 +157,23 @@ def test_every_step_of_a_ring_is_there_once(env: str, world_size: int, tmp_path:
         assert call["args"] == {"group": call["args"]["group"], "seq": 0, **about}
         assert {(e["group"], e["seq"]) for e in found} == {(call["args"]["group"], 0)}
     assert len([e for e in events if e["ph"] in "stf"]) == world_size  # one arrow through all
+
+
+def gather_around_a_ring(rank: int, num_elems: int) -> None:
+    world_size = dist.get_world_size()
+    parts = torch.empty(world_size * num_elems)
+    dist.all_gather_into_tensor(parts, torch.full((num_elems,), float(rank)))
+    assert torch.equal(parts, torch.arange(float(world_size)).repeat_interleave(num_elems))
+
+
+def test_a_ring_of_an_all_gather_passes_on_only(tmp_path: Path) -> None:
+    """Over messages, from 1 MiB in all."""
+    record(tmp_path, gather_around_a_ring, 100_000, env=ENVS["messages"])
+    for rank in range(3):
+        found = of(merged(tmp_path)[0], "step", rank)
+        names = [f"all_gather {what}" for what in ("first send", "step 1", "step 2")]
+        assert [e["name"] for e in found] == names
+        assert [e["args"]["chunk"] for e in found] == [rank, (rank - 1) % 3, (rank - 2) % 3]
 
 
 def test_steps_as_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
