@@ -14,6 +14,7 @@
 #include "bindings/process_group.h"
 #include "bindings/python_errors.h"
 #include "collectives/op_kind.h"
+#include "core/errors.h"
 
 namespace ringcomm {
 namespace {
@@ -119,9 +120,17 @@ void ProcessGroupRingcomm::sparse_all_reduce(const at::Tensor& tensor,
                               "ringcomm: all_reduce of sparse tensors supports ReduceOp.SUM only");
   const at::AutoDispatchBelowADInplaceOrView unseen_by_autograd;
   const WaitLimits limits{.timeout = effective(opts.timeout), .is_interrupted = is_interrupted};
+  const std::shared_ptr<Communicator> engine = communicator();
   with_python_errors([&] {
-    const at::Tensor sum = sparse_sum(*communicator(), limits, tensor.coalesce());
-    if (sum.defined()) copy_back(tensor, sum);
+    try {
+      const at::Tensor sum = sparse_sum(*engine, limits, tensor.coalesce());
+      if (sum.defined()) copy_back(tensor, sum);
+    } catch (const Error&) {  // from a call, which has ended the group
+      throw;
+    } catch (const std::exception& error) {
+      engine->abort(c10::str("all_reduce: ", error.what()));  // the other ranks have continued
+      throw;
+    }
   });
 }
 
