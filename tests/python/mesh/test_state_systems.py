@@ -50,13 +50,15 @@ def test_a_range_of_a_flat_tensor_is_boxes(shape: tuple[int, ...]) -> None:
             assert int((found >= 0).sum()) == end - begin
 
 
+# The tolerance of each. Without the moments or the counts of steps, weights differ by 6e-3 and
+# more; float32 weights that went through 16 bits differ by 1e-3.
 SYSTEMS = {
-    "WeightShards, AdaLomo": 1e-4,
-    "fully_shard, AdaLomo": 1e-4,
+    "WeightShards, AdaLomo": 1e-5,
+    "fully_shard, AdaLomo": 1e-5,
     "Infinity in files, 16 bits": 5e-3,
-    "offload": 1e-4,
+    "offload": 1e-5,
     "ZeRO-1 over offload, 16 bits": 5e-3,
-    "ZeRO-3 over offload": 1e-4,
+    "ZeRO-3 over offload": 1e-5,
 }
 
 
@@ -136,8 +138,9 @@ def test_systems_go_between_numbers_of_ranks(name: str, tmp_path: Path) -> None:
     (expected,) = run_ranks(1, straight, name, tmp_path / "straight")
     ways = [way for n in (3, 1) for way in run_ranks(n, load_system, name, tmp_path)]
     for found in (state for of_rank in ways for state in of_rank):
-        assert_close(found[0], expected[0], rtol=0.01, atol=SYSTEMS[name])
-        assert_close(found[1]["state"], expected[1]["state"], rtol=0.05, atol=SYSTEMS[name])
+        tolerances = {"rtol": SYSTEMS[name], "atol": SYSTEMS[name]}
+        assert_close(found[0], expected[0], **tolerances)
+        assert_close(found[1]["state"], expected[1]["state"], **tolerances)
 
 
 @in_ranks(2)
