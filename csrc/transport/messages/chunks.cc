@@ -45,6 +45,7 @@ class Chunks {
       return slot(idx, num_sent + static_cast<std::size_t>(host));
     };
     const auto post = [&](std::size_t idx) {
+      c_.exchange.finish_sends();
       for (const int host : hosts_.other_hosts)
         c_.recv(hosts_.rail_peer(c_.rank, host), received(idx, host),
                 shards_.slice(c_.rank, idx, max_elems).num_elems);
@@ -78,6 +79,7 @@ class Chunks {
   void all_gather() {
     const std::size_t max_elems = piece_elems(OpKind::kAllGather);
     const auto post = [&](std::size_t idx) {
+      c_.exchange.finish_sends();
       const ElemRange own = shards_.slice(c_.rank, idx, max_elems);
       for (const auto& owners : hosts_.rounds) {
         const int owner = of(owners, hosts_.local_rank);
@@ -102,8 +104,8 @@ class Chunks {
   // sum in the next step; in each step of the all-gather it keeps a complete slice and sends that.
   // Two slices take turns, so that one is reduced while the other one is received.
   //
-  // No circle of waits: in a turn a rank waits for messages of that turn, which its neighbours post
-  // when they have completed the turn before the last one.
+  // No circle of waits: in a turn a rank waits for a message of that turn, and for its own of the
+  // turn before the last one. Its neighbours post theirs when they have completed that turn.
   void ring() {
     const RingSchedule ring(c_.rank, c_.world_size);
     const int begin = reduces_ ? 0 : ring.num_steps();
@@ -147,6 +149,7 @@ class Chunks {
       return shards_.of(chunk).output != nullptr ? shards_.output(chunk, part) : slot(idx);
     };
     const auto post = [&](std::size_t idx) {
+      c_.exchange.finish_sends();
       if (slice_of_turn(idx) >= num_slices) return;
       const int step = step_at(idx);
       const int sent = ring.reduce_scatter_send_chunk(step);

@@ -112,6 +112,7 @@ void reduce_hosts(HostsCall& c) {
       if (c.call.root < 0 || peer == c.call.root) c.send(peer, input, piece.num_elems);
     }
     c.exchange.finish();
+    c.exchange.finish_sends();  // the result may be in place
     if (!receives || piece.num_elems == 0) continue;
     std::vector<const void*> sources(sums.begin(), sums.end());
     of(sources, c.hosts.host) = input;
@@ -147,7 +148,8 @@ void chain_hosts(HostsCall& c, const std::vector<int>& ranks) {
     if (!is_first) c.recv(previous, data_of(idx), num_elems(idx));
   };
   const auto complete = [&](std::size_t idx) {
-    c.exchange.finish();  // also the send of the slice before the last one
+    c.exchange.finish();
+    c.exchange.finish_sends();  // of the slice before the last one
     const void* const sources[] = {data_of(idx), at_slice(c.call.inputs[0], idx)};
     if (adds)
       reduce_op_of(c.call).combine(is_last ? at_slice(c.call.outputs[0], idx) : data_of(idx),
@@ -255,7 +257,11 @@ void move_hosts(HostsCall& c) {
   };
   move_over_hosts(
       c.rank, c.world_size, is_all_to_all, inside, [&] { return num_sent >= kSteppedBytes; },
-      move_step, [&] { c.exchange.finish(); });
+      move_step,
+      [&] {
+        c.exchange.finish();
+        c.exchange.finish_sends();
+      });
 }
 
 void run_op(HostsCall& c) {
@@ -374,6 +380,7 @@ Traffic run_message_collective(HostsCall call, const HostsView& flat) {
   for (const std::size_t batch : {0U, 1U}) {
     call.exchange.use_batch(batch);
     call.exchange.finish();
+    call.exchange.finish_sends();
   }
   call.traffic.sent_bytes += call.exchange.sent_bytes();
   return call.traffic;

@@ -94,7 +94,8 @@ void MessageExchange::finish() {
       const bool waits = std::ranges::any_of(incoming, [&](const Transfer& recv) {
         return recv.peer == send.peer && recv.is_long() && recv.has_message();
       });
-      if (send.is_long() && send.has_message() && waits == is_after_open) start_data(send);
+      const bool is_new = send.message == nullptr && send.has_message();
+      if (send.is_long() && is_new && waits == is_after_open) start_data(send);
     }
   };
   start_long(false);
@@ -104,12 +105,15 @@ void MessageExchange::finish() {
   start_long(true);
   if (!incoming.empty()) is_arriving_ = false;
   for (const Transfer& transfer : incoming) wait(transfer.message.get(), transfer.peer);
-  for (const Transfer& transfer : outgoing) {
+  incoming.clear();
+}
+
+void MessageExchange::finish_sends() {
+  for (const Transfer& transfer : batch_->outgoing) {
     wait(transfer.envelope.message.get(), transfer.peer);
     wait(transfer.message.get(), transfer.peer);
   }
-  incoming.clear();
-  outgoing.clear();
+  batch_->outgoing.clear();
 }
 
 void MessageExchange::open(Transfer& incoming) {

@@ -97,16 +97,18 @@ class MessageExchange {
   void open_first(int peer) { first_ = peer; }
   /// From now on the other functions use batch `number` modulo 2.
   void use_batch(std::size_t number) { batch_ = &batches_[number % 2]; }
-  /// Starts a transfer. `data` is read until finish(), which starts what is too long for a tag of
-  /// its size: sooner, it would be on the connection in front of what this rank says it expects.
+  /// Starts a transfer. `data` is read until finish_sends(); finish() starts what is too long for a
+  /// tag of its size: sooner, it would be on the connection in front of what this rank expects.
   /// Null for data too long for an envelope sends that alone, in advance.
   void send(int peer, const void* data, std::size_t num_bytes);
   /// Fills `data` until finish() returns, which waits for the peers in the order of these calls.
   /// Where both are to be posted, receives come first: Gloo then sends without a round trip.
   void recv(int peer, void* data, std::size_t num_bytes);
-  /// Returns when all transfers of the batch have ended. Throws Stopped, and Mismatched if a peer
-  /// made a different call or sends a different size.
+  /// Returns when the batch has received all. Throws Stopped, and Mismatched if a peer made a
+  /// different call or sends a different size.
   void finish();
+  /// Returns when the batch, which is finished, has sent all. Throws Stopped.
+  void finish_sends();
 
  private:
   struct Transfer {

@@ -87,7 +87,7 @@ struct HostsCall {
   void run_local(const Collective& part);
 
   /// Calls post(k) for all pieces in order, and complete(k) once piece k + 1 is posted: messages
-  /// are on their way while this host's ranks work on another piece.
+  /// are on their way while this host's ranks work on another piece. All is sent in the end.
   template <class Post, class Complete>
   void in_pieces(int step, int num_steps, std::size_t num_pieces, const Post& post,
                  const Complete& complete) const {
@@ -97,6 +97,10 @@ struct HostsCall {
       if (idx < num_pieces) post(idx);
       exchange.use_batch(idx + 1);
       if (idx > 0) complete(idx - 1);
+    }
+    for (const std::size_t batch : {0U, 1U}) {
+      exchange.use_batch(batch);
+      exchange.finish_sends();
     }
   }
 };
