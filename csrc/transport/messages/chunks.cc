@@ -149,9 +149,9 @@ class Chunks {
       return shards_.of(chunk).output != nullptr ? shards_.output(chunk, part) : slot(idx);
     };
     const auto post = [&](std::size_t idx) {
-      c_.exchange.finish_sends();
       if (slice_of_turn(idx) >= num_slices) return;
       const int step = step_at(idx);
+      c_.exchange.finish_sends();
       const int sent = ring.reduce_scatter_send_chunk(step);
       const int received = ring.reduce_scatter_recv_chunk(step);
       const ElemRange in = slice_at(idx, received), out = slice_at(idx, sent);
