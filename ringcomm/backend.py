@@ -336,8 +336,8 @@ def monitored_barrier(
         wait_all_ranks: whether rank 0 names all missing ranks, or only the first.
 
     Raises:
-        CollectiveTimeoutError: on rank 0, "Rank 2 failed to pass monitoredBarrier in 1000 ms", and
-            on the ranks that arrived, the reason of rank 0. Its `rank` is the first missing rank.
+        CollectiveTimeoutError: "monitored_barrier: rank 2 did not come within 1000 ms" on the ranks
+            that arrived; rank 0 names all. Its `rank` is the first missing rank.
         ValueError: this rank is not in the group, or there is no default group.
 
     Collective over the group; blocks until rank 0 has heard from all ranks.

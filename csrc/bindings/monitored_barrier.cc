@@ -83,8 +83,9 @@ void ProcessGroupRingcomm::monitoredBarrier(const c10d::BarrierOptions& opts, bo
     throw Error({.kind = ErrorKind::kTimeout,
                  .rank = static_cast<int>(missing.front()),
                  .op = "monitored_barrier"},
-                c10::str("ringcomm rank ", getRank(), "/", getSize(), ": monitored_barrier: rank ",
-                         c10::Join(", ", missing), " did not come within ", waited.count(), " ms"));
+                c10::str("ringcomm rank ", getRank(), "/", getSize(), ": monitored_barrier: rank",
+                         missing.size() > 1 ? "s " : " ", c10::Join(", ", missing),
+                         " did not come within ", waited.count(), " ms"));
   };
   with_python_errors([&] {
     group->failure().rethrow_if_any();

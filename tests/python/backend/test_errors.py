@@ -310,8 +310,8 @@ def test_missing_ranks(
     if rank in missing and is_late:
         error = caught(lambda: group.monitored_barrier(SHORT, waits_for_all))
     if rank not in missing or is_late:
-        names = "1, 3" if waits_for_all and rank == 0 else "1"
-        words = f"monitored_barrier: rank {names} did not come within 300 ms"
+        names = "ranks 1, 3" if waits_for_all and rank == 0 else "rank 1"
+        words = f"monitored_barrier: {names} did not come within 300 ms"
         assert (error["type"], error["rank"]) == ("CollectiveTimeoutError", 1), error
         assert words in error["text"], error
     tensor = torch.ones(5)
