@@ -170,8 +170,9 @@ def resources() -> dict[str, int]:
 
 def grown(before: dict[str, int], num_turns: int) -> dict[str, tuple[int, int]]:
     """What there is more of than before. A joined thread may still be listed for a moment."""
-    # Allocators may take more meanwhile; and torch keeps 170 bytes of each group.
-    slack = {"mappings": 8, "resident bytes": (2 << 20) + 400 * num_turns}
+    # Allocators may take more meanwhile, and torch keeps 170 bytes of each group. After ten seconds
+    # a process begins the thread that returns memory of idle groups.
+    slack = {"threads": 1, "mappings": 8, "resident bytes": (2 << 20) + 400 * num_turns}
 
     def more() -> dict[str, tuple[int, int]]:
         now = {name: (before[name], number) for name, number in resources().items()}
