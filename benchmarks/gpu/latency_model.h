@@ -11,8 +11,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "collectives/collective.h"
-#include "collectives/op_kind.h"
+#include "collectives/call.h"
 #include "cuda/collectives/launch_plan.h"
 #include "cuda/kernels/call.h"
 #include "cuda/kernels/memory.h"

@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "collectives/op_kind.h"
+#include "collectives/call.h"
 #include "cuda/driver/driver.h"
 #include "gpu/latency_model.h"
 

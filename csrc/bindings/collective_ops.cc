@@ -15,7 +15,7 @@
 #include <typeinfo>
 
 #include "bindings/process_group.h"
-#include "collectives/algorithm.h"
+#include "collectives/call.h"
 #include "kernels/losses/torch_softmax_stats.h"
 #include "kernels/norms/torch_rms_norm.h"
 #include "reduce/reduce_op.h"
@@ -74,12 +74,13 @@ void run_on(c10d::ProcessGroup& group, const at::Tensor& tensor, const Start& st
 
 void all_reduce_in_place(c10d::ProcessGroup& group, const at::Tensor& tensor,
                          const c10d::ReduceOp& op) {
-  const auto ringcomm = find_ringcomm(group, tensor);
-  if (ringcomm != nullptr && ringcomm->all_reduce_at_once(tensor, tensor, op)) return;
+  if (const auto ringcomm = find_ringcomm(group, tensor)) {
+    ringcomm->all_reduce(tensor, tensor, {.reduceOp = op, .asyncOp = false});
+    return;
+  }
   Tensors tensors = {tensor};
-  run_on(group, tensor, [&](auto& backend, bool is_async) {
-    return backend.allreduce(tensors, {.reduceOp = op, .asyncOp = is_async});
-  });
+  const WorkPtr work = group.allreduce(tensors, {.reduceOp = op, .asyncOp = needs_work(group)});
+  if (work != nullptr) work->wait();
 }
 
 at::Tensor contiguous_copy(const at::Tensor& input) {
@@ -116,7 +117,7 @@ void all_reduce_into(const at::Tensor& input, const at::Tensor& out, const std::
                        input.strides() == out.strides();
   if (const auto ringcomm =
           is_same ? nullptr : find_ringcomm(*c10d::resolve_process_group(group_name), out)) {
-    ringcomm->all_reduce_into(input, out, reduce_op_from(reduce_op));
+    ringcomm->all_reduce(input, out, {.reduceOp = reduce_op_from(reduce_op), .asyncOp = false});
     mark_written(out);
     return;
   }
@@ -192,8 +193,8 @@ void ring_all_reduce_(const at::Tensor& input, const std::string& group_name) {
   check_no_grad(input, "ring_all_reduce_", "all_reduce");
   check_tensor(input, "ring_all_reduce_");
   ringcomm_group_of(group_name, input, "ring_all_reduce_")
-      ->all_reduce_into(input, input, c10d::ReduceOp::SUM,
-                        [](Collective& call) { call.algorithm = Algorithm::kRing; });
+      ->all_reduce(input, input, {.reduceOp = c10d::ReduceOp::SUM, .asyncOp = false},
+                   [](Collective& call) { call.algorithm = Algorithm::kRing; });
   mark_written(input);
 }
 
@@ -212,11 +213,12 @@ void define(torch::Library& m, const std::string& schema, Function* function) {
 at::Tensor merge_over_ranks(const at::Tensor& stats, c10d::ProcessGroup& group) {
   at::Tensor merged = at::empty_like(stats);
   if (const auto ringcomm = find_ringcomm(group, stats)) {
-    ringcomm->all_reduce_into(stats, merged, c10d::ReduceOp::SUM, [](Collective& call) {
-      call.dtype = DType::kSoftmaxStats;
-      call.reduction = Reduction::kMerge;
-      call.num_elems /= kNumSoftmaxStats;
-    });
+    ringcomm->all_reduce(stats, merged, {.reduceOp = c10d::ReduceOp::SUM, .asyncOp = false},
+                         [](Collective& call) {
+                           call.dtype = DType::kSoftmaxStats;
+                           call.reduction = Reduction::kMerge;
+                           call.num_elems /= kNumSoftmaxStats;
+                         });
     return merged;
   }
   const int world_size = group.getSize();
@@ -290,7 +292,7 @@ py::object eager_all_reduce(py::handle input, const std::string& reduce_op, py::
     const py::gil_scoped_release no_gil;
     result = out.is_none() ? at::Tensor(at::detail::empty_cpu(from->sizes(), from->scalar_type()))
                            : *given;
-    if (!ringcomm->all_reduce_at_once(*from, result, reduce_op_from(reduce_op))) return py::none();
+    ringcomm->all_reduce(*from, result, {.reduceOp = reduce_op_from(reduce_op), .asyncOp = false});
     if (!out.is_none()) mark_written(result);
   }
   return out.is_none() ? py::cast(std::move(result)) : py::reinterpret_borrow<py::object>(out);

@@ -1,11 +1,10 @@
-// c10d's collectives but all_reduce: checks of what users pass, and the engine's calls.
+// c10d's collectives but all_reduce and barrier: checks of what users pass, and the engine's calls.
 
 #include <ATen/MemoryOverlap.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 
 #include "bindings/process_group.h"
-#include "collectives/op_kind.h"
+#include "collectives/call.h"
 #include "core/chunk_layout.h"
 
 namespace ringcomm {
@@ -300,15 +299,6 @@ WorkPtr ProcessGroupRingcomm::alltoall_base(at::Tensor& outputTensor, at::Tensor
   }
   return start({c10d::OpType::ALLTOALL_BASE, "ringcomm:all_to_all", opts}, std::move(item),
                {outputTensor});
-}
-
-WorkPtr ProcessGroupRingcomm::barrier(const c10d::BarrierOptions& opts) {
-  if (barrier_at_once(opts)) return {};
-  CallInfo info{c10d::OpType::BARRIER, "ringcomm:barrier", opts};
-  info.device = opts.device.value_or(c10::Device(c10::kCPU));
-  if (!info.device->is_cpu() && !info.device->has_index())
-    info.device = c10::impl::VirtualGuardImpl(info.device->type()).getDevice();
-  return start(info, TensorCall{}, {});
 }
 
 }  // namespace ringcomm

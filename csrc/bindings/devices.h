@@ -12,9 +12,7 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include "bindings/tensors.h"
-#include "collectives/algorithm.h"
-#include "collectives/collective.h"
-#include "collectives/communicator_options.h"
+#include "collectives/call.h"
 
 namespace ringcomm {
 
@@ -78,7 +76,7 @@ class Devices {
   /// Makes what carries the tensors of a device. The first call is collective over the group.
   virtual void connect(c10::Device device) = 0;
   /// The algorithm that a call gets there.
-  virtual Algorithm algorithm_of(const Collective& call, c10::Device device) = 0;
+  virtual Algorithm algorithm_of(Collective call, c10::Device device) = 0;
   /// A readable description of the transport of each device.
   virtual std::map<std::string, std::string> transports() = 0;
 

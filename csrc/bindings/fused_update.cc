@@ -6,7 +6,7 @@
 #include <torch/library.h>
 
 #include "bindings/process_group.h"
-#include "collectives/op_kind.h"
+#include "collectives/call.h"
 #include "core/chunk_layout.h"
 #include "kernels/updates/torch_arguments.h"
 
@@ -68,10 +68,15 @@ void ProcessGroupRingcomm::reduce_update_gather(const UpdateTensors& tensors, Up
   item.kept = {param, grad};
   item.profiled = {grad};
   const ElemRange shard = ChunkLayout(num_elems_of(param), getSize()).chunk(getRank());
-  auto update = std::make_shared<ShardUpdate>(ShardUpdate{.spec = spec});
-  if (spec.has_master) update->master = shard_data(*master, "master", shard, item);
+  item.call = {{.num_elems = num_elems_of(param),
+                .op = OpKind::kReduceUpdateGather,
+                .dtype = reduced_dtype(grad, kFusedUpdate),
+                .reduction = is_average ? Reduction::kAvg : Reduction::kSum,
+                .has_update = true,
+                .update = spec}};
+  if (spec.has_master) item.call.master = shard_data(*master, "master", shard, item);
   for (std::size_t i = 0; i < states.size(); ++i)
-    update->states[i] = shard_data(states[i], state_name(spec, i), shard, item);
+    item.call.states[i] = shard_data(states[i], state_name(spec, i), shard, item);
   for (auto one = item.kept.begin(); one != item.kept.end(); ++one)
     for (auto other = item.kept.begin(); other != one; ++other)
       TORCH_CHECK_VALUE(at::get_overlap_status(*one, *other) == at::MemOverlapStatus::No,
@@ -79,11 +84,6 @@ void ProcessGroupRingcomm::reduce_update_gather(const UpdateTensors& tensors, Up
                         " got tensors that share memory; parameters, gradient and state must "
                         "not overlap");
 
-  item.update = std::move(update);
-  item.call = {.op = OpKind::kReduceUpdateGather,
-               .dtype = reduced_dtype(grad, kFusedUpdate),
-               .reduction = is_average ? Reduction::kAvg : Reduction::kSum,
-               .num_elems = num_elems_of(param)};
   item.inputs = {grad.data_ptr()};
   item.outputs = {param.data_ptr()};
   start({c10d::OpType::UNKNOWN, "ringcomm:reduce_scatter_update_all_gather"}, std::move(item),

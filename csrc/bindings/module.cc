@@ -10,11 +10,8 @@
 
 #include "bindings/process_group.h"
 #include "bindings/python_errors.h"
-#include "collectives/algorithm.h"
-#include "collectives/communicator_options.h"
+#include "collectives/call.h"
 #include "collectives/long_waits.h"
-#include "collectives/op_kind.h"
-#include "collectives/stats.h"
 #include "collectives/trace.h"
 #include "host/bootstrap.h"
 #include "host/group.h"
@@ -213,8 +210,8 @@ void bind_classes(py::module_& m) {
       m, "ProcessGroupRingcomm")
       .def_property_readonly("options", &ProcessGroupRingcomm::options)
       .def("get_error", &ProcessGroupRingcomm::getError)
-      .def("introduce", &ProcessGroupRingcomm::introduce, "store"_a, "ranks"_a, "global_ranks"_a,
-           "is_abandoned"_a, py::call_guard<py::gil_scoped_release>())
+      .def("register_peers", &ProcessGroupRingcomm::register_peers, "store"_a, "ranks"_a,
+           "global_ranks"_a, "is_abandoned"_a, py::call_guard<py::gil_scoped_release>())
       // torch calls this on ranks that are not part of a split group.
       .def("perform_nocolor_split", [](const ProcessGroupRingcomm&, const py::object&) {});
 }

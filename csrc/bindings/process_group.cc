@@ -78,44 +78,44 @@ constexpr const char* kNoDevices =
 constexpr std::chrono::seconds kLeavePatience{10};
 
 // The processes that are known to a group, by global rank, while it lives.
-struct World {
+struct KnownPeers {
   std::weak_ptr<Communicator> group;
   PeerProcesses processes;
   std::function<bool()> is_abandoned = {};  // of a predecessor, which had another store
 };
 // The groups that have all ranks, by the store that they were made over: they know the processes of
 // every later group over that store.
-struct Worlds {
+struct PeerRegistry {
   std::mutex mutex;
-  std::map<const c10d::Store*, World> by_store;
+  std::map<const c10d::Store*, KnownPeers> by_store;
 };
-constinit PerProcess<Worlds> worlds;
+constinit PerProcess<PeerRegistry> peer_registry;
 
-World world_over(const c10::intrusive_ptr<c10d::Store>& store) {
-  Worlds& all = worlds.get();
+KnownPeers peers_known_over(const c10::intrusive_ptr<c10d::Store>& store) {
+  PeerRegistry& all = peer_registry.get();
   const std::lock_guard lock(all.mutex);
   const auto found = all.by_store.find(base_of(store));
-  return found != all.by_store.end() ? found->second : World{};
+  return found != all.by_store.end() ? found->second : KnownPeers{};
 }
 
 // What the group of all ranks knows, by rank of the group that has these global ranks.
-PeerProcesses ask_world(const World& world, const std::vector<uint64_t>& global_ranks) {
+PeerProcesses processes_of(const KnownPeers& peers, const std::vector<uint64_t>& global_ranks) {
   PeerProcesses known;
   for (const uint64_t rank : global_ranks)
-    known.push_back(rank < world.processes.size() ? world.processes[rank] : nullptr);
-  return world.group.expired() ? PeerProcesses{} : known;
+    known.push_back(rank < peers.processes.size() ? peers.processes[rank] : nullptr);
+  return peers.group.expired() ? PeerProcesses{} : known;
 }
 
-void enter_world(const c10::intrusive_ptr<c10d::Store>& store,
-                 const std::vector<uint64_t>& global_ranks,
-                 const std::shared_ptr<Communicator>& communicator) {
+void register_group(const c10::intrusive_ptr<c10d::Store>& store,
+                    const std::vector<uint64_t>& global_ranks,
+                    const std::shared_ptr<Communicator>& communicator) {
   for (std::size_t rank = 0; rank < global_ranks.size(); ++rank)
     if (global_ranks[rank] != rank) return;
-  Worlds& all = worlds.get();
+  PeerRegistry& all = peer_registry.get();
   const std::lock_guard lock(all.mutex);
   std::erase_if(all.by_store, [](const auto& item) { return item.second.group.expired(); });
   // A group of the first ranks only knows fewer than one of all.
-  World& known = all.by_store[base_of(store)];
+  KnownPeers& known = all.by_store[base_of(store)];
   const Membership* const members = communicator->members();
   if (members != nullptr &&
       (known.is_abandoned || known.processes.size() < members->processes().size()))
@@ -138,24 +138,24 @@ ProcessGroupRingcomm::ProcessGroupRingcomm(const c10::intrusive_ptr<c10d::Store>
     : Backend(rank, size),
       options_(std::move(options)),
       last_split_(c10::intrusive_ptr<c10d::Backend>()) {
-  const World world = world_over(store);
+  const KnownPeers peers = peers_known_over(store);
   const auto timeout = std::min(options_->timeout, kLongestTimeout);
   const MakeMessenger make_messenger = [&](const std::string& key, const LookForRanks& look) {
     return messages_over(make_message_backend(options_->engine.message_backend, store, key, rank,
                                               size, *options_, look, "the group's messages"));
   };
   with_python_errors([&] {
-    TimedStore timed(std::make_shared<StoreAdapter>(store, world.is_abandoned),
+    TimedStore timed(std::make_shared<StoreAdapter>(store, peers.is_abandoned),
                      deadline_after(timeout));
     communicator_ = std::make_shared<Communicator>(
         timed, rank, size, options_->engine, timeout,
         options_->engine.message_backend.empty() ? MakeMessenger{} : make_messenger,
-        KnownRanks{ask_world(world, options_->global_ranks_in_group),
+        KnownRanks{processes_of(peers, options_->global_ranks_in_group),
                    options_->global_ranks_in_group});
   });
   try {
     communicator_->record_as(options_->group_name, options_->global_ranks_in_group);
-    enter_world(store, options_->global_ranks_in_group, communicator_);
+    register_group(store, options_->global_ranks_in_group, communicator_);
     if (make_devices != nullptr)
       devices_ = make_devices(store, options_, communicator_, rank, size);
   } catch (const std::exception& error) {
@@ -189,18 +189,18 @@ std::shared_ptr<Communicator> ProcessGroupRingcomm::communicator() const {
   return communicator_;
 }
 
-void ProcessGroupRingcomm::introduce(const c10::intrusive_ptr<c10d::Store>& store,
-                                     const std::vector<int>& ranks,
-                                     const std::vector<uint64_t>& global_ranks,
-                                     std::function<bool()> is_abandoned) {
+void ProcessGroupRingcomm::register_peers(const c10::intrusive_ptr<c10d::Store>& store,
+                                          const std::vector<int>& ranks,
+                                          const std::vector<uint64_t>& global_ranks,
+                                          std::function<bool()> is_abandoned) {
   const std::shared_ptr<Communicator> engine = communicator();
-  World known{.group = engine, .processes = {}, .is_abandoned = std::move(is_abandoned)};
+  KnownPeers known{.group = engine, .processes = {}, .is_abandoned = std::move(is_abandoned)};
   for (std::size_t i = 0; i < ranks.size(); ++i) {
     if (known.processes.size() <= global_ranks[i]) known.processes.resize(global_ranks[i] + 1);
     known.processes[global_ranks[i]] =
         engine->members()->processes()[static_cast<std::size_t>(ranks[i])];
   }
-  Worlds& all = worlds.get();
+  PeerRegistry& all = peer_registry.get();
   const std::lock_guard lock(all.mutex);
   all.by_store[base_of(store)] = std::move(known);
 }
@@ -283,6 +283,10 @@ void ProcessGroupRingcomm::eagerConnectSingleDevice(at::Device device) {
 
 std::chrono::milliseconds ProcessGroupRingcomm::effective(std::chrono::milliseconds timeout) const {
   return std::min(timeout <= kNoTimeout ? options_->timeout : timeout, kLongestTimeout);
+}
+
+WaitLimits ProcessGroupRingcomm::limits_of(std::chrono::milliseconds timeout) const {
+  return {.timeout = effective(timeout), .is_interrupted = is_interrupted};
 }
 
 c10d::ErrorType ProcessGroupRingcomm::getError() {

@@ -9,7 +9,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "bindings/devices.h"
-#include "collectives/collective.h"
+#include "collectives/call.h"
 #include "collectives/trace.h"
 
 namespace ringcomm {
@@ -17,8 +17,7 @@ namespace ringcomm {
 /// Starts a call in the engine. Collectives that are not asynchronous run to their end, in this
 /// thread if nothing is before them; they throw their error and return null.
 WorkPtr start_in_engine(const std::shared_ptr<Communicator>& communicator, const CallInfo& info,
-                        std::chrono::milliseconds timeout, std::vector<TensorCall> calls,
-                        Tensors results);
+                        const WaitLimits& limits, std::vector<TensorCall> calls, Tensors results);
 /// The titles of calls (CallInfo), by their numbers in a trace.
 std::vector<std::string> call_titles();
 /// All works that were started in a coalesced block, as one.
@@ -62,8 +61,9 @@ class ProcessGroupRingcomm final : public c10d::Backend {
   /// Groups that are made over `store` while this one lives know the processes of its `ranks`,
   /// whose global ranks there are `global_ranks`, before these have arrived. Their construction
   /// ends with an error once `is_abandoned` returns true.
-  void introduce(const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
-                 const std::vector<uint64_t>& global_ranks, std::function<bool()> is_abandoned);
+  void register_peers(const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
+                      const std::vector<uint64_t>& global_ranks,
+                      std::function<bool()> is_abandoned);
 
   void setTimeout(std::chrono::milliseconds timeout) override { options_->timeout = timeout; }
   const c10::intrusive_ptr<GroupOptions>& options() const { return options_; }
@@ -142,14 +142,11 @@ class ProcessGroupRingcomm final : public c10d::Backend {
   at::Tensor empty_shared_on(c10::Device device, at::IntArrayRef sizes, at::ScalarType dtype);
   std::map<std::string, std::string> device_transports();
 
-  /// An all_reduce into another tensor of the same shape, or in place, if it fits_at_once(). False,
-  /// and nothing is done, where it does not.
-  bool all_reduce_at_once(const at::Tensor& input, const at::Tensor& output,
-                          const c10d::ReduceOp& op,
-                          std::chrono::milliseconds timeout = c10d::kUnsetTimeout);
-  /// all_reduce into another tensor or the same; blocks. `adjust` may change the engine's call.
-  void all_reduce_into(const at::Tensor& input, const at::Tensor& output, const c10d::ReduceOp& op,
-                       void (*adjust)(Collective& call) = nullptr);
+  /// c10d's allreduce into another tensor of the same shape, or in place: every all_reduce of one
+  /// tensor is this one. `adjust` may change the engine's call.
+  WorkPtr all_reduce(const at::Tensor& input, const at::Tensor& output,
+                     const c10d::AllreduceOptions& opts,
+                     void (*adjust)(Collective& call) = nullptr);
   /// Blocks. `spec` lacks what follows from the tensors.
   void reduce_update_gather(const UpdateTensors& tensors, UpdateSpec spec, bool is_average);
 
@@ -164,9 +161,7 @@ class ProcessGroupRingcomm final : public c10d::Backend {
   /// that `call` lacks are of equal shards, or of whole tensors.
   WorkPtr run_at_once(Collective call, const at::Tensor& input, const at::Tensor& output,
                       std::chrono::milliseconds timeout);
-  bool barrier_at_once(const c10d::BarrierOptions& opts);
   void sparse_all_reduce(const at::Tensor& tensor, const c10d::AllreduceOptions& opts);
-  void run_on_cpu(const Collective& call, std::chrono::milliseconds timeout);
   /// `is_asked`: by torch.distributed, not by the end of the object, when Python may have ended.
   void leave(bool is_asked);
   void abort(const std::string& why);
@@ -185,6 +180,7 @@ class ProcessGroupRingcomm final : public c10d::Backend {
   /// Records a work for endCoalescing() inside a coalesced block.
   WorkPtr coalesced(WorkPtr work);
   std::chrono::milliseconds effective(std::chrono::milliseconds timeout) const;
+  WaitLimits limits_of(std::chrono::milliseconds timeout) const;
   /// The rank as a number of the group; throws ValueError. `what` names it in the message.
   int checked_rank(int64_t rank, const char* what) const;
   std::shared_ptr<Devices> devices() const;

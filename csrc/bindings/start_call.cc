@@ -1,52 +1,18 @@
-// The two ways of a call: at once, and as a TensorCall that keeps the tensors.
+// How every call begins: at once, or as a TensorCall that keeps the tensors. all_reduce shows both.
 
 #include <ATen/record_function.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 
-#include <algorithm>
-#include <iterator>
-#include <string>
-#include <torch/csrc/distributed/c10d/Utils.hpp>
 #include <utility>
 #include <vector>
 
 #include "bindings/process_group.h"
 #include "bindings/python_errors.h"
-#include "collectives/op_kind.h"
-#include "kernels/common/types.h"
+#include "collectives/call.h"
 
 namespace ringcomm {
 namespace {
-
-constexpr const char* kTitles[] = {
-    "ringcomm:barrier",
-    "ringcomm:monitored_barrier",
-    "ringcomm:all_reduce",
-    "ringcomm:sparse_all_reduce",
-    "ringcomm:reduce",
-    "ringcomm:reduce_scatter",
-    "ringcomm:_reduce_scatter_base",
-    "ringcomm:reduce_scatter_tensor_coalesced",
-    "ringcomm:reduce_scatter_update_all_gather",
-    "ringcomm:all_gather",
-    "ringcomm:_all_gather_base",
-    "ringcomm:all_gather_into_tensor_coalesced",
-    "ringcomm:broadcast",
-    "ringcomm:gather",
-    "ringcomm:scatter",
-    "ringcomm:all_to_all",
-    "ringcomm:coalesced",
-    "ringcomm:send",
-    "ringcomm:recv",
-    "ringcomm:recvAnySource",
-};
-
-std::uint8_t title_number(const std::string& title) {
-  return static_cast<std::uint8_t>(std::ranges::find(kTitles, title) - std::begin(kTitles));
-}
-
-// Of a call without tensors, and of a message.
-constexpr DType kNoType{kNumDTypes};
 
 // The engine reads and writes its memory; an empty or freed one takes the other way.
 bool is_dense(const at::Tensor& tensor) {
@@ -57,7 +23,67 @@ bool is_dense(const at::Tensor& tensor) {
 // By a profiler or a trace, which get what start() knows of a call.
 bool is_observed() { return at::hasCallbacks() || recorder::is_tracing(); }
 
+TensorCall all_reduce_call(const at::Tensor& input, const at::Tensor& output,
+                           const c10d::ReduceOp& op) {
+  TensorCall item;
+  const bool is_in_place = input.is_same(output);
+  const at::Tensor buffer = as_real(writable(output, item, is_in_place), op);
+  item.call = reducing(OpKind::kAllReduce, buffer, op, "all_reduce");
+  item.inputs = {is_in_place ? input_of(buffer, op, item)
+                             : readable(premultiplied(input, op), item)};
+  item.outputs = {buffer.data_ptr()};
+  return item;
+}
+
 }  // namespace
+
+WorkPtr ProcessGroupRingcomm::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) {
+  if (tensors.size() != 1) only_tensor(tensors, "all_reduce");  // throws
+  return all_reduce(tensors[0], tensors[0], opts);
+}
+
+WorkPtr ProcessGroupRingcomm::all_reduce(const at::Tensor& input, const at::Tensor& output,
+                                         const c10d::AllreduceOptions& opts,
+                                         void (*adjust)(Collective& call)) {
+  if (!opts.asyncOp && fits_at_once(input, output, &opts.reduceOp)) {
+    Collective call = reducing(OpKind::kAllReduce, output, opts.reduceOp, "all_reduce");
+    if (adjust != nullptr) adjust(call);
+    return run_at_once(call, input, output, opts.timeout);
+  }
+  if (output.defined() && output.is_sparse()) {
+    sparse_all_reduce(output, opts);
+    return start({c10d::OpType::_ALLREDUCE_SPARSE, "ringcomm:sparse_all_reduce", opts},
+                 std::vector<TensorCall>{}, {output});  // for profilers, and a complete work
+  }
+  check_tensor(input, "all_reduce");
+  check_tensor(output, "all_reduce");
+  TensorCall item = all_reduce_call(input, output, opts.reduceOp);
+  if (adjust != nullptr) adjust(item.call);
+  return start({c10d::OpType::ALLREDUCE, "ringcomm:all_reduce", opts}, std::move(item), {output});
+}
+
+WorkPtr ProcessGroupRingcomm::allreduce_coalesced(Tensors& tensors,
+                                                  const c10d::AllreduceCoalescedOptions& opts) {
+  std::vector<TensorCall> calls;
+  for (const at::Tensor& tensor : tensors) {
+    check_tensor(tensor, "all_reduce_coalesced");
+    calls.push_back(all_reduce_call(tensor, tensor, opts.reduceOp));
+  }
+  return start({c10d::OpType::ALLREDUCE_COALESCED, "ringcomm:all_reduce", opts}, std::move(calls),
+               tensors);
+}
+
+WorkPtr ProcessGroupRingcomm::barrier(const c10d::BarrierOptions& opts) {
+  CallInfo info{c10d::OpType::BARRIER, "ringcomm:barrier", opts};
+  info.device = opts.device.value_or(c10::Device(c10::kCPU));
+  if (info.device->is_cpu() && !opts.asyncOp && !is_observed()) {
+    with_python_errors([&] { communicator()->run({}, limits_of(opts.timeout)); });
+    return {};
+  }
+  if (!info.device->is_cpu() && !info.device->has_index())
+    info.device = c10::impl::VirtualGuardImpl(info.device->type()).getDevice();
+  return start(info, TensorCall{}, {});
+}
 
 // ---- At once: the engine's call and its pointers are on the stack, and there is no work
 
@@ -91,27 +117,13 @@ WorkPtr ProcessGroupRingcomm::run_at_once(Collective call, const at::Tensor& inp
     call.outputs = outputs.data();
   }
   if (input.is_cpu())
-    run_on_cpu(call, timeout);
+    with_python_errors([&] { communicator()->run(call, limits_of(timeout)); });
   else
     devices()->run_at_once(input.device(), call, {input, output});
   return {};
 }
 
-bool ProcessGroupRingcomm::barrier_at_once(const c10d::BarrierOptions& opts) {
-  if (opts.asyncOp || is_observed() || (opts.device && !opts.device->is_cpu())) return false;
-  run_on_cpu({}, opts.timeout);
-  return true;
-}
-
-void ProcessGroupRingcomm::run_on_cpu(const Collective& call, std::chrono::milliseconds timeout) {
-  const std::shared_ptr<Communicator> engine = communicator();
-  const WaitLimits limits{.timeout = effective(timeout), .is_interrupted = is_interrupted};
-  with_python_errors([&] { engine->run(call, limits); });
-}
-
 // ---- As a TensorCall
-
-std::vector<std::string> call_titles() { return {std::begin(kTitles), std::end(kTitles)}; }
 
 WorkPtr ProcessGroupRingcomm::start(const CallInfo& info, TensorCall item, Tensors results) {
   std::vector<TensorCall> calls;
@@ -126,7 +138,7 @@ WorkPtr ProcessGroupRingcomm::start(const CallInfo& info, std::vector<TensorCall
   const auto begin = [&] {
     if (!device.is_cpu())
       return coalesced(start_on_device(device, info, std::move(calls), std::move(results)));
-    return coalesced(start_in_engine(communicator(), info, effective(info.timeout),
+    return coalesced(start_in_engine(communicator(), info, limits_of(info.timeout),
                                      std::move(calls), std::move(results)));
   };
   // An event costs as much as a small collective.
@@ -157,27 +169,6 @@ WorkPtr ProcessGroupRingcomm::start_on_device(c10::Device device, CallInfo info,
   }
   // A single one is ordered with the group's calls on the device.
   return devices()->exchange(info, std::move(messages), std::move(results));
-}
-
-recorder::Event ProcessGroupRingcomm::trace_event_of(const CallInfo& info,
-                                                     const std::vector<TensorCall>& calls,
-                                                     c10::Device device) const {
-  const std::shared_ptr<Communicator> engine = communicator();
-  const bool is_message = c10d::isP2POp(info.op_type);
-  recorder::Event event{.seq = is_message        ? recorder::kNoSeq
-                               : device.is_cpu() ? engine->next_seq()
-                                                 : engine->next_device_seq(),
-                        .group = engine->recorded_as(),
-                        .peer = recorder::rank16(info.peer),
-                        .kind = recorder::Kind::kCall,
-                        .dtype = kNoType,
-                        .title = title_number(info.title)};
-  for (const TensorCall& item : calls) event.num_bytes += item.call.num_bytes();
-  if (!calls.empty()) {
-    event.op = calls.front().call.op;
-    if (!is_message) event.dtype = calls.front().call.dtype;
-  }
-  return event;
 }
 
 }  // namespace ringcomm

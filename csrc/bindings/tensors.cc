@@ -86,7 +86,6 @@ void TensorCall::link() {
   call.outputs = outputs.data();
   call.input_elems = input_elems.empty() ? nullptr : input_elems.data();
   call.output_elems = output_elems.empty() ? nullptr : output_elems.data();
-  call.update = update.get();
 }
 
 void TensorCall::take_even_size() {
@@ -102,19 +101,19 @@ void TensorCall::take_even_size() {
 
 Collective moving(OpKind op, const at::Tensor& shard, int root) {
   // In torch's words: "Float8_e5m2".
-  return {.op = op,
-          .element_name = element_name(c10::getDtypeNames(shard.scalar_type()).first),
-          .root = root,
-          .num_elems = shard.nbytes()};
+  return {{.num_elems = shard.nbytes(),
+           .root = root,
+           .op = op,
+           .element_name = element_name(c10::getDtypeNames(shard.scalar_type()).first)}};
 }
 
 Collective reducing(OpKind op, const at::Tensor& buffer, const c10d::ReduceOp& reduction,
                     const char* name, int root) {
-  return {.op = op,
-          .dtype = reduced_dtype(buffer, name),
-          .reduction = reduction_of(reduction, name),
-          .root = root,
-          .num_elems = num_elems_of(buffer)};
+  return {{.num_elems = num_elems_of(buffer),
+           .root = root,
+           .op = op,
+           .dtype = reduced_dtype(buffer, name),
+           .reduction = reduction_of(reduction, name)}};
 }
 
 at::Tensor writable(const at::Tensor& tensor, TensorCall& item, bool is_input_too) {

@@ -13,8 +13,7 @@
 #include <utility>
 #include <vector>
 
-#include "collectives/collective.h"
-#include "collectives/op_kind.h"
+#include "collectives/call.h"
 #include "communicator/communicator.h"
 #include "kernels/torch_checks.h"
 
@@ -39,11 +38,10 @@ struct TensorCall {
   Collective call;
   PerRank<const void*> inputs = {};
   PerRank<void*> outputs = {};
-  PerRank<std::size_t> input_elems = {};           ///< empty, or of each shard
-  PerRank<std::size_t> output_elems = {};          ///< the same
-  std::shared_ptr<const ShardUpdate> update = {};  ///< null where the call updates nothing
-  Tensors kept;      ///< everything `inputs`, `outputs` and `update` point into
-  Tensors profiled;  ///< what the caller gave as input; profilers show its shapes
+  PerRank<std::size_t> input_elems = {};   ///< empty, or of each shard
+  PerRank<std::size_t> output_elems = {};  ///< the same
+  Tensors kept = {};                       ///< everything that the call points into
+  Tensors profiled = {};  ///< what the caller gave as input; profilers show its shapes
   /// Copies results where the call could not put them; may be empty.
   std::function<void()> finish = {};
 

@@ -137,8 +137,7 @@ class EngineWork final : public c10d::Work {
     for (TensorCall& item : calls_) item.link();
   }
 
-  void submit(Communicator& communicator, std::chrono::milliseconds timeout) {
-    const WaitLimits limits{.timeout = timeout, .is_interrupted = is_interrupted};
+  void submit(Communicator& communicator, const WaitLimits& limits) {
     // Asked beforehand: once the last call is submitted, another thread may end it and clear them.
     const std::size_t num_calls = calls_.size();
     with_python_errors([&] {
@@ -272,7 +271,7 @@ class EngineWork final : public c10d::Work {
 
 // Runs collectives to their end, within the event that torch's works record: an asynchronous one,
 // for profilers tell a backend's calls by that.
-void run(Communicator& communicator, const char* title, std::chrono::milliseconds timeout,
+void run(Communicator& communicator, const char* title, const WaitLimits& limits,
          std::vector<TensorCall>& calls) {
   std::vector<c10::IValue> inputs;
   at::RecordFunction event(at::RecordScope::USER_SCOPE);
@@ -281,7 +280,6 @@ void run(Communicator& communicator, const char* title, std::chrono::millisecond
     for (const at::Tensor& tensor : take_profiled(calls)) inputs.emplace_back(tensor);
     event.before(title, c10::ArrayRef<const c10::IValue>(inputs.data(), inputs.size()));
   }
-  const WaitLimits limits{.timeout = timeout, .is_interrupted = is_interrupted};
   with_python_errors([&] {
     for (TensorCall& item : calls) {
       item.link();
@@ -348,19 +346,18 @@ class CoalescedWork final : public c10d::Work {
 }  // namespace
 
 WorkPtr start_in_engine(const std::shared_ptr<Communicator>& communicator, const CallInfo& info,
-                        std::chrono::milliseconds timeout, std::vector<TensorCall> calls,
-                        Tensors results) {
+                        const WaitLimits& limits, std::vector<TensorCall> calls, Tensors results) {
   const bool is_message = c10d::isP2POp(info.op_type);
   if (!is_message && !info.is_async) {
-    run(*communicator, info.title, timeout, calls);
+    run(*communicator, info.title, limits, calls);
     return {};
   }
   auto work = c10::make_intrusive<EngineWork>(communicator, info.op_type, info.title,
                                               std::move(calls), std::move(results));
   if (is_message)
-    work->post(*communicator, info.peer, info.tag, timeout);
+    work->post(*communicator, info.peer, info.tag, limits.timeout);
   else
-    work->submit(*communicator, timeout);
+    work->submit(*communicator, limits);
   return work;
 }
 

@@ -3,8 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "collectives/algorithm.h"
-#include "collectives/op_kind.h"
+#include "collectives/call.h"
 
 namespace ringcomm {
 
@@ -15,15 +14,14 @@ constexpr std::size_t kBlockElems = 1024;
 OwnerUpdate::OwnerUpdate(const Collective& call, int rank, int world_size)
     : call_(call),
       reduce_op_(reduce_op_of(call)),
-      update_op_(make_update_op(call.update->spec, call.dtype)),
+      update_op_(make_update_op(call.update, call.dtype)),
       divisor_(divisor_of(call, world_size)),
       own_(ChunkLayout(call.num_elems, world_size).chunk(rank)),
       grad_bytes_(element_bytes(call.dtype)),
-      param_bytes_(element_bytes(call.update->spec.param_dtype)) {}
+      param_bytes_(call.output_element_bytes()) {}
 
 void OwnerUpdate::run(const void* const* srcs, int num_srcs, const ElemRange& elems,
                       std::byte* also_to) const {
-  const ShardUpdate& shard = *call_.update;
   std::vector<const void*> block_srcs(static_cast<std::size_t>(num_srcs));
   alignas(64) std::byte reduced[kBlockElems * sizeof(float)];
   for (std::size_t done_elems = 0; done_elems < elems.num_elems; done_elems += kBlockElems) {
@@ -37,8 +35,8 @@ void OwnerUpdate::run(const void* const* srcs, int num_srcs, const ElemRange& el
     };
     const UpdateArrays arrays{.param = at(call_.outputs[0], begin_elems, param_bytes_),
                               .grad = reduced,
-                              .master = in_shard(shard.master),
-                              .states = {in_shard(shard.states[0]), in_shard(shard.states[1])}};
+                              .master = in_shard(call_.master),
+                              .states = {in_shard(call_.states[0]), in_shard(call_.states[1])}};
     update_op_.apply(update_op_.scalars, arrays, num_elems);
     if (also_to != nullptr)
       std::memcpy(at(also_to, done_elems, param_bytes_), arrays.param, num_elems * param_bytes_);
@@ -60,7 +58,7 @@ Traffic update_in_parts(const Collective& call, int rank, int world_size,
 Traffic update_in_parts(const Collective& call, int rank, int world_size, void* reduced,
                         const std::function<void()>& update,
                         const std::function<Traffic(const Collective&)>& run) {
-  const DType param_dtype = call.update->spec.param_dtype;
+  const DType param_dtype = call.update.param_dtype;
   const ChunkLayout layout(call.num_elems, world_size);
   const std::size_t own_elems = layout.chunk(rank).num_elems;
   const auto world = static_cast<std::size_t>(world_size);

@@ -3,8 +3,7 @@
 #include <cstddef>
 #include <functional>
 
-#include "collectives/collective.h"
-#include "collectives/traffic.h"
+#include "collectives/call.h"
 #include "core/chunk_layout.h"
 #include "kernels/updates/update_op.h"
 

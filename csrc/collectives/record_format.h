@@ -5,9 +5,8 @@
 #include <limits>
 #include <optional>
 
-#include "collectives/algorithm.h"
-#include "collectives/op_kind.h"
-#include "host/call_step.h"
+#include "collectives/call.h"
+#include "host/peer_event.h"
 #include "host/ticks.h"
 #include "kernels/common/types.h"
 

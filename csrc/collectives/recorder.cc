@@ -172,15 +172,15 @@ int descriptor() {
   return recorder != nullptr ? recorder->fd() : -1;
 }
 
-Event event_of(const Collective& call, const CallHeader& header, std::uint32_t group) {
-  Event event{.seq = header.seq,
+Event event_of(const Collective& call, std::uint32_t group) {
+  Event event{.seq = call.seq,
               .num_bytes = call.num_bytes(),
               .group = group,
-              .peer = rank16(header.root),
-              .op = header.op,
-              .dtype = header.dtype,
-              .reduction = header.reduction,
-              .algorithm = header.algorithm};
+              .peer = rank16(call.root),
+              .op = call.op,
+              .dtype = call.dtype,
+              .reduction = call.reduction,
+              .algorithm = call.algorithm};
   if (event.is_message()) event.kind = Kind::kMessage;
   return event;
 }

@@ -10,10 +10,8 @@
 #include <utility>
 #include <vector>
 
-#include "collectives/call_header.h"
-#include "collectives/collective.h"
+#include "collectives/call.h"
 #include "collectives/record_format.h"
-#include "host/call_step.h"
 #include "host/membership.h"
 #include "host/peer_event.h"
 #include "host/peer_process.h"
@@ -30,7 +28,7 @@ void start();
 int descriptor();
 
 /// Of a collective, or a message, of the group of that number.
-Event event_of(const Collective& call, const CallHeader& header, std::uint32_t group);
+Event event_of(const Collective& call, std::uint32_t group);
 /// A number for a group that has no Log, unlike those of groups that have one.
 std::uint32_t unlisted_group();
 

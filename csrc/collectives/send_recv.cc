@@ -6,7 +6,7 @@
 #include <system_error>
 #include <utility>
 
-#include "collectives/op_kind.h"
+#include "collectives/call.h"
 
 namespace ringcomm {
 

@@ -10,8 +10,8 @@
 #include <mutex>
 #include <span>
 
+#include "collectives/call.h"
 #include "collectives/failure.h"
-#include "collectives/stats.h"
 #include "collectives/trace.h"
 #include "host/wait_limits.h"
 

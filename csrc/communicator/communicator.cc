@@ -6,15 +6,12 @@
 #include <tuple>
 #include <utility>
 
+#include "collectives/call.h"
 #include "collectives/fused_update.h"
-#include "collectives/op_kind.h"
-#include "collectives/traffic.h"
 #include "host/abort_reason.h"
-#include "host/call_step.h"
-#include "host/peer_event.h"
 #include "host/rendezvous.h"
 #include "transport/messenger.h"
-#include "transport/shm/transport.h"
+#include "transport/shm/context.h"
 
 namespace ringcomm {
 namespace {
@@ -125,17 +122,15 @@ void Communicator::close(const std::function<bool()>& is_interrupted) {
   if (send_recv_ != nullptr) send_recv_->close(is_interrupted);
 }
 
-std::uint64_t Communicator::run(const Collective& call, const WaitLimits& limits) {
+std::uint64_t Communicator::run(Collective call, const WaitLimits& limits) {
   validate(call);
   failure_->rethrow_if_any();
-  std::uint64_t seq = 0;
   std::exception_ptr error;
   const auto task = [&](std::uint64_t number) {
-    seq = number;
     error = error_of([&] { execute(call, limits, number); });
   };
   const auto run_part = [&](const Collective& part) {
-    seq = run(part, limits);
+    call.seq = run(part, limits);
     return Traffic{};
   };
   const auto poll = [&] { abort_if(limits.is_interrupted); };
@@ -151,7 +146,7 @@ std::uint64_t Communicator::run(const Collective& call, const WaitLimits& limits
     end_with(name_of(call.op), no_thread_or_memory);
   }
   if (error != nullptr) std::rethrow_exception(error);
-  return seq;
+  return call.seq;
 }
 
 OrderedQueue::Ticket Communicator::submit(const Collective& call, const WaitLimits& limits,
@@ -159,9 +154,10 @@ OrderedQueue::Ticket Communicator::submit(const Collective& call, const WaitLimi
   validate(call);
   failure_->rethrow_if_any();
   try {
-    return queue_.submit([this, call, limits, done = std::move(done)](std::uint64_t number) {
-      done(error_of([&] { execute(call, limits, number); }));
-    });
+    return queue_.submit(
+        [this, call = call, limits, done = std::move(done)](std::uint64_t number) mutable {
+          done(error_of([&] { execute(call, limits, number); }));
+        });
   } catch (const std::system_error& no_thread) {
     end_with(name_of(call.op), no_thread);
   }
@@ -192,45 +188,51 @@ void Communicator::validate(const Collective& call) const {
         "; they must be equal");
   check_overlap(call, rank_, world_size_);
   if (is_reduction(call.op)) reduce_op_of(call);
-  if (call.op == OpKind::kReduceUpdateGather)
-    make_update_op(call.update != nullptr ? call.update->spec : UpdateSpec{}, call.dtype);
+  if (call.op == OpKind::kReduceUpdateGather) make_update_op(call.update, call.dtype);
 }
 
-Algorithm Communicator::algorithm_of(const Collective& call) const {
-  CallHeader header{.algorithm = Algorithm::kDirect};
-  if (transport_ != nullptr) transport_->plan(call, header);
-  return header.algorithm;
+Algorithm Communicator::algorithm_of(Collective call) const {
+  plan(call);
+  return call.algorithm;
 }
 
-CallHeader Communicator::issue(const Collective& call) {
+void Communicator::plan(Collective& call) const {
+  if (transport_ != nullptr)
+    transport_->plan(call);
+  else
+    call.algorithm = Algorithm::kDirect;
+}
+
+void Communicator::issue(Collective& call) {
   validate(call);
   failure_->rethrow_if_any();
-  return header_of(call, num_on_devices_.fetch_add(1), world_size_);
+  call.set_number(num_on_devices_.fetch_add(1), world_size_);
 }
 
-void Communicator::execute(const Collective& call, const WaitLimits& limits, std::uint64_t seq) {
+// The end of both run() and submit(): in this rank's order of calls, on whatever thread.
+void Communicator::execute(Collective& call, const WaitLimits& limits, std::uint64_t number) {
   failure_->rethrow_if_any();
-  CallHeader header = header_of(call, seq, world_size_);
-  if (transport_ != nullptr) transport_->plan(call, header);
-  const auto event = [&] { return recorder::event_of(call, header, group_); };
+  call.set_number(number, world_size_);
+  plan(call);
+  const auto event = [&] { return recorder::event_of(call, group_); };
   recorder::Span span(event);
   if (transport_ == nullptr) {
     run_alone(call);
-    stats_.count(header.op, {});
+    stats_.count(call.op, {});
     return;
   }
   const recorder::Run run(log_.get(), event());
   const auto activity = [&] {
-    return Activity{.op = name_of(header.op),
-                    .seq = static_cast<std::int64_t>(header.seq),
-                    .description = describe(header),
+    return Activity{.op = name_of(call.op),
+                    .seq = static_cast<std::int64_t>(call.seq),
+                    .description = describe(call),
                     .timeout = limits.timeout,
-                    .num_calls = static_cast<std::int64_t>(header.seq) + 1};
+                    .num_calls = static_cast<std::int64_t>(call.seq) + 1};
   };
   try {
-    const Traffic traffic = transport_->run(call, header, limits);
+    const Traffic traffic = transport_->run(call, limits);
     span.set_algorithm(traffic.algorithm);
-    if (call.is_counted) stats_.count(header.op, traffic);
+    if (call.is_counted) stats_.count(call.op, traffic);
   } catch (const Stopped& stopped) {
     failure_->raise_stopped(stopped.stop, stopped.peer, activity(), stopped.detail);
   } catch (const Mismatched& mismatched) {
@@ -238,7 +240,7 @@ void Communicator::execute(const Collective& call, const WaitLimits& limits, std
         mismatched.peer,
         !mismatched.difference.empty()
             ? mismatched.difference
-            : describe_difference(mismatched.peer, mismatched.theirs, name_of(header.op)),
+            : describe_difference(mismatched.peer, mismatched.theirs, name_of(call.op)),
         activity());
   } catch (const std::exception& error) {  // probably out of memory
     end_with(activity().description, error);

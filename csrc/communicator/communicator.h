@@ -9,13 +9,9 @@
 #include <string>
 #include <vector>
 
-#include "collectives/algorithm.h"
-#include "collectives/call_header.h"
-#include "collectives/collective.h"
-#include "collectives/communicator_options.h"
+#include "collectives/call.h"
 #include "collectives/failure.h"
 #include "collectives/send_recv.h"
-#include "collectives/stats.h"
 #include "collectives/trace.h"
 #include "communicator/ordered_queue.h"
 #include "host/key_value_store.h"
@@ -58,7 +54,7 @@ class Communicator {
   /// replayed on one rank where another rank makes the call.
   std::uint64_t next_device_seq() const { return num_on_devices_.load(std::memory_order_relaxed); }
   /// The algorithm that a call gets.
-  Algorithm algorithm_of(const Collective& call) const;
+  Algorithm algorithm_of(Collective call) const;
   /// A readable description of the transport and the reason for its choice.
   const std::string& transport_description() const { return transport_description_; }
   /// Adds the group to the flight recorder, and to a trace if there is one, with its name and
@@ -76,7 +72,7 @@ class Communicator {
   /// Runs a collective to its end, in this thread when no other is before it, and returns its
   /// number; that of the last part, of an update that a transport makes in parts. Throws Error,
   /// std::invalid_argument.
-  std::uint64_t run(const Collective& call, const WaitLimits& limits);
+  std::uint64_t run(Collective call, const WaitLimits& limits);
   /// Starts it. The call's arrays and buffers must live until `done` has been called, which happens
   /// once, on any thread, with the error or null. Throws std::invalid_argument, and what ended the
   /// group.
@@ -84,9 +80,8 @@ class Communicator {
   OrderedQueue& queue() { return queue_; }
 
   /// For collectives that do not go through the queue, but are enqueued to a device in the order of
-  /// their calls: checks one, gives it a number, and returns its header, which lacks what a plan
-  /// fills in. Throws as submit() does.
-  CallHeader issue(const Collective& call);
+  /// their calls: checks one and gives it a number. Throws as submit() does.
+  void issue(Collective& call);
   /// Adds one, or a message, to the flight recorder.
   recorder::Call record_on_device(recorder::Event event) {
     event.group = group_;
@@ -118,7 +113,8 @@ class Communicator {
 
  private:
   void validate(const Collective& call) const;
-  void execute(const Collective& call, const WaitLimits& limits, std::uint64_t seq);
+  void plan(Collective& call) const;
+  void execute(Collective& call, const WaitLimits& limits, std::uint64_t number);
   [[noreturn]] void end_with(const std::string& where, const std::exception& error);
 
   int rank_;

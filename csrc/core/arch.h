@@ -26,7 +26,7 @@ inline constexpr std::size_t kLineBytes = 128;
 struct Cursor {
   alignas(kLineBytes) std::uint64_t value = 0;
   /// What the writer publishes together with the value reaches the readers in the same cache line.
-  std::byte beside[kLineBytes - sizeof(std::uint64_t)] = {};
+  std::byte payload[kLineBytes - sizeof(std::uint64_t)] = {};
   /// Ranks about to sleep on `value`; in the writer's cache while none is.
   alignas(kLineBytes) std::uint32_t sleepers = 0;
   std::uint32_t waker_core = 0;  ///< the processor of the rank that last woke them

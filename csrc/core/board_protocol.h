@@ -85,8 +85,8 @@ class Board {
 
   /// What `rank` publishes beside its cursor: this rank, after open(), of the next phase; others,
   /// after wait(), of the last.
-  RINGCOMM_HD std::byte* beside(int rank) const {
-    return geometry_.cursor(rank_, rank, rank == rank_ ? phase_ : phase_ - 1).beside;
+  RINGCOMM_HD std::byte* payload(int rank) const {
+    return geometry_.cursor(rank_, rank, rank == rank_ ? phase_ : phase_ - 1).payload;
   }
 
   /// Ends the previous phases and starts reading the next one. The filled region is visible to all.

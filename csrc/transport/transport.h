@@ -5,13 +5,9 @@
 #include <memory>
 #include <string>
 
-#include "collectives/call_header.h"
-#include "collectives/collective.h"
-#include "collectives/communicator_options.h"
+#include "collectives/call.h"
 #include "collectives/failure.h"
 #include "collectives/send_recv.h"
-#include "collectives/stats.h"
-#include "collectives/traffic.h"
 #include "core/arch.h"
 #include "host/key_value_store.h"
 #include "host/membership.h"
@@ -61,12 +57,11 @@ class Transport {
   /// sleeps, and the Communicator makes that call of a reduce_scatter and an all_gather.
   virtual bool shares_memory() const = 0;
 
-  /// Sets the algorithm of `header` from values that are equal on all ranks.
-  virtual void plan(const Collective& call, CallHeader& header) const = 0;
-  /// Runs one collective, on one thread at a time; checks every peer's header before its data.
-  /// Throws Stopped, Mismatched.
-  virtual Traffic run(const Collective& call, const CallHeader& header,
-                      const WaitLimits& limits) = 0;
+  /// Sets the call's algorithm from values that are equal on all ranks.
+  virtual void plan(Collective& call) const = 0;
+  /// Runs a planned collective, on one thread at a time; checks every peer's header before its
+  /// data. Throws Stopped, Mismatched.
+  virtual Traffic run(const Collective& call, const WaitLimits& limits) = 0;
 
   /// Between two collectives, on one thread at a time with run(), again and again: what no call
   /// has used since the last time may go back to the system.

@@ -118,7 +118,7 @@ def _make(
         its = known()
         return its is not None and its.is_over()
 
-    backend.introduce(store, survivors, global_ranks, is_over)
+    backend.register_peers(store, survivors, global_ranks, is_over)
     return torch_names.new_process_group(
         like=old,
         rank=survivors.index(old.rank()),

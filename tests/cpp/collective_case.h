@@ -231,16 +231,16 @@ class CaseBuffers {
     const bool has_input_sizes = case_.is_uneven && num_inputs() == world_size_;
     const bool has_output_sizes = case_.is_uneven && num_outputs() == world_size_;
     const bool has_both = case_.op == OpKind::kAllToAll && case_.is_uneven;
-    return {.op = case_.op,
-            .dtype = case_.dtype,
-            .reduction = case_.reduction,
-            .algorithm = case_.algorithm,
-            .root = case_.root,
-            .num_elems = has_both ? 0 : shard_elems(case_, rank_, rank_),
-            .inputs = input_pointers_.data(),
-            .outputs = output_pointers_.data(),
-            .input_elems = has_input_sizes ? input_elems_.data() : nullptr,
-            .output_elems = has_output_sizes ? output_elems_.data() : nullptr};
+    return Collective{{.num_elems = has_both ? 0 : shard_elems(case_, rank_, rank_),
+                       .root = case_.root,
+                       .op = case_.op,
+                       .dtype = case_.dtype,
+                       .reduction = case_.reduction,
+                       .algorithm = case_.algorithm},
+                      input_pointers_.data(),
+                      output_pointers_.data(),
+                      has_input_sizes ? input_elems_.data() : nullptr,
+                      has_output_sizes ? output_elems_.data() : nullptr};
   }
 
   /// The content of the call's output, or of its first one.

@@ -130,17 +130,10 @@ class GpuRanks {
       turn_.arrive_and_wait();
     }
   }
-  cuda::LaunchPlan plan_call(const Collective& call, bool takes_turns, cuda::KernelCall& kernel) {
-    CallHeader header{.num_elems = call.num_elems,
-                      .root = call.root,
-                      .op = call.op,
-                      .dtype = call.dtype,
-                      .reduction = call.reduction,
-                      .is_uneven = call.is_uneven(world_size_),
-                      .has_update = call.update != nullptr,
-                      .update = call.update != nullptr ? call.update->spec : UpdateSpec{}};
-    cuda::plan_header(call, options_, layout_, takes_turns, header);
-    return cuda::plan_launch(call, header, kernel);
+  cuda::LaunchPlan plan_call(Collective call, bool takes_turns, cuda::KernelCall& kernel) {
+    call.set_number(0, world_size_);
+    cuda::plan_algorithm(options_, layout_, takes_turns, call);
+    return cuda::plan_launch(call, kernel);
   }
   void exchange(int rank, const std::vector<cuda::P2pMessage>& messages) {
     cuda::P2pCall call;

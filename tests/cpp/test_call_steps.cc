@@ -48,12 +48,12 @@ void all_reduce(Communicator& communicator, const WaitLimits& limits) {
   std::vector<float> data(400);
   const void* input = data.data();
   void* output = data.data();
-  communicator.run({.op = OpKind::kAllReduce,
-                    .dtype = DType::kFloat32,
-                    .algorithm = Algorithm::kRing,
-                    .num_elems = data.size(),
-                    .inputs = &input,
-                    .outputs = &output},
+  communicator.run({{.num_elems = data.size(),
+                     .op = OpKind::kAllReduce,
+                     .dtype = DType::kFloat32,
+                     .algorithm = Algorithm::kRing},
+                    &input,
+                    &output},
                    limits);
 }
 

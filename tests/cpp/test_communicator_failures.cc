@@ -262,7 +262,7 @@ TEST_CASE("is_interrupted is asked behind another thread's call too") {
                                 is_running = true;
                                 return false;
                               }};
-    communicator.submit({.op = OpKind::kBarrier}, in_front,
+    communicator.submit({{.op = OpKind::kBarrier}}, in_front,
                         [&](const std::exception_ptr& error) { ended = error; });
     testing::wait_until([&] { return is_running.load(); }, "the call in front");
     const WaitLimits limits{.timeout = testing::kBound, .is_interrupted = [] { return true; }};

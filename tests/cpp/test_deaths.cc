@@ -130,7 +130,7 @@ void call(Communicator& communicator, const Case& c, const WaitLimits& limits) {
 }
 
 void run_collectives(Communicator& communicator, const WaitLimits& limits) {
-  communicator.run({.op = OpKind::kBarrier}, limits);
+  communicator.run({{.op = OpKind::kBarrier}}, limits);
   for (const Algorithm algorithm : testing::kAlgorithms)
     call(communicator, {.algorithm = algorithm, .num_elems = 300}, limits);
   for (const OpKind op : {OpKind::kReduce, OpKind::kReduceScatter, OpKind::kAllGather,
@@ -187,12 +187,9 @@ void sum_shared(Communicator& communicator, const WaitLimits& limits) {
   constexpr std::size_t kElems = std::size_t{1} << 20;
   void* block = host::SharedArena::instance().allocate(kElems * sizeof(float));
   const void* input = block;
-  communicator.run({.op = OpKind::kAllReduce,
-                    .dtype = DType::kFloat32,
-                    .num_elems = kElems,
-                    .inputs = &input,
-                    .outputs = &block},
-                   limits);
+  communicator.run(
+      {{.num_elems = kElems, .op = OpKind::kAllReduce, .dtype = DType::kFloat32}, &input, &block},
+      limits);
   host::SharedArena::instance().deallocate(block);
 }
 
@@ -287,7 +284,7 @@ void live(int rank, const std::string& folder, Meshes& meshes,
   count(false);
   // Other ranks may still have had data of the dead rank, but these calls need the rank.
   try {
-    for (int i = 0; i < 2; ++i) group->run({.op = OpKind::kBarrier}, limits);
+    for (int i = 0; i < 2; ++i) group->run({{.op = OpKind::kBarrier}}, limits);
   } catch (const Error&) {
     if (failure == nullptr) throw;
   }

@@ -17,7 +17,7 @@
 #include "sanitizers.h"
 #include "third_party/doctest/doctest.h"
 #include "thread_ranks.h"
-#include "transport/shm/collectives.h"
+#include "transport/shm/context.h"
 
 namespace {
 thread_local int num_throws = 0;
@@ -96,13 +96,13 @@ void run_on_buffers(Communicator& communicator, const Case& c, bool is_shared,
   for (int shard = 0; shard < num_outputs; ++shard)
     outputs.push_back(output.data() + static_cast<std::size_t>(shard) * shard_bytes);
   if (c.is_in_place) outputs[0] = const_cast<void*>(inputs[0]);
-  communicator.run({.op = c.op,
-                    .dtype = c.dtype,
-                    .reduction = c.reduction,
-                    .root = c.root,
-                    .num_elems = c.num_elems,
-                    .inputs = inputs.data(),
-                    .outputs = outputs.data()},
+  communicator.run({{.num_elems = c.num_elems,
+                     .root = c.root,
+                     .op = c.op,
+                     .dtype = c.dtype,
+                     .reduction = c.reduction},
+                    inputs.data(),
+                    outputs.data()},
                    limits);
   for (int shard = 0; shard < num_outputs; ++shard) {
     const Buffer& result = c.is_in_place ? input : output;
@@ -142,7 +142,7 @@ TEST_CASE("all_reduce on shared buffers, worlds 2 to 5") {
       std::uint32_t salt = 0;
       // Just too small; just large enough; blocks and a rest; a chunk of one block and one element.
       const std::size_t least_elems =
-          min_direct_bytes(OpKind::kAllReduce, world_size) / sizeof(float);
+          min_zero_copy_bytes(OpKind::kAllReduce, world_size) / sizeof(float);
       for (const std::size_t num_elems : {least_elems - 1, least_elems, least_elems + 7, 100'003UL})
         for (const bool is_in_place : {false, true})
           run_case(communicator,

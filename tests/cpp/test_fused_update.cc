@@ -88,12 +88,20 @@ struct Model {
     for (Guarded& state : states) state.fill(Bytes(shard.num_elems * 4));
   }
 
-  ShardUpdate update(const UpdateSpec& spec, std::uint32_t step) {
-    ShardUpdate update{.spec = spec, .master = spec.has_master ? master.data() : nullptr};
-    update.spec.step = step;
-    for (std::size_t i = 0; i < static_cast<std::size_t>(num_states(spec)); ++i)
-      update.states[i] = static_cast<float*>(states[i].data());
-    return update;
+  /// The call of a step, without its gradient.
+  Collective call(const UpdateCase& c, std::uint32_t step) {
+    Collective call{{.num_elems = c.num_elems,
+                     .op = OpKind::kReduceUpdateGather,
+                     .dtype = c.grad_dtype,
+                     .reduction = c.reduction,
+                     .algorithm = c.algorithm,
+                     .has_update = true,
+                     .update = c.spec}};
+    call.update.step = step;
+    if (c.spec.has_master) call.master = master.data();
+    for (std::size_t i = 0; i < static_cast<std::size_t>(num_states(c.spec)); ++i)
+      call.states[i] = static_cast<float*>(states[i].data());
+    return call;
   }
 
   Guarded param;
@@ -106,13 +114,13 @@ Model expected_model(const UpdateCase& c, int world_size) {
   Model model(c, {0, c.num_elems});
   for (std::uint32_t step = 1; step <= kNumSteps; ++step) {
     const Bytes grad = testing::reduced(c.gradients(step), world_size, 0);
-    const ShardUpdate update = model.update(c.spec, step);
-    const UpdateOp op = make_update_op(update.spec, c.grad_dtype);
+    const Collective call = model.call(c, step);
+    const UpdateOp op = make_update_op(call.update, c.grad_dtype);
     op.apply(op.scalars,
              {.param = model.param.data(),
               .grad = grad.data(),
-              .master = update.master,
-              .states = update.states},
+              .master = call.master,
+              .states = call.states},
              c.num_elems);
   }
   return model;
@@ -126,17 +134,12 @@ Model run_steps(const UpdateCase& c, int rank, int world_size, const RunCall& ru
   for (std::uint32_t step = 1; step <= kNumSteps; ++step) {
     const Bytes grad = testing::input_of(c.gradients(step), rank, 0);
     Bytes grad_kept = grad;
-    const ShardUpdate update = model.update(c.spec, step);
     const void* const input = grad_kept.data();
     void* const output = model.param.data();
-    run({.op = OpKind::kReduceUpdateGather,
-         .dtype = c.grad_dtype,
-         .reduction = c.reduction,
-         .algorithm = c.algorithm,
-         .num_elems = c.num_elems,
-         .inputs = &input,
-         .outputs = &output,
-         .update = &update});
+    Collective call = model.call(c, step);
+    call.inputs = &input;
+    call.outputs = &output;
+    run(call);
     expect(grad_kept == grad, "an unchanged gradient of " + c.to_text());
   }
   expect(model.param.is_guarded() && model.states[0].is_guarded() && model.states[1].is_guarded(),
@@ -273,7 +276,7 @@ TEST_CASE("an update that is none is refused, and the group works on") {
     for (const bool has_update : {true, false}) {
       try {
         run_steps(wrong, communicator.rank(), 2, [&](Collective call) {
-          if (!has_update) call.update = nullptr;
+          if (!has_update) call.update = {};
           communicator.run(call, kPatient);
         });
         throw std::logic_error("expected: an error");

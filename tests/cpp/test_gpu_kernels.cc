@@ -394,20 +394,21 @@ void update_alone(Optimizer optimizer, std::size_t num_elems) {
   const std::vector<float> zeros(num_elems);
   Arrays kernel{start, zeros, zeros}, host{start, zeros, zeros};
   for (std::uint32_t step = 1; step <= 2; ++step) {
-    ShardUpdate update{.spec = {.lr = 0.01, .weight_decay = 0.1, .step = step}};
-    update.spec.optimizer = optimizer;
-    update.spec.coefficients =
+    Collective call{{.op = OpKind::kReduceUpdateGather,
+                     .dtype = DType::kFloat32,
+                     .has_update = true,
+                     .update = {.lr = 0.01, .weight_decay = 0.1, .step = step}}};
+    call.update.optimizer = optimizer;
+    call.update.coefficients =
         optimizer == Optimizer::kAdamW ? std::array{0.9, 0.999, 1e-8} : std::array{0.75, 0.0, 0.0};
-    const UpdateOp op = make_update_op(update.spec, DType::kFloat32);
-    const int num_states = ringcomm::num_states(update.spec);
+    const UpdateOp op = make_update_op(call.update, DType::kFloat32);
+    const int num_states = ringcomm::num_states(call.update);
     const auto states = [&](Arrays& of) {
       return std::array{num_states > 0 ? of.first.data() : nullptr,
                         num_states > 1 ? of.second.data() : nullptr};
     };
     op.apply(op.scalars, {host.param.data(), grad.data(), nullptr, states(host)}, num_elems);
-    update.states = states(kernel);
-    const Collective call{
-        .op = OpKind::kReduceUpdateGather, .dtype = DType::kFloat32, .update = &update};
+    call.states = states(kernel);
     cuda::KernelCall kernel_call;
     const cuda::LaunchPlan plan =
         cuda::plan_own_update(call, grad.data(), kernel.param.data(), num_elems, kernel_call);

@@ -44,15 +44,14 @@ Planned plan(int num_ranks, std::size_t num_bytes, Path path, OpKind op = OpKind
   const std::vector<const void*> inputs(cuda::kMaxRanks);
   const std::vector<void*> outputs(cuda::kMaxRanks);
   const std::size_t num_shards = op == OpKind::kAllReduce ? 1 : static_cast<std::size_t>(num_ranks);
-  const Collective call{.op = op,
-                        .dtype = DType::kBFloat16,
-                        .algorithm = path == Path::kStaged ? Algorithm::kAuto : Algorithm::kTwoShot,
-                        .num_elems = num_bytes / 2 / num_shards,
-                        .inputs = inputs.data(),
-                        .outputs = outputs.data()};
-  CallHeader header{.num_elems = call.num_elems, .op = call.op, .dtype = call.dtype};
-  cuda::plan_header(call, {}, kernel.staging.layout, false, header);
-  const cuda::LaunchPlan launch = cuda::plan_launch(call, header, kernel);
+  Collective call{{.num_elems = num_bytes / 2 / num_shards,
+                   .op = op,
+                   .dtype = DType::kBFloat16,
+                   .algorithm = path == Path::kStaged ? Algorithm::kAuto : Algorithm::kTwoShot},
+                  inputs.data(),
+                  outputs.data()};
+  cuda::plan_algorithm({}, kernel.staging.layout, false, call);
+  const cuda::LaunchPlan launch = cuda::plan_launch(call, kernel);
   if (launch.traffic.algorithm == Algorithm::kOneShot) path = Path::kPackets;
   PlannedCall planned = benchmarks::planned_call(call, path, num_bytes, kernel, launch);
   planned.has_own_gpus = has_own_gpus;

@@ -124,13 +124,13 @@ TEST_CASE("lent buffers: a fused update reads gradients and writes parameters wh
         CaseBuffers buffers(gradients, rank, kWorldSize);
         std::vector<std::byte> params(num_elems * element_bytes(param_dtype));
         void* const output = params.data();
-        ShardUpdate update{.spec = {.lr = 1, .step = 1}};
-        update.spec.optimizer = Optimizer::kSgd;
-        update.spec.param_dtype = param_dtype;
         Collective call = buffers.call();
         call.op = OpKind::kReduceUpdateGather;
         call.outputs = &output;
-        call.update = &update;
+        call.has_update = true;
+        call.update = {.lr = 1, .step = 1};
+        call.update.optimizer = Optimizer::kSgd;
+        call.update.param_dtype = param_dtype;
         ranks.run(rank, call, is_lent);
         expect(ranks.control(rank).stop == 0, "a kernel that does not fail");
         const oracle::Bytes sums = reduced(gradients, kWorldSize, 0);
@@ -150,12 +150,10 @@ TEST_CASE("lent buffers: a fused update reads gradients and writes parameters wh
 cuda::Lends lends_in(OpKind op, std::size_t num_elems, const void* const* inputs,
                      void* const* outputs) {
   GpuRanks ranks(2, facts_of(2), 1);
-  const Collective call{.op = op,
-                        .dtype = DType::kByte,
-                        .root = rooted(op) ? kRoot : -1,
-                        .num_elems = num_elems,
-                        .inputs = inputs,
-                        .outputs = outputs};
+  const Collective call{
+      {.num_elems = num_elems, .root = rooted(op) ? kRoot : -1, .op = op, .dtype = DType::kByte},
+      inputs,
+      outputs};
   cuda::KernelCall kernel = ranks.kernel_call(0);
   const cuda::LaunchPlan plan = ranks.plan_call(call, false, kernel);
   cuda::find_lent_buffers(call, plan, [](const std::byte*, std::size_t) { return 7u; }, kernel);

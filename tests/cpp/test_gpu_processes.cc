@@ -41,14 +41,11 @@ int num_wrong_sums(int rank, const std::string& folder) {
       data[i] = static_cast<std::int32_t>(i % 1001) * (rank + 1) + turn;
     const void* input = data;
     void* output = data;
-    const Collective call{.op = OpKind::kAllReduce,
-                          .dtype = DType::kInt32,
-                          .num_elems = kNumElems,
-                          .inputs = &input,
-                          .outputs = &output};
-    CallHeader header{.num_elems = kNumElems, .op = call.op, .dtype = call.dtype};
-    transport->plan(call, header);
-    transport->enqueue(call, header, cuda::StreamPlace::of(stream));
+    Collective call{{.num_elems = kNumElems, .op = OpKind::kAllReduce, .dtype = DType::kInt32},
+                    &input,
+                    &output};
+    transport->plan(call);
+    transport->enqueue(call, cuda::StreamPlace::of(stream));
     cuda::check(cuda::driver().stream_synchronize(stream), "wait");
     communicator.failure().rethrow_if_any();
     bool is_wrong = false;

@@ -55,15 +55,10 @@ class Rank {
 
   cuda::IpcTransport& transport() { return *transport_; }
   cuda::StreamHandle stream() const { return stream_; }
-  void start(const Collective& call) {
-    CallHeader header{.num_elems = call.num_elems,
-                      .root = call.root,
-                      .op = call.op,
-                      .dtype = call.dtype,
-                      .reduction = call.reduction,
-                      .is_uneven = call.is_uneven(communicator_.world_size())};
-    transport_->plan(call, header);
-    transport_->enqueue(call, header, cuda::StreamPlace::of(stream_));
+  void start(Collective call) {
+    call.set_number(0, communicator_.world_size());
+    transport_->plan(call);
+    transport_->enqueue(call, cuda::StreamPlace::of(stream_));
   }
   void finish() { cuda::check(cuda::driver().stream_synchronize(stream_), "wait"); }
   void run_case(const Case& c) {

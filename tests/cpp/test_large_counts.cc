@@ -83,13 +83,11 @@ TEST_CASE("2^31 elements and some more reach their last place") {
       const void* inputs[] = {memory.data(), memory.data()};
       void* outputs[] = {memory.data(), memory.data()};
       const bool is_uneven = op == OpKind::kAllToAll;
-      communicator.run({.op = op,
-                        .root = is_uneven ? -1 : 0,
-                        .num_elems = is_uneven ? 0 : kElems,
-                        .inputs = inputs,
-                        .outputs = outputs,
-                        .input_elems = is_uneven ? given.data() : nullptr,
-                        .output_elems = is_uneven ? taken.data() : nullptr},
+      communicator.run({{.num_elems = is_uneven ? 0 : kElems, .root = is_uneven ? -1 : 0, .op = op},
+                        inputs,
+                        outputs,
+                        is_uneven ? given.data() : nullptr,
+                        is_uneven ? taken.data() : nullptr},
                        testing::kPatient);
       expect(memory.data()[kMib - 1] == std::byte{1}, "the first MiB");
       expect(memory.last()[4] == std::byte{2}, "the last element");

@@ -179,11 +179,11 @@ void run_all_to_all(Communicator& communicator) {
   Shares inputs(world_size, given);
   for (int to = 0; to < world_size; ++to) inputs.set(to, shard_of(rank, to, size_of(rank, to)));
   Shares outputs(world_size, taken);
-  communicator.run({.op = OpKind::kAllToAll,
-                    .inputs = inputs.inputs(),
-                    .outputs = outputs.pointers(),
-                    .input_elems = inputs.elems(),
-                    .output_elems = outputs.elems()},
+  communicator.run({{.op = OpKind::kAllToAll},
+                    inputs.inputs(),
+                    outputs.pointers(),
+                    inputs.elems(),
+                    outputs.elems()},
                    testing::kPatient);
   for (int from = 0; from < world_size; ++from)
     expect(outputs.of(from) == shard_of(from, rank, size_of(from, rank)), "all_to_all");
@@ -199,12 +199,11 @@ void run_gathers(Communicator& communicator) {
     const int root = op == OpKind::kGather ? 1 : -1;
     for (int from = 0; from < world_size; ++from)
       std::fill(gathered.of(from).begin(), gathered.of(from).end(), std::uint8_t{0});
-    communicator.run({.op = op,
-                      .root = root,
-                      .num_elems = mine.size(),
-                      .inputs = input,
-                      .outputs = gathered.pointers(),
-                      .output_elems = root < 0 || root == rank ? gathered.elems() : nullptr},
+    communicator.run({{.num_elems = mine.size(), .root = root, .op = op},
+                      input,
+                      gathered.pointers(),
+                      nullptr,
+                      root < 0 || root == rank ? gathered.elems() : nullptr},
                      testing::kPatient);
     for (int from = 0; from < world_size && (root < 0 || root == rank); ++from)
       expect(gathered.of(from) == shard_of(from, 7, size_of(from, 1)), name_of(op));
@@ -219,24 +218,21 @@ void run_scatters(Communicator& communicator) {
   for (int to = 0; to < world_size; ++to) parts.set(to, shard_of(0, to, size_of(0, to)));
   std::vector<std::uint8_t> part(size_of(0, rank));
   void* output[] = {part.data()};
-  communicator.run({.op = OpKind::kScatter,
-                    .root = 0,
-                    .num_elems = part.size(),
-                    .inputs = parts.inputs(),
-                    .outputs = output,
-                    .input_elems = rank == 0 ? parts.elems() : nullptr},
+  communicator.run({{.num_elems = part.size(), .root = 0, .op = OpKind::kScatter},
+                    parts.inputs(),
+                    output,
+                    rank == 0 ? parts.elems() : nullptr},
                    testing::kPatient);
   expect(part == shard_of(0, rank, part.size()), "scatter");
 
   Shares terms(world_size, scattered);
   for (int to = 0; to < world_size; ++to) terms.set(to, shard_of(rank, to, size_of(0, to)));
-  communicator.run({.op = OpKind::kReduceScatter,
-                    .dtype = DType::kUint8,
-                    .num_elems = part.size(),
-                    .inputs = terms.inputs(),
-                    .outputs = output,
-                    .input_elems = terms.elems()},
-                   testing::kPatient);
+  communicator.run(
+      {{.num_elems = part.size(), .op = OpKind::kReduceScatter, .dtype = DType::kUint8},
+       terms.inputs(),
+       output,
+       terms.elems()},
+      testing::kPatient);
   for (std::size_t i = 0; i < part.size(); ++i) {
     std::uint8_t sum = 0;
     for (int from = 0; from < world_size; ++from)

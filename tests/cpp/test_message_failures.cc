@@ -38,13 +38,13 @@ class Call {
     }
   }
   Collective collective() const {
-    return {.op = op_,
-            .dtype = op_ == OpKind::kBarrier ? DType::kByte : DType::kFloat32,
-            .algorithm = algorithm_,
-            .root = root_,
-            .num_elems = num_elems_,
-            .inputs = inputs_.data(),
-            .outputs = outputs_.data()};
+    return Collective{{.num_elems = num_elems_,
+                       .root = root_,
+                       .op = op_,
+                       .dtype = op_ == OpKind::kBarrier ? DType::kByte : DType::kFloat32,
+                       .algorithm = algorithm_},
+                      inputs_.data(),
+                      outputs_.data()};
   }
 
  private:

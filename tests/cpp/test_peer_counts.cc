@@ -27,11 +27,9 @@ void all_reduce(Communicator& communicator) {
   std::array<float, kNumElems> data{};
   const void* input = data.data();
   void* output = data.data();
-  communicator.run({.op = OpKind::kAllReduce,
-                    .dtype = DType::kFloat32,
-                    .num_elems = kNumElems,
-                    .inputs = &input,
-                    .outputs = &output},
+  communicator.run({{.num_elems = kNumElems, .op = OpKind::kAllReduce, .dtype = DType::kFloat32},
+                    &input,
+                    &output},
                    kPatient);
 }
 

@@ -14,7 +14,7 @@
 #include "send_recv_messages.h"
 #include "third_party/doctest/doctest.h"
 #include "thread_ranks.h"
-#include "transport/shm/transport.h"
+#include "transport/shm/context.h"
 
 namespace {
 

@@ -11,7 +11,7 @@
 #include "sanitizers.h"
 #include "third_party/doctest/doctest.h"
 #include "thread_ranks.h"
-#include "transport/shm/collectives.h"
+#include "transport/shm/context.h"
 
 namespace {
 
@@ -141,18 +141,14 @@ void expect_few_phases(OpKind op, const Pattern& pattern, int rank, host::Group&
                .is_uneven = true,
                .elems_of = pattern.elems_of};
   testing::CaseBuffers buffers(c, rank, kManyRanks);
-  const Collective call = buffers.call();
-  const CallHeader header{.num_elems = call.num_elems,
-                          .root = c.root,
-                          .op = op,
-                          .dtype = c.dtype,
-                          .is_uneven = call.is_uneven(kManyRanks)};
+  Collective call = buffers.call();
+  call.set_number(0, kManyRanks);
   const auto num_published = [&] {
     const BoardGeometry board = group.board();
     return std::max(board.cursor(rank, rank, 0).value, board.cursor(rank, rank, 1).value);
   };
   const std::uint64_t before = num_published();
-  context.begin(header);
+  context.begin(call);
   alltoallv(context, call);
   buffers.check();
   std::size_t most = 0;
@@ -183,9 +179,9 @@ TEST_CASE("the phases of uneven shards are those of the rank with the most to se
     ShmContext context(group, scope, 1);
     for (const OpKind op : kUneven)
       for (const Pattern& pattern : kPatterns) expect_few_phases(op, pattern, rank, group, context);
-    const CallHeader last{.op = OpKind::kBarrier};
+    const Collective last;
     context.begin(last);
-    barrier(context, {});
+    barrier(context, last);
   });
 }
 
@@ -206,14 +202,14 @@ void run_sizes(Communicator& communicator, OpKind op, int root, const Sizes& siz
     inputs.push_back(buffers[i].data());
     outputs.push_back(buffers[3 + i].data());
   }
-  communicator.run({.op = op,
-                    .dtype = op == OpKind::kReduceScatter ? DType::kUint8 : DType::kByte,
-                    .root = root,
-                    .num_elems = sizes.num_elems,
-                    .inputs = inputs.data(),
-                    .outputs = outputs.data(),
-                    .input_elems = sizes.inputs.empty() ? nullptr : sizes.inputs.data(),
-                    .output_elems = sizes.outputs.empty() ? nullptr : sizes.outputs.data()},
+  communicator.run({{.num_elems = sizes.num_elems,
+                     .root = root,
+                     .op = op,
+                     .dtype = op == OpKind::kReduceScatter ? DType::kUint8 : DType::kByte},
+                    inputs.data(),
+                    outputs.data(),
+                    sizes.inputs.empty() ? nullptr : sizes.inputs.data(),
+                    sizes.outputs.empty() ? nullptr : sizes.outputs.data()},
                    kPatient);
 }
 

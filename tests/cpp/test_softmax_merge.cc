@@ -189,13 +189,13 @@ void run_rounded(Communicator& communicator, Algorithm algorithm, std::size_t nu
   result.assign(input.size(), 0);
   const void* inputs[] = {input.data()};
   void* outputs[] = {result.data()};
-  communicator.run({.op = OpKind::kAllReduce,
-                    .dtype = DType::kSoftmaxStats,
-                    .reduction = Reduction::kMerge,
-                    .algorithm = algorithm,
-                    .num_elems = num_elems,
-                    .inputs = inputs,
-                    .outputs = outputs},
+  communicator.run({{.num_elems = num_elems,
+                     .op = OpKind::kAllReduce,
+                     .dtype = DType::kSoftmaxStats,
+                     .reduction = Reduction::kMerge,
+                     .algorithm = algorithm},
+                    inputs,
+                    outputs},
                    testing::kPatient);
   for (std::size_t i = 0; i < num_elems; ++i) {
     std::vector<SoftmaxStats> parts;

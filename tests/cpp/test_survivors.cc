@@ -105,7 +105,7 @@ host::Group& group_of(Communicator& communicator) {
 void survive(int rank, const std::string& folder) {
   const auto old = make_group(folder, "old/", rank, kRanks, kPatience);
   const WaitLimits patient{.timeout = kPatience, .is_interrupted = {}};
-  old->run({.op = OpKind::kBarrier}, patient);
+  old->run({{.op = OpKind::kBarrier}}, patient);
   if (rank == 0) ::raise(SIGKILL);
   // gone_before() looks at nobody before the count, which is increased last.
   for (Backoff backoff; !old->members()->has_died(0) || PeerProcess::num_ended == 0;)
@@ -140,7 +140,7 @@ void survive(int rank, const std::string& folder) {
   for (const int other : ranks) mine.set |= std::uint64_t{1} << other;
   mine.attempt = survivors.attempt();
   try {
-    made->run({.op = OpKind::kBarrier}, {.timeout = timeout, .is_interrupted = {}});
+    made->run({{.op = OpKind::kBarrier}}, {.timeout = timeout, .is_interrupted = {}});
   } catch (const Error& error) {
     // It may have lost a rank since.
     if (!board->has_ended) std::snprintf(mine.error.data(), mine.error.size(), "%s", error.what());

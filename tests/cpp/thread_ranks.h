@@ -175,7 +175,7 @@ inline const WaitLimits kPatient = within(kBound);
 
 /// A barrier of all ranks, in the calling rank's order.
 inline void barrier(Communicator& communicator, const WaitLimits& limits = kPatient) {
-  communicator.run({.op = OpKind::kBarrier}, limits);
+  communicator.run({{.op = OpKind::kBarrier}}, limits);
 }
 
 /// The Error that `body` throws; fails when it throws none.

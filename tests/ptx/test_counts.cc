@@ -109,10 +109,17 @@ Result counted(const Run& run) {
   ptx::start_counting();
   run_threads(run.num_ranks, [&](int rank) {
     Buffers buffers;
-    ShardUpdate update{.spec = {.lr = 0.01, .step = 1}};
-    update.spec.optimizer = Optimizer::kAdamW;
-    update.spec.coefficients = {0.9, 0.999, 1e-8};
-    for (float*& state : update.states) state = reinterpret_cast<float*>(buffers.add(share_bytes));
+    Collective call{{.op = run.op,
+                     .dtype = has_update ? DType::kFloat32 : DType::kBFloat16,
+                     .algorithm = run.path == Path::kPackets ? Algorithm::kOneShot
+                                  : run.path == Path::kRing  ? Algorithm::kRing
+                                                             : Algorithm::kTwoShot}};
+    if (has_update) {
+      call.has_update = true;
+      call.update = {.lr = 0.01, .coefficients = {0.9, 0.999, 1e-8}, .step = 1};
+      call.update.optimizer = Optimizer::kAdamW;
+    }
+    for (float*& state : call.states) state = reinterpret_cast<float*>(buffers.add(share_bytes));
     std::vector<const void*> inputs;
     std::vector<void*> outputs;
     std::byte* const input = buffers.add(run.num_bytes + run.offset_bytes) + run.offset_bytes;
@@ -121,14 +128,8 @@ Result counted(const Run& run) {
       inputs.push_back(input + share * share_bytes);
       outputs.push_back(output + share * share_bytes);
     }
-    Collective call{.op = run.op,
-                    .dtype = has_update ? DType::kFloat32 : DType::kBFloat16,
-                    .algorithm = run.path == Path::kPackets ? Algorithm::kOneShot
-                                 : run.path == Path::kRing  ? Algorithm::kRing
-                                                            : Algorithm::kTwoShot,
-                    .inputs = inputs.data(),
-                    .outputs = outputs.data(),
-                    .update = has_update ? &update : nullptr};
+    call.inputs = inputs.data();
+    call.outputs = outputs.data();
     call.num_elems = (has_shares ? share_bytes : run.num_bytes) / element_bytes(call.dtype);
     ranks.run(rank, call, run.path == Path::kShared);
     expect(ranks.control(rank).stop == 0, "a kernel that does not fail");

@@ -13,8 +13,7 @@
 #include <thread>
 
 #include "bindings/python_errors.h"
-#include "collectives/call_header.h"
-#include "collectives/op_kind.h"
+#include "collectives/call.h"
 #include "core/errors.h"
 #include "cuda/collectives/ipc_transport.h"
 #include "cuda/messages/context.h"
@@ -149,10 +148,9 @@ SharedDeviceMemory DeviceGroup::lend(c10::Device device, std::size_t num_bytes) 
           " share no memory; use torch.empty instead: calls on it are sent as messages");
 }
 
-Algorithm DeviceGroup::algorithm_of(const Collective& call, c10::Device device) {
-  CallHeader header;
-  transport(device).plan(call, header);
-  return header.algorithm;
+Algorithm DeviceGroup::algorithm_of(Collective call, c10::Device device) {
+  transport(device).plan(call);
+  return call.algorithm;
 }
 
 std::map<std::string, std::string> DeviceGroup::transports() {
@@ -292,26 +290,25 @@ void DeviceGroup::ending_on_failure(c10::function_ref<std::string()> what,
   }
 }
 
-void DeviceGroup::run(const Collective& call, cuda::DeviceTransport& transport,
+void DeviceGroup::run(Collective call, cuda::DeviceTransport& transport,
                       const cuda::StreamPlace& place, const std::function<void()>& finish) {
   const std::shared_ptr<Communicator> engine = communicator();
   transport.check_collective(place);
-  CallHeader header = engine->issue(call);
-  transport.plan(call, header);
+  engine->issue(call);
+  transport.plan(call);
   if (world_size_ > 1 && !transport.finds_mismatches()) {
-    check_header(*engine, call, header, options_->timeout,
-                 [weak = weak_from_this()](bool has_failed) {
-                   const auto group = weak.lock();
-                   if (group == nullptr) return;
-                   if (has_failed) group->abort();
-                   --group->num_checks_;
-                 });
+    check_header(*engine, call, options_->timeout, [weak = weak_from_this()](bool has_failed) {
+      const auto group = weak.lock();
+      if (group == nullptr) return;
+      if (has_failed) group->abort();
+      --group->num_checks_;
+    });
     ++num_checks_;
   }
-  recorded_.push_back(engine->record_on_device(recorder::event_of(call, header, 0)));
-  ending_on_failure([&] { return describe(header); },
+  recorded_.push_back(engine->record_on_device(recorder::event_of(call, 0)));
+  ending_on_failure([&] { return describe(call); },
                     [&] {
-                      engine->stats().count(call.op, transport.enqueue(call, header, place));
+                      engine->stats().count(call.op, transport.enqueue(call, place));
                       if (finish) finish();
                     });
 }

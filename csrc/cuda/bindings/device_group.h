@@ -17,8 +17,7 @@
 #include <vector>
 
 #include "bindings/devices.h"
-#include "collectives/algorithm.h"
-#include "collectives/collective.h"
+#include "collectives/call.h"
 #include "communicator/communicator.h"
 #include "cuda/bindings/device_work.h"
 
@@ -37,7 +36,7 @@ class DeviceGroup final : public Devices, public std::enable_shared_from_this<De
   void run_at_once(c10::Device device, const Collective& call, Tensors tensors) override;
   WorkPtr exchange(CallInfo info, std::vector<DeviceMessage> messages, Tensors results) override;
   void connect(c10::Device device) override { transport(device); }
-  Algorithm algorithm_of(const Collective& call, c10::Device device) override;
+  Algorithm algorithm_of(Collective call, c10::Device device) override;
   std::map<std::string, std::string> transports() override;
   SharedDeviceMemory lend(c10::Device device, std::size_t num_bytes) override;
   void abort() noexcept override;
@@ -68,7 +67,7 @@ class DeviceGroup final : public Devices, public std::enable_shared_from_this<De
                                      const Body& body);
   WorkPtr enqueue_work(c10::Device device, const CallInfo& info, const Tensors& inputs,
                        Tensors kept, Tensors results, const Body& body);
-  void run(const Collective& call, cuda::DeviceTransport& transport, const cuda::StreamPlace& place,
+  void run(Collective call, cuda::DeviceTransport& transport, const cuda::StreamPlace& place,
            const std::function<void()>& finish = {});
   std::shared_ptr<Communicator> communicator() const;
   c10::Stream own_stream(c10::Device device, int peer);

@@ -7,9 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "collectives/call_header.h"
-#include "collectives/collective.h"
-#include "collectives/traffic.h"
+#include "collectives/call.h"
 #include "cuda/collectives/lent_memory.h"
 #include "transport/transport.h"
 
@@ -30,8 +28,8 @@ class DeviceTransport {
 
   /// "cuda_ipc ...", "messages over nccl"
   virtual const std::string& description() const = 0;
-  /// Sets the algorithm of a header from values that are equal on all ranks.
-  virtual void plan(const Collective& call, CallHeader& header) const = 0;
+  /// Sets the call's algorithm from values that are equal on all ranks.
+  virtual void plan(Collective& call) const = 0;
 
   /// Throw std::invalid_argument for what cannot be enqueued; the group goes on then.
   virtual void check_collective(const StreamPlace&) const {}
@@ -40,10 +38,9 @@ class DeviceTransport {
   /// Throws Error.
   virtual bool has_room_for_messages(int) { return true; }
 
-  /// Enqueues one collective, with the device's context and the place's stream current; all ranks
-  /// enqueue in the same order.
-  virtual Traffic enqueue(const Collective& call, const CallHeader& header,
-                          const StreamPlace& place) = 0;
+  /// Enqueues one planned collective, with the device's context and the place's stream current; all
+  /// ranks enqueue in the same order.
+  virtual Traffic enqueue(const Collective& call, const StreamPlace& place) = 0;
   /// Sends and receives that must not wait for each other: two ranks may both send first.
   virtual void exchange(const std::vector<P2pMessage>& messages, const StreamPlace& place) = 0;
   /// The event after the last of these two calls, if the transport has recorded one.

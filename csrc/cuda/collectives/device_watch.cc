@@ -1,6 +1,6 @@
 #include "cuda/collectives/device_watch.h"
 
-#include "collectives/call_header.h"
+#include "collectives/call.h"
 #include "core/errors.h"
 
 namespace ringcomm::cuda {

@@ -6,7 +6,7 @@
 #include <stdexcept>
 #include <thread>
 
-#include "collectives/op_kind.h"
+#include "collectives/call.h"
 
 namespace ringcomm::cuda {
 
@@ -50,9 +50,8 @@ IpcTransport::~IpcTransport() {
   }
 }
 
-void IpcTransport::plan(const Collective& call, CallHeader& header) const {
-  plan_header(call, communicator_.options(), group_->staging().layout, group_->takes_turns(),
-              header);
+void IpcTransport::plan(Collective& call) const {
+  plan_algorithm(communicator_.options(), group_->staging().layout, group_->takes_turns(), call);
 }
 
 GroupFrame IpcTransport::frame() const {
@@ -95,8 +94,7 @@ std::shared_ptr<const Loan> IpcTransport::lend(std::size_t num_bytes) {
 // A program repeats its all_reduces with the same sizes, which differ in their buffers only and are
 // planned once. Other calls are planned each time, because their plans contain the buffers of all
 // ranks or the values of an optimizer step.
-PlannedCall& IpcTransport::plan_call(const Collective& call, const CallHeader& header,
-                                     const HeaderWords& words) {
+PlannedCall& IpcTransport::plan_call(const Collective& call, const HeaderWords& words) {
   const bool is_kept = call.op == OpKind::kAllReduce;
   if (const auto found = plans_.find(words); is_kept && found != plans_.end()) {
     found->second.call.inputs[0] = static_cast<const std::byte*>(call.inputs[0]);
@@ -105,18 +103,17 @@ PlannedCall& IpcTransport::plan_call(const Collective& call, const CallHeader& h
   }
   PlannedCall planned;
   static_cast<GroupFrame&>(planned.call) = frame();
-  planned.plan = plan_launch(call, header, planned.call);
+  planned.plan = plan_launch(call, planned.call);
   planned.kernel = kernels_.find(planned.plan.kernel);
   if (!is_kept) return other_plan_ = std::move(planned);
   if (plans_.size() >= kMostPlans) plans_.clear();
   return plans_[words] = std::move(planned);
 }
 
-Traffic IpcTransport::enqueue(const Collective& call, const CallHeader& header,
-                              const StreamPlace& place) {
+Traffic IpcTransport::enqueue(const Collective& call, const StreamPlace& place) {
   communicator_.failure().rethrow_if_any();
-  const HeaderWords words = to_words(header);
-  PlannedCall& planned = plan_call(call, header, words);
+  const HeaderWords words = compared_words(call, communicator_.world_size());
+  PlannedCall& planned = plan_call(call, words);
   follow_peers();
   lent_.find_buffers(call, planned.plan,
                      {.number = num_calls_++, .is_captured = place.capture != 0}, planned.call);

@@ -7,9 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "collectives/call_header.h"
-#include "collectives/collective.h"
-#include "collectives/traffic.h"
+#include "collectives/call.h"
 #include "communicator/communicator.h"
 #include "cuda/collectives/device_group.h"
 #include "cuda/collectives/device_transport.h"
@@ -43,13 +41,12 @@ class IpcTransport final : public DeviceTransport {
 
   const std::string& description() const override { return group_->description(); }
 
-  void plan(const Collective& call, CallHeader& header) const override;
+  void plan(Collective& call) const override;
   void check_collective(const StreamPlace& place) const override;
   void check_messages(const std::vector<P2pMessage>& messages) const override;
   /// Decided by both ranks together. Throws Error if the peer ends during the decision.
   bool has_room_for_messages(int peer) override;
-  Traffic enqueue(const Collective& call, const CallHeader& header,
-                  const StreamPlace& place) override;
+  Traffic enqueue(const Collective& call, const StreamPlace& place) override;
   /// Of messages that check_messages() takes, with ranks that there is room for.
   void exchange(const std::vector<P2pMessage>& messages, const StreamPlace& place) override;
   std::shared_ptr<const Event> last_end() const override { return last_end_; }
@@ -70,8 +67,7 @@ class IpcTransport final : public DeviceTransport {
   /// The part of the parameters that all kernels share.
   GroupFrame frame() const;
   /// Valid until the next call of this function. Throws as plan_launch().
-  PlannedCall& plan_call(const Collective& call, const CallHeader& header,
-                         const HeaderWords& words);
+  PlannedCall& plan_call(const Collective& call, const HeaderWords& words);
   void follow_peers();
   void launch_in_turns(PlannedCall& planned, StreamHandle stream);
   std::uint64_t meet(std::uint64_t value);

@@ -5,8 +5,7 @@
 #include <iterator>
 #include <stdexcept>
 
-#include "collectives/algorithm.h"
-#include "collectives/op_kind.h"
+#include "collectives/call.h"
 #include "core/chunk_layout.h"
 #include "cuda/kernels/move.h"
 #include "cuda/kernels/one_shot.h"
@@ -50,6 +49,13 @@ HeaderWords to_words(const CallHeader& header) {
   std::memcpy(to, reinterpret_cast<const char*>(&header) + kFirst, kFirstBytes);
   std::memcpy(to + kFirstBytes, &header.update, sizeof header.update);
   return words;
+}
+
+HeaderWords compared_words(const Collective& call, int world_size) {
+  CallHeader header = call;
+  if (has_private_sizes(call.op)) header = without_sizes(header);
+  if (header.is_uneven) header.num_elems = digest_of_shards(call, world_size);
+  return to_words(header);
 }
 
 CallHeader from_words(const std::uint32_t* words) {
@@ -107,8 +113,7 @@ constexpr std::size_t kRoundBytes = sizeof(Vector) * kBlockThreads;
 template <ReduceShape kShape>
 void plan_reduction(const Collective& call, KernelCall& kernel_call, LaunchPlan& plan) {
   const std::size_t input_bytes = element_bytes(call.dtype);
-  const std::size_t output_bytes =
-      call.update != nullptr ? element_bytes(call.update->spec.param_dtype) : input_bytes;
+  const std::size_t output_bytes = call.output_element_bytes();
   Chunks<kShape>::cut(kernel_call, input_bytes, output_bytes);
   const Chunks<kShape> chunks(kernel_call, input_bytes, output_bytes);
   deal_slices(kernel_call, plan);
@@ -191,15 +196,14 @@ void plan_move(const Collective& call, KernelCall& kernel_call, LaunchPlan& plan
 }
 
 void fill_update(const Collective& call, KernelCall& kernel_call, LaunchPlan& plan) {
-  const ShardUpdate& update = *call.update;
   constexpr const char* kOptimizers[] = {"", "sgd_", "adamw_", "lomo_"};
   plan.kernel = std::string("ringcomm_update_") +
-                kOptimizers[static_cast<std::size_t>(update.spec.optimizer)] + name_of(call.dtype) +
-                "_" + name_of(update.spec.param_dtype);
-  kernel_call.update = make_update_op(update.spec, call.dtype).scalars;
-  kernel_call.master = update.master;
-  kernel_call.states[0] = update.states[0];
-  kernel_call.states[1] = update.states[1];
+                kOptimizers[static_cast<std::size_t>(call.update.optimizer)] + name_of(call.dtype) +
+                "_" + name_of(call.update.param_dtype);
+  kernel_call.update = make_update_op(call.update, call.dtype).scalars;
+  kernel_call.master = call.master;
+  kernel_call.states[0] = call.states[0];
+  kernel_call.states[1] = call.states[1];
 }
 
 void plan_update(const Collective& call, KernelCall& kernel_call, LaunchPlan& plan) {
@@ -257,25 +261,19 @@ constexpr KernelChoice kKernels[] = {
 
 }  // namespace
 
-void plan_header(const Collective& call, const CommunicatorOptions& options,
-                 const StagingLayout& layout, bool takes_turns, CallHeader& header) {
-  if (has_private_sizes(call.op)) {
-    header.num_elems = 0;
-    header.is_uneven = false;
-  } else if (header.is_uneven) {
-    header.num_elems = digest_of_shards(call, static_cast<int>(layout.world_size));
-  }
+void plan_algorithm(const CommunicatorOptions& options, const StagingLayout& layout,
+                    bool takes_turns, Collective& call) {
   const Algorithm asked = call.algorithm != kAuto ? call.algorithm : options.algorithm;
   const Choice choice{call, options, layout, takes_turns, asked};
   const auto kernel = std::find_if(std::begin(kKernels), std::end(kKernels), [&](const auto& each) {
     return each.op == call.op && each.is_chosen(choice);
   });
-  header.algorithm = kernel != std::end(kKernels) ? kernel->algorithm : kDirect;
+  call.algorithm = kernel != std::end(kKernels) ? kernel->algorithm : kDirect;
 }
 
-LaunchPlan plan_launch(const Collective& call, const CallHeader& header, KernelCall& kernel_call) {
+LaunchPlan plan_launch(const Collective& call, KernelCall& kernel_call) {
   LaunchPlan plan;
-  const HeaderWords words = to_words(header);
+  const HeaderWords words = compared_words(call, kernel_call.world_size);
   std::copy(words.begin(), words.end(), kernel_call.header);
   kernel_call.header_digest = 1;
   for (const std::uint32_t word : words)
@@ -285,9 +283,9 @@ LaunchPlan plan_launch(const Collective& call, const CallHeader& header, KernelC
   kernel_call.reduction = call.reduction;
   kernel_call.divisor = divisor_of(call, kernel_call.world_size);
   kernel_call.num_elems = call.num_elems;
-  plan.traffic.algorithm = header.algorithm;
+  plan.traffic.algorithm = call.algorithm;
   const auto kernel = std::find_if(std::begin(kKernels), std::end(kKernels), [&](const auto& each) {
-    return each.op == call.op && each.algorithm == header.algorithm;
+    return each.op == call.op && each.algorithm == call.algorithm;
   });
   if (kernel == std::end(kKernels) || call.dtype == DType::kSoftmaxStats)
     throw std::invalid_argument(std::string("there is no kernel for ") + name_of(call.op) + " of " +
@@ -371,11 +369,6 @@ bool is_short(const Collective& call, const LaunchPlan& plan, const KernelCall& 
          kernel_call.num_slices <= plan.num_blocks;
 }
 
-std::size_t output_bytes(const Collective& call) {
-  const DType dtype = call.update != nullptr ? call.update->spec.param_dtype : call.dtype;
-  return call.num_elems * element_bytes(dtype);
-}
-
 }  // namespace
 
 void find_lent_buffers(const Collective& call, const LaunchPlan& plan, const PlaceOf& place_of,
@@ -400,7 +393,8 @@ void find_lent_buffers(const Collective& call, const LaunchPlan& plan, const Pla
     has_any = true;
   }
   if (has_any && gathers(call.op)) {
-    kernel_call.lent_output = place_of(kernel_call.outputs[0], output_bytes(call));
+    kernel_call.lent_output =
+        place_of(kernel_call.outputs[0], call.num_elems * call.output_element_bytes());
     if (kernel_call.lent_output == 0) return;
   }
   kernel_call.lends = has_any ? Lends::kYes : Lends::kNothing;

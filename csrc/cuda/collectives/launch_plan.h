@@ -7,10 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "collectives/call_header.h"
-#include "collectives/collective.h"
-#include "collectives/communicator_options.h"
-#include "collectives/traffic.h"
+#include "collectives/call.h"
 #include "cuda/kernels/call.h"
 #include "transport/transport.h"
 
@@ -18,8 +15,11 @@ namespace ringcomm::cuda {
 
 using HeaderWords = std::array<std::uint32_t, kHeaderWords>;
 
-/// A header as kernels compare it, without the call's number, which a replayed graph cannot change.
+/// A header without the call's number, which a replayed graph cannot change.
 HeaderWords to_words(const CallHeader& header);
+/// As kernels compare it: without sizes that other ranks need not know, and with a digest of those
+/// of uneven shards.
+HeaderWords compared_words(const Collective& call, int world_size);
 CallHeader from_words(const std::uint32_t* words);
 
 /// The launch of a call; the same on all ranks.
@@ -34,12 +34,12 @@ struct LaunchPlan {
 };
 
 /// Sets the algorithm; only boards can be split into turns.
-void plan_header(const Collective& call, const CommunicatorOptions& options,
-                 const StagingLayout& layout, bool takes_turns, CallHeader& header);
+void plan_algorithm(const CommunicatorOptions& options, const StagingLayout& layout,
+                    bool takes_turns, Collective& call);
 
 /// Sets all of `kernel_call` but its GroupFrame, which must be set. Throws std::invalid_argument if
 /// there is no kernel.
-LaunchPlan plan_launch(const Collective& call, const CallHeader& header, KernelCall& kernel_call);
+LaunchPlan plan_launch(const Collective& call, KernelCall& kernel_call);
 
 /// The longest shard of a move that this rank knows.
 std::uint64_t longest_shard(const KernelCall& call);

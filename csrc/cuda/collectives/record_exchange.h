@@ -10,7 +10,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "collectives/op_kind.h"
+#include "collectives/call.h"
 #include "communicator/communicator.h"
 #include "core/arch.h"
 #include "cuda/driver/device_memory.h"
@@ -41,12 +41,10 @@ class RecordExchange {
     std::vector<void*> outputs;
     for (Record& record : all) outputs.push_back(&record);
     const void* input = &mine;
-    communicator_.run({.op = OpKind::kAllGather,
-                       .num_elems = sizeof(Record),
-                       .inputs = &input,
-                       .outputs = outputs.data(),
-                       .is_counted = false},
-                      limits_);
+    Collective call{
+        {.num_elems = sizeof(Record), .op = OpKind::kAllGather}, &input, outputs.data()};
+    call.is_counted = false;
+    communicator_.run(call, limits_);
     return all;
   }
 

@@ -4,9 +4,8 @@
 #include <string>
 #include <utility>
 
-#include "collectives/algorithm.h"
+#include "collectives/call.h"
 #include "collectives/fused_update.h"
-#include "collectives/op_kind.h"
 #include "core/chunk_layout.h"
 #include "cuda/messages/context.h"
 #include "cuda/messages/operators.h"
@@ -156,9 +155,9 @@ void device_ring(DeviceMessageContext& context, const Collective& call, const Sh
   Ring(links, halves).run();
 }
 
-void reduce_shards(DeviceMessageContext& context, const Collective& call, Algorithm algorithm,
+void reduce_shards(DeviceMessageContext& context, const Collective& call,
                    const ShardTable& shards) {
-  if (algorithm == Algorithm::kRing)
+  if (call.algorithm == Algorithm::kRing)
     device_ring(context, call, shards, {.has_reduce_scatter = true, .has_all_gather = false});
   else
     exchange_and_reduce(context, call, shards);
@@ -166,32 +165,32 @@ void reduce_shards(DeviceMessageContext& context, const Collective& call, Algori
 
 // This rank's own shard is in its output. The backend's all_gather needs one buffer for all
 // outputs.
-void gather_shards(DeviceMessageContext& context, const Collective& call, Algorithm algorithm,
+void gather_shards(DeviceMessageContext& context, const Collective& call,
                    const ShardTable& shards) {
-  if (algorithm == Algorithm::kRing)
+  if (call.algorithm == Algorithm::kRing)
     return device_ring(context, call, shards,
                        {.has_reduce_scatter = false, .has_all_gather = true});
   const auto of = [&](int rank) { return part(shards.of(rank).output, shards.num_bytes(rank)); };
   context.wait(post_exchange(context, [&](int) { return of(context.rank()); }, of));
 }
 
-void all_reduce(DeviceMessageContext& context, const Collective& call, Algorithm algorithm) {
+void all_reduce(DeviceMessageContext& context, const Collective& call) {
   ShardTable shards = ShardTable::of_call(call, context.rank(), context.world_size());
-  if (algorithm == Algorithm::kOneShot) {  // every rank gets the whole buffers of all
+  if (call.algorithm == Algorithm::kOneShot) {  // every rank gets the whole buffers of all
     std::ranges::fill(shards.shards, RingChunk{at(call.inputs[0], 0, 1), at(call.outputs[0], 0, 1),
                                                call.num_elems});
     return exchange_and_reduce(context, call, shards);
   }
-  if (algorithm == Algorithm::kRing)
+  if (call.algorithm == Algorithm::kRing)
     return device_ring(context, call, shards, {.has_reduce_scatter = true, .has_all_gather = true});
   exchange_and_reduce(context, call, shards);
-  gather_shards(context, call, algorithm, shards);
+  gather_shards(context, call, shards);
 }
 
-void all_gather(DeviceMessageContext& context, const Collective& call, Algorithm algorithm) {
+void all_gather(DeviceMessageContext& context, const Collective& call) {
   const auto shards = ShardTable::of_call(call, context.rank(), context.world_size());
   context.copy(call.outputs[context.rank()], call.inputs[0], shards.num_bytes(context.rank()));
-  gather_shards(context, call, algorithm, shards);
+  gather_shards(context, call, shards);
 }
 
 // Gather and scatter: parts of no bytes in an all_to_all would be messages, too.
@@ -211,7 +210,7 @@ void exchange_with_root(DeviceMessageContext& context, const Collective& call) {
 }
 
 // A reduce_scatter of chunks, and a gather.
-void reduce(DeviceMessageContext& context, const Collective& call, Algorithm algorithm) {
+void reduce(DeviceMessageContext& context, const Collective& call) {
   const ChunkLayout layout(call.num_elems, context.world_size());
   const std::size_t bytes = element_bytes(call.dtype);
   const auto chunk_of = [&](int rank) {
@@ -224,7 +223,7 @@ void reduce(DeviceMessageContext& context, const Collective& call, Algorithm alg
   ShardTable shards = ShardTable::of_call(call, context.rank(), context.world_size());
   for (RingChunk& shard : shards.shards) shard.output = nullptr;
   shards.shards[static_cast<std::size_t>(context.rank())].output = at(own.data, 0, 1);
-  reduce_shards(context, call, algorithm, shards);
+  reduce_shards(context, call, shards);
   if (!is_root) context.send(own.data, own.num_bytes, call.root);
   for (int peer = 0; is_root && peer < context.world_size(); ++peer)
     if (peer != call.root) context.recv(chunk_of(peer).data, chunk_of(peer).num_bytes, peer);
@@ -237,14 +236,13 @@ void reduce_update_gather(DeviceMessageContext& context, const Collective& call,
   const ElemRange own = ChunkLayout(call.num_elems, world_size).chunk(context.rank());
   std::byte* const grad = context.stage(own.num_elems * element_bytes(call.dtype));
   const auto update = [&] {
-    const std::size_t bytes = element_bytes(call.update->spec.param_dtype);
+    const std::size_t bytes = call.output_element_bytes();
     std::byte* const param = at(call.outputs[0], own.begin_elems, bytes);
     update_chunk(call, grad, param, own.num_elems, context.device());
   };
-  update_in_parts(call, context.rank(), world_size, grad, update, [&](const Collective& part) {
-    CallHeader header;
-    plan_device_collective(world_size, part, options, header);
-    run_device_collective(context, part, header.algorithm, options);
+  update_in_parts(call, context.rank(), world_size, grad, update, [&](Collective part) {
+    plan_device_collective(world_size, options, part);
+    run_device_collective(context, part, options);
     return Traffic{};
   });
 }
@@ -289,17 +287,17 @@ void run_alone(DeviceMessageContext& context, const Collective& call) {
 
 }  // namespace
 
-void plan_device_collective(int world_size, const Collective& call,
-                            const CommunicatorOptions& options, CallHeader& header) {
+void plan_device_collective(int world_size, const CommunicatorOptions& options, Collective& call) {
   if (call.dtype == DType::kSoftmaxStats)
     throw std::invalid_argument("softmax statistics are merged in one step on CPUs only");
-  header.algorithm = Algorithm::kDirect;
   if (world_size > 1 && call.op != OpKind::kBroadcast)
-    plan_message_collective(world_size, call, options, header);
+    plan_message_collective(world_size, options, call);
+  else
+    call.algorithm = Algorithm::kDirect;
 }
 
 void run_device_collective(DeviceMessageContext& context, const Collective& call,
-                           Algorithm algorithm, const CommunicatorOptions& options) {
+                           const CommunicatorOptions& options) {
   if (context.world_size() == 1) return run_alone(context, call);
   switch (call.op) {
     case OpKind::kBarrier: {
@@ -309,14 +307,14 @@ void run_device_collective(DeviceMessageContext& context, const Collective& call
           [&](int peer) { return part(bytes + context.world_size() + peer, 1); }));
     }
     case OpKind::kAllReduce:
-      return all_reduce(context, call, algorithm);
+      return all_reduce(context, call);
     case OpKind::kReduce:
-      return reduce(context, call, algorithm);
+      return reduce(context, call);
     case OpKind::kReduceScatter:
-      return reduce_shards(context, call, algorithm,
+      return reduce_shards(context, call,
                            ShardTable::of_call(call, context.rank(), context.world_size()));
     case OpKind::kAllGather:
-      return all_gather(context, call, algorithm);
+      return all_gather(context, call);
     case OpKind::kBroadcast: {
       const bool is_root = context.rank() == call.root;
       return context.wait(

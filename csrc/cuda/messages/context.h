@@ -15,10 +15,7 @@
 #include <vector>
 
 #include "bindings/devices.h"
-#include "collectives/algorithm.h"
-#include "collectives/call_header.h"
-#include "collectives/collective.h"
-#include "collectives/communicator_options.h"
+#include "collectives/call.h"
 #include "communicator/communicator.h"
 #include "cuda/collectives/device_transport.h"
 
@@ -115,15 +112,14 @@ class DeviceMessageContext {
   std::atomic<bool> is_aborted_ = false;
 };
 
-/// Sets the algorithm of `header` from values that are equal on all ranks.
-void plan_device_collective(int world_size, const Collective& call,
-                            const CommunicatorOptions& options, CallHeader& header);
+/// Sets the call's algorithm from values that are equal on all ranks.
+void plan_device_collective(int world_size, const CommunicatorOptions& options, Collective& call);
 
-/// Runs any collective in the order of the current stream, which has waited for its batches then.
-/// The ring is this library's own; all else moves bytes by the backend's collectives and reduces
-/// here, so that all types have the CPU's sums, in the order of the ranks.
+/// Runs any planned collective in the order of the current stream, which has waited for its batches
+/// then. The ring is this library's own; all else moves bytes by the backend's collectives and
+/// reduces here, so that all types have the CPU's sums, in the order of the ranks.
 void run_device_collective(DeviceMessageContext& context, const Collective& call,
-                           Algorithm algorithm, const CommunicatorOptions& options);
+                           const CommunicatorOptions& options);
 
 /// Collectives of device tensors over another backend, which ringcomm.message_backend chooses, for
 /// ranks that cannot map each other's memory. Takes every group. Collective over it; takes the GIL.
@@ -135,7 +131,7 @@ std::unique_ptr<cuda::DeviceTransport> make_message_device_transport(
 /// Starts to compare a call's header, and the sizes of the shards of each pair, between the hosts:
 /// the data has no headers. A difference, or a rank that does not make the call in time, ends the
 /// group. `done` is called from another thread, with whether that has happened.
-void check_header(Communicator& communicator, const Collective& call, const CallHeader& header,
+void check_header(Communicator& communicator, const Collective& call,
                   std::chrono::milliseconds timeout, std::function<void(bool)> done);
 
 }  // namespace ringcomm

@@ -6,7 +6,7 @@
 #include <cstddef>
 #include <vector>
 
-#include "collectives/collective.h"
+#include "collectives/call.h"
 #include "cuda/collectives/kernels.h"
 
 // Reductions by torch's operators, on any device and in the order of its current stream.

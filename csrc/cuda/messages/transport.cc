@@ -13,11 +13,7 @@
 
 #include "bindings/c10d_messages.h"
 #include "bindings/python_errors.h"
-#include "collectives/call_header.h"
-#include "collectives/collective.h"
-#include "collectives/communicator_options.h"
-#include "collectives/op_kind.h"
-#include "collectives/traffic.h"
+#include "collectives/call.h"
 #include "core/arch.h"
 #include "cuda/collectives/launch_plan.h"
 #include "cuda/messages/context.h"
@@ -56,17 +52,15 @@ class MessageDeviceTransport final : public cuda::DeviceTransport {
 
   const std::string& description() const override { return description_; }
 
-  void plan(const Collective& call, CallHeader& header) const override {
+  void plan(Collective& call) const override {
     if (call.op == OpKind::kReduceUpdateGather) update_kernels(context_.device());  // or throws
-    plan_device_collective(context_.world_size(), call, options_, header);
+    plan_device_collective(context_.world_size(), options_, call);
   }
 
-  Traffic enqueue(const Collective& call, const CallHeader& header,
-                  const cuda::StreamPlace& place) override {
-    watch(header, place.capture != 0);
-    return {.sent_bytes = in_order(
-                [&] { run_device_collective(context_, call, header.algorithm, options_); }),
-            .algorithm = header.algorithm};
+  Traffic enqueue(const Collective& call, const cuda::StreamPlace& place) override {
+    watch(call, place.capture != 0);
+    return {.sent_bytes = in_order([&] { run_device_collective(context_, call, options_); }),
+            .algorithm = call.algorithm};
   }
 
   void exchange(const std::vector<cuda::P2pMessage>& messages,
@@ -220,12 +214,10 @@ c10::intrusive_ptr<c10d::Backend> make_backend(const c10::intrusive_ptr<c10d::St
 using Record = std::vector<std::uint64_t>;
 constexpr std::size_t kHeader = cuda::kHeaderWords;
 
-Record record_of(const Collective& call, CallHeader header, int rank, int world_size) {
-  if (has_private_sizes(header.op) || header.is_uneven) {
-    header.num_elems = 0;
-    header.is_uneven = false;
-  }
-  const cuda::HeaderWords words = cuda::to_words(header);
+Record record_of(const Collective& call, int rank, int world_size) {
+  const bool has_own_sizes = has_private_sizes(call.op) || call.is_uneven;
+  const cuda::HeaderWords words =
+      cuda::to_words(has_own_sizes ? without_sizes(call) : CallHeader(call));
   Record record(words.begin(), words.end());
   const auto add = [&](const std::optional<CallPart>& part) {
     record.push_back(part ? part->num_elems : 0);
@@ -291,22 +283,22 @@ std::unique_ptr<cuda::DeviceTransport> make_message_device_transport(
       communicator, options, device);
 }
 
-void check_header(Communicator& communicator, const Collective& call, const CallHeader& header,
+void check_header(Communicator& communicator, const Collective& call,
                   std::chrono::milliseconds timeout, std::function<void(bool)> done) {
   const int rank = communicator.rank(), world_size = communicator.world_size();
-  const auto exchange =
-      std::make_shared<Exchange>(record_of(call, header, rank, world_size), world_size);
-  communicator.submit(
-      {.op = OpKind::kAllGather,
-       .num_elems = exchange->mine.size() * sizeof exchange->mine[0],
-       .inputs = &exchange->input,
-       .outputs = exchange->outputs.data(),
-       .is_counted = false},
-      {.timeout = timeout, .is_interrupted = {}},
-      [&communicator, header, exchange, done = std::move(done)](std::exception_ptr error) {
-        if (error == nullptr) error = error_of([&] { compare(communicator, header, *exchange); });
-        done(error != nullptr);
-      });
+  const auto exchange = std::make_shared<Exchange>(record_of(call, rank, world_size), world_size);
+  Collective all_gather{
+      {.num_elems = exchange->mine.size() * sizeof exchange->mine[0], .op = OpKind::kAllGather},
+      &exchange->input,
+      exchange->outputs.data()};
+  all_gather.is_counted = false;
+  communicator.submit(all_gather, {.timeout = timeout, .is_interrupted = {}},
+                      [&communicator, header = CallHeader(call), exchange,
+                       done = std::move(done)](std::exception_ptr error) {
+                        if (error == nullptr)
+                          error = error_of([&] { compare(communicator, header, *exchange); });
+                        done(error != nullptr);
+                      });
 }
 
 }  // namespace ringcomm

@@ -2,7 +2,7 @@
 #include <cstring>
 #include <vector>
 
-#include "collectives/op_kind.h"
+#include "collectives/call.h"
 #include "collectives/trace.h"
 #include "core/chunk_layout.h"
 #include "transport/messages/hosts.h"
@@ -217,14 +217,14 @@ class Chunks {
     if (idx > 0 && std::ranges::all_of(elems, [](std::size_t n) { return n == 0; })) return;
     const void* input[] = {of(parts, hosts_.local_rank)};
     void* output[] = {to};
-    c_.run_local({.op = op,
-                  .dtype = c_.call.dtype,
-                  .reduction = undivided(c_.call.reduction),
-                  .num_elems = of(elems, hosts_.local_rank),
-                  .inputs = reduces ? parts.data() : input,
-                  .outputs = reduces ? output : parts.data(),
-                  .input_elems = reduces ? elems.data() : nullptr,
-                  .output_elems = reduces ? nullptr : elems.data()});
+    c_.run_local({{.num_elems = of(elems, hosts_.local_rank),
+                   .op = op,
+                   .dtype = c_.call.dtype,
+                   .reduction = undivided(c_.call.reduction)},
+                  reduces ? parts.data() : input,
+                  reduces ? output : parts.data(),
+                  reduces ? elems.data() : nullptr,
+                  reduces ? nullptr : elems.data()});
   }
 
   HostsCall& c_;

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "collectives/op_kind.h"
+#include "collectives/call.h"
 #include "collectives/trace.h"
 #include "core/chunk_layout.h"
 #include "core/host_order.h"
@@ -49,19 +49,19 @@ std::size_t total_bytes(const Collective& call, int world_size) {
 // The last part of a broadcast, and of an all_reduce through the leaders.
 void broadcast_inside(HostsCall& c, int local_root, const void* from) {
   const void* inputs[] = {from};
-  c.run_local({.op = OpKind::kBroadcast,
-               .dtype = c.call.dtype,
-               .element_name = c.call.element_name,
-               .root = local_root,
-               .num_elems = c.call.num_elems,
-               .inputs = inputs,
-               .outputs = c.call.outputs});
+  c.run_local({{.num_elems = c.call.num_elems,
+                .root = local_root,
+                .op = OpKind::kBroadcast,
+                .dtype = c.call.dtype,
+                .element_name = c.call.element_name},
+               inputs,
+               c.call.outputs});
 }
 
 // The leaders exchange headers by dissemination, and each compares the other's: in step s with the
 // host 2^s before it. A rank that returns knows that all ranks have arrived at this call.
 void barrier_hosts(HostsCall& c) {
-  c.run_local({.op = OpKind::kBarrier});
+  c.run_local({{.op = OpKind::kBarrier}});
   int num_steps = 0;
   while (1 << num_steps < c.num_hosts()) ++num_steps;
   for (int step = 0; c.hosts.local_rank == 0 && step < num_steps; ++step) {
@@ -71,7 +71,7 @@ void barrier_hosts(HostsCall& c) {
     c.send(c.leader_at(distance), nullptr, 0);
     c.exchange.finish();
   }
-  c.run_local({.op = OpKind::kBarrier});
+  c.run_local({{.op = OpKind::kBarrier}});
 }
 
 // To the root, or in a short all_reduce to all leaders: one rank of each host has its sum, and
@@ -96,13 +96,13 @@ void reduce_hosts(HostsCall& c) {
     const void* input = at(c.call.inputs[0], piece.begin_elems, c.element_bytes);
     if (c.local != nullptr) {
       void* output = of(sums, c.hosts.host);
-      c.run_local({.op = OpKind::kReduce,
-                   .dtype = c.call.dtype,
-                   .reduction = undivided(c.call.reduction),
-                   .root = c.hosts.table.local_rank_of(representative),
-                   .num_elems = piece.num_elems,
-                   .inputs = &input,
-                   .outputs = &output});
+      c.run_local({{.num_elems = piece.num_elems,
+                    .root = c.hosts.table.local_rank_of(representative),
+                    .op = OpKind::kReduce,
+                    .dtype = c.call.dtype,
+                    .reduction = undivided(c.call.reduction)},
+                   &input,
+                   &output});
       input = output;
     }
     for (const int host : c.hosts.other_hosts) {
@@ -178,7 +178,7 @@ void broadcast_hosts(HostsCall& c) {
   else if (!is_long && c.rank == representative)
     c.recv(c.call.root, c.call.outputs[0], c.call.num_elems);
   const bool begins_inside = !is_long && representative == c.call.root;
-  begins_inside ? inside() : c.run_local({.op = OpKind::kBarrier});
+  begins_inside ? inside() : c.run_local({{.op = OpKind::kBarrier}});
   if (is_long && c.rank == representative) chain_hosts(c, ranks);
   c.exchange.finish();
   if (!begins_inside) inside();
@@ -194,6 +194,7 @@ void move_inside(HostsCall& c) {
     return;
   }
   Collective local = c.call;
+  local.algorithm = Algorithm::kAuto;
   if (c.call.root >= 0) local.root = c.hosts.table.local_rank_of(c.call.root);
   std::vector<const void*> inputs;
   std::vector<void*> outputs;
@@ -244,7 +245,7 @@ void move_hosts(HostsCall& c) {
     if (is_all_to_all || !c.is_elsewhere(c.call.root))
       move_inside(c);
     else
-      c.run_local({.op = OpKind::kBarrier});
+      c.run_local({{.op = OpKind::kBarrier}});
   };
   const auto move_step = [&](int to, int from) {
     num_sent = 0;
@@ -269,8 +270,8 @@ void run_op(HostsCall& c) {
     case OpKind::kBarrier:
       return barrier_hosts(c);
     case OpKind::kAllReduce:
-      if (c.header.algorithm != Algorithm::kOneShot &&
-          (c.header.algorithm != Algorithm::kHierarchical ||
+      if (c.call.algorithm != Algorithm::kOneShot &&
+          (c.call.algorithm != Algorithm::kHierarchical ||
            c.call.num_bytes() > one_step_max_bytes(c.num_hosts())))
         return run_by_chunks(c);
       reduce_hosts(c);
@@ -302,12 +303,12 @@ void HostsCall::greet(bool sends_to_next, bool receives_from_previous, std::size
   if (hosts.host + 1 < num_hosts() && !sends_to_next) send(leader_at(1), nullptr, sent_elems);
 }
 
-void HostsCall::run_local(const Collective& part) {
+void HostsCall::run_local(Collective part) {
   if (local == nullptr) return;
-  CallHeader part_header = header_of(part, header.seq, static_cast<int>(hosts.local_ranks.size()));
-  part_header.whole_op = call.op;
-  part_header.whole = digest_of(header);
-  local->plan(part, part_header);
+  part.set_number(call.seq, static_cast<int>(hosts.local_ranks.size()));
+  part.whole_op = call.op;
+  part.whole = digest_of(exchange.header());
+  local->plan(part);
   const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - RunningClock::now());
   const WaitLimits part_limits{
       .timeout = std::clamp(left, std::chrono::milliseconds(1), limits.timeout),
@@ -316,10 +317,10 @@ void HostsCall::run_local(const Collective& part) {
     return recorder::Event{.num_bytes = part.num_bytes(),
                            .kind = recorder::Kind::kPart,
                            .op = part.op,
-                           .algorithm = part_header.algorithm};
+                           .algorithm = part.algorithm};
   });
   try {
-    const Traffic moved = local->run(part, part_header, part_limits);
+    const Traffic moved = local->run(part, part_limits);
     traffic.sent_bytes += moved.sent_bytes;
     traffic.copied_bytes += moved.copied_bytes;
   } catch (Stopped& stopped) {
@@ -328,7 +329,7 @@ void HostsCall::run_local(const Collective& part) {
   } catch (Mismatched& mismatched) {
     mismatched.peer = of(hosts.local_ranks, mismatched.peer);
     CallHeader& theirs = mismatched.theirs;
-    if (mismatched.difference.empty() && theirs.seq == header.seq && theirs.whole_op == call.op)
+    if (mismatched.difference.empty() && theirs.seq == call.seq && theirs.whole_op == call.op)
       mismatched.difference = "rank " + std::to_string(mismatched.peer) +
                               " passed other sizes or arguments; all ranks must pass the same "
                               "shape, dtype and arguments";
@@ -337,44 +338,42 @@ void HostsCall::run_local(const Collective& part) {
   }
 }
 
-void plan_message_collective(int world_size, const Collective& call,
-                             const CommunicatorOptions& options, CallHeader& header) {
+void plan_message_collective(int world_size, const CommunicatorOptions& options, Collective& call) {
   const std::size_t num_bytes = total_bytes(call, world_size);
   if (call.op == OpKind::kAllReduce) {
-    header.algorithm = call.algorithm != Algorithm::kAuto ? call.algorithm : options.algorithm;
-    if (header.algorithm == Algorithm::kAuto) {
+    if (call.algorithm == Algorithm::kAuto) call.algorithm = options.algorithm;
+    if (call.algorithm == Algorithm::kAuto) {
       const std::size_t one_shot_max_bytes = options.one_shot_max_bytes > 0
                                                  ? options.one_shot_max_bytes
                                                  : one_step_max_bytes(world_size);
       // The ring has more steps, each of which may wait for a core.
-      header.algorithm = num_bytes <= one_shot_max_bytes ? Algorithm::kOneShot
-                         : num_bytes < 4 * kMiB          ? Algorithm::kTwoShot
-                                                         : Algorithm::kRing;
+      call.algorithm = num_bytes <= one_shot_max_bytes ? Algorithm::kOneShot
+                       : num_bytes < 4 * kMiB          ? Algorithm::kTwoShot
+                                                       : Algorithm::kRing;
     }
     // The ring does not reduce in rank order; two_shot does.
-    if (header.algorithm == Algorithm::kRing && options.is_rank_ordered)
-      header.algorithm = Algorithm::kTwoShot;
+    if (call.algorithm == Algorithm::kRing && options.is_rank_ordered)
+      call.algorithm = Algorithm::kTwoShot;
     return;
   }
   const bool takes_ring =
       call.op == OpKind::kReduce || call.op == OpKind::kReduceScatter  ? !options.is_rank_ordered
       : call.op == OpKind::kAllGather || call.op == OpKind::kBroadcast ? world_size > 2
                                                                        : false;
-  header.algorithm =
-      takes_ring && num_bytes >= kRingMinBytes ? Algorithm::kRing : Algorithm::kDirect;
+  call.algorithm = takes_ring && num_bytes >= kRingMinBytes ? Algorithm::kRing : Algorithm::kDirect;
 }
 
 Traffic run_message_collective(HostsCall call, const HostsView& flat) {
   if (call.hosts.local_rank == 0 && call.hosts.host > 0)
     call.exchange.open_first(call.previous_leader());
-  if (call.header.algorithm == Algorithm::kHierarchical || call.hosts.is_flat()) {
+  if (call.call.algorithm == Algorithm::kHierarchical || call.hosts.is_flat()) {
     run_op(call);
   } else {
     // The hosts compare their calls, as for any other one.
     call.greet(false, false);
-    call.run_local({.op = OpKind::kBarrier});
+    call.run_local({{.op = OpKind::kBarrier}});
     call.exchange.finish();
-    HostsCall by_ranks{flat, nullptr, call.exchange, call.call, call.header, call.limits};
+    HostsCall by_ranks{flat, nullptr, call.exchange, call.call, call.limits};
     run_op(by_ranks);
   }
   for (const std::size_t batch : {0U, 1U}) {

@@ -4,7 +4,7 @@
 #include <cstring>
 #include <utility>
 
-#include "collectives/op_kind.h"
+#include "collectives/call.h"
 #include "collectives/trace.h"
 
 namespace ringcomm {

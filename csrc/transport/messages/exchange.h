@@ -6,7 +6,7 @@
 #include <memory>
 #include <vector>
 
-#include "collectives/call_header.h"
+#include "collectives/call.h"
 #include "transport/messages/members.h"
 #include "transport/messenger.h"
 #include "transport/transport.h"
@@ -88,6 +88,7 @@ class MessageExchange {
                   const CallHeader& header, MessageMembers::Clock::time_point deadline);
 
   CallStep& step() { return members_.step(); }
+  const CallHeader& header() const { return header_; }
   /// Bytes of the call's data that were sent to other ranks.
   std::uint64_t sent_bytes() const { return sent_bytes_; }
   /// Memory for the rest of the collective, aligned for any element. Kept for later ones.

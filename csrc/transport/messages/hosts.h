@@ -52,16 +52,15 @@ struct HostsCall {
   Transport* local;  ///< of this host's ranks; null if there is one, or messages only
   MessageExchange& exchange;
   const Collective& call;
-  const CallHeader& header;
   const WaitLimits& limits;
   RunningClock::time_point deadline = deadline_after(limits.timeout);
-  Traffic traffic = {.algorithm = header.algorithm};  ///< of the parts inside the host
+  Traffic traffic = {.algorithm = call.algorithm};  ///< of the parts inside the host
   int rank = hosts.rank;
   int world_size = hosts.table.world_size();
   std::size_t element_bytes = ringcomm::element_bytes(call.dtype);
 
   int num_hosts() const { return hosts.num_hosts(); }
-  bool is_ring() const { return header.algorithm == Algorithm::kRing; }
+  bool is_ring() const { return call.algorithm == Algorithm::kRing; }
   bool is_elsewhere(int peer) const { return hosts.table.host_of(peer) != hosts.host; }
   int leader_at(int distance) const {
     return hosts.table.leader_of((hosts.host + distance) % num_hosts());
@@ -84,7 +83,7 @@ struct HostsCall {
              std::size_t received_elems = 0) const;
   /// Runs a part of the call by this host's ranks, if there are several, which `part` numbers from
   /// 0. Throws Stopped and Mismatched with the group's numbers.
-  void run_local(const Collective& part);
+  void run_local(Collective part);
 
   /// Calls post(k) for all pieces in order, and complete(k) once piece k + 1 is posted: messages
   /// are on their way while this host's ranks work on another piece. All is sent in the end.
@@ -113,10 +112,8 @@ inline constexpr std::size_t kStagingBytes = std::size_t{8} << 20;
 inline constexpr std::size_t kSliceBytes = MessageTags::kMaxSized;
 inline constexpr std::size_t kNumSlots = 4;
 
-/// Sets the algorithm of `header`, of a collective over messages alone, from values that are equal
-/// on all ranks.
-void plan_message_collective(int world_size, const Collective& call,
-                             const CommunicatorOptions& options, CallHeader& header);
+/// Sets the algorithm of a collective over messages alone, from values that are equal on all ranks.
+void plan_message_collective(int world_size, const CommunicatorOptions& options, Collective& call);
 /// Runs any collective, with kHierarchical host by host (docs/design/hosts.md), otherwise over
 /// messages alone. Checks the header of every peer before its data, and the previous rank's or
 /// host's in every collective, so some rank detects any difference. Throws Stopped, Mismatched.

@@ -4,8 +4,7 @@
 #include <cstddef>
 #include <vector>
 
-#include "collectives/collective.h"
-#include "collectives/op_kind.h"
+#include "collectives/call.h"
 #include "collectives/ring.h"
 #include "core/chunk_layout.h"
 #include "reduce/reduce_op.h"

@@ -4,9 +4,9 @@
 #include <utility>
 #include <vector>
 
-#include "collectives/op_kind.h"
+#include "collectives/call.h"
 #include "transport/messages/hosts.h"
-#include "transport/shm/transport.h"
+#include "transport/shm/context.h"
 
 namespace ringcomm {
 
@@ -93,11 +93,11 @@ class MessageTransport final : public Transport {
     return make_message_send_recv(*messenger_, members_, failure, stats);
   }
 
-  void plan(const Collective& call, CallHeader& header) const override {
+  void plan(Collective& call) const override {
     if (is_flat(call))
-      plan_message_collective(hosts_.table.world_size(), call, options_, header);
+      plan_message_collective(hosts_.table.world_size(), options_, call);
     else
-      header.algorithm = Algorithm::kHierarchical;
+      call.algorithm = Algorithm::kHierarchical;
   }
 
   void return_idle_pages() override {
@@ -105,12 +105,13 @@ class MessageTransport final : public Transport {
     memory_.staging.clear();
   }
 
-  Traffic run(const Collective& call, const CallHeader& header, const WaitLimits& limits) override {
-    members_.record_call(header.seq);
-    const CallHeader whole = with_digest_of_shards(header, call, hosts_.table.world_size());
-    MessageExchange exchange(*messenger_, members_, memory_, whole, deadline_after(limits.timeout));
+  Traffic run(const Collective& call, const WaitLimits& limits) override {
+    members_.record_call(call.seq);
+    const CallHeader header = with_digest_of_shards(call, hosts_.table.world_size());
+    MessageExchange exchange(*messenger_, members_, memory_, header,
+                             deadline_after(limits.timeout));
     try {
-      return run_message_collective({hosts_, local_.get(), exchange, call, whole, limits}, flat_);
+      return run_message_collective({hosts_, local_.get(), exchange, call, limits}, flat_);
     } catch (...) {
       // The store may not have it yet.
       if (local_ != nullptr && local_->membership().is_given_up(false))

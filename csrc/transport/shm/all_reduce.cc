@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "collectives/fused_update.h"
-#include "transport/shm/collectives.h"
+#include "transport/shm/context.h"
 
 namespace ringcomm {
 
@@ -63,7 +63,7 @@ class TwoShot {
         layout_(call.num_elems, world_size_),
         input_bytes_(element_bytes(call.dtype)),
         output_bytes_(input_bytes_) {
-    if (call.update == nullptr) return;
+    if (!call.has_update) return;
     update_.emplace(call, rank_, world_size_);
     output_bytes_ = update_->param_bytes();
   }
@@ -179,7 +179,7 @@ constexpr std::size_t kBlockBytes = 16 << 10;
 
 // Each rank reduces its own chunk of all buffers into all of them: one rank reads and writes every
 // byte once, which is the minimum.
-std::uint64_t all_reduce_shared(ShmContext& context, const Collective& call) {
+std::uint64_t all_reduce_zero_copy(ShmContext& context, const Collective& call) {
   const int rank = context.rank();
   const int world_size = context.world_size();
   const std::size_t bytes = element_bytes(call.dtype);

@@ -1,9 +1,9 @@
 #include <cstring>
 #include <vector>
 
-#include "collectives/call_header.h"
+#include "collectives/call.h"
 #include "core/shard_layout.h"
-#include "transport/shm/collectives.h"
+#include "transport/shm/context.h"
 
 namespace ringcomm {
 namespace {

@@ -1,4 +1,4 @@
-#include "transport/shm/collectives.h"
+#include "transport/shm/context.h"
 
 namespace ringcomm {
 
@@ -62,7 +62,7 @@ std::uint64_t reduce_scatter(ShmContext& context, const Collective& call) {
   // Of the slice for `target` in the region of another rank, which has none for itself; a shared
   // input has one for every rank.
   const auto offset_elems = [&](int target, int of, const ElemRange& piece) {
-    const bool is_behind = target > of && !context.is_sharing();
+    const bool is_behind = target > of && !context.is_zero_copy();
     return static_cast<std::size_t>(is_behind ? target - 1 : target) * piece.num_elems;
   };
   context.for_each_piece(

@@ -1,13 +1,183 @@
 #include "transport/shm/context.h"
 
+#include <algorithm>
 #include <cstring>
+#include <stdexcept>
+#include <string>
 #include <thread>
 
-#include "collectives/op_kind.h"
+#include "collectives/call.h"
 #include "core/errors.h"
 #include "host/bootstrap.h"
 
 namespace ringcomm {
+namespace {
+
+struct Entry {
+  OpKind op;
+  Algorithm algorithm;
+  ShmCollective* run;
+  ShmCollective* run_zero_copy = nullptr;  // on the ranks' own buffers
+};
+constexpr Entry kCollectives[] = {
+    {OpKind::kBarrier, Algorithm::kDirect, barrier},
+    {OpKind::kAllReduce, Algorithm::kOneShot, all_reduce_one_shot, all_reduce_zero_copy},
+    {OpKind::kAllReduce, Algorithm::kTwoShot, run_two_shot, all_reduce_zero_copy},
+    {OpKind::kAllReduce, Algorithm::kRing, run_ring},
+    {OpKind::kReduce, Algorithm::kDirect, reduce},
+    {OpKind::kReduceScatter, Algorithm::kDirect, reduce_scatter, reduce_scatter},
+    {OpKind::kAllGather, Algorithm::kDirect, all_gather, all_gather},
+    {OpKind::kBroadcast, Algorithm::kDirect, broadcast, broadcast},
+    {OpKind::kGather, Algorithm::kDirect, alltoallv},
+    {OpKind::kScatter, Algorithm::kDirect, alltoallv},
+    {OpKind::kAllToAll, Algorithm::kDirect, alltoallv},
+    {OpKind::kReduceUpdateGather, Algorithm::kDirect, run_two_shot},
+    {OpKind::kReduceUpdateGather, Algorithm::kRing, run_ring},
+};
+
+const Entry& entry_of(const CallHeader& call) {
+  const Entry* found = std::ranges::find_if(kCollectives, [&](const Entry& entry) {
+    return entry.op == call.op && entry.algorithm == call.algorithm;
+  });
+  if (found == std::end(kCollectives))
+    throw std::invalid_argument(std::string(name_of(call.algorithm)) + " is not an algorithm of " +
+                                name_of(call.op) + " over shared memory");
+  return *found;
+}
+
+// The size of the call for the choice of the kind of stores.
+std::size_t size_class_bytes(const Collective& call, int world_size) {
+  if (!call.is_uneven) return call.num_bytes();
+  std::size_t elems = 0;
+  for (int rank = 0; rank < world_size; ++rank) elems += call.input_shard(rank);
+  return elems / static_cast<std::size_t>(world_size) * element_bytes(call.dtype);
+}
+
+// How many buffers of the call's size a rank has.
+std::size_t num_buffers(OpKind op, int world_size) {
+  const bool is_one = op == OpKind::kAllReduce || op == OpKind::kReduce ||
+                      op == OpKind::kBroadcast || op == OpKind::kReduceUpdateGather;
+  return is_one ? 1 : static_cast<std::size_t>(world_size);
+}
+
+// The bytes that a handle of the input describes.
+std::size_t input_bytes(const Collective& call, int world_size) {
+  const bool has_shards = call.op == OpKind::kReduceScatter;
+  return (has_shards ? static_cast<std::size_t>(world_size) : 1) * call.num_bytes();
+}
+
+// Whether the shards of an array of buffers are contiguous, so that one location describes all.
+bool is_contiguous(const void* const* buffers, int num_buffers, std::size_t num_bytes) {
+  for (int i = 1; i < num_buffers; ++i)
+    if (buffers[i] != at(buffers[0], static_cast<std::size_t>(i), num_bytes)) return false;
+  return true;
+}
+
+}  // namespace
+
+// A call on shared buffers has one synchronization more than staging, whose cost grows with the
+// ranks per core, and moves at most half of the bytes; measured with 2 and 4 ranks on two cores
+// (docs/experiments.md, "shared buffers"). In a broadcast the other ranks learn of the root's
+// buffer after they have begun to stage, and start again.
+std::size_t min_zero_copy_bytes(OpKind op, int world_size) {
+  if (op == OpKind::kBroadcast) return std::size_t{128} << 10;
+  return std::size_t{world_size <= 2 ? 8U : 64U} << 10;
+}
+
+ShmTransport::ShmTransport(host::Rendezvous& rendezvous, const PeerTable& peer_table, int rank,
+                           const CommunicatorOptions& options)
+    : options_(options),
+      group_(rendezvous, peer_table.ranks_on(peer_table.host_of(rank)), {}),
+      scope_(group_),
+      context_(group_, scope_, options.max_threads) {}
+
+void ShmTransport::plan(Collective& call) const {
+  if (call.algorithm == Algorithm::kAuto) call.algorithm = options_.algorithm;
+  call.is_requested = call.algorithm != Algorithm::kAuto;
+  // The ring does not reduce in rank order; two_shot does.
+  if (call.algorithm == Algorithm::kRing && options_.is_rank_ordered)
+    call.algorithm = Algorithm::kTwoShot;
+  if (call.op == OpKind::kAllReduce) {
+    if (!call.is_requested)
+      call.algorithm =
+          choose_all_reduce(call.num_bytes(), group_.world_size(), options_.one_shot_max_bytes);
+  } else if (call.op != OpKind::kReduceUpdateGather || call.algorithm != Algorithm::kRing) {
+    call.algorithm = Algorithm::kDirect;
+  }
+}
+
+Traffic ShmTransport::run(const Collective& call, const WaitLimits& limits) {
+  if (const int gone = group_.gone_before(call.seq); gone >= 0)
+    throw Stopped{group_.state_of(gone), gone};
+  group_.record_call(call.seq);
+  scope_.begin(limits);
+  const std::size_t num_bytes = size_class_bytes(call, group_.world_size());
+  context_.store_kinds().begin(call.op, num_bytes);
+  context_.workers().begin(num_bytes * num_buffers(call.op, group_.world_size()));
+  context_.take_copied_bytes();  // of a call that failed
+  const Entry& entry = entry_of(call);
+  const BufferHandle mine = entry.run_zero_copy != nullptr ? handle_of(call) : BufferHandle{};
+  Traffic traffic{.algorithm = call.algorithm};
+  try {
+    context_.begin(call, mine);
+    if (!mine.is_given()) traffic.sent_bytes = entry.run(context_, call);
+    bool is_staged = !mine.is_given() && !context_.has_handles();
+    if (!is_staged && !run_zero_copy(*entry.run_zero_copy, call, mine, traffic)) {
+      traffic.sent_bytes = entry.run(context_, call);
+      is_staged = true;
+    }
+    if (is_staged) context_.store_kinds().end();
+    group_.record_end();
+    context_.workers().end();
+    traffic.copied_bytes = context_.take_copied_bytes();
+    return traffic;
+  } catch (const Mismatched& mismatched) {
+    // The headers do not show the sizes of a peer whose shards are uneven.
+    if (is_same_call(call, mismatched.theirs) && !call.is_uneven && mismatched.theirs.is_uneven)
+      explain_mismatch(context_, call);
+    throw;
+  }
+}
+
+// The handle of this rank's buffers, if they are shared and the call may run on them.
+BufferHandle ShmTransport::handle_of(const Collective& call) const {
+  const host::SharedArena* arena = host::SharedArena::find();
+  const int world_size = group_.world_size();
+  const std::size_t num_bytes = call.num_bytes();
+  if (arena == nullptr || num_bytes < min_zero_copy_bytes(call.op, world_size) || call.is_uneven)
+    return {};
+  const bool is_all_reduce = call.op == OpKind::kAllReduce;
+  if ((is_all_reduce && call.is_requested) ||
+      (call.op == OpKind::kBroadcast && group_.rank() != call.root) ||
+      (call.op == OpKind::kReduceScatter && !is_contiguous(call.inputs, world_size, num_bytes)))
+    return {};
+  BufferHandle handle{.input = arena->locate(call.inputs[0], input_bytes(call, world_size))};
+  if (is_all_reduce) handle.output = arena->locate(call.outputs[0], num_bytes);
+  return is_all_reduce && !handle.output.is_somewhere() ? BufferHandle{} : handle;
+}
+
+// In the first phase a rank with shared buffers publishes a handle in place of data, so all ranks
+// make the same decision (docs/design/shared_buffers.md, "How ranks agree"). Returns false, and has
+// run nothing, where a rank that is needed has no handle.
+bool ShmTransport::run_zero_copy(ShmCollective& collective, const Collective& call,
+                                 const BufferHandle& mine, Traffic& traffic) {
+  try {
+    if (mine.is_given()) static_cast<void>(context_.publish());
+    if (!context_.has_all_handles(call.op == OpKind::kBroadcast ? call.root : -1)) return false;
+    context_.step() = {};  // of what was staged in vain
+    context_.begin_zero_copy(input_bytes(call, group_.world_size()));
+    traffic = {.sent_bytes = collective(context_, call), .algorithm = Algorithm::kDirect};
+    return true;
+  } catch (...) {
+    // A peer without an error may have started, and be in the blocks until it leaves the group.
+    if (mine.is_given())
+      for (const host::ArenaLocation& location : {mine.input, mine.output})
+        host::SharedArena::instance().hold(location, group_.left_by_all());
+    throw;
+  }
+}
+
+// ---- what collectives use
 
 using cpu::StoreKind;
 
@@ -61,8 +231,10 @@ bool ShmContext::publish() {
     if (mine.is_given()) std::memcpy(region, &mine, sizeof(mine));
   }
   // Directly before the publication: peers poll the line that this writes.
-  const HeaderLine line{mine.is_given(), store_kinds_.is_next_streaming(), *header_};
-  std::memcpy(board_.beside(rank()), &line, line.num_bytes());
+  const HeaderLine::Flags flags{mine.is_given(), store_kinds_.is_next_streaming()};
+  std::byte* const line = board_.payload(rank());
+  std::memcpy(line, &flags, sizeof(flags));
+  std::memcpy(line + offsetof(HeaderLine, header), header_, header_->num_wire_bytes());
   board_.publish();
   store_kinds_.pause();
   // Sizes of shards that may differ are compared by Alltoallv.
@@ -70,13 +242,13 @@ bool ShmContext::publish() {
   for (int distance = 1; distance < world_size(); ++distance) {
     const int peer = (rank() + distance) % world_size();
     const std::byte* region = wait(peer);
-    const HeaderLine line = header_line_of(peer);
-    if (!(has_own_sizes ? is_same_call(*header_, line.header) : *header_ == line.header))
-      throw Mismatched{peer, line.header};
+    const auto [flags, header] = header_line_of(peer);
+    if (!(has_own_sizes ? is_same_call(*header_, header) : *header_ == header))
+      throw Mismatched{peer, header};
     BufferHandle& handle = handles_[static_cast<std::size_t>(peer)];
     handle = {};
-    if (line.has_handle) std::memcpy(&handle, region, sizeof(handle));
-    if (peer == 0) store_kinds_.follow(line.is_next_streaming);
+    if (flags.has_handle) std::memcpy(&handle, region, sizeof(handle));
+    if (peer == 0) store_kinds_.follow(flags.is_next_streaming);
   }
   store_kinds_.resume();
   arch_.set_arriving(false);
@@ -85,14 +257,14 @@ bool ShmContext::publish() {
 }
 
 const std::byte* ShmContext::wait(int peer) {
-  if (is_sharing()) return find_shared(peer, handle_of(peer).input, 0, shared_bytes_);
+  if (is_zero_copy()) return find_shared(peer, handle_of(peer).input, 0, shared_bytes_);
   const std::byte* region = nullptr;
   check(board_.wait(peer, region));
   return region;
 }
 
 ShmContext::HeaderLine ShmContext::header_line_of(int peer) {
-  const std::byte* place = board_.beside(peer);
+  const std::byte* place = board_.payload(peer);
   HeaderLine line;
   std::memcpy(&line, place, line.num_bytes());
   if (line.header.has_update) std::memcpy(&line, place, sizeof(line));

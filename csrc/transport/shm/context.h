@@ -8,13 +8,13 @@
 #include <utility>
 #include <vector>
 
-#include "collectives/call_header.h"
-#include "collectives/collective.h"
+#include "collectives/call.h"
 #include "collectives/fused_update.h"
 #include "core/board_protocol.h"
 #include "core/chunk_layout.h"
-#include "host/call_step.h"
 #include "host/group.h"
+#include "host/peer_event.h"
+#include "host/rendezvous.h"
 #include "host/shared_arena.h"
 #include "host/wait_scope.h"
 #include "host/workers.h"
@@ -63,7 +63,7 @@ class ShmContext {
   /// In the first phase, waits for all headers, and throws Mismatched when a peer made another
   /// call. Returns false if a peer has staged no data because its buffers are shared. A staged
   /// collective then returns without a result. Every rank sees the same handles, so all ranks
-  /// continue in the same way (ShmTransport::run_or_share).
+  /// continue in the same way (ShmTransport::run).
   [[nodiscard]] bool publish();
   /// The data of `peer` in the published phase, or its shared input.
   const std::byte* wait(int peer);
@@ -81,7 +81,7 @@ class ShmContext {
   template <class Stage, class Take>
   void for_each_piece(std::size_t num_elems, std::size_t max_elems, const Stage& stage,
                       const Take& take, int num_steps = 1) {
-    if (is_sharing()) {
+    if (is_zero_copy()) {
       take(ElemRange{0, num_elems});
       finish_copies();
       return rejoin();
@@ -99,8 +99,8 @@ class ShmContext {
 
   /// From now on wait() gives the peers' own inputs of `num_bytes`, whose handles all ranks have
   /// read, until rejoin(); see Board.
-  void share_inputs(std::size_t num_bytes) { shared_bytes_ = num_bytes; }
-  bool is_sharing() const { return shared_bytes_ > 0; }
+  void begin_zero_copy(std::size_t num_bytes) { shared_bytes_ = num_bytes; }
+  bool is_zero_copy() const { return shared_bytes_ > 0; }
   /// The address here of a rank's shared buffer, `offset_bytes` behind its location.
   std::byte* find_shared(int rank, const host::ArenaLocation& location, std::size_t offset_bytes,
                          std::size_t num_bytes);
@@ -139,16 +139,19 @@ class ShmContext {
   }
 
  private:
-  // What a rank publishes beside the cursor of the first phase: with it, it fits a line of 64 bytes
-  // unless the call updates weights.
+  // What a rank publishes beside the cursor of the first phase: the header, and before it what may
+  // differ between ranks. With the cursor it fits a line of 64 bytes unless the call updates
+  // weights.
   struct HeaderLine {
-    bool has_handle = false;
-    bool is_next_streaming = false;  // of rank 0: the kind of stores in the next such call
+    struct Flags {
+      bool has_handle = false;
+      bool is_next_streaming = false;  // of rank 0: the kind of stores in the next such call
+    } flags;
     CallHeader header;
 
     std::size_t num_bytes() const { return offsetof(HeaderLine, header) + header.num_wire_bytes(); }
   };
-  static_assert(sizeof(HeaderLine) <= sizeof(Cursor::beside));
+  static_assert(sizeof(HeaderLine) <= sizeof(Cursor::payload));
   static_assert(sizeof(Cursor::value) + offsetof(HeaderLine, header) +
                     offsetof(CallHeader, update) <=
                 64);
@@ -182,6 +185,63 @@ class ShmContext {
   std::vector<const void*> sources_;
   std::vector<BufferHandle> handles_;                        // of the current call, by rank
   std::vector<std::shared_ptr<host::PeerMemory>> memories_;  // by rank; null until needed
+};
+
+/// The collectives over shared memory. Each runs after ShmContext::begin() with the call's header,
+/// and returns the bytes that peers consumed from this rank. Throws Stopped or Mismatched.
+using ShmCollective = std::uint64_t(ShmContext& context, const Collective& call);
+
+/// all_reduce.cc: results are equal to the last bit on all ranks, because every chunk is either
+/// reduced by one rank or by all in the order of the ranks.
+ShmCollective all_reduce_one_shot, all_reduce_zero_copy, reduce;
+/// all_reduce, or with an update reduce_scatter_update_all_gather; run_ring is in ring.cc.
+ShmCollective run_two_shot, run_ring;
+
+/// The default algorithm of an all_reduce of `num_bytes` over `world_size` ranks.
+/// `one_shot_max_bytes` replaces the measured limit where it is not 0.
+Algorithm choose_all_reduce(std::size_t num_bytes, int world_size, std::size_t one_shot_max_bytes);
+
+/// board_collectives.cc: one phase per piece; each byte is staged once, regardless of the number of
+/// readers. While the context shares inputs, they run on these.
+ShmCollective barrier, broadcast, all_gather, reduce_scatter;
+
+/// From this size of a rank's shard, a collective runs on the ranks' own buffers if all of them can
+/// be read.
+std::size_t min_zero_copy_bytes(OpKind op, int world_size);
+
+/// alltoallv.cc: a rank has a shard for each other one, or for some, and the shards may differ
+/// in size.
+ShmCollective alltoallv;
+/// Throws Mismatched with the sizes that differ, for a call in which the shards of some ranks are
+/// uneven and those of others are not. The first phase must have been published.
+void explain_mismatch(ShmContext& context, const Collective& call);
+
+/// Collectives of ranks that share memory: on boards, on the links of a ring, or on buffers that
+/// all ranks can access directly (SharedArena).
+class ShmTransport final : public Transport {
+ public:
+  /// Collective over the ranks on the host of `rank`, which have been found. Throws Error.
+  ShmTransport(host::Rendezvous& rendezvous, const PeerTable& peer_table, int rank,
+               const CommunicatorOptions& options);
+
+  Membership& membership() override { return group_; }
+  std::unique_ptr<SendRecv> make_send_recv(Failure& failure,
+                                           Stats& stats) override;  // send_recv.cc
+  bool shares_memory() const override { return true; }
+  void plan(Collective& call) const override;
+  Traffic run(const Collective& call, const WaitLimits& limits) override;
+  void return_idle_pages() override { group_.return_idle_pages(); }
+  std::size_t mapped_bytes() const override { return group_.num_bytes(); }
+
+ private:
+  BufferHandle handle_of(const Collective& call) const;
+  bool run_zero_copy(ShmCollective& collective, const Collective& call, const BufferHandle& mine,
+                     Traffic& traffic);
+
+  CommunicatorOptions options_;
+  host::Group group_;
+  host::WaitScope scope_;
+  ShmContext context_;
 };
 
 }  // namespace ringcomm

@@ -4,8 +4,8 @@
 
 #include "collectives/fused_update.h"
 #include "core/link_protocol.h"
-#include "host/call_step.h"
-#include "transport/shm/collectives.h"
+#include "host/peer_event.h"
+#include "transport/shm/context.h"
 
 namespace ringcomm {
 namespace {
@@ -25,7 +25,7 @@ class MemoryLinks {
         to_next_(context.arch(), geometry_, schedule_.next()),
         from_previous_(context.arch(), context.group().ring_link(schedule_.previous()),
                        schedule_.previous()) {
-    if (call.update == nullptr) return;
+    if (!call.has_update) return;
     update_.emplace(call, context.rank(), context.world_size());
     output_bytes_ = update_->param_bytes();
   }

@@ -14,7 +14,7 @@
 #include "host/host_arch.h"
 #include "host/shared_memory.h"
 #include "host/threads.h"
-#include "transport/shm/transport.h"
+#include "transport/shm/context.h"
 
 namespace ringcomm {
 namespace {

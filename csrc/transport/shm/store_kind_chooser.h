@@ -4,7 +4,7 @@
 #include <chrono>
 #include <cstddef>
 
-#include "collectives/op_kind.h"
+#include "collectives/call.h"
 #include "reduce/reduce_op.h"
 
 namespace ringcomm {

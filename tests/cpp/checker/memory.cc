@@ -38,7 +38,7 @@ const char* name_of(ViolationKind kind) {
 
 void Memory::clear(int num_ranks) {
   num_ranks_ = num_ranks;
-  num_words_ = num_cells_ = num_beside_ = 0;
+  num_words_ = num_cells_ = num_payloads_ = 0;
   owners_.clear();
   violation.reset();
   state = MemoryState{};
@@ -76,10 +76,10 @@ std::byte* Memory::add_shared(int num_blocks, const std::string& name) {
   return add_cells(num_blocks, name, -1);
 }
 
-void Memory::add_beside(Cursor* first, int num_cursors, const std::string& name) {
-  beside_begin_ = first;
-  num_beside_ = num_cursors;
-  beside_cell_idx_ = num_cells_;
+void Memory::add_payload(Cursor* first, int num_cursors, const std::string& name) {
+  payload_begin_ = first;
+  num_payloads_ = num_cursors;
+  payload_cell_idx_ = num_cells_;
   add_cells(num_cursors, name, -1);
 }
 
@@ -115,8 +115,8 @@ int Memory::word_idx(const void* word) const {
 }
 
 int Memory::cell_idx(const void* block) const {
-  for (int i = 0; i < num_beside_; ++i)
-    if (block == beside_begin_[i].beside) return beside_cell_idx_ + i;
+  for (int i = 0; i < num_payloads_; ++i)
+    if (block == payload_begin_[i].payload) return payload_cell_idx_ + i;
   const auto offset = static_cast<const std::byte*>(block) - payload_.data();
   if (offset < 0 || offset >= num_cells_ * static_cast<std::ptrdiff_t>(kBlockBytes) ||
       offset % 8 != 0) {

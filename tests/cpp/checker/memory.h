@@ -75,7 +75,7 @@ class Memory {
   std::byte* add_private(int rank, int num_blocks, const std::string& name);
   std::byte* add_shared(int num_blocks, const std::string& name);
   /// The first block beside each of the cursors, in their order; one group of cursors at most.
-  void add_beside(Cursor* first, int num_cursors, const std::string& name);
+  void add_payload(Cursor* first, int num_cursors, const std::string& name);
   /// The `num_slots` slots at `slots` alternate between sender and receiver, according to tail and
   /// head.
   void own_as_link(std::byte* slots, int num_slots, int slot_blocks, const Cursor& tail,
@@ -147,9 +147,9 @@ class Memory {
   int num_ranks_ = 0;
   int num_words_ = 0;
   int num_cells_ = 0;
-  Cursor* beside_begin_ = nullptr;  ///< the cursors beside which something is published
-  int num_beside_ = 0;
-  int beside_cell_idx_ = 0;  ///< of the first one
+  Cursor* payload_begin_ = nullptr;  ///< the cursors beside which something is published
+  int num_payloads_ = 0;
+  int payload_cell_idx_ = 0;  ///< of the first one
   std::array<std::string, kMaxWords> word_names_;
   std::array<CellInfo, kMaxCells> cell_infos_;
   std::vector<Owner> owners_;

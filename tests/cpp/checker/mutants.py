@@ -241,18 +241,18 @@ MUTANTS = (
     ),
     # What is published beside a cursor in the next phase overwrites what a slow peer has not read.
     Mutant(
-        "beside_one_cursor",
+        "payload_one_cursor",
         "board_protocol.h",
-        "geometry_.cursor(rank_, rank, rank == rank_ ? phase_ : phase_ - 1).beside",
-        "geometry_.cursor(rank_, rank, 0).beside",
-        (Run("board2_beside", "unowned"), Run("board2_beside", "race", (NO_OWNER,))),
+        "geometry_.cursor(rank_, rank, rank == rank_ ? phase_ : phase_ - 1).payload",
+        "geometry_.cursor(rank_, rank, 0).payload",
+        (Run("board2_payload", "unowned"), Run("board2_payload", "race", (NO_OWNER,))),
     ),
     Mutant(
-        "beside_read_of_next",
+        "payload_read_of_next",
         "board_protocol.h",
-        "rank == rank_ ? phase_ : phase_ - 1).beside",
-        "phase_).beside",
-        (Run("board2_beside", "unowned"), Run("board3_beside", "race", (NO_OWNER,))),
+        "rank == rank_ ? phase_ : phase_ - 1).payload",
+        "phase_).payload",
+        (Run("board2_payload", "unowned"), Run("board3_payload", "race", (NO_OWNER,))),
     ),
     Mutant(
         "shards_fewest_phases",

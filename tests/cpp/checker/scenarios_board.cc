@@ -24,7 +24,7 @@ struct Phases {
   Writers writers;
   int region_blocks = 1;
   bool has_copies = false;
-  bool is_beside = false;  ///< beside the cursors, and writes no region
+  bool is_payload = false;  ///< beside the cursors, and writes no region
 
   CopiesGeometry geometry;
   std::vector<std::byte*> inputs;   ///< per rank: one region's worth for each phase
@@ -59,7 +59,7 @@ struct Phases {
                             ? "published " + std::to_string(j) + " to " + std::to_string(i)
                             : "published " + std::to_string(i) + (j == 0 ? ", even" : ", odd"));
     Cursor* published = memory.add_cursors(static_cast<int>(names.size()), names);
-    if (is_beside) memory.add_beside(published, 2 * num_ranks, "beside");
+    if (is_payload) memory.add_payload(published, 2 * num_ranks, "payload");
     geometry = {{.world_size = num_ranks,
                  .cursors = reinterpret_cast<std::byte*>(published),
                  .regions = memory.add_shared(2 * num_ranks * region_blocks, "regions"),
@@ -68,7 +68,7 @@ struct Phases {
     inputs.clear();
     outputs.clear();
     for (int rank = 0; rank < num_ranks; ++rank) {
-      std::byte* const first = is_beside ? published[2 * rank].beside : geometry.region(rank, 0);
+      std::byte* const first = is_payload ? published[2 * rank].payload : geometry.region(rank, 0);
       memory.own_as_board(first, region_blocks, published, rank, has_copies);
       inputs.push_back(memory.add_private(rank, num_phases * region_blocks, "input"));
       outputs.push_back(memory.add_private(rank, num_phases * num_ranks * region_blocks, "output"));
@@ -102,7 +102,7 @@ Stop run_phases(CheckerArch& arch, const Phases& phases, const Geometry& geometr
     if (phases.writes(rank, phase)) {
       std::byte* region = nullptr;
       if (const Stop stop = board.open(region); stop != Stop::kNone) return stop;
-      arch.copy(phases.is_beside ? board.beside(rank) : region, phases.input(rank, phase),
+      arch.copy(phases.is_payload ? board.payload(rank) : region, phases.input(rank, phase),
                 board.region_bytes());
     }
     board.publish();
@@ -111,7 +111,7 @@ Stop run_phases(CheckerArch& arch, const Phases& phases, const Geometry& geometr
       if (peer == rank || !phases.writes(peer, phase)) continue;
       const std::byte* region = nullptr;
       if (const Stop stop = board.wait(peer, region); stop != Stop::kNone) return stop;
-      arch.copy(phases.output(rank, phase, peer), phases.is_beside ? board.beside(peer) : region,
+      arch.copy(phases.output(rank, phase, peer), phases.is_payload ? board.payload(peer) : region,
                 board.region_bytes());
     }
   }
@@ -125,9 +125,9 @@ Scenario board(std::string name, Phases parameters, bool has_death, bool steps_o
   const char* writers = shape->writers == Phases::Writers::kAll     ? "all write"
                         : shape->writers == Phases::Writers::kFirst ? "rank 0 writes"
                                                                     : "one writes in turn";
-  const char* kind = shape->has_copies  ? ", cursors for each reader"
-                     : shape->is_beside ? " beside their cursors"
-                                        : "";
+  const char* kind = shape->has_copies   ? ", cursors for each reader"
+                     : shape->is_payload ? " beside their cursors"
+                                         : "";
   scenario.text = "boards, " + std::to_string(shape->num_ranks) + " ranks, " +
                   std::to_string(shape->num_phases) + " phases, " + writers + kind;
   scenario.num_ranks = shape->num_ranks;
@@ -153,9 +153,9 @@ Phases phases(int num_ranks, int num_phases, Phases::Writers writers, int region
   return shape;
 }
 
-Phases beside(int num_ranks, int num_phases, Phases::Writers writers) {
+Phases payload(int num_ranks, int num_phases, Phases::Writers writers) {
   Phases shape = phases(num_ranks, num_phases, writers, 1);
-  shape.is_beside = true;
+  shape.is_payload = true;
   return shape;
 }
 
@@ -173,9 +173,9 @@ std::vector<Scenario> board_scenarios() {
       board("board2_copies", phases(2, 4, Writers::kAll, 2, true), false, true),
       board("board2_copies_death", phases(2, 3, Writers::kAll, 1, true), true, true),
       board("board3_copies", phases(3, 3, Writers::kFirst, 1, true), false, true),
-      board("board2_beside", beside(2, 4, Writers::kAll), false, true),
-      board("board2_beside_death", beside(2, 3, Writers::kAll), true, true),
-      board("board3_beside", beside(3, 4, Writers::kInTurn), false, true),
+      board("board2_payload", payload(2, 4, Writers::kAll), false, true),
+      board("board2_payload_death", payload(2, 3, Writers::kAll), true, true),
+      board("board3_payload", payload(3, 4, Writers::kInTurn), false, true),
   };
 }
 

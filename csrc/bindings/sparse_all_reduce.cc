@@ -1,4 +1,4 @@
-// c10d's all_reduce, of dense and of sparse tensors.
+// The sum of sparse tensors, as three collectives in a row.
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/_sparse_coo_tensor_unsafe.h>
@@ -13,23 +13,11 @@
 
 #include "bindings/process_group.h"
 #include "bindings/python_errors.h"
-#include "collectives/op_kind.h"
+#include "collectives/call.h"
 #include "core/errors.h"
 
 namespace ringcomm {
 namespace {
-
-TensorCall all_reduce_call(const at::Tensor& input, const at::Tensor& output,
-                           const c10d::ReduceOp& op) {
-  TensorCall item;
-  const bool is_in_place = input.is_same(output);
-  const at::Tensor buffer = as_real(writable(output, item, is_in_place), op);
-  item.call = reducing(OpKind::kAllReduce, buffer, op, "all_reduce");
-  item.inputs = {is_in_place ? input_of(buffer, op, item)
-                             : readable(premultiplied(input, op), item)};
-  item.outputs = {buffer.data_ptr()};
-  return item;
-}
 
 // The rows of all ranks, in rank order, where rank r has counts[r]; and the number of the call.
 std::pair<at::Tensor, std::uint64_t> gather_rows(Communicator& engine, const WaitLimits& limits,
@@ -89,28 +77,6 @@ at::Tensor sparse_sum(Communicator& engine, const WaitLimits& limits, const at::
 
 }  // namespace
 
-bool ProcessGroupRingcomm::all_reduce_at_once(const at::Tensor& input, const at::Tensor& output,
-                                              const c10d::ReduceOp& op,
-                                              std::chrono::milliseconds timeout) {
-  if (!fits_at_once(input, output, &op)) return false;
-  run_at_once(reducing(OpKind::kAllReduce, output, op, "all_reduce"), input, output, timeout);
-  return true;
-}
-
-WorkPtr ProcessGroupRingcomm::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) {
-  if (tensors.size() == 1 && !opts.asyncOp &&
-      all_reduce_at_once(tensors[0], tensors[0], opts.reduceOp, opts.timeout))
-    return {};
-  if (tensors.size() == 1 && tensors[0].defined() && tensors[0].is_sparse()) {
-    sparse_all_reduce(tensors[0], opts);
-    return start({c10d::OpType::_ALLREDUCE_SPARSE, "ringcomm:sparse_all_reduce", opts},
-                 std::vector<TensorCall>{}, tensors);  // for profilers, and a work that is complete
-  }
-  const at::Tensor& tensor = only_tensor(tensors, "all_reduce");
-  return start({c10d::OpType::ALLREDUCE, "ringcomm:all_reduce", opts},
-               all_reduce_call(tensor, tensor, opts.reduceOp), tensors);
-}
-
 // In place: DDP calls it for sparse gradients of an embedding.
 void ProcessGroupRingcomm::sparse_all_reduce(const at::Tensor& tensor,
                                              const c10d::AllreduceOptions& opts) {
@@ -119,7 +85,7 @@ void ProcessGroupRingcomm::sparse_all_reduce(const at::Tensor& tensor,
   TORCH_CHECK_NOT_IMPLEMENTED(opts.reduceOp == c10d::ReduceOp::SUM,
                               "ringcomm: all_reduce of sparse tensors supports ReduceOp.SUM only");
   const at::AutoDispatchBelowADInplaceOrView unseen_by_autograd;
-  const WaitLimits limits{.timeout = effective(opts.timeout), .is_interrupted = is_interrupted};
+  const WaitLimits limits = limits_of(opts.timeout);
   const std::shared_ptr<Communicator> engine = communicator();
   with_python_errors([&] {
     try {
@@ -132,26 +98,6 @@ void ProcessGroupRingcomm::sparse_all_reduce(const at::Tensor& tensor,
       throw;
     }
   });
-}
-
-WorkPtr ProcessGroupRingcomm::allreduce_coalesced(Tensors& tensors,
-                                                  const c10d::AllreduceCoalescedOptions& opts) {
-  std::vector<TensorCall> calls;
-  for (const at::Tensor& tensor : tensors) {
-    check_tensor(tensor, "all_reduce_coalesced");
-    calls.push_back(all_reduce_call(tensor, tensor, opts.reduceOp));
-  }
-  return start({c10d::OpType::ALLREDUCE_COALESCED, "ringcomm:all_reduce", opts}, std::move(calls),
-               tensors);
-}
-
-void ProcessGroupRingcomm::all_reduce_into(const at::Tensor& input, const at::Tensor& output,
-                                           const c10d::ReduceOp& op, void (*adjust)(Collective&)) {
-  check_tensor(input, "all_reduce");
-  check_tensor(output, "all_reduce");
-  TensorCall item = all_reduce_call(input, output, op);
-  if (adjust != nullptr) adjust(item.call);
-  start({c10d::OpType::ALLREDUCE, "ringcomm:all_reduce"}, std::move(item), {output});
 }
 
 }  // namespace ringcomm

@@ -1,4 +1,8 @@
+// What traces and profilers get of a call.
+
+#include <algorithm>
 #include <cstring>
+#include <iterator>
 #include <string>
 #include <torch/csrc/distributed/c10d/ParamCommsUtils.hpp>
 #include <torch/csrc/distributed/c10d/Utils.hpp>
@@ -6,7 +10,8 @@
 #include <vector>
 
 #include "bindings/process_group.h"
-#include "collectives/op_kind.h"
+#include "collectives/call.h"
+#include "kernels/common/types.h"
 
 // Since about torch 2.12 the event also has a field for asynchronous calls.
 #ifdef RECORD_PARAM_COMMS_DATA_WITH_ASYNC_OP
@@ -17,6 +22,63 @@
 #endif
 
 namespace ringcomm {
+
+namespace {
+
+constexpr const char* kTitles[] = {
+    "ringcomm:barrier",
+    "ringcomm:monitored_barrier",
+    "ringcomm:all_reduce",
+    "ringcomm:sparse_all_reduce",
+    "ringcomm:reduce",
+    "ringcomm:reduce_scatter",
+    "ringcomm:_reduce_scatter_base",
+    "ringcomm:reduce_scatter_tensor_coalesced",
+    "ringcomm:reduce_scatter_update_all_gather",
+    "ringcomm:all_gather",
+    "ringcomm:_all_gather_base",
+    "ringcomm:all_gather_into_tensor_coalesced",
+    "ringcomm:broadcast",
+    "ringcomm:gather",
+    "ringcomm:scatter",
+    "ringcomm:all_to_all",
+    "ringcomm:coalesced",
+    "ringcomm:send",
+    "ringcomm:recv",
+    "ringcomm:recvAnySource",
+};
+
+std::uint8_t title_number(const std::string& title) {
+  return static_cast<std::uint8_t>(std::ranges::find(kTitles, title) - std::begin(kTitles));
+}
+
+// Of a call without tensors, and of a message.
+constexpr DType kNoType{kNumDTypes};
+
+}  // namespace
+
+std::vector<std::string> call_titles() { return {std::begin(kTitles), std::end(kTitles)}; }
+
+recorder::Event ProcessGroupRingcomm::trace_event_of(const CallInfo& info,
+                                                     const std::vector<TensorCall>& calls,
+                                                     c10::Device device) const {
+  const std::shared_ptr<Communicator> engine = communicator();
+  const bool is_message = c10d::isP2POp(info.op_type);
+  recorder::Event event{.seq = is_message        ? recorder::kNoSeq
+                               : device.is_cpu() ? engine->next_seq()
+                                                 : engine->next_device_seq(),
+                        .group = engine->recorded_as(),
+                        .peer = recorder::rank16(info.peer),
+                        .kind = recorder::Kind::kCall,
+                        .dtype = kNoType,
+                        .title = title_number(info.title)};
+  for (const TensorCall& item : calls) event.num_bytes += item.call.num_bytes();
+  if (!calls.empty()) {
+    event.op = calls.front().call.op;
+    if (!is_message) event.dtype = calls.front().call.dtype;
+  }
+  return event;
+}
 
 // Runs `body` within the event record_param_comms of torch's own backends, with their fields. It
 // has none for the algorithm, so that is part of the name: "all_reduce/two_shot".
