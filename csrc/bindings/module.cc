@@ -82,7 +82,7 @@ py::dict health_of(const BackendPtr& backend) {
   try {
     engine->failure().rethrow_if_any();
     if (members != nullptr && members->is_given_up(/*asks=*/false) &&
-        members->state_of(engine->rank()) == Stop::kAborted)
+        members->state_of(engine->rank()) == WaitStatus::kAborted)
       failure = members->abort_reason().text;
   } catch (const Error& error) {
     failure = error.what();

@@ -231,7 +231,7 @@ void Communicator::execute(const Collective& call, const WaitLimits& limits, std
     const Traffic traffic = transport_->run(call, header, limits);
     span.set_algorithm(traffic.algorithm);
     if (call.is_counted) stats_.count(header.op, traffic);
-  } catch (const Stopped& stopped) {
+  } catch (const WaitAborted& stopped) {
     failure_->raise_stopped(stopped.stop, stopped.peer, activity(), stopped.detail);
   } catch (const Mismatched& mismatched) {
     failure_->raise_mismatch(

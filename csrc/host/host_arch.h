@@ -19,7 +19,7 @@ class StopSource {
  public:
   virtual ~StopSource() = default;
   /// Called before every slice of sleep, without locks held, by the one thread that waits.
-  virtual Stop stopped(int peer) = 0;
+  virtual WaitStatus stopped(int peer) = 0;
 };
 
 /// Cores and a futex: runs the protocols of core between processes (or threads) that share memory.
@@ -59,13 +59,13 @@ class HostArch {
   }
 
   template <class F>
-  Stop once(const F& function) const {
+  WaitStatus once(const F& function) const {
     return function();
   }
   template <class F>
-  Stop each(int num, const F& function) const {
-    Stop stop = Stop::kNone;
-    for (int i = 0; i < num && stop == Stop::kNone; ++i) stop = function(i);
+  WaitStatus each(int num, const F& function) const {
+    WaitStatus stop = WaitStatus::kNone;
+    for (int i = 0; i < num && stop == WaitStatus::kNone; ++i) stop = function(i);
     return stop;
   }
 
@@ -88,7 +88,7 @@ class HostArch {
   /// Does nothing if ranks share cores, or if no core was recorded.
   void leave_core(const std::uint32_t& core) const;
 
-  Stop stopped(int peer) const { return source_->stopped(peer); }
+  WaitStatus stopped(int peer) const { return source_->stopped(peer); }
 
  private:
   StopSource* source_;

@@ -36,7 +36,7 @@ class Survivors final : public StopSource {
   /// Whether all ranks have made the new group, as all of them are told.
   bool confirm(bool has_made);
 
-  Stop stopped(int peer) override;
+  WaitStatus stopped(int peer) override;
 
  private:
   using Protocol = SurvivorProtocol<HostArch, SurvivorWords>;

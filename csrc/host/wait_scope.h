@@ -21,9 +21,9 @@ class WaitScope final : public StopSource {
     has_waited_ = false;
   }
 
-  Stop stopped(int peer) override {
+  WaitStatus stopped(int peer) override {
     awaited_peer_ = peer;
-    if (const Stop stop = group_.state_of(peer); stop != Stop::kNone) return stop;
+    if (const WaitStatus stop = group_.state_of(peer); stop != WaitStatus::kNone) return stop;
     if (const int missing = group_.missing_rank(); missing >= 0) {
       awaited_peer_ = missing;
       return group_.state_of(missing);
@@ -34,15 +34,15 @@ class WaitScope final : public StopSource {
       has_waited_ = true;
       deadline_ = deadline_after(limits_->timeout);
       next_look_ = now + kLookInterval;
-      return Stop::kNone;
+      return WaitStatus::kNone;
     }
     if (now >= deadline_) {
       awaited_peer_ = group_.late_rank(peer);
-      return Stop::kTimeout;
+      return WaitStatus::kTimeout;
     }
-    if (!limits_->is_interrupted || now < next_look_) return Stop::kNone;
+    if (!limits_->is_interrupted || now < next_look_) return WaitStatus::kNone;
     next_look_ = now + kLookInterval;
-    return limits_->is_interrupted() ? Stop::kInterrupted : Stop::kNone;
+    return limits_->is_interrupted() ? WaitStatus::kInterrupted : WaitStatus::kNone;
   }
 
   /// The rank that the operation waited for last: the missing rank, if it was stopped.

@@ -33,8 +33,8 @@ using MakeMessenger =
     std::function<std::unique_ptr<Messenger>(const std::string& key, const LookForRanks& look)>;
 
 /// A wait that ended without what it waited for; the Communicator turns it into an Error.
-struct Stopped {
-  Stop stop;
+struct WaitAborted {
+  WaitStatus stop;
   int peer = -1;            ///< the rank waited for
   std::string detail = {};  ///< the messenger's message
 };
@@ -64,7 +64,7 @@ class Transport {
   /// Sets the algorithm of `header` from values that are equal on all ranks.
   virtual void plan(const Collective& call, CallHeader& header) const = 0;
   /// Runs one collective, on one thread at a time; checks every peer's header before its data.
-  /// Throws Stopped, Mismatched.
+  /// Throws WaitAborted, Mismatched.
   virtual Traffic run(const Collective& call, const CallHeader& header,
                       const WaitLimits& limits) = 0;
 

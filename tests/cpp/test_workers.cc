@@ -289,7 +289,7 @@ thread_local int num_allocations = 0;
 
 class NoStop final : public host::StopSource {
  public:
-  Stop stopped(int) override { return Stop::kNone; }
+  WaitStatus stopped(int) override { return WaitStatus::kNone; }
 };
 
 TEST_CASE("workers: a thread that leaves its waker's core reads no text and allocates nothing") {

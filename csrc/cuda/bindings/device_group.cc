@@ -199,8 +199,8 @@ void DeviceGroup::throw_given_up(const char* title, const std::string& detail) {
     const auto communicator = communicator_.lock();
     if (communicator == nullptr) return false;
     Membership* const members = communicator->members();
-    if (members != nullptr && members->state_of(rank_) == Stop::kAborted)
-      communicator->failure().raise_stopped(Stop::kAborted, rank_,
+    if (members != nullptr && members->state_of(rank_) == WaitStatus::kAborted)
+      communicator->failure().raise_stopped(WaitStatus::kAborted, rank_,
                                             {.op = title, .description = title});
     return true;
   });

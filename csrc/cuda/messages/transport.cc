@@ -145,8 +145,8 @@ class MessageDeviceTransport final : public cuda::DeviceTransport {
     std::ignore = members.is_given_up(/*asks=*/++num_looks_ % kLooksPerQuestion == 0);
     for (int peer = 0; peer < context_.world_size(); ++peer) {
       if (peer == context_.rank()) continue;
-      const Stop state = members.state_of(peer);
-      if (state != Stop::kPeerDied && state != Stop::kAborted) continue;
+      const WaitStatus state = members.state_of(peer);
+      if (state != WaitStatus::kPeerDied && state != WaitStatus::kAborted) continue;
       try {
         communicator_.failure().raise_stopped(state, peer, activity());
       } catch (const std::exception&) {
@@ -187,11 +187,11 @@ LookForRanks look_for(Communicator& communicator, const GroupOptions& options, c
                             .timeout = options.timeout};
     for (int rank = 0; rank < communicator.world_size(); ++rank)
       if (communicator.members()->has_died(rank))
-        communicator.failure().raise_stopped(Stop::kPeerDied, rank, activity);
+        communicator.failure().raise_stopped(WaitStatus::kPeerDied, rank, activity);
     if (is_interrupted())
-      communicator.failure().raise_stopped(Stop::kInterrupted, missing.front(), activity);
+      communicator.failure().raise_stopped(WaitStatus::kInterrupted, missing.front(), activity);
     if (RunningClock::now() >= deadline)
-      communicator.failure().raise_stopped(Stop::kTimeout, missing.front(), activity);
+      communicator.failure().raise_stopped(WaitStatus::kTimeout, missing.front(), activity);
   };
 }
 

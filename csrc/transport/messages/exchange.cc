@@ -128,8 +128,9 @@ void MessageExchange::open(Transfer& incoming) {
                                                    incoming.num_bytes)};
   if (has_private_sizes(theirs.op) ? !is_same : theirs != header_) {
     // Of an earlier call, in which this rank only sent: the rank that has checked it names both.
-    if (theirs.seq < header_.seq && operation_.stop_of(MessageEnd::kDone, peer) == Stop::kAborted)
-      throw Stopped{.stop = Stop::kAborted, .peer = peer};
+    if (theirs.seq < header_.seq &&
+        operation_.stop_of(MessageEnd::kDone, peer) == WaitStatus::kAborted)
+      throw WaitAborted{.stop = WaitStatus::kAborted, .peer = peer};
     throw Mismatched{.peer = peer, .theirs = theirs};
   }
   if (incoming.has_message() && incoming.message == nullptr) start_data(incoming);
@@ -140,7 +141,7 @@ void MessageExchange::open(Transfer& incoming) {
     ahead = receive_of(peer, std::move(envelope));
 }
 
-// Returns when the message is done, if there is one. Throws Stopped naming the peer.
+// Returns when the message is done, if there is one. Throws WaitAborted naming the peer.
 void MessageExchange::wait(Message* message, int peer, bool is_arrival) {
   if (message == nullptr) return;
   const recorder::Span traced([&] {
@@ -155,9 +156,9 @@ void MessageExchange::wait(Message* message, int peer, bool is_arrival) {
                      is_arrival && is_arriving_ &&
                          static_cast<double>(waited_ns) >= kLateTimes * kLongWait_ns});
   if (end != MessageEnd::kDone)
-    throw Stopped{.stop = operation_.stop_of(end, peer),
-                  .peer = peer,
-                  .detail = end == MessageEnd::kFailed ? message->failure() : ""};
+    throw WaitAborted{.stop = operation_.stop_of(end, peer),
+                      .peer = peer,
+                      .detail = end == MessageEnd::kFailed ? message->failure() : ""};
 }
 
 }  // namespace ringcomm

@@ -104,8 +104,8 @@ class MessageExchange {
   /// Fills `data` until finish() returns, which waits for the peers in the order of these calls.
   /// Where both are to be posted, receives come first: Gloo then sends without a round trip.
   void recv(int peer, void* data, std::size_t num_bytes);
-  /// Returns when all transfers of the batch have ended. Throws Stopped, and Mismatched if a peer
-  /// made a different call or sends a different size.
+  /// Returns when all transfers of the batch have ended. Throws WaitAborted, and Mismatched if a
+  /// peer made a different call or sends a different size.
   void finish();
 
  private:

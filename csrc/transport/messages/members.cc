@@ -73,7 +73,7 @@ MessageMembers::MessageMembers(KeyValueStore& store, host::Rendezvous& ranks)
 
 void MessageMembers::leave() {
   watch_.reset();
-  if (state_of(rank_) == Stop::kAborted) return;  // they know, and the store may be lost
+  if (state_of(rank_) == WaitStatus::kAborted) return;  // they know, and the store may be lost
   try {
     store_.set(prefix_ + "left/" + std::to_string(rank_), std::to_string(num_calls_.load()));
   } catch (const std::exception&) {
@@ -81,9 +81,9 @@ void MessageMembers::leave() {
   }
 }
 
-Stop MessageMembers::state_of(int) const {
+WaitStatus MessageMembers::state_of(int) const {
   const std::lock_guard lock(mutex_);
-  return reason_.has_value() ? Stop::kAborted : Stop::kNone;
+  return reason_.has_value() ? WaitStatus::kAborted : WaitStatus::kNone;
 }
 
 // Whether `rank` has destroyed its side of the group.
@@ -104,7 +104,7 @@ std::int64_t MessageMembers::num_calls_of(int rank) const {
 // ---- The end of the group.
 
 void MessageMembers::abort(const AbortReason& reason) {
-  if (state_of(rank_) == Stop::kAborted) return;
+  if (state_of(rank_) == WaitStatus::kAborted) return;
   // This rank's waits end first, because the store may be slow or lost.
   keep(reason);
   try {
@@ -141,13 +141,13 @@ bool MessageMembers::is_given_up(bool asks) noexcept {
   } catch (const std::exception&) {
     // No store, no news.
   }
-  return state_of(rank_) == Stop::kAborted;
+  return state_of(rank_) == WaitStatus::kAborted;
 }
 
 // Looks in the store, or at its last answer. Whether the group has ended; throws what the store
 // does.
 bool MessageMembers::look(bool waits) {
-  if (state_of(rank_) == Stop::kAborted) return true;
+  if (state_of(rank_) == WaitStatus::kAborted) return true;
   const std::string key = prefix_ + "abort";
   const auto text = waits ? store_.try_get(key) : store_.peek(key);
   if (text) keep(AbortReason::from_text(*text));
@@ -181,10 +181,11 @@ void MessageMembers::Operation::await(int peer) {
   num_looks_gone_ = 0;
 }
 
-Stop MessageMembers::Operation::stop_of(MessageEnd end, int peer) {
+WaitStatus MessageMembers::Operation::stop_of(MessageEnd end, int peer) {
   if (end == MessageEnd::kAborted) {
     const std::lock_guard lock(members_.mutex_);
-    if (stop_ != Stop::kPeerDied) return stop_ != Stop::kNone ? stop_ : Stop::kAborted;
+    if (stop_ != WaitStatus::kPeerDied)
+      return stop_ != WaitStatus::kNone ? stop_ : WaitStatus::kAborted;
   }
   // A rank that fails or leaves reports it before it closes its connections.
   const auto deadline = Clock::now() + kReasonGrace;
@@ -200,14 +201,14 @@ Stop MessageMembers::Operation::stop_of(MessageEnd end, int peer) {
       const bool is_last_look = !may_say_why();
       // Before the look, because a rank reports before it leaves.
       const bool has_left = peer != Messenger::kAnySource && members_.ask_left(peer);
-      if (members_.look(/*waits=*/true)) return Stop::kAborted;
-      if (has_left) return Stop::kPeerLeft;
+      if (members_.look(/*waits=*/true)) return WaitStatus::kAborted;
+      if (has_left) return WaitStatus::kPeerLeft;
       if (is_last_look) break;
     }
   } catch (const std::exception&) {
     // No store, or none that answers: its host may be the peer that died.
   }
-  return Stop::kPeerDied;
+  return WaitStatus::kPeerDied;
 }
 
 // Whether no message of `peer` can come any more, with the lock held.
@@ -220,11 +221,11 @@ bool MessageMembers::is_gone(int peer) const {
 
 // Whether it is over now, with the lock held.
 bool MessageMembers::must_end(Operation& operation) const {
-  if (operation.stop_ != Stop::kNone) return false;
-  if (Clock::now() >= operation.deadline_) operation.stop_ = Stop::kTimeout;
+  if (operation.stop_ != WaitStatus::kNone) return false;
+  if (Clock::now() >= operation.deadline_) operation.stop_ = WaitStatus::kTimeout;
   if (is_gone(operation.peer_) && ++operation.num_looks_gone_ > kLooksForLastWords)
-    operation.stop_ = Stop::kPeerDied;
-  return operation.stop_ != Stop::kNone;
+    operation.stop_ = WaitStatus::kPeerDied;
+  return operation.stop_ != WaitStatus::kNone;
 }
 
 void MessageMembers::watch_operations() {

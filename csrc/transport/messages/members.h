@@ -50,7 +50,7 @@ class MessageMembers final : public Membership {
   void leave();
 
   /// Others are in the store.
-  Stop state_of(int rank) const override;
+  WaitStatus state_of(int rank) const override;
   bool has_left(int rank) const override { return num_calls_of(rank) >= 0; }
   /// Known once a wait for the rank has ended because it has left.
   std::int64_t num_calls_of(int rank) const override;
@@ -72,7 +72,7 @@ class MessageMembers final : public Membership {
     void await(int peer);
     /// Why its wait for a message of `peer` ended so; after kDone, why its group has, if a rank
     /// reports that soon.
-    Stop stop_of(MessageEnd end, int peer);
+    WaitStatus stop_of(MessageEnd end, int peer);
 
    private:
     friend class MessageMembers;
@@ -80,8 +80,8 @@ class MessageMembers final : public Membership {
     Clock::time_point deadline_;
     // Guarded by the members' mutex.
     int peer_ = kNobody;
-    int num_looks_gone_ = 0;   // of the watchdog, in which the peer was gone
-    Stop stop_ = Stop::kNone;  // why the watchdog ended it
+    int num_looks_gone_ = 0;               // of the watchdog, in which the peer was gone
+    WaitStatus stop_ = WaitStatus::kNone;  // why the watchdog ended it
   };
 
  private:

@@ -230,7 +230,7 @@ class MessageSendRecv final : public SendRecv {
       if (is_stopping_) std::rethrow_exception(orphaned(*item.op));
     }
     // For a receive from any source, all other ranks have ended.
-    const bool is_orphan = peer < 0 && item.watched.stop_of(end, peer) == Stop::kPeerDied;
+    const bool is_orphan = peer < 0 && item.watched.stop_of(end, peer) == WaitStatus::kPeerDied;
     if (is_orphan) peer = (rank_ + 1) % world_size_;
     failure_.raise_stopped(item.watched.stop_of(end, peer), peer, activity_of(*item.op),
                            end == MessageEnd::kFailed ? message.failure() : "");

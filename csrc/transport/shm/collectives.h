@@ -11,7 +11,7 @@
 namespace ringcomm {
 
 /// The collectives over shared memory. Each runs after ShmContext::begin() with the call's header,
-/// and returns the bytes that peers consumed from this rank. Throws Stopped or Mismatched.
+/// and returns the bytes that peers consumed from this rank. Throws WaitAborted or Mismatched.
 using ShmCollective = std::uint64_t(ShmContext& context, const Collective& call);
 
 /// all_reduce.cc: results are equal to the last bit on all ranks, because every chunk is either

@@ -133,9 +133,9 @@ class ShmContext {
   /// The bytes counted since the last call.
   std::uint64_t take_copied_bytes() { return std::exchange(copied_bytes_, 0); }
 
-  /// Throws Stopped, with the rank that was waited for last, unless `stop` is kNone.
-  void check(Stop stop) const {
-    if (stop != Stop::kNone) throw Stopped{stop, scope_.awaited_peer()};
+  /// Throws WaitAborted, with the rank that was waited for last, unless `stop` is kNone.
+  void check(WaitStatus stop) const {
+    if (stop != WaitStatus::kNone) throw WaitAborted{stop, scope_.awaited_peer()};
   }
 
  private:

@@ -36,8 +36,8 @@ struct SizeMismatch {
 class OneSlice final : public host::StopSource {
  public:
   void begin() { is_over_ = false; }
-  Stop stopped(int) override {
-    return std::exchange(is_over_, true) ? Stop::kTimeout : Stop::kNone;
+  WaitStatus stopped(int) override {
+    return std::exchange(is_over_, true) ? WaitStatus::kTimeout : WaitStatus::kNone;
   }
 
  private:
@@ -254,7 +254,7 @@ class SendRecvQueue final : public SendRecv {
     if (pending_.empty()) next_look_ = Clock::now() + kLookInterval;
     pending_.push_back(op);
     // A mailbox has room for messages that nobody will read.
-    if (op->is_send() && group_.state_of(op->peer) != Stop::kNone) fail_stuck();
+    if (op->is_send() && group_.state_of(op->peer) != WaitStatus::kNone) fail_stuck();
     if (!op->is_done) progress([&] { begin(op); });
     if (!op->is_done) {
       try {
@@ -382,7 +382,7 @@ class SendRecvQueue final : public SendRecv {
       lock.unlock();
       slice_.begin();
       has_slept = wait_at_least(arch_, has_slept ? no_spin : arch_.budget(), doorbell, seen + 1,
-                                rank_) != Stop::kNone;
+                                rank_) != WaitStatus::kNone;
       lock.lock();
     }
     is_driving_ = false;
@@ -411,15 +411,15 @@ class SendRecvQueue final : public SendRecv {
     const Clock::time_point now = Clock::now();
     struct Stuck {
       SendRecvOpPtr op;
-      Stop stop;
+      WaitStatus stop;
       int peer;
     };
     std::vector<Stuck> stuck;
     for (const SendRecvOpPtr& op : pending_) {
       const int peer = awaited_peer(*op);
-      const Stop state = group_.state_of(peer >= 0 ? peer : rank_);
-      if (state != Stop::kNone || now >= op->deadline)
-        stuck.push_back({op, state != Stop::kNone ? state : Stop::kTimeout, peer});
+      const WaitStatus state = group_.state_of(peer >= 0 ? peer : rank_);
+      if (state != WaitStatus::kNone || now >= op->deadline)
+        stuck.push_back({op, state != WaitStatus::kNone ? state : WaitStatus::kTimeout, peer});
     }
     if (stuck.empty()) return;
     // A peer that sent and then left has still sent: the links have the last word, and are read
@@ -438,7 +438,7 @@ class SendRecvQueue final : public SendRecv {
     int peer = op.peer;
     for (int rank = 0; op.peer < 0 && rank < world_size_; ++rank) {
       if (rank == rank_) continue;
-      if (group_.state_of(rank) == Stop::kNone) return -1;
+      if (group_.state_of(rank) == WaitStatus::kNone) return -1;
       peer = rank;
     }
     return peer;

@@ -57,7 +57,7 @@ class TracedArch final : public host::HostArch {
     start_clock();
     return HostArch::yield();
   }
-  Stop stopped(int peer) {
+  WaitStatus stopped(int peer) {
     start_clock();
     recorder::trace_alive();
     return HostArch::stopped(peer);

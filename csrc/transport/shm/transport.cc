@@ -106,7 +106,7 @@ void ShmTransport::plan(const Collective& call, CallHeader& header) const {
 Traffic ShmTransport::run(const Collective& call, const CallHeader& header,
                           const WaitLimits& limits) {
   if (const int gone = group_.gone_before(header.seq); gone >= 0)
-    throw Stopped{group_.state_of(gone), gone};
+    throw WaitAborted{group_.state_of(gone), gone};
   group_.record_call(header.seq);
   scope_.begin(limits);
   const std::size_t num_bytes = size_class_bytes(call, header, group_.world_size());
