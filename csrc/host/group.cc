@@ -87,10 +87,10 @@ void Group::wait_until_joined(Rendezvous& rendezvous) {
     int dead = -1;
     for (int rank = 0; rank < world_size(); ++rank)
       if (has_died(rank)) dead = whole_rank(rank);
-    const bool is_aborted = state_of(rank_) == WaitStatus::kAborted;
+    const bool was_aborted = state_of(rank_) == WaitStatus::kAborted;
     const auto rank = static_cast<int>(found - ranks_.begin());
     if (load_acquire(layout_.has_joined(memory_->data(), rank)) != 0) return true;
-    if (is_aborted) rendezvous.throw_reported(abort_reason());
+    if (was_aborted) rendezvous.throw_reported(abort_reason());
     if (dead >= 0) rendezvous.throw_died(dead);
     return false;
   };
@@ -199,7 +199,7 @@ int Group::late_rank(int peer) const {
   return late;
 }
 
-bool Group::is_given_up(bool) noexcept {
+bool Group::is_aborted(bool) noexcept {
   return load_acquire(abort_record().state) != AbortRecord::kNone;
 }
 

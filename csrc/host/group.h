@@ -67,7 +67,7 @@ class Group final : public Membership {
   /// than this rank and `peer`.
   int late_rank(int peer) const;
 
-  bool is_given_up(bool asks) noexcept override;
+  bool is_aborted(bool asks) noexcept override;
   void abort(const AbortReason& reason) override;
   AbortReason abort_reason() const override;
 

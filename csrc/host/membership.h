@@ -50,7 +50,7 @@ class Membership {
   CallStep& step() { return step_; }
 
   /// Whether a rank has begun to abort the group: as this rank knows or, with `asks`, can read.
-  virtual bool is_given_up(bool asks) noexcept = 0;
+  virtual bool is_aborted(bool asks) noexcept = 0;
   /// Ends all ranks' waits, with this reason unless another rank has aborted the group before.
   virtual void abort(const AbortReason& reason) = 0;
   /// The reason of the first rank that aborted; only after a wait ended with WaitStatus::kAborted.

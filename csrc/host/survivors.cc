@@ -106,7 +106,7 @@ int Survivors::take_store() {
   if (protocol_.wait_for(attempt_, Protocol::kHasStore, first) == WaitStatus::kNone)
     fd = Bootstrap::instance().fetch(group_.process_of(first).bootstrap_address, key_of(number),
                                      limits_.timeout, [&] {
-                                       if (stopped(first) != WaitStatus::kNone)
+                                       if (check(first) != WaitStatus::kNone)
                                          throw Error({.kind = ErrorKind::kPeerDied, .rank = first},
                                                      "ringcomm: shrink: the first rank ended");
                                      });
@@ -128,19 +128,14 @@ bool Survivors::confirm(bool has_made) {
 
 void Survivors::begin_wait(std::uint64_t& ends_at) {
   ends_wait_ = &ends_at;
-  deadline_ = deadline_after(limits_.timeout);
-  next_look_ = {};
+  start(limits_);
 }
 
-WaitStatus Survivors::stopped(int peer) {
+WaitStatus Survivors::check(int peer) {
   if (arch_.load_acquire(*ends_wait_) != 0) return WaitStatus::kAborted;
   if (group_.has_left(peer)) return WaitStatus::kPeerLeft;
   if (group_.has_died(peer)) return WaitStatus::kPeerDied;
-  const auto now = RunningClock::now();
-  if (now >= deadline_) return WaitStatus::kTimeout;
-  if (!limits_.is_interrupted || now < next_look_) return WaitStatus::kNone;
-  next_look_ = now + kLookInterval;
-  return limits_.is_interrupted() ? WaitStatus::kInterrupted : WaitStatus::kNone;
+  return WaitGuard::check(peer);
 }
 
 }  // namespace ringcomm::host

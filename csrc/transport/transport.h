@@ -16,7 +16,7 @@
 #include "host/key_value_store.h"
 #include "host/membership.h"
 #include "host/peer_table.h"
-#include "host/wait_limits.h"
+#include "host/wait.h"
 
 namespace ringcomm {
 

@@ -25,6 +25,8 @@
 #include "host/abort_reason.h"
 #include "host/fd.h"
 #include "host/group.h"
+#include "host/group_wait.h"
+#include "host/host_arch.h"
 #include "host/key_value_store.h"
 #include "host/process.h"
 #include "host/rank_record.h"
@@ -32,8 +34,7 @@
 #include "host/shared_arena.h"
 #include "host/shared_memory.h"
 #include "host/unix_socket.h"
-#include "host/wait_limits.h"
-#include "host/wait_scope.h"
+#include "host/wait.h"
 #include "third_party/doctest/doctest.h"
 #include "thread_ranks.h"
 #include "transport/messages/members.h"
@@ -273,7 +274,7 @@ TEST_CASE("ranks of a group see the same memory and each other's lives") {
   run_threads(3, [&](int rank) {
     Group group = testing::make_group(store, identity(rank, 3), {}, testing::kBound);
     expect(group.process_of((rank + 1) % 3).pid == ::getpid(), "the peer's pid");
-    WaitScope scope(group);
+    GroupWait scope(group);
     HostArch arch(scope, 0);
     scope.begin(testing::kPatient);
     Board<HostArch> board(arch, group.board(), rank);
@@ -536,7 +537,7 @@ TEST_CASE("a wait that takes too long blames the rank that has published least")
   MemoryStore store;
   run_threads(3, [&](int rank) {
     Group group = testing::make_group(store, identity(rank, 3), {}, testing::kBound);
-    WaitScope scope(group);
+    GroupWait scope(group);
     HostArch arch(scope, 0);
     Board<HostArch> board(arch, group.board(), rank);
     std::string ignored;
@@ -547,7 +548,7 @@ TEST_CASE("a wait that takes too long blames the rank that has published least")
     if (rank == 0) {
       const WaitLimits limits = testing::within(milliseconds(1));
       scope.begin(limits);
-      testing::wait_until([&] { return scope.stopped(1) == WaitStatus::kTimeout; }, "a time-out");
+      testing::wait_until([&] { return scope.check(1) == WaitStatus::kTimeout; }, "a time-out");
       expect(scope.awaited_peer() == 2, "rank 2 to be blamed");
     }
     store.set("over" + std::to_string(rank), "");

@@ -10,9 +10,9 @@
 namespace ringcomm::testing {
 
 /// Waits end in half a minute: a lost wake-up or credit is a failure then and not a hang.
-class Patience final : public host::StopSource {
+class Patience final : public WaitGuard {
  public:
-  WaitStatus stopped(int) override {
+  WaitStatus check(int) override {
     return std::chrono::steady_clock::now() < deadline_ ? WaitStatus::kNone : WaitStatus::kTimeout;
   }
 
@@ -22,10 +22,10 @@ class Patience final : public host::StopSource {
 };
 
 /// No wait sleeps.
-class Refusal final : public host::StopSource {
+class Refusal final : public WaitGuard {
  public:
   explicit Refusal(WaitStatus why) : why_(why) {}
-  WaitStatus stopped(int peer) override {
+  WaitStatus check(int peer) override {
     last_peer_ = peer;
     return why_;
   }

@@ -30,7 +30,7 @@
 #include "host/group.h"
 #include "host/process.h"
 #include "host/survivors.h"
-#include "host/wait_limits.h"
+#include "host/wait.h"
 #include "third_party/doctest/doctest.h"
 
 namespace {
@@ -283,9 +283,9 @@ struct AgreementWords {
 };
 
 TEST_CASE("survivors: nobody hears that all have made the group before they have") {
-  struct UntilVerdict final : host::StopSource {
+  struct UntilVerdict final : WaitGuard {
     explicit UntilVerdict(std::uint64_t& verdict) : verdict(verdict) {}
-    WaitStatus stopped(int) override {
+    WaitStatus check(int) override {
       return __atomic_load_n(&verdict, __ATOMIC_ACQUIRE) == 0 ? WaitStatus::kNone
                                                               : WaitStatus::kInterrupted;
     }

@@ -14,7 +14,7 @@
 #include "core/wait_policy.h"
 #include "host/host_arch.h"
 #include "host/process.h"
-#include "host/wait_limits.h"
+#include "host/wait.h"
 #include "third_party/doctest/doctest.h"
 
 namespace {
@@ -81,8 +81,8 @@ TEST_CASE("a rank sleeps after few yields to other threads, and after many idle 
   CHECK(yields_before_sleep(budget, Yielded::kCoreIdle) == 0);  // for the next waits
 }
 
-class NoReason final : public host::StopSource {
-  WaitStatus stopped(int) override { return WaitStatus::kNone; }
+class NoReason final : public WaitGuard {
+  WaitStatus check(int) override { return WaitStatus::kNone; }
 };
 
 cpu_set_t allowed_cores() {

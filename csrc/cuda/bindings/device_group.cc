@@ -214,7 +214,7 @@ void DeviceGroup::throw_given_up(const char* title, const std::string& detail) {
 bool DeviceGroup::has_another_given_up() {
   const auto communicator = communicator_.lock();
   return communicator != nullptr && communicator->members() != nullptr &&
-         communicator->members()->is_given_up(/*asks=*/true);
+         communicator->members()->is_aborted(/*asks=*/true);
 }
 
 void DeviceGroup::end(const std::string& why) {

@@ -5,12 +5,11 @@
 #include <utility>
 
 #include "collectives/op_kind.h"
-#include "collectives/trace.h"
 
 namespace ringcomm {
 
 // A message takes as long as a long wait, so a rank whose message took ten times that was late.
-constexpr std::uint64_t kLateTimes = 10;
+constexpr double kLateTimes = 10;
 
 MessageExchange::MessageExchange(Messenger& messenger, MessageMembers& members,
                                  MessageMemory& memory, const CallHeader& header,
@@ -144,17 +143,14 @@ void MessageExchange::open(Transfer& incoming) {
 // Returns when the message is done, if there is one. Throws WaitAborted naming the peer.
 void MessageExchange::wait(Message* message, int peer, bool is_arrival) {
   if (message == nullptr) return;
-  const recorder::Span traced([&] {
-    return recorder::Event{.waits_for = recorder::rank16(peer), .kind = recorder::Kind::kWait};
-  });
-  members_.record({peer});
   operation_.await(peer);
-  const std::uint64_t begin = ticks();
+  PeerEvent waits{.rank = peer, .begin_ticks = ticks()};
+  members_.record(waits);
   const MessageEnd end = message->wait();
-  if (const std::uint64_t waited_ns = long_wait_ns(ticks() - begin); waited_ns > 0)
-    members_.record({peer, waited_ns,
-                     is_arrival && is_arriving_ &&
-                         static_cast<double>(waited_ns) >= kLateTimes * kLongWait_ns});
+  waits.end_ticks = ticks();
+  waits.is_arrival = is_arrival && is_arriving_ &&
+                     ns_of(waits.end_ticks - waits.begin_ticks) >= kLateTimes * kLongWait_ns;
+  members_.record(waits);
   if (end != MessageEnd::kDone)
     throw WaitAborted{.stop = operation_.stop_of(end, peer),
                       .peer = peer,

@@ -20,10 +20,10 @@ constexpr std::size_t kStreamedResultBytes = std::size_t{16} << 20;
 constexpr std::chrono::milliseconds kFetchSlice{500};
 constexpr std::chrono::milliseconds kFetchPause{1};
 
-ShmContext::ShmContext(host::Group& group, host::WaitScope& scope, int max_threads)
+ShmContext::ShmContext(host::Group& group, host::GroupWait& guard, int max_threads)
     : group_(group),
-      scope_(scope),
-      arch_(scope, group, workers_),
+      guard_(guard),
+      arch_(guard, group.rank(), &workers_),
       board_(arch_, group.board(), group.rank()),
       workers_(max_threads),
       sources_(static_cast<std::size_t>(group.world_size())),
@@ -32,7 +32,7 @@ ShmContext::ShmContext(host::Group& group, host::WaitScope& scope, int max_threa
 
 void ShmContext::begin(const CallHeader& header, const BufferHandle& handle) {
   // A call over several hosts has many parts here.
-  arch_.set_arriving(num_calls_ != header.seq + 1);
+  guard_.set_arriving(num_calls_ != header.seq + 1);
   num_calls_ = header.seq + 1;
   header_ = &header;
   first_ = First::kClosed;
@@ -79,7 +79,7 @@ bool ShmContext::publish() {
     if (peer == 0) store_kinds_.follow(line.is_next_streaming);
   }
   store_kinds_.resume();
-  arch_.set_arriving(false);
+  guard_.set_arriving(false);
   first_ = First::kOver;
   return !has_handles();
 }
@@ -121,6 +121,7 @@ std::byte* ShmContext::find_shared(int rank, const host::ArenaLocation& location
   if (rank == this->rank()) return host::SharedArena::instance().address_of(place);
   auto& memory = memories_[static_cast<std::size_t>(rank)];
   if (memory == nullptr) memory = group_.process_of(rank).memory();
+  const auto waits = arch_.record_wait(rank);
   for (;;) {
     try {
       if (std::byte* data = memory->find(place, num_bytes, kFetchSlice)) return data;

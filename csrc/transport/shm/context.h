@@ -15,11 +15,11 @@
 #include "core/chunk_layout.h"
 #include "host/call_step.h"
 #include "host/group.h"
+#include "host/group_wait.h"
+#include "host/host_arch.h"
 #include "host/shared_arena.h"
-#include "host/wait_scope.h"
 #include "host/workers.h"
 #include "transport/shm/store_kind_chooser.h"
-#include "transport/shm/traced_arch.h"
 #include "transport/transport.h"
 
 namespace ringcomm {
@@ -38,9 +38,9 @@ struct BufferHandle {
 /// checks before it reads a byte of data.
 class ShmContext {
  public:
-  using Arch = TracedArch;
+  using Arch = host::HostArch;
 
-  ShmContext(host::Group& group, host::WaitScope& scope, int max_threads);
+  ShmContext(host::Group& group, host::GroupWait& guard, int max_threads);
 
   int rank() const { return group_.rank(); }
   int world_size() const { return group_.world_size(); }
@@ -135,7 +135,7 @@ class ShmContext {
 
   /// Throws WaitAborted, with the rank that was waited for last, unless `stop` is kNone.
   void check(WaitStatus stop) const {
-    if (stop != WaitStatus::kNone) throw WaitAborted{stop, scope_.awaited_peer()};
+    if (stop != WaitStatus::kNone) throw WaitAborted{stop, guard_.awaited_peer()};
   }
 
  private:
@@ -168,7 +168,7 @@ class ShmContext {
   enum class First : std::uint8_t { kClosed, kOpen, kOver };
 
   host::Group& group_;
-  const host::WaitScope& scope_;
+  host::GroupWait& guard_;
   Arch arch_;
   Board<Arch> board_;
   StoreKindChooser store_kinds_;

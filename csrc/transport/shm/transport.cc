@@ -87,8 +87,8 @@ ShmTransport::ShmTransport(host::Rendezvous& rendezvous, const PeerTable& peer_t
                            const CommunicatorOptions& options)
     : options_(options),
       group_(rendezvous, peer_table.ranks_on(peer_table.host_of(rank)), {}),
-      scope_(group_),
-      context_(group_, scope_, options.max_threads) {}
+      guard_(group_),
+      context_(group_, guard_, options.max_threads) {}
 
 void ShmTransport::plan(const Collective& call, CallHeader& header) const {
   Algorithm asked = call.algorithm != Algorithm::kAuto ? call.algorithm : options_.algorithm;
@@ -108,7 +108,7 @@ Traffic ShmTransport::run(const Collective& call, const CallHeader& header,
   if (const int gone = group_.gone_before(header.seq); gone >= 0)
     throw WaitAborted{group_.state_of(gone), gone};
   group_.record_call(header.seq);
-  scope_.begin(limits);
+  guard_.begin(limits);
   const std::size_t num_bytes = size_class_bytes(call, header, group_.world_size());
   context_.store_kinds().begin(call.op, num_bytes);
   context_.workers().begin(num_bytes * num_buffers(call.op, group_.world_size()));

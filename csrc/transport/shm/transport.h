@@ -1,8 +1,8 @@
 #pragma once
 
 #include "host/group.h"
+#include "host/group_wait.h"
 #include "host/rendezvous.h"
-#include "host/wait_scope.h"
 #include "transport/shm/collectives.h"
 #include "transport/transport.h"
 
@@ -31,7 +31,7 @@ class ShmTransport final : public Transport {
 
   CommunicatorOptions options_;
   host::Group group_;
-  host::WaitScope scope_;
+  host::GroupWait guard_;
   ShmContext context_;
 };
 
