@@ -3,7 +3,7 @@
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
-#include "host/wait_limits.h"
+#include "host/wait.h"
 #include "transport/messenger.h"
 
 namespace ringcomm {

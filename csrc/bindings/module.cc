@@ -19,7 +19,7 @@
 #include "host/process.h"
 #include "host/shared_arena.h"
 #include "host/survivors.h"
-#include "host/wait_limits.h"
+#include "host/wait.h"
 #include "host/workers.h"
 #include "kernels/common/level.h"
 
@@ -78,8 +78,8 @@ py::dict health_of(const BackendPtr& backend) {
   std::optional<std::string> failure;
   try {
     engine->failure().rethrow_if_any();
-    if (members != nullptr && members->is_given_up(/*asks=*/false) &&
-        members->state_of(engine->rank()) == Stop::kAborted)
+    if (members != nullptr && members->is_aborted(/*asks=*/false) &&
+        members->state_of(engine->rank()) == WaitStatus::kAborted)
       failure = members->abort_reason().text;
   } catch (const Error& error) {
     failure = error.what();

@@ -18,7 +18,7 @@
 #include "host/process.h"
 #include "host/rendezvous.h"
 #include "host/timed_store.h"
-#include "host/wait_limits.h"
+#include "host/wait.h"
 
 namespace ringcomm {
 namespace {

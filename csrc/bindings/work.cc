@@ -17,7 +17,7 @@
 #include "bindings/python_errors.h"
 #include "host/process.h"
 #include "host/threads.h"
-#include "host/wait_limits.h"
+#include "host/wait.h"
 
 namespace ringcomm {
 namespace {
@@ -146,8 +146,8 @@ class EngineWork final : public c10d::Work {
           self->end_call(call_idx, error);
         };
         TensorCall& item = calls_[call_idx];
-        last_ticket_ = communicator.submit(item.call, limits, done);
-        if (call_idx == 0) seq_ = last_ticket_->number;
+        last_request_ = communicator.submit(item.call, limits, done);
+        if (call_idx == 0) seq_ = last_request_->number;
       }
     });
     if (num_calls == 0) finish();
@@ -225,7 +225,7 @@ class EngineWork final : public c10d::Work {
       return communicator.send_recv()->wait(message_, deadline, is_interrupted);
     communicator.failure().check_not_inherited();
     return communicator.queue().wait(
-        last_ticket_, [&] { communicator.abort_if(is_interrupted); }, deadline);
+        last_request_, [&] { communicator.abort_if(is_interrupted); }, deadline);
   }
 
   // Throws nothing: the thread that calls this moves data for others.
@@ -261,9 +261,9 @@ class EngineWork final : public c10d::Work {
   std::vector<TensorCall> calls_;
   Tensors results_;
   SendRecvOpPtr message_;
-  OrderedQueue::Ticket last_ticket_;  // of collectives
-  std::exception_ptr first_error_;    // of the calls so far; touched in their order only
-  const int level_;                   // of its future's continuations
+  OrderedQueue::Request last_request_;  // of collectives
+  std::exception_ptr first_error_;      // of the calls so far; touched in their order only
+  const int level_;                     // of its future's continuations
   // Guarded by Work's mutex_.
   c10::intrusive_ptr<Future> future_;
   bool is_future_marked_ = false;  // or about to be

@@ -24,11 +24,11 @@ std::exception_ptr Failure::first_cause() const {
   return first_cause_;
 }
 
-void Failure::raise_stopped(Stop stop, int peer, const Activity& activity,
+void Failure::raise_stopped(WaitStatus stop, int peer, const Activity& activity,
                             const std::string& detail) {
   const std::string name = name_of_peer(peer);
   switch (stop) {
-    case Stop::kTimeout: {
+    case WaitStatus::kTimeout: {
       const std::string waited =
           "waited for " + name + " for " + std::to_string(activity.timeout.count()) + " ms";
       // The rank waited for may itself wait for one that is stopped.
@@ -44,24 +44,25 @@ void Failure::raise_stopped(Stop stop, int peer, const Activity& activity,
                                     : ", which runs on after " + words),
             activity);
     }
-    case Stop::kPeerDied:
-    case Stop::kPeerLeft: {
+    case WaitStatus::kPeerDied:
+    case WaitStatus::kPeerLeft: {
       if (peer < 0) raise(ErrorKind::kPeerDied, peer, name + " died", activity);
       const PeerProcess& process = members_->process_of(peer);
       // Of a rank that has failed the number of its calls is no news.
       const bool is_clean = process.wait_status == 0;
-      const bool has_left = stop == Stop::kPeerLeft && !process.has_exited;
+      const bool has_left = stop == WaitStatus::kPeerLeft && !process.has_exited;
       std::string text;
       if (process.last_words().empty() && (is_clean || has_left))
         text = (is_clean ? " has exited" : " has destroyed the group or exited") +
                calls_missed(peer, activity);
       else
-        text = has_left && !process.is_dead
-                   ? " has destroyed the group in an exception: " + process.last_words()
-                   : process.how_it_ended({}, stop == Stop::kPeerDied ? detail : std::string());
+        text =
+            has_left && !process.is_dead
+                ? " has destroyed the group in an exception: " + process.last_words()
+                : process.how_it_ended({}, stop == WaitStatus::kPeerDied ? detail : std::string());
       raise(ErrorKind::kPeerDied, peer, name + text, activity);
     }
-    case Stop::kAborted: {
+    case WaitStatus::kAborted: {
       AbortReason reason = members_->abort_reason();
       // A faulty peer may have written any number.
       for (int* rank : {&reason.origin, &reason.culprit})
@@ -71,7 +72,7 @@ void Failure::raise_stopped(Stop stop, int peer, const Activity& activity,
       raise(reason.kind, reason.culprit, name_of_peer(reason.origin) + " failed: " + reason.text,
             activity, true);
     }
-    default:  // Stop::kInterrupted: no wait ends with kNone
+    default:  // WaitStatus::kInterrupted: no wait ends with kNone
       raise(ErrorKind::kInterrupted, rank_, "interrupted by a signal while waiting for " + name,
             activity);
   }

@@ -65,7 +65,7 @@ class Failure {
 
   // Both only in a group of several.
   /// A wait for `peer` ended early; `detail` is the messenger's message.
-  [[noreturn]] void raise_stopped(Stop stop, int peer, const Activity& activity,
+  [[noreturn]] void raise_stopped(WaitStatus stop, int peer, const Activity& activity,
                                   const std::string& detail = {});
   /// `peer` made a different call than this rank; `difference` describes both.
   [[noreturn]] void raise_mismatch(int peer, const std::string& difference,

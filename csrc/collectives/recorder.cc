@@ -276,10 +276,12 @@ void Log::fail(const std::string& why, int culprit) {
 }
 
 void Log::record(const PeerEvent& event, CallStep step) {
-  if (event.is_arrival) last_late_ = event.rank;
-  if (event.waited_ns > 0) return count_wait(event.rank, event.waited_ns);
-  if (event.sent_bytes + event.received_bytes == 0) return running_.record_wait(event.rank, step);
-  count_bytes(event.rank, event.sent_bytes, event.received_bytes);
+  if (event.begin_ticks == 0)
+    return count_bytes(event.rank, event.sent_bytes, event.received_bytes);
+  if (event.end_ticks == 0) return running_.record_wait(event.rank, step);
+  const std::uint64_t waited_ns = long_wait_ns(event.end_ticks - event.begin_ticks);
+  if (waited_ns > 0 && event.is_arrival) last_late_ = event.rank;
+  count_wait(event.rank, waited_ns);
 }
 
 void Log::count_wait(int peer, std::uint64_t waited_ns) {

@@ -75,7 +75,8 @@ bool SendRecv::wait(const SendRecvOpPtr& op, Clock::time_point deadline,
                            .kind = recorder::Kind::kWait};
   });
   const std::uint64_t begin = ticks();
-  const bool is_done = await(op, deadline, is_interrupted);
+  WaitGuard guard = guard_of(is_interrupted, deadline);
+  const bool is_done = await(op, guard);
   if (!is_done) shown.record_wait(recorder::kNobody);
   if (shown.number != op->recorded.number) shown.end();
   // Once it is done, no other thread sets the peer.
@@ -89,11 +90,12 @@ void SendRecv::check_open(const SendRecvOp& op) const {
   if (is_stopping_) std::rethrow_exception(orphaned(op));
 }
 
-void SendRecv::abort_if(Lock& lock, const Interrupted& is_interrupted) {
-  lock.unlock();
-  if (is_interrupted && is_interrupted())
-    failure_.abort("interrupted by a signal in a send or receive");
-  lock.lock();
+WaitGuard SendRecv::guard_of(const Interrupted& is_interrupted, Clock::time_point deadline) {
+  return WaitGuard(deadline, [this, &is_interrupted] {
+    const bool is_over = is_interrupted && is_interrupted();
+    if (is_over) failure_.abort("interrupted by a signal in a send or receive");
+    return is_over;
+  });
 }
 
 void SendRecv::conclude(Lock& lock, std::span<const SendRecvOpPtr> ops) {

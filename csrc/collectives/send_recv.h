@@ -13,7 +13,7 @@
 #include "collectives/call.h"
 #include "collectives/failure.h"
 #include "collectives/trace.h"
-#include "host/wait_limits.h"
+#include "host/wait.h"
 
 namespace ringcomm {
 
@@ -91,13 +91,14 @@ class SendRecv {
 
   /// post() and wait() of an operation with a valid peer, in the process that made the group.
   virtual void start(const SendRecvOpPtr& op) = 0;
-  virtual bool await(const SendRecvOpPtr& op, Clock::time_point deadline,
-                     const Interrupted& is_interrupted) = 0;
+  virtual bool await(const SendRecvOpPtr& op, WaitGuard& guard) = 0;
+
+  /// Of a wait whose interruption ends the group; uses `is_interrupted`.
+  WaitGuard guard_of(const Interrupted& is_interrupted,
+                     Clock::time_point deadline = Clock::time_point::max());
 
   /// Throws what ended the group, or that it is being destroyed. With the lock.
   void check_open(const SendRecvOp& op) const;
-  /// Ends the group if `is_interrupted`, which is called without the lock.
-  void abort_if(Lock& lock, const Interrupted& is_interrupted);
   /// Counts operations that have ended, wakes who waits, and calls each `done` without the lock.
   void conclude(Lock& lock, std::span<const SendRecvOpPtr> ops);
   /// A message of `sent_bytes` matched a receive of another size: ends the group.

@@ -92,6 +92,8 @@ struct ThreadRing {
   std::uint64_t num_events = 0;
   std::uint64_t seq = kNoSeq;
   std::uint32_t group = 0;
+  Call wait = {};
+  std::uint64_t wait_ticks = 0;  // its begin
 };
 
 /// The trace of a process. Neither it nor a ThreadRing is ever destroyed, because threads use them
@@ -223,9 +225,21 @@ void trace_failure(const std::string& why) {
   if (const Trace* trace = Trace::find()) trace->log({{"failure", json_text(why)}});
 }
 
-void trace_alive() {
-  if (!is_tracing()) return;
-  if (const ThreadRing* ring = Trace::find_ring()) ring->look_around();
+void trace_wait(const PeerEvent& wait) {
+  if (!is_tracing() || wait.begin_ticks == 0) return;
+  ThreadRing* ring = Trace::find_ring();
+  if (ring == nullptr) return;
+  if (std::exchange(ring->wait_ticks, wait.begin_ticks) != wait.begin_ticks) {
+    Event event{.begin_ticks = wait.begin_ticks,
+                .seq = ring->seq,
+                .group = ring->group,
+                .waits_for = rank16(wait.rank),
+                .kind = Kind::kWait};
+    ring->wait = ring->add(event);
+  } else if (wait.end_ticks == 0) {
+    ring->look_around();
+  }
+  if (wait.end_ticks != 0) ring->wait.end();
 }
 
 Call trace(Event event) {

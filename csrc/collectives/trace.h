@@ -34,9 +34,10 @@ void trace_group(std::uint32_t group, const std::string& name, int rank,
                  const std::vector<std::uint64_t>& ranks, const std::string& transport);
 void trace_leave(std::uint32_t group);
 void trace_failure(const std::string& why);
-/// Records that this thread still waits, so that the wait of a killed process is known to have
-/// lasted until then.
-void trace_alive();
+/// A wait of this thread in the collective that it runs, as Membership::record() has it: once for
+/// all events with its begin. While it lasts, they tell that the thread is alive, so that the wait
+/// of a killed process is known to have lasted until then.
+void trace_wait(const PeerEvent& wait);
 
 /// Adds an event to this thread's ring; it begins now unless it has a begin. Any thread may end it.
 Call trace(Event event);

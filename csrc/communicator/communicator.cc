@@ -110,11 +110,13 @@ void Communicator::record_as(const std::string& name, const std::vector<std::uin
   recorder::trace_group(group_, name, rank_, ranks, transport_description_);
   if (transport_ == nullptr) return;
   send_recv_->record_as(group_, log_.get());
+  transport_->membership().on_peer_event([log = log_.get()](const PeerEvent& event, CallStep step) {
+    recorder::trace_wait(event);
+    if (log != nullptr) log->record(event, step);
+  });
   if (log_ == nullptr) return;
   failure_->record_in(log_.get());
   log_->on_look([this] { return_idle_pages(); });
-  transport_->membership().on_peer_event(
-      [log = log_.get()](const PeerEvent& event, CallStep step) { log->record(event, step); });
 }
 
 void Communicator::close(const std::function<bool()>& is_interrupted) {
@@ -149,8 +151,8 @@ std::uint64_t Communicator::run(Collective call, const WaitLimits& limits) {
   return call.seq;
 }
 
-OrderedQueue::Ticket Communicator::submit(const Collective& call, const WaitLimits& limits,
-                                          Done done) {
+OrderedQueue::Request Communicator::submit(const Collective& call, const WaitLimits& limits,
+                                           Done done) {
   validate(call);
   failure_->rethrow_if_any();
   try {
@@ -233,7 +235,7 @@ void Communicator::execute(Collective& call, const WaitLimits& limits, std::uint
     const Traffic traffic = transport_->run(call, limits);
     span.set_algorithm(traffic.algorithm);
     if (call.is_counted) stats_.count(call.op, traffic);
-  } catch (const Stopped& stopped) {
+  } catch (const WaitAborted& stopped) {
     failure_->raise_stopped(stopped.stop, stopped.peer, activity(), stopped.detail);
   } catch (const Mismatched& mismatched) {
     failure_->raise_mismatch(

@@ -16,7 +16,7 @@
 #include "communicator/ordered_queue.h"
 #include "host/key_value_store.h"
 #include "host/membership.h"
-#include "host/wait_limits.h"
+#include "host/wait.h"
 #include "transport/transport.h"
 
 namespace ringcomm {
@@ -76,7 +76,7 @@ class Communicator {
   /// Starts it. The call's arrays and buffers must live until `done` has been called, which happens
   /// once, on any thread, with the error or null. Throws std::invalid_argument, and what ended the
   /// group.
-  OrderedQueue::Ticket submit(const Collective& call, const WaitLimits& limits, Done done);
+  OrderedQueue::Request submit(const Collective& call, const WaitLimits& limits, Done done);
   OrderedQueue& queue() { return queue_; }
 
   /// For collectives that do not go through the queue, but are enqueued to a device in the order of

@@ -1,6 +1,5 @@
 #include "communicator/ordered_queue.h"
 
-#include <algorithm>
 #include <optional>
 #include <utility>
 
@@ -26,26 +25,22 @@ void OrderedQueue::run_or_sleep(std::unique_lock<std::mutex>& lock, const IsOver
                                 const Poll& poll, Clock::time_point deadline) {
   const bool may_run = deadline == Clock::time_point::max() && !is_left_to_thread_;
   std::optional<recorder::Span> traced;
-  auto next_poll = Clock::now() + kLookInterval;
+  WaitGuard guard(deadline, [&] {
+    const OrderedQueue* const outer = std::exchange(polled_, this);
+    if (poll) poll();
+    polled_ = outer;
+    return false;
+  });
   ++num_waiting_;
   state_.fetch_or(kShared);
-  while (!is_over() && Clock::now() < deadline) {
+  while (!is_over() && !guard.is_late()) {
     if (may_run && !is_running() && !entries_.empty()) {
       traced.reset();
       run_front(lock);
       continue;
     }
     if (!traced) traced.emplace([] { return recorder::Event{.kind = recorder::Kind::kQueue}; });
-    has_news_.wait_until(lock, std::min(deadline, next_poll));
-    // By the clock: other threads' tasks may end, and wake this one, more often.
-    if (poll && Clock::now() >= next_poll) {
-      lock.unlock();
-      const OrderedQueue* const outer = std::exchange(polled_, this);
-      poll();
-      polled_ = outer;
-      lock.lock();
-      next_poll = Clock::now() + kLookInterval;
-    }
+    guard.sleep(lock, has_news_);
   }
   --num_waiting_;
   end_sharing();
@@ -100,7 +95,7 @@ void OrderedQueue::run_if_idle(const std::function<void()>& task) {
 }
 
 // With the mutex, so that numbers have the order of the entries.
-OrderedQueue::Ticket OrderedQueue::push(Task task) {
+OrderedQueue::Request OrderedQueue::push(Task task) {
   auto entry = std::make_shared<Entry>(Entry{.task = std::move(task), .number = 0});
   entries_.push_back(entry);
   state_.fetch_or(kShared);
@@ -110,7 +105,7 @@ OrderedQueue::Ticket OrderedQueue::push(Task task) {
 
 // Called and left with the lock held; the task runs without it.
 void OrderedQueue::run_front(std::unique_lock<std::mutex>& lock) {
-  const Ticket entry = std::move(entries_.front());
+  const Request entry = std::move(entries_.front());
   entries_.pop_front();
   state_.fetch_or(kRunning);  // kShared is set: there was an entry
   running_thread_.store(std::this_thread::get_id(), std::memory_order_relaxed);
@@ -133,27 +128,27 @@ void OrderedQueue::run(const Task& task, const Poll& poll) {
   if (run_alone(1, task)) return;
   std::unique_lock lock(mutex_);
   check_not_in_task();
-  const Ticket ticket = push(task);
-  run_or_sleep(lock, [&] { return ticket->is_done; }, poll);
+  const Request request = push(task);
+  run_or_sleep(lock, [&] { return request->is_done; }, poll);
 }
 
-OrderedQueue::Ticket OrderedQueue::submit(Task task) {
-  Ticket ticket;
+OrderedQueue::Request OrderedQueue::submit(Task task) {
+  Request request;
   {
     const std::lock_guard lock(mutex_);
     if (!progress_thread_.joinable())
       progress_thread_ = start_background_thread("ringcomm-queue", [this] { progress(); });
-    ticket = push(std::move(task));
+    request = push(std::move(task));
   }
   has_work_.notify_one();
-  return ticket;
+  return request;
 }
 
-bool OrderedQueue::wait(const Ticket& ticket, const Poll& poll, Clock::time_point deadline) {
+bool OrderedQueue::wait(const Request& request, const Poll& poll, Clock::time_point deadline) {
   std::unique_lock lock(mutex_);
-  if (!ticket->is_done && deadline == Clock::time_point::max()) check_not_in_task();
-  run_or_sleep(lock, [&] { return ticket->is_done; }, poll, deadline);
-  return ticket->is_done;
+  if (!request->is_done && deadline == Clock::time_point::max()) check_not_in_task();
+  run_or_sleep(lock, [&] { return request->is_done; }, poll, deadline);
+  return request->is_done;
 }
 
 void OrderedQueue::drain(const Poll& poll) {

@@ -10,7 +10,7 @@
 #include <thread>
 
 #include "host/threads.h"
-#include "host/wait_limits.h"
+#include "host/wait.h"
 
 namespace ringcomm {
 
@@ -30,7 +30,7 @@ class OrderedQueue {
     std::uint64_t number;
     bool is_done = false;  // guarded by the queue's mutex
   };
-  using Ticket = std::shared_ptr<Entry>;
+  using Request = std::shared_ptr<Entry>;
 
   /// Runs the tasks that are in, then ends the progress thread.
   ~OrderedQueue();
@@ -46,12 +46,12 @@ class OrderedQueue {
   /// Runs `task`, which has no number, in this thread if no other task is there.
   void run_if_idle(const std::function<void()>& task);
   /// Queues `task` and returns. Throws std::system_error if the progress thread cannot be started.
-  Ticket submit(Task task);
+  Request submit(Task task);
   std::uint64_t next_number() const { return state_.load() / kOneNumber; }
   /// Returns true when the task is done; runs tasks until then if no other thread does, and throws
   /// like run(). With a deadline it leaves the work to other threads, and returns false when the
   /// task is not done then.
-  bool wait(const Ticket& ticket, const Poll& poll,
+  bool wait(const Request& request, const Poll& poll,
             Clock::time_point deadline = Clock::time_point::max());
   /// Returns when no task is left; runs tasks until then if no other thread does. Not in a task.
   void drain(const Poll& poll);
@@ -71,7 +71,7 @@ class OrderedQueue {
   void check_not_in_task() const;
   template <class Run>
   bool run_alone(std::uint64_t num_numbers, const Run& run);
-  Ticket push(Task task);
+  Request push(Task task);
   void run_front(std::unique_lock<std::mutex>& lock);
   void end_task();
   void end_sharing();
@@ -85,7 +85,7 @@ class OrderedQueue {
   std::mutex mutex_;
   std::condition_variable has_work_;  // the progress thread sleeps here
   std::condition_variable has_news_;  // all other threads wait on it
-  std::deque<Ticket> entries_;
+  std::deque<Request> entries_;
   int num_waiting_ = 0;  // threads in run_or_sleep()
   std::atomic<std::uint64_t> state_ = 0;
   std::atomic<std::thread::id> running_thread_;  // none before and after a task

@@ -8,7 +8,7 @@ namespace ringcomm {
 
 /// Why a wait ended before its condition held. Device code cannot throw: the layer that knows the
 /// ranks' names makes an error of it.
-enum class [[nodiscard]] Stop : std::uint8_t {
+enum class [[nodiscard]] WaitStatus : std::uint8_t {
   kNone = 0,     ///< the condition holds
   kTimeout,      ///< the deadline of the operation passed
   kPeerDied,     ///< the process of the rank waited for has ended
@@ -46,22 +46,22 @@ enum class Yielded : std::uint8_t { kCoreIdle, kShort, kLong };
 ///   of another word (cursor, then sleepers; or sleepers, then cursor) is not reordered.
 /// - copy moves payload and has no order of its own.
 /// - budget is the SpinBudget of the waits, a reference or a new one.
-/// - once runs a function that returns a Stop: if several threads act for one rank (those of a GPU
-///   block), one of them runs it, and all return its result.
+/// - once runs a function that returns a WaitStatus: if several threads act for one rank (those of
+///   a GPU block), one of them runs it, and all return its result.
 /// - each runs a function for every number below the one given, in parallel if several threads act
 ///   for the rank, and returns kNone, or one of the other Stops, to all of them.
 /// - pause is one step of waiting; yield offers the processor and returns what happened.
 /// - park sleeps while the low half of the word equals that of `expected`, for one slice at most;
 ///   wake wakes all that are parked on the word.
 /// - record_core stores this rank's processor; leave_core moves this thread away from that one.
-/// - stopped returns why this rank should no longer wait for `peer`, or Stop::kNone: before every
-///   slice of sleep, and before a wait ends without its condition.
+/// - stopped returns why this rank should no longer wait for `peer`, or WaitStatus::kNone: before
+///   every slice of sleep, and before a wait ends without its condition.
 /// - record_wait may be missing, and look_until, which is the wait of a machine that never sleeps
 ///   (see wait_policy.h).
 template <class A>
 concept Arch = requires(A arch, std::uint64_t& word, std::uint32_t& count, std::uint64_t value,
                         void* to, const void* from, std::size_t num_bytes, int peer,
-                        Stop (*function)(), Stop (*each_function)(int)) {
+                        WaitStatus (*function)(), WaitStatus (*each_function)(int)) {
   { arch.load_acquire(word) } -> std::same_as<std::uint64_t>;
   { arch.load_seq_cst(word) } -> std::same_as<std::uint64_t>;
   { arch.load_seq_cst(count) } -> std::same_as<std::uint32_t>;
@@ -69,15 +69,15 @@ concept Arch = requires(A arch, std::uint64_t& word, std::uint32_t& count, std::
   arch.add_seq_cst(count, std::int32_t{1});
   arch.copy(to, from, num_bytes);
   arch.budget();
-  { arch.once(function) } -> std::same_as<Stop>;
-  { arch.each(peer, each_function) } -> std::same_as<Stop>;
+  { arch.once(function) } -> std::same_as<WaitStatus>;
+  { arch.each(peer, each_function) } -> std::same_as<WaitStatus>;
   arch.pause();
   { arch.yield() } -> std::same_as<Yielded>;
   arch.park(word, value);
   arch.wake(word);
   arch.record_core(count);
   arch.leave_core(count);
-  { arch.stopped(peer) } -> std::same_as<Stop>;
+  { arch.stopped(peer) } -> std::same_as<WaitStatus>;
 };
 
 }  // namespace ringcomm

@@ -78,7 +78,7 @@ class Board {
   RINGCOMM_HD std::size_t region_bytes() const { return geometry_.region_bytes; }
 
   /// Waits until this rank's region of the next phase may be filled, and returns it.
-  RINGCOMM_HD Stop open(std::byte*& region) {
+  RINGCOMM_HD WaitStatus open(std::byte*& region) {
     region = geometry_.region(rank_, phase_);
     return wait_all();
   }
@@ -102,15 +102,15 @@ class Board {
   }
 
   /// Waits for `peer` in the last published phase, and returns its region for reading.
-  RINGCOMM_HD Stop wait(int peer, const std::byte*& region) {
-    const Stop stop = wait_at_least(arch_, cursor_of(peer), phase_, peer);
-    if (stop != Stop::kNone) return stop;
+  RINGCOMM_HD WaitStatus wait(int peer, const std::byte*& region) {
+    const WaitStatus stop = wait_at_least(arch_, cursor_of(peer), phase_, peer);
+    if (stop != WaitStatus::kNone) return stop;
     region = geometry_.region(peer, phase_ - 1);
-    return Stop::kNone;
+    return WaitStatus::kNone;
   }
 
   /// Waits for all peers in the last published phase.
-  RINGCOMM_HD Stop wait_all() {
+  RINGCOMM_HD WaitStatus wait_all() {
     return wait_all_at_least(
         arch_, geometry_.world_size, rank_, [&](int peer) -> Cursor& { return cursor_of(peer); },
         phase_);
@@ -118,7 +118,7 @@ class Board {
 
   /// Publishes a phase without data and waits for all peers. Afterwards no peer accesses a buffer
   /// that was lent before, and what peers wrote to it is visible.
-  RINGCOMM_HD Stop rejoin() {
+  RINGCOMM_HD WaitStatus rejoin() {
     publish();
     return wait_all();
   }

@@ -55,10 +55,11 @@ class SendLink {
         turn_(geometry, tail_) {}
 
   /// Waits until the next slot is free and returns it.
-  RINGCOMM_HD Stop acquire(std::byte*& slot) {
-    if (const Stop stop = wait_drained(geometry_.num_slots - 1); stop != Stop::kNone) return stop;
+  RINGCOMM_HD WaitStatus acquire(std::byte*& slot) {
+    if (const WaitStatus stop = wait_drained(geometry_.num_slots - 1); stop != WaitStatus::kNone)
+      return stop;
     slot = turn_.slot(geometry_);
-    return Stop::kNone;
+    return WaitStatus::kNone;
   }
 
   /// acquire() that does not wait: false when no slot is free.
@@ -76,8 +77,8 @@ class SendLink {
 
   /// Waits until at most `max_in_flight` slots are filled and not yet drained; with 0 the link is
   /// empty, and its geometry may be changed by both ends.
-  RINGCOMM_HD Stop wait_drained(std::uint64_t max_in_flight) {
-    if (tail_ <= max_in_flight) return Stop::kNone;
+  RINGCOMM_HD WaitStatus wait_drained(std::uint64_t max_in_flight) {
+    if (tail_ <= max_in_flight) return WaitStatus::kNone;
     return wait_at_least(arch_, *geometry_.head, tail_ - max_in_flight, peer_);
   }
 
@@ -101,11 +102,11 @@ class RecvLink {
         turn_(geometry, head_) {}
 
   /// Waits until the next slot is filled and returns it for reading.
-  RINGCOMM_HD Stop wait(const std::byte*& slot) {
-    const Stop stop = wait_at_least(arch_, *geometry_.tail, head_ + 1, peer_);
-    if (stop != Stop::kNone) return stop;
+  RINGCOMM_HD WaitStatus wait(const std::byte*& slot) {
+    const WaitStatus stop = wait_at_least(arch_, *geometry_.tail, head_ + 1, peer_);
+    if (stop != WaitStatus::kNone) return stop;
     slot = turn_.slot(geometry_);
-    return Stop::kNone;
+    return WaitStatus::kNone;
   }
 
   /// wait() that does not wait: false when no slot is filled.
@@ -138,43 +139,45 @@ class RecvLink {
 
 /// local -> link
 template <Arch A>
-RINGCOMM_HD Stop send(A& arch, SendLink<A>& to, const std::byte* local, std::size_t num_bytes) {
+RINGCOMM_HD WaitStatus send(A& arch, SendLink<A>& to, const std::byte* local,
+                            std::size_t num_bytes) {
   std::byte* slot = nullptr;
-  if (const Stop stop = to.acquire(slot); stop != Stop::kNone) return stop;
+  if (const WaitStatus stop = to.acquire(slot); stop != WaitStatus::kNone) return stop;
   arch.copy(slot, local, num_bytes);
   to.publish();
-  return Stop::kNone;
+  return WaitStatus::kNone;
 }
 
 /// link -> output
 template <Arch A>
-RINGCOMM_HD Stop recv(A& arch, RecvLink<A>& from, std::byte* output, std::size_t num_bytes) {
+RINGCOMM_HD WaitStatus recv(A& arch, RecvLink<A>& from, std::byte* output, std::size_t num_bytes) {
   const std::byte* received = nullptr;
-  if (const Stop stop = from.wait(received); stop != Stop::kNone) return stop;
+  if (const WaitStatus stop = from.wait(received); stop != WaitStatus::kNone) return stop;
   arch.copy(output, received, num_bytes);
   from.release();
-  return Stop::kNone;
+  return WaitStatus::kNone;
 }
 
 /// link -> link: fill(slot, received), then keep(received) once that is sent.
 template <Arch A, class Fill, class Keep>
-RINGCOMM_HD Stop pass_on(RecvLink<A>& from, SendLink<A>& to, const Fill& fill, const Keep& keep) {
+RINGCOMM_HD WaitStatus pass_on(RecvLink<A>& from, SendLink<A>& to, const Fill& fill,
+                               const Keep& keep) {
   const std::byte* received = nullptr;
   std::byte* slot = nullptr;
-  if (const Stop stop = from.wait(received); stop != Stop::kNone) return stop;
-  if (const Stop stop = to.acquire(slot); stop != Stop::kNone) return stop;
+  if (const WaitStatus stop = from.wait(received); stop != WaitStatus::kNone) return stop;
+  if (const WaitStatus stop = to.acquire(slot); stop != WaitStatus::kNone) return stop;
   fill(slot, received);
   to.publish();
   keep(received);
   from.release();
-  return Stop::kNone;
+  return WaitStatus::kNone;
 }
 
 /// link + local -> link and, unless that is null, output
 template <Arch A, class Combine>
-RINGCOMM_HD Stop recv_reduce_send(RecvLink<A>& from, SendLink<A>& to, std::byte* output,
-                                  const std::byte* local, std::size_t num_bytes,
-                                  const Combine& combine) {
+RINGCOMM_HD WaitStatus recv_reduce_send(RecvLink<A>& from, SendLink<A>& to, std::byte* output,
+                                        const std::byte* local, std::size_t num_bytes,
+                                        const Combine& combine) {
   const auto fill = [&](std::byte* slot, const std::byte* received) {
     const bool is_kept = output != nullptr;
     combine(is_kept ? output : slot, is_kept ? slot : nullptr, received, local, num_bytes);
@@ -184,8 +187,8 @@ RINGCOMM_HD Stop recv_reduce_send(RecvLink<A>& from, SendLink<A>& to, std::byte*
 
 /// link -> output and link. The output is copied after the send, off the critical path.
 template <Arch A>
-RINGCOMM_HD Stop recv_copy_send(A& arch, RecvLink<A>& from, SendLink<A>& to, std::byte* output,
-                                std::size_t num_bytes) {
+RINGCOMM_HD WaitStatus recv_copy_send(A& arch, RecvLink<A>& from, SendLink<A>& to,
+                                      std::byte* output, std::size_t num_bytes) {
   return pass_on(
       from, to,
       [&](std::byte* slot, const std::byte* received) { arch.copy(slot, received, num_bytes); },

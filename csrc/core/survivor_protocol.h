@@ -42,20 +42,20 @@ class SurvivorProtocol {
 
   /// Takes part in an attempt (from 0 on) with the ranks of `asked` that arrive before the machine
   /// says to wait no longer. Afterwards a set has been chosen, unless it returns kInterrupted.
-  Stop join(int attempt, const RankSet& asked) {
+  WaitStatus join(int attempt, const RankSet& asked) {
     RankSet here;
     add(attempt, here, rank_);
     enter(attempt, kJoined);
     for (int peer = 0; peer < world_size_; ++peer) {
       if (peer == rank_ || !asked.has(peer)) continue;
-      const Stop stop = wait_for(attempt, kJoined, peer);
-      if (stop == Stop::kInterrupted) return stop;
-      const Stop now = stop == Stop::kNone ? arch_.stopped(peer) : stop;
-      if (stop == Stop::kNone && now != Stop::kPeerDied && now != Stop::kPeerLeft)
+      const WaitStatus stop = wait_for(attempt, kJoined, peer);
+      if (stop == WaitStatus::kInterrupted) return stop;
+      const WaitStatus now = stop == WaitStatus::kNone ? arch_.stopped(peer) : stop;
+      if (stop == WaitStatus::kNone && now != WaitStatus::kPeerDied && now != WaitStatus::kPeerLeft)
         add(attempt, here, peer);
     }
     arch_.set_first(words_.chosen(attempt), static_cast<std::uint64_t>(rank_) + 1);
-    return Stop::kNone;
+    return WaitStatus::kNone;
   }
 
   /// The set that was chosen in an attempt; false if none was yet.
@@ -70,7 +70,7 @@ class SurvivorProtocol {
   void enter(int attempt, Stage stage) {
     advance(arch_, words_.stage(rank_), value_of(attempt, stage));
   }
-  Stop wait_for(int attempt, Stage stage, int peer) {
+  WaitStatus wait_for(int attempt, Stage stage, int peer) {
     return wait_at_least(arch_, words_.stage(peer), value_of(attempt, stage), peer);
   }
 
@@ -78,7 +78,8 @@ class SurvivorProtocol {
   bool confirm(int attempt, const RankSet& set, bool has_made) {
     if (has_made) enter(attempt, kMade);
     for (int peer = 0; peer < world_size_ && has_made; ++peer)
-      if (peer != rank_ && set.has(peer)) has_made = wait_for(attempt, kMade, peer) == Stop::kNone;
+      if (peer != rank_ && set.has(peer))
+        has_made = wait_for(attempt, kMade, peer) == WaitStatus::kNone;
     arch_.set_first(words_.verdict(attempt), has_made ? kAllMade : kFailed);
     return arch_.read_once(words_.verdict(attempt)) == kAllMade;
   }

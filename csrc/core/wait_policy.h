@@ -89,15 +89,15 @@ RINGCOMM_HD auto record_wait(A& arch, int peer) {
 
 /// A wait of threads that sleep, after a first look.
 template <Arch A>
-RINGCOMM_HD Stop spin_and_sleep(A& arch, SpinBudget& budget, Cursor& cursor, std::uint64_t target,
-                                int peer) {
+RINGCOMM_HD WaitStatus spin_and_sleep(A& arch, SpinBudget& budget, Cursor& cursor,
+                                      std::uint64_t target, int peer) {
   [[maybe_unused]] const auto recorded = record_wait(arch, peer);
   RINGCOMM_ROLLED
   for (std::uint32_t i = 0; i < budget.num_pauses(); ++i) {
     arch.pause();
     if (arch.load_acquire(cursor.value) >= target) {
       budget.hit();
-      return Stop::kNone;
+      return WaitStatus::kNone;
     }
   }
   const std::uint32_t max_yields = budget.take_yields();
@@ -110,18 +110,18 @@ RINGCOMM_HD Stop spin_and_sleep(A& arch, SpinBudget& budget, Cursor& cursor, std
     if (yielded == Yielded::kLong) budget.yield_was_long();
     if (arch.load_acquire(cursor.value) >= target) {
       budget.miss(is_idle, true);
-      return Stop::kNone;
+      return WaitStatus::kNone;
     }
     if (yielded == Yielded::kLong) break;
     ++(yielded == Yielded::kCoreIdle ? num_idle : num_taken);
   }
   budget.miss(is_idle && max_yields > 0, false);
   for (;;) {
-    const Stop stop = arch.stopped(peer);
+    const WaitStatus stop = arch.stopped(peer);
     // A peer may publish and then die or leave. So the cursor is read after the reason to stop, and
     // decides.
-    if (arch.load_acquire(cursor.value) >= target) return Stop::kNone;
-    if (stop != Stop::kNone) return stop;
+    if (arch.load_acquire(cursor.value) >= target) return WaitStatus::kNone;
+    if (stop != WaitStatus::kNone) return stop;
     // Store (sleepers) then load (value) here, store (value) then load (sleepers) in advance():
     // sequential consistency lets at most one of the two loads miss the other's store, so no
     // wake-up is lost.
@@ -135,9 +135,9 @@ RINGCOMM_HD Stop spin_and_sleep(A& arch, SpinBudget& budget, Cursor& cursor, std
 
 /// wait_at_least() of one thread.
 template <Arch A>
-RINGCOMM_HD Stop wait_in_one_thread(A& arch, SpinBudget& budget, Cursor& cursor,
-                                    std::uint64_t target, int peer) {
-  if (arch.load_acquire(cursor.value) >= target) return Stop::kNone;
+RINGCOMM_HD WaitStatus wait_in_one_thread(A& arch, SpinBudget& budget, Cursor& cursor,
+                                          std::uint64_t target, int peer) {
+  if (arch.load_acquire(cursor.value) >= target) return WaitStatus::kNone;
   if constexpr (requires { arch.look_until(cursor, target, peer); })
     return arch.look_until(cursor, target, peer);
   else
@@ -148,8 +148,8 @@ RINGCOMM_HD Stop wait_in_one_thread(A& arch, SpinBudget& budget, Cursor& cursor,
 /// slices, where threads sleep; checks for a reason to stop before every slice. `peer` is the rank
 /// that advances the cursor.
 template <Arch A>
-RINGCOMM_HD Stop wait_at_least(A& arch, SpinBudget& budget, Cursor& cursor, std::uint64_t target,
-                               int peer) {
+RINGCOMM_HD WaitStatus wait_at_least(A& arch, SpinBudget& budget, Cursor& cursor,
+                                     std::uint64_t target, int peer) {
   return arch.once([&] { return wait_in_one_thread(arch, budget, cursor, target, peer); });
 }
 
@@ -157,7 +157,7 @@ RINGCOMM_HD Stop wait_at_least(A& arch, SpinBudget& budget, Cursor& cursor, std:
 /// cannot split an object into registers while its address is stored, and a GPU kernel would then
 /// keep its state in local memory.
 template <Arch A>
-RINGCOMM_HD Stop wait_at_least(A& arch, Cursor& cursor, std::uint64_t target, int peer) {
+RINGCOMM_HD WaitStatus wait_at_least(A& arch, Cursor& cursor, std::uint64_t target, int peer) {
   auto&& budget = arch.budget();
   return wait_at_least(arch, budget, cursor, target, peer);
 }
@@ -166,8 +166,8 @@ RINGCOMM_HD Stop wait_at_least(A& arch, Cursor& cursor, std::uint64_t target, in
 /// threads act for the rank, so that many peers take no longer than one. Each rank starts with the
 /// next one, so that no line is asked for by all ranks at once.
 template <Arch A, class CursorOf>
-RINGCOMM_HD Stop wait_all_at_least(A& arch, int world_size, int rank, const CursorOf& cursor_of,
-                                   std::uint64_t target) {
+RINGCOMM_HD WaitStatus wait_all_at_least(A& arch, int world_size, int rank,
+                                         const CursorOf& cursor_of, std::uint64_t target) {
   return arch.each(world_size - 1, [&](int idx) {
     const int next = rank + 1 + idx;
     const int peer = next < world_size ? next : next - world_size;

@@ -20,7 +20,7 @@
 #include "host/process.h"
 #include "host/threads.h"
 #include "host/unix_socket.h"
-#include "host/wait_limits.h"
+#include "host/wait.h"
 
 namespace ringcomm::host {
 namespace {
@@ -132,7 +132,7 @@ short events_at(const UniqueFd& fd, const std::map<int, short>& events) {
 // in a sandbox any: then each is asked alone, or its socket is read.
 std::map<int, short> wait_for_events(std::vector<pollfd> entries, int timeout_ms) {
   if (::poll(entries.data(), entries.size(), timeout_ms) < 0 && errno != EINTR) {
-    std::this_thread::sleep_for(kLookInterval);
+    std::this_thread::sleep_for(kCheckInterval);
     for (pollfd& entry : entries)
       if (::poll(&entry, 1, 0) < 0) entry.revents = (entry.events & POLLRDHUP) != 0 ? POLLIN : 0;
   }
@@ -257,7 +257,7 @@ UniqueFd Bootstrap::fetch(const std::string& address, const std::string& key,
   for (int num_closed = 0; num_closed < kMaxRequests;) {
     const UniqueFd socket = request(at, key);
     if (!socket && errno != EAGAIN) return UniqueFd();
-    while (!socket || !is_readable(socket.get(), std::min(timeout, kLookInterval))) {
+    while (!socket || !is_readable(socket.get(), std::min(timeout, kCheckInterval))) {
       if (look) look();
       check_accepts(address);
       if (RunningClock::now() >= deadline) return UniqueFd();

@@ -87,10 +87,10 @@ void Group::wait_until_joined(Rendezvous& rendezvous) {
     int dead = -1;
     for (int rank = 0; rank < world_size(); ++rank)
       if (has_died(rank)) dead = whole_rank(rank);
-    const bool is_aborted = state_of(rank_) == Stop::kAborted;
+    const bool was_aborted = state_of(rank_) == WaitStatus::kAborted;
     const auto rank = static_cast<int>(found - ranks_.begin());
     if (load_acquire(layout_.has_joined(memory_->data(), rank)) != 0) return true;
-    if (is_aborted) rendezvous.throw_reported(abort_reason());
+    if (was_aborted) rendezvous.throw_reported(abort_reason());
     if (dead >= 0) rendezvous.throw_died(dead);
     return false;
   };
@@ -112,15 +112,15 @@ int Group::writer_of(std::uint32_t abort_state) const {
   return is_rank ? static_cast<int>(writer) : -1;
 }
 
-Stop Group::state_of(int peer) const {
+WaitStatus Group::state_of(int peer) const {
   const std::uint32_t state = load_acquire(abort_record().state);
-  if (state == AbortRecord::kWritten) return Stop::kAborted;
+  if (state == AbortRecord::kWritten) return WaitStatus::kAborted;
   // Until the reason is written, it is not known that ranks which have left knew of it.
   if (const int writer = writer_of(state); writer >= 0)
-    return has_died(writer) ? Stop::kAborted : Stop::kNone;
-  if (peer == rank_) return Stop::kNone;
-  if (has_left(peer)) return Stop::kPeerLeft;
-  return has_died(peer) ? Stop::kPeerDied : Stop::kNone;
+    return has_died(writer) ? WaitStatus::kAborted : WaitStatus::kNone;
+  if (peer == rank_) return WaitStatus::kNone;
+  if (has_left(peer)) return WaitStatus::kPeerLeft;
+  return has_died(peer) ? WaitStatus::kPeerDied : WaitStatus::kNone;
 }
 
 std::int64_t Group::num_calls_of(int rank) const {
@@ -186,7 +186,8 @@ int Group::missing_rank() const {
   const std::uint64_t own = num_published(rank_);
   for (int rank = 0; rank < world_size(); ++rank) {
     // The state first: it was there before the end what the rank published.
-    if (rank != rank_ && state_of(rank) != Stop::kNone && num_published(rank) < own) return rank;
+    if (rank != rank_ && state_of(rank) != WaitStatus::kNone && num_published(rank) < own)
+      return rank;
   }
   return -1;
 }
@@ -198,7 +199,7 @@ int Group::late_rank(int peer) const {
   return late;
 }
 
-bool Group::is_given_up(bool) noexcept {
+bool Group::is_aborted(bool) noexcept {
   return load_acquire(abort_record().state) != AbortRecord::kNone;
 }
 

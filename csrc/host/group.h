@@ -47,7 +47,7 @@ class Group final : public Membership {
 
   SurvivorWords survivor_words() const { return {&layout_, memory_->data()}; }
 
-  Stop state_of(int peer) const override;
+  WaitStatus state_of(int peer) const override;
   bool has_left(int rank) const override;
   std::int64_t num_calls_of(int rank) const override;
   /// A rank that ended or left before it began collective `seq`, and so never will; -1 if none is
@@ -67,7 +67,7 @@ class Group final : public Membership {
   /// than this rank and `peer`.
   int late_rank(int peer) const;
 
-  bool is_given_up(bool asks) noexcept override;
+  bool is_aborted(bool asks) noexcept override;
   void abort(const AbortReason& reason) override;
   AbortReason abort_reason() const override;
 

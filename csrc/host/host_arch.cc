@@ -47,7 +47,8 @@ void unpin(const Cores& allowed) {
 
 // If ranks share cores, a yield that returns at once does not prove that the core is idle: the
 // scheduler may not have found another thread eligible.
-Yielded HostArch::yield() const {
+Yielded HostArch::yield() {
+  start_clock();
   const int num_sharing = CoreShare::most_ranks_per_core();
   const auto begin = std::chrono::steady_clock::now();
   ::sched_yield();

@@ -7,6 +7,9 @@
 #include "core/annotations.h"
 #include "core/arch.h"
 #include "core/wait_policy.h"
+#include "host/ticks.h"
+#include "host/wait.h"
+#include "host/workers.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -14,19 +17,13 @@
 
 namespace ringcomm::host {
 
-/// Tells a waiting rank whether to go on.
-class StopSource {
- public:
-  virtual ~StopSource() = default;
-  /// Called before every slice of sleep, without locks held, by the one thread that waits.
-  virtual Stop stopped(int peer) = 0;
-};
-
 /// Cores and a futex: runs the protocols of core between processes (or threads) that share memory.
 class HostArch {
  public:
-  /// For `rank` of a group.
-  HostArch(StopSource& source, int rank) : source_(&source), rank_(rank) {}
+  /// For `rank` of a group, whose waits end by `guard` and are recorded there. With `workers`,
+  /// these copy.
+  HostArch(WaitGuard& guard, int rank, Workers* workers = nullptr)
+      : guard_(&guard), rank_(rank), workers_(workers) {}
 
   std::uint64_t load_acquire(const std::uint64_t& word) const {
     return __atomic_load_n(&word, __ATOMIC_ACQUIRE);
@@ -55,30 +52,39 @@ class HostArch {
   std::uint64_t read_once(const std::uint64_t& word) const { return load_acquire(word); }
 
   void copy(void* to, const void* from, std::size_t num_bytes) const {
-    if (num_bytes > 0) std::memcpy(to, from, num_bytes);
+    const auto part = [&](std::size_t begin, std::size_t end) {
+      std::memcpy(static_cast<std::byte*>(to) + begin, static_cast<const std::byte*>(from) + begin,
+                  end - begin);
+    };
+    if (num_bytes == 0) return;
+    if (workers_ != nullptr)
+      workers_->split(num_bytes, 1, part);
+    else
+      part(0, num_bytes);
   }
 
   template <class F>
-  Stop once(const F& function) const {
+  WaitStatus once(const F& function) const {
     return function();
   }
   template <class F>
-  Stop each(int num, const F& function) const {
-    Stop stop = Stop::kNone;
-    for (int i = 0; i < num && stop == Stop::kNone; ++i) stop = function(i);
+  WaitStatus each(int num, const F& function) const {
+    WaitStatus stop = WaitStatus::kNone;
+    for (int i = 0; i < num && stop == WaitStatus::kNone; ++i) stop = function(i);
     return stop;
   }
 
   /// Shared by all waits of a rank, since whether spinning pays is the same for all.
   SpinBudget& budget() { return budget_; }
-  void pause() const {
+  void pause() {
+    if (++num_pauses_ == kPausesWithoutClock) begin_ticks_ = ticks();
 #if defined(__x86_64__)
     _mm_pause();
 #elif defined(__aarch64__)
     __asm__ __volatile__("isb");  // a few tens of cycles, where `yield` is one
 #endif
   }
-  Yielded yield() const;
+  Yielded yield();
 
   /// Sleeps while the low half of `word` is that of `expected`, 20 ms at most.
   void park(std::uint64_t& word, std::uint64_t expected) const;
@@ -88,12 +94,45 @@ class HostArch {
   /// Does nothing if ranks share cores, or if no core was recorded.
   void leave_core(const std::uint32_t& core) const;
 
-  Stop stopped(int peer) const { return source_->stopped(peer); }
+  WaitStatus stopped(int peer) {
+    start_clock();
+    guard_->record(peer, begin_ticks_, 0);
+    return guard_->check(peer);
+  }
+
+  /// A wait that does not end at once. It reads the clock only after some pauses: one that ends
+  /// before is not recorded.
+  class Wait {
+   public:
+    Wait(HostArch& arch, int peer) : arch_(arch), peer_(peer) {
+      arch.num_pauses_ = 0;
+      arch.begin_ticks_ = 0;
+    }
+    ~Wait() {
+      if (arch_.begin_ticks_ != 0) [[unlikely]]
+        arch_.guard_->record(peer_, arch_.begin_ticks_, ticks());
+    }
+
+   private:
+    HostArch& arch_;
+    int peer_;
+  };
+  Wait record_wait(int peer) { return {*this, peer}; }
 
  private:
-  StopSource* source_;
+  static constexpr std::uint32_t kPausesWithoutClock = 64;  // 2 us
+
+  void start_clock() {
+    if (begin_ticks_ == 0) begin_ticks_ = ticks();
+  }
+
+  WaitGuard* guard_;
   int rank_;
+  Workers* workers_;
   SpinBudget budget_;
+  // Of the wait.
+  std::uint32_t num_pauses_ = 0;
+  std::uint64_t begin_ticks_ = 0;  // 0 until the clock is read
 };
 static_assert(Arch<HostArch>);
 

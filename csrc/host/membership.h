@@ -33,7 +33,7 @@ class Membership {
   const std::string& key() const { return key_; }
   /// Whether this rank may wait for `rank`, from what it knows: kNone, kPeerDied, kPeerLeft or, for
   /// the whole group, kAborted.
-  virtual Stop state_of(int rank) const = 0;
+  virtual WaitStatus state_of(int rank) const = 0;
   /// Whether `rank` is known to have destroyed its side of the group.
   virtual bool has_left(int rank) const = 0;
   /// The number of collectives that `rank` has begun; -1 if that is not known.
@@ -49,10 +49,10 @@ class Membership {
   CallStep& step() { return step_; }
 
   /// Whether a rank has begun to abort the group: as this rank knows or, with `asks`, can read.
-  virtual bool is_given_up(bool asks) noexcept = 0;
+  virtual bool is_aborted(bool asks) noexcept = 0;
   /// Ends all ranks' waits, with this reason unless another rank has aborted the group before.
   virtual void abort(const AbortReason& reason) = 0;
-  /// The reason of the first rank that aborted; only after a wait ended with Stop::kAborted.
+  /// The reason of the first rank that aborted; only after a wait ended with WaitStatus::kAborted.
   virtual AbortReason abort_reason() const = 0;
 
  protected:

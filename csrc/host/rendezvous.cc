@@ -323,7 +323,7 @@ bool Rendezvous::is_current(const RankRecord& theirs, const std::string& text, i
 
 void Rendezvous::look_for_failures() {
   if (Clock::now() < next_look_) return;
-  next_look_ = Clock::now() + kLookInterval;
+  next_look_ = Clock::now() + kCheckInterval;
   if (rank() != 0 && has_met(0)) meet(0);
   for (int i = 0; i < std::min(rank() == 0 ? kRecordsAtOnce : 1, world_size()); ++i) {
     next_looked_at_ = (next_looked_at_ + 1) % world_size();

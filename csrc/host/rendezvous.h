@@ -16,7 +16,7 @@
 #include "host/peer_table.h"
 #include "host/rank_record.h"
 #include "host/shared_memory.h"
-#include "host/wait_limits.h"
+#include "host/wait.h"
 
 namespace ringcomm::host {
 
@@ -152,7 +152,7 @@ class Rendezvous {
   std::string memory_key_;
   std::string expected_keys_;  // empty until all are known
   std::vector<int> sharing_;   // the ranks of this host, from share_memory() on
-  Clock::time_point next_look_ = Clock::now() + kLookInterval;  // at the other ranks' records
+  Clock::time_point next_look_ = Clock::now() + kCheckInterval;  // at the other ranks' records
   int next_looked_at_ = 0;
   bool has_reported_ = false;
   bool has_news_ = false;  // a record that was not there at the look before

@@ -65,7 +65,7 @@ std::vector<int> Survivors::agree() {
   }
   begin_wait(words.chosen(attempt_));
   RINGCOMM_STEP("before a survivor joins");
-  if (asked.has(group_.rank()) && protocol_.join(attempt_, asked) == Stop::kInterrupted)
+  if (asked.has(group_.rank()) && protocol_.join(attempt_, asked) == WaitStatus::kInterrupted)
     throw Error({.kind = ErrorKind::kInterrupted, .rank = group_.rank()},
                 "ringcomm: shrink was interrupted by a signal");
   RINGCOMM_STEP("after the survivors are chosen");
@@ -103,10 +103,10 @@ int Survivors::take_store() {
   }
   begin_wait(words.verdict(attempt_));
   UniqueFd fd;
-  if (protocol_.wait_for(attempt_, Protocol::kHasStore, first) == Stop::kNone)
+  if (protocol_.wait_for(attempt_, Protocol::kHasStore, first) == WaitStatus::kNone)
     fd = Bootstrap::instance().fetch(group_.process_of(first).bootstrap_address, key_of(number),
                                      limits_.timeout, [&] {
-                                       if (stopped(first) != Stop::kNone)
+                                       if (check(first) != WaitStatus::kNone)
                                          throw Error({.kind = ErrorKind::kPeerDied, .rank = first},
                                                      "ringcomm: shrink: the first rank ended");
                                      });
@@ -128,19 +128,14 @@ bool Survivors::confirm(bool has_made) {
 
 void Survivors::begin_wait(std::uint64_t& ends_at) {
   ends_wait_ = &ends_at;
-  deadline_ = deadline_after(limits_.timeout);
-  next_look_ = {};
+  start(limits_);
 }
 
-Stop Survivors::stopped(int peer) {
-  if (arch_.load_acquire(*ends_wait_) != 0) return Stop::kAborted;
-  if (group_.has_left(peer)) return Stop::kPeerLeft;
-  if (group_.has_died(peer)) return Stop::kPeerDied;
-  const auto now = RunningClock::now();
-  if (now >= deadline_) return Stop::kTimeout;
-  if (!limits_.is_interrupted || now < next_look_) return Stop::kNone;
-  next_look_ = now + kLookInterval;
-  return limits_.is_interrupted() ? Stop::kInterrupted : Stop::kNone;
+WaitStatus Survivors::check(int peer) {
+  if (arch_.load_acquire(*ends_wait_) != 0) return WaitStatus::kAborted;
+  if (group_.has_left(peer)) return WaitStatus::kPeerLeft;
+  if (group_.has_died(peer)) return WaitStatus::kPeerDied;
+  return WaitGuard::check(peer);
 }
 
 }  // namespace ringcomm::host

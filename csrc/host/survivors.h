@@ -6,14 +6,14 @@
 #include "core/survivor_protocol.h"
 #include "host/group.h"
 #include "host/host_arch.h"
-#include "host/wait_limits.h"
+#include "host/wait.h"
 
 namespace ringcomm::host {
 
 /// One rank's part in the agreement of a failed group's ranks on the ranks that go on: agree(),
 /// take_store(), confirm(), and again while confirm() returns false. Uses nothing but the group's
 /// memory and its processes. One at a time for each rank of a group. All throw Error.
-class Survivors final : public StopSource {
+class Survivors final : public WaitGuard {
  public:
   /// Each wait of the agreement ends after the limits' timeout. `group` must outlive this object.
   Survivors(Group& group, const WaitLimits& limits);
@@ -36,7 +36,7 @@ class Survivors final : public StopSource {
   /// Whether all ranks have made the new group, as all of them are told.
   bool confirm(bool has_made);
 
-  Stop stopped(int peer) override;
+  WaitStatus check(int peer) override;
 
  private:
   using Protocol = SurvivorProtocol<HostArch, SurvivorWords>;
@@ -52,8 +52,6 @@ class Survivors final : public StopSource {
   RankSet set_;
   std::string store_key_;               // of the offer, on the rank that made it
   std::uint64_t* ends_wait_ = nullptr;  // the choice that makes the current wait unnecessary
-  RunningClock::time_point deadline_;
-  RunningClock::time_point next_look_;
 };
 
 }  // namespace ringcomm::host

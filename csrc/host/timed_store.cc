@@ -117,12 +117,13 @@ auto TimedStore::call(Ask ask) {
   const Clock::time_point limit = std::max(deadline_, queue_->limit());
   auto answer = queue_->push(std::move(ask));
   lock.unlock();
-  while (answer.wait_until(std::min(limit, Clock::now() + kLookInterval)) !=
-         std::future_status::ready) {
-    if (is_interrupted())
+  WaitGuard guard(limit, [this] { return is_interrupted(); });
+  while (answer.wait_until(guard.next_check()) != std::future_status::ready) {
+    const WaitStatus status = guard.check();
+    if (status == WaitStatus::kInterrupted)
       throw Error({.kind = ErrorKind::kInterrupted, .op = "store"},
                   "ringcomm: interrupted by a signal while the group's store was asked");
-    if (Clock::now() >= limit)
+    if (status == WaitStatus::kTimeout)
       throw Error({.kind = ErrorKind::kTimeout, .op = "store"},
                   "ringcomm: the group's store does not answer; the process that serves it, "
                   "usually rank 0 or the launcher, may be stopped, or its host unreachable");

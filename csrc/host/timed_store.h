@@ -5,7 +5,7 @@
 #include <string>
 
 #include "host/key_value_store.h"
-#include "host/wait_limits.h"
+#include "host/wait.h"
 
 namespace ringcomm {
 

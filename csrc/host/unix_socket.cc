@@ -17,7 +17,7 @@
 #include "core/annotations.h"
 #include "core/errors.h"
 #include "host/process.h"
-#include "host/wait_limits.h"
+#include "host/wait.h"
 
 namespace ringcomm::host {
 namespace {
@@ -34,7 +34,7 @@ UniqueFd open_socket(const std::string& name, int (*call)(int, const sockaddr*, 
   std::memcpy(address.sun_path + 1, name.data(), name.size());
   const auto num_bytes = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
   // Where connections wait in a full queue, connect() waits so long.
-  const timeval patience{.tv_sec = 0, .tv_usec = std::chrono::microseconds(kLookInterval).count()};
+  const timeval patience{.tv_sec = 0, .tv_usec = std::chrono::microseconds(kCheckInterval).count()};
   ::setsockopt(fd.get(), SOL_SOCKET, SO_SNDTIMEO, &patience, sizeof(patience));
   errno = 0;
   call(fd.get(), reinterpret_cast<const sockaddr*>(&address), num_bytes);

@@ -17,7 +17,7 @@ namespace ringcomm::host {
 /// A socket that listens at `name`.
 UniqueFd listen_at(const std::string& name);
 /// A socket connected to `name`. None, and errno, ECONNREFUSED when no process listens there,
-/// EAGAIN when more wait to be accepted there than the system allows, after kLookInterval. Throws
+/// EAGAIN when more wait to be accepted there than the system allows, after kCheckInterval. Throws
 /// for another user's.
 UniqueFd connect_to(const std::string& name);
 

@@ -12,7 +12,7 @@
 #include "host/key_value_store.h"
 #include "host/membership.h"
 #include "host/peer_table.h"
-#include "host/wait_limits.h"
+#include "host/wait.h"
 
 namespace ringcomm {
 
@@ -29,8 +29,8 @@ using MakeMessenger =
     std::function<std::unique_ptr<Messenger>(const std::string& key, const LookForRanks& look)>;
 
 /// A wait that ended without what it waited for; the Communicator turns it into an Error.
-struct Stopped {
-  Stop stop;
+struct WaitAborted {
+  WaitStatus stop;
   int peer = -1;            ///< the rank waited for
   std::string detail = {};  ///< the messenger's message
 };
@@ -60,7 +60,7 @@ class Transport {
   /// Sets the call's algorithm from values that are equal on all ranks.
   virtual void plan(Collective& call) const = 0;
   /// Runs a planned collective, on one thread at a time; checks every peer's header before its
-  /// data. Throws Stopped, Mismatched.
+  /// data. Throws WaitAborted, Mismatched.
   virtual Traffic run(const Collective& call, const WaitLimits& limits) = 0;
 
   /// Between two collectives, on one thread at a time with run(), again and again: what no call

@@ -75,7 +75,7 @@ void run_rank(BoardMemory& memory, const Plan& plan, int rank) {
       std::this_thread::sleep_for(std::chrono::microseconds(100));
     if (!plan.is_one_writer || rank == writer) {
       std::byte* region = nullptr;
-      expect(board.open(region) == Stop::kNone, "an open region");
+      expect(board.open(region) == WaitStatus::kNone, "an open region");
       fill(region, rank, phase);
     }
     board.publish();
@@ -83,7 +83,7 @@ void run_rank(BoardMemory& memory, const Plan& plan, int rank) {
       const int peer = (rank + distance) % plan.world_size;
       if (plan.is_one_writer && peer != writer) continue;
       const std::byte* region = nullptr;
-      expect(board.wait(peer, region) == Stop::kNone, "a published region");
+      expect(board.wait(peer, region) == WaitStatus::kNone, "a published region");
       expect(holds(region, peer, phase),
              "what rank " + std::to_string(peer) + " wrote in phase " + std::to_string(phase));
     }
@@ -125,21 +125,21 @@ TEST_CASE("boards on which one rank writes and the others only read") {
 
 TEST_CASE("a wait on a board names the rank that it waited for") {
   BoardMemory memory;
-  testing::Refusal refusal(Stop::kTimeout);
+  testing::Refusal refusal(WaitStatus::kTimeout);
   Arch arch(refusal, 0);
   arch.budget() = SpinBudget::none();
   const BoardGeometry geometry = memory.geometry(3);
   Board<Arch> board(arch, geometry, 0);
   Board<Arch> prompt(arch, geometry, 1);
   std::byte* region = nullptr;
-  CHECK(board.open(region) == Stop::kNone);  // the first phase needs no peer
+  CHECK(board.open(region) == WaitStatus::kNone);  // the first phase needs no peer
   board.publish();
   prompt.publish();
   const std::byte* received = nullptr;
-  CHECK(board.wait(1, received) == Stop::kNone);
-  CHECK(board.wait(2, received) == Stop::kTimeout);
+  CHECK(board.wait(1, received) == WaitStatus::kNone);
+  CHECK(board.wait(2, received) == WaitStatus::kTimeout);
   CHECK(refusal.last_peer() == 2);
-  CHECK(board.open(region) == Stop::kTimeout);
+  CHECK(board.open(region) == WaitStatus::kTimeout);
   CHECK(refusal.last_peer() == 2);
 }
 
@@ -157,7 +157,7 @@ TEST_CASE("a region filled too early is seen by this test") {
   Board<Arch> late(arch, geometry, 1);
   late.publish();
   const std::byte* region = nullptr;
-  CHECK(late.wait(0, region) == Stop::kNone);
+  CHECK(late.wait(0, region) == WaitStatus::kNone);
   CHECK_FALSE(holds(region, 0, 0));
 }
 

@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "collectives/recorder.h"
-#include "host/wait_limits.h"
+#include "host/wait.h"
 #include "hosts_ranks.h"
 #include "third_party/doctest/doctest.h"
 

@@ -109,7 +109,7 @@ TEST_CASE("submitted calls behind a failed one fail with it") {
       if (error != nullptr) ++num_failed;
     };
     const bool is_first = communicator.rank() == 0;
-    OrderedQueue::Ticket last;
+    OrderedQueue::Request last;
     try {
       communicator.submit((is_first ? small : large).call(), kPatient, count);
       for (int i = 0; i < 3; ++i) last = communicator.submit(small.call(), kPatient, count);

@@ -119,17 +119,17 @@ TEST_CASE("submitted collectives run in order, and a blocking one after them") {
   });
 }
 
-TEST_CASE("a submitted collective is waited for by its ticket, by polling, and by destruction") {
+TEST_CASE("a submitted collective is waited for by its request, by polling, and by destruction") {
   run_ranks(3, [&](Communicator& communicator) {
     const Case c{.num_elems = 500};
     CaseBuffers waited(c, communicator.rank(), 3), polled(c, communicator.rank(), 3);
     const auto ignore = [](const std::exception_ptr&) {};
     communicator.queue().wait(communicator.submit(waited.call(), kPatient, ignore), {});
     waited.check();
-    const auto ticket = communicator.submit(polled.call(), kPatient, ignore);
+    const auto request = communicator.submit(polled.call(), kPatient, ignore);
     testing::wait_until(
-        [&] { return communicator.queue().wait(ticket, {}, OrderedQueue::Clock::time_point()); },
-        "a done ticket");
+        [&] { return communicator.queue().wait(request, {}, OrderedQueue::Clock::time_point()); },
+        "a done request");
     polled.check();
   });
   testing::MemoryStore store;

@@ -35,7 +35,7 @@
 #include "folder_store.h"
 #include "host/process.h"
 #include "host/shared_arena.h"
-#include "host/wait_limits.h"
+#include "host/wait.h"
 #include "sanitizers.h"
 #include "socket_messages.h"
 #include "third_party/doctest/doctest.h"

@@ -180,7 +180,8 @@ TEST_CASE("kernels: a rank that does not arrive is a timeout that names it, in a
       CaseBuffers buffers(c, rank, 3);
       start.arrive_and_wait();
       ranks.run(rank, buffers.call());
-      expect(ranks.control(rank).stop == static_cast<std::uint32_t>(Stop::kTimeout), "a time-out");
+      expect(ranks.control(rank).stop == static_cast<std::uint32_t>(WaitStatus::kTimeout),
+             "a time-out");
       expect(ranks.control(rank).peer == 2, "the rank that is missing");
     });
   }
@@ -270,7 +271,7 @@ bool fails_on_late_rank(GpuRanks& ranks, bool is_after, const FirstOfRank0& firs
                         const SecondOfRank0& second, const FirstOfRank1& late) {
   ranks.timeout = std::chrono::milliseconds(200);
   first();
-  CHECK(ranks.control(0).stop == static_cast<std::uint32_t>(Stop::kTimeout));
+  CHECK(ranks.control(0).stop == static_cast<std::uint32_t>(WaitStatus::kTimeout));
   if (is_after) second();
   std::atomic<bool> has_ended = false;
   std::thread rank_1([&] { late(), has_ended = true; });
@@ -278,8 +279,8 @@ bool fails_on_late_rank(GpuRanks& ranks, bool is_after, const FirstOfRank0& firs
     std::this_thread::yield();
   if (!is_after) second();
   rank_1.join();
-  CHECK(ranks.control(0).stop == static_cast<std::uint32_t>(Stop::kTimeout));
-  return ranks.control(1).stop == static_cast<std::uint32_t>(Stop::kTimeout);
+  CHECK(ranks.control(0).stop == static_cast<std::uint32_t>(WaitStatus::kTimeout));
+  return ranks.control(1).stop == static_cast<std::uint32_t>(WaitStatus::kTimeout);
 }
 
 TEST_CASE("kernels: after a kernel has failed, a late peer gets no data of the rank's next one") {

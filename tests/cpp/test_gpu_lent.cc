@@ -206,7 +206,8 @@ TEST_CASE("lent buffers: a rank that does not arrive is a timeout that names it"
       CaseBuffers buffers({.op = op, .num_elems = kManyElems / 4}, rank, 3);
       start.arrive_and_wait();
       ranks.run(rank, buffers.call(), /*lends=*/true);
-      expect(ranks.control(rank).stop == static_cast<std::uint32_t>(Stop::kTimeout), "a time-out");
+      expect(ranks.control(rank).stop == static_cast<std::uint32_t>(WaitStatus::kTimeout),
+             "a time-out");
       expect(ranks.control(rank).peer == 2, "the rank that is missing");
     });
   }

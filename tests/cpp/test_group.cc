@@ -25,6 +25,8 @@
 #include "host/abort_reason.h"
 #include "host/fd.h"
 #include "host/group.h"
+#include "host/group_wait.h"
+#include "host/host_arch.h"
 #include "host/key_value_store.h"
 #include "host/process.h"
 #include "host/rank_record.h"
@@ -32,8 +34,7 @@
 #include "host/shared_arena.h"
 #include "host/shared_memory.h"
 #include "host/unix_socket.h"
-#include "host/wait_limits.h"
-#include "host/wait_scope.h"
+#include "host/wait.h"
 #include "third_party/doctest/doctest.h"
 #include "thread_ranks.h"
 #include "transport/messages/members.h"
@@ -273,24 +274,24 @@ TEST_CASE("ranks of a group see the same memory and each other's lives") {
   run_threads(3, [&](int rank) {
     Group group = testing::make_group(store, identity(rank, 3), {}, testing::kBound);
     expect(group.process_of((rank + 1) % 3).pid == ::getpid(), "the peer's pid");
-    WaitScope scope(group);
+    GroupWait scope(group);
     HostArch arch(scope, 0);
     scope.begin(testing::kPatient);
     Board<HostArch> board(arch, group.board(), rank);
     std::byte* region = nullptr;
-    expect(board.open(region) == Stop::kNone, "an open region");
+    expect(board.open(region) == WaitStatus::kNone, "an open region");
     region[0] = static_cast<std::byte>(rank + 1);
     board.publish();
     for (int peer = 0; peer < 3; ++peer) {
       const std::byte* read = nullptr;
       if (peer == rank) continue;
-      expect(board.wait(peer, read) == Stop::kNone, "a published region");
+      expect(board.wait(peer, read) == WaitStatus::kNone, "a published region");
       expect(read[0] == static_cast<std::byte>(peer + 1), "the peer's byte");
     }
     board.publish();
     for (int peer = 0; peer < 3; ++peer) {
       const std::byte* read = nullptr;
-      if (peer != rank) expect(board.wait(peer, read) == Stop::kNone, "all have read");
+      if (peer != rank) expect(board.wait(peer, read) == WaitStatus::kNone, "all have read");
     }
     ++num_left;
   });
@@ -536,7 +537,7 @@ TEST_CASE("a wait that takes too long blames the rank that has published least")
   MemoryStore store;
   run_threads(3, [&](int rank) {
     Group group = testing::make_group(store, identity(rank, 3), {}, testing::kBound);
-    WaitScope scope(group);
+    GroupWait scope(group);
     HostArch arch(scope, 0);
     Board<HostArch> board(arch, group.board(), rank);
     std::string ignored;
@@ -547,7 +548,7 @@ TEST_CASE("a wait that takes too long blames the rank that has published least")
     if (rank == 0) {
       const WaitLimits limits = testing::within(milliseconds(1));
       scope.begin(limits);
-      testing::wait_until([&] { return scope.stopped(1) == Stop::kTimeout; }, "a time-out");
+      testing::wait_until([&] { return scope.check(1) == WaitStatus::kTimeout; }, "a time-out");
       expect(scope.awaited_peer() == 2, "rank 2 to be blamed");
     }
     store.set("over" + std::to_string(rank), "");
@@ -645,7 +646,7 @@ TEST_CASE("a record of an earlier group in the same store is waited out") {
     if (rank == 0) std::this_thread::sleep_for(milliseconds(50));
     const Group group = testing::make_group(store, identity(rank, 2), {}, testing::kBound);
     std::string ignored;
-    expect(group.state_of(1 - rank) == Stop::kNone, "the peer of this group");
+    expect(group.state_of(1 - rank) == WaitStatus::kNone, "the peer of this group");
     store.set("joined" + std::to_string(rank), "");
     expect(store.get("joined" + std::to_string(1 - rank), testing::kBound, ignored), "the other");
   });
@@ -802,7 +803,7 @@ TEST_CASE("an aborted group gives the first reason to all ranks") {
       return;
     }
     expect(store.get("left", testing::kBound, ignored), "the peer's end");
-    expect(group->state_of(0) == Stop::kAborted && group->state_of(1) == Stop::kAborted,
+    expect(group->state_of(0) == WaitStatus::kAborted && group->state_of(1) == WaitStatus::kAborted,
            "an aborted group, whomever one waits for, though its maker has left");
     const AbortReason reason = group->abort_reason();
     expect(reason.kind == ErrorKind::kTimeout && reason.origin == 0 && reason.culprit == 1 &&
@@ -823,8 +824,8 @@ TEST_CASE("only the rank that has left is missing for the others") {
       return;
     }
     expect(store.get("left", testing::kBound, ignored), "the peer's end");
-    expect(group->state_of(1) == Stop::kPeerLeft, "rank 1 gone");
-    expect(group->state_of(rank) == Stop::kNone, "this rank there");
+    expect(group->state_of(1) == WaitStatus::kPeerLeft, "rank 1 gone");
+    expect(group->state_of(rank) == WaitStatus::kNone, "this rank there");
     store.set("seen" + std::to_string(rank), "");
     expect(store.get("seen" + std::to_string(2 - rank), testing::kBound, ignored), "the other");
   });
@@ -834,7 +835,7 @@ TEST_CASE("a long reason is cut and ends") {
   MemoryStore store;
   Group group = testing::make_group(store, identity(0, 1), {}, testing::kBound);
   group.abort({.text = std::string(5000, 'x')});
-  CHECK(group.state_of(0) == Stop::kAborted);
+  CHECK(group.state_of(0) == WaitStatus::kAborted);
   CHECK(group.abort_reason().text == std::string(1023, 'x'));
 }
 

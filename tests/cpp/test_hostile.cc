@@ -475,9 +475,9 @@ TEST_CASE(
   AbortRecord& record = *reinterpret_cast<AbortRecord*>(base);
   REQUIRE(record.state == AbortRecord::kNone);
   std::memset(base, 0xff, sizeof(AbortRecord));
-  CHECK(group.state_of(0) == Stop::kNone);  // written by no rank that there is
+  CHECK(group.state_of(0) == WaitStatus::kNone);  // written by no rank that there is
   record.state = AbortRecord::kWritten;
-  CHECK(group.state_of(0) == Stop::kAborted);
+  CHECK(group.state_of(0) == WaitStatus::kAborted);
   const AbortReason reason = group.abort_reason();
   CHECK(reason.origin == -1);
   CHECK(reason.culprit == -1);
@@ -485,7 +485,7 @@ TEST_CASE(
   record.origin = record.culprit = 1'000'000;
   Failure failure(&group, 0, 1);
   const Error error = error_of([&] {
-    failure.raise_stopped(Stop::kAborted, 0,
+    failure.raise_stopped(WaitStatus::kAborted, 0,
                           Activity{.op = "barrier", .description = "barrier #0"});
   });
   CHECK(error.info().rank == -1);

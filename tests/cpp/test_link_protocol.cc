@@ -71,11 +71,11 @@ void send_all(LinkMemory& memory, std::uint32_t num_slots, std::uint64_t num_mes
     nap(pace, n);
     std::byte* slot = nullptr;
     if (!pace.is_trying || !link.try_acquire(slot))
-      expect(link.acquire(slot) == Stop::kNone, "a free slot");
+      expect(link.acquire(slot) == WaitStatus::kNone, "a free slot");
     fill(slot, n);
     link.publish();
   }
-  expect(link.wait_drained(0) == Stop::kNone, "a drained link");
+  expect(link.wait_drained(0) == WaitStatus::kNone, "a drained link");
 }
 
 void recv_all(LinkMemory& memory, std::uint32_t num_slots, std::uint64_t num_messages, Pace pace) {
@@ -86,7 +86,7 @@ void recv_all(LinkMemory& memory, std::uint32_t num_slots, std::uint64_t num_mes
   for (std::uint64_t n = 0; n < num_messages; ++n) {
     const std::byte* slot = nullptr;
     if (!pace.is_trying || !link.try_wait(slot))
-      expect(link.wait(slot) == Stop::kNone, "a filled slot");
+      expect(link.wait(slot) == WaitStatus::kNone, "a filled slot");
     expect(holds(slot, n), "message " + std::to_string(n) + " complete and in order");
     link.release();
     nap(pace, n);
@@ -150,22 +150,22 @@ TEST_CASE("try_acquire and try_wait say no where acquire and wait would sleep") 
 
 TEST_CASE("a wait on a link ends with the reason to stop") {
   LinkMemory memory;
-  testing::Refusal refusal(Stop::kPeerDied);
+  testing::Refusal refusal(WaitStatus::kPeerDied);
   Arch arch(refusal, 0);
   arch.budget() = SpinBudget::none();
   SendLink<Arch> to(arch, memory.geometry(2), 1);
   RecvLink<Arch> from(arch, memory.geometry(2), 0);
   const std::byte* received = nullptr;
   std::byte* slot = nullptr;
-  CHECK(from.wait(received) == Stop::kPeerDied);
+  CHECK(from.wait(received) == WaitStatus::kPeerDied);
   for (int n = 0; n < 2; ++n) {
-    CHECK(to.acquire(slot) == Stop::kNone);
+    CHECK(to.acquire(slot) == WaitStatus::kNone);
     to.publish();
   }
-  CHECK(to.acquire(slot) == Stop::kPeerDied);
-  CHECK(to.wait_drained(0) == Stop::kPeerDied);
+  CHECK(to.acquire(slot) == WaitStatus::kPeerDied);
+  CHECK(to.wait_drained(0) == WaitStatus::kPeerDied);
   // The slot that a peer published before it died can still be read.
-  CHECK(from.wait(received) == Stop::kNone);
+  CHECK(from.wait(received) == WaitStatus::kNone);
 }
 
 TEST_CASE("ends made anew go on where the old ones were, with another geometry once drained") {
@@ -210,9 +210,9 @@ TEST_CASE("a step of a ring returns a slot when it has copied all of it") {
     REQUIRE(to.try_acquire(slot));
     fill(slot, n);
     to.publish();
-    const Stop stop = n == 0 ? recv(arch, from, output, kSlotBytes)
-                             : recv_copy_send(arch, from, on, output, kSlotBytes);
-    CHECK(stop == Stop::kNone);
+    const WaitStatus stop = n == 0 ? recv(arch, from, output, kSlotBytes)
+                                   : recv_copy_send(arch, from, on, output, kSlotBytes);
+    CHECK(stop == WaitStatus::kNone);
     CHECK(holds(output, n));
     CHECK(memory.cursors.head.value == n + 1);
   }

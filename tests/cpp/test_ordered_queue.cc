@@ -82,7 +82,7 @@ TEST_CASE("tasks run one at a time and in order, whichever threads submit or wai
   std::vector<std::uint64_t> order;  // unguarded: the queue is the guard, ThreadSanitizer the judge
   std::atomic<int> num_inside = 0;
   std::atomic<bool> has_overlap = false;
-  std::vector<OrderedQueue::Ticket> tickets;
+  std::vector<OrderedQueue::Request> requests;
   for (int i = 0; i < kNumTasks; ++i) {
     const auto task = [&](std::uint64_t number) {
       if (++num_inside > 1) has_overlap = true;
@@ -92,10 +92,10 @@ TEST_CASE("tasks run one at a time and in order, whichever threads submit or wai
     if (i % 7 == 6)
       queue.run(task, {});
     else
-      tickets.push_back(queue.submit(task));
-    if (i % 50 == 49) queue.wait(tickets.back(), {});
+      requests.push_back(queue.submit(task));
+    if (i % 50 == 49) queue.wait(requests.back(), {});
   }
-  for (const auto& ticket : tickets) queue.wait(ticket, {});
+  for (const auto& request : requests) queue.wait(request, {});
   std::vector<std::uint64_t> numbers(kNumTasks);
   std::iota(numbers.begin(), numbers.end(), std::uint64_t{0});
   CHECK(order == numbers);
@@ -135,7 +135,7 @@ TEST_CASE("tasks of many threads are each run once, and done when a wait returns
 TEST_CASE("a wait behind a stream of short tasks polls all the same") {
   OrderedQueue queue;
   std::atomic<bool> is_polled = false;
-  OrderedQueue::Ticket last;
+  OrderedQueue::Request last;
   for (int i = 0; i < 400; ++i)
     last = queue.submit([&](auto) {
       if (!is_polled) std::this_thread::sleep_for(milliseconds(5));
@@ -147,40 +147,40 @@ TEST_CASE("a wait behind a stream of short tasks polls all the same") {
 TEST_CASE("a wait with a deadline leaves a task that takes long, and polls meanwhile") {
   OrderedQueue queue;
   Gate gate;
-  const auto ticket = queue.submit([&](auto) { gate.pass(); });
+  const auto request = queue.submit([&](auto) { gate.pass(); });
   std::atomic<int> num_polls = 0;
   const auto begin = OrderedQueue::Clock::now();
-  CHECK_FALSE(queue.wait(ticket, [&] { ++num_polls; }, begin + milliseconds(180)));
+  CHECK_FALSE(queue.wait(request, [&] { ++num_polls; }, begin + milliseconds(180)));
   CHECK(OrderedQueue::Clock::now() - begin >= milliseconds(180));
   CHECK(num_polls >= 2);
-  CHECK_FALSE(queue.wait(ticket, {}, begin));  // a deadline in the past
+  CHECK_FALSE(queue.wait(request, {}, begin));  // a deadline in the past
   gate.open();
-  queue.wait(ticket, {});
-  CHECK(queue.wait(ticket, {}, begin));  // done, so late or not
+  queue.wait(request, {});
+  CHECK(queue.wait(request, {}, begin));  // done, so late or not
 }
 
-TEST_CASE("threads that wait for different tickets all return") {
+TEST_CASE("threads that wait for different requests all return") {
   OrderedQueue queue;
   Gate gate;
-  std::vector<OrderedQueue::Ticket> tickets;
-  tickets.push_back(queue.submit([&](auto) { gate.pass(); }));
-  for (int i = 0; i < 5; ++i) tickets.push_back(queue.submit([](auto) {}));
+  std::vector<OrderedQueue::Request> requests;
+  requests.push_back(queue.submit([&](auto) { gate.pass(); }));
+  for (int i = 0; i < 5; ++i) requests.push_back(queue.submit([](auto) {}));
   std::atomic<int> num_polls = 0;
   std::thread opener([&] {
     testing::wait_until([&] { return num_polls >= 6 && gate.num_came() == 1; }, "polls");
     gate.open();
   });
   testing::run_threads(6, [&](int rank) {
-    const auto& ticket = tickets[static_cast<std::size_t>(5 - rank)];
-    queue.wait(ticket, [&] { ++num_polls; });
-    expect(queue.wait(ticket, {}, OrderedQueue::Clock::time_point()), "a done ticket");
+    const auto& request = requests[static_cast<std::size_t>(5 - rank)];
+    queue.wait(request, [&] { ++num_polls; });
+    expect(queue.wait(request, {}, OrderedQueue::Clock::time_point()), "a done request");
   });
   opener.join();
 }
 
 TEST_CASE("a task may wait for another thread that puts tasks in") {
   OrderedQueue queue;
-  OrderedQueue::Ticket inner;
+  OrderedQueue::Request inner;
   bool is_inner_run = false;
   queue.run(
       [&](auto) {
@@ -193,12 +193,12 @@ TEST_CASE("a task may wait for another thread that puts tasks in") {
   CHECK(is_inner_run);
 }
 
-TEST_CASE("a task's captures go when it has run, not with its ticket") {
+TEST_CASE("a task's captures go when it has run, not with its request") {
   OrderedQueue queue;
   auto held = std::make_shared<int>(1);
   const std::weak_ptr<int> watched = held;
-  const auto ticket = queue.submit([held = std::move(held)](auto) {});
-  queue.wait(ticket, {});
+  const auto request = queue.submit([held = std::move(held)](auto) {});
+  queue.wait(request, {});
   CHECK(watched.expired());
 }
 

@@ -174,7 +174,7 @@ TEST_CASE("the phases of uneven shards are those of the rank with the most to se
     const host::GroupTerms identity{.rank = rank, .world_size = kManyRanks, .options = "shards"};
     host::Group group =
         testing::make_group(store, identity, {.board_bytes = kSmallBoardBytes}, testing::kBound);
-    host::WaitScope scope(group);
+    host::GroupWait scope(group);
     scope.begin(kPatient);
     ShmContext context(group, scope, 1);
     for (const OpKind op : kUneven)

@@ -10,10 +10,10 @@
 namespace ringcomm::testing {
 
 /// Waits end in half a minute: a lost wake-up or credit is a failure then and not a hang.
-class Patience final : public host::StopSource {
+class Patience final : public WaitGuard {
  public:
-  Stop stopped(int) override {
-    return std::chrono::steady_clock::now() < deadline_ ? Stop::kNone : Stop::kTimeout;
+  WaitStatus check(int) override {
+    return std::chrono::steady_clock::now() < deadline_ ? WaitStatus::kNone : WaitStatus::kTimeout;
   }
 
  private:
@@ -22,17 +22,17 @@ class Patience final : public host::StopSource {
 };
 
 /// No wait sleeps.
-class Refusal final : public host::StopSource {
+class Refusal final : public WaitGuard {
  public:
-  explicit Refusal(Stop why) : why_(why) {}
-  Stop stopped(int peer) override {
+  explicit Refusal(WaitStatus why) : why_(why) {}
+  WaitStatus check(int peer) override {
     last_peer_ = peer;
     return why_;
   }
   int last_peer() const { return last_peer_; }
 
  private:
-  Stop why_;
+  WaitStatus why_;
   int last_peer_ = -1;
 };
 

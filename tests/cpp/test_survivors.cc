@@ -30,7 +30,7 @@
 #include "host/group.h"
 #include "host/process.h"
 #include "host/survivors.h"
-#include "host/wait_limits.h"
+#include "host/wait.h"
 #include "third_party/doctest/doctest.h"
 
 namespace {
@@ -283,10 +283,11 @@ struct AgreementWords {
 };
 
 TEST_CASE("survivors: nobody hears that all have made the group before they have") {
-  struct UntilVerdict final : host::StopSource {
+  struct UntilVerdict final : WaitGuard {
     explicit UntilVerdict(std::uint64_t& verdict) : verdict(verdict) {}
-    Stop stopped(int) override {
-      return __atomic_load_n(&verdict, __ATOMIC_ACQUIRE) == 0 ? Stop::kNone : Stop::kInterrupted;
+    WaitStatus check(int) override {
+      return __atomic_load_n(&verdict, __ATOMIC_ACQUIRE) == 0 ? WaitStatus::kNone
+                                                              : WaitStatus::kInterrupted;
     }
     std::uint64_t& verdict;
   };
@@ -301,7 +302,7 @@ TEST_CASE("survivors: nobody hears that all have made the group before they have
     both.add(1);
     std::atomic<bool> all_made = false;
     std::thread waits([&] { all_made = first.confirm(0, both, true); });
-    CHECK(other.wait_for(0, decltype(other)::kMade, 0) == Stop::kNone);
+    CHECK(other.wait_for(0, decltype(other)::kMade, 0) == WaitStatus::kNone);
     std::this_thread::sleep_for(milliseconds(20));  // in which it might answer too early
     CHECK(other.confirm(0, both, has_made) == has_made);
     waits.join();

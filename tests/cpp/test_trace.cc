@@ -194,7 +194,7 @@ TEST_CASE("trace: the header has a late moment by both clocks, however early the
         if (num_moments % 2 == 0)
           const recorder::Span span([] { return step(0); });
         else
-          recorder::trace_alive();
+          recorder::trace_wait({.rank = 0, .begin_ticks = 1});
         moment = last_moment();
       }
       const Anchor end = Anchor::now();
@@ -216,7 +216,7 @@ TEST_CASE("trace: a forked child writes nothing to its parent's files") {
     if (child == 0) {
       const recorder::Span span([] { return step(1); });
       recorder::trace_group(1, "the child's", 0, {0}, "");
-      recorder::trace_alive();
+      recorder::trace_wait({.rank = 0, .begin_ticks = 1});
       ::_exit(0);
     }
     ::waitpid(child, nullptr, 0);

@@ -14,7 +14,7 @@
 #include "core/wait_policy.h"
 #include "host/host_arch.h"
 #include "host/process.h"
-#include "host/wait_limits.h"
+#include "host/wait.h"
 #include "third_party/doctest/doctest.h"
 
 namespace {
@@ -40,13 +40,13 @@ struct ScriptedArch {
   void copy(void*, const void*, std::size_t) {}
   SpinBudget budget() { return {}; }
   template <class F>
-  Stop once(const F& function) {
+  WaitStatus once(const F& function) {
     return function();
   }
   template <class F>
-  Stop each(int num, const F& function) {
-    Stop stop = Stop::kNone;
-    for (int i = 0; i < num && stop == Stop::kNone; ++i) stop = function(i);
+  WaitStatus each(int num, const F& function) {
+    WaitStatus stop = WaitStatus::kNone;
+    for (int i = 0; i < num && stop == WaitStatus::kNone; ++i) stop = function(i);
     return stop;
   }
   void pause() {}
@@ -61,13 +61,13 @@ struct ScriptedArch {
   void wake(std::uint64_t&) {}
   void record_core(std::uint32_t&) {}
   void leave_core(const std::uint32_t&) {}
-  Stop stopped(int) { return Stop::kNone; }
+  WaitStatus stopped(int) { return WaitStatus::kNone; }
 };
 
 std::uint32_t yields_before_sleep(SpinBudget& budget, Yielded outcome) {
   Cursor cursor;
   ScriptedArch arch{.outcome = outcome, .cursor = cursor, .value_on_waking = 1};
-  CHECK(wait_at_least(arch, budget, cursor, 1, 0) == Stop::kNone);
+  CHECK(wait_at_least(arch, budget, cursor, 1, 0) == WaitStatus::kNone);
   CHECK(arch.num_sleeps == 1);
   CHECK(cursor.sleepers == 0);
   return arch.num_yields;
@@ -81,8 +81,8 @@ TEST_CASE("a rank sleeps after few yields to other threads, and after many idle 
   CHECK(yields_before_sleep(budget, Yielded::kCoreIdle) == 0);  // for the next waits
 }
 
-class NoReason final : public host::StopSource {
-  Stop stopped(int) override { return Stop::kNone; }
+class NoReason final : public WaitGuard {
+  WaitStatus check(int) override { return WaitStatus::kNone; }
 };
 
 cpu_set_t allowed_cores() {

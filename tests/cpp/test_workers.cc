@@ -287,9 +287,9 @@ TEST_CASE("workers: a thread that moves stays on its NUMA node") {
 #if !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)  // they have a malloc, too
 thread_local int num_allocations = 0;
 
-class NoStop final : public host::StopSource {
+class NoStop final : public WaitGuard {
  public:
-  Stop stopped(int) override { return Stop::kNone; }
+  WaitStatus check(int) override { return WaitStatus::kNone; }
 };
 
 TEST_CASE("workers: a thread that leaves its waker's core reads no text and allocates nothing") {

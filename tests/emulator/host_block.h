@@ -40,22 +40,22 @@ class HostBlock {
   cuda::Tables& tables() const { return shared_.tables; }
 
   template <class F>
-  Stop once(const F& function) {
+  WaitStatus once(const F& function) {
     turn_ ^= 1;
     if (context_.thread_idx == 0) shared_.answers[turn_] = static_cast<std::uint32_t>(function());
     context_.sync();
-    return static_cast<Stop>(shared_.answers[turn_]);
+    return static_cast<WaitStatus>(shared_.answers[turn_]);
   }
   template <class F>
-  Stop each(int num, const F& function) {
-    Stop stop = Stop::kNone;
-    for (auto i = static_cast<int>(thread_idx()); i < num && stop == Stop::kNone;
+  WaitStatus each(int num, const F& function) {
+    WaitStatus stop = WaitStatus::kNone;
+    for (auto i = static_cast<int>(thread_idx()); i < num && stop == WaitStatus::kNone;
          i += static_cast<int>(num_threads()))
       stop = function(i);
     return agree(stop);
   }
-  Stop agree(Stop stop) {
-    if (stop != Stop::kNone)
+  WaitStatus agree(WaitStatus stop) {
+    if (stop != WaitStatus::kNone)
       __atomic_store_n(
           &shared_.agreed,
           static_cast<std::uint32_t>(stop) | static_cast<std::uint32_t>(awaited_peer_ + 1) << 8,
@@ -63,14 +63,14 @@ class HostBlock {
     context_.sync();
     const std::uint32_t agreed = __atomic_load_n(&shared_.agreed, __ATOMIC_RELAXED);
     context_.sync();
-    if (agreed == 0) return Stop::kNone;
+    if (agreed == 0) return WaitStatus::kNone;
     if (thread_idx() == 0) __atomic_store_n(&shared_.agreed, 0u, __ATOMIC_RELAXED);
     context_.sync();
     awaited_peer_ = static_cast<int>(agreed >> 8) - 1;
-    return static_cast<Stop>(agreed & 0xff);
+    return static_cast<WaitStatus>(agreed & 0xff);
   }
 
-  Stop look_until(const Cursor& cursor, std::uint64_t target, int peer) {
+  WaitStatus look_until(const Cursor& cursor, std::uint64_t target, int peer) {
     return cuda::look_until_at_least(*this, cursor, target, peer);
   }
   std::uint64_t load_relaxed(const std::uint64_t& word) const {
@@ -120,15 +120,15 @@ class HostBlock {
   void record_core(std::uint32_t&) const {}
   void leave_core(const std::uint32_t&) const {}
 
-  Stop stopped(int peer) {
+  WaitStatus stopped(int peer) {
     using Clock = std::chrono::steady_clock;
     awaited_peer_ = peer;
     const auto now_ns = static_cast<std::uint64_t>(Clock::now().time_since_epoch().count());
     call_.control->record_wait(peer, static_cast<std::uint32_t>(now_ns >> 10) | 1);
-    if (__atomic_load_n(&call_.control->abort, __ATOMIC_RELAXED) != 0) return Stop::kAborted;
+    if (__atomic_load_n(&call_.control->abort, __ATOMIC_RELAXED) != 0) return WaitStatus::kAborted;
     if (began_ == Clock::time_point{}) began_ = Clock::now();
-    return Clock::now() - began_ > std::chrono::nanoseconds(call_.timeout_ns) ? Stop::kTimeout
-                                                                              : Stop::kNone;
+    return Clock::now() - began_ > std::chrono::nanoseconds(call_.timeout_ns) ? WaitStatus::kTimeout
+                                                                              : WaitStatus::kNone;
   }
   int awaited_peer() const { return awaited_peer_; }
   void record_awaited(int peer) { awaited_peer_ = peer; }

@@ -197,8 +197,8 @@ void DeviceGroup::throw_given_up(const char* title, const std::string& detail) {
     const auto communicator = communicator_.lock();
     if (communicator == nullptr) return false;
     Membership* const members = communicator->members();
-    if (members != nullptr && members->state_of(rank_) == Stop::kAborted)
-      communicator->failure().raise_stopped(Stop::kAborted, rank_,
+    if (members != nullptr && members->state_of(rank_) == WaitStatus::kAborted)
+      communicator->failure().raise_stopped(WaitStatus::kAborted, rank_,
                                             {.op = title, .description = title});
     return true;
   });
@@ -212,7 +212,7 @@ void DeviceGroup::throw_given_up(const char* title, const std::string& detail) {
 bool DeviceGroup::has_another_given_up() {
   const auto communicator = communicator_.lock();
   return communicator != nullptr && communicator->members() != nullptr &&
-         communicator->members()->is_given_up(/*asks=*/true);
+         communicator->members()->is_aborted(/*asks=*/true);
 }
 
 void DeviceGroup::end(const std::string& why) {

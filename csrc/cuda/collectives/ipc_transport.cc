@@ -193,11 +193,11 @@ std::uint64_t IpcTransport::meet(std::uint64_t value) {
 void IpcTransport::look_at_peer(int peer, RunningClock::time_point deadline,
                                 const std::function<bool()>& has_come) {
   communicator_.failure().rethrow_if_any();
-  const Stop state = communicator_.members()->state_of(peer);
+  const WaitStatus state = communicator_.members()->state_of(peer);
   const bool is_late = RunningClock::now() >= deadline;
-  if ((state != Stop::kNone || is_late) && !has_come())
-    communicator_.failure().raise_stopped(state != Stop::kNone ? state : Stop::kTimeout, peer,
-                                          watch_.last_activity());
+  if ((state != WaitStatus::kNone || is_late) && !has_come())
+    communicator_.failure().raise_stopped(state != WaitStatus::kNone ? state : WaitStatus::kTimeout,
+                                          peer, watch_.last_activity());
 }
 
 // ---- messages

@@ -14,7 +14,7 @@
 #include "cuda/collectives/device_watch.h"
 #include "cuda/collectives/kernels.h"
 #include "host/process.h"
-#include "host/wait_limits.h"
+#include "host/wait.h"
 
 namespace ringcomm::cuda {
 
@@ -57,7 +57,7 @@ class IpcTransport final : public DeviceTransport {
   void abort() noexcept override { watch_.end_waits(); }
   bool may_have_given_up() const noexcept override {
     return __atomic_load_n(&group_->control().abort, __ATOMIC_ACQUIRE) != 0 ||
-           communicator_.members()->is_given_up(/*asks=*/false);
+           communicator_.members()->is_aborted(/*asks=*/false);
   }
 
  private:

@@ -61,7 +61,7 @@ concept Block = Arch<B> && requires(B block, Packet& packet, const Packet& there
   { block.block_idx() } -> std::same_as<unsigned>;
   { block.num_blocks() } -> std::same_as<unsigned>;
   block.sync();
-  { block.agree(Stop{}) } -> std::same_as<Stop>;
+  { block.agree(WaitStatus{}) } -> std::same_as<WaitStatus>;
   { block.tables() } -> std::same_as<Tables&>;
   block.store_packet(packet, std::uint64_t{}, std::uint64_t{});
   block.load_packet(there, word, word);
@@ -75,14 +75,14 @@ concept Block = Arch<B> && requires(B block, Packet& packet, const Packet& there
 /// The wait of a block's thread, its look_until(). It does not sleep, and each acquire has a price:
 /// on a GPU it empties L1. An acquire follows the relaxed look that found the value.
 template <class B>
-RINGCOMM_HD Stop look_until_at_least(B& block, const Cursor& cursor, std::uint64_t target,
-                                     int peer) {
+RINGCOMM_HD WaitStatus look_until_at_least(B& block, const Cursor& cursor, std::uint64_t target,
+                                           int peer) {
   for (;; block.pause()) {
-    const Stop stop = block.stopped(peer);
+    const WaitStatus stop = block.stopped(peer);
     // After the reason to stop: a peer may publish and then die or leave.
     if (block.load_relaxed(cursor.value) >= target && block.load_acquire(cursor.value) >= target)
-      return Stop::kNone;
-    if (stop != Stop::kNone) return stop;
+      return WaitStatus::kNone;
+    if (stop != WaitStatus::kNone) return stop;
   }
 }
 

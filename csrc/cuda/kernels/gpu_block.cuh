@@ -59,20 +59,20 @@ class GpuBlock {
   __device__ Tables& tables() const { return shared_.tables; }
 
   template <class F>
-  __device__ Stop once(const F& function) {
+  __device__ WaitStatus once(const F& function) {
     turn_ ^= 1;
     if (threadIdx.x == 0) shared_.answers[turn_] = static_cast<std::uint32_t>(function());
     sync();
-    return static_cast<Stop>(shared_.answers[turn_]);
+    return static_cast<WaitStatus>(shared_.answers[turn_]);
   }
   /// For `num` up to the threads of a block.
   template <class F>
-  __device__ Stop each(int num, const F& function) {
-    Stop stop = Stop::kNone;
+  __device__ WaitStatus each(int num, const F& function) {
+    WaitStatus stop = WaitStatus::kNone;
     if (static_cast<int>(threadIdx.x) < num) stop = function(static_cast<int>(threadIdx.x));
     return agree(stop);
   }
-  __device__ Stop agree(Stop stop) {
+  __device__ WaitStatus agree(WaitStatus stop) {
     int is_any;
     asm volatile(
         "{ .reg .pred p, q, y; setp.ne.b32 p, %1, 0; setp.ne.b32 y, %2, 0; " RINGCOMM_BARRIER(
@@ -81,16 +81,16 @@ class GpuBlock {
         : "=r"(is_any)
         : "r"(static_cast<int>(stop)), "r"(threadIdx.y), "n"(kBlockThreads)
         : "memory");
-    if (is_any == 0) return Stop::kNone;
+    if (is_any == 0) return WaitStatus::kNone;
     // If several threads write, the last one wins.
-    if (stop != Stop::kNone) shared_.agreed = static_cast<std::uint32_t>(stop);
+    if (stop != WaitStatus::kNone) shared_.agreed = static_cast<std::uint32_t>(stop);
     sync();
     const std::uint32_t agreed = shared_.agreed;
     sync();
-    return static_cast<Stop>(agreed);
+    return static_cast<WaitStatus>(agreed);
   }
 
-  __device__ Stop look_until(const Cursor& cursor, std::uint64_t target, int peer) {
+  __device__ WaitStatus look_until(const Cursor& cursor, std::uint64_t target, int peer) {
     return look_until_at_least(*this, cursor, target, peer);
   }
   __device__ std::uint64_t load_relaxed(const std::uint64_t& word) const {
@@ -144,21 +144,21 @@ class GpuBlock {
   __device__ void leave_core(const std::uint32_t&) const {}
 
   /// Asks now and then whether to go on. The answer to one thread is valid for all of the block.
-  __device__ Stop stopped(int peer) {
+  __device__ WaitStatus stopped(int peer) {
     Clock& clock = shared_.clock;
-    if (clock.stop != 0) return static_cast<Stop>(clock.stop);
+    if (clock.stop != 0) return static_cast<WaitStatus>(clock.stop);
     std::uint64_t now_ns;
     asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now_ns));
     const std::uint32_t now = static_cast<std::uint32_t>(now_ns >> kTickBits) | 1;
     if (clock.began == 0) clock.began = clock.asked = now;
-    if (now - clock.asked < kAskEveryTicks) return Stop::kNone;
+    if (now - clock.asked < kAskEveryTicks) return WaitStatus::kNone;
     clock.asked = now;
-    Stop stop = Stop::kNone;
+    WaitStatus stop = WaitStatus::kNone;
     if (ask(peer, now))
-      stop = Stop::kAborted;
+      stop = WaitStatus::kAborted;
     else if (std::uint64_t{now - clock.began} << kTickBits > call_.timeout_ns)
-      stop = Stop::kTimeout;
-    if (stop != Stop::kNone) {
+      stop = WaitStatus::kTimeout;
+    if (stop != WaitStatus::kNone) {
       clock.stop = static_cast<std::uint32_t>(stop);
       record_awaited(peer);
     }

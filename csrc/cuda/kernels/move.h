@@ -27,7 +27,7 @@ class Move {
   RINGCOMM_HD Move(B& block, const KernelCall& call)
       : block_(block), call_(call), phases_(block, call), part_bytes_(call.part_bytes) {}
 
-  RINGCOMM_HD Stop run() {
+  RINGCOMM_HD WaitStatus run() {
     // If sizes may differ between ranks, the first piece of every block contains them.
     num_steps_ = call_.num_slices > 0 ? steps_of_block() : 2;
     std::uint32_t step = call_.first_step;
@@ -36,15 +36,15 @@ class Move {
     block_.sync();
     RINGCOMM_ROLLED
     for (; step < num_steps_ && step <= call_.last_step; ++step) {
-      const Stop stop = begin_step(block_, call_, phases_, *this, step);
-      if (stop != Stop::kNone) return stop;
+      const WaitStatus stop = begin_step(block_, call_, phases_, *this, step);
+      if (stop != WaitStatus::kNone) return stop;
       if (phases_.lending() == Lending::kAll) return take_lent();
       if (step >= 1)
         copy_all<Cached::kYes, Cached::kNo>(block_,
                                             list(block_.tables().of(step).taken, call_.world_size));
       if (step + 1 < num_steps_) phases_.publish();
     }
-    return Stop::kNone;
+    return WaitStatus::kNone;
   }
 
   // ---- for begin_step()
@@ -73,11 +73,11 @@ class Move {
     return list(block_.tables().of(step).staged, is_lent ? 0 : num);
   }
 
-  RINGCOMM_HD Stop compare() {
-    if (const Stop stop = phases_.compare_lent(); stop != Stop::kNone) return stop;
-    if (call_.num_slices > 0) return Stop::kNone;
+  RINGCOMM_HD WaitStatus compare() {
+    if (const WaitStatus stop = phases_.compare_lent(); stop != WaitStatus::kNone) return stop;
+    if (call_.num_slices > 0) return WaitStatus::kNone;
     std::uint64_t longest_bytes = 0;
-    const Stop stop = compare_sizes(longest_bytes);
+    const WaitStatus stop = compare_sizes(longest_bytes);
     num_steps_ = steps_of(longest_bytes);
     return stop;
   }
@@ -109,7 +109,7 @@ class Move {
     return {copies, num, call_.staged_stride};
   }
   /// If all ranks lend their data: copies it from source to destination.
-  RINGCOMM_HD Stop take_lent() {
+  RINGCOMM_HD WaitStatus take_lent() {
     RINGCOMM_ROLLED
     for (std::uint32_t step = 1; step < num_steps_; ++step) {
       deal(block_, call_.world_size, [&](int i) {
@@ -144,7 +144,7 @@ class Move {
 
   /// Whether each pair of ranks agrees on its sizes. All ranks check all pairs, so all get the same
   /// answer and number of pieces.
-  RINGCOMM_HD Stop compare_sizes(std::uint64_t& longest_bytes) {
+  RINGCOMM_HD WaitStatus compare_sizes(std::uint64_t& longest_bytes) {
     RINGCOMM_ROLLED
     for (int from = 0; from < call_.world_size; ++from) {
       RINGCOMM_ROLLED
@@ -155,12 +155,12 @@ class Move {
           tell(block_, call_, kSizesDiffer, from == call_.rank ? to : from,
                FewWords{static_cast<std::uint64_t>(to) << 32 | static_cast<std::uint32_t>(from),
                         sent_bytes, wanted_bytes});
-          return Stop::kAborted;
+          return WaitStatus::kAborted;
         }
         longest_bytes = sent_bytes > longest_bytes ? sent_bytes : longest_bytes;
       }
     }
-    return Stop::kNone;
+    return WaitStatus::kNone;
   }
 
   B& block_;
@@ -183,7 +183,7 @@ class Where {
   RINGCOMM_HD Where(B& block, const KernelCall& call)
       : block_(block), call_(call), phases_(block, call) {}
 
-  RINGCOMM_HD Stop run() {
+  RINGCOMM_HD WaitStatus run() {
     std::uint32_t multiprocessor = 0;  // on a host
 #ifdef __CUDA_ARCH__
     asm volatile("mov.u32 %0, %%smid;" : "=r"(multiprocessor));
@@ -191,8 +191,8 @@ class Where {
     if (block_.thread_idx() == 0)
       reinterpret_cast<std::uint32_t*>(call_.outputs[0])[block_.block_idx()] = multiprocessor;
     std::byte* region = nullptr;
-    const Stop stop = phases_.open(region, false);
-    return stop == Stop::kNone ? phases_.rejoin() : stop;
+    const WaitStatus stop = phases_.open(region, false);
+    return stop == WaitStatus::kNone ? phases_.rejoin() : stop;
   }
 
  private:

@@ -13,16 +13,16 @@ inline constexpr int kHeaderPackets = 1 + kHeaderWords / 2;
 
 /// Waits for one packet; each thread for its own.
 template <Block B>
-RINGCOMM_HD Stop await_packet(B& block, const Packet& packet, std::uint32_t flag, int peer,
-                              std::uint64_t& data) {
+RINGCOMM_HD WaitStatus await_packet(B& block, const Packet& packet, std::uint32_t flag, int peer,
+                                    std::uint64_t& data) {
   constexpr int kLooks = 1000;  // between two questions of whether to go on: they go to the host
   for (;;) {
     RINGCOMM_ROLLED
     for (int i = 0; i < kLooks; ++i) {
-      if (take_packet(block, packet, flag, data)) return Stop::kNone;
+      if (take_packet(block, packet, flag, data)) return WaitStatus::kNone;
       block.pause();
     }
-    if (const Stop stop = block.stopped(peer); stop != Stop::kNone) return stop;
+    if (const WaitStatus stop = block.stopped(peer); stop != WaitStatus::kNone) return stop;
   }
 }
 
@@ -55,14 +55,14 @@ class OneShot {
     put_all();
   }
 
-  RINGCOMM_HD Stop run() {
+  RINGCOMM_HD WaitStatus run() {
     const auto num_ranks = static_cast<std::size_t>(call_.world_size);
     const std::size_t num_items = num_ranks + num_packets_;
-    Stop last = Stop::kNone;
+    WaitStatus last = WaitStatus::kNone;
     RINGCOMM_ROLLED
     for (std::size_t first = 0; first < num_items; first += block_.num_threads()) {
       const std::size_t item = first + block_.thread_idx();
-      Stop stop = Stop::kNone;
+      WaitStatus stop = WaitStatus::kNone;
       std::uint64_t result = 0;
       if (item < num_ranks)
         stop = compare_digest(static_cast<int>(item));
@@ -70,12 +70,12 @@ class OneShot {
         stop = reduce(item - num_ranks, result);
       if (first < num_ranks) stop = block_.agree(stop);
       last = stop;
-      if (stop != Stop::kNone) break;
+      if (stop != WaitStatus::kNone) break;
       if (item >= num_ranks && item < num_items)
         store_word(call_.outputs[0], begin_ + item - num_ranks, num_bytes_, result);
     }
     if (num_items > block_.num_threads()) last = block_.agree(last);
-    if (block_.thread_idx() == 0) number_ = packets_after(calls_before_, last == Stop::kNone);
+    if (block_.thread_idx() == 0) number_ = packets_after(calls_before_, last == WaitStatus::kNone);
     return last;
   }
 
@@ -105,22 +105,23 @@ class OneShot {
 
   /// A thread that finds a different call reports it to the host at once, which ends the other
   /// threads' waits for data that may never arrive.
-  RINGCOMM_HD Stop compare_digest(int rank) {
-    if (rank == call_.rank) return Stop::kNone;
+  RINGCOMM_HD WaitStatus compare_digest(int rank) {
+    if (rank == call_.rank) return WaitStatus::kNone;
     const Packet* packets = places(call_.rank, rank);
     std::uint64_t data = 0;
-    const Stop stop = await_packet(block_, packets[0], flag_, rank, data);
-    if (stop != Stop::kNone || data == call_.header_digest) return stop;
+    const WaitStatus stop = await_packet(block_, packets[0], flag_, rank, data);
+    if (stop != WaitStatus::kNone || data == call_.header_digest) return stop;
     tell_alone(block_, call_, kMismatch, rank, [&](int word) {
       std::uint64_t words = 0;
-      const Stop is_late = await_packet(block_, packets[1 + word / 2], flag_, rank, words);
-      return is_late == Stop::kNone ? static_cast<std::uint32_t>(words >> (word % 2 * 32)) : 0;
+      const WaitStatus is_late = await_packet(block_, packets[1 + word / 2], flag_, rank, words);
+      return is_late == WaitStatus::kNone ? static_cast<std::uint32_t>(words >> (word % 2 * 32))
+                                          : 0;
     });
-    return Stop::kAborted;
+    return WaitStatus::kAborted;
   }
 
   /// Loads the packets of several ranks together, and waits for those that have not arrived.
-  RINGCOMM_HD Stop reduce(std::size_t packet, std::uint64_t& result) {
+  RINGCOMM_HD WaitStatus reduce(std::size_t packet, std::uint64_t& result) {
     constexpr int kAtOnce = 4;
     typename Reducer::Word acc = {};
     RINGCOMM_ROLLED
@@ -141,8 +142,8 @@ class OneShot {
         if (rank == call_.rank) {
           data = load_word(call_.inputs[0], begin_ + packet, num_bytes_);
         } else if (!open_packet(low[s], high[s], flag_, data)) {
-          const Stop stop = await_packet(block_, place(rank, packet), flag_, rank, data);
-          if (stop != Stop::kNone) return stop;
+          const WaitStatus stop = await_packet(block_, place(rank, packet), flag_, rank, data);
+          if (stop != WaitStatus::kNone) return stop;
         }
         if (rank == 0)
           acc = reducer_.first(data);
@@ -151,7 +152,7 @@ class OneShot {
       }
     }
     result = reducer_.result(acc, call_.divisor);
-    return Stop::kNone;
+    return WaitStatus::kNone;
   }
   RINGCOMM_HD const Packet& place(int rank, std::size_t packet) const {
     return places(call_.rank, rank)[kHeaderPackets + packet];

@@ -84,9 +84,9 @@ class Phases {
 
   /// Waits until this rank's region of the coming phase may be filled; in the call's first one
   /// writes the header.
-  RINGCOMM_HD Stop open(std::byte*& region, bool is_first) {
-    const Stop stop = board_.open(region);
-    if (stop == Stop::kNone && is_first)
+  RINGCOMM_HD WaitStatus open(std::byte*& region, bool is_first) {
+    const WaitStatus stop = board_.open(region);
+    if (stop == WaitStatus::kNone && is_first)
       write(call_.staging.phase_header(call_.rank, block_.block_idx(), board_.phase()));
     return stop;
   }
@@ -95,23 +95,23 @@ class Phases {
   RINGCOMM_HD std::uint64_t phase() const { return board_.phase(); }
 
   RINGCOMM_HD void publish() { board_.publish(); }
-  RINGCOMM_HD Stop rejoin() { return board_.rejoin(); }
+  RINGCOMM_HD WaitStatus rejoin() { return board_.rejoin(); }
 
   /// Waits for all peers in the phase published last; in the call's first one compares headers.
-  RINGCOMM_HD Stop wait_all(bool is_first) {
-    if (const Stop stop = board_.wait_all(); stop != Stop::kNone) return stop;
-    return is_first ? compare_headers() : Stop::kNone;
+  RINGCOMM_HD WaitStatus wait_all(bool is_first) {
+    if (const WaitStatus stop = board_.wait_all(); stop != WaitStatus::kNone) return stop;
+    return is_first ? compare_headers() : WaitStatus::kNone;
   }
 
   /// Whether all ranks made this call, after all have published its first phase. If not, reports
   /// it to the host and returns kAborted.
-  RINGCOMM_HD Stop compare_headers() {
-    Stop stop = Stop::kNone;
+  RINGCOMM_HD WaitStatus compare_headers() {
+    WaitStatus stop = WaitStatus::kNone;
     const int num_words = call_.world_size * kHeaderWords;
     deal(block_, num_words, [&](int i) {
-      if (!is_same(i / kHeaderWords, i % kHeaderWords)) stop = Stop::kAborted;
+      if (!is_same(i / kHeaderWords, i % kHeaderWords)) stop = WaitStatus::kAborted;
     });
-    if (block_.agree(stop) == Stop::kNone) return Stop::kNone;
+    if (block_.agree(stop) == WaitStatus::kNone) return WaitStatus::kNone;
     RINGCOMM_ROLLED
     for (int i = 0; i < num_words; ++i) {
       if (is_same(i / kHeaderWords, i % kHeaderWords)) continue;
@@ -120,7 +120,7 @@ class Phases {
            [&](int word) { return theirs.header[word]; });
       break;
     }
-    return Stop::kAborted;
+    return WaitStatus::kAborted;
   }
 
   // ---- calls that use lent buffers if all ranks lend theirs
@@ -132,27 +132,27 @@ class Phases {
   /// Read from shared memory each time, because the loops need the register for data.
   RINGCOMM_HD Lending lending() const { return block_.tables().lent.lending; }
   /// compare_headers(), and reads what is lent; see LentTables.
-  RINGCOMM_HD Stop compare_lent() {
+  RINGCOMM_HD WaitStatus compare_lent() {
     LentTables& lent = block_.tables().lent;
     deal(block_, call_.world_size, [&](int rank) {
       const PhaseHeader& theirs = header(rank);
       lent.inputs[rank] = call_.lent.find(theirs.lent_inputs[call_.rank], rank, call_.world_size);
       lent.outputs[rank] = call_.lent.find(theirs.lent_output, rank, call_.world_size);
     });
-    if (const Stop stop = compare_headers(); stop != Stop::kNone) return stop;
+    if (const WaitStatus stop = compare_headers(); stop != WaitStatus::kNone) return stop;
     const auto is_any = [&](Lends what) {
-      Stop found = Stop::kNone;
+      WaitStatus found = WaitStatus::kNone;
       deal(block_, call_.world_size, [&](int rank) {
-        if (header(rank).lends == what) found = Stop::kAborted;
+        if (header(rank).lends == what) found = WaitStatus::kAborted;
       });
-      return block_.agree(found) != Stop::kNone;
+      return block_.agree(found) != WaitStatus::kNone;
     };
     const bool is_any_lent = is_any(Lends::kYes);
     const bool is_any_kept = is_any(Lends::kNo);
     if (block_.thread_idx() == 0)
       lent.lending = !is_any_lent ? Lending::kNone : is_any_kept ? Lending::kSome : Lending::kAll;
     block_.sync();
-    return Stop::kNone;
+    return WaitStatus::kNone;
   }
 
   /// The region of a rank in any phase.
@@ -192,8 +192,8 @@ class Phases {
 /// `Steps` has staged(step, is_lent), the copies of a step, none `is_lent`; prepare(step, phase),
 /// which fills in a step's tables; and compare(), of headers.
 template <Block B, class Steps>
-RINGCOMM_HD Stop begin_step(B& block, const KernelCall& call, Phases<B>& phases, Steps& steps,
-                            std::uint32_t& step) {
+RINGCOMM_HD WaitStatus begin_step(B& block, const KernelCall& call, Phases<B>& phases, Steps& steps,
+                                  std::uint32_t& step) {
   // A rank that lends its buffers stages nothing and does not read them until it knows whether all
   // ranks lend theirs; if all do, peers write to them from step 1 on.
   bool is_unknown = step <= 1 && phases.lending() == Lending::kUnknown;
@@ -201,11 +201,12 @@ RINGCOMM_HD Stop begin_step(B& block, const KernelCall& call, Phases<B>& phases,
   HeldVectors<Cached::kNo, Cached::kYes> held;
   held.load(block, steps.staged(step, is_lent()), 0);
   std::byte* region = nullptr;
-  if (const Stop stop = phases.open(region, step == 0 && is_unknown); stop != Stop::kNone)
+  if (const WaitStatus stop = phases.open(region, step == 0 && is_unknown);
+      stop != WaitStatus::kNone)
     return stop;
   if (step == 1 && is_unknown) {
-    if (const Stop stop = steps.compare(); stop != Stop::kNone) return stop;
-    if (phases.lending() == Lending::kAll) return Stop::kNone;
+    if (const WaitStatus stop = steps.compare(); stop != WaitStatus::kNone) return stop;
+    if (phases.lending() == Lending::kAll) return WaitStatus::kNone;
     // Some ranks lend their buffers and others do not, so all ranks start again with staging.
     if (phases.lending() == Lending::kSome) {
       is_unknown = false;
@@ -219,15 +220,15 @@ RINGCOMM_HD Stop begin_step(B& block, const KernelCall& call, Phases<B>& phases,
   held.store(block, list, 0);
   copy_all<Cached::kNo, Cached::kYes>(block, list, kHeldVectors * block.num_threads());
   steps.prepare(step + 1, phases.phase() + 1);
-  return Stop::kNone;
+  return WaitStatus::kNone;
 }
 
 template <Block B>
-RINGCOMM_HD void finish(B& block, const GroupFrame& call, Stop stop) {
-  if (stop == Stop::kAborted && block.thread_idx() == 0)
+RINGCOMM_HD void finish(B& block, const GroupFrame& call, WaitStatus stop) {
+  if (stop == WaitStatus::kAborted && block.thread_idx() == 0)
     block.claim(
         call.staging.words(call.rank).is_reported);  // so that later kernels report no consequence
-  if (stop != Stop::kNone && stop != Stop::kAborted)
+  if (stop != WaitStatus::kNone && stop != WaitStatus::kAborted)
     tell(block, call, static_cast<std::uint32_t>(stop), block.awaited_peer(), FewWords());
 }
 
@@ -242,9 +243,9 @@ RINGCOMM_HD void run_collective(B& block, const KernelCall& call, const Argument
   const Claim<B> claim(block, busy());
   Run run(block, call, arguments...);
   claim.check(block, call);
-  const Stop stop = run.run();
+  const WaitStatus stop = run.run();
   finish(block, call, stop);
-  if (stop != Stop::kNone && block.thread_idx() == 0)
+  if (stop != WaitStatus::kNone && block.thread_idx() == 0)
     call.staging.published(call.rank, call.rank, block.block_idx()).value = ~std::uint64_t{0};
   claim.end(block, busy());
 }

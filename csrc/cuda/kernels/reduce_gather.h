@@ -182,8 +182,8 @@ class ReduceGather {
         phases_(block, call),
         chunks_(call, input_elem_bytes, output_elem_bytes) {}
 
-  RINGCOMM_HD Stop run() {
-    if (num_slices() == 0) return Stop::kNone;
+  RINGCOMM_HD WaitStatus run() {
+    if (num_slices() == 0) return WaitStatus::kNone;
     std::uint32_t step = call_.first_step;
     phases_.begin_lending();
     prepare(step, phases_.phase());
@@ -191,8 +191,8 @@ class ReduceGather {
     RINGCOMM_ROLLED
     for (; step < num_steps() && step <= call_.last_step; ++step) {
       if (!is_lent()) {
-        const Stop stop = begin_step(block_, call_, phases_, *this, step);
-        if (stop != Stop::kNone) return stop;
+        const WaitStatus stop = begin_step(block_, call_, phases_, *this, step);
+        if (stop != WaitStatus::kNone) return stop;
         if (is_lent()) begin_lent();
       }
       if (step >= 1 && step <= num_slices()) reduce(step);
@@ -201,7 +201,7 @@ class ReduceGather {
       else
         end_step(step);
     }
-    return is_lent() ? phases_.rejoin() : Stop::kNone;
+    return is_lent() ? phases_.rejoin() : WaitStatus::kNone;
   }
 
   // ---- for begin_step()
@@ -221,7 +221,7 @@ class ReduceGather {
         kShape == ReduceShape::kReduce ? (call_.rank == call_.root ? 0 : 1) : call_.world_size - 1;
     return {block_.tables().of(step).staged, is_staging ? num : 0, call_.staged_stride};
   }
-  RINGCOMM_HD Stop compare() { return phases_.compare_lent(); }
+  RINGCOMM_HD WaitStatus compare() { return phases_.compare_lent(); }
 
  private:
   static constexpr bool kGathers = gathers(kShape);

@@ -30,25 +30,25 @@ class Ring {
         reducer_(call.dtype, call.reduction),
         slice_elems_(call.staging.layout.ring_slot_bytes() / reducer_.elem_bytes()) {}
 
-  RINGCOMM_HD Stop run() {
+  RINGCOMM_HD WaitStatus run() {
     // Slots are in the regions of boards. Once all ranks have published a phase of this call, none
     // reads a region of an earlier one.
-    if (const Stop stop = meet(); stop != Stop::kNone) return stop;
+    if (const WaitStatus stop = meet(); stop != WaitStatus::kNone) return stop;
     const std::size_t slices = num_slices(layout_.max_chunk_elems(), slice_elems_);
     RINGCOMM_ROLLED
     for (std::size_t slice_idx = block_.block_idx(); slice_idx < slices;
          slice_idx += block_.num_blocks()) {
-      if (const Stop stop = reduce_scatter(slice_idx); stop != Stop::kNone) return stop;
-      if (const Stop stop = all_gather(slice_idx); stop != Stop::kNone) return stop;
+      if (const WaitStatus stop = reduce_scatter(slice_idx); stop != WaitStatus::kNone) return stop;
+      if (const WaitStatus stop = all_gather(slice_idx); stop != WaitStatus::kNone) return stop;
     }
     return to_next_.wait_drained(0);
   }
 
  private:
-  RINGCOMM_HD Stop meet() {
+  RINGCOMM_HD WaitStatus meet() {
     Phases<B> phases(block_, call_);
     std::byte* region = nullptr;
-    if (const Stop stop = phases.open(region, true); stop != Stop::kNone) return stop;
+    if (const WaitStatus stop = phases.open(region, true); stop != WaitStatus::kNone) return stop;
     phases.publish();
     return phases.wait_all(true);
   }
@@ -69,10 +69,11 @@ class Ring {
             slice.num_elems * reducer_.elem_bytes()};
   }
 
-  RINGCOMM_HD Stop reduce_scatter(std::size_t slice_idx) {
+  RINGCOMM_HD WaitStatus reduce_scatter(std::size_t slice_idx) {
     const int last_step = schedule_.num_steps() - 1;
     const Span first = span(schedule_.reduce_scatter_send_chunk(0), slice_idx);
-    if (const Stop stop = send(block_, to_next_, first.input, first.num_bytes); stop != Stop::kNone)
+    if (const WaitStatus stop = send(block_, to_next_, first.input, first.num_bytes);
+        stop != WaitStatus::kNone)
       return stop;
     const auto add = [&](int divisor) {
       return [this, divisor](std::byte* to, std::byte* also_to, const std::byte* received,
@@ -86,23 +87,23 @@ class Ring {
     RINGCOMM_ROLLED
     for (int step = 0; step < last_step; ++step) {
       const Span part = span(schedule_.reduce_scatter_recv_chunk(step), slice_idx);
-      const Stop stop =
+      const WaitStatus stop =
           recv_reduce_send(from_previous_, to_next_, nullptr, part.input, part.num_bytes, add(1));
-      if (stop != Stop::kNone) return stop;
+      if (stop != WaitStatus::kNone) return stop;
     }
     const Span own = span(schedule_.reduce_scatter_recv_chunk(last_step), slice_idx);
     return recv_reduce_send(from_previous_, to_next_, own.output, own.input, own.num_bytes,
                             add(call_.divisor));
   }
 
-  RINGCOMM_HD Stop all_gather(std::size_t slice_idx) {
+  RINGCOMM_HD WaitStatus all_gather(std::size_t slice_idx) {
     const int last_step = schedule_.num_steps() - 1;
     RINGCOMM_ROLLED
     for (int step = 0; step < last_step; ++step) {
       const Span other = span(schedule_.all_gather_recv_chunk(step), slice_idx);
-      const Stop stop =
+      const WaitStatus stop =
           recv_copy_send(block_, from_previous_, to_next_, other.output, other.num_bytes);
-      if (stop != Stop::kNone) return stop;
+      if (stop != WaitStatus::kNone) return stop;
     }
     const Span other = span(schedule_.all_gather_recv_chunk(last_step), slice_idx);
     return recv(block_, from_previous_, other.output, other.num_bytes);

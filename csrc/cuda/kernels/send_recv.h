@@ -32,12 +32,12 @@ struct P2pSlices {
 };
 
 template <Block B>
-RINGCOMM_HD Stop send_channel(B& block, const P2pCall& call, const P2pMessage& message,
-                              const P2pSlices& slices, unsigned channel) {
+RINGCOMM_HD WaitStatus send_channel(B& block, const P2pCall& call, const P2pMessage& message,
+                                    const P2pSlices& slices, unsigned channel) {
   SendLink<B> link(block, call.staging.p2p_link(call.rank, message.peer, channel), message.peer);
   for (std::uint32_t i = channel; i < slices.num; i += slices.num_channels) {
     std::byte* slot = nullptr;
-    if (const Stop stop = link.acquire(slot); stop != Stop::kNone) return stop;
+    if (const WaitStatus stop = link.acquire(slot); stop != WaitStatus::kNone) return stop;
     if (block.thread_idx() == 0)
       *reinterpret_cast<P2pHeader*>(slot) = {message.num_bytes, message.tag};
     const ElemRange bytes = slice_of({0, message.num_bytes}, i, slices.slice_bytes);
@@ -45,32 +45,32 @@ RINGCOMM_HD Stop send_channel(B& block, const P2pCall& call, const P2pMessage& m
                                              message.data + bytes.begin_elems, bytes.num_elems);
     link.publish();
   }
-  return Stop::kNone;
+  return WaitStatus::kNone;
 }
 
 template <Block B>
-RINGCOMM_HD Stop recv_channel(B& block, const P2pCall& call, const P2pMessage& message,
-                              const P2pSlices& slices, unsigned channel) {
+RINGCOMM_HD WaitStatus recv_channel(B& block, const P2pCall& call, const P2pMessage& message,
+                                    const P2pSlices& slices, unsigned channel) {
   RecvLink<B> link(block, call.staging.p2p_link(message.peer, call.rank, channel), message.peer);
   for (std::uint32_t i = channel; i < slices.num; i += slices.num_channels) {
     const std::byte* slot = nullptr;
-    if (const Stop stop = link.wait(slot); stop != Stop::kNone) return stop;
+    if (const WaitStatus stop = link.wait(slot); stop != WaitStatus::kNone) return stop;
     const P2pHeader theirs = *reinterpret_cast<const P2pHeader*>(slot);
     if (theirs.num_bytes != message.num_bytes || theirs.tag != message.tag) {
       tell(block, call, kP2pDiffers, message.peer,
            FewWords{theirs.num_bytes, static_cast<std::uint32_t>(theirs.tag)});
-      return Stop::kAborted;
+      return WaitStatus::kAborted;
     }
     const ElemRange bytes = slice_of({0, message.num_bytes}, i, slices.slice_bytes);
     copy_by_block<Cached::kYes, Cached::kNo>(block, message.data + bytes.begin_elems,
                                              slot + sizeof(P2pHeader), bytes.num_elems);
     link.release();
   }
-  return Stop::kNone;
+  return WaitStatus::kNone;
 }
 
 template <Block B>
-RINGCOMM_HD Stop exchange_lane(B& block, const P2pCall& call) {
+RINGCOMM_HD WaitStatus exchange_lane(B& block, const P2pCall& call) {
   const unsigned lane = block.block_idx() / call.blocks_per_lane;
   const unsigned first_channel = block.block_idx() % call.blocks_per_lane;
   RINGCOMM_ROLLED
@@ -87,15 +87,16 @@ RINGCOMM_HD Stop exchange_lane(B& block, const P2pCall& call) {
           call.rank, call.staging.layout.busy_p2p_offset(static_cast<std::uint32_t>(message.peer),
                                                          message.is_send, channel));
       const Claim<B> claim(block, busy);
-      Stop stop = block.agree(claim.check(block, call) ? Stop::kNone : Stop::kAborted);
-      if (stop == Stop::kNone)
+      WaitStatus stop =
+          block.agree(claim.check(block, call) ? WaitStatus::kNone : WaitStatus::kAborted);
+      if (stop == WaitStatus::kNone)
         stop = message.is_send ? send_channel(block, call, message, slices, channel)
                                : recv_channel(block, call, message, slices, channel);
-      if (stop != Stop::kNone) return stop;
+      if (stop != WaitStatus::kNone) return stop;
       claim.end(block, busy);
     }
   }
-  return Stop::kNone;
+  return WaitStatus::kNone;
 }
 
 template <Block B>

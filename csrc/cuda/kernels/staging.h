@@ -32,7 +32,7 @@ inline constexpr int kHeaderWords = 32;
 /// record, `stop` last; the watchdog reads it.
 struct Control {
   std::uint32_t abort = 0;
-  std::uint32_t stop = 0;  ///< a core Stop, or kMismatch; 0: nothing has happened
+  std::uint32_t stop = 0;  ///< a core WaitStatus, or kMismatch; 0: nothing has happened
   std::int32_t peer = -1;  ///< the rank waited for, or that called something else
   std::uint64_t launch = 0;
   /// A wait that does not end at once stores here the rank that it waits for, and the time of its

@@ -21,7 +21,7 @@
 #include "host/membership.h"
 #include "host/process.h"
 #include "host/threads.h"
-#include "host/wait_limits.h"
+#include "host/wait.h"
 #include "transport/messages/shard_table.h"
 
 namespace ringcomm {
@@ -44,7 +44,7 @@ class MessageDeviceTransport final : public cuda::DeviceTransport {
     if (communicator.world_size() == 1) return;
     watch_.emplace(
         "ringcomm-gpumsg",
-        WatchThread::Pace{.interval = kLookInterval, .num_looks = timeout_ / kLookInterval + 1},
+        WatchThread::Pace{.interval = kCheckInterval, .num_looks = timeout_ / kCheckInterval + 1},
         [this] { return look_at_peers(); });
     watch_->wake();  // what follows waits for all
     connect();
@@ -82,7 +82,7 @@ class MessageDeviceTransport final : public cuda::DeviceTransport {
   // A rank reports that it fails before it aborts: its streams may still send incomplete data.
   bool may_have_given_up() const noexcept override {
     Membership* const members = communicator_.members();
-    return context_.is_aborted() || (members != nullptr && members->is_given_up(/*asks=*/false));
+    return context_.is_aborted() || (members != nullptr && members->is_aborted(/*asks=*/false));
   }
 
   void abort() noexcept override { context_.abort(); }
@@ -136,11 +136,11 @@ class MessageDeviceTransport final : public cuda::DeviceTransport {
   // the backend may wait for it without end. A rank that has left has ended its calls before.
   bool look_at_peers() {
     Membership& members = *communicator_.members();
-    std::ignore = members.is_given_up(/*asks=*/++num_looks_ % kLooksPerQuestion == 0);
+    std::ignore = members.is_aborted(/*asks=*/++num_looks_ % kLooksPerQuestion == 0);
     for (int peer = 0; peer < context_.world_size(); ++peer) {
       if (peer == context_.rank()) continue;
-      const Stop state = members.state_of(peer);
-      if (state != Stop::kPeerDied && state != Stop::kAborted) continue;
+      const WaitStatus state = members.state_of(peer);
+      if (state != WaitStatus::kPeerDied && state != WaitStatus::kAborted) continue;
       try {
         communicator_.failure().raise_stopped(state, peer, activity());
       } catch (const std::exception&) {
@@ -174,18 +174,18 @@ class MessageDeviceTransport final : public cuda::DeviceTransport {
 
 // Ends the group on all ranks if a rank cannot arrive.
 LookForRanks look_for(Communicator& communicator, const GroupOptions& options, c10::Device device) {
-  const auto deadline = deadline_after(std::min(options.timeout, kLongestTimeout));
-  return [&communicator, &options, device, deadline](const std::vector<int>& missing) {
+  const WaitGuard its_guard(WaitLimits{.timeout = std::min(options.timeout, kLongestTimeout),
+                                       .is_interrupted = is_interrupted});
+  return [&communicator, &options, device,
+          guard = its_guard](const std::vector<int>& missing) mutable {
     const Activity activity{.op = "init",
                             .description = "connecting tensors on " + device.str(),
                             .timeout = options.timeout};
     for (int rank = 0; rank < communicator.world_size(); ++rank)
       if (communicator.members()->has_died(rank))
-        communicator.failure().raise_stopped(Stop::kPeerDied, rank, activity);
-    if (is_interrupted())
-      communicator.failure().raise_stopped(Stop::kInterrupted, missing.front(), activity);
-    if (RunningClock::now() >= deadline)
-      communicator.failure().raise_stopped(Stop::kTimeout, missing.front(), activity);
+        communicator.failure().raise_stopped(WaitStatus::kPeerDied, rank, activity);
+    if (const WaitStatus status = guard.check(); status != WaitStatus::kNone)
+      communicator.failure().raise_stopped(status, missing.front(), activity);
   };
 }
 

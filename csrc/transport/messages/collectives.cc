@@ -323,7 +323,7 @@ void HostsCall::run_local(Collective part) {
     const Traffic moved = local->run(part, part_limits);
     traffic.sent_bytes += moved.sent_bytes;
     traffic.copied_bytes += moved.copied_bytes;
-  } catch (Stopped& stopped) {
+  } catch (WaitAborted& stopped) {
     if (stopped.peer >= 0) stopped.peer = of(hosts.local_ranks, stopped.peer);
     throw;
   } catch (Mismatched& mismatched) {

@@ -5,12 +5,11 @@
 #include <utility>
 
 #include "collectives/call.h"
-#include "collectives/trace.h"
 
 namespace ringcomm {
 
 // A message takes as long as a long wait, so a rank whose message took ten times that was late.
-constexpr std::uint64_t kLateTimes = 10;
+constexpr double kLateTimes = 10;
 
 MessageExchange::MessageExchange(Messenger& messenger, MessageMembers& members,
                                  MessageMemory& memory, const CallHeader& header,
@@ -132,8 +131,9 @@ void MessageExchange::open(Transfer& incoming) {
                                                    incoming.num_bytes)};
   if (has_private_sizes(theirs.op) ? !is_same : theirs != header_) {
     // Of an earlier call, in which this rank only sent: the rank that has checked it names both.
-    if (theirs.seq < header_.seq && operation_.stop_of(MessageEnd::kDone, peer) == Stop::kAborted)
-      throw Stopped{.stop = Stop::kAborted, .peer = peer};
+    if (theirs.seq < header_.seq &&
+        operation_.stop_of(MessageEnd::kDone, peer) == WaitStatus::kAborted)
+      throw WaitAborted{.stop = WaitStatus::kAborted, .peer = peer};
     throw Mismatched{.peer = peer, .theirs = theirs};
   }
   if (incoming.has_message() && incoming.message == nullptr) start_data(incoming);
@@ -144,24 +144,21 @@ void MessageExchange::open(Transfer& incoming) {
     ahead = receive_of(peer, std::move(envelope));
 }
 
-// Returns when the message is done, if there is one. Throws Stopped naming the peer.
+// Returns when the message is done, if there is one. Throws WaitAborted naming the peer.
 void MessageExchange::wait(Message* message, int peer, bool is_arrival) {
   if (message == nullptr) return;
-  const recorder::Span traced([&] {
-    return recorder::Event{.waits_for = recorder::rank16(peer), .kind = recorder::Kind::kWait};
-  });
-  members_.record({peer});
   operation_.await(peer);
-  const std::uint64_t begin = ticks();
+  PeerEvent waits{.rank = peer, .begin_ticks = ticks()};
+  members_.record(waits);
   const MessageEnd end = message->wait();
-  if (const std::uint64_t waited_ns = long_wait_ns(ticks() - begin); waited_ns > 0)
-    members_.record({peer, waited_ns,
-                     is_arrival && is_arriving_ &&
-                         static_cast<double>(waited_ns) >= kLateTimes * kLongWait_ns});
+  waits.end_ticks = ticks();
+  waits.is_arrival = is_arrival && is_arriving_ &&
+                     ns_of(waits.end_ticks - waits.begin_ticks) >= kLateTimes * kLongWait_ns;
+  members_.record(waits);
   if (end != MessageEnd::kDone)
-    throw Stopped{.stop = operation_.stop_of(end, peer),
-                  .peer = peer,
-                  .detail = end == MessageEnd::kFailed ? message->failure() : ""};
+    throw WaitAborted{.stop = operation_.stop_of(end, peer),
+                      .peer = peer,
+                      .detail = end == MessageEnd::kFailed ? message->failure() : ""};
 }
 
 }  // namespace ringcomm

@@ -105,10 +105,10 @@ class MessageExchange {
   /// Fills `data` until finish() returns, which waits for the peers in the order of these calls.
   /// Where both are to be posted, receives come first: Gloo then sends without a round trip.
   void recv(int peer, void* data, std::size_t num_bytes);
-  /// Returns when the batch has received all. Throws Stopped, and Mismatched if a peer made a
+  /// Returns when the batch has received all. Throws WaitAborted, and Mismatched if a peer made a
   /// different call or sends a different size.
   void finish();
-  /// Returns when the batch, which is finished, has sent all. Throws Stopped.
+  /// Returns when the batch, which is finished, has sent all. Throws WaitAborted.
   void finish_sends();
 
  private:

@@ -8,12 +8,12 @@
 namespace ringcomm {
 
 constexpr std::chrono::milliseconds kWatchInterval{100};  // how late a wait may end
-// After so many looks with nothing to watch, the watchdog sleeps until an operation wakes it, which
-// costs that operation some microseconds.
-constexpr int kIdleLooks = 10;
-// Messages that a process sent before its end arrive within so many looks on the same machine: half
-// a second, or more on a busy machine, where any time may pass without a thread's turn.
-constexpr int kLooksForLastWords = 5;
+// After so many checks with nothing to watch, the watchdog sleeps until an operation wakes it,
+// which costs that operation some microseconds.
+constexpr int kIdleChecks = 10;
+// Messages that a process sent before its end arrive within so many checks on the same machine:
+// half a second, or more on a busy machine, where any time may pass without a thread's turn.
+constexpr int kChecksForLastWords = 5;
 // A store that is unreachable for this long is lost.
 constexpr std::chrono::milliseconds kStoreGrace{1000};
 // How long a live rank that has closed its connection may take to report why, and the reason for an
@@ -73,7 +73,7 @@ MessageMembers::MessageMembers(KeyValueStore& store, host::Rendezvous& ranks)
 
 void MessageMembers::leave() {
   watch_.reset();
-  if (state_of(rank_) == Stop::kAborted) return;  // they know, and the store may be lost
+  if (state_of(rank_) == WaitStatus::kAborted) return;  // they know, and the store may be lost
   try {
     store_.set(prefix_ + "left/" + std::to_string(rank_), std::to_string(num_calls_.load()));
   } catch (const std::exception&) {
@@ -81,9 +81,9 @@ void MessageMembers::leave() {
   }
 }
 
-Stop MessageMembers::state_of(int) const {
+WaitStatus MessageMembers::state_of(int) const {
   const std::lock_guard lock(mutex_);
-  return reason_.has_value() ? Stop::kAborted : Stop::kNone;
+  return reason_.has_value() ? WaitStatus::kAborted : WaitStatus::kNone;
 }
 
 // Whether `rank` has destroyed its side of the group.
@@ -104,7 +104,7 @@ std::int64_t MessageMembers::num_calls_of(int rank) const {
 // ---- The end of the group.
 
 void MessageMembers::abort(const AbortReason& reason) {
-  if (state_of(rank_) == Stop::kAborted) return;
+  if (state_of(rank_) == WaitStatus::kAborted) return;
   // This rank's waits end first, because the store may be slow or lost.
   keep(reason);
   try {
@@ -135,19 +135,19 @@ AbortReason MessageMembers::abort_reason() const {
           .text = "its messages were aborted, and no rank has reported why"};
 }
 
-bool MessageMembers::is_given_up(bool asks) noexcept {
+bool MessageMembers::is_aborted(bool asks) noexcept {
   try {
-    if (asks) return look(/*waits=*/false);
+    if (asks) return check_store(/*waits=*/false);
   } catch (const std::exception&) {
     // No store, no news.
   }
-  return state_of(rank_) == Stop::kAborted;
+  return state_of(rank_) == WaitStatus::kAborted;
 }
 
-// Looks in the store, or at its last answer. Whether the group has ended; throws what the store
+// Reads the store, or its last answer. Whether the group has ended; throws what the store
 // does.
-bool MessageMembers::look(bool waits) {
-  if (state_of(rank_) == Stop::kAborted) return true;
+bool MessageMembers::check_store(bool waits) {
+  if (state_of(rank_) == WaitStatus::kAborted) return true;
   const std::string key = prefix_ + "abort";
   const auto text = waits ? store_.try_get(key) : store_.peek(key);
   if (text) keep(AbortReason::from_text(*text));
@@ -161,7 +161,7 @@ MessageMembers::Operation::Operation(MessageMembers& members, Clock::time_point 
   const std::lock_guard lock(members.mutex_);
   if (!members.watch_)
     members.watch_.emplace("ringcomm-watch",
-                           WatchThread::Pace{.interval = kWatchInterval, .num_looks = kIdleLooks},
+                           WatchThread::Pace{.interval = kWatchInterval, .num_looks = kIdleChecks},
                            [&members] {
                              members.watch_operations();
                              return true;
@@ -178,13 +178,14 @@ MessageMembers::Operation::~Operation() {
 void MessageMembers::Operation::await(int peer) {
   const std::lock_guard lock(members_.mutex_);
   peer_ = peer;
-  num_looks_gone_ = 0;
+  num_checks_gone_ = 0;
 }
 
-Stop MessageMembers::Operation::stop_of(MessageEnd end, int peer) {
+WaitStatus MessageMembers::Operation::stop_of(MessageEnd end, int peer) {
   if (end == MessageEnd::kAborted) {
     const std::lock_guard lock(members_.mutex_);
-    if (stop_ != Stop::kPeerDied) return stop_ != Stop::kNone ? stop_ : Stop::kAborted;
+    if (stop_ != WaitStatus::kPeerDied)
+      return stop_ != WaitStatus::kNone ? stop_ : WaitStatus::kAborted;
   }
   // A rank that fails or leaves reports it before it closes its connections.
   const auto deadline = Clock::now() + kReasonGrace;
@@ -197,17 +198,17 @@ Stop MessageMembers::Operation::stop_of(MessageEnd end, int peer) {
   };
   try {
     for (Backoff backoff;; backoff.sleep()) {
-      const bool is_last_look = !may_say_why();
-      // Before the look, because a rank reports before it leaves.
+      const bool is_last = !may_say_why();
+      // Before the store, because a rank reports before it leaves.
       const bool has_left = peer != Messenger::kAnySource && members_.ask_left(peer);
-      if (members_.look(/*waits=*/true)) return Stop::kAborted;
-      if (has_left) return Stop::kPeerLeft;
-      if (is_last_look) break;
+      if (members_.check_store(/*waits=*/true)) return WaitStatus::kAborted;
+      if (has_left) return WaitStatus::kPeerLeft;
+      if (is_last) break;
     }
   } catch (const std::exception&) {
     // No store, or none that answers: its host may be the peer that died.
   }
-  return Stop::kPeerDied;
+  return WaitStatus::kPeerDied;
 }
 
 // Whether no message of `peer` can come any more, with the lock held.
@@ -220,11 +221,11 @@ bool MessageMembers::is_gone(int peer) const {
 
 // Whether it is over now, with the lock held.
 bool MessageMembers::must_end(Operation& operation) const {
-  if (operation.stop_ != Stop::kNone) return false;
-  if (Clock::now() >= operation.deadline_) operation.stop_ = Stop::kTimeout;
-  if (is_gone(operation.peer_) && ++operation.num_looks_gone_ > kLooksForLastWords)
-    operation.stop_ = Stop::kPeerDied;
-  return operation.stop_ != Stop::kNone;
+  if (operation.stop_ != WaitStatus::kNone) return false;
+  if (Clock::now() >= operation.deadline_) operation.stop_ = WaitStatus::kTimeout;
+  if (is_gone(operation.peer_) && ++operation.num_checks_gone_ > kChecksForLastWords)
+    operation.stop_ = WaitStatus::kPeerDied;
+  return operation.stop_ != WaitStatus::kNone;
 }
 
 void MessageMembers::watch_operations() {
@@ -233,7 +234,7 @@ void MessageMembers::watch_operations() {
   {
     const std::lock_guard lock(mutex_);
     if (operations_.empty()) return;
-    watch_->wake();  // and looks again
+    watch_->wake();  // and checks again
     for (Operation* operation : operations_) {
       must_abort |= must_end(*operation);
       awaits_any |= operation->peer_ == Messenger::kAnySource;
@@ -243,10 +244,10 @@ void MessageMembers::watch_operations() {
   try {
     if (awaits_any) ask_left(num_asked_++ % static_cast<int>(processes_.size()));
   } catch (const std::exception&) {
-    // The next look judges the store.
+    // The next check judges the store.
   }
   try {
-    look(/*waits=*/false);  // not at the store of a group that has ended
+    check_store(/*waits=*/false);  // not at the store of a group that has ended
     store_fails_since_ = Clock::time_point::max();
   } catch (const std::exception& error) {
     store_fails_since_ = std::min(store_fails_since_, Clock::now());

@@ -15,7 +15,7 @@
 #include "host/rendezvous.h"
 #include "host/threads.h"
 #include "host/timed_store.h"
-#include "host/wait_limits.h"
+#include "host/wait.h"
 #include "transport/messenger.h"
 
 namespace ringcomm {
@@ -50,11 +50,11 @@ class MessageMembers final : public Membership {
   void leave();
 
   /// Others are in the store.
-  Stop state_of(int rank) const override;
+  WaitStatus state_of(int rank) const override;
   bool has_left(int rank) const override { return num_calls_of(rank) >= 0; }
   /// Known once a wait for the rank has ended because it has left.
   std::int64_t num_calls_of(int rank) const override;
-  bool is_given_up(bool asks) noexcept override;
+  bool is_aborted(bool asks) noexcept override;
   void abort(const AbortReason& reason) override;
   /// The first reason that this rank knows of; waits a moment for one that is on its way.
   AbortReason abort_reason() const override;
@@ -72,7 +72,7 @@ class MessageMembers final : public Membership {
     void await(int peer);
     /// Why its wait for a message of `peer` ended so; after kDone, why its group has, if a rank
     /// reports that soon.
-    Stop stop_of(MessageEnd end, int peer);
+    WaitStatus stop_of(MessageEnd end, int peer);
 
    private:
     friend class MessageMembers;
@@ -80,8 +80,8 @@ class MessageMembers final : public Membership {
     Clock::time_point deadline_;
     // Guarded by the members' mutex.
     int peer_ = kNobody;
-    int num_looks_gone_ = 0;   // of the watchdog, in which the peer was gone
-    Stop stop_ = Stop::kNone;  // why the watchdog ended it
+    int num_checks_gone_ = 0;              // of the watchdog, in which the peer was gone
+    WaitStatus stop_ = WaitStatus::kNone;  // why the watchdog ended it
   };
 
  private:
@@ -89,7 +89,7 @@ class MessageMembers final : public Membership {
 
   void keep(const AbortReason& reason);
   bool ask_left(int rank);
-  bool look(bool waits);
+  bool check_store(bool waits);
   bool is_gone(int peer) const;
   bool must_end(Operation& operation) const;
   void watch_operations();

@@ -53,10 +53,9 @@ class MessageSendRecv final : public SendRecv {
   void close(const Interrupted& is_interrupted) override {
     Lock lock(mutex_);
     if (is_stopping_) return;
-    while (!lanes_.empty() && std::get<0>(lanes_.begin()->first) == SendRecvOp::Kind::kSend) {
-      has_news_.wait_for(lock, kLookInterval);
-      abort_if(lock, is_interrupted);
-    }
+    WaitGuard guard = guard_of(is_interrupted);
+    while (!lanes_.empty() && std::get<0>(lanes_.begin()->first) == SendRecvOp::Kind::kSend)
+      guard.sleep(lock, has_news_);
     is_stopping_ = true;
     const bool must_abort = !lanes_.empty();
     lock.unlock();
@@ -99,14 +98,10 @@ class MessageSendRecv final : public SendRecv {
     }
   }
 
-  bool await(const SendRecvOpPtr& op, Clock::time_point deadline,
-             const Interrupted& is_interrupted) override {
+  bool await(const SendRecvOpPtr& op, WaitGuard& guard) override {
     Lock lock(mutex_);
-    if (!op->is_done) hurry(*op);
-    while (!op->is_done && Clock::now() < deadline) {
-      has_news_.wait_until(lock, std::min(deadline, Clock::now() + kLookInterval));
-      if (!op->is_done) abort_if(lock, is_interrupted);
-    }
+    if (!op->is_done) prioritize(*op);
+    while (!op->is_done && !guard.is_late()) guard.sleep(lock, has_news_);
     return op->is_done;
   }
 
@@ -153,7 +148,7 @@ class MessageSendRecv final : public SendRecv {
   }
 
   // Gives an operation's lane a thread, whatever their number.
-  void hurry(const SendRecvOp& op) {
+  void prioritize(const SendRecvOp& op) {
     const auto place =
         std::find(ready_.begin(), ready_.end(), lanes_.find({op.kind, op.peer, op.tag}));
     if (place == ready_.end()) return;
@@ -230,7 +225,7 @@ class MessageSendRecv final : public SendRecv {
       if (is_stopping_) std::rethrow_exception(orphaned(*item.op));
     }
     // For a receive from any source, all other ranks have ended.
-    const bool is_orphan = peer < 0 && item.watched.stop_of(end, peer) == Stop::kPeerDied;
+    const bool is_orphan = peer < 0 && item.watched.stop_of(end, peer) == WaitStatus::kPeerDied;
     if (is_orphan) peer = (rank_ + 1) % world_size_;
     failure_.raise_stopped(item.watched.stop_of(end, peer), peer, activity_of(*item.op),
                            end == MessageEnd::kFailed ? message.failure() : "");

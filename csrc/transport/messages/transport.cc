@@ -114,7 +114,7 @@ class MessageTransport final : public Transport {
       return run_message_collective({hosts_, local_.get(), exchange, call, limits}, flat_);
     } catch (...) {
       // The store may not have it yet.
-      if (local_ != nullptr && local_->membership().is_given_up(false))
+      if (local_ != nullptr && local_->membership().is_aborted(false))
         members_.abort(local_->membership().abort_reason());
       // Messages on their way would go on using the call's buffers, which end with it.
       messenger_->abort();

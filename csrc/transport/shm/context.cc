@@ -88,8 +88,8 @@ ShmTransport::ShmTransport(host::Rendezvous& rendezvous, const PeerTable& peer_t
                            const CommunicatorOptions& options)
     : options_(options),
       group_(rendezvous, peer_table.ranks_on(peer_table.host_of(rank)), {}),
-      scope_(group_),
-      context_(group_, scope_, options.max_threads) {}
+      guard_(group_),
+      context_(group_, guard_, options.max_threads) {}
 
 void ShmTransport::plan(Collective& call) const {
   if (call.algorithm == Algorithm::kAuto) call.algorithm = options_.algorithm;
@@ -108,9 +108,9 @@ void ShmTransport::plan(Collective& call) const {
 
 Traffic ShmTransport::run(const Collective& call, const WaitLimits& limits) {
   if (const int gone = group_.gone_before(call.seq); gone >= 0)
-    throw Stopped{group_.state_of(gone), gone};
+    throw WaitAborted{group_.state_of(gone), gone};
   group_.record_call(call.seq);
-  scope_.begin(limits);
+  guard_.begin(limits);
   const std::size_t num_bytes = size_class_bytes(call, group_.world_size());
   context_.store_kinds().begin(call.op, num_bytes);
   context_.workers().begin(num_bytes * num_buffers(call.op, group_.world_size()));
@@ -190,10 +190,10 @@ constexpr std::size_t kStreamedResultBytes = std::size_t{16} << 20;
 constexpr std::chrono::milliseconds kFetchSlice{500};
 constexpr std::chrono::milliseconds kFetchPause{1};
 
-ShmContext::ShmContext(host::Group& group, host::WaitScope& scope, int max_threads)
+ShmContext::ShmContext(host::Group& group, host::GroupWait& guard, int max_threads)
     : group_(group),
-      scope_(scope),
-      arch_(scope, group, workers_),
+      guard_(guard),
+      arch_(guard, group.rank(), &workers_),
       board_(arch_, group.board(), group.rank()),
       workers_(max_threads),
       sources_(static_cast<std::size_t>(group.world_size())),
@@ -202,7 +202,7 @@ ShmContext::ShmContext(host::Group& group, host::WaitScope& scope, int max_threa
 
 void ShmContext::begin(const CallHeader& header, const BufferHandle& handle) {
   // A call over several hosts has many parts here.
-  arch_.set_arriving(num_calls_ != header.seq + 1);
+  guard_.set_arriving(num_calls_ != header.seq + 1);
   num_calls_ = header.seq + 1;
   header_ = &header;
   first_ = First::kClosed;
@@ -251,7 +251,7 @@ bool ShmContext::publish() {
     if (peer == 0) store_kinds_.follow(flags.is_next_streaming);
   }
   store_kinds_.resume();
-  arch_.set_arriving(false);
+  guard_.set_arriving(false);
   first_ = First::kOver;
   return !has_handles();
 }
@@ -293,6 +293,7 @@ std::byte* ShmContext::find_shared(int rank, const host::ArenaLocation& location
   if (rank == this->rank()) return host::SharedArena::instance().address_of(place);
   auto& memory = memories_[static_cast<std::size_t>(rank)];
   if (memory == nullptr) memory = group_.process_of(rank).memory();
+  const auto waits = arch_.record_wait(rank);
   for (;;) {
     try {
       if (std::byte* data = memory->find(place, num_bytes, kFetchSlice)) return data;

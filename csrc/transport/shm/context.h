@@ -13,13 +13,13 @@
 #include "core/board_protocol.h"
 #include "core/chunk_layout.h"
 #include "host/group.h"
+#include "host/group_wait.h"
+#include "host/host_arch.h"
 #include "host/peer_event.h"
 #include "host/rendezvous.h"
 #include "host/shared_arena.h"
-#include "host/wait_scope.h"
 #include "host/workers.h"
 #include "transport/shm/store_kind_chooser.h"
-#include "transport/shm/traced_arch.h"
 #include "transport/transport.h"
 
 namespace ringcomm {
@@ -38,9 +38,9 @@ struct BufferHandle {
 /// checks before it reads a byte of data.
 class ShmContext {
  public:
-  using Arch = TracedArch;
+  using Arch = host::HostArch;
 
-  ShmContext(host::Group& group, host::WaitScope& scope, int max_threads);
+  ShmContext(host::Group& group, host::GroupWait& guard, int max_threads);
 
   int rank() const { return group_.rank(); }
   int world_size() const { return group_.world_size(); }
@@ -133,9 +133,9 @@ class ShmContext {
   /// The bytes counted since the last call.
   std::uint64_t take_copied_bytes() { return std::exchange(copied_bytes_, 0); }
 
-  /// Throws Stopped, with the rank that was waited for last, unless `stop` is kNone.
-  void check(Stop stop) const {
-    if (stop != Stop::kNone) throw Stopped{stop, scope_.awaited_peer()};
+  /// Throws WaitAborted, with the rank that was waited for last, unless `stop` is kNone.
+  void check(WaitStatus stop) const {
+    if (stop != WaitStatus::kNone) throw WaitAborted{stop, guard_.awaited_peer()};
   }
 
  private:
@@ -171,7 +171,7 @@ class ShmContext {
   enum class First : std::uint8_t { kClosed, kOpen, kOver };
 
   host::Group& group_;
-  const host::WaitScope& scope_;
+  host::GroupWait& guard_;
   Arch arch_;
   Board<Arch> board_;
   StoreKindChooser store_kinds_;
@@ -188,7 +188,7 @@ class ShmContext {
 };
 
 /// The collectives over shared memory. Each runs after ShmContext::begin() with the call's header,
-/// and returns the bytes that peers consumed from this rank. Throws Stopped or Mismatched.
+/// and returns the bytes that peers consumed from this rank. Throws WaitAborted or Mismatched.
 using ShmCollective = std::uint64_t(ShmContext& context, const Collective& call);
 
 /// all_reduce.cc: results are equal to the last bit on all ranks, because every chunk is either
@@ -240,7 +240,7 @@ class ShmTransport final : public Transport {
 
   CommunicatorOptions options_;
   host::Group group_;
-  host::WaitScope scope_;
+  host::GroupWait guard_;
   ShmContext context_;
 };
 

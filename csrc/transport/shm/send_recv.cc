@@ -1,20 +1,18 @@
 #include "collectives/send_recv.h"
 
-#include <algorithm>
 #include <atomic>
-#include <cstring>
-#include <deque>
 #include <list>
 #include <string>
 #include <system_error>
 #include <thread>
+#include <tuple>
 #include <vector>
 
-#include "core/link_protocol.h"
 #include "host/host_arch.h"
 #include "host/shared_memory.h"
 #include "host/threads.h"
 #include "transport/shm/context.h"
+#include "transport/shm/mailbox.h"
 
 namespace ringcomm {
 namespace {
@@ -25,178 +23,17 @@ constexpr std::chrono::milliseconds kGrace{1};
 // has to wake it: a thread woken for every message takes the core from the rank that waits.
 constexpr int kMaxIdleLooks = 100;
 
-// A receive matched a message of a different size.
-struct SizeMismatch {
-  SendRecvOpPtr receive;
-  std::uint64_t sent_bytes;
-};
-
 // Ends each sleep at the doorbell after one slice: the driver itself looks at deadlines and at all
 // peers.
-class OneSlice final : public host::StopSource {
+class OneSlice final : public WaitGuard {
  public:
   void begin() { is_over_ = false; }
-  Stop stopped(int) override {
-    return std::exchange(is_over_, true) ? Stop::kTimeout : Stop::kNone;
+  WaitStatus check(int) override {
+    return std::exchange(is_over_, true) ? WaitStatus::kTimeout : WaitStatus::kNone;
   }
 
  private:
   bool is_over_ = false;
-};
-
-/// The two links between this rank and one peer, and the messages on them. Not thread-safe.
-///
-/// Messages of a pair arrive in order, and match the first receive posted for their source (or any)
-/// and tag. One without a receive stays in the link and blocks the sender, until a receive needs a
-/// later one: then it is moved off and kept, so no order of tags deadlocks.
-class SendRecvMailbox {
- public:
-  using Receives = std::list<SendRecvOpPtr>;
-
-  /// `ring` notifies the peer that a slot was filled or drained.
-  SendRecvMailbox(host::HostArch& arch, int peer, const LinkGeometry& to, const LinkGeometry& from,
-                  std::function<void()> ring)
-      : peer_(peer),
-        ring_(std::move(ring)),
-        arch_(arch),
-        to_(arch, to, peer),
-        from_(arch, from, peer),
-        num_slots_(to.num_slots),
-        slot_bytes_(to.slot_bytes) {}
-
-  void post_send(const SendRecvOpPtr& op) { sends_.push_back(op); }
-
-  /// Completes the receive with the first kept message that matches; false if there is none. Throws
-  /// SizeMismatch.
-  bool match_kept(const SendRecvOpPtr& op) {
-    const auto found = std::ranges::find_if(arrivals_, [&](const Arrival& arrival) {
-      return arrival.receive == nullptr && arrival.header.tag == op->tag;
-    });
-    if (found == arrivals_.end()) return false;
-    assign(*found, op);
-    if (found->is_complete()) {
-      op->is_done = true;
-      arrivals_.erase(found);
-    }
-    return true;
-  }
-
-  /// Fills free slots with pending sends, at most as many as the link has, so that a fast receiver
-  /// does not keep a posting caller here. True if anything was sent.
-  bool progress_sends() {
-    std::byte* slot = nullptr;
-    std::uint32_t num_moved = 0;
-    for (; num_moved < num_slots_ && !sends_.empty() && to_.try_acquire(slot); ++num_moved) {
-      SendRecvOp& op = *sends_.front();
-      std::size_t room_bytes = slot_bytes_;
-      if (!has_begun_sending_) {
-        const MessageHeader header{.tag = op.tag, .num_bytes = op.num_bytes};
-        std::memcpy(slot, &header, sizeof(header));
-        slot += kHeaderBytes;
-        room_bytes -= kHeaderBytes;
-      }
-      const std::size_t num_bytes = std::min(room_bytes, op.num_bytes - op.moved_bytes);
-      arch_.copy(slot, op.data + op.moved_bytes, num_bytes);
-      to_.publish();
-      ring_();
-      op.moved_bytes += num_bytes;
-      has_begun_sending_ = op.moved_bytes < op.num_bytes;
-      if (has_begun_sending_) continue;
-      op.is_done = true;
-      sends_.pop_front();
-    }
-    return num_moved > 0;
-  }
-
-  /// Drains at most as many slots while a receive needs a message from this link; a match is
-  /// removed from `receives`. True if anything was received. Throws SizeMismatch.
-  bool progress_receives(Receives& receives) {
-    const std::byte* slot = nullptr;
-    std::uint32_t num_moved = 0;
-    for (; num_moved < num_slots_ && wants_more(receives) && from_.try_wait(slot); ++num_moved) {
-      std::size_t available_bytes = slot_bytes_;
-      if (arrivals_.empty() || arrivals_.back().is_complete()) {
-        MessageHeader header;
-        std::memcpy(&header, slot, sizeof(header));
-        begin_arrival(header, receives);
-        slot += kHeaderBytes;
-        available_bytes -= kHeaderBytes;
-      }
-      Arrival& arrival = arrivals_.back();
-      const std::size_t num_bytes =
-          std::min<std::size_t>(available_bytes, arrival.header.num_bytes - arrival.moved_bytes);
-      arch_.copy(arrival.data() + arrival.moved_bytes, slot, num_bytes);
-      from_.release();
-      ring_();
-      arrival.moved_bytes += num_bytes;
-      if (arrival.receive == nullptr || !arrival.is_complete()) continue;
-      arrival.receive->is_done = true;
-      arrivals_.pop_back();
-    }
-    return num_moved > 0;
-  }
-
- private:
-  struct MessageHeader {
-    std::uint64_t tag = 0;
-    std::uint64_t num_bytes = 0;
-  };
-  // The header in a message's first slot; a whole line, so that data keeps its alignment.
-  static constexpr std::size_t kHeaderBytes = 64;
-
-  // A message that has begun to arrive: into its receive's buffer, or kept.
-  struct Arrival {
-    MessageHeader header;
-    std::size_t moved_bytes = 0;
-    SendRecvOpPtr receive = {};
-    std::unique_ptr<std::byte[]> kept = {};
-
-    bool is_complete() const { return moved_bytes == header.num_bytes; }
-    std::byte* data() { return receive != nullptr ? receive->data : kept.get(); }
-  };
-
-  bool may_match(const SendRecvOp& receive) const {
-    return receive.peer == peer_ || receive.peer < 0;
-  }
-
-  bool wants_more(const Receives& receives) const {
-    if (!arrivals_.empty() && !arrivals_.back().is_complete() &&
-        arrivals_.back().receive != nullptr)
-      return true;
-    return std::ranges::any_of(receives, [&](const SendRecvOpPtr& op) { return may_match(*op); });
-  }
-
-  void begin_arrival(const MessageHeader& header, Receives& receives) {
-    arrivals_.push_back({.header = header});
-    const auto found = std::ranges::find_if(
-        receives, [&](const SendRecvOpPtr& op) { return may_match(*op) && op->tag == header.tag; });
-    if (found == receives.end()) {
-      arrivals_.back().kept = std::make_unique_for_overwrite<std::byte[]>(header.num_bytes);
-      return;
-    }
-    const SendRecvOpPtr op = *found;
-    receives.erase(found);
-    assign(arrivals_.back(), op);
-  }
-
-  void assign(Arrival& arrival, const SendRecvOpPtr& op) const {
-    op->peer = peer_;
-    if (!op->takes(arrival.header.num_bytes)) throw SizeMismatch{op, arrival.header.num_bytes};
-    if (arrival.moved_bytes > 0) std::memcpy(op->data, arrival.kept.get(), arrival.moved_bytes);
-    arrival.receive = op;
-    arrival.kept = nullptr;
-  }
-
-  int peer_;
-  std::function<void()> ring_;  // after every slot: the peer copies it during the next
-  host::HostArch& arch_;
-  SendLink<host::HostArch> to_;
-  RecvLink<host::HostArch> from_;
-  std::uint32_t num_slots_;
-  std::size_t slot_bytes_;
-  std::deque<SendRecvOpPtr> sends_;
-  bool has_begun_sending_ = false;  // the first of sends_
-  std::list<Arrival> arrivals_;     // in the order of sending; only the last may be incomplete
 };
 
 /// Over links in shared memory. A thread that waits drives all operations of the rank; if none does
@@ -225,7 +62,8 @@ class SendRecvQueue final : public SendRecv {
       if (!op->is_send() && !op->is_done) end(*op, orphaned(*op));
     receives_.clear();
     settle(lock);
-    drive_or_sleep(lock, [this] { return pending_.empty(); }, is_interrupted);
+    WaitGuard guard = guard_of(is_interrupted);
+    drive_or_sleep(lock, [this] { return pending_.empty(); }, guard);
   }
 
   // The slots of a drained link are the sender's.
@@ -251,10 +89,10 @@ class SendRecvQueue final : public SendRecv {
     Lock lock = enter();
     check_open(*op);
     // An operation that completes immediately needs no check for signals, which may call Python.
-    if (pending_.empty()) next_look_ = Clock::now() + kLookInterval;
+    if (pending_.empty()) next_check_ = Clock::now() + kCheckInterval;
     pending_.push_back(op);
     // A mailbox has room for messages that nobody will read.
-    if (op->is_send() && group_.state_of(op->peer) != Stop::kNone) fail_stuck();
+    if (op->is_send() && group_.state_of(op->peer) != WaitStatus::kNone) fail_stuck();
     if (!op->is_done) progress([&] { begin(op); });
     if (!op->is_done) {
       try {
@@ -269,14 +107,13 @@ class SendRecvQueue final : public SendRecv {
     settle(lock);
   }
 
-  bool await(const SendRecvOpPtr& op, Clock::time_point deadline,
-             const Interrupted& is_interrupted) override {
+  bool await(const SendRecvOpPtr& op, WaitGuard& guard) override {
     Lock lock = enter();
     if (!op->is_done && is_driving_ && driving_thread_ == std::this_thread::get_id())
       throw Error({.kind = ErrorKind::kSystem},
                   "ringcomm: wait() of a send or receive was called inside another one of its "
                   "group, perhaps from a signal handler; this would deadlock");
-    drive_or_sleep(lock, [&] { return op->is_done || Clock::now() >= deadline; }, is_interrupted);
+    drive_or_sleep(lock, [&] { return op->is_done || guard.is_late(); }, guard);
     return op->is_done;
   }
 
@@ -297,16 +134,16 @@ class SendRecvQueue final : public SendRecv {
   }
 
   Lock enter() {
-    num_at_door_.fetch_add(1, std::memory_order_relaxed);
+    num_contenders_.fetch_add(1, std::memory_order_relaxed);
     Lock lock(mutex_);
-    num_at_door_.fetch_sub(1, std::memory_order_relaxed);
+    num_contenders_.fetch_sub(1, std::memory_order_relaxed);
     return lock;
   }
 
   // A driver with continuous progress would hold the lock for a whole large message. It lets other
   // threads in for about the time of a wake-up.
-  void let_in(Lock& lock) const {
-    for (int i = 0; i < 100 && num_at_door_.load(std::memory_order_relaxed) > 0; ++i) {
+  void yield_to_contenders(Lock& lock) const {
+    for (int i = 0; i < 100 && num_contenders_.load(std::memory_order_relaxed) > 0; ++i) {
       lock.unlock();
       std::this_thread::yield();
       lock.lock();
@@ -354,9 +191,8 @@ class SendRecvQueue final : public SendRecv {
     wake_sleepers(arch_, doorbell);
   }
 
-  // Runs with the lock held, except while it sleeps or calls `done` and `is_interrupted`.
-  void drive(Lock& lock, const std::function<bool()>& is_enough,
-             const Interrupted& is_interrupted) {
+  // Runs with the lock held, except while it sleeps, checks the guard or calls `done`.
+  void drive(Lock& lock, const std::function<bool()>& is_enough, WaitGuard& guard) {
     is_driving_ = true;
     driving_thread_ = std::this_thread::get_id();
     Cursor& doorbell = group_.doorbell(rank_);
@@ -368,21 +204,23 @@ class SendRecvQueue final : public SendRecv {
       settle(lock);
       // By the clock and not after an unsuccessful sleep, so that one peer's traffic does not hide
       // another's silence.
-      if (Clock::now() >= next_look_) {
-        abort_if(lock, is_interrupted);
-        next_look_ = Clock::now() + kLookInterval;
+      if (Clock::now() >= next_check_) {
+        lock.unlock();
+        std::ignore = guard.check();
+        lock.lock();
+        next_check_ = Clock::now() + kCheckInterval;
         fail_stuck();
         settle(lock);
       }
       if (has_moved || is_enough()) {
         has_slept = false;
-        let_in(lock);
+        yield_to_contenders(lock);
         continue;
       }
       lock.unlock();
       slice_.begin();
       has_slept = wait_at_least(arch_, has_slept ? no_spin : arch_.budget(), doorbell, seen + 1,
-                                rank_) != Stop::kNone;
+                                rank_) != WaitStatus::kNone;
       lock.lock();
     }
     is_driving_ = false;
@@ -391,18 +229,16 @@ class SendRecvQueue final : public SendRecv {
   }
 
   // Drives until `is_over`, or sleeps while another thread does.
-  void drive_or_sleep(Lock& lock, const std::function<bool()>& is_over,
-                      const Interrupted& is_interrupted) {
+  void drive_or_sleep(Lock& lock, const std::function<bool()>& is_over, WaitGuard& guard) {
     while (!is_over()) {
       if (!is_driving_) {
-        drive(lock, is_over, is_interrupted);
+        drive(lock, is_over, guard);
         continue;
       }
       ++num_waiting_;
       ring(rank_);  // the queue's thread hands over
-      has_news_.wait_for(lock, kLookInterval);
+      guard.sleep(lock, has_news_);
       --num_waiting_;
-      abort_if(lock, is_interrupted);
     }
   }
 
@@ -411,15 +247,15 @@ class SendRecvQueue final : public SendRecv {
     const Clock::time_point now = Clock::now();
     struct Stuck {
       SendRecvOpPtr op;
-      Stop stop;
+      WaitStatus stop;
       int peer;
     };
     std::vector<Stuck> stuck;
     for (const SendRecvOpPtr& op : pending_) {
       const int peer = awaited_peer(*op);
-      const Stop state = group_.state_of(peer >= 0 ? peer : rank_);
-      if (state != Stop::kNone || now >= op->deadline)
-        stuck.push_back({op, state != Stop::kNone ? state : Stop::kTimeout, peer});
+      const WaitStatus state = group_.state_of(peer >= 0 ? peer : rank_);
+      if (state != WaitStatus::kNone || now >= op->deadline)
+        stuck.push_back({op, state != WaitStatus::kNone ? state : WaitStatus::kTimeout, peer});
     }
     if (stuck.empty()) return;
     // A peer that sent and then left has still sent: the links have the last word, and are read
@@ -438,7 +274,7 @@ class SendRecvQueue final : public SendRecv {
     int peer = op.peer;
     for (int rank = 0; op.peer < 0 && rank < world_size_; ++rank) {
       if (rank == rank_) continue;
-      if (group_.state_of(rank) == Stop::kNone) return -1;
+      if (group_.state_of(rank) == WaitStatus::kNone) return -1;
       peer = rank;
     }
     return peer;
@@ -476,7 +312,8 @@ class SendRecvQueue final : public SendRecv {
       // same in two checks.
       const SendRecvOp* oldest = pending_.front().get();
       if (std::exchange(last_oldest, oldest) != oldest) continue;
-      drive(lock, [this] { return pending_.empty() || num_waiting_ > 0 || is_stopping_; }, {});
+      WaitGuard never;
+      drive(lock, [this] { return pending_.empty() || num_waiting_ > 0 || is_stopping_; }, never);
     }
   }
 
@@ -484,7 +321,7 @@ class SendRecvQueue final : public SendRecv {
   OneSlice slice_;
   host::HostArch arch_;
 
-  std::atomic<int> num_at_door_ = 0;  // threads that request the lock while another one drives
+  std::atomic<int> num_contenders_ = 0;  // threads that request the lock while another one drives
   // The lock guards what follows, and the links.
   // By rank, null until needed: links cost memory once looked at.
   std::vector<std::unique_ptr<SendRecvMailbox>> mailboxes_;
@@ -496,7 +333,7 @@ class SendRecvQueue final : public SendRecv {
   std::uint64_t num_moves_ = 0, num_moves_seen_ = 0, num_returned_ = 0;
   bool is_driving_ = false;
   std::thread::id driving_thread_;
-  Clock::time_point next_look_ = {};
+  Clock::time_point next_check_ = {};
   int num_waiting_ = 0;
   bool is_thread_asleep_ = false;
   BackgroundThread thread_;

@@ -95,13 +95,13 @@ class CheckerArch {
   /// Does not spin: every interleaving is explored without.
   SpinBudget budget() { return SpinBudget::none(); }
   template <class F>
-  Stop once(const F& function) {
+  WaitStatus once(const F& function) {
     return function();
   }
   template <class F>
-  Stop each(int num, const F& function) {
-    Stop stop = Stop::kNone;
-    for (int i = 0; i < num && stop == Stop::kNone; ++i) stop = function(i);
+  WaitStatus each(int num, const F& function) {
+    WaitStatus stop = WaitStatus::kNone;
+    for (int i = 0; i < num && stop == WaitStatus::kNone; ++i) stop = function(i);
     return stop;
   }
 
@@ -120,11 +120,11 @@ class CheckerArch {
   }
   void record_core(std::uint32_t&) {}
   void leave_core(const std::uint32_t&) {}
-  Stop stopped(int peer) {
+  WaitStatus stopped(int peer) {
     // Without a victim the answer never changes, so no interleaving point is needed.
     if (machine_.has_victim()) machine_.point(rank_);
-    const Stop stop = machine_.stopped(rank_, peer);
-    return stop == Stop::kNone && waits_for_nobody ? Stop::kTimeout : stop;
+    const WaitStatus stop = machine_.stopped(rank_, peer);
+    return stop == WaitStatus::kNone && waits_for_nobody ? WaitStatus::kTimeout : stop;
   }
 
   /// Declares that this rank's program now depends on `step` and the checked memory only, so that

@@ -10,9 +10,9 @@ namespace {
 // makecontext() hands over ints only, so the fibers find their machine here; one search at a time.
 Machine* running_machine = nullptr;
 
-bool keeps_publishing_promise(Stop stop, bool has_death, bool has_abort) {
-  return stop == Stop::kNone || (stop == Stop::kPeerDied && has_death) ||
-         (stop == Stop::kAborted && has_abort);
+bool keeps_publishing_promise(WaitStatus stop, bool has_death, bool has_abort) {
+  return stop == WaitStatus::kNone || (stop == WaitStatus::kPeerDied && has_death) ||
+         (stop == WaitStatus::kAborted && has_abort);
 }
 
 }  // namespace
@@ -34,7 +34,7 @@ void Machine::reset(const Scenario& scenario, int victim, bool counts_preemption
 void Machine::fiber_main(int rank) {
   Machine& machine = *running_machine;
   CheckerArch arch(machine, rank);
-  const Stop outcome = machine.scenario_->body(arch, rank);
+  const WaitStatus outcome = machine.scenario_->body(arch, rank);
   machine.finish(rank, outcome);
   machine.fibers_.suspend(rank);
 }
@@ -114,12 +114,12 @@ void Machine::kill(int rank) {
   trace_.push_back({Op::kKill, static_cast<std::uint8_t>(rank), 0, 0});
 }
 
-void Machine::finish(int rank, Stop outcome) {
+void Machine::finish(int rank, WaitStatus outcome) {
   RankState& state = state_.ranks[rank];
   state.status = Status::kFinished;
   forget(state);
   state.outcome = static_cast<std::uint32_t>(outcome);
-  if (outcome != Stop::kNone) {
+  if (outcome != WaitStatus::kNone) {
     state_.has_abort = 1;
     ++state_.num_events;
   }
@@ -139,13 +139,13 @@ void Machine::check_end() {
 }
 
 void Machine::check_outcome(int rank) {
-  const auto outcome = static_cast<Stop>(state_.ranks[rank].outcome);
+  const auto outcome = static_cast<WaitStatus>(state_.ranks[rank].outcome);
   const bool has_death = victim_ >= 0 && state_.ranks[victim_].is_dead != 0;
   if (!keeps_publishing_promise(outcome, has_death, state_.has_abort != 0)) {
     report(ViolationKind::kBadStop, rank,
            "stopped without a reason: " + std::to_string(state_.ranks[rank].outcome));
   }
-  if (outcome != Stop::kNone) return;
+  if (outcome != WaitStatus::kNone) return;
   const std::string fault = scenario_->check(memory, rank);
   if (!fault.empty()) report(ViolationKind::kWrongData, rank, fault);
 }
@@ -258,13 +258,13 @@ void Machine::wake(int rank, int word_idx) {
   }
 }
 
-Stop Machine::stopped(int rank, int peer) {
+WaitStatus Machine::stopped(int rank, int peer) {
   state_.ranks[rank].num_events_seen = state_.num_events;
-  Stop stop = Stop::kNone;
+  WaitStatus stop = WaitStatus::kNone;
   if (state_.ranks[peer].is_dead != 0) {
-    stop = Stop::kPeerDied;
+    stop = WaitStatus::kPeerDied;
   } else if (state_.has_abort != 0) {
-    stop = Stop::kAborted;  // another rank failed and reported it to the whole group
+    stop = WaitStatus::kAborted;  // another rank failed and reported it to the whole group
   }
   observe(Op::kStopped, rank, peer, static_cast<std::uint64_t>(stop));
   return stop;

@@ -39,9 +39,9 @@ struct Scenario {
   std::function<void(Memory&)> setup;
   /// One rank's program. May not allocate, throw, or write outside its stack and the checker's
   /// memory.
-  std::function<Stop(CheckerArch&, int rank)> body;
-  /// Checks the result of a rank that finished without a Stop; returns what is wrong, or an empty
-  /// text.
+  std::function<WaitStatus(CheckerArch&, int rank)> body;
+  /// Checks the result of a rank that finished without a WaitStatus; returns what is wrong, or an
+  /// empty text.
   std::function<std::string(const Memory&, int rank)> check;
 };
 
@@ -117,7 +117,7 @@ class Machine {
   void checkpoint(int rank, std::uint64_t step);
   void park(int rank, int word_idx, std::uint64_t expected);
   void wake(int rank, int word_idx);
-  Stop stopped(int rank, int peer);
+  WaitStatus stopped(int rank, int peer);
   void report(ViolationKind kind, int rank, const std::string& what);
   bool steps_on_payload() const { return scenario_->steps_on_payload; }
   bool has_victim() const { return victim_ >= 0; }
@@ -133,7 +133,7 @@ class Machine {
     std::uint64_t wait_cursor_idx;
     Status status;
     std::uint32_t parked_word_idx;
-    std::uint32_t outcome;          ///< a Stop, once finished
+    std::uint32_t outcome;          ///< a WaitStatus, once finished
     std::uint32_t num_events_seen;  ///< deaths and aborts that its latest stopped() knew of
     std::uint32_t skips_point;      ///< resumes from park(): the next operation follows at once
     std::uint32_t is_dead;          ///< also after it finished
@@ -150,7 +150,7 @@ class Machine {
   static void fiber_main(int rank);
   void run_until_point(int rank);
   static void forget(RankState& state);
-  void finish(int rank, Stop outcome);
+  void finish(int rank, WaitStatus outcome);
   void kill(int rank);
   void count_preemption(int rank);
   void check_outcome(int rank);

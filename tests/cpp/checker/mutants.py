@@ -27,12 +27,12 @@ class Mutant:
 
 STORE = "  arch.store_seq_cst(cursor.value, value);\n"
 LOOK = "  wake_sleepers(arch, cursor);\n"
-LAST_WORD = "    if (arch.load_acquire(cursor.value) >= target) return Stop::kNone;\n"
-GIVE_UP = "    if (stop != Stop::kNone) return stop;\n"
+LAST_WORD = "    if (arch.load_acquire(cursor.value) >= target) return WaitStatus::kNone;\n"
+GIVE_UP = "    if (stop != WaitStatus::kNone) return stop;\n"
 SLEEP = "    // Store (sleepers) then load"
 ANNOUNCE = "    arch.add_seq_cst(cursor.sleepers, 1);\n"
 LOOK_AGAIN = "    const std::uint64_t seen = arch.load_seq_cst(cursor.value);\n"
-RECEIVED = "from.wait(received); stop != Stop::kNone) return stop;\n"
+RECEIVED = "from.wait(received); stop != WaitStatus::kNone) return stop;\n"
 OPEN_WAIT = "region = geometry_.region(rank_, phase_);\n    return wait_all();"
 OPEN_ALL = "cursor_of(peer); }, phase_);"
 WAIT_WAIT = "wait_at_least(arch_, cursor_of(peer), phase_, peer)"
@@ -148,7 +148,7 @@ MUTANTS = (
         "board_open_unchecked",
         "board_protocol.h",
         OPEN_WAIT,
-        OPEN_WAIT.replace("wait_all()", "Stop::kNone"),
+        OPEN_WAIT.replace("wait_all()", "WaitStatus::kNone"),
         (Run("board3_first", "unowned"), Run("board3_first", "wrong_data", (NO_OWNER,))),
     ),
     Mutant(
@@ -183,7 +183,7 @@ MUTANTS = (
         "rejoin_unwaited",
         "board_protocol.h",
         REJOIN,
-        "publish();\n    return Stop::kNone;",
+        "publish();\n    return WaitStatus::kNone;",
         (Run("lend2", "race"), Run("lend3", "race")),
     ),
     # Waits, but does not say that it has done itself.
@@ -334,7 +334,7 @@ MUTANTS = (
     Mutant(
         "verdict_without_wait",
         "survivor_protocol.h",
-        "has_made = wait_for(attempt, kMade, peer) == Stop::kNone;",
+        "has_made = wait_for(attempt, kMade, peer) == WaitStatus::kNone;",
         "has_made = true;",
         (Run("survivors2_death", "wrong_data"),),
     ),

@@ -93,7 +93,7 @@ struct Phases {
 };
 
 template <class Geometry>
-Stop run_phases(CheckerArch& arch, const Phases& phases, const Geometry& geometry, int rank) {
+WaitStatus run_phases(CheckerArch& arch, const Phases& phases, const Geometry& geometry, int rank) {
   Board<CheckerArch, Geometry> board(arch, geometry, rank);
   const std::uint64_t steps_per_phase = 8;
   for (int phase = 0; phase < phases.num_phases; ++phase) {
@@ -101,7 +101,7 @@ Stop run_phases(CheckerArch& arch, const Phases& phases, const Geometry& geometr
     arch.checkpoint(step++);
     if (phases.writes(rank, phase)) {
       std::byte* region = nullptr;
-      if (const Stop stop = board.open(region); stop != Stop::kNone) return stop;
+      if (const WaitStatus stop = board.open(region); stop != WaitStatus::kNone) return stop;
       arch.copy(phases.is_payload ? board.payload(rank) : region, phases.input(rank, phase),
                 board.region_bytes());
     }
@@ -110,12 +110,12 @@ Stop run_phases(CheckerArch& arch, const Phases& phases, const Geometry& geometr
       arch.checkpoint(step++);
       if (peer == rank || !phases.writes(peer, phase)) continue;
       const std::byte* region = nullptr;
-      if (const Stop stop = board.wait(peer, region); stop != Stop::kNone) return stop;
+      if (const WaitStatus stop = board.wait(peer, region); stop != WaitStatus::kNone) return stop;
       arch.copy(phases.output(rank, phase, peer), phases.is_payload ? board.payload(peer) : region,
                 board.region_bytes());
     }
   }
-  return Stop::kNone;
+  return WaitStatus::kNone;
 }
 
 Scenario board(std::string name, Phases parameters, bool has_death, bool steps_on_payload) {

@@ -58,17 +58,18 @@ class HostRank {
   HostRank(CheckerArch& arch, const Hosts& hosts, std::byte* one, int rank)
       : arch_(arch), hosts_(hosts), one_(one), rank_(rank) {}
 
-  Stop run() {
+  WaitStatus run() {
     move_over_hosts(
         rank_, hosts_.num_ranks(), true, [&] { inside(); }, [&] { return must_finish_; },
         [&](int to, int from) { move(to, from); }, [&] { finish(); });
-    return Stop::kNone;
+    return WaitStatus::kNone;
   }
 
  private:
   void wait(Cursor& cursor, int peer) {
-    const Stop stop = wait_at_least(arch_, cursor, 1, peer);
-    arch_.require(stop == Stop::kNone, ViolationKind::kBadStop, "a wait ends without a reason");
+    const WaitStatus stop = wait_at_least(arch_, cursor, 1, peer);
+    arch_.require(stop == WaitStatus::kNone, ViolationKind::kBadStop,
+                  "a wait ends without a reason");
   }
 
   void inside() {

@@ -61,7 +61,7 @@ void sum_own_block(CheckerArch& arch, const Lending& lending, int rank) {
     arch.copy(lending.block((rank + distance) % lending.num_ranks, rank), own, kBlockBytes);
 }
 
-Stop run_calls(CheckerArch& arch, const Lending& lending, int rank) {
+WaitStatus run_calls(CheckerArch& arch, const Lending& lending, int rank) {
   Board<CheckerArch> board(arch, lending.geometry, rank);
   std::uint64_t step = 0;
   for (int call = 0; call < lending.num_calls; ++call) {
@@ -73,14 +73,14 @@ Stop run_calls(CheckerArch& arch, const Lending& lending, int rank) {
       arch.checkpoint(step++);
       const std::byte* unused = nullptr;
       if (peer == rank) continue;
-      if (const Stop stop = board.wait(peer, unused); stop != Stop::kNone) return stop;
+      if (const WaitStatus stop = board.wait(peer, unused); stop != WaitStatus::kNone) return stop;
     }
     sum_own_block(arch, lending, rank);
     arch.checkpoint(step++);
-    if (const Stop stop = board.rejoin(); stop != Stop::kNone) return stop;
+    if (const WaitStatus stop = board.rejoin(); stop != WaitStatus::kNone) return stop;
     arch.copy(lending.outputs[rank] + offset, lending.lent[rank], lending.buffer_bytes());
   }
-  return Stop::kNone;
+  return WaitStatus::kNone;
 }
 
 Scenario lend(std::string name, int num_ranks, int num_calls, bool has_death,

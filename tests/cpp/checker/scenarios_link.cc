@@ -45,33 +45,33 @@ struct OneWay {
   }
 };
 
-Stop send_one(CheckerArch& arch, SendLink<CheckerArch>& link, const OneWay& shape,
-              int message_idx) {
+WaitStatus send_one(CheckerArch& arch, SendLink<CheckerArch>& link, const OneWay& shape,
+                    int message_idx) {
   const std::byte* input = shape.input + message_idx * shape.message_bytes();
   std::byte* slot = nullptr;
   if (!shape.polls || !link.try_acquire(slot))
     return send(arch, link, input, shape.message_bytes());
   arch.copy(slot, input, shape.message_bytes());
   link.publish();
-  return Stop::kNone;
+  return WaitStatus::kNone;
 }
 
-Stop recv_one(CheckerArch& arch, RecvLink<CheckerArch>& link, const OneWay& shape,
-              int message_idx) {
+WaitStatus recv_one(CheckerArch& arch, RecvLink<CheckerArch>& link, const OneWay& shape,
+                    int message_idx) {
   std::byte* output = shape.output + message_idx * shape.message_bytes();
   const std::byte* slot = nullptr;
   if (!shape.polls || !link.try_wait(slot)) return recv(arch, link, output, shape.message_bytes());
   arch.copy(output, slot, shape.message_bytes());
   link.release();
-  return Stop::kNone;
+  return WaitStatus::kNone;
 }
 
-Stop one_way_sender(CheckerArch& arch, const OneWay& shape) {
+WaitStatus one_way_sender(CheckerArch& arch, const OneWay& shape) {
   SendLink<CheckerArch> link(arch, shape.geometry, 1);
   for (int i = 0; i < shape.num_messages; ++i) {
     arch.checkpoint(i);
-    const Stop stop = send_one(arch, link, shape, i);
-    if (stop == Stop::kNone) continue;
+    const WaitStatus stop = send_one(arch, link, shape, i);
+    if (stop == WaitStatus::kNone) continue;
     // The receiver is dead, so its head is final: a credit that it gave must have been used.
     const auto in_flight = static_cast<std::uint64_t>(i) - arch.peek(shape.geometry.head->value);
     arch.require(in_flight >= shape.geometry.num_slots, ViolationKind::kBadStop,
@@ -82,18 +82,18 @@ Stop one_way_sender(CheckerArch& arch, const OneWay& shape) {
   return link.wait_drained(0);
 }
 
-Stop one_way_receiver(CheckerArch& arch, const OneWay& shape) {
+WaitStatus one_way_receiver(CheckerArch& arch, const OneWay& shape) {
   RecvLink<CheckerArch> link(arch, shape.geometry, 0);
   for (int i = 0; i < shape.num_messages; ++i) {
     arch.checkpoint(i);
-    const Stop stop = recv_one(arch, link, shape, i);
-    if (stop == Stop::kNone) continue;
+    const WaitStatus stop = recv_one(arch, link, shape, i);
+    if (stop == WaitStatus::kNone) continue;
     const std::uint64_t tail = arch.peek(shape.geometry.tail->value);
     arch.require(tail <= static_cast<std::uint64_t>(i), ViolationKind::kBadStop,
                  "stopped although the message had been published");
     return stop;
   }
-  return Stop::kNone;
+  return WaitStatus::kNone;
 }
 
 Scenario one_way(std::string name, OneWay parameters, bool has_death) {
@@ -133,8 +133,9 @@ Scenario recut() {
     wide->geometry.slot_bytes = wide->message_bytes();
   };
   scenario.body = [narrow, wide](CheckerArch& arch, int rank) {
-    const Stop stop = rank == 0 ? one_way_sender(arch, *narrow) : one_way_receiver(arch, *narrow);
-    if (stop != Stop::kNone) return stop;
+    const WaitStatus stop =
+        rank == 0 ? one_way_sender(arch, *narrow) : one_way_receiver(arch, *narrow);
+    if (stop != WaitStatus::kNone) return stop;
     if (rank == 0) {
       SendLink<CheckerArch> link(arch, wide->geometry, 1);
       arch.checkpoint(100);

@@ -49,7 +49,7 @@ std::uint64_t await_packet(CheckerArch& arch, const Packet& mine, std::uint64_t 
   return data;
 }
 
-Stop exchange(CheckerArch& arch, const Exchange& shape, int rank) {
+WaitStatus exchange(CheckerArch& arch, const Exchange& shape, int rank) {
   arch.stores_high_first = shape.stores_high_first;
   for (std::uint64_t number = 1; number <= static_cast<std::uint64_t>(shape.num_calls); ++number) {
     arch.checkpoint(number);
@@ -59,7 +59,7 @@ Stop exchange(CheckerArch& arch, const Exchange& shape, int rank) {
     arch.require(data == Exchange::data(1 - rank, number), ViolationKind::kWrongData,
                  "took a packet of another call");
   }
-  return Stop::kNone;
+  return WaitStatus::kNone;
 }
 
 Scenario packets(std::string name, int num_calls, bool stores_high_first) {

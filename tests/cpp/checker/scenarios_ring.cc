@@ -53,8 +53,8 @@ struct Ring {
 };
 
 /// One slice through both halves of the ring, in the primitives that the shipped ring uses.
-Stop ring_slice(CheckerArch& arch, SendLink<CheckerArch>& to, RecvLink<CheckerArch>& from,
-                const Ring& ring, int rank, std::size_t slice_idx) {
+WaitStatus ring_slice(CheckerArch& arch, SendLink<CheckerArch>& to, RecvLink<CheckerArch>& from,
+                      const Ring& ring, int rank, std::size_t slice_idx) {
   const RingSchedule schedule(rank, ring.num_ranks);
   const ChunkLayout layout(ring.num_elems, ring.num_ranks);
   const int last = schedule.num_steps() - 1;
@@ -72,37 +72,39 @@ Stop ring_slice(CheckerArch& arch, SendLink<CheckerArch>& to, RecvLink<CheckerAr
 
   std::size_t num_bytes = 0;
   std::byte* data = part(schedule.reduce_scatter_send_chunk(0), num_bytes);
-  if (const Stop stop = send(arch, to, data, num_bytes); stop != Stop::kNone) return stop;
+  if (const WaitStatus stop = send(arch, to, data, num_bytes); stop != WaitStatus::kNone)
+    return stop;
   for (int step = 0; step < last; ++step) {
     data = part(schedule.reduce_scatter_recv_chunk(step), num_bytes);
-    const Stop stop = recv_reduce_send(from, to, nullptr, data, num_bytes, combine);
-    if (stop != Stop::kNone) return stop;
+    const WaitStatus stop = recv_reduce_send(from, to, nullptr, data, num_bytes, combine);
+    if (stop != WaitStatus::kNone) return stop;
   }
   data = part(schedule.reduce_scatter_recv_chunk(last), num_bytes);
-  if (const Stop stop = recv_reduce_send(from, to, data, data, num_bytes, combine);
-      stop != Stop::kNone) {
+  if (const WaitStatus stop = recv_reduce_send(from, to, data, data, num_bytes, combine);
+      stop != WaitStatus::kNone) {
     return stop;
   }
   for (int step = 0; step < last; ++step) {
     data = part(schedule.all_gather_recv_chunk(step), num_bytes);
-    if (const Stop stop = recv_copy_send(arch, from, to, data, num_bytes); stop != Stop::kNone)
+    if (const WaitStatus stop = recv_copy_send(arch, from, to, data, num_bytes);
+        stop != WaitStatus::kNone)
       return stop;
   }
   data = part(schedule.all_gather_recv_chunk(last), num_bytes);
   return recv(arch, from, data, num_bytes);
 }
 
-Stop ring_all_reduce(CheckerArch& arch, const Ring& ring, int rank) {
+WaitStatus ring_all_reduce(CheckerArch& arch, const Ring& ring, int rank) {
   const RingSchedule schedule(rank, ring.num_ranks);
   const ChunkLayout layout(ring.num_elems, ring.num_ranks);
   SendLink<CheckerArch> to(arch, ring.links[rank], schedule.next());
   RecvLink<CheckerArch> from(arch, ring.links[schedule.previous()], schedule.previous());
   const std::size_t count = num_slices(layout.max_chunk_elems(), ring.slot_elems);
   for (std::size_t slice_idx = 0; slice_idx < count; ++slice_idx) {
-    const Stop stop = ring_slice(arch, to, from, ring, rank, slice_idx);
-    if (stop != Stop::kNone) return stop;
+    const WaitStatus stop = ring_slice(arch, to, from, ring, rank, slice_idx);
+    if (stop != WaitStatus::kNone) return stop;
   }
-  return Stop::kNone;
+  return WaitStatus::kNone;
 }
 
 struct Kind {

@@ -77,20 +77,20 @@ class RankExchange {
     layout_.learn(rank, [&](int to) { return exchange.size(rank, to); });
   }
 
-  Stop run() {
+  WaitStatus run() {
     std::size_t num_phases = 1;
     for (std::size_t piece_idx = 0; piece_idx < num_phases; ++piece_idx) {
       arch_.checkpoint(piece_idx);
-      if (const Stop stop = stage(piece_idx); stop != Stop::kNone) return stop;
+      if (const WaitStatus stop = stage(piece_idx); stop != WaitStatus::kNone) return stop;
       board_.publish();
       if (piece_idx == 0) {
-        if (const Stop stop = learn_sizes(); stop != Stop::kNone) return stop;
+        if (const WaitStatus stop = learn_sizes(); stop != WaitStatus::kNone) return stop;
         num_phases = layout_.num_phases();
         keep_inputs();
       }
-      if (const Stop stop = take(piece_idx); stop != Stop::kNone) return stop;
+      if (const WaitStatus stop = take(piece_idx); stop != WaitStatus::kNone) return stop;
     }
-    return Stop::kNone;
+    return WaitStatus::kNone;
   }
 
  private:
@@ -98,7 +98,7 @@ class RankExchange {
     return (is_kept_[to] ? exchange_.kept : exchange_.inputs)[rank_][to];
   }
 
-  Stop stage(std::size_t piece_idx) {
+  WaitStatus stage(std::size_t piece_idx) {
     std::byte* place = nullptr;
     std::size_t offset = 0;
     for (int to = 0; to < exchange_.num_ranks; ++to) {
@@ -106,7 +106,7 @@ class RankExchange {
       const ElemRange part = layout_.slice(rank_, shard, piece_idx);
       const bool has_part = layout_.is_staged(rank_, to) && part.num_elems > 0;
       if (place == nullptr && (has_part || piece_idx == 0)) {
-        if (const Stop stop = board_.open(place); stop != Stop::kNone) return stop;
+        if (const WaitStatus stop = board_.open(place); stop != WaitStatus::kNone) return stop;
         if (piece_idx == 0) {
           arch_.copy(place, exchange_.tables[rank_], kBlockBytes);
           place += kBlockBytes;
@@ -117,19 +117,19 @@ class RankExchange {
                    part.num_elems * kBlockBytes);
       if (layout_.is_staged(rank_, to)) offset += layout_.slice_elems(rank_, shard);
     }
-    return Stop::kNone;
+    return WaitStatus::kNone;
   }
 
-  Stop learn_sizes() {
+  WaitStatus learn_sizes() {
     for (int from = 0; from < exchange_.num_ranks; ++from) {
       if (from == rank_) continue;
       const std::byte* region = nullptr;
-      if (const Stop stop = board_.wait(from, region); stop != Stop::kNone) return stop;
+      if (const WaitStatus stop = board_.wait(from, region); stop != WaitStatus::kNone) return stop;
       arch_.copy(exchange_.seen[rank_], region, kBlockBytes);
       const std::uint64_t table = arch_.value_of(exchange_.seen[rank_]);
       layout_.learn(from, [&](int to) { return table >> (8 * to) & 0xff; });
     }
-    return Stop::kNone;
+    return WaitStatus::kNone;
   }
 
   void keep_inputs() {
@@ -143,18 +143,18 @@ class RankExchange {
     }
   }
 
-  Stop take(std::size_t piece_idx) {
+  WaitStatus take(std::size_t piece_idx) {
     for (int distance = 1; distance < exchange_.num_ranks; ++distance) {
       const int from = (rank_ + distance) % exchange_.num_ranks;
       const ElemRange part = layout_.slice(from, exchange_.size(from, rank_), piece_idx);
       if (part.num_elems == 0) continue;
       const std::byte* region = nullptr;
-      if (const Stop stop = board_.wait(from, region); stop != Stop::kNone) return stop;
+      if (const WaitStatus stop = board_.wait(from, region); stop != WaitStatus::kNone) return stop;
       const std::size_t skipped = (piece_idx == 0 ? 1 : 0) + senders_[from].offset_elems;
       arch_.copy(exchange_.outputs[rank_][from] + part.begin_elems * kBlockBytes,
                  region + skipped * kBlockBytes, part.num_elems * kBlockBytes);
     }
-    return Stop::kNone;
+    return WaitStatus::kNone;
   }
 
   CheckerArch& arch_;

@@ -45,7 +45,7 @@ struct Words {
 
 using Protocol = SurvivorProtocol<CheckerArch, Words>;
 
-Stop agree(CheckerArch& arch, const Words& words, int rank, int impatient) {
+WaitStatus agree(CheckerArch& arch, const Words& words, int rank, int impatient) {
   arch.waits_for_nobody = rank == impatient;
   Protocol protocol(arch, words, rank, words.num_ranks);
   RankSet asked;
@@ -62,7 +62,7 @@ Stop agree(CheckerArch& arch, const Words& words, int rank, int impatient) {
       result = Words::result_of(attempt, set.word(0));
   }
   arch.store_seq_cst(words.result(rank).value, result);
-  return Stop::kNone;
+  return WaitStatus::kNone;
 }
 
 // A rank that goes on does so with all ranks of the chosen set, which have made the group; no

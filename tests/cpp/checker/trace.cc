@@ -42,7 +42,7 @@ const char* text_of(Op op) {
     case Op::kKill:
       return "** is killed **";
     case Op::kFinish:
-      return "-- returns Stop ";
+      return "-- returns WaitStatus ";
   }
   return "?";
 }

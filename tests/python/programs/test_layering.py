@@ -283,7 +283,7 @@ WALK = (
     ("transport/shm/context.h", "void for_each_piece(", "publish()"),
     ("transport/shm/context.cc", "bool ShmContext::publish()", "board_.publish()"),
     ("core/board_protocol.h", "void publish()", "advance("),
-    ("core/wait_policy.h", "Stop wait_in_one_thread(", "arch.load_acquire("),
+    ("core/wait_policy.h", "WaitStatus wait_in_one_thread(", "arch.load_acquire("),
     ("reduce/reduce_kernels.h", "void combine(", "store_bytes("),
 )
 

@@ -1,7 +1,7 @@
-#include "host/wait_limits.h"
+#include "host/wait.h"
 
 #include <atomic>
-#include <mutex>
+#include <tuple>
 
 #include "host/process.h"
 
@@ -32,6 +32,29 @@ RunningClock::time_point RunningClock::now() {
     if (unseen > duration::zero()) process.seen.store(now, std::memory_order_release);
   }
   return time_point(now.time_since_epoch() - process.stopped.load(std::memory_order_relaxed));
+}
+
+WaitStatus WaitGuard::check(int) {
+  const Clock::time_point now = Clock::now();
+  if (now >= deadline_) return WaitStatus::kTimeout;
+  if (now < next_check_) return WaitStatus::kNone;
+  next_check_ = now + kCheckInterval;
+  return is_interrupted_ && is_interrupted_() ? WaitStatus::kInterrupted : WaitStatus::kNone;
+}
+
+void WaitGuard::sleep(std::unique_lock<std::mutex>& lock, std::condition_variable& news) {
+  news.wait_until(lock, next_check());
+  // By the clock: news may come more often.
+  if (Clock::now() < next_check()) return;
+  lock.unlock();
+  std::ignore = check();
+  lock.lock();
+}
+
+void WaitGuard::start(const WaitLimits& limits) {
+  deadline_ = deadline_after(limits.timeout);
+  next_check_ = Clock::now() + kCheckInterval;
+  is_interrupted_ = limits.is_interrupted;
 }
 
 }  // namespace ringcomm
