@@ -11,7 +11,6 @@
 #include "collectives/traffic.h"
 #include "host/abort_reason.h"
 #include "host/call_step.h"
-#include "host/peer_event.h"
 #include "host/rendezvous.h"
 #include "transport/messenger.h"
 #include "transport/shm/transport.h"
