@@ -124,17 +124,19 @@ void trace_failure(const std::string& why) {
 
 void trace_wait(const PeerEvent& wait) {
   if (!is_tracing() || wait.begin_ticks == 0) return;
-  thread_local Call waits;
-  thread_local std::uint64_t waits_since = 0;
-  if (std::exchange(waits_since, wait.begin_ticks) != wait.begin_ticks)
-    waits = trace({.begin_ticks = wait.begin_ticks,
-                   .seq = within.seq,
-                   .group = within.group,
-                   .waits_for = rank16(wait.rank),
-                   .kind = Kind::kWait});
+  // By their begin; a signal handler may wait inside a wait.
+  thread_local std::vector<std::pair<std::uint64_t, Call>> waits;
+  if (waits.empty() || waits.back().first != wait.begin_ticks)
+    waits.emplace_back(wait.begin_ticks, trace({.begin_ticks = wait.begin_ticks,
+                                                .seq = within.seq,
+                                                .group = within.group,
+                                                .waits_for = rank16(wait.rank),
+                                                .kind = Kind::kWait}));
   else if (Trace* trace = Trace::find())
     trace->note_moment();
-  if (wait.end_ticks != 0) waits.end();
+  if (wait.end_ticks == 0) return;
+  waits.back().second.end();
+  waits.pop_back();
 }
 
 Call trace(const Event& event) {

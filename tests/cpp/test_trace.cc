@@ -176,9 +176,9 @@ TEST_CASE("trace: a wait is one event from its begin on, in the collective aroun
     recorder::trace_wait({.rank = 5, .sent_bytes = 8});  // is none
     for (int i = 0; i < 3; ++i) recorder::trace_wait(waits);
     const bool is_open = files.event(2).end_ticks == 0;
+    recorder::trace_wait({.rank = 4, .begin_ticks = 200, .end_ticks = ticks()});  // inside it
     waits.end_ticks = ticks();
     recorder::trace_wait(waits);
-    recorder::trace_wait({.rank = 4, .begin_ticks = 200, .end_ticks = ticks()});
     const recorder::Event first = files.event(2), second = files.event(3);
     return is_open && files.count() == 3 && first.waits_for == 5 && first.begin_ticks == 123 &&
            first.end_ticks != 0 && first.group == 3 && first.seq == 7 && second.waits_for == 4 &&
