@@ -269,7 +269,7 @@ def _add_trace(parser: argparse.ArgumentParser) -> None:
     about = "trace to write, replacing an existing file; with --format torch a new folder"
     default = Path("ringcomm-trace.json")
     add("-o", "--output", type=Path, metavar="FILE", default=default, help=about)
-    about = "newest events to keep for each thread, 64 to 16,777,216"
+    about = "newest events that a process keeps, 64 to 16,777,216"
     add("--events", type=whole(64, 1 << 24), metavar="N", default=1 << 16, help=about)
     about = "folders of recordings and dumps, of all hosts; or prefixes of dumps"
     add("--merge", type=recordings, nargs="+", metavar="FOLDER", help=about)

@@ -6,7 +6,7 @@
 #include <optional>
 
 #include "collectives/call.h"
-#include "host/peer_event.h"
+#include "host/call_step.h"
 #include "host/ticks.h"
 #include "kernels/common/types.h"
 
@@ -25,11 +25,11 @@ constexpr std::int16_t rank16(int rank) {
 inline constexpr std::uint64_t kNoSeq = ~std::uint64_t{0};
 
 enum class Kind : std::uint8_t {
-  // In the process's ring, and in those of threads.
+  // In the process's ring, and in a trace.
   kCollective = 1,  ///< from the start of its run
   kMessage,         ///< from the call
-  kEnqueued,  ///< either, on a device: ends when the host sees its end, or never; in no thread's
-  // In the rings of threads alone.
+  kEnqueued,        ///< either, on a device: ends when the host sees its end, or never; in no trace
+  // In a trace alone.
   kCall,   ///< a call of torch.distributed, in the thread that makes it
   kPart,   ///< the part of a collective that runs inside one host
   kStep,   ///< one step of a ring, for one slice
@@ -45,8 +45,7 @@ struct Event {
   std::uint64_t end_ticks = 0;  ///< 0 until it ends
   std::uint64_t seq = 0;        ///< of a collective in its group; of a message its tag
   std::uint64_t num_bytes = 0;
-  std::uint32_t group = 0;  ///< its number; in a thread's ring 0 takes group and seq of the span
-                            ///< around it
+  std::uint32_t group = 0;  ///< its number; of a Span 0 takes group and seq of the one around it
   std::int16_t peer = kNobody;       ///< the root, or the rank that it sends to or receives from
   std::int16_t waits_for = kNobody;  ///< the rank of a long wait; of a step, that it receives from
   CallStep step = {};                ///< of the long wait; step 0 of a ring is its first send
@@ -152,17 +151,15 @@ struct Memory {
   std::byte* data_;
 };
 
-/// Threads beyond these share the rings of threads that have ended, or record nothing.
-inline constexpr std::size_t kMaxThreads = 64;
-
-/// A trace's file of events: a page with this header, then each thread's ring, in whole pages.
+/// A trace's file of events: this header, then a ring.
 struct TraceHeader {
-  static constexpr char kMagic[9] = "RINGTRC2";
+  static constexpr char kMagic[9] = "RINGTRC3";
   char magic[8];
-  std::uint64_t num_lost;                  ///< events of threads without a ring
-  std::uint64_t alive_ticks[kMaxThreads];  ///< when a thread last looked around in a wait, or 0
+  std::uint64_t num_events;
+  std::uint64_t unused[2];
   /// Written in turn, each with its ticks last: the one with more ticks is complete. 0 until then.
   Anchor late[2];
 };
+static_assert(sizeof(TraceHeader) == sizeof(Event));
 
 }  // namespace ringcomm::recorder

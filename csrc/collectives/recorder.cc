@@ -72,6 +72,17 @@ std::optional<Event> read(const Event& from) {
   return std::bit_cast<Event>(copy);
 }
 
+Call put(Event* ring, std::size_t capacity, std::uint64_t& num_events, Event event) {
+  Event* place = nullptr;
+  for (std::size_t i = 0; i < capacity && (i == 0 || place->is_waiting()); ++i) {
+    event.number = __atomic_add_fetch(&num_events, 1, __ATOMIC_RELAXED);
+    place = &ring[event.number % capacity];
+  }
+  if (event.begin_ticks == 0) event.begin_ticks = ticks();
+  write(*place, event);
+  return {place, event.number};
+}
+
 // Pages that are used in every step would be faulted in again in every step.
 constexpr std::chrono::seconds kLookOfGroups{10};
 
@@ -249,16 +260,9 @@ void Log::on_look(std::function<void()> look) {
 
 GroupEntry& Log::entry() const { return recorder_.memory().group(group_.number); }
 
-Call Log::begin(Event event) {
+Call Log::begin(const Event& event) {
   const Memory memory = recorder_.memory();
-  Event* place = nullptr;
-  for (std::size_t i = 0; i < kNumEvents && (i == 0 || place->is_waiting()); ++i) {
-    event.number = __atomic_add_fetch(&memory.header().num_calls, 1, __ATOMIC_RELAXED);
-    place = &memory.event(event.number);
-  }
-  event.begin_ticks = ticks();
-  write(*place, event);
-  return {place, event.number};
+  return put(&memory.event(0), kNumEvents, memory.header().num_calls, event);
 }
 
 void Log::end_running() {

@@ -13,7 +13,6 @@
 #include "collectives/call.h"
 #include "collectives/record_format.h"
 #include "host/membership.h"
-#include "host/peer_event.h"
 #include "host/peer_process.h"
 
 /// The flight recorder: the last calls of this process, always on. They are in a memfd of the
@@ -54,6 +53,10 @@ struct Call {
   }
 };
 
+/// Writes an event to a ring of `capacity`, whose last one has the number `num_events`, in the
+/// place of the oldest for which nobody waits. It begins now unless it has a begin.
+Call put(Event* ring, std::size_t capacity, std::uint64_t& num_events, Event event);
+
 /// What is called for a group every ten seconds, unless it is empty.
 struct Look {
   std::mutex mutex;  ///< held while it runs
@@ -87,7 +90,7 @@ class Log {
   void on_look(std::function<void()> look);
   std::uint32_t number() const { return static_cast<std::uint32_t>(group_.number); }
   /// Takes the place of the oldest call for which nobody waits.
-  Call begin(Event event);
+  Call begin(const Event& event);
   void fail(const std::string& why, int culprit);
 
   /// Of the collective that runs; in its thread.

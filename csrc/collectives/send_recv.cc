@@ -19,11 +19,9 @@ void SendRecv::post(const SendRecvOpPtr& op) {
   failure_.check_not_inherited();  // before a lock that may have been held at the fork
   op->deadline = deadline_after(op->timeout);
   if (op->peer >= 0) op->awaited = op->peer;
+  op->begin_ticks = ticks();
   op->recorded = record(*op);
-  if (recorder::is_tracing()) {
-    op->begin_ticks = ticks();
-    op->traced = recorder::trace(event_of(*op));  // without an end, as one of a killed process
-  }
+  op->traced = recorder::trace(event_of(*op));  // without an end, as one of a killed process
   try {
     start(op);
   } catch (const std::system_error& no_thread) {
@@ -56,7 +54,7 @@ recorder::Call SendRecv::record(const SendRecvOp& op) const {
 void SendRecv::record_end(const SendRecvOp& op) const {
   op.recorded.end();
   if (op.traced.event == nullptr) return;
-  // Later events of its thread may have taken its place. The peer of any source is known now.
+  // Later events may have taken its place. The peer of any source is known now.
   const recorder::Call shown = op.traced.is_there() ? op.traced : recorder::trace(event_of(op));
   shown.set_peer(op.peer);
   shown.end();

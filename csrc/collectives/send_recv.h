@@ -38,7 +38,7 @@ struct SendRecvOp {
   std::size_t moved_bytes = 0;
   bool is_done = false;
   std::exception_ptr error = {};
-  std::uint64_t begin_ticks = 0;  ///< of a trace
+  std::uint64_t begin_ticks = 0;
   recorder::Call recorded = {};
   recorder::Call traced = {};
   int awaited = recorder::kAnyRank;  ///< `peer` as it was given; that of any source is set later

@@ -9,6 +9,7 @@
 #include "collectives/call.h"
 #include "collectives/fused_update.h"
 #include "host/abort_reason.h"
+#include "host/call_step.h"
 #include "host/rendezvous.h"
 #include "transport/messenger.h"
 #include "transport/shm/context.h"

@@ -9,7 +9,7 @@ namespace ringcomm::host {
 /// group, knows the rank at fault, and records waits for the group's Membership.
 class GroupWait final : public WaitGuard {
  public:
-  explicit GroupWait(const Group& group) : group_(group) {}
+  explicit GroupWait(const Group& group) : group_(group) { records_waits_ = true; }
 
   /// Starts an operation; `limits` must outlive it. Its time starts at the first wait that does not
   /// end immediately: most operations read no clock.

@@ -8,7 +8,7 @@
 
 #include "core/arch.h"
 #include "host/abort_reason.h"
-#include "host/peer_event.h"
+#include "host/call_step.h"
 #include "host/peer_process.h"
 
 namespace ringcomm {

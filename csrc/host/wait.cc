@@ -37,9 +37,14 @@ RunningClock::time_point RunningClock::now() {
 WaitStatus WaitGuard::check(int) {
   const Clock::time_point now = Clock::now();
   if (now >= deadline_) return WaitStatus::kTimeout;
-  if (now < next_check_) return WaitStatus::kNone;
+  if (now < next_check()) return WaitStatus::kNone;
   next_check_ = now + kCheckInterval;
   return is_interrupted_ && is_interrupted_() ? WaitStatus::kInterrupted : WaitStatus::kNone;
+}
+
+WaitGuard::Clock::time_point WaitGuard::next_check() {
+  if (next_check_ == Clock::time_point()) next_check_ = Clock::now() + kCheckInterval;
+  return std::min(deadline_, next_check_);
 }
 
 void WaitGuard::sleep(std::unique_lock<std::mutex>& lock, std::condition_variable& news) {
@@ -53,7 +58,7 @@ void WaitGuard::sleep(std::unique_lock<std::mutex>& lock, std::condition_variabl
 
 void WaitGuard::start(const WaitLimits& limits) {
   deadline_ = deadline_after(limits.timeout);
-  next_check_ = Clock::now() + kCheckInterval;
+  next_check_ = {};
   is_interrupted_ = limits.is_interrupted;
 }
 

@@ -64,7 +64,6 @@ class WaitGuard {
   using Clock = RunningClock;
   using IsInterrupted = std::function<bool()>;
 
-  /// The first check for signals is in kCheckInterval.
   explicit WaitGuard(Clock::time_point deadline = Clock::time_point::max(),
                      IsInterrupted is_interrupted = {})
       : deadline_(deadline), is_interrupted_(std::move(is_interrupted)) {}
@@ -74,12 +73,15 @@ class WaitGuard {
   /// Why to wait for rank `peer` no longer; kNone: go on. A waiting thread that holds no locks
   /// calls it before every slice of sleep.
   virtual WaitStatus check(int peer = -1);
-  /// A wait for `peer` has become long, or ended, unless `end_ticks` is 0.
+  /// Whether record() is called: a wait for `peer` has become long, and, where `end_ticks` is not
+  /// 0, has ended.
+  bool records_waits() const { return records_waits_; }
   virtual void record(int /*peer*/, std::uint64_t /*begin_ticks*/, std::uint64_t /*end_ticks*/) {}
 
   bool is_late() const { return Clock::now() >= deadline_; }
-  /// When a sleep has to end.
-  Clock::time_point next_check() const { return std::min(deadline_, next_check_); }
+  /// When a sleep has to end. The first check for signals is due kCheckInterval after the first
+  /// call of this or of check(): a wait that ends before reads no clock.
+  Clock::time_point next_check();
   /// Sleeps until there may be news, and calls check() without the lock if it is due.
   void sleep(std::unique_lock<std::mutex>& lock, std::condition_variable& news);
 
@@ -87,9 +89,11 @@ class WaitGuard {
   /// The time of another wait begins.
   void start(const WaitLimits& limits);
 
+  bool records_waits_ = false;
+
  private:
   Clock::time_point deadline_;
-  Clock::time_point next_check_ = Clock::now() + kCheckInterval;
+  Clock::time_point next_check_ = {};
   IsInterrupted is_interrupted_;
 };
 

@@ -1,6 +1,6 @@
 """Records this process: with RINGCOMM_TRACE=FOLDER every rank writes a recording.
 
-A process records to three files: NAME.events, rings that csrc/collectives/trace.cc maps,
+A process records to three files: NAME.events, a ring that csrc/collectives/trace.cc maps,
 NAME.program, a ring of the program's phases (program.py), and NAME.log, lines of JSON for rare
 events. They can be read at any time, also after a SIGKILL.
 recordings.py reads them, merge.py writes one trace of all and prints the steps of a ring in it.
@@ -10,7 +10,6 @@ import contextlib
 import fcntl
 import functools
 import json
-import mmap
 import os
 import socket
 import time
@@ -21,7 +20,7 @@ from typing import Any
 from ringcomm import _C
 from ringcomm.descriptors import open_above
 from ringcomm.trace import program
-from ringcomm.trace.layout import EVENT_BYTES
+from ringcomm.trace.layout import EVENT_BYTES, TRACE_HEADER
 
 
 def start() -> None:
@@ -50,15 +49,15 @@ def _start(pid: int) -> None:
         events = open_above(f"{name}.events", flags, 0o644)
         log = open_above(f"{name}.log", flags | os.O_APPEND, 0o644)
         phases = open_above(f"{name}.program", flags, 0o644)
-        # The buffer of the first thread: a full disk is an error here.
-        os.posix_fallocate(events, 0, mmap.PAGESIZE + EVENT_BYTES * num_events)
+        # A write to a mapped hole of a full disk would kill the process.
+        os.posix_fallocate(events, 0, TRACE_HEADER.size + EVENT_BYTES * num_events)
         fcntl.lockf(log, fcntl.LOCK_EX)  # locked while the process is alive
         program.start(phases, num_events // 8)  # a step has few, and many events
     except OSError as error:
         reason = f"RINGCOMM_TRACE: cannot record to the folder {folder}: {error.strerror}"
         raise OSError(error.errno, reason) from None
-    info = {"pid": pid, "host": host, "clock": clock_name(), "num_events": num_events}
-    _write(log, info | {"page_bytes": mmap.PAGESIZE, "names": _C.flight_names()})
+    info = {"pid": pid, "host": host, "clock": clock_name(), "names": _C.flight_names()}
+    _write(log, info)
     _C.start_trace(events, log, num_events)
     util.Finalize(None, _end, (log,), exitpriority=-1)  # also in children of multiprocessing
 

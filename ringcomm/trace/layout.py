@@ -1,7 +1,7 @@
 """What a process records, as csrc/collectives/record_format.h lays it out in memory and in files.
 
-A process's recorder has its groups and a ring of its last calls; a trace's file has a ring for each
-thread. Both have the same events, whose times are ticks of a clock of the machine. The recorders of
+A process's recorder has its groups and a ring of its last calls; a trace's file has a ring of the
+same events, and of more kinds. Times are ticks of a clock of the machine. The recorders of
 processes of this machine are found in the memory that they map.
 """
 
@@ -25,9 +25,9 @@ NOBODY, ANY_RANK = -1, -2
 NO_SEQ = (1 << 64) - 1
 # Of events, by their numbers.
 KINDS = ("", "collective", "message", "enqueued", "call", "part", "step", "wait", "queue")
-TRACE_MAGIC = b"RINGTRC2"
-# Lost events, 64 threads' times, and two moments by both clocks: 0 where none is written.
-TRACE_HEADER = struct.Struct("=8x69Q")
+TRACE_MAGIC = b"RINGTRC3"
+# Two moments by both clocks: 0 where none is written. The ring follows.
+TRACE_HEADER = struct.Struct("=32x4Q")
 EVENT_BYTES = 64
 
 _HEADER = struct.Struct("=8sQiIQQ32sQ")

@@ -35,7 +35,7 @@ _SHOWN = {
     "queue": ("seq",),
     "message": ("bytes", "tag", "from", "to"),
 }
-# Rows of the program's phases; threads have smaller numbers, and devices larger ones.
+# Rows of the program's phases; those of groups have smaller numbers, and devices larger ones.
 _PROGRAM_ROW = 1 << 30
 
 
@@ -195,10 +195,10 @@ class _Writer:
         for process in self._processes:
             yield from self._about(process)
             yield from self._program(process)
-            for thread, events in process.events.items():
-                yield from self._about_thread(process, thread)
+            for row, events in process.events.items():
+                yield _metadata("thread_name", process.row, row, name=process.rows[row])
                 for event in events:
-                    yield from self._of_event(process, thread, event)
+                    yield from self._of_event(process, row, event)
         yield from self._arrows()
 
     def _us(self, process: Process, time_ns: int) -> float:
@@ -215,22 +215,12 @@ class _Writer:
         for failed_ns, failure in process.failures:
             yield self._note(process, 0, failed_ns, failure)
             self.notes.append(failure)
-        if process.num_lost:
-            text = f"{process.num_lost} events of threads beyond the 64th were dropped"
-            yield self._note(process, 0, process.start_ns, text)
-            self.notes.append(f"rank {process.rank}: {text}")
-
-    def _about_thread(self, process: Process, thread: int) -> Iterator[dict[str, Any]]:
-        events, dropped = process.events[thread], process.dropped[thread]
-        if not events:
-            return
-        name = process.threads.get(thread, "thread")
-        yield _metadata("thread_name", process.row, thread, name=name)
-        if dropped:
-            text = f"{dropped} events before this were dropped"
-            yield self._note(process, thread, min(e["begin_ns"] for e in events), text)
+        if process.num_dropped:
+            first_ns = min(event["begin_ns"] for event in chain(*process.events.values()))
+            text = f"{process.num_dropped} events before this were dropped"
+            yield self._note(process, 0, first_ns, text)
             self.notes.append(
-                f"rank {process.rank}: the oldest {dropped} events of thread {name} were dropped;"
+                f"rank {process.rank}: the oldest {process.num_dropped} events were dropped;"
                 " raise --events"
             )
 
@@ -256,28 +246,28 @@ class _Writer:
                 " program were dropped; raise --events"
             )
 
-    def _note(self, process: Process, thread: int, time_ns: int, text: str) -> dict[str, Any]:
-        place = {"pid": process.row, "tid": thread, "ts": self._us(process, time_ns)}
+    def _note(self, process: Process, row: int, time_ns: int, text: str) -> dict[str, Any]:
+        place = {"pid": process.row, "tid": row, "ts": self._us(process, time_ns)}
         return {"ph": "i", "s": "p", "cat": "note", "name": text, **place}
 
     def _of_event(
-        self, process: Process, thread: int, event: dict[str, Any]
+        self, process: Process, row: int, event: dict[str, Any]
     ) -> Iterator[dict[str, Any]]:
         begin_ns, end_ns = event["begin_ns"], event["end_ns"]
         kind = event["kind"]
         about: dict[str, Any] = {"name": _name(process, event)}
         about["cat"] = "wait" if kind == "queue" else kind
-        about |= {"pid": process.row, "tid": thread, "args": _arguments(process, event)}
+        about |= {"pid": process.row, "tid": row, "args": _arguments(process, event)}
         if not end_ns:
             about["args"]["unfinished"] = "its process recorded no end"
-            alive_ns = process.alive_ns[thread]
-            end_ns = alive_ns if alive_ns > begin_ns else self._end_ns - process.shift_ns
+            is_over = process.alive_ns > begin_ns and not process.is_running
+            end_ns = process.alive_ns if is_over else self._end_ns - process.shift_ns
         begin, end = self._us(process, begin_ns), self._us(process, end_ns)
         if kind != "message":
             yield {"ph": "X", "ts": begin, "dur": round(end - begin, 3), **about}
             return
         # Messages overlap, so they have a separate row.
-        about["id"] = f"{process.row}-{thread}-{event['number']}"
+        about["id"] = f"{process.row}-{row}-{event['number']}"
         yield {"ph": "b", "ts": begin, **about}
         yield {"ph": "e", "ts": end, **about}
 
@@ -285,20 +275,20 @@ class _Writer:
         """Arrows between ranks through the same call, in the order of their arrival."""
         calls: dict[tuple[Any, ...], list[tuple[float, int, int]]] = defaultdict(list)
         for process in self._processes:
-            for key, thread, event in recordings.collectives(process):
+            for key, row, event in recordings.collectives(process):
                 # Inside the event, because its begin may equal that of its neighbour.
                 place = self._us(process, event["begin_ns"]) + 0.001
-                calls[key].append((place, process.row, thread))
+                calls[key].append((place, process.row, row))
         for number, places in enumerate(calls.values()):
-            for idx, (begin, row, thread) in enumerate(sorted(places)):
+            for idx, (begin, rank_row, row) in enumerate(sorted(places)):
                 if len(places) > 1:
                     phase = "s" if idx == 0 else "f" if idx == len(places) - 1 else "t"
                     about = {"name": "same call", "cat": "arrow", "id": number, "bp": "e"}
-                    yield {"ph": phase, "pid": row, "tid": thread, "ts": begin, **about}
+                    yield {"ph": phase, "pid": rank_row, "tid": row, "ts": begin, **about}
 
 
-def _metadata(kind: str, row: int, thread: int = 0, **arguments: Any) -> dict[str, Any]:
-    return {"ph": "M", "name": kind, "pid": row, "tid": thread, "args": arguments}
+def _metadata(kind: str, process: int, row: int = 0, **arguments: Any) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": process, "tid": row, "args": arguments}
 
 
 def _name(process: Process, event: dict[str, Any]) -> str:
@@ -349,7 +339,7 @@ class Ring(NamedTuple):
     ranks: dict[int, str]  # names, by the `pid` of the events
 
     def waits_in(self, step: dict[str, Any]) -> list[dict[str, Any]]:
-        """Of the same thread, within the step."""
+        """Of the same row, within the step."""
         begin, end, place = step["ts"], step["ts"] + step["dur"], _place(step)
         return [wait for wait in self.waits if _place(wait) == place and begin <= wait["ts"] < end]
 

@@ -1,7 +1,9 @@
 """Reads recordings and dumps of processes, and aligns the clocks of several hosts."""
 
 import fcntl
+import itertools
 import json
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +13,7 @@ from typing import Any
 from ringcomm import _C
 from ringcomm.trace import clock_name, dumps, program
 from ringcomm.trace.dumps import Known
-from ringcomm.trace.layout import EVENT_BYTES, NOBODY, TRACE_HEADER, TRACE_MAGIC, clock_of, events
+from ringcomm.trace.layout import NO_SEQ, NOBODY, TRACE_HEADER, TRACE_MAGIC, clock_of, events
 from ringcomm.version import __version__
 
 # Collectives that no rank leaves before all have arrived.
@@ -26,16 +28,15 @@ class Process:
 
     info: dict[str, Any]  # pid, host and clock
     start_ns: int
-    threads: dict[int, str] = field(default_factory=dict)
+    rows: dict[int, str] = field(default_factory=dict)  # their names
     groups: dict[int, dict[str, Any]] = field(default_factory=dict)
     failures: list[tuple[int, str]] = field(default_factory=list)  # when, and the error
     has_ended: bool = False
     is_running: bool = False
     dumped: str = ""  # what it is, if it is a dump of the flight recorder
-    events: dict[int, list[dict[str, Any]]] = field(default_factory=dict)  # by thread
-    alive_ns: dict[int, int] = field(default_factory=dict)  # by thread
-    dropped: dict[int, int] = field(default_factory=dict)  # by thread
-    num_lost: int = 0
+    events: dict[int, list[dict[str, Any]]] = field(default_factory=dict)  # by row
+    alive_ns: int = 0  # until when it is known to have lived
+    num_dropped: int = 0
     phases: list[program.Phase] = field(default_factory=list)
     row: int = 0  # in the trace
     attempt: int = 0  # which process of its rank
@@ -99,9 +100,7 @@ def _read(log: Path, moments: dict[str, list[list[int]]]) -> tuple[Process, byte
             fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError:
             is_running = True
-    # The name of a thread may end within a letter.
-    texts = (line.decode("utf-8", "replace") for line in lines)
-    entries: list[dict[str, Any]] = [*map(json.loads, texts)]
+    entries: list[dict[str, Any]] = [*map(json.loads, lines)]
     groups = {entry["group"]: entry for entry in entries if "group" in entry}
     if not groups:
         return None
@@ -117,13 +116,14 @@ def _read(log: Path, moments: dict[str, list[list[int]]]) -> tuple[Process, byte
     process = Process(info, entries[0]["anchor"][1], groups=groups, is_running=is_running)
     if (phases := log.with_suffix(".program")).exists():
         process.phases = program.read(phases)
-    process.threads = {entry["thread"]: entry["name"] for entry in entries if "thread" in entry}
     failures = [entry for entry in entries if "failure" in entry]
     process.failures = [(entry["anchor"][1], entry["failure"]) for entry in failures]
     process.has_ended = has_left or any("end" in entry for entry in entries)
     # The log of one that was killed may have no late moment.
-    *_, ticks, ns, other_ticks, other_ns = TRACE_HEADER.unpack_from(data)
-    found += [moment for moment in ([ticks, ns], [other_ticks, other_ns]) if moment[0]]
+    ticks, ns, other_ticks, other_ns = TRACE_HEADER.unpack_from(data)
+    late = [moment for moment in ([ticks, ns], [other_ticks, other_ns]) if moment[0]]
+    found += late
+    process.alive_ns = max((ns for _, ns in late), default=0)
     if not process.has_ended and info["clock"] == clock_name():
         found.append(list(_C.flight_clock()))
     return process, data, again
@@ -131,15 +131,36 @@ def _read(log: Path, moments: dict[str, list[list[int]]]) -> tuple[Process, byte
 
 def _add_events(process: Process, data: bytes, again: bytes, moments: list[list[int]]) -> None:
     to_ns = clock_of(min(moments), max(moments))
-    process.num_lost, *alive, _, _, _, _ = TRACE_HEADER.unpack_from(data)
-    page_bytes, num_bytes = process.info["page_bytes"], process.info["num_events"] * EVENT_BYTES
-    ring_bytes = -(-num_bytes // page_bytes) * page_bytes
-    for thread, place in enumerate(range(page_bytes, len(data) - ring_bytes + 1, ring_bytes)):
-        ring, later = (memoryview(copy)[place : place + num_bytes] for copy in (data, again))
-        found = events(ring, later, process.info["names"], to_ns)
-        process.events[thread] = found
-        process.alive_ns[thread] = to_ns(alive[thread]) if alive[thread] else 0
-        process.dropped[thread] = found[0]["number"] - 1 if found else 0
+    ring, later = (memoryview(copy)[TRACE_HEADER.size :] for copy in (data, again))
+    found = events(ring, later, process.info["names"], to_ns)
+    if not found:
+        return
+    process.num_dropped = found[-1]["number"] - len(found)
+    times = [event[key] or 0 for event in found for key in ("begin_ns", "end_ns")]
+    process.alive_ns = max(process.alive_ns, *times)
+    # A group has a row of its collectives, with what is in them. What its callers do is apart, in
+    # as many rows as overlap. An event has the end of those that are around it.
+    rows: dict[tuple[Any, ...], tuple[int, list[float]]] = {}
+    for event in sorted(found, key=lambda event: (event["begin_ns"], -_end(event))):
+        is_call = event["kind"] in ("call", "queue", "message") or event["seq"] == NO_SEQ
+        group = process.groups.get(event["group"], {"name": "of before the trace"})
+        name = f"{'calls of ' if is_call else ''}group {group['name']}"
+        if event["group"] == 0:  # in no call: wait() of a work
+            name = "waits of callers"
+        for number in itertools.count(1):
+            row, ends = rows.setdefault((event["group"], is_call, number), (len(rows) + 1, []))
+            while ends and ends[-1] <= event["begin_ns"]:
+                ends.pop()
+            if event["kind"] == "message" or not ends or _end(event) <= ends[-1]:
+                break
+        if event["kind"] != "message":  # those overlap
+            ends.append(_end(event))
+        process.rows[row] = name if number == 1 else f"{name} ({number})"
+        process.events.setdefault(row, []).append(event)
+
+
+def _end(event: dict[str, Any]) -> float:
+    return event["end_ns"] or math.inf
 
 
 def _of_dump(dump: Known) -> Process:
@@ -148,6 +169,7 @@ def _of_dump(dump: Known) -> Process:
     info = {"pid": record.pid, "host": dump.host, "clock": dump.clock}
     process = Process(info, min((call.begin_ns for call in record.calls), default=record.read_ns))
     whose = "its own dump" if dump.is_own else f"the dump of another rank, {dump.path.name}"
+    process.alive_ns = record.read_ns
     process.dumped = f"the last {len(record.calls)} of {record.num_calls} calls, from {whose}"
     # The first one says the rank; those that the process has left may be of an earlier job.
     by_state = sorted(record.groups.items(), key=lambda item: item[1].state == "left")
@@ -162,9 +184,7 @@ def _of_dump(dump: Known) -> Process:
             continue
         row = call.group + (_DEVICE_ROW if call.on_device else 0)
         where = " on a device" if call.on_device else ""
-        process.threads[row] = f"group {record.groups[call.group].name}{where}"
-        process.alive_ns[row] = record.read_ns
-        process.dropped[row] = 0
+        process.rows[row] = f"group {record.groups[call.group].name}{where}"
         kind = "message" if call.is_message else "collective"
         event = {**vars(call), "kind": kind, "title": "", "chunk": -1}
         if call.on_device:  # the host knows when it was enqueued
@@ -177,14 +197,14 @@ def _of_dump(dump: Known) -> Process:
 
 
 def collectives(process: Process) -> Iterator[tuple[tuple[Any, ...], int, dict[str, Any]]]:
-    """The thread and event of each collective (group, its ranks, attempt, op, seq)."""
-    for thread, found in process.events.items():
+    """The row and event of each collective (group, its ranks, attempt, op, seq)."""
+    for row, found in process.events.items():
         for event in found:
             group = process.groups.get(event["group"])
             if event["kind"] == "collective" and group is not None:
                 ranks = tuple(group["ranks"])
                 key = (group["name"], ranks, process.attempt, event["op"], event["seq"])
-                yield key, thread, event
+                yield key, row, event
 
 
 def align(processes: list[Process]) -> list[str]:

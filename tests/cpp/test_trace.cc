@@ -5,7 +5,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cstring>
 #include <functional>
 #include <string>
@@ -13,38 +12,38 @@
 #include <vector>
 
 #include "collectives/trace.h"
-#include "host/process.h"
 #include "third_party/doctest/doctest.h"
 
 namespace {
 
 using namespace ringcomm;
 
-const std::size_t kNumEvents = page_bytes() / 64;  // of a thread: one page
-const std::size_t kPageBytes = page_bytes();
+constexpr std::size_t kNumEvents = 64;
+constexpr std::size_t kNumBytes = sizeof(recorder::TraceHeader) + kNumEvents * 64;
 
 // Both files of a recording, in memory.
 struct Files {
   int events = ::memfd_create("events", 0);
   int log = ::memfd_create("log", 0);
 
+  Files() {
+    if (::ftruncate(events, static_cast<off_t>(kNumBytes)) != 0) _exit(3);
+  }
   static std::string read(int fd) {
     std::string data(static_cast<std::size_t>(::lseek(fd, 0, SEEK_END)), '\0');
     if (::pread(fd, data.data(), data.size(), 0) != static_cast<ssize_t>(data.size())) _exit(3);
     return data;
   }
   std::string lines() const { return read(log); }
-  std::size_t num_threads() const { return read(events).size() / kPageBytes - 1; }
-  // The number of the last event of a thread.
-  std::uint64_t count(std::size_t thread) const {
-    std::uint64_t last = 0;
-    for (std::size_t number = 0; number < kNumEvents; ++number)
-      last = std::max(last, event(thread, number).number);
-    return last;
+  recorder::TraceHeader header() const {
+    recorder::TraceHeader header;
+    std::memcpy(static_cast<void*>(&header), read(events).data(), sizeof(header));
+    return header;
   }
-  recorder::Event event(std::size_t thread, std::size_t number) const {
+  std::uint64_t count() const { return header().num_events; }
+  recorder::Event event(std::size_t number) const {
     recorder::Event event;
-    const std::size_t place = (1 + thread) * kPageBytes + number % kNumEvents * sizeof(event);
+    const std::size_t place = sizeof(recorder::TraceHeader) + number % kNumEvents * sizeof(event);
     std::memcpy(static_cast<void*>(&event), read(events).data() + place, sizeof(event));
     return event;
   }
@@ -107,20 +106,20 @@ TEST_CASE("trace: a span is there from its begin on, and knows the collective ar
     {
       const recorder::Span outer([&] { return recorder::Event{.seq = 7, .group = group}; });
       const recorder::Span inner([] { return step(3); });
-      is_open = files.event(0, 2).end_ticks == 0;
+      is_open = files.event(2).end_ticks == 0;
     }
     {
       const recorder::Span after([] { return step(0); });
     }
-    const recorder::Event inner = files.event(0, 2);
+    const recorder::Event inner = files.event(2);
     const bool is_nested = inner.seq == 7 && inner.group == group && inner.step.step == 3 &&
-                           files.event(0, 1).begin_ticks <= inner.begin_ticks &&
-                           inner.end_ticks <= files.event(0, 1).end_ticks && inner.end_ticks > 0;
-    const bool is_alone = files.event(0, 3).group == 0;
+                           files.event(1).begin_ticks <= inner.begin_ticks &&
+                           inner.end_ticks <= files.event(1).end_ticks && inner.end_ticks > 0;
+    const bool is_alone = files.event(3).group == 0;
     const bool has_lines =
         files.lines().find("\"name\": \"a \\\"group\\\"\", \"rank\": 1, \"ranks\": [4, 5, 6]") !=
         std::string::npos;
-    return is_open && is_nested && is_alone && has_lines && files.count(0) == 3;
+    return is_open && is_nested && is_alone && has_lines && files.count() == 3;
   }));
 }
 
@@ -128,65 +127,86 @@ TEST_CASE("trace: the oldest events are overwritten, and an end finds no other's
   CHECK(holds([](const Files& files) {
     std::uint64_t end_ticks = 0;
     {
-      const recorder::Span outer([] { return step(0); });
+      const recorder::Span outer([] { return recorder::Event{.seq = 7, .group = 3}; });
       for (int number = 1; number <= static_cast<int>(kNumEvents); ++number)
         const recorder::Span inner([&] { return step(number); });
-      end_ticks = files.event(0, 1).end_ticks;  // of the last one, which has the outer one's place
+      end_ticks = files.event(1).end_ticks;  // of the last one, which has the outer one's place
     }
-    return files.count(0) == kNumEvents + 1 && files.event(0, 1).step.step == kNumEvents &&
-           files.event(0, 1).end_ticks == end_ticks && files.event(0, 2).step.step == 1;
+    return files.count() == kNumEvents + 1 && files.event(1).step.step == kNumEvents &&
+           files.event(1).end_ticks == end_ticks && files.event(2).step.step == 1;
   }));
 }
 
-TEST_CASE("trace: each thread has a buffer, and those that have ended hand it on") {
+TEST_CASE("trace: all threads record, and each has its own collective around its events") {
   CHECK(holds([](const Files& files) {
-    const auto record = [] { const recorder::Span span([] { return step(0); }); };
-    record();
-    for (int i = 0; i < 10; ++i) std::thread(record).join();
-    return files.num_threads() == 2 && files.count(0) == 1 && files.count(1) == 10;
-  }));
-}
-
-TEST_CASE("trace: what has no buffer is counted") {
-  CHECK(holds([](const Files& files) {
+    constexpr std::uint32_t kNumThreads = 10;
     std::vector<std::thread> threads;
-    std::atomic<int> num_there = 0;
-    for (int i = 0; i < 66; ++i)  // none ends before all have recorded
-      threads.emplace_back([&] {
-        const recorder::Span span([] { return step(0); });
-        ++num_there;
-        while (num_there < 66) std::this_thread::yield();
+    for (std::uint32_t group = 1; group <= kNumThreads; ++group)
+      threads.emplace_back([group] {
+        const recorder::Span outer([&] { return recorder::Event{.seq = group, .group = group}; });
+        for (int i = 0; i < 3; ++i) const recorder::Span inner([&] { return step(i); });
       });
     for (std::thread& thread : threads) thread.join();
-    std::uint64_t num_lost = 0;
-    std::memcpy(&num_lost, Files::read(files.events).data() + 8, sizeof(num_lost));
-    return files.num_threads() == 64 && num_lost == 2;
+    std::vector<int> num_of(kNumThreads + 1);
+    for (std::size_t number = 1; number <= 4 * kNumThreads; ++number) {
+      const recorder::Event event = files.event(number);
+      if (event.number != number || event.seq != event.group || event.end_ticks == 0) return false;
+      ++num_of[event.group];
+    }
+    return files.count() == 4 * kNumThreads && std::count(num_of.begin(), num_of.end(), 4) == 10;
+  }));
+}
+
+TEST_CASE("trace: an event for which a rank waits keeps its place") {
+  CHECK(holds([](const Files&) {
+    const recorder::Call waits = recorder::trace({.waits_for = 1, .kind = recorder::Kind::kWait});
+    for (std::size_t i = 0; i < 3 * kNumEvents; ++i)
+      const recorder::Span span([] { return step(1); });
+    const bool is_kept = waits.is_there();
+    waits.end();
+    for (std::size_t i = 0; i < kNumEvents; ++i) const recorder::Span span([] { return step(1); });
+    return is_kept && !waits.is_there();
+  }));
+}
+
+TEST_CASE("trace: a wait is one event from its begin on, in the collective around it") {
+  CHECK(holds([](const Files& files) {
+    const recorder::Span outer([] { return recorder::Event{.seq = 7, .group = 3}; });
+    PeerEvent waits{.rank = 5, .begin_ticks = 123};
+    recorder::trace_wait({.rank = 5, .sent_bytes = 8});  // is none
+    for (int i = 0; i < 3; ++i) recorder::trace_wait(waits);
+    const bool is_open = files.event(2).end_ticks == 0;
+    recorder::trace_wait({.rank = 4, .begin_ticks = 200, .end_ticks = ticks()});  // inside it
+    waits.end_ticks = ticks();
+    recorder::trace_wait(waits);
+    const recorder::Event first = files.event(2), second = files.event(3);
+    return is_open && files.count() == 3 && first.waits_for == 5 && first.begin_ticks == 123 &&
+           first.end_ticks != 0 && first.group == 3 && first.seq == 7 && second.waits_for == 4 &&
+           second.end_ticks != 0;
   }));
 }
 
 TEST_CASE("trace: any thread may end an event, and one that was overwritten ends no other") {
   CHECK(holds([](const Files& files) {
     const recorder::Call call = recorder::trace({.kind = recorder::Kind::kMessage});
-    const bool is_open = files.event(0, 1).number == 1 && files.event(0, 1).end_ticks == 0;
+    const bool is_open = files.event(1).number == 1 && files.event(1).end_ticks == 0;
     std::thread([&] { call.end(); }).join();  // in another thread than that of its begin
-    const bool has_ended = files.event(0, 1).end_ticks >= files.event(0, 1).begin_ticks;
+    const bool has_ended = files.event(1).end_ticks >= files.event(1).begin_ticks;
     for (std::size_t i = 0; i < kNumEvents; ++i) const recorder::Span span([] { return step(1); });
-    const std::uint64_t end_ticks = files.event(0, 1).end_ticks;
+    const std::uint64_t end_ticks = files.event(1).end_ticks;
     call.end();
-    return is_open && has_ended && !call.is_there() && files.event(0, 1).end_ticks == end_ticks;
+    return is_open && has_ended && !call.is_there() && files.event(1).end_ticks == end_ticks;
   }));
 }
 
 TEST_CASE("trace: the header has a late moment by both clocks, however early the log ends") {
   CHECK(holds([](const Files& files) {
     const auto last_moment = [&] {
-      recorder::TraceHeader header;
-      std::memcpy(static_cast<void*>(&header), Files::read(files.events).data(), sizeof(header));
+      const recorder::TraceHeader header = files.header();
       return header.late[header.late[0].ticks > header.late[1].ticks ? 0 : 1];
     };
     Anchor last = last_moment();
     int num_events = 0;
-    // Each is due when the recording is twice as long: of the first event, then later and later.
     for (int num_moments = 0; num_moments < 6; ++num_moments) {
       const Anchor begin = Anchor::now();
       Anchor moment = last;
@@ -220,7 +240,7 @@ TEST_CASE("trace: a forked child writes nothing to its parent's files") {
       ::_exit(0);
     }
     ::waitpid(child, nullptr, 0);
-    return files.count(0) == 1 && files.lines() == before;
+    return files.count() == 1 && files.lines() == before;
   }));
 }
 
