@@ -7,7 +7,7 @@
 
 #include "collectives/algorithm.h"
 #include "collectives/op_kind.h"
-#include "host/call_step.h"
+#include "host/peer_event.h"
 #include "host/ticks.h"
 #include "kernels/common/types.h"
 

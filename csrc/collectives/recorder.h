@@ -13,7 +13,6 @@
 #include "collectives/call_header.h"
 #include "collectives/collective.h"
 #include "collectives/record_format.h"
-#include "host/call_step.h"
 #include "host/membership.h"
 #include "host/peer_event.h"
 #include "host/peer_process.h"

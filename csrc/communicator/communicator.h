@@ -18,8 +18,8 @@
 #include "collectives/stats.h"
 #include "collectives/trace.h"
 #include "communicator/ordered_queue.h"
-#include "host/key_value_store.h"
 #include "host/membership.h"
+#include "host/timed_store.h"
 #include "host/wait_limits.h"
 #include "transport/transport.h"
 

@@ -13,9 +13,9 @@
 #include "collectives/stats.h"
 #include "collectives/traffic.h"
 #include "core/arch.h"
-#include "host/key_value_store.h"
 #include "host/membership.h"
-#include "host/peer_table.h"
+#include "host/rank_record.h"
+#include "host/timed_store.h"
 #include "host/wait_limits.h"
 
 namespace ringcomm {

@@ -17,7 +17,7 @@
 #include "sanitizers.h"
 #include "third_party/doctest/doctest.h"
 #include "thread_ranks.h"
-#include "transport/shm/collectives.h"
+#include "transport/shm/context.h"
 
 namespace {
 thread_local int num_throws = 0;

@@ -11,7 +11,7 @@
 #include "sanitizers.h"
 #include "third_party/doctest/doctest.h"
 #include "thread_ranks.h"
-#include "transport/shm/collectives.h"
+#include "transport/shm/context.h"
 
 namespace {
 

@@ -7,11 +7,11 @@
 #include "collectives/algorithm.h"
 #include "collectives/fused_update.h"
 #include "collectives/op_kind.h"
+#include "collectives/ring.h"
 #include "core/chunk_layout.h"
 #include "cuda/messages/context.h"
 #include "cuda/messages/operators.h"
 #include "transport/messages/hosts.h"
-#include "transport/messages/shard_table.h"
 
 namespace ringcomm {
 namespace {

@@ -17,6 +17,7 @@
 #include "collectives/collective.h"
 #include "collectives/communicator_options.h"
 #include "collectives/op_kind.h"
+#include "collectives/ring.h"
 #include "collectives/traffic.h"
 #include "core/arch.h"
 #include "cuda/collectives/launch_plan.h"
@@ -26,7 +27,6 @@
 #include "host/process.h"
 #include "host/threads.h"
 #include "host/wait_limits.h"
-#include "transport/messages/shard_table.h"
 
 namespace ringcomm {
 namespace {
@@ -47,7 +47,6 @@ class MessageDeviceTransport final : public cuda::DeviceTransport {
         context_(std::move(backend), communicator.rank(), communicator.world_size(), device) {
     if (communicator.world_size() == 1) return;
     watch_.emplace(
-        "ringcomm-gpumsg",
         WatchThread::Pace{.interval = kLookInterval, .num_looks = timeout_ / kLookInterval + 1},
         [this] { return look_at_peers(); });
     watch_->wake();  // what follows waits for all

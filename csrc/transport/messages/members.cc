@@ -13,7 +13,7 @@ constexpr std::chrono::milliseconds kWatchInterval{100};  // how late a wait may
 constexpr int kIdleLooks = 10;
 // Messages that a process sent before its end arrive within so many looks on the same machine: half
 // a second, or more on a busy machine, where any time may pass without a thread's turn.
-constexpr int kLooksForLastWords = 5;
+constexpr int kLooksForReason = 5;
 // A store that is unreachable for this long is lost.
 constexpr std::chrono::milliseconds kStoreGrace{1000};
 // How long a live rank that has closed its connection may take to report why, and the reason for an
@@ -160,8 +160,7 @@ MessageMembers::Operation::Operation(MessageMembers& members, Clock::time_point 
     : members_(members), deadline_(deadline) {
   const std::lock_guard lock(members.mutex_);
   if (!members.watch_)
-    members.watch_.emplace("ringcomm-watch",
-                           WatchThread::Pace{.interval = kWatchInterval, .num_looks = kIdleLooks},
+    members.watch_.emplace(WatchThread::Pace{.interval = kWatchInterval, .num_looks = kIdleLooks},
                            [&members] {
                              members.watch_operations();
                              return true;
@@ -222,7 +221,7 @@ bool MessageMembers::is_gone(int peer) const {
 bool MessageMembers::must_end(Operation& operation) const {
   if (operation.stop_ != Stop::kNone) return false;
   if (Clock::now() >= operation.deadline_) operation.stop_ = Stop::kTimeout;
-  if (is_gone(operation.peer_) && ++operation.num_looks_gone_ > kLooksForLastWords)
+  if (is_gone(operation.peer_) && ++operation.num_looks_gone_ > kLooksForReason)
     operation.stop_ = Stop::kPeerDied;
   return operation.stop_ != Stop::kNone;
 }

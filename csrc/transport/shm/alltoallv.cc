@@ -2,8 +2,8 @@
 #include <vector>
 
 #include "collectives/call_header.h"
-#include "core/shard_layout.h"
-#include "transport/shm/collectives.h"
+#include "core/chunk_layout.h"
+#include "transport/shm/context.h"
 
 namespace ringcomm {
 namespace {

@@ -1,4 +1,4 @@
-#include "transport/shm/collectives.h"
+#include "transport/shm/context.h"
 
 namespace ringcomm {
 

@@ -3,7 +3,6 @@
 #include <cstring>
 #include <thread>
 
-#include "collectives/op_kind.h"
 #include "core/errors.h"
 #include "host/bootstrap.h"
 
@@ -25,6 +24,7 @@ ShmContext::ShmContext(host::Group& group, host::WaitScope& scope, int max_threa
       scope_(scope),
       arch_(scope, group, workers_),
       board_(arch_, group.board(), group.rank()),
+      store_kinds_(group.rank() == 0),
       workers_(max_threads),
       sources_(static_cast<std::size_t>(group.world_size())),
       handles_(static_cast<std::size_t>(group.world_size())),

@@ -4,8 +4,8 @@
 
 #include "collectives/fused_update.h"
 #include "core/link_protocol.h"
-#include "host/call_step.h"
-#include "transport/shm/collectives.h"
+#include "host/peer_event.h"
+#include "transport/shm/context.h"
 
 namespace ringcomm {
 namespace {

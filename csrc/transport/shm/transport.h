@@ -3,7 +3,7 @@
 #include "host/group.h"
 #include "host/rendezvous.h"
 #include "host/wait_scope.h"
-#include "transport/shm/collectives.h"
+#include "transport/shm/context.h"
 #include "transport/transport.h"
 
 namespace ringcomm {
