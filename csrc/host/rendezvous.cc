@@ -83,10 +83,11 @@ bool Rendezvous::is_replaced() {
 // Failures of other ranks' earlier attempts have smaller numbers.
 void Rendezvous::count_attempts() {
   const std::string text = read_record(rank());
+  if (text.empty()) return;
   try {
     mine_.attempt = RankRecord::from_text(text).attempt + 1;
   } catch (const Error&) {
-    // There is none, or it is of another version.
+    // Of another version.
   }
 }
 
@@ -425,9 +426,8 @@ void Rendezvous::check_time(std::vector<int> missing, const std::string& what) {
 
 void Rendezvous::throw_died(int peer) {
   if (is_found(peer)) find(peer);  // throws if it had failed before
-  const PeerProcess& process = process_of(peer);
   fail(ErrorKind::kPeerDied, peer,
-       name_of(peer) + process.how_it_ended(" while the group was made", {}));
+       name_of(peer) + process_of(peer).how_it_ended(" while the group was made", {}));
 }
 
 void Rendezvous::throw_reported(const AbortReason& reason) {

@@ -11,7 +11,6 @@
 #include <utility>
 #include <vector>
 
-#include "bindings/c10d_messages.h"
 #include "bindings/python_errors.h"
 #include "collectives/call_header.h"
 #include "collectives/collective.h"
