@@ -123,7 +123,7 @@ def _let_the_doctor_come(pid: int) -> None:
 @functools.cache
 def _tell_peers_of_the_end(_pid: int) -> None:
     """Makes peers say in their errors whether this process exited, or which exception ended it."""
-    atexit.register(_C.say_exit)
+    atexit.register(_C.report_exit)
     show = sys.excepthook
 
     def tell_and_show(kind: type[BaseException], error: BaseException, trace: Any) -> None:
@@ -145,7 +145,7 @@ def _tell_exception(error: BaseException | None) -> None:
         return
     with contextlib.suppress(Exception):
         text = f"{type(error).__name__}: {error}".partition("\n")[0]
-        _C.say_last_words(text.encode("ascii", "backslashreplace").decode())
+        _C.report_exit(text.encode("ascii", "backslashreplace").decode())
 
 
 def report_handled_exception() -> None:

@@ -1,5 +1,3 @@
-#include "bindings/c10d_messages.h"
-
 #include <ATen/ops/from_blob.h>
 #include <c10/util/Exception.h>
 #include <pybind11/chrono.h>

@@ -12,6 +12,7 @@
 
 #include "bindings/process_group.h"
 #include "bindings/python_errors.h"
+#include "collectives/recorder.h"
 #include "host/shared_arena.h"
 
 namespace ringcomm {
@@ -25,6 +26,7 @@ class SharedAllocator final : public c10::Allocator {
   c10::DataPtr allocate(std::size_t num_bytes) override {
     void* data = nullptr;
     try {
+      recorder::start();  // whose looks return what is free to the system
       if (num_bytes > 0) data = SharedArena::instance().allocate(num_bytes);
     } catch (const host::OutOfMemory& error) {
       TORCH_CHECK_WITH(OutOfMemoryError, false, "ringcomm: ", error.what());

@@ -300,7 +300,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("is_shared", &is_shared, "tensor"_a);
   m.def("shared_memory_usage", &shared_memory_usage);
   m.def("cgroup_limits", &cgroup_limits_of, "proc"_a, "cgroups"_a);
-  m.def("say_last_words", &host::Bootstrap::say_last_words, "text"_a);
-  m.def("say_exit", &host::Bootstrap::say_exit);
+  m.def("report_exit", &host::Bootstrap::report_exit, "reason"_a = "");
   m.def("simd_level", [] { return std::string(cpu::simd_level()); });
 }

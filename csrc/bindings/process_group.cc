@@ -11,7 +11,6 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
-#include "bindings/c10d_messages.h"
 #include "bindings/python_errors.h"
 #include "core/errors.h"
 #include "host/membership.h"

@@ -1,7 +1,7 @@
 #include "collectives/failure.h"
 
 #include "collectives/trace.h"
-#include "host/abort_reason.h"
+#include "host/rank_record.h"
 
 namespace ringcomm {
 
@@ -37,7 +37,7 @@ void Failure::raise_stopped(WaitStatus stop, int peer, const Activity& activity,
           raise(ErrorKind::kTimeout, rank,
                 waited + ", and the process of " + name_of_peer(rank) + " is stopped", activity);
       // Another of its threads may keep its process.
-      const std::string words = peer < 0 ? "" : members_->process_of(peer).last_words();
+      const std::string words = peer < 0 ? "" : members_->process_of(peer).exit_reason();
       raise(ErrorKind::kTimeout, peer,
             waited + (words.empty() ? "; read that rank's output, or raise the timeout of "
                                       "init_process_group"
@@ -52,13 +52,13 @@ void Failure::raise_stopped(WaitStatus stop, int peer, const Activity& activity,
       const bool is_clean = process.wait_status == 0;
       const bool has_left = stop == WaitStatus::kPeerLeft && !process.has_exited;
       std::string text;
-      if (process.last_words().empty() && (is_clean || has_left))
+      if (process.exit_reason().empty() && (is_clean || has_left))
         text = (is_clean ? " has exited" : " has destroyed the group or exited") +
                calls_missed(peer, activity);
       else
         text =
             has_left && !process.is_dead
-                ? " has destroyed the group in an exception: " + process.last_words()
+                ? " has destroyed the group in an exception: " + process.exit_reason()
                 : process.how_it_ended({}, stop == WaitStatus::kPeerDied ? detail : std::string());
       raise(ErrorKind::kPeerDied, peer, name + text, activity);
     }

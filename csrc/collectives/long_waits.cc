@@ -104,7 +104,7 @@ std::string peer_text(const Group& group, int rank) {
       "rank " + std::to_string(rank) + " (pid " + std::to_string(peer.pid) + " on " + peer.host;
   if (!peer.bootstrap_address.empty())
     text += peer.is_dead ? ", ended" : peer.is_stopped() ? ", stopped" : ", running";
-  if (const std::string words = peer.last_words(); !words.empty()) text += " after " + words;
+  if (const std::string words = peer.exit_reason(); !words.empty()) text += " after " + words;
   if (const std::vector<Event> calls = calls_of(peer, group.id); !calls.empty()) {
     const Event& last = calls.back();
     const std::uint64_t since = last.end_ticks != 0 ? last.end_ticks : last.begin_ticks;
@@ -122,7 +122,7 @@ std::string text_of(const Group& group, const Event& event, std::uint64_t waited
   const std::string waited = " for " + std::to_string(waited_s) + " s";
   // A process that has said why it ends does not sleep.
   const bool sleeps =
-      is_idle && group.processes[static_cast<std::size_t>(event.waits_for)]->last_words().empty();
+      is_idle && group.processes[static_cast<std::size_t>(event.waits_for)]->exit_reason().empty();
   return "ringcomm rank " + std::to_string(group.rank) + "/" +
          std::to_string(group.processes.size()) + ": " +
          (sleeps ? "idle" + waited + " in " + call_text(event) + ": " + whom +
@@ -136,17 +136,17 @@ std::string text_of(const Group& group, const Event& event, std::uint64_t waited
 constinit PerProcess<std::atomic<bool>> is_blocked;
 constinit PerProcess<std::atomic<const std::string*>> doctor;  // never freed
 
-// In a thread of its own: a write to a pipe that nobody reads blocks for ever, and the caller
+// Not in the caller's thread: a write to a pipe that nobody reads blocks for ever, and it
 // watches for deaths. Lines that come meanwhile are lost.
 void write_aside(std::string text, const std::string* command) {
   std::atomic<bool>& is_busy = is_blocked.get();
   if (is_busy.exchange(true)) return;
   try {
-    start_background_thread("ringcomm-says", [&is_busy, command, text = std::move(text)] {
+    run_aside([&is_busy, command, text = std::move(text)] {
       std::ignore = ::write(STDERR_FILENO, text.data(), text.size());
       is_busy = false;
       if (command != nullptr) run_shell(*command);
-    }).detach();
+    });
   } catch (const std::system_error&) {  // no thread can start
     is_busy = false;
   }

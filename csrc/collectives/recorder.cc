@@ -18,6 +18,7 @@
 #include "host/bootstrap.h"
 #include "host/fd.h"
 #include "host/process.h"
+#include "host/shared_arena.h"
 #include "host/shared_memory.h"
 #include "host/threads.h"
 
@@ -84,7 +85,7 @@ Call put(Event* ring, std::size_t capacity, std::uint64_t& num_events, Event eve
 }
 
 // Pages that are used in every step would be faulted in again in every step.
-constexpr std::chrono::seconds kLookOfGroups{10};
+constexpr std::chrono::seconds kTrimInterval{10};
 
 class Recorder {
  public:
@@ -108,13 +109,9 @@ class Recorder {
         const std::lock_guard look(mutex_);
         waits_.look(memory(), groups_);
         const auto now = std::chrono::steady_clock::now();  // Bootstrap looks at each event, too
-        if (now < next_look_ || groups_.empty()) return;
-        next_look_ = now + kLookOfGroups;
-        // Not in this thread, which must see that peers die.
-        if (!tidier_)
-          tidier_.emplace("ringcomm-tidy", WatchThread::Pace{.interval = {}, .num_looks = 1},
-                          [this] { return look_at_groups(); });
-        tidier_->wake();
+        if (now < next_trim_) return;
+        next_trim_ = now + kTrimInterval;
+        run_aside([this] { trim(); });  // not in this thread, which must see that peers die
       });
     } catch (const Error&) {  // no memory, descriptor or thread: nothing is recorded
       fd_.reset();
@@ -149,7 +146,8 @@ class Recorder {
   }
 
  private:
-  bool look_at_groups() {
+  // Returns the memory of idle groups and unused buffers to the system.
+  void trim() {
     std::vector<std::shared_ptr<Look>> looks;
     {
       const std::lock_guard lock(mutex_);
@@ -159,7 +157,8 @@ class Recorder {
       const std::lock_guard lock(look->mutex);
       if (look->run) look->run();
     }
-    return true;
+    if (host::SharedArena* arena = host::SharedArena::find())
+      arena->trim(host::SharedArena::Clock::now());
   }
 
   host::UniqueFd fd_;
@@ -169,9 +168,8 @@ class Recorder {
   std::uint64_t num_groups_ = 0;
   std::set<Group*> groups_;
   LongWaits waits_;
-  std::chrono::steady_clock::time_point next_look_ =
-      std::chrono::steady_clock::now() + kLookOfGroups;
-  std::optional<WatchThread> tidier_;
+  std::chrono::steady_clock::time_point next_trim_ =
+      std::chrono::steady_clock::now() + kTrimInterval;
 };
 
 constinit PerProcess<Recorder> Recorder::of_process;

@@ -8,8 +8,8 @@
 
 #include "collectives/call.h"
 #include "collectives/fused_update.h"
-#include "host/abort_reason.h"
-#include "host/call_step.h"
+#include "host/peer_event.h"
+#include "host/rank_record.h"
 #include "host/rendezvous.h"
 #include "transport/messenger.h"
 #include "transport/shm/context.h"

@@ -14,8 +14,8 @@
 #include "collectives/send_recv.h"
 #include "collectives/trace.h"
 #include "communicator/ordered_queue.h"
-#include "host/key_value_store.h"
 #include "host/membership.h"
+#include "host/timed_store.h"
 #include "host/wait.h"
 #include "transport/transport.h"
 

@@ -7,29 +7,24 @@
 
 namespace ringcomm {
 
-/// How long to spin before yielding the processor; adapts to whether spinning succeeds.
-///
-/// Measured on two cores (docs/experiments.md, "waiting"): a fixed long spin is best if every rank
-/// has its own core, and 100 times too slow otherwise. A fixed short spin costs a futex round trip
-/// (22 us) for every wait longer than 5 us. Growing on a hit and halving on a miss stays within 2-3
-/// times of the best in both cases. It needs no count of cores, which containers misreport. As long
-/// as no other thread takes the processor, a miss is no reason to spin less: the budget grows to
-/// the skew of the ranks, so that a decoding loop never sleeps.
+/// How long to spin before yielding the processor. It grows on a hit and halves on a miss: within 2
+/// to 3 times of the best fixed spin, whether or not every rank has its own core
+/// (docs/experiments.md, "waiting"). As long as no other thread takes the processor, a miss is no
+/// reason to spin less: the budget grows to the skew of the ranks, so that a decoding loop never
+/// sleeps.
 class SpinBudget {
  public:
   static constexpr std::uint32_t kMinPauses = 20;
   static constexpr std::uint32_t kMaxPauses = 20'000;  // about 0.5 ms at 24 ns a pause
   /// What an idle core may always spin: twice a futex round trip and more.
   static constexpr std::uint32_t kIdlePauses = 4'000;
-  /// Of many ranks on a core each may be late. With 8 and 32 ranks on two cores, 10 yields cost 10
-  /// to 25 % more than 40: some waits end in a sleep.
+  /// Of many ranks on a core each may be late: with 10 yields some waits end in a sleep.
   static constexpr std::uint32_t kMaxYields = 40;
   /// If every rank has its own core, yields that return at once have a separate limit. Without it,
   /// a rank with a small spin budget would pay a futex round trip (22 us) for every 5 us wait.
   static constexpr std::uint32_t kMaxIdleYields = 200;
   /// Next to a busy process of another program, a yield loses a whole scheduler slice (3-4 ms).
-  /// After such a yield, this many waits go directly from spinning to sleeping. With 4 ranks and
-  /// one busy process on two cores, a barrier takes 20-30 us on average instead of 1,600 us.
+  /// After such a yield, this many waits go directly from spinning to sleeping.
   static constexpr std::uint32_t kWaitsWithoutYield = 256;
   /// After the first one fewer: what took the core may be over.
   static constexpr std::uint32_t kWaitsAfterFirst = 16;

@@ -8,7 +8,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstring>
 #include <exception>
 #include <optional>
 #include <sstream>
@@ -17,7 +16,6 @@
 #include <utility>
 
 #include "core/annotations.h"
-#include "host/process.h"
 #include "host/threads.h"
 #include "host/unix_socket.h"
 #include "host/wait.h"
@@ -27,28 +25,23 @@ namespace {
 
 // The request of a connecting process: a key, or this one, which keeps the connection open.
 constexpr const char* kWatchRequest = "watch";
-// What a process answers: that it is there, what comes with a descriptor, and that there is none.
+// What a process answers, with a descriptor if it has one to share: that it is there, and memory.
 constexpr const char* kWatchedMessage = "\x03";
-constexpr const char* kSharedMessage = "\x05";
 constexpr const char* kMemoryMessage = "\x06";
-constexpr const char* kNothingMessage = "\x07";
-// What a process sends before it exits. Last words are printable, so they are never this.
+// What a process sends before it exits without a reason. Reasons are printable, so never this.
 constexpr const char* kExitMessage = "\x04";
 // Why a process accepts no connections follows; nothing where it does again.
 constexpr const char* kRefusalMessage = "\x08";
 // The reason follows, in a message without a secret.
-constexpr const char* kRefusal = "refused ";
-constexpr std::size_t kMaxLastWords = 256;
+constexpr std::string_view kRefusal = "refused ";
+constexpr std::size_t kMaxReasonBytes = 256;
 
-constexpr std::chrono::milliseconds kNow{0};
 constexpr int kLookMs = 2000;
 constexpr std::chrono::milliseconds kRetryPause{10};
 // What fails so often in a row does not pass by itself.
 constexpr int kMaxAcceptRetries = 20;
-// A peer that sends without end must not block the bootstrap's other work.
-constexpr int kMaxTextsAtOnce = 16;
-// Nor one that connects without end.
-constexpr int kMaxAcceptsAtOnce = 64;
+// A peer that sends or connects without end must not block the bootstrap's other work.
+constexpr int kMaxTextsAtOnce = 16, kMaxAcceptsAtOnce = 64;
 // Connections that have not shown the secret: how many may stay, and how long.
 constexpr std::ptrdiff_t kMaxUnproven = 32;
 constexpr std::chrono::seconds kMaxSilence{5};
@@ -57,11 +50,6 @@ constexpr int kMaxRequests = 5;
 
 std::mutex current_mutex;
 Bootstrap* current = nullptr;  // again in a forked child, which has no such thread
-
-// None on kernels before 5.3, and of a hidden process: there the socket has to do.
-UniqueFd open_pidfd(pid_t pid) {
-  return pid > 0 ? UniqueFd(static_cast<int>(::syscall(SYS_pidfd_open, pid, 0))) : UniqueFd();
-}
 
 // Whether the action threw no error: the bootstrap's thread has no caller to throw to.
 template <class Action>
@@ -96,11 +84,11 @@ std::optional<std::string> after_secret(const std::string& secret, const std::st
 // Why the other end closes the connection; nothing if it does not say so.
 std::optional<std::string> refusal_in(const std::string& message) {
   if (!message.starts_with(kRefusal)) return std::nullopt;
-  return message.substr(std::strlen(kRefusal));
+  return message.substr(kRefusal.size());
 }
 
 void refuse(int socket, const std::string& why) noexcept {
-  succeeds([&] { try_send(socket, kRefusal + why); });
+  succeeds([&] { try_send(socket, std::string(kRefusal) + why); });
 }
 
 // A connection to the bootstrap at `address`, over which `text` was sent; none like connect_to().
@@ -152,7 +140,7 @@ bool Bootstrap::Watch::has_ended(const Events& events) {
       is_lost || events_at(pidfd, events) != 0 || (events_at(socket, events) & ~POLLIN) != 0;
   const bool is_read = succeeds([&] {
     for (int i = 0; socket.has_its_file() && i < kMaxTextsAtOnce; ++i) {
-      const auto message = recv_message(socket.get(), kNow);
+      const auto message = recv_message(socket.get());
       if (!message) break;
       if (message->text.empty()) {  // where poll() is refused, this alone tells
         is_over = true;
@@ -164,19 +152,19 @@ bool Bootstrap::Watch::has_ended(const Events& events) {
         // One that refuses has not ended: its pidfd goes on to tell. Another has taken its name.
         process->is_stranger = !why;
         is_over = !why || !pidfd || events_at(pidfd, events) != 0;
-        process->keep_last_words(is_over ? why.value_or("") : "");
+        process->keep_exit_reason(is_over ? why.value_or("") : "");
         process->keep_refusal(why.value_or(""));
         return socket.reset();
       }
       if (!process->has_answered.exchange(true)) process->keep_refusal({});
-      if (*text == kSharedMessage && !message->has_lost_fd)
+      if (*text == kWatchedMessage && message->fd)
         process->keep_flight(message->fd.get());
       else if (*text == kExitMessage)
         process->has_exited = true;
       else if (text->starts_with(kRefusalMessage))
         process->keep_refusal(text->substr(1));
-      else if (*text != kWatchedMessage && *text != kSharedMessage)
-        process->keep_last_words(*text);
+      else if (*text != kWatchedMessage)
+        process->keep_exit_reason(*text);
     }
   });
   if (!is_read) std::this_thread::sleep_for(kRetryPause);  // poll() would return at once
@@ -207,7 +195,7 @@ Bootstrap& Bootstrap::instance() {
 Bootstrap::Bootstrap() : listener_(listen_at(name_)) {
   wake_event_.reset(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   if (!wake_event_) throw_errno("eventfd");
-  // Two threads may accept (say_last_words()), and one of them then finds no connection.
+  // Two threads may accept (report_exit()), and one of them then finds no connection.
   if (::fcntl(listener_.get(), F_SETFL, O_NONBLOCK) != 0) throw_errno("fcntl(O_NONBLOCK)");
   try_out();
   try {
@@ -225,7 +213,7 @@ void Bootstrap::try_out() {
   for (int i = 0; !other && i < kMaxRequests; ++i) other = accept_at(listener_);
   if (!other) throw_errno("accept4");
   send_message(one.get(), kWatchedMessage);
-  recv_message(other.get(), kNow);
+  recv_message(other.get());
 }
 
 // In a forked child the allocator may be locked: this frees nothing, and leaves the mutex locked.
@@ -265,7 +253,7 @@ UniqueFd Bootstrap::fetch(const std::string& address, const std::string& key,
     }
     if (!socket) continue;
     RINGCOMM_STEP("before memory is received");
-    auto message = recv_message(socket.get(), kNow);
+    auto message = recv_message(socket.get());
     if (!message || message->text.empty()) {
       ++num_closed;
       continue;
@@ -274,7 +262,7 @@ UniqueFd Bootstrap::fetch(const std::string& address, const std::string& key,
     if (message->has_lost_fd) throw_errno("recvmsg of a file descriptor");
     if (const auto why = refusal_in(message->text))
       throw Refused(credentials_of_peer(socket.get()).pid, *why);
-    // No descriptor where it offers none, or where another process has taken its name.
+    // Else another process has taken its name.
     const bool is_its = after_secret(at.answer_secret, message->text) == kMemoryMessage;
     return is_its ? std::move(message->fd) : UniqueFd();
   }
@@ -290,7 +278,7 @@ std::shared_ptr<PeerProcess> Bootstrap::watch(const std::string& address, pid_t 
   }
   const Address at(address);
   UniqueFd socket = request(at, kWatchRequest);
-  if (!socket) return errno == EAGAIN ? std::make_shared<PeerProcess>(pid, host) : nullptr;
+  if (!socket) return errno == EAGAIN ? std::make_shared<PeerProcess>(pid, host, address) : nullptr;
   const pid_t seen_pid = credentials_of_peer(socket.get()).pid;
   const std::lock_guard lock(mutex_);
   ::eventfd_write(wake_event_.get(), 1);  // the thread watches it, too
@@ -300,7 +288,8 @@ std::shared_ptr<PeerProcess> Bootstrap::watch(const std::string& address, pid_t 
   if (is_new) {
     watch.process = std::make_shared<PeerProcess>(seen_pid > 0 ? seen_pid : pid, host, address);
     watch.process->is_pid_hidden = seen_pid == 0;
-    watch.pidfd = open_pidfd(seen_pid);
+    // None on kernels before 5.3, and of a hidden process: there the socket has to do.
+    if (seen_pid > 0) watch.pidfd.reset(static_cast<int>(::syscall(SYS_pidfd_open, seen_pid, 0)));
     watch.secret = at.answer_secret;
   }
   if (!watch.socket) watch.socket = std::move(socket);
@@ -314,21 +303,19 @@ void Bootstrap::share_with_watchers(int fd, std::function<void()> look) {
   ::eventfd_write(wake_event_.get(), 1);
 }
 
-void Bootstrap::say_last_words(const std::string& text) noexcept {
+void Bootstrap::report_exit(const std::string& reason) noexcept {
   const std::lock_guard current_lock(current_mutex);
   if (current == nullptr) return;
   current->accept_all();  // its thread may not have
   current->serve_all(nullptr);
   const std::lock_guard lock(current->mutex_);
-  current->notify_watchers(text.substr(0, kMaxLastWords));
+  current->notify_watchers(reason.empty() ? kExitMessage : reason.substr(0, kMaxReasonBytes));
 }
 
 void Bootstrap::notify_watchers(const std::string& text) noexcept {
   for (const Connection& connection : connections_)
     if (connection.is_proven) succeeds([&] { answer(connection.socket.get(), text); });
 }
-
-void Bootstrap::say_exit() noexcept { say_last_words(kExitMessage); }
 
 void Bootstrap::run() {
   for (;;) {
@@ -437,7 +424,7 @@ void Bootstrap::serve_all(const Events* events) noexcept {
 bool Bootstrap::serve(Connection& connection, bool has_news) {
   if (has_news && !connection.socket.has_its_file()) return false;
   const int socket = connection.socket.get();
-  const auto message = has_news ? recv_message(socket, kNow) : std::nullopt;
+  const auto message = has_news ? recv_message(socket) : std::nullopt;
   if (!message)
     return connection.is_proven ||
            std::chrono::steady_clock::now() < connection.since + kMaxSilence;
@@ -445,13 +432,13 @@ bool Bootstrap::serve(Connection& connection, bool has_news) {
   if (!asked) return false;
   connection.is_proven = true;
   if (*asked == kWatchRequest) {
-    answer(socket, shared_fd_ >= 0 ? kSharedMessage : kWatchedMessage, shared_fd_);
+    answer(socket, kWatchedMessage, shared_fd_);
     return true;
   }
   const auto found = offers_.find(*asked);
-  if (found != offers_.end()) RINGCOMM_STEP("before memory is sent");
-  answer(socket, found != offers_.end() ? kMemoryMessage : kNothingMessage,
-         found != offers_.end() ? found->second.get() : -1);
+  const int fd = found != offers_.end() ? found->second.get() : -1;
+  if (fd >= 0) RINGCOMM_STEP("before memory is sent");
+  answer(socket, kMemoryMessage, fd);
   return false;
 }
 

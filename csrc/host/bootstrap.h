@@ -69,10 +69,9 @@ class Bootstrap {
   /// and what `look` uses must stay.
   void share_with_watchers(int fd, std::function<void()> look);
 
-  /// Tell the processes that watch this one why it is about to end (256 bytes of it), or that it is
-  /// about to exit. They do not wait, and do nothing in a process without a bootstrap.
-  static void say_last_words(const std::string& text) noexcept;
-  static void say_exit() noexcept;
+  /// Tells the processes that watch this one that it is about to end, and why (256 bytes of it) if
+  /// not by an exit. Does not wait, and does nothing in a process without a bootstrap.
+  static void report_exit(const std::string& reason = {}) noexcept;
 
  private:
   using Events = std::map<int, short>;  // that poll() has found, by descriptor

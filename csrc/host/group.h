@@ -8,13 +8,12 @@
 
 #include "core/board_protocol.h"
 #include "core/link_protocol.h"
-#include "host/cores.h"
 #include "host/membership.h"
 #include "host/process.h"
-#include "host/rank_control.h"
 #include "host/rendezvous.h"
 #include "host/segment_layout.h"
 #include "host/shared_memory.h"
+#include "host/workers.h"
 
 namespace ringcomm::host {
 

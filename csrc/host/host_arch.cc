@@ -11,21 +11,19 @@
 #include <ctime>
 #include <vector>
 
-#include "host/cores.h"
+#include "host/workers.h"
 
 namespace ringcomm::host {
 namespace {
 
-// How late a time-out, a death or an abort may be noticed. Halving it doubles the wake-ups of an
-// idle rank (50 a second now); doubling it brings nothing measurable.
+// How late a time-out, a death or an abort may be noticed: an idle rank wakes 50 times a second.
 constexpr long kParkSliceNs = 20'000'000;
 
 // A yield takes 0.2-0.5 us if no other thread runs, and 2-5 us if a waiting rank does.
 constexpr std::chrono::microseconds kIdleYield{1};
 // A waiting rank yields again within microseconds; a thread that runs for this long computes. Ranks
 // that share a core run one after another, so more of them take longer; at most less than the 3 ms
-// for which the scheduler lets a computing program run. Where 16 ranks on each core took the limit
-// of one, they slept in turn, and a call took 1.6 times as long.
+// for which the scheduler lets a computing program run.
 constexpr std::chrono::microseconds kLongYield{500};
 constexpr std::chrono::microseconds kLongYieldPerRank{250};
 constexpr std::chrono::microseconds kLongestYield{2000};

@@ -7,9 +7,9 @@
 #include <vector>
 
 #include "core/arch.h"
-#include "host/abort_reason.h"
-#include "host/call_step.h"
+#include "host/peer_event.h"
 #include "host/peer_process.h"
+#include "host/rank_record.h"
 
 namespace ringcomm {
 

@@ -54,6 +54,17 @@ std::optional<int> status_of_reaped(int pidfd) {
   return info.exit_code;
 }
 
+// "rank 1", "ranks 1 and 2", "ranks 1, 2 and 3"; of more than eight "... and 5 more"
+std::string list_of(const char* noun, const std::vector<int>& ranks) {
+  std::string text = std::string(noun) + (ranks.size() == 1 ? " " : "s ");
+  for (std::size_t i = 0; i < ranks.size(); ++i) {
+    if (i == 8) return text + " and " + std::to_string(ranks.size() - i) + " more";
+    if (i > 0) text += i + 1 < ranks.size() ? ", " : " and ";
+    text += std::to_string(ranks[i]);
+  }
+  return text;
+}
+
 }  // namespace
 
 constinit std::atomic<std::uint64_t> PeerProcess::num_ended = 0;
@@ -90,14 +101,14 @@ std::int64_t start_of_process_ms() {
   return time_ms() - (1000 * since_boot.tv_sec + since_boot.tv_nsec / 1'000'000 - start_ms);
 }
 
-std::string PeerProcess::last_words() const {
+std::string PeerProcess::exit_reason() const {
   const std::lock_guard lock(mutex_);
-  return last_words_;
+  return exit_reason_;
 }
 
-void PeerProcess::keep_last_words(std::string words) {
+void PeerProcess::keep_exit_reason(std::string words) {
   const std::lock_guard lock(mutex_);
-  last_words_ = printable(std::move(words));
+  exit_reason_ = printable(std::move(words));
 }
 
 std::string PeerProcess::refusal() const {
@@ -126,7 +137,7 @@ void PeerProcess::end(int pidfd) {
 }
 
 std::string PeerProcess::how_it_ended(const std::string& when, const std::string& detail) const {
-  const std::string words = last_words();
+  const std::string words = exit_reason();
   const int status = wait_status;
   std::string text;
   if (words.empty() && has_exited) {
@@ -183,6 +194,17 @@ std::string name_of_process(int rank, int global_rank, const PeerProcess& proces
             (process.is_pid_hidden ? " of another PID namespace" : "") + " on " + process.host;
   return "rank " + std::to_string(rank) + (has_other ? " of the group" : "") +
          (more.empty() ? "" : " (" + more + ")");
+}
+
+std::string name_of_ranks(const std::vector<int>& ranks,
+                          const std::vector<std::uint64_t>& global_ranks) {
+  std::vector<int> others;
+  for (const int rank : ranks)
+    if (const auto idx = static_cast<std::size_t>(rank); idx < global_ranks.size())
+      others.push_back(static_cast<int>(global_ranks[idx]));
+  const bool is_alike = others == ranks || others.empty();
+  return list_of("rank", ranks) +
+         (is_alike ? "" : " of the group (" + list_of("global rank", others) + ")");
 }
 
 std::string printable(std::string text) {

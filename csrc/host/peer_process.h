@@ -52,8 +52,8 @@ struct PeerProcess {
   /// The CPU time that it has taken; none if the kernel does not tell.
   std::optional<std::uint64_t> cpu_ms() const;
   /// Its last report of why it ends, such as an uncaught exception; printable, and may be empty.
-  std::string last_words() const;
-  void keep_last_words(std::string words);
+  std::string exit_reason() const;
+  void keep_exit_reason(std::string words);
   /// Why it does not let this process watch it, or accepts no connections now; empty if it does.
   std::string refusal() const;
   void keep_refusal(std::string why);
@@ -71,7 +71,7 @@ struct PeerProcess {
  private:
   mutable std::mutex mutex_;  // guards the next ones
   mutable std::weak_ptr<host::PeerMemory> memory_;
-  std::string last_words_;
+  std::string exit_reason_;
   std::string refusal_;
   std::shared_ptr<const host::SharedMemory> flight_;
 };
@@ -90,6 +90,10 @@ std::string prefix_of(int rank, int world_size, int global_rank);
 /// 1 of the group (global rank 3, pid 12 on host)" where the default group numbers it otherwise.
 /// `global_rank` is -1 if it has no such number.
 std::string name_of_process(int rank, int global_rank, const PeerProcess& process);
+/// Ranks in error messages: "ranks 1 and 2" or, where the default group numbers them otherwise,
+/// "ranks 1 and 2 of the group (global ranks 4 and 7)". `global_ranks`, by rank, may be empty.
+std::string name_of_ranks(const std::vector<int>& ranks,
+                          const std::vector<std::uint64_t>& global_ranks);
 /// For messages, which must be a line of valid text in Python: other letters become ?.
 std::string printable(std::string text);
 

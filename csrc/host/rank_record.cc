@@ -4,12 +4,11 @@
 #include <unistd.h>
 
 #include <array>
-#include <cstdlib>
 #include <fstream>
 
 #include "core/link_protocol.h"
 #include "host/peer_process.h"
-#include "host/rank_control.h"
+#include "host/segment_layout.h"
 #include "kernels/common/types.h"
 
 namespace ringcomm {
@@ -18,7 +17,7 @@ namespace {
 // Ranks that share memory or exchange headers must have the same sizes and enum values. Increase
 // the number after the name for a change that these do not show.
 std::string version() {
-  std::string text = "ringcomm-16-" RINGCOMM_VERSION;
+  std::string text = "ringcomm-17-" RINGCOMM_VERSION;
   for (const std::size_t number :
        {sizeof(host::AbortRecord), sizeof(host::RankControl), sizeof(LinkCursors), kCallHeaderBytes,
         std::size_t{kNumDTypes}, std::size_t{kNumReductions}})
@@ -64,6 +63,36 @@ RankRecord RankRecord::from_text(const std::string& text) {
           .cores = fields.next(),
           .written_ms = fields.number<std::int64_t>(),
           .failure = AbortReason::from_text(fields.next())};
+}
+
+void check_same_group(const RankRecord& mine, int rank, const RankRecord& theirs, int peer,
+                      bool may_join, bool is_one_host) {
+  const auto throw_different = [&](ErrorKind kind, const std::string& text) {
+    throw Error(
+        {.kind = kind, .rank = peer, .pid = theirs.pid, .host = theirs.host, .op = "init"},
+        "ringcomm: rank " + std::to_string(rank) + " and rank " + std::to_string(peer) + text);
+  };
+  if (mine.world_size != theirs.world_size)
+    throw_different(ErrorKind::kMismatch,
+                    " made a group of different sizes: " + std::to_string(mine.world_size) +
+                        " and " + std::to_string(theirs.world_size) +
+                        " ranks; start all ranks with the same world size");
+  if (mine.global_ranks != theirs.global_ranks)
+    throw_different(ErrorKind::kMismatch,
+                    " made groups of different ranks under one name: the global ranks {" +
+                        mine.global_ranks + "} and {" + theirs.global_ranks +
+                        "}; let all ranks call new_group() for all groups, in the same order");
+  if (!may_join) return;
+  if (is_one_host && mine.host_id != theirs.host_id)
+    throw_different(
+        ErrorKind::kSystem,
+        " share no memory: host " + mine.host + " [" + mine.host_id + "] and host " + theirs.host +
+            " [" + theirs.host_id +
+            "]; the shm transport needs all ranks of a group on one host and in one network "
+            "namespace; transport=None also supports several hosts, over messages");
+  if (mine.options != theirs.options)
+    throw_different(ErrorKind::kMismatch, " made the group with different options: {" +
+                                              mine.options + "} and {" + theirs.options + "}");
 }
 
 std::string host_id() {

@@ -6,21 +6,19 @@
 #include <deque>
 #include <utility>
 
-#include "host/cores.h"
-#include "host/fd.h"
 #include "host/process.h"
-#include "host/text_fields.h"
+#include "host/workers.h"
 
 namespace ringcomm::host {
 namespace {
 
 // How long a new record that does not fit, or whose process cannot be reached, may be replaced.
-constexpr std::chrono::milliseconds kDoubt{1000};
+constexpr std::chrono::milliseconds kVerifyTime{1000};
 
 std::string rank_key(int rank) { return "ringcomm/rank/" + std::to_string(rank); }
 // Where `rank` says that it reads the record of `peer` and cannot connect to it.
-std::string apart_key(int rank, int peer) {
-  return "ringcomm/apart/" + std::to_string(rank) + "/" + std::to_string(peer);
+std::string unreachable_key(int rank, int peer) {
+  return "ringcomm/unreachable/" + std::to_string(rank) + "/" + std::to_string(peer);
 }
 
 // Rank 0's table of all records, so that N ranks need O(N) requests: it reads the records, and the
@@ -32,17 +30,6 @@ constexpr std::chrono::milliseconds kFirstGrace{1000};
 // How many records of other ranks are read again at a look: rank 0 passes on what it finds, and the
 // others read its record and one more.
 constexpr int kRecordsAtOnce = 16;
-
-// "rank 1", "ranks 1 and 2", "ranks 1, 2 and 3"; of more than eight "... and 5 more"
-std::string list_of(const char* noun, const std::vector<int>& ranks) {
-  std::string text = std::string(noun) + (ranks.size() == 1 ? " " : "s ");
-  for (std::size_t i = 0; i < ranks.size(); ++i) {
-    if (i == 8) return text + " and " + std::to_string(ranks.size() - i) + " more";
-    if (i > 0) text += i + 1 < ranks.size() ? ", " : " and ";
-    text += std::to_string(ranks[i]);
-  }
-  return text;
-}
 
 }  // namespace
 
@@ -62,7 +49,7 @@ Rendezvous::Rendezvous(KeyValueStore& store, const GroupTerms& terms,
             .cores = usable_cores()},
       peers_(static_cast<std::size_t>(terms.world_size)),
       processes_(terms.known),
-      says_at_(terms.log_waits ? began_at_ + kGlooLookInterval : Clock::time_point::max()) {
+      warns_at_(terms.log_waits ? began_at_ + kGlooLookInterval : Clock::time_point::max()) {
   processes_.resize(peers_.size());
   processes_[static_cast<std::size_t>(rank())] =
       std::make_shared<PeerProcess>(mine_.pid, mine_.host);
@@ -138,7 +125,7 @@ void Rendezvous::wait_for_all(const std::function<bool(int peer)>& has_come,
       continue;
     }
     // None is named that nobody has asked about.
-    if (now >= std::min(deadline_, says_at_)) std::erase_if(missing, has_come);
+    if (now >= std::min(deadline_, warns_at_)) std::erase_if(missing, has_come);
     if (missing.empty()) return;
     try {
       look({missing.begin(), missing.end()}, what);
@@ -165,16 +152,15 @@ PeerTable Rendezvous::find_ranks() {
   peer_of(rank()) = {.text = mine_.to_text(), .record = mine_};
   store_.set(rank_key(rank()), mine_.to_text());
   const bool has_table = world_size() > 2;
-  const auto has_come = [this](int peer) { return has_met(peer) || meet(peer); };
-  const auto has_answer = [&] {
-    if (read_table()) return true;
-    has_come(0);  // a failure of rank 0 is in its record
-    return false;
-  };
-  if (!has_table || rank() == 0)
-    wait_for_all(has_come);
-  else
-    wait_for_all(has_come, has_answer);
+  const auto has_come = [this](int peer) { return is_found(peer) || find(peer); };
+  std::function<bool()> has_answer;
+  if (has_table && rank() != 0)
+    has_answer = [&] {
+      if (read_table()) return true;
+      has_come(0);  // a failure of rank 0 is in its record
+      return false;
+    };
+  wait_for_all(has_come, has_answer);
   if (has_table && rank() == 0) {
     std::string table;
     for (const Peer& peer : peers_) table += to_fields({peer.text});
@@ -200,7 +186,7 @@ bool Rendezvous::read_table() {
 }
 
 std::string Rendezvous::key_of(int rank) {
-  meet(rank);
+  find(rank);
   return peer_of(rank).record.memory_key;
 }
 
@@ -221,7 +207,7 @@ SharedMemory Rendezvous::fetch_memory(int leader, std::size_t num_bytes) {
     check_time({leader}, what);
   };
   for (Backoff backoff;; backoff.sleep()) {
-    if (!meet(leader)) {  // it had died, and its new record is not confirmed yet
+    if (!find(leader)) {  // it had died, and its new record is not confirmed yet
       check_time({leader}, what);
       continue;
     }
@@ -241,8 +227,7 @@ SharedMemory Rendezvous::fetch_memory(int leader, std::size_t num_bytes) {
                   "expects");
     }
     // The leader has yet to find all ranks, or its record is of an earlier group.
-    look_at_leader();
-    if (const int dead = dead_rank(); dead >= 0) throw_died(dead);
+    look({leader}, what);
   }
 }
 
@@ -253,18 +238,18 @@ void Rendezvous::look(const std::vector<int>& missing, const std::string& what) 
 
 // Whether a rank that was found has ended, and no other process has replaced it.
 bool Rendezvous::has_died(int peer) {
-  return process_of(peer).is_dead && meet(peer) && process_of(peer).is_dead;
+  return process_of(peer).is_dead && find(peer) && process_of(peer).is_dead;
 }
 
 // A rank that has ended, as another group knows where it has no record yet; -1 if there is none.
 int Rendezvous::dead_rank() {
   for (int peer = 0; peer < world_size(); ++peer)
-    if (has_met(peer) ? has_died(peer) : process_of(peer).is_dead.load()) return peer;
+    if (is_found(peer) ? has_died(peer) : process_of(peer).is_dead.load()) return peer;
   return -1;
 }
 
 // Reads the record of `peer` if it is there. False when it is not, or does not fit yet.
-bool Rendezvous::meet(int peer) { return accept(peer, read_record(peer)); }
+bool Rendezvous::find(int peer) { return accept(peer, read_record(peer)); }
 
 // The same of the record `text`.
 bool Rendezvous::accept(int peer, const std::string& text) {
@@ -272,21 +257,21 @@ bool Rendezvous::accept(int peer, const std::string& text) {
   if (!known.first_text) known.first_text = text;
   if (text.empty()) return false;
   if (text == known.text) return true;
-  if (text != known.doubted_text) {
-    known.doubted_text = text;
-    known.doubted_since = Clock::now();
+  if (text != known.unverified_text) {
+    known.unverified_text = text;
+    known.unverified_since = Clock::now();
     has_news_ = true;
   }
-  const bool is_settled = Clock::now() >= std::min(deadline_, known.doubted_since + kDoubt);
+  const bool is_settled = Clock::now() >= std::min(deadline_, known.unverified_since + kVerifyTime);
   RankRecord theirs;
   bool is_expected = true;
   try {
     theirs = RankRecord::from_text(text);
-    check_same_group(theirs, peer);
     is_expected =
         expected_keys_.empty() || expected_keys_.find(theirs.memory_key) != std::string::npos;
-    if (theirs.failure.text.empty() && is_expected) {
-      check_compatible(theirs, peer);
+    const bool may_join = theirs.failure.text.empty() && is_expected;
+    check_same_group(mine_, rank(), theirs, peer, may_join, terms_.is_one_host);
+    if (may_join) {
       auto process = find_process(theirs, peer, is_settled && is_current(theirs, text, peer));
       if (process == nullptr) return false;
       processes_[static_cast<std::size_t>(peer)] = std::move(process);
@@ -306,7 +291,7 @@ bool Rendezvous::accept(int peer, const std::string& text) {
     fail(ErrorKind::kAborted, peer, name_of(peer) + " has failed and makes the group again");
   known.record.failure = theirs.failure;
   if (!is_current(theirs, text, peer)) return false;
-  if (!has_met(peer))
+  if (!is_found(peer))
     processes_[static_cast<std::size_t>(peer)] =
         std::make_shared<PeerProcess>(theirs.pid, theirs.host);
   throw_reported(theirs.failure);
@@ -324,21 +309,21 @@ bool Rendezvous::is_current(const RankRecord& theirs, const std::string& text, i
 void Rendezvous::look_for_failures() {
   if (Clock::now() < next_look_) return;
   next_look_ = Clock::now() + kCheckInterval;
-  if (rank() != 0 && has_met(0)) meet(0);
+  if (rank() != 0 && is_found(0)) find(0);
   for (int i = 0; i < std::min(rank() == 0 ? kRecordsAtOnce : 1, world_size()); ++i) {
     next_looked_at_ = (next_looked_at_ + 1) % world_size();
-    if (next_looked_at_ != rank() && has_met(next_looked_at_)) meet(next_looked_at_);
+    if (next_looked_at_ != rank() && is_found(next_looked_at_)) find(next_looked_at_);
   }
 }
 
 // Once, on the first rank that is there, and because of Gloo on all and sooner.
-void Rendezvous::say_missing(const std::vector<int>& missing, const std::string& what) {
+void Rendezvous::warn_of_missing(const std::vector<int>& missing, const std::string& what) {
   const auto now = Clock::now();
-  if (now < says_at_) return;
+  if (now < warns_at_) return;
   const std::string gloo = gloo_text(missing);
-  says_at_ = now + kGlooLookInterval;
-  if (gloo.empty() && now < began_at_ + kSaidAfter) return;
-  says_at_ = Clock::time_point::max();
+  warns_at_ = now + kGlooLookInterval;
+  if (gloo.empty() && now < began_at_ + kWarnAfter) return;
+  warns_at_ = Clock::time_point::max();
   const auto waited = std::chrono::duration_cast<std::chrono::seconds>(now - began_at_);
   const auto num_lower = std::ranges::lower_bound(missing, rank()) - missing.begin();
   if (gloo.empty() && num_lower < rank()) return;
@@ -350,7 +335,7 @@ void Rendezvous::say_missing(const std::vector<int>& missing, const std::string&
 // Which missing ranks have a key of Gloo: it is of an earlier group if this rank has one as well.
 std::string Rendezvous::gloo_text(std::vector<int> missing) {
   const auto has_key = [this](int rank) { return store_.try_get("0/" + std::to_string(rank)); };
-  std::erase_if(missing, [&](int peer) { return has_met(peer) || !has_key(peer); });
+  std::erase_if(missing, [&](int peer) { return is_found(peer) || !has_key(peer); });
   if (missing.empty() || has_key(rank())) return "";
   return "; " + listed(missing) +
          " made a Gloo group instead, unless an earlier one has left its keys: name one backend, "
@@ -362,24 +347,11 @@ int Rendezvous::global_rank_of(int rank) const {
   return idx < terms_.global_ranks.size() ? static_cast<int>(terms_.global_ranks[idx]) : -1;
 }
 
-std::string Rendezvous::name_of(int rank) const {
-  return name_of_process(rank, global_rank_of(rank), process_of(rank));
-}
-
-// "ranks 1 and 2", or "ranks 1 and 2 of the group (global ranks 4 and 7)"
-std::string Rendezvous::listed(const std::vector<int>& ranks) const {
-  std::vector<int> global_ranks;
-  for (const int rank : ranks) global_ranks.push_back(global_rank_of(rank));
-  const bool is_alike = global_ranks == ranks || terms_.global_ranks.empty();
-  return list_of("rank", ranks) +
-         (is_alike ? "" : " of the group (" + list_of("global rank", global_ranks) + ")");
-}
-
 // Watches the process of a record, if it is on this machine. Null if it has not answered yet, so
 // that a rank that is out of descriptors later can tell those that have found it; or had ended
-// before, and its record is not believed.
+// before, and its record is not trusted.
 std::shared_ptr<PeerProcess> Rendezvous::find_process(const RankRecord& theirs, int peer,
-                                                      bool is_believed) {
+                                                      bool is_trusted) {
   // Abstract sockets must reach the peer also if the user declares that memory is shared.
   const bool can_watch = theirs.machine_id == mine_.machine_id ||
                          (terms_.shares_memory && theirs.host_id == mine_.host_id);
@@ -394,15 +366,17 @@ std::shared_ptr<PeerProcess> Rendezvous::find_process(const RankRecord& theirs, 
   // It was there when this rank connected to it.
   if (const auto& before = peer_of(peer).unanswered;
       before != nullptr && before->bootstrap_address == theirs.bootstrap_address &&
-      before->is_dead && !before->is_stranger)
+      !before->is_stranger) {
+    if (!before->is_dead) before->end(-1);
     return before;
+  }
   auto process = std::make_shared<PeerProcess>(theirs.pid, theirs.host);
   if (!can_watch) return process;
 
-  store_.set(apart_key(rank(), peer), theirs.bootstrap_address);
+  store_.set(unreachable_key(rank(), peer), theirs.bootstrap_address);
   // Where the peer has read this rank's address, which is random, and cannot connect to it either,
   // sockets do not reach it, whatever the machines' names.
-  if (store_.try_get(apart_key(peer, rank())) == mine_.bootstrap_address) {
+  if (store_.try_get(unreachable_key(peer, rank())) == mine_.bootstrap_address) {
     if (theirs.host_id != mine_.host_id) return process;
     fail(ErrorKind::kSystem, peer,
          "rank " + std::to_string(peer) + " (on " + theirs.host +
@@ -410,43 +384,9 @@ std::shared_ptr<PeerProcess> Rendezvous::find_process(const RankRecord& theirs, 
              ", but is on another machine, as after a start from copies of one memory image; set "
              "RINGCOMM_HOST_ID to another value on each machine");
   }
-  if (!is_believed && (has_met(peer) || !process_of(peer).is_dead)) return nullptr;
+  if (!is_trusted && (is_found(peer) || !process_of(peer).is_dead)) return nullptr;
   process->is_dead = true;
   return process;
-}
-
-void Rendezvous::throw_different(const RankRecord& theirs, int peer, ErrorKind kind,
-                                 const std::string& text) const {
-  throw Error(
-      {.kind = kind, .rank = peer, .pid = theirs.pid, .host = theirs.host, .op = "init"},
-      "ringcomm: rank " + std::to_string(rank()) + " and rank " + std::to_string(peer) + text);
-}
-
-void Rendezvous::check_same_group(const RankRecord& theirs, int peer) const {
-  if (mine_.world_size != theirs.world_size)
-    throw_different(theirs, peer, ErrorKind::kMismatch,
-                    " made a group of different sizes: " + std::to_string(mine_.world_size) +
-                        " and " + std::to_string(theirs.world_size) +
-                        " ranks; start all ranks with the same world size");
-  if (mine_.global_ranks != theirs.global_ranks)
-    throw_different(theirs, peer, ErrorKind::kMismatch,
-                    " made groups of different ranks under one name: the global ranks {" +
-                        mine_.global_ranks + "} and {" + theirs.global_ranks +
-                        "}; let all ranks call new_group() for all groups, in the same order");
-}
-
-void Rendezvous::check_compatible(const RankRecord& theirs, int peer) const {
-  if (terms_.is_one_host && mine_.host_id != theirs.host_id)
-    throw_different(
-        theirs, peer, ErrorKind::kSystem,
-        " share no memory: host " + mine_.host + " [" + mine_.host_id + "] and host " +
-            theirs.host + " [" + theirs.host_id +
-            "]; the shm transport needs all ranks of a group on one host and in one network "
-            "namespace; transport=None also supports several hosts, over messages");
-  if (mine_.options != theirs.options)
-    throw_different(theirs, peer, ErrorKind::kMismatch,
-                    " made the group with different options: {" + mine_.options + "} and {" +
-                        theirs.options + "}");
 }
 
 void Rendezvous::check_time(std::vector<int> missing, const std::string& what) {
@@ -454,7 +394,7 @@ void Rendezvous::check_time(std::vector<int> missing, const std::string& what) {
     fail(ErrorKind::kInterrupted, rank(), "interrupted by a signal while the group was made");
   look_for_failures();
   for (int peer = 0; peer < world_size(); ++peer)
-    if (const std::string why = process_of(peer).refusal(); has_met(peer) && !why.empty())
+    if (const std::string why = process_of(peer).refusal(); is_found(peer) && !why.empty())
       fail(ErrorKind::kSystem, peer, name_of(peer) + " " + why);
   if (const std::string why = bootstrap_->refusal(); !why.empty())
     fail(ErrorKind::kSystem, rank(), "this process " + why);
@@ -463,7 +403,7 @@ void Rendezvous::check_time(std::vector<int> missing, const std::string& what) {
     if (!std::binary_search(sharing_.begin(), sharing_.end(), other) && has_died(other))
       throw_died(other);
   std::sort(missing.begin(), missing.end());
-  say_missing(missing, what);
+  warn_of_missing(missing, what);
   if (Clock::now() < deadline_) return;
   const std::string after =
       listed(missing) + " " + what + " in " + std::to_string(timeout_.count()) + " ms";
@@ -485,10 +425,9 @@ void Rendezvous::check_time(std::vector<int> missing, const std::string& what) {
 }
 
 void Rendezvous::throw_died(int peer) {
-  if (has_met(peer)) meet(peer);  // throws if it had failed before
-  const PeerProcess& process = process_of(peer);
+  if (is_found(peer)) find(peer);  // throws if it had failed before
   fail(ErrorKind::kPeerDied, peer,
-       name_of(peer) + process.how_it_ended(" while the group was made", {}));
+       name_of(peer) + process_of(peer).how_it_ended(" while the group was made", {}));
 }
 
 void Rendezvous::throw_reported(const AbortReason& reason) {

@@ -10,12 +10,10 @@
 #include <vector>
 
 #include "core/errors.h"
-#include "host/abort_reason.h"
 #include "host/bootstrap.h"
-#include "host/key_value_store.h"
-#include "host/peer_table.h"
 #include "host/rank_record.h"
 #include "host/shared_memory.h"
+#include "host/timed_store.h"
 #include "host/wait.h"
 
 namespace ringcomm::host {
@@ -100,14 +98,14 @@ class Rendezvous {
  private:
   using Clock = RunningClock;
   static constexpr std::chrono::seconds kGlooLookInterval{1};
-  static constexpr std::chrono::seconds kSaidAfter{10};
+  static constexpr std::chrono::seconds kWarnAfter{10};
 
   struct Peer {
     std::string text = {};  // its record, once it is accepted
     RankRecord record = {};
     std::optional<std::string> first_text = {};    // what was there at the first look
-    std::string doubted_text = {};                 // the last one that was not accepted
-    Clock::time_point doubted_since = {};          // when it was first seen
+    std::string unverified_text = {};              // the last one that was not accepted
+    Clock::time_point unverified_since = {};       // when it was first seen
     std::shared_ptr<PeerProcess> unanswered = {};  // that this rank has connected to
   };
 
@@ -118,23 +116,23 @@ class Rendezvous {
   const PeerProcess& process_of(int rank) const {
     return *processes_[static_cast<std::size_t>(rank)];
   }
-  bool has_met(int peer) const { return !peer_of(peer).text.empty(); }
+  bool is_found(int peer) const { return !peer_of(peer).text.empty(); }
   std::string read_record(int rank);
   bool read_table();
-  bool meet(int peer);
+  bool find(int peer);
   bool accept(int peer, const std::string& text);
   bool is_current(const RankRecord& theirs, const std::string& text, int peer) const;
-  std::shared_ptr<PeerProcess> find_process(const RankRecord& theirs, int peer, bool is_believed);
-  void check_same_group(const RankRecord& theirs, int peer) const;
-  void check_compatible(const RankRecord& theirs, int peer) const;
-  [[noreturn]] void throw_different(const RankRecord& theirs, int peer, ErrorKind kind,
-                                    const std::string& text) const;
+  std::shared_ptr<PeerProcess> find_process(const RankRecord& theirs, int peer, bool is_trusted);
   void look_for_failures();
-  void say_missing(const std::vector<int>& missing, const std::string& what);
+  void warn_of_missing(const std::vector<int>& missing, const std::string& what);
   std::string gloo_text(std::vector<int> missing);
   void count_attempts();
-  std::string name_of(int rank) const;
-  std::string listed(const std::vector<int>& ranks) const;
+  std::string name_of(int rank) const {
+    return name_of_process(rank, global_rank_of(rank), process_of(rank));
+  }
+  std::string listed(const std::vector<int>& ranks) const {
+    return name_of_ranks(ranks, terms_.global_ranks);
+  }
   bool is_replaced();
   bool has_died(int peer);
   int dead_rank();
@@ -157,7 +155,7 @@ class Rendezvous {
   bool has_reported_ = false;
   bool has_news_ = false;  // a record that was not there at the look before
   Clock::time_point began_at_ = Clock::now();
-  Clock::time_point says_at_;
+  Clock::time_point warns_at_;
 };
 
 }  // namespace ringcomm::host

@@ -4,13 +4,11 @@
 #include <sys/sysinfo.h>
 
 #include <algorithm>
-#include <system_error>
 #include <thread>
 
 #include "core/errors.h"
 #include "host/bootstrap.h"
 #include "host/fd.h"
-#include "host/process.h"
 
 namespace ringcomm::host {
 namespace {
@@ -20,7 +18,7 @@ constexpr std::size_t kMinRegionBytes = std::size_t{64} << 20;
 // Free memory beyond this returns to the system if it was free during a whole interval; what is
 // used in every step would cost page faults (docs/experiments.md, "the shared arena").
 constexpr std::size_t kMinKeptBytes = std::size_t{64} << 20;
-constexpr std::chrono::seconds kTidyInterval{10};
+constexpr std::chrono::seconds kTrimInterval{10};
 // At most this much in one go, so that allocations wait 20 ms.
 constexpr std::size_t kReturnBytes = std::size_t{16} << 20;
 constexpr std::chrono::milliseconds kReturnPause{1};
@@ -143,18 +141,7 @@ void SharedArena::free_bytes(std::size_t num_bytes) {
   usage_.allocated_bytes -= num_bytes;
   usage_.kept_bytes += num_bytes;
   if (interval_end_ || usage_.kept_bytes <= kMinKeptBytes) return;
-  try {
-    if (!tidier_)
-      tidier_.emplace("ringcomm-tidy", WatchThread::Pace{.interval = kTidyInterval, .num_looks = 1},
-                      [this] {
-                        if (tidy(Clock::now())) tidier_->wake();
-                        return true;
-                      });
-    begin_interval(Clock::now());
-    tidier_->wake();
-  } catch (const std::system_error&) {
-    // No thread can start: the pages stay, until a later call starts one.
-  }
+  begin_interval(Clock::now());
 }
 
 ArenaLocation SharedArena::locate(const void* data, std::size_t num_bytes) const {
@@ -214,17 +201,16 @@ SharedArena::Region& SharedArena::add_region(std::size_t num_bytes) {
 }
 
 void SharedArena::begin_interval(Clock::time_point now) {
-  interval_end_ = now + kTidyInterval;
+  interval_end_ = now + kTrimInterval;
   least_kept_bytes_ = usage_.kept_bytes;
 }
 
-bool SharedArena::tidy(Clock::time_point now) {
+void SharedArena::trim(Clock::time_point now) {
   std::unique_lock lock(mutex_);
-  if (!interval_end_ || now < *interval_end_) return interval_end_.has_value();
+  if (!interval_end_ || now < *interval_end_) return;
   if (least_kept_bytes_ > kMinKeptBytes) return_pages(lock);
   interval_end_.reset();
   if (usage_.kept_bytes > kMinKeptBytes) begin_interval(now);
-  return interval_end_.has_value();
 }
 
 // Returns all free pages, those at the end of a region first.

@@ -19,7 +19,6 @@
 
 #include "host/process.h"
 #include "host/shared_memory.h"
-#include "host/threads.h"
 
 namespace ringcomm::host {
 
@@ -102,8 +101,8 @@ class SharedArena {
   }
 
   /// Returns free pages to the system if more than 64 MiB were free during all of the interval (10
-  /// s) that ends at `now`. Whether there is another one. The arena's thread calls it.
-  bool tidy(Clock::time_point now);
+  /// s) that has ended at `now`. A helper thread calls it while the process has made a group.
+  void trim(Clock::time_point now);
 
   /// The key under which a process's Bootstrap offers a region.
   static std::string key_of(std::uint64_t region_id);
@@ -142,7 +141,6 @@ class SharedArena {
   // The interval: its end, if there is one, and the fewest bytes kept in it.
   std::optional<Clock::time_point> interval_end_;
   std::size_t least_kept_bytes_ = 0;
-  std::optional<WatchThread> tidier_;  // last: it uses all of the above
 };
 
 /// The system has no memory of that size.

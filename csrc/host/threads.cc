@@ -6,6 +6,8 @@
 #include <string>
 #include <system_error>
 
+#include "host/process.h"
+
 namespace ringcomm {
 namespace {
 
@@ -26,7 +28,42 @@ int create_thread(::pthread_t& thread, std::size_t stack_bytes, Body* body) {
   return error;
 }
 
+class Helpers {
+ public:
+  void run(Body work) {
+    const std::lock_guard lock(mutex_);
+    if (std::exchange(is_idle_, false)) {
+      work_ = std::move(work);
+      changed_.notify_one();
+    } else {
+      auto body = [this, work = std::move(work)]() mutable { serve(std::move(work)); };
+      start_background_thread("ringcomm-helper", std::move(body)).detach();
+    }
+  }
+
+ private:
+  void serve(Body work) {
+    while (work) {
+      work();
+      work = nullptr;  // what it holds ends without the lock
+      std::unique_lock lock(mutex_);
+      if (is_idle_ || work_) return;
+      is_idle_ = true;
+      changed_.wait(lock, [this] { return static_cast<bool>(work_); });
+      work = std::exchange(work_, {});
+    }
+  }
+
+  std::mutex mutex_;  // guards the next ones
+  std::condition_variable changed_;
+  bool is_idle_ = false;
+  Body work_;  // for the thread that was idle
+};
+constinit PerProcess<Helpers> helpers;
+
 }  // namespace
+
+void run_aside(std::function<void()> work) { helpers.get().run(std::move(work)); }
 
 BackgroundThread start_background_thread(const char* name, std::function<void()> body,
                                          std::size_t stack_bytes) {
@@ -50,9 +87,9 @@ BackgroundThread start_background_thread(const char* name, std::function<void()>
   return BackgroundThread(thread);
 }
 
-WatchThread::WatchThread(const char* name, Pace pace, std::function<bool()> look)
+WatchThread::WatchThread(Pace pace, std::function<bool()> look)
     : pace_(pace), look_(std::move(look)) {
-  thread_ = start_background_thread(name, [this] { run(); });
+  thread_ = start_background_thread("ringcomm-watch", [this] { run(); });
 }
 
 WatchThread::~WatchThread() {

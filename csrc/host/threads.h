@@ -40,7 +40,13 @@ class BackgroundThread {
 BackgroundThread start_background_thread(const char* name, std::function<void()> body,
                                          std::size_t stack_bytes = kThreadStackBytes);
 
-/// A thread that runs a check periodically while there is work to watch, and sleeps otherwise.
+/// Runs `work`, which may block and throws nothing, in a helper thread of this process
+/// ("ringcomm-helper"). One idle helper stays for the next work; others are there only while
+/// several works run. Throws std::system_error.
+void run_aside(std::function<void()> work);
+
+/// A thread ("ringcomm-watch") that runs a check periodically while there is work to watch, and
+/// sleeps otherwise.
 class WatchThread {
  public:
   struct Pace {
@@ -50,7 +56,7 @@ class WatchThread {
   };
 
   /// `look` returns whether to look again, ever; it throws nothing.
-  WatchThread(const char* name, Pace pace, std::function<bool()> look);
+  WatchThread(Pace pace, std::function<bool()> look);
   ~WatchThread();
 
   /// From any thread, `look` among them.

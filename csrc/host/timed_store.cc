@@ -11,52 +11,12 @@
 #include <utility>
 
 #include "core/errors.h"
-#include "host/process.h"
 #include "host/threads.h"
 
 namespace ringcomm {
 
 // A store that takes longer than this is silent.
 constexpr std::chrono::milliseconds kSilentAfter{1000};
-
-namespace {
-
-// One idle thread stays for the next store; others are there only while several stores are asked.
-class StoreThreads {
- public:
-  // Throws std::system_error.
-  void run(std::function<void()> work) {
-    const std::lock_guard lock(mutex_);
-    if (std::exchange(is_idle_, false)) {
-      work_ = std::move(work);
-      changed_.notify_one();
-    } else {
-      auto body = [this, work = std::move(work)]() mutable { serve(std::move(work)); };
-      start_background_thread("ringcomm-store", std::move(body)).detach();
-    }
-  }
-
- private:
-  void serve(std::function<void()> work) {
-    while (work) {
-      work();
-      work = nullptr;  // what it holds ends without the lock
-      std::unique_lock lock(mutex_);
-      if (is_idle_ || work_) return;
-      is_idle_ = true;
-      changed_.wait(lock, [this] { return static_cast<bool>(work_); });
-      work = std::exchange(work_, {});
-    }
-  }
-
-  std::mutex mutex_;  // guards the next ones
-  std::condition_variable changed_;
-  bool is_idle_ = false;
-  std::function<void()> work_;  // for the thread that was idle
-};
-constinit PerProcess<StoreThreads> store_threads;
-
-}  // namespace
 
 // Of one object, and of the thread that makes its calls.
 struct TimedStore::Queue : std::enable_shared_from_this<Queue> {
@@ -81,7 +41,7 @@ struct TimedStore::Queue : std::enable_shared_from_this<Queue> {
     if (calls.size() > 1) return task->get_future();
     since = Clock::now();
     try {
-      store_threads.get().run([queue = this->shared_from_this()] { queue->run(); });
+      run_aside([queue = this->shared_from_this()] { queue->run(); });
     } catch (const std::system_error&) {  // no thread is to be had
       calls.clear();
       (*task)();

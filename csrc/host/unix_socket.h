@@ -41,6 +41,6 @@ int try_send(int socket, std::string text, int fd = -1);
 void send_message(int socket, std::string text, int fd = -1);
 /// Nothing if none arrived in time. An empty text if the other end is closed or sent too much; no
 /// descriptor if it sent none or several.
-std::optional<SocketMessage> recv_message(int socket, std::chrono::milliseconds timeout);
+std::optional<SocketMessage> recv_message(int socket, std::chrono::milliseconds timeout = {});
 
 }  // namespace ringcomm::host

@@ -38,7 +38,7 @@ class Unsupported : public std::logic_error {
   using std::logic_error::logic_error;
 };
 
-/// Messages between the ranks of a group. bindings/c10d_messages.h adapts any backend of torch.
+/// Messages between the ranks of a group. bindings/c10d_messages.cc adapts any backend of torch.
 ///
 /// Messages of one sender, receiver and tag match in the order of their calls, and a receive has
 /// room for its message, which may be shorter. Others may overtake each other. A send may wait for

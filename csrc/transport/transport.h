@@ -9,9 +9,9 @@
 #include "collectives/failure.h"
 #include "collectives/send_recv.h"
 #include "core/arch.h"
-#include "host/key_value_store.h"
 #include "host/membership.h"
-#include "host/peer_table.h"
+#include "host/rank_record.h"
+#include "host/timed_store.h"
 #include "host/wait.h"
 
 namespace ringcomm {

@@ -13,8 +13,8 @@
 #include <utility>
 
 #include "core/annotations.h"
-#include "host/key_value_store.h"
 #include "host/process.h"
+#include "host/timed_store.h"
 
 namespace ringcomm::testing {
 

@@ -214,12 +214,12 @@ TEST_CASE("a death is seen with more descriptors than a lowered limit allows") {
 TEST_CASE("what a process says before it ends is kept, and stays printable") {
   Bootstrap& bootstrap = Bootstrap::instance();
   const std::shared_ptr<PeerProcess> process = bootstrap.watch(bootstrap.address(), ::getpid());
-  CHECK(process->last_words().empty());
+  CHECK(process->exit_reason().empty());
   const auto says = [&](const std::string& words, const std::string& heard) {
     testing::wait_until(
         [&] {
-          Bootstrap::say_last_words(words);  // again: the connection may not be accepted yet
-          return process->last_words() == heard;
+          Bootstrap::report_exit(words);  // again: the connection may not be accepted yet
+          return process->exit_reason() == heard;
         },
         "the words");
   };
@@ -227,11 +227,11 @@ TEST_CASE("what a process says before it ends is kept, and stays printable") {
   says("one\ntwo \xff", "one?two ?");
   says(std::string(1000, 'x'), std::string(256, 'x'));
   CHECK_FALSE(process->is_dead.load());
-  // Later cases use the same process and expect no last words. Texts arrive in order, so nothing is
+  // Later cases use the same process and expect no reason. Texts arrive in order, so nothing is
   // in flight after this one.
-  Bootstrap::say_last_words("end");
-  testing::wait_until([&] { return process->last_words() == "end"; }, "the end");
-  process->keep_last_words({});
+  Bootstrap::report_exit("end");
+  testing::wait_until([&] { return process->exit_reason() == "end"; }, "the end");
+  process->keep_exit_reason({});
 }
 
 #if !defined(__SANITIZE_THREAD__)  // which lets no thread start in a child of a threaded program

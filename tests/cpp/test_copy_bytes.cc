@@ -1,7 +1,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstring>
-#include <vector>
+#include <utility>
 
 #include "reduce/reduce_op.h"
 #include "third_party/doctest/doctest.h"
@@ -69,6 +69,7 @@ TEST_CASE("negative control: a copy of one byte too many or too few is noticed")
 }
 
 using Clock = StoreKindChooser::Clock;
+constexpr std::size_t kMiB = std::size_t{1} << 20;
 Clock::time_point fake_now;
 
 // The times of a call in microseconds, by kind of stores.
@@ -76,120 +77,125 @@ struct CallTimes {
   int cached;
   int streaming;
 };
+constexpr CallTimes kShared{12, 24}, kSplit{46, 16};  // caches of two cores
 
-// One call on rank 0. Returns whether it streamed.
-bool run_call(StoreKindChooser& chooser, const CallTimes& times, OpKind op = OpKind::kAllReduce,
-              std::size_t num_bytes = std::size_t{1} << 20) {
-  chooser.begin(op, num_bytes);
-  const bool is_streaming = chooser.kind() == cpu::StoreKind::kStreaming;
-  const std::chrono::microseconds time{is_streaming ? times.streaming : times.cached};
-  fake_now += time / 2;
-  chooser.pause();
-  fake_now += std::chrono::seconds(1);  // for a late rank
-  chooser.resume();
-  fake_now += time - time / 2;
-  chooser.end();
-  return is_streaming;
-}
+// What each of two ranks moves in a call.
+struct Shares {
+  std::size_t first = kMiB, second = kMiB;
+};
 
-// Returns how many of them streamed.
-int run_calls(StoreKindChooser& chooser, int num_calls, const CallTimes& times) {
-  int num_streaming = 0;
-  for (int i = 0; i < num_calls; ++i) num_streaming += run_call(chooser, times) ? 1 : 0;
-  return num_streaming;
-}
+// Two ranks of a group.
+class Ranks {
+ public:
+  Ranks() { fake_now += std::chrono::hours(1); }
 
-StoreKindChooser chooser_with_fake_clock() {
-  return StoreKindChooser([] { return fake_now; });
-}
+  // One call. Returns whether each rank streamed.
+  std::pair<bool, bool> call(const CallTimes& times, OpKind op = OpKind::kAllReduce,
+                             const Shares& shares = {}) {
+    first_.begin(op, shares.first);
+    second_.begin(op, shares.second);
+    const bool is_streaming = first_.kind() == cpu::StoreKind::kStreaming;
+    const std::chrono::microseconds time{is_streaming ? times.streaming : times.cached};
+    fake_now += time / 2;
+    first_.pause();
+    // The wait for a late rank does not count: here the faster kind has it.
+    const bool is_faster = is_streaming == (times.streaming < times.cached);
+    if (is_faster) fake_now += std::chrono::microseconds(50);
+    second_.follow(first_.is_next_streaming());
+    first_.resume();
+    fake_now += time - time / 2;
+    first_.end();
+    second_.end();
+    return {is_streaming, second_.kind() == cpu::StoreKind::kStreaming};
+  }
+  // Returns how many of them streamed, on both ranks.
+  int calls(int num_calls, const CallTimes& times) {
+    int num_streaming = 0;
+    for (int i = 0; i < num_calls; ++i) {
+      const auto [first, second] = call(times);
+      CHECK(first == second);
+      num_streaming += first ? 1 : 0;
+    }
+    return num_streaming;
+  }
+  // Until the group measures again.
+  void pass(std::chrono::milliseconds time) { fake_now += time; }
 
-// Two that do not count, three with each kind, and one until what they show has been published.
-constexpr int kNumMeasured = 9;
-constexpr int kNumStreaming = 4;
+ private:
+  StoreKindChooser first_{true, [] { return fake_now; }};
+  StoreKindChooser second_{false, [] { return fake_now; }};
+};
 
-TEST_CASE("the faster kind of stores is kept after three calls with each") {
-  for (const CallTimes& times : {CallTimes{12, 24}, CallTimes{46, 16}}) {
-    StoreKindChooser chooser = chooser_with_fake_clock();
-    for (int call = 0; call < kNumMeasured; ++call)
-      CHECK(run_call(chooser, times) == (call >= kNumMeasured - kNumStreaming));
-    CHECK(run_calls(chooser, 2000, times) == (times.streaming < times.cached ? 2000 : 0));
+// Two calls that do not count and three pairs; rank 0 publishes the verdict in the next call.
+constexpr int kRound = 8;
+constexpr std::chrono::milliseconds kPause{100};  // more than 100 rounds of these times take
+
+TEST_CASE("the faster kind of stores is kept after three pairs of calls") {
+  for (const CallTimes& times : {kShared, kSplit}) {
+    Ranks ranks;
+    for (int call = 0; call < kRound; ++call) {
+      const bool is_streaming = call >= 2 && call % 2 == 1;
+      CHECK(ranks.call(times) == std::pair(is_streaming, is_streaming));
+    }
+    ranks.call(times);
+    CHECK(ranks.calls(20, times) == (times.streaming < times.cached ? 20 : 0));
   }
 }
 
 TEST_CASE("slow calls, but for one of three, do not decide the kind of stores") {
-  StoreKindChooser chooser = chooser_with_fake_clock();
-  const int num_cached = kNumMeasured - kNumStreaming;
-  for (int call = 0; call < kNumMeasured; ++call) {
-    const bool counts = call == num_cached - 1 || call >= num_cached + 2;
-    run_call(chooser, counts ? CallTimes{12, 24} : CallTimes{700, 4000});
-  }
-  CHECK(run_calls(chooser, 100, {12, 24}) == 0);
+  Ranks ranks;
+  for (int call = 0; call < kRound; ++call)
+    ranks.call(call >= kRound - 2 ? kShared : CallTimes{700, 4000});
+  CHECK(ranks.calls(20, kShared) == 0);
 }
 
-TEST_CASE("the kinds of stores are measured again after four calls in a row of twice the time") {
-  StoreKindChooser chooser = chooser_with_fake_clock();
-  run_calls(chooser, kNumMeasured, {12, 24});
-  for (int i = 0; i < 100; ++i) {
-    CHECK(run_calls(chooser, 3, {25, 16}) == 0);
-    CHECK_FALSE(run_call(chooser, {24, 16}));  // no more than twice
-  }
-  CHECK(run_calls(chooser, 4, {46, 16}) == 0);
-  CHECK(run_calls(chooser, kNumMeasured, {46, 16}) == kNumStreaming);
-  CHECK(run_calls(chooser, 1000, {46, 16}) == 1000);
-  // The times of streaming stores are now those that count.
-  CHECK(run_calls(chooser, 4, {46, 33}) == 4);
-  run_calls(chooser, 1 + kNumMeasured, {12, 33});
-  CHECK(run_calls(chooser, 1000, {12, 33}) == 0);
+TEST_CASE("the kinds of stores are measured again after a hundred times of a round") {
+  Ranks ranks;
+  ranks.calls(kRound + 1, kShared);
+  CHECK(ranks.calls(5, kSplit) == 0);  // not yet
+  ranks.pass(kPause);
+  CHECK(ranks.calls(kRound, kSplit) == 3);
+  ranks.call(kSplit);
+  CHECK(ranks.calls(20, kSplit) == 20);
+  ranks.pass(kPause);
+  CHECK(ranks.calls(kRound, kShared) == 5);  // the two that do not count are of the kept kind
+  ranks.call(kShared);
+  CHECK(ranks.calls(20, kShared) == 0);
 }
 
-TEST_CASE("one call in 4,096 tries the other kind of stores") {
-  constexpr int kCallsPerTry = 4096;
-  // Of the calls since the measurement, one of which is counted as measured here.
-  constexpr int kUntilTry = kCallsPerTry - 2;
-  for (const CallTimes& disturbed : {CallTimes{46, 16}, CallTimes{14, 24}}) {
-    StoreKindChooser chooser = chooser_with_fake_clock();
-    run_calls(chooser, kNumMeasured, disturbed);
-    const bool is_streaming = disturbed.streaming < disturbed.cached;
-    // Neither kind takes twice the median, and the other one is faster.
-    const CallTimes times = is_streaming ? CallTimes{12, 24} : CallTimes{26, 12};
-    CHECK(run_calls(chooser, kUntilTry, times) == (is_streaming ? kUntilTry : 0));
-    CHECK(run_call(chooser, times) != is_streaming);
-    run_calls(chooser, 1 + kNumMeasured, times);
-    CHECK(run_calls(chooser, 1000, times) == (is_streaming ? 0 : 1000));
+TEST_CASE("calls of other kinds and sizes are not compared, and use what was found") {
+  Ranks ranks;
+  for (int i = 0; i < kRound + 1; ++i) {
+    ranks.call(kSplit);
+    ranks.call({1, 4000}, OpKind::kAllGather);
+    ranks.call({1, 4000}, OpKind::kAllReduce, {8 * kMiB, 8 * kMiB});
+    CHECK(ranks.call({1, 1}, OpKind::kAllReduce, {1 << 10, 1 << 10}) == std::pair(false, false));
   }
-  StoreKindChooser chooser = chooser_with_fake_clock();
-  run_calls(chooser, kNumMeasured, {12, 24});
-  for (int i = 0; i < 3; ++i) {  // a try that is slower changes nothing
-    CHECK(run_calls(chooser, kUntilTry + (i > 0 ? 1 : 0), {12, 24}) == 0);
-    CHECK(run_call(chooser, {12, 24}));
-  }
+  CHECK(ranks.call(kSplit, OpKind::kAllGather) == std::pair(true, true));
+  CHECK(ranks.call(kSplit) == std::pair(true, true));
 }
 
-TEST_CASE("each operation and size class has its own kind of stores") {
-  StoreKindChooser chooser = chooser_with_fake_clock();
-  run_calls(chooser, kNumMeasured, {46, 16});
-  for (int i = 0; i < 50; ++i) {
-    CHECK(run_call(chooser, {46, 16}));
-    // Neither an operation's calls, nor larger ones, nor small ones tell anything about others.
-    const bool has_chosen = i >= kNumMeasured;
-    const bool is_gather_streaming =
-        run_call(chooser, {1000, 2000}, OpKind::kAllGather, std::size_t{1} << 20);
-    const bool is_large_streaming =
-        run_call(chooser, {9000, 2000}, OpKind::kAllReduce, std::size_t{1} << 21);
-    if (has_chosen) CHECK_FALSE(is_gather_streaming);
-    if (has_chosen) CHECK(is_large_streaming);
-    CHECK_FALSE(run_call(chooser, {1000, 1}, OpKind::kAllReduce, 1 << 10));
-  }
+TEST_CASE("a round whose calls do not come again ends after ten seconds") {
+  Ranks ranks;
+  for (int i = 0; i < 3; ++i) ranks.call(kSplit, OpKind::kBroadcast);
+  ranks.pass(std::chrono::seconds(10));
+  ranks.calls(kRound + 1, kSplit);
+  CHECK(ranks.calls(20, kSplit) == 20);
 }
 
-TEST_CASE("the kind of the next call is rank 0's") {
-  StoreKindChooser chooser = chooser_with_fake_clock();
-  for (int i = 0; i < 20; ++i) {
-    chooser.begin(OpKind::kBroadcast, std::size_t{1} << 20);
-    CHECK(chooser.kind() == (i % 3 == 1 ? cpu::StoreKind::kStreaming : cpu::StoreKind::kCached));
-    chooser.follow(i % 3 == 0);
-    chooser.end();
+TEST_CASE("ranks whose shares differ stream what they have much of") {
+  constexpr std::size_t kSmall = std::size_t{8} << 10, kMedium = std::size_t{32} << 10;
+  Ranks ranks;
+  int num_streaming = 0;
+  for (int i = 0; i < 300; ++i) {
+    ranks.call(kSplit);
+    // An all_to_all of experts: rank 0 has few tokens, more, or as many.
+    const std::size_t share = i % 3 == 0 ? kSmall : i % 3 == 1 ? kMedium : 4 * kMiB;
+    const auto [first, second] = ranks.call(kSplit, OpKind::kAllToAll, {share, 4 * kMiB});
+    num_streaming += second ? 1 : 0;
+    CHECK((!first || share >= kMedium));
   }
+  CHECK(num_streaming > 250);
 }
 
 }  // namespace

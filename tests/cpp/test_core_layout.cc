@@ -8,7 +8,6 @@
 
 #include "core/chunk_layout.h"
 #include "core/packet_protocol.h"
-#include "core/shard_layout.h"
 #include "core/wait_policy.h"
 #include "third_party/doctest/doctest.h"
 

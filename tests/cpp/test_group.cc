@@ -22,17 +22,16 @@
 
 #include "core/annotations.h"
 #include "folder_store.h"
-#include "host/abort_reason.h"
 #include "host/fd.h"
 #include "host/group.h"
 #include "host/group_wait.h"
 #include "host/host_arch.h"
-#include "host/key_value_store.h"
 #include "host/process.h"
 #include "host/rank_record.h"
 #include "host/segment_layout.h"
 #include "host/shared_arena.h"
 #include "host/shared_memory.h"
+#include "host/timed_store.h"
 #include "host/unix_socket.h"
 #include "host/wait.h"
 #include "third_party/doctest/doctest.h"
@@ -612,20 +611,34 @@ TEST_CASE("a signal ends the making of a group, whatever the rank waits for") {
 }
 
 TEST_CASE("a rank that ends before it has answered is named at once") {
+  static UniqueFd listener;
   MemoryStore store;
   const std::string name = "ringcomm-test-ends-" + std::to_string(::getpid());
-  UniqueFd listener = listen_at(name);
+  listener = listen_at(name);
   RankRecord record = record_of_rank_0();
   record.bootstrap_address = name;
   store.set("ringcomm/rank/0", record.to_text());
-  std::thread ends([&] {
-    is_readable(listener.get(), testing::kBound);  // the other rank has connected
-    listener.reset();
-  });
-  const Error error =
-      error_of([&] { testing::make_group(store, identity(1, 2), {}, testing::kBound); });
-  ends.join();
-  expect_error(error, ErrorKind::kPeerDied, {"rank 0"});
+  const auto make = [&] {
+    return error_of([&] { testing::make_group(store, identity(1, 2), {}, testing::kBound); });
+  };
+  SUBCASE("as soon as the other rank has connected") {
+    test_step = [](const char* what) {
+      if (std::string(what) == "before a request") listener.reset();
+    };
+    const Error error = make();
+    test_step = nullptr;
+    expect_error(error, ErrorKind::kPeerDied, {"rank 0"});
+  }
+  SUBCASE("once the other rank has asked") {
+    std::thread ends([&] {
+      const UniqueFd connection(::accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC));
+      is_readable(connection.get(), testing::kBound);
+      listener.reset();
+    });
+    const Error error = make();
+    ends.join();
+    expect_error(error, ErrorKind::kPeerDied, {"rank 0"});
+  }
 }
 
 TEST_CASE("ranks on different hosts get an error that says so") {
@@ -671,7 +684,7 @@ TEST_CASE("what is there at a rank's first look is of an earlier group, however 
     MemoryStore store;
     store.set("ringcomm/rank/0", old.to_text());
     run_threads(2, [&](int rank) {
-      // Longer than a new record is doubted.
+      // Longer than a new record is unverified.
       if (rank == 0) std::this_thread::sleep_for(milliseconds(1300));
       const Group group = testing::make_group(store, identity(rank, 2), {}, testing::kBound);
       std::string ignored;

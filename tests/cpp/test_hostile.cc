@@ -32,12 +32,9 @@
 #include "collectives/long_waits.h"
 #include "collectives/recorder.h"
 #include "core/errors.h"
-#include "host/abort_reason.h"
 #include "host/bootstrap.h"
-#include "host/cores.h"
 #include "host/fd.h"
 #include "host/group.h"
-#include "host/rank_control.h"
 #include "host/rank_record.h"
 #include "host/rendezvous.h"
 #include "host/segment_layout.h"
@@ -45,6 +42,7 @@
 #include "host/shared_memory.h"
 #include "host/threads.h"
 #include "host/unix_socket.h"
+#include "host/workers.h"
 #include "sanitizers.h"
 #include "third_party/doctest/doctest.h"
 #include "thread_ranks.h"
@@ -551,7 +549,7 @@ TEST_CASE("a bootstrap whose thread cannot start is an error that says so") {
 TEST_CASE("hostile: last words are not for one that does not know the secret") {
   const int status = status_of_child([] {
     const UniqueFd silent = connect_to(Address(Bootstrap::instance().address()).name);
-    for (int i = 0; i < 3; ++i) Bootstrap::say_last_words("not for a stranger");
+    for (int i = 0; i < 3; ++i) Bootstrap::report_exit("not for a stranger");
     return recv_message(silent.get(), milliseconds(50)) ? 1 : 0;
   });
   CHECK(status == 0);

@@ -10,7 +10,6 @@
 #include <thread>
 #include <vector>
 
-#include "host/peer_table.h"
 #include "host/rank_record.h"
 #include "host/rendezvous.h"
 #include "third_party/doctest/doctest.h"

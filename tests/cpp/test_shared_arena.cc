@@ -108,12 +108,11 @@ TEST_CASE("a buffer is located by any of its bytes, and others are nowhere") {
   arena.deallocate(large);
 }
 
-// Ends an interval. In the future, so that the calls of the arena's thread come too early to end
-// any.
+// Ends an interval. In the future, so that the helper's calls come too early to end any.
 void end_interval(SharedArena& arena) {
   static SharedArena::Clock::time_point now = SharedArena::Clock::now();
   now += std::chrono::hours(1);
-  arena.tidy(now);
+  arena.trim(now);
 }
 
 TEST_CASE("buffers freed and allocated a thousand times: nothing grows, and pages go back") {

@@ -22,7 +22,6 @@
 #include "core/errors.h"
 #include "host/fd.h"
 #include "host/process.h"
-#include "host/rank_control.h"
 #include "host/rank_record.h"
 #include "host/segment_layout.h"
 #include "host/shared_memory.h"

@@ -42,12 +42,12 @@ class GatedStore final : public KeyValueStore {
   testing::MemoryStore& store_;
 };
 
-int num_store_threads() {
+int num_helpers() {
   int found = 0;
   for (const auto& task : std::filesystem::directory_iterator("/proc/self/task")) {
     std::string name;
     std::getline(std::ifstream(task.path() / "comm"), name);
-    found += name == "ringcomm-store" ? 1 : 0;
+    found += name == "ringcomm-helper" ? 1 : 0;
   }
   return found;
 }
@@ -96,7 +96,7 @@ TEST_CASE("store: stores share a thread, of which a silent one keeps nobody") {
       store = std::make_unique<TimedStore>(std::make_shared<GatedStore>(free_gate, memory));
       CHECK_FALSE(store->try_get("key"));
     }
-    return num_store_threads();
+    return num_helpers();
   };
   // A thread is idle a moment after its last answer.
   CHECK(eventually([&] { return ask_some() == 1; }));
@@ -105,7 +105,7 @@ TEST_CASE("store: stores share a thread, of which a silent one keeps nobody") {
   CHECK_FALSE(silent.peek("key"));
   CHECK(eventually([&] { return ask_some() == 2; }));
   silence.unlock();
-  CHECK(eventually([&] { return num_store_threads() == 1; }));
+  CHECK(eventually([&] { return num_helpers() == 1; }));
 }
 
 // ThreadSanitizer sees what the callers and the thread share.

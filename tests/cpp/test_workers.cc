@@ -23,7 +23,6 @@
 #include <vector>
 
 #include "collective_case.h"
-#include "host/cores.h"
 #include "host/host_arch.h"
 #include "host/process.h"
 #include "host/workers.h"

@@ -24,8 +24,8 @@
 #include "communicator/communicator.h"
 #include "core/errors.h"
 #include "host/group.h"
-#include "host/key_value_store.h"
 #include "host/segment_layout.h"
+#include "host/timed_store.h"
 
 namespace ringcomm::testing {
 

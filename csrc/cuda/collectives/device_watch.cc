@@ -38,7 +38,7 @@ DeviceWatch::DeviceWatch(Communicator& communicator, Control& control, GroupWord
       timeout_(timeout),
       report_(std::move(report)),
       look_at_memory_(std::move(look_at_memory)),
-      thread_("ringcomm-gpu", kPace, [this] { return goes_on(); }) {}
+      thread_(kPace, [this] { return goes_on(); }) {}
 
 void DeviceWatch::record_call(std::uint64_t number, const HeaderWords& header) {
   GroupWords::OfRank& mine = words_.ranks[communicator_.rank()];

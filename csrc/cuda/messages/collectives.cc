@@ -6,11 +6,11 @@
 
 #include "collectives/call.h"
 #include "collectives/fused_update.h"
+#include "collectives/ring.h"
 #include "core/chunk_layout.h"
 #include "cuda/messages/context.h"
 #include "cuda/messages/operators.h"
 #include "transport/messages/hosts.h"
-#include "transport/messages/shard_table.h"
 
 namespace ringcomm {
 namespace {

@@ -11,9 +11,9 @@
 #include <utility>
 #include <vector>
 
-#include "bindings/c10d_messages.h"
 #include "bindings/python_errors.h"
 #include "collectives/call.h"
+#include "collectives/ring.h"
 #include "core/arch.h"
 #include "cuda/collectives/launch_plan.h"
 #include "cuda/messages/context.h"
@@ -22,7 +22,6 @@
 #include "host/process.h"
 #include "host/threads.h"
 #include "host/wait.h"
-#include "transport/messages/shard_table.h"
 
 namespace ringcomm {
 namespace {
@@ -43,7 +42,6 @@ class MessageDeviceTransport final : public cuda::DeviceTransport {
         context_(std::move(backend), communicator.rank(), communicator.world_size(), device) {
     if (communicator.world_size() == 1) return;
     watch_.emplace(
-        "ringcomm-gpumsg",
         WatchThread::Pace{.interval = kCheckInterval, .num_looks = timeout_ / kCheckInterval + 1},
         [this] { return look_at_peers(); });
     watch_->wake();  // what follows waits for all

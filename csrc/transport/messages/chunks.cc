@@ -3,10 +3,10 @@
 #include <vector>
 
 #include "collectives/call.h"
+#include "collectives/ring.h"
 #include "collectives/trace.h"
 #include "core/chunk_layout.h"
 #include "transport/messages/hosts.h"
-#include "transport/messages/shard_table.h"
 
 namespace ringcomm {
 namespace {

@@ -10,7 +10,6 @@
 #include "collectives/call.h"
 #include "collectives/trace.h"
 #include "core/chunk_layout.h"
-#include "core/host_order.h"
 #include "transport/messages/hosts.h"
 
 namespace ringcomm {
@@ -87,7 +86,7 @@ void reduce_hosts(HostsCall& c) {
   for (int host = 0; host < c.num_hosts(); ++host)
     if (host != c.hosts.host ? receives : c.local != nullptr && c.rank == representative)
       of(sums, host) = c.exchange.stage(c.bytes(max_elems));
-  if (c.call.root >= 0) c.greet(c.call.root == c.leader_at(1), receives);
+  if (c.call.root >= 0) c.compare_hosts(c.call.root == c.leader_at(1), receives);
   // One piece at least, because headers are exchanged even without data.
   const std::size_t num_pieces = std::max<std::size_t>(1, num_slices(c.call.num_elems, max_elems));
   for (std::size_t idx = 0; idx < num_pieces; ++idx) {
@@ -171,7 +170,7 @@ void broadcast_hosts(HostsCall& c) {
                      is_root ? c.call.inputs[0] : c.call.outputs[0]);
   };
   // In a chain others forward data when they have it, and their header must not wait for that.
-  c.greet(is_root, c.previous_leader() == c.call.root);
+  c.compare_hosts(is_root, c.previous_leader() == c.call.root);
   if (!is_long && is_root)
     for (const int host : c.hosts.other_hosts)
       c.send(of(ranks, host), c.call.inputs[0], c.call.num_elems);
@@ -236,10 +235,10 @@ void move_hosts(HostsCall& c) {
     return part && c.bytes(part->num_elems) <= sizeof(MessageEnvelope::data);
   };
   if (!is_all_to_all)
-    c.greet(to_leader.has_value(), from_leader.has_value());
+    c.compare_hosts(to_leader.has_value(), from_leader.has_value());
   else
-    c.greet(is_eager(to_leader), is_eager(from_leader), to_leader->num_elems,
-            from_leader->num_elems);
+    c.compare_hosts(is_eager(to_leader), is_eager(from_leader), to_leader->num_elems,
+                    from_leader->num_elems);
   std::size_t num_sent = 0;  // in the last step
   const auto inside = [&] {
     if (is_all_to_all || !c.is_elsewhere(c.call.root))
@@ -281,7 +280,7 @@ void run_op(HostsCall& c) {
       return run_by_chunks(c);
     case OpKind::kReduce:
       if (!c.is_ring()) return reduce_hosts(c);
-      c.greet(false, false);
+      c.compare_hosts(false, false);
       return chain_hosts(c, c.hosts.representatives(c.call.root));
     case OpKind::kBroadcast:
       return broadcast_hosts(c);
@@ -296,8 +295,8 @@ void run_op(HostsCall& c) {
 
 }  // namespace
 
-void HostsCall::greet(bool sends_to_next, bool receives_from_previous, std::size_t sent_elems,
-                      std::size_t received_elems) const {
+void HostsCall::compare_hosts(bool sends_to_next, bool receives_from_previous,
+                              std::size_t sent_elems, std::size_t received_elems) const {
   if (hosts.local_rank != 0) return;
   if (hosts.host > 0 && !receives_from_previous) recv(previous_leader(), nullptr, received_elems);
   if (hosts.host + 1 < num_hosts() && !sends_to_next) send(leader_at(1), nullptr, sent_elems);
@@ -370,7 +369,7 @@ Traffic run_message_collective(HostsCall call, const HostsView& flat) {
     run_op(call);
   } else {
     // The hosts compare their calls, as for any other one.
-    call.greet(false, false);
+    call.compare_hosts(false, false);
     call.run_local({{.op = OpKind::kBarrier}});
     call.exchange.finish();
     HostsCall by_ranks{flat, nullptr, call.exchange, call.call, call.limits};

@@ -4,7 +4,7 @@
 #include <cstddef>
 #include <vector>
 
-#include "host/peer_table.h"
+#include "host/rank_record.h"
 #include "transport/messages/exchange.h"
 #include "transport/transport.h"
 
@@ -79,8 +79,8 @@ struct HostsCall {
   /// it, whatever their patterns. The first host's leader waits for nobody here. The arguments say
   /// whether this rank sends data to the next leader at once, and receives such from the one
   /// before; otherwise how much is sent later.
-  void greet(bool sends_to_next, bool receives_from_previous, std::size_t sent_elems = 0,
-             std::size_t received_elems = 0) const;
+  void compare_hosts(bool sends_to_next, bool receives_from_previous, std::size_t sent_elems = 0,
+                     std::size_t received_elems = 0) const;
   /// Runs a part of the call by this host's ranks, if there are several, which `part` numbers from
   /// 0. Throws WaitAborted and Mismatched with the group's numbers.
   void run_local(Collective part);

@@ -13,7 +13,7 @@ constexpr std::chrono::milliseconds kWatchInterval{100};  // how late a wait may
 constexpr int kIdleChecks = 10;
 // Messages that a process sent before its end arrive within so many checks on the same machine:
 // half a second, or more on a busy machine, where any time may pass without a thread's turn.
-constexpr int kChecksForLastWords = 5;
+constexpr int kChecksForReason = 5;
 // A store that is unreachable for this long is lost.
 constexpr std::chrono::milliseconds kStoreGrace{1000};
 // How long a live rank that has closed its connection may take to report why, and the reason for an
@@ -160,8 +160,7 @@ MessageMembers::Operation::Operation(MessageMembers& members, Clock::time_point 
     : members_(members), deadline_(deadline) {
   const std::lock_guard lock(members.mutex_);
   if (!members.watch_)
-    members.watch_.emplace("ringcomm-watch",
-                           WatchThread::Pace{.interval = kWatchInterval, .num_looks = kIdleChecks},
+    members.watch_.emplace(WatchThread::Pace{.interval = kWatchInterval, .num_looks = kIdleChecks},
                            [&members] {
                              members.watch_operations();
                              return true;
@@ -223,7 +222,7 @@ bool MessageMembers::is_gone(int peer) const {
 bool MessageMembers::must_end(Operation& operation) const {
   if (operation.stop_ != WaitStatus::kNone) return false;
   if (Clock::now() >= operation.deadline_) operation.stop_ = WaitStatus::kTimeout;
-  if (is_gone(operation.peer_) && ++operation.num_checks_gone_ > kChecksForLastWords)
+  if (is_gone(operation.peer_) && ++operation.num_checks_gone_ > kChecksForReason)
     operation.stop_ = WaitStatus::kPeerDied;
   return operation.stop_ != WaitStatus::kNone;
 }

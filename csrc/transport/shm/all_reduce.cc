@@ -8,9 +8,8 @@
 
 namespace ringcomm {
 
-// Where one_shot stops winning was measured with 2, 4 and 8 ranks on two cores
-// (docs/experiments.md, "all_reduce"): at half or double of these limits either costs about 1.3
-// times the other. With more ranks the limit falls as 1/N (docs/design/collectives.md).
+// Where one_shot stops winning with 2, 4 and 8 ranks on two cores (docs/experiments.md,
+// "all_reduce"). With more ranks the limit falls as 1/N (docs/design/collectives.md).
 Algorithm choose_all_reduce(std::size_t num_bytes, int world_size, std::size_t one_shot_max_bytes) {
   constexpr std::size_t kKiB = 1024;
   if (one_shot_max_bytes == 0)

@@ -2,7 +2,7 @@
 #include <vector>
 
 #include "collectives/call.h"
-#include "core/shard_layout.h"
+#include "core/chunk_layout.h"
 #include "transport/shm/context.h"
 
 namespace ringcomm {

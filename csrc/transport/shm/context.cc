@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -45,12 +46,14 @@ const Entry& entry_of(const CallHeader& call) {
   return *found;
 }
 
-// The size of the call for the choice of the kind of stores.
-std::size_t size_class_bytes(const Collective& call, int world_size) {
+// The bytes of a shard; of uneven ones the average of those that this rank sends or receives.
+std::size_t shard_bytes(const Collective& call, int world_size) {
   if (!call.is_uneven) return call.num_bytes();
-  std::size_t elems = 0;
-  for (int rank = 0; rank < world_size; ++rank) elems += call.input_shard(rank);
-  return elems / static_cast<std::size_t>(world_size) * element_bytes(call.dtype);
+  std::size_t most_elems = 0;
+  for (const std::size_t* elems : {call.input_elems, call.output_elems})
+    if (elems != nullptr)
+      most_elems = std::max(most_elems, std::accumulate(elems, elems + world_size, std::size_t{0}));
+  return most_elems / static_cast<std::size_t>(world_size) * element_bytes(call.dtype);
 }
 
 // How many buffers of the call's size a rank has.
@@ -76,9 +79,8 @@ bool is_contiguous(const void* const* buffers, int num_buffers, std::size_t num_
 }  // namespace
 
 // A call on shared buffers has one synchronization more than staging, whose cost grows with the
-// ranks per core, and moves at most half of the bytes; measured with 2 and 4 ranks on two cores
-// (docs/experiments.md, "shared buffers"). In a broadcast the other ranks learn of the root's
-// buffer after they have begun to stage, and start again.
+// ranks per core, and moves at most half of the bytes (docs/experiments.md, "shared buffers"). In a
+// broadcast the other ranks learn of the root's buffer after they have begun to stage.
 std::size_t min_zero_copy_bytes(OpKind op, int world_size) {
   if (op == OpKind::kBroadcast) return std::size_t{128} << 10;
   return std::size_t{world_size <= 2 ? 8U : 64U} << 10;
@@ -111,7 +113,7 @@ Traffic ShmTransport::run(const Collective& call, const WaitLimits& limits) {
     throw WaitAborted{group_.state_of(gone), gone};
   group_.record_call(call.seq);
   guard_.begin(limits);
-  const std::size_t num_bytes = size_class_bytes(call, group_.world_size());
+  const std::size_t num_bytes = shard_bytes(call, group_.world_size());
   context_.store_kinds().begin(call.op, num_bytes);
   context_.workers().begin(num_bytes * num_buffers(call.op, group_.world_size()));
   context_.take_copied_bytes();  // of a call that failed
@@ -195,6 +197,7 @@ ShmContext::ShmContext(host::Group& group, host::GroupWait& guard, int max_threa
       guard_(guard),
       arch_(guard, group.rank(), &workers_),
       board_(arch_, group.board(), group.rank()),
+      store_kinds_(group.rank() == 0),
       workers_(max_threads),
       sources_(static_cast<std::size_t>(group.world_size())),
       handles_(static_cast<std::size_t>(group.world_size())),

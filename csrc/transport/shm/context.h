@@ -15,7 +15,7 @@
 #include "host/group.h"
 #include "host/group_wait.h"
 #include "host/host_arch.h"
-#include "host/call_step.h"
+#include "host/peer_event.h"
 #include "host/rendezvous.h"
 #include "host/shared_arena.h"
 #include "host/workers.h"

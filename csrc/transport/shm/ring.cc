@@ -4,7 +4,7 @@
 
 #include "collectives/fused_update.h"
 #include "core/link_protocol.h"
-#include "host/call_step.h"
+#include "host/peer_event.h"
 #include "transport/shm/context.h"
 
 namespace ringcomm {

@@ -256,7 +256,7 @@ MUTANTS = (
     ),
     Mutant(
         "shards_fewest_phases",
-        "shard_layout.h",
+        "chunk_layout.h",
         "most = std::max(most, senders[from].num_pieces);",
         "most = from == 0 ? senders[0].num_pieces : std::min(most, senders[from].num_pieces);",
         (Run("shards2", "wrong_data"), Run("shards3", "wrong_data")),
@@ -264,7 +264,7 @@ MUTANTS = (
     # All-to-all in place: a longer slice comes in than has gone out.
     Mutant(
         "shards_not_kept",
-        "shard_layout.h",
+        "chunk_layout.h",
         "return senders[peer].num_pieces < senders[rank].num_pieces ||"
         " senders[peer].elems != given_elems;",
         "return false;",
@@ -277,7 +277,7 @@ MUTANTS = (
     # Ranks of a host wait for each other there, and for a rank of the other one in a circle.
     Mutant(
         "hosts_inside_last",
-        "host_order.h",
+        "chunk_layout.h",
         "const bool is_inside_last = !is_inside_first;",
         "const bool is_inside_last = true || is_inside_first;",
         (
@@ -289,7 +289,7 @@ MUTANTS = (
     ),
     Mutant(
         "hosts_unfinished",
-        "host_order.h",
+        "chunk_layout.h",
         "if (is_inside_last) inside();\n  finish();",
         "if (is_inside_last) inside();",
         (Run("hosts_aaab", "wrong_data"),),

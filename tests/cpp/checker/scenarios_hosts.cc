@@ -2,7 +2,7 @@
 #include <memory>
 
 #include "checker_arch.h"
-#include "core/host_order.h"
+#include "core/chunk_layout.h"
 #include "core/wait_policy.h"
 #include "scenarios.h"
 

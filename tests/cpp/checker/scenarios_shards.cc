@@ -3,7 +3,7 @@
 
 #include "checker_arch.h"
 #include "core/board_protocol.h"
-#include "core/shard_layout.h"
+#include "core/chunk_layout.h"
 #include "scenarios.h"
 
 namespace ringcomm::checker {

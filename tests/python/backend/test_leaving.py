@@ -108,7 +108,7 @@ def test_an_exit_is_told_apart_from_a_kill(rank: int, env: str, how: str) -> Non
         if how.startswith("_exit"):
             os._exit(int(how[5:]))
         if how == "note":  # as at the end of Python, though the kernel cannot tell
-            _C.say_exit()
+            _C.report_exit()
         os.kill(os.getpid(), signal.SIGKILL)
     error = caught(lambda: dist.all_reduce(torch.ones(4)))
     assert (error["type"], error["rank"]) == ("PeerDiedError", 1), error

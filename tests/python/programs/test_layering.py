@@ -247,7 +247,10 @@ def test_threads_have_the_names_of_the_architecture_page() -> None:
         {w for file in files for w in re.findall(r'"(ringcomm-\w+)"', file.read_text("utf-8"))}
         for files in (CPP_FILES, (ROOT / "ringcomm").rglob("*.py"))
     )
-    assert named, "no table of threads"
+    start = r'start_background_thread\(\s*"(ringcomm-\w+)"'
+    started = {w for file in CPP_FILES for w in re.findall(start, file.read_text("utf-8"))}
+    assert started == named & in_cpp
+    assert len(started) == 6
     assert named - in_cpp - in_python == set()
     assert {name for name in named & in_cpp if len(name) > 15} == set()
 
