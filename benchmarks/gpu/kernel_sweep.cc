@@ -210,17 +210,16 @@ class Sweep {
       if (point.op == OpKind::kAllGather)
         outputs[share] = memory_.output() + share * num_elems * elem_bytes;
     }
-    const Collective call{.op = point.op,
-                          .dtype = point.dtype,
-                          .algorithm = point.path == Path::kPackets ? Algorithm::kOneShot
-                                       : point.path == Path::kRing  ? Algorithm::kRing
-                                                                    : Algorithm::kTwoShot,
-                          .num_elems = num_elems,
-                          .inputs = inputs.data(),
-                          .outputs = outputs.data()};
-    CallHeader header{.num_elems = num_elems, .op = point.op, .dtype = point.dtype};
-    cuda::plan_header(call, {}, layouts_[point.layout], false, header);
-    const cuda::LaunchPlan plan = cuda::plan_launch(call, header, kernel);
+    Collective call{{.num_elems = num_elems,
+                     .op = point.op,
+                     .dtype = point.dtype,
+                     .algorithm = point.path == Path::kPackets ? Algorithm::kOneShot
+                                  : point.path == Path::kRing  ? Algorithm::kRing
+                                                               : Algorithm::kTwoShot},
+                    inputs.data(),
+                    outputs.data()};
+    cuda::plan_algorithm({}, layouts_[point.layout], false, call);
+    const cuda::LaunchPlan plan = cuda::plan_launch(call, kernel);
     if (point.path == Path::kShared) memory_.lend(call, plan, kernel);
     point.planned = planned_call(call, point.path, point.num_bytes, kernel, plan);
     return plan;

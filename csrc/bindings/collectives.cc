@@ -3,6 +3,8 @@
 #include <ATen/MemoryOverlap.h>
 #include <c10/util/Exception.h>
 
+#include <utility>
+
 #include "bindings/process_group.h"
 #include "collectives/call.h"
 #include "core/chunk_layout.h"
@@ -182,7 +184,7 @@ WorkPtr ProcessGroupRingcomm::broadcast(Tensors& tensors, const c10d::BroadcastO
   const int root = checked_rank(opts.rootRank, "the source of broadcast");
   TensorCall item{.call = moving(OpKind::kBroadcast, tensor, root)};
   if (!opts.asyncOp && fits_at_once(tensor, tensor))
-    return run_at_once(item.call, tensor, tensor, opts.timeout);
+    return run_at_once(std::move(item.call), tensor, tensor, opts.timeout);
   void* data = root == getRank() ? readable(tensor, item) : writable(tensor, item).data_ptr();
   item.profiled = {tensor};
   item.inputs = {data};
@@ -295,7 +297,7 @@ WorkPtr ProcessGroupRingcomm::alltoall_base(at::Tensor& outputTensor, at::Tensor
   item.take_even_size();
   if (is_at_once) {
     item.link();
-    return run_at_once(item.call, inputTensor, outputTensor, opts.timeout);
+    return run_at_once(std::move(item.call), inputTensor, outputTensor, opts.timeout);
   }
   return start({c10d::OpType::ALLTOALL_BASE, "ringcomm:all_to_all", opts}, std::move(item),
                {outputTensor});

@@ -159,7 +159,7 @@ class ProcessGroupRingcomm final : public c10d::Backend {
                     const c10d::ReduceOp* op = nullptr) const;
   /// Runs it on a CPU, or enqueues it on another device's current stream; returns null. Pointers
   /// that `call` lacks are of equal shards, or of whole tensors.
-  WorkPtr run_at_once(Collective call, const at::Tensor& input, const at::Tensor& output,
+  WorkPtr run_at_once(Collective&& call, const at::Tensor& input, const at::Tensor& output,
                       std::chrono::milliseconds timeout);
   void sparse_all_reduce(const at::Tensor& tensor, const c10d::AllreduceOptions& opts);
   /// `is_asked`: by torch.distributed, not by the end of the object, when Python may have ended.

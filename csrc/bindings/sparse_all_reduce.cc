@@ -33,7 +33,7 @@ std::pair<at::Tensor, std::uint64_t> gather_rows(Communicator& engine, const Wai
   item.inputs = {readable(rows, item)};
   add_outputs(all.split_with_sizes(counts), item);
   item.link();
-  return {all, engine.run(item.call, limits)};
+  return {all, engine.run(std::move(item.call), limits)};
 }
 
 // The sum of the ranks' sparse (COO) tensors, or an undefined one if no rank has an entry. The

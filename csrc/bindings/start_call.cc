@@ -48,7 +48,7 @@ WorkPtr ProcessGroupRingcomm::all_reduce(const at::Tensor& input, const at::Tens
   if (!opts.asyncOp && fits_at_once(input, output, &opts.reduceOp)) {
     Collective call = reducing(OpKind::kAllReduce, output, opts.reduceOp, "all_reduce");
     if (adjust != nullptr) adjust(call);
-    return run_at_once(call, input, output, opts.timeout);
+    return run_at_once(std::move(call), input, output, opts.timeout);
   }
   if (output.defined() && output.is_sparse()) {
     sparse_all_reduce(output, opts);
@@ -98,7 +98,7 @@ bool ProcessGroupRingcomm::fits_at_once(const at::Tensor& input, const at::Tenso
   return input.is_cpu() || (!input.is_meta() && !is_coalescing_);
 }
 
-WorkPtr ProcessGroupRingcomm::run_at_once(Collective call, const at::Tensor& input,
+WorkPtr ProcessGroupRingcomm::run_at_once(Collective&& call, const at::Tensor& input,
                                           const at::Tensor& output,
                                           std::chrono::milliseconds timeout) {
   void* const to = output.data_ptr();  // first: it may give a shared storage memory of its own
@@ -117,7 +117,7 @@ WorkPtr ProcessGroupRingcomm::run_at_once(Collective call, const at::Tensor& inp
     call.outputs = outputs.data();
   }
   if (input.is_cpu())
-    with_python_errors([&] { communicator()->run(call, limits_of(timeout)); });
+    with_python_errors([&] { communicator()->run(std::move(call), limits_of(timeout)); });
   else
     devices()->run_at_once(input.device(), call, {input, output});
   return {};

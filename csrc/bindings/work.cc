@@ -283,7 +283,7 @@ void run(Communicator& communicator, const char* title, const WaitLimits& limits
   with_python_errors([&] {
     for (TensorCall& item : calls) {
       item.link();
-      communicator.run(item.call, limits);
+      communicator.run(std::move(item.call), limits);
       if (item.finish) item.finish();
     }
   });

@@ -16,7 +16,6 @@ Algorithm algorithm_from_name(const std::string& name) {
 }
 
 bool Collective::has_uneven_shards(int world_size) const {
-  if (input_elems == nullptr && output_elems == nullptr) return false;
   for (int rank = 0; rank < world_size; ++rank)
     if (input_shard(rank) != num_elems || output_shard(rank) != num_elems) return true;
   return false;

@@ -133,7 +133,7 @@ struct Collective : CallHeader {
   float* master = nullptr;                    ///< of an update; null unless it has_master
   std::array<float*, 2> states = {};          ///< of an update: the optimizer's, for the own chunk
   bool is_counted = true;                     ///< in Stats: of the program, not of the library
-  bool is_requested = false;                  ///< set by a plan: the user asked for the algorithm
+  bool is_requested = false;                  ///< a plan's: the user has named the algorithm
 
   std::size_t num_bytes() const { return num_elems * element_bytes(dtype); }
   /// Of an element of the outputs, where those of inputs have the size of `dtype`.
@@ -150,7 +150,8 @@ struct Collective : CallHeader {
   /// Gives the call a number in its group of `world_size` ranks, and completes its header.
   void set_number(std::uint64_t number, int world_size) {
     seq = number;
-    is_uneven = has_uneven_shards(world_size);
+    is_uneven =
+        (input_elems != nullptr || output_elems != nullptr) && has_uneven_shards(world_size);
   }
   /// Whether some shard of this rank's has another size than num_elems.
   bool has_uneven_shards(int world_size) const;

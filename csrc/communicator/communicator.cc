@@ -125,7 +125,7 @@ void Communicator::close(const std::function<bool()>& is_interrupted) {
   if (send_recv_ != nullptr) send_recv_->close(is_interrupted);
 }
 
-std::uint64_t Communicator::run(Collective call, const WaitLimits& limits) {
+std::uint64_t Communicator::run(Collective&& call, const WaitLimits& limits) {
   validate(call);
   failure_->rethrow_if_any();
   std::exception_ptr error;
@@ -133,7 +133,7 @@ std::uint64_t Communicator::run(Collective call, const WaitLimits& limits) {
     error = error_of([&] { execute(call, limits, number); });
   };
   const auto run_part = [&](const Collective& part) {
-    call.seq = run(part, limits);
+    call.seq = run(Collective(part), limits);
     return Traffic{};
   };
   const auto poll = [&] { abort_if(limits.is_interrupted); };

@@ -72,7 +72,7 @@ class Communicator {
   /// Runs a collective to its end, in this thread when no other is before it, and returns its
   /// number; that of the last part, of an update that a transport makes in parts. Throws Error,
   /// std::invalid_argument.
-  std::uint64_t run(Collective call, const WaitLimits& limits);
+  std::uint64_t run(Collective&& call, const WaitLimits& limits);
   /// Starts it. The call's arrays and buffers must live until `done` has been called, which happens
   /// once, on any thread, with the error or null. Throws std::invalid_argument, and what ended the
   /// group.

@@ -39,7 +39,7 @@ void expect_refused(Communicator& communicator, const Case& c, const std::string
   call.algorithm = c.algorithm;
   call.root = c.root;
   const std::uint64_t seq = communicator.next_seq();
-  expect_invalid([&] { communicator.run(call, kPatient); }, text);
+  expect_invalid([&] { communicator.run(Collective(call), kPatient); }, text);
   expect_invalid([&] { communicator.submit(call, kPatient, [](std::exception_ptr) {}); }, text);
   expect(communicator.next_seq() == seq, "no number spent");
 }

@@ -149,8 +149,9 @@ Model run_steps(const UpdateCase& c, int rank, int world_size, const RunCall& ru
 
 void run_update_case(Communicator& communicator, const UpdateCase& c) {
   const int world_size = communicator.world_size();
-  const Model model = run_steps(c, communicator.rank(), world_size,
-                                [&](const Collective& call) { communicator.run(call, kPatient); });
+  const Model model = run_steps(c, communicator.rank(), world_size, [&](const Collective& call) {
+    communicator.run(Collective(call), kPatient);
+  });
   const Model whole = expected_model(c, world_size);
   expect(model.param.holds(whole.param.content()),
          "the single rank's parameters of " + c.to_text());
@@ -225,10 +226,12 @@ TEST_CASE("the fused update has the bits of its parts, and of every other rank")
       std::array<Bytes, kWorld> params, ring_params;
       run_ranks(kWorld, [&](Communicator& communicator) {
         const int rank = communicator.rank();
-        const auto fused = [&](const Collective& call) { communicator.run(call, kPatient); };
+        const auto fused = [&](const Collective& call) {
+          communicator.run(Collective(call), kPatient);
+        };
         const auto in_parts = [&](const Collective& call) {
           const auto run = [&](const Collective& part) {
-            communicator.run(part, kPatient);
+            communicator.run(Collective(part), kPatient);
             return Traffic{.sent_bytes = 1};
           };
           const Traffic traffic = update_in_parts(call, rank, kWorld, run);
@@ -277,7 +280,7 @@ TEST_CASE("an update that is none is refused, and the group works on") {
       try {
         run_steps(wrong, communicator.rank(), 2, [&](Collective call) {
           if (!has_update) call.update = {};
-          communicator.run(call, kPatient);
+          communicator.run(Collective(call), kPatient);
         });
         throw std::logic_error("expected: an error");
       } catch (const std::invalid_argument& error) {

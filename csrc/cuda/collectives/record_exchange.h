@@ -8,6 +8,7 @@
 #include <stdexcept>
 #include <string>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "collectives/call.h"
@@ -44,7 +45,7 @@ class RecordExchange {
     Collective call{
         {.num_elems = sizeof(Record), .op = OpKind::kAllGather}, &input, outputs.data()};
     call.is_counted = false;
-    communicator_.run(call, limits_);
+    communicator_.run(std::move(call), limits_);
     return all;
   }
 

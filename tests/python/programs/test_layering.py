@@ -277,8 +277,8 @@ def test_measurements_stand_on_the_backend_and_not_beside_it() -> None:
 WALK = (
     ("bindings/start_call.cc", "ProcessGroupRingcomm::allreduce(", "run_at_once("),
     ("collectives/call.h", "struct Collective : CallHeader", "is_uneven = "),
-    ("bindings/start_call.cc", "ProcessGroupRingcomm::run_at_once(", "communicator()->run(call"),
-    ("communicator/communicator.cc", "Communicator::run(Collective call", "queue_.run("),
+    ("bindings/start_call.cc", "ProcessGroupRingcomm::run_at_once(", "communicator()->run("),
+    ("communicator/communicator.cc", "Communicator::run(Collective&& call", "queue_.run("),
     ("communicator/ordered_queue.cc", "void OrderedQueue::run(", "run_alone(1, task)"),
     ("communicator/communicator.cc", "void Communicator::execute(", "transport_->run("),
     ("transport/shm/context.cc", "Traffic ShmTransport::run(", "entry.run("),
