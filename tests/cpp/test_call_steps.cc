@@ -104,13 +104,13 @@ TEST_CASE("call steps: a rank that 16 bits do not hold is nobody") {
 
 TEST_CASE("call steps: in a ring over messages they differ by the distance to the rank") {
   // Of rank 0's messages the barrier's are the first: two rounds of a send, a receive, and the
-  // receive of the peer's next envelope. A step of the ring is a receive and a send. Rank 3 waits
-  // for rank 0 to take what it sends.
+  // receive of the peer's next envelope. A step of the ring is a receive and a send. In the
+  // step after, rank 3 waits for rank 0 to take what it has sent.
   for (const int num_sent : {0, 2}) {
     CAPTURE(num_sent);
     Scene scene("messages " + std::to_string(num_sent), {{{num_sent + 2, kNumSteps, 0},
                                                           {num_sent + 3, kNumSteps, 1},
-                                                          {num_sent + 3, kNumSteps, 0}}});
+                                                          {num_sent + 4, kNumSteps, 0}}});
     testing::MemoryNetwork network(kWorldSize);
     constexpr int kBarrier = 6, kFirstStep = 2;
     network.on_start([&](int rank, int num_started) {
