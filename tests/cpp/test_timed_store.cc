@@ -96,16 +96,18 @@ TEST_CASE("store: stores share a thread, of which a silent one keeps nobody") {
       store = std::make_unique<TimedStore>(std::make_shared<GatedStore>(free_gate, memory));
       CHECK_FALSE(store->try_get("key"));
     }
-    return num_helpers();
   };
-  // A thread is idle a moment after its last answer.
-  CHECK(eventually([&] { return ask_some() == 1; }));
+  // A thread is idle a moment after its last answer, and ends if another one is.
+  const auto come_to = [](int num) { return eventually([num] { return num_helpers() == num; }); };
+  ask_some();
+  CHECK(come_to(1));
   std::unique_lock silence(*gate);
   TimedStore silent(std::make_shared<GatedStore>(gate, memory));
   CHECK_FALSE(silent.peek("key"));
-  CHECK(eventually([&] { return ask_some() == 2; }));
+  ask_some();
+  CHECK(come_to(2));
   silence.unlock();
-  CHECK(eventually([&] { return num_helpers() == 1; }));
+  CHECK(come_to(1));
 }
 
 // ThreadSanitizer sees what the callers and the thread share.
