@@ -138,7 +138,7 @@ def test_systems_go_between_numbers_of_ranks(name: str, tmp_path: Path) -> None:
     (expected,) = run_ranks(1, straight, name, tmp_path / "straight")
     ways = [way for n in (3, 1) for way in run_ranks(n, load_system, name, tmp_path)]
     for found in (state for of_rank in ways for state in of_rank):
-        tolerances = {"rtol": SYSTEMS[name], "atol": SYSTEMS[name]}
+        tolerances: dict[str, Any] = {"rtol": SYSTEMS[name], "atol": SYSTEMS[name]}
         assert_close(found[0], expected[0], **tolerances)
         assert_close(found[1]["state"], expected[1]["state"], **tolerances)
 
