@@ -25,9 +25,9 @@ class KeyValueStore {
   virtual std::unique_ptr<KeyValueStore> clone() = 0;
 };
 
-/// A store whose calls end in time, whatever the store does: the store thread of this process
-/// ("ringcomm-store") makes them, one after another. Where the store does not answer, the thread is
-/// left behind with all that it uses, and another store gets a new one.
+/// A store whose calls end in time, whatever the store does: a helper thread of this process makes
+/// them, one after another. Where the store does not answer, the thread is left behind with all
+/// that it uses, and another store gets a new one.
 ///
 /// A call waits until the deadline, and at least until the thread's call has taken kSilentAfter: of
 /// several calls to a silent store the first one waits. Then it throws Error, of kTimeout. What was
