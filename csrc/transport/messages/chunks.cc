@@ -169,7 +169,10 @@ class Chunks {
       send();
     };
     const auto complete = [&](std::size_t idx) {
-      if (slice_of_turn(idx) >= num_slices) return;
+      if (slice_of_turn(idx) >= num_slices) {
+        step_at(idx - 1);  // whose sends are waited for next
+        return;
+      }
       const int step = step_at(idx), received = ring.reduce_scatter_recv_chunk(step);
       const ElemRange in = slice_at(idx, received);
       const recorder::Span recorded =
