@@ -101,7 +101,7 @@ bool ProcessGroupRingcomm::fits_at_once(const at::Tensor& input, const at::Tenso
 WorkPtr ProcessGroupRingcomm::run_at_once(Collective&& call, const at::Tensor& input,
                                           const at::Tensor& output,
                                           std::chrono::milliseconds timeout) {
-  void* const to = output.data_ptr();  // first: it may give a shared storage memory of its own
+  void* const to = output.data_ptr();  // first: it may copy a storage that is copied on write
   const void* const from = input.const_data_ptr();
   PerRank<const void*> inputs;
   PerRank<void*> outputs;

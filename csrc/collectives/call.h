@@ -78,8 +78,8 @@ using ElementName = std::array<char, 16>;
 /// The values that must be equal on all ranks of a collective, except sizes of uneven shards.
 /// Peers read and compare it before the data of the first phase.
 ///
-/// Who makes the call fills it in but for what is said to be the group's: the Communicator and a
-/// transport's plan set that.
+/// The caller sets all fields but those that are the group's, which the Communicator and a
+/// transport's plan set.
 struct CallHeader {
   std::uint64_t seq = 0;        ///< the group's: the call's number
   std::uint64_t num_elems = 0;  ///< of what one rank contributes or receives; see Collective

@@ -49,7 +49,7 @@ void Failure::raise_stopped(WaitStatus stop, int peer, const Activity& activity,
       if (peer < 0) raise(ErrorKind::kPeerDied, peer, name + " died", activity);
       const PeerProcess& process = members_->process_of(peer);
       // Of a rank that has failed the number of its calls is no news.
-      const bool is_clean = process.wait_status == 0;
+      const bool is_clean = process.exit_status == 0;
       const bool has_left = stop == WaitStatus::kPeerLeft && !process.has_exited;
       std::string text;
       if (process.exit_reason().empty() && (is_clean || has_left))

@@ -212,7 +212,7 @@ void Communicator::issue(Collective& call) {
   call.set_number(num_on_devices_.fetch_add(1), world_size_);
 }
 
-// The end of both run() and submit(): in this rank's order of calls, on whatever thread.
+// Both run() and submit() lead here: in this rank's order of calls, on whatever thread.
 void Communicator::execute(Collective& call, const WaitLimits& limits, std::uint64_t number) {
   failure_->rethrow_if_any();
   call.set_number(number, world_size_);

@@ -15,9 +15,9 @@
 namespace ringcomm {
 
 /// Runs tasks one at a time, in the order in which they were queued, on one of these threads: the
-/// caller of run() if no task is before its own (a switch to another thread would cost 5-70 us),
-/// the caller of wait(), or a progress thread, which the first submit() starts. Tasks have numbers
-/// from 0 on, in that order.
+/// caller of run() if no task is before its own (a switch to another thread costs more than a short
+/// call), the caller of wait(), or a progress thread, which the first submit() starts. Tasks have
+/// numbers from 0 on, in that order.
 class OrderedQueue {
  public:
   using Clock = RunningClock;

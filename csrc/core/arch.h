@@ -49,7 +49,7 @@ enum class Yielded : std::uint8_t { kCoreIdle, kShort, kLong };
 /// - once runs a function that returns a WaitStatus: if several threads act for one rank (those of
 ///   a GPU block), one of them runs it, and all return its result.
 /// - each runs a function for every number below the one given, in parallel if several threads act
-///   for the rank, and returns kNone, or one of the other Stops, to all of them.
+///   for the rank, and returns kNone, or another WaitStatus, to all of them.
 /// - pause is one step of waiting; yield offers the processor and returns what happened.
 /// - park sleeps while the low half of the word equals that of `expected`, for one slice at most;
 ///   wake wakes all that are parked on the word.

@@ -128,7 +128,7 @@ void PeerProcess::end(int pidfd) {
     std::optional<int> status = status_of_ending(fields);
     if (!fields.empty() && !status && gone == Gone::kEnded) gone = Gone::kRunsOn;
     if (!status) status = status_of_reaped(pidfd);
-    if (status) wait_status = *status;
+    if (status) exit_status = *status;
     if (status && WIFEXITED(*status)) has_exited = true;
   }
   is_dead = true;
@@ -138,7 +138,7 @@ void PeerProcess::end(int pidfd) {
 
 std::string PeerProcess::how_it_ended(const std::string& when, const std::string& detail) const {
   const std::string words = exit_reason();
-  const int status = wait_status;
+  const int status = exit_status;
   std::string text;
   if (words.empty() && has_exited) {
     const bool is_known = status >= 0 && WIFEXITED(status);

@@ -45,7 +45,7 @@ struct PeerProcess {
   enum class Gone { kEnded, kRunsOn, kUnwatched };
   std::atomic<Gone> gone = Gone::kEnded;
   /// As wait() gives it; -1 if the kernel does not tell.
-  std::atomic<int> wait_status = -1;
+  std::atomic<int> exit_status = -1;
 
   /// Whether it is stopped by SIGSTOP or a debugger; false if the kernel does not tell.
   bool is_stopped() const;

@@ -46,7 +46,7 @@ struct Tables {
 ///
 /// - sync is the barrier of the block's threads.
 /// - agree is a barrier that returns the same value to all threads: kNone if all threads pass
-///   kNone, or else one of the other Stops, with awaited_peer() of a thread that passed one.
+///   kNone, or else another WaitStatus, with awaited_peer() of a thread that passed it.
 /// - tables is memory of the block, the same for all of its threads.
 /// - store_packet and load_packet move the two words of a Packet, each atomically, in no order.
 /// - claim sets a word of device memory to 1, and tells whether it was 0; unclaim sets it to 0.

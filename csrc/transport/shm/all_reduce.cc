@@ -9,7 +9,7 @@
 namespace ringcomm {
 
 // Where one_shot stops winning with 2, 4 and 8 ranks on two cores (docs/experiments.md,
-// "all_reduce"). With more ranks the limit falls as 1/N (docs/design/collectives.md).
+// "all_reduce"). From 6 ranks on the limit falls as 1/N (docs/design/collectives.md).
 Algorithm choose_all_reduce(std::size_t num_bytes, int world_size, std::size_t one_shot_max_bytes) {
   constexpr std::size_t kKiB = 1024;
   if (one_shot_max_bytes == 0)

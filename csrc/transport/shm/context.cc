@@ -204,7 +204,7 @@ ShmContext::ShmContext(host::Group& group, host::GroupWait& guard, int max_threa
       memories_(static_cast<std::size_t>(group.world_size())) {}
 
 void ShmContext::begin(const CallHeader& header, const BufferHandle& handle) {
-  // A call over several hosts has many parts here.
+  // Of a call over several hosts, only the first part is an arrival.
   guard_.set_arriving(num_calls_ != header.seq + 1);
   num_calls_ = header.seq + 1;
   header_ = &header;
