@@ -41,8 +41,8 @@ void report_stragglers(const Communicator& engine, const GroupOptions& options);
 struct UpdateTensors;  // kernels/updates/torch_arguments.h
 
 /// ringcomm as a backend of torch.distributed: c10d's calls, by c10d's names, in terms of the
-/// engine's. Synchronous collectives (asyncOp false) of CPU tensors run in the caller's thread and
-/// return no work, as torch allows.
+/// engine's. Synchronous collectives (asyncOp false) of CPU tensors run in the caller's thread, as
+/// a rule, and return no work, as torch allows.
 class ProcessGroupRingcomm final : public c10d::Backend {
  public:
   /// Collective over the group.

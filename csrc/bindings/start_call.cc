@@ -14,7 +14,7 @@
 namespace ringcomm {
 namespace {
 
-// The engine reads and writes its memory; an empty or freed one takes the other way.
+// The engine reads and writes the tensor's memory; an empty or freed one takes the other way.
 bool is_dense(const at::Tensor& tensor) {
   return tensor.defined() && tensor.layout() == at::kStrided && tensor.is_contiguous() &&
          !tensor.is_conj() && !tensor.is_neg() && tensor.storage().nbytes() > 0;

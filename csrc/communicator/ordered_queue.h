@@ -39,9 +39,9 @@ class OrderedQueue {
   /// signals. Call it before any other function.
   void leave_to_thread() { is_left_to_thread_ = true; }
 
-  /// Runs `task` in this thread after all earlier tasks, and runs those too if no other thread
-  /// does. Throws Error if the thread is already in a task (in a signal handler), which would
-  /// deadlock.
+  /// Returns when `task` has run, after all earlier ones: in this thread if none is before it,
+  /// otherwise in this thread or in the one that runs those. Throws Error if the thread is already
+  /// in a task (in a signal handler), which would deadlock.
   void run(const Task& task, const Poll& poll);
   /// Runs `task`, which has no number, in this thread if no other task is there.
   void run_if_idle(const std::function<void()>& task);

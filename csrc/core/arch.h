@@ -11,7 +11,7 @@ namespace ringcomm {
 enum class [[nodiscard]] WaitStatus : std::uint8_t {
   kNone = 0,     ///< the condition holds
   kTimeout,      ///< the deadline of the operation passed
-  kPeerDied,     ///< the process of the rank waited for has ended
+  kPeerDied,     ///< that of the rank waited for has ended, or of one that it needs
   kPeerLeft,     ///< the rank waited for has destroyed its side of the group
   kAborted,      ///< another rank failed and reported why
   kInterrupted,  ///< this process was asked to stop waiting (a signal, an abort call)

@@ -31,7 +31,7 @@ using MakeMessenger =
 /// A wait that ended without what it waited for; the Communicator turns it into an Error.
 struct WaitAborted {
   WaitStatus stop;
-  int peer = -1;            ///< the rank waited for
+  int peer = -1;            ///< the rank at fault
   std::string detail = {};  ///< the messenger's message
 };
 

@@ -57,7 +57,8 @@ class ShmContext {
   void begin(const CallHeader& header, const BufferHandle& handle = {});
   const CallHeader& header() const { return *header_; }
 
-  /// Room for this rank's data of the next phase.
+  /// Waits until all ranks have read the phase before the last one, and returns room for this
+  /// rank's data of the next phase.
   std::byte* open();
   /// All ranks may read the opened region, or know that this rank has finished the phases before.
   /// In the first phase, waits for all headers, and throws Mismatched when a peer made another
