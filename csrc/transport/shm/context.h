@@ -57,8 +57,7 @@ class ShmContext {
   void begin(const CallHeader& header, const BufferHandle& handle = {});
   const CallHeader& header() const { return *header_; }
 
-  /// Waits until all ranks have read the phase before the last one, and returns room for this
-  /// rank's data of the next phase.
+  /// Waits until this rank's region of the next phase may be filled, and returns it.
   std::byte* open();
   /// All ranks may read the opened region, or know that this rank has finished the phases before.
   /// In the first phase, waits for all headers, and throws Mismatched when a peer made another
