@@ -375,11 +375,7 @@ Traffic run_message_collective(HostsCall call, const HostsView& flat) {
     HostsCall by_ranks{flat, nullptr, call.exchange, call.call, call.limits};
     run_op(by_ranks);
   }
-  for (const std::size_t batch : {0U, 1U}) {
-    call.exchange.use_batch(batch);
-    call.exchange.finish();
-    call.exchange.finish_sends();
-  }
+  call.exchange.finish_all();
   call.traffic.sent_bytes += call.exchange.sent_bytes();
   return call.traffic;
 }

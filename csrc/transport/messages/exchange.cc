@@ -115,6 +115,14 @@ void MessageExchange::finish_sends() {
   batch_->outgoing.clear();
 }
 
+void MessageExchange::finish_all() {
+  for (const std::size_t number : {0U, 1U}) {
+    use_batch(number);
+    finish();
+    finish_sends();
+  }
+}
+
 void MessageExchange::open(Transfer& incoming) {
   const int peer = incoming.peer;
   if (incoming.envelope.message == nullptr) return;

@@ -110,6 +110,8 @@ class MessageExchange {
   void finish();
   /// Returns when the batch, which is finished, has sent all. Throws WaitAborted.
   void finish_sends();
+  /// Returns when both batches have received and sent all. Throws as those do.
+  void finish_all();
 
  private:
   struct Transfer {

@@ -97,10 +97,7 @@ struct HostsCall {
       exchange.use_batch(idx + 1);
       if (idx > 0) complete(idx - 1);
     }
-    for (const std::size_t batch : {0U, 1U}) {
-      exchange.use_batch(batch);
-      exchange.finish_sends();
-    }
+    exchange.finish_all();
   }
 };
 
