@@ -22,7 +22,7 @@ constexpr std::chrono::milliseconds kSilentAfter{1000};
 struct TimedStore::Queue : std::enable_shared_from_this<Queue> {
   explicit Queue(std::shared_ptr<KeyValueStore> its_store) : store(std::move(its_store)) {}
 
-  const std::shared_ptr<KeyValueStore> store;
+  std::shared_ptr<KeyValueStore> store;
   std::mutex mutex;  // guards the next ones
   std::condition_variable changed;
   std::deque<std::function<void()>> calls;  // the first is being made
@@ -66,9 +66,14 @@ struct TimedStore::Queue : std::enable_shared_from_this<Queue> {
 TimedStore::TimedStore(std::shared_ptr<KeyValueStore> store, Clock::time_point deadline)
     : deadline_(deadline), queue_(std::make_shared<Queue>(std::move(store))) {}
 
+// An idle store ends here and not on the thread: torch's FileStore writes when it ends, and where
+// the process exits in the middle, its readers wait for the rest for ever.
 TimedStore::~TimedStore() {
+  std::shared_ptr<KeyValueStore> idle;
   std::unique_lock lock(queue_->mutex);
-  queue_->changed.wait_until(lock, queue_->limit(), [this] { return queue_->calls.empty(); });
+  const auto is_idle = [this] { return queue_->calls.empty(); };
+  if (queue_->changed.wait_until(lock, queue_->limit(), is_idle)) idle.swap(queue_->store);
+  lock.unlock();
 }
 
 template <class Ask>

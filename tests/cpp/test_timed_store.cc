@@ -87,6 +87,15 @@ TEST_CASE("store: one that is silent costs its callers a second together, and it
   CHECK(eventually([&] { return asked.use_count() == 1; }));
 }
 
+TEST_CASE("store: an idle one ends with its object, and not later on the thread") {
+  testing::MemoryStore memory;
+  for (int i = 0; i < 1000; ++i) {
+    const auto asked = std::make_shared<GatedStore>(std::make_shared<std::mutex>(), memory);
+    std::make_unique<TimedStore>(asked)->set("key", "text");
+    REQUIRE(asked.use_count() == 1);
+  }
+}
+
 TEST_CASE("store: stores share a thread, of which a silent one keeps nobody") {
   testing::MemoryStore memory;
   const auto gate = std::make_shared<std::mutex>(), free_gate = std::make_shared<std::mutex>();
