@@ -184,7 +184,6 @@ def main() -> None:
         entry_points={
             "torch.backends": ["ringcomm = _ringcomm_autoload:register"],
             "vllm.general_plugins": ["ringcomm = ringcomm.integrations.vllm:plugin"],
-            "sglang.srt.plugins": ["ringcomm = ringcomm.integrations.sglang:plugin"],
             "console_scripts": ["ringcomm = _ringcomm_cli:main"],
         },
         project_urls={"Source": url} if (url := buildconfig.address()) else {},

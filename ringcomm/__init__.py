@@ -23,7 +23,7 @@ from ringcomm.errors import CollectiveTimeoutError, MismatchError, PeerDiedError
 from ringcomm.memory import empty_shared, release
 from ringcomm.memory import is_shared as is_shared
 from ringcomm.options import Options
-from ringcomm.survivors import Health, health, on_death, shrink
+from ringcomm.survivors import Health, health, shrink
 from ringcomm.trace.dumps import flight_dump
 from ringcomm.version import __version__
 
@@ -50,7 +50,6 @@ __all__ = [
     "flight_dump",
     "health",
     "monitored_barrier",
-    "on_death",
     "ops",
     "peer_stats",
     "release",

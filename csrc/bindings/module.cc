@@ -130,7 +130,6 @@ void bind_survivors(py::module_& m) {
       .def_property_readonly("attempt", &Survivors::attempt);
   m.def("begin_shrink", &begin_shrink, "backend"_a, "timeout"_a, without_gil);
   m.def("health", &health_of, "backend"_a);
-  m.def("write_deaths_to", [](int event) { PeerProcess::death_event = event; }, "event"_a);
 }
 
 py::dict shared_memory_usage() {

@@ -249,7 +249,6 @@ def test_no_file_takes_the_number_of_a_standard_descriptor(
     assert file > 2
     options = ringcomm.Options(transport=transport)
     init_group(rank, WORLD_SIZE, tmp_path / "store", 60, options)
-    ringcomm.on_death(print)
     dist.all_reduce(buffer)
     ringcomm.flight_dump(str(tmp_path / "dump"))
     # Gloo's sockets may have them.

@@ -21,8 +21,6 @@ OURS = {"_ringcomm_autoload", "_ringcomm_cli", "_ringcomm_values", "kernels", "r
 # What imports anything else, by package. Add to it only what the tests below show to say so.
 OPTIONAL = {
     "accelerate": {"ringcomm/integrations/accelerate.py"},
-    "deepspeed": {"ringcomm/integrations/deepspeed.py"},
-    "sglang": {"ringcomm/integrations/sglang.py"},
     # Of a model of transformers.
     "transformers": {
         "ringcomm/integrations/transformers/pipeline.py",
