@@ -34,7 +34,7 @@ from harness import Bench, Options, Report, flag
 from placement import Placement
 from torch import Tensor
 
-from _ringcomm_values import several, whole
+from _ringcomm.values import several, whole
 from ringcomm import ops
 from ringcomm.measure.ranks import Team
 from ringcomm.screen import byte_count

@@ -32,7 +32,6 @@ class GroupOptions:
         message_backend: str,
         max_threads: int,
         log_waits: bool,
-        report_stragglers: bool,
     ) -> None: ...
 
 class ProcessGroupRingcomm:

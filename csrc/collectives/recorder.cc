@@ -11,7 +11,6 @@
 #include <mutex>
 #include <optional>
 #include <set>
-#include <thread>
 
 #include "collectives/long_waits.h"
 #include "core/errors.h"
@@ -24,9 +23,6 @@
 
 namespace ringcomm::recorder {
 namespace {
-
-// A closed connection tells of a death before the process has ended.
-constexpr std::uint64_t kDeathGrace_ns = 1'000'000'000;
 
 template <std::size_t kSize>
 void set_text(char (&to)[kSize], const std::string& text) {
@@ -323,22 +319,6 @@ std::vector<PeerCounts> Log::counts_of(int rank) const {
   for (std::size_t i = 0; i < counts.size() * sizeof(PeerCounts) / sizeof(*words); ++i)
     copies[i] = __atomic_load_n(&words[i], __ATOMIC_RELAXED);
   return counts;
-}
-
-bool Log::is_first_alive() const {
-  const bool has_failed = entry().state == GroupEntry::kFailed;
-  const std::uint64_t deadline_ns = monotonic_ns() + (has_failed ? kDeathGrace_ns : 0);
-  for (int rank = 0; rank < group_.rank;) {
-    const auto found = find(rank);
-    if (found && found->first.group(found->second).state == GroupEntry::kLeft) return false;
-    if (group_.processes[static_cast<std::size_t>(rank)]->is_dead) {
-      ++rank;
-      continue;
-    }
-    if (monotonic_ns() >= deadline_ns) return false;
-    std::this_thread::sleep_for(std::chrono::milliseconds(2));
-  }
-  return true;
 }
 
 }  // namespace ringcomm::recorder

@@ -102,8 +102,6 @@ class Log {
   std::uint64_t num_calls() const { return num_calls_.load(std::memory_order_relaxed); }
   /// What `rank` has counted of each rank; empty where this process cannot read it.
   std::vector<PeerCounts> counts_of(int rank) const;
-  /// Whether all ranks before this one have died in the group: one rank reports for all.
-  bool is_first_alive() const;
 
  private:
   friend class Run;
