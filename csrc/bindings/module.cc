@@ -165,11 +165,11 @@ py::dict counts_of(const Stats& stats) {
   return result;
 }
 
-// What `rank` has counted of each rank of the group; empty where that is not known.
-py::list counts_by_peer(const Communicator& engine, int rank) {
+// What this rank has counted of each rank of the group; empty where nothing is recorded.
+py::list counts_by_peer(const Communicator& engine) {
   py::list result;
   if (engine.log() == nullptr) return result;
-  for (const recorder::PeerCounts& counts : engine.log()->counts_of(rank))
+  for (const recorder::PeerCounts& counts : engine.log()->counts())
     result.append(py::dict("num_waits"_a = counts.num_waits,
                            "waited_s"_a = static_cast<double>(counts.waited_ns) / 1e9,
                            "num_late"_a = counts.num_late, "sent_bytes"_a = counts.sent_bytes,
@@ -240,7 +240,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         [](const BackendPtr& backend) { return counts_of(engine_of(backend)->stats()); });
   m.def("peer_counts", [](const BackendPtr& backend) {
     const std::shared_ptr<Communicator> engine = engine_of(backend);
-    return counts_by_peer(*engine, engine->rank());
+    return counts_by_peer(*engine);
   });
   m.def("transport_of",
         [](const BackendPtr& backend) { return engine_of(backend)->transport_description(); });

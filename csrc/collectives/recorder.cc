@@ -261,7 +261,6 @@ Call Log::begin(const Event& event) {
 
 void Log::end_running() {
   std::exchange(running_, {}).end();
-  num_calls_.store(num_calls() + 1, std::memory_order_relaxed);
   const int late = std::exchange(last_late_, kNobody);
   if (late != kNobody) add(counts_[late].num_late, 1);
 }
@@ -293,28 +292,9 @@ void Log::count_bytes(int peer, std::uint64_t sent, std::uint64_t received) {
   add(counts_[peer].received_bytes, received);
 }
 
-// Where another process's rank records the group; nothing if that is not here, or has forgotten it.
-std::optional<std::pair<Memory, std::uint64_t>> Log::find(int rank) const {
-  const auto mapped = group_.processes[static_cast<std::size_t>(rank)]->flight();
-  if (mapped == nullptr || mapped->num_bytes() < Memory::kNumBytes) return std::nullopt;
-  const Memory memory(mapped->data());
-  std::uint64_t last = 0;
-  for (std::size_t place = 0; place < kNumGroups; ++place) {
-    const GroupEntry& entry = memory.group(place);
-    if (entry.is_complete() && entry.id == group_.id && entry.rank == rank)
-      last = std::max(last, entry.number);
-  }
-  return last > 0 ? std::optional(std::pair(memory, last)) : std::nullopt;
-}
-
-std::vector<PeerCounts> Log::counts_of(int rank) const {
-  const PeerCounts* from = counts_;
-  if (rank != group_.rank) {
-    const auto found = own_counts_.empty() ? find(rank) : std::nullopt;
-    from = found ? found->first.counts(found->second) : nullptr;
-  }
-  std::vector<PeerCounts> counts(from != nullptr ? group_.processes.size() : 0);
-  const auto* words = reinterpret_cast<const std::uint64_t*>(from);
+std::vector<PeerCounts> Log::counts() const {
+  std::vector<PeerCounts> counts(group_.processes.size());
+  const auto* words = reinterpret_cast<const std::uint64_t*>(counts_);
   auto* copies = reinterpret_cast<std::uint64_t*>(counts.data());
   for (std::size_t i = 0; i < counts.size() * sizeof(PeerCounts) / sizeof(*words); ++i)
     copies[i] = __atomic_load_n(&words[i], __ATOMIC_RELAXED);
