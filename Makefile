@@ -159,7 +159,7 @@ format: check-python  ## format the code with ruff and clang-format
 # Examples have scripts of the same names as benchmarks. Both are checked, also after one has failed.
 TYPED := $(PREPARE) --need lint --need train --need test -- -m mypy
 types: check-python  ## check the types with mypy
-	@status=0; $(TYPED) ringcomm kernels benchmarks tools tests _ringcomm_autoload.py _ringcomm_cli.py _ringcomm_values.py noxfile.py || status=1; \
+	@status=0; $(TYPED) ringcomm kernels benchmarks tools tests _ringcomm noxfile.py || status=1; \
 	$(TYPED) examples || status=1; exit $$status
 
 # nox skips what has no Python here, but is strict where CI is set: each target says which it wants.

@@ -268,15 +268,10 @@ def packaging(session: nox.Session) -> None:
         wheel = build_wheel(session, own, folder)
         with zipfile.ZipFile(wheel) as archive:
             found = {one for one in archive.namelist() if ".dist-info/" not in one}
-        sources = [*ROOT.glob("ringcomm/**/*"), *ROOT.glob("kernels/**/*.py")]
+        sources = [*ROOT.glob("*ringcomm/**/*"), *ROOT.glob("kernels/**/*.py")]
         files = [str(one.relative_to(ROOT)) for one in sources if one.suffix in PACKAGED]
         wanted = {re.sub("^kernels/", "ringcomm/kernels/", one) for one in files}
-        wanted |= {
-            "_ringcomm_autoload.py",
-            "_ringcomm_cli.py",
-            "_ringcomm_values.py",
-            "ringcomm/py.typed",
-        }
+        wanted |= {"ringcomm/py.typed"}
         wanted |= {one for one in found if re.match(r"ringcomm/(_C|_kernels)\.[\w-]+\.so$", one)}
         if found != wanted or sum(one.endswith(".so") for one in found) != 2:
             session.error(f"{wheel.name} and the checkout differ in {sorted(found ^ wanted)}")

@@ -136,7 +136,8 @@ def make_build_ext() -> type:
 
 def packages() -> "tuple[list[str], dict[str, str]]":
     """Returns the packages and their folders: kernels/ is installed as ringcomm.kernels."""
-    names = [*setuptools.find_packages(include=["ringcomm", "ringcomm.*"]), "ringcomm.kernels"]
+    names = setuptools.find_packages(include=["_ringcomm", "ringcomm", "ringcomm.*"])
+    names.append("ringcomm.kernels")
     folders = sorted({path.parent.name for path in ROOT.glob("kernels/*/*.py")})
     names += [f"ringcomm.kernels.{folder}" for folder in folders]
     return names, {"ringcomm": "ringcomm", "ringcomm.kernels": "kernels"}
@@ -180,12 +181,10 @@ def main() -> None:
         packages=names,
         package_dir=folders,
         package_data={"ringcomm": ["py.typed", "*.pyi"], "ringcomm.show": ["*.html", "*.js"]},
-        py_modules=["_ringcomm_autoload", "_ringcomm_cli", "_ringcomm_values"],
         entry_points={
-            "torch.backends": ["ringcomm = _ringcomm_autoload:register"],
+            "torch.backends": ["ringcomm = _ringcomm.autoload:register"],
             "vllm.general_plugins": ["ringcomm = ringcomm.integrations.vllm:plugin"],
-            "sglang.srt.plugins": ["ringcomm = ringcomm.integrations.sglang:plugin"],
-            "console_scripts": ["ringcomm = _ringcomm_cli:main"],
+            "console_scripts": ["ringcomm = _ringcomm.start:main"],
         },
         project_urls={"Source": url} if (url := buildconfig.address()) else {},
         license="Apache-2.0",

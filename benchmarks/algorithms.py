@@ -24,7 +24,7 @@ from operations import OPERATIONS, RINGCOMM
 from point import algorithms_used, make_buffers, measure_point, num_calls
 
 import ringcomm
-from _ringcomm_values import byte_counts, several, whole
+from _ringcomm.values import byte_counts, several, whole
 
 DIRECT = "direct"  # its group has no fixed algorithm
 ALGORITHMS = {

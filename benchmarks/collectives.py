@@ -29,11 +29,11 @@ from report import (
     Report,
     before_after,
     comparison,
+    microseconds,
     table_of,
 )
 
 from ringcomm.measure.ranks import joined_world_size, mpi_world_size
-from ringcomm.screen import microseconds
 
 AVAILABLE: dict[str, Callable[[], bool]] = {
     "gloo": dist.is_gloo_available,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from _ringcomm_values import all_known, input_file, number, output_file, whole, words
+from _ringcomm.values import all_known, input_file, number, output_file, whole, words
 
 LAYOUTS = ("all", "one")  # of ranks on GPUs
 Flag = tuple[str, dict[str, Any]]

@@ -40,7 +40,7 @@ from table import Layout, Record, Run, read_results, tables, with_tables
 from weather import Weather
 
 import ringcomm
-from _ringcomm_values import several, whole, words
+from _ringcomm.values import several, whole, words
 from ringcomm.measure.machine import OthersWatch
 from ringcomm.measure.timing import percentiles
 from ringcomm.torch_names import die_with_parent

@@ -30,7 +30,7 @@ from harness import Bench, Options, flag
 from torch import Tensor
 from torch.nn import functional
 
-from _ringcomm_values import words
+from _ringcomm.values import words
 from ringcomm import ops
 from ringcomm.ops import triton_kernels as plans
 

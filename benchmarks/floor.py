@@ -21,7 +21,7 @@ from operations import OPERATIONS, RINGCOMM
 from point import algorithms_used, count_wrong, make_buffers, make_contender, num_calls
 from report import before_after, inverse, share_range
 
-from _ringcomm_values import several, whole
+from _ringcomm.values import several, whole
 
 FLOOR = "floor"
 VARIANTS = {"staged": "all_reduce", "shared": "all_reduce_shared"}

@@ -13,8 +13,8 @@ from typing import Any
 
 from command_line import NCCL_FLAG, CommandLine, doc_of, flag, names
 
-from _ringcomm_cli import OPERATIONS, OneLineParser
-from _ringcomm_values import (
+from _ringcomm.command import OPERATIONS, OneLineParser
+from _ringcomm.values import (
     MAX_WORLD_SIZE,
     byte_counts,
     input_file,

@@ -34,7 +34,7 @@ from harness import Bench, Options, Report, flag
 from placement import Placement
 from torch import Tensor
 
-from _ringcomm_values import several, whole
+from _ringcomm.values import several, whole
 from ringcomm import ops
 from ringcomm.measure.ranks import Team
 from ringcomm.screen import byte_count
@@ -104,7 +104,11 @@ class Way:
 
     def _fused(self) -> Callable[[], None]:
         optimizer = _OURS[self._kind]
-        state = ops.new_shard_state(self.param, optimizer, self.group, master=self._has_master)
+        own = ops.shard_range(self.param.numel(), self.group.size(), self.group.rank())
+        shard = self.param[slice(*own)].float()
+        state = {name: torch.zeros_like(shard) for name in optimizer.state_names}
+        if self._has_master:
+            state["master"] = shard
         self.state_bytes = sum(tensor.nbytes for tensor in state.values())
         update = partial(ops.reduce_scatter_update_all_gather_, self.param, self.grad, state)
 

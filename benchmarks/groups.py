@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from _ringcomm_cli import RankError
+from _ringcomm.status import RankError
 from ringcomm.measure import ranks
 from ringcomm.measure.ranks import (
     PeerLostError,

@@ -32,7 +32,7 @@ from race import Bench, make_bench  # noqa: E402
 from report import CHECKOUT as ROOT  # noqa: E402
 from report import RESULTS, Columns, Record, Report, default_path, table_of  # noqa: E402
 
-from _ringcomm_cli import run_main  # noqa: E402
+from _ringcomm.status import run_main  # noqa: E402
 from ringcomm.measure.ranks import Team  # noqa: E402
 
 __all__ = ["RESULTS", "ROOT", "Bench", "Program", "Report", "default_path", "flag", "names"]

@@ -25,8 +25,8 @@ from operations import OPERATIONS
 from point import measure_point
 from programs import environment, missing_programs
 
-from _ringcomm_cli import EXIT_OK, EXIT_WRONG_RESULTS, RankError, run_main
-from _ringcomm_values import byte_counts, several, whole, words
+from _ringcomm.status import EXIT_OK, EXIT_WRONG_RESULTS, RankError, run_main
+from _ringcomm.values import byte_counts, several, whole, words
 from ringcomm.measure.ranks import joined_world_size
 
 OPS = "all_reduce,reduce_scatter,all_gather,all_to_all,broadcast"

@@ -14,8 +14,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from _ringcomm_cli import EXIT_OK, run_main
-from ringcomm.palette import COLORS, LIBRARIES
+from palette import LIBRARIES
+
+from _ringcomm.status import EXIT_OK, run_main
+from ringcomm.screen import COLORS
 
 KINDS = ("collective", "collective_on_device", "systems")
 TEMPLATE = Path(__file__).with_suffix(".html")

@@ -32,7 +32,7 @@ from operators import MAX_VLLM_RANKS, Reduce, deepspeed_all_reduce, vllm_all_red
 from report import Report
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend
 
-from _ringcomm_values import byte_counts, several, whole, words
+from _ringcomm.values import byte_counts, several, whole, words
 from ringcomm import ops
 from ringcomm.measure.ranks import Team, joined_world_size, mpi_world_size
 from ringcomm.measure.timing import Contender

@@ -25,8 +25,8 @@ from groups import run_ranks
 from harness import Options, Report, flag
 from torch import Tensor, nn
 
-from _ringcomm_cli import RankError
-from _ringcomm_values import words
+from _ringcomm.status import RankError
+from _ringcomm.values import words
 from ringcomm.measure.ranks import Team
 from ringcomm.optim import AdaLomo, InBackwardOptimizer, Lomo
 

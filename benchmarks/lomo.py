@@ -24,7 +24,7 @@ from model import PRESETS, Llama
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from _ringcomm_values import whole
+from _ringcomm.values import whole
 from ringcomm.measure.ranks import Team
 from ringcomm.measure.timing import open_default_group
 from ringcomm.optim import AdaLomo, InBackwardOptimizer, Lomo

@@ -25,13 +25,13 @@ from typing import Any, NamedTuple
 
 import harness
 import sample_jobs
+from palette import LIBRARIES, title_of
 from plot import ON_DARK_PAGES, of_last_machine, source_of
 from table import LAYOUTS, Record, machine_of, read_results, with_tables
 
-from _ringcomm_cli import EXIT_FAILED, EXIT_OK, run_main
+from _ringcomm.status import EXIT_FAILED, EXIT_OK, run_main
 from ringcomm.measure.machine import usable_cores
-from ringcomm.palette import COLORS, LIBRARIES, title_of
-from ringcomm.screen import counted, factor, in_seconds
+from ringcomm.screen import COLORS, counted, factor, in_seconds
 from ringcomm.trace.merge import Ring
 
 DESIGN = harness.ROOT / "docs" / "design"

@@ -27,7 +27,7 @@ from harness import Bench, Options, flag
 from schedule_simulation import orders_of, simulate
 from torch import Tensor, nn
 
-from _ringcomm_values import several, whole, words
+from _ringcomm.values import several, whole, words
 from ringcomm.measure.ranks import Team
 from ringcomm.measure.timing import open_default_group, percentiles
 from ringcomm.parallel import pipeline

@@ -26,12 +26,12 @@ from typing import Any
 import harness
 from front_door import DEFAULT_SIZES
 from operations import DEVICE_KIND
+from palette import GREY, colors_of, title_of
 from table import LAYOUTS, SHOWN_WORLDS, Layout, Record, Run, machine_of, newest, read_results
 
-from _ringcomm_cli import EXIT_OK, run_main
-from _ringcomm_values import byte_counts
-from ringcomm.palette import COLORS, GREY, colors_of, title_of
-from ringcomm.screen import byte_count, counted
+from _ringcomm.status import EXIT_OK, run_main
+from _ringcomm.values import byte_counts
+from ringcomm.screen import COLORS, byte_count, counted
 
 ALGORITHMS = Layout("Algorithms", "algorithm", ("world_size",), ("bytes",), lambda runs: [])
 LINES = {"eager": ":", "graph": "-"}

@@ -17,10 +17,10 @@ from rich.console import Console
 from rich.table import Table
 
 import ringcomm
-from _ringcomm_cli import EXIT_OK, EXIT_WRONG_RESULTS
+from _ringcomm.status import EXIT_OK, EXIT_WRONG_RESULTS
 from ringcomm.measure.machine import MAX_OTHERS_PERCENT, identity, rounded, utc_now, variables
 from ringcomm.measure.timing import Timings
-from ringcomm.screen import byte_count, counted, factor, microseconds
+from ringcomm.screen import byte_count, counted, factor
 
 Record = dict[str, Any]
 Cell = Callable[[Record], str]
@@ -38,6 +38,11 @@ TEXT_COLUMNS = (
     *("system", "tokens", "type", "mode", "redop"),
 )
 BUSY = f"other programs used more than {MAX_OTHERS_PERCENT:.0f} % of the machine"
+
+
+def microseconds(value: float) -> str:
+    """Three digits, thousands whole."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def default_path(name: str) -> Path:

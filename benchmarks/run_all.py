@@ -26,7 +26,7 @@ import plot
 import table
 from groups import MPI_ENVIRONMENT
 
-from _ringcomm_cli import EXIT_FAILED, EXIT_OK, run_main
+from _ringcomm.status import EXIT_FAILED, EXIT_OK, run_main
 
 # Each takes some minutes, and up to four times as long while it is disturbed.
 LIMIT_S = 900.0

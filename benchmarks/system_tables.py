@@ -13,12 +13,13 @@ from report import (
     comparison,
     grid,
     grid_of,
+    microseconds,
     milliseconds,
     or_first,
     share_range,
 )
 
-from ringcomm.screen import byte_count, factor, microseconds
+from ringcomm.screen import byte_count, factor
 
 Record = dict[str, Any]
 Run = list[Record]

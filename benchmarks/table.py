@@ -25,6 +25,7 @@ from typing import Any
 import harness
 from front_door import DEFAULT_SIZES
 from html_report import read_records
+from palette import title_of
 from report import (
     CELLS,
     Cell,
@@ -35,6 +36,7 @@ from report import (
     grid,
     grid_of,
     inverse,
+    microseconds,
     milliseconds,
     or_first,
     share_range,
@@ -48,11 +50,10 @@ from system_tables import (
     tensor_lines,
 )
 
-from _ringcomm_cli import EXIT_FAILED, EXIT_OK, run_main
-from _ringcomm_values import byte_counts
+from _ringcomm.status import EXIT_FAILED, EXIT_OK, run_main
+from _ringcomm.values import byte_counts
 from ringcomm.measure.machine import MAX_OTHERS_PERCENT
-from ringcomm.palette import title_of
-from ringcomm.screen import byte_count, counted, factor, microseconds
+from ringcomm.screen import byte_count, counted, factor
 
 Record = dict[str, Any]
 Run = list[Record]  # one point: a record per backend, or one of a race

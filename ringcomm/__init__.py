@@ -11,11 +11,11 @@ import sys
 from typing import TYPE_CHECKING
 
 if sys.orig_argv[1:3] == ["-m", "ringcomm"]:  # Python imports the package before __main__
-    import _ringcomm_cli
+    import _ringcomm.command
 
-    _ringcomm_cli.answer_before_torch()
+    _ringcomm.command.answer_before_torch()
 
-import _ringcomm_autoload
+import _ringcomm.autoload
 from ringcomm import _extension as _extension  # first: its error says what to do
 from ringcomm import lazy
 from ringcomm.backend import monitored_barrier, peer_stats, stats
@@ -23,7 +23,7 @@ from ringcomm.errors import CollectiveTimeoutError, MismatchError, PeerDiedError
 from ringcomm.memory import empty_shared, release
 from ringcomm.memory import is_shared as is_shared
 from ringcomm.options import Options
-from ringcomm.survivors import Health, health, on_death, shrink
+from ringcomm.survivors import Health, health, shrink
 from ringcomm.trace.dumps import flight_dump
 from ringcomm.version import __version__
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ringcomm import parallel as parallel
     from ringcomm import planner as planner
 
-_ringcomm_autoload.register()
+_ringcomm.autoload.register()
 lazy.register_operators_at_first_use()
 
 __all__ = [
@@ -50,7 +50,6 @@ __all__ = [
     "flight_dump",
     "health",
     "monitored_barrier",
-    "on_death",
     "ops",
     "peer_stats",
     "release",

@@ -2,7 +2,7 @@
 
 import sys
 
-from _ringcomm_cli import main
+from _ringcomm.start import main
 
 if __name__ == "__main__":
     sys.exit(main())

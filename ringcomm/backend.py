@@ -112,7 +112,7 @@ def _let_the_doctor_come(pid: int) -> None:
         code = (
             "import signal, sys; signal.pthread_sigmask(signal.SIG_SETMASK, []); "
             f"sys.path.append({str(Path(__file__).parents[1])!r}); "
-            "from _ringcomm_cli import main; sys.exit(main())"
+            "from _ringcomm.start import main; sys.exit(main())"
         )
         # What Python runs at its start may take the doctor for a rank.
         unset = shlex.join(["unset", "-v", "RANK", *filter(_OF_A_RANK.fullmatch, os.environ)])
@@ -181,7 +181,6 @@ def _engine_options(pg_options: Any, world_size: int) -> _C.GroupOptions:
         transport=options.transport or "",
         max_threads=options.max_threads or 0,
         log_waits=options.log_waits,
-        report_stragglers=options.report_stragglers,
         message_backend=message_backend.checked(options.message_backend) if has_messages else "",
     )
 

@@ -1,4 +1,4 @@
-"""What the commands of `ringcomm` do; their options are in _ringcomm_cli, which imports no torch.
+"""What the commands of `ringcomm` do; _ringcomm.command has their options and imports no torch.
 
 The function of a command checks its options, imports what it needs and returns the exit status.
 """
@@ -10,8 +10,9 @@ import sys
 from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
-from _ringcomm_cli import PAGES, OneLineParser, in_words, main, run  # noqa: F401
+from _ringcomm.status import in_words
 from ringcomm import tuning
 from ringcomm.measure.ranks import joined_world_size
 
@@ -55,7 +56,7 @@ def _doctor_of_job(options: argparse.Namespace) -> int:
     if options.verdict:
         signal.alarm(VERDICT_S)  # the job's own question: nobody may wait for a blocked output
     try:
-        report = job.examine(options.job, options.dump, options.format)
+        report = job.examine(options.job, options.dump)
     except (job.JobError, OSError) as error:
         print(f"ringcomm doctor: {in_words(error)}", file=sys.stderr)
         return 1
@@ -116,7 +117,7 @@ def _plan(options: argparse.Namespace) -> int:
 def _show(options: argparse.Namespace) -> int:
     from ringcomm import show
 
-    known = PAGES[options.page]
+    known: dict[str, Any] = options.defaults
     given = {name: value for name in known if (value := getattr(options, name)) is not None}
     try:
         data = getattr(show, options.page)(*(known | given).values())
@@ -144,13 +145,7 @@ def _trace(options: argparse.Namespace) -> int:
 
     status = 0
     try:
-        if options.steps and options.json:
-            print(json.dumps(merge.steps_of(options.steps, options.seq), allow_nan=False))
-        elif options.steps:
-            print(merge.steps(options.steps, options.seq))
-        elif options.format == "torch":
-            merge.convert_dumps(options.merge, options.output)
-        elif options.merge:
+        if options.merge:
             status = merge.merge_folders(options.merge, options.output, then=write_page)
         else:
             how = (options.command, options.events, options.output, write_page)
@@ -179,7 +174,7 @@ _RUN = {
 
 
 def run_command(options: argparse.Namespace) -> int:
-    """Runs what `_ringcomm_cli.make_parser` has read; returns the exit status."""
+    """Runs what `_ringcomm.command.make_parser` has read; returns the exit status."""
     try:
         return _RUN[options.command_name](options)
     except ModuleNotFoundError as error:
@@ -187,5 +182,5 @@ def run_command(options: argparse.Namespace) -> int:
         if package not in _WANTED_FOR:
             raise
         what, name = _WANTED_FOR[package]
-        parser: OneLineParser = options.parser
+        parser: argparse.ArgumentParser = options.parser
         parser.error(f"{what} the package {name}: pip install {name}")

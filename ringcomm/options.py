@@ -42,7 +42,7 @@ _Call = TypeVar("_Call", bound=Callable[..., Any])
 class Options:
     """Options of a group: `dist.init_process_group("ringcomm", pg_options=ringcomm.Options(...))`.
 
-    All ranks must have the same options, except the last three. They are
+    All ranks must have the same options, except the last two. They are
     compared when the group is made, and a difference raises MismatchError on every rank. A field
     that is left at its default is taken from the environment variable RINGCOMM_<FIELD>, if that is
     set.
@@ -68,8 +68,6 @@ class Options:
             not depend on it.
         log_waits: whether a rank that has waited for 10, 60 and 300 s in a call writes a line to
             stderr that names the call and the rank that it waits for.
-        report_stragglers: whether destroy_process_group writes to stderr which ranks the others
-            have waited for. Rank 0 does it for all; if it has died, the first rank that is alive.
     """
 
     algorithm: Literal["auto", "one_shot", "two_shot", "ring"] = "auto"
@@ -79,7 +77,6 @@ class Options:
     tuning: str | None = None
     max_threads: int | None = None
     log_waits: bool = True
-    report_stragglers: bool = False
 
     def __new__(cls, *values: Any, **options: Any) -> "Options":
         """Checks the names, which a dataclass would refuse without the nearest one."""

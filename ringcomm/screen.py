@@ -1,4 +1,4 @@
-"""Formats figures for a terminal, and shows the progress of a measurement."""
+"""Formats figures for a terminal, shows the progress of a measurement, and has colours of pages."""
 
 import sys
 import time
@@ -6,6 +6,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, repeat
 from pathlib import Path
+
+# Of pages; Okabe and Ito's, which most people can tell apart.
+COLORS = {
+    "blue": "#0072b2",
+    "orange": "#d55e00",
+    "green": "#009e73",
+    "pink": "#cc79a7",
+    "yellow": "#e69f00",
+    "sky": "#56b4e9",
+}
 
 UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
@@ -79,11 +89,6 @@ def in_seconds(seconds: float) -> str:
         if seconds >= size:
             return f"{factor(seconds / size)} {unit}"
     return f"{factor(seconds * 1e6)} µs"
-
-
-def microseconds(value: float) -> str:
-    """Three digits, thousands whole."""
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def counted(count: int, name: str) -> str:

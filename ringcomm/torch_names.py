@@ -1,7 +1,7 @@
 """All that ringcomm uses of torch beyond its public names, and what torch's versions differ in.
 
 No other file of the package touches a private name of torch, except
-ringcomm/parallel/pipeline/torch_stage.py for its pipeline stages, and _ringcomm_autoload.py, which
+ringcomm/parallel/pipeline/torch_stage.py for its pipeline stages, and _ringcomm/autoload.py, which
 imports nothing of ringcomm. tests/python/programs/test_torch_names.py checks this, and that the
 running torch has each name. The file is long because it is the one that a new torch may break.
 """

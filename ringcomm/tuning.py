@@ -12,7 +12,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from _ringcomm_values import MAX_WORLD_SIZE
+from _ringcomm.values import MAX_WORLD_SIZE
 from ringcomm.cost_model import Costs, Machine
 from ringcomm.screen import write_text
 

@@ -24,7 +24,7 @@ sys.path[:0] = [str(ROOT / "tools"), str(ROOT)]
 
 import buildconfig  # noqa: E402
 
-from _ringcomm_cli import PAGES  # noqa: E402
+from _ringcomm.command import PAGES  # noqa: E402
 
 # The data that takes torch to compute; tests/python/programs/test_show_docs.py writes it.
 MEMORY = ROOT / "docs" / "show" / "memory.json"

@@ -130,7 +130,6 @@ void bind_survivors(py::module_& m) {
       .def_property_readonly("attempt", &Survivors::attempt);
   m.def("begin_shrink", &begin_shrink, "backend"_a, "timeout"_a, without_gil);
   m.def("health", &health_of, "backend"_a);
-  m.def("write_deaths_to", [](int event) { PeerProcess::death_event = event; }, "event"_a);
 }
 
 py::dict shared_memory_usage() {
@@ -166,11 +165,11 @@ py::dict counts_of(const Stats& stats) {
   return result;
 }
 
-// What `rank` has counted of each rank of the group; empty where that is not known.
-py::list counts_by_peer(const Communicator& engine, int rank) {
+// What this rank has counted of each rank of the group; empty where nothing is recorded.
+py::list counts_by_peer(const Communicator& engine) {
   py::list result;
   if (engine.log() == nullptr) return result;
-  for (const recorder::PeerCounts& counts : engine.log()->counts_of(rank))
+  for (const recorder::PeerCounts& counts : engine.log()->counts())
     result.append(py::dict("num_waits"_a = counts.num_waits,
                            "waited_s"_a = static_cast<double>(counts.waited_ns) / 1e9,
                            "num_late"_a = counts.num_late, "sent_bytes"_a = counts.sent_bytes,
@@ -185,21 +184,18 @@ void bind_classes(py::module_& m) {
       m, "GroupOptions");
   options.def(py::init([](const std::string& algorithm, bool is_rank_ordered,
                           std::size_t one_shot_max_bytes, const std::string& transport,
-                          const std::string& message_backend, int max_threads, bool log_waits,
-                          bool report_stragglers) {
+                          const std::string& message_backend, int max_threads, bool log_waits) {
                 const CommunicatorOptions engine{.algorithm = algorithm_from_name(algorithm),
                                                  .is_rank_ordered = is_rank_ordered,
                                                  .one_shot_max_bytes = one_shot_max_bytes,
                                                  .transport = transport,
                                                  .message_backend = message_backend,
                                                  .max_threads = max_threads,
-                                                 .log_waits = log_waits,
-                                                 .report_stragglers = report_stragglers};
+                                                 .log_waits = log_waits};
                 return c10::make_intrusive<GroupOptions>(engine, kBackendDefaultTimeout);
               }),
               py::kw_only(), "algorithm"_a, "is_rank_ordered"_a, "one_shot_max_bytes"_a,
-              "transport"_a, "message_backend"_a, "max_threads"_a, "log_waits"_a,
-              "report_stragglers"_a);
+              "transport"_a, "message_backend"_a, "max_threads"_a, "log_waits"_a);
   options.def("__deepcopy__", [](const GroupOptions& given, const py::object&) {
     return c10::make_intrusive<GroupOptions>(given);
   });
@@ -220,21 +216,6 @@ void bind_classes(py::module_& m) {
 
 void define_eager_ops(py::module_& m);  // collective_ops.cc
 
-void report_stragglers(const Communicator& engine, const GroupOptions& options) {
-  if (engine.log() == nullptr || !engine.log()->is_first_alive()) return;
-  const py::gil_scoped_acquire gil;
-  try {
-    py::list views;
-    for (int rank = 0; rank < engine.world_size(); ++rank)
-      views.append(counts_by_peer(engine, rank));
-    py::module_::import("ringcomm.stragglers")
-        .attr("report")(options.group_name, options.global_ranks_in_group,
-                        engine.log()->num_calls(), views);
-  } catch (py::error_already_set& error) {
-    error.discard_as_unraisable("ringcomm's report of stragglers");
-  }
-}
-
 }  // namespace ringcomm
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
@@ -242,7 +223,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.doc() = "ringcomm's engine; use it through the package ringcomm and torch.distributed.";
   // ringcomm/_extension.py reads it, and searches the file for it where it cannot be loaded.
   m.attr("BUILT_FOR") = "ringcomm is built for torch " TORCH_VERSION;
-  const auto torch_loaded_in = py::module_::import("_ringcomm_autoload").attr("PID").cast<pid_t>();
+  const auto torch_loaded_in = py::module_::import("_ringcomm.autoload").attr("PID").cast<pid_t>();
   host::set_thread_team(kTorchThreads, torch_loaded_in != ::getpid());
   bind_classes(m);
   bind_survivors(m);
@@ -259,7 +240,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         [](const BackendPtr& backend) { return counts_of(engine_of(backend)->stats()); });
   m.def("peer_counts", [](const BackendPtr& backend) {
     const std::shared_ptr<Communicator> engine = engine_of(backend);
-    return counts_by_peer(*engine, engine->rank());
+    return counts_by_peer(*engine);
   });
   m.def("transport_of",
         [](const BackendPtr& backend) { return engine_of(backend)->transport_description(); });

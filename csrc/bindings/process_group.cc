@@ -256,7 +256,6 @@ void ProcessGroupRingcomm::leave(bool is_asked) {
   const auto end = [&] {
     if (devices != nullptr) devices->drain();
     communicator->close(is_interrupted);
-    if (is_asked && options_->engine.report_stragglers) report_stragglers(*communicator, *options_);
     // Calls of other threads, which have nothing to wait for any more, use the communicator too.
     const auto deadline = std::chrono::steady_clock::now() + kLeavePatience;
     while (devices.use_count() > 1 && std::chrono::steady_clock::now() < deadline)

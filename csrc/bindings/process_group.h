@@ -34,10 +34,6 @@ bool is_shared(const at::Tensor& tensor);
 /// Python object of one.
 c10::intrusive_ptr<c10d::Store> own_connection(const c10::intrusive_ptr<c10d::Store>& store);
 
-/// Prints which ranks the others have waited for (ringcomm/stragglers.py), on one of the group's
-/// ranks. Takes the GIL.
-void report_stragglers(const Communicator& engine, const GroupOptions& options);
-
 struct UpdateTensors;  // kernels/updates/torch_arguments.h
 
 /// ringcomm as a backend of torch.distributed: c10d's calls, by c10d's names, in terms of the

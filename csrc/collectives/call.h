@@ -274,10 +274,9 @@ struct CommunicatorOptions {
   std::string transport = {};              ///< "shm", "messages", or "": by where the ranks are
   std::string message_backend = {};        ///< what carries messages, where anything does
   // This rank's.
-  std::string host_id = {};        ///< where it is; empty: found out
-  int max_threads = 0;             ///< for its copies and sums; see host::Workers
-  bool log_waits = true;           ///< long waits are written to stderr (long_waits.h)
-  bool report_stragglers = false;  ///< at the end
+  std::string host_id = {};  ///< where it is; empty: found out
+  int max_threads = 0;       ///< for its copies and sums; see host::Workers
+  bool log_waits = true;     ///< long waits are written to stderr (long_waits.h)
 
   /// "algorithm=auto deterministic=none one_shot_max_bytes=0 ..."
   std::string to_text() const;

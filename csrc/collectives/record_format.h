@@ -97,11 +97,6 @@ struct GroupEntry {
     kLeft,
     kMade,  ///< given out, and not yet complete; to a reader as kUnused
   };
-  /// Whether the rest of the entry is that of a group.
-  bool is_complete() const {
-    const std::uint32_t now = __atomic_load_n(&state, __ATOMIC_ACQUIRE);
-    return now != kUnused && now != kMade;
-  }
 
   std::uint32_t state;
   std::int32_t rank, world_size;

@@ -11,7 +11,6 @@
 #include <mutex>
 #include <optional>
 #include <set>
-#include <thread>
 
 #include "collectives/long_waits.h"
 #include "core/errors.h"
@@ -24,9 +23,6 @@
 
 namespace ringcomm::recorder {
 namespace {
-
-// A closed connection tells of a death before the process has ended.
-constexpr std::uint64_t kDeathGrace_ns = 1'000'000'000;
 
 template <std::size_t kSize>
 void set_text(char (&to)[kSize], const std::string& text) {
@@ -265,7 +261,6 @@ Call Log::begin(const Event& event) {
 
 void Log::end_running() {
   std::exchange(running_, {}).end();
-  num_calls_.store(num_calls() + 1, std::memory_order_relaxed);
   const int late = std::exchange(last_late_, kNobody);
   if (late != kNobody) add(counts_[late].num_late, 1);
 }
@@ -297,48 +292,13 @@ void Log::count_bytes(int peer, std::uint64_t sent, std::uint64_t received) {
   add(counts_[peer].received_bytes, received);
 }
 
-// Where another process's rank records the group; nothing if that is not here, or has forgotten it.
-std::optional<std::pair<Memory, std::uint64_t>> Log::find(int rank) const {
-  const auto mapped = group_.processes[static_cast<std::size_t>(rank)]->flight();
-  if (mapped == nullptr || mapped->num_bytes() < Memory::kNumBytes) return std::nullopt;
-  const Memory memory(mapped->data());
-  std::uint64_t last = 0;
-  for (std::size_t place = 0; place < kNumGroups; ++place) {
-    const GroupEntry& entry = memory.group(place);
-    if (entry.is_complete() && entry.id == group_.id && entry.rank == rank)
-      last = std::max(last, entry.number);
-  }
-  return last > 0 ? std::optional(std::pair(memory, last)) : std::nullopt;
-}
-
-std::vector<PeerCounts> Log::counts_of(int rank) const {
-  const PeerCounts* from = counts_;
-  if (rank != group_.rank) {
-    const auto found = own_counts_.empty() ? find(rank) : std::nullopt;
-    from = found ? found->first.counts(found->second) : nullptr;
-  }
-  std::vector<PeerCounts> counts(from != nullptr ? group_.processes.size() : 0);
-  const auto* words = reinterpret_cast<const std::uint64_t*>(from);
+std::vector<PeerCounts> Log::counts() const {
+  std::vector<PeerCounts> counts(group_.processes.size());
+  const auto* words = reinterpret_cast<const std::uint64_t*>(counts_);
   auto* copies = reinterpret_cast<std::uint64_t*>(counts.data());
   for (std::size_t i = 0; i < counts.size() * sizeof(PeerCounts) / sizeof(*words); ++i)
     copies[i] = __atomic_load_n(&words[i], __ATOMIC_RELAXED);
   return counts;
-}
-
-bool Log::is_first_alive() const {
-  const bool has_failed = entry().state == GroupEntry::kFailed;
-  const std::uint64_t deadline_ns = monotonic_ns() + (has_failed ? kDeathGrace_ns : 0);
-  for (int rank = 0; rank < group_.rank;) {
-    const auto found = find(rank);
-    if (found && found->first.group(found->second).state == GroupEntry::kLeft) return false;
-    if (group_.processes[static_cast<std::size_t>(rank)]->is_dead) {
-      ++rank;
-      continue;
-    }
-    if (monotonic_ns() >= deadline_ns) return false;
-    std::this_thread::sleep_for(std::chrono::milliseconds(2));
-  }
-  return true;
 }
 
 }  // namespace ringcomm::recorder

@@ -98,26 +98,20 @@ class Log {
   /// From any thread. `waited_ns` may be 0.
   void count_wait(int peer, std::uint64_t waited_ns);
   void count_bytes(int peer, std::uint64_t sent, std::uint64_t received);
-  /// The collectives that have ended.
-  std::uint64_t num_calls() const { return num_calls_.load(std::memory_order_relaxed); }
-  /// What `rank` has counted of each rank; empty where this process cannot read it.
-  std::vector<PeerCounts> counts_of(int rank) const;
-  /// Whether all ranks before this one have died in the group: one rank reports for all.
-  bool is_first_alive() const;
+  /// What this rank has counted of each rank.
+  std::vector<PeerCounts> counts() const;
 
  private:
   friend class Run;
   Log(class Recorder& recorder, Group group);
   void end_running();
   GroupEntry& entry() const;
-  std::optional<std::pair<Memory, std::uint64_t>> find(int rank) const;
 
   Recorder& recorder_;
   Group group_;
   std::vector<PeerCounts> own_counts_;  // of a group with more ranks than its entry
   PeerCounts* counts_;                  // these, or the entry's
   int last_late_ = kNobody;             // in the collective that runs
-  std::atomic<std::uint64_t> num_calls_ = 0;
   Call running_;
 };
 

@@ -1,6 +1,5 @@
 #include "host/peer_process.h"
 
-#include <sys/eventfd.h>
 #include <sys/ioctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -68,7 +67,6 @@ std::string list_of(const char* noun, const std::vector<int>& ranks) {
 }  // namespace
 
 constinit std::atomic<std::uint64_t> PeerProcess::num_ended = 0;
-constinit std::atomic<int> PeerProcess::death_event = -1;
 
 bool PeerProcess::is_stopped() const {
   if (bootstrap_address.empty() || is_pid_hidden || is_dead) return false;
@@ -133,7 +131,6 @@ void PeerProcess::end(int pidfd) {
   }
   is_dead = true;
   num_ended.fetch_add(1);
-  if (const int event = death_event; event >= 0) ::eventfd_write(event, 1);
 }
 
 std::string PeerProcess::how_it_ended(const std::string& when, const std::string& detail) const {

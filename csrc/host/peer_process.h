@@ -36,8 +36,6 @@ struct PeerProcess {
   std::atomic<bool> is_dead = false;      ///< ended, or runs another program
   /// The processes that this one has seen end; increased after is_dead.
   static std::atomic<std::uint64_t> num_ended;
-  /// An eventfd that is written after num_ended is increased; -1 while nobody waits for deaths.
-  static std::atomic<int> death_event;
   /// By itself, as far as it or the kernel has told; known before is_dead is set, as the next.
   std::atomic<bool> has_exited = false;
   /// What is_dead means: it has ended; it runs another program, or has closed all descriptors; or

@@ -6,10 +6,8 @@ from ringcomm import lazy
 
 if TYPE_CHECKING:
     from ringcomm.integrations import accelerate as accelerate
-    from ringcomm.integrations import deepspeed as deepspeed
-    from ringcomm.integrations import sglang as sglang
     from ringcomm.integrations import transformers as transformers
     from ringcomm.integrations import vllm as vllm
 
-_LIBRARIES = ("accelerate", "deepspeed", "sglang", "transformers", "vllm")
+_LIBRARIES = ("accelerate", "transformers", "vllm")
 __getattr__, __dir__ = lazy.attributes(__name__, *_LIBRARIES)

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from _ringcomm_cli import EXIT_FAILED, EXIT_OK
+from _ringcomm.status import EXIT_FAILED, EXIT_OK
 from ringcomm import __version__, tuning
 from ringcomm.cost_model import FITTED, NOT_FITTED, Costs, Machine, all_reduce_algorithm
 from ringcomm.measure import timing

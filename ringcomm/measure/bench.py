@@ -17,15 +17,23 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from _ringcomm_cli import EXIT_OK, EXIT_WRONG_RESULTS, RankError
-from _ringcomm_values import MAX_WORLD_SIZE
+from _ringcomm.status import EXIT_OK, EXIT_WRONG_RESULTS, RankError
+from _ringcomm.values import MAX_WORLD_SIZE
 from ringcomm import __version__
 from ringcomm.measure import ranks, timing
 from ringcomm.measure.machine import MAX_OTHERS_PERCENT, identity, usable_cores, utc_now
 from ringcomm.measure.ranks import Team
 from ringcomm.measure.timing import US, check_sums
-from ringcomm.palette import LIBRARIES, title_of
-from ringcomm.screen import Progress, byte_count, columns, counted, factor, in_seconds, write_text
+from ringcomm.screen import (
+    COLORS,
+    Progress,
+    byte_count,
+    columns,
+    counted,
+    factor,
+    in_seconds,
+    write_text,
+)
 
 MAX_FACTOR = 3  # a loaded machine takes longer than announced; then the largest are left out
 SIZES = (1 << 10, 64 << 10, 1 << 20, 16 << 20)
@@ -259,12 +267,12 @@ def page(rows: list[Row], machine: dict[str, Any], left_out: list[int]) -> str:
         longest = max(times["p50_us"] for times in row.times_us.values())
         title = f"{row.world_size} ranks, {row.title}: {row.speed_up()}"
         bars.append(f"<h2>{html.escape(title)}</h2>")
-        for name in ("ringcomm", "gloo"):
+        for name, label in (("ringcomm", "ringcomm"), ("gloo", "Gloo")):
             percent = max(0.3, 100 * row.times_us[name]["p50_us"] / longest)
             median, p99, rate = row.cells(name)
             more = f"<small>p99 {p99}{rate and f', {rate} GB/s'}</small>"
             bars.append(
-                f'<div class="row"><span>{title_of(name)}</span><div><i class="{name}"'
+                f'<div class="row"><span>{label}</span><div><i class="{name}"'
                 f' style="width:{percent:.1f}%"></i></div><b>{median} {more}</b></div>'
             )
     versions = f"torch {torch.__version__}, ringcomm {__version__}"
@@ -274,8 +282,8 @@ def page(rows: list[Row], machine: dict[str, Any], left_out: list[int]) -> str:
         machine=html.escape(f"{counted(machine['cores'], 'core')} of {machine['cpu']}, {versions}"),
         date=utc_now().date().isoformat(),
         bars="\n".join(bars),
-        ours=LIBRARIES["ringcomm"],
-        gloo=LIBRARIES["gloo"],
+        ours=COLORS["blue"],
+        gloo=COLORS["orange"],
     )
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import ringcomm
-from _ringcomm_cli import RankError
+from _ringcomm.status import RankError
 from ringcomm import _C, tuning
 from ringcomm.backend import resolve_group
 from ringcomm.measure import machine

@@ -10,7 +10,6 @@ import os
 import re
 import shutil
 import subprocess
-import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -20,7 +19,7 @@ from typing import Any
 from ringcomm.measure.machine import TICKS_PER_S
 from ringcomm.measure.verdict import Rank, number_of, verdict
 from ringcomm.screen import byte_count
-from ringcomm.trace import dumps, layout, torch_dumps
+from ringcomm.trace import dumps, layout
 from ringcomm.trace.layout import Call, Record, parse
 
 SAMPLE_S = 0.5
@@ -223,26 +222,20 @@ def _stack_of(rank: Rank) -> list[str]:
     return []
 
 
-def _write_dumps(folder: Path, form: str, ranks: list[Rank]) -> None:
-    """Writes FOLDER/rank0.json and so on, or with the form "torch" FOLDER/rank0 for torchfrtrace.
+def _write_dumps(folder: Path, ranks: list[Rank]) -> None:
+    """Writes FOLDER/rank0 and so on. The ranks do nothing for it, so they may be stopped.
 
-    The ranks do nothing for it: they may be stopped, or blocked with Python's lock. Records of
-    ranks that have ended are in them where the system lets this process read the memory of the
-    others, as it lets root.
+    Records of ranks that have ended are in them where the system lets this process read the memory
+    of the others, as it lets root.
     """
-    with tempfile.TemporaryDirectory(prefix="ringcomm-") as scratch:
-        target = Path(scratch) if form == "torch" else folder
-        for rank in ranks:
-            peers: list[Record] = []
-            with contextlib.suppress(OSError):
-                _, peers = layout.mapped_records(rank.pid)
-            stacks = {"MainThread": rank.stack}
-            dumps.write(f"{target}/rank", rank.record, peers, "ringcomm doctor", stacks)
-        if form == "torch":
-            try:
-                torch_dumps.write(folder, dumps.read([target]))
-            except ValueError as error:
-                raise JobError(str(error)) from None
+    for rank in ranks:
+        peers: list[Record] = []
+        with contextlib.suppress(OSError):
+            _, peers = layout.mapped_records(rank.pid)
+        peers += [other.record for other in ranks if other is not rank]  # later than what it maps
+        last = {(peer.pid, peer.started_ns): peer for peer in peers}
+        stacks = {"MainThread": rank.stack}
+        dumps.write(f"{folder}/rank", rank.record, last.values(), "ringcomm doctor", stacks)
 
 
 def _about(rank: Rank, call: Call) -> dict[str, Any]:
@@ -253,11 +246,10 @@ def _about(rank: Rank, call: Call) -> dict[str, Any]:
     return {**asdict(call), **times, "text": call.text()}
 
 
-def examine(pid: int, folder: Path | None = None, form: str = "json") -> dict[str, Any]:
+def examine(pid: int, folder: Path | None = None) -> dict[str, Any]:
     """The ranks of a job, the verdict, and the seconds that it took; dumps into a folder.
 
-    Raises JobError where it cannot be examined or the folder has other files that torchfrtrace
-    would read, OSError where a dump cannot be written.
+    Raises JobError where it cannot be examined, OSError where a dump cannot be written.
     """
     began = time.monotonic()
     found = find_ranks(pid)
@@ -268,7 +260,7 @@ def examine(pid: int, folder: Path | None = None, form: str = "json") -> dict[st
         for rank, stack in zip(ranks, threads.map(_stack_of, ranks), strict=True):
             rank.stack = stack
     if folder is not None:
-        _write_dumps(folder, form, ranks)
+        _write_dumps(folder, ranks)
     text, cause = verdict(ranks, len(found) - len(ranks))
     rows = []
     for rank in ranks:

@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from _ringcomm_cli import RankError
+from _ringcomm.status import RankError
 from ringcomm.torch_names import die_with_parent
 
 # Longest wait of a rank for another; a call of a backend under test has its group's own timeout.

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from _ringcomm_cli import RankError
+from _ringcomm.status import RankError
 from ringcomm.measure.machine import OthersWatch
 from ringcomm.measure.ranks import Team
 

@@ -3,13 +3,13 @@
 `torch.ops.ringcomm.*` take the group's name; the functions here take the group.
 """
 
+from ringcomm import lazy
 from ringcomm.ops import weight_update_cuda as _weight_update_cuda  # noqa: F401
 from ringcomm.ops.collectives import all_gather, all_reduce, broadcast, reduce, reduce_scatter
 from ringcomm.ops.fused_update import (
     AdamWStep,
     LomoStep,
     SGDStep,
-    new_shard_state,
     reduce_scatter_update_all_gather_,
     shard_range,
 )
@@ -29,9 +29,10 @@ __all__ = [
     "broadcast",
     "cross_entropy",
     "linear_cross_entropy",
-    "new_shard_state",
     "reduce",
     "reduce_scatter",
     "reduce_scatter_update_all_gather_",
     "shard_range",
 ]
+
+__getattr__, __dir__ = lazy.attributes(__name__)

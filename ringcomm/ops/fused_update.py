@@ -108,44 +108,6 @@ def shard_range(num_elems: int, world_size: int, rank: int) -> tuple[int, int]:
     return begin, begin + base + (rank < num_longer)
 
 
-def new_shard_state(
-    param: Tensor,
-    optimizer: SGDStep | AdamWStep | LomoStep,
-    group: dist.ProcessGroup | None = None,
-    *,
-    master: bool = False,
-) -> dict[str, Tensor]:
-    """This rank's shard of the optimizer's state before the first step.
-
-    Args:
-        param: the full parameters; equal on all ranks.
-        optimizer: the update rule.
-        group: None for the default group.
-        master: add "master", this rank's shard of `param` in fp32, for 16-bit parameters. Updates
-            are then applied to it, and `param` is its rounded copy.
-
-    Returns:
-        One-dimensional float32 tensors by torch.optim's names, zeros except "master".
-
-    Raises:
-        ValueError: master is set for float32 parameters, or for LomoStep, which has no state.
-
-    Not collective.
-    """
-    if master and (param.dtype == torch.float32 or isinstance(optimizer, LomoStep)):
-        raise ValueError(
-            f"{type(optimizer).__name__} does not support master weights for {param.dtype}"
-            " parameters"
-        )
-    resolved = resolve_group(group)
-    begin, end = shard_range(param.numel(), resolved.size(), resolved.rank())
-    shard = param.detach().reshape(-1)[begin:end]
-    state = {name: torch.zeros_like(shard, dtype=torch.float32) for name in optimizer.state_names}
-    if master:
-        state["master"] = shard.float()
-    return state
-
-
 def reduce_scatter_update_all_gather_(
     param: Tensor,
     grad: Tensor,
@@ -168,8 +130,10 @@ def reduce_scatter_update_all_gather_(
             require grad, as in the step of an optimizer.
         grad: this rank's gradient, of the same shape; one of the three dtypes, the same on all
             ranks. 16-bit gradients are summed in fp32 and rounded once.
-        state: this rank's shard of the optimizer's state, as `new_shard_state` makes it; updated in
-            place. "master" has the fp32 weights.
+        state: this rank's shard of the optimizer's state: for each of `optimizer.state_names` a
+            one-dimensional float32 tensor with the elements of `shard_range`, zeros before the
+            first step; updated in place. With "master", a float32 copy of this rank's shard of
+            16-bit parameters, updates are applied to it, and `param` is its rounded copy.
         optimizer: the update and its hyper-parameters; equal on all ranks.
         step: the number of this update, starting at 1; equal on all ranks.
         group: a group of backend "ringcomm"; None for the default group.

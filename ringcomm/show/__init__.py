@@ -15,10 +15,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from _ringcomm_cli import MAX_MICRO_BATCHES
-from _ringcomm_values import MAX_WORLD_SIZE
-from ringcomm.palette import COLORS
-from ringcomm.screen import write_text
+from _ringcomm.values import MAX_MICRO_BATCHES, MAX_WORLD_SIZE
+from ringcomm.screen import COLORS, write_text
 from ringcomm.version import __version__
 
 TITLES = {

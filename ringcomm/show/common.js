@@ -1,4 +1,4 @@
-// What the pages share. ringcomm/palette.py has the colours.
+// What the pages share. ringcomm/screen.py has the colours.
 const COLORS = @COLORS@;
 const data = JSON.parse(document.getElementById("data").textContent);
 const main = document.getElementById("main");

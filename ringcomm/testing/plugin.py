@@ -1,10 +1,12 @@
 """A fixture of several ranks for pytest.
 
-pytest_plugins = ["ringcomm.testing.plugin"]  # in conftest.py
+    pytest_plugins = ["ringcomm.testing.plugin"]  # in conftest.py
 
-@pytest.mark.ranks(2, 3)  # a test with each; without the mark with 2 ranks
-def test_total(ranks):
-assert ranks(total, 5.0) == [10.0] * ranks.world_size
+    @pytest.mark.ranks(2, 3)  # a test with each; without the mark with 2 ranks
+    def test_total(ranks):
+        assert ranks(total, 5.0) == [10.0] * ranks.world_size
+
+`ranks` takes what run_ranks() takes after the number of ranks.
 """
 
 from collections.abc import Callable

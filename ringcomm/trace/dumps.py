@@ -1,6 +1,7 @@
-"""Dumps of flight recorders: one JSON file for each rank, how they are written, read and chosen.
+"""Dumps of flight recorders: one file for each rank, how they are written, read and chosen.
 
-A process writes its own on request, on an error, and on a signal.
+A process writes its own on request and on an error; the doctor writes those of a job. A file is a
+pickle in the format of torch's flight recorder, with more keys.
 
 A dump has the calls of its process, and what it has mapped of its peers' recorders, so that the
 calls of a process that has ended are in the dumps of the others. docs/reference/flight.md has the
@@ -8,12 +9,9 @@ fields.
 """
 
 import contextlib
-import faulthandler
-import functools
-import json
+import io
 import os
-import select
-import signal
+import pickle
 import socket
 import sys
 import threading
@@ -27,20 +25,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ringcomm import errors
-from ringcomm.descriptors import above_standard, open_above
-from ringcomm.trace import clock_name, layout
+from ringcomm.descriptors import open_above
+from ringcomm.trace import clock_name, layout, torch_dumps
 from ringcomm.trace.layout import Call, Group, Record
 from ringcomm.version import __version__
 
-FORMAT, FORMAT_VERSION = "ringcomm flight dump", 2
-# What a file begins with that is a dump, whole or not.
-_START = f'{{"format": "{FORMAT}"'.encode()
+FORMAT, FORMAT_VERSION = "ringcomm flight dump", 3
+_START_BYTES = 64  # in which a file has its format, if it is a dump, whole or not
 # Of a peer that has not ended, and so may write a dump of its own.
 NUM_CALLS_OF_PEER = 64
 _PF_EXITING = 4  # of the kernel's flags of a process
-# Next to layout.STACK_SIGNAL. A program uses SIGUSR1 and SIGUSR2 itself.
-DUMP_SIGNAL = signal.SIGRTMAX - 4
-_THREAD = "ringcomm-dump"
 _OWN_FILES = (__file__, errors.__file__)
 
 T = TypeVar("T", Record, Group, Call)
@@ -67,35 +61,39 @@ def write(
     reason: str,
     stacks: Mapping[str, list[str]],
 ) -> Path:
-    """Writes the dump of a process to PREFIX + its rank + ".json", and replaces an earlier one.
+    """Writes the dump of a process to PREFIX + its rank, and replaces an earlier one.
 
     `peers` are the records of other processes, `stacks` are as in Known. Raises OSError.
     """
-    path = Path(f"{os.fspath(prefix)}{own.rank}.json")
+    path = Path(f"{os.fspath(prefix)}{own.rank}")
+    peers = list(peers)
     processes = [_process(own, len(own.calls), has_ended=False)]
     for peer in sorted(peers, key=lambda record: record.rank):
         has_ended = _has_ended(own, peer)
         processes.append(
             _process(peer, len(peer.calls) if has_ended else NUM_CALLS_OF_PEER, has_ended=has_ended)
         )
+    now_ns, unix_ns = time.monotonic_ns(), time.time_ns()
+    of_torch = torch_dumps.entries_of(own, peers, unix_ns - now_ns, stacks.get("MainThread", []))
     dump = {
         "format": FORMAT,
-        "version": FORMAT_VERSION,
+        "format_version": FORMAT_VERSION,
         "ringcomm": __version__,
         "reason": reason,
         "rank": own.rank,
         "host": socket.gethostname(),
         "clock": clock_name(),
-        "time_ns": time.monotonic_ns(),
-        "unix_ns": time.time_ns(),
+        "time_ns": now_ns,
+        "unix_ns": unix_ns,
         "stacks": dict(stacks),
         "processes": processes,
+        **of_torch,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
-        with open(partial, "w", encoding="utf-8", opener=open_above) as file:
-            file.write(json.dumps(dump) + "\n")
+        with open(partial, "wb", opener=open_above) as file:
+            pickle.dump(dump, file)
         partial.replace(path)  # a reader sees a whole one
     finally:
         partial.unlink(missing_ok=True)
@@ -142,7 +140,7 @@ def read(folders: Sequence[Path]) -> list[Known]:
     """
     found: dict[tuple[str, int, int], Known] = {}  # by process
     for path in files_of(folders):
-        for known in _read(path) if path.suffix == ".json" else ():
+        for known in _read(path) if path.name[-1].isdigit() and path.is_file() else ():
             key = (known.clock, known.record.pid, known.record.started_ns)
             other = found.setdefault(key, known)
             if (known.is_own, known.record.read_ns) > (other.is_own, other.record.read_ns):
@@ -162,18 +160,26 @@ def read(folders: Sequence[Path]) -> list[Known]:
     return [by_rank[rank] for rank in sorted(by_rank)]
 
 
+class _PlainUnpickler(pickle.Unpickler):
+    """Loads no classes and functions: a file of somebody else runs nothing."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Refuses all."""
+        raise pickle.UnpicklingError(f"{module}.{name} is no part of a dump")
+
+
 def _read(path: Path) -> list[Known]:
     """The processes of a dump; none if the file is something else."""
     with path.open("rb") as file:
-        if file.read(len(_START)) != _START:
+        if FORMAT.encode() not in file.read(_START_BYTES):
             return []
     try:
-        dump = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        dump = _PlainUnpickler(io.BytesIO(path.read_bytes())).load()
+    except Exception as error:  # of many types
         raise ValueError(f"{path} is truncated or damaged: {error}") from None
-    if dump.get("version") != FORMAT_VERSION:
+    if dump.get("format_version") != FORMAT_VERSION:
         raise ValueError(
-            f"{path} is a dump of format {dump.get('version')}, which ringcomm "
+            f"{path} is a dump of format {dump.get('format_version')}, which ringcomm "
             f"{dump.get('ringcomm')} has written; this is {__version__}, which reads format "
             f"{FORMAT_VERSION}: use that version"
         )
@@ -208,13 +214,13 @@ def _made(kind: type[T], values: dict[str, Any]) -> T:
 def flight_dump(prefix: str | os.PathLike[str] | None = None) -> Path:
     """Writes a dump of the flight recorder of this process. Not collective.
 
-    The file is PREFIX + the rank in the job + ".json", and replaces an earlier one. It has the last
-    1,024 calls of this process and the Python stacks of its threads, and what it knows of the ranks
-    of its groups on this host: the last 64 calls of each, and all 1,024 of a process that has
-    ended. `ringcomm trace --merge` reads it.
+    The file is PREFIX + the rank in the job, and replaces an earlier one. It has the last 1,024
+    calls of this process and the Python stacks of its threads, and what it knows of the ranks of
+    its groups on this host: the last 64 calls of each, and all 1,024 of a process that has ended.
+    `ringcomm trace --merge` reads it, and torch's analyser `torchfrtrace`.
 
     Args:
-        prefix: what the path begins with; "dumps/" makes dumps/0.json. None: RINGCOMM_FLIGHT_DUMP.
+        prefix: what the path begins with; "dumps/" makes dumps/0. None: RINGCOMM_FLIGHT_DUMP.
 
     Returns:
         The path of the file.
@@ -248,16 +254,14 @@ def _stacks() -> dict[str, list[str]]:
         name = names.get(ident, f"thread {ident}")
         lines = [(at.f_code, line) for at, line in traceback.walk_stack(frame)]
         own = dropwhile(lambda at: at[0].co_filename in _OWN_FILES, lines)
-        if name != _THREAD:
-            stacks[name] = [f"{code.co_filename}:{line} {code.co_name}" for code, line in own]
+        stacks[name] = [f"{code.co_filename}:{line} {code.co_name}" for code, line in own]
     return stacks
 
 
 def start() -> None:
-    """Dumps this process on errors and on DUMP_SIGNAL, if RINGCOMM_FLIGHT_DUMP is set."""
+    """Dumps this process on errors, if RINGCOMM_FLIGHT_DUMP is set."""
     if _prefix():
         errors.on_error = _on_error
-        _offer(os.getpid())
 
 
 _said: set[str] = set()
@@ -283,30 +287,3 @@ def _try_to_dump(reason: str) -> None:
         text = f"RINGCOMM_FLIGHT_DUMP: cannot dump its flight recorder: {error}"
     with contextlib.suppress(OSError, ValueError):
         print(f"ringcomm process {os.getpid()}: {text}", file=sys.stderr, flush=True)
-
-
-@functools.cache
-def _offer(pid: int) -> None:
-    """Makes DUMP_SIGNAL wake a thread that dumps, unless the program handles that signal.
-
-    faulthandler's handler runs in C, also while Python's main thread is blocked in a call, and
-    writes stacks to a pipe. Python's own handlers run when the main thread returns to Python. The
-    thread needs the GIL: a process that blocks with it, or is stopped, is dumped from outside, by
-    `ringcomm doctor --job PID --dump PREFIX`.
-    """
-    with contextlib.suppress(OSError, ValueError, RuntimeError):
-        if signal.getsignal(DUMP_SIGNAL) is not signal.SIG_DFL:
-            return
-        reads, writes = map(above_standard, os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK))
-        threading.Thread(target=_serve, args=(reads,), name=_THREAD, daemon=True).start()
-        file: Any = writes
-        faulthandler.register(DUMP_SIGNAL, file=file, all_threads=True)
-
-
-def _serve(reads: int) -> None:
-    while True:
-        select.select([reads], [], [])
-        # All that one signal has written.
-        while select.select([reads], [], [], 0.05)[0]:
-            os.read(reads, 1 << 16)
-        _try_to_dump(f"signal {DUMP_SIGNAL}")

@@ -18,9 +18,9 @@ from itertools import chain
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
 
-from _ringcomm_cli import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, in_words
-from ringcomm.screen import columns, counted, writing
-from ringcomm.trace import clock_name, dumps, recordings, torch_dumps
+from _ringcomm.status import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, in_words
+from ringcomm.screen import counted, writing
+from ringcomm.trace import clock_name, recordings
 from ringcomm.trace.layout import NO_SEQ
 from ringcomm.trace.recordings import Process
 from ringcomm.trace.totals import Totals
@@ -113,20 +113,6 @@ def merge_folders(
         print(f"ringcomm trace: {in_words(error)}", file=sys.stderr)
         return EXIT_FAILED
     return EXIT_OK
-
-
-def convert_dumps(folders: Sequence[Path], output: Path) -> None:
-    """Writes the dumps in some folders to another one, for torch's analyser.
-
-    Raises ValueError if there is none, for a damaged one, or if the other folder has other files.
-    """
-    found = dumps.read(folders)
-    if not found:
-        raise ValueError(f"no dump of a flight recorder is in {', '.join(map(str, folders))}")
-    note = torch_dumps.write(output, found)
-    about = f"{output}: {counted(len(found), 'rank')}; run torchfrtrace {output}"
-    for line in filter(None, (note, about)):
-        print(f"ringcomm trace: {line}", file=sys.stderr)
 
 
 @dataclass(frozen=True)
@@ -390,58 +376,9 @@ def _ring_in(events: list[dict[str, Any]], seq: int | None) -> Ring | None:
     return Ring(whole, found, waits, {row: names[row] for row in sorted({e["pid"] for e in found})})
 
 
-def steps_of(path: Path, seq: int | None = None) -> dict[str, Any]:
-    """The steps of a ring in the order in which they began; times in µs from the first's begin.
-
-    `seq` is the call's number in its group; None means the first ring collective. Raises ValueError
-    if the file has none.
-    """
-    ring = ring_of(path, seq)
-    about, first_us = ring.whole["args"], ring.steps[0]["ts"]
-    found = [
-        {
-            "rank": ring.ranks[event["pid"]],
-            "name": event["name"],
-            "begin_us": round(event["ts"] - first_us, 3),
-            "end_us": round(event["ts"] + event["dur"] - first_us, 3),
-            "wait_us": round(sum(wait["dur"] for wait in ring.waits_in(event)), 3),
-            **{key: event["args"].get(key) for key in ("slice", "chunk", "from", "to")},
-        }
-        for event in ring.steps
-    ]
-    title = {"op": ring.whole["name"], "reduction": about.get("op")}
-    return {**about, **title, "ranks": [*ring.ranks.values()], "steps": found}
-
-
-def steps(path: Path, seq: int | None = None) -> str:
-    """What `steps_of` finds as a table with a column for each rank.
-
-    "2 → chunk 1 → 0" in the column of a rank: it receives chunk 1 from rank 2 and sends it to
-    rank 0. Raises as `steps_of`.
-    """
-    found = steps_of(path, seq)
-    table = [["begin", "end", "waits", "slice", "step", *found["ranks"]]]
-    for step in found["steps"]:
-        cells = [_path(step) if rank == step["rank"] else "" for rank in found["ranks"]]
-        times = [f"{step[key]:.1f}" for key in ("begin_us", "end_us", "wait_us")]
-        table.append([*times, str(step["slice"]), step["name"], *cells])
-    words = [str(found[key]) for key in ("reduction", "dtype", "algorithm") if found.get(key)]
-    words += [f"{found['bytes']} bytes", f"{len(found['ranks'])} ranks"]
-    num_steps = len({step["name"] for step in found["steps"] if step["from"] is not None})
-    words += [counted(num_steps, "step"), counted(len(found["steps"]), "row")]
-    title = f"{found['op']} #{found['seq']}: {', '.join(words)}"
-    return f"{title}; times in µs\n{columns(table, '>>>>' + '<' * (1 + len(found['ranks'])))}"
-
-
 def _call_of(event: dict[str, Any]) -> tuple[Any, Any]:
     return event["args"].get("group"), event["args"].get("seq")
 
 
 def _place(event: dict[str, Any]) -> tuple[Any, Any]:
     return event["pid"], event["tid"]
-
-
-def _path(step: dict[str, Any]) -> str:
-    source = f"{step['from']} → " if step["from"] is not None else ""
-    target = f" → {step['to']}" if step["to"] is not None else ""
-    return f"{source}chunk {step['chunk']}{target}"

@@ -7,8 +7,8 @@ from importlib.machinery import ModuleSpec, PathFinder
 from typing import Any
 
 HIDDEN = (
-    *("accelerate", "deepspeed", "liger_kernel", "matplotlib", "mpi4py", "quack", "rich"),
-    *("sglang", "transformers", "triton", "vllm"),
+    *("accelerate", "liger_kernel", "matplotlib", "mpi4py", "quack", "rich"),
+    *("transformers", "triton", "vllm"),
 )
 
 

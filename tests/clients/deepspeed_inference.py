@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
+from typing import Any
 
 import torch
 from support import report
@@ -22,9 +24,11 @@ def main(folder: Path, source: Path | None) -> dict[str, list[float]]:
     import deepspeed
 
     if os.environ.get("RINGCOMM_AS_GLOO"):
-        from ringcomm.integrations.deepspeed import register
-
-        register()
+        page = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "serve.md"
+        section = page.read_text(encoding="utf-8").partition("## DeepSpeed\n")[2]
+        recipe: dict[str, Any] = {}
+        exec(re.findall(r"```python\n(.*?)```", section, re.DOTALL)[0], recipe)
+        recipe["register"]()
     deepspeed.init_distributed(dist_backend="gloo")
     ids = torch.randint(3, VOCABULARY, (2, 8), generator=torch.Generator().manual_seed(1))
     found: dict[str, list[float]] = {}

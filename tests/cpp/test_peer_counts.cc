@@ -34,7 +34,7 @@ void all_reduce(Communicator& communicator) {
 }
 
 std::vector<recorder::PeerCounts> counts_of(Communicator& communicator) {
-  return communicator.log()->counts_of(communicator.rank());
+  return communicator.log()->counts();
 }
 
 // The last rank comes late to each call, while another thread reads the counters.
@@ -57,7 +57,6 @@ void run_with_straggler(Communicator& communicator) {
   }
   is_over = true;
   reader.join();
-  expect(communicator.log()->num_calls() == kNumCalls, "the number of calls");
 }
 
 TEST_CASE("peer counts: a rank that comes late is named by all others") {

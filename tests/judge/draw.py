@@ -32,11 +32,11 @@ _FAMILIES: tuple[set[str], ...] = (
 _NO_ARGUMENT = ("core/VariableReplacer", "core/VariableInserter")  # these need one
 # The quick tests that must notice a fault, by the beginning of the file's path; the longest counts.
 _IN_PYTHON = {
-    "_ringcomm_": [
+    "_ringcomm/": [
         *("programs/test_options.py", "programs/test_cli.py", "programs/test_command.py"),
         *("programs/test_show.py", "planner/test_planner.py", "backend/test_job_doctor.py"),
     ],
-    "_ringcomm_autoload.py": ["programs/test_imports.py", "backend"],
+    "_ringcomm/autoload.py": ["programs/test_imports.py", "backend"],
     "ringcomm/": ["backend", "programs/test_imports.py", "programs/test_cli.py"],
     "ringcomm/backend.py": ["backend"],
     "ringcomm/cost_model.py": ["programs/test_cost_model.py", "planner"],

@@ -102,7 +102,7 @@ for number, case in enumerate({cases!r}):
 print("fine")
 """
 # torch finds an installed ringcomm by itself. Twice does no harm.
-BY_HAND = "import _ringcomm_autoload as a; a.register(); a.register()"
+BY_HAND = "import _ringcomm.autoload as a; a.register(); a.register()"
 # Backend, RINGCOMM_AS_GLOO, what it is really, and the host of the other rank.
 CASES: list[tuple[str | None, ...]] = [
     ("cpu:gloo", "1", "ringcomm", "here"),
@@ -183,8 +183,8 @@ def run(rank):
             time.sleep(0.05)
     if rank != {other}:
         os.environ["RINGCOMM_AS_GLOO"] = "1"
-        import _ringcomm_autoload
-        _ringcomm_autoload.register()
+        import _ringcomm.autoload
+        _ringcomm.autoload.register()
         while b"cpu//0/{other}" not in open({folder!r} + "/store", "rb").read():
             time.sleep(0.05)
     elif {is_old}:

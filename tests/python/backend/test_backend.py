@@ -17,14 +17,14 @@ import torch.distributed as dist
 from ranks import in_ranks, init_group
 from test_errors import TRANSPORTS, caught
 
-import _ringcomm_autoload
+import _ringcomm.autoload
 import ringcomm
 from ringcomm import _C, Options, RingcommError
 from ringcomm.torch_names import TORCH_VERSION
 
 
 def test_defaults_stay() -> None:
-    _ringcomm_autoload.register()  # again
+    _ringcomm.autoload.register()  # again
     defaults = dist.Backend.default_device_backend_map
     assert (defaults["cpu"], defaults["cuda"]) == ("gloo", "nccl")
     assert dist.Backend.backend_capability["ringcomm"] == ["cpu", "cuda"]

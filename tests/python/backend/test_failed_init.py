@@ -101,7 +101,6 @@ WRONG_VALUES = {
     "RINGCOMM_MAP_TENSORS": "no",
     "RINGCOMM_MAX_THREADS": "all",
     "RINGCOMM_MESSAGE_BACKEND": "glo",
-    "RINGCOMM_REPORT_STRAGGLERS": "yes",
     "RINGCOMM_TIMEOUT": "1 min",
     "RINGCOMM_TRACE_EVENTS": "many",
     "RINGCOMM_TRANSPORT": "tcp",
@@ -249,7 +248,6 @@ def test_no_file_takes_the_number_of_a_standard_descriptor(
     assert file > 2
     options = ringcomm.Options(transport=transport)
     init_group(rank, WORLD_SIZE, tmp_path / "store", 60, options)
-    ringcomm.on_death(print)
     dist.all_reduce(buffer)
     ringcomm.flight_dump(str(tmp_path / "dump"))
     # Gloo's sockets may have them.

@@ -1,24 +1,19 @@
-"""ringcomm.peer_stats(), and the report of stragglers at destroy_process_group."""
+"""ringcomm.peer_stats(): which ranks the others have waited for."""
 
 from __future__ import annotations
 
 import os
-import re
-import signal
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import in_ranks, init_group, run_ranks
+from ranks import in_ranks
 from test_errors import TRANSPORTS
 
-import _ringcomm_autoload
 import ringcomm
-from ringcomm import stragglers
 
 LIMIT_S = 120
 NUM_CALLS = 20
@@ -232,99 +227,3 @@ def test_peers_have_their_ranks_in_the_job(rank: int) -> None:
     alone: Any = dist.new_group([rank], use_local_synchronization=True)
     assert ringcomm.peer_stats(alone) == {}
     assert set(ringcomm.peer_stats()) == {0, 1, 2} - {rank}
-
-
-# ---- the report
-
-
-def train(rank: int, folder: Path, backend: str, case: str) -> None:
-    """A program of three ranks, of which each writes to a file of its own."""
-    os.dup2(os.open(f"{folder}/{rank}", os.O_CREAT | os.O_WRONLY), 2)
-    if os.environ.get("RINGCOMM_AS_GLOO"):  # which the import of torch looks at
-        _ringcomm_autoload._serve_gloo(dist.distributed_c10d)
-    init_group(rank, 3, folder / "store", backend=backend)
-    pair = dist.new_group([1, 2])
-    try:
-        for i in range(20):
-            is_dead = case == "dead" and i >= 15
-            if rank == 0 and is_dead:
-                os.kill(os.getpid(), signal.SIGKILL)
-            (folder / f"{i}-{rank}").touch()
-            others = [folder / f"{i}-{peer}" for peer in ([1] if is_dead else [0, 1])]
-            while rank == 2 and not all(path.exists() for path in others):
-                time.sleep(0.001)
-            if rank == 2:
-                time.sleep(0.02)
-            dist.all_reduce(torch.ones(100))
-            if case == "groups" and rank > 0:
-                dist.barrier(pair)
-    except dist.DistBackendError:
-        assert case == "dead"
-    dist.destroy_process_group()
-
-
-def run_program(folder: Path, case: str, backend: str = "ringcomm", **env: str) -> list[str]:
-    """What each rank writes to stderr."""
-    given = {"RINGCOMM_REPORT_STRAGGLERS": "1", **env}
-    options: Any = {"may_die": [0]} if case == "dead" else {}
-    run_ranks(3, train, folder, backend, case, backend=None, fresh=True, env=given, **options)
-    return [(folder / str(rank)).read_text() for rank in range(3)]
-
-
-def reports(text: str) -> list[str]:
-    return re.findall(r"^ringcomm group .*$", text, re.MULTILINE)
-
-
-LATE = r"rank \d was the last to arrive in \d+ of (1\d|20) collectives; the others waited"
-
-
-@pytest.mark.parametrize("transport", list(TRANSPORTS))
-@pytest.mark.parametrize("case", ["slow", "dead"])
-def test_one_rank_reports_the_straggler(tmp_path: Path, transport: str, case: str) -> None:
-    said = run_program(tmp_path, case, **TRANSPORTS[transport] or {})
-    lines = [reports(text) for text in said]
-    reporter = 1 if case == "dead" else 0
-    assert [len(found) for found in lines] == [int(rank == reporter) for rank in range(3)], said
-    assert re.search(LATE, lines[reporter][0]), said
-    # What all ranks counted, the dead one among them.
-    rows = re.findall(r"^ +([012]) +(\d+) .* ([\d.]+) m?s$", said[reporter], re.MULTILINE)
-    assert sorted(rank for rank, *_ in rows) == ["0", "1", "2"]
-    for rank, num_late, waited in rows:  # a busy machine may stop any rank for longer, once
-        assert int(num_late) >= 10 if rank == "2" else float(waited) > 0, said
-
-
-def test_each_group_reports_where_it_was_used(tmp_path: Path) -> None:
-    said = run_program(tmp_path, "groups", "gloo", RINGCOMM_AS_GLOO="1")
-    assert [len(reports(text)) for text in said] == [1, 1, 0], said
-    assert re.search(r"^ +2 +(1\d|20) ", said[0], re.MULTILINE), said
-    assert re.search(r"^ +[12] .*\n +[12] .*\n", said[1], re.MULTILINE), said
-
-
-def test_nothing_is_reported_unasked(tmp_path: Path) -> None:
-    assert not any(map(reports, run_program(tmp_path, "slow", RINGCOMM_REPORT_STRAGGLERS="0")))
-
-
-def view(*peers: tuple[float, int]) -> list[dict[str, Any]]:
-    return [{"waited_s": waited_s, "num_late": num_late} for waited_s, num_late in peers]
-
-
-def test_the_words_of_the_report() -> None:
-    nobody = view((0, 0), (0, 0), (0, 0))
-    late = [view((0, 0), (0.5, 9), (20.6, 811)), view((0.001, 1), (0, 0), (20.6, 812)), nobody]
-    assert stragglers.text("0", [4, 5, 7], 1000, late) == (
-        "ringcomm group 0: rank 7 was the last to arrive in 812 of 1,000 collectives; "
-        "the others waited 41.2 s for it\n"
-        "  rank  last to arrive  others waited  it waited\n"
-        "     7             812         41.2 s     0.0 ms\n"
-        "     5               9       500.0 ms     20.6 s\n"
-        "     4               1         1.0 ms     21.1 s\n"
-    )
-    assert stragglers.text("0", [0, 1, 2], 1, [nobody] * 3) == (
-        "ringcomm group 0: no rank has waited for another for as long as 100 µs, in 1 collective\n"
-    )
-    assert stragglers.text("0", [0, 1, 2], 0, [nobody] * 3) == ""
-    # Over messages rank 0 waits for rank 1, which waits for rank 2.
-    chain = [view((0, 0), (9, 9), (0, 0)), view((0, 0), (0, 0), (9, 9)), []]
-    text = stragglers.text("0", [0, 1, 2], 9, chain)
-    assert text.startswith("ringcomm group 0: rank 2 was the last to arrive in 9 of 9")
-    assert "without what rank 2 counted" in text

@@ -1,4 +1,4 @@
-"""ringcomm.shrink(): the ranks that are left, in a group that works; health() and on_death().
+"""ringcomm.shrink(): the ranks that are left, in a group that works; health().
 
 Each letter of `env` is the host of a rank, and two hosts are two identities on this machine. The
 agreement with a death at every step: tests/cpp/test_survivors.cc, tests/cpp/checker. Training that
@@ -11,9 +11,7 @@ import contextlib
 import os
 import resource
 import signal
-import subprocess
 import sys
-import threading
 import time
 from datetime import timedelta
 from functools import partial
@@ -360,147 +358,3 @@ def test_a_rank_that_ends_after_its_last_call(rank: int) -> None:
     wait_for_death(0)
     dist.all_reduce(tensor)
     assert tensor[0].item() == 4
-
-
-# ---- ringcomm.on_death(): a function that is called when a rank has died
-
-
-def compute_until(is_over: Any) -> float:
-    """Pure Python, which keeps its lock; the seconds that it took."""
-    begin = time.monotonic()
-    while not is_over():
-        sum(range(1000))
-        assert time.monotonic() < begin + 20
-    return time.monotonic() - begin
-
-
-@in_new_ranks(envs=("aaaa", "abab"), may_die=[1, 3])
-def test_it_is_called_while_a_rank_computes(rank: int, env: str) -> None:
-    """Functions on the world, one of which raises, and on other groups; one is removed."""
-    group, other, gone = (dist.new_group(ranks) for ranks in ([0, 1, 2], [0, 2], [0, 1, 2]))
-    calls: list[tuple[str, int]] = []
-    threads = set()
-
-    def note(name: str) -> Any:
-        def called(victim: int) -> None:
-            threads.add(threading.current_thread().name)
-            calls.append((name, victim))
-            if name == "fails":
-                raise KeyError("of the test")
-
-        return called
-
-    if rank in (0, 2):
-        removed = ringcomm.on_death(note("removed"))
-        ringcomm.on_death(note("fails"))
-        ringcomm.on_death(note("world"))
-        ringcomm.on_death(note("group"), group)
-        ringcomm.on_death(note("other"), other)
-        ringcomm.on_death(note("destroyed"), gone)
-        removed.remove()
-    dist.barrier()
-    dist.destroy_process_group(gone)
-    assert not calls
-    if rank in (1, 3):
-        time.sleep(0.2 * rank)
-        die()
-    seconds = compute_until(lambda: len(calls) >= 5)
-    time.sleep(0.3)
-    ringcomm.on_death(note("late"))
-    compute_until(lambda: len(calls) >= 7)
-    if env == "aaaa":
-        new = ringcomm.shrink()  # whose ranks live
-        ringcomm.on_death(note("new"), new)
-        dist.barrier()
-        time.sleep(0.3)
-    world = [(name, victim) for name in ("fails", "late", "world") for victim in (1, 3)]
-    assert sorted(calls) == sorted([*world, ("group", 1)])
-    assert seconds < 0.6 + SOON_S
-    assert threads == {"ringcomm-death"}
-
-
-@in_new_ranks(2)
-def test_a_rank_that_leaves_is_not_dead(rank: int) -> None:
-    """It destroys its group and lives."""
-    calls: list[int] = []
-    ringcomm.on_death(calls.append)
-    dist.barrier()
-    if rank == 1:
-        dist.destroy_process_group()
-        time.sleep(1)
-    else:
-        fail()
-        time.sleep(0.3)
-    assert calls == []
-
-
-HOW = ("exit", "slow", "end", "no function")
-
-# Forks the ranks of each job once torch is imported; what each prints goes to a file of its own.
-ON_DEATH = """
-import os, signal, sys, time
-import torch.distributed as dist
-import ringcomm
-folder = sys.argv[1]
-pids = []
-for how, rank in [(how, rank) for how in sys.argv[2:] for rank in (0, 1)]:
-    pid = os.fork()
-    if pid == 0:
-        break
-    pids.append(pid)
-else:
-    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-    print(*codes, flush=True)
-    os._exit(0)
-os.dup2(os.open(f"{folder}/{how}-{rank}", os.O_WRONLY | os.O_CREAT), 1)
-store = dist.FileStore(f"{folder}/store-{how}", 2)
-dist.init_process_group("ringcomm", store=store, rank=rank, world_size=2)
-def called(victim):
-    print("called", victim, flush=True)
-    if how == "slow":
-        time.sleep(30)
-    if how == "end":
-        os._exit(7)
-if how == "no function":  # and what a death is written to is in no descriptor of a child
-    os.dup2(os.eventfd(0, os.EFD_NONBLOCK), 0)
-else:
-    ringcomm.on_death(called)
-dist.barrier()
-if rank == 1:
-    os.kill(os.getpid(), signal.SIGKILL)
-if how == "no function":
-    try:
-        dist.barrier()
-    except ringcomm.PeerDiedError:
-        time.sleep(0.2)
-    try:
-        print("written", os.eventfd_read(0))
-    except BlockingIOError:
-        print("not written", flush=True)
-elif how != "exit":
-    time.sleep(1 if how == "slow" else 20)
-"""
-
-
-def test_it_does_not_keep_the_interpreter(tmp_path: Path) -> None:
-    """The process exits at once, while the function runs, or is ended by it."""
-    command = [sys.executable, "-c", ON_DEATH, str(tmp_path), *HOW]
-    begin = time.monotonic()
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, start_new_session=True
-    ) as program:
-        try:
-            codes, _ = program.communicate(timeout=90)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(program.pid, signal.SIGKILL)
-    killed = -signal.SIGKILL
-    assert codes.split() == [str(code) for code in (0, killed, 0, killed, 7, killed, 0, killed)]
-    texts = [(tmp_path / f"{how}-0").read_text() for how in HOW[1:]]
-    assert texts == ["called 1\n", "called 1\n", "not written\n"]
-    assert time.monotonic() < begin + 80
-
-
-def test_it_needs_a_group() -> None:
-    with pytest.raises(ValueError, match="no default group"):
-        ringcomm.on_death(print)

@@ -83,7 +83,8 @@ def all_to_all(group: dist.ProcessGroup, data: torch.Tensor, world_size: int) ->
 def update(group: dist.ProcessGroup, data: torch.Tensor, _world_size: int) -> torch.Tensor:
     param = torch.linspace(-1, 1, data.numel()).bfloat16()
     optimizer = ringcomm.ops.AdamWStep(lr=0.1)
-    state = ringcomm.ops.new_shard_state(param, optimizer, group=group)
+    begin, end = ringcomm.ops.shard_range(param.numel(), group.size(), group.rank())
+    state = {name: torch.zeros(end - begin) for name in optimizer.state_names}
     for step in (1, 2):
         ringcomm.ops.reduce_scatter_update_all_gather_(
             param, data, state, optimizer=optimizer, step=step, group=group

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import pickle
 import time
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ def call_and_dump(rank: int, folder: str) -> None:
 
 
 def calls_in(path: Path) -> list[dict[str, Any]]:
-    own: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["processes"][0]
+    own: dict[str, Any] = pickle.loads(path.read_bytes())["processes"][0]
     calls: list[dict[str, Any]] = own["calls"]
     return calls
 
@@ -41,7 +41,7 @@ def calls_in(path: Path) -> list[dict[str, Any]]:
 def test_calls_are_enqueued_and_end_when_that_is_seen(gpus: Gpus, tmp_path: Path) -> None:
     gpus.run(call_and_dump, str(tmp_path))
     for rank in range(gpus.world_size):
-        calls = [call for call in calls_in(tmp_path / f"{rank}.json") if call["num_bytes"] > 40]
+        calls = [call for call in calls_in(tmp_path / f"{rank}") if call["num_bytes"] > 40]
         on_device = [call for call in calls if call["on_device"]][-3:]
         found = [(call["op"], call["num_bytes"], call["state"]) for call in on_device]
         assert [each[:2] for each in found] == [

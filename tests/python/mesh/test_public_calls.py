@@ -15,7 +15,7 @@ from oracle import all_equal
 from ranks import in_ranks, place
 from torch import Tensor, nn
 
-from ringcomm import ops
+from ringcomm import lazy, ops
 from ringcomm.nn import (
     ColumnParallelLinear,
     CrossEntropyLoss,
@@ -29,19 +29,18 @@ from ringcomm.parallel import ParallelDims, expert, get_state_dict, set_state_di
 ROOT = Path(__file__).resolve().parents[3]
 MODULES = (
     *("ringcomm", "ringcomm.nn", "ringcomm.ops", "ringcomm.optim", "ringcomm.planner"),
-    *("ringcomm.integrations.accelerate", "ringcomm.integrations.deepspeed"),
-    *("ringcomm.integrations.sglang", "ringcomm.integrations.transformers"),
+    *("ringcomm.integrations.accelerate", "ringcomm.integrations.transformers"),
     "ringcomm.integrations.vllm",
     *("ringcomm.parallel", "ringcomm.parallel.activations"),
     *("ringcomm.parallel.expert", "ringcomm.parallel.offload", "ringcomm.parallel.pipeline"),
     *("ringcomm.parallel.tensor", "ringcomm.parallel.zero", "ringcomm.testing"),
 )
-MOST_NAMES = 79
+MOST_NAMES = 75
 # What takes a group and no mesh.
 WITHOUT = {
     # As torch.distributed.
-    *("empty_shared", "health", "monitored_barrier", "on_death", "peer_stats", "shrink", "stats"),
-    *("all_gather", "all_reduce", "broadcast", "new_shard_state", "reduce", "reduce_scatter"),
+    *("empty_shared", "health", "monitored_barrier", "peer_stats", "shrink", "stats"),
+    *("all_gather", "all_reduce", "broadcast", "reduce", "reduce_scatter"),
     *("reduce_scatter_update_all_gather_", "ZeroOptimizer"),  # made by zero.shard()
     "all_reduce_add_rms_norm_",
 }
@@ -69,6 +68,19 @@ def test_the_public_names_are_few_and_in_the_table_of_the_architecture_page() ->
     text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
     told = set(re.findall(r"(?:from|import) (ringcomm(?:\.[a-z_]+)*)", text))
     assert told - {*MODULES} == set()
+
+
+@pytest.mark.parametrize("name", lazy.GONE)
+def test_a_name_that_is_gone_names_what_to_use(name: str) -> None:
+    package, _, own = name.rpartition(".")
+    module: Any = importlib.import_module(package)
+    words = f"{re.escape(name)} is gone; use {re.escape(lazy.GONE[name])}$"
+    with pytest.raises(AttributeError, match=words):
+        getattr(module, own)
+    assert not hasattr(module, own)
+    assert own not in dir(module)
+    with pytest.raises(ImportError, match=words):
+        exec(f"from {package} import {own}")
 
 
 def calls() -> Iterator[tuple[str, Any]]:

@@ -62,14 +62,24 @@ class Run:
     """Parameters, this rank's state, and gradients that every rank can compute for all."""
 
     def __init__(
-        self, optimizer: Any, num_elems: int, dtype: torch.dtype, where: Any = "cpu", **kwargs: Any
+        self,
+        optimizer: Any,
+        num_elems: int,
+        dtype: torch.dtype,
+        where: Any = "cpu",
+        *,
+        grad_dtype: torch.dtype | None = None,
+        master: bool = False,
     ) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.optimizer = optimizer
-        self.grad_dtype = kwargs.pop("grad_dtype", dtype)
+        self.grad_dtype = grad_dtype or dtype
         self.param = start(num_elems, dtype).to(where)
-        self.state = ops.new_shard_state(self.param, optimizer, **kwargs)
         self.shard = slice(*ops.shard_range(num_elems, self.world_size, self.rank))
+        shard = self.param[self.shard].float()
+        self.state = {name: torch.zeros_like(shard) for name in optimizer.state_names}
+        if master:
+            self.state["master"] = shard
 
     def grad(self, step: int) -> Tensor:
         grad = grad_of(self.rank, self.param.numel(), self.grad_dtype, step)

@@ -16,8 +16,8 @@ import pytest
 import torch
 from schedule_simulation import simulate
 
-from _ringcomm_cli import HARDWARE as HELP_HARDWARE
-from ringcomm import cli
+from _ringcomm import start as cli
+from _ringcomm.command import HARDWARE as HELP_HARDWARE
 from ringcomm.cost_model import Costs, Machine
 from ringcomm.parallel.pipeline.schedules import make_plan
 from ringcomm.planner import Cluster, Job, plan

@@ -30,8 +30,8 @@ import systems  # noqa: F401  a module whose clock is replaced
 import torch
 import torch.distributed as dist
 
-import _ringcomm_cli
-from ringcomm import cli
+import _ringcomm.command
+from _ringcomm import start as cli
 from ringcomm.measure import bench, doctor, job, machine, ranks, timing
 
 VERSIONS = functools.cache(machine.versions)
@@ -119,7 +119,7 @@ def repeatable() -> Iterator[None]:
         times = SimpleNamespace(**vars(time))
         times.perf_counter = times.monotonic = read
         times.sleep = lambda seconds: None
-        benchmarks = str(_ringcomm_cli.BENCHMARKS)
+        benchmarks = str(_ringcomm.command.BENCHMARKS)
         for name, module in list(sys.modules.items()):
             own = name.startswith("ringcomm.measure.") or name == "ringcomm.screen"
             if not own and not str(getattr(module, "__file__", "")).startswith(benchmarks):
@@ -143,7 +143,7 @@ def seen(argv: list[str], folder: Path, ignored: tuple[str, Any] | None = None) 
     Of `doctor --job`, whose times are real, numbers of seconds and contents of files are left out.
     `ignored` is the name of an option, and the value that the command sees.
     """
-    read = _ringcomm_cli.read
+    read = _ringcomm.command.read
 
     def read_and_ignore(argv: list[str]) -> Any:
         options = read(argv)
@@ -161,7 +161,7 @@ def seen(argv: list[str], folder: Path, ignored: tuple[str, Any] | None = None) 
     ):
         patch.chdir(folder)
         patch.setenv("LD_PRELOAD", "")
-        patch.setattr(_ringcomm_cli, "read", read_and_ignore)
+        patch.setattr(cli, "read", read_and_ignore)
         try:
             status: Any = cli.run(argv)
         except SystemExit as ended:

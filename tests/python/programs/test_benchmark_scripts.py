@@ -18,6 +18,7 @@ import hosts
 import libraries
 import llama_memory
 import lomo
+import palette
 import pictures
 import plot
 import programs
@@ -32,8 +33,8 @@ from html_report import read_records
 from machines import needs_programs
 from torch import Tensor
 
-from _ringcomm_cli import EXIT_OK, EXIT_WRONG_RESULTS
-from ringcomm import cli, palette
+from _ringcomm import start as cli
+from _ringcomm.status import EXIT_OK, EXIT_WRONG_RESULTS
 from ringcomm.parallel import pipeline
 from ringcomm.screen import in_seconds
 from ringcomm.trace.merge import Ring

@@ -32,8 +32,8 @@ from point import make_buffers
 from report import RESULTS
 
 import ringcomm
-from _ringcomm_cli import EXIT_OK, EXIT_WRONG_RESULTS, RankError
-from ringcomm import cli
+from _ringcomm import start as cli
+from _ringcomm.status import EXIT_OK, EXIT_WRONG_RESULTS, RankError
 from ringcomm.measure import bench, machine, ranks
 from ringcomm.measure.timing import Timings
 

@@ -27,9 +27,16 @@ from rank_programs import run_command
 from report import fitted, make_table
 from rich.console import Console
 
-from _ringcomm_cli import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_PIPE_CLOSED
-from _ringcomm_values import output_file
-from ringcomm import cli, tuning
+from _ringcomm import start as cli
+from _ringcomm.status import (
+    EXIT_BAD_INPUT,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    EXIT_PIPE_CLOSED,
+)
+from _ringcomm.values import output_file
+from ringcomm import tuning
 from ringcomm.cost_model import Costs
 from ringcomm.measure import algorithms, doctor, machine
 from ringcomm.measure.algorithms import measure_algorithms
@@ -535,8 +542,6 @@ BAD_INPUT = [
     ("bench cores --tuning /proc/version", "tuning file '/proc/version': not JSON"),
     ("bench systems --plot it.doc", "--plot it.doc: the file name must end in one of"),
     ("trace --merge /proc/self/fdinfo", "ringcomm trace: nothing was recorded"),
-    ("trace --steps /proc/version", "ringcomm trace: /proc/version is not a trace"),
-    ("trace --merge /proc/self/fdinfo --format torch", "no dump of a flight recorder is in"),
     ("plan --model llama-8b --gpus 8", "known are llama-7b, llama-13b"),
     (f"{LLAMA} --why 100000", "--why must be 1 to "),
     (f"{LLAMA} --memory 80M", "less than the 1.00 GiB that the driver uses"),

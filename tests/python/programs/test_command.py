@@ -31,8 +31,9 @@ from ranks import run_ranks
 from test_cli import COMMAND, ROOT, TIMEOUT_S, finish, members, start
 from torch.profiler import profile
 
-import _ringcomm_cli
-from ringcomm import cli
+import _ringcomm.command
+from _ringcomm import start as cli
+from _ringcomm.status import run_main
 from ringcomm.trace import merge
 
 TRACE = [*COMMAND, "trace"]
@@ -40,19 +41,19 @@ TRACE = [*COMMAND, "trace"]
 # ---- without torch
 
 STARTS = (
-    *(f"{command} --help".split() for command in ("", *_ringcomm_cli._COMMANDS)),
+    *(f"{command} --help".split() for command in ("", *_ringcomm.command._COMMANDS)),
     *(f"bench {op} --help".split() for op in ("all_gather,barrier", "cross_entropy", "systems")),
-    *(["--version"], ["benhc"], ["trace", "--stpes", "x"], ["bench", "--seconds", "nan"], []),
+    *(["--version"], ["benhc"], ["trace", "--evnets", "x"], ["bench", "--seconds", "nan"], []),
     ["bench", "all_gatther"],
     *(line.split() for line in ("plan --model gpt2 --gpus -3", "doctor --world-size 0")),
     *(line.split() for line in ("show loss --ranks 5", "trace --merge nothing", "bench --ops x")),
 )
 WITHOUT_TORCH = f"""
 import sys
-import _ringcomm_cli
+import _ringcomm.start
 for line in {STARTS!r}:
     try:
-        _ringcomm_cli.run(line)
+        _ringcomm.start.run(line)
     except SystemExit as ended:
         print("status", ended.code)
 print("imported", *({{"torch", "numpy", "ringcomm"}} & {{*sys.modules}}))
@@ -68,7 +69,7 @@ def test_help_and_wrong_options_import_no_torch() -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["--help", "bench barrier --help", "--version", "benhc", "trace --stpes x"]
+    "line", ["--help", "bench barrier --help", "--version", "benhc", "trace --evnets x"]
 )
 def test_python_m_answers_before_the_package_imports_torch(line: str, tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise SystemExit('torch is imported')", encoding="utf-8")
@@ -95,7 +96,7 @@ def completed(line: str, folder: Path) -> list[str]:
     answer = folder / "answer"
     env = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_STDOUT_FILENAME": str(answer), "IFS": "\n"}
     env |= {"_ARGCOMPLETE_IFS": "\n", "COMP_LINE": line, "COMP_POINT": str(len(line))}
-    code = "import sys, _ringcomm_cli; sys.argv = ['ringcomm']; _ringcomm_cli.main()"
+    code = "import sys, _ringcomm.start; sys.argv = ['ringcomm']; _ringcomm.start.main()"
     subprocess.run(
         [sys.executable, "-c", code], env=os.environ | env, timeout=TIMEOUT_S, check=False
     )
@@ -105,14 +106,13 @@ def completed(line: str, folder: Path) -> list[str]:
 def test_shell_completion(tmp_path: Path) -> None:
     pytest.importorskip("argcomplete")
     assert completed("ringcomm t", tmp_path) == ["trace", "tune"]
-    assert completed("ringcomm trace --s", tmp_path) == ["--seq", "--steps"]
+    assert completed("ringcomm show --tr", tmp_path) == ["--trace"]
     assert completed("ringcomm show l", tmp_path) == ["lomo", "loss"]
-    assert completed("ringcomm doctor --format ", tmp_path) == ["json", "torch"]
     assert completed("ringcomm bench all_t", tmp_path) == ["all_to_all"]
 
 
 def test_completion_knows_the_operations_of_bench() -> None:
-    known = {*_ringcomm_cli.OPERATIONS}
+    known = {*_ringcomm.command.OPERATIONS}
     assert known == {*operations.OPERATIONS, *front_door.ALONE}
 
 
@@ -144,8 +144,6 @@ WRITING = (
     "show ring -o {folder}/page.html",
     "show ring -o /proc/self/fd/1",
     "doctor --world-size 1 --seconds 0",
-    "trace --steps {folder}/ring.json",
-    "trace --steps {folder}/ring.json --json",
     "tune --world-sizes 2 --sizes 1k,2k --seconds 0 --repeats 0 --json {folder}/t.json",
     "bench barrier --world-size 2 --seconds 0 --repeats 0",
 )
@@ -237,7 +235,7 @@ def test_without_a_terminal(columns: str) -> None:
     done = run_command(
         "sh", "-c", f"COLUMNS={columns} TERM= {' '.join(COMMAND)} trace --help <&- 2>&1 | cat"
     )
-    assert "--steps FILE" in done.stdout
+    assert "--html FILE" in done.stdout
     assert "Traceback" not in done.stdout
 
 
@@ -348,9 +346,9 @@ class Interrupt:
         if name == "torch":
             os.kill(os.getpid(), signal.SIGINT)
 sys.meta_path.insert(0, Interrupt())
-import _ringcomm_cli
+import _ringcomm.start
 sys.argv = ["ringcomm", "doctor"]
-sys.exit(_ringcomm_cli.main())
+sys.exit(_ringcomm.start.main())
 """
     done = run_command(sys.executable, "-c", code)
     assert (done.returncode, done.stderr) == (130, "ringcomm doctor: interrupted\n")
@@ -370,7 +368,7 @@ def profiled() -> str:
 
 
 @pytest.mark.parametrize("kind", ["profiler", "truncated", "gzip", "not gzip", "a list", "binary"])
-@pytest.mark.parametrize("command", ["trace --steps", "show trace --trace", "show ring --trace"])
+@pytest.mark.parametrize("command", ["show trace --trace", "show ring --trace"])
 def test_a_file_that_is_no_trace(
     kind: str, command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -392,9 +390,7 @@ def test_a_file_that_is_no_trace(
     )
     kept = [(number, signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)]
     try:
-        status = _ringcomm_cli.run_main(
-            "ringcomm", lambda _: cli.run([*command.split(), str(path)])
-        )
+        status = run_main("ringcomm", lambda _: cli.run([*command.split(), str(path)]))
     except SystemExit as ended:
         status = int(str(ended.code))
     finally:

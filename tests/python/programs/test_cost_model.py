@@ -16,7 +16,8 @@ import torch.distributed as dist
 from ranks import in_ranks
 
 import ringcomm
-from ringcomm import cli, cost_model
+from _ringcomm import start as cli
+from ringcomm import cost_model
 from ringcomm.cost_model import (
     FITTED,
     KIB,

@@ -105,7 +105,7 @@ def package(folder: Path, extension: str = "", built_for: str = "") -> Path:
     package.mkdir(parents=True)
     for name in ("__init__.py", "_extension.py", "version.py"):
         shutil.copy(ROOT / "ringcomm" / name, package)
-    shutil.copy(ROOT / "_ringcomm_autoload.py", folder)
+    shutil.copytree(ROOT / "_ringcomm", folder / "_ringcomm")
     (folder / "torch.py").write_text('__version__ = "2.13.0+cpu"\n')
     if extension:
         text = f"\x7fELF... ringcomm is built for torch {built_for} ..."

@@ -27,8 +27,8 @@ from option_runs import seen
 from ranks import run_ranks
 from test_cli import TUNED
 
-import _ringcomm_cli
-from _ringcomm_cli import EXIT_BAD_INPUT
+import _ringcomm.command
+from _ringcomm.status import EXIT_BAD_INPUT
 from ringcomm import tuning
 from ringcomm.cost_model import Costs
 from ringcomm.parallel.pipeline.schedules import Action, Timeline
@@ -62,7 +62,6 @@ VALUES: dict[str, tuple[str | None, list[str]]] = {
     "--timeline": ("{timeline}", NO_FILES),
     "--nccl-library": ("{file}", NO_FILES),
     "--trace": ("{trace}", NO_FILES),
-    "--steps": ("{trace}", NO_FILES),
     **dict.fromkeys(("--per-host", "--dp", "--pp", "--tp", "--ep", "--graph", "--why"), COUNT),
     **dict.fromkeys(("--layers", "--rows", "--gpus"), COUNT),
     "--width": ("64", COUNT[1]),
@@ -87,7 +86,6 @@ VALUES: dict[str, tuple[str | None, list[str]]] = {
     "--optimizer": ("sgd", ONE_OF),
     "--job": ("{job}", around(1, 1 << 22)),
     "--dump": NEW_FOLDER,
-    "--format": ("torch", ONE_OF),
     "--ranks": ("2", around(2, 64)),
     "--micro-batches": ("4", around(1, 256)),
     "--events": ("64", around(64, 1 << 24)),
@@ -135,7 +133,7 @@ FORMS: list[tuple[str, str, str]] = [
     ("bench", "--world-size 2 --seconds 0", "world-size seconds html json"),
     ("doctor", "--world-size 2 --seconds 0", "world-size seconds json"),
     ("doctor", "--job {job}", "job json verdict dump"),
-    ("doctor", "--job {job} --dump {new}", "json verdict format"),
+    ("doctor", "--job {job} --dump {new}", "json verdict"),
     ("doctor", "--job {job} --verdict", "dump"),
     ("plan", PLAN_OF, f"tuning | {PLAN}"),
     ("plan", f"{PLAN_OF} --hardware cpu-core", f"{PLAN} | tuning"),
@@ -151,9 +149,7 @@ FORMS: list[tuple[str, str, str]] = [
     ("show", "loss", "ranks output"),
     ("show", "trace --trace {trace}", "output trace"),
     ("trace", f"-- {PROGRAM}", "output events html"),
-    ("trace", "--merge {recordings}", "output html format"),
-    ("trace to torch", "--merge {recordings} --format torch", "output"),
-    ("trace", "--steps {trace}", "seq json steps"),
+    ("trace", "--merge {recordings}", "output html"),
     (
         "tune",
         "--world-sizes 2 --sizes 1k,2k --seconds 0 --repeats 0 --force",
@@ -175,14 +171,14 @@ FORMS: list[tuple[str, str, str]] = [
     ),
 ]
 # Options that begin another form.
-MODES = {"--job", "--collectives", "--merge", "--steps", "--trace", "--timeline"}
+MODES = {"--job", "--collectives", "--merge", "--trace", "--timeline"}
 
 
 def parser_of(command: str, rest: str) -> argparse.ArgumentParser:
     if command.startswith("bench "):
         return front_door.make_parser(rest.split(maxsplit=1)[0])
-    parser = _ringcomm_cli.OneLineParser(prog="ringcomm")
-    _ringcomm_cli._COMMANDS[command.split(maxsplit=1)[0]][0](parser)
+    parser = _ringcomm.command.OneLineParser(prog="ringcomm")
+    _ringcomm.command._COMMANDS[command.split(maxsplit=1)[0]][0](parser)
     return parser
 
 
@@ -229,7 +225,7 @@ def test_each_option(
 
     def refused(argv: list[str]) -> str:
         with pytest.raises(SystemExit) as ended:
-            _ringcomm_cli.read(argv)
+            _ringcomm.command.read(argv)
         assert ended.value.code == EXIT_BAD_INPUT, argv
         error = capsys.readouterr().err
         assert error.count("\n") == 1, argv
@@ -245,7 +241,7 @@ def test_each_option(
     for option in known:
         right, wrong = values[option]
         if option in wanted:
-            _ringcomm_cli.read(words(option, right))
+            _ringcomm.command.read(words(option, right))
             for value in wrong:
                 assert option in refused(words(option, value)), (option, value)
         elif option not in MODES and option not in after:
@@ -305,7 +301,7 @@ def compare(
         ignored = None
         if is_ignored:
             dest = parser._option_string_actions[option].dest
-            ignored = dest, vars(_ringcomm_cli.read([name, *base]))[dest]
+            ignored = dest, vars(_ringcomm.command.read([name, *base]))[dest]
         found = seen([name, *given, *after], folder / option, ignored)
         assert found[0] != EXIT_BAD_INPUT, found
         if found == usual:
@@ -339,9 +335,9 @@ def test_an_option_without_effect_is_found(form: Any, files: Any, tmp_path: Path
 
 
 def test_the_forms_are_those_of_all_commands() -> None:
-    assert {command.split()[0] for command, _, _ in FORMS} == {*_ringcomm_cli._COMMANDS}
+    assert {command.split()[0] for command, _, _ in FORMS} == {*_ringcomm.command._COMMANDS}
     pages = {rest.split()[0] for command, rest, _ in FORMS if command == "show"}
-    assert pages == {*_ringcomm_cli.PAGES}
+    assert pages == {*_ringcomm.command.PAGES}
     of_bench = {rest.split()[0] for command, rest, _ in FORMS if command.startswith("bench ")}
     assert of_bench - {"all_reduce"} == {*front_door.ALONE}
 
@@ -351,20 +347,17 @@ def test_the_forms_are_those_of_all_commands() -> None:
     [
         ("plan --gpus 8", "arguments are required: --model"),
         ("plan", "arguments are required: --model, --gpus"),
-        ("doctor --format torch", "--format needs --dump FOLDER"),
+        ("doctor --dump {new}", "--dump needs --job PID"),
         ("doctor --job 7 --dump {new} --seconds 1", "--seconds has no effect with --job PID"),
         ("doctor --job 7 --json --verdict", "--json has no effect with --verdict"),
-        ("trace", "give one of: -- COMMAND, --merge FOLDER, --steps FILE"),
+        ("trace", "give one of: -- COMMAND, --merge FOLDER"),
         ("trace -- true --merge x", None),
         ("trace --merge {folder} -- true", "give one of"),
-        ("trace --merge {folder} --format torch --html {new}", "--format torch writes none"),
-        ("trace --format torch -- true", "--format needs --merge FOLDER"),
-        ("trace --merge {folder}/a --format torch -o {new}", None),  # as in RINGCOMM_FLIGHT_DUMP
+        ("trace --merge {folder}/a -o {new}", None),  # as in RINGCOMM_FLIGHT_DUMP
         ("bench --html {new} --json {new}", "is given for two files"),
         ("show trace --trace {file} -o {file}", "is given for two files"),
         ("show trace --trace a.json -o {file}", "is given for two files"),
         ("trace --html ringcomm-trace.json -- true", "is given for two files"),
-        ("trace --steps {file}", None),
         ("show loss --ranks 5", "5 ranks cannot share them"),
         ("show trace", "page trace needs --trace FILE"),
         ("tune --sizes 1k,1024", "at least 2 different sizes"),
@@ -389,10 +382,10 @@ def test_options_together(
     """
     argv = [word.format(**paths) for word in line.split()]
     if message is None:
-        assert vars(_ringcomm_cli.read(argv))
+        assert vars(_ringcomm.command.read(argv))
         return
     with pytest.raises(SystemExit) as ended:
-        _ringcomm_cli.read(argv)
+        _ringcomm.command.read(argv)
     assert ended.value.code == EXIT_BAD_INPUT
     assert message in capsys.readouterr().err
 
@@ -400,10 +393,10 @@ def test_options_together(
 def test_a_wheel_has_no_operations(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(_ringcomm_cli, "BENCHMARKS", tmp_path)
+    monkeypatch.setattr(_ringcomm.command, "BENCHMARKS", tmp_path)
     for words in (["bench", "--help"], ["bench", "alreduce"], ["bench", "--seconds", "1", "cores"]):
         with pytest.raises(SystemExit):
-            _ringcomm_cli.read(words)
+            _ringcomm.command.read(words)
     out, err = capsys.readouterr()
     assert "all_to_all" not in out
     first, second = err.splitlines()
@@ -417,12 +410,12 @@ def test_names_of_the_plan_are_the_planners() -> None:
     """They are known before the planner is imported, which needs torch."""
     from ringcomm.planner import job
 
-    assert tuple(job.SYSTEMS) == _ringcomm_cli.SYSTEMS
-    assert job.SCHEDULES == _ringcomm_cli.SCHEDULES
+    assert tuple(job.SYSTEMS) == _ringcomm.command.SYSTEMS
+    assert job.SCHEDULES == _ringcomm.command.SCHEDULES
 
 
 def test_the_page_loss_has_its_classes() -> None:
     from ringcomm import show
 
-    assert len(show.loss(4)["logits"]) == _ringcomm_cli.NUM_CLASSES
+    assert len(show.loss(4)["logits"]) == _ringcomm.command.NUM_CLASSES
     assert json.dumps(show.loss(12))

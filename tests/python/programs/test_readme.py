@@ -119,7 +119,7 @@ def test_the_page_lists_the_environment_variables_that_are_read() -> None:
             if path.suffix in (".cc", ".h"):
                 text = path.read_text(encoding="utf-8")
                 read |= set(re.findall(r'getenv\("(RINGCOMM_\w+)"', text))
-    for path in (*(ROOT / "ringcomm").rglob("*.py"), ROOT / "_ringcomm_autoload.py"):
+    for path in (*(ROOT / "ringcomm").rglob("*.py"), ROOT / "_ringcomm/autoload.py"):
         read |= set(READS.findall(path.read_text(encoding="utf-8")))
     read |= {f"RINGCOMM_{field.name.upper()}" for field in fields(Options)}
     for path in (ROOT / "setup.py", *(ROOT / "tools").glob("*.py")):

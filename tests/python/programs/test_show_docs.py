@@ -21,7 +21,8 @@ import pytest
 import site_pages
 from browsers import data_of, opened
 
-from ringcomm import cli, show
+from _ringcomm import start as cli
+from ringcomm import show
 
 ROOT = Path(__file__).resolve().parents[3]
 FOLDER = ROOT / "docs" / "show"

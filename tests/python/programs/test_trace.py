@@ -24,10 +24,10 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-from ringcomm import Options, RingcommError, cli, shrink, stats, testing
+from ringcomm import Options, RingcommError, shrink, stats, testing
 from ringcomm.trace import recordings
 from ringcomm.trace.layout import TRACE_HEADER
-from ringcomm.trace.merge import merge, steps
+from ringcomm.trace.merge import merge
 from ringcomm.trace.totals import Totals
 
 Event = dict[str, Any]
@@ -173,27 +173,6 @@ def test_a_ring_of_an_all_gather_passes_on_only(tmp_path: Path) -> None:
         names = [f"all_gather {what}" for what in ("first send", "step 1", "step 2")]
         assert [e["name"] for e in found] == names
         assert [e["args"]["chunk"] for e in found] == [rank, (rank - 1) % 3, (rank - 2) % 3]
-
-
-def test_steps_as_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    record(tmp_path, reduce_around_a_ring, 9, pg_options=RING)
-    merge([tmp_path], tmp_path / "trace.json.gz")
-    assert cli.run(["trace", "--steps", str(tmp_path / "trace.json.gz")]) == 0
-    title, header, *lines = capsys.readouterr().out.splitlines()
-    about = "sum, float32, ring, 36 bytes, 3 ranks, 4 steps, 15 rows; times in µs"
-    assert title == f"all_reduce #0: {about}"
-    columns = ["rank 0", "rank 1", "rank 2"]
-    assert header.split("  ")[-3:] == columns or all(name in header for name in columns)
-    assert len(lines) == 15
-    text = "\n".join(lines)
-    for path in ("chunk 2 → 1", "2 → chunk 1 → 1", "2 → chunk 0 → 1", "2 → chunk 2 → 1"):
-        assert path in text, text
-    assert sum(line.endswith("2 → chunk 1") for line in lines) == 1  # the end of rank 0's ring
-    with pytest.raises(ValueError, match="no ring collective of call #7"):
-        steps(tmp_path / "trace.json.gz", 7)
-    (tmp_path / "empty").write_text("{}")
-    with pytest.raises(ValueError, match="is not a trace"):
-        steps(tmp_path / "empty")
 
 
 # ---- waiting, hanging, dying

@@ -23,7 +23,8 @@ import torch.distributed as dist
 from test_cli import finish, start
 from test_trace import merged, of, record, shared_library, titles
 
-from ringcomm import _C, cli
+from _ringcomm import start as cli
+from ringcomm import _C
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
 

@@ -17,12 +17,10 @@ ROOT = Path(__file__).parents[3]
 BARE = ROOT / "tests" / "bare"
 # Dependencies of ringcomm (numpy, torch) and of torch.
 DECLARED = {"networkx", "numpy", "torch", "typing_extensions"}
-OURS = {"_ringcomm_autoload", "_ringcomm_cli", "_ringcomm_values", "kernels", "ringcomm"}
+OURS = {"_ringcomm", "kernels", "ringcomm"}
 # What imports anything else, by package. Add to it only what the tests below show to say so.
 OPTIONAL = {
     "accelerate": {"ringcomm/integrations/accelerate.py"},
-    "deepspeed": {"ringcomm/integrations/deepspeed.py"},
-    "sglang": {"ringcomm/integrations/sglang.py"},
     # Of a model of transformers.
     "transformers": {
         "ringcomm/integrations/transformers/pipeline.py",

@@ -1,7 +1,7 @@
-"""The command `ringcomm`: its options, and how a program of it ends.
+"""The command `ringcomm`: its options.
 
-The command starts here, outside of the package: `import ringcomm` imports torch, for which
-`--help`, an error and shell completion would wait. ringcomm.cli has what a command does.
+The command starts here, outside of ringcomm: `import ringcomm` imports torch, for which `--help`,
+an error and shell completion would wait. ringcomm.cli has what a command does.
 """
 
 # PYTHON_ARGCOMPLETE_OK
@@ -9,20 +9,18 @@ The command starts here, outside of the package: `import ringcomm` imports torch
 import argparse
 import contextlib
 import inspect
-import io
 import os
 import re
-import signal
-import subprocess
 import sys
 from collections.abc import Callable, Collection
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn
 
-from _ringcomm_values import (
+from _ringcomm.status import EXIT_BAD_INPUT, EXIT_OK, run_main
+from _ringcomm.values import (
+    MAX_MICRO_BATCHES,
     MAX_WORLD_SIZE,
     all_known,
     amount,
@@ -37,13 +35,6 @@ from _ringcomm_values import (
     whole,
 )
 
-EXIT_OK = 0
-EXIT_FAILED = 1
-EXIT_BAD_INPUT = 2
-EXIT_WRONG_RESULTS = 3
-EXIT_INTERRUPTED = 130
-EXIT_PIPE_CLOSED = 141  # as of a program that SIGPIPE ends
-
 SHORTEST = "0: the fewest calls that give percentiles"
 NUM_RANKS = max(2, min(4, len(os.sched_getaffinity(0))))
 HARDWARE = ("h100", "h200", "a100", "4090", "l4", "cpu-core")  # of `plan`
@@ -52,7 +43,7 @@ SYSTEMS = (
     *("single", "ddp", "zero1", "zero2", "zero3", "offload-cpu", "offload-nvme"),
     *("infinity-cpu", "infinity-nvme", "lomo", "lomo-shards"),
 )
-BENCHMARKS = Path(__file__).resolve().with_name("benchmarks")
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 # Of `bench OP`, whose options are in the folder benchmarks/ of a checkout.
 OPERATIONS = (
     *("all_reduce", "all_reduce_apart", "all_reduce_shared", "reduce_scatter", "all_gather"),
@@ -66,10 +57,6 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescrip
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         return super()._get_help_string(action) if action.default else action.help
-
-
-class RankError(RuntimeError):
-    """A rank that measures failed; the text has its traceback or the signal that ended it."""
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -95,13 +82,6 @@ class OneLineParser(argparse.ArgumentParser):
             near = did_you_mean(unknown[0].partition("=")[0], known)
             parser.error(f"unrecognized arguments: {' '.join(unknown)}{near}")
         return options
-
-
-def in_words(error: Exception) -> str:
-    """The text of an error; of a file's, its name and the reason without the number."""
-    if isinstance(error, OSError) and error.filename is not None and error.strerror:
-        return f"{error.filename}: {error.strerror}"
-    return str(error)
 
 
 def _has_operations() -> bool:
@@ -151,12 +131,9 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
     add("--seconds", type=number, default=0.3, help=about)
     add("--json", action="store_true", help="print the report as one JSON object")
     add("--verdict", action="store_true", help="with --job: print one line, the cause of a hang")
-    about = "with --job: also write a dump of each rank, in this folder or a new one"
+    about = "with --job: also write a dump of each rank, in this folder or a new one; torch's"
+    about += " analyser torchfrtrace reads the folder"
     add("--dump", type=output_folder, metavar="FOLDER", help=about)
-    about = (
-        "with --dump: format of the dumps; torch: FOLDER/rank0, for torch's analyser torchfrtrace"
-    )
-    add("--format", choices=("json", "torch"), default="json", help=about)
 
 
 def _hardware(text: str) -> str:
@@ -258,30 +235,21 @@ def _add_trace(parser: argparse.ArgumentParser) -> None:
 
         ringcomm trace -o job.json -- torchrun --nproc-per-node 2 train.py
         ringcomm trace -o job.json --merge FOLDER
-        ringcomm trace --steps job.json
 
     The first runs a command and exits with its status. A program that is started in another way
     records to FOLDER if RINGCOMM_TRACE=FOLDER is in its environment; the second merges these
-    recordings, and dumps of the flight recorder, into a trace. The third prints the steps of a ring
-    collective. See docs/how-to/trace.md.
+    recordings, and dumps of the flight recorder, into a trace. See docs/how-to/trace.md.
     """
     add = parser.add_argument
-    about = "trace to write, replacing an existing file; with --format torch a new folder"
+    about = "trace to write, replacing an existing file"
     default = Path("ringcomm-trace.json")
     add("-o", "--output", type=Path, metavar="FILE", default=default, help=about)
     about = "newest events that a process keeps, 64 to 16,777,216"
     add("--events", type=whole(64, 1 << 24), metavar="N", default=1 << 16, help=about)
     about = "folders of recordings and dumps, of all hosts; or prefixes of dumps"
     add("--merge", type=recordings, nargs="+", metavar="FOLDER", help=about)
-    about = "of --merge: a trace, or for torch's analyser torchfrtrace one dump for each rank"
-    add("--format", choices=("perfetto", "torch"), default="perfetto", help=about)
     about = "also write a page that shows the trace, offline"
     add("--html", type=output_file, metavar="FILE", help=about)
-    about = "print the ring steps of this trace"
-    add("--steps", type=input_file, metavar="FILE", help=about)
-    about = "with --steps: the call's number (default: the first)"
-    add("--seq", type=whole(0), metavar="N", help=about)
-    add("--json", action="store_true", help="with --steps: print one JSON object")
     add("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the program to record")
 
 
@@ -305,7 +273,6 @@ def _add_tune(parser: argparse.ArgumentParser) -> None:
     add("--force", action="store_true", help="write it even if other programs disturbed it")
 
 
-MAX_MICRO_BATCHES = 256
 NUM_CLASSES = 12  # of page loss
 # Pages of `show`, the options of each and their defaults.
 PAGES: dict[str, dict[str, Any]] = {
@@ -321,9 +288,8 @@ PAGES: dict[str, dict[str, Any]] = {
 
 # By command: what an option needs, and options without effect beside another one, or a value.
 _NEEDS = {
-    "doctor": {"dump": "job", "verdict": "job", "format": "dump"},
+    "doctor": {"dump": "job", "verdict": "job"},
     "show": {"seq": "trace"},
-    "trace": {"json": "steps", "seq": "steps", "format": "merge"},
 }
 _IDLE: dict[str, dict[str, Collection[str]]] = {
     "bench": {
@@ -333,7 +299,7 @@ _IDLE: dict[str, dict[str, Collection[str]]] = {
     "doctor": {"job": ("world_size", "seconds"), "verdict": ("json",)},
     "plan": {"json": ("top", "why")},
     "show": {"trace": ("ranks", "bytes"), "timeline": ("ranks", "micro_batches")},
-    "trace": {"steps": ("output", "events", "format", "html"), "merge": ("events",)},
+    "trace": {"merge": ("events",)},
     "tune": {},
 }
 _COMMANDS = {
@@ -455,27 +421,22 @@ def _check_show(options: argparse.Namespace) -> None:
         options.parser.error(
             f"page loss has {NUM_CLASSES} classes: {options.ranks} ranks cannot share them"
         )
+    options.defaults = PAGES[options.page]
     options.output = options.output or Path(f"ringcomm-{options.page}.html")
-    _check_output(options, output_file)
+    _check_output(options)
 
 
 def _check_trace(options: argparse.Namespace) -> None:
-    error = options.parser.error
     options.command = options.command[options.command[:1] == ["--"] :]
-    if sum(map(bool, (options.command, options.merge, options.steps))) != 1:
-        error("give one of: -- COMMAND, --merge FOLDER, --steps FILE")
-    if options.format == "torch" and options.html is not None:
-        error("--html shows a trace, and --format torch writes none")
-    if options.steps:
-        options.output = None
-    else:
-        _check_output(options, output_folder if options.format == "torch" else output_file)
+    if bool(options.command) == bool(options.merge):
+        options.parser.error("give one of: -- COMMAND, --merge FOLDER")
+    _check_output(options)
 
 
-def _check_output(options: argparse.Namespace, check: Callable[[str], Path]) -> None:
+def _check_output(options: argparse.Namespace) -> None:
     """Also of a default, which argparse does not check."""
     try:
-        check(str(options.output))
+        output_file(str(options.output))
     except argparse.ArgumentTypeError as error:
         options.parser.error(f"-o/--output: {error}")
 
@@ -493,56 +454,6 @@ _CHECKS: dict[str, Callable[[argparse.Namespace], None]] = {
 }
 
 
-def run(argv: list[str]) -> int:
-    """Runs a command line and returns its exit status. Raises SystemExit for invalid options."""
-    options = read(argv)
-    from ringcomm.cli import run_command
-
-    return run_command(options)
-
-
-def run_main(name: str, main: Callable[[list[str]], int]) -> int:
-    """Returns ``main(argv)``'s exit code; user errors and Ctrl-C become one line on stderr."""
-
-    def interrupt(_signum: int, _frame: FrameType | None) -> NoReturn:
-        raise KeyboardInterrupt
-
-    for opened in range(3):  # a closed one would be the number of the next file
-        with contextlib.suppress(OSError):
-            os.fstat(opened)
-            continue
-        os.open(os.devnull, os.O_RDWR)
-    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
-    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
-    for stream in (sys.stdout, sys.stderr):  # a terminal without × and µs gets question marks
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
-    try:
-        # Also if a shell started this in the background, which ignores SIGINT.
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, interrupt)
-        try:
-            return main(sys.argv[1:])
-        finally:
-            _flush_output()  # here, where a failure is handled
-    except KeyboardInterrupt:
-        print(f"{name}: interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
-    except BrokenPipeError:  # the reader, such as `| head`, has closed the pipe
-        return EXIT_PIPE_CLOSED
-    except (OSError, ValueError, RankError, subprocess.SubprocessError) as error:
-        print(f"{name}: {in_words(error)}", file=sys.stderr)
-        return EXIT_FAILED
-
-
-def _flush_output() -> None:
-    try:
-        sys.stdout.flush()
-    except OSError:  # a closed pipe, a full disk: Python would try again at its end, and complain
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise
-
-
 def answer_before_torch() -> None:
     """Ends the process if its command line asks for help or the version, or is wrong.
 
@@ -554,15 +465,10 @@ def answer_before_torch() -> None:
         read(argv)
         return EXIT_OK
 
-    if status := run_main(_name_of(sys.argv[1:]), read_only):
+    if status := run_main(name_of(sys.argv[1:]), read_only):
         sys.exit(status)
 
 
-def main() -> int:
-    """Runs the command line; returns the exit status: 2 for bad input, 130 after Ctrl-C."""
-    return run_main(_name_of(sys.argv[1:]), run)
-
-
-def _name_of(argv: list[str]) -> str:
+def name_of(argv: list[str]) -> str:
     """With the command, for errors."""
     return " ".join(["ringcomm", *(name for name in argv[:1] if name in _COMMANDS)])

@@ -1,14 +1,9 @@
 """The colours of plots and pages: each library has the same one wherever it is compared."""
 
-# Okabe and Ito's, which most people can tell apart.
-COLORS = {
-    "blue": "#0072b2",
-    "orange": "#d55e00",
-    "green": "#009e73",
-    "pink": "#cc79a7",
-    "yellow": "#e69f00",
-    "sky": "#56b4e9",
-}
+from __future__ import annotations
+
+from ringcomm.screen import COLORS
+
 GREY = "#7f7f7f"
 # Of what is no library, such as an algorithm: from Tol's muted colours, and black.
 OTHERS = ("#332288", "#44aa99", "#882255", "#222222")

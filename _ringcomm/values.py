@@ -1,6 +1,6 @@
 """Values of command line options: each function reads a text, for argparse's `type`.
 
-They are outside of the package, whose import is torch's, and so raise argparse's own error. A value
+Each raises argparse's own error. A value
 out of its range, a file that is missing and one that cannot be written are errors before that.
 """
 
@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 MAX_WORLD_SIZE = 64
+MAX_MICRO_BATCHES = 256
 
 
 def number(text: str) -> float:

@@ -1,0 +1,1 @@
+"""What must not import torch, and so is outside of the package: entry points and options."""
