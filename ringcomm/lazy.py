@@ -1,4 +1,7 @@
-"""What ringcomm imports at first use: its subpackages, and the Python part of its operators."""
+"""What ringcomm imports at first use: its subpackages, and the Python part of its operators.
+
+Also what it says of public names that are gone.
+"""
 
 import sys
 from collections.abc import Callable
@@ -7,13 +10,20 @@ from typing import Any
 
 import torch
 
+# Public names that are gone, and what to use in place of each. A row stays for one version.
+GONE = {
+    "ringcomm.parallel.offload.FileStore": "torch.save(), or torch.distributed.checkpoint for"
+    " tensors that outlive the process",
+}
+
 
 def attributes(
     package: str, *modules: str, **where: str
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """`__getattr__` and `__dir__` of a package that imports some of its attributes at first use.
 
-    They are `modules` of the package, and in `where` attributes of its module of that name.
+    They are `modules` of the package, and in `where` attributes of its module of that name. For a
+    name of GONE the error tells what to use.
     """
 
     def get(name: str) -> Any:
@@ -21,6 +31,11 @@ def attributes(
             return import_module(f"{package}.{name}")
         if name in where:
             return getattr(import_module(f"{package}.{where[name]}"), name)
+        if used := GONE.get(f"{package}.{name}"):
+            # `from package import name` asks by hasattr(), and would hide an AttributeError.
+            is_import = sys._getframe(1).f_globals.get("__name__") == "importlib._bootstrap"
+            error = ImportError if is_import else AttributeError
+            raise error(f"{package}.{name} is gone; use {used}")
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     def names() -> list[str]:

@@ -5,7 +5,7 @@ allocated and freed: unit_hooks.py decides when, sharded_unit.py does it.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn
 
@@ -259,8 +259,7 @@ class WeightShards:
                 " outside"
             )
         self.release_all()
-        with nullcontext() if self._shard_store is None else self._shard_store.replacing():
-            yield
+        yield
 
     def _refuse_load(self, *_: Any) -> NoReturn:
         raise RuntimeError("the weights are sharded: call ringcomm.parallel.set_state_dict()")

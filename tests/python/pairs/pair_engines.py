@@ -188,7 +188,7 @@ class Engine:
     def snapshot(self) -> list[Tensor]:
         """What tells whether a weight has been written since."""
         if isinstance(self.optimizer, zero.ZeroInfinity):  # whose weights are elsewhere
-            return [torch.tensor(self.optimizer.num_steps)]
+            return [self.optimizer._part_of(param).clone() for param in self.params]
         return [local_of(param).clone() for param in self.params]
 
     def reloaded(self) -> Any:
