@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ringcomm.optim import Lomo
 from ringcomm.parallel import ParameterServer, WeightShards, offload, zero
-from ringcomm.parallel.shards import find_shards
+from ringcomm.parallel.model.axes import find_shards
 
 GLOO = "gloo"
 FAKE = "fake"  # torch's backend that moves nothing: a step without communication

@@ -26,7 +26,7 @@ from ringcomm.parallel.model.cut import Cut
 from ringcomm.parallel.model.describe import Weight, describe, start_equal_over_data
 from ringcomm.parallel.model.refuse import Asked, refuse
 from ringcomm.parallel.model.stage_part import StagePart, has_several_stages
-from ringcomm.parallel.shards.units import watch_whole_weights
+from ringcomm.parallel.model.units import watch_whole_weights
 from ringcomm.torch_names import FORWARD_PRE_HOOKS, forward_pre_hooks_of
 
 

@@ -6,10 +6,10 @@ from ringcomm import lazy
 from ringcomm.parallel import activations, expert, offload, tensor, zero
 from ringcomm.parallel.clip import clip_grad_norm_
 from ringcomm.parallel.mesh import ParallelDims
+from ringcomm.parallel.offload.weight_shards import WeightShards
 from ringcomm.parallel.optimizer_kinds import declare_optimizers
 from ringcomm.parallel.parallelize import parallelize
 from ringcomm.parallel.parameter_server import ParameterServer
-from ringcomm.parallel.shards import WeightShards
 
 if TYPE_CHECKING:
     from ringcomm.parallel import pipeline

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from ringcomm.backend import resolve_group
 from ringcomm.options import named_options
 from ringcomm.parallel.flat_collectives import all_gathered, raise_on_all
+from ringcomm.parallel.model.axes import find_shards
 from ringcomm.parallel.parameter_server import ParameterServer
-from ringcomm.parallel.shards import find_shards
 from ringcomm.parallel.state.own_parts import MASTER, ModelParts, OptimizerParts, State
 from ringcomm.parallel.state.tensor_part import (
     Path,

@@ -17,6 +17,7 @@ from ringcomm.parallel.flat_collectives import check_agreement
 from ringcomm.parallel.model.axes import note_trainer
 from ringcomm.parallel.model.describe import Model, describe
 from ringcomm.parallel.model.refuse import Asked, refuse
+from ringcomm.parallel.offload.infinity import ZeroInfinity as ZeroInfinity
 from ringcomm.parallel.offload.optimizers import Offloaded
 from ringcomm.parallel.optimizer_classes import (
     optimizers_of,
@@ -25,7 +26,6 @@ from ringcomm.parallel.optimizer_classes import (
     takes_empty_groups,
 )
 from ringcomm.parallel.optimizer_kinds import needs_whole
-from ringcomm.parallel.zero.infinity import ZeroInfinity as ZeroInfinity
 from ringcomm.parallel.zero.inner import Inner
 from ringcomm.parallel.zero.optimizer import Given, ShardOptions, ZeroOptimizer
 from ringcomm.parallel.zero.prediction import predict_memory, predict_traffic

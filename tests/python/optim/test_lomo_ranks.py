@@ -22,7 +22,7 @@ import ringcomm
 from ringcomm.nn import ColumnParallelLinear, RowParallelLinear
 from ringcomm.optim import AdaLomo, Lomo
 from ringcomm.parallel import WeightShards
-from ringcomm.parallel.shards import find_shards
+from ringcomm.parallel.model.axes import find_shards
 
 LR = 0.3
 ROWS = 12

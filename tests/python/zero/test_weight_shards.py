@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import ringcomm
 from ringcomm.ops import shard_range
 from ringcomm.parallel import WeightShards, offload, zero
-from ringcomm.parallel.shards import find_shards
+from ringcomm.parallel.model.axes import find_shards
 
 STEPS = 3
 DIM = 130  # a matrix of a block is more than what travels packed

@@ -4,9 +4,8 @@ Each rank keeps 1/N of every parameter. Parameters keep their identity, and thei
 allocated and freed: unit_hooks.py decides when, sharded_unit.py does it.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -22,15 +21,15 @@ from ringcomm.parallel.flat_collectives import reduce_scatter_mean
 from ringcomm.parallel.model.axes import note_shards
 from ringcomm.parallel.model.describe import describe, start_equal_over_data
 from ringcomm.parallel.model.refuse import Asked, refuse
-from ringcomm.parallel.model.saving import refuse_copy, save_full
-from ringcomm.parallel.shards.sharded_unit import ShardedUnit
-from ringcomm.parallel.shards.unit_hooks import UnitHooks, refuse_compile
-from ringcomm.parallel.shards.units import (
+from ringcomm.parallel.model.saving import refuse_copy, refuse_moves, save_full
+from ringcomm.parallel.model.units import (
     data_group_of,
     materialize,
     new_group_alone,
     params_of_units,
 )
+from ringcomm.parallel.offload.sharded_unit import ShardedUnit
+from ringcomm.parallel.offload.unit_hooks import UnitHooks, refuse_compile
 from ringcomm.torch_names import APPLY, ignore_in_ddp, ignored_in_ddp
 
 
@@ -263,34 +262,3 @@ class WeightShards:
 
     def _refuse_load(self, *_: Any) -> NoReturn:
         raise RuntimeError("the weights are sharded: call ringcomm.parallel.set_state_dict()")
-
-
-def refuse_moves(model: nn.Module) -> None:
-    """Makes to(), half() and similar methods raise where they would change a weight or a buffer.
-
-    Not on parts without weights, such as an activation, which several models may have.
-    """
-    for module in model.modules():
-        if next(module.parameters(), None) is not None:
-            setattr(module, APPLY, partial(_move_nothing, module))
-
-
-def _move_nothing(
-    module: nn.Module, move: Callable[[Tensor], Tensor], recurse: bool = True
-) -> nn.Module:
-    """Raises RuntimeError if `move` changes any kind of tensor that the module has.
-
-    Freed weights, and those that hooks refer to, cannot be replaced.
-    """
-    tensors = (*module.parameters(recurse), *module.buffers(recurse))
-    for dtype, device, dim in dict.fromkeys((x.dtype, x.device, x.dim()) for x in tensors):
-        # Strides of tensors without elements, or of size 1, are those of any memory format.
-        trial = torch.empty((2,) * dim, dtype=dtype, device=device)
-        was_shared = trial.is_shared()
-        if move(trial) is not trial or trial.is_shared() != was_shared:
-            raise RuntimeError(
-                "the weights are sharded, so to(), half() and similar calls cannot move or cast"
-                " them: call these before WeightShards or zero.shard(stage=3). transformers'"
-                " Trainer moves its model when it is made: make it first"
-            )
-    return module

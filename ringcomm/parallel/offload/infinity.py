@@ -21,12 +21,12 @@ from ringcomm.parallel.gradient_placeholder import (
     largest_of,
     progress,
 )
+from ringcomm.parallel.offload.shard_store import ShardStore
 from ringcomm.parallel.offload.state_rows import Operands
 from ringcomm.parallel.offload.tiers import FileTier, make_tier
-from ringcomm.parallel.shards import WeightShards
+from ringcomm.parallel.offload.weight_shards import WeightShards
 from ringcomm.parallel.zero.inner import Grads, Inner
 from ringcomm.parallel.zero.optimizer import Given, ZeroOptimizer
-from ringcomm.parallel.zero.shard_store import ShardStore
 
 
 class ZeroInfinity(ZeroOptimizer):

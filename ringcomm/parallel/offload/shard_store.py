@@ -6,9 +6,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor
 
+from ringcomm.parallel.offload.sharded_unit import ShardedUnit
 from ringcomm.parallel.offload.state_rows import Operands
 from ringcomm.parallel.offload.tiers import RowHandle, Tier
-from ringcomm.parallel.shards.sharded_unit import ShardedUnit
 
 
 class ShardStore(Operands):
