@@ -12,6 +12,7 @@ import torch
 
 # Public names that are gone, and what to use in place of each. A row stays for one version.
 GONE = {
+    "ringcomm.parallel.WeightShards": "torch.distributed.fsdp.fully_shard, or zero.shard(stage=3)",
     "ringcomm.parallel.offload.FileStore": "torch.save(), or torch.distributed.checkpoint for"
     " tensors that outlive the process",
 }

@@ -6,7 +6,6 @@ from ringcomm import lazy
 from ringcomm.parallel import activations, expert, offload, tensor, zero
 from ringcomm.parallel.clip import clip_grad_norm_
 from ringcomm.parallel.mesh import ParallelDims
-from ringcomm.parallel.offload.weight_shards import WeightShards
 from ringcomm.parallel.optimizer_kinds import declare_optimizers
 from ringcomm.parallel.parallelize import parallelize
 from ringcomm.parallel.parameter_server import ParameterServer
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
 __all__ = [
     "ParallelDims",
     "ParameterServer",
-    "WeightShards",
     "activations",
     "clip_grad_norm_",
     "declare_optimizers",

@@ -150,7 +150,7 @@ def _move_nothing(
         if move(trial) is not trial or trial.is_shared() != was_shared:
             raise RuntimeError(
                 "the weights are sharded, so to(), half() and similar calls cannot move or cast"
-                " them: call these before WeightShards or zero.shard(stage=3). transformers'"
+                " them: call these before zero.shard(stage=3). transformers'"
                 " Trainer moves its model when it is made: make it first"
             )
     return module

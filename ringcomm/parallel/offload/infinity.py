@@ -21,6 +21,7 @@ from ringcomm.parallel.gradient_placeholder import (
     largest_of,
     progress,
 )
+from ringcomm.parallel.model.axes import note_trainer
 from ringcomm.parallel.offload.shard_store import ShardStore
 from ringcomm.parallel.offload.state_rows import Operands
 from ringcomm.parallel.offload.tiers import FileTier, make_tier
@@ -40,19 +41,19 @@ class ZeroInfinity(ZeroOptimizer):
         """Collective: a broadcast per unit."""
         super().__init__(given)
         optimizer, group = self._inners[0].optimizer, given.group
-        if not takes_uneven(group, torch.device("cpu")):
-            raise ValueError("offload_weights needs a group of backend ringcomm")
+        experts = [*expert_parallel_modules(given.model.module).values()]
+        for each in (group, *filter(None, (layer.replica_group for layer in experts))):
+            if not takes_uneven(each, torch.device("cpu")):
+                raise ValueError("offload_weights needs groups of backend ringcomm, of experts too")
         device = self._device()
         if device.type not in ("cpu", "meta"):
             raise ValueError(f"offload_weights needs a model on the CPU, got one on {device}")
         self._tier = make_tier(optimizer.to, optimizer.path)
         self._shard_store = ShardStore(self._tier)
-        self._weights = _StoredShards(
-            self._shard_store, given.model.module, group, units=given.units
-        )
+        self._weights = WeightShards(given.model, group, given.units, self._shard_store)
         self._own = {param: self._weights.shard_of(param) for param in self.all_params()}
         self._share_out({p: unit.group for unit in self._weights.units for p in unit.params})
-        self._has_experts = bool(expert_parallel_modules(given.model.module))  # on any rank
+        self._has_experts = bool(experts)  # on any rank
         self._place_offloaded(self._tier)
         # Masters of parts are made from the parts, when they are needed.
         halves = {param for param in self._owner_of if param.itemsize == 2}
@@ -187,7 +188,13 @@ class ZeroInfinity(ZeroOptimizer):
         super()._change_mode(mode)
 
     def close(self) -> None:
-        """Restores ordinary, unsharded weights in memory and releases the files. Collective."""
+        """Restores ordinary, unsharded weights in memory and releases the files. Collective.
+
+        Another optimizer may then train them.
+        """
+        self._forget_gradients()
+        vars(self).pop("_hooks", None)  # which take gradients as long as they live
+        note_trainer(self.all_params(), None)
         self._shard_store.forget_ahead()
         self._weights.close()
         self._tier.close()
@@ -207,11 +214,3 @@ class ZeroInfinity(ZeroOptimizer):
 
     def _part_of(self, param: Any) -> Tensor:
         return self._weights.unit_of(param).read_shard(param)
-
-
-class _StoredShards(WeightShards):
-    """WeightShards in a ShardStore; a model on the meta device is materialized unit by unit."""
-
-    def __init__(self, shard_store: ShardStore, *args: Any, **options: Any) -> None:
-        self._shard_store = shard_store
-        super().__init__(*args, **options)

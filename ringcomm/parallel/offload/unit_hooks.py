@@ -36,9 +36,8 @@ def refuse_compile(model: nn.Module | None = None) -> None:
     parts = () if model is None else model.modules()
     if torch_names.is_traced() or any(map(torch_names.is_compiled, parts)):
         raise RuntimeError(
-            "torch.compile is not supported with WeightShards or offload_weights=True, which"
-            " free weights between uses: train without torch.compile, or use zero.shard(stage=3)"
-            " or fully_shard"
+            "torch.compile is not supported with offload_weights=True, which frees weights between"
+            " uses: train without torch.compile, or use zero.shard(stage=3) without it"
         )
 
 
@@ -170,8 +169,7 @@ class UnitHooks:
             return
         if not in_backward():
             raise RuntimeError(
-                f"the weights of this {type(module).__name__} are freed: call the whole model, or"
-                " enter WeightShards.gather() first"
+                f"the weights of this {type(module).__name__} are freed: call the whole model"
             )
         self._gather_in_backward()
 
@@ -203,7 +201,7 @@ class UnitHooks:
             }
 
     def _backward_left(self, use: _Use, grad: Tensor) -> None:
-        refuse_create_graph("WeightShards and offload_weights=True")
+        refuse_create_graph("offload_weights=True")
         if use.last_pass == current_pass():
             self._num_inputs -= 1
             self._free_if_done()

@@ -1,26 +1,21 @@
-"""Sharded weights, gathered only when needed: ZeRO stage 3 (Rajbhandari et al. 2020).
+"""Sharded weights, gathered only when needed, of ZeRO-Infinity.
 
 Each rank keeps 1/N of every parameter. Parameters keep their identity, and their memory is
 allocated and freed: unit_hooks.py decides when, sharded_unit.py does it.
 """
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from ringcomm.backend import resolve_group
 from ringcomm.backward_pass import in_backward
 from ringcomm.ops.fused_update import shard_range
-from ringcomm.options import named_options
 from ringcomm.parallel.flat_collectives import reduce_scatter_mean
 from ringcomm.parallel.model.axes import note_shards
-from ringcomm.parallel.model.describe import describe, start_equal_over_data
-from ringcomm.parallel.model.refuse import Asked, refuse
+from ringcomm.parallel.model.describe import Model, describe, start_equal_over_data
 from ringcomm.parallel.model.saving import refuse_copy, refuse_moves, save_full
 from ringcomm.parallel.model.units import (
     data_group_of,
@@ -28,55 +23,37 @@ from ringcomm.parallel.model.units import (
     new_group_alone,
     params_of_units,
 )
+from ringcomm.parallel.offload.shard_store import ShardStore
 from ringcomm.parallel.offload.sharded_unit import ShardedUnit
 from ringcomm.parallel.offload.unit_hooks import UnitHooks, refuse_compile
 from ringcomm.torch_names import APPLY, ignore_in_ddp, ignored_in_ddp
 
 
-@named_options()
 class WeightShards:
-    """Shards the weights of a model over the ranks of a group.
+    """Shards the weights of a model over the ranks of a group, into a ShardStore.
 
     A unit's weights are gathered before its forward and freed afterwards, and again for its
-    backward. A rank has in memory its shards, the weights outside all units, and those of one or
-    two units. A step gathers every weight twice and reduces its gradient once: 3(N-1)/N of their
-    bytes. Gradients are unsharded and local to this rank: `reduce_scatter` returns the gradient for
-    `shard_of`.
+    backward. A rank has in memory the small weights of its shards, those of one or two units, and
+    those outside all units. A step gathers every weight twice and reduces its gradient once:
+    3(N-1)/N of their bytes.
 
-        shards = WeightShards(model)
-        loss(model(x)).backward()
-        for param in model.parameters():
-            grad = shards.reduce_scatter(param, param.grad)
-            shards.shard_of(param).add_(grad, alpha=-lr)
-            param.grad = None
-
-    Reading a parameter while its weights are freed raises RuntimeError: read values through
-    `shard_of`, or inside `gather()`. Views and detached tensors of a parameter must not be used
-    outside the forward or `gather()` that made them: their memory is freed too. If a unit returns
-    them, its output has copies. Move the model to its device and dtype before. Gradients of
-    gradients (create_graph=True) raise.
+    Reading a parameter while its weights are freed raises RuntimeError. Views and detached tensors
+    of a parameter must not be used outside the forward that made them: their memory is freed too.
+    If a unit returns them, its output has copies. Gradients of gradients (create_graph=True) raise.
 
     Args:
-        model: a module whose parameters are dense, contiguous, in separate memory, on one device,
-            and equal in shape and dtype on all ranks. Parameters and buffers get the values of rank
-            0. Frozen parameters are sharded too; buffers are not.
-        group: None for the default group. ringcomm supports pieces of any size; for other backends
-            they are padded to equal sizes when they are sent.
-        mesh: a one-dimensional DeviceMesh, instead of a group.
-        units: the modules whose weights are gathered together, the layers of a model. Default: the
-            entries of every outermost nn.ModuleList, or of every outermost nn.Sequential if there
-            is no such list; also the parts of a model that cannot be called. The model itself is
-            the unit of all other parameters, and of those that several units share. All ranks run
-            the same units in the same order.
+        described: the model, checked. Parameters and buffers get the values of rank 0; a model on
+            the meta device is materialized unit by unit. Frozen parameters are sharded too;
+            buffers are not.
+        group: of backend ringcomm.
+        units: see zero.shard(). The model itself is the unit of all other parameters, and of those
+            that several units share.
 
     Attributes:
-        group: as resolved.
+        group: as given.
         units: the units; the model itself first, if it has parameters outside other units.
 
     Raises:
-        TypeError: a parameter is not a plain tensor, or a unit is not a module.
-        ValueError: a parameter does not meet the conditions above or is already sharded, or a unit
-            is not part of the model or cannot be called. Nothing has been written.
         RuntimeError: a part of the model is compiled; also raised by a compiled forward.
         RingcommError: a rank failed or called something else; also raised by every forward and
             backward.
@@ -84,21 +61,14 @@ class WeightShards:
     Collective: one broadcast per unit.
     """
 
-    _shard_store: Any = None  # of ZeRO-Infinity
-
-    @torch.inference_mode(False)  # what it makes is trained later
     def __init__(
         self,
-        model: nn.Module,
-        group: dist.ProcessGroup | None = None,
-        *,
-        mesh: DeviceMesh | None = None,
-        units: Iterable[nn.Module] | None = None,
+        described: Model,
+        group: dist.ProcessGroup,
+        units: Iterable[nn.Module] | None,
+        shard_store: ShardStore,
     ) -> None:
-        self.group = resolve_group(group, mesh)
-        described = describe(model)
-        if self._shard_store is None:  # zero.shard() has asked
-            refuse(described, Asked("WeightShards", "WeightShards"))
+        self.group, model = group, described.module
         refuse_compile(model)
         found = params_of_units(model, units)
         self._model = model
@@ -109,7 +79,7 @@ class WeightShards:
             materialize(module, params, torch.device("cpu"))
             start_equal_over_data(described, [self.group], params)
             ranks = data_group_of(module, self.group) or alone or (alone := new_group_alone())
-            self.units.append(ShardedUnit(module, params, ranks, self._shard_store))
+            self.units.append(ShardedUnit(module, params, ranks, shard_store))
         materialize(model, (), torch.device("cpu"))  # modules with only buffers
         start_equal_over_data(describe(model), [self.group], model.buffers())
         for unit in self.units:
@@ -145,10 +115,10 @@ class WeightShards:
         return self._hooks[param].unit  # type: ignore[index]
 
     def shard_of(self, param: Tensor) -> Tensor:
-        """This rank's piece of a parameter, which an optimizer updates in place.
+        """This rank's piece of a parameter: elements range_of(param) of the flat parameter.
 
-        Elements range_of(param) of the flat parameter, the same tensor every time. The next gather
-        uses its values. Raises ValueError if the parameter is not sharded here.
+        The same tensor every time; empty while the ShardStore has it. Raises ValueError if the
+        parameter is not sharded here.
         """
         return self.unit_of(param).shards[param]  # type: ignore[index]
 
@@ -163,69 +133,29 @@ class WeightShards:
     def reduce_scatter(self, param: Tensor, grad: Tensor) -> Tensor:
         """Elements range_of(param) of the mean of the ranks' gradients, in their dtype.
 
-        Raises:
-            ValueError: the parameter is not sharded here; or the gradient is sparse, or has another
-                shape or device.
-
         Collective; sends (N-1)/N of the gradient.
         """
         group = self.unit_of(param).group
-        if grad.shape != param.shape or grad.device != param.device or grad.is_sparse:
-            kind = "sparse" if grad.is_sparse else "dense"
-            raise ValueError(
-                f"the gradient must be dense, {tuple(param.shape)} on {param.device}, got {kind},"
-                f" {tuple(grad.shape)} on {grad.device}"
-            )
         mean = reduce_scatter_mean(grad.detach().reshape(-1), group)
         # Gradients of experts are sums over the tokens of all ranks that share the layer.
         return mean if group is self.group else mean.mul_(group.size() / self.group.size())
 
     # ---- gathered weights
 
-    def release(self, param: Tensor) -> None:
-        """Marks the parameter's gradient as computed, so that its weight is no longer needed.
-
-        Call it for a gradient that autograd does not accumulate into the parameter itself. A unit's
-        weights are freed when a backward pass has all its gradients and has left it; those of the
-        model itself when the backward pass ends.
-        """
-        self.unit_of(param)
-        self._hooks[param].grad_arrived(param)  # type: ignore[index]
-
     def release_all(self) -> None:
-        """Frees all weights except those held by gather(), as after a failed backward pass.
+        """Frees all weights, as after a failed backward pass.
 
         Raises:
             RuntimeError: called within a backward pass.
         """
         if in_backward():
             raise RuntimeError(
-                "release_all() was called in a backward pass, which needs the weights"
+                "zero_grad() or set_state_dict() was called in a backward pass, which needs the"
+                " weights"
             )
         for hooks in set(self._hooks.values()):
             hooks.forget_backward()
             hooks.unit.free()
-
-    @contextmanager
-    def gather(self) -> Iterator[None]:
-        """A context in which all weights of the model are gathered, for reading.
-
-        Writes to them are lost, and updates of shards are not visible inside.
-
-        Collective: one call for each unit.
-        """
-        mine = [unit for unit in self.units if not unit.is_held]
-        freed = [unit for unit in mine if not unit.is_full]
-        try:
-            for unit in mine:
-                unit.gather()
-                unit.is_held = True
-            yield
-        finally:
-            for unit in mine:
-                unit.is_held = False
-            for unit in freed:
-                unit.free()
 
     def close(self) -> None:
         """Makes the model an ordinary one with full weights again; a second call does nothing.
@@ -246,19 +176,6 @@ class WeightShards:
         if self.units:
             ignore_in_ddp(self._model, self._ignored_before)
         self.units, self._hooks, self._handles = [], {}, []
-
-    # ---- state dicts
-
-    @contextmanager
-    def writing(self) -> Iterator[None]:
-        """A context in which pieces may be replaced; raises RuntimeError inside gather()."""
-        if any(unit.is_held for unit in self.units):
-            raise RuntimeError(
-                "set_state_dict() was called inside gather(), which holds the weights: call it"
-                " outside"
-            )
-        self.release_all()
-        yield
 
     def _refuse_load(self, *_: Any) -> NoReturn:
         raise RuntimeError("the weights are sharded: call ringcomm.parallel.set_state_dict()")

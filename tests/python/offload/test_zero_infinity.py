@@ -125,8 +125,9 @@ def test_errors(rank: int, tmp_path: Path) -> None:
     check("is for stage 3", stage=2)
     check("needs optimizers of ringcomm", {})
     check("cast the model itself", param_dtype=torch.bfloat16)
+    given: Any = Net(), None, 3
     with pytest.raises(TypeError, match=r"no option 'resume'; .*get_state_dict\(\) by torch"):
-        zero.shard(model=Net(), optimizer=None, stage=3, resume=True)  # type: ignore[call-arg]
+        zero.shard(*given, resume=True)  # type: ignore[call-arg]
     place: dict[str, Any] = {"to": "nvme", "path": tmp_path}
     model = Net()
     optimizer = infinity(model, make_optimizer(model, "sgd", **place))
