@@ -42,12 +42,13 @@ from ringcomm.measure.machine import OthersWatch
 from ringcomm.measure.timing import percentiles
 from ringcomm.parallel import activations, get_state_dict, offload, zero
 from ringcomm.parallel.activations.partition import host_copy
+from ringcomm.parallel.offload.file_store import FileStore
 from ringcomm.parallel.offload.transfers import empty_row
 from ringcomm.screen import counted
 
 MIN_ROUNDS = 5
 FILE_BYTES = 512 << 20
-BLOCK_BYTES, QUEUE_DEPTH = 1 << 20, 16
+BLOCK_BYTES = 1 << 20
 ADAM_SIZES = (1 << 16, 1 << 20, 1 << 24)
 LAYERS, WIDTH, ROWS = 12, 1024, (64, 512, 2048)
 
@@ -110,7 +111,7 @@ def fio(folder: Path, direction: str) -> float:
     return float(found[direction]["bw_bytes"])
 
 
-def file_record(store: offload.FileStore, direction: str, with_fio: bool, seconds: float) -> Record:
+def file_record(store: FileStore, direction: str, with_fio: bool, seconds: float) -> Record:
     """One direction, ringcomm's and fio's in turn."""
     row = empty_row(FILE_BYTES, torch.uint8)
     row.copy_((torch.arange(FILE_BYTES // 8) * 2654435761).view(torch.uint8))
@@ -134,7 +135,7 @@ def file_record(store: offload.FileStore, direction: str, with_fio: bool, second
 
 def measure_files(options: Options, folder: Path) -> list[Record]:
     """A record per direction."""
-    store = offload.FileStore(folder, keep=False, block_bytes=BLOCK_BYTES, queue_depth=QUEUE_DEPTH)
+    store = FileStore(folder, block_bytes=BLOCK_BYTES)
     records = [file_record(store, name, options.fio, options.seconds) for name in ("write", "read")]
     store.close()
     return records

@@ -15,11 +15,14 @@ from decoder import Decoder, make_pipeline, pipeline_bytes, split_bytes, split_l
 from gradient_watch import live_bytes
 from operations import RINGCOMM
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ringcomm.optim import Lomo
-from ringcomm.parallel import ParameterServer, WeightShards, offload, zero
-from ringcomm.parallel.shards import find_shards
+from ringcomm.parallel import ParameterServer, offload, zero
+from ringcomm.parallel.model.axes import find_shards
+from ringcomm.parallel.model.units import default_units
 
 GLOO = "gloo"
 FAKE = "fake"  # torch's backend that moves nothing: a step without communication
@@ -271,7 +274,9 @@ class _Served:
 
 
 def _lomo_on_shards(model: Decoder, group: dist.ProcessGroup) -> Trainee:
-    WeightShards(model, group)
+    mesh = DeviceMesh.from_group(group, next(model.parameters()).device.type)
+    for unit in [*default_units(model), model]:
+        fully_shard(unit, mesh=mesh)
     return Trainee(model, model, Lomo(model, LOMO))
 
 

@@ -11,9 +11,9 @@ import argparse
 import torch.distributed as dist
 from common import Job, make_parser, run
 from model import PRESETS, Llama
+from torch.distributed.fsdp import fully_shard
 
 from ringcomm.optim import AdaLomo, InBackwardOptimizer, Lomo
-from ringcomm.parallel import WeightShards
 
 
 def parser() -> argparse.ArgumentParser:
@@ -37,7 +37,8 @@ def main(options: argparse.Namespace) -> list[float]:
     model = Llama(PRESETS["0.8M"], recompute=True).to(job.device)
     group = dist.group.WORLD
     if options.shards:
-        WeightShards(model)
+        for layer in [*model.layers, model]:
+            fully_shard(layer)
         group = None  # the shards know it
 
     optimizer: InBackwardOptimizer

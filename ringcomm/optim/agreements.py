@@ -171,7 +171,7 @@ class SameWeights:
             mine,
             self._slots[0].peers,
             self._slots[0].local.device,
-            system="WeightShards or fully_shard",
+            system="fully_shard",
             alternative="train replicas with group=",
         )
         self.has_agreed = True

@@ -99,8 +99,6 @@ class GradientPath:
             if slot.replicas is not None and not awaits_more:
                 self._arrived_on_replica(slot.replicas, slot)
             elif is_last:
-                if slot.shards is not None:
-                    self._same[slot.peers].expect(slot)
                 self._complete_what_is_left([slot])
 
     def whole_arrived(self, slot: Slot) -> None:
@@ -203,10 +201,6 @@ class GradientPath:
         """This rank's gradient is complete. Collective if ranks share the work."""
         if self._phase != "facts":  # which leaves a gradient for the next one
             slot.mark(is_spent=True)
-        if slot.shards is not None:
-            grad = gradient.dense().to(slot.grad_dtype)
-            gradient = Gradient(slot.shards.reduce_scatter(slot.param, grad))
-            slot.shards.release(slot.param)
         if slot.replicas is None:
             is_waiting = slot.divisor > 1 and in_backward()
             if is_waiting and self._mode == "immediate" and not gradient.is_finite():
@@ -356,9 +350,6 @@ class GradientPath:
         self._forget_step()
 
     def _forget_step(self) -> None:
-        for shards in {slot.shards for slot in self.slots}:
-            if shards is not None:
-                shards.release_all()
         with exact(self.slots[0].param.device):
             self._forget_gradients()
 

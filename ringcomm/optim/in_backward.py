@@ -289,9 +289,8 @@ class InBackwardOptimizer(torch.optim.Optimizer):
         for slot in new:
             self._state_of(slot)
             # A gradient that is reduced over ranks must be materialized anyway.
-            may_fuse = slot.replicas is None and slot.shards is None
             arrived = partial(GradientPath.arrived, proxy)
-            self._undo += weights.attach(slot, arrived, may_fuse=may_fuse)
+            self._undo += weights.attach(slot, arrived, may_fuse=slot.replicas is None)
         self._undo += weights.watch_units(new, partial(GradientPath.whole_arrived, proxy))
         path.watch_shards()
 

@@ -62,7 +62,7 @@ class Lomo(InBackwardOptimizer):
                 BatchNorm) are each rank's own. A missing gradient on some ranks counts as zeros;
                 a weight without a gradient on all ranks is not updated. Required for
                 replicated weights in a job of several ranks; "none" trains this rank's model
-                independently of the others. Shards of fully_shard or WeightShards have their own
+                independently of the others. Shards of fully_shard have their own
                 group. If experts of the model are sharded over some of these ranks, their
                 gradients are averaged over the ranks with the same experts, and a gradient that
                 several ranks share is kept until step().

@@ -17,7 +17,6 @@ from ringcomm.parallel.expert.local_experts import check_data_ranks, expert_para
 from ringcomm.parallel.model.axes import (
     Axes,
     Sharding,
-    find_shards,
     find_trainer,
     note_trainer,
     overlap,
@@ -26,7 +25,7 @@ from ringcomm.parallel.model.cut import Cut
 from ringcomm.parallel.model.describe import Weight, describe, start_equal_over_data
 from ringcomm.parallel.model.refuse import Asked, refuse
 from ringcomm.parallel.model.stage_part import StagePart, has_several_stages
-from ringcomm.parallel.shards.units import watch_whole_weights
+from ringcomm.parallel.model.units import watch_whole_weights
 from ringcomm.torch_names import FORWARD_PRE_HOOKS, forward_pre_hooks_of
 
 
@@ -93,7 +92,7 @@ class ModelWeights:
         check_data_ranks(self._described.module, group, self._optimizer)
         for slot in slots:
             apart = slot.cut.groups if self._weight_of(slot.param).experts is None else ()
-            if slot.shards is not None or any(overlap(g, group) for g in apart):
+            if any(overlap(g, group) for g in apart):
                 raise ValueError(
                     f"{slot.name} is sharded, and its shards have their own group: leave group= out"
                 )
@@ -123,12 +122,12 @@ class ModelWeights:
                 "model= beside the parameters"
             )
         every = list(slots)
-        plain = [s for s in every if s.shards is None and not isinstance(s.param, DTensor)]
+        plain = [s for s in every if not isinstance(s.param, DTensor)]
         is_plain = isinstance(group, dist.ProcessGroup) and len(plain) == len(every)
         if self.has_experts and not is_plain:
             raise ValueError(
                 f"{self._optimizer} trains models with sharded experts over data-parallel ranks"
-                " only: pass their group=, without WeightShards and fully_shard"
+                " only: pass their group=, without fully_shard"
             )
         if group is not None or not plain:
             return
@@ -171,11 +170,6 @@ class ModelWeights:
                         " which would train the old one: close() it, change the model, and make"
                         " it again"
                     )
-            if find_shards(param) is not slot.shards:
-                raise ValueError(
-                    f"{slot.name} was sharded, or its shards were closed, after {self._optimizer}"
-                    f" was made: make WeightShards first, then {self._optimizer}"
-                )
 
     def place_parts(self, slots: Sequence[Slot]) -> Axes:
         """Records for each weight the ranks with its other parts; returns the axes for norms.
@@ -190,20 +184,13 @@ class ModelWeights:
                 " of this rank's pipeline stages: leave them out, or use zero.shard() with its"
                 " clip_grad_norm= and loss_scale="
             )
-        shard_groups: list[dist.ProcessGroup] = []
         for slot in slots:
             slot.sharding = axes.shardings.get(slot.param, Sharding((), 1))
-            if slot.shards is not None and slot.shards.group.size() > 1:
-                group = slot.shards.group
-                slot.sharding = slot.sharding._replace(groups=(group, *slot.sharding.groups))
-                shard_groups.append(group)
             # Its squares are those of a gradient that is not divided yet.
             num_copies = slot.sharding.num_copies * slot.divisor**2
             slot.sharding = slot.sharding._replace(num_copies=num_copies)
         shardings = {**axes.shardings, **{slot.param: slot.sharding for slot in slots}}
-        return axes._replace(
-            shardings=shardings, groups=(*dict.fromkeys(shard_groups), *axes.groups)
-        )
+        return axes._replace(shardings=shardings)
 
     def take_values_of_rank0(self, slots: Iterable[Slot], group: Any) -> None:
         """Makes replicated weights, and buffers, those of rank 0, as DistributedDataParallel does.

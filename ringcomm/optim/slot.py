@@ -18,7 +18,6 @@ from ringcomm.parallel.flat_collectives import local_of
 from ringcomm.parallel.gradient_placeholder import GradientPlaceholder
 from ringcomm.parallel.model.axes import Sharding
 from ringcomm.parallel.model.cut import Cut
-from ringcomm.parallel.shards import find_shards
 from ringcomm.torch_names import (
     accumulate_hooks_of,
     active_ddp,
@@ -126,12 +125,11 @@ class Slot:
     ) -> None:
         self.param, self.name, self.index, self.group_idx = param, name, index, group_idx
         self.optimizer = optimizer
-        self.shards = find_shards(param)
         self.cut = cut
         self.sharding = Sharding((), 1)
         self.replicas: Any = None
         self.divisor = 1
-        self.peers: Groups = () if self.shards is None else (self.shards.group,)
+        self.peers: Groups = ()
         self.whole = param
         self.grad_dtype = torch.promote_types(param.dtype, reduce_dtype or torch.float32)
         self.handle: Handle | None = None
@@ -172,15 +170,13 @@ class Slot:
     @property
     def local(self) -> Tensor:
         """This rank's part of the weight, which updates write."""
-        if self.shards is not None:
-            return self.shards.shard_of(self.param)
         with without_torch_function():
             return local_of(self.param).detach()
 
     def hide(self) -> None:
         """After an update in a backward pass: reading the weight there raises until show()."""
         kind: Any = type(self.param)
-        if kind is nn.Parameter and self.shards is None and in_backward():
+        if kind is nn.Parameter and in_backward():
             self.param.name_in_model = self.name
             self.param.__class__ = _UpdatedWeight
 
@@ -290,9 +286,8 @@ class Slot:
 
     @property
     def is_last_hook(self) -> bool:
-        """Whether the hook that reports gradients runs after users'; WeightShards adds its own."""
-        hooks = accumulate_hooks_of(self.param)
-        return self.shards is not None or next(reversed(hooks)) == self.hook_id
+        """Whether the hook that reports gradients runs after users'."""
+        return next(reversed(accumulate_hooks_of(self.param))) == self.hook_id
 
     def awaits_more(self, *, is_nested: bool) -> bool:
         """Called when a gradient arrives: whether this backward pass will produce more of it.

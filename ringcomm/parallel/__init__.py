@@ -9,7 +9,6 @@ from ringcomm.parallel.mesh import ParallelDims
 from ringcomm.parallel.optimizer_kinds import declare_optimizers
 from ringcomm.parallel.parallelize import parallelize
 from ringcomm.parallel.parameter_server import ParameterServer
-from ringcomm.parallel.shards import WeightShards
 
 if TYPE_CHECKING:
     from ringcomm.parallel import pipeline
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
 __all__ = [
     "ParallelDims",
     "ParameterServer",
-    "WeightShards",
     "activations",
     "clip_grad_norm_",
     "declare_optimizers",

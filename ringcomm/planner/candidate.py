@@ -216,7 +216,7 @@ def _of_lomo(part: RankPart, system: System, job: Job, world_size: int) -> Kept:
     gradient = (e + LOMO_REDUCE_BYTES * is_cast) * largest
     if system.stage == 0:
         return Kept(e * part.num_elems, gradient)
-    # Weights outside layers stay gathered, as in ringcomm.parallel.WeightShards, plus one layer's.
+    # Weights outside layers stay gathered, as in the root of fully_shard, plus one layer's.
     gathered = e * replace(part, num_layers=1).num_elems
     return Kept(-(-e * part.num_elems // world_size), gradient, buffers=gathered)
 

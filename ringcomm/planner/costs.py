@@ -276,14 +276,14 @@ def _data_seconds(candidate: Candidate, compute: float) -> tuple[float, float]:
     """Of weights and gradients, and how much of it computing may hide.
 
     DistributedDataParallel overlaps gradients with the last micro-batch's backward pass, and
-    fully_shard overlaps gathers and reductions with all computing. Stages 1 and 2, LOMO and
-    offloaded weights block while they communicate.
+    fully_shard overlaps gathers and reductions with all computing. Stages 1 and 2, LOMO on replicas
+    and offloaded weights block while they communicate.
     """
     system, m, hardware = candidate.system, candidate.num_micro_batches, candidate.cluster.hardware
     new = 1 / hardware.new_memory_rate if hardware.new_memory_rate else 0.0
     # Per byte at stage 3: fully_shard copies what it has gathered, twice, and what it will reduce,
-    # to new memory. WeightShards gathers to such memory, and reduces gradients where they are.
-    copy_s = 2 * new if system.is_lomo else 3 * (2 / hardware.memory_rate + new)
+    # to new memory.
+    copy_s = 3 * (2 / hardware.memory_rate + new)
     once = copies = 0.0
     for (part, num_ranks), axis in zip(candidate.parts(0), ("dp", "replicas"), strict=True):
         num_bytes = candidate.job.itemsize * part.num_elems
@@ -300,7 +300,8 @@ def _data_seconds(candidate: Candidate, compute: float) -> tuple[float, float]:
         if system.stage == 3:
             copies += m * num_bytes * copy_s
     halves = {0: 1, 1: 2, 2: m + 1, 3: 3 * m}[system.stage]
-    blocks = system.is_lomo or system.weights != "device" or system.stage in (1, 2)
+    is_on_replicas = system.is_lomo and system.stage == 0
+    blocks = is_on_replicas or system.weights != "device" or system.stage in (1, 2)
     hiding = compute if system.stage == 3 else compute * 2 / 3 / m
     return halves * once + copies, 0.0 if blocks else hiding
 

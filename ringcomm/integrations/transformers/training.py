@@ -20,8 +20,8 @@ from ringcomm.optim import InBackwardOptimizer
 from ringcomm.options import named_options
 from ringcomm.parallel.loss import Batch, PartLoss
 from ringcomm.parallel.loss_check import is_integer
+from ringcomm.parallel.model.axes import find_shards
 from ringcomm.parallel.model.describe import describe
-from ringcomm.parallel.shards import find_shards
 from ringcomm.parallel.tensor.regions import gather_from_tp
 
 

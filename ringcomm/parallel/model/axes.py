@@ -92,7 +92,7 @@ class _Owners:
 
 
 _shards, _trainers = _Owners(), _Owners()
-# WeightShards.
+# WeightShards of ZeRO-Infinity.
 note_shards, find_shards = _shards.note, _shards.find
 # Optimizers that take gradients: ZeroOptimizer, Lomo, AdaLomo; ParameterServer.
 note_trainer, find_trainer = _trainers.note, _trainers.find

@@ -248,7 +248,7 @@ def start_equal(
     """Replaces weights, frozen ones too, and buffers by those of rank 0 of each group in turn.
 
     Parts that differ between the ranks of a group stay: those of tensor-parallel layers, experts,
-    DTensors and WeightShards. Tensors on the meta device stay as well. `tensors`: only these.
+    DTensors and offloaded ones. Tensors on the meta device stay as well. `tensors`: only these.
     Collective over each group.
     """
     chosen = model.described(tensors)

@@ -10,7 +10,6 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ringcomm.parallel.expert.local_experts import LocalExperts
 from ringcomm.parallel.model.axes import find_shards, find_trainer
 from ringcomm.parallel.model.describe import Model, Weight
 from ringcomm.parallel.model.stage_part import StagePart
@@ -24,19 +23,18 @@ HOOK_AT_STAGE_3 = (
 )
 _FLAT, _FSDP, _INFINITY = {"zero 1", "zero 2"}, {"zero 3"}, {"infinity"}
 _ZERO = _FLAT | _FSDP | _INFINITY
-_SHARDS = {"WeightShards"} | _INFINITY
 _LOMO, _SERVER = {"Lomo"}, {"ParameterServer"}
 _PIPELINE, _CALL, _EXPERTS = {"Pipeline"}, {"parallelize"}, {"expert_parallelize"}
 _TENSOR = {"tensor_parallelize"} | _EXPERTS
-_TRAINERS = _ZERO | {"WeightShards"} | _LOMO | _SERVER
-_MADE_HERE = _ZERO | {"WeightShards", "stage"}  # from the meta device
+_TRAINERS = _ZERO | _LOMO | _SERVER
+_MADE_HERE = _ZERO | {"stage"}  # from the meta device
 
 
 class Asked(NamedTuple):
     """Which system asks, and what it was given.
 
     Attributes:
-        system: "zero 1" to "zero 3", "infinity", "WeightShards", "Lomo", "ParameterServer",
+        system: "zero 1" to "zero 3", "infinity", "Lomo", "ParameterServer",
             "Pipeline", "stage" for a rank's part of it, "tensor_parallelize", "expert_parallelize",
             "parallelize", or "optimizer" for one that parallelize() has made.
         name: the system in messages; of an optimizer why it needs full weights, or "".
@@ -85,7 +83,7 @@ _MODULES = (
         " `module` to {asked.name}, before it is wrapped",
     ),
     _Row(
-        _ZERO | {"WeightShards"} | _SERVER,
+        _ZERO | _SERVER,
         lambda m, _: isinstance(m, FSDPModule),
         "{name} is already sharded by fully_shard",
     ),
@@ -93,13 +91,6 @@ _MODULES = (
         _ZERO | _LOMO,
         lambda m, _: _is_table(m) and m.sparse and m.weight.requires_grad,
         "{name} produces sparse gradients: make it with sparse=False",
-    ),
-    _Row(
-        _TRAINERS - _SERVER - _ZERO - _LOMO,  # a rank may have no weight of theirs
-        lambda m, a: a.is_replicated and isinstance(m, LocalExperts) and m.group.size() > 1,
-        "each rank has different experts in {name}, but {asked.name} would treat them as replicas:"
-        " use zero.shard(), Lomo, or an optimizer of torch and"
-        " ringcomm.parallel.expert.average_gradients()",
     ),
     _Row(
         _EXPERTS,
@@ -172,9 +163,10 @@ def _dtype_of(weight: Weight, asked: Asked) -> torch.dtype:
 
 _WEIGHTS = (
     _Row(
-        (_TRAINERS - _LOMO) | _PIPELINE | _TENSOR,
+        _TRAINERS | _PIPELINE | _TENSOR,
         lambda w, _: find_shards(w.tensor) is not None,
-        "{name} is already sharded: close() its WeightShards first",
+        "{name} is already sharded by zero.shard(offload_weights=True): close() that optimizer"
+        " first",
     ),
     _Row(
         (_TRAINERS - _LOMO) | _TENSOR,
@@ -195,20 +187,15 @@ _WEIGHTS = (
         " other dimensions of the DeviceMesh that they are on",
     ),
     _Row(
-        _SHARDS,
+        _INFINITY,
         lambda w, _: type(w.tensor.data) is not torch.Tensor,
         "weights to shard must be plain tensors, but {name} is a {type}",
         TypeError,
     ),
     _Row(
-        _SHARDS | _FSDP,
+        _INFINITY | _FSDP,
         lambda w, _: w.tensor.layout != torch.strided or not w.tensor.is_contiguous(),
         "weights to shard must be dense and contiguous, but {name} is not",
-    ),
-    _Row(
-        {"WeightShards"},
-        lambda w, _: w.tensor.is_meta,
-        "weights to shard must have values, but {name} is on the meta device",
     ),
     _Row(
         _ZERO,
@@ -307,7 +294,7 @@ _MODELS = (
         " {asked.name} would train as two weights: tie weights by using one parameter",
     ),
     _Row(
-        _ZERO | _SHARDS | _TENSOR,
+        _ZERO | _TENSOR,
         lambda m, _: sorted(
             m.in_same_memory(with_buffers=True) or (), key=lambda of: of.tensor in m.buffers
         ),
@@ -315,7 +302,7 @@ _MODELS = (
         " separate them: make it from the weight in each forward, or clone() it",
     ),
     _Row(
-        _ZERO | _SHARDS,
+        _ZERO,
         lambda m, _: _devices(m, with_meta=False),
         "weights to shard must be on one device, got {found}",
     ),

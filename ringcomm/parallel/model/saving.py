@@ -1,4 +1,4 @@
-"""What other libraries save of a sharded model: the full weights, or nothing."""
+"""What other libraries do with a sharded model: they save full weights, or raise."""
 
 import pickle
 from collections.abc import Callable
@@ -8,11 +8,12 @@ from itertools import chain
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, NoReturn
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ringcomm.torch_names import like_dtensor
+from ringcomm.torch_names import APPLY, like_dtensor
 
 
 def refuse_copy(*_: Any) -> NoReturn:
@@ -122,3 +123,34 @@ def _save_full(
         vars(module).pop("state_dict", None)
         dist.barrier(group)
     return None
+
+
+def refuse_moves(model: nn.Module) -> None:
+    """Makes to(), half() and similar methods raise where they would change a weight or a buffer.
+
+    Not on parts without weights, such as an activation, which several models may have.
+    """
+    for module in model.modules():
+        if next(module.parameters(), None) is not None:
+            setattr(module, APPLY, partial(_move_nothing, module))
+
+
+def _move_nothing(
+    module: nn.Module, move: Callable[[Tensor], Tensor], recurse: bool = True
+) -> nn.Module:
+    """Raises RuntimeError if `move` changes any kind of tensor that the module has.
+
+    Freed weights, and those that hooks refer to, cannot be replaced.
+    """
+    tensors = (*module.parameters(recurse), *module.buffers(recurse))
+    for dtype, device, dim in dict.fromkeys((x.dtype, x.device, x.dim()) for x in tensors):
+        # Strides of tensors without elements, or of size 1, are those of any memory format.
+        trial = torch.empty((2,) * dim, dtype=dtype, device=device)
+        was_shared = trial.is_shared()
+        if move(trial) is not trial or trial.is_shared() != was_shared:
+            raise RuntimeError(
+                "the weights are sharded, so to(), half() and similar calls cannot move or cast"
+                " them: call these before zero.shard(stage=3). transformers'"
+                " Trainer moves its model when it is made: make it first"
+            )
+    return module

@@ -1,4 +1,4 @@
-"""FileStore: named tensors in files, with asynchronous reads and writes, and commits.
+"""FileStore: named tensors in a file without a name, with asynchronous reads and writes.
 
 ZeRO-Infinity (Rajbhandari et al. 2021, arXiv 2104.07857, section 5) uses it for NVMe.
 """
@@ -8,124 +8,77 @@ import dataclasses
 import errno
 import logging
 import os
+import secrets
 import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ringcomm.parallel.offload import store_index, transfers
-from ringcomm.parallel.offload.store_index import Entry, Index, IndexFiles, Place
+from ringcomm.descriptors import open_above
+from ringcomm.parallel.offload import transfers
 from ringcomm.parallel.offload.transfers import Transfer, aligned_size, empty_aligned, is_aligned
 
 _log = logging.getLogger("ringcomm")
 
 
-class FileStore:
-    """Named CPU tensors in one folder, for one process.
+@dataclasses.dataclass
+class _Entry:
+    """A tensor in the file."""
 
-        store = FileStore("/mnt/nvme/run1")
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int  # in bytes
+    checksums: list[int] = dataclasses.field(default_factory=list)  # of its blocks
+
+
+class FileStore:
+    """Named CPU tensors in one folder, for one process, until it ends.
+
+        store = FileStore("/mnt/nvme/scratch")
         store.put("exp_avg", exp_avg).wait()
-        store.commit({"step": 1})
         store.get("exp_avg", out=exp_avg).wait()
 
-    put() and get() return before the transfer ends; transfers of one name are ordered. Each tensor
-    has two places in the data file, used alternately. The values of the last commit() stay until
-    the next one, so the last commit survives a crash of the process or the machine. Each block has
-    a checksum: bytes that were changed, or come from elsewhere, are an error when they are read.
+    put() and get() return before the transfer ends; transfers of one name are ordered. Each block
+    has a checksum: reading bytes that were changed, or come from elsewhere, is an error.
+
+    The file has no name (O_TMPFILE), so the kernel deletes it with the process, also after a kill.
+    A file system without such files, as NFS or FUSE, gets a file with a random name that is removed
+    as soon as it is open.
 
     Args:
-        path: a folder on the disk to use; created if it does not exist. The last commit of an
-            earlier store in this folder can be read at once.
-        keep: whether tensors outlive the store. Otherwise each tensor has one place, in an unnamed
-            file that is deleted with the process, and commit() is not supported.
-        direct: bypass the page cache (O_DIRECT). None: if the file system supports it.
-        queue_depth: blocks in flight at once; at most 4, one for each thread.
+        path: a folder on the disk to use; created if it does not exist.
         block_bytes: bytes of one read or write, a multiple of 4096.
 
     Attributes:
-        is_direct: whether reads and writes bypass the page cache.
+        is_direct: whether reads and writes bypass the page cache (O_DIRECT), which they do if the
+            file system supports it.
         read_bytes, written_bytes: bytes transferred so far, in whole blocks.
 
-    Raises ValueError for an option out of range and for damaged or truncated files, OSError if the
-    folder cannot be created, another store has it open for 5 seconds (EWOULDBLOCK), or direct=True
-    is not supported (EINVAL), and RuntimeError if no thread can be started.
+    Raises ValueError for another block_bytes, OSError if the folder or the file cannot be created,
+    and RuntimeError if no thread can be started.
     """
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        keep: bool = True,
-        direct: bool | None = None,
-        queue_depth: int = 16,
-        block_bytes: int = 1 << 20,
-    ) -> None:
-        if queue_depth < 1 or block_bytes < 1 or block_bytes % 4096:
-            raise ValueError(
-                "queue_depth must be positive and block_bytes a positive multiple of 4096, got"
-                f" {queue_depth} and {block_bytes}"
-            )
+    def __init__(self, path: str | os.PathLike[str], *, block_bytes: int = 1 << 20) -> None:
+        if block_bytes < 1 or block_bytes % 4096:
+            raise ValueError(f"block_bytes must be a positive multiple of 4096, got {block_bytes}")
         self.path = Path(path)
-        self._block_bytes = block_bytes
-        self._engine = transfers.shared_engine(queue_depth, block_bytes)
-        store_index.make_folder(self.path)
-        self._keeps = keep
-        self._fd, self.is_direct = store_index.open_file(
-            self.path / "data" if keep else self.path, keep, direct
-        )
+        self._engine = transfers.shared_engine(block_bytes)
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._fd, self.is_direct = open_scratch(self.path)
         self._pending: dict[str, Transfer] = {}
         self._close = weakref.finalize(self, _finish, self._fd, self._pending)
         _stores.add(self)
         self.read_bytes = self.written_bytes = 0
         self._failed: dict[str, OSError] = {}  # failed writes, until the next of the same name
-        self._dirty: dict[str, int] = {}  # the places of tensors put since the last commit
-        self._files = IndexFiles(self.path)
-        try:
-            store_index.lock_file(self._fd, self.path)
-            self._load(self._files.recover() if keep else Index())
-        except BaseException:
-            self.close()
-            raise
-
-    def _load(self, index: Index) -> None:
-        self._index = index
-        self._failed, self._dirty = {}, {}
-        entries = index.entries.values()
-        ends = (entry.places[-1].offset + aligned_size(entry.num_bytes) for entry in entries)
-        self._end = max(ends, default=0)
-        found = os.fstat(self._fd).st_size
-        if found < self._end:
-            raise ValueError(
-                f"{self.path / 'data'} has {found} bytes, but its index expects {self._end}: it"
-                " was truncated. Use an empty folder"
-            )
-        if found > self._end > 0:  # tensors that were never committed
-            os.ftruncate(self._fd, self._end)
-
-    @property
-    def info(self) -> dict[str, Any]:
-        """The `info` of the last commit(); empty before the first."""
-        return dict(self._index.info)
-
-    @property
-    def generation(self) -> int:
-        """The number of commits so far."""
-        return self._index.generation
-
-    def keys(self) -> list[str]:
-        """The names of all tensors."""
-        return list(self._index.entries)
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._index.entries
+        self._entries: dict[str, _Entry] = {}
+        self._end = 0  # of the last tensor, in bytes
 
     def spec(self, key: str) -> tuple[torch.dtype, torch.Size]:
         """The dtype and shape of a tensor. Raises KeyError for an unknown name."""
-        entry = self._index.entries[key]
+        entry = self._entries[key]
         return entry.dtype, torch.Size(entry.shape)
 
     def put(self, key: str, tensor: Tensor) -> Transfer:
@@ -138,29 +91,20 @@ class FileStore:
             raise ValueError(f"a FileStore needs CPU tensors, got one on {tensor.device}")
         self._settle(key)
         self._failed.pop(key, None)
-        entry = self._index.entries.get(key)
+        entry = self._entries.get(key)
         if entry is None:
-            size, num_places = aligned_size(tensor.nbytes), 2 if self._keeps else 1
-            if size:
-                with self._naming(f"no disk space for {key}, {size * num_places} bytes,"):
-                    os.posix_fallocate(self._fd, self._end, size * num_places)
-            places = [Place(self._end + number * size) for number in range(num_places)]
-            self._end += size * num_places
-            entry = Entry(tensor.dtype, tuple(tensor.shape), places)
-            self._index.entries[key] = entry
+            if size := aligned_size(tensor.nbytes):
+                with self._naming(f"no disk space for {key}, {size} bytes,"):
+                    os.posix_fallocate(self._fd, self._end, size)
+            entry = _Entry(tensor.dtype, tuple(tensor.shape), self._end)
+            self._end += size
+            self._entries[key] = entry
         _check_same(key, entry, tensor)
-        if self._keeps and key not in self._dirty:
-            if not self._dirty:
-                # Removes the commit before the last, before its tensors are overwritten. Repeated
-                # after a failed sync.
-                with self._naming("writing"):
-                    self._files.forget(self.generation - 1)
-            self._dirty[key] = 1 - entry.current if entry.current is not None else 0
         memory = source = tensor.detach().contiguous()
         if self.is_direct and not is_aligned(source):
             memory = empty_aligned(source.nbytes)
             memory[: source.nbytes].copy_(source.view(-1).view(torch.uint8))
-        return self._start(key, True, tensor, memory, entry.places[self._dirty.get(key, 0)])
+        return self._start(key, True, tensor, memory, entry)
 
     def get(self, key: str, out: Tensor) -> Transfer:
         """Starts reading a tensor; `out` has its values when the transfer has ended.
@@ -169,38 +113,34 @@ class FileStore:
         another dtype or shape, OSError if the last write of this name failed.
         """
         self._check_open()
-        if key not in self._index.entries:
+        if key not in self._entries:
             raise KeyError(f"{self.path} has no tensor {key!r}")
-        entry = self._index.entries[key]
+        entry = self._entries[key]
         _check_same(key, entry, out)
         if out.device.type != "cpu" or not out.is_contiguous():
             raise ValueError(f"{key} must be read into a contiguous CPU tensor")
         self._settle(key)
         if key in self._failed:
             raise self._failed[key]
-        place = entry.places[self._dirty.get(key, entry.current or 0)]
         is_straight = not self.is_direct or is_aligned(out)
         memory = out if is_straight else empty_aligned(out.nbytes)
-        return self._start(key, False, out, memory, place)
+        return self._start(key, False, out, memory, entry)
 
     def _start(
-        self, key: str, is_write: bool, tensor: Tensor, memory: Tensor, place: Place
+        self, key: str, is_write: bool, tensor: Tensor, memory: Tensor, entry: _Entry
     ) -> Transfer:
         num_bytes = aligned_size(tensor.nbytes) if self.is_direct else tensor.nbytes
-        if is_write:
-            place.block_bytes = self._block_bytes
         handle = self._engine.start(
             is_write,
             self._fd,
             memory,
             num_bytes,
-            place.offset,
+            entry.offset,
             num_used=tensor.nbytes,
-            block_bytes=place.block_bytes,
-            expected=None if is_write else place.checksums,
+            expected=None if is_write else entry.checksums,
         )
         if is_write:
-            place.checksums = handle.checksums  # complete before anyone reads them
+            entry.checksums = handle.checksums  # complete before anyone reads them
         self.written_bytes += num_bytes * is_write
         self.read_bytes += num_bytes * (not is_write)
         what = f"{'writing' if is_write else 'reading'} {key} at {self.path}"
@@ -221,65 +161,6 @@ class FileStore:
                 self._failed[key] = error
         del self._pending[key]
 
-    def _settle_all(self) -> None:
-        for key in list(self._pending):
-            self._settle(key)
-
-    def commit(self, info: dict[str, Any] | None = None) -> None:
-        """Commits all put() tensors and `info`: after a crash the store has this state.
-
-        Raises ValueError with keep=False, OSError if a write failed and was not repeated by another
-        put(), or the index could not be written (ENOSPC: free space and commit again). The last
-        commit is kept.
-        """
-        self._check_open()
-        if not self._keeps:
-            raise ValueError("a FileStore with keep=False does not support commit()")
-        self._settle_all()
-        if self._failed:
-            raise next(iter(self._failed.values()))
-        with self._naming(f"commit {self.generation + 1}"):
-            try:
-                os.fdatasync(self._fd)
-            except OSError as error:
-                # The kernel may drop pages that it could not write; the next fdatasync would
-                # succeed.
-                text = f"{self.path} could not be synced: {os.strerror(error.errno or 0)}"
-                self._failed = dict.fromkeys(self._dirty, OSError(error.errno, text))
-                raise
-            entries = {
-                key: dataclasses.replace(entry, current=self._dirty.get(key, entry.current))
-                for key, entry in self._index.entries.items()
-            }
-            index = Index(self.generation + 1, dict(info or {}), entries)
-            self._files.write(index)
-            # Before sync(), which may fail: a process that opens the folder finds this commit.
-            self._index, self._dirty = index, {}
-            self._files.sync()
-
-    def roll_back(self) -> None:
-        """Returns to the commit before the last, if another rank crashed before its last commit.
-
-        Raises ValueError if tensors have been put since the last commit: that one was overwritten.
-        """
-        self._check_open()
-        previous = self._files.read(self.generation - 1)
-        if previous is None:
-            raise ValueError(f"{self.path} no longer has the commit before {self.generation}")
-        self._settle_all()
-        with self._naming("going back"):
-            self._files.forget(self.generation)
-            self._load(previous)
-
-    def clear(self) -> None:
-        """Removes all tensors and commits. Raises OSError: the file system failed."""
-        self._check_open()
-        self._settle_all()
-        with self._naming("clearing"):
-            self._files.forget(self.generation, self.generation - 1)
-            self._load(Index())
-            os.ftruncate(self._fd, 0)
-
     @contextlib.contextmanager
     def _naming(self, what: str) -> Iterator[None]:
         """Adds the path to errors of the file system."""
@@ -297,10 +178,11 @@ class FileStore:
             )
 
     def close(self) -> None:
-        """Waits for all transfers and releases the folder; a second call does nothing."""
+        """Waits for all transfers and deletes the file; a second call does nothing."""
         if self._fd < 0:
             return
-        self._settle_all()
+        for key in list(self._pending):
+            self._settle(key)
         for error in self._failed.values():
             _log.warning("ringcomm: %s", error)
         self._failed = {}
@@ -308,7 +190,7 @@ class FileStore:
         self._fd = -1  # the file descriptor may be reused from now on
 
     def _leave_to_parent(self) -> None:
-        """In a forked child: closes its copies of files; the lock lasts until all are closed."""
+        """In a forked child: closes its copy; the file lasts until all copies are closed."""
         if self._close.detach() is not None:
             os.close(self._fd)
         self._fd = -1
@@ -331,9 +213,35 @@ _stores: weakref.WeakSet[FileStore] = weakref.WeakSet()
 os.register_at_fork(after_in_child=lambda: [*map(FileStore._leave_to_parent, _stores)])
 
 
-def _check_same(key: str, entry: Entry, tensor: Tensor) -> None:
+def _check_same(key: str, entry: _Entry, tensor: Tensor) -> None:
     if (entry.dtype, entry.shape) != (tensor.dtype, tuple(tensor.shape)):
         raise ValueError(
             f"{key} is {entry.dtype} of shape {entry.shape} in the file, got {tensor.dtype} of"
             f" shape {tuple(tensor.shape)}"
         )
+
+
+def open_scratch(folder: Path) -> tuple[int, bool]:
+    """Opens a file without a name in a folder; returns whether it bypasses the page cache."""
+    try:
+        return _open_unnamed(folder, os.O_DIRECT), True
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    return _open_unnamed(folder, 0), False
+
+
+def _open_unnamed(folder: Path, more_flags: int) -> int:
+    flags = os.O_RDWR | os.O_CLOEXEC | more_flags
+    try:
+        return open_above(folder, flags | os.O_TMPFILE, 0o600)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR):
+            raise
+    # NFS and FUSE have no unnamed files. An open that is refused O_DIRECT may have made this one.
+    name = folder / f"ringcomm-{secrets.token_hex(8)}"
+    try:
+        return open_above(name, flags | os.O_CREAT | os.O_EXCL, 0o600)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name)

@@ -22,14 +22,11 @@ from ringcomm.parallel.offload.state_rows import (
     Operands,
     StateRows,
     StatesView,
-    from_json,
     large_tensors,
     map_tensors,
     numbered_groups,
-    to_json,
 )
 from ringcomm.parallel.offload.tiers import RowHandle, Tier, make_tier
-from ringcomm.parallel.offload.transfers import BufferPool
 from ringcomm.parallel.optimizer_classes import (
     BY_WEIGHT,
     new_state,
@@ -41,7 +38,7 @@ from ringcomm.parallel.optimizer_classes import (
     takes_empty_groups,
 )
 from ringcomm.parallel.optimizer_kinds import attributes_of, needs_whole
-from ringcomm.torch_names import mark_stepped, move_hooks, run_state_hooks
+from ringcomm.torch_names import mark_stepped, move_hooks, run_state_hooks, tree_map_only
 
 
 def _dtype_of(param: Tensor) -> torch.dtype:
@@ -133,7 +130,7 @@ class Offloaded(torch.optim.Optimizer):
         if self._chunk_elems < 1:
             raise ValueError(f"chunk_elems must be positive, got {self._chunk_elems}")
         self._note_groups()
-        self.tier = tier or make_tier(self.to, self.path, keep=False, pool=BufferPool())
+        self.tier = tier or make_tier(self.to, self.path)
         self.steps: dict[Tensor, int] = {}
         self._rows = StateRows(self.tier, first)
         self._operands = operands or Operands()
@@ -143,7 +140,6 @@ class Offloaded(torch.optim.Optimizer):
         groups = enumerate(self.param_groups)
         params = [(param, number) for number, group in groups for param in group["params"]]
         self._places = {param: (idx, number) for idx, (param, number) in enumerate(params)}
-        self._counts: list[dict[str, Any]] = [{} for _ in self.param_groups]
         for param in () if self.is_whole else self._places:
             if not local_of(param.detach()).is_contiguous():
                 raise ValueError(
@@ -235,8 +231,8 @@ class Offloaded(torch.optim.Optimizer):
             self._ahead = {}
         for number, options in after.items():
             for key in options.keys() - {*BY_WEIGHT}:
-                if to_json(options[key]) != to_json(before[number].get(key)):
-                    self.param_groups[number][key] = self._counts[number][key] = options[key]
+                if _text_of(options[key]) != _text_of(before[number].get(key)):
+                    self.param_groups[number][key] = options[key]
 
     def start(self, param: Tensor, begin: int = 0) -> None:
         """Starts reading the state of a piece."""
@@ -339,20 +335,6 @@ class Offloaded(torch.optim.Optimizer):
         if state:
             self.steps[param] = 0 if state.keys() == {"master"} else 1
 
-    def saved(self) -> str:
-        """As JSON, what is not in the tier: values of states, and what the class counts."""
-        steps = [self.steps.get(param) for param in self._places]
-        return to_json([steps, [*self._rows.kept.items()], self._counts])
-
-    def restore(self, saved: str) -> None:
-        """Takes what saved() returned, for a tier with its rows."""
-        steps, kept, self._counts = from_json(saved)
-        found = zip(self._places, steps, strict=True)
-        self.steps = {param: step for param, step in found if step is not None}
-        self._rows.kept = {tuple(piece): (key, values) for piece, (key, values) in kept}
-        for group, counts in zip(self.param_groups, self._counts, strict=True):
-            group.update(counts)
-
     @property
     def state(self) -> Any:
         """Copies of the states by parameter; read-only."""
@@ -388,6 +370,11 @@ class Offloaded(torch.optim.Optimizer):
     def close(self) -> None:
         """Releases memory and files; the optimizer must not be used afterwards."""
         self.tier.close()
+
+
+def _text_of(option: Any) -> str:
+    """To compare values, also of tensors in lists."""
+    return repr(tree_map_only(Tensor, Tensor.tolist, option))
 
 
 def _update_by_kernel(

@@ -1,6 +1,5 @@
 """What offloaded optimizers work on, and their states in a tier, of which a piece is one row."""
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import count
@@ -185,30 +184,3 @@ def _without_values(value: Tensor) -> Tensor:
 @cache
 def _meta(shape: torch.Size, dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
-
-
-def to_json(value: Any) -> str:
-    """Options and values of states as JSON."""
-
-    def encoded(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return repr(value)
-        number = None if value.is_meta else value.tolist()
-        return {"tensor": [number, str(value.dtype), list(value.shape)]}
-
-    return json.dumps(value, default=encoded)
-
-
-def from_json(text: str) -> Any:
-    """The inverse of to_json(), with lists for tuples."""
-
-    def decoded(found: dict[str, Any]) -> Any:
-        if "tensor" not in found:
-            return found
-        number, name, shape = found["tensor"]
-        dtype = getattr(torch, name.removeprefix("torch."))
-        if number is None:
-            return torch.empty(shape, dtype=dtype, device="meta")
-        return torch.tensor(number, dtype=dtype, device="cpu")
-
-    return json.loads(text, object_hook=decoded)

@@ -40,9 +40,6 @@ class Tier:
     def __init__(self) -> None:
         self._rows: dict[str, Tensor] = {}
 
-    def __contains__(self, key: str) -> bool:
-        return key in self._rows
-
     def new(self, key: str, num_elems: int, dtype: torch.dtype) -> RowHandle:
         """A row to be fully written, which replaces an old one: its values are undefined."""
         if key not in self._rows:
@@ -80,15 +77,12 @@ class Tier:
 
 
 class FileTier(Tier):
-    """Rows in a FileStore, transferred through a few buffers; tiers may share a pool."""
+    """Rows in a FileStore, transferred through a few buffers."""
 
     keeps_memory = False
 
-    def __init__(self, store: FileStore, pool: BufferPool) -> None:
-        self.store, self._pool = store, pool
-
-    def __contains__(self, key: str) -> bool:
-        return key in self.store
+    def __init__(self, store: FileStore) -> None:
+        self.store, self._pool = store, BufferPool()
 
     def new(self, key: str, num_elems: int, dtype: torch.dtype) -> RowHandle:
         """See Tier."""
@@ -115,10 +109,10 @@ class FileTier(Tier):
         return self._pool.num_bytes
 
 
-def make_tier(to: Literal["cpu", "nvme"], path: Any, *, keep: bool, pool: BufferPool) -> Tier:
+def make_tier(to: Literal["cpu", "nvme"], path: Any) -> Tier:
     """Makes the tier "cpu", or "nvme" with a folder's path. Raises as FileStore."""
     if to not in ("cpu", "nvme"):
         raise ValueError(f'the state must be offloaded to "cpu" or "nvme", got {to!r}')
     if (to == "nvme") != (path is not None):
         raise ValueError('"nvme" needs path=, a folder on the disk; "cpu" must have no path')
-    return Tier() if to == "cpu" else FileTier(FileStore(path, keep=keep), pool)
+    return Tier() if to == "cpu" else FileTier(FileStore(path))

@@ -27,8 +27,8 @@ _HUGE_BYTES = 2 << 20
 _MAX_IDLE = 2  # buffers of one size
 # Of all sizes together, if they are many bytes: so many times the largest.
 _MANY_BYTES, _MAX_LARGEST = 1 << 20, 4
-# A thread handles one block at a time; more threads than this bring no gain.
-_MAX_THREADS = 4
+# A thread handles one block at a time; more threads bring no gain.
+_NUM_THREADS = 4
 # The program's 8 MiB would count in full against RLIMIT_DATA.
 _STACK_BYTES = 1 << 20
 
@@ -174,15 +174,13 @@ class FileEngine:
     Raises RuntimeError if no thread can be started. Fewer threads than wanted are enough.
     """
 
-    def __init__(self, queue_depth: int, block_bytes: int) -> None:
-        if queue_depth < 1 or block_bytes < 1:
-            raise ValueError("queue_depth and block_bytes must be positive")
+    def __init__(self, block_bytes: int) -> None:
         self._block_bytes, self._pid = block_bytes, os.getpid()
         self._queue: _Queue = SimpleQueue()
         threads: list[threading.Thread] = []
         old_bytes = threading.stack_size(_STACK_BYTES)
         try:
-            while len(threads) < min(queue_depth, _MAX_THREADS):
+            while len(threads) < _NUM_THREADS:
                 thread = threading.Thread(
                     target=_work_on, args=(self._queue,), name="ringcomm-file", daemon=True
                 )
@@ -207,14 +205,12 @@ class FileEngine:
         offset: int,
         *,
         num_used: int | None = None,
-        block_bytes: int | None = None,
         expected: Sequence[int] | None = None,
     ) -> FileTransfer:
         """Starts a transfer from or to a tensor's first bytes.
 
         `num_bytes` may exceed the tensor, but not its storage. Checksums are of the first
-        `num_used` bytes, by default all, and of each block. `expected` are those of what is read,
-        in blocks of `block_bytes`.
+        `num_used` bytes, by default all, and of each block. `expected` are those of what is read.
         """
         if self._pid != os.getpid():
             raise RuntimeError(
@@ -222,7 +218,7 @@ class FileEngine:
                 " has none of its threads; open files after forking"
             )
         view = memoryview((ctypes.c_char * num_bytes).from_address(memory.data_ptr())).cast("B")
-        step = block_bytes or self._block_bytes
+        step = self._block_bytes
         num_used = num_bytes if num_used is None else num_used
         begins = range(0, num_bytes, step)
         transfer = FileTransfer(len(begins))
@@ -256,11 +252,11 @@ def in_engine_thread() -> bool:
 _engines: weakref.WeakValueDictionary[Any, FileEngine] = weakref.WeakValueDictionary()
 
 
-def shared_engine(queue_depth: int, block_bytes: int) -> FileEngine:
-    """The engine of this process with these options; raises as FileEngine."""
-    key = os.getpid(), queue_depth, block_bytes
+def shared_engine(block_bytes: int) -> FileEngine:
+    """The engine of this process for such blocks; raises as FileEngine."""
+    key = os.getpid(), block_bytes
     if (found := _engines.get(key)) is None:
-        _engines[key] = found = FileEngine(queue_depth, block_bytes)
+        _engines[key] = found = FileEngine(block_bytes)
     return found
 
 
@@ -286,7 +282,7 @@ class Transfer:
                 errno.EIO,
                 f"{self._what}: the block at byte {self.handle.bad_offset} of its file is not what"
                 " was written there: the disk, or another program, has changed it. Continue from a"
-                " checkpoint, in an empty folder",
+                " checkpoint",
             )
         if code == END_OF_FILE:
             raise OSError(errno.EIO, f"{self._what}: the file is too short; it was truncated")

@@ -23,6 +23,7 @@ from ringcomm.parallel.loss import (
     parameters_of,
 )
 from ringcomm.parallel.model.saving import refuse_copy
+from ringcomm.parallel.model.units import materialize
 from ringcomm.parallel.pipeline.blocks import (
     Blocks,
     StageModule,
@@ -37,7 +38,6 @@ from ringcomm.parallel.pipeline.blocks import (
 from ringcomm.parallel.pipeline.schedules import Action, Log, Timeline, make_plan
 from ringcomm.parallel.pipeline.stage import Metas, Stage, find_boundaries, forward_only, shown
 from ringcomm.parallel.pipeline.torch_stage import meta_like
-from ringcomm.parallel.shards.units import materialize
 from ringcomm.trace.program import unrecorded
 
 Loss = Callable[..., Tensor]

@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Mapping
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -14,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from ringcomm.backend import resolve_group
 from ringcomm.options import named_options
 from ringcomm.parallel.flat_collectives import all_gathered, raise_on_all
+from ringcomm.parallel.model.axes import find_shards
 from ringcomm.parallel.parameter_server import ParameterServer
-from ringcomm.parallel.shards import find_shards
 from ringcomm.parallel.state.own_parts import MASTER, ModelParts, OptimizerParts, State
 from ringcomm.parallel.state.tensor_part import (
     Path,
@@ -54,7 +53,7 @@ def get_state_dict(
     dcp.async_save() runs collectives during the next steps: make `group = dist.new_group()` once,
     and pass process_group=group.
 
-    Tensor-parallel layers, pipeline stages, experts, DTensors, and shards of ZeRO and WeightShards
+    Tensor-parallel layers, pipeline stages, experts, DTensors, and shards of ZeRO
     are parts of full tensors. torch.distributed.checkpoint saves each element once and loads it on
     any other mesh, and with torch.distributed.checkpoint.state_dict into plain torch.
 
@@ -170,7 +169,7 @@ def set_state_dict(
     Raises:
         ValueError: on all ranks: a name or a shape does not match the model, or parts are from
             another mesh. Nothing has been written.
-        RuntimeError: inside WeightShards.gather().
+        RuntimeError: inside a backward pass, with offloaded weights.
 
     Collective.
     """
@@ -202,9 +201,9 @@ def set_state_dict(
     if server is not None and more:
         problem = problem or server.problem_of(more)
     raise_on_all(problem, group)
-    with torch.no_grad(), ExitStack() as stack:
-        for shards in parts.shards:
-            stack.enter_context(shards.writing())
+    for shards in parts.shards:
+        shards.release_all()
+    with torch.no_grad():
         for path, part in mine.items():
             if path in given and isinstance(part, nn.Module):
                 part.set_extra_state(given[path])

@@ -16,12 +16,13 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from ringcomm.parallel.flat_collectives import all_gathered, local_of
+from ringcomm.parallel.model.axes import find_shards
 from ringcomm.parallel.model.cut import Box
 from ringcomm.parallel.model.describe import Weight, describe, plain_name
 from ringcomm.parallel.offload.optimizers import Offloaded
 from ringcomm.parallel.offload.state_rows import numbered_groups
+from ringcomm.parallel.offload.weight_shards import WeightShards
 from ringcomm.parallel.optimizer_classes import new_state
-from ringcomm.parallel.shards import WeightShards, find_shards
 from ringcomm.parallel.state.tensor_part import Path, TensorPart, fill, own_elements, part_of
 from ringcomm.parallel.zero import ZeroOptimizer
 from ringcomm.torch_names import EXTRA_STATE, tree_leaves

@@ -17,6 +17,7 @@ from ringcomm.parallel.flat_collectives import check_agreement
 from ringcomm.parallel.model.axes import note_trainer
 from ringcomm.parallel.model.describe import Model, describe
 from ringcomm.parallel.model.refuse import Asked, refuse
+from ringcomm.parallel.offload.infinity import ZeroInfinity as ZeroInfinity
 from ringcomm.parallel.offload.optimizers import Offloaded
 from ringcomm.parallel.optimizer_classes import (
     optimizers_of,
@@ -25,7 +26,6 @@ from ringcomm.parallel.optimizer_classes import (
     takes_empty_groups,
 )
 from ringcomm.parallel.optimizer_kinds import needs_whole
-from ringcomm.parallel.zero.infinity import ZeroInfinity as ZeroInfinity
 from ringcomm.parallel.zero.inner import Inner
 from ringcomm.parallel.zero.optimizer import Given, ShardOptions, ZeroOptimizer
 from ringcomm.parallel.zero.prediction import predict_memory, predict_traffic
@@ -51,7 +51,6 @@ def shard(
     reduce_dtype: torch.dtype | None = None,
     loss_scale: float | Literal["dynamic"] | None = None,
     offload_weights: bool = False,
-    resume: bool = False,
     clip_grad_norm: float | None = None,
     elementwise: Collection[type] = (),
     whole: Collection[type] = (),
@@ -118,11 +117,10 @@ def shard(
             (ZeRO-Infinity). All optimizers are of ringcomm.parallel.offload, with equal `to` and
             `path`: AdamW, SGD, or Offloaded of any class. Of full matrices that it updates, a rank
             has one at a time in memory. The model must be on the CPU or the meta device; it
-            may have 16-bit weights, for which there are float32 masters. With a path, every step
-            ends with a commit. All ranks must use the same weights in each backward pass;
+            may have 16-bit weights, for which there are float32 masters. Files have no names and
+            end with the process: save by ringcomm.parallel.get_state_dict() and
+            torch.distributed.checkpoint. All ranks must use the same weights in each backward pass;
             otherwise all ranks raise.
-        resume: with offload_weights, continue after the last step with complete files; from the
-            initial weights if there is none. Options that users and schedulers set are not saved.
         clip_grad_norm: multiply all gradients by min(1, clip_grad_norm / norm), with the norm over
             all ranks and dimensions of a mesh. Without loss_scale, a norm that is not finite
             raises. Alternatively call the optimizer's clip_grad_norm_().
@@ -150,7 +148,6 @@ def shard(
         loss_scale=loss_scale,
         clip_grad_norm=clip_grad_norm,
         offload_weights=offload_weights,
-        resume=resume,
     )
     if stage not in (1, 2, 3):
         raise ValueError(f"stage must be 1, 2 or 3, got {stage!r}")

@@ -39,7 +39,6 @@ class ShardOptions:
     loss_scale: float | str | None = None
     clip_grad_norm: float | None = None
     offload_weights: bool = False
-    resume: bool = False
 
     def __post_init__(self) -> None:
         if self.bucket_bytes < 1:
@@ -51,8 +50,6 @@ class ShardOptions:
         norm = self.clip_grad_norm
         if norm is not None and not (norm > 0 and math.isfinite(norm)):
             raise ValueError(f"clip_grad_norm must be a positive number or None, got {norm!r}")
-        if self.resume and not self.offload_weights:
-            raise ValueError("resume= needs offload_weights=True; otherwise use load_state_dict()")
         if self.offload_weights and self.param_dtype is not None:
             raise ValueError(
                 "param_dtype is not supported with offload_weights: cast the model itself"

@@ -14,11 +14,11 @@ from ringcomm.parallel.clip import bytes_over_all_ranks
 from ringcomm.parallel.expert.local_experts import expert_parallel_modules
 from ringcomm.parallel.flat_collectives import place_in
 from ringcomm.parallel.model.describe import describe
+from ringcomm.parallel.model.units import fsdp_units, params_of_units
 from ringcomm.parallel.offload.optimizers import Offloaded
+from ringcomm.parallel.offload.sharded_unit import PACKED_BYTES
 from ringcomm.parallel.optimizer_classes import optimizers_of, params_in, state_elems
 from ringcomm.parallel.optimizer_kinds import needs_whole
-from ringcomm.parallel.shards.sharded_unit import PACKED_BYTES
-from ringcomm.parallel.shards.units import fsdp_units, params_of_units
 from ringcomm.parallel.zero.bucket import BucketPlan, plan_buckets
 from ringcomm.parallel.zero.inner import owners_by_group, rows_of
 from ringcomm.parallel.zero.optimizer import ShardOptions

@@ -16,7 +16,7 @@ from ringcomm.parallel.flat_collectives import device_of, takes_uneven, with_own
 from ringcomm.parallel.gradient_placeholder import weakly
 from ringcomm.parallel.model.describe import describe, start_equal_over_data
 from ringcomm.parallel.model.stage_part import StagePart
-from ringcomm.parallel.shards.units import materialize
+from ringcomm.parallel.model.units import materialize
 from ringcomm.parallel.zero.bucket import Bucket, GradientReducer, plan_buckets
 from ringcomm.parallel.zero.inner import Inner
 from ringcomm.parallel.zero.optimizer import Given, ZeroOptimizer, data_was_set

@@ -22,16 +22,17 @@ from ringcomm.parallel.flat_collectives import device_of, local_of, place_in
 from ringcomm.parallel.gradient_placeholder import hookable, largest_of, weakly
 from ringcomm.parallel.model.describe import Model, describe, start_equal_over_data
 from ringcomm.parallel.model.refuse import HOOK_AT_STAGE_3
-from ringcomm.parallel.model.saving import refuse_parts, save_full
-from ringcomm.parallel.shards.unit_hooks import refuse_create_graph, tensors_in, with_own_memory
-from ringcomm.parallel.shards.units import (
+from ringcomm.parallel.model.saving import refuse_moves, refuse_parts, save_full
+from ringcomm.parallel.model.units import (
     data_group_of,
     fsdp_units,
     materialize,
     new_group_alone,
+    refuse_create_graph,
+    tensors_in,
     watch_whole_weights,
+    with_own_memory,
 )
-from ringcomm.parallel.shards.weight_shards import refuse_moves
 from ringcomm.parallel.zero.optimizer import Given, ZeroOptimizer, data_was_set
 from ringcomm.torch_names import (
     backward_hooks_of,

@@ -57,8 +57,7 @@ class States(torch.optim.Optimizer):
         if self.options.offload_weights:
             raise RuntimeError(
                 "with offload_weights the states are outside the optimizer, where torch's own"
-                " get_state_dict() cannot find them: use ringcomm.parallel.get_state_dict(), or"
-                " resume=True"
+                " get_state_dict() cannot find them: use ringcomm.parallel.get_state_dict()"
             )
         if not self.has_offloaded:
             return self._states

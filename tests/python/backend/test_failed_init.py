@@ -25,7 +25,7 @@ from test_faults import timed
 
 import ringcomm
 from ringcomm.options import known_variables
-from ringcomm.parallel.offload.store_index import open_file
+from ringcomm.parallel.offload.file_store import open_scratch
 
 # The group's. Nothing here may take as long.
 TIMEOUT_S = 60.0
@@ -243,7 +243,7 @@ def test_no_file_takes_the_number_of_a_standard_descriptor(
     os.environ["RINGCOMM_TRACE"] = str(tmp_path)
     os.closerange(0, 3)
     buffer = ringcomm.empty_shared(1 << 20, dtype=torch.uint8).fill_(7)
-    file, _ = open_file(tmp_path / f"file-{rank}", keep=True, direct=False)
+    file, _ = open_scratch(tmp_path)
     assert files_at_standard_descriptors() == {}
     assert file > 2
     options = ringcomm.Options(transport=transport)

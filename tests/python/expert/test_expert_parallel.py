@@ -25,7 +25,7 @@ from zero_models import sent_bytes
 
 import ringcomm
 from ringcomm.nn import MixtureOfExperts
-from ringcomm.parallel import WeightShards, expert, zero
+from ringcomm.parallel import expert, zero
 from ringcomm.parallel.expert.dispatch import dispatch, plan_dispatch
 
 
@@ -158,10 +158,7 @@ def test_an_overflow_at_one_expert(rank: int) -> None:
 
 
 @in_ranks(2)
-def test_systems_of_replicas_are_refused(rank: int) -> None:
-    words = "each rank has different experts in moe.experts, but WeightShards would treat"
-    with pytest.raises(ValueError, match=words):
-        WeightShards(expert_net(Case(4, 2)))
+def test_all_experts_on_every_rank_are_replicas(rank: int) -> None:
     alone = [dist.new_group([r]) for r in range(2)][rank]
     net = expert_net(Case(4, 2), group=alone)  # all experts on every rank
     assert not expert.expert_parameters(net)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from ringcomm.nn import ColumnParallelLinear, MixtureOfExperts
-from ringcomm.parallel import WeightShards, get_state_dict, offload, pipeline, zero
+from ringcomm.parallel import get_state_dict, offload, pipeline, zero
 from ringcomm.parallel.flat_collectives import with_own_storage
 
 pytest.importorskip("transformers")
@@ -55,11 +55,6 @@ def made(system: str) -> tuple[Any, Any]:
     """What is sharded, and the model in it, after a step."""
     around: Any = Around() if system == "zero 3" else Net()
     net = around.net if system == "zero 3" else around
-    if "WeightShards" in system:
-        shards = WeightShards(around)
-        if "closed" in system:
-            shards.close()
-        return around, net
     if system == "pipeline":
         pipe = pipeline.Pipeline(net, lambda y, _: y.square().mean(), num_microbatches=2)
         pipe.step(torch.ones(2, 64), torch.ones(2, 64))
@@ -138,8 +133,6 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "zero 3": (COPY, COPY, *(PART,) * 6),
     "infinity": (COPY, COPY, *(FREED,) * 6),
     "infinity, closed": ("",) * 8,
-    "WeightShards": (COPY, COPY, *(FREED,) * 6),
-    "WeightShards, closed": ("",) * 8,
     "tensor": (COPY, COPY, "", *(PART,) * 5),
     "pipeline": (COPY, COPY, "", *(PART,) * 5),
     "experts": (COPY, COPY, *(PART,) * 6),
@@ -257,16 +250,15 @@ def test_transformers_and_peft_save_sharded_models(rank: int, tmp_path: Path) ->
 
     def sharded(system: str, model: Any) -> Any:
         params = [param for param in model.parameters() if param.requires_grad]
-        if system == "WeightShards":
-            WeightShards(model)
-            return None
+        if system == "infinity":
+            return zero.shard(model, offload.SGD(params, 0.1), 3, offload_weights=True)
         optimizer = zero.shard(model, torch.optim.SGD(params, 0.1), 3)
         ids = torch.ones(2, 6, dtype=torch.long)
         model(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
         return optimizer
 
-    for system in ("zero 3", "WeightShards"):
+    for system in ("zero 3", "infinity"):
         torch.manual_seed(0)
         model: Any = transformers.LlamaForCausalLM(config)
         sharded(system, model)

@@ -12,7 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import covering, slow
-from full_states import full_state, full_weights, load_full_state, load_full_weights
+from full_states import (
+    full_state,
+    full_weights,
+    load_full_state,
+    load_full_weights,
+    load_parts,
+    save_parts,
+)
 from ranks import in_ranks, run_ranks
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -471,21 +478,28 @@ def load_full_state_alone(optimizer: Any, names: dict[Any, str], state: Any) -> 
 
 
 def resume(
-    rank: int, folder: Path, kind: str, dtype: torch.dtype, num_steps: int, resumes: bool
+    rank: int,
+    scratch: Path,
+    saved: Path,
+    kind: str,
+    dtype: torch.dtype,
+    steps: tuple[int, int],
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Loads a checkpoint unless it begins at step 0; saves one at the end."""
     model = Net(width=WIDTH).to(dtype)
-    given = offloaded(model, kind, to="nvme", path=folder)
+    given = offloaded(model, kind, to="nvme", path=scratch)
     scheduler = lr_scheduler.StepLR(given[0], 1, 0.9)
-    optimizer: Any = shard(model, given, "infinity", resume=resumes)
-    for _ in range(optimizer.num_steps if resumes else 0):
-        scheduler.step()
-    for step in range(optimizer.num_steps, num_steps):
+    optimizer: Any = shard(model, given, "infinity")
+    if steps[0] > 0:
+        load_parts(model, optimizer, saved)
+        scheduler.last_epoch = steps[0]
+    for step in range(*steps):
         x, y = batch(step, rank, 2)
         loss_of(model, x.to(dtype), y).backward()
         optimizer.step()
         scheduler.step()
     found = full_weights(model), full_state(optimizer)
-    assert optimizer.num_steps == num_steps
+    save_parts(model, optimizer, saved)
     optimizer.close()
     return found
 
@@ -503,18 +517,13 @@ def same_state(found: dict[str, Any], expected: dict[str, Any]) -> bool:
     ("kind", "dtype"),
     covering(["Muon64", "Adafactor", "Counting", "Adam"], [torch.float32, torch.bfloat16]),
 )
-def test_a_run_continues_after_its_last_commit(
-    kind: str, dtype: torch.dtype, tmp_path: Path
-) -> None:
-    """Also a rank whose last commit another rank has not made."""
-    run = functools.partial(run_ranks, 2, resume)
-    expected = run(tmp_path / "whole", kind, dtype, 5, False)
-    first = run(tmp_path / "parts", kind, dtype, 3, False)
-    again = run(tmp_path / "parts", kind, dtype, 3, True)
-    store = offload.FileStore(tmp_path / "parts" / "rank1of2")
-    store.roll_back()
-    store.close()
-    found = run(tmp_path / "parts", kind, dtype, 5, True)
+def test_a_run_continues_from_its_checkpoint(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """By torch.distributed.checkpoint, with the bits and counts of a run without an end."""
+    run = functools.partial(run_ranks, 2, resume, tmp_path / "scratch")
+    expected = run(tmp_path / "whole", kind, dtype, (0, 5))
+    first = run(tmp_path / "saved", kind, dtype, (0, 3))
+    again = run(tmp_path / "saved", kind, dtype, (3, 3))
+    found = run(tmp_path / "saved", kind, dtype, (3, 5))
     for ours, theirs in ((again, first), (found, expected)):
         for (mine, state), (other, of_other) in zip(ours, theirs, strict=True):
             assert same(mine, other)

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from full_states import full_weights
 from gradient_watch import GradientWatch
 from lomo_models import (
     VOCAB,
@@ -29,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ringcomm import MismatchError
 from ringcomm.optim import AdaLomo, Lomo
-from ringcomm.parallel import WeightShards
+from ringcomm.parallel import offload, zero
 
 LR = 0.1
 STEPS = 4
@@ -199,7 +198,6 @@ def test_one_gradient_at_a_time_is_alive(rank: int) -> None:
 def train_cut_off(rank: int, how: str, kind: Any, options: Any, then: str) -> dict[str, Any]:
     """Weights after three steps; in the second, a backward pass raises before it is repeated."""
     model = make("plain")
-    shards = WeightShards(model) if how == "WeightShards" else None
     group = dist.group.WORLD if how == "replicas" else None
     opt = kind(model, LR, 0.1, group=group, **options)
     for i, ids in enumerate(batches(3, rows=2)):
@@ -210,8 +208,7 @@ def train_cut_off(rank: int, how: str, kind: Any, options: Any, then: str) -> di
             opt.zero_grad()
             hook.remove()
         train(opt, model, mine)
-    found: Any = weights(model) if shards is None else full_weights(shards)
-    return {name: found[name] for name, _ in model.named_parameters()}
+    return weights(model)
 
 
 RAISES: list[tuple[str, Any, dict[str, Any]]] = [
@@ -220,8 +217,6 @@ RAISES: list[tuple[str, Any, dict[str, Any]]] = [
     ("replicas", Lomo, {"loss_scale": 1024.0}),
     ("replicas", Lomo, {"clip_grad_norm": 100.0, "clip_mode": "two_pass"}),
     ("replicas", AdaLomo, {}),
-    ("WeightShards", Lomo, {}),
-    ("WeightShards", AdaLomo, {"loss_scale": 1024.0}),
 ]
 
 
@@ -387,5 +382,5 @@ def test_a_model_sharded_after_the_optimizer(rank: int) -> None:
     model = Branches()
     opt = Lomo(model, LR, group=dist.group.WORLD)
     with pytest.raises(ValueError, match="already has an optimizer that takes its gradients, Lomo"):
-        WeightShards(model)
+        zero.shard(model, offload.SGD(model.parameters()), 3, offload_weights=True)
     opt.close()

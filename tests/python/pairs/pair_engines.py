@@ -25,7 +25,6 @@ from torch.nn.parallel import DistributedDataParallel
 from ringcomm.optim import AdaLomo, Lomo
 from ringcomm.parallel import (
     ParallelDims,
-    WeightShards,
     get_state_dict,
     parallelize,
     set_state_dict,
@@ -188,7 +187,7 @@ class Engine:
     def snapshot(self) -> list[Tensor]:
         """What tells whether a weight has been written since."""
         if isinstance(self.optimizer, zero.ZeroInfinity):  # whose weights are elsewhere
-            return [torch.tensor(self.optimizer.num_steps)]
+            return [self.optimizer._part_of(param).clone() for param in self.params]
         return [local_of(param).clone() for param in self.params]
 
     def reloaded(self) -> Any:
@@ -273,9 +272,6 @@ class LomoEngine(Engine):
     def __init__(self, case: Case, place: Place) -> None:
         super().__init__(case, place)
         model, has, options = self.model, self.has, self.options()
-        self.shards = (
-            WeightShards(model, self.group) if has["weights in"] == "WeightShards" else None
-        )
         if has["weights in"] == "fully_shard":
             for module in [*model.blocks, model]:
                 fully_shard(module)
@@ -300,8 +296,6 @@ class LomoEngine(Engine):
         self.made()
 
     def snapshot(self) -> list[Tensor]:
-        if self.shards is not None:
-            return [self.shards.shard_of(param).clone() for param in self.model.parameters()]
         if self.has["weights in"] == "fully_shard":
             # Which has whole weights in their place after a pass that failed, but not here.
             return [local_of(value).clone() for value in self.model.state_dict().values()]

@@ -106,7 +106,7 @@ ZERO = Table.of(
 LOMO = Table.of(
     """
     optimizer: Lomo | AdaLomo
-    weights in: replicas | WeightShards | fully_shard | replicas without group=
+    weights in: replicas | fully_shard | replicas without group=
     dtype: float32 | bfloat16 weights
     reduce dtype: default | 16 bits
     rounding: nearest | stochastic | split
@@ -129,7 +129,7 @@ LOMO = Table.of(
     weights in: replicas or replicas without group=; around: DDP
         ValueError|RuntimeError: DistributedDataParallel
         the model itself, and group=
-    weights in: WeightShards or fully_shard; around: DDP
+    weights in: fully_shard; around: DDP
         RuntimeError: DistributedDataParallel|flatten
         the model itself: its gradients are reduced
     weights in: replicas without group=
@@ -149,16 +149,9 @@ LOMO = Table.of(
     clipping: norm in two passes; accumulation: 3
         ValueError: cannot accumulate
         clip_mode="deferred"
-    weights in: WeightShards; compile: yes
-        RuntimeError: torch.compile
-        fully_shard, or no torch.compile
-    weights in: WeightShards or fully_shard; gradients: none on rank 1
+    weights in: fully_shard; gradients: none on rank 1
         RuntimeError: some ranks
         replicas with group=, or a loss that uses every weight on every rank
-    weights in: WeightShards; gradients: layer skipped on rank 1
-        MismatchError
-        replicas with group=, or a loss that uses every weight on every rank
-        only with backend: ringcomm
     weights in: fully_shard; gradients: layer skipped on rank 1
         MismatchError
         replicas with group=, or a loss that uses every weight on every rank
@@ -169,7 +162,7 @@ LOMO = Table.of(
     dtype: float32; rounding: stochastic or split
     dtype: float32; reduce dtype: 16 bits
     accumulation: 1; gradients: none in the first micro-batch
-    weights in: WeightShards or fully_shard; overlap: yes
+    weights in: fully_shard; overlap: yes
     given: model; groups: decay first or no decay first
     """,
     also=(  # gradients that wait for step() beside those that are used

@@ -220,8 +220,8 @@ def test_seconds_of_an_update_and_of_copies_by_hand() -> None:
     # Two moments and a master of 4 bytes, a weight of 2: each is read and written.
     update = found("ddp", memory_rate=1e10).time.update
     assert update == pytest.approx(2 * 14 * num_params / 1e10)
-    # At stage 3 each micro-batch copies what it gathers to new memory, and gradients but for LOMO.
-    for system, copies in (("lomo-shards", 2), ("zero3", 3)):
+    # At stage 3 each micro-batch copies what it gathers to new memory, and gradients.
+    for system, copies in (("lomo-shards", 3), ("zero3", 3)):
         with_cost, without = (found(system, new_memory_rate=rate) for rate in (4e9, 0.0))
         times = copies * with_cost.candidate.num_micro_batches
         more = with_cost.time.data - without.time.data

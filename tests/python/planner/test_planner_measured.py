@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from ranks import run_ranks
 from steps import apply_steps, train_step
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from zero_models import live_bytes, sent_bytes
@@ -24,7 +25,8 @@ from ringcomm.nn import (
     VocabParallelEmbedding,
 )
 from ringcomm.optim import Lomo
-from ringcomm.parallel import WeightShards, offload, tensor, zero
+from ringcomm.parallel import offload, tensor, zero
+from ringcomm.parallel.model.units import default_units
 from ringcomm.planner import Cluster, Job, plan
 from ringcomm.planner.hardware import Hardware
 from ringcomm.planner.models import ModelShape
@@ -228,7 +230,8 @@ def test_micro_batches(system: str) -> None:
 def train_lomo(rank: int, is_sharded: bool) -> tuple[int, int, int]:
     model = Decoder()
     if is_sharded:
-        WeightShards(model)
+        for unit in [*default_units(model), model]:
+            fully_shard(unit, reshard_after_forward=True)
     optimizer = Lomo(model, lr=1e-3, group=None if is_sharded else torch.distributed.group.WORLD)
     for step in range(2):
         before = sent_bytes().total()
@@ -242,8 +245,10 @@ def test_lomo(is_sharded: bool) -> None:
     found = plan_of(2, "lomo-shards" if is_sharded else "lomo")
     sent, kept, num_weights = run_ranks(2, train_lomo, is_sharded, pg_options=RING)[0]
     agreement = 8 * num_weights  # two int32 a weight, once a backward pass
-    assert sent == found.traffic.sent + agreement
-    if not is_sharded:
+    if is_sharded:  # fully_shard pads to whole rows
+        assert sent == pytest.approx(found.traffic.sent + agreement, rel=2e-3)
+    else:
+        assert sent == found.traffic.sent + agreement
         assert kept == found.memory.parameters
 
 

@@ -33,7 +33,6 @@ from ringcomm.optim import AdaLomo, Lomo
 from ringcomm.parallel import (
     ParallelDims,
     ParameterServer,
-    WeightShards,
     get_state_dict,
     offload,
     parallelize,
@@ -188,7 +187,6 @@ SYSTEMS: dict[str, Callable[[], Parts]] = {
     "Lomo, deferred": lambda: by_lomo(Lomo, clip_grad_norm=0.1),
     "AdaLomo": lambda: by_lomo(AdaLomo),
     "AdaLomo, scaled": lambda: by_lomo(AdaLomo, loss_scale="dynamic"),
-    "Lomo on WeightShards": lambda: by_lomo_on_shards(WeightShards),
     "Lomo on fully_shard": lambda: by_lomo_on_shards(by_fully_shard),
     "tensor parallelism": by_tensor_parallelism,
     "experts": by_experts,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import itertools
 import math
 import sys
 from collections.abc import Callable
@@ -20,13 +19,13 @@ from ranks import in_ranks, run_ranks
 from steps import train_step
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.testing import assert_close
 
 from ringcomm import MismatchError
 from ringcomm.optim import Lomo
 from ringcomm.parallel import (
-    WeightShards,
     clip_grad_norm_,
     get_state_dict,
     offload,
@@ -34,7 +33,7 @@ from ringcomm.parallel import (
     zero,
 )
 
-SHARDED = ("zero 3", "infinity", "WeightShards")
+SHARDED = ("zero 3", "infinity")
 
 
 def net() -> nn.Sequential:
@@ -43,9 +42,6 @@ def net() -> nn.Sequential:
 
 
 def shard(model: nn.Module, system: str, units: Any = None) -> Any:
-    if system == "WeightShards":
-        WeightShards(model, units=units)
-        return Lomo(model, 0.1)
     made: Any = offload.SGD if system == "infinity" else torch.optim.SGD
     optimizer = made(model.parameters(), 0.1, momentum=0.9)
     if system == "infinity":
@@ -142,13 +138,11 @@ def test_a_container_with_weights_of_its_own_is_refused_unchanged(rank: int, sys
         assert [*map(id, before)] == [*map(id, model.parameters())]
         assert_close(dict(model.state_dict()), dict(values), rtol=0, atol=0)
     with pytest.raises(TypeError, match="units must be modules, got list"):
-        WeightShards(net(), units=[[]])  # type: ignore[list-item]
+        shard(net(), system, [[]])
 
 
-@pytest.mark.parametrize(
-    ("system", "where"),  # WeightShards refuses the meta device
-    [*itertools.product(SHARDED[:2], ["cpu", "meta"]), ("WeightShards", "cpu")],
-)
+@pytest.mark.parametrize("where", ["cpu", "meta"])
+@pytest.mark.parametrize("system", SHARDED)
 @in_ranks(1)
 def test_making_shards_is_linear_in_the_units(rank: int, system: str, where: str) -> None:
     """https://github.com/pytorch/pytorch/issues/95728: a slow start of models of many modules."""
@@ -341,7 +335,7 @@ def test_lomo_names_itself_where_a_graph_runs_again(rank: int, how: str) -> None
     backward passes through one graph."""
     model = net()
     if how == "shards":
-        WeightShards(model)
+        fully_shard(model)
     params = model.parameters() if how == "hooks" else model
     group: Any = {"fused": "none", "shards": None}.get(how, dist.group.WORLD)
     optimizer = Lomo(params, 0.1, model=model, group=group)

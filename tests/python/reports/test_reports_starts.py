@@ -17,7 +17,6 @@ from ringcomm.optim import Lomo
 from ringcomm.parallel import (
     ParallelDims,
     ParameterServer,
-    WeightShards,
     get_state_dict,
     offload,
     parallelize,
@@ -70,7 +69,6 @@ SYSTEMS: dict[str, Callable[[nn.Module], Any]] = {
     "zero 2, bfloat16": lambda model: zero.shard(model, sgd(model), 2, param_dtype=torch.bfloat16),
     "zero 3": lambda model: zero.shard(model, sgd(model), 3),
     "infinity": infinity,
-    "WeightShards": WeightShards,
     "Lomo": lambda model: Lomo(model, LR, group=dist.group.WORLD),
     "parallelize": on_mesh,
     "parallelize, zero 2": lambda model: on_mesh(model, zero_stage=2),
@@ -88,7 +86,7 @@ def test_frozen_weights_are_those_of_rank_0(rank: int, kind: str) -> None:
             model = OnFeatures()
         kept = SYSTEMS[name](model)
         whole, _ = get_state_dict(model, full=True)
-        own = {} if name in ("infinity", "WeightShards") else model.state_dict()
+        own = {} if name == "infinity" else model.state_dict()
         values = {key: value for key, value in own.items() if type(value) is Tensor} | whole
         assert values.keys() == whole.keys()
         for key, value in values.items():
@@ -114,7 +112,7 @@ class Copied(nn.Module):
         return out
 
 
-REFUSE = (*FROM_META, "WeightShards", "ParameterServer", "Pipeline")
+REFUSE = (*FROM_META, "ParameterServer", "Pipeline")
 
 
 @pytest.mark.parametrize("is_part", [False, True])
@@ -190,7 +188,7 @@ def test_a_parameter_server_leaves_unused_weights(rank: int, kind: str) -> None:
 def test_a_buffer_in_the_memory_of_a_weight(rank: int, is_persistent: bool) -> None:
     """https://github.com/huggingface/accelerate/pull/3154: it would stay as the weight was."""
     alone: Any = None
-    for name in ("Lomo", "parallelize", *FROM_META, "WeightShards"):
+    for name in ("Lomo", "parallelize", *FROM_META):
         torch.manual_seed(0)
         model: Any = nn.Linear(4, 3)
         model.register_buffer("shown", model.weight.detach()[:1], persistent=is_persistent)

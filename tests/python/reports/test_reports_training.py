@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import checkpoint
 
-from ringcomm.parallel import WeightShards, offload, zero
+from ringcomm.parallel import offload, zero
 
 WORLD_SIZE = 2
 INFINITY = 4  # a stage of these tests: 3 with offload_weights
@@ -508,4 +508,4 @@ def test_an_embedding_that_renormalizes_its_weight_is_refused(rank: int) -> None
         with pytest.raises(ValueError, match=r"embedding\.weight equal on all ranks"):
             shard(model, sgd(model), stage)
     with pytest.raises(ValueError, match="max_norm"):
-        WeightShards(Embedded(max_norm=0.5))
+        shard(model := Embedded(max_norm=0.5), sgd(model), INFINITY)

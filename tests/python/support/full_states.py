@@ -14,7 +14,7 @@ from ringcomm.parallel import get_state_dict, set_state_dict
 
 
 def model_of(owner: Any) -> Any:
-    """The model of an optimizer of zero.shard() or of WeightShards; what is a model itself."""
+    """The model of an optimizer of zero.shard(); what is a model itself."""
     model = owner if isinstance(owner, nn.Module) else getattr(owner, "_model", owner)
     return model() if isinstance(model, weakref.ref) else model
 

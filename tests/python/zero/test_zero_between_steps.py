@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import itertools
 import pickle
 import warnings
 from collections import defaultdict
@@ -36,7 +35,7 @@ from zero_models import (
     weights,
 )
 
-from ringcomm.parallel import WeightShards, offload, zero
+from ringcomm.parallel import offload, zero
 from ringcomm.torch_names import TORCH_VERSION
 
 INFINITY = 4  # a stage of these tests: 3 with offload_weights
@@ -222,16 +221,12 @@ class Features(nn.Module):
         return out
 
 
-@pytest.mark.parametrize(
-    ("stage", "made_on"),
-    [*itertools.product([*STAGES, INFINITY], ["cpu", "meta"]), ("WeightShards", "cpu")],
-)
+@pytest.mark.parametrize("made_on", ["cpu", "meta"])
+@pytest.mark.parametrize("stage", [*STAGES, INFINITY])
 @in_ranks(2)
 def test_buffers_are_those_of_rank_0(rank: int, stage: Any, made_on: str) -> None:
     model: Any = Features(5 + rank, made_on)
-    if stage == "WeightShards":
-        WeightShards(model)
-    elif stage == INFINITY:
+    if stage == INFINITY:
         given = offload.AdamW(model.parameters(), to="cpu")
         zero.shard(model, given, 3, offload_weights=True)
     else:
@@ -294,7 +289,7 @@ def test_texts_of_flat_stages(rank: int, stage: int) -> None:
 def test_sharded_weights_stay_where_they_are(rank: int, stage: int) -> None:
     model, optimizer = make_stage(stage, "momentum")
     for move in (model.double, partial(model.to, "meta"), partial(model.last.to, torch.float16)):
-        with pytest.raises(RuntimeError, match=r"call these before WeightShards or zero\.shard"):
+        with pytest.raises(RuntimeError, match=r"call these before zero\.shard"):
             move()
     train(model, optimizer, rank, 2)
     assert_close(full_weights(optimizer), train_alone("momentum"), 1e-5)

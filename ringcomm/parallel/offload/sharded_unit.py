@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ringcomm import torch_names
 from ringcomm.ops.fused_update import shard_range
-from ringcomm.parallel.flat_collectives import shard_sizes, takes_uneven
+from ringcomm.parallel.flat_collectives import shard_sizes
 
 # Parameters smaller than this are packed: one more copy, and far fewer calls.
 PACKED_BYTES = 64 << 10
@@ -48,10 +48,9 @@ class FreedWeight(nn.Parameter):
         is_edge = name == "view_as" and args[0] is args[1]
         if name not in _ALLOWED and not is_edge:
             raise RuntimeError(
-                f"{name}() of a weight that is sharded and freed: read it inside"
-                " WeightShards.gather() or after optimizer.close() of ZeRO-Infinity, or call"
-                " ringcomm.parallel.get_state_dict(); write it by set_state_dict(); run it by"
-                " calling the whole model"
+                f"{name}() of a weight that is sharded and freed: read it by"
+                " ringcomm.parallel.get_state_dict(), or after optimizer.close(); write it by"
+                " set_state_dict(); run it by calling the whole model"
             )
         with torch_names.without_torch_function():
             return func(*args, **(kwargs or {}))
@@ -64,19 +63,16 @@ class FreedWeight(nn.Parameter):
 class ShardedUnit:
     """The parameters that are gathered and freed together.
 
-    Parameters have equal values on all ranks, and start gathered.
+    Parameters have equal values on all ranks. `shard_store` is a ShardStore.
 
     Attributes:
         module: the module whose forward needs them.
         params: dense, on one device; equal in shapes and dtypes on all ranks of the group.
-        group: the ranks that have pieces.
-        shards: this rank's piece of each parameter, of one dimension.
-        large: the parameters that are sent separately.
+        group: the ranks that have pieces, of backend ringcomm.
+        shards: this rank's piece of each parameter, of one dimension; empty while in the store.
+        large: the parameters that are sent separately, whose pieces are in the store.
         packed_row: this rank's pieces of the others, concatenated as bytes.
         is_full: whether the parameters are gathered.
-        is_held: whether free() has no effect.
-
-    With `shard_store`, ZeRO-Infinity's ShardStore, the pieces of large parameters are there.
     """
 
     def __init__(
@@ -84,14 +80,13 @@ class ShardedUnit:
         module: nn.Module,
         params: Sequence[nn.Parameter],
         group: dist.ProcessGroup,
-        shard_store: Any = None,
+        shard_store: Any,
     ) -> None:
         self.module, self.params, self.group = module, list(params), group
-        self.is_full, self.is_held = True, False
-        self._is_padded = not takes_uneven(group, params[0].device)
+        self.is_full = True
         self._flats = {param: _own_memory(param) for param in params}
         self._classes = {param: type(param) for param in params}
-        packed = [p for p in params if self._is_padded or p.nbytes < PACKED_BYTES]
+        packed = [param for param in params if param.nbytes < PACKED_BYTES]
         # Larger elements first, so that all pieces are aligned.
         packed.sort(key=lambda param: -param.element_size())
         # For each rank, the places of its row's pieces in the gathered weights.
@@ -100,8 +95,6 @@ class ShardedUnit:
             for rank in range(group.size())
         ]
         self._row_bytes = [sum(target.numel() for target in row) for row in self._targets]
-        if self._is_padded:
-            self._row_bytes = [max(self._row_bytes)] * group.size()
         rank = group.rank()
         self.packed_row = torch.zeros(
             self._row_bytes[rank], dtype=torch.uint8, device=params[0].device
@@ -113,9 +106,8 @@ class ShardedUnit:
             piece = self._piece(param, rank)
             self.shards.setdefault(param, torch.empty_like(piece)).copy_(piece)
         self._shard_store = shard_store
-        if shard_store is not None:
-            self.free()
-            shard_store.keep(self.shards[param] for param in self.large)
+        self.free()
+        shard_store.keep(self.shards[param] for param in self.large)
 
     def _piece(self, param: Tensor, rank: int) -> Tensor:
         """A rank's elements of the gathered weight."""
@@ -123,8 +115,8 @@ class ShardedUnit:
         return self._flats[param][begin:end]  # type: ignore[index]
 
     def is_away(self, param: nn.Parameter) -> bool:
-        """Whether this rank's piece is offloaded, so that read_shard() makes a copy."""
-        return self._shard_store is not None and any(param is large for large in self.large)
+        """Whether this rank's piece is in the store, so that read_shard() makes a copy."""
+        return any(param is large for large in self.large)
 
     def read_shard(self, param: nn.Parameter) -> Tensor:
         """This rank's piece, from any storage."""
@@ -134,7 +126,7 @@ class ShardedUnit:
             return row.clone()
 
     def write_shard(self, param: nn.Parameter, value: Tensor) -> None:
-        """Replaces this rank's piece; inside WeightShards.writing()."""
+        """Replaces this rank's piece; not while the weight is gathered."""
         piece = self.shards[param]
         is_away = self.is_away(param)
         with (
@@ -154,33 +146,22 @@ class ShardedUnit:
             param.__class__ = self._classes[param]
         self.is_full = True
         try:
-            with nullcontext() if self._shard_store is None else self._shard_store.in_memory(self):
+            with self._shard_store.in_memory(self):
                 self._exchange()
         except BaseException:
             self.free()
             raise
 
     def free(self) -> None:
-        """Frees the memory of gathered weights, unless they are held."""
-        if self.is_held:
-            return
+        """Frees the memory of gathered weights."""
         for param, flat in self._flats.items():
             flat.untyped_storage().resize_(0)
             param.__class__ = FreedWeight
         self.is_full = False
 
     def _exchange(self) -> None:
-        rows = self.packed_row.new_empty(sum(self._row_bytes))
-        if not self._is_padded:
-            self._gather_uneven(rows)
-        elif rows.numel():
-            torch_names.all_gather_single(rows, self.packed_row, group=self.group)
-        for row, targets in zip(rows.split(self._row_bytes), self._targets, strict=True):
-            if targets:
-                torch_names.foreach_copy_(targets, _split(row, targets))
-
-    def _gather_uneven(self, rows: Tensor) -> None:
         """One call for the packed pieces and the large ones, which are received in place."""
+        rows = self.packed_row.new_empty(sum(self._row_bytes))
         world_size = self.group.size()
         inputs = [self.shards[param] for param in self.large]
         outputs = [
@@ -196,6 +177,9 @@ class ShardedUnit:
             work = self.group.allgather_coalesced(by_rank, inputs, options)
             if work is not None:  # backends need none for a call that is over
                 work.wait()
+        for row, targets in zip(rows.split(self._row_bytes), self._targets, strict=True):
+            if targets:
+                torch_names.foreach_copy_(targets, _split(row, targets))
 
 
 def _split(row: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:

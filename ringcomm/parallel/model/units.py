@@ -1,14 +1,22 @@
 """Units of a model, which are gathered together, and their materialization from the meta device."""
 
-from collections.abc import Callable, Iterable, Sequence
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from ringcomm.parallel.expert.local_experts import LocalExperts, expert_parallel_modules
-from ringcomm.torch_names import gather_outside_inference_mode, takes_fully_shard, untraced
+from ringcomm.torch_names import (
+    gather_outside_inference_mode,
+    takes_fully_shard,
+    tree_leaves,
+    tree_map_only,
+    untraced,
+)
 
 
 def _has_forward(module: nn.Module) -> bool:
@@ -191,3 +199,53 @@ def watch_whole_weights(
                     seen(module, name, param)
 
     return unit.register_forward_pre_hook(before_forward).remove
+
+
+# ---- what a unit returns, and its backward pass
+
+
+def with_own_memory(output: Any, weights: Iterable[Tensor]) -> Any:
+    """A module's output, in which tensors in the memory of weights are copies.
+
+    That memory is freed after the forward. Raises RuntimeError if a copy cannot be put there.
+    """
+    addresses = {weight.untyped_storage().data_ptr() for weight in weights} - {0}
+
+    def is_shared(tensor: Tensor) -> bool:
+        with suppress(RuntimeError):  # sparse tensors and those of torch.func have no storage
+            return tensor.untyped_storage().data_ptr() in addresses
+        return False
+
+    if not any(map(is_shared, tensors_in(output))):
+        return output
+    copied = tree_map_only(Tensor, lambda x: x.clone() if is_shared(x) else x, output)
+    if any(map(is_shared, tensors_in(copied))):
+        kind = type(output).__name__
+        raise RuntimeError(
+            f"a module with sharded weights returned one of them in a {kind}, but they are freed"
+            " after its forward: return a clone() of the weight"
+        )
+    return copied
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in a tree of sequences, mappings and dataclasses."""
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif isinstance(leaf, Mapping):
+            yield from tensors_in([*leaf.values()])
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            yield from tensors_in([getattr(leaf, f.name) for f in dataclasses.fields(leaf)])
+
+
+def refuse_create_graph(system: str) -> None:
+    """Raises RuntimeError in a backward pass with create_graph=True.
+
+    A graph of gradients would keep weights that are freed when the pass ends.
+    """
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"create_graph=True (a gradient penalty) is not supported with {system}, which frees"
+            " weights after their use: use stage 1 or 2 of zero.shard()"
+        )

@@ -1,38 +1,28 @@
 """ZeRO-Infinity's storage of weights and gradients not in use: rows of tiers, prefetched."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
 
+from ringcomm.parallel.offload.sharded_unit import ShardedUnit
 from ringcomm.parallel.offload.state_rows import Operands
 from ringcomm.parallel.offload.tiers import RowHandle, Tier
-from ringcomm.parallel.shards.sharded_unit import ShardedUnit
 
 
 class ShardStore(Operands):
-    """Large shards are rows of the tier `weights`, gradients of `grads`; small ones stay in memory.
+    """Large shards and their gradients are rows of a tier; small ones stay in memory.
 
-    `is_filled`: whether the tier has the shards. Units are prefetched in the order of the previous
-    step, as long as the model repeats it.
+    Units are prefetched in the order of the previous step, as long as the model repeats it.
 
     Attributes:
-        replacing: a context for replacing shards outside a step.
         small_grads: by shard, the gradients in memory.
     """
 
-    def __init__(
-        self,
-        weights: Tier,
-        grads: Tier,
-        replacing: Callable[[], AbstractContextManager[None]],
-        *,
-        is_filled: bool,
-    ) -> None:
-        self.replacing = replacing
-        self._weights, self._grads, self._is_filled = weights, grads, is_filled
-        self._keys: dict[Tensor, str] = {}
+    def __init__(self, tier: Tier) -> None:
+        self._tier = tier
+        self._numbers: dict[Tensor, int] = {}  # of large shards, in their keys
         self._shapes: dict[Tensor, torch.Size] = {}
         self._order: list[ShardedUnit] = []  # of the last step
         self._used: list[ShardedUnit] = []  # of this one
@@ -46,10 +36,8 @@ class ShardStore(Operands):
     def keep(self, shards: Iterable[Tensor]) -> None:
         """Takes the large shards of a new unit."""
         for shard in shards:
-            key = f"weight.{len(self._keys)}"
-            self._keys[shard], self._shapes[shard] = key, shard.shape
-            if not self._is_filled:
-                self._weights.put(key, shard)
+            self._numbers[shard], self._shapes[shard] = len(self._numbers), shard.shape
+            self._tier.put(self._weight_key(shard), shard)
             shard.data = shard.new_empty(0)
 
     @contextmanager
@@ -71,13 +59,13 @@ class ShardStore(Operands):
             yield
         finally:
             for shard, handle in handles.items():
-                self._weights.release(handle, is_written=False)
+                self._tier.release(handle, is_written=False)
                 shard.data = shard.new_empty(0)
 
     def row(self, shard: Tensor, *, is_written: bool) -> AbstractContextManager[Tensor]:
         """A context with the values of a large shard, to read or write."""
         self.forget_ahead()
-        return self._weights.row(self._keys[shard], is_written=is_written)
+        return self._tier.row(self._weight_key(shard), is_written=is_written)
 
     def step_begins(self) -> None:
         """Called before weights are written, after which the model repeats its order of units."""
@@ -88,12 +76,18 @@ class ShardStore(Operands):
         """Releases prefetched rows that are not needed now."""
         if self._ahead is not None:
             for handle in self._ahead[1].values():
-                self._weights.release(handle, is_written=False)
+                self._tier.release(handle, is_written=False)
             self._ahead = None
 
     def _fetch(self, unit: ShardedUnit) -> dict[Tensor, RowHandle]:
         shards = (unit.shards[param] for param in unit.large)
-        return {shard: self._weights.fetch(self._keys[shard]) for shard in shards}
+        return {shard: self._tier.fetch(self._weight_key(shard)) for shard in shards}
+
+    def _weight_key(self, shard: Tensor) -> str:
+        return f"weight.{self._numbers[shard]}"
+
+    def _grad_key(self, shard: Tensor) -> str:
+        return f"gradient.{self._numbers[shard]}"
 
     # ---- gradients
 
@@ -101,19 +95,19 @@ class ShardStore(Operands):
         self, shard: Tensor, *, is_written: bool = False
     ) -> AbstractContextManager[Tensor]:
         """A context with an accumulated gradient, to read or write."""
-        if shard not in self._keys:
+        if shard not in self._numbers:
             return nullcontext(self.small_grads[shard])
-        return self._grads.row(self._keys[shard], is_written=is_written)
+        return self._tier.row(self._grad_key(shard), is_written=is_written)
 
     def add_grad(self, shard: Tensor, grad: Tensor) -> None:
         """Stores a gradient, or adds it to the stored one."""
         if shard in self._fresh:
             with self.gradient(shard, is_written=True) as before:
                 before.add_(grad)
-        elif shard not in self._keys:
+        elif shard not in self._numbers:
             self.small_grads[shard] = grad
         else:
-            self._grads.put(self._keys[shard], grad)
+            self._tier.put(self._grad_key(shard), grad)
         self._fresh.add(shard)
 
     def drop_grad(self, shard: Tensor) -> None:
@@ -133,9 +127,9 @@ class ShardStore(Operands):
 
     def start(self, param: Tensor) -> None:
         """Starts reading a large shard and its gradient."""
-        if (key := self._keys.get(param)) is not None:
-            grad = self._grads.fetch(key) if param in self._fresh else None
-            self._of_update[param] = self._weights.fetch(key), grad
+        if param in self._numbers:
+            grad = self._tier.fetch(self._grad_key(param)) if param in self._fresh else None
+            self._of_update[param] = self._tier.fetch(self._weight_key(param)), grad
 
     def get(self, param: Tensor) -> tuple[Tensor, Tensor | None]:
         """Waits for them."""
@@ -148,6 +142,6 @@ class ShardStore(Operands):
         """Writes the current weights back."""
         if param in self._of_update:
             weights, grads = self._of_update.pop(param)
-            self._weights.release(weights, is_written=True)
+            self._tier.release(weights, is_written=True)
             if grads is not None:
-                self._grads.release(grads, is_written=False)
+                self._tier.release(grads, is_written=False)

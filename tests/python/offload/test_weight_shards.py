@@ -1,5 +1,5 @@
-"""WeightShards: the training of one process, to the bit where the mean is exact; memory; bytes;
-pieces, units, and what goes wrong."""
+"""Weights of ZeRO-Infinity: the training of one process; memory, pieces, units, and what goes
+wrong."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from full_states import full_weights, load_full_weights
-from ranks import in_ranks, place
+from ranks import in_ranks
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import ringcomm
-from ringcomm.ops import shard_range
-from ringcomm.parallel import WeightShards, offload, zero
-from ringcomm.parallel.shards import find_shards
+from ringcomm import parallel
+from ringcomm.parallel import offload, zero
+from ringcomm.parallel.model.axes import find_shards
 
 STEPS = 3
 DIM = 130  # a matrix of a block is more than what travels packed
@@ -98,18 +97,9 @@ def trainable(net: nn.Module) -> list[nn.Parameter]:
     return [param for param in net.parameters() if param.requires_grad]
 
 
-def descend(weight: Tensor, grad: Tensor) -> None:
-    """One operation after the other: torch's add_ of bfloat16 rounds by where an element stands."""
-    weight.detach().copy_(weight.detach().float() - grad.float() * LR)
-
-
-def sgd(shards: WeightShards, net: nn.Module) -> None:
-    for param in trainable(net):
-        if param.grad is not None:
-            grad = shards.reduce_scatter(param, param.grad)
-            descend(shards.shard_of(param), grad)
-            param.grad = None
-    shards.release_all()
+def sharded(net: nn.Module, **options: Any) -> Any:
+    own = offload.SGD(net.parameters(), LR)
+    return zero.shard(net, own, 3, offload_weights=True, **options)
 
 
 def assert_near(actual: dict[str, Tensor], expected: dict[str, Tensor], atol: float) -> None:
@@ -127,6 +117,7 @@ def reference(mode: str, num_shares: int) -> tuple[list[list[float]], dict[str, 
     """One process that takes the shares one after the other: losses by step and share."""
     net = make(mode)
     losses: list[list[float]] = []
+    masters: dict[nn.Parameter, Tensor] = {}
     for step in range(STEPS):
         sums: dict[nn.Parameter, Tensor] = {}
         losses.append([])
@@ -135,57 +126,56 @@ def reference(mode: str, num_shares: int) -> tuple[list[list[float]], dict[str, 
             loss.backward()
             losses[-1].append(loss.item())
             for param in trainable(net):
-                if param.grad is not None:  # 16 bits are summed in fp32, and rounded once
+                if param.grad is not None:
                     grad = param.grad.float()
                     sums[param] = sums[param] + grad if param in sums else grad
                     param.grad = None
         for param, total in sums.items():
-            descend(param, (total / num_shares).to(param.dtype))
+            masters.setdefault(param, param.detach().float()).sub_(total / num_shares, alpha=LR)
+            param.detach().copy_(masters[param])
     return losses, net.state_dict()
 
 
 @pytest.mark.parametrize(
-    ("world_size", "backend", "mode"),
+    ("world_size", "mode"),
     [
-        (2, "ringcomm", "shared layer"),
-        (2, "ringcomm", "shared weight"),
-        (2, "ringcomm", "unused"),
-        (2, "ringcomm", "checkpointed head"),
-        (2, "ringcomm", "mixed"),
-        (3, "ringcomm", "tied"),
-        (4, "ringcomm", "reentrant"),
-        (3, "gloo", "reentrant"),
-        (1, "gloo", "tied"),
+        (2, "shared layer"),
+        (2, "shared weight"),
+        (2, "unused"),
+        (2, "checkpointed head"),
+        (2, "mixed"),
+        (3, "tied"),
+        (4, "reentrant"),
+        (1, "tied"),
     ],
 )
 @in_ranks()
-def test_training(rank: int, world_size: int, backend: str, mode: str, device: str) -> None:
+def test_training(rank: int, world_size: int, mode: str) -> None:
     torch.set_num_threads(1)
     losses, expected = reference(mode, world_size)
-    net = make(mode).to(place(device, rank))
+    net = make(mode)
     if rank > 0:  # values are those of rank 0
         for param in net.parameters():
             param.data.fill_(float(rank))
-    shards = WeightShards(net, mesh=init_device_mesh(device, (world_size,)))
+    optimizer = sharded(net)
     for step in range(STEPS):
         loss = loss_of(net, step, rank)
         loss.backward()
         assert live_bytes(net) == 0
-        if world_size == 2 and device == "cpu":
-            assert loss.item() == losses[step][rank]
         assert loss.item() == pytest.approx(losses[step][rank], rel=0, abs=1e-6)
-        sgd(shards, net)
-    atol = 0 if world_size <= 2 and device == "cpu" else 1e-6
-    assert_near(full_weights(shards), expected, atol)
-    with torch.no_grad():  # evaluation, with and without all weights at once
-        outside = loss_of(net, 9, rank)
+        optimizer.step()
+        optimizer.zero_grad()
+    atol = 1e-3 if mode == "mixed" else 1e-6  # a bit of bfloat16
+    assert_near(full_weights(net), expected, atol)
+    with torch.no_grad():  # evaluation
+        outside = loss_of(net, 9, rank).item()
         assert live_bytes(net) == 0
-        with shards.gather():
-            assert loss_of(net, 9, rank).item() == outside.item()
-            assert_near(net.state_dict(), full_weights(shards), atol=0)
-    shards.close()
-    shards.close()
+    optimizer.close()
+    optimizer.close()
+    assert loss_of(net, 9, rank).item() == outside
     assert_near(net.state_dict(), expected, atol)
+    loss_of(net, 9, rank).backward()  # by torch alone
+    assert type(net.head.weight.grad) is Tensor
     copy.deepcopy(net)
     assert all(find_shards(param) is None for param in net.parameters())
 
@@ -200,8 +190,6 @@ def watch(net: Net, seen: list[int]) -> None:
         module.register_forward_hook(lambda *_: seen.append(live_bytes(net)))
     for block in net.blocks:
         block.register_full_backward_hook(lambda *_: seen.append(live_bytes(net)))
-    for param in trainable(net):
-        param.register_post_accumulate_grad_hook(lambda _: seen.append(live_bytes(net)))
 
 
 @pytest.mark.parametrize("mode", ["plain", "reentrant"])
@@ -211,20 +199,14 @@ def test_memory(rank: int, mode: str) -> None:
     num_bytes = live_bytes(net)
     block_bytes = live_bytes(net.blocks[0])
     root_bytes = num_bytes - 3 * block_bytes
-    shards = WeightShards(net)
-    pieces = [shards.shard_of(param) for param in net.parameters()]
-    assert sum(piece.nbytes for piece in pieces) == sum(
-        (end - begin) * param.element_size()
-        for param in net.parameters()
-        for begin, end in [shard_range(param.numel(), dist.get_world_size(), rank)]
-    )
+    sharded(net)
     versions = [param._version for param in net.parameters()]
     seen: list[int] = []
     watch(net, seen)
     for step in range(2):
         loss_of(net, step, rank).backward()
         assert live_bytes(net) == 0
-    assert len(seen) > 50
+    assert len(seen) > 20
     assert max(seen) == root_bytes + block_bytes  # shards and two units
     assert [param._version for param in net.parameters()] == versions
     unsharded: list[int] = []
@@ -237,84 +219,40 @@ def test_memory(rank: int, mode: str) -> None:
 def test_two_backwards(rank: int) -> None:
     """A graph that is kept, a backward that fails, and a unit that autograd does not see."""
     net = make()
-    shards = WeightShards(net)
+    optimizer = sharded(net)
     loss = loss_of(net, 0, rank)
     loss.backward(retain_graph=True)
-    first = [param.grad.clone() for param in trainable(net) if param.grad is not None]
-    net.zero_grad()
+    first = [grad.clone() for _, grad in optimizer._shards()]
+    optimizer.zero_grad()
     loss.backward()
-    second = [param.grad for param in trainable(net) if param.grad is not None]
+    second = [grad.clone() for _, grad in optimizer._shards()]
     for one, two in zip(first, second, strict=True):
         assert torch.equal(one, two)
 
     def fail(_: Tensor) -> None:
         raise ValueError("on purpose")
 
-    handle = net.blocks[1].get_parameter("up.bias").register_post_accumulate_grad_hook(fail)
+    handle = net.blocks[1].get_parameter("up.bias").register_hook(fail)
     with pytest.raises(ValueError, match="on purpose"):
         loss_of(net, 0, rank).backward()
     handle.remove()
-    net.zero_grad()
     assert live_bytes(net) > 0
-    for param in net.parameters():  # what the backward has left is old by now
-        shards.shard_of(param).zero_()
+    nothing = {name: torch.zeros_like(value) for name, value in full_weights(net).items()}
+    load_full_weights(net, nothing)  # what the backward has left is old by now
     assert loss_of(net, 0, rank).item() == pytest.approx(torch.tensor(VOCAB).log().item())
-    net.zero_grad()
+    optimizer.zero_grad()
     assert live_bytes(net) == 0
-
-
-class Fused(torch.autograd.Function):
-    """A product whose weight's gradient autograd does not see; a token stands for it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, token: Tensor) -> Tensor:
-        ctx.save_for_backward(weight)
-        return x @ weight.t()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor]:
-        (weight,) = ctx.saved_tensors
-        return grad @ weight, None, torch.zeros(())
-
-
-class FusedLinear(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.eye(DIM))
-        self.token = torch.zeros((), requires_grad=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = Fused.apply(x, self.weight.detach(), self.token)
-        return y
-
-
-@in_ranks(2)
-def test_release(rank: int) -> None:
-    """The first layer's input has no gradient that would tell that the backward has left."""
-    first, second = FusedLinear(), FusedLinear()
-    layers = nn.Sequential(first, nn.ReLU(inplace=True), second)
-    shards = WeightShards(layers)
-    live: list[int] = []
-
-    def note(_: Tensor) -> None:
-        live.append(live_bytes(layers))
-        shards.release(first.weight)
-        live.append(live_bytes(layers))
-
-    first.token.register_post_accumulate_grad_hook(note)
-    layers(torch.ones(2, DIM)).sum().backward()
-    assert live == [first.weight.nbytes, 0]
-    assert live_bytes(layers) == 0
 
 
 @in_ranks(2)
 def test_freed_with_the_model(rank: int) -> None:
     net = make()
-    shards = WeightShards(net)
+    optimizer = sharded(net)
     loss_of(net, 0, rank).backward()
+    shards = optimizer._weights
     gone: list[weakref.ref[Any]] = [weakref.ref(shards), weakref.ref(net.embed.weight)]
     assert find_shards(net.embed.weight) is shards
-    del shards
+    del shards, optimizer
     gc.collect()
     assert find_shards(net.embed.weight) is gone[0]() is not None
     del net
@@ -331,15 +269,15 @@ class Call(nn.Module):
         return None
 
 
-@pytest.mark.parametrize(("world_size", "backend"), [(3, "gloo"), (4, "ringcomm")])
+@pytest.mark.parametrize("world_size", [3, 4])
 @in_ranks()
-def test_pieces(rank: int, world_size: int, backend: str) -> None:
+def test_pieces(rank: int, world_size: int) -> None:
     sizes = [(0,), (), (2,), (5, 7), (130, 129)]
     params = nn.ParameterList([torch.arange(float(torch.Size(s).numel())).view(s) for s in sizes])
-    shards = WeightShards(Call(params))
+    shards = sharded(Call(params))._weights
     for param in params:
         begin, end = shards.range_of(param)
-        assert shards.shard_of(param).tolist() == list(range(begin, end))
+        assert shards.unit_of(param).read_shard(param).tolist() == list(range(begin, end))
         mean = (torch.arange(param.numel()) % 7 * (world_size + 1)).view(param.shape)
         for dtype in (torch.float32, torch.bfloat16, torch.float64):
             grad = (mean * 2 * (rank + 1) // (world_size + 1)).to(dtype)
@@ -347,18 +285,14 @@ def test_pieces(rank: int, world_size: int, backend: str) -> None:
             piece = shards.reduce_scatter(param, strided)
             assert piece.dtype == dtype
             assert torch.equal(piece, mean.flatten()[begin:end].to(dtype))
-    shards.shard_of(params[4]).mul_(2)
-    with shards.gather(), shards.gather():
-        assert torch.equal(params[4].flatten(), torch.arange(130.0 * 129) * 2)
-        assert torch.equal(params[3].flatten(), torch.arange(35.0))
 
 
 def units_of(net: nn.Module, **options: Any) -> set[str]:
     """The names of the modules whose weights come together."""
     names = {id(module): name for name, module in net.named_modules()}
-    shards = WeightShards(net, **options)
-    found = {names[id(unit.module)] for unit in shards.units}
-    shards.close()
+    optimizer = sharded(net, **options)
+    found = {names[id(unit.module)] for unit in optimizer._weights.units}
+    optimizer.close()
     return found
 
 
@@ -381,12 +315,11 @@ def wrong_models() -> Iterator[tuple[nn.Module, type[Exception], str]]:
         module.weight = nn.Parameter(weight)
         return module
 
-    yield linear(torch.ones(2, 3).t()), ValueError, "dense and contiguous, but weight is not"
-    yield linear(torch.ones(2, 2, device="meta")), ValueError, "meta device"
-    yield nn.LazyLinear(2), TypeError, "weight is an UninitializedParameter of a lazy module"
+    yield linear(torch.ones(2, 3).t()), ValueError, "is not contiguous"
+    yield nn.LazyLinear(2), ValueError, "uninitialized parameter"
     mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
-    sharded = dist.tensor.distribute_tensor(torch.ones(2, 2), mesh)
-    yield linear(sharded), TypeError, "plain tensors, but weight is a DTensor"
+    rows = dist.tensor.distribute_tensor(torch.ones(2, 2), mesh)
+    yield linear(rows), ValueError, "weight is a DTensor: only stage 3 without offload_weights"
     one, two = nn.Linear(2, 2), nn.Linear(2, 2)
     two.weight = nn.Parameter(one.weight.data)
     yield nn.Sequential(one, two), ValueError, "0.weight and 1.weight are two parameters in the"
@@ -397,31 +330,30 @@ def wrong_models() -> Iterator[tuple[nn.Module, type[Exception], str]]:
 def test_errors(rank: int) -> None:
     for module, kind, text in wrong_models():
         with pytest.raises(kind, match=text):
-            WeightShards(module)
+            sharded(module)
     net = make()
     with pytest.raises(ValueError, match="parts of the model, got another Linear"):
-        WeightShards(net, units=[nn.Linear(2, 2)])
+        sharded(net, units=[nn.Linear(2, 2)])
     with pytest.raises(TypeError, match="units must be modules, got int"):
-        WeightShards(net, units=[3])  # type: ignore[list-item]
+        sharded(net, units=[3])
     part, whole = make(), torch.compile(net, backend="eager")
     part.blocks[1].compile(backend="eager")
     for compiled in (cast(nn.Module, whole), part):
-        with pytest.raises(
-            RuntimeError, match=r"torch\.compile is not supported with WeightShards"
-        ):
-            WeightShards(compiled)
+        with pytest.raises(RuntimeError, match=r"torch\.compile is not supported with offload"):
+            sharded(compiled)
     assert find_shards(net.embed.weight) is None
-    shards = WeightShards(net)
-    with pytest.raises(ValueError, match=r"embed.weight is already sharded"):
-        WeightShards(net)
+    with pytest.raises(AttributeError, match=r"WeightShards is gone; use torch\.distr"):
+        parallel.WeightShards  # noqa: B018
+    again = offload.SGD(net.parameters(), LR)
+    optimizer = sharded(net)
+    shards = optimizer._weights
+    with pytest.raises(ValueError, match=r"embed.weight is already sharded by zero.shard\(offload"):
+        zero.shard(net, again, 3, offload_weights=True)
     for read in (net.state_dict, net.blocks[1].state_dict):
-        with pytest.raises(RuntimeError, match=r"call ringcomm.parallel.get_state_dict"):
+        with pytest.raises(RuntimeError, match=r"read it by ringcomm\.parallel\.get_state_dict"):
             read()
     with pytest.raises(RuntimeError, match=r"call ringcomm.parallel.set_state_dict"):
         net.load_state_dict({})
-    state = full_weights(shards)
-    with shards.gather(), pytest.raises(RuntimeError, match="inside gather"):
-        load_full_weights(shards, state)
     for duplicate in (copy.deepcopy, copy.copy, pickle.dumps):
         with pytest.raises(RuntimeError, match="sharded weights cannot be copied"):
             duplicate(net.blocks[0].get_parameter("up.weight"))
@@ -429,22 +361,19 @@ def test_errors(rank: int) -> None:
         copy.deepcopy(net)
     moves: list[Any] = [net.bfloat16, lambda: net.to(torch.device("cpu", 0)), net.head.double]
     for move in moves:
-        with pytest.raises(RuntimeError, match=r"call these before WeightShards or zero\.shard"):
+        with pytest.raises(RuntimeError, match=r"call these before zero\.shard"):
             move()
     with pytest.raises(RuntimeError, match="weights of this Linear are freed: call the whole"):
         net.head(torch.ones(1, DIM))
     other = nn.Parameter(torch.ones(2))
-    for call in (shards.shard_of, shards.range_of, shards.release):
+    for call in (shards.shard_of, shards.range_of):
         with pytest.raises(ValueError, match=r"\(2,\) is not a parameter of these shards"):
             call(other)
-    for grad in (torch.ones(3), torch.ones(DIM).to_sparse()):
-        with pytest.raises(ValueError, match=r"gradient must be dense, \(130,\) on cpu, got"):
-            shards.reduce_scatter(net.norm.bias, grad)
-    handle = net.norm.bias.register_post_accumulate_grad_hook(lambda _: shards.release_all())
+    handle = net.norm.bias.register_hook(lambda _: optimizer.zero_grad())
     with pytest.raises(RuntimeError, match="in a backward pass"):
         loss_of(net, 0, rank).backward()
     handle.remove()
-    shards.close()
+    optimizer.close()
     assert net.double().head.weight.dtype == torch.float64
 
 
@@ -452,7 +381,7 @@ def test_errors(rank: int) -> None:
 @in_ranks(2, fresh=True, may_die=[1])
 def test_a_rank_that_dies(rank: int, in_backward: bool) -> None:
     net = make()
-    WeightShards(net)
+    sharded(net)
 
     def die(_: Any) -> None:
         if rank == 1:
@@ -487,16 +416,12 @@ READS: dict[str, Any] = {
 COPIES: list[Any] = [copy.copy, copy.deepcopy, pickle.dumps, lambda p: torch.save(p, os.devnull)]
 
 
-@pytest.mark.parametrize("offloads", [False, True])
 @in_ranks(2)
-def test_reading_a_freed_weight_raises(rank: int, offloads: bool) -> None:
+def test_reading_a_freed_weight_raises(rank: int) -> None:
     """Kernels would read from address 0, and end the process."""
     model: Any = nn.Sequential(nn.Sequential(nn.Linear(200, 200)), nn.Sequential(nn.Linear(200, 3)))
     plain = copy.deepcopy(model)
-    given = offload.SGD(model.parameters(), lr=0.1)
-    owner: Any = None if offloads else WeightShards(model)
-    if offloads:
-        owner = zero.shard(model, given, 3, offload_weights=True)
+    owner = sharded(model)
     before = full_weights(model)
     for _ in range(2):
         param = model[0][0].weight

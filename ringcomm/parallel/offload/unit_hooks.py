@@ -8,8 +8,6 @@ other weights.
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -21,7 +19,8 @@ from ringcomm import torch_names
 from ringcomm.backward_pass import BackwardPass, OpenPasses, current_pass, in_backward, will_run
 from ringcomm.parallel.gradient_placeholder import weakly
 from ringcomm.parallel.model.saving import refuse_copy
-from ringcomm.parallel.shards.sharded_unit import ShardedUnit
+from ringcomm.parallel.model.units import refuse_create_graph, tensors_in, with_own_memory
+from ringcomm.parallel.offload.sharded_unit import ShardedUnit
 from ringcomm.torch_names import tree_map_only, untraced
 
 # Containers that a module may change in place.
@@ -37,21 +36,8 @@ def refuse_compile(model: nn.Module | None = None) -> None:
     parts = () if model is None else model.modules()
     if torch_names.is_traced() or any(map(torch_names.is_compiled, parts)):
         raise RuntimeError(
-            "torch.compile is not supported with WeightShards or offload_weights=True, which"
-            " free weights between uses: train without torch.compile, or use zero.shard(stage=3)"
-            " or fully_shard"
-        )
-
-
-def refuse_create_graph(system: str) -> None:
-    """Raises RuntimeError in a backward pass with create_graph=True.
-
-    A graph of gradients would keep weights that are freed when the pass ends.
-    """
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            f"create_graph=True (a gradient penalty) is not supported with {system}, which frees"
-            " weights after their use: use stage 1 or 2 of zero.shard()"
+            "torch.compile is not supported with offload_weights=True, which frees weights between"
+            " uses: train without torch.compile, or use zero.shard(stage=3) without it"
         )
 
 
@@ -183,8 +169,7 @@ class UnitHooks:
             return
         if not in_backward():
             raise RuntimeError(
-                f"the weights of this {type(module).__name__} are freed: call the whole model, or"
-                " enter WeightShards.gather() first"
+                f"the weights of this {type(module).__name__} are freed: call the whole model"
             )
         self._gather_in_backward()
 
@@ -216,7 +201,7 @@ class UnitHooks:
             }
 
     def _backward_left(self, use: _Use, grad: Tensor) -> None:
-        refuse_create_graph("WeightShards and offload_weights=True")
+        refuse_create_graph("offload_weights=True")
         if use.last_pass == current_pass():
             self._num_inputs -= 1
             self._free_if_done()
@@ -243,30 +228,6 @@ def _is_changeable(value: Any) -> bool:
     return isinstance(value, _CHANGEABLE)
 
 
-def with_own_memory(output: Any, weights: Iterable[Tensor]) -> Any:
-    """A module's output, in which tensors in the memory of weights are copies.
-
-    That memory is freed after the forward. Raises RuntimeError if a copy cannot be put there.
-    """
-    addresses = {weight.untyped_storage().data_ptr() for weight in weights} - {0}
-
-    def is_shared(tensor: Tensor) -> bool:
-        with suppress(RuntimeError):  # sparse tensors and those of torch.func have no storage
-            return tensor.untyped_storage().data_ptr() in addresses
-        return False
-
-    if not any(map(is_shared, tensors_in(output))):
-        return output
-    copied = tree_map_only(Tensor, lambda x: x.clone() if is_shared(x) else x, output)
-    if any(map(is_shared, tensors_in(copied))):
-        kind = type(output).__name__
-        raise RuntimeError(
-            f"a module with sharded weights returned one of them in a {kind}, but they are freed"
-            " after its forward: return a clone() of the weight"
-        )
-    return copied
-
-
 def _may_get_grad(param: nn.Parameter) -> bool:
     """Whether the current backward computes the parameter's gradient; True if unknown."""
     node = torch.autograd.graph.get_gradient_edge(param).node
@@ -274,14 +235,3 @@ def _may_get_grad(param: nn.Parameter) -> bool:
         return will_run(node)
     except RuntimeError:  # torch.autograd.grad() of the parameter
         return True
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in a tree of sequences, mappings and dataclasses."""
-    for leaf in torch_names.tree_leaves(value):
-        if isinstance(leaf, Tensor):
-            yield leaf
-        elif isinstance(leaf, Mapping):
-            yield from tensors_in([*leaf.values()])
-        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            yield from tensors_in([getattr(leaf, f.name) for f in dataclasses.fields(leaf)])

@@ -5,9 +5,7 @@ weights are gathered when it runs, and the next unit's are prefetched.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from itertools import zip_longest
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,157 +13,60 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ringcomm.backward_pass import BackwardPass, current_pass, will_run
-from ringcomm.parallel.clip import LossScale
 from ringcomm.parallel.expert.local_experts import expert_parallel_modules
-from ringcomm.parallel.flat_collectives import all_gathered, takes_uneven
+from ringcomm.parallel.flat_collectives import takes_uneven
 from ringcomm.parallel.gradient_placeholder import (
     GradientHooks,
     check_same_gradients,
     largest_of,
     progress,
 )
+from ringcomm.parallel.model.axes import note_trainer
+from ringcomm.parallel.offload.shard_store import ShardStore
 from ringcomm.parallel.offload.state_rows import Operands
 from ringcomm.parallel.offload.tiers import FileTier, make_tier
-from ringcomm.parallel.offload.transfers import BufferPool
-from ringcomm.parallel.optimizer_classes import take_options
-from ringcomm.parallel.shards import WeightShards
+from ringcomm.parallel.offload.weight_shards import WeightShards
 from ringcomm.parallel.zero.inner import Grads, Inner
 from ringcomm.parallel.zero.optimizer import Given, ZeroOptimizer
-from ringcomm.parallel.zero.shard_store import ShardStore
 
 
 class ZeroInfinity(ZeroOptimizer):
     """Stage 3 with weights, gradients and states in a tier; made by zero.shard().
 
-    The constructor, every step and every load of weights or states end with a commit. Files have
-    the last commit even after a crash. Weights below 64 KiB stay in memory.
+    Weights below 64 KiB stay in memory. Files end with the process: for checkpoints use
+    ringcomm.parallel.get_state_dict() and torch.distributed.checkpoint.
     """
 
     def __init__(self, given: Given) -> None:
         """Collective: a broadcast per unit."""
         super().__init__(given)
-        optimizer, group, resume = self._inners[0].optimizer, given.group, given.options.resume
-        if not takes_uneven(group, torch.device("cpu")):
-            raise ValueError("offload_weights needs a group of backend ringcomm")
+        optimizer, group = self._inners[0].optimizer, given.group
+        experts = [*expert_parallel_modules(given.model.module).values()]
+        for each in (group, *filter(None, (layer.replica_group for layer in experts))):
+            if not takes_uneven(each, torch.device("cpu")):
+                raise ValueError("offload_weights needs groups of backend ringcomm, of experts too")
         device = self._device()
         if device.type not in ("cpu", "meta"):
             raise ValueError(f"offload_weights needs a model on the CPU, got one on {device}")
-        pool = BufferPool()
-        path = optimizer.path
-        if path is not None:
-            path = Path(path) / f"rank{group.rank()}of{group.size()}"
-        self._tier = make_tier(optimizer.to, path, keep=True, pool=pool)
-        self._grads = make_tier(optimizer.to, path, keep=False, pool=pool)
-        self._store = self._tier.store if isinstance(self._tier, FileTier) else None
-        try:
-            self.num_steps = self._find_steps()
-        except ValueError:
-            self._tier.close()
-            self._grads.close()
-            raise
-        self._shard_store = ShardStore(self._tier, self._grads, self._replacing, is_filled=resume)
-        self._weights = _StoredShards(
-            self._shard_store, given.model.module, group, units=given.units
-        )
+        self._tier = make_tier(optimizer.to, optimizer.path)
+        self._shard_store = ShardStore(self._tier)
+        self._weights = WeightShards(given.model, group, given.units, self._shard_store)
         self._own = {param: self._weights.shard_of(param) for param in self.all_params()}
         self._share_out({p: unit.group for unit in self._weights.units for p in unit.params})
-        self._has_experts = bool(expert_parallel_modules(given.model.module))  # on any rank
+        self._has_experts = bool(experts)  # on any rank
         self._place_offloaded(self._tier)
-        if resume:
-            self._resume()
-        else:
-            # Masters of parts are made from the parts, when they are needed.
-            halves = {param for param in self._owner_of if param.itemsize == 2}
-            for owners in self._owners.values():
-                for params in owners.rounds(halves):
-                    wholes = owners.gathered({param: self._part_of(param) for param in params})
-                    for param, value in wholes.items():
-                        self._set_state(param, {"master": value.float()})
-            self._commit()
+        # Masters of parts are made from the parts, when they are needed.
+        halves = {param for param in self._owner_of if param.itemsize == 2}
+        for owners in self._owners.values():
+            for params in owners.rounds(halves):
+                wholes = owners.gathered({param: self._part_of(param) for param in params})
+                for param, value in wholes.items():
+                    self._set_state(param, {"master": value.float()})
         self._hooks = GradientHooks(self.all_params(), self)
         self._names = {param: given.model.weights[param].name for param in self._own}
         # Since the last step: the number of gradients, and the passes that were compared.
         self._num_grads = dict.fromkeys(self._own, 0)
         self._compared: set[tuple[BackwardPass | None, dist.ProcessGroup]] = set()
-
-    # ---- files of an earlier run
-
-    def _find_steps(self) -> int:
-        """The step to resume after; makes its commit the last one on all ranks. Collective."""
-        store = self._store
-        # All ranks make the same commits: a generation is the same state on every rank.
-        mine = (store.generation, store.info.get("num_steps", 0)) if store is not None else (0, 0)
-        everyone = all_gathered(mine, self.group)
-        (least, num_steps), (most, most_steps) = min(everyone), max(everyone)
-        if not self.options.resume:
-            if most_steps > 0:
-                raise ValueError(
-                    f"the files are from a run that reached step {most_steps}: continue it with"
-                    " resume=True, or use another folder"
-                )
-            if store is not None:
-                store.clear()  # from a run that ended before its first step
-            return 0
-        if least == 0:
-            raise ValueError(f"there is nothing to resume on rank {everyone.index(min(everyone))}")
-        if most - least > 1:
-            steps = [found[1] for found in everyone]
-            raise ValueError(f"the ranks' files must be from one run, but their steps are {steps}")
-        if store is not None and store.generation > least:
-            store.roll_back()
-        return int(num_steps)
-
-    def _resume(self) -> None:
-        assert self._store is not None
-        info = self._store.info
-        if any(info.get(key) != value for key, value in self._layout.items()):
-            raise ValueError("the files are from another model, other units or another optimizer")
-        for key, packed in self._packed.items():
-            with self._tier.row(key) as row:
-                packed.copy_(row)
-        for inner, saved in zip(self._inners, info["optimizers"], strict=True):
-            inner.optimizer.restore(saved)
-            for own, group in zip(inner.optimizer.param_groups, inner.groups, strict=True):
-                take_options(group, own)
-        LossScale.take(dict(info["loss_scale"] or {}), self._scale)
-
-    @property
-    def _packed(self) -> dict[str, Tensor]:
-        rows = {f"packed.{i}": unit.packed_row for i, unit in enumerate(self._weights.units)}
-        return {key: row for key, row in rows.items() if row.numel()}
-
-    @property
-    def _layout(self) -> dict[str, Any]:
-        """Of each weight the shape, the class that updates it, and its owner."""
-        return {
-            "shapes": [list(self._shard_store.shape(shard)) for shard in self._own.values()],
-            "updates": [[type(self.inner_of(p)).__name__, self.owner_of(p)] for p in self._own],
-        }
-
-    def _commit(self) -> None:
-        if self._store is None:
-            return
-        for key, packed in self._packed.items():
-            self._tier.put(key, packed)
-        self._store.commit(
-            {
-                "num_steps": self.num_steps,
-                "optimizers": [inner.optimizer.saved() for inner in self._inners],
-                **self._layout,
-                "loss_scale": None if self._scale is None else self._scale.state(),
-            }
-        )
-
-    @contextmanager
-    def _replacing(self) -> Iterator[None]:
-        """A context for replacing weights or states outside a step. Collective."""
-        self._shard_store.forget_ahead()
-        # A write removes the commit before the last, which may be another rank's last one: all
-        # ranks wait.
-        if self._store is not None:
-            dist.barrier(self.group)
-        yield
-        self._commit()
 
     # ---- gradients
 
@@ -251,8 +152,6 @@ class ZeroInfinity(ZeroOptimizer):
         self._shard_store.step_begins()
         own = self._own.items()
         self._step_inner({p: None for p, shard in own if self._shard_store.has_grad(shard)}, factor)
-        self.num_steps += 1
-        self._commit()
 
     def _operands_of(self, inner: Inner) -> Operands:
         return self._parts if inner.is_whole else self._shard_store
@@ -286,15 +185,19 @@ class ZeroInfinity(ZeroOptimizer):
 
     def _change_mode(self, mode: str) -> None:
         self._shard_store.step_begins()
-        with self._replacing():
-            super()._change_mode(mode)
+        super()._change_mode(mode)
 
     def close(self) -> None:
-        """Restores ordinary, unsharded weights in memory and releases the files. Collective."""
+        """Restores ordinary, unsharded weights in memory and releases the files. Collective.
+
+        Another optimizer may then train them.
+        """
+        self._forget_gradients()
+        vars(self).pop("_hooks", None)  # which take gradients as long as they live
+        note_trainer(self.all_params(), None)
         self._shard_store.forget_ahead()
         self._weights.close()
         self._tier.close()
-        self._grads.close()
 
     def range_of(self, param: Any, rank: int | None = None) -> tuple[int, int]:
         """See WeightShards."""
@@ -303,18 +206,11 @@ class ZeroInfinity(ZeroOptimizer):
     @property
     def io_bytes(self) -> tuple[int, int]:
         """Bytes that this rank has read from and written to files so far, in whole blocks."""
-        stores = [t.store for t in (self._tier, self._grads) if isinstance(t, FileTier)]
-        return sum(s.read_bytes for s in stores), sum(s.written_bytes for s in stores)
+        if not isinstance(self._tier, FileTier):
+            return 0, 0
+        return self._tier.store.read_bytes, self._tier.store.written_bytes
 
     # ---- state
 
     def _part_of(self, param: Any) -> Tensor:
         return self._weights.unit_of(param).read_shard(param)
-
-
-class _StoredShards(WeightShards):
-    """WeightShards in a ShardStore; a model on the meta device is materialized unit by unit."""
-
-    def __init__(self, shard_store: ShardStore, *args: Any, **options: Any) -> None:
-        self._shard_store = shard_store
-        super().__init__(*args, **options)
