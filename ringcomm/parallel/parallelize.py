@@ -240,8 +240,8 @@ def _check_model(
     facts = {
         "mesh": repr(adapter.dims),
         "options": repr(options),
-        "loss": loss,
         "problem of the model": repr(problem),
+        "loss": loss,
         "names, shapes and dtypes of parameters": (
             f"{len(shapes)} of digest {zlib.crc32(repr(shapes).encode()):08x}"
         ),

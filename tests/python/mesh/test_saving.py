@@ -61,7 +61,8 @@ def made(system: str) -> tuple[Any, Any]:
             shards.close()
         return around, net
     if system == "pipeline":
-        pipe = pipeline.Pipeline(net, nn.functional.mse_loss, num_microbatches=2)
+        mean = lambda y, _: y.square().mean()  # noqa: E731
+        pipe = pipeline.Pipeline(net, mean, num_microbatches=2, count_items=len)
         pipe.step(torch.ones(2, 64), torch.ones(2, 64))
         return pipe, pipe.module
     if system == "experts":

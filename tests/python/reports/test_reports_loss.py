@@ -391,7 +391,7 @@ def test_a_loss_with_weights_of_its_own(rank: int) -> None:
     for own in (loss_fn, lambda out, y: 2 * loss_fn(out, y), loss_fn.forward):
         refused_in_step(rank, "trains a tensor of shape", linear(), batch, own)
     model = linear()
-    penalty = lambda: sum(param.square().sum() for param in model.parameters())  # noqa: E731
+    penalty: Any = lambda: sum(param.square().sum() for param in model.parameters())  # noqa: E731
     alone = copy.deepcopy(model)
     own = lambda: sum(param.square().sum() for param in alone.parameters())  # noqa: E731
 
