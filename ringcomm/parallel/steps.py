@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ringcomm.parallel.clip import clip_grad_norm_
@@ -46,7 +46,8 @@ class Parallelized:
         if dims["batch"].size() > 1:
             loss.model = model
         self._trained: list[bool] = []
-        self._used: list[bool] = []  # the weights that got a gradient in this step
+        self._ddp_weights: list[nn.Parameter] = []
+        self._used: list[bool] = []  # those that have a gradient of this step
         if self._has_ddp:
             self._make_ddp()
 
@@ -56,6 +57,7 @@ class Parallelized:
     def _make_ddp(self) -> None:
         """DistributedDataParallel, which knows only weights that require grad when it is made."""
         self._trained, self._runs = self._trains(), self.model
+        self._ddp_weights = [param for param in self.model.parameters() if param.requires_grad]
         group = self.dims.group("batch")
         # The weights are equal already. Ranks may use different ones: see _complete().
         self._runs = DistributedDataParallel(self.model, process_group=group, init_sync=False)
@@ -121,27 +123,31 @@ class Parallelized:
             total += loss.detach()
         return total
 
-    def _gradients(self) -> list[tuple[Tensor, Tensor | None, int]]:
-        """The weights of DDP, if there is one, with their gradients and these' versions."""
-        trained = [p for p in self.model.parameters() if p.requires_grad and self._has_ddp]
-        return [(p, p.grad, 0 if p.grad is None else version_of(p.grad)) for p in trained]
+    def _gradients(self) -> list[tuple[Tensor, int] | None]:
+        """The gradients of DDP's weights, and how often they were written."""
+        grads = (param.grad for param in self._ddp_weights)
+        return [None if grad is None else (grad, version_of(grad)) for grad in grads]
 
-    def _complete(self, before: list[tuple[Tensor, Tensor | None, int]]) -> None:
+    def _complete(self, before: list[tuple[Tensor, int] | None]) -> None:
         """Ends a backward pass in which this rank has not used all weights.
 
         DDP waits for the gradients of all of them: the others get one of zeros. With
         find_unused_parameters it would traverse the graph in each step.
         """
-        now = self._gradients()
-        self._used = [grad is not None for _, grad, _ in now]
-        both = zip(before, now, strict=True)
-        unused = [p for (p, old, num), (_, new, other) in both if new is old and num == other]
+        both = [*zip(self._ddp_weights, before, strict=True)]
+        self._used = [param.grad is not None for param, _ in both]
+        unused = [
+            param
+            for param, old in both
+            if param.grad is None
+            or (old is not None and param.grad is old[0] and version_of(param.grad) == old[1])
+        ]
         if unused:
             torch.autograd.backward(unused, [torch.zeros_like(param) for param in unused])
 
     def _drop_unused(self, num_used: list[float]) -> None:
         """Removes the zeros of weights that no rank has used: weight decay leaves these."""
-        for (param, *_), num in zip(self._gradients(), num_used, strict=True):
+        for param, num in zip(self._ddp_weights, num_used, strict=True):
             if num == 0:
                 param.grad = None
 
