@@ -326,7 +326,11 @@ PROGRAM = Table.of(
         ValueError|RingcommError: make a new Pipeline|was aborted
         a new Pipeline of the same blocks
     """,
-    "",
+    """
+    # A user's loss in a pipeline gets a user's blocks, which are taken out of the wrapper.
+    wrapper: DDP; system: pipeline; loss: mean or shifts labels or ignore_index=-1 or class weights
+    wrapper: DDP; system: pipeline; loss: sum / num_items
+    """,
 )
 
 # Ranks that do different things on a mesh: on four ranks, and on eight.
