@@ -165,7 +165,8 @@ def make_pipeline(
     model: Decoder, group: dist.ProcessGroup, num_microbatches: int
 ) -> pipeline.Pipeline:
     """A stage for each rank."""
-    return pipeline.Pipeline(model.blocks(), model.loss_of, "1f1b", num_microbatches, group=group)
+    options: Any = {"group": group, "count_items": Tensor.numel}
+    return pipeline.Pipeline(model.blocks(), model.loss_of, "1f1b", num_microbatches, **options)
 
 
 def pipeline_bytes(width: int, num_tokens: int, world_size: int) -> float:

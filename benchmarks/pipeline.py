@@ -130,7 +130,12 @@ def run_case(
         for _ in range(num_blocks)
     ]
     pipe = pipeline.Pipeline(
-        blocks, lambda y, _: y.mean(), case.schedule, case.num_microbatches, costs=[1] * num_blocks
+        blocks,
+        lambda y, _: y.mean(),
+        case.schedule,
+        case.num_microbatches,
+        costs=[1] * num_blocks,
+        count_items=len,
     )
     x = torch.ones(case.num_microbatches * ROWS_PER_MICROBATCH, WIDTH)
     pipe.step(x, x)

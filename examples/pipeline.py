@@ -10,8 +10,8 @@ import argparse
 import torch
 from common import Job, make_parser, run
 from model import PRESETS, Llama
-from torch import Tensor, nn
 
+import ringcomm.ops
 from ringcomm.parallel import clip_grad_norm_, pipeline
 
 
@@ -25,18 +25,13 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
-    """Of a micro-batch: (rows, time, classes) and (rows, time)."""
-    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
 def main(options: argparse.Namespace) -> list[float]:
     """Trains; the losses."""
     job = Job(options)
     model = Llama(PRESETS["0.8M"]).to(job.device)  # may also begin on the meta device
     pipe = pipeline.Pipeline(
         model.blocks(),
-        loss_of,
+        ringcomm.ops.cross_entropy,  # (rows, time, classes) and (rows, time)
         options.schedule,
         options.micro_batches,
         recompute=options.recompute,

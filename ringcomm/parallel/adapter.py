@@ -10,7 +10,7 @@ from ringcomm.integrations.transformers.experts import is_stacked
 from ringcomm.integrations.transformers.pipeline import pipeline_blocks, problem_of_blocks
 from ringcomm.integrations.transformers.training import LossInModel
 from ringcomm.parallel.expert.local_experts import LocalExperts
-from ringcomm.parallel.loss import PartLoss
+from ringcomm.parallel.loss import Loss, PartLoss
 from ringcomm.parallel.mesh import ParallelDims
 from ringcomm.parallel.model.describe import Model
 from ringcomm.parallel.tensor.splits import SplitModule
@@ -33,12 +33,13 @@ class Adapter:
     """
 
     def __init__(
-        self, model: Any, described: Model, dims: ParallelDims, part_loss: PartLoss | None
+        self, model: Any, described: Model, dims: ParallelDims, loss_fn: Loss | None, **loss: Any
     ) -> None:
-        """`part_loss` is None for the loss in the model."""
+        """`loss_fn` is None for the loss in the model; `loss` are options of PartLoss."""
         self._given, self._model = model, described.unwrapped
-        self.dims, self._part_loss = dims, part_loss
-        self.name, self.has_loss = type(model).__name__, part_loss is None
+        self.dims, self._loss = dims, loss
+        self._part_loss = None if loss_fn is None else PartLoss(loss_fn, **loss)
+        self.name, self.has_loss = type(model).__name__, loss_fn is None
         self.is_row = isinstance(model, nn.Sequential | nn.ModuleList | Mapping)
         kinds = {type(module) for module in described.module.modules()}
         self.is_split = any(issubclass(kind, SplitModule) for kind in kinds)
@@ -67,6 +68,13 @@ class Adapter:
             return ""
         return problem_of_blocks(self._model)
 
+    def check_loss(self) -> str:
+        """What the loss is; TypeError if the losses of parts of a batch cannot be weighted."""
+        loss = self._part_loss or LossInModel(self._model, **self._loss)
+        if loss.problem:
+            raise TypeError(loss.problem)
+        return loss.shown
+
     def to_split(self) -> set[nn.Parameter]:
         """The weights of which split() may leave parts on each rank."""
         if "tensor_parallelize" in self.systems:
@@ -89,4 +97,4 @@ class Adapter:
             self._part_loss.blocks = self._given if dims.pp > 1 else None
             return self._part_loss
         blocks = pipeline_blocks(self._model) if dims.pp > 1 else None
-        return LossInModel(self._model, dims.group("tp"), blocks)
+        return LossInModel(self._model, dims.group("tp"), blocks, **self._loss)

@@ -1,14 +1,17 @@
 """Batches, and their loss from the losses of their parts, which differ in numbers of labels."""
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn import functional
 
-from ringcomm.parallel.loss_check import disagreement, is_integer, is_label
+from ringcomm.ops.losses.cross_entropy import cross_entropy
 from ringcomm.parallel.model.describe import unwrapped
 from ringcomm.torch_names import gathered_weights, tree_leaves, tree_map_only
 
@@ -105,39 +108,40 @@ IGNORED = -100  # torch's default ignore_index
 Loss = Callable[..., Tensor]
 CountItems = Callable[[Tensor], Any]
 
-_OF_CLASSES = (nn.CrossEntropyLoss, nn.NLLLoss)
-_OF_CLASSES_TOO = (nn.functional.cross_entropy, nn.functional.nll_loss)
-
-
-class LossError(ValueError):
-    """A loss function does not weight parts of a batch by the labels that are counted."""
-
-
-class Labels(NamedTuple):
-    """The numbers of labels in parts of a batch, and which kinds of labels it has.
-
-    Kinds are bits: 1 for labels that do not count, or NaN, 2 for negative ones that count.
-    """
-
-    counts: list[float]
-    kinds: int
+_OF_CLASSES = (
+    nn.CrossEntropyLoss,
+    nn.NLLLoss,
+    functional.cross_entropy,
+    functional.nll_loss,
+    cross_entropy,
+)
+_OF_VALUES = (
+    nn.MSELoss,
+    nn.L1Loss,
+    nn.BCELoss,
+    nn.BCEWithLogitsLoss,
+    functional.mse_loss,
+    functional.l1_loss,
+    functional.binary_cross_entropy,
+    functional.binary_cross_entropy_with_logits,
+)
+# With these a loss of the lists is no mean over labels or values.
+_OTHERS = ("num_items", "size_average", "reduce")
 
 
 class PartLoss:
     """A loss function for parts of a batch, whose losses sum to the mean over all labels.
 
-    A loss_fn with a parameter num_items_in_batch must return a sum that is divided by it, as
-    transformers' losses do. Any other loss_fn is a mean over the labels of a part, or with is_sum
-    a sum. It is asked whether that is so in the first step, and in a few later ones.
-
     Attributes:
-        asking: whether loss_fn is asked in this step; answer() ends that.
         blocks: of a pipeline whose output it takes; None for a model.
         model: has the weights that loss_fn may train, if the gradients of several ranks are
             averaged.
+        shown: what the loss is, for messages and comparison of ranks.
+        problem: why the losses of parts cannot be weighted, or "".
     """
 
     blocks: Any = None
+    model: nn.Module | None = None
 
     def __init__(
         self,
@@ -145,16 +149,25 @@ class PartLoss:
         count_items: CountItems | None = None,
         *,
         is_sum: bool = False,
-        asks: bool = True,
+        is_whole: bool = False,
     ) -> None:
-        self._loss_fn, self._count_items, self._is_sum = loss_fn, count_items, is_sum
+        """`is_sum`: losses of parts are added up. `is_whole`: there is only one part."""
+        self._loss_fn, self._is_sum = loss_fn, is_sum
         self._divides = not is_sum and "num_items_in_batch" in parameters_of(loss_fn)
-        self._ignored, self._weight = _declared(loss_fn)
-        self._known = 0 if asks else -1  # kinds of labels about which it need not be asked
-        self._num_steps = 0
-        self.asking = False
-        self.model: nn.Module | None = None
-        self._problem = ""
+        known = _known(loss_fn)
+        self._count: CountItems = count_items or (len if known is None else known.count)
+        function = getattr(loss_fn, "func", loss_fn)
+        name = getattr(function, "__qualname__", type(function).__name__)
+        self.shown = f"{name} with count_items" if count_items else name
+        self.problem = ""
+        if self._divides:
+            self._count = count_items or _count_of_next(loss_fn)
+        elif known is not None:
+            self.shown = f"{self.shown}({known.shown})"
+            if known.reduction != (wanted := "sum" if is_sum else "mean") and not is_whole:
+                self.problem = f"loss_fn must have reduction={wanted!r}, got {known.reduction!r}"
+        elif not (is_sum or is_whole or count_items):
+            self.problem = f"loss_fn {name} does not say which labels its mean is over: {SAY}"
 
     # ---- how the model is called; a model of transformers with its own loss differs
 
@@ -180,52 +193,19 @@ class PartLoss:
 
     # ---- labels
 
-    def labels(self, targets: Tensor, num_parts: int = 1) -> Labels:
-        """The numbers of labels in equal parts of the targets, which weight the losses of parts.
-
-        They are those of count_items. By default integers count, except -100 or the ignore_index
-        of loss_fn, by their class weights if it has them, and targets of other dtypes by rows.
-        """
+    def labels(self, targets: Tensor, num_parts: int = 1) -> list[float]:
+        """The numbers of labels in equal parts of the targets, which weight the losses of parts."""
         if targets.is_meta:
-            return Labels([0.0] * num_parts, 0)
-        parts = targets.chunk(num_parts)
-        if not is_integer(targets):
-            rule = self._count_items or len
-            kinds = int(targets.isnan().any())
-            if targets.is_floating_point():
-                kinds |= 2 * int(targets.lt(0).any())
-            return Labels([float(rule(part)) for part in parts], kinds)
-        sums = [(self._count_items or self._counted)(part) for part in parts]
-        sums += [is_label(targets, self._ignored).sum(), targets.lt(0).sum()]
-        facts = [torch.as_tensor(x, dtype=torch.float64, device=targets.device) for x in sums]
-        *counts, num_ignored, num_negative = torch.stack(facts).tolist()
-        is_odd = num_negative > (num_ignored if self._ignored < 0 else 0)
-        return Labels(counts, int(num_ignored > 0) | 2 * int(is_odd))
-
-    def _counted(self, targets: Tensor) -> Tensor:
-        counted = ~is_label(targets, self._ignored)
-        if self._weight is None:
-            return counted.sum()
-        return (self._weight.to(targets.device)[targets.long() * counted] * counted).sum()
-
-    def expect(self, kinds: int) -> None:
-        """Asks loss_fn in this step if there are new kinds of labels, or it is the 2**nth step."""
-        kinds |= 4 << self._num_steps.bit_length()
-        self._num_steps += 1
-        if kinds & ~self._known:
-            self.asking = True
-            self._known |= kinds
-
-    def answer(self) -> LossError | None:
-        """The error of this step, if loss_fn was asked and disagrees."""
-        problem, self._problem = self._problem, ""
-        self.asking = False
-        return LossError(problem) if problem else None
+            return [0.0] * num_parts
+        found = [self._count(part) for part in targets.chunk(num_parts)]
+        sums = [torch.as_tensor(x, dtype=torch.float64, device=targets.device) for x in found]
+        counts: list[float] = torch.stack(sums).tolist()
+        if not all(0 <= count < math.inf for count in counts):
+            raise ValueError(f"count_items must return a number of labels, got {counts}")
+        return counts
 
     def __call__(self, output: Any, targets: Tensor, num_own: float, num_items: float) -> Tensor:
         """The loss of a part with `num_own` of `num_items` labels; 0 for a part without labels."""
-        if self.asking and num_own and not self._problem:
-            self._problem = self._ask(output, targets)
         if not num_own and not self._is_sum and not self._divides:
             # A mean over no labels is NaN. Gradients of 0 keep the collectives of backward passes.
             outputs = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
@@ -239,73 +219,38 @@ class PartLoss:
                 f"loss_fn must return a scalar tensor, got {found}: return the loss alone, and not"
                 ' with reduction="none"'
             )
+        if self.model is not None and loss.requires_grad:
+            _check_trained(loss, output, self.model)
+            self.model = None  # once
         return loss if self._is_sum or self._divides else loss / (num_items / num_own)
 
-    def _ask(self, output: Any, targets: Tensor) -> str:
-        """What is wrong with the loss function; "" if nothing."""
-        kind = "num_items_in_batch" if self._divides else "sum" if self._is_sum else "mean"
-        rule = f"integers other than {self._ignored}" if is_integer(targets) else "rows"
-        rule = rule if self._count_items is None else "as count_items counts them"
-        count = None if self._divides and self._count_items else lambda y: self.labels(y).counts[0]
-        weights: list[Any] | None = None
-        if self.model is not None:
-            units = [m for m in self.model.modules() if isinstance(m, FSDPModule)]
-            gathered = [weight for unit in units for weight in gathered_weights(unit)]
-            weights = [*self.model.parameters(), *gathered]
-        ignored = self._ignored
-        problem = disagreement(self._loss_fn, kind, count, ignored, output, targets, weights)
-        what = "sum divided by num_items_in_batch" if self._divides else kind
-        return problem and (
-            f"loss_fn must be a {what} over the labels of its targets ({rule}), but {problem}"
-        )
+
+def _check_trained(loss: Tensor, output: Any, model: nn.Module) -> None:
+    """Raises TypeError if a loss of a model's output has a gradient for a weight of its own."""
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    weights = [*model.parameters(), *(own for unit in units for own in gathered_weights(unit))]
+    known = {id(weight) for weight in weights}
+    seen = {x.grad_fn for x in tree_leaves(output) if isinstance(x, Tensor)}
+    waiting = [loss.grad_fn]
+    while waiting:
+        node: Any = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and id(leaf) not in known:
+            raise TypeError(
+                f"loss_fn trains a tensor of shape {tuple(leaf.shape)} that is not in the model, of"
+                " which each rank has its own gradient: make it a part of the model, or detach() it"
+            )
+        waiting += [before for before, _ in node.next_functions]
 
 
-class StepLoss:
-    """The losses of a pipeline's micro-batches, one after the other.
-
-    Attributes:
-        part_loss: the loss of one of them.
-        scale: a factor of the losses for the gradients.
-        parts: the losses so far, detached and without `scale`.
-    """
-
-    def __init__(
-        self, loss_fn: Loss | PartLoss, reduction: str, count_items: CountItems | None
-    ) -> None:
-        if reduction not in ("mean", "sum"):
-            raise ValueError(f'loss_reduction must be "mean" or "sum", got {reduction!r}')
-        self._is_sum = reduction == "sum"
-        self._is_given = isinstance(loss_fn, PartLoss)  # then its owner says when it is asked
-        self.part_loss = (
-            loss_fn
-            if isinstance(loss_fn, PartLoss)
-            else PartLoss(loss_fn, count_items, is_sum=self._is_sum)
-        )
-        self.scale = 1.0
-        self.parts: list[Tensor] = []
-
-    def begin(self, targets: tuple[Tensor, ...], num_parts: int, num_items: float | None) -> None:
-        """Counts the labels of one tensor of targets, if losses are to be computed."""
-        self.parts = []
-        self._num_own, self._num_items = [1.0] * num_parts, 1.0 if num_items is None else num_items
-        if not targets:
-            return
-        labels = self.part_loss.labels(targets[0], num_parts)
-        if not self._is_sum:
-            self._num_own = labels.counts
-            if num_items is None:
-                self._num_items = sum(labels.counts)
-            if not self._num_items:
-                raise ValueError("no label in the target counts: all are -100")
-        if not self._is_given and (num_parts > 1 or num_items is not None):
-            self.part_loss.expect(labels.kinds)
-
-    def __call__(self, output: Any, target: Tensor) -> Tensor:
-        """The loss of the next part."""
-        num_own = self._num_own[len(self.parts)]
-        loss = self.part_loss(output, target, num_own, self._num_items)
-        self.parts.append(loss.detach())
-        return loss * self.scale
+SAY = (
+    "pass count_items=, such as count_items=lambda labels: labels.ne(-100).sum() for a mean over"
+    " the labels other than -100 or count_items=len for one over rows. Or give it a parameter"
+    " num_items_in_batch, and return a sum divided by it"
+)
 
 
 def parameters_of(function: Callable[..., Any]) -> Mapping[str, Any]:
@@ -319,15 +264,70 @@ def parameters_of(function: Callable[..., Any]) -> Mapping[str, Any]:
         return {}
 
 
-def _declared(loss_fn: Loss) -> tuple[int, Tensor | None]:
-    """The ignore_index of a loss function, and its class weights, where it has them by name."""
-    given = getattr(loss_fn, "keywords", {})  # of a partial
-    defaults = {name: param.default for name, param in parameters_of(loss_fn).items()}
-    function = unwrapped(getattr(loss_fn, "func", loss_fn))
+class _Known(NamedTuple):
+    """What a loss of torch or ringcomm says of itself."""
 
-    def named(name: str) -> Any:
-        return given.get(name, getattr(function, name, defaults.get(name)))
+    count: CountItems  # of the labels or values in its mean
+    reduction: str
+    shown: str
 
-    is_of_classes = isinstance(function, _OF_CLASSES) or function in _OF_CLASSES_TOO
-    ignored, weight = named("ignore_index"), named("weight") if is_of_classes else None
-    return ignored if isinstance(ignored, int) else IGNORED, weight
+
+def _known(loss_fn: Loss) -> _Known | None:
+    """What a loss of torch or ringcomm was given, or a partial of one; None for another one."""
+    from ringcomm.nn import CrossEntropyLoss  # which imports ringcomm.parallel
+
+    given: dict[str, Any] = {}
+    function = loss_fn
+    if isinstance(loss_fn, partial):
+        function, given = loss_fn.func, loss_fn.keywords
+        if loss_fn.args or any(given.get(name) is not None for name in _OTHERS):
+            return None
+    kind = function = unwrapped(function)
+    if isinstance(function, nn.Module):
+        kind = next(base for base in type(function).__mro__ if "forward" in vars(base))
+        given = {**vars(function), "weight": getattr(function, "weight", None)}
+        given |= getattr(function, "options", {})
+    of_classes = any(kind is own for own in (*_OF_CLASSES, CrossEntropyLoss))
+    if not of_classes and not any(kind is own for own in _OF_VALUES):
+        return None
+    weight = given.get("weight")
+    if kind in (functional.mse_loss, functional.l1_loss) and weight is not None:
+        return None  # a mean by weights of one shape with the whole output
+    names = ("ignore_index", "label_smoothing", "reduction")
+    shown = [f"{name}={given[name]!r}" for name in names if name in given]
+    shown += [] if weight is None else [f"weight of sum {float(weight.sum()):.9g}"]
+    count: CountItems = Tensor.numel
+    if of_classes:
+        count = partial(_count_labels, ignored=given.get("ignore_index", IGNORED), weight=weight)
+    return _Known(count, given.get("reduction", "mean"), ", ".join(shown))
+
+
+def _count_labels(targets: Tensor, ignored: int, weight: Tensor | None) -> Any:
+    """Labels by their class weights, as torch's denominator; of probabilities their number."""
+    if not is_integer(targets):
+        return targets.numel()
+    counted = targets.long() != ignored
+    if weight is None:
+        return counted.sum()
+    return (weight.to(targets.device)[targets.long() * counted] * counted).sum()
+
+
+def count_of_mean(targets: Tensor, ignored: int = IGNORED) -> Any:
+    """The labels other than -100, or the rows of targets that are no labels."""
+    return _count_labels(targets, ignored, None) if is_integer(targets) else len(targets)
+
+
+def _count_of_next(loss_fn: Loss) -> CountItems:
+    """What num_items_in_batch counts for a loss; transformers' shifts labels itself."""
+    options = {name: param.default for name, param in parameters_of(loss_fn).items()}
+    ignored = {**options, **getattr(loss_fn, "keywords", {})}.get("ignore_index")
+    name = getattr(getattr(loss_fn, "func", loss_fn), "__name__", "")
+    begin = 1 if name in ("ForCausalLMLoss", "causal_lm_loss") else 0
+    number = ignored if isinstance(ignored, int) else IGNORED
+    return lambda y: count_of_mean(y[..., begin:] if begin else y, number)
+
+
+def is_integer(targets: Tensor) -> bool:
+    """Whether targets are labels, and not values."""
+    kind = targets.dtype
+    return not (kind.is_floating_point or kind.is_complex or kind == torch.bool)

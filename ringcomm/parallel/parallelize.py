@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from ringcomm.options import named_options
 from ringcomm.parallel import zero
 from ringcomm.parallel.flat_collectives import check_agreement
-from ringcomm.parallel.loss import CountItems, Loss, PartLoss, parameters_of
+from ringcomm.parallel.loss import CountItems, Loss, parameters_of
 from ringcomm.parallel.mesh import ParallelDims
 from ringcomm.parallel.model.describe import Model, describe, start_equal
 from ringcomm.parallel.model.refuse import Asked, refuse
@@ -79,17 +79,18 @@ def parallelize(
             parameter groups in the end, so that schedulers made in it work. With tp the class must
             update each element of a weight by itself, as AdamW and SGD do, and with ZeRO, pipelines
             or sharded experts each weight (see zero.shard()).
-        loss_fn: a function of the model's output and the targets that returns a mean over labels.
-            With a parameter num_items_in_batch it must return a sum divided by it, as Trainer's
-            compute_loss_func. The first steps call it a few more times, with rows of the batch, and
-            raise ValueError if it is no such mean, or trains weights that the model does not
-            have. A loss that depends on its whole batch, such as
-            a contrastive one, needs the parameter: return its mean times len(targets), divided by
-            it. Default: the loss of the model of transformers, which shifts labels itself.
-        count_items: a function of targets that returns the number of labels in loss_fn's mean, for
-            one that shifts labels `lambda labels: labels[:, 1:].ne(-100).sum()`. Default: for
-            targets of integers the elements other than -100, or than the ignore_index of loss_fn,
-            with the class weights of nn.CrossEntropyLoss; for other targets the rows.
+        loss_fn: a function of the model's output and the targets that returns the mean loss:
+            torch's or ringcomm's cross-entropy, NLL, MSE, L1 or BCE, as a module, a function or a
+            functools.partial with options by name; any other one with count_items. Or one with a
+            parameter num_items_in_batch, as Trainer's compute_loss_func, which returns a sum
+            divided by it. With one rank of dims["batch"] and one micro-batch it may be any
+            function. Default: the loss of the model of transformers, which shifts labels itself.
+        count_items: a function of targets that returns the number of labels in the mean, for a loss
+            that shifts labels `lambda labels: labels[:, 1:].ne(-100).sum()`. The losses of ranks
+            and micro-batches are weighted by it. `len` weights them by rows, also those of a loss
+            that depends on its whole batch, such as a contrastive one, of which each part has its
+            own. Default: what a loss of torch or ringcomm has in its mean; with num_items_in_batch
+            the labels other than -100, or the rows of targets that are not integers.
         zero_stage: 0: gradients are averaged over dims["batch"]. 1, 2: state, and gradients, are
             sharded over dims["batch"]. 3: weights too, over dims["fsdp"], with dims["dp"] replicas
             (HSDP); experts over dims["edp"]. Default: 3 if fsdp is above 1, otherwise 0.
@@ -109,7 +110,8 @@ def parallelize(
 
     Raises:
         TypeError: the model does not support an axis of dims, an option is unknown, or the
-            optimizer needs full weights, updates several together, or is of an unknown class.
+            optimizer needs full weights, updates several together, or is of an unknown class. Or
+            loss_fn does not say what its mean is over.
         ValueError: axes or options cannot be combined, the model is on several devices, or ranks
             have different models or options. Nothing has been changed. Or the optimizer has
             parameters that are not in the model.
@@ -134,13 +136,11 @@ def parallelize(
         name = type(given).__name__
         why = f"optimizer must be a function that makes one: lambda params: {name}(params)"
         raise TypeError(why)
-    if count_items is not None and loss_fn is None:
-        raise ValueError("count_items counts the labels of loss_fn: pass loss_fn as well")
     _check_options(dims, stage, num, shard_options, **tensor_options)
     given_model = nn.ModuleList(model.values()) if isinstance(model, Mapping) else model
     described = describe(given_model)
-    part_loss = None if loss_fn is None else PartLoss(loss_fn, count_items)
-    adapter = Adapter(model, described, dims, part_loss)
+    is_whole = dims["batch"].size() * num == 1
+    adapter = Adapter(model, described, dims, loss_fn, count_items=count_items, is_whole=is_whole)
     options = stage, sequence_parallel, schedule, num, recompute, gather_logits
     is_split = not adapter.systems.isdisjoint({"tp", "pp", "ep"})
     words: Any = {"elementwise": elementwise, "whole": whole}
@@ -223,9 +223,10 @@ def _check_model(
 
     Raises the same error on all ranks. Collective.
     """
-    problem, shapes, made = None, [], None
+    problem, shapes, made, loss = None, [], None, ""
     try:
         refuse(described, Asked("parallelize", "parallelize", adapter=adapter))
+        loss = adapter.check_loss()
         made = None if asks is None else optimizer(described.module.parameters())
         to_split = adapter.to_split()
         for each in optimizers_of(made) if asks is not None else ():
@@ -240,6 +241,7 @@ def _check_model(
         "mesh": repr(adapter.dims),
         "options": repr(options),
         "problem of the model": repr(problem),
+        "loss": loss,
         "names, shapes and dtypes of parameters": (
             f"{len(shapes)} of digest {zlib.crc32(repr(shapes).encode()):08x}"
         ),

@@ -1,20 +1,20 @@
 """The result of parallelize(): steps, evaluation and clipping on a mesh."""
 
-import warnings
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ringcomm.parallel.clip import clip_grad_norm_
 from ringcomm.parallel.expert.local_experts import LocalExperts, average_gradients
 from ringcomm.parallel.flat_collectives import device_of
-from ringcomm.parallel.loss import Batch, Labels, LossError, PartLoss, make_batch
+from ringcomm.parallel.loss import Batch, PartLoss, make_batch
 from ringcomm.parallel.mesh import ParallelDims
+from ringcomm.torch_names import version_of
 
 
 class Parallelized:
@@ -38,14 +38,16 @@ class Parallelized:
     ) -> None:
         self.dims, self.model, self.optimizer, self.pipeline = dims, model, optimizer, pipe
         self._num_microbatches, self._loss, self._runs = num_microbatches, loss, model
-        if dims["batch"].size() > 1:
-            loss.model = model
         self._num_parts = 1 if pipe is None else num_microbatches  # outside of step()
         averages = stage == 0 and dims["batch"].size() > 1
         has_experts = any(isinstance(module, LocalExperts) for module in model.modules())
         self._has_ddp = averages and pipe is None and not has_experts
         self._averages = averages and not self._has_ddp
+        if dims["batch"].size() > 1:
+            loss.model = model
         self._trained: list[bool] = []
+        self._ddp_weights: list[nn.Parameter] = []
+        self._used: list[bool] = []  # those that have a gradient of this step
         if self._has_ddp:
             self._make_ddp()
 
@@ -55,14 +57,10 @@ class Parallelized:
     def _make_ddp(self) -> None:
         """DistributedDataParallel, which knows only weights that require grad when it is made."""
         self._trained, self._runs = self._trains(), self.model
-        # The weights are equal already. Ranks may use different ones.
-        warnings.filterwarnings("ignore", "find_unused_parameters=True was specified")
-        self._runs = DistributedDataParallel(
-            self.model,
-            process_group=self.dims.group("batch"),
-            init_sync=False,
-            find_unused_parameters=True,
-        )
+        self._ddp_weights = [param for param in self.model.parameters() if param.requires_grad]
+        group = self.dims.group("batch")
+        # The weights are equal already. Ranks may use different ones: see _complete().
+        self._runs = DistributedDataParallel(self.model, process_group=group, init_sync=False)
 
     def step(self, inputs: Any, targets: Tensor | None = None) -> Tensor:
         """Forward and backward pass of a batch; gradients are averaged over dims["batch"].
@@ -85,53 +83,80 @@ class Parallelized:
             The loss of the batch, the same on all ranks; a scalar tensor without gradient.
 
         Raises:
-            TypeError: the inputs are of another type.
+            TypeError: the inputs are of another type. Or loss_fn trains weights that are not in the
+                model; no weight is written.
             ValueError: there are no labels, rows do not divide into micro-batches, or the model
-                cannot separate packed sequences. Or loss_fn does not weight parts of the batch by
-                the labels that are counted; gradients are then there, and to be dropped. It is
-                raised on all ranks of dims["batch"].
+                cannot separate packed sequences.
 
         Collective.
         """
         batch, num_items = self._prepared(inputs, targets, self._num_microbatches)
         scale = getattr(self.optimizer, "loss_scale", 1.0)
-        loss, problem = self._run(batch, num_items, scale)
+        loss = self._run(batch, num_items, scale)
         if self._averages:
             average_gradients(self.model, self.dims.group("batch"))
-        return self._shared(loss, problem)
+        return self._shared(loss)
 
-    def _run(
-        self, batch: Batch, num_items: float, scale: float | None
-    ) -> tuple[Tensor, LossError | None]:
-        """The loss and a refusal; with gradients of `scale` times the loss, or without any."""
+    def _run(self, batch: Batch, num_items: float, scale: float | None) -> Tensor:
+        """The loss; with gradients of `scale` times the loss, or without any."""
         device = batch.targets.device if self.pipeline is None else self.pipeline.device
         total = torch.zeros((), dtype=torch.float32, device=device)
         if self.pipeline is not None:
             step = partial(self.pipeline.step, loss_scale=scale)
             run = self.pipeline.evaluate if scale is None else step
-            try:
-                named = {"kwargs": batch.kwargs, "num_items": num_items}
-                return run(batch.args, batch.targets, **named), None
-            except LossError as error:  # other pipelines do not know it yet
-                return total, error
+            named = {"kwargs": batch.kwargs, "num_items": num_items}
+            loss: Tensor = run(batch.args, batch.targets, **named)
+            return loss
+        self._used = []
         parts = batch.chunk(len(self._counts))
         for idx, (part, num_own) in enumerate(zip(parts, self._counts, strict=True)):
             numbers = part.targets, num_own, num_items
             waits = isinstance(self._runs, DistributedDataParallel) and idx < len(parts) - 1
+            before = [] if waits or scale is None else self._gradients()
             with self._runs.no_sync() if waits else nullcontext():
                 output = self._runs(*part.args, **part.kwargs, **self._loss.arguments(*numbers))
                 loss = self._loss(output, *numbers)
                 if scale is not None:
                     (loss * scale).backward()
+            if before:
+                self._complete(before)
             total += loss.detach()
-        return total, self._loss.answer()
+        return total
+
+    def _gradients(self) -> list[tuple[Tensor, int] | None]:
+        """The gradients of DDP's weights, and how often they were written."""
+        grads = (param.grad for param in self._ddp_weights)
+        return [None if grad is None else (grad, version_of(grad)) for grad in grads]
+
+    def _complete(self, before: list[tuple[Tensor, int] | None]) -> None:
+        """Ends a backward pass in which this rank has not used all weights.
+
+        DDP waits for the gradients of all of them: the others get one of zeros. With
+        find_unused_parameters it would traverse the graph in each step.
+        """
+        both = [*zip(self._ddp_weights, before, strict=True)]
+        self._used = [param.grad is not None for param, _ in both]
+        unused = [
+            param
+            for param, old in both
+            if param.grad is None
+            or (old is not None and param.grad is old[0] and version_of(param.grad) == old[1])
+        ]
+        if unused:
+            torch.autograd.backward(unused, [torch.zeros_like(param) for param in unused])
+
+    def _drop_unused(self, num_used: list[float]) -> None:
+        """Removes the zeros of weights that no rank has used: weight decay leaves these."""
+        for param, num in zip(self._ddp_weights, num_used, strict=True):
+            if num == 0:
+                param.grad = None
 
     def evaluate(self, inputs: Any, targets: Tensor | None = None) -> Tensor:
         """The loss of a batch as of step(), without gradients. Collective."""
         batch, num_items = self._prepared(inputs, targets, self._num_parts)
         with torch.no_grad():
             found = self._run(batch, num_items, None)
-        return self._shared(*found)
+        return self._shared(found)
 
     @torch.no_grad()
     def __call__(self, inputs: Any) -> Any:
@@ -152,24 +177,23 @@ class Parallelized:
 
     def _prepared(self, inputs: Any, targets: Any, num: int) -> tuple[Batch, float]:
         """The batch, and the mean number of labels of a rank of dims["batch"]. Collective."""
-        batch, problem, labels = None, None, Labels([0.0], 0)
+        batch, problem, self._counts = None, None, [0.0]
         num_ranks = self.dims["batch"].size()
         try:
             batch = self._loss.checked(make_batch(inputs, targets, num))
-            labels = self._loss.labels(self._loss.labels_of(batch), num)
+            self._counts = self._loss.labels(self._loss.labels_of(batch), num)
         except Exception as error:  # count_items may raise any
             problem = error
-        self._counts = labels.counts
         is_changed = self._has_ddp and self._trained != self._trains()
-        bits = (problem is not None, is_changed, labels.kinds & 1, labels.kinds >> 1)
-        facts = torch.tensor([sum(labels.counts), *bits], dtype=torch.float64, device="cpu")
+        numbers = [sum(self._counts), problem is not None, is_changed]
+        facts = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         # Ranks without the last stage may have targets without values.
         for axis, op in (("batch", dist.ReduceOp.SUM), ("pp", dist.ReduceOp.MAX)):
             if self.dims[axis].size() > 1:
                 group = self.dims.group(axis)
                 facts = facts.to(device_of(group))
                 dist.all_reduce(facts, op, group=group)
-        num_items, num_problems, num_changed, *kinds = facts.tolist()
+        num_items, num_problems, num_changed = facts.tolist()
         if problem is not None:
             raise problem
         if num_problems or batch is None:
@@ -186,22 +210,17 @@ class Parallelized:
             )
         if num_changed:
             self._make_ddp()
-        if num_ranks * self._num_microbatches > 1:
-            self._loss.expect(bool(kinds[0]) | 2 * bool(kinds[1]))
-        self._asked = self._loss.asking
         return batch.to(self._device()), num_items / num_ranks
 
-    def _shared(self, loss: Tensor, problem: LossError | None) -> Tensor:
-        """The mean over dims["batch"]; raises on all ranks if one has a problem. Collective."""
+    def _shared(self, loss: Tensor) -> Tensor:
+        """The mean over dims["batch"], which also ends the step of DDP. Collective."""
         loss, group = loss.detach(), self.dims.group("batch")
         if group.size() > 1:
-            both = torch.stack([loss, loss.new_tensor(float(problem is not None))])
-            dist.all_reduce(both, group=group)
-            loss = both[0] / group.size()
-            if self._asked and problem is None and both[1] > 0:
-                problem = LossError("loss_fn is refused by another rank: see that rank's error")
-        if problem is not None:
-            raise problem
+            numbers = torch.cat([loss[None], loss.new_tensor(self._used)])
+            dist.all_reduce(numbers, group=group)
+            loss = numbers[0] / group.size()
+            if not all(self._used):
+                self._drop_unused(numbers[1:].tolist())
         return loss
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:

@@ -191,11 +191,36 @@ class Mesh:
                 f"{schedule}: {parts} stages need {parts} layers or more, and the model has"
                 f" {shape.layers}"
             )
-        if schedule == "interleaved" and m % self.pp:
-            return f"interleaved: {m} micro-batches are not a multiple of pp {self.pp}"
-        if schedule == "zbv" and m < 2 * self.pp:
-            return f"zbv: {m} micro-batches are less than 2 × pp {self.pp}"
+        if (problem := schedule_problem(schedule, self.pp, m)) is not None:
+            return problem
+        least = {"interleaved": self.pp, "zbv": 2 * self.pp}.get(schedule, 0)
+        if m < least:  # bubble() does not count these
+            return f"{schedule} over {self.pp} ranks: {m} micro-batches are less than {least}"
         return None
+
+
+def micro_batches_per_round(num_ranks: int, num: int) -> Fraction:
+    """As many are run by each stage of a rank before its next one, in an interleaved schedule."""
+    return Fraction(num, max(1, num // num_ranks))
+
+
+def schedule_problem(schedule: str, num_ranks: int, num: int) -> str | None:
+    """Why `num` micro-batches cannot run over the ranks of a schedule; None if they can."""
+    if schedule == "1f1b" and num < num_ranks:
+        return (
+            f"1f1b needs at least as many micro-batches as ranks, {num_ranks}; got {num}: use more,"
+            ' or schedule="gpipe", which is no slower here'
+        )
+    if schedule not in ("interleaved", "zero-bubble"):
+        return None
+    equal = [n for n in range(1, 2 * num + 1) if n % max(1, n // num_ranks) == 0]
+    if num in equal:
+        return None
+    below, above = max(n for n in equal if n < num), min(n for n in equal if n > num)
+    return (
+        f"{schedule} over {num_ranks} ranks cannot run {num} micro-batches in"
+        f" {num // num_ranks} equal rounds: use {below} or {above}"
+    )
 
 
 def bubble(schedule: str, num_stages: int, num_micro_batches: int) -> Fraction:
@@ -211,9 +236,10 @@ def bubble(schedule: str, num_stages: int, num_micro_batches: int) -> Fraction:
 def live_micro_batches(schedule: str, num_stages: int, num: int, stage: int) -> Fraction:
     """How many of `num` micro-batches' activations a rank has at most, of all its layers.
 
-    GPipe m; 1F1B min(m, p - i) on rank i; interleaved up to (p - 1) / 2 more than that on rank 0;
+    GPipe m; 1F1B min(m, p - i) on rank i; interleaved with r in a round (r + 2 p - 2 i - 1) / 2;
     ZB-V min(m, p) on every rank.
     """
     p, m = num_stages, Fraction(num)
-    live = {"gpipe": m, "zbv": Fraction(p), "interleaved": Fraction(3 * p - 2 * stage - 1, 2)}
+    of_rounds = (micro_batches_per_round(p, num) + 2 * (p - stage) - 1) / 2
+    live = {"gpipe": m, "zbv": Fraction(p), "interleaved": of_rounds}
     return min(m, live.get(schedule, Fraction(p - stage)))

@@ -3,11 +3,9 @@
 import importlib.util
 import inspect
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -18,8 +16,7 @@ from ringcomm.ops.losses.cross_entropy import cross_entropy
 from ringcomm.ops.losses.options import InPlace, check_inplace
 from ringcomm.optim import InBackwardOptimizer
 from ringcomm.options import named_options
-from ringcomm.parallel.loss import Batch, PartLoss
-from ringcomm.parallel.loss_check import is_integer
+from ringcomm.parallel.loss import Batch, CountItems, PartLoss, count_of_mean
 from ringcomm.parallel.model.axes import find_shards
 from ringcomm.parallel.model.describe import describe
 from ringcomm.parallel.tensor.regions import gather_from_tp
@@ -120,19 +117,33 @@ def causal_lm_loss(
 _IN_PIPELINE = ("input_ids", "attention_mask", "position_ids")
 
 
+# Classes whose own loss is a mean over the labels other than -100, or over rows.
+_MEANS = ("MaskedLM", "TokenClassification", "SequenceClassification", "ImageClassification")
+
+
 class LossInModel(PartLoss):
     """A model's own loss; in a pipeline its loss of logits.
 
-    If it is not ForCausalLMLoss it is asked whether it is the mean over labels other than -100.
+    Known are ForCausalLMLoss, and what transformers' classifiers, masked language models and
+    encoder-decoders compute. Others need count_items.
     """
 
-    def __init__(self, model: Any, group: dist.ProcessGroup, blocks: Any = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        group: dist.ProcessGroup | None = None,
+        blocks: Any = None,
+        *,
+        count_items: CountItems | None = None,
+        is_whole: bool = False,
+    ) -> None:
         """Of a model without wrappers, whose layers may be tensor-parallel over the group.
 
         `blocks` are those of a pipeline.
         """
-        self._name, self._config, self._group = type(model).__name__, model.config, group
-        code = inspect.unwrap(type(model).forward).__code__
+        self._config, self._group = model.config, group
+        owner: Any = next(base for base in type(model).__mro__ if "forward" in vars(base))
+        code = inspect.unwrap(owner.forward).__code__
         # Whether label n + 1 is that of token n. T5 has the function, and computes another loss.
         is_called = "loss_function" in code.co_names
         self._is_shifted = is_called and is_causal_lm_loss(model.loss_function)
@@ -142,8 +153,22 @@ class LossInModel(PartLoss):
         loss: Any = _loss_of
         if blocks is not None:
             loss = partial(model.loss_function, vocab_size=model.config.vocab_size)
-        super().__init__(loss, asks=not self._is_shifted)
+        super().__init__(loss, count_items or count_of_mean)
+        self._counts_all = count_items is not None or not self._is_shifted
         self._divides = self._is_shifted and (blocks is not None or takes_number)
+        self.shown = f"own loss of {owner.__name__}{' with count_items' if count_items else ''}"
+        is_known = self._is_shifted or (
+            owner.__module__.startswith("transformers.")
+            and (model.config.is_encoder_decoder or owner.__name__.endswith(_MEANS))
+            and not {"shift_labels", "shift_logits"}.intersection(code.co_varnames)
+            and not (is_called and not model.loss_function.__module__.startswith("transformers."))
+        )
+        if not (is_known or is_whole or count_items):
+            self.problem = (
+                f"{type(model).__name__} has a loss of its own, which does not say which labels its"
+                " mean is over: pass count_items=, such as count_items=lambda labels:"
+                " labels.ne(-100).sum(), or pass loss_fn"
+            )
         self.blocks = blocks
         head: Any = model.get_output_embeddings()
         ranges = head.splits["weight"].ranges if hasattr(head, "splits") else ()
@@ -172,10 +197,10 @@ class LossInModel(PartLoss):
         return batch._replace(args=(kwargs.pop("input_ids"),), kwargs=kwargs)
 
     def labels_of(self, batch: Batch) -> Tensor:
-        """The labels of which those that are not -100 count."""
-        if "shift_labels" in batch.kwargs:
-            return batch.kwargs["shift_labels"]
-        return batch.targets[..., 1:] if self._is_shifted else batch.targets
+        """The labels of which those that are not -100 count; all of them for count_items."""
+        if self._counts_all:
+            return batch.targets
+        return batch.kwargs.get("shift_labels", batch.targets[..., 1:])
 
     def arguments(self, targets: Tensor, num_own: float, num_items: float) -> dict[str, Any]:
         """The model's arguments for the loss; without labels only if its loss would be NaN."""
@@ -189,27 +214,9 @@ class LossInModel(PartLoss):
         """The logits of the whole vocabulary. Collective in a pipeline."""
         if self.blocks is None:
             return output.logits
-        if self._group.size() == 1 or not self._logit_sizes:
+        if self._group is None or self._group.size() == 1 or not self._logit_sizes:
             return output
         return gather_from_tp(output, self._logit_sizes, self._group)
-
-    def _ask(self, output: Any, targets: Tensor) -> str:
-        if self.blocks is not None:
-            return super()._ask(output, targets)
-        logits, kinds = getattr(output, "logits", None), self.labels(targets).kinds
-        if not is_integer(targets) or (targets.dim() == 1 and not kinds):
-            return ""  # a mean over rows
-        if isinstance(logits, Tensor) and logits.shape[:-1] == targets.shape:
-            flat = logits.detach().float().flatten(0, -2)
-            with suppress(IndexError):
-                wanted = nn.functional.cross_entropy(flat, targets.flatten())
-                rtol = max(1e-4, 4 * torch.finfo(logits.dtype).eps)
-                if torch.allclose(output.loss.detach().float(), wanted, rtol):
-                    return ""
-        return (
-            f"{self._name} has a loss of its own, which is not the mean over labels other than"
-            " -100, so losses of ranks and micro-batches cannot be weighted: pass loss_fn"
-        )
 
 
 def _loss_of(output: Any, *_: Any, **__: Any) -> Tensor:

@@ -3,6 +3,7 @@
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,14 +15,7 @@ from ringcomm.backend import resolve_group
 from ringcomm.errors import RingcommError
 from ringcomm.options import named_options
 from ringcomm.parallel.flat_collectives import all_gathered, check_agreement, device_of, gather_ints
-from ringcomm.parallel.loss import (
-    CountItems,
-    LossError,
-    PartLoss,
-    StepLoss,
-    check_rows,
-    parameters_of,
-)
+from ringcomm.parallel.loss import CountItems, PartLoss, check_rows, parameters_of
 from ringcomm.parallel.model.saving import refuse_copy
 from ringcomm.parallel.model.units import materialize
 from ringcomm.parallel.pipeline.blocks import (
@@ -79,9 +73,9 @@ class Pipeline:
             several blocks share stays tied: if they are on several ranks, its gradients are summed
             over these ranks, and values start from the first.
         loss_fn: a function of the last block's output and a micro-batch of the target that returns
-            a scalar tensor: a mean over labels. With a parameter num_items_in_batch it must return
-            a sum over labels, divided by it. The first steps call it a few more times, with rows of
-            the batch, and raise ValueError if it is not such a mean.
+            a scalar tensor: a mean over labels, or with a parameter num_items_in_batch a sum over
+            labels, divided by it. A mean needs count_items, unless it is a loss of torch or
+            ringcomm, as in parallelize().
         schedule: "gpipe", "1f1b", "interleaved" (1F1B with several stages per rank), "zero-bubble"
             (ZB-H1 and its interleaved form), or "zbv" (ZB-V). The last two split the backward pass:
             first the gradients of inputs, for which the previous stage waits, and later those of
@@ -96,8 +90,8 @@ class Pipeline:
         loss_reduction: "mean" if loss_fn is a mean over labels, "sum" if it is a sum. Means of
             micro-batches are weighted by their numbers of labels.
         count_items: a function of targets that returns the number of labels in loss_fn's mean.
-            Default: for targets of integers the elements other than -100, or than the ignore_index
-            of loss_fn, with the class weights of nn.CrossEntropyLoss; for other targets the rows.
+            Default: what a loss of torch or ringcomm has in its mean; with num_items_in_batch the
+            labels other than -100, or the rows of targets that are not integers.
         device: the device of the stages; default: that of the blocks, or the CPU for the meta
             device.
         wrap: a function that wraps each stage for data parallelism, such as `lambda stage:
@@ -111,7 +105,7 @@ class Pipeline:
         group, device: as resolved.
 
     Raises:
-        TypeError: blocks are not modules.
+        TypeError: blocks are not modules, or loss_fn does not say what its mean is over.
         ValueError: there are fewer blocks than stages, a rank would have no parameters, the
             schedule does not support these numbers, a block on the meta device has no
             reset_parameters(), ranks have different arguments, or the schedule does not support the
@@ -141,7 +135,13 @@ class Pipeline:
         self.group = resolve_group(group, mesh)
         rank, ranks = self.group.rank(), range(self.group.size())
         self.plan = make_plan(schedule, len(ranks), num_microbatches, num_stages_per_rank)
-        self._loss = StepLoss(loss_fn, loss_reduction, count_items)
+        if loss_reduction not in ("mean", "sum"):
+            raise ValueError(f'loss_reduction must be "mean" or "sum", got {loss_reduction!r}')
+        self._is_sum, self._loss_scale = loss_reduction == "sum", 1.0
+        self._losses: list[Tensor] = []  # of the micro-batches so far, detached and not scaled
+        if not isinstance(loss_fn, PartLoss):
+            loss_fn = PartLoss(loss_fn, count_items, is_sum=self._is_sum)
+        self._loss = loss_fn
         self.stages = cut_blocks(named, costs, self.plan.num_stages)
         own = [[name for s in self.plan.stages_of(r) for name in self.stages[s]] for r in ranks]
         self.module = part_of(named, own, self.group)
@@ -149,6 +149,7 @@ class Pipeline:
         options = (schedule, num_microbatches, self.plan.stages_per_rank, recompute, loss_reduction)
         mine = {
             "options": options,
+            "loss": self._loss.shown,
             "stages": self.stages,
             "parameters' shapes": [
                 [tuple(p.shape) for p in b.parameters()] for b in named.values()
@@ -156,6 +157,8 @@ class Pipeline:
             "state of their blocks": problem,
         }
         check_agreement(mine, self.group)
+        if self._loss.problem:
+            raise TypeError(self._loss.problem)
         if problem != "ready":
             raise ValueError(problem)
         params = list(self.module.parameters())
@@ -219,7 +222,7 @@ class Pipeline:
         Raises:
             ValueError: on all ranks: rows do not divide into micro-batches, ranks have inputs of
                 different shapes, or a block raises for a new shape of inputs. Or weights were
-                frozen or unfrozen, or loss_fn is no mean over the labels that are counted.
+                frozen or unfrozen.
             RingcommError: a rank failed, or called something else.
 
         An exception of a rank's blocks aborts the group, so that other ranks do not wait. Under
@@ -234,7 +237,7 @@ class Pipeline:
             batch, made = self._prepared(inputs, (target,), kwargs, num_items)
             for module in self._modules.values():
                 module.log = self._log if record else None
-            self._loss.scale = loss_scale
+            self._loss_scale = loss_scale
             args = [value.to(self.device) for value in batch] if self._has(0) else []
             options = {"target": target.to(self.device)} if self._has(-1) else {}
             with self._aborted_on_failure():
@@ -267,7 +270,7 @@ class Pipeline:
             wanted = target.to(self.device).chunk(self.plan.num_microbatches)
             with self._aborted_on_failure():
                 for output, part in zip(outputs, wanted, strict=True):
-                    self._loss(output, part)
+                    self._next_loss(output, part)
         return self._shared_loss()
 
     @torch.no_grad()
@@ -325,20 +328,32 @@ class Pipeline:
             raise
 
     def _shared_loss(self) -> Tensor:
-        """The loss, from the rank that computed it; raises LossError on all ranks. Collective."""
-        was_asked, problem = self._loss.part_loss.asking, self._loss.part_loss.answer()
-        total = torch.zeros(1 + was_asked, dtype=torch.float32, device=self.device)
-        source = self.plan.rank_of(-1)
+        """The loss, from the rank that computed it. Collective."""
+        total = torch.zeros((), dtype=torch.float32, device=self.device)
         if self._has(-1):
-            total[0] = torch.stack(self._loss.parts).float().sum()
-            total[1:] = problem is not None
-            self._loss.parts.clear()
-        dist.broadcast(total, group=self.group, group_src=source)
-        if was_asked and problem is None and total[1] > 0:
-            problem = LossError(f"loss_fn is refused by rank {source}: see that rank's error")
-        if problem is not None:
-            raise problem
-        return total[0]
+            total += torch.stack(self._losses).float().sum()
+            self._losses.clear()
+        dist.broadcast(total, group=self.group, group_src=self.plan.rank_of(-1))
+        return total
+
+    def _next_loss(self, output: Any, target: Tensor) -> Tensor:
+        """The loss of the next micro-batch, for its gradients."""
+        num_own = self._num_own[len(self._losses)]
+        loss = self._loss(output, target, num_own, self._num_items)
+        self._losses.append(loss.detach())
+        return loss * self._loss_scale
+
+    def _count_labels(self, targets: tuple[Tensor, ...], num_items: float | None) -> None:
+        """Counts the labels of micro-batches, if this rank computes their losses."""
+        self._losses, num = [], self.plan.num_microbatches
+        self._num_own, self._num_items = [1.0] * num, 1.0 if num_items is None else num_items
+        if not targets or self._is_sum:
+            return
+        self._num_own = self._loss.labels(targets[0], num)
+        if num_items is None:
+            self._num_items = sum(self._num_own)
+        if not self._num_items:
+            raise ValueError("no label in the target counts: all are -100")
 
     # ---- preparation
 
@@ -367,17 +382,14 @@ class Pipeline:
                         f"{name} is on the meta device, but every stage needs its values"
                     )
             metas = tuple(meta_like(x[: len(x) // num], False) for x in (*batch, *kwargs.values()))
-            self._loss.begin(targets if self._has(-1) else (), num, num_items)
+            self._count_labels(targets if self._has(-1) else (), num_items)
         except Exception as error:  # count_items may raise any
             problem = error
         words = ", ".join([shown(metas), *kwargs]) if problem is None else type(problem).__name__
         key = (words, autocast)
-        mine = 2 * zlib.crc32(repr(key).encode()) + self._loss.part_loss.asking
+        mine = zlib.crc32(repr(key).encode())
         digest = torch.tensor([mine], dtype=torch.int64, device=device_of(self.group))
-        numbers = gather_ints(digest, self.group)
-        # The rank with the last stage knows that it asks the loss function.
-        self._loss.part_loss.asking = any(number % 2 for number in numbers)
-        if len({number // 2 for number in numbers}) > 1:
+        if len({*gather_ints(digest, self.group)}) > 1:
             facts = {"inputs of a micro-batch": words, "autocast": autocast}
             with nullcontext() if problem is None else suppress(ValueError):
                 check_agreement(facts, self.group)
@@ -421,8 +433,8 @@ class Pipeline:
             )
             for idx, module in self._wrapped.items()
         ]
-        last = stages[-1]
-        schedule = self.plan.start(stages, lambda *args: last.extend_forward(self._loss, *args))
+        loss_fn = partial(stages[-1].extend_forward, self._next_loss)
+        schedule = self.plan.start(stages, loss_fn)
         return _Made(boundaries, schedule, stages, self._trained())
 
     def _trained(self) -> list[bool]:

@@ -10,6 +10,8 @@ from typing import Any, Literal, NamedTuple
 
 from torch.distributed.pipelining import schedules as torch_schedules
 
+from ringcomm.planner.job import schedule_problem
+
 Kind = Literal["F", "B", "I", "W"]
 Time = float | Fraction
 # (kind, stage, micro-batch, begin, end), times in microseconds of the host's monotonic clock.
@@ -94,16 +96,8 @@ def make_plan(
             f"{schedule} needs num_stages_per_rank={wanted}, got {per_rank}: leave it"
             ' out, or use schedule="interleaved"'
         )
-    if schedule == "1f1b" and num < num_ranks:
-        raise ValueError(
-            f"1f1b needs at least as many micro-batches as ranks, {num_ranks}; got "
-            f'num_microbatches={num}: use more, or schedule="gpipe", which is no slower here'
-        )
-    if schedule in ("interleaved", "zero-bubble") and num % max(1, num // num_ranks):
-        raise ValueError(
-            f"{schedule} over {num_ranks} ranks needs num_microbatches to be a multiple of "
-            f"{num_ranks}, got {num}"
-        )
+    if (problem := schedule_problem(schedule, num_ranks, num)) is not None:
+        raise ValueError(problem)
     return Plan(schedule, num_ranks, per_rank, num)
 
 

@@ -112,6 +112,10 @@ def own_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
+def counted(labels: Tensor) -> Tensor:
+    return labels.ne(-100).sum()
+
+
 def summed(logits: Tensor, labels: Tensor, num_items_in_batch: float) -> Tensor:
     loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
     return loss / num_items_in_batch
@@ -136,7 +140,8 @@ def own_batch() -> tuple[Tensor, Tensor]:
 def test_a_loss_of_ones_own(rank: int, loss_fn: Any, sizes: dict[str, Any], num: int) -> None:
     dims, model, (x, y) = ParallelDims(**sizes), own_model(), own_batch()
     make = lambda params: torch.optim.SGD(params, 1.0)  # noqa: E731
-    train = parallelize(own_model(rank), dims, make, loss_fn=loss_fn, num_microbatches=num)
+    options: Any = {"loss_fn": loss_fn, "count_items": counted if loss_fn is own_loss else None}
+    train = parallelize(own_model(rank), dims, make, num_microbatches=num, **options)
     # Ranks have different numbers of rows.
     edges = [0, 2, 8] if dims["batch"].size() == 2 else [0, 8]
     mine = slice(*edges[dims["batch"].get_local_rank() :][:2])
@@ -280,13 +285,14 @@ def test_batches_that_cannot_be_used(rank: int) -> None:
     train.model.config._attn_implementation = "flash_attention_2"
     refused(train, "pack all sequences into one row", packed)
     train.model.config._attn_implementation = "sdpa"
+    own_options: Any = {"loss_fn": own_loss, "count_items": counted}
     pipe = parallelize(make(), ParallelDims(pp=2), sgd)
     refused(pipe, "takes input_ids, attention_mask and position_ids, got", {**packed, "x": ids})
     refused(pipe, "7 rows do not divide into 4", ids[:7], labels[:7])
-    own = parallelize(own_model(), ParallelDims(pp=2), sgd, loss_fn=own_loss)
+    own = parallelize(own_model(), ParallelDims(pp=2), sgd, **own_options)
     refused(own, "the first block of a pipeline takes a tensor", batch, kind=TypeError)
     # A TensorDataset's batches are lists.
-    listed = parallelize(own_model(), ParallelDims(dp=2), sgd, loss_fn=own_loss)
+    listed = parallelize(own_model(), ParallelDims(dp=2), sgd, **own_options)
     x, y = own_batch()
     assert listed.evaluate([x[4:]], y[4:]).equal(listed.evaluate(x[4:], y[4:]))
     # A rank without labels, and a model whose loss is float64.

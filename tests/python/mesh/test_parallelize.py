@@ -238,7 +238,6 @@ def test_what_does_not_go_together_is_an_error_on_all_ranks(rank: int) -> None:
         bucket_byte=1)  # fmt: skip
     refused("gather_logits does not work in a pipeline", {"tp": 2, "pp": 2}, llama,
         gather_logits=True)  # fmt: skip
-    refused("counts the labels of loss_fn: pass loss_fn as well", {}, llama, count_items=len)
     refused("pass its `module` to parallelize", {}, nn.parallel.DistributedDataParallel(own), **mse)
     refused(
         "zero_stage=3 uses fully_shard and has no clip_grad_norm",

@@ -232,9 +232,7 @@ def test_groups_are_found_by_the_names_of_their_parameters(rank: int) -> None:
 def test_other_owners_of_names(rank: int) -> None:
     """A pipeline with wrapped blocks, and a parameter server."""
     blocks = [checkpoint_wrapper(nn.Linear(3, 3)) for _ in range(2)]
-    pipe = pipeline.Pipeline(
-        nn.Sequential(*blocks), lambda y, t: (y - t).square().mean(), num_microbatches=2
-    )
+    pipe = pipeline.Pipeline(nn.Sequential(*blocks), nn.functional.mse_loss, num_microbatches=2)
     optimizer: Any = torch.optim.AdamW(pipe.parameters())
     values, state = get_state_dict(pipe, optimizer, full=True)
     assert sorted(values) == sorted(state["state"]) == ["0.bias", "0.weight", "1.bias", "1.weight"]

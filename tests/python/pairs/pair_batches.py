@@ -169,3 +169,17 @@ def loss_fn_of(case: Case) -> Callable[..., Tensor] | None:
         return mean(output, targets) / num_items_in_batch
 
     return {"the model's": None, "sum / num_items": divided}.get(kind, mean)
+
+
+def count_items_of(case: Case) -> Callable[[Tensor], Any] | None:
+    """What counts the labels in the user's mean."""
+    kind = case.get("loss", "the model's")
+
+    def count(targets: Tensor) -> Any:
+        if kind == "shifts labels":
+            targets = targets[:, 1:]
+        counted = targets[(targets != IGNORED) & (targets != -1)]
+        one = torch.zeros((), dtype=torch.float64)
+        return class_weights(one)[counted].sum() if kind == "class weights" else counted.numel()
+
+    return None if kind in ("the model's", "sum / num_items") else count

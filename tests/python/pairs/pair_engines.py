@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from pair_batches import loss_fn_of, micro_batches, probe, rows_of
+from pair_batches import count_items_of, loss_fn_of, micro_batches, probe, rows_of
 from pair_loops import launched, loop_of
 from pair_models import CLIP_NORM, CLIP_VALUE, DTYPES, SCALE, is_small, make_model, wrapped
 from pair_optimizers import groups_of, offloaded, scheduler_of, torch_optimizer
@@ -327,7 +327,7 @@ class ParallelizedEngine(Engine):
             options["schedule"] = case.get("schedule", "1f1b")
         options["recompute"] = case.get("recompute") == "yes"
         if (loss_fn := loss_fn_of(case)) is not None:
-            options["loss_fn"] = loss_fn
+            options |= {"loss_fn": loss_fn, "count_items": count_items_of(case)}
             if dims.tp > 1:  # the user's loss needs all classes
                 tensor_parallelize(self.model, dims.group("tp"), gather_logits=True)
             if dims.pp > 1:  # which takes a user's loss with a user's blocks

@@ -146,6 +146,7 @@ class MeshByHand(Engine):
             "zero-bubble" if self.by.startswith("zero") else "1f1b",
             num_microbatches=2,
             group=self.mesh.pipeline,
+            count_items=len,
             recompute=self.case["recompute"] == "yes",
             wrap=self._over_data_ranks if self.by in ("DDP", "fully_shard") else None,
         )

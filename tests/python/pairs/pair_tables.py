@@ -285,7 +285,6 @@ BETWEEN = Table.of(
 )
 
 # What a person's program has around a model.
-_PARALLELIZED = "data or tensor or pipeline or mesh"
 PROGRAM = Table.of(
     """
     system: zero 1 | zero 2 | zero 3 | infinity | Lomo | AdaLomo | data | tensor | pipeline | mesh
@@ -297,7 +296,7 @@ PROGRAM = Table.of(
     seeds: equal | per rank
     memory format: contiguous | transposed | channels_last
     """,
-    f"""
+    """
     wrapper: DDP
         ValueError|TypeError: DistributedDataParallel
         the model itself
@@ -319,11 +318,12 @@ PROGRAM = Table.of(
     trained: thawed; system: pipeline
         ValueError|RingcommError: make a new Pipeline|was aborted
         a new Pipeline of the same blocks
-    loss: shifts labels or ignore_index=-1 or class weights; system: {_PARALLELIZED}
-        LossError: loss_fn must be a mean|loss_fn is refused by rank
-        a parameter num_items_in_batch, or count_items
     """,
-    "",
+    """
+    # A user's loss in a pipeline gets a user's blocks, which are taken out of the wrapper.
+    wrapper: DDP; system: pipeline; loss: mean or shifts labels or ignore_index=-1 or class weights
+    wrapper: DDP; system: pipeline; loss: sum / num_items
+    """,
 )
 
 # Ranks that do different things on a mesh: on four ranks, and on eight.

@@ -49,6 +49,7 @@ def train(rank: int, device: str, case: Case) -> tuple[Run, list[float]]:
         costs=case.costs,
         recompute=case.recompute,
         loss_reduction="sum" if case.is_sum else "mean",
+        count_items=Tensor.numel,
     )
     optimizer = sgd(pipe.parameters())
     losses, norms = [], []
@@ -176,6 +177,7 @@ def train_in_backward(rank: int, kind: Any, schedule: str, num_stages: int | Non
         *(make_untied().blocks(), tokens_loss, schedule, M // 2),
         group=rows[rank // 2],
         num_stages_per_rank=num_stages,
+        count_items=Tensor.numel,
     )
     optimizer = kind(
         pipe.module, 0.1, group=columns[rank % 2], accumulation_steps=M // 2, weight_decay=0.01

@@ -340,7 +340,8 @@ def test_groups_of_heads_over_more_ranks() -> None:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_schedules_are_those_of_pipelines(schedule: str) -> None:
     """Bubbles, live micro-batches and messages are those of ringcomm.parallel.pipeline."""
-    for p, m in ((2, 4), (4, 8), (4, 16), (8, 16)):
+    more = ((4, 10), (4, 15), (3, 4), (8, 22)) if schedule == "interleaved" else ()
+    for p, m in ((2, 4), (4, 8), (4, 16), (8, 16), *more):
         timeline = simulate(schedule, p, m)
         assert bubble(schedule, p, m) == timeline.bubble()
         for rank in range(p):
