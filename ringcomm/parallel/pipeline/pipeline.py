@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ringcomm.backend import resolve_group
 from ringcomm.errors import RingcommError
-from ringcomm.options import named_options
 from ringcomm.parallel.flat_collectives import all_gathered, check_agreement, device_of, gather_ints
 from ringcomm.parallel.loss import (
     CountItems,
@@ -56,7 +55,6 @@ class _Made(NamedTuple):
     trained: list[bool]  # this rank's weights
 
 
-@named_options()
 class Pipeline:
     """Cuts a model into stages, keeps this rank's, and runs micro-batches through all of them.
 

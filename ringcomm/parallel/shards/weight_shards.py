@@ -17,7 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from ringcomm.backend import resolve_group
 from ringcomm.backward_pass import in_backward
 from ringcomm.ops.fused_update import shard_range
-from ringcomm.options import named_options
 from ringcomm.parallel.flat_collectives import reduce_scatter_mean
 from ringcomm.parallel.model.axes import note_shards
 from ringcomm.parallel.model.describe import describe, start_equal_over_data
@@ -34,7 +33,6 @@ from ringcomm.parallel.shards.units import (
 from ringcomm.torch_names import APPLY, ignore_in_ddp, ignored_in_ddp
 
 
-@named_options()
 class WeightShards:
     """Shards the weights of a model over the ranks of a group.
 
