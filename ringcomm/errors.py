@@ -11,8 +11,6 @@ from typing import Any
 
 from torch.distributed import DistBackendError
 
-_CHECKS = "ringcomm.options"  # of named_options(), around others
-
 # Called with the message of each error while it is made (ringcomm/trace/dumps.py).
 on_error: Callable[[str], None] | None = None
 
@@ -67,7 +65,7 @@ def _method_running() -> str:
     found = ""
     for frame, _ in traceback.walk_stack(inspect.currentframe()):
         module, name = frame.f_globals.get("__name__", ""), frame.f_code.co_name
-        if module.startswith("ringcomm.") and not name.startswith("_") and module != _CHECKS:
+        if module.startswith("ringcomm.") and not name.startswith("_"):
             found = f"; this rank is in {name}()"
     return found
 

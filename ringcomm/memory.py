@@ -9,13 +9,11 @@ from torch import Tensor
 
 from ringcomm import _C
 from ringcomm.backend import resolve_group
-from ringcomm.options import named_options
 from ringcomm.torch_names import backend_of
 
 _LONGEST_S = 86400.0
 
 
-@named_options()
 def empty_shared(
     *size: int | tuple[int, ...] | list[int],
     dtype: torch.dtype | None = None,

@@ -14,12 +14,10 @@ from ringcomm.ops.losses.linear_cross_entropy import FusedUpdate, linear_cross_e
 from ringcomm.ops.losses.options import (
     InPlace,
     LossArguments,
-    LossOptions,
     check_inplace,
     checked_options,
     find_vocab_shard,
 )
-from ringcomm.options import named_options
 from ringcomm.parallel.expert.layer import MixtureOfExperts
 from ringcomm.parallel.tensor.layers import (
     ColumnParallelLinear,
@@ -41,7 +39,6 @@ __all__ = [
 _OF_SHARDS = ("group", "mesh", "num_columns", "vocab_start", "vocab_size", "inplace")
 
 
-@named_options(*LossOptions._fields)
 class CrossEntropyLoss(nn.Module):
     """ringcomm.ops.cross_entropy with its options, as torch.nn.CrossEntropyLoss.
 
@@ -113,7 +110,6 @@ def _load_weight(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> No
         module.weight.copy_(value)
 
 
-@named_options(*_OF_SHARDS, *LossOptions._fields)
 class LinearCrossEntropyLoss(CrossEntropyLoss):
     """ringcomm.ops.linear_cross_entropy with its options.
 

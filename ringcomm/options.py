@@ -2,13 +2,12 @@
 
 import difflib
 import functools
-import inspect
 import os
 import warnings
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 # Read by csrc/, losses, recordings and the build; each of the others stands for a field of Options.
 _OTHER_VARIABLES = (
@@ -35,7 +34,6 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "transport": (None, "shm", "messages"),
 }
 _OF_EMULATOR, _OF_TEST_RANKS = "RINGCOMM_EMULATOR_", "RINGCOMM_TEST_"
-_Call = TypeVar("_Call", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
@@ -130,36 +128,6 @@ def check_names(owner: str, given: Iterable[str], known: Collection[str], why: s
             hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known)}"
             hint = _GONE.get(name, hint)
             raise TypeError(f"{owner} has no option {name!r}{why}; {hint}")
-
-
-def named_options(*more: str) -> Callable[[_Call], _Call]:
-    """Decorates a function, or a class for its __init__: see check_names().
-
-    `more` are the names that its **options may have.
-    """
-
-    def decorated(call: _Call) -> _Call:
-        target: Any = call
-        is_class = isinstance(call, type)
-        run = target.__init__ if is_class else target
-        every = list(inspect.signature(run).parameters.values())[is_class:]
-        kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        named = [one.name for one in every if one.kind in kinds]
-        known = [*(name for name in named if not name.startswith("_")), *more]
-
-        @functools.wraps(run)
-        def checked(*args: Any, **options: Any) -> Any:
-            for name in options:
-                if name not in known and not name.startswith("_"):
-                    check_names(target.__name__, options, known)
-            return run(*args, **options)
-
-        if not is_class:
-            return checked  # type: ignore[return-value]
-        target.__init__ = checked
-        return call
-
-    return decorated
 
 
 def flag(name: str, text: str) -> bool:

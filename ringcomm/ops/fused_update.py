@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringcomm.backend import resolve_group
-from ringcomm.options import named_options
 
 _ops: Any = torch.ops.ringcomm
 
@@ -22,7 +21,6 @@ _ops: Any = torch.ops.ringcomm
 # ---- the optimizers, whose operators check the numbers
 
 
-@named_options()
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SGDStep:
     """torch.optim.SGD: W <- W - lr * d, with d = g + weight_decay * W, or its running sum.
@@ -48,7 +46,6 @@ class SGDStep:
         return ("momentum_buffer",) if self.momentum != 0 else ()
 
 
-@named_options()
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdamWStep:
     """torch.optim.AdamW (Loshchilov and Hutter 2019): decoupled decay, biases corrected by step.
@@ -70,7 +67,6 @@ class AdamWStep:
         return [self.lr, self.weight_decay, *self.betas, self.eps]
 
 
-@named_options()
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LomoStep:
     """LOMO (Lv et al. 2023): W <- (1 - lr * weight_decay) * W - lr * clamp(g, +-clip_value).

@@ -9,14 +9,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from ringcomm.options import named_options
 from ringcomm.parallel.flat_collectives import device_of, local_of
 from ringcomm.parallel.model.axes import Axes, Sharding
 from ringcomm.parallel.model.describe import describe
 from ringcomm.torch_names import all_gather_single, foreach_mul_, foreach_norm
 
 
-@named_options()
 @torch.no_grad()
 def clip_grad_norm_(
     model: Any, max_norm: float, *, norm_type: float = 2.0, error_if_nonfinite: bool = False

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ringcomm.options import named_options
 from ringcomm.torch_names import backend_of, flat_mesh, timeout_of
 
 # From the outermost to the innermost axis: ranks that communicate most are neighbours.
@@ -23,7 +22,6 @@ _TRAFFIC = {
 }
 
 
-@named_options()
 class ParallelDims:
     """Sizes of the axes of parallelism, checked against the number of ranks, and their meshes.
 

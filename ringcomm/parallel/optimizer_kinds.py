@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ringcomm.options import named_options
 from ringcomm.torch_names import is_attribute_of_torch, tree_leaves
 
 
@@ -104,7 +103,6 @@ _OPTIONS: tuple[tuple[str, str, Callable[[Any], bool], Kind], ...] = (
 _declared: dict[type, Kind] = {}
 
 
-@named_options()
 def declare_optimizers(*, elementwise: Collection[type] = (), whole: Collection[type] = ()) -> None:
     """Says what optimizers of a user's classes act on, in this process.
 

@@ -10,10 +10,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ringcomm.options import named_options
 from ringcomm.parallel import zero
 from ringcomm.parallel.flat_collectives import check_agreement
-from ringcomm.parallel.loss import CountItems, Loss, parameters_of
+from ringcomm.parallel.loss import CountItems, Loss
 from ringcomm.parallel.mesh import ParallelDims
 from ringcomm.parallel.model.describe import Model, describe, start_equal
 from ringcomm.parallel.model.refuse import Asked, refuse
@@ -25,16 +24,14 @@ from ringcomm.parallel.optimizer_kinds import needs_whole
 from ringcomm.parallel.steps import Parallelized
 from ringcomm.parallel.tensor.replicas import check_replicas
 from ringcomm.parallel.torch_checks import note_asked
+from ringcomm.parallel.zero.optimizer import ShardOptions
 from ringcomm.parallel.zero.stage3 import shard_units
 
-# Except the model, optimizer, stage, group and mesh, and what the optimizer acts on.
-_SHARD_OPTIONS = [*parameters_of(zero.shard)][5:-2]
 MakeOptimizer = Callable[
     [Iterable[nn.Parameter]], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 ]
 
 
-@named_options(*_SHARD_OPTIONS)
 @torch.inference_mode(False)  # what it makes is trained later
 def parallelize(
     model: Any,
@@ -283,6 +280,7 @@ def _check_options(
     sequence_parallel: bool,
     gather_logits: bool,
 ) -> None:
+    ShardOptions(**{name: value for name, value in shard_options.items() if name != "units"})
     given = ", ".join(sorted(shard_options))
     problems = {
         f"num_microbatches must be a positive number, got {num_microbatches}": num_microbatches < 1,

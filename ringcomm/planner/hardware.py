@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ringcomm.cost_model import Machine
-from ringcomm.options import named_options
 from ringcomm.planner.models import read_object
 from ringcomm.screen import counted, in_gib
 from ringcomm.tuning import Tuning
@@ -247,7 +246,6 @@ class Group:
         return link.seconds(1, num_bytes) + self.call_s
 
 
-@named_options()
 @dataclasses.dataclass(frozen=True)
 class Cluster:
     """Devices of one kind.

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal, get_args
 
-from ringcomm.options import named_options
 from ringcomm.planner.hardware import Precision
 from ringcomm.planner.models import ModelShape
 
@@ -74,7 +73,6 @@ _KNOWN = (
 SYSTEMS = {system.name: system for system in _KNOWN}
 
 
-@named_options()
 @dataclass(frozen=True)
 class Job:
     """A training step, and restrictions of the search; empty and 0 mean no restriction.

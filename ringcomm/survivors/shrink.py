@@ -12,12 +12,10 @@ import torch.distributed as dist
 from ringcomm import _C, torch_names
 from ringcomm.backend import resolve_group
 from ringcomm.errors import RingcommError
-from ringcomm.options import named_options
 
 _log = logging.getLogger("ringcomm")
 
 
-@named_options()
 def shrink(
     group: dist.ProcessGroup | None = None, *, timeout: datetime.timedelta | None = None
 ) -> dist.ProcessGroup:

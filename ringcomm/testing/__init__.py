@@ -33,7 +33,6 @@ import torch.distributed as dist
 from ringcomm.backend import report_handled_exception
 from ringcomm.interpreter import interpreter
 from ringcomm.measure import job
-from ringcomm.options import named_options
 
 __all__ = ["RanksFailedError", "run_ranks"]
 
@@ -70,7 +69,6 @@ class RanksFailedError(AssertionError):
         return type(self), (self._about, self.errors)
 
 
-@named_options()
 def run_ranks(
     world_size: int,
     function: Callable[..., Any],

@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ringcomm.backend import resolve_group
 from ringcomm.ops import shard_range
-from ringcomm.options import named_options
 from ringcomm.parallel.expert.layer import check_layer, sum_of, within_capacity
 from ringcomm.parallel.expert.local_experts import LocalExperts
 from ringcomm.parallel.model.describe import describe
@@ -78,7 +77,6 @@ def is_stacked(module: nn.Module) -> bool:
     )
 
 
-@named_options()
 def expert_parallelize(
     model: Any,
     *,

@@ -15,7 +15,6 @@ from ringcomm.backend import resolve_group
 from ringcomm.integrations.transformers.experts import is_stacked
 from ringcomm.integrations.transformers.training import causal_lm_loss, loss_options_of
 from ringcomm.nn import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from ringcomm.options import named_options
 from ringcomm.parallel.expert.local_experts import LocalExperts
 from ringcomm.parallel.model.describe import describe, start_equal
 from ringcomm.parallel.model.refuse import Asked, refuse
@@ -36,7 +35,6 @@ Change = Callable[..., Tensor]
 COLUMNS, ROWS, SUMMED = "colwise", "rowwise", "replicated_with_grad_allreduce"
 
 
-@named_options()
 def tensor_parallelize(
     model: Any,
     group: dist.ProcessGroup | None = None,

@@ -15,14 +15,12 @@ from ringcomm.integrations import accelerate
 from ringcomm.ops.losses.cross_entropy import cross_entropy
 from ringcomm.ops.losses.options import InPlace, check_inplace
 from ringcomm.optim import InBackwardOptimizer
-from ringcomm.options import named_options
 from ringcomm.parallel.loss import Batch, CountItems, PartLoss, count_of_mean
 from ringcomm.parallel.model.axes import find_shards
 from ringcomm.parallel.model.describe import describe
 from ringcomm.parallel.tensor.regions import gather_from_tp
 
 
-@named_options()
 def patch_loss(
     model: Any, *, inplace: InPlace = False, label_smoothing: float = 0.0, z_loss: float = 0.0
 ) -> Any:

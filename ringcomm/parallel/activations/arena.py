@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from typing_extensions import Self
 
-from ringcomm.options import named_options
 from ringcomm.torch_names import base_of, storage_id, version_of
 
 
@@ -151,7 +150,6 @@ class _Block:
         return None
 
 
-@named_options()
 class arena(SavedTensors):  # noqa: N801  # a context, as torch's saved_tensors_hooks
     """Copies the tensors that autograd saves inside this context into preallocated memory.
 

@@ -14,7 +14,6 @@ from typing_extensions import Self
 
 from ringcomm.backend import resolve_group
 from ringcomm.ops.fused_update import shard_range
-from ringcomm.options import named_options
 from ringcomm.parallel.activations.arena import Kept, SavedTensors, is_plain
 from ringcomm.parallel.activations.arena import arena as Arena  # also an argument
 from ringcomm.parallel.flat_collectives import all_gather_shards, gather_ints
@@ -26,7 +25,6 @@ _log = logging.getLogger("ringcomm")
 _DIGEST_ELEMS = 1 << 18
 
 
-@named_options()
 class partition(SavedTensors):  # noqa: N801  # a context, as torch's saved_tensors_hooks
     """Shards the tensors that autograd saves inside this context over a group: each rank keeps 1/N.
 
@@ -168,7 +166,6 @@ def host_copy(tensor: Tensor) -> Tensor:
     return empty_row(tensor.numel(), tensor.dtype).copy_(tensor)
 
 
-@named_options()
 class auto(partition):  # noqa: N801
     """Applies partition() only if checkpoints do not fit otherwise (ZeRO-R, 6.1).
 

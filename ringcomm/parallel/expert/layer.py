@@ -17,7 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import Self
 
 from ringcomm.backend import resolve_group
-from ringcomm.options import named_options
 from ringcomm.parallel.expert.dispatch import counts_of
 from ringcomm.parallel.expert.local_experts import LocalExperts
 from ringcomm.parallel.flat_collectives import check_agreement
@@ -152,7 +151,6 @@ def check_layer(experts: LocalExperts, alike: dict[str, Any]) -> None:
         check_agreement(alike, experts.replica_group)
 
 
-@named_options()
 class MixtureOfExperts(PartModule):
     """Each token goes through the top_k experts that a router chooses; expert parallelism.
 

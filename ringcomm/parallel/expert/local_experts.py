@@ -15,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 from ringcomm import torch_names
 from ringcomm.backend import resolve_group
 from ringcomm.ops.fused_update import shard_range
-from ringcomm.options import named_options
 from ringcomm.parallel.expert.dispatch import (
     DispatchPlan,
     by_expert,
@@ -211,7 +210,6 @@ def ignore_in_ddp(model: nn.Module) -> None:
     torch_names.ignore_in_ddp(model, names)
 
 
-@named_options()
 def average_gradients(
     model: nn.Module,
     group: dist.ProcessGroup | None = None,

@@ -4,7 +4,6 @@ Ren et al. 2021 (arXiv 2101.06840, section 5.1) for the host, Rajbhandari et al.
 2104.07857, section 5.2) for files.
 """
 
-import inspect
 import os
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
@@ -16,7 +15,6 @@ from torch.distributed.tensor import DTensor
 
 from ringcomm import ops
 from ringcomm.ops.fused_update import Rule, rule_of
-from ringcomm.options import named_options
 from ringcomm.parallel.flat_collectives import local_of, take_written
 from ringcomm.parallel.offload.state_rows import (
     Operands,
@@ -46,7 +44,6 @@ def _dtype_of(param: Tensor) -> torch.dtype:
     return torch.float32 if param.dtype in (torch.float16, torch.bfloat16) else param.dtype
 
 
-@named_options()
 class Offloaded(torch.optim.Optimizer):
     """An optimizer of any class, with its states in host memory or in files.
 
@@ -417,7 +414,6 @@ class _OfTorch(Offloaded):
         super().__init__(given, to=to, path=path, chunk_elems=chunk_elems)
 
 
-@named_options(*inspect.signature(torch.optim.AdamW).parameters)
 class AdamW(_OfTorch, torch.optim.AdamW):
     """torch.optim.AdamW with exp_avg and exp_avg_sq in host memory, or in files: see Offloaded.
 
@@ -436,7 +432,6 @@ class AdamW(_OfTorch, torch.optim.AdamW):
     _kind = torch.optim.AdamW
 
 
-@named_options(*inspect.signature(torch.optim.SGD).parameters)
 class SGD(_OfTorch, torch.optim.SGD):
     """torch.optim.SGD with its momentum in host memory, or in files; see AdamW."""
 

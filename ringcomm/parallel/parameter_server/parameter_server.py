@@ -13,7 +13,6 @@ from typing_extensions import Self
 
 from ringcomm.backend import resolve_group
 from ringcomm.errors import RingcommError
-from ringcomm.options import named_options
 from ringcomm.parallel.clip import LossScale
 from ringcomm.parallel.flat_collectives import check_agreement
 from ringcomm.parallel.model.axes import note_trainer
@@ -26,7 +25,6 @@ from ringcomm.parallel.parameter_server.server import Port, Server, ServerOptimi
 from ringcomm.torch_names import backend_of, timeout_of
 
 
-@named_options()
 class ParameterServer:
     """Trains a model through servers, each with some of its parameters (Li et al. 2014).
 

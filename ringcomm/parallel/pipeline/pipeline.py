@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ringcomm.backend import resolve_group
 from ringcomm.errors import RingcommError
-from ringcomm.options import named_options
 from ringcomm.parallel.flat_collectives import all_gathered, check_agreement, device_of, gather_ints
 from ringcomm.parallel.loss import CountItems, PartLoss, check_rows, parameters_of
 from ringcomm.parallel.model.saving import refuse_copy
@@ -50,7 +49,6 @@ class _Made(NamedTuple):
     trained: list[bool]  # this rank's weights
 
 
-@named_options()
 class Pipeline:
     """Cuts a model into stages, keeps this rank's, and runs micro-batches through all of them.
 

@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ringcomm.backend import resolve_group
-from ringcomm.options import named_options
 from ringcomm.parallel.flat_collectives import all_gathered, raise_on_all
 from ringcomm.parallel.model.axes import find_shards
 from ringcomm.parallel.parameter_server import ParameterServer
@@ -32,7 +31,6 @@ from ringcomm.torch_names import tree_map_only
 __all__ = ["get_state_dict", "set_state_dict"]
 
 
-@named_options()
 @torch.inference_mode(False)  # DTensors cannot be detached there
 def get_state_dict(
     model: Any,
@@ -128,7 +126,6 @@ def get_state_dict(
     return (values, state) if has_state else ({}, {})
 
 
-@named_options()
 @torch.inference_mode(False)  # updates must be able to write states
 def set_state_dict(
     model: Any,

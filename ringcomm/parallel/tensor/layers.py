@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import Self
 
 from ringcomm.backend import resolve_group
-from ringcomm.options import checks_targets, named_options
+from ringcomm.options import checks_targets
 from ringcomm.parallel.flat_collectives import take_from_rank0
 from ringcomm.parallel.tensor.regions import (
     all_reduce_grad_,
@@ -146,7 +146,6 @@ class _ParallelLinear(SplitModule):
         return "in_features={1}, out_features={0}".format(*sizes)
 
 
-@named_options()
 class ColumnParallelLinear(_ParallelLinear):
     """nn.Linear whose output features are sharded over ranks.
 
@@ -218,7 +217,6 @@ class ColumnParallelLinear(_ParallelLinear):
         return gather_from_tp(out, sizes, self.group)
 
 
-@named_options()
 class RowParallelLinear(_ParallelLinear):
     """nn.Linear whose input features are sharded over ranks, as after a column-parallel layer.
 
@@ -269,7 +267,6 @@ class RowParallelLinear(_ParallelLinear):
 # ---- embeddings
 
 
-@named_options()
 class VocabParallelEmbedding(SplitModule):
     """nn.Embedding whose rows are sharded over ranks.
 

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringcomm.backend import resolve_group
-from ringcomm.options import named_options
 from ringcomm.parallel.flat_collectives import device_of, gather_ints
 from ringcomm.parallel.tensor.splits import refuse_copy
 
@@ -24,7 +23,6 @@ def are_same(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> bool:
     return len(set(gather_ints(total.to(device_of(group)), group))) == 1
 
 
-@named_options()
 def check_replicas(
     module: nn.Module,
     group: dist.ProcessGroup | None = None,

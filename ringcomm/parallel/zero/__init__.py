@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ringcomm.backend import resolve_group
-from ringcomm.options import named_options
 from ringcomm.parallel.expert.local_experts import check_data_ranks
 from ringcomm.parallel.flat_collectives import check_agreement
 from ringcomm.parallel.model.axes import note_trainer
@@ -36,7 +35,6 @@ from ringcomm.torch_names import flat_mesh
 __all__ = ["ZeroOptimizer", "predict_memory", "predict_traffic", "shard"]
 
 
-@named_options()
 @torch.inference_mode(False)  # what it makes is trained later
 def shard(
     model: nn.Module,

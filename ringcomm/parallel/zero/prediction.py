@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import nn
 
 from ringcomm.ops.fused_update import shard_range
-from ringcomm.options import named_options
 from ringcomm.parallel.clip import bytes_over_all_ranks
 from ringcomm.parallel.expert.local_experts import expert_parallel_modules
 from ringcomm.parallel.flat_collectives import place_in
@@ -49,7 +48,6 @@ class Memory(NamedTuple):
         return sum(self)
 
 
-@named_options(*vars(ShardOptions()))
 def predict_memory(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
@@ -89,7 +87,6 @@ def predict_memory(
     return Memory(sum(parameters), sum(gradients), sum(kept), total)
 
 
-@named_options(*vars(ShardOptions()))
 def predict_traffic(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +12,7 @@ from torch import nn
 import ringcomm
 from ringcomm.integrations.transformers import tensor_parallelize
 from ringcomm.optim import AdaLomo, Lomo
-from ringcomm.parallel import ParallelDims, offload, parallelize
+from ringcomm.parallel import ParallelDims, parallelize
 
 Call = Callable[[nn.Module], object]
 CALLS: list[tuple[Call, str]] = [
@@ -23,8 +20,8 @@ CALLS: list[tuple[Call, str]] = [
     (lambda m: Lomo(m, clip_grad=1.0), "Lomo has no option 'clip_grad'; did you mean 'clip_grad_"),
     (lambda m: AdaLomo(m, sed=1), "AdaLomo has no option 'sed'; did you mean 'seed'?"),
     (
-        lambda m: offload.AdamW(m.parameters(), learning_rate=1.0),
-        "AdamW has no option 'learning_rate'; it has ",
+        lambda m: parallelize(m, ParallelDims(), torch.optim.AdamW, bucket_byte=1),
+        "ShardOptions.__init__() got an unexpected keyword argument 'bucket_byte'",
     ),
     (
         lambda m: Lomo(m, momentum=0.9),
@@ -69,35 +66,3 @@ def call_all(rank: int) -> None:
 
 def test_the_error_names_what_was_meant() -> None:
     run_ranks(1, call_all)
-
-
-# Of operators, which run many times in a step, Python's own error has to do. Lomo's are above.
-MODULES = (
-    *("ringcomm", "ringcomm.nn", "ringcomm.planner", "ringcomm.parallel"),
-    *("ringcomm.integrations.transformers", "ringcomm.parallel.activations", "ringcomm.testing"),
-    *("ringcomm.parallel.expert", "ringcomm.parallel.offload", "ringcomm.parallel.pipeline"),
-    "ringcomm.parallel.zero",
-)
-
-
-def calls_with_options() -> list[Any]:
-    modules: list[Any] = [importlib.import_module(name) for name in MODULES]
-    found = [getattr(module, name) for module in modules for name in module.__all__]
-    return [
-        call
-        for call in found
-        if callable(call)
-        and any(
-            one.kind is inspect.Parameter.KEYWORD_ONLY
-            for one in inspect.signature(call).parameters.values()
-        )
-    ]
-
-
-@pytest.mark.parametrize("call", calls_with_options(), ids=lambda call: call.__name__)
-def test_every_call_with_options_names_the_nearest(call: Any) -> None:
-    parameters = inspect.signature(call).parameters.values()
-    options = [one.name for one in parameters if one.kind is inspect.Parameter.KEYWORD_ONLY]
-    name = options[0]
-    with pytest.raises(TypeError, match=f"has no option '{name}x'; did you mean '{name}'"):
-        call(**{f"{name}x": None})
