@@ -63,7 +63,7 @@ _IN_PYTHON = {
     "ringcomm/parallel/zero/": ["zero", "expert"],
     "ringcomm/planner/": ["planner"],
     "ringcomm/show/": ["programs/test_show.py"],
-    "ringcomm/survivors/": ["backend/test_shrink.py", "backend"],
+    "ringcomm/survivors": ["backend/test_shrink.py", "backend"],
     "ringcomm/testing/": ["programs/test_testing.py"],
     "ringcomm/trace/": [
         *("programs/test_trace.py", "programs/test_trace_program.py", "programs/test_show.py"),

@@ -151,7 +151,7 @@ def test_an_interrupted_rank_may_call_again(rank: int, phase: str) -> None:
     """Ctrl-C in shrink() on rank 1, which then calls it again: a further attempt has all ranks."""
     interrupt: Any = None  # keeps what was interrupted referenced
     if rank == 1:
-        module = sys.modules["ringcomm.survivors.shrink"]  # its name is also the function's
+        module = sys.modules["ringcomm.survivors"]
         sleeps = mock.patch.object(module, "_make", side_effect=lambda *_: time.sleep(10))
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
