@@ -88,7 +88,7 @@ WorkPtr ProcessGroupRingcomm::endCoalescing() {
   return coalesced_work(getRank(), std::move(works));
 }
 
-WorkPtr ProcessGroupRingcomm::coalesced(WorkPtr work) {
+WorkPtr ProcessGroupRingcomm::add_if_coalescing(WorkPtr work) {
   if (!is_coalescing_ || work == nullptr) return work;
   std::vector<WorkPtr> finished;
   {

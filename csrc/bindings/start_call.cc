@@ -15,7 +15,7 @@ namespace ringcomm {
 namespace {
 
 // The engine reads and writes the tensor's memory; an empty or freed one takes the other way.
-bool is_dense(const at::Tensor& tensor) {
+bool is_plain(const at::Tensor& tensor) {
   return tensor.defined() && tensor.layout() == at::kStrided && tensor.is_contiguous() &&
          !tensor.is_conj() && !tensor.is_neg() && tensor.storage().nbytes() > 0;
 }
@@ -89,9 +89,9 @@ WorkPtr ProcessGroupRingcomm::barrier(const c10d::BarrierOptions& opts) {
 
 bool ProcessGroupRingcomm::fits_at_once(const at::Tensor& input, const at::Tensor& output,
                                         const c10d::ReduceOp* op) const {
-  if (!is_dense(input) || is_observed()) return false;
+  if (!is_plain(input) || is_observed()) return false;
   if (!output.is_same(input) &&
-      (!is_dense(output) || input.device() != output.device() || input.dtype() != output.dtype()))
+      (!is_plain(output) || input.device() != output.device() || input.dtype() != output.dtype()))
     return false;
   if (op != nullptr && (input.is_complex() || op->op_ == c10d::ReduceOp::PREMUL_SUM)) return false;
   // In a coalesced block every call on a device has a work.
@@ -137,9 +137,9 @@ WorkPtr ProcessGroupRingcomm::start(const CallInfo& info, std::vector<TensorCall
   const recorder::Span traced([&] { return trace_event_of(info, calls, device); });
   const auto begin = [&] {
     if (!device.is_cpu())
-      return coalesced(start_on_device(device, info, std::move(calls), std::move(results)));
-    return coalesced(start_in_engine(communicator(), info, limits_of(info.timeout),
-                                     std::move(calls), std::move(results)));
+      return add_if_coalescing(start_on_device(device, info, std::move(calls), std::move(results)));
+    return add_if_coalescing(start_in_engine(communicator(), info, limits_of(info.timeout),
+                                             std::move(calls), std::move(results)));
   };
   // An event costs as much as a small collective.
   return at::hasCallbacks() ? profiled(device, info, calls, results, begin) : begin();

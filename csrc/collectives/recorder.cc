@@ -122,7 +122,7 @@ class Recorder {
   Memory memory() const { return Memory(mapped_.data()); }
 
   /// Gives a group a number whose place no living group has; 0 if they have all.
-  std::uint64_t add(Group* group) {
+  std::uint64_t add(RecordedGroup* group) {
     const std::lock_guard lock(mutex_);
     for (std::size_t i = 0; i < kNumGroups; ++i) {
       GroupEntry& entry = memory().group(++num_groups_);
@@ -140,7 +140,7 @@ class Recorder {
     }
     return 0;
   }
-  void remove(Group* group) {
+  void remove(RecordedGroup* group) {
     const std::lock_guard lock(mutex_);
     groups_.erase(group);
   }
@@ -151,7 +151,7 @@ class Recorder {
     std::vector<std::shared_ptr<Look>> looks;
     {
       const std::lock_guard lock(mutex_);
-      for (const Group* group : groups_) looks.push_back(group->look);
+      for (const RecordedGroup* group : groups_) looks.push_back(group->look);
     }
     for (const auto& look : looks) {
       const std::lock_guard lock(look->mutex);
@@ -166,7 +166,7 @@ class Recorder {
   std::mutex mutex_;  // guards the next ones
   bool is_opened_ = false;
   std::uint64_t num_groups_ = 0;
-  std::set<Group*> groups_;
+  std::set<RecordedGroup*> groups_;
   LongWaits waits_;
   std::chrono::steady_clock::time_point next_trim_ =
       std::chrono::steady_clock::now() + kTrimInterval;
@@ -201,13 +201,13 @@ std::uint32_t unlisted_group() {
 
 std::unique_ptr<Log> Log::make(const std::string& name, int rank,
                                const std::vector<std::uint64_t>& global_ranks,
-                               const std::string& transport, const Membership& members,
+                               const std::string& transport, const GroupState& state,
                                bool log_waits) {
   if (descriptor() < 0) return nullptr;
   Recorder& recorder = *Recorder::of_process.find();
   std::unique_ptr<Log> log(new Log(recorder, {.id = id_of(name, global_ranks),
                                               .rank = rank,
-                                              .processes = members.processes(),
+                                              .processes = state.processes(),
                                               .log_waits = log_waits}));
   if (recorder.add(&log->group_) == 0) return nullptr;
   if (log->own_counts_.empty()) log->counts_ = recorder.memory().counts(log->group_.number);
@@ -238,7 +238,7 @@ std::unique_ptr<Log> Log::make(const std::string& name, int rank,
   return log;
 }
 
-Log::Log(Recorder& recorder, Group group)
+Log::Log(Recorder& recorder, RecordedGroup group)
     : recorder_(recorder),
       group_(std::move(group)),
       own_counts_(group_.processes.size() > kNumMembers ? group_.processes.size() : 0),
@@ -299,7 +299,7 @@ void Log::count_bytes(int peer, std::uint64_t sent, std::uint64_t received) {
 
 // Where another process's rank records the group; nothing if that is not here, or has forgotten it.
 std::optional<std::pair<Memory, std::uint64_t>> Log::find(int rank) const {
-  const auto mapped = group_.processes[static_cast<std::size_t>(rank)]->flight();
+  const auto mapped = group_.processes[static_cast<std::size_t>(rank)]->recorder();
   if (mapped == nullptr || mapped->num_bytes() < Memory::kNumBytes) return std::nullopt;
   const Memory memory(mapped->data());
   std::uint64_t last = 0;

@@ -85,7 +85,7 @@ bool SendRecv::wait(const SendRecvOpPtr& op, Clock::time_point deadline,
 
 void SendRecv::check_open(const SendRecvOp& op) const {
   failure_.rethrow_if_any();
-  if (is_stopping_) std::rethrow_exception(orphaned(op));
+  if (is_stopping_) std::rethrow_exception(error_of_close(op));
 }
 
 WaitGuard SendRecv::guard_of(const Interrupted& is_interrupted, Clock::time_point deadline) {
@@ -121,7 +121,7 @@ void SendRecv::raise_misfit(const SendRecvOp& receive, std::uint64_t sent_bytes)
                           activity_of(receive));
 }
 
-std::exception_ptr SendRecv::orphaned(const SendRecvOp& op) const {
+std::exception_ptr SendRecv::error_of_close(const SendRecvOp& op) const {
   const Activity activity = activity_of(op);
   return std::make_exception_ptr(
       Error({.kind = ErrorKind::kAborted, .rank = rank_, .op = activity.op},

@@ -17,7 +17,7 @@
 
 namespace ringcomm {
 
-class MessageMembers;
+class MessageGroup;
 class Messenger;
 
 /// A message on its way, as its sender or its receiver sees it.
@@ -104,7 +104,7 @@ class SendRecv {
   /// A message of `sent_bytes` matched a receive of another size: ends the group.
   [[noreturn]] void raise_misfit(const SendRecvOp& receive, std::uint64_t sent_bytes);
   /// The error of an operation whose group is destroyed.
-  std::exception_ptr orphaned(const SendRecvOp& op) const;
+  std::exception_ptr error_of_close(const SendRecvOp& op) const;
 
   Failure& failure_;
   Stats& stats_;
@@ -128,7 +128,7 @@ Activity activity_of(const SendRecvOp& op);
 
 /// Over messages. A send is complete when its receiver has taken it, so its process may end then.
 /// All arguments must live as long.
-std::unique_ptr<SendRecv> make_message_send_recv(Messenger& messenger, MessageMembers& members,
+std::unique_ptr<SendRecv> make_message_send_recv(Messenger& messenger, MessageGroup& group,
                                                  Failure& failure, Stats& stats);
 
 }  // namespace ringcomm

@@ -8,7 +8,7 @@
 
 #include "core/board_protocol.h"
 #include "core/link_protocol.h"
-#include "host/membership.h"
+#include "host/group_state.h"
 #include "host/process.h"
 #include "host/rendezvous.h"
 #include "host/segment_layout.h"
@@ -18,7 +18,7 @@
 namespace ringcomm::host {
 
 /// The memory that the ranks of one group share, and the state of their processes.
-class Group final : public Membership {
+class Group final : public GroupState {
  public:
   /// Collective over `ranks`, those of one host, after find_ranks(); throws what Rendezvous does.
   /// Errors and abort reasons use these numbers, of a group that may span several hosts.

@@ -6,7 +6,7 @@
 namespace ringcomm::host {
 
 /// The guard of a group's collectives in shared memory. It also ends a wait by the words of the
-/// group, knows the rank at fault, and records waits for the group's Membership.
+/// group, knows the rank at fault, and records waits for the group's GroupState.
 class GroupWait final : public WaitGuard {
  public:
   explicit GroupWait(const Group& group) : group_(group) { records_waits_ = true; }

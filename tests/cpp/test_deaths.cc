@@ -246,7 +246,8 @@ using Meshes = std::array<testing::SocketMesh, 2>;
 void use_second_group(int rank, const std::string& folder, testing::SocketMesh& mesh,
                       Communicator& first, const WaitLimits& limits) {
   FolderStore store(folder, [] {}, "second/");
-  const auto group = make_group(store, rank, mesh, limits.timeout, first.members()->processes());
+  const auto group =
+      make_group(store, rank, mesh, limits.timeout, first.group_state()->processes());
   run_collectives(*group, limits);
 }
 

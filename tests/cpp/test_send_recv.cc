@@ -83,7 +83,7 @@ TEST_CASE("a send rings at the receiver's side, which may sleep until then") {
     host::Rendezvous rendezvous(store, {.rank = rank, .world_size = 2}, kBound);
     const PeerTable peer_table = rendezvous.find_ranks();
     ShmTransport transport(rendezvous, peer_table, rank, {});
-    Failure failure(&transport.membership(), rank, 2);
+    Failure failure(&transport.group_state(), rank, 2);
     Stats stats;
     const std::unique_ptr<SendRecv> send_recv = transport.make_send_recv(failure, stats);
     std::byte byte{7};
@@ -94,7 +94,7 @@ TEST_CASE("a send rings at the receiver's side, which may sleep until then") {
     op->num_bytes = 1;
     op->timeout = kBound;
     if (rank == 0) {
-      const auto& group = static_cast<host::Group&>(transport.membership());
+      const auto& group = static_cast<host::Group&>(transport.group_state());
       const std::uint64_t before = group.doorbell(1).value;
       send_recv->post(op);
       expect(group.doorbell(1).value > before, "a ring at rank 1");

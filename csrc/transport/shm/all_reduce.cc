@@ -153,7 +153,7 @@ class TwoShot {
 
 }  // namespace
 
-// One round per piece; N - 1 times the bytes.
+// One phase per piece; N - 1 times the bytes.
 std::uint64_t all_reduce_one_shot(ShmContext& context, const Collective& call) {
   reduce_staged(context, call, true, true);
   return context.num_peers() * call.num_bytes();

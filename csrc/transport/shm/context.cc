@@ -110,7 +110,7 @@ void ShmTransport::plan(Collective& call) const {
 
 Traffic ShmTransport::run(const Collective& call, const WaitLimits& limits) {
   if (const int gone = group_.gone_before(call.seq); gone >= 0)
-    throw WaitAborted{group_.state_of(gone), gone};
+    throw WaitFailed{group_.state_of(gone), gone};
   group_.record_call(call.seq);
   guard_.begin(limits);
   const std::size_t num_bytes = shard_bytes(call, group_.world_size());

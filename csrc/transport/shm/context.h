@@ -133,9 +133,9 @@ class ShmContext {
   /// The bytes counted since the last call.
   std::uint64_t take_copied_bytes() { return std::exchange(copied_bytes_, 0); }
 
-  /// Throws WaitAborted, with the rank that was waited for last, unless `stop` is kNone.
+  /// Throws WaitFailed, with the rank that was waited for last, unless `stop` is kNone.
   void check(WaitStatus stop) const {
-    if (stop != WaitStatus::kNone) throw WaitAborted{stop, guard_.awaited_peer()};
+    if (stop != WaitStatus::kNone) throw WaitFailed{stop, guard_.awaited_peer()};
   }
 
  private:
@@ -188,7 +188,7 @@ class ShmContext {
 };
 
 /// The collectives over shared memory. Each runs after ShmContext::begin() with the call's header,
-/// and returns the bytes that peers consumed from this rank. Throws WaitAborted or Mismatched.
+/// and returns the bytes that peers consumed from this rank. Throws WaitFailed or Mismatched.
 using ShmCollective = std::uint64_t(ShmContext& context, const Collective& call);
 
 /// all_reduce.cc: results are equal to the last bit on all ranks, because every chunk is either
@@ -224,7 +224,7 @@ class ShmTransport final : public Transport {
   ShmTransport(host::Rendezvous& rendezvous, const PeerTable& peer_table, int rank,
                const CommunicatorOptions& options);
 
-  Membership& membership() override { return group_; }
+  GroupState& group_state() override { return group_; }
   std::unique_ptr<SendRecv> make_send_recv(Failure& failure,
                                            Stats& stats) override;  // send_recv.cc
   bool shares_memory() const override { return true; }
