@@ -148,13 +148,13 @@ bool has_come(Communicator& group, const std::shared_ptr<BarrierMessage>& messag
 // Rank 0 waits for a message from each rank and then tells all which is missing. A receive without
 // a message stays posted; it takes the message of a late rank, which also gets its answer. Returns
 // the ranks that are missing: the first, or all.
-std::vector<std::int64_t> lead(Communicator& group, std::uint64_t tag, milliseconds timeout,
-                               milliseconds patience, bool waits_for_all) {
+std::vector<int> lead(Communicator& group, std::uint64_t tag, milliseconds timeout,
+                      milliseconds patience, bool waits_for_all) {
   const auto deadline = SendRecv::Clock::now() + timeout;
   std::vector<std::shared_ptr<BarrierMessage>> arrivals;
   for (int peer = 1; peer < group.world_size(); ++peer)
     arrivals.push_back(post_message(group, SendRecvOp::Kind::kRecv, peer, tag, kLongestTimeout));
-  std::vector<std::int64_t> missing;
+  std::vector<int> missing;
   for (const auto& arrival : arrivals) {
     if (!has_come(group, arrival, deadline)) missing.push_back(arrival->peer);
     if (!missing.empty() && !waits_for_all) break;
@@ -177,12 +177,11 @@ void ProcessGroupRingcomm::monitoredBarrier(const c10d::BarrierOptions& opts, bo
     timeout = std::min(opts.timeout, kLongestTimeout);
     patience = std::max(patience, std::min(2 * opts.timeout, kLongestTimeout));
   }
-  const auto raise = [&](const std::vector<std::int64_t>& missing, milliseconds waited) {
-    throw Error({.kind = ErrorKind::kTimeout,
-                 .rank = static_cast<int>(missing.front()),
-                 .op = "monitored_barrier"},
-                c10::str("ringcomm rank ", getRank(), "/", getSize(), ": monitored_barrier: rank",
-                         missing.size() > 1 ? "s " : " ", c10::Join(", ", missing),
+  const auto raise = [&](const std::vector<int>& missing, milliseconds waited) {
+    const int global_rank = group->group_state()->global_rank_of(getRank());
+    throw Error({.kind = ErrorKind::kTimeout, .rank = missing.front(), .op = "monitored_barrier"},
+                c10::str(prefix_of(getRank(), getSize(), global_rank), "monitored_barrier: ",
+                         name_of_ranks(missing, options_->global_ranks_in_group),
                          " did not come within ", waited.count(), " ms"));
   };
   with_python_errors([&] {
@@ -198,7 +197,7 @@ void ProcessGroupRingcomm::monitoredBarrier(const c10d::BarrierOptions& opts, bo
     post_message(*group, SendRecvOp::Kind::kSend, 0, tag, patience);
     const auto answer = post_message(*group, SendRecvOp::Kind::kRecv, 0, tag, kLongestTimeout);
     if (!has_come(*group, answer, deadline)) raise({0}, patience);
-    if (answer->missing_rank >= 0) raise({answer->missing_rank}, timeout);
+    if (answer->missing_rank >= 0) raise({static_cast<int>(answer->missing_rank)}, timeout);
   });
 }
 
