@@ -1,9 +1,12 @@
 // How every call begins: at once, or as a TensorCall that keeps the tensors. all_reduce shows both.
+// And the blocks in which calls start together.
 
+#include <ATen/DeviceAccelerator.h>
 #include <ATen/record_function.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <utility>
 #include <vector>
 
@@ -169,6 +172,60 @@ WorkPtr ProcessGroupRingcomm::start_on_device(c10::Device device, CallInfo info,
   }
   // A single one is ordered with the group's calls on the device.
   return devices()->exchange(info, std::move(messages), std::move(results));
+}
+
+// ---- Blocks of calls that start together
+
+constexpr std::size_t kMaxFinishedWorks = 1024;  // of one coalesced block
+
+bool ProcessGroupRingcomm::supportsCoalescing() const { return at::getAccelerator().has_value(); }
+
+void ProcessGroupRingcomm::startCoalescing() {
+  std::vector<WorkPtr> works;  // of a block that an exception left, as the next ones
+  std::vector<DeviceMessage> messages;
+  const std::lock_guard lock(mutex_);
+  is_coalescing_ = true;
+  works.swap(coalesced_works_);
+  messages.swap(coalesced_messages_);
+}
+
+WorkPtr ProcessGroupRingcomm::endCoalescing() {
+  std::vector<WorkPtr> works;
+  std::vector<DeviceMessage> messages;
+  {
+    const std::lock_guard lock(mutex_);
+    TORCH_CHECK_VALUE(is_coalescing_, "ringcomm: endCoalescing() without startCoalescing()");
+    is_coalescing_ = false;
+    works.swap(coalesced_works_);
+    messages.swap(coalesced_messages_);
+  }
+  if (!messages.empty()) {
+    CallInfo info(c10d::OpType::COALESCED, "ringcomm:coalesced");
+    info.is_async = true;
+    works.push_back(devices()->exchange(info, std::move(messages), {}));
+  }
+  return coalesced_work(getRank(), std::move(works));
+}
+
+WorkPtr ProcessGroupRingcomm::add_if_coalescing(WorkPtr work) {
+  if (!is_coalescing_ || work == nullptr) return work;
+  std::vector<WorkPtr> finished;
+  {
+    const std::lock_guard lock(mutex_);
+    coalesced_works_.push_back(work);
+    // A block that an exception has left open must not keep all later works.
+    if (coalesced_works_.size() > kMaxFinishedWorks) finished = coalesced_works_;
+  }
+  // Without the lock: a work that has ended may free a tensor, which takes the GIL.
+  std::erase_if(finished, [&](const auto& other) {
+    return !other->isCompleted() || !other->isSuccess() || other == work;
+  });
+  if (finished.empty()) return work;
+  const std::lock_guard lock(mutex_);
+  std::erase_if(coalesced_works_, [&](const auto& other) {
+    return std::ranges::find(finished, other) != finished.end();
+  });
+  return work;
 }
 
 }  // namespace ringcomm

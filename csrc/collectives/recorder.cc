@@ -84,9 +84,6 @@ Call put(Event* ring, std::size_t capacity, std::uint64_t& num_events, Event eve
   return {place, event.number};
 }
 
-// Pages that are used in every step would be faulted in again in every step.
-constexpr std::chrono::seconds kTrimInterval{10};
-
 class Recorder {
  public:
   static constinit PerProcess<Recorder> of_process;
@@ -110,7 +107,7 @@ class Recorder {
         waits_.look(memory(), groups_);
         const auto now = std::chrono::steady_clock::now();  // Bootstrap looks at each event, too
         if (now < next_trim_) return;
-        next_trim_ = now + kTrimInterval;
+        next_trim_ = now + host::SharedArena::kTrimInterval;
         run_aside([this] { trim(); });  // not in this thread, which must see that peers die
       });
     } catch (const Error&) {  // no memory, descriptor or thread: nothing is recorded
@@ -169,7 +166,7 @@ class Recorder {
   std::set<RecordedGroup*> groups_;
   LongWaits waits_;
   std::chrono::steady_clock::time_point next_trim_ =
-      std::chrono::steady_clock::now() + kTrimInterval;
+      std::chrono::steady_clock::now() + host::SharedArena::kTrimInterval;
 };
 
 constinit PerProcess<Recorder> Recorder::of_process;

@@ -41,11 +41,11 @@ recorder::Event SendRecv::event_of(const SendRecvOp& op) const {
           .group = group_,
           .peer = recorder::rank16(op.peer),
           .kind = recorder::Kind::kMessage,
-          .op = op.is_send() ? OpKind::kSend : OpKind::kRecv};
+          .op = op.kind};
 }
 
 recorder::Call SendRecv::record(const SendRecvOp& op) const {
-  if (log_ == nullptr || !op.is_users()) return {};
+  if (log_ == nullptr || op.is_internal()) return {};
   recorder::Event event = event_of(op);
   event.peer = recorder::rank16(std::max(op.awaited, -1));
   return log_->begin(event);
@@ -98,9 +98,9 @@ WaitGuard SendRecv::guard_of(const Interrupted& is_interrupted, Clock::time_poin
 
 void SendRecv::conclude(Lock& lock, std::span<const SendRecvOpPtr> ops) {
   for (const SendRecvOpPtr& op : ops) {
-    if (op->error != nullptr || !op->is_users()) continue;
+    if (op->error != nullptr || op->is_internal()) continue;
     const std::uint64_t sent = op->is_send() ? op->num_bytes : 0;
-    stats_.count(op->is_send() ? OpKind::kSend : OpKind::kRecv, {.sent_bytes = sent});
+    stats_.count(op->kind, {.sent_bytes = sent});
     if (log_ != nullptr) log_->count_bytes(op->peer, sent, op->num_bytes - sent);
   }
   has_news_.notify_all();
@@ -131,7 +131,7 @@ std::exception_ptr SendRecv::error_of_close(const SendRecvOp& op) const {
 
 Activity activity_of(const SendRecvOp& op) {
   const std::string peer = op.peer >= 0 ? "rank " + std::to_string(op.peer) : "any rank";
-  return {.op = op.is_send() ? "send" : "recv",
+  return {.op = name_of(op.kind),
           .description = (op.is_send() ? "send to " : "recv from ") + peer + " (tag " +
                          std::to_string(op.tag) + ", " + std::to_string(op.num_bytes) + " bytes)",
           .timeout = op.timeout};

@@ -17,7 +17,6 @@ namespace ringcomm {
 
 namespace host {
 class PeerMemory;
-class SharedMemory;
 }  // namespace host
 
 /// Another process, watched until it ends if it is on this machine.

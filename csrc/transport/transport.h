@@ -13,10 +13,10 @@
 #include "host/rank_record.h"
 #include "host/timed_store.h"
 #include "host/wait.h"
+#include "transport/messenger.h"
 
 namespace ringcomm {
 
-class Messenger;
 namespace host {
 class Rendezvous;
 }

@@ -24,7 +24,6 @@
 #include "folder_store.h"
 #include "host/fd.h"
 #include "host/group.h"
-#include "host/group_wait.h"
 #include "host/host_arch.h"
 #include "host/process.h"
 #include "host/rank_record.h"

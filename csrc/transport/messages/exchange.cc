@@ -128,9 +128,7 @@ void MessageExchange::open(Transfer& incoming) {
   auto envelope = std::exchange(incoming.envelope, {}).envelope;
   const CallHeader& theirs = envelope->header;
   const bool is_same = is_same_call(theirs, header_);
-  const bool has_shards = theirs.op == OpKind::kReduceScatter || theirs.op == OpKind::kAllGather ||
-                          has_private_sizes(theirs.op);
-  if (is_same && has_shards && envelope->num_bytes != incoming.num_bytes)
+  if (is_same && has_shards(theirs.op) && envelope->num_bytes != incoming.num_bytes)
     throw Mismatched{.peer = peer,
                      .theirs = theirs,
                      .difference = size_difference(peer, envelope->num_bytes, messenger_.rank(),

@@ -27,19 +27,18 @@ struct MessageTags {
     return num_bytes <= kMaxSized ? kFirstSized + static_cast<int>(num_bytes) : kData;
   }
 
-  /// Sends and receives of ringcomm's own, whose tags are above the users' 32 bits.
+  /// Sends and receives of ringcomm's own.
   static constexpr int kFirstInternal = kEnvelope + 0x100000;
   static constexpr std::uint64_t kNumInternal = 0x100000;
   /// The tags of users' long messages of a pair, used in turn; messages with one tag are in order.
   static constexpr std::uint32_t kNumLong = 1U << 20;
   static constexpr int kFirstLong = Messenger::kMaxTag - static_cast<int>(kNumLong);
 
-  static constexpr bool is_internal(std::uint64_t tag) { return tag >> 32U != 0; }
-  /// The messenger's tag for a tag of a send or receive. Internal ones are numbered; two of a pair
+  /// The messenger's tag for that of a send or receive. Internal ones are numbered; two of a pair
   /// that are a million apart share a tag and are in order.
-  static constexpr int of(std::uint64_t tag) {
-    return is_internal(tag) ? kFirstInternal + static_cast<int>(tag % kNumInternal)
-                            : static_cast<int>(tag);
+  static int of(const SendRecvOp& op) {
+    return op.is_internal() ? kFirstInternal + static_cast<int>(op.tag % kNumInternal)
+                            : static_cast<int>(op.tag);
   }
 };
 
@@ -67,8 +66,8 @@ struct MessageMemory {
     std::unique_ptr<MessageEnvelope> envelope;
     Messenger::MessagePtr message;
   };
-  /// By peer, the receive of its next envelope where one is posted ahead: a credit, with which that
-  /// envelope crosses the network without asking first.
+  /// By peer, the receive of its next envelope where one is posted in advance: a credit, with which
+  /// that envelope crosses the network without asking first.
   std::vector<PostedReceive> posted;
   std::vector<std::vector<std::byte>> staging;  ///< by the number of stage() in a call
 };
@@ -150,5 +149,10 @@ class MessageExchange {
   std::array<Batch, 2> batches_;
   Batch* batch_ = &batches_[0];
 };
+
+/// Sends and receives. A send is complete when its receiver has taken it, so its process may end
+/// then. All arguments must live as long.
+std::unique_ptr<SendRecv> make_message_send_recv(Messenger& messenger, MessageGroup& group,
+                                                 Failure& failure, Stats& stats);
 
 }  // namespace ringcomm

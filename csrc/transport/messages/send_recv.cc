@@ -1,5 +1,3 @@
-#include "collectives/send_recv.h"
-
 #include <algorithm>
 #include <cstring>
 #include <deque>
@@ -54,7 +52,7 @@ class MessageSendRecv final : public SendRecv {
     Lock lock(mutex_);
     if (is_stopping_) return;
     WaitGuard guard = guard_of(is_interrupted);
-    while (!channels_.empty() && std::get<0>(channels_.begin()->first) == SendRecvOp::Kind::kSend)
+    while (!channels_.empty() && std::get<0>(channels_.begin()->first) == OpKind::kSend)
       guard.sleep(lock, has_news_);
     is_stopping_ = true;
     const bool must_abort = !channels_.empty();
@@ -69,11 +67,10 @@ class MessageSendRecv final : public SendRecv {
 
  private:
   // By direction (sends first), peer and tag.
-  using Channels = std::map<std::tuple<SendRecvOp::Kind, int, std::uint64_t>, std::list<Item>>;
+  using Channels = std::map<std::tuple<OpKind, int, std::uint64_t>, std::list<Item>>;
 
   void start(const SendRecvOpPtr& op) override {
-    if (!MessageTags::is_internal(op->tag) &&
-        op->tag >= static_cast<std::uint64_t>(Messenger::kFirstReservedTag))
+    if (!op->is_internal() && op->tag >= static_cast<std::uint64_t>(Messenger::kFirstReservedTag))
       throw std::invalid_argument("tags over the message transport must be 0 to " +
                                   std::to_string(Messenger::kFirstReservedTag - 1) + ", got " +
                                   std::to_string(static_cast<std::int32_t>(op->tag)));
@@ -111,7 +108,7 @@ class MessageSendRecv final : public SendRecv {
     const SendRecvOp& op = *item.op;
     UserEnvelope& envelope = item.envelope;
     auto* bytes = reinterpret_cast<std::byte*>(&envelope);
-    const int tag = MessageTags::of(op.tag);
+    const int tag = MessageTags::of(op);
     if (!op.is_send()) {
       item.envelope_message = messenger_.irecv(op.peer, tag, bytes, sizeof(envelope));
       return;

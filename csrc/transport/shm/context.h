@@ -13,7 +13,6 @@
 #include "core/board_protocol.h"
 #include "core/chunk_layout.h"
 #include "host/group.h"
-#include "host/group_wait.h"
 #include "host/host_arch.h"
 #include "host/peer_event.h"
 #include "host/rendezvous.h"
@@ -124,8 +123,8 @@ class ShmContext {
   void reduce(const Collective& call, std::span<const void* const> sources, void* to, void* also_to,
               const ElemRange& elems, int divisor, const OwnerUpdate* update = nullptr);
   /// From sources(), as the call asks.
-  void reduce(const Collective& call, void* to, void* also_to, std::size_t num_elems) {
-    reduce(call, sources_, to, also_to, {0, num_elems}, divisor_of(call, world_size()));
+  void reduce(const Collective& call, void* to, std::size_t num_elems) {
+    reduce(call, sources_, to, nullptr, {0, num_elems}, divisor_of(call, world_size()));
   }
 
   /// For what an algorithm stages or copies by itself.
