@@ -228,8 +228,8 @@ void report_stragglers(const Communicator& engine, const GroupOptions& options) 
     for (int rank = 0; rank < engine.world_size(); ++rank)
       views.append(counts_by_peer(engine, rank));
     py::module_::import("ringcomm.stragglers")
-        .attr("report")(options.group_name, options.global_ranks_in_group,
-                        engine.log()->num_calls(), views);
+        .attr("report")(options.group_name, options.global_ranks_in_group, engine.next_seq(),
+                        views);
   } catch (py::error_already_set& error) {
     error.discard_as_unraisable("ringcomm's report of stragglers");
   }

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -98,8 +97,6 @@ class Log {
   /// From any thread. `waited_ns` may be 0.
   void count_wait(int peer, std::uint64_t waited_ns);
   void count_bytes(int peer, std::uint64_t sent, std::uint64_t received);
-  /// The collectives that have ended.
-  std::uint64_t num_calls() const { return num_calls_.load(std::memory_order_relaxed); }
   /// What `rank` has counted of each rank; empty where this process cannot read it.
   std::vector<PeerCounts> counts_of(int rank) const;
   /// Whether all ranks before this one have died in the group: one rank reports for all.
@@ -117,7 +114,6 @@ class Log {
   std::vector<PeerCounts> own_counts_;  // of a group with more ranks than its entry
   PeerCounts* counts_;                  // these, or the entry's
   int last_late_ = kNobody;             // in the collective that runs
-  std::atomic<std::uint64_t> num_calls_ = 0;
   Call running_;
 };
 

@@ -54,8 +54,8 @@ class Group final : public GroupState {
   /// A rank that ended or left before it began collective `seq`, and so never will; -1 if none is
   /// known. Reads two words unless a process has ended or a rank has left since it last looked.
   int gone_before(std::uint64_t seq);
-  /// This rank begins collective `seq`, or a part of it.
-  void record_call(std::uint64_t seq);
+  /// This rank begins collective `seq`, or a part of it: whether that is its first.
+  bool record_call(std::uint64_t seq);
   /// It has succeeded, and reads no region of a peer any more.
   void record_end();
   /// Between two collectives: returns the pages of this rank's data to the system if there was no

@@ -104,7 +104,8 @@ void ShmTransport::plan(Collective& call) const {
 Traffic ShmTransport::run(const Collective& call, const WaitLimits& limits) {
   if (const int gone = group_.gone_before(call.seq); gone >= 0)
     throw WaitFailed{group_.state_of(gone), gone};
-  group_.record_call(call.seq);
+  // Of a call over several hosts, only the first part is an arrival.
+  guard_.set_arriving(group_.record_call(call.seq));
   guard_.begin(limits);
   const std::size_t num_bytes = shard_bytes(call, group_.world_size());
   context_.store_kinds().begin(call.op, num_bytes);
@@ -198,9 +199,6 @@ ShmContext::ShmContext(host::Group& group, host::GroupWait& guard, int max_threa
       memories_(static_cast<std::size_t>(group.world_size())) {}
 
 void ShmContext::begin(const CallHeader& header, const BufferHandle& handle) {
-  // Of a call over several hosts, only the first part is an arrival.
-  guard_.set_arriving(num_calls_ != header.seq + 1);
-  num_calls_ = header.seq + 1;
   header_ = &header;
   first_ = First::kClosed;
   shared_bytes_ = 0;

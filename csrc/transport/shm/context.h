@@ -178,7 +178,6 @@ class ShmContext {
   std::vector<Copy> copies_;
   std::uint64_t copied_bytes_ = 0;
   const CallHeader* header_ = nullptr;
-  std::uint64_t num_calls_ = 0;  // of the group, with the one that runs
   First first_ = First::kOver;
   std::size_t shared_bytes_ = 0;  // of each rank's input; 0 where data is staged
   std::vector<const void*> sources_;
