@@ -18,15 +18,15 @@ void check_pair(const at::Tensor& output, const at::Tensor& input, const char* o
   check_same_dtype(output, input, op);
 }
 
-// One tensor per rank, of any sizes.
-void check_shards(const Tensors& tensors, int world_size, const at::Tensor& reference,
-                  const char* op) {
+// One tensor per rank, of any sizes, and of the dtype of `reference`, or else of the first.
+void check_shards(const Tensors& tensors, int world_size, const char* op,
+                  const at::Tensor* reference = nullptr) {
   TORCH_CHECK_VALUE(tensors.size() == static_cast<std::size_t>(world_size), "ringcomm: ", op,
                     " needs one tensor for each of the ", world_size, " ranks, got ",
                     tensors.size());
   for (const at::Tensor& tensor : tensors) {
     check_tensor(tensor, op);
-    check_same_dtype(tensor, reference, op);
+    check_same_dtype(tensor, reference != nullptr ? *reference : tensors[0], op);
   }
 }
 
@@ -113,7 +113,7 @@ TensorCall gather_call(OpKind op, const Tensors* outputs, const at::Tensor& inpu
                        int root = -1) {
   TensorCall item{.call = moving(op, input, root)};
   if (outputs != nullptr) {
-    check_shards(*outputs, world_size, input, name_of(op));
+    check_shards(*outputs, world_size, name_of(op), &input);
     add_outputs(*outputs, item);
   }
   item.inputs = {readable(input, item)};
@@ -165,7 +165,7 @@ WorkPtr ProcessGroupRingcomm::reduce_scatter(Tensors& outputTensors, TensorLists
                                              const c10d::ReduceScatterOptions& opts) {
   const at::Tensor& output = only_tensor(outputTensors, "reduce_scatter");
   const Tensors& inputs = *only_list(inputTensors, true, "reduce_scatter");
-  check_shards(inputs, getSize(), output, "reduce_scatter");
+  check_shards(inputs, getSize(), "reduce_scatter", &output);
   TensorCall item;
   const at::Tensor buffer = as_real(writable(output, item), opts.reduceOp);
   item.call = reducing(OpKind::kReduceScatter, buffer, opts.reduceOp, "reduce_scatter");
@@ -263,7 +263,7 @@ WorkPtr ProcessGroupRingcomm::scatter(Tensors& outputTensors, TensorLists& input
   TensorCall item{.call = moving(OpKind::kScatter, output, root)};
   item.outputs = {writable(output, item).data_ptr()};
   if (inputs != nullptr) {
-    check_shards(*inputs, getSize(), output, "scatter");
+    check_shards(*inputs, getSize(), "scatter", &output);
     add_inputs(*inputs, item);
   }
   return start({c10d::OpType::SCATTER, "ringcomm:scatter", opts}, std::move(item), outputTensors);
@@ -271,9 +271,8 @@ WorkPtr ProcessGroupRingcomm::scatter(Tensors& outputTensors, TensorLists& input
 
 WorkPtr ProcessGroupRingcomm::alltoall(Tensors& outputTensors, Tensors& inputTensors,
                                        const c10d::AllToAllOptions& opts) {
-  TORCH_CHECK_VALUE(!inputTensors.empty(), "ringcomm: all_to_all got no inputs");
-  check_shards(inputTensors, getSize(), inputTensors[0], "all_to_all");
-  check_shards(outputTensors, getSize(), inputTensors[0], "all_to_all");
+  check_shards(inputTensors, getSize(), "all_to_all");
+  check_shards(outputTensors, getSize(), "all_to_all", &inputTensors[0]);
   TensorCall item{.call = moving(OpKind::kAllToAll, inputTensors[0])};
   add_inputs(inputTensors, item);
   add_outputs(outputTensors, item);

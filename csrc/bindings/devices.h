@@ -1,15 +1,12 @@
 #pragma once
 
-#include <c10/core/Device.h>
 #include <c10/core/Stream.h>
 
 #include <chrono>
 #include <map>
-#include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
-#include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include "bindings/tensors.h"
 #include "collectives/call.h"
@@ -27,23 +24,6 @@ struct GroupOptions final : c10d::Backend::Options {
 };
 
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
-
-/// What a call of c10d is to its work, to profilers and to recordings.
-struct CallInfo {
-  c10d::OpType op_type;
-  const char* title;  ///< "ringcomm:all_reduce"
-  std::chrono::milliseconds timeout = c10d::kUnsetTimeout;
-  bool is_async = false;
-  std::optional<c10::Device> device = {};  ///< of a call without tensors
-  int peer = -1;                           ///< of a message
-  int tag = 0;                             ///< of a message
-
-  CallInfo(c10d::OpType type, const char* name) : op_type(type), title(name) {}
-  /// `options` are c10d's of a collective.
-  template <class Options>
-  CallInfo(c10d::OpType type, const char* name, const Options& options)
-      : op_type(type), title(name), timeout(options.timeout), is_async(options.asyncOp) {}
-};
 
 /// A send or receive of a tensor of `info.device`; `item` has one buffer of bytes, and its `finish`
 /// is for afterwards.

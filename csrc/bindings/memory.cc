@@ -68,7 +68,6 @@ bool ProcessGroupRingcomm::supportsTensorAlloc(c10::DeviceIndex deviceIdx) {
 
 // Other ranks map the memory of ordinary tensors on a device.
 at::Tensor ProcessGroupRingcomm::allocateTensor(long size, at::TensorOptions options) {
-  TORCH_CHECK_VALUE(size >= 0, "ringcomm: allocate_tensor got a negative size, ", size);
   if (!options.device().is_cpu()) return at::empty({size}, options);
   return empty_shared({size}, c10::typeMetaToScalarType(options.dtype()));
 }

@@ -15,7 +15,7 @@
 #include "collectives/trace.h"
 #include "host/bootstrap.h"
 #include "host/group.h"
-#include "host/membership.h"
+#include "host/group_state.h"
 #include "host/process.h"
 #include "host/shared_arena.h"
 #include "host/survivors.h"
@@ -66,21 +66,21 @@ std::shared_ptr<Communicator> engine_of(const BackendPtr& backend) {
 // What this rank knows of a group, without communication.
 py::dict health_of(const BackendPtr& backend) {
   const std::shared_ptr<Communicator> engine = engine_of(backend);
-  Membership* const members = engine->members();
+  GroupState* const state = engine->group_state();
   std::vector<std::string> ranks;
   for (int rank = 0; rank < engine->world_size(); ++rank) {
-    const bool is_peer = members != nullptr && rank != engine->rank();
-    ranks.emplace_back(is_peer && members->has_left(rank)                  ? "left"
-                       : is_peer && members->has_died(rank)                ? "dead"
-                       : is_peer && members->process_of(rank).is_stopped() ? "stopped"
-                                                                           : "alive");
+    const bool is_peer = state != nullptr && rank != engine->rank();
+    ranks.emplace_back(is_peer && state->has_left(rank)                  ? "left"
+                       : is_peer && state->has_died(rank)                ? "dead"
+                       : is_peer && state->process_of(rank).is_stopped() ? "stopped"
+                                                                         : "alive");
   }
   std::optional<std::string> failure;
   try {
     engine->failure().rethrow_if_any();
-    if (members != nullptr && members->is_aborted(/*asks=*/false) &&
-        members->state_of(engine->rank()) == WaitStatus::kAborted)
-      failure = members->abort_reason().text;
+    if (state != nullptr && state->is_aborted(/*asks=*/false) &&
+        state->state_of(engine->rank()) == WaitStatus::kAborted)
+      failure = state->abort_reason().text;
   } catch (const Error& error) {
     failure = error.what();
   }
@@ -91,7 +91,7 @@ py::dict health_of(const BackendPtr& backend) {
 std::shared_ptr<host::Survivors> begin_shrink(const BackendPtr& backend,
                                               std::chrono::milliseconds timeout) {
   std::shared_ptr<Communicator> engine = engine_of(backend);
-  auto* const group = dynamic_cast<host::Group*>(engine->members());
+  auto* const group = dynamic_cast<host::Group*>(engine->group_state());
   TORCH_CHECK_NOT_IMPLEMENTED(
       group != nullptr,
       "ringcomm: shrink needs a group whose ranks all share memory, and this one's transport is ",
@@ -257,7 +257,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         return process_group_of(backend).empty_shared_on(device, sizes, dtype);
       },
       without_gil);
-  m.def("flight_names", [] {
+  m.def("recorder_names", [] {
     py::dict names;
     const auto set = [&]<class Kind>(const char* key, Kind, int num) {
       py::list list;
@@ -271,7 +271,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     names["title"] = call_titles();
     return names;
   });
-  m.def("flight_clock", [] {
+  m.def("recorder_clock", [] {
     const Anchor now = Anchor::now();
     return std::tuple(now.ticks, now.ns);
   });

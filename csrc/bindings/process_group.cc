@@ -13,7 +13,7 @@
 
 #include "bindings/python_errors.h"
 #include "core/errors.h"
-#include "host/membership.h"
+#include "host/group_state.h"
 #include "host/process.h"
 #include "host/rendezvous.h"
 #include "host/timed_store.h"
@@ -115,10 +115,10 @@ void register_group(const c10::intrusive_ptr<c10d::Store>& store,
   std::erase_if(all.by_store, [](const auto& item) { return item.second.group.expired(); });
   // A group of the first ranks only knows fewer than one of all.
   KnownPeers& known = all.by_store[base_of(store)];
-  const Membership* const members = communicator->members();
-  if (members != nullptr &&
-      (known.is_abandoned || known.processes.size() < members->processes().size()))
-    known = {.group = communicator, .processes = members->processes()};
+  const GroupState* const state = communicator->group_state();
+  if (state != nullptr &&
+      (known.is_abandoned || known.processes.size() < state->processes().size()))
+    known = {.group = communicator, .processes = state->processes()};
 }
 
 }  // namespace
@@ -197,7 +197,7 @@ void ProcessGroupRingcomm::register_peers(const c10::intrusive_ptr<c10d::Store>&
   for (std::size_t i = 0; i < ranks.size(); ++i) {
     if (known.processes.size() <= global_ranks[i]) known.processes.resize(global_ranks[i] + 1);
     known.processes[global_ranks[i]] =
-        engine->members()->processes()[static_cast<std::size_t>(ranks[i])];
+        engine->group_state()->processes()[static_cast<std::size_t>(ranks[i])];
   }
   PeerRegistry& all = peer_registry.get();
   const std::lock_guard lock(all.mutex);

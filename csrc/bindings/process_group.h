@@ -148,9 +148,9 @@ class ProcessGroupRingcomm final : public c10d::Backend {
 
  private:
   /// Whether a synchronous call of these tensors, which may be one, can run without a work: they
-  /// are dense, of one dtype and on one device, the engine has the reduction `op` of them, and no
-  /// profiler or trace must see the call. Others take the way of start(), which also words what is
-  /// wrong with them.
+  /// are contiguous, of one dtype and on one device, the engine has the reduction `op` of them, and
+  /// no profiler or trace must see the call. Others take the way of start(), which also words what
+  /// is wrong with them.
   bool fits_at_once(const at::Tensor& input, const at::Tensor& output,
                     const c10d::ReduceOp* op = nullptr) const;
   /// Runs it on a CPU, or enqueues it on another device's current stream; returns null. Pointers
@@ -174,7 +174,7 @@ class ProcessGroupRingcomm final : public c10d::Backend {
   WorkPtr profiled(c10::Device device, const CallInfo& info, const std::vector<TensorCall>& calls,
                    const Tensors& results, c10::function_ref<WorkPtr()> body) const;
   /// Records a work for endCoalescing() inside a coalesced block.
-  WorkPtr coalesced(WorkPtr work);
+  WorkPtr add_if_coalescing(WorkPtr work);
   std::chrono::milliseconds effective(std::chrono::milliseconds timeout) const;
   WaitLimits limits_of(std::chrono::milliseconds timeout) const;
   /// The rank as a number of the group; throws ValueError. `what` names it in the message.

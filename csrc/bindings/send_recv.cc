@@ -1,10 +1,8 @@
-// Sends and receives, blocks of calls that start together, and the monitored barrier.
+// Sends and receives, and the monitored barrier.
 
 #include "collectives/send_recv.h"
 
-#include <ATen/DeviceAccelerator.h>
 #include <c10/util/Exception.h>
-#include <c10/util/StringUtil.h>
 
 #include <algorithm>
 #include <chrono>
@@ -55,75 +53,18 @@ WorkPtr ProcessGroupRingcomm::start_message(c10d::OpType op_type, const char* ti
   return start(info, std::move(item), {tensor});
 }
 
-// ---- coalesced
-
-constexpr std::size_t kMaxFinishedWorks = 1024;  // of one coalesced block
-
-bool ProcessGroupRingcomm::supportsCoalescing() const { return at::getAccelerator().has_value(); }
-
-void ProcessGroupRingcomm::startCoalescing() {
-  std::vector<WorkPtr> works;  // of a block that an exception left, as the next ones
-  std::vector<DeviceMessage> messages;
-  const std::lock_guard lock(mutex_);
-  is_coalescing_ = true;
-  works.swap(coalesced_works_);
-  messages.swap(coalesced_messages_);
-}
-
-WorkPtr ProcessGroupRingcomm::endCoalescing() {
-  std::vector<WorkPtr> works;
-  std::vector<DeviceMessage> messages;
-  {
-    const std::lock_guard lock(mutex_);
-    TORCH_CHECK_VALUE(is_coalescing_, "ringcomm: endCoalescing() without startCoalescing()");
-    is_coalescing_ = false;
-    works.swap(coalesced_works_);
-    messages.swap(coalesced_messages_);
-  }
-  if (!messages.empty()) {
-    CallInfo info(c10d::OpType::COALESCED, "ringcomm:coalesced");
-    info.is_async = true;
-    works.push_back(devices()->exchange(info, std::move(messages), {}));
-  }
-  return coalesced_work(getRank(), std::move(works));
-}
-
-WorkPtr ProcessGroupRingcomm::coalesced(WorkPtr work) {
-  if (!is_coalescing_ || work == nullptr) return work;
-  std::vector<WorkPtr> finished;
-  {
-    const std::lock_guard lock(mutex_);
-    coalesced_works_.push_back(work);
-    // A block that an exception has left open must not keep all later works.
-    if (coalesced_works_.size() > kMaxFinishedWorks) finished = coalesced_works_;
-  }
-  // Without the lock: a work that has ended may free a tensor, which takes the GIL.
-  std::erase_if(finished, [&](const auto& other) {
-    return !other->isCompleted() || !other->isSuccess() || other == work;
-  });
-  if (finished.empty()) return work;
-  const std::lock_guard lock(mutex_);
-  std::erase_if(coalesced_works_, [&](const auto& other) {
-    return std::ranges::find(finished, other) != finished.end();
-  });
-  return work;
-}
-
 // ---- The monitored barrier, which is made of messages
 
 namespace {
 
 using std::chrono::milliseconds;
 
-// The tag of the first monitored barrier; users' have 32 bits.
-constexpr std::uint64_t kBarrierTag = std::uint64_t{1} << 32;
-
 // A message with its memory, which so lives as long as the engine needs it.
 struct BarrierMessage : SendRecvOp {
   std::int64_t missing_rank = -1;  ///< of rank 0's answer
 };
 
-std::shared_ptr<BarrierMessage> post_message(Communicator& group, SendRecvOp::Kind kind, int peer,
+std::shared_ptr<BarrierMessage> post_message(Communicator& group, OpKind kind, int peer,
                                              std::uint64_t tag, milliseconds timeout,
                                              std::int64_t missing_rank = -1) {
   const auto message = std::make_shared<BarrierMessage>();
@@ -148,20 +89,19 @@ bool has_come(Communicator& group, const std::shared_ptr<BarrierMessage>& messag
 // Rank 0 waits for a message from each rank and then tells all which is missing. A receive without
 // a message stays posted; it takes the message of a late rank, which also gets its answer. Returns
 // the ranks that are missing: the first, or all.
-std::vector<std::int64_t> lead(Communicator& group, std::uint64_t tag, milliseconds timeout,
-                               milliseconds patience, bool waits_for_all) {
+std::vector<int> lead(Communicator& group, std::uint64_t tag, milliseconds timeout,
+                      milliseconds patience, bool waits_for_all) {
   const auto deadline = SendRecv::Clock::now() + timeout;
   std::vector<std::shared_ptr<BarrierMessage>> arrivals;
   for (int peer = 1; peer < group.world_size(); ++peer)
-    arrivals.push_back(post_message(group, SendRecvOp::Kind::kRecv, peer, tag, kLongestTimeout));
-  std::vector<std::int64_t> missing;
+    arrivals.push_back(post_message(group, OpKind::kRecv, peer, tag, kLongestTimeout));
+  std::vector<int> missing;
   for (const auto& arrival : arrivals) {
     if (!has_come(group, arrival, deadline)) missing.push_back(arrival->peer);
     if (!missing.empty() && !waits_for_all) break;
   }
   for (int peer = 1; peer < group.world_size(); ++peer)
-    post_message(group, SendRecvOp::Kind::kSend, peer, tag, patience,
-                 missing.empty() ? -1 : missing.front());
+    post_message(group, OpKind::kSend, peer, tag, patience, missing.empty() ? -1 : missing.front());
   return missing;
 }
 
@@ -177,28 +117,27 @@ void ProcessGroupRingcomm::monitoredBarrier(const c10d::BarrierOptions& opts, bo
     timeout = std::min(opts.timeout, kLongestTimeout);
     patience = std::max(patience, std::min(2 * opts.timeout, kLongestTimeout));
   }
-  const auto raise = [&](const std::vector<std::int64_t>& missing, milliseconds waited) {
-    throw Error({.kind = ErrorKind::kTimeout,
-                 .rank = static_cast<int>(missing.front()),
-                 .op = "monitored_barrier"},
-                c10::str("ringcomm rank ", getRank(), "/", getSize(), ": monitored_barrier: rank",
-                         missing.size() > 1 ? "s " : " ", c10::Join(", ", missing),
+  const auto raise = [&](const std::vector<int>& missing, milliseconds waited) {
+    const int global_rank = group->group_state()->global_rank_of(getRank());
+    throw Error({.kind = ErrorKind::kTimeout, .rank = missing.front(), .op = "monitored_barrier"},
+                c10::str(prefix_of(getRank(), getSize(), global_rank), "monitored_barrier: ",
+                         name_of_ranks(missing, options_->global_ranks_in_group),
                          " did not come within ", waited.count(), " ms"));
   };
   with_python_errors([&] {
     group->failure().rethrow_if_any();
     if (group->send_recv() == nullptr) return;
-    const std::uint64_t tag = kBarrierTag + num_monitored_barriers_.fetch_add(1);
+    const std::uint64_t tag = SendRecvOp::kFirstInternalTag + num_monitored_barriers_.fetch_add(1);
     if (getRank() == 0) {
       const auto missing = lead(*group, tag, timeout, patience, waitAllRanks);
       if (!missing.empty()) raise(missing, timeout);
       return;
     }
     const auto deadline = SendRecv::Clock::now() + patience;
-    post_message(*group, SendRecvOp::Kind::kSend, 0, tag, patience);
-    const auto answer = post_message(*group, SendRecvOp::Kind::kRecv, 0, tag, kLongestTimeout);
+    post_message(*group, OpKind::kSend, 0, tag, patience);
+    const auto answer = post_message(*group, OpKind::kRecv, 0, tag, kLongestTimeout);
     if (!has_come(*group, answer, deadline)) raise({0}, patience);
-    if (answer->missing_rank >= 0) raise({answer->missing_rank}, timeout);
+    if (answer->missing_rank >= 0) raise({static_cast<int>(answer->missing_rank)}, timeout);
   });
 }
 

@@ -1,9 +1,12 @@
 // How every call begins: at once, or as a TensorCall that keeps the tensors. all_reduce shows both.
+// And the blocks in which calls start together.
 
+#include <ATen/DeviceAccelerator.h>
 #include <ATen/record_function.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <utility>
 #include <vector>
 
@@ -15,7 +18,7 @@ namespace ringcomm {
 namespace {
 
 // The engine reads and writes the tensor's memory; an empty or freed one takes the other way.
-bool is_dense(const at::Tensor& tensor) {
+bool is_plain(const at::Tensor& tensor) {
   return tensor.defined() && tensor.layout() == at::kStrided && tensor.is_contiguous() &&
          !tensor.is_conj() && !tensor.is_neg() && tensor.storage().nbytes() > 0;
 }
@@ -89,9 +92,9 @@ WorkPtr ProcessGroupRingcomm::barrier(const c10d::BarrierOptions& opts) {
 
 bool ProcessGroupRingcomm::fits_at_once(const at::Tensor& input, const at::Tensor& output,
                                         const c10d::ReduceOp* op) const {
-  if (!is_dense(input) || is_observed()) return false;
+  if (!is_plain(input) || is_observed()) return false;
   if (!output.is_same(input) &&
-      (!is_dense(output) || input.device() != output.device() || input.dtype() != output.dtype()))
+      (!is_plain(output) || input.device() != output.device() || input.dtype() != output.dtype()))
     return false;
   if (op != nullptr && (input.is_complex() || op->op_ == c10d::ReduceOp::PREMUL_SUM)) return false;
   // In a coalesced block every call on a device has a work.
@@ -137,9 +140,9 @@ WorkPtr ProcessGroupRingcomm::start(const CallInfo& info, std::vector<TensorCall
   const recorder::Span traced([&] { return trace_event_of(info, calls, device); });
   const auto begin = [&] {
     if (!device.is_cpu())
-      return coalesced(start_on_device(device, info, std::move(calls), std::move(results)));
-    return coalesced(start_in_engine(communicator(), info, limits_of(info.timeout),
-                                     std::move(calls), std::move(results)));
+      return add_if_coalescing(start_on_device(device, info, std::move(calls), std::move(results)));
+    return add_if_coalescing(start_in_engine(communicator(), info, limits_of(info.timeout),
+                                             std::move(calls), std::move(results)));
   };
   // An event costs as much as a small collective.
   return at::hasCallbacks() ? profiled(device, info, calls, results, begin) : begin();
@@ -169,6 +172,60 @@ WorkPtr ProcessGroupRingcomm::start_on_device(c10::Device device, CallInfo info,
   }
   // A single one is ordered with the group's calls on the device.
   return devices()->exchange(info, std::move(messages), std::move(results));
+}
+
+// ---- Blocks of calls that start together
+
+constexpr std::size_t kMaxFinishedWorks = 1024;  // of one coalesced block
+
+bool ProcessGroupRingcomm::supportsCoalescing() const { return at::getAccelerator().has_value(); }
+
+void ProcessGroupRingcomm::startCoalescing() {
+  std::vector<WorkPtr> works;  // of a block that an exception left, as the next ones
+  std::vector<DeviceMessage> messages;
+  const std::lock_guard lock(mutex_);
+  is_coalescing_ = true;
+  works.swap(coalesced_works_);
+  messages.swap(coalesced_messages_);
+}
+
+WorkPtr ProcessGroupRingcomm::endCoalescing() {
+  std::vector<WorkPtr> works;
+  std::vector<DeviceMessage> messages;
+  {
+    const std::lock_guard lock(mutex_);
+    TORCH_CHECK_VALUE(is_coalescing_, "ringcomm: endCoalescing() without startCoalescing()");
+    is_coalescing_ = false;
+    works.swap(coalesced_works_);
+    messages.swap(coalesced_messages_);
+  }
+  if (!messages.empty()) {
+    CallInfo info(c10d::OpType::COALESCED, "ringcomm:coalesced");
+    info.is_async = true;
+    works.push_back(devices()->exchange(info, std::move(messages), {}));
+  }
+  return coalesced_work(getRank(), std::move(works));
+}
+
+WorkPtr ProcessGroupRingcomm::add_if_coalescing(WorkPtr work) {
+  if (!is_coalescing_ || work == nullptr) return work;
+  std::vector<WorkPtr> finished;
+  {
+    const std::lock_guard lock(mutex_);
+    coalesced_works_.push_back(work);
+    // A block that an exception has left open must not keep all later works.
+    if (coalesced_works_.size() > kMaxFinishedWorks) finished = coalesced_works_;
+  }
+  // Without the lock: a work that has ended may free a tensor, which takes the GIL.
+  std::erase_if(finished, [&](const auto& other) {
+    return !other->isCompleted() || !other->isSuccess() || other == work;
+  });
+  if (finished.empty()) return work;
+  const std::lock_guard lock(mutex_);
+  std::erase_if(coalesced_works_, [&](const auto& other) {
+    return std::ranges::find(finished, other) != finished.end();
+  });
+  return work;
 }
 
 }  // namespace ringcomm

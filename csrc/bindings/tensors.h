@@ -1,16 +1,17 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
 #include <c10/util/SmallVector.h>
 
+#include <chrono>
 #include <cstddef>
 #include <functional>
-#include <memory>
 #include <optional>
 #include <string>
 #include <string_view>
 #include <torch/csrc/distributed/c10d/Types.hpp>
-#include <utility>
+#include <torch/csrc/distributed/c10d/Work.hpp>
 #include <vector>
 
 #include "collectives/call.h"
@@ -31,6 +32,23 @@ const at::Tensor& only_tensor(const Tensors& tensors, const char* op);
 c10d::ReduceOp reduce_op_from(const std::string& name);
 
 // ---- calls
+
+/// What a call of c10d is to its work, to profilers and to recordings.
+struct CallInfo {
+  c10d::OpType op_type;
+  const char* title;  ///< "ringcomm:all_reduce"
+  std::chrono::milliseconds timeout = c10d::kUnsetTimeout;
+  bool is_async = false;
+  std::optional<c10::Device> device = {};  ///< of a call without tensors
+  int peer = -1;                           ///< of a message
+  int tag = 0;                             ///< of a message
+
+  CallInfo(c10d::OpType type, const char* name) : op_type(type), title(name) {}
+  /// `options` are c10d's of a collective.
+  template <class Options>
+  CallInfo(c10d::OpType type, const char* name, const Options& options)
+      : op_type(type), title(name), timeout(options.timeout), is_async(options.asyncOp) {}
+};
 
 /// A collective on tensors, or a message: the engine's call, the tensors it points to, and the
 /// function that runs after it.

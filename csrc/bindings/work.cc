@@ -156,8 +156,7 @@ class EngineWork final : public c10d::Work {
   void post(Communicator& communicator, int peer, int tag, std::chrono::milliseconds timeout) {
     const TensorCall& item = calls_.front();
     message_ = std::make_shared<SendRecvOp>();
-    message_->kind =
-        opType_ == c10d::OpType::SEND ? SendRecvOp::Kind::kSend : SendRecvOp::Kind::kRecv;
+    message_->kind = item.call.op;
     message_->peer = peer;
     message_->tag = static_cast<std::uint32_t>(tag);
     message_->data = static_cast<std::byte*>(item.message_data());

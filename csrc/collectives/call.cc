@@ -80,18 +80,18 @@ void check_overlap(const Collective& call, int rank, int world_size) {
 }
 
 std::optional<CallPart> part_given(const Collective& call, int rank, int to) {
-  const bool has_shards = call.op == OpKind::kReduceScatter || call.op == OpKind::kAllToAll ||
-                          (call.op == OpKind::kScatter && rank == call.root);
-  if (has_shards) return CallPart{const_cast<void*>(call.inputs[to]), call.input_shard(to)};
+  const bool gives_shards = call.op == OpKind::kReduceScatter || call.op == OpKind::kAllToAll ||
+                            (call.op == OpKind::kScatter && rank == call.root);
+  if (gives_shards) return CallPart{const_cast<void*>(call.inputs[to]), call.input_shard(to)};
   if (call.op == OpKind::kAllGather || (call.op == OpKind::kGather && to == call.root))
     return CallPart{const_cast<void*>(call.inputs[0]), call.num_elems};
   return std::nullopt;
 }
 
 std::optional<CallPart> part_taken(const Collective& call, int rank, int from) {
-  const bool has_shards = call.op == OpKind::kAllGather || call.op == OpKind::kAllToAll ||
-                          (call.op == OpKind::kGather && rank == call.root);
-  if (has_shards) return CallPart{call.outputs[from], call.output_shard(from)};
+  const bool takes_shards = call.op == OpKind::kAllGather || call.op == OpKind::kAllToAll ||
+                            (call.op == OpKind::kGather && rank == call.root);
+  if (takes_shards) return CallPart{call.outputs[from], call.output_shard(from)};
   if (call.op == OpKind::kReduceScatter || (call.op == OpKind::kScatter && from == call.root))
     return CallPart{call.outputs[0], call.num_elems};
   return std::nullopt;

@@ -54,6 +54,11 @@ constexpr bool has_private_sizes(OpKind op) {
   return op == OpKind::kGather || op == OpKind::kScatter || op == OpKind::kAllToAll;
 }
 
+/// Whether ranks have a buffer, or a part of one, for each other.
+constexpr bool has_shards(OpKind op) {
+  return op == OpKind::kReduceScatter || op == OpKind::kAllGather || has_private_sizes(op);
+}
+
 /// How a collective is carried out; docs/design/collectives.md has the steps and bytes of each.
 enum class Algorithm : std::uint8_t { kAuto, kOneShot, kTwoShot, kRing, kDirect, kHierarchical };
 inline constexpr int kNumAlgorithms = 6;

@@ -33,11 +33,11 @@ void Failure::raise_stopped(WaitStatus stop, int peer, const Activity& activity,
           "waited for " + name + " for " + std::to_string(activity.timeout.count()) + " ms";
       // The rank waited for may itself wait for one that is stopped.
       for (int rank = 0; rank < world_size_; ++rank)
-        if (members_->process_of(rank).is_stopped())
+        if (state_->process_of(rank).is_stopped())
           raise(ErrorKind::kTimeout, rank,
                 waited + ", and the process of " + name_of_peer(rank) + " is stopped", activity);
       // Another of its threads may keep its process.
-      const std::string words = peer < 0 ? "" : members_->process_of(peer).exit_reason();
+      const std::string words = peer < 0 ? "" : state_->process_of(peer).exit_reason();
       raise(ErrorKind::kTimeout, peer,
             waited + (words.empty() ? "; read that rank's output, or raise the timeout of "
                                       "init_process_group"
@@ -47,7 +47,7 @@ void Failure::raise_stopped(WaitStatus stop, int peer, const Activity& activity,
     case WaitStatus::kPeerDied:
     case WaitStatus::kPeerLeft: {
       if (peer < 0) raise(ErrorKind::kPeerDied, peer, name + " died", activity);
-      const PeerProcess& process = members_->process_of(peer);
+      const PeerProcess& process = state_->process_of(peer);
       // Of a rank that has failed the number of its calls is no news.
       const bool is_clean = process.exit_status == 0;
       const bool has_left = stop == WaitStatus::kPeerLeft && !process.has_exited;
@@ -63,7 +63,7 @@ void Failure::raise_stopped(WaitStatus stop, int peer, const Activity& activity,
       raise(ErrorKind::kPeerDied, peer, name + text, activity);
     }
     case WaitStatus::kAborted: {
-      AbortReason reason = members_->abort_reason();
+      AbortReason reason = state_->abort_reason();
       // A faulty peer may have written any number.
       for (int* rank : {&reason.origin, &reason.culprit})
         if (*rank >= world_size_) *rank = -1;
@@ -82,9 +82,8 @@ void Failure::abort(const std::string& why, int culprit) {
   if (is_inherited()) return;
   if (culprit < 0) culprit = rank_;
   keep({.kind = ErrorKind::kAborted, .rank = culprit}, why);
-  if (members_ != nullptr)
-    members_->abort(
-        {.kind = ErrorKind::kAborted, .origin = rank_, .culprit = culprit, .text = why});
+  if (state_ != nullptr)
+    state_->abort({.kind = ErrorKind::kAborted, .origin = rank_, .culprit = culprit, .text = why});
 }
 
 void Failure::raise(ErrorKind kind, int culprit, const std::string& text, const Activity& activity,
@@ -92,15 +91,15 @@ void Failure::raise(ErrorKind kind, int culprit, const std::string& text, const 
   const std::string report = activity.description + ": " + text;
   ErrorInfo info{.kind = kind, .rank = culprit, .op = activity.op, .seq = activity.seq};
   if (culprit >= 0) {
-    info.pid = members_->process_of(culprit).pid;
-    info.host = members_->process_of(culprit).host;
+    info.pid = state_->process_of(culprit).pid;
+    info.host = state_->process_of(culprit).host;
   }
   const std::exception_ptr error = keep(info, report);
   // Only the rank that saw the failure reports it, so that the others' messages carry the cause.
   // The error is kept first, because this rank's other threads stop waiting as soon as it is
   // reported.
   if (!is_reported_by_peer)
-    members_->abort({.kind = kind, .origin = rank_, .culprit = culprit, .text = report});
+    state_->abort({.kind = kind, .origin = rank_, .culprit = culprit, .text = report});
   std::rethrow_exception(error);
 }
 
@@ -120,7 +119,7 @@ std::exception_ptr Failure::keep(const ErrorInfo& info, const std::string& text)
 
 // Of a rank that left by itself: which calls it has not made.
 std::string Failure::calls_missed(int peer, const Activity& activity) const {
-  const std::int64_t made = members_->num_calls_of(peer);
+  const std::int64_t made = state_->num_calls_of(peer);
   if (made < 0 || made >= activity.num_calls)
     return "; did the ranks make different numbers of calls?";
   const std::int64_t missed = activity.num_calls - made;
@@ -129,7 +128,7 @@ std::string Failure::calls_missed(int peer, const Activity& activity) const {
 }
 
 std::string Failure::name_of_peer(int peer) const {
-  return peer < 0 ? "any rank" : members_->name_of(peer);
+  return peer < 0 ? "any rank" : state_->name_of(peer);
 }
 
 }  // namespace ringcomm

@@ -9,7 +9,7 @@
 
 #include "core/arch.h"
 #include "core/errors.h"
-#include "host/membership.h"
+#include "host/group_state.h"
 #include "host/process.h"
 
 namespace ringcomm {
@@ -42,13 +42,12 @@ struct Activity {
 /// keeps the first cause. May be used from any thread.
 class Failure {
  public:
-  /// `members` is null in a group of one.
-  Failure(Membership* members, int rank, int world_size)
-      : members_(members),
+  /// `state` is null in a group of one.
+  Failure(GroupState* state, int rank, int world_size)
+      : state_(state),
         rank_(rank),
         world_size_(world_size),
-        prefix_(
-            prefix_of(rank, world_size, members != nullptr ? members->global_rank_of(rank) : -1)) {}
+        prefix_(prefix_of(rank, world_size, state != nullptr ? state->global_rank_of(rank) : -1)) {}
 
   /// Throws the first cause again if there is one; also throws what check_not_inherited() does.
   void rethrow_if_any() const;
@@ -84,7 +83,7 @@ class Failure {
   std::string name_of_peer(int peer) const;
 
   int generation_ = process_generation();
-  Membership* members_;
+  GroupState* state_;
   int rank_;
   int world_size_;
   const std::string prefix_;

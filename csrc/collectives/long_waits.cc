@@ -34,7 +34,7 @@ bool is_over(const Event& event) { return event.end_ticks != 0 || event.kind == 
 // The calls of a process, as far as it shows its recorder: of all groups, or of the group `id`.
 std::vector<Event> calls_of(const PeerProcess& peer, std::optional<std::uint64_t> id = {}) {
   std::vector<Event> calls;
-  const auto mapped = peer.flight();
+  const auto mapped = peer.recorder();
   if (mapped == nullptr || mapped->num_bytes() < Memory::kNumBytes) return calls;
   const Memory memory(mapped->data());
   for (std::size_t place = 0; place < kNumEvents; ++place) {
@@ -49,7 +49,7 @@ std::vector<Event> calls_of(const PeerProcess& peer, std::optional<std::uint64_t
 
 // Whether the process that the call waits for is here, waits in no call, and has slept since this
 // was asked before.
-bool is_idle(const Group& group, const Event& event, LongWaits::Wait& wait) {
+bool is_idle(const RecordedGroup& group, const Event& event, LongWaits::Wait& wait) {
   if (event.waits_for < 0) return false;
   const PeerProcess& peer = *group.processes[static_cast<std::size_t>(event.waits_for)];
   const std::uint64_t now_ns = monotonic_ns();
@@ -59,11 +59,11 @@ bool is_idle(const Group& group, const Event& event, LongWaits::Wait& wait) {
   if (!cpu_ms || !before_ms || peer.is_dead || peer.is_stopped()) return false;
   const double busy_ms = kBusyShare * static_cast<double>(passed_ns) / 1e6;
   if (static_cast<double>(*cpu_ms - *before_ms) >= busy_ms) return false;
-  return peer.flight() != nullptr && std::ranges::none_of(calls_of(peer), &Event::is_waiting);
+  return peer.recorder() != nullptr && std::ranges::none_of(calls_of(peer), &Event::is_waiting);
 }
 
 // Whether a rank of this machine before this one waits in the same collective: that one says it.
-bool is_said_by_another(const Group& group, const Event& event) {
+bool is_said_by_another(const RecordedGroup& group, const Event& event) {
   const auto is_same = [&](const Event& other) {
     return other.op == event.op && other.seq == event.seq && other.is_waiting();
   };
@@ -98,7 +98,7 @@ std::string call_text(const Event& event) {
 }
 
 // "rank 1 (pid 7 on host, running, last call: barrier #3 (0 bytes) 12 s ago)"
-std::string peer_text(const Group& group, int rank) {
+std::string peer_text(const RecordedGroup& group, int rank) {
   const PeerProcess& peer = *group.processes[static_cast<std::size_t>(rank)];
   std::string text =
       "rank " + std::to_string(rank) + " (pid " + std::to_string(peer.pid) + " on " + peer.host;
@@ -110,13 +110,14 @@ std::string peer_text(const Group& group, int rank) {
     const std::uint64_t since = last.end_ticks != 0 ? last.end_ticks : last.begin_ticks;
     text += (is_over(last) ? ", last call: " : ", in ") + call_text(last) + " " +
             std::to_string(seconds_since(since)) + (is_over(last) ? " s ago" : " s");
-  } else if (peer.flight() != nullptr) {
+  } else if (peer.recorder() != nullptr) {
     text += ", no call yet";
   }
   return text + ")";
 }
 
-std::string text_of(const Group& group, const Event& event, std::uint64_t waited_s, bool is_idle) {
+std::string text_of(const RecordedGroup& group, const Event& event, std::uint64_t waited_s,
+                    bool is_idle) {
   const bool is_any = event.waits_for < 0;
   const std::string whom = is_any ? "any rank" : peer_text(group, event.waits_for);
   const std::string waited = " for " + std::to_string(waited_s) + " s";
@@ -171,7 +172,7 @@ void run_shell(const std::string& command) {
 
 void set_doctor(const std::string& command) { doctor.get() = new std::string(command); }
 
-void LongWaits::look(const Memory& memory, const std::set<Group*>& groups) {
+void LongWaits::look(const Memory& memory, const std::set<RecordedGroup*>& groups) {
   if (groups.empty()) return;
   std::map<std::uint64_t, Wait> still;
   std::string text;
@@ -179,9 +180,9 @@ void LongWaits::look(const Memory& memory, const std::set<Group*>& groups) {
   for (std::size_t place = 0; place < kNumEvents; ++place) {
     const std::optional<Event> event = read(memory.event(place));
     if (!event || !event->is_waiting()) continue;
-    const auto found = std::ranges::find(groups, event->group, &Group::number);
+    const auto found = std::ranges::find(groups, event->group, &RecordedGroup::number);
     if (found == groups.end() || !(*found)->log_waits) continue;
-    Group& group = **found;
+    RecordedGroup& group = **found;
     const bool is_new = !waits_.contains(event->number);
     Wait& wait = still[event->number] = waits_[event->number];
     if (is_new) {

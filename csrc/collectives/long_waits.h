@@ -11,7 +11,7 @@
 
 namespace ringcomm::recorder {
 
-struct Group;
+struct RecordedGroup;
 
 /// Writes to stderr which calls wait for long, and for whom: a collective by one rank of a machine.
 /// A rank that waits for a process that sleeps outside of calls is idle, as a server is between two
@@ -27,7 +27,7 @@ class LongWaits {
   };
 
   /// Looks at the calls that `memory` records, of some groups. Every few seconds.
-  void look(const Memory& memory, const std::set<Group*>& groups);
+  void look(const Memory& memory, const std::set<RecordedGroup*>& groups);
 
  private:
   std::map<std::uint64_t, Wait> waits_;  // by the numbers of the calls

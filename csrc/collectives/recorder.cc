@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <bit>
 #include <chrono>
 #include <cstdio>
@@ -80,9 +81,6 @@ Call put(Event* ring, std::size_t capacity, std::uint64_t& num_events, Event eve
   return {place, event.number};
 }
 
-// Pages that are used in every step would be faulted in again in every step.
-constexpr std::chrono::seconds kTrimInterval{10};
-
 class Recorder {
  public:
   static constinit PerProcess<Recorder> of_process;
@@ -106,7 +104,7 @@ class Recorder {
         waits_.look(memory(), groups_);
         const auto now = std::chrono::steady_clock::now();  // Bootstrap looks at each event, too
         if (now < next_trim_) return;
-        next_trim_ = now + kTrimInterval;
+        next_trim_ = now + host::SharedArena::kTrimInterval;
         run_aside([this] { trim(); });  // not in this thread, which must see that peers die
       });
     } catch (const Error&) {  // no memory, descriptor or thread: nothing is recorded
@@ -118,7 +116,7 @@ class Recorder {
   Memory memory() const { return Memory(mapped_.data()); }
 
   /// Gives a group a number whose place no living group has; 0 if they have all.
-  std::uint64_t add(Group* group) {
+  std::uint64_t add(RecordedGroup* group) {
     const std::lock_guard lock(mutex_);
     for (std::size_t i = 0; i < kNumGroups; ++i) {
       GroupEntry& entry = memory().group(++num_groups_);
@@ -136,7 +134,7 @@ class Recorder {
     }
     return 0;
   }
-  void remove(Group* group) {
+  void remove(RecordedGroup* group) {
     const std::lock_guard lock(mutex_);
     groups_.erase(group);
   }
@@ -147,7 +145,7 @@ class Recorder {
     std::vector<std::shared_ptr<Look>> looks;
     {
       const std::lock_guard lock(mutex_);
-      for (const Group* group : groups_) looks.push_back(group->look);
+      for (const RecordedGroup* group : groups_) looks.push_back(group->look);
     }
     for (const auto& look : looks) {
       const std::lock_guard lock(look->mutex);
@@ -162,10 +160,10 @@ class Recorder {
   std::mutex mutex_;  // guards the next ones
   bool is_opened_ = false;
   std::uint64_t num_groups_ = 0;
-  std::set<Group*> groups_;
+  std::set<RecordedGroup*> groups_;
   LongWaits waits_;
   std::chrono::steady_clock::time_point next_trim_ =
-      std::chrono::steady_clock::now() + kTrimInterval;
+      std::chrono::steady_clock::now() + host::SharedArena::kTrimInterval;
 };
 
 constinit PerProcess<Recorder> Recorder::of_process;
@@ -197,13 +195,13 @@ std::uint32_t unlisted_group() {
 
 std::unique_ptr<Log> Log::make(const std::string& name, int rank,
                                const std::vector<std::uint64_t>& global_ranks,
-                               const std::string& transport, const Membership& members,
+                               const std::string& transport, const GroupState& state,
                                bool log_waits) {
   if (descriptor() < 0) return nullptr;
   Recorder& recorder = *Recorder::of_process.find();
   std::unique_ptr<Log> log(new Log(recorder, {.id = id_of(name, global_ranks),
                                               .rank = rank,
-                                              .processes = members.processes(),
+                                              .processes = state.processes(),
                                               .log_waits = log_waits}));
   if (recorder.add(&log->group_) == 0) return nullptr;
   if (log->own_counts_.empty()) log->counts_ = recorder.memory().counts(log->group_.number);
@@ -234,7 +232,7 @@ std::unique_ptr<Log> Log::make(const std::string& name, int rank,
   return log;
 }
 
-Log::Log(Recorder& recorder, Group group)
+Log::Log(Recorder& recorder, RecordedGroup group)
     : recorder_(recorder),
       group_(std::move(group)),
       own_counts_(group_.processes.size() > kNumMembers ? group_.processes.size() : 0),

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -12,7 +11,7 @@
 
 #include "collectives/call.h"
 #include "collectives/record_format.h"
-#include "host/membership.h"
+#include "host/group_state.h"
 #include "host/peer_process.h"
 
 /// The flight recorder: the last calls of this process, always on. They are in a memfd of the
@@ -64,7 +63,7 @@ struct Look {
 };
 
 /// A group of this process, as the recorder knows it.
-struct Group {
+struct RecordedGroup {
   std::uint64_t number = 0;  ///< of the process's groups, from 1 on
   std::uint64_t id = 0;      ///< equal on all of its ranks
   int rank = 0;
@@ -80,7 +79,7 @@ class Log {
   /// Null if there is no recorder, or no place for another group.
   static std::unique_ptr<Log> make(const std::string& name, int rank,
                                    const std::vector<std::uint64_t>& global_ranks,
-                                   const std::string& transport, const Membership& members,
+                                   const std::string& transport, const GroupState& state,
                                    bool log_waits);
   /// The rank has left the group.
   ~Log();
@@ -103,12 +102,12 @@ class Log {
 
  private:
   friend class Run;
-  Log(class Recorder& recorder, Group group);
+  Log(class Recorder& recorder, RecordedGroup group);
   void end_running();
   GroupEntry& entry() const;
 
   Recorder& recorder_;
-  Group group_;
+  RecordedGroup group_;
   std::vector<PeerCounts> own_counts_;  // of a group with more ranks than its entry
   PeerCounts* counts_;                  // these, or the entry's
   int last_late_ = kNobody;             // in the collective that runs

@@ -41,11 +41,11 @@ recorder::Event SendRecv::event_of(const SendRecvOp& op) const {
           .group = group_,
           .peer = recorder::rank16(op.peer),
           .kind = recorder::Kind::kMessage,
-          .op = op.is_send() ? OpKind::kSend : OpKind::kRecv};
+          .op = op.kind};
 }
 
 recorder::Call SendRecv::record(const SendRecvOp& op) const {
-  if (log_ == nullptr || !op.is_users()) return {};
+  if (log_ == nullptr || op.is_internal()) return {};
   recorder::Event event = event_of(op);
   event.peer = recorder::rank16(std::max(op.awaited, -1));
   return log_->begin(event);
@@ -85,7 +85,7 @@ bool SendRecv::wait(const SendRecvOpPtr& op, Clock::time_point deadline,
 
 void SendRecv::check_open(const SendRecvOp& op) const {
   failure_.rethrow_if_any();
-  if (is_stopping_) std::rethrow_exception(orphaned(op));
+  if (is_stopping_) std::rethrow_exception(error_of_close(op));
 }
 
 WaitGuard SendRecv::guard_of(const Interrupted& is_interrupted, Clock::time_point deadline) {
@@ -98,9 +98,9 @@ WaitGuard SendRecv::guard_of(const Interrupted& is_interrupted, Clock::time_poin
 
 void SendRecv::conclude(Lock& lock, std::span<const SendRecvOpPtr> ops) {
   for (const SendRecvOpPtr& op : ops) {
-    if (op->error != nullptr || !op->is_users()) continue;
+    if (op->error != nullptr || op->is_internal()) continue;
     const std::uint64_t sent = op->is_send() ? op->num_bytes : 0;
-    stats_.count(op->is_send() ? OpKind::kSend : OpKind::kRecv, {.sent_bytes = sent});
+    stats_.count(op->kind, {.sent_bytes = sent});
     if (log_ != nullptr) log_->count_bytes(op->peer, sent, op->num_bytes - sent);
   }
   has_news_.notify_all();
@@ -121,7 +121,7 @@ void SendRecv::raise_misfit(const SendRecvOp& receive, std::uint64_t sent_bytes)
                           activity_of(receive));
 }
 
-std::exception_ptr SendRecv::orphaned(const SendRecvOp& op) const {
+std::exception_ptr SendRecv::error_of_close(const SendRecvOp& op) const {
   const Activity activity = activity_of(op);
   return std::make_exception_ptr(
       Error({.kind = ErrorKind::kAborted, .rank = rank_, .op = activity.op},
@@ -131,7 +131,7 @@ std::exception_ptr SendRecv::orphaned(const SendRecvOp& op) const {
 
 Activity activity_of(const SendRecvOp& op) {
   const std::string peer = op.peer >= 0 ? "rank " + std::to_string(op.peer) : "any rank";
-  return {.op = op.is_send() ? "send" : "recv",
+  return {.op = name_of(op.kind),
           .description = (op.is_send() ? "send to " : "recv from ") + peer + " (tag " +
                          std::to_string(op.tag) + ", " + std::to_string(op.num_bytes) + " bytes)",
           .timeout = op.timeout};

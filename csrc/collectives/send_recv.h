@@ -17,14 +17,12 @@
 
 namespace ringcomm {
 
-class MessageMembers;
-class Messenger;
-
 /// A message on its way, as its sender or its receiver sees it.
 struct SendRecvOp {
-  enum class Kind : std::uint8_t { kSend, kRecv };
+  /// The tags of the library's own messages begin here; users' have 32 bits.
+  static constexpr std::uint64_t kFirstInternalTag = std::uint64_t{1} << 32;
 
-  Kind kind = Kind::kSend;
+  OpKind kind = OpKind::kSend;  ///< or kRecv
   int peer = -1;  ///< the other rank; of a receive from any source -1 until it is matched
   std::uint64_t tag = 0;
   std::byte* data = nullptr;  ///< only read by a send
@@ -43,9 +41,8 @@ struct SendRecvOp {
   recorder::Call traced = {};
   int awaited = recorder::kAnyRank;  ///< `peer` as it was given; that of any source is set later
 
-  bool is_send() const { return kind == Kind::kSend; }
-  /// Not one of the library's own, whose tags are above the users' 32 bits.
-  bool is_users() const { return tag >> 32U == 0; }
+  bool is_send() const { return kind == OpKind::kSend; }
+  bool is_internal() const { return tag >= kFirstInternalTag; }
   /// A receive has met a message of so many bytes: whether it takes it, and then has its size.
   bool takes(std::uint64_t sent_bytes) {
     if (takes_shorter && sent_bytes < num_bytes) num_bytes = sent_bytes;
@@ -104,7 +101,7 @@ class SendRecv {
   /// A message of `sent_bytes` matched a receive of another size: ends the group.
   [[noreturn]] void raise_misfit(const SendRecvOp& receive, std::uint64_t sent_bytes);
   /// The error of an operation whose group is destroyed.
-  std::exception_ptr orphaned(const SendRecvOp& op) const;
+  std::exception_ptr error_of_close(const SendRecvOp& op) const;
 
   Failure& failure_;
   Stats& stats_;
@@ -125,10 +122,5 @@ class SendRecv {
 
 /// "recv from rank 2 (tag 6, 44 bytes)"
 Activity activity_of(const SendRecvOp& op);
-
-/// Over messages. A send is complete when its receiver has taken it, so its process may end then.
-/// All arguments must live as long.
-std::unique_ptr<SendRecv> make_message_send_recv(Messenger& messenger, MessageMembers& members,
-                                                 Failure& failure, Stats& stats);
 
 }  // namespace ringcomm

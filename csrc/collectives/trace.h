@@ -34,7 +34,7 @@ void trace_group(std::uint32_t group, const std::string& name, int rank,
                  const std::vector<std::uint64_t>& ranks, const std::string& transport);
 void trace_leave(std::uint32_t group);
 void trace_failure(const std::string& why);
-/// A wait of this thread in the collective that it runs, as Membership::record() has it: once for
+/// A wait of this thread in the collective that it runs, as GroupState::record() has it: once for
 /// all events with its begin.
 void trace_wait(const PeerEvent& wait);
 

@@ -66,7 +66,7 @@ std::pair<std::unique_ptr<Transport>, std::string> make_transport(
 }
 
 // In a group of one every output is its input, or that updated.
-void run_alone(const Collective& call) {
+void run_in_group_of_one(const Collective& call) {
   if (call.op == OpKind::kReduceUpdateGather) {
     const void* grad = call.inputs[0];
     OwnerUpdate(call, 0, 1).run(&grad, 1, {0, call.num_elems}, nullptr);
@@ -93,7 +93,7 @@ Communicator::Communicator(KeyValueStore& store, int rank, int world_size,
         make_transport(store, rank, world_size, options, make_messenger, known, timeout);
     if (!transport_->shares_memory()) queue_.leave_to_thread();
   }
-  failure_ = std::make_unique<Failure>(transport_ != nullptr ? &transport_->membership() : nullptr,
+  failure_ = std::make_unique<Failure>(transport_ != nullptr ? &transport_->group_state() : nullptr,
                                        rank, world_size);
   if (transport_ != nullptr) send_recv_ = transport_->make_send_recv(*failure_, stats_);
 }
@@ -105,16 +105,17 @@ Communicator::~Communicator() {
 
 void Communicator::record_as(const std::string& name, const std::vector<std::uint64_t>& ranks) {
   if (transport_ != nullptr)
-    log_ = recorder::Log::make(name, rank_, ranks, transport_description_, transport_->membership(),
-                               options_.log_waits);
+    log_ = recorder::Log::make(name, rank_, ranks, transport_description_,
+                               transport_->group_state(), options_.log_waits);
   group_ = log_ != nullptr ? log_->number() : recorder::unlisted_group();
   recorder::trace_group(group_, name, rank_, ranks, transport_description_);
   if (transport_ == nullptr) return;
   send_recv_->record_as(group_, log_.get());
-  transport_->membership().on_peer_event([log = log_.get()](const PeerEvent& event, CallStep step) {
-    recorder::trace_wait(event);
-    if (log != nullptr) log->record(event, step);
-  });
+  transport_->group_state().on_peer_event(
+      [log = log_.get()](const PeerEvent& event, CallStep step) {
+        recorder::trace_wait(event);
+        if (log != nullptr) log->record(event, step);
+      });
   if (log_ == nullptr) return;
   failure_->record_in(log_.get());
   log_->on_look([this] { return_idle_pages(); });
@@ -220,7 +221,7 @@ void Communicator::execute(Collective& call, const WaitLimits& limits, std::uint
   const auto event = [&] { return recorder::event_of(call, group_); };
   recorder::Span span(event);
   if (transport_ == nullptr) {
-    run_alone(call);
+    run_in_group_of_one(call);
     stats_.count(call.op, {});
     return;
   }
@@ -236,8 +237,8 @@ void Communicator::execute(Collective& call, const WaitLimits& limits, std::uint
     const Traffic traffic = transport_->run(call, limits);
     span.set_algorithm(traffic.algorithm);
     if (call.is_counted) stats_.count(call.op, traffic);
-  } catch (const WaitAborted& stopped) {
-    failure_->raise_stopped(stopped.stop, stopped.peer, activity(), stopped.detail);
+  } catch (const WaitFailed& failed) {
+    failure_->raise_stopped(failed.status, failed.peer, activity(), failed.detail);
   } catch (const Mismatched& mismatched) {
     failure_->raise_mismatch(
         mismatched.peer,

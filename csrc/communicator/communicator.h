@@ -14,7 +14,7 @@
 #include "collectives/send_recv.h"
 #include "collectives/trace.h"
 #include "communicator/ordered_queue.h"
-#include "host/membership.h"
+#include "host/group_state.h"
 #include "host/timed_store.h"
 #include "host/wait.h"
 #include "transport/transport.h"
@@ -106,7 +106,7 @@ class Communicator {
   }
   Failure& failure() { return *failure_; }
   /// Null in a group of one.
-  Membership* members() { return transport_ != nullptr ? &transport_->membership() : nullptr; }
+  GroupState* group_state() { return transport_ != nullptr ? &transport_->group_state() : nullptr; }
 
   /// Returns memory that no call has used since the last time. Called every ten seconds.
   void return_idle_pages();

@@ -70,7 +70,7 @@ void OrderedQueue::end_task() {
 
 // Calls run(the first of its numbers) if no other task is there; else returns false.
 template <class Run>
-bool OrderedQueue::run_alone(std::uint64_t num_numbers, const Run& run) {
+bool OrderedQueue::try_run(std::uint64_t num_numbers, const Run& run) {
   std::uint64_t state = state_.load(std::memory_order_relaxed);
   do
     if ((state & (kRunning | kShared)) != 0) return false;
@@ -91,7 +91,7 @@ bool OrderedQueue::run_alone(std::uint64_t num_numbers, const Run& run) {
 }
 
 void OrderedQueue::run_if_idle(const std::function<void()>& task) {
-  run_alone(0, [&](std::uint64_t) { task(); });
+  try_run(0, [&](std::uint64_t) { task(); });
 }
 
 // With the mutex, so that numbers have the order of the entries.
@@ -125,7 +125,7 @@ void OrderedQueue::run(const Task& task, const Poll& poll) {
     wait(submit(task), poll);
     return;
   }
-  if (run_alone(1, task)) return;
+  if (try_run(1, task)) return;
   std::unique_lock lock(mutex_);
   check_not_in_task();
   const Request request = push(task);

@@ -70,7 +70,7 @@ class OrderedQueue {
   bool is_in_task() const { return running_thread_.load() == std::this_thread::get_id(); }
   void check_not_in_task() const;
   template <class Run>
-  bool run_alone(std::uint64_t num_numbers, const Run& run);
+  bool try_run(std::uint64_t num_numbers, const Run& run);
   Request push(Task task);
   void run_front(std::unique_lock<std::mutex>& lock);
   void end_task();

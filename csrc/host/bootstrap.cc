@@ -158,7 +158,7 @@ bool Bootstrap::Watch::has_ended(const Events& events) {
       }
       if (!process->has_answered.exchange(true)) process->keep_refusal({});
       if (*text == kWatchedMessage && message->fd)
-        process->keep_flight(message->fd.get());
+        process->keep_recorder(message->fd.get());
       else if (*text == kExitMessage)
         process->has_exited = true;
       else if (text->starts_with(kRefusalMessage))

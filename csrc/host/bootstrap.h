@@ -64,7 +64,7 @@ class Bootstrap {
   /// Why this process accepts no connections now, for messages; empty if it does.
   std::string refusal();
 
-  /// Sends `fd` to every process that watches this one from now on (PeerProcess::flight()), and
+  /// Sends `fd` to every process that watches this one from now on (PeerProcess::recorder()), and
   /// calls `look` every few seconds on its thread. Once, before any process watches this one; `fd`
   /// and what `look` uses must stay.
   void share_with_watchers(int fd, std::function<void()> look);

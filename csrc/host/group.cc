@@ -153,9 +153,12 @@ int Group::gone_before(std::uint64_t seq) {
   return -1;
 }
 
-void Group::record_call(std::uint64_t seq) {
+bool Group::record_call(std::uint64_t seq) {
   ++num_begun_;
-  __atomic_store_n(&control(rank_).num_calls, seq + 1, __ATOMIC_RELAXED);
+  std::uint64_t& num_calls = control(rank_).num_calls;
+  const bool is_first = num_calls != seq + 1;
+  __atomic_store_n(&num_calls, seq + 1, __ATOMIC_RELAXED);
+  return is_first;
 }
 
 void Group::record_end() {

@@ -4,21 +4,23 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "core/board_protocol.h"
 #include "core/link_protocol.h"
-#include "host/membership.h"
+#include "host/group_state.h"
 #include "host/process.h"
 #include "host/rendezvous.h"
 #include "host/segment_layout.h"
 #include "host/shared_memory.h"
+#include "host/wait.h"
 #include "host/workers.h"
 
 namespace ringcomm::host {
 
 /// The memory that the ranks of one group share, and the state of their processes.
-class Group final : public Membership {
+class Group final : public GroupState {
  public:
   /// Collective over `ranks`, those of one host, after find_ranks(); throws what Rendezvous does.
   /// Errors and abort reasons use these numbers, of a group that may span several hosts.
@@ -52,8 +54,8 @@ class Group final : public Membership {
   /// A rank that ended or left before it began collective `seq`, and so never will; -1 if none is
   /// known. Reads two words unless a process has ended or a rank has left since it last looked.
   int gone_before(std::uint64_t seq);
-  /// This rank begins collective `seq`, or a part of it.
-  void record_call(std::uint64_t seq);
+  /// This rank begins collective `seq`, or a part of it: whether that is its first.
+  bool record_call(std::uint64_t seq);
   /// It has succeeded, and reads no region of a peer any more.
   void record_end();
   /// Between two collectives: returns the pages of this rank's data to the system if there was no
@@ -89,6 +91,51 @@ class Group final : public Membership {
   // Of this rank, as RankControl's. A call that failed leaves num_begun_ ahead for good.
   std::uint64_t num_begun_ = 0, num_ended_ = 0;
   std::uint64_t num_ended_seen_ = 0, num_returned_ = 0;  // by return_idle_pages()
+};
+
+/// The guard of a group's collectives in shared memory. It also ends a wait by the words of the
+/// group, knows the rank at fault, and records waits for the group.
+class GroupWait final : public WaitGuard {
+ public:
+  explicit GroupWait(const Group& group) : group_(group) { records_waits_ = true; }
+
+  /// Starts an operation; `limits` must outlive it. Its time starts at the first wait that does not
+  /// end immediately: most operations read no clock.
+  void begin(const WaitLimits& limits) {
+    limits_ = &limits;
+    has_waited_ = false;
+  }
+  /// Whether the next waits are for ranks to begin the collective.
+  void set_arriving(bool is_arriving) { is_arriving_ = is_arriving; }
+
+  WaitStatus check(int peer) override {
+    awaited_peer_ = peer;
+    if (const WaitStatus state = group_.state_of(peer); state != WaitStatus::kNone) return state;
+    if (const int missing = group_.missing_rank(); missing >= 0) {
+      awaited_peer_ = missing;
+      return group_.state_of(missing);
+    }
+    if (!std::exchange(has_waited_, true)) start(*limits_);
+    const WaitStatus status = WaitGuard::check(peer);
+    if (status == WaitStatus::kTimeout) awaited_peer_ = group_.late_rank(peer);
+    return status;
+  }
+  /// The rank that the operation waited for last: the rank at fault, if it was ended.
+  int awaited_peer() const { return awaited_peer_; }
+
+  void record(int peer, std::uint64_t begin_ticks, std::uint64_t end_ticks) override {
+    group_.record({.rank = group_.whole_rank(peer),
+                   .begin_ticks = begin_ticks,
+                   .end_ticks = end_ticks,
+                   .is_arrival = is_arriving_});
+  }
+
+ private:
+  const Group& group_;
+  const WaitLimits* limits_ = nullptr;
+  bool has_waited_ = false;
+  bool is_arriving_ = false;
+  int awaited_peer_ = -1;
 };
 
 }  // namespace ringcomm::host

@@ -157,15 +157,15 @@ std::string PeerProcess::how_it_ended(const std::string& when, const std::string
   return text + (words.empty() ? "; read the end of its output" : ": " + words);
 }
 
-std::shared_ptr<const host::SharedMemory> PeerProcess::flight() const {
+std::shared_ptr<const host::SharedMemory> PeerProcess::recorder() const {
   const std::lock_guard lock(mutex_);
-  return flight_;
+  return recorder_;
 }
 
-void PeerProcess::keep_flight(int fd) {
+void PeerProcess::keep_recorder(int fd) {
   auto mapped = std::make_shared<const host::SharedMemory>(host::SharedMemory::of_peer(fd));
   const std::lock_guard lock(mutex_);
-  flight_ = std::move(mapped);
+  recorder_ = std::move(mapped);
 }
 
 std::shared_ptr<host::PeerMemory> PeerProcess::memory() const {

@@ -17,7 +17,6 @@ namespace ringcomm {
 
 namespace host {
 class PeerMemory;
-class SharedMemory;
 }  // namespace host
 
 /// Another process, watched until it ends if it is on this machine.
@@ -61,8 +60,8 @@ struct PeerProcess {
   /// `when` and `detail` may be empty.
   std::string how_it_ended(const std::string& when, const std::string& detail) const;
   /// Its flight recorder, as this process maps it, also after its end; null if it has sent none.
-  std::shared_ptr<const host::SharedMemory> flight() const;
-  void keep_flight(int fd);
+  std::shared_ptr<const host::SharedMemory> recorder() const;
+  void keep_recorder(int fd);
   /// Its buffers, as this process maps them; one for all groups that hold the pointer.
   std::shared_ptr<host::PeerMemory> memory() const;
 
@@ -71,7 +70,7 @@ struct PeerProcess {
   mutable std::weak_ptr<host::PeerMemory> memory_;
   std::string exit_reason_;
   std::string refusal_;
-  std::shared_ptr<const host::SharedMemory> flight_;
+  std::shared_ptr<const host::SharedMemory> recorder_;
 };
 
 /// By rank. Of this rank's own process, and of one on another machine, only pid and host are known.

@@ -9,8 +9,8 @@
 #include <optional>
 #include <string>
 
-// What the library needs from the system: pages, forks, limits, its errors, random bits, a line on
-// standard error.
+// What the library needs from the system: pages, forks, limits, its clock, its errors, random bits,
+// a line on standard error.
 
 namespace ringcomm {
 
@@ -79,6 +79,10 @@ struct CgroupLimits {
 CgroupLimits read_cgroup_limits(const std::string& proc, const std::string& cgroups);
 /// Those of this process when it first asked.
 const CgroupLimits& cgroup_limits();
+
+/// Whether the kernel keeps its time by the cycle counter, as a file of its clock source says. It
+/// then has compared the counters of all sockets. False where the file cannot be read.
+bool kernel_uses_cycle_counter(const char* clocksource);
 
 /// Writes a line to the error output, or drops it where that has no room: nobody may wait for who
 /// reads it.

@@ -40,8 +40,6 @@ struct GroupTerms {
 /// signals, and within a second whether a rank has failed.
 class Rendezvous {
  public:
-  static constexpr const char* kDidNotJoin = "did not join the group";
-
   /// `store` must outlive this object.
   Rendezvous(KeyValueStore& store, const GroupTerms& terms, std::chrono::milliseconds timeout);
   /// Withdraws the memory from the bootstrap.
@@ -66,7 +64,8 @@ class Rendezvous {
   /// `has_answer`, which rank 0 gives once all have come, so that N ranks need O(N) requests: ranks
   /// are asked about after a second, one at a time, and before a time-out names them.
   void wait_for_all(const std::function<bool(int peer)>& has_come,
-                    const std::function<bool()>& has_answer = {}, const char* what = kDidNotJoin);
+                    const std::function<bool()>& has_answer = {},
+                    const char* what = "did not join the group");
 
   /// For polls until all ranks have joined. Throws kPeerDied if any has ended, and like
   /// check_time().

@@ -11,7 +11,7 @@ constexpr std::size_t kNumShifts = 4096 / kLineBytes;
 
 // From one board to the next, with room for the shift.
 std::size_t board_stride_bytes(const SegmentConfig& config) {
-  return whole_pages(whole_pages(config.board_bytes) + (kNumShifts - 1) * kLineBytes);
+  return whole_pages(whole_pages(config.board_region_bytes) + (kNumShifts - 1) * kLineBytes);
 }
 
 // The one with number `idx` of the links that begin at `begin`.
@@ -62,7 +62,7 @@ BoardGeometry SegmentLayout::board(std::byte* base) const {
           .cursor_stride_bytes = stride_bytes,
           .regions = base + boards_offset_bytes_ + sizeof(Cursor),
           .region_stride_bytes = stride_bytes,
-          .region_bytes = whole_pages(config_.board_bytes) - sizeof(Cursor),
+          .region_bytes = whole_pages(config_.board_region_bytes) - sizeof(Cursor),
           .num_shifts = kNumShifts};
 }
 

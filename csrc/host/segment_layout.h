@@ -48,7 +48,7 @@ struct RankControl {
 /// The sizes of a group's boards and links. All ranks agree on them when the group is made.
 struct SegmentConfig {
   /// A region of a board, 1 MiB of data at least, and the cursor in front of it.
-  std::size_t board_bytes = (std::size_t{1} << 20) + 4096;
+  std::size_t board_region_bytes = (std::size_t{1} << 20) + 4096;
   std::uint32_t ring_num_slots = 2;
   std::size_t ring_slot_bytes = std::size_t{256} << 10;
   std::uint32_t send_recv_num_slots = 8;

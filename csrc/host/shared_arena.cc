@@ -15,10 +15,8 @@ namespace {
 
 constexpr std::size_t kLeastAlignment = 64;
 constexpr std::size_t kMinRegionBytes = std::size_t{64} << 20;
-// Free memory beyond this returns to the system if it was free during a whole interval; what is
-// used in every step would cost page faults (docs/experiments.md, "the shared arena").
+// Free memory beyond this returns to the system if it was free during a whole interval.
 constexpr std::size_t kMinKeptBytes = std::size_t{64} << 20;
-constexpr std::chrono::seconds kTrimInterval{10};
 // At most this much in one go, so that allocations wait 20 ms.
 constexpr std::size_t kReturnBytes = std::size_t{16} << 20;
 constexpr std::chrono::milliseconds kReturnPause{1};
@@ -121,7 +119,6 @@ void* SharedArena::allocate(std::size_t num_bytes) {
     throw_out_of_memory(num_bytes, error.what());
   }
   ++usage_.num_blocks;
-  usage_.allocated_bytes += block_bytes;
   usage_.kept_bytes -= std::min(usage_.kept_bytes, block_bytes);
   least_kept_bytes_ = std::min(least_kept_bytes_, usage_.kept_bytes);
   return block;
@@ -138,7 +135,6 @@ void SharedArena::deallocate(void* block) {
 void SharedArena::free_bytes(std::size_t num_bytes) {
   if (num_bytes == 0) return;
   --usage_.num_blocks;
-  usage_.allocated_bytes -= num_bytes;
   usage_.kept_bytes += num_bytes;
   if (interval_end_ || usage_.kept_bytes <= kMinKeptBytes) return;
   begin_interval(Clock::now());

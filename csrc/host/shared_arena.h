@@ -67,12 +67,14 @@ struct ArenaLocation {
 class SharedArena {
  public:
   using Clock = std::chrono::steady_clock;
+  /// How long memory of the process must be unused before it returns to the system: pages that are
+  /// used in every step would be faulted in again in every step.
+  static constexpr std::chrono::seconds kTrimInterval{10};
 
   /// Sizes in bytes.
   struct Usage {
     std::size_t num_blocks = 0;
-    std::size_t allocated_bytes = 0;  ///< in blocks
-    std::size_t kept_bytes = 0;       ///< free, and not returned to the system yet
+    std::size_t kept_bytes = 0;  ///< free, and not returned to the system yet
     std::size_t num_regions = 0;
     std::size_t mapped_bytes = 0;  ///< of regions; address space, of which touched pages count
   };

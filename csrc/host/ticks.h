@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <limits>
 
+#include "host/process.h"
+
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
@@ -12,10 +14,6 @@
 /// The clock of what is recorded: the cycle counter, or CLOCK_MONOTONIC where the counter does not
 /// have one rate on all cores, also while they sleep, or the counters of two sockets may differ.
 namespace ringcomm {
-
-/// Whether the kernel keeps its time by the cycle counter, as a file of its clock source says. It
-/// then has compared the counters of all sockets. False where the file cannot be read.
-bool kernel_uses_cycle_counter(const char* clocksource);
 
 inline const bool has_cycle_counter = [] {
 #if defined(__x86_64__)

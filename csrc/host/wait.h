@@ -8,7 +8,6 @@
 #include <mutex>
 #include <thread>
 #include <utility>
-#include <vector>
 
 #include "core/arch.h"
 
@@ -28,11 +27,6 @@ struct WaitLimits {
   /// empty.
   std::function<bool()> is_interrupted;
 };
-
-/// Called about every kCheckInterval while the messenger connects, with the ranks that have
-/// not arrived yet. Throws Error if one cannot arrive any more; the caller then checks a last time
-/// whether all have arrived, because one may have arrived and ended since.
-using LookForRanks = std::function<void(const std::vector<int>& missing)>;
 
 /// The clock of deadlines. Each wait reads it about every kCheckInterval; where nobody has for
 /// longer than kLongestStop, the process did not run (SIGSTOP, a frozen container), and no more of

@@ -2,12 +2,19 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 namespace ringcomm {
+
+/// Called about every kCheckInterval while the messenger connects, with the ranks that have
+/// not arrived yet. Throws Error if one cannot arrive any more; the caller then checks a last time
+/// whether all have arrived, because one may have arrived and ended since.
+using LookForRanks = std::function<void(const std::vector<int>& missing)>;
 
 /// How the wait for a message ended.
 enum class [[nodiscard]] MessageEnd : std::uint8_t {

@@ -9,14 +9,14 @@
 #include "collectives/failure.h"
 #include "collectives/send_recv.h"
 #include "core/arch.h"
-#include "host/membership.h"
+#include "host/group_state.h"
 #include "host/rank_record.h"
 #include "host/timed_store.h"
 #include "host/wait.h"
+#include "transport/messenger.h"
 
 namespace ringcomm {
 
-class Messenger;
 namespace host {
 class Rendezvous;
 }
@@ -24,13 +24,13 @@ class Rendezvous;
 /// Creates the messenger of a group. Collective: it returns on no rank before all ranks
 /// have created theirs. Called at most once, and only if ranks share no memory or messages are
 /// requested. Throws Error, and what its LookForRanks throws. Empty if there is no backend for
-/// messages. `key` is Membership::key().
+/// messages. `key` is GroupState::key().
 using MakeMessenger =
     std::function<std::unique_ptr<Messenger>(const std::string& key, const LookForRanks& look)>;
 
 /// A wait that ended without what it waited for; the Communicator turns it into an Error.
-struct WaitAborted {
-  WaitStatus stop;
+struct WaitFailed {
+  WaitStatus status;
   int peer = -1;            ///< the rank at fault
   std::string detail = {};  ///< the messenger's message
 };
@@ -48,7 +48,7 @@ class Transport {
  public:
   virtual ~Transport() = default;
 
-  virtual Membership& membership() = 0;
+  virtual GroupState& group_state() = 0;
   /// The sends and receives of this rank; called once.
   virtual std::unique_ptr<SendRecv> make_send_recv(Failure& failure, Stats& stats) = 0;
 
@@ -60,7 +60,7 @@ class Transport {
   /// Sets the call's algorithm from values that are equal on all ranks.
   virtual void plan(Collective& call) const = 0;
   /// Runs a planned collective, on one thread at a time; checks every peer's header before its
-  /// data. Throws WaitAborted, Mismatched.
+  /// data. Throws WaitFailed, Mismatched.
   virtual Traffic run(const Collective& call, const WaitLimits& limits) = 0;
 
   /// Between two collectives, on one thread at a time with run(), again and again: what no call

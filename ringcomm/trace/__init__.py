@@ -56,14 +56,14 @@ def _start(pid: int) -> None:
     except OSError as error:
         reason = f"RINGCOMM_TRACE: cannot record to the folder {folder}: {error.strerror}"
         raise OSError(error.errno, reason) from None
-    info = {"pid": pid, "host": host, "clock": clock_name(), "names": _C.flight_names()}
+    info = {"pid": pid, "host": host, "clock": clock_name(), "names": _C.recorder_names()}
     _write(log, info)
     _C.start_trace(events, log, num_events)
     util.Finalize(None, _end, (log,), exitpriority=-1)  # also in children of multiprocessing
 
 
 def _write(log: int, line: dict[str, Any]) -> None:
-    os.write(log, f"{json.dumps(line | {'anchor': _C.flight_clock()})}\n".encode())
+    os.write(log, f"{json.dumps(line | {'anchor': _C.recorder_clock()})}\n".encode())
 
 
 def _end(log: int) -> None:

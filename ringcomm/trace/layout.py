@@ -213,11 +213,11 @@ def parse(read: Callable[[], bytes]) -> Record:
         )
     if len(data) < NUM_BYTES:
         raise ValueError(f"the recorder of process {pid} is truncated")
-    now = _C.flight_clock()
+    now = _C.recorder_clock()
     to_ns = clock_of(start, now)
     record = Record(pid, _text(version), num_calls, now[1], start[1], _groups(data, to_ns))
     place = slice(_EVENTS_OFFSET, _EVENTS_OFFSET + NUM_EVENTS * EVENT_BYTES)
-    for event in events(data[place], read()[place], _C.flight_names(), to_ns):
+    for event in events(data[place], read()[place], _C.recorder_names(), to_ns):
         group = record.groups.get(event["group"])
         if group is None:
             continue

@@ -125,7 +125,7 @@ def _read(log: Path, moments: dict[str, list[list[int]]]) -> tuple[Process, byte
     found += late
     process.alive_ns = max((ns for _, ns in late), default=0)
     if not process.has_ended and info["clock"] == clock_name():
-        found.append(list(_C.flight_clock()))
+        found.append(list(_C.recorder_clock()))
     return process, data, again
 
 

@@ -24,7 +24,8 @@
 namespace ringcomm::testing {
 
 /// Bytes of data in one phase of a board: a region without its cursor.
-inline constexpr std::size_t kPhaseBytes = host::SegmentConfig{}.board_bytes - sizeof(Cursor);
+inline constexpr std::size_t kPhaseBytes =
+    host::SegmentConfig{}.board_region_bytes - sizeof(Cursor);
 /// Bytes of one slot of a ring in shared memory.
 inline constexpr std::size_t kRingSlotBytes = host::SegmentConfig{}.ring_slot_bytes;
 

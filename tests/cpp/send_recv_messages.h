@@ -43,7 +43,7 @@ struct Message {
   SendRecvOpPtr op;
 };
 
-inline Message post(Communicator& communicator, SendRecvOp::Kind kind, int peer, std::uint64_t tag,
+inline Message post(Communicator& communicator, OpKind kind, int peer, std::uint64_t tag,
                     Bytes bytes, std::chrono::milliseconds timeout = kBound,
                     std::function<void()> done = {}) {
   Message posted{.bytes = std::move(bytes), .op = std::make_shared<SendRecvOp>()};
@@ -61,16 +61,15 @@ inline Message post(Communicator& communicator, SendRecvOp::Kind kind, int peer,
 inline Message post_send(Communicator& communicator, int peer, std::uint64_t tag, Bytes bytes,
                          std::chrono::milliseconds timeout = kBound,
                          std::function<void()> done = {}) {
-  return post(communicator, SendRecvOp::Kind::kSend, peer, tag, std::move(bytes), timeout,
-              std::move(done));
+  return post(communicator, OpKind::kSend, peer, tag, std::move(bytes), timeout, std::move(done));
 }
 
 /// The buffer starts as 0xee.
 inline Message post_recv(Communicator& communicator, int peer, std::uint64_t tag,
                          std::size_t num_bytes, std::chrono::milliseconds timeout = kBound,
                          std::function<void()> done = {}) {
-  return post(communicator, SendRecvOp::Kind::kRecv, peer, tag, Bytes(num_bytes, std::byte{0xee}),
-              timeout, std::move(done));
+  return post(communicator, OpKind::kRecv, peer, tag, Bytes(num_bytes, std::byte{0xee}), timeout,
+              std::move(done));
 }
 
 inline bool is_done(Communicator& communicator, const Message& message) {

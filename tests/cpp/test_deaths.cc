@@ -139,8 +139,8 @@ void run_collectives(Communicator& communicator, const WaitLimits& limits) {
   call(communicator, {.op = OpKind::kAllToAll, .num_elems = 50, .is_uneven = true}, limits);
 }
 
-SendRecvOpPtr post(Communicator& communicator, SendRecvOp::Kind kind, int peer,
-                   std::vector<std::byte>& data, const WaitLimits& limits) {
+SendRecvOpPtr post(Communicator& communicator, OpKind kind, int peer, std::vector<std::byte>& data,
+                   const WaitLimits& limits) {
   auto made = std::make_shared<SendRecvOp>();
   made->kind = kind;
   made->peer = peer;
@@ -159,10 +159,9 @@ void finish(Communicator& communicator, const SendRecvOpPtr& op) {
 void send_around(Communicator& communicator, const WaitLimits& limits) {
   const int rank = communicator.rank(), world_size = communicator.world_size();
   std::vector<std::byte> out(300'000), in(out.size());  // more than a link holds, in two pieces
-  const auto sent =
-      post(communicator, SendRecvOp::Kind::kSend, (rank + 1) % world_size, out, limits);
+  const auto sent = post(communicator, OpKind::kSend, (rank + 1) % world_size, out, limits);
   const auto received =
-      post(communicator, SendRecvOp::Kind::kRecv, (rank + world_size - 1) % world_size, in, limits);
+      post(communicator, OpKind::kRecv, (rank + world_size - 1) % world_size, in, limits);
   for (const auto& waited : {received, sent}) finish(communicator, waited);
 }
 
@@ -173,10 +172,9 @@ void send_and_call(Communicator& communicator, int to, const WaitLimits& limits)
   for (const std::size_t num_bytes : {std::size_t{4}, std::size_t{300'000}}) {
     std::vector<std::byte> data(num_bytes);
     if (communicator.rank() != to)
-      finish(communicator, post(communicator, SendRecvOp::Kind::kSend, to, data, limits));
+      finish(communicator, post(communicator, OpKind::kSend, to, data, limits));
     for (int peer = 0; peer < communicator.world_size() && communicator.rank() == to; ++peer)
-      if (peer != to)
-        finish(communicator, post(communicator, SendRecvOp::Kind::kRecv, peer, data, limits));
+      if (peer != to) finish(communicator, post(communicator, OpKind::kRecv, peer, data, limits));
   }
   const int root = (to + 1) % communicator.world_size();
   call(communicator, {.op = OpKind::kBroadcast, .root = root, .num_elems = 100}, limits);
@@ -246,7 +244,8 @@ using Meshes = std::array<testing::SocketMesh, 2>;
 void use_second_group(int rank, const std::string& folder, testing::SocketMesh& mesh,
                       Communicator& first, const WaitLimits& limits) {
   FolderStore store(folder, [] {}, "second/");
-  const auto group = make_group(store, rank, mesh, limits.timeout, first.members()->processes());
+  const auto group =
+      make_group(store, rank, mesh, limits.timeout, first.group_state()->processes());
   run_collectives(*group, limits);
 }
 

@@ -150,7 +150,7 @@ TEST_CASE("gpu transport: a rank that does not come is a time-out that names it"
       rank.finish();
       for (int i = 0; i < 1000 && !communicator.failure().has_failed(); ++i) usleep(5000);
     }
-    while (communicator.members()->state_of(1 - communicator.rank()) != WaitStatus::kAborted)
+    while (communicator.group_state()->state_of(1 - communicator.rank()) != WaitStatus::kAborted)
       usleep(5000);
     if (communicator.rank() == 1) return;
     try {
@@ -170,7 +170,7 @@ TEST_CASE("gpu transport: a rank may leave as soon as its own last call is over"
     if (communicator.rank() == 1) usleep(100'000);
     rank.run_case({.num_elems = 1000});
     if (communicator.rank() == 1) return;
-    while (communicator.members()->state_of(1) != WaitStatus::kPeerLeft) usleep(1000);
+    while (communicator.group_state()->state_of(1) != WaitStatus::kPeerLeft) usleep(1000);
     usleep(60'000);  // in which the watchdog looks
     communicator.failure().rethrow_if_any();
   });

@@ -24,7 +24,6 @@
 #include "folder_store.h"
 #include "host/fd.h"
 #include "host/group.h"
-#include "host/group_wait.h"
 #include "host/host_arch.h"
 #include "host/process.h"
 #include "host/rank_record.h"
@@ -36,7 +35,7 @@
 #include "host/wait.h"
 #include "third_party/doctest/doctest.h"
 #include "thread_ranks.h"
-#include "transport/messages/members.h"
+#include "transport/messages/message_group.h"
 
 namespace {
 thread_local bool gets_pages = true, fetches_late = false, has_huge_pages = true;
@@ -487,7 +486,7 @@ TEST_CASE("ranks make a group over messages in a number of requests that grows a
       terms.is_one_host = false;
       Rendezvous rendezvous(counting, terms, testing::kBound);
       rendezvous.find_ranks();
-      const MessageMembers members(counting, rendezvous);
+      const MessageGroup members(counting, rendezvous);
       meet(store, rank, world_size, members.key());
     });
     // Those above; of each rank its name, its entry and all of them; of rank 0, for each rank, its
@@ -733,7 +732,7 @@ TEST_CASE("memory that rank 0 never hands over is a time-out that says so") {
 TEST_CASE("memory of another size is refused") {
   MemoryStore store;
   run_threads(2, [&](int rank) {
-    const SegmentConfig config{.board_bytes = rank == 0 ? std::size_t{1} << 20 : 1 << 16};
+    const SegmentConfig config{.board_region_bytes = rank == 0 ? std::size_t{1} << 20 : 1 << 16};
     const Error error =
         error_of([&] { testing::make_group(store, identity(rank, 2), config, testing::kBound); });
     expect_error(error, ErrorKind::kMismatch, {"does not have the size"});

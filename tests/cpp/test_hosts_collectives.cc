@@ -37,10 +37,6 @@ bool rooted(OpKind op) {
          op == OpKind::kScatter;
 }
 
-bool has_shards(OpKind op) {
-  return op != OpKind::kAllReduce && op != OpKind::kReduce && op != OpKind::kBroadcast;
-}
-
 Case case_of(OpKind op, std::uint32_t salt, std::size_t num_elems, int world_size) {
   return {.op = op,
           .root = rooted(op) ? static_cast<int>(salt) % world_size : -1,

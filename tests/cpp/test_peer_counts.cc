@@ -110,7 +110,7 @@ TEST_CASE("peer counts: a group for which there is no place records nothing") {
     communicator.record_as("a test", {0, 1});
     testing::barrier(communicator);  // the ranks are threads: the other one's group needs a place
     if (communicator.rank() != 0) return testing::barrier(communicator);
-    const Membership& members = *communicator.members();
+    const GroupState& members = *communicator.group_state();
     std::vector<std::unique_ptr<recorder::Log>> logs;
     while (logs.empty() || logs.back() != nullptr) {
       logs.push_back(recorder::Log::make("another test", 0, {0, 1}, "shm", members, false));
@@ -129,7 +129,7 @@ TEST_CASE("peer counts: of two groups that are made at once one takes the last p
     communicator.record_as("a test", {0, 1});
     testing::barrier(communicator);  // the ranks are threads: the other one's group needs a place
     if (communicator.rank() != 0) return testing::barrier(communicator);
-    const Membership& members = *communicator.members();
+    const GroupState& members = *communicator.group_state();
     const auto make = [&] {
       return recorder::Log::make("another test", 0, {0, 1}, "shm", members, false);
     };

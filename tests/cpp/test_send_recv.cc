@@ -83,18 +83,18 @@ TEST_CASE("a send rings at the receiver's side, which may sleep until then") {
     host::Rendezvous rendezvous(store, {.rank = rank, .world_size = 2}, kBound);
     const PeerTable peer_table = rendezvous.find_ranks();
     ShmTransport transport(rendezvous, peer_table, rank, {});
-    Failure failure(&transport.membership(), rank, 2);
+    Failure failure(&transport.group_state(), rank, 2);
     Stats stats;
     const std::unique_ptr<SendRecv> send_recv = transport.make_send_recv(failure, stats);
     std::byte byte{7};
     const auto op = std::make_shared<SendRecvOp>();
-    op->kind = rank == 0 ? SendRecvOp::Kind::kSend : SendRecvOp::Kind::kRecv;
+    op->kind = rank == 0 ? OpKind::kSend : OpKind::kRecv;
     op->peer = 1 - rank;
     op->data = &byte;
     op->num_bytes = 1;
     op->timeout = kBound;
     if (rank == 0) {
-      const auto& group = static_cast<host::Group&>(transport.membership());
+      const auto& group = static_cast<host::Group&>(transport.group_state());
       const std::uint64_t before = group.doorbell(1).value;
       send_recv->post(op);
       expect(group.doorbell(1).value > before, "a ring at rank 1");
@@ -266,7 +266,7 @@ TEST_CASE("receives without a wait do not block the destructor") {
   run_ranks(2, [](Communicator& communicator) {
     const auto bytes = std::make_shared<Bytes>(10);
     auto op = std::make_shared<SendRecvOp>();
-    *op = {.kind = SendRecvOp::Kind::kRecv,
+    *op = {.kind = OpKind::kRecv,
            .peer = 1 - communicator.rank(),
            .data = bytes->data(),
            .num_bytes = 10,

@@ -244,7 +244,7 @@ TEST_CASE("the buffer of a receive that has timed out is left alone") {
       may_go_on = true;
       std::this_thread::sleep_for(milliseconds(150));
     };
-    *received.op = {.kind = SendRecvOp::Kind::kRecv,
+    *received.op = {.kind = OpKind::kRecv,
                     .peer = 1,
                     .tag = 1,
                     .data = received.bytes.data(),

@@ -172,8 +172,8 @@ TEST_CASE("the phases of uneven shards are those of the rank with the most to se
   testing::MemoryStore store;
   testing::run_threads(kManyRanks, [&](int rank) {
     const host::GroupTerms identity{.rank = rank, .world_size = kManyRanks, .options = "shards"};
-    host::Group group =
-        testing::make_group(store, identity, {.board_bytes = kSmallBoardBytes}, testing::kBound);
+    host::Group group = testing::make_group(
+        store, identity, {.board_region_bytes = kSmallBoardBytes}, testing::kBound);
     host::GroupWait scope(group);
     scope.begin(kPatient);
     ShmContext context(group, scope, 1);

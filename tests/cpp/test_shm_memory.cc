@@ -281,12 +281,12 @@ std::vector<Region> regions_of(const SegmentLayout& layout, int world_size, std:
 TEST_CASE("the parts of a segment lie inside it and apart from each other") {
   constexpr std::uintptr_t kBase = std::uintptr_t{1} << 40;
   auto* base = reinterpret_cast<std::byte*>(kBase);
-  const SegmentConfig odd{.board_bytes = 5000,
+  const SegmentConfig odd{.board_region_bytes = 5000,
                           .ring_num_slots = 3,
                           .ring_slot_bytes = 192,
                           .send_recv_num_slots = 5,
                           .send_recv_slot_bytes = 4160};
-  const SegmentConfig large{.board_bytes = std::size_t{1} << 20,
+  const SegmentConfig large{.board_region_bytes = std::size_t{1} << 20,
                             .ring_num_slots = 64,
                             .ring_slot_bytes = std::size_t{64} << 20,
                             .send_recv_num_slots = 4,
@@ -316,12 +316,13 @@ TEST_CASE("regions of 32 ranks begin at 32 places of a page, and share no page")
   constexpr std::uintptr_t kPage = 4096;
   constexpr std::uintptr_t kStreamed = 64;  // what one streaming store writes
   auto* base = reinterpret_cast<std::byte*>(std::uintptr_t{1} << 40);
-  for (const std::size_t board_bytes : {SegmentConfig{}.board_bytes, std::size_t{4100}}) {
+  for (const std::size_t board_region_bytes :
+       {SegmentConfig{}.board_region_bytes, std::size_t{4100}}) {
     for (const int world_size : {2, 32, 64, 300}) {
       CAPTURE(world_size);
-      const SegmentConfig config{.board_bytes = board_bytes};
+      const SegmentConfig config{.board_region_bytes = board_region_bytes};
       const BoardGeometry board = SegmentLayout(world_size, config).board(base);
-      CHECK(board.region_bytes >= board_bytes - sizeof(Cursor));
+      CHECK(board.region_bytes >= board_region_bytes - sizeof(Cursor));
       for (std::uint64_t phase = 0; phase < 2; ++phase) {
         std::map<std::uintptr_t, int> places;
         for (int rank = 0; rank < world_size; ++rank) {
@@ -353,7 +354,7 @@ TEST_CASE("while a thread returns pages of a group, others are made, and its end
     if (communicator.rank() == 1)
       return testing::wait_until([&] { return is_over.load(); }, "rank 0");
     const auto make = [&](const char* name) {
-      return recorder::Log::make(name, 0, {0, 1}, "shm", *communicator.members(), false);
+      return recorder::Log::make(name, 0, {0, 1}, "shm", *communicator.group_state(), false);
     };
     const auto log = make("idle");
     std::atomic<bool> has_begun = false, goes_on = false, has_ended = false;

@@ -99,7 +99,7 @@ std::unique_ptr<Communicator> make_group(const std::string& folder, const std::s
 }
 
 host::Group& group_of(Communicator& communicator) {
-  return dynamic_cast<host::Group&>(*communicator.members());
+  return dynamic_cast<host::Group&>(*communicator.group_state());
 }
 
 void survive(int rank, const std::string& folder) {
@@ -108,7 +108,7 @@ void survive(int rank, const std::string& folder) {
   old->run({{.op = OpKind::kBarrier}}, patient);
   if (rank == 0) ::raise(SIGKILL);
   // gone_before() looks at nobody before the count, which is increased last.
-  for (Backoff backoff; !old->members()->has_died(0) || PeerProcess::num_ended == 0;)
+  for (Backoff backoff; !old->group_state()->has_died(0) || PeerProcess::num_ended == 0;)
     backoff.sleep();
   // It has begun the first call, and will not begin the second.
   if (group_of(*old).gone_before(0) != -1 || group_of(*old).gone_before(1) != 0)

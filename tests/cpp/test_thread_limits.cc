@@ -76,7 +76,7 @@ TEST_CASE("no threads: sends and receives") {
             testing::post_send(communicator, peer, 5, testing::message(0, 5, 0, kLong)));
       for (const auto& message : posted) testing::finish(communicator, message);
       for (const auto& message : posted)
-        if (message.op->kind == SendRecvOp::Kind::kRecv)
+        if (message.op->kind == OpKind::kRecv)
           testing::expect_message(message, message.op->peer, 7, 0);
     });
     CHECK(network.num_misfits() == 0);

@@ -35,10 +35,6 @@ using namespace ringcomm::testing;
 
 std::atomic<int> num_runs = 0;
 
-bool has_shards(OpKind op) {
-  return op != OpKind::kAllReduce && op != OpKind::kReduce && op != OpKind::kBroadcast;
-}
-
 // Threads made for each run.
 constexpr host::ThreadTeam kTeam = {
     [] { return 3; },

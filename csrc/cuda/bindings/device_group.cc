@@ -17,7 +17,7 @@
 #include "core/errors.h"
 #include "cuda/collectives/ipc_transport.h"
 #include "cuda/messages/context.h"
-#include "host/membership.h"
+#include "host/group_state.h"
 
 namespace ringcomm {
 namespace {
@@ -196,7 +196,7 @@ void DeviceGroup::throw_given_up(const char* title, const std::string& detail) {
   await_reason([&] {
     const auto communicator = communicator_.lock();
     if (communicator == nullptr) return false;
-    Membership* const members = communicator->members();
+    GroupState* const members = communicator->group_state();
     if (members != nullptr && members->state_of(rank_) == WaitStatus::kAborted)
       communicator->failure().raise_stopped(WaitStatus::kAborted, rank_,
                                             {.op = title, .description = title});
@@ -211,8 +211,8 @@ void DeviceGroup::throw_given_up(const char* title, const std::string& detail) {
 
 bool DeviceGroup::has_another_given_up() {
   const auto communicator = communicator_.lock();
-  return communicator != nullptr && communicator->members() != nullptr &&
-         communicator->members()->is_aborted(/*asks=*/true);
+  return communicator != nullptr && communicator->group_state() != nullptr &&
+         communicator->group_state()->is_aborted(/*asks=*/true);
 }
 
 void DeviceGroup::end(const std::string& why) {

@@ -129,7 +129,7 @@ void DeviceWatch::look_at_wait() {
   const std::uint32_t asked_at = __atomic_load_n(&control_.asked_at, __ATOMIC_RELAXED);
   if (std::exchange(asked_at_, asked_at) == asked_at) return;
   const int peer = __atomic_load_n(&control_.awaited_peer, __ATOMIC_RELAXED);
-  const WaitStatus stop = communicator_.members()->state_of(peer);
+  const WaitStatus stop = communicator_.group_state()->state_of(peer);
   if (stop == WaitStatus::kNone) return;
   if (stop != WaitStatus::kAborted && ++num_waits_for_gone_ < kWaitsForGonePeer) return;
   communicator_.failure().raise_stopped(stop, peer, last_activity());

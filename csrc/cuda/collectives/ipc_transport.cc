@@ -193,7 +193,7 @@ std::uint64_t IpcTransport::meet(std::uint64_t value) {
 void IpcTransport::look_at_peer(int peer, RunningClock::time_point deadline,
                                 const std::function<bool()>& has_come) {
   communicator_.failure().rethrow_if_any();
-  const WaitStatus state = communicator_.members()->state_of(peer);
+  const WaitStatus state = communicator_.group_state()->state_of(peer);
   const bool is_late = RunningClock::now() >= deadline;
   if ((state != WaitStatus::kNone || is_late) && !has_come())
     communicator_.failure().raise_stopped(state != WaitStatus::kNone ? state : WaitStatus::kTimeout,

@@ -57,7 +57,7 @@ class IpcTransport final : public DeviceTransport {
   void abort() noexcept override { watch_.end_waits(); }
   bool may_have_given_up() const noexcept override {
     return __atomic_load_n(&group_->control().abort, __ATOMIC_ACQUIRE) != 0 ||
-           communicator_.members()->is_aborted(/*asks=*/false);
+           communicator_.group_state()->is_aborted(/*asks=*/false);
   }
 
  private:

@@ -18,7 +18,7 @@
 #include "cuda/collectives/launch_plan.h"
 #include "cuda/messages/context.h"
 #include "cuda/messages/operators.h"
-#include "host/membership.h"
+#include "host/group_state.h"
 #include "host/process.h"
 #include "host/threads.h"
 #include "host/wait.h"
@@ -79,7 +79,7 @@ class MessageDeviceTransport final : public cuda::DeviceTransport {
 
   // A rank reports that it fails before it aborts: its streams may still send incomplete data.
   bool may_have_given_up() const noexcept override {
-    Membership* const members = communicator_.members();
+    GroupState* const members = communicator_.group_state();
     return context_.is_aborted() || (members != nullptr && members->is_aborted(/*asks=*/false));
   }
 
@@ -133,7 +133,7 @@ class MessageDeviceTransport final : public cuda::DeviceTransport {
   // The watchdog: ends the group when a rank dies or fails while messages are in flight, because
   // the backend may wait for it without end. A rank that has left has ended its calls before.
   bool look_at_peers() {
-    Membership& members = *communicator_.members();
+    GroupState& members = *communicator_.group_state();
     std::ignore = members.is_aborted(/*asks=*/++num_looks_ % kLooksPerQuestion == 0);
     for (int peer = 0; peer < context_.world_size(); ++peer) {
       if (peer == context_.rank()) continue;
@@ -180,7 +180,7 @@ LookForRanks look_for(Communicator& communicator, const GroupOptions& options, c
                             .description = "connecting tensors on " + device.str(),
                             .timeout = options.timeout};
     for (int rank = 0; rank < communicator.world_size(); ++rank)
-      if (communicator.members()->has_died(rank))
+      if (communicator.group_state()->has_died(rank))
         communicator.failure().raise_stopped(WaitStatus::kPeerDied, rank, activity);
     if (const WaitStatus status = guard.check(); status != WaitStatus::kNone)
       communicator.failure().raise_stopped(status, missing.front(), activity);
@@ -202,9 +202,10 @@ c10::intrusive_ptr<c10d::Backend> make_backend(const c10::intrusive_ptr<c10d::St
     TORCH_CHECK_VALUE(!error.matches(PyExc_ValueError), py::str(error.value()).cast<std::string>());
     throw;
   }
-  return make_message_backend(
-      name, store, communicator.members()->key(), communicator.rank(), communicator.world_size(),
-      options, look_for(communicator, options, device), "tensors on " + device.str());
+  return make_message_backend(name, store, communicator.group_state()->key(), communicator.rank(),
+                              communicator.world_size(), options,
+                              look_for(communicator, options, device),
+                              "tensors on " + device.str());
 }
 
 // What a rank tells all others: the header of its call, then the elements that it has for each

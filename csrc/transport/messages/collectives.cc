@@ -322,8 +322,8 @@ void HostsCall::run_local(Collective part) {
     const Traffic moved = local->run(part, part_limits);
     traffic.sent_bytes += moved.sent_bytes;
     traffic.copied_bytes += moved.copied_bytes;
-  } catch (WaitAborted& stopped) {
-    if (stopped.peer >= 0) stopped.peer = of(hosts.local_ranks, stopped.peer);
+  } catch (WaitFailed& failed) {
+    if (failed.peer >= 0) failed.peer = of(hosts.local_ranks, failed.peer);
     throw;
   } catch (Mismatched& mismatched) {
     mismatched.peer = of(hosts.local_ranks, mismatched.peer);

@@ -11,14 +11,13 @@ namespace ringcomm {
 // A message takes as long as a long wait, so a rank whose message took ten times that was late.
 constexpr double kLateTimes = 10;
 
-MessageExchange::MessageExchange(Messenger& messenger, MessageMembers& members,
-                                 MessageMemory& memory, const CallHeader& header,
-                                 MessageMembers::Clock::time_point deadline)
+MessageExchange::MessageExchange(Messenger& messenger, MessageGroup& group, MessageMemory& memory,
+                                 const CallHeader& header, MessageGroup::Clock::time_point deadline)
     : messenger_(messenger),
-      members_(members),
+      group_(group),
       memory_(memory),
       header_(header),
-      operation_(members, deadline),
+      operation_(group, deadline),
       has_sent_(static_cast<std::size_t>(messenger.world_size())),
       has_received_(has_sent_) {
   step() = {};
@@ -41,7 +40,7 @@ bool MessageExchange::takes_envelope(std::vector<bool>& has_met, int peer, std::
 
 void MessageExchange::send(int peer, const void* data, std::size_t num_bytes) {
   if (data != nullptr) sent_bytes_ += num_bytes;
-  if (data != nullptr && num_bytes > 0) members_.record({.rank = peer, .sent_bytes = num_bytes});
+  if (data != nullptr && num_bytes > 0) group_.record({.rank = peer, .sent_bytes = num_bytes});
   auto* const bytes = const_cast<std::byte*>(static_cast<const std::byte*>(data));
   Transfer& outgoing = batch_->outgoing.emplace_back(Transfer{true, peer, bytes, num_bytes});
   if (takes_envelope(has_sent_, peer, num_bytes)) {
@@ -58,21 +57,20 @@ void MessageExchange::send(int peer, const void* data, std::size_t num_bytes) {
 }
 
 void MessageExchange::recv(int peer, void* data, std::size_t num_bytes) {
-  if (data != nullptr && num_bytes > 0)
-    members_.record({.rank = peer, .received_bytes = num_bytes});
+  if (data != nullptr && num_bytes > 0) group_.record({.rank = peer, .received_bytes = num_bytes});
   Transfer& incoming = batch_->incoming.emplace_back(
       Transfer{false, peer, static_cast<std::byte*>(data), num_bytes});
   if (takes_envelope(has_received_, peer, num_bytes)) {
-    MessageMemory::Posted& ahead = memory_.ahead[static_cast<std::size_t>(peer)];
-    incoming.envelope = ahead.message != nullptr
-                            ? std::exchange(ahead, {})
+    MessageMemory::PostedReceive& next = memory_.posted[static_cast<std::size_t>(peer)];
+    incoming.envelope = next.message != nullptr
+                            ? std::exchange(next, {})
                             : receive_of(peer, std::make_unique_for_overwrite<MessageEnvelope>());
   }
   if (incoming.has_message() && !incoming.is_long()) start_data(incoming);
 }
 
-MessageMemory::Posted MessageExchange::receive_of(int peer,
-                                                  std::unique_ptr<MessageEnvelope> envelope) {
+MessageMemory::PostedReceive MessageExchange::receive_of(
+    int peer, std::unique_ptr<MessageEnvelope> envelope) {
   auto* const bytes = reinterpret_cast<std::byte*>(envelope.get());
   auto message = messenger_.irecv(peer, MessageTags::kEnvelope, bytes, sizeof(MessageEnvelope));
   return {std::move(envelope), std::move(message)};
@@ -130,9 +128,7 @@ void MessageExchange::open(Transfer& incoming) {
   auto envelope = std::exchange(incoming.envelope, {}).envelope;
   const CallHeader& theirs = envelope->header;
   const bool is_same = is_same_call(theirs, header_);
-  const bool has_shards = theirs.op == OpKind::kReduceScatter || theirs.op == OpKind::kAllGather ||
-                          has_private_sizes(theirs.op);
-  if (is_same && has_shards && envelope->num_bytes != incoming.num_bytes)
+  if (is_same && has_shards(theirs.op) && envelope->num_bytes != incoming.num_bytes)
     throw Mismatched{.peer = peer,
                      .theirs = theirs,
                      .difference = size_difference(peer, envelope->num_bytes, messenger_.rank(),
@@ -141,32 +137,32 @@ void MessageExchange::open(Transfer& incoming) {
     // Of an earlier call, in which this rank only sent: the rank that has checked it names both.
     if (theirs.seq < header_.seq &&
         operation_.stop_of(MessageEnd::kDone, peer) == WaitStatus::kAborted)
-      throw WaitAborted{.stop = WaitStatus::kAborted, .peer = peer};
+      throw WaitFailed{.status = WaitStatus::kAborted, .peer = peer};
     throw Mismatched{.peer = peer, .theirs = theirs};
   }
   if (incoming.has_message() && incoming.message == nullptr) start_data(incoming);
   if (envelope->is_whole() && incoming.num_bytes > 0)
     std::memcpy(incoming.data, envelope->data.data(), incoming.num_bytes);
-  MessageMemory::Posted& ahead = memory_.ahead[static_cast<std::size_t>(peer)];
-  if (messenger_.announces_receives() && ahead.message == nullptr)
-    ahead = receive_of(peer, std::move(envelope));
+  MessageMemory::PostedReceive& next = memory_.posted[static_cast<std::size_t>(peer)];
+  if (messenger_.announces_receives() && next.message == nullptr)
+    next = receive_of(peer, std::move(envelope));
 }
 
-// Returns when the message is done, if there is one. Throws WaitAborted naming the peer.
+// Returns when the message is done, if there is one. Throws WaitFailed naming the peer.
 void MessageExchange::wait(Message* message, int peer, bool is_arrival) {
   if (message == nullptr) return;
   operation_.await(peer);
   PeerEvent waits{.rank = peer, .begin_ticks = ticks()};
-  members_.record(waits);
+  group_.record(waits);
   const MessageEnd end = message->wait();
   waits.end_ticks = ticks();
   waits.is_arrival = is_arrival && is_arriving_ &&
                      ns_of(waits.end_ticks - waits.begin_ticks) >= kLateTimes * kLongWait_ns;
-  members_.record(waits);
+  group_.record(waits);
   if (end != MessageEnd::kDone)
-    throw WaitAborted{.stop = operation_.stop_of(end, peer),
-                      .peer = peer,
-                      .detail = end == MessageEnd::kFailed ? message->failure() : ""};
+    throw WaitFailed{.status = operation_.stop_of(end, peer),
+                     .peer = peer,
+                     .detail = end == MessageEnd::kFailed ? message->failure() : ""};
 }
 
 }  // namespace ringcomm

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "collectives/call.h"
-#include "transport/messages/members.h"
+#include "transport/messages/message_group.h"
 #include "transport/messenger.h"
 #include "transport/transport.h"
 
@@ -27,19 +27,18 @@ struct MessageTags {
     return num_bytes <= kMaxSized ? kFirstSized + static_cast<int>(num_bytes) : kData;
   }
 
-  /// Sends and receives of ringcomm's own, whose tags are above the users' 32 bits.
+  /// Sends and receives of ringcomm's own.
   static constexpr int kFirstInternal = kEnvelope + 0x100000;
   static constexpr std::uint64_t kNumInternal = 0x100000;
   /// The tags of users' long messages of a pair, used in turn; messages with one tag are in order.
   static constexpr std::uint32_t kNumLong = 1U << 20;
   static constexpr int kFirstLong = Messenger::kMaxTag - static_cast<int>(kNumLong);
 
-  static constexpr bool is_internal(std::uint64_t tag) { return tag >> 32U != 0; }
-  /// The messenger's tag for a tag of a send or receive. Internal ones are numbered; two of a pair
+  /// The messenger's tag for that of a send or receive. Internal ones are numbered; two of a pair
   /// that are a million apart share a tag and are in order.
-  static constexpr int of(std::uint64_t tag) {
-    return is_internal(tag) ? kFirstInternal + static_cast<int>(tag % kNumInternal)
-                            : static_cast<int>(tag);
+  static int of(const SendRecvOp& op) {
+    return op.is_internal() ? kFirstInternal + static_cast<int>(op.tag % kNumInternal)
+                            : static_cast<int>(op.tag);
   }
 };
 
@@ -63,13 +62,13 @@ using MessageEnvelope = Envelope<CallHeader, std::size_t{64} << 10>;
 /// What the collectives of a group have in common.
 struct MessageMemory {
   /// A receive of an envelope. The memory outlives the message.
-  struct Posted {
+  struct PostedReceive {
     std::unique_ptr<MessageEnvelope> envelope;
     Messenger::MessagePtr message;
   };
-  /// By peer, the receive of its next envelope where one is posted ahead: a credit, with which that
-  /// envelope crosses the network without asking first.
-  std::vector<Posted> ahead;
+  /// By peer, the receive of its next envelope where one is posted in advance: a credit, with which
+  /// that envelope crosses the network without asking first.
+  std::vector<PostedReceive> posted;
   std::vector<std::vector<std::byte>> staging;  ///< by the number of stage() in a call
 };
 
@@ -84,10 +83,10 @@ struct MessageMemory {
 class MessageExchange {
  public:
   /// All must live as long, and `memory` longer than the messenger's abort.
-  MessageExchange(Messenger& messenger, MessageMembers& members, MessageMemory& memory,
-                  const CallHeader& header, MessageMembers::Clock::time_point deadline);
+  MessageExchange(Messenger& messenger, MessageGroup& group, MessageMemory& memory,
+                  const CallHeader& header, MessageGroup::Clock::time_point deadline);
 
-  CallStep& step() { return members_.step(); }
+  CallStep& step() { return group_.step(); }
   const CallHeader& header() const { return header_; }
   /// Bytes of the call's data that were sent to other ranks.
   std::uint64_t sent_bytes() const { return sent_bytes_; }
@@ -105,10 +104,10 @@ class MessageExchange {
   /// Fills `data` until finish() returns, which waits for the peers in the order of these calls.
   /// Where both are to be posted, receives come first: Gloo then sends without a round trip.
   void recv(int peer, void* data, std::size_t num_bytes);
-  /// Returns when the batch has received all. Throws WaitAborted, and Mismatched if a peer made a
+  /// Returns when the batch has received all. Throws WaitFailed, and Mismatched if a peer made a
   /// different call or sends a different size.
   void finish();
-  /// Returns when the batch, which is finished, has sent all. Throws WaitAborted.
+  /// Returns when the batch, which is finished, has sent all. Throws WaitFailed.
   void finish_sends();
   /// Returns when both batches have received and sent all. Throws as those do.
   void finish_all();
@@ -119,7 +118,7 @@ class MessageExchange {
     int peer;
     std::byte* data;  // only read by a send
     std::size_t num_bytes;
-    MessageMemory::Posted envelope = {};
+    MessageMemory::PostedReceive envelope = {};
     Messenger::MessagePtr message = {};  // of data that is not in the envelope
 
     bool is_long() const { return num_bytes > MessageTags::kMaxSized; }
@@ -132,16 +131,16 @@ class MessageExchange {
   };
 
   static bool takes_envelope(std::vector<bool>& has_met, int peer, std::size_t num_bytes);
-  MessageMemory::Posted receive_of(int peer, std::unique_ptr<MessageEnvelope> envelope);
+  MessageMemory::PostedReceive receive_of(int peer, std::unique_ptr<MessageEnvelope> envelope);
   void start_data(Transfer& transfer);
   void open(Transfer& incoming);
   void wait(Message* message, int peer, bool is_arrival = false);
 
   Messenger& messenger_;
-  MessageMembers& members_;
+  MessageGroup& group_;
   MessageMemory& memory_;
   const CallHeader& header_;
-  MessageMembers::Operation operation_;
+  MessageGroup::Operation operation_;
   bool is_arriving_ = true;  // until all peers that it receives from at first have begun
   std::vector<bool> has_sent_, has_received_;  // by peer
   std::uint64_t sent_bytes_ = 0;
@@ -150,5 +149,10 @@ class MessageExchange {
   std::array<Batch, 2> batches_;
   Batch* batch_ = &batches_[0];
 };
+
+/// Sends and receives. A send is complete when its receiver has taken it, so its process may end
+/// then. All arguments must live as long.
+std::unique_ptr<SendRecv> make_message_send_recv(Messenger& messenger, MessageGroup& group,
+                                                 Failure& failure, Stats& stats);
 
 }  // namespace ringcomm

@@ -82,7 +82,7 @@ struct HostsCall {
   void compare_hosts(bool sends_to_next, bool receives_from_previous, std::size_t sent_elems = 0,
                      std::size_t received_elems = 0) const;
   /// Runs a part of the call by this host's ranks, if there are several, which `part` numbers from
-  /// 0. Throws WaitAborted and Mismatched with the group's numbers.
+  /// 0. Throws WaitFailed and Mismatched with the group's numbers.
   void run_local(Collective part);
 
   /// Calls post(k) for all pieces in order, and complete(k) once piece k + 1 is posted: messages
@@ -113,7 +113,7 @@ inline constexpr std::size_t kNumSlots = 4;
 void plan_message_collective(int world_size, const CommunicatorOptions& options, Collective& call);
 /// Runs any collective, with kHierarchical host by host (docs/design/hosts.md), otherwise over
 /// messages alone. Checks the header of every peer before its data, and the previous rank's or
-/// host's in every collective, so some rank detects any difference. Throws WaitAborted, Mismatched.
+/// host's in every collective, so some rank detects any difference. Throws WaitFailed, Mismatched.
 Traffic run_message_collective(HostsCall call, const HostsView& flat);
 /// Of all ranks, by chunks, each of which crosses the network once per host.
 void run_by_chunks(HostsCall& call);

@@ -1,5 +1,3 @@
-#include "collectives/send_recv.h"
-
 #include <algorithm>
 #include <cstring>
 #include <deque>
@@ -17,7 +15,7 @@
 namespace ringcomm {
 namespace {
 
-// The maximum number of threads for lanes without a waiting caller; further lanes start when
+// The maximum number of threads for channels without a waiting caller; further channels start when
 // another one ends.
 constexpr std::size_t kMaxThreads = 32;
 
@@ -28,25 +26,25 @@ constexpr std::size_t kMaxThreads = 32;
 using UserEnvelope = Envelope<std::int64_t, 4096 - 2 * sizeof(std::int64_t)>;
 
 struct Item {
-  Item(const SendRecvOpPtr& operation, MessageMembers& members)
-      : op(operation), watched(members, operation->deadline) {}
+  Item(const SendRecvOpPtr& operation, MessageGroup& group)
+      : op(operation), watched(group, operation->deadline) {}
 
   SendRecvOpPtr op;
   UserEnvelope envelope = {};
-  MessageMembers::Operation watched;
+  MessageGroup::Operation watched;
   Messenger::MessagePtr envelope_message;
   Messenger::MessagePtr data_message;
 };
 
-// A messenger's messages can be waited for but not polled. So threads wait: one for each lane, the
-// messages of one peer, tag and direction. The lanes posted first have threads, and each caller
-// that waits may add one.
+// A messenger's messages can be waited for but not polled. So threads wait: one for each channel,
+// the messages of one peer, tag and direction. The channels posted first have threads, and each
+// caller that waits may add one.
 class MessageSendRecv final : public SendRecv {
  public:
-  MessageSendRecv(Messenger& messenger, MessageMembers& members, Failure& failure, Stats& stats)
+  MessageSendRecv(Messenger& messenger, MessageGroup& group, Failure& failure, Stats& stats)
       : SendRecv(failure, stats, messenger.rank(), messenger.world_size()),
         messenger_(messenger),
-        members_(members),
+        group_(group),
         num_long_sends_(static_cast<std::size_t>(world_size_)) {}
   ~MessageSendRecv() override { close({}); }
 
@@ -54,14 +52,14 @@ class MessageSendRecv final : public SendRecv {
     Lock lock(mutex_);
     if (is_stopping_) return;
     WaitGuard guard = guard_of(is_interrupted);
-    while (!lanes_.empty() && std::get<0>(lanes_.begin()->first) == SendRecvOp::Kind::kSend)
+    while (!channels_.empty() && std::get<0>(channels_.begin()->first) == OpKind::kSend)
       guard.sleep(lock, has_news_);
     is_stopping_ = true;
-    const bool must_abort = !lanes_.empty();
+    const bool must_abort = !channels_.empty();
     lock.unlock();
     if (must_abort) messenger_.abort();
     lock.lock();
-    has_news_.wait(lock, [this] { return lanes_.empty(); });
+    has_news_.wait(lock, [this] { return channels_.empty(); });
     lock.unlock();
     has_work_.notify_all();
     for (BackgroundThread& thread : threads_) thread.join();
@@ -69,11 +67,10 @@ class MessageSendRecv final : public SendRecv {
 
  private:
   // By direction (sends first), peer and tag.
-  using Lanes = std::map<std::tuple<SendRecvOp::Kind, int, std::uint64_t>, std::list<Item>>;
+  using Channels = std::map<std::tuple<OpKind, int, std::uint64_t>, std::list<Item>>;
 
   void start(const SendRecvOpPtr& op) override {
-    if (!MessageTags::is_internal(op->tag) &&
-        op->tag >= static_cast<std::uint64_t>(Messenger::kFirstReservedTag))
+    if (!op->is_internal() && op->tag >= static_cast<std::uint64_t>(Messenger::kFirstReservedTag))
       throw std::invalid_argument("tags over the message transport must be 0 to " +
                                   std::to_string(Messenger::kFirstReservedTag - 1) + ", got " +
                                   std::to_string(static_cast<std::int32_t>(op->tag)));
@@ -82,18 +79,18 @@ class MessageSendRecv final : public SendRecv {
     // All steps that may fail come before the message starts, because from then on the messenger
     // uses the caller's memory.
     std::list<Item> items;
-    items.emplace_back(op, members_);
+    items.emplace_back(op, group_);
     if (threads_.empty()) start_thread();
-    const auto lane = lanes_.try_emplace({op->kind, op->peer, op->tag}).first;
+    const auto channel = channels_.try_emplace({op->kind, op->peer, op->tag}).first;
     try {
       start_message(items.back());
     } catch (...) {  // Unsupported
-      if (lane->second.empty()) lanes_.erase(lane);
+      if (channel->second.empty()) channels_.erase(channel);
       throw;
     }
-    lane->second.splice(lane->second.end(), items);
-    if (lane->second.size() == 1) {
-      ready_.push_back(lane);
+    channel->second.splice(channel->second.end(), items);
+    if (channel->second.size() == 1) {
+      ready_.push_back(channel);
       need_thread(kMaxThreads);
     }
   }
@@ -105,13 +102,13 @@ class MessageSendRecv final : public SendRecv {
     return op->is_done;
   }
 
-  // In the order of the calls, with the lock held: messages of a lane match in that order. Throws
-  // Unsupported before anything has started.
+  // In the order of the calls, with the lock held: messages of a channel match in that order.
+  // Throws Unsupported before anything has started.
   void start_message(Item& item) {
     const SendRecvOp& op = *item.op;
     UserEnvelope& envelope = item.envelope;
     auto* bytes = reinterpret_cast<std::byte*>(&envelope);
-    const int tag = MessageTags::of(op.tag);
+    const int tag = MessageTags::of(op);
     if (!op.is_send()) {
       item.envelope_message = messenger_.irecv(op.peer, tag, bytes, sizeof(envelope));
       return;
@@ -143,18 +140,18 @@ class MessageSendRecv final : public SendRecv {
     try {
       start_thread();
     } catch (const std::system_error&) {
-      // post() has started one at least: the lane has its turn later.
+      // post() has started one at least: the channel has its turn later.
     }
   }
 
-  // Gives an operation's lane a thread, whatever their number.
+  // Gives an operation's channel a thread, whatever their number.
   void prioritize(const SendRecvOp& op) {
     const auto place =
-        std::find(ready_.begin(), ready_.end(), lanes_.find({op.kind, op.peer, op.tag}));
+        std::find(ready_.begin(), ready_.end(), channels_.find({op.kind, op.peer, op.tag}));
     if (place == ready_.end()) return;
-    const auto lane = *place;
+    const auto channel = *place;
     ready_.erase(place);
-    ready_.push_front(lane);
+    ready_.push_front(channel);
     need_thread(threads_.size() + 1);
   }
 
@@ -162,30 +159,30 @@ class MessageSendRecv final : public SendRecv {
     Lock lock(mutex_);
     for (;;) {
       if (ready_.empty()) {
-        if (is_stopping_ && lanes_.empty()) return;
+        if (is_stopping_ && channels_.empty()) return;
         ++num_idle_;
         has_work_.wait(lock);
         --num_idle_;
         continue;
       }
-      const auto lane = ready_.front();
+      const auto channel = ready_.front();
       ready_.pop_front();
-      Item& item = lane->second.front();
+      Item& item = channel->second.front();
       const SendRecvOpPtr op = item.op;
       lock.unlock();
       complete(item);
       lock.lock();
-      lane->second.pop_front();  // the messages end before `done` may free their memory
-      if (lane->second.empty())
-        lanes_.erase(lane);
+      channel->second.pop_front();  // the messages end before `done` may free their memory
+      if (channel->second.empty())
+        channels_.erase(channel);
       else
-        ready_.push_back(lane);
+        ready_.push_back(channel);
       op->is_done = true;
       conclude(lock, {&op, 1});
     }
   }
 
-  // Runs without the lock, on one thread per lane. A failure becomes the operation's error.
+  // Runs without the lock, on one thread per channel. A failure becomes the operation's error.
   void complete(Item& item) {
     try {
       wait_for(item, *item.envelope_message, item.op->peer);
@@ -222,21 +219,22 @@ class MessageSendRecv final : public SendRecv {
     if (end == MessageEnd::kDone) return;
     {
       const Lock lock(mutex_);
-      if (is_stopping_) std::rethrow_exception(orphaned(*item.op));
+      if (is_stopping_) std::rethrow_exception(error_of_close(*item.op));
     }
     // For a receive from any source, all other ranks have ended.
-    const bool is_orphan = peer < 0 && item.watched.stop_of(end, peer) == WaitStatus::kPeerDied;
-    if (is_orphan) peer = (rank_ + 1) % world_size_;
+    const bool have_all_ended =
+        peer < 0 && item.watched.stop_of(end, peer) == WaitStatus::kPeerDied;
+    if (have_all_ended) peer = (rank_ + 1) % world_size_;
     failure_.raise_stopped(item.watched.stop_of(end, peer), peer, activity_of(*item.op),
                            end == MessageEnd::kFailed ? message.failure() : "");
   }
 
   Messenger& messenger_;
-  MessageMembers& members_;
+  MessageGroup& group_;
 
   // The lock guards what follows.
-  Lanes lanes_;
-  std::deque<Lanes::iterator> ready_;  // with something to wait for, and no thread that does
+  Channels channels_;
+  std::deque<Channels::iterator> ready_;  // with something to wait for, and no thread that does
   std::vector<std::uint32_t> num_long_sends_;  // by peer
   std::size_t num_idle_ = 0;                   // threads
   std::condition_variable has_work_;
@@ -245,9 +243,9 @@ class MessageSendRecv final : public SendRecv {
 
 }  // namespace
 
-std::unique_ptr<SendRecv> make_message_send_recv(Messenger& messenger, MessageMembers& members,
+std::unique_ptr<SendRecv> make_message_send_recv(Messenger& messenger, MessageGroup& group,
                                                  Failure& failure, Stats& stats) {
-  return std::make_unique<MessageSendRecv>(messenger, members, failure, stats);
+  return std::make_unique<MessageSendRecv>(messenger, group, failure, stats);
 }
 
 }  // namespace ringcomm

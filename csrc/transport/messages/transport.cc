@@ -56,41 +56,41 @@ class MessageTransport final : public Transport {
       : options_(options),
         flat_(HostsView::flat(ranks.world_size(), ranks.rank())),
         hosts_(is_flat ? flat_ : HostsView(peer_table, ranks.rank())),
-        members_(store, ranks) {
-    memory_.ahead.resize(static_cast<std::size_t>(ranks.world_size()));
+        group_(store, ranks) {
+    memory_.posted.resize(static_cast<std::size_t>(ranks.world_size()));
     try {
       if (hosts_.local_ranks.size() > 1) {
         local_ = std::make_unique<ShmTransport>(ranks, peer_table, ranks.rank(), options);
-        local_->membership().on_peer_event(
-            [this](const PeerEvent& event, CallStep) { members_.record(event); });
+        local_->group_state().on_peer_event(
+            [this](const PeerEvent& event, CallStep) { group_.record(event); });
       }
       // Before this rank leaves the memory of its host, where others may be in a call already.
-      members_.on_abort([this] {
-        if (local_ != nullptr) local_->membership().abort(members_.abort_reason());
+      group_.on_abort([this] {
+        if (local_ != nullptr) local_->group_state().abort(group_.abort_reason());
       });
-      messenger_ = make_messenger(members_.key(), [&ranks](const std::vector<int>& missing) {
+      messenger_ = make_messenger(group_.key(), [&ranks](const std::vector<int>& missing) {
         ranks.look(missing, "did not connect to the others");
       });
     } catch (const std::exception& error) {
       // The other ranks may have made the group already, and wait for this rank.
-      members_.abort(AbortReason::of(error, ranks.rank()));
+      group_.abort(AbortReason::of(error, ranks.rank()));
       throw;
     }
-    members_.watch(*messenger_);
+    group_.watch(*messenger_);
   }
 
   ~MessageTransport() override {
-    members_.leave();
+    group_.leave();
     messenger_->abort();  // the receives that are posted ahead
   }
 
-  Membership& membership() override { return members_; }
+  GroupState& group_state() override { return group_; }
   bool shares_memory() const override { return false; }
   std::size_t mapped_bytes() const override {
     return local_ != nullptr ? local_->mapped_bytes() : 0;
   }
   std::unique_ptr<SendRecv> make_send_recv(Failure& failure, Stats& stats) override {
-    return make_message_send_recv(*messenger_, members_, failure, stats);
+    return make_message_send_recv(*messenger_, group_, failure, stats);
   }
 
   void plan(Collective& call) const override {
@@ -106,16 +106,15 @@ class MessageTransport final : public Transport {
   }
 
   Traffic run(const Collective& call, const WaitLimits& limits) override {
-    members_.record_call(call.seq);
+    group_.record_call(call.seq);
     const CallHeader header = with_digest_of_shards(call, hosts_.table.world_size());
-    MessageExchange exchange(*messenger_, members_, memory_, header,
-                             deadline_after(limits.timeout));
+    MessageExchange exchange(*messenger_, group_, memory_, header, deadline_after(limits.timeout));
     try {
       return run_message_collective({hosts_, local_.get(), exchange, call, limits}, flat_);
     } catch (...) {
       // The store may not have it yet.
-      if (local_ != nullptr && local_->membership().is_aborted(false))
-        members_.abort(local_->membership().abort_reason());
+      if (local_ != nullptr && local_->group_state().is_aborted(false))
+        group_.abort(local_->group_state().abort_reason());
       // Messages on their way would go on using the call's buffers, which end with it.
       messenger_->abort();
       throw;
@@ -136,7 +135,7 @@ class MessageTransport final : public Transport {
   CommunicatorOptions options_;
   HostsView flat_;
   HostsView hosts_;  // flat_ if all goes over messages
-  MessageMembers members_;
+  MessageGroup group_;
   std::unique_ptr<Transport> local_;  // null where this rank is alone on its host
   std::unique_ptr<Messenger> messenger_;
   MessageMemory memory_;

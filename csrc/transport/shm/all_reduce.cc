@@ -39,8 +39,7 @@ void reduce_staged(ShmContext& context, const Collective& call, bool stages, boo
         // In the order of the ranks on every rank, so that all get the same bits.
         for (int peer = 0; peer < world_size; ++peer)
           sources[peer] = peer == context.rank() ? input(piece) : context.wait(peer);
-        context.reduce(call, at(call.outputs[0], piece.begin_elems, bytes), nullptr,
-                       piece.num_elems);
+        context.reduce(call, at(call.outputs[0], piece.begin_elems, bytes), piece.num_elems);
       });
 }
 
@@ -153,7 +152,7 @@ class TwoShot {
 
 }  // namespace
 
-// One round per piece; N - 1 times the bytes.
+// One phase per piece; N - 1 times the bytes.
 std::uint64_t all_reduce_one_shot(ShmContext& context, const Collective& call) {
   reduce_staged(context, call, true, true);
   return context.num_peers() * call.num_bytes();
@@ -170,8 +169,7 @@ std::uint64_t run_two_shot(ShmContext& context, const Collective& call) {
   return TwoShot(context, call).run();
 }
 
-// The block that is read from all ranks, reduced, and written to all of them before the next one. A
-// quarter of it costs 15 % with 4 ranks and 3 % with 2; four times as much gains 3 %
+// The block that is read from all ranks, reduced, and written to all of them before the next one
 // (docs/experiments.md, "shared buffers"). With several threads each takes four times as much.
 // After a peer's failure, at most one more block is written to it.
 constexpr std::size_t kBlockBytes = 16 << 10;

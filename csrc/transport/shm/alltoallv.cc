@@ -222,8 +222,7 @@ class Alltoallv {
     if (part.num_elems == 0) return;
     std::vector<const void*>& sources = context_.sources();
     for (int from = 0; from < world_size_; ++from) sources[from] = received(from, part);
-    context_.reduce(call_, at(taken.data, part.begin_elems, element_bytes_), nullptr,
-                    part.num_elems);
+    context_.reduce(call_, at(taken.data, part.begin_elems, element_bytes_), part.num_elems);
   }
 
   ShmContext& context_;

@@ -79,8 +79,7 @@ std::uint64_t reduce_scatter(ShmContext& context, const Collective& call) {
           sources[peer] = peer == rank
                               ? at(call.inputs[rank], piece.begin_elems, bytes)
                               : at(context.wait(peer), offset_elems(rank, peer, piece), bytes);
-        context.reduce(call, at(call.outputs[0], piece.begin_elems, bytes), nullptr,
-                       piece.num_elems);
+        context.reduce(call, at(call.outputs[0], piece.begin_elems, bytes), piece.num_elems);
       });
   return context.num_peers() * call.num_bytes();
 }

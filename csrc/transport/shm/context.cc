@@ -56,17 +56,10 @@ std::size_t shard_bytes(const Collective& call, int world_size) {
   return most_elems / static_cast<std::size_t>(world_size) * element_bytes(call.dtype);
 }
 
-// How many buffers of the call's size a rank has.
-std::size_t num_buffers(OpKind op, int world_size) {
-  const bool is_one = op == OpKind::kAllReduce || op == OpKind::kReduce ||
-                      op == OpKind::kBroadcast || op == OpKind::kReduceUpdateGather;
-  return is_one ? 1 : static_cast<std::size_t>(world_size);
-}
-
 // The bytes that a handle of the input describes.
 std::size_t input_bytes(const Collective& call, int world_size) {
-  const bool has_shards = call.op == OpKind::kReduceScatter;
-  return (has_shards ? static_cast<std::size_t>(world_size) : 1) * call.num_bytes();
+  const int num_shards = call.op == OpKind::kReduceScatter ? world_size : 1;
+  return static_cast<std::size_t>(num_shards) * call.num_bytes();
 }
 
 // Whether the shards of an array of buffers are contiguous, so that one location describes all.
@@ -110,12 +103,14 @@ void ShmTransport::plan(Collective& call) const {
 
 Traffic ShmTransport::run(const Collective& call, const WaitLimits& limits) {
   if (const int gone = group_.gone_before(call.seq); gone >= 0)
-    throw WaitAborted{group_.state_of(gone), gone};
-  group_.record_call(call.seq);
+    throw WaitFailed{group_.state_of(gone), gone};
+  // Of a call over several hosts, only the first part is an arrival.
+  guard_.set_arriving(group_.record_call(call.seq));
   guard_.begin(limits);
   const std::size_t num_bytes = shard_bytes(call, group_.world_size());
   context_.store_kinds().begin(call.op, num_bytes);
-  context_.workers().begin(num_bytes * num_buffers(call.op, group_.world_size()));
+  const int num_buffers = has_shards(call.op) ? group_.world_size() : 1;
+  context_.workers().begin(num_bytes * static_cast<std::size_t>(num_buffers));
   context_.take_copied_bytes();  // of a call that failed
   const Entry& entry = entry_of(call);
   const BufferHandle mine = entry.run_zero_copy != nullptr ? handle_of(call) : BufferHandle{};
@@ -204,9 +199,6 @@ ShmContext::ShmContext(host::Group& group, host::GroupWait& guard, int max_threa
       memories_(static_cast<std::size_t>(group.world_size())) {}
 
 void ShmContext::begin(const CallHeader& header, const BufferHandle& handle) {
-  // Of a call over several hosts, only the first part is an arrival.
-  guard_.set_arriving(num_calls_ != header.seq + 1);
-  num_calls_ = header.seq + 1;
   header_ = &header;
   first_ = First::kClosed;
   shared_bytes_ = 0;

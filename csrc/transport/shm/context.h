@@ -13,7 +13,6 @@
 #include "core/board_protocol.h"
 #include "core/chunk_layout.h"
 #include "host/group.h"
-#include "host/group_wait.h"
 #include "host/host_arch.h"
 #include "host/peer_event.h"
 #include "host/rendezvous.h"
@@ -124,8 +123,8 @@ class ShmContext {
   void reduce(const Collective& call, std::span<const void* const> sources, void* to, void* also_to,
               const ElemRange& elems, int divisor, const OwnerUpdate* update = nullptr);
   /// From sources(), as the call asks.
-  void reduce(const Collective& call, void* to, void* also_to, std::size_t num_elems) {
-    reduce(call, sources_, to, also_to, {0, num_elems}, divisor_of(call, world_size()));
+  void reduce(const Collective& call, void* to, std::size_t num_elems) {
+    reduce(call, sources_, to, nullptr, {0, num_elems}, divisor_of(call, world_size()));
   }
 
   /// For what an algorithm stages or copies by itself.
@@ -133,9 +132,9 @@ class ShmContext {
   /// The bytes counted since the last call.
   std::uint64_t take_copied_bytes() { return std::exchange(copied_bytes_, 0); }
 
-  /// Throws WaitAborted, with the rank that was waited for last, unless `stop` is kNone.
+  /// Throws WaitFailed, with the rank that was waited for last, unless `stop` is kNone.
   void check(WaitStatus stop) const {
-    if (stop != WaitStatus::kNone) throw WaitAborted{stop, guard_.awaited_peer()};
+    if (stop != WaitStatus::kNone) throw WaitFailed{stop, guard_.awaited_peer()};
   }
 
  private:
@@ -179,7 +178,6 @@ class ShmContext {
   std::vector<Copy> copies_;
   std::uint64_t copied_bytes_ = 0;
   const CallHeader* header_ = nullptr;
-  std::uint64_t num_calls_ = 0;  // of the group, with the one that runs
   First first_ = First::kOver;
   std::size_t shared_bytes_ = 0;  // of each rank's input; 0 where data is staged
   std::vector<const void*> sources_;
@@ -188,7 +186,7 @@ class ShmContext {
 };
 
 /// The collectives over shared memory. Each runs after ShmContext::begin() with the call's header,
-/// and returns the bytes that peers consumed from this rank. Throws WaitAborted or Mismatched.
+/// and returns the bytes that peers consumed from this rank. Throws WaitFailed or Mismatched.
 using ShmCollective = std::uint64_t(ShmContext& context, const Collective& call);
 
 /// all_reduce.cc: results are equal to the last bit on all ranks, because every chunk is either
@@ -224,7 +222,7 @@ class ShmTransport final : public Transport {
   ShmTransport(host::Rendezvous& rendezvous, const PeerTable& peer_table, int rank,
                const CommunicatorOptions& options);
 
-  Membership& membership() override { return group_; }
+  GroupState& group_state() override { return group_; }
   std::unique_ptr<SendRecv> make_send_recv(Failure& failure,
                                            Stats& stats) override;  // send_recv.cc
   bool shares_memory() const override { return true; }

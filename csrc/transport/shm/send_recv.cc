@@ -59,7 +59,7 @@ class SendRecvQueue final : public SendRecv {
       lock.lock();
     }
     for (const SendRecvOpPtr& op : pending_)
-      if (!op->is_send() && !op->is_done) end(*op, orphaned(*op));
+      if (!op->is_send() && !op->is_done) end(*op, error_of_close(*op));
     receives_.clear();
     settle(lock);
     WaitGuard guard = guard_of(is_interrupted);

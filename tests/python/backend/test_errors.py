@@ -310,7 +310,7 @@ def test_missing_ranks(
     if rank in missing and is_late:
         error = caught(lambda: group.monitored_barrier(SHORT, waits_for_all))
     if rank not in missing or is_late:
-        names = "ranks 1, 3" if waits_for_all and rank == 0 else "rank 1"
+        names = "ranks 1 and 3" if waits_for_all and rank == 0 else "rank 1"
         words = f"monitored_barrier: {names} did not come within 300 ms"
         assert (error["type"], error["rank"]) == ("CollectiveTimeoutError", 1), error
         assert words in error["text"], error

@@ -198,7 +198,7 @@ def test_allocator(rank: int) -> None:
     if not torch.cuda.is_available():
         with pytest.raises(RuntimeError, match=r"CUDA|NVIDIA"):
             backend.allocate_tensor(10, dtype=torch.float32, device=cuda)
-    with pytest.raises(ValueError, match="-5"):
+    with pytest.raises(RuntimeError, match="-5"):
         backend.allocate_tensor(-5, dtype=torch.float32, device=cpu)
     model: Any = nn.Sequential(nn.Linear(DIM, 512), nn.Tanh(), nn.Linear(512, NUM_OUTPUTS))
     for module in (model[0], model[2], model):

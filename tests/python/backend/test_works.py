@@ -39,6 +39,32 @@ def test_a_continuation_waits_for_a_call_that_was_started_before_it(rank: int, d
     assert [found.wait().tolist() for found in sums] == [[4, 4]] * depth
 
 
+@in_ranks(1)
+def test_a_block_frees_its_tensors_without_the_lock_of_the_group(rank: int) -> None:
+    """A block that stays open drops works that are done. Their tensors' end runs Python, which may
+    ask the group: with the lock held, this thread, or one that has Python's, waits for ever."""
+    backend: Any = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+    asked: list[Any] = []
+
+    class Asks:
+        def __del__(self) -> None:
+            asked.append(backend.get_error())
+
+    def call(tensor: Tensor) -> None:
+        dist.all_reduce(tensor, async_op=True).wait()
+
+    backend._start_coalescing()
+    marked = torch.ones(1)
+    marked.asks = Asks()  # type: ignore[attr-defined]
+    call(marked)
+    del marked
+    assert not asked  # the block has the tensor
+    for _ in range(1024):
+        call(torch.ones(1))
+    assert len(asked) == 1
+    backend._end_coalescing().wait()
+
+
 @in_ranks(2, TRANSPORTS)
 def test_groups_in_several_threads(rank: int) -> None:
     """Synchronous calls; the ranks start their threads in opposite orders."""

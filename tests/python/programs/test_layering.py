@@ -282,7 +282,7 @@ WALK = (
     ("collectives/call.h", "struct Collective : CallHeader", "is_uneven = "),
     ("bindings/start_call.cc", "ProcessGroupRingcomm::run_at_once(", "communicator()->run("),
     ("communicator/communicator.cc", "Communicator::run(Collective&& call", "queue_.run("),
-    ("communicator/ordered_queue.cc", "void OrderedQueue::run(", "run_alone(1, task)"),
+    ("communicator/ordered_queue.cc", "void OrderedQueue::run(", "try_run(1, task)"),
     ("communicator/communicator.cc", "void Communicator::execute(", "transport_->run("),
     ("transport/shm/context.cc", "Traffic ShmTransport::run(", "entry.run("),
     ("transport/shm/all_reduce.cc", "all_reduce_one_shot(ShmContext&", "context.stage("),

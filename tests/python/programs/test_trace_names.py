@@ -83,7 +83,7 @@ def test_a_trace_knows_every_title() -> None:
     table = re.compile(r"kTitles\[\] = \{.*?\};", re.S)
     calls = [table.sub("", text) for text in texts]
     used = {title for text in calls for title in re.findall(r'"(ringcomm:\w+)"', text)}
-    titles = _C.flight_names()["title"]
+    titles = _C.recorder_names()["title"]
     assert used == set(titles)
     assert len(titles) == len(set(titles)) < 256
 

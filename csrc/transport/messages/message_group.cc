@@ -1,4 +1,4 @@
-#include "transport/messages/members.h"
+#include "transport/messages/message_group.h"
 
 #include <algorithm>
 #include <cstdlib>
@@ -20,7 +20,7 @@ constexpr std::chrono::milliseconds kStoreGrace{1000};
 // abort to get here after the abort.
 constexpr std::chrono::milliseconds kReasonGrace{2000};
 
-MessageMembers::MessageMembers(KeyValueStore& store, host::Rendezvous& ranks)
+MessageGroup::MessageGroup(KeyValueStore& store, host::Rendezvous& ranks)
     : rank_(ranks.rank()),
       store_(store.clone(), ranks.deadline()),
       address_(ranks.mine().bootstrap_address) {
@@ -71,7 +71,7 @@ MessageMembers::MessageMembers(KeyValueStore& store, host::Rendezvous& ranks)
   store_.forget_deadline();
 }
 
-void MessageMembers::leave() {
+void MessageGroup::leave() {
   watch_.reset();
   if (state_of(rank_) == WaitStatus::kAborted) return;  // they know, and the store may be lost
   try {
@@ -81,13 +81,13 @@ void MessageMembers::leave() {
   }
 }
 
-WaitStatus MessageMembers::state_of(int) const {
+WaitStatus MessageGroup::state_of(int) const {
   const std::lock_guard lock(mutex_);
   return reason_.has_value() ? WaitStatus::kAborted : WaitStatus::kNone;
 }
 
 // Whether `rank` has destroyed its side of the group.
-bool MessageMembers::ask_left(int rank) {
+bool MessageGroup::ask_left(int rank) {
   const auto text = store_.try_get(prefix_ + "left/" + std::to_string(rank));
   if (!text) return false;
   const std::lock_guard lock(mutex_);
@@ -95,7 +95,7 @@ bool MessageMembers::ask_left(int rank) {
   return true;
 }
 
-std::int64_t MessageMembers::num_calls_of(int rank) const {
+std::int64_t MessageGroup::num_calls_of(int rank) const {
   const std::lock_guard lock(mutex_);
   const auto found = num_calls_of_.find(rank);
   return found != num_calls_of_.end() ? found->second : -1;
@@ -103,7 +103,7 @@ std::int64_t MessageMembers::num_calls_of(int rank) const {
 
 // ---- The end of the group.
 
-void MessageMembers::abort(const AbortReason& reason) {
+void MessageGroup::abort(const AbortReason& reason) {
   if (state_of(rank_) == WaitStatus::kAborted) return;
   // This rank's waits end first, because the store may be slow or lost.
   keep(reason);
@@ -114,7 +114,7 @@ void MessageMembers::abort(const AbortReason& reason) {
   }
 }
 
-void MessageMembers::keep(const AbortReason& reason) {
+void MessageGroup::keep(const AbortReason& reason) {
   {
     const std::lock_guard lock(mutex_);
     if (reason_) return;
@@ -125,7 +125,7 @@ void MessageMembers::keep(const AbortReason& reason) {
   if (messenger_ != nullptr) messenger_->abort();
 }
 
-AbortReason MessageMembers::abort_reason() const {
+AbortReason MessageGroup::abort_reason() const {
   std::unique_lock lock(mutex_);
   has_reason_.wait_for(lock, kReasonGrace, [this] { return reason_.has_value(); });
   if (reason_) return *reason_;
@@ -135,7 +135,7 @@ AbortReason MessageMembers::abort_reason() const {
           .text = "its messages were aborted, and no rank has reported why"};
 }
 
-bool MessageMembers::is_aborted(bool asks) noexcept {
+bool MessageGroup::is_aborted(bool asks) noexcept {
   try {
     if (asks) return check_store(/*waits=*/false);
   } catch (const std::exception&) {
@@ -146,7 +146,7 @@ bool MessageMembers::is_aborted(bool asks) noexcept {
 
 // Reads the store, or its last answer. Whether the group has ended; throws what the store
 // does.
-bool MessageMembers::check_store(bool waits) {
+bool MessageGroup::check_store(bool waits) {
   if (state_of(rank_) == WaitStatus::kAborted) return true;
   const std::string key = prefix_ + "abort";
   const auto text = waits ? store_.try_get(key) : store_.peek(key);
@@ -156,33 +156,33 @@ bool MessageMembers::check_store(bool waits) {
 
 // ---- The watchdog.
 
-MessageMembers::Operation::Operation(MessageMembers& members, Clock::time_point deadline)
-    : members_(members), deadline_(deadline) {
-  const std::lock_guard lock(members.mutex_);
-  if (!members.watch_)
-    members.watch_.emplace(WatchThread::Pace{.interval = kWatchInterval, .num_looks = kIdleChecks},
-                           [&members] {
-                             members.watch_operations();
-                             return true;
-                           });
-  members.operations_.insert(this);
-  members.watch_->wake();
+MessageGroup::Operation::Operation(MessageGroup& group, Clock::time_point deadline)
+    : group_(group), deadline_(deadline) {
+  const std::lock_guard lock(group.mutex_);
+  if (!group.watch_)
+    group.watch_.emplace(WatchThread::Pace{.interval = kWatchInterval, .num_looks = kIdleChecks},
+                         [&group] {
+                           group.watch_operations();
+                           return true;
+                         });
+  group.operations_.insert(this);
+  group.watch_->wake();
 }
 
-MessageMembers::Operation::~Operation() {
-  const std::lock_guard lock(members_.mutex_);
-  members_.operations_.erase(this);
+MessageGroup::Operation::~Operation() {
+  const std::lock_guard lock(group_.mutex_);
+  group_.operations_.erase(this);
 }
 
-void MessageMembers::Operation::await(int peer) {
-  const std::lock_guard lock(members_.mutex_);
+void MessageGroup::Operation::await(int peer) {
+  const std::lock_guard lock(group_.mutex_);
   peer_ = peer;
   num_checks_gone_ = 0;
 }
 
-WaitStatus MessageMembers::Operation::stop_of(MessageEnd end, int peer) {
+WaitStatus MessageGroup::Operation::stop_of(MessageEnd end, int peer) {
   if (end == MessageEnd::kAborted) {
-    const std::lock_guard lock(members_.mutex_);
+    const std::lock_guard lock(group_.mutex_);
     if (stop_ != WaitStatus::kPeerDied)
       return stop_ != WaitStatus::kNone ? stop_ : WaitStatus::kAborted;
   }
@@ -191,16 +191,16 @@ WaitStatus MessageMembers::Operation::stop_of(MessageEnd end, int peer) {
   const auto may_say_why = [&] {
     if (peer == Messenger::kAnySource || Clock::now() >= deadline) return false;
     // If a rank is a thread of this process, the process does not tell whether the rank lives.
-    const std::string& address = members_.process_of(peer).bootstrap_address;
-    const bool is_known = !address.empty() && address != members_.address_;
-    return (end == MessageEnd::kDone || is_known) && !members_.has_died(peer);
+    const std::string& address = group_.process_of(peer).bootstrap_address;
+    const bool is_known = !address.empty() && address != group_.address_;
+    return (end == MessageEnd::kDone || is_known) && !group_.has_died(peer);
   };
   try {
     for (Backoff backoff;; backoff.sleep()) {
       const bool is_last = !may_say_why();
       // Before the store, because a rank reports before it leaves.
-      const bool has_left = peer != Messenger::kAnySource && members_.ask_left(peer);
-      if (members_.check_store(/*waits=*/true)) return WaitStatus::kAborted;
+      const bool has_left = peer != Messenger::kAnySource && group_.ask_left(peer);
+      if (group_.check_store(/*waits=*/true)) return WaitStatus::kAborted;
       if (has_left) return WaitStatus::kPeerLeft;
       if (is_last) break;
     }
@@ -211,7 +211,7 @@ WaitStatus MessageMembers::Operation::stop_of(MessageEnd end, int peer) {
 }
 
 // Whether no message of `peer` can come any more, with the lock held.
-bool MessageMembers::is_gone(int peer) const {
+bool MessageGroup::is_gone(int peer) const {
   if (peer != Messenger::kAnySource) return peer >= 0 && has_died(peer);
   for (int rank = 0; rank < static_cast<int>(processes_.size()); ++rank)
     if (rank != rank_ && !has_died(rank) && !num_calls_of_.contains(rank)) return false;
@@ -219,7 +219,7 @@ bool MessageMembers::is_gone(int peer) const {
 }
 
 // Whether it is over now, with the lock held.
-bool MessageMembers::must_end(Operation& operation) const {
+bool MessageGroup::must_end(Operation& operation) const {
   if (operation.stop_ != WaitStatus::kNone) return false;
   if (Clock::now() >= operation.deadline_) operation.stop_ = WaitStatus::kTimeout;
   if (is_gone(operation.peer_) && ++operation.num_checks_gone_ > kChecksForReason)
@@ -227,7 +227,7 @@ bool MessageMembers::must_end(Operation& operation) const {
   return operation.stop_ != WaitStatus::kNone;
 }
 
-void MessageMembers::watch_operations() {
+void MessageGroup::watch_operations() {
   bool must_abort = false;
   bool awaits_any = false;
   {

@@ -11,7 +11,7 @@
 #include <string>
 #include <utility>
 
-#include "host/membership.h"
+#include "host/group_state.h"
 #include "host/rendezvous.h"
 #include "host/threads.h"
 #include "host/timed_store.h"
@@ -27,13 +27,13 @@ namespace ringcomm {
 /// that nothing else would end: at an operation's deadline, when another rank aborts the group, and
 /// when the peer's process has ended without closing the connection (exec() may pass it on). It
 /// sleeps without operations.
-class MessageMembers final : public Membership {
+class MessageGroup final : public GroupState {
  public:
   using Clock = RunningClock;
 
   /// Collective, after `ranks` has found them: returns when all have come to this very group.
   /// Throws what `ranks` does.
-  MessageMembers(KeyValueStore& store, host::Rendezvous& ranks);
+  MessageGroup(KeyValueStore& store, host::Rendezvous& ranks);
 
   /// Called with the reason when the group ends; set once, before anything may end it.
   void on_abort(std::function<void()> callback) { on_abort_ = std::move(callback); }
@@ -63,7 +63,7 @@ class MessageMembers final : public Membership {
   class Operation {
    public:
     /// Throws std::system_error where the watchdog's thread cannot start.
-    Operation(MessageMembers& members, Clock::time_point deadline);
+    Operation(MessageGroup& group, Clock::time_point deadline);
     ~Operation();
     Operation(const Operation&) = delete;
     Operation& operator=(const Operation&) = delete;
@@ -75,10 +75,10 @@ class MessageMembers final : public Membership {
     WaitStatus stop_of(MessageEnd end, int peer);
 
    private:
-    friend class MessageMembers;
-    MessageMembers& members_;
+    friend class MessageGroup;
+    MessageGroup& group_;
     Clock::time_point deadline_;
-    // Guarded by the members' mutex.
+    // Guarded by the group's mutex.
     int peer_ = kNobody;
     int num_checks_gone_ = 0;              // of the watchdog, in which the peer was gone
     WaitStatus stop_ = WaitStatus::kNone;  // why the watchdog ended it

@@ -14,9 +14,9 @@
 namespace ringcomm {
 
 /// The ranks of a group and its shared abort state.
-class Membership {
+class GroupState {
  public:
-  virtual ~Membership() = default;
+  virtual ~GroupState() = default;
 
   const PeerProcesses& processes() const { return processes_; }
   const PeerProcess& process_of(int rank) const {
