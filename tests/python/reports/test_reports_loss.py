@@ -388,10 +388,10 @@ def test_a_loss_with_weights_of_its_own(rank: int) -> None:
     of_both = lambda params: sgd([*params, *loss_fn.parameters()])  # noqa: E731
     with pytest.raises(ValueError, match=r"parameter of shape .* not in the model"):
         parallelize(linear(), ParallelDims(dp=2), of_both, loss_fn=loss_fn, count_items=len)
-    for own in (loss_fn, lambda out, y: 2 * loss_fn(out, y), loss_fn.forward):
-        refused_in_step(rank, "trains a tensor of shape", linear(), batch, own)
+    for trains in (loss_fn, lambda out, y: 2 * loss_fn(out, y), loss_fn.forward):
+        refused_in_step(rank, "trains a tensor of shape", linear(), batch, trains)
     model = linear()
-    penalty: Any = lambda: sum(param.square().sum() for param in model.parameters())  # noqa: E731
+    penalty = lambda: sum(param.square().sum() for param in model.parameters())  # noqa: E731
     alone = copy.deepcopy(model)
     own = lambda: sum(param.square().sum() for param in alone.parameters())  # noqa: E731
 
