@@ -130,17 +130,20 @@ class ParameterServer:
         self._model, self._staleness = model, staleness
         self._scale = None if loss_scale is None else LossScale(loss_scale)
         trained = {w.name: param for param, w in described.weights.items() if param.requires_grad}
-        self._groups = _named_groups(param_groups, trained)
-        # In the order of the groups, as in a torch optimizer.
-        self._params = {name: trained[name] for each in self._groups for name in each["params"]}
+        if not trained:
+            raise ValueError("no parameter requires grad: at least one is needed")
+        given = [{"params": [*trained.values()]}] if param_groups is None else param_groups
+        copied = [dict(each) if isinstance(each, dict) else each for each in given]
+        # It never steps: it has the groups, and carries states for get_state_dict().
+        self._optimizer = make_optimizer(torch.optim.Optimizer(copied, {}).param_groups)
+        self._params = _named(self._optimizer, trained)
         kinds = {name: _sent_as(name, param, wire_dtype) for name, param in self._params.items()}
-        needs_whole(
-            _made(make_optimizer, self._groups, self._params), elementwise, whole, is_copied=False
-        )
+        needs_whole(self._optimizer, elementwise, whole, is_copied=False)
+        groups = self._optimizer.param_groups
         mine = {
             "options": (ranks, dedicated, staleness, wire_dtype, loss_scale),
-            "parameters": {n: (tuple(p.shape), str(p.dtype)) for n, p in self._params.items()},
-            "parameter groups": [each["params"] for each in self._groups],
+            "parameters": [(n, tuple(p.shape), str(p.dtype)) for n, p in self._params.items()],
+            "parameter groups": [len(each["params"]) for each in groups],
         }
         check_agreement(mine, group)
         backend: Any = backend_of(group, torch.device("cpu"))
@@ -162,16 +165,23 @@ class ParameterServer:
         self._server: Server | None = None
         if rank in self.keys:
             copies = {
-                name: nn.Parameter(self._params[name].detach().to("cpu", copy=True))
+                self._params[name]: nn.Parameter(self._params[name].detach().to("cpu", copy=True))
                 for name in self.keys[rank]
             }
+            here = [
+                {**each, "params": [copies[p] for p in each["params"] if p in copies]}
+                for each in groups
+            ]
+            optimizer = make_optimizer(here)
+            params = _named(optimizer, dict(zip(self.keys[rank], copies.values(), strict=True)))
+            keeps_master = any(p.dtype != kinds[n][1] for n, p in self._params.items())
             self._server = Server(
                 self.group,
                 workers,
                 packings[rank],
-                copies,
-                _made(make_optimizer, self._groups, copies),
-                keeps_master=any(p.dtype != kinds[n][1] for n, p in self._params.items()),
+                params,
+                optimizer,
+                keeps_master=keeps_master,
                 is_in_rounds=staleness is not None,
             )
         self._ports: list[Port] = []  # empty on a rank that is not a worker
@@ -305,53 +315,42 @@ class ParameterServer:
         """Updates that this rank's server has skipped because a gradient was not finite."""
         return 0 if self._server is None else self._server.num_skipped
 
-    def named_state(self) -> dict[str, Any]:
-        """The state of one torch optimizer over all parameters, on the CPU, by their names.
+    def pull_states(self) -> torch.optim.Optimizer:
+        """The servers' states and groups, in an optimizer of the model's parameters.
 
-        With a wire_dtype a parameter's state also has "master", its value at its server. Not
+        With a wire_dtype a state also has "master", the parameter's value at its server. Not
         collective; asks the servers. Raises RuntimeError if this rank is no worker, or has closed.
         """
         with self._working("get_state_dict()"):
             for port in self._ports:
                 port.ask(Header(Kind.STATE))
             answers = [port.answer()[1] for port in self._ports]
-        parts = [unpacked(state) for state in answers if state is not None]
-        states = {name: values for part in parts for name, values in part["state"].items()}
-        pairs = zip(parts[0]["param_groups"], self._groups, strict=True)
-        whole = [{**hyper, "params": group["params"]} for hyper, group in pairs]
-        return {"state": states, "param_groups": whole}
+        self._optimizer.state.clear()
+        for answer in answers:
+            assert answer is not None
+            part = unpacked(answer)
+            for name, values in part["state"].items():
+                self._optimizer.state[self._params[name]] = values
+            for own, given in zip(self._optimizer.param_groups, part["param_groups"], strict=True):
+                own.update({key: value for key, value in given.items() if key != "params"})
+        return self._optimizer
 
-    def problem_of(self, state: Mapping[str, Any]) -> str | None:
-        """Why a whole state by names does not fit the keys; None if it does."""
-        given, ours = (
-            [len(group["params"]) for group in groups]
-            for groups in (state.get("param_groups", ()), self._groups)
-        )
-        if given != ours:
-            return (
-                f"the state has parameter groups of {given} parameters, but the parameter server"
-                f" has {ours}"
-            )
-        for name, values in state.get("state", {}).items():
-            if name not in self._params:
-                return f"the state has {[name]}, which the parameter server does not train"
-            shape = self._params[name].shape
-            for key, value in values.items():
-                if isinstance(value, Tensor) and value.dim() and value.shape != shape:
-                    return (
-                        f"{key} of {name} must have the shape of {name}, {tuple(shape)}, got"
-                        f" {tuple(value.shape)}"
-                    )
-        return None
+    def new_states(self) -> torch.optim.Optimizer:
+        """The optimizer of the model's parameters, with a "master" of each; for push_states()."""
+        self._optimizer.state.clear()
+        for param in self._params.values():
+            self._optimizer.state[param]["master"] = param.detach().clone()
+        return self._optimizer
 
     @torch.inference_mode(False)  # updates must be able to write states
-    def load_named(self, state: Mapping[str, Any]) -> None:
-        """Loads the model's weights, and optionally a matching whole state; before step 0.
+    def push_states(self) -> None:
+        """Loads the model's weights and that optimizer's states into the servers; before step 0.
 
         Collective: a barrier, also of dedicated servers.
         """
         if self._server is not None:
-            self._server.load(self._params, state)
+            self._server.load(self._params, self._optimizer)
+        self._optimizer.state.clear()
         dist.barrier(self.group)
 
     def close(self) -> None:
@@ -400,34 +399,6 @@ def _checked_servers(servers: str | Sequence[int], world_size: int) -> tuple[int
     return ranks
 
 
-def _named_groups(
-    param_groups: Iterable[Any] | None, params: Mapping[str, nn.Parameter]
-) -> list[dict[str, Any]]:
-    """The parameter groups with names instead of parameters; raises ValueError if invalid."""
-    if not params:
-        raise ValueError("no parameter requires grad: at least one is needed")
-    given = params.values() if param_groups is None else param_groups
-    copied = [dict(group) if isinstance(group, dict) else group for group in given]
-    groups = torch.optim.Optimizer(copied, {}).param_groups
-    name_of = {param: name for name, param in params.items()}
-    for group in groups:
-        group["params"] = [name_of.get(param) for param in group["params"]]
-        group.pop("param_names", None)
-    every = [name for group in groups for name in group["params"]]
-    for name in params:
-        if name not in every:
-            raise ValueError(
-                f"{name} requires grad but is in no parameter group: add it, or call"
-                " requires_grad_(False)"
-            )
-    if len(every) > len(params):
-        raise ValueError(
-            "param_groups must have each parameter of the model that requires grad exactly once;"
-            " one is not in the model, frozen, or repeated"
-        )
-    return groups
-
-
 def _sent_as(
     name: str, param: nn.Parameter, wire_dtype: torch.dtype | None
 ) -> tuple[torch.Size, torch.dtype]:
@@ -439,23 +410,25 @@ def _sent_as(
     return param.shape, min(param.dtype, wire_dtype, key=lambda dtype: dtype.itemsize)
 
 
-def _made(
-    make_optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
-    named_groups: list[dict[str, Any]],
-    params: Mapping[str, nn.Parameter],
-) -> torch.optim.Optimizer:
-    """An optimizer of some of the parameters; a group is kept even if none of its own is there."""
-    groups = [
-        {**group, "params": [params[name] for name in group["params"] if name in params]}
-        for group in named_groups
-    ]
-    made = make_optimizer(groups)
-    if not isinstance(made, torch.optim.Optimizer):
-        raise TypeError(f"make_optimizer must return a torch optimizer, got {type(made).__name__}")
-    taken = [[id(param) for param in group["params"]] for group in made.param_groups]
-    if taken != [[id(param) for param in group["params"]] for group in groups]:
-        raise ValueError(
-            "make_optimizer returned an optimizer of other parameters, perhaps the model's: use the"
-            " parameters that it gets as its argument"
-        )
-    return made
+def _named(optimizer: Any, params: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    """The parameters in the order of an optimizer's groups; raises if it has not exactly them."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        kind = type(optimizer).__name__
+        raise TypeError(f"make_optimizer must return a torch optimizer, got {kind}")
+    name_of = {param: name for name, param in params.items()}
+    every = [param for group in optimizer.param_groups for param in group["params"]]
+    for param, count in Counter(every).items():
+        if param not in name_of or count > 1:
+            raise ValueError(
+                "make_optimizer returned an optimizer of other parameters: it must use those that"
+                " it gets, and param_groups must have each parameter of the model that requires"
+                " grad exactly once; one is not in the model, frozen, or repeated"
+            )
+    used = set(every)
+    for name, param in params.items():
+        if param not in used:
+            raise ValueError(
+                f"{name} requires grad but is in no parameter group: add it, or call"
+                " requires_grad_(False)"
+            )
+    return {name_of[param]: param for param in every}

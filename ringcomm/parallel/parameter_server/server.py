@@ -107,24 +107,24 @@ class Server:
         return {"state": states, "param_groups": own["param_groups"]}
 
     @torch.no_grad()
-    def load(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-        """Loads its keys from weights and, optionally, a whole matching state by names.
+    def load(self, weights: Mapping[str, nn.Parameter], whole: torch.optim.Optimizer) -> None:
+        """Loads its keys from the model's weights, and states of an optimizer of these.
 
         A state's "master" comes before a weight. Before the first update: no request reads keys.
         """
-        given, used = state.get("state", {}), {}
+        used = {}
         for number, (name, param) in enumerate(self._params.items()):
-            values = dict(given.get(name, {}))
+            values = dict(whole.state.get(weights[name], {}))
             param.copy_(values.pop("master", weights[name]))
             if values:
                 used[number] = values
-        if saved := state.get("param_groups"):
-            own = self._optimizer.state_dict()["param_groups"]
-            groups = [
-                {**theirs, "params": ours["params"]}
-                for theirs, ours in zip(saved, own, strict=True)
-            ]
-            self._optimizer.load_state_dict({"state": used, "param_groups": groups})
+        groups = [
+            {**theirs, "params": ours["params"]}
+            for theirs, ours in zip(
+                whole.param_groups, self._optimizer.state_dict()["param_groups"], strict=True
+            )
+        ]
+        self._optimizer.load_state_dict({"state": used, "param_groups": groups})
 
     def _run(self) -> None:
         try:
