@@ -33,14 +33,14 @@ class Packing:
     """Tensors in a byte buffer without padding; wide dtypes first, so that all are aligned."""
 
     def __init__(self, kinds: Iterable[tuple[torch.Size, torch.dtype]]) -> None:
-        self._kinds = list(kinds)
-        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in self._kinds]
-        self._order = sorted(range(len(sizes)), key=lambda index: -self._kinds[index][1].itemsize)
+        self.kinds = list(kinds)
+        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in self.kinds]
+        self._order = sorted(range(len(sizes)), key=lambda index: -self.kinds[index][1].itemsize)
         self._sizes = [sizes[index] for index in self._order]
 
     def of_gradients(self) -> "Packing":
         """For gradients of the same tensors, and a last tensor: 1 for each that is not missing."""
-        return Packing([*self._kinds, (torch.Size([len(self._kinds)]), torch.uint8)])
+        return Packing([*self.kinds, (torch.Size([len(self.kinds)]), torch.uint8)])
 
     def new_buffer(self) -> Tensor:
         """For one set of tensors: uint8, one-dimensional, on the CPU."""
@@ -49,7 +49,7 @@ class Packing:
     def views(self, buffer: Tensor) -> list[Tensor]:
         """The tensors in a buffer, in the order of their shapes; they share its memory."""
         parts = dict(zip(self._order, buffer.split(self._sizes), strict=True))
-        return [parts[i].view(dtype).view(shape) for i, (shape, dtype) in enumerate(self._kinds)]
+        return [parts[i].view(dtype).view(shape) for i, (shape, dtype) in enumerate(self.kinds)]
 
     @torch.no_grad()
     def pack(self, tensors: Sequence[Tensor | None], buffer: Tensor | None = None) -> Tensor:
@@ -81,30 +81,23 @@ class Tag(IntEnum):
 
 
 class Header(NamedTuple):
-    """Four float64 numbers: 32 bytes.
+    """Four int64 numbers: 32 bytes.
 
     Attributes:
-        version: of a pull, the lowest acceptable one; of an answer, the one that is sent.
-            For a push, the factor of its gradient; 0 if that is not finite.
-        has_version: the worker's last pulled version.
+        version: of a worker's last pull; of an answer, the one that is sent.
+        wanted: of a pull, the lowest acceptable version.
         num_bytes: the size of the message after an answer; 0 if there is none.
     """
 
     kind: Kind
-    version: float = 0
-    has_version: int = 0
+    version: int = 0
+    wanted: int = 0
     num_bytes: int = 0
 
     @staticmethod
     def new_words() -> Tensor:
-        """A float64 [4] to receive a header in."""
-        return torch.empty(4, dtype=torch.float64, device="cpu")
-
-    @staticmethod
-    def decode(words: Tensor) -> "Header":
-        """The header in a received float64 [4]."""
-        kind, version, has_version, num_bytes = words.tolist()
-        return Header(Kind(int(kind)), version, int(has_version), int(num_bytes))
+        """An int64 [4] to receive a header in."""
+        return torch.empty(4, dtype=torch.int64, device="cpu")
 
 
 def send(group: dist.ProcessGroup, peer: int, tag: Tag, message: Tensor | Header) -> Any:
@@ -113,7 +106,7 @@ def send(group: dist.ProcessGroup, peer: int, tag: Tag, message: Tensor | Header
     `peer` is a rank of the group. Any thread may call this.
     """
     if isinstance(message, Header):
-        message = torch.tensor(message, dtype=torch.float64, device="cpu")
+        message = torch.tensor(message, dtype=torch.int64, device="cpu")
     return dist.isend(message, group=group, group_dst=peer, tag=tag)
 
 

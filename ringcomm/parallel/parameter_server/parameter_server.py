@@ -13,7 +13,6 @@ from typing_extensions import Self
 
 from ringcomm.backend import resolve_group
 from ringcomm.errors import RingcommError
-from ringcomm.parallel.clip import LossScale
 from ringcomm.parallel.flat_collectives import check_agreement
 from ringcomm.parallel.model.axes import note_trainer
 from ringcomm.parallel.model.describe import describe, start_equal
@@ -68,9 +67,6 @@ class ParameterServer:
             of all that require grad.
         wire_dtype: such as torch.bfloat16: wider parameters and gradients are sent in it. Sums and
             servers' weights keep their own dtype.
-        loss_scale: a factor for float16, or "dynamic": each worker has one, from 2**16, halved when
-            its gradient is not finite and doubled after 2000 finite ones. Servers divide by it. If
-            a gradient of an update is not finite, all servers skip the update. See scale().
         elementwise: see zero.shard().
         whole: see zero.shard().
 
@@ -103,7 +99,6 @@ class ParameterServer:
         staleness: int | None = 0,
         param_groups: Iterable[Any] | None = None,
         wire_dtype: torch.dtype | None = None,
-        loss_scale: float | Literal["dynamic"] | None = None,
         elementwise: Collection[type] = (),
         whole: Collection[type] = (),
     ) -> None:
@@ -128,20 +123,22 @@ class ParameterServer:
                 f"wire_dtype must be a floating-point dtype such as bfloat16, got {wire_dtype}"
             )
         self._model, self._staleness = model, staleness
-        self._scale = None if loss_scale is None else LossScale(loss_scale)
         trained = {w.name: param for param, w in described.weights.items() if param.requires_grad}
         if not trained:
             raise ValueError("no parameter requires grad: at least one is needed")
         given = [{"params": [*trained.values()]}] if param_groups is None else param_groups
         copied = [dict(each) if isinstance(each, dict) else each for each in given]
         # It never steps: it has the groups, and carries states for get_state_dict().
-        self._optimizer = make_optimizer(torch.optim.Optimizer(copied, {}).param_groups)
-        self._params = _named(self._optimizer, trained)
+        self._optimizer = _made(
+            make_optimizer, torch.optim.Optimizer(copied, {}).param_groups, trained
+        )
+        groups = self._optimizer.param_groups
+        name_of = {param: name for name, param in trained.items()}
+        self._params = {name_of[param]: param for each in groups for param in each["params"]}
         kinds = {name: _sent_as(name, param, wire_dtype) for name, param in self._params.items()}
         needs_whole(self._optimizer, elementwise, whole, is_copied=False)
-        groups = self._optimizer.param_groups
         mine = {
-            "options": (ranks, dedicated, staleness, wire_dtype, loss_scale),
+            "options": (ranks, dedicated, staleness, wire_dtype),
             "parameters": [(n, tuple(p.shape), str(p.dtype)) for n, p in self._params.items()],
             "parameter groups": [len(each["params"]) for each in groups],
         }
@@ -165,24 +162,20 @@ class ParameterServer:
         self._server: Server | None = None
         if rank in self.keys:
             copies = {
-                self._params[name]: nn.Parameter(self._params[name].detach().to("cpu", copy=True))
+                name: nn.Parameter(self._params[name].detach().to("cpu", copy=True))
                 for name in self.keys[rank]
             }
             here = [
-                {**each, "params": [copies[p] for p in each["params"] if p in copies]}
+                {
+                    **each,
+                    "params": [copies[n] for p in each["params"] if (n := name_of[p]) in copies],
+                }
                 for each in groups
             ]
-            optimizer = make_optimizer(here)
-            params = _named(optimizer, dict(zip(self.keys[rank], copies.values(), strict=True)))
-            keeps_master = any(p.dtype != kinds[n][1] for n, p in self._params.items())
+            optimizer = _made(make_optimizer, here, copies)
+            is_in_rounds = staleness is not None
             self._server = Server(
-                self.group,
-                workers,
-                packings[rank],
-                params,
-                optimizer,
-                keeps_master=keeps_master,
-                is_in_rounds=staleness is not None,
+                self.group, workers, packings[rank], copies, optimizer, is_in_rounds=is_in_rounds
             )
         self._ports: list[Port] = []  # empty on a rank that is not a worker
         if rank in workers:
@@ -218,7 +211,7 @@ class ParameterServer:
         wanted = 0 if bound is None else self._num_pushes - (0 if fresh else bound)
         with self._working("pull()"):
             for port in self._ports:
-                port.ask(Header(Kind.PULL, max(0, wanted), port.version))
+                port.ask(Header(Kind.PULL, port.version, max(0, wanted)))
             answers = [port.answer() for port in self._ports]
         with torch.no_grad():
             for port, (version, message) in zip(self._ports, answers, strict=True):
@@ -227,15 +220,6 @@ class ParameterServer:
                     for name, value in zip(port.names, values, strict=True):
                         self._params[name].copy_(value)
                 port.version = version
-
-    @property
-    def loss_scale(self) -> float:
-        """What scale() multiplies a loss by now."""
-        return 1.0 if self._scale is None else self._scale.value
-
-    def scale(self, loss: Tensor) -> Tensor:
-        """The loss times the loss scale, for backward(); the loss itself if there is none."""
-        return loss if self._scale is None else loss * self._scale.value
 
     @torch.inference_mode(False)  # updates must be able to write states
     def push(self) -> None:
@@ -250,10 +234,9 @@ class ParameterServer:
         """
         with self._working("push()"):
             self._check_unchanged()
-            factor = self._gradient_factor()
             for port in self._ports:
                 gradients = [self._params[name].grad for name in port.names]
-                port.push(Header(Kind.PUSH, factor, port.version), gradients)
+                port.push(Header(Kind.PUSH, port.version), gradients)
         for param in self._params.values():
             param.grad = None
         self._num_pushes += 1
@@ -288,16 +271,6 @@ class ParameterServer:
                     " gradients: make the embedding with sparse=False"
                 )
 
-    def _gradient_factor(self) -> float:
-        """The inverse of the loss scale; 0 if a gradient is not finite."""
-        if self._scale is None:
-            return 1.0
-        factor = 1 / self._scale.value
-        grads = (param.grad for param in self._params.values())
-        has_overflow = not all(grad is None or bool(grad.isfinite().all()) for grad in grads)
-        self._scale.update(has_overflow)
-        return 0.0 if has_overflow else factor
-
     @property
     def version(self) -> int:
         """The number of updates in a worker's weights, or made by a dedicated server."""
@@ -309,11 +282,6 @@ class ParameterServer:
     def staleness_histogram(self) -> Counter[int]:
         """The number of gradients applied by this rank's server, by their age in updates."""
         return Counter() if self._server is None else Counter(self._server.staleness)
-
-    @property
-    def num_skipped_updates(self) -> int:
-        """Updates that this rank's server has skipped because a gradient was not finite."""
-        return 0 if self._server is None else self._server.num_skipped
 
     def pull_states(self) -> torch.optim.Optimizer:
         """The servers' states and groups, in an optimizer of the model's parameters.
@@ -410,25 +378,28 @@ def _sent_as(
     return param.shape, min(param.dtype, wire_dtype, key=lambda dtype: dtype.itemsize)
 
 
-def _named(optimizer: Any, params: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-    """The parameters in the order of an optimizer's groups; raises if it has not exactly them."""
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        kind = type(optimizer).__name__
-        raise TypeError(f"make_optimizer must return a torch optimizer, got {kind}")
-    name_of = {param: name for name, param in params.items()}
-    every = [param for group in optimizer.param_groups for param in group["params"]]
-    for param, count in Counter(every).items():
-        if param not in name_of or count > 1:
-            raise ValueError(
-                "make_optimizer returned an optimizer of other parameters: it must use those that"
-                " it gets, and param_groups must have each parameter of the model that requires"
-                " grad exactly once; one is not in the model, frozen, or repeated"
-            )
-    used = set(every)
+def _made(
+    make_optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+    groups: list[dict[str, Any]],
+    params: Mapping[str, nn.Parameter],
+) -> torch.optim.Optimizer:
+    """The optimizer of some groups, which must have each of the parameters once."""
+    given = [[id(param) for param in group["params"]] for group in groups]
+    every = [param for own in given for param in own]
     for name, param in params.items():
-        if param not in used:
+        if id(param) not in every:
             raise ValueError(
                 f"{name} requires grad but is in no parameter group: add it, or call"
                 " requires_grad_(False)"
             )
-    return {name_of[param]: param for param in every}
+    made = make_optimizer(groups)
+    if not isinstance(made, torch.optim.Optimizer):
+        raise TypeError(f"make_optimizer must return a torch optimizer, got {type(made).__name__}")
+    taken = [[id(param) for param in group["params"]] for group in made.param_groups]
+    if taken != given or len(every) > len(params):
+        raise ValueError(
+            "make_optimizer returned an optimizer of other parameters: it must use the groups that"
+            " it gets, and param_groups must have each parameter of the model that requires grad"
+            " exactly once; one is not in the model, frozen, or repeated"
+        )
+    return made

@@ -5,7 +5,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,10 +18,9 @@ from ringcomm.parallel.parameter_server.messages import Header, Kind, Packing, T
 Answer = Callable[[tuple[Header, Tensor | None]], None]
 
 
-class _Gradient(NamedTuple):
-    version: int  # of the weights that it was computed with
-    factor: float  # to multiply it by; 0 if it is not finite
-    tensors: list[Tensor | None]  # by key of this server, in wire dtypes; None if missing
+# The version of the weights that it was computed with, and tensors by key of this server, in wire
+# dtypes; None for a missing one.
+Gradient = tuple[int, list[Tensor | None]]
 
 
 class Server:
@@ -31,15 +30,9 @@ class Server:
     and its failure reports the worker's death. Requests of the worker in this process come into the
     same inbox. An error ends the loop and the group.
 
-    Args:
-        group: the group of the messages.
-        workers: its ranks that work.
-        packing: of the keys.
-        params: the keys on the CPU by name, in the order of the optimizer's groups.
-        optimizer: of these.
-        keeps_master: whether states have "master", because workers have rounded values.
-        is_in_rounds: update t is the mean of the t-th gradients of all workers that have not closed
-            before; otherwise every gradient is an update.
+    `workers` are ranks of `group`. `params` are the keys, on the CPU, in the order of the
+    optimizer's groups and of the packing. With is_in_rounds update t is the mean of the t-th
+    gradients of all workers that have not closed before; otherwise every gradient is an update.
     """
 
     def __init__(
@@ -50,16 +43,15 @@ class Server:
         params: Mapping[str, nn.Parameter],
         optimizer: torch.optim.Optimizer,
         *,
-        keeps_master: bool,
         is_in_rounds: bool,
     ) -> None:
-        self.version = self.num_skipped = 0  # updates; without a finite gradient they are skipped
+        self.version = 0  # the number of updates
         self.staleness: Counter[int] = Counter()  # gradients by versions between pull and update
         self._group, self._packing, self._gradients = group, packing, packing.of_gradients()
-        self._params, self._optimizer, self._keeps_master = params, optimizer, keeps_master
+        self._params, self._optimizer = params, optimizer
         self._is_in_rounds = is_in_rounds
         self._present = set(workers)
-        self._queues: dict[int, deque[_Gradient]] = {worker: deque() for worker in sorted(workers)}
+        self._queues: dict[int, deque[Gradient]] = {worker: deque() for worker in sorted(workers)}
         self._held: list[tuple[Header, Answer]] = []  # pulls of versions that are not available yet
         self._packed: Tensor | None = None  # this version's weights, once a worker pulls them
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
@@ -97,11 +89,15 @@ class Server:
         return answer
 
     def state(self) -> dict[str, Any]:
-        """As torch's state_dict(), but by names; parameters of groups are this server's numbers."""
+        """As torch's state_dict(), but by names; parameters of groups are this server's numbers.
+
+        A weight that workers have rounded is its "master".
+        """
         own = self._optimizer.state_dict()
         states = {}
         for number, (name, param) in enumerate(self._params.items()):
-            master = {"master": param.detach()} if self._keeps_master else {}
+            is_rounded = param.dtype != self._packing.kinds[number][1]
+            master = {"master": param.detach()} if is_rounded else {}
             if of_param := own["state"].get(number, {}) | master:
                 states[name] = of_param
         return {"state": states, "param_groups": own["param_groups"]}
@@ -147,7 +143,7 @@ class Server:
 
     def _take(self, worker: int, words: Tensor, future: torch.futures.Future[Any]) -> None:
         future.value()  # raises if the receive has failed
-        header = Header.decode(words)
+        header = Header(*words.tolist())
         gradient = None
         if header.kind == Kind.PUSH:
             gradient = self._gradients.new_buffer()
@@ -174,16 +170,16 @@ class Server:
             *views, is_there = self._gradients.views(gradient)
             found = zip(views, is_there.tolist(), strict=True)
             tensors = [view if is_given else None for view, is_given in found]
-            self._queues[worker].append(_Gradient(header.has_version, header.version, tensors))
+            self._queues[worker].append((header.version, tensors))
         else:  # a worker closes
             self._present.discard(worker)
         while gradients := self._next_update():
             self._update(gradients)
         held, self._held = self._held, []
         for pull, answer_pull in held:
-            if pull.version > self.version:
+            if pull.wanted > self.version:
                 self._held.append((pull, answer_pull))
-            elif pull.has_version == self.version:
+            elif pull.version == self.version:
                 answer_pull((Header(Kind.ANSWER, self.version), None))
             else:
                 if self._packed is None:
@@ -191,47 +187,38 @@ class Server:
                 num_bytes = self._packed.numel()
                 answer_pull((Header(Kind.ANSWER, self.version, num_bytes=num_bytes), self._packed))
 
-    def _next_update(self) -> list[_Gradient]:
+    def _next_update(self) -> list[Gradient]:
         """The gradients of the next update in the order of workers; empty while one is missing."""
         if self._is_in_rounds and not all(self._queues[worker] for worker in self._present):
             return []
         return [queue.popleft() for queue in self._queues.values() if queue]
 
-    def _update(self, gradients: Sequence[_Gradient]) -> None:
+    def _update(self, gradients: Sequence[Gradient]) -> None:
         """A parameter without any gradient is not updated, as in torch's optimizers."""
-        # All servers get the same factors, and skip the same updates.
-        if all(gradient.factor for gradient in gradients):
-            self.staleness.update(self.version - gradient.version for gradient in gradients)
-            for param, mean in zip(self._params.values(), _mean_of(gradients), strict=True):
-                param.grad = None if mean is None else mean.to(param.dtype)
-            self._optimizer.step()
-            self._optimizer.zero_grad()
-        else:
-            self.num_skipped += 1
+        versions, tensors = zip(*gradients, strict=True)
+        self.staleness.update(self.version - version for version in versions)
+        for param, parts in zip(self._params.values(), zip(*tensors, strict=True), strict=True):
+            param.grad = _mean_of(parts, param.dtype)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
         self.version += 1
         self._packed = None
 
 
-def _mean_of(gradients: Sequence[_Gradient]) -> list[Tensor | None]:
-    """The mean gradient by key: summed in the given order, 16-bit ones in float32.
+def _mean_of(parts: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor | None:
+    """The mean of a key's gradients: summed in the given order, 16-bit ones in float32.
 
     Missing ones count as zeros, unless all are.
     """
-    if len(gradients) == 1 and gradients[0].factor == 1:
-        return gradients[0].tensors
-    means: list[Tensor | None] = []
-    for parts in zip(*(gradient.tensors for gradient in gradients), strict=True):
-        total = None
-        for part, gradient in zip(parts, gradients, strict=True):
-            if part is None:
-                continue
-            if total is None:
-                total = part.to(torch.promote_types(part.dtype, torch.float32), copy=True)
-                total.mul_(gradient.factor)
-            else:
-                total.add_(part, alpha=gradient.factor)
-        means.append(None if total is None else total.div_(len(gradients)))
-    return means
+    given = [part for part in parts if part is not None]
+    if not given:
+        return None
+    if len(parts) == 1:
+        return given[0].to(dtype)
+    total = given[0].to(torch.promote_types(given[0].dtype, torch.float32), copy=True)
+    for part in given[1:]:
+        total.add_(part)
+    return total.div_(len(parts)).to(dtype)
 
 
 class Port:
@@ -280,15 +267,15 @@ class Port:
         """Waits for a version, and the message sent with it, if any; valid until the next call."""
         if self._own is not None:
             header, message = self._own.next_answer()
-            return int(header.version), message
+            return header.version, message
         words, sender = Header.new_words(), {"group_src": self._rank, "tag": Tag.TO_WORKER}
         dist.recv(words, group=self._group, **sender)
-        header = Header.decode(words)
+        header = Header(*words.tolist())
         if not header.num_bytes:
-            return int(header.version), None
+            return header.version, None
         self._received.resize_(header.num_bytes)
         dist.recv(self._received, group=self._group, **sender)
-        return int(header.version), self._received
+        return header.version, self._received
 
     def close(self) -> None:
         """Sends the last request, and waits until everything has been sent."""

@@ -184,7 +184,6 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "staleness": ({"staleness": -1}, "a number of steps >= 0, got -1"),
     "half a step": ({"staleness": 0.5}, "a number of steps >= 0, got 0.5"),
     "wire_dtype": ({"wire_dtype": torch.int8}, "a floating-point dtype"),
-    "loss_scale": ({"loss_scale": -1.0}, "loss_scale must be None"),
 }
 
 
@@ -197,6 +196,8 @@ def test_value_errors(rank: int) -> None:
     for wrong in ([Net()], nn.ReLU):
         with pytest.raises(TypeError, match=r"expected a model, got (list|type)"):
             ParameterServer(wrong, make)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="loss_scale"):  # an option of earlier versions
+        ParameterServer(Net(), make, loss_scale=2.0)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="got SGD"):
         ParameterServer(Net(), make(groups_of(Net())))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="no parameter requires grad"):
