@@ -18,13 +18,7 @@ from ringcomm.parallel.model.axes import note_trainer
 from ringcomm.parallel.model.describe import describe, start_equal
 from ringcomm.parallel.model.refuse import Asked, refuse
 from ringcomm.parallel.optimizer_kinds import needs_whole
-from ringcomm.parallel.parameter_server.messages import (
-    Header,
-    Kind,
-    Packing,
-    owned_keys,
-    unpacked,
-)
+from ringcomm.parallel.parameter_server.messages import Header, Kind, Packing, owned_keys, unpacked
 from ringcomm.parallel.parameter_server.server import Port, Server
 from ringcomm.torch_names import backend_of, timeout_of
 
@@ -126,8 +120,8 @@ class ParameterServer:
         trained = {w.name: param for param, w in described.weights.items() if param.requires_grad}
         if not trained:
             raise ValueError("no parameter requires grad: at least one is needed")
-        given = [{"params": [*trained.values()]}] if param_groups is None else param_groups
-        copied = [dict(each) if isinstance(each, dict) else each for each in given]
+        given = trained.values() if param_groups is None else param_groups
+        copied: list[Any] = [dict(each) if isinstance(each, dict) else each for each in given]
         # It never steps: it has the groups, and carries states for get_state_dict().
         self._optimizer = _made(
             make_optimizer, torch.optim.Optimizer(copied, {}).param_groups, trained
