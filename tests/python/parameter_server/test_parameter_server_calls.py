@@ -131,7 +131,7 @@ def test_a_state_before_the_first_step_is_none(rank: int, kind: str) -> None:
 def test_groups_are_matched_by_names(rank: int) -> None:
     """Also in another order, where sizes alone tell nothing."""
     rates, make = {"weight": 0.1, "bias": 0.2}, make_of("momentum")
-    states = []
+    states: list[dict[str, Any]] = []
     for names in (["weight", "bias"], ["bias", "weight"]):
         model = nn.Linear(3, 2)
         groups = [{"params": [getattr(model, n)], "lr": rates.pop(n, 0.3)} for n in names]
