@@ -6,92 +6,41 @@ A message is a header of 32 bytes, optionally followed by packed tensors.
 import ctypes
 import io
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-
-from ringcomm.parallel.model.describe import describe
-
-MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+from torch import Tensor
 
 
-def checked_optimizer(made: Any) -> torch.optim.Optimizer:
-    """What make_optimizer has returned; raises TypeError if it is no torch optimizer."""
-    if not isinstance(made, torch.optim.Optimizer):
-        raise TypeError(f"make_optimizer must return a torch optimizer, got {type(made).__name__}")
-    return made
-
-
-class Key(NamedTuple):
-    """One trainable parameter; its gradients and values are sent in wire_dtype."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    wire_dtype: torch.dtype
-
-
-def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that require grad, by name, in the model's order."""
-    weights = describe(model).weights
-    return {weight.name: param for param, weight in weights.items() if param.requires_grad}
-
-
-def keys_of(params: Mapping[str, nn.Parameter], wire_dtype: torch.dtype | None) -> dict[str, Key]:
-    """One key per parameter, by name; raises ValueError for unsupported parameters.
-
-    A parameter no wider than wire_dtype is sent in its own dtype.
-    """
-    keys = {}
-    for name, param in params.items():
-        if isinstance(param, nn.UninitializedParameter) or type(param.data) is not Tensor:
-            raise ValueError(
-                f"parameters must be plain tensors, but {name} is a {type(param).__name__}"
-            )
-        if param.layout != torch.strided or param.is_meta:
-            raise ValueError(
-                f"parameters must be dense and have values, but {name} is sparse or on the meta"
-                " device"
-            )
-        sent_as = param.dtype
-        if wire_dtype is not None and param.is_floating_point():
-            sent_as = min(sent_as, wire_dtype, key=lambda dtype: dtype.itemsize)
-        keys[name] = Key(param.shape, param.dtype, sent_as)
-    if not keys:
-        raise ValueError("no parameter requires grad: at least one is needed")
-    return keys
-
-
-def owned_keys(keys: Mapping[str, Key], servers: Sequence[int]) -> dict[int, list[str]]:
+def owned_keys(sizes: Mapping[str, int], servers: Sequence[int]) -> dict[int, list[str]]:
     """The keys of each server by name; assigns the largest first, to the server with least bytes.
 
     The result is the same on every rank. The maximum is at most 4/3 of the optimum (Graham 1969).
     """
-    sizes = {name: math.prod(key.shape) * key.wire_dtype.itemsize for name, key in keys.items()}
     loads = dict.fromkeys(servers, 0)
     owner: dict[str, int] = {}
-    for name in sorted(keys, key=lambda name: -sizes[name]):
+    for name in sorted(sizes, key=lambda name: -sizes[name]):
         owner[name] = min(servers, key=loads.__getitem__)
         loads[owner[name]] += sizes[name]
     used = sorted(set(owner.values()))
-    return {server: [name for name in keys if owner[name] == server] for server in used}
+    return {server: [name for name in sizes if owner[name] == server] for server in used}
 
 
 class Packing:
     """Tensors in a byte buffer without padding; wide dtypes first, so that all are aligned."""
 
     def __init__(self, kinds: Iterable[tuple[torch.Size, torch.dtype]]) -> None:
-        self._kinds = list(kinds)
-        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in self._kinds]
-        self._order = sorted(range(len(sizes)), key=lambda index: -self._kinds[index][1].itemsize)
+        self.kinds = list(kinds)
+        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in self.kinds]
+        self._order = sorted(range(len(sizes)), key=lambda index: -self.kinds[index][1].itemsize)
         self._sizes = [sizes[index] for index in self._order]
 
     def of_gradients(self) -> "Packing":
         """For gradients of the same tensors, and a last tensor: 1 for each that is not missing."""
-        return Packing([*self._kinds, (torch.Size([len(self._kinds)]), torch.uint8)])
+        return Packing([*self.kinds, (torch.Size([len(self.kinds)]), torch.uint8)])
 
     def new_buffer(self) -> Tensor:
         """For one set of tensors: uint8, one-dimensional, on the CPU."""
@@ -100,7 +49,7 @@ class Packing:
     def views(self, buffer: Tensor) -> list[Tensor]:
         """The tensors in a buffer, in the order of their shapes; they share its memory."""
         parts = dict(zip(self._order, buffer.split(self._sizes), strict=True))
-        return [parts[i].view(dtype).view(shape) for i, (shape, dtype) in enumerate(self._kinds)]
+        return [parts[i].view(dtype).view(shape) for i, (shape, dtype) in enumerate(self.kinds)]
 
     @torch.no_grad()
     def pack(self, tensors: Sequence[Tensor | None], buffer: Tensor | None = None) -> Tensor:
@@ -112,33 +61,6 @@ class Packing:
             else:
                 view.copy_(tensor)
         return buffer
-
-
-def groups_of_keys(
-    param_groups: Iterable[Any] | None, params: Mapping[str, nn.Parameter]
-) -> list[dict[str, Any]]:
-    """The parameter groups with names instead of parameters; raises ValueError if invalid."""
-    if param_groups is None:
-        return [{"params": list(params)}]
-    given = [dict(group) if isinstance(group, dict) else group for group in param_groups]
-    groups = torch.optim.Optimizer(given, {}).param_groups
-    name_of = {param: name for name, param in params.items()}
-    for group in groups:
-        group["params"] = [name_of.get(param) for param in group["params"]]
-        group.pop("param_names", None)
-    every = [name for group in groups for name in group["params"]]
-    missing = [name for name in params if name not in every]
-    if missing:
-        raise ValueError(
-            f"{missing[0]} requires grad but is in no parameter group: add it, or call"
-            " requires_grad_(False)"
-        )
-    if len(every) > len(params):
-        raise ValueError(
-            "param_groups must have each parameter of the model that requires grad exactly once;"
-            " one is not in the model, frozen, or repeated"
-        )
-    return groups
 
 
 class Kind(IntEnum):
@@ -154,32 +76,38 @@ class Kind(IntEnum):
 class Tag(IntEnum):
     """Tags of sends and receives, which separate the two roles of a rank that works and serves."""
 
-    REQUEST = 1
-    GRADIENT = 2
-    ANSWER = 3
-    ANSWERED = 4
+    TO_SERVER = 1
+    TO_WORKER = 2
 
 
 class Header(NamedTuple):
-    """Four float64 numbers: 32 bytes.
+    """Four int64 numbers: 32 bytes.
 
     Attributes:
-        version: of a pull, the lowest acceptable one; of an answer, the one that is sent.
-            For a push, the factor of its gradient; 0 if that is not finite.
-        has_version: the worker's last pulled version.
+        version: of a worker's last pull; of an answer, the one that is sent.
+        wanted: of a pull, the lowest acceptable version.
         num_bytes: the size of the message after an answer; 0 if there is none.
     """
 
     kind: Kind
-    version: float = 0
-    has_version: int = 0
+    version: int = 0
+    wanted: int = 0
     num_bytes: int = 0
 
     @staticmethod
-    def decode(words: Tensor) -> "Header":
-        """The header in a received float64 [4]."""
-        kind, version, has_version, num_bytes = words.tolist()
-        return Header(Kind(int(kind)), version, int(has_version), int(num_bytes))
+    def new_words() -> Tensor:
+        """An int64 [4] to receive a header in."""
+        return torch.empty(4, dtype=torch.int64, device="cpu")
+
+
+def send(group: dist.ProcessGroup, peer: int, tag: Tag, message: Tensor | Header) -> Any:
+    """Returns a Work at once; sends the message, and keeps its tensor, even without wait().
+
+    `peer` is a rank of the group. Any thread may call this.
+    """
+    if isinstance(message, Header):
+        message = torch.tensor(message, dtype=torch.int64, device="cpu")
+    return dist.isend(message, group=group, group_dst=peer, tag=tag)
 
 
 def packed(state: Mapping[str, Any]) -> Tensor:
@@ -193,19 +121,3 @@ def unpacked(message: Tensor) -> dict[str, Any]:
     """The state of packed()."""
     content = ctypes.string_at(message.data_ptr(), message.numel())
     return torch.load(io.BytesIO(content), weights_only=True)
-
-
-# Peers are ranks of the group; any thread may call these.
-
-
-def send(group: dist.ProcessGroup, peer: int, tag: Tag, message: Tensor | Header) -> Any:
-    """Returns a Work at once; sends the message, and keeps its tensor, even without wait()."""
-    if isinstance(message, Header):
-        message = torch.tensor(message, dtype=torch.float64, device="cpu")
-    return dist.isend(message, group=group, group_dst=peer, tag=tag)
-
-
-def receive(group: dist.ProcessGroup, peer: int, tag: Tag, tensor: Tensor) -> Tensor:
-    """Fills a tensor, and returns it."""
-    dist.recv(tensor, group=group, group_src=peer, tag=tag)
-    return tensor

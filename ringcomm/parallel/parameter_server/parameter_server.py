@@ -1,7 +1,7 @@
 """ParameterServer: the interface of a rank that is a worker, a server, or both."""
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -13,15 +13,13 @@ from typing_extensions import Self
 
 from ringcomm.backend import resolve_group
 from ringcomm.errors import RingcommError
-from ringcomm.parallel.clip import LossScale
 from ringcomm.parallel.flat_collectives import check_agreement
 from ringcomm.parallel.model.axes import note_trainer
-from ringcomm.parallel.model.describe import Model, describe, start_equal
+from ringcomm.parallel.model.describe import describe, start_equal
 from ringcomm.parallel.model.refuse import Asked, refuse
 from ringcomm.parallel.optimizer_kinds import needs_whole
-from ringcomm.parallel.parameter_server import messages
-from ringcomm.parallel.parameter_server.messages import Header, Kind, Packing
-from ringcomm.parallel.parameter_server.server import Port, Server, ServerOptimizer, misfit
+from ringcomm.parallel.parameter_server.messages import Header, Kind, Packing, owned_keys, unpacked
+from ringcomm.parallel.parameter_server.server import Port, Server
 from ringcomm.torch_names import backend_of, timeout_of
 
 
@@ -63,9 +61,6 @@ class ParameterServer:
             of all that require grad.
         wire_dtype: such as torch.bfloat16: wider parameters and gradients are sent in it. Sums and
             servers' weights keep their own dtype.
-        loss_scale: a factor for float16, or "dynamic": each worker has one, from 2**16, halved when
-            its gradient is not finite and doubled after 2000 finite ones. Servers divide by it. If
-            a gradient of an update is not finite, all servers skip the update. See scale().
         elementwise: see zero.shard().
         whole: see zero.shard().
 
@@ -89,7 +84,7 @@ class ParameterServer:
     def __init__(
         self,
         model: nn.Module,
-        make_optimizer: messages.MakeOptimizer,
+        make_optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
         *,
         group: dist.ProcessGroup | None = None,
         mesh: DeviceMesh | None = None,
@@ -98,7 +93,6 @@ class ParameterServer:
         staleness: int | None = 0,
         param_groups: Iterable[Any] | None = None,
         wire_dtype: torch.dtype | None = None,
-        loss_scale: float | Literal["dynamic"] | None = None,
         elementwise: Collection[type] = (),
         whole: Collection[type] = (),
     ) -> None:
@@ -109,11 +103,11 @@ class ParameterServer:
                 "make_optimizer must return an optimizer for given parameters, such as lambda"
                 f" params: torch.optim.SGD(params, lr=0.1); got {type(make_optimizer).__name__}"
             )
-        resolved = resolve_group(group, mesh)
+        group = resolve_group(group, mesh)
         described = describe(model)
         refuse(described, Asked("ParameterServer", "ParameterServer"))
-        ranks = _checked_servers(servers, resolved.size())
-        if dedicated and len(ranks) == resolved.size():
+        ranks = _checked_servers(servers, group.size())
+        if dedicated and len(ranks) == group.size():
             raise ValueError("dedicated=True leaves no worker: use fewer servers or more ranks")
         if staleness is not None and (type(staleness) is not int or staleness < 0):
             raise ValueError(f"staleness must be None or a number of steps >= 0, got {staleness!r}")
@@ -122,55 +116,79 @@ class ParameterServer:
             raise ValueError(
                 f"wire_dtype must be a floating-point dtype such as bfloat16, got {wire_dtype}"
             )
-        self._scale = None if loss_scale is None else LossScale(loss_scale)
-        self._model, self._params, self._staleness = model, messages.trainable(model), staleness
-        self._keys = messages.keys_of(self._params, wire_dtype)
-        self._groups = messages.groups_of_keys(param_groups, self._params)
-        groups = [{**g, "params": [*map(self._params.get, g["params"])]} for g in self._groups]
-        first = messages.checked_optimizer(make_optimizer(groups))
-        needs_whole(first, elementwise, whole, is_copied=False)
+        self._model, self._staleness = model, staleness
+        trained = {w.name: param for param, w in described.weights.items() if param.requires_grad}
+        if not trained:
+            raise ValueError("no parameter requires grad: at least one is needed")
+        given = trained.values() if param_groups is None else param_groups
+        copied: list[Any] = [dict(each) if isinstance(each, dict) else each for each in given]
+        # It never steps: it has the groups, and carries states for get_state_dict().
+        self._optimizer = _made(
+            make_optimizer, torch.optim.Optimizer(copied, {}).param_groups, trained
+        )
+        groups = self._optimizer.param_groups
+        name_of = {param: name for name, param in trained.items()}
+        self._params = {name_of[param]: param for each in groups for param in each["params"]}
+        kinds = {name: _sent_as(name, param, wire_dtype) for name, param in self._params.items()}
+        needs_whole(self._optimizer, elementwise, whole, is_copied=False)
         mine = {
-            "options": (ranks, dedicated, staleness, wire_dtype, loss_scale),
-            "parameters": {n: (tuple(key.shape), str(key.dtype)) for n, key in self._keys.items()},
-            "parameter groups": [group["params"] for group in self._groups],
+            "options": (ranks, dedicated, staleness, wire_dtype),
+            "parameters": [(n, tuple(p.shape), str(p.dtype)) for n, p in self._params.items()],
+            "parameter groups": [len(each["params"]) for each in groups],
         }
-        self.group = _meet(resolved, described, mine)
-        self.keys = messages.owned_keys(self._keys, ranks)
+        check_agreement(mine, group)
+        backend: Any = backend_of(group, torch.device("cpu"))
+        self.group: dist.ProcessGroup = dist.new_group(
+            dist.get_process_group_ranks(group),
+            backend="ringcomm",
+            timeout=timeout_of(backend),
+            pg_options=backend.options if backend.name() == "ringcomm" else None,
+            use_local_synchronization=group.size() < dist.get_world_size(),
+            group_desc="ringcomm parameter server",
+        )
+        start_equal(described, [self.group])
+        sizes = {name: shape.numel() * dtype.itemsize for name, (shape, dtype) in kinds.items()}
+        self.keys = owned_keys(sizes, ranks)
         self.servers = list(self.keys)
-        workers = [r for r in range(resolved.size()) if not (dedicated and r in ranks)]
-        packings = {
-            server: Packing((self._keys[name].shape, self._keys[name].wire_dtype) for name in names)
-            for server, names in self.keys.items()
-        }
-        rank, own = self.group.rank(), None
+        workers = [rank for rank in range(group.size()) if not (dedicated and rank in ranks)]
+        packings = {of: Packing(kinds[name] for name in names) for of, names in self.keys.items()}
+        rank = self.group.rank()
+        self._server: Server | None = None
         if rank in self.keys:
-            keeps_master = any(key.dtype != key.wire_dtype for key in self._keys.values())
-            values = {name: self._params[name] for name in self.keys[rank]}
-            made = ServerOptimizer(make_optimizer, self._groups, values, keeps_master=keeps_master)
+            copies = {
+                name: nn.Parameter(self._params[name].detach().to("cpu", copy=True))
+                for name in self.keys[rank]
+            }
+            here = [
+                {
+                    **each,
+                    "params": [copies[n] for p in each["params"] if (n := name_of[p]) in copies],
+                }
+                for each in groups
+            ]
+            optimizer = _made(make_optimizer, here, copies)
             is_in_rounds = staleness is not None
-            own = Server(self.group, workers, packings[rank], made, is_in_rounds=is_in_rounds)
-        self._server: Server | None = own
+            self._server = Server(
+                self.group, workers, packings[rank], copies, optimizer, is_in_rounds=is_in_rounds
+            )
         self._ports: list[Port] = []  # empty on a rank that is not a worker
         if rank in workers:
             self._ports = [
-                Port(self.group, server, names, packings[server], own if server == rank else None)
-                for server, names in self.keys.items()
+                Port(self.group, of, names, packings[of], self._server if of == rank else None)
+                for of, names in self.keys.items()
             ]
-            if own is not None:
-                own.start()
         self._num_pushes = 0
         self._is_closed = False
         note_trainer(self._params.values(), self)
 
     def serve(self) -> None:
-        """Serves until all workers have closed. On a dedicated server, once.
+        """Waits until all workers have closed. On a dedicated server.
 
-        Raises RuntimeError on a worker, which serves in a thread.
+        Raises RuntimeError on a worker.
         """
         if self._ports:
             raise RuntimeError("serve() is for dedicated servers; a worker serves without it")
         if self._server is not None:
-            self._server.run()
             self._server.join()
 
     def pull(self, *, fresh: bool = False) -> None:
@@ -187,7 +205,7 @@ class ParameterServer:
         wanted = 0 if bound is None else self._num_pushes - (0 if fresh else bound)
         with self._working("pull()"):
             for port in self._ports:
-                port.ask(Header(Kind.PULL, max(0, wanted), port.version))
+                port.ask(Header(Kind.PULL, port.version, max(0, wanted)))
             answers = [port.answer() for port in self._ports]
         with torch.no_grad():
             for port, (version, message) in zip(self._ports, answers, strict=True):
@@ -196,15 +214,6 @@ class ParameterServer:
                     for name, value in zip(port.names, values, strict=True):
                         self._params[name].copy_(value)
                 port.version = version
-
-    @property
-    def loss_scale(self) -> float:
-        """What scale() multiplies a loss by now."""
-        return 1.0 if self._scale is None else self._scale.value
-
-    def scale(self, loss: Tensor) -> Tensor:
-        """The loss times the loss scale, for backward(); the loss itself if there is none."""
-        return loss if self._scale is None else loss * self._scale.value
 
     @torch.inference_mode(False)  # updates must be able to write states
     def push(self) -> None:
@@ -219,52 +228,42 @@ class ParameterServer:
         """
         with self._working("push()"):
             self._check_unchanged()
-            factor = self._gradient_factor()
             for port in self._ports:
                 gradients = [self._params[name].grad for name in port.names]
-                port.push(Header(Kind.PUSH, factor, port.version), gradients)
+                port.push(Header(Kind.PUSH, port.version), gradients)
         for param in self._params.values():
             param.grad = None
         self._num_pushes += 1
 
     @contextmanager
     def _working(self, what: str) -> Iterator[None]:
-        """Raises the cause of an error of the group, if this rank's server is the cause."""
+        """Raises the error of this rank's server, if any, instead of the group's."""
         if not self._ports:
             raise RuntimeError(f"{what} is for workers; a dedicated server calls serve()")
-        if self._is_closed and what != "close()":
+        if self._is_closed:
             raise RuntimeError(f"{what} after close()")
         try:
             yield
         except RingcommError:
             if self._server is not None:
-                self._server.raise_cause()
+                self._server.raise_error()
             raise
 
     def _check_unchanged(self) -> None:
-        found = messages.trainable(self._model)
-        for name in self._params.keys() | found.keys():
-            if found.get(name) is not self._params.get(name):
-                raise ValueError(
-                    f"{name} was added, replaced, frozen or unfrozen after the ParameterServer was"
-                    " made: close() it, and make a new one for the changed model"
-                )
-        for name, param in self._params.items():
+        found = {p: name for name, p in self._model.named_parameters() if p.requires_grad}
+        known = {param: name for name, param in self._params.items()}
+        for param in found.keys() ^ known.keys():
+            raise ValueError(
+                f"{known.get(param) or found[param]} was added, replaced, frozen or unfrozen after"
+                " the ParameterServer was made: close() it, and make a new one for the changed"
+                " model"
+            )
+        for param, name in known.items():
             if param.grad is not None and param.grad.is_sparse:
                 raise ValueError(
                     f"the gradient of {name} is sparse, but a parameter server needs dense"
                     " gradients: make the embedding with sparse=False"
                 )
-
-    def _gradient_factor(self) -> float:
-        """The inverse of the loss scale; 0 if a gradient is not finite."""
-        if self._scale is None:
-            return 1.0
-        factor = 1 / self._scale.value
-        grads = (param.grad for param in self._params.values())
-        has_overflow = not all(grad is None or bool(grad.isfinite().all()) for grad in grads)
-        self._scale.update(has_overflow)
-        return 0.0 if has_overflow else factor
 
     @property
     def version(self) -> int:
@@ -278,39 +277,42 @@ class ParameterServer:
         """The number of gradients applied by this rank's server, by their age in updates."""
         return Counter() if self._server is None else Counter(self._server.staleness)
 
-    @property
-    def num_skipped_updates(self) -> int:
-        """Updates that this rank's server has skipped because a gradient was not finite."""
-        return 0 if self._server is None else self._server.num_skipped
+    def pull_states(self) -> torch.optim.Optimizer:
+        """The servers' states and groups, in an optimizer of the model's parameters.
 
-    def named_state(self) -> dict[str, Any]:
-        """The state of one torch optimizer over all parameters, on the CPU, by their names.
-
-        With a wire_dtype a parameter's state also has "master", its value at its server. Not
+        With a wire_dtype a state also has "master", the parameter's value at its server. Not
         collective; asks the servers. Raises RuntimeError if this rank is no worker, or has closed.
         """
         with self._working("get_state_dict()"):
             for port in self._ports:
                 port.ask(Header(Kind.STATE))
             answers = [port.answer()[1] for port in self._ports]
-        parts = [messages.unpacked(state) for state in answers if state is not None]
-        states = {name: values for part in parts for name, values in part["state"].items()}
-        pairs = zip(parts[0]["param_groups"], self._groups, strict=True)
-        whole = [{**hyper, "params": group["params"]} for hyper, group in pairs]
-        return {"state": {k: states[k] for k in self._keys if k in states}, "param_groups": whole}
+        self._optimizer.state.clear()
+        for answer in answers:
+            assert answer is not None
+            part = unpacked(answer)
+            for name, values in part["state"].items():
+                self._optimizer.state[self._params[name]] = values
+            for own, given in zip(self._optimizer.param_groups, part["param_groups"], strict=True):
+                own.update({key: value for key, value in given.items() if key != "params"})
+        return self._optimizer
 
-    def problem_of(self, state: Mapping[str, Any]) -> str | None:
-        """Why a whole state by names does not fit the keys; None if it does."""
-        return misfit(state, self._groups, self._keys)
+    def new_states(self) -> torch.optim.Optimizer:
+        """The optimizer of the model's parameters, with a "master" of each; for push_states()."""
+        self._optimizer.state.clear()
+        for param in self._params.values():
+            self._optimizer.state[param]["master"] = param.detach().clone()
+        return self._optimizer
 
     @torch.inference_mode(False)  # updates must be able to write states
-    def load_named(self, state: Mapping[str, Any]) -> None:
-        """Loads the model's weights, and optionally a matching whole state; before step 0.
+    def push_states(self) -> None:
+        """Loads the model's weights and that optimizer's states into the servers; before step 0.
 
-        Collective: a barrier, also of dedicated servers, before they serve().
+        Collective: a barrier, also of dedicated servers.
         """
         if self._server is not None:
-            self._server.load(self._params, state)
+            self._server.load(self._params, self._optimizer)
+        self._optimizer.state.clear()
         dist.barrier(self.group)
 
     def close(self) -> None:
@@ -321,7 +323,6 @@ class ParameterServer:
         """
         if self._is_closed:
             return
-        self._is_closed = True
         try:
             if self._ports:
                 with self._working("close()"):
@@ -330,8 +331,12 @@ class ParameterServer:
             if self._server is not None:
                 self._server.join()
         finally:
-            note_trainer(self._params.values(), None)
-            dist.destroy_process_group(self.group)
+            self._leave()
+
+    def _leave(self) -> None:
+        self._is_closed = True
+        note_trainer(self._params.values(), None)
+        dist.destroy_process_group(self.group)
 
     def __enter__(self) -> Self:
         return self
@@ -341,8 +346,7 @@ class ParameterServer:
         if kind is None:
             self.close()
         elif not self._is_closed:
-            self._is_closed = True
-            dist.destroy_process_group(self.group)
+            self._leave()
 
 
 def _checked_servers(servers: str | Sequence[int], world_size: int) -> tuple[int, ...]:
@@ -357,24 +361,39 @@ def _checked_servers(servers: str | Sequence[int], world_size: int) -> tuple[int
     return ranks
 
 
-def _meet(group: dist.ProcessGroup, model: Model, mine: Mapping[str, Any]) -> dist.ProcessGroup:
-    """Makes a ringcomm group for the messages and broadcasts rank 0's weights. Collective.
+def _sent_as(
+    name: str, param: nn.Parameter, wire_dtype: torch.dtype | None
+) -> tuple[torch.Size, torch.dtype]:
+    """Its shape and dtype on the wire: wire_dtype, or its own if that is no wider."""
+    if type(param.data) is not Tensor or param.layout != torch.strided or param.is_meta:
+        raise ValueError(f"parameters must be plain, dense tensors that have values; {name} is not")
+    if wire_dtype is None or not param.is_floating_point():
+        return param.shape, param.dtype
+    return param.shape, min(param.dtype, wire_dtype, key=lambda dtype: dtype.itemsize)
 
-    Raises ValueError if the ranks have different arguments; nothing has been changed.
-    """
-    backend: Any = backend_of(group, torch.device("cpu"))
-    own = dist.new_group(
-        dist.get_process_group_ranks(group),
-        backend="ringcomm",
-        timeout=timeout_of(backend),
-        pg_options=backend.options if backend.name() == "ringcomm" else None,
-        use_local_synchronization=group.size() < dist.get_world_size(),
-        group_desc="ringcomm parameter server",
-    )
-    try:
-        check_agreement(mine, own)
-    except ValueError:
-        dist.destroy_process_group(own)
-        raise
-    start_equal(model, [own])
-    return own
+
+def _made(
+    make_optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+    groups: list[dict[str, Any]],
+    params: Mapping[str, nn.Parameter],
+) -> torch.optim.Optimizer:
+    """The optimizer of some groups, which must have each of the parameters once."""
+    given = [[id(param) for param in group["params"]] for group in groups]
+    every = [param for own in given for param in own]
+    for name, param in params.items():
+        if id(param) not in every:
+            raise ValueError(
+                f"{name} requires grad but is in no parameter group: add it, or call"
+                " requires_grad_(False)"
+            )
+    made = make_optimizer(groups)
+    if not isinstance(made, torch.optim.Optimizer):
+        raise TypeError(f"make_optimizer must return a torch optimizer, got {type(made).__name__}")
+    taken = [[id(param) for param in group["params"]] for group in made.param_groups]
+    if taken != given or len(every) > len(params):
+        raise ValueError(
+            "make_optimizer returned an optimizer of other parameters: it must use the groups that"
+            " it gets, and param_groups must have each parameter of the model that requires grad"
+            " exactly once; one is not in the model, frozen, or repeated"
+        )
+    return made

@@ -14,7 +14,13 @@ from ringcomm.backend import resolve_group
 from ringcomm.parallel.flat_collectives import all_gathered, raise_on_all
 from ringcomm.parallel.model.axes import find_shards
 from ringcomm.parallel.parameter_server import ParameterServer
-from ringcomm.parallel.state.own_parts import MASTER, ModelParts, OptimizerParts, State
+from ringcomm.parallel.state.own_parts import (
+    MASTER,
+    ModelParts,
+    OptimizerParts,
+    State,
+    drop_unstepped,
+)
 from ringcomm.parallel.state.tensor_part import (
     Path,
     SameAs,
@@ -100,13 +106,15 @@ def get_state_dict(
         is_again = full and first.setdefault(value, path) != path
         flat[path] = SameAs(first[value]) if is_again else parts.of_value(value, is_stored=full)
     state: State = {}
+    everyone = None if server is not None else group
     if server is not None:
-        state = server.named_state()
-    elif optimizer is not None:
-        found = OptimizerParts(optimizer, parts, group, is_stored=full)
+        optimizer = server.pull_states()
+    if optimizer is not None:
+        found = OptimizerParts(optimizer, parts, everyone, is_stored=full)
         state = {"state": {}, "param_groups": found.groups}
         flat |= found.parts
-    everyone = None if server is not None else group
+    if server is not None:
+        optimizer.state.clear()
     if full:
         flat = gather_whole(flat, rank0_only=rank0_only, group=everyone)
     elif cpu:
@@ -182,21 +190,20 @@ def set_state_dict(
     if values is not None:
         mine |= {("model", name): owner for name, (_, owner) in parts.extra.items()}
     found = None
-    if optimizer is not None and server is None and (state or (state is not None and rank0_only)):
+    if server is not None:
+        optimizer = server.new_states()
+    if optimizer is not None and (state or (state is not None and rank0_only)):
         found = OptimizerParts(optimizer, parts, group, is_stored=True)
     wanted = mine | ({} if found is None else found.parts)
     given: dict[Path, Any] = {("model", name): value for name, value in (values or {}).items()}
-    # Servers need full states, which are sent as one object.
-    for name, of_param in ({} if server else (state or {}).get("state", {})).items():
+    for name, of_param in (state or {}).get("state", {}).items():
         known = {key: value for key, value in of_param.items() if value is not None}
         given |= {("optimizer", name, key): value for key, value in known.items()}
-    more: Any = state if server else (state or {}).get("param_groups")
+    more: Any = (state or {}).get("param_groups")
     if rank0_only and group is not None:
         given, more = scatter_whole(given, more, wanted, group)
     groups, problem = _matched([] if found is None else found.groups, more, strict=strict)
     problem = _problem_of(wanted, given, group, strict=strict) or problem
-    if server is not None and more:
-        problem = problem or server.problem_of(more)
     raise_on_all(problem, group)
     for shards in parts.shards:
         shards.release_all()
@@ -209,7 +216,8 @@ def set_state_dict(
     if found is not None:
         found.load(given, groups)
     if server is not None:
-        server.load_named(more or {})
+        drop_unstepped(optimizer)
+        server.push_states()
 
 
 def _write(value: Tensor, part: Tensor, given: Any, device: torch.device | str | None) -> None:

@@ -301,7 +301,7 @@ class Unstepped:
                 if new and is_zero:
                     optimizer._set_state(param, new)
                 elif new:
-                    optimizer.state[param] = new
+                    optimizer.state[param] = {**known, **new}
                 self.params.add(param)
         if is_zero:
             optimizer.share_keys()
@@ -344,7 +344,7 @@ def make_states(optimizer: Any) -> Unstepped:
     if optimizer not in _unstepped:
         _unstepped[optimizer] = Unstepped()
         if isinstance(optimizer, torch.optim.Optimizer):
-            optimizer.register_step_pre_hook(_drop_states)
+            optimizer.register_step_pre_hook(drop_unstepped)
     if hasattr(optimizer, "make_states"):  # it applies gradients in the backward pass
         optimizer.make_states()
     elif not isinstance(optimizer, Offloaded):
@@ -352,15 +352,16 @@ def make_states(optimizer: Any) -> Unstepped:
     return _unstepped[optimizer]
 
 
-def _drop_states(optimizer: Any, *_: Any) -> None:
+def drop_unstepped(optimizer: Any, *_: Any) -> None:
+    """Removes the states that stand for none."""
     params = _unstepped[optimizer].params if optimizer in _unstepped else set()
     for param in params:
         if isinstance(optimizer, ZeroOptimizer):
             optimizer._set_state(param, {})
         elif isinstance(optimizer, Offloaded):
             optimizer.set_state_of(param, {})
-        else:
-            optimizer.state.pop(param, None)
+        elif MASTER in (state := optimizer.state.pop(param, {})):
+            optimizer.state[param] = {MASTER: state[MASTER]}
     params.clear()
 
 

@@ -80,7 +80,7 @@ def train(
                 server.pull()
                 for part in range(num_micro_batches):
                     rows = batch(num_micro_batches * step + part, mine, len(workers))
-                    server.scale(loss_of(model, *(row.to(place) for row in rows))).backward()
+                    loss_of(model, *(row.to(place) for row in rows)).backward()
                 server.push()
             server.pull(fresh=True)
         else:
@@ -91,7 +91,6 @@ def train(
         "sent": sent_bytes()["send"] - before,
         "keys": server.keys,
         "staleness": dict(server.staleness_histogram),
-        "skipped": server.num_skipped_updates,
     }
 
 

@@ -92,12 +92,56 @@ def test_masters_are_kept(rank: int) -> None:
             ({"state": {}, "param_groups": [{"params": ["weight"]}]}, r"parameter groups of \[1\]"),
             (
                 {"state": {"bias": {"master": torch.ones(4)}}, "param_groups": groups},
-                r"rank 0: master of bias must have the shape of bias, \(5,\), got \(4,\)",
+                r"rank 0: bias\.master must have shape \(5,\), got \(4,\) in the state",
             ),
-            ({"state": {"other": {}}, "param_groups": groups}, r"has \['other'\], which the param"),
+            (
+                {"state": {"other": {"step": torch.ones(())}}, "param_groups": groups},
+                r"has unknown names \['other\.step'\]",
+            ),
         ):
             with pytest.raises(ValueError, match=text):
                 set_state_dict(model, server, None, wrong)
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "NAdam", "ASGD", "Rprop"])
+@in_ranks(2)
+def test_a_state_before_the_first_step_is_none(rank: int, kind: str) -> None:
+    """It has a value for every key, as every optimizer's, and the first step begins without."""
+    make = getattr(torch.optim, kind)
+    alone, model = nn.Linear(3, 2), nn.Linear(3, 2)
+    with ParameterServer(alone, make) as server:
+        before = get_state_dict(alone, server)[1]
+        assert sorted(before["state"]) == ["bias", "weight"]
+        server.pull()
+        alone(torch.ones(1, 3)).sum().backward()
+        values = {name: value.clone() for name, value in weights(alone).items()}
+        server.push()
+        server.pull()
+    with ParameterServer(model, make) as server:
+        set_state_dict(model, server, values, before)
+        model(torch.ones(1, 3)).sum().backward()
+        server.push()
+        server.pull()
+        after = get_state_dict(model, server)[1]["state"]["weight"]
+    assert float(after["step"]) == 1
+    torch.testing.assert_close(weights(model), weights(alone), rtol=0, atol=0)
+
+
+@in_ranks(2)
+def test_groups_are_matched_by_names(rank: int) -> None:
+    """Also in another order, where sizes alone tell nothing."""
+    rates, make = {"weight": 0.1, "bias": 0.2}, make_of("momentum")
+    states: list[dict[str, Any]] = []
+    for names in (["weight", "bias"], ["bias", "weight"]):
+        model = nn.Linear(3, 2)
+        groups = [{"params": [getattr(model, n)], "lr": rates.pop(n, 0.3)} for n in names]
+        with ParameterServer(model, make, param_groups=groups) as server:
+            if states:
+                set_state_dict(model, server, None, states[0])
+            states.append(get_state_dict(model, server)[1])
+    for state in states:
+        found = {group["params"][0]: group["lr"] for group in state["param_groups"]}
+        assert found == {"weight": 0.1, "bias": 0.2}
 
 
 # ---- edges
@@ -181,7 +225,6 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "staleness": ({"staleness": -1}, "a number of steps >= 0, got -1"),
     "half a step": ({"staleness": 0.5}, "a number of steps >= 0, got 0.5"),
     "wire_dtype": ({"wire_dtype": torch.int8}, "a floating-point dtype"),
-    "loss_scale": ({"loss_scale": -1.0}, "loss_scale must be None"),
 }
 
 
@@ -194,6 +237,8 @@ def test_value_errors(rank: int) -> None:
     for wrong in ([Net()], nn.ReLU):
         with pytest.raises(TypeError, match=r"expected a model, got (list|type)"):
             ParameterServer(wrong, make)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="loss_scale"):  # an option of earlier versions
+        ParameterServer(Net(), make, loss_scale=2.0)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="got SGD"):
         ParameterServer(Net(), make(groups_of(Net())))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="no parameter requires grad"):
