@@ -112,21 +112,12 @@ class Options:
         return replace(self, **found)
 
 
-# Options that are gone, and what to use. A row stays for one version.
-_GONE = {
-    "resume": "files of offloaded weights end with the process: save"
-    " ringcomm.parallel.get_state_dict() by torch.distributed.checkpoint, and continue by"
-    " set_state_dict()",
-}
-
-
 def check_names(owner: str, given: Iterable[str], known: Collection[str], why: str = "") -> None:
     """Raises TypeError for an option that `owner` does not have, with the nearest that it has."""
     for name in given:
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
             hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known)}"
-            hint = _GONE.get(name, hint)
             raise TypeError(f"{owner} has no option {name!r}{why}; {hint}")
 
 

@@ -126,7 +126,7 @@ def test_errors(rank: int, tmp_path: Path) -> None:
     check("needs optimizers of ringcomm", {})
     check("cast the model itself", param_dtype=torch.bfloat16)
     given: Any = Net(), None, 3
-    with pytest.raises(TypeError, match=r"no option 'resume'; .*get_state_dict\(\) by torch"):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'resume'"):
         zero.shard(*given, resume=True)  # type: ignore[call-arg]
     place: dict[str, Any] = {"to": "nvme", "path": tmp_path}
     model = Net()
