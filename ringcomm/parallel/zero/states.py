@@ -96,8 +96,8 @@ class States(torch.optim.Optimizer):
         rows of several ranks, as torch.save() does, raises RuntimeError. "master" has the float32
         values of a 16-bit weight.
 
-        Collective at stages 1 and 2 and with offload_weights: states are gathered one at a time and
-        split into rows.
+        Collective at stages 1 and 2, with offload_weights, and at stage 3 with optimizers that need
+        full matrices, such as Muon: states are gathered one at a time and split into rows.
         """
         run_state_hooks(self, "state_dict_pre")
         with torch.no_grad():

@@ -302,7 +302,7 @@ def test_allocate_tensor(rank: int) -> None:
         assert (tensor.device.index, tensor.dtype) == (emugpu.current_device(), torch.int16)
         assert tensor.shape == (10,)
     assert backend.supports_tensor_alloc(device)
-    with pytest.raises(ValueError, match="-5"):
+    with pytest.raises(RuntimeError, match="-5"):
         backend.allocate_tensor(-5, dtype=torch.uint8, device=device)
 
 
