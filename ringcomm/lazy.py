@@ -3,6 +3,7 @@
 Also what it says of public names that are gone.
 """
 
+import inspect
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -39,8 +40,10 @@ def attributes(
             return getattr(import_module(f"{package}.{where[name]}"), name)
         if used := GONE.get(f"{package}.{name}"):
             # `from package import name` asks by hasattr(), and would hide an AttributeError.
-            is_import = sys._getframe(1).f_globals.get("__name__") == "importlib._bootstrap"
-            error = ImportError if is_import else AttributeError
+            frame = inspect.currentframe()
+            caller = None if frame is None else frame.f_back
+            name_of_caller = "" if caller is None else str(caller.f_globals.get("__name__"))
+            error = ImportError if name_of_caller.startswith("importlib.") else AttributeError
             raise error(f"{package}.{name} is gone; use {used}")
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
