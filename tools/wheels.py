@@ -35,7 +35,7 @@ for module in (ringcomm, ringcomm.kernels):
     assert module.__path__[0].startswith(sys.prefix), module.__path__
 assert util.find_spec("kernels") is None, "kernels is importable as a package of its own"
 points = metadata.distribution("ringcomm").entry_points
-groups = ("torch.backends", "console_scripts", "vllm.general_plugins", "sglang.srt.plugins")
+groups = ("torch.backends", "console_scripts", "vllm.general_plugins")
 expected = {(group, "ringcomm") for group in groups}
 assert {(p.group, p.name) for p in points} == expected, points
 """
