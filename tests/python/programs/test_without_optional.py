@@ -92,7 +92,7 @@ import sys, torch
 import torch.distributed as dist
 from torch import nn
 from ringcomm import ops
-from ringcomm.cli import run
+from _ringcomm.start import run
 from ringcomm.ops.losses.cross_entropy_cuda import scale_
 from ringcomm.parallel import activations
 from ringcomm.parallel.parameter_server.messages import packed, unpacked
