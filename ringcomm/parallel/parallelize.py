@@ -280,6 +280,7 @@ def _check_options(
     sequence_parallel: bool,
     gather_logits: bool,
 ) -> None:
+    # For its errors, before anything is sent; "units" is the one option of shard() that it lacks.
     ShardOptions(**{name: value for name, value in shard_options.items() if name != "units"})
     given = ", ".join(sorted(shard_options))
     problems = {
