@@ -4,12 +4,12 @@ Usage: python tools/verify_gpu.py [--only NAME,... | --from NAME] [--budget-s S]
        python tools/verify_gpu.py --layout NAME,... [-- PYTEST ARGS...]
        python tools/verify_gpu.py --take FOLDER
 
-The rows of docs/gpu-verification.md run one after the other, each within its limit and what is left
-of the budget. The last lines printed are the commands that run what remains. The active Python and
-its torch are used. The folder, $OUT by default, gets verify.log, records and plots. Records are
-compared with the page's aims: each is printed as met, or by how much it is missed. The page gets
-each row's "last run" and the driver's answers, and so do rows.jsonl and probe.jsonl in the folder:
---take writes those into the page of another checkout, also of a run that was cut off.
+The checks of benchmarks/gpu/checks.toml run one after the other, each within its limit and what is
+left of the budget. The last lines printed are the commands that run what remains. The active Python
+and its torch are used. The folder, $OUT by default, gets verify.log, records and plots. Records are
+compared with the file's aims: each is printed as met, or by how much it is missed. The file gets
+each check's last run and the driver's answers, and so do checks.jsonl and probe.jsonl in the
+folder: --take writes those into the file of another checkout, also of a run that was cut off.
 
 With --layout, the GPU tests (or the given ones) run with so many ranks on one GPU or on all, under
 NVIDIA's Multi-Process Service or without. The status is 1 when something failed, or when there is a
@@ -37,21 +37,26 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # pytest requires it there
+
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "gpu-verification.md"
+CHECKS = ROOT / "benchmarks" / "gpu" / "checks.toml"
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from mps import FOLDERS, Mps, find_control, find_program  # noqa: E402
 from placement import count_devices  # noqa: E402
 
 BUDGET_S = 540.0  # for machines whose commands end after ten minutes
-MIN_SHARE = 0.5  # of a row's limit: with less time left, the next command runs it
-LAYOUT_S = 420.0  # of a layout, if no row says another limit
+MIN_SHARE = 0.5  # of a check's limit: with less time left, the next command runs it
+LAYOUT_S = 420.0  # of a layout, if no check says another limit
 MIN_DRIVER = 580  # of CUDA 13, for which torch and the kernels are built
 MIN_FREE_MIB = 8 << 10
 GO_ON = "python tools/verify_gpu.py --only build,"
 END_S = 45.0  # for a program to end its children, including MPS
-MAX_FAILED = 3  # tests of a command: 25 that time out would be a whole row
+MAX_FAILED = 3  # tests of a command: 25 that time out would be a whole check
 NO_TESTS = 5  # pytest's status where no test was selected
 # Ranks (0: tests that start none; None: one for each GPU, two under MPS), the GPUs, and MPS.
 LAYOUTS: dict[str, tuple[int | None, str, bool]] = {
@@ -74,87 +79,87 @@ UNITS = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 POINT = ("op", "bytes", "dtype", "mode", "case", "shape", "vocab_size", "world_size", "optimizer")
 
 
-class Row(NamedTuple):
-    """A row of the first table: a shell command, or why there is none; seconds; what it needs.
+class Check(NamedTuple):
+    """A shell command, or why there is none; seconds; what it needs.
 
     That is "MPS", "2 GPUs", a module, a program, or a file that `make` has built.
     """
 
     name: str
-    how: str
+    command: str
     limit_s: float
     needs: tuple[str, ...]
-
-    @property
-    def command(self) -> str:
-        """The command, "" where there is none."""
-        return self.how.strip("`") if self.how.startswith("`") else ""
+    not_scripted: str = ""
 
 
 class Aim(NamedTuple):
-    """A line of the table of aims: which records of which rows, a figure, and its limit.
+    """Which records of which checks, a figure, and its limit.
 
     The figure is a field, or `FIELD / key=value`: the field divided by that of the record that has
     this value of `key` and is of the same point. Numbers may end in k, m or g (powers of 1024).
     """
 
-    entries: list[str]
+    checks: list[str]
     records: str
     figure: str
     limit: str
 
 
-def tables_of(page: Path) -> tuple[list[Row], list[Aim]]:
-    """The rows and the aims of the page."""
-    rows, _, aims = page.read_text(encoding="utf-8").partition("\n## Aims\n")
+def tables_of(path: Path) -> dict[str, list[dict[str, Any]]]:
+    """What a file has: `check`, `aim` and `question`."""
+    return tomllib.loads(path.read_text(encoding="utf-8"))
+
+
+def load(path: Path) -> tuple[list[Check], list[Aim]]:
+    """The checks and the aims of a file."""
+    tables = tables_of(path)
     return (
         [
-            Row(name, how, float(limit or 0), tuple(needs.split(", ")) if needs else ())
-            for name, _, how, limit, needs, _ in cells_of(rows)
+            Check(
+                table["name"],
+                table.get("command", "").strip(),
+                float(table.get("limit_s", 0)),
+                tuple(table.get("needs", ())),
+                table.get("not_scripted", ""),
+            )
+            for table in tables.get("check", ())
         ],
-        [
-            Aim(names.split(", "), *(cell.strip("`") for cell in cells))
-            for names, *cells in cells_of(aims.partition("\n## ")[0])
-        ],
+        [Aim(**table) for table in tables.get("aim", ())],
     )
 
 
-def cells_of(section: str) -> list[list[str]]:
-    """The cells of the table in a section."""
-    lines = [line for line in section.splitlines() if line[:2] == "| "]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[1:]]
+def write(path: Path, name: str, key: str, text: str) -> None:
+    """Replaces the value of a key, `last_run` or `answer`, in the table of that name."""
+    line = f"{key} = {json.dumps(text, ensure_ascii=False)}"
+    pattern = rf'^(name = "{re.escape(name)}"\n(?:(?!\[\[).*\n)*?){key} = .*$'
+    old = path.read_text(encoding="utf-8")
+    new = re.sub(pattern, lambda found: found[1] + line, old, count=1, flags=re.M)
+    path.write_text(new, encoding="utf-8")
 
 
-def write_row(page: Path, name: str, found: str) -> None:
-    """Replaces the last cell of a row, of whichever table has it."""
-    pattern = rf"^(\| {re.escape(name)} \|.*\| )[^|]*( \|)$"
-    text = page.read_text(encoding="utf-8")
-    text = re.sub(pattern, rf"\g<1>{found}\g<2>", text, count=1, flags=re.M)
-    page.write_text(text, encoding="utf-8")
-
-
-def write_answers(page: Path, out: Path) -> None:
-    """Writes the driver's answers that a run has found, under MPS and without, into the page."""
+def write_answers(path: Path, out: Path) -> None:
+    """Writes the driver's answers that a run has found, under MPS and without, into the file."""
     said: dict[str, dict[str, str]] = {}
-    path = out / "probe.jsonl"
-    for line in parsed(path.read_text(encoding="utf-8") if path.exists() else ""):
+    found = out / "probe.jsonl"
+    for line in parsed(found.read_text(encoding="utf-8") if found.exists() else ""):
         mode = "MPS" if line["mps"] else "no MPS"
-        said.setdefault(line["question"], {})[mode] = line["answer"].replace("|", "/")
+        said.setdefault(line["question"], {})[mode] = line["answer"]
     for question, modes in said.items():
-        write_row(page, question, "; ".join(f"{mode}: {text}" for mode, text in modes.items()))
+        text = "; ".join(f"{mode}: {answer}" for mode, answer in modes.items())
+        write(path, question, "answer", text)
 
 
-def take(out: Path, page: Path) -> int:
-    """Writes the results of a run, possibly interrupted, into the page; the exit code."""
-    path = out / "rows.jsonl"
-    if not path.exists():
-        print(f"there is no rows.jsonl in {out}: it is no folder of results")
+def take(out: Path, path: Path) -> int:
+    """Writes the results of a run, possibly interrupted, into the file; the exit code."""
+    results = out / "checks.jsonl"
+    if not results.exists():
+        print(f"there is no checks.jsonl in {out}: it is no folder of results")
         return 1
-    found = {line["row"]: line["found"] for line in parsed(path.read_text(encoding="utf-8"))}
+    found = {line["check"]: line["found"] for line in parsed(results.read_text(encoding="utf-8"))}
     for name, text in found.items():
-        write_row(page, name, text)
+        write(path, name, "last_run", text)
         print(f"{name}: {text}")
-    write_answers(page, out)
+    write_answers(path, out)
     return 0
 
 
@@ -351,7 +356,7 @@ def gpu_archs() -> list[str]:
 
 
 def complain() -> None:
-    """Prints what is wrong with the GPUs for rows of several ranks, each with the way on."""
+    """Prints what is wrong with the GPUs for checks of several ranks, each with the way on."""
     names = ("index", "driver_version", "compute_mode", "mig.mode.current", "memory.free")
     for gpu, driver, mode, mig, free in query_gpus(*names):
         free_mib = int(free) if free.isdigit() else MIN_FREE_MIB
@@ -359,7 +364,7 @@ def complain() -> None:
             f"driver {driver} is older than CUDA 13, which needs {MIN_DRIVER}: install a newer"
             " driver, or its cuda-compat package": int(driver.partition(".")[0] or 0) < MIN_DRIVER,
             "it is in exclusive mode, and without MPS a second rank gets no context: nvidia-smi"
-            f" -i {gpu} -c DEFAULT, or --only rows that need MPS": mode == "Exclusive_Process",
+            f" -i {gpu} -c DEFAULT, or --only checks that need MPS": mode == "Exclusive_Process",
             f"it takes no programs: nvidia-smi -i {gpu} -c DEFAULT": mode == "Prohibited",
             "it is cut by MIG: ranks of one group need one slice, named by"
             " CUDA_VISIBLE_DEVICES=MIG-..., and each has its own MPS": mig == "Enabled",
@@ -372,7 +377,7 @@ def complain() -> None:
 
 
 def environment(archs: list[str], out: Path) -> dict[str, str]:
-    """For the rows: kernels for the GPUs that are here alone, and where results go."""
+    """For the checks: kernels for the GPUs that are here alone, and where results go."""
     return {
         "GLOO_SOCKET_IFNAME": "lo",
         "RINGCOMM_CUDA": "1",
@@ -389,32 +394,33 @@ def environment(archs: list[str], out: Path) -> dict[str, str]:
 
 
 def verify(
-    rows: list[Row], out: Path, budget_s: float, page: Path
+    checks: list[Check], out: Path, budget_s: float, path: Path
 ) -> tuple[dict[str, str], list[str]]:
-    """Runs rows in turn; what became of each, and the rows that are left for another command.
+    """Runs checks in turn; what became of each, and those that are left for another command.
 
-    Those had no time, or were stopped by the budget. At least one row is run, besides the build.
+    Those had no time, or were stopped by the budget. At least one check is run, besides the build.
     """
     archs, deadline = gpu_archs(), time.monotonic() + budget_s
-    env, aims = environment(archs, out), tables_of(page)[1]
+    env, aims = environment(archs, out), load(path)[1]
     found: dict[str, str] = {}
     left: list[str] = []
     num_run = 0
     if find_program("nvidia-smi"):
         complain()
-    for row in rows:
+    for check in checks:
         left_s = deadline - time.monotonic()
-        reason = lacks(row.needs, len(archs)) if row.command else row.how
-        if reason is None and num_run > 0 and left_s < MIN_SHARE * row.limit_s:
+        why = f"not scripted: {check.not_scripted}"
+        reason = lacks(check.needs, len(archs)) if check.command else why
+        if reason is None and num_run > 0 and left_s < MIN_SHARE * check.limit_s:
             reason = "the budget is spent"
-            left.append(row.name)
+            left.append(check.name)
         status = f"not run: {reason}"
         if reason is None:
             files = records_in(out, {})[1]
-            keep(out, row.name, "stopped")  # unless something else follows
-            status = run_row(row, min(row.limit_s, left_s), out / "verify.log", env)
+            keep(out, check.name, "stopped")  # unless something else follows
+            status = run_check(check, min(check.limit_s, left_s), out / "verify.log", env)
             records = records_in(out, files)[0]
-            own = [aim for aim in aims if row.name in aim.entries and status != "not run"]
+            own = [aim for aim in aims if check.name in aim.checks and status != "not run"]
             verdicts = [judge(aim, records) for aim in own]
             with (out / "verify.log").open("a", encoding="utf-8") as log:
                 for _, line in verdicts:
@@ -422,68 +428,68 @@ def verify(
                     print(f"  {line}", flush=True)
             counts = Counter(kind for kind, _ in verdicts).items()
             said = ", ".join(f"{count} {kind}" for kind, count in sorted(counts))
-            text = keep(out, row.name, status, f", aims: {said}" if said else "")
-            if status == "stopped" and left_s < row.limit_s and num_run > 0:
-                left.append(row.name)
+            text = keep(out, check.name, status, f", aims: {said}" if said else "")
+            if status == "stopped" and left_s < check.limit_s and num_run > 0:
+                left.append(check.name)
             elif status != "not run":
-                write_row(page, row.name, text)
-            if row.name == "probe":
-                write_answers(page, out)
-            num_run += row.name != "build"
-        found[row.name] = status
-        print(f"{row.name}: {status}", flush=True)
-        if row.name == "build" and status in ("failed", "stopped"):
+                write(path, check.name, "last_run", text)
+            if check.name == "probe":
+                write_answers(path, out)
+            num_run += check.name != "build"
+        found[check.name] = status
+        print(f"{check.name}: {status}", flush=True)
+        if check.name == "build" and status in ("failed", "stopped"):
             break
     return found, left
 
 
 def keep(out: Path, name: str, status: str, aims: str = "") -> str:
-    """Appends a row's result with its date to rows.jsonl, for take(); returns it."""
+    """Appends a check's result with its date to checks.jsonl, for take(); returns it."""
     text = f"{status}, {datetime.datetime.now(datetime.timezone.utc).date()}{aims}"
-    with (out / "rows.jsonl").open("a", encoding="utf-8") as output:
-        print(json.dumps({"row": name, "found": text}), file=output)
+    with (out / "checks.jsonl").open("a", encoding="utf-8") as output:
+        print(json.dumps({"check": name, "found": text}), file=output)
     return text
 
 
-def run_row(row: Row, limit_s: float, log: Path, env: dict[str, str]) -> str:
-    """Runs a row's command; its output goes to the log as it comes."""
-    command = re.sub(r"(?<!\S)python ", f"{shlex.quote(sys.executable)} ", row.command)
+def run_check(check: Check, limit_s: float, log: Path, env: dict[str, str]) -> str:
+    """Runs a check's command; its output goes to the log as it comes."""
+    command = re.sub(r"(?<!\S)python ", f"{shlex.quote(sys.executable)} ", check.command)
     env = {**env, "LAYOUTS_S": str(max(1.0, limit_s - END_S))}
     begin = time.monotonic()
     with log.open("a", encoding="utf-8") as output:
-        print(f"\n== {row.name}: {command}", file=output, flush=True)
+        print(f"\n== {check.name}: {command}", file=output, flush=True)
         status = run(["bash", "-c", command], limit_s, env=env, stdout=output, stderr=output)
         print(f"== {status} after {time.monotonic() - begin:.0f} s", file=output)
     return {None: "stopped", 0: "passed", NO_TESTS: "not run"}.get(status, "failed")
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The command line, with the rows in `rows`; ends the process when it makes no sense."""
+    """The command line, with the checks in `checks`; ends the process when it makes no sense."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
-    rows = {row.name: row for row in tables_of(PAGE)[0]}
+    checks = {check.name: check for check in load(CHECKS)[0]}
     out = Path(os.environ.get("OUT") or ROOT / "build" / "gpu-verification")
-    add("--only", metavar="NAME,...", help="these rows alone")
-    add("--from", dest="first", metavar="NAME", help="the build, this row and those after it")
+    add("--only", metavar="NAME,...", help="these checks alone")
+    add("--from", dest="first", metavar="NAME", help="the build, this check and those after it")
     add("--layout", metavar="NAME,...", help=f"the tests of {', '.join(LAYOUTS)}; or every")
-    add("--take", type=Path, metavar="FOLDER", help="write its rows into the page, and run none")
-    add("--budget-s", type=float, default=BUDGET_S, help="of all rows")
+    add("--take", type=Path, metavar="FOLDER", help="write its results into the file, and run none")
+    add("--budget-s", type=float, default=BUDGET_S, help="of all checks")
     add("--out", type=Path, default=out, metavar="FOLDER", help="for results")
-    add("--go-on", default=GO_ON, help="the command that the names of rows that are left follow")
-    add("--then", metavar="COMMAND", help="what to run after the rows that are left")
+    add("--go-on", default=GO_ON, help="the command that the names of checks that are left follow")
+    add("--then", metavar="COMMAND", help="what to run after the checks that are left")
     add("arguments", nargs="*", metavar="PYTEST ARGS", help="with --layout")
     options = parser.parse_args(argv)
-    names = list(rows)
-    if options.first in rows:
+    names = list(checks)
+    if options.first in checks:
         names = ["build", *names[names.index(options.first) :]]
     only = options.only.split(",") if options.only else names
     layouts = [] if options.layout is None else options.layout.split(",")
     asked = {*only, options.first or "build"}
-    unknown = asked - {*rows} | {*layouts} - {*LAYOUTS, "every"}
+    unknown = asked - {*checks} | {*layouts} - {*LAYOUTS, "every"}
     if unknown:
         parser.error(f"unknown names {', '.join(sorted(unknown))}")
     options.layout = list(LAYOUTS) if layouts == ["every"] else layouts
-    options.rows = [rows[name] for name in only]  # in the order asked for
+    options.checks = [checks[name] for name in only]  # in the order asked for
     return options
 
 
@@ -493,17 +499,17 @@ def main(argv: list[str]) -> int:
     if options.layout:
         return run_layouts(options.layout, options.arguments)
     if options.take:
-        return take(options.take, PAGE)
+        return take(options.take, CHECKS)
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     try:
-        found, left = verify(options.rows, out, options.budget_s, PAGE)
+        found, left = verify(options.checks, out, options.budget_s, CHECKS)
     except RuntimeError as error:
         print(error)
         return 1
     print(f"results: {out}")
     if left:
-        limits = {row.name: row.limit_s for row in options.rows}
+        limits = {check.name: check.limit_s for check in options.checks}
         seconds = sum(limits[name] for name in left)
         print(f"go on with: {options.go_on}{','.join(left)} ({seconds:.0f} s at most)")
     if options.then:
@@ -519,6 +525,6 @@ def exit_on_term(number: int, frame: object) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, exit_on_term)
-    # Ignored in a background job of a shell; rows would inherit that, and not end at their limit.
+    # Ignored in a background job of a shell; checks would inherit that, and not end at their limit.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main(sys.argv[1:]))

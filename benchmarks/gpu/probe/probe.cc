@@ -1,6 +1,6 @@
 // Asks the driver what ringcomm's use of GPU memory depends on, in seconds and without torch. Two
 // fresh processes answer each question, so an error of one does not reach the next. Prints a line
-// of JSON for each answer. docs/gpu-verification.md says what depends on it.
+// of JSON for each answer. benchmarks/gpu/checks.toml says what depends on it.
 #include "gpu/probe/ask.h"
 #include "gpu/probe/block_questions.h"
 #include "gpu/probe/kernel_questions.h"

@@ -20,6 +20,7 @@ from typing import Any
 import buildconfig
 import emulated_gpu
 import pytest
+import verify_gpu
 from cases import slow
 
 pytestmark = emulated_gpu.needs_emulated_gpu
@@ -272,18 +273,14 @@ def test_a_question_that_there_is_not_is_refused(tmp_path: Path) -> None:
         assert ask(tmp_path, *arguments) == (2, {})
 
 
-def test_the_page_has_every_question() -> None:
-    page = (ROOT / "docs" / "gpu-verification.md").read_text()
-    table = page.partition("\n## What the driver answers\n")[2]
-    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line[:2] == "| "]
-    assert [row[0] for row in rows[1:]] == QUESTIONS
-    for row in rows[1:]:
-        assert len(row) == 4
-        for path in re.findall(r"`((?:csrc|kernels)/[\w/.]+)`", row[2]):
+def test_the_checks_have_every_question() -> None:
+    questions = verify_gpu.tables_of(verify_gpu.CHECKS)["question"]
+    assert [question["name"] for question in questions] == QUESTIONS
+    for question in questions:
+        assert question["asked"]
+        assert question["answer"]
+        for path in re.findall(r"`((?:csrc|kernels)/[\w/.]+)`", question["why"]):
             assert (ROOT / path).exists(), path
-    # --take finds a row by its name, in whichever table.
-    names = re.findall(r"(?m)^\| ([a-z][\w-]+) \|", page.partition("\n## Aims\n")[0])
-    assert not set(names) & set(QUESTIONS)
 
 
 def test_the_kernels_are_ptx(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ sys.path.insert(0, str(ROOT / "tests" / "python" / "device"))
 
 import emulated_gpu  # noqa: E402
 
+FILE = "benchmarks/gpu/checks.toml"
 TIMEOUT_S = 240.0
 SMI = """#!/bin/sh
 case "$*" in
@@ -34,7 +35,7 @@ QUESTIONS = ("open-twice", "freed-while-open")
 PROBE = f"for name in {' '.join(QUESTIONS)}; do build/gpu/probe --only $name --limit-s 30; done"
 PROBE += " > $OUT/probe.jsonl"
 SWEEP = "build/gpu/kernel_sweep --ranks 2 --rounds 1 --sizes 1024 > $OUT/kernel_sweep.jsonl"
-ROWS = {
+CHECKS = {
     "build": ("false", 20),
     "probe": (PROBE, 200),
     "kernel-sweep": (SWEEP, 200),
@@ -55,17 +56,17 @@ ROWS = {
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """The files that the parts use, with a page of rows of their own and a GPU that is none."""
+    """The files that the parts use, with checks of their own and a GPU that is none."""
     root = tmp_path / "checkout"
     for name in ("tools", "benchmarks", "ringcomm"):
         shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy2(ROOT / "Makefile", root)
-    page = root / "docs" / "gpu-verification.md"
-    page.parent.mkdir()
-    rows = [f"| {name} | what | `{how}` | {s} | | not run |" for name, (how, s) in ROWS.items()]
-    headings = ["", "## Aims", "", "## What the driver answers", "", "| question | what | answer |"]
-    questions = [*headings, *(f"| {name} | asked | not asked |" for name in QUESTIONS), ""]
-    page.write_text("\n".join(["| entry | | | s | needs | last run |", "|---|", *rows, *questions]))
+    with (root / FILE).open("w") as file:
+        for name, (command, limit_s) in CHECKS.items():
+            file.write(f"[[check]]\nname = \"{name}\"\ncommand = '''{command}'''\n")
+            file.write(f'limit_s = {limit_s}\nlast_run = "not run"\n')
+        for name in QUESTIONS:
+            file.write(f'[[question]]\nname = "{name}"\nanswer = "not asked"\n')
     kit = root / "gpu-kit"
     kit.mkdir()
     shutil.copy2(root / "tools" / "gpu_kit_run", kit / "run")
@@ -104,23 +105,22 @@ def run(root: Path, part: str, **env: str) -> tuple[int, str]:
 
 
 def last_runs(root: Path) -> dict[str, str]:
-    """Of the page, without dates."""
-    text = (root / "docs" / "gpu-verification.md").read_text()
-    found = re.findall(r"(?m)^\| (\S+) \| what .* \| ([^|]*) \|$", text)
-    return {name: re.sub(r", 20\d\d-\d\d-\d\d", "", last) for name, last in found}
+    """Of the checks, without dates."""
+    checks = verify_gpu.tables_of(root / FILE)["check"]
+    return {table["name"]: re.sub(r", 20\d\d-\d\d-\d\d", "", table["last_run"]) for table in checks}
 
 
 def answers_of(root: Path) -> dict[str, str]:
-    """The driver's answers on the page."""
-    text = (root / "docs" / "gpu-verification.md").read_text()
-    found = dict(re.findall(r"(?m)^\| (\S+) \| asked \| ([^|]*) \|$", text))
-    return {name: found[name] for name in QUESTIONS}
+    """The driver's answers in the file."""
+    return {
+        table["name"]: table["answer"] for table in verify_gpu.tables_of(root / FILE)["question"]
+    }
 
 
 def take_elsewhere(root: Path) -> int:
-    """Takes the results into a page without any, as that of another checkout."""
-    page = root / "docs" / "gpu-verification.md"
-    page.write_text(re.sub(r"(?m)\| [^|]* \|$", "| not run |", page.read_text()))
+    """Takes the results into a file without any, as that of another checkout."""
+    path = root / FILE
+    path.write_text(re.sub(r"(?m)^(last_run|answer) = .*$", r'\1 = "not run"', path.read_text()))
     take = [sys.executable, str(root / "tools" / "verify_gpu.py"), "--take", str(root / "out")]
     return subprocess.call(take, timeout=TIMEOUT_S, cwd=root)
 
@@ -142,7 +142,7 @@ def test_the_first_part_runs_over_the_emulator(checkout: Path) -> None:
     points = (checkout / "out" / "kernel_sweep.jsonl").read_text().splitlines()
     assert {json.loads(point).get("num_wrong", 0) for point in points} == {0}
     assert last_runs(checkout) == {
-        **dict.fromkeys(ROWS, "not run"),
+        **dict.fromkeys(CHECKS, "not run"),
         "probe": "passed",
         "kernel-sweep": "passed",
         "collectives": "failed",
@@ -168,8 +168,8 @@ def test_what_is_cut_off_is_taken_by_another_checkout(checkout: Path) -> None:
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate(timeout=TIMEOUT_S)
     os.kill(int((out / "pid").read_text()), signal.SIGKILL)  # it had a session of its own
-    with (out / "rows.jsonl").open("a") as cut:
-        cut.write('{"row": "wi')
+    with (out / "checks.jsonl").open("a") as cut:
+        cut.write('{"check": "wi')
     assert take_elsewhere(checkout) == 0
     found = last_runs(checkout)
     assert found["profile"] == "passed"
@@ -214,12 +214,12 @@ def test_a_library_keeps_the_kernels_of_one_architecture(tmp_path: Path) -> None
 
 
 def parts_of_the_kit() -> list[tuple[str, float]]:
-    """The rows of each part, and the seconds that it takes at most."""
+    """The checks of each part, and the seconds that it takes at most."""
     text = (ROOT / "tools" / "gpu_kit_run").read_text()
     (usual,) = re.findall(r"(?m)^budget=(\d+)$", text)
-    cases = re.findall(r"(?m)^  \d\) rows=(\S+)(?: budget=(\d+))?(?: next=(\d))? ;;$", text)
+    cases = re.findall(r"(?m)^  \d\) checks=(\S+)(?: budget=(\d+))?(?: next=(\d))? ;;$", text)
     assert [following for _, _, following in cases] == ["2", "3", "4", "5", ""]
-    return [(rows, float(budget or usual)) for rows, budget, _ in cases]
+    return [(checks, float(budget or usual)) for checks, budget, _ in cases]
 
 
 def test_parts_are_named(checkout: Path) -> None:
@@ -228,11 +228,11 @@ def test_parts_are_named(checkout: Path) -> None:
         assert status == 2
         assert "usage: gpu-kit/run 1|2|3|4|5" in said
     parts = parts_of_the_kit()
-    rows = {row.name: row for row in verify_gpu.tables_of(verify_gpu.PAGE)[0]}
+    checks = {check.name: check for check in verify_gpu.load(verify_gpu.CHECKS)[0]}
     for names, budget_s in parts:
         assert budget_s <= 540
         for name in names.split(","):
-            assert "make" not in rows[name].command
+            assert "make" not in checks[name].command
     # A lease of 15 minutes has the first two, and the start of the machine.
     first, second = (names.split(",") for names, _ in parts[:2])
     assert sum(budget_s for _, budget_s in parts[:2]) <= 14 * 60
@@ -240,15 +240,16 @@ def test_parts_are_named(checkout: Path) -> None:
     wanted = "probe kernel-sweep collectives cross-entropy-clusters kernel-sweep-4 kernel-sweep-8"
     assert order[:6] == wanted.split()
     assert all(name.startswith("speed-") for name in order[6:])
-    # The page has them in this order too.
-    assert [name for name in rows if name in order] == order
+    # The file has them in this order too.
+    assert [name for name in checks if name in order] == order
 
 
 @pytest.mark.slow
 def test_a_part_says_what_remains(checkout: Path) -> None:
-    """Rows without time, and how to run them; then the next part."""
-    page = checkout / "docs" / "gpu-verification.md"
-    page.write_text(page.read_text().replace("| `true` | 40 |", "| `sleep 600` | 40 |"))
+    """Checks without time, and how to run them; then the next part."""
+    path = checkout / FILE
+    slow = "command = '''sleep 600'''\nlimit_s = 40"
+    path.write_text(path.read_text().replace("command = '''true'''\nlimit_s = 40", slow))
     status, said = run(checkout, "2", BUDGET_S="3")
     assert status == 1, said
     assert "kernel-sweep-4: stopped" in said

@@ -1,4 +1,4 @@
-"""The program for a machine with a GPU: its tables, what a cut run keeps, aims, and layouts."""
+"""The program for a machine with a GPU: its file, what a cut run keeps, aims, and layouts."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ import placement
 import pytest
 import torch
 import verify_gpu
-from verify_gpu import Row
+from verify_gpu import Check
 
 ROOT = Path(__file__).parents[3]
 
 
-# In place of the programs of a row: each adds its words to a file, as a line.
+# In place of the programs of a check: each adds its words to a file, as a line.
 STUBS = """
 note() { (IFS=$'\\x1f'; printf '%s\\n' "$*" >>"$CALLS"); }
 for name in python nvidia-smi compute-sanitizer ncu build/gpu/probe; do
@@ -53,36 +53,41 @@ print(json.dumps(found))
 """
 
 
-def calls_of(row: Row, folder: Path) -> list[list[str]]:
-    """The programs and their words that a row's command starts, each part of it."""
+def table_of(check: Check) -> str:
+    """A check as a file has it, before it has run."""
+    return f'[[check]]\nname = "{check.name}"\nwhat = "what"\nlast_run = "not run"\n'
+
+
+def calls_of(check: Check, folder: Path) -> list[list[str]]:
+    """The programs and their words that a check's command starts, each part of it."""
     calls = folder / "calls"
     calls.write_text("")
     env = {**os.environ, "OUT": str(folder), "GPUS": "2", "CALLS": str(calls)}
     env.pop("NCCL", None)
-    command = ["bash", "-c", f"{STUBS}\n{row.command}"]
+    command = ["bash", "-c", f"{STUBS}\n{check.command}"]
     subprocess.run(command, cwd=ROOT, env=env, check=True, timeout=60)
     found = [line.split("\x1f") for line in calls.read_text().splitlines()]
     for number, (program, *words) in enumerate(found):
         if program in ("compute-sanitizer", "ncu"):
-            assert program in row.needs
+            assert program in check.needs
             found[number] = words[words.index("python") :]
     return found
 
 
 def test_commands_fit_their_programs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Each part of a row; scripts parse their options, as if there were a GPU; files are there."""
-    for row in verify_gpu.tables_of(verify_gpu.PAGE)[0]:
-        assert row.command or row.how.startswith("not scripted: ")
-        assert not re.search(r"\bmake\b", row.command)  # not on every machine with a GPU
-        if not row.command:
+    """Each part of a check; scripts parse options as if there were a GPU; files are there."""
+    for check in verify_gpu.load(verify_gpu.CHECKS)[0]:
+        assert bool(check.command) != bool(check.not_scripted)
+        assert not re.search(r"\bmake\b", check.command)  # not on every machine with a GPU
+        if not check.command:
             continue
-        assert 0 < row.limit_s <= verify_gpu.BUDGET_S
-        calls = calls_of(row, tmp_path)
+        assert 0 < check.limit_s <= verify_gpu.BUDGET_S
+        calls = calls_of(check, tmp_path)
         assert calls
         for program, *arguments in calls:
             for word in (program, *arguments):
                 assert not word.endswith(".py") or (ROOT / word).exists()
-                assert not word.startswith("build/") or word in row.needs
+                assert not word.startswith("build/") or word in check.needs
             if program != "python":
                 continue
             if arguments[0] == "-m":
@@ -103,15 +108,15 @@ def test_commands_fit_their_programs(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 
 @pytest.mark.slow
-def test_rows_select_tests(tmp_path: Path) -> None:
+def test_checks_select_tests(tmp_path: Path) -> None:
     """Each command line of pytest, those in a layout with its -m, leaves a test."""
     lines = {}
-    for row in verify_gpu.tables_of(verify_gpu.PAGE)[0]:
-        for _, *words in calls_of(row, tmp_path) if row.command else ():
+    for check in verify_gpu.load(verify_gpu.CHECKS)[0]:
+        for _, *words in calls_of(check, tmp_path) if check.command else ():
             if words[:2] == ["-m", "pytest"]:
-                lines[row.name] = [*words[2:], *(["-n0"] if "-n" in words else [])]
+                lines[check.name] = [*words[2:], *(["-n0"] if "-n" in words else [])]
             elif words[:1] == ["tools/verify_gpu.py"] and "--" in words:
-                lines[row.name] = ["-m", "gpu", *words[words.index("--") + 1 :]]
+                lines[check.name] = ["-m", "gpu", *words[words.index("--") + 1 :]]
     command = [sys.executable, "-c", COLLECT, json.dumps(list(lines.values()))]
     done = subprocess.run(command, cwd=ROOT, stdout=PIPE, text=True, check=True, timeout=600)
     found = dict(zip(lines, json.loads(done.stdout.splitlines()[-1]), strict=True))
@@ -121,25 +126,25 @@ def test_rows_select_tests(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_run_goes_on_with_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verify_gpu, "gpu_archs", lambda: ["90"])
-    page = tmp_path / "page.md"
+    path = tmp_path / "checks.toml"
 
-    def run(rows: list[Row], budget_s: float) -> tuple[list[str], dict[str, str]]:
-        page.write_text("".join(f"| {row.name} | what | how | 1 | | not run |\n" for row in rows))
-        found, left = verify_gpu.verify(rows, tmp_path, budget_s, page)
+    def run(checks: list[Check], budget_s: float) -> tuple[list[str], dict[str, str]]:
+        path.write_text("".join(map(table_of, checks)))
+        found, left = verify_gpu.verify(checks, tmp_path, budget_s, path)
         return left, {name: status.removeprefix("not run: ") for name, status in found.items()}
 
-    hangs = "`sleep 300 & echo $! > $OUT/pid; wait`"
-    rows = [
-        Row("build", "`echo $GPUS GPU; echo 12''34`", 4, ()),
-        Row("bad", "`exit 3`", 4, ()),
-        Row("empty", "`exit 5`", 4, ()),  # as pytest without a test
-        Row("two", "`true`", 4, ("2 GPUs",)),
-        Row("module", "`true`", 4, ("no_such_module",)),
-        Row("program", "`env PATH= python -c pass`", 4, ("env",)),
-        Row("none", "not scripted: no reason", 0, ()),
-        Row("hangs", hangs, 0.5, ()),
+    hangs = "sleep 300 & echo $! > $OUT/pid; wait"
+    checks = [
+        Check("build", "echo $GPUS GPU; echo 12''34", 4, ()),
+        Check("bad", "exit 3", 4, ()),
+        Check("empty", "exit 5", 4, ()),  # as pytest without a test
+        Check("two", "true", 4, ("2 GPUs",)),
+        Check("module", "true", 4, ("no_such_module",)),
+        Check("program", "env PATH= python -c pass", 4, ("env",)),
+        Check("none", "", 0, (), "no reason"),
+        Check("hangs", hangs, 0.5, ()),
     ]
-    left, found = run(rows, 60)
+    left, found = run(checks, 60)
     assert left == []
     assert list(found.values()) == [
         *("passed", "failed", "not run", "one GPU here", "no_such_module is not installed"),
@@ -148,16 +153,15 @@ def test_a_run_goes_on_with_what_it_has(tmp_path: Path, monkeypatch: pytest.Monk
     look = ["ps", "-o", "stat=", (tmp_path / "pid").read_text()]
     ended = subprocess.run(look, check=False, stdout=PIPE)
     assert ended.stdout[:1] in (b"", b"Z")  # nothing is left running
-    written = page.read_text().splitlines()
-    assert written[0].startswith("| build | what | how | 1 | | passed, 20")
-    assert written[2].endswith("| not run |")
-    assert written[3].endswith("| not run |")
+    written = {table["name"]: table["last_run"] for table in verify_gpu.tables_of(path)["check"]}
+    assert written["build"].startswith("passed, 20")
+    assert written["empty"] == written["two"] == "not run"
     assert "1 GPU\n1234" in (tmp_path / "verify.log").read_text(encoding="utf-8")
     # The budget ends a run. What is stopped before its own limit is left for the next one.
     late = "the budget is spent"
-    names = {"one": ("`true`", 4), "cut": ("`sleep 60`", 5), "short": ("`true`", 9)}
-    rows = [rows[0], *(Row(name, *what, ()) for name, what in names.items())]
-    left, found = run(rows, 4)
+    names = {"one": ("true", 4), "cut": ("sleep 60", 5), "short": ("true", 9)}
+    checks = [checks[0], *(Check(name, *what, ()) for name, what in names.items())]
+    left, found = run(checks, 4)
     assert left == ["cut", "short"]
     assert found == {"build": "passed", "one": "passed", "cut": "stopped", "short": late}
 
@@ -233,13 +237,21 @@ def test_without_a_gpu_nothing_runs(
 
 
 AIMS = """
-## Aims
-
-| entry | records | figure | aim |
-|---|---|---|---|
-| speed, other | `backend=nccl, bytes<=64k` | `ratio.p50` | `>= 3` |
-| speed | `backend=ringcomm, mode=graph, bytes=1k` | `p50_us` | `<= 8` |
-| speed | `way=in place` | `p50_us / way=copy` | `<= 1.25` |
+[[aim]]
+checks = ["speed", "other"]
+records = "backend=nccl, bytes<=64k"
+figure = "ratio.p50"
+limit = ">= 3"
+[[aim]]
+checks = ["speed"]
+records = "backend=ringcomm, mode=graph, bytes=1k"
+figure = "p50_us"
+limit = "<= 8"
+[[aim]]
+checks = ["speed"]
+records = "way=in place"
+figure = "p50_us / way=copy"
+limit = "<= 1.25"
 """
 
 
@@ -267,9 +279,9 @@ def way(name: str, us: float | None, vocab_size: int) -> dict[str, Any]:
 def test_the_worst_record_is_compared_with_an_aim(
     idx: int, records: list[dict[str, Any]], said: str, tmp_path: Path
 ) -> None:
-    page = tmp_path / "page.md"
-    page.write_text(f"| entry |\n{AIMS}", encoding="utf-8")
-    kind, text = verify_gpu.judge(verify_gpu.tables_of(page)[1][idx], records)
+    path = tmp_path / "checks.toml"
+    path.write_text(AIMS, encoding="utf-8")
+    kind, text = verify_gpu.judge(verify_gpu.load(path)[1][idx], records)
     assert re.match(said, text), text
     assert kind == {"no": "without a record"}.get(text.split()[0], text.split()[0].strip(":"))
 
@@ -279,38 +291,39 @@ def test_a_condition_that_makes_no_sense_is_shown() -> None:
         verify_gpu.condition_of("bytes > 3")
 
 
-def test_aims_are_of_rows_that_write_such_records() -> None:
-    rows, aims = verify_gpu.tables_of(verify_gpu.PAGE)
-    commands = {row.name: row.command for row in rows}
+def test_aims_are_of_checks_that_write_such_records() -> None:
+    checks, aims = verify_gpu.load(verify_gpu.CHECKS)
+    commands = {check.name: check.command for check in checks}
     assert aims
     for aim in aims:
         assert verify_gpu.number_of(verify_gpu.condition_of(f"figure {aim.limit}")[2]) is not None
-        for entry in aim.entries:
-            assert ".jsonl" in commands[entry], entry
+        for name in aim.checks:
+            assert ".jsonl" in commands[name], name
             for key, _, value in map(verify_gpu.condition_of, aim.records.split(", ")):
-                if key == "op":  # that the row measures
-                    assert value in commands[entry] or entry.startswith("kernel-sweep"), entry
+                if key == "op":  # that the check measures
+                    assert value in commands[name] or name.startswith("kernel-sweep"), name
 
 
-def test_a_row_says_what_became_of_its_aims(
+def test_a_check_says_what_became_of_its_aims(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """By the records that it has appended, without one that was cut off."""
     monkeypatch.setattr(verify_gpu, "gpu_archs", lambda: ["90"])
-    page, records = tmp_path / "page.md", tmp_path / "records.jsonl"
-    page.write_text(f"| entry |\n| speed | what | how | 1 | | not run |\n{AIMS}")
+    path, records = tmp_path / "checks.toml", tmp_path / "records.jsonl"
     old, new = (json.dumps(nccl(1024, ratio)) for ratio in (1, 4))
     records.write_text(f"{old}\n")
-    command = f"`echo '{new}' >> {records}; printf '{{' >> {records}`"
-    row = Row("speed", command, 9, ())
-    assert verify_gpu.verify([row], tmp_path, 60, page) == ({"speed": "passed"}, [])
+    command = f"echo '{new}' >> {records}; printf '{{' >> {records}"
+    check = Check("speed", command, 9, ())
+    path.write_text(table_of(check) + AIMS)
+    assert verify_gpu.verify([check], tmp_path, 60, path) == ({"speed": "passed"}, [])
     said = capsys.readouterr().out
     assert "  met: ratio.p50 of backend=nccl, bytes<=64k: aim >= 3, found 4 (" in said
     assert said.count("no record: ") == 2
     assert "met: ratio.p50" in (tmp_path / "verify.log").read_text(encoding="utf-8")
-    written = page.read_text()
-    assert re.search(r"passed, 20\d\d-\d\d-\d\d, aims: 1 met, 2 without a record \|\n", written)
-    assert written.endswith(AIMS)
+    (written,) = verify_gpu.tables_of(path)["check"]
+    said = r"passed, 20\d\d-\d\d-\d\d, aims: 1 met, 2 without a record"
+    assert re.fullmatch(said, written["last_run"])
+    assert path.read_text().endswith(AIMS)
 
 
 def test_gradients_are_no_extra_memory(monkeypatch: pytest.MonkeyPatch) -> None:
