@@ -35,7 +35,7 @@ from ringcomm.measure.machine import num_nodes
 from ringcomm.screen import counted
 
 MEMORY, AUTO = "memory", "auto"
-# Threads that spin after a kernel sleep by then (docs/experiments.md, "threads of a rank").
+# Threads that spin after a kernel sleep by then (docs/decisions.md).
 SPIN_S = 0.05
 
 

@@ -16,7 +16,7 @@ OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broad
 _PHASE_BYTES = MIB  # of a rank's region of a board
 _MIN_CALL_BYTES, _MIN_PART_BYTES = 256 * KIB, 64 * KIB  # csrc/host/workers: a call, a thread's part
 # Ranks whose code of a call stays in a core's own cache while they take turns on it: 4 of some
-# 250 KiB in 1 MiB (docs/experiments.md, "a model of a collective's time").
+# 250 KiB in 1 MiB (docs/decisions.md).
 _RESIDENT_RANKS = 4
 
 

@@ -9,7 +9,7 @@ namespace ringcomm {
 
 /// How long to spin before yielding the processor. It grows on a hit and halves on a miss: within 2
 /// to 3 times of the best fixed spin, whether or not every rank has its own core
-/// (docs/experiments.md, "waiting"). As long as no other thread takes the processor, a miss is no
+/// (docs/decisions.md). As long as no other thread takes the processor, a miss is no
 /// reason to spin less: the budget grows to the skew of the ranks, so that a decoding loop never
 /// sleeps.
 class SpinBudget {

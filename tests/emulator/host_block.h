@@ -109,7 +109,7 @@ class HostBlock {
   SpinBudget budget() const { return {}; }
   /// Yields, and now and then sleeps. If waiting threads only yielded, Linux 6.18 sometimes ran
   /// nothing else on the machine, not even the rank that they waited for, until they timed out
-  /// (docs/experiments.md).
+  /// (docs/decisions.md).
   void pause() {
     if (++num_pauses_ % kYieldsASleep != 0) return static_cast<void>(sched_yield());
     std::this_thread::sleep_for(std::chrono::microseconds(20));

@@ -182,7 +182,7 @@ class GpuBlock {
 
   /// Whether the host ends all waits. One block of the rank at a time asks, over PCIe, and tells
   /// the others: on an H200 the questions of all blocks, each for itself, were most of a long
-  /// call's time (docs/experiments.md).
+  /// call's time (docs/decisions.md).
   __device__ bool ask(int peer, std::uint32_t now) const {
     RankWords& words = call_.staging.words(call_.rank);
     if (load_relaxed(words.is_aborted) != 0) return true;

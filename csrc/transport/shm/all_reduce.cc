@@ -8,8 +8,8 @@
 
 namespace ringcomm {
 
-// Where one_shot stops winning with 2, 4 and 8 ranks on two cores (docs/experiments.md,
-// "all_reduce"). From 6 ranks on the limit falls as 1/N (docs/design/collectives.md).
+// Where one_shot stops winning with 2, 4 and 8 ranks on two cores (docs/decisions.md). From 6 ranks
+// on the limit falls as 1/N (docs/design/collectives.md).
 Algorithm choose_all_reduce(std::size_t num_bytes, int world_size, std::size_t one_shot_max_bytes) {
   constexpr std::size_t kKiB = 1024;
   if (one_shot_max_bytes == 0)
@@ -170,7 +170,7 @@ std::uint64_t run_two_shot(ShmContext& context, const Collective& call) {
 }
 
 // The block that is read from all ranks, reduced, and written to all of them before the next one
-// (docs/experiments.md, "shared buffers"). With several threads each takes four times as much.
+// (docs/decisions.md). With several threads each takes four times as much.
 // After a peer's failure, at most one more block is written to it.
 constexpr std::size_t kBlockBytes = 16 << 10;
 

@@ -72,7 +72,7 @@ bool is_contiguous(const void* const* buffers, int num_buffers, std::size_t num_
 }  // namespace
 
 // A call on shared buffers has one synchronization more than staging, whose cost grows with the
-// ranks per core, and moves at most half of the bytes (docs/experiments.md, "shared buffers"). In a
+// ranks per core, and moves at most half of the bytes (docs/decisions.md). In a
 // broadcast the other ranks learn of the root's buffer after they have begun to stage.
 std::size_t min_zero_copy_bytes(OpKind op, int world_size) {
   if (op == OpKind::kBroadcast) return std::size_t{128} << 10;
@@ -179,7 +179,7 @@ bool ShmTransport::run_zero_copy(ShmCollective& collective, const Collective& ca
 using cpu::StoreKind;
 
 // From this size, the result is not in a cache when the caller reads it, and non-temporal stores
-// save the read of the overwritten lines (docs/experiments.md, "all_gather"). Below, they cost as
+// save the read of the overwritten lines (docs/decisions.md). Below, they cost as
 // much as they save.
 constexpr std::size_t kStreamedResultBytes = std::size_t{16} << 20;
 
