@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tools"), str(ROOT), str(ROOT / "tests" / "python" / "pairs")]
 
 import buildconfig  # noqa: E402
+import pair_tables  # noqa: E402
 
 from _ringcomm.command import PAGES  # noqa: E402
 
@@ -82,18 +83,13 @@ def show_page(name: str) -> str:
     return str(show.page_of(name, data))
 
 
-def tables_of_pairs(title: str) -> str:
-    """A table of tests/python/pairs, which imports no torch. Raises KeyError for another title."""
-    return str(import_module("pair_tables").section(title))
-
-
 def on_page_markdown(markdown: str, page: Any, **unused: Any) -> str:
     """Called by mkdocs with the text of a page."""
     markdown = TIMES.sub(times_of, SHOW_LINK.sub(r"show/\1.html)", markdown))
     if page.file.src_uri == "reference/command.md":
         return SHOW_ROW.sub(r"[\2](../show/\1.html)", markdown)
     if page.file.src_uri == "reference/pairs.md":
-        return PAIRS.sub(lambda match: tables_of_pairs(match[1]), markdown)
+        return PAIRS.sub(lambda match: pair_tables.section(match[1]), markdown)
     if page.file.src_uri == "design/judge.md":
         # It has no tomllib in Python 3.10, nor pytest's.
         return markdown.replace("<!-- judge -->", import_module("tests.judge.run").tables())
