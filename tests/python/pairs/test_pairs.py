@@ -13,7 +13,7 @@ from pair_loops import LOOPS as LOOPS_OF_OTHERS
 from pair_optimizers import SCHEDULERS, schedulers_of_torch
 from pair_oracle import TOLERANCES
 from pair_runs import Outcome
-from pair_table import Case, Refused, Table
+from pair_table import Case, Refused
 from pair_tables import (
     BETWEEN,
     BY_HAND,
