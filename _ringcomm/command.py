@@ -207,7 +207,7 @@ def _add_show(parser: argparse.ArgumentParser) -> None:
     lomo (memory over a backward pass), pipeline (schedules and their idle time), tensor (one block
     over tensor-parallel ranks), loss (cross-entropy over a split vocabulary), trace (a recorded
     job).
-    With --trace or --timeline a page shows a recorded run. See docs/how-to/show.md.
+    With --trace or --timeline a page shows a recorded run. See docs/reference/command.md.
     """
     add = parser.add_argument
     add("page", choices=PAGES, metavar="PAGE", help=", ".join(PAGES))

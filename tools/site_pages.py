@@ -5,8 +5,9 @@
   README's text before its first section, and `<!-- README: Status -->` the section of that title.
 - What `ringcomm plan --collectives` prints, behind a line that is this command.
 - The judge's tables, in docs/design/judge.md at `<!-- judge -->`.
-- The pages of `ringcomm show`. Links in docs/ lead to their rows of docs/how-to/show.md, which a
-  code host has, too; on the site they open the pages.
+- The tables of features that work together, in docs/reference/pairs.md at `<!-- pairs: TITLE -->`.
+- The pages of `ringcomm show`. Links in docs/ lead to their rows of docs/reference/command.md,
+  which a code host has, too; on the site they open the pages.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from types import ModuleType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "tools"), str(ROOT)]
+sys.path[:0] = [str(ROOT / "tools"), str(ROOT), str(ROOT / "tests" / "python" / "pairs")]
 
 import buildconfig  # noqa: E402
+import pair_tables  # noqa: E402
 
 from _ringcomm.command import PAGES  # noqa: E402
 
@@ -30,7 +32,8 @@ from _ringcomm.command import PAGES  # noqa: E402
 MEMORY = ROOT / "docs" / "show" / "memory.json"
 SHOWN = sorted(PAGES.keys() - {"trace"})  # which is of a user's own file
 SHOW_ROW = re.compile(rf'<a id="({"|".join(SHOWN)})"></a>(`\1`)')
-SHOW_LINK = re.compile(rf"how-to/show\.md#({'|'.join(SHOWN)})\)")
+SHOW_LINK = re.compile(rf"reference/command\.md#({'|'.join(SHOWN)})\)")
+PAIRS = re.compile(r"(?m)^<!-- pairs: (.+) -->$")
 TIMES = re.compile(r"(?m)^`ringcomm plan --collectives --tuning (\S+)`$")
 PART = re.compile(r"(?m)^<!-- README(?:: (.+))? -->$")
 PICTURE = re.compile(r"<picture>(.*?)</picture>", re.S)
@@ -83,8 +86,10 @@ def show_page(name: str) -> str:
 def on_page_markdown(markdown: str, page: Any, **unused: Any) -> str:
     """Called by mkdocs with the text of a page."""
     markdown = TIMES.sub(times_of, SHOW_LINK.sub(r"show/\1.html)", markdown))
-    if page.file.src_uri == "how-to/show.md":
+    if page.file.src_uri == "reference/command.md":
         return SHOW_ROW.sub(r"[\2](../show/\1.html)", markdown)
+    if page.file.src_uri == "reference/pairs.md":
+        return PAIRS.sub(lambda match: pair_tables.section(match[1]), markdown)
     if page.file.src_uri == "design/judge.md":
         # It has no tomllib in Python 3.10, nor pytest's.
         return markdown.replace("<!-- judge -->", import_module("tests.judge.run").tables())

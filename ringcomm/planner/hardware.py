@@ -1,6 +1,12 @@
 """Devices, from a table of data sheets or a JSON file, and their links.
 
-docs/design/planner.md has the sources of the figures, and the cost model of collectives.
+Sources, quoted from memory: products without sparsity and one direction of a link.
+
+- h100, h200 (SXM), a100 (80GB SXM) and l4: NVIDIA's data sheets, with network cards as in DGX.
+- 4090: the Ada architecture paper, appendix A, with float32 sums and 100 Gb/s per host of eight.
+- cpu-core: AVX2 at 3 GHz, two products and sums of eight floats per cycle.
+- utilisation: published trainings, 44 to 52 % of A100s (arXiv 2104.04473) and 38 to 43 % of H100s
+  (arXiv 2407.21783).
 """
 
 import dataclasses

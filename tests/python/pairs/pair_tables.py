@@ -378,7 +378,7 @@ CUBES = Table.of(
     strength=3,
 )
 
-# By the title of a section of docs/pairs.md; and those of whole loops.
+# By the title of a section of docs/reference/pairs.md; and those of whole loops.
 TABLES = {
     "zero.shard": ZERO,
     "Lomo and AdaLomo": LOMO,
@@ -389,6 +389,34 @@ TABLES = {
     "Meshes of three axes": CUBES,
 }
 LOOPS = tuple(TABLES)[3:]
+# Where a table's cases run.
+_WHERE = {
+    "zero.shard": "on 2 ranks ",
+    "Lomo and AdaLomo": "on 2 ranks ",
+    "Meshes": "on 4 ranks ",
+    "Between steps": "on 2 ranks, and 4 for mesh (dp 2 x tp 2 with ZeRO-2), ",
+    "A person's program": "on as many ranks (data: dp 2 without ZeRO) ",
+    "Meshes whose ranks differ": "of parallelize() on 4 ranks ",
+    "Meshes of three axes": "of parallelize() on 8 ranks ",
+}
+
+
+def section(name: str) -> str:
+    """A table's part of docs/reference/pairs.md, which tools/site_pages.py puts there."""
+    table = TABLES[name]
+    kinds = {2: "pairs", 3: "triples"}[table.strength]
+    num, num_refused = len(table.covering), len(table.refusals)
+    lines = [
+        f"{num} cases {_WHERE[name]}cover all {kinds}; {num_refused} cases are refused.",
+        *("", "| feature | values |", "|---|---|"),
+        *(f"| {axis} | {' · '.join(values)} |" for axis, values in table.axes.items()),
+        *("", "Refused:", "", "| combination | error | use instead |", "|---|---|---|"),
+    ]
+    for refused in table.refused:
+        error = refused.raises.split(": ")[0].replace("|", " or ")
+        late = ", in the first step()" if refused.is_late else ""
+        lines.append(f"| {refused.when} | {error}{late} | {refused.instead} |")
+    return "\n".join(lines)
 
 
 def views_of(case: Case) -> Iterator[Case]:

@@ -39,7 +39,7 @@ SPLIT = " or ".join(
     mesh for table in (MESHES, CUBES) for mesh in table.axes["mesh"] if "tp" in mesh
 )
 NEVER = conditions(f"""
-    # Refused (docs/pairs.md), or ranks have no rows of their own.
+    # Refused (docs/reference/pairs.md), or ranks have no rows of their own.
     used: others on each rank or one rank alone; system: infinity or tensor or pipeline or mesh
     # Refused by name: no DTensor describes such heads.
     sizes: uneven; mesh: {SPLIT}; between steps: state_dict
