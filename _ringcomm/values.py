@@ -15,6 +15,8 @@ from pathlib import Path
 
 MAX_WORLD_SIZE = 64
 MAX_MICRO_BATCHES = 256
+# If other programs use more than this share of all cores, a measured ratio is not reliable.
+MAX_OTHERS_PERCENT = 10.0
 
 
 def number(text: str) -> float:

@@ -21,11 +21,11 @@ from functools import partial
 import front_door
 import harness  # before torch: it sets the number of threads
 import torch
+from cells import Record, comparison
 from groups import open_groups
 from harness import Bench, Options
 from operations import OPERATIONS, RINGCOMM
 from point import algorithms_used, count_wrong, make_buffers, make_contender, num_calls
-from report import Record, comparison
 
 import ringcomm
 from ringcomm import tuning

@@ -22,8 +22,8 @@ import front_door
 import harness
 import torch
 import torch.distributed as dist
+from cells import BUSY
 from harness import Bench, Options
-from report import BUSY
 from torch import Tensor
 from torch.nn import functional
 

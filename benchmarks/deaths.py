@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
 """Measures how long after a rank's death the last of the others knows, and has a new group.
 
-    python benchmarks/deaths.py --worlds 2,4,8 --deaths 100 --peer-deaths 10 --write
+    python benchmarks/deaths.py --worlds 2,4,8 --deaths 100 --peer-deaths 10
 
 Each death has ranks of its own: one is killed by SIGKILL at a random moment, in a call or while the
 ranks compute between calls. In ringcomm's shared memory the others then shrink the group. Between
 two hosts of ringcomm they catch the error and stay. Over Gloo they stay, or end; under MPI mpiexec
-ends them. Strangers, one for each core, keep the machine busy. --write puts the newest records into
-docs/reliability.md.
+ends them. Strangers, one for each core, keep the machine busy. docs/reliability.md shows the newest
+records.
 """
 
 from __future__ import annotations
@@ -32,11 +32,10 @@ import harness  # before torch: it sets the number of threads
 import numpy as np
 import torch
 import torch.distributed as dist
+from death_tables import BACKENDS, COLUMNS, HOSTS, SHRINK, STAY
 from deaths_mpi import CALL, PID, RAISED
 from harness import Options, Report, flag
-from report import Cell, grid_of
 from run_all import find_mpiexec
-from table import Layout, Record, Run, read_results, tables, with_tables
 from weather import Weather
 
 import ringcomm
@@ -45,7 +44,6 @@ from ringcomm.measure.machine import OthersWatch
 from ringcomm.measure.timing import percentiles
 from ringcomm.torch_names import die_with_parent
 
-PAGE = harness.ROOT / "docs" / "reliability.md"
 # What a rank writes of itself: seconds of the monotonic clock but for the first, and whether the
 # error names the dead rank and the new group adds up. 0 is "not yet".
 IS_NAMED, SHRUNK, IS_RIGHT, NUM_COLUMNS = 3, 4, 5, 6
@@ -54,17 +52,7 @@ LIMIT_S = 15.0
 START_LIMIT_S = 120.0
 GLOO_TIMEOUT_S = 5.0
 COMPUTE_S = 0.02
-# How the ranks of a backend go on after the error.
-SHRINK, STAY, END = "shrink", "stay", "end"
-HOSTS = "ringcomm-hosts"  # two, which exchange messages over Gloo
-BACKENDS = {"ringcomm": SHRINK, HOSTS: STAY, "gloo": STAY, "gloo-end": END, "mpi": STAY}
 OURS = ("ringcomm", HOSTS)
-NAMES = {
-    HOSTS: "ringcomm, two hosts",
-    "gloo": "Gloo, caught",
-    "gloo-end": "Gloo, not caught",
-    "mpi": "MPI",
-}
 MOMENTS = ("call", "computation")
 
 
@@ -308,48 +296,6 @@ def summary(seconds: list[float]) -> dict[str, float]:
     return {"p50": found["p50_ms"], "p99": found["p99_ms"], "max": 1000 * max(seconds)}
 
 
-# ---- tables
-
-
-def figures(found: dict[str, float] | None) -> str:
-    """``p50 / p99 / max``."""
-    if found is None:
-        return "–"
-    return " / ".join(f"{found[name]:,.1f}" for name in ("p50", "p99", "max"))
-
-
-def group_figures(record: Record) -> str:
-    """None between hosts; records of 25 November 2026 are from before shrink() refused them."""
-    return figures(record["new_group"] if BACKENDS[record["backend"]] == SHRINK else None)
-
-
-COLUMNS: list[tuple[str, Cell]] = [
-    ("backend", lambda r: NAMES.get(r["backend"], str(r["backend"]))),
-    ("killed in a", lambda r: r["moment"]),
-    ("ranks", lambda r: str(r["world_size"])),
-    ("deaths", lambda r: str(r["num_deaths"])),
-    ("death to last error, ms", lambda r: figures(r["aware"]) + ("" if r["quiet"] else " *")),
-    ("call to last error, ms", lambda r: figures(r["after_call"])),
-    ("then to the new group, ms", group_figures),
-    ("ranks with an error", lambda r: f"{100 * r['raised_share']:.0f} %"),
-]
-
-
-def _lines(runs: list[Run]) -> list[str]:
-    num_strangers = runs[0][0]["strangers"]
-    beside = f"Beside {num_strangers} CPU-bound processes" if num_strangers else "Ranks alone"
-    title = f"{beside}; median / 99th percentile / most:"
-    return [title, *grid_of(COLUMNS, 2, [record for run in runs for record in run])]
-
-
-LAYOUT = Layout("Deaths", "deaths", ("strangers",), ("backend", "moment", "world_size"), _lines)
-
-
-def page_tables(records: list[Record]) -> list[str]:
-    """What docs/reliability.md has between its marks."""
-    return tables(records, LAYOUT)
-
-
 def check(options: Options) -> None:
     """Leaves MPI out where it is not installed."""
     if "mpi" in options.backends and find_mpiexec() is None:
@@ -365,9 +311,6 @@ def measure(options: Options, report: Report) -> None:
         record = measure_point(backend, world_size, moment, options)
         report.add([record])
         print(" | ".join(cell(record) for _, cell in COLUMNS), flush=True)
-    if options.write:
-        text = PAGE.read_text(encoding="utf-8")
-        PAGE.write_text(with_tables(text, page_tables(read_results([]))), encoding="utf-8")
 
 
 CORES = len(os.sched_getaffinity(0))
@@ -382,7 +325,6 @@ PROGRAM = harness.Program(
         flag("--peer-deaths", whole(1), 10, "of each point over others"),
         flag("--strangers", int, CORES, "CPU-bound processes beside the ranks"),
         flag("--seed", int, 1, "of calls, victims and moments"),
-        ("--write", {"action": "store_true", "help": "renew docs/reliability.md"}),
     ],
     check=check,
     named=("strangers", "seed"),

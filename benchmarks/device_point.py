@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from cells import Record
 from groups import Communicator
 from operations import OPERATIONS, Buffers, Operation
 from placement import Placement, measure_speeds
 from point import count_wrong, finished, make_buffers, measure_verified
 from race import Bench, EventContender
-from report import Record
 
 from ringcomm.measure.timing import Contender
 

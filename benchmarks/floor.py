@@ -15,11 +15,11 @@ from functools import partial
 
 import harness  # before torch: it sets the number of threads
 import torch
+from cells import before_after, inverse, share_range
 from groups import labelled, open_groups
 from harness import Bench, Options, flag
 from operations import OPERATIONS, RINGCOMM
 from point import algorithms_used, count_wrong, make_buffers, make_contender, num_calls
-from report import before_after, inverse, share_range
 
 from _ringcomm.values import several, whole
 

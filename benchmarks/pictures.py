@@ -27,7 +27,7 @@ import harness
 import sample_jobs
 from palette import LIBRARIES, title_of
 from plot import ON_DARK_PAGES, of_last_machine, source_of
-from table import LAYOUTS, Record, machine_of, read_results, with_tables
+from table import LAYOUTS, Record, machine_of, read_results
 
 from _ringcomm.status import EXIT_FAILED, EXIT_OK, run_main
 from ringcomm.measure.machine import usable_cores
@@ -108,6 +108,16 @@ def with_sentence(page: str, rows: dict[str, Row]) -> str:
         " because little of it is communication. These are the medians of each run."
     )
     return re.sub(r"(?m)^In \d+ recorded runs of .*$", said, page)
+
+
+def with_errors(page: str, said: str) -> str:
+    """README with what ranks and the doctor say, between its marks. Raises ValueError."""
+    begin, end = MARKS
+    head, found, rest = page.partition(begin)
+    _, last, tail = rest.partition(end)
+    if not (found and last):
+        raise ValueError(f"the page needs a line {begin} and after it a line {end}")
+    return f"{head}{begin}\n\n{said}\n\n{end}{tail}"
 
 
 def _library(name: str) -> str:
@@ -295,7 +305,7 @@ def main(argv: list[str]) -> int:
                 (options.out / f"{file}.svg").write_text(drawn, encoding="utf-8")
             if options.out == DESIGN:
                 page = README.read_text(encoding="utf-8")
-                page = with_tables(page, [sample_jobs.as_text(said)], *MARKS)
+                page = with_errors(page, sample_jobs.as_text(said))
                 README.write_text(page, encoding="utf-8")
     return EXIT_OK
 

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from cells import Record
 from operations import OPERATIONS, RINGCOMM, Buffers, Operation, Place
 from race import Bench
-from report import Record, records_of
+from report import records_of
 from weather import Weather
 
 import ringcomm

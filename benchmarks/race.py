@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from report import Record, records_of
+from cells import Record
+from report import records_of
 from weather import WeatherWatch
 
 from ringcomm.measure.ranks import Team

@@ -12,24 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from cells import CHECKOUT, RECORDS_FOLDER, RESULTS, Columns, Record, column_of, facts_line
 from html_report import write_html
 from rich.console import Console
 from rich.table import Table
 
 import ringcomm
 from _ringcomm.status import EXIT_OK, EXIT_WRONG_RESULTS
-from ringcomm.measure.machine import MAX_OTHERS_PERCENT, identity, rounded, utc_now, variables
+from ringcomm.measure.machine import identity, rounded, utc_now, variables
 from ringcomm.measure.timing import Timings
-from ringcomm.screen import byte_count, counted, factor
 
-Record = dict[str, Any]
-Cell = Callable[[Record], str]
-# Of a printed table: headers that CELLS or a record's fields have, or a header with its cell.
-Columns = Sequence[str | tuple[str, Cell]]
-CHECKOUT = Path(__file__).resolve().parents[1]
-# A run adds its records there, which changes no figure.
-RECORDS_FOLDER = "benchmarks/results"
-RESULTS = CHECKOUT / RECORDS_FOLDER
 GIT_TIMEOUT_S = 60.0
 # Columns of a table that is not written to a terminal.
 FILE_COLUMNS = 140
@@ -37,12 +29,6 @@ TEXT_COLUMNS = (
     *("op", "backend", "algorithm", "state", "quantity", "what", "found", "transport", "why"),
     *("system", "tokens", "type", "mode", "redop"),
 )
-BUSY = f"other programs used more than {MAX_OTHERS_PERCENT:.0f} % of the machine"
-
-
-def microseconds(value: float) -> str:
-    """Three digits, thousands whole."""
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def default_path(name: str) -> Path:
@@ -187,62 +173,6 @@ class Report:
         return EXIT_OK if is_right else EXIT_WRONG_RESULTS
 
 
-def milliseconds(value_us: float) -> str:
-    """Three digits, and no more than two behind the point."""
-    value = value_us / 1000
-    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:,.0f}"
-
-
-def comparison(record: dict[str, Any]) -> str:
-    """``38.1× (35.0–41.2)``, with an asterisk when the machine was disturbed; or why not."""
-    ratio = record["ratio"]
-    if ratio is None:
-        return "" if record["verified"] else "wrong results"
-    mark = "" if record["quiet"] else " *"
-    return f"{factor(ratio['p50'])}× ({factor(ratio['p10'])}–{factor(ratio['p90'])}){mark}"
-
-
-def share_range(share: dict[str, float]) -> str:
-    """``25 % (20–31)`` of a median with its 10 and 90 % points."""
-    middle, low, high = (f"{100 * share[name]:.0f}" for name in ("p50", "p10", "p90"))
-    return f"{middle} % ({low}–{high})"
-
-
-def inverse(ratio: dict[str, Any]) -> dict[str, float]:
-    """One over a ratio, with its 10 and 90 % points."""
-    return {"p50": 1 / ratio["p50"], "p10": 1 / ratio["p90"], "p90": 1 / ratio["p10"]}
-
-
-def facts_line(record: dict[str, Any]) -> str:
-    """Machine, versions and date of a record in one line."""
-    machine = record["machine"]
-    changes = " + changes" if record["dirty"] else ""
-    mpi = f", {record['mpi']}" if "mpi" in record else ""
-    return (
-        f"{machine['cpu']}, {counted(machine['cores'], 'core')}, Linux {machine['kernel']}; torch"
-        f" {record['torch']}, ringcomm {record['ringcomm']}{mpi}; {record['date']}; commit"
-        f" {str(record['commit'])[:9]}{changes}"
-    )
-
-
-def before_after(pair: dict[str, float | None]) -> str:
-    """Two figures in µs; a question mark for what could not be measured."""
-    return " → ".join("?" if v is None else microseconds(v) for v in pair.values())
-
-
-def state_of(record: dict[str, Any]) -> str:
-    """Whether the machine was otherwise idle during the measurement."""
-    faults = [] if record["quiet"] else ["not quiet"]
-    faults += [] if record["steady"] else ["cores moved"]
-    return ", ".join(faults) or "quiet"
-
-
-def grid(headers: list[str], num_words: int, rows: Sequence[list[str]]) -> list[str]:
-    """A table whose first ``num_words`` columns are words, and the others figures."""
-    rule = "|" + "---|" * num_words + "---:|" * (len(headers) - num_words)
-    return ["", f"| {' | '.join(headers)} |", rule, *(f"| {' | '.join(row)} |" for row in rows)]
-
-
 class _Console(Console):
     """Passes on that the reader of a pipe has gone, for run_main; rich's own exits with 1."""
 
@@ -282,51 +212,6 @@ def make_table(headers: list[str], caption: str) -> Table:
         justify = "left" if header in TEXT_COLUMNS else "right"
         table.add_column(header, justify=justify, no_wrap=True)  # type: ignore[arg-type]
     return table
-
-
-def or_first(record: Record) -> str:
-    """How a contender compares, which the first one does with itself."""
-    return comparison(record) or "1×"
-
-
-def _times(unit: str, scale: float, digits: Callable[[float], str]) -> dict[str, Cell]:
-    """``p50 ms`` and its like."""
-
-    def cell(name: str) -> Cell:
-        return lambda record: digits(record[f"{name}_us"] / scale)
-
-    return {f"{name}{unit}": cell(name) for name in ("p50", "p90", "p99")}
-
-
-# What tables print of a record, by header.
-CELLS: dict[str, Cell] = {
-    "ranks": lambda r: str(r["world_size"]),
-    "bytes": lambda r: byte_count(r["bytes"]),
-    "type": lambda r: str(r["dtype"]),
-    "classes": lambda r: f"{r['vocab_size']:,}",
-    "optimizer": lambda r: str(r["way"]),
-    "micro-batches": lambda r: str(r["num_microbatches"]),
-    "rows × tokens": lambda r: f"{r['rows']} × {r['tokens']}",
-    "others %": lambda r: f"{r['others_busy_percent']:.1f}",
-    "state": state_of,
-    **_times(" µs", 1, microseconds),
-    **_times(" ms", 1e3, lambda value: f"{value:.2f}"),
-    **_times(", ms", 1, milliseconds),
-}
-
-
-def column_of(column: str | tuple[str, Cell]) -> tuple[str, Cell]:
-    """The header and the cell of a column; a header of "time" is of a ratio."""
-    if not isinstance(column, str):
-        return column
-    plain = comparison if column.startswith("time ") else lambda record: str(record[column] or "")
-    return column, CELLS.get(column, plain)
-
-
-def grid_of(columns: Columns, num_words: int, records: list[Record]) -> list[str]:
-    """A row per record, in Markdown; the first ``num_words`` columns are words."""
-    headers, cells = zip(*map(column_of, columns), strict=True)
-    return grid(list(headers), num_words, [[cell(r) for cell in cells] for r in records])
 
 
 def table_of(

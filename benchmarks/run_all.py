@@ -3,9 +3,9 @@
 
     python benchmarks/run_all.py [--only floor steps] [--seconds 1] [--write]
 
-Records go to benchmarks/results. Then it prints the tables that table.py makes of all records there
-and draws the plots beside them; --write puts both into docs. MPI takes part in all_reduce and
-libraries where mpi4py and mpiexec are installed. The machine should be otherwise idle.
+Records go to benchmarks/results, of which the site makes its tables. Then it prints these tables
+and draws the plots beside the records; --write draws those in docs/design. MPI takes part in
+all_reduce and libraries where mpi4py and mpiexec are installed. The machine should be idle.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--only", nargs="+", choices=list(JOBS), default=list(JOBS), metavar="NAME")
     add("--seconds", type=float, help="passed on; each script has its own default and meaning")
-    add("--write", action="store_true", help="renew docs/benchmarks.md and the plots")
+    add("--write", action="store_true", help="renew the plots in docs/design")
     return parser.parse_args(argv)
 
 
@@ -128,7 +128,7 @@ def main(argv: list[str]) -> int:
                 failed.append(job)
     print("\n== tables and plots\n", flush=True)
     design = harness.ROOT / "docs" / "design"
-    table.main(["--write", str(table.PAGE)] if options.write else [])
+    table.main([])
     plot.main(["--out", str(design)] if options.write else [])
     pictures.main(["--only", "speed", "--out", str(design if options.write else harness.RESULTS)])
     for job in failed:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import chain
 from typing import Any, NamedTuple
 
-from report import (
+from cells import (
     BUSY,
     CELLS,
     Cell,

@@ -15,10 +15,11 @@ from typing import Any
 import front_door
 import torch
 import torch.distributed as dist
+from cells import Record, inverse
 from decoder import HEAD_WIDTH, VOCAB_SIZE, Decoder
 from gradient_watch import GradientWatch
 from harness import Bench, Options, Program
-from report import Record, Report, inverse, records_of, table_of
+from report import Report, records_of, table_of
 from system_tables import legend_lines, shown_columns
 from torch import Tensor
 from trainees import DEFAULT, FAKE, RINGCOMM, SYSTEMS, System, Trainee, Workload, parse_name

@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
-"""Prints Markdown tables of the newest records, or writes those of docs/benchmarks.md.
+"""Prints Markdown tables of the newest records: those of docs/benchmarks.md and reliability.md.
 
     python benchmarks/table.py [--kind floor] [FILE.jsonl ...]
-    python benchmarks/table.py --write docs/benchmarks.md
 
-Without files it reads all of benchmarks/results. Without --kind it prints what the page shows. The
+Without files it reads all of benchmarks/results. Without --kind it prints what the pages show where
+they have `<!-- table: NAME -->`; tools/site_pages.py puts that there when the site is built. The
 backends of a row come from one run. If several runs measured the same point, the newest run with
 verified results on a quiet machine counts, else the newest. Kinds without records have no table.
+
+This and what it imports need no torch, which builds of the site do not have.
 """
 
 from __future__ import annotations
@@ -22,12 +24,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import harness
-from front_door import DEFAULT_SIZES
-from html_report import read_records
-from palette import title_of
-from report import (
+from cells import (
+    BUSY,
     CELLS,
+    RESULTS,
     Cell,
     Columns,
     column_of,
@@ -41,6 +41,10 @@ from report import (
     or_first,
     share_range,
 )
+from death_tables import death_lines
+from front_door import DEFAULT_SIZES
+from html_report import read_records
+from palette import title_of
 from system_tables import (
     inference_lines,
     offload_lines,
@@ -52,7 +56,6 @@ from system_tables import (
 
 from _ringcomm.status import EXIT_FAILED, EXIT_OK, run_main
 from _ringcomm.values import byte_counts
-from ringcomm.measure.machine import MAX_OTHERS_PERCENT
 from ringcomm.screen import byte_count, counted, factor
 
 Record = dict[str, Any]
@@ -68,11 +71,9 @@ SHOWN_BYTES = (0, *byte_counts(DEFAULT_SIZES))
 # Kinds of which the page shows all worlds and types.
 SHOWN_WHOLE = (
     *("cross_entropy", "inference", "lomo", "systems", "offload", "tensor_parallel"),
-    *("pipeline", "planner", "libraries"),
+    *("pipeline", "planner", "libraries", "deaths"),
 )
 VERSION = re.compile(r"\d+(\.\d+)+")
-PAGE = harness.ROOT / "docs" / "benchmarks.md"
-BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 
 
 @dataclass(frozen=True)
@@ -80,12 +81,12 @@ class Layout:
     """How the records of one kind become tables.
 
     Attributes:
-        title: of its section on docs/benchmarks.md.
+        title: of its section where all are printed.
         kind: of the records.
         table_fields: what makes rows of one table.
         row_fields: what tells its rows apart, or its rows and columns.
         lines: heading and grid of one table.
-        is_shown: whether docs/benchmarks.md shows a record.
+        is_shown: whether a page shows a record.
         name: of a second layout of a kind.
         is_pooled: whether a table is of all runs of the newest record's day.
     """
@@ -423,6 +424,7 @@ _LAYOUTS = (
     ),
     Layout("Planner", "planner", ("world_size", "width", "layers"), ("rows",), planner_lines),
     Layout("Offload", "offload", (), (), offload_lines),
+    Layout("Deaths", "deaths", ("strangers",), ("backend", "moment", "world_size"), death_lines),
 )
 LAYOUTS = {layout.name or layout.kind: layout for layout in _LAYOUTS}
 
@@ -438,9 +440,8 @@ def _markdown(runs: list[Run], layout: Layout) -> str:
     else:
         sources = [*dict.fromkeys(facts_line(run[0]) for run in runs)]
     lines = [*layout.lines(runs), "", *(f"Measured on {source}." for source in sources)]
-    busy = f"other programs used more than {MAX_OTHERS_PERCENT:.0f} % of the machine"
     noisy = [record for run in runs for record in run if not record["quiet"]]
-    reasons = dict.fromkeys(record.get("no_claim") or busy for record in noisy)
+    reasons = dict.fromkeys(record.get("no_claim") or BUSY for record in noisy)
     return "\n".join([*lines, *(["", f"\\* {'; or '.join(reasons)}."] if reasons else [])])
 
 
@@ -454,51 +455,38 @@ def tables(records: list[Record], layout: Layout) -> list[str]:
     return [_markdown(list(runs), layout) for _, runs in grouped]
 
 
-def page_tables(records: list[Record]) -> list[str]:
-    """The sections of docs/benchmarks.md with their tables, in order."""
+def page_tables(records: list[Record]) -> dict[str, str]:
+    """What pages show of each layout that has records, by its name."""
     usual = [record for record in records if _is_usual(record)]
-    texts = []
-    for layout in LAYOUTS.values():
+    texts = {}
+    for name, layout in LAYOUTS.items():
         shown = [r for r in usual if r["kind"] == layout.kind and layout.is_shown(r)]
         if found := tables(shown, layout):
-            texts += [f"## {layout.title}", *found]
+            texts[name] = "\n\n".join(found)
     return texts
-
-
-def with_tables(text: str, written: list[str], first: str = BEGIN, last: str = END) -> str:
-    """``text`` with the tables between the marks replaced. Raises ValueError."""
-    head, begin, rest = text.partition(first)
-    _, end, tail = rest.partition(last)
-    if not (begin and end):
-        raise ValueError(f"the page needs a line {first} and after it a line {last}")
-    return f"{head}{begin}\n\n" + "\n\n".join(written) + f"\n\n{end}{tail}"
 
 
 def read_results(files: list[Path]) -> list[Record]:
     """The records of files, or of all in benchmarks/results. Raises ValueError."""
-    return read_records(files or sorted(harness.RESULTS.glob("*.jsonl")))
+    return read_records(files or sorted(RESULTS.glob("*.jsonl")))
 
 
 def main(argv: list[str]) -> int:
-    """Prints or writes the tables; returns the exit code."""
+    """Prints the tables; returns the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("files", nargs="*", type=Path, metavar="FILE.jsonl")
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--kind", choices=list(LAYOUTS), help="everything of one kind")
-    what.add_argument(
-        "--write", type=Path, metavar="PAGE.md", help="put the tables between its two marks"
-    )
+    parser.add_argument("--kind", choices=list(LAYOUTS), help="everything of one kind")
     options = parser.parse_args(argv)
     records = read_results(options.files)
-    found = tables(records, LAYOUTS[options.kind]) if options.kind else page_tables(records)
-    if not found:
-        print(f"no records of kind {options.kind or 'that the page shows'}", file=sys.stderr)
-        return EXIT_FAILED
-    if options.write:
-        text = options.write.read_text(encoding="utf-8")
-        options.write.write_text(with_tables(text, found), encoding="utf-8")
+    if options.kind:
+        found = tables(records, LAYOUTS[options.kind])
     else:
-        print("\n\n".join(found))
+        shown = page_tables(records)
+        found = [f"## {LAYOUTS[name].title}\n\n{text}" for name, text in shown.items()]
+    if not found:
+        print(f"no records of kind {options.kind or 'that a page shows'}", file=sys.stderr)
+        return EXIT_FAILED
+    print("\n\n".join(found))
     return EXIT_OK
 
 

@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 
 from flags import FlagProbe
 
-from ringcomm.measure.machine import MAX_OTHERS_PERCENT, OthersWatch
+from _ringcomm.values import MAX_OTHERS_PERCENT
+from ringcomm.measure.machine import OthersWatch
 from ringcomm.measure.ranks import Team
 
 Found = TypeVar("Found")

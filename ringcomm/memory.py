@@ -1,4 +1,4 @@
-"""Tensors that other ranks of this host can read in place; docs/design/shared_buffers.md."""
+"""Tensors that other ranks of this host can read in place; docs/design/protocol.md."""
 
 import sys
 from typing import Any

@@ -4,6 +4,8 @@
 - README's parts on the home page, so that both say the same: in docs/index.md `<!-- README -->` is
   README's text before its first section, and `<!-- README: Status -->` the section of that title.
 - What `ringcomm plan --collectives` prints, behind a line that is this command.
+- The tables of records, in a line that begins with `<!-- table: NAME -->`; the names are those of
+  benchmarks/table.py. The rest of the line, for readers of the source, is left out.
 - The judge's tables, in docs/design/judge.md at `<!-- judge -->`.
 - The tables of features that work together, in docs/reference/pairs.md at `<!-- pairs: TITLE -->`.
 - The pages of `ringcomm show`. Links in docs/ lead to their rows of docs/reference/command.md,
@@ -15,6 +17,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -35,6 +38,7 @@ SHOW_ROW = re.compile(rf'<a id="({"|".join(SHOWN)})"></a>(`\1`)')
 SHOW_LINK = re.compile(rf"reference/command\.md#({'|'.join(SHOWN)})\)")
 PAIRS = re.compile(r"(?m)^<!-- pairs: (.+) -->$")
 TIMES = re.compile(r"(?m)^`ringcomm plan --collectives --tuning (\S+)`$")
+TABLE = re.compile(r"(?m)^<!-- table: (\w+) -->.*$")
 PART = re.compile(r"(?m)^<!-- README(?:: (.+))? -->$")
 PICTURE = re.compile(r"<picture>(.*?)</picture>", re.S)
 SOURCE = re.compile(r'<source media="([^"]*)" srcset="docs/([^"]+)">')
@@ -73,6 +77,16 @@ def times_of(command: re.Match[str]) -> str:
     return f"{command[0]}\n\n```text\n{module_of('planner.collectives').tables(costs)}\n```"
 
 
+@cache
+def record_tables() -> dict[str, str]:
+    """The tables that benchmarks/table.py makes of benchmarks/results, by name."""
+    module_of("screen")  # what it imports of ringcomm needs no torch
+    if (folder := str(ROOT / "benchmarks")) not in sys.path:
+        sys.path.append(folder)
+    table = import_module("table")
+    return dict(table.page_tables(table.read_results([])))
+
+
 def show_page(name: str) -> str:
     """A page of `ringcomm show` as the command writes it without options."""
     show = module_of("show")
@@ -86,6 +100,7 @@ def show_page(name: str) -> str:
 def on_page_markdown(markdown: str, page: Any, **unused: Any) -> str:
     """Called by mkdocs with the text of a page."""
     markdown = TIMES.sub(times_of, SHOW_LINK.sub(r"show/\1.html)", markdown))
+    markdown = TABLE.sub(lambda match: record_tables()[match[1]], markdown)
     if page.file.src_uri == "reference/command.md":
         return SHOW_ROW.sub(r"[\2](../show/\1.html)", markdown)
     if page.file.src_uri == "reference/pairs.md":

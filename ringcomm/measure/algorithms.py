@@ -21,16 +21,11 @@ import torch
 import torch.distributed as dist
 
 from _ringcomm.status import EXIT_FAILED, EXIT_OK
+from _ringcomm.values import MAX_OTHERS_PERCENT
 from ringcomm import __version__, tuning
 from ringcomm.cost_model import FITTED, NOT_FITTED, Costs, Machine, all_reduce_algorithm
 from ringcomm.measure import timing
-from ringcomm.measure.machine import (
-    MAX_OTHERS_PERCENT,
-    identity,
-    num_nodes,
-    rounded,
-    utc_now,
-)
+from ringcomm.measure.machine import identity, num_nodes, rounded, utc_now
 from ringcomm.measure.ranks import Team, run_ranks
 from ringcomm.options import Options
 from ringcomm.screen import Progress, byte_count, columns, factor, in_seconds

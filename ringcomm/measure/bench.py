@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from _ringcomm.status import EXIT_OK, EXIT_WRONG_RESULTS, RankError
-from _ringcomm.values import MAX_WORLD_SIZE
+from _ringcomm.values import MAX_OTHERS_PERCENT, MAX_WORLD_SIZE
 from ringcomm import __version__
 from ringcomm.measure import ranks, timing
-from ringcomm.measure.machine import MAX_OTHERS_PERCENT, identity, usable_cores, utc_now
+from ringcomm.measure.machine import identity, usable_cores, utc_now
 from ringcomm.measure.ranks import Team
 from ringcomm.measure.timing import US, check_sums
 from ringcomm.screen import (

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 import ringcomm
 from _ringcomm.status import RankError
+from _ringcomm.values import MAX_OTHERS_PERCENT
 from ringcomm import _C, tuning
 from ringcomm.backend import resolve_group
 from ringcomm.measure import machine
@@ -185,7 +186,7 @@ def _problems(report: dict[str, Any], world_size: int) -> Iterator[tuple[str, st
     for text in group.get("errors", []):
         fix = "look the message up in docs/how-to/mistakes.md"
         yield "group", f"the group could not be created: {text}", fix
-    is_busy = group.get("others_busy_percent", 0.0) > machine.MAX_OTHERS_PERCENT
+    is_busy = group.get("others_busy_percent", 0.0) > MAX_OTHERS_PERCENT
     if is_busy:
         text = f"other programs used {group['others_busy_percent']:.0f} % of the machine during the"
         text += " measurement: times are longer than on an idle machine"

@@ -18,8 +18,6 @@ from torch.utils import collect_env
 import ringcomm
 from ringcomm import _C
 
-# If other programs use more than this share of all cores, a measured ratio is not reliable.
-MAX_OTHERS_PERCENT = 10.0
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 

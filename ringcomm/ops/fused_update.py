@@ -2,7 +2,7 @@
 
 reduce_scatter_update_all_gather_ is ZeRO stage 1 (Rajbhandari et al. 2020) in one pass: gradients
 are reduced chunk by chunk, the rank that owns a chunk updates its parameters while the sum is in
-cache, and the new parameters are gathered. docs/design/fused_update.md has the steps.
+cache, and the new parameters are gathered. docs/design/collectives.md has the steps.
 """
 
 import dataclasses

@@ -210,7 +210,7 @@ TEST_CASE("hosts: an algorithm that is asked for by name is one of ranks") {
   });
 }
 
-// docs/design/hosts.md has the formulas. Two hosts of two ranks; envelopes are not data.
+// docs/design/messages.md has the formulas. Two hosts of two ranks; envelopes are not data.
 TEST_CASE("hosts: what crosses between the hosts") {
   constexpr std::size_t kElems = 270'000;
   constexpr std::uint64_t kBytes = kElems * sizeof(float);

@@ -98,7 +98,7 @@ REDUNDANT = [
 # Of these opcodes either orders enough: both are weakened at once, too.
 EITHER = (r"fence\.mbarrier_init", r"barrier\.cluster\.arrive\.release")
 
-# These order nothing (docs/design/gpu_orders.md): what the host sees of a wait, and claims.
+# These order nothing (docs/design/gpu.md): what the host sees of a wait, and claims.
 NO_ORDER = re.compile("record_wait|claim")
 # The operations of a link. One change of such a function is a change wherever it was inlined.
 LINK = re.compile(r".*?(?:advance < publish|advance < release|wait_at_least < wait(?:_drained)?)\b")

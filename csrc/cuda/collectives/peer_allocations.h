@@ -17,7 +17,7 @@ namespace ringcomm::cuda {
 /// Allocations of the ranks' own programs, such as the segments of torch's caching allocator, in
 /// which peers access the buffers of collectives directly: announced in the group's host memory by
 /// the call after the first that uses one, mapped by the peers' next calls, then lent, and retired
-/// when the driver's number of the allocation has changed (docs/design/gpu.md, "Memory").
+/// when the driver's number of the allocation has changed (docs/design/gpu.md, "Buffers in place").
 ///
 /// place_of(), has_news() and follow() by one thread at a time.
 class PeerAllocations {

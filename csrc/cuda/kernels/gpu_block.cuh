@@ -19,7 +19,7 @@ namespace ringcomm::cuda {
 
 /// The threads of a block of CUDA with one threadIdx.y. What a thread has acquired is ordered
 /// before what the others do after a barrier, and what they did before it before what one releases
-/// after it (docs/design/gpu_orders.md).
+/// after it (docs/design/gpu.md).
 class GpuBlock {
  public:
   // In memory that the threads of a block share.

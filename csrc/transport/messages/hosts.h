@@ -46,7 +46,7 @@ struct HostsView {
 /// messages alone every rank is a host.
 ///
 /// Every algorithm waits for a run_local() before it waits for a message: that compares the calls
-/// of the host's ranks, so that from then on they are one (docs/design/hosts.md).
+/// of the host's ranks, so that from then on they are one (docs/design/messages.md).
 struct HostsCall {
   const HostsView& hosts;
   Transport* local;  ///< of this host's ranks; null if there is one, or messages only
@@ -111,7 +111,7 @@ inline constexpr std::size_t kNumSlots = 4;
 
 /// Sets the algorithm of a collective over messages alone, from values that are equal on all ranks.
 void plan_message_collective(int world_size, const CommunicatorOptions& options, Collective& call);
-/// Runs any collective, with kHierarchical host by host (docs/design/hosts.md), otherwise over
+/// Runs any collective, with kHierarchical host by host (docs/design/messages.md), otherwise over
 /// messages alone. Checks the header of every peer before its data, and the previous rank's or
 /// host's in every collective, so some rank detects any difference. Throws WaitFailed, Mismatched.
 Traffic run_message_collective(HostsCall call, const HostsView& flat);

@@ -154,7 +154,7 @@ BufferHandle ShmTransport::handle_of(const Collective& call) const {
 }
 
 // In the first phase a rank with shared buffers publishes a handle in place of data, so all ranks
-// make the same decision (docs/design/shared_buffers.md, "How ranks agree"). Returns false, and has
+// make the same decision (docs/design/protocol.md, "Shared buffers"). Returns false, and has
 // run nothing, where a rank that is needed has no handle.
 bool ShmTransport::run_zero_copy(ShmCollective& collective, const Collective& call,
                                  const BufferHandle& mine, Traffic& traffic) {

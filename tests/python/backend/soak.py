@@ -66,7 +66,7 @@ class Stopper:
 
 # Growth of a process beyond the most that it held in its first generations, and the number of
 # these. Of stores, which shrink() keeps, those that no attempt has made. Free shared buffers keep
-# up to 64 MiB (docs/design/shared_buffers.md).
+# up to 64 MiB (docs/design/protocol.md).
 WARM_UP = 12
 BOUNDS = {
     "descriptors": 0,

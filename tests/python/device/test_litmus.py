@@ -1,6 +1,6 @@
 """The orders that groups on GPUs stand on, by the memory model of PTX; each fails if it is weaker.
 
-docs/design/gpu_orders.md says which code each test in tests/litmus is.
+docs/design/gpu.md says which code each test in tests/litmus is.
 """
 
 from __future__ import annotations
@@ -140,6 +140,6 @@ def test_the_code_has_these_instructions() -> None:
         "st.release.sys.global.u64",
         "st.volatile.global.v2.u64",
     }
-    page = (ROOT / "docs/design/gpu_orders.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/design/gpu.md").read_text(encoding="utf-8")
     assert all(instruction in page for instruction in found)
     assert all(f"`{name}`" in page for name in WEAKENED)

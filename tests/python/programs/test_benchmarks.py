@@ -25,16 +25,17 @@ import torch
 import torch.distributed as dist
 from browsers import PHONE, SCREEN, data_of, opened
 from cases import slow
+from cells import RESULTS
 from html_report import read_records
 from operations import OPERATIONS, Buffers, Place
 from placement import Placement, Speeds
 from point import make_buffers
-from report import RESULTS
 
 import ringcomm
 from _ringcomm import start as cli
 from _ringcomm.status import EXIT_OK, EXIT_WRONG_RESULTS, RankError
-from ringcomm.measure import bench, machine, ranks
+from _ringcomm.values import MAX_OTHERS_PERCENT
+from ringcomm.measure import bench, ranks
 from ringcomm.measure.timing import Timings
 
 BACKENDS = ["ringcomm", "gloo"]
@@ -69,7 +70,7 @@ def test_records_of_a_sweep(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
         assert record["algbw_gb_per_s"] == pytest.approx(algbw, rel=1e-3)
         assert record["busbw_gb_per_s"] == pytest.approx(algbw, rel=1e-3)  # 2 (N - 1) / N = 1
         assert 0 <= record["others_busy_percent"] <= 100
-        assert record["quiet"] == (record["others_busy_percent"] <= machine.MAX_OTHERS_PERCENT)
+        assert record["quiet"] == (record["others_busy_percent"] <= MAX_OTHERS_PERCENT)
         ratio, is_gloo = record["ratio"], record["backend"] == "gloo"
         assert (ratio is None) == bool(record["algorithms"]) == (not is_gloo)
         if is_gloo:
