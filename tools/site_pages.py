@@ -1,12 +1,12 @@
 """What mkdocs adds to the pages of docs/, for which it needs no torch.
 
+- The table of other projects' programs, in docs/how-to/migrate.md at `<!-- clients -->`.
+- The page torch-tests.md, of the results that tests/torch keeps.
 - The project's address.
 - README's parts on the home page, so that both say the same: in docs/index.md `<!-- README -->` is
   README's text before its first section, and `<!-- README: Status -->` the section of that title.
 - What `ringcomm plan --collectives` prints, behind a line that is this command.
 - The judge's tables, in docs/design/judge.md at `<!-- judge -->`.
-- The table of other projects' programs, in docs/how-to/migrate.md at `<!-- clients -->`.
-- The page torch-tests.md, of the results that tests/torch keeps.
 - The pages of `ringcomm show`. Links in docs/ lead to their rows of docs/how-to/show.md, which a
   code host has, too; on the site they open the pages.
 """
