@@ -74,7 +74,7 @@ def shrink(
     the others have failed, and may be shrunk or destroyed. Wrappers that hold the old group, such
     as DistributedDataParallel and DeviceMesh, must be made again.
 
-    What tensors hold after the failed collective is in docs/how-to/hang.md. Weights may differ
+    docs/reference/backend.md has what tensors hold after the failed collective. Weights may differ
     between the ranks: go on from the last state that all ranks have (examples/survive.py).
 
     Args:

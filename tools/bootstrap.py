@@ -32,11 +32,10 @@ EXTENSION_STATE = ROOT / "build" / "extension.txt"
 EXIT_INTERRUPTED = 130
 
 # Optional packages: without them there are no plots, builds do not use ninja, and tests of Triton
-# kernels, PyTorch's own tests, tests with models of transformers and PEFT, of pages in a browser
-# and of the notebook are skipped; Python tests run one file at a time. wheel has been a part of
-# setuptools since 70.1.
+# kernels, PyTorch's own tests, tests with models of transformers and PEFT and of pages in a browser
+# are skipped; Python tests run one file at a time. wheel has been a part of setuptools since 70.1.
 OPTIONAL = (
-    *("accelerate", "expecttest", "ipykernel", "matplotlib", "nbclient", "ninja", "peft"),
+    *("accelerate", "expecttest", "matplotlib", "ninja", "peft"),
     *("playwright", "pytest-xdist", "transformers", "triton", "wheel"),
 )
 

@@ -1,5 +1,7 @@
 """What mkdocs adds to the pages of docs/, for which it needs no torch.
 
+- The table of other projects' programs, in docs/how-to/migrate.md at `<!-- clients -->`.
+- The page torch-tests.md, of the results that tests/torch keeps.
 - The project's address.
 - README's parts on the home page, so that both say the same: in docs/index.md `<!-- README -->` is
   README's text before its first section, and `<!-- README: Status -->` the section of that title.
@@ -57,9 +59,16 @@ def on_files(files: Any, config: Any) -> Any:
     """Called by mkdocs with the files of docs/, to which this adds the pages of `ringcomm show`."""
     from mkdocs.structure.files import File
 
+    files.append(File.generated(config, "torch-tests.md", content=torch_tests()))
     for name in SHOWN:
         files.append(File.generated(config, f"show/{name}.html", content=show_page(name)))
     return files
+
+
+def torch_tests() -> str:
+    """The page of PyTorch's own tests."""
+    sys.path.append(str(ROOT / "tests" / "torch"))
+    return str(import_module("page").render())
 
 
 def module_of(name: str) -> ModuleType:
@@ -108,6 +117,9 @@ def on_page_markdown(markdown: str, page: Any, **unused: Any) -> str:
     if page.file.src_uri == "design/judge.md":
         # It has no tomllib in Python 3.10, nor pytest's.
         return markdown.replace("<!-- judge -->", import_module("tests.judge.run").tables())
+    if page.file.src_uri == "how-to/migrate.md":
+        table = import_module("tests.clients.client_files").table()
+        return markdown.replace("<!-- clients -->", table)
     if page.file.src_uri != "index.md":
         return markdown
     readme = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -22,7 +22,7 @@ Optimizer = Literal["adamw", "sgd"]
 
 @dataclass(frozen=True)
 class System:
-    """A data-parallel training system, by its name in docs/systems.md."""
+    """A data-parallel training system, by its name; docs/choose.md has each."""
 
     name: str
     stage: int  # the stage of ZeRO; 0 if each rank has everything

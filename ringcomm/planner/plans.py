@@ -20,7 +20,7 @@ SCHEMA = 2
 SAME_TIME = 1.02  # steps within this ratio count as equally long
 MUCH_MORE = 10  # a ratio of bytes
 LEGEND = """\
-system       how data-parallel ranks share the training state; docs/systems.md has each
+system       how data-parallel ranks share the training state; docs/choose.md has each
 mesh         ranks of data (dp), pipeline (pp), tensor (tp) and expert (ep) parallelism; sp shards
              the tokens between tensor-parallel layers; the pipeline's schedule
 batches      micro-batches of a step × sequences in each; recomputed: layers keep their inputs only

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import json
 import os
 import re
 import subprocess
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).resolve().parent
+RESULTS = FOLDER / "results"
 CACHE = FOLDER.parents[1] / ".cache" / "clients"
 ARCHIVE = "https://github.com/{repository}/archive/{commit}.tar.gz"
 FETCH_LIMIT_S = 60.0
@@ -94,6 +96,32 @@ def read_all(folder: Path = FOLDER) -> list[Client]:
     """All clients of a folder, by name."""
     clients = [read(path) for path in sorted(folder.glob("*.py"))]
     return [more for client in clients if client for more in (client, *client.on_more_ranks())]
+
+
+def said(versions: dict[str, str]) -> str:
+    """Versions, in words."""
+    return ", ".join(f"{name} {version}" for name, version in versions.items())
+
+
+def table() -> str:
+    """The kept results as a table, for docs/how-to/migrate.md on the site."""
+    lines = ["| program | ranks | versions | result | date |", "|---|---|---|---|---|"]
+    for client in read_all():
+        path = RESULTS / f"{client.name}.json"
+        if not path.exists():
+            continue
+        kept: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        result = kept["status"]
+        if result == "close":
+            limit, reason = client.tolerance
+            found = kept["text"].partition(" (")[0]
+            result = f"{found}, of {limit:.0e} allowed: {reason}"
+        elif result == "only ringcomm":
+            result = f"only over ringcomm; Gloo: `{client.fails_on_gloo}`"
+        what = f"`{client.name}`: {client.what}"
+        cells = (what, str(kept["ranks"]), said(kept["versions"]), result, kept["date"])
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def is_installed(client: Client) -> bool:

@@ -4,7 +4,7 @@ Usage: make test-clients ARGS="[NAME...] [--short] [--source NAME=FOLDER] [--rec
 
 A client is a file of this folder with REQUIREMENTS; client_files.py has its constants. Each run is
 bounded, and its environment and source are kept in .cache/clients. Ends with status 1 if a client
-differs or fails. --record keeps the results in results/ and renews the table of docs/programs.md.
+differs or fails. --record keeps the results in results/, of which the site's table is made.
 """
 
 from __future__ import annotations
@@ -15,18 +15,14 @@ import json
 import signal
 import sys
 from pathlib import Path
-from typing import Any
 
 import client_files
 import client_runs
-from client_files import FOLDER, Client
+from client_files import RESULTS, Client, said
 from client_runs import BACKENDS, Result
 from rich.console import Console
 from rich.table import Table
 
-RESULTS = FOLDER / "results"
-PAGE = FOLDER.parents[1] / "docs" / "programs.md"
-BEGIN, END = "<!-- clients: begin -->\n", "<!-- clients: end -->\n"
 STYLES = {"equal": "green", "close": "green", "only ringcomm": "green"}
 
 
@@ -39,7 +35,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("names", nargs="*", metavar="NAME", help="files that begin so (default: all)")
     add("--short", action="store_true", help="those that CI runs")
     add("--source", action="append", default=[], metavar="NAME=FOLDER", help="a client's source")
-    add("--record", action="store_true", help="keep the results and renew docs/programs.md")
+    add("--record", action="store_true", help="keep the results in tests/clients/results")
     return parser.parse_args(argv)
 
 
@@ -66,13 +62,8 @@ def show(console: Console, results: dict[str, Result]) -> None:
             console.print(f"{name}: {result.status}: {result.text}", markup=False, highlight=False)
 
 
-def said(versions: dict[str, str]) -> str:
-    """Versions, in words."""
-    return ", ".join(f"{name} {version}" for name, version in versions.items())
-
-
 def record(clients: list[Client], results: dict[str, Result]) -> None:
-    """Writes results/NAME.json of all that ran and passed, and the table of the page."""
+    """Writes results/NAME.json of all that ran and passed."""
     RESULTS.mkdir(exist_ok=True)
     for client in clients:
         result = results[client.name]
@@ -87,35 +78,6 @@ def record(clients: list[Client], results: dict[str, Result]) -> None:
         }
         path = RESULTS / f"{client.name}.json"
         path.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
-    page = PAGE.read_text(encoding="utf-8")
-    PAGE.write_text(with_table(page, render(client_files.read_all())), encoding="utf-8")
-
-
-def render(clients: list[Client]) -> str:
-    """The table of docs/programs.md, from the results that are kept."""
-    lines = ["| program | ranks | versions | result | date |", "|---|---|---|---|---|"]
-    for client in clients:
-        path = RESULTS / f"{client.name}.json"
-        if not path.exists():
-            continue
-        kept: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        result = kept["status"]
-        if result == "close":
-            limit, reason = client.tolerance
-            found = kept["text"].partition(" (")[0]
-            result = f"{found}, of {limit:.0e} allowed: {reason}"
-        elif result == "only ringcomm":
-            result = f"only over ringcomm; Gloo: `{client.fails_on_gloo}`"
-        what = f"`{client.name}`: {client.what}"
-        cells = (what, str(kept["ranks"]), said(kept["versions"]), result)
-        lines.append(f"| {' | '.join((*cells, kept['date']))} |")
-    return "\n".join(lines) + "\n"
-
-
-def with_table(page: str, table: str) -> str:
-    """A page with another table between its two marks."""
-    before, rest = page.split(BEGIN)
-    return before + BEGIN + "\n" + table + "\n" + END + rest.split(END)[1]
 
 
 def main(argv: list[str] | None = None) -> int:

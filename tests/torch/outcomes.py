@@ -1,7 +1,8 @@
-"""How tests ended; and Gloo's results for each torch minor, kept so that nobody must run it again.
+"""How tests ended; and the results over each backend for each torch minor, kept in files.
 
-A file of results has one line per test that was run: mode, test, pass or fail, and for a failure
-what it said, separated by tabs. Tests that are skipped depend on their decorators alone.
+A file begins with a line that says when they were made. Then it has one line per test that was run:
+mode, test, pass or fail, and for a failure what it said, separated by tabs. Tests that are skipped
+depend on their decorators alone.
 """
 
 from __future__ import annotations
@@ -15,17 +16,18 @@ __all__ = [
     "FAIL",
     "PASS",
     "SKIP",
-    "GlooResults",
+    "KeptResults",
     "Outcome",
     "cause",
-    "gloo_file",
-    "read_gloo",
-    "write_gloo",
+    "kept_file",
+    "made_on",
+    "read_kept",
+    "write_kept",
 ]
 
 PASS, FAIL, SKIP = "pass", "fail", "skip"
 Key = tuple[str, str]  # (mode, test)
-GlooResults = dict[Key, tuple[str, str]]  # (status, cause of a failure)
+KeptResults = dict[Key, tuple[str, str]]  # (status, cause of a failure)
 
 # A report starts with the rank that failed first, up to the next rank's or the ranks' output.
 FIRST_RANK = re.compile(r"\Arank \d+: (.*?)(?=^rank|^----|\Z)", re.DOTALL | re.MULTILINE)
@@ -60,27 +62,33 @@ def cause(report: str) -> str:
     return text if len(text) <= MAX_CAUSE_CHARS else text[: MAX_CAUSE_CHARS - 1] + "…"
 
 
-def gloo_file(torch_version: str) -> Path:
-    """Where Gloo's results with this torch are kept."""
+def kept_file(backend: str, torch_version: str) -> Path:
+    """Where the results over a backend with this torch are kept."""
     minor = ".".join(torch_version.split(".")[:2])
-    return Path(__file__).parent / f"gloo-{minor}.txt"
+    return Path(__file__).parent / f"{backend}-{minor}.txt"
 
 
-def read_gloo(path: Path) -> GlooResults:
-    """Gloo's (status, cause) by (mode, test); nothing where there is no such file."""
+def made_on(path: Path) -> str:
+    """The date and the commit of kept results."""
+    return path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+
+
+def read_kept(path: Path) -> KeptResults:
+    """(status, cause) by (mode, test); nothing where there is no such file."""
     if not path.exists():
         return {}
-    lines = [line.split("\t") for line in path.read_text(encoding="utf-8").splitlines()]
+    _, *rows = path.read_text(encoding="utf-8").splitlines()
+    lines = [row.split("\t") for row in rows]
     return {(mode, test): (status, "".join(why)) for mode, test, status, *why in lines}
 
 
-def write_gloo(path: Path, outcomes: Iterable[Outcome]) -> None:
+def write_kept(path: Path, made: str, outcomes: Iterable[Outcome]) -> None:
     """Puts results in the place of earlier ones of the same tests; the others stay."""
-    merged = read_gloo(path)
+    merged = read_kept(path)
     for outcome in outcomes:
         merged.pop(outcome.key, None)
         if outcome.status != SKIP:
             why = cause(outcome.text) if outcome.status == FAIL else ""
             merged[outcome.key] = outcome.status, why
     lines = ["\t".join([*key, *filter(None, merged[key])]) for key in sorted(merged)]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    path.write_text("\n".join([f"# {made}", *lines]) + "\n", encoding="utf-8")

@@ -1,101 +1,74 @@
-"""The page of results: counts, what fails and why, what is skipped and why."""
+"""The site's page of results: counts, and each test that fails over one backend only.
+
+tools/site_pages.py makes it of the results that run.py has kept, without torch.
+"""
 
 from __future__ import annotations
 
-import subprocess
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable
-from datetime import date
 from pathlib import Path
 
 import known
 import suites
-from outcomes import FAIL, PASS, SKIP, GlooResults, Outcome, cause
+from outcomes import FAIL, PASS, KeptResults, made_on, read_kept
 
 __all__ = ["render"]
 
 HERE = Path(__file__).parent
 
 INTRODUCTION = """\
-# PyTorch's own tests on ringcomm
+# PyTorch's own tests
 
-Written by `make test-torch ARGS="--write docs/torch-tests.md"`, with torch {version}, {date},
-commit {commit}.
+PyTorch's wheel has tests of torch.distributed (`torch.testing._internal.distributed`).
+`make test-torch` runs them over ringcomm. These are the results with torch {minor} ({made}).
 
-The tests are part of torch's wheel (`torch.testing._internal.distributed`). They are imported, not
-copied. Each runs with its own ranks, under a time limit. A mode is the backend name under which
-they are imported, because their decorators check it; all groups are ringcomm's.
-GPUs are hidden. Gloo's results are kept in `tests/torch/gloo-*.txt`.
+Each test starts its own ranks under a time limit. No GPU is visible to it. Tests that torch's
+decorators skip are not counted. A mode is the backend name under which the tests are imported,
+because the decorators check it. All groups are of the backend under test.
 
-Two checks of the backend's name are patched to accept ringcomm: the lists of backends
-with profiler events, and `torch.distributed.monitored_barrier`, which refuses every
-backend but Gloo (the tests then run ringcomm's barrier).
-"""
-SKIPPED = """\
-torch's own decorators skip these, also on Gloo. The number of tests follows each mode.
+Two of torch's checks of the backend's name are patched to accept ringcomm: the list of backends
+with profiler events, and `torch.distributed.monitored_barrier`, which accepts Gloo only. The tests
+then call `ringcomm.monitored_barrier`.
 """
 
 
-def render(outcomes: list[Outcome], gloo: GlooResults, torch_version: str) -> str:
-    """The page, from a whole run on ringcomm and Gloo's kept results."""
+def render() -> str:
+    """The page, from the newest kept results over ringcomm and those over Gloo with that torch."""
+    kept = max(HERE.glob("ringcomm-*.txt"), key=lambda path: _version(path.stem))
+    minor = kept.stem.rpartition("-")[2]
+    ours, gloo = read_kept(kept), read_kept(HERE / f"gloo-{minor}.txt")
     failed = [
-        (*outcome.key, _failure(outcome), gloo.get(outcome.key, (SKIP, ""))[0])
-        for outcome in outcomes
-        if outcome.status == FAIL
+        (*key, known.why_failing(*key) or why, gloo.get(key, ("skip",))[0])
+        for key, (status, why) in ours.items()
+        if status == FAIL
     ]
     only_ours = [
-        (*outcome.key, gloo[outcome.key][1])
-        for outcome in outcomes
-        if outcome.status == PASS and gloo.get(outcome.key, ("", ""))[0] == FAIL
+        (*key, gloo[key][1])
+        for key, (status, _) in ours.items()
+        if status == PASS and gloo.get(key, ("",))[0] == FAIL
     ]
     sections = [
-        INTRODUCTION.format(
-            version=".".join(torch_version.split(".")[:2]), date=date.today(), commit=_commit()
-        ),
-        _table(
-            ("mode", "what", "tests", "backend", "pass", "skip", "fail"), _counts(outcomes, gloo)
-        ),
-        "## Fail on ringcomm\n",
-        _table(("mode", "test", "why", "on Gloo"), failed) if failed else "None.\n",
-        "## Pass on ringcomm, fail on Gloo\n",
-        _table(("mode", "test", "Gloo says"), only_ours) if only_ours else "None.\n",
-        "## Skipped\n",
-        SKIPPED,
-        _table(("reason", "modes", "tests"), _skips(outcomes)),
+        INTRODUCTION.format(minor=minor, made=made_on(kept)),
+        _table(("mode", "tests", "backend", "pass", "fail"), _counts(ours, gloo)),
+        "## Fail over ringcomm\n",
+        _table(("mode", "test", "why", "over Gloo"), failed) if failed else "None.\n",
+        "## Pass over ringcomm, fail over Gloo\n",
+        _table(("mode", "test", "Gloo's error"), only_ours) if only_ours else "None.\n",
     ]
     return "\n".join(sections)
 
 
-def _commit() -> str:
-    command = ["git", "describe", "--always", "--exclude=*", "--dirty= + changes"]
-    done = subprocess.run(command, cwd=HERE, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"
+def _version(stem: str) -> list[int]:
+    return [int(part) for part in stem.rpartition("-")[2].split(".")]
 
 
-def _failure(outcome: Outcome) -> str:
-    return known.why_failing(*outcome.key) or cause(outcome.text)
-
-
-def _counts(outcomes: list[Outcome], gloo: GlooResults) -> Iterable[tuple[object, ...]]:
+def _counts(ours: KeptResults, gloo: KeptResults) -> Iterable[tuple[object, ...]]:
     for mode in suites.MODES.values():
-        ours = Counter(outcome.status for outcome in outcomes if outcome.mode == mode.name)
-        theirs = Counter(status for (name, _), (status, _) in gloo.items() if name == mode.name)
-        total = ours.total()
-        theirs[SKIP] = total - theirs[PASS] - theirs[FAIL]
-        for backend, counts in (("ringcomm", ours), ("gloo", theirs)):
-            yield mode.name, mode.about, total, backend, counts[PASS], counts[SKIP], counts[FAIL]
-
-
-def _skips(outcomes: list[Outcome]) -> Iterable[tuple[str, str, str]]:
-    modes: dict[str, Counter[str]] = defaultdict(Counter)
-    tests: dict[str, dict[str, None]] = defaultdict(dict)
-    for outcome in outcomes:
-        if outcome.status == SKIP:
-            modes[outcome.text][outcome.mode] += 1
-            tests[outcome.text][outcome.test] = None
-    for reason, counts in sorted(modes.items(), key=lambda item: -item[1].total()):
-        numbers = ", ".join(f"{mode} {count}" for mode, count in counts.items())
-        yield reason, numbers, ", ".join(f"`{test}`" for test in sorted(tests[reason]))
+        for backend, results in (("ringcomm", ours), ("gloo", gloo)):
+            of_mode = [status for key, (status, _) in results.items() if key[0] == mode.name]
+            counts = Counter(of_mode)
+            yield mode.name, mode.about, backend, counts[PASS], counts[FAIL]
 
 
 def _table(header: tuple[str, ...], rows: Iterable[tuple[object, ...]]) -> str:

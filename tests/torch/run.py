@@ -4,19 +4,21 @@ Usage: make test-torch ARGS="[--mode gloo-2] [--test 'test_all_reduce*'] [--back
 
 Every test has ranks of its own, forked from a server that has imported torch's tests, and a limit
 in time. Ends with status 1 if a test fails that is not in known.py, or passes that is, or if one
-that passes on Gloo is skipped. Gloo's results are kept beside this file, by torch minor:
-`--backend gloo --refresh` renews them.
+that passes on Gloo is skipped. Results are kept beside this file, by backend and torch minor:
+`--refresh` renews them. page.py makes the site's page of them.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
+from datetime import date
 from fnmatch import fnmatchcase
 from importlib import metadata
 from pathlib import Path
@@ -26,7 +28,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "python" / "supp
 import in_rank
 import known
 import outcomes
-import page
 import ranks
 import suites
 from outcomes import FAIL, PASS, SKIP, Outcome
@@ -51,15 +52,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add(
         "--timeout", type=float, default=120.0, metavar="SECONDS", help="of one test (default: 120)"
     )
-    add("--refresh", action="store_true", help="keep the results, which are Gloo's")
-    add("--write", type=Path, metavar="FILE", help="write the page of results")
+    add("--refresh", action="store_true", help="keep the results in tests/torch")
     add("--verbose", action="store_true", help="show failures in full")
-    options = parser.parse_args(argv)
-    if options.refresh and options.backend != "gloo":
-        parser.error("--refresh keeps Gloo's results: it wants --backend gloo")
-    if options.write and (options.mode or options.test or options.backend == "gloo"):
-        parser.error("--write wants all tests, on ringcomm")
-    return options
+    return parser.parse_args(argv)
 
 
 def run_once(
@@ -115,7 +110,7 @@ def show(outcome: Outcome, verbose: bool) -> None:
         print(outcome.text if verbose else f"      {outcomes.cause(outcome.text)}", flush=True)
 
 
-def judge(ended: list[Outcome], gloo: outcomes.GlooResults) -> list[str]:
+def judge(ended: list[Outcome], gloo: outcomes.KeptResults) -> list[str]:
     """What is wrong with ringcomm's results."""
     wrong = []
     for outcome in ended:
@@ -129,6 +124,14 @@ def judge(ended: list[Outcome], gloo: outcomes.GlooResults) -> list[str]:
         elif outcome.status == SKIP and passes_on_gloo:
             wrong.append(f"{name} is skipped, and passes on Gloo: {outcome.text}")
     return wrong
+
+
+def commit() -> str:
+    """The commit that is run."""
+    command = ["git", "describe", "--always", "--exclude=*", "--dirty= + changes"]
+    here = Path(__file__).parent
+    done = subprocess.run(command, cwd=here, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -147,16 +150,15 @@ def main(argv: list[str] | None = None) -> int:
         print("no test has such a name")
         return 1
     torch_version = metadata.version("torch")
-    gloo_path = outcomes.gloo_file(torch_version)
     if options.refresh:
-        outcomes.write_gloo(gloo_path, ended)
+        kept = outcomes.kept_file(options.backend, torch_version)
+        outcomes.write_kept(kept, f"{date.today()}, commit {commit()}", ended)
     if options.backend == "gloo":
         return 0
-    gloo = outcomes.read_gloo(gloo_path)
+    gloo_path = outcomes.kept_file("gloo", torch_version)
+    gloo = outcomes.read_kept(gloo_path)
     if not gloo:
         print(f"nothing is known of Gloo with torch {torch_version}: no {gloo_path.name}")
-    if options.write:
-        options.write.write_text(page.render(ended, gloo, torch_version), encoding="utf-8")
     wrong = judge(ended, gloo)
     for line in wrong:
         print(line)

@@ -66,7 +66,7 @@ class Case:
     body: Callable[[Job], None]
     cause: int | None
     words: tuple[str, ...]
-    about: str = ""  # in the table of docs/how-to/hang.md; others are not in it
+    about: str = ""  # in the table of staged_hangs.py; others are not in it
     settle_s: float = 1.0  # until all ranks have come to where they wait
 
     def is_right(self, report: dict[str, Any]) -> bool:

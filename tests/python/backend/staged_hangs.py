@@ -1,8 +1,8 @@
 """Starts the jobs of hang_cases.py, for test_job_doctor.py and for a table.
 
-    python tests/python/backend/staged_hangs.py --write
+    python tests/python/backend/staged_hangs.py
 
-asks the doctor many times about each hang, and writes the table of docs/how-to/hang.md.
+asks the doctor many times about each hang, and prints how often it was right and how long it took.
 
 A launcher imports torch once and forks the ranks of one job after another. A job on two hosts is
 in two PID namespaces, and the doctor runs in the first.
@@ -32,8 +32,6 @@ if __name__ == "__main__":
 import machines  # noqa: E402
 
 LIMIT_S = 120
-PAGE = HERE.parents[2] / "docs" / "how-to" / "hang.md"
-BEGIN, END = "<!-- hangs: begin -->", "<!-- hangs: end -->"
 
 
 # ---- the launcher
@@ -218,15 +216,14 @@ def ask_on_host(folder: Path, number: int = 0) -> dict[str, Any]:
 # ---- the table
 
 
-def measure(num_asks: int) -> str:
-    """The doctor's times for each hang, as a Markdown table."""
+def measure(num_asks: int) -> None:
+    """Prints the doctor's times for each hang."""
     import numpy as np
     from hang_cases import CASES
 
     from ringcomm.measure import job
     from ringcomm.measure.machine import identity
 
-    rows = ["| hang | cause | p50, s | p99, s | right |", "|---|---|---:|---:|---:|"]
     launcher = Launcher()
     load = os.getloadavg()[0]
     try:
@@ -245,35 +242,22 @@ def measure(num_asks: int) -> str:
             times = np.percentile([report["took_s"] for report in reports], [50, 99])
             num_right = sum(case.is_right(report) for report in reports)
             cause = "–" if case.cause is None else f"rank {case.cause}"
-            rows.append(
-                f"| {case.about} | {cause} | {times[0]:.2f} | {times[1]:.2f} "
-                f"| {num_right} of {num_asks} |"
-            )
-            print(rows[-1], flush=True)
+            found = f"{num_right} of {num_asks} right, p50 {times[0]:.2f} s, p99 {times[1]:.2f} s"
+            print(f"{case.about} ({cause}): {found}", flush=True)
     finally:
         launcher.close()
     machine, day = identity(), datetime.datetime.now(datetime.timezone.utc)
-    rows.append(
-        f"\n8 ranks on {machine['cores']} cores of {machine['cpu']}, {day:%-d %B %Y}. The machine "
-        f"had other work (load {load:.0f} at the start). Times are the doctor's "
-        "own, from its first look to its verdict."
-    )
-    return "\n".join(rows)
+    print(f"8 ranks on {machine['cores']} cores of {machine['cpu']}, load {load:.0f}, {day:%F}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--asks", type=int, default=20, help="questions for each hang")
-    parser.add_argument("--write", action="store_true", help=f"write the table into {PAGE.name}")
     options = parser.parse_args()
     if options.serve:
         serve()
-    table = measure(options.asks)
-    if options.write:
-        before, _, rest = PAGE.read_text().partition(BEGIN)
-        _, _, after = rest.partition(END)
-        PAGE.write_text(f"{before}{BEGIN}\n\n{table}\n\n{END}{after}")
+    measure(options.asks)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """`ringcomm doctor --job` on jobs that hang: the verdict names the rank and the reason.
 
-The hangs are in hang_cases.py. No test asserts a short time: docs/how-to/hang.md has a table.
+The hangs are in hang_cases.py. No test asserts a short time: staged_hangs.py measures it.
 """
 
 from __future__ import annotations

@@ -291,7 +291,7 @@ def test_offloaded_states_are_elsewhere() -> None:
     assert found.streamed == 2 * found.elsewhere
     everything = kept(10**8, "infinity-nvme", world_size=4)
     assert everything.elsewhere == 18 * 10**8 // 4
-    # As docs/systems.md has it: read 12 + 3 · 2 + 4, written 12 + 2 + 4 bytes a weight.
+    # With 16-bit weights: read 12 + 3 · 2 + 4, written 12 + 2 + 4 bytes a weight.
     assert everything.streamed + everything.streamed_each == (22 + 18) * 10**8 // 4
 
 
@@ -459,7 +459,7 @@ def test_shapes_are_those_of_transformers(kind: str, options: Any, tmp_path: Pat
 
 # ---- the command
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "systems.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "choose.md"
 CONFIG = {
     "model_type": "llama",
     "hidden_size": 1024,
@@ -504,7 +504,7 @@ def test_the_answer(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_lines_of_the_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of docs/systems.md; tuning in small."""
+    """Of docs/choose.md; tuning in small."""
     page = PAGE.read_text(encoding="utf-8")
     (block,) = re.findall(r"^## Planner.*?```sh\n(.*?)```", page, re.M | re.S)
     monkeypatch.chdir(tmp_path)

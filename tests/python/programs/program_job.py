@@ -80,7 +80,7 @@ def arguments(kind: Any, folder: Path, **more: Any) -> Any:
 
 
 def prepared(system: str, trainer: Any) -> Any:
-    """The trainer with a system's optimizer, as docs/programs.md has it."""
+    """The trainer with a system's optimizer, as docs/how-to/migrate.md has it."""
     from ringcomm.integrations.transformers import register
 
     register()
@@ -146,7 +146,7 @@ def save_and_resume(system: str, folder: Path) -> Report:
     from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
     data: Any = rows(24)
-    is_model_only = system.startswith("zero")  # docs/programs.md: the state of zero.shard()
+    is_model_only = system.startswith("zero")  # docs/how-to/migrate.md: the state of zero.shard()
     saves: dict[str, Any] = {"save_steps": 3, "save_only_model": is_model_only}
     saves["save_strategy"] = "steps"
     if system == "zero 3":  # whose weights are sharded: get_state_dict(full=True)

@@ -32,7 +32,8 @@ from ringcomm.options import warn_of_unknown_variables
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = ROOT / "docs" / "how-to" / "mistakes.md"
 ROW = re.compile(r"^\| (?!mistake|---)(.+?) \| (.+?) \| .+ \|$", re.M)
-ROWS: dict[str, str] = dict(ROW.findall(PAGE.read_text(encoding="utf-8")))
+TABLES = re.findall(r"(?m)^\| mistake .*\n(?:\|.*\n)+", PAGE.read_text(encoding="utf-8"))
+ROWS: dict[str, str] = dict(ROW.findall("".join(TABLES)))
 TIMEOUT_S = 60
 TORCH_SAYS = "torch: "
 # Extensions of this Python and of another.
