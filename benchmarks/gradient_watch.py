@@ -17,7 +17,8 @@ def live_bytes(tensors: Iterable[Tensor | None]) -> int:
     """Bytes of memory that tensors keep alive here; storage that several share counts once."""
     storages = {}
     for tensor in tensors:
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        # Not to_local(), which a placeholder refuses.
+        local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
         if local is not None and not isinstance(local, GradientPlaceholder):
             storage = local.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()

@@ -276,7 +276,7 @@ class _Served:
 def _lomo_on_shards(model: Decoder, group: dist.ProcessGroup) -> Trainee:
     mesh = DeviceMesh.from_group(group, next(model.parameters()).device.type)
     for unit in [*default_units(model), model]:
-        fully_shard(unit, mesh=mesh)
+        fully_shard(unit, mesh=mesh, reshard_after_forward=True)
     return Trainee(model, model, Lomo(model, LOMO))
 
 
