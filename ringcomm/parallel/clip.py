@@ -1,7 +1,7 @@
 """Factors of all gradients: clipping by one norm, on any mesh, and loss scales."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -96,6 +96,20 @@ def _total_norm(axes: Axes, grads: dict[nn.Parameter, Tensor], norm_type: float)
             " clip_grad_norm"
         )
     return power if is_max else power ** (1 / norm_type)
+
+
+def norm_of_shards(
+    axes: Axes, shards: Iterable[tuple[nn.Parameter, Tensor]], device: torch.device
+) -> float:
+    """The 2-norm of the whole model's gradient, from this rank's shards. Collective."""
+    zero = torch.zeros(1, dtype=torch.float64, device=device)
+    own: dict[Sharding, Tensor] = {}
+    for param, grad in shards:
+        sharding = axes.shardings.get(param)
+        if sharding is not None and grad.numel():  # else tied, and counted by an earlier stage
+            norm = torch.linalg.vector_norm(grad, dtype=torch.float32).double()
+            own[sharding] = own.get(sharding, zero) + norm.square()
+    return float(over_all_ranks(axes, own, zero, num_sums=1)) ** 0.5
 
 
 def over_all_ranks(

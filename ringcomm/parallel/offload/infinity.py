@@ -26,8 +26,47 @@ from ringcomm.parallel.offload.shard_store import ShardStore
 from ringcomm.parallel.offload.state_rows import Operands
 from ringcomm.parallel.offload.tiers import FileTier, make_tier
 from ringcomm.parallel.offload.weight_shards import WeightShards
-from ringcomm.parallel.zero.inner import Grads, Inner
-from ringcomm.parallel.zero.optimizer import Given, ZeroOptimizer
+from ringcomm.parallel.zero.inner import Grads, Inner, InnerSteps
+from ringcomm.parallel.zero.optimizer import ZeroOptimizer
+from ringcomm.parallel.zero.options import Given
+
+
+class _StoredSteps(InnerSteps):
+    """Steps on weights and gradients of a store; `has_experts` is the same on all ranks."""
+
+    store: ShardStore
+    shards: WeightShards
+    has_experts: bool
+
+    def _operands_of(self, inner: Inner) -> Operands:
+        return self._parts if inner.is_whole else self.store
+
+    def _run_parts(self, inner: Inner, method: str, grads: Grads, factor: float) -> None:
+        self._run_offloaded(inner, method, grads, factor)
+
+    def _rounds(self, grads: Collection[Any]) -> list[Any]:
+        """A rank has one full weight of each group in memory, and its gradient. Collective."""
+        rounds = [*zip_longest(*(owners.rounds(grads) for owners in self.owners.values()))]
+        num_rounds = len(rounds)
+        if self.has_experts:  # ranks with others may have more
+            num_rounds = largest_of([num_rounds], [self._group], torch.device("cpu"))[0]
+        return [*rounds, *[()] * (num_rounds - len(rounds))]
+
+    def _read(
+        self, inner: Inner, params: Iterable[Any], grads: Grads
+    ) -> tuple[dict[Any, Tensor], dict[Any, Tensor]]:
+        found = {}
+        for param in params:
+            if self.updates(param):
+                inner.optimizer.start(self.own[param])
+            if self.store.has_grad(self.own[param]):
+                with self.store.gradient(self.own[param]) as grad:
+                    found[param] = grad.clone()
+        return {param: self._weights.part_of(param) for param in params}, found
+
+    def _write(self, parts: Mapping[Any, Tensor]) -> None:
+        for param, part in parts.items():
+            self.shards.unit_of(param).write_shard(param, part)
 
 
 class ZeroInfinity(ZeroOptimizer):
@@ -37,10 +76,13 @@ class ZeroInfinity(ZeroOptimizer):
     ringcomm.parallel.get_state_dict() and torch.distributed.checkpoint.
     """
 
+    _inner_class = _StoredSteps
+    inner: _StoredSteps
+
     def __init__(self, given: Given) -> None:
         """Collective: a broadcast per unit."""
         super().__init__(given)
-        optimizer, group = self._inners[0].optimizer, given.group
+        optimizer, group = given.optimizers[0].optimizer, given.group
         experts = [*expert_parallel_modules(given.model.module).values()]
         for each in (group, *filter(None, (layer.replica_group for layer in experts))):
             if not takes_uneven(each, torch.device("cpu")):
@@ -52,16 +94,18 @@ class ZeroInfinity(ZeroOptimizer):
         self._shard_store = ShardStore(self._tier)
         self._weights = WeightShards(given.model, group, given.units, self._shard_store)
         self._own = {param: self._weights.shard_of(param) for param in self.all_params()}
-        self._share_out({p: unit.group for unit in self._weights.units for p in unit.params})
-        self._has_experts = bool(experts)  # on any rank
-        self._place_offloaded(self._tier)
+        inner = self.inner
+        inner.own, inner.store, inner.shards = self._own, self._shard_store, self._weights
+        inner.share_out({p: unit.group for unit in self._weights.units for p in unit.params})
+        inner.has_experts = bool(experts)
+        inner.place_offloaded(self._tier)
         # Masters of parts are made from the parts, when they are needed.
-        halves = {param for param in self._owner_of if param.itemsize == 2}
-        for owners in self._owners.values():
+        halves = {param for param in inner.owner_of if param.itemsize == 2}
+        for owners in inner.owners.values():
             for params in owners.rounds(halves):
-                wholes = owners.gathered({param: self._part_of(param) for param in params})
+                wholes = owners.gathered({param: self.part_of(param) for param in params})
                 for param, value in wholes.items():
-                    self._set_state(param, {"master": value.float()})
+                    self.set_state_of(param, {"master": value.float()})
         self._hooks = GradientHooks(self.all_params(), self)
         self._names = {param: given.model.weights[param].name for param in self._own}
         # Since the last step: the number of gradients, and the passes that were compared.
@@ -72,7 +116,7 @@ class ZeroInfinity(ZeroOptimizer):
 
     def take_gradient(self, param: nn.Parameter, grad: Tensor) -> None:
         """See GradientHooks; the gradient is offloaded here. Collective."""
-        current, group = current_pass(), self.group_of(param)
+        current, group = current_pass(), self.inner.group_of[param]
         if current is not None and (current, group) not in self._compared:
             self._compare(group, current)
         self._num_grads[param] += 1
@@ -89,7 +133,7 @@ class ZeroInfinity(ZeroOptimizer):
         self._compared.add((current, group))
         mine = {}
         for param in self._own:
-            if self.group_of(param) is group:
+            if self.inner.group_of[param] is group:
                 num_before, node = self._num_grads[param], self._hooks.nodes[param]
                 is_coming = current is not None and will_run(node)
                 is_by_hand = num_before == 0 and param.grad is not None
@@ -108,7 +152,7 @@ class ZeroInfinity(ZeroOptimizer):
             raise
 
     def _agree(self) -> bool:
-        for group in self._groups:
+        for group in self.inner.groups:
             self._compare(group)
         self._hooks.collect()
         has = any(map(self._shard_store.has_grad, self._own.values()))
@@ -153,36 +197,6 @@ class ZeroInfinity(ZeroOptimizer):
         own = self._own.items()
         self._step_inner({p: None for p, shard in own if self._shard_store.has_grad(shard)}, factor)
 
-    def _operands_of(self, inner: Inner) -> Operands:
-        return self._parts if inner.is_whole else self._shard_store
-
-    def _run_parts(self, inner: Inner, method: str, grads: Grads, factor: float) -> None:
-        self._run_offloaded(inner, method, grads, factor)
-
-    def _rounds(self, grads: Collection[Any]) -> list[Any]:
-        """A rank has one full weight of each group in memory, and its gradient. Collective."""
-        rounds = [*zip_longest(*(owners.rounds(grads) for owners in self._owners.values()))]
-        num_rounds = len(rounds)
-        if self._has_experts:  # ranks with others may have more
-            num_rounds = largest_of([num_rounds], [self.group], torch.device("cpu"))[0]
-        return [*rounds, *[()] * (num_rounds - len(rounds))]
-
-    def _read(
-        self, inner: Inner, params: Iterable[Any], grads: Grads
-    ) -> tuple[dict[Any, Tensor], dict[Any, Tensor]]:
-        found = {}
-        for param in params:
-            if self.updates(param):
-                inner.optimizer.start(self._own[param])
-            if self._shard_store.has_grad(self._own[param]):
-                with self._shard_store.gradient(self._own[param]) as grad:
-                    found[param] = grad.clone()
-        return {param: self._part_of(param) for param in params}, found
-
-    def _write(self, parts: Mapping[Any, Tensor]) -> None:
-        for param, part in parts.items():
-            self._weights.unit_of(param).write_shard(param, part)
-
     def _change_mode(self, mode: str) -> None:
         self._shard_store.step_begins()
         super()._change_mode(mode)
@@ -199,6 +213,10 @@ class ZeroInfinity(ZeroOptimizer):
         self._weights.close()
         self._tier.close()
 
+    def part_of(self, param: Any) -> Tensor:
+        """See ZeroOptimizer."""
+        return self._weights.unit_of(param).read_shard(param)
+
     def range_of(self, param: Any, rank: int | None = None) -> tuple[int, int]:
         """See WeightShards."""
         return self._weights.range_of(param, rank)
@@ -209,8 +227,3 @@ class ZeroInfinity(ZeroOptimizer):
         if not isinstance(self._tier, FileTier):
             return 0, 0
         return self._tier.store.read_bytes, self._tier.store.written_bytes
-
-    # ---- state
-
-    def _part_of(self, param: Any) -> Tensor:
-        return self._weights.unit_of(param).read_shard(param)

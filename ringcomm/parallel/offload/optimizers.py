@@ -17,6 +17,7 @@ from ringcomm import ops
 from ringcomm.ops.fused_update import Rule, rule_of
 from ringcomm.parallel.flat_collectives import local_of, take_written
 from ringcomm.parallel.offload.state_rows import (
+    OffloadedStates,
     Operands,
     StateRows,
     StatesView,
@@ -341,6 +342,11 @@ class Offloaded(torch.optim.Optimizer):
     def state(self, states: Any) -> None:
         if states:
             raise AttributeError("`state` has copies: use load_state_dict() to replace states")
+
+    @property
+    def saved_states(self) -> OffloadedStates:
+        """The states, for state dicts."""
+        return OffloadedStates(self)
 
     def state_dict(self) -> Any:
         """torch's, with copies of all states in memory."""

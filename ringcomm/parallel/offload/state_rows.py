@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ringcomm.parallel.flat_collectives import local_of
 from ringcomm.parallel.offload.tiers import RowHandle, Tier
+from ringcomm.parallel.optimizer_states import State, States
 
 
 class Operands:
@@ -52,6 +53,36 @@ class StatesView(Mapping[Any, dict[str, Any]]):
 
     def __len__(self) -> int:
         return len(self._stepped)
+
+
+class OffloadedStates(States):
+    """Those of Offloaded."""
+
+    is_stored, is_in_place = True, False
+
+    def groups(self) -> list[State]:
+        """See States."""
+        self._native = {}
+        return numbered_groups(self.optimizer)
+
+    def parts(self, param: Any) -> State:
+        """Also before the first step."""
+        if self.optimizer.steps:
+            found: State = self.optimizer.state_of(param)
+        else:
+            found = self.optimizer.new_state_of(param, local_of(param.detach()))
+        return found
+
+    def inner_of(self, param: Any) -> Any:
+        """See States."""
+        return self.optimizer.inner
+
+    def new(self, param: Any) -> None:
+        """None: parts() has a new one."""
+
+    def replace(self, param: Any, state: State) -> None:
+        """See States."""
+        self.optimizer.set_state_of(param, state)
 
 
 def numbered_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

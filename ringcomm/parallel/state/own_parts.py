@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from copy import deepcopy
 from functools import lru_cache, partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -19,17 +18,12 @@ from ringcomm.parallel.flat_collectives import all_gathered, local_of
 from ringcomm.parallel.model.axes import find_shards
 from ringcomm.parallel.model.cut import Box
 from ringcomm.parallel.model.describe import Weight, describe, plain_name
-from ringcomm.parallel.offload.optimizers import Offloaded
-from ringcomm.parallel.offload.state_rows import numbered_groups
 from ringcomm.parallel.offload.weight_shards import WeightShards
-from ringcomm.parallel.optimizer_classes import new_state
+from ringcomm.parallel.optimizer_classes import params_in
+from ringcomm.parallel.optimizer_states import State, states_of
 from ringcomm.parallel.state.tensor_part import Path, TensorPart, fill, own_elements, part_of
-from ringcomm.parallel.zero import ZeroOptimizer
 from ringcomm.torch_names import EXTRA_STATE, tree_leaves
 
-State = dict[str, Any]
-
-MASTER = "master"  # float32 values of 16-bit weights; optional for optimizers without masters
 USER_NAMES = "param_names"  # of an optimizer made from named_parameters()
 
 
@@ -165,24 +159,18 @@ class OptimizerParts:
         *,
         is_stored: bool = False,
     ) -> None:
-        self._unstepped = make_states(optimizer)
-        self._optimizer, self._model = optimizer, model
-        params = [param for own in optimizer.param_groups for param in own["params"]]
-        self._numbers = {param: number for number, param in enumerate(params)}
+        self._states, self._model = states_of(optimizer), model
+        self._states.make()
+        params = params_in(optimizer.param_groups)
         strangers = [tuple(param.shape) for param in params if param not in model.name_of]
         if strangers:
             raise ValueError(
                 f"the optimizer has a weight of shape {strangers[0]} that is not in the model"
             )
-        if isinstance(optimizer, ZeroOptimizer):
-            self._native: State = {"param_groups": optimizer.numbered_groups()}
-        elif isinstance(optimizer, Offloaded):  # whose state_dict() has copies
-            self._native = {"param_groups": numbered_groups(optimizer)}
-        else:
-            self._native = optimizer.state_dict()
+        self._own_groups = self._states.groups()
         # Offloaded values are read one by one; the other states of the same parameter are kept.
-        is_stored = is_stored and is_elsewhere(optimizer)
-        stored = lru_cache(maxsize=1)(self._state_of) if is_stored else None
+        is_stored = is_stored and self._states.is_stored
+        stored = lru_cache(maxsize=1)(self._states.parts) if is_stored else None
         self._params = {model.name_of[param]: param for param in params}
         self.parts: dict[Path, Any] = {}
         for name, param in self._params.items():
@@ -191,17 +179,15 @@ class OptimizerParts:
             {
                 model.name_of[param]: label
                 for param, label in zip(
-                    own["params"], native.get(USER_NAMES, native["params"]), strict=True
+                    own["params"], native.get(USER_NAMES) or native["params"], strict=True
                 )
             }
-            for own, native in zip(
-                optimizer.param_groups, self._native["param_groups"], strict=True
-            )
+            for own, native in zip(optimizer.param_groups, self._own_groups, strict=True)
         ]
         # Stages and experts of other ranks have other parameters.
         everyone = [*zip(*all_gathered(own_names, group), strict=True)]
         self.groups = []
-        for own, of_ranks in zip(self._native["param_groups"], everyone, strict=True):
+        for own, of_ranks in zip(self._own_groups, everyone, strict=True):
             names = {name: of_user for names in of_ranks for name, of_user in names.items()}
             named = {USER_NAMES: [*names.values()]} if USER_NAMES in own else {}
             self.groups.append(deepcopy({**own, **named, "params": [*names]}))
@@ -209,17 +195,15 @@ class OptimizerParts:
     def _parts_of(
         self, name: str, param: Any, stored: Callable[[Any], State] | None
     ) -> dict[Path, Any]:
-        optimizer: Any = self._optimizer
         found: dict[Path, Any] = {}
-        is_zero = isinstance(optimizer, ZeroOptimizer)
-        span = optimizer.range_of(param) if is_zero else None
-        has_owner = is_zero and optimizer.owner_of(param) is not None
-        for key, value in self._state_of(param).items():
+        flat_states = self._states.flat
+        span, has_owner = self._states.place(param)
+        for key, value in self._states.parts(param).items():
             part = value
             if has_owner and isinstance(value, Tensor):
                 part = value.detach()  # the owner has all of it
             elif isinstance(value, Tensor):
-                is_flat = key in getattr(optimizer, "flat_states", ())
+                is_flat = key in flat_states
                 part = self._model.of_state(value, param, key, span, is_flat=is_flat)
             elif not has_owner:
                 self._model.check_state(value, param, key, span)
@@ -230,141 +214,19 @@ class OptimizerParts:
                 found["optimizer", name, key] = part
         return found
 
-    def _state_of(self, param: Any) -> State:
-        """This rank's values."""
-        optimizer = self._optimizer
-        if isinstance(optimizer, ZeroOptimizer):
-            return optimizer.part_state_of(param)
-        if isinstance(optimizer, Offloaded):
-            if optimizer.steps:
-                return optimizer.state_of(param)
-            return optimizer.new_state_of(param, local_of(param.detach()))
-        return optimizer.state.get(param, {})
-
     def load(self, given: dict[Path, Any], groups: list[State]) -> None:
         """Loads the values of known paths, and options by group; an empty dict has none."""
-        own_groups = self._native["param_groups"]
-        for own, other in zip(own_groups, groups, strict=True):
+        for own, other in zip(self._own_groups, groups, strict=True):
             given_options = {k: v for k, v in other.items() if k not in ("params", USER_NAMES)}
             own.update(deepcopy(given_options))
         states: dict[Any, State] = {param: {} for param in self._params.values()}
         for path, part in self.parts.items():
             if path in given:
-                param, key = self._params[path[1]], path[2]
-                states[param][key] = self._taken(param, key, part, given[path])
-        optimizer = self._optimizer
-        if isinstance(optimizer, ZeroOptimizer):
-            optimizer.load_parts(own_groups, states)
-            self._unstepped.loaded(optimizer, states)
-            return
-        self._unstepped.loaded(optimizer, states)
-        state = {self._numbers[param]: state for param, state in states.items() if state}
-        optimizer.load_state_dict({**self._native, "state": state})
-
-    def _taken(self, param: Any, key: str, part: Any, value: Any) -> Any:
-        """A part's value for the optimizer's load: its own tensor, overwritten, or a new one."""
-        if not isinstance(part, Tensor):
-            return value
-        if isinstance(self._optimizer, (ZeroOptimizer, Offloaded)):
-            return own_elements(part, value)
-        fill(part, value)
-        return self._state_of(param)[key]
-
-
-# ---- states of weights before their first step
-
-
-class Unstepped:
-    """The weights whose state stands for none: their next step begins without it.
-
-    A state dict has a value for every key, so that a checkpoint can be loaded into it. But no
-    value is the same as none for momentum with dampening, NAdam, ASGD and Rprop.
-    """
-
-    def __init__(self) -> None:
-        self.params: set[Any] = set()
-
-    def make_states(self, optimizer: Any) -> None:
-        """Makes the missing states."""
-        is_zero = isinstance(optimizer, ZeroOptimizer)
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                if is_zero and optimizer._inner_by_param[param].is_offloaded:
-                    continue
-                known = optimizer._state_of(param) if is_zero else optimizer.state.get(param, {})
-                if not param.requires_grad or known.keys() - {MASTER}:
-                    continue
-                if is_zero and not optimizer.updates(param):
-                    continue
-                own = _value_of(optimizer, param)
-                new = new_state(_inner_of(optimizer, param), group, param, own)
-                if new and is_zero:
-                    optimizer._set_state(param, new)
-                elif new:
-                    optimizer.state[param] = {**known, **new}
-                self.params.add(param)
-        if is_zero:
-            optimizer.share_keys()
-
-    def loaded(self, optimizer: Any, states: Mapping[Any, State]) -> None:
-        """To be called with states that replace those of the optimizer."""
-        self.params.clear()
-        for param, state in states.items():
-            inner = _inner_of(optimizer, param)
-            is_torchs = type(inner).__module__.startswith("torch.optim")
-            counts_from_0 = is_torchs and not isinstance(inner, torch.optim.Adagrad)
-            if counts_from_0 and float(state.get("step", 1)) == 0:
-                self.params.add(param)
-
-
-def _value_of(optimizer: Any, param: Any) -> Any:
-    """A copy of what this rank updates of a weight; zeros of a whole one that others have, too."""
-    if not isinstance(optimizer, ZeroOptimizer):
-        return param.detach().clone()
-    if optimizer.owner_of(param) is not None and isinstance(param, DTensor):
-        return torch.zeros(param.shape, dtype=param.dtype, device=param.device)
-    part = optimizer._part_of(param).detach()
-    return part.to(torch.promote_types(part.dtype, torch.float32), copy=True)
-
-
-def _inner_of(optimizer: Any, param: Any) -> Any:
-    """The optimizer of a class that updates a weight, in that of zero.shard() or Offloaded."""
-    if isinstance(optimizer, ZeroOptimizer):
-        return optimizer.inner_of(param)
-    return getattr(optimizer, "inner", optimizer)
-
-
-_unstepped: WeakKeyDictionary[Any, Unstepped] = WeakKeyDictionary()
-
-
-def make_states(optimizer: Any) -> Unstepped:
-    """Makes the missing states of an optimizer, until its next step."""
-    if not isinstance(optimizer, ZeroOptimizer):
-        optimizer = getattr(optimizer, "optimizer", optimizer)  # what Accelerate has wrapped
-    if optimizer not in _unstepped:
-        _unstepped[optimizer] = Unstepped()
-        if isinstance(optimizer, torch.optim.Optimizer):
-            optimizer.register_step_pre_hook(drop_unstepped)
-    if hasattr(optimizer, "make_states"):  # it applies gradients in the backward pass
-        optimizer.make_states()
-    elif not isinstance(optimizer, Offloaded):
-        _unstepped[optimizer].make_states(optimizer)
-    return _unstepped[optimizer]
-
-
-def drop_unstepped(optimizer: Any, *_: Any) -> None:
-    """Removes the states that stand for none."""
-    params = _unstepped[optimizer].params if optimizer in _unstepped else set()
-    for param in params:
-        if isinstance(optimizer, ZeroOptimizer):
-            optimizer._set_state(param, {})
-        elif isinstance(optimizer, Offloaded):
-            optimizer.set_state_of(param, {})
-        elif MASTER in (state := optimizer.state.pop(param, {})):
-            optimizer.state[param] = {MASTER: state[MASTER]}
-    params.clear()
-
-
-def is_elsewhere(optimizer: Any) -> bool:
-    """Whether states are in another tier than device memory."""
-    return isinstance(optimizer, Offloaded) or getattr(optimizer, "has_offloaded", False)
+                param, key, value = self._params[path[1]], path[2], given[path]
+                if isinstance(part, Tensor) and self._states.is_in_place:
+                    fill(part, value)
+                    value = self._states.parts(param)[key]
+                elif isinstance(part, Tensor):
+                    value = own_elements(part, value)
+                states[param][key] = value
+        self._states.load(self._own_groups, states)

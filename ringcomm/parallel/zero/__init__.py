@@ -26,7 +26,8 @@ from ringcomm.parallel.optimizer_classes import (
 )
 from ringcomm.parallel.optimizer_kinds import needs_whole
 from ringcomm.parallel.zero.inner import Inner
-from ringcomm.parallel.zero.optimizer import Given, ShardOptions, ZeroOptimizer
+from ringcomm.parallel.zero.optimizer import ZeroOptimizer
+from ringcomm.parallel.zero.options import Given, ShardOptions
 from ringcomm.parallel.zero.prediction import predict_memory, predict_traffic
 from ringcomm.parallel.zero.stage1_2 import FlatZero
 from ringcomm.parallel.zero.stage3 import Zero3

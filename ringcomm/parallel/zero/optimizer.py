@@ -1,116 +1,37 @@
-"""The optimizer that zero.shard() returns: the step of every stage, and the options."""
+"""The optimizer that zero.shard() returns: and the step of every stage."""
 
-import dataclasses
 import math
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import islice
-from typing import Any, NamedTuple, NoReturn
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ringcomm.parallel.clip import LossScale, clip_factor, over_all_ranks
-from ringcomm.parallel.flat_collectives import local_of
-from ringcomm.parallel.model.axes import Axes, Sharding, find_trainer
-from ringcomm.parallel.model.describe import Model, describe
-from ringcomm.parallel.optimizer_classes import over_groups
-from ringcomm.parallel.zero.inner import Inner, InnerSteps, Parts
-from ringcomm.torch_names import active_ddp, foreach_mul_, mark_stepped, move_hooks, tree_leaves
+from ringcomm.parallel.clip import LossScale, clip_factor, norm_of_shards
+from ringcomm.parallel.flat_collectives import local_of, raise_on_all
+from ringcomm.parallel.model.axes import Axes
+from ringcomm.parallel.model.describe import describe
+from ringcomm.parallel.offload.state_rows import StatesView
+from ringcomm.parallel.optimizer_classes import over_groups, params_in
+from ringcomm.parallel.zero.inner import Grads, InnerSteps
+from ringcomm.parallel.zero.options import Given, refuse_copy, refuse_ddp
+from ringcomm.parallel.zero.states import ShardedStates
+from ringcomm.torch_names import (
+    foreach_mul_,
+    mark_stepped,
+    move_hooks,
+    run_state_hooks,
+    tree_leaves,
+)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ShardOptions:
-    """The options of zero.shard(), checked.
-
-    Raises:
-        ValueError: a value is out of range.
-    """
-
-    bucket_bytes: int = 25 << 20
-    param_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None
-    loss_scale: float | str | None = None
-    clip_grad_norm: float | None = None
-    offload_weights: bool = False
-
-    def __post_init__(self) -> None:
-        if self.bucket_bytes < 1:
-            raise ValueError(f"bucket_bytes must be positive, got {self.bucket_bytes}")
-        if self.param_dtype not in (None, torch.float16, torch.bfloat16):
-            raise ValueError(
-                f"param_dtype must be None, torch.float16 or torch.bfloat16, got {self.param_dtype}"
-            )
-        norm = self.clip_grad_norm
-        if norm is not None and not (norm > 0 and math.isfinite(norm)):
-            raise ValueError(f"clip_grad_norm must be a positive number or None, got {norm!r}")
-        if self.offload_weights and self.param_dtype is not None:
-            raise ValueError(
-                "param_dtype is not supported with offload_weights: cast the model itself"
-            )
-
-    @property
-    def grad_dtype(self) -> torch.dtype:
-        """The dtype in which gradients are accumulated and reduced."""
-        return self.reduce_dtype or torch.float32
-
-    @property
-    def needs_all_gradients(self) -> bool:
-        """Whether all gradients must be known before a weight is written."""
-        return self.clip_grad_norm is not None or self.loss_scale is not None
-
-
-class Given(NamedTuple):
-    """What zero.shard() was given, checked."""
-
-    model: Model
-    optimizers: list[Inner]
-    stage: int
-    group: dist.ProcessGroup
-    mesh: DeviceMesh | None
-    units: Iterable[nn.Module] | None
-    options: ShardOptions
-
-    @property
-    def groups(self) -> list[dict[str, Any]]:
-        """All parameter groups."""
-        return [group for inner in self.optimizers for group in inner.groups]
-
-
-def _refuse_copy(*_: Any) -> NoReturn:
-    raise RuntimeError(
-        "an optimizer of zero.shard() cannot be copied or pickled: save"
-        " ringcomm.parallel.get_state_dict(model, optimizer) instead"
-    )
-
-
-def data_was_set(name: str) -> str:
-    """The error message for a weight in other memory than that of its shards."""
-    return (
-        f"`.data` of {name} was set after zero.shard(), as vector_to_parameters() and"
-        " to(memory_format=...) do, so that its shards have other values: write by param.copy_() in"
-        " torch.no_grad(), or ringcomm.parallel.set_state_dict(). A Trainer moves its model,"
-        " so make it before"
-    )
-
-
-def _refuse_ddp(model: nn.Module, *_: Any) -> None:
-    """A forward pre-hook; raises if DistributedDataParallel runs the model, but not its copies."""
-    if active_ddp() is not None and any(map(find_trainer, model.parameters())):
-        raise RuntimeError(
-            "the model was sharded by zero.shard() but runs in DistributedDataParallel,"
-            " which would reduce gradients again: call the model itself. With Accelerate or"
-            " Trainer, call register() of ringcomm.integrations"
-        )
-
-
-class ZeroOptimizer(InnerSteps):
+class ZeroOptimizer(torch.optim.Optimizer):
     """A torch optimizer in which each rank updates 1/N of the weights.
 
     Its parameter groups are the dicts of the given optimizer. `state` has this rank's parts of
@@ -124,25 +45,26 @@ class ZeroOptimizer(InnerSteps):
             step that computed it: with clip_grad_norm or a loss scale. None before.
     """
 
+    _inner_class = InnerSteps
+    kept_states: dict[Any, dict[str, Any]]  # `state`, but for those that are offloaded
+
     def __init__(self, given: Given) -> None:
         self.options, self.group = given.options, given.group
         scale = given.options.loss_scale
-        self._scale = LossScale(scale) if scale is not None else None
+        self.loss_scaling = LossScale(scale) if scale is not None else None
         self.grad_norm: float | None = None
         self._model = weakref.ref(given.model.module)
         self._is_made = False
         makers = [inner.optimizer for inner in given.optimizers]
         makers += [maker.given for maker in makers if hasattr(maker, "given")]
         self._given = [weakref.ref(maker) for maker in makers]
-        self._inners = [
+        inners = [
             inner if inner.is_offloaded else inner._replace(optimizer=over_groups(inner.plain, []))
             for inner in given.optimizers
         ]
-        self._parts = Parts()
-        self._mode, self._told = "", set()
+        self.inner = self._inner_class(self, inners)
         # The same dicts: a learning-rate scheduler of the given optimizer sets these options.
         super().__init__(given.groups, {})
-        self._own = {param: param for param in self.all_params()}
         self.defaults = {}
         for inner in given.optimizers:
             self.defaults = {**inner.optimizer.defaults, **self.defaults}
@@ -152,21 +74,87 @@ class ZeroOptimizer(InnerSteps):
                 self.defaults.pop(key, None)
         self._is_made = True
         # Before fully_shard's hook, which replaces the weights.
-        given.model.module.register_forward_pre_hook(_refuse_ddp, prepend=True)
+        given.model.module.register_forward_pre_hook(refuse_ddp, prepend=True)
 
-    # It refers to the model, hooks and a process group.
-    __deepcopy__ = __reduce_ex__ = _refuse_copy
+    __deepcopy__ = __reduce_ex__ = refuse_copy
 
     # ---- what users call
 
     @property
+    def state(self) -> Any:
+        """This rank's part of each weight's state, by weight; copies if it is offloaded.
+
+        Raises RuntimeError with offload_weights: torch.distributed.checkpoint would find no state.
+        """
+        if self.options.offload_weights:
+            raise RuntimeError(
+                "with offload_weights the states are outside the optimizer, where torch's own"
+                " get_state_dict() cannot find them: use ringcomm.parallel.get_state_dict()"
+            )
+        if not self.inner.has_offloaded:
+            return self.kept_states
+        states, kept = self.saved_states, self.kept_states
+        stepped = [p for p in self.all_params() if p in kept or states.has_stepped(p)]
+        return StatesView(stepped, lambda param: kept.get(param) or states.of(param))
+
+    @state.setter
+    def state(self, states: Any) -> None:
+        if self._is_made and self.inner.has_offloaded:
+            raise AttributeError(
+                "the states are offloaded, and `state` has copies: use load_state_dict() to"
+                " replace them"
+            )
+        self.kept_states = states
+
+    @property
+    def saved_states(self) -> ShardedStates:
+        """The states, for state dicts."""
+        return ShardedStates(self)
+
+    @torch.inference_mode(False)  # DTensors cannot be detached there
+    def state_dict(self) -> dict[str, Any]:
+        """In torch's format; states are DTensors, of which this rank has rows.
+
+        Use it with torch.distributed.checkpoint and its get_state_dict(model, optimizer). Pickling
+        rows of several ranks, as torch.save() does, raises RuntimeError. "master" has the float32
+        values of a 16-bit weight.
+
+        Collective at stages 1 and 2, with offload_weights, and at stage 3 with optimizers that need
+        full matrices, such as Muon: states are gathered one at a time and split into rows.
+        """
+        run_state_hooks(self, "state_dict_pre")
+        with torch.no_grad():
+            found = self.saved_states.rows()
+        return run_state_hooks(self, "state_dict_post", found)
+
+    @torch.inference_mode(False)  # updates must be able to write states
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a state_dict() of this rank, or a full one of torch's optimizer.
+
+        Raises:
+            ValueError: on all ranks: it is no state, or from another rank, world size or optimizer.
+                Nothing has been written.
+
+        Collective.
+        """
+        given, states, problem = dict[str, Any](), dict[Any, dict[str, Any]](), None
+        try:
+            given = run_state_hooks(self, "load_state_dict_pre", state_dict.copy())
+            states = self.saved_states.checked(given)
+        except Exception as error:
+            problem = error if isinstance(error, ValueError) else repr(error)
+        raise_on_all(problem, self.group)
+        self.saved_states.load_full(given["param_groups"], states)
+        run_state_hooks(self, "load_state_dict_post")
+
+    @property
     def loss_scale(self) -> float:
         """The current factor of scale()."""
-        return 1.0 if self._scale is None else self._scale.value
+        return 1.0 if self.loss_scaling is None else self.loss_scaling.value
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss times the loss scale, for backward(); the loss itself without a loss scale."""
-        return loss if self._scale is None else loss * self._scale.value
+        return loss if self.loss_scaling is None else loss * self.loss_scaling.value
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates the weights with the accumulated gradients, averaged over the ranks.
@@ -269,12 +257,61 @@ class ZeroOptimizer(InnerSteps):
 
     def state_tensors(self) -> list[Tensor]:
         """The state tensors of this rank, with the float32 masters of 16-bit weights."""
-        params = (p for p in self.all_params() if not self._inner_by_param[p].is_offloaded)
-        states = [*map(self._state_of, params)]
+        params = (p for p in self.all_params() if not self.inner.by_param[p].is_offloaded)
+        states = [*map(self.saved_states.of, params)]
         values = (local_of(leaf) for leaf in tree_leaves(states) if isinstance(leaf, Tensor))
         return [value for value in values if value.dim()]
 
+    # ---- this rank's parts of weights and states
+
+    def all_params(self) -> list[Any]:
+        """The parameters of all groups, as torch's state_dict() numbers them."""
+        return params_in(self.param_groups)
+
+    def part_of(self, param: Any) -> Tensor:
+        """This rank's part of a weight, which the optimizer updates."""
+        return local_of(param.data)
+
+    def range_of(self, param: Any, rank: int | None = None) -> Any:
+        """The elements [begin, end) of a flat weight that a rank updates; by default this rank.
+
+        None for DTensors.
+        """
+
+    def master_of(self, param: Any) -> dict[str, Any]:
+        """A "master" that is outside of a weight's state."""
+        return {}
+
+    def set_state_of(self, param: Any, state: dict[str, Any]) -> None:
+        """Replaces this rank's part of a weight's state."""
+        inner = self.inner.by_param[param]
+        self.kept_states.pop(param, None)
+        if inner.is_offloaded:
+            inner.optimizer.set_state_of(self.inner.own[param], state)
+        elif state:
+            self.kept_states[param] = state
+
+    @contextmanager
+    def replacing(self) -> Iterator[None]:
+        """A context for replacing states outside a step. Collective."""
+        yield
+
     # ---- the step
+
+    def _step_inner(self, grads: Grads, factor: float) -> None:
+        """Steps of the given classes on parts of weights, by their gradients times a factor."""
+        self.inner.run("step", grads, factor)
+        whole = {param for param in grads if self.inner.by_param[param].is_whole}
+        self.saved_states.share_keys(whole - self.inner.told)
+        self.inner.told |= whole
+
+    def _set_mode(self, mode: str) -> None:
+        if self.inner.set_mode(mode):
+            with torch.no_grad():
+                self._change_mode(mode)
+
+    def _change_mode(self, mode: str) -> None:
+        self.inner.run(mode, dict.fromkeys(self.all_params()))
 
     def _device(self) -> torch.device:
         return self.all_params()[0].device
@@ -287,19 +324,13 @@ class ZeroOptimizer(InnerSteps):
         axes = describe(model).axes()
         # DTensors, as at stage 3, have their own sharding.
         is_flat = not any(isinstance(param, DTensor) for param in self.all_params())
-        return axes.sharded_over({p: self.group_of(p) for p in axes.shardings}) if is_flat else axes
+        return axes.sharded_over(self.inner.group_of) if is_flat else axes
 
     def _look(self) -> float:
         """The norm of all gradients, reduced, without the loss scale. Collective."""
         self._reduce()
-        zero = torch.zeros(1, dtype=torch.float64, device=self._device())
-        own: dict[Sharding, Tensor] = {}
-        for param, grad in self._shards():
-            sharding = self._axes.shardings.get(param)
-            if sharding is not None and grad.numel():  # else tied, and counted by an earlier stage
-                norm = torch.linalg.vector_norm(grad, dtype=torch.float32).double()
-                own[sharding] = own.get(sharding, zero) + norm.square()
-        return float(over_all_ranks(self._axes, own, zero, num_sums=1)) ** 0.5 / self._grad_scale
+        norm = norm_of_shards(self._axes, self._shards(), self._device())
+        return norm / self._grad_scale
 
     def _refuse_not_finite(self, norm: float) -> None:
         self._forget_gradients()
@@ -308,7 +339,7 @@ class ZeroOptimizer(InnerSteps):
     def _check_unchanged(self) -> None:
         """Raises ValueError if the model has new weights that are not sharded."""
         groups = iter(self.param_groups)  # which users may have replaced
-        for inner in self._inners:
+        for inner in self.inner:
             inner.groups[:] = islice(groups, len(inner.groups))
         model, known = self._model(), set(self.all_params())
         for name, param in model.named_parameters() if model is not None else ():
@@ -332,8 +363,8 @@ class ZeroOptimizer(InnerSteps):
         if self.options.needs_all_gradients:
             self.grad_norm = self._look()
             is_overflow = not math.isfinite(self.grad_norm)
-            if self._scale is not None:
-                self._scale.update(is_overflow)
+            if self.loss_scaling is not None:
+                self.loss_scaling.update(is_overflow)
                 if is_overflow:
                     self._forget_gradients()
                     return

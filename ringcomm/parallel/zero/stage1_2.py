@@ -18,9 +18,18 @@ from ringcomm.parallel.model.describe import describe, start_equal_over_data
 from ringcomm.parallel.model.stage_part import StagePart
 from ringcomm.parallel.model.units import materialize
 from ringcomm.parallel.zero.bucket import Bucket, GradientReducer, plan_buckets
-from ringcomm.parallel.zero.inner import Inner
-from ringcomm.parallel.zero.optimizer import Given, ZeroOptimizer, data_was_set
+from ringcomm.parallel.zero.inner import Grads, Inner, InnerSteps
+from ringcomm.parallel.zero.optimizer import ZeroOptimizer
+from ringcomm.parallel.zero.options import Given, data_was_set
 from ringcomm.torch_names import foreach_add_, tree_map_only
+
+
+class _FlatSteps(InnerSteps):
+    """Owners have whole weights in their shards."""
+
+    def _run_whole(self, inner: Inner, method: str, grads: Grads, factor: float) -> None:
+        parts = {p: part for p in grads if (part := self._weights.part_of(p)).numel()}
+        self._run_owned(inner, method, parts, grads, factor)
 
 
 class FlatZero(ZeroOptimizer):
@@ -31,6 +40,8 @@ class FlatZero(ZeroOptimizer):
     Optimizers of other classes run on the parts.
     """
 
+    _inner_class = _FlatSteps
+
     def __init__(self, given: Given) -> None:
         """Collective: a broadcast per bucket."""
         super().__init__(given)
@@ -38,11 +49,13 @@ class FlatZero(ZeroOptimizer):
         materialize(model, [*given.model.weights], device_of(group))
         described = describe(model)
         start_equal_over_data(described, [group])
-        self._share_out({p: w.data_group(group) for p, w in described.weights.items()})
+        self.inner.share_out({p: w.data_group(group) for p, w in described.weights.items()})
         self.stage = stage = given.stage
         dtype = options.param_dtype
         by_optimizer = [inner.groups for inner in given.optimizers]
-        plans = plan_buckets(described, by_optimizer, stage, options, self._owner_of, group.size())
+        plans = plan_buckets(
+            described, by_optimizer, stage, options, self.inner.owner_of, group.size()
+        )
         self._buckets = [
             Bucket(plan, group, dtype, options.grad_dtype, keeps_buffer=stage == 1)
             for plan in plans
@@ -66,24 +79,21 @@ class FlatZero(ZeroOptimizer):
         self._unreduced: list[Bucket] = []
         self._buffers: dict[Bucket, dict[str, Tensor]] = {bucket: {} for bucket in self._buckets}
         # Offloaded optimizers keep masters with their states.
-        offloaded = {p for p, inner in self._inner_by_param.items() if inner.is_offloaded}
+        offloaded = {p for p, inner in self.inner.by_param.items() if inner.is_offloaded}
         masters = {
-            param: self._part_of(param)
+            param: self.part_of(param)
             for param, bucket in self._bucket_of.items()
-            if param in offloaded and bucket.has_master and self.updates(param)
+            if param in offloaded and bucket.has_master and self.inner.updates(param)
         }
         for bucket in self._buckets:
             if bucket.params[0] in offloaded:
                 bucket.give_up_master()
-        self._place_offloaded()
+        self.inner.place_offloaded()
         for param, master in masters.items():
-            self._set_state(param, {"master": master})
+            self.set_state_of(param, {"master": master})
 
-    def _run_whole(self, inner: Inner, method: str, grads: Any, factor: float) -> None:
-        parts = {p: part for p in grads if (part := self._part_of(p)).numel()}
-        self._run_owned(inner, method, parts, grads, factor)
-
-    def _part_of(self, param: Any) -> Tensor:
+    def part_of(self, param: Any) -> Tensor:
+        """See ZeroOptimizer."""
         bucket = self._bucket_of[param]
         part = bucket.shard[bucket.place_in_shard(param)]
         is_all = part.numel() == param.numel() and (bucket.is_whole or not param.numel())
@@ -151,7 +161,7 @@ class FlatZero(ZeroOptimizer):
     def _update(self, factor: float) -> None:
         self._see_written_weights()
         rules: dict[nn.Parameter, Rule | None] = {}
-        for inner in self._inners:
+        for inner in self.inner:
             for group in () if inner.is_whole else inner.groups:
                 rules |= dict.fromkeys(group["params"], rule_of(inner.optimizer, group))
         waiting = [bucket for bucket in self._unreduced if bucket.shard_grad is None]
@@ -161,7 +171,7 @@ class FlatZero(ZeroOptimizer):
         reduced = [bucket for bucket in self._buckets if bucket.shard_grad is not None]
         rest = [bucket for bucket in reduced if not self._updated_by_rules(bucket, rules, factor)]
         # Ranks may have different experts, and agree on a step of full weights.
-        if rest or any(inner.is_whole for inner in self._inners):
+        if rest or any(inner.is_whole for inner in self.inner):
             params = {p for bucket in rest for p in bucket.params if p in self._present}
             grads = {param: grad for param, grad in self._shards() if param in params}
             self._step_inner(grads, factor)
@@ -175,7 +185,7 @@ class FlatZero(ZeroOptimizer):
         """(rule, number of the step, neighbours) of the weights that have a gradient."""
 
         def kind(param: nn.Parameter) -> Any:
-            state = {} if rules.get(param) is None else self._states.get(param, {})
+            state = {} if rules.get(param) is None else self.kept_states.get(param, {})
             # Of SGD it only matters whether there was a step.
             num_steps = state.get("step", state.get("momentum_buffer") is not None)
             return param in self._present, rules.get(param), int(num_steps) + 1
@@ -216,7 +226,7 @@ class FlatZero(ZeroOptimizer):
                     **options,
                 )
             if isinstance(rule, ops.AdamWStep):
-                foreach_add_([self._states[param]["step"] for param in params], 1)
+                foreach_add_([self.kept_states[param]["step"] for param in params], 1)
         return True
 
     # ---- state
@@ -233,7 +243,7 @@ class FlatZero(ZeroOptimizer):
             if name not in buffers:
                 buffers[name] = torch.zeros_like(bucket.shard)
         for param in params:
-            state, place = self._states.setdefault(param, {}), bucket.place_in_shard(param)
+            state, place = self.kept_states.setdefault(param, {}), bucket.place_in_shard(param)
             for name in rule.state_names:
                 own, value = buffers[name][place], state.get(name)
                 if value is None:
@@ -245,27 +255,26 @@ class FlatZero(ZeroOptimizer):
                 state["step"] = torch.full([], step, dtype=torch.float32, device="cpu")
         return {name: buffers[name] for name in rule.state_names}
 
-    def _state_of(self, param: Any) -> dict[str, Any]:
-        """A weight's flat states, and "master" for 16-bit weights."""
-        state, bucket = super()._state_of(param), self._bucket_of[param]
-        if bucket.has_master and self.updates(param):
-            state["master"] = self._part_of(param)
-        return state
+    def master_of(self, param: Any) -> dict[str, Any]:
+        """See ZeroOptimizer."""
+        has_master = self._bucket_of[param].has_master and self.inner.updates(param)
+        return {"master": self.part_of(param)} if has_master else {}
 
-    def _set_state(self, param: Any, state: dict[str, Any]) -> None:
+    def set_state_of(self, param: Any, state: dict[str, Any]) -> None:
+        """See ZeroOptimizer."""
         bucket, given = self._bucket_of[param], dict(state)
-        if not self._inner_by_param[param].is_offloaded or not bucket.is_half:
+        if not self.inner.by_param[param].is_offloaded or not bucket.is_half:
             master = given.pop("master", None)
-            if bucket.has_master and master is not None and self.updates(param):
-                self._part_of(param).copy_(master)
-        super()._set_state(param, given)
+            if bucket.has_master and master is not None and self.inner.updates(param):
+                self.part_of(param).copy_(master)
+        super().set_state_of(param, given)
         self._show_master(param)
 
     def _show_master(self, param: nn.Parameter) -> None:
         """Adds a master to `state`, whose keys torch's flat state dicts have."""
-        if not self._bucket_of[param].has_master or not self.updates(param):
+        if not self._bucket_of[param].has_master or not self.inner.updates(param):
             return
-        state, own = self._states.setdefault(param, {}), self._part_of(param)
+        state, own = self.kept_states.setdefault(param, {}), self.part_of(param)
         if "master" not in state or state["master"].data_ptr() != own.data_ptr():
             state["master"] = with_own_storage(own)
 
@@ -278,7 +287,8 @@ class FlatZero(ZeroOptimizer):
             bucket.see_written_weights()
 
     @contextmanager
-    def _replacing(self) -> Iterator[None]:
+    def replacing(self) -> Iterator[None]:
+        """See ZeroOptimizer."""
         self._see_written_weights()
         yield
         for bucket in self._buckets:

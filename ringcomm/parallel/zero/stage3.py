@@ -33,7 +33,8 @@ from ringcomm.parallel.model.units import (
     watch_whole_weights,
     with_own_memory,
 )
-from ringcomm.parallel.zero.optimizer import Given, ZeroOptimizer, data_was_set
+from ringcomm.parallel.zero.optimizer import ZeroOptimizer
+from ringcomm.parallel.zero.options import Given, data_was_set
 from ringcomm.torch_names import (
     backward_hooks_of,
     drop_accumulated,
@@ -69,8 +70,8 @@ class Zero3(ZeroOptimizer):
             for param, made in zip(before, own["params"], strict=True):
                 vars(made).update({**vars(param), **vars(made)})
         super().__init__(given)
-        self._place_offloaded()
-        self._share_out(
+        self.inner.place_offloaded()
+        self.inner.share_out(
             {
                 param: self.group if weight.experts is None else param.device_mesh.get_group()  # type: ignore[attr-defined]
                 for param, weight in describe(model).weights.items()
@@ -172,7 +173,7 @@ class Zero3(ZeroOptimizer):
         torch.nn.utils.clip_grad_norm_ then sees unscaled gradients.
         """
         model = self._model()
-        if self._scale is None or model is None:
+        if self.loss_scaling is None or model is None:
             return
         for module in _fsdp_modules(model):
             _divide_gradients(module, self.group, self.loss_scale)
@@ -195,8 +196,8 @@ class Zero3(ZeroOptimizer):
         """Drops zeros that fully_shard has reduced for weights without a gradient on any rank."""
         found, most = dict[nn.Parameter, int](), 0
         # All ranks last: they learn what is true of some rank's experts.
-        for group in self._groups:
-            params = [param for param in self.all_params() if self._group_of[param] is group]
+        for group in self.inner.groups:
+            params = [param for param in self.all_params() if self.inner.group_of[param] is group]
             has = [2 if param in self._kept else self._has_gradient(param) for param in params]
             facts = largest_of([most, *has], [group], device_of(group), torch.uint8)
             found |= zip(params, facts[1:], strict=True)
@@ -216,7 +217,7 @@ class Zero3(ZeroOptimizer):
         for param, has_any in found.items():
             if not has_any:
                 param.grad = None
-            elif param.grad is None and self.owner_of(param) is not None:
+            elif param.grad is None and param in self.inner.owner_of:
                 param.grad = torch.zeros_like(param)  # the owner gets all rows
         return most > 0
 
@@ -284,14 +285,16 @@ class Zero3(ZeroOptimizer):
 
     # ---- state
 
-    def _set_state(self, param: Any, state: dict[str, Any]) -> None:
-        if not self._inner_by_param[param].is_offloaded:
+    def set_state_of(self, param: Any, state: dict[str, Any]) -> None:
+        """See ZeroOptimizer."""
+        if not self.inner.by_param[param].is_offloaded:
             # "master" of 16-bit weights: the weights themselves.
             state = {key: local_of(value) for key, value in state.items() if key != "master"}
-        super()._set_state(param, state)
+        super().set_state_of(param, state)
 
     @contextmanager
-    def _replacing(self) -> Iterator[None]:
+    def replacing(self) -> Iterator[None]:
+        """See ZeroOptimizer."""
         yield
         self._tell_scale()  # which has been loaded too
 

@@ -1,7 +1,6 @@
 """Saving and loading the state of a sharded optimizer in torch's format."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from typing import Any
 
@@ -17,153 +16,98 @@ from ringcomm.parallel.flat_collectives import (
     all_gathered,
     local_of,
     place_in,
-    raise_on_all,
 )
 from ringcomm.parallel.model.saving import refuse_saving
-from ringcomm.parallel.offload.state_rows import StatesView, numbered_groups
+from ringcomm.parallel.offload.state_rows import numbered_groups
 from ringcomm.parallel.optimizer_classes import params_in
+from ringcomm.parallel.optimizer_states import MASTER, State, States
 from ringcomm.parallel.tensor.splits import mesh_of
-from ringcomm.torch_names import run_state_hooks, shape_and_offset
+from ringcomm.torch_names import shape_and_offset
 
 _ROWS = (Shard(0),)
 
 
-class States(torch.optim.Optimizer):
-    """The states for ringcomm.parallel.get_state_dict() and torch.distributed.checkpoint.
+class ShardedStates(States):
+    """Those of zero.shard(): this rank's parts, offloaded or not, and rows for torch's formats."""
 
-    Offloaded optimizers have the states of the tensors `_own`, by weight.
-    """
+    is_in_place = False
 
-    group: dist.ProcessGroup
-    options: Any
-    _scale: LossScale | None
-    _inners: list[Any]
-    _inner_by_param: Any
-    inner_of: Callable[[Any], Any]
-    _is_made: bool
-    _own: dict[Any, Any]
-    _states: dict[Any, dict[str, Any]]
-    _mode: str  # the last of train() and eval()
-    _group_of: dict[Any, Any]
-    _owner_of: dict[Any, int]
-    _told: set[Any]  # weights whose owners' keys all ranks know
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__(optimizer)
+        self._inner, self._group = optimizer.inner, optimizer.group
+        self.is_stored = self._inner.has_offloaded
 
-    @property
-    def state(self) -> Any:
-        """This rank's part of each weight's state, by weight; copies if it is offloaded.
+    # ---- see States
 
-        Raises RuntimeError with offload_weights: torch.distributed.checkpoint would find no state.
-        """
-        if self.options.offload_weights:
-            raise RuntimeError(
-                "with offload_weights the states are outside the optimizer, where torch's own"
-                " get_state_dict() cannot find them: use ringcomm.parallel.get_state_dict()"
-            )
-        if not self.has_offloaded:
-            return self._states
-        params = self.all_params()
-        stepped = [p for p in params if p in self._states or self._has_stepped(p)]
-        return StatesView(stepped, lambda param: self._states.get(param) or self._state_of(param))
+    def groups(self) -> list[State]:
+        """With the loss scale in each."""
+        scale = self.optimizer.loss_scaling
+        own = {} if scale is None else scale.state()
+        return [{**group, **own} for group in numbered_groups(self.optimizer)]
 
-    @state.setter
-    def state(self, states: Any) -> None:
-        if self._is_made and self.has_offloaded:
-            raise AttributeError(
-                "the states are offloaded, and `state` has copies: use load_state_dict() to"
-                " replace them"
-            )
-        self._states = states
+    def parts(self, param: Any) -> State:
+        """An offloaded state has values before the first step, too."""
+        state, inner = self.of(param), self._inner.by_param[param]
+        if not inner.is_offloaded or not self._inner.updates(param) or self.has_stepped(param):
+            return state
+        if param in self._inner.owner_of:  # the shape is enough; `state` has the master
+            part = torch.zeros(param.shape, dtype=param.dtype, device="cpu")
+        else:
+            part = self.optimizer.part_of(param)
+        new = inner.optimizer.new_state_of(self._inner.own[param], part)
+        return {**self._shown(new, param), **state}
 
-    @property
-    def has_offloaded(self) -> bool:
-        """Whether states of any weights are offloaded."""
-        return any(inner.is_offloaded for inner in self._inners)
+    def place(self, param: Any) -> tuple[tuple[int, int] | None, bool]:
+        """See States."""
+        return self.optimizer.range_of(param), param in self._inner.owner_of
 
-    def all_params(self) -> list[Any]:
-        """The parameters of all groups, as torch's state_dict() numbers them."""
-        return params_in(self.param_groups)
+    def inner_of(self, param: Any) -> Any:
+        """See States."""
+        return self._inner.by_param[param].plain
 
-    def numbered_groups(self) -> list[dict[str, Any]]:
-        """The parameter groups as in torch's state_dict(), with the loss scale in each."""
-        scale = {} if self._scale is None else self._scale.state()
-        return [{**group, **scale} for group in numbered_groups(self)]
+    def new(self, param: Any) -> Tensor | None:
+        """In float32 at least; zeros of a full weight that other ranks have, too."""
+        if self._inner.by_param[param].is_offloaded or not self._inner.updates(param):
+            return None
+        if not param.requires_grad or self.of(param).keys() - {MASTER}:
+            return None
+        if param in self._inner.owner_of and isinstance(param, DTensor):
+            return torch.zeros(param.shape, dtype=param.dtype, device=param.device)
+        part = self.optimizer.part_of(param).detach()
+        return part.to(torch.promote_types(part.dtype, torch.float32), copy=True)
 
-    @torch.inference_mode(False)  # DTensors cannot be detached there
-    def state_dict(self) -> dict[str, Any]:
-        """In torch's format; states are DTensors, of which this rank has rows.
+    def replace(self, param: Any, state: State) -> None:
+        """This rank's part; it has none of weights of others."""
+        self.optimizer.set_state_of(param, state if self._inner.updates(param) else {})
 
-        Use it with torch.distributed.checkpoint and its get_state_dict(model, optimizer). Pickling
-        rows of several ranks, as torch.save() does, raises RuntimeError. "master" has the float32
-        values of a 16-bit weight.
+    def make(self) -> None:
+        """See States. Collective."""
+        super().make()
+        self.share_keys()
 
-        Collective at stages 1 and 2, with offload_weights, and at stage 3 with optimizers that need
-        full matrices, such as Muon: states are gathered one at a time and split into rows.
-        """
-        run_state_hooks(self, "state_dict_pre")
-        with torch.no_grad():
-            specs = dict(self._told_by_owners(self._specs_of))
-            states = [self._row_state(param, specs) for param in self.all_params()]
-        found = {
+    def _load(self, groups: list[State], states: Mapping[Any, State]) -> None:
+        self._load_cut(groups, states, lambda _, value: value)
+
+    def load_full(self, groups: list[State], states: Mapping[Any, State]) -> None:
+        """Takes parameter groups, and full states or rows, by weight. Collective."""
+        self._load_cut(groups, states, self._cut)
+
+    # ---- in torch's formats
+
+    def rows(self) -> dict[str, Any]:
+        """A state_dict() of rows. Collective where states are gathered."""
+        specs = dict(self._told_by_owners(self._specs_of))
+        states = [self._row_state(param, specs) for param in self.optimizer.all_params()]
+        return {
             "state": {number: state for number, state in enumerate(states) if state},
-            "param_groups": self.numbered_groups(),
-            "rank": self.group.rank(),
-            "world_size": self.group.size(),
+            "param_groups": self.groups(),
+            "rank": self._group.rank(),
+            "world_size": self._group.size(),
         }
-        return run_state_hooks(self, "state_dict_post", found)
 
-    @torch.inference_mode(False)  # updates must be able to write states
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state_dict() of this rank, or a full one of torch's optimizer.
-
-        Raises:
-            ValueError: on all ranks: it is no state, or from another rank, world size or optimizer.
-                Nothing has been written.
-
-        Collective.
-        """
-        given, states, problem = dict[str, Any](), dict[Any, dict[str, Any]](), None
-        try:
-            given = run_state_hooks(self, "load_state_dict_pre", state_dict.copy())
-            states = self._checked_states(given)
-        except Exception as error:
-            problem = error if isinstance(error, ValueError) else repr(error)
-        raise_on_all(problem, self.group)
-        self._load(given["param_groups"], states, self._cut)
-        run_state_hooks(self, "load_state_dict_post")
-
-    def load_parts(self, groups: list[dict[str, Any]], states: dict[Any, dict[str, Any]]) -> None:
-        """Loads this rank's parts of states, by weight, as from part_state_of().
-
-        Collective if weights have float32 masters.
-        """
-        self._load(groups, states, lambda _, value: value)
-
-    def _load(
-        self,
-        groups: list[dict[str, Any]],
-        states: dict[Any, dict[str, Any]],
-        cut: Callable[[Any, Tensor], Tensor],
-    ) -> None:
-        for saved, group in zip(groups, self.param_groups, strict=True):
-            given = deepcopy({key: value for key, value in saved.items() if key != "params"})
-            LossScale.take(given, self._scale)
-            group.update(given)
-        self._mode = ""  # that of the saved groups
-        with torch.no_grad(), self._replacing():
-            for group in self.param_groups:
-                for param in group["params"]:
-                    state = states.get(param, {})
-                    mine = {
-                        key: _owned(value, param, cut) if isinstance(value, Tensor) else value
-                        for key, value in state.items()
-                        if value is not None
-                    }
-                    self._set_state(param, self._with_own_step(mine, group, param))
-            self.share_keys()
-
-    def _checked_states(self, state_dict: dict[str, Any]) -> dict[Any, dict[str, Any]]:
+    def checked(self, state_dict: dict[str, Any]) -> dict[Any, dict[str, Any]]:
         """The states by weight, checked; may be modified."""
-        here = self.group.rank(), self.group.size()
+        here = self._group.rank(), self._group.size()
         came_from = state_dict.get("rank", here[0]), state_dict.get("world_size", here[1])
         if came_from != here:
             raise ValueError(
@@ -172,7 +116,7 @@ class States(torch.optim.Optimizer):
                 " ringcomm.parallel.get_state_dict(model, optimizer, full=True), which any rank of"
                 " any world size can load"
             )
-        given, mine = state_dict["param_groups"], self.param_groups
+        given, mine = state_dict["param_groups"], self.optimizer.param_groups
         sizes = [len(group["params"]) for group in given], [len(g["params"]) for g in mine]
         if sizes[0] != sizes[1]:
             raise ValueError(
@@ -180,12 +124,12 @@ class States(torch.optim.Optimizer):
                 f" {sizes[1]}"
             )
         states = {}
-        for number, param in zip(params_in(given), self.all_params(), strict=True):
+        for number, param in zip(params_in(given), self.optimizer.all_params(), strict=True):
             state = state_dict["state"].get(number, {})
             for key, value in state.items():
                 if not isinstance(value, Tensor) or not value.dim():
                     continue
-                if value.shape != param.shape and self.owner_of(param) is None:
+                if value.shape != param.shape and param not in self._inner.owner_of:
                     raise ValueError(
                         f"{key} of parameter {number} must have the parameter's shape"
                         f" {tuple(param.shape)}, got {tuple(value.shape)}"
@@ -204,8 +148,31 @@ class States(torch.optim.Optimizer):
         shape, _ = shape_and_offset(value.shape, mesh, placements)
         return value.placements == placements and tuple(value.to_local().shape) == tuple(shape)
 
+    def _load_cut(
+        self,
+        groups: list[State],
+        states: Mapping[Any, State],
+        cut: Callable[[Any, Tensor], Tensor],
+    ) -> None:
+        for saved, group in zip(groups, self.optimizer.param_groups, strict=True):
+            given = deepcopy({key: value for key, value in saved.items() if key != "params"})
+            LossScale.take(given, self.optimizer.loss_scaling)
+            group.update(given)
+        self._inner.mode = ""  # that of the saved groups
+        with torch.no_grad(), self.optimizer.replacing():
+            for group in self.optimizer.param_groups:
+                for param in group["params"]:
+                    state = states.get(param, {})
+                    mine = {
+                        key: _owned(value, param, cut) if isinstance(value, Tensor) else value
+                        for key, value in state.items()
+                        if value is not None
+                    }
+                    self.replace(param, self._with_own_step(mine, group, param))
+            self.share_keys()
+
     def _specs_of(self, param: Any) -> dict[str, Any]:
-        return {key: _without_values(value) for key, value in self._state_of(param).items()}
+        return {key: _without_values(value) for key, value in self.of(param).items()}
 
     def _told_by_owners(
         self, fact_of: Callable[[Any], Any], wanted: set[Any] | None = None
@@ -215,12 +182,12 @@ class States(torch.optim.Optimizer):
         Of the groups that share such weights, by default all, or one of `wanted`.
         """
         shared: dict[Any, list[Any]] = {}
-        for param in self.all_params():
-            if self.owner_of(param) is not None:
-                shared.setdefault(self.group_of(param), []).append(param)
+        for param in self.optimizer.all_params():
+            if param in self._inner.owner_of:
+                shared.setdefault(self._inner.group_of[param], []).append(param)
         for group, params in shared.items():
             if wanted is None or not wanted.isdisjoint(params):
-                mine = {i: fact_of(p) for i, p in enumerate(params) if self.updates(p)}
+                mine = {i: fact_of(p) for i, p in enumerate(params) if self._inner.updates(p)}
                 for of_rank in all_gathered(mine, group):
                     for number, fact in of_rank.items():
                         yield params[number], fact
@@ -231,24 +198,23 @@ class States(torch.optim.Optimizer):
         torch.distributed.checkpoint asks `state` on each rank what there is to save or to load.
         Collective over the groups that share such weights, by default all, or one of `wanted`.
         """
-        if self.options.offload_weights:  # see `state`
+        if self.optimizer.options.offload_weights:  # see `state`
             return
 
         def keys_of(param: Any) -> list[str]:
-            return [*(self._states.get(param) or self._state_of(param))]
+            return [*(self.optimizer.kept_states.get(param) or self.of(param))]
 
         for param, keys in self._told_by_owners(keys_of, wanted):
-            self._told -= {param}
-            self._told |= {param} if keys else set()
-            if not self.updates(param):
-                self._states.pop(param, None)
+            (self._inner.told.add if keys else self._inner.told.discard)(param)
+            if not self._inner.updates(param):
+                self.optimizer.kept_states.pop(param, None)
                 if keys:
                     nothing = torch.empty(0, dtype=param.dtype, device=param.device)
-                    self._states[param] = {key: nothing.clone() for key in keys}
+                    self.optimizer.kept_states[param] = {key: nothing.clone() for key in keys}
 
     def _row_state(self, param: Any, specs: dict[Any, dict[str, Any]]) -> dict[str, Any]:
         """A weight's state as this rank's rows, split as torch does. Collective."""
-        own = self._state_of(param)
+        own = self.of(param)
         found = dict(specs.get(param, own))
         for key, value in found.items():
             if not isinstance(value, Tensor) or not value.dim():
@@ -257,8 +223,8 @@ class States(torch.optim.Optimizer):
             if not isinstance(value, DTensor):
                 whole = self._whole(param, value, own.get(key))
                 found[key] = self._as_rows(param, whole) if whole.shape == param.shape else whole
-            is_part = isinstance(found[key], DTensor) or self.group_of(param) is None
-            if is_part and self.group.size() > 1:
+            is_part = isinstance(found[key], DTensor) or self._inner.group_of[param] is None
+            if is_part and self._group.size() > 1:
                 found[key] = found[key].detach()  # not the state itself
                 refuse_saving(found[key], key, "model, optimizer")
         return found
@@ -268,14 +234,14 @@ class States(torch.optim.Optimizer):
 
         `like` has the dtype, and of an owner's the shape.
         """
-        group, owner = self.group_of(param), self.owner_of(param)
+        group, owner = self._inner.group_of[param], self._inner.owner_of.get(param)
         if owner is None:
-            ranges = [self.range_of(param, rank) for rank in range(place_in(group)[1])]
+            ranges = [self.optimizer.range_of(param, rank) for rank in range(place_in(group)[1])]
             whole = like.new_empty(param.numel())
-            whole[slice(*self.range_of(param))] = mine
+            whole[slice(*self.optimizer.range_of(param))] = mine
             all_gather_shards(whole, group, [end - begin for begin, end in ranges])
             return whole.view(param.shape)
-        if self.updates(param):
+        if self._inner.updates(param):
             whole = mine.contiguous().to(param.device)
         else:
             whole = torch.empty(like.shape, dtype=like.dtype, device=param.device)
@@ -285,7 +251,7 @@ class States(torch.optim.Optimizer):
 
     def _as_rows(self, param: Any, whole: Tensor) -> Any:
         """This rank's rows of a value that every rank has, as of the weight."""
-        if self.group_of(param) is None:
+        if self._inner.group_of[param] is None:
             return whole
         mesh, placements = self._rows_of(param)
         return distribute_tensor(whole, mesh, placements, src_data_rank=None)  # nothing is sent
@@ -294,23 +260,24 @@ class States(torch.optim.Optimizer):
         """Where the rows of a weight's state are in a state_dict()."""
         if isinstance(param, DTensor):
             return param.device_mesh, param.placements
-        mesh = mesh_of(self.group_of(param) or self.group, param.device)
+        mesh = mesh_of(self._inner.group_of[param] or self._group, param.device)
         return mesh, _ROWS if param.dim() else (Replicate(),)
 
-    def _state_of(self, param: Any) -> dict[str, Any]:
+    def of(self, param: Any) -> dict[str, Any]:
         """This rank's part of a weight's state, as DTensors for a DTensor."""
-        if not self.updates(param):
+        if not self._inner.updates(param):
             return {}
-        inner = self._inner_by_param[param]
+        inner = self._inner.by_param[param]
         if inner.is_offloaded:
-            state = inner.optimizer.state_of(self._own[param])
+            state = inner.optimizer.state_of(self._inner.own[param])
         else:
-            state = self._states.get(param, {})
+            state = self.optimizer.kept_states.get(param, {})
+        state = state | self.optimizer.master_of(param)
         return self._shown({key: x for key, x in state.items() if x is not None}, param)
 
     def _shown(self, state: dict[str, Any], param: Any) -> dict[str, Any]:
         """A state with DTensors for this rank's shards of a DTensor; others as they are."""
-        if self.owner_of(param) is not None or not isinstance(param, DTensor):
+        if param in self._inner.owner_of or not isinstance(param, DTensor):
             return state
         shards = {
             key: _joined(value, param.device_mesh, param.placements, param)
@@ -319,53 +286,14 @@ class States(torch.optim.Optimizer):
         }
         return state | shards
 
-    def range_of(self, param: Any, rank: int | None = None) -> Any:
-        """The elements [begin, end) of a flat weight that a rank updates; by default this rank.
-
-        None for DTensors.
-        """
-
-    def group_of(self, param: Any) -> Any:
-        """The ranks that share a weight; None if this one is alone, with experts of its own."""
-        return self._group_of[param]
-
-    def owner_of(self, param: Any) -> int | None:
-        """The rank that updates a weight as a whole; None if all update parts of it."""
-        return self._owner_of.get(param)
-
-    def updates(self, param: Any) -> bool:
-        """Whether this rank updates a weight, or its part of one."""
-        return self.owner_of(param) in (None, place_in(self.group_of(param))[0])
-
-    def part_state_of(self, param: Any) -> dict[str, Any]:
-        """This rank's part of a weight's state; an offloaded one has values before a step, too."""
-        state, inner = self._state_of(param), self._inner_by_param[param]
-        if not inner.is_offloaded or not self.updates(param) or self._has_stepped(param):
-            return state
-        if self.owner_of(param) is not None:  # the shape is enough; `state` has the master
-            part = torch.zeros(param.shape, dtype=param.dtype, device="cpu")
-        else:
-            part = self._part_of(param)
-        new = inner.optimizer.new_state_of(self._own[param], part)
-        return {**self._shown(new, param), **state}
-
-    def _part_of(self, param: Any) -> Tensor:
-        """This rank's part of a weight, which the optimizer updates."""
-        return local_of(param.data)
-
-    def _has_stepped(self, param: Any) -> bool:
+    def has_stepped(self, param: Any) -> bool:
         """Whether a weight with offloaded state has been updated, or its state loaded."""
-        inner = self._inner_by_param[param]
-        return inner.is_offloaded and inner.optimizer.steps.get(self._own[param], 0) > 0
-
-    @contextmanager
-    def _replacing(self) -> Iterator[None]:
-        """A context for replacing states outside a step. Collective."""
-        yield
+        inner = self._inner.by_param[param]
+        return inner.is_offloaded and inner.optimizer.steps.get(self._inner.own[param], 0) > 0
 
     def _cut(self, param: Any, value: Tensor) -> Tensor:
         """This rank's part of a full state, or of rows. Collective for rows."""
-        owner = self.owner_of(param)
+        owner = self._inner.owner_of.get(param)
         if isinstance(param, DTensor) and owner is None:
             if not isinstance(value, DTensor):
                 value = self._as_rows(param, value.to(param.device))
@@ -375,19 +303,8 @@ class States(torch.optim.Optimizer):
             mesh, placements = self._rows_of(param)[0], value.placements
             value = _joined(value.to_local(), mesh, placements, value).full_tensor()
         if owner is not None:
-            return value.detach() if self.updates(param) else value.new_empty(0)
-        return value.detach().reshape(-1)[slice(*self.range_of(param))]
-
-    def _set_state(self, param: Any, state: dict[str, Any]) -> None:
-        """Replaces this rank's part of a weight's state; it has none of weights of others."""
-        inner = self._inner_by_param[param]
-        state = state if self.updates(param) else {}
-        self._states.pop(param, None)
-        if inner.is_offloaded:
-            inner.optimizer.set_state_of(self._own[param], state)
-            return
-        if state:
-            self._states[param] = state
+            return value.detach() if self._inner.updates(param) else value.new_empty(0)
+        return value.detach().reshape(-1)[slice(*self.optimizer.range_of(param))]
 
     def _with_own_step(
         self, state: dict[str, Any], group: dict[str, Any], param: Tensor

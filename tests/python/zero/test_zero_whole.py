@@ -29,7 +29,7 @@ from zero_models import (
 
 from ringcomm.nn import ColumnParallelLinear
 from ringcomm.parallel import offload, zero
-from ringcomm.parallel.zero.inner import owners_of
+from ringcomm.parallel.zero.owners import owners_of
 
 
 def muon_and_adamw(model: nn.Module, kind: Any = Muon64, lr: float = 0.02) -> Any:

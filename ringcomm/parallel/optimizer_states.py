@@ -1,0 +1,117 @@
+"""How an optimizer answers for its states, also for those that its first step would make."""
+
+from collections.abc import Mapping
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from ringcomm.parallel.optimizer_classes import new_state, params_in
+
+State = dict[str, Any]
+
+MASTER = "master"  # float32 values of 16-bit weights; optional for optimizers without masters
+
+# By optimizer, the weights whose state stands for none: their next step begins without it. A state
+# dict has a value for every key, so that a checkpoint can be loaded into it. But no value is the
+# same as none for momentum with dampening, NAdam, ASGD and Rprop.
+_unstepped: WeakKeyDictionary[Any, set[Any]] = WeakKeyDictionary()
+
+
+class States:
+    """The states of an optimizer of torch's kind; other systems have subclasses.
+
+    Attributes:
+        is_stored: whether states are in another tier than device memory.
+        is_in_place: whether load() is given the tensors of parts(), overwritten; else others.
+        flat: the keys of states with one dimension for weights of any shape.
+    """
+
+    is_stored = False
+    is_in_place = True
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+        self.flat: tuple[str, ...] = getattr(optimizer, "flat_states", ())
+
+    def groups(self) -> list[State]:
+        """The parameter groups as in torch's state_dict()."""
+        self._native = self.optimizer.state_dict()
+        groups: list[State] = self._native["param_groups"]
+        return groups
+
+    def parts(self, param: Any) -> State:
+        """This rank's values of a weight's state."""
+        found: State = self.optimizer.state.get(param, {})
+        return found
+
+    def place(self, param: Any) -> tuple[tuple[int, int] | None, bool]:
+        """Of a flat weight, the elements [begin, end) that values are of; if an owner has all."""
+        return None, False
+
+    def inner_of(self, param: Any) -> Any:
+        """The optimizer, of the user's class, that updates a weight."""
+        return self.optimizer
+
+    def new(self, param: Any) -> Tensor | None:
+        """A copy of what a step updates of a weight that lacks a state here; else None."""
+        if not param.requires_grad or self.parts(param).keys() - {MASTER}:
+            return None
+        copy: Tensor = param.detach().clone()
+        return copy
+
+    def replace(self, param: Any, state: State) -> None:
+        """Replaces a weight's state; a master that it lacks stays."""
+        old = self.optimizer.state.pop(param, {})
+        if state := {key: old[key] for key in {MASTER} & old.keys()} | state:
+            self.optimizer.state[param] = state
+
+    def make(self) -> None:
+        """Makes the missing states, until the next step. Collective for zero.shard()."""
+        if self.optimizer not in _unstepped:
+            _unstepped[self.optimizer] = set()
+            if isinstance(self.optimizer, torch.optim.Optimizer):
+                self.optimizer.register_step_pre_hook(drop_unstepped)
+        if hasattr(self.optimizer, "make_states"):  # it applies gradients in the backward pass
+            self.optimizer.make_states()
+            return
+        for group in self.optimizer.param_groups:
+            for param in group["params"]:
+                if (value := self.new(param)) is not None:
+                    self.replace(param, new_state(self.inner_of(param), group, param, value))
+                    _unstepped[self.optimizer].add(param)
+
+    def load(self, groups: list[State], states: Mapping[Any, State]) -> None:
+        """Takes parameter groups, and states by weight."""
+        self._load(groups, states)
+        counting = [param for param in states if _counts_from_0(self.inner_of(param))]
+        unstepped = {param for param in counting if float(states[param].get("step", 1)) == 0}
+        _unstepped[self.optimizer] = unstepped
+
+    def _load(self, groups: list[State], states: Mapping[Any, State]) -> None:
+        numbered = enumerate(params_in(self.optimizer.param_groups))
+        given = {number: states[param] for number, param in numbered if states[param]}
+        self.optimizer.load_state_dict({**self._native, "param_groups": groups, "state": given})
+
+
+def states_of(optimizer: Any) -> States:
+    """The states of any optimizer."""
+    if type(optimizer).__module__.startswith("accelerate."):
+        optimizer = optimizer.optimizer  # which it has wrapped
+    found: States = getattr(optimizer, "saved_states", States(optimizer))
+    return found
+
+
+def drop_unstepped(optimizer: Any, *_: Any) -> None:
+    """Removes the states that stand for none."""
+    if params := _unstepped.get(optimizer):
+        for param in params:
+            states_of(optimizer).replace(param, {})
+        params.clear()
+
+
+def _counts_from_0(inner: Any) -> bool:
+    """Whether a class has step 0 in states that stand for none."""
+    is_torchs = type(inner).__module__.startswith("torch.optim")
+    return is_torchs and not isinstance(inner, torch.optim.Adagrad)
