@@ -21,15 +21,8 @@ class Adapter:
 
     Attributes:
         dims: the mesh.
-        systems: that will split it, as parallel/model/refuse.py names them, and its axes.
-        name: of its class, for messages.
-        has_loss: whether its own loss is asked for.
-        is_row: whether it is a sequence of blocks itself.
+        systems: that will split it, as parallel/model/refuse.py names them.
         is_split, has_experts: whether it has tensor-parallel layers, or sharded experts.
-        has_stacked: whether it has experts for expert_parallelize().
-        config: of a model of transformers; None for others.
-        has_tensor_plan, has_pipeline_plan, has_router_loss: what that config says.
-        is_peft, adds_tokens: whether PEFT has changed it, and puts learned tokens before a batch's.
     """
 
     def __init__(
@@ -39,34 +32,64 @@ class Adapter:
         self._given, self._model = model, described.unwrapped
         self.dims, self._loss = dims, loss
         self._part_loss = None if loss_fn is None else PartLoss(loss_fn, **loss)
-        self.name, self.has_loss = type(model).__name__, loss_fn is None
-        self.is_row = isinstance(model, nn.Sequential | nn.ModuleList | Mapping)
         kinds = {type(module) for module in described.module.modules()}
         self.is_split = any(issubclass(kind, SplitModule) for kind in kinds)
         self.has_experts = any(issubclass(kind, LocalExperts) for kind in kinds)
         self._stacked = [module for module in described.module.modules() if is_stacked(module)]
-        self.has_stacked = bool(self._stacked)
-        self.systems = {axis for axis in ("tp", "pp", "ep") if getattr(dims, axis) > 1}
-        self.systems |= {"Pipeline"} if dims.pp > 1 else set()
+        self.systems = {"Pipeline"} if dims.pp > 1 else set[str]()
         self.systems |= {"tensor_parallelize"} if dims.tp > 1 and not self.is_split else set()
-        self.systems |= {"expert_parallelize"} if dims.ep > 1 and self.has_stacked else set()
-        base = getattr(self._model, "base_model", None)
-        self.config = getattr(base, "config", None)
-        self.has_tensor_plan = bool(getattr(self.config, "base_model_tp_plan", None))
-        plan = getattr(self.config, "base_model_pp_plan", None) or ()
-        has_ends = "layers" in plan and all(hasattr(base, name) for name in plan)
-        has_ends = has_ends and base is not self._model
-        self.has_pipeline_plan = has_ends and self._model.get_output_embeddings() is not None
-        self.has_router_loss = bool(getattr(self.config, "output_router_logits", False))
-        self.is_peft = hasattr(model, "get_base_model")
-        peft_config = getattr(model, "active_peft_config", None)
-        self.adds_tokens = getattr(peft_config, "is_prompt_learning", False)
+        self.systems |= {"expert_parallelize"} if dims.ep > 1 and self._stacked else set()
 
-    def problem_of_blocks(self) -> str:
-        """Why a pipeline cannot run the model, or ""; layers of groups are not run here."""
-        if not self.has_loss or self.is_split or self.has_experts:
-            return ""
-        return problem_of_blocks(self._model)
+    def check(self) -> None:
+        """Raises TypeError or ValueError for a mesh that cannot split the model, or a loss."""
+        name, dims, has_loss = type(self._given).__name__, self.dims, self._part_loss is None
+        base = getattr(self._model, "base_model", None)
+        config = getattr(base, "config", None)
+        if hasattr(self._given, "get_base_model"):
+            if dims.tp > 1 or dims.pp > 1:
+                mesh = f"tp {dims.tp} and pp {dims.pp}"
+                raise TypeError(f"{name} of PEFT has no plan for {mesh}: use dp or fsdp")
+            peft_config = getattr(self._given, "active_peft_config", None)
+            if has_loss and getattr(peft_config, "is_prompt_learning", False):
+                why = "adds tokens, whose labels are unknown: pass loss_fn"
+                raise TypeError(f"{name} of PEFT {why}")
+        if has_loss and config is None:
+            raise ValueError(f"{name} is not a model of transformers and has no loss: pass loss_fn")
+        has_plan = bool(getattr(config, "base_model_tp_plan", None))
+        if dims.tp > 1 and not (self.is_split or has_plan):
+            raise TypeError(
+                f"tp is {dims.tp}, but {name} has neither a tensor-parallel plan nor layers such as"
+                " ringcomm.nn.ColumnParallelLinear"
+            )
+        if dims.ep > 1 and not (self._stacked or self.has_experts):
+            raise TypeError(
+                f"ep is {dims.ep}, but {name} has neither stacked experts of transformers, such as"
+                " Mixtral's and Qwen3-MoE's, nor layers of ringcomm.nn.MixtureOfExperts"
+            )
+        if dims.pp > 1 and has_loss:
+            self._check_blocks(name, base, config)
+        elif dims.pp > 1 and not isinstance(self._given, nn.Sequential | nn.ModuleList | Mapping):
+            raise TypeError(
+                f"pp is {dims.pp}, but {name} is neither an nn.Sequential nor a dict of blocks; for"
+                " a model of transformers, which has its own loss, leave loss_fn out"
+            )
+
+    def _check_blocks(self, name: str, base: Any, config: Any) -> None:
+        """For a pipeline with the loss in the model."""
+        plan = getattr(config, "base_model_pp_plan", None) or ()
+        has_ends = "layers" in plan and all(hasattr(base, part) for part in plan)
+        has_ends = has_ends and base is not self._model
+        if not has_ends or self._model.get_output_embeddings() is None:
+            raise TypeError(f"{name} has no pipeline plan of its modules in its config")
+        # Layers of groups are not run here.
+        is_plain = not (self.is_split or self.has_experts)
+        if is_plain and (found := problem_of_blocks(self._model)):
+            raise TypeError(f"{name} cannot be split into a sequence of blocks ({found}): use pp=1")
+        if getattr(config, "output_router_logits", False):
+            raise ValueError(
+                "a pipeline does not compute the routers' loss: set output_router_logits to False,"
+                " or use pp=1"
+            )
 
     def check_loss(self) -> str:
         """What the loss is; TypeError if the losses of parts of a batch cannot be weighted."""

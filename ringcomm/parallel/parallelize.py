@@ -139,7 +139,7 @@ def parallelize(
     is_whole = dims["batch"].size() * num == 1
     adapter = Adapter(model, described, dims, loss_fn, count_items=count_items, is_whole=is_whole)
     options = stage, sequence_parallel, schedule, num, recompute, gather_logits
-    is_split = not adapter.systems.isdisjoint({"tp", "pp", "ep"})
+    is_split = max(dims.tp, dims.pp, dims.ep) > 1
     words: Any = {"elementwise": elementwise, "whole": whole}
     asks = partial(needs_whole, is_copied=stage > 0, **words) if is_split or stage > 0 else None
     first = _check_model(described, adapter, options, optimizer, asks)
@@ -222,7 +222,8 @@ def _check_model(
     """
     problem, shapes, made, loss = None, [], None, ""
     try:
-        refuse(described, Asked("parallelize", "parallelize", adapter=adapter))
+        refuse(described, Asked("parallelize", "parallelize", others=adapter.systems))
+        adapter.check()
         loss = adapter.check_loss()
         made = None if asks is None else optimizer(described.module.parameters())
         to_split = adapter.to_split()

@@ -42,7 +42,7 @@ class Asked(NamedTuple):
         options: zero.shard's ShardOptions.
         mesh: zero.shard's, for stage 3.
         is_replicated: whether several ranks train the weights together.
-        adapter: parallelize()'s Adapter, which names more systems.
+        others: more systems, of parallelize().
     """
 
     system: str
@@ -51,7 +51,7 @@ class Asked(NamedTuple):
     options: Any = None
     mesh: DeviceMesh | None = None
     is_replicated: bool = True
-    adapter: Any = None
+    others: Collection[str] = ()
 
 
 class _Row(NamedTuple):
@@ -311,62 +311,6 @@ _MODELS = (
         lambda m, _: " and ".join(_devices(m, with_meta=True)),
         "the model is on {found}: move it to one device",
     ),
-    _Row(
-        {"tp", "pp"},
-        lambda _, a: a.adapter.is_peft,
-        "{own.name} of PEFT has no plan for tp {own.dims.tp} and pp {own.dims.pp}: use dp or fsdp",
-        TypeError,
-    ),
-    _Row(
-        _CALL,
-        lambda _, a: a.adapter.has_loss and a.adapter.adds_tokens,
-        "{own.name} of PEFT adds tokens, whose labels are unknown: pass loss_fn",
-        TypeError,
-    ),
-    _Row(
-        _CALL,
-        lambda _, a: a.adapter.has_loss and a.adapter.config is None,
-        "{own.name} is not a model of transformers and has no loss: pass loss_fn",
-    ),
-    _Row(
-        {"tp"},
-        lambda _, a: not (a.adapter.is_split or a.adapter.has_tensor_plan),
-        "tp is {own.dims.tp}, but {own.name} has neither a tensor-parallel plan nor layers such as"
-        " ringcomm.nn.ColumnParallelLinear",
-        TypeError,
-    ),
-    _Row(
-        {"ep"},
-        lambda _, a: not (a.adapter.has_stacked or a.adapter.has_experts),
-        "ep is {own.dims.ep}, but {own.name} has neither stacked experts of transformers, such as"
-        " Mixtral's and Qwen3-MoE's, nor layers of ringcomm.nn.MixtureOfExperts",
-        TypeError,
-    ),
-    _Row(
-        {"pp"},
-        lambda _, a: not (a.adapter.is_row or a.adapter.has_loss),
-        "pp is {own.dims.pp}, but {own.name} is neither an nn.Sequential nor a dict of blocks; for"
-        " a model of transformers, which has its own loss, leave loss_fn out",
-        TypeError,
-    ),
-    _Row(
-        {"pp"},
-        lambda _, a: a.adapter.has_loss and not a.adapter.has_pipeline_plan,
-        "{own.name} has no pipeline plan of its modules in its config",
-        TypeError,
-    ),
-    _Row(
-        {"pp"},
-        lambda _, a: a.adapter.problem_of_blocks(),
-        "{own.name} cannot be split into a sequence of blocks ({found}): use pp=1",
-        TypeError,
-    ),
-    _Row(
-        {"pp"},
-        lambda _, a: a.adapter.has_loss and a.adapter.has_router_loss,
-        "a pipeline does not compute the routers' loss: set output_router_logits to False, or use"
-        " pp=1",
-    ),
 )
 
 
@@ -399,9 +343,9 @@ def refuse(model: Model, asked: Asked) -> None:
                 raise row.kind(row.text.format(**facts))
     for row in _rows(_MODELS, asked):
         if found := row.is_so(model, asked):
-            raise row.kind(row.text.format(found=found, asked=asked, own=asked.adapter))
+            raise row.kind(row.text.format(found=found, asked=asked))
 
 
 def _rows(table: tuple[_Row, ...], asked: Asked) -> list[_Row]:
-    systems = {asked.system, *(asked.adapter.systems if asked.adapter else ())}
+    systems = {asked.system, *asked.others}
     return [row for row in table if not systems.isdisjoint(row.systems)]
