@@ -211,7 +211,9 @@ class Steps:
         self.moved = {"compute": 0, "update": 0}
         self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), fused=True)
         if folder is not None:
-            own = offload.AdamW(self.model.parameters(), to="nvme", path=folder)
+            own = offload.Offloaded(
+                torch.optim.AdamW(self.model.parameters()), to="nvme", path=folder
+            )
             self.optimizer = zero.shard(self.model, own, 3, offload_weights=True)
             assert isinstance(self.optimizer, zero.ZeroInfinity)
 

@@ -237,7 +237,9 @@ def _muon_bytes(systems: Workload, num_params: int) -> float:
 def _offloaded(model: Decoder, group: dist.ProcessGroup) -> Trainee:
     """All of it in files, in a folder that goes with the trainee."""
     folder = tempfile.TemporaryDirectory(prefix="bench-systems-")
-    adamw = offload.AdamW(model.parameters(), ADAMW, to="nvme", path=folder.name)
+    adamw = offload.Offloaded(
+        torch.optim.AdamW(model.parameters(), ADAMW), to="nvme", path=folder.name
+    )
     optimizer = zero.shard(model, adamw, 3, group=group, offload_weights=True)
     weakref.finalize(optimizer, folder.cleanup)
     return Trainee(model, model, optimizer)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+import torch
 from checkpoint import load, save
 from common import Job, make_parser, run
 from model import PRESETS, Llama
@@ -30,8 +31,9 @@ def main(options: argparse.Namespace) -> list[float]:
     """Trains; the losses."""
     job = Job(options)
     model = Llama(PRESETS["0.8M"], recompute=True)
-    adamw = offload.AdamW(model.parameters(), options.lr, to="nvme", path=options.folder)
-    optimizer = zero.shard(model, adamw, stage=3, offload_weights=True)
+    adamw = torch.optim.AdamW(model.parameters(), options.lr)
+    offloaded = offload.Offloaded(adamw, to="nvme", path=options.folder)
+    optimizer = zero.shard(model, offloaded, stage=3, offload_weights=True)
     assert isinstance(optimizer, zero.ZeroInfinity)
     first_step = load(options.folder, model, optimizer) if options.resume else 0
     job.say(f"begins after {first_step} steps")

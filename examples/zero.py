@@ -43,18 +43,16 @@ def main(options: argparse.Namespace) -> list[float]:
     )
     job.say(f"stage {options.stage}, float32, each rank keeps {memory}")
 
-    adamw: torch.optim.Optimizer
+    given: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), options.lr)
     folder = None
-    if options.offload is None:
-        adamw = torch.optim.AdamW(model.parameters(), options.lr)
-    else:
+    if options.offload is not None:
         if options.offload == "nvme":
             folder = tempfile.TemporaryDirectory(dir=options.folder)
         path = folder.name if folder else None
-        adamw = offload.AdamW(model.parameters(), options.lr, to=options.offload, path=path)
+        given = offload.Offloaded(given, to=options.offload, path=path)
     optimizer = zero.shard(
         model,
-        adamw,
+        given,
         options.stage,
         param_dtype=torch.bfloat16 if options.bf16 else None,
         clip_grad_norm=options.clip,

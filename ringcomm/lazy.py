@@ -19,6 +19,8 @@ GONE = {
     "ringcomm.ops.new_shard_state": "torch.zeros(end - begin) for each state of the optimizer, with"
     " begin and end of ringcomm.ops.shard_range()",
     "ringcomm.parallel.WeightShards": "torch.distributed.fsdp.fully_shard, or zero.shard(stage=3)",
+    "ringcomm.parallel.offload.AdamW": "offload.Offloaded(torch.optim.AdamW(...))",
+    "ringcomm.parallel.offload.SGD": "offload.Offloaded(torch.optim.SGD(...))",
     "ringcomm.parallel.offload.FileStore": "torch.save(), or torch.distributed.checkpoint for"
     " tensors that outlive the process",
 }

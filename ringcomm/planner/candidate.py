@@ -16,7 +16,7 @@ from ringcomm.planner.hardware import Cluster, Group
 from ringcomm.planner.job import SYSTEMS, Job, Mesh, System, bubble
 from ringcomm.planner.models import ModelShape, Weight
 
-CHUNK_ELEMS = 1 << 20  # per chunk of an offloaded update: offload.AdamW's default
+CHUNK_ELEMS = 1 << 20  # per chunk of an offloaded update: that of offload.Offloaded
 LOMO_REDUCE_BYTES = 4  # per element: the default of Lomo's reduce_dtype
 NUM_CHUNKS = 3  # one is read, one updated, one written
 Shapes = tuple[tuple[int, ...], ...]

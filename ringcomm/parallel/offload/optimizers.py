@@ -49,15 +49,16 @@ class Offloaded(torch.optim.Optimizer):
     """An optimizer of any class, with its states in host memory or in files.
 
         muon = offload.Offloaded(torch.optim.Muon(matrices), to="nvme", path="/mnt/nvme")
-        adamw = offload.AdamW(others, to="nvme", path="/mnt/nvme")
+        adamw = offload.Offloaded(torch.optim.AdamW(others), to="nvme", path="/mnt/nvme")
         optimizer = zero.shard(model, [muon, adamw], stage=2)
 
     It works alone, under DistributedDataParallel, and with zero.shard() at any stage: it then has
     the states of this rank's shards, or of the weights that this rank owns. A step updates one
     weight at a time, or pieces of weights by classes that update each element by itself. It reads
     and writes each state once, while others are updated. In memory are the states of some pieces.
-    16-bit weights have float32 masters, with which the class computes. Files are unnamed and
-    deleted with the process: use state_dict() for checkpoints.
+    16-bit weights have float32 masters, with which the class computes. torch's AdamW and SGD are
+    updated by a kernel: AdamW reads and writes 8 bytes each per float32 weight, 12 per 16-bit one.
+    Files are unnamed and deleted with the process: use state_dict() for checkpoints.
 
     The given optimizer's parameter groups are shared, so that schedulers made for it work. Its
     state and step hooks move here, and its methods raise afterwards.
@@ -397,48 +398,3 @@ def _update_by_kernel(
         weight.copy_(on_host)
     if isinstance(rule, ops.AdamWStep):
         state["step"] = torch.tensor(float(step), dtype=torch.float32, device="cpu")
-
-
-# ---- torch's AdamW and SGD, whose states a kernel updates
-
-
-class _OfTorch(Offloaded):
-    """Makes the given optimizer itself."""
-
-    _kind: Any
-
-    def __init__(
-        self,
-        params: Any,
-        *args: Any,
-        to: Literal["cpu", "nvme"] = "cpu",
-        path: str | os.PathLike[str] | None = None,
-        chunk_elems: int = 1 << 20,
-        **options: Any,
-    ) -> None:
-        given = self._kind(params, *args, **options)
-        super().__init__(given, to=to, path=path, chunk_elems=chunk_elems)
-
-
-class AdamW(_OfTorch, torch.optim.AdamW):
-    """torch.optim.AdamW with exp_avg and exp_avg_sq in host memory, or in files: see Offloaded.
-
-        optimizer = offload.AdamW(model.parameters(), lr=1e-3, to="nvme", path="/mnt/nvme")
-
-    A step reads and writes 8 bytes each way per float32 weight, 12 per 16-bit weight. State in
-    files needs three chunks of memory. With amsgrad and maximize torch's own step runs.
-
-    Args:
-        params, *args, **options: as in torch.
-        to, path, chunk_elems: see Offloaded.
-
-    Raises ValueError and OSError as Offloaded.
-    """
-
-    _kind = torch.optim.AdamW
-
-
-class SGD(_OfTorch, torch.optim.SGD):
-    """torch.optim.SGD with its momentum in host memory, or in files; see AdamW."""
-
-    _kind = torch.optim.SGD

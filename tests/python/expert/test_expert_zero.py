@@ -78,7 +78,7 @@ def mesh(rank: int, world_size: int, num_shards: int) -> tuple[Any, Any]:
 def make_optimizer(kind: str, model: nn.Module) -> Any:
     params = [*model.parameters()]
     if kind == "offloaded":
-        return offload.AdamW(params, 0.02, eps=1e-3, to="cpu")
+        return offload.Offloaded(torch.optim.AdamW(params, 0.02, eps=1e-3), to="cpu")
     if kind == "adamw":
         return adamw(model)
     if kind == "sgd":
@@ -324,7 +324,7 @@ def test_what_is_trained(rank: int, stage: Any, variant: str) -> None:
     own: Any = torch.optim.SGD(model.parameters(), 0.5)
     options: dict[str, Any] = {"bucket_bytes": 300} if stage in (1, 2) else {"units": [model.moe]}
     if stage == "infinity":
-        own = offload.SGD(model.parameters(), 0.5, to="cpu")
+        own = offload.Offloaded(torch.optim.SGD(model.parameters(), 0.5), to="cpu")
         options["offload_weights"] = True
     stage = 3 if stage == "infinity" else stage
     optimizer: Any = zero.shard(model, own, stage, clip_grad_norm=0.1, **options)
@@ -462,7 +462,9 @@ def test_in_files(rank: int, num_shards: int, tmp_path: Path) -> None:
     options: dict[str, Any] = {"offload_weights": True}
     for steps, is_resumed in ((range(2), False), (range(2, STEPS), True)):
         model = wide(*groups)
-        made = offload.SGD(model.parameters(), 0.1, to="nvme", path=tmp_path / "scratch")
+        made = offload.Offloaded(
+            torch.optim.SGD(model.parameters(), 0.1), to="nvme", path=tmp_path / "scratch"
+        )
         expected = zero.predict_memory(model, made, 3, world_size=4, rank=rank, **options)
         optimizer: Any = zero.shard(model, made, 3, **options)
         if is_resumed:

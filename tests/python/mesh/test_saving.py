@@ -67,7 +67,7 @@ def made(system: str) -> tuple[Any, Any]:
         net[2] = ColumnParallelLinear.from_linear(net[2], gather_output=True)
         return around, net
     if "infinity" in system:
-        adamw = offload.AdamW(around.parameters(), 0.01, to="cpu")
+        adamw = offload.Offloaded(torch.optim.AdamW(around.parameters(), 0.01), to="cpu")
         optimizer: Any = zero.shard(around, adamw, 3, offload_weights=True)
     else:
         optimizer = zero.shard(around, torch.optim.AdamW(around.parameters(), 0.01), int(system[5]))
@@ -252,7 +252,9 @@ def test_transformers_and_peft_save_sharded_models(rank: int, tmp_path: Path) ->
     def sharded(system: str, model: Any) -> Any:
         params = [param for param in model.parameters() if param.requires_grad]
         if system == "infinity":
-            return zero.shard(model, offload.SGD(params, 0.1), 3, offload_weights=True)
+            return zero.shard(
+                model, offload.Offloaded(torch.optim.SGD(params, 0.1)), 3, offload_weights=True
+            )
         optimizer = zero.shard(model, torch.optim.SGD(params, 0.1), 3)
         ids = torch.ones(2, 6, dtype=torch.long)
         model(input_ids=ids, labels=ids).loss.backward()

@@ -75,9 +75,9 @@ def system_of(name: str, folder: Path) -> tuple[nn.Module, Any]:
         if "fully_shard" in name:
             fully_shard(model)
         return model, AdaLomo(model, 0.02)
-    own = offload.AdamW(
-        model.to(dtype if "Infinity" in name else torch.float32).parameters(),
-        *(0.01, (0.9, 0.999), 1e-2),
+    model.to(dtype if "Infinity" in name else torch.float32)
+    own = offload.Offloaded(
+        torch.optim.AdamW(model.parameters(), 0.01, (0.9, 0.999), 1e-2),
         to="nvme" if "files" in name else "cpu",
         path=folder if "files" in name else None,
         chunk_elems=5000 if "Infinity" in name else 500,
@@ -92,7 +92,7 @@ def system_of(name: str, folder: Path) -> tuple[nn.Module, Any]:
 
 def train_system(model: Any, optimizer: Any, steps: range) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    if isinstance(optimizer, offload.AdamW):  # of replicas
+    if isinstance(optimizer, offload.Offloaded):  # of replicas
         rank, world_size = 0, 1
     for step in steps:
         x, y = zero_batch(step, rank, world_size)
@@ -289,7 +289,7 @@ def scaled(name: str, folder: Path) -> tuple[nn.Module, Any]:
         kind: Any = AdaLomo if "AdaLomo" in name else Lomo
         return model, kind(model, 0.1, group=group, **options)
     if name == "infinity":
-        own: Any = offload.AdamW(model.parameters(), to="nvme", path=folder)
+        own: Any = offload.Offloaded(torch.optim.AdamW(model.parameters()), to="nvme", path=folder)
         return model, zero.shard(model, own, 3, offload_weights=True, **options)
     given = torch.optim.AdamW(model.parameters())
     return model, zero.shard(model, given, int(name[-1]), **options)

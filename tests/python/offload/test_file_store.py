@@ -394,7 +394,7 @@ def step(model: nn.Module, optimizer: Any) -> None:
 
 def test_a_state_of_offload(tmp_path: Path) -> None:
     model = network()
-    optimizer = offload.AdamW(model.parameters(), to="nvme", path=tmp_path)
+    optimizer = offload.Offloaded(torch.optim.AdamW(model.parameters()), to="nvme", path=tmp_path)
     step(model, optimizer)
     before = {name: value.clone() for name, value in model.named_parameters()}
     for store in file_store._stores:
@@ -418,7 +418,7 @@ def test_a_state_of_offload(tmp_path: Path) -> None:
 @in_ranks(2)
 def test_a_weight_of_infinity(rank: int, tmp_path: Path) -> None:
     model = network()
-    own = offload.AdamW(model.parameters(), to="nvme", path=tmp_path)
+    own = offload.Offloaded(torch.optim.AdamW(model.parameters()), to="nvme", path=tmp_path)
     optimizer: Any = zero.shard(model, own, 3, offload_weights=True)
     step(model, optimizer)
     store, words = optimizer._tier.store, "rank 1"

@@ -85,7 +85,7 @@ def test_a_disk_that_is_full_at_any_write_ends_the_run(rank: int, tmp_path: Path
             patch.setattr(transfers, "shared_engine", lambda _: engine)
             torch.manual_seed(0)
             model = nn.Sequential(nn.Linear(130, 130), nn.Tanh(), nn.Linear(130, 130))
-            own = offload.AdamW(model.parameters(), to="nvme", path=tmp_path)
+            own = offload.Offloaded(torch.optim.AdamW(model.parameters()), to="nvme", path=tmp_path)
             optimizer: Any = zero.shard(model, own, 3, offload_weights=True)
             counts = []
             for _ in range(2):

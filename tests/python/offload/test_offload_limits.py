@@ -63,7 +63,9 @@ def train(rank: int, folder: Path | None, is_limited: bool) -> list[float]:
         model = Stack()
     optimizer: Any = torch.optim.AdamW(model.parameters(), 1e-3)
     if folder is not None:
-        own = offload.AdamW(model.parameters(), 1e-3, to="nvme", path=folder, chunk_elems=1 << 18)
+        own = offload.Offloaded(
+            torch.optim.AdamW(model.parameters(), 1e-3), to="nvme", path=folder, chunk_elems=1 << 18
+        )
         optimizer = zero.shard(model, own, 3, offload_weights=True)
     losses = []
     for step in range(STEPS):

@@ -1,4 +1,4 @@
-"""offload.AdamW and SGD alone: torch's steps with state in host memory or in files.
+"""AdamW and SGD in offload.Offloaded alone: torch's steps with state in host memory or in files.
 
 test_pairs.py has them under zero.shard() at all stages.
 """
@@ -62,7 +62,9 @@ def test_state_goes_to_torch_and_back(kind: str, to: str, tmp_path: Path) -> Non
 
 def test_a_step_reads_and_writes_each_state_once(tmp_path: Path) -> None:
     model = nn.Linear(512, 256, bias=False)
-    optimizer = offload.AdamW(model.parameters(), to="nvme", path=tmp_path, chunk_elems=1 << 14)
+    optimizer = offload.Offloaded(
+        torch.optim.AdamW(model.parameters()), to="nvme", path=tmp_path, chunk_elems=1 << 14
+    )
     store = optimizer.tier.store  # type: ignore[attr-defined]
     moved = []
     for _ in range(3):
@@ -104,7 +106,7 @@ def test_written_16_bit_weights_replace_their_own_masters(written: float) -> Non
     torch.manual_seed(0)
     model = nn.Linear(3, 3, bias=False).to(torch.bfloat16)
     expected = model.weight.detach().float()
-    optimizer = offload.SGD(model.parameters(), 1e-3)
+    optimizer = offload.Offloaded(torch.optim.SGD(model.parameters(), 1e-3))
     for step in range(4):
         if step == 1:
             with torch.no_grad():
@@ -132,7 +134,7 @@ def test_written_16_bit_weights_replace_their_own_masters(written: float) -> Non
 def test_options_that_the_kernels_lack(options: dict[str, Any], dtype: torch.dtype) -> None:
     models = [nn.Linear(9, 5).to(dtype) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
-    own = offload.AdamW(models[0].parameters(), **options, chunk_elems=7)
+    own = offload.Offloaded(torch.optim.AdamW(models[0].parameters(), **options), chunk_elems=7)
     expected = torch.optim.AdamW(models[1].parameters(), **options)
     for step in range(4):
         for model, optimizer in zip(models, (own, expected), strict=True):
@@ -145,15 +147,15 @@ def test_options_that_the_kernels_lack(options: dict[str, Any], dtype: torch.dty
 def test_errors(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(ValueError, match=r"must have no path|needs path="):
-        offload.AdamW(model.parameters(), to="nvme")
+        offload.Offloaded(torch.optim.AdamW(model.parameters()), to="nvme")
     with pytest.raises(ValueError, match=r"must have no path|needs path="):
-        offload.AdamW(model.parameters(), path=tmp_path)
+        offload.Offloaded(torch.optim.AdamW(model.parameters()), path=tmp_path)
     with pytest.raises(ValueError, match='"cpu" or "nvme"'):
-        offload.AdamW(model.parameters(), to="disk")  # type: ignore[arg-type]
+        offload.Offloaded(torch.optim.AdamW(model.parameters()), to="disk")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="chunk_elems"):
-        offload.SGD(model.parameters(), chunk_elems=0)
+        offload.Offloaded(torch.optim.SGD(model.parameters()), chunk_elems=0)
     with pytest.raises(ValueError, match="not contiguous"):
-        offload.AdamW([torch.zeros(3, 2).t().requires_grad_()])
+        offload.Offloaded(torch.optim.AdamW([torch.zeros(3, 2).t().requires_grad_()]))
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match="file"):
-        offload.AdamW(model.parameters(), to="nvme", path=tmp_path / "file")
+        offload.Offloaded(torch.optim.AdamW(model.parameters()), to="nvme", path=tmp_path / "file")

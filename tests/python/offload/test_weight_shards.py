@@ -98,7 +98,7 @@ def trainable(net: nn.Module) -> list[nn.Parameter]:
 
 
 def sharded(net: nn.Module, **options: Any) -> Any:
-    own = offload.SGD(net.parameters(), LR)
+    own = offload.Offloaded(torch.optim.SGD(net.parameters(), LR))
     return zero.shard(net, own, 3, offload_weights=True, **options)
 
 
@@ -344,7 +344,7 @@ def test_errors(rank: int) -> None:
     assert find_shards(net.embed.weight) is None
     with pytest.raises(AttributeError, match=r"WeightShards is gone; use torch\.distr"):
         parallel.WeightShards  # noqa: B018
-    again = offload.SGD(net.parameters(), LR)
+    again = offload.Offloaded(torch.optim.SGD(net.parameters(), LR))
     optimizer = sharded(net)
     shards = optimizer._weights
     with pytest.raises(ValueError, match=r"embed.weight is already sharded by zero.shard\(offload"):

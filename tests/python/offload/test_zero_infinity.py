@@ -161,7 +161,7 @@ def test_errors(rank: int, tmp_path: Path) -> None:
 def test_ranks_that_use_other_weights_are_refused(rank: int, used: list[list[list[int]]]) -> None:
     """By rank, by micro-batch: what is used; then a step that is right."""
     model = Towers()
-    sharded = infinity(model, offload.SGD(model.parameters(), 0.1), units=[])
+    sharded = infinity(model, offload.Offloaded(torch.optim.SGD(model.parameters(), 0.1)), units=[])
     before = full_weights(sharded)
     x = torch.randn(3, 6, generator=torch.Generator().manual_seed(rank)).requires_grad_()
 
@@ -186,7 +186,9 @@ def make_files(folder: Path | None, seed: int) -> tuple[nn.Module, zero.ZeroInfi
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(130, 130), nn.Tanh(), nn.Linear(130, 3))
     place: dict[str, Any] = {"to": "cpu"} if folder is None else {"to": "nvme", "path": folder}
-    own = offload.AdamW(model.parameters(), 1e-2, chunk_elems=10_000, **place)
+    own = offload.Offloaded(
+        torch.optim.AdamW(model.parameters(), 1e-2), chunk_elems=10_000, **place
+    )
     return model, infinity(model, own, loss_scale="dynamic")
 
 

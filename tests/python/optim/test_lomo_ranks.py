@@ -312,7 +312,7 @@ def test_offloaded_weights_are_refused(rank: int) -> None:
     for is_frozen in (False, True):
         model = make("plain").requires_grad_(not is_frozen)
         model.head.requires_grad_()
-        own = offload.SGD(model.parameters(), to="cpu")
+        own = offload.Offloaded(torch.optim.SGD(model.parameters()), to="cpu")
         optimizer: Any = zero.shard(model, own, 3, offload_weights=True)
         with pytest.raises(ValueError, match=r"sharded by zero\.shard\(offload_weights=True\): cl"):
             Lomo(model, LR)

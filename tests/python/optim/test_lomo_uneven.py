@@ -382,5 +382,7 @@ def test_a_model_sharded_after_the_optimizer(rank: int) -> None:
     model = Branches()
     opt = Lomo(model, LR, group=dist.group.WORLD)
     with pytest.raises(ValueError, match="already has an optimizer that takes its gradients, Lomo"):
-        zero.shard(model, offload.SGD(model.parameters()), 3, offload_weights=True)
+        zero.shard(
+            model, offload.Offloaded(torch.optim.SGD(model.parameters())), 3, offload_weights=True
+        )
     opt.close()

@@ -187,7 +187,7 @@ class Engine:
     def snapshot(self) -> list[Tensor]:
         """What tells whether a weight has been written since."""
         if isinstance(self.optimizer, zero.ZeroInfinity):  # whose weights are elsewhere
-            return [self.optimizer._part_of(param).clone() for param in self.params]
+            return [self.optimizer.part_of(param).clone() for param in self.params]
         return [local_of(param).clone() for param in self.params]
 
     def reloaded(self) -> Any:
@@ -257,7 +257,7 @@ class ZeroEngine(Engine):
         if state == "device":
             return given
         where = {"to": "nvme", "path": self.place.folder} if state == "file" else {"to": "cpu"}
-        return offloaded(given, groups_of(self.case, params), **where)
+        return offloaded(given, **where)
 
     def reloaded(self) -> Any:
         self.optimizer.eval()

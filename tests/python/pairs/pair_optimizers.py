@@ -48,14 +48,10 @@ def torch_optimizer(case: Case, groups: list[dict[str, Any]]) -> Any:
     return OPTIMIZERS[case.get("optimizer", "adamw")](groups)
 
 
-def offloaded(given: Any, groups: list[dict[str, Any]], **place: Any) -> Any:
+def offloaded(given: Any, **place: Any) -> Any:
     """The library's optimizer that makes the steps of a given one, with states elsewhere."""
-    if isinstance(given, torch.optim.AdamW | torch.optim.SGD):
-        kind: Any = getattr(offload, type(given).__name__)
-        names = ("lr", "momentum", "eps", "weight_decay")
-        options = {name: given.defaults[name] for name in names if name in given.defaults}
-        return kind(groups, **options, **place)
-    return [offload.Offloaded(each, **place) for each in optimizers_of(given)]
+    made = [offload.Offloaded(each, **place) for each in optimizers_of(given)]
+    return made[0] if isinstance(given, torch.optim.Optimizer) else made
 
 
 def optimizers_alone(case: Case, params: Iterable[nn.Parameter]) -> list[Any]:

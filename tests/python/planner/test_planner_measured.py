@@ -255,8 +255,10 @@ def test_lomo(is_sharded: bool) -> None:
 def train_offloaded(rank: int, to: Any, folder: Path) -> dict[str, int]:
     model = Decoder()
     path = folder / f"{rank}" if to == "nvme" else None
-    sharded: Any = zero.shard(model, offload.AdamW(model.parameters(), 1e-3, to=to, path=path), 2)
-    tier = sharded._inners[0].optimizer.tier
+    sharded: Any = zero.shard(
+        model, offload.Offloaded(torch.optim.AdamW(model.parameters(), 1e-3), to=to, path=path), 2
+    )
+    tier = next(iter(sharded.inner)).optimizer.tier
     before = moved = 0
     for step in range(2):
         model(rows(2 * step + rank)).backward()

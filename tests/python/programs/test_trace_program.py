@@ -112,12 +112,12 @@ def offloaded(model: nn.Module) -> None:
 
 
 def offloaded_shards(model: nn.Module) -> None:
-    adamw = offload.AdamW(model.parameters())
+    adamw = offload.Offloaded(torch.optim.AdamW(model.parameters()))
     train(model, zero.shard(model, adamw, stage=2))
 
 
 def weights_in_host_memory(model: nn.Module) -> None:
-    adamw = offload.AdamW(model.parameters())
+    adamw = offload.Offloaded(torch.optim.AdamW(model.parameters()))
     train(model, zero.shard(model, adamw, stage=3, offload_weights=True))
 
 

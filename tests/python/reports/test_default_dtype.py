@@ -126,13 +126,15 @@ def by_zero(stage: int) -> Parts:
 
 def by_infinity() -> Parts:
     model = net()
-    inner = offload.AdamW(model.parameters(), lr=0.01, to="cpu")
+    inner = offload.Offloaded(torch.optim.AdamW(model.parameters(), lr=0.01), to="cpu")
     return by_model(model, zero.shard(model, inner, 3, offload_weights=True))
 
 
 def by_offload() -> Parts:
     model = net()
-    return by_model(model, offload.AdamW(model.parameters(), lr=0.01, to="cpu"))
+    return by_model(
+        model, offload.Offloaded(torch.optim.AdamW(model.parameters(), lr=0.01), to="cpu")
+    )
 
 
 def by_lomo(kind: type[Any], **options: Any) -> Parts:

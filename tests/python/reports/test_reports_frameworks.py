@@ -42,10 +42,10 @@ def net() -> nn.Sequential:
 
 
 def shard(model: nn.Module, system: str, units: Any = None) -> Any:
-    made: Any = offload.SGD if system == "infinity" else torch.optim.SGD
-    optimizer = made(model.parameters(), 0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     if system == "infinity":
-        return zero.shard(model, optimizer, 3, units=units, offload_weights=True)
+        offloaded = offload.Offloaded(optimizer)
+        return zero.shard(model, offloaded, 3, units=units, offload_weights=True)
     if "zero" not in system:
         return optimizer
     return zero.shard(model, optimizer, int(system[-1]), units=units)

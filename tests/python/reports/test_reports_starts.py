@@ -54,7 +54,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def infinity(model: nn.Module) -> Any:
-    offloaded = offload.SGD(trained(model), LR, to="cpu")
+    offloaded = offload.Offloaded(torch.optim.SGD(trained(model), LR), to="cpu")
     return zero.shard(model, offloaded, 3, offload_weights=True)
 
 

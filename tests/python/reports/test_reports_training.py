@@ -65,11 +65,7 @@ def adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
 def shard(model: nn.Module, given: Any, stage: int) -> Any:
     if stage != INFINITY:
         return zero.shard(model, given, stage)
-    made: Any = offload.AdamW if isinstance(given, torch.optim.AdamW) else offload.SGD
-    names = ("lr", "betas", "eps", "weight_decay", "momentum")
-    options = {name: given.defaults[name] for name in names if name in given.defaults}
-    params = given.param_groups[0]["params"]
-    return zero.shard(model, made(params, **options), 3, offload_weights=True)
+    return zero.shard(model, offload.Offloaded(given), 3, offload_weights=True)
 
 
 def square(output: Tensor) -> Tensor:

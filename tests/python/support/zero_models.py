@@ -92,14 +92,14 @@ def make_optimizer(model: nn.Module, kind: str, **place: Any) -> Any:
         {"params": params[3:], "lr": 0.02, "weight_decay": 0.1},
     ]
     if kind == "adamw":
-        made: Any = offload.AdamW if place else partial(torch.optim.AdamW, fused=True)
-        return made(groups, 0.01, **place)
+        adamw = torch.optim.AdamW(groups, 0.01, fused=not place)
+        return offload.Offloaded(adamw, **place) if place else adamw
     if kind == "muon":
         rest = partial(torch.optim.AdamW, lr=0.02, eps=1e-3)
         return by_dimensions([{"params": params}], Muon64, rest)
-    made = offload.SGD if place else torch.optim.SGD
-    options = {"momentum": 0.9, "nesterov": True} if kind == "momentum" else {}
-    return made(groups, 0.05, weight_decay=0.01, **options, **place)
+    options: dict[str, Any] = {"momentum": 0.9, "nesterov": True} if kind == "momentum" else {}
+    sgd = torch.optim.SGD(groups, 0.05, weight_decay=0.01, **options)
+    return offload.Offloaded(sgd, **place) if place else sgd
 
 
 def place_of(to: str, folder: Path) -> dict[str, Any]:

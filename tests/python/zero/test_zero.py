@@ -210,7 +210,7 @@ def accumulate(rank: int, stage: int, reduce_dtype: torch.dtype | None, how: str
     else:
         model.to(torch.bfloat16)
     if how == "offload":
-        optimizer = offload.SGD(model.parameters(), 1.0)
+        optimizer = offload.Offloaded(torch.optim.SGD(model.parameters(), 1.0))
         options["offload_weights"] = stage == 3
     with torch.no_grad():
         model.weight.zero_()
@@ -247,7 +247,9 @@ def test_offloaded_states_see_gradients_of_float16(rank: int, stage: int, how: s
         options["offload_weights"] = True
     else:
         options["param_dtype"] = torch.float16
-    own = offload.AdamW(model.parameters(), 0.01, eps=1e-12, weight_decay=0.0)
+    own = offload.Offloaded(
+        torch.optim.AdamW(model.parameters(), 0.01, eps=1e-12, weight_decay=0.0)
+    )
     if how == "reduced":
         options["reduce_dtype"] = torch.float16
     sharded = zero.shard(model, own, stage, **options)

@@ -227,7 +227,7 @@ class Features(nn.Module):
 def test_buffers_are_those_of_rank_0(rank: int, stage: Any, made_on: str) -> None:
     model: Any = Features(5 + rank, made_on)
     if stage == INFINITY:
-        given = offload.AdamW(model.parameters(), to="cpu")
+        given = offload.Offloaded(torch.optim.AdamW(model.parameters()), to="cpu")
         zero.shard(model, given, 3, offload_weights=True)
     else:
         zero.shard(model, torch.optim.AdamW(model.parameters()), stage)

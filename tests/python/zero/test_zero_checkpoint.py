@@ -217,7 +217,8 @@ def from_meta(rank: int, world_size: int, stage: int, offloads: bool) -> Any:
     with torch.device("meta"):
         model = Normed()
     torch.manual_seed(7 + rank)
-    own: Any = (offload if offloads else torch.optim).AdamW(model.parameters(), 0.01)
+    own: Any = torch.optim.AdamW(model.parameters(), 0.01)
+    own = offload.Offloaded(own) if offloads else own
     optimizer = zero.shard(model, own, stage, offload_weights=offloads)
     tensors = [*model.parameters(), *model.buffers()]
     assert not any(tensor.is_meta for tensor in tensors)
@@ -252,5 +253,7 @@ def test_what_the_meta_device_lacks(rank: int) -> None:
         with pytest.raises(ValueError, match=r"has no reset_parameters\(\)"):
             zero.shard(odd, torch.optim.SGD(odd.parameters()), stage)
     with pytest.raises(ValueError, match=r"has no reset_parameters\(\)"):
-        zero.shard(odd, offload.SGD(odd.parameters()), 3, offload_weights=True)
+        zero.shard(
+            odd, offload.Offloaded(torch.optim.SGD(odd.parameters())), 3, offload_weights=True
+        )
     dist.barrier()

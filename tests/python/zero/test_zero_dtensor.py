@@ -103,7 +103,7 @@ def test_what_is_refused(rank: int) -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("fsdp", "tp"))
     model = split("cpu", mesh)
     sgd: Any = torch.optim.SGD(model.parameters(), 0.1)
-    host = offload.SGD(model.parameters(), 0.1)
+    host = offload.Offloaded(torch.optim.SGD(model.parameters(), 0.1))
     cases: list[tuple[Any, int, dict[str, Any], str]] = [
         (sgd, 1, {"mesh": mesh["fsdp"]}, "only stage 3 without offload_weights"),
         (sgd, 2, {}, "only stage 3 without offload_weights"),

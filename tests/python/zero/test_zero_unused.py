@@ -47,7 +47,7 @@ def make_optimizer(model: Any, kind: str) -> torch.optim.Optimizer:
     if kind in ("adamw", "amsgrad"):
         return torch.optim.AdamW(groups, 0.01, weight_decay=0.1, amsgrad=kind == "amsgrad")
     if kind == "offload":
-        return offload.AdamW(groups, 0.01, weight_decay=0.1)
+        return offload.Offloaded(torch.optim.AdamW(groups, 0.01, weight_decay=0.1))
     return torch.optim.SGD(groups, 0.05, momentum=0.9, dampening=0.5, weight_decay=0.1)
 
 

@@ -143,8 +143,9 @@ def test_weights_are_frozen_and_thawed(rank: int, system: str, optimizer_of: str
         if optimizer_of == "Muon":
             given.append(muon_and_adamw(model))
         else:
-            kinds: Any = offload if is_infinity and model is models[1] else torch.optim
-            given.append(kinds.AdamW(model.parameters(), 0.01))
+            adamw: Any = torch.optim.AdamW(model.parameters(), 0.01)
+            is_offloaded = is_infinity and model is models[1]
+            given.append(offload.Offloaded(adamw) if is_offloaded else adamw)
     plain, mine = models
     options: Any = {"offload_weights": True} if is_infinity else {}
     optimizer = zero.shard(mine, given[1], 3 if is_infinity else int(system), **options)
