@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ringcomm.optim import Lomo
 from ringcomm.parallel import ParameterServer, offload, zero
-from ringcomm.parallel.model.axes import find_shards
+from ringcomm.parallel.model.cut import find_shards
 from ringcomm.parallel.model.units import default_units
 
 GLOO = "gloo"

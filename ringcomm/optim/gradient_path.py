@@ -24,7 +24,7 @@ from ringcomm.optim.options import StepOptions
 from ringcomm.optim.slot import Groups, Slot, in_function, roots_of_pass
 from ringcomm.parallel.clip import LossScale, clip_factor
 from ringcomm.parallel.gradient_placeholder import weakly
-from ringcomm.parallel.model.axes import Axes
+from ringcomm.parallel.model.cut import Axes
 from ringcomm.torch_names import clones_saved_tensors, storage_id
 
 

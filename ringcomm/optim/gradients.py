@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ringcomm.parallel.clip import over_all_ranks
-from ringcomm.parallel.model.axes import Axes, Sharding
+from ringcomm.parallel.model.cut import Axes, Sharding
 from ringcomm.torch_names import version_of
 
 # Rows of a product's smaller matrix per block when only the sum of squares is needed.

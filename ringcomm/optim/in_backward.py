@@ -20,7 +20,7 @@ from ringcomm.optim.model_weights import ModelWeights, run_all
 from ringcomm.optim.options import StepOptions
 from ringcomm.optim.slot import Slot
 from ringcomm.parallel.clip import LossScale
-from ringcomm.parallel.model.axes import note_trainer
+from ringcomm.parallel.model.cut import note_trainer
 
 
 class InBackwardOptimizer(torch.optim.Optimizer):

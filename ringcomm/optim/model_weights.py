@@ -14,14 +14,14 @@ from torch.distributed.tensor import DTensor
 from ringcomm.optim.fused_layers import fuse, is_fusable, plain_class, unfuse
 from ringcomm.optim.slot import Slot
 from ringcomm.parallel.expert.local_experts import check_data_ranks, expert_parallel_modules
-from ringcomm.parallel.model.axes import (
+from ringcomm.parallel.model.cut import (
     Axes,
+    Cut,
     Sharding,
     find_trainer,
     note_trainer,
     overlap,
 )
-from ringcomm.parallel.model.cut import Cut
 from ringcomm.parallel.model.describe import Weight, describe, start_equal_over_data
 from ringcomm.parallel.model.refuse import Asked, refuse
 from ringcomm.parallel.model.stage_part import StagePart, has_several_stages

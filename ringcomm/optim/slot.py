@@ -16,8 +16,7 @@ from ringcomm.optim.fused_layers import Handle
 from ringcomm.optim.gradients import Gradient
 from ringcomm.parallel.flat_collectives import local_of
 from ringcomm.parallel.gradient_placeholder import GradientPlaceholder
-from ringcomm.parallel.model.axes import Sharding
-from ringcomm.parallel.model.cut import Cut
+from ringcomm.parallel.model.cut import Cut, Sharding
 from ringcomm.torch_names import (
     accumulate_hooks_of,
     active_ddp,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from ringcomm.parallel.flat_collectives import device_of, local_of
-from ringcomm.parallel.model.axes import Axes, Sharding
+from ringcomm.parallel.model.cut import Axes, Sharding
 from ringcomm.parallel.model.describe import describe
 from ringcomm.torch_names import all_gather_single, foreach_mul_, foreach_norm
 

@@ -31,8 +31,8 @@ import torch
 import torch.distributed as dist
 
 from ringcomm.backend import report_handled_exception
-from ringcomm.interpreter import interpreter
 from ringcomm.measure import job
+from ringcomm.process import interpreter
 
 __all__ = ["RanksFailedError", "run_ranks"]
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ringcomm import _C
-from ringcomm.descriptors import open_above
+from ringcomm.process import open_above
 from ringcomm.trace import program
 from ringcomm.trace.layout import EVENT_BYTES, TRACE_HEADER
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ringcomm import errors
-from ringcomm.descriptors import open_above
+from ringcomm.process import open_above
 from ringcomm.trace import clock_name, layout, torch_dumps
 from ringcomm.trace.layout import Call, Group, Record
 from ringcomm.version import __version__

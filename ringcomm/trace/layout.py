@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ringcomm import _C
-from ringcomm.descriptors import above_standard
+from ringcomm.process import above_standard
 from ringcomm.version import __version__
 
 NOBODY, ANY_RANK = -1, -2

@@ -25,7 +25,7 @@ import torch
 from torch.optim import optimizer
 
 from ringcomm.backward_pass import in_backward
-from ringcomm.descriptors import standard_taken
+from ringcomm.process import standard_taken
 
 PHASES = ("forward", "backward", "optimizer")
 _FORWARD, _BACKWARD, _OPTIMIZER = range(len(PHASES))

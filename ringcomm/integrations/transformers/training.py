@@ -16,7 +16,7 @@ from ringcomm.ops.losses.cross_entropy import cross_entropy
 from ringcomm.ops.losses.options import InPlace, check_inplace
 from ringcomm.optim import InBackwardOptimizer
 from ringcomm.parallel.loss import Batch, CountItems, PartLoss, count_of_mean
-from ringcomm.parallel.model.axes import find_shards
+from ringcomm.parallel.model.cut import find_shards
 from ringcomm.parallel.model.describe import describe
 from ringcomm.parallel.tensor.regions import gather_from_tp
 

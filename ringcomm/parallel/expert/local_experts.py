@@ -25,7 +25,7 @@ from ringcomm.parallel.expert.dispatch import (
     rows_of_tokens,
     sums_of_rows,
 )
-from ringcomm.parallel.model.axes import find_trainer
+from ringcomm.parallel.model.cut import find_trainer
 from ringcomm.parallel.model.saving import refuse_part
 from ringcomm.parallel.tensor.splits import PartModule
 from ringcomm.torch_names import all_reduce_coalesced_, foreach_div_, version_of

@@ -18,8 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from ringcomm.parallel.expert.local_experts import LocalExperts
 from ringcomm.parallel.flat_collectives import local_of, take_from_rank0
-from ringcomm.parallel.model.axes import Axes, Sharding, find_shards, mesh_of, overlap
-from ringcomm.parallel.model.cut import Cut, cut_of
+from ringcomm.parallel.model.cut import Axes, Cut, Sharding, cut_of, find_shards, mesh_of, overlap
 from ringcomm.parallel.model.stage_part import StagePart, stage_part_of
 from ringcomm.parallel.tensor.splits import PartModule, Split, SplitModule, tensor_groups_of
 from ringcomm.torch_names import WRAPPERS, children_of

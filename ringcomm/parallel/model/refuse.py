@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ringcomm.parallel.model.axes import find_shards, find_trainer
+from ringcomm.parallel.model.cut import find_shards, find_trainer
 from ringcomm.parallel.model.describe import Model, Weight
 from ringcomm.parallel.model.stage_part import StagePart
 from ringcomm.parallel.tensor.regions import summed_over

@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ringcomm.descriptors import open_above
 from ringcomm.parallel.offload import transfers
 from ringcomm.parallel.offload.transfers import Transfer, aligned_size, empty_aligned, is_aligned
+from ringcomm.process import open_above
 
 _log = logging.getLogger("ringcomm")
 

@@ -21,7 +21,7 @@ from ringcomm.parallel.gradient_placeholder import (
     largest_of,
     progress,
 )
-from ringcomm.parallel.model.axes import note_trainer
+from ringcomm.parallel.model.cut import note_trainer
 from ringcomm.parallel.offload.shard_store import ShardStore
 from ringcomm.parallel.offload.state_rows import Operands
 from ringcomm.parallel.offload.tiers import FileTier, make_tier

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ringcomm.backward_pass import in_backward
 from ringcomm.ops.fused_update import shard_range
 from ringcomm.parallel.flat_collectives import reduce_scatter_mean
-from ringcomm.parallel.model.axes import note_shards
+from ringcomm.parallel.model.cut import note_shards
 from ringcomm.parallel.model.describe import Model, describe, start_equal_over_data
 from ringcomm.parallel.model.saving import refuse_copy, refuse_moves, save_full
 from ringcomm.parallel.model.units import (

@@ -14,7 +14,7 @@ from typing_extensions import Self
 from ringcomm.backend import resolve_group
 from ringcomm.errors import RingcommError
 from ringcomm.parallel.flat_collectives import check_agreement
-from ringcomm.parallel.model.axes import note_trainer
+from ringcomm.parallel.model.cut import note_trainer
 from ringcomm.parallel.model.describe import describe, start_equal
 from ringcomm.parallel.model.refuse import Asked, refuse
 from ringcomm.parallel.optimizer_kinds import needs_whole

@@ -15,8 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from ringcomm.parallel.flat_collectives import all_gathered, local_of
-from ringcomm.parallel.model.axes import find_shards
-from ringcomm.parallel.model.cut import Box
+from ringcomm.parallel.model.cut import Box, find_shards
 from ringcomm.parallel.model.describe import Weight, describe, plain_name
 from ringcomm.parallel.offload.weight_shards import WeightShards
 from ringcomm.parallel.optimizer_classes import params_in

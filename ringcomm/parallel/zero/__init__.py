@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from ringcomm.backend import resolve_group
 from ringcomm.parallel.expert.local_experts import check_data_ranks
 from ringcomm.parallel.flat_collectives import check_agreement
-from ringcomm.parallel.model.axes import note_trainer
+from ringcomm.parallel.model.cut import note_trainer
 from ringcomm.parallel.model.describe import Model, describe
 from ringcomm.parallel.model.refuse import Asked, refuse
 from ringcomm.parallel.offload.infinity import ZeroInfinity as ZeroInfinity

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from ringcomm.parallel.clip import LossScale, clip_factor, norm_of_shards
 from ringcomm.parallel.flat_collectives import local_of, raise_on_all
-from ringcomm.parallel.model.axes import Axes
+from ringcomm.parallel.model.cut import Axes
 from ringcomm.parallel.model.describe import describe
 from ringcomm.parallel.offload.state_rows import StatesView
 from ringcomm.parallel.optimizer_classes import over_groups, params_in

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ringcomm.parallel.model.axes import find_trainer
+from ringcomm.parallel.model.cut import find_trainer
 from ringcomm.parallel.model.describe import Model
 from ringcomm.parallel.zero.inner import Inner
 from ringcomm.torch_names import active_ddp

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import ringcomm
 from ringcomm import parallel
 from ringcomm.parallel import offload, zero
-from ringcomm.parallel.model.axes import find_shards
+from ringcomm.parallel.model.cut import find_shards
 
 STEPS = 3
 DIM = 130  # a matrix of a block is more than what travels packed

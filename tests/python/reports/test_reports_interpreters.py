@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ringcomm import backend
-from ringcomm.interpreter import interpreter
+from ringcomm.process import interpreter
 from ringcomm.testing import run_ranks
 
 # As launchers give to a rank; with what acts on every process that imports torch.

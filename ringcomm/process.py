@@ -1,8 +1,13 @@
-"""Files of ringcomm that stay open have descriptors from 3 on, as those of its C++ code (fd.h)."""
+"""What ringcomm asks of its process: the interpreter, and descriptors for files that stay open.
+
+Such files have descriptors from 3 on, as those of its C++ code (fd.h).
+"""
 
 import contextlib
 import fcntl
 import os
+import re
+import sys
 from collections.abc import Iterator
 
 _FIRST = 3  # below are the standard ones
@@ -38,3 +43,16 @@ def standard_taken() -> Iterator[None]:
     finally:
         for fd in taken:
             os.close(fd)
+
+
+def interpreter() -> str | None:
+    """sys.executable; None where it is another program, which would be started once more.
+
+    In a program of PyInstaller, cx_Freeze or Nuitka, or with an embedded interpreter, it is that
+    program, empty or None.
+    """
+    path = sys.executable or ""
+    is_named = re.fullmatch(r"python[\d.]*[a-z]{0,2}(-dbg)?", os.path.basename(path))
+    main = sys.modules.get("__main__")
+    is_frozen = getattr(sys, "frozen", False) or hasattr(main, "__compiled__")
+    return path if is_named and not is_frozen and os.access(path, os.X_OK) else None
