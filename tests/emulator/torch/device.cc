@@ -23,8 +23,8 @@ constexpr int kPoolSize = 32;  // as torch's
 
 struct Device {
   std::mutex mutex;
-  // Stream 0 is the null stream, the last one reclaim_stream().
-  std::array<cuda::StreamHandle, kPoolSize + 2> streams = {};
+  // Stream 0 is the null stream.
+  std::array<cuda::StreamHandle, kPoolSize + 1> streams = {};
   cuda::Function operators = nullptr;  // a kernel that calls a function of the host
   std::atomic<int> num_taken = 0;
 };
@@ -122,8 +122,6 @@ c10::Stream current_stream(c10::DeviceIndex device) {
 c10::Stream stream_from_pool(c10::DeviceIndex device) {
   return made_stream(device, 1 + device_of(device).num_taken++ % kPoolSize);
 }
-
-c10::Stream reclaim_stream(c10::DeviceIndex device) { return made_stream(device, kPoolSize + 1); }
 
 cuda::StreamHandle handle_of(c10::Stream stream) {
   Device& device = device_of(stream.device_index());

@@ -28,8 +28,6 @@ c10::DeviceIndex exchange_device(c10::DeviceIndex device);
 
 c10::Stream current_stream(c10::DeviceIndex device);
 c10::Stream stream_from_pool(c10::DeviceIndex device);
-/// One that only the allocator uses.
-c10::Stream reclaim_stream(c10::DeviceIndex device);
 
 cuda::StreamHandle handle_of(c10::Stream stream);
 bool is_idle(c10::Stream stream);
@@ -43,12 +41,13 @@ void wait_for_stream(c10::Stream waiting, c10::Stream stream);
 void launch(c10::Stream stream, std::function<void()> function, bool is_operator = false);
 
 // Memory under the rules of torch's caching allocator: a tensor's memory belongs to the stream that
-// was current when it was made, and may be used anew as soon as that stream has done what it was
-// given before the tensor's end; streams on which it was recorded (Tensor.record_stream) are waited
-// for as well. No other stream is.
+// was current when it was made, and is used anew by what this stream is given after the tensor's
+// end. Streams on which it was recorded (Tensor.record_stream) are waited for before. No other
+// stream is.
 //
-// Then the bytes become 0xFF at once: work that still uses them on a stream that was not recorded
-// reads NaN, or -1. New memory has the same content.
+// With the next tensor that a stream makes, it fills all memory that it got back with 0xFF: work
+// that still uses it on another stream, which was neither recorded nor waited for, reads NaN, or
+// -1. New memory has the same content.
 
 /// Allocates on the current device, for its current stream.
 c10::Allocator& allocator();

@@ -7,7 +7,6 @@
 #include <cstring>
 #include <map>
 #include <mutex>
-#include <optional>
 #include <utility>
 #include <vector>
 
@@ -26,9 +25,9 @@ struct Block {
   std::size_t capacity = 0;
   std::size_t num_bytes = 0;  // as asked for
   c10::Stream owner;
-  std::vector<c10::Stream> users = {};         // recorded
-  bool is_captured = false;                    // a graph may use it at any time
-  std::optional<c10::Event> released_by = {};  // for a freed block that is still in use
+  std::vector<c10::Stream> users = {};      // recorded, beside the owner
+  bool is_captured = false;                 // a graph may use it at any time
+  std::vector<c10::Event> used_until = {};  // of a freed block, by its recorded users
 };
 
 /// Blocks are returned to the driver by empty_cache() alone.
@@ -45,18 +44,12 @@ class Heap {
   Block* take(std::size_t num_bytes, c10::Stream owner) {
     const cuda::RelaxedCapture relaxed;
     const std::lock_guard lock(mutex_);
-    std::erase_if(pending_, [this](Block* freed) {
-      if (!freed->released_by->query()) return false;
-      freed->released_by.reset();
-      free_[freed->capacity].push_back(freed);
-      return true;
-    });
+    reclaim(owner);
     const std::size_t capacity = std::bit_ceil(std::max(num_bytes, kMinBlockBytes));
-    std::vector<Block*>& reusable = free_[capacity];
+    std::vector<Block*>& reusable = free_[{owner.id(), capacity}];
     if (reusable.empty()) reusable.push_back(make(capacity, owner));
     Block* block = reusable.back();
     reusable.pop_back();
-    block->owner = owner;
     block->num_bytes = num_bytes;
     block->is_captured = is_capturing(owner);
     allocated_bytes += num_bytes;
@@ -67,27 +60,23 @@ class Heap {
     const cuda::RelaxedCapture relaxed;
     const std::lock_guard lock(mutex_);
     allocated_bytes -= block->num_bytes;
-    block->users.push_back(block->owner);
-    if (block->is_captured || std::ranges::any_of(block->users, is_capturing)) return;
-    if (std::ranges::all_of(block->users, is_idle)) {
-      std::memset(block->data, kPoison, block->capacity);
-      free_[block->capacity].push_back(block);
-    } else {
-      // On its own stream, so that no other stream waits.
-      const c10::Stream reclaim = reclaim_stream(block->owner.device_index());
-      for (const c10::Stream stream : block->users) wait_for_stream(reclaim, stream);
-      fill_bytes(block->data, kPoison, block->capacity, reclaim);
-      block->released_by.emplace(kEmulatedGpu).record(reclaim);
-      pending_.push_back(block);
+    const auto users = std::exchange(block->users, {});
+    if (block->is_captured || is_capturing(block->owner)) return;
+    if (std::ranges::any_of(users, is_capturing)) return;
+    for (const c10::Stream stream : users) {
+      block->used_until.emplace_back(kEmulatedGpu);
+      block->used_until.back().record(stream);
     }
-    block->users.clear();
+    pending_.push_back(block);
   }
 
   void empty_cache() {
     const cuda::RelaxedCapture relaxed;
     const std::lock_guard lock(mutex_);
-    for (auto& [capacity, blocks] : free_)
+    std::erase_if(pending_, [this](Block* freed) { return is_past(freed) && keep(freed); });
+    for (auto& [place, blocks] : free_)
       for (Block* block : std::exchange(blocks, {})) {
+        synchronize(block->owner);
         const ContextGuard context(block->owner.device_index());
         check(driver().mem_free(address_of(block->data)), "free the memory of tensors");
         delete block;
@@ -103,6 +92,28 @@ class Heap {
   std::atomic<std::size_t> allocated_bytes = 0;
 
  private:
+  /// Makes freed blocks of a stream free for what it is given from now on, as torch's allocator
+  /// does: the stream's own order is enough, and recorded users are waited for. Any of them may be
+  /// part of the next tensor there, so the stream spoils all.
+  void reclaim(c10::Stream owner) {
+    if (is_capturing(owner)) return;  // a graph has memory of its own
+    std::erase_if(pending_, [&](Block* freed) {
+      if (freed->owner != owner || !is_past(freed)) return false;
+      fill_bytes(freed->data, kPoison, freed->capacity, owner);
+      return keep(freed);
+    });
+  }
+
+  static bool is_past(const Block* freed) {
+    return std::ranges::all_of(freed->used_until, [](const auto& event) { return event.query(); });
+  }
+
+  bool keep(Block* freed) {
+    freed->used_until.clear();
+    free_[{freed->owner.id(), freed->capacity}].push_back(freed);
+    return true;
+  }
+
   static Block* make(std::size_t capacity, c10::Stream owner) {
     const ContextGuard context(owner.device_index());
     cuda::DevicePtr address = 0;
@@ -112,8 +123,8 @@ class Heap {
   }
 
   std::mutex mutex_;
-  std::map<std::size_t, std::vector<Block*>> free_;  // by capacity
-  std::vector<Block*> pending_;
+  std::map<std::pair<c10::StreamId, std::size_t>, std::vector<Block*>> free_;  // and its capacity
+  std::vector<Block*> pending_;                                                // freed
 };
 
 void delete_block(void* context) {

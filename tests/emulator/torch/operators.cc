@@ -238,12 +238,13 @@ void copy_on_devices(const Tensor& from, const Tensor& to) {
   if (to_stream != from_stream) wait_for_stream(to_stream, from_stream);
 }
 
-/// `from` is a CPU tensor; it is read before the call returns. By way of memory of the device, as
-/// a copy from memory of the host would make the host wait.
+/// `from` is a CPU tensor; it is read before the call returns.
 void upload(const Tensor& from, const Tensor& to) {
-  const Tensor staged = at::empty(from.sizes(), to.options());
-  seen_by_host(staged).copy_(from);  // new memory is not in use
-  copy_on_devices(staged, to);
+  const c10::InferenceMode guard(false);
+  launch(stream_of(to), [from = from.clone(), to = seen_by_host(to)] {
+    const at::NoGradGuard no_grad;
+    to.copy_(from);
+  });
 }
 
 Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {

@@ -85,6 +85,28 @@ def test_memory_freed_on_its_own_stream(rank: int) -> None:
 
 
 @alone
+def test_memory_of_a_side_stream_is_used_again_in_its_order(rank: int) -> None:
+    """fully_shard makes gradients on a stream of its own, the optimizer reads them on the current
+    one, and the host frees them while it may still read: the next ones are made after a wait."""
+    side, here = (torch.Stream(device="emugpu") for _ in range(2))
+    with side:
+        x = torch.full((1000,), 5, device="emugpu")
+    y = torch.zeros(1000, dtype=torch.int64, device="emugpu")
+    emugpu.synchronize()
+    held = emugpu.hold(here)
+    with here:
+        y.copy_(x)
+    del x  # of a stream that is idle
+    side.wait_stream(here)
+    with side:
+        z = torch.zeros(1000, dtype=torch.int64, device="emugpu")
+    held.release()
+    emugpu.synchronize()
+    assert y.tolist() == [5] * 1000
+    assert z.tolist() == [0] * 1000
+
+
+@alone
 def test_captures(rank: int) -> None:
     x, total = torch.zeros(4, device="emugpu"), torch.zeros(4, device="emugpu")
     graph = emugpu.CUDAGraph()

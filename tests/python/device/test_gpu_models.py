@@ -6,12 +6,33 @@ import oracle
 import pytest
 import torch
 import torch.distributed as dist
-from curves import Run, assert_same_run, batch, make_model, single_process, train, weights_of
-from gpu_ranks import NUM_RANKS, Gpus, device, in_gpu_ranks, kind, on_all_gpus, on_cuda, on_gpu
+from curves import (
+    Data,
+    Run,
+    assert_same_run,
+    assert_weights,
+    batch,
+    make_model,
+    single_process,
+    train,
+    weights_of,
+)
+from gpu_ranks import (
+    NUM_RANKS,
+    Gpus,
+    device,
+    in_gpu_ranks,
+    kind,
+    on_all_gpus,
+    on_cuda,
+    on_gpu,
+    on_gpus,
+)
 from test_functional import PROGRAMS
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 FUNCTIONAL = ["all_reduce sum", "reduce_scatter dim 1", "coalesced", "in place"]
 # Compilers of a GPU sum in another order than the CPU's: fp32, five steps.
@@ -24,6 +45,17 @@ def batch_on_gpu(step: int, share: int, num_shares: int) -> tuple[Tensor, Tensor
     rows = len(x) // num_shares
     part = slice(share * rows, (share + 1) * rows)
     return on_gpu(x[part]), on_gpu(y[part])
+
+
+def batch_of_all(world_size: int) -> Data:
+    """What all ranks together see."""
+
+    def data(step: int, share: int, num_shares: int) -> tuple[Tensor, Tensor]:
+        x, y = batch(step)
+        rows = len(x) // world_size * world_size
+        return x[:rows], y[:rows]
+
+    return data
 
 
 def trained_in_double(rank: int, device: str) -> list[Tensor]:
@@ -68,13 +100,47 @@ def run_fsdp2(rank: int, from_group: bool) -> Run:
 @on_all_gpus
 @pytest.mark.parametrize("from_group", [False, True], ids=["torch's memory", "the group's"])
 def test_fsdp2(gpus: Gpus, from_group: bool) -> None:
-    def data(step: int, share: int, num_shares: int) -> tuple[Tensor, Tensor]:
-        """What all ranks together see."""
-        x, y = batch(step)
-        rows = len(x) // gpus.world_size * gpus.world_size
-        return x[:rows], y[:rows]
+    expected = single_process(data=batch_of_all(gpus.world_size))
+    assert_same_run(gpus.run(run_fsdp2, from_group), expected, ATOL)
 
-    assert_same_run(gpus.run(run_fsdp2, from_group), single_process(data=data), ATOL)
+
+CLIPPED_STEPS = 4
+
+
+def train_clipped(model: nn.Module, data: Data, share: int = 0, num_shares: int = 1) -> None:
+    """By a norm that the host awaits; gradients end while the optimizer still reads them."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(CLIPPED_STEPS):
+        x, y = data(step, share, num_shares)
+        nn.functional.mse_loss(model(x), y).backward()
+        grads = [param.grad for param in model.parameters() if param.grad is not None]
+        own = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+        square = torch.stack([grad.square().sum() for grad in own]).sum()
+        if num_shares > 1:
+            dist.all_reduce(square)
+        norm = float(square) ** 0.5
+        torch._foreach_mul_(own, min(1.0, 0.1 / norm))
+        del grads, own
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def run_clipped_fsdp2(rank: int) -> dict[str, Tensor]:
+    model = make_model().to(device())
+    mesh = init_device_mesh(kind(), (dist.get_world_size(),))
+    for layer in (*model, model):
+        fully_shard(layer, mesh=mesh)
+    train_clipped(model, batch_on_gpu, rank, dist.get_world_size())
+    return {name: value.cpu() for name, value in weights_of(model).items()}
+
+
+@on_gpus
+def test_fsdp2_clipped_by_a_norm_that_the_host_awaits(gpus: Gpus) -> None:
+    """Gradients are made on a stream of fully_shard, and freed by the host behind `step()`."""
+    expected = make_model()
+    train_clipped(expected, batch_of_all(gpus.world_size))
+    for weights in gpus.run(run_clipped_fsdp2):
+        assert_weights(weights, weights_of(expected), ATOL)
 
 
 @pytest.mark.skipif(NUM_RANKS != 2, reason="the oracle is of two ranks")
