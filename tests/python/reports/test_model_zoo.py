@@ -42,8 +42,8 @@ REFUSALS = {
     "|must have the loss ForCausalLMLoss",
     "pp": "cannot be split into a sequence of blocks|has no pipeline plan of its modules",
     "zero 3": "is a scalar, or empty on some rank",
-    "dp": "has a loss of its own, which is not the mean over labels",
-    "ep": "has neither stacked experts of transformers|has a loss of its own, which is not",
+    "dp": "has a loss of its own, which does not say which labels",
+    "ep": "has neither stacked experts of transformers|has a loss of its own, which does not",
 }
 # Known models that a system refuses; all others are right.
 NO_PLAN = (
