@@ -17,7 +17,7 @@ from ringcomm.parallel.mesh import ParallelDims
 from ringcomm.parallel.model.describe import Model, describe, start_equal
 from ringcomm.parallel.model.refuse import Asked, refuse
 from ringcomm.parallel.model.saving import save_full
-from ringcomm.parallel.model.units import default_units
+from ringcomm.parallel.model.units import default_units, shard_units
 from ringcomm.parallel.offload.optimizers import Offloaded
 from ringcomm.parallel.optimizer_classes import optimizers_of, params_in, retire
 from ringcomm.parallel.optimizer_kinds import needs_whole
@@ -25,7 +25,6 @@ from ringcomm.parallel.steps import Parallelized
 from ringcomm.parallel.tensor.replicas import check_replicas
 from ringcomm.parallel.torch_checks import note_asked
 from ringcomm.parallel.zero.options import ShardOptions
-from ringcomm.parallel.zero.stage3 import shard_units
 
 MakeOptimizer = Callable[
     [Iterable[nn.Parameter]], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]

@@ -8,10 +8,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
 from ringcomm.parallel.expert.local_experts import LocalExperts, expert_parallel_modules
+from ringcomm.parallel.flat_collectives import device_of, place_in
+from ringcomm.parallel.model.describe import Model, describe, start_equal_over_data
 from ringcomm.torch_names import (
     gather_outside_inference_mode,
+    gather_when_needed,
+    reduce_unused,
     takes_fully_shard,
     tree_leaves,
     tree_map_only,
@@ -173,6 +179,44 @@ def materialize(model: nn.Module, params: Sequence[nn.Parameter], device: torch.
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, torch.empty_like(buffer, device=device))
         module.reset_parameters()  # type: ignore[operator]
+
+
+def shard_units(
+    model: Model,
+    group: dist.ProcessGroup,
+    mesh: DeviceMesh | None,
+    units: Iterable[nn.Module] | None,
+    **options: Any,
+) -> None:
+    """Shards unit by unit: initializes those on the meta device and broadcasts rank 0's values.
+
+    Sharded experts are sharded over the ranks with the same ones. `options` are fully_shard's.
+    """
+    device = next(iter(model.weights)).device
+    device = device_of(group) if device.type == "meta" else device
+    meshes: dict[Any, DeviceMesh] = {} if mesh is None else {group: mesh}
+    for module, params in fsdp_units(model.module, units):
+        materialize(module, params, device)
+        start_equal_over_data(model, [group], params)
+        ranks = data_group_of(module, group)
+        if ranks not in meshes:
+            meshes[ranks] = DeviceMesh.from_group(ranks or new_group_alone(), device.type)
+        made: Any = fully_shard(module, mesh=meshes[ranks], **options)
+        # Ranks may use different weights of a unit that all of them run.
+        reduce_unused(made)
+        if ranks is not group:
+            gather_when_needed(made)
+            divide_gradients(made, group)
+    materialize(model.module, (), device)  # modules with only buffers
+    start_equal_over_data(describe(model.module), [group], model.module.buffers())
+
+
+def divide_gradients(module: Any, group: dist.ProcessGroup, scale: float = 1.0) -> None:
+    """Makes fully_shard divide by the ranks that gradients are sums over, and a loss scale."""
+    _, num_ranks = place_in(data_group_of(module, group))
+    # Gloo supports only SUM; with one rank, torch 2.13 would divide twice.
+    module.set_force_sum_reduction_for_comms(num_ranks > 1)
+    module.set_gradient_divide_factor(group.size() * scale)
 
 
 def watch_whole_weights(

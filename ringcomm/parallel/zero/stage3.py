@@ -1,34 +1,29 @@
 """ZeRO stage 3: sharded weights, gradients and state, with torch's fully_shard."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     FSDPModule,
     MixedPrecisionPolicy,
-    fully_shard,
     register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor
 
 from ringcomm.backward_pass import OpenPasses
-from ringcomm.parallel.flat_collectives import device_of, local_of, place_in
+from ringcomm.parallel.flat_collectives import device_of, local_of
 from ringcomm.parallel.gradient_placeholder import hookable, largest_of, weakly
-from ringcomm.parallel.model.describe import Model, describe, start_equal_over_data
+from ringcomm.parallel.model.describe import describe
 from ringcomm.parallel.model.refuse import HOOK_AT_STAGE_3
 from ringcomm.parallel.model.saving import refuse_moves, refuse_parts, save_full
 from ringcomm.parallel.model.units import (
-    data_group_of,
-    fsdp_units,
-    materialize,
-    new_group_alone,
+    divide_gradients,
     refuse_create_graph,
+    shard_units,
     tensors_in,
     watch_whole_weights,
     with_own_memory,
@@ -40,10 +35,8 @@ from ringcomm.torch_names import (
     drop_accumulated,
     fill_accumulated,
     fsdp_params,
-    gather_when_needed,
     gathered_weights,
     is_gathered,
-    reduce_unused,
     root_mesh,
     storage_id,
     untraced,
@@ -176,7 +169,7 @@ class Zero3(ZeroOptimizer):
         if self.loss_scaling is None or model is None:
             return
         for module in _fsdp_modules(model):
-            _divide_gradients(module, self.group, self.loss_scale)
+            divide_gradients(module, self.group, self.loss_scale)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """See ZeroOptimizer."""
@@ -297,44 +290,6 @@ class Zero3(ZeroOptimizer):
         """See ZeroOptimizer."""
         yield
         self._tell_scale()  # which has been loaded too
-
-
-def shard_units(
-    model: Model,
-    group: dist.ProcessGroup,
-    mesh: DeviceMesh | None,
-    units: Iterable[nn.Module] | None,
-    **options: Any,
-) -> None:
-    """Shards unit by unit: initializes those on the meta device and broadcasts rank 0's values.
-
-    Sharded experts are sharded over the ranks with the same ones. `options` are fully_shard's.
-    """
-    device = next(iter(model.weights)).device
-    device = device_of(group) if device.type == "meta" else device
-    meshes: dict[Any, DeviceMesh] = {} if mesh is None else {group: mesh}
-    for module, params in fsdp_units(model.module, units):
-        materialize(module, params, device)
-        start_equal_over_data(model, [group], params)
-        ranks = data_group_of(module, group)
-        if ranks not in meshes:
-            meshes[ranks] = DeviceMesh.from_group(ranks or new_group_alone(), device.type)
-        made: Any = fully_shard(module, mesh=meshes[ranks], **options)
-        # Ranks may use different weights of a unit that all of them run.
-        reduce_unused(made)
-        if ranks is not group:
-            gather_when_needed(made)
-            _divide_gradients(made, group)
-    materialize(model.module, (), device)  # modules with only buffers
-    start_equal_over_data(describe(model.module), [group], model.module.buffers())
-
-
-def _divide_gradients(module: Any, group: dist.ProcessGroup, scale: float = 1.0) -> None:
-    """Makes fully_shard divide by the ranks that gradients are sums over, and a loss scale."""
-    _, num_ranks = place_in(data_group_of(module, group))
-    # Gloo supports only SUM; with one rank, torch 2.13 would divide twice.
-    module.set_force_sum_reduction_for_comms(num_ranks > 1)
-    module.set_gradient_divide_factor(group.size() * scale)
 
 
 def _through_hooks(module: nn.Module) -> Callable[..., Any]:
