@@ -17,7 +17,7 @@ namespace {
 
 constexpr std::size_t kMiB = std::size_t{1} << 20;
 
-// The limits are from measurements (docs/design/messages.md).
+// The limits are from measurements (docs/decisions.md, between hosts).
 
 // From this size of the whole call, bandwidth costs more than latency, so every link should be busy
 // with its part. In a broadcast or all_gather between two ranks either form is the same message.
