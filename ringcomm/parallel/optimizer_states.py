@@ -8,15 +8,17 @@ import torch
 from torch import Tensor
 
 from ringcomm.parallel.optimizer_classes import new_state, params_in
+from ringcomm.torch_names import version_of
 
 State = dict[str, Any]
 
 MASTER = "master"  # float32 values of 16-bit weights; optional for optimizers without masters
 
-# By optimizer, the weights whose state stands for none: their next step begins without it. A state
-# dict has a value for every key, so that a checkpoint can be loaded into it. But no value is the
-# same as none for momentum with dampening, NAdam, ASGD and Rprop.
-_unstepped: WeakKeyDictionary[Any, set[Any]] = WeakKeyDictionary()
+# By optimizer and weight, the states that stand for none: the next step begins without them, unless
+# they have been replaced or written by then. A state dict has a value for every key, so that a
+# checkpoint can be loaded into it. But no value is the same as none for momentum with dampening,
+# NAdam, ASGD and Rprop.
+_unstepped: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
 
 
 class States:
@@ -46,6 +48,13 @@ class States:
         found: State = self.optimizer.state.get(param, {})
         return found
 
+    def kept(self, param: Any) -> Any:
+        """The object that holds a weight's state; another one, once it is replaced."""
+        return self.optimizer.state.get(param)
+
+    def _seen(self, param: Any) -> tuple[Any, list[int]]:
+        return self.kept(param), _versions(self.kept(param))
+
     def place(self, param: Any) -> tuple[tuple[int, int] | None, bool]:
         """Of a flat weight, the elements [begin, end) that values are of; if an owner has all."""
         return None, False
@@ -70,7 +79,7 @@ class States:
     def make(self) -> None:
         """Makes the missing states, until the next step. Collective for zero.shard()."""
         if self.optimizer not in _unstepped:
-            _unstepped[self.optimizer] = set()
+            _unstepped[self.optimizer] = {}
             if isinstance(self.optimizer, torch.optim.Optimizer):
                 self.optimizer.register_step_pre_hook(drop_unstepped)
         if hasattr(self.optimizer, "make_states"):  # it applies gradients in the backward pass
@@ -80,14 +89,14 @@ class States:
             for param in group["params"]:
                 if (value := self.new(param)) is not None:
                     self.replace(param, new_state(self.inner_of(param), group, param, value))
-                    _unstepped[self.optimizer].add(param)
+                    _unstepped[self.optimizer][param] = self._seen(param)
 
     def load(self, groups: list[State], states: Mapping[Any, State]) -> None:
         """Takes parameter groups, and states by weight."""
         self._load(groups, states)
         counting = [param for param in states if _counts_from_0(self.inner_of(param))]
-        unstepped = {param for param in counting if float(states[param].get("step", 1)) == 0}
-        _unstepped[self.optimizer] = unstepped
+        unstepped = [param for param in counting if float(states[param].get("step", 1)) == 0]
+        _unstepped[self.optimizer] = {param: self._seen(param) for param in unstepped}
 
     def _load(self, groups: list[State], states: Mapping[Any, State]) -> None:
         numbered = enumerate(params_in(self.optimizer.param_groups))
@@ -105,10 +114,18 @@ def states_of(optimizer: Any) -> States:
 
 def drop_unstepped(optimizer: Any, *_: Any) -> None:
     """Removes the states that stand for none."""
-    if params := _unstepped.get(optimizer):
-        for param in params:
-            states_of(optimizer).replace(param, {})
-        params.clear()
+    if made := _unstepped.get(optimizer):
+        states = states_of(optimizer)
+        for param, (state, versions) in made.items():
+            if states.kept(param) is state and _versions(state) == versions:
+                states.replace(param, {})
+        made.clear()
+
+
+def _versions(kept: Any) -> list[int]:
+    """Of the tensors of a state, which change when they are written."""
+    values = kept.values() if isinstance(kept, dict) else ()
+    return [version_of(value) for value in values if isinstance(value, Tensor)]
 
 
 def _counts_from_0(inner: Any) -> bool:

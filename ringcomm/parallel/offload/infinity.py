@@ -62,7 +62,7 @@ class _StoredSteps(InnerSteps):
             if self.store.has_grad(self.own[param]):
                 with self.store.gradient(self.own[param]) as grad:
                     found[param] = grad.clone()
-        return {param: self._weights.part_of(param) for param in params}, found
+        return {param: self._optimizer.part_of(param) for param in params}, found
 
     def _write(self, parts: Mapping[Any, Tensor]) -> None:
         for param, part in parts.items():
@@ -81,15 +81,15 @@ class ZeroInfinity(ZeroOptimizer):
 
     def __init__(self, given: Given) -> None:
         """Collective: a broadcast per unit."""
-        super().__init__(given)
         optimizer, group = given.optimizers[0].optimizer, given.group
         experts = [*expert_parallel_modules(given.model.module).values()]
         for each in (group, *filter(None, (layer.replica_group for layer in experts))):
             if not takes_uneven(each, torch.device("cpu")):
                 raise ValueError("offload_weights needs groups of backend ringcomm, of experts too")
-        device = self._device()
+        device = next(iter(given.model.weights)).device
         if device.type not in ("cpu", "meta"):
             raise ValueError(f"offload_weights needs a model on the CPU, got one on {device}")
+        super().__init__(given)
         self._tier = make_tier(optimizer.to, optimizer.path)
         self._shard_store = ShardStore(self._tier)
         self._weights = WeightShards(given.model, group, given.units, self._shard_store)
@@ -152,7 +152,7 @@ class ZeroInfinity(ZeroOptimizer):
             raise
 
     def _agree(self) -> bool:
-        for group in self.inner.groups:
+        for group in self.inner.rank_groups:
             self._compare(group)
         self._hooks.collect()
         has = any(map(self._shard_store.has_grad, self._own.values()))

@@ -95,8 +95,7 @@ class Offloaded(torch.optim.Optimizer):
         elementwise: Collection[type] = (),
         whole: Collection[type] = (),
     ) -> None:
-        # The latter is of zero.shard().
-        is_ours = isinstance(optimizer, Offloaded) or hasattr(optimizer, "load_parts")
+        is_ours = hasattr(optimizer, "saved_states")  # as of zero.shard()
         if not isinstance(optimizer, torch.optim.Optimizer) or is_ours:
             raise TypeError(
                 "offload.Offloaded() takes an optimizer that is neither offloaded nor sharded, got"
@@ -301,6 +300,10 @@ class Offloaded(torch.optim.Optimizer):
         joined = (torch.cat(column).view(shape) for column in columns)
         found: dict[str, Any] = map_tensors(lambda x: next(joined) if x.dim() else x, parts[0])
         return found
+
+    def kept_of(self, param: Tensor) -> Any:
+        """The object that describes a parameter's state; another one, once it is replaced."""
+        return self._rows.kept.get((self._places[param][0], 0))
 
     def new_state_of(self, param: Tensor, weight: Tensor) -> dict[str, Any]:
         """The value of state_of() before the first step, for a parameter with values `weight`."""

@@ -73,6 +73,10 @@ class OffloadedStates(States):
             found = self.optimizer.new_state_of(param, local_of(param.detach()))
         return found
 
+    def kept(self, param: Any) -> Any:
+        """See States."""
+        return self.optimizer.kept_of(param)
+
     def inner_of(self, param: Any) -> Any:
         """See States."""
         return self.optimizer.inner

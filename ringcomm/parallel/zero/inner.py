@@ -50,7 +50,7 @@ class Inner(NamedTuple):
     @property
     def plain(self) -> Any:
         """The optimizer of the class that updates weights, which an Offloaded one contains."""
-        return getattr(self.optimizer, "inner", self.optimizer)
+        return self.optimizer.inner if self.is_offloaded else self.optimizer
 
 
 class Parts(Operands):
@@ -75,8 +75,8 @@ class InnerSteps:
     Attributes:
         own: by weight, the tensor under which an offloaded optimizer has its state.
         owner_of: by weight, the rank that updates it as a whole, if one does.
-        group_of: by weight, the ranks that share it; None if this one is alone, with experts of its
-            own.
+        group_of: by weight, the ranks that share it; None at stages 1 and 2 if this one is alone,
+            with experts of its own.
         mode: the last of train() and eval(); "" before.
         told: weights whose owners' keys of states all ranks know.
     """
@@ -84,10 +84,10 @@ class InnerSteps:
     owner_of: dict[Any, int]
     group_of: dict[Any, Any]
 
-    def __init__(self, weights: Any, inners: list[Inner]) -> None:
-        """`weights` is the ZeroOptimizer, which has this rank's parts of them."""
-        self._weights: Any = weakref.proxy(weights)
-        self._inners, self._group = inners, weights.group
+    def __init__(self, optimizer: Any, inners: list[Inner]) -> None:
+        """`optimizer` is the ZeroOptimizer, which has this rank's parts of weights."""
+        self._optimizer: Any = weakref.proxy(optimizer)
+        self._inners, self._group = inners, optimizer.group
         self._parts = Parts()
         self.mode, self.told = "", set[Any]()
         self.own: dict[Any, Any] = {param: param for param in self.by_param}
@@ -126,7 +126,7 @@ class InnerSteps:
 
     def _operands_of(self, inner: Inner) -> Operands:
         """Where an offloaded optimizer finds weights and gradients."""
-        self._parts.shapes |= {p: self._weights.part_of(p).shape for p in params_in(inner.groups)}
+        self._parts.shapes |= {p: self._optimizer.part_of(p).shape for p in params_in(inner.groups)}
         return self._parts
 
     def share_out(self, group_of: dict[Any, Any]) -> None:
@@ -136,7 +136,7 @@ class InnerSteps:
         self.owner_of = owners_by_group(whole, group_of.__getitem__)
 
     @cached_property
-    def groups(self) -> list[Any]:
+    def rank_groups(self) -> list[Any]:
         """The groups that share weights, that of all ranks last; experts may have others."""
         found = dict.fromkeys(self.group_of[param] for param in self.by_param)
         return [*(group for group in found if group is not self._group), self._group]
@@ -156,11 +156,12 @@ class InnerSteps:
 
     def _run_parts(self, inner: Inner, method: str, grads: Grads, factor: float) -> None:
         """As _run_one(), on this rank's parts."""
-        self._run_one(inner, method, {p: self._weights.part_of(p) for p in grads}, grads, factor)
+        self._run_one(inner, method, {p: self._optimizer.part_of(p) for p in grads}, grads, factor)
 
     def _run_whole(self, inner: Inner, method: str, grads: Grads, factor: float) -> None:
         """As _run_one(), on weights that their owners gather, in rounds. Collective."""
-        inner = inner._replace(before=[options_of(group) for group in inner.groups])
+        if inner.is_offloaded:
+            inner = inner._replace(before=[options_of(group) for group in inner.groups])
         for of_groups in self._rounds(grads):
             mine: dict[Owners, dict[Any, Tensor]] = {}
             wholes, whole_grads = dict[Any, Tensor](), dict[Any, Tensor]()
@@ -184,7 +185,7 @@ class InnerSteps:
     ) -> tuple[dict[Any, Tensor], dict[Any, Tensor]]:
         """This rank's parts of weights, and of the gradients that there are."""
         found = {p: grad for p in params if (grad := grads[p]) is not None}
-        return {param: self._weights.part_of(param) for param in params}, found
+        return {param: self._optimizer.part_of(param) for param in params}, found
 
     def _write(self, parts: Mapping[Any, Tensor]) -> None:
         """Takes the new values of what _read() has returned."""
@@ -222,13 +223,13 @@ class InnerSteps:
             self._parts.of = {}
             return
         groups = [g for g in given.groups if given.takes_empty or of_parts(g, parts)["params"]]
-        kept = self._weights.kept_states
+        kept = self._optimizer.kept_states
         states = {
             param: {key: x for key, x in kept.get(param, {}).items() if key != "master"}
             for param in parts
         }
-        own = given.optimizer, method, groups, parts, grads, factor, states
-        states, called = run_on_parts(*own)
+        plain = given.optimizer
+        states, called = run_on_parts(plain, method, groups, parts, grads, factor, states)
         kept.update(states)
         for group, after in zip(groups, called, strict=True):
             take_options(group, after)
@@ -246,17 +247,18 @@ class InnerSteps:
     def set_mode(self, mode: str) -> bool:
         """Whether train() or eval() is to be called, because the mode is another."""
         is_new = mode != self.mode and any(hasattr(inner.plain, mode) for inner in self)
-        self.mode = mode if is_new else self.mode  # Trainer calls train() for each micro-batch
+        if is_new:  # Trainer calls train() for each micro-batch
+            self.mode = mode
         return is_new
 
     @cached_property
     def owners(self) -> dict[Any, Owners]:
         """By group, for those that have parts of all weights."""
-        by_group: dict[Any, dict[Any, int]] = {group: {} for group in self.groups}
+        by_group: dict[Any, dict[Any, int]] = {group: {} for group in self.rank_groups}
         for param, rank in self.owner_of.items():
             by_group[self.group_of[param]][param] = rank
 
         def range_of(param: Any, rank: int) -> Any:
-            return self._weights.range_of(param, rank)
+            return self._optimizer.range_of(param, rank)
 
         return {group: Owners(own, group, range_of) for group, own in by_group.items()}

@@ -53,7 +53,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         scale = given.options.loss_scale
         self.loss_scaling = LossScale(scale) if scale is not None else None
         self.grad_norm: float | None = None
-        self._model = weakref.ref(given.model.module)
+        self._model = given.model.module
         self._is_made = False
         makers = [inner.optimizer for inner in given.optimizers]
         makers += [maker.given for maker in makers if hasattr(maker, "given")]
@@ -165,8 +165,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: the model was changed: a weight was added or moved.
             RuntimeError: with clip_grad_norm and no loss scale, the norm is not finite; at stage 3,
-                the last backward pass of a weight was in no_sync(). No rank has written a weight,
-                and in the first case the gradients are dropped.
+                `.data` of a weight was set, or its last backward pass was in no_sync(). No rank has
+                written a weight, and in the first case the gradients are dropped.
 
         Collective.
         """
@@ -232,7 +232,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 self._scale_gradients(clip_factor(norm, max_norm))
         if error_if_nonfinite and not math.isfinite(norm):
             self._refuse_not_finite(norm)
-        return torch.tensor(norm, dtype=torch.float32, device=self._device())
+        return torch.tensor(norm, dtype=torch.float32, device=self.all_params()[0].device)
 
     def train(self) -> None:
         """For schedule-free optimizers: the weights to train. Collective."""
@@ -313,15 +313,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _change_mode(self, mode: str) -> None:
         self.inner.run(mode, dict.fromkeys(self.all_params()))
 
-    def _device(self) -> torch.device:
-        return self.all_params()[0].device
-
     @cached_property
     def _axes(self) -> Axes:
         """The ranks with the other elements of the tensors from _shards()."""
-        model = self._model()
-        assert model is not None
-        axes = describe(model).axes()
+        axes = describe(self._model).axes()
         # DTensors, as at stage 3, have their own sharding.
         is_flat = not any(isinstance(param, DTensor) for param in self.all_params())
         return axes.sharded_over(self.inner.group_of) if is_flat else axes
@@ -329,7 +324,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _look(self) -> float:
         """The norm of all gradients, reduced, without the loss scale. Collective."""
         self._reduce()
-        norm = norm_of_shards(self._axes, self._shards(), self._device())
+        norm = norm_of_shards(self._axes, self._shards(), self.all_params()[0].device)
         return norm / self._grad_scale
 
     def _refuse_not_finite(self, norm: float) -> None:
@@ -337,12 +332,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         raise RuntimeError(f"the norm of the gradients is {norm}; no weight has been written")
 
     def _check_unchanged(self) -> None:
-        """Raises ValueError if the model has new weights that are not sharded."""
+        """Takes groups that users have replaced; raises ValueError if the model has new weights."""
         groups = iter(self.param_groups)  # which users may have replaced
         for inner in self.inner:
             inner.groups[:] = islice(groups, len(inner.groups))
-        model, known = self._model(), set(self.all_params())
-        for name, param in model.named_parameters() if model is not None else ():
+        known = set(self.all_params())
+        for name, param in self._model.named_parameters():
             if param.requires_grad and param not in known:
                 raise ValueError(
                     f"{name} was added or replaced, or made to require grad, after zero.shard() and"

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ringcomm.parallel.clip import LossScale
 from ringcomm.parallel.model.cut import find_trainer
 from ringcomm.parallel.model.describe import Model
 from ringcomm.parallel.zero.inner import Inner
@@ -38,6 +39,8 @@ class ShardOptions:
             raise ValueError(
                 f"param_dtype must be None, torch.float16 or torch.bfloat16, got {self.param_dtype}"
             )
+        if self.loss_scale is not None:
+            LossScale(self.loss_scale)  # raises for a wrong one
         norm = self.clip_grad_norm
         if norm is not None and not (norm > 0 and math.isfinite(norm)):
             raise ValueError(f"clip_grad_norm must be a positive number or None, got {norm!r}")

@@ -28,7 +28,7 @@ class _FlatSteps(InnerSteps):
     """Owners have whole weights in their shards."""
 
     def _run_whole(self, inner: Inner, method: str, grads: Grads, factor: float) -> None:
-        parts = {p: part for p in grads if (part := self._weights.part_of(p)).numel()}
+        parts = {p: part for p in grads if (part := self._optimizer.part_of(p)).numel()}
         self._run_owned(inner, method, parts, grads, factor)
 
 
@@ -150,6 +150,8 @@ class FlatZero(ZeroOptimizer):
         super()._change_mode(mode)
         for bucket in self._buckets:
             bucket.gather()
+        for param in self._bucket_of:
+            self._show_master(param)
 
     def gradient_tensors(self) -> list[Tensor]:
         """See ZeroOptimizer."""
@@ -263,7 +265,7 @@ class FlatZero(ZeroOptimizer):
     def set_state_of(self, param: Any, state: dict[str, Any]) -> None:
         """See ZeroOptimizer."""
         bucket, given = self._bucket_of[param], dict(state)
-        if not self.inner.by_param[param].is_offloaded or not bucket.is_half:
+        if bucket.has_master or not bucket.is_half:
             master = given.pop("master", None)
             if bucket.has_master and master is not None and self.inner.updates(param):
                 self.part_of(param).copy_(master)

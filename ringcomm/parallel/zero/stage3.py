@@ -165,10 +165,9 @@ class Zero3(ZeroOptimizer):
 
         torch.nn.utils.clip_grad_norm_ then sees unscaled gradients.
         """
-        model = self._model()
-        if self.loss_scaling is None or model is None:
+        if self.loss_scaling is None:
             return
-        for module in _fsdp_modules(model):
+        for module in _fsdp_modules(self._model):
             divide_gradients(module, self.group, self.loss_scale)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -179,17 +178,16 @@ class Zero3(ZeroOptimizer):
 
     def _set_sync(self, is_on: bool) -> None:
         self._is_synced = is_on
-        model: Any = self._model()
-        for root in _fsdp_roots(model):
+        for root in _fsdp_roots(self._model):
             root.set_requires_gradient_sync(is_on)
-        for params in _fsdp_params(model) if is_on else ():
+        for params in _fsdp_params(self._model) if is_on else ():
             fill_accumulated(params)
 
     def _agree(self) -> bool:
         """Drops zeros that fully_shard has reduced for weights without a gradient on any rank."""
         found, most = dict[nn.Parameter, int](), 0
         # All ranks last: they learn what is true of some rank's experts.
-        for group in self.inner.groups:
+        for group in self.inner.rank_groups:
             params = [param for param in self.all_params() if self.inner.group_of[param] is group]
             has = [2 if param in self._kept else self._has_gradient(param) for param in params]
             facts = largest_of([most, *has], [group], device_of(group), torch.uint8)
@@ -234,10 +232,9 @@ class Zero3(ZeroOptimizer):
             # Units that a failed forward has gathered would keep the weights from before the step.
             self._reset_units()
         self._check_memory()
-        model = self._model()
-        units = [] if model is None else _fsdp_modules(model)
+        units = _fsdp_modules(self._model)
         left = {whole for unit in units for whole in gathered_weights(unit)}
-        for name, param in model.named_parameters() if model is not None else ():
+        for name, param in self._model.named_parameters():
             if param in left:
                 raise RuntimeError(
                     f"{name} is still gathered, because several segments of a reentrant checkpoint"
@@ -250,9 +247,8 @@ class Zero3(ZeroOptimizer):
 
     def _reset_units(self) -> None:
         """Makes fully_shard ready for the next forward, after an error in a pass."""
-        model: Any = self._model()
         if hasattr(FSDPModule, "reset_iter_state"):  # from torch 2.13 on
-            for root in _fsdp_roots(model):
+            for root in _fsdp_roots(self._model):
                 root.reset_iter_state()
             self._is_in_forward = False
             self._passes.forget()
@@ -265,11 +261,11 @@ class Zero3(ZeroOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops all gradients, for any `set_to_none`, and those of no_sync() or a failed pass."""
-        model, has_failed = self._model(), bool(self._passes)
+        has_failed = bool(self._passes)
         if has_failed:
             self._reset_units()
         has_whole = has_failed or bool(self._kept)
-        for params in _fsdp_params(model) if has_whole and model is not None else ():
+        for params in _fsdp_params(self._model) if has_whole else ():
             drop_accumulated(params)
         self._kept.clear()
         self._marked.clear()

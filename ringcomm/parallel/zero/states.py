@@ -57,6 +57,13 @@ class ShardedStates(States):
         new = inner.optimizer.new_state_of(self._inner.own[param], part)
         return {**self._shown(new, param), **state}
 
+    def kept(self, param: Any) -> Any:
+        """See States."""
+        inner = self._inner.by_param[param]
+        if inner.is_offloaded:
+            return inner.optimizer.kept_of(self._inner.own[param])
+        return self.optimizer.kept_states.get(param)
+
     def place(self, param: Any) -> tuple[tuple[int, int] | None, bool]:
         """See States."""
         return self.optimizer.range_of(param), param in self._inner.owner_of

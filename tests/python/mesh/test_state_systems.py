@@ -334,3 +334,44 @@ def test_a_loss_scale_is_state(rank: int, name: str, way: str, tmp_path: Path) -
         resume(way, model, optimizer, again, resumed)
         assert scales(again, resumed, "gg") == [2.0**15, 2.0**15]
         assert "loss_scale" not in resumed.param_groups[0]
+
+
+@pytest.mark.parametrize("system", ["torch", "offload", "zero 1", "zero 2, offload", "zero 3"])
+@in_ranks(2)
+def test_states_that_are_loaded_after_a_look_are_used(rank: int, system: str) -> None:
+    """get_state_dict() makes states that stand for none until the next step, which drops them."""
+    torch.manual_seed(0)
+    given: Any = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+    x = torch.randn(4, 6)
+
+    def step(model: Any, optimizer: Any) -> float:
+        loss = model(x).square().mean()
+        train_step(loss, optimizer)
+        return float(loss.detach())
+
+    plain = torch.optim.SGD(given.parameters(), 0.1, momentum=0.9)
+    for _ in range(2):
+        step(given, plain)
+    saved, losses = plain.state_dict(), []
+    for has_looked in (False, True):
+        model = copy.deepcopy(given)
+        own: Any = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        if "offload" in system:
+            own = offload.Offloaded(own)
+        if "zero" in system:
+            own = zero.shard(model, own, int(system.split()[1].strip(",")))
+        if has_looked:
+            get_state_dict(model, own)
+        own.load_state_dict(copy.deepcopy(saved))
+        losses.append([step(model, own) for _ in range(3)])
+    assert losses[0] == losses[1]
+
+
+def test_states_that_are_written_after_a_look_are_used() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight], 1.0, momentum=0.5)
+    module = nn.ParameterList([weight])
+    get_state_dict(module, optimizer)[1]["state"]["0"]["momentum_buffer"].fill_(4.0)
+    weight.sum().backward()
+    optimizer.step()
+    assert weight.tolist() == [1 - (0.5 * 4 + 1)] * 3

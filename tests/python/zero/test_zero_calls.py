@@ -36,7 +36,7 @@ from zero_models import (
 )
 
 from ringcomm.nn import ColumnParallelLinear
-from ringcomm.parallel import zero
+from ringcomm.parallel import offload, zero
 
 
 @in_ranks(2)
@@ -59,6 +59,7 @@ def test_errors(rank: int) -> None:
         (model, sgd, {"stage": 1, "param_dtype": torch.int8}, ValueError, "param_dtype must be"),
         (model, sgd, {"stage": 1, "reduce_dtype": torch.bfloat16}, ValueError, "reduce_dtype must"),
         (model, sgd, {"stage": 1, "loss_scale": -1.0}, ValueError, "loss_scale must be None"),
+        (model, sgd, {"stage": 3, "loss_scale": "auto"}, ValueError, "loss_scale must be None"),
         (model, sgd, {"stage": 1, "clip_grad_norm": 0}, ValueError, "clip_grad_norm must be"),
         (model, sgd, {"stage": 2, "units": []}, ValueError, "for stage 3 only"),
         (half, torch.optim.SGD(half.parameters()), {"stage": 3}, ValueError, "must be float32"),
@@ -78,6 +79,8 @@ def test_errors(rank: int) -> None:
     sharded = zero.shard(model, sgd, 1)
     with pytest.raises(ValueError, match="already has an optimizer that takes its"):
         zero.shard(model, sgd, 1)
+    with pytest.raises(TypeError, match="neither offloaded nor sharded, got FlatZero"):
+        offload.Offloaded(sharded)
     with pytest.raises(ValueError, match="parameter groups of"):
         sharded.load_state_dict(torch.optim.SGD(Net().parameters()).state_dict())
     with pytest.raises(ValueError, match=r"before zero.shard\(\)"):

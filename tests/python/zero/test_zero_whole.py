@@ -193,6 +193,17 @@ def test_schedule_free(rank: int, stage: int, kind: Any) -> None:
 
 
 @in_ranks(2)
+def test_masters_stay_in_the_state_of_each_mode(rank: int) -> None:
+    model = Net()
+    optimizer = zero.shard(model, Averaged(model.parameters()), 1, param_dtype=torch.bfloat16)
+    optimizer.train()
+    train(model, optimizer, rank, 2, range(1))
+    for change in (optimizer.eval, optimizer.train):
+        change()
+        assert all("master" in state for state in optimizer.state.values() if state)
+
+
+@in_ranks(2)
 def test_schedulers_of_each_and_of_all(rank: int) -> None:
     """Made for the given optimizers, and for the one that zero.shard() returns."""
     models = Net(), Net()
