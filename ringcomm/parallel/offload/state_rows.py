@@ -66,8 +66,8 @@ class OffloadedStates(States):
         return numbered_groups(self.optimizer)
 
     def parts(self, param: Any) -> State:
-        """Also before the first step."""
-        if self.optimizer.steps:
+        """Also before a weight's first step."""
+        if param in self.optimizer.steps:
             found: State = self.optimizer.state_of(param)
         else:
             found = self.optimizer.new_state_of(param, local_of(param.detach()))

@@ -339,7 +339,8 @@ def test_a_loss_scale_is_state(rank: int, name: str, way: str, tmp_path: Path) -
 @pytest.mark.parametrize("system", ["torch", "offload", "zero 1", "zero 2, offload", "zero 3"])
 @in_ranks(2)
 def test_states_that_are_loaded_after_a_look_are_used(rank: int, system: str) -> None:
-    """get_state_dict() makes states that stand for none until the next step, which drops them."""
+    """get_state_dict() makes states that stand for none until the next step, which drops them:
+    https://github.com/pytorch/pytorch/issues/164929 is of such states."""
     torch.manual_seed(0)
     given: Any = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
     x = torch.randn(4, 6)
@@ -375,3 +376,37 @@ def test_states_that_are_written_after_a_look_are_used() -> None:
     weight.sum().backward()
     optimizer.step()
     assert weight.tolist() == [1 - (0.5 * 4 + 1)] * 3
+
+
+@pytest.mark.parametrize("system", ["torch", "offload", "zero 1", "zero 2, offload", "zero 3"])
+@in_ranks(2)
+def test_weights_without_a_step_beside_others_are_saved(rank: int, system: str) -> None:
+    """https://github.com/pytorch/pytorch/pull/192307: a layer that was frozen at first."""
+    losses, x = [], torch.ones(4, 6)
+    made = [made_for_two_layers(system) for _ in range(2)]
+    for model, optimizer in made:
+        model[1].requires_grad_(False)
+        for _ in range(2 if not losses else 0):
+            train_step(model(x).square().mean(), optimizer)
+        model[1].requires_grad_(True)
+        if losses:
+            values, state = get_state_dict(*made[0], full=True)
+            assert {name.split(".")[0] for name in state["state"]} == {"0", "1"}
+            set_state_dict(model, optimizer, values, state)
+        losses.append([])
+    for (model, optimizer), found in zip(made, losses, strict=True):
+        for _ in range(3):
+            loss = model(x).square().mean()
+            train_step(loss, optimizer)
+            found.append(float(loss.detach()))
+    assert losses[0] == losses[1]
+
+
+def made_for_two_layers(system: str) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
+    own: Any = torch.optim.AdamW(model.parameters(), 0.1, eps=1e-3)
+    own = offload.Offloaded(own) if "offload" in system else own
+    if "zero" in system:
+        own = zero.shard(model, own, int(system.split()[1].strip(",")))
+    return model, own
