@@ -107,7 +107,8 @@ def with_sentence(page: str, rows: dict[str, Row]) -> str:
         f" A DDP training step is {step.span()} as fast in {counted(len(step.speed_ups), 'run')},"
         " because little of it is communication. These are the medians of each run."
     )
-    return re.sub(r"(?m)^In \d+ recorded runs of .*$", said, page)
+    said = textwrap.fill(said, 120, break_on_hyphens=False)
+    return re.sub(r"(?ms)^In \d+ recorded runs of .*?$(?=\n\n)", said, page)
 
 
 def with_errors(page: str, said: str) -> str:
