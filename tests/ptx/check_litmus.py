@@ -22,10 +22,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "tests" / "litmus"), str(ROOT / "tests" / "python" / "device")]
+sys.path.insert(0, str(ROOT / "tests" / "litmus"))
 
 import ptx_model  # noqa: E402
-from test_litmus import WEAKENED, read  # noqa: E402
+from weakened import WEAKENED, read  # noqa: E402
 
 Outcome = frozenset[tuple[str, int]]
 # A relaxed store that another thread sees before an earlier load of the same block has its value.
