@@ -382,7 +382,8 @@ def test_states_that_are_written_after_a_look_are_used() -> None:
 @in_ranks(2)
 def test_weights_without_a_step_beside_others_are_saved(rank: int, system: str) -> None:
     """https://github.com/pytorch/pytorch/pull/192307: a layer that was frozen at first."""
-    losses, x = [], torch.ones(4, 6)
+    losses: list[list[float]] = []
+    x = torch.ones(4, 6)
     made = [made_for_two_layers(system) for _ in range(2)]
     for model, optimizer in made:
         model[1].requires_grad_(False)
