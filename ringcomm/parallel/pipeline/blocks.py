@@ -85,9 +85,9 @@ def part_of(
     weights = describe(part).weights
     part.first_names = {weight.name: first[param] for param, weight in weights.items()}
     params_of = [{p for name in names for p in named[name].parameters()} for names in owned]
-    for param in part.parameters():
+    for param in first:  # in one order on all ranks, which exchange one after the other
         ranks = [rank for rank, params in enumerate(params_of) if param in params]
-        if len(ranks) > 1:
+        if len(ranks) > 1 and group.rank() in ranks:
             part.tied[param] = ranks
     return part
 
@@ -101,7 +101,8 @@ def wrap_stages(
     """Wraps this rank's stages for data parallelism; may replace their parameters. Collective."""
     before, own = set(part.parameters()), [set(m.parameters()) for m in modules.values()]
     is_tied = sum(map(len, own)) > len(before)
-    tied = {name: part.tied[p] for name, p in part.named_parameters() if p in part.tied}
+    names = {param: name for name, param in part.named_parameters()}
+    tied = {names[param]: ranks for param, ranks in part.tied.items()}
     wrapped = {s: wrap(m) if wrap else m for s, m in modules.items()}
     ends_tie = is_tied and before != set(part.parameters())  # as fully_shard does, in each stage
     if any(all_gathered(ends_tie, part.group)):

@@ -163,6 +163,32 @@ def test_ddp_does_not_see_backwards_in_halves(rank: int) -> None:
         pipeline.Pipeline(make_deep(), mse, "zero-bubble", M, wrap=wrap)
 
 
+def make_mirror() -> nn.Sequential:
+    """The second half has the weights of the first in the other order."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(4)]
+    for first, last in zip(layers[:2], layers[:1:-1], strict=True):
+        last.weight = first.weight
+    return nn.Sequential(*layers)
+
+
+@in_ranks(2)
+def test_several_tied_weights_in_another_order(rank: int) -> None:
+    whole, model = make_mirror(), make_mirror()
+    if rank > 0:  # values are those of the first rank that has them
+        with torch.no_grad():
+            model[2].weight.zero_()
+    pipe = pipeline.Pipeline(model, mse, "1f1b", M)
+    plain, own = (torch.optim.SGD(each.parameters(), 0.1) for each in (whole, pipe.module))
+    for step in range(STEPS):
+        x = torch.randn(M, WIDTH, generator=torch.Generator().manual_seed(step))
+        mse(whole(x), x).backward()
+        pipe.step(x, x)
+        for optimizer in (plain, own):
+            apply_steps(optimizer)
+    assert_weights(full_weights(pipe), whole.state_dict(), atol=1e-6)
+
+
 def make_untied() -> Any:
     model = make_tied()
     model.head = nn.Linear(WIDTH, VOCAB)
