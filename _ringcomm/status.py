@@ -18,6 +18,9 @@ EXIT_INTERRUPTED = 130
 EXIT_PIPE_CLOSED = 141  # as of a program that SIGPIPE ends
 
 
+WRONG = "wrong elements"  # in the text of a RankError for a backend's wrong result
+
+
 class RankError(RuntimeError):
     """A rank that measures failed; the text has its traceback or the signal that ended it."""
 
@@ -60,7 +63,7 @@ def run_main(name: str, main: Callable[[list[str]], int]) -> int:
         return EXIT_PIPE_CLOSED
     except (OSError, ValueError, RankError, subprocess.SubprocessError) as error:
         print(f"{name}: {in_words(error)}", file=sys.stderr)
-        return EXIT_FAILED
+        return EXIT_WRONG_RESULTS if WRONG in str(error) else EXIT_FAILED
 
 
 def _flush_output() -> None:

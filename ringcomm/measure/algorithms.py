@@ -9,7 +9,7 @@ import itertools
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -91,7 +91,8 @@ def measure_algorithms(
     found: list[SizeTimes] = []
 
     def run_rank(team: Team) -> None:
-        os.environ.pop("RINGCOMM_TUNING", None)  # it may name the file that will be written
+        for option in fields(Options):  # defaults are measured, and not by the file to be written
+            os.environ.pop(f"RINGCOMM_{option.name.upper()}", None)
         timing.open_default_group(team, "ringcomm")
         groups = {
             name: dist.new_group(timeout=timing.GROUP_TIMEOUT, pg_options=Options(algorithm=name))

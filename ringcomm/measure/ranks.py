@@ -104,6 +104,7 @@ def _be_rank(
     die_with_parent(signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.environ.pop("RINGCOMM_AS_GLOO", None)  # with it ringcomm would be compared with itself
     world_size = len(pairs) + 1
     peers = [pair[0] for pair in pairs] if rank == 0 else [pairs[rank - 1][1]]
     for end in itertools.chain(*pairs):  # the other ends must close when their ranks exit

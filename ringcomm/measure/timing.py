@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from _ringcomm.status import RankError
+from _ringcomm.status import WRONG, RankError
 from ringcomm.measure.machine import OthersWatch
 from ringcomm.measure.ranks import Team
 
@@ -109,7 +109,7 @@ def check_sums(team: Team, groups: Mapping[str, Any], buffer: torch.Tensor) -> N
         buffer.copy_(values + team.rank)
         dist.all_reduce(buffer, group=group)
         if wrong := sum(team.share(int((buffer != expected).sum()))):
-            raise RankError(f"{wrong} wrong elements in all_reduce of {buffer.nbytes} B by {name}")
+            raise RankError(f"{wrong} {WRONG} in all_reduce of {buffer.nbytes} B by {name}")
     buffer.zero_()
 
 

@@ -94,6 +94,10 @@ class States:
     def load(self, groups: list[State], states: Mapping[Any, State]) -> None:
         """Takes parameter groups, and states by weight."""
         self._load(groups, states)
+        self.note_unstepped(states)
+
+    def note_unstepped(self, states: Mapping[Any, State]) -> None:
+        """Of states that have been loaded, those with step 0 stand for none."""
         counting = [param for param in states if _counts_from_0(self.inner_of(param))]
         unstepped = [param for param in counting if float(states[param].get("step", 1)) == 0]
         _unstepped[self.optimizer] = {param: self._seen(param) for param in unstepped}

@@ -141,7 +141,8 @@ def parallelize(
     is_split = max(dims.tp, dims.pp, dims.ep) > 1
     words: Any = {"elementwise": elementwise, "whole": whole}
     asks = partial(needs_whole, is_copied=stage > 0, **words) if is_split or stage > 0 else None
-    first = _check_model(described, adapter, options, optimizer, asks)
+    takes_list = stage in (1, 2) or (stage == 3 and dims.pp == 1)
+    first = _check_model(described, adapter, options, optimizer, asks, takes_list=takes_list)
     was_meta = any(param.is_meta for param in described.weights)
     start_equal(described, _groups_of(dims, "tp", "batch", "edp", "pp"))
     loss = adapter.split(**tensor_options)
@@ -159,7 +160,7 @@ def parallelize(
     elif recompute:
         for layer in default_units(model):
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
-    made: Any = optimizer(model.parameters()) if is_split or first is None else first
+    made: Any = optimizer(model.parameters()) if is_split else first
     own = describe(model)  # of what is split by now
     of_others = {*given_model.parameters()} - own.weights.keys()  # of other stages
     for each in optimizers_of(made):
@@ -173,12 +174,6 @@ def parallelize(
             retire(each, "parallelize()")
             if isinstance(each, Offloaded):
                 each.tier.close()
-    is_one = isinstance(made, torch.optim.Optimizer)
-    if not is_one and (stage == 0 or (stage == 3 and pipe is not None)):
-        raise ValueError(
-            "several optimizers together are one of zero.shard(): set zero_stage to 1, 2 or 3, with"
-            " a pipeline to 1 or 2"
-        )
     if stage == 3 and pipe is None:
         made = zero.shard(model, made, 3, mesh=data_mesh, **words, **shard_options)
     elif stage in (1, 2):
@@ -213,9 +208,15 @@ def _check_replicas(module: nn.Module, dims: ParallelDims) -> None:
 
 
 def _check_model(
-    described: Model, adapter: Any, options: Any, optimizer: MakeOptimizer, asks: Any
+    described: Model,
+    adapter: Any,
+    options: Any,
+    optimizer: MakeOptimizer,
+    asks: Any,
+    *,
+    takes_list: bool,
 ) -> Any:
-    """What `optimizer` returns for the unsplit model, if it is asked for; else None.
+    """What `optimizer` returns for the unsplit model.
 
     Raises the same error on all ranks. Collective.
     """
@@ -224,9 +225,14 @@ def _check_model(
         refuse(described, Asked("parallelize", "parallelize", others=adapter.systems))
         adapter.check()
         loss = adapter.check_loss()
-        made = None if asks is None else optimizer(described.module.parameters())
+        made = optimizer(described.module.parameters())
+        if not (takes_list or isinstance(made, torch.optim.Optimizer)):
+            raise ValueError(
+                "several optimizers together are one of zero.shard(): set zero_stage to 1, 2 or 3,"
+                " with a pipeline to 1 or 2"
+            )
         to_split = adapter.to_split()
-        for each in optimizers_of(made) if asks is not None else ():
+        for each in optimizers_of(made):
             _check_optimizer(described, each, asks, to_split=to_split)
         # Ranks have different parts of layers that are split already.
         if not (adapter.is_split or adapter.has_experts):

@@ -114,6 +114,9 @@ def _with_experts(model: nn.Module, units: Iterable[nn.Module] | None) -> list[n
     for unit in given:
         if not isinstance(unit, nn.Module):
             raise TypeError(f"units must be modules, got {type(unit).__name__}")
+    # In one order on all ranks, also of a set.
+    place = {module: number for number, module in enumerate(model.modules())}
+    given.sort(key=lambda unit: place.get(unit, -1))
     return [*apart, *(unit for unit in given if unit not in inside)]
 
 

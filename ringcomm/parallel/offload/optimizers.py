@@ -37,6 +37,7 @@ from ringcomm.parallel.optimizer_classes import (
     takes_empty_groups,
 )
 from ringcomm.parallel.optimizer_kinds import attributes_of, needs_whole
+from ringcomm.parallel.optimizer_states import drop_unstepped
 from ringcomm.torch_names import mark_stepped, move_hooks, run_state_hooks, tree_map_only
 
 
@@ -104,6 +105,7 @@ class Offloaded(torch.optim.Optimizer):
         if "state_dict" in vars(optimizer):  # see retire()
             raise ValueError(f"this {type(optimizer).__name__} was given to another optimizer")
         self.is_whole = needs_whole(optimizer, elementwise, whole)
+        drop_unstepped(optimizer)
         params = params_in(optimizer.param_groups)
         if self.is_whole and any(isinstance(param, DTensor) for param in params):
             raise ValueError(

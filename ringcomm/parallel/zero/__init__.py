@@ -25,6 +25,7 @@ from ringcomm.parallel.optimizer_classes import (
     takes_empty_groups,
 )
 from ringcomm.parallel.optimizer_kinds import needs_whole
+from ringcomm.parallel.optimizer_states import drop_unstepped
 from ringcomm.parallel.zero.inner import Inner
 from ringcomm.parallel.zero.optimizer import ZeroOptimizer
 from ringcomm.parallel.zero.options import Given, ShardOptions
@@ -169,6 +170,8 @@ def shard(
     shared = [[p for p in g["params"] if described.weights[p].experts is None] for g in groups]
     buffers = [value for value, of in described.buffers.items() if of.experts is None]
     state = _joined_state(inners)
+    units = None if units is None else [*units]
+    names = {module: name for name, module in model.named_modules()}
     mine = {
         "stage": stage,
         "options": options,
@@ -177,6 +180,7 @@ def shard(
         "dtypes": [[str(param.dtype) for param in params] for params in shared],
         "buffers": [(tuple(buffer.shape), str(buffer.dtype)) for buffer in buffers],
         "presence of states": bool(state["state"]),
+        "units": None if units is None else sorted(map(str, map(names.get, units))),
     }
     check_agreement(mine, resolved)
     given = Given(described, inners, stage, resolved, mesh, units, options)
@@ -200,6 +204,7 @@ def _joined_state(inners: Sequence[Inner]) -> dict[str, Any]:
     joined: dict[str, Any] = {"state": {}, "param_groups": []}
     begin = 0
     for inner in inners:
+        drop_unstepped(inner.optimizer)  # the next step would
         state = inner.optimizer.state_dict()
         joined["state"] |= {begin + number: value for number, value in state["state"].items()}
         for group in state["param_groups"]:

@@ -54,7 +54,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.loss_scaling = LossScale(scale) if scale is not None else None
         self.grad_norm: float | None = None
         self._model = given.model.module
-        self._is_made = False
+        self._is_made, self._num_no_sync = False, 0
         makers = [inner.optimizer for inner in given.optimizers]
         makers += [maker.given for maker in makers if hasattr(maker, "given")]
         self._given = [weakref.ref(maker) for maker in makers]
@@ -199,11 +199,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Raises:
             RuntimeError: with offload_weights, which offloads gradients in each pass.
         """
+        self._num_no_sync += 1
         self._set_sync(False)
         try:
             yield
         finally:
-            self._set_sync(True)
+            self._num_no_sync -= 1
+            self._set_sync(self._num_no_sync == 0)
 
     def clip_grad_norm_(self, max_norm: float, *, error_if_nonfinite: bool = False) -> Tensor:
         """Multiplies the gradients that wait for step() by min(1, max_norm / norm).

@@ -1,7 +1,7 @@
 """ZeRO stage 3: sharded weights, gradients and state, with torch's fully_shard."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial, wraps
 from typing import Any
 
@@ -54,7 +54,9 @@ class Zero3(ZeroOptimizer):
     def __init__(self, given: Given) -> None:
         """The ranks of the group are those of the mesh. Collective."""
         model, options = given.model.module, given.options
-        policy = MixedPrecisionPolicy(options.param_dtype, options.grad_dtype)
+        # Without one, fully_shard accumulates in float32 too, also if a unit has never run.
+        is_mixed = options.param_dtype is not None or options.reduce_dtype is not None
+        policy = MixedPrecisionPolicy(options.param_dtype, options.grad_dtype if is_mixed else None)
         fully = {"mp_policy": policy, "reshard_after_forward": True}
         shard_units(given.model, given.group, given.mesh, given.units, **fully)
         for own in given.groups:
@@ -154,6 +156,8 @@ class Zero3(ZeroOptimizer):
     def _pass_begins(self, _: tuple[Tensor, ...]) -> None:
         refuse_create_graph("stage 3 of zero.shard()")
         self._awaits_backward = False
+        if not self._passes:  # fully_shard adds to gradients that users have set
+            self._marked.update(filter(self._is_by_user, self.all_params()))
         self._passes.enter()
 
     @property
@@ -214,8 +218,10 @@ class Zero3(ZeroOptimizer):
 
     def _has_gradient(self, param: nn.Parameter) -> bool:
         """Whether a gradient has arrived on this rank, from autograd or the user."""
-        is_by_user = param.grad is not self._reduced.get(param)
-        return param.grad is not None and (is_by_user or param in self._marked)
+        return param.grad is not None and (self._is_by_user(param) or param in self._marked)
+
+    def _is_by_user(self, param: nn.Parameter) -> bool:
+        return param.grad is not None and param.grad is not self._reduced.get(param)
 
     def _shards(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         for param in self.all_params():
@@ -249,7 +255,8 @@ class Zero3(ZeroOptimizer):
         """Makes fully_shard ready for the next forward, after an error in a pass."""
         if hasattr(FSDPModule, "reset_iter_state"):  # from torch 2.13 on
             for root in _fsdp_roots(self._model):
-                root.reset_iter_state()
+                with suppress(AttributeError):  # of a root that has never run
+                    root.reset_iter_state()
             self._is_in_forward = False
             self._passes.forget()
 
@@ -267,6 +274,7 @@ class Zero3(ZeroOptimizer):
         has_whole = has_failed or bool(self._kept)
         for params in _fsdp_params(self._model) if has_whole else ():
             drop_accumulated(params)
+        self._awaits_backward = False
         self._kept.clear()
         self._marked.clear()
         self._reduced.clear()

@@ -98,6 +98,7 @@ class ShardedStates(States):
     def load_full(self, groups: list[State], states: Mapping[Any, State]) -> None:
         """Takes parameter groups, and full states or rows, by weight. Collective."""
         self._load_cut(groups, states, self._cut)
+        self.note_unstepped(states)
 
     # ---- in torch's formats
 

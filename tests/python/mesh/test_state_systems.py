@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from allocations import peak_bytes, record_allocations
-from full_states import load_parts, save_parts
+from full_states import full_weights, load_parts, save_parts
 from oracle import all_equal
 from ranks import in_ranks, run_ranks
 from steps import train_step
@@ -411,3 +411,26 @@ def made_for_two_layers(system: str) -> tuple[Any, Any]:
     if "zero" in system:
         own = zero.shard(model, own, int(system.split()[1].strip(",")))
     return model, own
+
+
+@pytest.mark.parametrize("system", ["offload", "zero 1", "zero 3"])
+@in_ranks(2)
+def test_states_that_stand_for_none_are_not_passed_on(rank: int, system: str) -> None:
+    """Dampening: the first momentum is the gradient, and not a part of it."""
+    found = []
+    for has_looked in (False, True):
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+        own: Any = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, dampening=0.5)
+        if has_looked:
+            get_state_dict(model, own)
+        own = (
+            offload.Offloaded(own)
+            if system == "offload"
+            else zero.shard(model, own, int(system[-1]))
+        )
+        for _ in range(2):
+            train_step(model(torch.ones(4, 6)).square().mean(), own)
+        found.append(full_weights(model))
+    for name, value in found[0].items():
+        assert torch.equal(found[1][name], value), name

@@ -11,6 +11,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -209,9 +211,8 @@ def test_a_table_a_sentence_and_a_page(
     assert not re.search(r"https?:|src=|href=|@import", page)  # it needs no other file
 
 
-def test_a_wrong_sum_is_no_result(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_sum_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of `ringcomm bench`, `tune` and `doctor` alike."""
     all_reduce = bench.dist.all_reduce
 
     def spoil(tensor: Any, **options: Any) -> None:
@@ -219,8 +220,18 @@ def test_a_wrong_sum_is_no_result(
         tensor[7] += 1
 
     monkeypatch.setattr(bench.dist, "all_reduce", spoil)
-    assert cli.run(QUICK) == EXIT_WRONG_RESULTS
-    assert "2 wrong elements in all_reduce of 1024 B by ringcomm" in capfd.readouterr().out
+    with pytest.raises(RankError, match="2 wrong elements in all_reduce of 1024 B by") as found:
+        cli.run(QUICK)
+    program = (
+        "import sys; from _ringcomm.status import RankError, run_main\n"
+        "def fail(_): raise RankError(sys.argv[1])\n"
+        "sys.exit(run_main('ringcomm', fail))"
+    )
+    command = [sys.executable, "-c", program, str(found.value)]
+    ended = subprocess.run(
+        command, cwd=RESULTS.parents[1], capture_output=True, timeout=60, check=False
+    )
+    assert ended.returncode == EXIT_WRONG_RESULTS
 
 
 def row(num_bytes: int, low: float, high: float, others: float = 0.0, n: int = 2) -> bench.Row:

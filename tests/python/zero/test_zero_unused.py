@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from full_states import full_state
+from full_states import full_state, full_weights
 from ranks import in_ranks
 from steps import apply_steps
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from zero_models import Towers, assert_alike, assert_close, weights
 
 import ringcomm
@@ -193,3 +194,91 @@ def test_gradients_by_hand(rank: int, stage: int) -> None:
         net.towers[0].bias.grad = None
         apply_steps(optimizer)
     assert_close(weights(model), weights(other), 1e-5)
+
+
+# ---- stage 3: what fully_shard would do otherwise
+
+
+class Branches(nn.Module):
+    """Two layers of one shape, of which a pass may leave one out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor, used: int = 2) -> Tensor:
+        for layer in list(self.layers)[:used]:
+            x = layer(x)
+        return x.square().mean()
+
+
+def sharded_branches(**options: Any) -> tuple[Any, Any]:
+    model: Any = Branches()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=0.1)
+    return model, zero.shard(model, optimizer, 3, **options)
+
+
+@in_ranks(2)
+def test_units_in_another_order_on_each_rank(rank: int) -> None:
+    """A set of modules has the order of their addresses."""
+    model: Any = Branches()
+    before = [layer.weight.detach().clone() for layer in model.layers]
+    given = [*model.layers] if rank == 0 else [*model.layers][::-1]
+    zero.shard(model, torch.optim.SGD(model.parameters()), 3, units=given)
+    for number, value in enumerate(before):
+        assert torch.equal(full_weights(model)[f"layers.{number}.weight"], value)
+
+
+@in_ranks(2)
+def test_a_unit_that_has_never_run_in_no_sync(rank: int) -> None:
+    model, optimizer = sharded_branches()
+    x = torch.ones(2, 4)
+    with optimizer.no_sync(), optimizer.no_sync():  # the inner one ends first
+        model(x, 1).backward()
+    model(x, 1).backward()
+    optimizer.step()
+    plain = Branches()
+    reference = torch.optim.SGD(plain.parameters(), 0.1, momentum=0.9, weight_decay=0.1)
+    for _ in range(2):
+        plain(x, 1).backward()
+    reference.step()
+    assert_close(full_weights(model), dict(plain.named_parameters()))
+
+
+@in_ranks(2)
+def test_a_gradient_that_was_set_before_the_pass(rank: int) -> None:
+    model, optimizer = sharded_branches()
+    last, plain = model.layers[1].weight, Branches()
+    model(torch.ones(2, 4)).backward()  # units have run
+    optimizer.zero_grad()
+    last.grad = torch.ones_like(last)
+    plain.layers[1].weight.grad = torch.ones(4, 4)
+    loss, expected = (each(torch.ones(2, 4), 1) for each in (model, plain))
+    loss.backward()
+    expected.backward()
+    optimizer.step()
+    torch.optim.SGD(plain.parameters(), 0.1, momentum=0.9, weight_decay=0.1).step()
+    assert_close(full_weights(model), dict(plain.named_parameters()))
+
+
+@pytest.mark.skipif(not hasattr(FSDPModule, "reset_iter_state"), reason="from torch 2.13 on")
+@in_ranks(2)
+def test_a_pass_fails_before_another_root_has_run(rank: int) -> None:
+    model: Any = nn.ModuleDict({"first": nn.Linear(4, 4), "last": nn.Linear(4, 4)})
+    optimizer = zero.shard(model, torch.optim.SGD(model.parameters(), 0.1), 3)
+
+    def fail(_: Tensor) -> None:
+        raise ValueError("in the pass")
+
+    for is_failing in (True, False):
+        loss = model["first"](torch.ones(2, 4)).square()
+        if is_failing:
+            loss.register_hook(fail)
+            with pytest.raises(ValueError, match="in the pass"):
+                loss.mean().backward()
+            optimizer.zero_grad()
+    loss.mean().backward()
+    before = full_weights(model)["first.weight"].clone()
+    optimizer.step()
+    assert not torch.equal(full_weights(model)["first.weight"], before)
