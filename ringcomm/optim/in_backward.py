@@ -144,7 +144,11 @@ class InBackwardOptimizer(torch.optim.Optimizer):
         """As torch.optim.Optimizer's."""
         super().add_param_group(param_group)
         if self._path.slots:  # not in torch's constructor
-            self._manage()
+            try:
+                self._manage()
+            except BaseException:
+                self.param_groups.pop()
+                raise
 
     def __getstate__(self) -> Any:
         """Raises TypeError: hooks connect the optimizer with its model."""
@@ -205,6 +209,8 @@ class InBackwardOptimizer(torch.optim.Optimizer):
                 )
             for slot in self._path.slots:
                 slot.group_idx = index_of[slot.param]
+            for slot in {slot.group_idx: slot for slot in self._path.slots}.values():
+                self._lr_of(slot)  # raises before a weight is written
             self._weights.check_unchanged(self._path.slots)
             # A group may have been made after the optimizer.
             self._weights.check_ranks(self._path.slots, self.options.group)
@@ -222,13 +228,14 @@ class InBackwardOptimizer(torch.optim.Optimizer):
     def _state_of(self, slot: Slot) -> dict[str, Any]:
         """A weight's state; that of its first step if there is none, as after state.clear()."""
         state: dict[str, Any] = self.state[slot.param]
-        if state:
-            return state
+        is_split = self.options.master is not None and slot.param.dtype == torch.bfloat16
         with torch.inference_mode(False):
-            if self.options.master is not None and slot.param.dtype == torch.bfloat16:
+            is_new = not state
+            if is_split and "low" not in state:  # also in one that was saved without masters
                 # The lower halves of a split weight: 0, because it is bfloat16 so far.
                 state["low"] = torch.zeros_like(slot.local, dtype=torch.int16)
-            state.update(self._new_state(slot))
+            if is_new:
+                state.update(self._new_state(slot))
         return state
 
     def _group_of(self, slot: Slot) -> dict[str, Any]:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ringcomm import ops
 from ringcomm.ops.fused_update import Rule, rule_of
 from ringcomm.parallel.flat_collectives import local_of, take_written
 from ringcomm.parallel.offload.state_rows import (
@@ -24,6 +23,8 @@ from ringcomm.parallel.offload.state_rows import (
     large_tensors,
     map_tensors,
     numbered_groups,
+    text_of,
+    update_by_kernel,
 )
 from ringcomm.parallel.offload.tiers import RowHandle, Tier, make_tier
 from ringcomm.parallel.optimizer_classes import (
@@ -38,7 +39,7 @@ from ringcomm.parallel.optimizer_classes import (
 )
 from ringcomm.parallel.optimizer_kinds import attributes_of, needs_whole
 from ringcomm.parallel.optimizer_states import drop_unstepped
-from ringcomm.torch_names import mark_stepped, move_hooks, run_state_hooks, tree_map_only
+from ringcomm.torch_names import mark_stepped, move_hooks, run_state_hooks
 
 
 def _dtype_of(param: Tensor) -> torch.dtype:
@@ -165,7 +166,12 @@ class Offloaded(torch.optim.Optimizer):
         """As in torch."""
         super().add_param_group(param_group)
         if hasattr(self, "tier"):
-            self._note_groups()
+            try:
+                self._note_groups()
+            except BaseException:
+                self.param_groups.pop()
+                self._note_groups()
+                raise
 
     # ---- the step
 
@@ -231,7 +237,7 @@ class Offloaded(torch.optim.Optimizer):
             self._ahead = {}
         for number, options in after.items():
             for key in options.keys() - {*BY_WEIGHT}:
-                if _text_of(options[key]) != _text_of(before[number].get(key)):
+                if text_of(options[key]) != text_of(before[number].get(key)):
                     self.param_groups[number][key] = options[key]
 
     def start(self, param: Tensor, begin: int = 0) -> None:
@@ -270,7 +276,7 @@ class Offloaded(torch.optim.Optimizer):
         if is_known and method == "step" and _dtype_of(weight) == torch.float32:
             rule = rule_of(self.inner, {**options, "lr": float(options["lr"])})
         if rule is not None and grad is not None:
-            _update_by_kernel(rule, weight, grad, grad_scale, state)
+            update_by_kernel(rule, weight, grad, grad_scale, state)
         else:
             state.pop("master", None)
             state = map_tensors(lambda x: x.to(weight.device) if x.dim() else x, state)
@@ -364,42 +370,31 @@ class Offloaded(torch.optim.Optimizer):
         }
         return run_state_hooks(self, "state_dict_post", found)
 
+    @torch.inference_mode(False)  # updates must be able to write states
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state_dict() of torch's optimizer, or of this one."""
-        groups = self.param_groups
-        super().load_state_dict({**state_dict, "state": {}})
-        for group, loaded in zip(groups, self.param_groups, strict=True):
-            group.update(loaded)
-        self.param_groups = groups  # which schedulers may share
+        """Loads a state_dict() of torch's optimizer, or of this one.
+
+        Raises ValueError, and nothing has been written: it is of other parameters.
+        """
+        state_dict = run_state_hooks(self, "load_state_dict_pre", {**state_dict})
+        twin = over_groups(self.inner, [{**group} for group in self.param_groups])
+        torch.optim.Optimizer.load_state_dict(twin, {**state_dict, "state": {}})
         # torch.distributed.checkpoint has names for numbers.
         keys = params_in(state_dict["param_groups"])
         for param, key in zip(self._places, keys, strict=True):
+            for name, value in {} if self.is_whole else state_dict["state"].get(key, {}).items():
+                size = self._operands.shape(param).numel()
+                if isinstance(value, Tensor) and value.dim() and local_of(value).numel() != size:
+                    raise ValueError(
+                        f"{name} of parameter {key} has {local_of(value).numel()} elements, but the"
+                        f" parameter has {size}"
+                    )
+        for group, loaded in zip(self.param_groups, twin.param_groups, strict=True):
+            group.update(loaded)  # schedulers may share the dict
+        for param, key in zip(self._places, keys, strict=True):
             self.set_state_of(param, state_dict["state"].get(key, {}))
+        run_state_hooks(self, "load_state_dict_post")
 
     def close(self) -> None:
         """Releases memory and files; the optimizer must not be used afterwards."""
         self.tier.close()
-
-
-def _text_of(option: Any) -> str:
-    """To compare values, also of tensors in lists."""
-    return repr(tree_map_only(Tensor, Tensor.tolist, option))
-
-
-def _update_by_kernel(
-    rule: Rule, weight: Tensor, grad: Tensor, grad_scale: float, state: dict[str, Any]
-) -> None:
-    on_host = weight.to("cpu")
-    # Of SGD it only matters whether there was a step.
-    step = int(state.get("step", "momentum_buffer" in state)) + 1
-    for name in rule.state_names:
-        if name not in state:
-            state[name] = torch.zeros_like(on_host, dtype=torch.float32)
-    tensors = {key: value for key, value in state.items() if key != "step"}
-    ops.optimizer_update_(
-        on_host, grad.to("cpu"), tensors, optimizer=rule, step=step, grad_scale=grad_scale
-    )
-    if on_host is not weight:
-        weight.copy_(on_host)
-    if isinstance(rule, ops.AdamWStep):
-        state["step"] = torch.tensor(float(step), dtype=torch.float32, device="cpu")

@@ -8,9 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ringcomm import ops
+from ringcomm.ops.fused_update import Rule
 from ringcomm.parallel.flat_collectives import local_of
 from ringcomm.parallel.offload.tiers import RowHandle, Tier
-from ringcomm.parallel.optimizer_states import State, States
+from ringcomm.parallel.optimizer_states import MASTER, State, States
+from ringcomm.torch_names import tree_map_only
 
 
 class Operands:
@@ -67,10 +70,9 @@ class OffloadedStates(States):
 
     def parts(self, param: Any) -> State:
         """Also before a weight's first step."""
-        if param in self.optimizer.steps:
-            found: State = self.optimizer.state_of(param)
-        else:
-            found = self.optimizer.new_state_of(param, local_of(param.detach()))
+        found: State = self.optimizer.state_of(param)
+        if not found.keys() - {MASTER}:
+            found = {**self.optimizer.new_state_of(param, local_of(param.detach())), **found}
         return found
 
     def kept(self, param: Any) -> Any:
@@ -219,3 +221,28 @@ def _without_values(value: Tensor) -> Tensor:
 @cache
 def _meta(shape: torch.Size, dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def text_of(option: Any) -> str:
+    """To compare values, also of tensors in lists."""
+    return repr(tree_map_only(Tensor, Tensor.tolist, option))
+
+
+def update_by_kernel(
+    rule: Rule, weight: Tensor, grad: Tensor, grad_scale: float, state: dict[str, Any]
+) -> None:
+    """A step of torch's AdamW or SGD, by the kernel with the same update."""
+    on_host = weight.to("cpu")
+    # Of SGD it only matters whether there was a step.
+    step = int(state.get("step", "momentum_buffer" in state)) + 1
+    for name in rule.state_names:
+        if name not in state:
+            state[name] = torch.zeros_like(on_host, dtype=torch.float32)
+    tensors = {key: value for key, value in state.items() if key != "step"}
+    ops.optimizer_update_(
+        on_host, grad.to("cpu"), tensors, optimizer=rule, step=step, grad_scale=grad_scale
+    )
+    if on_host is not weight:
+        weight.copy_(on_host)
+    if isinstance(rule, ops.AdamWStep):
+        state["step"] = torch.tensor(float(step), dtype=torch.float32, device="cpu")

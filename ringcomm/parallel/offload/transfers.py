@@ -159,7 +159,11 @@ _Queue = SimpleQueue["_Block | None"]
 def _work_on(queue: _Queue) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     while (block := queue.get()) is not None:
-        transfer, code, offset = block.transfer, block.run(), block.offset
+        transfer, offset = block.transfer, block.offset
+        try:
+            code = block.run()
+        except BaseException:  # out of memory; who waits must hear of it
+            code = errno.ENOMEM
         del block  # not kept while the thread waits for the next one
         transfer.finish_block(code, offset)
         del transfer

@@ -180,7 +180,7 @@ def shard(
         "dtypes": [[str(param.dtype) for param in params] for params in shared],
         "buffers": [(tuple(buffer.shape), str(buffer.dtype)) for buffer in buffers],
         "presence of states": bool(state["state"]),
-        "units": None if units is None else sorted(map(str, map(names.get, units))),
+        "units": sorted(names.get(unit, "") for unit in units or () if isinstance(unit, nn.Module)),
     }
     check_agreement(mine, resolved)
     given = Given(described, inners, stage, resolved, mesh, units, options)

@@ -21,6 +21,7 @@ from full_states import (
     save_parts,
 )
 from ranks import in_ranks, run_ranks
+from steps import train_step
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
@@ -44,7 +45,7 @@ from zero_models import (
     weights,
 )
 
-from ringcomm.parallel import offload, zero
+from ringcomm.parallel import get_state_dict, offload, zero
 
 WIDTH = 129  # matrices of the blocks are above 64 KiB, others below
 SYSTEMS = ["1", "2", "3", "infinity"]
@@ -678,3 +679,38 @@ def test_what_infinity_refuses(rank: int, tmp_path: Path) -> None:
         own.step()
     optimizer.close()
     dist.barrier()
+
+
+def test_what_is_loaded_is_checked_and_passes_the_hooks(tmp_path: Path) -> None:
+    models = [nn.Sequential(nn.Linear(4, 3), nn.Linear(3, width)) for width in (2, 5)]
+    plain = torch.optim.SGD(models[1].parameters(), 0.1, momentum=0.9)
+    train_step(models[1](torch.ones(2, 4)).square().mean(), plain)
+    own = offload.Offloaded(torch.optim.SGD(models[0].parameters(), 0.1, momentum=0.9))
+    with pytest.raises(ValueError, match="momentum_buffer of parameter 2 has 15 elements, but the"):
+        own.load_state_dict(plain.state_dict())
+    assert not own.state
+    own = offload.Offloaded(torch.optim.SGD(models[1].parameters(), 0.1, momentum=0.9))
+    seen: list[int] = []
+
+    def doubled(_: Any, state: dict[str, Any]) -> dict[str, Any]:
+        for value in state["state"].values():
+            value["momentum_buffer"] = 2 * value["momentum_buffer"]
+        return state
+
+    own.register_load_state_dict_pre_hook(doubled)
+    own.register_load_state_dict_post_hook(lambda it: seen.append(len(it.state)))
+    with torch.inference_mode():
+        own.load_state_dict(copy.deepcopy(plain.state_dict()))
+    for mine, theirs in zip(own.state.values(), plain.state.values(), strict=True):
+        assert torch.equal(mine["momentum_buffer"], 2 * theirs["momentum_buffer"])
+    assert seen == [4]
+    train_step(models[1](torch.ones(2, 4)).square().mean(), own)
+
+
+def test_states_of_another_mode_than_training_have_values() -> None:
+    """Before a step, train() of a schedule-free class counts as none."""
+    model = nn.Linear(4, 3)
+    own = offload.Offloaded(Averaged(model.parameters()))
+    own.train()
+    found = get_state_dict(model, own)[1]["state"]
+    assert {name: [*state] for name, state in found.items()} == {"weight": ["z"], "bias": ["z"]}

@@ -132,6 +132,18 @@ def test_segments_of_a_reentrant_checkpoint_add_up_in_float32() -> None:
     assert float32_of(opt, -layer.weight.detach(), layer.weight) == [FIRST + NUM_PARTS - 1]
 
 
+def test_a_state_without_masters_gets_them() -> None:
+    layers = [nn.Linear(4, 4, bias=False).bfloat16() for _ in range(2)]
+    without, own = (
+        AdaLomo(layer, 0.1, group="none", **options)
+        for layer, options in zip(layers, ({}, {"master": "split"}), strict=True)
+    )
+    own.load_state_dict(without.state_dict())
+    layers[1](torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()
+    own.step()
+    assert all("low" in state for state in own.state.values())
+
+
 def test_a_dtype_that_is_not_the_weights() -> None:
     model = Pair()
     with pytest.raises(ValueError, match=r"reduce_dtype must be torch\.float32 or torch\.bfloat16"):

@@ -260,6 +260,32 @@ def test_a_learning_rate_that_is_negative() -> None:
     with pytest.raises(ValueError, match=r"the lr of head\.weight must be 0 or more"):
         model(batches(1)[0]).backward()
     assert not changed(model, before)
+    opt.close()
+    # The first group's weights are updated last.
+    groups = [{"params": [*model.embed.parameters()]}, {"params": [*model.head.parameters()]}]
+    for part in (model.up, model.down, model.norm):
+        part.requires_grad_(False)
+    opt = Lomo(groups, LR, model=model)
+    opt.param_groups[0]["lr"] = float("nan")
+    with pytest.raises(ValueError, match=r"the lr of embed\.weight must be 0 or more"):
+        model(batches(1)[0]).backward()
+    assert not changed(model, before)
+
+
+def test_a_group_that_cannot_be_added_is_not_there() -> None:
+    model = make("plain")
+    opt = Lomo([{"params": [*model.head.parameters()]}], LR, model=model)
+    frozen = model.up.weight.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"up\.weight"):
+        opt.add_param_group({"params": [frozen]})
+    for other in model.parameters():
+        other.requires_grad_(
+            other is not frozen and any(other is p for p in model.head.parameters())
+        )
+    before = weights(model)
+    model(batches(1)[0]).backward()
+    opt.step()
+    assert changed(model, before)
 
 
 # ---- coming and going
