@@ -40,8 +40,11 @@ class Adapter:
         self.systems |= {"tensor_parallelize"} if dims.tp > 1 and not self.is_split else set()
         self.systems |= {"expert_parallelize"} if dims.ep > 1 and self._stacked else set()
 
-    def check(self) -> None:
-        """Raises TypeError or ValueError for a mesh that cannot split the model, or a loss."""
+    def check(self, **options: Any) -> None:
+        """Raises TypeError or ValueError for a mesh that cannot split the model, or a loss.
+
+        Options are those of split().
+        """
         name, dims, has_loss = type(self._given).__name__, self.dims, self._part_loss is None
         base = getattr(self._model, "base_model", None)
         config = getattr(base, "config", None)
@@ -60,6 +63,12 @@ class Adapter:
             raise TypeError(
                 f"tp is {dims.tp}, but {name} has neither a tensor-parallel plan nor layers such as"
                 " ringcomm.nn.ColumnParallelLinear"
+            )
+        if "tensor_parallelize" not in self.systems and any(options.values()) and dims.tp > 1:
+            words = " and ".join(name for name, value in options.items() if value)
+            raise ValueError(
+                f"{words}: for layers that parallelize() splits, but those of {name} are split"
+                " already, and have options of their own"
             )
         if dims.ep > 1 and not (self._stacked or self.has_experts):
             raise TypeError(

@@ -117,6 +117,7 @@ def parallelize(
     # These two import torch.distributed.pipelining, and ringcomm.parallel itself.
     from ringcomm.parallel.adapter import Adapter
     from ringcomm.parallel.pipeline import Pipeline
+    from ringcomm.parallel.pipeline.schedules import SCHEDULES
 
     mesh_given: Any = dims
     if not isinstance(mesh_given, ParallelDims):
@@ -132,12 +133,15 @@ def parallelize(
         name = type(given).__name__
         why = f"optimizer must be a function that makes one: lambda params: {name}(params)"
         raise TypeError(why)
+    if schedule not in SCHEDULES:
+        raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}; got {schedule!r}")
     _check_options(dims, stage, num, shard_options, **tensor_options)
     given_model = nn.ModuleList(model.values()) if isinstance(model, Mapping) else model
     described = describe(given_model)
     is_whole = dims["batch"].size() * num == 1
     adapter = Adapter(model, described, dims, loss_fn, count_items=count_items, is_whole=is_whole)
-    options = stage, sequence_parallel, schedule, num, recompute, gather_logits
+    options = {"zero_stage": stage, "schedule": schedule, "num_microbatches": num}
+    options |= {"recompute": recompute, **tensor_options}
     is_split = max(dims.tp, dims.pp, dims.ep) > 1
     words: Any = {"elementwise": elementwise, "whole": whole}
     asks = partial(needs_whole, is_copied=stage > 0, **words) if is_split or stage > 0 else None
@@ -210,7 +214,7 @@ def _check_replicas(module: nn.Module, dims: ParallelDims) -> None:
 def _check_model(
     described: Model,
     adapter: Any,
-    options: Any,
+    options: Mapping[str, Any],
     optimizer: MakeOptimizer,
     asks: Any,
     *,
@@ -223,7 +227,9 @@ def _check_model(
     problem, shapes, made, loss = None, [], None, ""
     try:
         refuse(described, Asked("parallelize", "parallelize", others=adapter.systems))
-        adapter.check()
+        adapter.check(
+            sequence_parallel=options["sequence_parallel"], gather_logits=options["gather_logits"]
+        )
         loss = adapter.check_loss()
         made = optimizer(described.module.parameters())
         if not (takes_list or isinstance(made, torch.optim.Optimizer)):

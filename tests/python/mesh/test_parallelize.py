@@ -229,6 +229,14 @@ def test_what_does_not_go_together_is_an_error_on_all_ranks(rank: int) -> None:
     refused("zero_stage 3 shards over fsdp, which is 1", {}, llama, zero_stage=3)
     refused("zero_stage must be 0, 1, 2 or 3, got 4", {}, llama, zero_stage=4)
     refused("num_microbatches must be a positive number, got 0", {}, llama, num_microbatches=0)
+    refused("schedule must be one of gpipe", {}, llama, schedule="1f1B")
+    split = own_model(ParallelDims(tp=2).group("tp"))
+    for word in ("sequence_parallel", "gather_logits"):
+        refused(f"{word}: for layers that parallelize() splits", {"tp": 2}, split, **{word: True},
+            **mse)  # fmt: skip
+    with pytest.raises(ValueError, match="several optimizers together are one of zero"):
+        parallelize(llama, ParallelDims(tp=2), lambda params: [optimizer_of(params)])
+    assert llama.model.layers[0].mlp.up_proj.out_features == make("Llama").config.intermediate_size
     refused("over the ranks of tp, which is 1", {}, llama, sequence_parallel=True)
     refused("sums gradients of norms", {**fsdp, "tp": 2}, llama, sequence_parallel=True)
     refused(
