@@ -230,13 +230,14 @@ def _problems(report: dict[str, Any], world_size: int) -> Iterator[tuple[str, st
     if as_gloo not in ("0", "1"):
         yield "environment", f"RINGCOMM_AS_GLOO is {as_gloo!r}", "set it to 1 or 0"
     text = "RINGCOMM_AS_GLOO has no effect, and groups use Gloo: "
-    if as_gloo == "1" and os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
-        text += "TORCH_DEVICE_BACKEND_AUTOLOAD is 0"
+    autoload = os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1")
+    if as_gloo == "1" and autoload != "1":
+        text += f"TORCH_DEVICE_BACKEND_AUTOLOAD is {autoload}"
         yield "environment", text, "unset the latter, or write `import ringcomm` in the program"
     elif as_gloo == "1" and "ringcomm" not in entry_points(group="torch.backends").names:
         text += "ringcomm is not installed here, so `import torch` does not load it"
         yield "environment", text, "run pip install . in a checkout, or write `import ringcomm`"
-    if (path := variables.get("RINGCOMM_TUNING")) is None:
+    if not (path := variables.get("RINGCOMM_TUNING")):
         return
     fix = f"ringcomm tune --world-sizes {world_size} --json {path}"
     try:

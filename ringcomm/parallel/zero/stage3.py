@@ -93,6 +93,7 @@ class Zero3(ZeroOptimizer):
         refuse_parts(model)
         for module in _fsdp_modules(model):
             module.forward = _through_hooks(module)
+        model.zero_grad = _after(weakly(self.zero_grad), model.zero_grad)  # type: ignore[method-assign]
         if hasattr(model, "generate"):
             # It calls the encoder of an encoder-decoder model, which uses weights of the root.
             register_fsdp_forward_method(model, "generate")
@@ -307,6 +308,16 @@ def _through_hooks(module: nn.Module) -> Callable[..., Any]:
         return module(*args, **kwargs)
 
     return forward
+
+
+def _after(first: Callable[[], Any], zero_grad: Callable[[bool], None]) -> Callable[..., None]:
+    """A model's zero_grad() that drops gradients of gathered weights, too."""
+
+    def both(set_to_none: bool = True) -> None:
+        first()
+        zero_grad(set_to_none)
+
+    return both
 
 
 def _check_gathered(meshes: set[Any], module: nn.Module, _: Any) -> None:

@@ -262,6 +262,20 @@ def test_a_gradient_that_was_set_before_the_pass(rank: int) -> None:
     assert_close(full_weights(model), dict(plain.named_parameters()))
 
 
+@in_ranks(2)
+def test_gradients_of_no_sync_that_the_model_drops(rank: int) -> None:
+    model, optimizer = sharded_branches()
+    x, plain = torch.ones(2, 4), Branches()
+    with optimizer.no_sync():
+        model(2 * x).backward()
+    model.zero_grad()
+    model(x).backward()
+    optimizer.step()
+    plain(x).backward()
+    torch.optim.SGD(plain.parameters(), 0.1, momentum=0.9, weight_decay=0.1).step()
+    assert_close(full_weights(model), dict(plain.named_parameters()))
+
+
 @pytest.mark.skipif(not hasattr(FSDPModule, "reset_iter_state"), reason="from torch 2.13 on")
 @in_ranks(2)
 def test_a_pass_fails_before_another_root_has_run(rank: int) -> None:
