@@ -530,6 +530,14 @@ def drop_accumulated(params: Iterable[Any]) -> None:
                 param.unsharded_accumulated_grad = None
 
 
+def accumulating(model: nn.Module) -> set[Any]:
+    """Weights, sharded and full, of which units have a gradient in another dtype so far."""
+    units = [module for module in model.modules() if hasattr(module, "_get_fsdp_state")]
+    params = [param for unit in units for group in fsdp_params(unit) for param in group]
+    kept = [p for p in params if getattr(p, "unsharded_accumulated_grad", None) is not None]
+    return {each for p in kept for each in (p.sharded_param, p._unsharded_param)}
+
+
 def reduce_unused(unit: Any) -> None:
     """Makes a unit of fully_shard reduce zeros for weights without a gradient on this rank.
 

@@ -86,7 +86,8 @@ class SavedTensors(ABC):
             whole = tensor if tensor.is_leaf else tensor.detach()
             return whole, whole, version_of(whole)
         place = storage_id(tensor), tensor.storage_offset()
-        key = *place, tensor.shape, tensor.stride(), tensor.dtype, version_of(tensor)
+        kind = tensor.dtype, version_of(tensor), tensor.is_conj(), tensor.is_neg()
+        key = *place, tensor.shape, tensor.stride(), *kind
         kept = self._known.get(key)
         if kept is None:
             kept = Kept(tensor.detach())

@@ -241,6 +241,8 @@ class auto(partition):  # noqa: N801
         if self.choice is not None or error[0] is not None or self._entered:
             return
         plan = self.whole_bytes = self._highest(self.whole_bytes)
+        if plan == 0:  # a pass without gradients tells nothing
+            return
         shard_bytes = -(-plan // self._group.size())
         if plan <= self.limit_bytes:
             self.choice = "whole"

@@ -262,8 +262,10 @@ def average_gradients(
         others = [param for param in params if param not in of_experts]
         replicated = [param for param in others if not isinstance(param, DTensor)]
         _average(replicated, resolved)
+    done: set[nn.Parameter] = set()
     for experts in layers.values():
-        own = list(experts.parameters())
+        own = [param for param in experts.parameters() if param not in done]
+        done.update(own)  # layers may share experts
         if experts.replica_group is not None:
             _average(own, experts.replica_group)
         for param in own:

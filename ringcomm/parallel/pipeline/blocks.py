@@ -279,6 +279,7 @@ def tied_gradients_summed(part: StagePart) -> Iterator[None]:
         raise
     for param, ranks in part.tied.items():
         if not param.requires_grad:
+            param.grad = before[param]
             continue
         has_grad = torch.tensor([param.grad is not None], dtype=torch.uint8, device=param.device)
         if any(_exchange(has_grad, ranks, part.group)):

@@ -8,12 +8,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
 from ringcomm.parallel.pipeline.blocks import StageModule
 from ringcomm.parallel.pipeline.schedules import Kind, Plan
 from ringcomm.parallel.pipeline.torch_stage import HAS_HALVES, TorchStage, meta_like
-from ringcomm.torch_names import FakeTensorMode, gather_outside_inference_mode, version_of
+from ringcomm.torch_names import (
+    FakeTensorMode,
+    accumulating,
+    gather_outside_inference_mode,
+    version_of,
+)
 from ringcomm.trace.program import as_backward
 
 Metas = tuple[Tensor, ...]  # of one micro-batch, on the meta device
@@ -212,7 +218,8 @@ class Stage(TorchStage):
             return
         by_mesh: dict[Any, dict[int, Any]] = {}  # experts have another
         for idx, param in enumerate(self.submod.parameters()):
-            by_mesh.setdefault(param.device_mesh, {})[idx] = param  # type: ignore[attr-defined]
+            if isinstance(param, DTensor):  # not of ignored_params
+                by_mesh.setdefault(param.device_mesh, {})[idx] = param
         for mesh, params in by_mesh.items():
             facts = [idx in self._used for idx in params]
             used = torch.tensor(facts, dtype=torch.uint8, device=self.device)
@@ -225,8 +232,8 @@ class Stage(TorchStage):
     def _note_used(self) -> None:
         """Notes the weights with a gradient, of which fully_shard may have the whole now."""
         if isinstance(self.submod, FSDPModule):
-            params = enumerate(self.submod.parameters())
-            self._used |= {idx for idx, param in params if param.grad is not None}
+            params, kept = enumerate(self.submod.parameters()), accumulating(self.submod)
+            self._used |= {i for i, p in params if p.grad is not None or p in kept}
 
     def extend_forward(self, call: Callable[..., Any], *args: Any) -> Any:
         """Extends the last forward pass by the loss."""

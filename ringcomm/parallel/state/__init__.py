@@ -212,6 +212,8 @@ def set_state_dict(
         found.load(given, groups)
     if server is not None:
         drop_unstepped(optimizer)
+        if found is None:  # weights alone, of which the masters are older
+            optimizer.state.clear()
         server.push_states()
 
 

@@ -261,7 +261,7 @@ class RowParallelLinear(_ParallelLinear):
         """(..., this rank's input features) to (..., out_features), or this rank's tokens of it."""
         part = F.linear(x, self.weight)
         out = reduce_from_tp(part, self.group, sequence_dim=self.sequence_dim, inplace=True)
-        return out if self.bias is None else out + self.bias
+        return out if self.bias is None else out + self.bias.to(out.dtype)
 
 
 # ---- embeddings

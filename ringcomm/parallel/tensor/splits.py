@@ -20,7 +20,7 @@ from ringcomm.parallel.model.saving import refuse_copy, refuse_saving
 from ringcomm.parallel.tensor.regions import give_memory
 from ringcomm.parallel.torch_checks import register_part
 
-_meshes: WeakKeyDictionary[dist.ProcessGroup, DeviceMesh] = WeakKeyDictionary()
+_meshes: WeakKeyDictionary[dist.ProcessGroup, dict[str, DeviceMesh]] = WeakKeyDictionary()
 
 # 16 MiB of fp32. torch's CPU generator fills vectors of 16 numbers, and a shorter end differently:
 # blocks have at least 16 rows.
@@ -92,10 +92,11 @@ def ranges_of(num: int, num_parts: int, multiple: int = 1) -> tuple[tuple[int, i
 
 
 def mesh_of(group: dist.ProcessGroup, device: torch.device) -> DeviceMesh:
-    """The one-dimensional mesh of a group; made once, without communication."""
-    if group not in _meshes:
-        _meshes[group] = DeviceMesh.from_group(group, device.type)
-    return _meshes[group]
+    """The one-dimensional mesh of a group on a device; made once, without communication."""
+    found = _meshes.setdefault(group, {})
+    if device.type not in found:
+        found[device.type] = DeviceMesh.from_group(group, device.type)
+    return found[device.type]
 
 
 class PartModule(nn.Module):

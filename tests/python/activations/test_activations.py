@@ -218,3 +218,11 @@ def test_auto(limits: list[int], choice: str) -> None:
         assert message.startswith(f"checkpoints of {PLAN} bytes do not fit in {limit}: ")
         assert f"keeps 1/{world_size} of them on each rank, {shard} bytes" in message
         assert message.endswith(", in host memory") == (choice == "partition+cpu")
+
+
+@in_ranks(2)
+def test_auto_learns_nothing_of_a_pass_without_gradients(rank: int) -> None:
+    saved = activations.auto(limit_bytes=1, min_elems=0)
+    with saved, torch.no_grad():
+        checkpoint(nn.Linear(8, 8), torch.ones(4, 8), use_reentrant=False)
+    assert saved.choice is None

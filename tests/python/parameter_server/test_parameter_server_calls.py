@@ -64,6 +64,21 @@ def test_a_state_resumes(tmp_path: Path) -> None:
 
 
 @in_ranks(2)
+def test_weights_alone_are_loaded(rank: int) -> None:
+    model = nn.Linear(3, 5)
+    values = {name: torch.full_like(param, 2.0) for name, param in model.named_parameters()}
+    with ParameterServer(model, make_of("sgd")) as server:
+        set_state_dict(model, server, values)
+        before = {name: param.clone() for name, param in model.named_parameters()}
+        for _ in range(2):
+            server.pull()
+            (0 * model(torch.ones(1, 3)).sum()).backward()
+            server.push()
+        server.pull()
+    assert all(torch.allclose(p, before[n], atol=0.2) for n, p in model.named_parameters())
+
+
+@in_ranks(2)
 def test_masters_are_kept(rank: int) -> None:
     """Weights travel in 16 bits; the state has those that the servers add to."""
     model = nn.Linear(3, 5)

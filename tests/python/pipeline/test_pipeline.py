@@ -27,7 +27,8 @@ from pipeline_models import (
 from ranks import in_ranks, run_ranks
 from steps import apply_steps
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ringcomm.optim import AdaLomo, Lomo
@@ -187,6 +188,28 @@ def test_several_tied_weights_in_another_order(rank: int) -> None:
         for optimizer in (plain, own):
             apply_steps(optimizer)
     assert_weights(full_weights(pipe), whole.state_dict(), atol=1e-6)
+
+
+@in_ranks(4)
+def test_stages_of_fully_shard_in_two_dtypes(rank: int) -> None:
+    """Gradients in float32 of weights that are gathered in bfloat16."""
+    rows = [dist.new_group([first, first + 1]) for first in (0, 2)]
+    columns = [dist.new_group([first, first + 2]) for first in (0, 1)]
+    mesh = DeviceMesh.from_group(columns[rank % 2], "cpu")
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    found = []
+    for options in ({}, {"mp_policy": policy}):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+        wrap = lambda stage, given=options: fully_shard(stage, mesh=mesh, **given)  # noqa: E731
+        pipe = pipeline.Pipeline(model, mse, "1f1b", M, group=rows[rank // 2], wrap=wrap)
+        optimizer = torch.optim.SGD(pipe.module.parameters(), 0.1)
+        x = torch.randn(M, WIDTH, generator=torch.Generator().manual_seed(rank // 2))
+        pipe.step(x, x)
+        assert all(param.grad is not None for param in pipe.module.parameters())
+        optimizer.step()
+        found.append({name: value.float() for name, value in full_weights(pipe).items()})
+    assert_weights(found[1], found[0], atol=1e-2)
 
 
 def make_untied() -> Any:

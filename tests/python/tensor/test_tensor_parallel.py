@@ -221,3 +221,12 @@ def test_torch_compile_takes_parallel_layers_as_one_graph(rank: int) -> None:
     whole = VocabParallelEmbedding.from_embedding(nn.Embedding(7, 4))
     wrong = torch.compile(whole, backend="aot_eager")(torch.tensor([[0, 7, -1], [1, 2, 3]]))
     assert wrong.isnan().any(-1).tolist() == [[False, True, True], [False] * 3]
+
+
+@in_ranks(2)
+def test_dtypes_under_autocast_are_those_of_linear_layers(rank: int) -> None:
+    plain = nn.Linear(8, 4)
+    x = torch.ones(2, 8)
+    row = RowParallelLinear.from_linear(copy.deepcopy(plain))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert row(x.chunk(2, 1)[rank]).dtype == plain(x).dtype == torch.bfloat16
