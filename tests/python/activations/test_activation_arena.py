@@ -300,12 +300,13 @@ def test_training(rank: int) -> None:
 
 def test_a_conjugate_is_not_what_it_is_of() -> None:
     """It has the memory, shape and strides of its tensor, and says that the values differ."""
-    found = []
+    found: list[Tensor] = []
     for context in (contextlib.nullcontext(), activations.arena(1 << 20)):
         x = torch.randn(8, generator=torch.Generator().manual_seed(0), requires_grad=True)
         with context:
             z = torch.complex(x, 2 * x) * 1.0
             loss = (z * z.conj() * (1 + 2j)).sum().abs()
         loss.backward()
+        assert x.grad is not None
         found.append(x.grad)
     assert torch.equal(*found)

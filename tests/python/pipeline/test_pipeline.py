@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -177,8 +178,7 @@ def make_mirror() -> nn.Sequential:
 def test_several_tied_weights_in_another_order(rank: int) -> None:
     whole, model = make_mirror(), make_mirror()
     if rank > 0:  # values are those of the first rank that has them
-        with torch.no_grad():
-            model[2].weight.zero_()
+        torch.nn.init.zeros_(model.get_parameter("2.weight"))
     pipe = pipeline.Pipeline(model, mse, "1f1b", M)
     plain, own = (torch.optim.SGD(each.parameters(), 0.1) for each in (whole, pipe.module))
     for step in range(STEPS):
@@ -201,7 +201,7 @@ def test_stages_of_fully_shard_in_two_dtypes(rank: int) -> None:
     for options in ({}, {"mp_policy": policy}):
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
-        wrap = lambda stage, given=options: fully_shard(stage, mesh=mesh, **given)  # noqa: E731
+        wrap: Any = functools.partial(fully_shard, mesh=mesh, **options)
         pipe = pipeline.Pipeline(model, mse, "1f1b", M, group=rows[rank // 2], wrap=wrap)
         optimizer = torch.optim.SGD(pipe.module.parameters(), 0.1)
         x = torch.randn(M, WIDTH, generator=torch.Generator().manual_seed(rank // 2))
