@@ -78,10 +78,7 @@ class States:
 
     def make(self) -> None:
         """Makes the missing states, until the next step. Collective for zero.shard()."""
-        if self.optimizer not in _unstepped:
-            _unstepped[self.optimizer] = {}
-            if isinstance(self.optimizer, torch.optim.Optimizer):
-                self.optimizer.register_step_pre_hook(drop_unstepped)
+        unstepped = self._unstepped()
         if hasattr(self.optimizer, "make_states"):  # it applies gradients in the backward pass
             self.optimizer.make_states()
             return
@@ -89,7 +86,7 @@ class States:
             for param in group["params"]:
                 if (value := self.new(param)) is not None:
                     self.replace(param, new_state(self.inner_of(param), group, param, value))
-                    _unstepped[self.optimizer][param] = self._seen(param)
+                    unstepped[param] = self._seen(param)
 
     def load(self, groups: list[State], states: Mapping[Any, State]) -> None:
         """Takes parameter groups, and states by weight."""
@@ -99,8 +96,18 @@ class States:
     def note_unstepped(self, states: Mapping[Any, State]) -> None:
         """Of states that have been loaded, those with step 0 stand for none."""
         counting = [param for param in states if _counts_from_0(self.inner_of(param))]
-        unstepped = [param for param in counting if float(states[param].get("step", 1)) == 0]
-        _unstepped[self.optimizer] = {param: self._seen(param) for param in unstepped}
+        at_0 = [param for param in counting if float(states[param].get("step", 1)) == 0]
+        unstepped = self._unstepped()
+        unstepped.clear()
+        unstepped.update((param, self._seen(param)) for param in at_0)
+
+    def _unstepped(self) -> dict[Any, Any]:
+        """The states that stand for none, which the next step drops."""
+        if self.optimizer not in _unstepped:
+            _unstepped[self.optimizer] = {}
+            if isinstance(self.optimizer, torch.optim.Optimizer):
+                self.optimizer.register_step_pre_hook(drop_unstepped)
+        return _unstepped[self.optimizer]
 
     def _load(self, groups: list[State], states: Mapping[Any, State]) -> None:
         numbered = enumerate(params_in(self.optimizer.param_groups))

@@ -70,11 +70,11 @@ def parallelize(
             for a pipeline it must be an nn.Sequential, or a dict of blocks by name.
         dims: the mesh.
         optimizer: a function that returns a torch optimizer for parameters, or with ZeRO a list of
-            them. With tp, pp or ep it is called twice: with the model's parameters, to learn its
-            class before anything is changed, and with this rank's. Both results have the same
-            parameter groups in the end, so that schedulers made in it work. With tp the class must
-            update each element of a weight by itself, as AdamW and SGD do, and with ZeRO, pipelines
-            or sharded experts each weight (see zero.shard()).
+            them. With tp, pp, ep or zero_stage 0 it is called twice: with the model's parameters,
+            to learn its class before anything is changed, and with this rank's. Both results have
+            the same parameter groups in the end, so that schedulers made in it work. With tp the
+            class must update each element of a weight by itself, as AdamW and SGD do, and with
+            ZeRO, pipelines or sharded experts each weight (see zero.shard()).
         loss_fn: a function of the model's output and the targets that returns the mean loss:
             torch's or ringcomm's cross-entropy, NLL, MSE, L1 or BCE, as a module, a function or a
             functools.partial with options by name; any other one with count_items. Or one with a
@@ -164,14 +164,16 @@ def parallelize(
     elif recompute:
         for layer in default_units(model):
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
-    made: Any = optimizer(model.parameters()) if is_split else first
+    # At stage 0 it may copy weights when it is made: now they are those of rank 0.
+    is_twice = is_split or stage == 0
+    made: Any = optimizer(model.parameters()) if is_twice else first
     own = describe(model)  # of what is split by now
     of_others = {*given_model.parameters()} - own.weights.keys()  # of other stages
     for each in optimizers_of(made):
         _check_optimizer(own, each, asks, of_others=of_others)
         if asks is not None:  # else layers that are split by hand ask at its first step
             note_asked(each)
-    firsts = optimizers_of(first) if is_split else ()
+    firsts = optimizers_of(first) if is_twice else ()
     for each, same in zip(firsts, optimizers_of(made), strict=False):
         if each is not same:
             each.param_groups = same.param_groups  # a scheduler that the function makes has them

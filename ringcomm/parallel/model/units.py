@@ -114,8 +114,10 @@ def _with_experts(model: nn.Module, units: Iterable[nn.Module] | None) -> list[n
     for unit in given:
         if not isinstance(unit, nn.Module):
             raise TypeError(f"units must be modules, got {type(unit).__name__}")
-    # In one order on all ranks, also of a set.
-    place = {module: number for number, module in enumerate(model.modules())}
+    # In one order on all ranks, also of a set; inner ones first.
+    inner_first: list[nn.Module] = []
+    model.apply(inner_first.append)
+    place = {module: number for number, module in enumerate(inner_first)}
     given.sort(key=lambda unit: place.get(unit, -1))
     return [*apart, *(unit for unit in given if unit not in inside)]
 

@@ -114,8 +114,8 @@ def shard(
         loss_scale: a factor for float16, or "dynamic": starts at 2**16, halves after an overflow,
             doubles after 2000 good steps. An overflow on any rank skips the step on all ranks.
         offload_weights: at stage 3 keep weights and gradients in the same tier as the states
-            (ZeRO-Infinity). All optimizers are of ringcomm.parallel.offload, with equal `to` and
-            `path`: AdamW, SGD, or Offloaded of any class. Of full matrices that it updates, a rank
+            (ZeRO-Infinity). All optimizers are ringcomm.parallel.offload.Offloaded, with equal
+            `to` and `path`. Of full matrices that it updates, a rank
             has one at a time in memory. The model must be on the CPU or the meta device; it
             may have 16-bit weights, for which there are float32 masters. Files have no names and
             end with the process: save by ringcomm.parallel.get_state_dict() and

@@ -275,7 +275,6 @@ class Zero3(ZeroOptimizer):
         has_whole = has_failed or bool(self._kept)
         for params in _fsdp_params(self._model) if has_whole else ():
             drop_accumulated(params)
-        self._awaits_backward = False
         self._kept.clear()
         self._marked.clear()
         self._reduced.clear()

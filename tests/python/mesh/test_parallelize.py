@@ -270,3 +270,29 @@ def test_what_does_not_go_together_is_an_error_on_all_ranks(rank: int) -> None:
         parallelize(lazy, ParallelDims(), optimizer_of, **mse)
     with pytest.raises(ValueError, match="ranks disagree on the problem of the model"):
         parallelize(lazy if rank else own, ParallelDims(), optimizer_of, **mse)
+
+
+class _Copying(torch.optim.SGD):
+    """Copies the weights when it is made, as one with float64 masters."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr)
+        own = [param for group in self.param_groups for param in group["params"]]
+        self.copies = {param: param.detach().double() for param in own}
+
+    def step(self, closure: Any = None) -> Any:
+        for param, copied in self.copies.items():
+            assert param.grad is not None
+            param.data.copy_(copied.sub_(param.grad, alpha=0.1))
+
+
+@in_ranks(2)
+def test_an_optimizer_that_copies_weights_has_those_of_rank_0(rank: int) -> None:
+    torch.manual_seed(rank)
+    model, make = nn.Linear(4, 4), lambda own: _Copying(own, 0.1)
+    train = parallelize(model, ParallelDims(dp=2), make, loss_fn=nn.MSELoss())
+    train.step(torch.ones(4, 4), torch.ones(4, 4))
+    train.optimizer.step()
+    theirs = model.weight.detach().clone()
+    dist.broadcast(theirs, 0)
+    assert torch.equal(theirs, model.weight)

@@ -434,3 +434,22 @@ def test_states_that_stand_for_none_are_not_passed_on(rank: int, system: str) ->
         found.append(full_weights(model))
     for name, value in found[0].items():
         assert torch.equal(found[1][name], value), name
+
+
+@in_ranks(2)
+def test_states_made_after_a_loaded_file_without_any(rank: int) -> None:
+    """Of a sharded optimizer that has loaded before it is looked at."""
+    found = []
+    for has_looked in (False, True):
+        torch.manual_seed(0)
+        model: Any = nn.Linear(6, 5)
+        own = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, dampening=0.5)
+        sharded = zero.shard(model, own, 2)
+        sharded.load_state_dict(sharded.state_dict())
+        if has_looked:
+            get_state_dict(model, sharded)
+        for _ in range(2):
+            train_step(model(torch.ones(4, 6)).square().mean(), sharded)
+        found.append(full_weights(model))
+    for name, value in found[0].items():
+        assert torch.equal(found[1][name], value), name

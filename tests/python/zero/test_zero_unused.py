@@ -230,6 +230,36 @@ def test_units_in_another_order_on_each_rank(rank: int) -> None:
         assert torch.equal(full_weights(model)[f"layers.{number}.weight"], value)
 
 
+@pytest.mark.parametrize("is_outer_first", [False, True])
+@in_ranks(2)
+def test_units_inside_of_units(rank: int, is_outer_first: bool) -> None:
+    model: Any = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 4))
+    given = [model[0][0], model[0]]
+    zero.shard(
+        model, torch.optim.SGD(model.parameters()), 3, units=given[:: -1 if is_outer_first else 1]
+    )
+    units = {name for name, part in model.named_modules() if isinstance(part, FSDPModule)}
+    assert units == {"", "0", "0.0"}
+
+
+@in_ranks(2)
+def test_layers_of_a_part_of_a_model_that_is_not_called(rank: int) -> None:
+    model: Any = nn.ModuleDict({"body": Branches()})
+    zero.shard(model, torch.optim.SGD(model.parameters()), 3)
+    units = {name for name, part in model.named_modules() if isinstance(part, FSDPModule)}
+    assert units == {f"body.layers.{number}" for number in range(len(model["body"].layers))}
+
+
+@in_ranks(2)
+def test_no_pass_reaches_the_outputs_after_zero_grad(rank: int) -> None:
+    model, optimizer = sharded_branches()
+    loss = model(torch.ones(2, 4)).sum()
+    optimizer.zero_grad()
+    loss.backward(inputs=[*model.parameters()])
+    with pytest.raises(RuntimeError, match="inputs=weights"):
+        optimizer.step()
+
+
 @in_ranks(2)
 def test_a_unit_that_has_never_run_in_no_sync(rank: int) -> None:
     model, optimizer = sharded_branches()
