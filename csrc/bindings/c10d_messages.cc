@@ -122,11 +122,11 @@ class C10dMessages final : public Messenger {
       for (const Pending* pending : pending_)
         if (pending->work() != nullptr) works.push_back(pending->work());
     }
-    try {
-      for (const auto& work : works) work->abort();
-    } catch (const std::exception&) {
-      // This backend ends all works together, or none.
-    }
+    for (const auto& work : works) try {
+        work->abort();
+      } catch (const std::exception&) {
+        // Some backends end all works together, or none.
+      }
     try {
       backend_->abort();
     } catch (const std::exception&) {

@@ -39,9 +39,15 @@ class Continuations {
   using Task = std::function<void()>;
   using Clock = std::chrono::steady_clock;
 
-  Continuations() { start(); }
+  // Starts the first thread. Throws std::system_error.
+  void prepare() {
+    const std::lock_guard lock(mutex_);
+    if (num_idle_ + num_running_ > 0) return;
+    start();
+    ++num_idle_;
+  }
 
-  // Throws nothing but std::bad_alloc.
+  // After prepare(). Throws nothing but std::bad_alloc.
   void submit(Task task) {
     const std::lock_guard lock(mutex_);
     tasks_.push_back(std::move(task));
@@ -101,12 +107,11 @@ class Continuations {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<Task> tasks_;
-  int num_idle_ = 1;
+  int num_idle_ = 0;
   int num_running_ = 0;
   Clock::time_point began_;  // of the last one to start
 };
 
-// Starts a thread at the first call. Throws std::system_error.
 Continuations& continuations(int level) {
   // Threads do not survive a fork: a child starts its own.
   static constinit std::array<PerProcess<Continuations>, kNumLevels> queues;
@@ -203,7 +208,7 @@ class EngineWork final : public c10d::Work {
     if (future_ != nullptr) return future_;
     const bool is_late = completed_;
     // Started here, so that a thread that cannot be started is the caller's error.
-    if (!is_late) continuations(level_);
+    if (!is_late) continuations(level_).prepare();
     future_ = make_future();
     is_future_marked_ = is_late;
     lock.unlock();  // an error takes Python's

@@ -90,7 +90,9 @@ void SendRecv::check_open(const SendRecvOp& op) const {
 
 WaitGuard SendRecv::guard_of(const Interrupted& is_interrupted, Clock::time_point deadline) {
   return WaitGuard(deadline, [this, &is_interrupted] {
+    const SendRecv* const outer = std::exchange(polled_, this);
     const bool is_over = is_interrupted && is_interrupted();
+    polled_ = outer;
     if (is_over) failure_.abort("interrupted by a signal in a send or receive");
     return is_over;
   });

@@ -71,6 +71,8 @@ class SendRecv {
   /// receiver has left, or its timeout has passed; ends the receives with an error.
   /// `is_interrupted` as in wait(). A second call does nothing.
   virtual void close(const Interrupted& is_interrupted) = 0;
+  /// Whether this is the thread of a wait or a close(), in which `is_interrupted` runs.
+  bool is_inside() const { return polled_ == this; }
   /// As Transport's. Waits for nothing.
   virtual void return_idle_pages() {}
 
@@ -118,6 +120,7 @@ class SendRecv {
 
   std::uint32_t group_ = 0;
   recorder::Log* log_ = nullptr;
+  static inline thread_local const SendRecv* polled_ = nullptr;
 };
 
 /// "recv from rank 2 (tag 6, 44 bytes)"

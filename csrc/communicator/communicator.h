@@ -100,7 +100,9 @@ class Communicator {
   /// Ends the group: calls that wait, here and on the other ranks, throw kAborted naming this rank.
   void abort(const std::string& why) { failure_->abort(why); }
   /// Whether this thread is inside a call of the group, below a signal handler.
-  bool is_in_call() const { return queue_.is_inside(); }
+  bool is_in_call() const {
+    return queue_.is_inside() || (send_recv_ != nullptr && send_recv_->is_inside());
+  }
   void abort_if(const std::function<bool()>& is_interrupted) {
     if (is_interrupted && is_interrupted()) abort("interrupted by a signal");
   }

@@ -52,7 +52,7 @@ Group::Group(Rendezvous& rendezvous, const std::vector<int>& ranks, const Segmen
     join();
     RINGCOMM_STEP("after a rank has joined");
     wait_until_joined(rendezvous);
-  } catch (const Error& error) {
+  } catch (const std::exception& error) {  // also the store's
     // Of the others some wait in the memory, and some have yet to fetch it: those find the reason
     // in this rank's record.
     abort(rendezvous.report_failure(error));
@@ -140,7 +140,7 @@ std::function<bool()> Group::left_by_all() const {
 }
 
 int Group::gone_before(std::uint64_t seq) {
-  const std::uint64_t num_gone = PeerProcess::num_ended.load(std::memory_order_relaxed) +
+  const std::uint64_t num_gone = PeerProcess::num_ended.load(std::memory_order_acquire) +
                                  load_acquire(abort_record().num_left);
   if (num_gone == num_gone_seen_) return -1;
   bool is_whole = true;

@@ -77,9 +77,16 @@ TimedStore::~TimedStore() {
 }
 
 template <class Ask>
-auto TimedStore::call(Ask ask) {
+auto TimedStore::call(Ask ask, bool is_question) {
+  const auto throw_silent = [] {
+    throw Error({.kind = ErrorKind::kTimeout, .op = "store"},
+                "ringcomm: the group's store does not answer; the process that serves it, "
+                "usually rank 0 or the launcher, may be stopped, or its host unreachable");
+  };
   std::unique_lock lock(queue_->mutex);
   const Clock::time_point limit = std::max(deadline_, queue_->limit());
+  // What is to be written is kept, but not the questions of whoever asks again and again.
+  if (is_question && limit <= Clock::now()) throw_silent();
   auto answer = queue_->push(std::move(ask));
   lock.unlock();
   WaitGuard guard(limit, [this] { return is_interrupted(); });
@@ -88,10 +95,7 @@ auto TimedStore::call(Ask ask) {
     if (status == WaitStatus::kInterrupted)
       throw Error({.kind = ErrorKind::kInterrupted, .op = "store"},
                   "ringcomm: interrupted by a signal while the group's store was asked");
-    if (status == WaitStatus::kTimeout)
-      throw Error({.kind = ErrorKind::kTimeout, .op = "store"},
-                  "ringcomm: the group's store does not answer; the process that serves it, "
-                  "usually rank 0 or the launcher, may be stopped, or its host unreachable");
+    if (status == WaitStatus::kTimeout) throw_silent();
   }
   return answer.get();
 }
@@ -101,7 +105,7 @@ void TimedStore::set(const std::string& key, const std::string& value) {
 }
 
 std::optional<std::string> TimedStore::try_get(const std::string& key) {
-  return call([=](KeyValueStore& store) { return store.try_get(key); });
+  return call([=](KeyValueStore& store) { return store.try_get(key); }, /*is_question=*/true);
 }
 
 std::optional<std::string> TimedStore::peek(const std::string& key) {

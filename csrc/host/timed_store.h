@@ -57,7 +57,7 @@ class TimedStore final : public KeyValueStore {
   struct Queue;
 
   template <class Ask>
-  auto call(Ask ask);
+  auto call(Ask ask, bool is_question = false);
 
   Clock::time_point deadline_;
   std::shared_ptr<Queue> queue_;

@@ -765,6 +765,27 @@ TEST_CASE("memory that the system refuses to one rank is an error on all, with r
   may_refuse_pages() = before;
 }
 
+TEST_CASE("what a rank throws as it joins, such as a store's error, ends the group on all") {
+  thread_local bool fails = false;
+  test_step = [](const char* what) {
+    if (fails && std::string(what) == "after a rank has joined")
+      throw std::runtime_error("no store");
+  };
+  MemoryStore store;
+  run_threads(3, [&](int rank) {
+    fails = rank == 1;
+    const auto join = [&] {
+      Communicator communicator(store, rank, 3, {}, testing::kBound);
+      testing::barrier(communicator);  // has the reason where all had joined
+    };
+    if (rank == 1)
+      CHECK_THROWS_WITH_AS(join(), "no store", std::runtime_error);
+    else
+      expect_error(error_of(join), ErrorKind::kAborted, {"rank 1", "no store"});
+  });
+  test_step = nullptr;
+}
+
 // A store from which a rank reads rank 0's record only once that tells of a failure.
 class LateReader final : public KeyValueStore {
  public:

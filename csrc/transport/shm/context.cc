@@ -103,7 +103,9 @@ void ShmTransport::plan(Collective& call) const {
 
 Traffic ShmTransport::run(const Collective& call, const WaitLimits& limits) {
   if (const int gone = group_.gone_before(call.seq); gone >= 0)
-    throw WaitFailed{group_.state_of(gone), gone};
+    // Not while a rank writes why it ends the group: the call's first wait has that reason.
+    if (const WaitStatus state = group_.state_of(gone); state != WaitStatus::kNone)
+      throw WaitFailed{state, gone};
   // Of a call over several hosts, only the first part is an arrival.
   guard_.set_arriving(group_.record_call(call.seq));
   guard_.begin(limits);

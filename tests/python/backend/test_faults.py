@@ -455,7 +455,7 @@ def test_ctrl_c(rank: int, is_destroyed: bool) -> None:
 
 
 @in_ranks(2, TRANSPORTS, fresh=True)
-@pytest.mark.parametrize("what", ["all_reduce", "barrier", "wait", "recv"])
+@pytest.mark.parametrize("what", ["all_reduce", "barrier", "wait", "recv", "send"])
 @pytest.mark.parametrize("leaves", [True, False])
 def test_a_handler_that_destroys_the_group(rank: int, what: str, leaves: bool) -> None:
     """As at Slurm's SIGTERM: https://github.com/Lightning-AI/pytorch-lightning/issues/20825"""
@@ -478,6 +478,7 @@ def test_a_handler_that_destroys_the_group(rank: int, what: str, leaves: bool) -
     calls: dict[str, Callable[[], Any]] = {
         "wait": lambda: asynchronous(group).wait(),
         "recv": lambda: dist.recv(torch.ones(10), 1),
+        "send": lambda: dist.send(torch.ones(10_000_000), 1),
     }
     call = calls.get(what, lambda: WAITS[what](group))
     signal.signal(signal.SIGTERM, destroy)
