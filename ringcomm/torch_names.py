@@ -2,8 +2,8 @@
 
 No other file of the package touches a private name of torch, except
 ringcomm/parallel/pipeline/torch_stage.py for its pipeline stages, and _ringcomm/autoload.py, which
-imports nothing of ringcomm. tests/python/programs/test_torch_names.py checks this, and that the
-running torch has each name. The file is long because it is the one that a new torch may break.
+imports nothing of ringcomm. Lint checks this, and tests/python/programs/test_torch_names.py that
+the running torch has each name. The file is long because it is the one that a new torch may break.
 """
 
 import copy

@@ -21,13 +21,11 @@ import hosts
 import libraries
 import llama_memory
 import lomo
-import palette
 import pictures
 import plot
 import programs
 import pytest
 import run_all
-import sample_jobs
 import systems
 import table
 import torch
@@ -40,7 +38,6 @@ from _ringcomm import start as cli
 from _ringcomm.status import EXIT_OK, EXIT_WRONG_RESULTS
 from ringcomm.parallel import pipeline
 from ringcomm.screen import in_seconds
-from ringcomm.trace.merge import Ring
 
 ALGORITHMS = ["one_shot", "two_shot", "ring"]
 INFERENCE = [
@@ -269,50 +266,6 @@ def test_the_bars_of_readme_are_the_committed_records(committed: Any) -> None:
             for bars, _ in rows.values():
                 texts = [in_seconds(record["p50_us"] * 1e-6) for _, record in bars]
                 assert all(f">{text}</text>" in drawn for text in texts)
-
-
-def test_a_ring_is_drawn_step_by_step() -> None:
-    """Each rank's cell of a step has its chunk, in each theme."""
-    names = {rank: f"rank {rank}" for rank in range(2)}
-    begin, *others = ("reduce_scatter first send", "reduce_scatter step 1", "all_gather step 1")
-    steps = [
-        {
-            "name": name,
-            "pid": rank,
-            "dur": 1.5,
-            "args": {"chunk": (rank - 1 - idx) % 2, "to": 1 - rank},
-        }
-        for rank in names
-        for idx, name in enumerate((begin, *others))
-    ]
-    found = Ring({"args": {"bytes": 8 << 10}}, steps, [], names)
-    for theme in pictures.THEMES:
-        drawn = pictures.ring(found, theme)
-        assert [drawn.count(f">chunk {chunk}</text>") for chunk in (0, 1)] == [3, 3]
-        assert drawn.count("1.50 µs") == 6
-        assert "8 KiB" in drawn
-
-
-def test_lines_of_the_terminal_end_with_a_sentence_or_a_part_of_one() -> None:
-    said = f"rank 2 (pid 7 on vm): {'a' * 40}, {'b' * 30} ended 9 s ago. {'C' * 70}, step 1/2"
-    assert sample_jobs.wrapped(said) == [
-        f"rank 2 (pid 7 on vm): {'a' * 40}, {'b' * 30} ended 9 s ago.",
-        f"{'C' * 70}, step 1/2",
-    ]
-    said = f"{'a' * 50}, {'b' * 60} {'c' * 60}"
-    assert sample_jobs.wrapped(said) == [f"{'a' * 50},", f"{'b' * 60}", f"{'c' * 60}"]
-    long = "d" * (2 * sample_jobs.COLUMNS)
-    assert sample_jobs.wrapped(long) == [long[: sample_jobs.COLUMNS]] * 2
-
-
-def test_a_library_has_one_colour() -> None:
-    assert len({*palette.LIBRARIES.values()}) == len(palette.LIBRARIES)
-    names = ["gloo", "one_shot", "ringcomm", "ring"]
-    colors = palette.colors_of(names)
-    assert [*colors] == names
-    assert len({*colors.values()}) == 4
-    assert not {colors["one_shot"], colors["ring"]} & {*palette.LIBRARIES.values()}
-    assert all(colors[name] == palette.LIBRARIES[name] for name in ("gloo", "ringcomm"))
 
 
 LOSSES = "bench cross_entropy --seconds 0.02 --repeats 0 --tokens 40 --threads 1"

@@ -81,21 +81,6 @@ def imports_of(*folders: str) -> Iterator[tuple[Path, str, list[str]]]:
         yield from ((path, *taken) for taken in imports_in(path))
 
 
-def test_every_page_names_its_tests() -> None:
-    """In a paragraph "tests:", as paths or patterns; each test is on a page."""
-    found: set[Path] = set()
-    for page in (ROOT / "docs" / "design").glob("*.md"):
-        lines = re.findall(r"(?m)^tests: ((?:.+\n)+)", page.read_text(encoding="utf-8"))
-        assert len(lines) == 1, page.name
-        for pattern in re.findall(r"`([^`]+)`", lines[0]):
-            paths = list(ROOT.glob(pattern))
-            assert paths, f"{page.name}: {pattern} is nothing"
-            found.update(paths)
-    tests = [*(ROOT / "tests").rglob("test_*.py"), *(ROOT / "tests").rglob("test_*.cc")]
-    missing = [name_of(test) for test in tests if found.isdisjoint({test, *test.parents})]
-    assert not missing, f"no page in docs/design names {missing}"
-
-
 def test_the_design_pages_name_files_that_exist() -> None:
     """Files with a folder, from the root, csrc, csrc/cuda, ringcomm, tests or tests/python."""
     roots = ("", "csrc", "csrc/cuda", "ringcomm", "ringcomm/parallel", "tests", "tests/python")

@@ -1,114 +1,25 @@
-"""README is short and has the figures of the tables; pages that tests compare with the code."""
+"""Pages whose tables a user relies on: environment variables, promises, calls and their dtypes."""
 
 from __future__ import annotations
 
-import html
 import re
 from dataclasses import fields
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import buildconfig
 import numpy as np
 import pytest
-import site_pages
 from ranks import run_ranks
 from sequence_side import MOVED, REDUCED, Call
 from sequences import POOLS, WAIT_S, WORLD, Case, run_case
 
-from ringcomm import Options, as_gloo
+from ringcomm import Options
 from ringcomm.options import known_variables, unknown_variables
 
 ROOT = Path(__file__).resolve().parents[3]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
 READS = re.compile(r'(?:environ(?:\.get\(|\.pop\(|\[)|getenv\()\s*"(RINGCOMM_\w+)"')
 VARIABLES = ROOT / "docs" / "reference" / "environment.md"
-
-
-def test_it_is_short_and_its_links_exist() -> None:
-    assert len(re.sub(r"```.*?```", "", README, flags=re.S).split()) <= 1400  # two to four minutes
-    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", README):
-        assert (ROOT / target).exists(), target
-
-
-def test_its_numbers_are_those_of_the_tables() -> None:
-    source = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
-    name = SimpleNamespace(file=SimpleNamespace(src_uri="benchmarks.md"))
-    page = site_pages.on_page_markdown(source, name)
-    sections = {
-        re.sub(r"[^a-z -]", "", title.lower()).replace(" ", "-"): text
-        for title, text in re.findall(r"^## (.+?)$(.*?)(?=^## |\Z)", page, re.M | re.S)
-    }
-    rows = re.findall(r"^\| \[.*?\]\(docs/benchmarks\.md#([a-z-]+)\).*? \| (.*) \|$", README, re.M)
-    assert len(rows) == 5
-    for section, cells in rows:
-        figures = re.findall(r"\d[\d,.]*", cells)
-        assert figures
-        known = set(re.findall(r"\d[\d,.]*", sections[section]))
-        assert set(figures) <= known, section
-    # The ranges over several runs are the picture's, and hold the last run's.
-    two_ranks = sections["collectives"].split("\n4 ranks")[0]
-    picture = (ROOT / "docs" / "design" / "speed-light.svg").read_text(encoding="utf-8")
-    ranges = re.findall(r"([\d.]+)× to ([\d.]+)× (?:as fast as Gloo's )?for\s(\d+ .iB)", README)
-    assert len(ranges) == 3
-    for low, high, size in ranges:
-        ratio = re.search(rf"(?m)^\| `all_reduce` \| {size} .*?([\d.]+)× ", two_ranks)
-        assert ratio is not None
-        assert float(low) <= float(ratio[1]) <= float(high), size
-        assert f"({low}× to {high}× in " in picture, size
-
-
-def test_its_errors_are_those_of_the_picture() -> None:
-    block = README.partition("<!-- errors: begin -->")[2].partition("<!-- errors: end -->")[0]
-    picture = (ROOT / "docs" / "design" / "errors.svg").read_text(encoding="utf-8")
-    drawn = html.unescape("".join(re.findall(r"<text[^>]*>([^<]*)</text>", picture)))
-    faults = block.replace("```", "").strip().split("\n\n")
-    assert len(faults) == 3
-    for title, said in (fault.split("\n", 1) for fault in faults):
-        for text in (title, said):  # without blanks, as lines are broken elsewhere
-            assert "".join(text.split()) in "".join(drawn.split())
-
-
-def test_it_has_the_line_that_says_that_ringcomm_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    as_gloo.say_once.__wrapped__()
-    assert f"```\n{capsys.readouterr().err}```" in README
-
-
-def test_its_bibtex_is_the_citation() -> None:
-    fields = dict(re.findall(r"(\w+) = \{+(.*?)\}+,", README))
-    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
-    named = dict(re.findall(r'(?m)^(?:  - )?([\w-]+): "?(.+?)"?$', citation))
-    wanted = {"title": "title", "author": "name", "version": "version", "license": "license"}
-    assert {key: fields[key] for key in wanted} == {k: named[name] for k, name in wanted.items()}
-    assert fields["version"] == buildconfig.public_version()
-
-
-def test_the_home_page_has_the_parts_of_readme() -> None:
-    index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
-    page = SimpleNamespace(file=SimpleNamespace(src_uri="index.md"))
-    shown = site_pages.on_page_markdown(index, page)
-    assert "<!-- README" not in shown.replace("<!-- README and", "")
-    for part in ("init_process_group", "as fast as Gloo's", "## Status", "## When not to use it"):
-        assert shown.count(part) >= 1, part
-    assert "](docs/" not in shown
-    assert site_pages.on_config({})["repo_url"] == (buildconfig.address() or None)
-    assert shown.count("#only-dark") == shown.count("#only-light") == 2
-    assert README.count("<picture>") == 3
-    assert "](design/errors.svg)" in shown
-    for theme in ("light", "dark"):  # a phone gets another picture of the same theme
-        narrow = f'<source media="{site_pages.NARROW}" srcset="design/speed-narrow-{theme}.svg">'
-        assert f"{narrow}![" in shown
-        assert f"](design/speed-{theme}.svg#only-{theme})</picture>" in shown
-
-
-def test_its_two_commands_are_targets_of_the_makefile() -> None:
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    targets = re.findall(r"^make ([\w-]+)", README, re.M)
-    assert targets == ["train", "test"]
-    for target in targets:
-        assert re.search(rf"^{target}:.*##", makefile, re.M)
 
 
 def test_the_page_lists_the_environment_variables_that_are_read() -> None:
@@ -173,7 +84,7 @@ def test_each_promise_has_its_tests() -> None:
 
 
 def test_a_test_that_is_not_there_is_found() -> None:
-    here = "tests/python/programs/test_readme.py"
+    here = "tests/python/programs/test_pages.py"
     rows = [f"| a | `{here}::test_each_promise_has_its_tests` |", f"| b | `{here}::test_b` |"]
     assert missing([*rows, "| c | |"]) == ["| c | |", f"{here}::test_b"]
 
