@@ -44,6 +44,8 @@ def run(root: Path, *words: str) -> tuple[int, list[str]]:
 def test_what_has_passed_is_counted_and_kept(tmp_path: Path) -> None:
     status, lines = run(tmp_path)
     assert (status, lines[-1]) == (0, "14 passed, 0 failed")  # 3 tests, 8 cases, 3 jobs
+    kept = "none\tpassed\t2026-01-02\tabc\t7\t3\t0\ta CPU\n"  # the record that is committed
+    (tmp_path / ".ci" / "passes.tsv").write_text(kept)
     _, listed = run(tmp_path, "--list")
     commit = subprocess.check_output(
         ["git", "describe", "--always", "--dirty"], cwd=tmp_path, text=True
@@ -51,7 +53,8 @@ def test_what_has_passed_is_counted_and_kept(tmp_path: Path) -> None:
     last = {line.split()[0]: line.split()[2:4] for line in listed}
     assert {name: words[-1] for name, words in last.items()} == {
         **dict.fromkeys(("three", "cases", "check"), commit),
-        **dict.fromkeys(("none", "tool", "broken"), "never"),
+        "none": "abc",
+        **dict.fromkeys(("tool", "broken"), "never"),
     }
 
 
