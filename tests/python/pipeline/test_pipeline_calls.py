@@ -332,3 +332,19 @@ def test_new_shapes_of_inputs_change_no_buffer(rank: int) -> None:
         counted = [f"{name}.norm.num_batches_tracked", f"{name}.num_calls"]
         assert [int(values[key]) for key in counted] == [3 * M] * 2
         assert values[f"{name}.num_rows"].tolist() == [9 * M] * 2
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@in_ranks(2)
+def test_shapes_that_change_between_accumulated_steps(rank: int, schedule: str) -> None:
+    """https://github.com/NVIDIA-NeMo/Automodel/pull/3530: no gradient is lost."""
+    pipe, plain = make(schedule=schedule), nn.Sequential(*make_deep())
+    for num_rows in (M, 2 * M, M):
+        x, y = (part[:num_rows] for part in batch(0))
+        pipe.step(x, y)
+        mse(plain(x), y).backward()
+    own = dict(pipe.named_parameters())
+    assert own
+    for name, param in plain.named_parameters():
+        if name in own:
+            torch.testing.assert_close(own[name].grad, param.grad)

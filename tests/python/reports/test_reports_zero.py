@@ -414,3 +414,81 @@ def test_a_layer_in_two_reentrant_segments(rank: int) -> None:
     model, optimizer = made(is_reentrant=True)
     with pytest.raises(RuntimeError, match=r"layers\.0\.0\.weight .*reentrant.*use_reentrant=Fal"):
         train_towers(model, optimizer)
+
+
+@STAGES
+@in_ranks(2)
+def test_weights_loaded_after_a_forward_pass_are_used(rank: int, stage: int) -> None:
+    """https://github.com/pytorch/pytorch/issues/117421: no backward pass came between."""
+    both = pair(stage, adamw)
+    both.train(range(2), rank)
+    both.model(rows(50, rank, 2))
+    _, state = get_whole_state(both.model, both.optimizer, full=True)
+    values = {name: 1.5 * value for name, value in network().state_dict().items()}
+    set_whole_state(both.model, both.optimizer, values, state)
+    both.plain.load_state_dict(values)
+    torch.testing.assert_close(both.model(rows(50)), both.plain(rows(50)))
+    both.train(range(2, 4), rank)
+
+
+class FrozenNorms(nn.Module):
+    """Recomputed blocks: the first is frozen, and of the others the norms are."""
+
+    is_reentrant = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        blocks = [nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(3)]
+        for frozen in (blocks[0], *(block[0] for block in blocks)):
+            frozen.requires_grad_(False)
+        self.blocks = nn.ModuleList(blocks)
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.is_reentrant)
+        return self.head(x)
+
+
+class FrozenNormsReentrant(FrozenNorms):
+    is_reentrant = True
+
+
+@pytest.mark.parametrize("make", [FrozenNorms, FrozenNormsReentrant])
+@in_ranks(2)
+def test_frozen_weights_in_recomputed_blocks(rank: int, make: Any) -> None:
+    """https://github.com/deepspeedai/DeepSpeed/pull/8130: the input needs no gradient, two passes a
+    step. https://github.com/huggingface/transformers/issues/47254
+    """
+
+    def optimizer(model: Any) -> Any:
+        trained = [param for param in model.parameters() if param.requires_grad]
+        return torch.optim.AdamW(trained, 0.02, eps=1e-3)
+
+    both = pair(3, optimizer, make)
+    for step in (0, 2, 4):
+        for number in (step, step + 1):
+            for model, place in ((both.plain, (0, 1)), (both.model, (rank, 2))):
+                x = rows(number, *place)
+                (model(x) - x[:, :3]).square().mean().backward()
+        for each in (both.given, both.optimizer):
+            each.step()
+            each.zero_grad()
+        same(full_weights(both.model), full_weights(both.plain), 2e-6)
+
+
+@STAGES
+@in_ranks(2)
+def test_groups_in_another_order_than_the_weights(rank: int, stage: int) -> None:
+    """https://github.com/facebookresearch/fairscale/issues/380: states go to their weights."""
+
+    def optimizer(model: Any) -> Any:
+        odd, even = [*model.parameters()][1::2][::-1], [*model.parameters()][::2][::-1]
+        groups: list[Any] = [{"params": odd, "lr": 0.03}, {"params": even}]
+        return torch.optim.AdamW(groups, 0.02, eps=1e-3)
+
+    both = pair(stage, optimizer)
+    both.train(range(2), rank)
+    again = network()
+    check_resumed(both, rank, again, zero.shard(again, optimizer(again), stage))
