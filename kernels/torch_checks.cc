@@ -69,6 +69,22 @@ void check_no_grad(const at::Tensor& tensor, const char* op, const char* instead
                     *instead != '\0' ? ", or " : "", "torch.no_grad()");
 }
 
+void refuse_grad(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                 torch::jit::Stack* stack) {
+  const auto& parameters = op.schema().arguments();
+  const auto given = torch::jit::last(*stack, parameters.size());
+  const bool has_group = op.schema().argumentIndexWithName("group_name").has_value();
+  for (std::size_t i = 0; at::GradMode::is_enabled() && i < parameters.size(); ++i) {
+    const c10::AliasInfo* const alias = parameters[i].alias_info();
+    const bool is_asked = has_group || (alias != nullptr && alias->isWrite());
+    TORCH_CHECK_VALUE(!(is_asked && given[i].isTensor() && given[i].toTensor().requires_grad()),
+                      "ringcomm: ", op.schema().name().substr(sizeof("ringcomm::") - 1),
+                      " has no gradient, and its ", parameters[i].name(),
+                      " requires grad; use torch.no_grad()");
+  }
+  op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
+}
+
 void mark_written(const at::Tensor& tensor) {
   if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
 }

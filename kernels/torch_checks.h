@@ -1,6 +1,8 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
 
 #include "kernels/common/types.h"
 
@@ -17,6 +19,10 @@ DType reduced_dtype(const at::Tensor& tensor, const char* op);
 /// In-place forms have no gradient, because another operator's backward may need the overwritten
 /// values. `instead` is the form that has one, or "".
 void check_no_grad(const at::Tensor& tensor, const char* op, const char* instead);
+/// The kernel for Autograd of an operator that writes and has no gradient: raises ValueError where
+/// what it writes, or with a group any tensor, requires grad. torch.compile calls no other kernel
+/// with tensors that do.
+void refuse_grad(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack);
 /// Makes a backward pass fail that saved what the tensor was before.
 void mark_written(const at::Tensor& tensor);
 

@@ -335,22 +335,34 @@ bool is_ours(const c10::IValue& value) {
   return dynamic_cast<ProcessGroupRingcomm*>(backend.get()) != nullptr;
 }
 
-// Of views with a negative bit, such as z.conj().imag, torch's dispatcher would hand a backend
-// copies, and drop what a collective writes there. ringcomm gets the views, which check_tensor()
-// refuses; other backends get copies.
+// Of views with a negative or a conjugate bit torch's dispatcher would hand a backend copies, and
+// drop what a collective writes there. ringcomm gets the views: it writes to those of the second
+// kind, and check_tensor() refuses the others, such as z.conj().imag. Other backends get copies.
+template <c10::DispatchKey kKey>
 void pass_views(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  const auto resolved = [](const at::Tensor& tensor) {
+    return kKey == c10::DispatchKey::Negative ? tensor.resolve_neg() : tensor.resolve_conj();
+  };
   const auto begin = stack->end() - static_cast<std::ptrdiff_t>(op.schema().arguments().size());
   if (std::none_of(begin, stack->end(), is_ours))
-    std::for_each(begin, stack->end(), [](c10::IValue& value) {
-      if (value.isTensor() && value.toTensor().defined()) value = value.toTensor().resolve_neg();
+    std::for_each(begin, stack->end(), [&](c10::IValue& value) {
+      if (value.isTensor() && value.toTensor().defined()) value = resolved(value.toTensor());
       if (!value.isTensorList()) return;
       c10::List<at::Tensor> tensors;
-      for (const at::Tensor& tensor : value.toTensorVector())
-        tensors.push_back(tensor.resolve_neg());
+      for (const at::Tensor& tensor : value.toTensorVector()) tensors.push_back(resolved(tensor));
       value = std::move(tensors);
     });
-  const c10::DispatchKeySet below(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::Negative);
-  op.redispatchBoxed(keys & below, stack);
+  op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey), stack);
+}
+
+template <c10::DispatchKey kKey>
+void register_views(torch::Library& library) {
+  for (const char* name :
+       {"_allgather_base_", "_reduce_scatter_base_", "allgather_", "allgather_coalesced_",
+        "allgather_into_tensor_coalesced_", "allreduce_", "allreduce_coalesced_", "alltoall_",
+        "alltoall_base_", "broadcast_", "gather_", "recv_", "recv_any_source_", "reduce_",
+        "reduce_scatter_", "reduce_scatter_tensor_coalesced_", "scatter_", "send"})
+    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&pass_views<kKey>>());
 }
 
 }  // namespace
@@ -387,13 +399,16 @@ TORCH_LIBRARY(ringcomm, m) {
   m.impl("all_reduce_add_rms_norm_", c10::DispatchKey::CPU, all_reduce_add_rms_norm_);
 }
 
-TORCH_LIBRARY_IMPL(c10d, Negative, library) {
-  for (const char* name :
-       {"_allgather_base_", "_reduce_scatter_base_", "allgather_", "allgather_coalesced_",
-        "allgather_into_tensor_coalesced_", "allreduce_", "allreduce_coalesced_", "alltoall_",
-        "alltoall_base_", "broadcast_", "gather_", "recv_", "recv_any_source_", "reduce_",
-        "reduce_scatter_", "reduce_scatter_tensor_coalesced_", "scatter_", "send"})
-    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&pass_views>());
+TORCH_LIBRARY_IMPL(ringcomm, Autograd, m) {
+  for (const char* const name : {"all_reduce_", "all_reduce_into", "broadcast_", "ring_all_reduce_",
+                                 "all_reduce_add_rms_norm_", "reduce_scatter_update_all_gather_"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&refuse_grad>());
+}
+
+TORCH_LIBRARY_IMPL(c10d, Negative, library) { register_views<c10::DispatchKey::Negative>(library); }
+
+TORCH_LIBRARY_IMPL(c10d, Conjugate, library) {
+  register_views<c10::DispatchKey::Conjugate>(library);
 }
 
 // Each returns None, or False, where torch.ops.ringcomm must be called.

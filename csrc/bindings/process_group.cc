@@ -232,6 +232,11 @@ bool ProcessGroupRingcomm::is_in_call() {
   return communicator_ != nullptr && communicator_->is_in_call();
 }
 
+bool ProcessGroupRingcomm::has_left() {
+  const std::lock_guard lock(mutex_);
+  return communicator_ == nullptr;
+}
+
 void ProcessGroupRingcomm::leave(bool is_asked) {
   if (is_asked && is_in_call()) {
     // A signal handler: the call below it ends, and uses the communicator until then. The rest is
@@ -309,7 +314,10 @@ c10::intrusive_ptr<c10d::Backend> ProcessGroupRingcomm::split(
     const std::lock_guard lock(mutex_);
     return last_split_.lock();
   }();
-  if (last != nullptr && last->getBackendOptions()->group_name == opts->group_name) return last;
+  // torch names a group of the same ranks the same again once an earlier one has been destroyed.
+  if (last != nullptr && last->getBackendOptions()->group_name == opts->group_name &&
+      !static_cast<ProcessGroupRingcomm&>(*last).has_left())
+    return last;
   // A copy: c10d hands the same options to every split.
   const auto* given = dynamic_cast<const GroupOptions*>(opts.get());
   auto options = c10::make_intrusive<GroupOptions>(given != nullptr ? *given : *options_);

@@ -93,6 +93,8 @@ WorkPtr ProcessGroupRingcomm::barrier(const c10d::BarrierOptions& opts) {
 bool ProcessGroupRingcomm::fits_at_once(const at::Tensor& input, const at::Tensor& output,
                                         const c10d::ReduceOp* op) const {
   if (!is_plain(input) || is_observed()) return false;
+  // torch registers the work of every call then.
+  if (c10d::allow_inflight_collective_as_graph_input()) return false;
   if (!output.is_same(input) &&
       (!is_plain(output) || input.device() != output.device() || input.dtype() != output.dtype()))
     return false;

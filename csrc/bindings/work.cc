@@ -122,6 +122,12 @@ c10::intrusive_ptr<Future> make_future() {
   return c10::make_intrusive<Future>(c10::ListType::create(c10::TensorType::get()));
 }
 
+// torch keeps works, and their tensors, that a compiled function may await.
+void unregister(c10d::Work& work) {
+  if (c10d::allow_inflight_collective_as_graph_input())
+    c10d::unregister_work(c10::intrusive_ptr<c10d::Work>::reclaim_copy(&work));
+}
+
 Tensors take_profiled(std::vector<TensorCall>& calls) {
   if (calls.size() == 1) return std::move(calls.front().profiled);
   Tensors inputs;
@@ -193,6 +199,7 @@ class EngineWork final : public c10d::Work {
       cv_.wait(lock, [this] { return completed_; });
       if (exception_ != nullptr) std::rethrow_exception(exception_);
     });
+    unregister(*this);
     return true;
   }
   void synchronize() override { wait(kNoTimeout); }
@@ -212,6 +219,9 @@ class EngineWork final : public c10d::Work {
     future_ = make_future();
     is_future_marked_ = is_late;
     lock.unlock();  // an error takes Python's
+    const auto communicator = communicator_.lock();
+    if (message_ != nullptr && communicator != nullptr)
+      communicator->send_recv()->begin_timeout(message_);
     if (is_late) mark_future();
     return future_;
   }
@@ -318,6 +328,7 @@ class CoalescedWork final : public c10d::Work {
       // At least 1 ms, because 0 is kNoTimeout.
       work->wait(timeout == kNoTimeout ? kNoTimeout : std::max(left, std::chrono::milliseconds(1)));
     }
+    unregister(*this);
     return true;
   }
   void synchronize() override { wait(kNoTimeout); }
@@ -352,7 +363,9 @@ class CoalescedWork final : public c10d::Work {
 WorkPtr start_in_engine(const std::shared_ptr<Communicator>& communicator, const CallInfo& info,
                         const WaitLimits& limits, std::vector<TensorCall> calls, Tensors results) {
   const bool is_message = c10d::isP2POp(info.op_type);
-  if (!is_message && !info.is_async) {
+  // torch registers the work of every call then, and cannot do without one.
+  const bool wants_work = c10d::allow_inflight_collective_as_graph_input();
+  if (!is_message && !info.is_async && !wants_work) {
     run(*communicator, info.title, limits, calls);
     return {};
   }
@@ -362,6 +375,7 @@ WorkPtr start_in_engine(const std::shared_ptr<Communicator>& communicator, const
     work->post(*communicator, info.peer, info.tag, limits.timeout);
   else
     work->submit(*communicator, limits);
+  if (!is_message && !info.is_async) work->wait(kNoTimeout);
   return work;
 }
 

@@ -17,7 +17,6 @@ void SendRecv::post(const SendRecvOpPtr& op) {
         "the peer of a send or receive must be another rank of the group's " +
         std::to_string(world_size_) + ", got " + std::to_string(op->peer));
   failure_.check_not_inherited();  // before a lock that may have been held at the fork
-  op->deadline = deadline_after(op->timeout);
   if (op->peer >= 0) op->awaited = op->peer;
   op->begin_ticks = ticks();
   op->recorded = record(*op);
@@ -58,6 +57,17 @@ void SendRecv::record_end(const SendRecvOp& op) const {
   const recorder::Call shown = op.traced.is_there() ? op.traced : recorder::trace(event_of(op));
   shown.set_peer(op.peer);
   shown.end();
+}
+
+void SendRecv::begin_timeout(const SendRecvOpPtr& op) {
+  const Lock lock(mutex_);
+  begin_timeout_of(*op);
+}
+
+void SendRecv::begin_timeout_of(SendRecvOp& op) {
+  if (op.is_done || op.deadline != Clock::time_point::max()) return;
+  op.deadline = deadline_after(op.timeout);
+  on_deadline(op);
 }
 
 bool SendRecv::wait(const SendRecvOpPtr& op, Clock::time_point deadline,

@@ -32,7 +32,7 @@ struct SendRecvOp {
   /// Called once, on any thread and without locks, when `is_done` has become true.
   std::function<void()> done = {};
 
-  RunningClock::time_point deadline = {};
+  RunningClock::time_point deadline = RunningClock::time_point::max();  ///< until it is awaited
   std::size_t moved_bytes = 0;
   bool is_done = false;
   std::exception_ptr error = {};
@@ -63,6 +63,9 @@ class SendRecv {
   /// Starts an operation; its buffer must live until it is done. Throws what ended the group, and
   /// std::invalid_argument where `peer` is no other rank.
   void post(const SendRecvOpPtr& op);
+  /// Its timeout begins, if it has not: somebody waits for it. One that nobody awaits may be for
+  /// later, such as a receive of the end of the job.
+  void begin_timeout(const SendRecvOpPtr& op);
   /// Returns true when the operation has ended (with or without an error), false if `deadline`
   /// passes before. `is_interrupted` is called about every 50 ms, true ends the group; may be
   /// empty.
@@ -88,9 +91,15 @@ class SendRecv {
   SendRecv(Failure& failure, Stats& stats, int rank, int world_size)
       : failure_(failure), stats_(stats), rank_(rank), world_size_(world_size) {}
 
+  /// With the lock.
+  void begin_timeout_of(SendRecvOp& op);
+
   /// post() and wait() of an operation with a valid peer, in the process that made the group.
+  /// await() begins its timeout.
   virtual void start(const SendRecvOpPtr& op) = 0;
   virtual bool await(const SendRecvOpPtr& op, WaitGuard& guard) = 0;
+  /// Its deadline is set. With the lock.
+  virtual void on_deadline(const SendRecvOp&) {}
 
   /// Of a wait whose interruption ends the group; uses `is_interrupted`.
   WaitGuard guard_of(const Interrupted& is_interrupted,

@@ -23,15 +23,19 @@ constinit PerProcess<Running> running;
 
 RunningClock::time_point RunningClock::now() {
   Running& process = running.get();
-  const auto now = Running::Clock::now();
-  if (now - process.seen.load(std::memory_order_acquire) > kSeenInterval) {
-    const std::lock_guard lock(process.mutex);
-    const auto unseen = now - process.seen.load();
-    if (unseen > kLongestStop)
-      process.stopped.store(process.stopped.load() + unseen - kLongestStop);
-    if (unseen > duration::zero()) process.seen.store(now, std::memory_order_release);
+  for (;;) {
+    const auto stopped = process.stopped.load(std::memory_order_acquire);
+    const auto now = Running::Clock::now();
+    if (now - process.seen.load(std::memory_order_acquire) > kSeenInterval) {
+      const std::lock_guard lock(process.mutex);
+      const auto unseen = now - process.seen.load();
+      if (unseen > kLongestStop)
+        process.stopped.store(process.stopped.load() + unseen - kLongestStop);
+      if (unseen > duration::zero()) process.seen.store(now, std::memory_order_release);
+    }
+    // A stop that was noticed meanwhile may be later than `now`.
+    if (process.stopped.load() == stopped) return time_point(now.time_since_epoch() - stopped);
   }
-  return time_point(now.time_since_epoch() - process.stopped.load(std::memory_order_relaxed));
 }
 
 WaitStatus WaitGuard::check(int) {

@@ -229,6 +229,12 @@ TORCH_LIBRARY_FRAGMENT(ringcomm, m) {
       "float? clip_value=None, int first_elem=0) -> ()");
 }
 
+TORCH_LIBRARY_IMPL(ringcomm, Autograd, m) {
+  for (const char* const name : {"sgd_update_", "linear_sgd_update_", "embedding_sgd_update_",
+                                 "adalomo_update_", "optimizer_update_"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&refuse_grad>());
+}
+
 TORCH_LIBRARY_IMPL(ringcomm, CPU, m) {
   m.impl("sgd_update_", sgd_update_);
   m.impl("linear_sgd_update_", linear_sgd_update_);

@@ -89,9 +89,26 @@ TEST_CASE("a send that is not received times out, also without a waiting thread"
     }
     const Message sent = post_send(communicator, 1, 6, Bytes(2 * kSendRecvLinkBytes),
                                    milliseconds(100), [&] { is_over = true; });
+    communicator.send_recv()->begin_timeout(sent.op);  // as of a future
     wait_until([&] { return is_over.load(); }, "a time-out without a wait");
     expect_error(error_of([&] { finish(communicator, sent); }), ErrorKind::kTimeout,
                  {"send to rank 1"});
+  });
+}
+
+TEST_CASE("a receive for later, which nobody awaits, has no timeout") {
+  run_ranks(2, [](Communicator& communicator) {
+    if (communicator.rank() == 1) {
+      barrier(communicator);
+      send_and_finish(communicator, 0, 2, 0, 8);
+      return;
+    }
+    const Message received = post_recv(communicator, 1, 2, 8, milliseconds(1));
+    std::this_thread::sleep_for(3 * kCheckInterval);  // long enough for an end
+    barrier(communicator);
+    wait_until([&] { return received.op->moved_bytes == 8; }, "the message");
+    finish(communicator, received);
+    expect_message(received, 1, 2, 0);
   });
 }
 

@@ -100,15 +100,24 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if not (_HAS_GPU or session.config.option.collectonly):
         assert _num_threads() == _num_threads_at_start, "a module starts threads at its import"
         ranks.start()
+        if os.environ.get("RINGCOMM_TEST_DEVICE") == "emugpu" and not _shares_out(session.config):
+            import emulated_gpu
+
+            os.environ["RINGCOMM_EMULATOR_BOX"] = str(Path(ranks.server().folder) / "box")
+            emulated_gpu.load()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """`device`: "cpu", and "cuda" where there is a GPU; ranks.place() takes it."""
+    """`device`: "cpu", and "cuda" where there is a GPU; ranks.place() takes it.
+
+    With RINGCOMM_TEST_DEVICE=emugpu the emulated GPU alone.
+    """
     if "device" in metafunc.fixturenames:
         import torch
 
         cuda = [pytest.param("cuda", marks=pytest.mark.gpu)] if torch.cuda.is_available() else []
-        metafunc.parametrize("device", ["cpu", *cuda])
+        asked = os.environ.get("RINGCOMM_TEST_DEVICE")
+        metafunc.parametrize("device", [asked] if asked else ["cpu", *cuda])
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -169,6 +169,11 @@ MessageGroup::Operation::Operation(MessageGroup& group, Clock::time_point deadli
   group.watch_->wake();
 }
 
+void MessageGroup::Operation::set_deadline(Clock::time_point deadline) {
+  const std::lock_guard lock(group_.mutex_);
+  deadline_ = deadline;
+}
+
 MessageGroup::Operation::~Operation() {
   const std::lock_guard lock(group_.mutex_);
   group_.operations_.erase(this);

@@ -64,6 +64,7 @@ class MessageGroup final : public GroupState {
    public:
     /// Throws std::system_error where the watchdog's thread cannot start.
     Operation(MessageGroup& group, Clock::time_point deadline);
+    void set_deadline(Clock::time_point deadline);
     ~Operation();
     Operation(const Operation&) = delete;
     Operation& operator=(const Operation&) = delete;
@@ -77,8 +78,8 @@ class MessageGroup final : public GroupState {
    private:
     friend class MessageGroup;
     MessageGroup& group_;
-    Clock::time_point deadline_;
     // Guarded by the group's mutex.
+    Clock::time_point deadline_;
     int peer_ = kNobody;
     int num_checks_gone_ = 0;              // of the watchdog, in which the peer was gone
     WaitStatus stop_ = WaitStatus::kNone;  // why the watchdog ended it

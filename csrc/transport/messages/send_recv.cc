@@ -15,8 +15,8 @@
 namespace ringcomm {
 namespace {
 
-// The maximum number of threads for channels without a waiting caller; further channels start when
-// another one ends.
+// The maximum number of threads for receives without a waiting caller, and of those that sends add;
+// further channels start when another one ends.
 constexpr std::size_t kMaxThreads = 32;
 
 // A user's message is an envelope with the user's tag. Long data follows with a tag of its own, the
@@ -51,6 +51,11 @@ class MessageSendRecv final : public SendRecv {
   void close(const Interrupted& is_interrupted) override {
     Lock lock(mutex_);
     if (is_stopping_) return;
+    for (auto& [key, items] : channels_) {
+      if (std::get<0>(key) != OpKind::kSend) break;
+      prioritize(*items.front().op);
+      for (const Item& item : items) begin_timeout_of(*item.op);
+    }
     WaitGuard guard = guard_of(is_interrupted);
     while (!channels_.empty() && std::get<0>(channels_.begin()->first) == OpKind::kSend)
       guard.sleep(lock, has_news_);
@@ -90,14 +95,23 @@ class MessageSendRecv final : public SendRecv {
     }
     channel->second.splice(channel->second.end(), items);
     if (channel->second.size() == 1) {
-      ready_.push_back(channel);
-      need_thread(kMaxThreads);
+      // Receives may have all threads and wait for long; a send ends when it is received.
+      ready_.insert(op->is_send() ? ready_.begin() : ready_.end(), channel);
+      need_thread(op->is_send() ? 2 * kMaxThreads : kMaxThreads);
     }
+  }
+
+  void on_deadline(const SendRecvOp& op) override {
+    const auto channel = channels_.find({op.kind, op.peer, op.tag});
+    if (channel == channels_.end()) return;
+    for (Item& item : channel->second)
+      if (item.op.get() == &op) item.watched.set_deadline(op.deadline);
   }
 
   bool await(const SendRecvOpPtr& op, WaitGuard& guard) override {
     Lock lock(mutex_);
     if (!op->is_done) prioritize(*op);
+    begin_timeout_of(*op);
     while (!op->is_done && !guard.is_late()) guard.sleep(lock, has_news_);
     return op->is_done;
   }

@@ -44,11 +44,12 @@ class SendRecvMailbox {
 
   void post_send(const SendRecvOpPtr& op) { sends_.push_back(op); }
 
-  /// Completes the receive with the first kept message that matches; false if there is none. Throws
-  /// SizeMismatch.
-  bool match_kept(const SendRecvOpPtr& op) {
+  /// Completes the receive with the first kept message that matches, also with one that is still
+  /// arriving if it `takes_parts`; false if there is none. Throws SizeMismatch.
+  bool match_kept(const SendRecvOpPtr& op, bool takes_parts) {
     const auto found = std::ranges::find_if(arrivals_, [&](const Arrival& arrival) {
-      return arrival.receive == nullptr && arrival.header.tag == op->tag;
+      return arrival.receive == nullptr && arrival.header.tag == op->tag &&
+             (takes_parts || arrival.is_complete());
     });
     if (found == arrivals_.end()) return false;
     assign(*found, op);

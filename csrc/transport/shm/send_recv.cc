@@ -62,6 +62,7 @@ class SendRecvQueue final : public SendRecv {
       if (!op->is_send() && !op->is_done) end(*op, error_of_close(*op));
     receives_.clear();
     settle(lock);
+    for (const SendRecvOpPtr& op : pending_) begin_timeout_of(*op);
     WaitGuard guard = guard_of(is_interrupted);
     drive_or_sleep(lock, [this] { return pending_.empty(); }, guard);
   }
@@ -109,10 +110,7 @@ class SendRecvQueue final : public SendRecv {
 
   bool await(const SendRecvOpPtr& op, WaitGuard& guard) override {
     Lock lock = enter();
-    if (!op->is_done && is_driving_ && driving_thread_ == std::this_thread::get_id())
-      throw Error({.kind = ErrorKind::kSystem},
-                  "ringcomm: wait() of a send or receive was called inside another one of its "
-                  "group, perhaps from a signal handler; this would deadlock");
+    begin_timeout_of(*op);
     drive_or_sleep(lock, [&] { return op->is_done || guard.is_late(); }, guard);
     return op->is_done;
   }
@@ -152,9 +150,12 @@ class SendRecvQueue final : public SendRecv {
 
   void begin(const SendRecvOpPtr& op) {
     if (op->is_send()) return mailbox(op->peer).post_send(op);
-    for (int rank = 0; rank < world_size_; ++rank) {
+    for (int i = 0; i < world_size_; ++i) {
+      const int rank = (first_ + i) % world_size_;
       if (rank == rank_ || (op->peer >= 0 && op->peer != rank)) continue;
-      if (mailbox(rank).match_kept(op)) return;
+      // Of any source: not the beginning of a message whose rest cannot come.
+      const bool takes_parts = op->peer >= 0 || group_.state_of(rank) == WaitStatus::kNone;
+      if (mailbox(rank).match_kept(op, takes_parts)) return;
     }
     receives_.push_back(op);
   }
@@ -168,7 +169,9 @@ class SendRecvQueue final : public SendRecv {
       // Moves nothing once the group has ended: an operation that failed is done, its buffer
       // perhaps freed, and yet half of its message may be in a mailbox.
       if (failure_.has_failed()) return false;
-      for (const auto& mailbox : mailboxes_) {
+      first_ = (first_ + 1) % world_size_;
+      for (int i = 0; i < world_size_; ++i) {
+        const auto& mailbox = mailboxes_[static_cast<std::size_t>((first_ + i) % world_size_)];
         if (mailbox == nullptr) continue;
         has_moved |= mailbox->progress_sends();
         if (!is_stopping_) has_moved |= mailbox->progress_receives(receives_);
@@ -191,10 +194,10 @@ class SendRecvQueue final : public SendRecv {
     wake_sleepers(arch_, doorbell);
   }
 
-  // Runs with the lock held, except while it sleeps, checks the guard or calls `done`.
+  // Runs with the lock held, except while it sleeps, checks the guard or calls `done`. Returns
+  // when it is enough, or another thread drives.
   void drive(Lock& lock, const std::function<bool()>& is_enough, WaitGuard& guard) {
     is_driving_ = true;
-    driving_thread_ = std::this_thread::get_id();
     Cursor& doorbell = group_.doorbell(rank_);
     SpinBudget no_spin = SpinBudget::none();
     bool has_slept = false;  // a slice of the wait has passed; the wait counts as one miss only
@@ -205,11 +208,17 @@ class SendRecvQueue final : public SendRecv {
       // By the clock and not after an unsuccessful sleep, so that one peer's traffic does not hide
       // another's silence.
       if (Clock::now() >= next_check_) {
+        next_check_ = Clock::now() + kCheckInterval;
+        fail_stuck();
+        settle(lock);
+        // It may wait for Python's lock, or run a handler of a signal: others drive meanwhile.
+        stop_driving();
         lock.unlock();
         std::ignore = guard.check();
         lock.lock();
-        next_check_ = Clock::now() + kCheckInterval;
-        fail_stuck();
+        if (is_driving_) return;
+        is_driving_ = true;
+        fail_stuck();  // if it has ended the group
         settle(lock);
       }
       if (has_moved || is_enough()) {
@@ -223,6 +232,10 @@ class SendRecvQueue final : public SendRecv {
                                 rank_) != WaitStatus::kNone;
       lock.lock();
     }
+    stop_driving();
+  }
+
+  void stop_driving() {
     is_driving_ = false;
     if (num_waiting_ > 0) has_news_.notify_all();
     if (is_thread_asleep_ && !pending_.empty()) has_work_.notify_one();
@@ -332,7 +345,7 @@ class SendRecvQueue final : public SendRecv {
   // Times that progress() moved something: now, and when return_idle_pages() looked and acted.
   std::uint64_t num_moves_ = 0, num_moves_seen_ = 0, num_returned_ = 0;
   bool is_driving_ = false;
-  std::thread::id driving_thread_;
+  int first_ = 0;  // of the ranks whose messages are looked at, in turn
   Clock::time_point next_check_ = {};
   int num_waiting_ = 0;
   bool is_thread_asleep_ = false;

@@ -164,6 +164,8 @@ class Pipeline:
         self.device = torch.device(device or next(found, "cpu"))
         materialize(self.module, params, self.device)
         self.module.to(self.device)
+        if self.device.type != "cpu":  # all ranks' first call on it, before messages of some
+            dist.all_reduce(torch.zeros(1, device=self.device), group=self.group)
         copy_tied_from_first(self.module)
         self._names = {name for b in named.values() for name in parameters_of(b.forward)}
         self._modules = {

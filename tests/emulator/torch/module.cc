@@ -44,6 +44,16 @@ PYBIND11_MODULE(ringcomm_emulated_gpu, m) {
   m.def("current_stream_handle", [] {
     return reinterpret_cast<std::uintptr_t>(handle_of(current_stream(current_device())));
   });
+  m.def(
+      "with_own_storage",
+      [](const at::Tensor& tensor) {
+        return at::for_blob(tensor.mutable_data_ptr(), tensor.sizes())
+            .deleter([tensor](void*) {})
+            .options(tensor.options())
+            .target_device(tensor.device())
+            .make_tensor();
+      },
+      "A contiguous tensor's memory as a storage of its size, as torch.from_dlpack() makes one.");
   m.def("empty_cache", &empty_cache, "Frees the cached blocks of the current device.");
   m.def("device_count", [] { return static_cast<int>(num_devices()); });
   m.def(

@@ -19,11 +19,15 @@
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
+#include <array>
+#include <cstdio>
 #include <optional>
+#include <tuple>
 #include <utility>
 #include <vector>
 
 #include "emulator/torch/device.h"
+#include "emulator/torch/host.h"
 
 namespace ringcomm::emulator {
 namespace {
@@ -155,7 +159,13 @@ Stack host_arguments(const c10::FunctionSchema& schema, c10::ArrayRef<c10::IValu
 /// Runs on the stream. `results` is the memory of what was returned.
 void calculate(const c10::OperatorHandle& op, Stack operands, const std::vector<Tensor>& results) {
   const at::NoGradGuard no_grad;
-  op.callBoxed(&operands);
+  try {
+    op.callBoxed(&operands);
+  } catch (const std::exception& error) {  // the caller has gone on
+    std::fprintf(stderr, "emugpu: %s: %s\n", c10::toString(op.operator_name()).c_str(),
+                 error.what());
+    throw;
+  }
   for (std::size_t i = 0; i < results.size(); ++i) {
     if (!results[i].defined()) continue;
     const Tensor& calculated = operands[i].toTensor();
@@ -238,23 +248,26 @@ void copy_on_devices(const Tensor& from, const Tensor& to) {
   if (to_stream != from_stream) wait_for_stream(to_stream, from_stream);
 }
 
-/// `from` is a CPU tensor; it is read before the call returns.
-void upload(const Tensor& from, const Tensor& to) {
-  const c10::InferenceMode guard(false);
-  launch(stream_of(to), [from = from.clone(), to = seen_by_host(to)] {
+/// In the order of the stream. `host` is of the two tensors that of the CPU, whose memory stays.
+void enqueue_copy(const Tensor& from, const Tensor& to, const Tensor& host, c10::Stream stream) {
+  launch(stream, [from = seen_by_host(from), to = seen_by_host(to), kept = host.storage()] {
     const at::NoGradGuard no_grad;
     to.copy_(from);
   });
 }
 
+/// As with CUDA: memory that is not pinned is read before the call returns, and written, too.
 Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
   if (to.numel() == 0) return to;
   if (from.is_cpu()) {
-    upload(from, to);
+    const bool is_read_later = non_blocking && is_pinned(from.const_data_ptr());
+    const c10::InferenceMode guard(false);
+    const Tensor source = is_read_later ? from : from.clone();
+    enqueue_copy(source, to, source, stream_of(to));
     if (!non_blocking) synchronize(stream_of(to));
   } else if (to.is_cpu()) {
-    synchronize(stream_of(from));
-    to.copy_(seen_by_host(from));
+    enqueue_copy(from, to, to, stream_of(from));
+    if (!(non_blocking && is_pinned(to.const_data_ptr()))) synchronize(stream_of(from));
   } else {
     copy_on_devices(from, to);
   }
@@ -264,6 +277,32 @@ Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
 Tensor copy_from_and_resize(const Tensor& from, const Tensor& to) {
   if (to.sizes() != from.sizes()) to.resize_(from.sizes());
   return copy_from(from, to, false);
+}
+
+Tensor convolution(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
+                   c10::IntArrayRef stride, c10::IntArrayRef padding, c10::IntArrayRef dilation,
+                   bool is_transposed, c10::IntArrayRef output_padding, int64_t num_groups) {
+  const auto on_host = [](const Tensor& tensor) { return tensor.to(at::kCPU); };
+  const auto host_bias = bias.has_value() && bias->defined() ? std::optional(on_host(*bias)) : bias;
+  return at::convolution(on_host(input), on_host(weight), host_bias, stride, padding, dilation,
+                         is_transposed, output_padding, num_groups)
+      .to(input.device());
+}
+
+std::tuple<Tensor, Tensor, Tensor> convolution_backward(
+    const Tensor& grad_output, const Tensor& input, const Tensor& weight, c10::IntArrayRef stride,
+    c10::IntArrayRef padding, c10::IntArrayRef dilation, bool is_transposed,
+    c10::IntArrayRef output_padding, int64_t num_groups, std::array<bool, 3> output_mask) {
+  const auto on_host = [](const Tensor& tensor) { return tensor.to(at::kCPU); };
+  const std::vector<int64_t> bias_sizes{weight.size(is_transposed ? 1 : 0) *
+                                        (is_transposed ? num_groups : 1)};
+  const auto [a, b, c] = at::convolution_backward(
+      on_host(grad_output), on_host(input), on_host(weight), bias_sizes, stride, padding, dilation,
+      is_transposed, output_padding, num_groups, output_mask);
+  const auto on_device = [&](const Tensor& tensor) {
+    return tensor.defined() ? tensor.to(input.device()) : tensor;
+  };
+  return {on_device(a), on_device(b), on_device(c)};
 }
 
 at::Scalar local_scalar_dense(const Tensor& tensor) {
@@ -285,12 +324,28 @@ const Tensor& resize(const Tensor& tensor, c10::IntArrayRef size,
   return at::native::resize_(tensor, size, format);
 }
 
-/// torch's own operators only, because ringcomm's CPU operators are not for GPUs.
+/// torch's own operators, and those of ringcomm that have a form for CPUs and no group.
 void calculate_by_cpu_kernels(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  TORCH_CHECK_NOT_IMPLEMENTED(op.operator_name().getNamespace() == "aten", op.operator_name(),
-                              " has no implementation for emugpu");
+  const bool is_known = op.operator_name().getNamespace() == "aten" ||
+                        (op.hasKernelForDispatchKey(c10::DispatchKey::CPU) &&
+                         !op.schema().argumentIndexWithName("group_name").has_value());
+  TORCH_CHECK_NOT_IMPLEMENTED(is_known, op.operator_name(), " has no implementation for emugpu");
   if (enqueue_operator(op, stack)) return;
   at::native::cpu_fallback(op, stack, /*error_on_views=*/true);
+}
+
+/// Statistics are float32, as on a GPU: the CPU's kernel wants the type of the input.
+void layer_norm_backward(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const std::size_t first = stack->size() - op.schema().arguments().size();
+  const at::ScalarType type = (*stack)[first + 1].toTensor().scalar_type();
+  for (const std::size_t i : {first + 3, first + 4}) (*stack)[i] = (*stack)[i].toTensor().to(type);
+  calculate_by_cpu_kernels(op, stack);
+}
+
+/// The CPU has no histogram of integers.
+Tensor histc(const Tensor& tensor, int64_t bins, const at::Scalar& min, const at::Scalar& max) {
+  return at::histc(tensor.to(at::kCPU, at::kDouble), bins, min, max)
+      .to(tensor.device(), tensor.scalar_type());
 }
 
 // ---- what ATen asks of an accelerator
@@ -298,7 +353,8 @@ void calculate_by_cpu_kernels(const c10::OperatorHandle& op, torch::jit::Stack* 
 struct EmulatedGpuHooks final : at::PrivateUse1HooksInterface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return num_devices() > 0; }
-  bool isPinnedPtr(const void*) const override { return false; }
+  bool isPinnedPtr(const void* data) const override { return is_pinned(data); }
+  c10::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator(); }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
   c10::DeviceIndex deviceCount() const override { return num_devices(); }
   void setCurrentDevice(c10::DeviceIndex device) const override { exchange_device(device); }
@@ -338,6 +394,11 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Tensor", at::native::set_tensor_);
   m.impl("set_.source_Storage", at::native::set_);
   m.impl("set_.source_Storage_storage_offset", at::native::set_storage_cpu_);
+  m.impl("convolution_overrideable", convolution);
+  m.impl("convolution_backward_overrideable", convolution_backward);
+  m.impl("native_layer_norm_backward",
+         torch::CppFunction::makeFromBoxedFunction<&layer_norm_backward>());
+  m.impl("histc", histc);
   m.impl("_copy_from", copy_from);
   m.impl("_copy_from_and_resize", copy_from_and_resize);
   m.impl("_local_scalar_dense", local_scalar_dense);

@@ -38,6 +38,7 @@ import buildconfig  # noqa: E402
 import ringcomm  # noqa: E402
 
 EXTENSION = "ringcomm_emulated_gpu"
+_OPERATORS: list[torch.library.Library] = []  # which last as long as these
 FATBIN = b"\x50\xed\x55\xba"  # nvcc's images begin so
 # A first build takes one to two minutes of a core; another test run may be at it.
 BUILD_TIMEOUT_S = 900.0
@@ -149,6 +150,25 @@ def load(libraries: tuple[Path, Path] | None = None) -> ModuleType:
     torch.utils.rename_privateuse1_backend("emugpu")
     extension = _import_extension(extension_path)
     torch._register_device_module("emugpu", emugpu)
+    merge = torch.ops.ringcomm.merge_softmax_stats
+    _OPERATORS.append(torch.library.Library("ringcomm", "IMPL", "PrivateUse1"))
+    _OPERATORS[-1].impl(
+        "merge_softmax_stats", lambda stats, name: merge(stats.cpu(), name).to(stats.device)
+    )
+    # Module.to() cannot set the data of weights to those of another device, and would untie them.
+    # A weight that is there already keeps its hooks.
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    swap = torch.utils.swap_tensors
+    torch.utils.swap_tensors = lambda a, b: (
+        None if a.device == b.device and a.data_ptr() == b.data_ptr() else swap(a, b)
+    )
+    from_dlpack = torch.from_dlpack
+    # DLPack has no name for the device.
+    torch.from_dlpack = lambda tensor, **options: (
+        extension.with_own_storage(tensor)
+        if getattr(tensor, "device", None) and tensor.device.type == "emugpu"
+        else from_dlpack(tensor, **options)
+    )
     dist.Backend.register_backend("emup2p", extension.create_p2p, devices=["emugpu"])
     creator = dist.Backend._plugins["RINGCOMM"].creator_fn
     devices = [*dist.Backend.backend_capability["ringcomm"], "emugpu"]

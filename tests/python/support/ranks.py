@@ -39,6 +39,9 @@ MAX_LOG_CHARS = 6000
 GPU_FILE_DOOR = 1 << 20  # the byte on which every process that uses the file has a read lock
 
 
+EMULATED = "RINGCOMM_TEST_EMULATED_GPU"  # of ranks with the device "emugpu": its libraries
+
+
 class RankFailure(AssertionError):
     """What went wrong, of each rank."""
 
@@ -303,6 +306,15 @@ def run_ranks(
     """
     __tracebackhide__ = True
     rank_env = [env or {}] * world_size if isinstance(env, dict | None) else env
+    if "emugpu" in args:
+        import emulated_gpu
+
+        if backend == "gloo":
+            pytest.skip("Gloo has no tensors on emulated GPUs")
+        driver, extension = emulated_gpu.build()
+        emulated = {EMULATED: f"{driver}:{extension}", "RINGCOMM_EMULATOR_SMS": "512"}
+        emulated |= emulated_gpu.with_kernels()
+        rank_env = [{**emulated, **own} for own in rank_env]
 
     def make() -> Pool:
         pool = Pool(server(), rank_env, module or fn.__module__)
@@ -311,7 +323,7 @@ def run_ranks(
         return pool
 
     if not fresh:
-        key = (fn.__module__, world_size, backend, pg_options, group_timeout_s, str(env))
+        key = (fn.__module__, world_size, backend, pg_options, group_timeout_s, str(rank_env))
         return server().pool(key, make).call(fn, args, timeout_s, grace_s=grace_s)
     pool = make()
     results = pool.call(fn, args, timeout_s, may_die, grace_s)
@@ -419,8 +431,9 @@ def place(device: str, rank: int) -> Any:
 
     if device == "cpu":
         return torch.device("cpu")
-    torch.cuda.set_device(rank % torch.cuda.device_count())
-    return torch.device("cuda", torch.cuda.current_device())
+    module: Any = torch.get_device_module(device)
+    module.set_device(rank % module.device_count())
+    return torch.device(device, module.current_device())
 
 
 def init_group(
@@ -457,6 +470,12 @@ def _init_group(
 
     from ringcomm.torch_names import backend_of, devices_of, set_timeout
 
+    if libraries := os.environ.get(EMULATED):
+        import emulated_gpu
+
+        os.environ.setdefault("RINGCOMM_EMULATOR_BOX", store)
+        driver, extension = map(Path, libraries.split(":"))
+        emulated_gpu.load((driver, extension)).set_device(0)
     is_ours = "ringcomm" in backend
     make_s = max(timeout_s, MAKE_S) if is_ours else timeout_s
     init_group(rank, world_size, store, make_s, pg_options, backend)
