@@ -21,7 +21,7 @@ from ringcomm.backward_pass import (
 from ringcomm.optim.agreements import Replicas, SameWeights
 from ringcomm.optim.gradients import Gradient, StepFacts, exact
 from ringcomm.optim.options import StepOptions
-from ringcomm.optim.slot import Groups, Slot, in_function, roots_of_pass
+from ringcomm.optim.slot import Groups, Slot, roots_of_pass, running_functions
 from ringcomm.parallel.clip import LossScale, clip_factor
 from ringcomm.parallel.gradient_placeholder import weakly
 from ringcomm.parallel.model.cut import Axes
@@ -103,7 +103,7 @@ class GradientPath:
 
     def whole_arrived(self, slot: Slot) -> None:
         """Autograd has made a full gradient, which fully_shard will reduce."""
-        if self._enter_pass() and slot.num_unseen_uses:
+        if self._enter_pass() and slot.first_runs:
             raise RuntimeError(
                 f"{slot.name} is used by several segments of a reentrant checkpoint, and"
                 " fully_shard loses gradients of all but one: set use_reentrant=False"
@@ -139,7 +139,7 @@ class GradientPath:
             for root in roots_of_pass():
                 if root.grad_fn is not None:
                     root.grad_fn.register_prehook(again)
-        return in_function("backward") or bool(self._passes)
+        return running_functions()[1] is not None or bool(self._passes)
 
     def _runs_again(self, before: BackwardPass, _: Any) -> None:
         """Called when a graph runs again; torch would not say what has changed its weights."""
@@ -250,7 +250,7 @@ class GradientPath:
 
         Raises RuntimeError, before a write, if a gradient is not finite.
         """
-        uses = [(slot.num_unseen_uses, slot.has_plain_use) for slot in self.slots]
+        uses = [(slot.first_runs.copy(), slot.has_plain_use) for slot in self.slots]
         try:
             self._phase = "facts"
             try:
@@ -267,7 +267,7 @@ class GradientPath:
             factor = self._factor_of_facts()
             for slot, known in zip(self.slots, uses, strict=True):
                 slot.num_arrived = 0
-                slot.num_unseen_uses, slot.has_plain_use = known
+                slot.first_runs, slot.has_plain_use = known
             self._forget_agreements()
             if factor is not None:
                 self._phase, self._factor = "update", factor
@@ -298,12 +298,11 @@ class GradientPath:
             for same in self._same.values():
                 if expects and not same.has_agreed:
                     same.agree(None)
-            for replicas in self.replicas:
+            for replicas in self.replicas if expects else ():
                 self._take_turns(replicas, all_of_them=True)
-                is_left = any(slot.has_grad for slot in replicas.slots)
-                if is_left or (expects and not replicas.has_agreed):
-                    replicas.agree(None)
+                while replicas.agree(None):
                     self._take_turns(replicas, all_of_them=True)
+                self._take_turns(replicas, all_of_them=True)
                 replicas.drain()
             self._complete_what_is_left(slot for slot in self.slots if slot.replicas is None)
 

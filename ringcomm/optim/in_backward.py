@@ -115,6 +115,8 @@ class InBackwardOptimizer(torch.optim.Optimizer):
                     group["step"] += 1
         finally:
             self._forget()
+            for slot in self._path.slots:
+                slot.has_plain_use = False
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
