@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ringcomm.ops.fused_update import LomoStep
-from ringcomm.optim import float64
 from ringcomm.optim.gradients import EmbeddingGradient, Gradient, LinearGradient
 from ringcomm.optim.in_backward import InBackwardOptimizer
 from ringcomm.optim.options import options_of
@@ -266,7 +265,51 @@ class AdaLomo(InBackwardOptimizer):
 
 
 def _ops_for(weight: Tensor) -> Any:
-    return float64 if weight.dtype == torch.float64 else _ops
+    return _Float64 if weight.dtype == torch.float64 else _ops
+
+
+class _Float64:
+    """Operators for float64 weights, in torch's operations: of models that are checked."""
+
+    @staticmethod
+    def sgd_update_(
+        weight: Tensor, grad: Tensor, lr: float, decay: float, factor: float, _: int, **options: Any
+    ) -> None:
+        grad = _clamped(grad, factor, options["clip_value"])
+        weight.mul_(1 - lr * decay).sub_(grad, alpha=lr)
+
+    @staticmethod
+    def square_sums(
+        grad: Tensor, factor: float, *, clip_value: float | None
+    ) -> tuple[Tensor, Tensor]:
+        squares = _clamped(grad, factor, clip_value).square()
+        return squares.sum(1), squares.sum(0)
+
+    @staticmethod
+    def adalomo_squares(
+        weight: Tensor, grad: Tensor, rows: Tensor, columns: Tensor, factor: float, **options: Any
+    ) -> Tensor:
+        update = _clamped(grad, factor, options["clip_value"]) * rows[:, None] * columns
+        return torch.stack([update.square().sum(), weight.square().sum()])
+
+    @staticmethod
+    def adalomo_update_(
+        weight: Tensor,
+        grad: Tensor,
+        rows: Tensor,
+        columns: Tensor,
+        size_and_decay: Tensor,
+        factor: float,
+        _: int,
+        **options: Any,
+    ) -> None:
+        update = _clamped(grad, factor, options["clip_value"]) * rows[:, None] * columns
+        weight.mul_(size_and_decay[1]).sub_(update * size_and_decay[0])
+
+
+def _clamped(grad: Tensor, factor: float, clip_value: float | None) -> Tensor:
+    grad = grad * factor
+    return grad if clip_value is None else grad.clamp(-clip_value, clip_value)
 
 
 def _wide(weight: Tensor) -> torch.dtype:

@@ -88,13 +88,9 @@ class States:
                     self.replace(param, new_state(self.inner_of(param), group, param, value))
                     unstepped[param] = self._seen(param)
 
-    def load(self, groups: list[State], states: Mapping[Any, State]) -> None:
-        """Takes parameter groups, and states by weight."""
-        self._load(groups, states)
-        self.note_unstepped(states)
-
-    def note_unstepped(self, states: Mapping[Any, State]) -> None:
-        """Of states that have been loaded, those with step 0 stand for none."""
+    def load(self, groups: list[State], states: Mapping[Any, State], **how: bool) -> None:
+        """Takes parameter groups, and states by weight. Those with step 0 stand for none."""
+        self._load(groups, states, **how)
         counting = [param for param in states if _counts_from_0(self.inner_of(param))]
         at_0 = [param for param in counting if float(states[param].get("step", 1)) == 0]
         unstepped = self._unstepped()
@@ -105,8 +101,7 @@ class States:
         """The states that stand for none, which the next step drops."""
         if self.optimizer not in _unstepped:
             _unstepped[self.optimizer] = {}
-            if isinstance(self.optimizer, torch.optim.Optimizer):
-                self.optimizer.register_step_pre_hook(drop_unstepped)
+            self.optimizer.register_step_pre_hook(drop_unstepped)
         return _unstepped[self.optimizer]
 
     def _load(self, groups: list[State], states: Mapping[Any, State]) -> None:
@@ -116,11 +111,26 @@ class States:
 
 
 def states_of(optimizer: Any) -> States:
-    """The states of any optimizer."""
-    if type(optimizer).__module__.startswith("accelerate."):
-        optimizer = optimizer.optimizer  # which it has wrapped
-    found: States = getattr(optimizer, "saved_states", States(optimizer))
-    return found
+    """The states of any optimizer, or of the one that a wrapper, as Accelerate's, has in it.
+
+    Raises TypeError for a wrapper with weights or a state of its own, or without `optimizer`.
+    """
+    while hasattr(inner := getattr(optimizer, "optimizer", None), "step"):
+        own, its = (
+            [vars(x).get("state"), getattr(x, "param_groups", None)] for x in (optimizer, inner)
+        )
+        if any(a is not None and a is not b for a, b in zip(own, its, strict=True)):
+            raise TypeError(
+                f"{type(optimizer).__name__} has other weights or states than its `optimizer`: pass"
+                " that one, and save the others beside it"
+            )
+        optimizer = inner
+    if (found := getattr(optimizer, "saved_states", None)) is not None:
+        return found  # type: ignore[no-any-return]
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        name = type(optimizer).__name__
+        raise TypeError(f"expected an optimizer of torch's kind, got {name}: pass what it wraps")
+    return States(optimizer)
 
 
 def drop_unstepped(optimizer: Any, *_: Any) -> None:

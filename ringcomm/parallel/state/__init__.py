@@ -59,8 +59,8 @@ def get_state_dict(
     Args:
         model: an nn.Module, a pipeline.Pipeline, or the result of parallelize().
         optimizer: an optimizer over its parameters: of torch, zero.shard(), ringcomm.optim or
-            offload, or a ParameterServer. Missing state is made until the next step. The float32
-            values of 16-bit weights have the key "master".
+            offload, or a ParameterServer; or a wrapper that has it as `optimizer`. Missing state is
+            made until the next step. The float32 values of 16-bit weights have the key "master".
         full: return full tensors, as in a model of one process, in CPU memory. Otherwise each rank
             has its part: a TensorPart, a DTensor, or a replicated tensor.
         rank0_only: with `full`: ranks other than 0 get two empty dicts, and need memory for one
@@ -78,6 +78,7 @@ def get_state_dict(
         `cpu` is set or they are in files or in an optimizer of offload.
 
     Raises:
+        TypeError: a wrapper of an optimizer has weights or a state of its own, or no `optimizer`.
         ValueError: rank0_only without full; the optimizer has other parameters than the model, or
             states that cannot be combined; a FullyShardedDataParallel; with full, ranks of other
             groups have elements.

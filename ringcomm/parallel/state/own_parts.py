@@ -159,6 +159,7 @@ class OptimizerParts:
         is_stored: bool = False,
     ) -> None:
         self._states, self._model = states_of(optimizer), model
+        optimizer = self._states.optimizer
         self._states.make()
         params = params_in(optimizer.param_groups)
         strangers = [tuple(param.shape) for param in params if param not in model.name_of]

@@ -32,6 +32,7 @@ from ringcomm.parallel.zero.options import Given, ShardOptions
 from ringcomm.parallel.zero.prediction import predict_memory, predict_traffic
 from ringcomm.parallel.zero.stage1_2 import FlatZero
 from ringcomm.parallel.zero.stage3 import Zero3
+from ringcomm.parallel.zero.states import check_shape
 from ringcomm.torch_names import flat_mesh
 
 __all__ = ["ZeroOptimizer", "predict_memory", "predict_traffic", "shard"]
@@ -206,6 +207,9 @@ def _joined_state(inners: Sequence[Inner]) -> dict[str, Any]:
     for inner in inners:
         drop_unstepped(inner.optimizer)  # the next step would
         state = inner.optimizer.state_dict()
+        for number, param in enumerate(() if inner.is_whole else params_in(inner.groups)):
+            for key, value in state["state"].get(number, {}).items():
+                check_shape(key, begin + number, value, param)
         joined["state"] |= {begin + number: value for number, value in state["state"].items()}
         for group in state["param_groups"]:
             # Without options: the dicts stay, and with them tensors that a user may hold.

@@ -193,7 +193,7 @@ class Bucket:
     # ---- around the update
 
     def see_written_weights(self) -> None:
-        """See take_written()."""
+        """Updates the master after the weights were modified, as by a loaded state_dict."""
         if self.has_master:
             take_written(self.shard, self.weights[self._mine])
 
@@ -339,7 +339,7 @@ class GradientReducer:
 
     # ---- agreement of all ranks
 
-    def agree(self) -> tuple[int, set[nn.Parameter], list[Bucket]]:
+    def agree(self) -> tuple[int, set[Any]]:
         """Whether any rank has a gradient; weights with one, and buckets with a fresh one.
 
         Collective: one MAX all_reduce for each group of buckets, and each backward pass that only
@@ -349,27 +349,21 @@ class GradientReducer:
             self._end_pass()
         return found
 
-    def _share_facts(self, *, is_pass: bool) -> tuple[int, set[nn.Parameter], list[Bucket]]:
+    def _share_facts(self, *, is_pass: bool) -> tuple[int, set[Any]]:
         """Of any rank: 2 if a pass begins, 1 if a gradient is there, or 0; see agree()."""
-        what = 2 if is_pass else int(any(b.arrived | b.reduced for b in self._buckets))
-        found = 0
-        present: set[nn.Parameter] = set()
-        fresh: set[Bucket] = set()
+        mine: set[Any] = {param for b in self._buckets for param in b.arrived | b.reduced}
+        found, what = 0, 2 if is_pass else int(bool(mine))
+        mine |= {bucket for bucket in self._buckets if bucket.arrived}
+        present = set[Any]()
         for group in self._groups:
             buckets = [bucket for bucket in self._buckets if bucket.group is group]
-            params = [param for bucket in buckets for param in bucket.params]
-            has_gradient = {param for b in buckets for param in b.arrived | b.reduced}
-            mine = [what, *(param in has_gradient for param in params)]
-            mine += [bool(bucket.arrived) for bucket in buckets]
+            keys = [*(param for bucket in buckets for param in bucket.params), *buckets]
+            facts = [what, *(key in mine for key in keys)]
             if group is not None:
-                mine = largest_of(mine, [group], device_of(group), torch.uint8)
-            by_weight, by_bucket = mine[1 : 1 + len(params)], mine[1 + len(params) :]
-            found = max(found, mine[0])
-            present |= {param for param, has in zip(params, by_weight, strict=True) if has}
-            fresh |= {
-                bucket for bucket, is_fresh in zip(buckets, by_bucket, strict=True) if is_fresh
-            }
-        return found, present, [bucket for bucket in self._buckets if bucket in fresh]
+                facts = largest_of(facts, [group], device_of(group), torch.uint8)
+            found = max(found, facts[0])
+            present |= {key for key, is_so in zip(keys, facts[1:], strict=True) if is_so}
+        return found, present
 
     # ---- by pass
 

@@ -144,7 +144,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         except Exception as error:
             problem = error if isinstance(error, ValueError) else repr(error)
         raise_on_all(problem, self.group)
-        self.saved_states.load_full(given["param_groups"], states)
+        self.saved_states.load(given["param_groups"], states, is_full=True)
         run_state_hooks(self, "load_state_dict_post")
 
     @property

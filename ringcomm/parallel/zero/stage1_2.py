@@ -119,7 +119,9 @@ class FlatZero(ZeroOptimizer):
 
     def _agree(self) -> bool:
         self._reducer.hooks.collect()
-        found, self._present, self._unreduced = self._reducer.agree()
+        found, present = self._reducer.agree()
+        self._present = present.difference(self._buckets)
+        self._unreduced = [bucket for bucket in self._buckets if bucket in present]
         return bool(found)  # also where only ranks with other experts have a gradient
 
     def _reduce(self) -> None:

@@ -179,6 +179,13 @@ class Zero3(ZeroOptimizer):
         """See ZeroOptimizer."""
         loss = super().step(closure)
         self._tell_scale()
+        is_unreached, self._awaits_backward = self._awaits_backward, False
+        if is_unreached:
+            raise RuntimeError(
+                "no backward pass has reached the outputs of the model since its forward pass:"
+                " backward(inputs=weights) does nothing at stage 3, where gradients belong to"
+                " gathered weights. Leave inputs= out, and freeze other weights by requires_grad_()"
+            )
         return loss
 
     def _set_sync(self, is_on: bool) -> None:
@@ -194,17 +201,11 @@ class Zero3(ZeroOptimizer):
         # All ranks last: they learn what is true of some rank's experts.
         for group in self.inner.rank_groups:
             params = [param for param in self.all_params() if self.inner.group_of[param] is group]
-            has = [2 if param in self._kept else self._has_gradient(param) for param in params]
+            has = [2 if p in self._kept else self._has_gradient(p) for p in params]
             facts = largest_of([most, *has], [group], device_of(group), torch.uint8)
             found |= zip(params, facts[1:], strict=True)
             most = max(facts)
-        is_unreached, self._awaits_backward = self._awaits_backward, False
-        if is_unreached and not most:
-            raise RuntimeError(
-                "no backward pass has reached the outputs of the model since its forward pass:"
-                " backward(inputs=weights) does nothing at stage 3, where gradients belong to"
-                " gathered weights. Leave inputs= out, and freeze other weights by requires_grad_()"
-            )
+        self._awaits_backward &= not most
         if most == 2:
             raise RuntimeError(
                 "gradients from no_sync() were not reduced at stage 3: run the last backward"
@@ -219,7 +220,8 @@ class Zero3(ZeroOptimizer):
 
     def _has_gradient(self, param: nn.Parameter) -> bool:
         """Whether a gradient has arrived on this rank, from autograd or the user."""
-        return param.grad is not None and (self._is_by_user(param) or param in self._marked)
+        is_marked = param in self._marked and param.grad is not None
+        return is_marked or self._is_by_user(param)
 
     def _is_by_user(self, param: nn.Parameter) -> bool:
         return param.grad is not None and param.grad is not self._reduced.get(param)
