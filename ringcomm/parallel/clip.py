@@ -201,12 +201,9 @@ def _own(grad: Tensor) -> Tensor:
 
 
 class LossScale:
-    """A fixed factor, or one that halves on overflow and doubles after `growth_interval` steps.
+    """A factor of the loss, its `value`; fixed, or dynamic (Micikevicius et al. 2018).
 
-    Micikevicius et al. 2018.
-
-    Attributes:
-        value: the current factor of the loss.
+    A dynamic one halves on overflow and doubles after `growth_interval` steps.
     """
 
     initial_value = 2.0**16

@@ -34,9 +34,8 @@ class Asked(NamedTuple):
     """Which system asks, and what it was given.
 
     Attributes:
-        system: "zero 1" to "zero 3", "infinity", "Lomo", "ParameterServer",
-            "Pipeline", "stage" for a rank's part of it, "tensor_parallelize", "expert_parallelize",
-            "parallelize", or "optimizer" for one that parallelize() has made.
+        system: one of those above, "stage" for a rank's part of a pipeline, or "optimizer" for one
+            that parallelize() has made.
         name: the system in messages; of an optimizer why it needs full weights, or "".
         trained: the parameters of its optimizer; all that require grad by default.
         options: zero.shard's ShardOptions.
@@ -72,15 +71,9 @@ def _is_table(module: Any) -> bool:
 _MODULES = (
     _Row(
         _TRAINERS | _PIPELINE | _TENSOR | _CALL,
-        lambda m, _: isinstance(m, DistributedDataParallel),
-        "{name} is wrapped in DistributedDataParallel, which reduces gradients itself: pass its"
-        " `module` to {asked.name}",
-    ),
-    _Row(
-        _TRAINERS | _PIPELINE | _TENSOR | _CALL,
-        lambda m, _: isinstance(m, FullyShardedDataParallel),
-        "{name} is wrapped in FullyShardedDataParallel, which shards its weights itself: pass its"
-        " `module` to {asked.name}, before it is wrapped",
+        lambda m, _: isinstance(m, DistributedDataParallel | FullyShardedDataParallel),
+        "{name} is wrapped in {type}, which reduces gradients itself: pass its `module` to"
+        " {asked.name}, before it is wrapped",
     ),
     _Row(
         _ZERO | _SERVER,

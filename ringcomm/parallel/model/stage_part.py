@@ -18,22 +18,18 @@ _part_of_block: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[StagePart]]" =
 class StagePart(PartModule):
     """This rank's blocks of a pipeline, under their names in the whole model.
 
-    Calls, copies, and names that only the whole model has raise an error.
-
-    It is made from the pipeline's ranks and all blocks of the model, including those of other
-    ranks.
+    Calls, copies, and names that only the whole model has raise an error. It is made from the
+    pipeline's ranks and all blocks of the model, including those of other ranks.
 
     Attributes:
-        tied: this rank's parameters that other ranks of the pipeline have too, with all their
-            ranks.
+        tied: the parameters that other ranks of the pipeline have too, with all their ranks.
         num_stages: on this rank.
         late: the parameters whose gradients are complete only when Pipeline.step() returns: tied
             ones, and all of them if the schedule splits backward passes, because torch adds the
             gradients of weights itself then.
         after_backward: called after each backward pass of a stage, in the same order on all
             data-parallel ranks.
-        first_names: for a parameter's name here, its name in the first block of the model that has
-            it.
+        first_names: of a parameter's name here, that in the first block of the model that has it.
     """
 
     def __init__(self, group: dist.ProcessGroup, blocks: Iterable[nn.Module]) -> None:

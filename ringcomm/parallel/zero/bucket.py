@@ -41,8 +41,7 @@ class BucketPlan(NamedTuple):
     Attributes:
         sizes: the elements of each rank's shard.
         is_whole: whether each weight is in one rank's shard, that of its owner.
-        experts: the sharded experts that the weights belong to, which ranks with the same ones
-            share.
+        experts: the sharded experts that the weights belong to; ranks with the same ones share it.
     """
 
     params: list[nn.Parameter]
@@ -58,11 +57,8 @@ class Bucket:
     of the mean over the ranks. Both accumulate all gradients since the last step.
 
     Attributes:
-        params: the weights, in the order of the buffer.
-        is_whole: whether each is in one rank's shard.
         group: the ranks that share it; None if this one is alone.
         weights: all ranks' shards of them, in rank order; one dimension.
-        is_half: whether the weights have 16 bits.
         shard: this rank's part of `weights`, which the optimizer updates; with a master, the
             float32 values of 16-bit weights.
         grads: the buffer of unsharded gradients; None while there are none.

@@ -36,9 +36,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     Its parameter groups are the dicts of the given optimizer. `state` has this rank's parts of
     states and may be modified, except if it is offloaded. Copying and pickling raise. A weight
-    without a gradient on any rank is not updated, as in torch's optimizers. At stages 1 and 2, a
-    missing gradient on some ranks counts as zeros in the mean, as with
-    DistributedDataParallel(find_unused_parameters=True).
+    without a gradient on any rank is not updated. At stages 1 and 2, a missing gradient on some
+    ranks counts as zeros in the mean.
 
     Attributes:
         grad_norm: the 2-norm of all gradients before clipping, without the loss scale, in the last
@@ -186,12 +185,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """A context in which backward passes accumulate gradients locally and send none.
-
-            for part in parts[:-1]:
-                with optimizer.no_sync():
-                    loss_of(model, part).backward()
-            loss_of(model, parts[-1]).backward()
-            optimizer.step()
 
         The next backward pass outside reduces the sum; so does step() at stages 1 and 2. Until then
         gradients need the memory of unsharded ones. Stage 1 always reduces in step().

@@ -19,11 +19,7 @@ from ringcomm.torch_names import active_ddp
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShardOptions:
-    """The options of zero.shard(), checked.
-
-    Raises:
-        ValueError: a value is out of range.
-    """
+    """The options of zero.shard(); raises ValueError for one that is out of range."""
 
     bucket_bytes: int = 25 << 20
     param_dtype: torch.dtype | None = None
