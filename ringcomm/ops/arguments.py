@@ -165,10 +165,3 @@ def tokens_of(op: str, weight: Tensor, x: Tensor, grad_out: Tensor) -> tuple[Ten
     sizes = f"{len(tokens)} and {len(grads)}"
     want(len(tokens) == len(grads), op, "x and grad_out with as many tokens", sizes)
     return tokens, grads
-
-
-def check_indices(op: str, indices: Tensor, grad_out: Tensor, weight: Tensor) -> None:
-    """Checks for one index per row of grad_out, of shape (*indices.shape, width)."""
-    check_tensor(op, "indices", indices, weight, (torch.int64, torch.int32))
-    shape = (*indices.shape, weight.shape[1])
-    check_tensor(op, "grad_out", grad_out, weight, shape=shape)

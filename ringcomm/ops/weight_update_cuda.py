@@ -155,7 +155,8 @@ def embedding_sgd_update_(
     num_rows, width = weight.shape
     is_row = -1 <= padding_idx < max(1, num_rows)
     want(is_row, op, f"padding_idx to be one of {num_rows} rows, or -1 for none", padding_idx)
-    arguments.check_indices(op, indices, grad_out, weight)
+    arguments.check_tensor(op, "indices", indices, weight, (torch.int64, torch.int32))
+    arguments.check_tensor(op, "grad_out", grad_out, weight, shape=(*indices.shape, width))
     check_writable(op, weight, low, indices, grad_out)
     ids, order = torch.sort(indices.reshape(-1), stable=True)
     touched = ids

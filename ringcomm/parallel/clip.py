@@ -21,10 +21,9 @@ def clip_grad_norm_(
 ) -> Tensor:
     """torch.nn.utils.clip_grad_norm_ for a model on any mesh of ranks.
 
-    Every element of the whole model's gradient counts once. This includes tensor-, sequence- and
-    expert-parallel layers, replicated key and value heads, pipeline stages with tied weights, and
-    DTensors of fully_shard, in any combination. The norm and the factor are bitwise equal on all
-    ranks, so replicas stay equal.
+    Every element of the whole model's gradient counts once, with any combination of tensor,
+    sequence, expert and pipeline parallelism and fully_shard. The norm and the factor are bitwise
+    equal on all ranks, so replicas stay equal.
 
     Args:
         model: an nn.Module, or a `pipeline.Pipeline`, after the backward pass. Gradients must

@@ -48,13 +48,12 @@ def get_state_dict(
         values, state = get_state_dict(train.model, train.optimizer)
         dcp.save({"model": values, "optimizer": state}, checkpoint_id=folder)
 
-    Names are without those of DistributedDataParallel, torch.compile and checkpoint_wrapper.
     dcp.async_save() runs collectives during the next steps: make `group = dist.new_group()` once,
     and pass process_group=group.
 
-    Tensor-parallel layers, pipeline stages, experts, DTensors, and shards of ZeRO
-    are parts of full tensors. torch.distributed.checkpoint saves each element once and loads it on
-    any other mesh, and with torch.distributed.checkpoint.state_dict into plain torch.
+    Tensor-parallel layers, pipeline stages, experts, DTensors, and shards of ZeRO are parts of full
+    tensors. torch.distributed.checkpoint saves each element once and loads it on any other mesh,
+    and with torch.distributed.checkpoint.state_dict into plain torch.
 
     Args:
         model: an nn.Module, a pipeline.Pipeline, or the result of parallelize().

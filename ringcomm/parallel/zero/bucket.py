@@ -1,8 +1,4 @@
-"""Weights that are reduced, updated and gathered together: one flat buffer, a shard per rank.
-
-Gradients are copied into buckets when autograd computes them; stage 2 reduces them in the backward
-pass.
-"""
+"""Weights that are reduced, updated and gathered together: one flat buffer, a shard per rank."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import accumulate
@@ -243,9 +239,7 @@ def plan_buckets(
         num_ranks = world_size if experts is None else place_in(experts.replica_group)[1]
         if is_whole:
             bucket.sort(key=owners.__getitem__)
-            sizes = [0] * num_ranks
-            for param in bucket:
-                sizes[owners[param]] += param.numel()
+            sizes = [sum(p.numel() for p in bucket if owners[p] == r) for r in range(num_ranks)]
         else:
             sizes = shard_sizes(sum(param.numel() for param in bucket), num_ranks)
         plans.append(BucketPlan(bucket, sizes, is_whole, experts))

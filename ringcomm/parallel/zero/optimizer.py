@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import islice
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from ringcomm.parallel.model.describe import describe
 from ringcomm.parallel.offload.state_rows import StatesView
 from ringcomm.parallel.optimizer_classes import over_groups, params_in
 from ringcomm.parallel.zero.inner import Grads, InnerSteps
-from ringcomm.parallel.zero.options import Given, refuse_copy, refuse_ddp
+from ringcomm.parallel.zero.options import Given, refuse_ddp
 from ringcomm.parallel.zero.states import ShardedStates
 from ringcomm.torch_names import (
     foreach_mul_,
@@ -75,7 +75,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         # Before fully_shard's hook, which replaces the weights.
         given.model.module.register_forward_pre_hook(refuse_ddp, prepend=True)
 
-    __deepcopy__ = __reduce_ex__ = refuse_copy
+    def __reduce_ex__(self, _: Any) -> NoReturn:
+        raise RuntimeError(
+            "an optimizer of zero.shard() cannot be copied or pickled: save"
+            " ringcomm.parallel.get_state_dict(model, optimizer) instead"
+        )
+
+    __deepcopy__ = __reduce_ex__
 
     # ---- what users call
 

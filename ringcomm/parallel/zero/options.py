@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Iterable
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -71,14 +71,6 @@ class Given(NamedTuple):
     def groups(self) -> list[dict[str, Any]]:
         """All parameter groups."""
         return [group for inner in self.optimizers for group in inner.groups]
-
-
-def refuse_copy(*_: Any) -> NoReturn:
-    """For an optimizer, which refers to the model, hooks and a process group."""
-    raise RuntimeError(
-        "an optimizer of zero.shard() cannot be copied or pickled: save"
-        " ringcomm.parallel.get_state_dict(model, optimizer) instead"
-    )
 
 
 def data_was_set(name: str) -> str:

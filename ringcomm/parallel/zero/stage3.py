@@ -77,16 +77,14 @@ class Zero3(ZeroOptimizer):
         self._awaits_backward = False  # a forward pass has made a graph, and no backward pass began
         named = model.named_parameters()
         self._memory = [(name, param, param.detach()) for name, param in named]
-        roots = _fsdp_roots(model)
-        for root in roots:
+        for root in _fsdp_roots(model):
             root.register_forward_pre_hook(untraced(weakly(self._forward_begins)))
+            root.register_forward_hook(untraced(weakly(self._watch_outputs)))
         meshes = {getattr(param, "device_mesh", None) for param in model.parameters()}
         for module in model.modules():
             has_weights = next(module.parameters(recurse=False), None) is not None
             if has_weights and not isinstance(module, FSDPModule):
                 module.register_forward_pre_hook(partial(_check_gathered, meshes))
-        for root in roots:
-            root.register_forward_hook(untraced(weakly(self._watch_outputs)))
         refuse_moves(model)
         is_whole = given.mesh is None or root_mesh(given.mesh).size() == self.group.size()
         save_full(model, self.group if is_whole else None)
@@ -201,7 +199,7 @@ class Zero3(ZeroOptimizer):
         # All ranks last: they learn what is true of some rank's experts.
         for group in self.inner.rank_groups:
             params = [param for param in self.all_params() if self.inner.group_of[param] is group]
-            has = [2 if p in self._kept else self._has_gradient(p) for p in params]
+            has = [self._has_gradient(param) for param in params]
             facts = largest_of([most, *has], [group], device_of(group), torch.uint8)
             found |= zip(params, facts[1:], strict=True)
             most = max(facts)
@@ -218,10 +216,10 @@ class Zero3(ZeroOptimizer):
                 param.grad = torch.zeros_like(param)  # the owner gets all rows
         return most > 0
 
-    def _has_gradient(self, param: nn.Parameter) -> bool:
-        """Whether a gradient has arrived on this rank, from autograd or the user."""
+    def _has_gradient(self, param: nn.Parameter) -> int:
+        """1 if a gradient has arrived on this rank, from autograd or the user; 2 in no_sync()."""
         is_marked = param in self._marked and param.grad is not None
-        return is_marked or self._is_by_user(param)
+        return 2 if param in self._kept else is_marked or self._is_by_user(param)
 
     def _is_by_user(self, param: nn.Parameter) -> bool:
         return param.grad is not None and param.grad is not self._reduced.get(param)
