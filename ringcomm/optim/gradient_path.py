@@ -87,7 +87,8 @@ class GradientPath:
                 return  # a function has returned None, or the weight is frozen now
             awaits_more = slot.awaits_more(is_nested=is_nested)
             if not awaits_more:
-                self._count(slot)
+                self._check_step()
+                slot.count(self._num_parts)
             is_last = not awaits_more and slot.num_arrived == self._num_parts
             if gradient is not None:
                 if is_last and not slot.has_grad:
@@ -155,23 +156,14 @@ class GradientPath:
         for slot in () if is_nested else self.slots:
             slot.show()
 
-    def _count(self, slot: Slot) -> None:
-        """Counts a gradient. Raises RuntimeError, before a write, if it is not expected."""
+    def _check_step(self) -> None:
+        """Raises RuntimeError or ValueError, before a write, if no gradient is expected."""
         if self.loss_scale is not None and not self.is_scaled:
             raise RuntimeError("with loss_scale=, call opt.scale(loss).backward()")
-        self.check_pass()
+        self._check_pass()
         self._optimizer.check_model()
-        if not slot.is_last_hook:
-            raise RuntimeError(
-                f"a hook of {slot.name} was registered after the forward pass of its layer, and"
-                " would run after the gradient is used: register it before"
-            )
-        slot.refuse_second(slot.num_arrived == self._num_parts)
-        slot.num_arrived += 1
-        slot.arrived_in = current_pass()
 
-    def check_pass(self) -> None:
-        """Raises RuntimeError for a gradient outside the two passes of clip_mode="two_pass"."""
+    def _check_pass(self) -> None:
         if self._mode == "two_pass" and self._phase == "plain":
             raise RuntimeError('with clip_mode="two_pass", call opt.backward(loss)')
 
@@ -275,9 +267,9 @@ class GradientPath:
                 self.end_pass()
                 self._forget_agreements()
         except BaseException:  # what waits for a turn has no factor
-            is_written = self._phase == "update"
-            self._forget_step()
-            self._has_gradient = is_written
+            with exact(self.slots[0].param.device):
+                self._forget_gradients()
+            self._has_gradient = self._phase == "update"
             raise
         finally:
             self._phase, self._factor = "plain", 1.0
@@ -292,7 +284,7 @@ class GradientPath:
             if self._passes:  # one has raised: gradients that it expected will not come
                 self._forget_agreements()
             if any(slot.has_grad for slot in self.slots):
-                self.check_pass()
+                self._check_pass()
             # Other ranks may have had gradients; two passes agree in backward() alone.
             expects = self._mode != "two_pass" or self._phase != "plain"
             for same in self._same.values():
@@ -346,9 +338,6 @@ class GradientPath:
     def forget(self) -> None:
         """Discards the state of this step. Not inside a backward pass."""
         self._passes.forget()
-        self._forget_step()
-
-    def _forget_step(self) -> None:
         with exact(self.slots[0].param.device):
             self._forget_gradients()
 

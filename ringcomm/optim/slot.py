@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.distributed.tensor import DTensor
 
-from ringcomm.backward_pass import BackwardPass, in_backward, will_run
+from ringcomm.backward_pass import BackwardPass, current_pass, in_backward, will_run
 from ringcomm.optim.fused_layers import Handle
 from ringcomm.optim.gradients import Gradient
 from ringcomm.parallel.flat_collectives import local_of
@@ -228,6 +228,17 @@ class Slot:
                 " the weight without its layer (set use_reentrant=False)"
             )
 
+    def count(self, most: int) -> None:
+        """Counts a gradient, of which a step has `most`. Raises RuntimeError for another one."""
+        if not self._is_last_hook:
+            raise RuntimeError(
+                f"a hook of {self.name} was registered after the forward pass of its layer, and"
+                " would run after the gradient is used: register it before"
+            )
+        self.refuse_second(self.num_arrived == most)
+        self.num_arrived += 1
+        self.arrived_in = current_pass()
+
     def take(self) -> Tensor:
         """Returns the sum of the gradients that have arrived, and clears it."""
         self.collect()
@@ -268,7 +279,7 @@ class Slot:
             return
         if self.is_written and in_backward():
             raise RuntimeError(_read_after_update(self.name))
-        if not self.is_last_hook:  # others must see the gradient first
+        if not self._is_last_hook:  # others must see the gradient first
             hooks = accumulate_hooks_of(self.param)
             hooks[self.hook_id] = hooks.pop(self.hook_id)
         ddp = active_ddp()
@@ -291,7 +302,7 @@ class Slot:
                 self.first_runs.add(forward)
 
     @property
-    def is_last_hook(self) -> bool:
+    def _is_last_hook(self) -> bool:
         """Whether the hook that reports gradients runs after users'."""
         return next(reversed(accumulate_hooks_of(self.param))) == self.hook_id
 

@@ -24,7 +24,7 @@ from ringcomm.parallel.optimizer_kinds import needs_whole
 from ringcomm.parallel.steps import Parallelized
 from ringcomm.parallel.tensor.replicas import check_replicas
 from ringcomm.parallel.torch_checks import note_asked
-from ringcomm.parallel.zero.options import ShardOptions
+from ringcomm.parallel.zero.inner import ShardOptions
 
 MakeOptimizer = Callable[
     [Iterable[nn.Parameter]], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]

@@ -195,7 +195,8 @@ def unwrapped(module: Any) -> Any:
 
 def wrapped_attribute(module: Any) -> str | None:
     """Where one of torch's wrappers has the module that it is around; None for other modules."""
-    return _wrapped_attribute_of(type(module))
+    kind: Any = type(module)
+    return _wrapped_attribute_of(kind)
 
 
 @cache

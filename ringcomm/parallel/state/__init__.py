@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from ringcomm.backend import resolve_group
 from ringcomm.parallel.flat_collectives import all_gathered, raise_on_all
 from ringcomm.parallel.model.cut import find_shards
-from ringcomm.parallel.optimizer_states import MASTER, State, drop_unstepped
+from ringcomm.parallel.optimizer_classes import MASTER, State, drop_unstepped
 from ringcomm.parallel.parameter_server import ParameterServer
 from ringcomm.parallel.state.own_parts import ModelParts, OptimizerParts
 from ringcomm.parallel.state.tensor_part import (

@@ -19,16 +19,15 @@ from ringcomm.parallel.model.refuse import Asked, refuse
 from ringcomm.parallel.offload.infinity import ZeroInfinity as ZeroInfinity
 from ringcomm.parallel.offload.optimizers import Offloaded
 from ringcomm.parallel.optimizer_classes import (
+    drop_unstepped,
     optimizers_of,
     params_in,
     retire,
     takes_empty_groups,
 )
 from ringcomm.parallel.optimizer_kinds import needs_whole
-from ringcomm.parallel.optimizer_states import drop_unstepped
-from ringcomm.parallel.zero.inner import Inner
+from ringcomm.parallel.zero.inner import Given, Inner, ShardOptions
 from ringcomm.parallel.zero.optimizer import ZeroOptimizer
-from ringcomm.parallel.zero.options import Given, ShardOptions
 from ringcomm.parallel.zero.prediction import predict_memory, predict_traffic
 from ringcomm.parallel.zero.stage1_2 import FlatZero
 from ringcomm.parallel.zero.stage3 import Zero3

@@ -28,7 +28,7 @@ from ringcomm.parallel.flat_collectives import (
 )
 from ringcomm.parallel.gradient_placeholder import GradientHooks, largest_of, remove_hooks, weakly
 from ringcomm.parallel.model.describe import Model
-from ringcomm.parallel.zero.options import ShardOptions
+from ringcomm.parallel.zero.inner import ShardOptions
 
 
 class BucketPlan(NamedTuple):

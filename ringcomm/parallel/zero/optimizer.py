@@ -19,8 +19,7 @@ from ringcomm.parallel.model.cut import Axes
 from ringcomm.parallel.model.describe import describe
 from ringcomm.parallel.offload.state_rows import StatesView
 from ringcomm.parallel.optimizer_classes import over_groups, params_in
-from ringcomm.parallel.zero.inner import Grads, InnerSteps
-from ringcomm.parallel.zero.options import Given, refuse_ddp
+from ringcomm.parallel.zero.inner import Given, Grads, InnerSteps, refuse_ddp
 from ringcomm.parallel.zero.states import ShardedStates
 from ringcomm.torch_names import (
     foreach_mul_,

@@ -28,8 +28,8 @@ from ringcomm.parallel.model.units import (
     watch_whole_weights,
     with_own_memory,
 )
+from ringcomm.parallel.zero.inner import Given, data_was_set
 from ringcomm.parallel.zero.optimizer import ZeroOptimizer
-from ringcomm.parallel.zero.options import Given, data_was_set
 from ringcomm.torch_names import (
     backward_hooks_of,
     drop_accumulated,
@@ -77,7 +77,9 @@ class Zero3(ZeroOptimizer):
         self._awaits_backward = False  # a forward pass has made a graph, and no backward pass began
         named = model.named_parameters()
         self._memory = [(name, param, param.detach()) for name, param in named]
-        for root in _fsdp_roots(model):
+        self._units: list[Any] = [m for m in model.modules() if isinstance(m, FSDPModule)]
+        self._roots = _fsdp_roots(model)
+        for root in self._roots:
             root.register_forward_pre_hook(untraced(weakly(self._forward_begins)))
             root.register_forward_hook(untraced(weakly(self._watch_outputs)))
         meshes = {getattr(param, "device_mesh", None) for param in model.parameters()}
@@ -89,8 +91,8 @@ class Zero3(ZeroOptimizer):
         is_whole = given.mesh is None or root_mesh(given.mesh).size() == self.group.size()
         save_full(model, self.group if is_whole else None)
         refuse_parts(model)
-        for module in _fsdp_modules(model):
-            module.forward = _through_hooks(module)
+        for unit in self._units:
+            unit.forward = _through_hooks(unit)
         model.zero_grad = _after(weakly(self.zero_grad), model.zero_grad)  # type: ignore[method-assign]
         if hasattr(model, "generate"):
             # It calls the encoder of an encoder-decoder model, which uses weights of the root.
@@ -116,10 +118,10 @@ class Zero3(ZeroOptimizer):
         def seen(module: nn.Module, name: str, whole: nn.Parameter) -> None:
             whole.register_post_accumulate_grad_hook(partial(mark, params[module, name]))
 
-        for module in _fsdp_modules(model):
-            watch_whole_weights(module, seen)
+        for unit in self._units:
+            watch_whole_weights(unit, seen)
             # Before fully_shard's hook, which frees the weights.
-            module.register_forward_hook(untraced(_keep_output), prepend=True)
+            unit.register_forward_hook(untraced(_keep_output), prepend=True)
         for param in self.all_params():
             with hookable(param):
                 param.register_post_accumulate_grad_hook(note_reduced)
@@ -168,10 +170,8 @@ class Zero3(ZeroOptimizer):
 
         torch.nn.utils.clip_grad_norm_ then sees unscaled gradients.
         """
-        if self.loss_scaling is None:
-            return
-        for module in _fsdp_modules(self._model):
-            divide_gradients(module, self.group, self.loss_scale)
+        for unit in () if self.loss_scaling is None else self._units:
+            divide_gradients(unit, self.group, self.loss_scale)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """See ZeroOptimizer."""
@@ -188,10 +188,11 @@ class Zero3(ZeroOptimizer):
 
     def _set_sync(self, is_on: bool) -> None:
         self._is_synced = is_on
-        for root in _fsdp_roots(self._model):
+        for root in self._roots:
             root.set_requires_gradient_sync(is_on)
-        for params in _fsdp_params(self._model) if is_on else ():
-            fill_accumulated(params)
+        for unit in self._units if is_on else ():
+            for params in fsdp_params(unit):
+                fill_accumulated(params)
 
     def _agree(self) -> bool:
         """Drops zeros that fully_shard has reduced for weights without a gradient on any rank."""
@@ -239,8 +240,7 @@ class Zero3(ZeroOptimizer):
             # Units that a failed forward has gathered would keep the weights from before the step.
             self._reset_units()
         self._check_memory()
-        units = _fsdp_modules(self._model)
-        left = {whole for unit in units for whole in gathered_weights(unit)}
+        left = {whole for unit in self._units for whole in gathered_weights(unit)}
         for name, param in self._model.named_parameters():
             if param in left:
                 raise RuntimeError(
@@ -255,7 +255,7 @@ class Zero3(ZeroOptimizer):
     def _reset_units(self) -> None:
         """Makes fully_shard ready for the next forward, after an error in a pass."""
         if hasattr(FSDPModule, "reset_iter_state"):  # from torch 2.13 on
-            for root in _fsdp_roots(self._model):
+            for root in self._roots:
                 with suppress(AttributeError):  # of a root that has never run
                     root.reset_iter_state()
             self._is_in_forward = False
@@ -272,9 +272,9 @@ class Zero3(ZeroOptimizer):
         has_failed = bool(self._passes)
         if has_failed:
             self._reset_units()
-        has_whole = has_failed or bool(self._kept)
-        for params in _fsdp_params(self._model) if has_whole else ():
-            drop_accumulated(params)
+        for unit in self._units if has_failed or self._kept else ():
+            for params in fsdp_params(unit):
+                drop_accumulated(params)
         self._kept.clear()
         self._marked.clear()
         self._reduced.clear()
@@ -338,18 +338,8 @@ def _keep_output(module: nn.Module, _: Any, output: Any) -> Any:
     return with_own_memory(output, map(local_of, gathered_weights(module)))
 
 
-def _fsdp_modules(model: nn.Module) -> list[Any]:
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
-
-
 def _fsdp_roots(model: nn.Module) -> list[Any]:
     """The model, or the outermost units in one that cannot be called."""
     if isinstance(model, FSDPModule):
         return [model]
     return [*dict.fromkeys(root for child in model.children() for root in _fsdp_roots(child))]
-
-
-def _fsdp_params(model: nn.Module) -> Iterator[list[Any]]:
-    """fully_shard's objects for the weights of each unit."""
-    for module in _fsdp_modules(model):
-        yield from fsdp_params(module)

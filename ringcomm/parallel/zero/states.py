@@ -19,8 +19,12 @@ from ringcomm.parallel.flat_collectives import (
 )
 from ringcomm.parallel.model.saving import refuse_saving
 from ringcomm.parallel.offload.state_rows import numbered_groups
-from ringcomm.parallel.optimizer_classes import params_in
-from ringcomm.parallel.optimizer_states import MASTER, State, States
+from ringcomm.parallel.optimizer_classes import (
+    MASTER,
+    State,
+    States,
+    params_in,
+)
 from ringcomm.parallel.tensor.splits import mesh_of
 from ringcomm.torch_names import shape_and_offset
 
