@@ -29,7 +29,8 @@ class StagePart(PartModule):
             gradients of weights itself then.
         after_backward: called after each backward pass of a stage, in the same order on all
             data-parallel ranks.
-        first_names: of a parameter's name here, that in the first block of the model that has it.
+        first_names: for a parameter's name here, its name in the first block of the model that has
+            it.
     """
 
     def __init__(self, group: dist.ProcessGroup, blocks: Iterable[nn.Module]) -> None:

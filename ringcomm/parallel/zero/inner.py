@@ -328,13 +328,6 @@ class InnerSteps:
         for own, group in zip(inner.param_groups, given.groups, strict=True):
             take_options(group, own)
 
-    def set_mode(self, mode: str) -> bool:
-        """Whether train() or eval() is to be called, because the mode is another."""
-        is_new = mode != self.mode and any(hasattr(inner.plain, mode) for inner in self)
-        if is_new:  # Trainer calls train() for each micro-batch
-            self.mode = mode
-        return is_new
-
     @cached_property
     def owners(self) -> dict[Any, Owners]:
         """By group, for those that have parts of all weights."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ringcomm import torch_names
 from ringcomm.parallel.clip import LossScale, clip_factor, norm_of_shards
 from ringcomm.parallel.flat_collectives import local_of, raise_on_all
 from ringcomm.parallel.model.cut import Axes
@@ -21,13 +22,6 @@ from ringcomm.parallel.offload.state_rows import StatesView
 from ringcomm.parallel.optimizer_classes import over_groups, params_in
 from ringcomm.parallel.zero.inner import Given, Grads, InnerSteps, refuse_ddp
 from ringcomm.parallel.zero.states import ShardedStates
-from ringcomm.torch_names import (
-    foreach_mul_,
-    mark_stepped,
-    move_hooks,
-    run_state_hooks,
-    tree_leaves,
-)
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -66,7 +60,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.defaults = {}
         for inner in given.optimizers:
             self.defaults = {**inner.optimizer.defaults, **self.defaults}
-            move_hooks(inner.optimizer, self)
+            torch_names.move_hooks(inner.optimizer, self)
         for key in ("betas", "momentum"):  # which OneCycleLR then expects in all groups
             if not all(key in group for group in self.param_groups):
                 self.defaults.pop(key, None)
@@ -126,10 +120,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Collective at stages 1 and 2, with offload_weights, and at stage 3 with optimizers that need
         full matrices, such as Muon: states are gathered one at a time and split into rows.
         """
-        run_state_hooks(self, "state_dict_pre")
+        torch_names.run_state_hooks(self, "state_dict_pre")
         with torch.no_grad():
             found = self.saved_states.rows()
-        return run_state_hooks(self, "state_dict_post", found)
+        return torch_names.run_state_hooks(self, "state_dict_post", found)
 
     @torch.inference_mode(False)  # updates must be able to write states
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -143,13 +137,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         given, states, problem = dict[str, Any](), dict[Any, dict[str, Any]](), None
         try:
-            given = run_state_hooks(self, "load_state_dict_pre", state_dict.copy())
+            given = torch_names.run_state_hooks(self, "load_state_dict_pre", state_dict.copy())
             states = self.saved_states.checked(given)
         except Exception as error:
             problem = error if isinstance(error, ValueError) else repr(error)
         raise_on_all(problem, self.group)
         self.saved_states.load(given["param_groups"], states, is_full=True)
-        run_state_hooks(self, "load_state_dict_post")
+        torch_names.run_state_hooks(self, "load_state_dict_post")
 
     @property
     def loss_scale(self) -> float:
@@ -184,7 +178,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 self._step()
         for found in self._given:
             if (given := found()) is not None:
-                mark_stepped(given)  # for schedulers that were made for it
+                torch_names.mark_stepped(given)  # for schedulers that were made for it
         return loss
 
     @contextmanager
@@ -259,7 +253,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """The state tensors of this rank, with the float32 masters of 16-bit weights."""
         params = (p for p in self.all_params() if not self.inner.by_param[p].is_offloaded)
         states = [*map(self.saved_states.of, params)]
-        values = (local_of(leaf) for leaf in tree_leaves(states) if isinstance(leaf, Tensor))
+        values = (
+            local_of(leaf) for leaf in torch_names.tree_leaves(states) if isinstance(leaf, Tensor)
+        )
         return [value for value in values if value.dim()]
 
     # ---- this rank's parts of weights and states
@@ -306,7 +302,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.inner.told |= whole
 
     def _set_mode(self, mode: str) -> None:
-        if self.inner.set_mode(mode):
+        # Trainer calls train() for each micro-batch.
+        if mode != self.inner.mode and any(hasattr(inner.plain, mode) for inner in self.inner):
+            self.inner.mode = mode
             with torch.no_grad():
                 self._change_mode(mode)
 
@@ -384,7 +382,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _scale_gradients(self, factor: float) -> None:
         """Multiplies reduced gradients."""
         if factor != 1 and (grads := [grad for _, grad in self._shards()]):
-            foreach_mul_(grads, factor)
+            torch_names.foreach_mul_(grads, factor)
 
     @abstractmethod
     def _shards(self) -> Iterator[tuple[nn.Parameter, Tensor]]:

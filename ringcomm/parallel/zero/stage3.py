@@ -14,6 +14,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
+from ringcomm import torch_names
 from ringcomm.backward_pass import OpenPasses
 from ringcomm.parallel.flat_collectives import device_of, local_of
 from ringcomm.parallel.gradient_placeholder import hookable, largest_of, weakly
@@ -30,17 +31,6 @@ from ringcomm.parallel.model.units import (
 )
 from ringcomm.parallel.zero.inner import Given, data_was_set
 from ringcomm.parallel.zero.optimizer import ZeroOptimizer
-from ringcomm.torch_names import (
-    backward_hooks_of,
-    drop_accumulated,
-    fill_accumulated,
-    fsdp_params,
-    gathered_weights,
-    is_gathered,
-    root_mesh,
-    storage_id,
-    untraced,
-)
 
 
 class Zero3(ZeroOptimizer):
@@ -80,15 +70,17 @@ class Zero3(ZeroOptimizer):
         self._units: list[Any] = [m for m in model.modules() if isinstance(m, FSDPModule)]
         self._roots = _fsdp_roots(model)
         for root in self._roots:
-            root.register_forward_pre_hook(untraced(weakly(self._forward_begins)))
-            root.register_forward_hook(untraced(weakly(self._watch_outputs)))
+            root.register_forward_pre_hook(torch_names.untraced(weakly(self._forward_begins)))
+            root.register_forward_hook(torch_names.untraced(weakly(self._watch_outputs)))
         meshes = {getattr(param, "device_mesh", None) for param in model.parameters()}
         for module in model.modules():
             has_weights = next(module.parameters(recurse=False), None) is not None
             if has_weights and not isinstance(module, FSDPModule):
                 module.register_forward_pre_hook(partial(_check_gathered, meshes))
         refuse_moves(model)
-        is_whole = given.mesh is None or root_mesh(given.mesh).size() == self.group.size()
+        is_whole = (
+            given.mesh is None or torch_names.root_mesh(given.mesh).size() == self.group.size()
+        )
         save_full(model, self.group if is_whole else None)
         refuse_parts(model)
         for unit in self._units:
@@ -121,7 +113,7 @@ class Zero3(ZeroOptimizer):
         for unit in self._units:
             watch_whole_weights(unit, seen)
             # Before fully_shard's hook, which frees the weights.
-            unit.register_forward_hook(untraced(_keep_output), prepend=True)
+            unit.register_forward_hook(torch_names.untraced(_keep_output), prepend=True)
         for param in self.all_params():
             with hookable(param):
                 param.register_post_accumulate_grad_hook(note_reduced)
@@ -135,7 +127,7 @@ class Zero3(ZeroOptimizer):
         self._kept.discard(param)
         self._reduced[param] = param.grad
 
-    @untraced
+    @torch_names.untraced
     def _forward_begins(self, *_: Any) -> None:
         self._check_memory()
         self._is_in_forward = True
@@ -143,10 +135,10 @@ class Zero3(ZeroOptimizer):
     def _check_memory(self) -> None:
         """Raises RuntimeError if `param.data = x` has changed a DTensor and not its local part."""
         for name, param, before in self._memory:
-            if storage_id(before) != storage_id(param):
+            if torch_names.storage_id(before) != torch_names.storage_id(param):
                 raise RuntimeError(data_was_set(name))
 
-    @untraced
+    @torch_names.untraced
     def _watch_outputs(self, _: nn.Module, __: Any, output: Any) -> None:
         self._is_in_forward = False
         for tensor in tensors_in(output) if torch.is_grad_enabled() else ():
@@ -191,8 +183,8 @@ class Zero3(ZeroOptimizer):
         for root in self._roots:
             root.set_requires_gradient_sync(is_on)
         for unit in self._units if is_on else ():
-            for params in fsdp_params(unit):
-                fill_accumulated(params)
+            for params in torch_names.fsdp_params(unit):
+                torch_names.fill_accumulated(params)
 
     def _agree(self) -> bool:
         """Drops zeros that fully_shard has reduced for weights without a gradient on any rank."""
@@ -240,7 +232,7 @@ class Zero3(ZeroOptimizer):
             # Units that a failed forward has gathered would keep the weights from before the step.
             self._reset_units()
         self._check_memory()
-        left = {whole for unit in self._units for whole in gathered_weights(unit)}
+        left = {whole for unit in self._units for whole in torch_names.gathered_weights(unit)}
         for name, param in self._model.named_parameters():
             if param in left:
                 raise RuntimeError(
@@ -249,7 +241,7 @@ class Zero3(ZeroOptimizer):
                     " use_reentrant=False"
                 )
         super()._check_unchanged()
-        if any(map(backward_hooks_of, self.all_params())):
+        if any(map(torch_names.backward_hooks_of, self.all_params())):
             raise ValueError(f"a weight {HOOK_AT_STAGE_3}")
 
     def _reset_units(self) -> None:
@@ -273,8 +265,8 @@ class Zero3(ZeroOptimizer):
         if has_failed:
             self._reset_units()
         for unit in self._units if has_failed or self._kept else ():
-            for params in fsdp_params(unit):
-                drop_accumulated(params)
+            for params in torch_names.fsdp_params(unit):
+                torch_names.drop_accumulated(params)
         self._kept.clear()
         self._marked.clear()
         self._reduced.clear()
@@ -302,7 +294,7 @@ def _through_hooks(module: nn.Module) -> Callable[..., Any]:
 
     @wraps(run)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or is_gathered(module):
+        if torch.compiler.is_compiling() or torch_names.is_gathered(module):
             return run(*args, **kwargs)
         return module(*args, **kwargs)
 
@@ -335,7 +327,7 @@ def _check_gathered(meshes: set[Any], module: nn.Module, _: Any) -> None:
 
 
 def _keep_output(module: nn.Module, _: Any, output: Any) -> Any:
-    return with_own_memory(output, map(local_of, gathered_weights(module)))
+    return with_own_memory(output, map(local_of, torch_names.gathered_weights(module)))
 
 
 def _fsdp_roots(model: nn.Module) -> list[Any]:

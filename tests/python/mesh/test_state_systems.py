@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -476,7 +477,8 @@ class Averaged(torch.optim.Optimizer):
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer, self.param_groups = optimizer, optimizer.param_groups
-        self.state = {param: {"slow": param.detach().clone()} for param in params_in(optimizer)}
+        slow = {param: {"slow": param.detach().clone()} for param in params_in(optimizer)}
+        self.state = defaultdict(dict, slow)
 
 
 def params_in(optimizer: Any) -> list[Any]:
