@@ -84,8 +84,7 @@ def reduce_scatter(
         A new tensor of shape (d, ...), for tensors of shape (N * d, ...) on N ranks: rows [rank *
         d, (rank + 1) * d) of the reduction. Raises ValueError if N does not divide the rows.
 
-    Collective; blocks until the result is available. A failed call leaves `tensor` unchanged.
-    Differentiable for sum and avg.
+    Collective; blocks until the result is available. Differentiable for sum and avg.
     """
     return _call("reduce_scatter", tensor, reduce_op, resolve_group(group).group_name)
 
@@ -94,8 +93,7 @@ def all_gather(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor
     """Concatenates the ranks' tensors along the first dimension, in rank order, as a new tensor.
 
     Tensors have the same shape (d, ...) on all ranks and any dtype; a scalar raises ValueError.
-    Collective; blocks until the result is available. A failed call leaves `tensor` unchanged.
-    Differentiable.
+    Collective; blocks until the result is available. Differentiable.
     """
     return _call("all_gather", tensor, resolve_group(group).group_name)
 
@@ -104,8 +102,8 @@ def broadcast(tensor: Tensor, src: int, group: dist.ProcessGroup | None = None) 
     """Returns the tensor of rank `src`, as a new tensor.
 
     Tensors have any shape and dtype, the same on all ranks. `src` is a rank in the group's
-    numbering; others raise ValueError. Collective; blocks until the result is available. A failed
-    call leaves `tensor` unchanged. Differentiable.
+    numbering; others raise ValueError. Collective; blocks until the result is available.
+    Differentiable.
     """
     return _call("broadcast", tensor, src, resolve_group(group).group_name)
 
@@ -116,8 +114,7 @@ def reduce(
     """Returns the reduction of the ranks' tensors on rank `dst`, and zeros on the others.
 
     Arguments and errors as for all_reduce; `dst` is a rank in the group's numbering. Collective;
-    blocks until the result is available. A failed call leaves `tensor` unchanged. Differentiable
-    for sum.
+    blocks until the result is available. Differentiable for sum.
     """
     return _call("reduce", tensor, dst, reduce_op, resolve_group(group).group_name)
 
@@ -137,9 +134,8 @@ def all_reduce_add_rms_norm_(
         residual = residual + total
         input = residual / sqrt(mean(residual ** 2, over the last dimension) + eps) * weight
 
-    Sums and the norm are computed in float32. `total`, `residual` and `input` are each rounded once
-    to their dtype. If `residual` and `weight` are equal on all ranks, so are the results, bit for
-    bit.
+    Sums and the norm are computed in float32. `total`, `residual` and `input` are each rounded
+    once. If `residual` and `weight` are equal on all ranks, so are the bits of the results.
 
     Args:
         input: this rank's part of the sum, (..., features), contiguous, on the CPU; float32,

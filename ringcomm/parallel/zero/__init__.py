@@ -118,9 +118,9 @@ def shard(
         clip_grad_norm: multiply all gradients by min(1, clip_grad_norm / norm), with the norm over
             all ranks and dimensions of a mesh. Without loss_scale, a norm that is not finite
             raises. Alternatively call the optimizer's clip_grad_norm_().
-        elementwise: classes of optimizers that ringcomm does not know, whose step treats each
-            element of a weight by itself, as AdamW's does.
-        whole: classes whose step treats each weight by itself, and needs all of it, as Muon's does.
+        elementwise: see ringcomm.parallel.declare_optimizers(); of classes that ringcomm does not
+            know.
+        whole: likewise.
 
     Returns:
         A torch.optim.Optimizer over the same groups.
