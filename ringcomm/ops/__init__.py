@@ -5,7 +5,14 @@
 
 from ringcomm import lazy
 from ringcomm.ops import weight_update_cuda as _weight_update_cuda  # noqa: F401
-from ringcomm.ops.collectives import all_gather, all_reduce, broadcast, reduce, reduce_scatter
+from ringcomm.ops.collectives import (
+    all_gather,
+    all_reduce,
+    all_reduce_add_rms_norm_,
+    broadcast,
+    reduce,
+    reduce_scatter,
+)
 from ringcomm.ops.fused_update import (
     AdamWStep,
     LomoStep,
@@ -17,7 +24,6 @@ from ringcomm.ops.fused_update import optimizer_update_ as optimizer_update_
 from ringcomm.ops.losses import cross_entropy_cuda as _cross_entropy_cuda  # noqa: F401
 from ringcomm.ops.losses.cross_entropy import cross_entropy
 from ringcomm.ops.losses.linear_cross_entropy import linear_cross_entropy
-from ringcomm.ops.rms_norm import all_reduce_add_rms_norm_
 
 __all__ = [
     "AdamWStep",

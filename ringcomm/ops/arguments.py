@@ -1,6 +1,7 @@
 """Argument checks of weight updates on CUDA; the CPU operators do the same checks in C++."""
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -73,7 +74,7 @@ def check_weight(
     op: str, weight: Tensor, low: Tensor | None, step: Step, *, is_matrix: bool = True
 ) -> None:
     """Raises TypeError or ValueError if the weight does not support the rounding or `low`."""
-    check_float(op, "weight", weight, weight.device)
+    check_tensor(op, "weight", weight, weight)
     is_plain = low is None and step.key is None
     is_split_or_plain = is_plain or weight.dtype == torch.bfloat16
     want(is_split_or_plain, op, "low and rounding_seed for weights of bfloat16 only", weight.dtype)
@@ -87,7 +88,7 @@ def check_weight(
     got = f"shape {tuple(weight.shape)} with strides {weight.stride()}"
     want(is_laid_out or weight.numel() == 0, op, f"a weight {layout}", got)
     if low is not None:
-        check_tensor(op, "low", low, weight, torch.int16, tuple(weight.shape))
+        check_tensor(op, "low", low, weight, (torch.int16,), weight.shape)
         want(_has_strides_of(low, weight), op, "low with the weight's strides", low.stride())
 
 
@@ -126,37 +127,24 @@ def check_tensor(
     name: str,
     tensor: Tensor,
     weight: Tensor,
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
+    dtypes: Sequence[torch.dtype] = DTYPES,
+    shape: Sequence[int] | None = None,
 ) -> None:
-    """Checks device, dtype and shape."""
-    _check_device(op, name, tensor, weight.device)
-    dtype_name = str(dtype).removeprefix("torch.")
-    want(tensor.dtype == dtype, op, f"{name} in {dtype_name}", tensor.dtype, TypeError)
-    _check_shape(op, name, tensor, shape)
-
-
-def _check_device(op: str, name: str, tensor: Tensor, device: torch.device) -> None:
-    is_there = tensor.layout == torch.strided and tensor.device == device
+    """Checks for the weight's device, for one of the dtypes, and for a shape."""
+    is_there = tensor.layout == torch.strided and tensor.device == weight.device
     got = f"{tensor.layout} on {tensor.device}"
-    want(is_there, op, f"{name} dense and on {device}, as the weight is", got)
-
-
-def _check_shape(op: str, name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
-    want(tensor.shape == shape, op, f"{name} of shape {list(shape)}", list(tensor.shape))
-
-
-def check_float(op: str, name: str, tensor: Tensor, device: torch.device) -> None:
-    """Checks for one of the three dtypes, and for the weight's device."""
-    _check_device(op, name, tensor, device)
-    is_float = tensor.dtype in DTYPES
-    want(is_float, op, f"{name} in float32, float16 or bfloat16", tensor.dtype, TypeError)
+    want(is_there, op, f"{name} dense and on {weight.device}, as the weight is", got)
+    *names, last = (str(dtype).removeprefix("torch.") for dtype in dtypes)
+    wanted = f"{', '.join(names)} or {last}" if names else last
+    want(tensor.dtype in dtypes, op, f"{name} in {wanted}", tensor.dtype, TypeError)
+    if shape is not None:
+        is_right = tensor.shape == torch.Size(shape)
+        want(is_right, op, f"{name} of shape {[*shape]}", [*tensor.shape])
 
 
 def gradient_of(op: str, weight: Tensor, grad: Tensor) -> Tensor:
     """A gradient with the weight's strides."""
-    check_float(op, "grad", grad, weight.device)
-    _check_shape(op, "grad", grad, tuple(weight.shape))
+    check_tensor(op, "grad", grad, weight, shape=weight.shape)
     if _has_strides_of(grad, weight):
         return grad
     return torch.empty_like(weight, dtype=grad.dtype).copy_(grad)
@@ -166,7 +154,7 @@ def tokens_of(op: str, weight: Tensor, x: Tensor, grad_out: Tensor) -> tuple[Ten
     """A linear layer's input and output gradient as rows of adjacent elements, one for a token."""
     rows = []
     for name, tensor, width in (("x", x, weight.shape[1]), ("grad_out", grad_out, weight.shape[0])):
-        check_float(op, name, tensor, weight.device)
+        check_tensor(op, name, tensor, weight)
         is_wide = tensor.shape[-1:] == (width,)
         want(is_wide, op, f"{name} of shape (..., {width})", tuple(tensor.shape))
         flat = tensor.detach().reshape(math.prod(tensor.shape[:-1]), width)
@@ -177,12 +165,3 @@ def tokens_of(op: str, weight: Tensor, x: Tensor, grad_out: Tensor) -> tuple[Ten
     sizes = f"{len(tokens)} and {len(grads)}"
     want(len(tokens) == len(grads), op, "x and grad_out with as many tokens", sizes)
     return tokens, grads
-
-
-def check_indices(op: str, indices: Tensor, grad_out: Tensor, weight: Tensor) -> None:
-    """Checks for one index per row of grad_out, of shape (*indices.shape, width)."""
-    _check_device(op, "indices", indices, weight.device)
-    is_index = indices.dtype in (torch.int64, torch.int32)
-    want(is_index, op, "indices in int64 or int32", indices.dtype, TypeError)
-    check_float(op, "grad_out", grad_out, weight.device)
-    _check_shape(op, "grad_out", grad_out, (*indices.shape, weight.shape[1]))

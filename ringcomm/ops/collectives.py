@@ -84,8 +84,7 @@ def reduce_scatter(
         A new tensor of shape (d, ...), for tensors of shape (N * d, ...) on N ranks: rows [rank *
         d, (rank + 1) * d) of the reduction. Raises ValueError if N does not divide the rows.
 
-    Collective; blocks until the result is available. A failed call leaves `tensor` unchanged.
-    Differentiable for sum and avg.
+    Collective; blocks until the result is available. Differentiable for sum and avg.
     """
     return _call("reduce_scatter", tensor, reduce_op, resolve_group(group).group_name)
 
@@ -94,8 +93,7 @@ def all_gather(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor
     """Concatenates the ranks' tensors along the first dimension, in rank order, as a new tensor.
 
     Tensors have the same shape (d, ...) on all ranks and any dtype; a scalar raises ValueError.
-    Collective; blocks until the result is available. A failed call leaves `tensor` unchanged.
-    Differentiable.
+    Collective; blocks until the result is available. Differentiable.
     """
     return _call("all_gather", tensor, resolve_group(group).group_name)
 
@@ -104,8 +102,8 @@ def broadcast(tensor: Tensor, src: int, group: dist.ProcessGroup | None = None) 
     """Returns the tensor of rank `src`, as a new tensor.
 
     Tensors have any shape and dtype, the same on all ranks. `src` is a rank in the group's
-    numbering; others raise ValueError. Collective; blocks until the result is available. A failed
-    call leaves `tensor` unchanged. Differentiable.
+    numbering; others raise ValueError. Collective; blocks until the result is available.
+    Differentiable.
     """
     return _call("broadcast", tensor, src, resolve_group(group).group_name)
 
@@ -116,10 +114,57 @@ def reduce(
     """Returns the reduction of the ranks' tensors on rank `dst`, and zeros on the others.
 
     Arguments and errors as for all_reduce; `dst` is a rank in the group's numbering. Collective;
-    blocks until the result is available. A failed call leaves `tensor` unchanged. Differentiable
-    for sum.
+    blocks until the result is available. Differentiable for sum.
     """
     return _call("reduce", tensor, dst, reduce_op, resolve_group(group).group_name)
+
+
+def all_reduce_add_rms_norm_(
+    input: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float = 1e-6,
+    group: dist.ProcessGroup | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Sums `input` over the ranks, adds it to `residual`, and normalizes the result, in place.
+
+    In a tensor-parallel decoder it replaces the all_reduce after a row-parallel layer, the residual
+    addition and the next RMSNorm. On every rank, with `total` the ranks' sum of `input`:
+
+        residual = residual + total
+        input = residual / sqrt(mean(residual ** 2, over the last dimension) + eps) * weight
+
+    Sums and the norm are computed in float32. `total`, `residual` and `input` are each rounded
+    once. If `residual` and `weight` are equal on all ranks, so are the bits of the results.
+
+    Args:
+        input: this rank's part of the sum, (..., features), contiguous, on the CPU; float32,
+            float16 or bfloat16. It is overwritten with the normalized result.
+        residual: of the same shape and dtype. It is overwritten with the new residual.
+        weight: (features,), of the same dtype.
+        eps: added to the mean.
+        group: None for the default group; over any backend.
+
+    Returns:
+        `input` and `residual`.
+
+    Raises:
+        ValueError: a shape or layout is wrong, eps is negative, two tensors share memory, or one
+            requires grad while gradients are enabled.
+        TypeError: a dtype is wrong.
+        RingcommError: a rank failed or called something else. `input` may then hold any values, and
+            `residual` is unchanged.
+
+    Collective; blocks until the results are available. Wrong arguments raise before anything is
+    exchanged. It allocates no memory, and has no gradient.
+    """
+    if not torch.compiler.is_compiling():
+        given = dist.group.WORLD if group is None else group
+        if _C.eager.all_reduce_add_rms_norm_(input, residual, weight, eps, given):
+            return input, residual
+    name = resolve_group(group).group_name
+    _ops.all_reduce_add_rms_norm_(input, residual, weight, eps, name)
+    return input, residual
 
 
 # ---- fakes
@@ -153,6 +198,12 @@ def _(input: Tensor, reduce_op: str, group_name: str) -> Tensor:
 def _(input: Tensor, group_name: str) -> Tensor:
     check_shapes(input.dim() > 0)
     return input.new_empty([input.size(0) * _world_size(group_name), *input.shape[1:]])
+
+
+@torch.library.register_fake("ringcomm::all_reduce_add_rms_norm_")
+def _(input: Tensor, residual: Tensor, weight: Tensor, eps: float, group_name: str) -> None:
+    check_shapes(input.dim() > 0 and input.shape == residual.shape)
+    check_shapes(weight.shape == input.shape[-1:])
 
 
 # ---- gradients

@@ -117,9 +117,8 @@ def reduce_scatter_update_all_gather_(
 ) -> Tensor:
     """Reduces the gradient over the ranks and updates the parameters with it, in place.
 
-    The result has the same bits on all ranks, and the same bits as reduce_scatter, update and
-    all_gather one after the other. Each step is within 2 ulp of torch.optim. Infinities and NaN in
-    a gradient are written into parameters and state, as in torch.optim; check for them before.
+    The result has the same bits on all ranks, and as reduce_scatter, update and all_gather one
+    after the other. Each step is within 2 ulp of torch.optim. Infinities and NaN are written too.
 
     Args:
         param: any shape, contiguous, float32, float16 or bfloat16; the same on all ranks. It may

@@ -12,8 +12,7 @@ from torch import Tensor
 from ringcomm.ops import arguments
 from ringcomm.ops import triton_kernels as plans
 from ringcomm.ops.arguments import check_weight, check_writable, gradient_of, step_of, want
-from ringcomm.ops.products import add_product
-from ringcomm.ops.triton_kernels import kernels, launch, mark_written, on_cuda
+from ringcomm.ops.triton_kernels import add_product, kernels, launch, mark_written, on_cuda
 
 
 def _check_devices(*tensors: Any) -> None:
@@ -156,7 +155,8 @@ def embedding_sgd_update_(
     num_rows, width = weight.shape
     is_row = -1 <= padding_idx < max(1, num_rows)
     want(is_row, op, f"padding_idx to be one of {num_rows} rows, or -1 for none", padding_idx)
-    arguments.check_indices(op, indices, grad_out, weight)
+    arguments.check_tensor(op, "indices", indices, weight, (torch.int64, torch.int32))
+    arguments.check_tensor(op, "grad_out", grad_out, weight, shape=(*indices.shape, width))
     check_writable(op, weight, low, indices, grad_out)
     ids, order = torch.sort(indices.reshape(-1), stable=True)
     touched = ids
@@ -196,7 +196,7 @@ def square_sums(
 ) -> tuple[Tensor, Tensor]:
     """The sums of the squares of rows and of columns, float32."""
     op = "square_sums"
-    arguments.check_float(op, "grad", grad, grad.device)
+    arguments.check_tensor(op, "grad", grad, grad)
     want(grad.dim() == 2, op, "a matrix", tuple(grad.shape))
     step = step_of(op, clip_value, 0.0, 0.0, scale)
     grad = grad.contiguous()
@@ -213,7 +213,7 @@ def square_sums(
 def _factored(op: str, weight: Tensor, grad: Tensor, *factors: Tensor) -> tuple[Tensor, ...]:
     """The gradient and the factors of its rows and columns, checked."""
     for name, factor, size in zip(("row_factor", "col_factor"), factors, weight.shape, strict=True):
-        arguments.check_tensor(op, name, factor, weight, torch.float32, (size,))
+        arguments.check_tensor(op, name, factor, weight, (torch.float32,), (size,))
     return gradient_of(op, weight, grad), *(factor.contiguous() for factor in factors)
 
 
@@ -260,7 +260,7 @@ def adalomo_update_(
     check_weight(op, weight, low, step)
     want(first_elem >= 0, op, "first_elem to be 0 or more", first_elem)
     factored = _factored(op, weight, grad, row_factor, col_factor)
-    arguments.check_tensor(op, "step_and_decay", step_and_decay, weight, torch.float32, (2,))
+    arguments.check_tensor(op, "step_and_decay", step_and_decay, weight, (torch.float32,), (2,))
     check_writable(op, weight, low, *factored, step_and_decay)
     tiles_down, tiles_across = _tiles(weight)
     if weight.numel():

@@ -38,7 +38,6 @@ class Replicas:
         slots: the weights, with the same indices on all ranks.
         one_pass_name: the group's name for the operator that reduces, updates and gathers; None if
             it is not supported.
-        has_agreed: whether the ranks have agreed since forget().
     """
 
     def __init__(self, group: dist.ProcessGroup, slots: list[Slot], overlap: bool) -> None:
@@ -54,7 +53,6 @@ class Replicas:
         self._awaited: set[Slot] = set()
         # The reduction in progress: the gradient, and the callback for its mean.
         self._pending: tuple[dist.Work, Tensor, Callable[[Tensor], None]] | None = None
-        self.has_agreed = False
 
     # ---- turns
 
@@ -63,11 +61,11 @@ class Replicas:
         """Whether all reductions of the pass are done."""
         return not self._to_reduce
 
-    def agree(self, arrived: Slot | None) -> None:
-        """Begins a pass: selects the weights that have a gradient on any rank.
+    def agree(self, arrived: Slot | None) -> bool:
+        """Selects the weights that have a gradient on any rank; whether any is in a backward pass.
 
-        `arrived` is the weight whose gradient has just arrived; None outside a backward pass.
-        Collective.
+        `arrived` is the weight whose gradient has just arrived; None outside a backward pass, where
+        a rank takes part in the passes that only others make. Collective.
         """
         slots = self.slots
         if len(self._order) != len(slots):
@@ -85,11 +83,12 @@ class Replicas:
         for slot in slots:
             if not slot.param.requires_grad:  # frozen on this rank, which may need it until the end
                 positions[slot.index] = len(slots)
-        found = largest_of(has + positions, (self._group,), slots[0].local.device)
+        facts = [*has, *positions, int(arrived is not None)]
+        found = largest_of(facts, (self._group,), slots[0].local.device)
         union = [slot for slot in slots if found[slot.index]]
         self._to_reduce = deque(sorted(union, key=lambda slot: found[len(slots) + slot.index]))
         self._arrived = [] if arrived is None else [arrived.index]
-        self.has_agreed = True
+        return found[-1] > 0
 
     def note_arrival(self, slot: Slot) -> bool:
         """Notes this rank's gradient; returns whether the pass awaited it."""
@@ -129,7 +128,6 @@ class Replicas:
         self.drain()
         self._to_reduce.clear()
         self._awaited.clear()
-        self.has_agreed = False
 
 
 class SameWeights:

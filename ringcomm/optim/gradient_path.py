@@ -21,7 +21,7 @@ from ringcomm.backward_pass import (
 from ringcomm.optim.agreements import Replicas, SameWeights
 from ringcomm.optim.gradients import Gradient, StepFacts, exact
 from ringcomm.optim.options import StepOptions
-from ringcomm.optim.slot import Groups, Slot, in_function, roots_of_pass
+from ringcomm.optim.slot import Groups, Slot, roots_of_pass, running_functions
 from ringcomm.parallel.clip import LossScale, clip_factor
 from ringcomm.parallel.gradient_placeholder import weakly
 from ringcomm.parallel.model.cut import Axes
@@ -87,7 +87,8 @@ class GradientPath:
                 return  # a function has returned None, or the weight is frozen now
             awaits_more = slot.awaits_more(is_nested=is_nested)
             if not awaits_more:
-                self._count(slot)
+                self._check_step()
+                slot.count(self._num_parts)
             is_last = not awaits_more and slot.num_arrived == self._num_parts
             if gradient is not None:
                 if is_last and not slot.has_grad:
@@ -103,7 +104,7 @@ class GradientPath:
 
     def whole_arrived(self, slot: Slot) -> None:
         """Autograd has made a full gradient, which fully_shard will reduce."""
-        if self._enter_pass() and slot.num_unseen_uses:
+        if self._enter_pass() and slot.first_runs:
             raise RuntimeError(
                 f"{slot.name} is used by several segments of a reentrant checkpoint, and"
                 " fully_shard loses gradients of all but one: set use_reentrant=False"
@@ -139,7 +140,7 @@ class GradientPath:
             for root in roots_of_pass():
                 if root.grad_fn is not None:
                     root.grad_fn.register_prehook(again)
-        return in_function("backward") or bool(self._passes)
+        return running_functions()[1] is not None or bool(self._passes)
 
     def _runs_again(self, before: BackwardPass, _: Any) -> None:
         """Called when a graph runs again; torch would not say what has changed its weights."""
@@ -155,23 +156,14 @@ class GradientPath:
         for slot in () if is_nested else self.slots:
             slot.show()
 
-    def _count(self, slot: Slot) -> None:
-        """Counts a gradient. Raises RuntimeError, before a write, if it is not expected."""
+    def _check_step(self) -> None:
+        """Raises RuntimeError or ValueError, before a write, if no gradient is expected."""
         if self.loss_scale is not None and not self.is_scaled:
             raise RuntimeError("with loss_scale=, call opt.scale(loss).backward()")
-        self.check_pass()
+        self._check_pass()
         self._optimizer.check_model()
-        if not slot.is_last_hook:
-            raise RuntimeError(
-                f"a hook of {slot.name} was registered after the forward pass of its layer, and"
-                " would run after the gradient is used: register it before"
-            )
-        slot.refuse_second(slot.num_arrived == self._num_parts)
-        slot.num_arrived += 1
-        slot.arrived_in = current_pass()
 
-    def check_pass(self) -> None:
-        """Raises RuntimeError for a gradient outside the two passes of clip_mode="two_pass"."""
+    def _check_pass(self) -> None:
         if self._mode == "two_pass" and self._phase == "plain":
             raise RuntimeError('with clip_mode="two_pass", call opt.backward(loss)')
 
@@ -250,7 +242,7 @@ class GradientPath:
 
         Raises RuntimeError, before a write, if a gradient is not finite.
         """
-        uses = [(slot.num_unseen_uses, slot.has_plain_use) for slot in self.slots]
+        uses = [(slot.first_runs.copy(), slot.has_plain_use) for slot in self.slots]
         try:
             self._phase = "facts"
             try:
@@ -267,7 +259,7 @@ class GradientPath:
             factor = self._factor_of_facts()
             for slot, known in zip(self.slots, uses, strict=True):
                 slot.num_arrived = 0
-                slot.num_unseen_uses, slot.has_plain_use = known
+                slot.first_runs, slot.has_plain_use = known
             self._forget_agreements()
             if factor is not None:
                 self._phase, self._factor = "update", factor
@@ -275,9 +267,9 @@ class GradientPath:
                 self.end_pass()
                 self._forget_agreements()
         except BaseException:  # what waits for a turn has no factor
-            is_written = self._phase == "update"
-            self._forget_step()
-            self._has_gradient = is_written
+            with exact(self.slots[0].param.device):
+                self._forget_gradients()
+            self._has_gradient = self._phase == "update"
             raise
         finally:
             self._phase, self._factor = "plain", 1.0
@@ -292,18 +284,17 @@ class GradientPath:
             if self._passes:  # one has raised: gradients that it expected will not come
                 self._forget_agreements()
             if any(slot.has_grad for slot in self.slots):
-                self.check_pass()
+                self._check_pass()
             # Other ranks may have had gradients; two passes agree in backward() alone.
             expects = self._mode != "two_pass" or self._phase != "plain"
             for same in self._same.values():
                 if expects and not same.has_agreed:
                     same.agree(None)
-            for replicas in self.replicas:
+            for replicas in self.replicas if expects else ():
                 self._take_turns(replicas, all_of_them=True)
-                is_left = any(slot.has_grad for slot in replicas.slots)
-                if is_left or (expects and not replicas.has_agreed):
-                    replicas.agree(None)
+                while replicas.agree(None):
                     self._take_turns(replicas, all_of_them=True)
+                self._take_turns(replicas, all_of_them=True)
                 replicas.drain()
             self._complete_what_is_left(slot for slot in self.slots if slot.replicas is None)
 
@@ -347,9 +338,6 @@ class GradientPath:
     def forget(self) -> None:
         """Discards the state of this step. Not inside a backward pass."""
         self._passes.forget()
-        self._forget_step()
-
-    def _forget_step(self) -> None:
         with exact(self.slots[0].param.device):
             self._forget_gradients()
 

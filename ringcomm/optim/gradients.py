@@ -15,11 +15,7 @@ _BLOCK_BYTES = 32 << 20
 
 
 class Gradient:
-    """One weight's gradient, or a part of its sum: a tensor of the weight's shape.
-
-    Args:
-        parts: the tensors that it keeps.
-    """
+    """One weight's gradient, or a part of its sum, in one or more tensors that it keeps."""
 
     def __init__(self, *parts: Tensor) -> None:
         self.parts = parts

@@ -115,6 +115,8 @@ class InBackwardOptimizer(torch.optim.Optimizer):
                     group["step"] += 1
         finally:
             self._forget()
+            for slot in self._path.slots:
+                slot.has_plain_use = False
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -194,11 +196,7 @@ class InBackwardOptimizer(torch.optim.Optimizer):
         return False
 
     def check_model(self) -> None:
-        """Checks the model once per step: at the first gradient or, without one, by step().
-
-        Raises:
-            ValueError: see Lomo.
-        """
+        """Checks the model once per step: at the first gradient or, without one, by step()."""
         if not self._is_verified:
             index_of = {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
             if len(index_of) != len(self._path.slots):
@@ -271,9 +269,11 @@ class InBackwardOptimizer(torch.optim.Optimizer):
                 if param in known:
                     continue
                 index = len(path.slots) + len(new)
-                name = weights.name_of(param, index)
+                weight = weights.weight_of(param)
+                unnamed = [f"parameter {index} of shape {tuple(param.shape)}"]
+                name, *_ = weight.names or unnamed
                 weights.check_param(param, name)
-                cut, kind = weights.cut_of(param), type(self).__name__
+                cut, kind = weight.cut(), type(self).__name__
                 new.append(Slot(param, name, index, group_idx, cut, kind, options.reduce_dtype))
         slots = [*path.slots, *new]
         weights.check_ranks(slots, options.group)
@@ -305,12 +305,7 @@ class InBackwardOptimizer(torch.optim.Optimizer):
 def _split_model(
     model_or_params: nn.Module | Iterable[Any], model: nn.Module | None, name: str
 ) -> tuple[nn.Module | None, Iterable[Any]]:
-    """The model, if there is one, and the parameters or groups for torch.optim.
-
-    Raises:
-        TypeError: an optimizer in place of a model.
-        ValueError: two models, or one without weights to train.
-    """
+    """The model, if there is one, and the parameters or groups for torch.optim; checked."""
     if isinstance(model_or_params, torch.optim.Optimizer):
         got = type(model_or_params).__name__
         raise TypeError(

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ringcomm.ops.fused_update import LomoStep
-from ringcomm.optim import float64
 from ringcomm.optim.gradients import EmbeddingGradient, Gradient, LinearGradient
 from ringcomm.optim.in_backward import InBackwardOptimizer
 from ringcomm.optim.options import options_of
@@ -22,9 +21,8 @@ _ops: Any = torch.ops.ringcomm
 class Lomo(InBackwardOptimizer):
     """W <- (1 - lr * weight_decay) * W - lr * G, inside the backward pass (Lv et al. 2023).
 
-    It is a torch.optim.Optimizer for the ordinary loop: forward, loss.backward(), step(),
-    zero_grad(), schedulers, closures, state_dict. Weights are updated when backward() returns;
-    step() then only counts.
+    For the ordinary loop: forward, loss.backward(), step(), zero_grad(). Weights are updated when
+    backward() returns; step() then only counts.
 
     In one process, if the model is given, weight gradients of nn.Linear and nn.Embedding are never
     materialized, and one other gradient is in memory at a time. With several ranks one gradient is
@@ -60,12 +58,11 @@ class Lomo(InBackwardOptimizer):
                 backward pass. Weights and buffers of the model start from those of rank 0, and
                 weights stay bitwise equal. Buffers that change later (running statistics of
                 BatchNorm) are each rank's own. A missing gradient on some ranks counts as zeros;
-                a weight without a gradient on all ranks is not updated. Required for
-                replicated weights in a job of several ranks; "none" trains this rank's model
-                independently of the others. Shards of fully_shard have their own
-                group. If experts of the model are sharded over some of these ranks, their
-                gradients are averaged over the ranks with the same experts, and a gradient that
-                several ranks share is kept until step().
+                a weight without a gradient on all ranks is not updated. Ranks may make different
+                numbers of backward passes before step(). Required for replicated weights in a job
+                of several ranks; "none" trains this rank's model independently of the others.
+                Shards of fully_shard have their own group. Gradients of sharded experts are
+                averaged over the ranks with the same ones; those that all share wait for step().
             mesh (None): a DeviceMesh of one dimension, instead of a group.
             overlap (None): continue the backward pass while a gradient is reduced; two gradients
                 are then in memory. None: enabled unless the ranks are on CPUs.
@@ -93,11 +90,10 @@ class Lomo(InBackwardOptimizer):
     step() ends a step by these gradients, and zero_grad() drops those that wait. Under fully_shard
     both raise RuntimeError then.
 
-    Parameters without a gradient are not updated, as in torch.optim. Between a gradient's arrival
-    and step(), a parameter's .grad is a placeholder that raises RuntimeError when read, because
-    torch.nn.utils.clip_grad_norm_ and torch.amp.GradScaler would find no gradient. With Trainer and
-    Accelerate call register() of ringcomm.integrations.transformers or .accelerate. Under
-    torch.compile all gradients are materialized, and clip_mode="two_pass" needs
+    Between a gradient's arrival and step(), a parameter's .grad is a placeholder that raises
+    RuntimeError when read, because torch.nn.utils.clip_grad_norm_ would find no gradient. With
+    Trainer and Accelerate call register() of ringcomm.integrations.transformers or .accelerate.
+    Under torch.compile all gradients are materialized, and clip_mode="two_pass" needs
     torch._functorch.config.donated_buffer = False, or raises.
     """
 
@@ -266,7 +262,51 @@ class AdaLomo(InBackwardOptimizer):
 
 
 def _ops_for(weight: Tensor) -> Any:
-    return float64 if weight.dtype == torch.float64 else _ops
+    return _Float64 if weight.dtype == torch.float64 else _ops
+
+
+class _Float64:
+    """Operators for float64 weights, in torch's operations: of models that are checked."""
+
+    @staticmethod
+    def sgd_update_(
+        weight: Tensor, grad: Tensor, lr: float, decay: float, factor: float, _: int, **options: Any
+    ) -> None:
+        grad = _clamped(grad, factor, options["clip_value"])
+        weight.mul_(1 - lr * decay).sub_(grad, alpha=lr)
+
+    @staticmethod
+    def square_sums(
+        grad: Tensor, factor: float, *, clip_value: float | None
+    ) -> tuple[Tensor, Tensor]:
+        squares = _clamped(grad, factor, clip_value).square()
+        return squares.sum(1), squares.sum(0)
+
+    @staticmethod
+    def adalomo_squares(
+        weight: Tensor, grad: Tensor, rows: Tensor, columns: Tensor, factor: float, **options: Any
+    ) -> Tensor:
+        update = _clamped(grad, factor, options["clip_value"]) * rows[:, None] * columns
+        return torch.stack([update.square().sum(), weight.square().sum()])
+
+    @staticmethod
+    def adalomo_update_(
+        weight: Tensor,
+        grad: Tensor,
+        rows: Tensor,
+        columns: Tensor,
+        size_and_decay: Tensor,
+        factor: float,
+        _: int,
+        **options: Any,
+    ) -> None:
+        update = _clamped(grad, factor, options["clip_value"]) * rows[:, None] * columns
+        weight.mul_(size_and_decay[1]).sub_(update * size_and_decay[0])
+
+
+def _clamped(grad: Tensor, factor: float, clip_value: float | None) -> Tensor:
+    grad = grad * factor
+    return grad if clip_value is None else grad.clamp(-clip_value, clip_value)
 
 
 def _wide(weight: Tensor) -> torch.dtype:

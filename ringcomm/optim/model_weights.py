@@ -16,7 +16,6 @@ from ringcomm.optim.slot import Slot
 from ringcomm.parallel.expert.local_experts import check_data_ranks, expert_parallel_modules
 from ringcomm.parallel.model.cut import (
     Axes,
-    Cut,
     Sharding,
     find_trainer,
     note_trainer,
@@ -34,11 +33,8 @@ class ModelWeights:
 
     Args:
         model: None for parameters alone.
-        optimizer: the name of the optimizer, for messages.
+        optimizer: its name, for messages.
         is_whole: whether it trains all weights of the model that require grad.
-
-    Raises:
-        ValueError: the model reduces gradients itself, or produces sparse gradients.
     """
 
     def __init__(self, model: nn.Module | None, optimizer: str, *, is_whole: bool) -> None:
@@ -48,18 +44,9 @@ class ModelWeights:
         self.has_experts = bool(expert_parallel_modules(self._described.module))
         refuse(self._described, Asked("Lomo", optimizer, is_replicated=False))
 
-    def _weight_of(self, param: nn.Parameter) -> Weight:
+    def weight_of(self, param: nn.Parameter) -> Weight:
         """Its description; without names and places if no model has it."""
         return self._described.weights.get(param, Weight(param))
-
-    def name_of(self, param: nn.Parameter, index: int) -> str:
-        """Its name in messages."""
-        names = self._weight_of(param).names
-        return names[0] if names else f"parameter {index} of shape {tuple(param.shape)}"
-
-    def cut_of(self, param: nn.Parameter) -> Cut:
-        """Its elements on this rank."""
-        return self._weight_of(param).cut()
 
     # ---- checks, which raise ValueError
 
@@ -91,7 +78,7 @@ class ModelWeights:
         self._refuse_replicas()
         check_data_ranks(self._described.module, group, self._optimizer)
         for slot in slots:
-            apart = slot.cut.groups if self._weight_of(slot.param).experts is None else ()
+            apart = slot.cut.groups if self.weight_of(slot.param).experts is None else ()
             if any(overlap(g, group) for g in apart):
                 raise ValueError(
                     f"{slot.name} is sharded, and its shards have their own group: leave group= out"
@@ -103,7 +90,7 @@ class ModelWeights:
         """Numbers the weights of each group that averages gradients; experts have their own."""
         found: dict[dist.ProcessGroup | None, list[Slot]] = {group: []}
         for slot in slots:
-            weight = self._weight_of(slot.param)
+            weight = self.weight_of(slot.param)
             slot.divisor = 1 if weight.experts is None else weight.experts.group.size()
             sharing = found.setdefault(weight.data_group(group), [])
             slot.index = len(sharing)  # ranks may have different numbers of experts
@@ -163,7 +150,7 @@ class ModelWeights:
                     f"{slot.name} was cast to {param.dtype} after {self._optimizer} was made: cast"
                     " the model before"
                 )
-            for module, attribute in self._weight_of(param).places:
+            for module, attribute in self.weight_of(param).places:
                 if module not in modules or getattr(module, attribute, None) is not param:
                     raise ValueError(
                         f"{slot.name} was replaced or removed after {self._optimizer} was made,"
@@ -172,11 +159,7 @@ class ModelWeights:
                     )
 
     def place_parts(self, slots: Sequence[Slot]) -> Axes:
-        """Records for each weight the ranks with its other parts; returns the axes for norms.
-
-        Raises:
-            ValueError: other ranks have gradients that this rank cannot include.
-        """
+        """Records for each weight the ranks with its other parts; returns the axes for norms."""
         axes = Axes({}, (), None) if self._model is None else describe(self._model).axes()
         if axes.stages is not None and axes.stages.size() > 1:
             raise ValueError(
@@ -208,7 +191,7 @@ class ModelWeights:
         self, slot: Slot, arrived: Callable[[Slot], None], *, may_fuse: bool
     ) -> list[Callable[[], Any]]:
         """Reports a weight's gradients, and uses by its layers."""
-        param, owners = slot.param, [module for module, _ in self._weight_of(slot.param).places]
+        param, owners = slot.param, [module for module, _ in self.weight_of(slot.param).places]
         hook = param.register_post_accumulate_grad_hook(lambda _: arrived(slot))
         slot.hook_id = hook.id
         undo = [hook.remove, lambda: note_trainer([param], None), slot.show]
@@ -226,7 +209,7 @@ class ModelWeights:
     ) -> list[Callable[[], Any]]:
         """Reports unsharded gradients, which fully_shard will reduce."""
         undo: list[Callable[[], Any]] = []
-        slot_at = {place: slot for slot in slots for place in self._weight_of(slot.param).places}
+        slot_at = {place: slot for slot in slots for place in self.weight_of(slot.param).places}
 
         def seen(module: nn.Module, name: str, param: nn.Parameter) -> None:
             slot = slot_at.get((module, name))

@@ -14,11 +14,7 @@ from ringcomm.options import check_names
 
 @dataclasses.dataclass(kw_only=True)
 class StepOptions:
-    """Checked options; see Lomo for their meaning.
-
-    Raises:
-        ValueError: a value is out of range, or two options cannot be used together.
-    """
+    """The options of Lomo; raises ValueError for those out of range or not used together."""
 
     clip_grad_norm: float | None = None
     clip_grad_value: float | None = None

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.distributed.tensor import DTensor
 
-from ringcomm.backward_pass import BackwardPass, in_backward, will_run
+from ringcomm.backward_pass import BackwardPass, current_pass, in_backward, will_run
 from ringcomm.optim.fused_layers import Handle
 from ringcomm.optim.gradients import Gradient
 from ringcomm.parallel.flat_collectives import local_of
@@ -63,20 +63,24 @@ def _read_after_update(name: str) -> str:
     )
 
 
-def in_function(name: str) -> bool:
-    """Whether the forward or backward of a torch.autograd.Function runs in this thread.
+def running_functions() -> tuple[Any, Any]:
+    """The contexts of the torch.autograd.Functions that run in this thread; None without one.
 
-    The Function of a reentrant checkpoint calls layers in its forward without gradients, and a
-    nested backward pass in its backward. torch does not say so.
+    That of the outermost forward, inside the innermost backward, and that of this backward. The
+    Function of a reentrant checkpoint calls layers in its forward without gradients, and a nested
+    backward pass in its backward, with the same context. torch does not say so.
     """
-    frame = inspect.currentframe()
+    forward, frame = None, inspect.currentframe()
     while frame is not None:
         code = frame.f_code
-        first = code.co_varnames[:1] if code.co_name == name else ()
-        if first not in ((), ("self",)) and isinstance(frame.f_locals.get(*first), FunctionCtx):
-            return True
+        first = code.co_varnames[:1] if code.co_name in ("forward", "backward") else ()
+        context = None if first in ((), ("self",)) else frame.f_locals.get(*first)
+        if isinstance(context, FunctionCtx):
+            if code.co_name == "backward":
+                return forward, context
+            forward = context
         frame = frame.f_back
-    return False
+    return forward, None
 
 
 def roots_of_pass() -> list[Tensor]:
@@ -99,8 +103,10 @@ class Slot:
         deferred: its complete gradient, if that waits for step().
         arrived_in: the backward pass of the last gradient.
         first_use: the sequence number of its first use by a layer in this step; 0 if not used.
-        num_unseen_uses: uses by first runs of reentrant checkpoints, until they are recomputed.
-        has_plain_use: whether there is a use in the graph of the outer backward pass, too.
+        first_runs: of reentrant checkpoints that use it, until they are recomputed or their graph
+            is gone.
+        has_plain_use: whether there is a use in the graph of the outer backward pass, too; until
+            that gradient, or step().
         grad_dtype: the dtype in which gradients are accumulated, and reduced over ranks.
         cut: the weight's elements on this rank.
         sharding: the ranks with the others, for norms.
@@ -149,16 +155,16 @@ class Slot:
         )
         self._node: Any = None
         self._node_is_for: Any = None
+        self.first_runs: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.has_plain_use = False
         self.forget()
 
     def forget(self) -> None:
         """Resets the slot for the next step."""
         self.show()
-        self.num_arrived = self.num_unseen_uses = self.first_use = 0
+        self.num_arrived = self.first_use = 0
         self.arrived_in: BackwardPass | None = None
-        self.has_plain_use = self.is_written = self._is_spent = self._is_marked = self._is_new = (
-            False
-        )
+        self.is_written = self._is_spent = self._is_marked = self._is_new = False
         self.total: Tensor | None = None
         self.deferred: Gradient | None = None
         if self.param.grad is self.placeholder:
@@ -222,6 +228,17 @@ class Slot:
                 " the weight without its layer (set use_reentrant=False)"
             )
 
+    def count(self, most: int) -> None:
+        """Counts a gradient, of which a step has `most`. Raises RuntimeError for another one."""
+        if not self._is_last_hook:
+            raise RuntimeError(
+                f"a hook of {self.name} was registered after the forward pass of its layer, and"
+                " would run after the gradient is used: register it before"
+            )
+        self.refuse_second(self.num_arrived == most)
+        self.num_arrived += 1
+        self.arrived_in = current_pass()
+
     def take(self) -> Tensor:
         """Returns the sum of the gradients that have arrived, and clears it."""
         self.collect()
@@ -262,7 +279,7 @@ class Slot:
             return
         if self.is_written and in_backward():
             raise RuntimeError(_read_after_update(self.name))
-        if not self.is_last_hook:  # others must see the gradient first
+        if not self._is_last_hook:  # others must see the gradient first
             hooks = accumulate_hooks_of(self.param)
             hooks[self.hook_id] = hooks.pop(self.hook_id)
         ddp = active_ddp()
@@ -275,16 +292,17 @@ class Slot:
             )
         if not self.first_use:
             self.first_use = next(_uses)
-        if in_backward():
-            if torch.is_grad_enabled() and self.num_unseen_uses and in_function("backward"):
-                self.num_unseen_uses -= 1
-        elif torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not in_backward():
             self.has_plain_use = True
-        elif in_function("forward"):
-            self.num_unseen_uses += 1
+        elif self.first_runs or not in_backward():
+            forward, backward = running_functions()
+            if backward is not None:
+                self.first_runs.discard(backward)
+            if forward is not None and not torch.is_grad_enabled():
+                self.first_runs.add(forward)
 
     @property
-    def is_last_hook(self) -> bool:
+    def _is_last_hook(self) -> bool:
         """Whether the hook that reports gradients runs after users'."""
         return next(reversed(accumulate_hooks_of(self.param))) == self.hook_id
 
@@ -297,11 +315,11 @@ class Slot:
         """
         if not is_nested:
             self.has_plain_use = False
-        return self.num_unseen_uses > 0 or self.has_plain_use
+        return len(self.first_runs) > 0 or self.has_plain_use
 
     def will_come(self, current: BackwardPass | None) -> bool:
         """Whether the current backward pass will still produce a gradient of the weight."""
-        if self.num_unseen_uses > 0 or (self.has_plain_use and self.total is not None):
+        if self.first_runs or (self.has_plain_use and self.total is not None):
             return True
         return self.arrived_in != current and self.autograd_will_bring()
 

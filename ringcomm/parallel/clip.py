@@ -21,10 +21,9 @@ def clip_grad_norm_(
 ) -> Tensor:
     """torch.nn.utils.clip_grad_norm_ for a model on any mesh of ranks.
 
-    Every element of the whole model's gradient counts once. This includes tensor-, sequence- and
-    expert-parallel layers, replicated key and value heads, pipeline stages with tied weights, and
-    DTensors of fully_shard, in any combination. The norm and the factor are bitwise equal on all
-    ranks, so replicas stay equal.
+    Every element of the whole model's gradient counts once, with any combination of tensor,
+    sequence, expert and pipeline parallelism and fully_shard. The norm and the factor are bitwise
+    equal on all ranks, so replicas stay equal.
 
     Args:
         model: an nn.Module, or a `pipeline.Pipeline`, after the backward pass. Gradients must
@@ -201,12 +200,9 @@ def _own(grad: Tensor) -> Tensor:
 
 
 class LossScale:
-    """A fixed factor, or one that halves on overflow and doubles after `growth_interval` steps.
+    """A factor of the loss, its `value`; fixed, or dynamic (Micikevicius et al. 2018).
 
-    Micikevicius et al. 2018.
-
-    Attributes:
-        value: the current factor of the loss.
+    A dynamic one halves on overflow and doubles after `growth_interval` steps.
     """
 
     initial_value = 2.0**16

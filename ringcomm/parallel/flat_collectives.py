@@ -7,16 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringcomm import _C
+from ringcomm import _C, torch_names
 from ringcomm.ops.fused_update import shard_range
-from ringcomm.torch_names import (
-    BUCKET_BYTES,
-    all_gather_single,
-    backend_of,
-    broadcast_coalesced_,
-    devices_of,
-    reduce_scatter_single,
-)
 
 
 def shard_sizes(num_elems: int, world_size: int) -> list[int]:
@@ -27,12 +19,12 @@ def shard_sizes(num_elems: int, world_size: int) -> list[int]:
 
 def takes_uneven(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether shards of different sizes need no padding: over ringcomm."""
-    return isinstance(backend_of(group, device), _C.ProcessGroupRingcomm)
+    return isinstance(torch_names.backend_of(group, device), _C.ProcessGroupRingcomm)
 
 
 def device_of(group: dist.ProcessGroup) -> torch.device:
     """The device for a group's collectives: the CPU if they support it."""
-    devices, cpu = devices_of(group), torch.device("cpu")
+    devices, cpu = torch_names.devices_of(group), torch.device("cpu")
     return cpu if cpu in devices else torch.device(devices[0].type, torch.cuda.current_device())
 
 
@@ -88,7 +80,7 @@ def reduce_scatter_mean(
         rows = flat.new_zeros(world_size, max(sizes))
         for row, shard in zip(rows, flat.split(sizes), strict=True):
             row[: shard.numel()].copy_(shard)
-    reduce_scatter_single(output, rows.view(-1), group=group)
+    torch_names.reduce_scatter_single(output, rows.view(-1), group=group)
     return output.div_(world_size)[: sizes[rank]]
 
 
@@ -120,7 +112,7 @@ def all_gather_shards(
     mine = flat.new_zeros(max(sizes))
     mine[: sizes[rank]] = shards[rank]
     rows = flat.new_empty(world_size, max(sizes))
-    all_gather_single(rows.view(-1), mine, group=group)
+    torch_names.all_gather_single(rows.view(-1), mine, group=group)
     for row, shard in zip(rows, shards, strict=True):
         shard.copy_(row[: shard.numel()])
 
@@ -138,9 +130,9 @@ def take_from_rank0(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None
     given = [tensor.detach() for tensor in tensors if not tensor.is_meta]
     if not given or group.size() == 1:
         return
-    kinds = [device.type for device in devices_of(group)]
+    kinds = [device.type for device in torch_names.devices_of(group)]
     sent = [x if x.device.type in kinds else x.to(device_of(group)) for x in given]
-    broadcast_coalesced_(group, sent, BUCKET_BYTES, 0)
+    torch_names.broadcast_coalesced_(group, sent, torch_names.BUCKET_BYTES, 0)
     for own, value in zip(given, sent, strict=True):
         if value.device != own.device:
             own.copy_(value)
@@ -149,7 +141,7 @@ def take_from_rank0(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None
 def gather_ints(number: Tensor, group: dist.ProcessGroup) -> list[int]:
     """All ranks' numbers, from int64 [1] on a device that the group supports. Collective."""
     numbers = number.new_empty(group.size())
-    all_gather_single(numbers, number, group=group)
+    torch_names.all_gather_single(numbers, number, group=group)
     return numbers.tolist()
 
 

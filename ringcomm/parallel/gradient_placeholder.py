@@ -189,8 +189,7 @@ def largest_of(
 def progress(num_before: int, *, is_coming: bool, is_by_hand: bool) -> int:
     """The progress of a weight, for check_same_gradients().
 
-    Counts `num_before`, the earlier backward passes since the last step with a gradient; whether
-    this pass will have one; and a gradient set by the user.
+    `num_before` backward passes since the last step had a gradient, and this one `is_coming`.
     """
     return 4 * num_before + 2 * is_coming + is_by_hand
 

@@ -30,9 +30,8 @@ class ParallelDims:
         train = parallelize(model, dims, make_optimizer)
         fully_shard(model, mesh=dims["fsdp"])        # or use the axes by hand
 
-    `dp`, `fsdp`, `pp` and `tp` multiply to the number of ranks. Experts are sharded over
-    data-parallel ranks: `ep` divides dp * fsdp and is not a factor of its own. All groups have the
-    time-out of the default group.
+    `dp`, `fsdp`, `pp` and `tp` multiply to the number of ranks, and `ep` divides dp * fsdp. All
+    groups have the time-out of the default group.
 
     Args:
         dp: replicas of the model. -1 means all ranks that remain for it.

@@ -24,7 +24,7 @@ from ringcomm.parallel.optimizer_kinds import needs_whole
 from ringcomm.parallel.steps import Parallelized
 from ringcomm.parallel.tensor.replicas import check_replicas
 from ringcomm.parallel.torch_checks import note_asked
-from ringcomm.parallel.zero.options import ShardOptions
+from ringcomm.parallel.zero.inner import ShardOptions
 
 MakeOptimizer = Callable[
     [Iterable[nn.Parameter]], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
@@ -65,16 +65,16 @@ def parallelize(
     Args:
         model: of the same layers on all ranks; changed in place. Weights and buffers start from
             those of rank 0. A causal language model of transformers (Llama, Qwen, Mistral, Phi,
-            Gemma; with experts Mixtral, Qwen3-MoE, OLMoE, DeepSeek-V3), which has plans for its
-            parallelism. Or any model whose layers were already made for dims["tp"] and dims["ep"];
-            for a pipeline it must be an nn.Sequential, or a dict of blocks by name.
+            Gemma; with experts Mixtral, Qwen3-MoE, OLMoE, DeepSeek-V3). Or any model whose layers
+            were already made for dims["tp"] and dims["ep"]; for a pipeline it must be an
+            nn.Sequential, or a dict of blocks by name.
         dims: the mesh.
         optimizer: a function that returns a torch optimizer for parameters, or with ZeRO a list of
             them. With tp, pp, ep or zero_stage 0 it is called twice: with the model's parameters,
-            to learn its class before anything is changed, and with this rank's. Both results have
-            the same parameter groups in the end, so that schedulers made in it work. With tp the
-            class must update each element of a weight by itself, as AdamW and SGD do, and with
-            ZeRO, pipelines or sharded experts each weight (see zero.shard()).
+            before anything is changed, and with this rank's. Both results have the same parameter
+            groups, so that schedulers made in it work. With tp the class must update each element
+            of a weight by itself, as AdamW does, and with ZeRO, pipelines or sharded experts each
+            weight (see zero.shard()).
         loss_fn: a function of the model's output and the targets that returns the mean loss:
             torch's or ringcomm's cross-entropy, NLL, MSE, L1 or BCE, as a module, a function or a
             functools.partial with options by name; any other one with count_items. Or one with a
@@ -83,10 +83,9 @@ def parallelize(
             function. Default: the loss of the model of transformers, which shifts labels itself.
         count_items: a function of targets that returns the number of labels in the mean, for a loss
             that shifts labels `lambda labels: labels[:, 1:].ne(-100).sum()`. The losses of ranks
-            and micro-batches are weighted by it. `len` weights them by rows, also those of a loss
-            that depends on its whole batch, such as a contrastive one, of which each part has its
-            own. Default: what a loss of torch or ringcomm has in its mean; with num_items_in_batch
-            the labels other than -100, or the rows of targets that are not integers.
+            and micro-batches are weighted by it; `len` weights them by rows, as for a contrastive
+            loss of each part. Default: what a loss of torch or ringcomm has in its mean; with
+            num_items_in_batch the labels other than -100, or the rows of other targets.
         zero_stage: 0: gradients are averaged over dims["batch"]. 1, 2: state, and gradients, are
             sharded over dims["batch"]. 3: weights too, over dims["fsdp"], with dims["dp"] replicas
             (HSDP); experts over dims["edp"]. Default: 3 if fsdp is above 1, otherwise 0.

@@ -66,16 +66,14 @@ class Parallelized:
         """Forward and backward pass of a batch; gradients are averaged over dims["batch"].
 
         The loss is the mean over all labels of the batch, on all ranks of dims["batch"] and in all
-        micro-batches, which may have different numbers of them; a rank may have none. Remaining
-        gradients of an earlier step() are not averaged again: call optimizer.step() and zero_grad()
-        after each step().
+        micro-batches, which may have different numbers of them; a rank may have none. Call
+        optimizer.step() and zero_grad() after each step(): gradients are not averaged again.
 
         Args:
-            inputs: what a data loader gives: for a model of transformers a dict or BatchEncoding
-                with input_ids, labels, and perhaps attention_mask and position_ids; packed
-                sequences have position_ids that restart. Or a tensor, or a tuple of tensors. Rows
-                are in the first dimension, different ones on each rank of dims["batch"];
-                tensor-parallel and pipeline ranks have the same rows.
+            inputs: what a data loader gives: for a model of transformers a dict with input_ids,
+                labels, and perhaps attention_mask and position_ids, which restart in packed
+                sequences. Or a tensor, or a tuple of tensors. Rows are in the first dimension,
+                different ones on each rank of dims["batch"], the same on others.
             targets: for the loss, with as many rows, if they are not `labels` in a dict; for a
                 model of transformers, the labels.
 

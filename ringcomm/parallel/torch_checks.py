@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ringcomm.parallel.optimizer_classes import params_in
 from ringcomm.parallel.optimizer_kinds import needs_whole
 from ringcomm.torch_names import TOTAL_NORM, UNSCALE, optimizer_state_dict, untraced
 
@@ -50,7 +51,7 @@ def _check_torch() -> None:
     )
     _check(
         *UNSCALE,  # ShardedGradScaler, which synchronizes overflows, overrides it
-        lambda _, optimizer, *__, **___: _params_of(optimizer),
+        lambda _, optimizer, *__, **___: params_in(optimizer.param_groups),
         "torch.amp.GradScaler sees only the overflows of this rank, which has a part of the"
         " model, so ranks would skip different steps: use ShardedGradScaler of"
         " torch.distributed.fsdp.sharded_grad_scaler, the option loss_scale= of zero.shard() or"
@@ -75,7 +76,7 @@ def _ask_class(optimizer: Any, *_: Any) -> None:
     """Before an optimizer's first step: raises TypeError if it cannot take parts of a model."""
     if optimizer in _asked or type(optimizer).__module__.startswith("ringcomm."):
         return
-    given = {id(param) for param in _params_of(optimizer)}
+    given = {id(param) for param in params_in(optimizer.param_groups)}
     parts: Any = _parts_with(given)
     if parts and _needs_whole(optimizer):
         splits = (getattr(part, name) for part in parts for name in getattr(part, "splits", ()))
@@ -86,10 +87,6 @@ def _ask_class(optimizer: Any, *_: Any) -> None:
                 " each element of a weight by itself, such as AdamW"
             )
     _asked.add(optimizer)
-
-
-def _params_of(optimizer: Any, *_: Any, **__: Any) -> list[Any]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def _params_with(grads: set[int]) -> list[Any]:

@@ -83,15 +83,14 @@ def cross_entropy(
             one element.
         inplace: True: the backward pass overwrites the logits with their gradient, which needs no
             memory of its own. Logits can be read until then. Operations that have saved them must
-            run their backward pass earlier, as those do that come after the loss; others raise
-            autograd's RuntimeError. So does a second backward pass.
+            run their backward pass earlier; others raise autograd's RuntimeError. So does a second
+            backward pass.
             "forward": the forward pass overwrites the logits, which nothing may read afterwards,
             and the backward pass multiplies their gradient by that of the loss, in float32. It is
             rounded twice then. This saves one pass over the logits, and supports "mean" and "sum".
             With a group, and for float16, it is the same as True.
-            The logits stay as they are in float64, and if gradients are disabled or the logits do
-            not require grad. So they do where autograd does not check saved tensors: in compiled
-            functions, and where these have hooks, as within torch.utils.checkpoint.
+            The logits stay as they are in float64, without gradients, in compiled functions, and
+            where saved tensors have hooks, as within torch.utils.checkpoint.
         options: these, with their defaults:
             ignore_index (-100): targets without loss and gradient; may be a class.
             label_smoothing (0.0): in [0, 1].

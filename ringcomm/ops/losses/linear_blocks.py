@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ringcomm.backward_pass import keeps_graph
-from ringcomm.ops.products import add_product
+from ringcomm.ops.triton_kernels import add_product
 
 _ops: Any = torch.ops.ringcomm
 

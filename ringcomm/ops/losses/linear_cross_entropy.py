@@ -37,7 +37,7 @@ from ringcomm.ops.losses.options import (
     first_order_only,
     with_outputs,
 )
-from ringcomm.ops.products import add_product
+from ringcomm.ops.triton_kernels import add_product
 
 _ops: Any = torch.ops.ringcomm
 

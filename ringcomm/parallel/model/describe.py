@@ -1,9 +1,8 @@
 """A model on this rank: each weight's names, modules, memory and part, found in one walk.
 
 Layers of ringcomm.nn record their tensor-parallel group, LocalExperts its expert group, both their
-parts of weights, the module
-of a Pipeline its stages, and DTensors their mesh. What may change between steps, such as
-`requires_grad`, is read when it is asked.
+parts of weights, the module of a Pipeline its stages, and DTensors their mesh. What may change
+between steps, such as `requires_grad`, is read when it is asked.
 """
 
 from collections.abc import Iterable, Iterator
@@ -80,12 +79,7 @@ class Weight:
 
 
 class Model:
-    """The description of a module.
-
-    Attributes:
-        weights: by parameter, in the order of named_parameters().
-        buffers: by buffer.
-    """
+    """The description of a module: `weights` by parameter, as named_parameters(), and `buffers`."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module

@@ -28,15 +28,15 @@ _PIPELINE, _CALL, _EXPERTS = {"Pipeline"}, {"parallelize"}, {"expert_parallelize
 _TENSOR = {"tensor_parallelize"} | _EXPERTS
 _TRAINERS = _ZERO | _LOMO | _SERVER
 _MADE_HERE = _ZERO | {"stage"}  # from the meta device
+_HALVES = torch.float16, torch.bfloat16
 
 
 class Asked(NamedTuple):
     """Which system asks, and what it was given.
 
     Attributes:
-        system: "zero 1" to "zero 3", "infinity", "Lomo", "ParameterServer",
-            "Pipeline", "stage" for a rank's part of it, "tensor_parallelize", "expert_parallelize",
-            "parallelize", or "optimizer" for one that parallelize() has made.
+        system: one of those above, "stage" for a rank's part of a pipeline, or "optimizer" for one
+            that parallelize() has made.
         name: the system in messages; of an optimizer why it needs full weights, or "".
         trained: the parameters of its optimizer; all that require grad by default.
         options: zero.shard's ShardOptions.
@@ -72,15 +72,9 @@ def _is_table(module: Any) -> bool:
 _MODULES = (
     _Row(
         _TRAINERS | _PIPELINE | _TENSOR | _CALL,
-        lambda m, _: isinstance(m, DistributedDataParallel),
-        "{name} is wrapped in DistributedDataParallel, which reduces gradients itself: pass its"
-        " `module` to {asked.name}",
-    ),
-    _Row(
-        _TRAINERS | _PIPELINE | _TENSOR | _CALL,
-        lambda m, _: isinstance(m, FullyShardedDataParallel),
-        "{name} is wrapped in FullyShardedDataParallel, which shards its weights itself: pass its"
-        " `module` to {asked.name}, before it is wrapped",
+        lambda m, _: isinstance(m, DistributedDataParallel | FullyShardedDataParallel),
+        "{name} is wrapped in {type}, which reduces gradients itself: pass its `module` to"
+        " {asked.name}, before it is wrapped",
     ),
     _Row(
         _ZERO | _SERVER,
@@ -153,12 +147,20 @@ def _is_split(weight: Weight) -> bool:
     return isinstance(weight.tensor, DTensor) or len(ranges) > 1
 
 
-def _has_dtype(weight: Weight, asked: Asked, *dtypes: torch.dtype) -> bool:
-    return not _is_trained(weight, asked) or weight.tensor.dtype in dtypes
-
-
-def _dtype_of(weight: Weight, asked: Asked) -> torch.dtype:
-    return asked.options.param_dtype or weight.tensor.dtype
+def _dtype_problem(weight: Weight, asked: Asked) -> str:
+    name, own, options = weight.name, weight.tensor.dtype, asked.options
+    known = {torch.float32} if asked.system == "zero 3" else {torch.float32, *_HALVES}
+    if not _is_trained(weight, asked):
+        return ""
+    if own not in known:
+        kinds = "float32" if len(known) == 1 else "float32, float16 or bfloat16"
+        return f"{name} must be {kinds} to be sharded, got {own}"
+    if options.reduce_dtype not in (None, torch.float32, computed := options.param_dtype or own):
+        words = f"torch.float32 or the dtype of {name}, {computed}"
+        return f"reduce_dtype must be {words}, got {options.reduce_dtype}"
+    if options.param_dtype and own != torch.float32:
+        return f"param_dtype is for float32 weights, but {name} is {own}"
+    return ""
 
 
 _WEIGHTS = (
@@ -247,30 +249,7 @@ _WEIGHTS = (
         "{name} has a hook of register_post_accumulate_grad_hook(), which would see the gradient of"
         " one rank and one backward pass: remove it, or use register_hook()",
     ),
-    _Row(
-        _FSDP,
-        lambda w, a: not _has_dtype(w, a, torch.float32),
-        "{name} must be float32 to be sharded, got {w.tensor.dtype}",
-    ),
-    _Row(
-        _FLAT | _INFINITY,
-        lambda w, a: not _has_dtype(w, a, torch.float32, torch.float16, torch.bfloat16),
-        "{name} must be float32, float16 or bfloat16 to be sharded, got {w.tensor.dtype}",
-    ),
-    _Row(
-        _ZERO,
-        lambda w, a: (
-            _is_trained(w, a)
-            and a.options.reduce_dtype not in (None, torch.float32, _dtype_of(w, a))
-        ),
-        "reduce_dtype must be torch.float32 or the dtype of {name}, {dtype}, got"
-        " {asked.options.reduce_dtype}",
-    ),
-    _Row(
-        _ZERO,
-        lambda w, a: a.options.param_dtype and not _has_dtype(w, a, torch.float32),
-        "param_dtype is for float32 weights, but {name} is {w.tensor.dtype}",
-    ),
+    _Row(_ZERO, _dtype_problem, "{found}"),
     _Row(
         {"optimizer"},
         lambda w, a: a.name and _is_trained(w, a) and _is_split(w),
@@ -330,7 +309,7 @@ def refuse(model: Model, asked: Asked) -> None:
     rows = _rows(_WEIGHTS, asked)
     for weight in model.weights.values():
         for row in rows:
-            if row.is_so(weight, asked):
+            if found := row.is_so(weight, asked):
                 tensor = weight.tensor
                 facts = {
                     "name": weight.name,
@@ -338,7 +317,7 @@ def refuse(model: Model, asked: Asked) -> None:
                     "asked": asked,
                     "trainer": type(find_trainer(tensor)).__name__,
                     "type": type(tensor.data if "{type}" in row.text else tensor).__name__,
-                    "dtype": None if asked.options is None else _dtype_of(weight, asked),
+                    "found": found,
                 }
                 raise row.kind(row.text.format(**facts))
     for row in _rows(_MODELS, asked):

@@ -18,14 +18,11 @@ _part_of_block: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[StagePart]]" =
 class StagePart(PartModule):
     """This rank's blocks of a pipeline, under their names in the whole model.
 
-    Calls, copies, and names that only the whole model has raise an error.
-
-    It is made from the pipeline's ranks and all blocks of the model, including those of other
-    ranks.
+    Calls, copies, and names that only the whole model has raise an error. It is made from the
+    pipeline's ranks and all blocks of the model, including those of other ranks.
 
     Attributes:
-        tied: this rank's parameters that other ranks of the pipeline have too, with all their
-            ranks.
+        tied: the parameters that other ranks of the pipeline have too, with all their ranks.
         num_stages: on this rank.
         late: the parameters whose gradients are complete only when Pipeline.step() returns: tied
             ones, and all of them if the schedule splits backward passes, because torch adds the

@@ -11,18 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
+from ringcomm import torch_names
 from ringcomm.parallel.expert.local_experts import LocalExperts, expert_parallel_modules
 from ringcomm.parallel.flat_collectives import device_of, place_in
 from ringcomm.parallel.model.describe import Model, describe, start_equal_over_data
-from ringcomm.torch_names import (
-    gather_outside_inference_mode,
-    gather_when_needed,
-    reduce_unused,
-    takes_fully_shard,
-    tree_leaves,
-    tree_map_only,
-    untraced,
-)
 
 
 def _has_forward(module: nn.Module) -> bool:
@@ -93,7 +85,7 @@ def fsdp_units(
         own = [param for param in module.parameters() if param not in done]
         is_apart = own and all(units_of_params[param] <= parts for param in own)
         if is_apart or (module is model and (own or _has_forward(model))):
-            _check_called(module, is_called=takes_fully_shard(module))
+            _check_called(module, is_called=torch_names.takes_fully_shard(module))
             done.update(own)
             found.append((module, own))
     return found
@@ -208,9 +200,9 @@ def shard_units(
             meshes[ranks] = DeviceMesh.from_group(ranks or new_group_alone(), device.type)
         made: Any = fully_shard(module, mesh=meshes[ranks], **options)
         # Ranks may use different weights of a unit that all of them run.
-        reduce_unused(made)
+        torch_names.reduce_unused(made)
         if ranks is not group:
-            gather_when_needed(made)
+            torch_names.gather_when_needed(made)
             divide_gradients(made, group)
     materialize(model.module, (), device)  # modules with only buffers
     start_equal_over_data(describe(model.module), [group], model.module.buffers())
@@ -233,11 +225,11 @@ def watch_whole_weights(
     parameters. They exist from the first forward of the unit on; with DTensor's tensor parallelism
     they are DTensors of another mesh. Returns a function that removes the hooks.
     """
-    gather_outside_inference_mode(unit)
+    torch_names.gather_outside_inference_mode(unit)
     meshes = {getattr(param, "device_mesh", None) for param in unit.parameters()}
     found: set[nn.Parameter] = set()
 
-    @untraced
+    @torch_names.untraced
     def before_forward(*_: Any) -> None:
         for module in unit.modules():
             for name, param in module.named_parameters(recurse=False):
@@ -267,7 +259,7 @@ def with_own_memory(output: Any, weights: Iterable[Tensor]) -> Any:
 
     if not any(map(is_shared, tensors_in(output))):
         return output
-    copied = tree_map_only(Tensor, lambda x: x.clone() if is_shared(x) else x, output)
+    copied = torch_names.tree_map_only(Tensor, lambda x: x.clone() if is_shared(x) else x, output)
     if any(map(is_shared, tensors_in(copied))):
         kind = type(output).__name__
         raise RuntimeError(
@@ -279,7 +271,7 @@ def with_own_memory(output: Any, weights: Iterable[Tensor]) -> Any:
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """The tensors in a tree of sequences, mappings and dataclasses."""
-    for leaf in tree_leaves(value):
+    for leaf in torch_names.tree_leaves(value):
         if isinstance(leaf, Tensor):
             yield leaf
         elif isinstance(leaf, Mapping):

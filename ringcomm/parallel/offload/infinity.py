@@ -26,9 +26,8 @@ from ringcomm.parallel.offload.shard_store import ShardStore
 from ringcomm.parallel.offload.state_rows import Operands
 from ringcomm.parallel.offload.tiers import FileTier, make_tier
 from ringcomm.parallel.offload.weight_shards import WeightShards
-from ringcomm.parallel.zero.inner import Grads, Inner, InnerSteps
+from ringcomm.parallel.zero.inner import Given, Grads, Inner, InnerSteps
 from ringcomm.parallel.zero.optimizer import ZeroOptimizer
-from ringcomm.parallel.zero.options import Given
 
 
 class _StoredSteps(InnerSteps):

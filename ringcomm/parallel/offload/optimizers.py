@@ -29,6 +29,7 @@ from ringcomm.parallel.offload.state_rows import (
 from ringcomm.parallel.offload.tiers import RowHandle, Tier, make_tier
 from ringcomm.parallel.optimizer_classes import (
     BY_WEIGHT,
+    drop_unstepped,
     new_state,
     options_of,
     over_groups,
@@ -38,7 +39,6 @@ from ringcomm.parallel.optimizer_classes import (
     takes_empty_groups,
 )
 from ringcomm.parallel.optimizer_kinds import attributes_of, needs_whole
-from ringcomm.parallel.optimizer_states import drop_unstepped
 from ringcomm.torch_names import mark_stepped, move_hooks, run_state_hooks
 
 

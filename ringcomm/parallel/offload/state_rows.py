@@ -12,7 +12,7 @@ from ringcomm import ops
 from ringcomm.ops.fused_update import Rule
 from ringcomm.parallel.flat_collectives import local_of
 from ringcomm.parallel.offload.tiers import RowHandle, Tier
-from ringcomm.parallel.optimizer_states import MASTER, State, States
+from ringcomm.parallel.optimizer_classes import MASTER, State, States
 from ringcomm.torch_names import tree_map_only
 
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from ringcomm.backend import resolve_group
 from ringcomm.parallel.flat_collectives import all_gathered, raise_on_all
 from ringcomm.parallel.model.cut import find_shards
-from ringcomm.parallel.optimizer_states import MASTER, State, drop_unstepped
+from ringcomm.parallel.optimizer_classes import MASTER, State, drop_unstepped
 from ringcomm.parallel.parameter_server import ParameterServer
 from ringcomm.parallel.state.own_parts import ModelParts, OptimizerParts
 from ringcomm.parallel.state.tensor_part import (
@@ -48,19 +48,18 @@ def get_state_dict(
         values, state = get_state_dict(train.model, train.optimizer)
         dcp.save({"model": values, "optimizer": state}, checkpoint_id=folder)
 
-    Names are without those of DistributedDataParallel, torch.compile and checkpoint_wrapper.
     dcp.async_save() runs collectives during the next steps: make `group = dist.new_group()` once,
     and pass process_group=group.
 
-    Tensor-parallel layers, pipeline stages, experts, DTensors, and shards of ZeRO
-    are parts of full tensors. torch.distributed.checkpoint saves each element once and loads it on
-    any other mesh, and with torch.distributed.checkpoint.state_dict into plain torch.
+    Tensor-parallel layers, pipeline stages, experts, DTensors, and shards of ZeRO are parts of full
+    tensors. torch.distributed.checkpoint saves each element once and loads it on any other mesh,
+    and with torch.distributed.checkpoint.state_dict into plain torch.
 
     Args:
         model: an nn.Module, a pipeline.Pipeline, or the result of parallelize().
         optimizer: an optimizer over its parameters: of torch, zero.shard(), ringcomm.optim or
-            offload, or a ParameterServer. Missing state is made until the next step. The float32
-            values of 16-bit weights have the key "master".
+            offload, or a ParameterServer; or a wrapper that has it as `optimizer`. Missing state is
+            made until the next step. The float32 values of 16-bit weights have the key "master".
         full: return full tensors, as in a model of one process, in CPU memory. Otherwise each rank
             has its part: a TensorPart, a DTensor, or a replicated tensor.
         rank0_only: with `full`: ranks other than 0 get two empty dicts, and need memory for one
@@ -78,6 +77,7 @@ def get_state_dict(
         `cpu` is set or they are in files or in an optimizer of offload.
 
     Raises:
+        TypeError: a wrapper of an optimizer has weights or a state of its own, or no `optimizer`.
         ValueError: rank0_only without full; the optimizer has other parameters than the model, or
             states that cannot be combined; a FullyShardedDataParallel; with full, ranks of other
             groups have elements.

@@ -18,8 +18,11 @@ from ringcomm.parallel.flat_collectives import all_gathered, local_of
 from ringcomm.parallel.model.cut import Box, find_shards
 from ringcomm.parallel.model.describe import Weight, describe, plain_name
 from ringcomm.parallel.offload.weight_shards import WeightShards
-from ringcomm.parallel.optimizer_classes import params_in
-from ringcomm.parallel.optimizer_states import State, states_of
+from ringcomm.parallel.optimizer_classes import (
+    State,
+    params_in,
+    states_of,
+)
 from ringcomm.parallel.state.tensor_part import Path, TensorPart, fill, own_elements, part_of
 from ringcomm.torch_names import EXTRA_STATE, tree_leaves
 
@@ -159,6 +162,7 @@ class OptimizerParts:
         is_stored: bool = False,
     ) -> None:
         self._states, self._model = states_of(optimizer), model
+        optimizer = self._states.optimizer
         self._states.make()
         params = params_in(optimizer.param_groups)
         strangers = [tuple(param.shape) for param in params if param not in model.name_of]

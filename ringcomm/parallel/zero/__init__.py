@@ -19,19 +19,19 @@ from ringcomm.parallel.model.refuse import Asked, refuse
 from ringcomm.parallel.offload.infinity import ZeroInfinity as ZeroInfinity
 from ringcomm.parallel.offload.optimizers import Offloaded
 from ringcomm.parallel.optimizer_classes import (
+    drop_unstepped,
     optimizers_of,
     params_in,
     retire,
     takes_empty_groups,
 )
 from ringcomm.parallel.optimizer_kinds import needs_whole
-from ringcomm.parallel.optimizer_states import drop_unstepped
-from ringcomm.parallel.zero.inner import Inner
+from ringcomm.parallel.zero.inner import Given, Inner, ShardOptions
 from ringcomm.parallel.zero.optimizer import ZeroOptimizer
-from ringcomm.parallel.zero.options import Given, ShardOptions
 from ringcomm.parallel.zero.prediction import predict_memory, predict_traffic
 from ringcomm.parallel.zero.stage1_2 import FlatZero
 from ringcomm.parallel.zero.stage3 import Zero3
+from ringcomm.parallel.zero.states import check_shape
 from ringcomm.torch_names import flat_mesh
 
 __all__ = ["ZeroOptimizer", "predict_memory", "predict_traffic", "shard"]
@@ -66,26 +66,23 @@ def shard(
     Stage 1 shards the optimizer's state, stage 2 also gradients, stage 3 also weights;
     predict_memory() and predict_traffic() predict the cost. Gradients are averaged over the ranks.
     Weights and buffers start from rank 0's; weights stay bitwise equal on all ranks. Buffers that
-    the forward pass changes, such as BatchNorm's running statistics, then differ between ranks;
-    DistributedDataParallel would broadcast rank 0's before each forward. Broadcast model.buffers()
-    before evaluating and saving; on GPUs there is also nn.SyncBatchNorm.
+    the forward pass changes, such as BatchNorm's running statistics, then differ between ranks:
+    broadcast model.buffers() before evaluating and saving, or use nn.SyncBatchNorm on GPUs.
 
-    At stages 1 and 2 gradients are in the optimizer, and operators on `param.grad` raise: clip by
-    optimizer.clip_grad_norm_() or clip_grad_norm=, and scale by loss_scale=. Ranks may use
-    different weights there, and make different numbers of backward passes before step().
+    At stages 1 and 2 operators on `param.grad` raise: clip by optimizer.clip_grad_norm_() or
+    clip_grad_norm=, and scale by loss_scale=. Ranks may use different weights there, and make
+    different numbers of backward passes before step().
 
     Args:
         model: changed in place. At stages 1 and 2 its weights move into flat buckets; at
             stage 3 they become DTensors, and fully_shard is applied to the model. It may be on the
             meta device: modules are then initialized by reset_parameters(), at stage 3 unit by
             unit, and rank 0's values are used.
-        optimizer: over the model's weights, with any parameter groups and hyper-parameters: of
-            torch.optim, or any other class that updates each weight by itself; or several over
-            different weights, such as [muon, adamw]. Of an elementwise one, such as AdamW, each
-            rank updates its shards. Of one that needs full weights, such as Muon, one rank updates
-            a weight. Of a class that ringcomm does not know, `elementwise` or `whole` says which it
-            is. States of those that are of ringcomm.parallel.offload, such as Offloaded(muon), are
-            in host memory or in files.
+        optimizer: over the model's weights: of torch.optim, or any other class that updates each
+            weight by itself; or several over different weights, such as [muon, adamw]. Of an
+            elementwise one, such as AdamW, each rank updates its shards. Of one that needs full
+            weights, such as Muon, one rank updates a weight. States of those that are of
+            ringcomm.parallel.offload, such as Offloaded(muon), are in host memory or in files.
             Hooks and state move to the returned optimizer. The given ones raise afterwards,
             but have the same parameter groups: schedulers made for them work.
         stage: 1, 2 or 3. Stages 2 and 3 reduce each micro-batch, except in the optimizer's
@@ -100,9 +97,8 @@ def shard(
         units: at stage 3 the modules whose weights are gathered together. Default: the entries of
             every outermost ModuleList, or Sequential without one; also the parts of a model that
             cannot be called. Weights that several units share belong to the root. All ranks must
-            run the same units in the same order. fully_shard (stage 3 without offload_weights)
-            gives a unit copies of lists and dicts with tensors, and needs losses that depend on
-            outputs of units, not on tensors kept from within.
+            run the same units in the same order. Without offload_weights a unit gets copies of
+            lists and dicts with tensors, and losses must depend on outputs of units.
         bucket_bytes: at stages 1 and 2, the maximum size of a bucket of weights; a larger weight
             has its own bucket. Stage 2 keeps unsharded gradients of one bucket at a time.
         param_dtype: torch.bfloat16 or float16: keep float32 weights and their gradients in 16 bits,
@@ -115,18 +111,16 @@ def shard(
             doubles after 2000 good steps. An overflow on any rank skips the step on all ranks.
         offload_weights: at stage 3 keep weights and gradients in the same tier as the states
             (ZeRO-Infinity). All optimizers are ringcomm.parallel.offload.Offloaded, with equal
-            `to` and `path`. Of full matrices that it updates, a rank
-            has one at a time in memory. The model must be on the CPU or the meta device; it
-            may have 16-bit weights, for which there are float32 masters. Files have no names and
-            end with the process: save by ringcomm.parallel.get_state_dict() and
-            torch.distributed.checkpoint. All ranks must use the same weights in each backward pass;
-            otherwise all ranks raise.
+            `to` and `path`. A rank has one full matrix at a time in memory. The model must be on
+            the CPU or the meta device; 16-bit weights get float32 masters. Files end with the
+            process: save by ringcomm.parallel.get_state_dict() and torch.distributed.checkpoint.
+            All ranks must use the same weights in each backward pass; otherwise all raise.
         clip_grad_norm: multiply all gradients by min(1, clip_grad_norm / norm), with the norm over
             all ranks and dimensions of a mesh. Without loss_scale, a norm that is not finite
             raises. Alternatively call the optimizer's clip_grad_norm_().
-        elementwise: classes of optimizers that ringcomm does not know, whose step treats each
-            element of a weight by itself, as AdamW's does.
-        whole: classes whose step treats each weight by itself, and needs all of it, as Muon's does.
+        elementwise: see ringcomm.parallel.declare_optimizers(); of classes that ringcomm does not
+            know.
+        whole: likewise.
 
     Returns:
         A torch.optim.Optimizer over the same groups.
@@ -206,6 +200,9 @@ def _joined_state(inners: Sequence[Inner]) -> dict[str, Any]:
     for inner in inners:
         drop_unstepped(inner.optimizer)  # the next step would
         state = inner.optimizer.state_dict()
+        for number, param in enumerate(() if inner.is_whole else params_in(inner.groups)):
+            for key, value in state["state"].get(number, {}).items():
+                check_shape(key, begin + number, value, param)
         joined["state"] |= {begin + number: value for number, value in state["state"].items()}
         for group in state["param_groups"]:
             # Without options: the dicts stay, and with them tensors that a user may hold.

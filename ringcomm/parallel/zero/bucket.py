@@ -1,8 +1,4 @@
-"""Weights that are reduced, updated and gathered together: one flat buffer, a shard per rank.
-
-Gradients are copied into buckets when autograd computes them; stage 2 reduces them in the backward
-pass.
-"""
+"""Weights that are reduced, updated and gathered together: one flat buffer, a shard per rank."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import accumulate
@@ -32,7 +28,7 @@ from ringcomm.parallel.flat_collectives import (
 )
 from ringcomm.parallel.gradient_placeholder import GradientHooks, largest_of, remove_hooks, weakly
 from ringcomm.parallel.model.describe import Model
-from ringcomm.parallel.zero.options import ShardOptions
+from ringcomm.parallel.zero.inner import ShardOptions
 
 
 class BucketPlan(NamedTuple):
@@ -41,8 +37,7 @@ class BucketPlan(NamedTuple):
     Attributes:
         sizes: the elements of each rank's shard.
         is_whole: whether each weight is in one rank's shard, that of its owner.
-        experts: the sharded experts that the weights belong to, which ranks with the same ones
-            share.
+        experts: the sharded experts that the weights belong to; ranks with the same ones share it.
     """
 
     params: list[nn.Parameter]
@@ -58,11 +53,8 @@ class Bucket:
     of the mean over the ranks. Both accumulate all gradients since the last step.
 
     Attributes:
-        params: the weights, in the order of the buffer.
-        is_whole: whether each is in one rank's shard.
         group: the ranks that share it; None if this one is alone.
         weights: all ranks' shards of them, in rank order; one dimension.
-        is_half: whether the weights have 16 bits.
         shard: this rank's part of `weights`, which the optimizer updates; with a master, the
             float32 values of 16-bit weights.
         grads: the buffer of unsharded gradients; None while there are none.
@@ -193,7 +185,7 @@ class Bucket:
     # ---- around the update
 
     def see_written_weights(self) -> None:
-        """See take_written()."""
+        """Updates the master after the weights were modified, as by a loaded state_dict."""
         if self.has_master:
             take_written(self.shard, self.weights[self._mine])
 
@@ -247,9 +239,7 @@ def plan_buckets(
         num_ranks = world_size if experts is None else place_in(experts.replica_group)[1]
         if is_whole:
             bucket.sort(key=owners.__getitem__)
-            sizes = [0] * num_ranks
-            for param in bucket:
-                sizes[owners[param]] += param.numel()
+            sizes = [sum(p.numel() for p in bucket if owners[p] == r) for r in range(num_ranks)]
         else:
             sizes = shard_sizes(sum(param.numel() for param in bucket), num_ranks)
         plans.append(BucketPlan(bucket, sizes, is_whole, experts))
@@ -339,7 +329,7 @@ class GradientReducer:
 
     # ---- agreement of all ranks
 
-    def agree(self) -> tuple[int, set[nn.Parameter], list[Bucket]]:
+    def agree(self) -> tuple[int, set[Any]]:
         """Whether any rank has a gradient; weights with one, and buckets with a fresh one.
 
         Collective: one MAX all_reduce for each group of buckets, and each backward pass that only
@@ -349,27 +339,21 @@ class GradientReducer:
             self._end_pass()
         return found
 
-    def _share_facts(self, *, is_pass: bool) -> tuple[int, set[nn.Parameter], list[Bucket]]:
+    def _share_facts(self, *, is_pass: bool) -> tuple[int, set[Any]]:
         """Of any rank: 2 if a pass begins, 1 if a gradient is there, or 0; see agree()."""
-        what = 2 if is_pass else int(any(b.arrived | b.reduced for b in self._buckets))
-        found = 0
-        present: set[nn.Parameter] = set()
-        fresh: set[Bucket] = set()
+        mine: set[Any] = {param for b in self._buckets for param in b.arrived | b.reduced}
+        found, what = 0, 2 if is_pass else int(bool(mine))
+        mine |= {bucket for bucket in self._buckets if bucket.arrived}
+        present = set[Any]()
         for group in self._groups:
             buckets = [bucket for bucket in self._buckets if bucket.group is group]
-            params = [param for bucket in buckets for param in bucket.params]
-            has_gradient = {param for b in buckets for param in b.arrived | b.reduced}
-            mine = [what, *(param in has_gradient for param in params)]
-            mine += [bool(bucket.arrived) for bucket in buckets]
+            keys = [*(param for bucket in buckets for param in bucket.params), *buckets]
+            facts = [what, *(key in mine for key in keys)]
             if group is not None:
-                mine = largest_of(mine, [group], device_of(group), torch.uint8)
-            by_weight, by_bucket = mine[1 : 1 + len(params)], mine[1 + len(params) :]
-            found = max(found, mine[0])
-            present |= {param for param, has in zip(params, by_weight, strict=True) if has}
-            fresh |= {
-                bucket for bucket, is_fresh in zip(buckets, by_bucket, strict=True) if is_fresh
-            }
-        return found, present, [bucket for bucket in self._buckets if bucket in fresh]
+                facts = largest_of(facts, [group], device_of(group), torch.uint8)
+            found = max(found, facts[0])
+            present |= {key for key, is_so in zip(keys, facts[1:], strict=True) if is_so}
+        return found, present
 
     # ---- by pass
 

@@ -7,28 +7,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import islice
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ringcomm import torch_names
 from ringcomm.parallel.clip import LossScale, clip_factor, norm_of_shards
 from ringcomm.parallel.flat_collectives import local_of, raise_on_all
 from ringcomm.parallel.model.cut import Axes
 from ringcomm.parallel.model.describe import describe
 from ringcomm.parallel.offload.state_rows import StatesView
 from ringcomm.parallel.optimizer_classes import over_groups, params_in
-from ringcomm.parallel.zero.inner import Grads, InnerSteps
-from ringcomm.parallel.zero.options import Given, refuse_copy, refuse_ddp
+from ringcomm.parallel.zero.inner import Given, Grads, InnerSteps, refuse_ddp
 from ringcomm.parallel.zero.states import ShardedStates
-from ringcomm.torch_names import (
-    foreach_mul_,
-    mark_stepped,
-    move_hooks,
-    run_state_hooks,
-    tree_leaves,
-)
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -36,9 +29,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     Its parameter groups are the dicts of the given optimizer. `state` has this rank's parts of
     states and may be modified, except if it is offloaded. Copying and pickling raise. A weight
-    without a gradient on any rank is not updated, as in torch's optimizers. At stages 1 and 2, a
-    missing gradient on some ranks counts as zeros in the mean, as with
-    DistributedDataParallel(find_unused_parameters=True).
+    without a gradient on any rank is not updated. At stages 1 and 2, a missing gradient on some
+    ranks counts as zeros in the mean.
 
     Attributes:
         grad_norm: the 2-norm of all gradients before clipping, without the loss scale, in the last
@@ -68,7 +60,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.defaults = {}
         for inner in given.optimizers:
             self.defaults = {**inner.optimizer.defaults, **self.defaults}
-            move_hooks(inner.optimizer, self)
+            torch_names.move_hooks(inner.optimizer, self)
         for key in ("betas", "momentum"):  # which OneCycleLR then expects in all groups
             if not all(key in group for group in self.param_groups):
                 self.defaults.pop(key, None)
@@ -76,7 +68,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         # Before fully_shard's hook, which replaces the weights.
         given.model.module.register_forward_pre_hook(refuse_ddp, prepend=True)
 
-    __deepcopy__ = __reduce_ex__ = refuse_copy
+    def __reduce_ex__(self, _: Any) -> NoReturn:
+        raise RuntimeError(
+            "an optimizer of zero.shard() cannot be copied or pickled: save"
+            " ringcomm.parallel.get_state_dict(model, optimizer) instead"
+        )
+
+    __deepcopy__ = __reduce_ex__
 
     # ---- what users call
 
@@ -122,10 +120,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Collective at stages 1 and 2, with offload_weights, and at stage 3 with optimizers that need
         full matrices, such as Muon: states are gathered one at a time and split into rows.
         """
-        run_state_hooks(self, "state_dict_pre")
+        torch_names.run_state_hooks(self, "state_dict_pre")
         with torch.no_grad():
             found = self.saved_states.rows()
-        return run_state_hooks(self, "state_dict_post", found)
+        return torch_names.run_state_hooks(self, "state_dict_post", found)
 
     @torch.inference_mode(False)  # updates must be able to write states
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -139,13 +137,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         given, states, problem = dict[str, Any](), dict[Any, dict[str, Any]](), None
         try:
-            given = run_state_hooks(self, "load_state_dict_pre", state_dict.copy())
+            given = torch_names.run_state_hooks(self, "load_state_dict_pre", state_dict.copy())
             states = self.saved_states.checked(given)
         except Exception as error:
             problem = error if isinstance(error, ValueError) else repr(error)
         raise_on_all(problem, self.group)
-        self.saved_states.load_full(given["param_groups"], states)
-        run_state_hooks(self, "load_state_dict_post")
+        self.saved_states.load(given["param_groups"], states, is_full=True)
+        torch_names.run_state_hooks(self, "load_state_dict_post")
 
     @property
     def loss_scale(self) -> float:
@@ -180,18 +178,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 self._step()
         for found in self._given:
             if (given := found()) is not None:
-                mark_stepped(given)  # for schedulers that were made for it
+                torch_names.mark_stepped(given)  # for schedulers that were made for it
         return loss
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """A context in which backward passes accumulate gradients locally and send none.
-
-            for part in parts[:-1]:
-                with optimizer.no_sync():
-                    loss_of(model, part).backward()
-            loss_of(model, parts[-1]).backward()
-            optimizer.step()
 
         The next backward pass outside reduces the sum; so does step() at stages 1 and 2. Until then
         gradients need the memory of unsharded ones. Stage 1 always reduces in step().
@@ -261,7 +253,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """The state tensors of this rank, with the float32 masters of 16-bit weights."""
         params = (p for p in self.all_params() if not self.inner.by_param[p].is_offloaded)
         states = [*map(self.saved_states.of, params)]
-        values = (local_of(leaf) for leaf in tree_leaves(states) if isinstance(leaf, Tensor))
+        values = (
+            local_of(leaf) for leaf in torch_names.tree_leaves(states) if isinstance(leaf, Tensor)
+        )
         return [value for value in values if value.dim()]
 
     # ---- this rank's parts of weights and states
@@ -308,7 +302,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.inner.told |= whole
 
     def _set_mode(self, mode: str) -> None:
-        if self.inner.set_mode(mode):
+        # Trainer calls train() for each micro-batch.
+        if mode != self.inner.mode and any(hasattr(inner.plain, mode) for inner in self.inner):
+            self.inner.mode = mode
             with torch.no_grad():
                 self._change_mode(mode)
 
@@ -386,7 +382,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _scale_gradients(self, factor: float) -> None:
         """Multiplies reduced gradients."""
         if factor != 1 and (grads := [grad for _, grad in self._shards()]):
-            foreach_mul_(grads, factor)
+            torch_names.foreach_mul_(grads, factor)
 
     @abstractmethod
     def _shards(self) -> Iterator[tuple[nn.Parameter, Tensor]]:

@@ -18,9 +18,8 @@ from ringcomm.parallel.model.describe import describe, start_equal_over_data
 from ringcomm.parallel.model.stage_part import StagePart
 from ringcomm.parallel.model.units import materialize
 from ringcomm.parallel.zero.bucket import Bucket, GradientReducer, plan_buckets
-from ringcomm.parallel.zero.inner import Grads, Inner, InnerSteps
+from ringcomm.parallel.zero.inner import Given, Grads, Inner, InnerSteps, data_was_set
 from ringcomm.parallel.zero.optimizer import ZeroOptimizer
-from ringcomm.parallel.zero.options import Given, data_was_set
 from ringcomm.torch_names import foreach_add_, tree_map_only
 
 
@@ -119,7 +118,9 @@ class FlatZero(ZeroOptimizer):
 
     def _agree(self) -> bool:
         self._reducer.hooks.collect()
-        found, self._present, self._unreduced = self._reducer.agree()
+        found, present = self._reducer.agree()
+        self._present = present.difference(self._buckets)
+        self._unreduced = [bucket for bucket in self._buckets if bucket in present]
         return bool(found)  # also where only ranks with other experts have a gradient
 
     def _reduce(self) -> None:

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
+from ringcomm import torch_names
 from ringcomm.backward_pass import OpenPasses
 from ringcomm.parallel.flat_collectives import device_of, local_of
 from ringcomm.parallel.gradient_placeholder import hookable, largest_of, weakly
@@ -28,19 +29,8 @@ from ringcomm.parallel.model.units import (
     watch_whole_weights,
     with_own_memory,
 )
+from ringcomm.parallel.zero.inner import Given, data_was_set
 from ringcomm.parallel.zero.optimizer import ZeroOptimizer
-from ringcomm.parallel.zero.options import Given, data_was_set
-from ringcomm.torch_names import (
-    backward_hooks_of,
-    drop_accumulated,
-    fill_accumulated,
-    fsdp_params,
-    gathered_weights,
-    is_gathered,
-    root_mesh,
-    storage_id,
-    untraced,
-)
 
 
 class Zero3(ZeroOptimizer):
@@ -77,22 +67,24 @@ class Zero3(ZeroOptimizer):
         self._awaits_backward = False  # a forward pass has made a graph, and no backward pass began
         named = model.named_parameters()
         self._memory = [(name, param, param.detach()) for name, param in named]
-        roots = _fsdp_roots(model)
-        for root in roots:
-            root.register_forward_pre_hook(untraced(weakly(self._forward_begins)))
+        self._units: list[Any] = [m for m in model.modules() if isinstance(m, FSDPModule)]
+        self._roots = _fsdp_roots(model)
+        for root in self._roots:
+            root.register_forward_pre_hook(torch_names.untraced(weakly(self._forward_begins)))
+            root.register_forward_hook(torch_names.untraced(weakly(self._watch_outputs)))
         meshes = {getattr(param, "device_mesh", None) for param in model.parameters()}
         for module in model.modules():
             has_weights = next(module.parameters(recurse=False), None) is not None
             if has_weights and not isinstance(module, FSDPModule):
                 module.register_forward_pre_hook(partial(_check_gathered, meshes))
-        for root in roots:
-            root.register_forward_hook(untraced(weakly(self._watch_outputs)))
         refuse_moves(model)
-        is_whole = given.mesh is None or root_mesh(given.mesh).size() == self.group.size()
+        is_whole = (
+            given.mesh is None or torch_names.root_mesh(given.mesh).size() == self.group.size()
+        )
         save_full(model, self.group if is_whole else None)
         refuse_parts(model)
-        for module in _fsdp_modules(model):
-            module.forward = _through_hooks(module)
+        for unit in self._units:
+            unit.forward = _through_hooks(unit)
         model.zero_grad = _after(weakly(self.zero_grad), model.zero_grad)  # type: ignore[method-assign]
         if hasattr(model, "generate"):
             # It calls the encoder of an encoder-decoder model, which uses weights of the root.
@@ -118,10 +110,10 @@ class Zero3(ZeroOptimizer):
         def seen(module: nn.Module, name: str, whole: nn.Parameter) -> None:
             whole.register_post_accumulate_grad_hook(partial(mark, params[module, name]))
 
-        for module in _fsdp_modules(model):
-            watch_whole_weights(module, seen)
+        for unit in self._units:
+            watch_whole_weights(unit, seen)
             # Before fully_shard's hook, which frees the weights.
-            module.register_forward_hook(untraced(_keep_output), prepend=True)
+            unit.register_forward_hook(torch_names.untraced(_keep_output), prepend=True)
         for param in self.all_params():
             with hookable(param):
                 param.register_post_accumulate_grad_hook(note_reduced)
@@ -135,7 +127,7 @@ class Zero3(ZeroOptimizer):
         self._kept.discard(param)
         self._reduced[param] = param.grad
 
-    @untraced
+    @torch_names.untraced
     def _forward_begins(self, *_: Any) -> None:
         self._check_memory()
         self._is_in_forward = True
@@ -143,10 +135,10 @@ class Zero3(ZeroOptimizer):
     def _check_memory(self) -> None:
         """Raises RuntimeError if `param.data = x` has changed a DTensor and not its local part."""
         for name, param, before in self._memory:
-            if storage_id(before) != storage_id(param):
+            if torch_names.storage_id(before) != torch_names.storage_id(param):
                 raise RuntimeError(data_was_set(name))
 
-    @untraced
+    @torch_names.untraced
     def _watch_outputs(self, _: nn.Module, __: Any, output: Any) -> None:
         self._is_in_forward = False
         for tensor in tensors_in(output) if torch.is_grad_enabled() else ():
@@ -170,23 +162,29 @@ class Zero3(ZeroOptimizer):
 
         torch.nn.utils.clip_grad_norm_ then sees unscaled gradients.
         """
-        if self.loss_scaling is None:
-            return
-        for module in _fsdp_modules(self._model):
-            divide_gradients(module, self.group, self.loss_scale)
+        for unit in () if self.loss_scaling is None else self._units:
+            divide_gradients(unit, self.group, self.loss_scale)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """See ZeroOptimizer."""
         loss = super().step(closure)
         self._tell_scale()
+        is_unreached, self._awaits_backward = self._awaits_backward, False
+        if is_unreached:
+            raise RuntimeError(
+                "no backward pass has reached the outputs of the model since its forward pass:"
+                " backward(inputs=weights) does nothing at stage 3, where gradients belong to"
+                " gathered weights. Leave inputs= out, and freeze other weights by requires_grad_()"
+            )
         return loss
 
     def _set_sync(self, is_on: bool) -> None:
         self._is_synced = is_on
-        for root in _fsdp_roots(self._model):
+        for root in self._roots:
             root.set_requires_gradient_sync(is_on)
-        for params in _fsdp_params(self._model) if is_on else ():
-            fill_accumulated(params)
+        for unit in self._units if is_on else ():
+            for params in torch_names.fsdp_params(unit):
+                torch_names.fill_accumulated(params)
 
     def _agree(self) -> bool:
         """Drops zeros that fully_shard has reduced for weights without a gradient on any rank."""
@@ -194,17 +192,11 @@ class Zero3(ZeroOptimizer):
         # All ranks last: they learn what is true of some rank's experts.
         for group in self.inner.rank_groups:
             params = [param for param in self.all_params() if self.inner.group_of[param] is group]
-            has = [2 if param in self._kept else self._has_gradient(param) for param in params]
+            has = [self._has_gradient(param) for param in params]
             facts = largest_of([most, *has], [group], device_of(group), torch.uint8)
             found |= zip(params, facts[1:], strict=True)
             most = max(facts)
-        is_unreached, self._awaits_backward = self._awaits_backward, False
-        if is_unreached and not most:
-            raise RuntimeError(
-                "no backward pass has reached the outputs of the model since its forward pass:"
-                " backward(inputs=weights) does nothing at stage 3, where gradients belong to"
-                " gathered weights. Leave inputs= out, and freeze other weights by requires_grad_()"
-            )
+        self._awaits_backward &= not most
         if most == 2:
             raise RuntimeError(
                 "gradients from no_sync() were not reduced at stage 3: run the last backward"
@@ -217,9 +209,10 @@ class Zero3(ZeroOptimizer):
                 param.grad = torch.zeros_like(param)  # the owner gets all rows
         return most > 0
 
-    def _has_gradient(self, param: nn.Parameter) -> bool:
-        """Whether a gradient has arrived on this rank, from autograd or the user."""
-        return param.grad is not None and (self._is_by_user(param) or param in self._marked)
+    def _has_gradient(self, param: nn.Parameter) -> int:
+        """1 if a gradient has arrived on this rank, from autograd or the user; 2 in no_sync()."""
+        is_marked = param in self._marked and param.grad is not None
+        return 2 if param in self._kept else is_marked or self._is_by_user(param)
 
     def _is_by_user(self, param: nn.Parameter) -> bool:
         return param.grad is not None and param.grad is not self._reduced.get(param)
@@ -239,8 +232,7 @@ class Zero3(ZeroOptimizer):
             # Units that a failed forward has gathered would keep the weights from before the step.
             self._reset_units()
         self._check_memory()
-        units = _fsdp_modules(self._model)
-        left = {whole for unit in units for whole in gathered_weights(unit)}
+        left = {whole for unit in self._units for whole in torch_names.gathered_weights(unit)}
         for name, param in self._model.named_parameters():
             if param in left:
                 raise RuntimeError(
@@ -249,13 +241,13 @@ class Zero3(ZeroOptimizer):
                     " use_reentrant=False"
                 )
         super()._check_unchanged()
-        if any(map(backward_hooks_of, self.all_params())):
+        if any(map(torch_names.backward_hooks_of, self.all_params())):
             raise ValueError(f"a weight {HOOK_AT_STAGE_3}")
 
     def _reset_units(self) -> None:
         """Makes fully_shard ready for the next forward, after an error in a pass."""
         if hasattr(FSDPModule, "reset_iter_state"):  # from torch 2.13 on
-            for root in _fsdp_roots(self._model):
+            for root in self._roots:
                 with suppress(AttributeError):  # of a root that has never run
                     root.reset_iter_state()
             self._is_in_forward = False
@@ -272,9 +264,9 @@ class Zero3(ZeroOptimizer):
         has_failed = bool(self._passes)
         if has_failed:
             self._reset_units()
-        has_whole = has_failed or bool(self._kept)
-        for params in _fsdp_params(self._model) if has_whole else ():
-            drop_accumulated(params)
+        for unit in self._units if has_failed or self._kept else ():
+            for params in torch_names.fsdp_params(unit):
+                torch_names.drop_accumulated(params)
         self._kept.clear()
         self._marked.clear()
         self._reduced.clear()
@@ -302,7 +294,7 @@ def _through_hooks(module: nn.Module) -> Callable[..., Any]:
 
     @wraps(run)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or is_gathered(module):
+        if torch.compiler.is_compiling() or torch_names.is_gathered(module):
             return run(*args, **kwargs)
         return module(*args, **kwargs)
 
@@ -335,11 +327,7 @@ def _check_gathered(meshes: set[Any], module: nn.Module, _: Any) -> None:
 
 
 def _keep_output(module: nn.Module, _: Any, output: Any) -> Any:
-    return with_own_memory(output, map(local_of, gathered_weights(module)))
-
-
-def _fsdp_modules(model: nn.Module) -> list[Any]:
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+    return with_own_memory(output, map(local_of, torch_names.gathered_weights(module)))
 
 
 def _fsdp_roots(model: nn.Module) -> list[Any]:
@@ -347,9 +335,3 @@ def _fsdp_roots(model: nn.Module) -> list[Any]:
     if isinstance(model, FSDPModule):
         return [model]
     return [*dict.fromkeys(root for child in model.children() for root in _fsdp_roots(child))]
-
-
-def _fsdp_params(model: nn.Module) -> Iterator[list[Any]]:
-    """fully_shard's objects for the weights of each unit."""
-    for module in _fsdp_modules(model):
-        yield from fsdp_params(module)

@@ -19,8 +19,12 @@ from ringcomm.parallel.flat_collectives import (
 )
 from ringcomm.parallel.model.saving import refuse_saving
 from ringcomm.parallel.offload.state_rows import numbered_groups
-from ringcomm.parallel.optimizer_classes import params_in
-from ringcomm.parallel.optimizer_states import MASTER, State, States
+from ringcomm.parallel.optimizer_classes import (
+    MASTER,
+    State,
+    States,
+    params_in,
+)
 from ringcomm.parallel.tensor.splits import mesh_of
 from ringcomm.torch_names import shape_and_offset
 
@@ -92,14 +96,6 @@ class ShardedStates(States):
         super().make()
         self.share_keys()
 
-    def _load(self, groups: list[State], states: Mapping[Any, State]) -> None:
-        self._load_cut(groups, states, lambda _, value: value)
-
-    def load_full(self, groups: list[State], states: Mapping[Any, State]) -> None:
-        """Takes parameter groups, and full states or rows, by weight. Collective."""
-        self._load_cut(groups, states, self._cut)
-        self.note_unstepped(states)
-
     # ---- in torch's formats
 
     def rows(self) -> dict[str, Any]:
@@ -137,11 +133,8 @@ class ShardedStates(States):
             for key, value in state.items():
                 if not isinstance(value, Tensor) or not value.dim():
                     continue
-                if value.shape != param.shape and param not in self._inner.owner_of:
-                    raise ValueError(
-                        f"{key} of parameter {number} must have the parameter's shape"
-                        f" {tuple(param.shape)}, got {tuple(value.shape)}"
-                    )
+                if param not in self._inner.owner_of:
+                    check_shape(key, number, value, param)
                 if isinstance(value, DTensor) and not self._is_own(param, value):
                     raise ValueError(
                         f"{key} of parameter {number} was saved by other ranks or at another"
@@ -156,12 +149,10 @@ class ShardedStates(States):
         shape, _ = shape_and_offset(value.shape, mesh, placements)
         return value.placements == placements and tuple(value.to_local().shape) == tuple(shape)
 
-    def _load_cut(
-        self,
-        groups: list[State],
-        states: Mapping[Any, State],
-        cut: Callable[[Any, Tensor], Tensor],
+    def _load(
+        self, groups: list[State], states: Mapping[Any, State], *, is_full: bool = False
     ) -> None:
+        """With is_full states are full, or rows."""
         for saved, group in zip(groups, self.optimizer.param_groups, strict=True):
             given = deepcopy({key: value for key, value in saved.items() if key != "params"})
             LossScale.take(given, self.optimizer.loss_scaling)
@@ -172,7 +163,9 @@ class ShardedStates(States):
                 for param in group["params"]:
                     state = states.get(param, {})
                     mine = {
-                        key: _owned(value, param, cut) if isinstance(value, Tensor) else value
+                        key: self._owned(value, param, is_full=is_full)
+                        if isinstance(value, Tensor)
+                        else value
                         for key, value in state.items()
                         if value is not None
                     }
@@ -299,6 +292,14 @@ class ShardedStates(States):
         inner = self._inner.by_param[param]
         return inner.is_offloaded and inner.optimizer.steps.get(self._inner.own[param], 0) > 0
 
+    def _owned(self, value: Tensor, param: Any, *, is_full: bool) -> Tensor:
+        """A copy of this rank's part of a loaded value; numbers are the same on all ranks."""
+        if not value.dim() and not isinstance(value, DTensor):
+            return value.detach().clone()
+        mine = local_of(self._cut(param, value) if is_full else value)
+        dtype = torch.float32 if mine.is_floating_point() else mine.dtype
+        return mine.to(device=param.device, dtype=dtype, copy=True)
+
     def _cut(self, param: Any, value: Tensor) -> Tensor:
         """This rank's part of a full state, or of rows. Collective for rows."""
         owner = self._inner.owner_of.get(param)
@@ -327,6 +328,15 @@ class ShardedStates(States):
         return {**state, "step": step}
 
 
+def check_shape(key: str, number: int, value: Any, param: Tensor) -> None:
+    """Raises ValueError for a state, of an elementwise optimizer, of another shape."""
+    if isinstance(value, Tensor) and value.dim() and value.shape != param.shape:
+        raise ValueError(
+            f"{key} of parameter {number} must have the parameter's shape {tuple(param.shape)}, got"
+            f" {tuple(value.shape)}"
+        )
+
+
 def _joined(part: Tensor, mesh: DeviceMesh, placements: Any, like: Any) -> DTensor:
     """A DTensor of all ranks' parts, in the shape of another."""
     shape, stride = like.shape, like.stride()
@@ -338,12 +348,3 @@ def _without_values(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     return value.new_empty(value.shape, device="meta") if value.dim() else value.cpu()
-
-
-def _owned(value: Tensor, param: Any, cut: Callable[[Any, Tensor], Tensor]) -> Tensor:
-    """A copy of this rank's part of a loaded value; numbers are the same on all ranks."""
-    if not value.dim() and not isinstance(value, DTensor):
-        return value.detach().clone()
-    mine = local_of(cut(param, value))
-    dtype = torch.float32 if mine.is_floating_point() else mine.dtype
-    return mine.to(device=param.device, dtype=dtype, copy=True)

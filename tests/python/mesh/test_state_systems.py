@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections import defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -453,3 +455,57 @@ def test_states_made_after_a_loaded_file_without_any(rank: int) -> None:
         found.append(full_weights(model))
     for name, value in found[0].items():
         assert torch.equal(found[1][name], value), name
+
+
+class Wrapper:
+    """Around an optimizer, as programs write it: with its groups, or with nothing but step()."""
+
+    def __init__(self, optimizer: Any, *, forwards: bool) -> None:
+        self.optimizer, self._forwards = optimizer, forwards
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or not self._forwards:
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+
+class Averaged(torch.optim.Optimizer):
+    """A wrapper with a state of its own, as pytorch_optimizer's Lookahead."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer, self.param_groups = optimizer, optimizer.param_groups
+        slow = {param: {"slow": param.detach().clone()} for param in params_in(optimizer)}
+        self.state = defaultdict(dict, slow)
+
+
+def params_in(optimizer: Any) -> list[Any]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+@pytest.mark.parametrize("forwards", [False, True])
+def test_an_optimizer_in_a_wrapper(forwards: bool) -> None:
+    """Of dampened momentum the first step differs from one with a state of zeros."""
+    models = [nn.Linear(3, 2) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    for model, is_saved in zip(models, (False, True), strict=True):
+        inner = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, dampening=0.5)
+        if is_saved:
+            wrapper = Wrapper(Wrapper(inner, forwards=forwards), forwards=forwards)
+            values, state = get_state_dict(model, wrapper)
+            assert state["state"]["weight"].keys() == {"momentum_buffer"}
+            set_state_dict(model, wrapper, values, {**state, "state": {}})
+        for _ in range(2):
+            train_step(model(torch.eye(3)).square().sum(), inner)
+    assert_close(models[0].weight, models[1].weight, rtol=0, atol=0)
+
+
+def test_a_wrapper_with_a_state_of_its_own_is_refused() -> None:
+    model = nn.Linear(3, 2)
+    inner = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    with pytest.raises(TypeError, match="Averaged has other weights or states than its `opt"):
+        get_state_dict(model, Averaged(inner))
+    with pytest.raises(TypeError, match="expected an optimizer of torch's kind, got SimpleName"):
+        get_state_dict(model, SimpleNamespace(param_groups=inner.param_groups, state=inner.state))

@@ -386,3 +386,33 @@ def test_a_model_sharded_after_the_optimizer(rank: int) -> None:
             model, offload.Offloaded(torch.optim.SGD(model.parameters())), 3, offload_weights=True
         )
     opt.close()
+
+
+@pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 1e6}], ids=["immediate", "deferred"])
+def test_different_numbers_of_backward_passes(options: dict[str, Any]) -> None:
+    """Over disjoint weights: a rank takes part in the passes that only others make."""
+    run_ranks(3, _different_passes, options, timeout_s=60)
+
+
+def _different_passes(rank: int, options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+    twin = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+    twin.load_state_dict(model.state_dict())
+    opt = Lomo(model, LR, group=dist.group.WORLD, **options)
+    x = torch.eye(3)
+    for step in range(3):
+        for number in range(3):
+            if number <= (rank + step) % 3:  # one, two or three passes
+                model[number](x * (rank + 1)).square().sum().backward()
+            for other in range(3):
+                if number <= (other + step) % 3:
+                    (twin[number](x * (other + 1)).square().sum() / 3).backward()
+        opt.step()
+        opt.zero_grad()
+        for param in twin.parameters():
+            if param.grad is not None:
+                param.data.sub_(param.grad, alpha=LR)
+                param.grad = None
+    torch.testing.assert_close(weights(model), weights(twin))
+    opt.close()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pair_optimizers
@@ -471,6 +472,31 @@ class Looped(nn.Module):
         for _ in range(2):
             x = checkpoint(self.layer, x, use_reentrant=True)
         return x
+
+
+@pytest.mark.parametrize("build", [Looped, lambda: Reused("before"), lambda: Reused("nested")])
+def test_zero_grad_between_the_passes_keeps_the_uses_by_segments(build: Any) -> None:
+    def loop(model: Any, opt: Any) -> None:
+        for x in ROWS[:3]:
+            loss = model(x).square().mean()
+            opt.zero_grad()
+            loss.backward()
+            opt.step()
+
+    check_same_as_sgd(loop, build)
+
+
+@pytest.mark.parametrize("without_gradients", [torch.no_grad, nullcontext])
+def test_segments_without_a_backward_pass_delay_nothing(without_gradients: Any) -> None:
+    """An evaluation with a model's checkpoints, or a loss that is dropped."""
+    model = Looped()
+    opt = Lomo(model, LR)
+    for x in ROWS[:2]:
+        with without_gradients():
+            model(x)
+        model(x).square().mean().backward()
+        assert opt.held_bytes == 0
+        opt.step()
 
 
 @in_ranks(2)

@@ -400,6 +400,7 @@ def test_what_would_have_no_effect(rank: int) -> None:
         torch.testing.assert_close(get_whole_state(model, full=True)[0], wanted, rtol=0, atol=0)
     model, optimizer = made()
     model(X).sum().backward(inputs=list(model.parameters()))
+    assert optimizer.clip_grad_norm_(1.0) == 0  # which has nothing to clip
     with pytest.raises(RuntimeError, match=r"backward\(inputs=weights\) does nothing at stage 3"):
         optimizer.step()
     train_towers(model, optimizer)  # goes on

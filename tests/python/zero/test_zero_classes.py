@@ -11,15 +11,25 @@ import torch
 import torch.distributed as dist
 from full_states import full_state, load_full_state
 from ranks import in_ranks
-from steps import apply_steps
+from steps import apply_steps, train_step
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
     set_optimizer_state_dict,
 )
-from whole_optimizers import Kron, by_dimensions, elementwise, whole
-from zero_models import BUCKET_BYTES, Net, Towers, assert_close, batch, loss_of, same, weights
+from whole_optimizers import EachWeight, Kron, by_dimensions, elementwise, whole
+from zero_models import (
+    BUCKET_BYTES,
+    STAGES,
+    Net,
+    Towers,
+    assert_close,
+    batch,
+    loss_of,
+    same,
+    weights,
+)
 
 from ringcomm.parallel import zero
 from ringcomm.parallel.optimizer_classes import optimizers_of
@@ -302,3 +312,29 @@ def test_adagrad_on_meta(rank: int) -> None:
         model = nn.Linear(3, 3)
     with pytest.raises(TypeError, match="Adagrad already has state on the meta device"):
         zero.shard(model, torch.optim.Adagrad(model.parameters()), 2)
+
+
+class ByRow(EachWeight):
+    """Whose state has one element for each row, so that its step is not elementwise."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    def update(self, group: dict[str, Any], param: Any) -> None:
+        rows = self.state[param].setdefault("rows", torch.zeros(len(param)))
+        rows += param.grad.reshape(len(param), -1).sum(1)
+        param.sub_(param.grad, alpha=group["lr"])
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@in_ranks(2)
+def test_a_state_of_another_shape_is_refused_before_a_change(rank: int, stage: int) -> None:
+    model = nn.Linear(3, 2)
+    given = ByRow(model.parameters())
+    train_step(model(torch.eye(3)).square().sum(), given)
+    before = model.weight.detach().clone()
+    with pytest.raises(ValueError, match=r"rows of parameter 0 must have .* shape \(2, 3\), got"):
+        zero.shard(model, given, stage, elementwise=[ByRow])
+    assert type(model.weight) is nn.Parameter
+    assert torch.equal(model.weight, before)
+    train_step(model(torch.eye(3)).square().sum(), given)  # was not given away
