@@ -102,6 +102,7 @@ class WeightShards:
             for name in ("__deepcopy__", "__reduce_ex__"):
                 setattr(param, name, refuse_copy)
         refuse_moves(model)
+        self._handles.append(model.register_forward_pre_hook(self._forward_begins, prepend=True))
         self._end_save_full = save_full(model, self.group)
 
     # ---- shards
@@ -176,6 +177,11 @@ class WeightShards:
         if self.units:
             ignore_in_ddp(self._model, self._ignored_before)
         self.units, self._hooks, self._handles = [], {}, []
+
+    def _forward_begins(self, *_: Any) -> None:
+        """Ctrl-C may have ended the last forward pass, and then hooks were not called."""
+        for hooks in () if in_backward() else self._hooks.values():
+            hooks.forget_forward()
 
     def _refuse_load(self, *_: Any) -> NoReturn:
         raise RuntimeError("the weights are sharded: call ringcomm.parallel.set_state_dict()")

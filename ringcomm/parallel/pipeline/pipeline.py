@@ -46,7 +46,7 @@ class _Made(NamedTuple):
     boundaries: list[Metas]
     schedule: Any
     stages: list[Stage]
-    trained: list[bool]  # this rank's weights
+    number: int  # the same on all ranks
 
 
 class Pipeline:
@@ -171,7 +171,8 @@ class Pipeline:
             for idx in self.plan.stages_of(rank)
         }
         self._wrapped = wrap_stages(self.module, self._modules, wrap, self.plan)
-        self._made: dict[Any, _Made] = {}
+        self._num_made, self._made = 0, dict[Any, _Made]()
+        self._trained: list[bool] | None = None  # of this rank's weights, which, in the first step
         self._log: Log = []
 
     # ---- this rank's part
@@ -232,19 +233,13 @@ class Pipeline:
             )
         self._log = []
         with tied_gradients_summed(self.module):
-            batch, made = self._prepared(inputs, (target,), kwargs, num_items)
+            batch, made = self._prepared(inputs, (target,), kwargs, num_items, trains=True)
             for module in self._modules.values():
                 module.log = self._log if record else None
             self._loss_scale = loss_scale
             args = [value.to(self.device) for value in batch] if self._has(0) else []
             options = {"target": target.to(self.device)} if self._has(-1) else {}
             with self._aborted_on_failure():
-                if self._trained() != made.trained:
-                    raise ValueError(
-                        "weights were frozen, unfrozen or added after the first step, in which"
-                        " stages agreed on the weights that get gradients: make a new Pipeline of"
-                        " the same blocks"
-                    )
                 made.schedule.step(*args, **options, return_outputs=False)
                 for stage in made.stages:
                     stage.drop_unused()
@@ -362,6 +357,8 @@ class Pipeline:
         targets: tuple[Tensor, ...],
         kwargs: Mapping[str, Tensor] | None,
         num_items: float | None = None,
+        *,
+        trains: bool = False,
     ) -> tuple[tuple[Tensor, ...], _Made]:
         """The inputs, and the stages for them; raises TypeError or ValueError on all ranks."""
         num, kind = self.plan.num_microbatches, self.device.type
@@ -369,32 +366,48 @@ class Pipeline:
         batch, kwargs = inputs if isinstance(inputs, tuple) else (inputs,), kwargs or {}
         metas: Metas = ()
         problem: Exception | None = None
+        trained = [p.requires_grad for m in self._modules.values() for p in m.parameters()]
         try:
+            if trains and self._trained not in (None, trained):
+                raise ValueError(
+                    "weights were frozen, unfrozen or added after the first step, in which stages"
+                    " agreed on the weights that get gradients: make a new Pipeline of the same"
+                    " blocks"
+                )
             if unknown := kwargs.keys() - self._names:
                 raise TypeError(f"no block of the pipeline has a parameter {sorted(unknown)[0]}")
             named = [*(("inputs", x) for x in batch), *kwargs.items()]
             check_rows([*named, *(("target", y) for y in targets)], num)
-            for name, value in kwargs.items():
+            needed = [*kwargs.items(), *(("target", y) for y in targets if self._has(-1))]
+            for name, value in [*needed, *(("inputs", x) for x in batch if self._has(0))]:
                 if value.is_meta:
                     raise ValueError(
-                        f"{name} is on the meta device, but every stage needs its values"
+                        f"{name} is on the meta device, but this rank's stages need its values"
                     )
             metas = tuple(meta_like(x[: len(x) // num], False) for x in (*batch, *kwargs.values()))
             self._count_labels(targets if self._has(-1) else (), num_items)
         except Exception as error:  # count_items may raise any
             problem = error
         words = ", ".join([shown(metas), *kwargs]) if problem is None else type(problem).__name__
-        key = (words, autocast)
-        mine = zlib.crc32(repr(key).encode())
+        # In another mode a block may write its input, and freezing changes what has a gradient.
+        key = words, autocast, self.module.training, tuple(trained)
+        made = self._made.get(key)
+        number = 0 if made is None else made.number
+        mine = zlib.crc32(repr(key[:2]).encode()) + (number << 32)
         digest = torch.tensor([mine], dtype=torch.int64, device=device_of(self.group))
-        if len({*gather_ints(digest, self.group)}) > 1:
+        found = gather_ints(digest, self.group)
+        if len({each % (1 << 32) for each in found}) > 1:
             facts = {"inputs of a micro-batch": words, "autocast": autocast}
             with nullcontext() if problem is None else suppress(ValueError):
                 check_agreement(facts, self.group)
         if problem is not None:
             raise problem
-        made = self._made.pop(key, None) or self._make(metas, kwargs)
+        if made is None or len({*found}) > 1:  # other ranks may have none, or another one
+            made = self._make(metas, kwargs)
+        self._made.pop(key, None)
         self._made[key] = made  # most recently used last
+        if trains:
+            self._trained = trained
         if len(self._made) > MAX_SHAPES:
             del self._made[next(iter(self._made))]
         chunks = [value.to(self.device).chunk(num) for value in kwargs.values()]
@@ -433,7 +446,5 @@ class Pipeline:
         ]
         loss_fn = partial(stages[-1].extend_forward, self._next_loss)
         schedule = self.plan.start(stages, loss_fn)
-        return _Made(boundaries, schedule, stages, self._trained())
-
-    def _trained(self) -> list[bool]:
-        return [p.requires_grad for m in self._modules.values() for p in m.parameters()]
+        self._num_made += 1
+        return _Made(boundaries, schedule, stages, self._num_made)

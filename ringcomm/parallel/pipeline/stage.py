@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
+from ringcomm.parallel.expert.local_experts import dry_experts
 from ringcomm.parallel.pipeline.blocks import StageModule
 from ringcomm.parallel.pipeline.schedules import Kind, Plan
 from ringcomm.parallel.pipeline.torch_stage import HAS_HALVES, TorchStage, meta_like
@@ -63,8 +64,9 @@ def find_boundaries(
         answer: list[Any] = [None]
         if stage in modules:
             try:
-                outputs = None if computes else _inferred(modules[stage], found[-1], device)
-                answer = [outputs or _computed(modules[stage], found[-1], device)]
+                with dry_experts(modules[stage]):
+                    outputs = None if computes else _inferred(modules[stage], found[-1], device)
+                    answer = [outputs or _computed(modules[stage], found[-1], device)]
             except Exception as error:
                 answer = [f"{type(error).__name__}: {error}"]
         owner = plan.rank_of(stage)
