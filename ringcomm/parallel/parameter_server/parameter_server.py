@@ -17,9 +17,19 @@ from ringcomm.parallel.flat_collectives import check_agreement
 from ringcomm.parallel.model.cut import note_trainer
 from ringcomm.parallel.model.describe import describe, start_equal
 from ringcomm.parallel.model.refuse import Asked, refuse
+from ringcomm.parallel.optimizer_classes import params_in
 from ringcomm.parallel.optimizer_kinds import needs_whole
-from ringcomm.parallel.parameter_server.messages import Header, Kind, Packing, owned_keys, unpacked
-from ringcomm.parallel.parameter_server.server import Port, Server
+from ringcomm.parallel.parameter_server.server import (
+    PULL,
+    PUSH,
+    STATE,
+    Header,
+    Packing,
+    Port,
+    Server,
+    owned_keys,
+    unpacked,
+)
 from ringcomm.torch_names import backend_of, timeout_of
 
 
@@ -128,7 +138,7 @@ class ParameterServer:
         )
         groups = self._optimizer.param_groups
         name_of = {param: name for name, param in trained.items()}
-        self._params = {name_of[param]: param for each in groups for param in each["params"]}
+        self._params = {name_of[param]: param for param in params_in(groups)}
         kinds = {name: _sent_as(name, param, wire_dtype) for name, param in self._params.items()}
         needs_whole(self._optimizer, elementwise, whole, is_copied=False)
         mine = {
@@ -167,10 +177,8 @@ class ParameterServer:
                 for each in groups
             ]
             optimizer = _made(make_optimizer, here, copies)
-            is_in_rounds = staleness is not None
-            self._server = Server(
-                self.group, workers, packings[rank], copies, optimizer, is_in_rounds=is_in_rounds
-            )
+            rounds: Any = {"is_in_rounds": staleness is not None}
+            self._server = Server(self.group, workers, packings[rank], copies, optimizer, **rounds)
         self._ports: list[Port] = []  # empty on a rank that is not a worker
         if rank in workers:
             self._ports = [
@@ -205,7 +213,7 @@ class ParameterServer:
         wanted = 0 if bound is None else self._num_pushes - (0 if fresh else bound)
         with self._working("pull()"):
             for port in self._ports:
-                port.ask(Header(Kind.PULL, port.version, max(0, wanted)))
+                port.ask(Header(PULL, port.version, max(0, wanted)))
             answers = [port.answer() for port in self._ports]
         with torch.no_grad():
             for port, (version, message) in zip(self._ports, answers, strict=True):
@@ -230,7 +238,7 @@ class ParameterServer:
             self._check_unchanged()
             for port in self._ports:
                 gradients = [self._params[name].grad for name in port.names]
-                port.push(Header(Kind.PUSH, port.version), gradients)
+                port.push(Header(PUSH, port.version), gradients)
         for param in self._params.values():
             param.grad = None
         self._num_pushes += 1
@@ -285,7 +293,7 @@ class ParameterServer:
         """
         with self._working("get_state_dict()"):
             for port in self._ports:
-                port.ask(Header(Kind.STATE))
+                port.ask(Header(STATE))
             answers = [port.answer()[1] for port in self._ports]
         self._optimizer.state.clear()
         for answer in answers:
