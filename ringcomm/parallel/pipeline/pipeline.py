@@ -1,10 +1,9 @@
 """Trains a model whose stages are on several ranks."""
 
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,7 +11,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringcomm.backend import resolve_group
-from ringcomm.errors import RingcommError
 from ringcomm.parallel.flat_collectives import all_gathered, check_agreement, device_of, gather_ints
 from ringcomm.parallel.loss import CountItems, PartLoss, check_rows, parameters_of
 from ringcomm.parallel.model.saving import refuse_copy
@@ -29,24 +27,20 @@ from ringcomm.parallel.pipeline.blocks import (
     wrap_stages,
 )
 from ringcomm.parallel.pipeline.schedules import Action, Log, Timeline, make_plan
-from ringcomm.parallel.pipeline.stage import Metas, Stage, find_boundaries, forward_only, shown
+from ringcomm.parallel.pipeline.stage import (
+    Made,
+    Metas,
+    aborted_on_failure,
+    forward_only,
+    make_stages,
+    shown,
+)
 from ringcomm.parallel.pipeline.torch_stage import meta_like
-from ringcomm.trace.program import unrecorded
 
-Loss = Callable[..., Tensor]
 Inputs = Tensor | tuple[Tensor, ...]
 
 # The number of input shapes with cached stages; the least recently used is evicted first.
 MAX_SHAPES = 64
-
-
-class _Made(NamedTuple):
-    """The cached state for one shape of inputs."""
-
-    boundaries: list[Metas]
-    schedule: Any
-    stages: list[Stage]
-    number: int  # the same on all ranks
 
 
 class Pipeline:
@@ -115,7 +109,7 @@ class Pipeline:
     def __init__(
         self,
         blocks: Blocks,
-        loss_fn: Loss | PartLoss,
+        loss_fn: Callable[..., Tensor] | PartLoss,
         schedule: str = "1f1b",
         num_microbatches: int = 8,
         *,
@@ -171,11 +165,9 @@ class Pipeline:
             for idx in self.plan.stages_of(rank)
         }
         self._wrapped = wrap_stages(self.module, self._modules, wrap, self.plan)
-        self._num_made, self._made = 0, dict[Any, _Made]()
+        self._num_made, self._made = 0, dict[Any, Made]()
         self._trained: list[bool] | None = None  # of this rank's weights, which, in the first step
         self._log: Log = []
-
-    # ---- this rank's part
 
     __deepcopy__ = __reduce_ex__ = refuse_copy
 
@@ -239,7 +231,7 @@ class Pipeline:
             self._loss_scale = loss_scale
             args = [value.to(self.device) for value in batch] if self._has(0) else []
             options = {"target": target.to(self.device)} if self._has(-1) else {}
-            with self._aborted_on_failure():
+            with aborted_on_failure(self.group):
                 made.schedule.step(*args, **options, return_outputs=False)
                 for stage in made.stages:
                     stage.drop_unused()
@@ -261,7 +253,7 @@ class Pipeline:
         outputs, _ = self._run_forward(inputs, (target,), kwargs, num_items)
         if self._has(-1):
             wanted = target.to(self.device).chunk(self.plan.num_microbatches)
-            with self._aborted_on_failure():
+            with aborted_on_failure(self.group):
                 for output, part in zip(outputs, wanted, strict=True):
                     self._next_loss(output, part)
         return self._shared_loss()
@@ -289,7 +281,7 @@ class Pipeline:
         num = self.plan.num_microbatches
         chunks = [x.to(self.device).chunk(num) for x in batch] if self._has(0) else []
         first = list(zip(*chunks, strict=True))
-        with self._aborted_on_failure():
+        with aborted_on_failure(self.group):
             outputs = forward_only(
                 self.plan, self._modules, made.boundaries, first, self.group, self.device
             )
@@ -308,17 +300,6 @@ class Pipeline:
 
     def _has(self, stage: int) -> bool:
         return stage % self.plan.num_stages in self._modules
-
-    @contextmanager
-    def _aborted_on_failure(self) -> Iterator[None]:
-        """Aborts the group after a failure, so that other ranks do not wait for messages."""
-        try:
-            yield
-        except RingcommError:
-            raise
-        except Exception:
-            self.group.abort()
-            raise
 
     def _shared_loss(self) -> Tensor:
         """The loss, from the rank that computed it. Collective."""
@@ -359,7 +340,7 @@ class Pipeline:
         num_items: float | None = None,
         *,
         trains: bool = False,
-    ) -> tuple[tuple[Tensor, ...], _Made]:
+    ) -> tuple[tuple[Tensor, ...], Made]:
         """The inputs, and the stages for them; raises TypeError or ValueError on all ranks."""
         num, kind = self.plan.num_microbatches, self.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
@@ -392,8 +373,7 @@ class Pipeline:
         # In another mode a block may write its input, and freezing changes what has a gradient.
         key = words, autocast, self.module.training, tuple(trained)
         made = self._made.get(key)
-        number = 0 if made is None else made.number
-        mine = zlib.crc32(repr(key[:2]).encode()) + (number << 32)
+        mine = zlib.crc32(repr(key[:2]).encode()) + ((made.number if made else 0) << 32)
         digest = torch.tensor([mine], dtype=torch.int64, device=device_of(self.group))
         found = gather_ints(digest, self.group)
         if len({each % (1 << 32) for each in found}) > 1:
@@ -403,7 +383,10 @@ class Pipeline:
         if problem is not None:
             raise problem
         if made is None or len({*found}) > 1:  # other ranks may have none, or another one
-            made = self._make(metas, kwargs)
+            facts = self.plan, self._modules, self._wrapped, self.device, self.group
+            more: Any = {"number": self._num_made + 1, "loss_fn": self._next_loss}
+            made = make_stages(*facts, metas, [*kwargs], self.module.after_backward, **more)
+            self._num_made = made.number
         self._made.pop(key, None)
         self._made[key] = made  # most recently used last
         if trains:
@@ -415,36 +398,3 @@ class Pipeline:
         for module in self._modules.values():
             module.kwargs = parts
         return batch, made
-
-    @unrecorded()
-    def _make(self, metas: Metas, names: Collection[str]) -> _Made:
-        """The stages for inputs and keyword arguments, which have the last of the metas."""
-        num_inputs = len(metas) - len(names)
-        kwargs = dict(zip(names, metas[num_inputs:], strict=True))
-        boundaries = find_boundaries(
-            self.plan,
-            self._modules,
-            metas[:num_inputs],
-            kwargs,
-            self.device,
-            self.group,
-            computes=not self._made,
-        )
-        stages = [
-            Stage(
-                own=self._modules[idx],
-                module=module,
-                stage_idx=idx,
-                num_stages=self.plan.num_stages,
-                device=self.device,
-                group=self.group,
-                inputs=boundaries[idx],
-                outputs=boundaries[idx + 1],
-                after_backward=self.module.after_backward,
-            )
-            for idx, module in self._wrapped.items()
-        ]
-        loss_fn = partial(stages[-1].extend_forward, self._next_loss)
-        schedule = self.plan.start(stages, loss_fn)
-        self._num_made += 1
-        return _Made(boundaries, schedule, stages, self._num_made)

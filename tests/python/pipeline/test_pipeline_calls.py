@@ -343,13 +343,13 @@ def test_refused_steps_leave_the_group_whole(rank: int) -> None:
     pipe = make()
     x, y = batch(0)
     for inputs, target in ((x.to("meta"), y), (x, y.to("meta"))):
-        message = "is on the meta device, but this rank's|ranks disagree on the inputs"
+        message = r"is on the meta device, but this rank's|ranks disagree on the inputs"
         with pytest.raises(ValueError, match=message):
             pipe.step(inputs, target)
     pipe.step(x if rank == 0 else x.to("meta"), y if rank == 1 else y.to("meta"))
     weight = next(pipe.parameters())
     weight.requires_grad_(rank > 0)
-    with pytest.raises(ValueError, match="weights were frozen|rank 0 has ValueError"):
+    with pytest.raises(ValueError, match=r"weights were frozen|rank 0 has ValueError"):
         pipe.step(x, y)
     pipe.evaluate(x, y)
     weight.requires_grad_(True)
