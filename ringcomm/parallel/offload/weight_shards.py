@@ -108,23 +108,11 @@ class WeightShards:
     # ---- shards
 
     def unit_of(self, param: Tensor) -> ShardedUnit:
-        """The unit of a parameter. Raises ValueError if it is not sharded here."""
-        if param not in self._hooks:
-            raise ValueError(
-                f"a tensor of shape {tuple(param.shape)} is not a parameter of these shards"
-            )
+        """The unit of a parameter."""
         return self._hooks[param].unit  # type: ignore[index]
 
-    def shard_of(self, param: Tensor) -> Tensor:
-        """This rank's piece of a parameter: elements range_of(param) of the flat parameter.
-
-        The same tensor every time; empty while the ShardStore has it. Raises ValueError if the
-        parameter is not sharded here.
-        """
-        return self.unit_of(param).shards[param]  # type: ignore[index]
-
     def range_of(self, param: Tensor, rank: int | None = None) -> tuple[int, int]:
-        """The elements [begin, end) of the flat parameter in a rank's shard_of(), by shard_range().
+        """The elements [begin, end) of the flat parameter in a rank's piece, by shard_range().
 
         `rank`: of the unit's group; by default this one.
         """

@@ -17,7 +17,7 @@ from ringcomm.parallel.flat_collectives import check_agreement
 from ringcomm.parallel.model.cut import note_trainer
 from ringcomm.parallel.model.describe import describe, start_equal
 from ringcomm.parallel.model.refuse import Asked, refuse
-from ringcomm.parallel.optimizer_classes import params_in
+from ringcomm.parallel.optimizer_classes import of_parts, params_in, take_options
 from ringcomm.parallel.optimizer_kinds import needs_whole
 from ringcomm.parallel.parameter_server.server import (
     PULL,
@@ -51,9 +51,8 @@ class ParameterServer:
     byte per key, and a header in each direction per pull.
 
     With `staleness` s, update t is the mean of the t-th gradients of all workers, and step t of a
-    worker waits for update t-1-s. Thus 0 is synchronous training, and a fast worker is at most s
-    steps ahead. With None no worker waits, and every gradient is a separate update. After a worker
-    has closed, means are over the other workers.
+    worker waits for update t-1-s: 0 is synchronous training. With None no worker waits, and every
+    gradient is a separate update. After a worker has closed, means are over the other workers.
 
     Args:
         model: a module with the same parameter names, shapes and dtypes on all ranks. Parameters
@@ -169,13 +168,8 @@ class ParameterServer:
                 name: nn.Parameter(self._params[name].detach().to("cpu", copy=True))
                 for name in self.keys[rank]
             }
-            here = [
-                {
-                    **each,
-                    "params": [copies[n] for p in each["params"] if (n := name_of[p]) in copies],
-                }
-                for each in groups
-            ]
+            parts = {self._params[name]: copy for name, copy in copies.items()}
+            here = [of_parts(each, parts) for each in groups]
             optimizer = _made(make_optimizer, here, copies)
             rounds: Any = {"is_in_rounds": staleness is not None}
             self._server = Server(self.group, workers, packings[rank], copies, optimizer, **rounds)
@@ -302,7 +296,7 @@ class ParameterServer:
             for name, values in part["state"].items():
                 self._optimizer.state[self._params[name]] = values
             for own, given in zip(self._optimizer.param_groups, part["param_groups"], strict=True):
-                own.update({key: value for key, value in given.items() if key != "params"})
+                take_options(own, given)
         return self._optimizer
 
     def new_states(self) -> torch.optim.Optimizer:
@@ -387,7 +381,7 @@ def _made(
 ) -> torch.optim.Optimizer:
     """The optimizer of some groups, which must have each of the parameters once."""
     given = [[id(param) for param in group["params"]] for group in groups]
-    every = [param for own in given for param in own]
+    every = sum(given, list[int]())
     for name, param in params.items():
         if id(param) not in every:
             raise ValueError(
