@@ -44,22 +44,17 @@ class FileStore:
     A file system without such files, as NFS or FUSE, gets a file with a random name that is removed
     as soon as it is open.
 
-    Args:
-        path: a folder on the disk to use; created if it does not exist.
-        block_bytes: bytes of one read or write, a multiple of 4096.
+    The folder is created if it does not exist. `block_bytes`, of one read or write, is a multiple
+    of 4096. Raises OSError if the folder or the file cannot be created, and RuntimeError if no
+    thread can be started.
 
     Attributes:
         is_direct: whether reads and writes bypass the page cache (O_DIRECT), which they do if the
             file system supports it.
         read_bytes, written_bytes: bytes transferred so far, in whole blocks.
-
-    Raises ValueError for another block_bytes, OSError if the folder or the file cannot be created,
-    and RuntimeError if no thread can be started.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, block_bytes: int = 1 << 20) -> None:
-        if block_bytes < 1 or block_bytes % 4096:
-            raise ValueError(f"block_bytes must be a positive multiple of 4096, got {block_bytes}")
         self.path = Path(path)
         self._engine = transfers.shared_engine(block_bytes)
         self.path.mkdir(parents=True, exist_ok=True)

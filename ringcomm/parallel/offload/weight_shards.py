@@ -41,22 +41,14 @@ class WeightShards:
     of a parameter must not be used outside the forward that made them: their memory is freed too.
     If a unit returns them, its output has copies. Gradients of gradients (create_graph=True) raise.
 
-    Args:
-        described: the model, checked. Parameters and buffers get the values of rank 0; a model on
-            the meta device is materialized unit by unit. Frozen parameters are sharded too;
-            buffers are not.
-        group: of backend ringcomm.
-        units: see zero.shard(). The model itself is the unit of all other parameters, and of those
-            that several units share.
+    Arguments are checked, and the group is of backend ringcomm. A model on the meta device is
+    materialized unit by unit. Frozen parameters are sharded too; buffers are not. Raises
+    RuntimeError if a part of the model is compiled, as a compiled forward does.
 
     Attributes:
         group: as given.
-        units: the units; the model itself first, if it has parameters outside other units.
-
-    Raises:
-        RuntimeError: a part of the model is compiled; also raised by a compiled forward.
-        RingcommError: a rank failed or called something else; also raised by every forward and
-            backward.
+        units: the units; the model itself first, if it has parameters outside other units or that
+            several units share.
 
     Collective: one broadcast per unit.
     """
@@ -104,6 +96,9 @@ class WeightShards:
         refuse_moves(model)
         self._handles.append(model.register_forward_pre_hook(self._forward_begins, prepend=True))
         self._end_save_full = save_full(model, self.group)
+
+    # A copy of the model copies its hooks.
+    __deepcopy__ = __reduce_ex__ = refuse_copy
 
     # ---- shards
 

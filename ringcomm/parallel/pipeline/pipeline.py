@@ -383,9 +383,9 @@ class Pipeline:
         if problem is not None:
             raise problem
         if made is None or len({*found}) > 1:  # other ranks may have none, or another one
-            facts = self.plan, self._modules, self._wrapped, self.device, self.group
+            given = self.plan, self._modules, self._wrapped, self.device, self.group
             more: Any = {"number": self._num_made + 1, "loss_fn": self._next_loss}
-            made = make_stages(*facts, metas, [*kwargs], self.module.after_backward, **more)
+            made = make_stages(*given, metas, [*kwargs], self.module.after_backward, **more)
             self._num_made = made.number
         self._made.pop(key, None)
         self._made[key] = made  # most recently used last

@@ -183,7 +183,7 @@ def test_copies_are_refused() -> None:
     optimizer = offload.Offloaded(make_sgd(Net()))
     for copied in (copy.deepcopy, copy.copy, pickle.dumps):
         with pytest.raises(RuntimeError, match="an offloaded optimizer cannot be copied"):
-            copied(optimizer)  # type: ignore[operator]
+            copied(optimizer)
 
 
 class Moments(NamedTuple):
