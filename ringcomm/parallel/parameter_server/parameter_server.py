@@ -184,10 +184,7 @@ class ParameterServer:
         note_trainer(self._params.values(), self)
 
     def serve(self) -> None:
-        """Waits until all workers have closed. On a dedicated server.
-
-        Raises RuntimeError on a worker.
-        """
+        """On a dedicated server, waits until all workers have closed; RuntimeError on a worker."""
         if self._ports:
             raise RuntimeError("serve() is for dedicated servers; a worker serves without it")
         if self._server is not None:
