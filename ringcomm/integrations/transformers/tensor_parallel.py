@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ringcomm.backend import resolve_group
 from ringcomm.integrations.transformers.experts import is_stacked
-from ringcomm.integrations.transformers.training import causal_lm_loss, loss_options_of
+from ringcomm.integrations.transformers.training import (
+    causal_lm_loss,
+    loss_options_of,
+    typed_logits,
+)
 from ringcomm.nn import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from ringcomm.parallel.expert.local_experts import LocalExperts
 from ringcomm.parallel.model.describe import describe, start_equal
@@ -23,13 +26,12 @@ from ringcomm.parallel.tensor.layers import HeadShares, share_heads
 from ringcomm.parallel.tensor.regions import (
     all_reduce_grad_,
     copy_to_tp,
-    gather_from_tp,
     reduce_from_tp,
     summed_over,
 )
 from ringcomm.parallel.tensor.replicas import are_same, check_replicas
 from ringcomm.parallel.tensor.splits import SplitModule, mesh_of
-from ringcomm.torch_names import TORCH_VERSION, AsDTensor, has_forward_hooks
+from ringcomm.torch_names import has_forward_hooks
 
 Change = Callable[..., Tensor]
 COLUMNS, ROWS, SUMMED = "colwise", "rowwise", "replicated_with_grad_allreduce"
@@ -80,12 +82,12 @@ def tensor_parallelize(
             of blocks and norms, and a last norm. The model is unchanged.
 
     forward() raises ValueError if a buffer is on the meta device, if it returns attentions, or
-    hidden states of sharded tokens, and
-    without gradients if ranks have different ids. In training mode, in calls number 1, 2, 4, 8 and
-    so on, it raises ValueError if ranks have different ids, labels or masks; if they draw different
-    random numbers, such as for the dropout of a head; for dropout in attention and feed-forward
-    networks, whose parts ranks have; for random numbers in any layer with sequence_parallel; and
-    for trained modules that were added there later, such as adapters.
+    hidden states of sharded tokens, and without gradients if ranks have different ids. In training
+    mode, in calls number 1, 2, 4, 8 and so on, it raises ValueError if ranks have different ids,
+    labels or masks; if they draw different random numbers, such as for the dropout of a head; for
+    dropout in attention and feed-forward networks, whose parts ranks have; for random numbers in
+    any layer with sequence_parallel; and for trained modules that were added there later, such as
+    adapters.
 
     Collective.
     """
@@ -162,28 +164,10 @@ def tensor_parallelize(
             if resolved.size() > 1:
                 if not made.weight.is_meta:
                     mesh_of(resolved, made.weight.device)  # torch.compile cannot trace a new one
-                model.register_forward_hook(partial(_typed_logits, made))
+                model.register_forward_hook(partial(typed_logits, made))
     start_equal(describe(model), [resolved])
     save_full(model)
     return model
-
-
-def _typed_logits(head: ColumnParallelLinear, _: Any, args: Any, output: Any) -> Any:
-    """Gathers the logits of an output without a loss; makes others a DTensor."""
-    is_tuple = isinstance(output, tuple)
-    has_loss = output[0].dim() == 0 if is_tuple else output.loss is not None
-    key: Any = int(has_loss) if is_tuple else "logits"
-    logits, split = output[key], head.splits["weight"]
-    if has_loss:
-        split = replace(split, dim=logits.dim() - 1)
-        make = partial(split.as_dtensor, group=head.group, name="the logits")
-        logits = make(logits) if TORCH_VERSION >= (2, 13) else AsDTensor.apply(logits, make)
-    else:
-        logits = gather_from_tp(logits, [end - begin for begin, end in split.ranges], head.group)
-    if is_tuple:
-        return (*output[:key], logits, *output[key + 1 :])
-    output[key] = logits
-    return output
 
 
 def _check_ids(embedding: Any, args: tuple[Tensor, ...]) -> None:
@@ -326,12 +310,10 @@ class _Checks:
                         f"{name} is a buffer on the meta device, which checkpoints may not have:"
                         " take the module around it from a model that was made on the CPU"
                     )
-        if not base.training:
-            return
-        if not torch.compiler.is_compiling():
-            self._num_calls += 1
-            if self._num_calls & (self._num_calls - 1):  # as check_replicas()
-                return
+        is_counted = base.training and not torch.compiler.is_compiling()
+        self._num_calls += is_counted
+        if not base.training or (is_counted and self._num_calls & (self._num_calls - 1)):
+            return  # as check_replicas()
         for outer, top in self._apart.items():
             for name, module in top.named_modules(prefix=outer):
                 self._check_module(name, module)

@@ -3,6 +3,7 @@
 import importlib.util
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from ringcomm.parallel.loss import Batch, CountItems, PartLoss, count_of_mean
 from ringcomm.parallel.model.cut import find_shards
 from ringcomm.parallel.model.describe import describe
 from ringcomm.parallel.tensor.regions import gather_from_tp
+from ringcomm.torch_names import TORCH_VERSION, AsDTensor
 
 
 def patch_loss(
@@ -108,6 +110,24 @@ def causal_lm_loss(
         z_loss=z_loss,
     )
     return loss
+
+
+def typed_logits(head: Any, _: Any, args: Any, output: Any) -> Any:
+    """Gathers the logits of an output without a loss; makes others a DTensor."""
+    is_tuple = isinstance(output, tuple)
+    has_loss = output[0].dim() == 0 if is_tuple else output.loss is not None
+    key: Any = int(has_loss) if is_tuple else "logits"
+    logits, split = output[key], head.splits["weight"]
+    if has_loss:
+        split = replace(split, dim=logits.dim() - 1)
+        make = partial(split.as_dtensor, group=head.group, name="the logits")
+        logits = make(logits) if TORCH_VERSION >= (2, 13) else AsDTensor.apply(logits, make)
+    else:
+        logits = gather_from_tp(logits, [end - begin for begin, end in split.ranges], head.group)
+    if is_tuple:
+        return (*output[:key], logits, *output[key + 1 :])
+    output[key] = logits
+    return output
 
 
 # ---- the loss in a model that parallelize() trains

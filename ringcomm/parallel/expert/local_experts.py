@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import ItemsView, Iterable, Iterator, KeysView, ValuesView
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -49,7 +50,10 @@ class LocalExperts(PartModule):
 
     Attributes:
         range: the experts [begin, end) of this rank.
+        is_dry: whether forward() only returns the shape and dtype of its result, and calls nothing.
     """
+
+    is_dry = False
 
     def __init__(
         self,
@@ -116,15 +120,18 @@ class LocalExperts(PartModule):
         between ranks. Collective, and so is its backward pass, on all ranks if some rank needs it.
         """
         self._check_ddp()
+        trained = (tokens, weights, *self.parameters())
+        is_grad_needed = any(tensor.requires_grad for tensor in trained)
+        if self.is_dry:  # no leaf, which may not be written
+            return torch.zeros_like(tokens).requires_grad_(is_grad_needed).clone()
         kind, num_choices = tokens.device.type, chosen.shape[1]
         is_cast = torch.is_autocast_enabled(kind) and tokens.dtype != torch.float64
         wire = tokens.to(torch.get_autocast_dtype(kind)) if is_cast else tokens
-        trained = (tokens, weights, *self.parameters())
         plan = plan_dispatch(
             counts_of(chosen, self.num_experts + 1)[:-1],
             wire.dtype,
             self.group,
-            is_grad_needed=any(tensor.requires_grad for tensor in trained),
+            is_grad_needed=is_grad_needed,
         )
         slots = chosen.flatten().argsort(stable=True)[: sum(plan.sent)]
         results = self._run(rows_of_tokens(wire, slots, num_choices), plan)
@@ -171,6 +178,19 @@ def expert_parallel_modules(model: nn.Module) -> dict[str, LocalExperts]:
         for name, module in model.named_modules()
         if isinstance(module, LocalExperts) and module.group.size() > 1
     }
+
+
+@contextmanager
+def dry_experts(model: nn.Module) -> Iterator[None]:
+    """A context for forward passes on zeros that the ranks with the other experts may not make."""
+    layers = expert_parallel_modules(model).values()
+    for layer in layers:
+        layer.is_dry = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.is_dry = False
 
 
 def check_data_ranks(model: nn.Module, group: dist.ProcessGroup, system: str) -> None:

@@ -31,6 +31,7 @@ class StagePart(PartModule):
             data-parallel ranks.
         first_names: for a parameter's name here, its name in the first block of the model that has
             it.
+        names_of_tied: of each parameter that several blocks of the model have, its names in them.
     """
 
     def __init__(self, group: dist.ProcessGroup, blocks: Iterable[nn.Module]) -> None:
@@ -44,6 +45,7 @@ class StagePart(PartModule):
         self.late: set[nn.Parameter] = set()
         self.after_backward: list[Callable[[], None]] = []
         self.first_names: dict[str, str] = {}
+        self.names_of_tied: list[list[str]] = []
 
     def forward(self, *_: Any, **__: Any) -> NoReturn:
         """Raises RuntimeError."""

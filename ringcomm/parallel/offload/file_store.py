@@ -1,4 +1,4 @@
-"""FileStore: named tensors in a file without a name, with asynchronous reads and writes.
+"""FileStore: named rows in a file without a name, with asynchronous reads and writes.
 
 ZeRO-Infinity (Rajbhandari et al. 2021, arXiv 2104.07857, section 5) uses it for NVMe.
 """
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ringcomm.parallel.offload import transfers
-from ringcomm.parallel.offload.transfers import Transfer, aligned_size, empty_aligned, is_aligned
+from ringcomm.parallel.offload.transfers import Transfer, aligned_size, is_aligned
 from ringcomm.process import open_above
 
 _log = logging.getLogger("ringcomm")
@@ -26,20 +26,16 @@ _log = logging.getLogger("ringcomm")
 
 @dataclasses.dataclass
 class _Entry:
-    """A tensor in the file."""
+    """A row in the file."""
 
     dtype: torch.dtype
-    shape: tuple[int, ...]
+    num_elems: int
     offset: int  # in bytes
     checksums: list[int] = dataclasses.field(default_factory=list)  # of its blocks
 
 
 class FileStore:
-    """Named CPU tensors in one folder, for one process, until it ends.
-
-        store = FileStore("/mnt/nvme/scratch")
-        store.put("exp_avg", exp_avg).wait()
-        store.get("exp_avg", out=exp_avg).wait()
+    """Named rows from empty_row() in one folder, for one process, until it ends.
 
     put() and get() return before the transfer ends; transfers of one name are ordered. Each block
     has a checksum: reading bytes that were changed, or come from elsewhere, is an error.
@@ -48,22 +44,17 @@ class FileStore:
     A file system without such files, as NFS or FUSE, gets a file with a random name that is removed
     as soon as it is open.
 
-    Args:
-        path: a folder on the disk to use; created if it does not exist.
-        block_bytes: bytes of one read or write, a multiple of 4096.
+    The folder is created if it does not exist. `block_bytes`, of one read or write, is a multiple
+    of 4096. Raises OSError if the folder or the file cannot be created, and RuntimeError if no
+    thread can be started.
 
     Attributes:
         is_direct: whether reads and writes bypass the page cache (O_DIRECT), which they do if the
             file system supports it.
         read_bytes, written_bytes: bytes transferred so far, in whole blocks.
-
-    Raises ValueError for another block_bytes, OSError if the folder or the file cannot be created,
-    and RuntimeError if no thread can be started.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, block_bytes: int = 1 << 20) -> None:
-        if block_bytes < 1 or block_bytes % 4096:
-            raise ValueError(f"block_bytes must be a positive multiple of 4096, got {block_bytes}")
         self.path = Path(path)
         self._engine = transfers.shared_engine(block_bytes)
         self.path.mkdir(parents=True, exist_ok=True)
@@ -76,67 +67,51 @@ class FileStore:
         self._entries: dict[str, _Entry] = {}
         self._end = 0  # of the last tensor, in bytes
 
-    def spec(self, key: str) -> tuple[torch.dtype, torch.Size]:
-        """The dtype and shape of a tensor. Raises KeyError for an unknown name."""
-        entry = self._entries[key]
-        return entry.dtype, torch.Size(entry.shape)
+    def spec(self, key: str) -> tuple[int, torch.dtype]:
+        """The elements of a row and their dtype. Raises KeyError for an unknown name."""
+        return self._entries[key].num_elems, self._entries[key].dtype
 
-    def put(self, key: str, tensor: Tensor) -> Transfer:
-        """Starts writing a CPU tensor, which must not change until the transfer ends.
+    def put(self, key: str, row: Tensor) -> Transfer:
+        """Starts writing a row, which must not change until the transfer ends.
 
-        Raises ValueError for another dtype, shape or device than before, OSError for a full disk.
+        Raises ValueError for another dtype or size than before, OSError for a full disk.
         """
         self._check_open()
-        if tensor.device.type != "cpu":
-            raise ValueError(f"a FileStore needs CPU tensors, got one on {tensor.device}")
         self._settle(key)
         self._failed.pop(key, None)
         entry = self._entries.get(key)
         if entry is None:
-            if size := aligned_size(tensor.nbytes):
+            if size := aligned_size(row.nbytes):
                 with self._naming(f"no disk space for {key}, {size} bytes,"):
                     os.posix_fallocate(self._fd, self._end, size)
-            entry = _Entry(tensor.dtype, tuple(tensor.shape), self._end)
+            entry = _Entry(row.dtype, row.numel(), self._end)
             self._end += size
             self._entries[key] = entry
-        _check_same(key, entry, tensor)
-        memory = source = tensor.detach().contiguous()
-        if self.is_direct and not is_aligned(source):
-            memory = empty_aligned(source.nbytes)
-            memory[: source.nbytes].copy_(source.view(-1).view(torch.uint8))
-        return self._start(key, True, tensor, memory, entry)
+        return self._start(key, True, row)
 
-    def get(self, key: str, out: Tensor) -> Transfer:
-        """Starts reading a tensor; `out` has its values when the transfer has ended.
+    def get(self, key: str, row: Tensor) -> Transfer:
+        """Starts reading; the row, as spec() has it, has its values when the transfer has ended.
 
-        Raises KeyError for an unknown name, ValueError if `out` is not contiguous on the CPU or has
-        another dtype or shape, OSError if the last write of this name failed.
+        Raises KeyError for an unknown name, OSError if the last write of this name failed.
         """
         self._check_open()
-        if key not in self._entries:
-            raise KeyError(f"{self.path} has no tensor {key!r}")
-        entry = self._entries[key]
-        _check_same(key, entry, out)
-        if out.device.type != "cpu" or not out.is_contiguous():
-            raise ValueError(f"{key} must be read into a contiguous CPU tensor")
         self._settle(key)
         if key in self._failed:
             raise self._failed[key]
-        is_straight = not self.is_direct or is_aligned(out)
-        memory = out if is_straight else empty_aligned(out.nbytes)
-        return self._start(key, False, out, memory, entry)
+        return self._start(key, False, row)
 
-    def _start(
-        self, key: str, is_write: bool, tensor: Tensor, memory: Tensor, entry: _Entry
-    ) -> Transfer:
-        num_bytes = aligned_size(tensor.nbytes) if self.is_direct else tensor.nbytes
+    def _start(self, key: str, is_write: bool, row: Tensor) -> Transfer:
+        entry = self._entries[key]
+        if self.spec(key) != (row.numel(), row.dtype) or not is_aligned(row):
+            raise ValueError(f"{key} must be a row of {entry.num_elems} {entry.dtype}, aligned")
+        num_bytes = aligned_size(row.nbytes) if self.is_direct else row.nbytes
         handle = self._engine.start(
             is_write,
             self._fd,
-            memory,
+            row,
             num_bytes,
             entry.offset,
-            num_used=tensor.nbytes,
+            num_used=row.nbytes,
             expected=None if is_write else entry.checksums,
         )
         if is_write:
@@ -146,7 +121,7 @@ class FileStore:
         what = f"{'writing' if is_write else 'reading'} {key} at {self.path}"
         for other in [k for k, transfer in self._pending.items() if transfer.handle.is_done()]:
             self._settle(other)
-        transfer = Transfer(what, tensor, memory, handle, is_read=not is_write)
+        transfer = Transfer(what, row, handle, is_read=not is_write)
         self._pending[key] = transfer
         return transfer
 
@@ -211,14 +186,6 @@ _stores: weakref.WeakSet[FileStore] = weakref.WeakSet()
 
 
 os.register_at_fork(after_in_child=lambda: [*map(FileStore._leave_to_parent, _stores)])
-
-
-def _check_same(key: str, entry: _Entry, tensor: Tensor) -> None:
-    if (entry.dtype, entry.shape) != (tensor.dtype, tuple(tensor.shape)):
-        raise ValueError(
-            f"{key} is {entry.dtype} of shape {entry.shape} in the file, got {tensor.dtype} of"
-            f" shape {tuple(tensor.shape)}"
-        )
 
 
 def open_scratch(folder: Path) -> tuple[int, bool]:

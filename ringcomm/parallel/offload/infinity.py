@@ -92,7 +92,8 @@ class ZeroInfinity(ZeroOptimizer):
         self._tier = make_tier(optimizer.to, optimizer.path)
         self._shard_store = ShardStore(self._tier)
         self._weights = WeightShards(given.model, group, given.units, self._shard_store)
-        self._own = {param: self._weights.shard_of(param) for param in self.all_params()}
+        unit_of = self._weights.unit_of
+        self._own = {param: unit_of(param).shards[param] for param in self.all_params()}
         inner = self.inner
         inner.own, inner.store, inner.shards = self._own, self._shard_store, self._weights
         inner.share_out({p: unit.group for unit in self._weights.units for p in unit.params})

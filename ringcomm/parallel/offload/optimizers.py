@@ -7,7 +7,7 @@ Ren et al. 2021 (arXiv 2101.06840, section 5.1) for the host, Rajbhandari et al.
 import os
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -161,6 +161,15 @@ class Offloaded(torch.optim.Optimizer):
         made.__setstate__({"param_groups": groups})
         made._begin(tier, operands, first)
         return made
+
+    def __reduce_ex__(self, *_: Any) -> NoReturn:
+        """Raises RuntimeError."""
+        raise RuntimeError(
+            "an offloaded optimizer cannot be copied or pickled: make another one, and load the"
+            " state_dict() of this one"
+        )
+
+    __deepcopy__ = __reduce_ex__
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch."""

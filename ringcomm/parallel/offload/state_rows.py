@@ -121,7 +121,8 @@ def map_tensors(fn: Callable[[Tensor], Any], value: Any) -> Any:
     if isinstance(value, dict):
         return {key: map_tensors(fn, each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(map_tensors(fn, each) for each in value)
+        found = [map_tensors(fn, each) for each in value]
+        return type(value)(*found) if hasattr(value, "_fields") else type(value)(found)
     return value
 
 
@@ -238,7 +239,8 @@ def update_by_kernel(
     for name in rule.state_names:
         if name not in state:
             state[name] = torch.zeros_like(on_host, dtype=torch.float32)
-    tensors = {key: value for key, value in state.items() if key != "step"}
+    # A scheduler may have set a momentum to 0: the buffer stays.
+    tensors = {key: state[key] for key in state.keys() & {MASTER, *rule.state_names}}
     ops.optimizer_update_(
         on_host, grad.to("cpu"), tensors, optimizer=rule, step=step, grad_scale=grad_scale
     )

@@ -90,8 +90,7 @@ class FileTier(Tier):
 
     def fetch(self, key: str) -> RowHandle:
         """See Tier."""
-        dtype, shape = self.store.spec(key)
-        row = self._pool.take(shape.numel(), dtype)
+        row = self._pool.take(*self.store.spec(key))
         return RowHandle(key, row, self.store.get(key, row))
 
     def release(self, handle: RowHandle, *, is_written: bool) -> None:

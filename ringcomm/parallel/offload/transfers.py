@@ -267,15 +267,11 @@ def shared_engine(block_bytes: int) -> FileEngine:
 class Transfer:
     """A read or write that may still be in progress."""
 
-    def __init__(
-        self, what: str, tensor: Tensor, memory: Tensor, handle: FileTransfer, *, is_read: bool
-    ) -> None:
-        self._what, self.handle, self.is_read = what, handle, is_read
-        self._tensor, self._memory = tensor, memory  # kept until it ends
-        self._is_copied = not is_read or memory.data_ptr() == tensor.data_ptr()
+    def __init__(self, what: str, row: Tensor, handle: FileTransfer, *, is_read: bool) -> None:
+        self._what, self._row, self.handle, self.is_read = what, row, handle, is_read
 
     def wait(self) -> Tensor:
-        """Blocks until it ends; returns the tensor that was read or written.
+        """Blocks until it ends; returns the row that was read or written.
 
         Raises OSError with the errno of the file system; EIO if the file is too short, or has other
         bytes than were written.
@@ -294,11 +290,7 @@ class Transfer:
             raise OSError(code, f"{self._what}: the disk is full; free space or use another path")
         if code != 0:
             raise OSError(code, f"{self._what}: {os.strerror(code)}")
-        if not self._is_copied:
-            as_bytes = self._memory[: self._tensor.nbytes].view(self._tensor.dtype)
-            self._tensor.copy_(as_bytes.view(self._tensor.shape))
-            self._is_copied = True
-        return self._tensor
+        return self._row
 
 
 class BufferPool:

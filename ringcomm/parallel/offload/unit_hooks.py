@@ -173,6 +173,10 @@ class UnitHooks:
             )
         self._gather_in_backward()
 
+    def forget_forward(self) -> None:
+        """As if no forward were in progress."""
+        self._running.clear()
+
     # ---- backward
 
     def forget_backward(self) -> None:

@@ -41,22 +41,14 @@ class WeightShards:
     of a parameter must not be used outside the forward that made them: their memory is freed too.
     If a unit returns them, its output has copies. Gradients of gradients (create_graph=True) raise.
 
-    Args:
-        described: the model, checked. Parameters and buffers get the values of rank 0; a model on
-            the meta device is materialized unit by unit. Frozen parameters are sharded too;
-            buffers are not.
-        group: of backend ringcomm.
-        units: see zero.shard(). The model itself is the unit of all other parameters, and of those
-            that several units share.
+    Arguments are checked, and the group is of backend ringcomm. A model on the meta device is
+    materialized unit by unit. Frozen parameters are sharded too; buffers are not. Raises
+    RuntimeError if a part of the model is compiled, as a compiled forward does.
 
     Attributes:
         group: as given.
-        units: the units; the model itself first, if it has parameters outside other units.
-
-    Raises:
-        RuntimeError: a part of the model is compiled; also raised by a compiled forward.
-        RingcommError: a rank failed or called something else; also raised by every forward and
-            backward.
+        units: the units; the model itself first, if it has parameters outside other units or that
+            several units share.
 
     Collective: one broadcast per unit.
     """
@@ -102,28 +94,20 @@ class WeightShards:
             for name in ("__deepcopy__", "__reduce_ex__"):
                 setattr(param, name, refuse_copy)
         refuse_moves(model)
+        self._handles.append(model.register_forward_pre_hook(self._forward_begins, prepend=True))
         self._end_save_full = save_full(model, self.group)
+
+    # A copy of the model copies its hooks.
+    __deepcopy__ = __reduce_ex__ = refuse_copy
 
     # ---- shards
 
     def unit_of(self, param: Tensor) -> ShardedUnit:
-        """The unit of a parameter. Raises ValueError if it is not sharded here."""
-        if param not in self._hooks:
-            raise ValueError(
-                f"a tensor of shape {tuple(param.shape)} is not a parameter of these shards"
-            )
+        """The unit of a parameter."""
         return self._hooks[param].unit  # type: ignore[index]
 
-    def shard_of(self, param: Tensor) -> Tensor:
-        """This rank's piece of a parameter: elements range_of(param) of the flat parameter.
-
-        The same tensor every time; empty while the ShardStore has it. Raises ValueError if the
-        parameter is not sharded here.
-        """
-        return self.unit_of(param).shards[param]  # type: ignore[index]
-
     def range_of(self, param: Tensor, rank: int | None = None) -> tuple[int, int]:
-        """The elements [begin, end) of the flat parameter in a rank's shard_of(), by shard_range().
+        """The elements [begin, end) of the flat parameter in a rank's piece, by shard_range().
 
         `rank`: of the unit's group; by default this one.
         """
@@ -176,6 +160,11 @@ class WeightShards:
         if self.units:
             ignore_in_ddp(self._model, self._ignored_before)
         self.units, self._hooks, self._handles = [], {}, []
+
+    def _forward_begins(self, *_: Any) -> None:
+        """Ctrl-C may have ended the last forward pass, and then hooks were not called."""
+        for hooks in () if in_backward() else self._hooks.values():
+            hooks.forget_forward()
 
     def _refuse_load(self, *_: Any) -> NoReturn:
         raise RuntimeError("the weights are sharded: call ringcomm.parallel.set_state_dict()")

@@ -17,9 +17,19 @@ from ringcomm.parallel.flat_collectives import check_agreement
 from ringcomm.parallel.model.cut import note_trainer
 from ringcomm.parallel.model.describe import describe, start_equal
 from ringcomm.parallel.model.refuse import Asked, refuse
+from ringcomm.parallel.optimizer_classes import of_parts, params_in, take_options
 from ringcomm.parallel.optimizer_kinds import needs_whole
-from ringcomm.parallel.parameter_server.messages import Header, Kind, Packing, owned_keys, unpacked
-from ringcomm.parallel.parameter_server.server import Port, Server
+from ringcomm.parallel.parameter_server.server import (
+    PULL,
+    PUSH,
+    STATE,
+    Header,
+    Packing,
+    Port,
+    Server,
+    owned_keys,
+    unpacked,
+)
 from ringcomm.torch_names import backend_of, timeout_of
 
 
@@ -41,9 +51,8 @@ class ParameterServer:
     byte per key, and a header in each direction per pull.
 
     With `staleness` s, update t is the mean of the t-th gradients of all workers, and step t of a
-    worker waits for update t-1-s. Thus 0 is synchronous training, and a fast worker is at most s
-    steps ahead. With None no worker waits, and every gradient is a separate update. After a worker
-    has closed, means are over the other workers.
+    worker waits for update t-1-s: 0 is synchronous training. With None no worker waits, and every
+    gradient is a separate update. After a worker has closed, means are over the other workers.
 
     Args:
         model: a module with the same parameter names, shapes and dtypes on all ranks. Parameters
@@ -128,7 +137,7 @@ class ParameterServer:
         )
         groups = self._optimizer.param_groups
         name_of = {param: name for name, param in trained.items()}
-        self._params = {name_of[param]: param for each in groups for param in each["params"]}
+        self._params = {name_of[param]: param for param in params_in(groups)}
         kinds = {name: _sent_as(name, param, wire_dtype) for name, param in self._params.items()}
         needs_whole(self._optimizer, elementwise, whole, is_copied=False)
         mine = {
@@ -159,18 +168,11 @@ class ParameterServer:
                 name: nn.Parameter(self._params[name].detach().to("cpu", copy=True))
                 for name in self.keys[rank]
             }
-            here = [
-                {
-                    **each,
-                    "params": [copies[n] for p in each["params"] if (n := name_of[p]) in copies],
-                }
-                for each in groups
-            ]
+            parts = {self._params[name]: copy for name, copy in copies.items()}
+            here = [of_parts(each, parts) for each in groups]
             optimizer = _made(make_optimizer, here, copies)
-            is_in_rounds = staleness is not None
-            self._server = Server(
-                self.group, workers, packings[rank], copies, optimizer, is_in_rounds=is_in_rounds
-            )
+            rounds: Any = {"is_in_rounds": staleness is not None}
+            self._server = Server(self.group, workers, packings[rank], copies, optimizer, **rounds)
         self._ports: list[Port] = []  # empty on a rank that is not a worker
         if rank in workers:
             self._ports = [
@@ -182,10 +184,7 @@ class ParameterServer:
         note_trainer(self._params.values(), self)
 
     def serve(self) -> None:
-        """Waits until all workers have closed. On a dedicated server.
-
-        Raises RuntimeError on a worker.
-        """
+        """On a dedicated server, waits until all workers have closed; RuntimeError on a worker."""
         if self._ports:
             raise RuntimeError("serve() is for dedicated servers; a worker serves without it")
         if self._server is not None:
@@ -205,7 +204,7 @@ class ParameterServer:
         wanted = 0 if bound is None else self._num_pushes - (0 if fresh else bound)
         with self._working("pull()"):
             for port in self._ports:
-                port.ask(Header(Kind.PULL, port.version, max(0, wanted)))
+                port.ask(Header(PULL, port.version, max(0, wanted)))
             answers = [port.answer() for port in self._ports]
         with torch.no_grad():
             for port, (version, message) in zip(self._ports, answers, strict=True):
@@ -230,7 +229,7 @@ class ParameterServer:
             self._check_unchanged()
             for port in self._ports:
                 gradients = [self._params[name].grad for name in port.names]
-                port.push(Header(Kind.PUSH, port.version), gradients)
+                port.push(Header(PUSH, port.version), gradients)
         for param in self._params.values():
             param.grad = None
         self._num_pushes += 1
@@ -285,7 +284,7 @@ class ParameterServer:
         """
         with self._working("get_state_dict()"):
             for port in self._ports:
-                port.ask(Header(Kind.STATE))
+                port.ask(Header(STATE))
             answers = [port.answer()[1] for port in self._ports]
         self._optimizer.state.clear()
         for answer in answers:
@@ -294,7 +293,7 @@ class ParameterServer:
             for name, values in part["state"].items():
                 self._optimizer.state[self._params[name]] = values
             for own, given in zip(self._optimizer.param_groups, part["param_groups"], strict=True):
-                own.update({key: value for key, value in given.items() if key != "params"})
+                take_options(own, given)
         return self._optimizer
 
     def new_states(self) -> torch.optim.Optimizer:
@@ -379,7 +378,7 @@ def _made(
 ) -> torch.optim.Optimizer:
     """The optimizer of some groups, which must have each of the parameters once."""
     given = [[id(param) for param in group["params"]] for group in groups]
-    every = [param for own in given for param in own]
+    every = sum(given, list[int]())
     for name, param in params.items():
         if id(param) not in every:
             raise ValueError(

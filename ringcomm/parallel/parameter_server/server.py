@@ -1,26 +1,119 @@
-"""A server, which updates its keys with the workers' gradients, and a worker's connection to it."""
+"""A server, which updates its keys with the workers' gradients, and a worker's connection to it.
 
+A key is a trainable parameter. A message is a header of 32 bytes, perhaps with packed tensors after
+it.
+"""
+
+import ctypes
+import io
+import math
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ringcomm.errors import RingcommError
-from ringcomm.parallel.parameter_server.messages import Header, Kind, Packing, Tag, packed, send
 
-# Sends a header, and a message unless None, to the worker of a request; does not wait.
-Answer = Callable[[tuple[Header, Tensor | None]], None]
+PULL, PUSH, STATE, CLOSE = range(4)  # pulls and requests for states are answered
+TO_SERVER, TO_WORKER = 1, 2  # tags, which separate the two roles of a rank that works and serves
 
-
-# The version of the weights that it was computed with, and tensors by key of this server, in wire
+# The version of the weights that it was computed with, and tensors by key of a server, in wire
 # dtypes; None for a missing one.
 Gradient = tuple[int, list[Tensor | None]]
+
+
+class Header(NamedTuple):
+    """Four int64 numbers.
+
+    Attributes:
+        version: of a worker's last pull; of an answer, the one that is sent.
+        wanted: of a pull, the lowest acceptable version.
+        num_bytes: the size of the message after an answer; 0 if there is none.
+    """
+
+    kind: int
+    version: int = 0
+    wanted: int = 0
+    num_bytes: int = 0
+
+
+def owned_keys(sizes: Mapping[str, int], servers: Sequence[int]) -> dict[int, list[str]]:
+    """The keys of each server by name; assigns the largest first, to the server with least bytes.
+
+    The result is the same on every rank. The maximum is at most 4/3 of the optimum (Graham 1969).
+    """
+    loads = dict.fromkeys(servers, 0)
+    owner: dict[str, int] = {}
+    for name in sorted(sizes, key=lambda name: -sizes[name]):
+        owner[name] = min(servers, key=loads.__getitem__)
+        loads[owner[name]] += sizes[name]
+    used = sorted(set(owner.values()))
+    return {server: [name for name in sizes if owner[name] == server] for server in used}
+
+
+class Packing:
+    """Tensors in a byte buffer without padding; wide dtypes first, so that all are aligned."""
+
+    def __init__(self, kinds: Iterable[tuple[torch.Size, torch.dtype]]) -> None:
+        self.kinds = list(kinds)
+        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in self.kinds]
+        self._order = sorted(range(len(sizes)), key=lambda index: -self.kinds[index][1].itemsize)
+        self._sizes = [sizes[index] for index in self._order]
+
+    def of_gradients(self) -> "Packing":
+        """For gradients of the same tensors, and a last tensor: 1 for each that is not missing."""
+        return Packing([*self.kinds, (torch.Size([len(self.kinds)]), torch.uint8)])
+
+    def new_buffer(self) -> Tensor:
+        """For one set of tensors."""
+        return torch.empty(sum(self._sizes), dtype=torch.uint8, device="cpu")
+
+    def views(self, buffer: Tensor) -> list[Tensor]:
+        """The tensors in a buffer, in the order of their shapes; they share its memory."""
+        parts = dict(zip(self._order, buffer.split(self._sizes), strict=True))
+        return [parts[i].view(dtype).view(shape) for i, (shape, dtype) in enumerate(self.kinds)]
+
+    @torch.no_grad()
+    def pack(self, tensors: Sequence[Tensor | None]) -> Tensor:
+        """A buffer with copies of tensors of any device, cast; zeros for None."""
+        buffer = self.new_buffer()
+        for view, tensor in zip(self.views(buffer), tensors, strict=True):
+            if tensor is None:
+                view.zero_()
+            else:
+                view.copy_(tensor)
+        return buffer
+
+
+def _send(group: dist.ProcessGroup, peer: int, tag: int, message: Tensor | Header) -> Any:
+    """Returns a Work at once, which keeps the message. Any thread may call this."""
+    if isinstance(message, Header):
+        message = torch.tensor(message, dtype=torch.int64, device="cpu")
+    return dist.isend(message, group=group, group_dst=peer, tag=tag)
+
+
+def _new_words() -> Tensor:
+    """To receive a header in."""
+    return torch.empty(4, dtype=torch.int64, device="cpu")
+
+
+def packed(state: Mapping[str, Any]) -> Tensor:
+    """As bytes, uint8."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
+
+
+def unpacked(message: Tensor) -> dict[str, Any]:
+    """The state of packed()."""
+    content = ctypes.string_at(message.data_ptr(), message.numel())
+    return torch.load(io.BytesIO(content), weights_only=True)
 
 
 class Server:
@@ -52,10 +145,10 @@ class Server:
         self._is_in_rounds = is_in_rounds
         self._present = set(workers)
         self._queues: dict[int, deque[Gradient]] = {worker: deque() for worker in sorted(workers)}
-        self._held: list[tuple[Header, Answer]] = []  # pulls of versions that are not available yet
+        self._held: list[tuple[int, Header]] = []  # pulls of versions that are not available yet
         self._packed: Tensor | None = None  # this version's weights, once a worker pulls them
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._answers: SimpleQueue[Any] = SimpleQueue()  # for this process; None after an error
+        self._answers: SimpleQueue[Any] = SimpleQueue()  # to this process; None after an error
         self._error: BaseException | None = None
         self._has_told = threading.Event()  # the other ranks of the error
         self._thread = threading.Thread(target=self._run, name="ringcomm-ps", daemon=True)
@@ -78,49 +171,38 @@ class Server:
     def submit(self, header: Header, gradient: Tensor | None = None) -> None:
         """Submits a request of the worker in this process; raises the error that ended the loop."""
         self.raise_error()
-        request = self._group.rank(), header, gradient, self._answers.put
-        self._inbox.put(partial(self._serve, *request))
+        self._inbox.put(partial(self._serve, self._group.rank(), header, gradient))
 
-    def next_answer(self) -> tuple[Header, Tensor | None]:
+    def next_answer(self) -> tuple[int, Tensor | None]:
         """Waits for an answer to this process; raises the error that ended the loop."""
         answer = self._answers.get()
         if answer is None:
             self.raise_error()
-        return answer
+        found: tuple[int, Tensor | None] = answer
+        return found
 
     def state(self) -> dict[str, Any]:
-        """As torch's state_dict(), but by names; parameters of groups are this server's numbers.
-
-        A weight that workers have rounded is its "master".
-        """
+        """As torch's state_dict(), but by names; a weight that workers round is its "master"."""
         own = self._optimizer.state_dict()
-        states = {}
-        for number, (name, param) in enumerate(self._params.items()):
-            is_rounded = param.dtype != self._packing.kinds[number][1]
-            master = {"master": param.detach()} if is_rounded else {}
-            if of_param := own["state"].get(number, {}) | master:
-                states[name] = of_param
-        return {"state": states, "param_groups": own["param_groups"]}
+        states = {name: own["state"].get(idx, {}) for idx, name in enumerate(self._params)}
+        for (name, param), kind in zip(self._params.items(), self._packing.kinds, strict=True):
+            if param.dtype != kind[1]:
+                states[name] = {**states[name], "master": param.detach()}
+        return {**own, "state": states}
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, nn.Parameter], whole: torch.optim.Optimizer) -> None:
-        """Loads its keys from the model's weights, and states of an optimizer of these.
-
-        A state's "master" comes before a weight. Before the first update: no request reads keys.
-        """
-        used = {}
+        """Loads the model's weights, or their masters, and states, before the first update."""
+        state = self._optimizer.state_dict()
+        state["state"] = {}
         for number, (name, param) in enumerate(self._params.items()):
             values = dict(whole.state.get(weights[name], {}))
             param.copy_(values.pop("master", weights[name]))
             if values:
-                used[number] = values
-        groups = [
-            {**theirs, "params": ours["params"]}
-            for theirs, ours in zip(
-                whole.param_groups, self._optimizer.state_dict()["param_groups"], strict=True
-            )
-        ]
-        self._optimizer.load_state_dict({"state": used, "param_groups": groups})
+                state["state"][number] = values
+        for ours, theirs in zip(state["param_groups"], whole.param_groups, strict=True):
+            ours |= {**theirs, "params": ours["params"]}
+        self._optimizer.load_state_dict(state)
 
     def _run(self) -> None:
         try:
@@ -136,8 +218,8 @@ class Server:
             self._answers.put(None)
 
     def _listen(self, worker: int) -> None:
-        words = Header.new_words()
-        work: Any = dist.irecv(words, group=self._group, group_src=worker, tag=Tag.TO_SERVER)
+        words = _new_words()
+        work: Any = dist.irecv(words, group=self._group, group_src=worker, tag=TO_SERVER)
         take = partial(self._take, worker, words)
         work.get_future().then(lambda future: self._inbox.put(partial(take, future)))
 
@@ -145,27 +227,31 @@ class Server:
         future.value()  # raises if the receive has failed
         header = Header(*words.tolist())
         gradient = None
-        if header.kind == Kind.PUSH:
+        if header.kind == PUSH:
             gradient = self._gradients.new_buffer()
-            dist.recv(gradient, group=self._group, group_src=worker, tag=Tag.TO_SERVER)
-        if header.kind != Kind.CLOSE:
+            dist.recv(gradient, group=self._group, group_src=worker, tag=TO_SERVER)
+        if header.kind != CLOSE:
             self._listen(worker)
+        self._serve(worker, header, gradient)
 
-        def answer(parts: tuple[Header, Tensor | None]) -> None:
-            for part in parts:
-                if part is not None:
-                    send(self._group, worker, Tag.TO_WORKER, part)
-
-        self._serve(worker, header, gradient, answer)
-
-    def _serve(self, worker: int, header: Header, gradient: Tensor | None, answer: Answer) -> None:
-        """Serves a request, or keeps a pull until its version is available."""
-        if header.kind == Kind.STATE:
-            state = packed(self.state())
-            answer((Header(Kind.ANSWER, self.version, num_bytes=state.numel()), state))
+    def _answer(self, worker: int, kind: int, message: Tensor | None = None) -> None:
+        """Sends this version, and a message; does not wait."""
+        if worker == self._group.rank():
+            self._answers.put((self.version, message))
             return
-        if header.kind == Kind.PULL:
-            self._held.append((header, answer))
+        num_bytes = 0 if message is None else message.numel()
+        header = Header(kind, self.version, num_bytes=num_bytes)
+        _send(self._group, worker, TO_WORKER, header)
+        if message is not None and num_bytes:
+            _send(self._group, worker, TO_WORKER, message)
+
+    def _serve(self, worker: int, header: Header, gradient: Tensor | None) -> None:
+        """Serves a request, or keeps a pull until its version is available."""
+        if header.kind == STATE:
+            self._answer(worker, STATE, packed(self.state()))
+            return
+        if header.kind == PULL:
+            self._held.append((worker, header))
         elif gradient is not None:
             *views, is_there = self._gradients.views(gradient)
             found = zip(views, is_there.tolist(), strict=True)
@@ -176,16 +262,15 @@ class Server:
         while gradients := self._next_update():
             self._update(gradients)
         held, self._held = self._held, []
-        for pull, answer_pull in held:
+        for puller, pull in held:
             if pull.wanted > self.version:
-                self._held.append((pull, answer_pull))
+                self._held.append((puller, pull))
             elif pull.version == self.version:
-                answer_pull((Header(Kind.ANSWER, self.version), None))
+                self._answer(puller, PULL)
             else:
                 if self._packed is None:
                     self._packed = self._packing.pack([*self._params.values()])
-                num_bytes = self._packed.numel()
-                answer_pull((Header(Kind.ANSWER, self.version, num_bytes=num_bytes), self._packed))
+                self._answer(puller, PULL, self._packed)
 
     def _next_update(self) -> list[Gradient]:
         """The gradients of the next update in the order of workers; empty while one is missing."""
@@ -224,8 +309,7 @@ def _mean_of(parts: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor | Non
 class Port:
     """A worker's connection to one server, which has the keys of these names.
 
-    `own` is the server if it is in this process: nothing is sent to it, and values are rounded as
-    if they were sent.
+    `own` is the server if it is in this process. Nothing is sent to it, but values are rounded.
     """
 
     def __init__(
@@ -240,18 +324,16 @@ class Port:
         self.version = 0  # of the last pull
         self._group, self._rank, self._own = group, rank, own
         self._gradients = packing.of_gradients()
-        self._pushed: Tensor | None = None  # reused, like _received
         self._pushing: Any = None
-        self._received = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def ask(self, header: Header) -> Any:
         """Sends a request without a gradient; does not wait."""
         if self._own is not None:
             return self._own.submit(header)
-        return send(self._group, self._rank, Tag.TO_SERVER, header)
+        return _send(self._group, self._rank, TO_SERVER, header)
 
     def push(self, header: Header, gradient: Sequence[Tensor | None]) -> None:
-        """Sends a gradient by key, None for a missing one; it may be overwritten afterwards."""
+        """Sends copies of gradients by key, None for a missing one, after those of before."""
         has = [grad is not None for grad in gradient]
         tensors = [*gradient, torch.tensor(has, dtype=torch.uint8, device="cpu")]
         if self._own is not None:
@@ -259,26 +341,26 @@ class Port:
             return
         if self._pushing is not None:
             self._pushing.wait()
-        self._pushed = self._gradients.pack(tensors, self._pushed)
+        self._pushing = None  # its memory is free before more is taken
+        pushed = self._gradients.pack(tensors)
         self.ask(header)
-        self._pushing = send(self._group, self._rank, Tag.TO_SERVER, self._pushed)
+        self._pushing = _send(self._group, self._rank, TO_SERVER, pushed)
 
     def answer(self) -> tuple[int, Tensor | None]:
-        """Waits for a version, and the message sent with it, if any; valid until the next call."""
+        """Waits for a version, and the message sent with it, if any."""
         if self._own is not None:
-            header, message = self._own.next_answer()
-            return header.version, message
-        words, sender = Header.new_words(), {"group_src": self._rank, "tag": Tag.TO_WORKER}
+            return self._own.next_answer()
+        words, sender = _new_words(), {"group_src": self._rank, "tag": TO_WORKER}
         dist.recv(words, group=self._group, **sender)
         header = Header(*words.tolist())
         if not header.num_bytes:
             return header.version, None
-        self._received.resize_(header.num_bytes)
-        dist.recv(self._received, group=self._group, **sender)
-        return header.version, self._received
+        received = torch.empty(header.num_bytes, dtype=torch.uint8, device="cpu")
+        dist.recv(received, group=self._group, **sender)
+        return header.version, received
 
     def close(self) -> None:
         """Sends the last request, and waits until everything has been sent."""
-        for work in (self._pushing, self.ask(Header(Kind.CLOSE))):
+        for work in (self._pushing, self.ask(Header(CLOSE))):
             if work is not None:
                 work.wait()

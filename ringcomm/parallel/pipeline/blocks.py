@@ -78,14 +78,15 @@ def part_of(
                 parent.add_module(key, nn.Module())
             parent = parent.get_submodule(key)
         parent.add_module(last, named[name])
-    first: dict[nn.Parameter, str] = {}
+    names_of: dict[nn.Parameter, list[str]] = {}
     for name, block in named.items():
         for param, weight in describe(block).weights.items():
-            first.setdefault(param, f"{name}.{weight.name}")
+            names_of.setdefault(param, []).append(f"{name}.{weight.name}")
     weights = describe(part).weights
-    part.first_names = {weight.name: first[param] for param, weight in weights.items()}
+    part.first_names = {weight.name: names_of[param][0] for param, weight in weights.items()}
+    part.names_of_tied = [names for names in names_of.values() if len(names) > 1]
     params_of = [{p for name in names for p in named[name].parameters()} for names in owned]
-    for param in first:  # in one order on all ranks, which exchange one after the other
+    for param in names_of:  # in one order on all ranks, which exchange one after the other
         ranks = [rank for rank, params in enumerate(params_of) if param in params]
         if len(ranks) > 1 and group.rank() in ranks:
             part.tied[param] = ranks

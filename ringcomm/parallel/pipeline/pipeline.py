@@ -1,10 +1,9 @@
 """Trains a model whose stages are on several ranks."""
 
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,7 +11,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringcomm.backend import resolve_group
-from ringcomm.errors import RingcommError
 from ringcomm.parallel.flat_collectives import all_gathered, check_agreement, device_of, gather_ints
 from ringcomm.parallel.loss import CountItems, PartLoss, check_rows, parameters_of
 from ringcomm.parallel.model.saving import refuse_copy
@@ -29,24 +27,20 @@ from ringcomm.parallel.pipeline.blocks import (
     wrap_stages,
 )
 from ringcomm.parallel.pipeline.schedules import Action, Log, Timeline, make_plan
-from ringcomm.parallel.pipeline.stage import Metas, Stage, find_boundaries, forward_only, shown
+from ringcomm.parallel.pipeline.stage import (
+    Made,
+    Metas,
+    aborted_on_failure,
+    forward_only,
+    make_stages,
+    shown,
+)
 from ringcomm.parallel.pipeline.torch_stage import meta_like
-from ringcomm.trace.program import unrecorded
 
-Loss = Callable[..., Tensor]
 Inputs = Tensor | tuple[Tensor, ...]
 
 # The number of input shapes with cached stages; the least recently used is evicted first.
 MAX_SHAPES = 64
-
-
-class _Made(NamedTuple):
-    """The cached state for one shape of inputs."""
-
-    boundaries: list[Metas]
-    schedule: Any
-    stages: list[Stage]
-    trained: list[bool]  # this rank's weights
 
 
 class Pipeline:
@@ -115,7 +109,7 @@ class Pipeline:
     def __init__(
         self,
         blocks: Blocks,
-        loss_fn: Loss | PartLoss,
+        loss_fn: Callable[..., Tensor] | PartLoss,
         schedule: str = "1f1b",
         num_microbatches: int = 8,
         *,
@@ -173,10 +167,9 @@ class Pipeline:
             for idx in self.plan.stages_of(rank)
         }
         self._wrapped = wrap_stages(self.module, self._modules, wrap, self.plan)
-        self._made: dict[Any, _Made] = {}
+        self._num_made, self._made = 0, dict[Any, Made]()
+        self._trained: list[bool] | None = None  # of this rank's weights, which, in the first step
         self._log: Log = []
-
-    # ---- this rank's part
 
     __deepcopy__ = __reduce_ex__ = refuse_copy
 
@@ -234,19 +227,13 @@ class Pipeline:
             )
         self._log = []
         with tied_gradients_summed(self.module):
-            batch, made = self._prepared(inputs, (target,), kwargs, num_items)
+            batch, made = self._prepared(inputs, (target,), kwargs, num_items, trains=True)
             for module in self._modules.values():
                 module.log = self._log if record else None
             self._loss_scale = loss_scale
             args = [value.to(self.device) for value in batch] if self._has(0) else []
             options = {"target": target.to(self.device)} if self._has(-1) else {}
-            with self._aborted_on_failure():
-                if self._trained() != made.trained:
-                    raise ValueError(
-                        "weights were frozen, unfrozen or added after the first step, in which"
-                        " stages agreed on the weights that get gradients: make a new Pipeline of"
-                        " the same blocks"
-                    )
+            with aborted_on_failure(self.group):
                 made.schedule.step(*args, **options, return_outputs=False)
                 for stage in made.stages:
                     stage.drop_unused()
@@ -268,7 +255,7 @@ class Pipeline:
         outputs, _ = self._run_forward(inputs, (target,), kwargs, num_items)
         if self._has(-1):
             wanted = target.to(self.device).chunk(self.plan.num_microbatches)
-            with self._aborted_on_failure():
+            with aborted_on_failure(self.group):
                 for output, part in zip(outputs, wanted, strict=True):
                     self._next_loss(output, part)
         return self._shared_loss()
@@ -296,7 +283,7 @@ class Pipeline:
         num = self.plan.num_microbatches
         chunks = [x.to(self.device).chunk(num) for x in batch] if self._has(0) else []
         first = list(zip(*chunks, strict=True))
-        with self._aborted_on_failure():
+        with aborted_on_failure(self.group):
             outputs = forward_only(
                 self.plan, self._modules, made.boundaries, first, self.group, self.device
             )
@@ -315,17 +302,6 @@ class Pipeline:
 
     def _has(self, stage: int) -> bool:
         return stage % self.plan.num_stages in self._modules
-
-    @contextmanager
-    def _aborted_on_failure(self) -> Iterator[None]:
-        """Aborts the group after a failure, so that other ranks do not wait for messages."""
-        try:
-            yield
-        except RingcommError:
-            raise
-        except Exception:
-            self.group.abort()
-            raise
 
     def _shared_loss(self) -> Tensor:
         """The loss, from the rank that computed it. Collective."""
@@ -364,39 +340,59 @@ class Pipeline:
         targets: tuple[Tensor, ...],
         kwargs: Mapping[str, Tensor] | None,
         num_items: float | None = None,
-    ) -> tuple[tuple[Tensor, ...], _Made]:
+        *,
+        trains: bool = False,
+    ) -> tuple[tuple[Tensor, ...], Made]:
         """The inputs, and the stages for them; raises TypeError or ValueError on all ranks."""
         num, kind = self.plan.num_microbatches, self.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         batch, kwargs = inputs if isinstance(inputs, tuple) else (inputs,), kwargs or {}
         metas: Metas = ()
         problem: Exception | None = None
+        trained = [p.requires_grad for m in self._modules.values() for p in m.parameters()]
         try:
+            if trains and self._trained not in (None, trained):
+                raise ValueError(
+                    "weights were frozen, unfrozen or added after the first step, in which stages"
+                    " agreed on the weights that get gradients: make a new Pipeline of the same"
+                    " blocks"
+                )
             if unknown := kwargs.keys() - self._names:
                 raise TypeError(f"no block of the pipeline has a parameter {sorted(unknown)[0]}")
             named = [*(("inputs", x) for x in batch), *kwargs.items()]
             check_rows([*named, *(("target", y) for y in targets)], num)
-            for name, value in kwargs.items():
+            needed = [*kwargs.items(), *(("target", y) for y in targets if self._has(-1))]
+            for name, value in [*needed, *(("inputs", x) for x in batch if self._has(0))]:
                 if value.is_meta:
                     raise ValueError(
-                        f"{name} is on the meta device, but every stage needs its values"
+                        f"{name} is on the meta device, but this rank's stages need its values"
                     )
             metas = tuple(meta_like(x[: len(x) // num], False) for x in (*batch, *kwargs.values()))
             self._count_labels(targets if self._has(-1) else (), num_items)
         except Exception as error:  # count_items may raise any
             problem = error
         words = ", ".join([shown(metas), *kwargs]) if problem is None else type(problem).__name__
-        key = (words, autocast)
-        mine = zlib.crc32(repr(key).encode())
+        # In another mode a block may write its input, and freezing changes what has a gradient.
+        key = words, autocast, self.module.training, tuple(trained)
+        made = self._made.get(key)
+        mine = zlib.crc32(repr(key[:2]).encode()) + ((made.number if made else 0) << 32)
         digest = torch.tensor([mine], dtype=torch.int64, device=device_of(self.group))
-        if len({*gather_ints(digest, self.group)}) > 1:
+        found = gather_ints(digest, self.group)
+        if len({each % (1 << 32) for each in found}) > 1:
             facts = {"inputs of a micro-batch": words, "autocast": autocast}
             with nullcontext() if problem is None else suppress(ValueError):
                 check_agreement(facts, self.group)
         if problem is not None:
             raise problem
-        made = self._made.pop(key, None) or self._make(metas, kwargs)
+        if made is None or len({*found}) > 1:  # other ranks may have none, or another one
+            given = self.plan, self._modules, self._wrapped, self.device, self.group
+            more: Any = {"number": self._num_made + 1, "loss_fn": self._next_loss}
+            made = make_stages(*given, metas, [*kwargs], self.module.after_backward, **more)
+            self._num_made = made.number
+        self._made.pop(key, None)
         self._made[key] = made  # most recently used last
+        if trains:
+            self._trained = trained
         if len(self._made) > MAX_SHAPES:
             del self._made[next(iter(self._made))]
         chunks = [value.to(self.device).chunk(num) for value in kwargs.values()]
@@ -404,38 +400,3 @@ class Pipeline:
         for module in self._modules.values():
             module.kwargs = parts
         return batch, made
-
-    @unrecorded()
-    def _make(self, metas: Metas, names: Collection[str]) -> _Made:
-        """The stages for inputs and keyword arguments, which have the last of the metas."""
-        num_inputs = len(metas) - len(names)
-        kwargs = dict(zip(names, metas[num_inputs:], strict=True))
-        boundaries = find_boundaries(
-            self.plan,
-            self._modules,
-            metas[:num_inputs],
-            kwargs,
-            self.device,
-            self.group,
-            computes=not self._made,
-        )
-        stages = [
-            Stage(
-                own=self._modules[idx],
-                module=module,
-                stage_idx=idx,
-                num_stages=self.plan.num_stages,
-                device=self.device,
-                group=self.group,
-                inputs=boundaries[idx],
-                outputs=boundaries[idx + 1],
-                after_backward=self.module.after_backward,
-            )
-            for idx, module in self._wrapped.items()
-        ]
-        loss_fn = partial(stages[-1].extend_forward, self._next_loss)
-        schedule = self.plan.start(stages, loss_fn)
-        return _Made(boundaries, schedule, stages, self._trained())
-
-    def _trained(self) -> list[bool]:
-        return [p.requires_grad for m in self._modules.values() for p in m.parameters()]

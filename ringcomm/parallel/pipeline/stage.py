@@ -1,8 +1,10 @@
 """Messages between stages, and torch's PipelineStage with early release of messages."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -11,6 +13,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
+from ringcomm.errors import RingcommError
+from ringcomm.parallel.expert.local_experts import dry_experts
 from ringcomm.parallel.pipeline.blocks import StageModule
 from ringcomm.parallel.pipeline.schedules import Kind, Plan
 from ringcomm.parallel.pipeline.torch_stage import HAS_HALVES, TorchStage, meta_like
@@ -20,7 +24,7 @@ from ringcomm.torch_names import (
     gather_outside_inference_mode,
     version_of,
 )
-from ringcomm.trace.program import as_backward
+from ringcomm.trace.program import as_backward, unrecorded
 
 Metas = tuple[Tensor, ...]  # of one micro-batch, on the meta device
 
@@ -41,10 +45,10 @@ def shown(tensors: tuple[Tensor, ...]) -> str:
 def find_boundaries(
     plan: Plan,
     modules: Mapping[int, StageModule],
-    inputs: Metas,
-    kwargs: Mapping[str, Tensor],
     device: torch.device,
     group: dist.ProcessGroup,
+    metas: Metas,
+    names: Sequence[str],
     *,
     computes: bool,
 ) -> list[Metas]:
@@ -52,19 +56,21 @@ def find_boundaries(
 
     With `computes`, runs a forward pass with zeros, in which modules may create persistent state
     such as a table of positions. Otherwise tries fake tensors first, which need no computation.
-    `inputs` are those of the first stage, `kwargs` those of all blocks. Raises ValueError on all
-    ranks if a stage fails. Collective.
+    `metas` are those of the first stage, and last the keyword arguments of all blocks, which have
+    these names. Raises ValueError on all ranks if a stage fails. Collective.
     """
-    found = [inputs]
+    num_inputs = len(metas) - len(names)
+    found = [metas[:num_inputs]]
     for module in modules.values():
-        values = zeros(tuple(kwargs.values()), device)
-        module.kwargs, module.micro_batch = (dict(zip(kwargs, values, strict=True)),), 0
+        values = zeros(metas[num_inputs:], device)
+        module.kwargs, module.micro_batch = (dict(zip(names, values, strict=True)),), 0
     for stage in range(plan.num_stages):
         answer: list[Any] = [None]
         if stage in modules:
             try:
-                outputs = None if computes else _inferred(modules[stage], found[-1], device)
-                answer = [outputs or _computed(modules[stage], found[-1], device)]
+                with dry_experts(modules[stage]):
+                    outputs = None if computes else _inferred(modules[stage], found[-1], device)
+                    answer = [outputs or _computed(modules[stage], found[-1], device)]
             except Exception as error:
                 answer = [f"{type(error).__name__}: {error}"]
         owner = plan.rank_of(stage)
@@ -262,6 +268,64 @@ class Stage(TorchStage):
             left.clear()
         self._used.clear()
         self._note_used()  # gradients of earlier steps
+
+
+@contextmanager
+def aborted_on_failure(group: dist.ProcessGroup) -> Iterator[None]:
+    """Aborts the group after a failure, so that other ranks do not wait for messages."""
+    try:
+        yield
+    except RingcommError:
+        raise
+    except Exception:
+        group.abort()
+        raise
+
+
+class Made(NamedTuple):
+    """What a pipeline keeps for one shape of inputs."""
+
+    boundaries: list[Metas]
+    schedule: Any
+    stages: list[Stage]
+    number: int  # the same on all ranks; 1 of the first
+
+
+@unrecorded()
+def make_stages(
+    plan: Plan,
+    modules: Mapping[int, StageModule],
+    wrapped: Mapping[int, nn.Module],
+    device: torch.device,
+    group: dist.ProcessGroup,
+    metas: Metas,
+    names: Sequence[str],
+    after_backward: Sequence[Callable[[], None]],
+    *,
+    loss_fn: Callable[..., Tensor],
+    number: int,
+) -> Made:
+    """This rank's stages for inputs and keyword arguments; raises as find_boundaries(). Collective.
+
+    `wrapped` are the modules with wrappers.
+    """
+    found = find_boundaries(plan, modules, device, group, metas, names, computes=number == 1)
+    stages = [
+        Stage(
+            own=modules[idx],
+            module=module,
+            stage_idx=idx,
+            num_stages=plan.num_stages,
+            device=device,
+            group=group,
+            inputs=found[idx],
+            outputs=found[idx + 1],
+            after_backward=after_backward,
+        )
+        for idx, module in wrapped.items()
+    ]
+    schedule = plan.start(stages, partial(stages[-1].extend_forward, loss_fn))
+    return Made(found, schedule, stages, number)
 
 
 def forward_only(

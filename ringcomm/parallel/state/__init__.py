@@ -191,6 +191,9 @@ def set_state_dict(
         found = OptimizerParts(optimizer, parts, group, is_stored=True)
     wanted = mine | ({} if found is None else found.parts)
     given: dict[Path, Any] = {("model", name): value for name, value in (values or {}).items()}
+    for names in () if strict else parts.names_of_tied:  # ranks may have it under other names
+        if is_given := [("model", name) for name in names if ("model", name) in given]:
+            given = {("model", name): given[is_given[0]] for name in names} | given
     for name, of_param in (state or {}).get("state", {}).items():
         known = {key: value for key, value in of_param.items() if value is not None}
         given |= {("optimizer", name, key): value for key, value in known.items()}

@@ -37,6 +37,7 @@ class ModelParts:
         extra: other values, with the modules that load them by set_extra_state(); None if only the
             module's own load_state_dict() can.
         name_of: the first name of each parameter.
+        names_of_tied: those of parameters that several blocks of a pipeline have.
         shards: the WeightShards.
     """
 
@@ -75,6 +76,7 @@ class ModelParts:
         self.name_of: dict[Any, str] = {}
         # A stage may have a weight under a later name than that of the whole model.
         first = {} if stage is None else stage.first_names
+        self.names_of_tied = [] if stage is None else stage.names_of_tied
         saved = {value: name for name, value in reversed(self.values.items())}
         for param, weight in weights:
             saved_as = saved.get(param, weight.name)

@@ -111,10 +111,11 @@ def shard(
             doubles after 2000 good steps. An overflow on any rank skips the step on all ranks.
         offload_weights: at stage 3 keep weights and gradients in the same tier as the states
             (ZeRO-Infinity). All optimizers are ringcomm.parallel.offload.Offloaded, with equal
-            `to` and `path`. A rank has one full matrix at a time in memory. The model must be on
-            the CPU or the meta device; 16-bit weights get float32 masters. Files end with the
-            process: save by ringcomm.parallel.get_state_dict() and torch.distributed.checkpoint.
-            All ranks must use the same weights in each backward pass; otherwise all raise.
+            `to` and `path`. Of full matrices that it updates, a rank has one at a time in memory.
+            The model must be on the CPU or the meta device; 16-bit weights get float32 masters.
+            Files end with the process: save by ringcomm.parallel.get_state_dict() and
+            torch.distributed.checkpoint. All ranks must use the same weights in each backward
+            pass; otherwise all raise.
         clip_grad_norm: multiply all gradients by min(1, clip_grad_norm / norm), with the norm over
             all ranks and dimensions of a mesh. Without loss_scale, a norm that is not finite
             raises. Alternatively call the optimizer's clip_grad_norm_().
@@ -235,7 +236,9 @@ def _described(
     if options.offload_weights:
         offloaded = [x for x in optimizers if isinstance(x, Offloaded)]
         if len(offloaded) < max(1, len(optimizers)):
-            raise ValueError("offload_weights needs optimizers of ringcomm.parallel.offload")
+            raise ValueError(
+                "offload_weights needs optimizers of class ringcomm.parallel.offload.Offloaded"
+            )
         if len({(each.to, str(each.path)) for each in offloaded}) > 1:
             raise ValueError("offload_weights needs optimizers with equal `to` and `path`")
     described = describe(model)

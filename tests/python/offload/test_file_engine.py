@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ringcomm.parallel.offload import transfers
 from ringcomm.parallel.offload.file_store import FileStore
-from ringcomm.parallel.offload.transfers import END_OF_FILE, FileEngine, FileTransfer
+from ringcomm.parallel.offload.transfers import END_OF_FILE, FileEngine, FileTransfer, empty_row
 
 BLOCK = 4096
 
@@ -189,7 +189,8 @@ def test_threads_are_small_and_take_no_signals(monkeypatch: pytest.MonkeyPatch) 
 def test_a_store_may_be_collected_in_a_thread_of_its_engine(tmp_path: Path) -> None:
     """A garbage collection there neither waits for its own block nor closes the file too early."""
     parts = [FileStore(tmp_path, block_bytes=BLOCK)]
-    transfer, fd = parts[0].put("a", pattern(1000 * BLOCK, 1)), parts[0]._fd
+    row = empty_row(1000 * BLOCK, torch.uint8).copy_(pattern(1000 * BLOCK, 1))
+    transfer, fd = parts[0].put("a", row), parts[0]._fd
     queue = parts[0]._engine._queue
 
     class Dropper:

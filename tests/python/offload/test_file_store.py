@@ -27,7 +27,13 @@ import ringcomm
 from ringcomm.parallel import offload, zero
 from ringcomm.parallel.offload import file_store
 from ringcomm.parallel.offload.file_store import FileStore
-from ringcomm.parallel.offload.transfers import BufferPool, empty_aligned, empty_row, is_aligned
+from ringcomm.parallel.offload.transfers import (
+    BufferPool,
+    Transfer,
+    empty_aligned,
+    empty_row,
+    is_aligned,
+)
 
 BLOCK = 8192
 SIZES = [0, 1, 511, 513, 4095, 4096, 4097, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK + 3]
@@ -39,8 +45,12 @@ def values(num_elems: int, seed: int = 0, dtype: torch.dtype = torch.uint8) -> T
 
 
 def read(store: FileStore, key: str) -> Tensor:
-    dtype, shape = store.spec(key)
-    return store.get(key, torch.empty(shape, dtype=dtype)).wait()
+    return store.get(key, empty_row(*store.spec(key))).wait()
+
+
+def put(store: FileStore, key: str, value: Tensor) -> Transfer:
+    row = empty_row(value.numel(), value.dtype)
+    return store.put(key, row.copy_(value))
 
 
 # ---- tensors
@@ -65,7 +75,7 @@ def test_what_was_put_is_got(direct: bool, tmp_path: Path) -> None:
     assert store.is_direct == direct
     for size in SIZES:
         for seed in range(3):  # written over
-            store.put(f"size {size}", values(size, seed))
+            put(store, f"size {size}", values(size, seed))
         assert torch.equal(read(store, f"size {size}"), values(size, 2))
     for size in SIZES:
         assert torch.equal(read(store, f"size {size}"), values(size, 2))
@@ -94,36 +104,24 @@ def test_a_file_system_without_unnamed_files(
     store = FileStore(tmp_path, block_bytes=BLOCK)
     assert store.is_direct != refuses_direct
     assert not list(tmp_path.iterdir())
-    store.put("x", values(3 * BLOCK))
+    put(store, "x", values(3 * BLOCK))
     assert torch.equal(read(store, "x"), values(3 * BLOCK))
     store.close()
 
 
-def test_shapes_dtypes_and_strides(tmp_path: Path) -> None:
+def test_dtypes(tmp_path: Path) -> None:
     tensors = [
-        torch.tensor(3.5),
-        torch.randn(3, 0, 2),
-        torch.randn(5, 7, dtype=torch.bfloat16),
-        torch.randn(9, 4, dtype=torch.complex64),
-        torch.randn(6, 8).t(),
-        torch.randn(40)[::3],
+        torch.randn(35, dtype=torch.bfloat16),
+        torch.randn(36, dtype=torch.complex64),
         torch.arange(5) > 2,
     ]
     store = FileStore(tmp_path)
     for i, tensor in enumerate(tensors):
-        store.put(f"{i}", tensor)
+        put(store, f"{i}", tensor)
         assert torch.equal(read(store, f"{i}"), tensor)
-
-
-def test_aligned_memory_is_used_as_it_is(tmp_path: Path) -> None:
-    store = FileStore(tmp_path)
-    assert store.is_direct
     row = empty_row(5000, torch.float32)
     assert is_aligned(row)
     assert not is_aligned(row[1:])
-    row.copy_(torch.arange(5000.0))
-    store.put("x", row[1:]).wait()  # through a copy
-    assert torch.equal(store.get("x", row[:4999]).wait(), torch.arange(1.0, 5000.0))
     assert empty_aligned(0).numel() == 4096
 
 
@@ -142,10 +140,9 @@ def test_a_free_buffer_is_used_again_and_a_busy_one_is_not() -> None:
 def test_transfers_of_one_name_come_in_order(tmp_path: Path) -> None:
     store = FileStore(tmp_path, block_bytes=4096)
     for i in range(50):
-        store.put("x", torch.full([3000], i))
-    out = torch.empty(3000, dtype=torch.int64)
-    transfer = store.get("x", out)
-    store.put("x", torch.full([3000], 99))
+        put(store, "x", torch.full([3000], i))
+    transfer = store.get("x", empty_row(3000, torch.int64))
+    put(store, "x", torch.full([3000], 99))
     assert torch.equal(transfer.wait(), torch.full([3000], 49))
     assert torch.equal(read(store, "x"), torch.full([3000], 99))
 
@@ -155,7 +152,7 @@ def test_a_store_that_is_dropped_ends_well(tmp_path: Path) -> None:
     for _ in range(3):
         store = FileStore(tmp_path, block_bytes=4096)
         for i in range(8):
-            store.put(f"{i}", values(1 << 20, i))
+            put(store, f"{i}", values(1 << 20, i))
         del store
         gc.collect()
     assert threading.active_count() <= num_threads  # the kernel removes their tasks later
@@ -170,9 +167,9 @@ def test_it_is_a_dict(puts: list[Any], tmp_path_factory: pytest.TempPathFactory)
     # Two stores in a folder share nothing.
     stores, expected = [FileStore(folder), FileStore(folder)], [dict[str, int](), dict[str, int]()]
     for number, value in puts:
-        for store, now, put in zip(stores, expected, (value, 255 - value), strict=True):
-            store.put(f"{number}", torch.full([700 * number], put, dtype=torch.uint8))
-            now[f"{number}"] = put
+        for store, now, byte in zip(stores, expected, (value, 255 - value), strict=True):
+            put(store, f"{number}", torch.full([700 * number], byte, dtype=torch.uint8))
+            now[f"{number}"] = byte
             assert all((read(store, key) == value).all() for key, value in now.items())
     for store in stores:
         store.close()
@@ -184,7 +181,7 @@ def test_it_is_a_dict(puts: list[Any], tmp_path_factory: pytest.TempPathFactory)
 
 def test_a_file_that_is_cut_while_it_is_open(tmp_path: Path) -> None:
     store = FileStore(tmp_path)
-    store.put("a", values(100_000, 1)).wait()
+    put(store, "a", values(100_000, 1)).wait()
     os.ftruncate(store._fd, 4096)
     with pytest.raises(OSError, match=r"reading a at .*truncated") as caught:
         read(store, "a")
@@ -193,14 +190,14 @@ def test_a_file_that_is_cut_while_it_is_open(tmp_path: Path) -> None:
 
 def test_a_forked_child_neither_uses_the_store_nor_holds_its_file(tmp_path: Path) -> None:
     store = FileStore(tmp_path)
-    store.put("a", values(10, 1)).wait()
+    put(store, "a", values(10, 1)).wait()
     fd = store._fd
     child = os.fork()
     if child == 0:
         status = 1
         try:
             with pytest.raises(ValueError, match="closed, or was opened before a fork"):
-                store.put("a", values(10, 2))
+                put(store, "a", values(10, 2))
             with pytest.raises(OSError, match="Bad file descriptor"):
                 os.fstat(fd)
             status = 0
@@ -211,7 +208,7 @@ def test_a_forked_child_neither_uses_the_store_nor_holds_its_file(tmp_path: Path
     assert torch.equal(read(store, "a"), values(10, 1))
     store.close()
     with pytest.raises(ValueError, match="is closed"):
-        store.put("a", values(10, 2))
+        put(store, "a", values(10, 2))
 
 
 class FakeEngine:
@@ -239,8 +236,8 @@ def test_a_dropped_store_waits_before_its_file_is_closed(tmp_path: Path) -> None
     engine = FakeEngine()
     store._engine = engine  # type: ignore[assignment]
     fd = store._fd
-    store.put("a", values(100))
-    store.put("b", values(100))
+    put(store, "a", values(100))
+    put(store, "b", values(100))
     assert not engine.found
     del store
     gc.collect()
@@ -254,18 +251,18 @@ def test_a_dropped_store_waits_before_its_file_is_closed(tmp_path: Path) -> None
 )
 def test_a_disk_that_fails(code: int, words: str, tmp_path: Path) -> None:
     store = FileStore(tmp_path)
-    store.put("a", values(100, 1)).wait()
+    put(store, "a", values(100, 1)).wait()
     engine, store._engine = store._engine, FakeEngine(code)  # type: ignore[assignment]
     with pytest.raises(OSError, match=f"writing a at .*{words}") as caught:
-        store.put("a", values(100, 2)).wait()
+        put(store, "a", values(100, 2)).wait()
     assert caught.value.errno == code
-    store.put("b", values(100, 3))  # nobody waits for it
+    put(store, "b", values(100, 3))  # nobody waits for it
     store._engine = engine
     for key in ("a", "b"):
         for _ in range(2):  # still
             with pytest.raises(OSError, match=f"writing {key} at .*{words}"):
                 read(store, key)
-    store.put("a", values(100, 4))
+    put(store, "a", values(100, 4))
     assert torch.equal(read(store, "a"), values(100, 4))
 
 
@@ -276,33 +273,26 @@ def test_a_limit_of_the_files_size(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
         store = FileStore(tmp_path)
         with pytest.raises(OSError, match="no disk space for a"):
-            store.put("a", values(1 << 17))
-        store.put("a", values(1 << 10)).wait()
+            put(store, "a", values(1 << 17))
+        put(store, "a", values(1 << 10)).wait()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
 
 
 def test_wrong_arguments(tmp_path: Path) -> None:
-    for block_bytes in (0, 5000, -4096):
-        with pytest.raises(ValueError, match="positive multiple of 4096"):
-            FileStore(tmp_path, block_bytes=block_bytes)
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match="file"):
         FileStore(tmp_path / "file")
     store = FileStore(tmp_path / "new" / "folder")
-    store.put("a", torch.zeros(3))
-    with pytest.raises(KeyError, match="no tensor 'b'"):
-        store.get("b", torch.zeros(3))
+    put(store, "a", torch.zeros(3))
+    with pytest.raises(KeyError, match="'b'"):
+        store.get("b", empty_row(3, torch.float32))
     for other in (torch.zeros(4), torch.zeros(3, dtype=torch.float64)):
-        with pytest.raises(ValueError, match=r"torch.float32 of shape \(3,\) in the file, got"):
-            store.put("a", other)
-        with pytest.raises(ValueError, match=r"torch.float32 of shape \(3,\) in the file, got"):
-            store.get("a", other)
-    with pytest.raises(ValueError, match="contiguous CPU tensor"):
-        store.get("a", torch.zeros(6)[::2])
-    with pytest.raises(ValueError, match="needs CPU tensors"):
-        store.put("c", torch.zeros(3, device="meta"))
+        with pytest.raises(ValueError, match=r"a must be a row of 3 torch.float32, aligned"):
+            put(store, "a", other)
+    with pytest.raises(ValueError, match="aligned"):
+        store.get("a", empty_row(4, torch.float32)[1:])
     with pytest.raises(AttributeError, match=r"FileStore is gone; use torch\.save"):
         offload.FileStore  # noqa: B018
 
@@ -317,7 +307,7 @@ def make(folder: Path) -> FileStore:
     store = FileStore(folder, block_bytes=BLOCK)
     for seed in range(2):
         for size in CHECKED:
-            store.put(f"size {size}", values(size, seed)).wait()
+            put(store, f"size {size}", values(size, seed)).wait()
     return store
 
 
@@ -356,9 +346,9 @@ def test_a_flipped_bit_is_found(direct: bool, tmp_path: Path) -> None:
                 check_only_one_is_damaged(store, key, begin + at // BLOCK * BLOCK)
         assert torch.equal(read(store, key), values(size, 1))
         with changed(store, begin):
-            store.put(key, values(size, 2)).wait()  # which is whole again
+            put(store, key, values(size, 2)).wait()  # which is whole again
             assert torch.equal(read(store, key), values(size, 2))
-        store.put(key, values(size, 1))
+        put(store, key, values(size, 1))
 
 
 def test_bytes_behind_a_tensor_do_not_matter(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from torch import nn
 from ringcomm.parallel import offload, zero
 from ringcomm.parallel.offload import transfers
 from ringcomm.parallel.offload.file_store import FileStore
+from ringcomm.parallel.offload.transfers import empty_row
 
 
 def without_unnamed_files(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,10 +44,10 @@ def test_a_killed_process_leaves_no_file(
     if child == 0:
         try:
             store = FileStore(tmp_path / "new", block_bytes=4096)
-            store.put("first", torch.zeros(1 << 20)).wait()
+            store.put("first", empty_row(1 << 20, torch.float32)).wait()
             os.write(tell, b"1")
             while True:  # writes are under way when it is killed
-                store.put("next", torch.ones(1 << 20))
+                store.put("next", empty_row(1 << 20, torch.float32))
         finally:
             os._exit(1)
     os.close(tell)

@@ -6,8 +6,9 @@ test_pairs.py has them under zero.shard() at all stages.
 from __future__ import annotations
 
 import copy
+import pickle
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -159,3 +160,61 @@ def test_errors(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match="file"):
         offload.Offloaded(torch.optim.AdamW(model.parameters()), to="nvme", path=tmp_path / "file")
+
+
+def test_a_momentum_that_a_scheduler_sets_to_0_and_back() -> None:
+    """The buffer stays meanwhile, as torch's does."""
+    ours, theirs = Net(), Net()
+    optimizers = [offload.Offloaded(make_sgd(ours)), make_sgd(theirs)]
+    for step, momentum in enumerate((0.9, 0.0, 0.9)):
+        for model, optimizer in zip((ours, theirs), optimizers, strict=True):
+            for group in optimizer.param_groups:
+                group["momentum"] = momentum
+            train(model, optimizer, steps=range(step, step + 1))
+    for name, value in weights(theirs).items():
+        torch.testing.assert_close(weights(ours)[name], value, rtol=1e-5, atol=1e-6)
+
+
+def make_sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+
+
+def test_copies_are_refused() -> None:
+    optimizer = offload.Offloaded(make_sgd(Net()))
+    for copied in (copy.deepcopy, copy.copy, pickle.dumps):
+        with pytest.raises(RuntimeError, match="an offloaded optimizer cannot be copied"):
+            copied(optimizer)
+
+
+class Moments(NamedTuple):
+    """Of a gradient."""
+
+    mean: torch.Tensor
+    square: torch.Tensor
+
+
+class Named(torch.optim.SGD):
+    """Its states are named tuples."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            old = self.state[param].get("moments", Moments(0 * param, 0 * param))
+            new = Moments(old.mean + param.grad, old.square + param.grad**2)
+            self.state[param]["moments"] = new
+            param.sub_(0.1 * new.mean / (new.square + 1))
+
+
+def test_states_in_named_tuples(tmp_path: Path) -> None:
+    ours, theirs = Net(), Net()
+    inner, alone = Named(ours.parameters()), Named(theirs.parameters())
+    optimizer = offload.Offloaded(inner, elementwise=(Named,), **place_of("nvme", tmp_path))
+    with torch.no_grad():
+        for model in (ours, theirs):
+            for param in model.parameters():
+                param.grad = param.clone()
+        for _ in range(3):
+            optimizer.step()
+            alone.step()
+    for name, value in weights(theirs).items():
+        assert torch.equal(weights(ours)[name], value)
+    assert isinstance(optimizer.state[ours.first.weight]["moments"], Moments)

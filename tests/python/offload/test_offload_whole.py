@@ -661,7 +661,7 @@ def test_what_infinity_refuses(rank: int, tmp_path: Path) -> None:
     own = offload.Offloaded(muon)
     nvme: dict[str, Any] = {"to": "nvme", "path": tmp_path}
     cases: list[tuple[Any, str]] = [
-        ([own, adamw], "offload_weights needs optimizers of ringcomm.parallel.offload"),
+        ([own, adamw], "offload_weights needs optimizers of class ringcomm.parallel.offload"),
         ([own, offload.Offloaded(adamw, **nvme)], "with equal `to` and `path`"),
         (
             [own, own, offload.Offloaded(torch.optim.AdamW(adamw.param_groups))],

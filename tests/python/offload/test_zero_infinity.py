@@ -123,7 +123,7 @@ def test_errors(rank: int, tmp_path: Path) -> None:
             zero.shard(model, optimizer, stage, **{"offload_weights": True, **options})
 
     check("is for stage 3", stage=2)
-    check("needs optimizers of ringcomm", {})
+    check("needs optimizers of class ringcomm", {})
     check("cast the model itself", param_dtype=torch.bfloat16)
     given: Any = Net(), None, 3
     with pytest.raises(TypeError, match="unexpected keyword argument 'resume'"):
@@ -237,3 +237,24 @@ def test_a_checkpoint_goes_on_after_a_restart(is_in_files: bool, tmp_path: Path)
     for other in run_ranks(1, go_on, scratch, saved, 2):  # on another number of ranks
         for mine, expected in zip(other, found[0], strict=True):
             torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-5)
+
+
+@in_ranks(2)
+def test_ctrl_c_in_a_forward_pass(rank: int) -> None:
+    """Units are freed again in the passes after it."""
+    model = Net(width=WIDTH)
+    optimizer = infinity(model, make_optimizer(model, "momentum", to="cpu"))
+    rows = batch(0, rank, 2)
+    hook = model.last.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(rows[0])
+    hook.remove()
+    with torch.no_grad():
+        model(rows[0])
+    units = optimizer._weights.units
+    assert not any(unit.is_full for unit in units)
+    optimizer.close()
+
+
+def interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt

@@ -8,14 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from curves import assert_weights, batch
 from full_states import full_weights, load_full_weights
 from pipeline_models import M, make_deep, make_tied, mse, token_batch, tokens_loss
 from ranks import in_ranks, run_ranks
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from ringcomm import RingcommError
-from ringcomm.parallel import pipeline
+from ringcomm.nn import MixtureOfExperts
+from ringcomm.parallel import pipeline, set_state_dict
 
 
 def make(model: Any = None, schedule: str = "1f1b", **options: Any) -> pipeline.Pipeline:
@@ -348,3 +351,86 @@ def test_shapes_that_change_between_accumulated_steps(rank: int, schedule: str) 
     for name, param in plain.named_parameters():
         if name in own:
             torch.testing.assert_close(own[name].grad, param.grad)
+
+
+@in_ranks(2)
+def test_refused_steps_leave_the_group_whole(rank: int) -> None:
+    """Values that only one rank misses, and a weight that is frozen after the first step."""
+    pipe = make()
+    x, y = batch(0)
+    for inputs, target in ((x.to("meta"), y), (x, y.to("meta"))):
+        message = r"is on the meta device, but this rank's|ranks disagree on the inputs"
+        with pytest.raises(ValueError, match=message):
+            pipe.step(inputs, target)
+    pipe.step(x if rank == 0 else x.to("meta"), y if rank == 1 else y.to("meta"))
+    weight = next(pipe.parameters())
+    weight.requires_grad_(rank > 0)
+    with pytest.raises(ValueError, match=r"weights were frozen|rank 0 has ValueError"):
+        pipe.step(x, y)
+    pipe.evaluate(x, y)
+    weight.requires_grad_(True)
+    assert pipe.step(x, y).isfinite()
+
+
+class WritesInTraining(nn.Linear):
+    """As with nn.Dropout(inplace=True)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            x.mul_(2)
+        return super().forward(x)
+
+
+@in_ranks(2)
+def test_a_block_that_writes_its_input_in_training(rank: int) -> None:
+    """An evaluation before the first step does not write."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), WritesInTraining(8, 3))
+    pipe = make(model, costs=[1, 1])
+    x, y = batch(0)
+    for training in (False, True):
+        model.train(training)
+        pipe.module.train(training)
+        expected = mse(model(x), y).item()
+        found = pipe.step(x, y) if training else pipe.evaluate(x, y)
+        assert float(found) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("rank0_only", [False, True])
+@pytest.mark.parametrize("given", ["embed.weight", "head.weight"])
+@in_ranks(2)
+def test_a_tied_weight_is_loaded_by_any_of_its_names(
+    rank: int, given: str, rank0_only: bool
+) -> None:
+    model = make_tied()
+    pipe = pipeline.Pipeline(model.blocks(), tokens_loss, "1f1b", M, count_items=Tensor.numel)
+    value = torch.full_like(model.embed.weight, 0.25).detach()
+    values = {} if rank0_only and rank > 0 else {given: value}
+    with pytest.raises(ValueError, match="lacks"):
+        set_state_dict(pipe, None, values, rank0_only=rank0_only)
+    set_state_dict(pipe, None, values, rank0_only=rank0_only, strict=False)
+    own = "head.weight" if rank else "embed.weight"
+    assert torch.equal(pipe.module.get_parameter(own), value)
+
+
+@in_ranks(4, timeout_s=60.0)
+def test_experts_in_stages_and_shapes_that_are_new_to_some_ranks(rank: int) -> None:
+    """Ranks 0 and 1, and 2 and 3, are pipelines; stages share experts over the pipelines."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "pp"))
+    torch.manual_seed(0)
+    router, experts = nn.Linear(8, 4, bias=False), [nn.Linear(8, 8) for _ in range(4)]
+    alone = [dist.new_group([r]) for r in range(4)][rank]
+
+    def made(group: Any) -> list[nn.Module]:
+        options: Any = {"top_k": 1, "group": group}
+        layers = [MixtureOfExperts.from_experts(router, experts, **options) for _ in range(2)]
+        torch.manual_seed(1)
+        return [nn.Linear(8, 8), layers[0], layers[1], nn.Linear(8, 3)]
+
+    whole = nn.Sequential(*made(alone))
+    pipe = make(made(mesh["ep"].get_group()), mesh=mesh["pp"], costs=[1] * 4)
+    for shape in ((M, 8), (M, 1 + rank // 2, 8), (M * (2 - rank // 2), 8)):
+        torch.manual_seed(rank // 2)
+        x, y = torch.randn(shape), torch.randn(*shape[:-1], 3)
+        for _ in range(2):
+            assert float(pipe.step(x, y)) == pytest.approx(float(mse(whole(x), y)), rel=1e-5)

@@ -97,7 +97,7 @@ from ringcomm import ops
 from _ringcomm.start import run
 from ringcomm.ops.losses.cross_entropy_cuda import scale_
 from ringcomm.parallel import activations
-from ringcomm.parallel.parameter_server.messages import packed, unpacked
+from ringcomm.parallel.parameter_server.server import packed, unpacked
 
 model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
 to_numpy, torch.Tensor.numpy = torch.Tensor.numpy, None  # torch alone does this
