@@ -70,7 +70,8 @@ def register() -> None:
         return backend, distributed_type
 
     def prepare(accelerator: Any, *objects: Any, **options: Any) -> Any:
-        optimizers = [unwrap(obj) for obj in objects if isinstance(obj, torch.optim.Optimizer)]
+        given = [obj for obj in objects if isinstance(obj, torch.optim.Optimizer)]
+        optimizers = [*map(unwrap, (*accelerator._optimizers, *given))]
         adopted = getattr(accelerator, "adopted", None)
         own = adopted or next(filter(reduces, optimizers), None)
         if own is not None and any(optimizer is not own for optimizer in optimizers):

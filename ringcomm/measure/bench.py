@@ -74,7 +74,10 @@ class Row:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measures, prints a table and one sentence, writes the page; returns the exit status."""
+    """Measures, prints a table and one sentence, writes the page; returns the exit status.
+
+    After Ctrl-C the table has what was measured.
+    """
     if not dist.is_gloo_available():
         options.parser.error("this torch has no Gloo to compare with")
     machine = identity()
@@ -85,9 +88,11 @@ def run(options: argparse.Namespace) -> int:
         f" about {options.seconds + 8 * len(worlds):.0f} s"
     )
     rows: list[Row] = []
-    left_out = _measure(worlds, options.seconds, rows)
-    print(_table(rows))
-    print(SPEED_UP)
+    try:
+        left_out = _measure(worlds, options.seconds, rows)
+    finally:
+        if rows:
+            print(f"{_table(rows)}\n{SPEED_UP}", flush=True)
     print(sentence(rows))
     for said in (caveat(rows), omission(left_out)):
         if said:

@@ -124,12 +124,13 @@ def _has_ended(own: Record, peer: Record) -> bool:
 
 
 def files_of(folders: Sequence[Path]) -> list[Path]:
-    """The files in folders; of a path that is no folder, those whose names begin with it."""
-    found: list[Path] = []
+    """The files in folders, each once; of a path that is no folder, those that begin with it."""
+    found: dict[Path, Path] = {}
     for path in folders:
         names = path.iterdir() if path.is_dir() else path.parent.glob(f"{escape(path.name)}*")
-        found += sorted(names)
-    return found
+        for name in sorted(names):
+            found.setdefault(name.resolve(), name)
+    return [*found.values()]
 
 
 def read(folders: Sequence[Path]) -> list[Known]:

@@ -44,9 +44,10 @@ def run_recorded(
 ) -> int:
     """Runs a command and writes the trace of its ranks; returns its exit status.
 
-    ``then`` gets the trace if there is one. Blocks until the command has ended. Ctrl-C ends it;
-    what was recorded until then is written.
+    ``then`` gets the trace if there is one. Blocks until the command has ended. Ctrl-C ends it, a
+    second one at once; what was recorded until then is written.
     """
+    handler = signal.getsignal(signal.SIGINT)
     with tempfile.TemporaryDirectory(prefix="ringcomm-trace-") as folder:
         wanted = {"RINGCOMM_TRACE": folder, "RINGCOMM_TRACE_EVENTS": str(num_events)}
         try:
@@ -57,6 +58,7 @@ def run_recorded(
             print(f"ringcomm trace: cannot run {command[0]}: {error.strerror}", file=sys.stderr)
             return EXIT_BAD_INPUT
         except KeyboardInterrupt:  # which the command has also received from the terminal
+            signal.signal(signal.SIGINT, lambda *_: process.terminate())
             for grace_s, number in ((1.0, signal.SIGTERM), (10.0, signal.SIGKILL)):
                 try:
                     process.wait(grace_s)
@@ -69,6 +71,8 @@ def run_recorded(
         except ValueError as error:  # no rank has recorded anything
             print(f"ringcomm trace: {error}", file=sys.stderr)
             merged = EXIT_FAILED
+        finally:
+            signal.signal(signal.SIGINT, handler)
     return merged if status == EXIT_OK else status if status > 0 else 128 - status
 
 

@@ -337,6 +337,27 @@ def test_an_interrupt_while_the_command_starts(
     assert started[0].poll() == -signal.SIGTERM
 
 
+def test_a_second_interrupt_ends_the_command_and_keeps_the_recordings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It left the command running, and dropped what its ranks had recorded."""
+    started: list[Any] = []
+
+    class Impatient(subprocess.Popen[bytes]):
+        def wait(self, timeout: float | None = None) -> int:
+            started.append(self)
+            if len(started) <= 2:  # of the command, and while it ends
+                signal.raise_signal(signal.SIGINT)
+            return super().wait(timeout)
+
+    monkeypatch.setattr(subprocess, "Popen", Impatient)
+    handler = signal.getsignal(signal.SIGINT)
+    assert cli.run(["trace", "-o", str(tmp_path / "t.json"), "--", "sleep", "300"]) == 130
+    assert started[0].poll() == -signal.SIGTERM
+    assert "nothing was recorded" in capsys.readouterr().err  # it has looked
+    assert signal.getsignal(signal.SIGINT) == handler
+
+
 def test_ctrl_c_while_torch_is_imported() -> None:
     """https://github.com/Tracer-Cloud/opensre/issues/2748"""
     code = """
