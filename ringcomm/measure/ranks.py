@@ -31,10 +31,6 @@ GRACE_S = 1.0
 MPI_SIZE_VARIABLES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
 
 
-class PeerLostError(Exception):
-    """The other end of the side channel is gone."""
-
-
 def mpi_world_size() -> int | None:
     """How many ranks mpiexec has started, this process among them, or None."""
     sizes = (os.environ.get(name) for name in MPI_SIZE_VARIABLES)
@@ -45,6 +41,10 @@ def joined_world_size() -> int | None:
     """How many ranks torchrun or mpiexec has started, this process among them, or None."""
     is_rank = {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys()
     return int(os.environ["WORLD_SIZE"]) if is_rank else mpi_world_size()
+
+
+class PeerLostError(Exception):
+    """The other end of the side channel is gone."""
 
 
 @dataclass

@@ -305,10 +305,10 @@ def test_ctrl_c_shows_what_was_measured(
 
 def test_the_page_has_the_terminals_caveat() -> None:
     rows = [row(1, 2, 3, others=40.0), row(0, 1.1, 1.2)]
-    said = bench.caveat(rows)
+    said = bench.caveat(rows, [])
     assert said.startswith("Other programs used up to 40 %")
     assert said in bench.page(rows, {"cores": 2, "cpu": "x"}, [])
-    assert bench.caveat([row(1, 2, 3)]) == ""
+    assert bench.caveat([row(1, 2, 3)], []) == ""
 
 
 # ---- the page of measurements: one file that needs no network, looked at in Chromium where it is

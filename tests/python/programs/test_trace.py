@@ -27,8 +27,7 @@ from ranks import run_ranks
 from ringcomm import Options, RingcommError, shrink, stats, testing
 from ringcomm.trace import recordings
 from ringcomm.trace.layout import TRACE_HEADER
-from ringcomm.trace.merge import merge
-from ringcomm.trace.totals import Totals
+from ringcomm.trace.merge import Totals, merge
 
 Event = dict[str, Any]
 RING = Options(algorithm="ring")
