@@ -9,6 +9,7 @@ import signal
 import sys
 from dataclasses import fields
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from _ringcomm.status import in_words
@@ -125,12 +126,18 @@ def _check_launcher(options: argparse.Namespace) -> None:
 def _trace(options: argparse.Namespace) -> int:
     from ringcomm.trace import merge
 
+    def write_page(trace: Path) -> None:
+        from ringcomm import show
+
+        if options.html is not None:
+            show.write_page("trace", show.trace(trace), options.html)
+            print(f"ringcomm trace: {options.html}: open it in a browser", file=sys.stderr)
+
     parser: argparse.ArgumentParser = options.parser
     try:
         if options.merge:
-            return merge.merge_folders(options.merge, options.output, options.html)
-        how = (options.command, options.events, options.output, options.html)
-        return merge.run_recorded(*how)
+            return merge.merge_folders(options.merge, options.output, write_page)
+        return merge.run_recorded(options.command, options.events, options.output, write_page)
     except ValueError as problem:
         parser.error(str(problem))
 

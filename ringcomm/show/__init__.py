@@ -60,11 +60,6 @@ def load(path: Path) -> list[dict[str, Any]]:
     raise ValueError(f"{path} is not a trace written by `ringcomm trace`, or not all of it")
 
 
-def is_wait_for_peer(event: dict[str, Any]) -> bool:
-    """Whether a rank waits for another one, and not for its own thread."""
-    return event.get("cat") == "wait" and event["args"].get("rank") is not None
-
-
 def ring_of(path: Path, seq: int | None = None) -> Ring:
     """A ring collective of a trace: call number `seq` of its group; None means the first one.
 
@@ -84,7 +79,7 @@ def ring_of(path: Path, seq: int | None = None) -> Ring:
             names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
             ranks = {row: names[row] for row in sorted({e["pid"] for e in steps})}
             return Ring(whole, steps, waits, ranks)
-    except (AttributeError, KeyError, TypeError, ValueError):
+    except (AttributeError, LookupError, TypeError, ValueError):
         raise ValueError(f"{path} is not a trace written by `ringcomm trace`") from None
     of_call = "" if seq is None else f" of call #{seq}"
     raise ValueError(
@@ -250,6 +245,8 @@ def loss(num_ranks: int) -> dict[str, Any]:
 
 def trace(path: Path) -> dict[str, Any]:
     """Of page `trace`: a trace of `ringcomm trace`. Times are in µs."""
+    from ringcomm.trace.merge import is_wait_for_peer
+
     found = load(path)
     kinds = {"program": "program", "collective": "call"}
     names = {e["pid"]: e["args"]["name"] for e in found if e["name"] == "process_name"}

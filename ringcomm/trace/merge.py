@@ -12,14 +12,13 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
 from _ringcomm.status import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, in_words
-from ringcomm import show
 from ringcomm.screen import columns, counted, in_seconds, writing
 from ringcomm.trace import clock_name, recordings
 from ringcomm.trace.layout import NO_SEQ
@@ -42,12 +41,12 @@ _PROGRAM_ROW = 1 << 30
 
 
 def run_recorded(
-    command: Sequence[str], num_events: int, output: Path, page: Path | None = None
+    command: Sequence[str], num_events: int, output: Path, then: Callable[[Path], None]
 ) -> int:
-    """Runs a command and writes the trace of its ranks, and its page; returns its exit status.
+    """Runs a command and writes the trace of its ranks; returns its exit status.
 
-    Blocks until the command has ended. Ctrl-C ends it, a second one at once; what was recorded
-    until then is written.
+    ``then`` gets the trace if there is one. Blocks until the command has ended. Ctrl-C ends it, a
+    second one at once; what was recorded until then is written.
     """
     handlers = {number: signal.getsignal(number) for number in _INTERRUPTS}
     with tempfile.TemporaryDirectory(prefix="ringcomm-trace-") as folder:
@@ -70,7 +69,7 @@ def run_recorded(
             process.wait()
             status = EXIT_INTERRUPTED
         try:
-            merged = merge_folders([Path(folder)], output, page, time.monotonic_ns())
+            merged = merge_folders([Path(folder)], output, then, time.monotonic_ns())
         except ValueError as error:  # no rank has recorded anything
             print(f"ringcomm trace: {error}", file=sys.stderr)
             merged = EXIT_FAILED
@@ -98,11 +97,11 @@ def _interrupts_delayed() -> Iterator[None]:
 
 
 def merge_folders(
-    folders: Sequence[Path], output: Path, page: Path | None = None, now_ns: int = 0
+    folders: Sequence[Path], output: Path, then: Callable[[Path], None], now_ns: int = 0
 ) -> int:
-    """Writes the trace of recordings, its page, and a summary on stderr; returns the exit status.
+    """Writes the trace of recordings and a summary on stderr; returns the exit status.
 
-    Raises as `merge`.
+    ``then`` gets the trace. Raises as `merge`.
     """
     summary = merge(folders, output, now_ns)
     about = f"{counted(summary.num_ranks, 'rank')}, {summary.num_events} events"
@@ -110,9 +109,7 @@ def merge_folders(
     for line in (*summary.notes, *summary.totals, last):
         print(f"ringcomm trace: {line}", file=sys.stderr)
     try:
-        if page is not None:
-            show.write_page("trace", show.trace(output), page)
-            print(f"ringcomm trace: {page}: open it in a browser", file=sys.stderr)
+        then(output)
     except BrokenPipeError:  # of `--html /dev/stdout`, or of what it says on stderr
         raise
     except (OSError, ValueError) as error:
@@ -168,6 +165,11 @@ def _opened(path: Path) -> IO[str]:
     return path.open("w", encoding="utf-8")
 
 
+def is_wait_for_peer(event: dict[str, Any]) -> bool:
+    """Whether a rank waits for another one, and not for its own thread."""
+    return event.get("cat") == "wait" and event["args"].get("rank") is not None
+
+
 class Totals:
     """Adds up the events of a trace, in µs."""
 
@@ -192,7 +194,7 @@ class Totals:
             push(self._longest, (event["dur"], row, call))
         elif kind == "program":
             self._phases[row][event["name"]] += event["dur"]
-        elif show.is_wait_for_peer(event):
+        elif is_wait_for_peer(event):
             self._waits[row][event["args"]["rank"]] += event["dur"]
 
     def lines(self) -> list[str]:
