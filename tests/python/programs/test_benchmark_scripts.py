@@ -40,7 +40,7 @@ from _ringcomm import start as cli
 from _ringcomm.status import EXIT_OK, EXIT_WRONG_RESULTS
 from ringcomm.parallel import pipeline
 from ringcomm.screen import in_seconds
-from ringcomm.trace.merge import Ring
+from ringcomm.show import Ring
 
 ALGORITHMS = ["one_shot", "two_shot", "ring"]
 INFERENCE = [
