@@ -110,6 +110,14 @@ CORES = CommandLine(
         flag("--tuning", input_file, None, "a file of `ringcomm tune`, with costs for the model"),
     ],
 )
+# Packages that collectives do not need: what needs them, and their names for pip.
+WANTED_FOR = {
+    "liger_kernel": ("liger needs", "liger-kernel"),
+    "matplotlib": ("--plot needs", "matplotlib"),
+    "mpi4py": ("ranks of mpiexec need", "mpi4py"),
+    "quack": ("quack needs", "quack-kernels"),
+    "rich": ("tables need", "rich"),
+}
 # Operations that must be the only one; several collectives may be separated by commas.
 ALONE = {"cores": CORES, "cross_entropy": CROSS_ENTROPY, "systems": SYSTEMS}
 
@@ -160,5 +168,13 @@ def make_parser(op: str, program: str = "ringcomm bench") -> argparse.ArgumentPa
 
 def run(options: Any) -> int:
     """Measures what the options of a parser of `make_parser` say; returns the exit status."""
-    module = import_module(options.op if options.op in ALONE else "collectives")
-    return int(module.run(options))
+    try:
+        module = import_module(options.op if options.op in ALONE else "collectives")
+        return int(module.run(options))
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in WANTED_FOR:
+            raise
+        what, name = WANTED_FOR[package]
+        parser: argparse.ArgumentParser = options.parser
+        parser.error(f"{what} the package {name}: pip install {name}")

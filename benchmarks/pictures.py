@@ -32,7 +32,7 @@ from table import LAYOUTS, Record, machine_of, read_results
 from _ringcomm.status import EXIT_FAILED, EXIT_OK, run_main
 from ringcomm.measure.machine import usable_cores
 from ringcomm.screen import COLORS, counted, factor, in_seconds
-from ringcomm.trace.merge import Ring
+from ringcomm.show import Ring
 
 DESIGN = harness.ROOT / "docs" / "design"
 README = harness.ROOT / "README.md"

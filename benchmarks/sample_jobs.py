@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from ringcomm.trace.merge import Ring, ring_of
+from ringcomm.show import Ring, ring_of
 
 LIMIT_S = 120
 HANG_S = 25  # longer than the doctor takes to start

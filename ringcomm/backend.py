@@ -21,13 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ringcomm import _C, message_backend, trace, tuning
 from ringcomm.errors import RingcommError
-from ringcomm.options import (
-    Options,
-    checks_targets,
-    flag,
-    timeout_of,
-    warn_of_unknown_variables,
-)
+from ringcomm.options import Options, checks_targets, flag, timeout_of, warn_of_unknown_variables
 from ringcomm.process import interpreter
 from ringcomm.torch_names import all_groups, backend_of, global_ranks_of, set_timeout
 from ringcomm.trace import dumps, layout

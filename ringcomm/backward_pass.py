@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from ringcomm import torch_names
 
@@ -20,25 +20,21 @@ keeps_graph = torch_names.keeps_graph
 running_node = torch_names.running_node
 
 
-class BackwardPass(NamedTuple):
-    """A backward pass, which is one run of autograd's engine.
-
-    A pass inside another one is a pass of its own: a reentrant checkpoint runs one for each
-    segment, and a torch.autograd.Function may call backward() in its backward.
-    """
-
-    graph_task: int  # torch's number of the run, never used again
+# A backward pass: torch's number of one run of autograd's engine, never used again. A pass inside
+# another one is a pass of its own: a reentrant checkpoint runs one for each segment, and a
+# torch.autograd.Function may call backward() in its backward.
+BackwardPass: TypeAlias = int
 
 
 def current_pass() -> BackwardPass | None:
     """The backward pass that runs in this thread, the innermost if nested; None without one."""
     graph_task = torch_names.graph_task()
-    return None if graph_task == torch_names.NO_GRAPH_TASK else BackwardPass(graph_task)
+    return None if graph_task == torch_names.NO_GRAPH_TASK else graph_task
 
 
 def in_backward() -> bool:
     """Whether a backward pass runs in this thread."""
-    return torch_names.graph_task() != torch_names.NO_GRAPH_TASK
+    return current_pass() is not None
 
 
 def _nothing(*_: Any) -> Any:

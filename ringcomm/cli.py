@@ -17,14 +17,6 @@ from ringcomm import tuning
 from ringcomm.measure.ranks import joined_world_size
 
 VERDICT_S = 30
-# Packages that collectives do not need: what needs them, and their names for pip.
-_WANTED_FOR = {
-    "liger_kernel": ("liger needs", "liger-kernel"),
-    "matplotlib": ("--plot needs", "matplotlib"),
-    "mpi4py": ("ranks of mpiexec need", "mpi4py"),
-    "quack": ("quack needs", "quack-kernels"),
-    "rich": ("tables need", "rich"),
-}
 
 
 def _bench(options: argparse.Namespace) -> int:
@@ -72,13 +64,11 @@ def _doctor_of_job(options: argparse.Namespace) -> int:
 def _plan(options: argparse.Namespace) -> int:
     error = options.parser.error
     if options.collectives:
-        from ringcomm.planner.collectives import tables
-
         try:
             costs = tuning.load(options.tuning) if options.tuning else None
         except (OSError, ValueError) as wrong:
             error(in_words(wrong))
-        print(tables(costs))
+        print(tuning.tables(costs))
         return 0
     from ringcomm.planner import Cluster, Job, plan
     from ringcomm.planner.plans import LEGEND
@@ -143,16 +133,13 @@ def _trace(options: argparse.Namespace) -> int:
             show.write_page("trace", show.trace(trace), options.html)
             print(f"ringcomm trace: {options.html}: open it in a browser", file=sys.stderr)
 
-    status = 0
+    parser: argparse.ArgumentParser = options.parser
     try:
         if options.merge:
-            status = merge.merge_folders(options.merge, options.output, then=write_page)
-        else:
-            how = (options.command, options.events, options.output, write_page)
-            status = merge.run_recorded(*how)
+            return merge.merge_folders(options.merge, options.output, write_page)
+        return merge.run_recorded(options.command, options.events, options.output, write_page)
     except ValueError as problem:
-        options.parser.error(str(problem))
-    return status
+        parser.error(str(problem))
 
 
 def _tune(options: argparse.Namespace) -> int:
@@ -175,12 +162,4 @@ _RUN = {
 
 def run_command(options: argparse.Namespace) -> int:
     """Runs what `_ringcomm.command.make_parser` has read; returns the exit status."""
-    try:
-        return _RUN[options.command_name](options)
-    except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        if package not in _WANTED_FOR:
-            raise
-        what, name = _WANTED_FOR[package]
-        parser: argparse.ArgumentParser = options.parser
-        parser.error(f"{what} the package {name}: pip install {name}")
+    return _RUN[options.command_name](options)

@@ -104,22 +104,16 @@ def work_of(
         # A phase of inputs, one of results: each has a region. The sum writes the result twice.
         amounts = (size, 2 * size, min(size, _PHASE_BYTES), 2 * peers * part)
         return Work(2 * p, ((2 * p, peers * step),), ((p, step),), n, *amounts)
-    if op == "all_gather":
-        p = pieces(part)
+    if op in ("all_gather", "reduce_scatter", "all_to_all"):
+        num_staged = 1 if op == "all_gather" else peers
+        p = pieces(num_staged * part)
         step = part / p
-        amounts = (size + part, size + part, board(part), peers * part)
-        return Work(p, ((p, step), (p, n * step)), (), n, *amounts)
-    staged = peers * part
-    if op == "reduce_scatter":
-        p = pieces(staged)
-        step = part / p
-        amounts = (size + part, size + part, board(staged), peers * part)
-        return Work(p, ((p, peers * step),), ((p, step),), n, *amounts)
-    if op == "all_to_all":
-        p = pieces(staged)
-        step = part / p
-        amounts = (2 * size, 2 * size, board(staged), peers * part)
-        return Work(p, ((p, peers * step), (p, n * step)), (), n, *amounts)
+        used = 2 * size if op == "all_to_all" else size + part
+        amounts = (used, used, board(num_staged * part), peers * part)
+        staged, result = (p, num_staged * step), (p, n * step)
+        if op == "reduce_scatter":
+            return Work(p, (staged,), ((p, step),), n, *amounts)
+        return Work(p, (staged, result), (), n, *amounts)
     if op == "broadcast":
         # The root stages a piece while the others copy the one before.
         p = pieces(size, _PHASE_BYTES // 2)
@@ -155,15 +149,9 @@ class Machine:
         ``ranks_of_host`` are those that share the host's cores, in groups of ``world_size`` that
         all make such a call. Without it there is one group.
         """
-        parts = self.parts(op, num_bytes, world_size, threads, ranks_of_host or world_size)
-        return sum(parts.values())
-
-    def parts(
-        self, op: str, num_bytes: float, world_size: int, threads: int, ranks_of_host: int
-    ) -> dict[str, float]:
-        """Microseconds of the rounds, and of what bounds the bytes, by its name."""
         if world_size < 2:
-            return {}
+            return 0.0
+        ranks_of_host = ranks_of_host or world_size
         limit, costs = self.one_shot_max_bytes.get(world_size), self.costs
         work = work_of(op, num_bytes, world_size, limit)
         # Those whose ranks are more than cores take turns, at each round.
@@ -172,13 +160,12 @@ class Machine:
         waits = turns * (costs.call_us + work.num_rounds * each)
         waits += max(0.0, turns - _RESIDENT_RANKS) * costs.cold_us
         waits += work.num_rounds * costs.switch_us * (turns - 1)
-        bounds = dict(self._bounds(work, world_size, threads, ranks_of_host))
-        name = max(bounds, key=bounds.__getitem__)
-        return {"rounds": waits, name: bounds[name]}
+        return waits + max(self._bounds(work, world_size, threads, ranks_of_host))
 
     def _bounds(
         self, work: Work, world_size: int, threads: int, ranks_of_host: int
-    ) -> Iterator[tuple[str, float]]:
+    ) -> Iterator[float]:
+        """Microseconds of a core, of a node's memory, and between nodes."""
         costs = self.costs
         copied = sum(num * size for num, size in work.copies)
         summed = sum(num * size for num, size in work.sums) * work.num_sources
@@ -201,10 +188,10 @@ class Machine:
         shared = turns * (alone + far_us)
         if not work.has_one_source:  # which all ranks of a core read
             shared += max(0.0, turns - 1) * (copied + summed) / MIB * costs.shared_us
-        yield "cores", max(joined + far_us / cores, shared)
-        yield "memory", ranks_of_node * far * MIB / costs.node_gb_per_s / 1e3
+        yield max(joined + far_us / cores, shared)
+        yield ranks_of_node * far * MIB / costs.node_gb_per_s / 1e3
         if self.nodes > 1:
             ranks_here = world_size / min(self.nodes, world_size)
             away = (world_size - ranks_here) / (world_size - 1)
             read = ranks_of_node * work.from_peers * (1.0 if work.has_one_source else away)
-            yield "between nodes", read / costs.between_gb_per_s / 1e3
+            yield read / costs.between_gb_per_s / 1e3

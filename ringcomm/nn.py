@@ -36,9 +36,6 @@ __all__ = [
 ]
 
 
-_OF_SHARDS = ("group", "mesh", "num_columns", "vocab_start", "vocab_size", "inplace")
-
-
 class CrossEntropyLoss(nn.Module):
     """ringcomm.ops.cross_entropy with its options, as torch.nn.CrossEntropyLoss.
 

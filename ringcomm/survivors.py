@@ -57,10 +57,6 @@ def shrink(
 ) -> dist.ProcessGroup:
     """Replaces a group by one of the ranks that are left. Collective over these ranks.
 
-    All ranks of the group must share memory, as the ranks of one machine do by default. For a group
-    over messages or several hosts shrink() raises at once on every rank that calls it, and the
-    group stays as it was. Restart such a job from its last checkpoint (torchrun --max-restarts).
-
     Call it on every rank that has caught a RingcommError of the group, or that gives up a
     collective because of an error of its own: the waits of the others in the group then end with
     an error. A rank whose process has ended or that has destroyed the group is left out. So is a
@@ -70,12 +66,9 @@ def shrink(
     The ranks of the new group have the order of the old one. It has the same options and timeout,
     and a store of its own, which depends on no process. The old group is destroyed; its pending
     operations raise. The new group of the default group becomes the default group: global ranks
-    are numbered anew, also in the other groups that exist. Those without a lost rank keep working;
-    the others have failed, and may be shrunk or destroyed. Wrappers that hold the old group, such
-    as DistributedDataParallel and DeviceMesh, must be made again.
-
-    docs/reference/backend.md has what tensors hold after the failed collective. Weights may differ
-    between the ranks: go on from the last state that all ranks have (examples/survive.py).
+    are numbered anew, also in the other groups that exist. Those with a lost rank have failed, and
+    may be shrunk or destroyed. docs/how-to/mistakes.md has what else must be made again, and from
+    which state to go on.
 
     Args:
         group: the group; None is the default group.
@@ -87,7 +80,7 @@ def shrink(
 
     Raises:
         RingcommError: the other ranks have gone on without this one, or 8 attempts have failed.
-        NotImplementedError: the ranks of the group do not all share memory.
+        NotImplementedError: the ranks of the group do not all share memory; it stays as it was.
         ValueError: the group has one rank only, has another backend for CPU tensors, was
             destroyed, or this rank is not in it.
     """

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from _ringcomm.values import MAX_WORLD_SIZE
-from ringcomm.cost_model import Costs, Machine
-from ringcomm.screen import write_text
+from ringcomm.cost_model import KIB, MIB, OPERATIONS, Costs, Machine
+from ringcomm.screen import byte_count, columns, counted, in_seconds, write_text
 
 __all__ = ["SCHEMA", "Point", "Tuning", "World", "load", "save"]
 
 SCHEMA = 3
+_SIZES = (KIB, 64 * KIB, MIB, 16 * MIB, 64 * MIB)  # of tables()
 # Fields of a world that are used: the type, and the smallest and largest value.
 _USED: dict[str, tuple[Any, int, int]] = {
     "world_size": (int, 2, MAX_WORLD_SIZE),
@@ -155,3 +156,35 @@ def _read_world(found: dict[str, Any]) -> World:
     for name, limits in _USED.items():
         _check(name, found[name], *limits)
     return World(**{**found, "points": tuple(Point(**point) for point in found["points"])})
+
+
+def tables(tuning: Tuning | None) -> str:
+    """`ringcomm plan --collectives`: times of collectives on CPUs as the cost model has them.
+
+    Of the tuned machine with 2 to 32 ranks, or else of two cores; and of two sockets of 64 cores,
+    with the costs of the tuned cores, and defaults where a cost is not measured.
+    """
+    machine = tuning.host if tuning else Machine(2)
+    name = str(tuning.machine["cpu"]) if tuning else "defaults"
+    sockets = Machine(128, 2, machine.costs)
+    parts = [_table(machine, world_size, 1) for world_size in (2, 8, 32)]
+    parts += [_table(sockets, 2, 64), _table(sockets, 128, 1)]
+    defaults = ", ".join(machine.costs.defaults)
+    return "\n\n".join(
+        (
+            f"costs of one core: {name}; not measured, but defaults: {defaults}",
+            *parts,
+            "Computed. Bytes of the larger buffer of a rank, which has them in ordinary tensors.",
+        )
+    )
+
+
+def _table(machine: Machine, world_size: int, threads: int) -> str:
+    rows = [["bytes", *OPERATIONS]]
+    for size in _SIZES:
+        times = (machine.microseconds(op, size, world_size, threads) for op in OPERATIONS)
+        rows.append([byte_count(size), *(in_seconds(time * 1e-6) for time in times)])
+    cores = counted(machine.cores, "core")
+    where = f"{machine.nodes} sockets with {cores}" if machine.nodes > 1 else cores
+    head = f"{world_size} ranks of {counted(threads, 'thread')} on {where}"
+    return f"{head}\n{columns(rows, '')}"

@@ -82,8 +82,8 @@ def module_of(name: str) -> ModuleType:
 
 def times_of(command: re.Match[str]) -> str:
     """A command, and the tables that it prints."""
-    costs = module_of("tuning").load(ROOT / command[1])
-    return f"{command[0]}\n\n```text\n{module_of('planner.collectives').tables(costs)}\n```"
+    tuning = module_of("tuning")
+    return f"{command[0]}\n\n```text\n{tuning.tables(tuning.load(ROOT / command[1]))}\n```"
 
 
 @cache

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -70,7 +71,9 @@ def register() -> None:
         return backend, distributed_type
 
     def prepare(accelerator: Any, *objects: Any, **options: Any) -> Any:
-        optimizers = [unwrap(obj) for obj in objects if isinstance(obj, torch.optim.Optimizer)]
+        given = [unwrap(obj) for obj in objects if isinstance(obj, torch.optim.Optimizer)]
+        before = vars(accelerator).setdefault("optimizers_so_far", WeakSet())
+        optimizers = [*before, *given]
         adopted = getattr(accelerator, "adopted", None)
         own = adopted or next(filter(reduces, optimizers), None)
         if own is not None and any(optimizer is not own for optimizer in optimizers):
@@ -82,6 +85,7 @@ def register() -> None:
         if own is not adopted:
             models = [obj for obj in objects if isinstance(obj, nn.Module)]
             adopt(accelerator, own, accelerator.gradient_accumulation_steps, models)
+        before.update(given)
         return prepare_of_others(accelerator, *objects, **options)
 
     PartialState._prepare_backend = prepare_backend

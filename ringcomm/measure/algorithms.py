@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from _ringcomm.status import EXIT_FAILED, EXIT_OK
+from _ringcomm.status import EXIT_FAILED, EXIT_OK, RankError
 from _ringcomm.values import MAX_OTHERS_PERCENT
 from ringcomm import __version__, tuning
 from ringcomm.cost_model import FITTED, NOT_FITTED, Costs, Machine, all_reduce_algorithm
@@ -231,8 +231,8 @@ def tune(
 ) -> int:
     """Tunes for each number of ranks, and returns the exit status.
 
-    After Ctrl-C the numbers of ranks that were measured are in PATH.interrupted. Where other
-    programs disturbed it, nothing is written unless `is_forced`.
+    After Ctrl-C, or if a rank fails, the numbers of ranks that were measured are in
+    PATH.interrupted. Where other programs disturbed it, nothing is written unless `is_forced`.
     """
     worlds: list[World] = []
 
@@ -252,7 +252,7 @@ def tune(
             progress.clear()
             print(f"all_reduce on {world_size} ranks, float32: medians of the slowest rank")
             print(_table(worlds[-1], times), flush=True)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, RankError):
         progress.clear()
         if worlds:  # not over a whole file of an earlier run
             partial = path.with_name(f"{path.name}.interrupted")

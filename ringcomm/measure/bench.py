@@ -74,7 +74,10 @@ class Row:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measures, prints a table and one sentence, writes the page; returns the exit status."""
+    """Measures, prints a table and one sentence, writes the page; returns the exit status.
+
+    After Ctrl-C the table has what was measured.
+    """
     if not dist.is_gloo_available():
         options.parser.error("this torch has no Gloo to compare with")
     machine = identity()
@@ -85,13 +88,14 @@ def run(options: argparse.Namespace) -> int:
         f" about {options.seconds + 8 * len(worlds):.0f} s"
     )
     rows: list[Row] = []
-    left_out = _measure(worlds, options.seconds, rows)
-    print(_table(rows))
-    print(SPEED_UP)
+    try:
+        left_out = _measure(worlds, options.seconds, rows)
+    finally:
+        if rows:
+            print(f"{_table(rows)}\n{SPEED_UP}", flush=True)
     print(sentence(rows))
-    for said in (caveat(rows), omission(left_out)):
-        if said:
-            print(said)
+    if said := caveat(rows, left_out):
+        print(said)
     content = {
         "world_sizes": [world for world in worlds if world not in left_out],
         "left_out": left_out,
@@ -148,19 +152,14 @@ def _title(num_bytes: int) -> str:
     return f"all_reduce, {byte_count(num_bytes)}"
 
 
-def caveat(rows: list[Row]) -> str:
-    """What else used the machine, if it was much."""
-    disturbed = max(row.others_percent for row in rows)
-    if disturbed <= MAX_OTHERS_PERCENT:
-        return ""
-    return f"Other programs used up to {disturbed:.0f} % of this machine meanwhile."
-
-
-def omission(left_out: list[int]) -> str:
-    """Which numbers of ranks were announced and not measured."""
-    if not left_out:
-        return ""
-    return f"Not measured, because it takes too long: {_numbers(left_out)} ranks."
+def caveat(rows: list[Row], left_out: list[int]) -> str:
+    """What else used the machine, if it was much, and which numbers of ranks were not measured."""
+    said, disturbed = [], max(row.others_percent for row in rows)
+    if disturbed > MAX_OTHERS_PERCENT:
+        said.append(f"Other programs used up to {disturbed:.0f} % of this machine meanwhile.")
+    if left_out:
+        said.append(f"Not measured, because it takes too long: {_numbers(left_out)} ranks.")
+    return " ".join(said)
 
 
 def _run_rank(team: Team, seconds: float) -> None:
@@ -272,7 +271,7 @@ def page(rows: list[Row], machine: dict[str, Any], left_out: list[int]) -> str:
     versions = f"torch {torch.__version__}, ringcomm {__version__}"
     return _PAGE.format(
         sentence=html.escape(sentence(rows)),
-        caveat=html.escape(f"{caveat(rows)} {omission(left_out)}".strip()),
+        caveat=html.escape(caveat(rows, left_out)),
         machine=html.escape(f"{counted(machine['cores'], 'core')} of {machine['cpu']}, {versions}"),
         date=utc_now().date().isoformat(),
         bars="\n".join(bars),

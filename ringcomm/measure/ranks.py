@@ -23,16 +23,12 @@ from ringcomm.torch_names import die_with_parent
 
 # Longest wait of a rank for another; a call of a backend under test has its group's own timeout.
 SIDE_CHANNEL_TIMEOUT_S = 300.0
-RUN_TIMEOUT_S = 7200.0
+RUN_TIMEOUT_S = 7200.0  # of rank 0 to its next report
 POLL_S = 0.05
 # For this long, a rank that lost its peer lets the peer report the error.
 GRACE_S = 1.0
 # Environment variables of launchers: MPICH and Intel MPI, Open MPI.
 MPI_SIZE_VARIABLES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
-
-
-class PeerLostError(Exception):
-    """The other end of the side channel is gone."""
 
 
 def mpi_world_size() -> int | None:
@@ -45,6 +41,10 @@ def joined_world_size() -> int | None:
     """How many ranks torchrun or mpiexec has started, this process among them, or None."""
     is_rank = {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys()
     return int(os.environ["WORLD_SIZE"]) if is_rank else mpi_world_size()
+
+
+class PeerLostError(Exception):
+    """The other end of the side channel is gone."""
 
 
 @dataclass
@@ -123,13 +123,17 @@ def _be_rank(
         raise RuntimeError("another rank ended early, without an error") from None
 
 
-def _pass_on(inbox: Connection, on_message: Callable[[Any], None], timeout_s: float) -> None:
+def _pass_on(inbox: Connection, on_message: Callable[[Any], None], timeout_s: float) -> bool:
+    """Whether there was a message."""
+    has_any = False
     while inbox.poll(timeout_s):
         try:
             message = inbox.recv()
         except (EOFError, OSError):  # all ranks have ended
-            return
+            break
         on_message(message)
+        has_any = True
+    return has_any
 
 
 def run_ranks(
@@ -156,9 +160,10 @@ def run_ranks(
             end.close()
         try:
             while not ranks.join(timeout=0):
-                _pass_on(inbox, on_message, POLL_S)
+                if _pass_on(inbox, on_message, POLL_S):
+                    deadline = time.monotonic() + RUN_TIMEOUT_S
                 if time.monotonic() > deadline:
-                    raise RankError(f"ranks did not finish in {RUN_TIMEOUT_S:.0f} s")
+                    raise RankError(f"ranks reported nothing for {RUN_TIMEOUT_S:.0f} s")
         except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
             raise RankError(f"rank {error.error_index}: {error.msg.strip()}") from None
         finally:

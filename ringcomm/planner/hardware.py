@@ -191,14 +191,12 @@ class Group:
     def _in_memory(self) -> bool:
         return self.machine is not None and self.num_hosts == 1
 
-    def _in_shared(self, op: str, num_bytes: float) -> float:
-        """Seconds of a collective of a host's ranks in its memory."""
+    def _in_shared(self, op: str, num_bytes: float, num_ranks: int = 0) -> float:
+        """Seconds of a collective of a host's ranks, or of so many of them, in its memory."""
         assert self.machine is not None
-        return self.machine.microseconds(op, num_bytes, self.per_host, 1, self._sharing) * 1e-6
-
-    @property
-    def _sharing(self) -> int:
-        return max(self.per_host, self.ranks_of_host)
+        num_ranks = num_ranks or self.per_host
+        sharing = max(num_ranks, self.per_host, self.ranks_of_host)
+        return self.machine.microseconds(op, num_bytes, num_ranks, 1, sharing) * 1e-6
 
     def ring(self, num_bytes: float) -> float:
         """Seconds of half an all_reduce in one ring; between hosts all ranks carry a share."""
@@ -245,9 +243,8 @@ class Group:
 
     def hop(self, num_bytes: float) -> float:
         """Seconds of a message to the neighbour, over the slowest link there is."""
-        if self.machine is not None and self.num_hosts == 1:
-            sharing = max(2, self._sharing)
-            return self.machine.microseconds("broadcast", num_bytes, 2, 1, sharing) * 1e-6
+        if self._in_memory:
+            return self._in_shared("broadcast", num_bytes, 2)
         link = self.inside if self.num_hosts == 1 else self.outside
         return link.seconds(1, num_bytes) + self.call_s
 

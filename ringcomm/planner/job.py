@@ -197,11 +197,6 @@ class Mesh:
         return None
 
 
-def micro_batches_per_round(num_ranks: int, num: int) -> Fraction:
-    """As many are run by each stage of a rank before its next one, in an interleaved schedule."""
-    return Fraction(num, max(1, num // num_ranks))
-
-
 def schedule_problem(schedule: str, num_ranks: int, num: int) -> str | None:
     """Why `num` micro-batches cannot run over the ranks of a schedule; None if they can."""
     if schedule == "1f1b" and num < num_ranks:
@@ -234,10 +229,10 @@ def bubble(schedule: str, num_stages: int, num_micro_batches: int) -> Fraction:
 def live_micro_batches(schedule: str, num_stages: int, num: int, stage: int) -> Fraction:
     """How many of `num` micro-batches' activations a rank has at most, of all its layers.
 
-    GPipe m; 1F1B min(m, p - i) on rank i; interleaved with r in a round (r + 2 p - 2 i - 1) / 2;
-    ZB-V min(m, p) on every rank.
+    GPipe m; 1F1B min(m, p - i) on rank i; interleaved with r in a round, which a stage runs before
+    the rank's next one, (r + 2 p - 2 i - 1) / 2; ZB-V min(m, p) on every rank.
     """
     p, m = num_stages, Fraction(num)
-    of_rounds = (micro_batches_per_round(p, num) + 2 * (p - stage) - 1) / 2
+    of_rounds = (m / max(1, num // p) + 2 * (p - stage) - 1) / 2
     live = {"gpipe": m, "zbv": Fraction(p), "interleaved": of_rounds}
     return min(m, live.get(schedule, Fraction(p - stage)))

@@ -1,19 +1,23 @@
 """`ringcomm show`: pages that show how an algorithm works, also from a recorded run.
 
 A page is one file that needs no network: page.html with the data, common.js and the script of its
-name. The scripts compute what a reader may change; the rest comes with the data.
+name. The scripts compute what a reader may change; the rest comes with the data. A page's function
+raises ValueError for a model, a trace or a file that the page cannot show.
 
 tools/site_pages.py writes the site's pages without torch, which only the data of `memory` needs.
 """
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
+import zlib
 from collections import defaultdict
 from importlib import resources
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from _ringcomm.values import MAX_MICRO_BATCHES, MAX_WORLD_SIZE
 from ringcomm.screen import COLORS, write_text
@@ -33,22 +37,81 @@ MAX_EVENTS = 50_000  # of page trace, the newest: some 5 MB
 _SYSTEMS = ("ddp", "zero1", "zero2", "zero3", "lomo", "lomo-shards")
 
 
-def ring(num_ranks: int, num_bytes: int, trace: Path | None, seq: int | None) -> dict[str, Any]:
-    """Of page `ring`: buffers of `num_bytes`, or call `seq` of a trace of `ringcomm trace`.
+class Ring(NamedTuple):
+    """One ring collective of a trace: events of it, of its steps and of waits, by their begin."""
 
-    Raises ValueError if the trace has no such ring.
+    whole: dict[str, Any]
+    steps: list[dict[str, Any]]
+    waits: list[dict[str, Any]]
+    ranks: dict[int, str]  # names, by the `pid` of the events
+
+
+def load(path: Path) -> list[dict[str, Any]]:
+    """The events of a trace. Raises ValueError if `ringcomm trace` has not written the file."""
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            whole = json.load(file)
+        # A trace of another program has other events, with other arguments.
+        if "clock" in whole["otherData"]:
+            events: list[dict[str, Any]] = whole["traceEvents"]
+            return events
+    except (EOFError, KeyError, TypeError, ValueError, gzip.BadGzipFile, zlib.error):
+        pass
+    raise ValueError(f"{path} is not a trace written by `ringcomm trace`, or not all of it")
+
+
+def ring_of(path: Path, seq: int | None = None) -> Ring:
+    """A ring collective of a trace: call number `seq` of its group; None means the first one.
+
+    Raises ValueError if there is none.
     """
+    events = load(path)
+    try:
+        found = [
+            e for e in events if e.get("cat") == "step" and seq in (None, e["args"].get("seq"))
+        ]
+        if found:
+            call = _call_of(min(found, key=itemgetter("ts")))
+            (whole, *_), steps, waits = (
+                sorted((e for e in events if _call_of(e, kind) == call), key=itemgetter("ts"))
+                for kind in ("collective", "step", "wait")
+            )
+            names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+            ranks = {row: names[row] for row in sorted({e["pid"] for e in steps})}
+            return Ring(whole, steps, waits, ranks)
+    except (AttributeError, LookupError, TypeError, ValueError):
+        raise ValueError(f"{path} is not a trace written by `ringcomm trace`") from None
+    of_call = "" if seq is None else f" of call #{seq}"
+    raise ValueError(
+        f"{path} has no ring collective{of_call};"
+        ' ringcomm.Options(algorithm="ring") makes rings of all_reduces on two or more ranks'
+    )
+
+
+def _call_of(event: dict[str, Any], kind: str = "step") -> tuple[Any, Any] | None:
+    """The group and number of its call; None for an event of another kind."""
+    if event.get("cat") != kind:
+        return None
+    return event["args"].get("group"), event["args"].get("seq")
+
+
+def ring(num_ranks: int, num_bytes: int, trace: Path | None, seq: int | None) -> dict[str, Any]:
+    """Of page `ring`: buffers of `num_bytes`, or call `seq` of a trace of `ringcomm trace`."""
     if trace is None:
         made_up = {"ranks": num_ranks, "bytes": num_bytes, "recorded": "", "measured": []}
         return {"max_ranks": MAX_WORLD_SIZE} | made_up
-    from ringcomm.trace import merge
-
-    found = merge.ring_of(trace, seq)
+    found = ring_of(trace, seq)
     times: dict[tuple[str, str], dict[str, Any]] = defaultdict(lambda: {"us": 0.0, "wait_us": 0.0})
     for step in found.steps:  # of all slices
         mine = times[found.ranks[step["pid"]], step["name"]]
         mine["us"] += step["dur"]
-        mine["wait_us"] += sum(wait["dur"] for wait in found.waits_in(step))
+        end = step["ts"] + step["dur"]
+        mine["wait_us"] += sum(
+            wait["dur"]
+            for wait in found.waits
+            if (wait["pid"], wait["tid"]) == (step["pid"], step["tid"])
+            and step["ts"] <= wait["ts"] < end
+        )
         mine["peer"] = f"rank {step['args'].get('from')}"
     name, about = found.whole["name"], found.whole["args"]
     return {
@@ -61,10 +124,7 @@ def ring(num_ranks: int, num_bytes: int, trace: Path | None, seq: int | None) ->
 
 
 def memory(model: str, max_ranks: int) -> dict[str, Any]:
-    """Of page `memory`: a known model or the path of a config.json; 2, 4, 8 ... `max_ranks` ranks.
-
-    Raises ValueError if the model is not known.
-    """
+    """Of page `memory`: a known model or the path of a config.json; 2, 4 ... `max_ranks` ranks."""
     from ringcomm.planner import Cluster, Job
     from ringcomm.planner.candidate import Candidate
     from ringcomm.planner.costs import memory_of
@@ -92,10 +152,7 @@ def memory(model: str, max_ranks: int) -> dict[str, Any]:
 
 
 def lomo(model: str) -> dict[str, Any]:
-    """Of page `lomo`: a known model or the path of a config.json.
-
-    Raises ValueError if the model is not known.
-    """
+    """Of page `lomo`: a known model or the path of a config.json."""
     from ringcomm.planner import Job
     from ringcomm.planner.costs import activations_of
     from ringcomm.planner.job import Mesh
@@ -123,10 +180,7 @@ def lomo(model: str) -> dict[str, Any]:
 
 
 def pipeline(num_ranks: int, num_micro_batches: int, timeline: Path | None) -> dict[str, Any]:
-    """Of page `pipeline`: any numbers, or a file of `Pipeline.timeline().export_chrome_trace()`.
-
-    Raises ValueError if the file is no such timeline.
-    """
+    """Of page `pipeline`: any numbers, or a file of `Pipeline.timeline().export_chrome_trace()`."""
     limits = {"max_ranks": MAX_WORLD_SIZE, "max_micro_batches": MAX_MICRO_BATCHES}
     if timeline is None:
         return limits | {"ranks": num_ranks, "micro_batches": num_micro_batches, "actions": []}
@@ -156,10 +210,7 @@ def pipeline(num_ranks: int, num_micro_batches: int, timeline: Path | None) -> d
 
 
 def tensor(model: str, num_ranks: int) -> dict[str, Any]:
-    """Of page `tensor`: a known model or the path of a config.json.
-
-    Raises ValueError if the model is not known or has experts.
-    """
+    """Of page `tensor`: a known dense model or the path of a config.json."""
     shape = _shape_of("tensor", model)
     if shape.experts:
         raise ValueError(f"page tensor shows a dense block, and {shape.name} has experts")
@@ -193,14 +244,10 @@ def loss(num_ranks: int) -> dict[str, Any]:
 
 
 def trace(path: Path) -> dict[str, Any]:
-    """Of page `trace`: a trace of `ringcomm trace`. Times are in µs.
+    """Of page `trace`: a trace of `ringcomm trace`. Times are in µs."""
+    from ringcomm.trace.merge import is_wait_for_peer
 
-    Raises ValueError if the file is no trace, or has no call.
-    """
-    from ringcomm.trace import merge
-    from ringcomm.trace.totals import is_wait_for_peer
-
-    found = merge.load(path)
+    found = load(path)
     kinds = {"program": "program", "collective": "call"}
     names = {e["pid"]: e["args"]["name"] for e in found if e["name"] == "process_name"}
     rows = {pid: row for row, pid in enumerate(sorted(names))}

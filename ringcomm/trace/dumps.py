@@ -46,11 +46,8 @@ class Known:
 
     path: Path  # of the dump
     is_own: bool  # its own dump, not that of a peer
-    reason: str
     host: str
     clock: str  # equal where CLOCK_MONOTONIC is
-    unix_ns: int  # add it to a time of CLOCK_MONOTONIC
-    stacks: dict[str, list[str]]  # by thread, "FILE:LINE FUNCTION", innermost first; of its own
     record: Record
 
 
@@ -63,7 +60,8 @@ def write(
 ) -> Path:
     """Writes the dump of a process to PREFIX + its rank, and replaces an earlier one.
 
-    `peers` are the records of other processes, `stacks` are as in Known. Raises OSError.
+    `peers` are the records of other processes; `stacks` has by thread the lines "FILE:LINE
+    FUNCTION", innermost first. Raises OSError.
     """
     path = Path(f"{os.fspath(prefix)}{own.rank}")
     peers = list(peers)
@@ -124,12 +122,13 @@ def _has_ended(own: Record, peer: Record) -> bool:
 
 
 def files_of(folders: Sequence[Path]) -> list[Path]:
-    """The files in folders; of a path that is no folder, those whose names begin with it."""
-    found: list[Path] = []
+    """The files in folders, each once; of a path that is no folder, those that begin with it."""
+    found: dict[Path, Path] = {}
     for path in folders:
         names = path.iterdir() if path.is_dir() else path.parent.glob(f"{escape(path.name)}*")
-        found += sorted(names)
-    return found
+        for name in sorted(names):
+            found.setdefault(name.resolve(), name)
+    return [*found.values()]
 
 
 def read(folders: Sequence[Path]) -> list[Known]:
@@ -195,16 +194,7 @@ def _known(path: Path, dump: dict[str, Any], idx: int) -> Known:
     groups = process["groups"].items()
     record.groups = {int(number): _made(Group, group) for number, group in groups}
     record.calls = [_made(Call, call) for call in process["calls"]]
-    return Known(
-        path=path,
-        is_own=idx == 0,
-        reason=dump["reason"],
-        host=dump["host"],
-        clock=dump["clock"],
-        unix_ns=dump["unix_ns"] - dump["time_ns"],
-        stacks=dump["stacks"] if idx == 0 else {},
-        record=record,
-    )
+    return Known(path, idx == 0, dump["host"], dump["clock"], record)
 
 
 def _made(kind: type[T], values: dict[str, Any]) -> T:
@@ -269,18 +259,16 @@ _lock = threading.Lock()
 
 
 def _on_error(message: str) -> None:
-    """An error is being raised; later calls of its group raise the same text."""
+    """An error is being raised; later calls of its group raise the same text.
+
+    Writes the dump's path, or why there is none, to stderr: the program goes on as it would.
+    """
     with _lock:
         if message in _said:
             return
         _said.add(message)
-    _try_to_dump(f"error: {message}")
-
-
-def _try_to_dump(reason: str) -> None:
-    """Writes the path, or why there is none, to stderr: the program goes on as it would."""
     try:
-        text = f"its flight recorder is in {_dump(_prefix(), reason)}"
+        text = f"its flight recorder is in {_dump(_prefix(), f'error: {message}')}"
     except ValueError:  # no group: a forked child
         return
     except Exception as error:

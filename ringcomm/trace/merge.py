@@ -2,6 +2,7 @@
 
 import contextlib
 import gzip
+import heapq
 import io
 import json
 import os
@@ -10,20 +11,18 @@ import subprocess
 import sys
 import tempfile
 import time
-import zlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple
+from typing import IO, Any
 
 from _ringcomm.status import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, in_words
-from ringcomm.screen import counted, writing
+from ringcomm.screen import columns, counted, in_seconds, writing
 from ringcomm.trace import clock_name, recordings
 from ringcomm.trace.layout import NO_SEQ
 from ringcomm.trace.recordings import Process
-from ringcomm.trace.totals import Totals
 
 # The arguments of an event, by its kind.
 _SHOWN = {
@@ -35,6 +34,8 @@ _SHOWN = {
     "queue": ("seq",),
     "message": ("bytes", "tag", "from", "to"),
 }
+NUM_LONGEST = 5  # calls of a summary
+_INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
 # Rows of the program's phases; those of groups have smaller numbers, and devices larger ones.
 _PROGRAM_ROW = 1 << 30
 
@@ -44,9 +45,10 @@ def run_recorded(
 ) -> int:
     """Runs a command and writes the trace of its ranks; returns its exit status.
 
-    ``then`` gets the trace if there is one. Blocks until the command has ended. Ctrl-C ends it;
-    what was recorded until then is written.
+    ``then`` gets the trace if there is one. Blocks until the command has ended. Ctrl-C ends it, a
+    second one at once; what was recorded until then is written.
     """
+    handlers = {number: signal.getsignal(number) for number in _INTERRUPTS}
     with tempfile.TemporaryDirectory(prefix="ringcomm-trace-") as folder:
         wanted = {"RINGCOMM_TRACE": folder, "RINGCOMM_TRACE_EVENTS": str(num_events)}
         try:
@@ -57,6 +59,8 @@ def run_recorded(
             print(f"ringcomm trace: cannot run {command[0]}: {error.strerror}", file=sys.stderr)
             return EXIT_BAD_INPUT
         except KeyboardInterrupt:  # which the command has also received from the terminal
+            for number in _INTERRUPTS:
+                signal.signal(number, lambda *_: process.terminate())
             for grace_s, number in ((1.0, signal.SIGTERM), (10.0, signal.SIGKILL)):
                 try:
                     process.wait(grace_s)
@@ -65,20 +69,23 @@ def run_recorded(
             process.wait()
             status = EXIT_INTERRUPTED
         try:
-            merged = merge_folders([Path(folder)], output, time.monotonic_ns(), then)
+            merged = merge_folders([Path(folder)], output, then, time.monotonic_ns())
         except ValueError as error:  # no rank has recorded anything
             print(f"ringcomm trace: {error}", file=sys.stderr)
             merged = EXIT_FAILED
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
     return merged if status == EXIT_OK else status if status > 0 else 128 - status
 
 
 @contextlib.contextmanager
 def _interrupts_delayed() -> Iterator[None]:
-    """SIGINT and SIGTERM meanwhile are handled at the end."""
+    """Those that come meanwhile are handled at the end."""
     came: list[int] = []
     kept = {
         number: signal.signal(number, lambda number, _: came.append(number))
-        for number in (signal.SIGINT, signal.SIGTERM)
+        for number in _INTERRUPTS
     }
     try:
         yield
@@ -90,14 +97,11 @@ def _interrupts_delayed() -> Iterator[None]:
 
 
 def merge_folders(
-    folders: Sequence[Path],
-    output: Path,
-    now_ns: int = 0,
-    then: Callable[[Path], None] | None = None,
+    folders: Sequence[Path], output: Path, then: Callable[[Path], None], now_ns: int = 0
 ) -> int:
     """Writes the trace of recordings and a summary on stderr; returns the exit status.
 
-    ``then`` gets the trace if there is one. Raises as `merge`.
+    ``then`` gets the trace. Raises as `merge`.
     """
     summary = merge(folders, output, now_ns)
     about = f"{counted(summary.num_ranks, 'rank')}, {summary.num_events} events"
@@ -105,8 +109,7 @@ def merge_folders(
     for line in (*summary.notes, *summary.totals, last):
         print(f"ringcomm trace: {line}", file=sys.stderr)
     try:
-        if then is not None:
-            then(output)
+        then(output)
     except BrokenPipeError:  # of `--html /dev/stdout`, or of what it says on stderr
         raise
     except (OSError, ValueError) as error:
@@ -139,7 +142,7 @@ def merge(folders: Sequence[Path], output: Path, now_ns: int = 0) -> Summary:
         )
     notes = recordings.align(processes)
     writer = _Writer(processes, now_ns)
-    with writing(output), _opened(output, "w") as file:
+    with writing(output), _opened(output) as file:
         file.write('{"displayTimeUnit": "ns",\n')
         groups = [group for process in processes for group in process.groups.values()]
         titles = {f"{g['name']}: ranks {g['ranks']}, {g['transport']}" for g in groups}
@@ -155,11 +158,68 @@ def merge(folders: Sequence[Path], output: Path, now_ns: int = 0) -> Summary:
     return Summary(num_ranks, num_events, notes, totals.lines())
 
 
-def _opened(path: Path, mode: Literal["r", "w"]) -> IO[str]:
-    """A text file, compressed if its name ends in .gz."""
+def _opened(path: Path) -> IO[str]:
+    """A text file to write, compressed if its name ends in .gz."""
     if path.suffix == ".gz":
-        return io.TextIOWrapper(gzip.GzipFile(path, mode), encoding="utf-8")
-    return path.open(mode, encoding="utf-8")
+        return io.TextIOWrapper(gzip.GzipFile(path, "w"), encoding="utf-8")
+    return path.open("w", encoding="utf-8")
+
+
+def is_wait_for_peer(event: dict[str, Any]) -> bool:
+    """Whether a rank waits for another one, and not for its own thread."""
+    return event.get("cat") == "wait" and event["args"].get("rank") is not None
+
+
+class Totals:
+    """Adds up the events of a trace, in µs."""
+
+    def __init__(self) -> None:
+        self._names: dict[int, str] = {}
+        self._num_calls: Counter[int] = Counter()
+        self._in_calls: Counter[int] = Counter()
+        self._waits: dict[int, Counter[int]] = defaultdict(Counter)  # by row and awaited rank
+        self._phases: dict[int, Counter[str]] = defaultdict(Counter)  # by row and name
+        self._longest: list[tuple[float, int, str]] = []
+
+    def add(self, event: dict[str, Any]) -> None:
+        """An event as it is written."""
+        kind, row = event.get("cat"), event["pid"]
+        if event["name"] == "process_name":
+            self._names[row] = event["args"]["name"]
+        elif kind == "collective":
+            self._num_calls[row] += 1
+            self._in_calls[row] += event["dur"]
+            call = f"{event['name']} #{event['args'].get('seq', '')}"
+            push = heapq.heappush if len(self._longest) < NUM_LONGEST else heapq.heappushpop
+            push(self._longest, (event["dur"], row, call))
+        elif kind == "program":
+            self._phases[row][event["name"]] += event["dur"]
+        elif is_wait_for_peer(event):
+            self._waits[row][event["args"]["rank"]] += event["dur"]
+
+    def lines(self) -> list[str]:
+        """A row for each rank, the rank that was awaited longest, and the longest calls."""
+        if not self._num_calls:
+            return []
+        phases = list(dict.fromkeys(name for found in self._phases.values() for name in found))
+        table = [["", "collectives", "time in them", "of it waiting", "most for", *phases]]
+        for row in sorted(self._num_calls):
+            waits = self._waits[row]
+            cells = [in_seconds(us / 1e6) for us in (self._in_calls[row], waits.total())]
+            most = f"rank {max(waits, key=waits.__getitem__)}" if waits else ""
+            times = [in_seconds(self._phases[row][name] / 1e6) for name in phases]
+            table.append([self._names[row], str(self._num_calls[row]), *cells, most, *times])
+        lines = columns(table, "<").splitlines()
+        awaited = sum(self._waits.values(), Counter())
+        if awaited:
+            rank, us = awaited.most_common(1)[0]
+            whole = in_seconds(us / 1e6)
+            lines.append(f"the others waited longest for rank {rank}: {whole} in all")
+        longest = [
+            f"{call} of {self._names[row]} {in_seconds(us / 1e6)}"
+            for us, row, call in sorted(self._longest, reverse=True)
+        ]
+        return [*lines, f"the longest: {', '.join(longest)}"]
 
 
 class _Writer:
@@ -314,71 +374,3 @@ def _arguments(process: Process, event: dict[str, Any]) -> dict[str, Any]:
     }
     shown = {key: found[key] for key in _SHOWN[kind] if found[key] is not None}
     return {"group": group["name"], **shown} if group else shown
-
-
-class Ring(NamedTuple):
-    """One ring collective of a trace: events of it, of its steps and of waits, by their begin."""
-
-    whole: dict[str, Any]
-    steps: list[dict[str, Any]]
-    waits: list[dict[str, Any]]
-    ranks: dict[int, str]  # names, by the `pid` of the events
-
-    def waits_in(self, step: dict[str, Any]) -> list[dict[str, Any]]:
-        """Of the same row, within the step."""
-        begin, end, place = step["ts"], step["ts"] + step["dur"], _place(step)
-        return [wait for wait in self.waits if _place(wait) == place and begin <= wait["ts"] < end]
-
-
-def load(path: Path) -> list[dict[str, Any]]:
-    """The events of a trace. Raises ValueError if `ringcomm trace` has not written the file."""
-    try:
-        with _opened(path, "r") as file:
-            whole = json.load(file)
-        # A trace of another program has other events, with other arguments.
-        if "clock" in whole["otherData"]:
-            events: list[dict[str, Any]] = whole["traceEvents"]
-            return events
-    except (EOFError, KeyError, TypeError, ValueError, gzip.BadGzipFile, zlib.error):
-        pass
-    raise ValueError(f"{path} is not a trace written by `ringcomm trace`, or not all of it")
-
-
-def ring_of(path: Path, seq: int | None = None) -> Ring:
-    """A ring collective of a trace: call number `seq` of its group; None means the first one.
-
-    Raises ValueError if there is none.
-    """
-    events = load(path)
-    try:
-        ring = _ring_in(events, seq)
-    except (AttributeError, KeyError, TypeError, ValueError):
-        raise ValueError(f"{path} is not a trace written by `ringcomm trace`") from None
-    if ring is None:
-        of_call = "" if seq is None else f" of call #{seq}"
-        raise ValueError(
-            f"{path} has no ring collective{of_call};"
-            ' ringcomm.Options(algorithm="ring") makes rings of all_reduces on two or more ranks'
-        )
-    return ring
-
-
-def _ring_in(events: list[dict[str, Any]], seq: int | None) -> Ring | None:
-    found = [e for e in events if e.get("cat") == "step" and seq in (None, e["args"].get("seq"))]
-    if not found:
-        return None
-    found.sort(key=lambda event: event["ts"])
-    call = _call_of(found[0])
-    found = [event for event in found if _call_of(event) == call]
-    (whole, *_) = [e for e in events if e.get("cat") == "collective" and _call_of(e) == call]
-    waits = [e for e in events if e.get("cat") == "wait" and _call_of(e) == call]
-    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
-    return Ring(whole, found, waits, {row: names[row] for row in sorted({e["pid"] for e in found})})
-
-
-def _call_of(event: dict[str, Any]) -> tuple[Any, Any]:
-    return event["args"].get("group"), event["args"].get("seq")
-
-
-def _place(event: dict[str, Any]) -> tuple[Any, Any]:
-    return event["pid"], event["tid"]

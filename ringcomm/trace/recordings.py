@@ -197,14 +197,15 @@ def _of_dump(dump: Known) -> Process:
 
 
 def collectives(process: Process) -> Iterator[tuple[tuple[Any, ...], int, dict[str, Any]]]:
-    """The row and event of each collective (group, its ranks, attempt, op, seq)."""
+    """The row and event of each collective (group, its ranks, attempt, on a device, op, seq)."""
     for row, found in process.events.items():
         for event in found:
             group = process.groups.get(event["group"])
             if event["kind"] == "collective" and group is not None:
                 ranks = tuple(group["ranks"])
-                key = (group["name"], ranks, process.attempt, event["op"], event["seq"])
-                yield key, row, event
+                on_device = event.get("on_device", False)  # has numbers of its own
+                call = (on_device, event["op"], event["seq"])
+                yield (group["name"], ranks, process.attempt, *call), row, event
 
 
 def align(processes: list[Process]) -> list[str]:
@@ -219,7 +220,8 @@ def align(processes: list[Process]) -> list[str]:
     calls: dict[tuple[Any, ...], dict[str, tuple[int, int]]] = defaultdict(dict)
     for process in processes:
         for key, _, event in collectives(process):
-            if event["end_ns"] and key[3] in _MEETINGS:
+            # Of a call on a device it is known only when it was enqueued.
+            if event["end_ns"] and event["op"] in _MEETINGS and not event.get("on_device"):
                 clock = process.info["clock"]
                 begin, end = calls[key].get(clock, (0, 1 << 63))
                 calls[key][clock] = max(begin, event["begin_ns"]), min(end, event["end_ns"])

@@ -113,6 +113,10 @@ def test_what_accelerate_would_do_wrong(rank: int) -> None:
     model, wrapped = accelerator.prepare(model, optimizer)
     with pytest.raises(TypeError, match="make another Accelerator"):
         accelerator.prepare(nn.Linear(1, 1), sgd)
+    other_first = accelerate.Accelerator(cpu=True)
+    other_first.prepare(nn.Linear(1, 1), sgd)
+    with pytest.raises(TypeError, match=r"takes no other optimizer, got \['SGD', 'Lomo'\]"):
+        other_first.prepare(model, optimizer)
     accelerator.backward(model(x).sum())
     with pytest.raises(ValueError, match=r"make it with clip_grad_norm=0\.3"):
         accelerator.clip_grad_norm_(model.parameters(), 0.3)

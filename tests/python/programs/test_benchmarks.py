@@ -290,12 +290,25 @@ def test_ranks_for_which_there_is_no_time_are_named(
         assert (said in text) == bool(left_out)
 
 
+def test_ctrl_c_shows_what_was_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run_ranks(world_size: int, _: Any, add: Any) -> None:
+        add(row(1, 2, 3, n=world_size))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench.ranks, "run_ranks", run_ranks)
+    with pytest.raises(KeyboardInterrupt):
+        cli.run(["bench", "--world-size", "2"])
+    assert re.search(r"^ +2  a title .*2\.50× \(2\.00–3\.00\)$", capsys.readouterr().out, re.M)
+
+
 def test_the_page_has_the_terminals_caveat() -> None:
     rows = [row(1, 2, 3, others=40.0), row(0, 1.1, 1.2)]
-    said = bench.caveat(rows)
+    said = bench.caveat(rows, [])
     assert said.startswith("Other programs used up to 40 %")
     assert said in bench.page(rows, {"cores": 2, "cpu": "x"}, [])
-    assert bench.caveat([row(1, 2, 3)]) == ""
+    assert bench.caveat([row(1, 2, 3)], []) == ""
 
 
 # ---- the page of measurements: one file that needs no network, looked at in Chromium where it is

@@ -34,6 +34,7 @@ from torch.profiler import profile
 import _ringcomm.command
 from _ringcomm import start as cli
 from _ringcomm.status import run_main
+from ringcomm import show
 from ringcomm.trace import merge
 
 TRACE = [*COMMAND, "trace"]
@@ -337,6 +338,38 @@ def test_an_interrupt_while_the_command_starts(
     assert started[0].poll() == -signal.SIGTERM
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_interrupt_ends_the_command_and_keeps_the_recordings(
+    number: signal.Signals,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It left the command running, and dropped what its ranks had recorded."""
+    started: list[Any] = []
+
+    class Impatient(subprocess.Popen[bytes]):
+        def wait(self, timeout: float | None = None) -> int:
+            started.append(self)
+            if len(started) <= 2:  # of the command, and while it ends
+                signal.raise_signal(number)
+            return super().wait(timeout)
+
+    monkeypatch.setattr(subprocess, "Popen", Impatient)
+    kept = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as run_main() does
+    try:
+        status = cli.run(["trace", "-o", str(tmp_path / "t.json"), "--", "sleep", "300"])
+    except KeyboardInterrupt:
+        started[0].kill()
+        status = -1
+    finally:
+        handler = signal.signal(signal.SIGTERM, kept)
+    assert status == 130
+    assert started[0].poll() == -signal.SIGTERM
+    assert "nothing was recorded" in capsys.readouterr().err  # it has looked
+    assert handler == signal.getsignal(signal.SIGINT) == signal.default_int_handler
+
+
 def test_ctrl_c_while_torch_is_imported() -> None:
     """https://github.com/Tracer-Cloud/opensre/issues/2748"""
     code = """
@@ -419,5 +452,5 @@ def test_a_thread_whose_name_is_not_unicode(tmp_path: Path) -> None:
     env = {"RINGCOMM_TRACE": str(tmp_path)}
     run_ranks(2, call_in_a_thread_of_odd_name, fresh=True, env=env)
     merge.merge([tmp_path], tmp_path / "t.json")
-    events = merge.load(tmp_path / "t.json")
+    events = show.load(tmp_path / "t.json")
     assert "barrier" in {e["name"] for e in events}

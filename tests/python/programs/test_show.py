@@ -428,7 +428,7 @@ def test_the_steps_are_those_of_a_real_ring(
     run_ranks(n, reduce_once, timeout_s=300.0)
     trace = tmp_path / "trace.json"
     merge.merge([tmp_path / "recorded"], trace)
-    found = merge.ring_of(trace)
+    found = show.ring_of(trace)
     real = {
         (e["name"], found.ranks[e["pid"]], e["args"]["from"], e["args"]["chunk"])
         for e in found.steps

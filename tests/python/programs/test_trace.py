@@ -27,8 +27,7 @@ from ranks import run_ranks
 from ringcomm import Options, RingcommError, shrink, stats, testing
 from ringcomm.trace import recordings
 from ringcomm.trace.layout import TRACE_HEADER
-from ringcomm.trace.merge import merge
-from ringcomm.trace.totals import Totals
+from ringcomm.trace.merge import Totals, merge
 
 Event = dict[str, Any]
 RING = Options(algorithm="ring")
@@ -408,6 +407,35 @@ def test_the_middle_of_what_common_calls_allow_is_taken() -> None:
     for first, second, shift in ((early, ahead, -1000), (ahead, early, 1000)):
         assert "within ±0.0 µs" in recordings.align([first, second])[1]
         assert second.shift_ns == shift
+
+
+def test_calls_on_a_device_are_not_those_on_cpus() -> None:
+    """They have numbers of their own, and it is known only when they were enqueued."""
+
+    def process(rank: int, *calls: tuple[bool, int]) -> recordings.Process:
+        made = recordings.Process({"clock": str(rank), "host": str(rank), "pid": rank}, 0)
+        made.groups = {0: {"name": "g", "ranks": [0, 1], "rank": rank}}
+        of_all = {"kind": "collective", "group": 0, "op": "barrier", "seq": 0}
+        made.events = {
+            row: [{**of_all, "on_device": on_device, "begin_ns": at, "end_ns": at + 100}]
+            for row, (on_device, at) in enumerate(calls)
+        }
+        return made
+
+    processes = [process(0, (False, 50), (True, 200)), process(1, (False, 100), (True, 9000))]
+    keys = [{key for key, *_ in recordings.collectives(each)} for each in processes]
+    assert keys[0] == keys[1]
+    assert len(keys[0]) == 2
+    assert "within ±0.1 µs" in recordings.align(processes)[1]
+
+
+def test_a_recording_that_is_named_twice_counts_once(tmp_path: Path) -> None:
+    folder = tmp_path / "recorded"
+    record(folder, meet, 3, world_size=2)
+    link = tmp_path / "link"
+    link.symlink_to(folder)
+    whole = merge([folder], tmp_path / "one.json")
+    assert merge([folder, folder, link], tmp_path / "two.json") == whole
 
 
 def end_log_early(log: Path) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import multiprocessing
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,11 @@ from hypothesis import strategies as st
 from ranks import init_group, run_ranks
 
 import ringcomm
+from _ringcomm.status import RankError
 from ringcomm import tuning
 from ringcomm.cost_model import NOT_FITTED, Costs, Machine
+from ringcomm.measure import algorithms
+from ringcomm.measure import ranks as measuring
 from ringcomm.measure.algorithms import CACHES, NEVER_BYTES, cross_over_bytes, fit_costs
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -229,3 +234,60 @@ def test_files_that_differ_or_are_missing_make_no_group(tmp_path: Path) -> None:
     for text in run_ranks(2, make_group, str(tmp_path), "no", backend=None, fresh=True):
         said = r"FileNotFoundError: .*tuning file .*no[01]\.json.*not exist.*`ringcomm tune"
         assert re.match(said, text)
+
+
+# ---- a measurement that takes long, and one that fails
+
+
+class Clock:
+    """Hours pass with each report, or with each look at the clock."""
+
+    def __init__(self, of_look_s: float) -> None:
+        self.now_s, self._of_look_s = 0.0, of_look_s
+
+    def monotonic(self) -> float:
+        self.now_s += self._of_look_s
+        return self.now_s
+
+
+def test_reports_may_take_hours_in_all_but_not_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(0.0)
+    monkeypatch.setattr(measuring, "time", clock)
+    answers, told = multiprocessing.Pipe(duplex=False)
+
+    def report(team: measuring.Team) -> None:
+        for number in range(3):
+            team.report(number)
+            assert answers.poll(60)
+            answers.recv()
+
+    found: list[int] = []
+
+    def keep(number: int) -> None:
+        found.append(number)
+        clock.now_s += 0.7 * measuring.RUN_TIMEOUT_S
+        told.send(None)
+
+    measuring.run_ranks(1, report, keep)
+    assert found == [0, 1, 2]
+    monkeypatch.setattr(measuring, "time", Clock(measuring.RUN_TIMEOUT_S / 3))
+    with pytest.raises(RankError, match="ranks reported nothing for 7200 s"):
+        measuring.run_ranks(1, lambda team: signal.pause(), found.append)
+
+
+def test_a_rank_that_fails_leaves_the_numbers_of_ranks_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(world_size: int, *_: Any) -> list[algorithms.SizeTimes]:
+        if world_size == 4:
+            raise RankError("rank 3: a traceback")
+        points = tuple(tuning.Point(1024, name, 1.0, 2.0, 3.5, 100) for name in algorithms.TUNED)
+        return [algorithms.SizeTimes(points, 1.5, 0.0)]
+
+    monkeypatch.setattr(algorithms, "measure_algorithms", measure)
+    path = tmp_path / "tuning.json"
+    with pytest.raises(RankError, match="a traceback"):
+        algorithms.tune([2, 4], [1024], 0.1, 0, path)
+    found = tuning.load(f"{path}.interrupted")
+    assert [world.world_size for world in found.worlds] == [2]
+    assert not path.exists()
