@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from torch import Tensor, nn
+from torch._library.effects import EffectType
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._utils import _take_tensors
 from torch.nn.parallel import DistributedDataParallel
@@ -47,6 +48,11 @@ no_torch_function: Any = torch._C._disabled_torch_function_impl
 
 # A context in which operators on subclasses of Tensor run as on Tensor.
 without_torch_function: Any = torch._C.DisableTorchFunctionSubclass
+
+
+def keep_calls_in_order(operator: str) -> None:
+    """Makes compilers keep every call of an operator, in the order of the program."""
+    torch.library._register_effectful_op(operator, EffectType.ORDERED)
 
 
 # Of the backward pass that runs in this thread: see backward_pass.py, which alone uses them.

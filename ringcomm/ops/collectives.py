@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ringcomm import _C
 from ringcomm.backend import resolve_group
-from ringcomm.torch_names import check_shapes, group_named
+from ringcomm.torch_names import check_shapes, group_named, keep_calls_in_order
 
 _ops: Any = torch.ops.ringcomm
 
@@ -205,6 +205,13 @@ def _(input: Tensor, residual: Tensor, weight: Tensor, eps: float, group_name: s
     check_shapes(input.dim() > 0 and input.shape == residual.shape)
     check_shapes(weight.shape == input.shape[-1:])
 
+
+# ---- order
+
+# Ranks make the same calls in the same order, also where one of them does not use a result.
+for _name in ("all_gather", "all_reduce", "broadcast", "merge_softmax_stats", "reduce"):
+    keep_calls_in_order(f"ringcomm::{_name}")
+keep_calls_in_order("ringcomm::reduce_scatter")
 
 # ---- gradients
 

@@ -13,6 +13,7 @@ import oracle
 import pytest
 import torch
 import torch.distributed as dist
+from cases import slow
 from machines import comes_true
 from ranks import in_ranks
 from torch import Tensor
@@ -448,3 +449,40 @@ def test_compile(rank: int) -> None:
     compiled = run(torch.compile(layer, fullgraph=True, backend="aot_eager"))
     for actual, expected in zip(compiled, eager, strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
+
+
+def reduced_on(rank: int, x: Tensor, y: Tensor) -> Tensor:
+    """Rank 0 does not use one sum, and uses the others in another order."""
+    unused, first, second = ops.all_reduce(x), ops.all_reduce(x), ops.all_reduce(y)
+    return second - first if rank == 0 else unused + second - 2 * first
+
+
+@in_ranks(2)
+@pytest.mark.parametrize("compiler", ["aot_eager", slow("inductor")])
+def test_compiled_calls_are_those_of_the_program(rank: int, compiler: str) -> None:
+    """None is dropped or moved on one rank alone."""
+    torch._dynamo.reset()
+    torch._inductor.config.compile_threads = 1
+    compiled = torch.compile(reduced_on, backend=compiler)
+    x, y = torch.full((4,), 1.0 + rank), torch.full((4,), 10.0 + 10 * rank)
+    for _ in range(2):
+        assert compiled(rank, x, y).tolist() == [27.0] * 4
+
+
+@in_ranks(2)
+def test_compiled_operators_without_a_gradient_are_refused(rank: int) -> None:
+    x, y = torch.ones(4, requires_grad=True), torch.ones(4)
+    name = dist.group.WORLD.group_name  # type: ignore[union-attr]
+    calls: list[Callable[[Tensor], Any]] = [
+        lambda x: ops.all_reduce(x * 2, out=y),
+        lambda x: all_reduce_(x * 2),
+        lambda x: torch.ops.ringcomm.broadcast_(x * 2, 0, name),
+        lambda x: ops.all_reduce_add_rms_norm_(x * 2, torch.ones(4), torch.ones(4)),
+        lambda x: torch.ops.ringcomm.sgd_update_(x * 2, torch.ones(4), 0.1, 0.0, 1.0),
+    ]
+    for call in calls:
+        torch._dynamo.reset()
+        with pytest.raises(Exception, match="requires grad"):
+            torch.compile(call, backend="aot_eager")(x)
+    with torch.no_grad():
+        assert torch.compile(calls[0], backend="aot_eager")(x).tolist() == [4.0] * 4

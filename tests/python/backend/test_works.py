@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import itertools
+import signal
 import threading
 import time
 from typing import Any
@@ -16,12 +17,14 @@ import oracle
 import pytest
 import torch
 import torch.distributed as dist
+from machines import comes_true
 from ranks import in_ranks, run_ranks
 from sequence_calls import KINDS
 from sequences import run_calls
 from test_collectives import covering_calls
 from test_errors import TRANSPORTS, caught
 from torch import Tensor
+from torch.distributed._functional_collectives import allow_inflight_collective_as_graph_input_ctx
 
 from ringcomm import Options, message_backend
 
@@ -320,3 +323,65 @@ def test_no_rank_has_a_group_before_all_have() -> None:
     """A rank that leaves it at once would close connections that others are making."""
     made_s, *others = run_ranks(3, make_late, fresh=True, env=TRANSPORTS["messages"])
     assert all(had_s >= made_s for had_s in others)
+
+
+@in_ranks(2)
+def test_works_of_compiled_programs_are_forgotten(rank: int) -> None:
+    """torch keeps the works, and so the tensors, of calls that a compiled function may await."""
+    num_kept = torch._C._distributed_c10d._get_work_registry_size
+    x = torch.ones(4)
+    with allow_inflight_collective_as_graph_input_ctx():
+        for _ in range(3):
+            dist.all_reduce(x, async_op=True).wait()
+        dist.all_reduce(x)
+        torch.ops._c10d_functional.wait_tensor(x)
+        assert (num_kept(), x.tolist()) == (0, [16.0] * 4)
+
+
+@in_ranks(2)
+def test_results_are_written_to_conjugate_views(rank: int) -> None:
+    """torch's dispatcher would hand over a copy."""
+    x = torch.full((2,), complex(1 + rank, 10 + rank)).conj()
+    dist.reduce(x, 0)
+    assert rank > 0 or x.tolist() == [3 - 21j] * 2
+    mine = torch.full((2,), complex(1, 1 + rank)).conj()
+    for shard in (torch.zeros(1, dtype=torch.cfloat).conj() for _ in range(2)):
+        dist.reduce_scatter_tensor(shard, mine)
+        assert shard.tolist() == [2 - 3j]
+
+
+@in_ranks(2, TRANSPORTS)
+def test_a_receive_for_the_end_of_the_job(rank: int) -> None:
+    """Its timeout begins when somebody waits for it, as Gloo's."""
+    group = dist.new_group(timeout=datetime.timedelta(seconds=1))
+    x = torch.zeros(1)
+    receive: Any = dist.irecv(x, 1 - rank, group, tag=9)
+    time.sleep(1.5)
+    dist.barrier()
+    send: Any = dist.isend(torch.tensor([7.0]), 1 - rank, group, tag=9)
+    assert comes_true(lambda: receive.is_completed() and send.is_completed(), 60.0)
+    receive.wait()
+    assert x.item() == 7.0
+
+
+@in_ranks(2, fresh=True)
+def test_a_signal_handler_may_wait_for_other_messages(rank: int) -> None:
+    """Below a receive of the main thread, which another thread's message needs to go on."""
+    x, y = torch.zeros(1), torch.zeros(5_000_000)
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        dist.send(torch.ones(5_000_000), 0, tag=1)
+        store.wait(["handled"])
+        dist.send(torch.ones(1), 0, tag=2)
+        return
+
+    def handle(*_: Any) -> None:
+        thread = threading.Thread(target=dist.recv, args=(y, 1), kwargs={"tag": 1})
+        thread.start()
+        thread.join()
+        store.set("handled", "yes")
+
+    signal.signal(signal.SIGALRM, handle)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    dist.recv(x, 1, tag=2)
+    assert y.sum().item() == 5_000_000

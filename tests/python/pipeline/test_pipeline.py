@@ -205,7 +205,7 @@ def test_stages_of_fully_shard_in_two_dtypes(rank: int) -> None:
         pipe = pipeline.Pipeline(model, mse, "1f1b", M, group=rows[rank // 2], wrap=wrap)
         optimizer = torch.optim.SGD(pipe.module.parameters(), 0.1)
         x = torch.randn(M, WIDTH, generator=torch.Generator().manual_seed(rank // 2))
-        pipe.step(x, x)
+        pipe.step(x, x.bfloat16() if options else x)  # torch 2.11 has no losses of two dtypes
         assert all(param.grad is not None for param in pipe.module.parameters())
         optimizer.step()
         found.append({name: value.float() for name, value in full_weights(pipe).items()})
