@@ -234,7 +234,7 @@ bool ProcessGroupRingcomm::is_in_call() {
 
 bool ProcessGroupRingcomm::has_left() {
   const std::lock_guard lock(mutex_);
-  return communicator_ == nullptr;
+  return communicator_ == nullptr || communicator_->failure().has_failed();
 }
 
 void ProcessGroupRingcomm::leave(bool is_asked) {

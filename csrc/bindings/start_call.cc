@@ -79,7 +79,8 @@ WorkPtr ProcessGroupRingcomm::allreduce_coalesced(Tensors& tensors,
 WorkPtr ProcessGroupRingcomm::barrier(const c10d::BarrierOptions& opts) {
   CallInfo info{c10d::OpType::BARRIER, "ringcomm:barrier", opts};
   info.device = opts.device.value_or(c10::Device(c10::kCPU));
-  if (info.device->is_cpu() && !opts.asyncOp && !is_observed()) {
+  if (info.device->is_cpu() && !opts.asyncOp && !is_observed() &&
+      !c10d::allow_inflight_collective_as_graph_input()) {
     with_python_errors([&] { communicator()->run({}, limits_of(opts.timeout)); });
     return {};
   }

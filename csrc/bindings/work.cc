@@ -219,7 +219,7 @@ class EngineWork final : public c10d::Work {
     future_ = make_future();
     is_future_marked_ = is_late;
     lock.unlock();  // an error takes Python's
-    const auto communicator = communicator_.lock();
+    const auto communicator = is_late ? nullptr : communicator_.lock();
     if (message_ != nullptr && communicator != nullptr)
       communicator->send_recv()->begin_timeout(message_);
     if (is_late) mark_future();

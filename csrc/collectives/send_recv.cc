@@ -60,7 +60,8 @@ void SendRecv::record_end(const SendRecvOp& op) const {
 }
 
 void SendRecv::begin_timeout(const SendRecvOpPtr& op) {
-  const Lock lock(mutex_);
+  if (failure_.is_inherited()) return;
+  const Lock lock = enter();
   begin_timeout_of(*op);
 }
 

@@ -91,6 +91,8 @@ class SendRecv {
   SendRecv(Failure& failure, Stats& stats, int rank, int world_size)
       : failure_(failure), stats_(stats), rank_(rank), world_size_(world_size) {}
 
+  /// Takes the lock.
+  virtual Lock enter() { return Lock(mutex_); }
   /// With the lock.
   void begin_timeout_of(SendRecvOp& op);
 

@@ -31,7 +31,10 @@ RunningClock::time_point RunningClock::now() {
       const auto unseen = now - process.seen.load();
       if (unseen > kLongestStop)
         process.stopped.store(process.stopped.load() + unseen - kLongestStop);
-      if (unseen > duration::zero()) process.seen.store(now, std::memory_order_release);
+      if (unseen > duration::zero()) {
+        process.seen.store(now, std::memory_order_release);
+        return time_point(now.time_since_epoch() - process.stopped.load());
+      }
     }
     // A stop that was noticed meanwhile may be later than `now`.
     if (process.stopped.load() == stopped) return time_point(now.time_since_epoch() - stopped);

@@ -61,11 +61,12 @@ class Replicas:
         """Whether all reductions of the pass are done."""
         return not self._to_reduce
 
-    def agree(self, arrived: Slot | None) -> bool:
+    def agree(self, arrived: Slot | None, fails: bool = False) -> bool:
         """Selects the weights that have a gradient on any rank; whether any is in a backward pass.
 
         `arrived` is the weight whose gradient has just arrived; None outside a backward pass, where
-        a rank takes part in the passes that only others make. Collective.
+        a rank takes part in the passes that only others make, or `fails`: then the others raise
+        RuntimeError. Collective.
         """
         slots = self.slots
         if len(self._order) != len(slots):
@@ -83,8 +84,10 @@ class Replicas:
         for slot in slots:
             if not slot.param.requires_grad:  # frozen on this rank, which may need it until the end
                 positions[slot.index] = len(slots)
-        facts = [*has, *positions, int(arrived is not None)]
+        facts = [*has, *positions, 2 if fails else int(arrived is not None)]
         found = largest_of(facts, (self._group,), slots[0].local.device)
+        if found[-1] > 1 and not fails:
+            raise RuntimeError("step() has raised on another rank of the group: see its error")
         union = [slot for slot in slots if found[slot.index]]
         self._to_reduce = deque(sorted(union, key=lambda slot: found[len(slots) + slot.index]))
         self._arrived = [] if arrived is None else [arrived.index]

@@ -5,6 +5,7 @@ docs/design/optim.md has the picture.
 
 import math
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -285,8 +286,7 @@ class GradientPath:
                 self._forget_agreements()
             if any(slot.has_grad for slot in self.slots):
                 self._check_pass()
-            # Other ranks may have had gradients; two passes agree in backward() alone.
-            expects = self._mode != "two_pass" or self._phase != "plain"
+            expects = self._agrees()
             for same in self._same.values():
                 if expects and not same.has_agreed:
                     same.agree(None)
@@ -297,6 +297,16 @@ class GradientPath:
                 self._take_turns(replicas, all_of_them=True)
                 replicas.drain()
             self._complete_what_is_left(slot for slot in self.slots if slot.replicas is None)
+
+    def _agrees(self) -> bool:
+        """Other ranks may have had gradients; two passes agree in backward() alone."""
+        return self._mode != "two_pass" or self._phase != "plain"
+
+    def fail_pass(self) -> None:
+        """Instead of end_pass() on a rank that raises: the others raise where they agree."""
+        for replicas in self.replicas if self._agrees() else ():
+            with suppress(Exception):
+                replicas.agree(None, fails=True)
 
     def finish(self) -> bool:
         """Applies deferred gradients; returns whether the step was made or skipped."""

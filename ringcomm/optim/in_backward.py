@@ -106,9 +106,13 @@ class InBackwardOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self._path.check_continues()
         try:
-            self.check_model()
-            for slot in self._path.slots:
-                slot.see_dropped()
+            try:
+                self.check_model()
+                for slot in self._path.slots:
+                    slot.see_dropped()
+            except Exception:
+                self._path.fail_pass()
+                raise
             self._path.end_pass()
             if self._path.finish():
                 for group in self.param_groups:
@@ -117,6 +121,7 @@ class InBackwardOptimizer(torch.optim.Optimizer):
             self._forget()
             for slot in self._path.slots:
                 slot.has_plain_use = False
+                slot.first_runs.clear()  # graphs of before a step are dead
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:

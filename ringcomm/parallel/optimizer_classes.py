@@ -268,7 +268,19 @@ class States:
     def _load(self, groups: list[State], states: Mapping[Any, State]) -> None:
         numbered = enumerate(params_in(self.optimizer.param_groups))
         given = {number: states[param] for number, param in numbered if states[param]}
-        self.optimizer.load_state_dict({**self._native, "param_groups": groups, "state": given})
+        optimizer = self.optimizer
+        own, state = optimizer.param_groups, optimizer.state
+        optimizer.load_state_dict({**self._native, "param_groups": groups, "state": given})
+        # A wrapper may share them.
+        for group, loaded in zip(own, optimizer.param_groups, strict=True):
+            if group is not loaded:
+                group.clear()
+                group.update(loaded)
+        optimizer.param_groups = own
+        if isinstance(state, dict) and state is not optimizer.state:
+            state.clear()
+            state.update(optimizer.state)
+            optimizer.state = state
 
 
 def states_of(optimizer: Any) -> States:
@@ -277,6 +289,8 @@ def states_of(optimizer: Any) -> States:
     Raises TypeError for a wrapper with weights or a state of its own, or without `optimizer`.
     """
     while hasattr(inner := getattr(optimizer, "optimizer", None), "step"):
+        if hasattr(optimizer, "get_last_lr"):
+            raise TypeError(f"{type(optimizer).__name__} is a scheduler: pass its optimizer")
         own, its = (
             [vars(x).get("state"), getattr(x, "param_groups", None)] for x in (optimizer, inner)
         )

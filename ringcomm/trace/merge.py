@@ -68,14 +68,13 @@ def run_recorded(
                     process.send_signal(number)
             process.wait()
             status = EXIT_INTERRUPTED
+            for number, handler in handlers.items():  # one more ends the merge
+                signal.signal(number, handler)
         try:
             merged = merge_folders([Path(folder)], output, then, time.monotonic_ns())
         except ValueError as error:  # no rank has recorded anything
             print(f"ringcomm trace: {error}", file=sys.stderr)
             merged = EXIT_FAILED
-        finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
     return merged if status == EXIT_OK else status if status > 0 else 128 - status
 
 

@@ -148,6 +148,28 @@ TEST_CASE("a peer that leaves fails what waits for it, after what it sent") {
   CHECK(is_told);
 }
 
+TEST_CASE("a receive from any source takes the message of a rank that has left, kept in part") {
+  constexpr std::size_t kNumBytes = 3 * kSendRecvLinkBytes / 2;
+  std::atomic<bool> is_sent = false;
+  run_ranks(3, [&](Communicator& communicator) {
+    if (communicator.rank() == 1) {
+      send_and_finish(communicator, 0, 1, 0, kNumBytes);
+      is_sent = true;
+      return;
+    }
+    if (communicator.rank() == 2) {
+      wait_until([&] { return is_sent.load(); }, "the large message");
+      send_and_finish(communicator, 0, 2, 0, 8);
+      return;
+    }
+    finish(communicator, post_recv(communicator, -1, 2, 8));
+    wait_until([&] { return communicator.group_state()->has_left(1); }, "rank 1's end");
+    const Message received = post_recv(communicator, -1, 1, kNumBytes);
+    finish(communicator, received);
+    expect_message(received, 1, 1, 0);
+  });
+}
+
 TEST_CASE("a receive from any source fails when all other ranks have left") {
   std::atomic<bool> is_posted = false;
   run_ranks(3, [&](Communicator& communicator) {
@@ -218,8 +240,10 @@ TEST_CASE("a receive times out in the midst of other traffic") {
       return;
     }
     Message late;
-    if (rank == 0)
+    if (rank == 0) {
       late = post_recv(communicator, 2, 1, 8, milliseconds(100), [&] { is_over = true; });
+      communicator.send_recv()->begin_timeout(late.op);
+    }
     const auto deadline = SendRecv::Clock::now() + std::chrono::seconds(5);
     const Error error = error_of([&] {
       for (std::uint64_t turn = 0; SendRecv::Clock::now() < deadline; ++turn) {
@@ -271,6 +295,7 @@ TEST_CASE("the buffer of a receive that has timed out is left alone") {
                     .timeout = milliseconds(100),
                     .done = told};
     communicator.send_recv()->post(received.op);
+    communicator.send_recv()->begin_timeout(received.op);
     expect_error(error_of([&] { finish(communicator, other); }), ErrorKind::kTimeout);
     is_over = true;
     expect(received.bytes == Bytes(kNumBytes, std::byte{0xee}), "an untouched buffer");

@@ -74,6 +74,11 @@ class MessageSendRecv final : public SendRecv {
   // By direction (sends first), peer and tag.
   using Channels = std::map<std::tuple<OpKind, int, std::uint64_t>, std::list<Item>>;
 
+  // As it was posted: the source of any is known once its envelope has come.
+  static Channels::key_type key_of(const SendRecvOp& op) {
+    return {op.kind, op.is_send() ? op.peer : std::max(op.awaited, -1), op.tag};
+  }
+
   void start(const SendRecvOpPtr& op) override {
     if (!op->is_internal() && op->tag >= static_cast<std::uint64_t>(Messenger::kFirstReservedTag))
       throw std::invalid_argument("tags over the message transport must be 0 to " +
@@ -102,7 +107,7 @@ class MessageSendRecv final : public SendRecv {
   }
 
   void on_deadline(const SendRecvOp& op) override {
-    const auto channel = channels_.find({op.kind, op.peer, op.tag});
+    const auto channel = channels_.find(key_of(op));
     if (channel == channels_.end()) return;
     for (Item& item : channel->second)
       if (item.op.get() == &op) item.watched.set_deadline(op.deadline);
@@ -160,8 +165,7 @@ class MessageSendRecv final : public SendRecv {
 
   // Gives an operation's channel a thread, whatever their number.
   void prioritize(const SendRecvOp& op) {
-    const auto place =
-        std::find(ready_.begin(), ready_.end(), channels_.find({op.kind, op.peer, op.tag}));
+    const auto place = std::find(ready_.begin(), ready_.end(), channels_.find(key_of(op)));
     if (place == ready_.end()) return;
     const auto channel = *place;
     ready_.erase(place);

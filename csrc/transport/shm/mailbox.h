@@ -108,7 +108,10 @@ class SendRecvMailbox {
       from_.release();
       ring_();
       arrival.moved_bytes += num_bytes;
-      if (arrival.receive == nullptr || !arrival.is_complete()) continue;
+      if (!arrival.is_complete()) continue;
+      // A receive of any source may have come since the message began, and waits for whole ones.
+      if (arrival.receive == nullptr) find_receive(arrival, receives);
+      if (arrival.receive == nullptr) continue;
       arrival.receive->is_done = true;
       arrivals_.pop_back();
     }
@@ -147,15 +150,20 @@ class SendRecvMailbox {
 
   void begin_arrival(const MessageHeader& header, Receives& receives) {
     arrivals_.push_back({.header = header});
+    Arrival& arrival = arrivals_.back();
+    find_receive(arrival, receives);
+    if (arrival.receive == nullptr)
+      arrival.kept = std::make_unique_for_overwrite<std::byte[]>(header.num_bytes);
+  }
+
+  void find_receive(Arrival& arrival, Receives& receives) const {
+    const MessageHeader& header = arrival.header;
     const auto found = std::ranges::find_if(
         receives, [&](const SendRecvOpPtr& op) { return may_match(*op) && op->tag == header.tag; });
-    if (found == receives.end()) {
-      arrivals_.back().kept = std::make_unique_for_overwrite<std::byte[]>(header.num_bytes);
-      return;
-    }
+    if (found == receives.end()) return;
     const SendRecvOpPtr op = *found;
     receives.erase(found);
-    assign(arrivals_.back(), op);
+    assign(arrival, op);
   }
 
   void assign(Arrival& arrival, const SendRecvOpPtr& op) const {

@@ -110,6 +110,10 @@ class SendRecvQueue final : public SendRecv {
 
   bool await(const SendRecvOpPtr& op, WaitGuard& guard) override {
     Lock lock = enter();
+    if (!op->is_done && is_driving_ && driving_thread_ == std::this_thread::get_id())
+      throw Error({.kind = ErrorKind::kSystem},
+                  "ringcomm: wait() of a send or receive was called where another one ends; this "
+                  "would deadlock");
     begin_timeout_of(*op);
     drive_or_sleep(lock, [&] { return op->is_done || guard.is_late(); }, guard);
     return op->is_done;
@@ -131,7 +135,7 @@ class SendRecvQueue final : public SendRecv {
     return *mailbox;
   }
 
-  Lock enter() {
+  Lock enter() override {
     num_contenders_.fetch_add(1, std::memory_order_relaxed);
     Lock lock(mutex_);
     num_contenders_.fetch_sub(1, std::memory_order_relaxed);
@@ -198,6 +202,7 @@ class SendRecvQueue final : public SendRecv {
   // when it is enough, or another thread drives.
   void drive(Lock& lock, const std::function<bool()>& is_enough, WaitGuard& guard) {
     is_driving_ = true;
+    driving_thread_ = std::this_thread::get_id();
     Cursor& doorbell = group_.doorbell(rank_);
     SpinBudget no_spin = SpinBudget::none();
     bool has_slept = false;  // a slice of the wait has passed; the wait counts as one miss only
@@ -218,6 +223,7 @@ class SendRecvQueue final : public SendRecv {
         lock.lock();
         if (is_driving_) return;
         is_driving_ = true;
+        driving_thread_ = std::this_thread::get_id();
         fail_stuck();  // if it has ended the group
         settle(lock);
       }
@@ -312,7 +318,7 @@ class SendRecvQueue final : public SendRecv {
         is_thread_asleep_ = true;
         has_work_.wait(lock);
         is_thread_asleep_ = false;
-        num_idle_looks = 0;
+        num_idle_looks = kMaxIdleLooks - 2;  // soon again, if another thread drives
         continue;
       }
       has_work_.wait_for(lock, kGrace);
@@ -345,6 +351,7 @@ class SendRecvQueue final : public SendRecv {
   // Times that progress() moved something: now, and when return_idle_pages() looked and acted.
   std::uint64_t num_moves_ = 0, num_moves_seen_ = 0, num_returned_ = 0;
   bool is_driving_ = false;
+  std::thread::id driving_thread_;
   int first_ = 0;  // of the ranks whose messages are looked at, in turn
   Clock::time_point next_check_ = {};
   int num_waiting_ = 0;

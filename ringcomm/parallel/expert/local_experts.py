@@ -123,7 +123,8 @@ class LocalExperts(PartModule):
         trained = (tokens, weights, *self.parameters())
         is_grad_needed = any(tensor.requires_grad for tensor in trained)
         if self.is_dry:  # no leaf, which may not be written
-            return torch.zeros_like(tokens).requires_grad_(is_grad_needed).clone()
+            zeros = torch.zeros(tokens.shape, dtype=tokens.dtype, device=tokens.device)
+            return zeros.requires_grad_(is_grad_needed).clone()
         kind, num_choices = tokens.device.type, chosen.shape[1]
         is_cast = torch.is_autocast_enabled(kind) and tokens.dtype != torch.float64
         wire = tokens.to(torch.get_autocast_dtype(kind)) if is_cast else tokens

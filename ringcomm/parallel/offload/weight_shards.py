@@ -26,7 +26,7 @@ from ringcomm.parallel.model.units import (
 from ringcomm.parallel.offload.shard_store import ShardStore
 from ringcomm.parallel.offload.sharded_unit import ShardedUnit
 from ringcomm.parallel.offload.unit_hooks import UnitHooks, refuse_compile
-from ringcomm.torch_names import APPLY, ignore_in_ddp, ignored_in_ddp
+from ringcomm.torch_names import APPLY, ignore_in_ddp, ignored_in_ddp, num_calls_under_way
 
 
 class WeightShards:
@@ -163,7 +163,8 @@ class WeightShards:
 
     def _forward_begins(self, *_: Any) -> None:
         """Ctrl-C may have ended the last forward pass, and then hooks were not called."""
-        for hooks in () if in_backward() else self._hooks.values():
+        is_inner = in_backward() or num_calls_under_way(self._model) > 1
+        for hooks in () if is_inner else self._hooks.values():
             hooks.forget_forward()
 
     def _refuse_load(self, *_: Any) -> NoReturn:
