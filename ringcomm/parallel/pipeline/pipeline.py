@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
 from ringcomm.backend import resolve_group
 from ringcomm.parallel.flat_collectives import all_gathered, check_agreement, device_of, gather_ints
@@ -159,7 +160,8 @@ class Pipeline:
         materialize(self.module, params, self.device)
         self.module.to(self.device)
         if self.device.type != "cpu":  # all ranks' first call on it, before messages of some
-            dist.all_reduce(torch.zeros(1, device=self.device), group=self.group)
+            one = torch.ones(1, dtype=torch.float32, device=self.device)
+            dist.all_reduce(one, group=self.group)
         copy_tied_from_first(self.module)
         self._names = {name for b in named.values() for name in parameters_of(b.forward)}
         self._modules = {
@@ -373,7 +375,9 @@ class Pipeline:
             problem = error
         words = ", ".join([shown(metas), *kwargs]) if problem is None else type(problem).__name__
         # In another mode a block may write its input, and freezing changes what has a gradient.
-        key = words, autocast, self.module.training, tuple(trained)
+        # Units of fully_shard do not run as a second stage.
+        is_sharded = any(isinstance(m, FSDPModule) for m in self._wrapped.values())
+        key = words, autocast, *(() if is_sharded else (self.module.training, tuple(trained)))
         made = self._made.get(key)
         mine = zlib.crc32(repr(key[:2]).encode()) + ((made.number if made else 0) << 32)
         digest = torch.tensor([mine], dtype=torch.int64, device=device_of(self.group))
