@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 from ringcomm import torch_names
 from ringcomm.parallel.expert.local_experts import LocalExperts, expert_parallel_modules
-from ringcomm.parallel.flat_collectives import device_of, place_in
+from ringcomm.parallel.flat_collectives import device_of
 from ringcomm.parallel.model.describe import Model, describe, start_equal_over_data
 
 
@@ -210,9 +210,9 @@ def shard_units(
 
 def divide_gradients(module: Any, group: dist.ProcessGroup, scale: float = 1.0) -> None:
     """Makes fully_shard divide by the ranks that gradients are sums over, and a loss scale."""
-    _, num_ranks = place_in(data_group_of(module, group))
-    # Gloo supports only SUM; with one rank, torch 2.13 would divide twice.
-    module.set_force_sum_reduction_for_comms(num_ranks > 1)
+    sizes = [part.mesh_info.shard_mesh_size for part in torch_names.fsdp_groups(module)]
+    # Gloo supports only SUM; where weights are replicated only, torch 2.13 would divide twice.
+    module.set_force_sum_reduction_for_comms(max(sizes, default=1) > 1)
     module.set_gradient_divide_factor(group.size() * scale)
 
 

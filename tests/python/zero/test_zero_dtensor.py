@@ -70,28 +70,32 @@ def split(device: Any, mesh: Any) -> Net:
     return model
 
 
+@pytest.mark.parametrize("loss_scale", [None, 1024.0])
 @pytest.mark.parametrize("shape", [(2, 2), (2, 1, 2)])
 @in_ranks(4)
-def test_as_one_process(rank: int, shape: tuple[int, ...], device: str, tmp_path: Path) -> None:
+def test_as_one_process(
+    rank: int, shape: tuple[int, ...], loss_scale: float | None, device: str, tmp_path: Path
+) -> None:
     """FSDP, and HSDP, times tensor parallelism: steps, norms and checkpoints."""
+    options: dict[str, Any] = {"clip_grad_norm": CLIP, "loss_scale": loss_scale}
     mesh = init_device_mesh(device, shape, mesh_dim_names=("dp", "fsdp", "tp")[-len(shape) :])
     data = mesh["dp", "fsdp"] if len(shape) == 3 else mesh["fsdp"]
     at = rank // shape[-1], mesh.size() // shape[-1]
     where = place(device, rank)
     model = split(where, mesh)
-    sharded = zero.shard(model, optimizer_of(model), 3, mesh=data, clip_grad_norm=CLIP)
+    sharded = zero.shard(model, optimizer_of(model), 3, mesh=data, **options)
     norms = []
     for i in range(STEPS):
         if i == 2:
             save_parts(model, sharded, tmp_path)
-        train_step(step(model, i, *at), sharded)
+        train_step(sharded.scale(step(model, i, *at)), sharded)
         norms.append(sharded.grad_norm)
     found = full_weights(model)
     again = split(where, mesh)
-    resumed = zero.shard(again, optimizer_of(again), 3, mesh=data, clip_grad_norm=CLIP)
+    resumed = zero.shard(again, optimizer_of(again), 3, mesh=data, **options)
     load_parts(again, resumed, tmp_path)
     for i in range(2, STEPS):
-        train_step(step(again, i, *at), resumed)
+        train_step(resumed.scale(step(again, i, *at)), resumed)
     assert same(full_weights(again), found)
     expected, own_norms = alone()
     assert norms == pytest.approx(own_norms, rel=1e-5)
