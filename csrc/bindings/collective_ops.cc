@@ -95,7 +95,6 @@ at::Tensor empty_with_rows(int64_t num_rows, const at::Tensor& input) {
 
 void all_reduce_(const at::Tensor& input, const std::string& reduce_op,
                  const std::string& group_name) {
-  check_no_grad(input, "all_reduce_", "all_reduce");
   all_reduce_in_place(*c10d::resolve_process_group(group_name), input, reduce_op_from(reduce_op));
   mark_written(input);
 }
@@ -104,10 +103,6 @@ void all_reduce_(const at::Tensor& input, const std::string& reduce_op,
 // an argument.
 void all_reduce_into(const at::Tensor& input, const at::Tensor& out, const std::string& reduce_op,
                      const std::string& group_name) {
-  TORCH_CHECK_VALUE(!(input.requires_grad() && at::GradMode::is_enabled()),
-                    "ringcomm: all_reduce with out= has no gradient, and its input requires grad; "
-                    "leave out out=, or use torch.no_grad()");
-  check_no_grad(out, "all_reduce with out=", "all_reduce without it");
   TORCH_CHECK_VALUE(input.sizes() == out.sizes(), "ringcomm: all_reduce of a tensor of shape ",
                     input.sizes(), " into one of shape ", out.sizes());
   TORCH_CHECK_TYPE(input.scalar_type() == out.scalar_type(), "ringcomm: all_reduce of ",
@@ -163,7 +158,6 @@ at::Tensor all_gather(const at::Tensor& input, const std::string& group_name) {
 }
 
 void broadcast_(const at::Tensor& input, int64_t src, const std::string& group_name) {
-  check_no_grad(input, "broadcast_", "broadcast");
   Tensors tensors = {input};
   const auto group = c10d::resolve_process_group(group_name);
   run_on(*group, input, [&](auto& backend, bool is_async) {
@@ -190,7 +184,6 @@ at::Tensor reduce(const at::Tensor& input, int64_t dst, const std::string& reduc
 }
 
 void ring_all_reduce_(const at::Tensor& input, const std::string& group_name) {
-  check_no_grad(input, "ring_all_reduce_", "all_reduce");
   check_tensor(input, "ring_all_reduce_");
   ringcomm_group_of(group_name, input, "ring_all_reduce_")
       ->all_reduce(input, input, {.reduceOp = c10d::ReduceOp::SUM, .asyncOp = false},
@@ -400,9 +393,12 @@ TORCH_LIBRARY(ringcomm, m) {
 }
 
 TORCH_LIBRARY_IMPL(ringcomm, Autograd, m) {
-  for (const char* const name : {"all_reduce_", "all_reduce_into", "broadcast_", "ring_all_reduce_",
-                                 "all_reduce_add_rms_norm_", "reduce_scatter_update_all_gather_"})
-    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&refuse_grad>());
+  m.impl("all_reduce_", refuse_grad("all_reduce, or "));
+  m.impl("all_reduce_into", refuse_grad("all_reduce without out=, or "));
+  m.impl("broadcast_", refuse_grad("broadcast, or "));
+  m.impl("ring_all_reduce_", refuse_grad("all_reduce, or "));
+  m.impl("all_reduce_add_rms_norm_", refuse_grad("torch.inference_mode(), or "));
+  m.impl("reduce_scatter_update_all_gather_", refuse_grad());
 }
 
 TORCH_LIBRARY_IMPL(c10d, Negative, library) { register_views<c10::DispatchKey::Negative>(library); }
