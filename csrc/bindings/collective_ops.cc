@@ -50,16 +50,21 @@ c10::intrusive_ptr<c10d::Backend> backend_for(c10d::ProcessGroup& group, c10::De
   }
 }
 
-// A group's backend for the tensor's device if it is ringcomm's. Null if it is another one, or if
-// the group is a subclass, whose calls may do more than forward to the backend.
-c10::intrusive_ptr<ProcessGroupRingcomm> find_ringcomm(c10d::ProcessGroup& group,
-                                                       const at::Tensor& tensor) {
-  if (needs_work(group)) return {};
+// A group's backend for the tensor's device if it is ringcomm's, else null.
+c10::intrusive_ptr<ProcessGroupRingcomm> ringcomm_for(c10d::ProcessGroup& group,
+                                                      const at::Tensor& tensor) {
   // Not torch's dynamic_intrusive_pointer_cast, which leaks objects of another class.
   auto* const ringcomm =
       dynamic_cast<ProcessGroupRingcomm*>(backend_for(group, tensor.device().type()).get());
   if (ringcomm == nullptr) return {};
   return c10::intrusive_ptr<ProcessGroupRingcomm>::reclaim_copy(ringcomm);
+}
+
+// The same, but null if the group is a subclass, whose calls may do more than forward to the
+// backend.
+c10::intrusive_ptr<ProcessGroupRingcomm> find_ringcomm(c10d::ProcessGroup& group,
+                                                       const at::Tensor& tensor) {
+  return needs_work(group) ? nullptr : ringcomm_for(group, tensor);
 }
 
 // Calls `start(backend, is_async)` and waits: with ringcomm's own backend, without torch's
@@ -320,31 +325,29 @@ auto eager(at::Tensor (*function)(const at::Tensor&, Options...)) {
   };
 }
 
-bool is_ours(const c10::IValue& value) {
-  using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
-  if (!value.isObject() || *value.type() != *c10::getCustomClassType<Group>()) return false;
-  const auto group = value.toCustomClass<c10d::ProcessGroup>();
-  const auto backend = backend_for(*group, c10::DeviceType::CPU);
-  return dynamic_cast<ProcessGroupRingcomm*>(backend.get()) != nullptr;
-}
-
 // Of views with a negative or a conjugate bit torch's dispatcher would hand a backend copies, and
 // drop what a collective writes there. ringcomm gets the views: it writes to those of the second
-// kind, and check_tensor() refuses the others, such as z.conj().imag. Other backends get copies.
+// kind, and check_tensor() refuses the others, such as z.conj().imag. Other backends, also of the
+// same group for another device, get copies.
 template <c10::DispatchKey kKey>
 void pass_views(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-  const auto resolved = [](const at::Tensor& tensor) {
+  using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+  const auto begin = stack->end() - static_cast<std::ptrdiff_t>(op.schema().arguments().size());
+  const c10::IValue& group = *std::find_if(begin, stack->end(), [](const c10::IValue& value) {
+    return value.isObject() && *value.type() == *c10::getCustomClassType<Group>();
+  });
+  const auto passed = [&](const at::Tensor& tensor) {
+    if (!tensor.defined() || ringcomm_for(*group.toCustomClass<c10d::ProcessGroup>(), tensor))
+      return tensor;
     return kKey == c10::DispatchKey::Negative ? tensor.resolve_neg() : tensor.resolve_conj();
   };
-  const auto begin = stack->end() - static_cast<std::ptrdiff_t>(op.schema().arguments().size());
-  if (std::none_of(begin, stack->end(), is_ours))
-    std::for_each(begin, stack->end(), [&](c10::IValue& value) {
-      if (value.isTensor() && value.toTensor().defined()) value = resolved(value.toTensor());
-      if (!value.isTensorList()) return;
-      c10::List<at::Tensor> tensors;
-      for (const at::Tensor& tensor : value.toTensorVector()) tensors.push_back(resolved(tensor));
-      value = std::move(tensors);
-    });
+  std::for_each(begin, stack->end(), [&](c10::IValue& value) {
+    if (value.isTensor()) value = passed(value.toTensor());
+    if (!value.isTensorList()) return;
+    c10::List<at::Tensor> tensors;
+    for (const at::Tensor& tensor : value.toTensorVector()) tensors.push_back(passed(tensor));
+    value = std::move(tensors);
+  });
   op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey), stack);
 }
 
