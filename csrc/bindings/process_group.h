@@ -162,7 +162,7 @@ class ProcessGroupRingcomm final : public c10d::Backend {
   void leave(bool is_asked);
   void abort(const std::string& why);
   bool is_in_call();
-  bool has_left();
+  bool is_destroyed_or_failed();
   /// The way of all other calls: recorded, profiled, coalesced, to the engine or to a device.
   WorkPtr start(const CallInfo& info, std::vector<TensorCall> calls, Tensors results);
   WorkPtr start(const CallInfo& info, TensorCall item, Tensors results);
