@@ -370,6 +370,33 @@ def test_a_second_interrupt_ends_the_command_and_keeps_the_recordings(
     assert handler == signal.getsignal(signal.SIGINT) == signal.default_int_handler
 
 
+@pytest.mark.parametrize(
+    ("number", "command"),
+    [
+        (signal.SIGINT, "kill -INT $PPID; exec sleep 300"),
+        (signal.SIGTERM, "kill -TERM $PPID; exec sleep 300"),
+        pytest.param(signal.SIGINT, "exit 3", marks=pytest.mark.slow),
+    ],
+)
+def test_an_interrupt_ends_the_merge(number: signal.Signals, command: str, tmp_path: Path) -> None:
+    """Also after one that has ended the command: it was sent to that, and the merge went on."""
+    words = ["ringcomm", "trace", "-o", str(tmp_path / "t.json"), "--", "sh", "-c", command]
+    code = f"""
+import os, sys
+import _ringcomm.start
+from ringcomm.trace import merge
+def interrupted(*arguments):
+    os.kill(os.getpid(), {number:d})
+    return merge_really(*arguments)
+merge_really, merge.merge_folders = merge.merge_folders, interrupted
+sys.argv = {words}
+sys.exit(_ringcomm.start.main())
+"""
+    status, _, err = finish(start(sys.executable, "-c", code, TMPDIR=str(tmp_path)))
+    assert (status, err) == (130, "ringcomm trace: interrupted\n")
+    assert not [*tmp_path.iterdir()]
+
+
 def test_ctrl_c_while_torch_is_imported() -> None:
     """https://github.com/Tracer-Cloud/opensre/issues/2748"""
     code = """
