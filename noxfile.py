@@ -1,6 +1,6 @@
 """What runs in environments of its own: other versions of torch and of Python, wheels, the GPU kit.
 
-make calls it: make compat, wheels, packaging, gpu-machine, gpu-kit. Environments are kept in
+Called by make wheels and gpu-kit, and by .ci/run. Environments are kept in
 .cache/nox. Words after -- are versions of torch. torch's wheel is installed without the CUDA
 packages that it names, which have gigabytes: tools/stand_ins.py makes what takes their place.
 RINGCOMM_TORCH_INDEX names an index of wheels for CPUs instead, but for gpu-machine and gpu-kit.

@@ -16,7 +16,8 @@
 namespace ringcomm {
 
 /// Starts a call in the engine. Collectives that are not asynchronous run to their end, in this
-/// thread if nothing is before them; they throw their error and return null.
+/// thread if nothing is before them; they throw their error and return null, or a work if
+/// torch_wants_works().
 WorkPtr start_in_engine(const std::shared_ptr<Communicator>& communicator, const CallInfo& info,
                         const WaitLimits& limits, std::vector<TensorCall> calls, Tensors results);
 /// Whether torch needs a work of every call: for a profiler, or to register those that a compiled

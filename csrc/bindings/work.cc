@@ -303,7 +303,7 @@ class CoalescedWork final : public c10d::Work {
       if (const std::exception_ptr error = work->exception(); error != nullptr) return error;
     return nullptr;
   }
-  // Waits for all, for `timeout` in all; throws the first error among them.
+  // Waits for one after the other, for `timeout` in all; throws the first error.
   bool wait(std::chrono::milliseconds timeout) override {
     const auto deadline = deadline_after(timeout);
     for (const auto& work : works_) {

@@ -1,6 +1,6 @@
 """The path of a gradient: it arrives, is counted, reduced over the ranks, and kept or applied.
 
-docs/design/optim.md has the picture.
+"The path of a gradient" in docs/design/optim.md has it as a table.
 """
 
 import math
@@ -86,7 +86,7 @@ class GradientPath:
             is_new = slot.collect()
             if gradient is None and not is_new:
                 return  # a function has returned None, or the weight is frozen now
-            awaits_more = slot.awaits_more(is_nested=is_nested)
+            awaits_more = slot.note_arrival(is_nested=is_nested)
             if not awaits_more:
                 self._check_step()
                 slot.count(self._num_parts)

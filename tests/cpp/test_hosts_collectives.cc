@@ -118,7 +118,7 @@ std::size_t mixed_elems(std::uint32_t salt, int from, int to) {
 }
 
 // With a shard over 1 MiB transports of two hosts waited for each other in a circle. How often each
-// layout gets other shards: RINGCOMM_HOSTS_ROUNDS (`make stress`).
+// layout gets other shards: RINGCOMM_HOSTS_ROUNDS (`.ci/run stress`).
 TEST_CASE("hosts: shards on both sides of every limit end on every layout" *
           doctest::skip(testing::kHasThreadSanitizer)) {
   const char* asked = std::getenv("RINGCOMM_HOSTS_ROUNDS");

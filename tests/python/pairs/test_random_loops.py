@@ -1,6 +1,6 @@
 """Random combinations of all axes of the tables of whole loops, on every system and mesh.
 
-`make stress` draws for 10 minutes from a seed that it prints: RINGCOMM_LOOPS_SECONDS and
+`.ci/run stress` draws for 10 minutes from a seed that it prints: RINGCOMM_LOOPS_SECONDS and
 RINGCOMM_LOOPS_SEED set these. What fails is printed with the command that runs it again.
 """
 
@@ -77,7 +77,7 @@ def command_of(case: Case) -> str:
     return f"RINGCOMM_LOOP={shlex.quote(words)} pytest -s tests/python/pairs/test_random_loops.py"
 
 
-@pytest.mark.skipif(not (SECONDS or ONE), reason="make stress")
+@pytest.mark.skipif(not (SECONDS or ONE), reason=".ci/run stress")
 def test_random_loops(tmp_path: Path) -> None:
     if ONE:
         case = dict(part.split(": ") for part in ONE.split("; "))

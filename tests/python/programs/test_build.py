@@ -349,7 +349,7 @@ def test_wrong_wishes_for_another_torch(environment: str, monkeypatch: pytest.Mo
             bootstrap.install_requirements(environment, [], needs_torch=True)
     (own,) = (Path(environment).parents[1] / "lib").glob("python*/site-packages")
     (own / "torch").mkdir()
-    with pytest.raises(buildconfig.BuildProblem, match=r"a torch of its own.* make distclean"):
+    with pytest.raises(buildconfig.BuildProblem, match=r"a torch of its own.* make clean ALL=1"):
         bootstrap.install_requirements(environment, [], needs_torch=True)
 
 

@@ -1,6 +1,6 @@
 """ringcomm without the packages that it does not declare: every import, and the calls around them.
 
-`make test-bare` runs other tests in the same environment.
+`.ci/run bare` runs other tests in the same environment.
 """
 
 from __future__ import annotations
