@@ -307,7 +307,7 @@ class Slot:
         return next(reversed(accumulate_hooks_of(self.param))) == self.hook_id
 
     def note_arrival(self, *, is_nested: bool) -> bool:
-        """Notes that a gradient arrives; returns whether this backward pass will produce more of it.
+        """Notes that a gradient arrives; returns whether this backward pass will bring more of it.
 
         A reentrant checkpoint (Chen et al. 2016, the first form of torch.utils.checkpoint) runs
         each segment without gradients, then again in a nested backward pass. The gradient of a

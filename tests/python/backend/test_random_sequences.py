@@ -1,7 +1,7 @@
 """Random sequences of calls on overlapping groups of four ranks, against numpy.
 
-CI runs the same sequences each time; `.ci/run stress` runs 10,000 others and prints their seed, which
-RINGCOMM_SEQUENCE_SEED sets. What fails is printed with the command that runs it again.
+CI runs the same sequences each time; `.ci/run stress` runs 10,000 others and prints their seed,
+which RINGCOMM_SEQUENCE_SEED sets. What fails is printed with the command that runs it again.
 """
 
 from __future__ import annotations
