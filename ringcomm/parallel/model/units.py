@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from ringcomm import torch_names
 from ringcomm.parallel.expert.local_experts import LocalExperts, expert_parallel_modules
@@ -206,6 +206,13 @@ def shard_units(
             divide_gradients(made, group)
     materialize(model.module, (), device)  # modules with only buffers
     start_equal_over_data(describe(model.module), [group], model.module.buffers())
+
+
+def fsdp_roots(model: nn.Module) -> list[Any]:
+    """The model, or the outermost units in one that cannot be called."""
+    if isinstance(model, FSDPModule):
+        return [model]
+    return [*dict.fromkeys(root for child in model.children() for root in fsdp_roots(child))]
 
 
 def divide_gradients(module: Any, group: dist.ProcessGroup, scale: float = 1.0) -> None:
