@@ -4,8 +4,8 @@
 """
 
 import math
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -305,11 +305,16 @@ class GradientPath:
         """Other ranks may have had gradients; two passes agree in backward() alone."""
         return self._mode != "two_pass" or self._phase != "plain"
 
-    def fail_pass(self) -> None:
-        """Instead of end_pass() on a rank that raises: the others raise where they agree."""
-        for replicas in self.replicas if self._agrees() else ():
-            with suppress(Exception):
-                replicas.agree(None, fails=True)
+    @contextmanager
+    def failing_for_all(self) -> Iterator[None]:
+        """A context in place of end_pass() where it raises: the others raise where they agree."""
+        try:
+            yield
+        except Exception:
+            for replicas in self.replicas if self._agrees() else ():
+                with suppress(Exception):
+                    replicas.agree(None, fails=True)
+            raise
 
     def finish(self) -> bool:
         """Applies deferred gradients; returns whether the step was made or skipped."""

@@ -74,8 +74,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
             " ringcomm.parallel.get_state_dict(model, optimizer) instead"
         )
 
-    __deepcopy__ = __reduce_ex__
-
     # ---- what users call
 
     @property

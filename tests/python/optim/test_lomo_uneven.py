@@ -273,7 +273,7 @@ def test_a_backward_pass_that_raises_on_one_rank(rank: int) -> None:
         train(opt, model, mine)
 
 
-@pytest.mark.parametrize("waits_in", ["backward", "step"])
+@pytest.mark.parametrize("waits_in", ["backward", "closure", "step"])
 @in_ranks(2, fresh=True)
 def test_a_step_that_raises_on_one_rank(rank: int, waits_in: str) -> None:
     """The others wait for that step, in their backward pass or in step(), and raise too."""
@@ -287,6 +287,9 @@ def test_a_step_that_raises_on_one_rank(rank: int, waits_in: str) -> None:
         waits = opt.step if waits_in == "step" else partial(opt.backward, model(mine[0]))
         with pytest.raises(RuntimeError, match=r"step\(\) has raised on another rank of the group"):
             waits()
+    elif waits_in == "closure":
+        with pytest.raises(ZeroDivisionError):
+            opt.step(lambda: 1 / 0)
     elif waits_in == "backward":  # for this rank, which makes none
         opt.param_groups[0]["lr"] = -1.0
         with pytest.raises(ValueError, match="the lr of"):
