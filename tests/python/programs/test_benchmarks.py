@@ -19,7 +19,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import emulated_gpu
 import html_report
 import pytest
 import table
@@ -31,9 +30,7 @@ from cells import RESULTS
 from html_report import read_records
 from operations import OPERATIONS, Buffers, Place
 from placement import Placement, Speeds
-from point import make_buffers
 
-import ringcomm
 from _ringcomm import start as cli
 from _ringcomm.status import EXIT_OK, EXIT_WRONG_RESULTS, RankError
 from _ringcomm.values import MAX_OTHERS_PERCENT
@@ -332,16 +329,6 @@ def test_a_page_needs_no_other_file(tmp_path: Path) -> None:
         html_report.write_html([{"kind": "floor"}], path)
 
 
-def test_a_sweep_writes_its_page(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "page.html"
-    quick = ["--sizes", "1024", "--seconds", "0.02", "--repeats", "0", "--html", str(path)]
-    assert cli.run(["bench", "all_reduce", *quick]) == EXIT_OK
-    data = data_of(path, "records")
-    assert [record["backend"] for record in data["records"]] == ["ringcomm", "gloo"]
-    assert not data["isPartial"]
-    assert f"page: {path}" in capfd.readouterr().out.replace("\n", "")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [SCREEN, PHONE], ids=["screen", "phone"])
 def test_a_browser_draws_filters_and_hovers(browser: Any, size: Any, tmp_path: Path) -> None:
@@ -361,18 +348,6 @@ def test_a_browser_draws_filters_and_hovers(browser: Any, size: Any, tmp_path: P
             page.locator("#collective select[name=operation]").select_option(option)
             assert page.locator("#collective tbody tr").count() > 0
         assert "have verified results" in page.locator("main").inner_text()
-
-
-@pytest.mark.slow
-def test_wrong_and_missing_points_are_marked(browser: Any, tmp_path: Path) -> None:
-    path = tmp_path / "page.html"
-    given = records()
-    given[0] |= {"verified": False, "wrong_elems": 7}
-    html_report.write_html(given, path, is_partial=True)
-    with opened(browser, path) as page:
-        marked = " ".join(page.locator(".wrong").all_inner_texts())
-        assert f"1 of {len(given)} points have wrong results" in marked
-        assert "interrupted" in marked
 
 
 # ---- sweeps on devices
@@ -425,42 +400,6 @@ def test_records_on_a_device(tmp_path: Path, clock: str, capfd: pytest.CaptureFi
         floor_us = 4 * record["bytes"] / record["copy_gb_per_s"] / 1e3
         assert record["floor_us"] == pytest.approx(floor_us, rel=1e-3)
         assert record["share_of_floor"] == pytest.approx(floor_us / record["p50_us"], rel=1e-3)
-
-
-SHARED = ("all_reduce_shared", "reduce_scatter_shared", "all_gather_shared")
-
-
-def check_shared_buffers(rank: int) -> None:
-    """The default group of a benchmark is Gloo's."""
-    group = dist.new_group(backend="cpu:ringcomm,emugpu:ringcomm")
-    team = SimpleNamespace(rank=rank, world_size=2)
-    device = torch.device("emugpu", 0)
-    bench: Any = SimpleNamespace(team=team, groups={"ringcomm": group}, device=device)
-    sizes: list[int] = []
-    empty_shared = ringcomm.empty_shared
-
-    def counted(num_elems: int, **where: Any) -> torch.Tensor:
-        sizes.append(num_elems)
-        return empty_shared(num_elems, **where)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ringcomm, "empty_shared", counted)
-        made = {n: make_buffers(bench, OPERATIONS[n], 1 << 20, torch.float32) for n in SHARED}
-    assert sizes == [1 << 18, 1 << 18, 1 << 17]  # what peers read
-    found = []
-    for name, buffers in made.items():
-        first, second = buffers.input.chunk(2)
-        first.fill_(rank + 1)
-        second.fill_(rank + 5)
-        OPERATIONS[name].bound(buffers, group)()
-        found.append(buffers.output.cpu().unique().tolist())
-    assert found == [[3.0, 11.0], [[3.0], [11.0]][rank], [1.0, 2.0, 5.0, 6.0]]
-
-
-@emulated_gpu.needs_emulated_gpu
-def test_shared_buffers_are_of_ringcomms_group() -> None:
-    env = emulated_gpu.with_kernels()
-    emulated_gpu.run_on_gpus(2, check_shared_buffers, backend="gloo", env=env)
 
 
 def test_the_floor_of_an_all_reduce() -> None:
