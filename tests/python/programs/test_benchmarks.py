@@ -258,35 +258,6 @@ def test_ranks_up_to_the_cores() -> None:
     assert bench.world_sizes(96) == [2, 4, 8, 16, 32, 64]
 
 
-@pytest.mark.parametrize(("max_factor", "left_out"), [(3, []), (0, [4, 8])])
-def test_ranks_for_which_there_is_no_time_are_named(
-    max_factor: int,
-    left_out: list[int],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """In the terminal, on the page and in the JSON."""
-    started: list[int] = []
-
-    def run_ranks(world_size: int, _: Any, add: Any) -> None:
-        started.append(world_size)
-        for num_bytes in (1, 0):
-            add(row(num_bytes, 2, 3, n=world_size))
-
-    monkeypatch.setattr(bench.ranks, "run_ranks", run_ranks)
-    monkeypatch.setattr(bench, "world_sizes", lambda _: [2, 4, 8])
-    monkeypatch.setattr(bench, "MAX_FACTOR", max_factor)
-    page, figures = tmp_path / "bench.html", tmp_path / "bench.json"
-    assert cli.run(["bench", "--html", str(page), "--json", str(figures)]) == EXIT_OK
-    content = json.loads(figures.read_text(encoding="utf-8"))
-    assert started == content["world_sizes"] == [n for n in (2, 4, 8) if n not in left_out]
-    assert content["left_out"] == left_out
-    said = "Not measured, because it takes too long: 4 and 8 ranks."
-    for text in (capsys.readouterr().out, page.read_text(encoding="utf-8")):
-        assert (said in text) == bool(left_out)
-
-
 def test_ctrl_c_shows_what_was_measured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -28,7 +28,6 @@ from _ringcomm.values import output_file
 from ringcomm import tuning
 from ringcomm.cost_model import Costs
 from ringcomm.measure import algorithms
-from ringcomm.measure.algorithms import measure_algorithms
 
 ROOT = Path(__file__).resolve().parents[3]
 TIMEOUT_S = 120.0
@@ -180,25 +179,6 @@ def test_ctrl_c_ends_all_processes_and_keeps_what_was_measured(tmp_path: Path) -
     assert f"interrupted after {len(records)} records:" in out
     assert f"{records[-1]['bytes']:,} " in out
     assert '"isPartial": true' in page.read_text(encoding="utf-8")
-
-
-def test_ctrl_c_keeps_numbers_of_ranks_that_are_tuned(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def measure(world_size: int, sizes: list[int], *_: Any) -> list[Any]:
-        if world_size > 2:
-            raise KeyboardInterrupt
-        return measure_algorithms(world_size, sizes, 0.0, 0)
-
-    monkeypatch.setattr(algorithms, "measure_algorithms", measure)
-    path = tmp_path / "tuning.json"
-    path.write_text("of an earlier run")
-    with pytest.raises(KeyboardInterrupt):
-        cli.run(["tune", "--sizes", "1k,4k", "--json", str(path), *QUICK])
-    assert path.read_text() == "of an earlier run"
-    partial = tmp_path / "tuning.json.interrupted"
-    assert f"interrupted: {partial} has only the numbers of ranks above" in capsys.readouterr().out
-    assert [world.world_size for world in tuning.load(partial).worlds] == [2]
 
 
 # ---- `ringcomm trace`: the status of the program, and Ctrl-C

@@ -199,12 +199,6 @@ def test_doctor_has_limits_for_load_speed_and_threads(monkeypatch: pytest.Monkey
         (1, 0, "use 1 thread of a rank: torch has 1, and a rank less than 1 core"),
         (
             2,
-            0,
-            "use 1 thread of a rank: torch has 2, and a rank less than 1 core; without torchrun,"
-            " which sets OMP_NUM_THREADS=1, ranks compute with 2 threads on less than 1 core",
-        ),
-        (
-            2,
             1,
             "use 1 thread of a rank: torch has 2, and a rank 1 core; without torchrun, which sets"
             " OMP_NUM_THREADS=1, ranks compute with 2 threads on 1 core",

@@ -4,18 +4,32 @@ from __future__ import annotations
 
 import ctypes
 import re
+import shutil
+import subprocess
 import threading
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
+import buildconfig
+import pytest
 import torch
 import torch.distributed as dist
-from test_trace import merged, of, record, shared_library
+from test_trace import merged, of, record
 
 from ringcomm import _C
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
+
+
+def shared_library(source: Path, library: Path, *options: str) -> str:
+    """Compiles one from C++."""
+    compiler = buildconfig.compiler()
+    if shutil.which(compiler[0]) is None:
+        pytest.skip("no C++ compiler")
+    command = [*compiler, "-shared", "-fPIC", str(source), *options, "-o", str(library)]
+    subprocess.run(command, check=True, timeout=120)
+    return str(library)
 
 
 def call_everything(rank: int) -> None:
