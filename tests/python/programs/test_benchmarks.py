@@ -281,7 +281,7 @@ def test_the_page_has_the_terminals_caveat() -> None:
 
 # ---- the page of measurements: one file that needs no network, looked at in Chromium where it is
 
-FILES = ("2026-11-20-all_reduce-w4.jsonl", "2026-11-21-systems.jsonl")
+FILES = ("2026-11-28-all_reduce-w4.jsonl", "2026-11-28-systems.jsonl")
 
 
 def records() -> list[dict[str, Any]]:

@@ -95,7 +95,7 @@ def run(*argv: str, **env: str) -> tuple[int, str, str]:
 
 @pytest.mark.slow
 def test_bench_joins_the_ranks_of_torchrun(tmp_path: Path) -> None:
-    """One rank prints and writes; the flag probe finds its way between strangers' processes."""
+    """One rank prints and writes."""
     path = tmp_path / "bench.jsonl"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     argv = ["bench", "all_gather", "--peers", "none", "--sizes", "4k", "--json", str(path), *QUICK]
@@ -106,7 +106,6 @@ def test_bench_joins_the_ranks_of_torchrun(tmp_path: Path) -> None:
     (record,) = read_records([path])
     assert (record["op"], record["world_size"], record["bytes"]) == ("all_gather", 2, 4096)
     assert record["verified"]
-    assert record["flag_us"].keys() == {"before", "after"}
 
 
 def test_two_ranks_check_the_same_new_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
