@@ -1,4 +1,4 @@
-"""Programs of test_clients.py that generate, save and resume.
+"""Programs of test_clients.py: Trainer with checkpoints, and with a backend by name.
 
 Each trains in two processes with DistributedDataParallel, or with a system of ringcomm in its
 place, and returns what the user sees.
@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import sys
-import traceback
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -92,55 +90,6 @@ def losses_of(trainer: Any) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-def generate_in_evaluation(system: str, folder: Path) -> Report:
-    """Seq2SeqTrainer with predict_with_generate."""
-    from transformers import (
-        BartConfig,
-        BartForConditionalGeneration,
-        Seq2SeqTrainer,
-        Seq2SeqTrainingArguments,
-    )
-
-    torch.manual_seed(0)
-    config = BartConfig(
-        vocab_size=VOCABULARY,
-        d_model=16,
-        encoder_layers=1,
-        decoder_layers=1,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        encoder_ffn_dim=24,
-        decoder_ffn_dim=24,
-        max_position_embeddings=32,
-        dropout=0.0,
-        init_std=0.2,
-        pad_token_id=1,
-        bos_token_id=0,
-        eos_token_id=2,
-        decoder_start_token_id=2,
-        forced_eos_token_id=None,
-    )
-    tokens: list[Any] = []
-
-    def metrics(predicted: Any) -> dict[str, float]:
-        tokens.extend(predicted.predictions.tolist())
-        return {}
-
-    generates = {"predict_with_generate": True, "generation_max_length": 6}
-    args = arguments(Seq2SeqTrainingArguments, folder, **generates)
-    data: Any = rows(24)
-    trainer = Seq2SeqTrainer(
-        BartForConditionalGeneration(config),
-        args,
-        train_dataset=data,
-        eval_dataset=data[:7],
-        compute_metrics=metrics,
-    )
-    prepared(system, trainer).train()
-    found = trainer.evaluate()
-    return {"losses": losses_of(trainer), "tokens": tokens, "eval": found["eval_loss"]}
-
-
 def save_and_resume(system: str, folder: Path) -> Report:
     """Trainer's checkpoints: resume_from_checkpoint, save_pretrained and from_pretrained."""
     from transformers import LlamaForCausalLM, Trainer, TrainingArguments
@@ -192,7 +141,8 @@ def by_name(rank: int, folder: Path) -> Report:
     for system in ("DDP", "zero 2", "Lomo"):
         options = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5, "max_steps": 3}
         args = arguments(TrainingArguments, folder, ddp_backend="ringcomm", **options)
-        model, how = causal_model(), {}
+        model = causal_model()
+        how: dict[str, Any] = {}
         if system == "Lomo":  # by its class, with its options
             lomo = {"model": model, "lr": LR, "group": dist.group.WORLD}
             lomo |= {"clip_grad_norm": 0.5, "accumulation_steps": 2}
@@ -207,22 +157,11 @@ def by_name(rank: int, folder: Path) -> Report:
     return report | {"backend": dist.get_backend()}
 
 
-PROGRAMS: dict[str, Callable[[str, Path], Report]] = {
-    "predict_with_generate": generate_in_evaluation,
-    "save and resume": save_and_resume,
-}
-
-
 def main(system: str, backend: str, folder: Path) -> None:
-    """All programs, one after the other; what they report, or raise, is written to a file."""
+    """What a rank reports is written to a file."""
     dist.init_process_group(backend)
-    report: Report = {}
-    for name, run in PROGRAMS.items():
-        try:
-            report[name] = run(system, folder / name.replace(" ", "-"))
-        except Exception:
-            report[name] = traceback.format_exc()
-        (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(report))
+    report = save_and_resume(system, folder)
+    (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(report))
     dist.barrier()
     dist.destroy_process_group()
 

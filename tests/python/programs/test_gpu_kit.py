@@ -38,13 +38,6 @@ CHECKS = {
     "kernel-sweep": (SWEEP, 200),
     "collectives": ("exit 3", 20),
     "cross-entropy-clusters": ("kill -SEGV $$", 20),
-    "kernel-sweep-4": ("true", 40),
-    "kernel-sweep-8": ("true", 50),
-    "speed-2": ("true", 20),
-    "speed-shared-2": ("true", 20),
-    "llama-memory": ("true", 20),
-    "llama-largest": ("true", 20),
-    "update-plans": ("true", 20),
 }
 
 
