@@ -13,6 +13,7 @@ from _ringcomm.values import MAX_OTHERS_PERCENT
 from ringcomm.screen import byte_count, counted, factor
 
 Record = dict[str, Any]
+Run = list[Record]  # one point: a record per backend, or one of a race
 Cell = Callable[[Record], str]
 # Of a printed table: headers that CELLS or a record's fields have, or a header with its cell.
 Columns = Sequence[str | tuple[str, Cell]]

@@ -25,10 +25,7 @@ from ringcomm.measure.timing import Timings
 GIT_TIMEOUT_S = 60.0
 # Columns of a table that is not written to a terminal.
 FILE_COLUMNS = 140
-TEXT_COLUMNS = (
-    *("op", "backend", "algorithm", "state", "quantity", "what", "found", "transport", "why"),
-    *("system", "tokens", "type", "mode", "redop"),
-)
+TEXT_COLUMNS = ("op", "backend", "algorithm", "state", "system", "type", "mode", "redop")
 
 
 def default_path(name: str) -> Path:
