@@ -75,6 +75,7 @@ test-gpu: check-python  ## run the GPU tests in each layout of ranks that this m
 LINT = status=0; \
     ruff check $(1) . || status=1; \
     ruff format -q $(2) . || status=1; \
+    python tools/check_tests.py || status=1; \
     find csrc kernels tests/cpp tests/emulator tests/ptx benchmarks/gpu -not -path '*/third_party/*' \
         '(' -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh' ')' -print0 \
         | xargs -0 clang-format $(3) || status=1; \
@@ -83,7 +84,7 @@ LINTED := $(PREPARE) --need lint --no-torch -- -c 'import os, sys; \
     os.environ["PATH"] = os.path.dirname(sys.executable) + ":" + os.environ["PATH"]; \
     os.execvp("sh", ["sh", "-c", os.environ["LINT_COMMAND"]])'
 lint: export LINT_COMMAND = $(call LINT,,--check,--dry-run -Werror -ferror-limit=1)
-lint: check-python  ## check the code with ruff and clang-format
+lint: check-python  ## check the code with ruff and clang-format, and that each test asserts something
 	@$(LINTED)
 
 format: export LINT_COMMAND = $(call LINT,--fix,,-i)

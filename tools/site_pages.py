@@ -33,7 +33,7 @@ import pair_tables  # noqa: E402
 
 from _ringcomm.command import PAGES  # noqa: E402
 
-# The data that takes torch to compute; tests/python/programs/test_show_docs.py writes it.
+# The data that takes torch to compute; tools/show_pictures.py writes it.
 MEMORY = ROOT / "docs" / "show" / "memory.json"
 SHOWN = sorted(PAGES.keys() - {"trace"})  # which is of a user's own file
 SHOW_ROW = re.compile(rf'<a id="({"|".join(SHOWN)})"></a>(`\1`)')
