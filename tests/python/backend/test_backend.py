@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from failures import TRANSPORTS, caught
 from ranks import in_ranks, init_group
-from test_errors import TRANSPORTS, caught
 
 import _ringcomm.autoload
 import ringcomm
@@ -45,7 +45,14 @@ def test_names_and_memory(rank: int) -> None:
     assert 0 < _C.mapped_bytes(backend) <= pairs * (8 << 20)
 
 
-@in_ranks(2, env={"RINGCOMM_ALGORITHM": "two_shot", "RINGCOMM_DETERMINISTIC": "rank_order"})
+@in_ranks(
+    2,
+    env={
+        "RINGCOMM_ALGORITHM": "two_shot",
+        "RINGCOMM_DETERMINISTIC": "rank_order",
+        "RINGCOMM_MAX_THREADS": "4",
+    },
+)
 def test_environment(rank: int) -> None:
     """It decides what options leave at their defaults, of groups too."""
     for options, algorithm in ((None, "two_shot"), (Options(algorithm="one_shot"), "one_shot")):
@@ -53,6 +60,7 @@ def test_environment(rank: int) -> None:
         dist.all_reduce(torch.ones(10), group=group)
         assert list(ringcomm.stats(group)) == [("all_reduce", algorithm)]
         assert "deterministic=rank_order" in backend_of(group).options.text
+    assert Options().with_environment().max_threads == 4
 
 
 # ---- counters

@@ -18,10 +18,9 @@ import machines
 import pytest
 import torch
 import torch.distributed as dist
+from failures import caught, timed
 from machines import limit_of_descriptors, limited, used_bytes
 from ranks import in_ranks, init_group, run_ranks
-from test_errors import caught
-from test_faults import timed
 
 import ringcomm
 from ringcomm.options import known_variables

@@ -18,8 +18,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import slow
+from failures import ENVS, caught
 from ranks import run_ranks
-from test_errors import ENVS, caught
 
 # Longer than a new record of a rank is doubted.
 LATE_S = 1.5

@@ -24,10 +24,10 @@ from typing import Any
 import machines
 import pytest
 from cases import quick, slow
+from failures import ENVS
 from hang_cases import CASES, Case
 from machines import Unavailable, comes_true
 from staged_hangs import Launcher, ask_on_host
-from test_errors import ENVS
 
 from _ringcomm import start as cli
 from ringcomm.measure import job

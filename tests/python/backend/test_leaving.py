@@ -23,10 +23,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import covering, slow
+from failures import TRANSPORTS, caught
 from machines import CLONE_NEWPID
 from rank_programs import run_program
 from ranks import in_ranks, init_group, run_ranks
-from test_errors import TRANSPORTS, caught
 
 from ringcomm import _C, message_backend
 

@@ -1,7 +1,7 @@
 """Ranks that die or become another program while a group is made.
 
 All share a machine and so watch each other's processes. At every step, without torch and Gloo:
-tests/cpp/test_deaths.cc; in calls: test_faults.py.
+tests/cpp/test_deaths.cc; in calls: test_failures.py.
 """
 
 from __future__ import annotations
@@ -9,16 +9,14 @@ from __future__ import annotations
 import datetime
 import fcntl
 import os
-import time
 from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+from failures import ENVS, SOON_S, end_process, kill_named, timed
 from ranks import in_ranks, init_group, run_ranks
-from test_errors import ENVS, caught
-from test_faults import SOON_S, end_process, interrupted, kill_named, timed
 
 
 class CountingStore(dist.Store):
@@ -145,30 +143,6 @@ def test_end_while_gloo_connects(rank: int, env: str, how: str, when: str, tmp_p
     error = timed(lambda: init_group(rank, 3, tmp_path / "store", 60))
     kill_named(error, str(tmp_path / "seen"), rank, 1)
     assert_death(error, 1)
-
-
-@in_ranks(2, env=ENVS["messages"], backend=None, fresh=True)
-@pytest.mark.parametrize("victim", [0, 1])
-def test_ctrl_c_while_gloo_connects(rank: int, victim: int, tmp_path: Path) -> None:
-    """Rank 1 is late for Gloo's connecting. The other rank learns who is interrupted."""
-
-    def make_late(*args: Any, **kwargs: Any) -> Any:
-        time.sleep(90)
-        raise OSError("too late")
-
-    if rank == 1:
-        dist.ProcessGroupGloo = make_late  # type: ignore[assignment,misc]
-    path = str(tmp_path / "store")
-    if rank == victim:
-        kind, seconds = interrupted(lambda: init_group(rank, 2, path, 120))
-        assert (kind, seconds < SOON_S) == ("KeyboardInterrupt", True)
-    else:
-        error = caught(init_group, rank, 2, path, 120)
-        assert error["type"] == "RingcommError", error
-        assert f"rank {victim} (pid " in error["text"], error
-        assert "interrupted by a signal while the group was made\n" in error["text"] + "\n", error
-    dist.FileStore(path + "-end", -1).set(str(rank), "")
-    dist.FileStore(path + "-end", -1).wait(["0", "1"])
 
 
 @in_ranks(3, ENVS, fresh=True, may_die=[1])

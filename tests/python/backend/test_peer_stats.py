@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from failures import TRANSPORTS
 from ranks import in_ranks
-from test_errors import TRANSPORTS
 
 import ringcomm
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import slow
+from failures import ENVS
 from ranks import run_ranks
-from test_errors import ENVS
 
 LIMIT = datetime.timedelta(seconds=30)
 

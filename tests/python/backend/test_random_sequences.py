@@ -204,9 +204,10 @@ def test_again(marks: str) -> None:
 def test_errors_are_found(kind: str, marks: str) -> None:
     """One element changed, or two ranks taken for each other."""
     # With factors that differ, so that the order of the ranks matters to reductions as well; of
-    # messages one, from rank 0.
+    # messages one, from rank 0; of operators all_gather.
     op = "premul_sum" if kind in REDUCTIONS else "sum"
-    case = Case((Call(kind, size=50, op=op, uneven=2 if kind == "messages" else 0),))
+    uneven = {"messages": 2, "operators": 3}.get(kind, 0)
+    case = Case((Call(kind, size=50, op=op, uneven=uneven),))
     check(case, marks)
     assert eval(repr(case), {"Case": Case, "Call": Call}) == case  # as a failure prints it
     if kind != "objects":

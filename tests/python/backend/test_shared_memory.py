@@ -22,8 +22,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from curves import DIM, NUM_OUTPUTS, train
+from failures import caught
 from ranks import in_ranks
-from test_errors import caught
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 

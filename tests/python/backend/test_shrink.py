@@ -23,9 +23,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import slow
+from failures import caught
 from machines import comes_true, limit_of_descriptors, limited
 from ranks import in_ranks
-from test_errors import caught
 
 import ringcomm
 from ringcomm.torch_names import backend_of, timeout_of

@@ -21,8 +21,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import quick, slow
+from failures import timed
 from ranks import hosts, run_ranks
-from test_faults import timed
 from test_message_deaths import CountingStore
 
 import ringcomm

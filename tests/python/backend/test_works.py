@@ -17,12 +17,12 @@ import oracle
 import pytest
 import torch
 import torch.distributed as dist
+from failures import TRANSPORTS, caught
 from machines import comes_true
 from ranks import in_ranks, run_ranks
 from sequence_calls import KINDS
 from sequences import run_calls
 from test_collectives import covering_calls
-from test_errors import TRANSPORTS, caught
 from torch import Tensor
 from torch.distributed._functional_collectives import allow_inflight_collective_as_graph_input_ctx
 
@@ -66,24 +66,6 @@ def test_a_block_frees_its_tensors_without_the_lock_of_the_group(rank: int) -> N
         call(torch.ones(1))
     assert len(asked) == 1
     backend._end_coalescing().wait()
-
-
-@in_ranks(2, TRANSPORTS)
-def test_groups_in_several_threads(rank: int) -> None:
-    """Synchronous calls; the ranks start their threads in opposite orders."""
-    groups = [dist.new_group(pg_options=Options(algorithm=name)) for name in ("two_shot", "ring")]
-    tensors = [torch.ones(50_000) for _ in groups]
-
-    def use(i: int) -> None:
-        for _ in range(10):
-            dist.all_reduce(tensors[i], group=groups[i])
-
-    threads = [threading.Thread(target=use, args=(i,)) for i in (rank, 1 - rank)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20.0)
-    assert all((tensor == 2.0**10).all() for tensor in tensors)
 
 
 @in_ranks(2, TRANSPORTS)
@@ -257,17 +239,6 @@ def test_as_gloo_the_beginning_is_written(rank: int) -> None:
     assert f"{4 * room + 4} bytes" in error["text"], error
 
 
-@in_ranks(2, TRANSPORTS, fresh=True)
-def test_otherwise_it_is_an_error_with_both_sizes(rank: int) -> None:
-    """https://github.com/pytorch/pytorch/issues/113376"""
-    if rank == 0:
-        dist.send(torch.ones(3), 1)
-    error = caught(dist.recv, torch.ones(1 if rank == 0 else 8), 1 - rank)
-    assert error["type"] == "MismatchError", error
-    assert "12 bytes" in error["text"], error
-    assert "receives 32" in error["text"], error
-
-
 # ---- transport "messages"
 
 
@@ -336,18 +307,6 @@ def test_works_of_compiled_programs_are_forgotten(rank: int) -> None:
         dist.all_reduce(x)
         torch.ops._c10d_functional.wait_tensor(x)
         assert (num_kept(), x.tolist()) == (0, [16.0] * 4)
-
-
-@in_ranks(2)
-def test_results_are_written_to_conjugate_views(rank: int) -> None:
-    """torch's dispatcher would hand over a copy."""
-    x = torch.full((2,), complex(1 + rank, 10 + rank)).conj()
-    dist.reduce(x, 0)
-    assert rank > 0 or x.tolist() == [3 - 21j] * 2
-    mine = torch.full((2,), complex(1, 1 + rank)).conj()
-    for shard in (torch.zeros(1, dtype=torch.cfloat).conj() for _ in range(2)):
-        dist.reduce_scatter_tensor(shard, mine)
-        assert shard.tolist() == [2 - 3j]
 
 
 @in_ranks(2, TRANSPORTS)
