@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
-import time
 import weakref
 from collections.abc import Callable
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,6 @@ from ranks import in_ranks
 
 import ringcomm
 from ringcomm import _C, CollectiveTimeoutError, MismatchError, Options, RingcommError, ops
-from ringcomm.torch_names import TORCH_VERSION
 
 # ---- calls that differ; each takes a group
 
@@ -351,74 +348,3 @@ def test_error_types() -> None:
     assert issubclass(CollectiveTimeoutError, TimeoutError)
     for kind in (ringcomm.PeerDiedError, MismatchError, CollectiveTimeoutError):
         assert issubclass(kind, RingcommError)
-
-
-# ---- the barrier that names missing ranks (that no rank leaves it early: sequences)
-
-SHORT = timedelta(milliseconds=300)
-
-
-@in_ranks(fresh=True)
-@pytest.mark.parametrize(
-    ("env", "missing", "waits_for_all", "is_late"),
-    [
-        ("aaaa", [1, 3], False, False),
-        ("aaaa", [1], False, True),
-        *((env, [1, 3], True, True) for env in ("aaaa", "----", "abab")),
-    ],
-)
-def test_missing_ranks(
-    rank: int, env: str, missing: list[int], waits_for_all: bool, is_late: bool
-) -> None:
-    """The error of the ranks that come, after which the group does all it did before.
-
-    One timeout for all ranks: https://github.com/pytorch/pytorch/pull/55010
-    """
-    group: Any = dist.group.WORLD
-    error: dict[str, Any] = {}
-    begin = time.monotonic()
-    if rank not in missing:
-        error = caught(lambda: ringcomm.monitored_barrier(group, SHORT, waits_for_all))
-    assert time.monotonic() - begin < 10  # the group's timeout is 30 s
-    dist.barrier()
-    if rank in missing and is_late:
-        error = caught(lambda: group.monitored_barrier(SHORT, waits_for_all))
-    if rank not in missing or is_late:
-        names = "ranks 1 and 3" if waits_for_all and rank == 0 else "rank 1"
-        words = f"monitored_barrier: {names} did not come within 300 ms"
-        assert (error["type"], error["rank"]) == ("CollectiveTimeoutError", 1), error
-        assert words in error["text"], error
-    tensor = torch.ones(5)
-    dist.all_reduce(tensor)
-    assert (tensor == 4).all()
-    if is_late:  # all have come to that one, and come to the next
-        ringcomm.monitored_barrier(group, timedelta(seconds=20))
-    received = torch.zeros(2)
-    if rank == 0:
-        dist.send(torch.ones(2), 1)
-    elif rank == 1:
-        dist.recv(received, 0)
-        assert (received == 1).all()
-
-
-@in_ranks(2, fresh=True, group_timeout_s=0.5)
-def test_rank_0_missing(rank: int) -> None:
-    """The others wait as long as the group's time-out says: it is rank 0 who knows."""
-    if rank == 1:
-        error = caught(lambda: ringcomm.monitored_barrier(None, timedelta(milliseconds=100)))
-        assert (error["type"], error["rank"]) == ("CollectiveTimeoutError", 0)
-        assert "monitored_barrier: rank 0 did not come within 500 ms" in error["text"]
-
-
-@in_ranks((1, 2))
-def test_arguments(rank: int) -> None:
-    group: Any = dist.group.WORLD
-    with pytest.raises(TypeError, match="timedelta"):
-        ringcomm.monitored_barrier(timeout=1.0)  # type: ignore[arg-type]
-    if TORCH_VERSION < (2, 14):
-        with pytest.raises(ValueError, match="GLOO"):
-            dist.monitored_barrier()
-    else:
-        dist.monitored_barrier()
-    group.monitored_barrier()
-    ringcomm.monitored_barrier(wait_all_ranks=True)

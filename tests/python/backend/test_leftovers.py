@@ -231,6 +231,7 @@ def store_of_its_own_process(rank: int, folder: Path) -> Iterator[dist.Store]:
     ],
 )
 def test_nothing_grows(rank: int, name: str, num_turns: int, tmp_path: Path) -> None:
+    """Memory did: https://github.com/pytorch/pytorch/issues/40400, and 107298."""
     make = {"init_process_group": make_default_group, "new_group": make_subgroup}[name]
     num_first = min(50, num_turns // 3)  # in which allocators and tables find their size
     with contextlib.ExitStack() as stack:

@@ -6,7 +6,6 @@ generation finds what the one before it has left. In the engine: tests/cpp/test_
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import quick, slow
-from failures import ENVS, caught, timed
+from failures import ENVS, caught
 from ranks import in_ranks, run_ranks
 from stores import LIMIT, FolderStore, OfANewObject, OfItself, WatchedStore, make_group
 
@@ -110,22 +109,6 @@ def test_after_ranks_that_failed_to_make_a_group(how: str, place: str) -> None:
     may_die = [0, 1] if how == "kill" else []
     run_ranks(2, fail_to_make_a_group, place, how, may_die=may_die, **NEW_RANKS)
     run_ranks(3, run_one, place, 3, 0, **NEW_RANKS)
-
-
-@in_ranks(3, {name: ENVS[name] for name in ("shm", "messages")}, may_die=[1], **NEW_RANKS)
-def test_a_death_before_a_rank_looked_is_named(rank: int, tmp_path: Path) -> None:
-    """Rank 1 comes and dies; the others look when it is dead."""
-    store = open_store(str(tmp_path / "store"))
-    if rank == 1:
-        store.set("pid", str(os.getpid()))
-        end_in(1.0)
-        make_group(store, rank, 3)
-    pid = int(store.get("pid"))
-    while Path(f"/proc/{pid}/exe").exists():
-        time.sleep(0.01)
-    error = timed(make_group, store, rank, 3)
-    assert (error["type"], error["rank"]) == ("PeerDiedError", 1), error
-    assert error["seconds"] < 20, error
 
 
 # ---- written in Python

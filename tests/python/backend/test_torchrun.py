@@ -1,6 +1,6 @@
 """Ranks that torchrun starts, and ranks on several hosts, made up by RINGCOMM_HOST_ID.
 
-Results over hosts: test_collectives.py, test_random_sequences.py; failures: test_faults.py.
+Results over hosts: test_collectives.py, test_random_sequences.py; failures: test_failures.py.
 """
 
 from __future__ import annotations

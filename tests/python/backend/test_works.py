@@ -165,44 +165,6 @@ def test_isend_never_blocks(rank: int) -> None:
         assert_receives(0, 2 << 20, tag=i)
 
 
-@in_ranks(3, TRANSPORTS)
-def test_sources_and_futures(rank: int) -> None:
-    """Who sent to any source; dst and src are global ranks, group_dst the group's."""
-    work: Any
-    if rank == 0:
-        work = dist.irecv(torch.zeros(3), None)
-        doubled = work.get_future().then(lambda future: future.value()[0] * 2).wait()
-        assert work._source_rank() == work.source_rank() == 1
-        assert doubled.tolist() == [2, 2, 2]
-        assert work.is_completed()
-    elif rank == 1:
-        work = dist.isend(torch.ones(3), 0)
-        work.get_future().wait()
-    group = dist.new_group([1, 2], backend="ringcomm")
-    if rank == 2:
-        dist.send(torch.tensor([7]), 1, group=group)
-        dist.send(torch.tensor([8]), group=group, group_dst=0)
-    elif rank == 1:
-        value = torch.tensor([0])
-        dist.recv(value, 2, group=group)
-        assert value.item() == 7
-        assert dist.recv(value, group=group) == 2
-        assert value.item() == 8
-    dist.barrier()
-
-
-@in_ranks(2, TRANSPORTS, fresh=True)
-def test_sends_without_wait_arrive(rank: int) -> None:
-    """While the sender is elsewhere, and when it destroys the group."""
-    for _ in range(5):
-        if rank == 0:
-            dist.isend(pattern(0, 0, 700_000), 1)
-        else:
-            assert_receives(0, 700_000)
-    time.sleep(0.05 * (rank == 0))
-    dist.destroy_process_group()
-
-
 # ---- a receive into a larger tensor than the message
 
 # In an envelope of a message or a slot of a link, and in several.
