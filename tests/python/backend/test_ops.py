@@ -15,7 +15,6 @@ from cases import slow
 from machines import comes_true
 from ranks import in_ranks
 from torch import Tensor
-from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -312,46 +311,6 @@ def test_views_and_parameters(rank: int) -> None:
     oracle.assert_equal(parameter.grad, torch.full((3,), 2.0))
     with pytest.raises(TypeError, match="cannot reduce Float8"):
         ops.all_reduce(torch.ones(2).to(torch.float8_e5m2))
-
-
-PythonGroup: Any = dist.ProcessGroup  # torch's stubs do not know that it can be subclassed
-
-
-class Forwarding(PythonGroup):
-    """A group written in Python, as wrappers of process groups are."""
-
-    def __init__(self, inner: dist.ProcessGroup) -> None:
-        super().__init__(inner.rank(), inner.size())
-        self.inner = inner
-
-    def allreduce(self, tensors: Any, opts: Any = None) -> Any:
-        return self.inner.allreduce(tensors, opts)
-
-    def broadcast(self, tensors: Any, opts: Any = None) -> Any:
-        return self.inner.broadcast(tensors, opts)
-
-    def _allgather_base(self, output: Any, tensor: Any, opts: Any = None) -> Any:
-        return self.inner._allgather_base(output, tensor, opts)
-
-
-@in_ranks(2, fresh=True)
-def test_a_group_in_python(rank: int) -> None:
-    """torch cannot hand "no work" from such a group to C++; the operators ask it for one."""
-    inner = dist.group.WORLD
-    assert inner is not None
-    forwarding = Forwarding(inner)
-    name: Any = "forwarding"
-    _register_process_group(name, forwarding)
-    try:
-        x = torch.full((3,), rank + 1.0)
-        oracle.assert_equal(_ops.all_reduce(x, "sum", "forwarding"), torch.full((3,), 3.0))
-        oracle.assert_equal(_ops.broadcast(x, 1, "forwarding"), torch.full((3,), 2.0))
-        options = dist.AllreduceOptions()
-        options.asyncOp = False
-        assert forwarding.allreduce([x], options) is None
-        oracle.assert_equal(x, torch.full((3,), 3.0))
-    finally:
-        _unregister_process_group(name)
 
 
 # ---- torch.compile
