@@ -153,6 +153,16 @@ def test_a_message_of_another_size(rank: int) -> None:
         dist.destroy_process_group(group)
 
 
+def call_of_dtype(op: str, rank: int, taken: torch.Tensor, own: torch.Tensor, group: Any) -> None:
+    if op == "all_gather":
+        dist.all_gather_into_tensor(taken, own[:64], group)
+    elif op == "broadcast":
+        dist.broadcast(own if rank == 1 else taken, 1, group)
+    else:
+        dist.all_to_all_single(taken, own, group=group)
+    dist.barrier(group)
+
+
 @in_ranks(3, ENVS)
 def test_another_dtype_of_the_same_size_is_not_written(rank: int) -> None:
     """What fits an envelope comes with its header, which is compared first."""
@@ -160,12 +170,7 @@ def test_another_dtype_of_the_same_size_is_not_written(rank: int) -> None:
         group: Any = dist.new_group(backend="ringcomm")
         dtype = f32 if rank == 1 else i32
         own, taken = (torch.full((3 * 64,), value, dtype=dtype) for value in (9, 5))
-        calls: dict[str, Call] = {
-            "all_gather": lambda g, y=taken, x=own: dist.all_gather_into_tensor(y, x[:64], g),
-            "broadcast": lambda g, y=taken, x=own: dist.broadcast(x if rank == 1 else y, 1, g),
-            "all_to_all": lambda g, y=taken, x=own: dist.all_to_all_single(y, x, group=g),
-        }
-        error = caught(lambda call=calls[op], g=group: (call(g), dist.barrier(g)))
+        error = caught(call_of_dtype, op, rank, taken, own, group)
         assert error["type"] == "MismatchError", error
         parts = taken.split(64)
         others = (0, 2) if rank == 1 else (0, 1, 2) if op == "broadcast" else (1,)

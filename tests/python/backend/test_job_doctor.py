@@ -231,7 +231,7 @@ def test_what_is_no_job_is_refused_in_one_line() -> None:
 
 def as_another_user(call: Callable[[], object], hidepid: str) -> str:
     """What a call raises in a process of user nobody, for whom /proc hides others' processes."""
-    ours, theirs = os.pipe()
+    answers = machines.Answers()
 
     def become_nobody() -> None:
         try:
@@ -244,14 +244,12 @@ def as_another_user(call: Callable[[], object], hidepid: str) -> str:
             os.setuid(65534)
             call()
         except BaseException as error:
-            os.write(theirs, f"{type(error).__name__}: {error}".encode())
+            answers.say(f"{type(error).__name__}: {error}")
 
     pid = machines.run_in_child(LIMIT_S, become_nobody)
-    os.close(theirs)
-    with open(ours, encoding="utf-8") as said:  # to the end of the process
-        text = said.read()
+    (text,) = answers.read(1, LIMIT_S)
     os.waitpid(pid, 0)
-    return text
+    return str(text)
 
 
 OF_ANOTHER_USER = "process {} belongs to another user: run this as that user, or as root"

@@ -6,7 +6,6 @@ generation finds what the one before it has left. In the engine: tests/cpp/test_
 
 from __future__ import annotations
 
-import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import quick, slow
-from failures import ENVS, caught
+from failures import ENVS
 from ranks import in_ranks, run_ranks
 from stores import LIMIT, FolderStore, OfANewObject, OfItself, WatchedStore, make_group
 
@@ -87,28 +86,6 @@ def test_processes_that_live_on(env: str, sizes: list[int], late: int, place: st
 def test_new_processes(sizes: tuple[int, int], late: int, place: str) -> None:
     for generation, size in enumerate(sizes):
         run_ranks(size, run_one, place, size, late if generation else -1, **NEW_RANKS)
-
-
-def end_in(seconds: float) -> None:
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-
-
-def fail_to_make_a_group(rank: int, place: str, how: str) -> None:
-    """Rank 2 never comes. The others wait for it too long, or are killed while they wait."""
-    store = open_store(place)
-    if how == "kill":
-        end_in(1.0)
-        make_group(store, rank, 3)
-    assert caught(make_group, store, rank, 3, 1.0)["type"] == "CollectiveTimeoutError"
-
-
-@pytest.mark.parametrize("how", ["late", slow("kill")])
-def test_after_ranks_that_failed_to_make_a_group(how: str, place: str) -> None:
-    """The rank that had not come is the first of the new processes."""
-    may_die = [0, 1] if how == "kill" else []
-    run_ranks(2, fail_to_make_a_group, place, how, may_die=may_die, **NEW_RANKS)
-    run_ranks(3, run_one, place, 3, 0, **NEW_RANKS)
 
 
 # ---- written in Python
