@@ -25,7 +25,7 @@ import torch.distributed as dist
 from calls import CALLS, Random
 from cases import quick, slow
 from failures import ENVS, TRANSPORTS
-from oracle import OPS, num_threads
+from oracle import num_threads
 from ranks import in_ranks, init_group, run_ranks
 from sequence_calls import COLLECTIVES, KINDS, REDUCTIONS
 from sequence_side import MOVED, REDUCED, Call, ops_of
@@ -174,32 +174,7 @@ def test_worlds_and_placements(rank: int, env: str) -> None:
     assert wrong == []
 
 
-def at_level(rank: int) -> str:
-    assert run_calls(covering_calls("all_reduce")) == []
-    return str(ringcomm._C.simd_level())
-
-
-def test_instruction_sets() -> None:
-    """A rank of each that this processor has; all of them share their sums."""
-    found = Path("/proc/cpuinfo").read_text()
-    flags = {"baseline": "", "avx2": " avx2 ", "avx512": " avx512bw "}
-    levels = [level for level, flag in flags.items() if flag in found]
-    env = [{"RINGCOMM_SIMD": level} for level in levels]
-    assert run_ranks(len(levels), at_level, env=env) == levels
-
-
 # ---- values
-
-
-@in_ranks(2)
-def test_nan_of_any_rank_arrives(rank: int) -> None:
-    for dtype, holder, op in itertools.product(oracle.FLOATS, range(2), ("min", "max", "sum")):
-        tensor = torch.full((40,), float(rank + 1), dtype=dtype)
-        if rank == holder:
-            tensor[::3] = float("nan")
-        dist.all_reduce(tensor, OPS[op])
-        assert tensor[::3].isnan().all()
-        assert not tensor[1::3].isnan().any()
 
 
 @in_ranks(2)

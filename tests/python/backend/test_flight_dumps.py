@@ -24,7 +24,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import slow
-from machines import comes_true
 from ranks import in_ranks, run_ranks
 from staged_hangs import LIMIT_S, Launcher
 
@@ -56,10 +55,6 @@ def trace_of(folder: Path, path: Path) -> tuple[Any, list[dict[str, Any]], list[
 
 def calls_of(process: dict[str, Any]) -> list[tuple[str, int, str]]:
     return [(call["op"], call["seq"], call["state"]) for call in process["calls"]]
-
-
-def await_files(*paths: Path) -> None:
-    assert comes_true(lambda: all(path.exists() for path in paths), LIMIT_S), paths
 
 
 def said_by_analyser(rank: int, folder: Path) -> str:
