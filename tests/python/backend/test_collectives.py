@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import os
 import random
-import subprocess
 import sys
 import threading
 from dataclasses import replace
@@ -26,6 +25,7 @@ from calls import CALLS, Random
 from cases import quick, slow
 from failures import ENVS, TRANSPORTS
 from oracle import num_threads
+from rank_programs import run_command
 from ranks import in_ranks, init_group, run_ranks
 from sequence_calls import COLLECTIVES, KINDS, REDUCTIONS
 from sequence_side import MOVED, REDUCED, Call, ops_of
@@ -331,6 +331,6 @@ def test_a_rank_that_was_forked_when_torch_had_its_threads(
     max_threads: str, tmp_path: Path
 ) -> None:
     """As in a notebook: https://github.com/pytorch/pytorch/issues/17199."""
-    env = {**os.environ, "RINGCOMM_MAX_THREADS": max_threads, "OMP_NUM_THREADS": "2"}
-    command = [sys.executable, "-c", FORKED, str(tmp_path / "store")]
-    subprocess.run(command, env=env, timeout=100, check=True)
+    env = {"RINGCOMM_MAX_THREADS": max_threads, "OMP_NUM_THREADS": "2"}
+    done = run_command(sys.executable, "-c", FORKED, tmp_path / "store", env=env)
+    assert done.returncode == 0, done.stderr

@@ -13,7 +13,6 @@ import os
 import pickle
 import re
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -24,6 +23,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import slow
+from rank_programs import run_command
 from ranks import in_ranks, run_ranks
 from staged_hangs import LIMIT_S, Launcher
 
@@ -206,14 +206,8 @@ def launcher() -> Iterator[Launcher]:
 def test_the_doctor_dumps_ranks_that_cannot(launcher: Launcher, tmp_path: Path, case: str) -> None:
     folder = tmp_path / "dumps"
     with launcher.job(case, tmp_path, 3) as pids:
-        command = [sys.executable, "-m", "ringcomm", "doctor", "--job", str(pids[0])]
-        done = subprocess.run(
-            [*command, "--dump", str(folder)],
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
-            check=False,
-        )
+        command = (sys.executable, "-m", "ringcomm", "doctor", "--job", pids[0], "--dump", folder)
+        done = run_command(*command, timeout_s=LIMIT_S)
         assert done.returncode == 0, done.stderr
         assert "rank 2 is the cause" in done.stdout
     assert {path.name for path in folder.iterdir()} == {f"rank{rank}" for rank in range(3)}

@@ -26,6 +26,7 @@ from cases import quick, slow
 from failures import ENVS
 from hang_cases import CASES, Case
 from machines import Unavailable, comes_true
+from rank_programs import run_command
 from staged_hangs import Launcher, ask_on_host
 
 from _ringcomm import start as cli
@@ -181,13 +182,7 @@ def test_the_command_reads_the_job_of_a_launcher(
 ) -> None:
     with launcher.job("computes", tmp_path, 2):
         words = ["doctor", "--job", str(launcher.pid)]
-        found = subprocess.run(
-            [sys.executable, "-m", "ringcomm", *words],
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
-            check=True,
-        )
+        found = run_command(sys.executable, "-m", "ringcomm", *words, timeout_s=LIMIT_S)
         assert "rank 1 is the cause" in found.stdout
         assert "asked 2 ranks in " in found.stdout
         assert cli.run([*words, "--json"]) == 0

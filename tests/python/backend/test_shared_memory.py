@@ -10,7 +10,6 @@ import io
 import itertools
 import os
 import pickle
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ import torch
 import torch.distributed as dist
 from curves import DIM, NUM_OUTPUTS, train
 from machines import comes_true
+from rank_programs import run_command
 from ranks import in_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -219,7 +219,7 @@ def test_pages_are_taken_early_where_they_may_be_refused(tmp_path: Path, policy:
     mount = f"mount --bind {tmp_path}/policy /proc/sys/vm/overcommit_memory"
     shell = f"{mount} || exit 77; exec {sys.executable} {tmp_path}/program.py"
     command = ["unshare", "--mount", "--map-root-user", "sh", "-c", shell]
-    done = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True, timeout=120)
+    done = run_command(*command)
     if done.returncode == 77 or (done.returncode == 1 and not done.stdout):
         pytest.skip("this user may not make namespaces")
     assert done.returncode == 0
