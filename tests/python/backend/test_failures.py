@@ -38,6 +38,7 @@ SMALL, MIDDLE, LARGE = 5, 20_000, 300_001  # elements of a rank's share
 # By name: the ranks' environment, and whether they use memory that peers map.
 WAYS: dict[str, tuple[Any, bool]] = {
     **{name: (env, False) for name, env in ENVS.items()},
+    **{f"{name}, large": (env, False) for name, env in ENVS.items() if name != "shm"},
     "shm, ring": ({"RINGCOMM_ALGORITHM": "ring"}, False),
     "shm, in place": (None, True),
     "shm, threads": ({"RINGCOMM_MAX_THREADS": "3"}, False),
@@ -94,7 +95,10 @@ def calls_of(way: str, how: str) -> list[tuple[str, int]]:
         sends = list(SENDS) if way == "shm" else ["send_60_kib", "isend"]
         return [(name, SMALL) for name in (*FEW, *(sends if how != "own abort" else []))]
     waits = [*WAITS, *SENDS] if how == "kill" else ["recv", "recv_any"]
-    return [*product(CALLS, (SMALL, LARGE)), *((name, 0) for name in waits)]
+    sizes: tuple[int, ...] = (SMALL, LARGE) if way.startswith("shm") else (SMALL,)
+    if "large" in way:
+        sizes, waits = (LARGE,), []
+    return [*product(CALLS, sizes), *((name, 0) for name in waits)]
 
 
 def lose(rank: int, how: str, is_shared: bool, keys: list[tuple[str, int]], path: str) -> Found:
@@ -166,7 +170,9 @@ KINDS = {"late": "CollectiveTimeoutError", "abort": "RingcommError", "own abort"
         *product(("shm, in place",), ("kill", "late")),
         *product(("shm", "shm, ring", "messages"), ("dies in the middle",)),
         *product(("shm, threads", "shm, ring, threads"), ("dies in the middle",)),
-        *(slow(*each) for each in product(("shm, ring",), ("kill", "late"))),
+        ("hosts, large", "kill"),
+        slow("hosts, large", "late"),
+        *(slow(*each) for each in product(("shm, ring", "messages, large"), ("kill", "late"))),
         *(slow(*each) for each in product(("shm, in place", "hosts"), ("dies in the middle",))),
     ],
 )
@@ -293,7 +299,9 @@ def mismatch(rank: int, is_refused: bool, is_shared: bool) -> dict[str, tuple[st
     return found
 
 
-@pytest.mark.parametrize("way", quick([*WAYS][:5], "shm", "shm, in place"))
+@pytest.mark.parametrize(
+    "way", quick([*ENVS, "shm, ring", "shm, in place"], "shm", "shm, in place")
+)
 def test_a_mismatch_over_shared_memory_has_written_nothing(way: str) -> None:
     """Over messages it may be found in the middle of a call, as a death, or in the next call."""
     env, is_shared = WAYS[way]
