@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch.distributed as dist
 from failures import end_process
@@ -22,15 +22,16 @@ Watcher = Callable[[str, list[str], Any], None]
 class WatchedStore(dist.Store):
     """Another store, of which a watcher hears, also of what its clones do."""
 
+    _kept: ClassVar[list[WatchedStore]] = []  # for C++, which holds no Python object
+
     def __init__(self, store: Any, watcher: Watcher) -> None:
         super().__init__()
         self._store = store
         self._watcher = watcher
-        self._clones: list[WatchedStore] = []  # for C++, which holds no Python object
+        self._kept.append(self)
 
     def clone(self) -> Any:
-        self._clones.append(WatchedStore(self._store.clone(), self._watcher))
-        return self._clones[-1]
+        return WatchedStore(self._store.clone(), self._watcher)
 
     def _call(self, name: str, keys: list[str], *args: Any) -> Any:
         result = getattr(self._store, name)(*args)

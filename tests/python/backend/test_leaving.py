@@ -143,17 +143,20 @@ def test_an_exception_that_destroys_the_group_is_told(rank: int) -> None:
 
 # A rank whose main thread ends in an exception, and whose other thread keeps its process.
 KEPT = """
-import sys, threading
+import datetime, sys, threading
 import torch
 import torch.distributed as dist
 from ranks import init_group
+from ringcomm.torch_names import backend_of, set_timeout
 
 rank = int(sys.argv[1])
-init_group(rank, 2, sys.argv[2], 5)
+init_group(rank, 2, sys.argv[2], 100)
+backend = backend_of(dist.group.WORLD, torch.device("cpu"))
 dist.barrier()
 if rank == 1:
     threading.Thread(target=sys.stdin.readline).start()
     raise ValueError("row 7")
+set_timeout(backend.options, datetime.timedelta(seconds=2))
 try:
     dist.barrier()
 except Exception as error:
