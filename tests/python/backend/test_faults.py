@@ -209,15 +209,15 @@ HANDLERS: dict[str, tuple[signal.Signals, Any, type[BaseException]]] = {
     "destroys": (signal.SIGTERM, destroy, ringcomm.RingcommError),
     "destroys and exits": (signal.SIGTERM, destroy_and_exit, SystemExit),
 }
-WAITS: dict[str, Callable[[], Any]] = {
-    "all_reduce": lambda: dist.all_reduce(torch.ones(10)),
-    "barrier": dist.barrier,
-    "operator": lambda: ops.all_reduce(torch.ones(10)),
-    "wait": lambda: asynchronous(None).wait(),
-    "recv": lambda: dist.recv(torch.ones(10), 1),
-    "send": lambda: dist.send(torch.ones(10_000_000), 1),
+WAITS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "all_reduce": dist.all_reduce,
+    "barrier": lambda x: dist.barrier(),
+    "operator": ops.all_reduce,
+    "wait": lambda x: asynchronous(None).wait(),
+    "recv": lambda x: dist.recv(x, 1),
+    "send": lambda x: dist.send(x, 1),
     # Waits for what was started, here unmatched calls.
-    "destroy": dist.destroy_process_group,
+    "destroy": lambda x: dist.destroy_process_group(),
 }
 PLACES = ("aa", "--")
 DESTROYING = itertools.product(("destroys", "destroys and exits"), [*WAITS][:-1], PLACES)
@@ -248,7 +248,7 @@ def test_a_signal_ends_a_wait(rank: int, how: str, what: str, env: str) -> None:
         store.wait(["interrupted"])
         # Rank 0 may have published its part before it gave up: then the first call succeeds.
         same = WAITS["barrier" if what == "barrier" else "all_reduce"]
-        error = [caught(same) for _ in range(2)][1]
+        error = [caught(same, torch.ones(10)) for _ in range(2)][1]
         assert error["type"] in ("RingcommError", "PeerDiedError"), error
         assert "rank 0 (pid" in error["text"], error
         return
@@ -257,14 +257,16 @@ def test_a_signal_ends_a_wait(rank: int, how: str, what: str, env: str) -> None:
         asynchronous(None)
     number, handler, kind = HANDLERS[how]
     signal.signal(number, handler)
-    threading.Timer(0.3, os.kill, (os.getpid(), number)).start()
+    # Made before: between the begin of a send and its wait, to destroy the group would wait for it.
+    given = torch.ones(10_000_000 if what == "send" else 10)
+    threading.Timer(0.5, os.kill, (os.getpid(), number)).start()
     begin = time.monotonic()
     with pytest.raises(kind):
-        WAITS[what]()
+        WAITS[what](given)
     store.set("interrupted", "yes")
     assert time.monotonic() - begin < 2 * SOON_S  # of the group's 30
     if how in ("ctrl-c", "raises") and what != "destroy":
-        assert caught(WAITS["all_reduce"])["type"] == "RingcommError"
+        assert caught(dist.all_reduce, torch.ones(10))["type"] == "RingcommError"
 
 
 def make_late(*_: Any, **__: Any) -> Any:
