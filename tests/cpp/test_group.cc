@@ -320,6 +320,7 @@ TEST_CASE("different numbers of ranks are a mismatch that says both") {
 }
 
 // Reported at https://github.com/pytorch/pytorch/issues/130102, where such groups are connected.
+// https://github.com/pytorch/pytorch/issues/130102
 TEST_CASE("groups of other ranks under one name are a mismatch that says both") {
   MemoryStore store;
   run_threads(2, [&](int rank) {

@@ -234,6 +234,8 @@ TEST_CASE("hostile: another user at the name of a bootstrap is refused") {
   ::close(ends[0]);
 }
 
+// Reported of other programs whose sockets have such names:
+// https://github.com/golang/vulndb/issues/1306, https://github.com/systemd/systemd/issues/37963
 TEST_CASE("hostile: another user gets nothing from a bootstrap") {
   if (!is_root()) return;
   Bootstrap& bootstrap = Bootstrap::instance();
@@ -578,7 +580,8 @@ TEST_CASE("a bootstrap that is out of descriptors says so at once") {
   CHECK(status == 0);
 }
 
-// In a user namespace without a map, as of a container without root, all users look like 65534.
+// In a user namespace without a map, as of a container without root, all users look like 65534:
+// https://github.com/DeusData/codebase-memory-mcp/issues/2103
 TEST_CASE("hostile: a user that the container does not know is not taken for its own") {
   if (!is_root()) return;
   int to_parent[2] = {}, to_child[2] = {};

@@ -9,7 +9,6 @@ set, and the first, the third and all calls.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import itertools
@@ -25,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from machines import read_lines, run_in_child
+from machines import Answers, kill_children, run_in_child
 from ranks import hosts, init_group
 
 import ringcomm
@@ -96,28 +95,50 @@ class Fault:
 # ---- a rank
 
 
-def use(rank: int, world_size: int) -> None:
-    """Makes calls of all kinds; raises AssertionError for a wrong result."""
-    for num_elems in (256, 1 << 19):
-        tensor = torch.ones(num_elems)
+def use_everything(rank: int, world_size: int, may_lack_memory: bool = False) -> Iterator[str]:
+    """Makes calls of all kinds; names each step before it is made.
+
+    Raises AssertionError for a wrong result.
+    """
+    small, large = torch.ones(256), torch.ones(1 << 20)
+
+    def assert_all(tensor: torch.Tensor, value: float) -> None:
+        assert [float(end) for end in tensor.aminmax()] == [value, value], "WRONG result"
+
+    for tensor in (small, large):
+        yield f"all_reduce of {tensor.nbytes} bytes"
         dist.all_reduce(tensor)
-        assert bool((tensor == world_size).all()), "WRONG sum"
-        if rank == 0:
-            dist.send(tensor, 1)
-        elif rank == 1:
-            dist.recv(tensor.zero_(), 0)
-            assert bool((tensor == world_size).all()), "WRONG message"
-    work: Any = dist.all_reduce(tensor.fill_(1), async_op=True)
+        assert_all(tensor, world_size)
+    for tensor in (small, large):
+        yield f"send and recv of {tensor.nbytes} bytes"
+        for sender in range(world_size):
+            receiver = (sender + 1) % world_size
+            if rank == sender:
+                dist.send(tensor.fill_(sender), receiver)
+            elif rank == receiver:
+                dist.recv(tensor, sender)
+                assert_all(tensor, sender)
+    yield "asynchronous all_reduce"
+    work: Any = dist.all_reduce(small.fill_(1), async_op=True)
     work.wait()
+    assert_all(small, world_size)
+    yield "empty_shared"
     try:
-        shared = ringcomm.empty_shared(1 << 16).fill_(1)
-    except torch.OutOfMemoryError:  # of this rank alone, which goes on without
-        shared = torch.ones(1 << 16)
+        shared = ringcomm.empty_shared(1 << 20).fill_(1)
+    except torch.OutOfMemoryError:
+        if not may_lack_memory:
+            raise
+        shared = torch.ones(1 << 20)  # this rank goes on without
     dist.all_reduce(shared)
+    assert_all(shared, world_size)
+
+
+def use(rank: int, world_size: int) -> None:
+    for _ in use_everything(rank, world_size, may_lack_memory=True):
+        pass
     dist.barrier()  # a rank that failed says so in this group, and not in the next one
     group = dist.new_group(list(range(world_size)))
-    dist.all_reduce(shared, group=group)
-    assert bool((shared == world_size**2).all()), "WRONG sum of shared buffers"
+    dist.all_reduce(torch.ones(1 << 16), group=group)
     if rank == 0:
         time.sleep(0.05)  # the others wait long enough to sleep
     dist.barrier()
@@ -156,12 +177,11 @@ def run_rank(rank: int, fault: Fault, store: str) -> dict[str, Any]:
 # ---- the ranks of a case
 
 
-def answer(rank: int, fault: Fault, folder: str, answers: int) -> None:
+def answer(rank: int, fault: Fault, folder: str, answers: Answers) -> None:
     log = os.open(f"{folder}/log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    said = run_rank(rank, fault, f"{folder}/store")
-    os.write(answers, json.dumps([rank, said]).encode() + b"\n")
+    answers.say([rank, run_rank(rank, fault, f"{folder}/store")])
     if fault.lives_on:
         signal.pause()
 
@@ -171,18 +191,11 @@ def run_case(fault: Fault) -> tuple[list[dict[str, Any] | None], str]:
     world_size = len(TRANSPORTS[fault.transport])
     found: list[dict[str, Any] | None] = [None] * world_size
     with tempfile.TemporaryDirectory(prefix="ringcomm-failing-") as folder:
-        reader, writer = os.pipe()
-        rest = (fault, folder, writer)
+        rest = (fault, folder, answers := Answers())
         pids = [run_in_child(int(LIMIT_S) + 5, answer, r, *rest) for r in range(world_size)]
-        os.close(writer)
-        lines = read_lines(reader, world_size, LIMIT_S)
-        os.close(reader)
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-        for rank, said in map(json.loads, lines):
+        for rank, said in answers.read(world_size, LIMIT_S):
             found[rank] = said
+        kill_children(pids)
         with open(f"{folder}/log", errors="replace") as log:
             return found, log.read()
 

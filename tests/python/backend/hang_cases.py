@@ -66,7 +66,6 @@ class Case:
     body: Callable[[Job], None]
     cause: int | None
     words: tuple[str, ...]
-    about: str = ""  # in the table of staged_hangs.py; others are not in it
     settle_s: float = 1.0  # until all ranks have come to where they wait
 
     def is_right(self, report: dict[str, Any]) -> bool:
@@ -96,17 +95,13 @@ def hangs(cause: int | None, *words: str, **more: Any) -> Callable[[Any], Any]:
 # ---- the cases
 
 
-@hangs(7, "", "is stopped", "kill -CONT", about="a stopped rank")
+@hangs(7, "", "is stopped", "kill -CONT")
 def stopped(job: Job) -> None:
     if job.is_last:
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
-@hangs(
-    5,
-    *("", "it is in all_reduce #0 of group 2", "while ranks 0, 1", "has left out a call"),
-    about="a rank that leaves out a call",
-)
+@hangs(5, "", "it is in all_reduce #0 of group 2", "while ranks 0, 1", "has left out a call")
 def skips(job: Job) -> None:
     job.call(job.groups[1] if job.rank == 5 else None)
 
@@ -125,11 +120,7 @@ def other_call(job: Job) -> None:
     wait_for_a_thread()
 
 
-@hangs(
-    5,
-    *("", "it is in all_reduce #0 of group 2", "another order"),
-    about="a rank that calls two groups in another order",
-)
+@hangs(5, "", "it is in all_reduce #0 of group 2", "another order")
 def other_order(job: Job) -> None:
     one, two = job.groups
     for group in (two, one) if job.rank == 5 else (one, two):
@@ -143,11 +134,7 @@ def two_orders(job: Job) -> None:
         job.call(group)
 
 
-@hangs(
-    5,
-    *(FAILED, "all_reduce #1", "rank 5 (pid ", "died"),
-    about="a rank that died, while the others caught the error",
-)
+@hangs(5, FAILED, "all_reduce #1", "rank 5 (pid ", "died")
 def dies(job: Job) -> None:
     if job.rank == 5:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -161,11 +148,7 @@ def dies_unseen(job: Job) -> None:
     wait_for_a_thread()
 
 
-@hangs(
-    None,
-    *("ranks wait for each other", "rank 3 waits for 4 in", "rank 7 waits for 0 in"),
-    about="groups that wait for each other",
-)
+@hangs(None, "ranks wait for each other", "rank 3 waits for 4 in", "rank 7 waits for 0 in")
 def circle(job: Job) -> None:
     """Rank i is in groups i, with rank i + 1, and i - 1, and calls its own first."""
     pairs = [dist.new_group([each, (each + 1) % job.world_size]) for each in range(job.world_size)]
@@ -182,18 +165,14 @@ class SlowData(torch.utils.data.Dataset[int]):
         return index
 
 
-@hangs(7, "", "in the data loader", about="a rank in its data loader")
+@hangs(7, "", "in the data loader")
 def loader(job: Job) -> None:
     if job.is_last:
         options: dict[str, Any] = {"num_workers": 1, "worker_init_fn": die_with_parent}
         next(iter(torch.utils.data.DataLoader(SlowData(), **options)))
 
 
-@hangs(
-    0,
-    *("", "it is in send with tag 7", "for which rank 1 has no recv"),
-    about="a send without a receive",
-)
+@hangs(0, "", "it is in send with tag 7", "for which rank 1 has no recv")
 def send(job: Job) -> None:
     if job.rank == 0:
         dist.send(torch.ones(1 << 24), 1, tag=7)
@@ -205,7 +184,7 @@ def recv(job: Job) -> None:
         dist.recv(job.tensor, 1, tag=7)
 
 
-@hangs(7, FAILED, "has destroyed the group", "all_reduce #1", about="a rank that left the group")
+@hangs(7, FAILED, "has destroyed the group", "all_reduce #1")
 def leaves(job: Job) -> None:
     if job.is_last:
         dist.destroy_process_group()
@@ -221,11 +200,7 @@ def exits(job: Job) -> None:
     job.linger()
 
 
-@hangs(
-    7,
-    *("", "(evaluate)", ", since all_reduce #4", "waits for it in all_reduce #5"),
-    about="a rank with one batch less",
-)
+@hangs(7, "", "(evaluate)", ", since all_reduce #4", "waits for it in all_reduce #5")
 def uneven(job: Job) -> None:
     for _ in range(4 if job.is_last else 5):
         job.call()
@@ -240,9 +215,7 @@ def uneven_then_barrier(job: Job) -> None:
     dist.barrier(job.groups[0])
 
 
-@hangs(
-    7, "no hang: every rank makes calls; rank 7 is slow", about="a slow rank: no hang", settle_s=2.0
-)
+@hangs(7, "no hang: every rank makes calls; rank 7 is slow", settle_s=2.0)
 def slow(job: Job, step_s: float = 0.1) -> None:
     begin = time.monotonic()
     while time.monotonic() < begin + HANG_S:
@@ -269,7 +242,7 @@ def computes(job: Job) -> None:
         compute(HANG_S)
 
 
-@hangs(7, "", "holds_the_GIL", about="a rank in an extension that holds the GIL")
+@hangs(7, "", "holds_the_GIL")
 def holds_the_GIL(job: Job) -> None:  # noqa: N802
     """In a deadlock of its own: a mutex that it has locked, which no signal interrupts."""
     mutex = ctypes.create_string_buffer(64)
@@ -281,7 +254,6 @@ def holds_the_GIL(job: Job) -> None:  # noqa: N802
     4,
     "ranks 4, 5, 6 and 7 are the cause: they do not answer",
     *("another host", "waits in all_reduce #1"),
-    about="a host that is gone",
 )
 def host_gone(job: Job) -> None:
     """The second half of the ranks is on host b, which freezes."""

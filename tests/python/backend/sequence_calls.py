@@ -11,11 +11,13 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from sequence_side import Expectation, Side, fill
 from torch import Tensor
 
 import ringcomm
+from ringcomm import ops
 
 # ---- collectives; each returns what is to be waited for: a work, several, or None
 
@@ -39,10 +41,19 @@ def broadcast(s: Side) -> Any:
     return dist.broadcast(tensor, s.members[s.root], group=s.group, async_op=s.is_async)
 
 
+def slots(s: Side, sizes: list[int], is_in_place: bool) -> list[Tensor]:
+    """For each rank's share; in place, this rank's has what it gives."""
+    return [
+        s.tensor(s.value(r, size) if is_in_place and r == s.rank else size, s.model(r, size))
+        for r, size in enumerate(sizes)
+    ]
+
+
 def all_gather(s: Side) -> Any:
-    sizes = s.sizes()
-    outputs = [s.tensor(size, s.model(r, size)) for r, size in enumerate(sizes)]
-    return dist.all_gather(outputs, s.own(sizes[s.rank]), group=s.group, async_op=s.is_async)
+    sizes, is_in_place = s.sizes(), s.in_place()
+    outputs = slots(s, sizes, is_in_place)
+    given = outputs[s.rank] if is_in_place else s.own(sizes[s.rank])
+    return dist.all_gather(outputs, given, group=s.group, async_op=s.is_async)
 
 
 def all_gather_into_tensor(s: Side) -> Any:
@@ -60,9 +71,13 @@ def all_gather_into_tensor(s: Side) -> Any:
 
 
 def reduce_scatter(s: Side) -> Any:
-    sizes = s.sizes()
-    output = s.tensor(sizes[s.rank], s.reduced(sizes[s.rank], s.rank))
-    inputs = [s.tensor(s.value(s.rank, size, slot)) for slot, size in enumerate(sizes)]
+    sizes, is_in_place = s.sizes(), s.in_place()
+    result = s.reduced(sizes[s.rank], s.rank)
+    inputs = [
+        s.tensor(s.value(s.rank, size, r), result if is_in_place and r == s.rank else None)
+        for r, size in enumerate(sizes)
+    ]
+    output = inputs[s.rank] if is_in_place else s.tensor(sizes[s.rank], result)
     return dist.reduce_scatter(output, inputs, s.reduce_op, group=s.group, async_op=s.is_async)
 
 
@@ -85,18 +100,26 @@ def reduce_scatter_tensor(s: Side) -> Any:
 
 def all_to_all(s: Side) -> Any:
     rows = [s.sizes(row) for row in range(s.n)]
-    outputs = [s.tensor(rows[r][s.rank], s.model(r, rows[r][s.rank], s.rank)) for r in range(s.n)]
-    inputs = [s.tensor(s.value(s.rank, size, r)) for r, size in enumerate(rows[s.rank])]
+    given = [s.value(s.rank, size, r) for r, size in enumerate(rows[s.rank])]
+    taken = [s.model(r, rows[r][s.rank], s.rank) for r in range(s.n)]
+    if s.call.uneven == 0 and s.in_place():
+        inputs = outputs = [s.tensor(*pair) for pair in zip(given, taken, strict=True)]
+    else:
+        outputs = [s.tensor(len(values), values) for values in taken]
+        inputs = [s.tensor(values) for values in given]
     return dist.all_to_all(outputs, inputs, group=s.group, async_op=s.is_async)
 
 
 def all_to_all_single(s: Side) -> Any:
     rows = [s.sizes(row) for row in range(s.n)]
     splits = [rows[r][s.rank] for r in range(s.n)]
-    expected = [s.model(r, size, s.rank) for r, size in enumerate(splits)]
-    given = [s.value(s.rank, size, r) for r, size in enumerate(rows[s.rank])]
-    output = s.tensor(sum(splits), np.concatenate(expected), is_flat=True)
-    source = s.tensor(np.concatenate(given), is_flat=True)
+    taken = np.concatenate([s.model(r, size, s.rank) for r, size in enumerate(splits)])
+    given = np.concatenate([s.value(s.rank, size, r) for r, size in enumerate(rows[s.rank])])
+    if s.call.uneven == 0 and s.in_place():
+        source = output = s.tensor(given, taken)
+    else:
+        output = s.tensor(sum(splits), taken, is_flat=True)
+        source = s.tensor(given, is_flat=True)
     # Ranks may say that their splits are even or leave it out.
     is_told = s.call.uneven > 0 or s.rank % 2 == 0
     told = (splits, rows[s.rank]) if is_told else (None, None)
@@ -104,20 +127,21 @@ def all_to_all_single(s: Side) -> Any:
 
 
 def gather(s: Side) -> Any:
-    sizes = s.sizes()
-    outputs = None
-    if s.is_root:
-        outputs = [s.tensor(size, s.model(r, size)) for r, size in enumerate(sizes)]
-    own, root = s.own(sizes[s.rank]), s.members[s.root]
-    return dist.gather(own, outputs, root, group=s.group, async_op=s.is_async)
+    sizes, is_in_place = s.sizes(), s.in_place()
+    outputs = slots(s, sizes, is_in_place) if s.is_root else None
+    own = outputs[s.rank] if outputs and is_in_place else s.own(sizes[s.rank])
+    return dist.gather(own, outputs, s.members[s.root], group=s.group, async_op=s.is_async)
 
 
 def scatter(s: Side) -> Any:
-    sizes = s.sizes()
+    sizes, is_in_place = s.sizes(), s.in_place()
+    given = [s.value(s.root, size, r) for r, size in enumerate(sizes)]
+    result = s.model(s.root, sizes[s.rank], s.rank)
     inputs = None
     if s.is_root:
-        inputs = [s.tensor(s.value(s.root, size, r)) for r, size in enumerate(sizes)]
-    output = s.tensor(sizes[s.rank], s.model(s.root, sizes[s.rank], s.rank))
+        results = [result if is_in_place and r == s.rank else None for r in range(s.n)]
+        inputs = [s.tensor(*pair) for pair in zip(given, results, strict=True)]
+    output = inputs[s.rank] if inputs and is_in_place else s.tensor(sizes[s.rank], result)
     return dist.scatter(output, inputs, s.members[s.root], group=s.group, async_op=s.is_async)
 
 
@@ -143,6 +167,38 @@ def coalesced(s: Side) -> Any:
             s.call = replace(s.call, size=size)
             collective(s)
     return manager if is_async else None
+
+
+def operators(s: Side) -> None:
+    """ringcomm.ops, which return new tensors or write `out`; always synchronous."""
+    if s.call.op == "premul_sum":  # which torch.distributed has alone
+        s.call = replace(s.call, op="sum")
+    op, size, form = s.call.op, s.call.size, s.call.uneven % 6
+    whole = s.n * size
+    with torch.no_grad():
+        if form == 0:
+            given = s.tensor(s.value(s.rank, size), is_flat=True)
+            s.returned(ops.all_reduce(given, op, s.group), s.reduced(size))
+        elif form == 1:
+            is_in_place = s.in_place()
+            result = s.reduced(size)
+            given = s.tensor(s.value(s.rank, size), result if is_in_place else None, is_flat=True)
+            out = given if is_in_place else s.tensor(size, result, is_flat=True)
+            s.expect(ops.all_reduce(given, op, s.group, out=out) is out, "another tensor")
+        elif form == 2:
+            mine = slice(s.rank * size, (s.rank + 1) * size)
+            given = s.tensor(s.value(s.rank, whole), is_flat=True)
+            s.returned(ops.reduce_scatter(given, op, s.group), s.reduced(whole)[mine])
+        else:
+            given = s.tensor(s.value(s.rank, size), is_flat=True)
+            if form == 3:
+                gathered = np.concatenate([s.model(r, size) for r in range(s.n)])
+                s.returned(ops.all_gather(given, s.group), gathered)
+            elif form == 4:
+                s.returned(ops.broadcast(given, s.root, s.group), s.model(s.root, size))
+            else:
+                total = s.reduced(size) * (1 if s.is_root else 0)
+                s.returned(ops.reduce(given, s.root, op, s.group), total)
 
 
 # ---- messages
@@ -274,6 +330,8 @@ _COLLECTIVES = (
     *(reduce_scatter, reduce, gather, scatter, all_to_all, all_to_all_single, barrier),
 )
 COLLECTIVES: dict[str, Callable[[Side], Any]] = {each.__name__: each for each in _COLLECTIVES}
-_OTHERS = (coalesced, messages, send_and_receive, from_any_source, objects)
+_OTHERS = (coalesced, operators, messages, send_and_receive, from_any_source, objects)
 KINDS = COLLECTIVES | {each.__name__: each for each in _OTHERS}
-REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor", "coalesced")
+REDUCTIONS = (
+    *("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor", "coalesced", "operators"),
+)

@@ -31,6 +31,9 @@ MOVED = (*REDUCED, "float8_e5m2", "float8_e4m3fn")
 NUMBER_OPS = ("sum", "avg", "max", "min", "product", "premul_sum")
 BIT_OPS = ("band", "bor", "bxor")
 
+# What a tensor is besides a plain one.
+MAKES = ("", "", "parameter", "inference", "subclass", "lazy clone")
+
 # Small enough for products of four and for float8; never 0, which would hide a product's errors.
 _TABLE = np.random.default_rng(3).choice(np.array([-2, -1, 1, 2], dtype=np.int8), 3 << 20)
 _FUNCTIONS = {
@@ -98,6 +101,10 @@ def _layout(name: str, base: Tensor, num_elems: int) -> Tensor:
     return base[:num_elems]
 
 
+class Sub(Tensor):
+    """A subclass whose operators are torch's."""
+
+
 @dataclass
 class Side:
     """A rank's side of a call.
@@ -123,6 +130,8 @@ class Side:
     expectations: list[Expectation] = field(default_factory=list)
     complaints: list[str] = field(default_factory=list)
     checks: list[Callable[[], None]] = field(default_factory=list)
+    # Of lazy clones: what they share memory with until one is written.
+    origins: list[Expectation] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         call = self.call
@@ -205,24 +214,46 @@ class Side:
         Its layout and its memory are drawn; it has one dimension where `is_flat`.
         """
         num_elems = given if isinstance(given, int) else len(given)
-        layout = "plain"
+        layout, make = "plain", ""
         if self.has_layouts:
             choices = ["plain", "offset", "strided", *([] if is_flat else ["transposed"])]
             layout = self.own_random.choice(choices)
+            make = self.own_random.choice(MAKES) if self.device == CPU else ""
         length = 2 * num_elems + 2 if layout == "strided" else num_elems + 2 * (layout == "offset")
-        if self.own_random.random() < self.shared_share and self.device == CPU:
-            base = ringcomm.empty_shared(length, dtype=self.dtype)
-        else:
-            base = torch.empty(length, dtype=self.dtype, device=self.device)
-        base.copy_(torch.tensor(1))
-        view = _layout(layout, base, num_elems)
-        if not isinstance(given, int):
-            fill(view, given)
+        is_shared = self.own_random.random() < self.shared_share and self.device == CPU
+        with torch.inference_mode(make == "inference"):
+            if is_shared:
+                base = ringcomm.empty_shared(length, dtype=self.dtype)
+            else:
+                base = torch.empty(length, dtype=self.dtype, device=self.device)
+            base.copy_(torch.tensor(1))
+            if not isinstance(given, int):
+                fill(_layout(layout, base, num_elems), given)
         after = base.to(CPU, copy=True)
+        if make == "lazy clone" and length > 0 and not is_shared:
+            self.origins.append(Expectation(base, base.clone()))
+            base = torch._lazy_clone(base)
         if expected is not None:
             fill(_layout(layout, after, num_elems), expected)
         self.expectations.append(Expectation(base, after))
-        return view
+        view = _layout(layout, base, num_elems)
+        if make == "parameter":
+            return torch.nn.Parameter(view, view.is_floating_point() or view.is_complex())
+        return view.as_subclass(Sub) if make == "subclass" else view
+
+    def in_place(self) -> bool:
+        """Whether outputs are inputs too: contiguous ones, on CPUs."""
+        if self.is_in_place and self.device == CPU:
+            self.has_layouts = False
+            return True
+        return False
+
+    def returned(self, result: Tensor, expected: Array) -> None:
+        """A new tensor, of one dimension."""
+        after = torch.empty(len(expected), dtype=self.dtype)
+        fill(after, expected)
+        self.expect(result.shape == after.shape, f"shape {result.shape}")
+        self.expectations.append(Expectation(result.as_subclass(Tensor).contiguous(), after))
 
     def own(self, num_elems: int) -> Tensor:
         return self.tensor(self.value(self.rank, num_elems))
@@ -234,7 +265,12 @@ class Side:
         """
         for check in self.checks:
             check()
-        for idx, tensor in enumerate(self.expectations):
+        with torch.inference_mode():
+            self._compare()
+        return self.complaints
+
+    def _compare(self) -> None:
+        for idx, tensor in enumerate(self.expectations + self.origins):
             actual = _bytes_of(tensor.base.to(CPU, copy=True))
             expected = _bytes_of(tensor.expected)
             tensor.base.view(torch.uint8).fill_(85)
@@ -246,7 +282,6 @@ class Side:
                 f"tensor {idx}, {len(tensor.base)} elements: wrong from {first} to {where[-1]}, "
                 f"{_element(actual, first, tensor.base)} instead of {tensor.expected[first].item()}"
             )
-        return self.complaints
 
     def spoil(self) -> None:
         """Changes one element of what is expected, in every tensor that has any."""

@@ -1,8 +1,4 @@
-"""Starts the jobs of hang_cases.py, for test_job_doctor.py and for a table.
-
-    python tests/python/backend/staged_hangs.py
-
-asks the doctor many times about each hang, and prints how often it was right and how long it took.
+"""Starts the jobs of hang_cases.py.
 
 A launcher imports torch once and forks the ranks of one job after another. A job on two hosts is
 in two PID namespaces, and the doctor runs in the first.
@@ -10,7 +6,6 @@ in two PID namespaces, and the doctor runs in the first.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import datetime
 import json
@@ -18,7 +13,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -147,7 +141,7 @@ class Launcher:
     """The launcher's other end."""
 
     def __init__(self) -> None:
-        command = [sys.executable, __file__, "--serve"]
+        command = [sys.executable, __file__]
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
             command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -213,52 +207,5 @@ def ask_on_host(folder: Path, number: int = 0) -> dict[str, Any]:
     return dict(json.loads(answer.read_text()))
 
 
-# ---- the table
-
-
-def measure(num_asks: int) -> None:
-    """Prints the doctor's times for each hang."""
-    import numpy as np
-    from hang_cases import CASES
-
-    from ringcomm.measure import job
-    from ringcomm.measure.machine import identity
-
-    launcher = Launcher()
-    load = os.getloadavg()[0]
-    try:
-        for name, case in CASES.items():
-            if not case.about:
-                continue
-            are_hosts = name == "host gone"
-            with tempfile.TemporaryDirectory() as path:
-                folder = Path(path)
-                options: dict[str, Any] = {"are_hosts": are_hosts, "settle_s": case.settle_s}
-                with launcher.job(name, folder, **options) as pids:
-                    reports = [
-                        ask_on_host(folder, number) if are_hosts else job.examine(pids[0])
-                        for number in range(num_asks)
-                    ]
-            times = np.percentile([report["took_s"] for report in reports], [50, 99])
-            num_right = sum(case.is_right(report) for report in reports)
-            cause = "–" if case.cause is None else f"rank {case.cause}"
-            found = f"{num_right} of {num_asks} right, p50 {times[0]:.2f} s, p99 {times[1]:.2f} s"
-            print(f"{case.about} ({cause}): {found}", flush=True)
-    finally:
-        launcher.close()
-    machine, day = identity(), datetime.datetime.now(datetime.timezone.utc)
-    print(f"8 ranks on {machine['cores']} cores of {machine['cpu']}, load {load:.0f}, {day:%F}")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--asks", type=int, default=20, help="questions for each hang")
-    options = parser.parse_args()
-    if options.serve:
-        serve()
-    measure(options.asks)
-
-
 if __name__ == "__main__":
-    main()
+    serve()

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import importlib.metadata
 import io
-import os
 import re
-import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 from cases import slow
+from rank_programs import run_command
 
 from ringcomm import as_gloo
 from ringcomm.options import timeout_of
@@ -126,20 +125,13 @@ def test_programs(is_found: bool, cases: list[tuple[str | None, ...]], tmp_path:
     program = PROGRAM.format(
         register="pass" if is_found else BY_HAND, folder=str(tmp_path), cases=cases
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=tmp_path if is_found else ROOT,
-        env={
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "RINGCOMM_AS_GLOO": str(cases[0][1]),  # which torch's search for backends sees
-            "TORCH_DEVICE_BACKEND_AUTOLOAD": str(int(is_found)),
-        },
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    env = {
+        "OMP_NUM_THREADS": "1",
+        "RINGCOMM_AS_GLOO": str(cases[0][1]),  # which torch's search for backends sees
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": str(int(is_found)),
+    }
+    folder = tmp_path if is_found else ROOT
+    done = run_command(sys.executable, "-c", program, cwd=folder, env=env)
     assert done.stdout == "fine\n", done.stderr
     said = done.stderr.count("ringcomm serves the CPU tensors of groups that ask for gloo")
     # By rank 0 of each case that ringcomm serves.
@@ -209,7 +201,12 @@ assert [os.wait()[1] for _ in range({world_size})] == [0] * {world_size}
     ids=["rank 1", "rank 0", "keys of an earlier group"],
 )
 def test_the_variable_on_some_ranks_only(
-    world_size: int, other: int, is_old: bool, timeout_s: int, tmp_path: Path
+    world_size: int,
+    other: int,
+    is_old: bool,
+    timeout_s: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """https://github.com/ray-project/ray/issues/2260 and
     https://github.com/open-mpi/ompi/issues/4877
@@ -217,10 +214,10 @@ def test_the_variable_on_some_ranks_only(
     fields = {"other": other, "is_old": is_old, "timeout_s": timeout_s}
     program = MIXED.format(folder=str(tmp_path), world_size=world_size, **fields)
     (tmp_path / "store").touch()
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    environment.pop("RINGCOMM_AS_GLOO", None)
-    command = [sys.executable, "-c", program]
-    subprocess.run(command, cwd=ROOT, env=environment, timeout=120, check=True)
+    monkeypatch.delenv("RINGCOMM_AS_GLOO", raising=False)
+    env = {"OMP_NUM_THREADS": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    done = run_command(sys.executable, "-c", program, cwd=ROOT, env=env)
+    assert done.returncode == 0, done.stderr
     words = f"rank {other} made a Gloo group instead, unless an earlier one has left its keys"
     for rank in set(range(world_size)) - {other}:
         said, _, error = (tmp_path / f"log{rank}").read_text().partition("ERROR ")

@@ -11,11 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import oracle
 import pytest
 import torch
 import torch.distributed as dist
+from failures import TRANSPORTS, caught
 from ranks import in_ranks, init_group
-from test_errors import TRANSPORTS, caught
+from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
 
 import _ringcomm.autoload
 import ringcomm
@@ -45,7 +47,14 @@ def test_names_and_memory(rank: int) -> None:
     assert 0 < _C.mapped_bytes(backend) <= pairs * (8 << 20)
 
 
-@in_ranks(2, env={"RINGCOMM_ALGORITHM": "two_shot", "RINGCOMM_DETERMINISTIC": "rank_order"})
+@in_ranks(
+    2,
+    env={
+        "RINGCOMM_ALGORITHM": "two_shot",
+        "RINGCOMM_DETERMINISTIC": "rank_order",
+        "RINGCOMM_MAX_THREADS": "4",
+    },
+)
 def test_environment(rank: int) -> None:
     """It decides what options leave at their defaults, of groups too."""
     for options, algorithm in ((None, "two_shot"), (Options(algorithm="one_shot"), "one_shot")):
@@ -53,6 +62,7 @@ def test_environment(rank: int) -> None:
         dist.all_reduce(torch.ones(10), group=group)
         assert list(ringcomm.stats(group)) == [("all_reduce", algorithm)]
         assert "deterministic=rank_order" in backend_of(group).options.text
+    assert Options().with_environment().max_threads == 4
 
 
 # ---- counters
@@ -244,6 +254,50 @@ def test_ways_to_make_groups(rank: int) -> None:
         assert sum_of(local, rank) == 4
         dist.destroy_process_group(local)
     assert sum_of(None, rank) == 6
+
+
+# ---- a group in Python
+
+PythonGroup: Any = dist.ProcessGroup  # torch's stubs do not know that it can be subclassed
+
+
+class Forwarding(PythonGroup):
+    """A group written in Python, as wrappers of process groups are."""
+
+    def __init__(self, inner: dist.ProcessGroup) -> None:
+        super().__init__(inner.rank(), inner.size())
+        self.inner = inner
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> Any:
+        return self.inner.allreduce(tensors, opts)
+
+    def broadcast(self, tensors: Any, opts: Any = None) -> Any:
+        return self.inner.broadcast(tensors, opts)
+
+    def _allgather_base(self, output: Any, tensor: Any, opts: Any = None) -> Any:
+        return self.inner._allgather_base(output, tensor, opts)
+
+
+@in_ranks(2, fresh=True)
+def test_a_group_in_python(rank: int) -> None:
+    """torch cannot hand "no work" from such a group to C++; the operators ask it for one."""
+    inner = dist.group.WORLD
+    assert inner is not None
+    forwarding = Forwarding(inner)
+    name: Any = "forwarding"
+    _register_process_group(name, forwarding)
+    try:
+        x = torch.full((3,), rank + 1.0)
+        oracle.assert_equal(
+            torch.ops.ringcomm.all_reduce(x, "sum", "forwarding"), torch.full((3,), 3.0)
+        )
+        oracle.assert_equal(torch.ops.ringcomm.broadcast(x, 1, "forwarding"), torch.full((3,), 2.0))
+        options = dist.AllreduceOptions()
+        options.asyncOp = False
+        assert forwarding.allreduce([x], options) is None
+        oracle.assert_equal(x, torch.full((3,), 3.0))
+    finally:
+        _unregister_process_group(name)
 
 
 # ---- what one sees of it: TORCH_DISTRIBUTED_DEBUG=DETAIL, the profiler's events

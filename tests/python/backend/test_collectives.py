@@ -1,15 +1,17 @@
-"""Every operation with every type and reduction over each transport; what is special of tensors.
+"""Every operation with every type and reduction over each transport, against exact arithmetic.
 
-A table covers operations, types and reductions with sizes at which paths change, groups, layouts
-and roots. Its calls and their model are in sequence_calls.py and sequence_side.py; combinations of
-more are drawn in test_random_sequences.py.
+A table covers operations, types and reductions with sizes at which paths change, groups, layouts,
+kinds of tensors and roots. Its calls and their model are in sequence_calls.py and sequence_side.py;
+Gloo gives what the model says. Combinations of more are drawn in test_random_sequences.py.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
 import random
-from collections.abc import Callable
+import sys
+import threading
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -19,14 +21,15 @@ import oracle
 import pytest
 import torch
 import torch.distributed as dist
-from cases import quick
-from oracle import OPS
-from ranks import in_ranks, run_ranks
+from calls import CALLS, Random
+from cases import quick, slow
+from failures import ENVS, TRANSPORTS
+from oracle import num_threads
+from rank_programs import run_command
+from ranks import in_ranks, init_group, run_ranks
 from sequence_calls import COLLECTIVES, KINDS, REDUCTIONS
 from sequence_side import MOVED, REDUCED, Call, ops_of
 from sequences import FAMILY, POOLS, WAIT_S, WORLD, Case, make_marks, run_calls, run_cases
-from test_errors import ENVS
-from torch import Tensor
 
 import ringcomm
 from ringcomm import Options
@@ -79,9 +82,73 @@ def covering_calls(kind: str) -> list[Call]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("pool", POOLS)
 def test_every_operation_and_type(pool: str, kind: str, marks: str) -> None:
-    """All of them in shared memory; over messages a share, for reductions are the same code."""
+    """All of them in shared memory; over messages a share, for reductions are the same code.
+
+    Among them is what others got wrong: a reduce_scatter of a transposed tensor
+    (https://github.com/pytorch/pytorch/issues/128066), a broadcast of a column that wrote its
+    neighbours (https://github.com/pytorch/pytorch/issues/192920), ranks that send nothing in an
+    all_to_all (https://github.com/pytorch/pytorch/issues/146468), and one in place
+    (https://github.com/NVIDIA/nccl-tests/issues/357), which Gloo gets wrong.
+    """
     stride = 1 if pool == "shm" or kind not in REDUCTIONS else 4
     check_calls(pool, covering_calls(kind)[list(POOLS).index(pool) :: stride], marks)
+
+
+# The data of an envelope, in a send and in a collective; and what has a tag of its size.
+SEND_EAGER, EAGER, SIZED = 4080, 1 << 16, 1 << 20
+AT_LIMITS = [
+    Call(kind, dtype="uint8", size=limit + more, uneven=uneven)
+    for kind in ("all_to_all", "all_gather", "all_reduce", "broadcast", "send_and_receive")
+    for limit in (0, 1, SEND_EAGER, EAGER, SIZED)
+    for more, uneven in ((0, 0), (1, 0), (0, 5), (0, 6))
+]
+
+
+@in_ranks(3, {name: env for name, env in ENVS.items() if name != "shm"})
+def test_messages_at_a_limit(rank: int) -> None:
+    """What an envelope carries and one byte more, of shares that are empty or a byte apart.
+
+    Gloo ended processes where two ranks of an alltoallv were a few bytes apart
+    (https://github.com/pytorch/gloo/issues/334), and in an all_gather of nothing
+    (https://github.com/pytorch/pytorch/issues/85234).
+    """
+    assert run_calls(AT_LIMITS) == []
+
+
+# What Gloo has.
+GLOO_TYPES = ("float32", "float64", "float16", "bfloat16", "int8", "uint8", "int32", "int64")
+GLOO_OPS = ("sum", "product", "min", "max")
+
+
+@in_ranks(4, backend="gloo")
+def test_gloo_gives_what_the_model_says(rank: int) -> None:
+    """Of contiguous tensors and equal shares, none of which is empty."""
+    kinds = KINDS.keys() - {"reduce", "all_to_all", "barrier", "coalesced", "operators"}
+    calls = [
+        replace(call, uneven=0, variety=0, size=min(1 + call.size, 20_000))
+        for kind in sorted(kinds)
+        for call in covering_calls(kind)[::3]
+        if call.dtype in GLOO_TYPES and call.op in GLOO_OPS
+    ]
+    assert len(calls) > 40
+    assert run_calls(calls) == []
+
+
+@in_ranks(3, backend=None, fresh=True)
+def test_below_torchs_checks(rank: int, tmp_path: Path) -> None:
+    """TORCH_DISTRIBUTED_DEBUG=DETAIL."""
+    dist.set_debug_level(dist.DebugLevel.DETAIL)  # the variable is read when torch is imported
+    init_group(rank, 3, tmp_path / "store")
+    kinds = [kind for kind in COLLECTIVES if kind != "barrier"]
+    calls = [call for kind in kinds for call in covering_calls(kind)[::9]]
+    assert run_calls([replace(call, uneven=0, variety=0) for call in calls]) == []
+
+
+@pytest.mark.parametrize("pool", POOLS)
+def test_a_call_behind_an_asynchronous_one(pool: str, marks: str) -> None:
+    """It finds another one in the queue, and comes after it."""
+    large = Call("all_reduce", size=300_000, wait=2)
+    check_calls(pool, [each for kind in KINDS for each in (large, Call(kind, size=2))], marks)
 
 
 # ---- other worlds
@@ -107,32 +174,7 @@ def test_worlds_and_placements(rank: int, env: str) -> None:
     assert wrong == []
 
 
-def at_level(rank: int) -> str:
-    assert run_calls(covering_calls("all_reduce")) == []
-    return str(ringcomm._C.simd_level())
-
-
-def test_instruction_sets() -> None:
-    """A rank of each that this processor has; all of them share their sums."""
-    found = Path("/proc/cpuinfo").read_text()
-    flags = {"baseline": "", "avx2": " avx2 ", "avx512": " avx512bw "}
-    levels = [level for level, flag in flags.items() if flag in found]
-    env = [{"RINGCOMM_SIMD": level} for level in levels]
-    assert run_ranks(len(levels), at_level, env=env) == levels
-
-
 # ---- values
-
-
-@in_ranks(2)
-def test_nan_of_any_rank_arrives(rank: int) -> None:
-    for dtype, holder, op in itertools.product(oracle.FLOATS, range(2), ("min", "max", "sum")):
-        tensor = torch.full((40,), float(rank + 1), dtype=dtype)
-        if rank == holder:
-            tensor[::3] = float("nan")
-        dist.all_reduce(tensor, OPS[op])
-        assert tensor[::3].isnan().all()
-        assert not tensor[1::3].isnan().any()
 
 
 @in_ranks(2)
@@ -207,259 +249,88 @@ def test_a_ring_has_another_order(rank: int) -> None:
         assert ringcomm.stats(group)["all_reduce", algorithm]["sent_bytes"] == 6000
 
 
-# ---- tensors
+# ---- threads of a rank
+
+NUM_THREADS = 3
+
+
+@in_ranks(3)
+@pytest.mark.parametrize("algorithm", ["auto", "ring"])
+def test_results_have_the_same_bits_with_any_number_of_threads(rank: int, algorithm: Any) -> None:
+    names = list(CALLS) if algorithm == "auto" else ["all_reduce", "fused update, momentum"]
+    groups = [
+        dist.new_group(pg_options=Options(max_threads=number, algorithm=algorithm))
+        for number in range(1, NUM_THREADS + 1)
+    ]
+    with num_threads(NUM_THREADS):
+        for name, num_elems in itertools.product(names, (70_001, 1_000_003)):
+            found = []
+            for group in groups:
+                tensors = Random(rank)
+                result = CALLS[name](tensors, num_elems, group)
+                own = [oracle.bits(result)] if isinstance(result, torch.Tensor) else []
+                found.append(tensors.bits() + own)
+            assert found == [found[0]] * NUM_THREADS, (name, num_elems)
 
 
 @in_ranks(2)
-def test_parameters_and_views(rank: int) -> None:
-    """Parameters of any layout, inference mode.
-
-    (Conjugates themselves are refused by torch.distributed.)
-    """
-    for is_async in (False, True):
-        for memory_format in (torch.contiguous_format, torch.channels_last):
-            weight = torch.full((2, 3, 4, 5), float(rank)).to(memory_format=memory_format)
-            parameter = torch.nn.Parameter(weight)
-            work = dist.broadcast(parameter, 1, async_op=is_async)
-            assert work is None or work.wait()
-            assert (parameter == 1).all()
-            assert parameter.is_leaf
-            assert parameter.stride() == weight.stride()
-        with torch.inference_mode():
-            tensor = torch.ones(4, 6).t()
-            work = dist.all_reduce(tensor, async_op=is_async)
-            assert work is None or work.wait()
-            assert (tensor == 2).all()
+def test_a_rank_that_pins_itself_later_is_right(rank: int) -> None:
+    """The threads of its team keep their cores; its own are one."""
+    allowed = os.sched_getaffinity(0)
+    try:
+        with num_threads(NUM_THREADS):
+            os.sched_setaffinity(0, {min(allowed)})
+            assert run_calls([Call("all_reduce", size=1 << 20)]) == []
+    finally:
+        os.sched_setaffinity(0, allowed)
 
 
-@in_ranks(2)
-def test_views_with_a_negative_bit_are_refused(rank: int) -> None:
-    """torch's dispatcher would hand a backend copies, and drop what it writes there."""
-    view, plain = torch.tensor([1 + 2j, 3 - 1j]).conj().imag, torch.zeros(2)
-    for call in (
-        lambda: dist.all_reduce(view),
-        lambda: dist.broadcast(view, rank),
-        lambda: dist.all_gather([plain, view], plain),
-        lambda: dist.all_gather_into_tensor(torch.zeros(4), view),
-        lambda: dist.send(view, 1 - rank),
-        lambda: dist.recv(view, 1 - rank),
-    ):
-        with pytest.raises(NotImplementedError, match=r"negative bit.*resolve_neg"):
-            call()
-    value = torch.tensor([-2.0, 1.0])
-    oracle.assert_equal(view.resolve_neg(), value)
-    dist.all_reduce(value)
-    oracle.assert_equal(value, torch.tensor([-4.0, 2.0]))
+@in_ranks(2, {**TRANSPORTS})
+def test_groups_in_several_threads(rank: int) -> None:
+    """Synchronous calls; the ranks start their threads in opposite orders."""
+    options = (Options(algorithm="two_shot"), Options(algorithm="ring"), Options())
+    groups = [dist.new_group(pg_options=each) for each in options]
+    kinds = [kind for kind in COLLECTIVES if kind != "barrier"]
+    calls = [Call(kind, size=size) for kind in kinds for size in (3, 50_000)] * 5
+    wrong: list[str] = []
+
+    def use(group: Any) -> None:
+        wrong.extend(run_calls(calls, group=group))
+        wrong.append("the end")
+
+    threads = [threading.Thread(target=use, args=(group,)) for group in groups[:: 1 - 2 * rank]]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert wrong == ["the end"] * len(groups)
 
 
-@in_ranks(2)
-def test_coalesced_blocks(rank: int) -> None:
-    """The work of a block: done when all are, with all results; an exception leaves no block."""
-    backend: Any = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
-    with pytest.raises(ValueError, match="without startCoalescing"):
-        backend._end_coalescing()
-    tensors = [torch.full((n,), rank + 1.0) for n in (2, 70_000)]
-    backend._start_coalescing()
-    dist.broadcast(tensors[0], 1, async_op=True)
-    dist.reduce(tensors[1], 0, async_op=True)
-    work = backend._end_coalescing()
-    future = work.get_future()
-    future.wait()
-    assert work.is_completed()
-    assert work.is_success()
-    assert len(future.value()) == 2
-    for result, value in zip(work.result(), (2.0, 3.0 if rank == 0 else 2.0), strict=True):
-        assert (result == value).all()
-    backend._start_coalescing()
-    dist.barrier()
-    backend._start_coalescing()
-    assert backend._end_coalescing().result() == []
-    with dist._coalescing_manager(device=torch.device("cpu"), async_ops=True) as manager:
-        received = torch.zeros(1000)
-        dist.isend(torch.full((1000,), float(rank)), 1 - rank)
-        dist.irecv(received, 1 - rank)
-    manager.wait()
-    assert (received == 1 - rank).all()
-    values = [torch.full((3,), float(rank)), torch.full((2, 2), rank + 10.0)]
-    lists = [[torch.empty_like(value) for value in values] for _ in range(2)]
-    dist.all_gather_coalesced(lists, values)
-    assert [[part.max().item() for part in of_rank] for of_rank in lists] == [[0, 10], [1, 11]]
-    with pytest.raises(ValueError, match="all_gather_coalesced"):
-        dist.all_gather_coalesced(lists[1:], values)
+FORKED = """
+import datetime, os, sys
+import numpy as np, torch, torch.distributed as dist
+
+torch.set_num_threads(2)
+torch.ones(10_000_000).add_(1)  # torch has its threads now
+rank = int(os.fork() == 0)
+store = dist.FileStore(sys.argv[1], 2)
+dist.init_process_group("ringcomm", store=store, rank=rank, world_size=2,
+                        timeout=datetime.timedelta(seconds=20))
+for n in (1000, 100_000, 1_000_000):
+    x = np.full(n, rank + 1.0, dtype=np.float32)
+    dist.all_reduce(torch.from_numpy(x))
+    assert x.min() == x.max() == 3
+dist.destroy_process_group()
+if rank == 0:
+    assert os.wait()[1] == 0
+"""
 
 
-# ---- sparse tensors
-
-ROWS, COLUMNS = 50, 3
-# How many entries each rank has: nobody, somebody or everybody; shares are padded to the largest.
-COUNTS = {1: [[6]], 2: [[0, 0], [7, 0], [30, 30]], 4: [[5, 0, 90, 2]]}
-
-
-def entries(rank: int, num_entries: int, dtype: torch.dtype) -> Tensor:
-    """Small whole numbers at places of which some are there twice; not coalesced."""
-    generator = torch.Generator().manual_seed(rank)
-    places = torch.randint(0, ROWS, (1, num_entries), generator=generator)
-    numbers = torch.randint(0, 9, (num_entries, COLUMNS), generator=generator)
-    return torch.sparse_coo_tensor(places, numbers.to(dtype), (ROWS, COLUMNS))
-
-
-@in_ranks(tuple(COUNTS))
-@pytest.mark.parametrize("is_async", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
-def test_sum(rank: int, dtype: torch.dtype, is_async: bool) -> None:
-    for counts in COUNTS[dist.get_world_size()]:
-        all_entries = [entries(r, count, dtype) for r, count in enumerate(counts)]
-        total = torch.stack([own.to_dense().double() for own in all_entries]).sum(0)
-        tensor = all_entries[rank].clone()
-        ahead, behind = torch.ones(5), torch.ones(7)
-        works = [dist.all_reduce(each, async_op=is_async) for each in (ahead, tensor, behind)]
-        for work in works:
-            if work is not None:
-                work.wait()
-        assert ahead.eq(len(counts)).all()
-        assert behind.eq(len(counts)).all()
-        assert tensor.is_coalesced()
-        assert tensor.dtype == dtype
-        assert torch.equal(tensor.to_dense().double(), total)
-
-
-@in_ranks(2)
-def test_sparse_dimensions_and_reductions(rank: int) -> None:
-    """Several sparse dimensions; another reduction is refused, and nothing was exchanged."""
-    dense = torch.arange(24.0).reshape(2, 3, 4) * (torch.arange(24).reshape(2, 3, 4) % 2 == rank)
-    tensor = dense.to_sparse()
-    dist.all_reduce(tensor)
-    assert torch.equal(tensor.to_dense(), torch.arange(24.0).reshape(2, 3, 4))
-    with pytest.raises(NotImplementedError, match="SUM only"):
-        dist.all_reduce(entries(rank, 5, torch.float32), dist.ReduceOp.MAX)
-    dist.barrier()
-
-
-@in_ranks(2)
-@pytest.mark.parametrize("kind", ["dtype", "shape", "layout"])
-def test_mismatch_is_told_to_every_rank(rank: int, kind: str) -> None:
-    group = dist.new_group()
-    tensor = entries(rank, 5, torch.float64 if (kind, rank) == ("dtype", 1) else torch.float32)
-    if rank == 1 and kind == "shape":
-        tensor = torch.sparse_coo_tensor(tensor._indices(), tensor._values(), (ROWS + 1, COLUMNS))
-    if rank == 1 and kind == "layout":
-        tensor = tensor.to_dense()
-    with pytest.raises(ringcomm.MismatchError):
-        dist.all_reduce(tensor, group=group)
-
-
-# ---- inputs and outputs that share memory: right in place, refused in any other form
-#
-# On every transport. https://github.com/NVIDIA/nccl-tests/issues/357 asks it of an all_to_all. Gloo
-# copies most inputs, and so accepts more forms; an all_to_all_single in place it gets wrong.
-
-RANKS = 3
-# In an envelope, in one message, and with a share above every limit for messages.
-OVERLAP_SIZES = (8, 20_000, 300_000)
-Make = Callable[[int], Tensor]
-
-
-def of(rank: int, share: int) -> float:
-    return 10.0 * rank + share
-
-
-def filled(x: Tensor, size: int, value: Callable[[int], float]) -> Tensor:
-    """Share q of x is value(q)."""
-    for q in range(RANKS):
-        x[q * size : (q + 1) * size] = value(q)
-    return x
-
-
-def shares(make: Make, size: int, value: Callable[[int], float]) -> list[Tensor]:
-    return list(filled(make(RANKS * size), size, value).split(size))
-
-
-def check(actual: list[Tensor], value: Callable[[int], float]) -> None:
-    for q, share in enumerate(actual):
-        assert bool((share == value(q)).all()), (q, share, value(q))
-
-
-def in_place(rank: int, make: Make, size: int) -> None:
-    own = slice(rank * size, (rank + 1) * size)
-
-    def sent(q: int) -> float:
-        return of(rank, q)
-
-    def received(q: int) -> float:
-        return of(q, rank)
-
-    summed = sum(of(q, rank) for q in range(RANKS))
-
-    x = filled(make(RANKS * size), size, lambda q: of(rank, 0) if q == rank else -1.0)
-    dist.all_gather_into_tensor(x, x[own])
-    check(list(x.split(size)), lambda q: of(q, 0))
-    slots = shares(make, size, lambda q: of(rank, 0) if q == rank else -1.0)
-    dist.all_gather(slots, slots[rank])
-    check(slots, lambda q: of(q, 0))
-
-    x = filled(make(RANKS * size), size, sent)
-    dist.reduce_scatter_tensor(x[own], x)
-    check([x[own]], lambda _: summed)
-    slots = shares(make, size, sent)
-    dist.reduce_scatter(slots[rank], slots)
-    check([slots[rank]], lambda _: summed)
-
-    x = filled(make(RANKS * size), size, sent)
-    dist.all_to_all_single(x, x)
-    check(list(x.split(size)), received)
-    slots = shares(make, size, sent)
-    dist.all_to_all(slots, slots)
-    check(slots, received)
-
-    slots = shares(make, size, lambda q: of(rank, 0) if q == rank else -1.0)
-    dist.gather(slots[rank], slots if rank == 1 else None, 1)
-    check(slots, lambda q: of(q, 0) if rank == 1 or q == rank else -1.0)
-    slots = shares(make, size, sent)
-    dist.scatter(slots[rank], slots if rank == 1 else None, 1)
-    check(slots, lambda q: of(1, rank) if q == rank else sent(q))
-
-
-def refused(fn: Callable[..., object], *args: object) -> None:
-    with pytest.raises(ValueError, match="share memory"):
-        fn(*args)
-
-
-def overlapping(rank: int, make: Make, size: int) -> None:
-    """On every rank alike, so that no rank waits; only the root of a gather or scatter has both."""
-    x = make(RANKS * size + 1).zero_()
-    head, tail = x[:-1], x[1:]
-    other = (rank + 1) % RANKS
-    slots = list(head.split(size))
-    for begin in (other * size, rank * size + 1):
-        refused(dist.all_gather_into_tensor, head, x[begin : begin + size])
-        refused(dist.reduce_scatter_tensor, x[begin : begin + size], head)
-        refused(dist.all_gather, slots, x[begin : begin + size])
-        refused(dist.reduce_scatter, x[begin : begin + size], slots)
-        if rank == 1:
-            refused(dist.gather, x[begin : begin + size], slots, 1)
-            refused(dist.scatter, x[begin : begin + size], slots, 1)
-    refused(dist.all_to_all_single, tail, head)
-    refused(dist.all_to_all, slots[1:] + slots[:1], slots)
-    # In place a share begins where its input does; here only the first one does.
-    given, taken = [size] * RANKS, [size] * RANKS
-    for sizes, more in ((given, 1), (taken, -1)):
-        sizes[other] += more
-        sizes[(rank + 2) % RANKS] -= more
-    refused(dist.all_to_all_single, head, head, taken, given)
-    assert not bool(x.any())
-
-
-@in_ranks(RANKS, ENVS)
-def test_in_place_is_right_and_other_overlaps_are_refused(rank: int) -> None:
-    for make in (torch.empty, ringcomm.empty_shared):
-        for size in OVERLAP_SIZES:
-            in_place(rank, make, size)
-            overlapping(rank, make, size)
-    # Inputs that share memory with each other are no results.
-    same = torch.full((4,), float(rank))
-    out = torch.empty(12)
-    dist.all_to_all(list(out.split(4)), [same] * RANKS)
-    check(list(out.split(4)), float)
-    columns = torch.full((4, RANKS), float(rank))
-    dist.all_to_all([columns[:, q] for q in range(RANKS)], [columns[:, q] for q in range(RANKS)])
-    check(list(columns.T), float)
+@pytest.mark.parametrize("max_threads", ["2", slow("")])
+def test_a_rank_that_was_forked_when_torch_had_its_threads(
+    max_threads: str, tmp_path: Path
+) -> None:
+    """As in a notebook: https://github.com/pytorch/pytorch/issues/17199."""
+    env = {"RINGCOMM_MAX_THREADS": max_threads, "OMP_NUM_THREADS": "2"}
+    done = run_command(sys.executable, "-c", FORKED, tmp_path / "store", env=env)
+    assert done.returncode == 0, done.stderr

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
-import time
 import weakref
 from collections.abc import Callable
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,47 +13,44 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import hosts, in_ranks
+from failures import ENVS, TRANSPORTS, caught
+from ranks import in_ranks
 
 import ringcomm
-from ringcomm import _C, CollectiveTimeoutError, MismatchError, Options, RingcommError
-from ringcomm.torch_names import TORCH_VERSION
-
-TRANSPORTS: dict[str, Any] = {"shm": None, "messages": {"RINGCOMM_TRANSPORT": "messages"}}
-# Of three ranks.
-ENVS: dict[str, Any] = {**TRANSPORTS, "hosts": hosts("aba")}
-
-
-def caught(fn: Callable[..., Any], *args: Any) -> dict[str, Any]:
-    """The error of a call, in a form that travels; {} if there was none."""
-    try:
-        fn(*args)
-    except Exception as error:
-        names = ("rank", "pid", "op", "seq", "host")
-        return {
-            "type": type(error).__name__,
-            "text": str(error),
-            **{name: getattr(error, name, None) for name in names},
-        }
-    return {}
-
+from ringcomm import _C, CollectiveTimeoutError, MismatchError, Options, RingcommError, ops
 
 # ---- calls that differ; each takes a group
 
-f32, i32, f64 = torch.float32, torch.int32, torch.float64
+f16, f32, f64 = torch.float16, torch.float32, torch.float64
+i32, i64 = torch.int32, torch.int64
+EAGER = 1 << 16  # bytes of an envelope
 Call = Callable[[Any], Any]
-
-
-def tensors(*sizes: int) -> list[torch.Tensor]:
-    return [torch.zeros(n) for n in sizes]
 
 
 def all_reduce(num_elems: int, dtype: torch.dtype = f32, op: Any = dist.ReduceOp.SUM) -> Call:
     return lambda g: dist.all_reduce(torch.zeros(num_elems, dtype=dtype), op, g)
 
 
-def broadcast(num_elems: int, root: int = 0) -> Call:
-    return lambda g: dist.broadcast(torch.zeros(num_elems), root, g)
+def broadcast(num_elems: int, root: int = 0, dtype: torch.dtype = f32) -> Call:
+    return lambda g: dist.broadcast(torch.zeros(num_elems, dtype=dtype), root, g)
+
+
+def all_gather(num_elems: int) -> Call:
+    x = torch.zeros(num_elems)
+    return lambda g: dist.all_gather_into_tensor(x.new_empty(g.size() * num_elems), x, g)
+
+
+def all_to_all(columns: int) -> Call:
+    x = torch.ones(3, columns)
+    return lambda g: dist.all_to_all_single(torch.empty_like(x), x, group=g)
+
+
+def sparse(rows: int, dtype: torch.dtype = f32) -> Call:
+    return lambda g: dist.all_reduce(torch.ones(rows, 3, dtype=dtype).to_sparse(1), group=g)
+
+
+def operator(num_elems: int) -> Call:
+    return lambda g: ops.all_reduce(torch.ones(num_elems), group=g)
 
 
 def ring(num_elems: int) -> Call:
@@ -70,17 +65,43 @@ DIFFERENT: dict[str, tuple[Call, Call, str, str]] = {
     "reduction": (all_reduce(4), all_reduce(4, op=dist.ReduceOp.MAX), "sum", "max"),
     "collective": (all_reduce(4), broadcast(4), "all_reduce", "broadcast"),
     "root": (broadcast(4, 0), broadcast(4, 1), "root 0", "root 1"),
+    "another root": (broadcast(4, 1), broadcast(4, 0), "root 1", "root 0"),
     "algorithm": (ring(10), all_reduce(10), "40 bytes, ring", "40 bytes, one_shot"),
+    "operator": (operator(2), operator(3), "8 bytes", "12 bytes"),
+    "sparse rows": (sparse(50), sparse(51), "", ""),
+    "sparse dtype": (sparse(50), sparse(50, f64), "", ""),
+    "sparse and not": (sparse(50), all_reduce(150), "", ""),
+    "envelope": (all_gather(EAGER // 4), all_gather(EAGER // 4 + 1), "65536", "65540"),
+    "no envelope": (all_gather(2), all_gather(EAGER // 4), "8 bytes", "65536"),
+    # A rank that was a step ahead ended processes over Gloo:
+    # https://github.com/PrimeIntellect-ai/prime-diloco/issues/68
+    "a step ahead": (all_reduce(261_551), all_reduce(260_064), "1046204", "1040256"),
+    # https://github.com/pytorch/gloo/pull/456
+    "a large step ahead": (all_reduce(48_619_680), all_reduce(1), "194478720", "4 bytes"),
+    # Floats arrived as whole numbers: https://github.com/pytorch/pytorch/issues/91535
+    "dtype of a broadcast": (broadcast(8), broadcast(4, dtype=i64), "float32", "int64"),
+    # Hangs over NCCL: https://github.com/NVIDIA/nccl/issues/147
+    "size of a broadcast": (
+        broadcast(53, dtype=i64),
+        broadcast(25_503_912, dtype=f16),
+        "424 bytes",
+        "51007824",
+    ),
+    "columns": (all_to_all(3), all_to_all(4), "", ""),
 }
 
 
 @in_ranks(3, ENVS)
 def test_different_calls(rank: int) -> None:
-    """Every rank raises, the message names both calls, and the group stays as it is."""
+    """Every rank raises, the message names both calls, and the group stays as it is.
+
+    In an all_to_all (`columns`), too: https://github.com/pytorch/pytorch/issues/158016
+    """
     is_shm = _C.transport_of(backend()).startswith("shm: ")
     has_hosts = "inside a host" in _C.transport_of(backend())
-    for name in list(DIFFERENT)[:: 1 if is_shm else 2]:
-        ours, theirs, *words = DIFFERENT[name]
+    for name, (ours, theirs, *words) in DIFFERENT.items():
+        if name == "algorithm" and not is_shm:
+            continue
         group: Any = dist.new_group(backend="ringcomm")
         calls = [ours if rank == 0 else theirs, all_reduce(1), all_reduce(1)]
         for number, call in enumerate(calls):
@@ -94,69 +115,100 @@ def test_different_calls(rank: int) -> None:
             assert error["rank"] in range(3)
             assert error["pid"] > 0
             is_hinted = "did the ranks run different numbers of batches?" in error["text"]
-            assert is_hinted == (name == "collective"), error
+            assert is_hinted == (name == "collective"), (name, error)
         dist.barrier()
         dist.destroy_process_group(group)
     group = dist.new_group(backend="ringcomm")
     sizes = [4, 4, 5]  # of what rank 0 has for rank 2, which expects 4
     for _ in range(3):  # as above; and the root is ahead of a rank by one call
-        error = caught(
-            lambda: dist.scatter(
-                torch.zeros(4), tensors(*sizes) if rank == 0 else None, 0, group=group
-            )
-        )
+        given = [torch.zeros(n) for n in sizes] if rank == 0 else None
+        error = caught(lambda given=given: dist.scatter(torch.zeros(4), given, 0, group=group))
     said = "rank 0 has 20 bytes for rank 2, which expects 16 bytes"
     assert error["type"] == "MismatchError", error
     assert (said if is_shm else "bytes for rank") in error["text"], error
     dist.barrier()
     dist.destroy_process_group(group)
-    group = dist.new_group(backend="ringcomm")  # https://github.com/pytorch/pytorch/issues/158016
-    x = torch.ones(3, 3 if rank == 2 else 4)
-    error = caught(lambda: dist.all_to_all_single(torch.empty_like(x), x, group=group))
-    assert error["type"] == "MismatchError", error
-    dist.barrier()
-    dist.destroy_process_group(group)
 
 
-@in_ranks(2)
-def test_no_asynchronous_error_is_lost(rank: int) -> None:
-    """An error that another thread finds while the caller is still submitting is not lost."""
-    for _ in range(20):
-        group = dist.new_group(backend="ringcomm")
-        work: Any = dist.all_reduce(torch.zeros(4 + rank), group=group, async_op=True)
-        future = work.get_future()
-        with pytest.raises(MismatchError):
-            work.wait()
-        with pytest.raises(Exception, match="all_reduce"):
-            future.wait()
-        assert work.is_completed()
-        assert not work.is_success()
+@in_ranks(2, TRANSPORTS)
+def test_a_message_of_another_size(rank: int) -> None:
+    """Nothing of it is written, and both ranks hear both sizes.
+
+    Over NCCL the shorter receive is filled, and the longer one hangs
+    (https://github.com/NVIDIA/nccl/issues/1938); https://github.com/pytorch/pytorch/issues/113376
+    asks for the sizes. What an envelope carries is 4080 bytes.
+    """
+    for sent, taken in ((0, 1), (12, 32), (4080, 4079), (4080, 4081), (1 << 18, 8)):
+        group: Any = dist.new_group(backend="ringcomm")
+        x = torch.full((sent if rank == 0 else taken,), 7, dtype=torch.uint8)
+        if rank == 0:
+            error = caught(lambda x=x, group=group: (dist.send(x, 1, group), dist.barrier(group)))
+        else:
+            error = caught(dist.recv, x, 0, group)
+            assert x.eq(7).all()
+        assert error["type"] == "MismatchError", error
+        assert f" {sent} bytes" in error["text"], error
+        assert f" {taken} bytes" in error["text"] or f"receives {taken}" in error["text"], error
         dist.barrier()
         dist.destroy_process_group(group)
+
+
+def call_of_dtype(op: str, rank: int, taken: torch.Tensor, own: torch.Tensor, group: Any) -> None:
+    if op == "all_gather":
+        dist.all_gather_into_tensor(taken, own[:64], group)
+    elif op == "broadcast":
+        dist.broadcast(own if rank == 1 else taken, 1, group)
+    else:
+        dist.all_to_all_single(taken, own, group=group)
+    dist.barrier(group)
+
+
+@in_ranks(3, ENVS)
+def test_another_dtype_of_the_same_size_is_not_written(rank: int) -> None:
+    """What fits an envelope comes with its header, which is compared first."""
+    for op in ("all_gather", "broadcast", "all_to_all"):
+        group: Any = dist.new_group(backend="ringcomm")
+        dtype = f32 if rank == 1 else i32
+        own, taken = (torch.full((3 * 64,), value, dtype=dtype) for value in (9, 5))
+        error = caught(call_of_dtype, op, rank, taken, own, group)
+        assert error["type"] == "MismatchError", error
+        parts = taken.split(64)
+        others = (0, 2) if rank == 1 else (0, 1, 2) if op == "broadcast" else (1,)
+        assert all(parts[source].eq(5).all() for source in others)
+        dist.barrier()
+        dist.destroy_process_group(group)
+
+
+def fail_later(rank: int) -> weakref.ref[torch.Tensor]:
+    """The tensor of a call whose error its work and its futures have."""
+    group: Any = dist.new_group(backend="ringcomm")
+    tensor = torch.zeros(4 + rank)
+    work: Any = dist.all_reduce(tensor, group=group, async_op=True)
+    future = work.get_future()
+    for wait in (*[work.wait] * 2, *[work.get_future().wait] * 2):
+        with pytest.raises(MismatchError, match="all_reduce") as caught:
+            wait()
+        assert caught.value.op == "all_reduce"
+        del caught
+    with pytest.raises(Exception, match="all_reduce"):
+        future.wait()
+    assert work.is_completed()
+    assert not work.is_success()
+    dist.barrier()
+    dist.destroy_process_group(group)
+    return weakref.ref(tensor)
 
 
 @in_ranks(2, fresh=True)
-@pytest.mark.parametrize("waits_for", ["work", "future"])
-def test_an_error_keeps_no_variables(rank: int, waits_for: str) -> None:
-    """A work and its future keep their error, and must not keep the callers' frames with it."""
+def test_no_asynchronous_error_is_lost(rank: int) -> None:
+    """Also one that another thread finds while the caller is still submitting.
 
-    def fail() -> weakref.ref[torch.Tensor]:
-        group: Any = dist.new_group(backend="ringcomm")
-        tensor = torch.zeros(4 + rank)
-        kept = weakref.ref(tensor)
-        work: Any = dist.all_reduce(tensor, group=group, async_op=True)
-        for _ in range(2):
-            with pytest.raises(MismatchError, match="all_reduce") as caught:
-                (work if waits_for == "work" else work.get_future()).wait()
-            assert caught.value.op == "all_reduce"
-            del caught
-        dist.barrier()
-        dist.destroy_process_group(group)
-        return kept
-
-    kept = fail()
-    gc.collect()
-    assert kept() is None
+    A work and its future keep their error, and must not keep the callers' variables with it.
+    """
+    for _ in range(20):
+        kept = fail_later(rank)
+        gc.collect()
+        assert kept() is None
 
 
 # ---- bad options
@@ -167,6 +219,7 @@ BAD: list[tuple[Any, dict[str, str], str, str]] = [
     (Options(transport="messages", message_backend="none"), {}, "ValueError", "message_backend"),
     ({"algorithm": "ring"}, {}, "TypeError", "ringcomm.Options"),
     (None, {"RINGCOMM_ALGORITHM": "tree"}, "ValueError", "one_shot"),
+    (None, {"RINGCOMM_MAX_THREADS": "four"}, "ValueError", "RINGCOMM_MAX_THREADS"),
 ]
 
 
@@ -177,11 +230,12 @@ BAD: list[tuple[Any, dict[str, str], str, str]] = [
         ({"algorithm": None}, "auto, one_shot, two_shot or ring, got None"),
         ({"transport": "tcp"}, "shm or messages, got 'tcp'"),
         ({"deterministic": True}, "rank_order, got True"),
+        *(({"max_threads": value}, "from 1 on, got") for value in (0, -1, True, 1.5, "2")),
     ],
 )
 def test_bad_options_raise_where_they_are_made(option: dict[str, Any], known: str) -> None:
     (name,) = option
-    said = f"{name} of ringcomm.Options, or RINGCOMM_{name.upper()}, must be {known}"
+    said = f"{name} of ringcomm.Options, or RINGCOMM_{name.upper()}, must be .*{known}"
     with pytest.raises(ValueError, match=said):
         Options(**option)
 
@@ -225,6 +279,22 @@ def overlapping() -> None:
     dist.all_gather([both[:4], both[2:]], t(4))
 
 
+def freed() -> torch.Tensor:
+    tensor = t(4)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def in_base(num_out: int, num_in: int, dtype: torch.dtype = f32) -> Any:
+    """Below torch's own checks."""
+    return lambda: backend()._allgather_base(t(num_out), t(num_in, dtype=dtype))
+
+
+def half_of_itself() -> None:
+    x = t(4)
+    backend()._allgather_base(x, x[1:3])
+
+
 Wrong = tuple[Callable[[], Any], type[Exception], str]
 WRONG: list[Wrong] = [
     (lambda: dist.all_reduce(t(2), dist.ReduceOp.BAND), ValueError, "band"),
@@ -259,6 +329,12 @@ WRONG: list[Wrong] = [
     (split([2, 2], [1, 1, 2]), ValueError, "each of the 2 ranks, got 3"),
     (split([2, 2], [1, 2]), ValueError, r"\[1, 2\], add up to 3, but there are 4 rows"),
     (split([2, 1 << 62], [2, 2]), ValueError, "do not fit its 4 rows"),
+    (in_base(4, 4), ValueError, "needs an output of 8"),
+    (in_base(4, 2, f16), TypeError, "one dtype"),
+    (half_of_itself, ValueError, "share memory"),
+    (lambda: backend()._reduce_scatter_base(t(4), t(4)), ValueError, "needs an input of 8"),
+    (lambda: backend().alltoall_base(t(3), t(3), [], []), ValueError, "3 rows"),
+    (lambda: dist.broadcast(freed(), 0), Exception, "memory was freed"),
 ]
 
 
@@ -277,74 +353,3 @@ def test_error_types() -> None:
     assert issubclass(CollectiveTimeoutError, TimeoutError)
     for kind in (ringcomm.PeerDiedError, MismatchError, CollectiveTimeoutError):
         assert issubclass(kind, RingcommError)
-
-
-# ---- the barrier that names missing ranks (that no rank leaves it early: sequences)
-
-SHORT = timedelta(milliseconds=300)
-
-
-@in_ranks(fresh=True)
-@pytest.mark.parametrize(
-    ("env", "missing", "waits_for_all", "is_late"),
-    [
-        ("aaaa", [1, 3], False, False),
-        ("aaaa", [1], False, True),
-        *((env, [1, 3], True, True) for env in ("aaaa", "----", "abab")),
-    ],
-)
-def test_missing_ranks(
-    rank: int, env: str, missing: list[int], waits_for_all: bool, is_late: bool
-) -> None:
-    """The error of the ranks that come, after which the group does all it did before.
-
-    One timeout for all ranks: https://github.com/pytorch/pytorch/pull/55010
-    """
-    group: Any = dist.group.WORLD
-    error: dict[str, Any] = {}
-    begin = time.monotonic()
-    if rank not in missing:
-        error = caught(lambda: ringcomm.monitored_barrier(group, SHORT, waits_for_all))
-    assert time.monotonic() - begin < 10  # the group's timeout is 30 s
-    dist.barrier()
-    if rank in missing and is_late:
-        error = caught(lambda: group.monitored_barrier(SHORT, waits_for_all))
-    if rank not in missing or is_late:
-        names = "ranks 1 and 3" if waits_for_all and rank == 0 else "rank 1"
-        words = f"monitored_barrier: {names} did not come within 300 ms"
-        assert (error["type"], error["rank"]) == ("CollectiveTimeoutError", 1), error
-        assert words in error["text"], error
-    tensor = torch.ones(5)
-    dist.all_reduce(tensor)
-    assert (tensor == 4).all()
-    if is_late:  # all have come to that one, and come to the next
-        ringcomm.monitored_barrier(group, timedelta(seconds=20))
-    received = torch.zeros(2)
-    if rank == 0:
-        dist.send(torch.ones(2), 1)
-    elif rank == 1:
-        dist.recv(received, 0)
-        assert (received == 1).all()
-
-
-@in_ranks(2, fresh=True, group_timeout_s=0.5)
-def test_rank_0_missing(rank: int) -> None:
-    """The others wait as long as the group's time-out says: it is rank 0 who knows."""
-    if rank == 1:
-        error = caught(lambda: ringcomm.monitored_barrier(None, timedelta(milliseconds=100)))
-        assert (error["type"], error["rank"]) == ("CollectiveTimeoutError", 0)
-        assert "monitored_barrier: rank 0 did not come within 500 ms" in error["text"]
-
-
-@in_ranks((1, 2))
-def test_arguments(rank: int) -> None:
-    group: Any = dist.group.WORLD
-    with pytest.raises(TypeError, match="timedelta"):
-        ringcomm.monitored_barrier(timeout=1.0)  # type: ignore[arg-type]
-    if TORCH_VERSION < (2, 14):
-        with pytest.raises(ValueError, match="GLOO"):
-            dist.monitored_barrier()
-    else:
-        dist.monitored_barrier()
-    group.monitored_barrier()
-    ringcomm.monitored_barrier(wait_all_ranks=True)

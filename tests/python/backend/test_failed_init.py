@@ -18,10 +18,9 @@ import machines
 import pytest
 import torch
 import torch.distributed as dist
+from failures import timed
 from machines import limit_of_descriptors, limited, used_bytes
-from ranks import in_ranks, init_group, run_ranks
-from test_errors import caught
-from test_faults import timed
+from ranks import in_ranks, init_group
 
 import ringcomm
 from ringcomm.options import known_variables
@@ -175,48 +174,6 @@ def test_a_rank_without_descriptors_is_named(rank: int, tmp_path: Path) -> None:
     said = r"rank 1 \(pid .*\) accepts no connections: .*errno 24.* 256 \(ulimit -n\)"
     assert re.search(said, error["text"]), error
     assert error["seconds"] < SOON_S, error
-
-
-# ---- other ranks under one name
-
-
-@pytest.mark.slow
-@in_ranks(4, backend=None, fresh=True)
-def test_groups_of_other_ranks_under_one_name(rank: int, tmp_path: Path) -> None:
-    """Reported for torch's own at https://github.com/pytorch/pytorch/issues/130102."""
-    make_group(rank, 4, tmp_path)
-    pair = [0, 3] if rank in (0, 3) else [1, 2]
-    time.sleep(2 if rank in (1, 3) else 0)  # one rank of each pair comes first
-    error = timed(sum_over, pair)
-    if "type" in error:  # else it has found the other of its pair in time
-        assert error["type"] == "MismatchError", error
-        assert {"{0, 3}", "{1-2}"} <= set(re.findall(r"{.*?}", error["text"])), error
-    assert error["seconds"] < SOON_S, error
-
-
-def sum_over(pair: list[int]) -> None:
-    x = torch.tensor([10.0 ** dist.get_rank()])
-    dist.all_reduce(x, group=dist.new_group(pair))
-    assert x.item() == sum(10.0**each for each in pair)
-
-
-# ---- a rank that does not come
-
-
-def wait_for_a_missing_rank(rank: int, folder: Path) -> None:
-    log = os.open(folder / f"log-{rank}", os.O_RDWR | os.O_CREAT)
-    os.dup2(log, 2)
-    if rank < 2:
-        error = caught(lambda: make_group(rank, 3, folder, timeout_s=12))
-        assert error["type"] == "CollectiveTimeoutError", error
-
-
-@pytest.mark.slow
-def test_one_rank_says_who_is_missing(tmp_path: Path) -> None:
-    run_ranks(3, wait_for_a_missing_rank, tmp_path, backend=None, fresh=True)
-    logs = [(tmp_path / f"log-{rank}").read_text() for rank in range(3)]
-    line = re.compile(r"rank 2 did not join the group in 1\d s; the group is still being made")
-    assert [len(line.findall(log)) for log in logs] == [1, 0, 0], logs
 
 
 # ---- ranks without standard descriptors, and ranks in which a library closes all others

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from rank_programs import run_program
+from rank_programs import run_command, run_program
 
 from ringcomm import ops
 from ringcomm.testing import run_ranks
@@ -111,14 +111,8 @@ def test_one_failing_call(env: dict[str, str]) -> None:
     """
     step = os.environ.get("RINGCOMM_FAULTS")
     program = [sys.executable, "-W", "ignore", str(HERE / "failing_calls.py")]
-    done = subprocess.run(
-        [*program, *([step] if step else SAMPLE)],
-        env=env,
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=4 * 3600 if step else 900,
-        check=False,
-    )
+    limit_s = 4 * 3600 if step else 900
+    done = run_command(*program, *([step] if step else SAMPLE), env=env, timeout_s=limit_s)
     cases = [json.loads(line) for line in done.stdout.splitlines()]
     assert [case for case in cases if case["problem"]] == []
     assert done.returncode == 0

@@ -7,9 +7,7 @@ tests/cpp/test_thread_limits.cc, test_shm_memory.cc.
 from __future__ import annotations
 
 import contextlib
-import datetime
 import errno
-import json
 import os
 import re
 import resource
@@ -21,16 +19,14 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import machines
 import pytest
-import torch
 import torch.distributed as dist
+from failing_calls import use_everything
 from machines import CLONE_NEWNS, CLONE_NEWPID, CLONE_NEWUTS, Unavailable
 from ranks import run_ranks
-
-import ringcomm
+from stores import make_group
 
 # Of a group. No error may be a time-out.
 TIMEOUT_S = 20
@@ -59,41 +55,14 @@ class Machine:
     error: str = ""  # words of the error; empty: there is none
 
 
-# ---- the program of each rank
+# ---- the processes: launcher -> the one in new namespaces -> the first of these -> ranks
 
 
-def use_everything(rank: int, world_size: int, store: dist.Store) -> Iterator[str]:
+def live(rank: int, world_size: int, store: dist.Store) -> Iterator[str]:
     """Names each step before it is made."""
-    small, large = torch.ones(256), torch.ones(1 << 20)
-
-    def assert_all(tensor: torch.Tensor, value: float) -> None:
-        assert [float(end) for end in tensor.aminmax()] == [value, value]
-
     yield "init_process_group"
-    place: dict[str, Any] = {"store": store, "rank": rank, "world_size": world_size}
-    timeout = datetime.timedelta(seconds=TIMEOUT_S)
-    dist.init_process_group("ringcomm", timeout=timeout, **place)
-    for tensor in (small, large):
-        yield f"all_reduce of {tensor.nbytes} bytes"
-        dist.all_reduce(tensor)
-        assert_all(tensor, world_size)
-    for tensor in (small, large):
-        yield f"send and recv of {tensor.nbytes} bytes"
-        for sender in range(world_size):
-            receiver = (sender + 1) % world_size
-            if rank == sender:
-                dist.send(tensor.fill_(sender), receiver)
-            elif rank == receiver:
-                dist.recv(tensor, sender)
-                assert_all(tensor, sender)
-    yield "asynchronous all_reduce"
-    work: Any = dist.all_reduce(small.fill_(1), async_op=True)
-    work.wait()
-    assert_all(small, world_size)
-    yield "empty_shared"
-    shared = ringcomm.empty_shared(1 << 20).fill_(1)
-    dist.all_reduce(shared)
-    assert_all(shared, world_size)
+    make_group(store, rank, world_size, TIMEOUT_S)
+    yield from use_everything(rank, world_size)
     yield "destroy_process_group"
     dist.destroy_process_group()
     yield "the end"
@@ -105,16 +74,13 @@ def outcome_of(rank: int, machine: Machine, make_store: Callable[[], dist.Store]
     try:
         store = make_store()
         machine.enter(rank)
-        for begun in use_everything(rank, machine.world_size, store):
+        for begun in live(rank, machine.world_size, store):
             step = begun
     except Unavailable as reason:
         return {"skip": str(reason)}
     except BaseException as error:
         return {"step": step, "text": f"{type(error).__name__}: {error}"}
     return {"step": step}
-
-
-# ---- the processes: launcher -> the one in new namespaces -> the first of these -> ranks
 
 
 def serve_store(port: int) -> None:
@@ -126,14 +92,10 @@ def serve_store(port: int) -> None:
 
 def launch(_: int, name: str, folder: Path) -> list[Outcome]:
     """Runs the machine's ranks; their outcomes, by rank."""
-    machine = MACHINES[name]
-    answers = os.pipe()
-
-    def answer(rank: int, outcome: Outcome) -> None:
-        os.write(answers[1], json.dumps([rank, outcome]).encode() + b"\n")
+    machine, answers = MACHINES[name], machines.Answers()
 
     def run_rank(rank: int, make_store: Callable[[], dist.Store]) -> None:
-        answer(rank, outcome_of(rank, machine, make_store))
+        answers.say([rank, outcome_of(rank, machine, make_store)])
 
     def run_apart(rank: int, make_store: Callable[[], dist.Store]) -> None:
         machines.enter_namespaces(CLONE_NEWPID)
@@ -145,7 +107,7 @@ def launch(_: int, name: str, folder: Path) -> list[Outcome]:
             yield
         except (Unavailable, OSError) as reason:
             for rank in range(machine.world_size):
-                answer(rank, {"skip": str(reason)})
+                answers.say([rank, {"skip": str(reason)}])
 
     @saying_why()
     def run_all() -> None:
@@ -173,9 +135,8 @@ def launch(_: int, name: str, folder: Path) -> list[Outcome]:
     try:
         with machine.around() as cgroup:
             pid = run_in_child(run_machine, cgroup)
-            os.close(answers[1])
             try:
-                lines = machines.read_lines(answers[0], machine.world_size, LIMIT_S)
+                said = answers.read(machine.world_size, LIMIT_S)
             finally:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(pid, signal.SIGKILL)
@@ -183,7 +144,7 @@ def launch(_: int, name: str, folder: Path) -> list[Outcome]:
     except Unavailable as reason:
         return [{"skip": str(reason)}]
     outcomes: list[Outcome] = [{"text": "the process ended without an answer"}] * machine.world_size
-    for rank, outcome in map(json.loads, lines):
+    for rank, outcome in said:
         outcomes[rank] = outcome
     return outcomes
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import datetime
 import json
 import os
 import signal
@@ -22,65 +21,21 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from calls import CALLS, Tensors
 from cases import covering, slow
+from failures import TRANSPORTS, caught
 from machines import CLONE_NEWPID
 from rank_programs import run_program
 from ranks import in_ranks, init_group, run_ranks
-from test_errors import TRANSPORTS, caught
 
-from ringcomm import _C, message_backend
+from ringcomm import _C
 
 # ---- the last calls: rank 0 is late, and the others need nothing of it
 
-
-def receive_all(num_elems: int, is_any: bool = False) -> None:
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    if rank > 0:
-        dist.send(torch.full((num_elems,), float(rank)), 0)
-        return
-    time.sleep(0.2)
-    senders = []
-    for peer in range(1, world_size):
-        tensor = torch.zeros(num_elems)
-        sender = dist.recv(tensor, None if is_any else peer)
-        assert (tensor == sender).all()
-        senders.append(sender)
-    assert sorted(senders) == list(range(1, world_size))
-
-
-def gather() -> None:
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    parts = [torch.zeros(3) for _ in range(world_size)] if rank == 0 else None
-    if rank == 0:
-        time.sleep(0.2)
-    dist.gather(torch.full((3,), float(rank)), parts, 0)
-    assert parts is None or [part[0].item() for part in parts] == list(range(world_size))
-
-
-def broadcast() -> None:
-    tensor = torch.full((3,), 7.0 if dist.get_rank() == 1 else 0.0)
-    if dist.get_rank() == 0:
-        time.sleep(0.2)
-    dist.broadcast(tensor, 1)
-    assert tensor.tolist() == [7.0] * 3
-
-
-def all_reduce() -> None:
-    tensor = torch.ones(300_000)
-    dist.all_reduce(tensor)
-    assert (tensor == dist.get_world_size()).all()
-
-
-LAST_CALLS: dict[str, Callable[[], Any]] = {
-    "init_process_group": lambda: None,
-    "send": lambda: receive_all(1),
-    "send_long": lambda: receive_all(50_000),
-    "send_to_any": lambda: receive_all(1, is_any=True),
-    "gather": gather,
-    "broadcast": broadcast,
-    "all_reduce": all_reduce,
-    "barrier": dist.barrier,
-    "new_group": dist.new_group,
+# The elements of a rank's share.
+LAST_CALLS = {
+    **dict.fromkeys(("init_process_group", "new_group", "broadcast", "gather", "barrier"), 3),
+    **dict.fromkeys(("all_reduce", "send and recv"), 50_000),
 }
 
 
@@ -88,7 +43,11 @@ LAST_CALLS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize(("name", "env"), covering(LAST_CALLS, ("aaa", "---", "aba")))
 def test_a_rank_ends_after_its_last_call(rank: int, env: str, name: str, tmp_path: Path) -> None:
     init_group(rank, 3, tmp_path / "store")
-    LAST_CALLS[name]()
+    time.sleep(0.2 * (rank == 0))
+    if name == "new_group":
+        dist.new_group()
+    elif name != "init_process_group":
+        CALLS[name](Tensors(rank), LAST_CALLS[name], None)
     if rank > 0:
         os._exit(0)
 
@@ -182,40 +141,22 @@ def test_an_exception_that_destroys_the_group_is_told(rank: int) -> None:
     assert "has destroyed the group in an exception: ValueError: no row 7" in error["text"], error
 
 
-@in_ranks(2, fresh=True, group_timeout_s=2.0)
-def test_an_exception_of_a_process_that_lives_on_is_told(rank: int) -> None:
-    """As the interpreter ends the main thread, where another thread keeps the process.
-
-    https://github.com/vllm-project/vllm/issues/23985
-    """
-    dist.barrier()
-    if rank == 1:
-        try:
-            raise ValueError("row 7")
-        except ValueError as error:
-            sys.excepthook(ValueError, error, error.__traceback__)
-        return
-    assert_told(caught(dist.barrier)["text"])
-
-
-def assert_told(text: str) -> None:
-    assert "waited for rank 1 (pid" in text
-    assert "which runs on after ValueError: row 7" in text
-
-
 # A rank whose main thread ends in an exception, and whose other thread keeps its process.
 KEPT = """
-import sys, threading
+import datetime, sys, threading
 import torch
 import torch.distributed as dist
 from ranks import init_group
+from ringcomm.torch_names import backend_of, set_timeout
 
 rank = int(sys.argv[1])
-init_group(rank, 2, sys.argv[2], 5)
+init_group(rank, 2, sys.argv[2], 100)
+backend = backend_of(dist.group.WORLD, torch.device("cpu"))
 dist.barrier()
 if rank == 1:
     threading.Thread(target=sys.stdin.readline).start()
     raise ValueError("row 7")
+set_timeout(backend.options, datetime.timedelta(seconds=2))
 try:
     dist.barrier()
 except Exception as error:
@@ -223,65 +164,11 @@ except Exception as error:
 """
 
 
-@pytest.mark.slow
 def test_an_exception_that_ends_a_main_thread_is_told(tmp_path: Path) -> None:
-    assert_told(run_program(KEPT, tmp_path / "store")[0].out)
-
-
-# ---- ranks that do not come
-
-
-def assert_missing(error: dict[str, Any], rank: int, words: str) -> None:
-    assert (error["type"], error["rank"]) == ("CollectiveTimeoutError", rank), error
-    assert words in error["text"], error
-
-
-@in_ranks(2, backend=None, fresh=True)
-def test_ranks_that_were_not_started_are_named(rank: int, tmp_path: Path) -> None:
-    """Rank 1 comes later, and so is still waiting when rank 0 has given up and ended."""
-    pid = os.fork()
-    if pid == 0:
-        time.sleep(0.6 * rank)
-        error = caught(init_group, rank, 4, tmp_path / "store", 1.5)
-        (tmp_path / f"error-{rank}").write_text(json.dumps(error))
-        os._exit(1)
-    os.waitpid(pid, 0)
-    error = json.loads((tmp_path / f"error-{rank}").read_text())
-    assert_missing(error, 2, "ranks 2 and 3 did not join the group")
-
-
-@in_ranks(1, backend=None, fresh=True)
-def test_many_missing_ranks_are_counted(rank: int, tmp_path: Path) -> None:
-    words = "ranks 1, 2, 3, 4, 5, 6, 7, 8 and 3 more did not join the group"
-    assert_missing(caught(init_group, 0, 12, tmp_path / "store", 0.5), 1, words)
-
-
-@in_ranks(4, fresh=True)
-def test_new_group_names_missing_ranks_with_their_global_ranks(rank: int) -> None:
-    """Rank 3 of the group's ranks 1 and 3 does not call it."""
-    if rank == 3:
-        return
-    error = caught(dist.new_group, [1, 3], datetime.timedelta(seconds=1))
-    if rank == 1:
-        said = "ringcomm rank 0/2 (global rank 1): rank 1 of the group (global rank 3)"
-        assert_missing(error, 1, said)
-        assert "did not join the group" in error["text"]
-
-
-def make_nothing(*args: Any) -> None:
-    time.sleep(3)
-    raise RuntimeError("too late")
-
-
-@pytest.mark.slow
-@in_ranks(4, backend=None, fresh=True, env=TRANSPORTS["messages"])
-def test_only_ranks_that_do_not_connect_are_named(rank: int, tmp_path: Path) -> None:
-    """Ranks 1 and 2 are in the group, and never make their Gloo, so no other rank can."""
-    if rank in (1, 2):
-        message_backend.make = make_nothing  # type: ignore[assignment]
-    error = caught(init_group, rank, 4, tmp_path / "store", 1.0)
-    if rank in (0, 3):
-        assert_missing(error, 1, "ranks 1 and 2 did not connect to the others in 1000 ms")
+    """Its process lives on: https://github.com/vllm-project/vllm/issues/23985"""
+    text = run_program(KEPT, tmp_path / "store")[0].out
+    assert "waited for rank 1 (pid" in text
+    assert "which runs on after ValueError: row 7" in text
 
 
 UNKNOWN = {"RINGCOMM_TUNNING": "x", "RINGCOMM_ABC": "1"}

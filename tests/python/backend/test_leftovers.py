@@ -117,37 +117,35 @@ def kill_again_and_again(moment: str, num_turns: int, seed: int) -> None:
         assert sum(are_freed) > num_turns / 2, are_freed
 
 
-def in_namespaces(_: int, moment: str, num_turns: int, seed: int, folder: Path) -> str:
-    """What went wrong; "skip: ..." if no namespaces can be made, and nothing if all is well."""
+def in_namespaces(_: int, moment: str, num_turns: int, seed: int) -> str:
+    """What went wrong; "skip: ..." if no namespaces can be made, "fine" if all is well."""
+    answers = machines.Answers()
+
+    def told(body: Callable[..., Any], *args: Any) -> None:
+        try:
+            body(*args)
+            said = "fine"
+        except machines.Unavailable as reason:
+            said = f"skip: {reason}"
+        except BaseException as error:
+            said = repr(error)
+        answers.say(said)
 
     def enter() -> None:
-        try:
-            machines.enter_namespaces(CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWNET)
-        except machines.Unavailable as reason:
-            (folder / "said").write_text(f"skip: {reason}")
-            return
-        said = os.open(folder / "said", os.O_WRONLY | os.O_CREAT)
-        os.waitpid(machines.run_in_child(LIMIT_S, first, said), 0)
+        machines.enter_namespaces(CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWNET)
+        first = (told, kill_again_and_again, moment, num_turns, seed)
+        os.waitpid(machines.run_in_child(LIMIT_S, *first), 0)
 
-    def first(said: int) -> None:
-        try:
-            kill_again_and_again(moment, num_turns, seed)
-            os.write(said, b"fine")
-        except machines.Unavailable as reason:
-            os.write(said, f"skip: {reason}".encode())
-        except BaseException as error:
-            os.write(said, repr(error).encode())
-
-    os.waitpid(machines.run_in_child(LIMIT_S, enter), 0)
-    return (folder / "said").read_text()
+    os.waitpid(machines.run_in_child(LIMIT_S, told, enter), 0)
+    return str(answers.read(1, LIMIT_S)[0])
 
 
 @pytest.mark.parametrize("moment", quick(MOMENTS, "init", "call"))
-def test_killed_ranks_leave_nothing(moment: str, tmp_path: Path) -> None:
+def test_killed_ranks_leave_nothing(moment: str) -> None:
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
     options: dict[str, Any] = {"backend": None, "fresh": True, "timeout_s": LIMIT_S + 10}
-    (said,) = run_ranks(1, in_namespaces, moment, 10, seed, tmp_path, **options)
+    (said,) = run_ranks(1, in_namespaces, moment, 10, seed, **options)
     if said.startswith("skip: "):
         pytest.skip(said[6:])
     assert said == "fine"
@@ -231,6 +229,7 @@ def store_of_its_own_process(rank: int, folder: Path) -> Iterator[dist.Store]:
     ],
 )
 def test_nothing_grows(rank: int, name: str, num_turns: int, tmp_path: Path) -> None:
+    """Memory did: https://github.com/pytorch/pytorch/issues/40400, and 107298."""
     make = {"init_process_group": make_default_group, "new_group": make_subgroup}[name]
     num_first = min(50, num_turns // 3)  # in which allocators and tables find their size
     with contextlib.ExitStack() as stack:

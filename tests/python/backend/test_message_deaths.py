@@ -1,91 +1,32 @@
 """Ranks that die or become another program while a group is made.
 
 All share a machine and so watch each other's processes. At every step, without torch and Gloo:
-tests/cpp/test_deaths.cc; in calls: test_faults.py.
+tests/cpp/test_deaths.cc; in calls: test_failures.py.
 """
 
 from __future__ import annotations
 
-import datetime
-import fcntl
 import os
-import time
 from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+from failures import ENVS, SOON_S, end_process, kill_named, timed
 from ranks import in_ranks, init_group, run_ranks
-from test_errors import ENVS, caught
-from test_faults import SOON_S, end_process, interrupted, kill_named, timed
-
-
-class CountingStore(dist.Store):
-    """A FileStore that ends its process behind the n-th operation, counted from the first set()."""
-
-    def __init__(
-        self, store: Any, end_behind: int, how: str, whole: CountingStore | None = None
-    ) -> None:
-        super().__init__()
-        self._store = store
-        self._end_behind = end_behind
-        self._how = how
-        self._whole = whole or self
-        self._clones: list[CountingStore] = []  # for C++, which holds no Python object
-        self.num_operations = 0
-
-    def _count(self) -> None:
-        whole = self._whole
-        whole.num_operations += 1
-        if whole.num_operations == self._end_behind:
-            with open(whole._store.path) as file:
-                # A program that exec() starts would keep the lock that a thread may hold here.
-                fcntl.flock(file, fcntl.LOCK_EX)
-                end_process(self._how)
-
-    def clone(self) -> Any:
-        copy = CountingStore(self._store.clone(), self._end_behind, self._how, self._whole)
-        self._whole._clones.append(copy)
-        return copy
-
-    def _counted(self, value: Any) -> Any:
-        self._count()
-        return value
-
-    def add(self, key: str, amount: int) -> int:
-        return int(self._counted(self._store.add(key, amount)))
-
-    def wait(self, keys: list[str], *timeout: datetime.timedelta) -> None:
-        self._counted(self._store.wait(keys, *timeout))
-
-    def set(self, key: str, value: bytes | str) -> None:
-        self._counted(self._store.set(key, value))
-
-    def get(self, key: str) -> bytes:
-        value = bytes(self._store.get(key))
-        return value if self._is_unknown() else bytes(self._counted(value))
-
-    def check(self, keys: list[str]) -> bool:
-        is_there = self._store.check(keys)
-        if is_there and not self._is_unknown():  # how often it asks in vain is a matter of time
-            self._count()
-        return is_there
-
-    def _is_unknown(self) -> bool:
-        """Whether it has written nothing: a rank that ends now is not missed."""
-        return self._whole.num_operations == 0
+from stores import EndsBehind, WatchedStore, make_group
 
 
 def make_group_and_die(rank: int, path: str, victim: int, end_behind: int, how: str) -> Any:
     """What the first group and its first barrier come to, and this rank's operations."""
-    store = CountingStore(dist.FileStore(path, 3), end_behind if rank == victim else 0, how)
+    watcher = EndsBehind(path, end_behind if rank == victim else 0, how)
 
     def make_and_use() -> None:
-        dist.init_process_group("ringcomm", store=store, rank=rank, world_size=3)
+        make_group(WatchedStore(dist.FileStore(path, 3), watcher), rank, 3)
         dist.barrier()
 
-    error, num_operations = timed(make_and_use), store.num_operations
+    error, num_operations = timed(make_and_use), watcher.num_operations
     if how == "exec":
         kill_named(error, path + " seen", rank, victim)
     return error, num_operations
@@ -145,30 +86,6 @@ def test_end_while_gloo_connects(rank: int, env: str, how: str, when: str, tmp_p
     error = timed(lambda: init_group(rank, 3, tmp_path / "store", 60))
     kill_named(error, str(tmp_path / "seen"), rank, 1)
     assert_death(error, 1)
-
-
-@in_ranks(2, env=ENVS["messages"], backend=None, fresh=True)
-@pytest.mark.parametrize("victim", [0, 1])
-def test_ctrl_c_while_gloo_connects(rank: int, victim: int, tmp_path: Path) -> None:
-    """Rank 1 is late for Gloo's connecting. The other rank learns who is interrupted."""
-
-    def make_late(*args: Any, **kwargs: Any) -> Any:
-        time.sleep(90)
-        raise OSError("too late")
-
-    if rank == 1:
-        dist.ProcessGroupGloo = make_late  # type: ignore[assignment,misc]
-    path = str(tmp_path / "store")
-    if rank == victim:
-        kind, seconds = interrupted(lambda: init_group(rank, 2, path, 120))
-        assert (kind, seconds < SOON_S) == ("KeyboardInterrupt", True)
-    else:
-        error = caught(init_group, rank, 2, path, 120)
-        assert error["type"] == "RingcommError", error
-        assert f"rank {victim} (pid " in error["text"], error
-        assert "interrupted by a signal while the group was made\n" in error["text"] + "\n", error
-    dist.FileStore(path + "-end", -1).set(str(rank), "")
-    dist.FileStore(path + "-end", -1).wait(["0", "1"])
 
 
 @in_ranks(3, ENVS, fresh=True, may_die=[1])

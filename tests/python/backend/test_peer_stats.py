@@ -1,21 +1,28 @@
-"""ringcomm.peer_stats(): which ranks the others have waited for."""
+"""Counters: ringcomm.stats(), and peer_stats(), which ranks the others have waited for.
+
+In the engine: tests/cpp/test_peer_counts.cc.
+"""
 
 from __future__ import annotations
 
 import os
-import threading
+import pickle
 import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from calls import CALLS, Tensors
+from failures import TRANSPORTS, in_threads
 from ranks import in_ranks
-from test_errors import TRANSPORTS
+from torch import Tensor
 
 import ringcomm
 
-LIMIT_S = 120
 NUM_CALLS = 20
 DELAY_S = 0.02
 
@@ -43,21 +50,7 @@ ELEMS = 1200  # of each rank's share; a multiple of 2 and 3
 
 
 def call(op: str, group: Any) -> None:
-    """One collective, in which each rank has a share of ELEMS float32."""
-    one = torch.ones(ELEMS)
-    many = [torch.ones(ELEMS) for _ in range(dist.get_world_size(group))]
-    at_root = many if dist.get_rank(group) == 0 else None
-    args: tuple[Any, ...] = {
-        "all_gather": (many, one),
-        "reduce_scatter": (one, many),
-        "all_to_all": ([torch.empty(ELEMS) for _ in many], many),
-        "gather": (one, at_root, 0),
-        "scatter": (one, at_root, 0),
-        "broadcast": (one, 0),
-        "reduce": (one, 0),
-        "barrier": (),
-    }.get(op, (one,))
-    getattr(dist, op)(*args, group=group)
+    CALLS[op](Tensors(dist.get_rank()), ELEMS, group)
 
 
 # What a rank sends and receives in messages, in shares, on the root and elsewhere; (N-1) is n.
@@ -144,17 +137,15 @@ def test_messages(rank: int) -> None:
 
 
 @in_ranks(3, TRANSPORTS)
-@pytest.mark.parametrize("op", ["all_reduce", "async", "all_gather", "barrier", "all_to_all"])
+@pytest.mark.parametrize(
+    "op", ["all_reduce", "asynchronous all_reduce", "all_gather", "barrier", "all_to_all"]
+)
 def test_a_straggler_is_named(rank: int, op: str) -> None:
     """Rank 2 comes late. Over messages the rank behind it in the ring sees it in every call."""
     group = own_group()
     for turn in range(NUM_CALLS):
         come_late(rank, turn)
-        if op == "async":
-            work: Any = dist.all_reduce(torch.ones(10), group=group, async_op=True)
-            work.wait()
-        else:
-            call(op, group)
+        call(op, group)
     assert sum(entry["num_calls"] for entry in ringcomm.stats(group).values()) == NUM_CALLS
     peers = ringcomm.peer_stats(group)
     sees = rank == 0 or (rank == 1 and os.environ.get("RINGCOMM_TRANSPORT") != "messages")
@@ -167,53 +158,25 @@ def test_a_straggler_is_named(rank: int, op: str) -> None:
 
 
 @in_ranks(2)
-def test_nobody_is_named_where_nobody_is_late(rank: int) -> None:
-    """Once in ten times: another process may have the processor of a rank."""
-    group = own_group()
-    for _ in range(10):
-        before = ringcomm.peer_stats(group)[1 - rank]["num_late"]
-        for _ in range(10 * NUM_CALLS):
-            dist.all_reduce(torch.ones(10), group=group)
-        late = ringcomm.peer_stats(group)[1 - rank]["num_late"] - before
-        most = torch.tensor([late])
-        dist.all_reduce(most, dist.ReduceOp.MAX)
-        if most.item() < 5 * NUM_CALLS:  # each rank's share of the calls
-            break
-    else:
-        raise AssertionError(late)
-    dist.destroy_process_group(group)
-
-
-@in_ranks(2)
-def test_threads_on_several_groups(rank: int) -> None:
-    """Each group counts its own; None adds them up."""
+def test_each_group_counts_its_own(rank: int) -> None:
+    """While both are used; None adds them up. Rank 0 is late in the first, rank 1 in the second."""
     before = ringcomm.peer_stats().get(1 - rank, {}).get("num_late", 0)
     groups = [own_group() for _ in range(3)]
-    failures: list[BaseException] = []
 
-    def run(late: int, group: Any) -> None:
-        try:
-            for _ in range(NUM_CALLS):
-                if rank == late:
-                    time.sleep(DELAY_S)
-                dist.all_reduce(torch.ones(10), group=group)
-                ringcomm.peer_stats(group)
-        except BaseException as error:
-            failures.append(error)
+    def use(late: int) -> None:
+        for _ in range(NUM_CALLS):
+            time.sleep(DELAY_S * (rank == late))
+            dist.all_reduce(torch.ones(10), group=groups[late])
+            ringcomm.peer_stats(groups[late])
 
-    # Rank 0 is late in the first group, rank 1 in the second; the third is not used.
-    threads = [threading.Thread(target=run, args=pair) for pair in enumerate(groups[:2])]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LIMIT_S)
-    assert not failures
-    counts = [ringcomm.peer_stats(group)[1 - rank] for group in groups]
-    assert NUM_CALLS * 0.5 <= counts[1 - rank]["num_late"] <= NUM_CALLS
-    assert counts[rank]["num_late"] < counts[1 - rank]["num_late"]
-    assert set(counts[2].values()) == {0}
+    in_threads(use, range(2))
+    first, second, unused = (ringcomm.peer_stats(group)[1 - rank] for group in groups)
+    mine, others = (first, second) if rank == 0 else (second, first)
+    assert NUM_CALLS * 0.5 <= others["num_late"] <= NUM_CALLS
+    assert mine["num_late"] < others["num_late"]
+    assert set(unused.values()) == {0}
     total = ringcomm.peer_stats()[1 - rank]["num_late"] - before
-    assert total == sum(each["num_late"] for each in counts)
+    assert total == mine["num_late"] + others["num_late"]
     dist.barrier()
     for group in groups:
         dist.destroy_process_group(group)
@@ -227,3 +190,55 @@ def test_peers_have_their_ranks_in_the_job(rank: int) -> None:
     alone: Any = dist.new_group([rank], use_local_synchronization=True)
     assert ringcomm.peer_stats(alone) == {}
     assert set(ringcomm.peer_stats()) == {0, 1, 2} - {rank}
+
+
+# ---- whatever the way that a call is made in
+
+
+def at_once(call: Callable[..., Any]) -> None:
+    assert call() is None
+
+
+def by_future(call: Callable[..., Any]) -> None:
+    call(async_op=True).get_future().wait()
+
+
+def profiled(call: Callable[..., Any]) -> None:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        assert call() is None
+    assert any(event.key.startswith("ringcomm:") for event in profiler.key_averages())
+
+
+MADE: dict[str, Callable[[Tensor, Tensor], Callable[..., Any]]] = {
+    "all_reduce": lambda part, whole: partial(dist.all_reduce, whole),
+    "broadcast": lambda part, whole: partial(dist.broadcast, whole, 2),
+    "all_gather": lambda part, whole: partial(dist.all_gather_into_tensor, whole, part),
+    "reduce_scatter": lambda part, whole: partial(dist.reduce_scatter_tensor, part, whole),
+    "all_to_all": lambda part, whole: partial(dist.all_to_all_single, torch.empty(6), whole),
+}
+# What differs between the records of equal calls: when and where, and what had to be waited for.
+PASSING = {"number", "group", "begin_ns", "end_ns", "waits_for"} | {
+    *("step", "num_steps", "slice", "num_slices"),
+}
+
+
+@in_ranks(3, TRANSPORTS)
+def test_counters_and_the_recorder_see_the_same(rank: int, tmp_path: Path) -> None:
+    """The counters of the process have those of groups that have ended."""
+    for name, make in MADE.items():
+        seen = []
+        for run in (at_once, by_future, profiled):
+            group: Any = dist.new_group(backend="ringcomm")
+            whole = ringcomm.stats()
+            run(partial(make(torch.ones(2), torch.ones(6)), group=group))
+            counts = ringcomm.stats(group)
+            path = ringcomm.flight_dump(f"{tmp_path}/{name}-")
+            recorded = pickle.loads(path.read_bytes())["processes"][0]["calls"][-1]
+            seen.append((counts, {k: v for k, v in recorded.items() if k not in PASSING}))
+            dist.destroy_process_group(group)
+            ((key, of_group),) = counts.items()
+            of_process = ringcomm.stats()[key]
+            for what, before in whole.get(key, dict.fromkeys(of_group, 0)).items():
+                assert of_process[what] == before + of_group[what], (name, key, what)
+        assert seen == [seen[0]] * len(seen), name
+        assert seen[0][1]["op"] == name

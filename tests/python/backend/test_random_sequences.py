@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from ranks import RankFailure, run_ranks
 from sequence_calls import COLLECTIVES, KINDS, REDUCTIONS
-from sequence_side import COMPLEX, REDUCED, Call
+from sequence_side import COMPLEX, REDUCED, Call, Side
 from sequences import (
     FAMILY,
     KINDS_DRAWN,
@@ -201,13 +201,21 @@ def test_again(marks: str) -> None:
 # ---- the model notices
 
 
+# With this variety all that can be is in place.
+IN_PLACE = 22
+
+
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "barrier"])
-def test_errors_are_found(kind: str, marks: str) -> None:
+@pytest.mark.parametrize("variety", [0, IN_PLACE])
+def test_errors_are_found(kind: str, variety: int, marks: str) -> None:
     """One element changed, or two ranks taken for each other."""
     # With factors that differ, so that the order of the ranks matters to reductions as well; of
-    # messages one, from rank 0.
+    # messages one, from rank 0; of operators all_gather.
     op = "premul_sum" if kind in REDUCTIONS else "sum"
-    case = Case((Call(kind, size=50, op=op, uneven=2 if kind == "messages" else 0),))
+    uneven = {"messages": 2, "operators": 3}.get(kind, 0)
+    case = Case((Call(kind, size=50, op=op, uneven=uneven, variety=variety),))
+    side = Side(case.calls[0], 0, 0, range(WORLD), None, None)
+    assert side.is_in_place == (variety == IN_PLACE) or uneven
     check(case, marks)
     assert eval(repr(case), {"Case": Case, "Call": Call}) == case  # as a failure prints it
     if kind != "objects":

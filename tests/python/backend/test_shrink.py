@@ -23,9 +23,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import slow
+from failures import caught
 from machines import comes_true, limit_of_descriptors, limited
 from ranks import in_ranks
-from test_errors import caught
 
 import ringcomm
 from ringcomm.torch_names import backend_of, timeout_of
@@ -71,17 +71,24 @@ def num_calls() -> int:
 
 @in_new_ranks(may_die="victims")
 @pytest.mark.parametrize(
-    ("world_size", "victims"), [(4, [0]), (4, [2]), (3, [0, 1]), (4, [3]), (8, [0, 5])]
+    ("world_size", "victims", "at_once"),
+    [
+        *((4, [victim], True) for victim in (0, 2, 3)),
+        *((3, [0, 1], True), (8, [0, 5], True), (5, [3, 0, 2], False)),
+    ],
 )
-def test_a_death(rank: int, world_size: int, victims: list[int]) -> None:
-    left = [r for r in range(world_size) if r not in victims]
+def test_a_death(rank: int, world_size: int, victims: list[int], at_once: bool) -> None:
+    """Of several ranks at once, or of one after another."""
     dist.barrier()
-    if rank in victims:
-        die()
-    fail()
-    before = num_calls()
-    new = shrink_to(rank, left, timeout=timedelta(seconds=SOON_S))
-    assert num_calls() > before > 0
+    left = list(range(world_size))
+    for dead in [victims] if at_once else [[victim] for victim in victims]:
+        if rank in dead:
+            die()
+        left = [each for each in left if each not in dead]
+        fail()
+        before = num_calls()
+        new = shrink_to(rank, left, timeout=timedelta(seconds=SOON_S))
+        assert num_calls() > before > 0
     # What programs do next.
     sub = dist.new_group([0])
     if dist.get_rank() == 0:
@@ -93,31 +100,25 @@ def test_a_death(rank: int, world_size: int, victims: list[int]) -> None:
     dist.barrier()
 
 
-@in_new_ranks(5, may_die=[3, 0, 2])
-def test_one_death_after_another(rank: int) -> None:
-    left = [0, 1, 2, 3, 4]
-    for victim in (3, 0, 2):
-        if rank == victim:
-            die()
-        left.remove(victim)
-        fail()
-        shrink_to(rank, left)
-
-
 @in_new_ranks(3)
-@pytest.mark.parametrize("what", ["mismatch", "exception", "abort"])
-def test_no_rank_is_lost(rank: int, what: str) -> None:
-    """Nothing dies: one rank gives up, or calls something else."""
+@pytest.mark.parametrize("what", ["mismatch", "exception", "abort", "destroy"])
+def test_no_rank_dies(rank: int, what: str) -> None:
+    """One rank gives up, calls something else, or destroys the group, and is then left out."""
     pending: Any = None
+    dist.barrier()
     if what == "exception" and rank != 1:
         pending = dist.all_reduce(torch.ones(3), async_op=True)
+    if what == "destroy" and rank == 1:
+        dist.destroy_process_group()
+        return
     if what == "abort" and rank == 1:
         backend_of(ringcomm.backend.resolve_group(), torch.device("cpu")).abort()
     if what == "mismatch" and rank == 1:
         assert caught(dist.all_reduce, torch.ones(5))["type"] == "MismatchError"
     elif what != "exception" or rank != 1:  # whose exception is its own, between two calls
-        assert fail()["type"] == {"mismatch": "MismatchError"}.get(what, "RingcommError")
-    shrink_to(rank, [0, 1, 2])
+        kinds = {"mismatch": "MismatchError", "destroy": "PeerDiedError"}
+        assert fail()["type"] == kinds.get(what, "RingcommError")
+    shrink_to(rank, [0, 2] if what == "destroy" else [0, 1, 2])
     if pending is not None:
         assert caught(pending.wait)["type"] == "RingcommError"
 
@@ -133,16 +134,6 @@ def test_a_survivor_that_is_out_of_descriptors_says_so(rank: int) -> None:
     reason = "ulimit -n" if rank == 0 else "rank 0 did not make the new store"
     for words in ("shrink failed 8 times", "the last attempt failed on this rank: ", reason):
         assert words in error["text"], error
-
-
-@in_new_ranks(3)
-def test_a_rank_that_has_destroyed_the_group_is_left_out(rank: int) -> None:
-    dist.barrier()
-    if rank == 1:
-        dist.destroy_process_group()
-        return
-    fail()
-    shrink_to(rank, [0, 2])
 
 
 @in_new_ranks(3)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import itertools
 import os
 import signal
 import threading
@@ -20,10 +21,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cases import quick, slow
-from ranks import hosts, run_ranks
-from test_faults import timed
-from test_message_deaths import CountingStore
+from cases import quick
+from failures import caught, timed
+from ranks import hosts, in_ranks, run_ranks
+from stores import WatchedStore, make_group
 
 import ringcomm
 from ringcomm import Options
@@ -62,33 +63,13 @@ def serve(folder: str) -> None:
     time.sleep(600)
 
 
-class SlowStore(CountingStore):
-    """Takes `delay_s` for each operation."""
+class Delay:
+    """A watcher that takes its time for each operation."""
 
-    delay_s = 0.0
+    seconds = 0.0
 
-    def __init__(self, store: Any) -> None:
-        super().__init__(store, 0, "")
-
-    def clone(self) -> Any:
-        self._clones.append(type(self)(self._store.clone()))
-        return self._clones[-1]
-
-    def _count(self) -> None:
-        time.sleep(SlowStore.delay_s)
-
-    def check(self, keys: list[str]) -> bool:
-        self._count()
-        return bool(self._store.check(keys))
-
-
-class StuckStore(SlowStore):
-    """Does not answer when the backend for messages is made."""
-
-    def add(self, key: str, amount: int) -> int:
-        if "message_backend" in key:
-            time.sleep(600)
-        return super().add(key, amount)
+    def __call__(self, name: str, keys: list[str], result: Any) -> None:
+        time.sleep(self.seconds)
 
 
 def meet(folder: str, name: str, num_ranks: int) -> None:
@@ -96,24 +77,6 @@ def meet(folder: str, name: str, num_ranks: int) -> None:
     (Path(folder) / f"{name}.{os.getpid()}").touch()
     while len(list(Path(folder).glob(f"{name}.*"))) < num_ranks:
         time.sleep(0.01)
-
-
-def init(
-    store: Any,
-    rank: int,
-    num_ranks: int,
-    options: Options | None = None,
-    timeout_s: float = TIMEOUT_S,
-) -> None:
-    timeout = datetime.timedelta(seconds=timeout_s)
-    dist.init_process_group(
-        "ringcomm",
-        store=store,
-        rank=rank,
-        world_size=num_ranks,
-        timeout=timeout,
-        pg_options=options,
-    )
 
 
 def call() -> None:
@@ -186,20 +149,21 @@ def run_step(rank: int, folder: str, num_ranks: int, how: str, step: str) -> Any
     if rank == num_ranks:
         return serve(folder)
     server = Server(folder)
-    store: Any = SlowStore(server.store) if how == "slow" else server.store
+    delay = Delay()
+    store: Any = WatchedStore(server.store, delay) if how == "slow" else server.store
 
     def spoil() -> None:
         if how == "slow":
-            SlowStore.delay_s = 0.7
+            delay.seconds = 0.7
         else:
             server.spoil(how)
 
     if step == "init":
         meet(folder, "ready", num_ranks)
         spoil()
-        results = timed(init, store, rank, num_ranks)
+        results = timed(make_group, store, rank, num_ranks, TIMEOUT_S)
     else:
-        init(store, rank, num_ranks)
+        make_group(store, rank, num_ranks, TIMEOUT_S)
         call()
         meet(folder, "ready", num_ranks)
         results = STEPS[step](rank, spoil)
@@ -218,20 +182,7 @@ def results_of(tmp_path: Path, env: str, how: str, step: str) -> list[Any]:
     return run_ranks(num_ranks + 1, run_step, *args, backend=None, env=places, **options)[:-1]
 
 
-@pytest.mark.parametrize(
-    ("step", "env", "how"),
-    quick(
-        [
-            (step, *each)
-            for step in ("late", "in_wait")
-            for each in [*product(["--"], ["stopped", "dead", "slow"]), ("aba", "stopped")]
-        ],
-        ("late", "--", "dead"),
-        ("in_wait", "aba", "stopped"),
-    ),
-)
-def test_a_late_rank_is_named_at_the_timeout(env: str, how: str, step: str, tmp_path: Path) -> None:
-    results = results_of(tmp_path, env, how, step)
+def check_late(results: list[Any], env: str, how: str) -> None:
     for error in [results[0], *results[2:]]:
         assert error["seconds"] < TIMEOUT_S + SOON_S
         if how == "dead":
@@ -241,18 +192,14 @@ def test_a_late_rank_is_named_at_the_timeout(env: str, how: str, step: str, tmp_
             assert error["rank"] == 1 or env == "aba"  # one rank of a host may blame another
 
 
-@pytest.mark.parametrize(
-    ("env", "how"), [("--", "stopped"), slow("--", "slow"), ("aba", "stopped")]
-)
-def test_calls_and_the_end_of_a_group(env: str, how: str, tmp_path: Path) -> None:
-    for result in results_of(tmp_path, env, how, "between_calls"):
+def check_calls(results: list[Any], env: str, how: str) -> None:
+    for result in results:
         assert "type" not in result
         assert result["seconds"] < SOON_S
 
 
-@pytest.mark.parametrize("how", [slow("stopped"), "dead", "slow"])
-def test_an_abort(how: str, tmp_path: Path) -> None:
-    first, second = results_of(tmp_path, "--", how, "aborted")
+def check_abort(results: list[Any], env: str, how: str) -> None:
+    first, second = results
     assert first["seconds"] < SOON_S
     # Whoever waits hears of it by the store alone, or sees that its messages have ended.
     assert second["type"] in ("PeerDiedError", "RingcommError", "CollectiveTimeoutError"), second
@@ -260,58 +207,85 @@ def test_an_abort(how: str, tmp_path: Path) -> None:
     assert second["seconds"] < TIMEOUT_S + SOON_S
 
 
-@pytest.mark.parametrize("how", ["dead", slow("stopped")])
-def test_a_new_group(how: str, tmp_path: Path) -> None:
-    for errors in results_of(tmp_path, "--", how, "new_group"):
-        for error in errors:
-            assert error["seconds"] < TIMEOUT_S + SOON_S
-            if how == "stopped":
-                assert error["type"] == "CollectiveTimeoutError", error
-                assert "store does not answer" in error["text"]
-            else:
-                assert error["type"] == "DistNetworkError", error
-
-
-def sum_over_a_slow_store(rank: int, folder: str) -> float:
-    SlowStore.delay_s = 0.08
-    store = SlowStore(dist.FileStore(f"{folder}/slow", 2))
-    init(store, rank, 2, Options(transport="messages"), timeout_s=60.0)
-    x = torch.tensor([rank + 1.0])
-    dist.all_reduce(x)
-    return float(x)
-
-
-def test_a_slow_store_is_waited_for(tmp_path: Path) -> None:
-    sums = run_ranks(2, sum_over_a_slow_store, str(tmp_path), backend=None, fresh=True)
-    assert sums == [3.0, 3.0]
-
-
-def error_of_a_stuck_store(rank: int, folder: str) -> Any:
-    store = StuckStore(dist.FileStore(f"{folder}/stuck", 2))
-    return timed(init, store, rank, 2, Options(transport="messages"))
-
-
-def test_a_store_that_is_silent_when_messages_begin(tmp_path: Path) -> None:
-    for error in run_ranks(2, error_of_a_stuck_store, str(tmp_path), backend=None, fresh=True):
-        assert error["type"] == "CollectiveTimeoutError", error
-        assert "did not connect to the others in 3000 ms" in error["text"]
-
-
-@pytest.mark.parametrize("env", ["aa", slow("--")])
-def test_the_first_group(env: str, tmp_path: Path) -> None:
-    for error in results_of(tmp_path, env, "stopped", "init"):
-        assert error["type"] == "CollectiveTimeoutError", error
-        assert "store does not answer" in error["text"]
+def check_new_group(results: list[Any], env: str, how: str) -> None:
+    for error in itertools.chain.from_iterable(results):
         assert error["seconds"] < TIMEOUT_S + SOON_S
+        kind = "CollectiveTimeoutError" if how == "stopped" else "DistNetworkError"
+        assert error["type"] == kind, error
+        assert how == "dead" or "store does not answer" in error["text"]
+
+
+def check_init(results: list[Any], env: str, how: str) -> None:
+    check_new_group([results], env, how)
+
+
+def check_shrunk(results: list[Any], env: str, how: str) -> None:
+    (error, refusal, size), _ = results
+    assert (error["type"], error["rank"]) == ("PeerDiedError", 1), error
+    expected = (None, 1) if env == "aa" else ("NotImplementedError", 2)
+    assert (refusal.get("type"), size) == expected
+    assert max(error["seconds"], refusal["seconds"]) < SOON_S
+
+
+CHECKS = {
+    "late": check_late,
+    "in_wait": check_late,
+    "between_calls": check_calls,
+    "aborted": check_abort,
+    "new_group": check_new_group,
+    "init": check_init,
+    "shrunk": check_shrunk,
+}
+WAITS = [*product(["--"], ["stopped", "dead", "slow"]), ("aba", "stopped")]
+ROWS = [
+    *((step, *each) for step in ("late", "in_wait") for each in WAITS),
+    *(("between_calls", *each) for each in WAITS if each != ("--", "dead")),
+    *(("aborted", "--", how) for how in ("stopped", "dead", "slow")),
+    *(("new_group", "--", how) for how in ("stopped", "dead")),
+    *(("init", env, "stopped") for env in ("aa", "--")),
+    *product(["shrunk"], ["--", "aa"], ["stopped", "dead", "slow"]),
+]
 
 
 @pytest.mark.parametrize(
-    ("env", "how"),
-    quick(product(["--", "aa"], ["stopped", "dead", "slow"]), ("--", "stopped"), ("aa", "stopped")),
+    ("step", "env", "how"),
+    quick(
+        ROWS,
+        *(("late", "--", "dead"), ("in_wait", "aba", "stopped"), ("new_group", "--", "dead")),
+        *(("between_calls", "--", "stopped"), ("between_calls", "aba", "stopped")),
+        *(("aborted", "--", "dead"), ("aborted", "--", "slow"), ("init", "aa", "stopped")),
+        *(("shrunk", "--", "stopped"), ("shrunk", "aa", "stopped")),
+    ),
 )
-def test_a_death_and_shrink(env: str, how: str, tmp_path: Path) -> None:
-    (error, refusal, size), _ = results_of(tmp_path, env, how, "shrunk")
-    assert (error["type"], error["rank"]) == ("PeerDiedError", 1), error
-    is_shm = env == "aa"
-    assert (refusal.get("type"), size) == ((None, 1) if is_shm else ("NotImplementedError", 2))
-    assert max(error["seconds"], refusal["seconds"]) < SOON_S
+def test_what_each_step_of_a_group_does(step: str, env: str, how: str, tmp_path: Path) -> None:
+    """`env`: the hosts of the ranks."""
+    num_ranks = len(env)
+    args = (str(tmp_path), num_ranks, how, step)
+    options: Any = {"may_die": [num_ranks, *([1] if step == "shrunk" else [])], "fresh": True}
+    places = [*hosts(env), {}]
+    results = run_ranks(num_ranks + 1, run_step, *args, backend=None, env=places, **options)
+    CHECKS[step](results[:-1], env, how)
+
+
+@in_ranks(2, backend=None, fresh=True)
+def test_a_slow_store_is_waited_for(rank: int, tmp_path: Path) -> None:
+    delay = Delay()
+    delay.seconds = 0.08
+    store = WatchedStore(dist.FileStore(str(tmp_path / "slow"), 2), delay)
+    make_group(store, rank, 2, 60.0, Options(transport="messages"))
+    x = torch.tensor([rank + 1.0])
+    dist.all_reduce(x)
+    assert x.item() == 3
+
+
+def never_answer(name: str, keys: list[str], result: Any) -> None:
+    if name == "add" and "message_backend" in keys[0]:
+        time.sleep(600)
+
+
+@in_ranks(2, backend=None, fresh=True)
+def test_a_store_that_is_silent_when_messages_begin(rank: int, tmp_path: Path) -> None:
+    store = WatchedStore(dist.FileStore(str(tmp_path / "stuck"), 2), never_answer)
+    error = caught(make_group, store, rank, 2, TIMEOUT_S, Options(transport="messages"))
+    assert error["type"] == "CollectiveTimeoutError", error
+    assert "did not connect to the others in 3000 ms" in error["text"]

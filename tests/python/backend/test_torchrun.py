@@ -1,6 +1,6 @@
 """Ranks that torchrun starts, and ranks on several hosts, made up by RINGCOMM_HOST_ID.
 
-Results over hosts: test_collectives.py, test_random_sequences.py; failures: test_faults.py.
+Results over hosts: test_collectives.py, test_random_sequences.py; failures: test_failures.py.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from curves import Run, mean_losses, single_process
 from programs import environment, missing_programs
+from rank_programs import run_command
 from ranks import hosts, in_ranks, init_group
 
 from ringcomm import _C, Options, RingcommError
@@ -46,14 +47,7 @@ def test_a_worker_dies_once(tmp_path: Path) -> None:
     """torchrun names the rank that died, not the one that missed it, and the next ones go on."""
     launcher = [*TORCHRUN, "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
     options = ["--nnodes", "1:1", "--max-restarts", "2", JOB, str(tmp_path), "die"]
-    done = subprocess.run(
-        [*launcher, *options],
-        env={**os.environ, **ENV},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = run_command(*launcher, *options, env=ENV)
     assert done.returncode == 0, done.stderr
     assert "failed (exitcode: -9) local_rank: 1" in done.stderr
     assert_curve(tmp_path, 2, attempt=1)

@@ -13,16 +13,15 @@ import threading
 import time
 from typing import Any
 
-import oracle
 import pytest
 import torch
 import torch.distributed as dist
+from failures import TRANSPORTS, caught
 from machines import comes_true
 from ranks import in_ranks, run_ranks
 from sequence_calls import KINDS
 from sequences import run_calls
 from test_collectives import covering_calls
-from test_errors import TRANSPORTS, caught
 from torch import Tensor
 from torch.distributed._functional_collectives import allow_inflight_collective_as_graph_input_ctx
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -67,24 +66,6 @@ def test_a_block_frees_its_tensors_without_the_lock_of_the_group(rank: int) -> N
         call(torch.ones(1))
     assert len(asked) == 1
     backend._end_coalescing().wait()
-
-
-@in_ranks(2, TRANSPORTS)
-def test_groups_in_several_threads(rank: int) -> None:
-    """Synchronous calls; the ranks start their threads in opposite orders."""
-    groups = [dist.new_group(pg_options=Options(algorithm=name)) for name in ("two_shot", "ring")]
-    tensors = [torch.ones(50_000) for _ in groups]
-
-    def use(i: int) -> None:
-        for _ in range(10):
-            dist.all_reduce(tensors[i], group=groups[i])
-
-    threads = [threading.Thread(target=use, args=(i,)) for i in (rank, 1 - rank)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20.0)
-    assert all((tensor == 2.0**10).all() for tensor in tensors)
 
 
 @in_ranks(2, TRANSPORTS)
@@ -157,71 +138,6 @@ def test_waiting_releases_the_gil(rank: int) -> None:
         thread.join()
 
 
-# ---- messages
-
-
-def pattern(source: int, tag: int, num_bytes: int) -> torch.Tensor:
-    return oracle.integers(source, num_bytes, torch.uint8, seed=tag)
-
-
-def assert_receives(source: int | None, num_bytes: int, tag: int = 0) -> None:
-    tensor = torch.empty(num_bytes, dtype=torch.uint8)
-    dist.recv(tensor, source, tag=tag)
-    oracle.assert_equal(tensor, pattern(0, tag, num_bytes))
-
-
-@in_ranks(2, TRANSPORTS)
-def test_isend_never_blocks(rank: int) -> None:
-    """However much is sent to a rank that does not listen before all isends have returned."""
-    works: list[Any] = []
-    if rank == 0:
-        works = [dist.isend(pattern(0, i, 2 << 20), 1, tag=i) for i in range(8)]
-        assert not works[-1].is_completed()
-    dist.barrier()
-    for work in works:
-        work.wait()
-    for i in range(8 if rank == 1 else 0):
-        assert_receives(0, 2 << 20, tag=i)
-
-
-@in_ranks(3, TRANSPORTS)
-def test_sources_and_futures(rank: int) -> None:
-    """Who sent to any source; dst and src are global ranks, group_dst the group's."""
-    work: Any
-    if rank == 0:
-        work = dist.irecv(torch.zeros(3), None)
-        doubled = work.get_future().then(lambda future: future.value()[0] * 2).wait()
-        assert work._source_rank() == work.source_rank() == 1
-        assert doubled.tolist() == [2, 2, 2]
-        assert work.is_completed()
-    elif rank == 1:
-        work = dist.isend(torch.ones(3), 0)
-        work.get_future().wait()
-    group = dist.new_group([1, 2], backend="ringcomm")
-    if rank == 2:
-        dist.send(torch.tensor([7]), 1, group=group)
-        dist.send(torch.tensor([8]), group=group, group_dst=0)
-    elif rank == 1:
-        value = torch.tensor([0])
-        dist.recv(value, 2, group=group)
-        assert value.item() == 7
-        assert dist.recv(value, group=group) == 2
-        assert value.item() == 8
-    dist.barrier()
-
-
-@in_ranks(2, TRANSPORTS, fresh=True)
-def test_sends_without_wait_arrive(rank: int) -> None:
-    """While the sender is elsewhere, and when it destroys the group."""
-    for _ in range(5):
-        if rank == 0:
-            dist.isend(pattern(0, 0, 700_000), 1)
-        else:
-            assert_receives(0, 700_000)
-    time.sleep(0.05 * (rank == 0))
-    dist.destroy_process_group()
-
-
 # ---- a receive into a larger tensor than the message
 
 # In an envelope of a message or a slot of a link, and in several.
@@ -256,17 +172,6 @@ def test_as_gloo_the_beginning_is_written(rank: int) -> None:
         error = caught(dist.recv, torch.zeros(room), 0)
     assert error["type"] == "MismatchError", error
     assert f"{4 * room + 4} bytes" in error["text"], error
-
-
-@in_ranks(2, TRANSPORTS, fresh=True)
-def test_otherwise_it_is_an_error_with_both_sizes(rank: int) -> None:
-    """https://github.com/pytorch/pytorch/issues/113376"""
-    if rank == 0:
-        dist.send(torch.ones(3), 1)
-    error = caught(dist.recv, torch.ones(1 if rank == 0 else 8), 1 - rank)
-    assert error["type"] == "MismatchError", error
-    assert "12 bytes" in error["text"], error
-    assert "receives 32" in error["text"], error
 
 
 # ---- transport "messages"
@@ -339,18 +244,6 @@ def test_works_of_compiled_programs_are_forgotten(rank: int) -> None:
         assert (num_kept(), x.tolist()) == (0, [16.0] * 4)
         dist.barrier()  # torch cannot register the work of a call that has none
         assert num_kept() == 0
-
-
-@in_ranks(2)
-def test_results_are_written_to_conjugate_views(rank: int) -> None:
-    """torch's dispatcher would hand over a copy."""
-    x = torch.full((2,), complex(1 + rank, 10 + rank)).conj()
-    dist.reduce(x, 0)
-    assert rank > 0 or x.tolist() == [3 - 21j] * 2
-    mine = torch.full((2,), complex(1, 1 + rank)).conj()
-    for shard in (torch.zeros(1, dtype=torch.cfloat).conj() for _ in range(2)):
-        dist.reduce_scatter_tensor(shard, mine)
-        assert shard.tolist() == [2 - 3j]
 
 
 class Handed(TorchDispatchMode):

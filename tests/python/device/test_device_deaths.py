@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from cases import name_of, quick
 from emulated_gpu import needs_emulated_gpu, run_on_gpus, with_kernels
+from failures import caught
 from gpu_ranks import meet
-from test_errors import caught
 
 import ringcomm
 from ringcomm import CollectiveTimeoutError, PeerDiedError, RingcommError

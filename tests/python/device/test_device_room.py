@@ -18,8 +18,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from emulated_gpu import in_emulated_ranks, needs_emulated_gpu, run_on_gpus, with_kernels
+from failures import caught
 from ranks import remove_gpu_file
-from test_errors import caught
 
 from ringcomm import _C
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from failures import caught
 from gpu_ranks import (
     CUDA,
     Gpus,
@@ -25,7 +26,6 @@ from gpu_ranks import (
     on_some_gpus,
 )
 from ranks import RankFailure
-from test_errors import caught
 
 # Of a rank that comes late, of one that never comes, on CUDA's devices and on emulated ones.
 LATE_S = {True: 2.0, False: 0.2}

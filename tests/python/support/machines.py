@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import platform
 import re
@@ -16,7 +17,7 @@ import signal
 import struct
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,31 @@ def read_lines(fd: int, number: int, limit_s: float) -> list[str]:
             break
         text += part
     return text.decode().splitlines()
+
+
+class Answers:
+    """A pipe by which children say things to the process that has made it."""
+
+    def __init__(self) -> None:
+        self._reader, self._writer = os.pipe()
+
+    def say(self, value: Any) -> None:
+        os.write(self._writer, json.dumps(value).encode() + b"\n")
+
+    def read(self, number: int, limit_s: float) -> list[Any]:
+        """So many values, or those of children that have not ended or been too late."""
+        os.close(self._writer)
+        try:
+            return [json.loads(line) for line in read_lines(self._reader, number, limit_s)]
+        finally:
+            os.close(self._reader)
+
+
+def kill_children(pids: Iterable[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
 
 
 def _check(code: int, what: str) -> None:
