@@ -115,10 +115,10 @@ stress: check-python  ## run 10,000 random sequences of collectives, all sizes b
 	    RINGCOMM_LOOPS_SECONDS="$${RINGCOMM_LOOPS_SECONDS:-600}"; $(PREPARE) --need train --need test --extension -- \
 	    -m pytest -s tests/python/backend/test_random_sequences.py \
 	    tests/python/backend/test_failing_calls.py tests/python/backend/test_soak.py \
-	    tests/python/pairs/test_random_loops.py $(ARGS)
+	    tests/python/training/test_random_loops.py $(ARGS)
 
 BARE_TESTS := $(addprefix tests/python/,programs/test_without_optional.py \
-    offload/test_file_store_crashes.py zero/test_zero_calls.py offload/test_weight_shards.py \
+    offload/test_file_store_crashes.py training/test_zero_calls.py offload/test_weight_shards.py \
     parameter_server/test_parameter_server_calls.py expert/test_mixture_of_experts.py)
 test-bare: check-python  ## run Python tests without the optional packages
 	@cd "$(ROOT)" && PYTHONPATH="$(ROOT)/tests/bare" "$(PYTHON)" tools/bootstrap.py --need train --need test \

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from full_states import full_state, full_weights
+from programs import Row, Training, cases_of, check
 from ranks import in_ranks
 from steps import apply_steps
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from zero_models import Towers, assert_alike, assert_close, weights
+from zero_models import Towers, assert_close, weights
 
 import ringcomm
-from ringcomm.parallel import get_state_dict, offload, zero
+from ringcomm.parallel import get_state_dict, zero
 
-WIDTH, NUM_TOWERS, STEPS, NUM_MICRO_BATCHES = 6, 4, 4, 3
+WIDTH, NUM_TOWERS, STEPS, NUM_PARTS = 6, 4, 4, 3
 BUCKET_BYTES = 4 * WIDTH * WIDTH * 2
 NEVER = NUM_TOWERS - 1
 
@@ -47,81 +49,62 @@ def make_optimizer(model: Any, kind: str) -> torch.optim.Optimizer:
     ]
     if kind in ("adamw", "amsgrad"):
         return torch.optim.AdamW(groups, 0.01, weight_decay=0.1, amsgrad=kind == "amsgrad")
-    if kind == "offload":
-        return offload.Offloaded(torch.optim.AdamW(groups, 0.01, weight_decay=0.1))
     return torch.optim.SGD(groups, 0.05, momentum=0.9, dampening=0.5, weight_decay=0.1)
 
 
-def backward(
-    model: Any, step: int, part: int, rank: int, reentrant: bool = False, has_empty: bool = False
-) -> None:
+def backward(model: Any, step: int, part: int, rank: int, reentrant: bool) -> None:
     x = rows(step, part, rank).requires_grad_()
-    used = None if has_empty and is_empty(step, part, rank) else used_by(step, part, rank)
-    model(x, used, reentrant).square().sum().backward()
+    model(x, used_by(step, part, rank), reentrant).square().sum().backward()
 
 
-def train_alone(
-    model: Towers, world_size: int, kind: str, clip: float | None, has_empty: bool
-) -> tuple[dict[str, Tensor], Any]:
-    """One process: the mean of the ranks' gradients with zeros, None where no rank has one."""
-    optimizer = make_optimizer(model, "adamw" if kind == "offload" else kind)
+def all_parts(made: Training, *, has_empty: bool, reentrant: bool) -> dict[str, Any]:
+    """The names of the states and their steps, which count where a rank had a gradient."""
+    num = len(made.ranks)
     for step in range(STEPS):
-        of_ranks = []
-        for rank in range(world_size):
-            optimizer.zero_grad()
-            for part in range(NUM_MICRO_BATCHES):
-                backward(model, step, part, rank, has_empty=has_empty)
-            of_ranks.append([param.grad for param in model.parameters()])
-        for param, *grads in zip(model.parameters(), *of_ranks, strict=True):
-            there = [grad for grad in grads if grad is not None]
-            param.grad = sum(there) / world_size if there else None
-        if clip is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optimizer.step()
-    return weights(model), get_state_dict(model, optimizer)[1]["state"]
+        for part in range(NUM_PARTS):
+            for rank in made.ranks:
+                x = rows(step, part, rank).requires_grad_()
+                is_left_out = has_empty and is_empty(step, part, rank)
+                used = None if is_left_out else used_by(step, part, rank)
+                (made.model(x, used, reentrant).square().sum() / num).backward()
+        made.step()
+    if made.is_alone:
+        states: Any = get_state_dict(made.model, made.optimizer)[1]["state"]
+    else:
+        states = full_state(made.optimizer)["state"]
+    assert f"towers.{NEVER}.weight" in states
+    return {name: (sorted(state), float(state.get("step", 0))) for name, state in states.items()}
 
 
-def model_for(stage: int) -> Towers:
-    """fully_shard takes no weights without dimensions."""
-    return Towers(1) if stage == 3 else Towers()
+# At stages 1 and 2 a rank may leave out all weights in a pass; fully_shard refuses that, and has
+# weights that some ranks use in units that all of them run.
+AT_STAGE_3: dict[str, Any] = {"units": [], "clip_grad_norm": 0.5}
+ROWS = {
+    f"{kind} on {num_ranks} over {backend}, {system}": Row(
+        partial(all_parts, has_empty="units" not in options, reentrant=backend == "gloo"),
+        partial(Towers, *((1,) if "units" in options else ())),
+        partial(make_optimizer, kind=kind),
+        systems=(system,),
+        options={"bucket_bytes": BUCKET_BYTES, **options},
+        num_ranks=num_ranks,
+        backend=backend,
+        atol=2e-5,
+    )
+    for num_ranks, backend, system, kind, options in (
+        (3, "ringcomm", "zero 2", "adamw", {"clip_grad_norm": 0.5}),
+        (2, "gloo", "zero 1", "momentum", {"clip_grad_norm": 0.5}),
+        (2, "ringcomm", "zero 2", "amsgrad", {}),
+        (2, "ringcomm", "zero 1, host", "adamw", {}),
+        (2, "ringcomm", "zero 3", "momentum", AT_STAGE_3),
+    )
+}
 
 
-@pytest.mark.parametrize(
-    ("world_size", "backend", "case"),
-    [
-        (3, "ringcomm", (2, "adamw", 0.5, False)),
-        (2, "gloo", (1, "momentum", 0.5, True)),
-        (2, "ringcomm", (2, "amsgrad", None, True)),
-        (2, "ringcomm", (1, "offload", None, False)),
-        (2, "ringcomm", (3, "momentum", 0.5, False)),
-    ],
-)
+@pytest.mark.parametrize(("name", "system", "world_size", "backend"), cases_of(ROWS))
 @in_ranks()
-def test_as_one_process_that_averages(rank: int, world_size: int, backend: str, case: Any) -> None:
-    """Accumulated, with momentum and weight decay, whatever each rank leaves out.
-
-    At stages 1 and 2 a rank may leave out all weights in a pass; fully_shard refuses that.
-    """
-    stage, kind, clip, reentrant = case
-    model = model_for(stage)
-    # fully_shard has weights that some ranks use in units that all of them run.
-    options: dict[str, Any] = {"units": [] if stage == 3 else None, "clip_grad_norm": clip}
-    optimizer = make_optimizer(model, kind)
-    sharded = zero.shard(model, optimizer, stage, bucket_bytes=BUCKET_BYTES, **options)
-    for step in range(STEPS):
-        for part in range(NUM_MICRO_BATCHES):
-            backward(model, step, part, rank, reentrant, has_empty=stage < 3)
-        apply_steps(sharded)
-    expected, expected_state = train_alone(model_for(stage), world_size, kind, clip, stage < 3)
-    assert_alike(weights(model))
-    assert_close(weights(model), expected, 2e-5)
-    # What no rank has ever had a gradient of has no state; the others' steps are their own.
-    state = full_state(sharded)["state"]
-    assert state.keys() == expected_state.keys()
-    for name, wanted in expected_state.items():
-        assert state[name].keys() == wanted.keys()
-        assert "step" not in wanted or state[name]["step"] == wanted["step"]
-    assert f"towers.{NEVER}.weight" in expected
+def test_rows(rank: int, name: str, system: str, world_size: int, backend: str) -> None:
+    """Accumulated, with momentum and weight decay, whatever each rank leaves out."""
+    check(rank, ROWS[name], system)
 
 
 @in_ranks(2)
