@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from cases import covering
-from full_states import full_weights
 from programs import (
     STAGES,
     ZERO,
@@ -36,16 +34,8 @@ from whole_optimizers import Muon64
 from zero_models import Net, batch
 
 from ringcomm.parallel import set_state_dict
-from ringcomm.torch_names import TORCH_VERSION
 
 # ---- options and schedulers
-
-
-def maximized(made: Training) -> None:
-    for step in range(3):
-        for group in made.optimizer.param_groups:
-            group.update(maximize=step % 2 == 1, weight_decay=0.01 * step)
-        made.train([step])
 
 
 def options_change(made: Training) -> None:
@@ -329,10 +319,9 @@ ROWS = {
     "schedulers of each and of all": Row(
         scheduled_both, optimizer=muon, early=of_each, systems=("zero 2",)
     ),
+    # https://github.com/facebookresearch/fairscale/issues/66,
     # https://github.com/pytorch/pytorch/issues/84485: groups change after the constructor.
-    "flags that are set between steps": Row(maximized, systems=("infinity",), slow=STAGES),
-    # https://github.com/facebookresearch/fairscale/issues/66
-    "options that change": Row(options_change, optimizer=group_for_each, systems=STAGES),
+    "options that change": Row(options_change, optimizer=group_for_each),
     # https://github.com/deepspeedai/DeepSpeed/pull/8202
     # https://github.com/deepspeedai/DeepSpeed/pull/7633
     # https://github.com/pytorch/pytorch/issues/126670
@@ -400,57 +389,3 @@ ROWS = {
 @in_ranks()
 def test_rows(rank: int, name: str, system: str, world_size: int, backend: str) -> None:
     check(rank, ROWS[name], system)
-
-
-class Failing(torch.autograd.Function):
-    """Raises in the forward or the backward pass of a step."""
-
-    fails_in = ""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        if Failing.fails_in == "forward":
-            raise ArithmeticError
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        if Failing.fails_in == "backward":
-            raise ArithmeticError
-        return grad
-
-
-def drop_a_batch(where: str, made: Training) -> None:
-    made.model.get_submodule(where).register_forward_hook(lambda _, __, out: Failing.apply(out))
-    before = full_weights(made.model)
-    Failing.fails_in = "backward"
-    with pytest.raises(ArithmeticError):
-        made.backward(7)
-    Failing.fails_in = ""
-    if made.system == "zero 3":
-        with pytest.raises(RuntimeError, match="a backward pass raised an error at stage 3"):
-            made.step()
-    made.optimizer.zero_grad()
-    torch.testing.assert_close(full_weights(made.model), before, rtol=0, atol=0)
-    made.train(range(5))
-    made.backward(5)
-    Failing.fails_in = "forward"  # of a micro-batch, which is left out
-    with pytest.raises(ArithmeticError):
-        made.model(made.rows(7, made.ranks[0])[0])
-    Failing.fails_in = ""
-    made.step()
-
-
-# fully_shard continues after an error from torch 2.13 on.
-CONTINUE = [system for system in ZERO if system != "zero 3" or TORCH_VERSION >= (2, 13)]
-
-
-@pytest.mark.parametrize(("system", "where"), covering(CONTINUE, ["first", "last", "blocks.1"]))
-@in_ranks(2)
-def test_an_exception_in_a_pass(rank: int, system: str, where: str) -> None:
-    """All ranks drop the batch and continue.
-
-    https://github.com/pytorch/torchtitan/issues/1329: batches that do not fit are skipped.
-    https://github.com/pytorch/torchtitan/pull/3724: units stay as they were in the error.
-    """
-    check(rank, Row(partial(drop_a_batch, where), optimizer=momentum), system)

@@ -33,7 +33,6 @@ from programs import (
 from ranks import in_ranks, run_ranks
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
@@ -53,7 +52,6 @@ from zero_models import (
 )
 
 from ringcomm import MismatchError
-from ringcomm.optim import Lomo
 from ringcomm.parallel import zero
 
 
@@ -368,30 +366,6 @@ def test_making_shards_is_linear_in_the_units(rank: int, system: str, where: str
             sys.setprofile(None)
         counts.append(num_calls)
     assert counts[2] < 5 * counts[1], counts  # 16 times as many if each unit walked the model
-
-
-@pytest.mark.parametrize("how", ["fused", "replicas", "shards", "hooks"])
-@in_ranks(1)
-def test_lomo_names_itself_where_a_graph_runs_again(rank: int, how: str) -> None:
-    """https://github.com/kozistr/pytorch_optimizer/issues/64: weights are updated between two
-    backward passes through one graph."""
-    model = perceptron(1)
-    if how == "shards":
-        fully_shard(model)
-    params = model.parameters() if how == "hooks" else model
-    group: Any = {"fused": "none", "shards": None}.get(how, dist.group.WORLD)
-    optimizer = Lomo(params, 0.1, model=model, group=group)
-    loss = model(torch.ones(2, 7)).sum()
-    loss.backward(retain_graph=True)
-    before = None if how == "shards" else full_weights(model)
-    with pytest.raises(RuntimeError, match=r"after its update by Lomo: .*accumulation_steps=N"):
-        (2 * loss).backward()
-    assert before is None or same(full_weights(model), before)
-    optimizer.step()
-    optimizer.zero_grad()
-    kept = model(torch.ones(2, 7, requires_grad=True)).sum()
-    torch.autograd.grad(kept, [*model.parameters()][1], retain_graph=True)  # no update
-    optimizer.zero_grad()
 
 
 def one_rank_alone(rank: int, method: str) -> str:
