@@ -42,11 +42,6 @@ APART = "rank by rank"  # each on its rows: what is not one training must be fou
 STAGES = ("zero 1", "zero 2", "zero 3")
 SHARDED = ("zero 3", "infinity")
 ZERO = (*STAGES, "infinity")
-LOMO: dict[str, dict[str, Any]] = {
-    "Lomo": {},
-    "Lomo, deferred": {"clip_grad_norm": 1e6},
-    "Lomo, two passes": {"clip_grad_norm": 1e6, "clip_mode": "two_pass"},
-}
 
 
 def adamw(model: nn.Module) -> Any:
@@ -71,9 +66,8 @@ def trained_by(system: str, model: nn.Module, given: Any, **options: Any) -> Any
     """The optimizer of a system that makes the steps of a given one."""
     if system in (ALONE, EACH, APART):
         return given
-    if system in LOMO:
-        in_group: dict[str, Any] = {"group": dist.group.WORLD} if dist.is_initialized() else {}
-        return Lomo(model, given.defaults["lr"], **in_group, **LOMO[system], **options)
+    if system == "Lomo":
+        return Lomo(model, given.defaults["lr"], group=dist.group.WORLD, **options)
     if system in ("offload", "infinity"):
         words = {name: options.pop(name) for name in ("elementwise", "whole") if name in options}
         is_own = isinstance(given, offload.Offloaded)

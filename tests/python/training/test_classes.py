@@ -13,7 +13,6 @@ from programs import (
     APART,
     EACH,
     STAGES,
-    ZERO,
     Row,
     Training,
     cases_of,
@@ -292,7 +291,7 @@ ROWS = {
         for name, optimizer in BEFORE.items()
     },
     **{
-        f"{name} at once": Row(resume_at_once, Net, optimizer, systems=(*ZERO, EACH))
+        f"{name} at once": Row(resume_at_once, Net, optimizer)
         for name, optimizer in AT_ONCE.items()
     },
     **{
@@ -300,9 +299,7 @@ ROWS = {
         for name, optimizer in MORE_AT_ONCE.items()
     },
     **{
-        f"{name} asked at once": Row(
-            ask_at_once, optimizer=optimizer, systems=(EACH, "zero 2", "zero 3")
-        )
+        f"{name} asked at once": Row(ask_at_once, optimizer=optimizer, systems=(EACH, "zero 3"))
         for name, optimizer in {**MORE_AT_ONCE, "dampening": DAMPENED}.items()
     },
     # https://github.com/KellerJordan/Muon/issues/45,
@@ -335,7 +332,7 @@ ROWS = {
         f"{name} is refused": Row(
             optimizer=optimizer,
             early=warming_up if name != "error of one owner" else lambda _: None,
-            systems=STAGES,
+            systems=STAGES[1:],
             refused=dict.fromkeys(STAGES, words),
         )
         for name, (optimizer, words) in REFUSED.items()
