@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import programs
 import pytest
 import torch
 import user_classes as user
@@ -257,11 +258,6 @@ def warming_up(optimizer: Any) -> None:
         torch.optim.lr_scheduler.LambdaLR(each, lambda step: step / 10)  # lr is 0 at first
 
 
-def on_meta() -> nn.Module:
-    with torch.device("meta"):
-        return nn.Linear(7, 3)
-
-
 def used_towers(model: Any, x: Tensor, _: Tensor) -> Tensor:
     loss: Tensor = model(x[:, :6], model.used).square().mean()
     return loss
@@ -346,7 +342,7 @@ ROWS = {
     ),
     # Its state exists before the first step, but has no values there.
     "Adagrad on meta": Row(
-        model=on_meta,
+        model=lambda: nn.Linear(7, 3, device="meta"),
         optimizer=of(torch.optim.Adagrad),
         systems=("zero 2",),
         refused={"zero 2": "Adagrad already has state on the meta device"},
@@ -380,15 +376,22 @@ def test_rows(rank: int, name: str, system: str, world_size: int, backend: str) 
     check(rank, ROWS[name], system)
 
 
+def writes_and_refuses(system: str, model: Any, given: Any, **options: Any) -> None:
+    model.scale.data.zero_()
+    raise ValueError("refused")
+
+
 @in_ranks(2)
 def test_what_is_no_row_is_found(rank: int) -> None:
-    """Ranks that train apart, an optimizer that is not refused, and a refusal of another reason."""
-    row = ROWS["schedule-free"]
-    for wrong, system in (
-        (Row(systems=(APART,)), APART),
-        (Row(program=names_of_weights, optimizer=named), APART),
+    """Ranks that train apart, what is not refused, and a refusal that has written a weight."""
+    for row, system in (
+        (Row(), APART),
+        (Row(names_of_weights, optimizer=named), APART),
         (Row(refused={"zero 1": "stage"}), "zero 1"),
     ):
         with pytest.raises((AssertionError, pytest.fail.Exception)):
-            check(rank, wrong, system)
-    assert row.refused == {}
+            check(rank, row, system)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(programs, "trained_by", writes_and_refuses)
+        with pytest.raises(AssertionError, match="scale"):
+            check(rank, Row(refused={"zero 1": "refused"}), "zero 1")

@@ -282,10 +282,6 @@ def tied_parts() -> nn.Module:
     return nn.ModuleList([nn.Sequential(tied), nn.Sequential(tied), nn.Linear(7, 3)])
 
 
-def of_a_container() -> nn.Module:
-    return nn.Sequential(nn.ModuleList([nn.Linear(7, 3)]), nn.Linear(3, 3))
-
-
 refused_at = partial(Row, systems=SHARDED)
 NOT_CALLED = dict.fromkeys(SHARDED, r"can be called, got Module.*: pass the parts")
 ROWS = {
@@ -321,7 +317,7 @@ ROWS = {
     "container with weights of its own": refused_at(model=own_weights, refused=NOT_CALLED),
     "container whose parts are tied": refused_at(model=tied_parts, refused=NOT_CALLED),
     "container as a unit": refused_at(
-        model=of_a_container,
+        model=lambda: nn.Sequential(nn.ModuleList([nn.Linear(7, 3)]), nn.Linear(3, 3)),
         refused=NOT_CALLED,
         options=lambda made: {"units": [made.model[0]]},
     ),
