@@ -26,7 +26,7 @@ from types import ModuleType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "tools"), str(ROOT), str(ROOT / "tests" / "python" / "pairs")]
+sys.path[:0] = [str(ROOT / "tools"), str(ROOT), str(ROOT / "tests" / "python" / "training")]
 
 import buildconfig  # noqa: E402
 import pair_tables  # noqa: E402

@@ -23,8 +23,8 @@ from full_states import (
     load_parts,
     save_parts,
 )
-from one_process import adamw, muon
 from oracle import all_equal
+from programs import adamw, muon
 from ranks import in_ranks, run_ranks
 from steps import apply_steps, train_step
 from torch import Tensor, nn

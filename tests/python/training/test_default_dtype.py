@@ -12,15 +12,16 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 from curves import whole
 from oracle import default_dtype
+from programs import ZERO, trained_by
 from ranks import in_ranks
 from steps import apply_steps
 from torch import Tensor, nn
@@ -34,7 +35,6 @@ from ringcomm.parallel import (
     ParallelDims,
     ParameterServer,
     get_state_dict,
-    offload,
     parallelize,
     pipeline,
     zero,
@@ -86,15 +86,14 @@ def test_factory_calls_say_what_they_make(keyword: str) -> None:
 # ---- systems
 
 STEPS = 3
-Parts = tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor, Tensor], Tensor], Any, Any]
 
 
-@torch.inference_mode(False)
 def net() -> nn.Sequential:
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {"dtype": F32, "device": "cpu"}
-    layers = [nn.Sequential(nn.Linear(8, 8, **sizes), nn.Tanh()) for _ in range(3)]
-    return nn.Sequential(*layers, nn.Linear(8, 4, **sizes))
+    with torch.inference_mode(False):
+        torch.manual_seed(0)
+        sizes: dict[str, Any] = {"dtype": F32, "device": "cpu"}
+        layers = [nn.Sequential(nn.Linear(8, 8, **sizes), nn.Tanh()) for _ in range(3)]
+        return nn.Sequential(*layers, nn.Linear(8, 4, **sizes))
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
@@ -103,7 +102,20 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
     return torch.randn(4, 8, **how), torch.randn(4, 4, **how)
 
 
-def by_model(model: nn.Module, optimizer: Any) -> Parts:
+def adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=0.01)
+
+
+class System(NamedTuple):
+    """A step and an evaluation of rows, which return the loss."""
+
+    step: Callable[[Tensor, Tensor], Tensor]
+    evaluate: Callable[[Tensor, Tensor], Tensor]
+    optimizer: Any
+    model: Any
+
+
+def by_model(model: nn.Module, optimizer: Any) -> System:
     def loss_of(x: Tensor, y: Tensor) -> Tensor:
         return mse_loss(model(x), y)
 
@@ -112,56 +124,35 @@ def by_model(model: nn.Module, optimizer: Any) -> Parts:
         (optimizer.scale(loss) if hasattr(optimizer, "scale") else loss).backward()
         return loss.detach()
 
-    return step, loss_of, optimizer, model
+    return System(step, loss_of, optimizer, model)
 
 
-def adamw(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=0.01)
-
-
-def by_zero(stage: int) -> Parts:
+def by_given(system: str) -> System:
     model = net()
-    return by_model(model, zero.shard(model, adamw(model.parameters()), stage))
+    return by_model(model, trained_by(system, model, adamw(model.parameters())))
 
 
-def by_infinity() -> Parts:
-    model = net()
-    inner = offload.Offloaded(torch.optim.AdamW(model.parameters(), lr=0.01), to="cpu")
-    return by_model(model, zero.shard(model, inner, 3, offload_weights=True))
-
-
-def by_offload() -> Parts:
-    model = net()
-    return by_model(
-        model, offload.Offloaded(torch.optim.AdamW(model.parameters(), lr=0.01), to="cpu")
-    )
-
-
-def by_lomo(kind: type[Any], **options: Any) -> Parts:
+def by_lomo(kind: type[Any], **options: Any) -> System:
     model = net()
     return by_model(model, kind(model, lr=0.01, group=dist.group.WORLD, **options))
 
 
-def by_lomo_on_shards(shard: Callable[[nn.Module], Any]) -> Parts:
+def by_lomo_on_shards() -> System:
     model = net()
-    shard(model)
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
     return by_model(model, Lomo(model, lr=0.01))
 
 
-def by_fully_shard(model: nn.Module) -> None:
-    for layer in model:  # type: ignore[attr-defined]
-        fully_shard(layer)
-    fully_shard(model)
-
-
-def by_tensor_parallelism() -> Parts:
+def by_tensor_parallelism() -> System:
     model: Any = net()
     model[0][0] = ColumnParallelLinear.from_linear(model[0][0])
     model[1][0] = RowParallelLinear.from_linear(model[1][0])
     return by_model(model, adamw(model.parameters()))
 
 
-def by_experts() -> Parts:
+def by_experts() -> System:
     torch.manual_seed(0)
     experts = MixtureOfExperts(8, lambda: nn.Linear(8, 8, dtype=F32), 4, dtype=F32)
     torch.manual_seed(0)
@@ -169,27 +160,23 @@ def by_experts() -> Parts:
     return by_model(model, adamw(model.parameters()))
 
 
-def by_parallelize(dims: ParallelDims) -> Parts:
+def by_parallelize(dims: ParallelDims) -> System:
     made = parallelize(net(), dims, adamw, loss_fn=mse_loss)
-    return made.step, made.evaluate, made.optimizer, made.model
+    return System(made.step, made.evaluate, made.optimizer, made.model)
 
 
-def by_pipeline(schedule: str) -> Parts:
+def by_pipeline(schedule: str) -> System:
     pipe = pipeline.Pipeline(net(), mse_loss, schedule, 2)
-    return pipe.step, pipe.evaluate, adamw(pipe.parameters()), pipe.module
+    return System(pipe.step, pipe.evaluate, adamw(pipe.parameters()), pipe.module)
 
 
-SYSTEMS: dict[str, Callable[[], Parts]] = {
-    "zero 1": lambda: by_zero(1),
-    "zero 2": lambda: by_zero(2),
-    "zero 3": lambda: by_zero(3),
-    "infinity": by_infinity,
-    "offload": by_offload,
+SYSTEMS: dict[str, Callable[[], System]] = {
+    **{system: partial(by_given, system) for system in (*ZERO, "offload")},
     "Lomo": lambda: by_lomo(Lomo),
     "Lomo, deferred": lambda: by_lomo(Lomo, clip_grad_norm=0.1),
     "AdaLomo": lambda: by_lomo(AdaLomo),
     "AdaLomo, scaled": lambda: by_lomo(AdaLomo, loss_scale="dynamic"),
-    "Lomo on fully_shard": lambda: by_lomo_on_shards(by_fully_shard),
+    "Lomo on fully_shard": by_lomo_on_shards,
     "tensor parallelism": by_tensor_parallelism,
     "experts": by_experts,
     "parallelize dp": lambda: by_parallelize(ParallelDims(dp=2)),

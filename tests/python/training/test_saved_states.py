@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import io
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from full_states import full_weights
+from programs import EACH, STAGES, Row, Training, trained_by
 from ranks import in_ranks
 from steps import train_step
 from torch import Tensor, nn
@@ -17,127 +20,90 @@ from torch.nn.utils import parametrizations
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.testing import assert_close
 from whole_optimizers import EachWeight, elementwise, whole
+from zero_models import loss_of
 
 from ringcomm.nn import ColumnParallelLinear
 from ringcomm.parallel import get_state_dict, pipeline, set_state_dict, zero
 
 safetensors = pytest.importorskip("safetensors.torch")
 
-SYSTEMS = (0, 1, 2, 3)  # stages; 0 is torch's optimizer
+SYSTEMS = (EACH, *STAGES)
 
 
 def net(seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
-
-
-def shard(model: nn.Module, optimizer: Any, stage: int) -> Any:
-    return zero.shard(model, optimizer, stage) if stage else optimizer
+    return nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3))
 
 
 def train(model: Any, optimizer: Any, steps: int = 2, x: Tensor | None = None) -> None:
-    x = torch.ones(2, 6) if x is None else x
+    x = torch.ones(2, 7) if x is None else x
     for step in range(steps):
         train_step(model(x * (step + 1)).square().sum(), optimizer)
-
-
-def full(model: nn.Module) -> dict[str, Tensor]:
-    return get_state_dict(model, full=True)[0]
 
 
 def same(one: Any, other: Any) -> None:
     assert_close(one, other, rtol=0, atol=0)
 
 
+def with_empty_group(lr: float, model: Any) -> torch.optim.Optimizer:
+    groups: list[dict[str, Any]] = [
+        {"params": model[0].parameters(), "lr": lr},
+        {"params": []},
+        {"params": model[2].parameters(), "lr": 2 * lr},
+    ]
+    return torch.optim.AdamW(groups, lr=lr)
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
 @in_ranks(2)
-def test_options_of_schedulers_survive_beside_an_empty_group(rank: int) -> None:
+def test_options_of_schedulers_survive_beside_an_empty_group(rank: int, system: str) -> None:
     """https://github.com/pytorch/pytorch/issues/143828 and 140900,
     https://github.com/NVIDIA/apex/issues/766: groups lose lr or initial_lr, or a scheduler keeps
     the groups of before."""
-    for stage in SYSTEMS:
-
-        def made(lr: float, stage: int = stage) -> tuple[Any, Any, Any]:
-            model = net()
-            groups: list[dict[str, Any]] = [
-                {"params": model[0].parameters(), "lr": lr},
-                {"params": []},
-                {"params": model[2].parameters(), "lr": 2 * lr},
-            ]
-            optimizer = shard(model, torch.optim.AdamW(groups, lr=lr), stage)
-            return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-
-        model, optimizer, scheduler = made(0.1)
-        train(model, optimizer)
-        scheduler.step()
-        other, resumed, follows = made(9.0)
-        set_state_dict(other, resumed, *get_state_dict(model, optimizer, full=True))
-        follows.load_state_dict(scheduler.state_dict())
-        assert [group["initial_lr"] for group in resumed.param_groups] == [0.1, 0.1, 0.2]
-        for each in (scheduler, follows):
-            each.step()
-        assert [group["lr"] for group in resumed.param_groups] == [0.025, 0.025, 0.05]
-        train(model, optimizer)
-        train(other, resumed)
-        same(full(other), full(model))
+    both = [
+        Training(Row(model=net, optimizer=partial(with_empty_group, lr)), system, rank).begin()
+        for lr in (0.1, 9.0)
+    ]
+    schedulers = [torch.optim.lr_scheduler.StepLR(each.optimizer, 1, 0.5) for each in both]
+    first, again = both
+    first.train(range(2))
+    schedulers[0].step()
+    set_state_dict(again.model, again.optimizer, *first.save())
+    schedulers[1].load_state_dict(schedulers[0].state_dict())
+    groups = again.optimizer.param_groups
+    assert [group["initial_lr"] for group in groups] == [0.1, 0.1, 0.2]
+    for each in schedulers:
+        each.step()
+    assert [group["lr"] for group in again.optimizer.param_groups] == [0.025, 0.025, 0.05]
+    for made in both:
+        made.train(range(2, 4))
+    same(again.weights(), first.weights())
 
 
+@pytest.mark.parametrize("system", SYSTEMS)
 @in_ranks(2)
-def test_a_state_dict_does_not_change_with_training(rank: int) -> None:
+def test_a_state_dict_does_not_change_with_training(rank: int, system: str) -> None:
     """https://github.com/pytorch/pytorch/pull/145408: what is saved later has later values. Also
     learning rates in tensors, and the state dict that was loaded."""
-    for stage in SYSTEMS:
 
-        def made(seed: int, stage: int = stage) -> tuple[Any, Any]:
-            lr = torch.tensor(0.1)
-            model = net(seed)
-            adamw = torch.optim.AdamW(model.parameters(), lr, foreach=False)
-            return model, shard(model, adamw, stage)
+    def optimizer(model: Any) -> Any:
+        return torch.optim.AdamW(model.parameters(), torch.tensor(0.1), foreach=False)
 
-        (model, optimizer), (other, resumed) = made(0), made(1)
-        train(model, optimizer)
-        saved = get_state_dict(model, optimizer, full=True)
-        before = copy.deepcopy(saved)
-        set_state_dict(other, resumed, *saved)
-        for each, its in ((model, optimizer), (other, resumed)):
-            its.param_groups[0]["lr"].mul_(0.5)
-            train(each, its)
-        same(saved[0], before[0])
-        same(saved[1]["state"], before[1]["state"])
-        assert saved[1]["param_groups"] == before[1]["param_groups"]
-        same(full(other), full(model))
-
-
-OPTIMIZERS: dict[str, Any] = {
-    "NAdam": lambda params: torch.optim.NAdam(params, 0.01),
-    "dampening": lambda params: torch.optim.SGD(params, 0.01, momentum=0.9, dampening=0.5),
-    "ASGD": lambda params: torch.optim.ASGD(params, 0.01),
-    "Rprop": lambda params: torch.optim.Rprop(params, 0.01),
-    "Adagrad": lambda params: torch.optim.Adagrad(params, initial_accumulator_value=0.1),
-    "Adam": lambda params: torch.optim.Adam(params, 0.01, weight_decay=0.5),
-}
-
-
-@in_ranks(2)
-def test_a_state_before_the_first_step_changes_no_step(rank: int) -> None:
-    """https://github.com/pytorch/pytorch/issues/164929 and
-    https://github.com/NVIDIA/Megatron-LM/pull/5976: to get a state makes a step that counts."""
-    for name, stage in [(name, 0) for name in OPTIMIZERS] + [("NAdam", 2), ("dampening", 3)]:
-        found, states = {}, None
-        for way in ("not asked", "asked", "loaded"):
-            model = net()
-            optimizer = shard(model, OPTIMIZERS[name](model.parameters()), stage)
-            if way == "asked":
-                states = get_state_dict(model, optimizer, full=True)
-                assert len(states[1]["state"]) == 4
-            elif states is not None:
-                set_state_dict(model, optimizer, *states)
-            train(model, optimizer, 1)
-            get_state_dict(model, optimizer, full=True)
-            train(model, optimizer, 1)
-            found[way] = full(model)
-        same(found["asked"], found["not asked"])
-        if name != "dampening":  # whose loaded zeros are a state
-            same(found["loaded"], found["not asked"])
+    first, again = (
+        Training(Row(model=partial(net, seed), optimizer=optimizer), system, rank).begin()
+        for seed in range(2)
+    )
+    first.train(range(2))
+    saved = get_state_dict(first.model, first.optimizer, full=True)
+    before = copy.deepcopy(saved)
+    set_state_dict(again.model, again.optimizer, *saved)
+    for made in (first, again):
+        made.optimizer.param_groups[0]["lr"].mul_(0.5)
+        made.train(range(2, 4))
+    same(saved[0], before[0])
+    same(saved[1]["state"], before[1]["state"])
+    assert saved[1]["param_groups"] == before[1]["param_groups"]
+    same(again.weights(), first.weights())
 
 
 class Odd(nn.Module):
@@ -192,9 +158,10 @@ def test_all_that_a_module_saves_is_saved_and_loaded(rank: int) -> None:
     train(alone, adamw, x=x)
     values, state = get_by_torch(alone, adamw)
     states: Any = state["state"]
-    for stage in SYSTEMS:
+    for system in SYSTEMS:
+        stage = STAGES.index(system) + 1 if system in STAGES else 0
         model = Odd(stage != 3)  # stage 3 refuses weights without dimensions
-        optimizer = shard(model, torch.optim.AdamW(trained(model), 0.01), stage)
+        optimizer = trained_by(system, model, torch.optim.AdamW(trained(model), 0.01))
         train(model, optimizer, x=x)
         saved = get_state_dict(model, optimizer, full=True)
         missing = {"scale"} if stage == 3 else set()
@@ -209,7 +176,7 @@ def test_all_that_a_module_saves_is_saved_and_loaded(rank: int) -> None:
             with torch.no_grad():
                 for value in (*other.parameters(), *other.buffers()):
                     value.zero_()
-            resumed = shard(other, torch.optim.AdamW(trained(other), 0.01), stage)
+            resumed = trained_by(system, other, torch.optim.AdamW(trained(other), 0.01))
             given = saved if not from_rank0 or rank == 0 else ({}, {})
             set_state_dict(other, resumed, *given, rank0_only=from_rank0)
             again = get_state_dict(other, resumed, full=True)
@@ -223,7 +190,7 @@ def test_two_parameters_in_one_memory_are_both_saved(rank: int) -> None:
     """https://github.com/deepspeedai/DeepSpeed/pull/3033: of shared weights one is kept."""
     model: Any = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(2)))
     model[1].weight.data = model[0].weight.data
-    values = full(model)
+    values = full_weights(model)
     assert sorted(values) == ["0.weight", "1.weight"]
     set_state_dict(model, None, {name: 2 * value for name, value in values.items()})
     same(model[1].weight.detach(), 2 * values["0.weight"])
@@ -257,8 +224,8 @@ def test_states_in_containers_are_kept_or_refused(rank: int) -> None:
     set_state_dict(other, resumed, *get_state_dict(model, optimizer, full=True))
     train(model, optimizer)
     train(other, resumed)
-    same(full(other), full(model))
-    part = nn.Sequential(ColumnParallelLinear(6, 4, bias=False, gather_output=True))
+    same(full_weights(other), full_weights(model))
+    part = nn.Sequential(ColumnParallelLinear(7, 4, bias=False, gather_output=True))
     of_part: Any = ElementFactors(part.parameters())
     train(part, of_part, 1)
     for is_full in (False, True):
@@ -273,20 +240,20 @@ def test_optimizers_of_whole_weights_are_refused_for_parts(rank: int) -> None:
     parallelize() refuses them itself. A stage of a pipeline has whole weights.
     """
     model = nn.Sequential(
-        ColumnParallelLinear(6, 4, bias=False, gather_output=True), nn.Linear(4, 4, bias=False)
+        ColumnParallelLinear(7, 4, bias=False, gather_output=True), nn.Linear(4, 4, bias=False)
     )
-    before = full(model)
+    before = full_weights(model)
     for kind in (torch.optim.Muon, torch.optim.Adafactor, torch.optim.LBFGS):
-        model(torch.ones(2, 6)).sum().backward()
+        model(torch.ones(2, 7)).sum().backward()
         optimizer: Any = kind(model.parameters())
         with pytest.raises(TypeError, match=f"{kind.__name__} (needs full weights|updates sev)"):
             optimizer.step(lambda: torch.zeros(()))
-        same(full(model), before)
+        same(full_weights(model), before)
     torch.optim.Muon(model[1].parameters()).step()
     blocks: Any = net()[::2]
     pipe = pipeline.Pipeline(blocks, nn.functional.mse_loss, num_microbatches=2)
     matrices = [param for param in pipe.parameters() if param.dim() == 2]
-    pipe.step(torch.ones(2, 6), torch.ones(2, 3))
+    pipe.step(torch.ones(2, 7), torch.ones(2, 3))
     torch.optim.Muon(matrices).step()
     with pytest.raises(TypeError, match="LBFGS updates several weights"):
         torch.optim.LBFGS(matrices).step(lambda: 0.0)
@@ -296,25 +263,21 @@ def test_optimizers_of_whole_weights_are_refused_for_parts(rank: int) -> None:
 def test_masters_are_not_rounded_by_a_resume(rank: int) -> None:
     """https://github.com/TensorAuto/OpenTau/issues/185: float32 values begin from 16 bits again.
     A file of torch.save() is read with weights_only."""
-    for stage in (1, 2):
-
-        def made(stage: int = stage) -> tuple[Any, Any]:
-            model = net().bfloat16()
-            return model, zero.shard(model, torch.optim.AdamW(model.parameters(), 1e-3), stage)
-
-        x = torch.ones(2, 6, dtype=torch.bfloat16)
-        (model, optimizer), (other, resumed) = made(), made()
-        train(model, optimizer, 3, x)
-        torch.save(get_state_dict(model, optimizer, full=True), file := io.BytesIO())
+    row = Row(
+        model=lambda: net().bfloat16(),
+        optimizer=lambda model: torch.optim.AdamW(model.parameters(), 1e-3),
+        loss=lambda model, x, y: loss_of(model, x.bfloat16(), y),
+    )
+    for system in STAGES[:2]:
+        first, again = (Training(row, system, rank).begin() for _ in range(2))
+        first.train(range(3))
+        torch.save(first.save(), file := io.BytesIO())
         file.seek(0)
-        set_state_dict(other, resumed, *torch.load(file, weights_only=True))
-        train(model, optimizer, 3, x)
-        train(other, resumed, 3, x)
-        one, two = (
-            get_state_dict(*each, full=True) for each in ((model, optimizer), (other, resumed))
-        )
-        same(two[0], one[0])
-        same(two[1]["state"], one[1]["state"])
+        set_state_dict(again.model, again.optimizer, *torch.load(file, weights_only=True))
+        for each in (first, again):
+            each.train(range(3, 6))
+        same(again.save()[0], first.save()[0])
+        same(again.save()[1]["state"], first.save()[1]["state"])
 
 
 @in_ranks(2)
@@ -323,12 +286,12 @@ def test_an_average_of_weights_is_one_of_its_own(rank: int, tmp_path: Path) -> N
     a file of it has one weight. The names of AveragedModel are its own."""
     for stage in (1, 2):
         model = net()
-        optimizer = shard(model, torch.optim.AdamW(model.parameters(), 0.1), stage)
+        optimizer = zero.shard(model, torch.optim.AdamW(model.parameters(), 0.1), stage)
         average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
         for _ in range(2):
             train(model, optimizer, 1)
             average.update_parameters(model)
-        saved, now = full(average), full(model)
+        saved, now = full_weights(average), full_weights(model)
         assert set(saved) == {"n_averaged", *(f"module.{name}" for name in now)}
         assert not torch.equal(saved["module.0.weight"], now["0.weight"])
         path = str(tmp_path / f"{stage}, {rank}")
@@ -348,8 +311,8 @@ class Thirds(nn.Linear):
 def test_what_only_its_module_can_load_is_refused(rank: int) -> None:
     """https://github.com/NVIDIA/TransformerEngine/issues/1860: saved values that are no weights
     do not come back."""
-    model: Any = nn.Sequential(Thirds(6, 5))
-    values = full(model)
+    model: Any = nn.Sequential(Thirds(7, 5))
+    values = full_weights(model)
     assert sorted(values) == ["0.bias", "0.packed"]
     with pytest.raises(ValueError, match=r"0\.packed is made by a module's own saving code"):
         set_state_dict(model, None, values)

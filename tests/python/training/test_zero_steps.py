@@ -1,22 +1,22 @@
-"""zero.shard(): the steps of one process, whatever each rank holds of the optimizer.
-
-On two ranks tests/python/pairs holds any two features together; here are other numbers of ranks,
-bits, 16-bit formats, and calls. Models of odd sizes: support/zero_models.py.
-"""
+"""zero.shard(): steps on other numbers of ranks, bits, overflow, clipping and 16-bit formats."""
 
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from full_states import full_state
-from ranks import in_ranks, place
+from full_states import full_state, full_weights
+from programs import Row, Training, cases_of, check, muon
+from ranks import in_ranks
 from steps import apply_steps, train_step
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from whole_optimizers import Averaged
 from zero_models import (
+    BUCKET_BYTES,
     STAGES,
     STEPS,
     Net,
@@ -36,42 +36,49 @@ from zero_models import (
 
 from ringcomm.parallel import offload, zero
 
-# How much sums of three or four ranks' gradients may differ from one sum; AdamW amplifies it.
-ATOL = {"sgd": 1e-6, "momentum": 1e-6, "adamw": 2e-5}
+CLIPPED, SCALED = {"clip_grad_norm": 0.1}, {"loss_scale": 1024.0}
 
 
-@pytest.mark.parametrize(
-    ("world_size", "backend", "case"),
-    [
-        (1, "ringcomm", (1, "adamw", {"clip_grad_norm": 0.1}, 1)),
-        (1, "ringcomm", (2, "momentum", {}, 2)),
-        (1, "ringcomm", (3, "momentum", {"loss_scale": 1024.0}, 1)),
-        (2, "gloo", (1, "momentum", {"mesh": True}, 1)),
-        (2, "gloo", (2, "adamw", {"clip_grad_norm": 0.1, "loss_scale": 1024.0}, 2)),
-        (2, "gloo", (3, "adamw", {"loss_scale": 1024.0}, 2)),
-        (3, "ringcomm", (1, "adamw", {"loss_scale": 1024.0, "tied": True}, 2)),
-        (3, "ringcomm", (2, "adamw", {"bucket_bytes": 1 << 20}, 1)),
-        (3, "ringcomm", (3, "momentum", {"clip_grad_norm": 0.1, "mesh": True}, 1)),
-        (4, "ringcomm", (2, "momentum", {"clip_grad_norm": 0.1, "tied": True}, 1)),
-        (4, "ringcomm", (3, "adamw", {"tied": True}, 1)),
-    ],
-)
+def on_a_mesh(made: Training) -> dict[str, Any]:
+    mesh = init_device_mesh(made.device.type, (made.row.num_ranks,))
+    return {"mesh": mesh, "bucket_bytes": BUCKET_BYTES, "clip_grad_norm": 0.1}
+
+
+# test_pairs.py has any two features together on two ranks; here are other numbers of ranks.
+ROWS = {
+    f"{num_ranks} over {backend}, {kind}": Row(
+        model=partial(Net, is_tied=is_tied),
+        optimizer=partial(make_optimizer, kind=kind),
+        systems=(f"zero {stage}",),
+        options=options if callable(options) else {"bucket_bytes": BUCKET_BYTES, **options},
+        num_parts=num_parts,
+        num_ranks=num_ranks,
+        backend=backend,
+        # How much sums of three or four ranks' gradients may differ; AdamW amplifies it.
+        atol=2e-5 if kind == "adamw" else 1e-6,
+    )
+    for num_ranks, backend, stage, kind, options, num_parts, is_tied in (
+        (1, "ringcomm", 1, "adamw", CLIPPED, 1, False),
+        (1, "ringcomm", 2, "momentum", {}, 2, False),
+        (1, "ringcomm", 3, "momentum", SCALED, 1, False),
+        (2, "gloo", 1, "momentum", on_a_mesh, 1, False),
+        (2, "gloo", 2, "adamw", {**CLIPPED, **SCALED}, 2, False),
+        (2, "gloo", 3, "adamw", SCALED, 2, False),
+        (3, "ringcomm", 1, "adamw", SCALED, 2, True),
+        (3, "ringcomm", 2, "adamw", {"bucket_bytes": 1 << 20}, 1, False),
+        (3, "ringcomm", 3, "momentum", on_a_mesh, 1, False),
+        (4, "ringcomm", 2, "momentum", CLIPPED, 1, True),
+        (4, "ringcomm", 3, "adamw", {}, 1, True),
+    )
+}
+
+
+@pytest.mark.parametrize(("name", "system", "world_size", "backend"), cases_of(ROWS))
 @in_ranks()
-def test_steps_are_those_of_one_process(
-    rank: int, device: str, world_size: int, backend: str, case: Any
+def test_rows(
+    rank: int, device: str, name: str, system: str, world_size: int, backend: str
 ) -> None:
-    stage, kind, options, num_micro_batches = case
-    is_tied = options.pop("tied", False)
-    model = Net(is_tied=is_tied).to(place(device, rank))
-    if options.pop("mesh", False):
-        options["mesh"] = init_device_mesh(device, (world_size,))
-    if rank != 0:
-        torch.nn.init.zeros_(model.last.weight)  # rank 0's count
-    _, optimizer = make(stage, kind, model, **options)
-    train(model, optimizer, rank, world_size, num_micro_batches=num_micro_batches)
-    expected = train_alone(kind, options.get("clip_grad_norm"), num_micro_batches, is_tied=is_tied)
-    assert_close(weights(model), expected, ATOL[kind])
-    assert_alike(weights(model))
+    check(rank, ROWS[name], system, device)
 
 
 @pytest.mark.parametrize(
@@ -268,3 +275,27 @@ def test_offloaded_states_see_gradients_of_float16(rank: int, stage: int, how: s
     torch.testing.assert_close(state["exp_avg"].flatten(), expected, rtol=5e-3, atol=0)
     master = state["master"].flatten()
     torch.testing.assert_close(master, alone.weight.detach().flatten(), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@in_ranks(2)
+def test_matrices_have_the_bits_of_one_process(rank: int, stage: int) -> None:
+    """Iterations in bfloat16, too, because a matrix is on one rank."""
+    kind = partial(torch.optim.Muon, lr=0.02)
+    alone, model = Net(), Net()
+    train_on_halves(alone, muon(alone, kind), STEPS)
+    optimizer = zero.shard(model, muon(model, kind), stage)
+    train(model, optimizer, rank, 2)
+    expected = {name: x for name, x in full_weights(alone).items() if x.dim() == 2}
+    assert same(full_weights(model), expected)
+
+
+@in_ranks(2)
+def test_masters_stay_in_the_state_of_each_mode(rank: int) -> None:
+    model = Net()
+    optimizer = zero.shard(model, Averaged(model.parameters()), 1, param_dtype=torch.bfloat16)
+    optimizer.train()
+    train(model, optimizer, rank, 2, range(1))
+    for change in (optimizer.eval, optimizer.train):
+        change()
+        assert all("master" in state for state in optimizer.state.values() if state)

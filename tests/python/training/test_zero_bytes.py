@@ -6,12 +6,23 @@ from typing import Any
 
 import pytest
 import torch
+from allocations import peak_bytes, record_allocations
+from full_states import full_state
+from programs import muon
 from ranks import in_ranks
 from steps import apply_steps
 from torch import Tensor, nn
-from zero_models import BUCKET_BYTES, STAGES, Net, check_traffic, live_bytes, make_optimizer
+from zero_models import (
+    BUCKET_BYTES,
+    STAGES,
+    Net,
+    check_traffic,
+    live_bytes,
+    make_optimizer,
+)
 
 from ringcomm.parallel import zero
+from ringcomm.parallel.zero.owners import owners_of
 
 BF16 = {"param_dtype": torch.bfloat16}
 BF16_REDUCED = {**BF16, "reduce_dtype": torch.bfloat16}
@@ -97,3 +108,61 @@ def test_memory_is_what_was_predicted(rank: int, world_size: int, stage: int, op
         n = world_size
         formula = {1: 2 + grad + 12 / n, 2: 2 + (grad + 12) / n, 3: 16 / n}[stage]
         assert parameters + gradients + states == pytest.approx(formula * num_elems, rel=0.05)
+
+
+@pytest.mark.parametrize("kind", ["Muon", "Adafactor"])
+@pytest.mark.parametrize(("world_size", "stage"), [(2, 1), (3, 2), (3, 3)])
+@in_ranks()
+def test_bytes_of_whole_weights(rank: int, world_size: int, stage: int, kind: str) -> None:
+    model = Net()
+    make: Any = muon if kind == "Muon" else lambda m: torch.optim.Adafactor(m.parameters())
+    given = make(model)
+    memory = zero.predict_memory(model, given, stage, world_size=world_size, rank=rank)
+    optimizer = check_traffic(model, given, stage, rank, world_size)
+    assert live_bytes(optimizer.state_tensors()) == pytest.approx(memory.states, rel=0.05)
+    assert live_bytes(model.parameters()) == pytest.approx(memory.parameters, rel=0.05)
+
+
+def test_owners_are_balanced_by_cost_and_bytes() -> None:
+    shapes = [(64, 64)] * 24 + [(64, 256), (256, 64)] * 12 + [(1000, 64), (64, 1000)]
+    params = [nn.Parameter(torch.empty(shape, device="meta")) for shape in shapes]
+    for world_size in (2, 3, 5):
+        owners = owners_of(params, world_size)
+        loads = [
+            [
+                sum(cost(p) for p, owner in owners.items() if owner == rank)
+                for rank in range(world_size)
+            ]
+            for cost in (Tensor.numel, lambda p: min(p.shape) * p.numel())
+        ]
+        for of_kind in loads:
+            assert max(of_kind) <= 1.1 * sum(of_kind) / world_size
+
+
+@pytest.mark.parametrize("kinds", [(1,), (2, 1), (4, 1)])
+@in_ranks(2)
+def test_states_are_even_for_weights_of_any_dimensions(rank: int, kinds: Any) -> None:
+    """As with the usual groups of matrices and of biases: half the elements on each rank."""
+    weights = [nn.Parameter(torch.ones([6] * kind)) for kind in kinds]
+    model = nn.ParameterList(weights)
+    rmsprop = torch.optim.RMSprop([{"params": [weight]} for weight in weights])
+    optimizer = zero.shard(model, rmsprop, 1)
+    torch.stack([weight.square().sum() for weight in weights]).sum().backward()
+    optimizer.step()
+    num_elems = sum(weight.numel() for weight in weights)
+    assert sum(state.numel() for state in optimizer.state_tensors()) == num_elems // 2
+
+
+@in_ranks(2)
+def test_other_ranks_hold_one_weight_at_a_time(rank: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+    sharded = zero.shard(model, torch.optim.AdamW(model.parameters(), 0.01), 2)
+    model(torch.randn(2, 64)).sum().backward()
+    sharded.step()
+    with record_allocations() as sizes:
+        full_state(sharded, rank0_only=True)
+    if rank != 0:
+        assert peak_bytes(sizes) <= 4 * 3 * 64 * 64  # a weight, its padded rows, this rank's part
+    else:
+        assert peak_bytes(sizes) >= 4 * 2 * 8 * 64 * 64

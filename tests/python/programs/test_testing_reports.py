@@ -258,7 +258,7 @@ def wait_for_the_end(rank: int, folder: str) -> None:
 def test_nor_a_test_runner_that_is_ended(tmp_path: Path, number: signal.Signals) -> None:
     """https://github.com/underworldcode/underworld3/issues/639"""
     program = (
-        "import test_reports_testing as t\n"
+        "import test_testing_reports as t\n"
         f"t.run_ranks(2, t.wait_for_the_end, {str(tmp_path)!r}, timeout_s=300)"
     )
     path = os.pathsep.join([str(Path(__file__).parent), *sys.path])

@@ -74,7 +74,9 @@ def drawn(draw: random.Random) -> Case:
 
 def command_of(case: Case) -> str:
     words = "; ".join(f"{axis}: {value}" for axis, value in case.items())
-    return f"RINGCOMM_LOOP={shlex.quote(words)} pytest -s tests/python/pairs/test_random_loops.py"
+    return (
+        f"RINGCOMM_LOOP={shlex.quote(words)} pytest -s tests/python/training/test_random_loops.py"
+    )
 
 
 @pytest.mark.skipif(not (SECONDS or ONE), reason=".ci/run stress")

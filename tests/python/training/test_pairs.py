@@ -177,6 +177,7 @@ def test_all_schedulers_are_here() -> None:
     ("system", "scheduler", "kinds"),
     [
         ("zero 1", "after", FEW),
+        ("Lomo", "after", ["CosineAnnealingLR"]),
         *(
             pytest.param(system, scheduler, ALL, marks=pytest.mark.slow)
             for system in BETWEEN.axes["system"][:6]
@@ -187,7 +188,10 @@ def test_all_schedulers_are_here() -> None:
     ids=lambda value: value if isinstance(value, str) else f"{len(value)} kinds",
 )
 def test_schedulers(system: str, scheduler: str, kinds: list[str], tmp_path: Path) -> None:
-    """Learning rates, betas and weights; before the third step it resumes from a checkpoint."""
+    """Learning rates, betas and weights; before the third step it resumes from a checkpoint.
+
+    https://github.com/microsoft/rat-sql/issues/45, https://github.com/pytorch/pytorch/issues/60265
+    """
     pytest.importorskip("transformers")
     fixed = {"system": system, "scheduler": scheduler, "between steps": "save and load"}
     problems = {}

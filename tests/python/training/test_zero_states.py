@@ -1,27 +1,34 @@
-"""zero.shard() with torch.distributed.checkpoint, states of torch, and the meta device."""
+"""States of zero.shard(): by torch and torch.distributed.checkpoint, as files, and from meta."""
 
 from __future__ import annotations
 
+import copy
+import io
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from allocations import peak_bytes, record_allocations
+import torch.distributed.checkpoint as dcp
 from full_states import full_state, full_weights, load_parts, save_parts
+from programs import Row, Training, momentum
 from ranks import in_ranks, run_ranks
 from steps import apply_steps
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
+    get_optimizer_state_dict,
     get_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
     set_state_dict,
 )
 from torch.distributed.tensor import DTensor
+from torch.testing import assert_close as assert_equal
 from torch.utils._pytree import tree_leaves, tree_map_only
+from whole_optimizers import Muon64
 from zero_models import (
     BUCKET_BYTES,
     STAGES,
@@ -37,6 +44,7 @@ from zero_models import (
     weights,
 )
 
+from ringcomm.parallel import get_state_dict as get_whole_state
 from ringcomm.parallel import offload, zero
 from ringcomm.parallel import set_state_dict as set_whole_state
 
@@ -168,21 +176,6 @@ def test_each_weight_has_its_number_of_steps(rank: int, stage: int) -> None:
     assert set(steps.values()) == {2.0, 5.0}
 
 
-@in_ranks(2)
-def test_other_ranks_hold_one_weight_at_a_time(rank: int) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
-    sharded = zero.shard(model, torch.optim.AdamW(model.parameters(), 0.01), 2)
-    model(torch.randn(2, 64)).sum().backward()
-    sharded.step()
-    with record_allocations() as sizes:
-        full_state(sharded, rank0_only=True)
-    if rank != 0:
-        assert peak_bytes(sizes) <= 4 * 3 * 64 * 64  # a weight, its padded rows, this rank's part
-    else:
-        assert peak_bytes(sizes) >= 4 * 2 * 8 * 64 * 64
-
-
 class Normed(nn.Module):
     """Buffers, a module of buffers alone, and a weight that two units share."""
 
@@ -257,3 +250,128 @@ def test_what_the_meta_device_lacks(rank: int) -> None:
             odd, offload.Offloaded(torch.optim.SGD(odd.parameters())), 3, offload_weights=True
         )
     dist.barrier()
+
+
+def of_one_weight(model: Any) -> Muon64:
+    for param in model.parameters():
+        param.requires_grad_(param is model.first.weight)
+    return Muon64([model.first.weight])
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@in_ranks(3)
+def test_ranks_without_a_weight_save_and_load(rank: int, stage: int) -> None:
+    """torch steps an optimizer that has no state: on all ranks, or on none."""
+    row = Row(optimizer=of_one_weight, num_ranks=3)
+    first, again = (Training(row, f"zero {stage}", rank).begin() for _ in range(2))
+    first.train(range(2))
+    options = StateDictOptions(full_state_dict=True, strict=False)
+    values, state = get_state_dict(first.model, first.optimizer, options=options)
+    set_state_dict(
+        *(again.model, again.optimizer),
+        model_state_dict=values,
+        optim_state_dict=state,
+        options=options,
+    )
+    for each in (first, again):
+        each.train(range(2, 4))
+    assert same(again.weights(), first.weights())
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@in_ranks(2)
+def test_a_file_of_one_ranks_states_is_refused(rank: int, stage: int) -> None:
+    """https://github.com/Lightning-AI/pytorch-lightning/issues/6387 and 10745,
+    https://github.com/facebookresearch/fairscale/issues/8: rank 0 writes its part."""
+    made = Training(Row(optimizer=momentum), f"zero {stage}", rank).begin()
+    optimizer = made.optimizer
+    made.train([0])
+    with torch.inference_mode():
+        state = optimizer.state_dict()
+    words = r"momentum_buffer of this .* part of one rank.*\(model, optimizer, full=True\)"
+    kept = copy.deepcopy(state)
+    for value in (state, kept):
+        with pytest.raises(RuntimeError, match=words):
+            torch.save(value, io.BytesIO())
+    ForkingPickler.dumps(state["state"][1])  # for the process of async_save()
+    before = made.save()[1]["state"]
+    made.train([1])
+    optimizer.load_state_dict(kept)
+    assert_equal(made.save()[1]["state"], before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@in_ranks(1)
+def test_one_rank_alone_writes_its_states(rank: int, stage: int) -> None:
+    made = Training(Row(optimizer=momentum), f"zero {stage}", rank).begin()
+    optimizer = made.optimizer
+    made.train([0])
+    torch.save(optimizer.state_dict(), file := io.BytesIO())
+    expected = made.save()[1]["state"]
+    made.train([1])
+    file.seek(0)
+    optimizer.load_state_dict(torch.load(file, weights_only=False))
+    assert_equal(made.save()[1]["state"], expected, rtol=0, atol=0)
+
+
+def checkpoints(rank: int, stage: int, way: str, folder: str) -> None:
+    made = Training(Row(optimizer=momentum), f"zero {stage}", rank).begin()
+    model, optimizer = made.model, made.optimizer
+    made.train([0])
+    wanted = made.save()
+
+    def state() -> dict[str, Any]:
+        return {
+            "model": model.state_dict(),
+            "optimizer": get_optimizer_state_dict(model, optimizer),
+        }
+
+    if way == "save":
+        dcp.save(state(), checkpoint_id=folder)
+    else:
+        kind = dcp.state_dict_saver.AsyncCheckpointerType
+        how = kind.PROCESS if way == "process" else kind.THREAD
+        group: Any = dist.new_group(backend="gloo")
+        options: dict[str, Any] = {"process_group": group, "async_checkpointer_type": how}
+        if way == "shared":
+            options["async_stager"] = dcp.staging.BlockingAsyncStager()
+        dcp.async_save(state(), checkpoint_id=folder, **options).result()  # type: ignore[union-attr]
+    made.train([1])
+    dcp.load(found := state(), checkpoint_id=folder)
+    values, states = get_whole_state(model, optimizer)
+    dcp.load({"model": values, "optimizer": states}, checkpoint_id=folder)
+    set_whole_state(model, optimizer, values, states)
+    assert_equal(made.save()[0], wanted[0], rtol=0, atol=0)
+    assert_equal(made.save()[1]["state"], wanted[1]["state"], rtol=0, atol=0)
+    assert found["optimizer"]["state"]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize(
+    "way", ["save", "thread", "shared", pytest.param("process", marks=pytest.mark.slow)]
+)
+def test_torch_distributed_checkpoint_takes_the_rows(way: str, stage: int, tmp_path: Path) -> None:
+    """https://github.com/pytorch/pytorch/issues/144657, https://github.com/pytorch/torchtitan/issues/3476:
+    async_save() and the values that it copies."""
+    run_ranks(2, checkpoints, stage, way, str(tmp_path / "saved"), fresh=way == "process")
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@in_ranks(2)
+def test_all_ranks_refuse_a_state_that_one_cannot_load(rank: int, stage: int) -> None:
+    """https://github.com/pytorch/pytorch/issues/125177: one rank has another state."""
+    made = Training(Row(optimizer=momentum), f"zero {stage}", rank).begin()
+    optimizer = made.optimizer
+    made.train([0])
+    state = optimizer.state_dict()
+    cases: dict[str, Any] = {
+        "rank 1: the state is from rank 0 of 2 and lacks": {**state, "rank": 0},
+        "rank 1: KeyError": state if rank == 0 else {},
+        "rank 0: .*NoneType": None if rank == 0 else state,
+    }
+    before = made.weights()
+    for words, given in cases.items():
+        with pytest.raises(ValueError, match=words):
+            optimizer.load_state_dict(given)
+    assert_equal(made.weights(), before, rtol=0, atol=0)
+    optimizer.load_state_dict(state)
