@@ -24,8 +24,8 @@ from full_states import (
     save_parts,
 )
 from oracle import all_equal
-from programs import adamw, muon
 from ranks import in_ranks, run_ranks
+from rows import adamw, muon
 from steps import apply_steps, train_step
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint

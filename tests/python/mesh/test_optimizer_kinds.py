@@ -12,8 +12,8 @@ import pytest
 import torch
 from full_states import full_weights
 from oracle import all_equal
-from programs import Row, Training, check
 from ranks import in_ranks
+from rows import Row, Training, check
 from torch import nn
 from whole_optimizers import EachWeight
 

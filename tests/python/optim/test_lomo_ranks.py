@@ -90,7 +90,7 @@ def test_weights_are_reduced_updated_and_gathered_in_one_pass(rank: int) -> None
 @in_ranks([1, 2])
 def test_each_backward_pass_of_a_step_is_checked(rank: int, overlap: bool) -> None:
     towers = nn.ModuleList([nn.Linear(3, 2), nn.Linear(3, 2)])
-    over = {"group": dist.group.WORLD} if dist.get_world_size() > 1 else {}
+    over: dict[str, Any] = {"group": dist.group.WORLD} if dist.get_world_size() > 1 else {}
     opt = Lomo(towers, LR, overlap=overlap, **over)
     before = weights(towers)
     towers[0](torch.ones(4, 3)).sum().backward()

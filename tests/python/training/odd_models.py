@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from programs import Block, Blocks, square
+from rows import Block, Blocks, square
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import checkpoint

@@ -1,4 +1,4 @@
-"""zero.shard() with optimizers of torch and of users: rows of programs.py."""
+"""zero.shard() with optimizers of torch and of users: as rows."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import programs
 import pytest
+import rows
 import torch
 import user_classes as user
-from programs import (
+from ranks import in_ranks
+from rows import (
     APART,
     EACH,
     STAGES,
@@ -22,7 +23,6 @@ from programs import (
     resume,
     resume_at_once,
 )
-from ranks import in_ranks
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -392,6 +392,6 @@ def test_what_is_no_row_is_found(rank: int) -> None:
         with pytest.raises((AssertionError, pytest.fail.Exception)):
             check(rank, row, system)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(programs, "trained_by", writes_and_refuses)
+        patch.setattr(rows, "trained_by", writes_and_refuses)
         with pytest.raises(AssertionError, match="scale"):
             check(rank, Row(refused={"zero 1": "refused"}), "zero 1")

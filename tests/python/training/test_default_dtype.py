@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from curves import whole
 from oracle import default_dtype
-from programs import ZERO, trained_by
 from ranks import in_ranks
+from rows import ZERO, trained_by
 from steps import apply_steps
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard

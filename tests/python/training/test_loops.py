@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from programs import (
+from ranks import in_ranks
+from rows import (
     STAGES,
     ZERO,
     Blocks,
@@ -26,7 +27,6 @@ from programs import (
     square,
     squared,
 )
-from ranks import in_ranks
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import lr_scheduler

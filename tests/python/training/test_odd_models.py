@@ -9,7 +9,8 @@ from typing import Any
 import odd_models as odd
 import pytest
 import torch
-from programs import (
+from ranks import in_ranks
+from rows import (
     SHARDED,
     STAGES,
     ZERO,
@@ -24,7 +25,6 @@ from programs import (
     square,
     squared,
 )
-from ranks import in_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 

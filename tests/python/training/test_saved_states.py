@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from full_states import full_weights
-from programs import EACH, STAGES, Row, Training, trained_by
 from ranks import in_ranks
+from rows import EACH, STAGES, Row, Training, trained_by
 from steps import train_step
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict as get_by_torch

@@ -8,8 +8,8 @@ import odd_models
 import pytest
 import torch
 import torch.distributed as dist
-from programs import ZERO, Row, Training
 from ranks import in_ranks
+from rows import ZERO, Row, Training
 from steps import train_step
 from torch import Tensor, nn
 

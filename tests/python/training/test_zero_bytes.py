@@ -8,8 +8,8 @@ import pytest
 import torch
 from allocations import peak_bytes, record_allocations
 from full_states import full_state
-from programs import muon
 from ranks import in_ranks
+from rows import muon
 from steps import apply_steps
 from torch import Tensor, nn
 from zero_models import (

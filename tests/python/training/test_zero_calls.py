@@ -18,7 +18,8 @@ import torch.distributed as dist
 from curves import Run, assert_same_run, make_model, single_process, weights_of
 from curves import train as train_shares
 from full_states import full_state, full_weights, load_full_state
-from programs import (
+from ranks import in_ranks, run_ranks
+from rows import (
     ALONE,
     SHARDED,
     STAGES,
@@ -30,7 +31,6 @@ from programs import (
     muon,
     trained_by,
 )
-from ranks import in_ranks, run_ranks
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.optim import ZeroRedundancyOptimizer

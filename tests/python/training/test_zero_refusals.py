@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from full_states import full_weights
-from programs import (
+from ranks import in_ranks
+from rows import (
     SHARDED,
     STAGES,
     ZERO,
@@ -23,8 +24,7 @@ from programs import (
     momentum,
     squared,
 )
-from programs import muon as muon_of
-from ranks import in_ranks
+from rows import muon as muon_of
 from torch import Tensor, nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.nn.parallel import DistributedDataParallel

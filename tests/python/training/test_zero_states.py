@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from full_states import full_state, full_weights, load_parts, save_parts
-from programs import Row, Training, momentum
 from ranks import in_ranks, run_ranks
+from rows import Row, Training, momentum
 from steps import apply_steps
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from full_states import full_state, full_weights
-from programs import Row, Training, cases_of, check, muon
 from ranks import in_ranks
+from rows import Row, Training, cases_of, check, muon
 from steps import apply_steps, train_step
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh

@@ -9,8 +9,8 @@ import pytest
 import torch
 from cases import covering
 from full_states import full_state, full_weights
-from programs import ZERO, Row, Training, cases_of, check, momentum
 from ranks import in_ranks
+from rows import ZERO, Row, Training, cases_of, check, momentum
 from steps import apply_steps
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
