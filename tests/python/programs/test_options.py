@@ -233,6 +233,8 @@ LINES: list[tuple[str, str | None]] = [
     ("show trace --trace a.json -o {file}", "is given for two files"),
     ("show loss --ranks 5", "5 ranks cannot share them"),
     ("show trace", "page trace needs --trace FILE"),
+    ("show memory --model nothing", "'nothing' is neither a model nor a config.json"),
+    ("show tensor --model mixtral-8x7b", "mixtral-8x7b has experts"),
     ("tune --sizes 1k,1024", "at least 2 different sizes"),
     ("bench juggle", "invalid choice: 'juggle'"),
     ("bench --seconds 1 all_reducee", "did you mean all_reduce?"),

@@ -113,19 +113,6 @@ STEP = {"cat": "step", "name": "reduce_scatter step 1", "pid": 1, "ts": 0, "args
 NO_TRACE, NO_TIMELINE = "is not a trace written by `ringcomm trace`", "was not written by Timeline"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["memory", "--model", "nothing"], "'nothing' is neither a model nor a config.json"),
-        (["tensor", "--model", "mixtral-8x7b"], "mixtral-8x7b has experts"),
-    ],
-)
-def test_a_model_without_a_page(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    refused(arguments, said, capsys)
-
-
 WHOLE = '{"otherData": {"clock": []}, "traceEvents": [{"name": "all_reduce"}]}'
 NO_TRACES: dict[str, bytes] = {
     "of torch.profiler": json.dumps(
