@@ -123,6 +123,7 @@ NO_TRACES: dict[str, bytes] = {
     "not compressed.gz": WHOLE.encode(),
     "a list": b"[1, 2]",
     "events that are none": b'{"traceEvents": [1]}',
+    "numbers as events": b'{"otherData": {"clock": []}, "traceEvents": [1]}',
     "binary": b"\xff\xfe\x00",
 }
 
