@@ -103,7 +103,7 @@ FLAT = STAGES[:2]
 SLOW: Mapping[str, Any] = {"systems": (), "slow": ZERO}
 INFINITY: Mapping[str, Any] = {"systems": ("infinity",), "slow": STAGES[:1]}
 FREED = "storage of size 0"
-IN_A_STATE = "returned one of them in a odd.State"
+IN_A_STATE = "returned one of them in a State"
 
 ROWS = {
     # https://github.com/pytorch/pytorch/pull/174829: backward enters by a tensor that is kept.
